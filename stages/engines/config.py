@@ -1,0 +1,28 @@
+"""Settings of generation. Standard library only."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+
+@dataclass
+class SamplingConfig:
+    max_new_tokens: int = 64
+    min_new_tokens: int = 0
+    """EOS cannot be sampled before this many tokens."""
+    temperature: float = 1.0
+    """Divides the logits here and in every log-prob of the run. 0: greedy (evaluation only)."""
+    suppress_token_ids: list[int] = field(default_factory=list)
+    """Tokens never sampled; the trainer's distributions exclude them too."""
+
+
+@dataclass
+class EngineConfig:
+    kind: Literal["torch"] = "torch"
+    slots: int = 16
+    """Rows decoded together."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    kv_budget_mb: int = 512
+    update: Literal["drain"] = "drain"
+    """How new weights come in: after the rows in flight have finished."""

@@ -1,0 +1,102 @@
+"""The protocol every generation engine implements, and the values that cross it.
+
+How a run uses an engine: several shards call `generate` at once, from several threads; the engine batches all of their
+rows in flight and yields each row as it finishes. Every request names the version of the weights it must be sampled
+with (`Request.version`); `load_weights` is called by whoever sees that the resident version differs, and waits until
+the rows of the older version have finished (drain).
+
+Law 4: the token at a position is argmax(log p + Gumbel noise keyed by (seed, step, row, position)), so a row's tokens do
+not depend on the batch it ran in or on the engine that ran it.
+
+May import numpy, torch and the standard library.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+import numpy as np
+import torch
+
+from stages.engines.config import SamplingConfig
+from storage.records import FinishReason
+
+
+class RequestError(ValueError):
+    """A request that cannot be served (empty, too long, token ids outside the vocabulary); names the row."""
+
+
+class WeightsError(ValueError):
+    """Weights that cannot be loaded (missing, extra, misshapen, NaN); names the tensor. The old weights stay."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """One response to sample."""
+
+    row: int
+    """Echoed in the result; with `seed` and `step` the key of the noise."""
+    seed: int
+    step: int
+    tokens: tuple[int, ...]
+    """The prompt, without padding."""
+    version: int
+    sampling: SamplingConfig
+
+
+@dataclass(frozen=True)
+class Completion:
+    """One finished response."""
+
+    row: int
+    tokens: np.ndarray
+    """int32 [new]: sampled tokens, the EOS included."""
+    logprobs: np.ndarray
+    """float32 [new]: log mu of each."""
+    versions: np.ndarray
+    """int32 [new]: weights that sampled each."""
+    finish_reason: FinishReason
+
+
+@dataclass(frozen=True)
+class EngineStats:
+    """Counted since the last call of `stats`."""
+
+    tokens: int
+    rows: int
+    decode_steps: int
+    mean_occupancy: float
+    """Rows in flight per decode step / slots."""
+    kv_peak_fraction: float
+    preemptions: int
+    refit_s: float
+    busy_s: float
+
+
+@runtime_checkable
+class GenerationEngine(Protocol):
+    keyed_noise: bool
+    """Whether the engine obeys law 4."""
+    version: int
+    """Of the resident weights."""
+
+    def generate(self, requests: Iterable[Request]) -> Iterator[Completion]:
+        """Yields rows as they finish. Thread-safe. Raises RequestError before any row of the call runs."""
+        ...
+
+    def load_weights(self, version: int, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Refits in place, by Hugging Face name; tensors that are not named keep their values. Drains first, and keeps
+        rows that arrive meanwhile waiting. All or nothing: on WeightsError the engine goes on with the old weights."""
+        ...
+
+    def sleep(self) -> None:
+        """Gives the KV cache's memory back; `wake` takes it again. Only without rows in flight."""
+        ...
+
+    def wake(self) -> None: ...
+
+    def stats(self) -> EngineStats: ...
+
+    def close(self) -> None: ...

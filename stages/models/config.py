@@ -1,0 +1,53 @@
+"""Settings of the models that are trained or evaluated, and of their parallel layout. Standard library only."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+
+@dataclass
+class LayoutConfig:
+    """Megatron's parallel layout of one gang; data parallelism is ranks / (tensor * pipeline)."""
+
+    tensor: int = 1
+    pipeline: int = 1
+    sequence_parallel: bool = False
+    distributed_optimizer: bool = False
+    recompute: Literal["none", "selective", "full"] = "none"
+
+
+@dataclass
+class OptimizerConfig:
+    """AdamW with global grad-norm clip."""
+
+    lr: float = 1e-5
+    warmup_steps: int = 0
+    """PPO steps of linear warm-up."""
+    decay: Literal["linear", "constant"] = "linear"
+    """Linear: to zero at the run's last step."""
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = 1e-5
+    weight_decay: float = 0.0
+    max_grad_norm: float = 1.0
+    micro_batch_rows: int = 8
+    """Rows per forward and backward; gradients do not depend on it."""
+
+
+@dataclass
+class ModelConfig:
+    """The start policy, also the reference; the critic starts from it with a new scalar head."""
+
+    path: str = "???"
+    """A directory in Hugging Face layout (Llama architecture), or `random:tiny` for a small random model."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Of the trained models' forward and backward; master weights and optimizer state are float32."""
+    frozen_blocks: int = 0
+    """Lowest transformer blocks (and the embeddings, and the output layer tied to them) that are not trained. Policy,
+    critic and reference share them: they are computed once per row and kept."""
+    critic_blocks: int | None = None
+    """Blocks of the critic above the frozen ones; null: as many as the policy."""
+    eos_token_ids: list[int] = field(default_factory=list)
+    """Empty: the model's own."""
+    policy: OptimizerConfig = field(default_factory=OptimizerConfig)
+    critic: OptimizerConfig = field(default_factory=OptimizerConfig)

@@ -1,0 +1,111 @@
+"""What the stages ask of the trained models, whatever framework holds them; implemented by `stages/models/host.py`.
+
+A *gang* is the set of processes (ranks) that hold one parallel group. Every rank of a gang makes the same calls in the
+same order; arguments are whole (all rows), each rank works on its share, and the answer is complete on rank 0 and None
+on the others.
+
+May import numpy, jaxtyping, the standard library and storage.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+
+from storage.records import Advantages, PolicyLogprobs, ReferenceLogprobs, Rollout, Values
+
+
+class Role(StrEnum):
+    """Who a model is in PPO. GENERATE and SCORE are roles of placement only: the host has the other three."""
+
+    GENERATE = "generate"
+    SCORE = "score"
+    REFERENCE = "reference"
+    POLICY = "policy"
+    VALUE = "value"
+
+
+@dataclass(frozen=True)
+class Rank:
+    """This process's place in its gang. `rendezvous` is a torch.distributed init method, a new one each time the gang
+    is built."""
+
+    index: int
+    size: int
+    rendezvous: str
+    threads: int
+
+
+@dataclass(frozen=True)
+class PolicyBatch:
+    """All rows of a step, as `update_policy` trains on them."""
+
+    rollout: Rollout
+    advantages: Advantages
+    policy: PolicyLogprobs | None
+    """None under `ppo.proximal: loglinear | sampler`."""
+    reference: ReferenceLogprobs
+    kl_coef: float
+    """Used where `ppo.kl.where` is `loss`."""
+
+
+@dataclass(frozen=True)
+class ValueBatch:
+    """All rows of a step, as `update_value` trains on them."""
+
+    rollout: Rollout
+    advantages: Advantages
+    values: Values
+
+
+class ModelHost(Protocol):
+    """Owns this rank's models. The resident policy and critic each have a version (what v updates have made) and a
+    `dirty` flag: set from the first optimizer step of an update until `mark_clean`; on a dirty model everything but
+    `load` raises."""
+
+    def policy_logprobs(self, rollout: Rollout) -> PolicyLogprobs | None: ...
+
+    def ref_logprobs(self, rollout: Rollout) -> ReferenceLogprobs | None: ...
+
+    def values(self, rollout: Rollout) -> Values | None: ...
+
+    def update_policy(self, step: int, batch: PolicyBatch) -> dict[str, float]:
+        """Trains version `step` into `step + 1` and leaves the model dirty: the caller commits, then `mark_clean`s.
+        Deterministic: same weights, same batch, same layout, same bits (CPU). Raises StateError on another version."""
+        ...
+
+    def update_value(self, step: int, batch: ValueBatch) -> dict[str, float]: ...
+
+    def version(self, role: Role) -> int: ...
+
+    def dirty(self, role: Role) -> bool: ...
+
+    def mark_clean(self, role: Role) -> None: ...
+
+    def digest(self, role: Role) -> str:
+        """Hex digest of the role's trained weights, the same whatever the layout; on every rank."""
+        ...
+
+    def save(self, role: Role, directory: Path) -> None:
+        """Weights, optimizer and version into an existing, empty directory (every rank writes its part)."""
+        ...
+
+    def load(self, role: Role, directory: Path | None) -> None:
+        """From `save`'s directory, or, with None, back to version 0 as built from the config and the run's seed."""
+        ...
+
+    def trained_weights(self) -> Mapping[str, np.ndarray] | None:
+        """The policy's trained tensors (those that `frozen_blocks` does not freeze) by Hugging Face name, float32 (or
+        the model's dtype as its bit pattern: see storage.weights); views where possible, valid until the next update."""
+        ...
+
+    def export(self, directory: Path) -> None:
+        """The whole policy in Hugging Face layout: loads with AutoModelForCausalLM.from_pretrained."""
+        ...
+
+    def close(self) -> None: ...

@@ -1,0 +1,159 @@
+"""The records that travel between stages, one frozen dataclass of numpy arrays per stage output.
+
+One alignment for all of them: `rows` is the batch axis of a shard (or of a whole step), `seq` = max_prompt_tokens +
+max_new_tokens is the token axis. A row holds its prompt at 0..prompt_length-1, its response right after, and padding
+to the end. **Index t of every per-token array belongs to `tokens[:, t]`**, and is zero where it has no meaning
+(outside `response_mask`), never NaN.
+
+A worked example, max_prompt_tokens = 3, max_new_tokens = 4, prompt "a b", response "c d EOS":
+
+    tokens            a  b  c  d  E  .  .
+    response_mask     0  0  1  1  1  0  0
+    sampler_logprobs  0  0  l2 l3 l4 0  0     l2 = log mu(c | a b)
+    values            0  0  v2 v3 v4 0  0     v2 = V(a b): the state BEFORE token 2
+    bootstrap_values  V(a b c d E), used only when the response was cut by the length limit
+
+May import numpy and jaxtyping only.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Any, ClassVar
+
+import numpy as np
+from beartype import beartype
+from jaxtyping import Bool, Float32, Int8, Int32, Int64, jaxtyped
+
+
+class FinishReason(IntEnum):
+    """Why a response ended: an end-of-sequence token was sampled (and is included), or the length limit cut it."""
+
+    STOP = 0
+    LENGTH = 1
+
+
+class Record:
+    """What every record shares: a row count, its fields by name, slicing and joining along `rows`."""
+
+    KIND: ClassVar[str]
+
+    @property
+    def num_rows(self) -> int:
+        """Number of rows held."""
+        return int(next(iter(self.arrays().values())).shape[0])
+
+    def arrays(self) -> dict[str, np.ndarray]:
+        """The fields by name, in the order they are declared; these names are the Zarr array names."""
+        return {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}  # type: ignore[arg-type]
+
+    def rows(self, index: slice | np.ndarray) -> Any:
+        """The same record restricted to some rows."""
+        return type(self)(**{name: array[index] for name, array in self.arrays().items()})
+
+
+def concatenate(records: list[Any]) -> Any:
+    """Joins records of one type along `rows`, in the order given (the shards of a step)."""
+    names = records[0].arrays().keys()
+    return type(records[0])(**{name: np.concatenate([r.arrays()[name] for r in records]) for name in names})
+
+
+@jaxtyped(typechecker=beartype)
+@dataclass(frozen=True)
+class PromptBatch(Record):
+    """The prompts of a shard: what `generate` reads. Never stored; a pure function of (seed, step, shard)."""
+
+    KIND: ClassVar[str] = "prompts"
+    row: Int64[np.ndarray, " rows"]
+    """Number of the row within its step: with (seed, step) the key of its sampling noise."""
+    prompt_index: Int64[np.ndarray, " rows"]
+    """Number of the prompt in its source."""
+    tokens: Int32[np.ndarray, "rows prompt_seq"]
+    """Prompt tokens, right-padded."""
+    prompt_lengths: Int32[np.ndarray, " rows"]
+
+
+@jaxtyped(typechecker=beartype)
+@dataclass(frozen=True)
+class Rollout(Record):
+    """Output of `generate`: prompts and sampled responses."""
+
+    KIND: ClassVar[str] = "rollout"
+    row: Int64[np.ndarray, " rows"]
+    prompt_index: Int64[np.ndarray, " rows"]
+    tokens: Int32[np.ndarray, "rows seq"]
+    """Prompt, response, padding."""
+    prompt_lengths: Int32[np.ndarray, " rows"]
+    response_lengths: Int32[np.ndarray, " rows"]
+    """Sampled tokens, the EOS included."""
+    response_mask: Bool[np.ndarray, "rows seq"]
+    """True where the token was sampled."""
+    sampler_logprobs: Float32[np.ndarray, "rows seq"]
+    """log mu(token): under the distribution that was sampled, by the weights of `token_versions`."""
+    token_versions: Int32[np.ndarray, "rows seq"]
+    """Version of the weights that sampled each token; -1 where nothing was sampled."""
+    finish_reason: Int8[np.ndarray, " rows"]
+    """A `FinishReason`."""
+
+
+@jaxtyped(typechecker=beartype)
+@dataclass(frozen=True)
+class Scores(Record):
+    """Output of `score`: one number per response, before any KL term."""
+
+    KIND: ClassVar[str] = "scores"
+    scores: Float32[np.ndarray, " rows"]
+
+
+@jaxtyped(typechecker=beartype)
+@dataclass(frozen=True)
+class ReferenceLogprobs(Record):
+    """Output of `reference`: log pi_ref(token) by the frozen start policy."""
+
+    KIND: ClassVar[str] = "reference"
+    ref_logprobs: Float32[np.ndarray, "rows seq"]
+
+
+@jaxtyped(typechecker=beartype)
+@dataclass(frozen=True)
+class PolicyLogprobs(Record):
+    """Output of `logprob`: the proximal policy, the trainer's weights at the start of the step."""
+
+    KIND: ClassVar[str] = "policy"
+    policy_logprobs: Float32[np.ndarray, "rows seq"]
+    entropy: Float32[np.ndarray, "rows seq"]
+    """Entropy of the next-token distribution that token t was drawn from, in nats."""
+
+
+@jaxtyped(typechecker=beartype)
+@dataclass(frozen=True)
+class Values(Record):
+    """Output of `value`: the critic at the start of the step, on states before each sampled token."""
+
+    KIND: ClassVar[str] = "values"
+    values: Float32[np.ndarray, "rows seq"]
+    bootstrap_values: Float32[np.ndarray, " rows"]
+    """Value of the state after the last sampled token."""
+
+
+@jaxtyped(typechecker=beartype)
+@dataclass(frozen=True)
+class Advantages(Record):
+    """Output of `advantage`, over the rows of the whole step: what the two updates train on."""
+
+    KIND: ClassVar[str] = "advantages"
+    rewards: Float32[np.ndarray, "rows seq"]
+    """Per-token reward: -beta * KL estimate, plus the score at the last sampled token."""
+    advantages: Float32[np.ndarray, "rows seq"]
+    """GAE, whitened over the sampled tokens of the step if the config says so."""
+    returns: Float32[np.ndarray, "rows seq"]
+    """Unwhitened advantages + values: the critic's targets."""
+    loss_mask: Bool[np.ndarray, "rows seq"]
+    """Sampled tokens that take part in the losses (response_mask less rows that are filtered out)."""
+
+
+RECORD_TYPES: dict[str, type[Record]] = {
+    t.KIND: t for t in (Rollout, Scores, ReferenceLogprobs, PolicyLogprobs, Values, Advantages)
+}

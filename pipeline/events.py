@@ -1,0 +1,93 @@
+"""The run's journal: one JSON line per event in `events.jsonl`, from which timeline, report and summary are drawn.
+
+May import the standard library only. The driver is the only writer; worker times travel in the nodes' results.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from enum import StrEnum
+from pathlib import Path
+from types import TracebackType
+from typing import TextIO
+
+
+class EventKind(StrEnum):
+    RUN_STARTED = "run_started"
+    RUN_FINISHED = "run_finished"
+    SUBMITTED = "submitted"
+    """The driver handed a node to Dask (t: driver's clock)."""
+    STARTED = "started"
+    """The stage began on a worker (t: worker's clock)."""
+    FINISHED = "finished"
+    """The stage's output was committed (t: worker's clock); `seconds` and, of those, `store_s` spent on store and
+    ledger."""
+    FAILED = "failed"
+    """An attempt was lost or raised; `detail` says why."""
+    PUBLISHED = "published"
+    """Weights of version `step` became readable."""
+    GANG_BUILT = "gang_built"
+    GANG_LOST = "gang_lost"
+
+
+@dataclass(frozen=True)
+class Event:
+    t: float
+    """Seconds since the epoch."""
+    kind: EventKind
+    stage: str | None = None
+    step: int | None = None
+    """For publish and evaluate: the version of the weights."""
+    shard: int | None = None
+    rank: int | None = None
+    gang: str | None = None
+    worker: str | None = None
+    attempt: str | None = None
+    seconds: float | None = None
+    store_s: float | None = None
+    detail: str | None = None
+
+    def to_json(self) -> str:
+        return json.dumps({k: v for k, v in asdict(self).items() if v is not None}, separators=(",", ":"))
+
+    @staticmethod
+    def from_json(line: str) -> Event:
+        fields = json.loads(line)
+        return Event(kind=EventKind(fields.pop("kind")), **fields)
+
+
+class Journal:
+    """Owns the open `events.jsonl` of a run; appends, so that a resumed run continues it."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._file: TextIO = path.open("a", encoding="utf8", buffering=1)
+
+    def append(self, event: Event) -> None:
+        self._file.write(event.to_json() + "\n")
+
+    def now(self, kind: EventKind, **fields: object) -> Event:
+        """Appends an event that happens now, by the driver's clock."""
+        event = Event(t=time.time(), kind=kind, **fields)  # type: ignore[arg-type]
+        self.append(event)
+        return event
+
+    def close(self) -> None:
+        self._file.close()
+
+    def __enter__(self) -> Journal:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()
+
+
+def read_events(path: Path) -> Iterator[Event]:
+    """The events of a run in the order written. A last line torn by a crash is left out."""
+    with path.open(encoding="utf8") as lines:
+        for line in lines:
+            if line.endswith("\n"):
+                yield Event.from_json(line)

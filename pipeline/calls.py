@@ -1,0 +1,85 @@
+"""What the driver sends to a worker and gets back: small, picklable, importable by the scheduler.
+
+May import the standard library, storage.address and pipeline.graph.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from storage.address import Address, Ref
+
+
+class WorkerLost(RuntimeError):
+    """The process that was to run a node is not the one that was built for it: it died and came back empty. The first
+    argument is the worker's name."""
+
+
+@dataclass(frozen=True)
+class WorkerSpec:
+    """What a worker process must become."""
+
+    gang: str
+    index: int
+    """Rank of an ordered gang, replica of a pool."""
+    size: int
+    """Ranks of the gang; 1 for a pool's replica."""
+    incarnation: int
+    """How often the gang (or replica) has been built before; a call of another incarnation is refused."""
+    rendezvous: str
+    """torch.distributed init method of this incarnation."""
+    runtime: str
+    """module:class of the runtime (`pipeline.runtime:StageRuntime`; tests have others)."""
+    config_yaml: str
+    """The resolved config: workers read the same one as the driver."""
+
+    @property
+    def name(self) -> str:
+        return worker_name(self.gang, self.index)
+
+
+@dataclass(frozen=True)
+class Call:
+    """One attempt at one node on one worker."""
+
+    address: Address
+    attempt: str
+    version: int
+    inputs: tuple[Address, ...]
+    gang: str
+    worker: str
+    incarnation: int
+    sequence: int | None = None
+    """Number in the gang's order; every rank sees the same."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a worker reports of a call; `ref` is None on ranks other than 0."""
+
+    address: Address
+    ref: Ref | None
+    worker: str
+    index: int
+    started: float
+    """Seconds since the epoch, the worker's clock."""
+    finished: float
+    store_s: float
+    """Of it, spent on reading and writing store, ledger, weights and checkpoints."""
+    reused: bool
+    """The output was already committed."""
+
+
+def slot_resource(gang: str, index: int) -> str:
+    """Dask resource of a worker's slots. It pins a task to one worker of a gang and, unlike an address, outlives the
+    process."""
+    return f"{gang}.{index}"
+
+
+def pin_resource(gang: str, index: int) -> str:
+    """Dask resource that pins a task to a worker without taking a slot."""
+    return f"{gang}.{index}.pin"
+
+
+def worker_name(gang: str, index: int) -> str:
+    return f"{gang}-{index}"

@@ -1,0 +1,268 @@
+"""Decides what runs next: events in, instructions out, no clock, no I/O, no Dask.
+
+Three ways for a node to get a worker:
+- **ordered**: on a gang whose ranks act together. Nodes whose parents are done queue by priority; the driver numbers
+  them as it hands them out and every rank executes them in that order. With several ranks one is out at a time: two
+  could reach the ranks in different orders (each waits for its own inputs), and collectives would interleave. A single
+  rank has two, which hides the round trip.
+- **slot**: on one replica of a pool, when a slot there is free (a replica eight times slower gets fewer shards, which
+  Dask's own placement would not do).
+- **free**: on the least loaded replica of a pool, as soon as all parents are submitted: Dask's own graph, run ahead.
+
+Losing a worker resets its unfinished nodes, and whatever was already submitted on top of them, to waiting; finished
+nodes stay finished, since their output is in the store.
+
+May import pipeline.graph and the standard library.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from pipeline.graph import Node
+from stages.models.protocol import Role
+from storage.address import Address, Ref
+
+
+class Mode(StrEnum):
+    ORDERED = "ordered"
+    SLOT = "slot"
+    FREE = "free"
+
+
+@dataclass(frozen=True)
+class Gang:
+    """One gang as dispatch sees it."""
+
+    name: str
+    roles: frozenset[Role]
+    workers: int
+    """Ranks of an ordered gang, replicas of a pool."""
+    slots: int = 1
+    """Shards a replica of a pool works on at once."""
+
+    @property
+    def ordered(self) -> bool:
+        """Whether it holds a trained or a reference model: then its ranks act together."""
+        return bool(self.roles & {Role.POLICY, Role.VALUE, Role.REFERENCE})
+
+    def mode(self, role: Role) -> Mode:
+        if self.ordered:
+            return Mode.ORDERED
+        return Mode.SLOT if role is Role.GENERATE else Mode.FREE
+
+
+@dataclass(frozen=True)
+class Submit:
+    """An instruction: run this node there."""
+
+    node: Node
+    gang: str
+    mode: Mode
+    attempt: int
+    """0 the first time."""
+    replica: int = 0
+    """SLOT, FREE: which."""
+    sequence: int | None = None
+    """ORDERED: the node's number in the gang's order."""
+
+
+class _State(StrEnum):
+    WAITING = "waiting"
+    SUBMITTED = "submitted"
+    DONE = "done"
+
+
+@dataclass
+class _Entry:
+    node: Node
+    state: _State = _State.WAITING
+    attempts: int = 0
+    submit: Submit | None = None
+
+
+@dataclass
+class _GangState:
+    gang: Gang
+    up: bool = False
+    sequence: int = 0
+    out: set[Address] = field(default_factory=set)
+    """ORDERED: handed out and not finished."""
+    slots: dict[int, int] = field(default_factory=dict)
+    """Pools: free slots by usable replica."""
+    loads: dict[int, int] = field(default_factory=dict)
+    """Pools: FREE nodes out, by usable replica."""
+
+
+class Dispatch:
+    """Owns the state of every node in the driver's window.
+
+    Feed it `admit`, `worker_up`, `worker_down`, `done`, `lost`; after each, carry out what `next_submits` returns."""
+
+    def __init__(self, gangs: Iterable[Gang]) -> None:
+        self._gangs = {gang.name: _GangState(gang) for gang in gangs}
+        self._gang_of = {role: state for state in self._gangs.values() for role in state.gang.roles}
+        self._entries: dict[Address, _Entry] = {}
+        self._children: dict[Address, list[Address]] = {}
+
+    # ---- what happened -------------------------------------------------------------------------------------------
+
+    def admit(self, nodes: Iterable[Node], committed: Iterable[Address] = ()) -> None:
+        """Adds nodes, parents before children; those that already have a commit are done at once. A parent that was
+        never admitted (an older, retired step) counts as done."""
+        finished = set(committed)
+        for node in nodes:
+            self._entries[node.address] = _Entry(node, _State.DONE if node.address in finished else _State.WAITING)
+            for parent in node.parents:
+                self._children.setdefault(parent, []).append(node.address)
+
+    def worker_up(self, gang: str, worker: int) -> None:
+        """A replica can take work; for an ordered gang: all ranks can (call once, with rank 0)."""
+        state = self._gangs[gang]
+        state.up = True
+        if not state.gang.ordered:
+            state.slots[worker] = state.gang.slots
+            state.loads[worker] = 0
+
+    def worker_down(self, gang: str, worker: int) -> list[Address]:
+        """A replica (of an ordered gang: any rank) is gone, or overdue: it gets no more nodes until `worker_up`. Resets
+        the nodes it had, and returns all that were reset, whose futures must be let go."""
+        state = self._gangs[gang]
+        if state.gang.ordered:
+            state.up = False
+            return self.lost(list(state.out))
+        state.slots.pop(worker, None)
+        state.loads.pop(worker, None)
+        state.up = bool(state.slots)
+        return self.lost([a for a, e in self._entries.items() if self._on(e, gang, worker)])
+
+    def others_up(self, gang: str, worker: int) -> bool:
+        """Whether a pool has another usable replica."""
+        return any(replica != worker for replica in self._gangs[gang].slots)
+
+    def done(self, address: Address, ref: Ref | None = None) -> bool:
+        """A node has its commit. False if it already was done (the second of two attempts)."""
+        entry = self._entries[address]
+        if entry.state is _State.DONE:
+            return False
+        self._release_place(entry)
+        entry.state = _State.DONE
+        return True
+
+    def lost(self, addresses: Iterable[Address]) -> list[Address]:
+        """The attempts of these nodes will not finish: they, and submitted nodes that hang on them, wait again."""
+        reset: list[Address] = []
+        stack = list(addresses)
+        while stack:
+            entry = self._entries[stack.pop()]
+            if entry.state is not _State.SUBMITTED:
+                continue
+            self._release_place(entry)
+            entry.state, entry.submit = _State.WAITING, None
+            reset.append(entry.node.address)
+            stack += [c for c in self._children.get(entry.node.address, ()) if c in self._entries]
+        return reset
+
+    def retire(self, addresses: Iterable[Address]) -> None:
+        """Forgets done nodes (a step that nothing waits for any more)."""
+        for address in addresses:
+            assert self._entries[address].state is _State.DONE, f"{address} is retired before it is done"
+            del self._entries[address]
+            self._children.pop(address, None)
+
+    # ---- what to do ----------------------------------------------------------------------------------------------
+
+    def next_submits(self) -> list[Submit]:
+        """Everything that can be handed out now, most urgent first; each is marked as submitted."""
+        submits: list[Submit] = []
+        progress = True
+        while progress:
+            ready = [e.node for e in self._entries.values() if e.state is _State.WAITING and self._placeable(e.node)]
+            heapq.heapify(ready)
+            progress = False
+            while ready:
+                submit = self._place(heapq.heappop(ready))
+                if submit is not None:
+                    submits.append(submit)
+                    progress = True
+        return submits
+
+    def attempts(self, address: Address) -> int:
+        """How often a node has been handed out."""
+        return self._entries[address].attempts
+
+    def is_done(self, address: Address) -> bool:
+        """Whether a node is done; a node that is not held any more is."""
+        return address not in self._entries or self._entries[address].state is _State.DONE
+
+    def unfinished(self) -> list[Address]:
+        return [a for a, e in self._entries.items() if e.state is not _State.DONE]
+
+    def running(self, address: Address) -> Submit | None:
+        """The instruction a node is out with, if it is."""
+        entry = self._entries.get(address)
+        return entry.submit if entry is not None and entry.state is _State.SUBMITTED else None
+
+    # ---- how -----------------------------------------------------------------------------------------------------
+
+    @staticmethod
+    def _on(entry: _Entry, gang: str, replica: int) -> bool:
+        submit = entry.submit
+        return entry.state is _State.SUBMITTED and submit is not None and (submit.gang, submit.replica) == (gang, replica)
+
+    def _placeable(self, node: Node) -> bool:
+        state = self._gang_of[node.role]
+        if not state.up:
+            return False
+        if state.gang.mode(node.role) is Mode.FREE:
+            return all(self._parent_state(p) is not _State.WAITING for p in node.parents)
+        return all(self._parent_state(p) is _State.DONE for p in node.parents)
+
+    def _parent_state(self, address: Address) -> _State:
+        entry = self._entries.get(address)
+        return _State.DONE if entry is None else entry.state
+
+    def _place(self, node: Node) -> Submit | None:
+        state, entry = self._gang_of[node.role], self._entries[node.address]
+        mode = state.gang.mode(node.role)
+        replica, sequence = 0, None
+        if mode is Mode.ORDERED:
+            if len(state.out) >= (1 if state.gang.workers > 1 else 2):
+                return None
+            sequence = state.sequence
+            state.sequence += 1
+            state.out.add(node.address)
+        elif mode is Mode.SLOT:
+            replica = max(state.slots, key=lambda r: (state.slots[r], -r))
+            if state.slots[replica] == 0:
+                return None
+            state.slots[replica] -= 1
+        else:
+            replica = min(state.loads, key=lambda r: (state.loads[r], r))
+            state.loads[replica] += 1
+        entry.submit = Submit(node, state.gang.name, mode, entry.attempts, replica, sequence)
+        entry.state = _State.SUBMITTED
+        entry.attempts += 1
+        return entry.submit
+
+    def _release_place(self, entry: _Entry) -> None:
+        submit = entry.submit
+        if submit is None:
+            return
+        state = self._gangs[submit.gang]
+        state.out.discard(entry.node.address)
+        if submit.mode is Mode.SLOT and submit.replica in state.slots:
+            state.slots[submit.replica] += 1
+        elif submit.mode is Mode.FREE and submit.replica in state.loads:
+            state.loads[submit.replica] -= 1
+
+
+def gangs_of(roles: Mapping[Role, str], workers: Mapping[str, int], slots: Mapping[str, int]) -> list[Gang]:
+    """The gangs that a placement describes: `roles` maps each role to a gang's name."""
+    names = sorted(set(roles.values()))
+    return [
+        Gang(name, frozenset(r for r, g in roles.items() if g == name), workers[name], slots[name]) for name in names
+    ]

@@ -1,0 +1,168 @@
+"""The graph of a run as plain data: which nodes a step has, what each depends on. No Dask, no clock, no I/O.
+
+Three interpreters read the same nodes: the executor runs them, `replay` runs one of them, `docs/` draws them.
+
+    step i:   weights v(i-eta) --> generate[i,s] --+--> score[i,s] ------+
+                                   (shard s)       +--> reference[i,s] --+
+              update_policy[i-1] ------------------+--> logprob[i,s] ----+--> advantage[i] --+--> update_policy[i] --> publish v(i+1)
+              update_value[i-1] -------------------+--> value[i,s] ------+                   +--> update_value[i]
+
+**The staleness bound is an edge**: `generate[i]` depends on `publish[max(0, i - eta)]`, and on nothing newer. With
+eta = 0 that is synchronous PPO. Version v of the weights is what v updates have made.
+
+Edges that are not data: `update_policy[i] <- publish[i]` (the trainer must have given version i away before it trains
+it into i + 1), `advantage[i] <- advantage[i-1]` (the KL controller's state), `evaluate` nodes beside the generation that
+uses the same version.
+
+May import the standard library and `stages.models.protocol.Role`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from stages.models.protocol import Role
+from storage.address import Address
+
+STAGE_ROLES: dict[str, Role] = {
+    "generate": Role.GENERATE,
+    "score": Role.SCORE,
+    "reference": Role.REFERENCE,
+    "logprob": Role.POLICY,
+    "value": Role.VALUE,
+    "advantage": Role.SCORE,
+    "update_policy": Role.POLICY,
+    "update_value": Role.VALUE,
+    "publish": Role.POLICY,
+    "evaluate": Role.GENERATE,
+    "evaluate_score": Role.SCORE,
+}
+"""Every stage, and the role whose gang runs it. `advantage` needs no model: it runs where scoring does."""
+
+
+@dataclass(frozen=True, order=True)
+class Node:
+    """One (stage, step, shard). Nodes sort by priority: the oldest step first."""
+
+    priority: tuple[int, int]
+    """(step whose progress it serves, order within it): lower runs first."""
+    address: Address
+    parents: tuple[Address, ...]
+    inputs: tuple[Address, ...]
+    """The parents whose stored output the node reads; the rest only order it."""
+    version: int
+    """Version of the weights it needs: the policy's, or the critic's for value nodes."""
+
+    @property
+    def stage(self) -> str:
+        return self.address.stage
+
+    @property
+    def role(self) -> Role:
+        return STAGE_ROLES[self.address.stage]
+
+
+@dataclass(frozen=True)
+class GraphSpec:
+    """What the shape of the graph depends on."""
+
+    steps: int
+    shards: int
+    staleness: int
+    """The bound eta, in versions."""
+    recompute_logprobs: bool = True
+    """`ppo.proximal: recompute`; otherwise there are no logprob nodes."""
+    eval_every: int = 0
+    """Evaluate versions 0, k, 2k, ... and the last; 0: none."""
+    eval_shards: int = 1
+
+
+def generation_version(spec: GraphSpec, step: int) -> int:
+    """Version that generates step i: max(0, i - eta)."""
+    return max(0, step - spec.staleness)
+
+
+def evaluated(spec: GraphSpec, version: int) -> bool:
+    """Whether version v is evaluated."""
+    return spec.eval_every > 0 and (version % spec.eval_every == 0 or version == spec.steps)
+
+
+def publish_node(version: int) -> Node:
+    """`publish[v]`: makes version v readable; v = 0 are the start weights. Ordered right after the policy's update, before
+    the critic's: the next generation waits for it."""
+    parents = (Address("update_policy", version - 1),) if version else ()
+    return Node((version - 1, 7), Address("publish", version), parents, (), version)
+
+
+def evaluate_nodes(spec: GraphSpec, version: int) -> list[Node]:
+    """Generation and scoring of the held-out prompts by version v, after the training generation that uses v."""
+    nodes = []
+    turn = version + spec.staleness
+    for shard in range(spec.eval_shards):
+        rollout = Address("evaluate", version, shard)
+        publish = Address("publish", version)
+        nodes.append(Node((turn, 10), rollout, (publish,), (), version))
+        nodes.append(Node((turn, 11), Address("evaluate_score", version, shard), (rollout,), (rollout,), version))
+    return nodes
+
+
+def step_nodes(spec: GraphSpec, step: int) -> list[Node]:
+    """All nodes of PPO step i, parents before children, with the publication of version i + 1 and its evaluation (and,
+    for step 0, those of version 0)."""
+    i = step
+    nodes: list[Node] = []
+    if i == 0:
+        nodes.append(publish_node(0))
+        if evaluated(spec, 0):
+            nodes += evaluate_nodes(spec, 0)
+    before_policy = (Address("update_policy", i - 1),) if i else ()
+    before_value = (Address("update_value", i - 1),) if i else ()
+    sources: list[Address] = []
+    for s in range(spec.shards):
+        rollout = Address("generate", i, s)
+        used = generation_version(spec, i)
+        nodes.append(Node((i, 0), rollout, (Address("publish", used),), (), used))
+
+        def reader(stage: str, order: int, *extra: Address, rollout: Address = rollout, s: int = s) -> Node:
+            return Node((i, order), Address(stage, i, s), (rollout, *extra), (rollout,), i)
+
+        shard_nodes = [reader("score", 1), reader("reference", 2)]
+        if spec.recompute_logprobs:
+            shard_nodes.append(reader("logprob", 3, *before_policy))
+        shard_nodes.append(reader("value", 4, *before_value))
+        nodes += shard_nodes
+        sources += [rollout, *(node.address for node in shard_nodes)]
+    carried = (Address("advantage", i - 1),) if i else ()
+    advantage = Address("advantage", i)
+    nodes.append(Node((i, 5), advantage, (*sources, *carried), tuple(sources), i))
+    batch = (advantage, *sources)
+    nodes.append(
+        Node((i, 6), Address("update_policy", i), (advantage, *before_policy, Address("publish", i)), batch, i)
+    )
+    nodes.append(Node((i, 8), Address("update_value", i), (advantage, *before_value), batch, i))
+    nodes.append(publish_node(i + 1))
+    if evaluated(spec, i + 1):
+        nodes += evaluate_nodes(spec, i + 1)
+    return nodes
+
+
+def run_nodes(spec: GraphSpec) -> Iterator[Node]:
+    """Every node of the run, step by step."""
+    for step in range(spec.steps):
+        yield from step_nodes(spec, step)
+
+
+def window(spec: GraphSpec) -> int:
+    """How many steps the driver keeps in flight: eta + 2. Step i + eta + 1 can start generating only when step i is
+    published, so a wider window would hold nodes that cannot run."""
+    return spec.staleness + 2
+
+
+def weight_readers(spec: GraphSpec, version: int) -> list[Address]:
+    """The nodes that read the published version v: when all have committed, v can be released."""
+    steps = [i for i in range(spec.steps) if generation_version(spec, i) == version]
+    readers = [Address("generate", i, s) for i in steps for s in range(spec.shards)]
+    if evaluated(spec, version):
+        readers += [Address("evaluate", version, s) for s in range(spec.eval_shards)]
+    return readers

@@ -1,0 +1,68 @@
+"""Where a run keeps what. Standard library only."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class RunPaths:
+    """The files of a run's directory."""
+
+    root: Path
+
+    @property
+    def config(self) -> Path:
+        return self.root / "config.yaml"
+
+    @property
+    def prompts(self) -> Path:
+        return self.root / "prompts.npz"
+
+    @property
+    def ledger(self) -> Path:
+        return self.root / "ledger"
+
+    @property
+    def rollouts(self) -> Path:
+        return self.root / "rollouts.zarr"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.root / "checkpoints"
+
+    @property
+    def events(self) -> Path:
+        return self.root / "events.jsonl"
+
+    @property
+    def summary(self) -> Path:
+        return self.root / "summary.json"
+
+    @property
+    def plots(self) -> Path:
+        return self.root / "plots"
+
+    @property
+    def rendezvous(self) -> Path:
+        return self.root / "rendezvous"
+
+    @property
+    def mlflow_run_id(self) -> Path:
+        return self.root / "mlflow_run_id"
+
+    @property
+    def mlflow_spool(self) -> Path:
+        return self.root / "mlflow_spool.jsonl"
+
+    def weights(self, version: int) -> Path:
+        """The Hugging Face export of a version."""
+        return self.root / "weights" / f"v{version:06d}"
+
+    def board(self, weights_dir: str | None) -> Path:
+        """The directory of published weights: memory, not disk, unless the config says otherwise. Named by the run's
+        place, so that a resumed run finds what a crashed one left."""
+        name = hashlib.sha256(str(self.root.resolve()).encode()).hexdigest()[:12]
+        return Path(weights_dir or "/dev/shm") / f"stageline-{self.root.name}-{name}"  # noqa: S108

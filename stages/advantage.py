@@ -1,0 +1,156 @@
+"""Stage `advantage`: from the records of all rows of a step to what the two updates train on.
+
+    scores ──missing EOS, centring──► R ─┐
+    log pi (or log mu), log pi_ref ──────┴─► r_t ──(whitening)──► GAE ──► returns, advantages ──whitening──► Advantages
+    values, bootstrap_values ───────────────────────────────────────┘
+
+A pure function, computed in float64. It sees the whole step, since whitening, the running mean of scores and the KL
+controller are defined over the step and not over a shard. What passes from step to step is `state`: small, JSON, and
+part of every checkpoint because it is part of the stage's output.
+
+May import numpy, torch, storage and stages.ppo.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from stages.ppo import metrics as measure
+from stages.ppo.config import PPOConfig
+from stages.ppo.gae import gae
+from stages.ppo.kl import next_kl_coef, token_kl
+from stages.ppo.masks import masked_whiten
+from stages.ppo.rewards import RunningMean, penalise_missing_eos, token_rewards, update_running_mean
+from storage.records import Advantages, FinishReason, PolicyLogprobs, ReferenceLogprobs, Rollout, Scores, Values
+
+
+class StalenessError(RuntimeError):
+    """A row sampled by weights older than the staleness bound allows, or newer than the step: the graph makes it
+    impossible, so the graph is wrong. Names the row."""
+
+
+def advantage(
+    rollout: Rollout,
+    scores: Scores,
+    reference: ReferenceLogprobs,
+    policy: PolicyLogprobs | None,
+    values: Values,
+    cfg: PPOConfig,
+    step: int,
+    staleness_bound: int,
+    state: Mapping[str, Any],
+) -> tuple[Advantages, dict[str, Any], dict[str, float]]:
+    """Advantages of every row of the step, the state for the next step, and the step's metrics.
+
+    Args:
+        policy: None under `proximal: loglinear | sampler`; the KL term then uses sampler_logprobs.
+        staleness_bound: eta; every sampled token has step - eta <= version <= step.
+        state: what the same stage of the step before returned; empty at step 0. Keys: kl_coef (of this step),
+            score_mean, score_count.
+
+    Returns:
+        (advantages, state, metrics). `metrics["kl/coef"]` is the beta THIS step uses, in the reward or in the loss;
+        `state["kl_coef"]` is the next step's.
+
+    Raises:
+        StalenessError: see there.
+        ValueError: records with different numbers of rows, or `policy` given or missing against `cfg.proximal`.
+    """
+    _check(rollout, scores, reference, policy, values, cfg)
+    check_staleness(rollout, step, staleness_bound)
+
+    mask = torch.tensor(rollout.response_mask)
+    truncated = torch.tensor(rollout.finish_reason == FinishReason.LENGTH)
+    loss_mask = mask & ~truncated[:, None] if cfg.mask_truncated else mask
+    log_mu = _float64(rollout.sampler_logprobs, mask)
+    log_ref = _float64(reference.ref_logprobs, mask)
+    log_policy = log_mu if policy is None else _float64(policy.policy_logprobs, mask)
+    v = _float64(values.values, mask)
+    raw_scores = torch.tensor(scores.scores).double()
+
+    kl_coef = float(state.get("kl_coef", cfg.kl.coef)) if cfg.kl.target is not None else cfg.kl.coef
+    shaped_scores = penalise_missing_eos(raw_scores, truncated, cfg.missing_eos_score)
+    running = RunningMean(float(state.get("score_mean", 0.0)), int(state.get("score_count", 0)))
+    running = update_running_mean(running, shaped_scores)
+    if cfg.center_scores:
+        shaped_scores = shaped_scores - running.mean
+
+    r = token_rewards(shaped_scores, log_policy, log_ref, mask, kl_coef, cfg.kl)
+    if cfg.whiten_rewards:
+        # Filtered rows take no part in the moments; their rewards, of no consequence, are dropped with them.
+        r = masked_whiten(r, loss_mask, keep_mean=True)
+    bootstrap_values = torch.tensor(values.bootstrap_values).double()
+    unwhitened, returns = gae(r, v, bootstrap_values, mask, truncated, cfg.gamma, cfg.lam, cfg.truncated)
+    a = masked_whiten(unwhitened, loss_mask) if cfg.whiten_advantages else unwhitened
+
+    kl_per_response = token_kl(log_policy, log_ref, cfg.kl.estimator).sum(dim=1).numpy()
+    found = {
+        "kl/coef": kl_coef,
+        **measure.reward_metrics(scores.scores, shaped_scores.numpy(), kl_per_response, kl_coef),
+        **measure.ref_kl_metrics(log_policy.numpy(), log_ref.numpy(), rollout.response_mask),
+        **measure.staleness_metrics(rollout.token_versions, rollout.response_mask, step, staleness_bound),
+        **measure.value_metrics(v.numpy(), returns.numpy(), loss_mask.numpy()),
+        **measure.advantage_metrics(unwhitened.numpy(), loss_mask.numpy()),
+        **measure.response_metrics(rollout),
+    }
+    if policy is not None:
+        found |= measure.proximal_metrics(
+            policy.policy_logprobs, rollout.sampler_logprobs, rollout.token_versions, rollout.response_mask, step
+        )
+        found |= measure.entropy_metrics(policy.entropy, rollout.response_mask)
+
+    next_state = {
+        "kl_coef": next_kl_coef(kl_coef, found.get("kl/ref", 0.0), rollout.num_rows, cfg.kl),
+        "score_mean": running.mean,
+        "score_count": running.count,
+    }
+    return (
+        Advantages(
+            rewards=r.float().numpy(),
+            advantages=torch.where(loss_mask, a, 0).float().numpy(),
+            returns=returns.float().numpy(),
+            loss_mask=loss_mask.numpy().copy(),
+        ),
+        next_state,
+        found,
+    )
+
+
+def check_staleness(rollout: Rollout, step: int, bound: int) -> None:
+    """Asserts step - bound <= version <= step for every sampled token. Raises StalenessError naming the first row that
+    breaks it."""
+    staleness = step - rollout.token_versions.astype(np.int64)
+    bad = rollout.response_mask & ((staleness < 0) | (staleness > bound) | (rollout.token_versions < 0))
+    if bad.any():
+        index, token = np.argwhere(bad)[0]
+        raise StalenessError(
+            f"row {rollout.row[index]} of step {step}: token {token} was sampled by weights version "
+            f"{rollout.token_versions[index, token]}; allowed are {max(0, step - bound)}..{step} "
+            f"(staleness bound {bound})"
+        )
+
+
+def _check(
+    rollout: Rollout,
+    scores: Scores,
+    reference: ReferenceLogprobs,
+    policy: PolicyLogprobs | None,
+    values: Values,
+    cfg: PPOConfig,
+) -> None:
+    """Raises ValueError on records that do not belong together."""
+    for record in (scores, reference, policy, values):
+        if record is not None and record.num_rows != rollout.num_rows:
+            raise ValueError(f"{record.KIND} has {record.num_rows} rows, the rollout {rollout.num_rows}")
+    if (policy is None) == (cfg.proximal == "recompute"):
+        given = "no policy_logprobs" if policy is None else "policy_logprobs"
+        raise ValueError(f"ppo.proximal: {cfg.proximal} with {given}")
+
+
+def _float64(x: np.ndarray, mask: torch.Tensor) -> torch.Tensor:
+    """As a float64 tensor, zero outside the mask."""
+    return torch.where(mask, torch.tensor(x).double(), 0)

@@ -1,0 +1,34 @@
+"""What every engine refuses before a row runs. May import stages.engines.protocol."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Set
+
+from stages.engines.protocol import Request, RequestError
+
+
+def check_request(request: Request, max_seq: int, vocab: int, eos_ids: Set[int]) -> None:
+    """Raises RequestError, naming the row, for a request that no version of the weights could serve."""
+    sampling = request.sampling
+    prompt, new = len(request.tokens), sampling.max_new_tokens
+    banned = set(sampling.suppress_token_ids)
+    problem = None
+    if prompt == 0:
+        problem = "has an empty prompt"
+    elif new <= 0:
+        problem = f"has max_new_tokens {new}, which must be positive"
+    elif prompt + new > max_seq:
+        problem = f"takes {prompt} prompt + {new} new tokens; the engine was built for {max_seq}"
+    elif not (math.isfinite(sampling.temperature) and sampling.temperature >= 0):
+        problem = f"has temperature {sampling.temperature}, which must be finite and not negative"
+    elif not 0 <= sampling.min_new_tokens <= new:
+        problem = f"has min_new_tokens {sampling.min_new_tokens}, which must be 0 to max_new_tokens ({new})"
+    elif not all(0 <= token < vocab for token in request.tokens):
+        problem = f"has token ids outside the vocabulary of {vocab}"
+    elif not all(0 <= token < vocab for token in banned):
+        problem = f"suppresses token ids outside the vocabulary of {vocab}"
+    elif len(banned | eos_ids if sampling.min_new_tokens else banned) >= vocab:
+        problem = "suppresses every token"
+    if problem is not None:
+        raise RequestError(f"row {request.row} {problem}")

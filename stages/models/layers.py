@@ -1,0 +1,73 @@
+"""The pieces that replace Megatron's own in its transformer layer, and the layer specification made of them.
+
+Suffixes: T tokens of the padded row, B rows, N heads, D head dimension, H hidden.
+
+May import torch and megatron.core.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+from torch.nn import Parameter
+
+
+class RMSNorm(torch.nn.RMSNorm):
+    """RMSNorm that may run on a sequence-parallel shard, which Megatron's torch norm refuses."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float, **_: Any) -> None:
+        super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
+        # each rank sees a part of the sequence only: finalize_model_grads adds up the marked gradients over TP
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+
+class CausalAttention(MegatronModule):
+    """Causal attention by torch's fused kernel, grouped queries included; rows are padded on the right, so that no
+    token sees padding and no mask is needed."""
+
+    def __init__(self, config: TransformerConfig, softmax_scale: float | None = None, **_: Any) -> None:
+        super().__init__(config)
+        self.scale = softmax_scale
+
+    def forward(self, query_TBND: Tensor, key_TBND: Tensor, value_TBND: Tensor, *_: Any, **__: Any) -> Tensor:
+        q_BNTD, k_BNTD, v_BNTD = (x.permute(1, 2, 0, 3) for x in (query_TBND, key_TBND, value_TBND))
+        out_BNTD = F.scaled_dot_product_attention(
+            q_BNTD, k_BNTD, v_BNTD, is_causal=True, scale=self.scale, enable_gqa=True
+        )
+        return out_BNTD.permute(2, 0, 1, 3).flatten(2)
+
+
+class HiddenOutput(torch.nn.Module):
+    """Stands where GPTModel has its output layer and hands the hidden states on, the sequence made whole: `forward.py`
+    picks the few positions that are asked for before it multiplies with the vocabulary. Holds the output layer's own
+    parameters, if it has any: `weight` [vocab / TP, H] of an output layer that is not the embedding, or `weight`
+    [1, H] and `bias` [1] of a critic's head."""
+
+    def __init__(self, *, sequence_parallel: bool, weight: Parameter | None, bias: Parameter | None = None) -> None:
+        super().__init__()
+        self.sequence_parallel = sequence_parallel
+        self.weight = weight
+        self.bias = bias
+
+    def forward(self, hidden_TBH: Tensor, weight: Tensor | None = None, **_: Any) -> tuple[Tensor, None]:
+        if self.sequence_parallel:
+            # every TP rank goes on with the whole sequence alike, so that its gradient is already the full one
+            hidden_TBH = gather_from_sequence_parallel_region(hidden_TBH, tensor_parallel_output_grad=False)
+        return hidden_TBH, None
+
+
+def block_spec(num_blocks: int) -> TransformerBlockSubmodules:
+    """Specification of `num_blocks` Llama blocks and a final norm."""
+    layer = get_gpt_layer_local_spec(normalization="RMSNorm")
+    layer.submodules.input_layernorm = RMSNorm
+    layer.submodules.pre_mlp_layernorm = RMSNorm
+    layer.submodules.self_attention.submodules.core_attention = CausalAttention
+    return TransformerBlockSubmodules(layer_specs=[layer] * num_blocks, layer_norm=RMSNorm)

@@ -1,0 +1,174 @@
+"""Trains one model, policy or critic: Megatron's gradient buffers and optimizer, the epochs and minibatches of one PPO
+step, and what is saved of it.
+
+May import numpy, torch, megatron.core, stages.ppo and this folder.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.models.gpt import GPTModel
+from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
+from megatron.core.optimizer import get_megatron_optimizer
+from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+from torch import Tensor
+
+from stages.models.build import Blueprint
+from stages.models.config import OptimizerConfig
+from stages.models.errors import StateError
+from stages.models.forward import MicroBatch, run_backward
+from stages.models.protocol import Role
+from stages.models.trunk import Trunk
+from stages.ppo.stats import LossStats
+
+Loss = Callable[[MicroBatch, Tensor], tuple[Tensor, LossStats]]
+"""(this micro-batch's share of the minibatch's loss, its stats) from a micro-batch and its hidden states [B, T, H]."""
+
+
+def learning_rate(config: OptimizerConfig, step: int, total_steps: int) -> float:
+    """Learning rate of PPO step `step` (from 0), a closed form, so that a resumed or replayed step needs no history.
+
+    warm-up:  lr * (step + 1) / warmup_steps                                for step < warmup_steps
+    linear:   lr * (total_steps - step) / (total_steps - warmup_steps)      afterwards: 0 one step past the last
+    constant: lr
+    """
+    if step < config.warmup_steps:
+        return config.lr * (step + 1) / config.warmup_steps
+    if config.decay == "constant":
+        return config.lr
+    return config.lr * max(0, total_steps - step) / max(1, total_steps - config.warmup_steps)
+
+
+class Trainer:
+    """Owns a trained model's gradient buffers, optimizer state, version and dirty flag."""
+
+    def __init__(self, role: Role, model: GPTModel, config: OptimizerConfig, blueprint: Blueprint) -> None:
+        self.role = role
+        self.model = model
+        self.config = config
+        self.version = 0
+        self.dirty = False
+        sharded = blueprint.layout.distributed_optimizer
+        bf16 = blueprint.dtype is torch.bfloat16
+        model.config.finalize_model_grads_func = finalize_model_grads
+        self._ddp = DistributedDataParallel(
+            model.config,
+            DistributedDataParallelConfig(use_distributed_optimizer=sharded, grad_reduce_in_fp32=True),
+            model,
+        )
+        self._optimizer = get_megatron_optimizer(
+            MegatronOptimizerConfig(
+                optimizer="adam",
+                lr=config.lr,
+                weight_decay=config.weight_decay,
+                adam_beta1=config.betas[0],
+                adam_beta2=config.betas[1],
+                adam_eps=config.eps,
+                clip_grad=config.max_grad_norm,
+                bf16=bf16,
+                params_dtype=blueprint.dtype,
+                use_distributed_optimizer=sharded,
+            ),
+            [self._ddp],
+        )
+        for group in self._adam.param_groups:
+            # one pass over memory instead of a dozen; Megatron does not hand the flag on
+            group["foreach"], group["fused"] = False, True
+
+    def train(
+        self, step: int, total_steps: int, trunk: Trunk | None, minibatches: Sequence[tuple[list[MicroBatch], Loss]]
+    ) -> tuple[list[list[LossStats]], dict[str, float]]:
+        """One PPO step: an optimizer step per minibatch, in order, making version `step` into `step + 1`.
+
+        Returns the stats of every micro-batch of this rank by minibatch (empty but on the last pipeline stage), and
+        the optimizer's metrics: lr, mean and largest grad_norm of the steps taken, skipped_steps. A step whose
+        gradient is not finite changes nothing and is counted.
+        """
+        lr = learning_rate(self.config, step, total_steps)
+        for group in self._adam.param_groups:
+            group["lr"] = lr
+            # what Megatron's scheduler would do with it: norms and biases do not decay
+            group["weight_decay"] = self.config.weight_decay * group["wd_mult"]
+        stats, norms, skipped = [], [], 0
+        self._ddp.train()
+        for batches, loss in minibatches:
+            self._ddp.zero_grad_buffer()
+            self._optimizer.zero_grad()
+            stats.append(run_backward(self._ddp, trunk, batches, loss))
+            self.dirty = True
+            norm = self._step()
+            norms.append(norm)
+            skipped += not math.isfinite(norm)
+        self._ddp.eval()
+        self.version = step + 1
+        taken = [norm for norm in norms if math.isfinite(norm)] or [0.0]
+        return stats, {
+            "lr": lr,
+            "grad_norm": sum(taken) / len(taken),
+            "grad_norm_max": max(taken),
+            "skipped_steps": float(skipped),
+        }
+
+    def save(self, directory: Path) -> None:
+        """Writes this rank's part: weights, master weights, optimizer state, version."""
+        state = {
+            "version": self.version,
+            "ranks": dist.get_world_size(),
+            "weights": {name: p.detach() for name, p in self.model.named_parameters()},
+            "masters": self._masters(),
+            "adam": self._adam.state_dict(),
+        }
+        torch.save(state, _part(directory))
+
+    def load(self, directory: Path) -> None:
+        """Restores what `save` wrote, bit for bit. Raises StateError for another number of ranks or other shapes."""
+        state = torch.load(_part(directory), map_location="cpu", weights_only=True)
+        own = dict(self.model.named_parameters())
+        shapes = {name: tensor.shape for name, tensor in state["weights"].items()}
+        if state["ranks"] != dist.get_world_size() or shapes != {name: p.shape for name, p in own.items()}:
+            raise StateError(f"{directory} holds {self.role} in another layout ({state['ranks']} ranks)")
+        with torch.no_grad():
+            for name, parameter in own.items():
+                parameter.copy_(state["weights"][name])
+            for master, saved in zip(self._masters(), state["masters"], strict=True):
+                master.copy_(saved)
+        self._adam.load_state_dict(state["adam"])
+        self.version, self.dirty = state["version"], False
+
+    def restart(self) -> None:
+        """Back to version 0 after the model's weights were put back: fresh master weights, empty optimizer state."""
+        self._optimizer.reload_model_params()
+        self._adam.state.clear()
+        self.version, self.dirty = 0, False
+
+    @property
+    def _adam(self) -> torch.optim.Optimizer:
+        """The torch optimizer inside Megatron's."""
+        (inner,) = self._optimizer.chained_optimizers
+        return inner.optimizer
+
+    def _masters(self) -> list[Tensor]:
+        """What AdamW updates: the weights, or their float32 copies, or this rank's shard of either."""
+        return [p.detach() for group in self._adam.param_groups for p in group["params"]]
+
+    def _step(self) -> float:
+        """One optimizer step with the gradients in the buffers, clipped to the global norm, which is returned (over
+        all ranks alike); without a step if it is not finite."""
+        self._optimizer.prepare_grads()
+        norm = float(self._optimizer.get_grad_norm())
+        if math.isfinite(norm):
+            if self.config.max_grad_norm > 0:
+                (inner,) = self._optimizer.chained_optimizers
+                clip_grad_by_total_norm_fp32(inner.get_parameters(), self.config.max_grad_norm, norm)
+            self._optimizer.step_with_ready_grads()
+        return norm
+
+
+def _part(directory: Path) -> Path:
+    return directory / f"rank_{dist.get_rank():05d}.pt"

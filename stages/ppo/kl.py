@@ -1,0 +1,79 @@
+"""The distance to the reference policy: estimators per token, the same as a loss, and the adaptive coefficient.
+
+All estimate KL(pi || pi_ref) from tokens drawn from pi, with d_t = log pi(token t) - log pi_ref(token t).
+Source of k1, k2, k3: J. Schulman, "Approximating KL divergence", 2020.
+
+May import torch, jaxtyping, stages.ppo.config and the standard library.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from beartype import beartype
+from jaxtyping import Float, jaxtyped
+from torch import Tensor
+
+from stages.ppo.config import KLConfig
+
+MAX_RELATIVE_ERROR = 0.2
+"""Ziegler et al. 2019 clip the controller's relative error to +- 20 %."""
+
+
+@jaxtyped(typechecker=beartype)
+def token_kl(
+    logprobs: Float[Tensor, "rows seq"], ref_logprobs: Float[Tensor, "rows seq"], estimator: Literal["k1", "k2", "k3"]
+) -> Float[Tensor, "rows seq"]:
+    """Estimate of KL(pi || pi_ref) at every token, in nats.
+
+    k1 = d                   unbiased, either sign
+    k2 = d^2 / 2             biased, never negative
+    k3 = exp(-d) - 1 + d     unbiased, never negative
+    """
+    d = logprobs - ref_logprobs
+    match estimator:
+        case "k1":
+            return d
+        case "k2":
+            return d**2 / 2
+        case "k3":
+            return torch.expm1(-d) + d
+
+
+@jaxtyped(typechecker=beartype)
+def token_kl_loss(
+    new_logprobs: Float[Tensor, "rows seq"],
+    ref_logprobs: Float[Tensor, "rows seq"],
+    estimator: Literal["k1", "k2", "k3"],
+) -> Float[Tensor, "rows seq"]:
+    """`token_kl` as a loss term: the same numbers, with a gradient in `new_logprobs` that lowers the KL.
+
+        k2:  d k2 = d * grad log pi                 expectation under pi: grad KL(pi || pi_ref)
+        k3:  d k3 = (1 - exp(-d)) * grad log pi     expectation under pi: grad KL(pi_ref || pi)
+        k1:  d k1 = grad log pi                     expectation under pi: ZERO, it would train nothing
+
+    So k1 keeps its value and takes the gradient of k2. The expectations hold for tokens drawn from the current policy;
+    on stale tokens they are biased by the policies' difference, which this term does not correct.
+    """
+    value = token_kl(new_logprobs, ref_logprobs, estimator)
+    if estimator != "k1":
+        return value
+    k2 = token_kl(new_logprobs, ref_logprobs, "k2")
+    return value.detach() + k2 - k2.detach()
+
+
+def next_kl_coef(coef: float, kl_per_response: float, rows: int, cfg: KLConfig) -> float:
+    """The coefficient beta of the next step; `cfg.coef` for ever without a target (Ziegler et al. 2019, section 2.2).
+
+        e      = clip((KL - target) / target, -0.2, 0.2)
+        beta' = beta * (1 + e * rows / horizon)
+
+    `kl_per_response` is the mean over responses of the sum over tokens, in nats. rows / horizon is cut at 1, so that a
+    step larger than the horizon moves beta by 20 % at most and cannot turn its sign.
+    """
+    if cfg.target is None:
+        return cfg.coef
+    error = (kl_per_response - cfg.target) / cfg.target
+    clipped = min(max(error, -MAX_RELATIVE_ERROR), MAX_RELATIVE_ERROR)
+    return coef * (1.0 + clipped * min(rows / cfg.horizon, 1.0))

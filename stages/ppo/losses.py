@@ -1,0 +1,239 @@
+"""The two losses of PPO: clipped policy loss (three policies, so that stale data is corrected) and clipped value loss.
+
+    mu        the behaviour policy: drew the token, with the weights of its `token_versions`
+    pi_prox   the proximal policy: the trainer's weights at the start of the step
+    pi        the policy being trained
+
+Both losses are sums of weight_t * term_t (see `stages.ppo.masks`): add them over the micro-batches and ranks of a
+minibatch to get its loss. A framework that AVERAGES gradients over n ranks needs them multiplied by n.
+
+Sources: Schulman et al. 2017 (clip), Hilton et al. 2022 and AReaL, Fu et al. 2025 (decoupled objective).
+
+May import torch, jaxtyping, stages.ppo and the standard library.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from beartype import beartype
+from jaxtyping import Bool, Float, Int, jaxtyped
+from torch import Tensor
+
+from stages.ppo.config import PPOConfig
+from stages.ppo.kl import token_kl_loss
+from stages.ppo.stats import LossStats
+
+
+@jaxtyped(typechecker=beartype)
+@dataclass(frozen=True)
+class PolicyLossInputs:
+    """What the policy loss reads beside the model's outputs, for the rows of one micro-batch. Entries outside `mask`
+    are never read."""
+
+    mask: Bool[Tensor, "rows seq"]
+    """`Advantages.loss_mask`."""
+    weights: Float[Tensor, "rows seq"]
+    """`masks.token_weights` of the whole minibatch, these rows of it."""
+    advantages: Float[Tensor, "rows seq"]
+    sampler_logprobs: Float[Tensor, "rows seq"]
+    """log mu."""
+    policy_logprobs: Float[Tensor, "rows seq"] | None
+    """log pi_prox; needed under `proximal: recompute`, None otherwise."""
+    ref_logprobs: Float[Tensor, "rows seq"] | None
+    """Needed under `kl.where: loss`, None otherwise."""
+    optimizer_steps_behind: Int[Tensor, "rows seq"]
+    """s_prox - s_mu: optimizer steps from the weights that drew the token to the start of this update, i.e.
+    (step - token_versions) * epochs * minibatches. Read under `proximal: loglinear`."""
+    optimizer_steps_taken: int
+    """s_pi - s_prox: optimizer steps made since the start of this update."""
+
+
+@jaxtyped(typechecker=beartype)
+@dataclass(frozen=True)
+class ValueLossInputs:
+    """What the value loss reads beside the model's output, for the rows of one micro-batch."""
+
+    mask: Bool[Tensor, "rows seq"]
+    weights: Float[Tensor, "rows seq"]
+    old_values: Float[Tensor, "rows seq"]
+    """The critic's values at the start of the step, the centre of the clip."""
+    returns: Float[Tensor, "rows seq"]
+
+
+@jaxtyped(typechecker=beartype)
+def loglinear_proximal(
+    new_logprobs: Float[Tensor, "rows seq"],
+    sampler_logprobs: Float[Tensor, "rows seq"],
+    optimizer_steps_behind: Int[Tensor, "rows seq"],
+    optimizer_steps_taken: int,
+) -> Float[Tensor, "rows seq"]:
+    """log pi_prox without a forward of its own, interpolated between mu and pi by optimizer steps; detached.
+
+        log pi_prox = log mu + alpha * (log pi - log mu)
+        alpha       = (s_prox - s_mu) / (s_pi - s_mu) = behind / (behind + taken)
+
+    alpha is 0 for a fresh token (pi_prox = mu) and 1 before the first optimizer step of the update (pi_prox = pi, also
+    for a fresh token, where the quotient is 0/0: at that moment pi IS pi_prox, whatever the engine's numerics).
+    """
+    if optimizer_steps_taken == 0:
+        return new_logprobs.detach()
+    behind = optimizer_steps_behind.to(new_logprobs.dtype)
+    alpha = behind / (behind + optimizer_steps_taken)
+    return torch.lerp(sampler_logprobs, new_logprobs.detach(), alpha).detach()
+
+
+@jaxtyped(typechecker=beartype)
+def behaviour_weights(
+    proximal_logprobs: Float[Tensor, "rows seq"],
+    sampler_logprobs: Float[Tensor, "rows seq"],
+    correction: Literal["truncate", "mask", "none"],
+    cap: float,
+) -> tuple[Float[Tensor, "rows seq"], Float[Tensor, "rows seq"]]:
+    """(w after the correction, w before it), w = pi_prox / mu, without gradient.
+
+    truncate:  min(w, C)
+    mask:      w where 1/C <= w <= C, else 0: the token leaves the policy term, the loss weights of others stay
+    none:      1
+    """
+    w = torch.exp(proximal_logprobs - sampler_logprobs).detach()
+    match correction:
+        case "truncate":
+            return w.clamp(max=cap), w
+        case "mask":
+            return torch.where((w >= 1 / cap) & (w <= cap), w, 0), w
+        case "none":
+            return torch.ones_like(w), w
+
+
+@jaxtyped(typechecker=beartype)
+def policy_loss(
+    new_logprobs: Float[Tensor, "rows seq"],
+    entropy: Float[Tensor, "rows seq"],
+    inputs: PolicyLossInputs,
+    cfg: PPOConfig,
+    kl_coef: float,
+) -> tuple[Float[Tensor, ""], LossStats]:
+    """This micro-batch's share of the policy loss, and its stats.
+
+        L = sum_t weight_t * [ -w_t * min(u_t A_t, clip(u_t, 1 - eps, 1 + eps) A_t)
+                               + kl_coef * k_t(pi, pi_ref)          if kl.where is "loss"
+                               - entropy_coef * H_t ]
+
+        anchor proximal:   u = pi / pi_prox,  w = corrected pi_prox / mu
+        anchor sampler:    u = pi / mu,       w = 1
+
+    Args:
+        new_logprobs: log pi of the tokens, with gradient.
+        entropy: H of the distributions the tokens are drawn from, in nats; with gradient if `entropy_coef` is not 0.
+
+    Sums of the stats: policy/loss (all terms), policy/surrogate, policy/kl_ref (under `kl.where: loss`),
+    policy/entropy, policy/approx_kl (k3 of KL(anchor || pi)), policy/clipfrac (tokens whose gradient the clip
+    removed), policy/ratio_mean (of u); with anchor proximal also policy/weight_mean (of w before the correction) and
+    policy/weight_outside (share of tokens that the correction cut or dropped). Maxima: policy/ratio_max,
+    policy/weight_max.
+
+    Raises:
+        ValueError: a log-prob array that `cfg` needs is None.
+    """
+    mask = inputs.mask
+    # Selected first, so that whatever lies outside the mask reaches neither the loss nor the gradient.
+    log_pi = torch.where(mask, new_logprobs, 0)
+    log_mu = torch.where(mask, inputs.sampler_logprobs, 0)
+    advantages = torch.where(mask, inputs.advantages, 0).detach()
+    entropy = torch.where(mask, entropy, 0)
+    weights = torch.where(mask, inputs.weights, 0)
+
+    if cfg.anchor == "sampler":
+        log_anchor, w, raw_w = log_mu, torch.ones_like(log_mu), None
+    else:
+        log_anchor = _proximal_logprobs(log_pi, log_mu, inputs, cfg)
+        w, raw_w = behaviour_weights(log_anchor, log_mu, cfg.correction, cfg.correction_cap)
+
+    u = torch.exp(log_pi - log_anchor)
+    unclipped = u * advantages
+    clipped = u.clamp(1 - cfg.clip, 1 + cfg.clip) * advantages
+    surrogate = -w * torch.minimum(unclipped, clipped)
+    per_token = surrogate - cfg.entropy_coef * entropy
+
+    terms = {
+        "policy/surrogate": surrogate,
+        "policy/entropy": entropy,
+        "policy/approx_kl": u - 1 - (log_pi - log_anchor),
+        "policy/clipfrac": (clipped < unclipped).to(u.dtype),
+        "policy/ratio_mean": u,
+    }
+    maxima = {"policy/ratio_max": _masked_max(u, mask)}
+    if cfg.kl.where == "loss":
+        if inputs.ref_logprobs is None:
+            raise ValueError("ppo.kl.where: loss needs ref_logprobs")
+        kl = token_kl_loss(log_pi, torch.where(mask, inputs.ref_logprobs, 0), cfg.kl.estimator)
+        per_token = per_token + kl_coef * kl
+        terms["policy/kl_ref"] = kl
+    if raw_w is not None:
+        outside = raw_w > cfg.correction_cap
+        if cfg.correction == "mask":
+            outside |= raw_w < 1 / cfg.correction_cap
+        terms["policy/weight_mean"] = raw_w
+        terms["policy/weight_outside"] = outside.to(u.dtype)
+        maxima["policy/weight_max"] = _masked_max(raw_w, mask)
+
+    loss = (weights * per_token).sum()
+    sums = {name: (weights * term.detach()).sum() for name, term in terms.items()}
+    return loss, LossStats(sums={"policy/loss": loss.detach().clone()} | sums, maxima=maxima)
+
+
+@jaxtyped(typechecker=beartype)
+def value_loss(
+    new_values: Float[Tensor, "rows seq"], inputs: ValueLossInputs, value_clip: float | None
+) -> tuple[Float[Tensor, ""], LossStats]:
+    """This micro-batch's share of the value loss, and its stats.
+
+        L = 1/2 sum_t weight_t * max[ (V - G)^2, (V_old + clip(V - V_old, -c, +c) - G)^2 ]
+
+    Without a `value_clip` c the second square is left out. Sums of the stats: value/loss, value/clipfrac (tokens where
+    the clipped square is the larger), value/mean. No maxima.
+    """
+    mask = inputs.mask
+    v = torch.where(mask, new_values, 0)
+    v_old = torch.where(mask, inputs.old_values, 0).detach()
+    g = torch.where(mask, inputs.returns, 0).detach()
+    weights = torch.where(mask, inputs.weights, 0)
+
+    square = (v - g) ** 2
+    if value_clip is None:
+        largest, clip_is_larger = square, torch.zeros_like(mask)
+    else:
+        clipped_square = (v_old + (v - v_old).clamp(-value_clip, value_clip) - g) ** 2
+        largest, clip_is_larger = torch.maximum(square, clipped_square), clipped_square > square
+
+    loss = (weights * largest).sum() / 2
+    return loss, LossStats(
+        sums={
+            "value/loss": loss.detach().clone(),
+            "value/clipfrac": (weights * clip_is_larger).sum(),
+            "value/mean": (weights * v.detach()).sum(),
+        },
+        maxima={},
+    )
+
+
+def _proximal_logprobs(log_pi: Tensor, log_mu: Tensor, inputs: PolicyLossInputs, cfg: PPOConfig) -> Tensor:
+    """log pi_prox as `cfg.proximal` says, without gradient, 0 outside the mask."""
+    match cfg.proximal:
+        case "recompute":
+            if inputs.policy_logprobs is None:
+                raise ValueError("ppo.proximal: recompute needs policy_logprobs")
+            return torch.where(inputs.mask, inputs.policy_logprobs, 0).detach()
+        case "loglinear":
+            behind = torch.where(inputs.mask, inputs.optimizer_steps_behind, 0)
+            return loglinear_proximal(log_pi, log_mu, behind, inputs.optimizer_steps_taken)
+        case "sampler":
+            return log_mu.detach()
+
+
+def _masked_max(x: Tensor, mask: Tensor) -> Tensor:
+    """Largest entry of the (positive) x inside the mask; 0 if the mask is empty."""
+    return torch.where(mask, x.detach(), 0).max()

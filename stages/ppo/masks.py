@@ -1,0 +1,113 @@
+"""Which tokens count, how much, and at which index: masks, loss weights, and the one shift of law 6.
+
+Two ideas carry the rest of this folder:
+
+* **One alignment.** Index t of a per-token array belongs to tokens[:, t]. A causal model predicts token t at position
+  t - 1, and `predictions_of_tokens` is the only function that moves one to the other.
+* **Loss weights.** Every loss is a plain sum, sum_t weight_t * term_t, whose weights are computed once over the rows of
+  the whole minibatch. How those rows are then cut (micro-batches, gradient accumulation, packing, data-parallel ranks)
+  only decides in which order the sum is taken.
+
+Masks are applied by selection (`torch.where`), never by multiplication: 0 * NaN is NaN.
+
+May import torch, jaxtyping and the standard library.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from beartype import beartype
+from jaxtyping import Bool, Float, Int, Shaped, jaxtyped
+from torch import Tensor
+
+WHITENING_EPS = 1e-8
+"""Added to the variance before the square root, as in Ziegler et al. 2019."""
+
+
+@jaxtyped(typechecker=beartype)
+def predictions_of_tokens(per_position: Shaped[Tensor, "rows seq *rest"]) -> Shaped[Tensor, "rows seq *rest"]:
+    """What a causal model said about token t, at index t: its output at position t - 1.
+
+        out[:, t] = per_position[:, t - 1],   out[:, 0] = 0   (nothing predicts the first token)
+
+    For a critic it turns the value after token t - 1 into `values[:, t]`, the value of the state before token t.
+    Differentiable.
+    """
+    return torch.cat([torch.zeros_like(per_position[:, :1]), per_position[:, :-1]], dim=1)
+
+
+@jaxtyped(typechecker=beartype)
+def last_token_mask(mask: Bool[Tensor, "rows seq"]) -> Bool[Tensor, "rows seq"]:
+    """True at the last True of each row's one contiguous run; nowhere in a row without any."""
+    next_is_sampled = torch.cat([mask[:, 1:], torch.zeros_like(mask[:, :1])], dim=1)
+    return mask & ~next_is_sampled
+
+
+@jaxtyped(typechecker=beartype)
+def last_token_index(mask: Bool[Tensor, "rows seq"]) -> Int[Tensor, " rows"]:
+    """Index of the last True of each row; 0 in a row without any."""
+    index = torch.arange(mask.shape[1], device=mask.device)
+    return torch.where(mask, index, 0).amax(dim=1)
+
+
+@jaxtyped(typechecker=beartype)
+def state_values(
+    value_head: Float[Tensor, "rows seq"], mask: Bool[Tensor, "rows seq"]
+) -> tuple[Float[Tensor, "rows seq"], Float[Tensor, " rows"]]:
+    """A critic's outputs per position as (values, bootstrap_values) of `storage.records.Values`.
+
+        values[:, t]     = value_head[:, t - 1]     where token t was sampled, else 0
+        bootstrap_values = value_head[:, last]      the state after the last sampled token; 0 in a row without any
+
+    Differentiable.
+    """
+    values = torch.where(mask, predictions_of_tokens(value_head), 0)
+    bootstrap = value_head.gather(1, last_token_index(mask)[:, None])[:, 0]
+    return values, torch.where(mask.any(dim=1), bootstrap, 0)
+
+
+@jaxtyped(typechecker=beartype)
+def masked_mean(x: Float[Tensor, "rows seq"], mask: Bool[Tensor, "rows seq"]) -> Float[Tensor, ""]:
+    """Mean of x over the mask; 0 if the mask is empty."""
+    return torch.where(mask, x, 0).sum() / mask.sum().clamp(min=1)
+
+
+@jaxtyped(typechecker=beartype)
+def masked_var(x: Float[Tensor, "rows seq"], mask: Bool[Tensor, "rows seq"]) -> Float[Tensor, ""]:
+    """Population variance of x over the mask (divided by n, not n - 1); 0 if the mask is empty."""
+    return masked_mean((x - masked_mean(x, mask)) ** 2, mask)
+
+
+@jaxtyped(typechecker=beartype)
+def masked_whiten(
+    x: Float[Tensor, "rows seq"], mask: Bool[Tensor, "rows seq"], *, keep_mean: bool = False
+) -> Float[Tensor, "rows seq"]:
+    """(x - mean) / sqrt(var + eps) with the moments of the masked entries, `+ mean` if `keep_mean`; 0 outside the mask.
+
+    Give it every row of the step: moments of a shard would scale each shard differently.
+    """
+    mean = masked_mean(x, mask)
+    whitened = (x - mean) * torch.rsqrt(masked_var(x, mask) + WHITENING_EPS)
+    return torch.where(mask, whitened + mean if keep_mean else whitened, 0)
+
+
+@jaxtyped(typechecker=beartype)
+def token_weights(
+    mask: Bool[Tensor, "rows seq"], aggregation: Literal["token", "sequence"], dtype: torch.dtype = torch.float32
+) -> Float[Tensor, "rows seq"]:
+    """The share of each token in a loss over exactly these rows; sums to 1 (to 0 if the mask is empty).
+
+        token:     1 / (number of masked tokens)
+        sequence:  1 / (masked tokens of the row * number of rows that have any)
+
+    Call it once with the mask of the WHOLE minibatch, then slice the result along rows.
+    """
+    tokens_per_row = mask.sum(dim=1, keepdim=True)
+    match aggregation:
+        case "token":
+            num_equal_shares = tokens_per_row.sum()
+        case "sequence":
+            num_equal_shares = tokens_per_row * (tokens_per_row > 0).sum()
+    return mask.to(dtype) / num_equal_shares.clamp(min=1).to(dtype)

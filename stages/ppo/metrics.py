@@ -1,0 +1,141 @@
+"""The numbers that must be watched, from the records of one step (all of its rows), in numpy float64.
+
+Every metric is taken over sampled tokens (or over responses) only. A metric that is undefined for a step (the mismatch
+on fresh tokens when every token is stale, say) is absent, never NaN and never a made-up zero.
+
+May import numpy, jaxtyping, storage and the standard library.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from jaxtyping import Bool, Float, Int
+
+from storage.records import FinishReason, Rollout
+
+Tokens = Float[np.ndarray, "rows seq"]
+Mask = Bool[np.ndarray, "rows seq"]
+Rows = Float[np.ndarray, " rows"]
+
+
+def reward_metrics(scores: Rows, shaped_scores: Rows, kl_per_response: Rows, kl_coef: float) -> dict[str, float]:
+    """The score as the reward gave it, and apart from it what is left after the score's own rules and the KL penalty.
+
+    reward/adjusted_mean = mean(shaped score - beta * sum_t k_t), whether beta acts in the reward or in the loss.
+    """
+    scores = scores.astype(np.float64)
+    if scores.size == 0:
+        return {}
+    return {
+        "reward/mean": float(scores.mean()),
+        "reward/std": float(scores.std()),
+        "reward/adjusted_mean": float((shaped_scores - kl_coef * kl_per_response).mean()),
+    }
+
+
+def ref_kl_metrics(logprobs: Tokens, ref_logprobs: Tokens, mask: Mask) -> dict[str, float]:
+    """KL to the reference in nats per response, by two estimators, and the k1 per token.
+
+    kl/ref = mean over responses of sum_t d_t (k1);  kl/ref_k3 the same of exp(-d) - 1 + d.
+    """
+    if not mask.any():
+        return {}
+    d = np.where(mask, _float64(logprobs, mask) - _float64(ref_logprobs, mask), 0.0)
+    return {
+        "kl/ref": float(d.sum(axis=1).mean()),
+        "kl/ref_k3": float((np.expm1(-d) + d).sum(axis=1).mean()),
+        "kl/ref_per_token": float(d.sum() / mask.sum()),
+    }
+
+
+def proximal_metrics(
+    policy_logprobs: Tokens,
+    sampler_logprobs: Tokens,
+    token_versions: Int[np.ndarray, "rows seq"],
+    mask: Mask,
+    step: int,
+) -> dict[str, float]:
+    """The proximal policy against the sampler, d = log pi_prox - log mu, w = exp(d).
+
+    On fresh tokens (version = step) both are the same weights, so that a difference is numerics or a bug:
+
+        mismatch/mean_abs       mean |d| over fresh tokens
+        mismatch/exp_abs        mean exp(|d|) over fresh tokens; worth an alarm above 1.05
+        mismatch/*_all          the same over all tokens: staleness included
+
+    Over all tokens:
+
+        ess/fraction            (sum w)^2 / (n sum w^2): effective sample size of w, 1 when no token is stale
+        kl/prox_sampler         mean of w d - (w - 1): KL(pi_prox || mu) per token from tokens drawn from mu, unbiased
+                                and never negative
+    """
+    d = (_float64(policy_logprobs, mask) - _float64(sampler_logprobs, mask))[mask]
+    if d.size == 0:
+        return {}
+    fresh = np.abs(d[token_versions[mask] == step])
+    w = np.exp(d)
+    relative_w = np.exp(d - d.max())  # the effective sample size does not depend on the scale of w
+    metrics = {
+        "mismatch/fresh_fraction": fresh.size / d.size,
+        "mismatch/mean_abs_all": float(np.abs(d).mean()),
+        "mismatch/exp_abs_all": float(np.exp(np.abs(d)).mean()),
+        "ess/fraction": float(relative_w.sum() ** 2 / (d.size * (relative_w**2).sum())),
+        "kl/prox_sampler": float((w * d - np.expm1(d)).mean()),
+    }
+    if fresh.size:
+        metrics["mismatch/mean_abs"] = float(fresh.mean())
+        metrics["mismatch/exp_abs"] = float(np.exp(fresh).mean())
+    return metrics
+
+
+def entropy_metrics(entropy: Tokens, mask: Mask) -> dict[str, float]:
+    """policy/entropy_start: mean entropy of the proximal policy per sampled token, in nats (the update reports its own
+    as policy/entropy)."""
+    return {"policy/entropy_start": float(_float64(entropy, mask)[mask].mean())} if mask.any() else {}
+
+
+def staleness_metrics(
+    token_versions: Int[np.ndarray, "rows seq"], mask: Mask, step: int, bound: int
+) -> dict[str, float]:
+    """Staleness = step - version of the weights that drew the token: mean, max, and its histogram 0..bound."""
+    staleness = step - token_versions[mask].astype(np.int64)
+    if staleness.size == 0:
+        return {}
+    histogram = {f"staleness/fraction_{age}": float((staleness == age).mean()) for age in range(bound + 1)}
+    return {"staleness/mean": float(staleness.mean()), "staleness/max": float(staleness.max())} | histogram
+
+
+def value_metrics(values: Tokens, returns: Tokens, mask: Mask) -> dict[str, float]:
+    """The critic at the start of the step: value/explained_variance = 1 - Var(G - V) / Var(G), absent where the
+    returns do not vary; and the means of G and V."""
+    v, g = _float64(values, mask)[mask], _float64(returns, mask)[mask]
+    if g.size == 0:
+        return {}
+    metrics = {"value/return_mean": float(g.mean()), "value/start_mean": float(v.mean())}
+    if g.max() > g.min():
+        metrics["value/explained_variance"] = float(1 - (g - v).var() / g.var())
+    return metrics
+
+
+def advantage_metrics(unwhitened: Tokens, mask: Mask) -> dict[str, float]:
+    """Mean and standard deviation of the advantages before whitening (after it they are 0 and 1)."""
+    a = _float64(unwhitened, mask)[mask]
+    return {"advantage/mean": float(a.mean()), "advantage/std": float(a.std())} if a.size else {}
+
+
+def response_metrics(rollout: Rollout) -> dict[str, float]:
+    """Lengths in tokens, EOS included, and how responses ended."""
+    if rollout.num_rows == 0:
+        return {}
+    lengths = rollout.response_mask.sum(axis=1)
+    return {
+        "response/length_mean": float(lengths.mean()),
+        "response/length_max": float(lengths.max()),
+        "response/eos_fraction": float((rollout.finish_reason == FinishReason.STOP).mean()),
+        "response/truncated_fraction": float((rollout.finish_reason == FinishReason.LENGTH).mean()),
+    }
+
+
+def _float64(x: Tokens, mask: Mask) -> Float[np.ndarray, "rows seq"]:
+    """float64 with zeros outside the mask, so that arithmetic on what lies there raises no warning."""
+    return np.where(mask, x, 0.0).astype(np.float64)

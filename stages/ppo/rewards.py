@@ -1,0 +1,69 @@
+"""From one score per response to one reward per token.
+
+The order in which a score is shaped: a cut response gets its fixed score, the running mean is subtracted from every
+score, the KL penalty is added per token, and (last) rewards are whitened if the config says so.
+
+May import torch, jaxtyping, stages.ppo and the standard library.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from beartype import beartype
+from jaxtyping import Bool, Float, jaxtyped
+from torch import Tensor
+
+from stages.ppo.config import KLConfig
+from stages.ppo.kl import token_kl
+from stages.ppo.masks import last_token_mask
+
+
+@dataclass(frozen=True)
+class RunningMean:
+    """Mean of all scores seen so far in the run, and how many they were."""
+
+    mean: float = 0.0
+    count: int = 0
+
+
+@jaxtyped(typechecker=beartype)
+def penalise_missing_eos(
+    scores: Float[Tensor, " rows"], truncated: Bool[Tensor, " rows"], missing_eos_score: float | None
+) -> Float[Tensor, " rows"]:
+    """Replaces the score of every cut response by `missing_eos_score`, if there is one."""
+    if missing_eos_score is None:
+        return scores
+    return torch.where(truncated, missing_eos_score, scores)
+
+
+@jaxtyped(typechecker=beartype)
+def update_running_mean(state: RunningMean, scores: Float[Tensor, " rows"]) -> RunningMean:
+    """The running mean with this step's scores counted in:  m' = m + (sum(scores) - n*m) / (count + n)."""
+    n = scores.numel()
+    if n == 0:
+        return state
+    count = state.count + n
+    return RunningMean(state.mean + (float(scores.sum()) - n * state.mean) / count, count)
+
+
+@jaxtyped(typechecker=beartype)
+def token_rewards(
+    scores: Float[Tensor, " rows"],
+    policy_logprobs: Float[Tensor, "rows seq"],
+    ref_logprobs: Float[Tensor, "rows seq"],
+    mask: Bool[Tensor, "rows seq"],
+    kl_coef: float,
+    cfg: KLConfig,
+) -> Float[Tensor, "rows seq"]:
+    """r_t = 1[t = last] * R - beta * k_t over the sampled tokens, 0 elsewhere.
+
+    The KL term is there only if `cfg.where` is "reward": under "loss" the policy loss counts it, and it is counted
+    once. `policy_logprobs` is the proximal policy's, or the sampler's where no proximal policy was computed.
+    """
+    score_at_last = torch.where(last_token_mask(mask), scores[:, None], 0)
+    if cfg.where == "loss":
+        return score_at_last
+    penalty = kl_coef * token_kl(policy_logprobs, ref_logprobs, cfg.estimator)
+    return score_at_last - torch.where(mask, penalty, 0)

@@ -1,0 +1,101 @@
+"""From a prompt source to the prompts of each shard: tokenised once, then drawn by a pure function of (seed, step).
+
+May import numpy, storage and stages.hf_files.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from stages.hf_files import Tokenizer
+from storage.config import PromptsConfig
+from storage.prompts import PromptItem, PromptsError, batch_indices, split
+from storage.records import PromptBatch
+
+EVALUATION_STEP = 2**31 - 1
+"""Stands for the step in the noise of evaluations: the same for every version, so that they are paired by prompt."""
+
+
+@dataclass(frozen=True)
+class PromptTable:
+    """A source's prompts as tokens, and which of them are held out."""
+
+    tokens: np.ndarray
+    """int32 [prompts prompt_seq], right-padded."""
+    lengths: np.ndarray
+    """int32 [prompts]"""
+    train: np.ndarray
+    """int64: prompt numbers that are trained on."""
+    held_out: np.ndarray
+    """int64: prompt numbers set aside for evaluation."""
+    extra: list[dict[str, Any]]
+    """The source's other fields, for the reward."""
+
+    def save(self, path: Path) -> None:
+        """Writes `path` (.npz) and its neighbour .jsonl with the extra fields."""
+        np.savez(path, tokens=self.tokens, lengths=self.lengths, train=self.train, held_out=self.held_out)
+        path.with_suffix(".jsonl").write_text("".join(json.dumps(e, default=str) + "\n" for e in self.extra), "utf8")
+
+    @staticmethod
+    def load(path: Path) -> PromptTable:
+        lines = path.with_suffix(".jsonl").read_text("utf8").splitlines()
+        with np.load(path) as arrays:
+            return PromptTable(**{name: arrays[name] for name in arrays.files}, extra=[json.loads(x) for x in lines])
+
+
+def tokenise(items: list[PromptItem], tokenizer: Tokenizer, config: PromptsConfig, seed: int) -> PromptTable:
+    """Tokens of all prompts of a source.
+
+    Raises:
+        PromptsError: a prompt longer than `prompts.max_tokens` (unless `too_long: skip`), or none that is usable.
+    """
+    kept: list[tuple[list[int], dict[str, Any]]] = []
+    for number, item in enumerate(items):
+        ids = tokenizer.encode(item.text or "") if item.messages is None else tokenizer.apply_chat_template(item.messages)
+        if config.opening_tokens is not None:
+            if len(ids) < config.opening_tokens:
+                continue
+            ids = ids[: config.opening_tokens]
+        if len(ids) > config.max_tokens:
+            if config.too_long == "skip":
+                continue
+            raise PromptsError(
+                f"prompts.max_tokens: prompt {number} of {config.url} has {len(ids)} tokens, given {config.max_tokens}; "
+                "raise it, or set prompts.too_long=skip or prompts.opening_tokens"
+            )
+        if ids:
+            kept.append((ids, item.extra))
+    if not kept:
+        raise PromptsError(f"prompts.url: no prompt of {config.url} is usable with the lengths of the config")
+    tokens = np.full((len(kept), config.max_tokens), tokenizer.pad_id, np.int32)
+    for row, (ids, _) in enumerate(kept):
+        tokens[row, : len(ids)] = ids
+    train, held_out = split(len(kept), config.held_out, seed)
+    lengths = np.array([len(ids) for ids, _ in kept], np.int32)
+    return PromptTable(tokens, lengths, train, held_out, [extra for _, extra in kept])
+
+
+def training_prompts(
+    table: PromptTable, *, seed: int, step: int, shard: int, rows: int, shards: int, responses_per_prompt: int
+) -> PromptBatch:
+    """Prompts of one shard of a step: `rows / shards` rows, each prompt `responses_per_prompt` times in a row."""
+    chosen = np.repeat(batch_indices(table.train, seed, step, rows // responses_per_prompt), responses_per_prompt)
+    size = rows // shards
+    return _batch(table, chosen, slice(shard * size, (shard + 1) * size))
+
+
+def held_out_prompts(table: PromptTable, *, shard: int, shards: int) -> PromptBatch:
+    """Held-out prompts of one shard of an evaluation, in a fixed order."""
+    size = len(table.held_out) // shards
+    return _batch(table, table.held_out, slice(shard * size, (shard + 1) * size))
+
+
+def _batch(table: PromptTable, chosen: np.ndarray, part: slice) -> PromptBatch:
+    indices = chosen[part]
+    rows = np.arange(part.start, part.stop, dtype=np.int64)
+    return PromptBatch(rows, indices.astype(np.int64), table.tokens[indices], table.lengths[indices])

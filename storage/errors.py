@@ -1,0 +1,11 @@
+"""What can be wrong with something that was written down. Standard library only."""
+
+from __future__ import annotations
+
+
+class StoreError(Exception):
+    """Stored bytes that are torn, damaged, missing or of another format; the message names what and where."""
+
+
+class MissingOutput(StoreError):  # noqa: N818  (says what is the matter; reads well where it is caught)
+    """No commit record at an address, so there is no output."""

@@ -1,0 +1,262 @@
+"""Versions of named tensors in shared memory: written once by a publisher, mapped without a copy by readers.
+
+In the board's directory (on tmpfs, e.g. /dev/shm/stageline-NAME, for shared memory; any local one works):
+
+    v000012-<pid>-<hex>.bin        the tensors' bytes, each at a multiple of 64
+    v000012.json                   the manifest, linked to this name last: it makes the version exist
+    v000012.lease.<pid>-<uuid>     one per open lease; counts while its process lives
+
+The manifest names the .bin it belongs to, so that two publishers of one version cannot mix their files. A publisher
+that was killed half-way leaves a .bin that no manifest names; the next publish of that version removes it. Publisher
+and readers must see each other's pids (one host, one pid namespace).
+
+bfloat16, which numpy lacks, is held as its bit pattern in uint16 and marked "bfloat16" in the manifest.
+
+May import numpy and storage only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import json
+import mmap
+import os
+import re
+import shutil
+import uuid
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+
+import numpy as np
+
+from storage.errors import MissingOutput, StoreError
+from storage.processes import process_alive
+
+FORMAT = 1
+BFLOAT16 = "bfloat16"
+
+_ALIGNMENT = 64
+"""Bytes; a cache line, and enough for every vector load."""
+_MANIFEST = re.compile(r"v(\d{6,})\.json")
+_OWNER = re.compile(r"v\d{6,}(?:-|\.lease\.)(\d+)-.+")
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """Where a tensor is: `nbytes` bytes in C order from `offset` on."""
+
+    name: str
+    dtype: str
+    """numpy's name of the type, or "bfloat16"."""
+    shape: tuple[int, ...]
+    offset: int
+    nbytes: int
+    crc32: int
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a version consists of."""
+
+    version: int
+    file: str
+    tensors: tuple[TensorInfo, ...]
+    digest: str
+    """SHA-256 over every tensor's name, type, shape and CRC-32: tells versions apart, not a defence against forgery."""
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.tensors)
+
+
+class WeightLease:
+    """Owns a reader's claim on a version: until it is closed, `WeightBoard.release` keeps the version's files. Arrays
+    taken from `tensors` stay valid even longer, since a mapping outlives its file's name."""
+
+    def __init__(self, manifest: Manifest, tensors: dict[str, np.ndarray], lease: Path) -> None:
+        self.manifest = manifest
+        self.tensors = tensors
+        """Read-only views of the mapped file by name; bfloat16 as uint16 (see `manifest`)."""
+        self._lease = lease
+
+    def verify(self) -> None:
+        """Reads every byte. Raises StoreError, naming the tensor, where a CRC-32 is not the manifest's."""
+        for info in self.manifest.tensors:
+            if zlib.crc32(_bytes(self.tensors[info.name])) != info.crc32:
+                raise StoreError(f"weights v{self.manifest.version}: {info.name} is not what was published")
+
+    def close(self) -> None:
+        self.tensors = {}
+        self._lease.unlink(missing_ok=True)
+
+    def __enter__(self) -> WeightLease:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()
+
+
+class WeightBoard:
+    """Owns a directory of versions; any number of processes of one host use it, and one of them closes it."""
+
+    def __init__(self, directory: str | Path) -> None:
+        self.directory = Path(directory)
+        self.directory.mkdir(parents=True, exist_ok=True)
+
+    def publish(
+        self, version: int, tensors: Mapping[str, np.ndarray], dtypes: Mapping[str, str] | None = None
+    ) -> Manifest:
+        """Writes a version. `dtypes` says "bfloat16" for tensors that are bit patterns in uint16.
+
+        Publishing a version again with the same tensors returns what is there. Raises ValueError for other tensors,
+        and for a dtype that its array cannot hold; OSError (ENOSPC) when the memory is full, leaving nothing.
+        """
+        infos = _describe(tensors, dtypes or {})
+        digest = _digest(infos)
+        existing = self.manifest(version)
+        if existing is None:
+            existing = self._write(Manifest(version, "", infos, digest), tensors)
+        if existing.digest != digest:
+            raise ValueError(f"weights v{version} are published already, with other tensors ({existing.digest[:12]}…)")
+        return existing
+
+    def open(self, version: int) -> WeightLease:
+        """Maps a version and holds it until the lease is closed. Raises MissingOutput for a version that is not (or no
+        longer) there, and StoreError for a file shorter than its manifest says."""
+        lease = self.directory / f"{_stem(version)}.lease.{os.getpid()}-{uuid.uuid4().hex}"
+        # The lease comes first: a `release` that does not see it has removed the manifest or the file before we look.
+        lease.touch()
+        with contextlib.ExitStack() as undo:
+            undo.callback(lease.unlink, missing_ok=True)
+            manifest = self.manifest(version)
+            if manifest is None:
+                raise MissingOutput(f"weights v{version} are not in {self.directory} (there: {self.available()})")
+            try:
+                mapped = np.memmap(self.directory / manifest.file, dtype=np.uint8, mode="r")
+            except FileNotFoundError as error:
+                raise MissingOutput(f"weights v{version} were released while they were opened") from error
+            opened = WeightLease(manifest, {t.name: _view(mapped, t) for t in manifest.tensors}, lease)
+            undo.pop_all()
+        return opened
+
+    def manifest(self, version: int) -> Manifest | None:
+        """A version's manifest, or None where it does not exist."""
+        path = self.directory / f"{_stem(version)}.json"
+        try:
+            document = json.loads(path.read_text())
+        except FileNotFoundError:
+            return None
+        if document.pop("format", None) != FORMAT:
+            raise StoreError(f"{path}: this version reads format {FORMAT}")
+        tensors = tuple(TensorInfo(**(t | {"shape": tuple(t["shape"])})) for t in document.pop("tensors"))
+        return Manifest(**document, tensors=tensors)
+
+    def available(self) -> list[int]:
+        """Published versions, ascending."""
+        matches = (_MANIFEST.fullmatch(path.name) for path in self.directory.glob("v*.json"))
+        return sorted(int(match[1]) for match in matches if match)
+
+    def release(self, version: int) -> bool:
+        """Removes a version, and leases of dead processes. False, and nothing removed, while a lease is held by a
+        process that lives; True also where there is nothing to remove."""
+        for lease in self.directory.glob(f"{_stem(version)}.lease.*"):
+            if _owner_alive(lease):
+                return False
+            lease.unlink(missing_ok=True)
+        manifest = self.manifest(version)
+        if manifest is not None:
+            (self.directory / f"{_stem(version)}.json").unlink(missing_ok=True)
+            (self.directory / manifest.file).unlink(missing_ok=True)
+        self._remove_torn(version)
+        return True
+
+    def close(self) -> None:
+        """Removes the directory, leases or not; mapped arrays stay valid."""
+        shutil.rmtree(self.directory, ignore_errors=True)
+
+    def __enter__(self) -> WeightBoard:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()
+
+    def _write(self, manifest: Manifest, tensors: Mapping[str, np.ndarray]) -> Manifest:
+        """Returns the manifest that exists in the end: this one, or that of a publisher who was faster."""
+        self._remove_torn(manifest.version)
+        unique = f"{_stem(manifest.version)}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
+        manifest = dataclasses.replace(manifest, file=f"{unique}.bin")
+        data, staged = self.directory / manifest.file, self.directory / f"{unique}.manifest"
+        with contextlib.ExitStack() as undo:
+            undo.callback(data.unlink, missing_ok=True)
+            with data.open("xb") as stream:
+                # Not a mapping: on a full tmpfs a store to one is a SIGBUS, a write is an OSError.
+                for info in manifest.tensors:
+                    stream.seek(info.offset)
+                    stream.write(_bytes(tensors[info.name]))
+                stream.truncate(max(mmap.PAGESIZE, stream.tell()))
+            staged.write_text(json.dumps({"format": FORMAT, **dataclasses.asdict(manifest)}))
+            undo.callback(staged.unlink, missing_ok=True)
+            try:
+                os.link(staged, self.directory / f"{_stem(manifest.version)}.json")
+            except FileExistsError:
+                winner = self.manifest(manifest.version)
+                if winner is None:
+                    raise
+                return winner
+            undo.pop_all()
+            staged.unlink()
+        return manifest
+
+    def _remove_torn(self, version: int) -> None:
+        """Removes what dead publishers of a version left behind."""
+        manifest = self.manifest(version)
+        for path in self.directory.glob(f"{_stem(version)}-*"):
+            if (manifest is None or path.name != manifest.file) and not _owner_alive(path):
+                path.unlink(missing_ok=True)
+
+
+def _stem(version: int) -> str:
+    return f"v{version:06d}"
+
+
+def _owner_alive(path: Path) -> bool:
+    """Whether the process whose id is in the file's name lives."""
+    match = _OWNER.fullmatch(path.name)
+    return match is not None and process_alive(int(match[1]))
+
+
+def _describe(tensors: Mapping[str, np.ndarray], dtypes: Mapping[str, str]) -> tuple[TensorInfo, ...]:
+    unknown = sorted(set(dtypes) - set(tensors))
+    if unknown:
+        raise ValueError(f"dtypes are given for tensors that are not there: {unknown}")
+    infos, offset = [], 0
+    for name, tensor in tensors.items():
+        dtype = dtypes.get(name, tensor.dtype.name)
+        if (np.uint16 if dtype == BFLOAT16 else np.dtype(dtype)) != tensor.dtype:
+            raise ValueError(f"{name}: an array of {tensor.dtype} cannot hold {dtype}")
+        crc32 = zlib.crc32(_bytes(tensor))
+        infos.append(TensorInfo(name, dtype, tensor.shape, offset, tensor.nbytes, crc32))
+        offset += -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
+    return tuple(infos)
+
+
+def _digest(infos: tuple[TensorInfo, ...]) -> str:
+    content = sorted((t.name, t.dtype, list(t.shape), t.crc32) for t in infos)
+    return hashlib.sha256(json.dumps(content).encode()).hexdigest()
+
+
+def _bytes(array: np.ndarray) -> memoryview:
+    """The array's bytes in C order; no copy where it is contiguous."""
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
+
+
+def _view(mapped: np.ndarray, info: TensorInfo) -> np.ndarray:
+    if info.offset + info.nbytes > mapped.size:
+        raise StoreError(f"weights: {info.name} ends at byte {info.offset + info.nbytes} of {mapped.size}")
+    dtype = np.dtype(np.uint16 if info.dtype == BFLOAT16 else info.dtype)
+    return mapped[info.offset : info.offset + info.nbytes].view(dtype).reshape(info.shape)

@@ -1,0 +1,339 @@
+"""What every rollout store must do, whatever filesystem is under it; and, on a local one, under races and SIGKILL."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import uuid
+import warnings
+from dataclasses import replace
+from pathlib import Path
+
+import fsspec
+import numpy as np
+import pytest
+import zarr
+
+from storage.address import Address
+from storage.errors import MissingOutput, StoreError
+from storage.ledger import Ledger, provenance_here
+from storage.records import Advantages, PolicyLogprobs, Record, ReferenceLogprobs, Rollout, Scores
+from storage.rollouts import Layout, Layouts, RolloutStore
+
+SHARDS, ROWS, SEQ = 3, 4, 6
+LAYOUTS = Layouts(step=Layout(SHARDS, ROWS, SEQ), evaluate=Layout(2, 2, SEQ))
+PROVENANCE = provenance_here(seed=1, config_hash="c")
+HERE = f"""
+import os, signal, sys
+import numpy as np
+from storage.address import Address
+from storage.ledger import Ledger, provenance_here
+from storage.records import Scores
+from storage.rollouts import Layout, Layouts, RolloutStore
+ledger = Ledger(sys.argv[1] + "/ledger")
+store = RolloutStore(sys.argv[1], ledger, Layouts(Layout({SHARDS}, {ROWS}, {SEQ})))
+provenance = provenance_here(seed=1, config_hash="c")
+"""
+
+
+def rollout(seed: int = 0, rows: int = ROWS) -> Rollout:
+    """Two prompt tokens, three sampled ones, one of padding; every number random."""
+    g = np.random.default_rng(seed)
+    mask = np.zeros((rows, SEQ), bool)
+    mask[:, 2:5] = True
+    return Rollout(
+        row=np.arange(rows, dtype=np.int64),
+        prompt_index=g.integers(0, 1000, rows),
+        tokens=g.integers(0, 50_000, (rows, SEQ), dtype=np.int32),
+        prompt_lengths=np.full(rows, 2, np.int32),
+        response_lengths=np.full(rows, 3, np.int32),
+        response_mask=mask,
+        sampler_logprobs=np.where(mask, -g.random((rows, SEQ)), 0).astype(np.float32),
+        token_versions=np.where(mask, 5, -1).astype(np.int32),
+        finish_reason=np.ones(rows, np.int8),
+    )
+
+
+def advantages() -> Advantages:
+    g = np.random.default_rng(9)
+    a, b, c = (g.standard_normal((SHARDS * ROWS, SEQ)).astype(np.float32) for _ in range(3))
+    return Advantages(a, b, c, g.random((SHARDS * ROWS, SEQ)) < 0.5)
+
+
+def assert_same(found: Record, expected: Record) -> None:
+    assert type(found) is type(expected)
+    for name, array in expected.arrays().items():
+        np.testing.assert_array_equal(found.arrays()[name], array, err_msg=name, strict=True)
+
+
+class StoreContract:
+    """Subclasses say where the run's directory is."""
+
+    @pytest.fixture
+    def url(self, tmp_path: Path) -> str:
+        raise NotImplementedError
+
+    @pytest.fixture
+    def ledger(self, url: str) -> Ledger:
+        return Ledger(f"{url}/ledger")
+
+    @pytest.fixture
+    def store(self, url: str, ledger: Ledger) -> RolloutStore:
+        return RolloutStore(url, ledger, LAYOUTS)
+
+    def attempts(self, url: str) -> list[str]:
+        fs, path = fsspec.core.url_to_fs(f"{url}/attempts")
+        return list(fs.find(path))
+
+    def test_a_record_is_read_back_bit_for_bit_by_another_store(self, store: RolloutStore, url: str) -> None:
+        commit = store.write(Address("generate", 12, 1), rollout(), PROVENANCE, metrics={"m": 1.0}, state={"s": 2})
+        other = RolloutStore(url, Ledger(f"{url}/ledger"), LAYOUTS)
+        assert_same(other.read(Address("generate", 12, 1)), rollout())
+        assert (commit.kind, commit.rows) == ("rollout", ROWS)
+        assert commit.ref().metrics == {"m": 1.0}
+        assert Ledger(f"{url}/ledger").find(commit.address) == commit
+        assert self.attempts(url) == []
+
+    def test_plain_zarr_reads_the_same_numbers_while_the_step_is_incomplete(self, store: RolloutStore) -> None:
+        store.write(Address("generate", 12, 1), rollout(1), PROVENANCE)
+        store.write(Address("reference", 12, 1), ReferenceLogprobs(rollout(2).sampler_logprobs), PROVENANCE)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            root = zarr.open_group(store.url, mode="r")
+            assert [name for name, _ in root.members()] == ["step_000012"]
+            names = {name for name, _ in root["step_000012"].members()}
+        assert names == {*rollout().arrays(), "ref_logprobs"}
+        for name, array in rollout(1).arrays().items():
+            whole = root[f"step_000012/{name}"]
+            assert whole.shape == (SHARDS * ROWS, *array.shape[1:])
+            assert whole.shards[0] == ROWS
+            assert whole.metadata.dimension_names == ("rows", "seq")[: array.ndim]
+            np.testing.assert_array_equal(whole[ROWS : 2 * ROWS], array, err_msg=name, strict=True)
+        # What is not committed does not look like data.
+        assert np.isnan(root["step_000012/sampler_logprobs"][:ROWS]).all()
+        assert (root["step_000012/tokens"][:ROWS] == -1).all()
+
+    def test_shards_join_to_a_step(self, store: RolloutStore) -> None:
+        for shard in (2, 0, 1):
+            store.write(Address("generate", 0, shard), rollout(shard), PROVENANCE)
+        step = store.read_step("generate", 0, SHARDS)
+        np.testing.assert_array_equal(step.tokens, np.concatenate([rollout(s).tokens for s in range(SHARDS)]))
+
+    def test_a_record_of_the_whole_step_fills_all_shards(self, store: RolloutStore) -> None:
+        store.write(Address("advantage", 3), advantages(), PROVENANCE)
+        assert_same(store.read(Address("advantage", 3)), advantages())
+        plain = zarr.open_group(store.url, mode="r")["step_000003/returns"]
+        np.testing.assert_array_equal(plain[:], advantages().returns)
+
+    def test_evaluations_have_a_group_and_a_layout_of_their_own(self, store: RolloutStore) -> None:
+        store.write(Address("evaluate", 12, 1), rollout(3, rows=2), PROVENANCE)
+        assert_same(store.read(Address("evaluate", 12, 1)), rollout(3, rows=2))
+        plain = zarr.open_group(store.url, mode="r")["evaluate_000012/tokens"]
+        np.testing.assert_array_equal(plain[2:], rollout(3, rows=2).tokens)
+
+    def test_values_equal_to_the_fill_value_are_data(self, store: RolloutStore) -> None:
+        """Zarr leaves out chunks that hold nothing but the fill value; then they could not be told from missing."""
+        blank = replace(rollout(), token_versions=np.full((ROWS, SEQ), -1, np.int32))
+        store.write(Address("generate", 0), blank, PROVENANCE)
+        assert_same(store.read(Address("generate", 0)), blank)
+
+    def test_the_second_attempt_loses_and_leaves_nothing(self, store: RolloutStore, url: str) -> None:
+        first = store.write(Address("score", 0), Scores(np.full(ROWS, 1, np.float32)), PROVENANCE)
+        second = store.write(Address("score", 0), Scores(np.full(ROWS, 2, np.float32)), PROVENANCE)
+        assert second == first
+        assert_same(store.read(Address("score", 0)), Scores(np.full(ROWS, 1, np.float32)))
+        assert self.attempts(url) == []
+
+    def test_an_attempt_without_a_commit_does_not_exist(self, store: RolloutStore, url: str) -> None:
+        store.prepare(Address("score", 0), Scores(np.ones(ROWS, np.float32)), PROVENANCE, attempt="a0-11111111")
+        with pytest.raises(MissingOutput, match="score/step_000000/shard_0000"):
+            store.read(Address("score", 0))
+        assert store.recover() == 0
+        assert self.attempts(url), "its process may still be alive and about to commit"
+
+    def test_a_committed_attempt_is_readable_before_it_is_settled(
+        self, store: RolloutStore, ledger: Ledger, url: str
+    ) -> None:
+        loser = store.prepare(Address("advantage", 0), advantages(), PROVENANCE, attempt="a0-11111111")
+        winner = store.prepare(Address("advantage", 0), advantages(), PROVENANCE, attempt="a1-22222222")
+        assert ledger.commit(winner) == winner
+        assert ledger.commit(loser) == winner
+        assert_same(store.read(Address("advantage", 0)), advantages())
+        assert store.recover() == 1
+        assert self.attempts(url) == []
+        assert_same(store.read(Address("advantage", 0)), advantages())
+        store.settle(winner)
+        assert_same(store.read(Address("advantage", 0)), advantages())
+
+    def test_a_missing_shard_is_an_error_not_zeros(self, store: RolloutStore, url: str) -> None:
+        store.write(Address("advantage", 0), advantages(), PROVENANCE)
+        fs, path = fsspec.core.url_to_fs(f"{url}/rollouts.zarr/step_000000/returns/c/1/0")
+        fs.rm(path)
+        with pytest.raises(StoreError, match=r"array returns of advantage/step_000000/shard_0000: shard 1 .* missing"):
+            store.read(Address("advantage", 0))
+
+    def test_every_flipped_byte_is_detected(self, store: RolloutStore, url: str) -> None:
+        store.write(Address("score", 0), Scores(np.arange(ROWS, dtype=np.float32)), PROVENANCE)
+        fs, path = fsspec.core.url_to_fs(f"{url}/rollouts.zarr/step_000000/scores/c/0")
+        good = fs.cat_file(path)
+        for position in range(len(good)):
+            fs.pipe_file(path, good[:position] + bytes([good[position] ^ 0x10]) + good[position + 1 :])
+            with pytest.raises(StoreError, match="array scores of score/step_000000/shard_0000"):
+                store.read(Address("score", 0))
+
+    def test_another_shard_s_valid_file_is_detected(self, store: RolloutStore, url: str) -> None:
+        """Zarr's own checksums pass; the commit's does not."""
+        for shard in range(2):
+            store.write(Address("score", 0, shard), Scores(np.full(ROWS, shard, np.float32)), PROVENANCE)
+        fs, path = fsspec.core.url_to_fs(f"{url}/rollouts.zarr/step_000000/scores/c")
+        fs.pipe_file(f"{path}/1", fs.cat_file(f"{path}/0"))
+        with pytest.raises(StoreError, match=r"array scores of score/step_000000/shard_0001: CRC-32"):
+            store.read(Address("score", 0, 1))
+
+    @pytest.mark.parametrize("value", [np.nan, np.inf])
+    def test_a_number_that_is_not_finite_is_refused(self, store: RolloutStore, url: str, value: float) -> None:
+        logprobs, entropy = np.full((ROWS, SEQ), -1, np.float32), np.zeros((ROWS, SEQ), np.float32)
+        entropy[2, 5] = value
+        with pytest.raises(ValueError, match=r"policy\.entropy: row 2 holds"):
+            store.write(Address("logprob", 0), PolicyLogprobs(logprobs, entropy), PROVENANCE)
+        assert self.attempts(url) == []
+        with pytest.raises(MissingOutput):
+            store.read(Address("logprob", 0))
+
+    def test_logprobs_that_were_never_filled_in_are_refused(self, store: RolloutStore) -> None:
+        empty = rollout().sampler_logprobs.copy()
+        empty[3, 2:5] = 0
+        with pytest.raises(ValueError, match=r"rollout\.sampler_logprobs: row 3 is zero on all of its 3 sampled"):
+            store.write(Address("generate", 0), replace(rollout(), sampler_logprobs=empty), PROVENANCE)
+        mask = rollout().response_mask
+        with pytest.raises(ValueError, match=r"reference\.ref_logprobs: row 3"):
+            store.write(Address("reference", 0), ReferenceLogprobs(empty), PROVENANCE, mask=mask)
+        # One number that is not zero is enough, and so is a row without sampled tokens.
+        empty[3, 2] = -0.5
+        mask[0] = False
+        empty[0] = 0
+        store.write(Address("reference", 0), ReferenceLogprobs(empty), PROVENANCE, mask=mask)
+
+    @pytest.mark.parametrize(
+        ("address", "rows"), [(Address("score", 0), ROWS + 1), (Address("score", 0, SHARDS), ROWS)]
+    )
+    def test_rows_that_fit_no_shard_are_refused(self, store: RolloutStore, address: Address, rows: int) -> None:
+        with pytest.raises(ValueError, match=f"{rows} rows, but a shard has 4"):
+            store.write(address, Scores(np.ones(rows, np.float32)), PROVENANCE)
+
+    def test_another_seq_is_refused_and_leaves_nothing(self, store: RolloutStore, url: str) -> None:
+        with pytest.raises(ValueError, match=r"ref_logprobs: shape \(4, 5\), but the layout's seq is 6"):
+            store.write(Address("reference", 0), ReferenceLogprobs(np.ones((ROWS, 5), np.float32)), PROVENANCE)
+        assert self.attempts(url) == []
+
+    def test_outputs_without_arrays(self, store: RolloutStore, ledger: Ledger) -> None:
+        commit = store.commit_only(Address("publish", 12), PROVENANCE, digest="d1", metrics={"s": 2.0})
+        assert store.commit_only(Address("publish", 12), PROVENANCE, digest="d2") == commit
+        assert ledger.find(Address("publish", 12)) == commit
+        with pytest.raises(MissingOutput, match="without arrays"):
+            store.read(Address("publish", 12))
+
+
+class TestMemoryStore(StoreContract):
+    @pytest.fixture
+    def url(self, tmp_path: Path) -> str:
+        return f"memory://{uuid.uuid4().hex}/run"
+
+
+class TestLocalStore(StoreContract):
+    @pytest.fixture
+    def url(self, tmp_path: Path) -> str:
+        return str(tmp_path / "run")
+
+    @pytest.mark.processes
+    def test_of_racing_processes_one_wins_and_the_others_leave_nothing(self, store: RolloutStore, url: str) -> None:
+        """Both stand at the commit before either is told to go on, for several addresses in turn."""
+        script = (
+            HERE
+            + """
+value = float(sys.argv[2])
+for step in range(8):
+    print("ready", flush=True)
+    sys.stdin.readline()
+    record = Scores(np.full(4, value, np.float32))
+    commit = store.write(Address("score", step, 1), record, provenance, attempt=f"a{sys.argv[2]}-0000000{step}")
+    print(commit.attempt, flush=True)
+"""
+        )
+        racers = [start(script, url, str(number)) for number in (1, 2)]
+        for step in range(8):
+            for racer in racers:
+                assert line(racer) == "ready"
+            for racer in racers:
+                assert racer.stdin is not None
+                racer.stdin.write("go\n")
+                racer.stdin.flush()
+            answers = {line(racer) for racer in racers}
+            assert len(answers) == 1, "each believes another winner"
+            winner = int(answers.pop()[1])
+            found = store.read(Address("score", step, 1))
+            assert_same(found, Scores(np.full(ROWS, winner, np.float32)))
+        for racer in racers:
+            assert racer.wait(30) == 0
+        assert self.attempts(url) == []
+
+    @pytest.mark.processes
+    def test_a_process_killed_between_commit_and_settle_loses_nothing(self, store: RolloutStore, url: str) -> None:
+        script = (
+            HERE
+            + """
+commit = store.prepare(Address("score", 0, 1), Scores(np.arange(4, dtype=np.float32)), provenance, attempt="a0-1")
+ledger.commit(commit)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+        )
+        victim = start(script, url)
+        assert victim.wait(60) == -signal.SIGKILL
+        expected = Scores(np.arange(ROWS, dtype=np.float32))
+        assert not Path(url, "rollouts.zarr").exists()
+        assert_same(store.read(Address("score", 0, 1)), expected)
+        assert store.write(Address("score", 0, 1), Scores(np.ones(ROWS, np.float32)), PROVENANCE).attempt == "a0-1"
+        assert store.recover() == 1
+        assert self.attempts(url) == []
+        assert_same(store.read(Address("score", 0, 1)), expected)
+        plain = zarr.open_group(store.url, mode="r")["step_000000/scores"]
+        np.testing.assert_array_equal(plain[ROWS : 2 * ROWS], expected.scores)
+
+    @pytest.mark.processes
+    def test_a_process_killed_while_settling_loses_nothing(self, store: RolloutStore, url: str) -> None:
+        """It dies at the second of three shard files: one is in place, two are not."""
+        script = (
+            HERE
+            + """
+from storage import files
+moved, move = [], files.move
+def dying_move(root, source, target):
+    if "/c/" in target:
+        moved.append(target)
+        if len(moved) == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+    return move(root, source, target)
+files.move = dying_move
+store.write(Address("score", 0), Scores(np.arange(12, dtype=np.float32)), provenance)
+"""
+        )
+        assert start(script, url).wait(60) == -signal.SIGKILL
+        chunks = Path(url, "rollouts.zarr/step_000000/scores/c")
+        assert [p.name for p in chunks.iterdir()] == ["0"]
+        expected = Scores(np.arange(SHARDS * ROWS, dtype=np.float32))
+        assert_same(store.read(Address("score", 0)), expected)
+        assert store.recover() == 1
+        np.testing.assert_array_equal(zarr.open_group(store.url, mode="r")["step_000000/scores"][:], expected.scores)
+
+
+def start(script: str, *arguments: str) -> subprocess.Popen[str]:
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    command = [sys.executable, "-c", script, *arguments]
+    return subprocess.Popen(command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+
+def line(process: subprocess.Popen[str]) -> str:
+    assert process.stdout is not None
+    return process.stdout.readline().strip()

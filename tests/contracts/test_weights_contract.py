@@ -1,0 +1,165 @@
+"""The weight board: a version exists whole or not at all, is mapped without a copy, and stays while it is leased."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from storage.errors import MissingOutput, StoreError
+from storage.weights import WeightBoard
+
+HERE = """
+import os, signal, sys
+import numpy as np
+from storage import weights
+board = weights.WeightBoard(sys.argv[1])
+"""
+
+
+@pytest.fixture
+def board(tmp_path: Path) -> Iterator[WeightBoard]:
+    with WeightBoard(tmp_path / "board") as opened:
+        yield opened
+
+
+def tensors(seed: int = 0) -> dict[str, np.ndarray]:
+    g = np.random.default_rng(seed)
+    return {
+        "w": g.standard_normal((3, 5)).astype(np.float32),
+        "transposed": np.asfortranarray(g.standard_normal((4, 7))),
+        "scalar": np.float32(seed + 1.5) * np.ones(()),
+        "empty": np.zeros((0, 4), np.float16),
+        "b": g.integers(0, 2**16, 11, dtype=np.uint16),
+    }
+
+
+def run(script: str, directory: Path) -> int:
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    return subprocess.run([sys.executable, "-c", HERE + script, str(directory)], env=env).returncode
+
+
+def test_tensors_are_mapped_as_published(board: WeightBoard) -> None:
+    manifest = board.publish(12, tensors(), {"b": "bfloat16"})
+    with board.open(12) as lease:
+        lease.verify()
+        assert list(lease.tensors) == list(tensors())
+        for name, expected in tensors().items():
+            np.testing.assert_array_equal(lease.tensors[name], expected, strict=True)
+            assert not lease.tensors[name].flags.writeable
+    assert [t.dtype for t in manifest.tensors] == ["float32", "float64", "float64", "float16", "bfloat16"]
+    assert all(t.offset % 64 == 0 for t in manifest.tensors)
+    assert manifest.num_bytes == 3 * 5 * 4 + 4 * 7 * 8 + 8 + 0 + 11 * 2
+    assert board.available() == [12]
+
+
+def test_bfloat16_keeps_its_bit_pattern(board: WeightBoard) -> None:
+    """1.0, -2.0, NaN and the smallest subnormal, as the upper halves of their float32 patterns."""
+    pattern = np.array([0x3F80, 0xC000, 0x7FC1, 0x0001], np.uint16)
+    board.publish(0, {"b": pattern}, {"b": "bfloat16"})
+    with board.open(0) as lease:
+        np.testing.assert_array_equal(lease.tensors["b"], pattern, strict=True)
+        as_float = (lease.tensors["b"].astype(np.uint32) << 16).view(np.float32)
+        np.testing.assert_array_equal(as_float[:2], [1.0, -2.0])
+        assert lease.manifest.tensors[0].dtype == "bfloat16"
+
+
+def test_two_readers_share_the_pages(board: WeightBoard) -> None:
+    """Zero copy: a byte changed in the file is seen through a mapping that was made before."""
+    manifest = board.publish(0, tensors())
+    with board.open(0) as lease:
+        with open(board.directory / manifest.file, "r+b") as stream:
+            stream.write(np.float32(42).tobytes())
+        assert lease.tensors["w"][0, 0] == 42
+        with pytest.raises(StoreError, match="v0: w is not what was published"):
+            lease.verify()
+
+
+def test_publishing_again_is_harmless_with_the_same_bytes_only(board: WeightBoard) -> None:
+    first = board.publish(3, tensors())
+    assert board.publish(3, tensors()) == first
+    with pytest.raises(ValueError, match="v3 are published already"):
+        board.publish(3, tensors(seed=1))
+    with pytest.raises(ValueError, match="v3 are published already"):
+        board.publish(3, tensors(), {"b": "bfloat16"})
+    assert sorted(p.name for p in board.directory.iterdir()) == sorted([first.file, "v000003.json"])
+
+
+@pytest.mark.parametrize(
+    ("dtypes", "message"),
+    [({"w": "bfloat16"}, "w: an array of float32 cannot hold bfloat16"), ({"x": "bfloat16"}, r"not there: \['x'\]")],
+)
+def test_types_that_do_not_fit_are_refused(board: WeightBoard, dtypes: dict[str, str], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        board.publish(0, tensors(), dtypes)
+    assert list(board.directory.iterdir()) == []
+
+
+def test_a_lease_keeps_its_version(board: WeightBoard) -> None:
+    board.publish(1, tensors(1))
+    board.publish(2, tensors(2))
+    first, second = board.open(1), board.open(1)
+    first.close()
+    assert board.release(1) is False
+    assert board.available() == [1, 2]
+    kept = second.tensors["w"]
+    second.close()
+    assert board.release(1) is True
+    assert board.available() == [2]
+    np.testing.assert_array_equal(kept, tensors(1)["w"])
+    assert not list(board.directory.glob("v000001*"))
+    assert board.release(1) is True
+
+
+def test_a_version_that_is_not_there(board: WeightBoard) -> None:
+    board.publish(1, tensors())
+    with pytest.raises(MissingOutput, match=r"v2 are not in .*there: \[1\]"):
+        board.open(2)
+    assert not list(board.directory.glob("v000002*")), "the failed open keeps no lease"
+
+
+def test_close_removes_the_directory_and_mapped_arrays_survive(board: WeightBoard) -> None:
+    board.publish(0, tensors())
+    kept = board.open(0).tensors["w"]
+    board.close()
+    assert not board.directory.exists()
+    np.testing.assert_array_equal(kept, tensors()["w"])
+
+
+@pytest.mark.processes
+def test_a_killed_publisher_is_invisible_and_cleaned_up(board: WeightBoard) -> None:
+    script = """
+weights.os.link = lambda *names: os.kill(os.getpid(), signal.SIGKILL)
+board.publish(5, {"w": np.zeros(1000)})
+"""
+    assert run(script, board.directory) == -signal.SIGKILL
+    assert list(board.directory.glob("v000005-*.bin")), "it died before it wrote anything: the test is void"
+    assert board.available() == []
+    with pytest.raises(MissingOutput):
+        board.open(5)
+    manifest = board.publish(5, tensors())
+    assert sorted(p.name for p in board.directory.iterdir()) == sorted([manifest.file, "v000005.json"])
+    with board.open(5) as lease:
+        lease.verify()
+
+
+@pytest.mark.processes
+def test_the_lease_of_a_dead_process_does_not_count(board: WeightBoard) -> None:
+    board.publish(1, tensors())
+    assert run("board.open(1); os._exit(7)", board.directory) == 7
+    assert list(board.directory.glob("v000001.lease.*")), "no lease was left: the test is void"
+    assert board.release(1) is True
+    assert list(board.directory.iterdir()) == []
+
+
+@pytest.mark.processes
+def test_another_process_reads_the_same_bytes(board: WeightBoard) -> None:
+    board.publish(1, {"w": np.arange(6.0).reshape(2, 3)})
+    script = "assert board.open(1).tensors['w'].tolist() == [[0, 1, 2], [3, 4, 5]]"
+    assert run(script, board.directory) == 0

@@ -1,0 +1,109 @@
+"""Metrics by hand; every one of them reads only what was sampled."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+from stages.ppo import metrics
+from storage.records import FinishReason, Rollout
+
+NAN = np.nan
+MASK = np.array([[0, 1, 1, 0], [0, 0, 1, 1]], dtype=bool)
+
+
+def tokens(*values: float, fill: float = NAN) -> np.ndarray:
+    """The four sampled tokens of MASK; `fill` elsewhere."""
+    out = np.full(MASK.shape, fill)
+    out[MASK] = values
+    return out
+
+
+def versions(*values: int) -> np.ndarray:
+    return tokens(*values, fill=-1).astype(np.int32)
+
+
+def test_reward_and_adjusted_reward_are_apart() -> None:
+    got = metrics.reward_metrics(
+        scores=np.array([1.0, 3.0]), shaped_scores=np.array([1.0, -1.0]), kl_per_response=np.array([2.0, 4.0]),
+        kl_coef=0.1,
+    )  # fmt: skip
+    assert got == pytest.approx({"reward/mean": 2.0, "reward/std": 1.0, "reward/adjusted_mean": (0.8 - 1.4) / 2})
+
+
+def test_kl_to_the_reference_is_per_response() -> None:
+    got = metrics.ref_kl_metrics(tokens(-1, -2, -3, -4), tokens(-1.5, -2.5, -2, -4), MASK)
+    k3 = (2 * (math.exp(-0.5) - 1 + 0.5) + (math.e - 1 - 1)) / 2
+    assert got == pytest.approx({"kl/ref": (1.0 - 1.0) / 2, "kl/ref_k3": k3, "kl/ref_per_token": 0.0})
+
+
+def test_proximal_metrics_by_hand() -> None:
+    """d = ln 2 and -ln 2 on fresh tokens, ln 4 and 0 on stale ones: w = 2, 1/2, 4, 1."""
+    d = [math.log(2), -math.log(2), math.log(4), 0.0]
+    got = metrics.proximal_metrics(tokens(*(x - 5 for x in d)), tokens(-5, -5, -5, -5), versions(3, 3, 2, 2), MASK, 3)
+    assert got == pytest.approx(
+        {
+            "mismatch/fresh_fraction": 0.5,
+            "mismatch/mean_abs": math.log(2),
+            "mismatch/exp_abs": 2.0,
+            "mismatch/mean_abs_all": math.log(2),
+            "mismatch/exp_abs_all": (2 + 2 + 4 + 1) / 4,
+            "ess/fraction": 7.5**2 / (4 * 21.25),
+            "kl/prox_sampler": (2 * d[0] - 1 + 0.5 * d[1] + 0.5 + 4 * d[2] - 3) / 4,
+        }
+    )
+
+
+def test_kl_prox_sampler_is_unbiased() -> None:
+    """Exact expectation over mu's outcomes: mu is uniform, so that the four tokens are its four outcomes."""
+    prox = np.array([0.1, 0.2, 0.3, 0.4])
+    got = metrics.proximal_metrics(tokens(*np.log(prox)), tokens(*np.log([0.25] * 4)), versions(0, 0, 0, 0), MASK, 1)
+    assert got["kl/prox_sampler"] == pytest.approx(float((prox * np.log(prox / 0.25)).sum()))
+
+
+def test_without_fresh_tokens_the_fresh_mismatch_is_absent() -> None:
+    got = metrics.proximal_metrics(tokens(-1, -1, -1, -1), tokens(-1, -1, -1, -1), versions(2, 2, 2, 2), MASK, 3)
+    assert "mismatch/mean_abs" not in got
+    assert got["mismatch/fresh_fraction"] == 0
+    assert got["ess/fraction"] == 1
+
+
+def test_staleness_histogram() -> None:
+    assert metrics.staleness_metrics(versions(3, 2, 2, 1), MASK, 3, bound=2) == {
+        "staleness/mean": 1.0,
+        "staleness/max": 2.0,
+        "staleness/fraction_0": 0.25,
+        "staleness/fraction_1": 0.5,
+        "staleness/fraction_2": 0.25,
+    }
+
+
+def test_explained_variance() -> None:
+    """Var(G) of 1, 2, 3, 4 is 1.25. Errors .5, -.5, .5, -.5: variance .25, so 0.8. A constant offset costs nothing."""
+    got = metrics.value_metrics(tokens(0.5, 2.5, 2.5, 4.5), tokens(1, 2, 3, 4), MASK)
+    assert got == pytest.approx({"value/explained_variance": 0.8, "value/return_mean": 2.5, "value/start_mean": 2.5})
+    assert metrics.value_metrics(tokens(0, 1, 2, 3), tokens(1, 2, 3, 4), MASK)["value/explained_variance"] == 1
+    assert "value/explained_variance" not in metrics.value_metrics(tokens(0, 1, 2, 3), tokens(1, 1, 1, 1), MASK)
+
+
+def test_entropy_and_advantages() -> None:
+    assert metrics.entropy_metrics(tokens(1, 2, 3, 4), MASK) == {"policy/entropy_start": 2.5}
+    assert metrics.advantage_metrics(tokens(1, 3, 1, 3), MASK) == {"advantage/mean": 2.0, "advantage/std": 1.0}
+
+
+def test_responses() -> None:
+    mask = np.array([[0, 1, 0, 0], [0, 1, 1, 1]], dtype=bool)
+    rollout = Rollout(
+        row=np.arange(2), prompt_index=np.arange(2), tokens=np.zeros((2, 4), np.int32),
+        prompt_lengths=np.ones(2, np.int32), response_lengths=mask.sum(1).astype(np.int32), response_mask=mask,
+        sampler_logprobs=np.zeros((2, 4), np.float32), token_versions=np.where(mask, 0, -1).astype(np.int32),
+        finish_reason=np.array([FinishReason.STOP, FinishReason.LENGTH], np.int8),
+    )  # fmt: skip
+    assert metrics.response_metrics(rollout) == {
+        "response/length_mean": 2.0,
+        "response/length_max": 3.0,
+        "response/eos_fraction": 0.5,
+        "response/truncated_fraction": 0.5,
+    }

@@ -1,0 +1,248 @@
+"""The `advantage` stage: formulas put together as the loop oracle does, over the whole step; state; refusals."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+
+import numpy as np
+import pytest
+
+from stages.advantage import StalenessError, advantage
+from stages.ppo.config import KLConfig, PPOConfig
+from storage.records import (
+    Advantages,
+    FinishReason,
+    PolicyLogprobs,
+    ReferenceLogprobs,
+    Rollout,
+    Scores,
+    Values,
+    concatenate,
+)
+from tests.reference import oracles
+
+STEP, BOUND = 5, 2
+SPANS = [(1, 6), (2, 3), (3, 5), (6, 2), (4, 1)]
+CUT = np.array([False, True, True, False, False])
+SEQ = 8
+
+Step = tuple[Rollout, Scores, ReferenceLogprobs, PolicyLogprobs, Values]
+
+
+def make_step(outside: float = 0.0, seed: int = 0) -> Step:
+    """The records of one step; `outside` fills every float outside the mask."""
+    rng = np.random.default_rng(seed)
+    rows = len(SPANS)
+    mask = np.zeros((rows, SEQ), dtype=bool)
+    for i, (start, length) in enumerate(SPANS):
+        mask[i, start : start + length] = True
+
+    def per_token(x: np.ndarray) -> np.ndarray:
+        return np.where(mask, x, outside).astype(np.float32)
+
+    mu = -rng.random((rows, SEQ)) - 0.1
+    rollout = Rollout(
+        row=100 + np.arange(rows), prompt_index=np.arange(rows), tokens=rng.integers(1, 9, (rows, SEQ), dtype=np.int32),
+        prompt_lengths=np.array([s for s, _ in SPANS], np.int32),
+        response_lengths=np.array([n for _, n in SPANS], np.int32), response_mask=mask,
+        sampler_logprobs=per_token(mu),
+        token_versions=np.where(mask, rng.integers(STEP - BOUND, STEP + 1, mask.shape), -1).astype(np.int32),
+        finish_reason=np.where(CUT, FinishReason.LENGTH, FinishReason.STOP).astype(np.int8),
+    )  # fmt: skip
+    policy = PolicyLogprobs(
+        policy_logprobs=per_token(mu + 0.1 * rng.normal(size=mask.shape)), entropy=per_token(rng.random(mask.shape))
+    )
+    values = Values(
+        values=per_token(rng.normal(size=mask.shape)),
+        bootstrap_values=np.where(CUT, rng.normal(size=rows), outside).astype(np.float32),
+    )
+    return (
+        rollout,
+        Scores(scores=rng.normal(size=rows).astype(np.float32)),
+        ReferenceLogprobs(ref_logprobs=per_token(mu + 0.3 * rng.normal(size=mask.shape))),
+        policy,
+        values,
+    )
+
+
+def run(records: Step, cfg: PPOConfig, state: dict | None = None) -> tuple[Advantages, dict, dict[str, float]]:
+    rollout, scores, reference, policy, values = records
+    return advantage(
+        rollout, scores, reference, policy if cfg.proximal == "recompute" else None, values, cfg, STEP, BOUND,
+        {} if state is None else state,
+    )  # fmt: skip
+
+
+def expected_by_loops(records: Step, cfg: PPOConfig) -> dict[str, list[list[float]]]:
+    rollout, scores, reference, policy, values = records
+    mask = rollout.response_mask.tolist()
+    kept = [[on and not (cfg.mask_truncated and cut) for on in row] for row, cut in zip(mask, CUT, strict=True)]
+    shaped = [
+        cfg.missing_eos_score if cut and cfg.missing_eos_score is not None else float(s)
+        for s, cut in zip(scores.scores, CUT, strict=True)
+    ]
+    if cfg.center_scores:
+        shaped = [s - sum(shaped) / len(shaped) for s in shaped]
+    logprobs = policy.policy_logprobs if cfg.proximal == "recompute" else rollout.sampler_logprobs
+    r = oracles.token_rewards(
+        shaped, logprobs.tolist(), reference.ref_logprobs.tolist(), mask, cfg.kl.coef, cfg.kl.estimator, cfg.kl.where
+    )
+    if cfg.whiten_rewards:
+        r = oracles.whiten(r, kept, keep_mean=True)
+    a, returns = oracles.gae(
+        r, values.values.tolist(), values.bootstrap_values.tolist(), mask, CUT.tolist(), cfg.gamma, cfg.lam,
+        cfg.truncated,
+    )  # fmt: skip
+    if cfg.whiten_advantages:
+        a = oracles.whiten(a, kept, keep_mean=False)
+    a = [[x if on else 0.0 for x, on in zip(row, m, strict=True)] for row, m in zip(a, kept, strict=True)]
+    return {"rewards": r, "advantages": a, "returns": returns, "loss_mask": kept}
+
+
+@pytest.mark.parametrize(
+    "cfg",
+    [
+        PPOConfig(),
+        PPOConfig(proximal="sampler", kl=KLConfig(coef=0.5, estimator="k3")),
+        PPOConfig(proximal="loglinear", kl=KLConfig(coef=0.5, where="loss")),
+        PPOConfig(whiten_advantages=False, truncated="terminate", gamma=0.9),
+        PPOConfig(whiten_rewards=True, kl=KLConfig(coef=0.5, estimator="k2")),
+        PPOConfig(missing_eos_score=-3.0, center_scores=True),
+        PPOConfig(mask_truncated=True, whiten_rewards=True),
+    ],
+    ids=[
+        "default",
+        "sampler-k3",
+        "loglinear-kl-loss",
+        "terminate",
+        "whiten-rewards",
+        "missing-eos-centred",
+        "overlong",
+    ],
+)
+def test_against_loops(cfg: PPOConfig) -> None:
+    records = make_step()
+    got, _, _ = run(records, cfg)
+    for name, expected in expected_by_loops(records, cfg).items():
+        rows = slice(None)
+        if name in ("rewards", "returns") and cfg.mask_truncated and cfg.whiten_rewards:
+            rows = ~CUT  # nothing reads the rewards and returns of a filtered row
+        np.testing.assert_allclose(getattr(got, name)[rows], np.array(expected)[rows], atol=1e-6, err_msg=name)
+
+
+@pytest.mark.parametrize(
+    "cfg", [PPOConfig(), PPOConfig(mask_truncated=True, whiten_rewards=True, center_scores=True)], ids=["plain", "all"]
+)
+def test_nothing_outside_the_mask_is_read(cfg: PPOConfig) -> None:
+    """NaN in every float outside the mask, and in bootstrap values that must not be used: same bits everywhere, metrics
+    and state included."""
+    clean, poisoned = run(make_step(), cfg), run(make_step(outside=np.nan), cfg)
+    for name, array in clean[0].arrays().items():
+        np.testing.assert_array_equal(array, poisoned[0].arrays()[name])
+    assert clean[1:] == poisoned[1:]
+    assert all(math.isfinite(x) for x in clean[2].values())
+
+
+def test_whitening_is_over_the_step_not_the_shard() -> None:
+    """Two shards together: mean 0 and deviation 1 over all of their tokens, which neither has by itself."""
+    shards = [make_step(), make_step(seed=1)]
+    shards[1] = (shards[1][0], Scores(shards[1][1].scores + 10), *shards[1][2:])
+    got, _, found = run(tuple(concatenate(list(kind)) for kind in zip(*shards, strict=True)), PPOConfig())
+    a = got.advantages[got.loss_mask].astype(np.float64)
+    assert a.mean() == pytest.approx(0, abs=1e-6)
+    assert a.std() == pytest.approx(1, abs=1e-6)
+    half = got.advantages[: len(SPANS)][got.loss_mask[: len(SPANS)]]
+    assert abs(half.mean()) > 0.3
+    assert found["advantage/std"] > 2  # of the advantages before whitening
+
+
+def test_returns_do_not_depend_on_whitening() -> None:
+    plain, _, _ = run(make_step(), PPOConfig(whiten_advantages=False))
+    whitened, _, _ = run(make_step(), PPOConfig(whiten_advantages=True))
+    np.testing.assert_array_equal(plain.returns, whitened.returns)
+    assert not np.allclose(plain.advantages, whitened.advantages)
+
+
+def test_overlong_filtering_takes_cut_rows_out_of_the_losses() -> None:
+    got, _, _ = run(make_step(), PPOConfig(mask_truncated=True))
+    assert got.loss_mask.any(axis=1).tolist() == (~CUT).tolist()
+    assert not got.advantages[CUT].any()
+
+
+def test_adaptive_kl_passes_through_the_state_and_this_step_uses_the_old_coefficient() -> None:
+    """beta of step i comes from the state; what step i measures moves beta of step i + 1."""
+    rollout, scores, _, policy, values = make_step()
+    cfg = PPOConfig(kl=KLConfig(coef=0.4, target=1.0, horizon=50))
+    for shift, error in [(-5.0, 0.2), (5.0, -0.2)]:  # pi_ref far below pi: KL above the target, and the reverse
+        far = ReferenceLogprobs(np.where(rollout.response_mask, policy.policy_logprobs + shift, 0).astype(np.float32))
+        _, state, found = run((rollout, scores, far, policy, values), cfg)
+        assert found["kl/coef"] == 0.4
+        assert state["kl_coef"] == pytest.approx(0.4 * (1 + error * 5 / 50))
+        got, _, found = run((rollout, scores, far, policy, values), cfg, json.loads(json.dumps(state)))
+        assert found["kl/coef"] == state["kl_coef"]
+        first = rollout.response_mask & (np.cumsum(rollout.response_mask, axis=1) == 1)
+        first[4] = False  # its only token also carries the score
+        np.testing.assert_allclose(got.rewards[first], state["kl_coef"] * shift, rtol=1e-5)
+
+
+def test_a_constant_coefficient_follows_the_config_not_the_state() -> None:
+    _, state, found = run(make_step(), PPOConfig(kl=KLConfig(coef=0.05)), {"kl_coef": 9.0})
+    assert found["kl/coef"] == state["kl_coef"] == 0.05
+
+
+def test_the_running_mean_of_scores_is_carried() -> None:
+    cfg = PPOConfig(center_scores=True, whiten_advantages=False, kl=KLConfig(coef=0.0))
+    records = make_step()
+    scores = records[1].scores.astype(np.float64)
+    got, state, _ = run(records, cfg, {"score_mean": 2.0, "score_count": 15})
+    mean = (2.0 * 15 + scores.sum()) / 20
+    assert state["score_count"] == 20
+    assert state["score_mean"] == pytest.approx(mean)
+    np.testing.assert_allclose(got.rewards.sum(axis=1), scores - mean, atol=1e-6)
+
+
+def test_metrics_keep_score_and_adjusted_reward_apart() -> None:
+    records = make_step()
+    cfg = PPOConfig(missing_eos_score=-3.0, whiten_rewards=True, kl=KLConfig(coef=0.5))
+    _, _, found = run(records, cfg)
+    rollout, scores, reference, policy, _ = records
+    assert found["reward/mean"] == pytest.approx(float(scores.scores.mean()))
+    d = np.where(rollout.response_mask, policy.policy_logprobs - reference.ref_logprobs, 0).sum(axis=1)
+    shaped = np.where(CUT, -3.0, scores.scores)
+    assert found["reward/adjusted_mean"] == pytest.approx(float((shaped - 0.5 * d).mean()), rel=1e-5)
+    assert found["kl/ref"] == pytest.approx(float(d.mean()), rel=1e-5)
+    assert found["response/truncated_fraction"] == 0.4
+
+
+def test_without_a_proximal_policy_its_metrics_are_absent() -> None:
+    _, _, found = run(make_step(), PPOConfig(proximal="sampler"))
+    assert not {"ess/fraction", "kl/prox_sampler", "policy/entropy_start"} & found.keys()
+
+
+@pytest.mark.parametrize("version", [STEP - BOUND - 1, STEP + 1, -1])
+def test_a_version_outside_the_bound_is_refused_with_the_row_named(version: int) -> None:
+    records = make_step()
+    records[0].token_versions[3, 7] = version
+    with pytest.raises(StalenessError, match=rf"row 103 of step 5: token 7 .* version {version}; allowed are 3\.\.5"):
+        run(records, PPOConfig())
+
+
+def test_records_that_do_not_belong_together_are_refused() -> None:
+    rollout, scores, reference, policy, values = make_step()
+    with pytest.raises(ValueError, match="scores has 4 rows, the rollout 5"):
+        run((rollout, scores.rows(slice(0, 4)), reference, policy, values), PPOConfig())
+    for given, proximal in [(None, "recompute"), (policy, "loglinear")]:
+        with pytest.raises(ValueError, match=f"ppo.proximal: {proximal} with"):
+            advantage(
+                rollout, scores, reference, given, values, PPOConfig(proximal=proximal), STEP, BOUND, {}
+            )  # fmt: skip
+
+
+def test_inputs_are_not_written_to() -> None:
+    records, before = make_step(), make_step()
+    run(records, PPOConfig(mask_truncated=True, whiten_rewards=True))
+    for record, copy in zip(records, before, strict=True):
+        for name in (f.name for f in dataclasses.fields(record)):
+            np.testing.assert_array_equal(getattr(record, name), getattr(copy, name))

@@ -33,19 +33,22 @@ class PromptTable:
     """int64: prompt numbers that are trained on."""
     held_out: np.ndarray
     """int64: prompt numbers set aside for evaluation."""
+    pad_id: int
     extra: list[dict[str, Any]]
     """The source's other fields, for the reward."""
 
     def save(self, path: Path) -> None:
         """Writes `path` (.npz) and its neighbour .jsonl with the extra fields."""
-        np.savez(path, tokens=self.tokens, lengths=self.lengths, train=self.train, held_out=self.held_out)
+        arrays = {"tokens": self.tokens, "lengths": self.lengths, "train": self.train, "held_out": self.held_out}
+        np.savez(path, pad_id=np.int64(self.pad_id), **arrays)
         path.with_suffix(".jsonl").write_text("".join(json.dumps(e, default=str) + "\n" for e in self.extra), "utf8")
 
     @staticmethod
     def load(path: Path) -> PromptTable:
         lines = path.with_suffix(".jsonl").read_text("utf8").splitlines()
-        with np.load(path) as arrays:
-            return PromptTable(**{name: arrays[name] for name in arrays.files}, extra=[json.loads(x) for x in lines])
+        with np.load(path) as saved:
+            arrays = {name: saved[name] for name in saved.files}
+        return PromptTable(**arrays | {"pad_id": int(arrays["pad_id"])}, extra=[json.loads(line) for line in lines])
 
 
 def tokenise(items: list[PromptItem], tokenizer: Tokenizer, config: PromptsConfig, seed: int) -> PromptTable:
@@ -77,7 +80,7 @@ def tokenise(items: list[PromptItem], tokenizer: Tokenizer, config: PromptsConfi
         tokens[row, : len(ids)] = ids
     train, held_out = split(len(kept), config.held_out, seed)
     lengths = np.array([len(ids) for ids, _ in kept], np.int32)
-    return PromptTable(tokens, lengths, train, held_out, [extra for _, extra in kept])
+    return PromptTable(tokens, lengths, train, held_out, tokenizer.pad_id, [extra for _, extra in kept])
 
 
 def training_prompts(

@@ -45,7 +45,7 @@ from storage.records import RECORD_TYPES, Record, concatenate
 from storage.validation import check_finite, check_logprobs
 
 EVALUATE = "evaluate"
-"""The stage whose outputs have a group, and a layout, of their own."""
+"""Stages whose names begin so have groups, and a layout, of their own: one group per evaluated version."""
 
 _CHUNK_ROWS = 16
 """Rows of an inner chunk: 1-row chunks are 6-9 times slower to read, and larger ones gain nothing."""
@@ -263,7 +263,7 @@ class RolloutStore:
         return concatenate([self.read(Address(stage, step, shard)) for shard in range(num_shards)])
 
     def _layout(self, address: Address) -> Layout:
-        if address.stage != EVALUATE:
+        if not address.stage.startswith(EVALUATE):
             return self._layouts.step
         if self._layouts.evaluate is None:
             raise ValueError(f"{address}: this store was made without a layout for {EVALUATE}")
@@ -343,7 +343,7 @@ def _shards(layout: Layout, address: Address, rows: int) -> range:
 
 
 def _group(address: Address) -> str:
-    return f"{EVALUATE if address.stage == EVALUATE else 'step'}_{address.step:06d}"
+    return f"{EVALUATE if address.stage.startswith(EVALUATE) else 'step'}_{address.step:06d}"
 
 
 def _attempt_key(address: Address, attempt: str) -> str:

@@ -11,7 +11,7 @@ May import numpy, torch, megatron.core, stages.ppo and this folder.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import numpy as np
@@ -21,7 +21,6 @@ import torch.nn.functional as F
 from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 from megatron.core.pipeline_parallel import get_forward_backward_func
-from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region
 from torch import Tensor
 
 from stages.models.layers import HiddenOutput
@@ -34,6 +33,9 @@ Read = TypeVar("Read")
 
 EXCLUDED = -1e30
 """Logit of a token that cannot be sampled: its probability is exactly 0, and 0 times this is 0 (times -inf: NaN)."""
+
+CHUNK_BYTES = {"cpu": 1 << 21, "cuda": 1 << 28}
+"""Of logits worked on at a time: on a CPU few enough to stay in its cache, on a GPU enough to fill it."""
 
 
 @dataclass(frozen=True)
@@ -142,12 +144,16 @@ def token_logprobs(
     """(log-prob of every sampled token, entropy in nats of the distribution it was drawn from), float32 [B, T] each, 0
     where nothing was sampled. Vocabulary-parallel: each TP rank multiplies with its part and all get the answer."""
     hidden_NH = predictions_of_tokens(hidden_BTH)[batch.mask]
-    logits_NV = F.linear(copy_to_tensor_model_parallel_region(hidden_NH), weight_VH).float()
-    if distribution.temperature != 1:
-        logits_NV = logits_NV / distribution.temperature
     first_token = parallel_state.get_tensor_model_parallel_rank() * weight_VH.shape[0]
-    logits_NV = _exclude(logits_NV, batch.mask, distribution, first_token)
-    logprobs_N, entropy_N = _TokenLogprobs.apply(logits_NV, batch.tokens[batch.mask] - first_token, entropy_gradient)
+    index_N = (batch.mask.cumsum(1) - 1)[batch.mask]  # of the token within its response
+    logprobs_N, entropy_N = _TokenLogprobs.apply(
+        hidden_NH,
+        weight_VH,
+        batch.tokens[batch.mask] - first_token,
+        index_N < distribution.min_new_tokens,
+        _shifted(distribution, first_token, weight_VH.shape[0]),
+        entropy_gradient,
+    )
     empty = torch.zeros(batch.mask.shape, device=hidden_BTH.device)
     return empty.masked_scatter(batch.mask, logprobs_N), empty.masked_scatter(batch.mask, entropy_N)
 
@@ -170,59 +176,82 @@ def _schedule(model: Any, batches: Sequence[MicroBatch], step: Callable[..., Any
     )
 
 
-def _exclude(logits_NV: Tensor, mask_BT: Tensor, distribution: Distribution, first_token: int) -> Tensor:
-    """Takes the tokens that cannot be sampled out of the distributions, in place."""
-    width = logits_NV.shape[1]
+def _shifted(distribution: Distribution, first_token: int, width: int) -> Distribution:
+    """The distribution with its tokens counted from this rank's first, other ranks' left out."""
 
-    def local(tokens: Sequence[int]) -> Tensor:
-        return torch.tensor([t - first_token for t in tokens if 0 <= t - first_token < width], device=logits_NV.device)
+    def local(tokens: Sequence[int]) -> tuple[int, ...]:
+        return tuple(t - first_token for t in tokens if 0 <= t - first_token < width)
 
-    suppressed, eos = local(distribution.suppressed), local(distribution.eos)
-    if len(suppressed):
-        logits_NV.index_fill_(1, suppressed.long(), EXCLUDED)
-    if len(eos) and distribution.min_new_tokens:
-        index_N = (mask_BT.cumsum(1) - 1)[mask_BT]  # of the token within its response
-        early = (index_N < distribution.min_new_tokens).nonzero()
-        logits_NV[early, eos.long()] = EXCLUDED
-    return logits_NV
+    return replace(distribution, suppressed=local(distribution.suppressed), eos=local(distribution.eos))
 
 
 class _TokenLogprobs(torch.autograd.Function):
-    """(log softmax(logits)[target], entropy) with the vocabulary spread over the tensor-parallel ranks.
+    """(log softmax(logits)[target], entropy), logits = hidden @ weight.T, the vocabulary spread over the tensor-parallel
+    ranks; all ranks get the same outputs and the same gradient of hidden.
 
         dlogp/dz_j = 1[j = target] - p_j            dH/dz_j = -p_j (log p_j + H)
 
-    Saves the probabilities only. Every rank gets the same outputs, and the gradient of its part of the logits.
+    Logits are the largest thing in a step, and time goes into moving them through memory: one float32 buffer [N, V]
+    becomes the logits, exp(z - max z), and in the backward pass the gradient of the logits.
     """
 
     @staticmethod
-    def forward(ctx: Any, logits_NV: Tensor, target_N: Tensor, entropy_gradient: bool) -> tuple[Tensor, Tensor]:
-        """`target_N` counts from this rank's first token; a target of another rank lies outside 0..V-1."""
-        largest_N = _over_ranks(logits_NV.amax(1), dist.ReduceOp.MAX)
-        z_NV = logits_NV - largest_N[:, None]
-        p_NV = z_NV.exp()
-        here_N = (target_N >= 0) & (target_N < z_NV.shape[1])
+    def forward(
+        ctx: Any,
+        hidden_NH: Tensor,
+        weight_VH: Tensor,
+        target_N: Tensor,
+        early_N: Tensor,
+        distribution: Distribution,
+        entropy_gradient: bool,
+    ) -> tuple[Tensor, Tensor]:
+        """`target_N` and the distribution's tokens count from this rank's first token (a target of another rank lies
+        outside 0..V-1); `early_N`: the response may not end here."""
+        buffer_NV = F.linear(hidden_NH, weight_VH).float()
+        if distribution.temperature != 1:
+            buffer_NV /= distribution.temperature
+        if distribution.suppressed:
+            buffer_NV[:, list(distribution.suppressed)] = EXCLUDED
+        if distribution.eos and distribution.min_new_tokens:
+            buffer_NV[early_N.nonzero(), list(distribution.eos)] = EXCLUDED
+        here_N = (target_N >= 0) & (target_N < buffer_NV.shape[1])
         index_N = torch.where(here_N, target_N, 0)
-        target_z_N = torch.where(here_N, z_NV.gather(1, index_N[:, None])[:, 0], 0)
-        partial = torch.stack([p_NV.sum(1), torch.linalg.vecdot(p_NV, z_NV), target_z_N])
-        total_N, weighted_z_N, target_z_N = _over_ranks(partial, dist.ReduceOp.SUM)
-        log_total_N = total_N.log()
-        p_NV /= total_N[:, None]
-        entropy_N = log_total_N - weighted_z_N / total_N
-        ctx.save_for_backward(p_NV, index_N, here_N, entropy_N)
+        largest_N = _over_ranks(buffer_NV.amax(1), dist.ReduceOp.MAX)
+        # sums over the vocabulary of exp(z) and of exp(z) z, and the z of the target, z = logit - largest logit
+        sums_3N = torch.zeros(3, len(target_N), device=buffer_NV.device)
+        sums_3N[2] = torch.where(here_N, buffer_NV.gather(1, index_N[:, None])[:, 0] - largest_N, 0)
+        chunk = max(1, CHUNK_BYTES[buffer_NV.device.type] // (4 * buffer_NV.shape[1]))
+        for start in range(0, len(target_N), chunk):
+            part = slice(start, start + chunk)
+            z_NV = buffer_NV[part] - largest_N[part, None]
+            torch.exp(z_NV, out=buffer_NV[part])
+            sums_3N[0, part] = buffer_NV[part].sum(1)
+            sums_3N[1, part] = torch.linalg.vecdot(buffer_NV[part], z_NV)
+        total_N, weighted_z_N, target_z_N = _over_ranks(sums_3N, dist.ReduceOp.SUM)
+        entropy_N = total_N.log() - weighted_z_N / total_N
         if not entropy_gradient:
             ctx.mark_non_differentiable(entropy_N)
-        ctx.entropy_gradient = entropy_gradient
-        return target_z_N - log_total_N, entropy_N
+        ctx.save_for_backward(hidden_NH, weight_VH, buffer_NV, index_N, here_N, total_N, entropy_N)
+        ctx.temperature, ctx.entropy_gradient = distribution.temperature, entropy_gradient
+        return target_z_N - total_N.log(), entropy_N
 
     @staticmethod
-    def backward(ctx: Any, grad_logprob_N: Tensor, grad_entropy_N: Tensor) -> tuple[Tensor, None, None]:
-        p_NV, index_N, here_N, entropy_N = ctx.saved_tensors
-        grad_NV = p_NV * -grad_logprob_N[:, None]
-        grad_NV.scatter_add_(1, index_N[:, None], torch.where(here_N, grad_logprob_N, 0)[:, None])
+    def backward(ctx: Any, grad_logprob_N: Tensor, grad_entropy_N: Tensor) -> tuple[Tensor | None, ...]:
+        hidden_NH, weight_VH, buffer_NV, index_N, here_N, total_N, entropy_N = ctx.saved_tensors
+        # from here on the buffer holds the gradient of the logits; a second backward would be wrong, and never happens
         if ctx.entropy_gradient:
-            grad_NV -= (torch.xlogy(p_NV, p_NV) + p_NV * entropy_N[:, None]) * grad_entropy_N[:, None]
-        return grad_NV, None, None
+            p_NV = buffer_NV / total_N[:, None]
+            torch.mul(p_NV, -(grad_logprob_N + grad_entropy_N * entropy_N)[:, None], out=buffer_NV)
+            buffer_NV -= torch.xlogy(p_NV, p_NV) * grad_entropy_N[:, None]
+        else:
+            buffer_NV *= (-grad_logprob_N / total_N)[:, None]
+        buffer_NV.scatter_add_(1, index_N[:, None], torch.where(here_N, grad_logprob_N, 0)[:, None])
+        if ctx.temperature != 1:
+            buffer_NV /= ctx.temperature
+        grad_NV = buffer_NV.to(weight_VH.dtype)
+        grad_hidden_NH = _over_ranks(grad_NV @ weight_VH, dist.ReduceOp.SUM) if ctx.needs_input_grad[0] else None
+        grad_weight_VH = grad_NV.T @ hidden_NH if ctx.needs_input_grad[1] else None
+        return grad_hidden_NH, grad_weight_VH, None, None, None, None
 
 
 def _over_ranks(partial: Tensor, operation: Any) -> Tensor:

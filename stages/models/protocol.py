@@ -30,6 +30,10 @@ class Role(StrEnum):
     VALUE = "value"
 
 
+MODEL_ROLES = frozenset({Role.REFERENCE, Role.POLICY, Role.VALUE})
+"""Roles whose models the ranks of a gang hold together: every rank runs their nodes, in one order."""
+
+
 @dataclass(frozen=True)
 class Rank:
     """This process's place in its gang. `rendezvous` is a torch.distributed init method, a new one each time the gang

@@ -38,8 +38,10 @@ class PPOConfig:
     entropy_coef: float = 0.0
     whiten_advantages: bool = True
     whiten_rewards: bool = False
-    truncated: Literal["bootstrap", "terminate"] = "bootstrap"
-    """What follows a response cut by the length limit: the critic's value of its last state, or nothing."""
+    truncated: Literal["bootstrap", "terminate"] = "terminate"
+    """What follows a response cut by the length limit: nothing, or the critic's value of its last state. The score is
+    given at the last token either way, so `bootstrap` counts the outcome of a cut response twice: it suits rewards that
+    accrue per token, not one score per response."""
     missing_eos_score: float | None = None
     """Fixed score of a response that was cut; null: the reward's own."""
     mask_truncated: bool = False

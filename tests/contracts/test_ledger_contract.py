@@ -1,4 +1,4 @@
-"""What every ledger must do, whatever filesystem is under it: a commit exists whole or not at all, and only one wins."""
+"""What every ledger must do, whatever filesystem is under it: a commit is whole or not there, and only one wins."""
 
 from __future__ import annotations
 

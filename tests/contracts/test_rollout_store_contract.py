@@ -249,21 +249,21 @@ class TestLocalStore(StoreContract):
 
     @pytest.mark.processes
     def test_of_racing_processes_one_wins_and_the_others_leave_nothing(self, store: RolloutStore, url: str) -> None:
-        """Both stand at the commit before either is told to go on, for several addresses in turn."""
+        """Both stand at the commit before either is told to go on, for forty addresses in turn."""
         script = (
             HERE
             + """
 value = float(sys.argv[2])
-for step in range(8):
+for step in range(40):
     print("ready", flush=True)
     sys.stdin.readline()
     record = Scores(np.full(4, value, np.float32))
-    commit = store.write(Address("score", step, 1), record, provenance, attempt=f"a{sys.argv[2]}-0000000{step}")
+    commit = store.write(Address("score", step, 1), record, provenance, attempt=f"a{sys.argv[2]}-{step:08d}")
     print(commit.attempt, flush=True)
 """
         )
         racers = [start(script, url, str(number)) for number in (1, 2)]
-        for step in range(8):
+        for step in range(40):
             for racer in racers:
                 assert line(racer) == "ready"
             for racer in racers:

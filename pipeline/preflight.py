@@ -1,0 +1,104 @@
+"""What a run would be refused for that takes a look at the disk: model, prompts, reward, run directory. Nothing starts.
+
+May import stages.hf_files, stages.prompts, stages.rewards.registry and storage.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from pipeline.config import ConfigError, RunConfig, config_hash, load_yaml
+from pipeline.paths import RunPaths
+from stages.hf_files import RANDOM_TINY, Tokenizer, read_config, read_tokenizer
+from stages.prompts import PromptTable, tokenise
+from stages.rewards.registry import build_reward
+from storage.prompts import PromptsError, load_texts
+
+
+@dataclass(frozen=True)
+class Preflight:
+    """What was read on the way, so that a run need not read it again."""
+
+    tokenizer: Tokenizer
+    prompts: PromptTable
+
+
+def preflight(config: RunConfig) -> Preflight:
+    """Raises ConfigError, naming the key path, for the first thing that cannot work."""
+    model = _check_model(config)
+    try:
+        tokenizer = read_tokenizer(config.model.path)
+        prompts = tokenise(load_texts(config.prompts), tokenizer, config.prompts, config.seed)
+        build_reward(config.reward)
+    except PromptsError as error:
+        key, _, rest = str(error).partition(": ")
+        raise ConfigError(key, rest) from error
+    except ValueError as error:
+        raise ConfigError("reward", str(error)) from error
+    _check_context(config, model)
+    vocab = int(model["vocab_size"])
+    for token in config.sampling.suppress_token_ids:
+        if not 0 <= token < vocab:
+            raise ConfigError("sampling.suppress_token_ids", f"given {token}; the model has token ids 0 to {vocab - 1}")
+    return Preflight(tokenizer, prompts)
+
+
+def check_run_directory(config: RunConfig, *, resume: bool) -> None:
+    """Refuses a directory that cannot be written, one that holds another config and, unless the run is to be resumed,
+    one that holds a run already."""
+    paths = RunPaths(config.run_dir)
+    try:
+        paths.root.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=paths.root):
+            pass
+    except OSError as error:
+        raise ConfigError("runs_dir", f"given {config.runs_dir!r}; cannot write to {paths.root}: {error.strerror}") from error
+    if not os.access(paths.root, os.W_OK):
+        raise ConfigError("runs_dir", f"given {config.runs_dir!r}; {paths.root} is not writable")
+    if not paths.config.exists():
+        return
+    if config_hash(load_yaml(paths.config.read_text("utf8"))) != config_hash(config):
+        raise ConfigError(
+            "name",
+            f"given {config.name!r}; {paths.root} holds a run with another config. Choose another name=..., or remove it",
+        )
+    if not resume and paths.events.exists():
+        raise ConfigError(
+            "name",
+            f"given {config.name!r}; {paths.root} holds this run already: `stageline resume {paths.root}` continues it, "
+            "another name=... starts a new one",
+        )
+
+
+def _check_model(config: RunConfig) -> dict[str, object]:
+    path = config.model.path
+    try:
+        model = read_config(path)
+    except FileNotFoundError as error:
+        raise ConfigError("model.path", f"given {path!r}; {error}. `make assets` fetches the demo's model") from error
+    except ValueError as error:
+        raise ConfigError("model.path", f"given {path!r}; its config.json is not JSON: {error}") from error
+    if model.get("model_type") != "llama":
+        raise ConfigError("model.path", f"given {path!r}; model_type is {model.get('model_type')!r}, only 'llama' works")
+    if path != RANDOM_TINY and not any(Path(path).glob("*.safetensors")):
+        raise ConfigError("model.path", f"given {path!r}; it holds no .safetensors file")
+    blocks = int(model["num_hidden_layers"])
+    frozen, critic = config.model.frozen_blocks, config.model.critic_blocks
+    if frozen >= blocks:
+        raise ConfigError("model.frozen_blocks", f"given {frozen}; the model has {blocks} blocks, so at most {blocks - 1}")
+    if critic is not None and not 1 <= critic <= blocks - frozen:
+        raise ConfigError("model.critic_blocks", f"given {critic}; must be from 1 to {blocks - frozen}")
+    return model
+
+
+def _check_context(config: RunConfig, model: dict[str, object]) -> None:
+    context = int(str(model["max_position_embeddings"]))
+    if config.seq > context:
+        raise ConfigError(
+            "prompts.max_tokens",
+            f"given {config.prompts.max_tokens}; with sampling.max_new_tokens = {config.sampling.max_new_tokens} a row has "
+            f"{config.seq} tokens, but the model's context is {context}: at most {context - config.sampling.max_new_tokens}",
+        )

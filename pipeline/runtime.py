@@ -1,0 +1,409 @@
+"""The runtime of a worker process: what its roles need, and how each stage is bound to it.
+
+    call ──► committed already? ──yes──► return the reference
+               │no
+               └► read inputs from the store ──► the stage's pure function ──► write, commit ──► reference
+
+A worker builds only what its gang's roles need: an engine for `generate`, a reward and a tokenizer for `score`, a model
+host for `policy`, `value` and `reference`. One process may hold all of them.
+
+May import storage and stages; engines, models and rewards are imported when a role needs them, since each costs seconds.
+"""
+
+from __future__ import annotations
+
+import importlib
+import threading
+import time
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from pipeline.calls import Call, WorkerSpec
+from pipeline.config import RunConfig, config_hash, load_yaml
+from pipeline.graph import STAGE_ROLES
+from pipeline.paths import RunPaths
+from pipeline.trainer import UPDATE_STAGE, Trainer
+from pipeline.worker import Visit
+from stages.advantage import advantage
+from stages.engines.config import SamplingConfig
+from stages.engines.protocol import GenerationEngine
+from stages.generate import generate
+from stages.hf_files import read_tokenizer
+from stages.logprob import logprob
+from stages.models.protocol import MODEL_ROLES, Rank, Role
+from stages.prompts import EVALUATION_STEP, PromptTable, held_out_prompts, training_prompts
+from stages.publish import publish
+from stages.reference import reference
+from stages.score import score
+from stages.value import value
+from storage.address import Address
+from storage.checkpoints import Checkpoints
+from storage.ledger import Commit, Ledger, Provenance, provenance_here
+from storage.records import Record, Rollout
+from storage.rollouts import RolloutStore
+from storage.weights import WeightBoard, WeightLease
+
+
+@dataclass
+class _Output:
+    """What a stage made: a record to store, or None on ranks that hold no part of the answer."""
+
+    record: Record | None
+    metrics: dict[str, float] = field(default_factory=dict)
+    state: Mapping[str, Any] = field(default_factory=dict)
+    weight_versions: tuple[int, ...] = ()
+
+
+class _Clock(threading.local):
+    """Adds up the seconds that this thread's call spends on bookkeeping."""
+
+    seconds: float = 0.0
+
+    @contextmanager
+    def bookkeeping(self) -> Iterator[None]:
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds += time.perf_counter() - started
+
+
+def _part(path: str) -> Any:
+    """A class or function by `module:name`: the one place where the runtime's heavy parts are imported."""
+    module, _, name = path.partition(":")
+    return getattr(importlib.import_module(module), name)
+
+
+class StageRuntime:
+    """Owns a worker's engine and models."""
+
+    def __init__(self, spec: WorkerSpec) -> None:
+        config = self._config = load_yaml(spec.config_yaml)
+        gang = next(g for g in config.gangs() if g.name == spec.gang)
+        settings = config.placement.gangs[spec.gang]
+        torch.set_num_threads(settings.threads)
+        self._spec = spec
+        self._paths = RunPaths(config.run_dir)
+        self._config_hash = config_hash(config)
+        self._ledger = Ledger(str(self._paths.ledger))
+        self._store = RolloutStore(str(self._paths.root), self._ledger, config.layouts())
+        self._board = WeightBoard(self._paths.board(config.cluster.weights_dir))
+        self._clock = _Clock()
+        self._prompts = PromptTable.load(self._paths.prompts) if gang.roles & {Role.GENERATE, Role.SCORE} else None
+        self._engine: VersionedEngine | None = None
+        self._trainer: Trainer | None = None
+        self._last_sequence = -1
+        if Role.SCORE in gang.roles:
+            self._reward = _part("stages.rewards.registry:build_reward")(config.reward)
+            self._tokenizer = read_tokenizer(config.model.path)
+        if Role.GENERATE in gang.roles:
+            engine = _part("stages.engines.torch_engine:TorchEngine")
+            self._engine = VersionedEngine(
+                engine(
+                    config.model.path,
+                    config.engine,
+                    max_seq=config.seq,
+                    threads=settings.threads,
+                    eos_token_ids=config.model.eos_token_ids,
+                ),
+                self._board,
+            )
+        if gang.ordered:
+            host = _part("stages.models.host:MegatronHost")(
+                config.model,
+                config.sampling,
+                config.ppo,
+                settings.layout,
+                gang.roles & MODEL_ROLES,
+                Rank(spec.index, spec.size, spec.rendezvous, settings.threads),
+                seed=config.seed,
+                total_steps=config.steps,
+            )
+            self._trainer = Trainer(
+                host,
+                rank=spec.index,
+                ranks=spec.size,
+                store=self._store,
+                ledger=self._ledger,
+                checkpoints=Checkpoints(self._paths.checkpoints),
+                shards=config.rollout.shards,
+                recompute_logprobs=config.ppo.proximal == "recompute",
+                checkpoint_every=config.checkpoint.every,
+                checkpoint_keep=config.checkpoint.keep,
+            )
+
+    # ---- one call ------------------------------------------------------------------------------------------------
+
+    def run(self, call: Call) -> Visit:
+        """Runs a node, or finds that its output is committed."""
+        self._clock.seconds = 0.0
+        if self._spec.size > 1 and call.sequence is not None:
+            assert call.sequence > self._last_sequence, f"{call.address}: the gang's order was broken"
+            self._last_sequence = call.sequence
+        stage = call.address.stage
+        if stage in UPDATE_STAGE.values():
+            return self._run_update(call)
+        if stage == "publish":
+            return self._run_publish(call)
+        found = self._find(call.address)
+        if found is not None:
+            return self._visit(found, reused=True)
+        started = time.time()
+        output: _Output = getattr(self, f"_{stage}")(call)
+        if output.record is None:
+            return Visit(None, self._clock.seconds, reused=False)
+        with self._clock.bookkeeping():
+            commit = self._store.write(
+                call.address,
+                output.record,
+                self._provenance(call, started, output.weight_versions),
+                attempt=self._attempt_name(call),
+                mask=self._mask(output.record, call),
+                metrics=output.metrics,
+                state=output.state,
+            )
+        return self._visit(commit, reused=False)
+
+    def _find(self, address: Address) -> Commit | None:
+        """The commit at an address; where all ranks run the node, rank 0 looks, so that they act alike."""
+        with self._clock.bookkeeping():
+            if self._trainer is None or STAGE_ROLES[address.stage] not in MODEL_ROLES:
+                return self._ledger.find(address)
+            return self._trainer.agree(lambda: self._ledger.find(address))
+
+    def _visit(self, commit: Commit, *, reused: bool) -> Visit:
+        ref = commit.ref() if self._spec.size == 1 or self._spec.index == 0 else None
+        return Visit(ref, self._clock.seconds, reused)
+
+    def _attempt_name(self, call: Call) -> str:
+        """A name that no other run of the same call has: Dask may run a task twice."""
+        return f"{call.attempt}-{self._spec.incarnation}-{threading.get_native_id()}"
+
+    def _provenance(self, call: Call, started: float, weight_versions: tuple[int, ...]) -> Provenance:
+        commits = [self._ledger.find(address) for address in call.inputs]
+        return provenance_here(
+            inputs=[commit for commit in commits if commit is not None],
+            weight_versions=weight_versions,
+            seed=self._config.seed,
+            config_hash=self._config_hash,
+            worker=self._spec.name,
+            started=started,
+        )
+
+    def _read(self, address: Address) -> Any:
+        with self._clock.bookkeeping():
+            return self._store.read(address)
+
+    def _read_step(self, stage: str, step: int) -> Any:
+        with self._clock.bookkeeping():
+            return self._store.read_step(stage, step, self._config.rollout.shards)
+
+    def _mask(self, record: Record, call: Call) -> Any:
+        """The response mask that says where log-probs must not be zero."""
+        if call.address.stage == "generate" and isinstance(record, Rollout):
+            return record.response_mask
+        if record.KIND in ("reference", "policy"):
+            return self._read(call.inputs[0]).response_mask
+        return None
+
+    # ---- the stages ----------------------------------------------------------------------------------------------
+
+    def _generate(self, call: Call) -> _Output:
+        config, where = self._config, call.address
+        assert self._prompts is not None
+        prompts = training_prompts(
+            self._prompts,
+            seed=config.seed,
+            step=where.step,
+            shard=where.shard,
+            rows=config.rollout.rows,
+            shards=config.rollout.shards,
+            responses_per_prompt=config.rollout.responses_per_prompt,
+        )
+        return self._sample(call, prompts, step=where.step, sampling=config.sampling)
+
+    def _evaluate(self, call: Call) -> _Output:
+        config = self._config
+        assert self._prompts is not None
+        sampling = config.sampling
+        if config.evaluate.temperature is not None:
+            sampling = SamplingConfig(**{**vars(sampling), "temperature": config.evaluate.temperature})
+        prompts = held_out_prompts(self._prompts, shard=call.address.shard, shards=config.evaluate.shards)
+        return self._sample(call, prompts, step=EVALUATION_STEP, sampling=sampling)
+
+    def _sample(self, call: Call, prompts: Any, *, step: int, sampling: SamplingConfig) -> _Output:
+        assert self._engine is not None
+        assert self._prompts is not None
+        with self._engine.at(call.version, self._clock) as engine:
+            rollout = generate(
+                engine,
+                prompts,
+                seed=self._config.seed,
+                step=step,
+                version=call.version,
+                sampling=sampling,
+                seq=self._config.seq,
+                pad_id=self._prompts.pad_id,
+            )
+        tokens = float(rollout.response_lengths.sum())
+        stats = engine.stats()
+        metrics = {
+            "generate/tokens": tokens,
+            "generate/occupancy": stats.mean_occupancy,
+            "generate/kv_peak_fraction": stats.kv_peak_fraction,
+            "generate/refit_s": stats.refit_s,
+        }
+        return _Output(rollout, metrics, weight_versions=(call.version,))
+
+    def _score(self, call: Call) -> _Output:
+        rollout: Rollout = self._read(call.inputs[0])
+        assert self._prompts is not None
+        extras = [self._prompts.extra[i] for i in rollout.prompt_index]
+        record = score(self._reward, self._tokenizer, rollout, extras)
+        return _Output(record, {"score/mean": float(record.scores.mean())})
+
+    _evaluate_score = _score
+
+    def _reference(self, call: Call) -> _Output:
+        assert self._trainer is not None
+        return _Output(reference(self._trainer.host, self._read(call.inputs[0])), weight_versions=(0,))
+
+    def _logprob(self, call: Call) -> _Output:
+        assert self._trainer is not None
+        host = self._trainer.at(Role.POLICY, call.version)
+        return _Output(logprob(host, self._read(call.inputs[0])), weight_versions=(call.version,))
+
+    def _value(self, call: Call) -> _Output:
+        assert self._trainer is not None
+        host = self._trainer.at(Role.VALUE, call.version)
+        return _Output(value(host, self._read(call.inputs[0])), weight_versions=(call.version,))
+
+    def _advantage(self, call: Call) -> _Output:
+        step = call.address.step
+        before = self._ledger.find(Address("advantage", step - 1)) if step else None
+        policy = self._read_step("logprob", step) if self._config.ppo.proximal == "recompute" else None
+        record, state, metrics = advantage(
+            self._read_step("generate", step),
+            self._read_step("score", step),
+            self._read_step("reference", step),
+            policy,
+            self._read_step("value", step),
+            self._config.ppo,
+            step,
+            self._config.staleness,
+            before.state if before is not None else {},
+        )
+        return _Output(record, metrics, state)
+
+    # ---- stages that change or give away weights -------------------------------------------------------------------
+
+    def _run_update(self, call: Call) -> Visit:
+        assert self._trainer is not None
+        role = next(role for role, stage in UPDATE_STAGE.items() if stage == call.address.stage)
+        started = time.time()
+        committed = False
+
+        def commit(metrics: dict[str, float], digest: str) -> Commit:
+            nonlocal committed
+            committed = True
+            with self._clock.bookkeeping():
+                return self._store.commit_only(
+                    call.address,
+                    self._provenance(call, started, (call.version,)),
+                    attempt=self._attempt_name(call),
+                    metrics=metrics,
+                    digest=digest,
+                )
+
+        winner = self._trainer.update(role, call.address.step, commit)
+        if winner is None:
+            return Visit(None, self._clock.seconds, reused=False)
+        return self._visit(winner, reused=not committed)
+
+    def _run_publish(self, call: Call) -> Visit:
+        """Publishes again where the commit is there but the weights, which live in memory, are not."""
+        assert self._trainer is not None
+        version, config = call.version, self._config
+        started = time.time()
+        host = self._trainer.at(Role.POLICY, version)
+        found = self._find(call.address)
+        export = version == config.steps or bool(config.export.every and version % config.export.every == 0)
+        if export and version:
+            self._export(version)
+        with self._clock.bookkeeping():
+            manifest = publish(host, self._board, version)
+            if manifest is None:
+                return Visit(None, self._clock.seconds, reused=False)
+            if found is None:
+                found = self._store.commit_only(
+                    call.address,
+                    self._provenance(call, started, (version,)),
+                    attempt=self._attempt_name(call),
+                    metrics={"publish/bytes": float(manifest.num_bytes)},
+                    digest=manifest.digest,
+                )
+        return self._visit(found, reused=False)
+
+    def _export(self, version: int) -> None:
+        """The whole policy in Hugging Face layout; a half-written one never has the final name."""
+        assert self._trainer is not None
+        target = self._paths.weights(version)
+        exists = self._trainer.agree(target.is_dir)
+        if exists:
+            return
+        staged = target.with_name(f".{target.name}-{self._spec.incarnation}")
+        staged.mkdir(parents=True, exist_ok=True)
+        self._trainer.host.export(staged)
+        if self._spec.index == 0:
+            staged.rename(target)
+
+    def close(self) -> None:
+        if self._engine is not None:
+            self._engine.close()
+        if self._trainer is not None:
+            self._trainer.host.close()
+
+
+def _tensors(lease: WeightLease) -> dict[str, torch.Tensor]:
+    """The mapped arrays as tensors, without a copy; they are read only, and so is what engines do with them."""
+    with warnings.catch_warnings(action="ignore", category=UserWarning):
+        return {name: torch.from_numpy(array) for name, array in lease.tensors.items()}
+
+
+class VersionedEngine:
+    """Owns an engine, and lets shards of one version in at a time.
+
+    Shards of the resident version share the engine; the first of another version waits until they have left, loads its
+    weights and lets its own kind in. Dispatch hands out the oldest step first, so versions seldom go back and forth."""
+
+    def __init__(self, engine: GenerationEngine, board: WeightBoard) -> None:
+        self._engine = engine
+        self._board = board
+        self._version: int | None = None
+        self._inside = 0
+        self._turn = threading.Condition()
+
+    @contextmanager
+    def at(self, version: int, clock: _Clock) -> Iterator[GenerationEngine]:
+        """The engine with the weights of `version` resident until the block ends."""
+        with self._turn:
+            self._turn.wait_for(lambda: self._version == version or self._inside == 0)
+            if self._version != version:
+                with clock.bookkeeping(), self._board.open(version) as lease:
+                    self._engine.load_weights(version, _tensors(lease))
+                self._version = version
+            self._inside += 1
+        try:
+            yield self._engine
+        finally:
+            with self._turn:
+                self._inside -= 1
+                self._turn.notify_all()
+
+    def close(self) -> None:
+        self._engine.close()

@@ -1,0 +1,75 @@
+"""The `generate` stage: prompts of a shard to sampled responses, by whatever engine there is.
+
+May import numpy, storage, stages.engines (config and protocol only).
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from stages.engines.config import SamplingConfig
+from stages.engines.protocol import GenerationEngine, Request
+from storage.records import PromptBatch, Rollout
+
+
+def generate(
+    engine: GenerationEngine,
+    prompts: PromptBatch,
+    *,
+    seed: int,
+    step: int,
+    version: int,
+    sampling: SamplingConfig,
+    seq: int,
+    pad_id: int = 0,
+) -> Rollout:
+    """Samples one response per prompt with version `version` of the weights, which must be resident.
+
+    `seq`: width of the arrays, at least the longest prompt + max_new_tokens; `pad_id` fills what no row reaches.
+    Raises ValueError for rows that share a number or do not fit `seq`, RequestError for what the engine refuses,
+    RuntimeError if a row comes back unasked, twice or not at all."""
+    num = prompts.num_rows
+    longest = int(prompts.prompt_lengths.max(initial=0)) + sampling.max_new_tokens
+    if longest > seq:
+        raise ValueError(f"the longest prompt + max_new_tokens is {longest} tokens, seq is {seq}")
+    index_of = {int(row): i for i, row in enumerate(prompts.row)}
+    if len(index_of) != num:
+        raise ValueError("two prompts of a shard have the same row number: their noise would be the same")
+
+    tokens = np.full((num, seq), pad_id, np.int32)
+    response_lengths = np.zeros(num, np.int32)
+    response_mask = np.zeros((num, seq), np.bool_)
+    sampler_logprobs = np.zeros((num, seq), np.float32)
+    token_versions = np.full((num, seq), -1, np.int32)
+    finish_reason = np.zeros(num, np.int8)
+
+    requests = []
+    for i, length in enumerate(prompts.prompt_lengths):
+        tokens[i, :length] = prompts.tokens[i, :length]
+        prompt = tuple(prompts.tokens[i, :length].tolist())
+        requests.append(Request(int(prompts.row[i]), seed, step, prompt, version, sampling))
+    for completion in engine.generate(requests):
+        i = index_of.pop(completion.row, -1)
+        if i < 0:
+            raise RuntimeError(f"the engine returned row {completion.row} twice, or was never asked for it")
+        start = int(prompts.prompt_lengths[i])
+        response = slice(start, start + len(completion.tokens))
+        tokens[i, response] = completion.tokens
+        response_lengths[i] = len(completion.tokens)
+        response_mask[i, response] = True
+        sampler_logprobs[i, response] = completion.logprobs
+        token_versions[i, response] = completion.versions
+        finish_reason[i] = completion.finish_reason
+    if index_of:
+        raise RuntimeError(f"the engine returned no response for rows {sorted(index_of)}")
+    return Rollout(
+        row=prompts.row,
+        prompt_index=prompts.prompt_index,
+        tokens=tokens,
+        prompt_lengths=prompts.prompt_lengths,
+        response_lengths=response_lengths,
+        response_mask=response_mask,
+        sampler_logprobs=sampler_logprobs,
+        token_versions=token_versions,
+        finish_reason=finish_reason,
+    )

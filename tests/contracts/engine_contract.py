@@ -1,0 +1,333 @@
+"""What every `GenerationEngine` must do: subclass `EngineContract` and say how to build the engine.
+
+The oracle is transformers, on small random Llamas (tied and untied) that transformers itself initialised and saved.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from stages.engines.config import SamplingConfig
+from stages.engines.noise import gumbel, noise_keys
+from stages.engines.protocol import Completion, GenerationEngine, Request, RequestError, WeightsError
+from storage.records import FinishReason
+
+VOCAB, EOS, MAX_SEQ = 96, 2, 64
+
+
+def random_llama(seed: int, tied: bool) -> LlamaForCausalLM:
+    """float32, 3 blocks, grouped queries, a head_dim that is not hidden / heads."""
+    config = LlamaConfig(
+        vocab_size=VOCAB,
+        hidden_size=32,
+        intermediate_size=56,
+        num_hidden_layers=3,
+        num_attention_heads=6,
+        num_key_value_heads=2,
+        head_dim=8,
+        max_position_embeddings=128,
+        rope_parameters={"rope_theta": 5000.0, "rope_type": "default"},
+        tie_word_embeddings=tied,
+        initializer_range=0.3,
+        bos_token_id=None,
+        eos_token_id=EOS,
+        pad_token_id=0,
+    )
+    torch.manual_seed(seed)
+    model = LlamaForCausalLM(config).eval()
+    with torch.no_grad():  # transformers starts norms at 1, which would hide a norm that is left out
+        for name, parameter in model.named_parameters():
+            if "norm" in name:
+                parameter.uniform_(0.5, 1.5)
+    return model
+
+
+def trained_tensors(model: LlamaForCausalLM) -> dict[str, torch.Tensor]:
+    return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+
+
+def make_requests(num: int, version: int = 0, **sampling: object) -> list[Request]:
+    """`num` rows with prompts of 1 to 12 tokens, and the same ones whatever `num` is."""
+    settings = SamplingConfig(**{"max_new_tokens": 16, "temperature": 0.8, **sampling})
+    rng = np.random.default_rng(5)
+    prompts = [tuple(rng.integers(3, VOCAB, rng.integers(1, 13)).tolist()) for _ in range(num)]
+    return [Request(row, 11, 3, prompt, version, settings) for row, prompt in enumerate(prompts)]
+
+
+def by_row(completions: Iterator[Completion]) -> dict[int, Completion]:
+    return {c.row: c for c in completions}
+
+
+def oracle_logprobs(model: LlamaForCausalLM, request: Request, tokens: np.ndarray) -> torch.Tensor:
+    """float64 log-probs [new, vocab] of the distribution each token should have been drawn from."""
+    with torch.no_grad():
+        logits = model(torch.tensor([[*request.tokens, *tokens.tolist()]])).logits[0].double()
+    logits = logits[len(request.tokens) - 1 : -1]
+    logits[:, request.sampling.suppress_token_ids] = -torch.inf
+    logits[: request.sampling.min_new_tokens, EOS] = -torch.inf
+    return (logits / (request.sampling.temperature or 1.0)).log_softmax(-1)
+
+
+def assert_same_tokens(got: dict[int, Completion], expected: dict[int, Completion]) -> None:
+    assert got.keys() == expected.keys()
+    for row, completion in got.items():
+        np.testing.assert_array_equal(completion.tokens, expected[row].tokens)
+        np.testing.assert_allclose(completion.logprobs, expected[row].logprobs, atol=1e-5)
+
+
+class EngineContract:
+    """`make` builds an engine of version 0 over a Hugging Face directory, for MAX_SEQ tokens, float32."""
+
+    def make(self, path: Path, slots: int = 4) -> GenerationEngine:
+        raise NotImplementedError
+
+    @pytest.fixture(scope="class", params=[True, False], ids=["tied", "untied"])
+    def model(self, request: pytest.FixtureRequest) -> LlamaForCausalLM:
+        return random_llama(0, request.param)
+
+    @pytest.fixture(scope="class")
+    def path(self, model: LlamaForCausalLM, tmp_path_factory: pytest.TempPathFactory) -> Path:
+        directory = tmp_path_factory.mktemp("llama")
+        model.save_pretrained(directory)
+        return directory
+
+    @pytest.fixture
+    def engine(self, path: Path) -> Iterator[GenerationEngine]:
+        with closing(self.make(path)) as engine:
+            yield engine
+
+    def test_greedy_equals_transformers(self, engine: GenerationEngine, model: LlamaForCausalLM) -> None:
+        for request, completion in self._run(engine, make_requests(6, temperature=0.0)):
+            prompt = torch.tensor([request.tokens])
+            expected = model.generate(prompt, max_new_tokens=16, do_sample=False)[0, len(request.tokens) :]
+            assert completion.tokens.tolist() == expected.tolist()
+
+    def test_logprobs_are_of_the_sampled_distribution(
+        self, engine: GenerationEngine, model: LlamaForCausalLM
+    ) -> None:
+        requests = make_requests(6, temperature=0.7, suppress_token_ids=[5, 40, 41], min_new_tokens=6)
+        for request, completion in self._run(engine, requests):
+            expected = oracle_logprobs(model, request, completion.tokens)
+            chosen = expected[range(len(completion.tokens)), completion.tokens.tolist()]
+            np.testing.assert_allclose(completion.logprobs, chosen.numpy(), atol=1e-4)
+            assert not {5, 40, 41} & set(completion.tokens.tolist())
+
+    def test_token_is_argmax_of_logprob_plus_keyed_noise(
+        self, engine: GenerationEngine, model: LlamaForCausalLM
+    ) -> None:
+        """Law 4, from transformers' log-probs: nothing of the engine but its choice enters."""
+        if not engine.keyed_noise:
+            pytest.skip("this engine cannot key its noise")
+        for request, completion in self._run(engine, make_requests(6)):
+            position = len(request.tokens) + np.arange(len(completion.tokens))
+            noise = gumbel(noise_keys(11, 3, request.row, position), VOCAB, torch.device("cpu"))
+            expected = (oracle_logprobs(model, request, completion.tokens) + noise).argmax(-1)
+            assert completion.tokens.tolist() == expected.tolist()
+
+    def test_tokens_do_not_depend_on_company_slots_or_calls(self, engine: GenerationEngine, path: Path) -> None:
+        if not engine.keyed_noise:
+            pytest.skip("this engine cannot key its noise")
+        requests = make_requests(9)
+        together = by_row(engine.generate(requests))
+        alone = {r.row: next(iter(engine.generate([r]))) for r in requests}
+        assert_same_tokens(alone, together)
+        with closing(self.make(path, slots=9)) as wide:
+            assert_same_tokens(by_row(wide.generate(requests[::-1])), together)
+        with ThreadPoolExecutor(3) as threads:
+            parts = list(threads.map(lambda i: by_row(engine.generate(requests[i::3])), range(3)))
+        assert_same_tokens(parts[0] | parts[1] | parts[2], together)
+
+    def test_noise_differs_between_rows_steps_and_seeds(self, engine: GenerationEngine) -> None:
+        prompt, settings = (7, 8, 9), SamplingConfig(max_new_tokens=16, min_new_tokens=16)
+        keys = [(0, 1, 1), (1, 1, 1), (0, 2, 1), (0, 1, 2)]
+        drawn = {
+            tuple(next(iter(engine.generate([Request(row, seed, step, prompt, 0, settings)]))).tokens.tolist())
+            for row, seed, step in keys
+        }
+        assert len(drawn) == len(keys)
+
+    def test_refit_becomes_the_new_model(self, engine: GenerationEngine, model: LlamaForCausalLM) -> None:
+        other = random_llama(1, model.config.tie_word_embeddings)
+        before = by_row(engine.generate(make_requests(4)))
+        engine.load_weights(7, trained_tensors(other))
+        assert engine.version == 7
+        changed = 0
+        for request, completion in self._run(engine, make_requests(4, version=7)):
+            expected = oracle_logprobs(other, request, completion.tokens)
+            chosen = expected[range(len(completion.tokens)), completion.tokens.tolist()]
+            np.testing.assert_allclose(completion.logprobs, chosen.numpy(), atol=1e-4)
+            assert set(completion.versions.tolist()) == {7}
+            changed += completion.tokens.tolist() != before[request.row].tokens.tolist()
+        assert changed == 4
+
+    @pytest.mark.parametrize(
+        "part",
+        ["model.layers.2.", "self_attn.k_proj", "mlp.up_proj", "layernorm", "o_proj", "embed_tokens", "model.norm"],
+    )
+    def test_refit_of_some_tensors_leaves_the_others(
+        self, engine: GenerationEngine, model: LlamaForCausalLM, part: str
+    ) -> None:
+        """Also of one tensor out of several that an engine may have fused."""
+        tensors = trained_tensors(model)
+        new = {
+            name: tensor for name, tensor in trained_tensors(random_llama(1, True)).items() if part in name
+        }
+        assert new
+        mixed = random_llama(0, model.config.tie_word_embeddings)
+        mixed.load_state_dict(tensors | new, strict=False)
+        engine.load_weights(1, new)
+        for request, completion in self._run(engine, make_requests(3, version=1)):
+            expected = oracle_logprobs(mixed, request, completion.tokens)
+            chosen = expected[range(len(completion.tokens)), completion.tokens.tolist()]
+            np.testing.assert_allclose(completion.logprobs, chosen.numpy(), atol=1e-4)
+
+    def test_engine_keeps_no_view_of_the_tensors_it_was_given(
+        self, engine: GenerationEngine, model: LlamaForCausalLM
+    ) -> None:
+        tensors = trained_tensors(model)
+        engine.load_weights(1, tensors)
+        before = by_row(engine.generate(make_requests(4, version=1)))
+        for tensor in tensors.values():
+            tensor.zero_()
+        assert_same_tokens(by_row(engine.generate(make_requests(4, version=1))), before)
+
+    @pytest.mark.parametrize("fault", ["unknown", "shape", "nan"])
+    def test_bad_weights_change_nothing(
+        self, engine: GenerationEngine, model: LlamaForCausalLM, fault: str
+    ) -> None:
+        before = by_row(engine.generate(make_requests(4)))
+        tensors = trained_tensors(random_llama(1, model.config.tie_word_embeddings))
+        name = "model.layers.1.mlp.down_proj.weight"  # in the middle: those before it are good
+        if fault == "unknown":
+            name = "model.layers.3.mlp.down_proj.weight"
+            tensors[name] = torch.zeros(32, 56)
+        elif fault == "shape":
+            tensors[name] = tensors[name].T.contiguous()
+        else:
+            tensors[name][3, 4] = float("nan")
+        with pytest.raises(WeightsError, match=name.replace(".", r"\.")):
+            engine.load_weights(1, tensors)
+        assert engine.version == 0
+        assert_same_tokens(by_row(engine.generate(make_requests(4))), before)
+
+    def test_load_waits_for_rows_in_flight(self, path: Path, model: LlamaForCausalLM) -> None:
+        """One slot and 6 rows: when the first is out, five are queued or in flight. They finish under version 0, and a
+        call that arrives while `load_weights` waits is served by version 1."""
+        other = trained_tensors(random_llama(1, model.config.tie_word_embeddings))
+        requests = make_requests(6, min_new_tokens=16)
+        with closing(self.make(path, slots=1)) as engine, ThreadPoolExecutor(1) as thread:
+            expected = by_row(engine.generate(requests))
+            running = engine.generate(requests)
+            first = next(running)
+            loading = thread.submit(engine.load_weights, 1, other)
+            rest = by_row(running)
+            loading.result()
+            assert engine.version == 1
+            assert_same_tokens(rest | {first.row: first}, expected)
+            assert all(set(c.versions.tolist()) == {0} for c in rest.values())
+            after = by_row(engine.generate(make_requests(6, version=1)))
+            assert all(set(c.versions.tolist()) == {1} for c in after.values())
+
+    def test_load_returns_only_after_the_rows_in_flight(self, path: Path, model: LlamaForCausalLM) -> None:
+        requests = make_requests(6, min_new_tokens=16)
+        with closing(self.make(path, slots=1)) as engine:
+            engine.stats()
+            running = engine.generate(requests)
+            next(running)
+            engine.load_weights(1, trained_tensors(model))
+            assert engine.stats().rows == 6
+            assert len(by_row(running)) == 5
+
+    def test_end_of_sequence_and_length(self, engine: GenerationEngine) -> None:
+        def finish(allowed: set[int], min_new_tokens: int) -> Completion:
+            suppressed = [t for t in range(VOCAB) if t not in allowed]
+            settings = SamplingConfig(5, min_new_tokens, suppress_token_ids=suppressed)
+            return next(iter(engine.generate([Request(0, 1, 1, (7,), 0, settings)])))
+
+        stopped = finish({EOS}, 0)
+        assert (stopped.tokens.tolist(), stopped.finish_reason) == ([EOS], FinishReason.STOP)
+        assert stopped.logprobs.tolist() == [0.0]
+        cut = finish({9}, 0)
+        assert (cut.tokens.tolist(), cut.finish_reason) == ([9] * 5, FinishReason.LENGTH)
+        late = finish({EOS, 9}, 4)
+        assert late.tokens.tolist()[:4] == [9] * 4
+        assert late.finish_reason == (FinishReason.STOP if late.tokens[-1] == EOS else FinishReason.LENGTH)
+        assert (late.tokens.dtype, late.logprobs.dtype, late.versions.dtype) == (np.int32, np.float32, np.int32)
+
+    @pytest.mark.parametrize(
+        ("prompt", "settings", "message"),
+        [
+            ((), SamplingConfig(4), "empty prompt"),
+            ((3,) * 61, SamplingConfig(4), "61 prompt \\+ 4 new tokens.* 64"),
+            ((3, VOCAB), SamplingConfig(4), f"outside the vocabulary of {VOCAB}"),
+            ((3, -1), SamplingConfig(4), f"outside the vocabulary of {VOCAB}"),
+            ((3,), SamplingConfig(0), "max_new_tokens 0"),
+            ((3,), SamplingConfig(4, temperature=-0.5), "temperature -0.5"),
+            ((3,), SamplingConfig(4, temperature=float("nan")), "temperature nan"),
+            ((3,), SamplingConfig(4, min_new_tokens=5), "min_new_tokens 5"),
+            ((3,), SamplingConfig(4, suppress_token_ids=[VOCAB]), "suppresses token ids outside"),
+            ((3,), SamplingConfig(4, suppress_token_ids=list(range(VOCAB))), "suppresses every token"),
+        ],
+    )
+    def test_refuses_the_whole_call_for_a_bad_row(
+        self, engine: GenerationEngine, prompt: tuple[int, ...], settings: SamplingConfig, message: str
+    ) -> None:
+        with pytest.raises(RequestError, match=f"row 17 .*{message}"):
+            list(engine.generate([*make_requests(2), Request(17, 1, 1, prompt, 0, settings)]))
+        assert engine.stats().tokens == 0
+        assert len(by_row(engine.generate(make_requests(2)))) == 2
+
+    def test_refuses_a_version_that_is_not_resident(self, engine: GenerationEngine) -> None:
+        with pytest.raises(RequestError, match="row 0 asks for version 3 .* version 0 is resident"):
+            list(engine.generate(make_requests(1, version=3)))
+
+    def test_no_requests_no_rows(self, engine: GenerationEngine) -> None:
+        assert list(engine.generate([])) == []
+
+    def test_sleep_and_wake(self, engine: GenerationEngine) -> None:
+        before = by_row(engine.generate(make_requests(4)))
+        engine.sleep()
+        with pytest.raises(RuntimeError, match="asleep"):
+            list(engine.generate(make_requests(4)))
+        engine.wake()
+        assert_same_tokens(by_row(engine.generate(make_requests(4))), before)
+
+    def test_stats_count_since_the_last_call(self, engine: GenerationEngine, model: LlamaForCausalLM) -> None:
+        engine.stats()
+        completions = by_row(engine.generate(make_requests(4, min_new_tokens=16)))
+        stats = engine.stats()
+        assert (stats.rows, stats.tokens) == (4, sum(len(c.tokens) for c in completions.values()))
+        assert stats.tokens == 64
+        assert 0 < stats.mean_occupancy <= 1
+        assert 0 < stats.kv_peak_fraction <= 1
+        assert stats.busy_s > 0
+        assert engine.stats().tokens == 0
+        engine.load_weights(1, trained_tensors(model))
+        assert engine.stats().refit_s > 0
+
+    def test_close_stops_and_releases(self, path: Path) -> None:
+        num_threads = threading.active_count()
+        engine = self.make(path, slots=1)
+        running = engine.generate(make_requests(6, min_new_tokens=16))
+        next(running)
+        engine.close()
+        engine.close()
+        with pytest.raises(RuntimeError, match="stopped"):
+            list(running)
+        with pytest.raises(RuntimeError, match="stopped"):
+            engine.generate(make_requests(1))
+        assert threading.active_count() == num_threads
+
+    def _run(self, engine: GenerationEngine, requests: list[Request]) -> list[tuple[Request, Completion]]:
+        completions = by_row(engine.generate(requests))
+        assert sorted(completions) == [r.row for r in requests]
+        return [(r, completions[r.row]) for r in requests]

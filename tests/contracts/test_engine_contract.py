@@ -1,0 +1,140 @@
+"""The contract of generation engines, for the torch engine; and what only it promises."""
+
+from __future__ import annotations
+
+from contextlib import closing
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from engine_contract import MAX_SEQ, EngineContract, by_row, make_requests, oracle_logprobs, random_llama
+from transformers import AutoModelForCausalLM, LlamaForCausalLM
+
+from stages.engines.config import EngineConfig, SamplingConfig
+from stages.engines.protocol import GenerationEngine, Request, WeightsError
+from stages.engines.torch_engine import TorchEngine
+from stages.hf_files import RANDOM_TINY, read_tokenizer
+
+CPU = torch.device("cpu")
+SMOLLM2 = Path(__file__).parents[2] / "assets" / "smollm2-135m-instruct"
+
+
+def make_engine(path: Path | str, slots: int = 4, threads: int = 1, **config: object) -> TorchEngine:
+    settings = EngineConfig(slots=slots, **config)
+    return TorchEngine(str(path), settings, max_seq=MAX_SEQ, threads=threads, device=CPU)
+
+
+class TestTorchEngine(EngineContract):
+    def make(self, path: Path, slots: int = 4) -> GenerationEngine:
+        return make_engine(path, slots)
+
+    def test_is_a_generation_engine(self, engine: GenerationEngine) -> None:
+        assert isinstance(engine, GenerationEngine)
+
+    @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+    def test_same_bits_in_any_batch_and_with_any_number_of_threads(self, path: Path, dtype: str) -> None:
+        """Stronger than the contract, on a CPU: not only the tokens, every log-prob bit for bit."""
+        requests = make_requests(9)
+        with closing(make_engine(path, 9, dtype=dtype)) as engine:
+            together = by_row(engine.generate(requests))
+        with closing(make_engine(path, 2, threads=2, dtype=dtype)) as engine:
+            apart = by_row(engine.generate(requests[::-1])) | by_row(engine.generate(requests[4:5]))
+        for row, completion in together.items():
+            np.testing.assert_array_equal(apart[row].tokens, completion.tokens)
+            np.testing.assert_array_equal(apart[row].logprobs, completion.logprobs)
+
+    def test_bfloat16_weights_stay_close(self, path: Path, model: LlamaForCausalLM) -> None:
+        requests = make_requests(6, min_new_tokens=16)
+        with closing(make_engine(path, 6, dtype="bfloat16")) as engine:
+            completions = by_row(engine.generate(requests))
+        errors = [
+            np.abs(c.logprobs - oracle_logprobs(model, requests[row], c.tokens)[range(16), c.tokens.tolist()].numpy())
+            for row, c in completions.items()
+        ]
+        assert 1e-5 < np.mean(errors) < 0.05
+
+    def test_incomplete_directory_is_refused(self, model: LlamaForCausalLM, tmp_path: Path) -> None:
+        """`load_weights` may bring some tensors; a model to start from must have all."""
+        tensors = dict(model.state_dict())
+        del tensors["model.layers.1.self_attn.v_proj.weight"]
+        model.save_pretrained(tmp_path, state_dict=tensors)
+        with pytest.raises(WeightsError, match=r"model\.layers\.1\.self_attn\.v_proj\.weight is missing"):
+            make_engine(tmp_path)
+
+
+def test_tied_head_comes_with_its_embedding_or_not_at_all(tmp_path: Path) -> None:
+    model = random_llama(0, tied=True)
+    model.save_pretrained(tmp_path)
+    embedding = torch.randn_like(model.lm_head.weight)
+    with closing(make_engine(tmp_path)) as engine:
+        engine.load_weights(1, {"model.embed_tokens.weight": embedding, "lm_head.weight": embedding})
+        with pytest.raises(WeightsError, match=r"lm_head\.weight is tied"):
+            engine.load_weights(2, {"lm_head.weight": embedding})
+        assert engine.version == 1
+
+
+def test_kv_budget_limits_the_slots() -> None:
+    """random:tiny: 2 tensors * 4 layers * 2 heads * 16 dims * 64 tokens * 4 bytes = 64 KiB a row, so 1 MiB holds 16."""
+    with closing(make_engine(RANDOM_TINY, slots=100, kv_budget_mb=1)) as engine:
+        assert engine.num_slots == 16
+    with pytest.raises(ValueError, match=r"engine\.kv_budget_mb is 0; one row of 64 tokens needs 1"):
+        make_engine(RANDOM_TINY, kv_budget_mb=0)
+
+
+def test_sizes_that_cannot_work_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"engine\.slots is 0"):
+        make_engine(RANDOM_TINY, slots=0)
+    with pytest.raises(ValueError, match="max_seq is 257.* 256 tokens"):
+        TorchEngine(RANDOM_TINY, EngineConfig(), max_seq=257, threads=1, device=CPU)
+    with pytest.raises(FileNotFoundError, match=r"config\.json"):
+        make_engine("nowhere")
+
+
+def test_closed_iterator_takes_its_rows_with_it() -> None:
+    """Six rows on one slot, closed after the first: the engine is free for the next call, and drains."""
+    with closing(make_engine(RANDOM_TINY, slots=1)) as engine:
+        requests = make_requests(6, min_new_tokens=16)
+        running = engine.generate(requests)
+        next(running)
+        running.close()
+        engine.load_weights(1, {})
+        assert engine.stats().rows < 6
+
+
+def test_sleep_is_refused_with_rows_in_flight() -> None:
+    with closing(make_engine(RANDOM_TINY, slots=1)) as engine:
+        running = engine.generate(make_requests(6, min_new_tokens=16))
+        next(running)
+        with pytest.raises(RuntimeError, match="rows are in flight"):
+            engine.sleep()
+        assert len(list(running)) == 5
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_failed_engine_tells_its_callers() -> None:
+    """Finite weights whose products overflow: the callers get the reason instead of waiting for ever."""
+    with closing(make_engine(RANDOM_TINY)) as engine:
+        engine.load_weights(1, {"model.layers.0.mlp.down_proj.weight": torch.full((64, 176), 3e38)})
+        with pytest.raises(RuntimeError, match="stopped") as caught:
+            list(engine.generate(make_requests(3, version=1)))
+        assert isinstance(caught.value.__cause__, FloatingPointError)
+        with pytest.raises(RuntimeError, match="stopped"):
+            engine.load_weights(2, {})
+
+
+@pytest.mark.smollm2
+@pytest.mark.skipif(not SMOLLM2.is_dir(), reason="the demo's model is not there (make assets)")
+def test_smollm2_greedy_equals_transformers() -> None:
+    tokenizer = read_tokenizer(str(SMOLLM2))
+    prompts = [tokenizer.encode("The capital of France is"), tokenizer.encode("I watched this film and")]
+    with closing(make_engine(SMOLLM2)) as engine:
+        requests = [
+            Request(i, 0, 0, tuple(p), 0, SamplingConfig(12, temperature=0.0)) for i, p in enumerate(prompts)
+        ]
+        completions = by_row(engine.generate(requests))
+    model = AutoModelForCausalLM.from_pretrained(SMOLLM2, dtype=torch.float32)
+    for i, prompt in enumerate(prompts):
+        expected = model.generate(torch.tensor([prompt]), max_new_tokens=12, do_sample=False)[0, len(prompt) :]
+        assert completions[i].tokens.tolist() == expected.tolist()
+        assert "Paris" in tokenizer.decode(completions[0].tokens.tolist())

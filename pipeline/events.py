@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -60,14 +60,17 @@ class Event:
 
 
 class Journal:
-    """Owns the open `events.jsonl` of a run; appends, so that a resumed run continues it."""
+    """Owns the open `events.jsonl` of a run; appends, so that a resumed run continues it. `listener` is told every
+    event too (the progress display)."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, listener: Callable[[Event], None] = lambda event: None) -> None:
         self.path = path
+        self._listener = listener
         self._file: TextIO = path.open("a", encoding="utf8", buffering=1)
 
     def append(self, event: Event) -> None:
         self._file.write(event.to_json() + "\n")
+        self._listener(event)
 
     def now(self, kind: EventKind, **fields: object) -> Event:
         """Appends an event that happens now, by the driver's clock."""

@@ -23,6 +23,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -71,7 +72,8 @@ class SpoolWriter:
 
     @property
     def run_id(self) -> str | None:
-        return self._state["run_id"]  # type: ignore[no-any-return]
+        run_id: str | None = self._state["run_id"]
+        return run_id
 
     @property
     def left(self) -> int:
@@ -117,7 +119,7 @@ class SpoolWriter:
             self._open(client, item)
         else:
             send = {"trace": self._trace, "artifact": self._artifact, "tags": self._tags, "close": self._close}
-            self._unless_refused(f"{item['kind']} {item.get('step', '')}", lambda: send[item["kind"]](client, item))
+            self._unless_refused(f"{item['kind']} {item.get('step', '')}", partial(send[item["kind"]], client, item))
         self._rest.popleft()
         self._state["rest"] = end
         self._save()
@@ -145,9 +147,7 @@ class SpoolWriter:
             if not _refused(error):
                 raise
             for metric in batch:  # one bad name must not cost the others
-                self._unless_refused(
-                    f"metric {metric.key}", lambda metric=metric: client.log_batch(self.run_id, metrics=[metric])
-                )
+                self._unless_refused(f"metric {metric.key}", partial(client.log_batch, self.run_id, metrics=[metric]))
 
     def _unless_refused(self, what: str, send: Callable[[], None]) -> None:
         """An item that the store will never take is dropped with a warning, so that it does not hold up the rest."""

@@ -131,7 +131,7 @@ def plot_timeline(events: Iterable[Event], path: Path, title: str) -> None:
     windows = [middle_window(timeline)] if zoomed else []
     windows.append((0.0, max(timeline.duration_s, 1e-3)))
     for ax, window in zip(axes, windows, strict=True):
-        _draw_window(ax, timeline, window, panel_width_px=1180)
+        _draw_window(ax, timeline, window, panel_width_px=1550)
     if zoomed:
         axes[0].set_title("Middle steps", loc="left", fontsize=10, color=INK)
         axes[1].set_title("Whole run (shaded: the steps above)", loc="left", fontsize=10, color=INK)
@@ -142,7 +142,7 @@ def plot_timeline(events: Iterable[Event], path: Path, title: str) -> None:
     handles = [Patch(color=STAGE_COLOURS.get(stage, OTHER_COLOUR), label=stage) for stage in order]
     figure.suptitle(f"{title}: stages by gang; the number in a box is its PPO step", fontsize=12, color=INK)
     if handles:
-        figure.legend(handles=handles, loc="outside lower center", ncol=min(len(handles), 11), frameon=False, fontsize=9)
+        figure.legend(handles=handles, loc="outside lower center", ncol=len(handles), frameon=False, fontsize=9)
     figure.savefig(path)
 
 
@@ -156,19 +156,20 @@ def plot_curves(
     """Draws the learning curves as small multiples. `step_metrics[step][name]`; `held_out` are (version, mean score)
     points, drawn into the first panel. Metrics that were never logged are left out, and panels with none of them."""
     logged = {name for values in step_metrics.values() for name in values}
-    shown = [panel for i, panel in enumerate(panels) if any(n in logged for n, _ in panel.metrics) or not i and held_out]
-    columns = min(3, max(1, len(shown)))
+    shown = [p for p in panels if any(name in logged for name, _ in p.metrics) or (held_out and p is panels[0])]
+    columns = max(1, min(4, math.ceil(len(shown) / 2)))
     rows = max(1, math.ceil(len(shown) / columns))
-    figure = Figure(figsize=(4.4 * columns, 2.9 * rows + 0.5), dpi=130, layout="constrained", facecolor="white")
+    figure = Figure(figsize=(4.2 * columns, 2.9 * rows + 0.5), dpi=130, facecolor="white")
+    figure.set_layout_engine("constrained", w_pad=0.12, h_pad=0.1)
     FigureCanvasAgg(figure)
-    figure.get_layout_engine().set(w_pad=0.12, h_pad=0.1)  # type: ignore[union-attr]
     axes = figure.subplots(rows, columns, squeeze=False).ravel()
     for ax, panel in zip(axes, shown, strict=False):
         _draw_panel(ax, panel, step_metrics, held_out if panel is panels[0] else ())
     for ax in axes[len(shown) :]:
         ax.set_visible(False)
     figure.suptitle(title, fontsize=12, color=INK)
-    figure.supxlabel("PPO step", fontsize=10, color=INK)
+    for ax in axes[max(0, len(shown) - columns) : len(shown)]:
+        ax.set_xlabel("PPO step", fontsize=9, color=INK)
     figure.savefig(path)
 
 
@@ -186,19 +187,21 @@ def _first_fit(own: Sequence[Box]) -> list[list[Box]]:
 
 def _draw_window(ax: Axes, timeline: Timeline, window: tuple[float, float], panel_width_px: int) -> None:
     left, right = window
-    points_per_s = panel_width_px / (right - left)
-    for box in timeline.boxes:
-        if box.left_s + box.width_s < left or box.left_s > right:
-            continue
-        colour = STAGE_COLOURS.get(box.stage, OTHER_COLOUR)
-        wide = box.width_s * points_per_s
-        ax.barh(box.y, box.width_s, left=box.left_s, height=LANE_HEIGHT, color=colour,
-                edgecolor="white", linewidth=0.7 if wide > 4 else 0.0, zorder=2)  # fmt: skip
-        label = str(box.step)
-        visible_from, visible_to = max(box.left_s, left), min(box.left_s + box.width_s, right)
-        if (visible_to - visible_from) * points_per_s > 8 * len(label) + 5:
-            ax.text((visible_from + visible_to) / 2, box.y, label, ha="center", va="center", fontsize=8,
-                    color=_ink_on(colour), zorder=3, clip_on=True)  # fmt: skip
+    px_per_s = panel_width_px / (right - left)
+    seen = [b for b in timeline.boxes if b.left_s + b.width_s >= left and b.left_s <= right]
+    for stage, y in sorted({(b.stage, b.y) for b in seen}):
+        row = [b for b in seen if (b.stage, b.y) == (stage, y)]
+        colour = STAGE_COLOURS.get(stage, OTHER_COLOUR)
+        widest = max(b.width_s for b in row) * px_per_s
+        ax.broken_barh([(b.left_s, b.width_s) for b in row], (y - LANE_HEIGHT / 2, LANE_HEIGHT), facecolors=colour,
+                       edgecolors="white", linewidth=0.7 if widest > 4 else 0.0, zorder=2)  # fmt: skip
+        spans = [(b, max(b.left_s, left), min(b.left_s + b.width_s, right)) for b in row]
+        fitting = [(b, lo, hi) for b, lo, hi in spans if (hi - lo) * px_per_s > 9 * len(str(b.step)) + 2]
+        if len(fitting) < 0.9 * len(row):
+            continue  # numbers in a few boxes only would read as if they meant something
+        for b, lo, hi in fitting:
+            ax.text((lo + hi) / 2, y, str(b.step), ha="center", va="center", fontsize=8, color=_ink_on(colour),
+                    zorder=3, clip_on=True)  # fmt: skip
     ax.set_xlim(left, right)
     bottom = max((lane.y for lane in timeline.lanes), default=0.0)
     ax.set_ylim(bottom + 0.6, -0.6)
@@ -230,7 +233,8 @@ def _draw_panel(
             continue
         num_lines += 1
         steps, values = zip(*points, strict=True)
-        ax.plot(steps, values, color=colour, lw=1.6, label=label, marker="o" if len(points) < 3 else None, zorder=2)
+        style = "-" if num_lines == 1 else (0, (3, 2))  # a second line may lie on the first
+        ax.plot(steps, values, color=colour, lw=1.6, ls=style, label=label, marker="o" if len(points) < 3 else None)
     if held_out:
         versions, means = zip(*held_out, strict=True)
         ax.plot(versions, means, color="#D64550", lw=1.0, ls=":", marker="o", ms=5, label="held-out prompts", zorder=3)

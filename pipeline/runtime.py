@@ -50,7 +50,7 @@ from storage.weights import WeightBoard, WeightLease
 
 
 @dataclass
-class _Output:
+class Output:
     """What a stage made: a record to store, or None on ranks that hold no part of the answer."""
 
     record: Record | None
@@ -154,7 +154,7 @@ class StageRuntime:
         if found is not None:
             return self._visit(found, reused=True)
         started = time.time()
-        output: _Output = getattr(self, f"_{stage}")(call)
+        output = self.compute(call)
         if output.record is None:
             return Visit(None, self._clock.seconds, reused=False)
         with self._clock.bookkeeping():
@@ -168,6 +168,18 @@ class StageRuntime:
                 state=output.state,
             )
         return self._visit(commit, reused=False)
+
+    def compute(self, call: Call) -> Output:
+        """What a stage makes of its stored inputs; nothing is written. Updates and publications are not among these:
+        they change or give away weights."""
+        output: Output = getattr(self, f"_{call.address.stage}")(call)
+        return output
+
+    @property
+    def trainer(self) -> Trainer:
+        """The models of a worker that has any."""
+        assert self._trainer is not None, f"{self._spec.name} holds no models"
+        return self._trainer
 
     def _find(self, address: Address) -> Commit | None:
         """The commit at an address; where all ranks run the node, rank 0 looks, so that they act alike."""
@@ -213,7 +225,7 @@ class StageRuntime:
 
     # ---- the stages ----------------------------------------------------------------------------------------------
 
-    def _generate(self, call: Call) -> _Output:
+    def _generate(self, call: Call) -> Output:
         config, where = self._config, call.address
         assert self._prompts is not None
         prompts = training_prompts(
@@ -227,7 +239,7 @@ class StageRuntime:
         )
         return self._sample(call, prompts, step=where.step, sampling=config.sampling)
 
-    def _evaluate(self, call: Call) -> _Output:
+    def _evaluate(self, call: Call) -> Output:
         config = self._config
         assert self._prompts is not None
         sampling = config.sampling
@@ -236,7 +248,7 @@ class StageRuntime:
         prompts = held_out_prompts(self._prompts, shard=call.address.shard, shards=config.evaluate.shards)
         return self._sample(call, prompts, step=EVALUATION_STEP, sampling=sampling)
 
-    def _sample(self, call: Call, prompts: Any, *, step: int, sampling: SamplingConfig) -> _Output:
+    def _sample(self, call: Call, prompts: Any, *, step: int, sampling: SamplingConfig) -> Output:
         assert self._engine is not None
         assert self._prompts is not None
         with self._engine.at(call.version, self._clock) as engine:
@@ -258,32 +270,29 @@ class StageRuntime:
             "generate/kv_peak_fraction": stats.kv_peak_fraction,
             "generate/refit_s": stats.refit_s,
         }
-        return _Output(rollout, metrics, weight_versions=(call.version,))
+        return Output(rollout, metrics, weight_versions=(call.version,))
 
-    def _score(self, call: Call) -> _Output:
+    def _score(self, call: Call) -> Output:
         rollout: Rollout = self._read(call.inputs[0])
         assert self._prompts is not None
         extras = [self._prompts.extra[i] for i in rollout.prompt_index]
         record = score(self._reward, self._tokenizer, rollout, extras)
-        return _Output(record, {"score/mean": float(record.scores.mean())})
+        return Output(record, {"score/mean": float(record.scores.mean())})
 
     _evaluate_score = _score
 
-    def _reference(self, call: Call) -> _Output:
-        assert self._trainer is not None
-        return _Output(reference(self._trainer.host, self._read(call.inputs[0])), weight_versions=(0,))
+    def _reference(self, call: Call) -> Output:
+        return Output(reference(self.trainer.host, self._read(call.inputs[0])), weight_versions=(0,))
 
-    def _logprob(self, call: Call) -> _Output:
-        assert self._trainer is not None
-        host = self._trainer.at(Role.POLICY, call.version)
-        return _Output(logprob(host, self._read(call.inputs[0])), weight_versions=(call.version,))
+    def _logprob(self, call: Call) -> Output:
+        host = self.trainer.at(Role.POLICY, call.version)
+        return Output(logprob(host, self._read(call.inputs[0])), weight_versions=(call.version,))
 
-    def _value(self, call: Call) -> _Output:
-        assert self._trainer is not None
-        host = self._trainer.at(Role.VALUE, call.version)
-        return _Output(value(host, self._read(call.inputs[0])), weight_versions=(call.version,))
+    def _value(self, call: Call) -> Output:
+        host = self.trainer.at(Role.VALUE, call.version)
+        return Output(value(host, self._read(call.inputs[0])), weight_versions=(call.version,))
 
-    def _advantage(self, call: Call) -> _Output:
+    def _advantage(self, call: Call) -> Output:
         step = call.address.step
         before = self._ledger.find(Address("advantage", step - 1)) if step else None
         policy = self._read_step("logprob", step) if self._config.ppo.proximal == "recompute" else None
@@ -298,12 +307,11 @@ class StageRuntime:
             self._config.staleness,
             before.state if before is not None else {},
         )
-        return _Output(record, metrics, state)
+        return Output(record, metrics, state)
 
     # ---- stages that change or give away weights -------------------------------------------------------------------
 
     def _run_update(self, call: Call) -> Visit:
-        assert self._trainer is not None
         role = next(role for role, stage in UPDATE_STAGE.items() if stage == call.address.stage)
         started = time.time()
         committed = False
@@ -320,17 +328,16 @@ class StageRuntime:
                     digest=digest,
                 )
 
-        winner = self._trainer.update(role, call.address.step, commit)
+        winner = self.trainer.update(role, call.address.step, commit)
         if winner is None:
             return Visit(None, self._clock.seconds, reused=False)
         return self._visit(winner, reused=not committed)
 
     def _run_publish(self, call: Call) -> Visit:
         """Publishes again where the commit is there but the weights, which live in memory, are not."""
-        assert self._trainer is not None
         version, config = call.version, self._config
         started = time.time()
-        host = self._trainer.at(Role.POLICY, version)
+        host = self.trainer.at(Role.POLICY, version)
         found = self._find(call.address)
         export = version == config.steps or bool(config.export.every and version % config.export.every == 0)
         if export and version:
@@ -351,14 +358,13 @@ class StageRuntime:
 
     def _export(self, version: int) -> None:
         """The whole policy in Hugging Face layout; a half-written one never has the final name."""
-        assert self._trainer is not None
         target = self._paths.weights(version)
-        exists = self._trainer.agree(target.is_dir)
+        exists = self.trainer.agree(target.is_dir)
         if exists:
             return
         staged = target.with_name(f".{target.name}-{self._spec.incarnation}")
         staged.mkdir(parents=True, exist_ok=True)
-        self._trainer.host.export(staged)
+        self.trainer.host.export(staged)
         if self._spec.index == 0:
             staged.rename(target)
 

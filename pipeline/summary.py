@@ -18,6 +18,7 @@ May import the standard library, pipeline.events and storage.address.
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from collections import Counter
@@ -133,10 +134,8 @@ def boxes(events: Iterable[Event]) -> list[Box]:
     for e in events:
         if e.kind is EventKind.FINISHED and e.stage is not None and e.step is not None and e.seconds is not None:
             address = Address(e.stage, e.step, e.shard or 0)
-            worker = e.worker or "?"
-            found.append(
-                Box(address, e.gang or worker, worker, e.rank or 0, e.t - e.seconds, e.t, min(e.store_s or 0, e.seconds))
-            )
+            worker, store_s = e.worker or "?", min(e.store_s or 0.0, e.seconds)
+            found.append(Box(address, e.gang or worker, worker, e.rank or 0, e.t - e.seconds, e.t, store_s))
     return sorted(found, key=lambda box: (box.start_s, box.end_s))
 
 
@@ -250,7 +249,7 @@ def _overhead_s(
     for box in all_boxes:
         finished[box.address] = max(box.end_s, finished.get(box.address, -math.inf))
     waits = []
-    for (_, idle_from), (idle_to, _) in zip(busy, busy[1:], strict=False):
+    for (_, idle_from), (idle_to, _) in itertools.pairwise(busy):
         segment_start = max((start for start, _ in segments if start <= idle_to), default=idle_to)
         next_boxes = [b for b in own if b.start_s == idle_to]
         ready = min(_ready_s(b, parents, finished, submitted) for b in next_boxes)

@@ -23,6 +23,7 @@ from stages.models.protocol import ModelHost, Role
 from stages.update import update_policy, update_value
 from storage.address import Address
 from storage.checkpoints import Checkpoints
+from storage.errors import MissingOutput
 from storage.ledger import Commit, Ledger
 from storage.records import Advantages
 from storage.rollouts import RolloutStore
@@ -111,6 +112,15 @@ class Trainer:
         if (step + 1) % self._every == 0:
             self._save(role, step + 1)
         return winner if self._rank == 0 else None
+
+    def replay(self, role: Role, step: int) -> tuple[str, str]:
+        """Trains version `step` once more from the stored inputs; (digest that was committed, digest now). One rank."""
+        commit = self._ledger.find(Address(UPDATE_STAGE[role], step))
+        if commit is None:
+            raise MissingOutput(f"{UPDATE_STAGE[role]} of step {step} has no commit: there is nothing to compare with")
+        self.at(role, step)
+        self._train(role, step)
+        return str(commit.digest), self.host.digest(role)
 
     def _train(self, role: Role, step: int) -> dict[str, float]:
         rollout = self._store.read_step("generate", step, self._shards)

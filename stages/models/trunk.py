@@ -90,7 +90,7 @@ def _padded_widths(lengths: np.ndarray, multiple: int) -> np.ndarray:
     width of its own makes a cached row, one computed again after an eviction, and one computed in a replay equal.
     At most an eighth is padding; no less than 4 tokens, below which matrix products take another path.
     """
-    step = np.maximum(1, 2 ** (np.log2(np.maximum(1, lengths)).astype(int) - 3))
+    step = np.maximum(1, 2 ** np.log2(lengths).astype(int) // 8)
     widths = np.maximum(4, -(-lengths // step) * step)
     return -(-widths // multiple) * multiple
 

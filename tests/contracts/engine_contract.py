@@ -28,7 +28,7 @@ def random_llama(seed: int, tied: bool) -> LlamaForCausalLM:
     """float32, 3 blocks, grouped queries, a head_dim that is not hidden / heads."""
     config = LlamaConfig(
         vocab_size=VOCAB,
-        hidden_size=32,
+        hidden_size=36,
         intermediate_size=56,
         num_hidden_layers=3,
         num_attention_heads=6,
@@ -209,7 +209,7 @@ class EngineContract:
         name = "model.layers.1.mlp.down_proj.weight"  # in the middle: those before it are good
         if fault == "unknown":
             name = "model.layers.3.mlp.down_proj.weight"
-            tensors[name] = torch.zeros(32, 56)
+            tensors[name] = torch.zeros(36, 56)
         elif fault == "shape":
             tensors[name] = tensors[name].T.contiguous()
         else:
@@ -287,7 +287,7 @@ class EngineContract:
         assert len(by_row(engine.generate(make_requests(2)))) == 2
 
     def test_refuses_a_version_that_is_not_resident(self, engine: GenerationEngine) -> None:
-        with pytest.raises(RequestError, match="row 0 asks for version 3 .* version 0 is resident"):
+        with pytest.raises(RequestError, match=r"row 0 asks for version 3 .* version 0 is resident"):
             list(engine.generate(make_requests(1, version=3)))
 
     def test_no_requests_no_rows(self, engine: GenerationEngine) -> None:

@@ -1,0 +1,136 @@
+"""What each command of the command line does. Imported when a command is called, not for `--help`."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+from functools import wraps
+from pathlib import Path
+
+from rich.console import Console
+
+from pipeline.cli import BAD_INPUT, DONE, INTERRUPTED, STAGE_FAILED
+from pipeline.config import ConfigError, RunConfig, load_config, load_yaml
+from pipeline.executor import StageFailed
+from pipeline.export import export_version
+from pipeline.inspect import inspect_step
+from pipeline.paths import RunPaths
+from pipeline.preflight import check_run_directory, preflight
+from pipeline.replay import replay_node
+from pipeline.run import run as run_config
+from pipeline.verify import verify_run
+from storage.errors import StoreError
+
+Command = Callable[[argparse.Namespace], int]
+
+
+def _console() -> Console:
+    return Console(file=sys.stdout)
+
+
+def _refuse(text: str) -> int:
+    Console(stderr=True).print(f"[bold red]refused[/] {_plain(text)}", highlight=False)
+    return BAD_INPUT
+
+
+def _plain(text: str) -> str:
+    return text.replace("[", r"\[")
+
+
+def _answers(command: Command) -> Command:
+    """Turns what a user can cause into one message and an exit code."""
+
+    @wraps(command)
+    def guarded(options: argparse.Namespace) -> int:
+        try:
+            return command(options)
+        except ConfigError as error:
+            return _refuse(str(error))
+        except StoreError as error:
+            return _refuse(str(error))
+        except StageFailed as error:
+            Console(stderr=True).print(f"[bold red]failed[/] {_plain(str(error))}", highlight=False)
+            return STAGE_FAILED
+
+    return guarded
+
+
+def _execute(config: RunConfig, *, resume: bool) -> int:
+    console = _console()
+    try:
+        run_config(config, console, resume=resume)
+    except KeyboardInterrupt:
+        console.print(f"interrupted; `stageline resume {RunPaths(config.run_dir).root}` continues this run")
+        return INTERRUPTED
+    return DONE
+
+
+def _split(sources: list[str]) -> tuple[list[str], list[str]]:
+    """Config files and key=value changes, each in the order given."""
+    files = [source for source in sources if "=" not in source]
+    return files, [source for source in sources if "=" in source]
+
+
+def saved_config(run_dir: str) -> RunConfig:
+    """The config that a run's directory holds. Raises ConfigError where there is none."""
+    paths = RunPaths(Path(run_dir))
+    if not paths.config.is_file():
+        raise ConfigError(run_dir, "holds no run (no config.yaml in it); give a run's directory, for example runs/demo")
+    config = load_yaml(paths.config.read_text("utf8"))
+    config.runs_dir = str(paths.root.resolve().parent)  # the directory may have been moved or be seen from elsewhere
+    config.name = paths.root.resolve().name
+    return config
+
+
+@_answers
+def run(options: argparse.Namespace) -> int:
+    """`stageline run CONFIG... [key=value...]`."""
+    return _execute(load_config(*_split(options.sources)), resume=False)
+
+
+@_answers
+def resume(options: argparse.Namespace) -> int:
+    """`stageline resume RUN`."""
+    return _execute(saved_config(options.run_dir), resume=True)
+
+
+@_answers
+def check(options: argparse.Namespace) -> int:
+    """`stageline check CONFIG [key=value...] | RUN`."""
+    console = _console()
+    if Path(options.target).is_dir():
+        config = saved_config(options.target)
+        report = verify_run(config)
+        console.print(report.render())
+        return DONE if report.sound else BAD_INPUT
+    config = load_config([options.target], options.overrides)
+    check_run_directory(config, resume=False)
+    checked = preflight(config)
+    train, held_out = len(checked.prompts.train), len(checked.prompts.held_out)
+    console.print(f"{options.target}: would run ({train} prompts to train on, {held_out} held out)")
+    return DONE
+
+
+@_answers
+def inspect(options: argparse.Namespace) -> int:
+    """`stageline inspect RUN --step N`."""
+    _console().print(inspect_step(saved_config(options.run_dir), options.step, options.rows))
+    return DONE
+
+
+@_answers
+def replay(options: argparse.Namespace) -> int:
+    """`stageline replay RUN --step N --stage STAGE [--shard S]`."""
+    result = replay_node(saved_config(options.run_dir), options.stage, options.step, options.shard)
+    _console().print(result.render())
+    return DONE if result.as_expected else STAGE_FAILED
+
+
+@_answers
+def export(options: argparse.Namespace) -> int:
+    """`stageline export RUN [--version V] [--to DIR]`."""
+    config = saved_config(options.run_dir)
+    target = export_version(config, options.version, None if options.to is None else Path(options.to))
+    _console().print(f"wrote {target}")
+    return DONE

@@ -1,0 +1,167 @@
+"""`stageline replay`: one node again, in this process, from its stored inputs; and the difference.
+
+Nothing is written to the run. Weights that a node needs are rebuilt from checkpoints and stored rollouts (law 3), so a
+replay works also long after the run. A gang of several ranks is replayed on one: its sums may then differ in the last
+bits, which the answer says.
+"""
+
+from __future__ import annotations
+
+import copy
+import tempfile
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from pipeline.calls import Call, WorkerSpec
+from pipeline.config import ConfigError, RunConfig, to_yaml
+from pipeline.graph import STAGE_ROLES, evaluate_nodes, step_nodes
+from pipeline.paths import RunPaths
+from pipeline.run import open_history
+from pipeline.runtime import StageRuntime
+from pipeline.trainer import UPDATE_STAGE
+from stages.models.config import LayoutConfig
+from stages.models.protocol import MODEL_ROLES, Role
+from stages.publish import publish
+from storage.address import Address
+from storage.errors import MissingOutput
+from storage.records import Record
+from storage.weights import WeightBoard
+
+SAMPLING = ("generate", "evaluate")
+"""Stages whose log-probs may differ in the last bits: they depend on which rows shared a batch."""
+
+
+@dataclass(frozen=True)
+class ArrayDifference:
+    name: str
+    elements: int
+    differing: int
+    largest: float
+
+
+@dataclass(frozen=True)
+class Replayed:
+    """A node's stored output against the one made now."""
+
+    address: Address
+    differences: list[ArrayDifference]
+    exact: bool
+    """Whether the difference must be 0."""
+    digests: tuple[str, str] | None = None
+    """Of an update: the committed weights, and these."""
+
+    @property
+    def as_expected(self) -> bool:
+        if self.digests is not None:
+            return self.digests[0] == self.digests[1] or not self.exact
+        return not self.exact or all(d.differing == 0 for d in self.differences)
+
+    def render(self) -> RenderableType:
+        table = Table(title=f"replay of {self.address}", title_justify="left")
+        if self.digests is not None:
+            table.add_column("weights")
+            table.add_column("digest")
+            table.add_row("committed", self.digests[0])
+            table.add_row("replayed", self.digests[1])
+        else:
+            for heading in ("array", "elements", "differing", "largest difference"):
+                table.add_column(heading, justify="left" if heading == "array" else "right")
+            for d in self.differences:
+                table.add_row(d.name, str(d.elements), str(d.differing), f"{d.largest:g}")
+        expected = "difference must be 0" if self.exact else "last bits may differ (batch or layout)"
+        verdict = "as expected" if self.as_expected else "NOT as expected"
+        return Group(table, Text(f"{verdict}: {expected}"))
+
+
+def replay_node(config: RunConfig, stage: str, step: int, shard: int) -> Replayed:
+    """Runs a committed node again.
+
+    Raises:
+        ConfigError: no such stage, step or shard.
+        MissingOutput: the node, or an input, has no commit.
+    """
+    if stage not in STAGE_ROLES or stage == "publish":
+        known = ", ".join(s for s in STAGE_ROLES if s != "publish")
+        raise ConfigError("--stage", f"given {stage!r}; must be one of {known}")
+    spec = config.graph()
+    if not 0 <= step <= spec.steps:
+        raise ConfigError("--step", f"given {step}; the run has steps 0 to {spec.steps - 1}")
+    nodes = evaluate_nodes(spec, step) if stage.startswith("evaluate") else step_nodes(spec, min(step, spec.steps - 1))
+    address = Address(stage, step, shard)
+    node = next((n for n in nodes if n.address == address), None)
+    if node is None:
+        raise ConfigError("--shard", f"given {shard}; step {step} has no {address}")
+    history = open_history(config)
+    if history.ledger.find(address) is None:
+        raise MissingOutput(f"{address} has no commit: there is nothing to compare with")
+    gang = config.placement.roles[node.role.value]
+    one_rank = config.placement.gangs[gang].workers == 1 or node.role not in MODEL_ROLES
+    call = Call(address, "replay", node.version, node.inputs, gang, "replay", 0)
+    with tempfile.TemporaryDirectory(prefix="stageline-replay-") as name:
+        scratch = Path(name)
+        single = alone(config, scratch)
+        if stage in UPDATE_STAGE.values():
+            role = next(role for role, name in UPDATE_STAGE.items() if name == stage)
+            with runtime_for(single, role, scratch) as runtime:
+                return Replayed(address, [], one_rank, runtime.trainer.replay(role, step))
+        if stage in SAMPLING:
+            with runtime_for(single, Role.POLICY, scratch) as runtime:
+                board = WeightBoard(RunPaths(single.run_dir).board(single.cluster.weights_dir))
+                publish(runtime.trainer.at(Role.POLICY, node.version), board, node.version)
+        with runtime_for(single, node.role, scratch) as runtime:
+            record = runtime.compute(call).record
+    assert record is not None
+    return Replayed(address, compare(history.store.read(address), record), one_rank and stage not in SAMPLING)
+
+
+def compare(stored: Record, made: Record) -> list[ArrayDifference]:
+    """Array by array: how many elements differ, and by how much at most."""
+    differences = []
+    for name, array in stored.arrays().items():
+        other = made.arrays()[name]
+        delta = np.abs(array.astype(np.float64) - other.astype(np.float64))
+        differences.append(ArrayDifference(name, array.size, int((array != other).sum()), float(delta.max(initial=0.0))))
+    return differences
+
+
+def alone(config: RunConfig, scratch: Path) -> RunConfig:
+    """The config for this process alone: every gang on one rank, published weights in a place of its own."""
+    single = copy.deepcopy(config)
+    for gang in single.placement.gangs.values():
+        gang.workers, gang.layout = 1, LayoutConfig()
+    single.cluster.weights_dir = str(scratch / "board")
+    return single
+
+
+@contextmanager
+def runtime_for(config: RunConfig, role: Role, scratch: Path) -> Iterator[StageRuntime]:
+    """A runtime in this process that holds what `role` needs and nothing else."""
+    only = copy.deepcopy(config)
+    gang = only.placement.roles[role.value]
+    settings = only.placement.gangs[gang]
+    only.placement.gangs = {"replay": settings, "elsewhere": copy.deepcopy(settings)}
+    only.placement.roles = {r.value: "replay" if r is role else "elsewhere" for r in Role}
+    only.placement.gangs["replay"].slots = 1
+    only.placement.gangs["elsewhere"].slots = 1
+    spec = WorkerSpec(
+        gang="replay",
+        index=0,
+        size=1,
+        incarnation=0,
+        rendezvous=f"file://{scratch / uuid.uuid4().hex}",
+        runtime="",
+        config_yaml=to_yaml(only),
+    )
+    runtime = StageRuntime(spec)
+    try:
+        yield runtime
+    finally:
+        runtime.close()

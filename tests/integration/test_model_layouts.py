@@ -1,0 +1,192 @@
+"""Every parallel layout says and learns the same as one rank: data, tensor, sequence and pipeline parallelism, the
+distributed optimizer, frozen blocks. Real processes over gloo, a tiny model, float32."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch.multiprocessing
+
+from stages.engines.config import SamplingConfig
+from stages.hf_files import read_config
+from stages.models.config import LayoutConfig, ModelConfig, OptimizerConfig
+from stages.models.hf import llama_shape
+from stages.models.host import MegatronHost
+from stages.models.parallel import check_layout
+from stages.models.protocol import PolicyBatch, Rank, Role, ValueBatch
+from stages.ppo.config import PPOConfig
+from storage.records import Advantages, PolicyLogprobs, ReferenceLogprobs, Rollout, Values
+
+ROWS, SEQ = 8, 13
+TRAINED = (Role.POLICY, Role.VALUE)
+
+
+def model_config(frozen_blocks: int) -> ModelConfig:
+    optimizer = OptimizerConfig(lr=1e-3, weight_decay=0.1, micro_batch_rows=2)
+    return ModelConfig(
+        path="random:tiny", frozen_blocks=frozen_blocks, critic_blocks=2, policy=optimizer, critic=optimizer
+    )
+
+
+def inputs() -> tuple[Rollout, Advantages]:
+    rng = np.random.default_rng(0)
+    prompt = rng.integers(2, 5, ROWS).astype(np.int32)
+    response = rng.integers(1, 9, ROWS).astype(np.int32)
+    index = np.arange(SEQ)
+    mask = (index >= prompt[:, None]) & (index < (prompt + response)[:, None])
+
+    def noise() -> np.ndarray:
+        return np.where(mask, rng.normal(size=mask.shape), 0).astype(np.float32)
+
+    rollout = Rollout(
+        row=np.arange(ROWS),
+        prompt_index=np.arange(ROWS),
+        tokens=rng.integers(3, 256, (ROWS, SEQ)).astype(np.int32),
+        prompt_lengths=prompt,
+        response_lengths=response,
+        response_mask=mask,
+        sampler_logprobs=noise() - 5,
+        token_versions=np.where(mask, 0, -1).astype(np.int32),
+        finish_reason=np.zeros(ROWS, np.int8),
+    )
+    return rollout, Advantages(noise(), noise(), noise(), mask)
+
+
+def work(index: int, size: int, layout: LayoutConfig, frozen_blocks: int, directory: Path) -> None:
+    """One rank: all outputs, an update of both models, a save, a second update, and the same from the save again.
+    Rank 0 leaves what it got in result.npz; every rank asserts what all ranks must see alike."""
+    host = MegatronHost(
+        model_config(frozen_blocks),
+        SamplingConfig(suppress_token_ids=[7, 200], temperature=0.9),
+        PPOConfig(entropy_coef=0.01),
+        layout,
+        frozenset({Role.POLICY, Role.REFERENCE, Role.VALUE}),
+        Rank(index, size, f"file://{directory}/rendezvous", 1),
+        seed=3,
+        total_steps=4,
+    )
+    rollout, advantages = inputs()
+    policy, reference, values = host.policy_logprobs(rollout), host.ref_logprobs(rollout), host.values(rollout)
+    assert all((answer is not None) == (index == 0) for answer in (policy, reference, values))
+    known = np.load(directory / "known.npz") if (directory / "known.npz").exists() else None
+    if known is not None:  # every rank is given the whole answers, from the one-rank run
+        policy_in = PolicyLogprobs(known["logprobs"], known["entropy"])
+        reference_in = ReferenceLogprobs(known["reference"])
+        values_in = Values(known["values"], known["bootstrap"])
+    else:
+        assert policy is not None
+        assert reference is not None
+        assert values is not None
+        policy_in, reference_in, values_in = policy, reference, values
+
+    def update(step: int) -> dict[str, float]:
+        versions = np.where(rollout.response_mask, step, -1).astype(np.int32)
+        fresh = dataclasses.replace(rollout, token_versions=versions)
+        metrics = host.update_policy(step, PolicyBatch(fresh, advantages, policy_in, reference_in, 0.1))
+        metrics |= host.update_value(step, ValueBatch(fresh, advantages, values_in))
+        for role in TRAINED:
+            host.mark_clean(role)
+        return metrics
+
+    start = host.digest(Role.POLICY)
+    metrics = update(0)
+    trained = host.trained_weights()
+    after = host.values(rollout)
+    if index == 0:
+        assert policy is not None
+        assert reference is not None
+        assert values is not None
+        assert trained is not None
+        assert after is not None
+        np.savez(
+            directory / "result.npz",
+            logprobs=policy.policy_logprobs,
+            entropy=policy.entropy,
+            reference=reference.ref_logprobs,
+            values=values.values,
+            bootstrap=values.bootstrap_values,
+            trained_critic=after.values,
+            start=start,
+            **{f"metric:{name}": value for name, value in metrics.items()},
+            **{f"weight:{name}": array for name, array in trained.items()},
+        )
+    for role in TRAINED:
+        if index == 0:
+            (directory / role.value).mkdir()
+        torch.distributed.barrier()
+        host.save(role, directory / role.value)
+    update(1)
+    digests = [host.digest(role) for role in TRAINED]
+    for role in TRAINED:
+        host.load(role, directory / role.value)
+    update(1)
+    assert [host.digest(role) for role in TRAINED] == digests
+    for role in TRAINED:
+        host.load(role, None)
+    assert host.digest(Role.POLICY) == start
+    update(0)
+    for role in TRAINED:
+        assert host.version(role) == 1
+    update(1)
+    assert [host.digest(role) for role in TRAINED] == digests
+    host.close()
+
+
+@pytest.fixture(scope="module")
+def one_rank(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
+    """The results of one rank, by number of frozen blocks."""
+    found = {}
+    for frozen_blocks in (0, 2):
+        directory = tmp_path_factory.mktemp(f"one_{frozen_blocks}")
+        work(0, 1, LayoutConfig(), frozen_blocks, directory)
+        found[frozen_blocks] = directory / "result.npz"
+    return found
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("frozen_blocks", "layout"),
+    [
+        pytest.param(0, LayoutConfig(), id="DP2"),
+        pytest.param(2, LayoutConfig(distributed_optimizer=True), id="DP2 distributed optimizer, frozen blocks"),
+        pytest.param(0, LayoutConfig(tensor=2), id="TP2"),
+        pytest.param(2, LayoutConfig(tensor=2, recompute="full"), id="TP2, frozen blocks, recompute"),
+        pytest.param(0, LayoutConfig(tensor=2, sequence_parallel=True), id="TP2 SP"),
+        pytest.param(2, LayoutConfig(tensor=2, sequence_parallel=True), id="TP2 SP, frozen blocks"),
+        pytest.param(0, LayoutConfig(pipeline=2), id="PP2"),
+    ],
+)
+def test_two_ranks_equal_one(
+    tmp_path: Path, one_rank: dict[int, Path], frozen_blocks: int, layout: LayoutConfig
+) -> None:
+    (tmp_path / "known.npz").write_bytes(one_rank[frozen_blocks].read_bytes())
+    torch.multiprocessing.spawn(work, args=(2, layout, frozen_blocks, tmp_path), nprocs=2)
+    expected, found = np.load(one_rank[frozen_blocks]), np.load(tmp_path / "result.npz")
+    assert set(found.files) == set(expected.files)
+    assert found["start"] == expected["start"]
+    for name in set(found.files) - {"start"}:
+        np.testing.assert_allclose(found[name], expected[name], atol=1e-5, rtol=1e-5, err_msg=name)
+
+
+@pytest.mark.parametrize(
+    ("layout", "model", "ranks", "message"),
+    [
+        (LayoutConfig(tensor=2), {}, 3, r"layout.tensor \* layout.pipeline = 2 \* 1 must divide the gang's 3 ranks"),
+        (LayoutConfig(tensor=4), {}, 4, "layout.tensor = 4 must divide the model's num_key_value_heads = 2"),
+        (LayoutConfig(sequence_parallel=True), {}, 2, "layout.sequence_parallel needs layout.tensor > 1"),
+        (LayoutConfig(pipeline=2), {"frozen_blocks": 2}, 2, "model.frozen_blocks = 2 needs layout.pipeline = 1"),
+        (LayoutConfig(pipeline=2), {"critic_blocks": 3}, 2, "layout.pipeline = 2 must divide model.critic_blocks = 3"),
+        (LayoutConfig(), {"frozen_blocks": 4}, 1, r"model.frozen_blocks = 4 must lie in 0..3"),
+        (LayoutConfig(), {"frozen_blocks": 2, "critic_blocks": 3}, 1, r"model.critic_blocks = 3 must lie in 1..2"),
+    ],
+)
+def test_a_layout_that_cannot_work_is_refused_by_its_key(
+    layout: LayoutConfig, model: dict[str, int], ranks: int, message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        check_layout(
+            ModelConfig(path="random:tiny", **model), llama_shape(read_config("random:tiny")), layout, ranks
+        )

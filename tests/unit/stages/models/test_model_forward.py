@@ -1,0 +1,195 @@
+"""What the Megatron models say, against transformers on the same weights."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+from stages.engines.config import SamplingConfig
+from stages.hf_files import read_config, read_weights
+from stages.models.config import LayoutConfig, ModelConfig
+from stages.models.forward import cut_micro_batches, hidden_states
+from stages.models.host import MegatronHost
+from stages.models.protocol import Rank, Role
+from stages.models.trunk import Trunk
+from stages.ppo.config import PPOConfig
+from storage.records import Rollout
+
+SMOLLM2 = Path(__file__).parents[4] / "assets" / "smollm2-135m-instruct"
+SEQ = 12
+
+
+@contextlib.contextmanager
+def opened(directory: Path, model: ModelConfig, sampling: SamplingConfig | None = None) -> Iterator[MegatronHost]:
+    host = MegatronHost(
+        model,
+        sampling or SamplingConfig(),
+        PPOConfig(),
+        LayoutConfig(),
+        frozenset({Role.POLICY, Role.REFERENCE, Role.VALUE}),
+        Rank(0, 1, f"file://{directory}/rendezvous", 1),
+        seed=0,
+        total_steps=10,
+    )
+    try:
+        yield host
+    finally:
+        host.close()
+
+
+def tiny_transformer(num_blocks: int = 4) -> LlamaForCausalLM:
+    model = LlamaForCausalLM(LlamaConfig(**read_config("random:tiny") | {"num_hidden_layers": num_blocks})).eval()
+    weights = read_weights("random:tiny")
+    weights["lm_head.weight"] = weights["model.embed_tokens.weight"]
+    model.load_state_dict({name: weights[name] for name in model.state_dict()})
+    return model
+
+
+def uneven_rollout(seed: int = 0, rows: int = 6) -> Rollout:
+    """Prompts of 2 to 4 and responses of 1 to 8 random tokens; tokens of the padding are random too, since nothing may
+    depend on them."""
+    rng = np.random.default_rng(seed)
+    prompt = rng.integers(2, 5, rows).astype(np.int32)
+    response = rng.integers(1, 9, rows).astype(np.int32)
+    index = np.arange(SEQ)
+    mask = (index >= prompt[:, None]) & (index < (prompt + response)[:, None])
+    return Rollout(
+        row=np.arange(rows),
+        prompt_index=np.arange(rows),
+        tokens=rng.integers(3, 256, (rows, SEQ)).astype(np.int32),
+        prompt_lengths=prompt,
+        response_lengths=response,
+        response_mask=mask,
+        sampler_logprobs=np.zeros((rows, SEQ), np.float32),
+        token_versions=np.where(mask, 0, -1).astype(np.int32),
+        finish_reason=np.zeros(rows, np.int8),
+    )
+
+
+@pytest.mark.parametrize("frozen_blocks", [0, 2])
+def test_logits_equal_transformers(tmp_path: Path, frozen_blocks: int) -> None:
+    rollout = uneven_rollout()
+    with opened(tmp_path, ModelConfig(path="random:tiny", frozen_blocks=frozen_blocks)) as host, torch.no_grad():
+        policy = host._trainers[Role.POLICY].model
+        (batch,) = cut_micro_batches(rollout.tokens, rollout.response_mask, np.arange(6), 6, host._place)
+        logits = hidden_states(policy, host._trunk, batch) @ read_weights("random:tiny")["model.embed_tokens.weight"].T
+        expected = tiny_transformer()(batch.tokens).logits
+    inside = torch.arange(batch.tokens.shape[1]) < torch.from_numpy(batch.lengths)[:, None]
+    torch.testing.assert_close(logits[inside], expected[inside], rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("frozen_blocks", [0, 3])
+def test_logprobs_and_entropy_are_those_of_the_sampler(tmp_path: Path, frozen_blocks: int) -> None:
+    """Temperature divides, suppressed tokens are out, and so is EOS among the first `min_new_tokens`."""
+    rollout = uneven_rollout()
+    sampling = SamplingConfig(temperature=0.7, suppress_token_ids=[5, 6, 250], min_new_tokens=3)
+    model = ModelConfig(path="random:tiny", frozen_blocks=frozen_blocks)
+    model.policy.micro_batch_rows = 4
+    with opened(tmp_path, model, sampling) as host:
+        found, reference = host.policy_logprobs(rollout), host.ref_logprobs(rollout)
+    assert found is not None
+    assert reference is not None
+
+    logprobs, entropy = np.zeros((2, 6, SEQ))
+    for b in range(6):
+        start, length = int(rollout.prompt_lengths[b]), int(rollout.response_lengths[b])
+        tokens = torch.from_numpy(rollout.tokens[b, : start + length]).long()
+        with torch.no_grad():
+            logits = tiny_transformer()(tokens[None]).logits[0].double() / 0.7
+        for t in range(start, start + length):
+            row = logits[t - 1].clone()
+            row[[5, 6, 250]] = -torch.inf
+            if t - start < 3:
+                row[2] = -torch.inf
+            p = row.softmax(0)
+            logprobs[b, t] = row.log_softmax(0)[tokens[t]]
+            entropy[b, t] = -(p[p > 0] * p[p > 0].log()).sum()
+    sampled = rollout.response_mask & ~np.isin(rollout.tokens, [5, 6, 250])
+    np.testing.assert_allclose(found.policy_logprobs[sampled], logprobs[sampled], atol=2e-5)
+    np.testing.assert_allclose(found.entropy, entropy, atol=2e-5)
+    np.testing.assert_array_equal(reference.ref_logprobs, found.policy_logprobs)
+    assert not found.policy_logprobs[~rollout.response_mask].any()
+
+
+@pytest.mark.parametrize(("frozen_blocks", "critic_blocks", "total"), [(0, None, 4), (0, 2, 2), (1, 2, 3)])
+def test_values_are_the_head_on_the_state_before_each_token(
+    tmp_path: Path, frozen_blocks: int, critic_blocks: int | None, total: int
+) -> None:
+    rollout = uneven_rollout(3)
+    model = ModelConfig(path="random:tiny", frozen_blocks=frozen_blocks, critic_blocks=critic_blocks)
+    generator = torch.Generator().manual_seed(1)
+    head = torch.randn(1, 64, generator=generator)
+    with opened(tmp_path, model) as host:
+        zero = host.values(rollout)
+        assert zero is not None
+        assert not zero.values.any()
+        critic = host._trainers[Role.VALUE].model
+        with torch.no_grad():
+            critic.output_layer.weight.copy_(head)
+            critic.output_layer.bias.fill_(0.25)
+        found = host.values(rollout)
+    assert found is not None
+    with torch.no_grad():
+        state = tiny_transformer(total).model(torch.from_numpy(rollout.tokens).long()).last_hidden_state
+    at = (state @ head[0] + 0.25).numpy()
+    for b in range(6):
+        start, end = rollout.prompt_lengths[b], rollout.prompt_lengths[b] + rollout.response_lengths[b]
+        np.testing.assert_allclose(found.values[b, start:end], at[b, start - 1 : end - 1], atol=1e-5)
+        np.testing.assert_allclose(found.bootstrap_values[b], at[b, end - 1], atol=1e-5)
+        assert not found.values[b, end:].any()
+
+
+def test_the_trunk_computes_each_row_once_and_forgets_the_oldest(tmp_path: Path) -> None:
+    rollout = uneven_rollout()
+    with opened(tmp_path, ModelConfig(path="random:tiny", frozen_blocks=2)) as host:
+        trunk = host._trunk
+        assert trunk is not None
+        host.ref_logprobs(rollout)
+        host.policy_logprobs(rollout)
+        host.values(rollout)
+        assert trunk.num_computed == 6
+        (batch,) = cut_micro_batches(rollout.tokens, rollout.response_mask, np.arange(6), 6, host._place)
+        whole = trunk.hidden(batch.tokens, batch.lengths)
+
+        # 64 float32 a token: room for the last rows only, so that the first ones are computed again
+        small = Trunk(trunk.model, cache_bytes=int(batch.lengths[-3:].sum()) * 256)
+        torch.testing.assert_close(small.hidden(batch.tokens, batch.lengths), whole, rtol=0, atol=0)
+        small.hidden(batch.tokens[-3:], batch.lengths[-3:])
+        assert small.num_computed == 6
+        again = small.hidden(batch.tokens[:2], batch.lengths[:2])
+        assert small.num_computed == 8
+        # bit for bit, though other rows ran beside them: a replay must not depend on what the cache held
+        torch.testing.assert_close(again, whole[:, :2], rtol=0, atol=0)
+
+
+@pytest.mark.smollm2
+@pytest.mark.skipif(not SMOLLM2.is_dir(), reason="assets/smollm2-135m-instruct is absent: make assets")
+def test_smollm2_on_real_text_equals_transformers(tmp_path: Path) -> None:
+    text = "The gorgeously elaborate continuation of the trilogy is so huge that a column of words cannot describe it."
+    tokens = AutoTokenizer.from_pretrained(SMOLLM2)(text).input_ids
+    assert len(tokens) > 15
+    mask = np.arange(len(tokens))[None] >= 4
+    rollout = Rollout(
+        row=np.zeros(1, np.int64),
+        prompt_index=np.zeros(1, np.int64),
+        tokens=np.array([tokens], np.int32),
+        prompt_lengths=np.array([4], np.int32),
+        response_lengths=np.array([len(tokens) - 4], np.int32),
+        response_mask=mask,
+        sampler_logprobs=np.zeros(mask.shape, np.float32),
+        token_versions=np.where(mask, 0, -1).astype(np.int32),
+        finish_reason=np.ones(1, np.int8),
+    )
+    with opened(tmp_path, ModelConfig(path=str(SMOLLM2), frozen_blocks=24)) as host:
+        found = host.policy_logprobs(rollout)
+    assert found is not None
+    with torch.no_grad():
+        logits = AutoModelForCausalLM.from_pretrained(SMOLLM2, dtype=torch.float32)(torch.tensor([tokens])).logits[0]
+    expected = logits[3:-1].log_softmax(-1).gather(1, torch.tensor(tokens[4:])[:, None])[:, 0]
+    np.testing.assert_allclose(found.policy_logprobs[0, 4:], expected.numpy(), atol=1e-3)

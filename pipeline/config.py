@@ -6,6 +6,7 @@ May import omegaconf and the settings of stages and storage; nothing heavy.
 
 from __future__ import annotations
 
+import difflib
 import hashlib
 import json
 import math
@@ -204,11 +205,28 @@ def load_config(files: Iterable[str | os.PathLike[str]], overrides: Iterable[str
     for name, source in sources:
         if not isinstance(source, DictConfig):
             raise ConfigError(name, "a config file is a mapping of keys to values")
+        _refuse_unknown_keys(source, OmegaConf.structured(RunConfig), name)
         try:
             merged = OmegaConf.merge(merged, source)
         except OmegaConfBaseException as error:
             raise ConfigError(_key_of(error), f"{_first_line(error)} (in {name})") from error
     return _finish(merged)
+
+
+def _refuse_unknown_keys(source: Any, schema: Any, name: str, prefix: str = "") -> None:
+    """Names the whole path of a key that no setting has, and the settings that are spelt most like it."""
+    if not isinstance(schema, DictConfig) or OmegaConf.get_type(schema) is dict:
+        return
+    if not isinstance(source, DictConfig):
+        raise ConfigError(prefix[:-1], f"given {source!r} (in {name}); it holds the settings {', '.join(map(str, schema))}")
+    for key in source:
+        path = f"{prefix}{key}"
+        if key not in schema.keys():  # noqa: SIM118  (`in` denies keys without a value)
+            known = [str(k) for k in schema]
+            close = difflib.get_close_matches(str(key), known, n=3) or known
+            raise ConfigError(path, f"no such key (in {name}); did you mean {prefix}{f', {prefix}'.join(close)}?")
+        if not OmegaConf.is_missing(source, key) and not OmegaConf.is_interpolation(source, key):
+            _refuse_unknown_keys(source[key], schema._get_node(key), name, f"{path}.")
 
 
 def load_yaml(text: str) -> RunConfig:

@@ -27,7 +27,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from mlflow.entities import Metric, Param, RunTag, Span, TraceInfo, TraceLocation, TraceState
+from mlflow.entities import Metric, Param, Run, RunTag, Span, TraceInfo, TraceLocation, TraceState
 from mlflow.exceptions import MlflowException
 from mlflow.tracing.client import TracingClient
 from mlflow.tracing.constant import (
@@ -159,19 +159,14 @@ class SpoolWriter:
             self._report({"warning": f"MLflow refused {what.strip()}: {error.message}"})
 
     def _open(self, client: MlflowClient, item: Item) -> None:
-        experiment = client.get_experiment_by_name(item["experiment"])
-        experiment_id = (
-            experiment.experiment_id
-            if experiment
-            else client.create_experiment(item["experiment"], _artifact_location(self._uri, item["experiment"]))
-        )
-        found = client.search_runs([experiment_id], f"tags.`{SPOOL_TAG}` = '{item['key']}'", max_results=1)
+        """Makes or continues the run: the one known to this store, else the one tagged with the spool's key."""
         tags = {**item["tags"], SPOOL_TAG: item["key"]}
-        if found:
-            run = found[0]
-            client.update_run(run.info.run_id, status="RUNNING")
-        else:
+        run = self._find_run(client, item)
+        if run is None:
+            experiment_id = self._experiment_id(client, item["experiment"])
             run = client.create_run(experiment_id, int(item["t"] * 1000), tags, item["run_name"])
+        else:
+            client.update_run(run.info.run_id, status="RUNNING")
         run_id = run.info.run_id
         params = {name: value[:MAX_VALUE] for name, value in item["params"].items()}
         new = [Param(name, value) for name, value in params.items() if name not in run.data.params]
@@ -180,8 +175,21 @@ class SpoolWriter:
         for start in range(0, len(new), MAX_PARAMS):
             client.log_batch(run_id, params=new[start : start + MAX_PARAMS])
         client.log_batch(run_id, tags=[RunTag(name, value) for name, value in tags.items()])
-        self._state |= {"run_id": run_id, "experiment_id": experiment_id, "key": item["key"], "open": True}
+        self._state |= {"run_id": run_id, "experiment_id": run.info.experiment_id, "key": item["key"], "open": True}
         self._spool.with_name("mlflow_run_id").write_text(run_id + "\n")
+
+    def _find_run(self, client: MlflowClient, item: Item) -> Run | None:
+        if self.run_id is not None:  # a resume may name another experiment: the run stays where it is
+            return client.get_run(self.run_id)
+        experiment_id = self._experiment_id(client, item["experiment"])
+        found = client.search_runs([experiment_id], f"tags.`{SPOOL_TAG}` = '{item['key']}'", max_results=1)
+        return found[0] if found else None
+
+    def _experiment_id(self, client: MlflowClient, name: str) -> str:
+        experiment = client.get_experiment_by_name(name)
+        if experiment is None:
+            return str(client.create_experiment(name, _artifact_location(self._uri, name)))
+        return str(experiment.experiment_id)
 
     def _trace(self, client: MlflowClient, item: Item) -> None:
         """One trace per step. `log_spans` and `start_trace` are what MLflow's exporter calls, used directly because

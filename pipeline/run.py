@@ -18,6 +18,7 @@ import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,20 @@ from storage.weights import WeightBoard
 
 HEADLINE = (("reward/mean", "reward"), ("kl/ref", "KL"), ("staleness/max", "staleness"))
 SHOWN_RESPONSES = 3
+SOFTWARE = ("stageline", "torch", "megatron-core", "transformers", "dask", "zarr", "mlflow-skinny", "omegaconf")
+"""Packages whose versions the summary names."""
+CURVES: tuple[tuple[str, tuple[tuple[str, str], ...], float | None], ...] = (
+    ("reward", (("reward/mean", "training"),), None),
+    ("KL to the reference, nats per response", (("kl/ref", "k1"),), None),
+    ("entropy of the policy, nats", (("policy/entropy_start", "entropy"),), None),
+    ("explained variance of the critic", (("value/explained_variance", "critic"),), 1.0),
+    ("clipped fraction", (("policy/clipfrac", "policy"), ("value/clipfrac", "critic")), None),
+    ("mismatch of log-probs, mean |difference|", (("mismatch/mean_abs_all", "trainer - sampler"),), 0.0),
+    ("staleness, versions", (("staleness/mean", "mean"), ("staleness/max", "max")), None),
+    ("effective sample size of the weights w", (("ess/fraction", "fraction"),), 1.0),
+    ("seconds", (("time/step_s", "step"), ("time/generate_s", "generate"), ("time/update_policy_s", "update policy")), None),
+)
+"""The learning curves: (title, metrics and their labels, a value worth a dashed line)."""
 
 
 @dataclass(frozen=True)
@@ -265,7 +280,8 @@ def summarise_run(config: RunConfig, paths: RunPaths, history: History) -> Summa
     """`summary.json` from a run's directory."""
     parents = {node.address: node.parents for node in run_nodes(config.graph())}
     steps = [history.step_numbers(step) for step in history.steps_done()]
-    return summarise(read_events(paths.events), steps, history.evaluations(), parents)
+    software = {package: version(package) for package in SOFTWARE} | {"python": platform.python_version()}
+    return summarise(read_events(paths.events), steps, history.evaluations(), parents, software)
 
 
 def draw(config: RunConfig, paths: RunPaths, history: History) -> list[Path]:
@@ -274,7 +290,8 @@ def draw(config: RunConfig, paths: RunPaths, history: History) -> list[Path]:
     curves, timeline = paths.plots / "curves.png", paths.plots / "timeline.png"
     metrics = {step: history.step_metrics(step) for step in history.steps_done()}
     held_out = [(evaluation.version, evaluation.mean) for evaluation in history.evaluations()]
-    plots.plot_curves(metrics, plots.PANELS, held_out, curves, config.name)
+    panels = [plots.Panel(title, lines, reference) for title, lines, reference in CURVES]
+    plots.plot_curves(metrics, panels, held_out, curves, config.name)
     plots.plot_timeline(read_events(paths.events), timeline, config.name)
     return [curves, timeline]
 

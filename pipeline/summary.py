@@ -111,8 +111,8 @@ class Summary:
     """By step."""
     kl: list[float]
     """By step, nats per response."""
-    versions: int
-    """Versions of the weights published, version 0 included."""
+    versions: dict[str, str | int]
+    """Versions of the weights published (`weights`, version 0 included), and of the software that ran."""
     # Beyond what is compared between runs:
     overlap_fraction: float
     """Part of the wall time in which at least two gangs were busy."""
@@ -144,9 +144,10 @@ def summarise(
     steps: Sequence[StepNumbers],
     evaluations: Sequence[Evaluation],
     parents: Mapping[Address, Sequence[Address]],
+    software: Mapping[str, str],
 ) -> Summary:
     """Sums up a run. `parents` is the graph: the nodes each node waits for. `evaluations` are ordered by version;
-    the first and the last are compared. A step given twice (after a resume) counts once, the last time."""
+    the first and the last are compared. `software` are the packages' versions. A step given twice (after a resume) counts once, the last time."""
     log = list(events)
     all_boxes = boxes(log)
     segments = _segments(log)
@@ -168,7 +169,7 @@ def summarise(
         eval=_eval(evaluations),
         reward=[s.reward for s in by_step],
         kl=[s.kl for s in by_step],
-        versions=len({e.step for e in log if e.kind is EventKind.PUBLISHED}),
+        versions={"weights": len({e.step for e in log if e.kind is EventKind.PUBLISHED}), **software},
         overlap_fraction=_ratio(_time_at_least_two(list(busy.values())), wall_s),
         busiest_gang=busiest,
         idle=_idle(all_boxes, wall_s),

@@ -30,13 +30,16 @@ _BLOCK_ELEMENTS = 1 << 16
 _ALL_ROWS = 1 << 30
 
 
-def noise_keys(seed: int, step: int, row: int | np.ndarray, position: int | np.ndarray) -> UInt64[np.ndarray, "*shape"]:
-    """64-bit keys; `row` and `position` broadcast. Each number is absorbed by a splitmix64 step of its own, so that
-    keys that differ in one of the four are unrelated."""
-    key = np.zeros(np.broadcast_shapes(np.shape(row), np.shape(position), (1,)), np.uint64)
-    with np.errstate(over="ignore"):
-        for part in (seed, step, row, position):
-            key = _splitmix(key ^ np.asarray(part).astype(np.int64).view(np.uint64))
+def noise_keys(
+    seed: int | np.ndarray, step: int | np.ndarray, row: int | np.ndarray, position: int | np.ndarray
+) -> UInt64[np.ndarray, "*shape"]:
+    """64-bit keys; the four broadcast (to one key where all are plain numbers). `position` is the token's index in its
+    row, prompt included. Each number is absorbed by a splitmix64 step of its own, so that keys that differ in one of
+    the four are unrelated."""
+    parts = [np.asarray(part).astype(np.int64).view(np.uint64) for part in (seed, step, row, position)]
+    key = np.zeros(np.broadcast_shapes((1,), *(part.shape for part in parts)), np.uint64)
+    for part in parts:
+        key = _splitmix(key ^ part)
     return key
 
 

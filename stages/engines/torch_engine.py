@@ -338,9 +338,8 @@ class TorchEngine:
                 *(self._eos_ids if len(row.tokens) < row.request.sampling.min_new_tokens else ()),
             )
         ]
-        keys = np.concatenate(
-            [noise_keys(r.seed, r.step, r.row, row.length) for r, row in zip(requests, rows, strict=True)]
-        )
+        key_parts = [(r.seed, r.step, r.row, row.length) for r, row in zip(requests, rows, strict=True)]
+        keys = noise_keys(*np.array(key_parts, np.int64).T)
         tokens, logprobs = sample(logits_NV, [r.sampling.temperature for r in requests], banned, keys)
         for row, token, logprob in zip(rows, tokens.tolist(), logprobs.tolist(), strict=True):
             if not -float("inf") < logprob <= 1e-3:

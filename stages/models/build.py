@@ -140,6 +140,7 @@ def _stage(blueprint: Blueprint, num_blocks: int, *, embedding: bool, output: bo
         pipeline_dtype=blueprint.dtype,
         bf16=blueprint.dtype is torch.bfloat16,
         variable_seq_lengths=layout.pipeline > 1,  # micro-batches are trimmed, so that their shapes differ
+        moe_token_dispatcher_type="alltoall",  # unused here; the default refuses variable_seq_lengths
         use_cpu_initialization=place.device.type == "cpu",
         perform_initialization=False,  # every weight is copied in
         # the losses are sums with weights of their own: Megatron is to add gradients up and divide by nothing
@@ -164,7 +165,7 @@ def _stage(blueprint: Blueprint, num_blocks: int, *, embedding: bool, output: bo
         # Megatron marks split parameters while it initialises them; the gradient norm counts unmarked ones on one rank
         if name in hf.SPLIT_AXES:
             set_tensor_model_parallel_attributes(parameter, True, hf.SPLIT_AXES[name], 1)
-    return stage
+    return stage.to(place.device)  # Megatron leaves torch's norms on the CPU
 
 
 def _output(blueprint: Blueprint, role: Role, weight: Parameter | None) -> HiddenOutput:

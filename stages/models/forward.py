@@ -133,7 +133,10 @@ def hidden_states(model: GPTModel, trunk: Trunk | None, batch: MicroBatch) -> Te
     next stage reads on the others."""
     if trunk is not None:
         stage = model if isinstance(model, GPTModel) else model.module
-        stage.set_input_tensor(trunk.hidden(batch.tokens, batch.lengths))
+        hidden = trunk.hidden(batch.tokens, batch.lengths)
+        if torch.is_grad_enabled() and stage.config.recompute_granularity == "full":
+            hidden.requires_grad_()  # or the recomputed blocks, seeing no input with a gradient, get none either
+        stage.set_input_tensor(hidden)
     # positions count from 0 inside Megatron's rotary embedding, and rows are padded on the right: no ids, no mask
     return model(batch.tokens, None, None)
 
@@ -160,6 +163,7 @@ def token_logprobs(
 
 def head_values(hidden_BTH: Tensor, head: HiddenOutput) -> Tensor:
     """The critic's output at every position, float32 [B, T]."""
+    assert head.weight is not None  # a critic's stand-in always has one
     return F.linear(hidden_BTH.float(), head.weight, head.bias)[..., 0]
 
 
@@ -186,8 +190,8 @@ def _shifted(distribution: Distribution, first_token: int, width: int) -> Distri
 
 
 class _TokenLogprobs(torch.autograd.Function):
-    """(log softmax(logits)[target], entropy), logits = hidden @ weight.T, the vocabulary spread over the tensor-parallel
-    ranks; all ranks get the same outputs and the same gradient of hidden.
+    """(log softmax(logits)[target], entropy) of logits = hidden @ weight.T, whose vocabulary is spread over the
+    tensor-parallel ranks; all ranks get the same outputs and the same gradient of hidden.
 
         dlogp/dz_j = 1[j = target] - p_j            dH/dz_j = -p_j (log p_j + H)
 

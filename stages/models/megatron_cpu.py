@@ -1,7 +1,9 @@
 """Lets megatron-core 0.16 run on a torch without CUDA; does nothing where CUDA exists, so both take one code path.
 
-megatron-core asks for CUDA devices, generators and type names by name. On a machine without CUDA `install` answers
-with the CPU's. It changes torch for the whole process: call it in worker processes only, before models are built.
+megatron-core asks for CUDA devices, generators and tensor type names by name. On a machine without CUDA `install`
+gives its modules a view of torch in which these are the CPU's. Everybody else in the process keeps the real torch, but
+for two methods of Tensor: `cuda` returns the tensor, and `type` without arguments says "torch.cuda.FloatTensor". Call
+it in worker processes only.
 
 May import torch and megatron.core.
 """
@@ -9,34 +11,49 @@ May import torch and megatron.core.
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
 import torch
 from megatron.core.tensor_parallel import random as megatron_random
 
-FACTORIES = ("tensor", "zeros", "ones", "empty", "full", "empty_like", "arange")
+FACTORIES = ("tensor", "zeros", "ones", "empty", "full", "empty_like", "zeros_like", "arange")
 """torch functions that megatron-core calls with device="cuda" spelled out."""
 
 
 def install() -> None:
-    """Patches torch and megatron-core, once; a second call and a call on a machine with CUDA do nothing."""
+    """Patches megatron-core's modules, those imported so far, once; a second call and a call on a machine with CUDA do
+    nothing."""
     if torch.cuda.is_available() or hasattr(torch.Tensor.type, "__wrapped__"):
         return
     cpu = torch.device("cpu")
-    torch.cuda.current_device = lambda: cpu  # type: ignore[assignment, return-value]
-    torch.cuda.synchronize = lambda device=None: None  # type: ignore[assignment]
-    for name in FACTORIES:
-        setattr(torch, name, _on_cpu(getattr(torch, name)))
-
-    # the CPU's generator stands in for the device's
-    torch.cuda.get_rng_state = lambda device="cuda": torch.get_rng_state()  # type: ignore[assignment, misc]
-    torch.cuda.manual_seed = torch.manual_seed  # type: ignore[assignment]
+    cuda = _view(
+        torch.cuda,
+        current_device=lambda: cpu,
+        synchronize=lambda device=None: None,
+        # the CPU's generator stands in for the device's
+        get_rng_state=lambda device="cuda": torch.get_rng_state(),
+        set_rng_state=lambda state, device="cuda": torch.set_rng_state(state),
+        manual_seed=torch.manual_seed,
+    )
+    view = _view(torch, cuda=cuda, **{name: _on_cpu(getattr(torch, name)) for name in FACTORIES})
+    for name, module in list(sys.modules.items()):
+        if name.startswith("megatron.core") and module.__dict__.get("torch") is torch:
+            module.__dict__["torch"] = view
     megatron_random._get_cuda_rng_state = lambda *args, **kwargs: torch.get_rng_state()
     megatron_random._set_cuda_rng_state = lambda state, *args, **kwargs: torch.set_rng_state(state)
-
-    torch.Tensor.cuda = lambda self, *args, **kwargs: self  # type: ignore[method-assign, assignment]
+    torch.Tensor.cuda = lambda self, *args, **kwargs: self  # type: ignore[method-assign]
     torch.Tensor.type = _cuda_type_name(torch.Tensor.type)  # type: ignore[method-assign]
+
+
+def _view(module: ModuleType, **changes: Any) -> ModuleType:
+    """A module with the same contents, some of them changed."""
+    view = ModuleType(module.__name__, module.__doc__)
+    view.__dict__.update(module.__dict__)
+    view.__dict__.update(changes)
+    return view
 
 
 def _on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:

@@ -135,36 +135,46 @@ def work(index: int, size: int, layout: LayoutConfig, frozen_blocks: int, direct
     host.close()
 
 
+CASES = {
+    "DP2": (0, LayoutConfig()),
+    "DP2, distributed optimizer, frozen blocks": (2, LayoutConfig(distributed_optimizer=True)),
+    "TP2": (0, LayoutConfig(tensor=2, recompute="selective")),
+    "TP2, frozen blocks": (2, LayoutConfig(tensor=2, recompute="full")),
+    "TP2, SP": (0, LayoutConfig(tensor=2, sequence_parallel=True)),
+    "TP2, SP, frozen blocks": (2, LayoutConfig(tensor=2, sequence_parallel=True)),
+    "PP2": (0, LayoutConfig(pipeline=2)),
+}
+
+
+def work_all(index: int, root: Path) -> None:
+    """One of two ranks: every layout in turn, since starting processes is what takes time."""
+    for number, (frozen_blocks, layout) in enumerate(CASES.values()):
+        work(index, 2, layout, frozen_blocks, root / str(number))
+
+
 @pytest.fixture(scope="module")
-def one_rank(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
-    """The results of one rank, by number of frozen blocks."""
+def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """result.npz of every layout, and of one rank with 0 and with 2 frozen blocks."""
+    root = tmp_path_factory.mktemp("layouts")
     found = {}
     for frozen_blocks in (0, 2):
-        directory = tmp_path_factory.mktemp(f"one_{frozen_blocks}")
+        directory = root / f"one, {frozen_blocks}"
+        directory.mkdir()
         work(0, 1, LayoutConfig(), frozen_blocks, directory)
-        found[frozen_blocks] = directory / "result.npz"
+        found[directory.name] = directory / "result.npz"
+    for number, (name, (frozen_blocks, _)) in enumerate(CASES.items()):
+        directory = root / str(number)
+        directory.mkdir()
+        (directory / "known.npz").write_bytes(found[f"one, {frozen_blocks}"].read_bytes())
+        found[name] = directory / "result.npz"
+    torch.multiprocessing.spawn(work_all, args=(root,), nprocs=2)
     return found
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize(
-    ("frozen_blocks", "layout"),
-    [
-        pytest.param(0, LayoutConfig(), id="DP2"),
-        pytest.param(2, LayoutConfig(distributed_optimizer=True), id="DP2 distributed optimizer, frozen blocks"),
-        pytest.param(0, LayoutConfig(tensor=2), id="TP2"),
-        pytest.param(2, LayoutConfig(tensor=2, recompute="full"), id="TP2, frozen blocks, recompute"),
-        pytest.param(0, LayoutConfig(tensor=2, sequence_parallel=True), id="TP2 SP"),
-        pytest.param(2, LayoutConfig(tensor=2, sequence_parallel=True), id="TP2 SP, frozen blocks"),
-        pytest.param(0, LayoutConfig(pipeline=2), id="PP2"),
-    ],
-)
-def test_two_ranks_equal_one(
-    tmp_path: Path, one_rank: dict[int, Path], frozen_blocks: int, layout: LayoutConfig
-) -> None:
-    (tmp_path / "known.npz").write_bytes(one_rank[frozen_blocks].read_bytes())
-    torch.multiprocessing.spawn(work, args=(2, layout, frozen_blocks, tmp_path), nprocs=2)
-    expected, found = np.load(one_rank[frozen_blocks]), np.load(tmp_path / "result.npz")
+@pytest.mark.parametrize("case", CASES)
+def test_two_ranks_equal_one(results: dict[str, Path], case: str) -> None:
+    expected, found = np.load(results[f"one, {CASES[case][0]}"]), np.load(results[case])
     assert set(found.files) == set(expected.files)
     assert found["start"] == expected["start"]
     for name in set(found.files) - {"start"}:
@@ -187,6 +197,4 @@ def test_a_layout_that_cannot_work_is_refused_by_its_key(
     layout: LayoutConfig, model: dict[str, int], ranks: int, message: str
 ) -> None:
     with pytest.raises(ValueError, match=message):
-        check_layout(
-            ModelConfig(path="random:tiny", **model), llama_shape(read_config("random:tiny")), layout, ranks
-        )
+        check_layout(ModelConfig(path="random:tiny", **model), llama_shape(read_config("random:tiny")), layout, ranks)

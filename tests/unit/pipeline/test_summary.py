@@ -43,8 +43,8 @@ EVALS = [Evaluation(0, {7: 0.0, 8: 0.25, 9: 0.5}, 0.9), Evaluation(2, {7: 0.25, 
 
 
 def test_hand_computed_numbers() -> None:
-    s = summarise(EVENTS, STEPS, EVALS, PARENTS)
-    assert (s.steps, s.versions, s.wall_s) == (2, 3, 10.0)
+    s = summarise(EVENTS, STEPS, EVALS, PARENTS, {})
+    assert (s.steps, s.versions["weights"], s.wall_s) == (2, 3, 10.0)
     assert (s.samples_per_s, s.tokens_per_s) == (1.6, 10.0)
     assert s.stage_s == {"generate": 6.0, "update_policy": 5.75}
     assert s.busiest_gang == "gen"
@@ -68,7 +68,7 @@ def test_hand_computed_numbers() -> None:
 def test_waiting_for_a_parent_is_no_overhead() -> None:
     """With train as busiest gang (one second longer), 6.5..7 is waiting for generate 1; 7..7.25 is not."""
     longer = [*EVENTS[:-4], *_node(UPD1, "train", "t0", 0.0, 7.25, 11.0, store=0.5)]
-    s = summarise(longer, STEPS, [], PARENTS)
+    s = summarise(longer, STEPS, [], PARENTS, {})
     assert s.busiest_gang == "train"
     assert s.overhead_fraction == pytest.approx((0.5 + 0.25) / 11)
     assert s.eval is None
@@ -77,13 +77,13 @@ def test_waiting_for_a_parent_is_no_overhead() -> None:
 def test_the_time_between_a_stop_and_a_resume_does_not_count() -> None:
     resumed = [*EVENTS, Event(1000.0, EventKind.RUN_STARTED)]
     resumed += _node(Address("generate", 2), "gen", "g0", 1001.0, 1002.0, 1004.0)
-    s = summarise(resumed, STEPS, [], PARENTS)
+    s = summarise(resumed, STEPS, [], PARENTS, {})
     assert s.wall_s == 13.0
     assert s.overhead_fraction == pytest.approx((1 + 1 + 1) / 13), "1001..1002: ready, not started"
 
 
 def test_nothing_happened() -> None:
-    s = summarise([], [], [], {})
+    s = summarise([], [], [], {}, {})
     assert (s.wall_s, s.overhead_fraction, s.stage_s, s.busiest_gang, s.eval) == (0.0, 0.0, {}, None, None)
 
 
@@ -91,7 +91,7 @@ def test_ranks_of_a_node_count_once_by_stage() -> None:
     ranks = [Event(2.0, EventKind.FINISHED, stage="value", step=0, rank=r, gang="t", worker=f"t{r}", seconds=2.0)
              for r in range(2)]  # fmt: skip
     assert [b.rank for b in boxes(ranks)] == [0, 1]
-    assert summarise(ranks, [], [], {}).stage_s == {"value": 2.0}
+    assert summarise(ranks, [], [], {}, {}).stage_s == {"value": 2.0}
 
 
 def test_paired_t_needs_spread() -> None:

@@ -140,8 +140,8 @@ def test_values_are_the_head_on_the_state_before_each_token(
     at = (state @ head[0] + 0.25).numpy()
     for b in range(6):
         start, end = rollout.prompt_lengths[b], rollout.prompt_lengths[b] + rollout.response_lengths[b]
-        np.testing.assert_allclose(found.values[b, start:end], at[b, start - 1 : end - 1], atol=1e-5)
-        np.testing.assert_allclose(found.bootstrap_values[b], at[b, end - 1], atol=1e-5)
+        np.testing.assert_allclose(found.values[b, start:end], at[b, start - 1 : end - 1], atol=1e-5, rtol=1e-5)
+        np.testing.assert_allclose(found.bootstrap_values[b], at[b, end - 1], atol=1e-5, rtol=1e-5)
         assert not found.values[b, end:].any()
 
 

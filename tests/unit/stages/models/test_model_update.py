@@ -22,7 +22,7 @@ from stages.models.protocol import PolicyBatch, Rank, Role, ValueBatch
 from stages.models.trainer import learning_rate
 from stages.ppo.config import KLConfig, PPOConfig
 from stages.ppo.packing import minibatches
-from storage.records import Advantages, PolicyLogprobs, ReferenceLogprobs, Rollout, Values
+from storage.records import Advantages, ReferenceLogprobs, Rollout
 
 ROWS, SEQ, SEED = 8, 12, 5
 LR, EPS, WEIGHT_DECAY = 1e-3, 1e-5, 0.1
@@ -33,7 +33,12 @@ def model_config(dtype: Any = "float32", frozen_blocks: int = 0, micro_batch_row
         lr=LR, decay="constant", eps=EPS, weight_decay=WEIGHT_DECAY, micro_batch_rows=micro_batch_rows
     )
     return ModelConfig(
-        path="random:tiny", dtype=dtype, frozen_blocks=frozen_blocks, critic_blocks=2, policy=optimizer, critic=optimizer
+        path="random:tiny",
+        dtype=dtype,
+        frozen_blocks=frozen_blocks,
+        critic_blocks=2,
+        policy=optimizer,
+        critic=optimizer,
     )
 
 

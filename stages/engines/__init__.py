@@ -1,0 +1,1 @@
+"""The GenerationEngine protocol and the engines behind it."""

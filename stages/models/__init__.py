@@ -1,0 +1,1 @@
+"""The trained models and the reference, held by megatron-core: the only folder that imports it."""

@@ -1,0 +1,1 @@
+"""The Reward protocol, and the rewards that a config can name."""

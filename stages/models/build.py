@@ -137,7 +137,8 @@ def _stage(blueprint: Blueprint, num_blocks: int, *, embedding: bool, output: bo
         pipeline_model_parallel_size=layout.pipeline,
         sequence_parallel=layout.sequence_parallel,
         params_dtype=blueprint.dtype,
-        pipeline_dtype=blueprint.dtype,
+        pipeline_dtype=torch.float32,  # what stages hand on is the residual stream
+        fp32_residual_connection=True,
         bf16=blueprint.dtype is torch.bfloat16,
         variable_seq_lengths=layout.pipeline > 1,  # micro-batches are trimmed, so that their shapes differ
         moe_token_dispatcher_type="alltoall",  # unused here; the default refuses variable_seq_lengths

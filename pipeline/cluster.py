@@ -1,5 +1,8 @@
 """Worker processes: one Dask worker per rank or replica, each under a nanny that starts it again when it dies.
 
+    driver ──► forkserver (distributed imported; SIGINT blocked) ──fork──► worker processes
+      └ threads: scheduler, nannies
+
 May import dask and distributed.
 """
 
@@ -8,13 +11,19 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import socket
 import tempfile
+import time
+from collections.abc import Iterable
+from contextlib import ExitStack
+from multiprocessing import forkserver
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import dask
 from distributed import Client, Nanny, Scheduler, SpecCluster
+from distributed.utils import get_mp_context
 
 from pipeline.calls import pin_resource, slot_resource, worker_name
 from pipeline.config import RunConfig
@@ -27,7 +36,8 @@ _DASK_SETTINGS = {
     "distributed.scheduler.allowed-failures": 0,
     "distributed.scheduler.worker-ttl": None,  # long native calls hold the GIL; `cluster.deadline_s` is our own
     "distributed.worker.daemon": False,
-    "distributed.worker.multiprocessing-method": "spawn",
+    # Processes fork from a clean one that has imported distributed (not torch): they start in a tenth of the time.
+    "distributed.worker.multiprocessing-method": "forkserver",
     "distributed.worker.profile.enabled": False,
     "distributed.worker.memory.target": False,
     "distributed.worker.memory.spill": False,
@@ -35,11 +45,14 @@ _DASK_SETTINGS = {
     "distributed.worker.memory.terminate": False,
     "distributed.comm.timeouts.connect": "60s",
     "distributed.admin.tick.limit": "60s",
-    "distributed.nanny.pre-spawn-environ.MALLOC_TRIM_THRESHOLD_": "65536",
-    "distributed.nanny.pre-spawn-environ.OMP_NUM_THREADS": None,  # each gang has its own, below
-    "distributed.nanny.pre-spawn-environ.MKL_NUM_THREADS": None,
-    "distributed.nanny.pre-spawn-environ.OPENBLAS_NUM_THREADS": None,
+    "distributed.nanny.pre-spawn-environ": {},  # it would be set in the driver itself; see _FORKSERVER_ENVIRONMENT
 }
+_FORKSERVER_ENVIRONMENT = {
+    "MALLOC_TRIM_THRESHOLD_": "65536",
+    "OPENBLAS_NUM_THREADS": "1",  # numpy's, which is loaded before the fork; torch has `placement.gangs.*.threads`
+    "DASK_LOGGING__DISTRIBUTED": "warning",
+}
+_KILL_S = 30.0
 _ANY = 1_000_000.0
 """Capacity of a pin that limits nothing: threads do."""
 
@@ -79,9 +92,6 @@ class LocalWorkers:
     """Owns the scheduler and all worker processes of a run on this machine, and the client connected to them."""
 
     def __init__(self, config: RunConfig) -> None:
-        self._scratch = tempfile.TemporaryDirectory(prefix="stageline-")
-        self._dask_config = dask.config.set({**_DASK_SETTINGS, "temporary-directory": self._scratch.name})
-        self._dask_config.__enter__()
         gangs = config.gangs()
         shared = sum(config.placement.gangs[g.name].threads * g.workers for g in gangs) > 1
         specs: dict[str, Any] = {}
@@ -101,23 +111,36 @@ class LocalWorkers:
             "cls": Scheduler,
             "options": {
                 "host": "127.0.0.1",
-                "dashboard_address": config.cluster.dashboard,
+                "dashboard_address": _free_address(config.cluster.dashboard),
                 "dashboard": config.cluster.dashboard is not None,
             },
         }
-        self._cluster = SpecCluster(workers=specs, scheduler=scheduler, silence_logs=logging.CRITICAL)
-        self.client = Client(self._cluster)
+        with ExitStack() as stack:  # what is open is closed again if the rest cannot be opened
+            scratch = stack.enter_context(tempfile.TemporaryDirectory(prefix="stageline-", ignore_cleanup_errors=True))
+            stack.enter_context(dask.config.set({**_DASK_SETTINGS, "temporary-directory": scratch}))
+            _start_forkserver()
+            self._cluster = SpecCluster(workers=specs, scheduler=scheduler, silence_logs=logging.CRITICAL)
+            stack.callback(self._close_cluster)
+            self._has_dashboard = config.cluster.dashboard is not None
+            self.client = stack.enter_context(Client(self._cluster))
+            self._stack = stack.pop_all()
 
     @property
     def dashboard(self) -> str | None:
         """Address of the Dask dashboard, where there is one."""
-        return self.client.dashboard_link if "dashboard" in self._cluster.scheduler.services else None
+        return self.client.dashboard_link if self._has_dashboard else None
 
     def close(self) -> None:
-        self.client.close()
+        """Ends every process at once, in the middle of whatever it does: what counts is committed, and a stage that
+        hangs must not hold up the end of the run."""
+        self._stack.close()
+
+    def _close_cluster(self) -> None:
+        for nanny in self._cluster.workers.values():
+            nanny.close_gracefully()  # from here on an ended process is not started again
+            if nanny.pid is not None:
+                os.kill(nanny.pid, signal.SIGKILL)
         self._cluster.close()
-        self._dask_config.__exit__(None, None, None)
-        self._scratch.cleanup()
 
     def __enter__(self) -> LocalWorkers:
         return self
@@ -126,13 +149,46 @@ class LocalWorkers:
         self.close()
 
 
-def kill_worker(client: Client, name: str) -> None:
-    """Ends a worker's process, whatever state it is in (also stopped, also stuck in a collective); its nanny starts a
-    new one. Nothing happens if the scheduler does not know it: then it is already being replaced."""
+def _start_forkserver() -> None:
+    """Starts the process that all workers are forked from, unless this one has it already. It has SIGINT blocked, and so
+    have they: Ctrl-C reaches the whole terminal, but it is the driver that must end the run."""
+    before = {name: os.environ.get(name) for name in _FORKSERVER_ENVIRONMENT}
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        os.environ.update(_FORKSERVER_ENVIRONMENT)
+        get_mp_context()  # tells the server what to import
+        forkserver.ensure_running()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        for name, value in before.items():
+            os.environ.pop(name) if value is None else os.environ.update({name: value})
+
+
+def _free_address(wanted: str | None) -> str:
+    """The dashboard's address, with any port where that one is taken (Dask would warn)."""
+    host, _, port = (wanted or "127.0.0.1:0").rpartition(":")
+    with socket.socket() as probe:
+        try:
+            probe.bind((host, int(port)))
+        except OSError:
+            return f"{host}:0"
+    return f"{host}:{port}"
+
+
+def kill_workers(client: Client, addresses: Iterable[str]) -> None:
+    """Ends processes, whatever state they are in (also stopped, also stuck in a collective), and waits until the
+    scheduler has seen it, lest it send them work; their nannies start new ones. Unknown addresses are passed over: those
+    have ended."""
+    addresses = set(addresses)
+    give_up = time.monotonic() + _KILL_S  # a host that is gone answers nobody
+    while (alive := addresses & set(workers_by_address(client))) and time.monotonic() < give_up:
+        client.run(_kill_process, workers=sorted(alive), nanny=True, on_error="ignore")
+
+
+def workers_by_address(client: Client) -> dict[str, str]:
+    """Names of the worker processes that the scheduler knows, by their addresses."""
     workers = client.scheduler_info(n_workers=-1)["workers"]
-    addresses = [address for address, info in workers.items() if info["name"] == name]
-    if addresses:
-        client.run(_kill_process, workers=addresses, nanny=True, on_error="ignore")
+    return {address: str(info["name"]) for address, info in workers.items()}
 
 
 def _kill_process(dask_worker: Any) -> None:

@@ -9,6 +9,7 @@ from functools import wraps
 from pathlib import Path
 
 from rich.console import Console
+from rich.text import Text
 
 from pipeline.cli import BAD_INPUT, DONE, INTERRUPTED, STAGE_FAILED
 from pipeline.config import ConfigError, RunConfig, load_config, load_yaml
@@ -19,6 +20,7 @@ from pipeline.paths import RunPaths
 from pipeline.preflight import check_run_directory, preflight
 from pipeline.replay import replay_node
 from pipeline.run import run as run_config
+from pipeline.trainer import ReplayMismatch
 from pipeline.verify import verify_run
 from storage.errors import StoreError
 
@@ -30,12 +32,13 @@ def _console() -> Console:
 
 
 def _refuse(text: str) -> int:
-    Console(stderr=True).print(f"[bold red]refused[/] {_plain(text)}", highlight=False)
-    return BAD_INPUT
+    return _say("refused", text, BAD_INPUT)
 
 
-def _plain(text: str) -> str:
-    return text.replace("[", r"\[")
+def _say(what: str, text: str, code: int) -> int:
+    """One message on stderr, on one line however long (a terminal folds it); returns the exit code."""
+    Console(stderr=True).print(Text.assemble((what, "bold red"), " ", text), soft_wrap=True)
+    return code
 
 
 def _answers(command: Command) -> Command:
@@ -49,9 +52,10 @@ def _answers(command: Command) -> Command:
             return _refuse(str(error))
         except StoreError as error:
             return _refuse(str(error))
-        except StageFailed as error:
-            Console(stderr=True).print(f"[bold red]failed[/] {_plain(str(error))}", highlight=False)
-            return STAGE_FAILED
+        except (StageFailed, ReplayMismatch) as error:
+            return _say("failed", str(error), STAGE_FAILED)
+        except KeyboardInterrupt:
+            return _say("interrupted", options.command, INTERRUPTED)
 
     return guarded
 
@@ -61,7 +65,8 @@ def _execute(config: RunConfig, *, resume: bool) -> int:
     try:
         run_config(config, console, resume=resume)
     except KeyboardInterrupt:
-        console.print(f"interrupted; `stageline resume {RunPaths(config.run_dir).root}` continues this run")
+        hint = f"`stageline resume {RunPaths(config.run_dir).root}` continues this run"
+        console.print(f"interrupted; {hint}", markup=False, highlight=False, soft_wrap=True)
         return INTERRUPTED
     return DONE
 
@@ -104,11 +109,15 @@ def check(options: argparse.Namespace) -> int:
         report = verify_run(config)
         console.print(report.render())
         return DONE if report.sound else BAD_INPUT
-    config = load_config([options.target], options.overrides)
+    files, overrides = _split([options.target, *options.more])
+    config = load_config(files, overrides)
     check_run_directory(config, resume=False)
     checked = preflight(config)
     train, held_out = len(checked.prompts.train), len(checked.prompts.held_out)
-    console.print(f"{options.target}: would run ({train} prompts to train on, {held_out} held out)")
+    console.print(
+        f"{options.target}: would run ({train} prompts to train on, {held_out} held out)",
+        markup=False, highlight=False, soft_wrap=True,
+    )  # fmt: skip
     return DONE
 
 
@@ -132,5 +141,5 @@ def export(options: argparse.Namespace) -> int:
     """`stageline export RUN [--version V] [--to DIR]`."""
     config = saved_config(options.run_dir)
     target = export_version(config, options.version, None if options.to is None else Path(options.to))
-    _console().print(f"wrote {target}")
+    _console().print(f"wrote {target}", markup=False, highlight=False, soft_wrap=True)
     return DONE

@@ -22,7 +22,7 @@ from omegaconf.errors import OmegaConfBaseException
 from pipeline.dispatch import Gang, gangs_of
 from pipeline.graph import GraphSpec
 from stages.engines.config import EngineConfig, SamplingConfig
-from stages.models.config import LayoutConfig, ModelConfig
+from stages.models.config import LayoutConfig, ModelConfig, OptimizerConfig
 from stages.models.protocol import Role
 from stages.ppo.config import PPOConfig
 from stages.rewards.protocol import RewardConfig
@@ -269,10 +269,11 @@ def flatten(config: RunConfig) -> dict[str, str]:
 
 
 def config_hash(config: RunConfig) -> str:
-    """Digest of everything that decides what is computed: two runs with the same digest may share a directory. Where a
-    run keeps its files, shows itself and how long it waits are left out, and `steps` too: a run may be prolonged."""
+    """Digest of everything that decides what is computed: two runs with the same digest may share a directory. What a
+    run is called, where it keeps its files, how it shows itself and how long it waits are left out, and `steps` too
+    where the learning rates do not depend on it: such a run may be prolonged."""
     content: Any = OmegaConf.to_container(OmegaConf.structured(config))
-    for key in ("runs_dir", "tracking", "cluster", "export", "checkpoint"):
+    for key in ("name", "runs_dir", "tracking", "cluster", "export", "checkpoint"):
         del content[key]
     if config.model.policy.decay == "constant" and config.model.critic.decay == "constant":
         del content["steps"]
@@ -369,10 +370,35 @@ def _check_ranges(c: RunConfig) -> None:
             c.prompts.opening_tokens,
             f"must be from 1 to prompts.max_tokens = {c.prompts.max_tokens}",
         )
+    optional = {"ppo.value_clip": c.ppo.value_clip, "ppo.kl.target": c.ppo.kl.target}
+    for key, number in optional.items():
+        _require(number is None or number > 0, key, number, "must be above 0, or null for none")
+    for role, optimizer in {"policy": c.model.policy, "critic": c.model.critic}.items():
+        _check_optimizer(f"model.{role}", optimizer)
+    uri = c.tracking.uri
+    _require(
+        uri is None or uri.startswith(("sqlite:///", "http://", "https://")),
+        "tracking.uri",
+        uri,
+        "must begin with sqlite:/// (a file) or http:// or https:// (a server), or be null for no tracking",
+    )
     if c.ppo.anchor == "proximal" and c.ppo.proximal == "sampler" and c.ppo.correction == "mask":
         raise ConfigError(
             "ppo.correction", "given 'mask'; with ppo.proximal=sampler every weight is 1: use ppo.correction=none"
         )
+
+
+def _check_optimizer(key: str, optimizer: OptimizerConfig) -> None:
+    for beta in optimizer.betas:
+        _require(0 <= beta < 1, f"{key}.betas", optimizer.betas, "both must be from 0 to below 1 (0.9 and 0.95 are usual)")
+    _require(optimizer.eps > 0, f"{key}.eps", optimizer.eps, "must be above 0 (1e-5 is usual)")
+    not_negative = {
+        "warmup_steps": optimizer.warmup_steps,
+        "weight_decay": optimizer.weight_decay,
+        "max_grad_norm": optimizer.max_grad_norm,
+    }
+    for name, value in not_negative.items():
+        _require(math.isfinite(value) and value >= 0, f"{key}.{name}", value, "must be 0 or more (0: none)")
 
 
 def _divisors(number: int) -> str:

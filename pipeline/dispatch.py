@@ -7,7 +7,8 @@ Three ways for a node to get a worker:
   rank has two, which hides the round trip.
 - **slot**: on one replica of a pool, when a slot there is free (a replica eight times slower gets fewer shards, which
   Dask's own placement would not do).
-- **free**: on the least loaded replica of a pool, as soon as all parents are submitted: Dask's own graph, run ahead.
+- **free**: on the least loaded replica of a pool, as soon as its parents of the same turn are submitted: Dask's own
+  graph, run ahead. It waits for parents of earlier turns, so that a chain of steps is not one endless Dask graph.
 
 Losing a worker resets its unfinished nodes, and whatever was already submitted on top of them, to waiting; finished
 nodes stay finished, since their output is in the store.
@@ -24,7 +25,7 @@ from enum import StrEnum
 
 from pipeline.graph import Node
 from stages.models.protocol import Role
-from storage.address import Address, Ref
+from storage.address import Address
 
 
 class Mode(StrEnum):
@@ -81,6 +82,7 @@ class _Entry:
     node: Node
     state: _State = _State.WAITING
     attempts: int = 0
+    losses: int = 0
     submit: Submit | None = None
 
 
@@ -107,6 +109,8 @@ class Dispatch:
         self._gang_of = {role: state for state in self._gangs.values() for role in state.gang.roles}
         self._entries: dict[Address, _Entry] = {}
         self._children: dict[Address, list[Address]] = {}
+        self._ready: dict[str, set[Address]] = {name: set() for name in self._gangs}
+        """Waiting nodes whose parents let them go, by gang: all that `next_submits` has to look at."""
 
     # ---- what happened -------------------------------------------------------------------------------------------
 
@@ -117,7 +121,9 @@ class Dispatch:
         for node in nodes:
             self._entries[node.address] = _Entry(node, _State.DONE if node.address in finished else _State.WAITING)
             for parent in node.parents:
-                self._children.setdefault(parent, []).append(node.address)
+                if parent in self._entries:
+                    self._children.setdefault(parent, []).append(node.address)
+            self._look_at(node.address)
 
     def worker_up(self, gang: str, worker: int) -> None:
         """A replica can take work; for an ordered gang: all ranks can (call once, with rank 0)."""
@@ -133,7 +139,7 @@ class Dispatch:
         state = self._gangs[gang]
         if state.gang.ordered:
             state.up = False
-            return self.lost(list(state.out))
+            return self.lost(sorted(state.out))
         state.slots.pop(worker, None)
         state.loads.pop(worker, None)
         state.up = bool(state.slots)
@@ -143,25 +149,29 @@ class Dispatch:
         """Whether a pool has another usable replica."""
         return any(replica != worker for replica in self._gangs[gang].slots)
 
-    def done(self, address: Address, ref: Ref | None = None) -> bool:
+    def done(self, address: Address) -> bool:
         """A node has its commit. False if it already was done (the second of two attempts)."""
         entry = self._entries[address]
         if entry.state is _State.DONE:
             return False
         self._release_place(entry)
-        entry.state = _State.DONE
+        self._set(entry, _State.DONE)
         return True
 
     def lost(self, addresses: Iterable[Address]) -> list[Address]:
-        """The attempts of these nodes will not finish: they, and submitted nodes that hang on them, wait again."""
+        """The attempts of these nodes will not finish: they, and submitted nodes that hang on them, wait again. Returns
+        all that were reset. Only the nodes named count a loss."""
         reset: list[Address] = []
         stack = list(addresses)
+        for address in stack:
+            self._entries[address].losses += self._entries[address].state is _State.SUBMITTED
         while stack:
             entry = self._entries[stack.pop()]
             if entry.state is not _State.SUBMITTED:
                 continue
             self._release_place(entry)
-            entry.state, entry.submit = _State.WAITING, None
+            entry.submit = None
+            self._set(entry, _State.WAITING)
             reset.append(entry.node.address)
             stack += [c for c in self._children.get(entry.node.address, ()) if c in self._entries]
         return reset
@@ -179,32 +189,24 @@ class Dispatch:
         """Everything that can be handed out now, most urgent first; each is marked as submitted."""
         submits: list[Submit] = []
         progress = True
-        while progress:
-            ready = [e.node for e in self._entries.values() if e.state is _State.WAITING and self._placeable(e.node)]
-            heapq.heapify(ready)
+        while progress:  # a node that was handed out may let FREE nodes follow
+            nodes = [self._entries[a].node for name, ready in self._ready.items() if self._gangs[name].up for a in ready]
+            heapq.heapify(nodes)
             progress = False
-            while ready:
-                submit = self._place(heapq.heappop(ready))
+            while nodes:
+                submit = self._place(heapq.heappop(nodes))
                 if submit is not None:
                     submits.append(submit)
                     progress = True
         return submits
 
-    def attempts(self, address: Address) -> int:
-        """How often a node has been handed out."""
-        return self._entries[address].attempts
+    def losses(self, address: Address) -> int:
+        """How often it was lost with its worker."""
+        return self._entries[address].losses
 
     def is_done(self, address: Address) -> bool:
         """Whether a node is done; a node that is not held any more is."""
         return address not in self._entries or self._entries[address].state is _State.DONE
-
-    def unfinished(self) -> list[Address]:
-        return [a for a, e in self._entries.items() if e.state is not _State.DONE]
-
-    def running(self, address: Address) -> Submit | None:
-        """The instruction a node is out with, if it is."""
-        entry = self._entries.get(address)
-        return entry.submit if entry is not None and entry.state is _State.SUBMITTED else None
 
     # ---- how -----------------------------------------------------------------------------------------------------
 
@@ -213,17 +215,29 @@ class Dispatch:
         submit = entry.submit
         return entry.state is _State.SUBMITTED and submit is not None and (submit.gang, submit.replica) == (gang, replica)
 
-    def _placeable(self, node: Node) -> bool:
-        state = self._gang_of[node.role]
-        if not state.up:
-            return False
-        if state.gang.mode(node.role) is Mode.FREE:
-            return all(self._parent_state(p) is not _State.WAITING for p in node.parents)
-        return all(self._parent_state(p) is _State.DONE for p in node.parents)
+    def _set(self, entry: _Entry, state: _State) -> None:
+        """Moves a node to a state, which may let its children go or hold them back."""
+        entry.state = state
+        self._look_at(entry.node.address)
+        for child in self._children.get(entry.node.address, ()):
+            if child in self._entries:
+                self._look_at(child)
 
-    def _parent_state(self, address: Address) -> _State:
-        entry = self._entries.get(address)
-        return _State.DONE if entry is None else entry.state
+    def _look_at(self, address: Address) -> None:
+        """Puts a node among the ready ones, or takes it out."""
+        entry = self._entries[address]
+        gang = self._gang_of[entry.node.role].gang
+        free = gang.mode(entry.node.role) is Mode.FREE
+        if entry.state is _State.WAITING and all(self._lets_go(p, entry.node, free) for p in entry.node.parents):
+            self._ready[gang.name].add(address)
+        else:
+            self._ready[gang.name].discard(address)
+
+    def _lets_go(self, address: Address, child: Node, free: bool) -> bool:
+        parent = self._entries.get(address)
+        if parent is None or parent.state is _State.DONE:
+            return True
+        return free and parent.state is _State.SUBMITTED and parent.node.turn == child.turn
 
     def _place(self, node: Node) -> Submit | None:
         state, entry = self._gang_of[node.role], self._entries[node.address]
@@ -244,8 +258,8 @@ class Dispatch:
             replica = min(state.loads, key=lambda r: (state.loads[r], r))
             state.loads[replica] += 1
         entry.submit = Submit(node, state.gang.name, mode, entry.attempts, replica, sequence)
-        entry.state = _State.SUBMITTED
         entry.attempts += 1
+        self._set(entry, _State.SUBMITTED)
         return entry.submit
 
     def _release_place(self, entry: _Entry) -> None:

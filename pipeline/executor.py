@@ -6,20 +6,26 @@
       carries out  Dispatch's instructions, as `client.submit` with the parents' futures
 
 A node's Dask key is (stage, step, shard[, rank]), so that the dashboard groups by stage; a later attempt adds its
-number, because a key whose old future is still held anywhere returns its old error.
+number, because a key whose old future is still held anywhere returns its old error. Parents' futures are passed as
+arguments, for the dashboard's edges, except into every `_LINEAGE`th turn: Dask remembers all ancestors of a task it
+remembers, and would otherwise hold the whole run.
 
 What is lost and what is wrong: a worker that dies loses its unfinished nodes and they run again, up to
 `cluster.attempts` times; an exception that a stage raises is wrong, and ends the run. In a gang, a rank may raise
-because a peer died: the verdict waits for the peers' futures, at most `_PEER_GRACE_S`.
+because a peer died: then the verdict waits for `_PEER_GRACE_S` for the news of a death.
 
-A replica that is overdue (stopped, hung) is *suspect*: its shards run elsewhere at once, and if it comes back it finds
-their commits and discards its own; if it does not, it is killed after another deadline.
+A worker that is overdue (stopped, hung) is killed, if nobody else can do its work. Otherwise it is *suspect*: its shards
+run elsewhere at once. When all that it had come back, finding commits and discarding their own, it gets work again; if
+they do not within another deadline, it is killed.
+
+Time is counted by a clock that stands still while the driver does (a suspended job must not find every deadline past).
 
 May import distributed and the pipeline's own plain modules.
 """
 
 from __future__ import annotations
 
+import math
 import queue
 import time
 import uuid
@@ -27,13 +33,14 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import CancelledError
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from distributed import Client, Future
 from distributed.comm import CommClosedError
 from distributed.scheduler import KilledWorker, NoValidWorkerError, NoWorkerError
 
-from pipeline.calls import Call, Outcome, WorkerLost, WorkerSpec, pin_resource, slot_resource, worker_name
-from pipeline.cluster import kill_worker
+from pipeline.calls import Call, Outcome, ResultLost, WorkerLost, WorkerSpec, pin_resource, slot_resource, worker_name
+from pipeline.cluster import kill_workers, workers_by_address
 from pipeline.dispatch import Dispatch, Gang, Mode, Submit
 from pipeline.events import Event, EventKind, Journal
 from pipeline.graph import Node
@@ -41,8 +48,16 @@ from pipeline.worker import build_worker, run_node
 from stages.models.protocol import Role
 from storage.address import Address
 
-_LOST = (KilledWorker, WorkerLost, CancelledError, CommClosedError, NoWorkerError, NoValidWorkerError)
-_PEER_GRACE_S = 20.0
+_LOST = (KilledWorker, WorkerLost, ResultLost, CancelledError, CommClosedError, NoWorkerError, NoValidWorkerError)
+_PEER_ERRORS = (RuntimeError, OSError)
+"""What a collective raises when a peer is gone; also what much else raises."""
+_PEER_GRACE_S = 5.0
+_LONGEST_LOOK_S = 5.0
+"""The most that the driver's clock advances from one look to the next."""
+_ANSWER_S = 30.0
+_LINEAGE = 8
+_FIRST = 1
+"""Dask priority of a build: nodes have negative ones."""
 _COLLECTIVE = frozenset({Role.POLICY, Role.VALUE, Role.REFERENCE})
 
 
@@ -60,6 +75,8 @@ class ExecutorSettings:
     start_timeout_s: float
     deadline_s: float
     attempts: int
+    log_dir: Path | None = None
+    """Where workers write what they print; None: to the driver's terminal."""
 
 
 @dataclass
@@ -69,7 +86,10 @@ class _Attempt:
     submit: Submit
     name: str
     futures: dict[int, Future]
-    deadline: float
+    ready: float | None
+    """When all its parents were done; None while it runs ahead of them."""
+    verdict: float = math.inf
+    """When the errors it has are taken for its own, and no longer for a peer's death."""
     outcomes: dict[int, Outcome] = field(default_factory=dict)
     errors: dict[int, BaseException] = field(default_factory=dict)
 
@@ -79,24 +99,49 @@ class _Attempt:
         return self.futures[min(self.futures)]
 
 
+@dataclass(frozen=True)
+class _Result:
+    """Of a finished node: the future that children may depend on, the worker that holds it, the node's turn."""
+
+    future: Future
+    holder: str
+    turn: int
+
+
 @dataclass
 class _Worker:
-    """One worker process as the driver knows it."""
+    """One incarnation of a worker process as the driver knows it."""
 
     spec: WorkerSpec
-    building: Future | None = None
-    build_deadline: float = float("inf")
-    suspect_until: float | None = None
+    building: Future
+    deadline: float
+    """While it is built: when that is overdue. Once it is up: when a suspect is given up."""
+    up: bool = False
+    address: str | None = None
+    """Dask's; known once it is built."""
+    progress: float = 0.0
+    """When it last finished something."""
+    error: BaseException | None = None
+    """Of a build that may have failed because a peer died."""
+    late: dict[Address, tuple[Node, Future]] = field(default_factory=dict)
+    """Of a suspect: attempts that were given up and have not come back."""
 
 
 @dataclass(frozen=True)
-class _Notice:
+class _Ended:
     """A future ended; `address` is None for a build."""
 
     future: Future
     address: Address | None
     gang: str
     index: int
+
+
+@dataclass(frozen=True)
+class _Removed:
+    """A worker process ended, by its Dask address."""
+
+    worker: str
 
 
 class Executor:
@@ -117,17 +162,21 @@ class Executor:
         self._journal = journal
         self._settings = settings
         self._on_done = on_done
-        self._notices: queue.SimpleQueue[_Notice] = queue.SimpleQueue()
+        self._notices: queue.SimpleQueue[_Ended | _Removed] = queue.SimpleQueue()
         self._attempts: dict[Address, _Attempt] = {}
-        self._results: dict[Address, tuple[Future, str]] = {}
-        self._late: dict[object, tuple[Node, Future]] = {}
+        self._results: dict[Address, _Result] = {}
         self._workers: dict[tuple[str, int], _Worker] = {}
+        self._losses: dict[tuple[str, int], int] = {}
+        """How often each replica or gang was lost since it last finished a node."""
         self._name = uuid.uuid4().hex[:8]
+        self._looked = time.monotonic()
+        self._now = 0.0
 
     # ---- the loop ------------------------------------------------------------------------------------------------
 
     def start(self) -> None:
         """Begins to build every worker; each is given nodes as soon as it is up."""
+        self._client.subscribe_topic("all", self._hear)
         for gang in self._gangs.values():
             self._build(gang, range(gang.workers), incarnation=0)
 
@@ -140,71 +189,81 @@ class Executor:
         while not finished():
             for submit in self._dispatch.next_submits():
                 self._submit(submit)
-            try:
-                notice = self._notices.get(timeout=self._patience())
-            except queue.Empty:
-                self._check_deadlines()
-                continue
-            if notice.address is None:
+            notice = self._next_notice()
+            if isinstance(notice, _Removed):
+                self._removed(notice)
+            elif notice is not None and notice.address is None:
                 self._build_ended(notice)
-            else:
+            elif notice is not None:
                 self._node_ended(notice)
+            self._check_deadlines()
 
     def release(self, addresses: Iterable[Address]) -> None:
         """Lets go of the results of nodes that no later node depends on."""
         for address in addresses:
             if address in self._results:
-                self._results.pop(address)[0].release()
+                self._results.pop(address).future.release()
 
     def close(self) -> None:
-        """Cancels what is out; what a stage is in the middle of ends with its process."""
-        for attempt in self._attempts.values():
-            for future in attempt.futures.values():
-                future.release()
-        for _, future in self._late.values():
+        """Lets go of everything that is out; what a stage is in the middle of ends with its process."""
+        futures = [future for attempt in self._attempts.values() for future in attempt.futures.values()]
+        for worker in self._workers.values():
+            futures += [worker.building, *(future for _, future in worker.late.values())]
+        for future in futures:
             future.release()
         self._attempts.clear()
-        self._late.clear()
+        self._workers.clear()
         self.release(list(self._results))
 
-    def _patience(self) -> float:
-        """Seconds to wait for a notice: until the next deadline, and at most one."""
-        deadlines = [a.deadline for a in self._attempts.values()]
-        deadlines += [w.build_deadline for w in self._workers.values()]
-        deadlines += [w.suspect_until for w in self._workers.values() if w.suspect_until is not None]
-        return min(1.0, max(0.001, min(deadlines, default=float("inf")) - time.monotonic()))
+    def _next_notice(self) -> _Ended | _Removed | None:
+        """What happened next; None if nothing does before somebody should look at the deadlines."""
+        try:
+            notice = self._notices.get(timeout=min(1.0, self._settings.deadline_s / 4))
+        except queue.Empty:
+            notice = None
+        now = time.monotonic()
+        self._now += min(now - self._looked, _LONGEST_LOOK_S)
+        self._looked = now
+        return notice
 
     def _watch(self, future: Future, address: Address | None, gang: str, index: int) -> None:
-        notice = _Notice(future, address, gang, index)
+        notice = _Ended(future, address, gang, index)
         future.add_done_callback(lambda _: self._notices.put(notice))
+
+    def _hear(self, event: tuple[float, object]) -> None:
+        """Takes the scheduler's news of a process that ended (called in the client's thread)."""
+        message = event[1]
+        if isinstance(message, dict) and message.get("action") == "remove-worker":
+            self._notices.put(_Removed(str(message["worker"])))
 
     # ---- nodes ---------------------------------------------------------------------------------------------------
 
     def _submit(self, submit: Submit) -> None:
         node, gang = submit.node, self._gangs[submit.gang]
         address = node.address
-        if submit.attempt >= self._settings.attempts:
-            raise StageFailed(f"{address} was lost with its worker {submit.attempt} times (cluster.attempts)")
+        if self._dispatch.losses(address) >= self._settings.attempts:
+            raise StageFailed(f"{address} was lost with its worker {self._settings.attempts} times (cluster.attempts)")
         if submit.mode is not Mode.ORDERED:
             indices: Iterable[int] = (submit.replica,)
         else:
             indices = range(gang.workers) if node.role in _COLLECTIVE else (0,)
         name = f"a{submit.attempt}-{self._name}"
-        parents = [f for f in map(self._future_of, node.parents) if f is not None]
+        parents = [future for future in (self._edge(parent, node) for parent in node.parents) if future is not None]
+        pin = pin_resource if submit.mode is Mode.FREE else slot_resource
         futures = {}
         for index in indices:
-            pin = pin_resource if submit.mode is Mode.FREE else slot_resource
             key: tuple[object, ...] = (address.stage, address.step, address.shard)
             key += (index,) if gang.ordered and gang.workers > 1 else ()
             key += (name,) if submit.attempt else ()
+            worker = self._workers[submit.gang, index].spec
             call = Call(
                 address=address,
                 attempt=name,
                 version=node.version,
                 inputs=node.inputs,
                 gang=submit.gang,
-                worker=worker_name(submit.gang, index),
-                incarnation=self._workers[submit.gang, index].spec.incarnation,
+                worker=worker.name,
+                incarnation=worker.incarnation,
                 sequence=submit.sequence,
             )
             futures[index] = self._client.submit(
@@ -213,51 +272,59 @@ class Executor:
                 *parents,
                 key=key,
                 resources={pin(submit.gang, index): 1},
-                priority=-node.priority[0],
+                priority=-(100 * node.turn + node.priority[1]),
                 retries=0,
                 pure=False,
             )
-        self._attempts[address] = _Attempt(submit, name, futures, time.monotonic() + self._settings.deadline_s)
+        self._attempts[address] = _Attempt(submit, name, futures, self._now if self._parents_done(node) else None)
         self._journal.now(EventKind.SUBMITTED, **_where(address), gang=submit.gang, attempt=name)
         for index, future in futures.items():
             self._watch(future, address, submit.gang, index)
 
-    def _future_of(self, address: Address) -> Future | None:
-        """The future that a child depends on, so that the dashboard draws the edge; None for a parent whose commit was
-        found or whose step is long over."""
-        if address in self._results:
-            return self._results[address][0]
-        return self._attempts[address].first if address in self._attempts else None
+    def _edge(self, parent: Address, child: Node) -> Future | None:
+        """The future that a child depends on; None for a parent whose result is not at hand (its commit was found, its
+        step is long over, its holder died) or that is beyond a cut of the lineage: dispatch has seen to the order."""
+        if parent in self._attempts:
+            return self._attempts[parent].first
+        result = self._results.get(parent)
+        if result is None or result.future.status != "finished":
+            return None
+        return None if child.turn % _LINEAGE == 0 and result.turn != child.turn else result.future
 
-    def _node_ended(self, notice: _Notice) -> None:
+    def _parents_done(self, node: Node) -> bool:
+        return all(self._dispatch.is_done(parent) for parent in node.parents)
+
+    def _node_ended(self, notice: _Ended) -> None:
         assert notice.address is not None
         attempt = self._attempts.get(notice.address)
         if attempt is None or attempt.futures.get(notice.index) is not notice.future:
-            self._late_node_ended(notice)
+            self._late_node_ended(notice, notice.address)
             return
-        error = _error_of(notice.future)
-        if error is None:
-            attempt.outcomes[notice.index] = notice.future.result()
+        outcome = _outcome(notice.future)
+        if isinstance(outcome, Outcome):
+            attempt.outcomes[notice.index] = outcome
         else:
-            attempt.errors[notice.index] = error
+            attempt.errors[notice.index] = outcome
         ended = len(attempt.outcomes) + len(attempt.errors) == len(attempt.futures)
         if ended and not attempt.errors:
-            self._done(attempt.submit.node, list(attempt.outcomes.values()), attempt.first)
-        elif ended or isinstance(error, _LOST):
+            self._done(attempt.submit.node, attempt)
+        elif ended or any(isinstance(e, _LOST) or not isinstance(e, _PEER_ERRORS) for e in attempt.errors.values()):
             self._failed(notice.address, attempt)
         elif attempt.errors:
-            attempt.deadline = min(attempt.deadline, time.monotonic() + _PEER_GRACE_S)
+            attempt.verdict = min(attempt.verdict, self._now + _PEER_GRACE_S)
 
-    def _done(self, node: Node, outcomes: list[Outcome], first: Future) -> None:
+    def _done(self, node: Node, outcomes: list[Outcome], kept: Future) -> None:
+        """`outcomes`: of every rank, rank 0's first. `kept`: the future that children will depend on."""
         attempt = self._attempts.pop(node.address, None)
-        if attempt is not None:
-            for future in attempt.futures.values():
-                if future is not first:
-                    future.release()
-        self._results[node.address] = first, outcomes[0].worker
+        for future in attempt.futures.values() if attempt is not None else ():
+            if future is not kept:
+                future.release()
+        self._results[node.address] = _Result(kept, outcomes[0].worker, node.turn)
         self._dispatch.done(node.address)
         gang = next(g.name for g in self._gangs.values() if node.role in g.roles)
         for outcome in outcomes:
+            self._workers[gang, outcome.index].progress = self._now
+            self._losses.pop(self._lot(gang, outcome.index), None)
             where = {**_where(node.address), "rank": outcome.index, "gang": gang, "worker": outcome.worker}
             seconds = outcome.finished - outcome.started
             self._journal.append(Event(outcome.started, EventKind.STARTED, **where))
@@ -273,41 +340,56 @@ class Executor:
         for index, error in attempt.errors.items():
             detail = f"{type(error).__name__}: {error}"[:500]
             self._journal.now(EventKind.FAILED, **_where(address), rank=index, gang=gang, detail=detail)
-        lost = [index for index, error in attempt.errors.items() if isinstance(error, _LOST)]
+        lost = [error for error in attempt.errors.values() if isinstance(error, _LOST)]
         if not lost:
-            error = next(iter(attempt.errors.values()))
-            raise StageFailed(f"{address} raised {type(error).__name__}: {error}") from error
-        error = attempt.errors[lost[0]]
-        culprit = _lost_worker(error)
-        if culprit in (None, self._workers[gang, lost[0]].spec.name):
-            self._worker_lost(gang, lost[0], f"{address}: {type(error).__name__}")
-        else:  # what died is the holder of a parent's result: this worker is well, and the parent is in the store
-            self.release(attempt.submit.node.parents)
+            raise self._wrong(f"{address} raised", gang, attempt.errors)
+        for dead in filter(None, map(self._dead_worker, lost)):
+            self._worker_lost(*dead, f"{address}: {type(lost[0]).__name__}")
+        if self._attempts.get(address) is not attempt:
+            return  # it was among what its worker had
+        # Its workers are well: what died held a parent's result, which is in the store.
+        self.release(attempt.submit.node.parents)
+        if len(attempt.futures) > 1:  # other ranks may have begun, and wait for this one
+            self._worker_lost(gang, 0, f"{address}: {type(lost[0]).__name__} on a part of its ranks")
+        else:
             self._reset(self._dispatch.lost([address]))
 
-    def _late_node_ended(self, notice: _Notice) -> None:
+    def _late_node_ended(self, notice: _Ended, address: Address) -> None:
         """An attempt that had been given up came back. Its worker is alive after all; and whichever attempt committed
         first, the node is done."""
-        known = self._late.pop(notice.future.key, None)
-        if known is None:
-            return
-        node, future = known
-        if _error_of(future) is not None:
-            return  # killed in the meantime: its build is under way
         worker = self._workers[notice.gang, notice.index]
-        if worker.suspect_until is not None:
-            worker.suspect_until = None
+        node, future = worker.late.get(address, (None, None))
+        if node is None or future is not notice.future:
+            return
+        del worker.late[address]
+        outcome = _outcome(notice.future)
+        if isinstance(outcome, _LOST):
+            return  # it died: the scheduler says so, too
+        if not worker.late:
+            worker.deadline = math.inf
             self._dispatch.worker_up(notice.gang, notice.index)
-        if not self._dispatch.is_done(node.address):
-            self._done(node, [future.result()], future)
+        if isinstance(outcome, Outcome) and not self._dispatch.is_done(address):
+            self._done(node, [outcome], notice.future)
         else:
-            future.release()
+            notice.future.release()
+
+    def _reset(self, addresses: Iterable[Address], keep_late: tuple[str, int] | None = None) -> None:
+        """Lets go of attempts that were given up; those on the worker `keep_late` are listened to all the same."""
+        for address in addresses:
+            attempt = self._attempts.pop(address)
+            for index, future in attempt.futures.items():
+                if keep_late == (attempt.submit.gang, index):
+                    self._workers[keep_late].late[address] = attempt.submit.node, future
+                else:
+                    future.release()
 
     # ---- workers -------------------------------------------------------------------------------------------------
 
     def _build(self, gang: Gang, indices: Iterable[int], incarnation: int) -> None:
         rendezvous = self._settings.rendezvous_dir / f"{gang.name}-{self._name}-{incarnation}"
+        log_dir = self._settings.log_dir
         for index in indices:
+            name = worker_name(gang.name, index)
             spec = WorkerSpec(
                 gang=gang.name,
                 index=index,
@@ -316,110 +398,157 @@ class Executor:
                 rendezvous=f"file://{rendezvous}" if gang.ordered else f"file://{rendezvous}-{index}",
                 runtime=self._settings.runtime,
                 config_yaml=self._settings.config_yaml,
+                log=str((log_dir / f"{name}.log").resolve()) if log_dir is not None else None,
             )
             future = self._client.submit(
                 build_worker,
                 spec,
                 key=("build", spec.name, incarnation, self._name),
                 resources={pin_resource(gang.name, index): 1},
-                priority=1_000_000,
+                priority=_FIRST,
                 retries=0,
                 pure=False,
             )
-            deadline = time.monotonic() + self._settings.start_timeout_s
-            self._workers[gang.name, index] = _Worker(spec, future, deadline)
+            self._workers[gang.name, index] = _Worker(spec, future, self._now + self._settings.start_timeout_s)
             self._watch(future, None, gang.name, index)
 
-    def _build_ended(self, notice: _Notice) -> None:
+    def _build_ended(self, notice: _Ended) -> None:
         worker = self._workers[notice.gang, notice.index]
         if worker.building is not notice.future:
             return
-        worker.building, worker.build_deadline = None, float("inf")
-        error = _error_of(notice.future)
-        notice.future.release()
-        if isinstance(error, _LOST):
-            self._worker_lost(notice.gang, notice.index, f"while it was built: {type(error).__name__}")
-            return
-        if error is not None:
-            raise StageFailed(f"worker {worker.spec.name} could not be built: {type(error).__name__}: {error}") from error
-        gang = self._gangs[notice.gang]
-        if not gang.ordered:
-            self._dispatch.worker_up(gang.name, notice.index)
-        elif all(self._workers[gang.name, r].building is None for r in range(gang.workers)):
-            self._dispatch.worker_up(gang.name, 0)
+        gang, name = self._gangs[notice.gang], worker.spec.name
+        address = _outcome(notice.future)
+        notice.future.release()  # a result still wanted would be computed again in a process that came back
+        if isinstance(address, _LOST):
+            self._worker_lost(gang.name, notice.index, f"while it was built: {type(address).__name__}")
+        elif isinstance(address, BaseException):
+            if worker.spec.size == 1 or not isinstance(address, _PEER_ERRORS):
+                raise self._wrong(f"worker {name} could not be built:", gang.name, {notice.index: address})
+            worker.error, worker.deadline = address, self._now + _PEER_GRACE_S
         else:
-            return
-        self._journal.now(EventKind.GANG_BUILT, gang=gang.name, worker=worker.spec.name)
+            worker.up, worker.address, worker.deadline = True, str(address), math.inf
+            if not gang.ordered:
+                self._dispatch.worker_up(gang.name, notice.index)
+            elif all(self._workers[gang.name, r].up for r in range(gang.workers)):
+                self._dispatch.worker_up(gang.name, 0)
+            else:
+                return
+            self._journal.now(EventKind.GANG_BUILT, gang=gang.name, worker=name)
+
+    def _removed(self, notice: _Removed) -> None:
+        for (gang, index), worker in list(self._workers.items()):
+            if worker.address == notice.worker:
+                self._worker_lost(gang, index, "its process ended")
+                return
 
     def _worker_lost(self, gang_name: str, index: int, why: str) -> None:
         """A process died, or must: what it had is reset, and it (for an ordered gang: every rank) is built anew."""
         gang = self._gangs[gang_name]
         worker = self._workers[gang_name, index]
-        if worker.spec.incarnation + 1 >= self._settings.attempts * 4:
-            raise StageFailed(f"worker {worker.spec.name} was lost {worker.spec.incarnation + 1} times; last: {why}")
+        lot = self._lot(gang_name, index)
+        self._losses[lot] = self._losses.get(lot, 0) + 1
         self._journal.now(EventKind.GANG_LOST, gang=gang_name, worker=worker.spec.name, detail=why)
+        if self._losses[lot] >= self._settings.attempts:
+            raise StageFailed(
+                f"worker {worker.spec.name} was lost {self._losses[lot]} times (cluster.attempts) without finishing "
+                f"anything; last: {why}{self._see_log(worker)}"
+            )
         self._reset(self._dispatch.worker_down(gang_name, index))
         indices = range(gang.workers) if gang.ordered else (index,)
-        for i in indices:
-            self._forget_results_of(self._workers[gang_name, i].spec.name)
-            kill_worker(self._client, self._workers[gang_name, i].spec.name)
+        lost = [self._workers[gang_name, i] for i in indices]
+        for one in lost:
+            for _, future in one.late.values():
+                future.release()
+            one.building.release()
+            # Results that it held: Dask must not be asked for them again.
+            self.release([address for address, result in self._results.items() if result.holder == one.spec.name])
+        names = {one.spec.name for one in lost if one.address is None}
+        known = workers_by_address(self._client)
+        kill_workers(self._client, [a for a, n in known.items() if n in names or a in {one.address for one in lost}])
         self._build(gang, indices, worker.spec.incarnation + 1)
 
-    def _reset(self, addresses: Iterable[Address], keep_late: tuple[str, int] | None = None) -> None:
-        """Lets go of attempts that were given up; those on the worker `keep_late` are listened to all the same."""
-        for address in addresses:
-            attempt = self._attempts.pop(address)
-            for index, future in attempt.futures.items():
-                if keep_late == (attempt.submit.gang, index):
-                    self._late[future.key] = (attempt.submit.node, future)
-                else:
-                    future.release()
+    def _lot(self, gang: str, index: int) -> tuple[str, int]:
+        """What is lost together: a replica, or all ranks of an ordered gang."""
+        return gang, 0 if self._gangs[gang].ordered else index
 
-    def _forget_results_of(self, worker: str) -> None:
-        """Releases results that lived in a process that is gone, lest Dask run those nodes again to recover them."""
-        self.release([address for address, (_, holder) in self._results.items() if holder == worker])
+    def _dead_worker(self, error: BaseException) -> tuple[str, int] | None:
+        """The worker that an error of `_LOST` says is gone, if it is not being replaced already."""
+        for where, worker in self._workers.items():
+            if isinstance(error, KilledWorker) and worker.address == error.last_worker.address:
+                return where
+            if isinstance(error, WorkerLost) and (worker.spec.name, worker.spec.incarnation) == error.args:
+                return where
+        return None
+
+    def _wrong(self, what: str, gang: str, errors: dict[int, BaseException]) -> StageFailed:
+        """The end of the run, with the error that a collective did not raise, if there is one."""
+        index = next((i for i, e in errors.items() if not isinstance(e, _PEER_ERRORS)), min(errors))
+        error = errors[index]
+        failed = StageFailed(f"{what} {type(error).__name__}: {error}{self._see_log(self._workers[gang, index])}")
+        failed.__cause__ = error
+        return failed
+
+    @staticmethod
+    def _see_log(worker: _Worker) -> str:
+        return f" (see {worker.spec.log})" if worker.spec.log is not None else ""
 
     def _check_deadlines(self) -> None:
-        now = time.monotonic()
         for (gang, index), worker in list(self._workers.items()):
-            if worker.build_deadline <= now:
+            if worker.deadline > self._now or self._workers[gang, index] is not worker:
+                continue
+            if worker.error is not None:
+                raise self._wrong(f"worker {worker.spec.name} could not be built:", gang, {index: worker.error})
+            if not worker.up:
                 raise StageFailed(
                     f"worker {worker.spec.name} did not come up within cluster.start_timeout_s = "
-                    f"{self._settings.start_timeout_s:g}"
+                    f"{self._settings.start_timeout_s:g}{self._see_log(worker)}"
                 )
-            if worker.suspect_until is not None and worker.suspect_until <= now:
-                self._worker_lost(gang, index, "did not come back")
+            self._worker_lost(gang, index, "did not come back")
         for address, attempt in list(self._attempts.items()):
-            if attempt.deadline > now or address not in self._attempts:
+            if self._attempts.get(address) is not attempt:
                 continue
-            if attempt.errors:
+            if attempt.verdict <= self._now:
                 self._failed(address, attempt)
-                continue
-            gang, index = attempt.submit.gang, attempt.submit.replica
-            detail = f"overdue: cluster.deadline_s = {self._settings.deadline_s:g}"
-            self._journal.now(EventKind.FAILED, **_where(address), gang=gang, attempt=attempt.name, detail=detail)
-            if attempt.submit.mode is not Mode.ORDERED and self._dispatch.others_up(gang, index):
-                self._workers[gang, index].suspect_until = now + self._settings.deadline_s
-                self._reset(self._dispatch.worker_down(gang, index), keep_late=(gang, index))
-            else:
-                self._worker_lost(gang, index, detail)
+            elif self._due(attempt) <= self._now:
+                self._overdue(address, attempt)
+
+    def _due(self, attempt: _Attempt) -> float:
+        """When an attempt is overdue. A node in a slot begins when it is submitted; others wait for their parents, and
+        behind the nodes before them on the same worker, so they are overdue when it finishes nothing."""
+        if attempt.ready is None:
+            if not self._parents_done(attempt.submit.node):
+                return math.inf
+            attempt.ready = self._now
+        since = attempt.ready
+        if attempt.submit.mode is not Mode.SLOT:
+            since = max(since, *(self._workers[attempt.submit.gang, i].progress for i in attempt.futures))
+        return since + self._settings.deadline_s
+
+    def _overdue(self, address: Address, attempt: _Attempt) -> None:
+        gang, index = attempt.submit.gang, attempt.submit.replica
+        detail = f"overdue: cluster.deadline_s = {self._settings.deadline_s:g}"
+        self._journal.now(EventKind.FAILED, **_where(address), gang=gang, attempt=attempt.name, detail=detail)
+        self.release(attempt.submit.node.parents)  # perhaps it waits for a parent's result from a process that hangs
+        if attempt.submit.mode is not Mode.ORDERED and self._dispatch.others_up(gang, index):
+            self._workers[gang, index].deadline = self._now + self._settings.deadline_s
+            self._reset(self._dispatch.worker_down(gang, index), keep_late=(gang, index))
+        else:
+            self._worker_lost(gang, index, detail)
 
 
-def _where(address: Address) -> dict[str, object]:
+def _where(address: Address) -> dict[str, Any]:
     return {"stage": address.stage, "step": address.step, "shard": address.shard}
 
 
-def _lost_worker(error: BaseException) -> str | None:
-    """Name of the worker that an error of `_LOST` says is gone, where it says so."""
-    if isinstance(error, KilledWorker):
-        return str(error.last_worker.name)
-    return str(error.args[0]) if isinstance(error, WorkerLost) else None
-
-
-def _error_of(future: Future) -> BaseException | None:
-    """Why a future that has ended has no result, or None if it has one."""
-    if future.status == "finished":
-        return None
+def _outcome(future: Future) -> Any:
+    """What a future that has ended has come to: its result, or the reason why it has none."""
     if future.status == "error":
         return future.exception()
+    if future.status == "finished":
+        try:
+            return future.result(timeout=_ANSWER_S)
+        except _LOST as error:
+            return error
+        except TimeoutError:
+            return CancelledError(f"{future.key} ended, but its worker does not answer")
     return CancelledError(f"{future.key} was {future.status}")

@@ -62,6 +62,11 @@ class Node:
     def role(self) -> Role:
         return STAGE_ROLES[self.address.stage]
 
+    @property
+    def turn(self) -> int:
+        """The step whose progress it serves."""
+        return self.priority[0]
+
 
 @dataclass(frozen=True)
 class GraphSpec:

@@ -46,12 +46,21 @@ class RunPaths:
         return self.root / "plots"
 
     @property
+    def logs(self) -> Path:
+        """What each worker prints."""
+        return self.root / "logs"
+
+    @property
     def rendezvous(self) -> Path:
         return self.root / "rendezvous"
 
     @property
-    def mlflow_run_id(self) -> Path:
-        return self.root / "mlflow_run_id"
+    def samples(self) -> Path:
+        return self.root / "samples.json"
+
+    @property
+    def lock(self) -> Path:
+        return self.root / "driver.lock"
 
     @property
     def mlflow_spool(self) -> Path:

@@ -5,14 +5,13 @@ May import stages.hf_files, stages.prompts, stages.rewards.registry and storage.
 
 from __future__ import annotations
 
-import os
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
 from pipeline.config import ConfigError, RunConfig, config_hash, load_yaml
 from pipeline.paths import RunPaths
-from stages.hf_files import RANDOM_TINY, Tokenizer, read_config, read_tokenizer
+from stages.hf_files import RANDOM_TINY, Tokenizer, read_config, read_tokenizer, rope_theta
 from stages.prompts import PromptTable, tokenise
 from stages.rewards.registry import build_reward
 from storage.prompts import PromptsError, load_texts
@@ -26,19 +25,28 @@ class Preflight:
     prompts: PromptTable
 
 
-def preflight(config: RunConfig) -> Preflight:
-    """Raises ConfigError, naming the key path, for the first thing that cannot work."""
+def preflight(config: RunConfig, saved: Path | None = None) -> Preflight:
+    """What a run needs, read and checked. `saved`: the prompts of a run that is continued, where it has written them;
+    they are its prompts, whatever has become of their source.
+
+    Raises:
+        ConfigError: names the key path of the first thing that cannot work.
+    """
     model = _check_model(config)
+    _check_context(config, model)
+    _check_layouts(config, model)
     try:
-        tokenizer = read_tokenizer(config.model.path)
-        prompts = tokenise(load_texts(config.prompts), tokenizer, config.prompts, config.seed)
         build_reward(config.reward)
-    except PromptsError as error:
-        key, _, rest = str(error).partition(": ")
-        raise ConfigError(key, rest) from error
     except ValueError as error:
         raise ConfigError("reward", str(error)) from error
-    _check_context(config, model)
+    try:
+        tokenizer = read_tokenizer(config.model.path)
+    except (OSError, ValueError) as error:
+        raise ConfigError("model.path", f"given {config.model.path!r}; no usable tokenizer there: {error}") from error
+    if saved is not None and saved.exists():
+        prompts = PromptTable.load(saved)
+    else:
+        prompts = _read_prompts(config, tokenizer)
     vocab = int(model["vocab_size"])
     for token in config.sampling.suppress_token_ids:
         if not 0 <= token < vocab:
@@ -48,22 +56,25 @@ def preflight(config: RunConfig) -> Preflight:
 
 def check_run_directory(config: RunConfig, *, resume: bool) -> None:
     """Refuses a directory that cannot be written, one that holds another config and, unless the run is to be resumed,
-    one that holds a run already."""
+    one that holds a run already. Creates nothing."""
     paths = RunPaths(config.run_dir)
+    existing = next(path for path in (paths.root.absolute(), *paths.root.absolute().parents) if path.exists())
     try:
-        paths.root.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=paths.root):
+        with tempfile.TemporaryFile(dir=existing):
             pass
     except OSError as error:
-        raise ConfigError("runs_dir", f"given {config.runs_dir!r}; cannot write to {paths.root}: {error.strerror}") from error
-    if not os.access(paths.root, os.W_OK):
-        raise ConfigError("runs_dir", f"given {config.runs_dir!r}; {paths.root} is not writable")
+        raise ConfigError(
+            "runs_dir",
+            f"given {config.runs_dir!r}; cannot write to {existing}: {error.strerror}. Set runs_dir=... to a directory "
+            "that you may write to",
+        ) from error
     if not paths.config.exists():
         return
     if config_hash(load_yaml(paths.config.read_text("utf8"))) != config_hash(config):
         raise ConfigError(
             "name",
-            f"given {config.name!r}; {paths.root} holds a run with another config. Choose another name=..., or remove it",
+            f"given {config.name!r}; {paths.root} holds a run with another config ({paths.config}). Choose another "
+            "name=..., or remove that directory",
         )
     if not resume and paths.events.exists():
         raise ConfigError(
@@ -102,3 +113,33 @@ def _check_context(config: RunConfig, model: dict[str, object]) -> None:
             f"given {config.prompts.max_tokens}; with sampling.max_new_tokens = {config.sampling.max_new_tokens} a row has "
             f"{config.seq} tokens, but the model's context is {context}: at most {context - config.sampling.max_new_tokens}",
         )
+
+
+def _check_layouts(config: RunConfig, model: dict[str, object]) -> None:
+    """Whether every gang's layout can cut this model into equal parts."""
+    try:
+        rope_theta(model)
+    except ValueError as error:
+        raise ConfigError("model.path", f"given {config.model.path!r}; {error}") from error
+    blocks = int(str(model["num_hidden_layers"]))
+    trained = blocks - config.model.frozen_blocks
+    cut_by_tensor = ("num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size")
+    cut_by_pipeline = {
+        "num_hidden_layers": blocks,
+        "model.critic_blocks": trained if config.model.critic_blocks is None else config.model.critic_blocks,
+    }
+    for gang in config.gangs():
+        layout, key = config.placement.gangs[gang.name].layout, f"placement.gangs.{gang.name}.layout"
+        parts = [(f"{key}.tensor", layout.tensor, f"the model's {name}", int(str(model[name]))) for name in cut_by_tensor]
+        parts += [(f"{key}.pipeline", layout.pipeline, name, number) for name, number in cut_by_pipeline.items()]
+        for where, given, name, number in parts if gang.ordered else []:
+            if number % given:
+                raise ConfigError(where, f"given {given}; must divide {name} = {number}")
+
+
+def _read_prompts(config: RunConfig, tokenizer: Tokenizer) -> PromptTable:
+    try:
+        return tokenise(load_texts(config.prompts), tokenizer, config.prompts, config.seed)
+    except PromptsError as error:
+        key, _, rest = str(error).partition(": ")
+        raise ConfigError(key, rest) from error

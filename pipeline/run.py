@@ -1,7 +1,7 @@
 """The driver: one run from config to summary.
 
-    preflight ──► run directory ──► workers ──► flow ◄──► dispatch ◄──► executor ──► summary, plots, MLflow
-                                                 │ on a step:    metrics, progress
+    preflight ──► run directory ──► workers ──► flow ◄──► dispatch ◄──► executor ──► workers end ──► summary, plots,
+                                                 │ on a step:    metrics, progress                     MLflow
                                                  │ on a version nobody reads any more: release its weights
                                                  └ on an evaluation: held-out reward
 
@@ -10,15 +10,19 @@ Everything here runs in the driver's process and thread; stages run in workers. 
 
 from __future__ import annotations
 
+import fcntl
 import importlib
+import json
+import logging
 import os
 import platform
 import signal
 import subprocess
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
+from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +30,7 @@ from rich.console import Console
 
 from pipeline.calls import Outcome
 from pipeline.cluster import LocalWorkers
-from pipeline.config import RunConfig, config_hash, flatten, to_yaml
+from pipeline.config import ConfigError, RunConfig, config_hash, flatten, to_yaml
 from pipeline.dispatch import Dispatch
 from pipeline.events import EventKind, Journal, read_events
 from pipeline.executor import Executor, ExecutorSettings
@@ -39,12 +43,14 @@ from pipeline.progress import Progress
 from pipeline.summary import Summary, summarise
 from pipeline.tables import ResponsePair, end_of_run
 from pipeline.tracking import MlflowTracker, NullTracker, RunStatus, Span, Tracker, how_to_open
+from storage import files
 from storage.address import Address
 from storage.ledger import Ledger
 from storage.rollouts import RolloutStore
 from storage.weights import WeightBoard
 
 HEADLINE = (("reward/mean", "reward"), ("kl/ref", "KL"), ("staleness/max", "staleness"))
+EVALUATED = "eval/reward_mean"
 SHOWN_RESPONSES = 3
 SOFTWARE = ("stageline", "torch", "megatron-core", "transformers", "dask", "zarr", "mlflow-skinny", "omegaconf")
 """Packages whose versions the summary names."""
@@ -86,47 +92,75 @@ def run(config: RunConfig, console: Console, *, resume: bool = False) -> RunResu
         StageFailed: a stage raised, or workers were lost too often.
         KeyboardInterrupt: Ctrl-C or SIGTERM; what is committed stays, and `resume` goes on from there.
     """
-    check_run_directory(config, resume=resume)
-    checked = preflight(config)
     paths = RunPaths(config.run_dir)
+    check_run_directory(config, resume=resume)
+    checked = preflight(config, paths.prompts if resume else None)
+    paths.root.mkdir(parents=True, exist_ok=True)
+    with _only_driver(paths), _interruptible():
+        history = _prepare(config, paths, checked)
+        summary = _run_and_conclude(config, paths, history, console, checked, resume=resume)
+    console.print(end_of_run(summary, response_pairs(config, history, checked)[:SHOWN_RESPONSES], _results(config, paths)))
+    return RunResult(summary, paths)
+
+
+def _prepare(config: RunConfig, paths: RunPaths, checked: Preflight) -> History:
+    """Fills the run's directory with what workers read, and tidies up after an earlier driver."""
     for directory in (paths.rendezvous, paths.plots):
         directory.mkdir(exist_ok=True)
-    paths.config.write_text(to_yaml(config), "utf8")
-    checked.prompts.save(paths.prompts)
+    if not paths.prompts.exists():
+        checked.prompts.save(paths.prompts)
+    files.write(files.open_root(str(paths.root)), paths.config.name, to_yaml(config).encode())
     history = open_history(config)
     history.store.recover()
+    return history
+
+
+def _run_and_conclude(
+    config: RunConfig, paths: RunPaths, history: History, console: Console, checked: Preflight, *, resume: bool
+) -> Summary:
+    tracker = _tracker(config, paths)
+    status: RunStatus = "KILLED"
+    try:
+        _run(config, paths, history, console, tracker, resume=resume)
+        status = "FINISHED"
+    except Exception:
+        status = "FAILED"
+        raise
+    finally:
+        if status != "FINISHED":
+            _conclude_despite(config, paths, history, tracker, status, checked, console)
+    return _conclude(config, paths, history, tracker, status, checked)
+
+
+def _run(
+    config: RunConfig, paths: RunPaths, history: History, console: Console, tracker: Tracker, *, resume: bool
+) -> None:
+    """Starts the workers, runs the graph, and ends the workers."""
+    if all(history.ledger.find(node.address) is not None for node in run_nodes(config.graph())):
+        return
     first_step = len(history.steps_done())
-    with _interruptible(), LocalWorkers(config) as workers:
+    with closing(_published(config, paths, history)) as board, closing(_start_workers(config)) as workers:
         links = _links(config, workers)
-        progress = Progress(
-            config.name, config.steps, links, console=console, first_step=first_step, headline=HEADLINE
-        )
-        tracker = _tracker(config, paths, links)
-        status: RunStatus = "KILLED"
-        try:
-            with progress, Journal(paths.events, progress.event) as journal:
-                journal.now(EventKind.RUN_STARTED, detail="resume" if resume else "start")
-                _Driver(config, paths, history, workers, journal, progress, tracker).run()
-                journal.now(EventKind.RUN_FINISHED)
-            status = "FINISHED"
-        except Exception:
-            status = "FAILED"
-            raise
-        finally:
-            result = _conclude(config, paths, history, tracker, status)
-    pairs = response_pairs(config, history, checked)
-    console.print(end_of_run(result, pairs, _results(config, paths)))
-    return RunResult(result, paths)
+        if workers.dashboard is not None:
+            tracker.tags({"dashboard": workers.dashboard})
+        progress = Progress(config.name, config.steps, links, console=console, first_step=first_step, headline=HEADLINE)
+        with progress, Journal(paths.events, progress.event) as journal:
+            journal.now(EventKind.RUN_STARTED, detail="resume" if resume else "start")
+            driver = _Driver(config, paths, history, board, workers, journal, progress, tracker)
+            driver.catch_up()
+            driver.run()
+            journal.now(EventKind.RUN_FINISHED)
 
 
 class _Driver:
-    """Owns the executor and the published weights of a run."""
+    """Owns the executor of a run."""
 
     def __init__(
         self,
         config: RunConfig,
         paths: RunPaths,
         history: History,
+        board: WeightBoard,
         workers: LocalWorkers,
         journal: Journal,
         progress: Progress,
@@ -135,7 +169,7 @@ class _Driver:
         self._history = history
         self._progress = progress
         self._tracker = tracker
-        self._board = WeightBoard(paths.board(config.cluster.weights_dir))
+        self._reported: set[int] = set()
         self._boxes: dict[int, list[tuple[Node, Outcome]]] = {}
         self._gang_of = {role: gang.name for gang in config.gangs() for role in gang.roles}
         dispatch = Dispatch(config.gangs())
@@ -146,15 +180,16 @@ class _Driver:
             start_timeout_s=config.cluster.start_timeout_s,
             deadline_s=config.cluster.deadline_s,
             attempts=config.cluster.attempts,
+            log_dir=paths.logs,
         )
         self._executor = Executor(workers.client, config.gangs(), dispatch, journal, settings, self._done)
         self._flow = Flow(
             config.graph(),
             dispatch,
             committed=[commit.address for commit in history.ledger.list()],
-            published=self._board.available(),
+            published=board.available(),
             on_step=self._step_over,
-            on_unread=lambda version: self._board.release(version),
+            on_unread=lambda version: board.release(version),
         )
 
     def run(self) -> None:
@@ -164,23 +199,34 @@ class _Driver:
             self._executor.run(lambda: self._flow.finished)
         finally:
             self._executor.close()
-            self._board.close()
+
+    def catch_up(self) -> None:
+        """Tracks what an earlier driver left: it may have been killed before it had told all of it."""
+        for step in self._history.steps_done():
+            self._report(step)
+        for evaluation in self._history.evaluations():
+            self._tracker.metrics(evaluation.version, {EVALUATED: evaluation.mean})
 
     def _done(self, node: Node, outcome: Outcome) -> None:
         self._boxes.setdefault(node.priority[0], []).append((node, outcome))
         address = node.address
-        if address.stage in ("update_policy", "update_value"):
-            other = "update_value" if address.stage == "update_policy" else "update_policy"
-            if self._history.ledger.find(Address(other, address.step)) is not None:
-                metrics = self._history.step_metrics(address.step)
-                self._tracker.metrics(address.step, metrics)
-                self._progress.step(address.step, metrics)
+        if address.stage in ("update_policy", "update_value", "publish"):
+            step = address.step - (address.stage == "publish")
+            if step not in self._reported and self._history.step_over(step):
+                self._progress.step(step, self._report(step))
         elif address.stage == "evaluate_score":
             evaluation = self._history.evaluation(address.step)
             if evaluation is not None:
-                self._tracker.metrics(address.step, {"eval/reward_mean": evaluation.mean})
+                self._tracker.metrics(address.step, {EVALUATED: evaluation.mean})
                 self._progress.evaluation(address.step, evaluation.mean)
         self._flow.done(node)
+
+    def _report(self, step: int) -> dict[str, float]:
+        """Tracks the metrics of a step, and returns them."""
+        self._reported.add(step)
+        metrics = self._history.step_metrics(step)
+        self._tracker.metrics(step, metrics)
+        return metrics
 
     def _step_over(self, step: int, nodes: list[Node]) -> None:
         """Every node of a step is done: its trace goes out, its results are let go."""
@@ -205,16 +251,58 @@ class _Driver:
 
 @contextmanager
 def _interruptible() -> Iterator[None]:
-    """SIGTERM (Slurm's, before a time limit) interrupts like Ctrl-C."""
+    """SIGTERM (Slurm's, before a time limit) interrupts like Ctrl-C; and Ctrl-C does so also where a shell started this
+    process in the background, with SIGINT ignored."""
 
     def interrupt(number: int, frame: object) -> None:
         raise KeyboardInterrupt
 
-    before = signal.signal(signal.SIGTERM, interrupt)
+    before = {number: signal.signal(number, interrupt) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@contextmanager
+def _only_driver(paths: RunPaths) -> Iterator[None]:
+    """Keeps a second driver out of the run's directory. The system lets go of the lock when this process ends, however
+    it ends."""
+    with paths.lock.open("a+") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            lock.seek(0)
+            owner = lock.read().strip() or "another process"
+            raise ConfigError("name", f"given {paths.root.name!r}; {owner} is running {paths.root} now") from error
+        lock.truncate(0)
+        lock.write(f"process {os.getpid()} on {platform.node()}")
+        lock.flush()
+        yield
+
+
+def _start_workers(config: RunConfig) -> LocalWorkers:
+    """Worker processes that Ctrl-C does not reach: a terminal sends it to the whole process group, but only the driver
+    is to answer it, and to end them. They inherit the mask of the thread that starts them."""
+    logging.getLogger("distributed").setLevel(logging.ERROR)  # the executor says what is lost, in the run's words
+    resource_tracker.ensure_running()  # starting it later would lift the mask
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        return LocalWorkers(config)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _published(config: RunConfig, paths: RunPaths, history: History) -> WeightBoard:
+    """The board of published weights, less what is not this run's: a killed run whose directory was removed leaves its
+    weights in memory under the same name."""
+    board = WeightBoard(paths.board(config.cluster.weights_dir))
+    for published in board.available():
+        commit, manifest = history.ledger.find(Address("publish", published)), board.manifest(published)
+        if commit is None or manifest is None or commit.digest != manifest.digest:
+            board.release(published)
+    return board
 
 
 def _links(config: RunConfig, workers: LocalWorkers) -> dict[str, str]:
@@ -226,13 +314,12 @@ def _links(config: RunConfig, workers: LocalWorkers) -> dict[str, str]:
     return links
 
 
-def _tracker(config: RunConfig, paths: RunPaths, links: dict[str, str]) -> Tracker:
+def _tracker(config: RunConfig, paths: RunPaths) -> Tracker:
     if config.tracking.uri is None:
         return NullTracker()
     tags = {
         "git_commit": git_commit(),
         "host": platform.node(),
-        "dashboard": links.get("Dask dashboard", ""),
         "config_hash": config_hash(config),
         "run_dir": str(paths.root.resolve()),
     }
@@ -263,12 +350,16 @@ def git_commit() -> str:
 
 
 def _conclude(
-    config: RunConfig, paths: RunPaths, history: History, tracker: Tracker, status: RunStatus
+    config: RunConfig, paths: RunPaths, history: History, tracker: Tracker, status: RunStatus, checked: Preflight
 ) -> Summary:
     """Writes what the run came to so far, draws it, and ends the tracking."""
     summary = summarise_run(config, paths, history)
     paths.summary.write_text(summary.to_json(), "utf8")
     tracker.artifact(paths.summary, "")
+    pairs = response_pairs(config, history, checked)
+    if pairs:
+        paths.samples.write_text(samples_table(pairs), "utf8")
+        tracker.artifact(paths.samples, "")
     if config.tracking.plots and history.steps_done():
         for plot in draw(config, paths, history):
             tracker.artifact(plot, "plots")
@@ -276,12 +367,48 @@ def _conclude(
     return summary
 
 
+def _conclude_despite(
+    config: RunConfig,
+    paths: RunPaths,
+    history: History,
+    tracker: Tracker,
+    status: RunStatus,
+    checked: Preflight,
+    console: Console,
+) -> None:
+    """`_conclude` while an error is on its way out, which whatever goes wrong here (the same full disk, say) must not
+    replace."""
+    try:
+        _conclude(config, paths, history, tracker, status, checked)
+    except Exception as error:
+        tracker.close(status)
+        console.print(
+            f"no summary could be made of what there is: {type(error).__name__}: {error}",
+            markup=False, highlight=False, soft_wrap=True,
+        )  # fmt: skip
+
+
 def summarise_run(config: RunConfig, paths: RunPaths, history: History) -> Summary:
     """`summary.json` from a run's directory."""
     parents = {node.address: node.parents for node in run_nodes(config.graph())}
     steps = [history.step_numbers(step) for step in history.steps_done()]
-    software = {package: version(package) for package in SOFTWARE} | {"python": platform.python_version()}
-    return summarise(read_events(paths.events), steps, history.evaluations(), parents, software)
+    events = read_events(paths.events) if paths.events.exists() else ()
+    software = {package: _installed(package) for package in SOFTWARE} | {"python": platform.python_version()}
+    return summarise(events, steps, history.evaluations(), parents, software)
+
+
+def _installed(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "not installed"  # stageline itself, where it runs from a checkout
+
+
+def samples_table(pairs: list[ResponsePair]) -> str:
+    """The responses as a table that MLflow shows: pandas' "split" JSON."""
+    columns = ("prompt", "before", "before_score", "after", "after_score")
+    rows = [[getattr(pair, column) for column in columns] for pair in pairs]
+    return json.dumps({"columns": columns, "data": rows}, ensure_ascii=False, indent=1)
 
 
 def draw(config: RunConfig, paths: RunPaths, history: History) -> list[Path]:
@@ -297,7 +424,7 @@ def draw(config: RunConfig, paths: RunPaths, history: History) -> list[Path]:
 
 
 def response_pairs(config: RunConfig, history: History, checked: Preflight) -> list[ResponsePair]:
-    """A few held-out prompts with the responses of the first and the last evaluated version."""
+    """The held-out prompts with the responses of the first and the last evaluated version."""
     evaluations = history.evaluations()
     if len(evaluations) < 2:
         return []
@@ -316,7 +443,7 @@ def response_pairs(config: RunConfig, history: History, checked: Preflight) -> l
             after=response(rows_after, row),
             after_score=float(scores_after.scores[row]),
         )
-        for row in range(min(SHOWN_RESPONSES, rows.num_rows))
+        for row in range(rows.num_rows)
     ]
 
 
@@ -329,5 +456,3 @@ def _results(config: RunConfig, paths: RunPaths) -> dict[str, Path | str]:
     if config.tracking.uri is not None:
         where["compare runs"] = how_to_open(config.tracking.uri)
     return where
-
-

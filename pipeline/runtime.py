@@ -12,7 +12,9 @@ May import storage and stages; engines, models and rewards are imported when a r
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
+import shutil
 import threading
 import time
 import warnings
@@ -21,6 +23,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 
 from pipeline.calls import Call, WorkerSpec
@@ -46,7 +49,7 @@ from storage.checkpoints import Checkpoints
 from storage.ledger import Commit, Ledger, Provenance, provenance_here
 from storage.records import Record, Rollout
 from storage.rollouts import RolloutStore
-from storage.weights import WeightBoard, WeightLease
+from storage.weights import BFLOAT16, WeightBoard, WeightLease
 
 
 @dataclass
@@ -57,6 +60,8 @@ class Output:
     metrics: dict[str, float] = field(default_factory=dict)
     state: Mapping[str, Any] = field(default_factory=dict)
     weight_versions: tuple[int, ...] = ()
+    mask: np.ndarray | None = None
+    """Response mask that says where the record's log-probs must not be zero."""
 
 
 class _Clock(threading.local):
@@ -87,6 +92,8 @@ class StageRuntime:
         gang = next(g for g in config.gangs() if g.name == spec.gang)
         settings = config.placement.gangs[spec.gang]
         torch.set_num_threads(settings.threads)
+        # What it would rather have (Transformer Engine, Apex) is no news to whoever runs this; its errors still are.
+        warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.core")
         self._spec = spec
         self._paths = RunPaths(config.run_dir)
         self._config_hash = config_hash(config)
@@ -135,6 +142,7 @@ class StageRuntime:
                 recompute_logprobs=config.ppo.proximal == "recompute",
                 checkpoint_every=config.checkpoint.every,
                 checkpoint_keep=config.checkpoint.keep,
+                staleness=config.staleness,
             )
 
     # ---- one call ------------------------------------------------------------------------------------------------
@@ -163,11 +171,16 @@ class StageRuntime:
                 output.record,
                 self._provenance(call, started, output.weight_versions),
                 attempt=self._attempt_name(call),
-                mask=self._mask(output.record, call),
+                mask=output.mask,
                 metrics=output.metrics,
                 state=output.state,
             )
         return self._visit(commit, reused=False)
+
+    @property
+    def reward_repeats(self) -> bool:
+        """Whether scoring again must give the same scores."""
+        return self._reward.deterministic
 
     def compute(self, call: Call) -> Output:
         """What a stage makes of its stored inputs; nothing is written. Updates and publications are not among these:
@@ -215,14 +228,6 @@ class StageRuntime:
         with self._clock.bookkeeping():
             return self._store.read_step(stage, step, self._config.rollout.shards)
 
-    def _mask(self, record: Record, call: Call) -> Any:
-        """The response mask that says where log-probs must not be zero."""
-        if call.address.stage == "generate" and isinstance(record, Rollout):
-            return record.response_mask
-        if record.KIND in ("reference", "policy"):
-            return self._read(call.inputs[0]).response_mask
-        return None
-
     # ---- the stages ----------------------------------------------------------------------------------------------
 
     def _generate(self, call: Call) -> Output:
@@ -244,7 +249,7 @@ class StageRuntime:
         assert self._prompts is not None
         sampling = config.sampling
         if config.evaluate.temperature is not None:
-            sampling = SamplingConfig(**{**vars(sampling), "temperature": config.evaluate.temperature})
+            sampling = dataclasses.replace(sampling, temperature=config.evaluate.temperature)
         prompts = held_out_prompts(self._prompts, shard=call.address.shard, shards=config.evaluate.shards)
         return self._sample(call, prompts, step=EVALUATION_STEP, sampling=sampling)
 
@@ -270,7 +275,7 @@ class StageRuntime:
             "generate/kv_peak_fraction": stats.kv_peak_fraction,
             "generate/refit_s": stats.refit_s,
         }
-        return Output(rollout, metrics, weight_versions=(call.version,))
+        return Output(rollout, metrics, weight_versions=(call.version,), mask=rollout.response_mask)
 
     def _score(self, call: Call) -> Output:
         rollout: Rollout = self._read(call.inputs[0])
@@ -282,11 +287,12 @@ class StageRuntime:
     _evaluate_score = _score
 
     def _reference(self, call: Call) -> Output:
-        return Output(reference(self.trainer.host, self._read(call.inputs[0])), weight_versions=(0,))
+        rollout: Rollout = self._read(call.inputs[0])
+        return Output(reference(self.trainer.host, rollout), weight_versions=(0,), mask=rollout.response_mask)
 
     def _logprob(self, call: Call) -> Output:
-        host = self.trainer.at(Role.POLICY, call.version)
-        return Output(logprob(host, self._read(call.inputs[0])), weight_versions=(call.version,))
+        host, rollout = self.trainer.at(Role.POLICY, call.version), self._read(call.inputs[0])
+        return Output(logprob(host, rollout), weight_versions=(call.version,), mask=rollout.response_mask)
 
     def _value(self, call: Call) -> Output:
         host = self.trainer.at(Role.VALUE, call.version)
@@ -359,11 +365,14 @@ class StageRuntime:
     def _export(self, version: int) -> None:
         """The whole policy in Hugging Face layout; a half-written one never has the final name."""
         target = self._paths.weights(version)
-        exists = self.trainer.agree(target.is_dir)
-        if exists:
+        staged = target.with_name(f".{target.name}")
+
+        def begin() -> bool:
+            shutil.rmtree(staged, ignore_errors=True)  # of a process that died over it
+            return target.is_dir()
+
+        if self.trainer.agree(begin):
             return
-        staged = target.with_name(f".{target.name}-{self._spec.incarnation}")
-        staged.mkdir(parents=True, exist_ok=True)
         self.trainer.host.export(staged)
         if self._spec.index == 0:
             staged.rename(target)
@@ -377,8 +386,10 @@ class StageRuntime:
 
 def _tensors(lease: WeightLease) -> dict[str, torch.Tensor]:
     """The mapped arrays as tensors, without a copy; they are read only, and so is what engines do with them."""
+    patterns = {info.name for info in lease.manifest.tensors if info.dtype == BFLOAT16}
     with warnings.catch_warnings(action="ignore", category=UserWarning):
-        return {name: torch.from_numpy(array) for name, array in lease.tensors.items()}
+        tensors = {name: torch.from_numpy(array) for name, array in lease.tensors.items()}
+    return {name: t.view(torch.bfloat16) if name in patterns else t for name, t in tensors.items()}
 
 
 class VersionedEngine:

@@ -51,7 +51,10 @@ class Trainer:
         recompute_logprobs: bool,
         checkpoint_every: int,
         checkpoint_keep: int,
+        staleness: int = 0,
+        verify: bool = True,
     ) -> None:
+        """`verify`: compare a replayed update with its committed digest, which holds in the layout that committed it."""
         self.host = host
         self._rank = rank
         self._ranks = ranks
@@ -62,6 +65,8 @@ class Trainer:
         self._recompute_logprobs = recompute_logprobs
         self._every = checkpoint_every
         self._keep = checkpoint_keep
+        self._staleness = staleness
+        self._verifies = verify
 
     def agree(self, value: Callable[[], Any]) -> Any:
         """Rank 0's `value()`, on every rank; the others do not call it."""
@@ -143,7 +148,7 @@ class Trainer:
         )
 
     def _verify(self, commit: Commit, digest: str) -> None:
-        if commit.digest != digest:
+        if self._verifies and commit.digest != digest:
             raise ReplayMismatch(
                 f"{commit.address}: committed weights have digest {commit.digest}, these have {digest}: another layout, "
                 "thread count or library version than the one that committed them?"
@@ -156,5 +161,9 @@ class Trainer:
             dist.barrier()  # every rank has written
         if self._rank == 0:
             self._checkpoints.finish(str(role), version, path, {})
-            self._checkpoints.prune(str(role), self._keep)
+            # A resumed run may have to publish the version that the oldest open generation reads: the checkpoint that
+            # it is rebuilt from stays, however few are to be kept.
+            oldest = max(0, version - self._staleness)
+            newer = [v for v in self._checkpoints.versions(str(role)) if v > oldest]
+            self._checkpoints.prune(str(role), max(self._keep, len(newer) + 1))
 

@@ -3,19 +3,25 @@
 The process holds one runtime in a module global, because a Dask task is a plain function and models outlive tasks. A
 process that died and came back holds none: its calls raise WorkerLost, and the driver builds it again.
 
-May import pipeline.calls and the standard library; the runtime's class is named by the driver and imported here, so
-that the scheduler, which must import this module too, needs no torch.
+May import distributed, pipeline.calls and storage.address; the runtime's class is named by the driver and imported
+here, so that the scheduler, which must import this module too, needs no torch.
 """
 
 from __future__ import annotations
 
+import faulthandler
 import importlib
+import os
+import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Protocol
 
-from pipeline.calls import Call, Outcome, WorkerLost, WorkerSpec
-from storage.address import Ref
+from distributed import get_worker
+
+from pipeline.calls import Call, Outcome, ResultLost, WorkerLost, WorkerSpec
+from storage.address import Address, Ref
 
 
 @dataclass(frozen=True)
@@ -39,20 +45,38 @@ class Runtime(Protocol):
 class _Resident:
     spec: WorkerSpec
     runtime: Runtime
+    seen: set[tuple[Address, str]] = field(default_factory=set)
+    """Calls that began here, by address and attempt."""
 
 
 _resident: _Resident | None = None
 
 
-def build_worker(spec: WorkerSpec) -> None:
-    """Makes this process what `spec` says; whatever it was before is closed."""
+def build_worker(spec: WorkerSpec) -> str:
+    """Makes this process what `spec` says; whatever it was before is closed. Returns the Dask address of the process,
+    which no later process will have."""
     global _resident
+    if spec.log is not None:
+        _write_to(Path(spec.log), f"---- {spec.name}, incarnation {spec.incarnation}, process {os.getpid()}")
     if _resident is not None:
         _resident.runtime.close()
         _resident = None
     module, _, name = spec.runtime.partition(":")
     factory = getattr(importlib.import_module(module), name)
     _resident = _Resident(spec, factory(spec))
+    return str(get_worker().address)
+
+
+def _write_to(path: Path, headline: str) -> None:
+    """Sends what this process prints (also from native code, also the trace of a crash) to the end of a file."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    with path.open("a", buffering=1) as log:
+        log.write(headline + "\n")
+        os.dup2(log.fileno(), 1)
+        os.dup2(log.fileno(), 2)
+    faulthandler.enable(file=2)
 
 
 def run_node(call: Call, *parents: object) -> Outcome:
@@ -61,11 +85,15 @@ def run_node(call: Call, *parents: object) -> Outcome:
 
     Raises:
         WorkerLost: this process was not built, or for another incarnation.
+        ResultLost: this attempt has run here before.
     """
     del parents
     resident = _resident
-    if resident is None or (resident.spec.gang, resident.spec.incarnation) != (call.gang, call.incarnation):
-        raise WorkerLost(call.worker)
+    if resident is None or (resident.spec.name, resident.spec.incarnation) != (call.worker, call.incarnation):
+        raise WorkerLost(call.worker, call.incarnation)
+    if (call.address, call.attempt) in resident.seen:
+        raise ResultLost(f"{call.address} had run before")
+    resident.seen.add((call.address, call.attempt))
     started = time.time()
     visit = resident.runtime.run(call)
     return Outcome(

@@ -6,6 +6,7 @@ May import numpy, storage and stages.hf_files.
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -38,14 +39,18 @@ class PromptTable:
     """The source's other fields, for the reward."""
 
     def save(self, path: Path) -> None:
-        """Writes `path` (.npz) and its neighbour .jsonl with the extra fields."""
+        """Writes `path` (.npz) and its neighbour .jsonl with the extra fields; `path` last and in one piece, so that
+        it exists only where both are whole."""
         arrays = {"tokens": self.tokens, "lengths": self.lengths, "train": self.train, "held_out": self.held_out}
-        np.savez(path, pad_id=np.int64(self.pad_id), **arrays)
         path.with_suffix(".jsonl").write_text("".join(json.dumps(e, default=str) + "\n" for e in self.extra), "utf8")
+        staged = path.with_name(f".{path.name}")
+        with staged.open("wb") as stream:
+            np.savez(stream, pad_id=np.int64(self.pad_id), **arrays)
+        os.replace(staged, path)
 
     @staticmethod
     def load(path: Path) -> PromptTable:
-        lines = path.with_suffix(".jsonl").read_text("utf8").splitlines()
+        lines = path.with_suffix(".jsonl").read_text("utf8").removesuffix("\n").split("\n")
         with np.load(path) as saved:
             arrays = {name: saved[name] for name in saved.files}
         return PromptTable(**arrays | {"pad_id": int(arrays["pad_id"])}, extra=[json.loads(line) for line in lines])

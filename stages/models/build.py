@@ -96,7 +96,7 @@ def output_weight(model: GPTModel, trunk: Trunk | None) -> Tensor:
     own = model.output_layer.weight
     if own is not None:
         return own
-    return (model if trunk is None else trunk.model).embedding.word_embeddings.weight
+    return model.embedding.word_embeddings.weight if trunk is None else trunk.output_weight
 
 
 @torch.no_grad()

@@ -211,7 +211,8 @@ class _TokenLogprobs(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         """`target_N` and the distribution's tokens count from this rank's first token (a target of another rank lies
         outside 0..V-1); `early_N`: the response may not end here."""
-        buffer_NV = F.linear(hidden_NH, weight_VH).float()
+        # in float32 under bfloat16 too: logits of 20 would be rounded to multiples of 1/16
+        buffer_NV = F.linear(hidden_NH.float(), weight_VH.float())
         if distribution.temperature != 1:
             buffer_NV /= distribution.temperature
         if distribution.suppressed:
@@ -252,9 +253,11 @@ class _TokenLogprobs(torch.autograd.Function):
         buffer_NV.scatter_add_(1, index_N[:, None], torch.where(here_N, grad_logprob_N, 0)[:, None])
         if ctx.temperature != 1:
             buffer_NV /= ctx.temperature
-        grad_NV = buffer_NV.to(weight_VH.dtype)
-        grad_hidden_NH = _over_ranks(grad_NV @ weight_VH, dist.ReduceOp.SUM) if ctx.needs_input_grad[0] else None
-        grad_weight_VH = grad_NV.T @ hidden_NH if ctx.needs_input_grad[1] else None
+        grad_hidden_NH = grad_weight_VH = None
+        if ctx.needs_input_grad[0]:
+            grad_hidden_NH = _over_ranks(buffer_NV @ weight_VH.float(), dist.ReduceOp.SUM).to(hidden_NH.dtype)
+        if ctx.needs_input_grad[1]:
+            grad_weight_VH = (buffer_NV.T @ hidden_NH.float()).to(weight_VH.dtype)
         return grad_hidden_NH, grad_weight_VH, None, None, None, None
 
 

@@ -34,6 +34,13 @@ class RMSNorm(torch.nn.RMSNorm):
         return F.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps).to(self.weight.dtype)
 
 
+class FinalRMSNorm(RMSNorm):
+    """The norm before the output layer or the head, which are multiplied in float32."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps)
+
+
 class CausalAttention(MegatronModule):
     """Causal attention by torch's fused kernel, grouped queries included; rows are padded on the right, so that no
     token sees padding and no mask is needed."""
@@ -90,4 +97,4 @@ def block_spec(num_blocks: int) -> TransformerBlockSubmodules:
     layer.submodules.self_attention.submodules.core_attention = CausalAttention
     layer.submodules.self_attn_bda = add_residual
     layer.submodules.mlp_bda = add_residual
-    return TransformerBlockSubmodules(layer_specs=[layer] * num_blocks, layer_norm=RMSNorm)
+    return TransformerBlockSubmodules(layer_specs=[layer] * num_blocks, layer_norm=FinalRMSNorm)

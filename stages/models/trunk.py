@@ -18,7 +18,7 @@ from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from torch import Tensor
 
 CACHE_BYTES = 1 << 30
-"""Of hidden states kept on a rank; SmolLM2 needs 2.3 KB a token in float32."""
+"""Of hidden states kept on a rank; SmolLM2 needs 2.3 KB a token."""
 
 
 class Trunk:
@@ -32,6 +32,9 @@ class Trunk:
         """Rows that went through the blocks so far; the others came from the cache."""
         config = model.config
         self._multiple = config.tensor_model_parallel_size if config.sequence_parallel else 1
+        self.output_weight = model.embedding.word_embeddings.weight.detach().float()
+        """[vocab / TP, hidden]: the embedding as a tied output layer, in float32 as that is multiplied; the embedding
+        itself in a float32 model."""
         self._rows: OrderedDict[bytes, Tensor] = OrderedDict()
         self._bytes = 0
 

@@ -1,0 +1,130 @@
+"""What every benchmark here shares: the machine, other load on it, versions, a table and a JSON of figures by name.
+
+Both sides of a comparison are interleaved in one run; figures are medians of repeats.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+
+import psutil
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from pipeline.run import git_commit
+
+PACKAGES = ("torch", "megatron-core", "transformers", "dask", "zarr")
+
+
+def arguments(description: str) -> argparse.Namespace:
+    """--json FILE, --quick (under a minute) and --repeats, the same for every benchmark."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--json", type=Path, help="write the figures by name to this file")
+    parser.add_argument("--quick", action="store_true", help="under a minute, on a tiny model: for tests, not for figures")
+    parser.add_argument("--repeats", type=int, default=3)
+    return parser.parse_args()
+
+
+@dataclass(frozen=True)
+class Load:
+    """CPU seconds spent during a measurement, as shares of all cores' time."""
+
+    ours: float
+    others: float
+
+
+@contextmanager
+def measured_load() -> Iterator[Callable[[], Load]]:
+    """Yields a function that says, after the block, what share of the machine this process tree and others used."""
+    result: list[Load] = []
+    process = psutil.Process()
+    children_before = _tree_seconds(process)
+    busy_before, start = _busy_seconds(), time.perf_counter()
+    yield lambda: result[0]
+    total = (time.perf_counter() - start) * (os.cpu_count() or 1)
+    busy = _busy_seconds() - busy_before
+    ours = _tree_seconds(process) - children_before
+    result.append(Load(ours / total, max(0.0, busy - ours) / total))
+
+
+def _busy_seconds() -> float:
+    times = psutil.cpu_times()
+    return sum(times) - times.idle - getattr(times, "iowait", 0.0) - getattr(times, "guest", 0.0)
+
+
+def _tree_seconds(process: psutil.Process) -> float:
+    """CPU seconds of this process, its children that ended, and those that live."""
+    own = process.cpu_times()
+    seconds = own.user + own.system + own.children_user + own.children_system
+    for child in process.children(recursive=True):
+        try:
+            times = child.cpu_times()
+        except psutil.NoSuchProcess:
+            continue
+        seconds += times.user + times.system
+    return seconds
+
+
+def gemm_gflops(threads: int, dtype: torch.dtype = torch.float32, size: int = 1536, repeats: int = 5) -> float:
+    """This machine's matrix-product rate now: the limit that any schedule of the same arithmetic has."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        a, b = torch.randn(size, size, dtype=dtype), torch.randn(size, size, dtype=dtype)
+        a @ b
+        seconds = []
+        for _ in range(repeats):
+            started = time.perf_counter()
+            a @ b
+            seconds.append(time.perf_counter() - started)
+    finally:
+        torch.set_num_threads(before)
+    return 2 * size**3 / statistics.median(seconds) / 1e9
+
+
+def machine() -> dict[str, str | int | float]:
+    """Where and with what a benchmark ran."""
+    gpu = torch.cuda.get_device_name(0) if torch.cuda.is_available() else "none"
+    return {
+        "date": datetime.datetime.now(tz=datetime.UTC).date().isoformat(),
+        "commit": git_commit(),
+        "cpu": platform.processor() or platform.machine(),
+        "cores": os.cpu_count() or 1,
+        "gpu": gpu,
+        "python": platform.python_version(),
+        **{package: version(package) for package in PACKAGES},
+    }
+
+
+def report(
+    title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], notes: Sequence[str], console: Console | None = None
+) -> None:
+    """Prints the table and what must be known to read it."""
+    console = console or Console()
+    table = Table(title=title, title_justify="left")
+    for i, column in enumerate(columns):
+        table.add_column(column, justify="left" if i == 0 else "right")
+    for row in rows:
+        table.add_row(*row)
+    console.print(table)
+    for note in notes:
+        console.print(note, highlight=False)
+
+
+def write_json(path: Path | None, figures: dict[str, float]) -> None:
+    """The figures by name, with the machine they belong to."""
+    if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps({"machine": machine(), "figures": figures}, indent=2) + "\n", "utf8")

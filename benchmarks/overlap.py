@@ -1,0 +1,140 @@
+"""Asynchronous PPO (staleness 1) against the best synchronous schedule of the same work, on this machine's cores.
+
+Whole runs through the real path (Dask, Zarr, ledger), arms taken in turn, repeated; a repeat's figure is its steady
+seconds per step, and an arm's is the median of its repeats. "Best synchronous" is the fastest of the synchronous arms,
+each of which gives every stage all cores: comparing with a one-thread serial schedule would flatter the overlap.
+
+The limit: no schedule on n cores can beat (one-thread seconds of all stages) / n, measured from the asynchronous arm
+whose gangs have one thread each.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import sys
+import tempfile
+from dataclasses import dataclass
+from io import StringIO
+from pathlib import Path
+
+from rich.console import Console
+
+from benchmarks.harness import arguments, gemm_gflops, measured_load, report, write_json
+from pipeline.config import RunConfig, load_config
+from pipeline.run import open_history, run
+from storage.address import Address
+
+CORES = os.cpu_count() or 1
+WARM_UP_STEPS = 2
+
+
+@dataclass(frozen=True)
+class Arm:
+    """A schedule: how stale, and which threads each gang has."""
+
+    name: str
+    staleness: int
+    overrides: tuple[str, ...]
+
+    @property
+    def synchronous(self) -> bool:
+        return self.staleness == 0
+
+
+def gangs(generate: int, train: int) -> tuple[str, ...]:
+    return (f"placement.gangs.generate.threads={generate}", f"placement.gangs.train.threads={train}")
+
+
+ARMS = (
+    Arm("sync, each gang all cores", 0, gangs(CORES, CORES)),
+    Arm("sync, one shard", 0, (*gangs(CORES, CORES), "rollout.shards=1")),
+    Arm("async, one thread each", 1, gangs(1, 1)),
+    Arm("async, training all cores", 1, gangs(1, CORES)),
+)
+WORKLOADS: dict[str, tuple[str, ...]] = {
+    "demo (training dominates)": (),
+    "long responses (balanced)": (
+        "sampling.max_new_tokens=40",
+        "sampling.min_new_tokens=40",
+        "rollout.rows=32",
+        "ppo.epochs=1",
+        "model.critic_blocks=1",
+        "model.frozen_blocks=28",
+    ),
+}
+QUICK = ("steps=4", "prompts.held_out=8")
+
+
+@dataclass(frozen=True)
+class Measured:
+    step_s: float
+    work_s: float
+    """Seconds of all stages per step, summed."""
+    others: float
+    """Share of the machine that others used."""
+
+
+def measure(config: RunConfig) -> Measured:
+    """Runs a config; seconds from one publication to the next, over the steps after the warm-up."""
+    with measured_load() as load:
+        result = run(config, Console(file=StringIO()))
+    ledger = open_history(config).ledger
+    first, last = (ledger.find(Address("publish", v)) for v in (WARM_UP_STEPS, config.steps))
+    assert first is not None
+    assert last is not None
+    step_s = (last.finished - first.finished) / (config.steps - WARM_UP_STEPS)
+    return Measured(step_s, sum(result.summary.stage_s.values()) / config.steps, load().others)
+
+
+def main() -> None:
+    options = arguments(__doc__ or "")
+    base = ["conf/run/tiny.yaml"] if options.quick else ["conf/run/demo.yaml"]
+    common = QUICK if options.quick else ("steps=7",)
+    workloads = {"tiny": ()} if options.quick else WORKLOADS
+    arms = (ARMS[0], ARMS[2]) if options.quick else ARMS
+    repeats = 1 if options.quick else options.repeats
+    figures: dict[str, float] = {}
+    rows = []
+    with tempfile.TemporaryDirectory(prefix="stageline-overlap-") as scratch:
+        found: dict[tuple[str, str], list[Measured]] = {}
+        for repeat in range(repeats):
+            for workload, changes in workloads.items():
+                for arm in arms:
+                    name = f"{arm.name}-{workload}-{repeat}".replace(" ", "-").replace(",", "").replace("/", "-")
+                    fixed = (f"name={name}", f"runs_dir={Path(scratch)}", f"staleness={arm.staleness}", "evaluate.every=0")
+                    quiet = ("tracking.uri=null", "tracking.plots=false", "cluster.dashboard=null")
+                    overrides = [*common, *changes, *arm.overrides, *fixed, *quiet]
+                    measured = measure(load_config(base, overrides))
+                    found.setdefault((workload, arm.name), []).append(measured)
+                    print(f"{workload}: {arm.name}: {measured.step_s:.2f} s a step", file=sys.stderr, flush=True)
+    for workload in workloads:
+        step_s = {arm: statistics.median(m.step_s for m in found[workload, arm.name]) for arm in arms}
+        best_sync = min(seconds for arm, seconds in step_s.items() if arm.synchronous)
+        one_thread = next(arm for arm in arms if arm.name == "async, one thread each")
+        limit = statistics.median(m.work_s for m in found[workload, one_thread.name]) / CORES
+        for arm, seconds in step_s.items():
+            others = max(m.others for m in found[workload, arm.name])
+            rows.append(
+                (workload, arm.name, f"{seconds:.2f}", f"{best_sync / seconds:.2f}", f"{limit / seconds:.0%}", f"{others:.0%}")
+            )
+            figures[f"{workload}/{arm.name}/step_s"] = seconds
+            figures[f"{workload}/{arm.name}/speedup_over_best_sync"] = best_sync / seconds
+        figures[f"{workload}/limit_s"] = limit
+    gemm = {threads: gemm_gflops(threads) for threads in (1, CORES)}
+    figures |= {f"gemm_fp32_gflops/{threads}_threads": rate for threads, rate in gemm.items()}
+    report(
+        "overlap: seconds per PPO step",
+        ("workload", "schedule", "s/step", "x best sync", "of the limit", "others' load"),
+        rows,
+        [
+            f"{repeats} repeats, medians; {CORES} cores; fp32 GEMM "
+            + ", ".join(f"{rate:.0f} GFLOP/s on {threads} thread(s)" for threads, rate in gemm.items()),
+            "limit: one-thread seconds of all stages / cores",
+        ],
+    )
+    write_json(options.json, figures)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,40 @@
+"""The documentation names every config key, and no file that is not there."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeline.config import GangConfig, RunConfig
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md"), ROOT / "slurm/README.md"])
+PATHS = re.compile(
+    r"`((?:pipeline|stages|storage|conf|tests|benchmarks|requirements)/[\w./-]*\w)`"  # a file or folder in code quotes
+    r"|\]\(([\w./-]+\.md)[#)]"  # a link to another page
+)
+
+
+def keys(config: Any, prefix: str) -> list[str]:
+    """Key paths of a config's leaves."""
+    found = []
+    for field in fields(config):
+        value = getattr(config, field.name)
+        found += keys(value, f"{prefix}{field.name}.") if is_dataclass(value) else [f"{prefix}{field.name}"]
+    return found
+
+
+def test_running_has_exactly_the_keys_of_the_config() -> None:
+    text = (ROOT / "docs/running.md").read_text("utf8")
+    documented = re.findall(r"^\| `([\w.]+)` \|.*\|.*\|.*\|$", text, re.MULTILINE)
+    assert sorted(documented) == sorted(keys(RunConfig(), "") + keys(GangConfig(), "placement.gangs.NAME."))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_a_page_names_only_files_that_exist(page: Path) -> None:
+    named = [(ROOT / code if code else page.parent / link) for code, link in PATHS.findall(page.read_text("utf8"))]
+    assert [path for path in named if not path.exists()] == []

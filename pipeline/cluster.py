@@ -15,7 +15,7 @@ import socket
 import tempfile
 import time
 from collections.abc import Iterable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from multiprocessing import forkserver
 from pathlib import Path
 from types import TracebackType
@@ -30,7 +30,7 @@ from pipeline.config import RunConfig
 from pipeline.dispatch import Gang
 from stages.models.protocol import Role
 
-_DASK_SETTINGS = {
+_DASK_SETTINGS: dict[str, Any] = {
     "distributed.scheduler.work-stealing": False,
     # A death fails what ran there at once: the driver decides what is lost, Dask must not run a collective again alone.
     "distributed.scheduler.allowed-failures": 0,
@@ -150,8 +150,8 @@ class LocalWorkers:
 
 
 def _start_forkserver() -> None:
-    """Starts the process that all workers are forked from, unless this one has it already. It has SIGINT blocked, and so
-    have they: Ctrl-C reaches the whole terminal, but it is the driver that must end the run."""
+    """Starts the process that all workers are forked from, unless this one has it already. It has SIGINT blocked, and
+    so have they: Ctrl-C reaches the whole terminal, but it is the driver that must end the run."""
     before = {name: os.environ.get(name) for name in _FORKSERVER_ENVIRONMENT}
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
@@ -177,12 +177,14 @@ def _free_address(wanted: str | None) -> str:
 
 def kill_workers(client: Client, addresses: Iterable[str]) -> None:
     """Ends processes, whatever state they are in (also stopped, also stuck in a collective), and waits until the
-    scheduler has seen it, lest it send them work; their nannies start new ones. Unknown addresses are passed over: those
-    have ended."""
+    scheduler has seen it, lest it send them work; their nannies start new ones. Unknown addresses are passed over:
+    those have ended."""
     addresses = set(addresses)
     give_up = time.monotonic() + _KILL_S  # a host that is gone answers nobody
     while (alive := addresses & set(workers_by_address(client))) and time.monotonic() < give_up:
-        client.run(_kill_process, workers=sorted(alive), nanny=True, on_error="ignore")
+        for address in alive:
+            with suppress(KeyError):  # it ended by itself since the question; the scheduler looks it up and fails
+                client.run(_kill_process, workers=[address], nanny=True, on_error="ignore")
 
 
 def workers_by_address(client: Client) -> dict[str, str]:

@@ -7,7 +7,7 @@
 A worker builds only what its gang's roles need: an engine for `generate`, a reward and a tokenizer for `score`, a model
 host for `policy`, `value` and `reference`. One process may hold all of them.
 
-May import storage and stages; engines, models and rewards are imported when a role needs them, since each costs seconds.
+May import storage and stages; engines, models and rewards are imported when a role needs them: each costs seconds.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ import numpy as np
 import torch
 
 from pipeline.calls import Call, WorkerSpec
-from pipeline.config import RunConfig, config_hash, load_yaml
+from pipeline.config import config_hash, load_yaml
 from pipeline.graph import STAGE_ROLES
 from pipeline.paths import RunPaths
 from pipeline.trainer import UPDATE_STAGE, Trainer
@@ -87,7 +87,9 @@ def _part(path: str) -> Any:
 class StageRuntime:
     """Owns a worker's engine and models."""
 
-    def __init__(self, spec: WorkerSpec) -> None:
+    def __init__(self, spec: WorkerSpec, *, same_layout: bool = True) -> None:
+        """`same_layout`: the models are laid out as those that made the run's commits, whose checkpoints then fit, and
+        whose digests a replayed update must have."""
         config = self._config = load_yaml(spec.config_yaml)
         gang = next(g for g in config.gangs() if g.name == spec.gang)
         settings = config.placement.gangs[spec.gang]
@@ -137,7 +139,7 @@ class StageRuntime:
                 ranks=spec.size,
                 store=self._store,
                 ledger=self._ledger,
-                checkpoints=Checkpoints(self._paths.checkpoints),
+                checkpoints=Checkpoints(self._paths.checkpoints) if same_layout else None,
                 shards=config.rollout.shards,
                 recompute_logprobs=config.ppo.proximal == "recompute",
                 checkpoint_every=config.checkpoint.every,

@@ -102,7 +102,12 @@ def main() -> None:
             for workload, changes in workloads.items():
                 for arm in arms:
                     name = f"{arm.name}-{workload}-{repeat}".replace(" ", "-").replace(",", "").replace("/", "-")
-                    fixed = (f"name={name}", f"runs_dir={Path(scratch)}", f"staleness={arm.staleness}", "evaluate.every=0")
+                    fixed = (
+                        f"name={name}",
+                        f"runs_dir={Path(scratch)}",
+                        f"staleness={arm.staleness}",
+                        "evaluate.every=0",
+                    )
                     quiet = ("tracking.uri=null", "tracking.plots=false", "cluster.dashboard=null")
                     overrides = [*common, *changes, *arm.overrides, *fixed, *quiet]
                     measured = measure(load_config(base, overrides))
@@ -116,7 +121,14 @@ def main() -> None:
         for arm, seconds in step_s.items():
             others = max(m.others for m in found[workload, arm.name])
             rows.append(
-                (workload, arm.name, f"{seconds:.2f}", f"{best_sync / seconds:.2f}", f"{limit / seconds:.0%}", f"{others:.0%}")
+                (
+                    workload,
+                    arm.name,
+                    f"{seconds:.2f}",
+                    f"{best_sync / seconds:.2f}",
+                    f"{limit / seconds:.0%}",
+                    f"{others:.0%}",
+                )
             )
             figures[f"{workload}/{arm.name}/step_s"] = seconds
             figures[f"{workload}/{arm.name}/speedup_over_best_sync"] = best_sync / seconds

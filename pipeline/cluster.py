@@ -8,6 +8,7 @@ May import dask and distributed.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 import signal
@@ -15,7 +16,7 @@ import socket
 import tempfile
 import time
 from collections.abc import Iterable
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from multiprocessing import forkserver
 from pathlib import Path
 from types import TracebackType
@@ -23,6 +24,7 @@ from typing import Any
 
 import dask
 from distributed import Client, Nanny, Scheduler, SpecCluster
+from distributed.protocol.pickle import dumps
 from distributed.utils import get_mp_context
 
 from pipeline.calls import pin_resource, slot_resource, worker_name
@@ -179,12 +181,17 @@ def kill_workers(client: Client, addresses: Iterable[str]) -> None:
     """Ends processes, whatever state they are in (also stopped, also stuck in a collective), and waits until the
     scheduler has seen it, lest it send them work; their nannies start new ones. Unknown addresses are passed over:
     those have ended."""
-    addresses = set(addresses)
+    client.run_on_scheduler(_kill_and_wait, sorted(addresses))
+
+
+async def _kill_and_wait(addresses: list[str], dask_scheduler: Any) -> None:
+    """Runs in the scheduler, whose list of workers cannot change between a look and the message."""
+    if here := [address for address in addresses if address in dask_scheduler.workers]:
+        message = {"op": "run", "function": dumps(_kill_process), "args": dumps(()), "kwargs": dumps({}), "wait": True}
+        await dask_scheduler.broadcast(msg=message, workers=here, nanny=True, on_error="ignore")
     give_up = time.monotonic() + _KILL_S  # a host that is gone answers nobody
-    while (alive := addresses & set(workers_by_address(client))) and time.monotonic() < give_up:
-        for address in alive:
-            with suppress(KeyError):  # it ended by itself since the question; the scheduler looks it up and fails
-                client.run(_kill_process, workers=[address], nanny=True, on_error="ignore")
+    while time.monotonic() < give_up and any(address in dask_scheduler.workers for address in here):
+        await asyncio.sleep(0.01)
 
 
 def workers_by_address(client: Client) -> dict[str, str]:

@@ -52,6 +52,10 @@ from storage.rollouts import RolloutStore
 from storage.weights import BFLOAT16, WeightBoard, WeightLease
 
 
+RECENT_BYTES = 64 << 20
+"""Of records that a worker keeps: `reference`, `logprob`, `value` and both updates of a step read the same rows."""
+
+
 @dataclass
 class Output:
     """What a stage made: a record to store, or None on ranks that hold no part of the answer."""
@@ -100,7 +104,7 @@ class StageRuntime:
         self._paths = RunPaths(config.run_dir)
         self._config_hash = config_hash(config)
         self._ledger = Ledger(str(self._paths.ledger))
-        self._store = RolloutStore(str(self._paths.root), self._ledger, config.layouts())
+        self._store = RolloutStore(str(self._paths.root), self._ledger, config.layouts(), recent_bytes=RECENT_BYTES)
         self._board = WeightBoard(self._paths.board(config.cluster.weights_dir))
         self._clock = _Clock()
         self._prompts = PromptTable.load(self._paths.prompts) if gang.roles & {Role.GENERATE, Role.SCORE} else None
@@ -145,6 +149,7 @@ class StageRuntime:
                 checkpoint_every=config.checkpoint.every,
                 checkpoint_keep=config.checkpoint.keep,
                 staleness=config.staleness,
+                bookkeeping=self._clock.bookkeeping,
             )
 
     # ---- one call ------------------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ May import torch.distributed, stages and storage.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -53,8 +54,9 @@ class Trainer:
         checkpoint_every: int,
         checkpoint_keep: int,
         staleness: int,
+        bookkeeping: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
-        """`checkpoints`: None where the models are laid out in another way than those that made the commits: neither
+        """`bookkeeping`: entered while the store is read, so that its time can be told from training. `checkpoints`: None where the models are laid out in another way than those that made the commits: neither
         their checkpoints nor their digests can then be used."""
         self.host = host
         self._rank = rank
@@ -67,6 +69,7 @@ class Trainer:
         self._every = checkpoint_every
         self._keep = checkpoint_keep
         self._staleness = staleness
+        self._bookkeeping = bookkeeping
 
     def agree(self, value: Callable[[], Any]) -> Any:
         """Rank 0's `value()`, on every rank; the others do not call it."""
@@ -130,21 +133,25 @@ class Trainer:
         return str(commit.digest), self.host.digest(role)
 
     def _train(self, role: Role, step: int) -> dict[str, float]:
-        rollout = self._store.read_step("generate", step, self._shards)
         address = Address("advantage", step)
-        advantages: Advantages = self._store.read(address)
-        commit = self._ledger.find(address)
+        with self._bookkeeping():
+            rollout = self._store.read_step("generate", step, self._shards)
+            advantages: Advantages = self._store.read(address)
+            commit = self._ledger.find(address)
         assert commit is not None  # read() raises where there is none
         if role is Role.VALUE:
-            values = self._store.read_step("value", step, self._shards)
+            with self._bookkeeping():
+                values = self._store.read_step("value", step, self._shards)
             return update_value(self.host, step, rollout=rollout, advantages=advantages, values=values)
-        policy = self._store.read_step("logprob", step, self._shards) if self._recompute_logprobs else None
+        with self._bookkeeping():
+            reference = self._store.read_step("reference", step, self._shards)
+            policy = self._store.read_step("logprob", step, self._shards) if self._recompute_logprobs else None
         return update_policy(
             self.host,
             step,
             rollout=rollout,
             advantages=advantages,
-            reference=self._store.read_step("reference", step, self._shards),
+            reference=reference,
             policy=policy,
             kl_coef=commit.metrics["kl/coef"],
         )

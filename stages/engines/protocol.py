@@ -5,8 +5,8 @@ rows in flight and yields each row as it finishes. Every request names the versi
 with (`Request.version`); `load_weights` is called by whoever sees that the resident version differs, and waits until
 the rows of the older version have finished (drain).
 
-Law 4: the token at a position is argmax(log p + Gumbel noise keyed by (seed, step, row, position)), so a row's tokens do
-not depend on the batch it ran in or on the engine that ran it.
+Law 4: the token at a position is argmax(log p + Gumbel noise keyed by (seed, step, row, position)), so a row's tokens
+do not depend on the batch it ran in or on the engine that ran it.
 
 May import numpy, torch and the standard library.
 """

@@ -107,9 +107,7 @@ class TorchEngine:
         tensors = read_weights(path)
         check_tensors(self._shape, tensors, complete=True)
         with torch.inference_mode():
-            self._weights = build_weights(
-                self._shape, tensors, getattr(torch, engine.dtype), self._device, max_seq
-            )
+            self._weights = build_weights(self._shape, tensors, getattr(torch, engine.dtype), self._device, max_seq)
         self.version = version
         self._waiting: deque[_Row] = deque()
         self._flying: list[_Row] = []

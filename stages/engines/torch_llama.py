@@ -241,9 +241,7 @@ def forward(
     return x_NC
 
 
-def logits(
-    weights: LlamaWeights, shape: LlamaShape, hidden: Float[torch.Tensor, "N C"]
-) -> Float[torch.Tensor, "N V"]:
+def logits(weights: LlamaWeights, shape: LlamaShape, hidden: Float[torch.Tensor, "N C"]) -> Float[torch.Tensor, "N V"]:
     """float32 logits of the tokens after `forward`'s hidden states."""
     return linear(_norm(hidden, weights.norm, shape.norm_eps), weights.head)
 
@@ -313,8 +311,10 @@ def _attend(
 def _causal_mask(length: int, group: int, device: torch.device) -> Float[torch.Tensor, "Q T"]:
     """0 where a query may look, -inf where not; for the `group` query heads of a key head, one after another."""
     later = torch.ones(length, length, dtype=torch.bool, device=device).triu(1)
-    return torch.zeros(length, length, dtype=ATTENTION_DTYPE, device=device).masked_fill_(later, float("-inf")).repeat(
-        group, 1
+    return (
+        torch.zeros(length, length, dtype=ATTENTION_DTYPE, device=device)
+        .masked_fill_(later, float("-inf"))
+        .repeat(group, 1)
     )
 
 

@@ -103,13 +103,12 @@ class Run:
     def _finished(self) -> bool:
         while self.when and self.when[0][0]():
             self.when.pop(0)[1]()
-        return self.flow.finished
+        return self.flow.finished and not self.when
 
     def go(self) -> None:
         self.executor.start()
         self.flow.advance()
         self.executor.run(self._finished)
-        assert not self.when, "the run was over before the fault happened"
 
     def log(self, name: str) -> list[list[str]]:
         """The lines of a log that are complete, each as its words."""
@@ -231,7 +230,7 @@ def test_killed_in_a_node(start: Callable[..., Run], stage: str, worker: str) ->
     run = start()
     node = Address(stage, 1)
     held = run.control(f"{stage}-1-0@{worker}", "hold")
-    run.then(run.began(node, worker), lambda: (held.unlink, run.kill(worker)())[1])
+    run.then(run.began(node, worker), run.kill(worker))
     run.then(lambda: run.events(EventKind.GANG_LOST), held.unlink)
     run.go()
     run.assert_whole()
@@ -282,7 +281,7 @@ def test_result_lost_with_its_holder(start: Callable[..., Run]) -> None:
 
 def test_stopped_replica_comes_back(start: Callable[..., Run]) -> None:
     """The other replica takes its shards over; it finds their commits, discards its own, and is given work again."""
-    run = start(steps=2, staleness=0, deadline_s=2.0)
+    run = start(steps=2, staleness=0, deadline_s=3.0)
     held = run.control("generate-0-0@generate-0", "hold")
     both = [run.began(Address("generate", 0, 0), f"generate-{i}") for i in (0, 1)]
     run.then(both[0], run.signal("generate-0", signal.SIGSTOP))
@@ -300,12 +299,11 @@ def test_stopped_replica_comes_back(start: Callable[..., Run]) -> None:
 def test_stopped_for_good(start: Callable[..., Run], worker: str) -> None:
     """A stopped process answers nothing and is not dead: it is killed after its deadline (a gang), or after a second
     one, while another replica does its work."""
-    run = start(steps=2, deadline_s=1.0)
+    run = start(steps=2, deadline_s=2.0, attempts=9)
     node = Address("generate", 1, 0) if worker == "generate-0" else Address("update_policy", 0)
     held = run.control(f"{node.stage}-{node.step}-{node.shard}@{worker}", "hold")
-    others = run.control("update_value-1-0@*", "hold")  # the run must not be over before the second deadline
     run.then(run.began(node, worker), run.signal(worker, signal.SIGSTOP))
-    run.then(lambda: run.events(EventKind.GANG_LOST), lambda: (held.unlink(), others.unlink()))
+    run.then(lambda: run.events(EventKind.GANG_LOST), held.unlink)
     run.go()
     run.assert_whole()
     assert any(worker.startswith(e.gang) for e in run.events(EventKind.GANG_LOST))
@@ -322,8 +320,6 @@ def test_stage_that_raises_ends_the_run(start: Callable[..., Run], stage: str, w
     with pytest.raises(StageFailed, match=rf"{stage}/step_000000/shard_0000 raised ValueError: no such colour.*logs/"):
         run.go()
     assert run.ledger.find(Address(stage, 0)) is None
-    where = "train-1" if worker == "train-1" else run.log("runs")[-1][1]
-    del where
     assert any("no such colour" in path.read_text() for path in (run.dir / "logs").iterdir())
 
 

@@ -121,7 +121,7 @@ def test_lost_replica() -> None:
     assert machine.done("generate", 0, 1) == ["generate 0.0 > gen.1"], "older than shard 2"
     machine.dispatch.worker_up("gen", 0)
     assert machine.step() == ["generate 0.2 > gen.0"]
-    assert [s.attempt for s in machine.order if s.node.address == Address("generate")] == [0, 1]
+    assert [s.attempt for s in machine.order if s.node.address == Address("generate", 0)] == [0, 1]
 
 
 def test_suspect_replica_that_comes_back_with_the_node_done() -> None:
@@ -131,11 +131,11 @@ def test_suspect_replica_that_comes_back_with_the_node_done() -> None:
     machine.step()
     machine.down("gen", 0)
     assert machine.done("generate", 0, 1) == ["generate 0.0 > gen.1"]
-    assert machine.dispatch.done(Address("generate"))  # the first attempt's commit; the second still runs
-    assert not machine.dispatch.done(Address("generate")), "the second commit changes nothing"
+    assert machine.dispatch.done(Address("generate", 0))  # the first attempt's commit; the second still runs
+    assert not machine.dispatch.done(Address("generate", 0)), "the second commit changes nothing"
     machine.dispatch.worker_up("gen", 0)
     assert machine.step() == ["generate 0.2 > gen.0"]
-    assert machine.dispatch.losses(Address("generate")) == 1
+    assert machine.dispatch.losses(Address("generate", 0)) == 1
 
 
 # ---- ordered gangs --------------------------------------------------------------------------------------------------
@@ -226,12 +226,12 @@ def test_what_hangs_on_a_lost_node_waits_again() -> None:
 def test_a_done_child_stays_done() -> None:
     """Its output is in the store, whatever happens to its parent's process."""
     machine = Machine(pool(1), scorers(), trainer())
-    machine.dispatch.admit([node("generate"), node("score", 0, 0, Address("generate"))])
+    machine.dispatch.admit([node("generate"), node("score", 0, 0, Address("generate", 0))])
     machine.step()
     machine.done("generate")
     machine.done("score")
     assert machine.down("gen") == set()
-    assert machine.dispatch.is_done(Address("score"))
+    assert machine.dispatch.is_done(Address("score", 0))
 
 
 def test_lost_counts_once_for_each_attempt() -> None:
@@ -239,8 +239,8 @@ def test_lost_counts_once_for_each_attempt() -> None:
     machine.dispatch.admit([node("score")])
     machine.step()
     assert machine.lost("score") == {"score 0.0"}
-    assert machine.dispatch.lost([Address("score")]) == [], "it is not out any more"
-    assert machine.dispatch.losses(Address("score")) == 1
+    assert machine.dispatch.lost([Address("score", 0)]) == [], "it is not out any more"
+    assert machine.dispatch.losses(Address("score", 0)) == 1
 
 
 # ---- what is there already --------------------------------------------------------------------------------------------
@@ -248,7 +248,7 @@ def test_lost_counts_once_for_each_attempt() -> None:
 
 def test_committed_nodes_are_done_at_once() -> None:
     machine = Machine(pool(1), scorers(), trainer())
-    machine.dispatch.admit([node("generate"), node("score", 0, 0, Address("generate"))], [Address("generate")])
+    machine.dispatch.admit([node("generate"), node("score", 0, 0, Address("generate", 0))], [Address("generate", 0)])
     assert machine.step() == ["score 0.0 > score.0"]
 
 
@@ -265,7 +265,7 @@ def test_a_node_that_is_not_done_cannot_be_retired() -> None:
     machine = Machine(pool(1), scorers(), trainer())
     machine.dispatch.admit([node("generate")])
     with pytest.raises(AssertionError, match=r"generate/step_000000/shard_0000 is retired before it is done"):
-        machine.dispatch.retire([Address("generate")])
+        machine.dispatch.retire([Address("generate", 0)])
 
 
 def test_gangs_of_a_placement() -> None:

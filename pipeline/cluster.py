@@ -37,6 +37,8 @@ _DASK_SETTINGS: dict[str, Any] = {
     # A death fails what ran there at once: the driver decides what is lost, Dask must not run a collective again alone.
     "distributed.scheduler.allowed-failures": 0,
     "distributed.scheduler.worker-ttl": None,  # long native calls hold the GIL; `cluster.deadline_s` is our own
+    # Whoever is not registered so long after a death is closed for good, also if that was another, later death.
+    "distributed.deploy.lost-worker-timeout": "1000 days",
     "distributed.worker.daemon": False,
     # Processes fork from a clean one that has imported distributed (not torch): they start in a tenth of the time.
     "distributed.worker.multiprocessing-method": "forkserver",

@@ -11,6 +11,7 @@ Everything here runs in the driver's process and thread; stages run in workers. 
 from __future__ import annotations
 
 import fcntl
+import gc
 import importlib
 import json
 import logging
@@ -102,6 +103,7 @@ def run(config: RunConfig, console: Console, *, resume: bool = False) -> RunResu
     check_run_directory(config, resume=resume)
     checked = preflight(config, paths.prompts if resume else None)
     paths.root.mkdir(parents=True, exist_ok=True)
+    gc.freeze()  # tokenizer and prompts live to the end: looking through them again and again stalls the loop by 0.2 s
     with _only_driver(paths), _interruptible():
         history = _prepare(config, paths, checked, resume=resume)
         summary = _run_and_conclude(config, paths, history, console, checked, resume=resume)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -32,11 +31,11 @@ class Runtime:
 
 
 @pytest.fixture
-def runtime(monkeypatch: pytest.MonkeyPatch) -> Iterator[Runtime]:
+def runtime(monkeypatch: pytest.MonkeyPatch) -> Runtime:
     """This process as it is after `build_worker(SPEC)`."""
     runtime = Runtime()
     monkeypatch.setattr(worker, "_resident", worker._Resident(SPEC, runtime))
-    yield runtime
+    return runtime
 
 
 @pytest.mark.parametrize(

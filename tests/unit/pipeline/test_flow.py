@@ -75,9 +75,11 @@ def test_window_arithmetic() -> None:
     for k in range(4):
         machine.run(("update_policy", k))
         assert machine.flow.steps_done == k
-        assert not machine.dispatch.is_done(Address("advantage", k + 2))
-        assert machine.dispatch.is_done(Address("advantage", k + 1))
-        assert machine.dispatch.is_done(Address("advantage", k + 3)), "a node that is not held counts as done"
+        assert [machine.dispatch.is_done(Address("update_value", k + ahead)) for ahead in range(1, 4)] == [
+            False,
+            False,
+            True,  # a node that is not held counts as done
+        ]
 
 
 def test_run_ends_when_every_step_is_over() -> None:
@@ -119,7 +121,7 @@ def committed_up_to(spec: GraphSpec, last: Address) -> list[Address]:
 def test_resume_runs_only_what_is_missing() -> None:
     spec = GraphSpec(steps=4, shards=1, staleness=0)
     machine = Machine(spec, committed_up_to(spec, Address("publish", 2)), published=[2])
-    assert machine.over == [0, 1]
+    assert sorted(machine.over) == [0, 1]
     assert machine.flow.steps_done == 2
     machine.run()
     assert machine.flow.finished

@@ -51,7 +51,6 @@ from storage.records import Record, Rollout
 from storage.rollouts import RolloutStore
 from storage.weights import BFLOAT16, WeightBoard, WeightLease
 
-
 RECENT_BYTES = 64 << 20
 """Of records that a worker keeps: `reference`, `logprob`, `value` and both updates of a step read the same rows."""
 

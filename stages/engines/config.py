@@ -21,8 +21,12 @@ class SamplingConfig:
 class EngineConfig:
     kind: Literal["torch"] = "torch"
     slots: int = 16
-    """Rows decoded together."""
+    """Rows decoded together at most."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     kv_budget_mb: int = 512
+    """Memory of all keys and values. Where rows outgrow it, the youngest wait and are resumed."""
+    kernels: Literal["auto", "native", "torch"] = "auto"
+    """What runs between the matrix products: C compiled on this machine, or plain torch. `auto` takes the former on a
+    CPU where a C compiler is found. Engines whose log-probs must agree to the last bit need the same."""
     update: Literal["drain"] = "drain"
     """How new weights come in: after the rows in flight have finished."""

@@ -5,8 +5,8 @@ rows in flight and yields each row as it finishes. Every request names the versi
 with (`Request.version`); `load_weights` is called by whoever sees that the resident version differs, and waits until
 the rows of the older version have finished (drain).
 
-Law 4: the token at a position is argmax(log p + Gumbel noise keyed by (seed, step, row, position)), so a row's tokens do
-not depend on the batch it ran in or on the engine that ran it.
+Law 4: the token at a position is argmax(log p + Gumbel noise keyed by (seed, step, row, position)), so a row's tokens
+do not depend on the batch it ran in or on the engine that ran it.
 
 May import numpy, torch and the standard library.
 """
@@ -71,8 +71,14 @@ class EngineStats:
     """Rows in flight per decode step / slots."""
     kv_peak_fraction: float
     preemptions: int
+    """Rows sent back for want of KV memory; they were resumed."""
     refit_s: float
+    """Spent on checking and packing new weights."""
     busy_s: float
+    prompt_tokens: int = 0
+    """Fed, those of resumed rows and of their responses included."""
+    shared_tokens: int = 0
+    """Prompt tokens not fed, because another row's keys and values served."""
 
 
 @runtime_checkable

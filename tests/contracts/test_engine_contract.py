@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from contextlib import closing
 from pathlib import Path
 
@@ -9,15 +10,21 @@ import numpy as np
 import pytest
 import torch
 from engine_contract import MAX_SEQ, EngineContract, by_row, make_requests, oracle_logprobs, random_llama
-from transformers import AutoModelForCausalLM, LlamaForCausalLM
+from transformers import AutoModelForCausalLM
 
 from stages.engines.config import EngineConfig, SamplingConfig
+from stages.engines.native_kernels import NoNativeKernelsError
 from stages.engines.protocol import Completion, GenerationEngine, Request, WeightsError
+from stages.engines.scheduler import PASS_TOKENS
 from stages.engines.torch_engine import TorchEngine
 from stages.hf_files import RANDOM_TINY, read_tokenizer
 
 CPU = torch.device("cpu")
 SMOLLM2 = Path(__file__).parents[2] / "assets" / "smollm2-135m-instruct"
+
+
+needs_compiler = pytest.mark.skipif(shutil.which("cc") is None, reason="there is no C compiler")
+KERNELS = ["torch", pytest.param("native", marks=needs_compiler)]
 
 
 def make_engine(path: Path | str, slots: int = 4, threads: int = 1, **config: object) -> TorchEngine:
@@ -32,48 +39,114 @@ def assert_same_bits(got: dict[int, Completion], expected: dict[int, Completion]
         np.testing.assert_array_equal(completion.logprobs, expected[row].logprobs)
 
 
-class TestTorchEngine(EngineContract):
+class TestTorchEngineOnPlainTorch(EngineContract):
     def make(self, path: Path, slots: int = 4) -> GenerationEngine:
-        return make_engine(path, slots)
+        return make_engine(path, slots, kernels="torch")
 
-    def test_is_a_generation_engine(self, engine: GenerationEngine) -> None:
+
+@needs_compiler
+class TestTorchEngineOnNativeKernels(EngineContract):
+    def make(self, path: Path, slots: int = 4) -> GenerationEngine:
+        return make_engine(path, slots, kernels="native")
+
+
+def test_is_a_generation_engine() -> None:
+    with closing(make_engine(RANDOM_TINY)) as engine:
         assert isinstance(engine, GenerationEngine)
 
-    def test_bfloat16_weights_stay_close(self, path: Path, model: LlamaForCausalLM) -> None:
-        requests = make_requests(6, min_new_tokens=16)
-        with closing(make_engine(path, 6, dtype="bfloat16")) as engine:
-            completions = by_row(engine.generate(requests))
-        errors = [
-            np.abs(c.logprobs - oracle_logprobs(model, requests[row], c.tokens)[range(16), c.tokens.tolist()].numpy())
-            for row, c in completions.items()
-        ]
-        assert 1e-5 < np.mean(errors) < 0.05
 
-    def test_incomplete_directory_is_refused(self, model: LlamaForCausalLM, tmp_path: Path) -> None:
-        """`load_weights` may bring some tensors; a model to start from must have all."""
-        tensors = dict(model.state_dict())
-        del tensors["model.layers.1.self_attn.v_proj.weight"]
-        model.save_pretrained(tmp_path, state_dict=tensors)
-        with pytest.raises(WeightsError, match=r"model\.layers\.1\.self_attn\.v_proj\.weight is missing"):
-            make_engine(tmp_path)
+@pytest.mark.parametrize("kernels", KERNELS)
+def test_bfloat16_weights_stay_close(kernels: str, tmp_path: Path) -> None:
+    model = random_llama(0, tied=True)
+    model.save_pretrained(tmp_path)
+    requests = make_requests(6, min_new_tokens=16)
+    with closing(make_engine(tmp_path, 6, dtype="bfloat16", kernels=kernels)) as engine:
+        completions = by_row(engine.generate(requests))
+    errors = [
+        np.abs(c.logprobs - oracle_logprobs(model, requests[row], c.tokens)[range(16), c.tokens.tolist()].numpy())
+        for row, c in completions.items()
+    ]
+    assert 1e-5 < np.mean(errors) < 0.05
 
 
+def test_incomplete_directory_is_refused(tmp_path: Path) -> None:
+    """`load_weights` may bring some tensors; a model to start from must have all."""
+    model = random_llama(0, tied=True)
+    tensors = dict(model.state_dict())
+    del tensors["model.layers.1.self_attn.v_proj.weight"]
+    model.save_pretrained(tmp_path, state_dict=tensors)
+    with pytest.raises(WeightsError, match=r"model\.layers\.1\.self_attn\.v_proj\.weight is missing"):
+        make_engine(tmp_path)
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_same_bits_in_any_batch(dtype: str) -> None:
+def test_same_bits_in_any_batch(dtype: str, kernels: str) -> None:
     """Stronger than the contract, on a CPU: not only the tokens, every log-prob bit for bit."""
     requests = make_requests(7)
-    with closing(make_engine(RANDOM_TINY, 7, dtype=dtype)) as engine:
+    with closing(make_engine(RANDOM_TINY, 7, dtype=dtype, kernels=kernels)) as engine:
         together = by_row(engine.generate(requests))
-    with closing(make_engine(RANDOM_TINY, 2, dtype=dtype)) as engine:
+    with closing(make_engine(RANDOM_TINY, 2, dtype=dtype, kernels=kernels)) as engine:
         assert_same_bits(by_row(engine.generate(requests[::-1])), together)
         assert_same_bits(by_row(engine.generate(requests[4:5])), {4: together[4]})
 
 
-def test_same_bits_with_two_threads() -> None:
+@pytest.mark.parametrize("kernels", KERNELS)
+def test_same_bits_with_two_threads(kernels: str) -> None:
     """Few tokens: two OpenMP threads on a busy machine spend their time waiting for each other."""
     requests = make_requests(3, max_new_tokens=2, min_new_tokens=2)
-    with closing(make_engine(RANDOM_TINY)) as one, closing(make_engine(RANDOM_TINY, threads=2)) as two:
+    with (
+        closing(make_engine(RANDOM_TINY, kernels=kernels)) as one,
+        closing(make_engine(RANDOM_TINY, threads=2, kernels=kernels)) as two,
+    ):
         assert_same_bits(by_row(two.generate(requests)), by_row(one.generate(requests)))
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_same_bits_when_rows_are_preempted(dtype: str, kernels: str) -> None:
+    """random:tiny: 2 tensors * 4 layers * 2 heads * 16 dims * 4 bytes = 1 KiB a token, so 1 MiB holds 64 blocks of 16;
+    24 rows of up to 60 tokens need 4 each. The rows that are sent back are prefilled again, response included."""
+    settings = SamplingConfig(max_new_tokens=40, min_new_tokens=40)
+    requests = [Request(i, 1, 1, tuple(range(3, 13 + i % 11)), 0, settings) for i in range(24)]
+    with closing(make_engine(RANDOM_TINY, 24, kv_budget_mb=16, dtype=dtype, kernels=kernels)) as engine:
+        expected = by_row(engine.generate(requests))
+        assert engine.stats().preemptions == 0
+    with closing(make_engine(RANDOM_TINY, 24, kv_budget_mb=1, dtype=dtype, kernels=kernels)) as engine:
+        assert_same_bits(by_row(engine.generate(requests)), expected)
+        stats = engine.stats()
+        assert stats.preemptions > 0
+        assert stats.kv_peak_fraction == 1.0
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
+def test_same_bits_with_a_shared_prompt(kernels: str) -> None:
+    """Six rows of one prompt of 40 tokens: its first two blocks are computed once, also where the rows start in one
+    pass; a row alone computes all of it."""
+    prompt = tuple(range(10, 50))
+    settings = SamplingConfig(max_new_tokens=8, min_new_tokens=8)
+    requests = [Request(i, 1, 1, prompt, 0, settings) for i in range(6)]
+    with closing(make_engine(RANDOM_TINY, 4, kernels=kernels)) as engine:
+        together = by_row(engine.generate(requests))
+        stats = engine.stats()
+        # four rows start together; when they are done nobody holds the blocks any more, and two rows start anew
+        assert (stats.shared_tokens, stats.prompt_tokens) == (4 * 32, 6 * 40 - 4 * 32)
+        assert stats.preemptions == 0
+        for request in requests:
+            assert_same_bits(by_row(engine.generate([request])), {request.row: together[request.row]})
+        assert engine.stats().shared_tokens == 0
+
+
+def test_long_prompts_are_fed_in_pieces() -> None:
+    """More prompt tokens than a pass takes: the tokens are those of every row alone."""
+    settings = SamplingConfig(max_new_tokens=4, min_new_tokens=4)
+    rng = np.random.default_rng(0)
+    requests = [Request(i, 1, 1, tuple(rng.integers(3, 256, 60 - i).tolist()), 0, settings) for i in range(12)]
+    assert sum(len(r.tokens) for r in requests) > PASS_TOKENS
+    with closing(make_engine(RANDOM_TINY, 12)) as engine:
+        together = by_row(engine.generate(requests))
+        for request in requests[-3:]:
+            assert_same_bits(by_row(engine.generate([request])), {request.row: together[request.row]})
 
 
 def test_tied_head_comes_with_its_embedding_or_not_at_all(tmp_path: Path) -> None:
@@ -87,12 +160,19 @@ def test_tied_head_comes_with_its_embedding_or_not_at_all(tmp_path: Path) -> Non
         assert engine.version == 1
 
 
-def test_kv_budget_limits_the_slots() -> None:
-    """random:tiny: 2 tensors * 4 layers * 2 heads * 16 dims * 64 tokens * 4 bytes = 64 KiB a row, so 1 MiB holds 16."""
-    with closing(make_engine(RANDOM_TINY, slots=100, kv_budget_mb=1)) as engine:
-        assert engine.num_slots == 16
+def test_kv_budget_too_small_for_a_row_is_refused() -> None:
     with pytest.raises(ValueError, match=r"engine\.kv_budget_mb is 0; one row of 64 tokens needs 1"):
         make_engine(RANDOM_TINY, kv_budget_mb=0)
+
+
+def test_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CC", "no-such-compiler")
+    with pytest.warns(UserWarning, match="plain torch, which is slower: there is no C compiler"):
+        engine = make_engine(RANDOM_TINY)
+    with closing(engine):
+        assert engine.kernels == "torch"
+    with pytest.raises(NoNativeKernelsError, match="no C compiler"):
+        make_engine(RANDOM_TINY, kernels="native")
 
 
 def test_sizes_that_cannot_work_are_refused() -> None:

@@ -18,6 +18,18 @@ class SamplingConfig:
 
 
 @dataclass
+class SpeculationConfig:
+    """Drafting tokens ahead and verifying several in one pass: the same tokens, sooner."""
+
+    drafter: Literal["none", "ngram"] = "none"
+    """`ngram`: what followed the same two or three tokens before, in the row or in earlier rows of its prompt."""
+    max_tokens: int = 6
+    """Longest draft of a row in a pass."""
+    lengths: Literal["measured", "longest"] = "measured"
+    """`measured`: what maximises expected tokens per second, 0 included. `longest`: as long as there are drafts."""
+
+
+@dataclass
 class EngineConfig:
     kind: Literal["torch"] = "torch"
     slots: int = 16
@@ -30,3 +42,4 @@ class EngineConfig:
     CPU where a C compiler is found. Engines whose log-probs must agree to the last bit need the same."""
     update: Literal["drain"] = "drain"
     """How new weights come in: after the rows in flight have finished."""
+    speculation: SpeculationConfig = field(default_factory=SpeculationConfig)

@@ -14,7 +14,7 @@ May import numpy, torch and the standard library.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
 import numpy as np
@@ -79,6 +79,12 @@ class EngineStats:
     """Fed, those of resumed rows and of their responses included."""
     shared_tokens: int = 0
     """Prompt tokens not fed, because another row's keys and values served."""
+    drafted_tokens: Mapping[str, int] = field(default_factory=dict)
+    """Drafted tokens that were verified, by kind of draft."""
+    accepted_tokens: Mapping[str, int] = field(default_factory=dict)
+    """Those that were right, by kind of draft."""
+    draft_lengths: Mapping[int, int] = field(default_factory=dict)
+    """How often a decoding row had so many drafted tokens in a pass; 0: none."""
 
 
 @runtime_checkable

@@ -80,15 +80,15 @@ class Scheduler:
         self.flying.remove(row)
         self._drop_blocks(row)
 
-    def drop_abandoned(self) -> int:
-        """Forgets the rows whose caller went away; how many."""
+    def drop_abandoned(self) -> list[Row]:
+        """Forgets the rows whose caller went away, and says which."""
         gone = [row for row in (*self.flying, *self.waiting) if row.call.abandoned.is_set()]
         for row in gone:
             if row in self.flying:
                 self.retire(row)
             else:
                 self.waiting.remove(row)
-        return len(gone)
+        return gone
 
     def recompute(self) -> None:
         """The weights changed: what the blocks hold is of the old ones, and rows in flight start over from their

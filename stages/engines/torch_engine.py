@@ -25,17 +25,20 @@ import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
-from stages.engines.config import EngineConfig
-from stages.engines.kernels import Kernels
+from stages.engines.config import EngineConfig, SpeculationConfig
+from stages.engines.drafting import Drafter, NgramDrafter
+from stages.engines.kernels import Kernels, Tokens
 from stages.engines.kv_cache import BlockPool, KVCache, block_bytes, blocks_for
 from stages.engines.native_kernels import NoNativeKernelsError, load_native_kernels
 from stages.engines.passes import draw, keep, lay_out
 from stages.engines.protocol import Completion, EngineStats, Request, RequestError
 from stages.engines.requests import check_request
 from stages.engines.rows import Call, Row
-from stages.engines.scheduler import Chunk, Scheduler
+from stages.engines.scheduler import PASS_TOKENS, Chunk, Scheduler
+from stages.engines.speculation import CALIBRATED, DraftCounts, PassCosts, Speculation
 from stages.engines.torch_kernels import TorchKernels
 from stages.engines.torch_llama import (
     ATTENTION_DTYPE,
@@ -65,11 +68,13 @@ class TorchEngine:
         device: torch.device | None = None,
         eos_token_ids: Sequence[int] = (),
         version: int = 0,
+        drafter: Drafter | None = None,
     ) -> None:
         """`path`: a Hugging Face directory or `random:tiny`, whose weights become `version`. `max_seq`: longest prompt
         plus response, in tokens. `threads`: of torch, in the engine's own thread. `eos_token_ids`: empty means the
-        model's own. Raises ValueError for sizes that cannot work, WeightsError for weights that do not fit,
-        NoNativeKernelsError where native kernels are asked for and cannot be had."""
+        model's own. `drafter`: instead of the one that `engine.speculation` names. Raises ValueError for sizes that
+        cannot work, WeightsError for weights that do not fit, NoNativeKernelsError where native kernels are asked for
+        and cannot be had."""
         config = read_config(path)
         self._shape = read_shape(config)
         if not 0 < max_seq <= self._shape.max_positions:
@@ -91,6 +96,7 @@ class TorchEngine:
         check_tensors(self._shape, tensors, complete=True)
         with torch.inference_mode():
             self._weights = build_weights(self._shape, tensors, getattr(torch, engine.dtype), self._device, max_seq)
+            self._speculation = self._build_speculation(engine.speculation, drafter)
         self.version = version
         self._inbox: list[Row] = []
         self._num_unfinished = 0
@@ -167,6 +173,9 @@ class TorchEngine:
     def stats(self) -> EngineStats:
         with self._changed:
             counted, self._counters = self._counters, _Counters()
+            drafts = DraftCounts()
+            if self._speculation is not None:
+                drafts, self._speculation.counts = self._speculation.counts, drafts
         slots = self._scheduler.num_slots
         return EngineStats(
             tokens=counted.tokens,
@@ -179,6 +188,9 @@ class TorchEngine:
             busy_s=counted.busy_s,
             prompt_tokens=counted.prompt_tokens,
             shared_tokens=counted.shared_tokens,
+            drafted_tokens=dict(drafts.drafted),
+            accepted_tokens=dict(drafts.accepted),
+            draft_lengths=dict(drafts.lengths),
         )
 
     def close(self) -> None:
@@ -238,7 +250,11 @@ class TorchEngine:
                     return
                 self._scheduler.waiting.extend(self._inbox)
                 self._inbox.clear()
-                self._count_finished(self._scheduler.drop_abandoned())
+                gone = self._scheduler.drop_abandoned()
+                if self._speculation is not None:
+                    for row in gone:
+                        self._speculation.finish(row)
+                self._count_finished(len(gone))
             if not self._scheduler.idle:
                 self._step()
 
@@ -246,7 +262,7 @@ class TorchEngine:
         """One pass: plan, forward, sample, hand over."""
         started = time.perf_counter()
         scheduler = self._scheduler
-        chunks = scheduler.plan()
+        chunks = scheduler.plan(self._drafts())
         sampling = [chunk for chunk in chunks if chunk.samples]
         kept = self._extend(chunks, sampling) if chunks else []
         finished = [chunk.row for chunk in sampling if chunk.row.finished is not None]
@@ -254,6 +270,11 @@ class TorchEngine:
             scheduler.retire(row)
         with self._changed:
             counters = self._counters
+            if self._speculation is not None:
+                decoded = all(chunk.count == 1 for chunk in chunks)
+                self._speculation.observe(sampling, kept, time.perf_counter() - started if decoded else None)
+                for row in finished:
+                    self._speculation.finish(row)
             counters.tokens += sum(kept)
             counters.decode_steps += 1
             counters.decoded_rows += len(sampling)
@@ -270,6 +291,52 @@ class TorchEngine:
                 assert reason is not None
                 row.call.results.put(row.completion(reason))
             self._count_finished(len(finished))
+
+    def _drafts(self) -> dict[Row, tuple[int, ...]]:
+        if self._speculation is None:
+            return {}
+        decoding = [row for row in self._scheduler.flying if row.num_pending == 1]
+        prompts = sum(row.num_pending for row in self._scheduler.flying if row.num_pending > 1)
+        return self._speculation.propose(decoding, min(prompts, PASS_TOKENS)) if decoding else {}
+
+    def _build_speculation(self, config: SpeculationConfig, drafter: Drafter | None) -> Speculation | None:
+        """Times passes of several sizes first, on empty blocks. Raises ValueError for a length that cannot work."""
+        if drafter is None and config.drafter == "ngram":
+            drafter = NgramDrafter()
+        if drafter is None:
+            return None
+        if config.max_tokens < 1:
+            raise ValueError(f"engine.speculation.max_tokens is {config.max_tokens}; a draft has at least 1")
+        seconds: dict[int, float] = {}
+        if config.lengths == "measured":
+            before = torch.get_num_threads()
+            torch.set_num_threads(self._threads)
+            try:
+                seconds = {size: self._time_pass(size) for size in CALIBRATED}
+            finally:
+                torch.set_num_threads(before)
+        costs = PassCosts(seconds or {1: 1.0, 2: 1.0})
+        return Speculation(drafter, costs, config.max_tokens, config.lengths)
+
+    def _time_pass(self, num_tokens: int, repeats: int = 3) -> float:
+        """Seconds of a pass that feeds so many tokens, each a row of its own, and samples after each: the least of
+        several, since other processes only ever add."""
+        pool = self._scheduler.pool
+        block = pool.take()
+        index = torch.arange(num_tokens, device=self._device)
+        tables = torch.full((num_tokens, 1), block, dtype=torch.int32, device=self._device)
+        tokens = Tokens(index * 0, index * 0, index.int(), tables, 1)
+        keys = np.arange(num_tokens, dtype=np.uint64)
+        seconds = []
+        for _ in range(repeats):
+            started = time.perf_counter()
+            hidden = forward(self._weights, self._shape, self._kernels, tokens, self._cache)
+            scores = logits(self._weights, self._shape, self._kernels, hidden, index)
+            chosen, _ = self._kernels.choose(scores, [1.0] * num_tokens, keys)
+            chosen.tolist()
+            seconds.append(time.perf_counter() - started)
+        pool.release([block])
+        return min(seconds)
 
     def _extend(self, chunks: Sequence[Chunk], sampling: Sequence[Chunk]) -> list[int]:
         """Runs the pass; how many tokens each sampling row gets."""

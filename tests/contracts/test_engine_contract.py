@@ -12,9 +12,11 @@ import torch
 from engine_contract import MAX_SEQ, EngineContract, by_row, make_requests, oracle_logprobs, random_llama
 from transformers import AutoModelForCausalLM
 
-from stages.engines.config import EngineConfig, SamplingConfig
+from stages.engines.config import EngineConfig, SamplingConfig, SpeculationConfig
+from stages.engines.drafting import Draft, Drafter
 from stages.engines.native_kernels import NoNativeKernelsError
 from stages.engines.protocol import Completion, GenerationEngine, Request, WeightsError
+from stages.engines.rows import Row
 from stages.engines.scheduler import PASS_TOKENS
 from stages.engines.torch_engine import TorchEngine
 from stages.hf_files import RANDOM_TINY, read_tokenizer
@@ -27,9 +29,11 @@ needs_compiler = pytest.mark.skipif(shutil.which("cc") is None, reason="there is
 KERNELS = ["torch", pytest.param("native", marks=needs_compiler)]
 
 
-def make_engine(path: Path | str, slots: int = 4, threads: int = 1, **config: object) -> TorchEngine:
+def make_engine(
+    path: Path | str, slots: int = 4, threads: int = 1, drafter: Drafter | None = None, **config: object
+) -> TorchEngine:
     settings = EngineConfig(slots=slots, **config)
-    return TorchEngine(str(path), settings, max_seq=MAX_SEQ, threads=threads, device=CPU)
+    return TorchEngine(str(path), settings, max_seq=MAX_SEQ, threads=threads, device=CPU, drafter=drafter)
 
 
 def assert_same_bits(got: dict[int, Completion], expected: dict[int, Completion]) -> None:
@@ -147,6 +151,102 @@ def test_long_prompts_are_fed_in_pieces() -> None:
         together = by_row(engine.generate(requests))
         for request in requests[-3:]:
             assert_same_bits(by_row(engine.generate([request])), {request.row: together[request.row]})
+
+
+class WrongDrafter:
+    """Drafts that no row can get, since the token is suppressed."""
+
+    def propose(self, row: Row, longest: int) -> Draft | None:
+        return Draft((SUPPRESSED,) * longest, "wrong")
+
+    def finish(self, row: Row) -> None: ...
+
+
+class OracleDrafter:
+    """Knows the rows' tokens, and sometimes says something else."""
+
+    def __init__(self, known: dict[int, Completion]) -> None:
+        self._known = known
+
+    def propose(self, row: Row, longest: int) -> Draft | None:
+        tokens = self._known[row.request.row].tokens[row.num_new : row.num_new + longest].tolist()
+        if row.num_new % 3 == 0:
+            tokens[-1] = SUPPRESSED
+        return Draft(tuple(tokens), "oracle") if row.num_new % 5 else None
+
+    def finish(self, row: Row) -> None: ...
+
+
+SUPPRESSED = 9
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_same_bits_with_any_drafts(temperature: float, kernels: str) -> None:
+    """Lossless and invisible: neither a token nor a bit of a log-prob tells whether there were drafts, or whose. Random
+    weights at low temperature repeat themselves, so that the lookup finds something."""
+    requests = make_requests(7, max_new_tokens=40, temperature=temperature, suppress_token_ids=[SUPPRESSED])
+    with closing(make_engine(RANDOM_TINY, 4, kernels=kernels)) as engine:
+        expected = by_row(engine.generate(requests))
+        assert engine.stats().draft_lengths == {}
+    speculation = SpeculationConfig(drafter="ngram", lengths="longest", max_tokens=5)
+    for drafter in (None, WrongDrafter(), OracleDrafter(expected)):
+        engine = make_engine(RANDOM_TINY, 4, drafter=drafter, kernels=kernels, speculation=speculation)
+        with closing(engine):
+            assert_same_bits(by_row(engine.generate(requests)), expected)
+            stats = engine.stats()
+            drafted, accepted = sum(stats.drafted_tokens.values()), sum(stats.accepted_tokens.values())
+            assert drafted > 0
+            assert stats.tokens == sum(len(c.tokens) for c in expected.values())
+            if isinstance(drafter, WrongDrafter):
+                assert accepted == 0
+            if isinstance(drafter, OracleDrafter):
+                assert accepted > drafted / 2
+            assert_same_bits(by_row(engine.generate(requests)), expected)
+            if drafter is None:  # the responses of the first time are drafts for the second
+                again = engine.stats()
+                assert again.accepted_tokens["earlier-3"] > 0.9 * again.drafted_tokens["earlier-3"]
+
+
+def test_drafts_of_preempted_rows() -> None:
+    """Little memory, much drafting: see `test_same_bits_when_rows_are_preempted`."""
+    settings = SamplingConfig(max_new_tokens=40, min_new_tokens=40, temperature=0.5)
+    requests = [Request(i, 1, 1, tuple(range(3, 13 + i % 11)), 0, settings) for i in range(24)]
+    with closing(make_engine(RANDOM_TINY, 24)) as engine:
+        expected = by_row(engine.generate(requests))
+    with closing(make_engine(RANDOM_TINY, 24, kv_budget_mb=1, drafter=OracleDrafter(expected))) as engine:
+        assert_same_bits(by_row(engine.generate(requests)), expected)
+        stats = engine.stats()
+        assert stats.preemptions > 0
+        assert sum(stats.drafted_tokens.values()) > 0
+
+
+def test_drafted_tokens_have_the_exact_distribution(tmp_path: Path) -> None:
+    """Second tokens of 4000 rows, drafted by lookup in the prompt, against the model's probabilities. With 4000 rows a
+    token that is drafted too often by 0.05 in probability (of at most 1/2) shifts its count by 200, more than six
+    standard deviations; the 1e-4 quantile keeps a right engine out."""
+    model = random_llama(0, tied=True)
+    model.save_pretrained(tmp_path)
+    allowed = [5, 9, 40]
+    rows, prompt = 4000, (9, 5, 40, 9, 9, 40, 5, 9)  # whichever comes first, 9 was followed by it before
+    suppressed = [t for t in range(96) if t not in allowed]
+    settings = SamplingConfig(3, 3, suppress_token_ids=suppressed)
+    requests = [Request(i, 1, 1, prompt, 0, settings) for i in range(rows)]
+    speculation = SpeculationConfig(drafter="ngram", lengths="longest")
+    with closing(make_engine(tmp_path, 64, speculation=speculation)) as engine:
+        completions = by_row(engine.generate(requests))
+        assert engine.stats().drafted_tokens["lookup-2"] > rows / 2
+    pairs = {(a, b): 0 for a in allowed for b in allowed}
+    for completion in completions.values():
+        a, b, _ = completion.tokens.tolist()
+        pairs[a, b] += 1
+    statistic = 0.0
+    for a in allowed:
+        logprobs = oracle_logprobs(model, requests[0], np.array([a, 5]))
+        for b in allowed:
+            expected = rows * float((logprobs[0, a] + logprobs[1, b]).exp())
+            statistic += (pairs[a, b] - expected) ** 2 / expected
+    assert statistic < 31.8  # chi-squared with 8 degrees of freedom: 1e-4 above
 
 
 def test_tied_head_comes_with_its_embedding_or_not_at_all(tmp_path: Path) -> None:

@@ -96,14 +96,16 @@ def run_padded(model: LlamaForCausalLM, prompts: list[Prompt], sampled: bool) ->
             do_sample=sampled,
             eos_token_id=None,
             pad_token_id=0,
-            top_k=0,
+            **({"top_k": 0} if sampled else {}),
         )
 
 
 def run_continuous(model: LlamaForCausalLM, prompts: list[Prompt], sampled: bool) -> None:
     """transformers' own in-flight batching; raises RuntimeError where it fails."""
     model.set_attn_implementation("paged|sdpa")
-    config = GenerationConfig(do_sample=sampled, eos_token_id=-1, pad_token_id=0, max_new_tokens=128, top_k=0)
+    config = GenerationConfig(do_sample=sampled, eos_token_id=-1, pad_token_id=0, max_new_tokens=128)
+    if sampled:
+        config.top_k = 0
     batching = ContinuousBatchingConfig(
         num_blocks=96,
         page_size=32,

@@ -40,6 +40,7 @@ class EngineConfig:
     kernels: Literal["auto", "native", "torch"] = "auto"
     """What runs between the matrix products: C compiled on this machine, or plain torch. `auto` takes the former on a
     CPU where a C compiler is found. Engines whose log-probs must agree to the last bit need the same."""
-    update: Literal["drain"] = "drain"
-    """How new weights come in: after the rows in flight have finished."""
+    update: Literal["drain", "inflight"] = "drain"
+    """How new weights come in: after the rows in flight have finished, or between two tokens, which the rows go on
+    from (they are fed again: no token is made from keys of older weights)."""
     speculation: SpeculationConfig = field(default_factory=SpeculationConfig)

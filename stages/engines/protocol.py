@@ -3,7 +3,8 @@
 How a run uses an engine: several shards call `generate` at once, from several threads; the engine batches all of their
 rows in flight and yields each row as it finishes. Every request names the version of the weights it must be sampled
 with (`Request.version`); `load_weights` is called by whoever sees that the resident version differs, and waits until
-the rows of the older version have finished (drain).
+the rows of the older version have finished (drain). An engine that updates in flight instead lets rows that it has
+accepted go on under the new weights: `Completion.versions` says which made which token.
 
 Law 4: the token at a position is argmax(log p + Gumbel noise keyed by (seed, step, row, position)), so a row's tokens
 do not depend on the batch it ran in or on the engine that ran it.
@@ -100,7 +101,8 @@ class GenerationEngine(Protocol):
 
     def load_weights(self, version: int, tensors: Mapping[str, torch.Tensor]) -> None:
         """Refits in place, by Hugging Face name; tensors that are not named keep their values. Drains first, and keeps
-        rows that arrive meanwhile waiting. All or nothing: on WeightsError the engine goes on with the old weights."""
+        rows that arrive meanwhile waiting; or swaps between two passes. All or nothing: on WeightsError the engine goes
+        on with the old weights."""
         ...
 
     def sleep(self) -> None:

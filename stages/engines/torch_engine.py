@@ -5,9 +5,11 @@
     generate: check, queue the rows  ──inbox──► loop: waits for rows
               take results as they   ◄─result─        plans a pass (scheduler), runs it, samples
               finish                                  hands over the rows that finished
-    load_weights: check, pack, close the door
-              wait until all accepted ◄─drained─
-              rows finished, swap, open
+    load_weights: check, pack
+      drain:    close the door, wait  ◄─drained─
+                for all accepted rows,
+                swap, open
+      inflight: hand over, wait       ──swap────► between two passes: takes them, feeds the rows in flight again
 
 A call waits at the door while weights are exchanged, and is then refused if it asks for another version than the one
 that came in; so whoever sees `engine.version` differ loads first and generates afterwards.
@@ -43,6 +45,7 @@ from stages.engines.torch_kernels import TorchKernels
 from stages.engines.torch_llama import (
     ATTENTION_DTYPE,
     LlamaShape,
+    LlamaWeights,
     build_weights,
     check_tensors,
     forward,
@@ -104,6 +107,9 @@ class TorchEngine:
         self._changed = threading.Condition()
         """Guards everything above and below that both sides touch; notified at every change that someone waits for."""
         self._door_closed = False
+        self._in_flight = engine.update == "inflight"
+        self._incoming: tuple[int, LlamaWeights] | None = None
+        """What the engine thread is to take before its next pass."""
         self._closing = False
         self._failure: BaseException | None = None
         self._load_lock = threading.Lock()
@@ -146,12 +152,18 @@ class TorchEngine:
                 new = refit_weights(self._shape, self._weights, tensors)
             seconds = time.perf_counter() - started
             with self._changed:
+                self._counters.refit_s += seconds
+                if self._in_flight:
+                    self._incoming = (version, new)
+                    self._changed.notify_all()
+                    self._changed.wait_for(lambda: self._incoming is None or self._closing)
+                    self._check_running()
+                    return
                 self._door_closed = True
                 try:
                     self._changed.wait_for(lambda: self._idle or self._closing)
                     self._check_running()
                     self._weights, self.version = new, version
-                    self._counters.refit_s += seconds
                 finally:
                     self._door_closed = False
                     self._changed.notify_all()
@@ -245,9 +257,14 @@ class TorchEngine:
     def _loop(self) -> None:
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._closing or not self._idle)
+                self._changed.wait_for(lambda: self._closing or self._incoming is not None or not self._idle)
                 if self._closing:
                     return
+                if self._incoming is not None:
+                    self.version, self._weights = self._incoming
+                    self._incoming = None
+                    self._scheduler.recompute()
+                    self._changed.notify_all()
                 self._scheduler.waiting.extend(self._inbox)
                 self._inbox.clear()
                 gone = self._scheduler.drop_abandoned()

@@ -9,13 +9,22 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from engine_contract import MAX_SEQ, EngineContract, by_row, make_requests, oracle_logprobs, random_llama
+from engine_contract import (
+    MAX_SEQ,
+    EngineContract,
+    by_row,
+    make_requests,
+    oracle_logprobs,
+    random_llama,
+    trained_tensors,
+)
 from transformers import AutoModelForCausalLM
 
 from stages.engines.config import EngineConfig, SamplingConfig, SpeculationConfig
 from stages.engines.drafting import Draft, Drafter
 from stages.engines.native_kernels import NoNativeKernelsError
-from stages.engines.protocol import Completion, GenerationEngine, Request, WeightsError
+from stages.engines.noise import gumbel, noise_keys
+from stages.engines.protocol import Completion, GenerationEngine, Request, RequestError, WeightsError
 from stages.engines.rows import Row
 from stages.engines.scheduler import PASS_TOKENS
 from stages.engines.torch_engine import TorchEngine
@@ -293,6 +302,53 @@ def test_closed_iterator_takes_its_rows_with_it() -> None:
         running.close()
         engine.load_weights(1, {})
         assert engine.stats().rows < 6
+
+
+@pytest.mark.parametrize("drafter", ["none", "ngram"])
+def test_update_in_flight(drafter: str, tmp_path: Path) -> None:
+    """Rows go on under the new weights, from the same tokens: every token is the draw of one whole version, the one
+    that is recorded, as an oracle that is fed the row under that version's weights finds. Also with drafts. Rows of
+    uneven length, so that the eight in flight are never all between two rows."""
+    old, new = random_llama(0, tied=True), random_llama(1, tied=True)
+    old.save_pretrained(tmp_path)
+    requests = [
+        Request(i, 11, 3, (3 + i % 90, 5), 0, SamplingConfig(n, n, temperature=0.8))
+        for i, n in enumerate(30 + i % 13 for i in range(300))
+    ]
+    speculation = SpeculationConfig(drafter=drafter, lengths="longest")
+    engine = make_engine(tmp_path, 8, update="inflight", speculation=speculation)
+    with closing(engine):
+        running = engine.generate(requests)
+        done = next(running)
+        engine.load_weights(1, trained_tensors(new))
+        assert engine.version == 1
+        rows = by_row(running) | {done.row: done}
+    assert len(rows) == 300
+    assert set(done.versions.tolist()) == {0}
+    assert set(rows[299].versions.tolist()) == {1}
+    both = [c for c in rows.values() if len(set(c.versions.tolist())) == 2]
+    assert 1 <= len(both) <= 8
+    for completion in [*both, done, rows[299]]:
+        assert (np.diff(completion.versions) >= 0).all()
+        request, num = requests[completion.row], len(completion.tokens)
+        noise = gumbel(noise_keys(11, 3, request.row, 2 + np.arange(num)), 96, CPU)
+        for version, model in ((0, old), (1, new)):
+            logprobs = oracle_logprobs(model, request, completion.tokens)
+            made = completion.versions == version
+            chosen = logprobs[range(num), completion.tokens.tolist()].numpy()
+            np.testing.assert_allclose(completion.logprobs[made], chosen[made], atol=1e-4)
+            np.testing.assert_array_equal(completion.tokens[made], (logprobs + noise).argmax(-1).numpy()[made])
+
+
+def test_update_in_flight_without_rows_and_with_bad_weights() -> None:
+    with closing(make_engine(RANDOM_TINY, update="inflight")) as engine:
+        with pytest.raises(WeightsError, match=r"model\.norm\.weight"):
+            engine.load_weights(1, {"model.norm.weight": torch.full((64,), float("nan"))})
+        assert engine.version == 0
+        engine.load_weights(2, {})
+        assert engine.version == 2
+        with pytest.raises(RequestError, match="version 2 is resident"):
+            engine.generate(make_requests(1))
 
 
 def test_sleep_is_refused_with_rows_in_flight() -> None:

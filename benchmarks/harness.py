@@ -32,7 +32,7 @@ def arguments(description: str) -> argparse.Namespace:
     """--json FILE, --quick (under a minute) and --repeats, the same for every benchmark."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--json", type=Path, help="write the figures by name to this file")
-    parser.add_argument("--quick", action="store_true", help="under a minute, on a tiny model: for tests, not for figures")
+    parser.add_argument("--quick", action="store_true", help="under a minute, on a tiny model: not for figures")
     parser.add_argument("--repeats", type=int, default=3)
     return parser.parse_args()
 
@@ -109,7 +109,11 @@ def machine() -> dict[str, str | int | float]:
 
 
 def report(
-    title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], notes: Sequence[str], console: Console | None = None
+    title: str,
+    columns: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    notes: Sequence[str],
+    console: Console | None = None,
 ) -> None:
     """Prints the table and what must be known to read it."""
     console = console or Console()

@@ -18,7 +18,8 @@ DONE, BAD_INPUT, STAGE_FAILED, INTERRUPTED = 0, 2, 3, 130
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command; returns its exit code."""
     options = _parser().parse_args(arguments)
-    command: Callable[[argparse.Namespace], int] = getattr(importlib.import_module("pipeline.commands"), options.command)
+    commands = importlib.import_module("pipeline.commands")
+    command: Callable[[argparse.Namespace], int] = getattr(commands, options.command)
     return command(options)
 
 

@@ -8,6 +8,7 @@ May import dask and distributed.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 import signal
@@ -23,6 +24,7 @@ from typing import Any
 
 import dask
 from distributed import Client, Nanny, Scheduler, SpecCluster
+from distributed.protocol.pickle import dumps
 from distributed.utils import get_mp_context
 
 from pipeline.calls import pin_resource, slot_resource, worker_name
@@ -30,11 +32,13 @@ from pipeline.config import RunConfig
 from pipeline.dispatch import Gang
 from stages.models.protocol import Role
 
-_DASK_SETTINGS = {
+_DASK_SETTINGS: dict[str, Any] = {
     "distributed.scheduler.work-stealing": False,
     # A death fails what ran there at once: the driver decides what is lost, Dask must not run a collective again alone.
     "distributed.scheduler.allowed-failures": 0,
     "distributed.scheduler.worker-ttl": None,  # long native calls hold the GIL; `cluster.deadline_s` is our own
+    # Whoever is not registered so long after a death is closed for good, also if that was another, later death.
+    "distributed.deploy.lost-worker-timeout": "1000 days",
     "distributed.worker.daemon": False,
     # Processes fork from a clean one that has imported distributed (not torch): they start in a tenth of the time.
     "distributed.worker.multiprocessing-method": "forkserver",
@@ -150,8 +154,8 @@ class LocalWorkers:
 
 
 def _start_forkserver() -> None:
-    """Starts the process that all workers are forked from, unless this one has it already. It has SIGINT blocked, and so
-    have they: Ctrl-C reaches the whole terminal, but it is the driver that must end the run."""
+    """Starts the process that all workers are forked from, unless this one has it already. It has SIGINT blocked, and
+    so have they: Ctrl-C reaches the whole terminal, but it is the driver that must end the run."""
     before = {name: os.environ.get(name) for name in _FORKSERVER_ENVIRONMENT}
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
@@ -177,12 +181,19 @@ def _free_address(wanted: str | None) -> str:
 
 def kill_workers(client: Client, addresses: Iterable[str]) -> None:
     """Ends processes, whatever state they are in (also stopped, also stuck in a collective), and waits until the
-    scheduler has seen it, lest it send them work; their nannies start new ones. Unknown addresses are passed over: those
-    have ended."""
-    addresses = set(addresses)
+    scheduler has seen it, lest it send them work; their nannies start new ones. Unknown addresses are passed over:
+    those have ended."""
+    client.run_on_scheduler(_kill_and_wait, sorted(addresses))
+
+
+async def _kill_and_wait(addresses: list[str], dask_scheduler: Any) -> None:
+    """Runs in the scheduler, whose list of workers cannot change between a look and the message."""
+    if here := [address for address in addresses if address in dask_scheduler.workers]:
+        message = {"op": "run", "function": dumps(_kill_process), "args": dumps(()), "kwargs": dumps({}), "wait": True}
+        await dask_scheduler.broadcast(msg=message, workers=here, nanny=True, on_error="ignore")
     give_up = time.monotonic() + _KILL_S  # a host that is gone answers nobody
-    while (alive := addresses & set(workers_by_address(client))) and time.monotonic() < give_up:
-        client.run(_kill_process, workers=sorted(alive), nanny=True, on_error="ignore")
+    while time.monotonic() < give_up and any(address in dask_scheduler.workers for address in here):
+        await asyncio.sleep(0.01)
 
 
 def workers_by_address(client: Client) -> dict[str, str]:

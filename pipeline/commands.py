@@ -61,14 +61,20 @@ def _answers(command: Command) -> Command:
 
 
 def _execute(config: RunConfig, *, resume: bool) -> int:
-    console = _console()
+    console, paths = _console(), RunPaths(config.run_dir)
     try:
         run_config(config, console, resume=resume)
     except KeyboardInterrupt:
-        hint = f"`stageline resume {RunPaths(config.run_dir).root}` continues this run"
-        console.print(f"interrupted; {hint}", markup=False, highlight=False, soft_wrap=True)
+        console.print(f"interrupted; {_how_to_go_on(paths)}", markup=False, highlight=False, soft_wrap=True)
         return INTERRUPTED
+    except StageFailed as error:
+        where = f"What its worker printed is in {paths.logs}; {_how_to_go_on(paths)}"
+        return _say("failed", f"{error}. {where}", STAGE_FAILED)
     return DONE
+
+
+def _how_to_go_on(paths: RunPaths) -> str:
+    return f"`stageline resume {paths.root}` continues this run" if paths.events.exists() else "nothing had started"
 
 
 def _split(sources: list[str]) -> tuple[list[str], list[str]]:

@@ -218,12 +218,13 @@ def _refuse_unknown_keys(source: Any, schema: Any, name: str, prefix: str = "") 
     if not isinstance(schema, DictConfig) or OmegaConf.get_type(schema) is dict:
         return
     if not isinstance(source, DictConfig):
-        raise ConfigError(prefix[:-1], f"given {source!r} (in {name}); it holds the settings {', '.join(map(str, schema))}")
-    for key in source:
+        settings = ", ".join(map(str, schema))
+        raise ConfigError(prefix[:-1], f"given {source!r} (in {name}); it holds the settings {settings}")
+    for key in map(str, source):
         path = f"{prefix}{key}"
         if key not in schema.keys():  # noqa: SIM118  (`in` denies keys without a value)
             known = [str(k) for k in schema]
-            close = difflib.get_close_matches(str(key), known, n=3) or known
+            close = difflib.get_close_matches(key, known, n=3) or known
             raise ConfigError(path, f"no such key (in {name}); did you mean {prefix}{f', {prefix}'.join(close)}?")
         if not OmegaConf.is_missing(source, key) and not OmegaConf.is_interpolation(source, key):
             _refuse_unknown_keys(source[key], schema._get_node(key), name, f"{path}.")
@@ -238,7 +239,7 @@ def _finish(merged: Any) -> RunConfig:
     try:
         missing = sorted(OmegaConf.missing_keys(merged))
         if missing:
-            raise ConfigError(missing[0], "has no value; set it in the config file or as key=value")
+            raise ConfigError(missing[0], f"has no value; set it in the config file or as {missing[0]}=...")
         OmegaConf.resolve(merged)
         config: Any = OmegaConf.to_object(merged)
     except OmegaConfBaseException as error:
@@ -292,7 +293,7 @@ def _first_line(error: OmegaConfBaseException) -> str:
 
 
 def validate(config: RunConfig) -> None:
-    """Raises ConfigError for the first value that cannot work. Reads no model and no data: `pipeline.preflight` does."""
+    """Raises ConfigError for the first value that cannot work. Reads no model and no data: `preflight` does."""
     _check_ranges(config)
     _check_batches(config)
     _check_placement(config)
@@ -305,7 +306,7 @@ def _require(ok: bool, key: str, given: object, need: str) -> None:
 
 def _check_ranges(c: RunConfig) -> None:
     _require(bool(c.name) and c.name == Path(c.name).name, "name", c.name, "must be a plain directory name")
-    at_least_one = {
+    at_least_one: dict[str, float] = {
         "steps": c.steps,
         "rollout.rows": c.rollout.rows,
         "rollout.shards": c.rollout.shards,
@@ -326,7 +327,7 @@ def _check_ranges(c: RunConfig) -> None:
     }
     for key, value in at_least_one.items():
         _require(value >= 1, key, value, "must be 1 or more")
-    not_negative = {
+    not_negative: dict[str, float] = {
         "staleness": c.staleness,
         "seed": c.seed,
         "sampling.min_new_tokens": c.sampling.min_new_tokens,
@@ -390,7 +391,7 @@ def _check_ranges(c: RunConfig) -> None:
 
 def _check_optimizer(key: str, optimizer: OptimizerConfig) -> None:
     for beta in optimizer.betas:
-        _require(0 <= beta < 1, f"{key}.betas", optimizer.betas, "both must be from 0 to below 1 (0.9 and 0.95 are usual)")
+        _require(0 <= beta < 1, f"{key}.betas", optimizer.betas, "both must be from 0 to below 1 (0.9, 0.95 are usual)")
     _require(optimizer.eps > 0, f"{key}.eps", optimizer.eps, "must be above 0 (1e-5 is usual)")
     not_negative = {
         "warmup_steps": optimizer.warmup_steps,
@@ -416,35 +417,33 @@ def _check_batches(c: RunConfig) -> None:
     _check_divides("rollout.responses_per_prompt", c.rollout.responses_per_prompt, "rows of a shard", c.rows_per_shard)
     _check_divides("ppo.minibatches", c.ppo.minibatches, "rollout.rows", rows)
     if c.evaluate.every:
-        _require(
-            c.prompts.held_out >= 2, "prompts.held_out", c.prompts.held_out, "evaluation (evaluate.every) needs 2 or more"
-        )
+        held_out = c.prompts.held_out
+        _require(held_out >= 2, "prompts.held_out", held_out, "evaluation (evaluate.every) needs 2 or more")
         _check_divides("evaluate.shards", c.evaluate.shards, "prompts.held_out", c.prompts.held_out)
 
 
 def _check_placement(c: RunConfig) -> None:
     gangs, roles = c.placement.gangs, c.placement.roles
     known = [str(r) for r in Role]
+    choice = ", ".join(gangs) or "none"
     for role, gang in roles.items():
         _require(role in known, f"placement.roles.{role}", gang, f"no such role; the roles are {', '.join(known)}")
-        _require(
-            gang in gangs, f"placement.roles.{role}", gang, f"no such gang; placement.gangs has {', '.join(gangs) or 'none'}"
-        )
+        _require(gang in gangs, f"placement.roles.{role}", gang, f"no such gang; placement.gangs has {choice}")
     for role in known:
         _require(
             role in roles,
             f"placement.roles.{role}",
             None,
-            f"placed nowhere; set placement.roles.{role} to one of: {', '.join(gangs) or '(define placement.gangs first)'}",
+            f"placed nowhere; set placement.roles.{role} to the name of a gang (placement.gangs has {choice})",
         )
-    for name, gang in gangs.items():
+    for name, settings in gangs.items():
         key = f"placement.gangs.{name}"
         _require(name in roles.values(), key, name, "no role is placed on it; place one or remove the gang")
         for part in ("workers", "threads", "slots"):
-            _require(getattr(gang, part) >= 1, f"{key}.{part}", getattr(gang, part), "must be 1 or more")
-    for gang in c.gangs():
-        if gang.ordered:
-            _check_layout(c, gang)
+            _require(getattr(settings, part) >= 1, f"{key}.{part}", getattr(settings, part), "must be 1 or more")
+    for group in c.gangs():
+        if group.ordered:
+            _check_layout(c, group)
 
 
 def _check_layout(c: RunConfig, gang: Gang) -> None:
@@ -463,8 +462,8 @@ def _check_layout(c: RunConfig, gang: Gang) -> None:
         (c.rollout.rows // c.ppo.minibatches) % data == 0 and c.rows_per_shard % data == 0,
         f"{key}.workers",
         gang.workers,
-        f"gives {data} data-parallel ranks, which must divide the rows of a shard ({c.rows_per_shard}) and of a minibatch "
-        f"({c.rollout.rows // c.ppo.minibatches})",
+        f"gives {data} data-parallel ranks, which must divide the rows of a shard ({c.rows_per_shard}) and of a "
+        f"minibatch ({c.rollout.rows // c.ppo.minibatches})",
     )
     _require(
         not layout.sequence_parallel or layout.tensor > 1,
@@ -482,7 +481,7 @@ def _check_layout(c: RunConfig, gang: Gang) -> None:
         not (Role.GENERATE in gang.roles and gang.workers > 1),
         "placement.roles.generate",
         gang.name,
-        f"that gang has {gang.workers} ranks that act together; an engine runs in one process: give it a gang of its own",
+        f"that gang's {gang.workers} ranks act together, but an engine runs in one process: give it a gang of its own",
     )
     _require(
         gang.mode(Role.POLICY) is not None and c.placement.gangs[gang.name].slots == 1,

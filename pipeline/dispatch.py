@@ -190,7 +190,8 @@ class Dispatch:
         submits: list[Submit] = []
         progress = True
         while progress:  # a node that was handed out may let FREE nodes follow
-            nodes = [self._entries[a].node for name, ready in self._ready.items() if self._gangs[name].up for a in ready]
+            able = [ready for name, ready in self._ready.items() if self._gangs[name].up]
+            nodes = [self._entries[address].node for ready in able for address in ready]
             heapq.heapify(nodes)
             progress = False
             while nodes:
@@ -212,8 +213,8 @@ class Dispatch:
 
     @staticmethod
     def _on(entry: _Entry, gang: str, replica: int) -> bool:
-        submit = entry.submit
-        return entry.state is _State.SUBMITTED and submit is not None and (submit.gang, submit.replica) == (gang, replica)
+        submit = entry.submit if entry.state is _State.SUBMITTED else None
+        return submit is not None and (submit.gang, submit.replica) == (gang, replica)
 
     def _set(self, entry: _Entry, state: _State) -> None:
         """Moves a node to a state, which may let its children go or hold them back."""

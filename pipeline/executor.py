@@ -14,9 +14,9 @@ What is lost and what is wrong: a worker that dies loses its unfinished nodes an
 `cluster.attempts` times; an exception that a stage raises is wrong, and ends the run. In a gang, a rank may raise
 because a peer died: then the verdict waits for `_PEER_GRACE_S` for the news of a death.
 
-A worker that is overdue (stopped, hung) is killed, if nobody else can do its work. Otherwise it is *suspect*: its shards
-run elsewhere at once. When all that it had come back, finding commits and discarding their own, it gets work again; if
-they do not within another deadline, it is killed.
+A worker that is overdue (stopped, hung) is killed, if nobody else can do its work. Otherwise it is *suspect*: its
+shards run elsewhere at once. When all that it had come back, finding commits and discarding their own, it gets work
+again; if they do not within another deadline, it is killed.
 
 Time is counted by a clock that stands still while the driver does (a suspended job must not find every deadline past).
 
@@ -212,6 +212,8 @@ class Executor:
         for future in futures:
             future.release()
         self._attempts.clear()
+        if self._workers:
+            self._client.unsubscribe_topic("all")
         self._workers.clear()
         self.release(list(self._results))
 
@@ -277,7 +279,9 @@ class Executor:
                 pure=False,
             )
         self._attempts[address] = _Attempt(submit, name, futures, self._now if self._parents_done(node) else None)
-        self._journal.now(EventKind.SUBMITTED, **_where(address), gang=submit.gang, attempt=name)
+        ahead = submit.mode is Mode.FREE  # it may wait there for its parents: nothing that the worker is doing
+        at = None if ahead else worker_name(submit.gang, min(futures))
+        self._journal.now(EventKind.SUBMITTED, **_where(address), gang=submit.gang, worker=at, attempt=name)
         for index, future in futures.items():
             self._watch(future, address, submit.gang, index)
 
@@ -307,7 +311,7 @@ class Executor:
             attempt.errors[notice.index] = outcome
         ended = len(attempt.outcomes) + len(attempt.errors) == len(attempt.futures)
         if ended and not attempt.errors:
-            self._done(attempt.submit.node, attempt)
+            self._done(attempt.submit.node, [attempt.outcomes[i] for i in sorted(attempt.outcomes)], attempt.first)
         elif ended or any(isinstance(e, _LOST) or not isinstance(e, _PEER_ERRORS) for e in attempt.errors.values()):
             self._failed(notice.address, attempt)
         elif attempt.errors:
@@ -358,10 +362,9 @@ class Executor:
         """An attempt that had been given up came back. Its worker is alive after all; and whichever attempt committed
         first, the node is done."""
         worker = self._workers[notice.gang, notice.index]
-        node, future = worker.late.get(address, (None, None))
-        if node is None or future is not notice.future:
+        if address not in worker.late or worker.late[address][1] is not notice.future:
             return
-        del worker.late[address]
+        node, future = worker.late.pop(address)
         outcome = _outcome(notice.future)
         if isinstance(outcome, _LOST):
             return  # it died: the scheduler says so, too
@@ -369,9 +372,9 @@ class Executor:
             worker.deadline = math.inf
             self._dispatch.worker_up(notice.gang, notice.index)
         if isinstance(outcome, Outcome) and not self._dispatch.is_done(address):
-            self._done(node, [outcome], notice.future)
+            self._done(node, [outcome], future)
         else:
-            notice.future.release()
+            future.release()
 
     def _reset(self, addresses: Iterable[Address], keep_late: tuple[str, int] | None = None) -> None:
         """Lets go of attempts that were given up; those on the worker `keep_late` are listened to all the same."""

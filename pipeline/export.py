@@ -1,4 +1,4 @@
-"""`stageline export`: a version of the policy in Hugging Face layout, rebuilt from checkpoint and rollouts if need be."""
+"""`stageline export`: a version of the policy in Hugging Face layout, rebuilt from stored rollouts if need be."""
 
 from __future__ import annotations
 

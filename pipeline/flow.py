@@ -27,8 +27,8 @@ class Flow:
         on_unread: Callable[[int], None],
     ) -> None:
         """`committed`: outputs that an earlier attempt at this run left. `published`: versions whose weights are
-        readable now. `on_step(step, nodes)` is called when every node of a step is done, `on_unread(version)` when every
-        reader of a version is."""
+        readable now. `on_step(step, nodes)` is called when every node of a step is done, `on_unread(version)` when
+        every reader of a version is."""
         self._spec = spec
         self._dispatch = dispatch
         self._committed = set(committed)

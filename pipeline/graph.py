@@ -4,15 +4,16 @@ Three interpreters read the same nodes: the executor runs them, `replay` runs on
 
     step i:   weights v(i-eta) --> generate[i,s] --+--> score[i,s] ------+
                                    (shard s)       +--> reference[i,s] --+
-              update_policy[i-1] ------------------+--> logprob[i,s] ----+--> advantage[i] --+--> update_policy[i] --> publish v(i+1)
-              update_value[i-1] -------------------+--> value[i,s] ------+                   +--> update_value[i]
+              update_policy[i-1] ------------------+--> logprob[i,s] ----+--> advantage[i] --+--> update_policy[i] --+
+              update_value[i-1] -------------------+--> value[i,s] ------+                   +--> update_value[i]    |
+                                                                                                 publish v(i+1) <----+
 
 **The staleness bound is an edge**: `generate[i]` depends on `publish[max(0, i - eta)]`, and on nothing newer. With
 eta = 0 that is synchronous PPO. Version v of the weights is what v updates have made.
 
 Edges that are not data: `update_policy[i] <- publish[i]` (the trainer must have given version i away before it trains
-it into i + 1), `advantage[i] <- advantage[i-1]` (the KL controller's state), `evaluate` nodes beside the generation that
-uses the same version.
+it into i + 1), `advantage[i] <- advantage[i-1]` (the KL controller's state), `evaluate` nodes beside the generation
+that uses the same version.
 
 May import the standard library and `stages.models.protocol.Role`.
 """
@@ -94,8 +95,8 @@ def evaluated(spec: GraphSpec, version: int) -> bool:
 
 
 def publish_node(version: int) -> Node:
-    """`publish[v]`: makes version v readable; v = 0 are the start weights. Ordered right after the policy's update, before
-    the critic's: the next generation waits for it."""
+    """`publish[v]`: makes version v readable; v = 0 are the start weights. Ordered right after the policy's update,
+    before the critic's: the next generation waits for it."""
     parents = (Address("update_policy", version - 1),) if version else ()
     return Node((version - 1, 7), Address("publish", version), parents, (), version)
 

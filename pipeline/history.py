@@ -6,7 +6,9 @@ May import numpy, storage and the pipeline's plain modules.
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter, defaultdict
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -36,8 +38,9 @@ class History:
         addresses = [n.address for n in step_nodes(self.spec, step) if not n.stage.startswith("evaluate")]
         return [c for c in map(self.ledger.find, addresses) if c is not None]
 
-    def step_metrics(self, step: int) -> dict[str, float]:
-        """Every metric of a step: those its stages measured, `time/<stage>_s` summed over shards, and throughput."""
+    def step_metrics(self, step: int, starts: Iterable[float] = ()) -> dict[str, float]:
+        """Every metric of a step: those its stages measured, `time/<stage>_s` summed over shards, and throughput.
+        `starts`: when drivers started; a step during which one did has no step time, since the run stood still."""
         commits = self.commits(step)
         metrics: dict[str, float] = {}
         seconds: defaultdict[str, float] = defaultdict(float)
@@ -52,8 +55,9 @@ class History:
         metrics |= seconds
         published = {c.address.step: c.finished for c in commits if c.address.stage == "publish"}
         before = self.ledger.find(Address("publish", step))
-        if before is not None and step + 1 in published:
-            metrics["time/step_s"] = max(published[step + 1] - before.finished, 1e-9)
+        after = published.get(step + 1)
+        if before is not None and after is not None and not any(before.finished < t < after for t in starts):
+            metrics["time/step_s"] = max(after - before.finished, 1e-9)
             metrics["throughput/samples_per_s"] = self.rows / metrics["time/step_s"]
             metrics["throughput/tokens_per_s"] = metrics.get("generate/tokens", 0.0) / metrics["time/step_s"]
         return metrics
@@ -61,9 +65,8 @@ class History:
     def step_numbers(self, step: int) -> StepNumbers:
         """The step in the terms of `summary.json`."""
         metrics = self.step_metrics(step)
-        staleness = Counter(
-            {int(k.removeprefix(_FRACTION)): round(v * self.rows) for k, v in metrics.items() if k.startswith(_FRACTION)}
-        )
+        fractions = {int(k.removeprefix(_FRACTION)): v for k, v in metrics.items() if k.startswith(_FRACTION)}
+        staleness = Counter({age: round(fraction * self.rows) for age, fraction in fractions.items()})
         return StepNumbers(
             step=step,
             reward=metrics["reward/mean"],
@@ -110,5 +113,5 @@ def distinct_bigrams(rollout: Rollout) -> float | None:
     for row in range(rollout.num_rows):
         start = int(rollout.prompt_lengths[row])
         response = rollout.tokens[row, start : start + int(rollout.response_lengths[row])].tolist()
-        bigrams += list(zip(response, response[1:], strict=False))
+        bigrams += itertools.pairwise(response)
     return len(set(bigrams)) / len(bigrams) if bigrams else None

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-
-
 import numpy as np
 from rich.console import Group, RenderableType
 from rich.table import Table
@@ -53,6 +51,7 @@ def step_rows(config: RunConfig, step: int) -> list[InspectRow]:
         return history.store.read(address) if history.ledger.find(address) is not None else None
 
     advantages = read("advantage")
+    of_step = advantages if isinstance(advantages, Advantages) else None
     found: list[InspectRow] = []
     for shard in range(shards):
         rollout = read("generate", shard)
@@ -77,7 +76,7 @@ def step_rows(config: RunConfig, step: int) -> list[InspectRow]:
                     score=float(scores.scores[i]) if isinstance(scores, Scores) else None,
                     kl=kl,
                     version="-".join(str(v) for v in dict.fromkeys((versions[0], versions[-1]))),
-                    advantage=float(advantages.advantages[row][mask].mean()) if isinstance(advantages, Advantages) else None,
+                    advantage=None if of_step is None else float(of_step.advantages[row][mask].mean()),
                 )
             )
     return found

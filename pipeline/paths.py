@@ -74,4 +74,4 @@ class RunPaths:
         """The directory of published weights: memory, not disk, unless the config says otherwise. Named by the run's
         place, so that a resumed run finds what a crashed one left."""
         name = hashlib.sha256(str(self.root.resolve()).encode()).hexdigest()[:12]
-        return Path(weights_dir or "/dev/shm") / f"stageline-{self.root.name}-{name}"  # noqa: S108
+        return Path(weights_dir or "/dev/shm") / f"stageline-{self.root.name}-{name}"

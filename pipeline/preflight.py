@@ -43,11 +43,8 @@ def preflight(config: RunConfig, saved: Path | None = None) -> Preflight:
         tokenizer = read_tokenizer(config.model.path)
     except (OSError, ValueError) as error:
         raise ConfigError("model.path", f"given {config.model.path!r}; no usable tokenizer there: {error}") from error
-    if saved is not None and saved.exists():
-        prompts = PromptTable.load(saved)
-    else:
-        prompts = _read_prompts(config, tokenizer)
-    vocab = int(model["vocab_size"])
+    prompts = PromptTable.load(saved) if saved is not None and saved.exists() else _read_prompts(config, tokenizer)
+    vocab = int(str(model["vocab_size"]))
     for token in config.sampling.suppress_token_ids:
         if not 0 <= token < vocab:
             raise ConfigError("sampling.suppress_token_ids", f"given {token}; the model has token ids 0 to {vocab - 1}")
@@ -79,8 +76,8 @@ def check_run_directory(config: RunConfig, *, resume: bool) -> None:
     if not resume and paths.events.exists():
         raise ConfigError(
             "name",
-            f"given {config.name!r}; {paths.root} holds this run already: `stageline resume {paths.root}` continues it, "
-            "another name=... starts a new one",
+            f"given {config.name!r}; {paths.root} holds this run already: `stageline resume {paths.root}` continues "
+            "it, another name=... starts a new one",
         )
 
 
@@ -93,26 +90,30 @@ def _check_model(config: RunConfig) -> dict[str, object]:
     except ValueError as error:
         raise ConfigError("model.path", f"given {path!r}; its config.json is not JSON: {error}") from error
     if model.get("model_type") != "llama":
-        raise ConfigError("model.path", f"given {path!r}; model_type is {model.get('model_type')!r}, only 'llama' works")
+        kind = model.get("model_type")
+        raise ConfigError("model.path", f"given {path!r}; its model_type is {kind!r}, only 'llama' works")
     if path != RANDOM_TINY and not any(Path(path).glob("*.safetensors")):
         raise ConfigError("model.path", f"given {path!r}; it holds no .safetensors file")
     blocks = int(model["num_hidden_layers"])
     frozen, critic = config.model.frozen_blocks, config.model.critic_blocks
     if frozen >= blocks:
-        raise ConfigError("model.frozen_blocks", f"given {frozen}; the model has {blocks} blocks, so at most {blocks - 1}")
+        raise ConfigError("model.frozen_blocks", f"given {frozen}; the model has {blocks} blocks: at most {blocks - 1}")
     if critic is not None and not 1 <= critic <= blocks - frozen:
         raise ConfigError("model.critic_blocks", f"given {critic}; must be from 1 to {blocks - frozen}")
     return model
 
 
 def _check_context(config: RunConfig, model: dict[str, object]) -> None:
-    context = int(str(model["max_position_embeddings"]))
-    if config.seq > context:
-        raise ConfigError(
-            "prompts.max_tokens",
-            f"given {config.prompts.max_tokens}; with sampling.max_new_tokens = {config.sampling.max_new_tokens} a row has "
-            f"{config.seq} tokens, but the model's context is {context}: at most {context - config.sampling.max_new_tokens}",
-        )
+    context, new = int(str(model["max_position_embeddings"])), config.sampling.max_new_tokens
+    if config.seq <= context:
+        return
+    row = f"a row of prompts.max_tokens + sampling.max_new_tokens has {config.seq} tokens"
+    if new >= context:
+        raise ConfigError("sampling.max_new_tokens", f"given {new}; {row}, but the model's context is {context}")
+    raise ConfigError(
+        "prompts.max_tokens",
+        f"given {config.prompts.max_tokens}; {row}, but the model's context is {context}: at most {context - new}",
+    )
 
 
 def _check_layouts(config: RunConfig, model: dict[str, object]) -> None:
@@ -130,11 +131,11 @@ def _check_layouts(config: RunConfig, model: dict[str, object]) -> None:
     }
     for gang in config.gangs():
         layout, key = config.placement.gangs[gang.name].layout, f"placement.gangs.{gang.name}.layout"
-        parts = [(f"{key}.tensor", layout.tensor, f"the model's {name}", int(str(model[name]))) for name in cut_by_tensor]
-        parts += [(f"{key}.pipeline", layout.pipeline, name, number) for name, number in cut_by_pipeline.items()]
-        for where, given, name, number in parts if gang.ordered else []:
+        parts = [("tensor", layout.tensor, name, int(str(model[name]))) for name in cut_by_tensor]
+        parts += [("pipeline", layout.pipeline, name, number) for name, number in cut_by_pipeline.items()]
+        for part, given, name, number in parts if gang.ordered else []:
             if number % given:
-                raise ConfigError(where, f"given {given}; must divide {name} = {number}")
+                raise ConfigError(f"{key}.{part}", f"given {given}; must divide the model's {name} = {number}")
 
 
 def _read_prompts(config: RunConfig, tokenizer: Tokenizer) -> PromptTable:

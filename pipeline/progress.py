@@ -24,7 +24,7 @@ HEADLINE = (("reward", "reward"), ("kl", "KL"), ("staleness_max", "staleness"))
 
 @dataclass(frozen=True)
 class Doing:
-    """What a worker is doing: its newest node that has started and not ended."""
+    """A node that a worker was handed and has not ended."""
 
     gang: str
     stage: str
@@ -70,6 +70,7 @@ class Progress:
         self._now = now
         self._done = first_step
         self._started = self._last_step_at = now()
+        self._begun = False
         self._durations_s: list[float] = []
         self._metrics: dict[str, float] = {}
         self._held_out: list[tuple[int, float]] = []
@@ -82,16 +83,22 @@ class Progress:
         )
 
     def event(self, event: Event) -> None:
-        """Follows what each worker is doing."""
-        if event.stage is None or event.step is None or event.worker is None:
+        """Follows what each worker is doing: from the moment a node is handed to it, since the news that it has begun
+        comes with its result. Nodes that run ahead of their parents are submitted without a worker, and not shown."""
+        if event.kind is EventKind.SUBMITTED and not self._begun:
+            self._begun, self._last_step_at = True, self._now()  # the workers' start is no part of the first step
+        if event.worker is None:
+            return
+        gang = event.gang or event.worker
+        self._workers[event.worker] = gang
+        if event.kind is EventKind.GANG_LOST:
+            self._open = {key: doing for key, doing in self._open.items() if key[0] != event.worker}
+        if event.stage is None or event.step is None:
             return
         key = (event.worker, event.stage, event.step, event.shard or 0)
-        gang = event.gang or event.worker
-        if event.kind is EventKind.STARTED:
-            self._workers[event.worker] = gang
+        if event.kind in (EventKind.SUBMITTED, EventKind.STARTED):
             self._open[key] = Doing(gang, event.stage, event.step, event.shard or 0, event.t)
         elif event.kind in (EventKind.FINISHED, EventKind.FAILED):
-            self._workers[event.worker] = gang
             self._open.pop(key, None)
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:

@@ -11,6 +11,7 @@ Everything here runs in the driver's process and thread; stages run in workers. 
 from __future__ import annotations
 
 import fcntl
+import gc
 import importlib
 import json
 import logging
@@ -18,7 +19,9 @@ import os
 import platform
 import signal
 import subprocess
-from collections.abc import Iterator
+import sys
+import time
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
@@ -63,7 +66,11 @@ CURVES: tuple[tuple[str, tuple[tuple[str, str], ...], float | None], ...] = (
     ("mismatch of log-probs, mean |difference|", (("mismatch/mean_abs_all", "trainer - sampler"),), 0.0),
     ("staleness, versions", (("staleness/mean", "mean"), ("staleness/max", "max")), None),
     ("effective sample size of the weights w", (("ess/fraction", "fraction"),), 1.0),
-    ("seconds", (("time/step_s", "step"), ("time/generate_s", "generate"), ("time/update_policy_s", "update policy")), None),
+    (
+        "seconds",
+        (("time/step_s", "step"), ("time/generate_s", "generate"), ("time/update_policy_s", "update policy")),
+        None,
+    ),
 )
 """The learning curves: (title, metrics and their labels, a value worth a dashed line)."""
 
@@ -96,18 +103,20 @@ def run(config: RunConfig, console: Console, *, resume: bool = False) -> RunResu
     check_run_directory(config, resume=resume)
     checked = preflight(config, paths.prompts if resume else None)
     paths.root.mkdir(parents=True, exist_ok=True)
+    gc.freeze()  # tokenizer and prompts live to the end: looking through them again and again stalls the loop by 0.2 s
     with _only_driver(paths), _interruptible():
-        history = _prepare(config, paths, checked)
+        history = _prepare(config, paths, checked, resume=resume)
         summary = _run_and_conclude(config, paths, history, console, checked, resume=resume)
-    console.print(end_of_run(summary, response_pairs(config, history, checked)[:SHOWN_RESPONSES], _results(config, paths)))
+    shown = response_pairs(config, history, checked)[:SHOWN_RESPONSES]
+    console.print(end_of_run(summary, shown, _results(config, paths)))
     return RunResult(summary, paths)
 
 
-def _prepare(config: RunConfig, paths: RunPaths, checked: Preflight) -> History:
+def _prepare(config: RunConfig, paths: RunPaths, checked: Preflight, *, resume: bool) -> History:
     """Fills the run's directory with what workers read, and tidies up after an earlier driver."""
     for directory in (paths.rendezvous, paths.plots):
         directory.mkdir(exist_ok=True)
-    if not paths.prompts.exists():
+    if not (resume and paths.prompts.exists()):
         checked.prompts.save(paths.prompts)
     files.write(files.open_root(str(paths.root)), paths.config.name, to_yaml(config).encode())
     history = open_history(config)
@@ -136,19 +145,19 @@ def _run(
     config: RunConfig, paths: RunPaths, history: History, console: Console, tracker: Tracker, *, resume: bool
 ) -> None:
     """Starts the workers, runs the graph, and ends the workers."""
+    tracked = _catch_up(history, tracker, _starts(paths))
     if all(history.ledger.find(node.address) is not None for node in run_nodes(config.graph())):
         return
-    first_step = len(history.steps_done())
-    with closing(_published(config, paths, history)) as board, closing(_start_workers(config)) as workers:
+    with closing(_published(config, paths, history)) as board, _workers(config) as workers:
         links = _links(config, workers)
         if workers.dashboard is not None:
             tracker.tags({"dashboard": workers.dashboard})
-        progress = Progress(config.name, config.steps, links, console=console, first_step=first_step, headline=HEADLINE)
+        progress = Progress(
+            config.name, config.steps, links, console=console, first_step=len(tracked), headline=HEADLINE
+        )
         with progress, Journal(paths.events, progress.event) as journal:
             journal.now(EventKind.RUN_STARTED, detail="resume" if resume else "start")
-            driver = _Driver(config, paths, history, board, workers, journal, progress, tracker)
-            driver.catch_up()
-            driver.run()
+            _Driver(config, paths, history, board, workers, journal, progress, tracker, tracked).run()
             journal.now(EventKind.RUN_FINISHED)
 
 
@@ -165,12 +174,16 @@ class _Driver:
         journal: Journal,
         progress: Progress,
         tracker: Tracker,
+        tracked: Iterable[int],
     ) -> None:
+        """`tracked`: steps whose metrics the tracker has."""
         self._history = history
         self._progress = progress
         self._tracker = tracker
-        self._reported: set[int] = set()
-        self._boxes: dict[int, list[tuple[Node, Outcome]]] = {}
+        self._began = time.time()
+        self._tracked = set(tracked)
+        self._outcomes: dict[Address, Outcome] = {}
+        """Of the open steps' nodes."""
         self._gang_of = {role: gang.name for gang in config.gangs() for role in gang.roles}
         dispatch = Dispatch(config.gangs())
         settings = ExecutorSettings(
@@ -183,13 +196,17 @@ class _Driver:
             log_dir=paths.logs,
         )
         self._executor = Executor(workers.client, config.gangs(), dispatch, journal, settings, self._done)
+
+        def release(version: int) -> None:
+            board.release(version)
+
         self._flow = Flow(
             config.graph(),
             dispatch,
             committed=[commit.address for commit in history.ledger.list()],
             published=board.available(),
             on_step=self._step_over,
-            on_unread=lambda version: board.release(version),
+            on_unread=release,
         )
 
     def run(self) -> None:
@@ -200,20 +217,16 @@ class _Driver:
         finally:
             self._executor.close()
 
-    def catch_up(self) -> None:
-        """Tracks what an earlier driver left: it may have been killed before it had told all of it."""
-        for step in self._history.steps_done():
-            self._report(step)
-        for evaluation in self._history.evaluations():
-            self._tracker.metrics(evaluation.version, {EVALUATED: evaluation.mean})
-
     def _done(self, node: Node, outcome: Outcome) -> None:
-        self._boxes.setdefault(node.priority[0], []).append((node, outcome))
         address = node.address
+        self._outcomes[address] = outcome
         if address.stage in ("update_policy", "update_value", "publish"):
             step = address.step - (address.stage == "publish")
-            if step not in self._reported and self._history.step_over(step):
-                self._progress.step(step, self._report(step))
+            if step not in self._tracked and self._history.step_over(step):
+                self._tracked.add(step)
+                metrics = self._history.step_metrics(step, [self._began])
+                self._tracker.metrics(step, metrics)
+                self._progress.step(step, metrics)
         elif address.stage == "evaluate_score":
             evaluation = self._history.evaluation(address.step)
             if evaluation is not None:
@@ -221,16 +234,10 @@ class _Driver:
                 self._progress.evaluation(address.step, evaluation.mean)
         self._flow.done(node)
 
-    def _report(self, step: int) -> dict[str, float]:
-        """Tracks the metrics of a step, and returns them."""
-        self._reported.add(step)
-        metrics = self._history.step_metrics(step)
-        self._tracker.metrics(step, metrics)
-        return metrics
-
     def _step_over(self, step: int, nodes: list[Node]) -> None:
         """Every node of a step is done: its trace goes out, its results are let go."""
         self._executor.release([node.address for node in nodes])
+        ran = [(node, self._outcomes.pop(node.address)) for node in nodes if node.address in self._outcomes]
         spans = [
             Span(
                 name=str(node.address),
@@ -241,9 +248,26 @@ class _Driver:
                 worker=outcome.worker,
                 attributes={"step": node.address.step, "shard": node.address.shard, "version": node.version},
             )
-            for node, outcome in self._boxes.pop(step, [])
+            for node, outcome in ran
         ]
         self._tracker.trace(step, spans)
+
+
+def _catch_up(history: History, tracker: Tracker, starts: Sequence[float]) -> list[int]:
+    """Tracks what earlier drivers left: one may have been killed before it had told all of it. Returns the steps."""
+    steps = history.steps_done()
+    for step in steps:
+        tracker.metrics(step, history.step_metrics(step, starts))
+    for evaluation in history.evaluations():
+        tracker.metrics(evaluation.version, {EVALUATED: evaluation.mean})
+    return steps
+
+
+def _starts(paths: RunPaths) -> list[float]:
+    """When each driver of this run started."""
+    if not paths.events.exists():
+        return []
+    return [event.t for event in read_events(paths.events) if event.kind is EventKind.RUN_STARTED]
 
 
 # ---- around it ----------------------------------------------------------------------------------------------------
@@ -282,14 +306,19 @@ def _only_driver(paths: RunPaths) -> Iterator[None]:
         yield
 
 
-def _start_workers(config: RunConfig) -> LocalWorkers:
+@contextmanager
+def _workers(config: RunConfig) -> Iterator[LocalWorkers]:
     """Worker processes that Ctrl-C does not reach: a terminal sends it to the whole process group, but only the driver
     is to answer it, and to end them. They inherit the mask of the thread that starts them."""
     logging.getLogger("distributed").setLevel(logging.ERROR)  # the executor says what is lost, in the run's words
+    sys.warnoptions.append("ignore:resource_tracker")  # it cleans up after killed workers; it need not say so
     resource_tracker.ensure_running()  # starting it later would lift the mask
+    sys.warnoptions.pop()
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
-        return LocalWorkers(config)
+        with LocalWorkers(config) as workers:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+            yield workers
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
@@ -415,7 +444,8 @@ def draw(config: RunConfig, paths: RunPaths, history: History) -> list[Path]:
     """The learning curves and the stage timeline, as PNG files in the run's directory."""
     plots: Any = importlib.import_module("pipeline.plots")  # matplotlib takes a second to import: not before the end
     curves, timeline = paths.plots / "curves.png", paths.plots / "timeline.png"
-    metrics = {step: history.step_metrics(step) for step in history.steps_done()}
+    starts = _starts(paths)
+    metrics = {step: history.step_metrics(step, starts) for step in history.steps_done()}
     held_out = [(evaluation.version, evaluation.mean) for evaluation in history.evaluations()]
     panels = [plots.Panel(title, lines, reference) for title, lines, reference in CURVES]
     plots.plot_curves(metrics, panels, held_out, curves, config.name)
@@ -428,7 +458,7 @@ def response_pairs(config: RunConfig, history: History, checked: Preflight) -> l
     evaluations = history.evaluations()
     if len(evaluations) < 2:
         return []
-    (rows, scores), (rows_after, scores_after) = (history.evaluated(e.version) for e in (evaluations[0], evaluations[-1]))
+    (rows, scores), (rows_after, scores_after) = (history.evaluated(evaluations[i].version) for i in (0, -1))
     decode = checked.tokenizer.decode
 
     def response(rollout: Any, row: int) -> str:

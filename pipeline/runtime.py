@@ -7,7 +7,7 @@
 A worker builds only what its gang's roles need: an engine for `generate`, a reward and a tokenizer for `score`, a model
 host for `policy`, `value` and `reference`. One process may hold all of them.
 
-May import storage and stages; engines, models and rewards are imported when a role needs them, since each costs seconds.
+May import storage and stages; engines, models and rewards are imported when a role needs them: each costs seconds.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ import numpy as np
 import torch
 
 from pipeline.calls import Call, WorkerSpec
-from pipeline.config import RunConfig, config_hash, load_yaml
+from pipeline.config import config_hash, load_yaml
 from pipeline.graph import STAGE_ROLES
 from pipeline.paths import RunPaths
 from pipeline.trainer import UPDATE_STAGE, Trainer
@@ -50,6 +50,10 @@ from storage.ledger import Commit, Ledger, Provenance, provenance_here
 from storage.records import Record, Rollout
 from storage.rollouts import RolloutStore
 from storage.weights import BFLOAT16, WeightBoard, WeightLease
+
+
+RECENT_BYTES = 64 << 20
+"""Of records that a worker keeps: `reference`, `logprob`, `value` and both updates of a step read the same rows."""
 
 
 @dataclass
@@ -87,7 +91,9 @@ def _part(path: str) -> Any:
 class StageRuntime:
     """Owns a worker's engine and models."""
 
-    def __init__(self, spec: WorkerSpec) -> None:
+    def __init__(self, spec: WorkerSpec, *, same_layout: bool = True) -> None:
+        """`same_layout`: the models are laid out as those that made the run's commits, whose checkpoints then fit, and
+        whose digests a replayed update must have."""
         config = self._config = load_yaml(spec.config_yaml)
         gang = next(g for g in config.gangs() if g.name == spec.gang)
         settings = config.placement.gangs[spec.gang]
@@ -98,7 +104,7 @@ class StageRuntime:
         self._paths = RunPaths(config.run_dir)
         self._config_hash = config_hash(config)
         self._ledger = Ledger(str(self._paths.ledger))
-        self._store = RolloutStore(str(self._paths.root), self._ledger, config.layouts())
+        self._store = RolloutStore(str(self._paths.root), self._ledger, config.layouts(), recent_bytes=RECENT_BYTES)
         self._board = WeightBoard(self._paths.board(config.cluster.weights_dir))
         self._clock = _Clock()
         self._prompts = PromptTable.load(self._paths.prompts) if gang.roles & {Role.GENERATE, Role.SCORE} else None
@@ -137,12 +143,13 @@ class StageRuntime:
                 ranks=spec.size,
                 store=self._store,
                 ledger=self._ledger,
-                checkpoints=Checkpoints(self._paths.checkpoints),
+                checkpoints=Checkpoints(self._paths.checkpoints) if same_layout else None,
                 shards=config.rollout.shards,
                 recompute_logprobs=config.ppo.proximal == "recompute",
                 checkpoint_every=config.checkpoint.every,
                 checkpoint_keep=config.checkpoint.keep,
                 staleness=config.staleness,
+                bookkeeping=self._clock.bookkeeping,
             )
 
     # ---- one call ------------------------------------------------------------------------------------------------

@@ -147,7 +147,8 @@ def summarise(
     software: Mapping[str, str],
 ) -> Summary:
     """Sums up a run. `parents` is the graph: the nodes each node waits for. `evaluations` are ordered by version;
-    the first and the last are compared. `software` are the packages' versions. A step given twice (after a resume) counts once, the last time."""
+    the first and the last are compared. `software` are the packages' versions. A step given twice (after a resume)
+    counts once, the last time."""
     log = list(events)
     all_boxes = boxes(log)
     segments = _segments(log)

@@ -68,7 +68,8 @@ def summary_rows(summary: Summary) -> list[tuple[str, str]]:
     if before is not None and after is not None:
         rows.append(("distinct bigrams", f"{before:.1%} → {after:.1%} of the held-out responses"))
     rows.append(("speed", f"{summary.samples_per_s:.2f} samples/s, {summary.tokens_per_s:.1f} sampled tokens/s"))
-    rows.append(("wall time", f"{summary.wall_s:.1f} s for {summary.steps} steps, {summary.versions['weights']} versions"))
+    versions = summary.versions["weights"]
+    rows.append(("wall time", f"{summary.wall_s:.1f} s for {summary.steps} steps, {versions} versions"))
     stages = sorted(summary.stage_s.items(), key=lambda item: -item[1])
     rows.append(("seconds by stage", ", ".join(f"{stage} {seconds:.1f}" for stage, seconds in stages)))
     rows.append(("staleness", f"max {summary.staleness.max}, mean {summary.staleness.mean:.2f} versions"))

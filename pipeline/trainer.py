@@ -14,6 +14,8 @@ May import torch.distributed, stages and storage.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -46,15 +48,16 @@ class Trainer:
         ranks: int,
         store: RolloutStore,
         ledger: Ledger,
-        checkpoints: Checkpoints,
+        checkpoints: Checkpoints | None,
         shards: int,
         recompute_logprobs: bool,
         checkpoint_every: int,
         checkpoint_keep: int,
-        staleness: int = 0,
-        verify: bool = True,
+        staleness: int,
+        bookkeeping: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
-        """`verify`: compare a replayed update with its committed digest, which holds in the layout that committed it."""
+        """`bookkeeping`: entered while the store is read, so that its time can be told from training. `checkpoints`: None where the models are laid out in another way than those that made the commits: neither
+        their checkpoints nor their digests can then be used."""
         self.host = host
         self._rank = rank
         self._ranks = ranks
@@ -66,7 +69,7 @@ class Trainer:
         self._every = checkpoint_every
         self._keep = checkpoint_keep
         self._staleness = staleness
-        self._verifies = verify
+        self._bookkeeping = bookkeeping
 
     def agree(self, value: Callable[[], Any]) -> Any:
         """Rank 0's `value()`, on every rank; the others do not call it."""
@@ -81,29 +84,31 @@ class Trainer:
 
         Raises:
             ReplayMismatch: see there.
-            MissingOutput: an update in between was never committed, or its inputs are gone.
+            MissingOutput: an update in between was never committed.
         """
         host = self.host
         if host.dirty(role) or host.version(role) != version:
             unusable = host.dirty(role) or host.version(role) > version
-            found = self.agree(lambda: self._checkpoints.latest(str(role), version))
+            saved = self._checkpoints
+            found = None if saved is None else self.agree(lambda: saved.latest(str(role), version))
             if found is not None and (unusable or found[0] > host.version(role)):
                 host.load(role, found[1])
             elif unusable:
                 host.load(role, None)
         while host.version(role) < version:
             step = host.version(role)
-            commit = self.agree(lambda step=step: self._ledger.find(Address(UPDATE_STAGE[role], step)))
+            address = Address(UPDATE_STAGE[role], step)
+            commit = self.agree(partial(self._ledger.find, address))
             if commit is None:
-                raise ReplayMismatch(f"{UPDATE_STAGE[role]} of step {step} has no commit, but version {version} is asked for")
+                raise MissingOutput(f"{address} has no commit, so there is no version {version} of the {role}")
             self._train(role, step)
             self._verify(commit, host.digest(role))
             host.mark_clean(role)
         return host
 
     def update(self, role: Role, step: int, commit: Callable[[dict[str, float], str], Commit]) -> Commit | None:
-        """Makes version `step + 1` exist: trains and commits it, or finds that it is committed and makes sure that it is
-        resident. Returns the commit on rank 0."""
+        """Makes version `step + 1` exist: trains and commits it, or finds that it is committed and makes sure that it
+        is resident. Returns the commit on rank 0."""
         found = self.agree(lambda: self._ledger.find(Address(UPDATE_STAGE[role], step)))
         if found is not None:
             self.at(role, step + 1)
@@ -114,8 +119,8 @@ class Trainer:
         winner = self.agree(lambda: commit(metrics, digest))
         self._verify(winner, digest)
         self.host.mark_clean(role)
-        if (step + 1) % self._every == 0:
-            self._save(role, step + 1)
+        if self._checkpoints is not None and (step + 1) % self._every == 0:
+            self._save(role, step + 1, self._checkpoints)
         return winner if self._rank == 0 else None
 
     def replay(self, role: Role, step: int) -> tuple[str, str]:
@@ -128,42 +133,45 @@ class Trainer:
         return str(commit.digest), self.host.digest(role)
 
     def _train(self, role: Role, step: int) -> dict[str, float]:
-        rollout = self._store.read_step("generate", step, self._shards)
         address = Address("advantage", step)
-        advantages: Advantages = self._store.read(address)
-        commit = self._ledger.find(address)
+        with self._bookkeeping():
+            rollout = self._store.read_step("generate", step, self._shards)
+            advantages: Advantages = self._store.read(address)
+            commit = self._ledger.find(address)
         assert commit is not None  # read() raises where there is none
         if role is Role.VALUE:
-            values = self._store.read_step("value", step, self._shards)
+            with self._bookkeeping():
+                values = self._store.read_step("value", step, self._shards)
             return update_value(self.host, step, rollout=rollout, advantages=advantages, values=values)
-        policy = self._store.read_step("logprob", step, self._shards) if self._recompute_logprobs else None
+        with self._bookkeeping():
+            reference = self._store.read_step("reference", step, self._shards)
+            policy = self._store.read_step("logprob", step, self._shards) if self._recompute_logprobs else None
         return update_policy(
             self.host,
             step,
             rollout=rollout,
             advantages=advantages,
-            reference=self._store.read_step("reference", step, self._shards),
+            reference=reference,
             policy=policy,
             kl_coef=commit.metrics["kl/coef"],
         )
 
     def _verify(self, commit: Commit, digest: str) -> None:
-        if self._verifies and commit.digest != digest:
+        if self._checkpoints is not None and commit.digest != digest:
             raise ReplayMismatch(
-                f"{commit.address}: committed weights have digest {commit.digest}, these have {digest}: another layout, "
-                "thread count or library version than the one that committed them?"
+                f"{commit.address}: committed weights have digest {commit.digest}, these have {digest}: another "
+                "layout, thread count or library version than the one that committed them?"
             )
 
-    def _save(self, role: Role, version: int) -> None:
-        path = Path(self.agree(lambda: str(self._checkpoints.begin(str(role), version))))
+    def _save(self, role: Role, version: int, checkpoints: Checkpoints) -> None:
+        path = Path(self.agree(lambda: str(checkpoints.begin(str(role), version))))
         self.host.save(role, path)
         if self._ranks > 1:
             dist.barrier()  # every rank has written
         if self._rank == 0:
-            self._checkpoints.finish(str(role), version, path, {})
+            checkpoints.finish(str(role), version, path, {})
             # A resumed run may have to publish the version that the oldest open generation reads: the checkpoint that
             # it is rebuilt from stays, however few are to be kept.
             oldest = max(0, version - self._staleness)
-            newer = [v for v in self._checkpoints.versions(str(role)) if v > oldest]
-            self._checkpoints.prune(str(role), max(self._keep, len(newer) + 1))
-
+            newer = [v for v in checkpoints.versions(str(role)) if v > oldest]
+            checkpoints.prune(str(role), max(self._keep, len(newer) + 1))

@@ -1,4 +1,4 @@
-"""Stage `logprob`: the proximal policy, log pi_prox of every sampled token by the trainer's weights at the step's start."""
+"""Stage `logprob`: the proximal policy, log pi_prox of every sampled token by the weights at the step's start."""
 
 from __future__ import annotations
 

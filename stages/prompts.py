@@ -41,11 +41,17 @@ class PromptTable:
     def save(self, path: Path) -> None:
         """Writes `path` (.npz) and its neighbour .jsonl with the extra fields; `path` last and in one piece, so that
         it exists only where both are whole."""
-        arrays = {"tokens": self.tokens, "lengths": self.lengths, "train": self.train, "held_out": self.held_out}
         path.with_suffix(".jsonl").write_text("".join(json.dumps(e, default=str) + "\n" for e in self.extra), "utf8")
         staged = path.with_name(f".{path.name}")
         with staged.open("wb") as stream:
-            np.savez(stream, pad_id=np.int64(self.pad_id), **arrays)
+            np.savez(
+                stream,
+                tokens=self.tokens,
+                lengths=self.lengths,
+                train=self.train,
+                held_out=self.held_out,
+                pad_id=np.int64(self.pad_id),
+            )
         os.replace(staged, path)
 
     @staticmethod
@@ -64,7 +70,10 @@ def tokenise(items: list[PromptItem], tokenizer: Tokenizer, config: PromptsConfi
     """
     kept: list[tuple[list[int], dict[str, Any]]] = []
     for number, item in enumerate(items):
-        ids = tokenizer.encode(item.text or "") if item.messages is None else tokenizer.apply_chat_template(item.messages)
+        if item.messages is not None:
+            ids = tokenizer.apply_chat_template(item.messages)
+        else:
+            ids = tokenizer.encode(item.text or "")
         if config.opening_tokens is not None:
             if len(ids) < config.opening_tokens:
                 continue
@@ -73,8 +82,8 @@ def tokenise(items: list[PromptItem], tokenizer: Tokenizer, config: PromptsConfi
             if config.too_long == "skip":
                 continue
             raise PromptsError(
-                f"prompts.max_tokens: prompt {number} of {config.url} has {len(ids)} tokens, given {config.max_tokens}; "
-                "raise it, or set prompts.too_long=skip or prompts.opening_tokens"
+                f"prompts.max_tokens: given {config.max_tokens}; prompt {number} of {config.url} has {len(ids)} "
+                "tokens: raise it, or set prompts.too_long=skip or prompts.opening_tokens"
             )
         if ids:
             kept.append((ids, item.extra))

@@ -7,5 +7,5 @@ class StoreError(Exception):
     """Stored bytes that are torn, damaged, missing or of another format; the message names what and where."""
 
 
-class MissingOutput(StoreError):  # noqa: N818  (says what is the matter; reads well where it is caught)
+class MissingOutput(StoreError):
     """No commit record at an address, so there is no output."""

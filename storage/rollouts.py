@@ -41,6 +41,7 @@ from storage import files
 from storage.address import Address
 from storage.errors import MissingOutput, StoreError
 from storage.ledger import ArrayInfo, Commit, Ledger, Provenance, new_attempt
+from storage.recent import RecentRecords
 from storage.records import RECORD_TYPES, Record, concatenate
 from storage.validation import check_finite, check_logprobs
 
@@ -108,14 +109,16 @@ class _Template:
 class RolloutStore:
     """Owns this process's encoders (not picklable: each process makes its own store); threads may share it."""
 
-    def __init__(self, url: str, ledger: Ledger, layouts: Layouts) -> None:
-        """`url`: the run's directory, a path or any fsspec URL; `rollouts.zarr/` and `attempts/` are made inside it."""
+    def __init__(self, url: str, ledger: Ledger, layouts: Layouts, *, recent_bytes: int = 0) -> None:
+        """`url`: the run's directory, a path or any fsspec URL; `rollouts.zarr/` and `attempts/` are made inside it.
+        `recent_bytes`: of the records read or written last that are kept, and then shared by all who read them."""
         run = files.open_root(url)
         self._data = run.below("rollouts.zarr")
         self._attempts = run.below("attempts")
         self._run = run
         self._ledger = ledger
         self._layouts = layouts
+        self._recent = RecentRecords(recent_bytes)
         self._templates: dict[tuple[Layout, str, int], _Template] = {}
         self._lock = threading.Lock()
 
@@ -148,6 +151,7 @@ class RolloutStore:
         winner = self._ledger.commit(prepared)
         if winner.attempt == attempt:
             self.settle(winner)
+            self._recent.put((address, attempt), record)
         else:
             self._discard(address, attempt)
         return winner
@@ -239,6 +243,9 @@ class RolloutStore:
             raise MissingOutput(f"nothing is committed at {address}")
         if commit.kind is None:
             raise MissingOutput(f"{address} was committed without arrays")
+        kept = self._recent.get((address, commit.attempt))
+        if kept is not None:
+            return kept
         blocks: dict[str, list[np.ndarray]] = {}
         for name, template, shard in self._blocks(commit):
             data = self._chunk(commit, f"{name}/{template.key(shard)}")
@@ -256,7 +263,9 @@ class RolloutStore:
                 raise StoreError(
                     f"array {name} of {address}: CRC-32 {found:08x}, committed as {commit.arrays[name].crc32:08x}"
                 )
-        return RECORD_TYPES[commit.kind](**arrays)
+        record = RECORD_TYPES[commit.kind](**arrays)
+        self._recent.put((address, commit.attempt), record)
+        return record
 
     def read_step(self, stage: str, step: int, num_shards: int) -> Any:
         """The records of shards 0..num_shards-1, joined along the rows."""

@@ -105,7 +105,8 @@ class ModelHost(Protocol):
 
     def trained_weights(self) -> Mapping[str, np.ndarray] | None:
         """The policy's trained tensors (those that `frozen_blocks` does not freeze) by Hugging Face name, float32 (or
-        the model's dtype as its bit pattern: see storage.weights); views where possible, valid until the next update."""
+        the model's dtype as its bit pattern: see storage.weights); views where possible, valid until the next
+        update."""
         ...
 
     def export(self, directory: Path) -> None:

@@ -1,15 +1,22 @@
 """A runtime whose stages compute nothing but obey the laws: real ledger, real gloo gang, real exactly-once updates.
 
-What a run does is told through `reward.args`: {"delay_s": {"<worker name>": seconds, "<stage>": seconds}}.
+A test steers it through files in the run's `control/` directory, named `<stage>-<step>-<shard>@<worker>` (`*` for any
+worker) and a suffix; a call looks at them when it has begun and before it meets its peers:
+
+    .hold     it waits until the file is gone
+    .raise    it raises ValueError with the file's text
+    build@<worker>.raise, build@<worker>.exit    the worker's build raises, or its process ends
+
+It writes `runs.log` (a line for each call that begins: address, worker, process id), `trained.log` (updates that were
+computed, not found), `replayed.log` (updates done again from the ledger) and `discarded.log` (losers of a commit).
 """
 
 from __future__ import annotations
 
+import importlib
 import os
 import time
-
-import torch
-import torch.distributed as dist
+from pathlib import Path
 
 from pipeline.calls import Call, WorkerSpec
 from pipeline.config import RunConfig, load_yaml
@@ -28,16 +35,23 @@ class NoopRuntime:
         self.delays: dict[str, float] = self.config.reward.args.get("delay_s", {})
         self.last_sequence = -1
         self.resident = {"update_policy": 0, "update_value": 0}
-        if spec.size > 1:
-            dist.init_process_group("gloo", init_method=spec.rendezvous, rank=spec.index, world_size=spec.size)
+        self._log("built", f"{spec.name} {os.getpid()} {spec.incarnation}")
+        if self._control("build", "raise").exists():
+            raise ValueError(self._control("build", "raise").read_text())
+        if self._control("build", "exit").exists():
+            os._exit(1)
+        if spec.size > 1:  # the rest of a cluster needs no torch, and starts faster without
+            self.gang = importlib.import_module("tests.support.gloo_gang")
+            self.gang.join(spec)
 
     def run(self, call: Call) -> Visit:
         self._log("runs", f"{call.address} {self.spec.name} {os.getpid()}")
+        self._obey(call.address)
         if self.spec.size > 1:
             assert call.sequence is not None
             assert call.sequence > self.last_sequence, "a gang's order was broken"
             self.last_sequence = call.sequence
-            self._same_everywhere(call)
+            self.gang.assert_same_everywhere(str(call.address))
         found = self.ledger.find(call.address)
         if call.address.stage in self.resident:
             self._bring_to(call.address.stage, call.address.step, found)
@@ -71,14 +85,23 @@ class NoopRuntime:
             return
         for earlier in range(self.resident[stage], step):
             assert self.ledger.find(Address(stage, earlier)) is not None, f"{stage} {earlier} is lost"
+            self._log("replayed", f"{Address(stage, earlier)} {self.spec.name}")
         self.resident[stage] = step + 1
+        if found is None and self.spec.index == 0:
+            self._log("trained", f"{Address(stage, step)} {self.spec.name}")
 
-    def _same_everywhere(self, call: Call) -> None:
-        if self.spec.size > 1:
-            mine = torch.tensor([hash_of(call.address)], dtype=torch.int64)
-            total = mine.clone()
-            dist.all_reduce(total)
-            assert total.item() == mine.item() * self.spec.size, "ranks run different nodes"
+    def _obey(self, address: Address) -> None:
+        name = f"{address.stage}-{address.step}-{address.shard}"
+        fault = self._control(name, "raise")
+        if fault.exists():
+            raise ValueError(fault.read_text())
+        while self._control(name, "hold").exists():
+            time.sleep(0.01)
+
+    def _control(self, what: str, suffix: str) -> Path:
+        control = self.config.run_dir / "control"
+        anywhere = control / f"{what}@*.{suffix}"
+        return anywhere if anywhere.exists() else control / f"{what}@{self.spec.name}.{suffix}"
 
     def _log(self, name: str, line: str) -> None:
         with (self.config.run_dir / f"{name}.log").open("a") as log:
@@ -86,9 +109,4 @@ class NoopRuntime:
 
     def close(self) -> None:
         if self.spec.size > 1:
-            dist.destroy_process_group()
-
-
-def hash_of(address: Address) -> int:
-    """A number that is the same in every process."""
-    return int.from_bytes(f"{address}".encode()[-6:], "big") % 1_000_003 + address.step * 31 + len(address.stage)
+            self.gang.leave()

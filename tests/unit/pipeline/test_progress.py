@@ -59,6 +59,37 @@ def test_the_panel_says_what_every_worker_does() -> None:
     assert ["MLflow:", "mlflow", "ui"] in lines
 
 
+def test_the_start_of_the_workers_does_not_count_as_a_step() -> None:
+    out, now = io.StringIO(), _Clock()
+    progress = Progress("demo", 4, {}, Console(file=out), now=now)
+    now.t = 30.0
+    progress.event(Event(30.0, EventKind.SUBMITTED, "generate", 0, 0, gang="generate", worker="g0"))
+    now.t = 31.0
+    progress.event(Event(31.0, EventKind.SUBMITTED, "reference", 0, 0, gang="train", worker="t0"))
+    now.t = 32.0
+    progress.step(0, {})
+    assert out.getvalue().split("  ")[-2:] == ["2.0 s", "left 0:06\n"]
+
+
+def test_what_a_worker_was_handed_is_what_it_does() -> None:
+    """The news that a node has begun comes with its result: the panel goes by the submission."""
+    progress = Progress("demo", 10, {}, Console(file=io.StringIO()), now=_Clock())
+    node = {"stage": "generate", "step": 2, "gang": "generate"}
+
+    def doing() -> set[tuple[str, int]]:
+        return {(worker, shard) for worker, _, _, shard in progress._open}
+
+    progress.event(Event(0.0, EventKind.SUBMITTED, shard=0, worker="g0", **node))
+    progress.event(Event(0.0, EventKind.SUBMITTED, shard=1, worker="g1", **node))
+    progress.event(Event(0.0, EventKind.SUBMITTED, "score", 2, 0, gang="score"))  # runs ahead: no worker, not shown
+    assert doing() == {("g0", 0), ("g1", 1)}
+    progress.event(Event(1.0, EventKind.GANG_LOST, gang="generate", worker="g1"))
+    assert doing() == {("g0", 0)}
+    progress.event(Event(2.0, EventKind.STARTED, shard=0, worker="g0", **node))
+    progress.event(Event(3.0, EventKind.FINISHED, shard=0, worker="g0", **node))
+    assert doing() == set()
+
+
 def test_the_live_display_starts_and_stops() -> None:
     out = io.StringIO()
     with Progress("demo", 1, {}, Console(file=out, force_terminal=True, width=80)) as progress:

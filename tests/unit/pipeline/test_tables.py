@@ -11,7 +11,8 @@ from pipeline.tables import InspectRow, ResponsePair, end_of_run, inspect_table,
 SUMMARY = Summary(
     steps=2, wall_s=10.0, samples_per_s=1.6, tokens_per_s=10.0, stage_s={"generate": 6.0, "update_policy": 7.0},
     overhead_fraction=0.031, staleness=StalenessSummary(1, 0.5, {"0": 1, "1": 1}),
-    eval=EvalSummary(0.195, 0.481, 32, 4.4), reward=[0.1, 0.4], kl=[0.0, 5.7], versions={"weights": 3}, overlap_fraction=0.25,
+    eval=EvalSummary(0.195, 0.481, 32, 4.4), reward=[0.1, 0.4], kl=[0.0, 5.7], versions={"weights": 3},
+    overlap_fraction=0.25,
     busiest_gang="train", idle={"gen": 0.4}, kl_final=5.7, distinct_bigrams={"before": 0.9, "after": 0.8},
 )  # fmt: skip
 

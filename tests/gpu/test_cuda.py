@@ -1,0 +1,66 @@
+"""What must hold on a CUDA device. Never run yet: no machine with one was at hand when it was written."""
+
+from __future__ import annotations
+
+from io import StringIO
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from rich.console import Console
+
+from pipeline.config import load_config
+from pipeline.run import open_history, run
+from pipeline.verify import verify_run
+from stages.engines.config import EngineConfig, SamplingConfig
+from stages.engines.noise import gumbel, noise_keys
+from stages.engines.protocol import Request
+from stages.engines.torch_engine import TorchEngine
+from stages.hf_files import RANDOM_TINY
+
+pytestmark = pytest.mark.gpu
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_noise_is_the_same_on_both_devices() -> None:
+    """The integer part has the same bits; the two logarithms are each device's own, good to a few ulp."""
+    keys = noise_keys(0, np.arange(8), 3, 5)
+    on_cpu, on_gpu = (gumbel(keys, 4096, torch.device(device)).cpu() for device in ("cpu", "cuda"))
+    torch.testing.assert_close(on_gpu, on_cpu, rtol=1e-5, atol=1e-5)
+
+
+def test_the_engine_samples_the_same_tokens_as_on_the_cpu() -> None:
+    requests = [
+        Request(row, 0, 1, tuple(range(10 + row, 20 + row)), 0, SamplingConfig(max_new_tokens=12)) for row in range(6)
+    ]
+    found = []
+    for device in ("cpu", "cuda"):
+        engine = TorchEngine(RANDOM_TINY, EngineConfig(), max_seq=64, threads=1, device=torch.device(device))
+        try:
+            found.append({c.row: c for c in engine.generate(requests)})
+        finally:
+            engine.close()
+    for row, completion in found[0].items():
+        np.testing.assert_array_equal(found[1][row].tokens, completion.tokens)
+        np.testing.assert_allclose(found[1][row].logprobs, completion.logprobs, atol=1e-3)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("staleness", [0, 2])
+def test_a_whole_run_on_the_device(tmp_path: Path, staleness: int) -> None:
+    config = load_config(
+        [ROOT / "conf/run/tiny.yaml"],
+        [
+            f"runs_dir={tmp_path}",
+            f"staleness={staleness}",
+            f"prompts.url={ROOT / 'conf/data/tiny_prompts.jsonl'}",
+            "tracking.uri=null",
+            "cluster.dashboard=null",
+        ],
+    )
+    summary = run(config, Console(file=StringIO())).summary
+    assert summary.staleness.max == staleness
+    assert verify_run(config).sound
+    metrics = open_history(config).step_metrics(0)
+    assert metrics["mismatch/mean_abs"] <= 1e-3

@@ -1,0 +1,361 @@
+"""The executor on real processes, with stages that compute nothing: it must survive what machines do.
+
+Every fault is set off when a node is known to have begun (its line is in runs.log) and is held there by a file, so that
+no test depends on timing. Why each exists is said in its docstring.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeline.cluster import LocalWorkers, kill_workers, workers_by_address
+from pipeline.config import RunConfig, load_config, to_yaml
+from pipeline.dispatch import Dispatch
+from pipeline.events import EventKind, Journal, read_events
+from pipeline.executor import Executor, ExecutorSettings, StageFailed
+from pipeline.flow import Flow
+from pipeline.graph import Node, run_nodes
+from storage.address import Address
+from storage.ledger import Ledger
+
+pytestmark = pytest.mark.processes
+
+SHARDS = 4
+
+
+def configure(runs_dir: Path, name: str, **changes: Any) -> RunConfig:
+    settings = {
+        "steps": 2,
+        "staleness": 1,
+        "model.path": "none",
+        "prompts.url": "none",
+        "reward.kind": "none",
+        "rollout.rows": 2 * SHARDS,
+        "rollout.shards": SHARDS,
+        "evaluate.every": 0,
+        "placement.gangs": "{generate: {workers: 2, slots: 2}, train: {workers: 2}, score: {}}",
+        "placement.roles": "{generate: generate, score: score, policy: train, value: train, reference: train}",
+        "cluster.dashboard": "null",
+        **changes,
+    }
+    return load_config([], [f"name={name}", f"runs_dir={runs_dir}", *(f"{k}={v}" for k, v in settings.items())])
+
+
+def until(happened: Callable[[], Any], what: str) -> Any:
+    """Waits for something that must happen; says what did not."""
+    for _ in range(3000):
+        if result := happened():
+            return result
+        time.sleep(0.02)
+    raise AssertionError(f"did not happen: {what}")
+
+
+class Run:
+    """Owns the executor of one run on a shared cluster, and steers its stages through files."""
+
+    def __init__(
+        self, workers: LocalWorkers, config: RunConfig, *, deadline_s: float = 60.0, attempts: int = 3
+    ) -> None:
+        self.config = config
+        self.dir = config.run_dir
+        (self.dir / "control").mkdir(parents=True)
+        self.journal = Journal(self.dir / "events.jsonl")
+        self.ledger = Ledger(str(self.dir / "ledger"))
+        dispatch = Dispatch(config.gangs())
+        self.flow = Flow(
+            config.graph(),
+            dispatch,
+            on_step=lambda step, nodes: self.executor.release([n.address for n in nodes]),
+            on_unread=lambda version: None,
+        )
+        settings = ExecutorSettings(
+            runtime="tests.support.noop_runtime:NoopRuntime",
+            config_yaml=to_yaml(config),
+            rendezvous_dir=self.dir,
+            start_timeout_s=60.0,
+            deadline_s=deadline_s,
+            attempts=attempts,
+            log_dir=self.dir / "logs",
+        )
+        self.when: list[tuple[Callable[[], Any], Callable[[], Any]]] = []
+        self.executor = Executor(workers.client, config.gangs(), dispatch, self.journal, settings, self._done)
+
+    def _done(self, node: Node, outcome: object) -> None:
+        self.flow.done(node)
+
+    def control(self, what: str, suffix: str, text: str = "") -> Path:
+        path = self.dir / "control" / f"{what}.{suffix}"
+        path.write_text(text)
+        return path
+
+    def then(self, happened: Callable[[], Any], action: Callable[[], Any]) -> None:
+        """Does something, once, as soon as something else has happened; in the order of the calls."""
+        self.when.append((happened, action))
+
+    def _finished(self) -> bool:
+        while self.when and self.when[0][0]():
+            self.when.pop(0)[1]()
+        return self.flow.finished and not self.when
+
+    def go(self) -> None:
+        self.executor.start()
+        self.flow.advance()
+        self.executor.run(self._finished)
+
+    def log(self, name: str) -> list[list[str]]:
+        """The lines of a log that are complete, each as its words."""
+        path = self.dir / f"{name}.log"
+        text = path.read_text() if path.exists() else ""
+        return [line.split() for line in text.split("\n")[:-1]]
+
+    def pid_of(self, worker: str) -> int:
+        """The newest process that was built as this worker."""
+        return next(int(pid) for name, pid, _ in reversed(self.log("built")) if name == worker)
+
+    def began(self, address: Address, worker: str) -> Callable[[], bool]:
+        return lambda: any(line[:2] == [str(address), worker] for line in self.log("runs"))
+
+    def signal(self, worker: str, number: int) -> Callable[[], None]:
+        return lambda: os.kill(self.pid_of(worker), number)
+
+    def kill(self, worker: str) -> Callable[[], None]:
+        return self.signal(worker, signal.SIGKILL)
+
+    def assert_whole(self) -> None:
+        """Every node of the graph has its commit, and no update was trained more often than it was lost."""
+        committed = [commit.address for commit in self.ledger.list()]
+        assert sorted(committed) == sorted(node.address for node in run_nodes(self.config.graph()))
+
+    def events(self, kind: EventKind) -> list[Any]:
+        return [event for event in read_events(self.dir / "events.jsonl") if event.kind is kind]
+
+    def close(self) -> None:
+        self.executor.close()
+        self.journal.close()
+
+
+@pytest.fixture(scope="module")
+def workers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalWorkers]:
+    with LocalWorkers(configure(tmp_path_factory.mktemp("cluster"), "cluster")) as local:
+        yield local
+
+
+@pytest.fixture
+def start(workers: LocalWorkers, tmp_path: Path) -> Iterator[Callable[..., Run]]:
+    """Makes a run. Afterwards all processes are replaced: what a fault left hanging must not meet the next test."""
+    runs: list[Run] = []
+
+    def make(deadline_s: float = 60.0, attempts: int = 3, **changes: Any) -> Run:
+        config = configure(tmp_path, f"run{len(runs)}", **changes)
+        runs.append(Run(workers, config, deadline_s=deadline_s, attempts=attempts))
+        return runs[-1]
+
+    yield make
+    for run in runs:
+        run.close()
+    before = set(workers_by_address(workers.client))
+    kill_workers(workers.client, before)
+    until(lambda: len(workers_by_address(workers.client)) == 5, "all workers are back")
+    until(lambda: not workers.client.run_on_scheduler(_num_tasks), "the scheduler forgot the run")
+
+
+def _num_tasks(dask_scheduler: Any) -> int:
+    return len(dask_scheduler.tasks)
+
+
+# ---- no faults ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("staleness", [0, 2])
+def test_runs_to_the_end(start: Callable[..., Run], staleness: int) -> None:
+    """And nothing runs twice when nothing is lost."""
+    run = start(steps=4, staleness=staleness, **{"evaluate.every": 2})
+    run.go()
+    run.assert_whole()
+    nodes = list(run_nodes(run.config.graph()))
+    ranks = sum(2 if node.role in ("policy", "value", "reference") else 1 for node in nodes)
+    assert len(run.log("runs")) == ranks
+    assert [e.step for e in run.events(EventKind.PUBLISHED)] == list(range(5))
+    assert not run.log("discarded")
+
+
+def test_slower_replica_gets_fewer_shards(start: Callable[..., Run]) -> None:
+    """Dask left to itself gives each half. Here one replica does not finish its two before the other has had the other
+    six."""
+    run = start(steps=1, **{"rollout.shards": 8, "rollout.rows": 16})
+    held = [run.control(f"generate-0-{shard}@generate-1", "hold") for shard in range(8)]
+
+    def shards_of(worker: str) -> int:
+        return sum(line[0].startswith("generate") and line[1] == worker for line in run.log("runs"))
+
+    run.then(lambda: shards_of("generate-0") == 6, lambda: [path.unlink() for path in held])
+    run.go()
+    run.assert_whole()
+    assert (shards_of("generate-0"), shards_of("generate-1")) == (6, 2)
+
+
+def test_scheduler_forgets_old_steps(start: Callable[..., Run], workers: LocalWorkers) -> None:
+    """Dask remembers every ancestor of a task that it remembers: one chain of edges from step to step would keep the
+    whole run in the scheduler's memory (here 20 steps of 18 nodes), and run it again when a result is lost."""
+    run = start(steps=20, **{"rollout.shards": 2, "rollout.rows": 4})
+    held: list[int] = []
+    run.executor._on_done = lambda node, outcome: (  # type: ignore[method-assign]
+        run.flow.done(node),
+        held.append(workers.client.run_on_scheduler(_num_tasks)) if node.stage == "publish" else None,
+    )
+    run.go()
+    nodes_of_a_step, ranks, window, lineage = 14, 2, 3, 8
+    assert max(held) <= nodes_of_a_step * ranks * (window + lineage)
+    assert len(list(run_nodes(run.config.graph()))) == 20 * nodes_of_a_step + 1
+
+
+# ---- a process is killed ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("stage", "worker"),
+    [("generate", "generate-0"), ("score", "score-0"), ("update_policy", "train-0"), ("update_policy", "train-1")],
+)
+def test_killed_in_a_node(start: Callable[..., Run], stage: str, worker: str) -> None:
+    """The node runs again on a process built anew, and everything is committed once. With update_policy[1] the new gang
+    has no state: it replays update 0 from the ledger. (In the gang, the other rank hangs in a collective.)"""
+    run = start()
+    node = Address(stage, 1)
+    held = run.control(f"{stage}-1-0@{worker}", "hold")
+    run.then(run.began(node, worker), run.kill(worker))
+    run.then(lambda: run.events(EventKind.GANG_LOST), held.unlink)
+    run.go()
+    run.assert_whole()
+    assert {e.gang for e in run.events(EventKind.GANG_LOST)} == {worker.rpartition("-")[0]}
+    trained = Counter(address for address, _ in run.log("trained"))
+    assert set(trained.values()) == {1}
+    if stage == "update_policy":
+        assert [str(Address(stage, 0)), "train-0"] in run.log("replayed")
+    else:
+        assert not run.log("replayed"), "a lost replica must not touch the trainer"
+
+
+@pytest.mark.parametrize("worker", ["train-1", "score-0"])
+def test_killed_while_idle(start: Callable[..., Run], worker: str) -> None:
+    """Nobody calls it, so nobody's call fails: the scheduler's news must be enough, before the worker is needed."""
+    run = start(steps=1)
+    held = [run.control(f"generate-0-{shard}@*", "hold") for shard in range(SHARDS)]
+    gang = worker.rpartition("-")[0]
+
+    def built() -> int:
+        return sum(e.gang == gang for e in run.events(EventKind.GANG_BUILT))
+
+    published = run.began(Address("publish", 0), "train-1")
+    run.then(lambda: published() and run.events(EventKind.PUBLISHED) and built() == 1, run.kill(worker))
+    run.then(lambda: built() == 2, lambda: [path.unlink() for path in held])
+    run.go()
+    run.assert_whole()
+    assert not [e for e in run.events(EventKind.FAILED) if e.stage != "score"]
+
+
+def test_result_lost_with_its_holder(start: Callable[..., Run]) -> None:
+    """Dask computes a lost result again, and everything that it has let go of among the ancestors: here generate[1,0]
+    would need publish[0], on a trainer that has gone on. The calls are refused, and the node that wanted the result
+    reads it from the store."""
+    run = start(steps=2)
+    held = run.control("advantage-1-0@score-0", "hold")
+    both = lambda: (run.kill("generate-0")(), run.kill("generate-1")())  # noqa: E731
+    run.then(run.began(Address("advantage", 1), "score-0"), both)
+    run.then(lambda: len(run.events(EventKind.GANG_LOST)) == 2, held.unlink)
+    run.go()
+    run.assert_whole()
+    calls = Counter((address, worker) for address, worker, _ in run.log("runs"))
+    assert calls[str(Address("publish", 0)), "train-0"] == 1
+    assert set(calls.values()) == {1}
+
+
+# ---- a process is stopped -----------------------------------------------------------------------------------------
+
+
+def test_stopped_replica_comes_back(start: Callable[..., Run]) -> None:
+    """The other replica takes its shards over; it finds their commits, discards its own, and is given work again."""
+    run = start(steps=2, staleness=0, deadline_s=3.0)
+    held = run.control("generate-0-0@generate-0", "hold")
+    both = [run.began(Address("generate", 0, 0), f"generate-{i}") for i in (0, 1)]
+    run.then(both[0], run.signal("generate-0", signal.SIGSTOP))
+    committed = lambda: run.ledger.find(Address("generate", 0, 0))  # noqa: E731
+    run.then(lambda: both[1]() and committed(), lambda: (held.unlink(), run.signal("generate-0", signal.SIGCONT)()))
+    run.go()
+    run.assert_whole()
+    assert run.log("runs").count([str(Address("generate", 0, 0)), "generate-0", str(run.pid_of("generate-0"))]) == 1
+    assert not run.events(EventKind.GANG_LOST), "it came back: nothing is killed"
+    assert any(line[0].startswith("generate/step_000001") and line[1] == "generate-0" for line in run.log("runs"))
+
+
+@pytest.mark.parametrize("worker", ["generate-0", "train-1"])
+def test_stopped_for_good(start: Callable[..., Run], worker: str) -> None:
+    """A stopped process answers nothing and is not dead: it is killed after its deadline (a gang), or after a second
+    one, while another replica does its work."""
+    run = start(steps=2, deadline_s=2.0, attempts=9)
+    node = Address("generate", 1, 0) if worker == "generate-0" else Address("update_policy", 0)
+    held = run.control(f"{node.stage}-{node.step}-{node.shard}@{worker}", "hold")
+    run.then(run.began(node, worker), run.signal(worker, signal.SIGSTOP))
+    run.then(lambda: run.events(EventKind.GANG_LOST), held.unlink)
+    run.go()
+    run.assert_whole()
+    assert any(worker.startswith(e.gang) for e in run.events(EventKind.GANG_LOST))
+
+
+# ---- what ends a run ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("stage", "worker"), [("generate", "*"), ("update_policy", "train-1")])
+def test_stage_that_raises_ends_the_run(start: Callable[..., Run], stage: str, worker: str) -> None:
+    """The message names node, error and log. In the gang rank 0 hangs in a collective and must not be waited for."""
+    run = start()
+    run.control(f"{stage}-0-0@{worker}", "raise", "no such colour")
+    with pytest.raises(StageFailed, match=rf"{stage}/step_000000/shard_0000 raised ValueError: no such colour.*logs/"):
+        run.go()
+    assert run.ledger.find(Address(stage, 0)) is None
+    assert any("no such colour" in path.read_text() for path in (run.dir / "logs").iterdir())
+
+
+def test_node_that_is_lost_too_often_ends_the_run(start: Callable[..., Run]) -> None:
+    """A shard that kills its engine would otherwise kill engines for ever."""
+    run = start(steps=1, attempts=2, **{"rollout.shards": 1})
+    run.control("generate-0-0@*", "hold")
+    for times in (1, 2):
+        begun = lambda times=times: sum(line[0].startswith("generate") for line in run.log("runs")) == times  # noqa: E731
+        run.then(begun, lambda: os.kill(int(run.log("runs")[-1][2]), signal.SIGKILL))
+    with pytest.raises(StageFailed, match=r"lost.* 2 times \(cluster.attempts\)"):
+        run.go()
+
+
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [("raise", r"score-0 could not be built: ValueError: no such model.*logs/"), ("exit", r"score-0 was lost 2 times")],
+)
+def test_worker_that_cannot_be_built_ends_the_run(start: Callable[..., Run], fault: str, message: str) -> None:
+    run = start(attempts=2)
+    run.control("build@score-0", fault, "no such model")
+    with pytest.raises(StageFailed, match=message):
+        run.go()
+
+
+def test_interrupted_run_can_be_closed(start: Callable[..., Run]) -> None:
+    """Ctrl-C arrives anywhere in the loop; what is committed stays."""
+    run = start()
+    run.control("update_policy-0-0@*", "hold")
+
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    run.then(run.began(Address("update_policy", 0), "train-0"), interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        run.go()
+    run.close()
+    assert run.ledger.find(Address("advantage", 0)) is not None
+    assert run.ledger.find(Address("update_policy", 0)) is None

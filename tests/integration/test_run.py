@@ -1,0 +1,500 @@
+"""The whole graph on a tiny random model, with real processes: what a run writes down, how stale its data is, that it
+repeats bit for bit, that it stops and goes on, and that every command can read what it left."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+import torch
+import transformers
+import zarr
+from mlflow.tracing.client import TracingClient
+from mlflow.tracking import MlflowClient
+from rich.console import Console
+
+from pipeline.cli import main
+from pipeline.config import RunConfig, flatten, load_config
+from pipeline.events import EventKind, read_events
+from pipeline.graph import run_nodes
+from pipeline.paths import RunPaths
+from pipeline.run import open_history
+from pipeline.run import run as run_config
+from pipeline.verify import verify_run
+from stages.engines.config import EngineConfig, SamplingConfig
+from stages.engines.protocol import Request
+from stages.engines.torch_engine import TorchEngine
+from storage.address import Address
+from storage.records import Rollout
+
+pytestmark = pytest.mark.processes
+
+ROOT = Path(__file__).resolve().parents[2]
+ONE_GANG = "placement={gangs: {all: {}}, roles: {generate: all, score: all, reference: all, policy: all, value: all}}"
+QUIET = ("tracking.uri=null", "tracking.plots=false")
+STEPS = 4
+KEYS = {
+    "steps", "wall_s", "samples_per_s", "tokens_per_s", "stage_s", "overhead_fraction", "staleness", "eval", "reward",
+    "kl", "versions",
+}  # fmt: skip
+EXTRA_KEYS = {"overlap_fraction", "busiest_gang", "idle", "kl_final", "distinct_bigrams"}
+
+
+def sources(folder: Path, name: str, *overrides: str, config: str = "tiny.yaml") -> list[str]:
+    """Arguments of `stageline run`. A gang that a test adds does not replace those of the file: hence a copy of it,
+    less its placement, where `config` is bare.yaml."""
+    file = ROOT / "conf/run/tiny.yaml"
+    if config == "bare.yaml":
+        lines = file.read_text().splitlines()
+        start = lines.index("placement:")
+        end = next(i for i, line in enumerate(lines) if i > start and not line.startswith(" "))
+        file = folder / config
+        file.write_text("\n".join(lines[:start] + lines[end:]) + "\n")
+    fixed = (f"runs_dir={folder}/runs", f"name={name}", f"prompts.url={ROOT}/conf/data/tiny_prompts.jsonl")
+    return [str(file), *fixed, "cluster.dashboard=null", *overrides]
+
+
+def finish(folder: Path, name: str, *overrides: str, config: str = "tiny.yaml") -> RunConfig:
+    """Runs to the end in this process (and its workers); returns the config."""
+    file, *changes = sources(folder, name, *overrides, config=config)
+    run = load_config([file], changes)
+    run_config(run, Console(file=io.StringIO()))
+    return run
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("runs")
+
+
+@pytest.fixture(scope="module")
+def overlapped(folder: Path) -> RunConfig:
+    """eta = 1, as shipped: an engine, a scorer and a trainer, with tracking and plots."""
+    return finish(folder, "overlapped", f"tracking.uri=sqlite:///{folder}/mlflow.db", "export.every=2")
+
+
+@pytest.fixture(scope="module")
+def synchronous(folder: Path) -> RunConfig:
+    """eta = 0, every role in one process."""
+    return finish(folder, "synchronous", "staleness=0", ONE_GANG, *QUIET, config="bare.yaml")
+
+
+@pytest.fixture(scope="module")
+def stale(folder: Path) -> RunConfig:
+    """eta = 2; policy and critic on gangs of their own; no forward for the proximal policy."""
+    placement = (
+        "placement={gangs: {engine: {}, actor: {}, critic: {}}, "
+        "roles: {generate: engine, score: engine, reference: critic, policy: actor, value: critic}}"
+    )
+    return finish(folder, "stale", "staleness=2", placement, "ppo.proximal=loglinear", *QUIET, config="bare.yaml")
+
+
+@pytest.fixture(scope="module")
+def ranks(folder: Path) -> RunConfig:
+    """Two data-parallel ranks, in bfloat16; the proximal policy is the sampler."""
+    placement = (
+        "placement={gangs: {pool: {}, train: {workers: 2}}, "
+        "roles: {generate: pool, score: pool, reference: train, policy: train, value: train}}"
+    )
+    changes = ("steps=2", "ppo.proximal=sampler", "model.dtype=bfloat16", "model.frozen_blocks=1", "evaluate.every=0")
+    return finish(folder, "ranks", placement, *changes, *QUIET, config="bare.yaml")
+
+
+def steps_of(config: RunConfig, stage: str) -> list[Rollout]:
+    store = open_history(config).store
+    return [store.read_step(stage, step, config.rollout.shards) for step in range(config.steps)]
+
+
+def digests(config: RunConfig) -> dict[str, list[str | None]]:
+    """Of the weights after every update."""
+    ledger = open_history(config).ledger
+    return {stage: [commit.digest for commit in ledger.list(stage)] for stage in ("update_policy", "update_value")}
+
+
+# ---- staleness -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [("synchronous", [0, 0, 0, 0]), ("overlapped", [0, 1, 1, 1]), ("stale", [0, 1, 2, 2]), ("ranks", [0, 1])],
+)
+def test_every_row_is_as_stale_as_the_graph_says(
+    request: pytest.FixtureRequest, name: str, expected: list[int]
+) -> None:
+    config: RunConfig = request.getfixturevalue(name)
+    for step, rollout in enumerate(steps_of(config, "generate")):
+        age = step - rollout.token_versions[rollout.response_mask]
+        assert set(age.tolist()) == {expected[step]}
+        assert rollout.response_mask.any(axis=1).all(), "a row without a sampled token has no staleness"
+    rows = config.rollout.rows
+    summary = json.loads(RunPaths(config.run_dir).summary.read_text())
+    histogram = {str(a): expected.count(a) * rows for a in sorted(set(expected))}
+    assert summary["staleness"] == {"max": max(expected), "mean": sum(expected) / len(expected), "histogram": histogram}
+
+
+def test_fresh_data_has_the_trainers_log_probs(synchronous: RunConfig) -> None:
+    """eta = 0: engine and trainer hold the same weights, so log-probs agree and the first ratio is 1."""
+    history = open_history(synchronous)
+    for step, (rollout, policy) in enumerate(
+        zip(steps_of(synchronous, "generate"), steps_of(synchronous, "logprob"), strict=True)
+    ):
+        difference = np.abs(policy.policy_logprobs - rollout.sampler_logprobs)[rollout.response_mask]
+        assert difference.mean() <= 1e-4
+        assert difference.max() > 0 or step == 0, "two programs agree to the last bit: is one of them the other?"
+        metrics = history.step_metrics(step)
+        assert metrics["policy/ratio_deviation_first"] <= 1e-5
+        assert metrics["staleness/max"] == 0
+
+
+def test_stale_data_has_other_log_probs(overlapped: RunConfig) -> None:
+    """The counterpart of the test above: with eta = 1 the weights differ, and the numbers show it. (Step 0 earns no
+    reward with this seed: version 1 is version 0.)"""
+    means = [
+        float(np.abs(p.policy_logprobs - r.sampler_logprobs)[r.response_mask].mean())
+        for r, p in zip(steps_of(overlapped, "generate"), steps_of(overlapped, "logprob"), strict=True)
+    ]
+    assert means[0] <= 1e-4
+    assert min(means[2:]) > 1e-2
+
+
+def test_without_recompute_there_are_no_logprob_nodes(stale: RunConfig, ranks: RunConfig) -> None:
+    for config in (stale, ranks):
+        history = open_history(config)
+        assert history.ledger.list("logprob") == []
+        assert len(history.ledger.list("update_policy")) == config.steps
+
+
+# ---- what is written down ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["overlapped", "synchronous", "stale", "ranks"])
+def test_the_directory_is_sound(request: pytest.FixtureRequest, name: str) -> None:
+    config: RunConfig = request.getfixturevalue(name)
+    report = verify_run(config)
+    assert report.faults == []
+    nodes = [node.address for node in run_nodes(config.graph())]
+    assert sum(report.commits.values()) == len(nodes)
+    assert sorted(c.address for c in open_history(config).ledger.list()) == sorted(nodes)
+    assert not list(RunPaths(config.run_dir).root.glob("attempts/*"))
+    assert not RunPaths(config.run_dir).board(None).exists(), "published weights were left in memory"
+
+
+def test_every_node_is_in_the_journal(overlapped: RunConfig) -> None:
+    events = list(read_events(RunPaths(overlapped.run_dir).events))
+    assert (events[0].kind, events[-1].kind) == (EventKind.RUN_STARTED, EventKind.RUN_FINISHED)
+    nodes = {node.address for node in run_nodes(overlapped.graph())}
+    for kind in (EventKind.SUBMITTED, EventKind.STARTED, EventKind.FINISHED):
+        told = [Address(e.stage or "", e.step or 0, e.shard or 0) for e in events if e.kind is kind]
+        assert sorted(told) == sorted(nodes), kind
+    assert [e.step for e in events if e.kind is EventKind.PUBLISHED] == list(range(STEPS + 1))
+    assert {e.gang for e in events if e.kind is EventKind.GANG_BUILT} == {"generate", "score", "train"}
+    assert not [e for e in events if e.kind in (EventKind.FAILED, EventKind.GANG_LOST)]
+
+
+def test_the_summary_has_what_is_compared_between_runs(overlapped: RunConfig) -> None:
+    summary = json.loads(RunPaths(overlapped.run_dir).summary.read_text())
+    assert summary.keys() == KEYS | EXTRA_KEYS
+    assert summary["steps"] == STEPS
+    assert summary["staleness"].keys() == {"max", "mean", "histogram"}
+    assert summary["eval"].keys() == {"before", "after", "num_prompts", "paired_t"}
+    assert summary["eval"]["num_prompts"] == 8
+    assert (len(summary["reward"]), len(summary["kl"])) == (STEPS, STEPS)
+    assert summary["kl"][0] == pytest.approx(0, abs=1e-3)
+    assert summary["stage_s"].keys() == {node.stage for node in run_nodes(overlapped.graph())}
+    assert summary["versions"]["weights"] == STEPS + 1
+    assert summary["versions"]["torch"].partition("+")[0] == torch.__version__.partition("+")[0]
+    assert 0 <= summary["overhead_fraction"] <= 1
+    scores = [float(record.scores.mean()) for record in steps_of(overlapped, "score")]
+    assert summary["reward"] == pytest.approx(scores)
+    tokens = sum(int(r.response_lengths.sum()) for r in steps_of(overlapped, "generate"))
+    assert summary["tokens_per_s"] * summary["wall_s"] == pytest.approx(tokens)
+    assert summary["samples_per_s"] * summary["wall_s"] == pytest.approx(STEPS * overlapped.rollout.rows)
+
+
+def test_plain_zarr_opens_the_rollouts(overlapped: RunConfig) -> None:
+    group = zarr.open_group(str(RunPaths(overlapped.run_dir).rollouts), mode="r")
+    names = [f"step_{step:06d}" for step in range(STEPS)] + [f"evaluate_{version:06d}" for version in (0, 2, 4)]
+    assert sorted(group.keys()) == sorted(names)
+    for step, rollout in enumerate(steps_of(overlapped, "generate")):
+        for name, array in rollout.arrays().items():
+            np.testing.assert_array_equal(np.asarray(group[f"step_{step:06d}/{name}"]), array)
+    fields = {"scores", "ref_logprobs", "policy_logprobs", "values", "rewards", "advantages", "returns", "loss_mask"}
+    assert fields <= set(group["step_000000"].keys())  # type: ignore[union-attr]
+
+
+def test_exported_weights_load_in_transformers(overlapped: RunConfig, tmp_path: Path) -> None:
+    """And say what the engine says of the same text; and differ from those they started as."""
+    directory = RunPaths(overlapped.run_dir).weights(STEPS)
+    assert sorted(path.name for path in directory.parent.iterdir()) == ["v000002", "v000004"]
+    model = transformers.AutoModelForCausalLM.from_pretrained(directory).eval()
+    settings = EngineConfig(slots=2, kv_budget_mb=16)
+    engine = TorchEngine(str(directory), settings, max_seq=32, threads=1, eos_token_ids=[])
+    try:
+        sampling = SamplingConfig(max_new_tokens=8, temperature=1.0)
+        (completion,) = engine.generate([Request(0, 0, 0, tuple(b"green tea"), engine.version, sampling)])
+    finally:
+        engine.close()
+    ids = torch.tensor([[*b"green tea", *completion.tokens.tolist()]])
+    with torch.no_grad():
+        logprobs = model(ids).logits.float().log_softmax(-1)[0, 8:-1]
+    theirs = logprobs.gather(1, ids[0, 9:, None])[:, 0].numpy()
+    np.testing.assert_allclose(completion.logprobs, theirs, atol=1e-4)
+    versions = [
+        transformers.AutoModelForCausalLM.from_pretrained(directory.parent / name).state_dict()["model.norm.weight"]
+        for name in ("v000002", "v000004")
+    ]
+    assert not torch.equal(versions[0], versions[1])
+
+
+def test_mlflow_has_the_run(overlapped: RunConfig) -> None:
+    client = MlflowClient(overlapped.tracking.uri)
+    experiment = client.get_experiment_by_name("stageline")
+    assert experiment is not None
+    (run,) = client.search_runs([experiment.experiment_id])
+    assert run.info.status == "FINISHED"
+    assert run.data.params == flatten(overlapped)
+    assert {"git_commit", "host", "config_hash", "run_dir"} <= run.data.tags.keys()
+    promised = {
+        "reward/mean", "kl/ref", "kl/coef", "staleness/max", "staleness/mean", "ess/fraction", "time/step_s",
+        "time/generate_s", "time/update_policy_s", "throughput/samples_per_s", "throughput/tokens_per_s",
+        "policy/clipfrac", "value/explained_variance", "eval/reward_mean",
+    }  # fmt: skip
+    assert promised <= run.data.metrics.keys()
+    assert [m.step for m in client.get_metric_history(run.info.run_id, "reward/mean")] == list(range(STEPS))
+    assert [m.step for m in client.get_metric_history(run.info.run_id, "eval/reward_mean")] == [0, 2, 4]
+    steps = open_history(overlapped)
+    told = {m.step: m.value for m in client.get_metric_history(run.info.run_id, "reward/mean")}
+    assert told == {step: steps.step_metrics(step)["reward/mean"] for step in range(STEPS)}
+    artifacts = {file.path for file in client.list_artifacts(run.info.run_id)}
+    assert {"config.yaml", "summary.json", "samples.json", "plots"} <= artifacts
+    plots = {file.path for file in client.list_artifacts(run.info.run_id, "plots")}
+    assert plots == {"plots/curves.png", "plots/timeline.png"}
+
+
+def test_mlflow_has_a_trace_per_step_with_true_times(overlapped: RunConfig) -> None:
+    client = MlflowClient(overlapped.tracking.uri)
+    experiment = client.get_experiment_by_name("stageline")
+    assert experiment is not None
+    assert overlapped.tracking.uri is not None
+    traces = TracingClient(overlapped.tracking.uri).search_traces(locations=[experiment.experiment_id])
+    spans = {t.info.tags["step"]: [s for s in t.data.spans if s.parent_id] for t in traces}
+    assert {"0", "1", "2", "3"} <= spans.keys()
+    finished = {
+        f"{Address(e.stage or '', e.step or 0, e.shard or 0)}": (e.t - (e.seconds or 0), e.t)
+        for e in read_events(RunPaths(overlapped.run_dir).events)
+        if e.kind is EventKind.FINISHED
+    }
+    names = [span.name for of_step in spans.values() for span in of_step]
+    assert sorted(names) == sorted(finished)
+    for span in (span for of_step in spans.values() for span in of_step):
+        times = (span.start_time_ns / 1e9, (span.end_time_ns or 0) / 1e9)
+        assert times == pytest.approx(finished[span.name], abs=1e-3)
+    generated = finished["generate/step_000002/shard_0000"]
+    assert generated[1] <= finished["update_policy/step_000002/shard_0000"][0]
+
+
+# ---- the commands --------------------------------------------------------------------------------------------------
+
+
+def test_check_finds_a_flipped_bit(synchronous: RunConfig, capsys: pytest.CaptureFixture[str]) -> None:
+    run_dir = str(synchronous.run_dir)
+    assert main(["check", run_dir]) == 0
+    assert "sound" in capsys.readouterr().out
+    victim = RunPaths(synchronous.run_dir).rollouts / "step_000001/scores/c/0"
+    whole = victim.read_bytes()
+    try:
+        victim.write_bytes(whole[:8] + bytes([whole[8] ^ 1]) + whole[9:])
+        assert main(["check", run_dir]) == 2
+        assert "score/step_000001/shard_0000" in "".join(capsys.readouterr().out.split())
+    finally:
+        victim.write_bytes(whole)
+
+
+def test_inspect_shows_rows(
+    overlapped: RunConfig, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    assert main(["inspect", str(overlapped.run_dir), "--step", "1", "--rows", "2"]) == 0
+    out = capsys.readouterr().out
+    for heading in ("prompt", "response", "score", "KL", "version", "advantage"):
+        assert heading in out
+    assert "update_policy/step_000001/shard_0000 │ train-0" in out
+    assert main(["inspect", str(overlapped.run_dir), "--step", "4"]) == 2
+    assert "--step: given 4; the run has steps 0 to 3" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("stage", "step"),
+    [
+        ("score", 1), ("advantage", 3), ("reference", 1), ("logprob", 2), ("value", 2), ("update_policy", 2),
+        ("update_value", 1), ("evaluate_score", 4),
+    ],
+)  # fmt: skip
+def test_replay_of_a_deterministic_stage_differs_by_nothing(
+    overlapped: RunConfig, capsys: pytest.CaptureFixture[str], stage: str, step: int
+) -> None:
+    before = sorted(path for path in overlapped.run_dir.rglob("*"))
+    assert main(["replay", str(overlapped.run_dir), "--step", str(step), "--stage", stage]) == 0
+    assert "as expected: difference must be 0" in capsys.readouterr().out
+    assert sorted(path for path in overlapped.run_dir.rglob("*")) == before, "a replay writes nothing to the run"
+
+
+@pytest.mark.parametrize(("stage", "step", "shard"), [("generate", 3, 1), ("evaluate", 2, 0)])
+def test_replay_of_sampling_gives_the_same_tokens(
+    overlapped: RunConfig, capsys: pytest.CaptureFixture[str], stage: str, step: int, shard: int
+) -> None:
+    arguments = ["--step", str(step), "--stage", stage, "--shard", str(shard)]
+    assert main(["replay", str(overlapped.run_dir), *arguments]) == 0
+    out = capsys.readouterr().out
+    tokens = next(line.replace("│", " ").split() for line in out.splitlines() if " tokens " in line)
+    assert tokens[2] == "0"
+
+
+def test_replay_on_another_layout_says_so(ranks: RunConfig, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["replay", str(ranks.run_dir), "--step", "1", "--stage", "value"]) == 0
+    assert "floats may differ" in " ".join(capsys.readouterr().out.split())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--step", "0", "--stage", "publish"], "--stage: given 'publish'; must be one of generate, score"),
+        (["--step", "4", "--stage", "score"], "--step: given 4; the run has steps 0 to 3"),
+        (["--step", "0", "--stage", "score", "--shard", "2"], "--shard: given 2; score has shards 0 to 1"),
+        (["--step", "1", "--stage", "evaluate"], "evaluate/step_000001/shard_0000 has no commit"),
+    ],
+)
+def test_replay_refuses_what_is_not_there(
+    overlapped: RunConfig, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
+) -> None:
+    assert main(["replay", str(overlapped.run_dir), *arguments]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_export_rebuilds_a_version_that_was_not_kept(overlapped: RunConfig, tmp_path: Path) -> None:
+    run_dir, target = str(overlapped.run_dir), tmp_path / "v3"
+    assert main(["export", run_dir, "--version", "3", "--to", str(target)]) == 0
+    v3 = transformers.AutoModelForCausalLM.from_pretrained(target).state_dict()
+    v4 = transformers.AutoModelForCausalLM.from_pretrained(RunPaths(overlapped.run_dir).weights(4)).state_dict()
+    assert not torch.equal(v3["model.norm.weight"], v4["model.norm.weight"])
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["v3"]
+    assert main(["export", run_dir, "--version", "3", "--to", str(target)]) == 2  # it is there already
+    assert main(["export", run_dir, "--version", "9", "--to", str(tmp_path / "v9")]) == 2
+    assert main(["export", run_dir, "--to", str(tmp_path / "newest")]) == 0
+    newest = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "newest").state_dict()
+    assert all(torch.equal(newest[name], tensor) for name, tensor in v4.items())
+
+
+def test_a_second_run_into_a_directory_is_refused(
+    overlapped: RunConfig, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = RunPaths(overlapped.run_dir).events.read_bytes()
+    assert main(["run", *sources(folder, "overlapped")]) == 2
+    assert "stageline resume" in capsys.readouterr().err
+    assert main(["run", *sources(folder, "overlapped", "seed=5")]) == 2
+    assert "another config" in capsys.readouterr().err
+    assert RunPaths(overlapped.run_dir).events.read_bytes() == before
+
+
+def test_resume_of_a_finished_run_starts_nothing(overlapped: RunConfig, capsys: pytest.CaptureFixture[str]) -> None:
+    before = RunPaths(overlapped.run_dir).events.read_bytes()
+    assert main(["resume", str(overlapped.run_dir)]) == 0
+    assert "held-out reward" in capsys.readouterr().out
+    assert RunPaths(overlapped.run_dir).events.read_bytes() == before
+
+
+# ---- what goes wrong -----------------------------------------------------------------------------------------------
+
+
+def test_a_stage_that_raises_ends_the_run_with_code_3(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    changes = ("reward={kind: answer, args: {field: solution}}", "evaluate.every=0", ONE_GANG, *QUIET)
+    arguments = sources(folder, "failing", *changes, config="bare.yaml")
+    text = (folder / "bare.yaml").read_text()
+    (folder / "bare.yaml").write_text(text.replace("reward: {kind: characters, args: {characters: aeiou}}\n", ""))
+    assert main(["run", *arguments]) == 3
+    err = capsys.readouterr().err
+    assert err.startswith("failed score/step_000000/shard_000")
+    assert "a prompt has no field 'solution'" in err
+    assert f"{folder}/runs/failing/logs" in err
+    paths = RunPaths(folder / "runs" / "failing")
+    assert not paths.board(None).exists()
+    summary = json.loads(paths.summary.read_text())
+    assert (summary["steps"], summary["reward"], summary["eval"]) == (0, [], None)
+    failed = [e for e in read_events(paths.events) if e.kind is EventKind.FAILED]
+    assert {e.stage for e in failed} == {"score"}
+
+
+@pytest.fixture(scope="module")
+def interrupted(folder: Path) -> tuple[RunConfig, int, str, list[psutil.Process]]:
+    """The same run as `overlapped`, stopped by Ctrl-C on its terminal when two policy updates are done: (config, exit
+    code, what it said, its worker processes)."""
+    file, *changes = sources(folder, "interrupted", *QUIET)
+    config = load_config([file], changes)
+    command = [sys.executable, "-m", "pipeline.cli", "run", file, *changes]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment, start_new_session=True
+    ) as driver:
+        try:
+            wait_for_event(driver, RunPaths(config.run_dir).events, "update_policy", 1)
+            processes = psutil.Process(driver.pid).children(recursive=True)
+            os.killpg(driver.pid, signal.SIGINT)  # what a terminal does: to every process of the group
+            said, _ = driver.communicate(timeout=120)
+        finally:
+            driver.kill()
+    return config, driver.returncode, said, processes
+
+
+def wait_for_event(driver: subprocess.Popen[str], path: Path, stage: str, step: int) -> None:
+    while driver.poll() is None:
+        if path.exists() and any(
+            (e.kind, e.stage, e.step) == (EventKind.FINISHED, stage, step) for e in read_events(path)
+        ):
+            return
+        time.sleep(0.01)
+    pytest.fail(f"the driver ended before {stage} {step}: {driver.communicate()[0]}")
+
+
+def test_ctrl_c_stops_cleanly_and_says_how_to_go_on(
+    interrupted: tuple[RunConfig, int, str, list[psutil.Process]],
+) -> None:
+    config, code, said, processes = interrupted
+    assert code == 130, said
+    assert f"interrupted; `stageline resume {config.run_dir}` continues this run" in said
+    assert "Traceback" not in said
+    assert len(processes) >= 3
+    _, alive = psutil.wait_procs(processes, timeout=30)
+    assert alive == []
+    assert not RunPaths(config.run_dir).board(None).exists()
+    done = json.loads(RunPaths(config.run_dir).summary.read_text())["steps"]
+    assert 1 <= done < STEPS
+    assert verify_run(config).faults == []
+
+
+def test_a_resumed_run_ends_as_one_that_was_never_stopped(
+    interrupted: tuple[RunConfig, int, str, list[psutil.Process]],
+    overlapped: RunConfig,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Also: two runs of one seed are equal bit for bit, asynchronous as they are."""
+    config = interrupted[0]
+    assert main(["resume", str(config.run_dir)]) == 0
+    assert "held-out reward" in capsys.readouterr().out
+    for ours, theirs in zip(steps_of(config, "generate"), steps_of(overlapped, "generate"), strict=True):
+        np.testing.assert_array_equal(ours.tokens, theirs.tokens)
+        np.testing.assert_array_equal(ours.token_versions, theirs.token_versions)
+    assert digests(config) == digests(overlapped)
+    assert verify_run(config).faults == []
+    nodes = {node.address for node in run_nodes(config.graph())}
+    assert {commit.address for commit in open_history(config).ledger.list()} == nodes
+    started = [e for e in read_events(RunPaths(config.run_dir).events) if e.kind is EventKind.RUN_STARTED]
+    assert [e.detail for e in started] == ["start", "resume"]

@@ -1,0 +1,26 @@
+"""A gang's process group, and a collective that notices when its ranks do different things."""
+
+from __future__ import annotations
+
+import hashlib
+
+import torch
+import torch.distributed as dist
+
+from pipeline.calls import WorkerSpec
+
+
+def join(spec: WorkerSpec) -> None:
+    dist.init_process_group("gloo", init_method=spec.rendezvous, rank=spec.index, world_size=spec.size)
+
+
+def leave() -> None:
+    dist.destroy_process_group()
+
+
+def assert_same_everywhere(text: str) -> None:
+    """Every rank must call this with the same text."""
+    mine = int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "big")
+    total = torch.tensor([mine], dtype=torch.int64)
+    dist.all_reduce(total)
+    assert total.item() == mine * dist.get_world_size(), f"the ranks run different nodes; this one {text}"

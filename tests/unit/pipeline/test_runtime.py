@@ -1,0 +1,178 @@
+"""One engine, several shards at once: versions never mix, and whatever fails leaves the engine usable."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from pipeline.runtime import VersionedEngine, _Clock
+from stages.engines.protocol import Completion, EngineStats, Request, WeightsError
+from stages.publish import publish
+from storage.errors import MissingOutput
+from storage.weights import WeightBoard
+
+
+class FakeEngine:
+    """Owns a counter of who is inside, by version; `load_weights` fails if anybody is."""
+
+    keyed_noise = True
+
+    def __init__(self) -> None:
+        self.version = -1
+        self.inside = 0
+        self.loads: list[int] = []
+        self.tensors: Mapping[str, torch.Tensor] = {}
+        self.refuse: int | None = None
+
+    def load_weights(self, version: int, tensors: Mapping[str, torch.Tensor]) -> None:
+        assert self.inside == 0, f"version {version} was loaded under the feet of a shard of version {self.version}"
+        if version == self.refuse:
+            raise WeightsError("w holds NaN")
+        self.version = version
+        self.loads.append(version)
+        self.tensors = {name: tensor.clone() for name, tensor in tensors.items()}
+
+    def generate(self, requests: Iterable[Request]) -> Iterator[Completion]:
+        yield from ()
+
+    def stats(self) -> EngineStats:
+        return EngineStats(0, 0, 0, 0.0, 0.0, 0, 0.0, 0.0)
+
+    def sleep(self) -> None: ...
+    def wake(self) -> None: ...
+    def close(self) -> None: ...
+
+
+@pytest.fixture
+def board(tmp_path: Path) -> Iterator[WeightBoard]:
+    with WeightBoard(tmp_path / "board") as board:
+        for version in range(4):
+            board.publish(version, {"w": np.full(3, version, np.float32)})
+        yield board
+
+
+def test_versions_never_mix(board: WeightBoard) -> None:
+    fake = FakeEngine()
+    engine = VersionedEngine(fake, board)
+    lock, begin, together = threading.Lock(), threading.Barrier(8), threading.Barrier(2)
+    seen: Counter[int] = Counter()
+    errors: list[BaseException] = []
+
+    def shard(number: int) -> None:
+        try:
+            begin.wait(timeout=60)
+            for turn in range(25):
+                version = (number + turn) % 4
+                with engine.at(version, _Clock()):
+                    with lock:
+                        fake.inside += 1
+                    assert fake.version == version
+                    assert fake.tensors["w"].tolist() == [float(version)] * 3
+                    with lock:
+                        fake.inside -= 1
+                    seen[version] += 1
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=shard, args=(n,)) for n in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=60)
+    assert errors == []
+    assert seen == {0: 50, 1: 50, 2: 50, 3: 50}
+
+    def stay() -> None:  # two shards of one version are inside at the same time: neither waits for the other to leave
+        with engine.at(2, _Clock()):
+            together.wait(timeout=60)
+
+    pair = [threading.Thread(target=stay) for _ in range(2)]
+    for thread in pair:
+        thread.start()
+    for thread in pair:
+        thread.join(timeout=60)
+    assert not together.broken
+
+
+def test_the_next_version_waits_until_the_others_have_left(board: WeightBoard) -> None:
+    fake = FakeEngine()
+    engine = VersionedEngine(fake, board)
+    loaded = threading.Event()
+
+    def newer() -> None:
+        with engine.at(1, _Clock()):
+            loaded.set()
+
+    with engine.at(0, _Clock()):
+        thread = threading.Thread(target=newer)
+        thread.start()
+        while not engine._turn._waiters:  # type: ignore[attr-defined]
+            assert thread.is_alive()
+        assert not loaded.is_set()
+        assert fake.loads == [0]
+    thread.join(timeout=60)
+    assert loaded.is_set()
+    assert fake.loads == [0, 1]
+
+
+def test_a_resident_version_is_not_loaded_again(board: WeightBoard) -> None:
+    fake = FakeEngine()
+    engine = VersionedEngine(fake, board)
+    for version in (0, 0, 1, 1, 0):
+        with engine.at(version, _Clock()):
+            pass
+    assert fake.loads == [0, 1, 0]
+
+
+def test_an_exception_inside_leaves_the_engine_usable(board: WeightBoard) -> None:
+    engine = VersionedEngine(FakeEngine(), board)
+    with pytest.raises(ZeroDivisionError), engine.at(0, _Clock()):
+        raise ZeroDivisionError
+    with engine.at(1, _Clock()) as inner:
+        assert inner.version == 1
+
+
+def test_a_load_that_fails_leaves_the_old_version(board: WeightBoard) -> None:
+    fake = FakeEngine()
+    engine = VersionedEngine(fake, board)
+    with engine.at(0, _Clock()):
+        pass
+    fake.refuse = 1
+    with pytest.raises(WeightsError), engine.at(1, _Clock()):
+        pytest.fail("weights that do not load let nobody in")
+    with pytest.raises(MissingOutput, match="v9"), engine.at(9, _Clock()):
+        pytest.fail("weights that are not there let nobody in")
+    with engine.at(0, _Clock()) as inner:
+        assert inner.version == 0
+    assert fake.loads == [0]
+    fake.refuse = None
+    with engine.at(1, _Clock()) as inner:
+        assert inner.version == 1
+    assert board.release(1), "a lease was left behind"
+
+
+class _Bfloat16Host:
+    """A model host that has nothing but weights in bfloat16."""
+
+    def __init__(self, weights: torch.Tensor) -> None:
+        self.weights = weights
+
+    def trained_weights(self) -> dict[str, np.ndarray]:
+        return {"w": self.weights.view(torch.uint16).numpy()}
+
+
+def test_bfloat16_weights_reach_the_engine_as_numbers(board: WeightBoard) -> None:
+    weights = torch.tensor([1.5, -2.25, 3e-5]).to(torch.bfloat16)
+    manifest = publish(_Bfloat16Host(weights), board, 7)  # type: ignore[arg-type]
+    assert manifest is not None
+    assert [t.dtype for t in manifest.tensors] == ["bfloat16"]
+    fake = FakeEngine()
+    with VersionedEngine(fake, board).at(7, _Clock()):
+        assert fake.tensors["w"].dtype is torch.bfloat16
+        assert torch.equal(fake.tensors["w"], weights)

@@ -1,0 +1,116 @@
+"""From texts to prompts of a shard: lengths, refusals, and a draw that depends on (seed, step) alone."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from stages.hf_files import ByteTokenizer
+from stages.prompts import PromptTable, held_out_prompts, tokenise, training_prompts
+from storage.config import PromptsConfig
+from storage.prompts import PromptItem, PromptsError, batch_indices
+
+TEXTS = ["abc", "de", "fghij", "k", "lm", "no", "pqr", "s"]
+
+
+def items(texts: list[str]) -> list[PromptItem]:
+    return [PromptItem(text, None, {"answer": i}) for i, text in enumerate(texts)]
+
+
+def table(held_out: int = 2, **changes: object) -> PromptTable:
+    config = PromptsConfig(**{"url": "x.jsonl", "max_tokens": 5, "held_out": held_out, **changes})  # type: ignore[arg-type]
+    return tokenise(items(TEXTS), ByteTokenizer(), config, seed=0)
+
+
+def test_tokens_are_padded_on_the_right() -> None:
+    found = table()
+    assert found.tokens.shape == (8, 5)
+    assert found.tokens.dtype == found.lengths.dtype == np.int32
+    assert found.tokens[0].tolist() == [ord("a"), ord("b"), ord("c"), 0, 0]
+    assert found.lengths.tolist() == [len(text) for text in TEXTS]
+    assert found.extra[3] == {"answer": 3}
+
+
+def test_openings_cut_long_texts_and_leave_out_short_ones() -> None:
+    found = table(opening_tokens=2, max_tokens=2, held_out=1)
+    assert found.lengths.tolist() == [2] * 6
+    assert [bytes(row.tolist()).decode() for row in found.tokens] == ["ab", "de", "fg", "lm", "no", "pq"]
+    assert [e["answer"] for e in found.extra] == [0, 1, 2, 4, 5, 6]
+
+
+def test_a_prompt_that_is_too_long_is_refused_or_skipped() -> None:
+    with pytest.raises(
+        PromptsError, match=r"^prompts.max_tokens: given 4; prompt 2 of x.jsonl has 5 tokens.*too_long=skip"
+    ):
+        table(max_tokens=4)
+    assert table(max_tokens=4, too_long="skip").lengths.tolist() == [3, 2, 1, 2, 2, 3, 1]
+    with pytest.raises(PromptsError, match=r"^prompts.url: no prompt .* is usable"):
+        table(opening_tokens=6, max_tokens=6)
+
+
+def test_chats_go_through_the_template() -> None:
+    chat = [
+        PromptItem(None, [{"role": "user", "content": "hi"}]),
+        PromptItem(None, [{"role": "user", "content": "ho"}]),
+    ]
+    found = tokenise(chat, ByteTokenizer(), PromptsConfig(url="x.jsonl", held_out=1), seed=0)
+    assert bytes(found.tokens[0, : found.lengths[0]].tolist()).decode() == "user: hi\nassistant: "
+
+
+def test_held_out_prompts_are_never_trained_on() -> None:
+    found = table(held_out=3)
+    held_out = {int(p) for shard in range(3) for p in held_out_prompts(found, shard=shard, shards=3).prompt_index}
+    assert held_out == set(found.held_out.tolist())
+    trained = set()
+    for step in range(10):
+        for shard in range(2):
+            batch = training_prompts(found, seed=4, step=step, shard=shard, rows=4, shards=2, responses_per_prompt=1)
+            trained |= set(batch.prompt_index.tolist())
+    assert trained == set(range(8)) - held_out
+
+
+def test_the_shards_of_a_step_are_its_batch() -> None:
+    found = table()
+    for step in range(5):
+        shards = [
+            training_prompts(found, seed=1, step=step, shard=s, rows=6, shards=3, responses_per_prompt=1)
+            for s in range(3)
+        ]
+        np.testing.assert_array_equal(
+            np.concatenate([s.prompt_index for s in shards]), batch_indices(found.train, 1, step, 6)
+        )
+        assert [r for s in shards for r in s.row.tolist()] == list(range(6))
+        for s in shards:
+            np.testing.assert_array_equal(s.tokens, found.tokens[s.prompt_index])
+
+
+def test_responses_per_prompt_repeats_each_prompt() -> None:
+    batch = training_prompts(table(), seed=1, step=2, shard=1, rows=12, shards=2, responses_per_prompt=3)
+    whole = batch_indices(table().train, 1, 2, 4)
+    assert batch.prompt_index.tolist() == [whole[2]] * 3 + [whole[3]] * 3
+    assert batch.row.tolist() == [6, 7, 8, 9, 10, 11]
+
+
+def test_a_table_survives_the_disk(tmp_path: Path) -> None:
+    first = tokenise(
+        [PromptItem("one", None, {"note": "a\u2028b\u0085c", "n": 1}), PromptItem("two", None, {})],
+        ByteTokenizer(),
+        PromptsConfig(url="x.jsonl", held_out=1),
+        seed=0,
+    )
+    path = tmp_path / "prompts.npz"
+    first.save(path)
+    again = PromptTable.load(path)
+    for name in ("tokens", "lengths", "train", "held_out"):
+        np.testing.assert_array_equal(getattr(again, name), getattr(first, name))
+    assert (again.pad_id, again.extra) == (first.pad_id, first.extra)
+    assert sorted(os.listdir(tmp_path)) == ["prompts.jsonl", "prompts.npz"]
+
+
+def test_the_same_source_gives_the_same_table_again() -> None:
+    one, two = table(), table()
+    np.testing.assert_array_equal(one.tokens, two.tokens)
+    np.testing.assert_array_equal(one.train, two.train)

@@ -378,9 +378,7 @@ def test_smollm2_greedy_equals_transformers() -> None:
     tokenizer = read_tokenizer(str(SMOLLM2))
     prompts = [tokenizer.encode("The capital of France is"), tokenizer.encode("I watched this film and")]
     with closing(make_engine(SMOLLM2)) as engine:
-        requests = [
-            Request(i, 0, 0, tuple(p), 0, SamplingConfig(12, temperature=0.0)) for i, p in enumerate(prompts)
-        ]
+        requests = [Request(i, 0, 0, tuple(p), 0, SamplingConfig(12, temperature=0.0)) for i, p in enumerate(prompts)]
         completions = by_row(engine.generate(requests))
     model = AutoModelForCausalLM.from_pretrained(SMOLLM2, dtype=torch.float32)
     for i, prompt in enumerate(prompts):

@@ -63,7 +63,7 @@ def block_rows(vocab: int, device: torch.device) -> int:
 
 def _gumbel_block(words: Int32[torch.Tensor, "keys 2"], out: Float32[torch.Tensor, "keys vocab"]) -> None:
     """Fills `out`. In place throughout: at one pass over memory per operation, a fresh tensor each would double it."""
-    x = torch.bitwise_xor(_token_words(out.shape[1], out.device), words[:, :1])
+    x = torch.bitwise_xor(token_words(out.shape[1], out.device), words[:, :1])
     shifted = torch.empty_like(x)
     x.mul_(_ROUND_1)
     x.bitwise_xor_(_shift_right(x, 15, shifted))
@@ -82,7 +82,7 @@ def _shift_right(x: torch.Tensor, bits: int, out: torch.Tensor) -> torch.Tensor:
 
 
 @functools.lru_cache(maxsize=4)
-def _token_words(vocab: int, device: torch.device) -> Int32[torch.Tensor, "1 vocab"]:
+def token_words(vocab: int, device: torch.device) -> Int32[torch.Tensor, "1 vocab"]:
     """One well-mixed word per token id, all different; a constant, kept because it costs as much as a row of noise."""
     mixed = _splitmix(np.arange(vocab, dtype=np.uint64) << np.uint64(32))
     return torch.from_numpy((mixed >> np.uint64(32)).astype(np.uint32).view(np.int32)[None].copy()).to(device)

@@ -3,7 +3,8 @@
 How a run uses an engine: several shards call `generate` at once, from several threads; the engine batches all of their
 rows in flight and yields each row as it finishes. Every request names the version of the weights it must be sampled
 with (`Request.version`); `load_weights` is called by whoever sees that the resident version differs, and waits until
-the rows of the older version have finished (drain).
+the rows of the older version have finished (drain). An engine that updates in flight instead lets rows that it has
+accepted go on under the new weights: `Completion.versions` says which made which token.
 
 Law 4: the token at a position is argmax(log p + Gumbel noise keyed by (seed, step, row, position)), so a row's tokens
 do not depend on the batch it ran in or on the engine that ran it.
@@ -14,7 +15,7 @@ May import numpy, torch and the standard library.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
 import numpy as np
@@ -71,8 +72,20 @@ class EngineStats:
     """Rows in flight per decode step / slots."""
     kv_peak_fraction: float
     preemptions: int
+    """Rows sent back for want of KV memory; they were resumed."""
     refit_s: float
+    """Spent on checking and packing new weights."""
     busy_s: float
+    prompt_tokens: int = 0
+    """Fed, those of resumed rows and of their responses included."""
+    shared_tokens: int = 0
+    """Prompt tokens not fed, because another row's keys and values served."""
+    drafted_tokens: Mapping[str, int] = field(default_factory=dict)
+    """Drafted tokens that were verified, by kind of draft."""
+    accepted_tokens: Mapping[str, int] = field(default_factory=dict)
+    """Those that were right, by kind of draft."""
+    draft_lengths: Mapping[int, int] = field(default_factory=dict)
+    """How often a decoding row had so many drafted tokens in a pass; 0: none."""
 
 
 @runtime_checkable
@@ -88,7 +101,8 @@ class GenerationEngine(Protocol):
 
     def load_weights(self, version: int, tensors: Mapping[str, torch.Tensor]) -> None:
         """Refits in place, by Hugging Face name; tensors that are not named keep their values. Drains first, and keeps
-        rows that arrive meanwhile waiting. All or nothing: on WeightsError the engine goes on with the old weights."""
+        rows that arrive meanwhile waiting; or swaps between two passes. All or nothing: on WeightsError the engine goes
+        on with the old weights."""
         ...
 
     def sleep(self) -> None:

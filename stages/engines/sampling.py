@@ -11,20 +11,29 @@ from jaxtyping import Float32, Int64, UInt64
 from stages.engines.noise import block_rows, gumbel
 
 
+def ban(logits: Float32[torch.Tensor, "rows vocab"], banned: Sequence[tuple[int, ...]]) -> None:
+    """Takes each row's banned tokens out of its distribution, in place. Rows with the same ones, as all rows of a run
+    mostly are, share an operation."""
+    groups: dict[tuple[int, ...], list[int]] = {}
+    for row, tokens in enumerate(banned):
+        if tokens:
+            groups.setdefault(tokens, []).append(row)
+    for tokens, rows in groups.items():
+        columns = torch.tensor(tokens, device=logits.device)
+        if len(rows) == logits.shape[0]:
+            logits.index_fill_(1, columns, float("-inf"))
+        else:
+            logits[torch.tensor(rows, device=logits.device)[:, None], columns] = float("-inf")
+
+
 def sample(
-    logits: Float32[torch.Tensor, "rows vocab"],
-    temperatures: Sequence[float],
-    banned: Sequence[tuple[int, int]],
-    keys: UInt64[np.ndarray, " rows"],
+    logits: Float32[torch.Tensor, "rows vocab"], temperatures: Sequence[float], keys: UInt64[np.ndarray, " rows"]
 ) -> tuple[Int64[torch.Tensor, " rows"], Float32[torch.Tensor, " rows"]]:
-    """Draws a token per row from softmax(logits / temperature) without the banned (row, token) pairs, as the arg max of
-    log p + Gumbel noise of the row's key. Overwrites `logits`.
+    """Draws a token per row from softmax(logits / temperature), as the arg max of log p + Gumbel noise of the row's
+    key. Overwrites `logits`.
 
     Temperature 0 takes the arg max itself; its log-prob is that of the distribution at temperature 1."""
     device = logits.device
-    if banned:
-        rows, tokens = torch.tensor(banned, device=device).T
-        logits[rows, tokens] = float("-inf")
     divisors = [t or 1.0 for t in temperatures]
     if any(d != 1.0 for d in divisors):
         logits.div_(torch.tensor(divisors, device=device)[:, None])

@@ -111,9 +111,7 @@ class EngineContract:
             expected = model.generate(prompt, max_new_tokens=16, do_sample=False)[0, len(request.tokens) :]
             assert completion.tokens.tolist() == expected.tolist()
 
-    def test_logprobs_are_of_the_sampled_distribution(
-        self, engine: GenerationEngine, model: LlamaForCausalLM
-    ) -> None:
+    def test_logprobs_are_of_the_sampled_distribution(self, engine: GenerationEngine, model: LlamaForCausalLM) -> None:
         requests = make_requests(6, temperature=0.7, suppress_token_ids=[5, 40, 41], min_new_tokens=6)
         for request, completion in self._run(engine, requests):
             expected = oracle_logprobs(model, request, completion.tokens)
@@ -178,9 +176,7 @@ class EngineContract:
     ) -> None:
         """Also of one tensor out of several that an engine may have fused."""
         tensors = trained_tensors(model)
-        new = {
-            name: tensor for name, tensor in trained_tensors(random_llama(1, True)).items() if part in name
-        }
+        new = {name: tensor for name, tensor in trained_tensors(random_llama(1, True)).items() if part in name}
         assert new
         mixed = random_llama(0, model.config.tie_word_embeddings)
         mixed.load_state_dict(tensors | new, strict=False)
@@ -201,9 +197,7 @@ class EngineContract:
         assert_same_tokens(by_row(engine.generate(make_requests(4, version=1))), before)
 
     @pytest.mark.parametrize("fault", ["unknown", "shape", "nan"])
-    def test_bad_weights_change_nothing(
-        self, engine: GenerationEngine, model: LlamaForCausalLM, fault: str
-    ) -> None:
+    def test_bad_weights_change_nothing(self, engine: GenerationEngine, model: LlamaForCausalLM, fault: str) -> None:
         before = by_row(engine.generate(make_requests(4)))
         tensors = trained_tensors(random_llama(1, model.config.tie_word_embeddings))
         name = "model.layers.1.mlp.down_proj.weight"  # in the middle: those before it are good

@@ -2,17 +2,31 @@
 
 from __future__ import annotations
 
+import shutil
 from contextlib import closing
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from engine_contract import MAX_SEQ, EngineContract, by_row, make_requests, oracle_logprobs, random_llama
-from transformers import AutoModelForCausalLM, LlamaForCausalLM
+from engine_contract import (
+    MAX_SEQ,
+    EngineContract,
+    by_row,
+    make_requests,
+    oracle_logprobs,
+    random_llama,
+    trained_tensors,
+)
+from transformers import AutoModelForCausalLM
 
-from stages.engines.config import EngineConfig, SamplingConfig
-from stages.engines.protocol import Completion, GenerationEngine, Request, WeightsError
+from stages.engines.config import EngineConfig, SamplingConfig, SpeculationConfig
+from stages.engines.drafting import Draft, Drafter
+from stages.engines.native_kernels import NoNativeKernelsError
+from stages.engines.noise import gumbel, noise_keys
+from stages.engines.protocol import Completion, GenerationEngine, Request, RequestError, WeightsError
+from stages.engines.rows import Row
+from stages.engines.scheduler import PASS_TOKENS
 from stages.engines.torch_engine import TorchEngine
 from stages.hf_files import RANDOM_TINY, read_tokenizer
 
@@ -20,9 +34,15 @@ CPU = torch.device("cpu")
 SMOLLM2 = Path(__file__).parents[2] / "assets" / "smollm2-135m-instruct"
 
 
-def make_engine(path: Path | str, slots: int = 4, threads: int = 1, **config: object) -> TorchEngine:
+needs_compiler = pytest.mark.skipif(shutil.which("cc") is None, reason="there is no C compiler")
+KERNELS = ["torch", pytest.param("native", marks=needs_compiler)]
+
+
+def make_engine(
+    path: Path | str, slots: int = 4, threads: int = 1, drafter: Drafter | None = None, **config: object
+) -> TorchEngine:
     settings = EngineConfig(slots=slots, **config)
-    return TorchEngine(str(path), settings, max_seq=MAX_SEQ, threads=threads, device=CPU)
+    return TorchEngine(str(path), settings, max_seq=MAX_SEQ, threads=threads, device=CPU, drafter=drafter)
 
 
 def assert_same_bits(got: dict[int, Completion], expected: dict[int, Completion]) -> None:
@@ -32,48 +52,210 @@ def assert_same_bits(got: dict[int, Completion], expected: dict[int, Completion]
         np.testing.assert_array_equal(completion.logprobs, expected[row].logprobs)
 
 
-class TestTorchEngine(EngineContract):
+class TestTorchEngineOnPlainTorch(EngineContract):
     def make(self, path: Path, slots: int = 4) -> GenerationEngine:
-        return make_engine(path, slots)
+        return make_engine(path, slots, kernels="torch")
 
-    def test_is_a_generation_engine(self, engine: GenerationEngine) -> None:
+
+@needs_compiler
+class TestTorchEngineOnNativeKernels(EngineContract):
+    def make(self, path: Path, slots: int = 4) -> GenerationEngine:
+        return make_engine(path, slots, kernels="native")
+
+
+def test_is_a_generation_engine() -> None:
+    with closing(make_engine(RANDOM_TINY)) as engine:
         assert isinstance(engine, GenerationEngine)
 
-    def test_bfloat16_weights_stay_close(self, path: Path, model: LlamaForCausalLM) -> None:
-        requests = make_requests(6, min_new_tokens=16)
-        with closing(make_engine(path, 6, dtype="bfloat16")) as engine:
-            completions = by_row(engine.generate(requests))
-        errors = [
-            np.abs(c.logprobs - oracle_logprobs(model, requests[row], c.tokens)[range(16), c.tokens.tolist()].numpy())
-            for row, c in completions.items()
-        ]
-        assert 1e-5 < np.mean(errors) < 0.05
 
-    def test_incomplete_directory_is_refused(self, model: LlamaForCausalLM, tmp_path: Path) -> None:
-        """`load_weights` may bring some tensors; a model to start from must have all."""
-        tensors = dict(model.state_dict())
-        del tensors["model.layers.1.self_attn.v_proj.weight"]
-        model.save_pretrained(tmp_path, state_dict=tensors)
-        with pytest.raises(WeightsError, match=r"model\.layers\.1\.self_attn\.v_proj\.weight is missing"):
-            make_engine(tmp_path)
+@pytest.mark.parametrize("kernels", KERNELS)
+def test_bfloat16_weights_stay_close(kernels: str, tmp_path: Path) -> None:
+    model = random_llama(0, tied=True)
+    model.save_pretrained(tmp_path)
+    requests = make_requests(6, min_new_tokens=16)
+    with closing(make_engine(tmp_path, 6, dtype="bfloat16", kernels=kernels)) as engine:
+        completions = by_row(engine.generate(requests))
+    errors = [
+        np.abs(c.logprobs - oracle_logprobs(model, requests[row], c.tokens)[range(16), c.tokens.tolist()].numpy())
+        for row, c in completions.items()
+    ]
+    assert 1e-5 < np.mean(errors) < 0.05
 
 
+def test_incomplete_directory_is_refused(tmp_path: Path) -> None:
+    """`load_weights` may bring some tensors; a model to start from must have all."""
+    model = random_llama(0, tied=True)
+    tensors = dict(model.state_dict())
+    del tensors["model.layers.1.self_attn.v_proj.weight"]
+    model.save_pretrained(tmp_path, state_dict=tensors)
+    with pytest.raises(WeightsError, match=r"model\.layers\.1\.self_attn\.v_proj\.weight is missing"):
+        make_engine(tmp_path)
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_same_bits_in_any_batch(dtype: str) -> None:
+def test_same_bits_in_any_batch(dtype: str, kernels: str) -> None:
     """Stronger than the contract, on a CPU: not only the tokens, every log-prob bit for bit."""
     requests = make_requests(7)
-    with closing(make_engine(RANDOM_TINY, 7, dtype=dtype)) as engine:
+    with closing(make_engine(RANDOM_TINY, 7, dtype=dtype, kernels=kernels)) as engine:
         together = by_row(engine.generate(requests))
-    with closing(make_engine(RANDOM_TINY, 2, dtype=dtype)) as engine:
+    with closing(make_engine(RANDOM_TINY, 2, dtype=dtype, kernels=kernels)) as engine:
         assert_same_bits(by_row(engine.generate(requests[::-1])), together)
         assert_same_bits(by_row(engine.generate(requests[4:5])), {4: together[4]})
 
 
-def test_same_bits_with_two_threads() -> None:
+@pytest.mark.parametrize("kernels", KERNELS)
+def test_same_bits_with_two_threads(kernels: str) -> None:
     """Few tokens: two OpenMP threads on a busy machine spend their time waiting for each other."""
     requests = make_requests(3, max_new_tokens=2, min_new_tokens=2)
-    with closing(make_engine(RANDOM_TINY)) as one, closing(make_engine(RANDOM_TINY, threads=2)) as two:
+    with (
+        closing(make_engine(RANDOM_TINY, kernels=kernels)) as one,
+        closing(make_engine(RANDOM_TINY, threads=2, kernels=kernels)) as two,
+    ):
         assert_same_bits(by_row(two.generate(requests)), by_row(one.generate(requests)))
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_same_bits_when_rows_are_preempted(dtype: str, kernels: str) -> None:
+    """random:tiny: 2 tensors * 4 layers * 2 heads * 16 dims * 4 bytes = 1 KiB a token, so 1 MiB holds 64 blocks of 16;
+    24 rows of up to 60 tokens need 4 each. The rows that are sent back are prefilled again, response included."""
+    settings = SamplingConfig(max_new_tokens=40, min_new_tokens=40)
+    requests = [Request(i, 1, 1, tuple(range(3, 13 + i % 11)), 0, settings) for i in range(24)]
+    with closing(make_engine(RANDOM_TINY, 24, kv_budget_mb=16, dtype=dtype, kernels=kernels)) as engine:
+        expected = by_row(engine.generate(requests))
+        assert engine.stats().preemptions == 0
+    with closing(make_engine(RANDOM_TINY, 24, kv_budget_mb=1, dtype=dtype, kernels=kernels)) as engine:
+        assert_same_bits(by_row(engine.generate(requests)), expected)
+        stats = engine.stats()
+        assert stats.preemptions > 0
+        assert stats.kv_peak_fraction == 1.0
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
+def test_same_bits_with_a_shared_prompt(kernels: str) -> None:
+    """Six rows of one prompt of 40 tokens: its first two blocks are computed once, also where the rows start in one
+    pass; a row alone computes all of it."""
+    prompt = tuple(range(10, 50))
+    settings = SamplingConfig(max_new_tokens=8, min_new_tokens=8)
+    requests = [Request(i, 1, 1, prompt, 0, settings) for i in range(6)]
+    with closing(make_engine(RANDOM_TINY, 4, kernels=kernels)) as engine:
+        together = by_row(engine.generate(requests))
+        stats = engine.stats()
+        # four rows start together; when they are done nobody holds the blocks any more, and two rows start anew
+        assert (stats.shared_tokens, stats.prompt_tokens) == (4 * 32, 6 * 40 - 4 * 32)
+        assert stats.preemptions == 0
+        for request in requests:
+            assert_same_bits(by_row(engine.generate([request])), {request.row: together[request.row]})
+        assert engine.stats().shared_tokens == 0
+
+
+def test_long_prompts_are_fed_in_pieces() -> None:
+    """More prompt tokens than a pass takes: the tokens are those of every row alone."""
+    settings = SamplingConfig(max_new_tokens=4, min_new_tokens=4)
+    rng = np.random.default_rng(0)
+    requests = [Request(i, 1, 1, tuple(rng.integers(3, 256, 60 - i).tolist()), 0, settings) for i in range(12)]
+    assert sum(len(r.tokens) for r in requests) > PASS_TOKENS
+    with closing(make_engine(RANDOM_TINY, 12)) as engine:
+        together = by_row(engine.generate(requests))
+        for request in requests[-3:]:
+            assert_same_bits(by_row(engine.generate([request])), {request.row: together[request.row]})
+
+
+class WrongDrafter:
+    """Drafts that no row can get, since the token is suppressed."""
+
+    def propose(self, row: Row, longest: int) -> Draft | None:
+        return Draft((SUPPRESSED,) * longest, "wrong")
+
+    def finish(self, row: Row) -> None: ...
+
+
+class OracleDrafter:
+    """Knows the rows' tokens, and sometimes says something else."""
+
+    def __init__(self, known: dict[int, Completion]) -> None:
+        self._known = known
+
+    def propose(self, row: Row, longest: int) -> Draft | None:
+        tokens = self._known[row.request.row].tokens[row.num_new : row.num_new + longest].tolist()
+        if row.num_new % 3 == 0:
+            tokens[-1] = SUPPRESSED
+        return Draft(tuple(tokens), "oracle") if row.num_new % 5 else None
+
+    def finish(self, row: Row) -> None: ...
+
+
+SUPPRESSED = 9
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_same_bits_with_any_drafts(temperature: float, kernels: str) -> None:
+    """Lossless and invisible: neither a token nor a bit of a log-prob tells whether there were drafts, or whose. Random
+    weights at low temperature repeat themselves, so that the lookup finds something."""
+    requests = make_requests(7, max_new_tokens=40, temperature=temperature, suppress_token_ids=[SUPPRESSED])
+    with closing(make_engine(RANDOM_TINY, 4, kernels=kernels)) as engine:
+        expected = by_row(engine.generate(requests))
+        assert engine.stats().draft_lengths == {}
+    speculation = SpeculationConfig(drafter="ngram", lengths="longest", max_tokens=5)
+    for drafter in (None, WrongDrafter(), OracleDrafter(expected)):
+        engine = make_engine(RANDOM_TINY, 4, drafter=drafter, kernels=kernels, speculation=speculation)
+        with closing(engine):
+            assert_same_bits(by_row(engine.generate(requests)), expected)
+            stats = engine.stats()
+            drafted, accepted = sum(stats.drafted_tokens.values()), sum(stats.accepted_tokens.values())
+            assert drafted > 0
+            assert stats.tokens == sum(len(c.tokens) for c in expected.values())
+            if isinstance(drafter, WrongDrafter):
+                assert accepted == 0
+            if isinstance(drafter, OracleDrafter):
+                assert accepted > drafted / 2
+            assert_same_bits(by_row(engine.generate(requests)), expected)
+            if drafter is None:  # the responses of the first time are drafts for the second
+                again = engine.stats()
+                assert again.accepted_tokens["earlier-3"] > 0.9 * again.drafted_tokens["earlier-3"]
+
+
+def test_drafts_of_preempted_rows() -> None:
+    """Little memory, much drafting: see `test_same_bits_when_rows_are_preempted`."""
+    settings = SamplingConfig(max_new_tokens=40, min_new_tokens=40, temperature=0.5)
+    requests = [Request(i, 1, 1, tuple(range(3, 13 + i % 11)), 0, settings) for i in range(24)]
+    with closing(make_engine(RANDOM_TINY, 24)) as engine:
+        expected = by_row(engine.generate(requests))
+    with closing(make_engine(RANDOM_TINY, 24, kv_budget_mb=1, drafter=OracleDrafter(expected))) as engine:
+        assert_same_bits(by_row(engine.generate(requests)), expected)
+        stats = engine.stats()
+        assert stats.preemptions > 0
+        assert sum(stats.drafted_tokens.values()) > 0
+
+
+def test_drafted_tokens_have_the_exact_distribution(tmp_path: Path) -> None:
+    """Second tokens of 4000 rows, drafted by lookup in the prompt, against the model's probabilities. With 4000 rows a
+    token that is drafted too often by 0.05 in probability (of at most 1/2) shifts its count by 200, more than six
+    standard deviations; the 1e-4 quantile keeps a right engine out."""
+    model = random_llama(0, tied=True)
+    model.save_pretrained(tmp_path)
+    allowed = [5, 9, 40]
+    rows, prompt = 4000, (9, 5, 40, 9, 9, 40, 5, 9)  # whichever comes first, 9 was followed by it before
+    suppressed = [t for t in range(96) if t not in allowed]
+    settings = SamplingConfig(3, 3, suppress_token_ids=suppressed)
+    requests = [Request(i, 1, 1, prompt, 0, settings) for i in range(rows)]
+    speculation = SpeculationConfig(drafter="ngram", lengths="longest")
+    with closing(make_engine(tmp_path, 64, speculation=speculation)) as engine:
+        completions = by_row(engine.generate(requests))
+        assert engine.stats().drafted_tokens["lookup-2"] > rows / 2
+    pairs = {(a, b): 0 for a in allowed for b in allowed}
+    for completion in completions.values():
+        a, b, _ = completion.tokens.tolist()
+        pairs[a, b] += 1
+    statistic = 0.0
+    for a in allowed:
+        logprobs = oracle_logprobs(model, requests[0], np.array([a, 5]))
+        for b in allowed:
+            expected = rows * float((logprobs[0, a] + logprobs[1, b]).exp())
+            statistic += (pairs[a, b] - expected) ** 2 / expected
+    assert statistic < 31.8  # chi-squared with 8 degrees of freedom: 1e-4 above
 
 
 def test_tied_head_comes_with_its_embedding_or_not_at_all(tmp_path: Path) -> None:
@@ -87,12 +269,19 @@ def test_tied_head_comes_with_its_embedding_or_not_at_all(tmp_path: Path) -> Non
         assert engine.version == 1
 
 
-def test_kv_budget_limits_the_slots() -> None:
-    """random:tiny: 2 tensors * 4 layers * 2 heads * 16 dims * 64 tokens * 4 bytes = 64 KiB a row, so 1 MiB holds 16."""
-    with closing(make_engine(RANDOM_TINY, slots=100, kv_budget_mb=1)) as engine:
-        assert engine.num_slots == 16
+def test_kv_budget_too_small_for_a_row_is_refused() -> None:
     with pytest.raises(ValueError, match=r"engine\.kv_budget_mb is 0; one row of 64 tokens needs 1"):
         make_engine(RANDOM_TINY, kv_budget_mb=0)
+
+
+def test_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CC", "no-such-compiler")
+    with pytest.warns(UserWarning, match="plain torch, which is slower: there is no C compiler"):
+        engine = make_engine(RANDOM_TINY)
+    with closing(engine):
+        assert engine.kernels == "torch"
+    with pytest.raises(NoNativeKernelsError, match="no C compiler"):
+        make_engine(RANDOM_TINY, kernels="native")
 
 
 def test_sizes_that_cannot_work_are_refused() -> None:
@@ -113,6 +302,53 @@ def test_closed_iterator_takes_its_rows_with_it() -> None:
         running.close()
         engine.load_weights(1, {})
         assert engine.stats().rows < 6
+
+
+@pytest.mark.parametrize("drafter", ["none", "ngram"])
+def test_update_in_flight(drafter: str, tmp_path: Path) -> None:
+    """Rows go on under the new weights, from the same tokens: every token is the draw of one whole version, the one
+    that is recorded, as an oracle that is fed the row under that version's weights finds. Also with drafts. Rows of
+    uneven length, so that the eight in flight are never all between two rows."""
+    old, new = random_llama(0, tied=True), random_llama(1, tied=True)
+    old.save_pretrained(tmp_path)
+    requests = [
+        Request(i, 11, 3, (3 + i % 90, 5), 0, SamplingConfig(n, n, temperature=0.8))
+        for i, n in enumerate(30 + i % 13 for i in range(300))
+    ]
+    speculation = SpeculationConfig(drafter=drafter, lengths="longest")
+    engine = make_engine(tmp_path, 8, update="inflight", speculation=speculation)
+    with closing(engine):
+        running = engine.generate(requests)
+        done = next(running)
+        engine.load_weights(1, trained_tensors(new))
+        assert engine.version == 1
+        rows = by_row(running) | {done.row: done}
+    assert len(rows) == 300
+    assert set(done.versions.tolist()) == {0}
+    assert set(rows[299].versions.tolist()) == {1}
+    both = [c for c in rows.values() if len(set(c.versions.tolist())) == 2]
+    assert 1 <= len(both) <= 8
+    for completion in [*both, done, rows[299]]:
+        assert (np.diff(completion.versions) >= 0).all()
+        request, num = requests[completion.row], len(completion.tokens)
+        noise = gumbel(noise_keys(11, 3, request.row, 2 + np.arange(num)), 96, CPU)
+        for version, model in ((0, old), (1, new)):
+            logprobs = oracle_logprobs(model, request, completion.tokens)
+            made = completion.versions == version
+            chosen = logprobs[range(num), completion.tokens.tolist()].numpy()
+            np.testing.assert_allclose(completion.logprobs[made], chosen[made], atol=1e-4)
+            np.testing.assert_array_equal(completion.tokens[made], (logprobs + noise).argmax(-1).numpy()[made])
+
+
+def test_update_in_flight_without_rows_and_with_bad_weights() -> None:
+    with closing(make_engine(RANDOM_TINY, update="inflight")) as engine:
+        with pytest.raises(WeightsError, match=r"model\.norm\.weight"):
+            engine.load_weights(1, {"model.norm.weight": torch.full((64,), float("nan"))})
+        assert engine.version == 0
+        engine.load_weights(2, {})
+        assert engine.version == 2
+        with pytest.raises(RequestError, match="version 2 is resident"):
+            engine.generate(make_requests(1))
 
 
 def test_sleep_is_refused_with_rows_in_flight() -> None:
@@ -142,9 +378,7 @@ def test_smollm2_greedy_equals_transformers() -> None:
     tokenizer = read_tokenizer(str(SMOLLM2))
     prompts = [tokenizer.encode("The capital of France is"), tokenizer.encode("I watched this film and")]
     with closing(make_engine(SMOLLM2)) as engine:
-        requests = [
-            Request(i, 0, 0, tuple(p), 0, SamplingConfig(12, temperature=0.0)) for i, p in enumerate(prompts)
-        ]
+        requests = [Request(i, 0, 0, tuple(p), 0, SamplingConfig(12, temperature=0.0)) for i, p in enumerate(prompts)]
         completions = by_row(engine.generate(requests))
     model = AutoModelForCausalLM.from_pretrained(SMOLLM2, dtype=torch.float32)
     for i, prompt in enumerate(prompts):

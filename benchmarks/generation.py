@@ -1,0 +1,249 @@
+"""Tokens per second of the engine against transformers: `generate` on padded batches, and continuous batching.
+
+32 uneven rows (prompts of 8 to 48 tokens, 16 to 128 new ones), 16 at a time, no end of sequence: every side makes the
+same number of tokens. Sides are taken in turn in every repeat, on all cores; a figure is the median of its repeats.
+
+The roofline: a pass over the weights cannot take less than its bytes / memory bandwidth, nor less than its arithmetic
+/ the rate of a large matrix product, both measured in the same run; at the batch the engine achieved, and with the
+prompts at the product's rate. Bytes and arithmetic are the model's own (weights once per pass in their dtype, keys and
+values not counted), so what an implementation adds counts against it.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import random
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, GenerationConfig, LlamaConfig, LlamaForCausalLM
+from transformers.generation.configuration_utils import ContinuousBatchingConfig
+
+from benchmarks.harness import arguments, gemm_gflops, measured_load, report, write_json
+from stages.engines.config import EngineConfig, SamplingConfig
+from stages.engines.protocol import EngineStats, Request
+from stages.engines.torch_engine import TorchEngine
+
+CORES = os.cpu_count() or 1
+SLOTS = 16
+MODEL = Path("assets/smollm2-135m-instruct")
+DTYPES = ("float32", "bfloat16")
+PADDED, CONTINUOUS, ENGINE = "transformers padded", "transformers continuous", "engine"
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A row of the workload: what is given, and how many tokens to make."""
+
+    tokens: list[int]
+    new: int
+
+
+@dataclass(frozen=True)
+class Roofline:
+    """What this machine can do, and what the model asks of it."""
+
+    bytes_per_s: float
+    flops_per_s: float
+    weight_bytes: int
+    flops_per_token: int
+
+    def seconds(self, stats: EngineStats, prompt_tokens: int) -> float:
+        """The least that the decode steps and the prompts behind `stats` can take."""
+        rows = stats.mean_occupancy * SLOTS
+        step_s = max(self.weight_bytes / self.bytes_per_s, rows * self.flops_per_token / self.flops_per_s)
+        return stats.decode_steps * step_s + prompt_tokens * self.flops_per_token / self.flops_per_s
+
+
+def workload(num_rows: int, vocab: int, longest: int, seed: int = 0) -> list[Prompt]:
+    """Uneven rows: 8 to 48 random prompt tokens, 16 to `longest` new ones."""
+    rng = random.Random(seed)
+    return [
+        Prompt([rng.randrange(3, vocab) for _ in range(rng.randint(8, 48))], rng.randint(16, longest))
+        for _ in range(num_rows)
+    ]
+
+
+def run_engine(engine: TorchEngine, prompts: list[Prompt], sampled: bool) -> None:
+    requests = [
+        Request(i, 1, 1, tuple(p.tokens), 0, SamplingConfig(p.new, p.new, temperature=float(sampled)))
+        for i, p in enumerate(prompts)
+    ]
+    for _ in engine.generate(requests):
+        pass
+
+
+def run_padded(model: LlamaForCausalLM, prompts: list[Prompt], sampled: bool) -> None:
+    """Batches of SLOTS rows, left-padded, each as long as its longest row."""
+    for start in range(0, len(prompts), SLOTS):
+        batch = prompts[start : start + SLOTS]
+        width = max(len(p.tokens) for p in batch)
+        ids = torch.tensor([[0] * (width - len(p.tokens)) + p.tokens for p in batch])
+        mask = torch.tensor([[0] * (width - len(p.tokens)) + [1] * len(p.tokens) for p in batch])
+        new = max(p.new for p in batch)
+        model.generate(
+            input_ids=ids,
+            attention_mask=mask,
+            max_new_tokens=new,
+            do_sample=sampled,
+            eos_token_id=None,
+            pad_token_id=0,
+            **({"top_k": 0} if sampled else {}),
+        )
+
+
+def run_continuous(model: LlamaForCausalLM, prompts: list[Prompt], sampled: bool) -> None:
+    """transformers' own in-flight batching; raises RuntimeError where it fails."""
+    model.set_attn_implementation("paged|sdpa")
+    config = GenerationConfig(do_sample=sampled, eos_token_id=-1, pad_token_id=0, max_new_tokens=128)
+    if sampled:
+        config.top_k = 0
+    batching = ContinuousBatchingConfig(
+        num_blocks=96,
+        page_size=32,
+        max_batch_tokens=256,
+        max_requests_per_batch=SLOTS,
+        allow_block_sharing=False,
+        use_async_batching=False,
+        use_cuda_graph=False,
+        max_memory_percent=0.5,
+    )
+    done = 0
+    try:
+        with model.continuous_batching_context_manager(
+            generation_config=config, continuous_batching_config=batching, warmup=False
+        ) as manager:
+            for prompt in prompts:
+                manager.add_request(prompt.tokens, max_new_tokens=prompt.new)
+            while done < len(prompts):
+                result = manager.get_result(timeout=1)
+                if result is None and not manager.is_running():
+                    raise RuntimeError("transformers' continuous batching stopped")
+                if result is not None and result.error:
+                    raise RuntimeError(result.error)
+                done += result is not None and result.is_finished()
+    finally:
+        model.set_attn_implementation("sdpa")
+
+
+def read_bandwidth(repeats: int = 5) -> float:
+    """Bytes per second of reading memory with all cores."""
+    memory = torch.ones(64 * 2**20)
+    memory.sum()
+    seconds = []
+    for _ in range(repeats):
+        started = time.perf_counter()
+        memory.sum()
+        seconds.append(time.perf_counter() - started)
+    return memory.nbytes / min(seconds)
+
+
+def measure_roofline(model: LlamaForCausalLM) -> Roofline:
+    dtype = next(model.parameters()).dtype
+    numbers = sum(p.numel() for p in model.parameters())
+    embedding = 0 if model.config.tie_word_embeddings else model.get_input_embeddings().weight.numel()
+    multiplied = numbers - embedding
+    return Roofline(read_bandwidth(), gemm_gflops(CORES, dtype) * 1e9, multiplied * dtype.itemsize, 2 * multiplied)
+
+
+@contextmanager
+def model_directory(quick: bool) -> Iterator[Path]:
+    """The demo's model, or a small random one."""
+    if not quick:
+        yield MODEL
+        return
+    with tempfile.TemporaryDirectory(prefix="stageline-generation-") as path:
+        config = LlamaConfig(
+            vocab_size=4096,
+            hidden_size=128,
+            intermediate_size=352,
+            num_hidden_layers=4,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            max_position_embeddings=512,
+            tie_word_embeddings=True,
+            eos_token_id=2,
+        )
+        LlamaForCausalLM(config).save_pretrained(path)
+        yield Path(path)
+
+
+def compare(
+    path: Path, dtype: str, prompts: list[Prompt], repeats: int
+) -> tuple[list[tuple[str, ...]], dict[str, float]]:
+    """All sides, greedy and sampled, with weights of one dtype: rows of the table, figures by name."""
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, dtype)).eval()
+    roofline = measure_roofline(model)
+    num_new, num_prompt = sum(p.new for p in prompts), sum(len(p.tokens) for p in prompts)
+    rows, figures = [], {}
+    settings = EngineConfig(slots=SLOTS, dtype=dtype)  # type: ignore[arg-type]
+    started = time.perf_counter()
+    with closing(TorchEngine(str(path), settings, max_seq=192, threads=CORES, device=torch.device("cpu"))) as engine:
+        figures[f"{dtype}/cold_start_s"] = time.perf_counter() - started
+        sides: dict[str, Callable[[list[Prompt], bool], None]] = {
+            PADDED: lambda p, sampled: run_padded(model, p, sampled),
+            CONTINUOUS: lambda p, sampled: run_continuous(model, p, sampled),
+            ENGINE: lambda p, sampled: run_engine(engine, p, sampled),
+        }
+        for side in sides.values():
+            side([Prompt(p.tokens, 4) for p in prompts[:4]], True)
+        for sampled in (False, True):
+            seconds: dict[str, list[float]] = {name: [] for name in sides}
+            others = []
+            for _ in range(repeats):
+                for name, side in sides.items():
+                    engine.stats()
+                    with measured_load() as load:
+                        started = time.perf_counter()
+                        side(prompts, sampled)
+                        seconds[name].append(time.perf_counter() - started)
+                    others.append(load().others)
+                    print(f"{dtype} {name}: {num_new / seconds[name][-1]:.0f} tok/s", file=sys.stderr, flush=True)
+            share = roofline.seconds(engine.stats(), num_prompt) / seconds[ENGINE][-1]
+            rate = {name: num_new / statistics.median(s) for name, s in seconds.items()}
+            kind = "sampled" if sampled else "greedy"
+            for name in sides:
+                ratio = f"{rate[ENGINE] / rate[name]:.2f}"
+                of_roofline = f"{share:.0%}" if name == ENGINE else ""
+                rows.append((f"{dtype} {kind}", name, f"{rate[name]:.0f}", ratio, of_roofline, f"{max(others):.0%}"))
+                figures[f"{dtype}/{kind}/{name}/tokens_per_s"] = rate[name]
+            figures[f"{dtype}/{kind}/roofline_share"] = share
+    figures[f"{dtype}/read_gb_per_s"] = roofline.bytes_per_s / 1e9
+    figures[f"{dtype}/gemm_gflops"] = roofline.flops_per_s / 1e9
+    return rows, figures
+
+
+def main() -> None:
+    options = arguments(__doc__ or "")
+    torch.set_num_threads(CORES)
+    repeats = 1 if options.quick else options.repeats
+    rows: list[tuple[str, ...]] = []
+    figures: dict[str, float] = {}
+    with model_directory(options.quick) as path, torch.inference_mode():
+        prompts = workload(*((8, 4096, 24) if options.quick else (32, 16_000, 128)))
+        for dtype in DTYPES:
+            more_rows, more_figures = compare(path, dtype, prompts, repeats)
+            rows += more_rows
+            figures |= more_figures
+            gc.collect()
+    rates = {name: value for name, value in figures.items() if name.endswith(("gb_per_s", "gflops"))}
+    machine = ", ".join(f"{name} {value:.0f}" for name, value in rates.items())
+    report(
+        f"generation: {len(prompts)} rows, {SLOTS} at a time, {CORES} threads",
+        ("weights", "side", "tok/s", "engine is x", "of roofline", "others' load"),
+        rows,
+        [f"{repeats} repeats, medians; {machine}"],
+    )
+    write_json(options.json, figures)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,103 @@
+"""The kernels in plain torch, for any device. May import torch, stages.engines.
+
+On a CPU a token's numbers are the same bits in any company: attention is a batched product of one query position per
+batch entry, whatever the pass consists of. That costs a copy of the keys and values that are read; the native kernels
+read them where they lie.
+
+Shape letters: see `kernels`; T positions that are read.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float, UInt64
+
+from stages.engines.kernels import Angles, Tokens
+from stages.engines.kv_cache import BLOCK_TOKENS, blocks_for
+from stages.engines.sampling import sample
+
+_GATHERED_BYTES = 64 * 2**20
+"""Keys and values copied at a time."""
+
+
+@dataclass(frozen=True)
+class TorchKernels:
+    """See `Kernels`."""
+
+    name: str = "torch"
+
+    def add_norm(
+        self, x: torch.Tensor, delta: torch.Tensor | None, weight: torch.Tensor, eps: float, dtype: torch.dtype
+    ) -> torch.Tensor:
+        if delta is not None:
+            x.add_(delta)
+        return F.rms_norm(x, (x.shape[-1],), weight, eps).to(dtype)
+
+    def attend(
+        self, qkv: torch.Tensor, angles: Angles, tokens: Tokens, keys: torch.Tensor, values: torch.Tensor
+    ) -> torch.Tensor:
+        _, kv_heads, dim, _ = keys.shape
+        num = qkv.shape[0]
+        parts = qkv.to(keys.dtype).view(num, -1, dim)
+        rotated = parts.shape[1] - kv_heads
+        heads = rotated - kv_heads
+        turned = _rotate(parts[:, :rotated], angles.cos[tokens.positions], angles.sin[tokens.positions])
+
+        # blocks of one head, numbered through the cache: [N, K, blocks of the row]
+        tables = tokens.tables[:, : blocks_for(tokens.longest)].long()[tokens.rows.long()]
+        head = torch.arange(kv_heads, device=qkv.device)
+        blocks = tables[:, None] * kv_heads + head[:, None]
+        own = (tables.gather(1, tokens.positions[:, None] // BLOCK_TOKENS) * kv_heads + head).reshape(-1)
+        offset = (tokens.positions % BLOCK_TOKENS).repeat_interleave(kv_heads)
+        keys, values = keys.view(-1, dim, BLOCK_TOKENS), values.view(-1, BLOCK_TOKENS, dim)
+        keys[own, :, offset] = turned[:, heads:].reshape(-1, dim)
+        values[own, offset] = parts[:, rotated:].reshape(-1, dim)
+
+        span = tables.shape[1] * BLOCK_TOKENS
+        later = torch.arange(span, device=qkv.device) > tokens.positions[:, None]
+        mask = torch.zeros(num, span, dtype=keys.dtype, device=qkv.device).masked_fill_(later, float("-inf"))
+        queries = turned[:, :heads].reshape(num, kv_heads, -1, dim)
+        out = torch.empty(num, heads * dim, dtype=qkv.dtype, device=qkv.device)
+        step = max(1, _GATHERED_BYTES // (2 * kv_heads * span * dim * keys.dtype.itemsize))
+        for start in range(0, num, step):
+            part = slice(start, start + step)
+            out[part] = _read(queries[part], keys[blocks[part]], values[blocks[part]], mask[part])
+        return out
+
+    def gate(self, gate_up: torch.Tensor) -> torch.Tensor:
+        gate, up = gate_up.chunk(2, dim=-1)
+        return F.silu(gate).mul_(up)
+
+    def choose(
+        self, logits: torch.Tensor, temperatures: list[float], keys: UInt64[np.ndarray, " N"]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return sample(logits, temperatures, keys)
+
+
+def _read(
+    queries: Float[torch.Tensor, "N K group D"],
+    keys: Float[torch.Tensor, "N K blocks D 16"],
+    values: Float[torch.Tensor, "N K blocks 16 D"],
+    mask: Float[torch.Tensor, "N T"],
+) -> Float[torch.Tensor, "N H*D"]:
+    """softmax(Q K^T / sqrt(D) + mask) V. As batched products, not as `scaled_dot_product_attention`: that one's result
+    depends on the number of threads on a CPU."""
+    num, kv_heads, group, dim = queries.shape
+    span, num_blocks = mask.shape[1], keys.shape[2]
+    per_block = queries[:, :, None].expand(-1, -1, num_blocks, -1, -1).reshape(-1, group, dim)
+    scores = torch.bmm(per_block, keys.view(-1, dim, BLOCK_TOKENS)).view(num, kv_heads, num_blocks, group, BLOCK_TOKENS)
+    scores = scores.transpose(2, 3).reshape(num, kv_heads, group, span).mul_(dim**-0.5).add_(mask[:, None, None])
+    weights = scores.softmax(-1).view(-1, group, span)
+    return torch.bmm(weights, values.view(-1, span, dim)).view(num, -1)
+
+
+def _rotate(x: Float[torch.Tensor, "N heads D"], cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Rotary embedding with the halves of a head as the pairs' coordinates (Hugging Face's order of rows):
+    (a, b) -> (a cos - b sin, b cos + a sin)."""
+    halves = x.view(x.shape[0], x.shape[1], 2, -1)
+    signed = torch.stack([-sin, sin], dim=1)[:, None]
+    return torch.addcmul(halves * cos[:, None, None], halves.flip(2), signed).view(x.shape)

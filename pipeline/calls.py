@@ -9,6 +9,9 @@ from dataclasses import dataclass
 
 from storage.address import Address, Ref
 
+OUTCOMES = "stageline-outcomes"
+"""Dask topic on which workers tell the driver of outcomes: pickled pairs of a call's attempt and an `Outcome`."""
+
 
 class WorkerLost(RuntimeError):
     """The process that was to run a node is not the one that was built for it: it died and came back empty."""
@@ -18,11 +21,6 @@ class WorkerLost(RuntimeError):
         self.worker = worker
         self.incarnation = incarnation
         """The one that the call was meant for."""
-
-
-class ResultLost(RuntimeError):
-    """Dask ran a call again, to recover a result that died with the process that held it. The output is in the store,
-    so the call is refused, and whoever wanted the result is submitted again without it."""
 
 
 @dataclass(frozen=True)
@@ -63,6 +61,8 @@ class Call:
     incarnation: int
     sequence: int | None = None
     """Number in the gang's order; every rank sees the same."""
+    ledger: str | None = None
+    """URL of the run's ledger, for a process that cannot run the call but can see that it has been."""
 
 
 @dataclass(frozen=True)

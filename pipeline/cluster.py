@@ -96,6 +96,8 @@ class LocalWorkers:
     """Owns the scheduler and all worker processes of a run on this machine, and the client connected to them."""
 
     def __init__(self, config: RunConfig) -> None:
+        # For the whole process, and for good: the journal reports what dies, and Dask's threads talk after they closed.
+        logging.getLogger("distributed").setLevel(logging.CRITICAL)
         gangs = config.gangs()
         shared = sum(config.placement.gangs[g.name].threads * g.workers for g in gangs) > 1
         specs: dict[str, Any] = {}

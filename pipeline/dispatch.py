@@ -109,8 +109,8 @@ class Dispatch:
         self._gang_of = {role: state for state in self._gangs.values() for role in state.gang.roles}
         self._entries: dict[Address, _Entry] = {}
         self._children: dict[Address, list[Address]] = {}
-        self._ready: dict[str, set[Address]] = {name: set() for name in self._gangs}
-        """Waiting nodes whose parents let them go, by gang: all that `next_submits` has to look at."""
+        self._ready: dict[tuple[str, Mode], set[Address]] = {(name, m): set() for name in self._gangs for m in Mode}
+        """Waiting nodes whose parents let them go, by gang and mode: all that `next_submits` has to look at."""
 
     # ---- what happened -------------------------------------------------------------------------------------------
 
@@ -190,14 +190,14 @@ class Dispatch:
         submits: list[Submit] = []
         progress = True
         while progress:  # a node that was handed out may let FREE nodes follow
-            able = [ready for name, ready in self._ready.items() if self._gangs[name].up]
-            nodes = [self._entries[address].node for ready in able for address in ready]
-            heapq.heapify(nodes)
             progress = False
-            while nodes:
-                submit = self._place(heapq.heappop(nodes))
-                if submit is not None:
-                    submits.append(submit)
+            for (gang, mode), ready in self._ready.items():
+                if not ready or not self._has_room(self._gangs[gang], mode):
+                    continue
+                nodes = [self._entries[address].node for address in ready]
+                heapq.heapify(nodes)
+                while nodes and self._has_room(self._gangs[gang], mode):
+                    submits.append(self._place(heapq.heappop(nodes)))
                     progress = True
         return submits
 
@@ -228,11 +228,12 @@ class Dispatch:
         """Puts a node among the ready ones, or takes it out."""
         entry = self._entries[address]
         gang = self._gang_of[entry.node.role].gang
-        free = gang.mode(entry.node.role) is Mode.FREE
+        mode = gang.mode(entry.node.role)
+        ready, free = self._ready[gang.name, mode], mode is Mode.FREE
         if entry.state is _State.WAITING and all(self._lets_go(p, entry.node, free) for p in entry.node.parents):
-            self._ready[gang.name].add(address)
+            ready.add(address)
         else:
-            self._ready[gang.name].discard(address)
+            ready.discard(address)
 
     def _lets_go(self, address: Address, child: Node, free: bool) -> bool:
         parent = self._entries.get(address)
@@ -240,20 +241,25 @@ class Dispatch:
             return True
         return free and parent.state is _State.SUBMITTED and parent.node.turn == child.turn
 
-    def _place(self, node: Node) -> Submit | None:
+    @staticmethod
+    def _has_room(state: _GangState, mode: Mode) -> bool:
+        if not state.up:
+            return False
+        if mode is Mode.ORDERED:
+            return len(state.out) < (1 if state.gang.workers > 1 else 2)
+        return mode is Mode.FREE or any(state.slots.values())
+
+    def _place(self, node: Node) -> Submit:
+        """Hands out a node; there is room for it."""
         state, entry = self._gang_of[node.role], self._entries[node.address]
         mode = state.gang.mode(node.role)
         replica, sequence = 0, None
         if mode is Mode.ORDERED:
-            if len(state.out) >= (1 if state.gang.workers > 1 else 2):
-                return None
             sequence = state.sequence
             state.sequence += 1
             state.out.add(node.address)
         elif mode is Mode.SLOT:
             replica = max(state.slots, key=lambda r: (state.slots[r], -r))
-            if state.slots[replica] == 0:
-                return None
             state.slots[replica] -= 1
         else:
             replica = min(state.loads, key=lambda r: (state.loads[r], r))

@@ -1,14 +1,19 @@
 """Runs the graph on Dask: the one place that submits, waits, loses and submits again.
 
     driver thread, one loop:
-      consumes     notices: a node's future ended, a worker's build ended; or nothing, and then deadlines are looked at
+      consumes     notices: a worker told of a node's outcome, a future failed, a build ended, a process ended; or
+                   nothing; and looks at deadlines
       tells        Dispatch (which decides what runs next), the journal, and the run's own callback
       carries out  Dispatch's instructions, as `client.submit` with the parents' futures
 
 A node's Dask key is (stage, step, shard[, rank]), so that the dashboard groups by stage; a later attempt adds its
-number, because a key whose old future is still held anywhere returns its old error. Parents' futures are passed as
-arguments, for the dashboard's edges, except into every `_LINEAGE`th turn: Dask remembers all ancestors of a task it
-remembers, and would otherwise hold the whole run.
+number, because a key whose old future is still held anywhere returns its old error.
+
+A parent's future is passed as an argument if it is still out (a FREE node runs ahead of it), or if its result lies in
+the very process that the child runs in. Not otherwise: Dask would fetch the result, and wait for ever for a process
+that is stopped or does not let go of its interpreter; and whatever died would be computed again with all its ancestors.
+Dispatch has seen to the order, and the output is in the store. Lineage is cut every `_LINEAGE` turns, too: Dask
+remembers all ancestors of a task that it remembers, and would hold the whole run.
 
 What is lost and what is wrong: a worker that dies loses its unfinished nodes and they run again, up to
 `cluster.attempts` times; an exception that a stage raises is wrong, and ends the run. In a gang, a rank may raise
@@ -26,6 +31,7 @@ May import distributed and the pipeline's own plain modules.
 from __future__ import annotations
 
 import math
+import pickle
 import queue
 import time
 import uuid
@@ -39,22 +45,32 @@ from distributed import Client, Future
 from distributed.comm import CommClosedError
 from distributed.scheduler import KilledWorker, NoValidWorkerError, NoWorkerError
 
-from pipeline.calls import Call, Outcome, ResultLost, WorkerLost, WorkerSpec, pin_resource, slot_resource, worker_name
+from pipeline.calls import (
+    OUTCOMES,
+    Call,
+    Outcome,
+    WorkerLost,
+    WorkerSpec,
+    pin_resource,
+    slot_resource,
+    worker_name,
+)
 from pipeline.cluster import kill_workers, workers_by_address
 from pipeline.dispatch import Dispatch, Gang, Mode, Submit
 from pipeline.events import Event, EventKind, Journal
 from pipeline.graph import Node
-from pipeline.worker import build_worker, run_node
+from pipeline.worker import build_worker, run_node_task
 from stages.models.protocol import Role
 from storage.address import Address
 
-_LOST = (KilledWorker, WorkerLost, ResultLost, CancelledError, CommClosedError, NoWorkerError, NoValidWorkerError)
+_LOST = (KilledWorker, WorkerLost, CancelledError, CommClosedError, NoWorkerError, NoValidWorkerError)
 _PEER_ERRORS = (RuntimeError, OSError)
 """What a collective raises when a peer is gone; also what much else raises."""
 _PEER_GRACE_S = 5.0
 _LONGEST_LOOK_S = 5.0
 """The most that the driver's clock advances from one look to the next."""
-_ANSWER_S = 30.0
+_ANSWER_S = 10.0
+_GONE = ("error", "cancelled", "lost")
 _LINEAGE = 8
 _FIRST = 1
 """Dask priority of a build: nodes have negative ones."""
@@ -75,6 +91,8 @@ class ExecutorSettings:
     start_timeout_s: float
     deadline_s: float
     attempts: int
+    ledger: str | None = None
+    """URL of the ledger, from which a call that Dask runs again is answered; None: it fails, and is submitted again."""
     log_dir: Path | None = None
     """Where workers write what they print; None: to the driver's terminal."""
 
@@ -86,8 +104,10 @@ class _Attempt:
     submit: Submit
     name: str
     futures: dict[int, Future]
+    ran_ahead: bool
+    """Of its parents: it depends on their futures."""
     ready: float | None
-    """When all its parents were done; None while it runs ahead of them."""
+    """When all its parents were done; None while they are not."""
     verdict: float = math.inf
     """When the errors it has are taken for its own, and no longer for a peer's death."""
     outcomes: dict[int, Outcome] = field(default_factory=dict)
@@ -101,10 +121,10 @@ class _Attempt:
 
 @dataclass(frozen=True)
 class _Result:
-    """Of a finished node: the future that children may depend on, the worker that holds it, the node's turn."""
+    """Of a finished node: its futures by rank or replica, the gang and the turn it ran in."""
 
-    future: Future
-    holder: str
+    futures: dict[int, Future]
+    gang: str
     turn: int
 
 
@@ -123,7 +143,7 @@ class _Worker:
     """When it last finished something."""
     error: BaseException | None = None
     """Of a build that may have failed because a peer died."""
-    late: dict[Address, tuple[Node, Future]] = field(default_factory=dict)
+    late: dict[Address, _Attempt] = field(default_factory=dict)
     """Of a suspect: attempts that were given up and have not come back."""
 
 
@@ -138,10 +158,21 @@ class _Ended:
 
 
 @dataclass(frozen=True)
+class _Told:
+    """A worker finished a call."""
+
+    attempt: str
+    outcome: Outcome
+
+
+@dataclass(frozen=True)
 class _Removed:
     """A worker process ended, by its Dask address."""
 
     worker: str
+
+
+_Notice = _Ended | _Told | _Removed
 
 
 class Executor:
@@ -162,7 +193,7 @@ class Executor:
         self._journal = journal
         self._settings = settings
         self._on_done = on_done
-        self._notices: queue.SimpleQueue[_Ended | _Removed] = queue.SimpleQueue()
+        self._notices: queue.SimpleQueue[_Notice] = queue.SimpleQueue()
         self._attempts: dict[Address, _Attempt] = {}
         self._results: dict[Address, _Result] = {}
         self._workers: dict[tuple[str, int], _Worker] = {}
@@ -176,7 +207,8 @@ class Executor:
 
     def start(self) -> None:
         """Begins to build every worker; each is given nodes as soon as it is up."""
-        self._client.subscribe_topic("all", self._hear)
+        self._client.subscribe_topic("all", self._hear_of_workers)
+        self._client.subscribe_topic(OUTCOMES, self._hear_outcome)
         for gang in self._gangs.values():
             self._build(gang, range(gang.workers), incarnation=0)
 
@@ -189,35 +221,39 @@ class Executor:
         while not finished():
             for submit in self._dispatch.next_submits():
                 self._submit(submit)
-            notice = self._next_notice()
-            if isinstance(notice, _Removed):
-                self._removed(notice)
-            elif notice is not None and notice.address is None:
-                self._build_ended(notice)
-            elif notice is not None:
-                self._node_ended(notice)
+            match self._next_notice():
+                case _Told() as notice:
+                    self._told(notice)
+                case _Ended(address=None) as notice:
+                    self._build_ended(notice)
+                case _Ended() as notice:
+                    self._node_ended(notice)
+                case _Removed() as notice:
+                    self._removed(notice)
             self._check_deadlines()
 
     def release(self, addresses: Iterable[Address]) -> None:
         """Lets go of the results of nodes that no later node depends on."""
         for address in addresses:
             if address in self._results:
-                self._results.pop(address).future.release()
+                _let_go(self._results.pop(address).futures)
 
     def close(self) -> None:
         """Lets go of everything that is out; what a stage is in the middle of ends with its process."""
-        futures = [future for attempt in self._attempts.values() for future in attempt.futures.values()]
+        for attempt in self._attempts.values():
+            _let_go(attempt.futures)
         for worker in self._workers.values():
-            futures += [worker.building, *(future for _, future in worker.late.values())]
-        for future in futures:
-            future.release()
+            worker.building.release()
+            for attempt in worker.late.values():
+                _let_go(attempt.futures)
         self._attempts.clear()
         if self._workers:
             self._client.unsubscribe_topic("all")
+            self._client.unsubscribe_topic(OUTCOMES)
         self._workers.clear()
         self.release(list(self._results))
 
-    def _next_notice(self) -> _Ended | _Removed | None:
+    def _next_notice(self) -> _Notice | None:
         """What happened next; None if nothing does before somebody should look at the deadlines."""
         try:
             notice = self._notices.get(timeout=min(1.0, self._settings.deadline_s / 4))
@@ -232,7 +268,11 @@ class Executor:
         notice = _Ended(future, address, gang, index)
         future.add_done_callback(lambda _: self._notices.put(notice))
 
-    def _hear(self, event: tuple[float, object]) -> None:
+    def _hear_outcome(self, event: tuple[float, bytes]) -> None:
+        """Takes a worker's news (called in the client's thread)."""
+        self._notices.put(_Told(*pickle.loads(event[1])))
+
+    def _hear_of_workers(self, event: tuple[float, object]) -> None:
         """Takes the scheduler's news of a process that ended (called in the client's thread)."""
         message = event[1]
         if isinstance(message, dict) and message.get("action") == "remove-worker":
@@ -250,7 +290,6 @@ class Executor:
         else:
             indices = range(gang.workers) if node.role in _COLLECTIVE else (0,)
         name = f"a{submit.attempt}-{self._name}"
-        parents = [future for future in (self._edge(parent, node) for parent in node.parents) if future is not None]
         pin = pin_resource if submit.mode is Mode.FREE else slot_resource
         futures = {}
         for index in indices:
@@ -267,65 +306,87 @@ class Executor:
                 worker=worker.name,
                 incarnation=worker.incarnation,
                 sequence=submit.sequence,
+                ledger=self._settings.ledger,
             )
             futures[index] = self._client.submit(
-                run_node,
+                run_node_task,
                 call,
-                *parents,
+                *self._edges(node, submit.gang, index),
                 key=key,
                 resources={pin(submit.gang, index): 1},
                 priority=-(100 * node.turn + node.priority[1]),
                 retries=0,
                 pure=False,
             )
-        self._attempts[address] = _Attempt(submit, name, futures, self._now if self._parents_done(node) else None)
+        ahead = not self._parents_done(node)
+        self._attempts[address] = _Attempt(submit, name, futures, ahead, None if ahead else self._now)
         ahead = submit.mode is Mode.FREE  # it may wait there for its parents: nothing that the worker is doing
         at = None if ahead else worker_name(submit.gang, min(futures))
         self._journal.now(EventKind.SUBMITTED, **_where(address), gang=submit.gang, worker=at, attempt=name)
         for index, future in futures.items():
             self._watch(future, address, submit.gang, index)
 
-    def _edge(self, parent: Address, child: Node) -> Future | None:
-        """The future that a child depends on; None for a parent whose result is not at hand (its commit was found, its
-        step is long over, its holder died) or that is beyond a cut of the lineage: dispatch has seen to the order."""
-        if parent in self._attempts:
-            return self._attempts[parent].first
-        result = self._results.get(parent)
-        if result is None or result.future.status != "finished":
-            return None
-        return None if child.turn % _LINEAGE == 0 and result.turn != child.turn else result.future
+    def _edges(self, child: Node, gang: str, index: int) -> list[Future]:
+        """The parents' futures that a child on this worker depends on."""
+        edges = []
+        for parent in child.parents:
+            result = self._results.get(parent)
+            if parent in self._attempts:
+                edges.append(self._attempts[parent].first)
+            elif result is not None and result.gang == gang and (child.turn % _LINEAGE or result.turn == child.turn):
+                edges += [future for i, future in result.futures.items() if i == index and future.status not in _GONE]
+        return edges
 
     def _parents_done(self, node: Node) -> bool:
         return all(self._dispatch.is_done(parent) for parent in node.parents)
 
-    def _node_ended(self, notice: _Ended) -> None:
-        assert notice.address is not None
-        attempt = self._attempts.get(notice.address)
-        if attempt is None or attempt.futures.get(notice.index) is not notice.future:
-            self._late_node_ended(notice, notice.address)
-            return
-        outcome = _outcome(notice.future)
-        if isinstance(outcome, Outcome):
-            attempt.outcomes[notice.index] = outcome
+    def _told(self, notice: _Told) -> None:
+        outcome = notice.outcome
+        attempt = self._attempts.get(outcome.address)
+        if attempt is not None and attempt.name == notice.attempt:
+            attempt.outcomes[outcome.index] = outcome
+            self._judge(attempt)
         else:
-            attempt.errors[notice.index] = outcome
+            for where, worker in self._workers.items():
+                late = worker.late.get(outcome.address)
+                if late is not None and late.name == notice.attempt:
+                    self._came_back(where, late, outcome)
+
+    def _node_ended(self, notice: _Ended) -> None:
+        """A node's future ended: with an error, or else its outcome has been told."""
+        if notice.future.status == "finished":
+            return
+        assert notice.address is not None
+        error = _error_of(notice.future)
+        attempt = self._attempts.get(notice.address)
+        if attempt is not None and attempt.futures.get(notice.index) is notice.future:
+            if notice.index not in attempt.outcomes:
+                attempt.errors[notice.index] = error
+                self._judge(attempt)
+            return
+        where = notice.gang, notice.index
+        late = self._workers[where].late.get(notice.address)
+        if late is not None and late.futures[notice.index] is notice.future and not isinstance(error, _LOST):
+            self._came_back(where, late, None)
+
+    def _judge(self, attempt: _Attempt) -> None:
+        """Decides whether an attempt is over."""
         ended = len(attempt.outcomes) + len(attempt.errors) == len(attempt.futures)
         if ended and not attempt.errors:
-            self._done(attempt.submit.node, [attempt.outcomes[i] for i in sorted(attempt.outcomes)], attempt.first)
+            self._done(attempt)
         elif ended or any(isinstance(e, _LOST) or not isinstance(e, _PEER_ERRORS) for e in attempt.errors.values()):
-            self._failed(notice.address, attempt)
+            self._failed(attempt)
         elif attempt.errors:
             attempt.verdict = min(attempt.verdict, self._now + _PEER_GRACE_S)
 
-    def _done(self, node: Node, outcomes: list[Outcome], kept: Future) -> None:
-        """`outcomes`: of every rank, rank 0's first. `kept`: the future that children will depend on."""
-        attempt = self._attempts.pop(node.address, None)
-        for future in attempt.futures.values() if attempt is not None else ():
-            if future is not kept:
-                future.release()
-        self._results[node.address] = _Result(kept, outcomes[0].worker, node.turn)
+    def _done(self, attempt: _Attempt) -> None:
+        node, gang = attempt.submit.node, attempt.submit.gang
+        other = self._attempts.pop(node.address, attempt)
+        if other is not attempt:  # `attempt` had been given up, and was the first to finish after all
+            _let_go(other.futures)
+        self._results[node.address] = _Result(attempt.futures, gang, node.turn)
         self._dispatch.done(node.address)
-        gang = next(g.name for g in self._gangs.values() if node.role in g.roles)
+        outcomes = [attempt.outcomes[index] for index in sorted(attempt.outcomes)]
         for outcome in outcomes:
             self._workers[gang, outcome.index].progress = self._now
             self._losses.pop(self._lot(gang, outcome.index), None)
@@ -339,8 +400,8 @@ class Executor:
             self._journal.now(EventKind.PUBLISHED, **_where(node.address))
         self._on_done(node, outcomes[0])
 
-    def _failed(self, address: Address, attempt: _Attempt) -> None:
-        gang = attempt.submit.gang
+    def _failed(self, attempt: _Attempt) -> None:
+        address, gang = attempt.submit.node.address, attempt.submit.gang
         for index, error in attempt.errors.items():
             detail = f"{type(error).__name__}: {error}"[:500]
             self._journal.now(EventKind.FAILED, **_where(address), rank=index, gang=gang, detail=detail)
@@ -351,40 +412,33 @@ class Executor:
             self._worker_lost(*dead, f"{address}: {type(lost[0]).__name__}")
         if self._attempts.get(address) is not attempt:
             return  # it was among what its worker had
-        # Its workers are well: what died held a parent's result, which is in the store.
-        self.release(attempt.submit.node.parents)
-        if len(attempt.futures) > 1:  # other ranks may have begun, and wait for this one
+        if len(attempt.futures) > 1:  # its workers are well, but some may have begun, and wait for the rest
             self._worker_lost(gang, 0, f"{address}: {type(lost[0]).__name__} on a part of its ranks")
         else:
             self._reset(self._dispatch.lost([address]))
 
-    def _late_node_ended(self, notice: _Ended, address: Address) -> None:
-        """An attempt that had been given up came back. Its worker is alive after all; and whichever attempt committed
-        first, the node is done."""
-        worker = self._workers[notice.gang, notice.index]
-        if address not in worker.late or worker.late[address][1] is not notice.future:
-            return
-        node, future = worker.late.pop(address)
-        outcome = _outcome(notice.future)
-        if isinstance(outcome, _LOST):
-            return  # it died: the scheduler says so, too
+    def _came_back(self, where: tuple[str, int], late: _Attempt, outcome: Outcome | None) -> None:
+        """An attempt that had been given up ended, well (then the node is done, whichever attempt committed first) or
+        not. Its worker is alive after all, and gets work again when it owes nothing more."""
+        worker, node = self._workers[where], late.submit.node
+        del worker.late[node.address]
         if not worker.late:
             worker.deadline = math.inf
-            self._dispatch.worker_up(notice.gang, notice.index)
-        if isinstance(outcome, Outcome) and not self._dispatch.is_done(address):
-            self._done(node, [outcome], future)
+            self._dispatch.worker_up(*where)
+        if outcome is not None and not self._dispatch.is_done(node.address):
+            late.outcomes[outcome.index] = outcome
+            self._done(late)
         else:
-            future.release()
+            _let_go(late.futures)
 
     def _reset(self, addresses: Iterable[Address], keep_late: tuple[str, int] | None = None) -> None:
         """Lets go of attempts that were given up; those on the worker `keep_late` are listened to all the same."""
         for address in addresses:
             attempt = self._attempts.pop(address)
-            for index, future in attempt.futures.items():
-                if keep_late == (attempt.submit.gang, index):
-                    self._workers[keep_late].late[address] = attempt.submit.node, future
-                else:
-                    future.release()
+            if keep_late == (attempt.submit.gang, attempt.submit.replica):
+                self._workers[keep_late].late[address] = attempt
+                continue
+            _let_go(attempt.futures)
 
     # ---- workers -------------------------------------------------------------------------------------------------
 
@@ -420,7 +474,7 @@ class Executor:
         if worker.building is not notice.future:
             return
         gang, name = self._gangs[notice.gang], worker.spec.name
-        address = _outcome(notice.future)
+        address = _build_result(notice.future)
         notice.future.release()  # a result still wanted would be computed again in a process that came back
         if isinstance(address, _LOST):
             self._worker_lost(gang.name, notice.index, f"while it was built: {type(address).__name__}")
@@ -429,7 +483,7 @@ class Executor:
                 raise self._wrong(f"worker {name} could not be built:", gang.name, {notice.index: address})
             worker.error, worker.deadline = address, self._now + _PEER_GRACE_S
         else:
-            worker.up, worker.address, worker.deadline = True, str(address), math.inf
+            worker.up, worker.address, worker.deadline = True, address, math.inf
             if not gang.ordered:
                 self._dispatch.worker_up(gang.name, notice.index)
             elif all(self._workers[gang.name, r].up for r in range(gang.workers)):
@@ -460,11 +514,11 @@ class Executor:
         indices = range(gang.workers) if gang.ordered else (index,)
         lost = [self._workers[gang_name, i] for i in indices]
         for one in lost:
-            for _, future in one.late.values():
-                future.release()
+            for attempt in one.late.values():
+                _let_go(attempt.futures)
             one.building.release()
-            # Results that it held: Dask must not be asked for them again.
-            self.release([address for address, result in self._results.items() if result.holder == one.spec.name])
+        held = [a for a, r in self._results.items() if r.gang == gang_name and not r.futures.keys().isdisjoint(indices)]
+        self.release(held)
         names = {one.spec.name for one in lost if one.address is None}
         known = workers_by_address(self._client)
         kill_workers(self._client, [a for a, n in known.items() if n in names or a in {one.address for one in lost}])
@@ -511,7 +565,7 @@ class Executor:
             if self._attempts.get(address) is not attempt:
                 continue
             if attempt.verdict <= self._now:
-                self._failed(address, attempt)
+                self._failed(attempt)
             elif self._due(attempt) <= self._now:
                 self._overdue(address, attempt)
 
@@ -531,8 +585,9 @@ class Executor:
         gang, index = attempt.submit.gang, attempt.submit.replica
         detail = f"overdue: cluster.deadline_s = {self._settings.deadline_s:g}"
         self._journal.now(EventKind.FAILED, **_where(address), gang=gang, attempt=attempt.name, detail=detail)
-        self.release(attempt.submit.node.parents)  # perhaps it waits for a parent's result from a process that hangs
-        if attempt.submit.mode is not Mode.ORDERED and self._dispatch.others_up(gang, index):
+        if attempt.ran_ahead:  # it waits for a parent's result, in a process that hangs: the store has it, too
+            self._reset(self._dispatch.lost([address]))
+        elif attempt.submit.mode is not Mode.ORDERED and self._dispatch.others_up(gang, index):
             self._workers[gang, index].deadline = self._now + self._settings.deadline_s
             self._reset(self._dispatch.worker_down(gang, index), keep_late=(gang, index))
         else:
@@ -543,15 +598,25 @@ def _where(address: Address) -> dict[str, Any]:
     return {"stage": address.stage, "step": address.step, "shard": address.shard}
 
 
-def _outcome(future: Future) -> Any:
-    """What a future that has ended has come to: its result, or the reason why it has none."""
+def _let_go(futures: dict[int, Future]) -> None:
+    for future in futures.values():
+        future.release()
+
+
+def _error_of(future: Future) -> BaseException:
+    """Why a future that has ended has no result."""
     if future.status == "error":
         return future.exception()
-    if future.status == "finished":
-        try:
-            return future.result(timeout=_ANSWER_S)
-        except _LOST as error:
-            return error
-        except TimeoutError:
-            return CancelledError(f"{future.key} ended, but its worker does not answer")
     return CancelledError(f"{future.key} was {future.status}")
+
+
+def _build_result(future: Future) -> str | BaseException:
+    """The address of the process that was built, or why there is none."""
+    if future.status != "finished":
+        return _error_of(future)
+    try:
+        return future.result(timeout=_ANSWER_S)
+    except _LOST as error:
+        return error
+    except TimeoutError:
+        return CancelledError(f"{future.key} was built, but does not answer")

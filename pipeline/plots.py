@@ -197,7 +197,8 @@ def _draw_window(ax: Axes, timeline: Timeline, window: tuple[float, float], pane
                        edgecolors="white", linewidth=0.7 if widest > 4 else 0.0, zorder=2)  # fmt: skip
         spans = [(b, max(b.left_s, left), min(b.left_s + b.width_s, right)) for b in row]
         fitting = [(b, lo, hi) for b, lo, hi in spans if (hi - lo) * px_per_s > 9 * len(str(b.step)) + 2]
-        whole = [b for b in row if b.left_s >= left and b.left_s + b.width_s <= right]  # boxes cut by the window's edge do not vote
+        # boxes that the window's edge cuts do not vote
+        whole = [b for b in row if b.left_s >= left and b.left_s + b.width_s <= right]
         if len(fitting) < 0.9 * len(whole):
             continue  # numbers in a few boxes only would read as if they meant something
         for b, lo, hi in fitting:

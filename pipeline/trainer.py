@@ -56,8 +56,9 @@ class Trainer:
         staleness: int,
         bookkeeping: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
-        """`bookkeeping`: entered while the store is read, so that its time can be told from training. `checkpoints`: None where the models are laid out in another way than those that made the commits: neither
-        their checkpoints nor their digests can then be used."""
+        """`checkpoints`: None where the models are laid out in another way than those that made the commits: neither
+        their checkpoints nor their digests can then be used. `bookkeeping`: entered while the store is read, so that
+        its time can be told from training."""
         self.host = host
         self._rank = rank
         self._ranks = ranks

@@ -3,7 +3,7 @@
 The process holds one runtime in a module global, because a Dask task is a plain function and models outlive tasks. A
 process that died and came back holds none: its calls raise WorkerLost, and the driver builds it again.
 
-May import distributed, pipeline.calls and storage.address; the runtime's class is named by the driver and imported
+May import distributed, pipeline.calls and storage; the runtime's class is named by the driver and imported
 here, so that the scheduler, which must import this module too, needs no torch.
 """
 
@@ -12,6 +12,7 @@ from __future__ import annotations
 import faulthandler
 import importlib
 import os
+import pickle
 import sys
 import time
 from dataclasses import dataclass, field
@@ -20,8 +21,9 @@ from typing import Protocol
 
 from distributed import get_worker
 
-from pipeline.calls import Call, Outcome, ResultLost, WorkerLost, WorkerSpec
+from pipeline.calls import OUTCOMES, Call, Outcome, WorkerLost, WorkerSpec
 from storage.address import Address, Ref
+from storage.ledger import Ledger
 
 
 @dataclass(frozen=True)
@@ -45,7 +47,7 @@ class Runtime(Protocol):
 class _Resident:
     spec: WorkerSpec
     runtime: Runtime
-    seen: set[tuple[Address, str]] = field(default_factory=set)
+    begun: set[tuple[Address, str]] = field(default_factory=set)
     """Calls that began here, by address and attempt."""
 
 
@@ -79,21 +81,43 @@ def _write_to(path: Path, headline: str) -> None:
     faulthandler.enable(file=2)
 
 
-def run_node(call: Call, *parents: object) -> Outcome:
-    """Runs one attempt at a node. `parents` are the parents' references: Dask needs them for the edges; the node itself
-    reads its inputs from the store.
+def run_node_task(call: Call, *parents: object) -> Ref | None:
+    """The Dask task: `run_node`, whose outcome the driver is told of by a message. A result would have to be fetched
+    from this process, which may have died, or been stopped, in the meantime. `parents` are the parents' references:
+    Dask needs them for the edges; the node itself reads its inputs from the store.
 
-    Raises:
-        WorkerLost: this process was not built, or for another incarnation.
-        ResultLost: this attempt has run here before.
+    Dask runs a finished task again, and all of its ancestors that it has let go of, to recover a result that died with
+    a process. Such a call must not reach a runtime that has gone on: it is answered from the ledger.
     """
     del parents
+    if not _is_for_this_process(call):
+        commit = Ledger(call.ledger).find(call.address) if call.ledger is not None else None
+        if commit is None:
+            raise WorkerLost(call.worker, call.incarnation)
+        return commit.ref()
+    outcome = run_node(call)
+    get_worker().log_event(OUTCOMES, pickle.dumps((call.attempt, outcome)))
+    return outcome.ref
+
+
+def _is_for_this_process(call: Call) -> bool:
+    """Whether this process was built for the call, and has not begun it before."""
     resident = _resident
     if resident is None or (resident.spec.name, resident.spec.incarnation) != (call.worker, call.incarnation):
+        return False
+    return (call.address, call.attempt) not in resident.begun
+
+
+def run_node(call: Call) -> Outcome:
+    """Runs one attempt at a node.
+
+    Raises:
+        WorkerLost: this process was not built for the call, or has begun it before.
+    """
+    resident = _resident
+    if resident is None or not _is_for_this_process(call):
         raise WorkerLost(call.worker, call.incarnation)
-    if (call.address, call.attempt) in resident.seen:
-        raise ResultLost(f"{call.address} had run before")
-    resident.seen.add((call.address, call.attempt))
+    resident.begun.add((call.address, call.attempt))
     started = time.time()
     visit = resident.runtime.run(call)
     return Outcome(

@@ -1,14 +1,16 @@
 """A runtime whose stages compute nothing but obey the laws: real ledger, real gloo gang, real exactly-once updates.
 
 A test steers it through files in the run's `control/` directory, named `<stage>-<step>-<shard>@<worker>` (`*` for any
-worker) and a suffix; a call looks at them when it has begun and before it meets its peers:
+worker) and a suffix:
 
-    .hold     it waits until the file is gone
+    .hold     a call that has begun waits, before it meets its peers, until the file is gone
     .raise    it raises ValueError with the file's text
+    .commit   a call that is about to commit waits until the file is gone
     build@<worker>.raise, build@<worker>.exit    the worker's build raises, or its process ends
 
 It writes `runs.log` (a line for each call that begins: address, worker, process id), `trained.log` (updates that were
-computed, not found), `replayed.log` (updates done again from the ledger) and `discarded.log` (losers of a commit).
+computed, not found), `replayed.log` (updates done again from the ledger), `committing.log` (calls about to commit) and
+`discarded.log` (losers of a commit).
 """
 
 from __future__ import annotations
@@ -46,7 +48,10 @@ class NoopRuntime:
 
     def run(self, call: Call) -> Visit:
         self._log("runs", f"{call.address} {self.spec.name} {os.getpid()}")
-        self._obey(call.address)
+        name = f"{call.address.stage}-{call.address.step}-{call.address.shard}"
+        if (fault := self._control(name, "raise")).exists():
+            raise ValueError(fault.read_text())
+        self._wait_while(name, "hold")
         if self.spec.size > 1:
             assert call.sequence is not None
             assert call.sequence > self.last_sequence, "a gang's order was broken"
@@ -62,6 +67,8 @@ class NoopRuntime:
             assert call.address.step - self.config.staleness <= call.version <= call.address.step
         if self.spec.index and self.spec.size > 1:
             return Visit(None, 0.0, False)
+        self._log("committing", f"{call.address} {self.spec.name}")
+        self._wait_while(name, "commit")
         commit = Commit(
             address=call.address,
             attempt=new_attempt(),
@@ -90,12 +97,8 @@ class NoopRuntime:
         if found is None and self.spec.index == 0:
             self._log("trained", f"{Address(stage, step)} {self.spec.name}")
 
-    def _obey(self, address: Address) -> None:
-        name = f"{address.stage}-{address.step}-{address.shard}"
-        fault = self._control(name, "raise")
-        if fault.exists():
-            raise ValueError(fault.read_text())
-        while self._control(name, "hold").exists():
+    def _wait_while(self, name: str, suffix: str) -> None:
+        while self._control(name, suffix).exists():
             time.sleep(0.01)
 
     def _control(self, what: str, suffix: str) -> Path:

@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 
 from pipeline import worker
-from pipeline.calls import Call, Outcome, ResultLost, WorkerLost, WorkerSpec, pin_resource, slot_resource
+from pipeline.calls import Call, Outcome, WorkerLost, WorkerSpec, pin_resource, slot_resource
 from pipeline.worker import Visit, run_node
 from storage.address import Address, Ref
+from storage.ledger import Commit, Ledger, provenance_here
 
 SPEC = WorkerSpec("train", 1, 2, 3, "file:///nowhere", "test_calls:Runtime", "name: x")
 CALL = Call(Address("value", 4, 2), "a0-x", 4, (Address("generate", 4, 2),), "train", "train-1", 3, sequence=7)
@@ -50,11 +51,10 @@ def test_errors_survive_the_wire() -> None:
     """Exceptions with arguments of their own are easily ones that cannot be read back."""
     error = pickle.loads(pickle.dumps(WorkerLost("train-1", 3)))
     assert (error.worker, error.incarnation) == ("train-1", 3)
-    assert str(pickle.loads(pickle.dumps(ResultLost("gone")))) == "gone"
 
 
 def test_call_runs(runtime: Runtime) -> None:
-    outcome = run_node(CALL, "a parent's result")
+    outcome = run_node(CALL)
     assert runtime.calls == [CALL]
     assert (outcome.address, outcome.worker, outcome.index, outcome.store_s) == (CALL.address, "train-1", 1, 0.5)
     assert outcome.started <= outcome.finished
@@ -79,10 +79,31 @@ def test_same_attempt_is_refused_the_second_time(runtime: Runtime) -> None:
     """Dask runs a finished task again when its result died with another process. On a trainer that has gone on, that
     would load an old checkpoint, or break the order of a gang."""
     run_node(CALL)
-    with pytest.raises(ResultLost):
+    with pytest.raises(WorkerLost):
         run_node(CALL)
     run_node(replace(CALL, attempt="a1-x"))
     assert [call.attempt for call in runtime.calls] == ["a0-x", "a1-x"]
+
+
+@pytest.mark.parametrize("again", ["on the same process", "on another incarnation", "on one not built"])
+def test_task_that_dask_runs_again_is_answered_from_the_ledger(
+    runtime: Runtime, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, again: str
+) -> None:
+    ledger = Ledger(str(tmp_path))
+    provenance = provenance_here(seed=0, config_hash="")
+    ledger.commit(Commit(CALL.address, "a0-x", None, 0, {}, provenance, finished=1.0))
+    call = replace(CALL, ledger=str(tmp_path))
+    if again == "on the same process":
+        run_node(call)
+    elif again == "on another incarnation":
+        call = replace(call, incarnation=2)
+    else:
+        monkeypatch.setattr(worker, "_resident", None)
+    before = len(runtime.calls)
+    assert worker.run_node_task(call, "a parent's result") == Ref(CALL.address, "a0-x")
+    assert len(runtime.calls) == before
+    with pytest.raises(WorkerLost):
+        worker.run_node_task(replace(call, address=Address("value", 5), incarnation=9))
 
 
 def test_names_of_resources() -> None:

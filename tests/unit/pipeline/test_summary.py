@@ -1,8 +1,8 @@
 """Every number of the summary, computed by hand from a small journal.
 
-    seconds        0    1    2    3    4    5    6    7    8    9   10
-    gen   (g0)     [ generate 0  |s]    [ generate 1   ]                  s: the last second on the store
-    train (t0)                    . .[ update 0        ]   .[ update 1 ]
+seconds        0    1    2    3    4    5    6    7    8    9   10
+gen   (g0)     [ generate 0  |s]    [ generate 1   ]                  s: the last second on the store
+train (t0)                    . .[ update 0        ]   .[ update 1 ]
 """
 
 import json

@@ -193,6 +193,7 @@ class _Driver:
             start_timeout_s=config.cluster.start_timeout_s,
             deadline_s=config.cluster.deadline_s,
             attempts=config.cluster.attempts,
+            ledger=str(paths.ledger),
             log_dir=paths.logs,
         )
         self._executor = Executor(workers.client, config.gangs(), dispatch, journal, settings, self._done)

@@ -443,7 +443,8 @@ class Executor:
     # ---- workers -------------------------------------------------------------------------------------------------
 
     def _build(self, gang: Gang, indices: Iterable[int], incarnation: int) -> None:
-        rendezvous = self._settings.rendezvous_dir / f"{gang.name}-{self._name}-{incarnation}"
+        # Absolute: torch takes the first part of a relative path for a host, and waits for ever.
+        rendezvous = self._settings.rendezvous_dir.resolve() / f"{gang.name}-{self._name}-{incarnation}"
         log_dir = self._settings.log_dir
         for index in indices:
             name = worker_name(gang.name, index)

@@ -3,6 +3,7 @@ repeats bit for bit, that it stops and goes on, and that every command can read 
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import os
@@ -64,11 +65,12 @@ def sources(folder: Path, name: str, *overrides: str, config: str = "tiny.yaml")
 
 
 def finish(folder: Path, name: str, *overrides: str, config: str = "tiny.yaml") -> RunConfig:
-    """Runs to the end in this process (and its workers); returns the config."""
+    """Runs to the end in this process (and its workers), with a relative runs_dir as the shipped configs have; returns
+    the config with an absolute one."""
     file, *changes = sources(folder, name, *overrides, config=config)
-    run = load_config([file], changes)
-    run_config(run, Console(file=io.StringIO()))
-    return run
+    with contextlib.chdir(folder):
+        run_config(load_config([file], [*changes, "runs_dir=runs"]), Console(file=io.StringIO()))
+    return load_config([file], changes)
 
 
 @pytest.fixture(scope="module")

@@ -263,7 +263,7 @@ def test_mlflow_has_the_run(overlapped: RunConfig) -> None:
     assert experiment is not None
     (run,) = client.search_runs([experiment.experiment_id])
     assert run.info.status == "FINISHED"
-    assert run.data.params == flatten(overlapped)
+    assert run.data.params == flatten(overlapped) | {"runs_dir": "runs"}
     assert {"git_commit", "host", "config_hash", "run_dir"} <= run.data.tags.keys()
     promised = {
         "reward/mean", "kl/ref", "kl/coef", "staleness/max", "staleness/mean", "ess/fraction", "time/step_s",

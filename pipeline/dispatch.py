@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from pipeline.graph import Node
-from stages.models.protocol import Role
+from stages.models.protocol import MODEL_ROLES, Role
 from storage.address import Address
 
 
@@ -48,7 +48,7 @@ class Gang:
     @property
     def ordered(self) -> bool:
         """Whether it holds a trained or a reference model: then its ranks act together."""
-        return bool(self.roles & {Role.POLICY, Role.VALUE, Role.REFERENCE})
+        return bool(self.roles & MODEL_ROLES)
 
     def mode(self, role: Role) -> Mode:
         if self.ordered:

@@ -60,7 +60,7 @@ from pipeline.dispatch import Dispatch, Gang, Mode, Submit
 from pipeline.events import Event, EventKind, Journal
 from pipeline.graph import Node
 from pipeline.worker import build_worker, run_node_task
-from stages.models.protocol import Role
+from stages.models.protocol import MODEL_ROLES
 from storage.address import Address
 
 _LOST = (KilledWorker, WorkerLost, CancelledError, CommClosedError, NoWorkerError, NoValidWorkerError)
@@ -74,7 +74,6 @@ _GONE = ("error", "cancelled", "lost")
 _LINEAGE = 8
 _FIRST = 1
 """Dask priority of a build: nodes have negative ones."""
-_COLLECTIVE = frozenset({Role.POLICY, Role.VALUE, Role.REFERENCE})
 
 
 class StageFailed(RuntimeError):
@@ -288,7 +287,7 @@ class Executor:
         if submit.mode is not Mode.ORDERED:
             indices: Iterable[int] = (submit.replica,)
         else:
-            indices = range(gang.workers) if node.role in _COLLECTIVE else (0,)
+            indices = range(gang.workers) if node.role in MODEL_ROLES else (0,)
         name = f"a{submit.attempt}-{self._name}"
         pin = pin_resource if submit.mode is Mode.FREE else slot_resource
         futures = {}

@@ -4,7 +4,8 @@
 same number of tokens. Sides are taken in turn in every repeat, on all cores; a figure is the median of its repeats.
 
 The roofline: a pass over the weights cannot take less than its bytes / memory bandwidth, nor less than its arithmetic
-/ the rate of a large matrix product, both measured in the same run; at the batch the engine achieved, and with the
+/ the rate of a large matrix product, both measured in the same run, as the best that torch or the engine's own products
+reach; at the batch the engine achieved, and with the
 prompts at the product's rate. Bytes and arithmetic are the model's own (weights once per pass in their dtype, keys and
 values not counted), so what an implementation adds counts against it.
 """
@@ -29,13 +30,18 @@ from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
 from benchmarks.harness import arguments, gemm_gflops, measured_load, report, write_json
 from stages.engines.config import EngineConfig, SamplingConfig
+from stages.engines.native_kernels import NoNativeKernelsError, load_native_kernels
 from stages.engines.protocol import EngineStats, Request
+from stages.engines.runner import choose_kernels
 from stages.engines.torch_engine import TorchEngine
+from stages.hf_files import read_eos_ids
 
 CORES = os.cpu_count() or 1
 SLOTS = 16
 MODEL = Path("assets/smollm2-135m-instruct")
 DTYPES = ("float32", "bfloat16")
+TIE = 1e-3
+"""Logits that are no further apart may come in either order."""
 PADDED, CONTINUOUS, ENGINE = "transformers padded", "transformers continuous", "engine"
 
 
@@ -72,24 +78,29 @@ def workload(num_rows: int, vocab: int, longest: int, seed: int = 0) -> list[Pro
     ]
 
 
-def run_engine(engine: TorchEngine, prompts: list[Prompt], sampled: bool) -> None:
+def run_engine(engine: TorchEngine, prompts: list[Prompt], sampled: bool) -> list[list[int]]:
+    """The rows' new tokens."""
     requests = [
         Request(i, 1, 1, tuple(p.tokens), 0, SamplingConfig(p.new, p.new, temperature=float(sampled)))
         for i, p in enumerate(prompts)
     ]
-    for _ in engine.generate(requests):
-        pass
+    made = {completion.row: completion.tokens.tolist() for completion in engine.generate(requests)}
+    return [made[i] for i in range(len(prompts))]
 
 
-def run_padded(model: LlamaForCausalLM, prompts: list[Prompt], sampled: bool) -> None:
-    """Batches of SLOTS rows, left-padded, each as long as its longest row."""
+def run_padded(
+    model: LlamaForCausalLM, prompts: list[Prompt], sampled: bool, banned: list[int] | None = None
+) -> list[list[int]]:
+    """Batches of SLOTS rows, left-padded, each as long as its longest row. The rows' new tokens. `banned`: never made;
+    the engine does not make the end of sequence, which is no end here."""
+    made: list[list[int]] = []
     for start in range(0, len(prompts), SLOTS):
         batch = prompts[start : start + SLOTS]
         width = max(len(p.tokens) for p in batch)
         ids = torch.tensor([[0] * (width - len(p.tokens)) + p.tokens for p in batch])
         mask = torch.tensor([[0] * (width - len(p.tokens)) + [1] * len(p.tokens) for p in batch])
         new = max(p.new for p in batch)
-        model.generate(
+        out = model.generate(
             input_ids=ids,
             attention_mask=mask,
             max_new_tokens=new,
@@ -97,7 +108,25 @@ def run_padded(model: LlamaForCausalLM, prompts: list[Prompt], sampled: bool) ->
             eos_token_id=None,
             pad_token_id=0,
             **({"top_k": 0} if sampled else {}),
+            **({"suppress_tokens": banned} if banned else {}),
         )
+        made += [row[width : width + p.new].tolist() for row, p in zip(out, batch, strict=True)]
+    return made
+
+
+def widest_tie(
+    model: LlamaForCausalLM, prompts: list[Prompt], ours: list[list[int]], theirs: list[list[int]]
+) -> tuple[int, float]:
+    """How many rows differ; and over those, at the first token that does, the largest distance between the logits of
+    the two tokens that were chosen. Rounding may decide between logits that lie within 1e-3."""
+    differing, widest = 0, 0.0
+    for prompt, mine, other in zip(prompts, ours, theirs, strict=True):
+        at = next((i for i, (a, b) in enumerate(zip(mine, other, strict=True)) if a != b), None)
+        if at is not None:
+            differing += 1
+            logits = model(torch.tensor([prompt.tokens + mine[:at]])).logits[0, -1]
+            widest = max(widest, abs(float(logits[mine[at]] - logits[other[at]])))
+    return differing, widest
 
 
 def run_continuous(model: LlamaForCausalLM, prompts: list[Prompt], sampled: bool) -> None:
@@ -134,16 +163,34 @@ def run_continuous(model: LlamaForCausalLM, prompts: list[Prompt], sampled: bool
         model.set_attn_implementation("sdpa")
 
 
-def read_bandwidth(repeats: int = 5) -> float:
-    """Bytes per second of reading memory with all cores."""
-    memory = torch.ones(64 * 2**20)
-    memory.sum()
+def best_seconds(work: Callable[[], object], repeats: int = 7) -> float:
+    """The least of some repeats: a limit is what the machine can do when nothing holds it up."""
+    work()
     seconds = []
     for _ in range(repeats):
         started = time.perf_counter()
-        memory.sum()
+        work()
         seconds.append(time.perf_counter() - started)
-    return memory.nbytes / min(seconds)
+    return min(seconds)
+
+
+def machine_limits(dtype: torch.dtype) -> tuple[float, float]:
+    """Bytes per second of reading memory, and operations per second of large products, with all cores. The best of what
+    torch reaches and what the engine's own products reach alone: neither is the fastest on every machine, and a limit
+    that the engine is measured against must not be below what its parts can do."""
+    memory = torch.ones(64 * 2**20)
+    bytes_per_s = memory.nbytes / best_seconds(memory.sum)
+    flops_per_s = gemm_gflops(CORES, dtype) * 1e9
+    try:
+        kernels = load_native_kernels()
+    except NoNativeKernelsError:
+        return bytes_per_s, flops_per_s
+    wide, square = torch.randn(64 * 2**20 // 1024, 1024), torch.randn(1536, 1536)
+    packed_wide, packed_square = kernels.pack({0: wide}, dtype), kernels.pack({0: square}, dtype)
+    one, many = torch.randn(1, 1024).to(dtype), torch.randn(1536, 1536).to(dtype)
+    read_s = best_seconds(lambda: kernels.linear(one, packed_wide, dtype))
+    product_s = best_seconds(lambda: kernels.linear(many, packed_square, dtype))
+    return max(bytes_per_s, wide.numel() * dtype.itemsize / read_s), max(flops_per_s, 2 * 1536**3 / product_s)
 
 
 def measure_roofline(model: LlamaForCausalLM) -> Roofline:
@@ -151,7 +198,7 @@ def measure_roofline(model: LlamaForCausalLM) -> Roofline:
     numbers = sum(p.numel() for p in model.parameters())
     embedding = 0 if model.config.tie_word_embeddings else model.get_input_embeddings().weight.numel()
     multiplied = numbers - embedding
-    return Roofline(read_bandwidth(), gemm_gflops(CORES, dtype) * 1e9, multiplied * dtype.itemsize, 2 * multiplied)
+    return Roofline(*machine_limits(dtype), multiplied * dtype.itemsize, 2 * multiplied)
 
 
 @contextmanager
@@ -185,22 +232,30 @@ def compare(
     num_new, num_prompt = sum(p.new for p in prompts), sum(len(p.tokens) for p in prompts)
     rows, figures = [], {}
     settings = EngineConfig(slots=SLOTS, dtype=dtype)  # type: ignore[arg-type]
+    kernels = choose_kernels(settings, torch.device("cpu"))
     started = time.perf_counter()
     with closing(TorchEngine(str(path), settings, max_seq=192, threads=CORES, device=torch.device("cpu"))) as engine:
         figures[f"{dtype}/cold_start_s"] = time.perf_counter() - started
-        sides: dict[str, Callable[[list[Prompt], bool], None]] = {
+        sides: dict[str, Callable[[list[Prompt], bool], object]] = {
             PADDED: lambda p, sampled: run_padded(model, p, sampled),
             CONTINUOUS: lambda p, sampled: run_continuous(model, p, sampled),
             ENGINE: lambda p, sampled: run_engine(engine, p, sampled),
         }
         for side in sides.values():
             side([Prompt(p.tokens, 4) for p in prompts[:4]], True)
+        if dtype == "float32":
+            ends = list(read_eos_ids(str(path)))
+            ours, theirs = run_engine(engine, prompts, sampled=False), run_padded(model, prompts, False, ends)
+            differing, widest = widest_tie(model, prompts, ours, theirs)
+            assert widest < TIE, f"greedy tokens differ from transformers' where logits are {widest:.2e} apart"
+            figures |= {f"{dtype}/greedy/rows_that_differ": differing, f"{dtype}/greedy/widest_tie": widest}
         for sampled in (False, True):
             seconds: dict[str, list[float]] = {name: [] for name in sides}
             others = []
             for _ in range(repeats):
                 for name, side in sides.items():
                     engine.stats()
+                    kernels.end_threads()  # idle ones of the side before would slow this one
                     with measured_load() as load:
                         started = time.perf_counter()
                         side(prompts, sampled)
@@ -240,7 +295,11 @@ def main() -> None:
         f"generation: {len(prompts)} rows, {SLOTS} at a time, {CORES} threads",
         ("weights", "side", "tok/s", "engine is x", "of roofline", "others' load"),
         rows,
-        [f"{repeats} repeats, medians; {machine}"],
+        [
+            f"{repeats} repeats, medians; {machine}",
+            f"float32, greedy: {figures['float32/greedy/rows_that_differ']:.0f} of {len(prompts)} rows differ from "
+            f"transformers', first where its logits are at most {figures['float32/greedy/widest_tie']:.1e} apart",
+        ],
     )
     write_json(options.json, figures)
 

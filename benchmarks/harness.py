@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import psutil
@@ -23,17 +23,20 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from pipeline.run import git_commit
+from pipeline.revision import git_commit
 
-PACKAGES = ("torch", "megatron-core", "transformers", "dask", "zarr")
+PACKAGES = ("torch", "triton", "megatron-core", "transformers", "dask", "zarr")
 
 
-def arguments(description: str) -> argparse.Namespace:
-    """--json FILE, --quick (under a minute) and --repeats, the same for every benchmark."""
+def arguments(
+    description: str, add: Callable[[argparse.ArgumentParser], None] = lambda parser: None
+) -> argparse.Namespace:
+    """--json FILE, --quick (under a minute) and --repeats, the same for every benchmark, and what `add` adds."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--json", type=Path, help="write the figures by name to this file")
     parser.add_argument("--quick", action="store_true", help="under a minute, on a tiny model: not for figures")
     parser.add_argument("--repeats", type=int, default=3)
+    add(parser)
     return parser.parse_args()
 
 
@@ -104,8 +107,15 @@ def machine() -> dict[str, str | int | float]:
         "cores": os.cpu_count() or 1,
         "gpu": gpu,
         "python": platform.python_version(),
-        **{package: version(package) for package in PACKAGES},
+        **{package: _version(package) for package in PACKAGES},
     }
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "not installed"
 
 
 def report(

@@ -1,16 +1,21 @@
 """What the driver sends to a worker and gets back: small, picklable, importable by the scheduler.
 
-May import the standard library, storage.address and pipeline.graph.
+May import the standard library, storage.address, stages.engines.loads and pipeline.graph.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+from stages.engines.loads import RowsHere, Wanted
 from storage.address import Address, Ref
 
 OUTCOMES = "stageline-outcomes"
 """Dask topic on which workers tell the driver of outcomes: pickled pairs of a call's attempt and an `Outcome`."""
+
+
+TAILS = "stageline-tails"
+"""Dask topic on which replicas tell the driver of rows: pickled `RowsNews` and `MoveOver`."""
 
 
 class WorkerLost(RuntimeError):
@@ -80,6 +85,52 @@ class Outcome:
     """Of it, spent on reading and writing store, ledger, weights and checkpoints."""
     reused: bool
     """The output was already committed."""
+
+
+@dataclass(frozen=True)
+class RowsNews:
+    """A replica says what rows it has in flight."""
+
+    gang: str
+    index: int
+    incarnation: int
+    here: RowsHere
+    away: tuple[Address, ...]
+    """Nodes that run there and whose unfinished rows are all elsewhere."""
+
+
+@dataclass(frozen=True)
+class MoveOrder:
+    """What the driver tells a replica: send these rows to another."""
+
+    number: int
+    gang: str
+    index: int
+    incarnation: int
+    """Of the source; another process does not answer."""
+    target: str
+    """Dask address."""
+    rows: tuple[Wanted, ...]
+
+
+@dataclass(frozen=True)
+class MoveOver:
+    """A replica says that an order is carried out: its rows were taken, or have come back."""
+
+    number: int
+    gang: str
+    index: int
+    incarnation: int
+    num_rows: int
+    """That were taken."""
+    num_bytes: int
+    """Of keys and values that travelled."""
+    seconds: float
+    """From the first byte to the answer."""
+    away: tuple[Address, ...]
+    """As in `RowsNews`."""
+    refusal: str | None = None
+    """Why the rows were not taken."""
 
 
 def slot_resource(gang: str, index: int) -> str:

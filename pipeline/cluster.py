@@ -77,19 +77,26 @@ def worker_environment(threads: int, shared: bool) -> dict[str, str]:
     }
 
 
-def worker_resources(gang: Gang, index: int) -> dict[str, float]:
-    """Dask resources of one worker: slots, and a pin for what needs no slot."""
+def worker_resources(gang: Gang, index: int, waiting: int = 0) -> dict[str, float]:
+    """Dask resources of one worker: slots, and a pin for what needs no slot. `waiting`: shards that have no slot any
+    more, and wait for rows in other replicas."""
     return {
-        slot_resource(gang.name, index): 1.0 if gang.ordered else float(gang.slots),
+        slot_resource(gang.name, index): 1.0 if gang.ordered else float(gang.slots + waiting),
         pin_resource(gang.name, index): _ANY,
     }
 
 
-def worker_threads(gang: Gang) -> int:
-    """Tasks a worker runs at once: one in an ordered gang; a replica's slots, and one more where it also scores."""
+def worker_threads(gang: Gang, waiting: int = 0) -> int:
+    """Tasks a worker runs at once: one in an ordered gang; a replica's slots, those that `waiting` says, and one more
+    where it also scores."""
     if gang.ordered:
         return 1
-    return gang.slots + (1 if Role.GENERATE in gang.roles and gang.roles != {Role.GENERATE} else 0)
+    return gang.slots + waiting + (1 if Role.GENERATE in gang.roles and gang.roles != {Role.GENERATE} else 0)
+
+
+def _processes(config: RunConfig, gang: Gang) -> int:
+    """That do maths in each worker: its own, and those that an engine starts (they inherit its environment)."""
+    return config.replica_ranks if Role.GENERATE in gang.roles else 1
 
 
 class LocalWorkers:
@@ -99,16 +106,17 @@ class LocalWorkers:
         # For the whole process, and for good: the journal reports what dies, and Dask's threads talk after they closed.
         logging.getLogger("distributed").setLevel(logging.CRITICAL)
         gangs = config.gangs()
-        shared = sum(config.placement.gangs[g.name].threads * g.workers for g in gangs) > 1
+        shared = sum(config.placement.gangs[g.name].threads * g.workers * _processes(config, g) for g in gangs) > 1
         specs: dict[str, Any] = {}
         for gang in gangs:
+            waiting = gang.slots if config.cluster.move_rows_below and Role.GENERATE in gang.roles else 0
             for index in range(gang.workers):
                 specs[worker_name(gang.name, index)] = {
                     "cls": Nanny,
                     "options": {
-                        "nthreads": worker_threads(gang),
+                        "nthreads": worker_threads(gang, waiting),
                         "host": "127.0.0.1",
-                        "resources": worker_resources(gang, index),
+                        "resources": worker_resources(gang, index, waiting),
                         "memory_limit": 0,
                         "env": worker_environment(config.placement.gangs[gang.name].threads, shared),
                     },

@@ -21,13 +21,15 @@ from omegaconf.errors import OmegaConfBaseException
 
 from pipeline.dispatch import Gang, gangs_of
 from pipeline.graph import GraphSpec
-from stages.engines.config import EngineConfig, SamplingConfig
+from stages.engines.config import EngineConfig, SamplingConfig, speculation_problem
 from stages.models.config import LayoutConfig, ModelConfig, OptimizerConfig
 from stages.models.protocol import Role
 from stages.ppo.config import PPOConfig
 from stages.rewards.protocol import RewardConfig
 from storage.config import PromptsConfig
 from storage.rollouts import Layout, Layouts
+
+_FEWEST_TO_GATHER = 3
 
 
 class ConfigError(ValueError):
@@ -45,7 +47,8 @@ class GangConfig:
 
     workers: int = 1
     threads: int = 1
-    """CPU threads of each worker's maths."""
+    """CPU threads of each worker's maths; of each rank's, where a replica has several (engine.tensor_parallel,
+    engine.pipeline_parallel)."""
     slots: int = 1
     """Pools: shards that a replica works on at once."""
     layout: LayoutConfig = field(default_factory=LayoutConfig)
@@ -109,6 +112,8 @@ class ClusterConfig:
     """How often a node may lose its worker before the run gives up."""
     weights_dir: str | None = None
     """Directory for published weights; null: in /dev/shm."""
+    move_rows_below: int = 0
+    """When fewer rows than these are left on all replicas together, they move to fewer replicas. 0: never."""
 
 
 @dataclass
@@ -153,6 +158,11 @@ class RunConfig:
     @property
     def eval_rows_per_shard(self) -> int:
         return self.prompts.held_out // self.evaluate.shards
+
+    @property
+    def replica_ranks(self) -> int:
+        """Processes of one replica of the engine."""
+        return self.engine.tensor_parallel * self.engine.pipeline_parallel
 
     def graph(self) -> GraphSpec:
         return GraphSpec(
@@ -297,6 +307,7 @@ def validate(config: RunConfig) -> None:
     _check_ranges(config)
     _check_batches(config)
     _check_placement(config)
+    _check_moves(config)
 
 
 def _require(ok: bool, key: str, given: object, need: str) -> None:
@@ -315,6 +326,8 @@ def _check_ranges(c: RunConfig) -> None:
         "sampling.max_new_tokens": c.sampling.max_new_tokens,
         "engine.slots": c.engine.slots,
         "engine.kv_budget_mb": c.engine.kv_budget_mb,
+        "engine.tensor_parallel": c.engine.tensor_parallel,
+        "engine.pipeline_parallel": c.engine.pipeline_parallel,
         "ppo.epochs": c.ppo.epochs,
         "ppo.minibatches": c.ppo.minibatches,
         "ppo.kl.horizon": c.ppo.kl.horizon,
@@ -370,6 +383,19 @@ def _check_ranges(c: RunConfig) -> None:
             "prompts.opening_tokens",
             c.prompts.opening_tokens,
             f"must be from 1 to prompts.max_tokens = {c.prompts.max_tokens}",
+        )
+    problem = speculation_problem(c.engine.speculation)
+    if problem is not None:
+        key, given, need = problem
+        _require(False, key, given, need)
+    groups = c.engine.pipeline_groups
+    if groups is not None:
+        most = c.engine.slots if c.engine.pipeline_parallel > 1 else 1
+        _require(
+            1 <= groups <= most,
+            "engine.pipeline_groups",
+            groups,
+            f"must be from 1 to {most} (engine.slots, or 1 without engine.pipeline_parallel), or null",
         )
     optional = {"ppo.value_clip": c.ppo.value_clip, "ppo.kl.target": c.ppo.kl.target}
     for key, number in optional.items():
@@ -444,6 +470,22 @@ def _check_placement(c: RunConfig) -> None:
     for group in c.gangs():
         if group.ordered:
             _check_layout(c, group)
+
+
+def _check_moves(c: RunConfig) -> None:
+    key, below = "cluster.move_rows_below", c.cluster.move_rows_below
+    _require(
+        below == 0 or below >= _FEWEST_TO_GATHER,
+        key,
+        below,
+        f"must be 0 (rows stay where they are) or {_FEWEST_TO_GATHER} or more: two rows on two replicas are the fewest "
+        "that can be brought together",
+    )
+    if below:
+        gang = c.placement.roles[Role.GENERATE]
+        workers = c.placement.gangs[gang].workers
+        need = f"needs placement.gangs.{gang}.workers of 2 or more (given {workers}); with one replica set it to 0"
+        _require(workers > 1, key, below, need)
 
 
 def _check_layout(c: RunConfig, gang: Gang) -> None:

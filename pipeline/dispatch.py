@@ -4,7 +4,7 @@ Three ways for a node to get a worker:
 - **ordered**: on a gang whose ranks act together. Nodes whose parents are done queue by priority; the driver numbers
   them as it hands them out and every rank executes them in that order. With several ranks one is out at a time: two
   could reach the ranks in different orders (each waits for its own inputs), and collectives would interleave. A single
-  rank has two, which hides the round trip.
+  rank has two, which hides the round trip, unless the first lets a more urgent node follow than the second is.
 - **slot**: on one replica of a pool, when a slot there is free (a replica eight times slower gets fewer shards, which
   Dask's own placement would not do).
 - **free**: on the least loaded replica of a pool, as soon as its parents of the same turn are submitted: Dask's own
@@ -84,6 +84,8 @@ class _Entry:
     attempts: int = 0
     losses: int = 0
     submit: Submit | None = None
+    placed: bool = False
+    """Whether it takes up a slot (or a place in a gang, or in a load)."""
 
 
 @dataclass
@@ -149,6 +151,12 @@ class Dispatch:
         """Whether a pool has another usable replica."""
         return any(replica != worker for replica in self._gangs[gang].slots)
 
+    def vacate(self, address: Address) -> None:
+        """A node that is out does nothing any more but wait: its slot is free, though its attempt goes on."""
+        entry = self._entries.get(address)
+        if entry is not None and entry.state is _State.SUBMITTED:
+            self._release_place(entry)
+
     def done(self, address: Address) -> bool:
         """A node has its commit. False if it already was done (the second of two attempts)."""
         entry = self._entries[address]
@@ -197,9 +205,20 @@ class Dispatch:
                 nodes = [self._entries[address].node for address in ready]
                 heapq.heapify(nodes)
                 while nodes and self._has_room(self._gangs[gang], mode):
-                    submits.append(self._place(heapq.heappop(nodes)))
+                    node = heapq.heappop(nodes)
+                    if mode is Mode.ORDERED and self._comes_after_a_child(node, self._gangs[gang]):
+                        break
+                    submits.append(self._place(node))
                     progress = True
         return submits
+
+    def replicas_up(self, gang: str) -> frozenset[int]:
+        """A pool's usable replicas."""
+        return frozenset(self._gangs[gang].slots)
+
+    def waiting_versions(self, gang: str) -> set[int]:
+        """Versions of the weights that nodes need which wait for nothing but a slot of this pool."""
+        return {self._entries[address].node.version for address in self._ready[gang, Mode.SLOT]}
 
     def losses(self, address: Address) -> int:
         """How often it was lost with its worker."""
@@ -249,6 +268,18 @@ class Dispatch:
             return len(state.out) < (1 if state.gang.workers > 1 else 2)
         return mode is Mode.FREE or any(state.slots.values())
 
+    def _comes_after_a_child(self, node: Node, state: _GangState) -> bool:
+        """Whether what is out on the gang will let a more urgent node follow: handed out now, `node` would run first.
+        (The critic's update would hold up the publication of the policy, and with it the next generation.)"""
+        for parent in state.out:
+            for child in self._children.get(parent, ()):
+                entry = self._entries.get(child)
+                if entry is None or entry.state is not _State.WAITING or self._gang_of[entry.node.role] is not state:
+                    continue
+                if entry.node < node and all(p in state.out or self.is_done(p) for p in entry.node.parents):
+                    return True
+        return False
+
     def _place(self, node: Node) -> Submit:
         """Hands out a node; there is room for it."""
         state, entry = self._gang_of[node.role], self._entries[node.address]
@@ -266,13 +297,15 @@ class Dispatch:
             state.loads[replica] += 1
         entry.submit = Submit(node, state.gang.name, mode, entry.attempts, replica, sequence)
         entry.attempts += 1
+        entry.placed = True
         self._set(entry, _State.SUBMITTED)
         return entry.submit
 
     def _release_place(self, entry: _Entry) -> None:
         submit = entry.submit
-        if submit is None:
+        if submit is None or not entry.placed:
             return
+        entry.placed = False
         state = self._gangs[submit.gang]
         state.out.discard(entry.node.address)
         if submit.mode is Mode.SLOT and submit.replica in state.slots:

@@ -31,6 +31,8 @@ class EventKind(StrEnum):
     """Weights of version `step` became readable."""
     GANG_BUILT = "gang_built"
     GANG_LOST = "gang_lost"
+    ROWS_MOVED = "rows_moved"
+    """Rows left `worker` to go on in another replica; `detail` says how many and where to."""
 
 
 @dataclass(frozen=True)

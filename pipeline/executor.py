@@ -25,6 +25,9 @@ again; if they do not within another deadline, it is killed.
 
 Time is counted by a clock that stands still while the driver does (a suspended job must not find every deadline past).
 
+When few rows are left in a pool's replicas, they tell of them; `Tails` decides which go where, and the sources are
+told. A shard whose rows are all elsewhere gives its slot up.
+
 May import distributed and the pipeline's own plain modules.
 """
 
@@ -47,8 +50,12 @@ from distributed.scheduler import KilledWorker, NoValidWorkerError, NoWorkerErro
 
 from pipeline.calls import (
     OUTCOMES,
+    TAILS,
     Call,
+    MoveOrder,
+    MoveOver,
     Outcome,
+    RowsNews,
     WorkerLost,
     WorkerSpec,
     pin_resource,
@@ -56,11 +63,13 @@ from pipeline.calls import (
     worker_name,
 )
 from pipeline.cluster import kill_workers, workers_by_address
+from pipeline.couriers import order_move
 from pipeline.dispatch import Dispatch, Gang, Mode, Submit
 from pipeline.events import Event, EventKind, Journal
 from pipeline.graph import Node
+from pipeline.tails import Tails
 from pipeline.worker import build_worker, run_node_task
-from stages.models.protocol import MODEL_ROLES
+from stages.models.protocol import MODEL_ROLES, Role
 from storage.address import Address
 
 _LOST = (KilledWorker, WorkerLost, CancelledError, CommClosedError, NoWorkerError, NoValidWorkerError)
@@ -94,6 +103,8 @@ class ExecutorSettings:
     """URL of the ledger, from which a call that Dask runs again is answered; None: it fails, and is submitted again."""
     log_dir: Path | None = None
     """Where workers write what they print; None: to the driver's terminal."""
+    move_rows_below: int = 0
+    """When fewer rows are left on all replicas that generate, they move to fewer replicas; 0: never."""
 
 
 @dataclass
@@ -171,7 +182,14 @@ class _Removed:
     worker: str
 
 
-_Notice = _Ended | _Told | _Removed
+@dataclass(frozen=True)
+class _Rows:
+    """A replica spoke of its rows."""
+
+    news: RowsNews | MoveOver
+
+
+_Notice = _Ended | _Told | _Removed | _Rows
 
 
 class Executor:
@@ -198,6 +216,8 @@ class Executor:
         self._workers: dict[tuple[str, int], _Worker] = {}
         self._losses: dict[tuple[str, int], int] = {}
         """How often each replica or gang was lost since it last finished a node."""
+        self._pool = next((gang.name for gang in self._gangs.values() if Role.GENERATE in gang.roles), "")
+        self._tails = Tails(settings.move_rows_below)
         self._name = uuid.uuid4().hex[:8]
         self._looked = time.monotonic()
         self._now = 0.0
@@ -208,6 +228,7 @@ class Executor:
         """Begins to build every worker; each is given nodes as soon as it is up."""
         self._client.subscribe_topic("all", self._hear_of_workers)
         self._client.subscribe_topic(OUTCOMES, self._hear_outcome)
+        self._client.subscribe_topic(TAILS, self._hear_of_rows)
         for gang in self._gangs.values():
             self._build(gang, range(gang.workers), incarnation=0)
 
@@ -220,6 +241,8 @@ class Executor:
         while not finished():
             for submit in self._dispatch.next_submits():
                 self._submit(submit)
+            if self._settings.move_rows_below:
+                self._order_moves()
             match self._next_notice():
                 case _Told() as notice:
                     self._told(notice)
@@ -229,6 +252,8 @@ class Executor:
                     self._node_ended(notice)
                 case _Removed() as notice:
                     self._removed(notice)
+                case _Rows(news):
+                    self._rows_told(news)
             self._check_deadlines()
 
     def release(self, addresses: Iterable[Address]) -> None:
@@ -249,6 +274,7 @@ class Executor:
         if self._workers:
             self._client.unsubscribe_topic("all")
             self._client.unsubscribe_topic(OUTCOMES)
+            self._client.unsubscribe_topic(TAILS)
         self._workers.clear()
         self.release(list(self._results))
 
@@ -270,6 +296,10 @@ class Executor:
     def _hear_outcome(self, event: tuple[float, bytes]) -> None:
         """Takes a worker's news (called in the client's thread)."""
         self._notices.put(_Told(*pickle.loads(event[1])))
+
+    def _hear_of_rows(self, event: tuple[float, bytes]) -> None:
+        """Takes a replica's news (called in the client's thread)."""
+        self._notices.put(_Rows(pickle.loads(event[1])))
 
     def _hear_of_workers(self, event: tuple[float, object]) -> None:
         """Takes the scheduler's news of a process that ended (called in the client's thread)."""
@@ -439,6 +469,35 @@ class Executor:
                 continue
             _let_go(attempt.futures)
 
+    # ---- rows that move ------------------------------------------------------------------------------------------
+
+    def _order_moves(self) -> None:
+        """Tells sources which rows to send where."""
+        usable, startable = self._dispatch.replicas_up(self._pool), self._dispatch.waiting_versions(self._pool)
+        for number, move in self._tails.next_moves(usable, startable):
+            source, target = (self._workers[self._pool, index] for index in (move.source, move.target))
+            assert source.address is not None
+            assert target.address is not None
+            order = MoveOrder(number, self._pool, move.source, source.spec.incarnation, target.address, move.rows)
+            order_move(self._client, source.address, order)
+
+    def _rows_told(self, news: RowsNews | MoveOver) -> None:
+        """What a replica says counts if it is the process that has this place now."""
+        worker = self._workers.get((news.gang, news.index))
+        if worker is None or worker.spec.incarnation != news.incarnation:
+            return
+        if isinstance(news, RowsNews):
+            self._tails.told(news.index, news.here)
+        else:
+            self._tails.arrived(news.number, news.num_bytes, news.seconds)
+            detail = f"{news.num_rows} rows, {news.num_bytes} bytes of keys and values, {news.seconds:.3f} s"
+            detail += f"; refused: {news.refusal}" if news.refusal is not None else ""
+            self._journal.now(EventKind.ROWS_MOVED, gang=news.gang, worker=worker.spec.name, detail=detail)
+        for address in news.away:
+            attempt = self._attempts.get(address)
+            if attempt is not None and (attempt.submit.gang, attempt.submit.replica) == (news.gang, news.index):
+                self._dispatch.vacate(address)
+
     # ---- workers -------------------------------------------------------------------------------------------------
 
     def _build(self, gang: Gang, indices: Iterable[int], incarnation: int) -> None:
@@ -511,6 +570,8 @@ class Executor:
                 f"anything; last: {why}{self._see_log(worker)}"
             )
         self._reset(self._dispatch.worker_down(gang_name, index))
+        if gang_name == self._pool:
+            self._tails.gone(index)
         indices = range(gang.workers) if gang.ordered else (index,)
         lost = [self._workers[gang_name, i] for i in indices]
         for one in lost:
@@ -589,6 +650,8 @@ class Executor:
             self._reset(self._dispatch.lost([address]))
         elif attempt.submit.mode is not Mode.ORDERED and self._dispatch.others_up(gang, index):
             self._workers[gang, index].deadline = self._now + self._settings.deadline_s
+            if gang == self._pool:
+                self._tails.gone(index)
             self._reset(self._dispatch.worker_down(gang, index), keep_late=(gang, index))
         else:
             self._worker_lost(gang, index, detail)

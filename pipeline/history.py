@@ -13,6 +13,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from pipeline.engine_metrics import is_count
+from pipeline.engine_metrics import step_metrics as engine_metrics
 from pipeline.graph import GraphSpec, step_nodes
 from pipeline.summary import Evaluation, StepNumbers
 from storage.address import Address
@@ -21,6 +23,8 @@ from storage.records import Rollout, Scores
 from storage.rollouts import RolloutStore
 
 _FRACTION = "staleness/fraction_"
+_TOTALS = ("generate/tokens", "generate/rows_finished_elsewhere")
+"""Metrics of shards that are summed; of the others a step has the mean."""
 
 
 @dataclass(frozen=True)
@@ -45,14 +49,15 @@ class History:
         metrics: dict[str, float] = {}
         seconds: defaultdict[str, float] = defaultdict(float)
         shards: defaultdict[str, list[float]] = defaultdict(list)
+        counted = [{n: v for n, v in commit.metrics.items() if is_count(n)} for commit in commits]
         for commit in commits:
             seconds[f"time/{commit.address.stage}_s"] += commit.finished - commit.provenance.started
             for name, value in commit.metrics.items():
-                shards[name].append(value)
+                if not is_count(name):
+                    shards[name].append(value)
         for name, values in shards.items():
-            total = name in ("generate/tokens", "generate/refit_s")
-            metrics[name] = float(np.sum(values) if total else np.mean(values))
-        metrics |= seconds
+            metrics[name] = float(np.sum(values) if name in _TOTALS else np.mean(values))
+        metrics |= seconds | engine_metrics(counted)
         published = {c.address.step: c.finished for c in commits if c.address.stage == "publish"}
         before = self.ledger.find(Address("publish", step))
         after = published.get(step + 1)

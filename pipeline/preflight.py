@@ -1,6 +1,7 @@
 """What a run would be refused for that takes a look at the disk: model, prompts, reward, run directory. Nothing starts.
 
-May import stages.hf_files, stages.prompts, stages.rewards.registry and storage.
+May import torch, stages.hf_files, stages.prompts, stages.rewards.registry, storage; of stages.engines how a model is
+cut and how large its cache is.
 """
 
 from __future__ import annotations
@@ -9,9 +10,15 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
 from pipeline.config import ConfigError, RunConfig, config_hash, load_yaml
 from pipeline.paths import RunPaths
+from stages.engines.kv_cache import block_bytes, blocks_for
+from stages.engines.sharding import check_division
+from stages.engines.torch_llama import cache_dtype
 from stages.hf_files import RANDOM_TINY, Tokenizer, read_config, read_tokenizer, rope_theta
+from stages.models.protocol import Role
 from stages.prompts import PromptTable, tokenise
 from stages.rewards.registry import build_reward
 from storage.prompts import PromptsError, load_texts
@@ -35,6 +42,7 @@ def preflight(config: RunConfig, saved: Path | None = None) -> Preflight:
     model = _check_model(config)
     _check_context(config, model)
     _check_layouts(config, model)
+    _check_replicas(config, model)
     try:
         build_reward(config.reward)
     except ValueError as error:
@@ -136,6 +144,38 @@ def _check_layouts(config: RunConfig, model: dict[str, object]) -> None:
         for part, given, name, number in parts if gang.ordered else []:
             if number % given:
                 raise ConfigError(f"{key}.{part}", f"given {given}; must divide the model's {name} = {number}")
+
+
+def _check_replicas(config: RunConfig, model: dict[str, object]) -> None:
+    """Whether an engine's ranks can share this model, keep a row of it, and find devices on this host."""
+    engine = config.engine
+    heads = int(str(model["num_attention_heads"]))
+    kv_heads, blocks = int(str(model.get("num_key_value_heads") or heads)), int(str(model["num_hidden_layers"]))
+    try:
+        check_division(heads, kv_heads, blocks, engine.tensor_parallel, engine.pipeline_parallel)
+    except ValueError as error:
+        key, _, rest = str(error).partition(": ")
+        raise ConfigError(key, rest) from error
+    dtype = cache_dtype(getattr(torch, engine.dtype), torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    head_dim = int(str(model.get("head_dim") or int(str(model["hidden_size"])) // heads))
+    row_bytes = blocks_for(config.seq) * block_bytes(blocks, kv_heads, head_dim, dtype)
+    if engine.kv_budget_mb * 2**20 < row_bytes:
+        raise ConfigError(
+            "engine.kv_budget_mb",
+            f"given {engine.kv_budget_mb}; the keys and values of one row of {config.seq} tokens (prompts.max_tokens + "
+            f"sampling.max_new_tokens) take {-(-row_bytes // 2**20)}, and of all engine.slots "
+            f"{-(-engine.slots * row_bytes // 2**20)}",
+        )
+    devices = torch.cuda.device_count()
+    gang = config.placement.roles[Role.GENERATE]
+    workers, ranks = config.placement.gangs[gang].workers, config.replica_ranks
+    if devices and ranks > 1 and workers * ranks > devices:
+        key = "engine.tensor_parallel" if engine.tensor_parallel > 1 else "engine.pipeline_parallel"
+        raise ConfigError(
+            key,
+            f"given {getattr(engine, key.partition('.')[2])}; {workers} replicas (placement.gangs.{gang}.workers) of "
+            f"{ranks} ranks need {workers * ranks} GPUs, this host has {devices}: at most {devices // workers} ranks",
+        )
 
 
 def _read_prompts(config: RunConfig, tokenizer: Tokenizer) -> PromptTable:

@@ -110,13 +110,25 @@ def replay_node(config: RunConfig, stage: str, step: int, shard: int) -> Replaye
         known = f"{stage} has shards {shards[0]} to {shards[-1]}" if shards else f"this run has no {stage} nodes"
         raise ConfigError("--shard" if shards else "--stage", f"given {shard if shards else stage!r}; {known}")
     history = open_history(config)
-    if history.ledger.find(address) is None:
+    commit = history.ledger.find(address)
+    if commit is None:
         raise MissingOutput(f"{address} has no commit: there is nothing to compare with")
+    version = node.version
+    if stage in SAMPLING:
+        versions = commit.provenance.weight_versions
+        if len(versions) > 1:
+            named = ", ".join(f"v{v}" for v in versions)
+            raise ConfigError(
+                "--shard",
+                f"given {shard}; its rows were sampled by {named} as they came in (engine.update: inflight), "
+                "which cannot be repeated; a shard of one version can",
+            )
+        version = versions[0]
     gang = config.placement.roles[node.role.value]
     holder = config.placement.roles[Role.POLICY.value if stage in SAMPLING else node.role.value]
     one_rank = config.placement.gangs[holder].workers == 1 or node.role not in {*MODEL_ROLES, Role.GENERATE}
     close = CLOSE[config.model.dtype]
-    call = Call(address, "replay", node.version, node.inputs, gang, "replay", 0)
+    call = Call(address, "replay", version, node.inputs, gang, "replay", 0)
     with tempfile.TemporaryDirectory(prefix="stageline-replay-") as name:
         scratch = Path(name)
         single = alone(config, scratch)
@@ -127,7 +139,7 @@ def replay_node(config: RunConfig, stage: str, step: int, shard: int) -> Replaye
         if stage in SAMPLING:
             with runtime_for(single, Role.POLICY, scratch) as runtime:
                 board = WeightBoard(RunPaths(single.run_dir).board(single.cluster.weights_dir))
-                publish(runtime.trainer.at(Role.POLICY, node.version), board, node.version)
+                publish(runtime.trainer.at(Role.POLICY, version), board, version)
         with runtime_for(single, node.role, scratch) as runtime:
             record = runtime.compute(call).record
             repeats = stage not in SCORING or runtime.reward_repeats

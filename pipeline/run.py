@@ -18,7 +18,6 @@ import logging
 import os
 import platform
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -43,6 +42,7 @@ from pipeline.history import History
 from pipeline.paths import RunPaths
 from pipeline.preflight import Preflight, check_run_directory, preflight
 from pipeline.progress import Progress
+from pipeline.revision import git_commit
 from pipeline.summary import Summary, summarise
 from pipeline.tables import ResponsePair, end_of_run
 from pipeline.tracking import MlflowTracker, NullTracker, RunStatus, Span, Tracker, how_to_open
@@ -195,6 +195,7 @@ class _Driver:
             attempts=config.cluster.attempts,
             ledger=str(paths.ledger),
             log_dir=paths.logs,
+            move_rows_below=config.cluster.move_rows_below,
         )
         self._executor = Executor(workers.client, config.gangs(), dispatch, journal, settings, self._done)
 
@@ -363,20 +364,6 @@ def _tracker(config: RunConfig, paths: RunPaths) -> Tracker:
     )
     tracker.artifact(paths.config, "")
     return tracker
-
-
-def git_commit() -> str:
-    """The commit of the code that runs, with "+changes" if the tree differs from it; empty outside a repository."""
-    here = Path(__file__).resolve().parent
-
-    def git(*arguments: str) -> str:
-        answer = subprocess.run(
-            ["git", "-C", str(here), *arguments], capture_output=True, text=True, check=False, env={**os.environ}
-        )
-        return answer.stdout.strip() if answer.returncode == 0 else ""
-
-    commit = git("rev-parse", "HEAD")
-    return commit + ("+changes" if commit and git("status", "--porcelain", "--untracked-files=no") else "")
 
 
 def _conclude(

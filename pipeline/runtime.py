@@ -14,27 +14,33 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import os
 import shutil
+import sys
 import threading
 import time
 import warnings
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
 
+from pipeline.bookkeeping import Clock
 from pipeline.calls import Call, WorkerSpec
 from pipeline.config import config_hash, load_yaml
+from pipeline.engine_metrics import counts
 from pipeline.graph import STAGE_ROLES
 from pipeline.paths import RunPaths
+from pipeline.replica import ReplicaRows
 from pipeline.trainer import UPDATE_STAGE, Trainer
+from pipeline.versioned_engine import VersionedEngine
 from pipeline.worker import Visit
 from stages.advantage import advantage
 from stages.engines.config import SamplingConfig
-from stages.engines.protocol import GenerationEngine
+from stages.engines.moving import RowsLost
 from stages.generate import generate
 from stages.hf_files import read_tokenizer
 from stages.logprob import logprob
@@ -49,8 +55,10 @@ from storage.checkpoints import Checkpoints
 from storage.ledger import Commit, Ledger, Provenance, provenance_here
 from storage.records import Record, Rollout
 from storage.rollouts import RolloutStore
-from storage.weights import BFLOAT16, WeightBoard, WeightLease
+from storage.weights import WeightBoard
 
+LONGEST_SILENCE_S = 30.0
+"""Of a replica that took rows, before it is taken for lost; less under a short `cluster.deadline_s`."""
 RECENT_BYTES = 64 << 20
 """Of records that a worker keeps: `reference`, `logprob`, `value` and both updates of a step read the same rows."""
 
@@ -65,20 +73,6 @@ class Output:
     weight_versions: tuple[int, ...] = ()
     mask: np.ndarray | None = None
     """Response mask that says where the record's log-probs must not be zero."""
-
-
-class _Clock(threading.local):
-    """Adds up the seconds that this thread's call spends on bookkeeping."""
-
-    seconds: float = 0.0
-
-    @contextmanager
-    def bookkeeping(self) -> Iterator[None]:
-        started = time.perf_counter()
-        try:
-            yield
-        finally:
-            self.seconds += time.perf_counter() - started
 
 
 def _part(path: str) -> Any:
@@ -105,9 +99,10 @@ class StageRuntime:
         self._ledger = Ledger(str(self._paths.ledger))
         self._store = RolloutStore(str(self._paths.root), self._ledger, config.layouts(), recent_bytes=RECENT_BYTES)
         self._board = WeightBoard(self._paths.board(config.cluster.weights_dir))
-        self._clock = _Clock()
+        self._clock = Clock()
         self._prompts = PromptTable.load(self._paths.prompts) if gang.roles & {Role.GENERATE, Role.SCORE} else None
         self._engine: VersionedEngine | None = None
+        self._rows: ReplicaRows | None = None
         self._trainer: Trainer | None = None
         self._last_sequence = -1
         if Role.SCORE in gang.roles:
@@ -121,10 +116,16 @@ class StageRuntime:
                     config.engine,
                     max_seq=config.seq,
                     threads=settings.threads,
+                    device=_first_device(config.replica_ranks, spec.index),
                     eos_token_ids=config.model.eos_token_ids,
+                    on_lost=_end_process,
                 ),
                 self._board,
+                in_flight=config.engine.update == "inflight",
             )
+            if config.cluster.move_rows_below:
+                silence_s = min(LONGEST_SILENCE_S, config.cluster.deadline_s / 4)
+                self._rows = ReplicaRows(self._engine, config.cluster.move_rows_below, silence_s)
         if gang.ordered:
             host = _part("stages.models.host:MegatronHost")(
                 config.model,
@@ -182,6 +183,11 @@ class StageRuntime:
                 state=output.state,
             )
         return self._visit(commit, reused=False)
+
+    @property
+    def rows(self) -> ReplicaRows | None:
+        """Of a replica whose rows may move to others."""
+        return self._rows
 
     @property
     def reward_repeats(self) -> bool:
@@ -257,31 +263,33 @@ class StageRuntime:
         if config.evaluate.temperature is not None:
             sampling = dataclasses.replace(sampling, temperature=config.evaluate.temperature)
         prompts = held_out_prompts(self._prompts, shard=call.address.shard, shards=config.evaluate.shards)
-        return self._sample(call, prompts, step=EVALUATION_STEP, sampling=sampling)
+        return self._sample(call, prompts, step=EVALUATION_STEP, sampling=sampling, exact=True)
 
-    def _sample(self, call: Call, prompts: Any, *, step: int, sampling: SamplingConfig) -> Output:
+    def _sample(self, call: Call, prompts: Any, *, step: int, sampling: SamplingConfig, exact: bool = False) -> Output:
         assert self._engine is not None
         assert self._prompts is not None
-        with self._engine.at(call.version, self._clock) as engine:
-            rollout = generate(
-                engine,
-                prompts,
-                seed=self._config.seed,
-                step=step,
-                version=call.version,
-                sampling=sampling,
-                seq=self._config.seq,
-                pad_id=self._prompts.pad_id,
-            )
-        tokens = float(rollout.response_lengths.sum())
-        stats = engine.stats()
+        keys = [(self._config.seed, step, row) for row in prompts.row.tolist()]
+        with nullcontext() if self._rows is None else self._rows.shard(call.address, keys) as shard:
+            rollout = None
+            while rollout is None:
+                with suppress(RowsLost), self._engine.at(call.version, self._clock, exact=exact) as engine:
+                    rollout = generate(
+                        engine,
+                        prompts,
+                        seed=self._config.seed,
+                        step=step,
+                        version=call.version,
+                        sampling=sampling,
+                        seq=self._config.seq,
+                        pad_id=self._prompts.pad_id,
+                    )
         metrics = {
-            "generate/tokens": tokens,
-            "generate/occupancy": stats.mean_occupancy,
-            "generate/kv_peak_fraction": stats.kv_peak_fraction,
-            "generate/refit_s": stats.refit_s,
+            "generate/tokens": float(rollout.response_lengths.sum()),
+            "generate/rows_finished_elsewhere": float(shard.finished_elsewhere) if shard is not None else 0.0,
+            **counts(engine.stats()),
         }
-        return Output(rollout, metrics, weight_versions=(call.version,), mask=rollout.response_mask)
+        versions = tuple(np.unique(rollout.token_versions[rollout.response_mask]).tolist())
+        return Output(rollout, metrics, weight_versions=versions, mask=rollout.response_mask)
 
     def _score(self, call: Call) -> Output:
         rollout: Rollout = self._read(call.inputs[0])
@@ -390,43 +398,12 @@ class StageRuntime:
             self._trainer.host.close()
 
 
-def _tensors(lease: WeightLease) -> dict[str, torch.Tensor]:
-    """The mapped arrays as tensors, without a copy; they are read only, and so is what engines do with them."""
-    patterns = {info.name for info in lease.manifest.tensors if info.dtype == BFLOAT16}
-    with warnings.catch_warnings(action="ignore", category=UserWarning):
-        tensors = {name: torch.from_numpy(array) for name, array in lease.tensors.items()}
-    return {name: t.view(torch.bfloat16) if name in patterns else t for name, t in tensors.items()}
+def _first_device(ranks: int, index: int) -> torch.device | None:
+    """Of a replica that spans ranks, where there are GPUs: each has the next so many to itself."""
+    return torch.device("cuda", index * ranks) if ranks > 1 and torch.cuda.is_available() else None
 
 
-class VersionedEngine:
-    """Owns an engine, and lets shards of one version in at a time.
-
-    Shards of the resident version share the engine; the first of another version waits until they have left, loads its
-    weights and lets its own kind in. Dispatch hands out the oldest step first, so versions seldom go back and forth."""
-
-    def __init__(self, engine: GenerationEngine, board: WeightBoard) -> None:
-        self._engine = engine
-        self._board = board
-        self._version: int | None = None
-        self._inside = 0
-        self._turn = threading.Condition()
-
-    @contextmanager
-    def at(self, version: int, clock: _Clock) -> Iterator[GenerationEngine]:
-        """The engine with the weights of `version` resident until the block ends."""
-        with self._turn:
-            self._turn.wait_for(lambda: self._version == version or self._inside == 0)
-            if self._version != version:
-                with clock.bookkeeping(), self._board.open(version) as lease:
-                    self._engine.load_weights(version, _tensors(lease))
-                self._version = version
-            self._inside += 1
-        try:
-            yield self._engine
-        finally:
-            with self._turn:
-                self._inside -= 1
-                self._turn.notify_all()
-
-    def close(self) -> None:
-        self._engine.close()
+def _end_process(reason: str) -> None:
+    """A replica that has lost a rank is lost as a whole: as if its own process had died, it is built anew."""
+    print(f"{reason}: its replica ends", file=sys.stderr, flush=True)
+    os._exit(1)

@@ -3,8 +3,8 @@
 The process holds one runtime in a module global, because a Dask task is a plain function and models outlive tasks. A
 process that died and came back holds none: its calls raise WorkerLost, and the driver builds it again.
 
-May import distributed, pipeline.calls and storage; the runtime's class is named by the driver and imported
-here, so that the scheduler, which must import this module too, needs no torch.
+May import distributed, pipeline.calls, pipeline.couriers and storage; the runtime's class is named by the driver and
+imported here, so that the scheduler, which must import this module too, needs no torch.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from typing import Protocol
 from distributed import get_worker
 
 from pipeline.calls import OUTCOMES, Call, Outcome, WorkerLost, WorkerSpec
+from pipeline.couriers import HasRows, open_for_rows
 from storage.address import Address, Ref
 from storage.ledger import Ledger
 
@@ -66,6 +67,8 @@ def build_worker(spec: WorkerSpec) -> str:
     module, _, name = spec.runtime.partition(":")
     factory = getattr(importlib.import_module(module), name)
     _resident = _Resident(spec, factory(spec))
+    if isinstance(_resident.runtime, HasRows) and _resident.runtime.rows is not None:
+        open_for_rows(get_worker(), spec, _resident.runtime.rows)
     return str(get_worker().address)
 
 

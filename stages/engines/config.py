@@ -21,12 +21,20 @@ class SamplingConfig:
 class SpeculationConfig:
     """Drafting tokens ahead and verifying several in one pass: the same tokens, sooner."""
 
-    drafter: Literal["none", "ngram"] = "none"
-    """`ngram`: what followed the same two or three tokens before, in the row or in earlier rows of its prompt."""
+    drafter: Literal["none", "ngram", "learned", "both"] = "none"
+    """`ngram`: what followed the same two or three tokens before, in the row or in earlier rows of its prompt.
+    `learned`: a small head on the model's hidden state, trained on the finished rows while the engine is idle. `both`:
+    of each row, whichever has been right more often."""
     max_tokens: int = 6
     """Longest draft of a row in a pass."""
     lengths: Literal["measured", "longest"] = "measured"
     """`measured`: what maximises expected tokens per second, 0 included. `longest`: as long as there are drafts."""
+    head_vocab: int = 4096
+    """Tokens that the learned head can draft: those most frequent in the responses."""
+    head_memory_mb: int = 64
+    """Of the hidden states that the head learns from: those of the last rows, 2 bytes a number."""
+    train_share: float = 0.5
+    """Of the engine's idle time, at most so much is spent on training the head."""
 
 
 @dataclass
@@ -37,10 +45,38 @@ class EngineConfig:
     dtype: Literal["float32", "bfloat16"] = "float32"
     kv_budget_mb: int = 512
     """Memory of all keys and values. Where rows outgrow it, the youngest wait and are resumed."""
-    kernels: Literal["auto", "native", "torch"] = "auto"
-    """What runs between the matrix products: C compiled on this machine, or plain torch. `auto` takes the former on a
-    CPU where a C compiler is found. Engines whose log-probs must agree to the last bit need the same."""
+    kernels: Literal["auto", "native", "torch", "triton"] = "auto"
+    """What runs between the matrix products: C compiled on this machine (`native`, on a CPU), Triton's (on CUDA), or
+    plain torch. `auto` takes one of the former where a C compiler or Triton is found. Engines whose log-probs must
+    agree to the last bit need the same."""
+    cuda_graphs: bool = True
+    """Decode passes are captured once per size and replayed. On CUDA with Triton's kernels; elsewhere no effect."""
     update: Literal["drain", "inflight"] = "drain"
     """How new weights come in: after the rows in flight have finished, or between two tokens, which the rows go on
-    from (they are fed again: no token is made from keys of older weights)."""
+    from (they are fed again: no token is made from keys of older weights). With `inflight` a token's version
+    depends on when weights arrive: a run keeps its staleness bound, and is no longer repeatable bit for bit."""
+    tensor_parallel: int = 1
+    """Ranks that hold each block of a replica's model together, with some of its heads and of its MLP each."""
+    pipeline_parallel: int = 1
+    """Stages of a replica's model, each with some of the blocks. A replica has tensor_parallel x pipeline_parallel
+    ranks, each a process with a device (or the threads) of its own; its own process is the first."""
+    pipeline_groups: int | None = None
+    """Passes that go round the stages at once, each with its share of the rows in flight; null: one for each stage."""
     speculation: SpeculationConfig = field(default_factory=SpeculationConfig)
+
+
+def speculation_problem(config: SpeculationConfig) -> tuple[str, float, str] | None:
+    """The first setting that cannot work: its key, what was given, and what would work."""
+    needs = {
+        "max_tokens": (config.max_tokens >= 1, "a draft has at least 1 token: must be 1 or more"),
+        "head_vocab": (config.head_vocab >= 2, "must be 2 or more: a guess is among at least 2 tokens"),
+        "head_memory_mb": (config.head_memory_mb >= 1, "must be 1 or more: learning takes at least 1"),
+        "train_share": (
+            0 < config.train_share <= 1,
+            "must be a share of idle time: above 0 and at most 1 (drafter: ngram learns nothing)",
+        ),
+    }
+    for key, (ok, need) in needs.items():
+        if not ok:
+            return f"engine.speculation.{key}", getattr(config, key), need
+    return None

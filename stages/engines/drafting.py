@@ -1,15 +1,19 @@
-"""Guesses of a row's next tokens, to be verified in one pass. Standard library and stages.engines only.
+"""Guesses of a row's next tokens, to be verified in one pass: the protocol of drafters, and lookup.
 
 A draft is accepted up to the first token that differs from what the row gets anyway, so a drafter can make generation
-faster or slower, but never change it.
+faster or slower, but never change it. May import numpy, torch and stages.engines.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
+
+import numpy as np
+import torch
+from jaxtyping import Float32
 
 from stages.engines.rows import Row
 
@@ -27,15 +31,41 @@ class Draft:
 
     tokens: tuple[int, ...]
     kind: str
+    levels: tuple[int, ...] = ()
+    """How sure the drafter is of each token, in any small number of classes: acceptance is measured for each apart.
+    Empty: it cannot say."""
 
 
 class Drafter(Protocol):
-    def propose(self, row: Row, longest: int) -> Draft | None:
-        """Up to `longest` tokens to follow `row.tokens`; None if it has no idea."""
+    """Used by the engine thread only, `refit` excepted."""
+
+    kinds: tuple[str, ...]
+    """Of all its drafts."""
+    by_position: bool
+    """Whether each further token of a draft costs as much time as the first."""
+    wants_hidden: bool
+    """Whether `observe` must be called."""
+    generation: int
+    """Rises when what it has learned comes into use."""
+
+    def propose(self, rows: Sequence[Row], longest: Sequence[int]) -> list[Draft | None]:
+        """For each row up to so many tokens (at least 1) to follow `row.tokens`; None if it has no idea."""
+        ...
+
+    def observe(self, row: Row, hidden: Float32[np.ndarray, "kept C"]) -> None:
+        """The model's hidden states from which the row's last tokens have been drawn."""
         ...
 
     def finish(self, row: Row) -> None:
         """The row is complete (or was given up): forget what was kept for it, learn from its response."""
+        ...
+
+    def refit(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """New weights of the model are coming in. From any thread; keeps no view of the tensors."""
+        ...
+
+    def train(self) -> bool:
+        """Learns for some tens of milliseconds, the engine being idle; False if there is nothing to learn."""
         ...
 
 
@@ -63,11 +93,39 @@ class NgramDrafter:
     What followed the last two or three tokens where they stood before is likely to follow again: in the row itself
     (repeated structure), or in rows of earlier steps for the same prompt, since which the policy has moved little."""
 
+    kinds: tuple[str, ...] = tuple(f"{where}-{length}" for where in ("lookup", "earlier") for length in _LENGTHS)
+    by_position = False
+    wants_hidden = False
+    generation = 0
+
     def __init__(self) -> None:
         self._indexes: dict[Row, _Index] = {}
         self._earlier: OrderedDict[tuple[int, ...], list[tuple[int, ...]]] = OrderedDict()
 
-    def propose(self, row: Row, longest: int) -> Draft | None:
+    def propose(self, rows: Sequence[Row], longest: Sequence[int]) -> list[Draft | None]:
+        return [self._look_up(row, length) for row, length in zip(rows, longest, strict=True)]
+
+    def observe(self, row: Row, hidden: Float32[np.ndarray, "kept C"]) -> None:
+        """Looks at tokens only."""
+
+    def finish(self, row: Row) -> None:
+        self._indexes.pop(row, None)
+        if row.finished is None:
+            return
+        responses = self._earlier.setdefault(row.request.tokens, [])
+        responses.append(tuple(row.tokens))
+        del responses[:-_RESPONSES]
+        self._earlier.move_to_end(row.request.tokens)
+        while len(self._earlier) > _MAX_PROMPTS:
+            self._earlier.popitem(last=False)
+
+    def refit(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """What the old weights said is still a good guess."""
+
+    def train(self) -> bool:
+        return False
+
+    def _look_up(self, row: Row, longest: int) -> Draft | None:
         index = self._indexes.get(row)
         if index is None:
             index = _Index([*self._earlier.get(row.request.tokens, ()), row.tokens])
@@ -81,17 +139,9 @@ class NgramDrafter:
             place = index.places.get(tuple(row.tokens[-length:]))
             if place is not None and len(row.tokens) >= length:
                 source, start = place
-                kind = f"{'lookup' if source == own else 'earlier'}-{length}"
-                return Draft(tuple(index.sources[source][start : start + longest]), kind)
+                if source != own:
+                    return Draft(tuple(index.sources[source][start : start + longest]), f"earlier-{length}")
+                # what has come round once is taken to come round again and again
+                period = len(row.tokens) - start
+                return Draft(tuple(row.tokens[start + i % period] for i in range(longest)), f"lookup-{length}")
         return None
-
-    def finish(self, row: Row) -> None:
-        self._indexes.pop(row, None)
-        if row.finished is None:
-            return
-        responses = self._earlier.setdefault(row.request.tokens, [])
-        responses.append(tuple(row.tokens))
-        del responses[:-_RESPONSES]
-        self._earlier.move_to_end(row.request.tokens)
-        while len(self._earlier) > _MAX_PROMPTS:
-            self._earlier.popitem(last=False)

@@ -1,66 +1,25 @@
 /* What lies between the matrix products of a decoding pass, for CPUs: residual + norm, rotary embedding with paged
- * attention, the gate of the MLP, and the keyed draw of a token. `native_kernels.py` compiles and calls this file;
- * `torch_kernels.py` computes the same functions in plain torch and says what each means.
+ * attention, the gate of the MLP, and the keyed draw of a token; and, with gemm.c's products, the two halves of a block
+ * in a call each. `native_kernels.py` compiles and calls this file; `torch_kernels.py` computes the same functions in
+ * plain torch and says what each means.
  *
  * Determinism: one thread computes all of a token's numbers in an order that only sizes of the model and the token's
  * own position decide. So they are the same bits in any batch, with any number of threads, wherever the keys lie, and
  * whether a token is decoded alone, with drafts, or as part of a prompt. */
 
 #include <math.h>
+#include <omp.h>
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
 
+#include "kernels.h"
+
 #define BLOCK 16 /* positions of a block of the cache: kv_cache.BLOCK_TOKENS */
 #define CHUNK 1024 /* logits worked on at a time: their buffer stays in the first-level cache */
-#define INLINE static inline __attribute__((always_inline))
 
-enum { FLOAT32 = 0, BFLOAT16 = 1 };
-
-/* One number of each position of a block, or 16 numbers of one position. */
+/* Numbers of one position, or one number of each position of a block. */
 typedef float vec __attribute__((vector_size(64), aligned(4), may_alias));
-
-INLINE float float_of(uint32_t bits) {
-    float x;
-    memcpy(&x, &bits, 4);
-    return x;
-}
-
-INLINE uint32_t bits_of(float x) {
-    uint32_t bits;
-    memcpy(&bits, &x, 4);
-    return bits;
-}
-
-INLINE float load(const void *from, int64_t i, int dtype) {
-    return dtype == BFLOAT16 ? float_of((uint32_t)((const uint16_t *)from)[i] << 16) : ((const float *)from)[i];
-}
-
-/* Rounds to nearest even; NaN stays NaN. */
-INLINE void store(void *to, int64_t i, int dtype, float x) {
-    if (dtype == BFLOAT16) {
-        uint32_t bits = bits_of(x);
-        uint32_t rounded = (bits + 0x7fffu + ((bits >> 16) & 1)) >> 16;
-        ((uint16_t *)to)[i] = (bits & 0x7fffffffu) > 0x7f800000u ? 0x7fc0 : (uint16_t)rounded;
-    } else {
-        ((float *)to)[i] = x;
-    }
-}
-
-/* e^x for |x| <= 87, clamped there (Cephes' expf, about 1 ulp): plain arithmetic, so that loops of it are vectorised. */
-INLINE float exp_(float x) {
-    x = x < -87.0f ? -87.0f : x;
-    x = x > 87.0f ? 87.0f : x;
-    float n = (x * 1.44269504088896341f + 12582912.0f) - 12582912.0f;
-    float r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
-    float p = 1.9875691500e-4f;
-    p = p * r + 1.3981999507e-3f;
-    p = p * r + 8.3334519073e-3f;
-    p = p * r + 4.1665795894e-2f;
-    p = p * r + 1.6666665459e-1f;
-    p = p * r + 5.0000001201e-1f;
-    return (p * r * r + r + 1.0f) * float_of((uint32_t)((int32_t)n + 127) << 23);
-}
 
 /* Natural logarithm of a positive normal number (Cephes' logf, about 1 ulp). */
 INLINE float log_(float x) {
@@ -88,47 +47,64 @@ INLINE float log1p_(float w) {
     return d == 0.0f ? w : log_(u) * ratio;
 }
 
+/* out = x / rms(x) * weight, one row. */
+INLINE void norm_row(const float *x, const float *weight, float eps, void *out, int64_t to, int dtype, int width) {
+    float sum = 0.0f;
+#pragma omp simd reduction(+ : sum)
+    for (int i = 0; i < width; i++) sum += x[i] * x[i];
+    float scale = 1.0f / sqrtf(sum / (float)width + eps);
+    if (dtype == BFLOAT16)
+        for (int i = 0; i < width; i++) store(out, to + i, BFLOAT16, x[i] * scale * weight[i]);
+    else
+        for (int i = 0; i < width; i++) store(out, to + i, FLOAT32, x[i] * scale * weight[i]);
+}
+
 /* x [rows, width] += delta (none where null), then out = x / rms(x) * weight. */
 void add_norm(float *x, const void *delta, int delta_dtype, const float *weight, float eps, void *out, int out_dtype,
               int rows, int width) {
 #pragma omp parallel for schedule(static) if ((int64_t)rows * width > 32768)
     for (int row = 0; row < rows; row++) {
-        float *xs = x + (int64_t)row * width;
-        if (delta) {
-            int64_t from = (int64_t)row * width;
-            if (delta_dtype == BFLOAT16)
-                for (int i = 0; i < width; i++) xs[i] += load(delta, from + i, BFLOAT16);
-            else
-                for (int i = 0; i < width; i++) xs[i] += load(delta, from + i, FLOAT32);
-        }
-        float sum = 0.0f;
-#pragma omp simd reduction(+ : sum)
-        for (int i = 0; i < width; i++) sum += xs[i] * xs[i];
-        float scale = 1.0f / sqrtf(sum / (float)width + eps);
-        int64_t to = (int64_t)row * width;
-        if (out_dtype == BFLOAT16)
-            for (int i = 0; i < width; i++) store(out, to + i, BFLOAT16, xs[i] * scale * weight[i]);
+        int64_t at = (int64_t)row * width;
+        float *xs = x + at;
+        if (delta && delta_dtype == BFLOAT16)
+            for (int i = 0; i < width; i++) xs[i] += load(delta, at + i, BFLOAT16);
+        else if (delta)
+            for (int i = 0; i < width; i++) xs[i] += load(delta, at + i, FLOAT32);
+        norm_row(xs, weight, eps, out, at, out_dtype, width);
+    }
+}
+
+/* to = silu(gate) up, `count` numbers of one row. */
+INLINE void gate_part(const void *gate, const void *up, int from_dtype, int64_t from, void *out, int dtype, int64_t to,
+                      int count) {
+    for (int i = 0; i < count; i++) {
+        float g = load(gate, from + i, from_dtype);
+        store(out, to + i, dtype, g / (1.0f + exp_(-g)) * load(up, from + i, from_dtype));
+    }
+}
+
+/* gate_up [rows, 2 width] -> out [rows, width] = silu(gate) up. One thread's share. */
+static void gate_share(const void *gate_up, int from_dtype, void *out, int dtype, int rows, int width) {
+    enum { PART = 256 };
+    int parts = (width + PART - 1) / PART;
+    int64_t size = from_dtype == BFLOAT16 ? 2 : 4;
+#pragma omp for schedule(static)
+    for (int64_t i = 0; i < (int64_t)rows * parts; i++) {
+        int64_t row = i / parts, first = i % parts * PART, from = row * 2 * width + first, to = row * width + first;
+        int count = width - first < PART ? (int)(width - first) : PART;
+        const char *up = (const char *)gate_up + width * size;
+        if (from_dtype == BFLOAT16)
+            gate_part(gate_up, up, BFLOAT16, from, out, dtype, to, count);
+        else if (dtype == BFLOAT16)
+            gate_part(gate_up, up, FLOAT32, from, out, BFLOAT16, to, count);
         else
-            for (int i = 0; i < width; i++) store(out, to + i, FLOAT32, xs[i] * scale * weight[i]);
+            gate_part(gate_up, up, FLOAT32, from, out, FLOAT32, to, count);
     }
 }
 
-INLINE void gate_row(const void *from, void *to, int64_t row, int width, int dtype) {
-    for (int i = 0; i < width; i++) {
-        float g = load(from, row * 2 * width + i, dtype), up = load(from, row * 2 * width + width + i, dtype);
-        store(to, row * width + i, dtype, g / (1.0f + exp_(-g)) * up);
-    }
-}
-
-/* gate_up [rows, 2 width] -> out [rows, width] = silu(gate) up. */
 void gate(const void *gate_up, void *out, int dtype, int rows, int width) {
-#pragma omp parallel for schedule(static) if ((int64_t)rows * width > 16384)
-    for (int row = 0; row < rows; row++) {
-        if (dtype == BFLOAT16)
-            gate_row(gate_up, out, row, width, BFLOAT16);
-        else
-            gate_row(gate_up, out, row, width, FLOAT32);
-    }
+#pragma omp parallel if ((int64_t)rows * width > 16384)
+    gate_share(gate_up, dtype, out, dtype, rows, width);
 }
 
 /* One head of `qkv` -> to, turned by the angles of its position. */
@@ -191,54 +167,104 @@ INLINE void read_head(const float *q, const float *keys, const float *values, co
     for (int i = 0; i < dim; i++) store(out, out_at + i, dtype, read[i] / sum);
 }
 
-/* qkv [num, heads + 2 kv_heads, dim]; tables [rows, width]; keys [blocks, kv_heads, dim, BLOCK]; values [blocks, kv_heads,
- * BLOCK, dim]; queries: room for [num, heads, dim]; out [num, heads, dim]. All tokens are written before any is read.
- * Returns 1 if out of memory. */
-int attend(const void *qkv, int dtype, int num, int heads, int kv_heads, int dim, const float *cosines,
-           const float *sines, const int64_t *positions, const int32_t *rows, const int32_t *tables, int width,
-           float *keys, float *values, float *queries, int longest, void *out) {
+/* Where the tokens of a pass belong, and the cache of one block of the model: tables [rows, table_width]; keys [blocks,
+ * kv_heads, dim, BLOCK]; values [blocks, kv_heads, BLOCK, dim]. */
+struct context {
+    const float *cosines, *sines;
+    const int64_t *positions;
+    const int32_t *rows, *tables;
+    float *keys, *values;
+    int table_width, longest, heads, kv_heads, dim;
+};
+
+/* qkv [num, heads + 2 kv_heads, dim]; queries: room for [num, heads, dim]; out [num, heads, dim]. All tokens are written
+ * before any is read. One thread's share; sets `failed` if out of memory. */
+static void attend_share(const void *qkv, int dtype, int num, const struct context *c, float *queries, void *out,
+                         int out_dtype, int *failed) {
+    int heads = c->heads, kv_heads = c->kv_heads, dim = c->dim, group = heads / kv_heads, half = dim / 2;
     int64_t block_stride = (int64_t)kv_heads * BLOCK * dim;
-    int group = heads / kv_heads, half = dim / 2, failed = 0;
-#pragma omp parallel if ((int64_t)num * longest * heads > 2048)
-    {
-        float *weights = malloc(sizeof(float) * (size_t)(longest + BLOCK));
-        float turned[dim];
-        if (!weights) {
+    float *weights = malloc(sizeof(float) * (size_t)(c->longest + BLOCK));
+    float turned[dim];
+    if (!weights) {
 #pragma omp atomic write
-            failed = 1;
-        }
+        *failed = 1;
+    }
 #pragma omp for schedule(static)
-        for (int n = 0; n < num; n++) {
-            int64_t position = positions[n], at = (int64_t)n * (heads + 2 * kv_heads) * dim;
-            const float *cosine = cosines + position * half, *sine = sines + position * half;
-            int32_t block = tables[(int64_t)rows[n] * width + position / BLOCK];
-            int64_t offset = position % BLOCK;
-            for (int h = 0; h < heads; h++)
-                rotate(qkv, dtype, at + (int64_t)h * dim, dim, cosine, sine, queries + ((int64_t)n * heads + h) * dim);
-            for (int k = 0; k < kv_heads; k++) {
-                int64_t to = block * block_stride + (int64_t)k * BLOCK * dim;
-                int64_t value = at + (int64_t)(heads + kv_heads + k) * dim;
-                rotate(qkv, dtype, at + (int64_t)(heads + k) * dim, dim, cosine, sine, turned);
-                for (int i = 0; i < dim; i++) keys[to + i * BLOCK + offset] = turned[i];
-                for (int i = 0; i < dim; i++) values[to + offset * dim + i] = load(qkv, value + i, dtype);
-            }
+    for (int n = 0; n < num; n++) {
+        int64_t position = c->positions[n], at = (int64_t)n * (heads + 2 * kv_heads) * dim;
+        const float *cosine = c->cosines + position * half, *sine = c->sines + position * half;
+        int32_t block = c->tables[(int64_t)c->rows[n] * c->table_width + position / BLOCK];
+        int64_t offset = position % BLOCK;
+        for (int h = 0; h < heads; h++)
+            rotate(qkv, dtype, at + (int64_t)h * dim, dim, cosine, sine, queries + ((int64_t)n * heads + h) * dim);
+        for (int k = 0; k < kv_heads; k++) {
+            int64_t to = block * block_stride + (int64_t)k * BLOCK * dim;
+            int64_t value = at + (int64_t)(heads + kv_heads + k) * dim;
+            rotate(qkv, dtype, at + (int64_t)(heads + k) * dim, dim, cosine, sine, turned);
+            for (int i = 0; i < dim; i++) c->keys[to + i * BLOCK + offset] = turned[i];
+            for (int i = 0; i < dim; i++) c->values[to + offset * dim + i] = load(qkv, value + i, dtype);
         }
+    }
 #pragma omp for schedule(dynamic, 8)
-        for (int i = 0; i < num * heads; i++) {
-            if (failed) continue;
-            int n = i / heads, h = i % heads;
-            const int32_t *table = tables + (int64_t)rows[n] * width;
-            const float *query = queries + (int64_t)i * dim;
-            int length = (int)positions[n] + 1;
-            int64_t head = h / group, to = (int64_t)i * dim;
-            if (dim == 64) /* known at compile time */
-                read_head(query, keys, values, table, head, block_stride, length, 64, weights, out, to, dtype);
-            else
-                read_head(query, keys, values, table, head, block_stride, length, dim, weights, out, to, dtype);
-        }
-        free(weights);
+    for (int i = 0; i < num * heads; i++) {
+        if (*failed) continue;
+        int n = i / heads, h = i % heads;
+        const int32_t *table = c->tables + (int64_t)c->rows[n] * c->table_width;
+        const float *query = queries + (int64_t)i * dim;
+        int length = (int)c->positions[n] + 1;
+        int64_t head = h / group, to = (int64_t)i * dim;
+        if (dim == 64) /* known at compile time */
+            read_head(query, c->keys, c->values, table, head, block_stride, length, 64, weights, out, to, out_dtype);
+        else
+            read_head(query, c->keys, c->values, table, head, block_stride, length, dim, weights, out, to, out_dtype);
+    }
+    free(weights);
+}
+
+/* Returns 1 if out of memory. */
+int attend(const void *qkv, int dtype, int num, const struct context *context, float *queries, void *out) {
+    int failed = 0;
+#pragma omp parallel if ((int64_t)num * context->longest * context->heads > 2048)
+    attend_share(qkv, dtype, num, context, queries, out, dtype, &failed);
+    return failed;
+}
+
+INLINE int64_t numbers(const struct weight *weight) { return weight->out * weight->in; }
+
+/* into [num, width] += what attention makes of the normed x [num, width]. Room: normed and read, as wide as qkv's and
+ * out's inputs, in their dtype; projected [num, heads + 2 kv_heads, dim]; queries [num, heads, dim]. `into` may be x.
+ * Returns 1 if out of memory. */
+int attention(const float *x, const float *norm, float eps, const struct weight *qkv, const struct weight *out, int num,
+              const struct context *context, void *normed, float *projected, float *queries, void *read, float *into) {
+    int failed = 0, dtype = qkv->dtype, width = (int)qkv->in;
+#pragma omp parallel if (num * numbers(qkv) > 65536)
+    {
+        int thread = omp_get_thread_num(), threads = omp_get_num_threads();
+#pragma omp for schedule(static)
+        for (int n = 0; n < num; n++) norm_row(x + (int64_t)n * width, norm, eps, normed, (int64_t)n * width, dtype, width);
+        product_share(normed, qkv, num, projected, FLOAT32, STORE, thread, threads);
+#pragma omp barrier
+        attend_share(projected, FLOAT32, num, context, queries, read, dtype, &failed);
+        product_share(read, out, num, into, FLOAT32, ADD, thread, threads);
     }
     return failed;
+}
+
+/* into [num, width] += what the MLP makes of the normed x [num, width]. Room: normed and gated, as wide as gate_up's and
+ * down's inputs, in their dtype; projected, as wide as gate_up's output. `into` may be x. */
+void mlp(const float *x, const float *norm, float eps, const struct weight *gate_up, const struct weight *down, int num,
+         void *normed, float *projected, void *gated, float *into) {
+    int dtype = gate_up->dtype, width = (int)gate_up->in;
+#pragma omp parallel if (num * numbers(gate_up) > 65536)
+    {
+        int thread = omp_get_thread_num(), threads = omp_get_num_threads();
+#pragma omp for schedule(static)
+        for (int n = 0; n < num; n++) norm_row(x + (int64_t)n * width, norm, eps, normed, (int64_t)n * width, dtype, width);
+        product_share(normed, gate_up, num, projected, FLOAT32, STORE, thread, threads);
+#pragma omp barrier
+        gate_share(projected, FLOAT32, gated, dtype, num, (int)down->in);
+        product_share(gated, down, num, into, FLOAT32, ADD, thread, threads);
+    }
 }
 
 /* Standard Gumbel noise of one token: noise.py's function, word for word. */
@@ -250,9 +276,11 @@ INLINE float gumbel(uint32_t word, uint32_t low, uint32_t high) {
     return -log_(-log1p_(w));
 }
 
-/* Per row of logits [rows, vocab]: the arg max of log p + noise (of log p alone at temperature 0), and its log p. */
+/* Per row of logits [rows, vocab]: the arg max of log p + noise (of log p alone at temperature 0), and its log p.
+ * Where `parts` is given the logits are a part of the vocabulary, and it gets what parts are joined by: of each row the
+ * best logit + noise, that logit, and the largest one with the sum of e^(logit - largest); [rows, 4]. */
 void choose(const float *logits, const float *temperatures, const uint32_t *keys, const uint32_t *words, int rows,
-            int vocab, int64_t *tokens, float *logprobs) {
+            int vocab, int64_t *tokens, float *logprobs, double *parts) {
 #pragma omp parallel for schedule(dynamic, 1)
     for (int row = 0; row < rows; row++) {
         const float *l = logits + (int64_t)row * vocab;
@@ -288,5 +316,18 @@ void choose(const float *logits, const float *temperatures, const uint32_t *keys
         }
         tokens[row] = chosen;
         logprobs[row] = l[chosen] / temperature - largest - (float)log(sum);
+        if (parts) {
+            parts[4 * row] = best, parts[4 * row + 1] = l[chosen] / temperature;
+            parts[4 * row + 2] = largest, parts[4 * row + 3] = sum;
+        }
     }
+}
+
+/* Ends the OpenMP threads that the calling thread has at its disposal; its next parallel region starts new ones. GNU's
+ * runtime lets idle threads look out for work only while it has no more of them than there are processors, in the whole
+ * process: those of a thread that multiplied once would make every region of the engine's thread a sleep and a wake. */
+void end_threads(void) {
+#if _OPENMP >= 201811 || (defined(__GNUC__) && __GNUC__ >= 9 && !defined(__clang__)) /* gcc has it before it says so */
+    omp_pause_resource(omp_pause_soft, omp_get_initial_device());
+#endif
 }

@@ -1,18 +1,21 @@
-"""What a forward pass needs between its matrix products, behind one protocol: `torch_kernels` (any device) and
-`native_kernels` (CPUs with a C compiler). May import torch.
+"""What a forward pass is made of, behind one protocol: `torch_kernels` (any device), `native_kernels` (CPUs with a C
+compiler) and `triton_kernels` (CUDA). May import torch, stages.engines.packed.
 
 Shape letters: N tokens of a pass, R rows, W blocks of the longest row, H query heads, K key/value heads, D head
-dimension, C hidden size, F size of the MLP, V vocabulary, P blocks of the cache.
+dimension, C hidden size, F size of the MLP, V vocabulary, P blocks of the cache, B banned tokens.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 import torch
-from jaxtyping import Float, Float32, Int32, Int64, UInt64
+from jaxtyping import Float, Float32, Float64, Int32, Int64, UInt64
+
+from stages.engines.packed import Packed
 
 
 @dataclass(frozen=True, eq=False)
@@ -27,7 +30,9 @@ class Tokens:
     tables: Int32[torch.Tensor, "R W"]
     """Block of the cache that holds each 16 positions of a row."""
     longest: int
-    """Largest position + 1."""
+    """Largest position + 1, or a bound of it."""
+    apart: bool = False
+    """No token reads a key that another one of the pass writes, so that keys may be written while others are read."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +48,29 @@ class Kernels(Protocol):
 
     @property
     def name(self) -> str: ...
+
+    def pack(
+        self,
+        parts: Mapping[int, Float[torch.Tensor, "rows in"]],
+        dtype: torch.dtype,
+        *,
+        old: Packed | None = None,
+        wide: bool = False,
+    ) -> Packed:
+        """The weight that consists of `parts`, each from the row of its key on, rounded to `dtype`, as `linear` takes
+        it; or `old` with those rows replaced, in new memory. `wide`: products with it may be asked for in float32.
+        Raises NotFiniteError."""
+        ...
+
+    def unpack(self, packed: Packed) -> Float[torch.Tensor, "out in"]:
+        """The exact inverse of `pack`."""
+        ...
+
+    def linear(
+        self, x: Float[torch.Tensor, "N in"], packed: Packed, dtype: torch.dtype
+    ) -> Float[torch.Tensor, "N out"]:
+        """x W^T, summed in float32, as `dtype`: the weight's own, or float32 if it was packed `wide`."""
+        ...
 
     def add_norm(
         self,
@@ -60,11 +88,16 @@ class Kernels(Protocol):
         qkv: Float[torch.Tensor, "N (H+2K)*D"],
         angles: Angles,
         tokens: Tokens,
-        keys: Float32[torch.Tensor, "P K D 16"],
-        values: Float32[torch.Tensor, "P K 16 D"],
+        keys: Float[torch.Tensor, "P K D 16"],
+        values: Float[torch.Tensor, "P K 16 D"],
     ) -> Float[torch.Tensor, "N H*D"]:
         """Turns queries and keys by their positions' angles, writes the keys and values of all tokens to the cache,
-        then reads: softmax(q K^T / sqrt(D)) V, in float32. The result has the dtype of `qkv`."""
+        then reads: softmax(q K^T / sqrt(D)) V, in float32 (the operands of the two products may be rounded to the
+        cache's dtype). The result has the dtype of `qkv`."""
+        ...
+
+    def end_threads(self) -> None:
+        """Ends the threads that the calling thread had at its disposal, where they would slow those of others."""
         ...
 
     def gate(self, gate_up: Float[torch.Tensor, "N 2*F"]) -> Float[torch.Tensor, "N F"]:
@@ -77,3 +110,69 @@ class Kernels(Protocol):
         """The token of each distribution softmax(logits / temperature) that its noise picks, and its log-prob; see
         `sampling`. May overwrite `logits`."""
         ...
+
+    def choose_part(
+        self,
+        logits: Float32[torch.Tensor, "N part"],
+        temperatures: list[float],
+        keys: UInt64[np.ndarray, " N"],
+        first: int,
+        vocab: int,
+    ) -> Float64[torch.Tensor, "N 5"]:
+        """What is to be known of the tokens first, first + 1, ... of `vocab` to choose among all: see
+        `sampling.join_parts`. May overwrite `logits`."""
+        ...
+
+
+@runtime_checkable
+class FusedKernels(Kernels, Protocol):
+    """Kernels that compute half a block in one call. What lies between two operations is not rounded, but for the
+    operands of the products."""
+
+    def attention(
+        self,
+        x: Float32[torch.Tensor, "N C"],
+        norm: Float32[torch.Tensor, " C"],
+        eps: float,
+        qkv: Packed,
+        out: Packed,
+        angles: Angles,
+        tokens: Tokens,
+        keys: Float32[torch.Tensor, "P K D 16"],
+        values: Float32[torch.Tensor, "P K 16 D"],
+        into: Float32[torch.Tensor, "N C"],
+    ) -> None:
+        """into += linear(attend(linear(norm(x), qkv)), out). `into` may be `x` itself."""
+        ...
+
+    def mlp(
+        self,
+        x: Float32[torch.Tensor, "N C"],
+        norm: Float32[torch.Tensor, " C"],
+        eps: float,
+        gate_up: Packed,
+        down: Packed,
+        into: Float32[torch.Tensor, "N C"],
+    ) -> None:
+        """into += linear(gate(linear(norm(x), gate_up)), down). `into` may be `x` itself."""
+        ...
+
+
+@runtime_checkable
+class DeviceKernels(Protocol):
+    """Beside `Kernels`, what it takes for a whole pass to read nothing from the host, so that it can be captured."""
+
+    def choose_on_device(
+        self,
+        logits: Float32[torch.Tensor, "N V"],
+        temperatures: Float32[torch.Tensor, " N"],
+        keys: Int32[torch.Tensor, "N 2"],
+        banned: Int32[torch.Tensor, "N B"],
+    ) -> tuple[Int64[torch.Tensor, " N"], Float32[torch.Tensor, " N"]]:
+        """`choose` with everything in tensors: the halves of each key, low first, and tokens that a draw cannot give
+        (negative: none)."""
+        ...
+
+
+class NoTritonKernelsError(RuntimeError):
+    """Triton is not there, or cannot run on the device."""

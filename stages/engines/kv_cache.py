@@ -5,9 +5,12 @@ Shape letters: P blocks, K key/value heads, D head dimension.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Sequence
 
+import numpy as np
 import torch
+from jaxtyping import Float
 
 BLOCK_TOKENS = 16
 """Positions of a block; `kernels.c` has the same number."""
@@ -23,6 +26,12 @@ def blocks_for(num_tokens: int) -> int:
 def block_bytes(num_layers: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:
     """Memory of one block, keys and values of all layers."""
     return 2 * num_layers * num_kv_heads * BLOCK_TOKENS * head_dim * dtype.itemsize
+
+
+_BEGINNING = 0
+"""Stands for the block before a prompt's first."""
+_Content = tuple[int, tuple[int, ...]]
+"""What a known block holds: serial number of the block before it, its own tokens."""
 
 
 class KVCache:
@@ -52,7 +61,10 @@ class KVCache:
         return bool(self.layers)
 
     def allocate(self) -> None:
-        """Takes the memory (again). Zeros: a masked position is multiplied by 0, which NaN would survive."""
+        """Takes the memory (again), unless it is there. Zeros: a masked position is multiplied by 0, which NaN would
+        survive."""
+        if self.allocated:
+            return
 
         def zeros(*block: int) -> torch.Tensor:
             return torch.zeros(*self._heads, *block, dtype=self._dtype, device=self._device)
@@ -64,78 +76,123 @@ class KVCache:
         """Gives the memory back."""
         self.layers = []
 
+    def read(self, blocks: Sequence[int], num_positions: int) -> Float[np.ndarray, "layers 2 K positions D"]:
+        """A copy of the first positions of a row that holds these blocks, in a form that says nothing of blocks."""
+        index = torch.tensor(blocks[: blocks_for(num_positions)], device=self._device)
+        copied = torch.stack(
+            [
+                torch.stack([keys[index].permute(1, 0, 3, 2), values[index].permute(1, 0, 2, 3)])
+                for keys, values in self.layers
+            ]
+        )
+        return copied.flatten(3, 4)[:, :, :, :num_positions].contiguous().float().cpu().numpy()
+
+    def write(self, blocks: Sequence[int], copied: Float[np.ndarray, "layers 2 K positions D"]) -> None:
+        """What `read` read, into a row's blocks; positions after the last are 0."""
+        layers, both, heads, positions, dim = copied.shape
+        index = torch.tensor(blocks[: blocks_for(positions)], device=self._device)
+        whole = torch.zeros(layers, both, heads, len(index) * BLOCK_TOKENS, dim, dtype=self._dtype)
+        whole[:, :, :, :positions] = torch.from_numpy(np.array(copied))  # torch warns of arrays it must not write to
+        in_blocks = whole.unflatten(3, (len(index), BLOCK_TOKENS)).to(self._device)
+        for (keys, values), (new_keys, new_values) in zip(self.layers, in_blocks, strict=True):
+            keys[index] = new_keys.permute(1, 0, 3, 2)
+            values[index] = new_values.permute(1, 0, 2, 3)
+
 
 class BlockPool:
     """Owns the numbers of the blocks: which are free, how many rows hold each, and which hold the start of a prompt.
 
     Rows whose prompts begin alike share the full blocks of that beginning. A shared block is never written again, so
-    nothing has to be copied. A block is known by its parent (the block before it) and its own tokens; since whoever
-    holds a block holds its parent too, a parent's number is not given to others while the child is known."""
+    nothing has to be copied. A block is known by what it continues (the serial number of the block before it, which is
+    never given twice) and its own tokens. When its last holder lets go it stays known, and is taken for something else
+    only when no other block is free, the longest unused first: so rows of a prompt also share when they do not meet."""
 
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
         self._free = list(range(num_blocks, NO_BLOCK, -1))
+        """Free, and not known to hold anything."""
+        self._kept: OrderedDict[int, None] = OrderedDict()
+        """Free, but still known; longest unused first."""
         self._holders = [0] * (num_blocks + 1)
-        self._by_content: dict[tuple[int, tuple[int, ...]], int] = {}
-        self._content: dict[int, tuple[int, tuple[int, ...]]] = {}
+        self._by_content: dict[_Content, int] = {}
+        self._content: dict[int, _Content] = {}
+        self._serials: dict[int, int] = {}
+        """Of known blocks."""
+        self._next_serial = _BEGINNING + 1
         self.peak_used = 0
         """Blocks held at once since `reset_peak`."""
 
     @property
     def num_free(self) -> int:
-        return len(self._free)
+        """Blocks that `take` can give."""
+        return len(self._free) + len(self._kept)
 
     @property
     def num_used(self) -> int:
-        return self.num_blocks - len(self._free)
+        return self.num_blocks - self.num_free
 
     def reset_peak(self) -> None:
         self.peak_used = self.num_used
 
     def take(self) -> int:
         """A free block, now held once. Raises IndexError if there is none."""
-        block = self._free.pop()
-        self._holders[block] = 1
-        self.peak_used = max(self.peak_used, self.num_used)
+        if self._free:
+            block = self._free.pop()
+        elif self._kept:
+            block, _ = self._kept.popitem(last=False)
+            del self._by_content[self._content.pop(block)], self._serials[block]
+        else:
+            raise IndexError(f"all {self.num_blocks} blocks are held")
+        self._hold(block)
         return block
 
     def release(self, blocks: Sequence[int]) -> None:
-        """One holder less for each block of a row; what nobody holds is free, and forgotten."""
+        """One holder less for each block of a row; what nobody holds is free. Ends before beginnings: an end is of no
+        use without its beginning."""
         for block in reversed(blocks):
             self._holders[block] -= 1
             if self._holders[block] == 0:
-                content = self._content.pop(block, None)
-                if content is not None:
-                    del self._by_content[content]
-                self._free.append(block)
+                if block in self._content:
+                    self._kept[block] = None
+                else:
+                    self._free.append(block)
 
     def match(self, tokens: Sequence[int]) -> list[int]:
         """The known blocks that hold the beginning of `tokens` (full blocks only), now held once more each."""
         blocks: list[int] = []
-        parent = NO_BLOCK
+        serial = _BEGINNING
         for start in range(0, len(tokens) - BLOCK_TOKENS + 1, BLOCK_TOKENS):
-            block = self._by_content.get((parent, tuple(tokens[start : start + BLOCK_TOKENS])))
+            block = self._by_content.get((serial, tuple(tokens[start : start + BLOCK_TOKENS])))
             if block is None:
                 break
-            self._holders[block] += 1
+            self._kept.pop(block, None)
+            self._hold(block)
             blocks.append(block)
-            parent = block
+            serial = self._serials[block]
         return blocks
 
     def publish(self, blocks: Sequence[int], tokens: Sequence[int]) -> None:
         """Makes the full blocks that hold the beginning of `tokens` known to `match`. From now on they may be read by
         others as soon as the pass that computes them has written its keys."""
-        parent = NO_BLOCK
+        serial = _BEGINNING
         for i, block in enumerate(blocks[: len(tokens) // BLOCK_TOKENS]):
-            content = (parent, tuple(tokens[i * BLOCK_TOKENS : (i + 1) * BLOCK_TOKENS]))
             if block not in self._content:
+                content = (serial, tuple(tokens[i * BLOCK_TOKENS : (i + 1) * BLOCK_TOKENS]))
                 if content in self._by_content:
                     return  # another row computed the same meanwhile: its blocks are the known ones
                 self._by_content[content] = block
                 self._content[block] = content
-            parent = block
+                self._serials[block] = self._next_serial
+                self._next_serial += 1
+            serial = self._serials[block]
 
     def forget(self) -> None:
-        """What blocks hold is no longer true (the weights changed): nobody may share them."""
-        self._by_content.clear()
-        self._content.clear()
+        """What blocks hold is no longer true (the weights changed, the memory was given back): nobody may share
+        them."""
+        self._free += self._kept
+        for known in (self._kept, self._by_content, self._content, self._serials):
+            known.clear()
+
+    def _hold(self, block: int) -> None:
+        self._holders[block] += 1
+        self.peak_used = max(self.peak_used, self.num_used)

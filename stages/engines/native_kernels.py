@@ -1,19 +1,21 @@
 """The kernels as C, compiled on the machine they run on. May import torch, numpy, stages.engines.
 
-`kernels.c` needs no header of Python or torch, so a C compiler suffices and a second does. The library is kept in the
-user's cache folder under a digest of source, flags and processor. It shares torch's OpenMP threads where both use the
-GNU runtime (as torch's own packages for Linux do).
+`kernels.c` and `gemm.c` need no header of Python or torch, so a C compiler suffices and two seconds do. The library is
+kept in the user's cache folder under a digest of sources, flags and processor. It shares torch's OpenMP threads where
+both use the GNU runtime (as torch's own packages for Linux do).
 """
 
 from __future__ import annotations
 
 import ctypes
 import hashlib
+import itertools
 import os
 import platform
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,12 +25,30 @@ from jaxtyping import UInt64
 
 from stages.engines.kernels import Angles, Tokens
 from stages.engines.noise import token_words
+from stages.engines.packed import NativeWeight, NotFiniteError, Packed
 
-_SOURCE = Path(__file__).with_name("kernels.c")
+_SOURCES = tuple(Path(__file__).with_name(name) for name in ("kernels.c", "gemm.c"))
+_HEADER = Path(__file__).with_name("kernels.h")
 _FLAGS = ("-O3", "-march=native", "-fopenmp", "-fno-math-errno", "-fno-trapping-math", "-shared", "-fPIC")
 _COMPILE_TIMEOUT_S = 120
 _CPU = torch.device("cpu")
-_P, _I, _F = ctypes.c_void_p, ctypes.c_int, ctypes.c_float
+_P, _I, _L, _F = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64, ctypes.c_float
+_PACKABLE = (torch.float32, torch.bfloat16)
+
+
+class _Weight(ctypes.Structure):
+    """kernels.h: struct weight."""
+
+    _fields_ = (("tiles", _P), ("out", _L), ("in", _L), ("dtype", _I))
+
+
+class _Context(ctypes.Structure):
+    """kernels.c: struct context."""
+
+    _fields_ = (
+        *((name, _P) for name in ("cosines", "sines", "positions", "rows", "tables", "keys", "values")),
+        *((name, _I) for name in ("table_width", "longest", "heads", "kv_heads", "dim")),
+    )
 
 
 class NoNativeKernelsError(RuntimeError):
@@ -42,20 +62,113 @@ def load_native_kernels() -> NativeKernels:
     except OSError as error:
         raise NoNativeKernelsError(f"the compiled kernels cannot be loaded: {error}") from error
     library.add_norm.argtypes = [_P, _P, _I, _P, _F, _P, _I, _I, _I]
+    library.end_threads.argtypes = []
     library.gate.argtypes = [_P, _P, _I, _I, _I]
-    library.attend.argtypes = [_P, _I, _I, _I, _I, _I, _P, _P, _P, _P, _P, _I, _P, _P, _P, _I, _P]
-    library.choose.argtypes = [_P, _P, _P, _P, _I, _I, _P, _P]
-    for function in (library.add_norm, library.gate, library.choose):
+    library.attend.argtypes = [_P, _I, _I, _P, _P, _P]
+    library.attention.argtypes = [_P, _P, _F, _P, _P, _I, _P, _P, _P, _P, _P, _P]
+    library.mlp.argtypes = [_P, _P, _F, _P, _P, _I, _P, _P, _P, _P]
+    library.packed_bytes.argtypes = [_L, _L, _I]
+    library.packed_bytes.restype = _L
+    library.pack.argtypes = [_P, _I, _L, _L, _P, _I, _L, _L]
+    library.unpack.argtypes = [_P, _I, _L, _L, _P]
+    library.product.argtypes = [_P, _P, _L, _P, _I]
+    library.choose.argtypes = [_P, _P, _P, _P, _I, _I, _P, _P, _P]
+    for function in (library.add_norm, library.gate, library.choose, library.mlp, library.unpack, library.product):
         function.restype = None
     return NativeKernels(library)
 
 
 @dataclass(frozen=True)
 class NativeKernels:
-    """See `Kernels`. All tensors on the CPU and contiguous."""
+    """See `FusedKernels`. All tensors on the CPU and contiguous."""
 
     library: ctypes.CDLL
     name: str = "native"
+
+    def pack(
+        self, parts: Mapping[int, torch.Tensor], dtype: torch.dtype, *, old: Packed | None = None, wide: bool = False
+    ) -> NativeWeight:
+        if old is None:
+            packed = self._empty(sum(map(len, parts.values())), next(iter(parts.values())).shape[1], dtype)
+        else:
+            assert isinstance(old, NativeWeight)
+            packed = self._empty(old.out_features, old.in_features, dtype)
+            packed.tiles.copy_(old.tiles)
+        for start, part in parts.items():
+            rows = (part if part.dtype in _PACKABLE else part.float()).contiguous()
+            address, kind = packed.tiles.data_ptr(), _kind(rows.dtype)
+            sizes = (start, packed.out_features)
+            if not self.library.pack(rows.data_ptr(), kind, *rows.shape, address, _kind(dtype), *sizes):
+                raise NotFiniteError(start)
+        return packed
+
+    def unpack(self, packed: Packed) -> torch.Tensor:
+        assert isinstance(packed, NativeWeight)
+        out = torch.empty(packed.out_features, packed.in_features, dtype=packed.dtype)
+        self.library.unpack(packed.tiles.data_ptr(), _kind(packed.dtype), *out.shape, out.data_ptr())
+        return out
+
+    def linear(self, x: torch.Tensor, packed: Packed, dtype: torch.dtype) -> torch.Tensor:
+        assert isinstance(packed, NativeWeight)
+        out = torch.empty(len(x), packed.out_features, dtype=dtype)
+        x = x.to(packed.dtype)
+        self.library.product(x.data_ptr(), packed.handle, len(x), out.data_ptr(), _kind(dtype))
+        return out
+
+    def attention(
+        self,
+        x: torch.Tensor,
+        norm: torch.Tensor,
+        eps: float,
+        qkv: Packed,
+        out: Packed,
+        angles: Angles,
+        tokens: Tokens,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        into: torch.Tensor,
+    ) -> None:
+        assert isinstance(qkv, NativeWeight)
+        assert isinstance(out, NativeWeight)
+        size, read = qkv.dtype.itemsize, out.in_features
+        room, places = _room(len(x), (qkv.in_features * size, qkv.out_features * 4, read * 4, read * size))
+        context = _context(read // keys.shape[2], angles, tokens, keys, values)
+        failed = self.library.attention(
+            x.data_ptr(),
+            norm.data_ptr(),
+            eps,
+            qkv.handle,
+            out.handle,
+            len(x),
+            ctypes.byref(context),
+            *places,
+            into.data_ptr(),
+        )
+        del room
+        _check_memory(failed, tokens)
+
+    def mlp(
+        self,
+        x: torch.Tensor,
+        norm: torch.Tensor,
+        eps: float,
+        gate_up: Packed,
+        down: Packed,
+        into: torch.Tensor,
+    ) -> None:
+        assert isinstance(gate_up, NativeWeight)
+        assert isinstance(down, NativeWeight)
+        size = gate_up.dtype.itemsize
+        room, places = _room(len(x), (gate_up.in_features * size, gate_up.out_features * 4, down.in_features * size))
+        self.library.mlp(
+            x.data_ptr(), norm.data_ptr(), eps, gate_up.handle, down.handle, len(x), *places, into.data_ptr()
+        )
+        del room
+
+    def _empty(self, out_features: int, in_features: int, dtype: torch.dtype) -> NativeWeight:
+        tiles = torch.empty(self.library.packed_bytes(out_features, in_features, _kind(dtype)), dtype=torch.uint8)
+        record = _Weight(tiles.data_ptr(), out_features, in_features, _kind(dtype))
+        return NativeWeight(tiles, out_features, in_features, dtype, ctypes.addressof(record), record)
 
     def add_norm(
         self, x: torch.Tensor, delta: torch.Tensor | None, weight: torch.Tensor, eps: float, dtype: torch.dtype
@@ -76,28 +189,15 @@ class NativeKernels:
         heads = width // dim - 2 * kv_heads
         out = torch.empty(num, heads * dim, dtype=qkv.dtype)
         queries = torch.empty(num, heads * dim, dtype=torch.float32)
+        context = _context(heads, angles, tokens, keys, values)
         failed = self.library.attend(
-            qkv.data_ptr(),
-            _kind(qkv.dtype),
-            num,
-            heads,
-            kv_heads,
-            dim,
-            angles.cos.data_ptr(),
-            angles.sin.data_ptr(),
-            tokens.positions.data_ptr(),
-            tokens.rows.data_ptr(),
-            tokens.tables.data_ptr(),
-            tokens.tables.shape[1],
-            keys.data_ptr(),
-            values.data_ptr(),
-            queries.data_ptr(),
-            tokens.longest,
-            out.data_ptr(),
+            qkv.data_ptr(), _kind(qkv.dtype), num, ctypes.byref(context), queries.data_ptr(), out.data_ptr()
         )
-        if failed:
-            raise MemoryError(f"no memory for the attention weights of {tokens.longest} positions")
+        _check_memory(failed, tokens)
         return out
+
+    def end_threads(self) -> None:
+        self.library.end_threads()
 
     def gate(self, gate_up: torch.Tensor) -> torch.Tensor:
         rows, width = gate_up.shape
@@ -108,10 +208,27 @@ class NativeKernels:
     def choose(
         self, logits: torch.Tensor, temperatures: list[float], keys: UInt64[np.ndarray, " N"]
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        return self._choose(logits, temperatures, keys, token_words(logits.shape[1], _CPU), None)
+
+    def choose_part(
+        self, logits: torch.Tensor, temperatures: list[float], keys: UInt64[np.ndarray, " N"], first: int, vocab: int
+    ) -> torch.Tensor:
+        parts = torch.empty(logits.shape[0], 4, dtype=torch.float64)
+        words = token_words(vocab, _CPU)[0, first : first + logits.shape[1]]
+        tokens, _ = self._choose(logits, temperatures, keys, words, parts.data_ptr())
+        return torch.cat([(tokens + first).double()[:, None], parts], dim=1)
+
+    def _choose(
+        self,
+        logits: torch.Tensor,
+        temperatures: list[float],
+        keys: UInt64[np.ndarray, " N"],
+        words: torch.Tensor,
+        parts: int | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         rows, vocab = logits.shape
         chosen, logprobs = torch.empty(rows, dtype=torch.int64), torch.empty(rows, dtype=torch.float32)
         divisors = torch.tensor(temperatures, dtype=torch.float32)
-        words = token_words(vocab, _CPU)
         keys = np.ascontiguousarray(keys)
         self.library.choose(
             logits.data_ptr(),
@@ -122,12 +239,42 @@ class NativeKernels:
             vocab,
             chosen.data_ptr(),
             logprobs.data_ptr(),
+            parts,
         )
         return chosen, logprobs
 
 
+def _context(heads: int, angles: Angles, tokens: Tokens, keys: torch.Tensor, values: torch.Tensor) -> _Context:
+    return _Context(
+        angles.cos.data_ptr(),
+        angles.sin.data_ptr(),
+        tokens.positions.data_ptr(),
+        tokens.rows.data_ptr(),
+        tokens.tables.data_ptr(),
+        keys.data_ptr(),
+        values.data_ptr(),
+        tokens.tables.shape[1],
+        tokens.longest,
+        heads,
+        keys.shape[1],
+        keys.shape[2],
+    )
+
+
+def _room(rows: int, row_bytes: tuple[int, ...]) -> tuple[torch.Tensor, list[int]]:
+    """Memory for buffers of so many bytes a row each, and their addresses, on cache lines."""
+    ends = list(itertools.accumulate(-(-rows * size // 64) * 64 for size in row_bytes))
+    room = torch.empty(ends[-1], dtype=torch.uint8)
+    return room, [room.data_ptr() + start for start in (0, *ends[:-1])]
+
+
+def _check_memory(failed: int, tokens: Tokens) -> None:
+    if failed:
+        raise MemoryError(f"no memory for the attention weights of {tokens.longest} positions")
+
+
 def _kind(dtype: torch.dtype) -> int:
-    """kernels.c: FLOAT32, BFLOAT16."""
+    """kernels.h: FLOAT32, BFLOAT16."""
     return {torch.float32: 0, torch.bfloat16: 1}[dtype]
 
 
@@ -136,7 +283,8 @@ def _build() -> Path:
     compiler = shutil.which(os.environ.get("CC", "cc"))
     if compiler is None:
         raise NoNativeKernelsError("there is no C compiler (cc, or what $CC names)")
-    digest = hashlib.sha256("\0".join([compiler, *_FLAGS, _processor()]).encode() + _SOURCE.read_bytes()).hexdigest()
+    sources = b"\0".join(file.read_bytes() for file in (*_SOURCES, _HEADER))
+    digest = hashlib.sha256("\0".join([compiler, *_FLAGS, _processor()]).encode() + sources).hexdigest()
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "stageline"
     library = folder / f"kernels-{digest[:20]}.so"
     if library.exists():
@@ -145,13 +293,13 @@ def _build() -> Path:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder) as scratch:
             built = Path(scratch) / library.name
-            command = [compiler, *_FLAGS, str(_SOURCE), "-o", str(built), "-lm"]
+            command = [compiler, *_FLAGS, *map(str, _SOURCES), "-o", str(built), "-lm"]
             subprocess.run(command, check=True, capture_output=True, text=True, timeout=_COMPILE_TIMEOUT_S)
             built.replace(library)
     except subprocess.CalledProcessError as error:
-        raise NoNativeKernelsError(f"{compiler} refuses kernels.c: {error.stderr.strip()[-500:]}") from error
+        raise NoNativeKernelsError(f"{compiler} refuses the kernels: {error.stderr.strip()[-500:]}") from error
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise NoNativeKernelsError(f"kernels.c cannot be compiled into {folder}: {error}") from error
+        raise NoNativeKernelsError(f"the kernels cannot be compiled into {folder}: {error}") from error
     return library
 
 

@@ -48,11 +48,19 @@ def gumbel(keys: UInt64[np.ndarray, " keys"], vocab: int, device: torch.device) 
 
     1 - u is a multiple of 2^-31 away from 0 (plus half a step), kept to float32's relative precision: so the noise lies
     within (-2.9, 22.2), and its upper tail, which decides who wins, is resolved best."""
+    return gumbel_of(keys, token_words(vocab, device))
+
+
+def gumbel_of(
+    keys: UInt64[np.ndarray, " keys"], token_words: Int32[torch.Tensor, "1 tokens"]
+) -> Float32[torch.Tensor, "keys tokens"]:
+    """The same noise for some tokens only: those whose columns of `token_words(vocab)` are given."""
+    device, num_tokens = token_words.device, token_words.shape[1]
     words = torch.from_numpy(keys.view(np.int32).reshape(-1, 2).copy()).to(device)
-    out = torch.empty(len(keys), vocab, dtype=torch.float32, device=device)
-    block = block_rows(vocab, device)
+    out = torch.empty(len(keys), num_tokens, dtype=torch.float32, device=device)
+    block = block_rows(num_tokens, device)
     for start in range(0, len(keys), block):
-        _gumbel_block(words[start : start + block], out[start : start + block])
+        _gumbel_block(words[start : start + block], token_words, out[start : start + block])
     return out
 
 
@@ -61,9 +69,13 @@ def block_rows(vocab: int, device: torch.device) -> int:
     return max(1, _BLOCK_ELEMENTS // vocab) if device.type == "cpu" else _ALL_ROWS
 
 
-def _gumbel_block(words: Int32[torch.Tensor, "keys 2"], out: Float32[torch.Tensor, "keys vocab"]) -> None:
+def _gumbel_block(
+    words: Int32[torch.Tensor, "keys 2"],
+    token_words: Int32[torch.Tensor, "1 tokens"],
+    out: Float32[torch.Tensor, "keys tokens"],
+) -> None:
     """Fills `out`. In place throughout: at one pass over memory per operation, a fresh tensor each would double it."""
-    x = torch.bitwise_xor(token_words(out.shape[1], out.device), words[:, :1])
+    x = torch.bitwise_xor(token_words, words[:, :1])
     shifted = torch.empty_like(x)
     x.mul_(_ROUND_1)
     x.bitwise_xor_(_shift_right(x, 15, shifted))

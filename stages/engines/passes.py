@@ -1,82 +1,111 @@
-"""One pass in terms of its chunks: laid out as tensors for the forward, its logits drawn from, its draws kept.
+"""A pass in terms of its chunks: laid out as numbers for a runner, and its draws given to the rows.
 
-May import numpy, torch, stages.engines.
+May import numpy, stages.engines.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
-import torch
-from jaxtyping import Float32, Int64
+from jaxtyping import Float32, Int32, Int64, UInt64
 
-from stages.engines.kernels import Kernels, Tokens
 from stages.engines.kv_cache import NO_BLOCK, blocks_for
 from stages.engines.noise import noise_keys
-from stages.engines.sampling import ban
 from stages.engines.scheduler import Chunk
 
 Draw = tuple[int, float]
 """A token and its log-prob."""
 
 
-def lay_out(chunks: Sequence[Chunk], device: torch.device) -> tuple[Tokens, Int64[torch.Tensor, " drawn"]]:
-    """The tokens of a pass, chunk after chunk, and the indices of those whose logits are drawn from: of each chunk that
-    samples, its last own token and its drafts."""
-    ids = [token for chunk in chunks for token in chunk.tokens]
+@dataclass(frozen=True, eq=False)
+class Pass:
+    """What a runner computes at once: N tokens of R rows, and a draw after M of them. Numbers only, so that it can be
+    sent to the ranks that share a model."""
+
+    ids: Int64[np.ndarray, " N"]
+    positions: Int64[np.ndarray, " N"]
+    rows: Int32[np.ndarray, " N"]
+    """Which row of `tables` a token belongs to."""
+    tables: Int32[np.ndarray, "R W"]
+    """Block of the cache that holds each 16 positions of a row."""
+    drawn: Int64[np.ndarray, " M"]
+    """Indices of the tokens that are followed by a draw."""
+    keys: UInt64[np.ndarray, " M"]
+    """Of the draws' noise."""
+    temperatures: list[float]
+    banned: list[tuple[int, ...]]
+    """Tokens that a draw cannot give."""
+    wants_hidden: bool = False
+    """Whether someone looks at the hidden states behind the draws."""
+
+
+@dataclass(frozen=True, eq=False)
+class Draws:
+    """The tokens that a pass drew, and their log-probs."""
+
+    tokens: Int64[np.ndarray, " M"]
+    logprobs: Float32[np.ndarray, " M"]
+    hidden: Float32[np.ndarray, "M C"] | None = None
+    """After the last block, before the final norm; where `Pass.wants_hidden`."""
+
+
+NO_DRAWS = Draws(np.zeros(0, np.int64), np.zeros(0, np.float32))
+"""Of a pass that feeds parts of prompts only."""
+
+
+def lay_out(chunks: Sequence[Chunk], wants_hidden: bool = False) -> Pass:
+    """Chunk after chunk. Drawn is, of each chunk that samples, after its last own token and after each of its drafts,
+    each with the noise of its own position; whether the later ones count is decided by `keep`."""
     ends = [chunk.start + chunk.count + len(chunk.drafts) for chunk in chunks]
-    positions = [p for chunk, end in zip(chunks, ends, strict=True) for p in range(chunk.start, end)]
-    rows = [i for i, (chunk, end) in enumerate(zip(chunks, ends, strict=True)) for _ in range(chunk.start, end)]
-    longest = max(ends)
-    tables = np.full((len(chunks), blocks_for(longest)), NO_BLOCK, np.int32)
+    counts = [end - chunk.start for chunk, end in zip(chunks, ends, strict=True)]
+    tables = np.full((len(chunks), blocks_for(max(ends))), NO_BLOCK, np.int32)
     drawn: list[int] = []
     offset = 0
     for i, (chunk, end) in enumerate(zip(chunks, ends, strict=True)):
         num_blocks = blocks_for(end)
         tables[i, :num_blocks] = chunk.row.blocks[:num_blocks]
-        offset += end - chunk.start
+        offset += counts[i]
         if chunk.samples:
             drawn += range(offset - 1 - len(chunk.drafts), offset)
-    tokens = Tokens(
-        torch.tensor(ids, device=device),
-        torch.tensor(positions, device=device),
-        torch.tensor(rows, dtype=torch.int32, device=device),
-        torch.from_numpy(tables).to(device),
-        longest,
+    places = [(chunk.row, ahead) for chunk in chunks if chunk.samples for ahead in range(1 + len(chunk.drafts))]
+    key_parts = [(r.request.seed, r.request.step, r.request.row, len(r.tokens) + ahead) for r, ahead in places]
+    return Pass(
+        ids=np.array([token for chunk in chunks for token in chunk.tokens], np.int64),
+        positions=np.concatenate(
+            [np.arange(chunk.start, end, dtype=np.int64) for chunk, end in zip(chunks, ends, strict=True)]
+        ),
+        rows=np.repeat(np.arange(len(chunks), dtype=np.int32), counts),
+        tables=tables,
+        drawn=np.array(drawn, np.int64),
+        keys=noise_keys(*np.array(key_parts, np.int64).reshape(-1, 4).T),
+        temperatures=[row.request.sampling.temperature for row, _ in places],
+        banned=[row.banned(ahead) for row, ahead in places],
+        wants_hidden=wants_hidden,
     )
-    return tokens, torch.tensor(drawn, dtype=torch.int64, device=device)
 
 
-def draw(kernels: Kernels, logits: Float32[torch.Tensor, "drawn vocab"], chunks: Sequence[Chunk]) -> list[list[Draw]]:
-    """Per chunk that samples, the row's draw at its next position and at those after its drafts, each with the noise of
-    its own position; whether the later ones count is decided by `keep`. Raises FloatingPointError, naming the row, if
-    the model's output is not finite."""
-    sampling = [chunk for chunk in chunks if chunk.samples]
-    places = [(chunk.row, ahead) for chunk in sampling for ahead in range(1 + len(chunk.drafts))]
-    ban(logits, [row.banned(ahead) for row, ahead in places])
-    requests = [row.request for row, _ in places]
-    positions = [len(row.tokens) + ahead for row, ahead in places]
-    key_parts = [(r.seed, r.step, r.row, position) for r, position in zip(requests, positions, strict=True)]
-    keys = noise_keys(*np.array(key_parts, np.int64).T)
-    tokens, logprobs = kernels.choose(logits, [r.sampling.temperature for r in requests], keys)
-    draws = list(zip(tokens.tolist(), logprobs.tolist(), strict=True))
-    for request, (_, logprob) in zip(requests, draws, strict=True):
-        if not -float("inf") < logprob <= 1e-3:
-            raise FloatingPointError(f"row {request.row}: the model's output is not finite ({logprob=})")
-    split, start = [], 0
-    for chunk in sampling:
-        split.append(draws[start : start + 1 + len(chunk.drafts)])
-        start += 1 + len(chunk.drafts)
-    return split
+def keep(chunks: Sequence[Chunk], draws: Draws, version: int) -> list[int]:
+    """Appends to every row that samples the draws that are its tokens: the first one, and each that follows a draft
+    which was right, up to the row's end; how many, of each. Keys of wrong drafts stay in the cache and are overwritten
+    later. Raises FloatingPointError, naming the row, if the model's output is not finite."""
+    pairs: list[Draw] = list(zip(draws.tokens.tolist(), draws.logprobs.tolist(), strict=True))
+    kept, start = [], 0
+    for chunk in chunks:
+        if chunk.samples:
+            stop = start + 1 + len(chunk.drafts)
+            kept.append(_keep(chunk, pairs[start:stop], version))
+            start = stop
+    return kept
 
 
-def keep(chunk: Chunk, draws: Sequence[Draw], version: int) -> int:
-    """Appends to the row the draws that are its tokens: the first one, and each that follows a draft which was right,
-    up to the row's end; how many. Keys of wrong drafts stay in the cache and are overwritten later."""
+def _keep(chunk: Chunk, draws: Sequence[Draw], version: int) -> int:
     row = chunk.row
     kept = 0
     for (token, logprob), draft in zip(draws, (*chunk.drafts, None), strict=True):
+        if not -float("inf") < logprob <= 1e-3:
+            raise FloatingPointError(f"row {row.request.row}: the model's output is not finite ({logprob=})")
         row.append(token, logprob, version)
         kept += 1
         if row.finished is not None or token != draft:

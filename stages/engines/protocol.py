@@ -4,7 +4,8 @@ How a run uses an engine: several shards call `generate` at once, from several t
 rows in flight and yields each row as it finishes. Every request names the version of the weights it must be sampled
 with (`Request.version`); `load_weights` is called by whoever sees that the resident version differs, and waits until
 the rows of the older version have finished (drain). An engine that updates in flight instead lets rows that it has
-accepted go on under the new weights: `Completion.versions` says which made which token.
+accepted go on under the new weights, and accepts rows that ask for an older version than the resident one:
+`Completion.versions` says which made which token.
 
 Law 4: the token at a position is argmax(log p + Gumbel noise keyed by (seed, step, row, position)), so a row's tokens
 do not depend on the batch it ran in or on the engine that ran it.
@@ -44,6 +45,7 @@ class Request:
     tokens: tuple[int, ...]
     """The prompt, without padding."""
     version: int
+    """Of the weights that it must be sampled with; the oldest, where the engine updates in flight."""
     sampling: SamplingConfig
 
 
@@ -86,6 +88,15 @@ class EngineStats:
     """Those that were right, by kind of draft."""
     draft_lengths: Mapping[int, int] = field(default_factory=dict)
     """How often a decoding row had so many drafted tokens in a pass; 0: none."""
+    rank_busy_s: tuple[float, ...] = ()
+    """Seconds that each rank computed, where several hold the model (one number where one does): of `busy_s` it is the
+    share in which the rank was of use."""
+    rows_given: int = 0
+    """Sent to another engine before they were finished."""
+    rows_taken: int = 0
+    """Come from another engine."""
+    accepted_positions: Mapping[int, int] = field(default_factory=dict)
+    """Drafted tokens that were right, by their place in the draft, from 0."""
 
 
 @runtime_checkable

@@ -13,13 +13,15 @@ from stages.engines.protocol import Completion, Request
 from storage.records import FinishReason
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Call:
     """One `generate`: where its results go, and whether its caller went away."""
 
-    results: queue.SimpleQueue[Completion | None]
-    """None: the engine stopped."""
+    results: queue.SimpleQueue[tuple[Row, Completion | None] | None]
+    """A row and its completion, or None if it cannot be finished here any more; None alone: the engine stopped."""
     abandoned: threading.Event
+    num_here: int = 0
+    """Its rows that are unfinished and not in another engine."""
 
 
 @dataclass(eq=False)
@@ -37,6 +39,8 @@ class Row:
     """Of the cache; the first positions may be shared with other rows."""
     num_cached: int = 0
     """Positions whose keys are in the blocks: always fewer than tokens, since a token is fed to get the next."""
+    dropped: bool = False
+    """Nobody waits for this row, though others of its call may be wanted."""
 
     def __post_init__(self) -> None:
         self.tokens = list(self.request.tokens)
@@ -68,6 +72,11 @@ class Row:
         self.tokens.append(token)
         self.logprobs.append(logprob)
         self.versions.append(version)
+
+    @property
+    def unwanted(self) -> bool:
+        """Whether nobody waits for it any more."""
+        return self.dropped or self.call.abandoned.is_set()
 
     @property
     def finished(self) -> FinishReason | None:

@@ -6,6 +6,12 @@
 
 Every flying row that decodes feeds its last token in every pass. Prompts (and rows that come back) share what
 `PASS_TOKENS` leaves, oldest first, in pieces if need be, so a long prompt does not hold up those that decode.
+
+Where several passes are under way at once (`depth`; a model whose stages are on several ranks), a row is in one of
+them at most, and each takes an equal share of the rows. As rows finish, what a pass leaves over fits into the next one,
+since the shares together hold all rows. Nothing is taken from a row whose pass is under way; what one pass writes the
+later ones may read, since every rank runs them in order.
+
 May import stages.engines.
 """
 
@@ -41,8 +47,12 @@ class Chunk:
 class Scheduler:
     """Owns the rows and their blocks."""
 
-    def __init__(self, num_slots: int, pool: BlockPool) -> None:
+    def __init__(self, num_slots: int, pool: BlockPool, depth: int = 1) -> None:
+        """`depth`: passes that are planned before the first is `returned`."""
         self.num_slots = num_slots
+        self._depth = depth
+        self._under_way: set[Row] = set()
+        """Rows of passes that have not returned; always empty where there is one pass at a time."""
         self.pool = pool
         self.waiting: deque[Row] = deque()
         self.flying: list[Row] = []
@@ -55,12 +65,18 @@ class Scheduler:
     def idle(self) -> bool:
         return not self.waiting and not self.flying
 
+    def turn(self) -> list[Row]:
+        """The flying rows that the next pass feeds, oldest first."""
+        if self._depth == 1:
+            return list(self.flying)
+        return [row for row in self.flying if row not in self._under_way][: self._share]
+
     def plan(self, drafts: Mapping[Row, Sequence[int]] | None = None) -> list[Chunk]:
-        """The next pass; at least one chunk unless idle. Rows with a token ahead of them in it may read blocks that it
-        writes. `drafts`: guesses for rows that decode, cut where blocks are short."""
+        """The next pass; at least one chunk unless idle or all rows are under way. Rows with a token ahead of them in
+        it may read blocks that it writes. `drafts`: guesses for rows that decode, cut where blocks are short."""
         chunks: list[Chunk] = []
         budget = PASS_TOKENS
-        for row in list(self.flying):
+        for row in self.turn():
             if row not in self.flying:
                 break  # preempted for an older row, as is everything after it
             chunk = self._chunk(row, budget, tuple((drafts or {}).get(row, ())))
@@ -68,31 +84,55 @@ class Scheduler:
                 continue
             budget -= chunk.count if row.num_pending > 1 else 0
             chunks.append(chunk)
-        while budget > 0 and self._admit():
+        while budget > 0 and len(chunks) < self._share and self._admit():
             chunk = self._chunk(self.flying[-1], budget, ())
             assert chunk is not None
             budget -= chunk.count
             chunks.append(chunk)
+        if self._depth > 1:
+            self._under_way.update(chunk.row for chunk in chunks)
         return chunks
+
+    def returned(self, chunks: Sequence[Chunk]) -> None:
+        """The pass of these is over."""
+        self._under_way.difference_update(chunk.row for chunk in chunks)
+
+    @property
+    def _share(self) -> int:
+        """Rows of a pass at most: of those that run or could run."""
+        return -(-min(self.num_slots, len(self.flying) + len(self.waiting)) // self._depth)
 
     def retire(self, row: Row) -> None:
         """Takes a flying row out and gives its blocks back."""
         self.flying.remove(row)
         self._drop_blocks(row)
 
+    def remove(self, row: Row) -> None:
+        """Takes a row out that is not finished."""
+        if row in self.flying:
+            self.retire(row)
+        else:
+            self.waiting.remove(row)
+
     def drop_abandoned(self) -> list[Row]:
-        """Forgets the rows whose caller went away, and says which."""
-        gone = [row for row in (*self.flying, *self.waiting) if row.call.abandoned.is_set()]
+        """Forgets the rows whose caller went away, and says which. Those in a pass under way have to wait for it."""
+        gone = [row for row in (*self.flying, *self.waiting) if row.unwanted and row not in self._under_way]
         for row in gone:
-            if row in self.flying:
-                self.retire(row)
-            else:
-                self.waiting.remove(row)
+            self.remove(row)
         return gone
 
+    def admit_with_blocks(self, row: Row, num_blocks: int) -> bool:
+        """Lets a row fly at once and gives it so many blocks, for keys and values that it brings; False, and nothing,
+        without a slot or without blocks for them plus one more for every row in flight."""
+        if len(self.flying) >= self.num_slots or num_blocks + len(self.flying) + 1 > self.pool.num_free:
+            return False
+        row.blocks = [self.pool.take() for _ in range(num_blocks)]
+        self.flying.append(row)
+        return True
+
     def recompute(self) -> None:
-        """The weights changed: what the blocks hold is of the old ones, and rows in flight start over from their
-        tokens."""
+        """The weights changed, or the memory was given back: what the blocks hold is no longer true, and rows in
+        flight start over from their tokens."""
         self.pool.forget()
         for row in self.flying:
             self._drop_blocks(row)
@@ -123,17 +163,22 @@ class Scheduler:
         self._hold(row, row.num_cached + count + len(drafts))
         chunk = Chunk(row, row.num_cached, count, count == row.num_pending, drafts)
         row.num_cached += count
-        self.pool.publish(row.blocks, row.tokens[: min(row.num_cached, len(row.request.tokens))])
+        prompt = len(row.request.tokens)
+        if chunk.start < prompt:  # else all of it is known already
+            self.pool.publish(row.blocks, row.tokens[: min(row.num_cached, prompt)])
         return chunk
 
     def _hold(self, row: Row, num_tokens: int) -> bool:
         """Gives a row blocks for so many positions, taking them from the youngest rows where none is free; False if
-        it was the youngest itself."""
+        it was the youngest itself, or all younger ones are under way: then it waits for them."""
         while len(row.blocks) < blocks_for(num_tokens):
             if self.pool.num_free:
                 row.blocks.append(self.pool.take())
                 continue
-            youngest = self.flying.pop()
+            youngest = next(other for other in reversed(self.flying) if other not in self._under_way)
+            if youngest is row and self.flying[-1] is not row:
+                return False
+            self.flying.remove(youngest)
             self._drop_blocks(youngest)
             self.waiting.appendleft(youngest)
             self.num_preemptions += 1

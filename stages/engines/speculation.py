@@ -1,11 +1,15 @@
-"""How many drafted tokens to verify in the next pass: as many as maximise expected tokens per second.
+"""How many drafted tokens to verify in the next pass, and whose: as many as maximise expected tokens per second.
 
-With gains g_1 >= g_2 >= ... of all the drafted tokens there are (the probability that a token is accepted, together
-with all drafts before it in its row), the best k of them give B + g_1 + ... + g_k tokens in T(n + k) seconds, for B
-rows that decode and n tokens that are fed anyway. T is measured, and so is acceptance, by kind of draft and position.
-k = 0 is plain decoding: at large batches, where a pass costs in proportion to its tokens, that is the answer.
+    rows that decode ──► drafters ──► drafts with the gains that were measured for their kind ──► choose_lengths
+                          │   a drafter that goes position by position is asked for the length that pays on average
+                          │   (choose_depth: the time of drafting counts), or not at all
+    pass: seconds, accepted or not, hidden states ──► costs, tallies, drafters
 
-Standard library and stages.engines only; no clock.
+k = 0 is plain decoding: at large batches, where a pass costs in proportion to its tokens, that is the answer. It is
+remembered for some passes, so that deciding costs nothing there. And whatever the costs say: where passes with drafts
+are seen to gain nothing, there are none for a while (`trials`).
+
+Standard library, numpy, torch (for types) and stages.engines only; the clock is handed in.
 """
 
 from __future__ import annotations
@@ -15,83 +19,45 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+import numpy as np
+import torch
+from jaxtyping import Float32
+
+from stages.engines.config import SpeculationConfig, speculation_problem
+from stages.engines.costs import DraftingCosts, PassCosts, choose_depth, choose_lengths
 from stages.engines.drafting import Draft, Drafter
 from stages.engines.rows import Row
 from stages.engines.scheduler import Chunk
+from stages.engines.trials import Trials
 
-CALIBRATED = (1, 2, 4, 8, 16, 32, 64, 128)
-"""Sizes of the passes that are timed before the first draft."""
 _PRIOR_ACCEPTED, _PRIOR_TRIED = 2.0, 3.0
 """Acceptance that is assumed before anything is seen: optimistic, so that every kind is tried."""
-_MEMORY = 0.998
+_MEMORY = 0.999
 """What a pass leaves of older counts: a kind that was given up is tried again some hundreds of passes later."""
-_LEARNING_RATE = 0.1
-_DRAFTING_SHARE = 0.02
-"""Looking for drafts takes about this share of a pass with few rows: a gain below it is none."""
-
-
-class PassCosts:
-    """Owns the measured seconds of a pass by its number of tokens: linear between the calibrated sizes, and moved
-    toward every pass that is run."""
-
-    def __init__(self, seconds: Mapping[int, float]) -> None:
-        """`seconds`: of at least two sizes. Raises ValueError for fewer."""
-        if len(seconds) < 2:
-            raise ValueError("a line needs two points")
-        self._sizes = sorted(seconds)
-        self._seconds = [seconds[size] for size in self._sizes]
-        for i in range(1, len(self._seconds)):  # more tokens are never faster: that was another process's doing
-            self._seconds[i] = max(self._seconds[i], self._seconds[i - 1])
-
-    @property
-    def curve(self) -> dict[int, float]:
-        return dict(zip(self._sizes, self._seconds, strict=True))
-
-    def seconds(self, num_tokens: int) -> float:
-        left, weight = self._place(num_tokens)
-        return (1 - weight) * self._seconds[left] + weight * self._seconds[left + 1]
-
-    def observe(self, num_tokens: int, seconds: float) -> None:
-        left, weight = self._place(num_tokens)
-        factor = min(max(seconds / self.seconds(num_tokens), 0.5), 2.0)
-        weight = min(max(weight, 0.0), 1.0)
-        self._seconds[left] *= factor ** (_LEARNING_RATE * (1 - weight))
-        self._seconds[left + 1] *= factor ** (_LEARNING_RATE * weight)
-
-    def _place(self, num_tokens: int) -> tuple[int, float]:
-        """The interval (its left end's index), and how far into it; beyond the last one its line is prolonged."""
-        left = 0
-        while left < len(self._sizes) - 2 and self._sizes[left + 1] <= num_tokens:
-            left += 1
-        return left, (num_tokens - self._sizes[left]) / (self._sizes[left + 1] - self._sizes[left])
-
-
-def choose_lengths(
-    num_rows: int, num_tokens: int, gains: Sequence[Sequence[float]], seconds: Callable[[int], float]
-) -> list[int]:
-    """Drafted tokens to verify, of each draft. `gains[i][j]`: probability that its tokens 0..j are all accepted."""
-    ranked = sorted(((gain, -j, i) for i, row in enumerate(gains) for j, gain in enumerate(row)), reverse=True)
-    best, best_count = num_rows / seconds(num_tokens) * (1 + _DRAFTING_SHARE), 0
-    expected = float(num_rows)
-    for count, (gain, _, _) in enumerate(ranked, 1):
-        expected += gain
-        rate = expected / seconds(num_tokens + count)
-        if rate > best:
-            best, best_count = rate, count
-    lengths = [0] * len(gains)
-    for _, _, i in ranked[:best_count]:
-        lengths[i] += 1
-    return lengths
+_AFTER_LEARNING = 0.5
+"""What is left of the counts of a drafter that has learned meanwhile."""
+_LEAST_GAIN = 1.05
+"""A gain below it is none: the estimates are no better."""
+_DECISION_PASSES = 16
+"""So many passes with as many rows follow one decision of whether, and how far, drafts are worth making."""
 
 
 @dataclass
 class _Tally:
     accepted: float = 0.0
     tried: float = 0.0
+    seen: int = 0
+    """Pass of the last change: what lies between has been forgotten in part."""
 
-    @property
-    def rate(self) -> float:
-        return (self.accepted + _PRIOR_ACCEPTED) / (self.tried + _PRIOR_TRIED)
+    def age(self, now: int) -> None:
+        left = _MEMORY ** (now - self.seen)
+        self.accepted *= left
+        self.tried *= left
+        self.seen = now
+
+    def rate(self, now: int) -> float:
+        left = _MEMORY ** (now - self.seen)
+        return (left * self.accepted + _PRIOR_ACCEPTED) / (left * self.tried + _PRIOR_TRIED)
 
 
 @dataclass
@@ -103,74 +69,231 @@ class DraftCounts:
     accepted: Counter[str] = field(default_factory=Counter)
     lengths: Counter[int] = field(default_factory=Counter)
     """How often a decoding row had so many drafted tokens in a pass."""
+    accepted_at: Counter[int] = field(default_factory=Counter)
+    """Accepted tokens by their position in the draft, from 0."""
 
 
 class Speculation:
-    """Owns the drafter, and what has been measured of passes and of acceptance."""
+    """Owns the drafters, and what has been measured of passes, of drafting and of acceptance."""
 
     def __init__(
-        self, drafter: Drafter, costs: PassCosts, longest: int, lengths: Literal["measured", "longest"]
+        self,
+        drafters: Sequence[Drafter],
+        costs: PassCosts,
+        longest: int,
+        lengths: Literal["measured", "longest"],
+        clock: Callable[[], float],
+        train_share: float = 1.0,
     ) -> None:
+        """`drafters`: those that go position by position come last, and are asked for the rows for which the others
+        have nothing better."""
         self.costs = costs
         self.counts = DraftCounts()
-        self._drafter, self._longest, self._lengths = drafter, longest, lengths
-        self._tallies: dict[tuple[str, int], _Tally] = {}
-        self._kinds: dict[Row, str] = {}
+        self.wants_hidden = any(drafter.wants_hidden for drafter in drafters)
+        smallest = min(costs.curve.values())
+        self.drafting = {drafter: DraftingCosts(drafter.by_position, smallest) for drafter in drafters}
+        self._drafters, self._longest, self._lengths = drafters, longest, lengths
+        self._clock, self._train_share = clock, train_share
+        self._tallies: dict[tuple[str, int, int | None], _Tally] = {}
+        """By kind, position and the drafter's own confidence; None: whatever that was."""
+        self._trials = Trials()
+        self._passes = 0
+        self._depths: dict[tuple[int, int, int], tuple[int, int]] = {}
+        """(drafter, rows, tokens) -> (its depth, the pass from which on it is decided anew)."""
+        self._proposed: dict[Row, Draft] = {}
+        """Of each row the last draft: several passes may be under way."""
+
+    # ---- for a pass ----
 
     def propose(self, rows: Sequence[Row], num_other_tokens: int) -> dict[Row, tuple[int, ...]]:
         """Drafts for rows that decode in the next pass, beside `num_other_tokens` of prompts; those worth verifying."""
-        self._kinds = {}
+        proposed: dict[Row, Draft] = {}
+        rooms = {row: min(self._longest, row.num_left - 1) for row in rows}
+        asked = [row for row in rows if rooms[row] > 0]
+        if not asked:
+            return {}
         num_tokens = len(rows) + num_other_tokens
         measured = self._lengths == "measured"
-        if measured and not self._can_pay(len(rows), num_tokens):
+        if measured and not self._trials.allows(len(rows)):
             return {}
-        drafts: list[tuple[Row, Draft]] = []
-        for row in rows:
-            room = min(self._longest, row.num_left - 1)
-            draft = self._drafter.propose(row, room) if room > 0 else None
-            if draft is not None:
-                drafts.append((row, draft))
-        lengths = [len(draft.tokens) for _, draft in drafts]
-        if measured:
-            gains = [self._gains(draft.kind, len(draft.tokens)) for _, draft in drafts]
-            lengths = choose_lengths(len(rows), num_tokens, gains, self.costs.seconds)
-        self._kinds = {row: draft.kind for row, draft in drafts}
-        return {row: draft.tokens[:n] for (row, draft), n in zip(drafts, lengths, strict=True) if n}
+        context = sum(len(row.tokens) for row in rows) / len(rows)
 
-    def observe(self, chunks: Sequence[Chunk], kept: Sequence[int], seconds: float | None) -> None:
-        """What became of a pass: the tokens that each sampling chunk kept, and how long it took (None if prompts were
-        fed in it, whose tokens are cheaper: nothing is sampled after them)."""
-        if seconds is not None:
-            self.costs.observe(sum(chunk.count + len(chunk.drafts) for chunk in chunks), seconds)
-        for tally in self._tallies.values():
-            tally.accepted *= _MEMORY
-            tally.tried *= _MEMORY
-        for chunk, num_kept in zip(chunks, kept, strict=True):
-            self.counts.lengths[len(chunk.drafts)] += 1
-            if not chunk.drafts:
+        def seconds(size: int) -> float:
+            return self.costs.seconds(size, context * size)
+
+        gains: dict[Row, list[float]] = {}
+        for number, drafter in enumerate(self._drafters):
+            candidates = asked
+            if drafter.by_position and proposed:
+                candidates = [row for row in asked if sum(gains.get(row, ())) < self._mean_gain(drafter, rooms[row])]
+            depth = self._longest
+            if measured:
+                others = sum(sum(gains.get(row, ())) for row in asked if row not in candidates)
+                depth = self._depth(number, len(rows), len(candidates), num_tokens, others, seconds)
+            if not depth or not candidates:
                 continue
-            kind, accepted = self._kinds[chunk.row], num_kept - 1
-            self.counts.drafted[kind] += len(chunk.drafts)
-            self.counts.accepted[kind] += accepted
-            # tokens after the first wrong one, or after the row's end, say nothing
-            ended = chunk.row.finished is not None
-            for j in range(accepted if ended else min(accepted + 1, len(chunk.drafts))):
-                tally = self._tallies.setdefault((kind, j), _Tally())
+            limits = [min(depth, rooms[row]) for row in candidates]
+            started = self._clock()
+            drafts = drafter.propose(candidates, limits)
+            made = max((len(draft.tokens) for draft in drafts if draft is not None), default=0)
+            if made:
+                self.drafting[drafter].observe(len(candidates), made, self._clock() - started)
+            for row, draft in zip(candidates, drafts, strict=True):
+                if draft is not None and draft.tokens:
+                    proposed[row] = draft
+                    gains[row] = self._gains(draft)
+        self._proposed |= proposed
+        lengths = [len(draft.tokens) for draft in proposed.values()]
+        if measured and lengths:
+            chosen = [gains[row] for row in proposed]
+            lengths = choose_lengths(len(rows), num_tokens, chosen, seconds, _LEAST_GAIN)
+            if not any(lengths):
+                self._depths.clear()  # they were made in vain: decide anew
+        return {row: draft.tokens[:n] for (row, draft), n in zip(proposed.items(), lengths, strict=True) if n}
+
+    def observe(
+        self,
+        chunks: Sequence[Chunk],
+        kept: Sequence[int],
+        hidden: Float32[np.ndarray, "M C"] | None,
+        seconds: float | None,
+        drafting_s: float = 0.0,
+    ) -> None:
+        """What became of a pass: the tokens that each sampling chunk kept, the hidden states behind all of its draws,
+        and how long it took (None if prompts were fed in it, whose tokens are cheaper: nothing is sampled after
+        them), after `drafting_s` of looking for drafts."""
+        self._passes += 1
+        if seconds is not None and self._lengths == "measured":
+            sizes = [chunk.count + len(chunk.drafts) for chunk in chunks]
+            context = sum(chunk.start * size for chunk, size in zip(chunks, sizes, strict=True))
+            self.costs.observe(sum(sizes), seconds, context)
+            drafted = any(chunk.drafts for chunk in chunks)
+            all_in = seconds + drafting_s if drafted else seconds
+            self._trials.observe(len(chunks), sum(kept), all_in, drafted=drafted)
+        start = 0
+        for chunk, num_kept in zip(chunks, kept, strict=True):
+            if hidden is not None:
+                for drafter in self._drafters:
+                    if drafter.wants_hidden:
+                        drafter.observe(chunk.row, hidden[start : start + num_kept])
+            start += 1 + len(chunk.drafts)
+            self.counts.lengths[len(chunk.drafts)] += 1
+            if chunk.drafts:
+                self._count(chunk, num_kept - 1)
+
+    def finish(self, row: Row) -> None:
+        self._proposed.pop(row, None)
+        for drafter in self._drafters:
+            drafter.finish(row)
+
+    # ---- between passes ----
+
+    def refit(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """New weights of the model are coming in. From any thread."""
+        for drafter in self._drafters:
+            drafter.refit(tensors)
+
+    def train(self) -> float | None:
+        """Lets drafters learn for some tens of milliseconds; seconds that must pass before they may again, so that
+        training takes no more than its share; None if there is nothing to learn."""
+        started = self._clock()
+        learned = False
+        for drafter in self._drafters:
+            generation = drafter.generation
+            learned = drafter.train() or learned
+            if drafter.generation != generation:
+                self._forget(drafter.kinds)
+        if not learned:
+            return None
+        return (self._clock() - started) * (1 / self._train_share - 1)
+
+    # ---- as data ----
+
+    def acceptance(self, kind: str) -> list[float]:
+        """Measured probability that a token is accepted if all before it were, by position, as far as drafts went."""
+        rates: list[float] = []
+        while (kind, len(rates), None) in self._tallies:
+            rates.append(self._rate(kind, len(rates), None))
+        return rates
+
+    # ---- inside ----
+
+    def _count(self, chunk: Chunk, accepted: int) -> None:
+        draft = self._proposed[chunk.row]
+        self.counts.drafted[draft.kind] += len(chunk.drafts)
+        self.counts.accepted[draft.kind] += accepted
+        for j in range(accepted):
+            self.counts.accepted_at[j] += 1
+        # tokens after the first wrong one, or after the row's end, say nothing
+        ended = chunk.row.finished is not None
+        for j in range(accepted if ended else min(accepted + 1, len(chunk.drafts))):
+            for level in (None, draft.levels[j]) if draft.levels else (None,):
+                tally = self._tallies.setdefault((draft.kind, j, level), _Tally())
+                tally.age(self._passes)
                 tally.tried += 1
                 tally.accepted += j < accepted
 
-    def finish(self, row: Row) -> None:
-        self._drafter.finish(row)
+    def _forget(self, kinds: Sequence[str]) -> None:
+        """These kinds of drafts are better now than what has been counted of them."""
+        for (kind, _, _), tally in self._tallies.items():
+            if kind in kinds:
+                tally.age(self._passes)
+                tally.tried, tally.accepted = tally.tried * _AFTER_LEARNING, tally.accepted * _AFTER_LEARNING
 
-    def _gains(self, kind: str, length: int) -> list[float]:
+    def _rate(self, kind: str, position: int, level: int | None) -> float:
+        tally = self._tallies.get((kind, position, level))
+        return tally.rate(self._passes) if tally else _PRIOR_ACCEPTED / _PRIOR_TRIED
+
+    def _gains(self, draft: Draft) -> list[float]:
         gains, together = [], 1.0
-        for j in range(length):
-            together *= self._tallies.get((kind, j), _Tally()).rate
+        for j in range(len(draft.tokens)):
+            together *= self._rate(draft.kind, j, draft.levels[j] if draft.levels else None)
             gains.append(together)
         return gains
 
-    def _can_pay(self, num_rows: int, num_tokens: int) -> bool:
-        """Whether any draft would be verified if every row had one of the best kind: if not, none is looked for."""
-        kinds = {kind for kind, _ in self._tallies}
-        best = max((self._gains(kind, self._longest) for kind in kinds), default=self._gains("", self._longest))
-        return any(choose_lengths(num_rows, num_tokens, [best] * num_rows, self.costs.seconds))
+    def _kind_gains(self, drafter: Drafter) -> list[float]:
+        """Of the drafter's best kind, on average over what it was sure of."""
+        each = [self._gains(Draft((0,) * self._longest, kind)) for kind in drafter.kinds]
+        return max(each, key=sum)
+
+    def _mean_gain(self, drafter: Drafter, room: int) -> float:
+        return sum(self._kind_gains(drafter)[:room])
+
+    def _depth(
+        self,
+        number: int,
+        num_rows: int,
+        num_drafted: int,
+        num_tokens: int,
+        others: float,
+        seconds: Callable[[int], float],
+    ) -> int:
+        """How long drafts this drafter should be asked for: 0 where none could pay."""
+        key = (number, num_drafted, num_tokens)
+        depth, until = self._depths.get(key, (0, -1))
+        if self._passes < until:
+            return depth
+        drafter = self._drafters[number]
+        depth = choose_depth(
+            num_rows,
+            num_drafted,
+            self._kind_gains(drafter),
+            others,
+            lambda drafted: seconds(num_tokens + drafted),
+            lambda length: self.drafting[drafter].seconds(num_drafted, length),
+            _LEAST_GAIN,
+        )
+        if depth and not drafter.by_position:
+            depth = self._longest  # whole drafts cost the same: which of them are good is seen afterwards
+        if len(self._depths) > 4096:
+            self._depths.clear()
+        self._depths[key] = (depth, self._passes + _DECISION_PASSES)
+        return depth
+
+
+def check_speculation(config: SpeculationConfig) -> None:
+    """Raises ValueError, with the key, for settings that cannot work."""
+    problem = speculation_problem(config)
+    if problem is not None:
+        key, given, need = problem
+        raise ValueError(f"{key} is {given}; {need}")

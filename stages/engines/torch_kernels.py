@@ -9,6 +9,7 @@ Shape letters: see `kernels`; T positions that are read.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,7 +19,8 @@ from jaxtyping import Float, UInt64
 
 from stages.engines.kernels import Angles, Tokens
 from stages.engines.kv_cache import BLOCK_TOKENS, blocks_for
-from stages.engines.sampling import sample
+from stages.engines.packed import Packed, linear, pack, unpack
+from stages.engines.sampling import sample, sample_part
 
 _GATHERED_BYTES = 64 * 2**20
 """Keys and values copied at a time."""
@@ -29,6 +31,20 @@ class TorchKernels:
     """See `Kernels`."""
 
     name: str = "torch"
+
+    def pack(
+        self, parts: Mapping[int, torch.Tensor], dtype: torch.dtype, *, old: Packed | None = None, wide: bool = False
+    ) -> Packed:
+        assert old is None or isinstance(old, torch.Tensor)
+        return pack(parts, dtype, old, wide)
+
+    def unpack(self, packed: Packed) -> torch.Tensor:
+        assert isinstance(packed, torch.Tensor)
+        return unpack(packed)
+
+    def linear(self, x: torch.Tensor, packed: Packed, dtype: torch.dtype) -> torch.Tensor:
+        assert isinstance(packed, torch.Tensor)
+        return linear(x, packed, dtype)
 
     def add_norm(
         self, x: torch.Tensor, delta: torch.Tensor | None, weight: torch.Tensor, eps: float, dtype: torch.dtype
@@ -42,7 +58,7 @@ class TorchKernels:
     ) -> torch.Tensor:
         _, kv_heads, dim, _ = keys.shape
         num = qkv.shape[0]
-        parts = qkv.to(keys.dtype).view(num, -1, dim)
+        parts = qkv.float().view(num, -1, dim)
         rotated = parts.shape[1] - kv_heads
         heads = rotated - kv_heads
         turned = _rotate(parts[:, :rotated], angles.cos[tokens.positions], angles.sin[tokens.positions])
@@ -54,19 +70,22 @@ class TorchKernels:
         own = (tables.gather(1, tokens.positions[:, None] // BLOCK_TOKENS) * kv_heads + head).reshape(-1)
         offset = (tokens.positions % BLOCK_TOKENS).repeat_interleave(kv_heads)
         keys, values = keys.view(-1, dim, BLOCK_TOKENS), values.view(-1, BLOCK_TOKENS, dim)
-        keys[own, :, offset] = turned[:, heads:].reshape(-1, dim)
-        values[own, offset] = parts[:, rotated:].reshape(-1, dim)
+        keys[own, :, offset] = turned[:, heads:].reshape(-1, dim).to(keys.dtype)
+        values[own, offset] = parts[:, rotated:].reshape(-1, dim).to(values.dtype)
 
         span = tables.shape[1] * BLOCK_TOKENS
         later = torch.arange(span, device=qkv.device) > tokens.positions[:, None]
-        mask = torch.zeros(num, span, dtype=keys.dtype, device=qkv.device).masked_fill_(later, float("-inf"))
+        mask = torch.zeros(num, span, dtype=torch.float32, device=qkv.device).masked_fill_(later, float("-inf"))
         queries = turned[:, :heads].reshape(num, kv_heads, -1, dim)
         out = torch.empty(num, heads * dim, dtype=qkv.dtype, device=qkv.device)
-        step = max(1, _GATHERED_BYTES // (2 * kv_heads * span * dim * keys.dtype.itemsize))
+        step = max(1, _GATHERED_BYTES // (2 * kv_heads * span * dim * mask.dtype.itemsize))
         for start in range(0, num, step):
             part = slice(start, start + step)
-            out[part] = _read(queries[part], keys[blocks[part]], values[blocks[part]], mask[part])
+            out[part] = _read(queries[part], keys[blocks[part]].float(), values[blocks[part]].float(), mask[part])
         return out
+
+    def end_threads(self) -> None:
+        """torch gives no handle on its threads."""
 
     def gate(self, gate_up: torch.Tensor) -> torch.Tensor:
         gate, up = gate_up.chunk(2, dim=-1)
@@ -76,6 +95,11 @@ class TorchKernels:
         self, logits: torch.Tensor, temperatures: list[float], keys: UInt64[np.ndarray, " N"]
     ) -> tuple[torch.Tensor, torch.Tensor]:
         return sample(logits, temperatures, keys)
+
+    def choose_part(
+        self, logits: torch.Tensor, temperatures: list[float], keys: UInt64[np.ndarray, " N"], first: int, vocab: int
+    ) -> torch.Tensor:
+        return sample_part(logits, temperatures, keys, first, vocab)
 
 
 def _read(

@@ -4,7 +4,8 @@ The forward works on a flat list of tokens, each with its position and its row: 
 run in one pass. The residual stream, the attention and the logits are float32 whatever the dtype of the weights: with
 bfloat16 weights the operands of the matrix products are the only roundings.
 
-On a CPU every row's numbers are the same bits in any pass: linear layers by `packed`, everything else by `kernels`.
+On a CPU every row's numbers are the same bits in any pass; see `kernels`. Kernels that compute half a block in one call
+(`FusedKernels`) do so; the others are put together here, operation by operation.
 
 Shape letters: N tokens, H query heads, K key/value heads, D head dimension, C hidden size, V vocabulary.
 May import torch, stages.engines.
@@ -12,6 +13,7 @@ May import torch, stages.engines.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -19,14 +21,14 @@ from typing import Any
 import torch
 from jaxtyping import Float, Int64
 
-from stages.engines.kernels import Angles, Kernels, Tokens
+from stages.engines.kernels import Angles, FusedKernels, Kernels, Tokens
 from stages.engines.kv_cache import KVCache
-from stages.engines.packed import linear, pack, unpack
+from stages.engines.packed import NotFiniteError, Packed, all_finite
 from stages.engines.protocol import WeightsError
 from stages.hf_files import rope_theta
 
 ATTENTION_DTYPE = torch.float32
-"""Of keys, values and attention scores. On CPUs its batched product is also faster than bfloat16's."""
+"""Of keys, values and attention scores on a CPU; its batched product is also faster than bfloat16's."""
 
 _FUSED = {
     "qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
@@ -61,23 +63,29 @@ class Block:
     """One transformer block; linears packed and fused."""
 
     attention_norm: torch.Tensor
-    qkv: torch.Tensor
-    out: torch.Tensor
+    qkv: Packed
+    out: Packed
     mlp_norm: torch.Tensor
-    gate_up: torch.Tensor
-    down: torch.Tensor
+    gate_up: Packed
+    down: Packed
 
 
 @dataclass(frozen=True)
 class LlamaWeights:
-    """A whole model, ready to run; replaced as a whole, never changed."""
+    """A whole model, ready to run; replaced as a whole, or (on a CUDA device, between two passes) overwritten."""
 
     embedding: Float[torch.Tensor, "V C"]
     blocks: tuple[Block, ...]
     norm: Float[torch.Tensor, " C"]
-    head: torch.Tensor
-    """Packed, float32."""
+    head: Packed
+    """Of the weights' dtype and packed wide: its operands are rounded as those of all products, its logits are not."""
     angles: Angles
+
+
+def cache_dtype(weights: torch.dtype, device: torch.device) -> torch.dtype:
+    """Of keys and values. On a GPU the weights' own: with long contexts, decoding is mostly reading the cache, and what
+    it holds came out of a product in that dtype anyway. On a CPU float32 even with bfloat16 weights."""
+    return weights if device.type == "cuda" else ATTENTION_DTYPE
 
 
 def read_shape(config: Mapping[str, Any]) -> LlamaShape:
@@ -131,8 +139,9 @@ def tensor_shapes(shape: LlamaShape) -> dict[str, tuple[int, ...]]:
 
 
 def check_tensors(shape: LlamaShape, tensors: Mapping[str, torch.Tensor], *, complete: bool) -> None:
-    """Raises WeightsError naming the first tensor that is unknown, misshapen or not finite, or (`complete`) missing.
-    A tied `lm_head.weight` may come along if it is the embedding that also comes."""
+    """Raises WeightsError naming the first tensor that is unknown or misshapen, or (`complete`) missing. That all
+    numbers are finite is seen when they are packed, so that they are read once. A tied `lm_head.weight` may come along
+    if it is the embedding that also comes."""
     expected = tensor_shapes(shape)
     for name, tensor in tensors.items():
         if name == _HEAD and shape.tied:
@@ -144,59 +153,56 @@ def check_tensors(shape: LlamaShape, tensors: Mapping[str, torch.Tensor], *, com
             raise WeightsError(f"{name} has shape {tuple(tensor.shape)}, this model's is {expected[name]}")
         elif not tensor.is_floating_point():
             raise WeightsError(f"{name} is {tensor.dtype}, not a floating-point tensor")
-        elif not _all_finite(tensor):
-            raise WeightsError(f"{name} holds NaN or infinity")
     missing = [name for name in expected if name not in tensors]
     if complete and missing:
         raise WeightsError(f"{missing[0]} is missing (and {len(missing) - 1} more)")
 
 
-def _all_finite(tensor: torch.Tensor) -> bool:
-    """NaN and infinity survive every sum: a finite one proves the rest at a tenth of the cost of looking at each."""
-    return bool(tensor.sum(dtype=torch.float32).isfinite()) or bool(tensor.isfinite().all())
-
-
 def build_weights(
-    shape: LlamaShape, tensors: Mapping[str, torch.Tensor], dtype: torch.dtype, device: torch.device, max_seq: int
+    shape: LlamaShape,
+    tensors: Mapping[str, torch.Tensor],
+    dtype: torch.dtype,
+    device: torch.device,
+    max_seq: int,
+    kernels: Kernels,
 ) -> LlamaWeights:
-    """The model from a complete, checked set of tensors."""
-    place, convert = _placer(tensors, dtype, device), _converter(tensors, dtype, device)
+    """The model from a complete, checked set of tensors. Raises WeightsError for the first that is not finite."""
+    place, pack = _placer(tensors, dtype, device), _packer(shape, tensors, dtype, device, kernels)
     exponents = torch.arange(0, shape.head_dim, 2, dtype=torch.float32) / shape.head_dim
     angles = torch.arange(max_seq, dtype=torch.float32)[:, None] * (1.0 / shape.theta**exponents)
+
+    def block(layer: int) -> Block:
+        norms = {field: place(_name(layer, part)) for field, part in _NORMS.items()}
+        linears: dict[str, Any] = {
+            field: pack([_name(layer, part) for part in parts], None) for field, parts in _FUSED.items()
+        }
+        return Block(**norms, **linears)
+
     return LlamaWeights(
         embedding=place(_EMBEDDING),
-        blocks=tuple(
-            Block(
-                **{field: place(_name(layer, part)) for field, part in _NORMS.items()},
-                **{
-                    field: pack(torch.cat([convert(_name(layer, part)) for part in parts]))
-                    for field, parts in _FUSED.items()
-                },
-            )
-            for layer in range(shape.num_layers)
-        ),
+        blocks=tuple(map(block, range(shape.num_layers))),
         norm=place(_FINAL_NORM),
-        head=_pack_head(tensors[_EMBEDDING if shape.tied else _HEAD], dtype, device),
+        head=pack([_EMBEDDING if shape.tied else _HEAD], None),
         angles=Angles(angles.cos().to(device), angles.sin().to(device)),
     )
 
 
-def refit_weights(shape: LlamaShape, old: LlamaWeights, tensors: Mapping[str, torch.Tensor]) -> LlamaWeights:
-    """`old` with some (checked) tensors replaced; everything else is shared. Costs the memory of what is replaced."""
+def refit_weights(
+    shape: LlamaShape, old: LlamaWeights, tensors: Mapping[str, torch.Tensor], kernels: Kernels
+) -> LlamaWeights:
+    """`old` with some (checked) tensors replaced; everything else is shared. Costs the memory of what is replaced.
+    Raises WeightsError for the first that is not finite."""
     dtype, device = old.embedding.dtype, old.embedding.device
-    place, convert = _placer(tensors, dtype, device), _converter(tensors, dtype, device)
+    place, pack = _placer(tensors, dtype, device), _packer(shape, tensors, dtype, device, kernels)
     blocks = []
     for layer, block in enumerate(old.blocks):
-        changed = {f: place(_name(layer, part)) for f, part in _NORMS.items() if _name(layer, part) in tensors}
+        changed: dict[str, Any] = {
+            f: place(_name(layer, part)) for f, part in _NORMS.items() if _name(layer, part) in tensors
+        }
         for field, parts in _FUSED.items():
             names = [_name(layer, part) for part in parts]
-            if not any(name in tensors for name in names):
-                continue
-            sizes = [tensor_shape[0] for tensor_shape in _part_shapes(shape, parts)]
-            stacked = unpack(getattr(block, field)).split(sizes) if any(n not in tensors for n in names) else None
-            changed[field] = pack(
-                torch.cat([convert(n) if stacked is None or n in tensors else stacked[i] for i, n in enumerate(names)])
-            )
+            if any(name in tensors for name in names):
+                changed[field] = pack(names, getattr(block, field))
         blocks.append(replace(block, **changed) if changed else block)
     new = replace(old, blocks=tuple(blocks))
     if _EMBEDDING in tensors:
@@ -205,22 +211,46 @@ def refit_weights(shape: LlamaShape, old: LlamaWeights, tensors: Mapping[str, to
         new = replace(new, norm=place(_FINAL_NORM))
     head = _EMBEDDING if shape.tied else _HEAD
     if head in tensors:
-        new = replace(new, head=_pack_head(tensors[head], dtype, device))
+        new = replace(new, head=pack([head], old.head))
     return new
 
 
 def forward(
-    weights: LlamaWeights, shape: LlamaShape, kernels: Kernels, tokens: Tokens, cache: KVCache
+    weights: LlamaWeights,
+    shape: LlamaShape,
+    kernels: Kernels,
+    tokens: Tokens,
+    cache: KVCache,
+    hidden: Float[torch.Tensor, "N C"] | None = None,
+    total: Callable[[torch.Tensor], torch.Tensor] | None = None,
 ) -> Float[torch.Tensor, "N C"]:
-    """Hidden states after the last block, before the final norm; float32. Writes the tokens' keys and values."""
+    """Hidden states after the last block, before the final norm; float32. Writes the tokens' keys and values. `hidden`:
+    what the blocks before these made, instead of the embeddings (overwritten). `total`: makes the sum over the ranks
+    that split heads and MLP, of what this rank's part gives."""
+    x_NC = weights.embedding[tokens.ids].float() if hidden is None else hidden
+    if isinstance(kernels, FusedKernels):
+        eps, angles = shape.norm_eps, weights.angles
+        for block, (keys, values) in zip(weights.blocks, cache.layers, strict=True):
+            into = torch.zeros_like(x_NC) if total else x_NC
+            kernels.attention(
+                x_NC, block.attention_norm, eps, block.qkv, block.out, angles, tokens, keys, values, into=into
+            )
+            if total:
+                x_NC += total(into)
+                into.zero_()
+            kernels.mlp(x_NC, block.mlp_norm, eps, block.gate_up, block.down, into=into)
+            if total:
+                x_NC += total(into)
+        return x_NC
     dtype = weights.embedding.dtype
-    x_NC = weights.embedding[tokens.ids].float()
     delta = None
     for block, (keys, values) in zip(weights.blocks, cache.layers, strict=True):
         h_NC = kernels.add_norm(x_NC, delta, block.attention_norm, shape.norm_eps, dtype)
-        read = kernels.attend(linear(h_NC, block.qkv), weights.angles, tokens, keys, values)
-        h_NC = kernels.add_norm(x_NC, linear(read, block.out), block.mlp_norm, shape.norm_eps, dtype)
-        delta = linear(kernels.gate(linear(h_NC, block.gate_up)), block.down)
+        read = kernels.attend(kernels.linear(h_NC, block.qkv, dtype), weights.angles, tokens, keys, values)
+        delta = kernels.linear(read, block.out, dtype)
+        h_NC = kernels.add_norm(x_NC, total(delta) if total else delta, block.mlp_norm, shape.norm_eps, dtype)
+        delta = kernels.linear(kernels.gate(kernels.linear(h_NC, block.gate_up, dtype)), block.down, dtype)
+        delta = total(delta) if total else delta
     assert delta is not None, "a model without blocks"
     return x_NC.add_(delta)
 
@@ -232,13 +262,10 @@ def logits(
     hidden: Float[torch.Tensor, "N C"],
     wanted: Int64[torch.Tensor, " M"],
 ) -> Float[torch.Tensor, "M V"]:
-    """float32 logits of the tokens after some of `forward`'s hidden states."""
-    return linear(kernels.add_norm(hidden[wanted], None, weights.norm, shape.norm_eps, torch.float32), weights.head)
-
-
-def _pack_head(weight: torch.Tensor, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Rounded like all weights, multiplied in float32: logits rounded to bfloat16 would be another distribution."""
-    return pack(weight.to(device, dtype).float())
+    """float32 logits of the tokens after some of `forward`'s hidden states. Under bfloat16 they are sums of products of
+    bfloat16 numbers, hidden states and weights, and not rounded: rounded they would be another distribution."""
+    h_MC = kernels.add_norm(hidden[wanted], None, weights.norm, shape.norm_eps, weights.embedding.dtype)
+    return kernels.linear(h_MC, weights.head, torch.float32)
 
 
 def _placer(
@@ -248,25 +275,36 @@ def _placer(
 
     def place(name: str) -> torch.Tensor:
         tensor = tensors[name].detach()
-        return tensor.to(device, torch.float32 if tensor.ndim == 1 else dtype, copy=True)
+        placed = tensor.to(device, torch.float32 if tensor.ndim == 1 else dtype, copy=True)
+        if not all_finite(placed):
+            raise WeightsError(f"{name} holds NaN or infinity")
+        return placed
 
     return place
 
 
-def _converter(
-    tensors: Mapping[str, torch.Tensor], dtype: torch.dtype, device: torch.device
-) -> Callable[[str], torch.Tensor]:
-    """name -> the tensor to be stacked and packed (which copies): the caller's own memory where it fits."""
-
-    def convert(name: str) -> torch.Tensor:
-        return tensors[name].detach().to(device, dtype)
-
-    return convert
-
-
-def _part_shapes(shape: LlamaShape, parts: tuple[str, ...]) -> list[tuple[int, ...]]:
+def _packer(
+    shape: LlamaShape,
+    tensors: Mapping[str, torch.Tensor],
+    dtype: torch.dtype,
+    device: torch.device,
+    kernels: Kernels,
+) -> Callable[[list[str], Packed | None], Packed]:
+    """(names, old) -> the tensors of those names stacked and packed; those that are not there stay as in `old`. Packing
+    is where they are rounded and seen to be finite."""
     shapes = tensor_shapes(shape)
-    return [shapes[_name(0, part)] for part in parts]
+
+    def pack(names: list[str], old: Packed | None) -> Packed:
+        starts = itertools.accumulate((shapes[name][0] for name in names), initial=0)
+        places = {start: name for start, name in zip(starts, names, strict=False) if name in tensors}
+        parts = {start: tensors[name].detach().to(device) for start, name in places.items()}
+        wide = names[0] in (_EMBEDDING, _HEAD)
+        try:
+            return kernels.pack(parts, dtype, old=None if len(parts) == len(names) else old, wide=wide)
+        except NotFiniteError as error:
+            raise WeightsError(f"{places[error.start]} holds NaN or infinity") from error
+
+    return pack
 
 
 def _name(layer: int, part: str) -> str:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import shutil
+import threading
+from collections.abc import Mapping, Sequence
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -20,14 +23,17 @@ from engine_contract import (
 )
 from transformers import AutoModelForCausalLM
 
+from stages.engines.calibration import make_pupil
 from stages.engines.config import EngineConfig, SamplingConfig, SpeculationConfig
-from stages.engines.drafting import Draft, Drafter
-from stages.engines.native_kernels import NoNativeKernelsError
+from stages.engines.draft_head import LearnedDrafter
+from stages.engines.drafting import Draft, Drafter, NgramDrafter
+from stages.engines.native_kernels import NoNativeKernelsError, load_native_kernels
 from stages.engines.noise import gumbel, noise_keys
 from stages.engines.protocol import Completion, GenerationEngine, Request, RequestError, WeightsError
 from stages.engines.rows import Row
 from stages.engines.scheduler import PASS_TOKENS
 from stages.engines.torch_engine import TorchEngine
+from stages.engines.torch_kernels import TorchKernels
 from stages.hf_files import RANDOM_TINY, read_tokenizer
 
 CPU = torch.device("cpu")
@@ -39,10 +45,16 @@ KERNELS = ["torch", pytest.param("native", marks=needs_compiler)]
 
 
 def make_engine(
-    path: Path | str, slots: int = 4, threads: int = 1, drafter: Drafter | None = None, **config: object
+    path: Path | str,
+    slots: int = 4,
+    threads: int = 1,
+    drafter: Drafter | None = None,
+    drafters: Sequence[Drafter] = (),
+    **config: object,
 ) -> TorchEngine:
     settings = EngineConfig(slots=slots, **config)
-    return TorchEngine(str(path), settings, max_seq=MAX_SEQ, threads=threads, device=CPU, drafter=drafter)
+    drafters = drafters if drafter is None else [drafter]
+    return TorchEngine(str(path), settings, max_seq=MAX_SEQ, threads=threads, device=CPU, drafters=drafters)
 
 
 def assert_same_bits(got: dict[int, Completion], expected: dict[int, Completion]) -> None:
@@ -142,12 +154,37 @@ def test_same_bits_with_a_shared_prompt(kernels: str) -> None:
     with closing(make_engine(RANDOM_TINY, 4, kernels=kernels)) as engine:
         together = by_row(engine.generate(requests))
         stats = engine.stats()
-        # four rows start together; when they are done nobody holds the blocks any more, and two rows start anew
-        assert (stats.shared_tokens, stats.prompt_tokens) == (4 * 32, 6 * 40 - 4 * 32)
+        assert (stats.shared_tokens, stats.prompt_tokens) == (5 * 32, 6 * 40 - 5 * 32)
         assert stats.preemptions == 0
         for request in requests:
+            engine.sleep()  # forgets the prompt's blocks
+            engine.wake()
             assert_same_bits(by_row(engine.generate([request])), {request.row: together[request.row]})
         assert engine.stats().shared_tokens == 0
+
+
+@pytest.mark.parametrize("update", ["drain", "inflight"])
+def test_a_prompt_is_fed_once_until_weights_or_memory_change(update: str, tmp_path: Path) -> None:
+    """Rows that do not meet share the prompt's blocks too; not those of older weights, nor of memory given back."""
+    random_llama(seed=1, tied=True).save_pretrained(tmp_path)
+    prompt = tuple(range(3, 40))
+    sampling = SamplingConfig(max_new_tokens=6)
+    with closing(make_engine(tmp_path, 1, update=update)) as engine:
+
+        def shared_tokens(row: int, version: int) -> int:
+            engine.stats()
+            (found,) = engine.generate([Request(row, 0, 0, prompt, version, sampling)])
+            with closing(make_engine(tmp_path, 1)) as fresh:
+                (expected,) = fresh.generate([Request(row, 0, 0, prompt, 0, sampling)])
+            np.testing.assert_array_equal(found.logprobs, expected.logprobs)
+            return engine.stats().shared_tokens
+
+        assert [shared_tokens(row, 0) for row in range(3)] == [0, 32, 32]
+        engine.load_weights(1, {})
+        assert [shared_tokens(row, 1) for row in range(2)] == [0, 32]
+        engine.sleep()
+        engine.wake()
+        assert shared_tokens(2, 1) == 0
 
 
 def test_long_prompts_are_fed_in_pieces() -> None:
@@ -165,25 +202,40 @@ def test_long_prompts_are_fed_in_pieces() -> None:
 class WrongDrafter:
     """Drafts that no row can get, since the token is suppressed."""
 
-    def propose(self, row: Row, longest: int) -> Draft | None:
-        return Draft((SUPPRESSED,) * longest, "wrong")
+    kinds = ("wrong",)
+    by_position = False
+    wants_hidden = False
+    generation = 0
+
+    def propose(self, rows: Sequence[Row], longest: Sequence[int]) -> list[Draft | None]:
+        return [Draft((SUPPRESSED,) * length, "wrong") for length in longest]
+
+    def observe(self, row: Row, hidden: np.ndarray) -> None: ...
 
     def finish(self, row: Row) -> None: ...
 
+    def refit(self, tensors: Mapping[str, torch.Tensor]) -> None: ...
 
-class OracleDrafter:
+    def train(self) -> bool:
+        return False
+
+
+class OracleDrafter(WrongDrafter):
     """Knows the rows' tokens, and sometimes says something else."""
+
+    kinds = ("oracle",)
 
     def __init__(self, known: dict[int, Completion]) -> None:
         self._known = known
 
-    def propose(self, row: Row, longest: int) -> Draft | None:
+    def propose(self, rows: Sequence[Row], longest: Sequence[int]) -> list[Draft | None]:
+        return [self._guess(row, length) for row, length in zip(rows, longest, strict=True)]
+
+    def _guess(self, row: Row, longest: int) -> Draft | None:
         tokens = self._known[row.request.row].tokens[row.num_new : row.num_new + longest].tolist()
         if row.num_new % 3 == 0:
             tokens[-1] = SUPPRESSED
         return Draft(tuple(tokens), "oracle") if row.num_new % 5 else None
-
-    def finish(self, row: Row) -> None: ...
 
 
 SUPPRESSED = 9
@@ -207,7 +259,7 @@ def test_same_bits_with_any_drafts(temperature: float, kernels: str) -> None:
             drafted, accepted = sum(stats.drafted_tokens.values()), sum(stats.accepted_tokens.values())
             assert drafted > 0
             assert stats.tokens == sum(len(c.tokens) for c in expected.values())
-            if isinstance(drafter, WrongDrafter):
+            if type(drafter) is WrongDrafter:
                 assert accepted == 0
             if isinstance(drafter, OracleDrafter):
                 assert accepted > drafted / 2
@@ -215,6 +267,118 @@ def test_same_bits_with_any_drafts(temperature: float, kernels: str) -> None:
             if drafter is None:  # the responses of the first time are drafts for the second
                 again = engine.stats()
                 assert again.accepted_tokens["earlier-3"] > 0.9 * again.drafted_tokens["earlier-3"]
+
+
+class TaughtDrafter(LearnedDrafter):
+    """Owns a draft head that learns when a test says so, and not while an engine is idle."""
+
+    def __init__(self, path: Path | str, kernels: str = "torch") -> None:
+        pupil = make_pupil(SpeculationConfig(head_vocab=48), str(path), CPU)
+        super().__init__(pupil, load_native_kernels() if kernels == "native" else TorchKernels(), torch.float32)
+
+    def train(self) -> bool:
+        return False
+
+    def learn(self, steps: int) -> None:
+        for _ in range(steps):
+            assert super().train()
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("kind", ["learned", "both"])
+def test_same_bits_with_learned_drafts(kind: str, temperature: float, kernels: str) -> None:
+    """Before the head has learned, after it has, and after the model has changed under it."""
+    requests = make_requests(24, max_new_tokens=40, temperature=temperature, suppress_token_ids=[SUPPRESSED])
+    changed = {"model.norm.weight": torch.linspace(0.5, 2.0, 64)}
+    later = make_requests(24, version=1, max_new_tokens=40, temperature=temperature, suppress_token_ids=[SUPPRESSED])
+    with closing(make_engine(RANDOM_TINY, 4, kernels=kernels)) as engine:
+        expected = by_row(engine.generate(requests))
+        engine.load_weights(1, changed)
+        expected_later = by_row(engine.generate(later))
+    head = TaughtDrafter(RANDOM_TINY, kernels)
+    drafters = [head] if kind == "learned" else [NgramDrafter(), head]
+    speculation = SpeculationConfig(lengths="longest", max_tokens=5)
+    with closing(make_engine(RANDOM_TINY, 4, drafters=drafters, kernels=kernels, speculation=speculation)) as engine:
+        assert_same_bits(by_row(engine.generate(requests)), expected)
+        assert "learned" not in engine.stats().drafted_tokens
+        head.learn(48)
+        assert_same_bits(by_row(engine.generate(requests)), expected)
+        stats = engine.stats()
+        assert stats.accepted_tokens["learned"] > 0.05 * stats.drafted_tokens["learned"]
+        assert sum(stats.accepted_positions.values()) == sum(stats.accepted_tokens.values())
+        engine.load_weights(1, changed)
+        assert_same_bits(by_row(engine.generate(later)), expected_later)
+        assert engine.stats().drafted_tokens["learned"] > 0
+        head.learn(16)
+
+
+def test_the_head_learns() -> None:
+    """Rows of one model: the share of right drafts rises with training, by a tenth at least."""
+    requests = make_requests(30, max_new_tokens=40, min_new_tokens=40, temperature=0.7)
+    head = TaughtDrafter(RANDOM_TINY)
+    speculation = SpeculationConfig(lengths="longest", max_tokens=2)
+    rates = []
+    with closing(make_engine(RANDOM_TINY, 8, drafters=[head], kernels="torch", speculation=speculation)) as engine:
+        for steps in (16, 112, 0):
+            by_row(engine.generate(requests))
+            stats = engine.stats()
+            if stats.drafted_tokens:
+                rates.append(stats.accepted_tokens["learned"] / stats.drafted_tokens["learned"])
+            head.learn(steps)
+    assert rates[1] > 1.1 * rates[0]
+
+
+def test_learned_drafts_of_preempted_rows() -> None:
+    """Little memory, much drafting: see `test_same_bits_when_rows_are_preempted`."""
+    settings = SamplingConfig(max_new_tokens=40, min_new_tokens=40)
+    requests = [Request(i, 1, 1, tuple(range(3 + i, 13 + i + i % 11)), 0, settings) for i in range(24)]
+    head = TaughtDrafter(RANDOM_TINY)
+    with closing(make_engine(RANDOM_TINY, 24, drafters=[head], kernels="torch")) as engine:
+        expected = by_row(engine.generate(requests))
+        head.learn(32)
+    speculation = SpeculationConfig(lengths="longest")
+    engine = make_engine(RANDOM_TINY, 24, drafters=[head], kernels="torch", kv_budget_mb=1, speculation=speculation)
+    with closing(engine):
+        assert_same_bits(by_row(engine.generate(requests)), expected)
+        stats = engine.stats()
+        assert stats.preemptions > 0
+        assert stats.accepted_tokens["learned"] > 0
+
+
+class BusyDrafter(WrongDrafter):
+    """Learns once, until it is let go, and notes what it is called for."""
+
+    wants_hidden = True
+
+    def __init__(self) -> None:
+        self.log: list[str] = []
+        self.learning, self.let_go = threading.Event(), threading.Event()
+
+    def observe(self, row: Row, hidden: np.ndarray) -> None:
+        self.log.append("observe")
+
+    def train(self) -> bool:
+        self.log.append("train")
+        self.learning.set()
+        return self.let_go.wait(60)
+
+
+def test_rows_go_before_learning() -> None:
+    """A row that arrives during a lesson is accepted meanwhile and runs next: no second lesson comes first. When it is
+    done, learning goes on."""
+    drafter = BusyDrafter()
+    speculation = SpeculationConfig(train_share=1.0, lengths="longest")
+    with closing(make_engine(RANDOM_TINY, drafter=drafter, speculation=speculation)) as engine:
+        by_row(engine.generate(make_requests(1, max_new_tokens=1)))
+        assert drafter.learning.wait(60)
+        drafter.log.clear()
+        running = engine.generate(make_requests(2, max_new_tokens=1))
+        drafter.learning.clear()
+        drafter.let_go.set()
+        assert len(by_row(running)) == 2
+        assert drafter.log[:2] == ["observe", "observe"]
+        assert drafter.learning.wait(60)
 
 
 def test_drafts_of_preempted_rows() -> None:
@@ -230,10 +394,11 @@ def test_drafts_of_preempted_rows() -> None:
         assert sum(stats.drafted_tokens.values()) > 0
 
 
-def test_drafted_tokens_have_the_exact_distribution(tmp_path: Path) -> None:
-    """Second tokens of 4000 rows, drafted by lookup in the prompt, against the model's probabilities. With 4000 rows a
-    token that is drafted too often by 0.05 in probability (of at most 1/2) shifts its count by 200, more than six
-    standard deviations; the 1e-4 quantile keeps a right engine out."""
+@pytest.mark.parametrize("kind", ["lookup-2", "learned"])
+def test_drafted_tokens_have_the_exact_distribution(kind: str, tmp_path: Path) -> None:
+    """Second tokens of 4000 rows, drafted by lookup in the prompt or by a trained head, against the model's
+    probabilities. With 4000 rows a token that is drafted too often by 0.05 in probability (of at most 1/2) shifts its
+    count by 200, more than six standard deviations; the 1e-4 quantile keeps a right engine out."""
     model = random_llama(0, tied=True)
     model.save_pretrained(tmp_path)
     allowed = [5, 9, 40]
@@ -241,10 +406,15 @@ def test_drafted_tokens_have_the_exact_distribution(tmp_path: Path) -> None:
     suppressed = [t for t in range(96) if t not in allowed]
     settings = SamplingConfig(3, 3, suppress_token_ids=suppressed)
     requests = [Request(i, 1, 1, prompt, 0, settings) for i in range(rows)]
-    speculation = SpeculationConfig(drafter="ngram", lengths="longest")
-    with closing(make_engine(tmp_path, 64, speculation=speculation)) as engine:
+    speculation = SpeculationConfig(lengths="longest")
+    head = TaughtDrafter(tmp_path)
+    drafter = head if kind == "learned" else NgramDrafter()
+    with closing(make_engine(tmp_path, 64, drafter=drafter, kernels="torch", speculation=speculation)) as engine:
+        if kind == "learned":
+            by_row(engine.generate([Request(i, 1, 2, prompt, 0, settings) for i in range(400)]))
+            head.learn(64)
         completions = by_row(engine.generate(requests))
-        assert engine.stats().drafted_tokens["lookup-2"] > rows / 2
+        assert engine.stats().drafted_tokens[kind] > rows / 2
     pairs = {(a, b): 0 for a in allowed for b in allowed}
     for completion in completions.values():
         a, b, _ = completion.tokens.tolist()
@@ -304,8 +474,8 @@ def test_closed_iterator_takes_its_rows_with_it() -> None:
         assert engine.stats().rows < 6
 
 
-@pytest.mark.parametrize("drafter", ["none", "ngram"])
-def test_update_in_flight(drafter: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("drafter", "stages"), [("none", 1), ("ngram", 1), ("learned", 1), ("learned", 2)])
+def test_update_in_flight(drafter: str, stages: int, tmp_path: Path) -> None:
     """Rows go on under the new weights, from the same tokens: every token is the draw of one whole version, the one
     that is recorded, as an oracle that is fed the row under that version's weights finds. Also with drafts. Rows of
     uneven length, so that the eight in flight are never all between two rows."""
@@ -315,9 +485,14 @@ def test_update_in_flight(drafter: str, tmp_path: Path) -> None:
         Request(i, 11, 3, (3 + i % 90, 5), 0, SamplingConfig(n, n, temperature=0.8))
         for i, n in enumerate(30 + i % 13 for i in range(300))
     ]
-    speculation = SpeculationConfig(drafter=drafter, lengths="longest")
-    engine = make_engine(tmp_path, 8, update="inflight", speculation=speculation)
+    head = TaughtDrafter(tmp_path)
+    drafters = {"none": [], "ngram": [NgramDrafter()], "learned": [head]}[drafter]
+    settings = {"update": "inflight", "speculation": SpeculationConfig(lengths="longest"), "pipeline_parallel": stages}
+    engine = make_engine(tmp_path, 8, drafters=drafters, **settings)
     with closing(engine):
+        if drafter == "learned":
+            by_row(engine.generate(requests[:30]))
+            head.learn(16)
         running = engine.generate(requests)
         done = next(running)
         engine.load_weights(1, trained_tensors(new))
@@ -347,8 +522,10 @@ def test_update_in_flight_without_rows_and_with_bad_weights() -> None:
         assert engine.version == 0
         engine.load_weights(2, {})
         assert engine.version == 2
+        (row,) = engine.generate(make_requests(1))  # asks for version 0 or newer
+        assert set(row.versions.tolist()) == {2}
         with pytest.raises(RequestError, match="version 2 is resident"):
-            engine.generate(make_requests(1))
+            engine.generate([replace(request, version=3) for request in make_requests(1)])
 
 
 def test_sleep_is_refused_with_rows_in_flight() -> None:

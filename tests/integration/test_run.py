@@ -122,6 +122,22 @@ def digests(config: RunConfig) -> dict[str, list[str | None]]:
     return {stage: [commit.digest for commit in ledger.list(stage)] for stage in ("update_policy", "update_value")}
 
 
+def test_weights_that_come_in_flight_keep_the_bound(folder: Path) -> None:
+    """Shards of two steps share a replica while weights change; an evaluation is of its own version only."""
+    config = finish(folder, "inflight", "engine.update=inflight", "sampling.min_new_tokens=6", *QUIET)
+    report = verify_run(config)
+    assert report.faults == []
+    history = open_history(config)
+    for step, rollout in enumerate(steps_of(config, "generate")):
+        versions = np.unique(rollout.token_versions[rollout.response_mask]).tolist()
+        assert max(0, step - 1) <= versions[0] <= versions[-1] <= step
+        commits = [history.ledger.find(Address("generate", step, s)) for s in range(config.rollout.shards)]
+        assert {v for c in commits if c is not None for v in c.provenance.weight_versions} == set(versions)
+    for evaluation in history.evaluations():
+        rollout, _ = history.evaluated(evaluation.version)
+        assert set(rollout.token_versions[rollout.response_mask].tolist()) == {evaluation.version}
+
+
 # ---- staleness -----------------------------------------------------------------------------------------------------
 
 
@@ -464,6 +480,32 @@ def wait_for_event(driver: subprocess.Popen[str], path: Path, stage: str, step: 
             return
         time.sleep(0.01)
     pytest.fail(f"the driver ended before {stage} {step}: {driver.communicate()[0]}")
+
+
+def test_an_engine_on_two_ranks_gives_the_same_weights_even_if_one_dies(folder: Path, overlapped: RunConfig) -> None:
+    """Pipeline stages change no bit of what is generated; a rank that is killed takes its replica down, which is built
+    anew."""
+    file, *changes = sources(folder, "stages", *QUIET, "engine.pipeline_parallel=2")
+    config = load_config([file], changes)
+    command = [sys.executable, "-m", "pipeline.cli", "run", file, *changes]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment
+    ) as driver:
+        try:
+            wait_for_event(driver, RunPaths(config.run_dir).events, "generate", 0)
+            processes = psutil.Process(driver.pid).children(recursive=True)
+            (rank,) = [process for process in processes if "stages.engines.rank_main" in process.cmdline()]
+            rank.kill()
+            said, _ = driver.communicate(timeout=200)
+        finally:
+            driver.kill()
+    assert driver.returncode == 0, said
+    assert "rank 1 of 2 of the engine" in (RunPaths(config.run_dir).logs / "generate-0.log").read_text()
+    assert digests(config) == digests(overlapped)
+    lost = [e for e in read_events(RunPaths(config.run_dir).events) if e.kind is EventKind.GANG_LOST]
+    assert {e.gang for e in lost} == {"generate"}
+    assert not [p for p in processes if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
 
 
 def test_ctrl_c_stops_cleanly_and_says_how_to_go_on(

@@ -22,11 +22,23 @@ ONLY_IN = {
     "mlflow": "pipeline/mlflow_writer.py",
     "matplotlib": "pipeline/plots.py",
     "gguf": "stages/models/assets.py",
+    "triton": "stages/engines/triton_kernels.py",
     "vaderSentiment": "stages/rewards",
 }
 """Library -> the one file or folder that imports it."""
 
-HEAVY = ("torch", "megatron", "mlflow", "matplotlib", "dask", "distributed", "transformers", "zarr", "pyarrow")
+HEAVY = (
+    "torch",
+    "triton",
+    "megatron",
+    "mlflow",
+    "matplotlib",
+    "dask",
+    "distributed",
+    "transformers",
+    "zarr",
+    "pyarrow",
+)
 
 
 def imported(tree: ast.AST) -> Iterator[str]:

@@ -134,6 +134,12 @@ REFUSED = {
     "model.critic.weight_decay=-1": ("model.critic.weight_decay", "0 or more"),
     "cluster.deadline_s=0": ("cluster.deadline_s", "above 0"),
     "tracking.uri=mlruns": ("tracking.uri", "mlruns", "sqlite:///", "http://", "null"),
+    "engine.tensor_parallel=0": ("engine.tensor_parallel", "0", "1 or more"),
+    "engine.speculation.max_tokens=0": ("engine.speculation.max_tokens", "0", "1 or more"),
+    "engine.speculation.head_vocab=1": ("engine.speculation.head_vocab", "1", "2 or more"),
+    "engine.speculation.train_share=0": ("engine.speculation.train_share", "0", "above 0"),
+    "engine.pipeline_groups=2": ("engine.pipeline_groups", "2", "from 1 to 1", "engine.pipeline_parallel"),
+    "engine.pipeline_groups=17 engine.pipeline_parallel=2": ("engine.pipeline_groups", "17", "from 1 to 16", "slots"),
     "name=a/b": ("name", "a/b", "plain directory name"),
     "prompts.opening_tokens=9": ("prompts.opening_tokens", "9", "8"),
     # sizes that do not divide
@@ -143,6 +149,10 @@ REFUSED = {
     "evaluate={every: 1, shards: 3}": ("evaluate.shards", "3", "prompts.held_out = 8", "1, 2, 4, 8"),
     "placement.gangs.train.workers=3": ("placement.gangs.train.workers", "3", "rows of a shard (8)"),
     "placement.gangs.train={workers: 3, layout: {tensor: 2}}": ("placement.gangs.train.workers", "multiple", "= 2"),
+    # rows that move
+    "cluster.move_rows_below=2": ("cluster.move_rows_below", "2", "0 (rows stay", "3 or more"),
+    "cluster.move_rows_below=-1": ("cluster.move_rows_below", "-1", "3 or more"),
+    "cluster.move_rows_below=8": ("cluster.move_rows_below", "8", "workers of 2 or more (given 1)", "set it to 0"),
     # placement
     "placement.roles.policy=tran": ("placement.roles.policy", "tran", "generate, train"),
     "placement.roles.judge=train": ("placement.roles.judge", "no such role", "reference"),

@@ -124,6 +124,27 @@ def test_lost_replica() -> None:
     assert [s.attempt for s in machine.order if s.node.address == Address("generate", 0)] == [0, 1]
 
 
+def test_a_node_that_only_waits_gives_its_slot_up_once() -> None:
+    """Its rows are in another replica. When it is done, or lost, the slot that it had no more is not freed again."""
+    machine = Machine(pool(workers=2))
+    machine.dispatch.admit(shards(5))
+    assert machine.step() == ["generate 0.0 > gen.0", "generate 0.1 > gen.1"]
+    assert machine.dispatch.waiting_versions("gen") == {0}
+    for _ in range(2):
+        machine.dispatch.vacate(Address("generate", 0, 0))
+    assert machine.step() == ["generate 0.2 > gen.0"]
+    assert machine.done("generate", shard=0) == []
+    assert machine.done("generate", shard=2) == ["generate 0.3 > gen.0"]
+    machine.dispatch.vacate(Address("generate", 0, 1))
+    assert machine.step() == ["generate 0.4 > gen.1"]
+    assert machine.dispatch.waiting_versions("gen") == set()
+    assert machine.lost("generate", shard=1) == {"generate 0.1"}
+    assert machine.step() == [], "it has no slot to come back to yet"
+    machine.dispatch.vacate(Address("generate", 0, 9))
+    assert machine.down("gen", 1) == {"generate 0.4"}
+    assert machine.dispatch.replicas_up("gen") == {0}
+
+
 def test_suspect_replica_that_comes_back_with_the_node_done() -> None:
     """Replica 0 is overdue with shard 0, which goes to replica 1; then both finish it."""
     machine = Machine(pool(2), scorers(), trainer())
@@ -157,6 +178,27 @@ def test_a_single_rank_has_two() -> None:
     machine.dispatch.admit([node("value", 0, s) for s in range(3)])
     assert machine.step() == ["value 0.0 > train.0", "value 0.1 > train.0"]
     assert machine.done("value", 0, 0) == ["value 0.2 > train.0"]
+
+
+def test_a_more_urgent_child_keeps_the_second_place() -> None:
+    """The critic's update does not slip in between the policy's and its publication; where there is no such child, or
+    it waits for something else too, the second place is used."""
+    update = node("update_policy", priority=1)
+    critic = node("update_value", priority=3)
+    machine = Machine(trainer())
+    publish = Node((0, 2), Address("publish", 1), (update.address,), (), 1)
+    machine.dispatch.admit([update, critic, publish])
+    assert machine.step() == ["update_policy 0.0 > train.0"]
+    assert machine.done("update_policy") == ["publish 1.0 > train.0", "update_value 0.0 > train.0"]
+
+
+def test_a_child_that_waits_for_another_gang_keeps_no_place() -> None:
+    update, critic, score = node("update_policy", priority=1), node("update_value", priority=3), node("score")
+    machine = Machine(trainer(), scorers())
+    machine.dispatch.admit([update, critic, score, node("value", 0, 0, update.address, score.address, priority=2)])
+    assert set(machine.step()) == {
+        "update_policy 0.0 > train.0", "update_value 0.0 > train.0", "score 0.0 > score.0",
+    }  # fmt: skip
 
 
 def test_ordered_nodes_wait_for_their_parents_to_be_done() -> None:

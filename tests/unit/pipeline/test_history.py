@@ -58,8 +58,8 @@ def rollout(tokens: list[list[int]], prompts: list[int]) -> Rollout:
 def a_step(history: History) -> None:
     """Step 1: published at 100, trained into version 2, which is published at 108."""
     commit(history, "publish", 1, 99.5, 0.5)
-    commit(history, "generate", 1, 100.0, 2.0, 0, generate__tokens=30, generate__occupancy=0.5)
-    commit(history, "generate", 1, 101.0, 3.0, 1, generate__tokens=50, generate__occupancy=0.7)
+    commit(history, "generate", 1, 100.0, 2.0, 0, generate__tokens=30, score__mean=0.5)
+    commit(history, "generate", 1, 101.0, 3.0, 1, generate__tokens=50, score__mean=0.7)
     commit(history, "advantage", 1, 104.0, 0.25, reward__mean=0.5, kl__ref=2.0, staleness__fraction_0=0.5,
            staleness__fraction_1=0.5)  # fmt: skip
     commit(history, "update_policy", 1, 105.0, 2.5, policy__lr=0.1)
@@ -72,7 +72,7 @@ def test_metrics_of_a_step(history: History) -> None:
     assert found == pytest.approx(
         {
             "generate/tokens": 80,  # summed over shards
-            "generate/occupancy": 0.6,  # mean over shards
+            "score/mean": 0.6,  # mean over shards
             "reward/mean": 0.5,
             "kl/ref": 2.0,
             "staleness/fraction_0": 0.5,

@@ -71,6 +71,8 @@ def test_what_was_read_is_handed_on(folder: Path) -> None:
         ("sampling.suppress_token_ids=[256]", "sampling.suppress_token_ids", ("given 256", "0 to 255")),
         ("reward.kind=magic", "reward", ("magic", "vader")),
         ("reward.args={letters: a}", "reward", ("reward.args", "letters")),
+        ("engine.tensor_parallel=3", "engine.tensor_parallel", ("given 3", "4 query and 2 key/value", "1, 2, 4 ranks")),
+        ("engine.pipeline_parallel=5", "engine.pipeline_parallel", ("given 5", "from 1 to 4")),
         ("placement.gangs.all.layout.pipeline=3", "placement.gangs.all.workers", ("= 3",)),
     ],
 )
@@ -81,6 +83,23 @@ def test_what_cannot_work_is_refused_by_its_key(folder: Path, change: str, key: 
     for part in parts:
         assert part in str(refusal.value)
     assert not (folder / "runs").exists()
+
+
+def test_replicas_that_need_more_gpus_than_there_are_are_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No GPU is at hand in most places: this host is told that it has three."""
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 3)
+    preflight(load(folder, "engine.pipeline_parallel=3"))
+    with pytest.raises(ConfigError, match=r"engine\.tensor_parallel: given 2; 1 replicas .* need 4 GPUs.* at most 3"):
+        preflight(load(folder, "engine.pipeline_parallel=2", "engine.tensor_parallel=2"))
+
+
+def test_a_cache_too_small_for_a_row_is_refused(folder: Path) -> None:
+    """Keys and values of 4 blocks, 2 heads of 4096 in float32 take 256 KB a token, and a
+    block has 16."""
+    directory = model_directory(folder, weights=True, head_dim=4096)
+    settings = (f"model.path={directory}", "sampling.max_new_tokens=8", "prompts.max_tokens=8")
+    with pytest.raises(ConfigError, match=r"engine\.kv_budget_mb: given 3; .* row of 16 tokens .* take 4, .*slots 64"):
+        preflight(load(folder, *settings, "engine.kv_budget_mb=3"))
 
 
 @pytest.mark.parametrize(

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from pipeline.runtime import VersionedEngine, _Clock
+from pipeline.bookkeeping import Clock
+from pipeline.versioned_engine import VersionedEngine
 from stages.engines.protocol import Completion, EngineStats, Request, WeightsError
 from stages.publish import publish
 from storage.errors import MissingOutput
@@ -69,7 +70,7 @@ def test_versions_never_mix(board: WeightBoard) -> None:
             begin.wait(timeout=60)
             for turn in range(25):
                 version = (number + turn) % 4
-                with engine.at(version, _Clock()):
+                with engine.at(version, Clock()):
                     with lock:
                         fake.inside += 1
                     assert fake.version == version
@@ -89,7 +90,7 @@ def test_versions_never_mix(board: WeightBoard) -> None:
     assert seen == {0: 50, 1: 50, 2: 50, 3: 50}
 
     def stay() -> None:  # two shards of one version are inside at the same time: neither waits for the other to leave
-        with engine.at(2, _Clock()):
+        with engine.at(2, Clock()):
             together.wait(timeout=60)
 
     pair = [threading.Thread(target=stay) for _ in range(2)]
@@ -100,20 +101,26 @@ def test_versions_never_mix(board: WeightBoard) -> None:
     assert not together.broken
 
 
+def started_and_waiting(work: Callable[[], None], engine: VersionedEngine) -> threading.Thread:
+    """A thread that has come to wait for its turn."""
+    thread = threading.Thread(target=work)
+    thread.start()
+    while not engine._turn._waiters:  # type: ignore[attr-defined]
+        assert thread.is_alive()
+    return thread
+
+
 def test_the_next_version_waits_until_the_others_have_left(board: WeightBoard) -> None:
     fake = FakeEngine()
     engine = VersionedEngine(fake, board)
     loaded = threading.Event()
 
     def newer() -> None:
-        with engine.at(1, _Clock()):
+        with engine.at(1, Clock()):
             loaded.set()
 
-    with engine.at(0, _Clock()):
-        thread = threading.Thread(target=newer)
-        thread.start()
-        while not engine._turn._waiters:  # type: ignore[attr-defined]
-            assert thread.is_alive()
+    with engine.at(0, Clock()):
+        thread = started_and_waiting(newer, engine)
         assert not loaded.is_set()
         assert fake.loads == [0]
     thread.join(timeout=60)
@@ -121,40 +128,90 @@ def test_the_next_version_waits_until_the_others_have_left(board: WeightBoard) -
     assert fake.loads == [0, 1]
 
 
+def test_in_flight_a_newer_version_loads_over_those_inside(board: WeightBoard) -> None:
+    """And serves whoever asks for an older one; an evaluation keeps its version until it has left."""
+    fake = FakeEngine()
+    engine = VersionedEngine(fake, board, in_flight=True)
+    with engine.at(1, Clock()), engine.at(2, Clock()), engine.at(1, Clock()):
+        assert fake.loads == [1, 2]
+    entered = threading.Event()
+
+    def newer() -> None:
+        with engine.at(3, Clock()):
+            entered.set()
+
+    with engine.at(1, Clock(), exact=True), engine.at(0, Clock()):
+        assert fake.loads == [1, 2, 1]
+        thread = started_and_waiting(newer, engine)
+        assert not entered.is_set()
+    thread.join(timeout=60)
+    assert entered.is_set()
+    assert fake.loads == [1, 2, 1, 3]
+
+
+def test_in_flight_an_evaluation_waits_for_rows_of_other_versions(board: WeightBoard) -> None:
+    fake = FakeEngine()
+    engine = VersionedEngine(fake, board, in_flight=True)
+    entered = threading.Event()
+
+    def evaluate() -> None:
+        with engine.at(1, Clock(), exact=True):
+            entered.set()
+
+    with engine.at(2, Clock()):
+        thread = started_and_waiting(evaluate, engine)
+        assert not entered.is_set()
+    thread.join(timeout=60)
+    assert fake.loads == [2, 1]
+
+
 def test_a_resident_version_is_not_loaded_again(board: WeightBoard) -> None:
     fake = FakeEngine()
     engine = VersionedEngine(fake, board)
     for version in (0, 0, 1, 1, 0):
-        with engine.at(version, _Clock()):
+        with engine.at(version, Clock()):
             pass
     assert fake.loads == [0, 1, 0]
 
 
 def test_an_exception_inside_leaves_the_engine_usable(board: WeightBoard) -> None:
     engine = VersionedEngine(FakeEngine(), board)
-    with pytest.raises(ZeroDivisionError), engine.at(0, _Clock()):
+    with pytest.raises(ZeroDivisionError), engine.at(0, Clock()):
         raise ZeroDivisionError
-    with engine.at(1, _Clock()) as inner:
+    with engine.at(1, Clock()) as inner:
         assert inner.version == 1
 
 
 def test_a_load_that_fails_leaves_the_old_version(board: WeightBoard) -> None:
     fake = FakeEngine()
     engine = VersionedEngine(fake, board)
-    with engine.at(0, _Clock()):
+    with engine.at(0, Clock()):
         pass
     fake.refuse = 1
-    with pytest.raises(WeightsError), engine.at(1, _Clock()):
+    with pytest.raises(WeightsError), engine.at(1, Clock()):
         pytest.fail("weights that do not load let nobody in")
-    with pytest.raises(MissingOutput, match="v9"), engine.at(9, _Clock()):
+    with pytest.raises(MissingOutput, match="v9"), engine.at(9, Clock()):
         pytest.fail("weights that are not there let nobody in")
-    with engine.at(0, _Clock()) as inner:
+    with engine.at(0, Clock()) as inner:
         assert inner.version == 0
     assert fake.loads == [0]
     fake.refuse = None
-    with engine.at(1, _Clock()) as inner:
+    with engine.at(1, Clock()) as inner:
         assert inner.version == 1
     assert board.release(1), "a lease was left behind"
+
+
+def test_versions_of_other_tensors_do_not_mix(board: WeightBoard) -> None:
+    """What the older version brought and the newer one lacks would stay the older one's."""
+    fake = FakeEngine()
+    engine = VersionedEngine(fake, board)
+    board.publish(4, {"w": np.zeros(3, np.float32), "x": np.zeros(3, np.float32)})
+    with engine.at(0, Clock()):
+        pass
+    with pytest.raises(WeightsError, match=r"x .* is missing in version 0 .* version 4 has it"), engine.at(4, Clock()):
+        pytest.fail("these weights let nobody in")
+    with engine.at(1, Clock()):
+        assert fake.loads == [0, 1]
 
 
 class _Bfloat16Host:
@@ -173,6 +230,6 @@ def test_bfloat16_weights_reach_the_engine_as_numbers(board: WeightBoard) -> Non
     assert manifest is not None
     assert [t.dtype for t in manifest.tensors] == ["bfloat16"]
     fake = FakeEngine()
-    with VersionedEngine(fake, board).at(7, _Clock()):
+    with VersionedEngine(fake, board).at(7, Clock()):
         assert fake.tensors["w"].dtype is torch.bfloat16
         assert torch.equal(fake.tensors["w"], weights)

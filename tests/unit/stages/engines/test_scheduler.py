@@ -5,11 +5,13 @@ from __future__ import annotations
 import queue
 import threading
 
+import pytest
+
 from stages.engines.config import SamplingConfig
 from stages.engines.kv_cache import NO_BLOCK, BlockPool
 from stages.engines.protocol import Request
 from stages.engines.rows import Call, Row
-from stages.engines.scheduler import PASS_TOKENS, Scheduler
+from stages.engines.scheduler import PASS_TOKENS, Chunk, Scheduler
 
 
 def make_row(number: int, prompt: tuple[int, ...], new: int = 100) -> Row:
@@ -17,8 +19,8 @@ def make_row(number: int, prompt: tuple[int, ...], new: int = 100) -> Row:
     return Row(request, Call(queue.SimpleQueue(), threading.Event()), frozenset())
 
 
-def make_scheduler(num_slots: int, num_blocks: int, rows: list[Row]) -> Scheduler:
-    scheduler = Scheduler(num_slots, BlockPool(num_blocks))
+def make_scheduler(num_slots: int, num_blocks: int, rows: list[Row], depth: int = 1) -> Scheduler:
+    scheduler = Scheduler(num_slots, BlockPool(num_blocks), depth)
     scheduler.waiting.extend(rows)
     return scheduler
 
@@ -94,10 +96,43 @@ def test_shared_blocks_are_counted_and_freed() -> None:
     pool.release(mine)
     assert pool.num_free == 3  # the third is free, the other two are held by the matches
     pool.release(mine[:2])
-    assert pool.match(tokens) == mine[:1]
     pool.release(mine[:1])
-    pool.release(mine[:1])
-    assert (pool.num_free, pool.match(tokens)) == (5, [])
+    assert (pool.num_free, pool.peak_used) == (5, 3)
+
+
+def test_blocks_that_nobody_holds_are_known_until_they_are_needed() -> None:
+    pool = BlockPool(4)
+    first, second = list(range(32)), list(range(100, 116))
+    mine = [pool.take(), pool.take()]
+    pool.publish(mine, first)
+    pool.release(mine)
+    other = [pool.take()]
+    pool.publish(other, second)
+    pool.release(other)
+    assert (pool.num_free, pool.num_used) == (4, 0)
+
+    assert pool.match(first) == mine  # now used last
+    pool.release(mine)
+    taken = [pool.take(), pool.take()]  # one that never held anything; then the longest unused
+    assert set(taken).isdisjoint(mine)
+    assert pool.match(second) == []
+    taken.append(pool.take())
+    assert taken[2] == mine[1]  # the end of a prompt goes before its beginning
+    assert pool.match(first) == mine[:1]
+    with pytest.raises(IndexError, match="all 4 blocks are held"):
+        pool.take()
+
+
+def test_a_block_given_to_another_prompt_takes_its_continuations_along() -> None:
+    """Its number lives on with other tokens, and what continued the old ones must not be found behind the new ones."""
+    pool = BlockPool(2)
+    mine = [pool.take(), pool.take()]
+    pool.publish(mine, list(range(32)))
+    pool.release(mine[:1])  # the end is still held
+    reused = pool.take()
+    assert reused == mine[0]
+    pool.publish([reused], list(range(50, 66)))
+    assert pool.match([*range(50, 66), *range(16, 32)]) == [reused]
 
 
 def test_forgotten_blocks_are_not_shared() -> None:
@@ -108,6 +143,9 @@ def test_forgotten_blocks_are_not_shared() -> None:
     assert pool.match(list(range(16))) == []
     pool.release(mine)
     assert pool.num_free == 4
+    pool.publish(mine, list(range(16)))
+    pool.forget()
+    assert (pool.num_free, pool.match(list(range(16)))) == (4, [])
 
 
 def test_drafts_never_send_a_row_back() -> None:
@@ -118,3 +156,70 @@ def test_drafts_never_send_a_row_back() -> None:
     chunk = scheduler.plan({row: [1] * 30})[0]
     assert (chunk.start, chunk.count, len(chunk.drafts)) == (15, 1, 16)
     assert scheduler.num_preemptions == 0
+
+
+def begin(scheduler: Scheduler) -> list[Chunk]:
+    """Plans a pass that is then under way."""
+    return scheduler.plan()
+
+
+def end(scheduler: Scheduler, chunks: list[Chunk]) -> None:
+    for chunk in chunks:
+        if chunk.samples:
+            chunk.row.append(7, 0.0, 0)
+    scheduler.returned(chunks)
+
+
+def numbers(chunks: list[Chunk]) -> list[int]:
+    return [chunk.row.request.row for chunk in chunks]
+
+
+def test_passes_under_way_share_the_rows() -> None:
+    """Seven rows on three passes: at most three each; a row is in one pass at a time; when rows finish, those left are
+    shared anew, and none is left out of a round."""
+    rows = [make_row(i, (i, 50 + i)) for i in range(7)]
+    scheduler = make_scheduler(8, 30, rows, depth=3)
+    passes = [begin(scheduler) for _ in range(3)]
+    assert [numbers(chunks) for chunks in passes] == [[0, 1, 2], [3, 4, 5], [6]]
+    assert begin(scheduler) == []
+    end(scheduler, passes[0])
+    again = begin(scheduler)
+    assert numbers(again) == numbers(passes[0])
+    for chunks in (passes[1], passes[2], again):
+        end(scheduler, chunks)
+    for row in rows[:2]:
+        scheduler.retire(row)
+    rounds = [begin(scheduler) for _ in range(3)]
+    assert [numbers(chunks) for chunks in rounds] == [[2, 3], [4, 5], [6]]
+
+
+def test_no_block_is_taken_from_a_pass_under_way() -> None:
+    """Four blocks, two rows that each need a third one: the older gets none while the younger is under way, and waits
+    for it to end instead of being sent back; then it sends the younger back."""
+    old, young = make_row(0, tuple(range(31))), make_row(1, tuple(range(40, 70)))
+    scheduler = make_scheduler(2, 5, [old, young], depth=2)
+    scheduler.pool.take()  # held by somebody else: admission wants one more than there is
+    first = begin(scheduler)
+    scheduler.flying.append(scheduler.waiting.popleft())
+    second = begin(scheduler)
+    assert [numbers(first), numbers(second)] == [[0], [1]]
+    end(scheduler, first)
+    end(scheduler, third := begin(scheduler))
+    assert (numbers(third), len(old.tokens), len(old.blocks)) == ([0], 33, 2)
+    assert begin(scheduler) == []
+    assert (len(young.blocks), scheduler.num_preemptions) == (2, 0)
+    end(scheduler, second)
+    assert numbers(begin(scheduler)) == [0]
+    assert (young.blocks, scheduler.num_preemptions, list(scheduler.waiting)) == ([], 1, [young])
+
+
+def test_an_abandoned_row_leaves_when_its_pass_is_over() -> None:
+    rows = [make_row(i, (i, 9)) for i in range(2)]
+    scheduler = make_scheduler(2, 9, rows, depth=2)
+    first = begin(scheduler)
+    for row in rows:
+        row.call.abandoned.set()
+    assert scheduler.drop_abandoned() == [rows[1]]
+    end(scheduler, first)
+    assert scheduler.drop_abandoned() == [rows[0]]
+    assert (scheduler.idle, scheduler.pool.num_free) == (True, 9)

@@ -1,0 +1,235 @@
+"""Tokens per second with drafts against without: on text with the repetitions that real responses have.
+
+Continued reviews, sums with worked steps, code; 1, 2, 4 and 16 rows in flight; greedy and sampled; drafters none,
+ngram, learned, both, all on one model in one process. Sides are taken in turn in every repeat, on all cores; every
+repeat has prompts of its own, so that no drafter has seen their responses. A figure is the median over repeats of the
+ratio to no drafts. That tokens and log-probs are the same bits on every side is asserted, every time.
+
+The learned head is trained first, on responses to other prompts, for --train seconds; the engines' estimates of costs
+and acceptance are warmed up on other prompts too. Last, the same prompts once more with other noise, as in a second
+epoch (same weights: the best case), where lookup finds the responses of the first.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import statistics
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, closing
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from benchmarks.harness import arguments, measured_load, report, write_json
+from pipeline.plots import plot_engine_costs
+from stages.engines.calibration import make_pupil
+from stages.engines.config import EngineConfig, SamplingConfig, SpeculationConfig
+from stages.engines.costs import expected_speed
+from stages.engines.draft_head import KIND, LearnedDrafter
+from stages.engines.drafting import Drafter, NgramDrafter
+from stages.engines.protocol import Request
+from stages.engines.runner import choose_kernels
+from stages.engines.torch_engine import TorchEngine
+from stages.hf_files import RANDOM_TINY, Tokenizer, read_tokenizer
+
+CORES = os.cpu_count() or 1
+CPU = torch.device("cpu")
+MODEL, REVIEWS = Path("assets/smollm2-135m-instruct"), Path("assets/movie_reviews.tsv")
+SIDES = ("none", "ngram", "learned", "both")
+WORKLOADS = ("reviews", "sums", "code")
+FIRST_TEST = 1000
+"""Prompts from this number on are measured, those before it are trained on."""
+_TASKS = (
+    "sort a list", "reverse a string", "count the vowels in a string", "compute the factorial of n",
+    "find the largest number in a list", "check if a word is a palindrome", "merge two sorted lists",
+    "remove duplicates from a list", "compute the fibonacci numbers", "sum the digits of a number",
+    "count the words in a text", "find all primes below n", "transpose a matrix", "flatten a nested list",
+    "search a sorted list", "convert celsius to fahrenheit", "rotate a list by k places", "compute a dot product",
+    "find the median of a list", "check whether two words are anagrams",
+)  # fmt: skip
+_MANNERS = ("", " Add a docstring.", " Show an example.", " Do not use built-in functions.", " Explain each line.")
+
+
+class Trained(LearnedDrafter):
+    """Owns a head that several engines share, one at a time: it learns only when the benchmark says so."""
+
+    def train(self) -> bool:
+        return False
+
+    def learn(self) -> bool:
+        return super().train()
+
+
+def make_prompt(workload: str, number: int, tokenizer: Tokenizer, reviews: Sequence[str]) -> tuple[int, ...]:
+    """The `number`-th prompt of a workload."""
+    rng = random.Random(number)
+    if workload == "reviews":
+        return tuple(tokenizer.encode(" ".join(reviews[number % len(reviews)].split()[:8])))
+    if workload == "sums":
+        a, b, c = rng.randint(10, 99), rng.randint(10, 99), rng.randint(2, 9)
+        text = f"Tom has {a} apples and buys {b} more each day for {c} days. How many has he then? Show each step."
+    else:
+        text = f"Write a Python function to {rng.choice(_TASKS)}. Name it task_{number}.{rng.choice(_MANNERS)}"
+    return tuple(tokenizer.apply_chat_template([{"role": "user", "content": text}]))
+
+
+def run(engine: TorchEngine, requests: Sequence[Request]) -> tuple[float, dict[int, tuple[bytes, bytes]]]:
+    """Seconds, and every row's tokens and log-probs as bytes."""
+    started = time.perf_counter()
+    rows = {c.row: (c.tokens.astype(np.int32).tobytes(), c.logprobs.tobytes()) for c in engine.generate(requests)}
+    return time.perf_counter() - started, rows
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 2, 4, 16], help="rows in flight")
+    parser.add_argument("--modes", nargs="+", choices=("greedy", "sampled"), default=["greedy", "sampled"])
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
+    parser.add_argument("--new", type=int, default=64, help="tokens of a response")
+    parser.add_argument("--train", type=float, default=30.0, help="seconds of training the head")
+    parser.add_argument("--train-rows", type=int, default=48, help="responses of each workload to train on")
+    parser.add_argument("--plot", type=Path, help="draw the measured costs to this file")
+    parser.set_defaults(repeats=5)
+
+
+class Bench:
+    """Owns one engine for each side."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.path = RANDOM_TINY if options.quick else str(MODEL)
+        self.options, self.tokenizer = options, read_tokenizer(self.path)
+        self.reviews = (
+            [line.split("\t")[2] for line in REVIEWS.read_text("utf8").splitlines()] if REVIEWS.exists() else ["a"]
+        )
+        self.settings = EngineConfig(slots=max(options.rows), dtype=options.dtype)
+        self.head = Trained(
+            make_pupil(SpeculationConfig(), self.path, CPU),
+            choose_kernels(self.settings, CPU),
+            getattr(torch, options.dtype),
+        )
+        self.engines: dict[str, TorchEngine] = {}
+        self._stack = ExitStack()
+        for side in SIDES:
+            drafters: list[Drafter] = []
+            if side in ("ngram", "both"):
+                drafters.append(NgramDrafter())
+            if side in ("learned", "both"):
+                drafters.append(self.head)
+            engine = TorchEngine(
+                self.path, self.settings, max_seq=256, threads=CORES, device=CPU, drafters=drafters, eos_token_ids=[0]
+            )
+            self.engines[side] = self._stack.enter_context(closing(engine))
+
+    def close(self) -> None:
+        self._stack.close()
+
+    def requests(self, workload: str, first: int, num: int, mode: str, step: int) -> list[Request]:
+        sampling = SamplingConfig(self.options.new, self.options.new, temperature=float(mode == "sampled"))
+        return [
+            Request(i, 1, step, make_prompt(workload, first + i, self.tokenizer, self.reviews), 0, sampling)
+            for i in range(num)
+        ]
+
+    def train(self) -> tuple[float, int]:
+        """Responses to prompts of all workloads, then training on them: its seconds and steps."""
+        for workload in WORKLOADS:
+            for mode in self.options.modes:
+                run(self.engines["learned"], self.requests(workload, 0, self.options.train_rows, mode, 0))
+        torch.set_num_threads(CORES)
+        started, steps = time.perf_counter(), 0
+        while time.perf_counter() - started < self.options.train and self.head.learn():
+            steps += 1
+        return time.perf_counter() - started, steps
+
+    def compare(self, num_rows: int, mode: str, epochs: int = 1) -> dict[str, dict[str, float]]:
+        """Of each workload and in all: tokens per second without drafts, ratios of the other sides. `epochs` 2: only
+        the second time over the same prompts counts."""
+        for side in SIDES:  # settles the estimates for this many rows
+            for workload in WORKLOADS:
+                run(self.engines[side], self.requests(workload, 500, num_rows, mode, 1))
+        rates: dict[str, dict[str, list[float]]] = {}
+        for repeat in range(self.options.repeats):
+            total = dict.fromkeys(SIDES, 0.0)
+            for workload in WORKLOADS:
+                first = FIRST_TEST + 50 * num_rows + repeat * num_rows + (500 if epochs > 1 else 0)
+                seconds: dict[str, float] = {}
+                for step in range(1, epochs + 1):
+                    requests = self.requests(workload, first, num_rows, mode, step)
+                    expected: dict[int, tuple[bytes, bytes]] | None = None
+                    for side in SIDES[repeat % 4 :] + SIDES[: repeat % 4]:
+                        seconds[side], rows = run(self.engines[side], requests)
+                        expected = expected or rows
+                        assert rows == expected, f"{side}: drafts changed the tokens of {workload}, {mode}"
+                for side in SIDES:
+                    total[side] += seconds[side]
+                    rates.setdefault(workload, {}).setdefault(side, []).append(
+                        num_rows * self.options.new / seconds[side]
+                    )
+            for side in SIDES:
+                rates.setdefault("all", {}).setdefault(side, []).append(3 * num_rows * self.options.new / total[side])
+        return {workload: summary(by_side) for workload, by_side in rates.items()}
+
+
+def summary(rates: Mapping[str, Sequence[float]]) -> dict[str, float]:
+    """Median speed without drafts, and the median ratio of every other side to it in the same repeat."""
+    plain = rates["none"]
+    ratios = {
+        side: statistics.median(a / b for a, b in zip(rates[side], plain, strict=True))
+        for side in SIDES
+        if side != "none"
+    }
+    return {"none": statistics.median(plain), **ratios}
+
+
+def main() -> None:
+    options = arguments(__doc__ or "", add_options)
+    if options.quick:
+        options.repeats, options.new, options.train, options.rows = 1, 16, 2.0, [1, 4]
+    rows: list[tuple[str, ...]] = []
+    figures: dict[str, float] = {}
+    with closing(Bench(options)) as bench, measured_load() as load:
+        figures["train_s"], figures["train_steps"] = bench.train()
+        print(f"trained: {figures['train_s']:.0f} s, {figures['train_steps']:.0f} steps", file=sys.stderr, flush=True)
+        cells = [(mode, num_rows, 1) for mode in options.modes for num_rows in options.rows]
+        if "sampled" in options.modes:
+            cells.append(("sampled", min(options.rows), 2))
+        for mode, num_rows, epochs in cells:
+            for workload, speeds in bench.compare(num_rows, mode, epochs).items():
+                name = f"{mode}, {num_rows} rows" + (", second epoch" if epochs > 1 else "")
+                rows.append((name, workload, f"{speeds['none']:.0f}", *(f"{speeds[side]:.2f}" for side in SIDES[1:])))
+                print(*rows[-1], file=sys.stderr, flush=True)
+                figures |= {f"{name}/{workload}/{side}": value for side, value in speeds.items()}
+        notes = [f"{options.dtype}, {CORES} threads, {options.new} new tokens a row, median of {options.repeats}"]
+        for side in SIDES[1:]:
+            stats = bench.engines[side].stats()
+            kinds = ", ".join(f"{k} {stats.accepted_tokens.get(k, 0)}/{n}" for k, n in stats.drafted_tokens.items())
+            notes.append(f"{side}: accepted/drafted {kinds}; lengths {dict(sorted(stats.draft_lengths.items()))}")
+        speculation = bench.engines["learned"].speculation
+        assert speculation is not None
+        acceptance, costs = speculation.acceptance(KIND), speculation.costs
+        drafting = speculation.drafting[bench.head]
+        notes.append(f"head: acceptance by position {[round(a, 2) for a in acceptance]}")
+        notes.append(f"pass, ms by tokens: { {n: round(1000 * s, 1) for n, s in costs.curve.items()} }; "
+                     f"each 1000 positions attended to {1e6 * costs.per_position:.2f} ms")  # fmt: skip
+        notes.append(f"drafting a position, ms by rows: { {n: round(1000 * s, 2) for n, s in drafting.curve.items()} }")
+        if options.plot is not None:
+            points = expected_speed(acceptance, costs, drafting)
+            by_rows = {
+                n: [p.tokens_per_s for p in points if p.num_rows == n] for n in sorted({p.num_rows for p in points})
+            }
+            plot_engine_costs(costs.curve, by_rows, options.plot, "What drafts cost and gain (learned head)")
+    report(
+        "drafts: tokens/s without, and times as fast with",
+        ("rows in flight", "workload", "none, tok/s", *SIDES[1:]),
+        rows,
+        [*notes, f"others' load {load().others:.0%}; head trained {figures['train_s']:.0f} s beforehand"],
+    )
+    write_json(options.json, figures)
+
+
+if __name__ == "__main__":
+    main()

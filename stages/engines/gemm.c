@@ -1,0 +1,286 @@
+/* Matrix products for decoding, on CPUs: weights packed once into the order in which they are read, times few rows (or
+ * many: prompts). `native_kernels.py` compiles this file together with kernels.c.
+ *
+ * A packed weight [out, in] is a sequence of tiles. A tile holds TILE outputs: for every step along `in` (one number in
+ * float32, a pair of neighbours in bfloat16) the TILE outputs' numbers side by side. Outputs that fill the last tile up,
+ * and the second of a pair that `in` has no number for, are 0.
+ *
+ * Determinism: an element of the result is one chain of multiply-adds along `in`, from its first number to its last,
+ * whoever computes it: so it has the same bits whatever other rows the product has, at any place among them and with any
+ * number of threads. */
+
+#include <math.h>
+#include <omp.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+#ifdef __AVX512BF16__
+#include <immintrin.h>
+#endif
+
+#include "kernels.h"
+
+/* Numbers of a vector register; so many vectors make a tile, and so many rows are multiplied with it at a time that the
+ * sums, ROWS * VECTORS, and a step of the tile stay in registers. */
+#if defined(__AVX512F__)
+enum { LANES = 16, VECTORS = 3, ROWS = 8 };
+#elif defined(__AVX__)
+enum { LANES = 8, VECTORS = 2, ROWS = 5 };
+#else
+enum { LANES = 4, VECTORS = 4, ROWS = 5 };
+#endif
+enum {
+    TILE = LANES * VECTORS,
+    STEP = 4 * TILE,      /* bytes of a step of a tile */
+    LINE = 64,            /* bytes of a cache line */
+    GROUP = 4,            /* steps between groups of prefetches */
+    PANEL = 2048,         /* steps that all rows take before they go on: so much of a tile stays in the cache */
+    SHARED_ROWS = 8 * ROWS, /* rows that a thread takes through a tile at most, before the next may be another thread's */
+};
+
+typedef float vec __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
+typedef uint32_t bits __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
+
+INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+
+INLINE int64_t steps_of(int64_t in, int dtype) { return dtype == BFLOAT16 ? (in + 1) / 2 : in; }
+
+INLINE int64_t tiles_of(int64_t out) { return (out + TILE - 1) / TILE; }
+
+int64_t packed_bytes(int64_t out, int64_t in, int dtype) { return tiles_of(out) * steps_of(in, dtype) * STEP; }
+
+/* ---- packing ---- */
+
+/* Steps first .. first + count of one row of a weight. Returns the largest magnitude among them, as bits: what is not
+ * finite is larger than all that is. */
+INLINE uint32_t read_steps(const void *row, int from_dtype, int to_dtype, int64_t in, int64_t first, int count,
+                           uint32_t *steps) {
+    uint32_t largest = 0;
+    if (to_dtype == FLOAT32) {
+        for (int i = 0; i < count; i++) {
+            uint32_t number = bits_of(load(row, first + i, from_dtype)), magnitude = number & 0x7fffffffu;
+            steps[i] = number;
+            largest = magnitude > largest ? magnitude : largest;
+        }
+        return largest;
+    }
+    int whole = (int)least(count, in / 2 - first);
+    for (int i = 0; i < whole; i++) {
+        uint32_t low = rounded(load(row, 2 * (first + i), from_dtype));
+        uint32_t high = rounded(load(row, 2 * (first + i) + 1, from_dtype));
+        uint32_t a = low << 16 & 0x7fffffffu, b = high << 16 & 0x7fffffffu;
+        steps[i] = low | high << 16;
+        a = a > b ? a : b;
+        largest = a > largest ? a : largest;
+    }
+    if (whole < count) {
+        uint32_t low = rounded(load(row, in - 1, from_dtype)), a = low << 16 & 0x7fffffffu;
+        steps[whole] = low;
+        largest = a > largest ? a : largest;
+    }
+    return largest;
+}
+
+/* Rows from .. from + lanes of a weight into the lanes of a tile that begin with `lane`. */
+INLINE uint32_t pack_lanes(const void *rows, int from_dtype, int to_dtype, int64_t in, uint32_t *tile, int lane,
+                           int lanes) {
+    enum { WIDTH = 16 };
+    uint32_t block[TILE][WIDTH], largest = 0;
+    int64_t steps = steps_of(in, to_dtype), row_bytes = in * (from_dtype == BFLOAT16 ? 2 : 4);
+    for (int64_t first = 0; first < steps; first += WIDTH) {
+        int whole = first + WIDTH <= (to_dtype == BFLOAT16 ? in / 2 : in);
+        int count = (int)least(WIDTH, steps - first);
+        for (int l = 0; l < lanes; l++) {
+            const char *row = (const char *)rows + l * row_bytes;
+            uint32_t part = whole ? read_steps(row, from_dtype, to_dtype, in, first, WIDTH, block[l])
+                                  : read_steps(row, from_dtype, to_dtype, in, first, count, block[l]);
+            largest = part > largest ? part : largest;
+        }
+        for (int i = 0; i < count; i++) {
+            uint32_t *to = tile + (first + i) * TILE + lane;
+            if (lanes == TILE)
+                for (int l = 0; l < TILE; l++) to[l] = block[l][i];
+            else
+                for (int l = 0; l < lanes; l++) to[l] = block[l][i];
+        }
+    }
+    return largest;
+}
+
+/* Writes `rows` rows of a weight [rows, in] to a packed one [out, in], from its row `at` on. Returns whether all numbers
+ * are finite (once rounded). */
+int pack(const void *from, int from_dtype, int64_t rows, int64_t in, void *to, int to_dtype, int64_t at, int64_t out) {
+    int64_t tile_numbers = steps_of(in, to_dtype) * TILE, row_bytes = in * (from_dtype == BFLOAT16 ? 2 : 4);
+    uint32_t largest = 0;
+#pragma omp parallel for schedule(static) reduction(max : largest) if (rows * in > 16384)
+    for (int64_t t = at / TILE; t < tiles_of(at + rows); t++) {
+        int64_t first = t * TILE > at ? t * TILE : at, last = least((t + 1) * TILE, at + rows);
+        const void *source = (const char *)from + (first - at) * row_bytes;
+        uint32_t *tile = (uint32_t *)to + t * tile_numbers, part;
+        int lane = (int)(first - t * TILE), lanes = (int)(last - first);
+        if (from_dtype == FLOAT32 && to_dtype == FLOAT32)
+            part = pack_lanes(source, FLOAT32, FLOAT32, in, tile, lane, lanes);
+        else if (from_dtype == FLOAT32)
+            part = pack_lanes(source, FLOAT32, BFLOAT16, in, tile, lane, lanes);
+        else if (to_dtype == FLOAT32)
+            part = pack_lanes(source, BFLOAT16, FLOAT32, in, tile, lane, lanes);
+        else
+            part = pack_lanes(source, BFLOAT16, BFLOAT16, in, tile, lane, lanes);
+        largest = part > largest ? part : largest;
+        if (last == out)
+            for (int64_t i = 0; i < steps_of(in, to_dtype); i++)
+                memset(tile + i * TILE + lane + lanes, 0, 4 * (size_t)(TILE - lane - lanes));
+    }
+    return largest < 0x7f800000u;
+}
+
+/* The weight [out, in] that was packed, in its dtype. */
+void unpack(const void *from, int dtype, int64_t out, int64_t in, void *to) {
+    int64_t steps = steps_of(in, dtype);
+#pragma omp parallel for schedule(static) if (out * in > 16384)
+    for (int64_t row = 0; row < out; row++) {
+        const uint32_t *tile = (const uint32_t *)from + row / TILE * steps * TILE + row % TILE;
+        for (int64_t i = 0; i < in; i++)
+            if (dtype == BFLOAT16)
+                ((uint16_t *)to)[row * in + i] = (uint16_t)(tile[i / 2 * TILE] >> (i % 2 * 16));
+            else
+                ((uint32_t *)to)[row * in + i] = tile[i * TILE];
+    }
+}
+
+/* ---- products ---- */
+
+/* sums += x * weight over one step, for each number (pair) of x. */
+INLINE vec step_product(vec sum, uint32_t x, vec weight, int dtype) {
+    if (dtype == FLOAT32) return sum + float_of(x) * weight; /* contracted to one multiply-add */
+#ifdef __AVX512BF16__
+    return (vec)_mm512_dpbf16_ps((__m512)sum, (__m512bh)_mm512_set1_epi32((int)x), (__m512bh)weight);
+#else
+    bits pair = (bits)weight;
+    sum = sum + float_of(x << 16) * (vec)(pair << 16);
+    return sum + float_of(x & 0xffff0000u) * (vec)(pair & 0xffff0000u);
+#endif
+}
+
+INLINE uint32_t bits_at(const char *x) {
+    uint32_t number;
+    memcpy(&number, x, 4);
+    return number;
+}
+
+/* sums [rows, TILE] += x [rows, ..] times `steps` steps of a tile; meanwhile `lines` cache lines after `ahead` are
+ * brought nearer for each GROUP of steps. `rows` and `dtype` are constants where this is inlined. */
+INLINE void multiply(int rows, int dtype, const char *x, int64_t row_bytes, const char *tile, int64_t steps,
+                     const char *ahead, int lines, float *sums) {
+    vec sum[ROWS][VECTORS];
+#pragma GCC unroll 8
+    for (int r = 0; r < rows; r++)
+#pragma GCC unroll 8
+        for (int v = 0; v < VECTORS; v++) sum[r][v] = *(const vec *)(sums + r * TILE + v * LANES);
+    for (int64_t step = 0; step < steps;) {
+        for (int line = 0; line < lines; line++, ahead += LINE) __builtin_prefetch(ahead, 0, 2);
+        for (int64_t end = least(step + GROUP, steps); step < end; step++, tile += STEP) {
+            vec weight[VECTORS];
+#pragma GCC unroll 8
+            for (int v = 0; v < VECTORS; v++) weight[v] = ((const vec *)tile)[v];
+#pragma GCC unroll 8
+            for (int r = 0; r < rows; r++) {
+                uint32_t number = bits_at(x + r * row_bytes + 4 * step);
+#pragma GCC unroll 8
+                for (int v = 0; v < VECTORS; v++) sum[r][v] = step_product(sum[r][v], number, weight[v], dtype);
+            }
+        }
+    }
+#pragma GCC unroll 8
+    for (int r = 0; r < rows; r++)
+#pragma GCC unroll 8
+        for (int v = 0; v < VECTORS; v++) *(vec *)(sums + r * TILE + v * LANES) = sum[r][v];
+}
+
+INLINE void multiply_rows(int rows, int dtype, const char *x, int64_t row_bytes, const char *tile, int64_t steps,
+                          const char *ahead, int lines, float *sums) {
+#define CASE(n) \
+    case n: multiply(n <= ROWS ? n : ROWS, dtype, x, row_bytes, tile, steps, ahead, lines, sums); break
+    switch (rows) {
+        CASE(1);
+        CASE(2);
+        CASE(3);
+        CASE(4);
+        CASE(5);
+        CASE(6);
+        CASE(7);
+        CASE(8);
+    }
+#undef CASE
+}
+
+/* sums [rows, TILE] = x [rows, in] times one tile; `next` is the tile that is read after it. */
+INLINE void multiply_tile(int dtype, const char *x, int64_t rows, int64_t in, const char *tile, const char *next,
+                          float *sums) {
+    int64_t row_bytes = in * (dtype == BFLOAT16 ? 2 : 4), whole = dtype == BFLOAT16 ? in / 2 : in;
+    int64_t parts = (rows + ROWS - 1) / ROWS, small = rows / parts, larger = rows % parts;
+    memset(sums, 0, sizeof(float) * TILE * (size_t)rows);
+    /* the next tile is fetched in equal parts, so that memory and arithmetic are busy all the time */
+    int lines = next ? (int)((GROUP * STEP / LINE + parts - 1) / parts) : 0;
+    for (int64_t start = 0; start < whole; start += PANEL) {
+        int64_t steps = least(PANEL, whole - start), row = 0;
+        for (int64_t part = 0; part < parts; part++) {
+            int count = (int)(small + (part < larger));
+            const char *ahead = next + start * STEP + part * ((steps + GROUP - 1) / GROUP) * lines * LINE;
+            multiply_rows(count, dtype, x + row * row_bytes + 4 * start, row_bytes, tile + start * STEP, steps, ahead,
+                          lines, sums + row * TILE);
+            row += count;
+        }
+    }
+    if (dtype == BFLOAT16 && in % 2)
+        for (int64_t row = 0; row < rows; row++) {
+            uint16_t last;
+            memcpy(&last, x + row * row_bytes + 2 * (in - 1), 2);
+            vec *sum = (vec *)(sums + row * TILE);
+            for (int v = 0; v < VECTORS; v++)
+                sum[v] = step_product(sum[v], last, ((const vec *)(tile + whole * STEP))[v], BFLOAT16);
+        }
+}
+
+INLINE void put_tile(const float *sums, int64_t rows, int64_t out, int64_t first, char *to, int to_dtype, int then) {
+    int width = (int)least(TILE, out - first);
+    for (int64_t row = 0; row < rows; row++, sums += TILE) {
+        int64_t at = row * out + first;
+        if (then == ADD)
+            for (int i = 0; i < width; i++) ((float *)to)[at + i] += sums[i];
+        else if (to_dtype == BFLOAT16)
+            for (int i = 0; i < width; i++) store(to, at + i, BFLOAT16, sums[i]);
+        else
+            memcpy((float *)to + at, sums, sizeof(float) * (size_t)width);
+    }
+}
+
+static void share(int dtype, const char *x, const struct weight *weight, int64_t rows, char *to, int to_dtype, int then,
+                  int thread, int threads) {
+    float sums[SHARED_ROWS * TILE] __attribute__((aligned(64)));
+    int64_t in = weight->in, tiles = tiles_of(weight->out), tile_bytes = steps_of(in, dtype) * STEP;
+    int64_t groups = (rows + SHARED_ROWS - 1) / SHARED_ROWS, items = tiles * groups;
+    int64_t first = items * thread / threads, last = items * (thread + 1) / threads;
+    for (int64_t item = first; item < last; item++) {
+        int64_t t = item / groups, row = item % groups * SHARED_ROWS, count = least(SHARED_ROWS, rows - row);
+        const char *tile = (const char *)weight->tiles + t * tile_bytes;
+        const char *next = groups == 1 && item + 1 < last ? tile + tile_bytes : NULL;
+        multiply_tile(dtype, x + row * in * (dtype == BFLOAT16 ? 2 : 4), count, in, tile, next, sums);
+        put_tile(sums, count, weight->out, t * TILE, to + row * weight->out * (to_dtype == BFLOAT16 ? 2 : 4), to_dtype,
+                 then);
+    }
+}
+
+void product_share(const void *x, const struct weight *weight, int64_t rows, void *to, int to_dtype, int then, int thread,
+                   int threads) {
+    if (weight->dtype == BFLOAT16)
+        share(BFLOAT16, x, weight, rows, to, to_dtype, then, thread, threads);
+    else
+        share(FLOAT32, x, weight, rows, to, to_dtype, then, thread, threads);
+}
+
+/* to [rows, out] = x [rows, in] W^T. */
+void product(const void *x, const struct weight *weight, int64_t rows, void *to, int to_dtype) {
+#pragma omp parallel if (rows * weight->out * weight->in > 65536)
+    product_share(x, weight, rows, to, to_dtype, STORE, omp_get_thread_num(), omp_get_num_threads());
+}

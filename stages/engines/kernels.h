@@ -1,0 +1,72 @@
+/* What kernels.c and gemm.c share: numbers in float32 and bfloat16, e^x, and the products that kernels.c calls. */
+
+#ifndef STAGELINE_KERNELS_H
+#define STAGELINE_KERNELS_H
+
+#include <stdint.h>
+#include <string.h>
+
+#define INLINE static inline __attribute__((always_inline))
+
+enum { FLOAT32 = 0, BFLOAT16 = 1 };
+
+INLINE float float_of(uint32_t bits) {
+    float x;
+    memcpy(&x, &bits, 4);
+    return x;
+}
+
+INLINE uint32_t bits_of(float x) {
+    uint32_t bits;
+    memcpy(&bits, &x, 4);
+    return bits;
+}
+
+INLINE float load(const void *from, int64_t i, int dtype) {
+    return dtype == BFLOAT16 ? float_of((uint32_t)((const uint16_t *)from)[i] << 16) : ((const float *)from)[i];
+}
+
+/* The bits of the nearest bfloat16, of two the even one; NaN stays NaN. */
+INLINE uint32_t rounded(float x) {
+    uint32_t bits = bits_of(x);
+    return (bits & 0x7fffffffu) > 0x7f800000u ? 0x7fc0 : (bits + 0x7fffu + ((bits >> 16) & 1)) >> 16;
+}
+
+INLINE void store(void *to, int64_t i, int dtype, float x) {
+    if (dtype == BFLOAT16)
+        ((uint16_t *)to)[i] = (uint16_t)rounded(x);
+    else
+        ((float *)to)[i] = x;
+}
+
+/* e^x for |x| <= 87, clamped there (Cephes' expf, about 1 ulp): plain arithmetic, so that loops of it are vectorised. */
+INLINE float exp_(float x) {
+    x = x < -87.0f ? -87.0f : x;
+    x = x > 87.0f ? 87.0f : x;
+    float n = (x * 1.44269504088896341f + 12582912.0f) - 12582912.0f;
+    float r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
+    float p = 1.9875691500e-4f;
+    p = p * r + 1.3981999507e-3f;
+    p = p * r + 8.3334519073e-3f;
+    p = p * r + 4.1665795894e-2f;
+    p = p * r + 1.6666665459e-1f;
+    p = p * r + 5.0000001201e-1f;
+    return (p * r * r + r + 1.0f) * float_of((uint32_t)((int32_t)n + 127) << 23);
+}
+
+/* What becomes of a product: stored, in either dtype, or added to float32 numbers. */
+enum { STORE = 0, ADD = 1 };
+
+/* A packed weight [out, in]; see gemm.c. `native_kernels.py` has the same. */
+struct weight {
+    const void *tiles;
+    int64_t out, in;
+    int dtype;
+};
+
+/* One thread's share of to [rows, out] = x [rows, in] W^T, x in the weight's dtype. The shares of all
+ * threads make the whole. */
+void product_share(const void *x, const struct weight *weight, int64_t rows, void *to, int to_dtype, int then, int thread,
+                   int threads);
+
+#endif

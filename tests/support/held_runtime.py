@@ -1,0 +1,55 @@
+"""The real runtime, on which rows are sure to move: no replica begins before all have rows, and passes take their time
+until some have moved. A file then makes the one that took them stand still. In the run's `control/` directory:
+
+- `begun@<worker>`: written by a replica before its first pass
+- `taken@<worker>`: written by a replica when it has taken rows: its process id
+- `hold`: while it is there, a replica that has taken rows computes no pass
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+
+from pipeline.calls import WorkerSpec
+from pipeline.runtime import StageRuntime
+from stages.engines.departures import TakenRows
+from stages.engines.moving import MovedRow
+from stages.engines.passes import Pass
+
+PASS_S = 0.01
+"""Before a move: hundreds of passes give the driver seconds to order it."""
+
+
+class HeldRuntime(StageRuntime):
+    """Owns what `StageRuntime` does."""
+
+    def __init__(self, spec: WorkerSpec) -> None:
+        super().__init__(spec)
+        if self._engine is None:
+            return
+        control = self._config.run_dir / "control"
+        replicas = self._config.placement.gangs[spec.gang].workers
+        engine = self._engine._engine
+        take, submit = engine.take_rows, engine._runner.submit
+        took = False
+
+        def take_rows(moved: Sequence[MovedRow]) -> TakenRows:
+            nonlocal took
+            guests: TakenRows = take(moved)
+            took = True
+            staged = control / f".taken@{spec.name}"
+            staged.write_text(str(os.getpid()))
+            staged.rename(control / f"taken@{spec.name}")
+            return guests
+
+        def held(pass_: Pass) -> None:
+            (control / f"begun@{spec.name}").touch()
+            while len(list(control.glob("begun@*"))) < replicas or (took and (control / "hold").exists()):
+                time.sleep(0.01)
+            if not list(control.glob("taken@*")):
+                time.sleep(PASS_S)
+            submit(pass_)
+
+        engine.take_rows, engine._runner.submit = take_rows, held

@@ -7,7 +7,8 @@
  *
  * Determinism: an element of the result is one chain of multiply-adds along `in`, from its first number to its last,
  * whoever computes it: so it has the same bits whatever other rows the product has, at any place among them and with any
- * number of threads. */
+ * number of threads. A CPU with matrix registers (Intel's AMX) adds 32 products of bfloat16 at a time to the chain, for
+ * one row as for many; with the bits of another CPU's chain they agree in nearly all places, not in all. */
 
 #include <math.h>
 #include <omp.h>
@@ -16,6 +17,11 @@
 #include <string.h>
 #ifdef __AVX512BF16__
 #include <immintrin.h>
+#endif
+#if defined(__linux__) && defined(__AMX_BF16__) && defined(__AVX512F__)
+#define HAS_MATRIX_REGISTERS
+#include <sys/syscall.h>
+#include <unistd.h>
 #endif
 
 #include "kernels.h"
@@ -35,7 +41,8 @@ enum {
     LINE = 64,            /* bytes of a cache line */
     GROUP = 4,            /* steps between groups of prefetches */
     PANEL = 2048,         /* steps that all rows take before they go on: so much of a tile stays in the cache */
-    SHARED_ROWS = 8 * ROWS, /* rows that a thread takes through a tile at most, before the next may be another thread's */
+    SIDE = 16,            /* rows of a matrix register (below), and of a block of sums there */
+    SHARED_ROWS = 64,     /* a multiple of SIDE: rows that a thread takes through a tile before another one may go on */
 };
 
 typedef float vec __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
@@ -214,16 +221,131 @@ INLINE void multiply_rows(int rows, int dtype, const char *x, int64_t row_bytes,
 #undef CASE
 }
 
+#ifdef HAS_MATRIX_REGISTERS
+
+enum { BLOCK_STEPS = SIDE, BLOCK_BYTES = 4 * SIDE }; /* of a matrix register: steps of a tile; bytes of them in a row of x */
+_Static_assert(VECTORS == 3, "three registers take the sums of a tile");
+
+static int matrix_registers;
+
+/* Linux gives a process these registers when it asks for them. */
+__attribute__((constructor)) static void ask_for_matrix_registers(void) {
+    enum { ARCH_REQ_XCOMP_PERM = 0x1023, XTILEDATA = 18 };
+    matrix_registers = syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XTILEDATA) == 0;
+}
+
+/* Registers 0-5 for sums [rows, SIDE], 6 for x [rows, 2 steps], 7 for weights [steps, 2 SIDE]. */
+INLINE void shape_registers(int rows, int steps) {
+    struct {
+        uint8_t palette, start, reserved[14];
+        uint16_t row_bytes[16];
+        uint8_t rows[16];
+    } shape __attribute__((aligned(64))) = {.palette = 1};
+    for (int i = 0; i < 8; i++) shape.rows[i] = (uint8_t)(i == 7 ? steps : rows), shape.row_bytes[i] = BLOCK_BYTES;
+    shape.row_bytes[6] = (uint16_t)(4 * steps);
+    _tile_loadconfig(&shape);
+}
+
+/* `multiply` for one or two blocks of rows, the second `second` rows after the first in x and SIDE in sums; `blocks`
+ * times as many steps as the registers are shaped for. */
+INLINE void multiply_blocks(int two, const char *x, int64_t row_bytes, int64_t second, const char *tile, int64_t blocks,
+                            const char *ahead, int lines, float *sums) {
+    float *more = sums + SIDE * TILE;
+    _tile_loadd(0, sums, STEP);
+    _tile_loadd(1, sums + LANES, STEP);
+    _tile_loadd(2, sums + 2 * LANES, STEP);
+    if (two) {
+        _tile_loadd(3, more, STEP);
+        _tile_loadd(4, more + LANES, STEP);
+        _tile_loadd(5, more + 2 * LANES, STEP);
+    }
+    for (int64_t block = 0; block < blocks; block++, x += BLOCK_BYTES, tile += BLOCK_STEPS * STEP) {
+        for (int line = 0; line < lines; line++, ahead += LINE) __builtin_prefetch(ahead, 0, 2);
+        _tile_loadd(6, x, row_bytes);
+        _tile_loadd(7, tile, STEP);
+        _tile_dpbf16ps(0, 6, 7);
+        _tile_loadd(7, tile + LINE, STEP);
+        _tile_dpbf16ps(1, 6, 7);
+        _tile_loadd(7, tile + 2 * LINE, STEP);
+        _tile_dpbf16ps(2, 6, 7);
+        if (two) {
+            _tile_loadd(6, x + second * row_bytes, row_bytes);
+            _tile_dpbf16ps(5, 6, 7);
+            _tile_loadd(7, tile + LINE, STEP);
+            _tile_dpbf16ps(4, 6, 7);
+            _tile_loadd(7, tile, STEP);
+            _tile_dpbf16ps(3, 6, 7);
+        }
+    }
+    _tile_stored(0, sums, STEP);
+    _tile_stored(1, sums + LANES, STEP);
+    _tile_stored(2, sums + 2 * LANES, STEP);
+    if (two) {
+        _tile_stored(3, more, STEP);
+        _tile_stored(4, more + LANES, STEP);
+        _tile_stored(5, more + 2 * LANES, STEP);
+    }
+}
+
+/* sums [rows, TILE] += x [rows, ..] times `steps` steps of a tile of bfloat16, in blocks of SIDE rows. Where the last one
+ * is short it begins earlier: its sums are made twice, so their place begins at a multiple of SIDE all the same. */
+static void multiply_all(const char *x, int64_t row_bytes, int64_t rows, const char *tile, int64_t steps,
+                         const char *ahead, int fetch, float *sums) {
+    int64_t whole = steps / BLOCK_STEPS, rest = steps % BLOCK_STEPS, side = least(rows, SIDE);
+    for (int part = 0; part < 2; part++) {
+        int64_t blocks = part ? rest > 0 : whole;
+        if (!blocks) continue;
+        shape_registers((int)side, part ? (int)rest : BLOCK_STEPS);
+        int lines = fetch && !part ? BLOCK_STEPS * STEP / LINE : 0;
+        for (int64_t row = 0; row < rows; row += 2 * SIDE, lines = 0) {
+            int64_t first = least(row, rows - side), second = least(row + SIDE, rows - side) - first;
+            const char *from = x + first * row_bytes;
+            if (row + SIDE < rows)
+                multiply_blocks(1, from, row_bytes, second, tile, blocks, ahead, lines, sums + row * TILE);
+            else
+                multiply_blocks(0, from, row_bytes, second, tile, blocks, ahead, lines, sums + row * TILE);
+        }
+        x += whole * BLOCK_BYTES, tile += whole * BLOCK_STEPS * STEP;
+    }
+}
+
+/* Moves the last block's sums to where they belong, over those that it made twice. */
+INLINE void close_ranks(int64_t rows, float *sums) {
+    int64_t begin = rows / SIDE * SIDE, twice = rows > SIDE && rows % SIDE ? SIDE - rows % SIDE : 0;
+    if (twice) memmove(sums + begin * TILE, sums + (begin + twice) * TILE, sizeof(float) * TILE * (size_t)(rows - begin));
+}
+
+#else
+static const int matrix_registers = 0;
+#endif
+
+/* Whether products of bfloat16 go through matrix registers. `wanted`: 0 if they must not; for comparisons. */
+int use_matrix_registers(int wanted) {
+#ifdef HAS_MATRIX_REGISTERS
+    matrix_registers = 0;
+    if (wanted) ask_for_matrix_registers();
+#else
+    (void)wanted;
+#endif
+    return matrix_registers;
+}
+
 /* sums [rows, TILE] = x [rows, in] times one tile; `next` is the tile that is read after it. */
 INLINE void multiply_tile(int dtype, const char *x, int64_t rows, int64_t in, const char *tile, const char *next,
                           float *sums) {
     int64_t row_bytes = in * (dtype == BFLOAT16 ? 2 : 4), whole = dtype == BFLOAT16 ? in / 2 : in;
     int64_t parts = (rows + ROWS - 1) / ROWS, small = rows / parts, larger = rows % parts;
-    memset(sums, 0, sizeof(float) * TILE * (size_t)rows);
+    memset(sums, 0, sizeof(float) * TILE * (size_t)((rows + SIDE - 1) / SIDE * SIDE));
     /* the next tile is fetched in equal parts, so that memory and arithmetic are busy all the time */
     int lines = next ? (int)((GROUP * STEP / LINE + parts - 1) / parts) : 0;
     for (int64_t start = 0; start < whole; start += PANEL) {
         int64_t steps = least(PANEL, whole - start), row = 0;
+#ifdef HAS_MATRIX_REGISTERS
+        if (dtype == BFLOAT16 && matrix_registers) {
+            multiply_all(x + 4 * start, row_bytes, rows, tile + start * STEP, steps, next + start * STEP, next != NULL, sums);
+            continue;
+        }
+#endif
         for (int64_t part = 0; part < parts; part++) {
             int count = (int)(small + (part < larger));
             const char *ahead = next + start * STEP + part * ((steps + GROUP - 1) / GROUP) * lines * LINE;
@@ -232,6 +354,9 @@ INLINE void multiply_tile(int dtype, const char *x, int64_t rows, int64_t in, co
             row += count;
         }
     }
+#ifdef HAS_MATRIX_REGISTERS
+    if (dtype == BFLOAT16 && matrix_registers) close_ranks(rows, sums);
+#endif
     if (dtype == BFLOAT16 && in % 2)
         for (int64_t row = 0; row < rows; row++) {
             uint16_t last;
@@ -269,6 +394,9 @@ static void share(int dtype, const char *x, const struct weight *weight, int64_t
         put_tile(sums, count, weight->out, t * TILE, to + row * weight->out * (to_dtype == BFLOAT16 ? 2 : 4), to_dtype,
                  then);
     }
+#ifdef HAS_MATRIX_REGISTERS
+    if (dtype == BFLOAT16 && matrix_registers) _tile_release();
+#endif
 }
 
 void product_share(const void *x, const struct weight *weight, int64_t rows, void *to, int to_dtype, int then, int thread,

@@ -16,6 +16,7 @@
 #include "kernels.h"
 
 #define BLOCK 16 /* positions of a block of the cache: kv_cache.BLOCK_TOKENS */
+#define HEADS 4 /* that read keys and values together at most */
 #define CHUNK 1024 /* logits worked on at a time: their buffer stays in the first-level cache */
 
 /* Numbers of one position, or one number of each position of a block. */
@@ -117,54 +118,69 @@ INLINE void rotate(const void *qkv, int dtype, int64_t at, int dim, const float 
     }
 }
 
-/* softmax(q K^T / sqrt(dim)) V over positions 0 .. length-1 of one head, its blocks named by `table`. A block of keys is
- * [dim, BLOCK], so that its 16 scores are made side by side; one of values [BLOCK, dim]. */
-INLINE void read_head(const float *q, const float *keys, const float *values, const int32_t *table, int64_t head,
-                      int64_t block_stride, int length, int dim, float *weights, void *out, int64_t out_at, int dtype) {
-    float scale = 1.0f / sqrtf((float)dim), largest = -INFINITY, sum = 0.0f;
+/* The sums over positions 0 .. length-1 of weight times value, of 64 numbers of `heads` heads; undivided. */
+INLINE void weigh_values(int heads, const float *weights, int stride, const float *values, const int32_t *table,
+                         int64_t block_stride, int length, int dim, float *read) {
+    vec sums[HEADS][4] = {0};
     for (int b = 0; b * BLOCK < length; b++) {
-        const vec *key = (const vec *)(keys + table[b] * block_stride + head * BLOCK * dim);
-        vec s0 = {0}, s1 = {0}, s2 = {0}, s3 = {0};
+        const float *value = values + table[b] * block_stride;
+        for (int t = b * BLOCK, end = t + BLOCK < length ? t + BLOCK : length; t < end; t++, value += dim)
+#pragma GCC unroll 4
+            for (int h = 0; h < heads; h++)
+#pragma GCC unroll 4
+                for (int v = 0; v < 4; v++) sums[h][v] += weights[h * stride + t] * ((const vec *)value)[v];
+    }
+    for (int h = 0; h < heads; h++) memcpy(read + h * 64, sums[h], sizeof(sums[h]));
+}
+
+/* softmax(q K^T / sqrt(dim)) V over positions 0 .. length-1 of `heads` heads that share keys and values, in blocks named
+ * by `table`: keys and values are read once for all of them. A block of keys is [dim, BLOCK], so that its 16 scores are
+ * made side by side; one of values [BLOCK, dim]. q, out [heads, dim]; weights: room for [heads, stride]. */
+INLINE void read_heads(int heads, const float *q, const float *keys, const float *values, const int32_t *table,
+                       int64_t block_stride, int length, int dim, float *weights, int stride, void *out, int64_t out_at,
+                       int dtype) {
+    float scale = 1.0f / sqrtf((float)dim), sums[HEADS], read[HEADS * 64];
+    for (int b = 0; b * BLOCK < length; b++) {
+        const vec *key = (const vec *)(keys + table[b] * block_stride);
+        vec s[HEADS][4] = {0};
         int i = 0;
-        for (; i + 4 <= dim; i += 4) {
-            s0 += q[i] * key[i];
-            s1 += q[i + 1] * key[i + 1];
-            s2 += q[i + 2] * key[i + 2];
-            s3 += q[i + 3] * key[i + 3];
-        }
-        for (; i < dim; i++) s0 += q[i] * key[i];
-        *(vec *)(weights + b * BLOCK) = ((s0 + s1) + (s2 + s3)) * scale;
+        for (; i + 4 <= dim; i += 4)
+#pragma GCC unroll 4
+            for (int j = 0; j < 4; j++)
+#pragma GCC unroll 4
+                for (int h = 0; h < heads; h++) s[h][j] += q[h * dim + i + j] * key[i + j];
+        for (; i < dim; i++)
+            for (int h = 0; h < heads; h++) s[h][0] += q[h * dim + i] * key[i];
+#pragma GCC unroll 4
+        for (int h = 0; h < heads; h++)
+            *(vec *)(weights + h * stride + b * BLOCK) = ((s[h][0] + s[h][1]) + (s[h][2] + s[h][3])) * scale;
     }
+    for (int h = 0; h < heads; h++) {
+        float *w = weights + h * stride, largest = -INFINITY, sum = 0.0f;
 #pragma omp simd reduction(max : largest)
-    for (int t = 0; t < length; t++) largest = weights[t] > largest ? weights[t] : largest;
+        for (int t = 0; t < length; t++) largest = w[t] > largest ? w[t] : largest;
 #pragma omp simd reduction(+ : sum)
-    for (int t = 0; t < length; t++) {
-        weights[t] = exp_(weights[t] - largest);
-        sum += weights[t];
-    }
-    if (dim == 64) { /* stays in four registers */
-        vec r0 = {0}, r1 = {0}, r2 = {0}, r3 = {0};
         for (int t = 0; t < length; t++) {
-            const vec *value = (const vec *)(values + table[t / BLOCK] * block_stride + (head * BLOCK + t % BLOCK) * 64);
-            float w = weights[t];
-            r0 += w * value[0];
-            r1 += w * value[1];
-            r2 += w * value[2];
-            r3 += w * value[3];
+            w[t] = exp_(w[t] - largest);
+            sum += w[t];
         }
-        float read[64];
-        memcpy(read, &r0, 64), memcpy(read + 16, &r1, 64), memcpy(read + 32, &r2, 64), memcpy(read + 48, &r3, 64);
-        for (int i = 0; i < 64; i++) store(out, out_at + i, dtype, read[i] / sum);
-        return;
+        sums[h] = sum;
     }
-    float read[dim];
-    for (int i = 0; i < dim; i++) read[i] = 0.0f;
-    for (int t = 0; t < length; t++) {
-        const float *value = values + table[t / BLOCK] * block_stride + (head * BLOCK + t % BLOCK) * dim;
-        float w = weights[t];
-        for (int i = 0; i < dim; i++) read[i] += w * value[i];
+    int first = 0;
+    for (; first + 64 <= dim; first += 64) {
+        weigh_values(heads, weights, stride, values + first, table, block_stride, length, dim, read);
+        for (int h = 0; h < heads; h++)
+            for (int i = 0; i < 64; i++) store(out, out_at + h * dim + first + i, dtype, read[h * 64 + i] / sums[h]);
     }
-    for (int i = 0; i < dim; i++) store(out, out_at + i, dtype, read[i] / sum);
+    for (int h = 0; h < heads && first < dim; h++) {
+        for (int i = first; i < dim; i++) read[i - first] = 0.0f;
+        for (int t = 0; t < length; t++) {
+            const float *value = values + table[t / BLOCK] * block_stride + t % BLOCK * dim;
+            float w = weights[h * stride + t];
+            for (int i = first; i < dim; i++) read[i - first] += w * value[i];
+        }
+        for (int i = first; i < dim; i++) store(out, out_at + h * dim + i, dtype, read[i - first] / sums[h]);
+    }
 }
 
 /* Where the tokens of a pass belong, and the cache of one block of the model: tables [rows, table_width]; keys [blocks,
@@ -183,7 +199,8 @@ static void attend_share(const void *qkv, int dtype, int num, const struct conte
                          int out_dtype, int *failed) {
     int heads = c->heads, kv_heads = c->kv_heads, dim = c->dim, group = heads / kv_heads, half = dim / 2;
     int64_t block_stride = (int64_t)kv_heads * BLOCK * dim;
-    float *weights = malloc(sizeof(float) * (size_t)(c->longest + BLOCK));
+    int stride = (c->longest + BLOCK - 1) / BLOCK * BLOCK, parts = (group + HEADS - 1) / HEADS;
+    float *weights = malloc(sizeof(float) * HEADS * (size_t)stride);
     float turned[dim];
     if (!weights) {
 #pragma omp atomic write
@@ -205,18 +222,29 @@ static void attend_share(const void *qkv, int dtype, int num, const struct conte
             for (int i = 0; i < dim; i++) c->values[to + offset * dim + i] = load(qkv, value + i, dtype);
         }
     }
-#pragma omp for schedule(dynamic, 8)
-    for (int i = 0; i < num * heads; i++) {
+#pragma omp for schedule(dynamic, 2)
+    for (int i = 0; i < num * kv_heads * parts; i++) {
         if (*failed) continue;
-        int n = i / heads, h = i % heads;
+        int n = i / (kv_heads * parts), k = i / parts % kv_heads, h = k * group + i % parts * HEADS;
+        int count = (k + 1) * group - h < HEADS ? (k + 1) * group - h : HEADS;
+        int64_t head = (int64_t)k * BLOCK * dim, at = ((int64_t)n * heads + h) * dim;
         const int32_t *table = c->tables + (int64_t)c->rows[n] * c->table_width;
-        const float *query = queries + (int64_t)i * dim;
+        const float *query = queries + at, *key = c->keys + head, *value = c->values + head;
         int length = (int)c->positions[n] + 1;
-        int64_t head = h / group, to = (int64_t)i * dim;
-        if (dim == 64) /* known at compile time */
-            read_head(query, c->keys, c->values, table, head, block_stride, length, 64, weights, out, to, out_dtype);
-        else
-            read_head(query, c->keys, c->values, table, head, block_stride, length, dim, weights, out, to, out_dtype);
+#define CASE(few) \
+    case few: \
+        if (dim == 64) /* known at compile time */ \
+            read_heads(few, query, key, value, table, block_stride, length, 64, weights, stride, out, at, out_dtype); \
+        else \
+            read_heads(few, query, key, value, table, block_stride, length, dim, weights, stride, out, at, out_dtype); \
+        break
+        switch (count) {
+            CASE(1);
+            CASE(2);
+            CASE(3);
+            CASE(4);
+        }
+#undef CASE
     }
     free(weights);
 }

@@ -41,8 +41,10 @@ INLINE void store(void *to, int64_t i, int dtype, float x) {
 
 /* e^x for |x| <= 87, clamped there (Cephes' expf, about 1 ulp): plain arithmetic, so that loops of it are vectorised. */
 INLINE float exp_(float x) {
-    x = x < -87.0f ? -87.0f : x;
-    x = x > 87.0f ? 87.0f : x;
+    /* as bits: of a choice compilers make paths of their own, with the constants worked into what follows, and execute
+     * both; e^87 is where that ends in denormal numbers, each of which may cost hundreds of cycles */
+    uint32_t below = -(uint32_t)(x < -87.0f), above = -(uint32_t)(x > 87.0f);
+    x = float_of((bits_of(x) & ~(below | above)) | (bits_of(-87.0f) & below) | (bits_of(87.0f) & above));
     float n = (x * 1.44269504088896341f + 12582912.0f) - 12582912.0f;
     float r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
     float p = 1.9875691500e-4f;

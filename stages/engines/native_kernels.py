@@ -16,7 +16,7 @@ import shutil
 import subprocess
 import tempfile
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -26,6 +26,7 @@ from jaxtyping import UInt64
 from stages.engines.kernels import Angles, Tokens
 from stages.engines.noise import token_words
 from stages.engines.packed import NativeWeight, NotFiniteError, Packed
+from stages.engines.slabs import Slabs
 
 _SOURCES = tuple(Path(__file__).with_name(name) for name in ("kernels.c", "gemm.c"))
 _HEADER = Path(__file__).with_name("kernels.h")
@@ -63,6 +64,7 @@ def load_native_kernels() -> NativeKernels:
         raise NoNativeKernelsError(f"the compiled kernels cannot be loaded: {error}") from error
     library.add_norm.argtypes = [_P, _P, _I, _P, _F, _P, _I, _I, _I]
     library.end_threads.argtypes = []
+    library.use_matrix_registers.argtypes = [_I]
     library.gate.argtypes = [_P, _P, _I, _I, _I]
     library.attend.argtypes = [_P, _I, _I, _P, _P, _P]
     library.attention.argtypes = [_P, _P, _F, _P, _P, _I, _P, _P, _P, _P, _P, _P]
@@ -84,6 +86,12 @@ class NativeKernels:
 
     library: ctypes.CDLL
     name: str = "native"
+    _slabs: Slabs = field(default_factory=Slabs)
+
+    def use_matrix_registers(self, wanted: bool) -> bool:
+        """Whether bfloat16 products go through the CPU's matrix registers (Intel's AMX) from now on, in the whole
+        process: if `wanted` and there are any. They do unless told otherwise."""
+        return bool(self.library.use_matrix_registers(wanted))
 
     def pack(
         self, parts: Mapping[int, torch.Tensor], dtype: torch.dtype, *, old: Packed | None = None, wide: bool = False
@@ -166,7 +174,7 @@ class NativeKernels:
         del room
 
     def _empty(self, out_features: int, in_features: int, dtype: torch.dtype) -> NativeWeight:
-        tiles = torch.empty(self.library.packed_bytes(out_features, in_features, _kind(dtype)), dtype=torch.uint8)
+        tiles = self._slabs.take(self.library.packed_bytes(out_features, in_features, _kind(dtype)))
         record = _Weight(tiles.data_ptr(), out_features, in_features, _kind(dtype))
         return NativeWeight(tiles, out_features, in_features, dtype, ctypes.addressof(record), record)
 

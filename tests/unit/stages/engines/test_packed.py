@@ -14,14 +14,35 @@ from stages.engines.packed import NotFiniteError
 from stages.engines.torch_kernels import TorchKernels
 
 DTYPES = [torch.float32, torch.bfloat16]
-SIZES = [(1, 1), (7, 1), (50, 33), (96, 176), (97, 2), (145, 64), (192, 576)]
+SIZES = [(1, 1), (20, 36), (7, 1), (50, 33), (96, 176), (97, 2), (145, 64), (192, 576)]
 """(out, in): odd, less than a tile of any machine, a tile and one more, several tiles."""
-native_only = pytest.mark.skipif(shutil.which("cc") is None, reason="there is no C compiler")
 
 
-@pytest.fixture(params=["torch", pytest.param("native", marks=native_only)])
-def kernels(request: pytest.FixtureRequest) -> Kernels:
-    return load_native_kernels() if request.param == "native" else TorchKernels()
+def make_kernels(name: str) -> Iterator[Kernels]:
+    """`vectors`: the native ones as they are on a CPU without matrix registers."""
+    if name == "torch":
+        yield TorchKernels()
+        return
+    if shutil.which("cc") is None:
+        pytest.skip("there is no C compiler")
+    native = load_native_kernels()
+    has_them = native.use_matrix_registers(True)
+    if name == "vectors":
+        if not has_them:
+            pytest.skip("this CPU has no matrix registers: vectors are the best it has")
+        native.use_matrix_registers(False)
+    yield native
+    native.use_matrix_registers(True)
+
+
+@pytest.fixture(params=["torch", "best", "vectors"])
+def kernels(request: pytest.FixtureRequest) -> Iterator[Kernels]:
+    yield from make_kernels(request.param)
+
+
+@pytest.fixture(params=["best", "vectors"])
+def native(request: pytest.FixtureRequest) -> Iterator[Kernels]:
+    yield from make_kernels(request.param)
 
 
 @pytest.fixture
@@ -115,9 +136,12 @@ def test_product_is_that_of_float64(kernels: Kernels, rows: int, size: tuple[int
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_row_has_the_same_bits_in_any_batch(kernels: Kernels, dtype: torch.dtype, two_threads: None) -> None:
+@pytest.mark.parametrize("width", [576, 101])
+def test_a_row_has_the_same_bits_in_any_batch(
+    kernels: Kernels, width: int, dtype: torch.dtype, two_threads: None
+) -> None:
     """At every number of rows, at every place among them, with one thread and two; oneDNN's threads split the rows."""
-    out, width, most = 240, 576, 70
+    out, most = 240, 70
     packed, x = kernels.pack({0: randn(out, width)}, dtype), randn(most, width, seed=1).to(dtype)
     whole = kernels.linear(x, packed, dtype)
     for threads in (1, 2):
@@ -128,25 +152,22 @@ def test_a_row_has_the_same_bits_in_any_batch(kernels: Kernels, dtype: torch.dty
                 assert torch.equal(kernels.linear(x[part].contiguous(), packed, dtype), whole[part])
 
 
-@native_only
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_long_sums_are_cut_without_a_trace(dtype: torch.dtype, two_threads: None) -> None:
+def test_long_sums_are_cut_without_a_trace(native: Kernels, dtype: torch.dtype, two_threads: None) -> None:
     """More numbers than a tile is taken through at once, an odd count of them: the cut changes no bit either."""
-    kernels = load_native_kernels()
     weight, x = randn(60, 8193), randn(20, 8193, seed=1).to(dtype)
-    packed = kernels.pack({0: weight}, dtype, wide=True)
-    got = kernels.linear(x, packed, torch.float32)
+    packed = native.pack({0: weight}, dtype, wide=True)
+    got = native.linear(x, packed, torch.float32)
     torch.testing.assert_close(got.double(), x.double() @ weight.to(dtype).double().t(), atol=2e-3, rtol=0)
-    for rows in (1, 8, 9):
-        assert torch.equal(kernels.linear(x[:rows].contiguous(), packed, torch.float32), got[:rows])
+    for rows in (1, 8, 9, 17):
+        assert torch.equal(native.linear(x[:rows].contiguous(), packed, torch.float32), got[:rows])
 
 
-@native_only
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_halves_of_a_block_equal_plain_torch(dtype: torch.dtype) -> None:
+def test_halves_of_a_block_equal_plain_torch(native: Kernels, dtype: torch.dtype) -> None:
     """In one call what plain torch does in several; the result is added. Under bfloat16 plain torch rounds in between,
     by 2^-9 of numbers of about 1."""
-    native, plain = load_native_kernels(), TorchKernels()
+    plain = TorchKernels()
     assert isinstance(native, FusedKernels)
     assert not isinstance(plain, FusedKernels)
     heads, kv_heads, dim, hidden, ffn, num = 4, 2, 16, 50, 70, 9

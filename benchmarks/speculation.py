@@ -106,9 +106,10 @@ class Bench:
             [line.split("\t")[2] for line in REVIEWS.read_text("utf8").splitlines()] if REVIEWS.exists() else ["a"]
         )
         self.settings = EngineConfig(slots=max(options.rows), dtype=options.dtype)
+        self.kernels = choose_kernels(self.settings, CPU)
         self.head = Trained(
             make_pupil(SpeculationConfig(), self.path, CPU),
-            choose_kernels(self.settings, CPU),
+            self.kernels,
             getattr(torch, options.dtype),
         )
         self.engines: dict[str, TorchEngine] = {}
@@ -143,6 +144,7 @@ class Bench:
         started, steps = time.perf_counter(), 0
         while time.perf_counter() - started < self.options.train and self.head.learn():
             steps += 1
+        self.kernels.end_threads()  # of this thread; idle ones would slow the engines'
         return time.perf_counter() - started, steps
 
     def compare(self, num_rows: int, mode: str, epochs: int = 1) -> dict[str, dict[str, float]]:

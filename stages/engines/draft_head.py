@@ -20,11 +20,11 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from jaxtyping import Float, Float32, Int32, Int64
+from jaxtyping import Float, Float32, Int32, Int64, UInt64
 
 from stages.engines.distillation import Head, Pupil, cell_input
 from stages.engines.drafting import Draft
-from stages.engines.kernels import Kernels
+from stages.engines.kernels import DraftingKernels, Kernels
 from stages.engines.noise import gumbel_of, noise_keys, token_words
 from stages.engines.packed import Packed
 from stages.engines.rows import Row
@@ -40,6 +40,7 @@ class _Working:
 
     up: Packed
     down: Packed
+    """Times the scale a."""
     out: Packed
     embedding: Float[torch.Tensor, "R+1 C"]
     ids: Int64[np.ndarray, " R"]
@@ -57,13 +58,13 @@ class LearnedDrafter:
     wants_hidden = True
 
     def __init__(self, pupil: Pupil, kernels: Kernels, dtype: torch.dtype) -> None:
-        """`dtype`: of the head's weights when it drafts; it learns in float32."""
+        """`dtype`: of the head's weights when it drafts, bfloat16 where that is in one call; it learns in float32."""
         self.generation = 0
-        self._pupil, self._kernels, self._dtype = pupil, kernels, dtype
+        self._pupil, self._kernels = pupil, kernels
+        self._dtype = torch.bfloat16 if isinstance(kernels, DraftingKernels) else dtype
         self._working: _Working | None = None
         self._hidden: dict[Row, list[np.ndarray]] = {}
         """Normed hidden states of each row, of its last tokens without a gap."""
-        self._masks: dict[tuple[int, ...], torch.Tensor] = {}
 
     def observe(self, row: Row, hidden: Float32[np.ndarray, "kept C"]) -> None:
         self._hidden.setdefault(row, []).append(hidden.copy())  # a view would keep the whole pass's
@@ -92,76 +93,96 @@ class LearnedDrafter:
             return [None] * len(rows)
         limits = dict(zip(rows, longest, strict=True))
         depth = max(limits[row] for row in known)
-        noise = self._noise(working, known, depth)
         state = self._pupil.normed(torch.from_numpy(np.stack([self._hidden[row][-1][-1] for row in known])))
         other = len(working.ids)
-        slots = torch.tensor([working.slots.get(row.tokens[-1], other) for row in known], device=state.device)
-        scale = self._pupil.scale
-        best_slots, margins = [], []
-        for position in range(depth):
-            gated = self._kernels.gate(self._product(cell_input(state, working.embedding[slots]), working.up))
-            state = state + scale * self._product(gated, working.down)
-            scores = self._product(state, working.out)
-            if noise is not None:
-                scores = noise[:, position].add_(scores)
-            self._ban(scores, known, position)
-            best = scores.topk(2, dim=-1)
-            slots = best.indices[:, 0]
-            best_slots.append(slots)
-            margins.append(best.values[:, 0] - best.values[:, 1])
-        tokens = working.ids[torch.stack(best_slots, 1).cpu().numpy()]
-        levels = np.digitize(torch.stack(margins, 1).cpu().numpy(), _MARGINS)
+        slots = np.array([working.slots.get(row.tokens[-1], other) for row in known], np.int64)
+        temperatures = [row.request.sampling.temperature for row in known]
+        keys = _keys(known, depth) if any(temperatures) else np.zeros((len(known), depth), np.uint64)
+        banned = [self._slots_of(row.banned(ahead)) for row in known for ahead in range(depth)]
+        guessed, margins = self._unroll(working, state, slots, depth, temperatures, keys, banned)
+        tokens, levels = working.ids[guessed], np.digitize(margins, _MARGINS)
         drafts = {
             row: Draft(tuple(tokens[i, : limits[row]].tolist()), KIND, tuple(levels[i, : limits[row]].tolist()))
             for i, row in enumerate(known)
         }
         return [drafts.get(row) for row in rows]
 
-    def _noise(
-        self, working: _Working, rows: Sequence[Row], depth: int
-    ) -> Float32[torch.Tensor, "rows depth R"] | None:
-        """Of the positions to be drafted, times the temperature (logits are not divided by it then); None where all
-        rows are greedy."""
-        temperatures = [row.request.sampling.temperature for row in rows]
-        if not any(temperatures):
-            return None
-        parts = np.array([(r.request.seed, r.request.step, r.request.row, len(r.tokens)) for r in rows], np.int64)
-        seeds, steps, numbers, positions = parts.T[:, :, None]
-        keys = noise_keys(seeds, steps, numbers, positions + np.arange(depth))
-        noise = gumbel_of(keys.ravel(), working.words).view(len(rows), depth, -1)
-        if any(t != 1.0 for t in temperatures):
-            noise.mul_(torch.tensor(temperatures, device=noise.device)[:, None, None])
-        return noise
+    def _unroll(
+        self,
+        working: _Working,
+        state: Float32[torch.Tensor, "rows C"],
+        slots: Int64[np.ndarray, " rows"],
+        depth: int,
+        temperatures: Sequence[float],
+        keys: UInt64[np.ndarray, "rows depth"],
+        banned: Sequence[Sequence[int]],
+    ) -> tuple[Int64[np.ndarray, "rows depth"], Float32[np.ndarray, "rows depth"]]:
+        weights = (working.up, working.down, working.out, working.embedding, working.words)
+        how = (slots, depth, temperatures, keys, banned)
+        if isinstance(self._kernels, DraftingKernels):
+            return self._kernels.unroll(*weights, state, *how)
+        return unroll(self._kernels, *weights, state, *how)
 
-    def _product(self, x: Float32[torch.Tensor, "rows in"], weight: Packed) -> Float32[torch.Tensor, "rows out"]:
-        return self._kernels.linear(x, weight, torch.float32)
-
-    def _ban(self, scores: Float32[torch.Tensor, "rows R"], rows: Sequence[Row], ahead: int) -> None:
-        """Takes the tokens that a row cannot get out of its guesses."""
-        for i, row in enumerate(rows):
-            banned = row.banned(ahead)
-            if banned:
-                scores[i].index_fill_(0, self._slots_of(banned), float("-inf"))
-
-    def _slots_of(self, banned: tuple[int, ...]) -> Int64[torch.Tensor, " banned"]:
+    def _slots_of(self, banned: tuple[int, ...]) -> tuple[int, ...]:
+        """Of the tokens that a row cannot get, those that the head could guess."""
         working = self._working
         assert working is not None
-        if banned not in self._masks:
-            slots = [working.slots[token] for token in banned if token in working.slots]
-            self._masks[banned] = torch.tensor(slots, dtype=torch.int64, device=working.words.device)
-        return self._masks[banned]
+        return tuple(working.slots[token] for token in banned if token in working.slots)
 
     @torch.inference_mode()
     def _publish(self, head: Head) -> None:
         ids = head.ids.numpy().copy()
         self._working = _Working(
             up=self._kernels.pack({0: head.up}, self._dtype, wide=True),
-            down=self._kernels.pack({0: head.down}, self._dtype, wide=True),
+            down=self._kernels.pack({0: self._pupil.scale * head.down}, self._dtype, wide=True),
             out=self._kernels.pack({0: head.out}, self._dtype, wide=True),
             embedding=head.embedding.clone(),
             ids=ids,
             words=token_words(self._pupil.vocab, head.out.device)[:, torch.from_numpy(ids).to(head.out.device)],
             slots={token: slot for slot, token in enumerate(ids.tolist())},
         )
-        self._masks.clear()
         self.generation += 1
+
+
+def _keys(rows: Sequence[Row], depth: int) -> UInt64[np.ndarray, "rows depth"]:
+    """Of the noise at the positions to be drafted."""
+    parts = np.array([(r.request.seed, r.request.step, r.request.row, len(r.tokens)) for r in rows], np.int64)
+    seeds, steps, numbers, positions = parts.T[:, :, None]
+    return noise_keys(seeds, steps, numbers, positions + np.arange(depth))
+
+
+def unroll(
+    kernels: Kernels,
+    up: Packed,
+    down: Packed,
+    out: Packed,
+    embedding: Float32[torch.Tensor, "R+1 C"],
+    words: Int32[torch.Tensor, "1 R"],
+    state: Float32[torch.Tensor, "rows C"],
+    slots: Int64[np.ndarray, " rows"],
+    depth: int,
+    temperatures: Sequence[float],
+    keys: UInt64[np.ndarray, "rows depth"],
+    banned: Sequence[Sequence[int]],
+) -> tuple[Int64[np.ndarray, "rows depth"], Float32[np.ndarray, "rows depth"]]:
+    """The head's guesses for `depth` positions, fed back one after the other, as slots, and how far each is ahead of the
+    second best. `slots`: of the last tokens; `banned`: of each row and position, slots that it cannot get. Logits are not
+    divided by the temperature: noise is multiplied by it."""
+    num_rows, device = len(state), state.device
+    warmth = torch.tensor(temperatures, device=device)
+    noise = gumbel_of(keys.ravel(), words).view(num_rows, depth, -1) if any(temperatures) else None
+    last, guessed, margins = torch.from_numpy(slots).to(device), [], []
+    for position in range(depth):
+        fed = kernels.linear(cell_input(state, embedding[last]), up, torch.float32)
+        state = state + kernels.linear(kernels.gate(fed), down, torch.float32)
+        scores = kernels.linear(state, out, torch.float32)
+        if noise is not None:
+            scores = scores + noise[:, position] * warmth[:, None]
+        for row in range(num_rows):
+            for slot in banned[row * depth + position]:
+                scores[row, slot] = float("-inf")
+        best = scores.topk(2, dim=-1)
+        last = best.indices[:, 0]
+        guessed.append(last)
+        margins.append(best.values[:, 0] - best.values[:, 1])
+    return torch.stack(guessed, 1).cpu().numpy(), torch.stack(margins, 1).cpu().numpy()

@@ -22,32 +22,6 @@
 /* Numbers of one position, or one number of each position of a block. */
 typedef float vec __attribute__((vector_size(64), aligned(4), may_alias));
 
-/* Natural logarithm of a positive normal number (Cephes' logf, about 1 ulp). */
-INLINE float log_(float x) {
-    uint32_t bits = bits_of(x);
-    int32_t exponent = (int32_t)(bits - 0x3f3504f3u) >> 23; /* the rest of x lies in [sqrt(1/2), sqrt(2)) */
-    float f = float_of(bits - ((uint32_t)exponent << 23)) - 1.0f;
-    float e = (float)exponent, z = f * f;
-    float p = 7.0376836292e-2f;
-    p = p * f - 1.1514610310e-1f;
-    p = p * f + 1.1676998740e-1f;
-    p = p * f - 1.2420140846e-1f;
-    p = p * f + 1.4249322787e-1f;
-    p = p * f - 1.6668057665e-1f;
-    p = p * f + 2.0000714765e-1f;
-    p = p * f - 2.4999993993e-1f;
-    p = p * f + 3.3333331174e-1f;
-    p = p * f * z - e * 2.12194440e-4f - 0.5f * z;
-    return f + p + e * 0.693359375f;
-}
-
-/* log(1 + w) for -1 < w < 0, precise where w is small: log(u) w / (u - 1) with u = 1 + w rounded. */
-INLINE float log1p_(float w) {
-    float u = 1.0f + w, d = u - 1.0f;
-    float ratio = w / (d == 0.0f ? 1.0f : d);
-    return d == 0.0f ? w : log_(u) * ratio;
-}
-
 /* out = x / rms(x) * weight, one row. */
 INLINE void norm_row(const float *x, const float *weight, float eps, void *out, int64_t to, int dtype, int width) {
     float sum = 0.0f;
@@ -84,8 +58,7 @@ INLINE void gate_part(const void *gate, const void *up, int from_dtype, int64_t 
     }
 }
 
-/* gate_up [rows, 2 width] -> out [rows, width] = silu(gate) up. One thread's share. */
-static void gate_share(const void *gate_up, int from_dtype, void *out, int dtype, int rows, int width) {
+void gate_share(const void *gate_up, int from_dtype, void *out, int dtype, int rows, int width) {
     enum { PART = 256 };
     int parts = (width + PART - 1) / PART;
     int64_t size = from_dtype == BFLOAT16 ? 2 : 4;
@@ -293,15 +266,6 @@ void mlp(const float *x, const float *norm, float eps, const struct weight *gate
         gate_share(projected, FLOAT32, gated, dtype, num, (int)down->in);
         product_share(gated, down, num, into, FLOAT32, ADD, thread, threads);
     }
-}
-
-/* Standard Gumbel noise of one token: noise.py's function, word for word. */
-INLINE float gumbel(uint32_t word, uint32_t low, uint32_t high) {
-    uint32_t x = (word ^ low) * 0x7feb352du;
-    x = ((x ^ (x >> 15)) + high) * 0x846ca68bu;
-    x = (x ^ (x >> 16)) & 0x7fffffffu;
-    float w = ((float)(int32_t)x + 0.5f) * (float)(-(1.0 - 0x1p-24) * 0x1p-31);
-    return -log_(-log1p_(w));
 }
 
 /* Per row of logits [rows, vocab]: the arg max of log p + noise (of log p alone at temperature 0), and its log p.

@@ -1,4 +1,4 @@
-/* What kernels.c and gemm.c share: numbers in float32 and bfloat16, e^x, and the products that kernels.c calls. */
+/* What kernels.c, gemm.c and drafts.c share: numbers in float32 and bfloat16, e^x, logarithms, noise, products. */
 
 #ifndef STAGELINE_KERNELS_H
 #define STAGELINE_KERNELS_H
@@ -56,6 +56,41 @@ INLINE float exp_(float x) {
     return (p * r * r + r + 1.0f) * float_of((uint32_t)((int32_t)n + 127) << 23);
 }
 
+/* Natural logarithm of a positive normal number (Cephes' logf, about 1 ulp). */
+INLINE float log_(float x) {
+    uint32_t bits = bits_of(x);
+    int32_t exponent = (int32_t)(bits - 0x3f3504f3u) >> 23; /* the rest of x lies in [sqrt(1/2), sqrt(2)) */
+    float f = float_of(bits - ((uint32_t)exponent << 23)) - 1.0f;
+    float e = (float)exponent, z = f * f;
+    float p = 7.0376836292e-2f;
+    p = p * f - 1.1514610310e-1f;
+    p = p * f + 1.1676998740e-1f;
+    p = p * f - 1.2420140846e-1f;
+    p = p * f + 1.4249322787e-1f;
+    p = p * f - 1.6668057665e-1f;
+    p = p * f + 2.0000714765e-1f;
+    p = p * f - 2.4999993993e-1f;
+    p = p * f + 3.3333331174e-1f;
+    p = p * f * z - e * 2.12194440e-4f - 0.5f * z;
+    return f + p + e * 0.693359375f;
+}
+
+/* log(1 + w) for -1 < w < 0, precise where w is small: log(u) w / (u - 1) with u = 1 + w rounded. */
+INLINE float log1p_(float w) {
+    float u = 1.0f + w, d = u - 1.0f;
+    float ratio = w / (d == 0.0f ? 1.0f : d);
+    return d == 0.0f ? w : log_(u) * ratio;
+}
+
+/* Standard Gumbel noise of one token: noise.py's function, word for word. */
+INLINE float gumbel(uint32_t word, uint32_t low, uint32_t high) {
+    uint32_t x = (word ^ low) * 0x7feb352du;
+    x = ((x ^ (x >> 15)) + high) * 0x846ca68bu;
+    x = (x ^ (x >> 16)) & 0x7fffffffu;
+    float w = ((float)(int32_t)x + 0.5f) * (float)(-(1.0 - 0x1p-24) * 0x1p-31);
+    return -log_(-log1p_(w));
+}
+
 /* What becomes of a product: stored, in either dtype, or added to float32 numbers. */
 enum { STORE = 0, ADD = 1 };
 
@@ -70,5 +105,8 @@ struct weight {
  * threads make the whole. */
 void product_share(const void *x, const struct weight *weight, int64_t rows, void *to, int to_dtype, int then, int thread,
                    int threads);
+
+/* gate_up [rows, 2 width] -> out [rows, width] = silu(gate) up. One thread's share; all wait at its end. */
+void gate_share(const void *gate_up, int from_dtype, void *out, int dtype, int rows, int width);
 
 #endif

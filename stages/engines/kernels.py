@@ -7,7 +7,7 @@ dimension, C hidden size, F size of the MLP, V vocabulary, P blocks of the cache
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -155,6 +155,29 @@ class FusedKernels(Kernels, Protocol):
         into: Float32[torch.Tensor, "N C"],
     ) -> None:
         """into += linear(gate(linear(norm(x), gate_up)), down). `into` may be `x` itself."""
+        ...
+
+
+@runtime_checkable
+class DraftingKernels(Protocol):
+    """Kernels that make all positions of all drafts in one call."""
+
+    def unroll(
+        self,
+        up: Packed,
+        down: Packed,
+        out: Packed,
+        embedding: Float32[torch.Tensor, "T+1 C"],
+        words: Int32[torch.Tensor, "1 T"],
+        state: Float32[torch.Tensor, "R C"],
+        slots: Int64[np.ndarray, " R"],
+        depth: int,
+        temperatures: Sequence[float],
+        keys: UInt64[np.ndarray, "R depth"],
+        banned: Sequence[Sequence[int]],
+    ) -> tuple[Int64[np.ndarray, "R depth"], Float32[np.ndarray, "R depth"]]:
+        """`draft_head.unroll`, for the T tokens of the head. `banned`: of each row and position, slots that it cannot
+        get."""
         ...
 
 

@@ -1,6 +1,6 @@
 """The kernels as C, compiled on the machine they run on. May import torch, numpy, stages.engines.
 
-`kernels.c` and `gemm.c` need no header of Python or torch, so a C compiler suffices and two seconds do. The library is
+`kernels.c`, `gemm.c` and `drafts.c` need no header of Python or torch, so a C compiler suffices and two seconds do. The library is
 kept in the user's cache folder under a digest of sources, flags and processor. It shares torch's OpenMP threads where
 both use the GNU runtime (as torch's own packages for Linux do).
 """
@@ -15,20 +15,20 @@ import platform
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 import torch
-from jaxtyping import UInt64
+from jaxtyping import Float32, Int64, UInt64
 
 from stages.engines.kernels import Angles, Tokens
 from stages.engines.noise import token_words
 from stages.engines.packed import NativeWeight, NotFiniteError, Packed
 from stages.engines.slabs import Slabs
 
-_SOURCES = tuple(Path(__file__).with_name(name) for name in ("kernels.c", "gemm.c"))
+_SOURCES = tuple(Path(__file__).with_name(name) for name in ("kernels.c", "gemm.c", "drafts.c"))
 _HEADER = Path(__file__).with_name("kernels.h")
 _FLAGS = ("-O3", "-march=native", "-fopenmp", "-fno-math-errno", "-fno-trapping-math", "-shared", "-fPIC")
 _COMPILE_TIMEOUT_S = 120
@@ -74,9 +74,10 @@ def load_native_kernels() -> NativeKernels:
     library.pack.argtypes = [_P, _I, _L, _L, _P, _I, _L, _L]
     library.unpack.argtypes = [_P, _I, _L, _L, _P]
     library.product.argtypes = [_P, _P, _L, _P, _I]
+    library.draft.argtypes = [*[_P] * 5, _I, _I, *[_P] * 11]
     library.choose.argtypes = [_P, _P, _P, _P, _I, _I, _P, _P, _P]
-    for function in (library.add_norm, library.gate, library.choose, library.mlp, library.unpack, library.product):
-        function.restype = None
+    for name in ("add_norm", "gate", "choose", "mlp", "unpack", "product", "draft", "end_threads"):
+        getattr(library, name).restype = None
     return NativeKernels(library)
 
 
@@ -212,6 +213,53 @@ class NativeKernels:
         out = torch.empty(rows, width // 2, dtype=gate_up.dtype)
         self.library.gate(gate_up.data_ptr(), out.data_ptr(), _kind(gate_up.dtype), rows, width // 2)
         return out
+
+    def unroll(
+        self,
+        up: Packed,
+        down: Packed,
+        out: Packed,
+        embedding: torch.Tensor,
+        words: torch.Tensor,
+        state: torch.Tensor,
+        slots: Int64[np.ndarray, " rows"],
+        depth: int,
+        temperatures: Sequence[float],
+        keys: UInt64[np.ndarray, "rows depth"],
+        banned: Sequence[Sequence[int]],
+    ) -> tuple[Int64[np.ndarray, "rows depth"], Float32[np.ndarray, "rows depth"]]:
+        assert isinstance(up, NativeWeight)
+        assert isinstance(down, NativeWeight)
+        assert isinstance(out, NativeWeight)
+        rows, width = state.shape
+        state = state.clone()
+        guessed = np.empty((rows, depth + 1), np.int64)
+        guessed[:, 0] = slots
+        margins = np.empty((rows, depth), np.float32)
+        warmth, keys = np.array(temperatures, np.float32), np.ascontiguousarray(keys)
+        bans = np.array([slot for some in banned for slot in some], np.int64)
+        bans_from = np.array([0, *itertools.accumulate(map(len, banned))], np.int64)
+        size = up.dtype.itemsize
+        room, places = _room(rows, (2 * width * size, 2 * width * 4, width * size, out.out_features * 4))
+        self.library.draft(
+            up.handle,
+            down.handle,
+            out.handle,
+            embedding.data_ptr(),
+            words.data_ptr(),
+            rows,
+            depth,
+            warmth.ctypes.data,
+            keys.ctypes.data,
+            bans.ctypes.data,
+            bans_from.ctypes.data,
+            state.data_ptr(),
+            guessed.ctypes.data,
+            margins.ctypes.data,
+            *places,
+        )
+        del room
+        return guessed[:, 1:], margins
 
     def choose(
         self, logits: torch.Tensor, temperatures: list[float], keys: UInt64[np.ndarray, " N"]

@@ -90,8 +90,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--modes", nargs="+", choices=("greedy", "sampled"), default=["greedy", "sampled"])
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--new", type=int, default=64, help="tokens of a response")
-    parser.add_argument("--train", type=float, default=30.0, help="seconds of training the head")
-    parser.add_argument("--train-rows", type=int, default=48, help="responses of each workload to train on")
+    parser.add_argument("--train", type=float, default=60.0, help="seconds of training the head")
+    parser.add_argument("--train-rows", type=int, default=96, help="responses of each workload to train on")
     parser.add_argument("--plot", type=Path, help="draw the measured costs to this file")
     parser.set_defaults(repeats=5)
 

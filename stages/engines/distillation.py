@@ -138,6 +138,8 @@ class Pupil:
         self._slots = torch.empty(0)
         self._starts = torch.empty(0, dtype=torch.int64)
         self._optimizer: torch.optim.AdamW | None = None
+        self._rounded = device.type == "cuda" or torch.cpu._is_amx_tile_supported()
+        """Whether products of bfloat16 are much faster than those of float32, which the head can do without."""
         self._incoming: tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None] | None = None
 
     def normed(self, hidden: Float32[torch.Tensor, "n C"]) -> Float32[torch.Tensor, "n C"]:
@@ -195,15 +197,17 @@ class Pupil:
         following = torch.where(there, following, places[:, None])
         wanted = rows.hidden[following].to(device, torch.float32)
         fed = self._slots[rows.tokens[torch.cat([places[:, None], following[:, :-1]], 1)]].to(device)
-        with torch.no_grad():
-            taught = F.linear(wanted, self._taught_by).softmax(-1)
-        state, states = rows.hidden[places].to(device, torch.float32), []
-        for step in range(UNROLLED):
-            gate, up = F.linear(cell_input(state, head.embedding[fed[:, step]]), head.up).chunk(2, -1)
-            state = state + self.scale * F.linear(F.silu(gate) * up, head.down)
-            states.append(state)
-        made = torch.stack(states, 1)
-        loss = masked_loss(F.linear(made, head.out), taught, made / self.scale, wanted / self.scale, there.to(device))
+        state, states, embedded = rows.hidden[places].to(device, torch.float32), [], F.embedding(fed, head.embedding)
+        with torch.autocast(device.type, torch.bfloat16, enabled=self._rounded):
+            with torch.no_grad():
+                taught = F.linear(wanted, self._taught_by).float().softmax(-1)
+            for step in range(UNROLLED):
+                gate, up = F.linear(cell_input(state, embedded[:, step]), head.up).chunk(2, -1)
+                state = state + self.scale * F.linear(F.silu(gate) * up, head.down)
+                states.append(state)
+            made = torch.stack(states, 1)
+            guessed = F.linear(made, head.out).float()
+        loss = masked_loss(guessed, taught, made / self.scale, wanted / self.scale, there.to(device))
         self._optimizer.zero_grad(set_to_none=True)
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(head.parameters, 1.0)

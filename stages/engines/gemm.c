@@ -40,7 +40,7 @@ enum {
     STEP = 4 * TILE,      /* bytes of a step of a tile */
     LINE = 64,            /* bytes of a cache line */
     GROUP = 4,            /* steps between groups of prefetches */
-    PANEL = 2048,         /* steps that all rows take before they go on: so much of a tile stays in the cache */
+    PANEL = 128,          /* steps that all rows take before they go on: so much of a tile stays in the first-level cache */
     SIDE = 16,            /* rows of a matrix register (below), and of a block of sums there */
     SHARED_ROWS = 64,     /* a multiple of SIDE: rows that a thread takes through a tile before another one may go on */
 };

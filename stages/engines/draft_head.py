@@ -165,9 +165,9 @@ def unroll(
     keys: UInt64[np.ndarray, "rows depth"],
     banned: Sequence[Sequence[int]],
 ) -> tuple[Int64[np.ndarray, "rows depth"], Float32[np.ndarray, "rows depth"]]:
-    """The head's guesses for `depth` positions, fed back one after the other, as slots, and how far each is ahead of the
-    second best. `slots`: of the last tokens; `banned`: of each row and position, slots that it cannot get. Logits are not
-    divided by the temperature: noise is multiplied by it."""
+    """The head's guesses for `depth` positions, fed back one after the other, as slots, and how far each is ahead of
+    the second best. `slots`: of the last tokens; `banned`: of each row and position, slots that it cannot get. Logits
+    are not divided by the temperature: noise is multiplied by it."""
     num_rows, device = len(state), state.device
     warmth = torch.tensor(temperatures, device=device)
     noise = gumbel_of(keys.ravel(), words).view(num_rows, depth, -1) if any(temperatures) else None

@@ -1,5 +1,5 @@
-/* The draft head on CPUs (draft_head.py has the formulas, and the same in plain torch): all positions of all drafts in one
- * call. What it guesses decides how fast rows are made and nothing else. */
+/* The draft head on CPUs (draft_head.py has the formulas, and the same in plain torch): all positions of all drafts in
+ * one call. What it guesses decides how fast rows are made and nothing else. */
 
 #include <math.h>
 #include <omp.h>
@@ -57,7 +57,7 @@ void draft(const struct weight *up, const struct weight *down, const struct weig
 #pragma omp barrier
 #pragma omp for schedule(static)
             for (int row = 0; row < rows; row++)
-                for (int64_t i = (int64_t)row * width; i < (int64_t)(row + 1) * width; i++) store(fed, i, dtype, state[i]);
+                for (int64_t i = 0, at = (int64_t)row * width; i < width; i++) store(fed, at + i, dtype, state[at + i]);
             product_share(fed, out, rows, scores, FLOAT32, STORE, thread, threads);
 #pragma omp barrier
 #pragma omp for schedule(static)

@@ -40,7 +40,7 @@ enum {
     STEP = 4 * TILE,      /* bytes of a step of a tile */
     LINE = 64,            /* bytes of a cache line */
     GROUP = 4,            /* steps between groups of prefetches */
-    PANEL = 128,          /* steps that all rows take before they go on: so much of a tile stays in the first-level cache */
+    PANEL = 128,          /* steps that all rows take before they go on: so much of a tile stays in the fastest cache */
     SIDE = 16,            /* rows of a matrix register (below), and of a block of sums there */
     SHARED_ROWS = 64,     /* a multiple of SIDE: rows that a thread takes through a tile before another one may go on */
 };
@@ -223,7 +223,7 @@ INLINE void multiply_rows(int rows, int dtype, const char *x, int64_t row_bytes,
 
 #ifdef HAS_MATRIX_REGISTERS
 
-enum { BLOCK_STEPS = SIDE, BLOCK_BYTES = 4 * SIDE }; /* of a matrix register: steps of a tile; bytes of them in a row of x */
+enum { BLOCK_STEPS = SIDE, BLOCK_BYTES = 4 * SIDE }; /* of a register: steps of a tile; their bytes in a row of x */
 _Static_assert(VECTORS == 3, "three registers take the sums of a tile");
 
 static int matrix_registers;
@@ -287,8 +287,8 @@ INLINE void multiply_blocks(int two, const char *x, int64_t row_bytes, int64_t s
     }
 }
 
-/* sums [rows, TILE] += x [rows, ..] times `steps` steps of a tile of bfloat16, in blocks of SIDE rows. Where the last one
- * is short it begins earlier: its sums are made twice, so their place begins at a multiple of SIDE all the same. */
+/* sums [rows, TILE] += x [rows, ..] times `steps` steps of a tile of bfloat16, in blocks of SIDE rows. Where the last
+ * one is short it begins earlier and makes some sums twice; they have places of their own until `close_ranks`. */
 static void multiply_all(const char *x, int64_t row_bytes, int64_t rows, const char *tile, int64_t steps,
                          const char *ahead, int fetch, float *sums) {
     int64_t whole = steps / BLOCK_STEPS, rest = steps % BLOCK_STEPS, side = least(rows, SIDE);
@@ -309,10 +309,11 @@ static void multiply_all(const char *x, int64_t row_bytes, int64_t rows, const c
     }
 }
 
-/* Moves the last block's sums to where they belong, over those that it made twice. */
+/* Moves the last block's sums to where they belong, over those that were made twice. */
 INLINE void close_ranks(int64_t rows, float *sums) {
     int64_t begin = rows / SIDE * SIDE, twice = rows > SIDE && rows % SIDE ? SIDE - rows % SIDE : 0;
-    if (twice) memmove(sums + begin * TILE, sums + (begin + twice) * TILE, sizeof(float) * TILE * (size_t)(rows - begin));
+    float *to = sums + begin * TILE;
+    if (twice) memmove(to, to + twice * TILE, sizeof(float) * TILE * (size_t)(rows - begin));
 }
 
 #else
@@ -342,7 +343,8 @@ INLINE void multiply_tile(int dtype, const char *x, int64_t rows, int64_t in, co
         int64_t steps = least(PANEL, whole - start), row = 0;
 #ifdef HAS_MATRIX_REGISTERS
         if (dtype == BFLOAT16 && matrix_registers) {
-            multiply_all(x + 4 * start, row_bytes, rows, tile + start * STEP, steps, next + start * STEP, next != NULL, sums);
+            multiply_all(x + 4 * start, row_bytes, rows, tile + start * STEP, steps, next + start * STEP, next != NULL,
+                         sums);
             continue;
         }
 #endif

@@ -1,8 +1,8 @@
 """The kernels as C, compiled on the machine they run on. May import torch, numpy, stages.engines.
 
-`kernels.c`, `gemm.c` and `drafts.c` need no header of Python or torch, so a C compiler suffices and two seconds do. The library is
-kept in the user's cache folder under a digest of sources, flags and processor. It shares torch's OpenMP threads where
-both use the GNU runtime (as torch's own packages for Linux do).
+`kernels.c`, `gemm.c` and `drafts.c` need no header of Python or torch, so a C compiler suffices and three seconds do.
+The library is kept in the user's cache folder under a digest of sources, flags and processor. It shares torch's OpenMP
+threads where both use the GNU runtime (as torch's own packages for Linux do).
 """
 
 from __future__ import annotations

@@ -38,6 +38,8 @@ _AFTER_LEARNING = 0.5
 """What is left of the counts of a drafter that has learned meanwhile."""
 _LEAST_GAIN = 1.05
 """A gain below it is none: the estimates are no better."""
+_NOTICEABLE = 0.02
+"""Of a pass: drafts that took longer to make count against drafting even where none was worth verifying."""
 _DECISION_PASSES = 16
 """So many passes with as many rows follow one decision of whether, and how far, drafts are worth making."""
 
@@ -107,15 +109,15 @@ class Speculation:
 
     def propose(self, rows: Sequence[Row], num_other_tokens: int) -> dict[Row, tuple[int, ...]]:
         """Drafts for rows that decode in the next pass, beside `num_other_tokens` of prompts; those worth verifying."""
+        measured = self._lengths == "measured"
+        if measured and not self._trials.allows(len(rows)):
+            return {}
         proposed: dict[Row, Draft] = {}
         rooms = {row: min(self._longest, row.num_left - 1) for row in rows}
         asked = [row for row in rows if rooms[row] > 0]
         if not asked:
             return {}
         num_tokens = len(rows) + num_other_tokens
-        measured = self._lengths == "measured"
-        if measured and not self._trials.allows(len(rows)):
-            return {}
         context = sum(len(row.tokens) for row in rows) / len(rows)
 
         def seconds(size: int) -> float:
@@ -167,7 +169,7 @@ class Speculation:
             sizes = [chunk.count + len(chunk.drafts) for chunk in chunks]
             context = sum(chunk.start * size for chunk, size in zip(chunks, sizes, strict=True))
             self.costs.observe(sum(sizes), seconds, context)
-            drafted = any(chunk.drafts for chunk in chunks)
+            drafted = any(chunk.drafts for chunk in chunks) or drafting_s > _NOTICEABLE * seconds  # in vain, then
             all_in = seconds + drafting_s if drafted else seconds
             self._trials.observe(len(chunks), sum(kept), all_in, drafted=drafted)
         start = 0

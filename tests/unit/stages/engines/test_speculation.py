@@ -212,6 +212,26 @@ def test_a_drafter_is_asked_only_as_far_as_pays() -> None:
         assert drafter.asked[-1] == [expected]
 
 
+@pytest.mark.parametrize("drafting_s", [0.01, 0.1])
+def test_drafts_that_are_made_in_vain_are_given_up(drafting_s: float) -> None:
+    """The drafter is unsure of all that it drafts now, and was right whenever it was sure: its drafts are made, since
+    on average they pay, and never verified. Where making them takes time, that is seen."""
+    drafter = Ones(by_position=True, levels=(1,) * 4)
+    speculation = make_speculation(drafter, costs={1: 1.0, 11: 4.0})
+    row = make_row((1, 2, 3))
+    run_passes(speculation, row, 4, 60)
+    drafter.levels = (0,) * 4
+    for _ in range(10):  # these are wrong; the drafter's average stays good
+        speculation.propose([row], 0)
+        speculation.observe([Chunk(row, 2, 1, True, (1,) * 4)], [1], None, 2.2)
+    asked = len(drafter.asked)
+    for _ in range(60):
+        drafts = speculation.propose([row], 0).get(row, ())
+        assert drafts == ()
+        speculation.observe([Chunk(row, 2, 1, True, ())], [1], None, 1.0, drafting_s)
+    assert (len(drafter.asked) - asked < 30) == (drafting_s > 0.02)
+
+
 def test_what_was_given_up_is_tried_again() -> None:
     drafter = Ones()
     speculation = make_speculation(drafter, costs={1: 1.0, 11: 4.0})

@@ -13,8 +13,11 @@ from dataclasses import dataclass, field
 
 _WINDOW = 16
 """Passes of each kind that are compared: the last ones."""
-_ENOUGH_DRAFTED, _ENOUGH_PLAIN = 8, 4
-"""Passes of each kind that it takes to judge."""
+_WINDOW_ROWS = 128
+"""Of passes with drafts, so many more where rows are few: how many tokens a row gets is mostly chance, and a judgement
+on a few would come out wrong sooner or later."""
+_ENOUGH_PLAIN = 4
+"""Passes without drafts that it takes to judge; of those with drafts, half a window."""
 _PLAIN_EVERY = 32
 """One in so many passes runs without drafts while they are allowed."""
 _FIRST_REST, _LONGEST_REST = 128, 4096
@@ -25,13 +28,23 @@ _FIRST_REST, _LONGEST_REST = 128, 4096
 class _Trial:
     """One number of rows."""
 
+    drafted: deque[tuple[int, float]]
+    """Tokens and seconds of passes with drafts: as many as are compared."""
     plain: deque[float] = field(default_factory=lambda: deque(maxlen=_WINDOW))
     """Seconds of passes without drafts."""
-    drafted: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=_WINDOW))
-    """Tokens and seconds of passes with drafts."""
     passes: int = 0
     rest_until: int = 0
     rest: int = _FIRST_REST
+
+    @property
+    def window(self) -> int:
+        assert self.drafted.maxlen is not None
+        return self.drafted.maxlen
+
+    @property
+    def is_known(self) -> bool:
+        """Whether enough passes of each kind have been seen to judge."""
+        return 2 * len(self.drafted) >= self.window and len(self.plain) >= _ENOUGH_PLAIN
 
 
 class Trials:
@@ -42,15 +55,15 @@ class Trials:
 
     def allows(self, num_rows: int) -> bool:
         """Whether the next pass of so many rows may have drafts."""
-        trial = self._trials.setdefault(num_rows, _Trial())
+        trial = self._trial(num_rows)
         if trial.passes < trial.rest_until:
             return False
-        short_of_plain = len(trial.drafted) >= _ENOUGH_DRAFTED and len(trial.plain) < _ENOUGH_PLAIN
+        short_of_plain = 2 * len(trial.drafted) >= trial.window and len(trial.plain) < _ENOUGH_PLAIN
         return not short_of_plain and trial.passes % _PLAIN_EVERY != _PLAIN_EVERY - 1
 
     def observe(self, num_rows: int, tokens: int, seconds: float, *, drafted: bool) -> None:
         """A pass of so many rows, all decoding, made so many tokens in so many seconds, looking for drafts included."""
-        trial = self._trials.setdefault(num_rows, _Trial())
+        trial = self._trial(num_rows)
         trial.passes += 1
         if drafted:
             trial.drafted.append((tokens, seconds))
@@ -62,15 +75,21 @@ class Trials:
         if gain < 1.0:
             trial.rest_until, trial.rest = trial.passes + trial.rest, min(2 * trial.rest, _LONGEST_REST)
             trial.drafted.clear()
-        elif len(trial.drafted) == _WINDOW:
+        elif len(trial.drafted) == trial.window:
             trial.rest = _FIRST_REST
 
     def gain(self, num_rows: int) -> float | None:
         """Tokens per second with drafts over those without, of the last passes of so many rows; None: too few. By
         medians of seconds: a pass that another process held up says nothing."""
         trial = self._trials.get(num_rows)
-        if trial is None or len(trial.drafted) < _ENOUGH_DRAFTED or len(trial.plain) < _ENOUGH_PLAIN:
+        if trial is None or not trial.is_known:
             return None
         tokens = statistics.fmean(tokens for tokens, _ in trial.drafted)
         seconds = statistics.median(seconds for _, seconds in trial.drafted)
         return tokens / seconds * statistics.median(trial.plain) / num_rows
+
+    def _trial(self, num_rows: int) -> _Trial:
+        if num_rows not in self._trials:
+            window = max(_WINDOW, -(-_WINDOW_ROWS // max(num_rows, 1)))
+            self._trials[num_rows] = _Trial(deque(maxlen=window))
+        return self._trials[num_rows]

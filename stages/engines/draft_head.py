@@ -15,18 +15,18 @@ stages.engines.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
-from jaxtyping import Float, Float32, Int32, Int64, UInt64
+from jaxtyping import Float32, Int64, UInt64
 
 from stages.engines.distillation import Head, Pupil, cell_input
 from stages.engines.drafting import Draft
-from stages.engines.kernels import DraftingKernels, Kernels
+from stages.engines.kernels import DraftingKernels, HeadWeights, Kernels
 from stages.engines.noise import gumbel_of, noise_keys, token_words
-from stages.engines.packed import Packed
 from stages.engines.rows import Row
 
 _MARGINS = (0.5, 1.5, 3.0)
@@ -38,14 +38,8 @@ KIND = "learned"
 class _Working:
     """The head as it drafts: a copy, packed like the model's own layers."""
 
-    up: Packed
-    down: Packed
-    """Times the scale a."""
-    out: Packed
-    embedding: Float[torch.Tensor, "R+1 C"]
+    weights: HeadWeights
     ids: Int64[np.ndarray, " R"]
-    words: Int32[torch.Tensor, "1 R"]
-    """Of the noise."""
     slots: Mapping[int, int]
     """Token -> its index among `ids`."""
 
@@ -61,7 +55,10 @@ class LearnedDrafter:
         """`dtype`: of the head's weights when it drafts, bfloat16 where that is in one call; it learns in float32."""
         self.generation = 0
         self._pupil, self._kernels = pupil, kernels
-        self._dtype = torch.bfloat16 if isinstance(kernels, DraftingKernels) else dtype
+        self._dtype = dtype
+        self._unroll: Callable[..., tuple[np.ndarray, np.ndarray]] = partial(unroll, kernels)
+        if isinstance(kernels, DraftingKernels):
+            self._dtype, self._unroll = torch.bfloat16, kernels.unroll
         self._working: _Working | None = None
         self._hidden: dict[Row, list[np.ndarray]] = {}
         """Normed hidden states of each row, of its last tokens without a gap."""
@@ -99,29 +96,13 @@ class LearnedDrafter:
         temperatures = [row.request.sampling.temperature for row in known]
         keys = _keys(known, depth) if any(temperatures) else np.zeros((len(known), depth), np.uint64)
         banned = [self._slots_of(row.banned(ahead)) for row in known for ahead in range(depth)]
-        guessed, margins = self._unroll(working, state, slots, depth, temperatures, keys, banned)
+        guessed, margins = self._unroll(working.weights, state, slots, depth, temperatures, keys, banned)
         tokens, levels = working.ids[guessed], np.digitize(margins, _MARGINS)
         drafts = {
             row: Draft(tuple(tokens[i, : limits[row]].tolist()), KIND, tuple(levels[i, : limits[row]].tolist()))
             for i, row in enumerate(known)
         }
         return [drafts.get(row) for row in rows]
-
-    def _unroll(
-        self,
-        working: _Working,
-        state: Float32[torch.Tensor, "rows C"],
-        slots: Int64[np.ndarray, " rows"],
-        depth: int,
-        temperatures: Sequence[float],
-        keys: UInt64[np.ndarray, "rows depth"],
-        banned: Sequence[Sequence[int]],
-    ) -> tuple[Int64[np.ndarray, "rows depth"], Float32[np.ndarray, "rows depth"]]:
-        weights = (working.up, working.down, working.out, working.embedding, working.words)
-        how = (slots, depth, temperatures, keys, banned)
-        if isinstance(self._kernels, DraftingKernels):
-            return self._kernels.unroll(*weights, state, *how)
-        return unroll(self._kernels, *weights, state, *how)
 
     def _slots_of(self, banned: tuple[int, ...]) -> tuple[int, ...]:
         """Of the tokens that a row cannot get, those that the head could guess."""
@@ -131,16 +112,15 @@ class LearnedDrafter:
 
     @torch.inference_mode()
     def _publish(self, head: Head) -> None:
-        ids = head.ids.numpy().copy()
-        self._working = _Working(
+        ids, device = head.ids.numpy().copy(), head.out.device
+        weights = HeadWeights(
             up=self._kernels.pack({0: head.up}, self._dtype, wide=True),
             down=self._kernels.pack({0: self._pupil.scale * head.down}, self._dtype, wide=True),
             out=self._kernels.pack({0: head.out}, self._dtype, wide=True),
             embedding=head.embedding.clone(),
-            ids=ids,
-            words=token_words(self._pupil.vocab, head.out.device)[:, torch.from_numpy(ids).to(head.out.device)],
-            slots={token: slot for slot, token in enumerate(ids.tolist())},
+            words=token_words(self._pupil.vocab, device)[:, torch.from_numpy(ids).to(device)],
         )
+        self._working = _Working(weights, ids, {token: slot for slot, token in enumerate(ids.tolist())})
         self.generation += 1
 
 
@@ -153,11 +133,7 @@ def _keys(rows: Sequence[Row], depth: int) -> UInt64[np.ndarray, "rows depth"]:
 
 def unroll(
     kernels: Kernels,
-    up: Packed,
-    down: Packed,
-    out: Packed,
-    embedding: Float32[torch.Tensor, "R+1 C"],
-    words: Int32[torch.Tensor, "1 R"],
+    head: HeadWeights,
     state: Float32[torch.Tensor, "rows C"],
     slots: Int64[np.ndarray, " rows"],
     depth: int,
@@ -170,12 +146,12 @@ def unroll(
     are not divided by the temperature: noise is multiplied by it."""
     num_rows, device = len(state), state.device
     warmth = torch.tensor(temperatures, device=device)
-    noise = gumbel_of(keys.ravel(), words).view(num_rows, depth, -1) if any(temperatures) else None
+    noise = gumbel_of(keys.ravel(), head.words).view(num_rows, depth, -1) if any(temperatures) else None
     last, guessed, margins = torch.from_numpy(slots).to(device), [], []
     for position in range(depth):
-        fed = kernels.linear(cell_input(state, embedding[last]), up, torch.float32)
-        state = state + kernels.linear(kernels.gate(fed), down, torch.float32)
-        scores = kernels.linear(state, out, torch.float32)
+        fed = kernels.linear(cell_input(state, head.embedding[last]), head.up, torch.float32)
+        state = state + kernels.linear(kernels.gate(fed), head.down, torch.float32)
+        scores = kernels.linear(state, head.out, torch.float32)
         if noise is not None:
             scores = scores + noise[:, position] * warmth[:, None]
         for row in range(num_rows):

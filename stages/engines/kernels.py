@@ -158,17 +158,27 @@ class FusedKernels(Kernels, Protocol):
         ...
 
 
+@dataclass(frozen=True, eq=False)
+class HeadWeights:
+    """Of the draft head, ready to run; it guesses among T tokens, its slots."""
+
+    up: Packed
+    down: Packed
+    """Times the scale a."""
+    out: Packed
+    embedding: Float32[torch.Tensor, "T+1 C"]
+    """The last row stands for all other tokens."""
+    words: Int32[torch.Tensor, "1 T"]
+    """Of the noise."""
+
+
 @runtime_checkable
 class DraftingKernels(Protocol):
     """Kernels that make all positions of all drafts in one call."""
 
     def unroll(
         self,
-        up: Packed,
-        down: Packed,
-        out: Packed,
-        embedding: Float32[torch.Tensor, "T+1 C"],
-        words: Int32[torch.Tensor, "1 T"],
+        head: HeadWeights,
         state: Float32[torch.Tensor, "R C"],
         slots: Int64[np.ndarray, " R"],
         depth: int,
@@ -176,8 +186,7 @@ class DraftingKernels(Protocol):
         keys: UInt64[np.ndarray, "R depth"],
         banned: Sequence[Sequence[int]],
     ) -> tuple[Int64[np.ndarray, "R depth"], Float32[np.ndarray, "R depth"]]:
-        """`draft_head.unroll`, for the T tokens of the head. `banned`: of each row and position, slots that it cannot
-        get."""
+        """See `draft_head.unroll`."""
         ...
 
 

@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from jaxtyping import Float32, Int64, UInt64
 
-from stages.engines.kernels import Angles, Tokens
+from stages.engines.kernels import Angles, HeadWeights, Tokens
 from stages.engines.noise import token_words
 from stages.engines.packed import NativeWeight, NotFiniteError, Packed
 from stages.engines.slabs import Slabs
@@ -216,11 +216,7 @@ class NativeKernels:
 
     def unroll(
         self,
-        up: Packed,
-        down: Packed,
-        out: Packed,
-        embedding: torch.Tensor,
-        words: torch.Tensor,
+        head: HeadWeights,
         state: torch.Tensor,
         slots: Int64[np.ndarray, " rows"],
         depth: int,
@@ -228,6 +224,7 @@ class NativeKernels:
         keys: UInt64[np.ndarray, "rows depth"],
         banned: Sequence[Sequence[int]],
     ) -> tuple[Int64[np.ndarray, "rows depth"], Float32[np.ndarray, "rows depth"]]:
+        up, down, out = head.up, head.down, head.out
         assert isinstance(up, NativeWeight)
         assert isinstance(down, NativeWeight)
         assert isinstance(out, NativeWeight)
@@ -245,8 +242,8 @@ class NativeKernels:
             up.handle,
             down.handle,
             out.handle,
-            embedding.data_ptr(),
-            words.data_ptr(),
+            head.embedding.data_ptr(),
+            head.words.data_ptr(),
             rows,
             depth,
             warmth.ctypes.data,

@@ -42,9 +42,12 @@ class _Trial:
         return self.drafted.maxlen
 
     @property
-    def is_known(self) -> bool:
-        """Whether enough passes of each kind have been seen to judge."""
-        return 2 * len(self.drafted) >= self.window and len(self.plain) >= _ENOUGH_PLAIN
+    def enough_drafted(self) -> bool:
+        return 2 * len(self.drafted) >= self.window
+
+    @property
+    def enough_plain(self) -> bool:
+        return len(self.plain) >= _ENOUGH_PLAIN
 
 
 class Trials:
@@ -58,7 +61,7 @@ class Trials:
         trial = self._trial(num_rows)
         if trial.passes < trial.rest_until:
             return False
-        short_of_plain = 2 * len(trial.drafted) >= trial.window and len(trial.plain) < _ENOUGH_PLAIN
+        short_of_plain = trial.enough_drafted and not trial.enough_plain
         return not short_of_plain and trial.passes % _PLAIN_EVERY != _PLAIN_EVERY - 1
 
     def observe(self, num_rows: int, tokens: int, seconds: float, *, drafted: bool) -> None:
@@ -82,7 +85,7 @@ class Trials:
         """Tokens per second with drafts over those without, of the last passes of so many rows; None: too few. By
         medians of seconds: a pass that another process held up says nothing."""
         trial = self._trials.get(num_rows)
-        if trial is None or not trial.is_known:
+        if trial is None or not (trial.enough_drafted and trial.enough_plain):
             return None
         tokens = statistics.fmean(tokens for tokens, _ in trial.drafted)
         seconds = statistics.median(seconds for _, seconds in trial.drafted)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from stages.engines.draft_head import unroll
-from stages.engines.kernels import DraftingKernels, Kernels
+from stages.engines.kernels import DraftingKernels, HeadWeights, Kernels
 from stages.engines.native_kernels import load_native_kernels
 from stages.engines.noise import gumbel, noise_keys, token_words
 from stages.engines.torch_kernels import TorchKernels
@@ -49,10 +49,10 @@ def inputs(depth: int = DEPTH) -> dict[str, Any]:
 def run(kernels: Kernels, dtype: torch.dtype, given: dict[str, Any]) -> tuple[np.ndarray, np.ndarray]:
     up, down, out, embedding = weights()
     packed = [kernels.pack({0: weight}, dtype, wide=True) for weight in (up, down, out)]
-    words = token_words(R, torch.device("cpu"))
+    head = HeadWeights(*packed, embedding, token_words(R, torch.device("cpu")))
     if isinstance(kernels, DraftingKernels):
-        return kernels.unroll(*packed, embedding, words, **given)
-    return unroll(kernels, *packed, embedding, words, **given)
+        return kernels.unroll(head, **given)
+    return unroll(kernels, head, **given)
 
 
 def oracle() -> tuple[np.ndarray, np.ndarray]:

@@ -92,6 +92,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--new", type=int, default=64, help="tokens of a response")
     parser.add_argument("--train", type=float, default=60.0, help="seconds of training the head")
     parser.add_argument("--train-rows", type=int, default=96, help="responses of each workload to train on")
+    parser.add_argument(
+        "--branches", type=int, default=SpeculationConfig().branches, help="guesses of the head for each position"
+    )
     parser.add_argument("--plot", type=Path, help="draw the measured costs to this file")
     parser.set_defaults(repeats=5)
 
@@ -111,6 +114,7 @@ class Bench:
             make_pupil(SpeculationConfig(), self.path, CPU),
             self.kernels,
             getattr(torch, options.dtype),
+            options.branches,
         )
         self.engines: dict[str, TorchEngine] = {}
         self._stack = ExitStack()

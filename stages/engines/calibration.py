@@ -44,24 +44,33 @@ def build_speculation(
     ValueError for settings that cannot work."""
     config = engine.speculation
     check_speculation(config)
-    drafters = drafters or named_drafters(engine, path, runner.kernels, device)
+    drafters = drafters or named_drafters(engine, path, runner, device)
     if not drafters:
         return None
     costs = PassCosts({1: 1.0, 2: 1.0})
     if config.lengths == "measured":
         costs = measure_costs(runner, pool, max_seq=max_seq, threads=threads)
-    return Speculation(drafters, costs, config.max_tokens, config.lengths, time.perf_counter, config.train_share)
+    return Speculation(
+        drafters,
+        costs,
+        config.max_tokens,
+        config.lengths,
+        time.perf_counter,
+        config.train_share,
+        branching=runner.follows_lines,
+    )
 
 
-def named_drafters(engine: EngineConfig, path: str, kernels: str, device: torch.device) -> list[Drafter]:
-    """Those of `engine.speculation.drafter`. `kernels`: see `Runner`."""
+def named_drafters(engine: EngineConfig, path: str, runner: Runner, device: torch.device) -> list[Drafter]:
+    """Those of `engine.speculation.drafter`."""
     config = engine.speculation
     drafters: list[Drafter] = []
     if config.drafter in ("ngram", "both"):
         drafters.append(NgramDrafter())
     if config.drafter in ("learned", "both"):
-        own = load_native_kernels() if kernels == "native" else TorchKernels()
-        drafters.append(LearnedDrafter(make_pupil(config, path, device), own, getattr(torch, engine.dtype)))
+        own = load_native_kernels() if runner.kernels == "native" else TorchKernels()
+        branches = config.branches if runner.follows_lines else 1
+        drafters.append(LearnedDrafter(make_pupil(config, path, device), own, getattr(torch, engine.dtype), branches))
     return drafters
 
 

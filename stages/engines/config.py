@@ -26,7 +26,10 @@ class SpeculationConfig:
     `learned`: a small head on the model's hidden state, trained on the finished rows while the engine is idle. `both`:
     of each row, whichever has been right more often."""
     max_tokens: int = 6
-    """Longest draft of a row in a pass."""
+    """Longest draft of a row in a pass: positions ahead."""
+    branches: int = 4
+    """Guesses for each position that the learned head makes, of which the promising ones are verified side by side; 1:
+    a single line. Not with Triton's kernels, which follow one line."""
     lengths: Literal["measured", "longest"] = "measured"
     """`measured`: what maximises expected tokens per second, 0 included. `longest`: as long as there are drafts."""
     head_vocab: int = 4096
@@ -69,6 +72,7 @@ def speculation_problem(config: SpeculationConfig) -> tuple[str, float, str] | N
     """The first setting that cannot work: its key, what was given, and what would work."""
     needs = {
         "max_tokens": (config.max_tokens >= 1, "a draft has at least 1 token: must be 1 or more"),
+        "branches": (config.branches >= 1, "a position has at least 1 guess: must be 1 or more"),
         "head_vocab": (config.head_vocab >= 2, "must be 2 or more: a guess is among at least 2 tokens"),
         "head_memory_mb": (config.head_memory_mb >= 1, "must be 1 or more: learning takes at least 1"),
         "train_share": (

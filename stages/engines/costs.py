@@ -18,6 +18,10 @@ _FIRST_STEP_SHARE = 0.03
 """A drafted position's time is taken to be this share of the smallest pass until it has been measured."""
 
 
+_NEGLIGIBLE = 0.01
+"""Guesses less likely than that are not looked at."""
+
+
 class PassCosts:
     """Owns the measured seconds of a pass by its number of tokens: linear between the calibrated sizes, and moved
     toward every pass that is run, the sizes next to it most; and what each position that a token attends to adds."""
@@ -37,7 +41,7 @@ class PassCosts:
         """Seconds by tokens, at short context."""
         return dict(zip(self._sizes, self._seconds, strict=True))
 
-    def seconds(self, num_tokens: int, positions: float = 0.0) -> float:
+    def seconds(self, num_tokens: float, positions: float = 0.0) -> float:
         """Of a pass of so many tokens that attend to so many positions, all tokens together."""
         left, weight = self._place(num_tokens)
         return (1 - weight) * self._seconds[left] + weight * self._seconds[left + 1] + self.per_position * positions
@@ -50,7 +54,7 @@ class PassCosts:
         self._seconds[left] *= factor ** (_LOCAL_RATE * (1 - weight))
         self._seconds[left + 1] *= factor ** (_LOCAL_RATE * weight)
 
-    def _place(self, num_tokens: int) -> tuple[int, float]:
+    def _place(self, num_tokens: float) -> tuple[int, float]:
         """The interval (its left end's index), and how far into it; beyond the last one its line is prolonged."""
         left = 0
         while left < len(self._sizes) - 2 and self._sizes[left + 1] <= num_tokens:
@@ -93,30 +97,31 @@ class DraftingCosts:
         self._measured[num_rows] = (known + rate * (each - known), times + 1)
 
 
-def choose_lengths(
+def choose_guesses(
     num_rows: int,
     num_tokens: int,
     gains: Sequence[Sequence[float]],
     seconds: Callable[[int], float],
     threshold: float = 1.0,
-) -> list[int]:
-    """Drafted tokens to verify, of each draft: as many as maximise expected tokens per second.
+) -> list[list[int]]:
+    """Which guesses to verify, of each row's: those that maximise expected tokens per second, the best ones first.
 
-    `gains[i][j]`: probability that tokens 0..j of draft i are all accepted (falling in j). With g_1 >= g_2 >= ... of
-    all of them sorted, the best k give B + g_1 + ... + g_k tokens in T(n + k) seconds, for B = `num_rows` rows that
-    decode and n = `num_tokens` tokens that are fed anyway. A choice must beat k = 0 by the factor `threshold`."""
-    ranked = sorted(((gain, -j, i) for i, row in enumerate(gains) for j, gain in enumerate(row)), reverse=True)
+    `gains[i][j]`: probability that guess j of row i, and all that it follows, are right; at most that of the guess that
+    it follows, which comes before it. With g_1 >= g_2 >= ... of all of them sorted, the best k give B + g_1 + ... + g_k
+    tokens in T(n + k) seconds, for B = `num_rows` rows that decode and n = `num_tokens` tokens that are fed anyway. A
+    choice must beat k = 0 by the factor `threshold`."""
+    ranked = sorted((-gain, j, i) for i, row in enumerate(gains) for j, gain in enumerate(row) if gain > _NEGLIGIBLE)
     best, best_count = num_rows / seconds(num_tokens) * threshold, 0
     expected = float(num_rows)
-    for count, (gain, _, _) in enumerate(ranked, 1):
-        expected += gain
+    for count, (minus_gain, _, _) in enumerate(ranked, 1):
+        expected -= minus_gain
         rate = expected / seconds(num_tokens + count)
         if rate > best:
             best, best_count = rate, count
-    lengths = [0] * len(gains)
-    for _, _, i in ranked[:best_count]:
-        lengths[i] += 1
-    return lengths
+    chosen: list[list[int]] = [[] for _ in gains]
+    for _, j, i in ranked[:best_count]:
+        chosen[i].append(j)
+    return chosen
 
 
 def choose_depth(
@@ -124,22 +129,23 @@ def choose_depth(
     num_drafted: int,
     gains: Sequence[float],
     others: float,
-    seconds: Callable[[int], float],
+    seconds: Callable[[float], float],
     drafting: Callable[[int], float],
     threshold: float = 1.0,
+    width: float = 1.0,
 ) -> int:
     """How long drafts of equal length should be made, before they are: gamma = argmax of
 
-        (B + b (g_1 + ... + g_gamma) + others) / (T(b gamma) + D(gamma)),   gamma = 0 .. len(gains)
+        (B + b (g_1 + ... + g_gamma) + others) / (T(b w gamma) + D(gamma)),   gamma = 0 .. len(gains)
 
     `num_rows` B rows decode, drafts are made for `num_drafted` b of them; `gains` are means over rows; `others` are
-    tokens expected from drafts of another origin; `seconds(k)` is T of a pass with k drafted tokens, `drafting` D.
-    gamma > 0 must beat 0 by the factor `threshold`."""
+    tokens expected from drafts of another origin; `seconds(k)` is T of a pass with k guesses, of which there are
+    `width` w for each position; `drafting` D. gamma > 0 must beat 0 by the factor `threshold`."""
     best, best_depth = (num_rows + others) / seconds(0) * threshold, 0
     expected = num_rows + others
     for depth, gain in enumerate(gains, 1):
         expected += num_drafted * gain
-        rate = expected / (seconds(num_drafted * depth) + drafting(depth))
+        rate = expected / (seconds(num_drafted * depth * width) + drafting(depth))
         if rate > best:
             best, best_depth = rate, depth
     return best_depth

@@ -103,6 +103,7 @@ class CapturedPasses:
         """Whether it is a pass of this kind. Hidden states, which a learned drafter wants, are not given out."""
         return (
             not pass_.wants_hidden
+            and pass_.lines is None
             and len(pass_.ids) == len(pass_.drawn)
             and len(pass_.ids) <= SIZES[-1]
             and all(len(tokens) <= BANNED for tokens in pass_.banned)

@@ -95,11 +95,11 @@ class Pace:
         self.prefill_s = 0.0
 
     def observe(self, chunks: Collection[Chunk], seconds: float) -> None:
-        fed = sum(chunk.count for chunk in chunks if chunk.count > 1)
+        fed = sum(chunk.count for chunk in chunks if not chunk.decodes)
         if not fed:
             self.pass_s += (seconds - self.pass_s) * (_LEARNING_RATE if self.pass_s else 1.0)
         elif fed >= _BULK_TOKENS:
-            decoding = any(chunk.count == 1 for chunk in chunks)
+            decoding = any(chunk.decodes for chunk in chunks)
             each = max(seconds - (self.pass_s if decoding else 0.0), 0.1 * seconds) / fed
             self.prefill_s += (each - self.prefill_s) * (_LEARNING_RATE if self.prefill_s else 1.0)
 

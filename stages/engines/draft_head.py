@@ -21,16 +21,21 @@ from functools import partial
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from jaxtyping import Float32, Int64, UInt64
 
 from stages.engines.distillation import Head, Pupil, cell_input
 from stages.engines.drafting import Draft
-from stages.engines.kernels import DraftingKernels, HeadWeights, Kernels
+from stages.engines.kernels import DraftingKernels, Guessed, HeadWeights, Kernels
 from stages.engines.noise import gumbel_of, noise_keys, token_words
 from stages.engines.rows import Row
+from stages.engines.trees import TokenTree
 
-_MARGINS = (0.5, 1.5, 3.0)
-"""Bounds between the classes of confidence: how far the best token is ahead of the second, in nats, noise included."""
+_GAPS = (0.5, 1.5, 3.0)
+"""Bounds between the classes of confidence: how far the best token is ahead of the second, and each other one behind
+the best, in nats, noise included."""
+_RANKS = 4
+"""Guesses behind one token that are told apart in confidence: the best, the second, ..."""
 KIND = "learned"
 
 
@@ -51,12 +56,14 @@ class LearnedDrafter:
     by_position = True
     wants_hidden = True
 
-    def __init__(self, pupil: Pupil, kernels: Kernels, dtype: torch.dtype) -> None:
-        """`dtype`: of the head's weights when it drafts, bfloat16 where that is in one call; it learns in float32."""
+    def __init__(self, pupil: Pupil, kernels: Kernels, dtype: torch.dtype, branches: int = 1) -> None:
+        """`dtype`: of the head's weights when it drafts, bfloat16 where that is in one call; it learns in float32.
+        `branches`: guesses for each position of a draft."""
         self.generation = 0
+        self._branches = branches
         self._pupil, self._kernels = pupil, kernels
         self._dtype = dtype
-        self._unroll: Callable[..., tuple[np.ndarray, np.ndarray]] = partial(unroll, kernels)
+        self._unroll: Callable[..., Guessed] = partial(unroll, kernels)
         if isinstance(kernels, DraftingKernels):
             self._dtype, self._unroll = torch.bfloat16, kernels.unroll
         self._working: _Working | None = None
@@ -96,10 +103,11 @@ class LearnedDrafter:
         temperatures = [row.request.sampling.temperature for row in known]
         keys = _keys(known, depth) if any(temperatures) else np.zeros((len(known), depth), np.uint64)
         banned = [self._slots_of(row.banned(ahead)) for row in known for ahead in range(depth)]
-        guessed, margins = self._unroll(working.weights, state, slots, depth, temperatures, keys, banned)
-        tokens, levels = working.ids[guessed], np.digitize(margins, _MARGINS)
+        guessed = self._unroll(working.weights, state, slots, depth, self._branches, temperatures, keys, banned)
+        tokens = working.ids[guessed.slots]
+        levels = np.minimum(guessed.ranks, _RANKS - 1) * (len(_GAPS) + 1) + np.digitize(guessed.gaps, _GAPS)
         drafts = {
-            row: Draft(tuple(tokens[i, : limits[row]].tolist()), KIND, tuple(levels[i, : limits[row]].tolist()))
+            row: _draft(limits[row], tokens[i], guessed.parents[i], guessed.ranks[i], levels[i])
             for i, row in enumerate(known)
         }
         return [drafts.get(row) for row in rows]
@@ -124,6 +132,23 @@ class LearnedDrafter:
         self.generation += 1
 
 
+def _draft(
+    depth: int,
+    tokens: Int64[np.ndarray, "depth G"],
+    parents: Int64[np.ndarray, "depth G"],
+    ranks: Int64[np.ndarray, "depth G"],
+    levels: Int64[np.ndarray, "depth G"],
+) -> Draft:
+    """Of one row, down to so many positions."""
+    there = ranks[:depth] >= 0
+    numbers = np.cumsum(there.ravel()).reshape(there.shape) - 1
+    """Of each guess in the tree."""
+    behind = np.full_like(numbers, -1)
+    behind[1:] = np.take_along_axis(numbers[:-1], parents[1:depth], 1)
+    tree = TokenTree(tuple(tokens[:depth][there].tolist()), tuple(behind[there].tolist()))
+    return Draft(tree, KIND, tuple(levels[:depth][there].tolist()))
+
+
 def _keys(rows: Sequence[Row], depth: int) -> UInt64[np.ndarray, "rows depth"]:
     """Of the noise at the positions to be drafted."""
     parts = np.array([(r.request.seed, r.request.step, r.request.row, len(r.tokens)) for r in rows], np.int64)
@@ -137,28 +162,42 @@ def unroll(
     state: Float32[torch.Tensor, "rows C"],
     slots: Int64[np.ndarray, " rows"],
     depth: int,
+    branches: int,
     temperatures: Sequence[float],
     keys: UInt64[np.ndarray, "rows depth"],
     banned: Sequence[Sequence[int]],
-) -> tuple[Int64[np.ndarray, "rows depth"], Float32[np.ndarray, "rows depth"]]:
-    """The head's guesses for `depth` positions, fed back one after the other, as slots, and how far each is ahead of
-    the second best. `slots`: of the last tokens; `banned`: of each row and position, slots that it cannot get. Logits
-    are not divided by the temperature: noise is multiplied by it."""
+) -> Guessed:
+    """The head's guesses for `depth` positions, as slots: of each position the `branches` that are least behind the
+    best, summed over their line; those of one position are fed back for the next. `slots`: of the last tokens;
+    `banned`: of each row and position, slots that it cannot get. Logits are not divided by the temperature: noise is
+    multiplied by it."""
     num_rows, device = len(state), state.device
     warmth = torch.tensor(temperatures, device=device)
     noise = gumbel_of(keys.ravel(), head.words).view(num_rows, depth, -1) if any(temperatures) else None
-    last, guessed, margins = torch.from_numpy(slots).to(device), [], []
+    state, last = state[:, None], torch.from_numpy(slots).to(device)[:, None]
+    totals = torch.zeros(num_rows, 1, device=device)
+    found: list[tuple[torch.Tensor, ...]] = []
     for position in range(depth):
-        fed = kernels.linear(cell_input(state, head.embedding[last]), head.up, torch.float32)
-        state = state + kernels.linear(kernels.gate(fed), head.down, torch.float32)
-        scores = kernels.linear(state, head.out, torch.float32)
+        items = last.shape[1]
+        flat = state.reshape(num_rows * items, -1)
+        fed = kernels.linear(cell_input(flat, head.embedding[last.reshape(-1)]), head.up, torch.float32)
+        flat = flat + kernels.linear(kernels.gate(fed), head.down, torch.float32)
+        scores = kernels.linear(flat, head.out, torch.float32).view(num_rows, items, -1)
         if noise is not None:
-            scores = scores + noise[:, position] * warmth[:, None]
+            scores = scores + (noise[:, position] * warmth[:, None])[:, None]
         for row in range(num_rows):
             for slot in banned[row * depth + position]:
-                scores[row, slot] = float("-inf")
-        best = scores.topk(2, dim=-1)
-        last = best.indices[:, 0]
-        guessed.append(last)
-        margins.append(best.values[:, 0] - best.values[:, 1])
-    return torch.stack(guessed, 1).cpu().numpy(), torch.stack(margins, 1).cpu().numpy()
+                scores[row, :, slot] = float("-inf")
+        best = scores.topk(min(max(branches, 2), scores.shape[-1]), dim=-1)
+        behind = best.values[..., :1] - best.values
+        sums = (totals[..., None] + behind).nan_to_num(nan=torch.inf, posinf=torch.inf).view(num_rows, -1)
+        wanted = best.indices.shape[-1]
+        lacking = max(branches - sums.shape[1], 0)
+        least = F.pad(sums, (0, lacking), value=torch.inf).sort(stable=True, dim=-1)
+        totals, chosen = least.values[:, :branches], least.indices[:, :branches].clamp(max=sums.shape[1] - 1)
+        parents, ranks = chosen // wanted, chosen % wanted
+        last = best.indices.view(num_rows, -1).gather(1, chosen)
+        gaps = behind.view(num_rows, -1).gather(1, chosen + (ranks == 0).long())
+        found.append((last, parents, ranks.masked_fill(totals == torch.inf, -1), gaps))
+        state = flat.view(num_rows, items, -1).gather(1, parents[..., None].expand(-1, -1, flat.shape[-1]))
+    return Guessed(*(torch.stack(each, 1).cpu().numpy() for each in zip(*found, strict=True)))

@@ -16,6 +16,7 @@ import torch
 from jaxtyping import Float32
 
 from stages.engines.rows import Row
+from stages.engines.trees import TokenTree, line
 
 _LENGTHS = (3, 2)
 """Tokens that must agree for a lookup; the longer match is tried first, being right more often."""
@@ -27,12 +28,12 @@ _RESPONSES = 2
 
 @dataclass(frozen=True)
 class Draft:
-    """A guess. `kind` says how it was found: acceptance is measured by kind and position."""
+    """Guesses. `kind` says how they were found: acceptance is measured by kind and depth."""
 
-    tokens: tuple[int, ...]
+    tree: TokenTree
     kind: str
     levels: tuple[int, ...] = ()
-    """How sure the drafter is of each token, in any small number of classes: acceptance is measured for each apart.
+    """How sure the drafter is of each guess, in any small number of classes: acceptance is measured for each apart.
     Empty: it cannot say."""
 
 
@@ -42,14 +43,14 @@ class Drafter(Protocol):
     kinds: tuple[str, ...]
     """Of all its drafts."""
     by_position: bool
-    """Whether each further token of a draft costs as much time as the first."""
+    """Whether each further position of a draft costs as much time as the first."""
     wants_hidden: bool
     """Whether `observe` must be called."""
     generation: int
     """Rises when what it has learned comes into use."""
 
     def propose(self, rows: Sequence[Row], longest: Sequence[int]) -> list[Draft | None]:
-        """For each row up to so many tokens (at least 1) to follow `row.tokens`; None if it has no idea."""
+        """For each row up to so many positions (at least 1) to follow `row.tokens`; None if it has no idea."""
         ...
 
     def observe(self, row: Row, hidden: Float32[np.ndarray, "kept C"]) -> None:
@@ -140,8 +141,8 @@ class NgramDrafter:
             if place is not None and len(row.tokens) >= length:
                 source, start = place
                 if source != own:
-                    return Draft(tuple(index.sources[source][start : start + longest]), f"earlier-{length}")
+                    return Draft(line(index.sources[source][start : start + longest]), f"earlier-{length}")
                 # what has come round once is taken to come round again and again
                 period = len(row.tokens) - start
-                return Draft(tuple(row.tokens[start + i % period] for i in range(longest)), f"lookup-{length}")
+                return Draft(line([row.tokens[start + i % period] for i in range(longest)]), f"lookup-{length}")
         return None

@@ -4,6 +4,7 @@
 #include <math.h>
 #include <omp.h>
 #include <stdint.h>
+#include <string.h>
 
 #include "kernels.h"
 
@@ -17,58 +18,108 @@ INLINE void feed(const float *x, const float *embedded, void *to, int64_t at, in
     for (int i = 0; i < width; i++) store(to, at + width + i, dtype, embedded[i]);
 }
 
-/* The index of the largest of `count` scores; `margin`: how far it is ahead of the second. Overwrites the scores. */
-INLINE int64_t best_of(float *scores, int count, float *margin) {
-    float best = -INFINITY, second = -INFINITY;
-    int64_t chosen = 0;
+/* The indices of the `wanted` largest of `count` scores, falling, and how far each is behind the largest; -INFINITY is
+ * behind by INFINITY. Overwrites the scores. */
+INLINE void best_of(float *scores, int count, int wanted, int64_t *chosen, float *behind) {
+    float largest = 0.0f;
+    for (int k = 0; k < wanted; k++) {
+        float best = -INFINITY;
 #pragma omp simd reduction(max : best)
-    for (int i = 0; i < count; i++) best = scores[i] > best ? scores[i] : best;
-    while (chosen < count - 1 && scores[chosen] != best) chosen++;
-    scores[chosen] = -INFINITY;
-#pragma omp simd reduction(max : second)
-    for (int i = 0; i < count; i++) second = scores[i] > second ? scores[i] : second;
-    *margin = best - second;
-    return chosen;
+        for (int i = 0; i < count; i++) best = scores[i] > best ? scores[i] : best;
+        int64_t at = 0;
+        while (at < count - 1 && scores[at] != best) at++;
+        scores[at] = -INFINITY;
+        if (k == 0) largest = best;
+        chosen[k] = at, behind[k] = best == -INFINITY ? INFINITY : largest - best;
+    }
 }
 
-/* slots [rows, depth + 1]: in the first column the slot of each row's last token; the guesses go into the others. state
- * [rows, C] is moved on; embedding [R + 1, C]; words [R], temperatures [rows], keys [rows, depth, 2] of the noise; slots
- * that row r cannot get at position p: banned[j] for banned_from[r depth + p] <= j < banned_from[r depth + p + 1];
- * margins [rows, depth]. Room: fed [rows, 2 C] and gated [rows, C] in the weights' dtype, projected [rows, 2 C], scores
- * [rows, R]. */
+/* What `draft` finds: of each row and position the `branches` best guesses, [rows, depth, branches]; see kernels.py. */
+struct guesses {
+    int64_t *slots, *parents, *ranks;
+    float *gaps;
+};
+
+/* A row's guesses for one position, out of the best ones behind each of `items` guesses for the position before:
+ * those that are least behind the best, summed over their line. `totals` has the sums of the position before and gets
+ * the new ones; scores [items, count]. */
+INLINE void choose_guesses(float *scores, int items, int count, int branches, float *totals,
+                           const struct guesses *guesses, int64_t at) {
+    int wanted = branches > 1 ? branches : 2; /* the second best says how sure the best is */
+    int64_t slots[items * wanted];
+    float behind[items * wanted], sums[items * wanted], chosen[branches];
+    for (int i = 0; i < items; i++) {
+        best_of(scores + (int64_t)i * count, count, wanted, slots + i * wanted, behind + i * wanted);
+        for (int k = 0; k < wanted; k++) sums[i * wanted + k] = totals[i] + behind[i * wanted + k];
+    }
+    for (int j = 0; j < branches; j++) {
+        int best = 0;
+        for (int i = 1; i < items * wanted; i++)
+            if (sums[i] < sums[best]) best = i;
+        int rank = best % wanted;
+        guesses->slots[at + j] = slots[best], guesses->parents[at + j] = best / wanted;
+        guesses->ranks[at + j] = sums[best] == INFINITY ? -1 : rank;
+        guesses->gaps[at + j] = behind[rank ? best : best + 1];
+        chosen[j] = sums[best], sums[best] = INFINITY;
+    }
+    memcpy(totals, chosen, sizeof(chosen));
+}
+
+/* state [rows, C]; slots [rows] of each row's last token; embedding [R + 1, C]; words [R], temperatures [rows], keys
+ * [rows, depth, 2] of the noise; slots that row r cannot get at position p: banned[j] for banned_from[r depth + p] <= j <
+ * banned_from[r depth + p + 1]. Room, for n = rows * branches: fed [n, 2 C] and gated [n, C] in the weights' dtype,
+ * projected [n, 2 C], scores [n, R], states [2, n, C], totals [rows, branches], noise [rows, R]. */
 void draft(const struct weight *up, const struct weight *down, const struct weight *out, const float *embedding,
-           const uint32_t *words, int rows, int depth, const float *temperatures, const uint32_t *keys,
-           const int64_t *banned, const int64_t *banned_from, float *state, int64_t *slots, float *margins, void *fed,
-           float *projected, void *gated, float *scores) {
+           const uint32_t *words, int rows, int depth, int branches, const float *temperatures, const uint32_t *keys,
+           const int64_t *banned, const int64_t *banned_from, const float *state, const int64_t *slots,
+           const struct guesses *guesses, void *fed, float *projected, void *gated, float *scores, float *states,
+           float *totals, float *noise) {
     int dtype = up->dtype, width = (int)down->out, count = (int)out->out;
+    int64_t half = (int64_t)rows * branches * width;
 #pragma omp parallel
     {
         int thread = omp_get_thread_num(), threads = omp_get_num_threads();
         for (int position = 0; position < depth; position++) {
+            int items = position ? branches : 1; /* guesses of a row that are gone on from */
+            const float *before = position > 1 ? states + (position + 1) % 2 * half : states;
+            float *now = states + position % 2 * half;
 #pragma omp for schedule(static)
-            for (int row = 0; row < rows; row++) {
-                const float *embedded = embedding + slots[(int64_t)row * (depth + 1) + position] * width;
-                feed(state + (int64_t)row * width, embedded, fed, 2 * (int64_t)row * width, dtype, width);
+            for (int n = 0; n < rows * items; n++) {
+                int row = n / items, i = n % items;
+                int64_t guess = ((int64_t)row * depth + position - 1) * branches + i;
+                const float *from = state + (int64_t)row * width;
+                if (position == 1) from = before + (int64_t)row * width;
+                if (position > 1) from = before + ((int64_t)row * branches + guesses->parents[guess]) * width;
+                memcpy(now + (int64_t)n * width, from, sizeof(float) * (size_t)width);
+                int64_t slot = position ? guesses->slots[guess] : slots[row];
+                feed(from, embedding + slot * width, fed, 2 * (int64_t)n * width, dtype, width);
             }
-            product_share(fed, up, rows, projected, FLOAT32, STORE, thread, threads);
+            product_share(fed, up, rows * items, projected, FLOAT32, STORE, thread, threads);
 #pragma omp barrier
-            gate_share(projected, FLOAT32, gated, dtype, rows, width);
-            product_share(gated, down, rows, state, FLOAT32, ADD, thread, threads);
+            gate_share(projected, FLOAT32, gated, dtype, rows * items, width);
+            product_share(gated, down, rows * items, now, FLOAT32, ADD, thread, threads);
 #pragma omp barrier
 #pragma omp for schedule(static)
-            for (int row = 0; row < rows; row++)
-                for (int64_t i = 0, at = (int64_t)row * width; i < width; i++) store(fed, at + i, dtype, state[at + i]);
-            product_share(fed, out, rows, scores, FLOAT32, STORE, thread, threads);
+            for (int n = 0; n < rows * items; n++)
+                for (int64_t i = 0, at = (int64_t)n * width; i < width; i++) store(fed, at + i, dtype, now[at + i]);
+            product_share(fed, out, rows * items, scores, FLOAT32, STORE, thread, threads);
 #pragma omp barrier
 #pragma omp for schedule(static)
             for (int row = 0; row < rows; row++) {
-                float *s = scores + (int64_t)row * count, temperature = temperatures[row];
+                float *mine = scores + (int64_t)row * items * count, *drawn = noise + (int64_t)row * count;
+                float *sums = totals + (int64_t)row * branches, temperature = temperatures[row];
                 int64_t at = (int64_t)row * depth + position;
                 uint32_t low = keys[2 * at], high = keys[2 * at + 1];
+                if (!position) sums[0] = 0.0f;
                 if (temperature > 0.0f)
-                    for (int i = 0; i < count; i++) s[i] += temperature * gumbel(words[i], low, high);
-                for (int64_t j = banned_from[at]; j < banned_from[at + 1]; j++) s[banned[j]] = -INFINITY;
-                slots[(int64_t)row * (depth + 1) + position + 1] = best_of(s, count, margins + at);
+                    for (int i = 0; i < count; i++) drawn[i] = temperature * gumbel(words[i], low, high);
+                for (int n = 0; n < items; n++) {
+                    float *s = mine + (int64_t)n * count;
+                    if (temperature > 0.0f)
+                        for (int i = 0; i < count; i++) s[i] += drawn[i];
+                    for (int64_t j = banned_from[at]; j < banned_from[at + 1]; j++) s[banned[j]] = -INFINITY;
+                }
+                choose_guesses(mine, items, count, branches, sums, guesses, at * branches);
             }
         }
     }

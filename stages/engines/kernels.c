@@ -91,12 +91,13 @@ INLINE void rotate(const void *qkv, int dtype, int64_t at, int dim, const float 
     }
 }
 
-/* The sums over positions 0 .. length-1 of weight times value, of 64 numbers of `heads` heads; undivided. */
-INLINE void weigh_values(int heads, const float *weights, int stride, const float *values, const int32_t *table,
-                         int64_t block_stride, int length, int dim, float *read) {
+/* The sums over positions 0 .. length-1 of weight times value, of 64 numbers, from `first` on, of `heads` heads;
+ * undivided. */
+INLINE void weigh_values(int heads, const float *weights, int stride, const float *const *values, int first, int length,
+                         int dim, float *read) {
     vec sums[HEADS][4] = {0};
     for (int b = 0; b * BLOCK < length; b++) {
-        const float *value = values + table[b] * block_stride;
+        const float *value = values[b] + first;
         for (int t = b * BLOCK, end = t + BLOCK < length ? t + BLOCK : length; t < end; t++, value += dim)
 #pragma GCC unroll 4
             for (int h = 0; h < heads; h++)
@@ -106,15 +107,14 @@ INLINE void weigh_values(int heads, const float *weights, int stride, const floa
     for (int h = 0; h < heads; h++) memcpy(read + h * 64, sums[h], sizeof(sums[h]));
 }
 
-/* softmax(q K^T / sqrt(dim)) V over positions 0 .. length-1 of `heads` heads that share keys and values, in blocks named
- * by `table`: keys and values are read once for all of them. A block of keys is [dim, BLOCK], so that its 16 scores are
- * made side by side; one of values [BLOCK, dim]. q, out [heads, dim]; weights: room for [heads, stride]. */
-INLINE void read_heads(int heads, const float *q, const float *keys, const float *values, const int32_t *table,
-                       int64_t block_stride, int length, int dim, float *weights, int stride, void *out, int64_t out_at,
-                       int dtype) {
+/* softmax(q K^T / sqrt(dim)) V over positions 0 .. length-1 of `heads` heads that share keys and values: those are read
+ * once for all of them. A block of keys is [dim, BLOCK], so that its 16 scores are made side by side; one of values
+ * [BLOCK, dim]. q, out [heads, dim]; weights: room for [heads, stride]. */
+INLINE void read_heads(int heads, const float *q, const float *const *keys, const float *const *values, int length, int dim,
+                       float *weights, int stride, void *out, int64_t out_at, int dtype) {
     float scale = 1.0f / sqrtf((float)dim), sums[HEADS], read[HEADS * 64];
     for (int b = 0; b * BLOCK < length; b++) {
-        const vec *key = (const vec *)(keys + table[b] * block_stride);
+        const vec *key = (const vec *)keys[b];
         vec s[HEADS][4] = {0};
         int i = 0;
         for (; i + 4 <= dim; i += 4)
@@ -141,14 +141,14 @@ INLINE void read_heads(int heads, const float *q, const float *keys, const float
     }
     int first = 0;
     for (; first + 64 <= dim; first += 64) {
-        weigh_values(heads, weights, stride, values + first, table, block_stride, length, dim, read);
+        weigh_values(heads, weights, stride, values, first, length, dim, read);
         for (int h = 0; h < heads; h++)
             for (int i = 0; i < 64; i++) store(out, out_at + h * dim + first + i, dtype, read[h * 64 + i] / sums[h]);
     }
     for (int h = 0; h < heads && first < dim; h++) {
         for (int i = first; i < dim; i++) read[i - first] = 0.0f;
         for (int t = 0; t < length; t++) {
-            const float *value = values + table[t / BLOCK] * block_stride + t % BLOCK * dim;
+            const float *value = values[t / BLOCK] + t % BLOCK * dim;
             float w = weights[h * stride + t];
             for (int i = first; i < dim; i++) read[i - first] += w * value[i];
         }
@@ -157,14 +157,43 @@ INLINE void read_heads(int heads, const float *q, const float *keys, const float
 }
 
 /* Where the tokens of a pass belong, and the cache of one block of the model: tables [rows, table_width]; keys [blocks,
- * kv_heads, dim, BLOCK]; values [blocks, kv_heads, BLOCK, dim]. */
+ * kv_heads, dim, BLOCK]; values [blocks, kv_heads, BLOCK, dim]. cells, starts, paths [.., path_width]: kernels.py's
+ * `Lines`, or null. */
 struct context {
     const float *cosines, *sines;
     const int64_t *positions;
     const int32_t *rows, *tables;
     float *keys, *values;
-    int table_width, longest, heads, kv_heads, dim;
+    const int64_t *cells, *starts, *paths;
+    int table_width, path_width, longest, heads, kv_heads, dim;
 };
+
+/* The blocks of keys and values of key/value head k that token n reads, by their positions. Where its last keys are not
+ * in place, the blocks in which they belong are put together in `patched`: room for path_width / BLOCK + 2 blocks of
+ * keys, then of values. */
+static void find_blocks(const struct context *c, int n, int k, const float **keys, const float **values, float *patched) {
+    int dim = c->dim, length = (int)c->positions[n] + 1;
+    int64_t size = BLOCK * dim, stride = c->kv_heads * size;
+    const int32_t *table = c->tables + (int64_t)c->rows[n] * c->table_width;
+    for (int b = 0; b * BLOCK < length; b++) {
+        keys[b] = c->keys + table[b] * stride + k * size;
+        values[b] = c->values + table[b] * stride + k * size;
+    }
+    if (!c->cells || c->starts[n] >= length) return;
+    float *patched_values = patched + (c->path_width / BLOCK + 2) * size;
+    for (int b = (int)c->starts[n] / BLOCK, i = 0; b * BLOCK < length; b++, i++) {
+        memcpy(patched + i * size, keys[b], sizeof(float) * (size_t)size);
+        memcpy(patched_values + i * size, values[b], sizeof(float) * (size_t)size);
+        keys[b] = patched + i * size, values[b] = patched_values + i * size;
+    }
+    for (int t = (int)c->starts[n]; t < length; t++) {
+        int64_t cell = c->paths[(int64_t)n * c->path_width + t - c->starts[n]], from = cell % BLOCK, to = t % BLOCK;
+        int64_t block = table[cell / BLOCK] * stride + k * size;
+        float *key = (float *)keys[t / BLOCK], *value = (float *)values[t / BLOCK];
+        for (int i = 0; i < dim; i++) key[i * BLOCK + to] = c->keys[block + i * BLOCK + from];
+        memcpy(value + to * dim, c->values + block + from * dim, sizeof(float) * (size_t)dim);
+    }
+}
 
 /* qkv [num, heads + 2 kv_heads, dim]; queries: room for [num, heads, dim]; out [num, heads, dim]. All tokens are written
  * before any is read. One thread's share; sets `failed` if out of memory. */
@@ -172,9 +201,12 @@ static void attend_share(const void *qkv, int dtype, int num, const struct conte
                          int out_dtype, int *failed) {
     int heads = c->heads, kv_heads = c->kv_heads, dim = c->dim, group = heads / kv_heads, half = dim / 2;
     int64_t block_stride = (int64_t)kv_heads * BLOCK * dim;
-    int stride = (c->longest + BLOCK - 1) / BLOCK * BLOCK, parts = (group + HEADS - 1) / HEADS;
-    float *weights = malloc(sizeof(float) * HEADS * (size_t)stride);
-    float turned[dim];
+    int blocks = (c->longest + BLOCK - 1) / BLOCK, stride = blocks * BLOCK, parts = (group + HEADS - 1) / HEADS;
+    size_t weight_count = (size_t)HEADS * (size_t)stride, patched_count = 0;
+    if (c->cells) patched_count = 2 * (size_t)(c->path_width / BLOCK + 2) * BLOCK * (size_t)dim;
+    float *weights = malloc(sizeof(float) * (weight_count + patched_count) + sizeof(float *) * 2 * (size_t)blocks);
+    float *patched = weights + weight_count, turned[dim];
+    const float **key_blocks = (const float **)(patched + patched_count), **value_blocks = key_blocks + blocks;
     if (!weights) {
 #pragma omp atomic write
         *failed = 1;
@@ -183,8 +215,8 @@ static void attend_share(const void *qkv, int dtype, int num, const struct conte
     for (int n = 0; n < num; n++) {
         int64_t position = c->positions[n], at = (int64_t)n * (heads + 2 * kv_heads) * dim;
         const float *cosine = c->cosines + position * half, *sine = c->sines + position * half;
-        int32_t block = c->tables[(int64_t)c->rows[n] * c->table_width + position / BLOCK];
-        int64_t offset = position % BLOCK;
+        int64_t cell = c->cells ? c->cells[n] : position, offset = cell % BLOCK;
+        int32_t block = c->tables[(int64_t)c->rows[n] * c->table_width + cell / BLOCK];
         for (int h = 0; h < heads; h++)
             rotate(qkv, dtype, at + (int64_t)h * dim, dim, cosine, sine, queries + ((int64_t)n * heads + h) * dim);
         for (int k = 0; k < kv_heads; k++) {
@@ -200,16 +232,16 @@ static void attend_share(const void *qkv, int dtype, int num, const struct conte
         if (*failed) continue;
         int n = i / (kv_heads * parts), k = i / parts % kv_heads, h = k * group + i % parts * HEADS;
         int count = (k + 1) * group - h < HEADS ? (k + 1) * group - h : HEADS;
-        int64_t head = (int64_t)k * BLOCK * dim, at = ((int64_t)n * heads + h) * dim;
-        const int32_t *table = c->tables + (int64_t)c->rows[n] * c->table_width;
-        const float *query = queries + at, *key = c->keys + head, *value = c->values + head;
+        int64_t at = ((int64_t)n * heads + h) * dim;
+        const float *query = queries + at;
         int length = (int)c->positions[n] + 1;
+        find_blocks(c, n, k, key_blocks, value_blocks, patched);
 #define CASE(few) \
     case few: \
         if (dim == 64) /* known at compile time */ \
-            read_heads(few, query, key, value, table, block_stride, length, 64, weights, stride, out, at, out_dtype); \
+            read_heads(few, query, key_blocks, value_blocks, length, 64, weights, stride, out, at, out_dtype); \
         else \
-            read_heads(few, query, key, value, table, block_stride, length, dim, weights, stride, out, at, out_dtype); \
+            read_heads(few, query, key_blocks, value_blocks, length, dim, weights, stride, out, at, out_dtype); \
         break
         switch (count) {
             CASE(1);

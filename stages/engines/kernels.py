@@ -19,6 +19,19 @@ from stages.engines.packed import Packed
 
 
 @dataclass(frozen=True, eq=False)
+class Lines:
+    """Where the last keys of each token lie, its own the last: those of a tree's guesses lie side by side, but their
+    positions are those of their lines (see `trees`)."""
+
+    cells: Int64[torch.Tensor, " N"]
+    """Place in its row where each token's key is written; its position, for tokens whose keys are all in place."""
+    starts: Int64[torch.Tensor, " N"]
+    """The first position whose key is not in place; after the token's own, for those."""
+    paths: Int64[torch.Tensor, "N L"]
+    """Places of the keys of positions starts, starts + 1, ... up to the token's own; then anything."""
+
+
+@dataclass(frozen=True, eq=False)
 class Tokens:
     """The tokens that one pass computes, of any number of rows: prompts, single new tokens, drafts."""
 
@@ -31,6 +44,8 @@ class Tokens:
     """Block of the cache that holds each 16 positions of a row."""
     longest: int
     """Largest position + 1, or a bound of it."""
+    lines: Lines | None = None
+    """Where tokens attend to keys that lie elsewhere than at their positions: guesses beside the first line."""
     apart: bool = False
     """No token reads a key that another one of the pass writes, so that keys may be written while others are read."""
 
@@ -48,6 +63,11 @@ class Kernels(Protocol):
 
     @property
     def name(self) -> str: ...
+
+    @property
+    def follows_lines(self) -> bool:
+        """Whether passes may have `Tokens.lines`."""
+        ...
 
     def pack(
         self,
@@ -172,6 +192,19 @@ class HeadWeights:
     """Of the noise."""
 
 
+@dataclass(frozen=True, eq=False)
+class Guessed:
+    """Guesses for `depth` positions of R rows: of each position the G best ones, the best first."""
+
+    slots: Int64[np.ndarray, "R depth G"]
+    parents: Int64[np.ndarray, "R depth G"]
+    """Which of the guesses for the position before each follows; 0 at the first position."""
+    ranks: Int64[np.ndarray, "R depth G"]
+    """0: the best one behind its parent, 1: the second, ...; -1: there are fewer guesses; the rest means nothing."""
+    gaps: Float32[np.ndarray, "R depth G"]
+    """How far it is behind the best, in logits, noise included; of the best, how far it is ahead of the second."""
+
+
 @runtime_checkable
 class DraftingKernels(Protocol):
     """Kernels that make all positions of all drafts in one call."""
@@ -182,10 +215,11 @@ class DraftingKernels(Protocol):
         state: Float32[torch.Tensor, "R C"],
         slots: Int64[np.ndarray, " R"],
         depth: int,
+        branches: int,
         temperatures: Sequence[float],
         keys: UInt64[np.ndarray, "R depth"],
         banned: Sequence[Sequence[int]],
-    ) -> tuple[Int64[np.ndarray, "R depth"], Float32[np.ndarray, "R depth"]]:
+    ) -> Guessed:
         """See `draft_head.unroll`."""
         ...
 

@@ -16,14 +16,14 @@ import shutil
 import subprocess
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 
 import numpy as np
 import torch
-from jaxtyping import Float32, Int64, UInt64
+from jaxtyping import Int64, UInt64
 
-from stages.engines.kernels import Angles, HeadWeights, Tokens
+from stages.engines.kernels import Angles, Guessed, HeadWeights, Tokens
 from stages.engines.noise import token_words
 from stages.engines.packed import NativeWeight, NotFiniteError, Packed
 from stages.engines.slabs import Slabs
@@ -48,8 +48,15 @@ class _Context(ctypes.Structure):
 
     _fields_ = (
         *((name, _P) for name in ("cosines", "sines", "positions", "rows", "tables", "keys", "values")),
-        *((name, _I) for name in ("table_width", "longest", "heads", "kv_heads", "dim")),
+        *((name, _P) for name in ("cells", "starts", "paths")),
+        *((name, _I) for name in ("table_width", "path_width", "longest", "heads", "kv_heads", "dim")),
     )
+
+
+class _Guesses(ctypes.Structure):
+    """drafts.c: struct guesses."""
+
+    _fields_ = tuple((each.name, _P) for each in fields(Guessed))
 
 
 class NoNativeKernelsError(RuntimeError):
@@ -74,7 +81,7 @@ def load_native_kernels() -> NativeKernels:
     library.pack.argtypes = [_P, _I, _L, _L, _P, _I, _L, _L]
     library.unpack.argtypes = [_P, _I, _L, _L, _P]
     library.product.argtypes = [_P, _P, _L, _P, _I]
-    library.draft.argtypes = [*[_P] * 5, _I, _I, *[_P] * 11]
+    library.draft.argtypes = [*[_P] * 5, _I, _I, _I, *[_P] * 14]
     library.choose.argtypes = [_P, _P, _P, _P, _I, _I, _P, _P, _P]
     for name in ("add_norm", "gate", "choose", "mlp", "unpack", "product", "draft", "end_threads"):
         getattr(library, name).restype = None
@@ -87,6 +94,7 @@ class NativeKernels:
 
     library: ctypes.CDLL
     name: str = "native"
+    follows_lines: bool = True
     _slabs: Slabs = field(default_factory=Slabs)
 
     def use_matrix_registers(self, wanted: bool) -> bool:
@@ -220,24 +228,27 @@ class NativeKernels:
         state: torch.Tensor,
         slots: Int64[np.ndarray, " rows"],
         depth: int,
+        branches: int,
         temperatures: Sequence[float],
         keys: UInt64[np.ndarray, "rows depth"],
         banned: Sequence[Sequence[int]],
-    ) -> tuple[Int64[np.ndarray, "rows depth"], Float32[np.ndarray, "rows depth"]]:
+    ) -> Guessed:
         up, down, out = head.up, head.down, head.out
         assert isinstance(up, NativeWeight)
         assert isinstance(down, NativeWeight)
         assert isinstance(out, NativeWeight)
         rows, width = state.shape
-        state = state.clone()
-        guessed = np.empty((rows, depth + 1), np.int64)
-        guessed[:, 0] = slots
-        margins = np.empty((rows, depth), np.float32)
-        warmth, keys = np.array(temperatures, np.float32), np.ascontiguousarray(keys)
+        shape = (rows, depth, branches)
+        slot_room, parents, ranks = np.empty((3, *shape), np.int64)
+        guessed = Guessed(slot_room, parents, ranks, np.empty(shape, np.float32))
+        found = _Guesses(*(getattr(guessed, each.name).ctypes.data for each in fields(guessed)))
+        warmth = np.array(temperatures, np.float32)
+        keys, slots = np.ascontiguousarray(keys), np.ascontiguousarray(slots)
         bans = np.array([slot for some in banned for slot in some], np.int64)
         bans_from = np.array([0, *itertools.accumulate(map(len, banned))], np.int64)
-        size = up.dtype.itemsize
-        room, places = _room(rows, (2 * width * size, 2 * width * 4, width * size, out.out_features * 4))
+        size, tokens = up.dtype.itemsize, out.out_features
+        sizes = (2 * width * size, 2 * width * 4, width * size, tokens * 4, 2 * width * 4, 4, tokens * 4)
+        room, places = _room(rows * branches, sizes)
         self.library.draft(
             up.handle,
             down.handle,
@@ -246,17 +257,18 @@ class NativeKernels:
             head.words.data_ptr(),
             rows,
             depth,
+            branches,
             warmth.ctypes.data,
             keys.ctypes.data,
             bans.ctypes.data,
             bans_from.ctypes.data,
             state.data_ptr(),
-            guessed.ctypes.data,
-            margins.ctypes.data,
+            slots.ctypes.data,
+            ctypes.byref(found),
             *places,
         )
         del room
-        return guessed[:, 1:], margins
+        return guessed
 
     def choose(
         self, logits: torch.Tensor, temperatures: list[float], keys: UInt64[np.ndarray, " N"]
@@ -298,6 +310,7 @@ class NativeKernels:
 
 
 def _context(heads: int, angles: Angles, tokens: Tokens, keys: torch.Tensor, values: torch.Tensor) -> _Context:
+    lines = tokens.lines
     return _Context(
         angles.cos.data_ptr(),
         angles.sin.data_ptr(),
@@ -306,7 +319,9 @@ def _context(heads: int, angles: Angles, tokens: Tokens, keys: torch.Tensor, val
         tokens.tables.data_ptr(),
         keys.data_ptr(),
         values.data_ptr(),
+        *((None, None, None) if lines is None else (t.data_ptr() for t in (lines.cells, lines.starts, lines.paths))),
         tokens.tables.shape[1],
+        0 if lines is None else lines.paths.shape[1],
         tokens.longest,
         heads,
         keys.shape[1],

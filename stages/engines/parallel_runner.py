@@ -65,7 +65,8 @@ class ParallelRunner:
         self._shape, self._dtype = shape, getattr(torch, engine.dtype)
         self.depth = engine.pipeline_groups or pipeline
         self.vocab = shape.vocab
-        self.kernels = choose_kernels(engine, device).name
+        kernels = choose_kernels(engine, device)
+        self.kernels, self.follows_lines = kernels.name, kernels.follows_lines
         shapes = [share.shape(shape) for share in self._shares]
         self.cache_shape = (shape.num_layers, shape.num_kv_heads, shape.head_dim)
         dtype = cache_dtype(self._dtype, device)

@@ -39,6 +39,8 @@ class Row:
     """Of the cache; the first positions may be shared with other rows."""
     num_cached: int = 0
     """Positions whose keys are in the blocks: always fewer than tokens, since a token is fed to get the next."""
+    num_again: int = 0
+    """Last tokens but one that have been fed, as guesses, but whose keys are not in place."""
     dropped: bool = False
     """Nobody waits for this row, though others of its call may be wanted."""
 
@@ -55,8 +57,13 @@ class Row:
 
     @property
     def num_pending(self) -> int:
-        """Tokens to feed before the next can be sampled: 1 while decoding, more after admission or preemption."""
+        """Tokens to feed before the next can be sampled: few while decoding, more after admission or preemption."""
         return len(self.tokens) - self.num_cached
+
+    @property
+    def decodes(self) -> bool:
+        """Whether nothing is to be fed but its last token, and what is fed again with it."""
+        return self.num_pending == 1 + self.num_again
 
     @property
     def num_left(self) -> int:

@@ -23,7 +23,7 @@ import torch
 
 from stages.engines.config import EngineConfig
 from stages.engines.cuda_graphs import CapturedPasses, Drawing, GraphCapture, run_directly
-from stages.engines.kernels import DeviceKernels, Kernels, NoTritonKernelsError, Tokens
+from stages.engines.kernels import DeviceKernels, Kernels, Lines, NoTritonKernelsError, Tokens
 from stages.engines.kv_cache import KVCache, block_bytes, blocks_for
 from stages.engines.native_kernels import NoNativeKernelsError, load_native_kernels
 from stages.engines.passes import NO_DRAWS, Draws, Pass
@@ -53,6 +53,8 @@ class Runner(Protocol):
     """Of the cache, that rows can hold."""
     kernels: str
     """Which kernels run: `native`, `torch` or `triton`."""
+    follows_lines: bool
+    """Whether passes may have `Pass.lines`."""
     cache_shape: tuple[int, int, int]
     """Layers, key/value heads and head dimension of the whole model."""
 
@@ -123,6 +125,7 @@ class LocalRunner:
         self._device = device
         self._kernels = choose_kernels(engine, device)
         self.kernels, self.vocab = self._kernels.name, self._shape.vocab
+        self.follows_lines = self._kernels.follows_lines
         self.cache_shape = (self._shape.num_layers, self._shape.num_kv_heads, self._shape.head_dim)
         dtype = cache_dtype(getattr(torch, engine.dtype), device)
         per_block = block_bytes(self._shape.num_layers, self._shape.num_kv_heads, self._shape.head_dim, dtype)
@@ -285,12 +288,16 @@ def choose_kernels(engine: EngineConfig, device: torch.device) -> Kernels:
 
 def on_device(pass_: Pass, device: torch.device) -> Tokens:
     """A pass's tokens as the kernels take them."""
+    lines = pass_.lines
     return Tokens(
         torch.from_numpy(pass_.ids).to(device),
         torch.from_numpy(pass_.positions).to(device),
         torch.from_numpy(pass_.rows).to(device),
         torch.from_numpy(pass_.tables).to(device),
         int(pass_.positions.max()) + 1,
+        None
+        if lines is None
+        else Lines(*(torch.from_numpy(each).to(device) for each in (lines.cells, lines.starts, lines.paths))),
     )
 
 

@@ -4,7 +4,8 @@
        ▲                 │
        └────preempt──────┘   youngest first, when the blocks run out; resumed first, from its tokens
 
-Every flying row that decodes feeds its last token in every pass. Prompts (and rows that come back) share what
+Every flying row that decodes feeds its last token in every pass (with one or two before it, where guesses were right
+whose keys are not in place: see `trees`). Prompts (and rows that come back) share what
 `PASS_TOKENS` leaves, oldest first, in pieces if need be, so a long prompt does not hold up those that decode.
 
 Where several passes are under way at once (`depth`; a model whose stages are on several ranks), a row is in one of
@@ -23,6 +24,7 @@ from dataclasses import dataclass
 
 from stages.engines.kv_cache import BLOCK_TOKENS, BlockPool, blocks_for
 from stages.engines.rows import Row
+from stages.engines.trees import NO_GUESSES, TokenTree
 
 PASS_TOKENS = 512
 """Prompt tokens of one pass: bounds the wait of those that decode, and the memory of activations."""
@@ -37,11 +39,18 @@ class Chunk:
     count: int
     samples: bool
     """Whether the last of its own is the row's last, so that the next can be sampled."""
-    drafts: tuple[int, ...] = ()
+    drafts: TokenTree = NO_GUESSES
+    decodes: bool = True
+    """Whether its own tokens are the last one and what is fed again with it, not a prompt."""
+
+    @property
+    def stop(self) -> int:
+        """Behind its own tokens."""
+        return self.start + self.count
 
     @property
     def tokens(self) -> list[int]:
-        return [*self.row.tokens[self.start : self.start + self.count], *self.drafts]
+        return [*self.row.tokens[self.start : self.stop], *self.drafts.tokens]
 
 
 class Scheduler:
@@ -71,7 +80,7 @@ class Scheduler:
             return list(self.flying)
         return [row for row in self.flying if row not in self._under_way][: self._share]
 
-    def plan(self, drafts: Mapping[Row, Sequence[int]] | None = None) -> list[Chunk]:
+    def plan(self, drafts: Mapping[Row, TokenTree] | None = None) -> list[Chunk]:
         """The next pass; at least one chunk unless idle or all rows are under way. Rows with a token ahead of them in
         it may read blocks that it writes. `drafts`: guesses for rows that decode, cut where blocks are short."""
         chunks: list[Chunk] = []
@@ -79,13 +88,13 @@ class Scheduler:
         for row in self.turn():
             if row not in self.flying:
                 break  # preempted for an older row, as is everything after it
-            chunk = self._chunk(row, budget, tuple((drafts or {}).get(row, ())))
+            chunk = self._chunk(row, budget, (drafts or {}).get(row, NO_GUESSES))
             if chunk is None:
                 continue
-            budget -= chunk.count if row.num_pending > 1 else 0
+            budget -= 0 if chunk.decodes else chunk.count
             chunks.append(chunk)
         while budget > 0 and len(chunks) < self._share and self._admit():
-            chunk = self._chunk(self.flying[-1], budget, ())
+            chunk = self._chunk(self.flying[-1], budget, NO_GUESSES)
             assert chunk is not None
             budget -= chunk.count
             chunks.append(chunk)
@@ -148,20 +157,21 @@ class Scheduler:
         self.flying.append(self.waiting.popleft())
         return True
 
-    def _chunk(self, row: Row, budget: int, drafts: tuple[int, ...]) -> Chunk | None:
+    def _chunk(self, row: Row, budget: int, drafts: TokenTree) -> Chunk | None:
         """None: nothing to do for this row in this pass (no budget left, or it was preempted itself)."""
         if not row.blocks:
             # never the last token: feeding it is what gives the next one
             row.blocks = self.pool.match(row.tokens[: len(row.request.tokens) - 1])
             row.num_cached = len(row.blocks) * BLOCK_TOKENS
             self.num_shared_tokens += row.num_cached
-        count = row.num_pending if row.num_pending == 1 else min(row.num_pending, budget)
+        decodes = row.decodes
+        count = row.num_pending if decodes else min(row.num_pending, budget)
         if count == 0 or not self._hold(row, row.num_cached + count):
             return None
         while drafts and blocks_for(row.num_cached + count + len(drafts)) - len(row.blocks) > self.pool.num_free:
-            drafts = drafts[:-1]
+            drafts = drafts.first(len(drafts) - 1)
         self._hold(row, row.num_cached + count + len(drafts))
-        chunk = Chunk(row, row.num_cached, count, count == row.num_pending, drafts)
+        chunk = Chunk(row, row.num_cached, count, count == row.num_pending, drafts, decodes)
         row.num_cached += count
         prompt = len(row.request.tokens)
         if chunk.start < prompt:  # else all of it is known already
@@ -189,4 +199,4 @@ class Scheduler:
     def _drop_blocks(self, row: Row) -> None:
         self.pool.release(row.blocks)
         row.blocks = []
-        row.num_cached = 0
+        row.num_cached = row.num_again = 0

@@ -1,6 +1,7 @@
-"""How many drafted tokens to verify in the next pass, and whose: as many as maximise expected tokens per second.
+"""Which guesses to verify in the next pass, and whose: those that maximise expected tokens per second.
 
-    rows that decode ──► drafters ──► drafts with the gains that were measured for their kind ──► choose_lengths
+    rows that decode ──► drafters ──► trees of guesses, with the gains that were measured for their kind,
+                          │           depth and confidence; of one row joined ──► choose_guesses
                           │   a drafter that goes position by position is asked for the length that pays on average
                           │   (choose_depth: the time of drafting counts), or not at all
     pass: seconds, accepted or not, hidden states ──► costs, tallies, drafters
@@ -14,6 +15,8 @@ Standard library, numpy, torch (for types) and stages.engines only; the clock is
 
 from __future__ import annotations
 
+import itertools
+import operator
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -24,10 +27,11 @@ import torch
 from jaxtyping import Float32
 
 from stages.engines.config import SpeculationConfig, speculation_problem
-from stages.engines.costs import DraftingCosts, PassCosts, choose_depth, choose_lengths
+from stages.engines.costs import DraftingCosts, PassCosts, choose_depth, choose_guesses
 from stages.engines.drafting import Draft, Drafter
 from stages.engines.rows import Row
 from stages.engines.scheduler import Chunk
+from stages.engines.trees import TokenTree
 from stages.engines.trials import Trials
 
 _PRIOR_ACCEPTED, _PRIOR_TRIED = 2.0, 3.0
@@ -40,6 +44,7 @@ _LEAST_GAIN = 1.05
 """A gain below it is none: the estimates are no better."""
 _NOTICEABLE = 0.02
 """Of a pass: drafts that took longer to make count against drafting even where none was worth verifying."""
+_WIDTH_RATE = 0.05
 _DECISION_PASSES = 16
 """So many passes with as many rows follow one decision of whether, and how far, drafts are worth making."""
 
@@ -62,17 +67,43 @@ class _Tally:
         return (left * self.accepted + _PRIOR_ACCEPTED) / (left * self.tried + _PRIOR_TRIED)
 
 
+@dataclass(frozen=True)
+class _Guesses:
+    """For one row, of any drafters."""
+
+    tree: TokenTree
+    kinds: tuple[str, ...]
+    """Which drafter each is of."""
+    levels: tuple[int | None, ...]
+    gains: tuple[float, ...]
+    """Probability that each guess, and all that it follows, are right."""
+
+    @property
+    def total(self) -> float:
+        """Tokens that are expected of them."""
+        return sum(self.gains)
+
+    def only(self, chosen: Sequence[int]) -> _Guesses:
+        """See `TokenTree.only`."""
+        return _Guesses(
+            self.tree.only(chosen),
+            tuple(self.kinds[guess] for guess in chosen),
+            tuple(self.levels[guess] for guess in chosen),
+            tuple(self.gains[guess] for guess in chosen),
+        )
+
+
 @dataclass
 class DraftCounts:
     """For `EngineStats`: since they were last taken."""
 
     drafted: Counter[str] = field(default_factory=Counter)
-    """Tokens verified, by kind."""
+    """Guesses verified, by kind."""
     accepted: Counter[str] = field(default_factory=Counter)
     lengths: Counter[int] = field(default_factory=Counter)
-    """How often a decoding row had so many drafted tokens in a pass."""
+    """How often a decoding row had so many guesses in a pass."""
     accepted_at: Counter[int] = field(default_factory=Counter)
-    """Accepted tokens by their position in the draft, from 0."""
+    """Right guesses by how many were before them."""
 
 
 class Speculation:
@@ -86,33 +117,38 @@ class Speculation:
         lengths: Literal["measured", "longest"],
         clock: Callable[[], float],
         train_share: float = 1.0,
+        *,
+        branching: bool = True,
     ) -> None:
         """`drafters`: those that go position by position come last, and are asked for the rows for which the others
-        have nothing better."""
+        have nothing better. `branching`: whether passes may have several guesses for a position."""
         self.costs = costs
         self.counts = DraftCounts()
         self.wants_hidden = any(drafter.wants_hidden for drafter in drafters)
         smallest = min(costs.curve.values())
         self.drafting = {drafter: DraftingCosts(drafter.by_position, smallest) for drafter in drafters}
         self._drafters, self._longest, self._lengths = drafters, longest, lengths
-        self._clock, self._train_share = clock, train_share
+        self._clock, self._train_share, self._branching = clock, train_share, branching
         self._tallies: dict[tuple[str, int, int | None], _Tally] = {}
         """By kind, position and the drafter's own confidence; None: whatever that was."""
         self._trials = Trials()
         self._passes = 0
         self._depths: dict[tuple[int, int, int], tuple[int, int]] = {}
         """(drafter, rows, tokens) -> (its depth, the pass from which on it is decided anew)."""
-        self._proposed: dict[Row, Draft] = {}
-        """Of each row the last draft: several passes may be under way."""
+        self._widths: dict[str, float] = {}
+        """Guesses verified for each position, on average, by kind."""
+        self._proposed: dict[Row, _Guesses] = {}
+        """Of each row the last ones to be verified: several passes may be under way."""
 
     # ---- for a pass ----
 
-    def propose(self, rows: Sequence[Row], num_other_tokens: int) -> dict[Row, tuple[int, ...]]:
-        """Drafts for rows that decode in the next pass, beside `num_other_tokens` of prompts; those worth verifying."""
+    def propose(self, rows: Sequence[Row], num_other_tokens: int) -> dict[Row, TokenTree]:
+        """Guesses for rows that decode in the next pass, beside `num_other_tokens` of prompts and the like; those worth
+        verifying."""
         measured = self._lengths == "measured"
         if measured and not self._trials.allows(len(rows)):
             return {}
-        proposed: dict[Row, Draft] = {}
+        proposed: dict[Row, _Guesses] = {}
         rooms = {row: min(self._longest, row.num_left - 1) for row in rows}
         asked = [row for row in rows if rooms[row] > 0]
         if not asked:
@@ -120,68 +156,73 @@ class Speculation:
         num_tokens = len(rows) + num_other_tokens
         context = sum(len(row.tokens) for row in rows) / len(rows)
 
-        def seconds(size: int) -> float:
+        def seconds(size: float) -> float:
             return self.costs.seconds(size, context * size)
 
-        gains: dict[Row, list[float]] = {}
+        def found(row: Row) -> float:
+            return proposed[row].total if row in proposed else 0.0
+
         for number, drafter in enumerate(self._drafters):
             candidates = asked
             if drafter.by_position and proposed:
-                candidates = [row for row in asked if sum(gains.get(row, ())) < self._mean_gain(drafter, rooms[row])]
+                candidates = [row for row in asked if found(row) < self._mean_gain(drafter, rooms[row])]
             depth = self._longest
             if measured:
-                others = sum(sum(gains.get(row, ())) for row in asked if row not in candidates)
+                others = sum(found(row) for row in asked if row not in candidates)
                 depth = self._depth(number, len(rows), len(candidates), num_tokens, others, seconds)
             if not depth or not candidates:
                 continue
             limits = [min(depth, rooms[row]) for row in candidates]
             started = self._clock()
             drafts = drafter.propose(candidates, limits)
-            made = max((len(draft.tokens) for draft in drafts if draft is not None), default=0)
+            made = max((max(draft.tree.depths, default=-1) + 1 for draft in drafts if draft is not None), default=0)
             if made:
                 self.drafting[drafter].observe(len(candidates), made, self._clock() - started)
             for row, draft in zip(candidates, drafts, strict=True):
-                if draft is not None and draft.tokens:
-                    proposed[row] = draft
-                    gains[row] = self._gains(draft)
-        self._proposed |= proposed
-        lengths = [len(draft.tokens) for draft in proposed.values()]
-        if measured and lengths:
-            chosen = [gains[row] for row in proposed]
-            lengths = choose_lengths(len(rows), num_tokens, chosen, seconds, _LEAST_GAIN)
-            if not any(lengths):
+                if draft is not None and len(draft.tree):
+                    guesses = self._weighed(draft)
+                    proposed[row] = self._joined(proposed[row], guesses) if row in proposed else guesses
+        chosen = [list(range(len(guesses.tree))) for guesses in proposed.values()]
+        if measured and proposed:
+            gains = [guesses.gains for guesses in proposed.values()]
+            chosen = choose_guesses(len(rows), num_tokens, gains, seconds, _LEAST_GAIN)
+            if not any(chosen):
                 self._depths.clear()  # they were made in vain: decide anew
-        return {row: draft.tokens[:n] for (row, draft), n in zip(proposed.items(), lengths, strict=True) if n}
+        pairs = zip(proposed.items(), chosen, strict=True)
+        verified = {row: _line_first(guesses.only(some)) for (row, guesses), some in pairs if some}
+        self._proposed |= verified
+        return {row: guesses.tree for row, guesses in verified.items()}
 
     def observe(
         self,
         chunks: Sequence[Chunk],
-        kept: Sequence[int],
+        kept: Sequence[Sequence[int]],
         hidden: Float32[np.ndarray, "M C"] | None,
         seconds: float | None,
         drafting_s: float = 0.0,
     ) -> None:
-        """What became of a pass: the tokens that each sampling chunk kept, the hidden states behind all of its draws,
-        and how long it took (None if prompts were fed in it, whose tokens are cheaper: nothing is sampled after
-        them), after `drafting_s` of looking for drafts."""
+        """What became of a pass: the draws that each sampling chunk kept (`passes.keep`), the hidden states behind all
+        of its draws, and how long it took (None if prompts were fed in it, whose tokens are cheaper: nothing is sampled
+        after them), after `drafting_s` of looking for drafts."""
         self._passes += 1
         if seconds is not None and self._lengths == "measured":
             sizes = [chunk.count + len(chunk.drafts) for chunk in chunks]
             context = sum(chunk.start * size for chunk, size in zip(chunks, sizes, strict=True))
             self.costs.observe(sum(sizes), seconds, context)
-            drafted = any(chunk.drafts for chunk in chunks) or drafting_s > _NOTICEABLE * seconds  # in vain, then
+            in_vain = drafting_s > _NOTICEABLE * seconds
+            drafted = in_vain or any(len(chunk.drafts) for chunk in chunks)
             all_in = seconds + drafting_s if drafted else seconds
-            self._trials.observe(len(chunks), sum(kept), all_in, drafted=drafted)
+            self._trials.observe(len(chunks), sum(map(len, kept)), all_in, drafted=drafted)
         start = 0
-        for chunk, num_kept in zip(chunks, kept, strict=True):
+        for chunk, draws in zip(chunks, kept, strict=True):
             if hidden is not None:
                 for drafter in self._drafters:
                     if drafter.wants_hidden:
-                        drafter.observe(chunk.row, hidden[start : start + num_kept])
+                        drafter.observe(chunk.row, hidden[[start + draw for draw in draws]])
             start += 1 + len(chunk.drafts)
             self.counts.lengths[len(chunk.drafts)] += 1
-            if chunk.drafts:
-                self._count(chunk, num_kept - 1)
+            if len(chunk.drafts):
+                self._count(chunk, draws)
 
     def finish(self, row: Row) -> None:
         self._proposed.pop(row, None)
@@ -212,7 +253,7 @@ class Speculation:
     # ---- as data ----
 
     def acceptance(self, kind: str) -> list[float]:
-        """Measured probability that a token is accepted if all before it were, by position, as far as drafts went."""
+        """Measured probability that some guess is right if one was for the position before, as far as drafts went."""
         rates: list[float] = []
         while (kind, len(rates), None) in self._tallies:
             rates.append(self._rate(kind, len(rates), None))
@@ -220,20 +261,35 @@ class Speculation:
 
     # ---- inside ----
 
-    def _count(self, chunk: Chunk, accepted: int) -> None:
-        draft = self._proposed[chunk.row]
-        self.counts.drafted[draft.kind] += len(chunk.drafts)
-        self.counts.accepted[draft.kind] += accepted
-        for j in range(accepted):
-            self.counts.accepted_at[j] += 1
-        # tokens after the first wrong one, or after the row's end, say nothing
-        ended = chunk.row.finished is not None
-        for j in range(accepted if ended else min(accepted + 1, len(chunk.drafts))):
-            for level in (None, draft.levels[j]) if draft.levels else (None,):
-                tally = self._tallies.setdefault((draft.kind, j, level), _Tally())
-                tally.age(self._passes)
-                tally.tried += 1
-                tally.accepted += j < accepted
+    def _count(self, chunk: Chunk, kept: Sequence[int]) -> None:
+        guesses, tree = self._proposed[chunk.row], chunk.drafts
+        depths, right = tree.depths, {draw - 1 for draw in kept[1:]}
+        reached = {draw - 1 for draw in kept}
+        if chunk.row.finished is not None:
+            reached.discard(kept[-1] - 1)  # what lies behind the row's end says nothing
+        some_right: dict[tuple[str, int], bool] = {}
+        for guess, (parent, depth) in enumerate(zip(tree.parents, depths, strict=True)):
+            kind, is_right = guesses.kinds[guess], guess in right
+            self.counts.drafted[kind] += 1
+            if is_right:
+                self.counts.accepted[kind] += 1
+                self.counts.accepted_at[depth] += 1
+            if parent in reached:
+                some_right[kind, depth] = some_right.get((kind, depth), False) or is_right
+                if (level := guesses.levels[guess]) is not None:
+                    self._tally(kind, depth, level, accepted=is_right)
+        for (kind, depth), is_right in some_right.items():
+            self._tally(kind, depth, None, accepted=is_right)
+        for kind in dict.fromkeys(guesses.kinds[: len(tree)]):
+            own = [depth for other, depth in zip(guesses.kinds, depths, strict=False) if other == kind]
+            width = self._widths.get(kind, 1.0)
+            self._widths[kind] = width + _WIDTH_RATE * (len(own) / len(set(own)) - width)
+
+    def _tally(self, kind: str, depth: int, level: int | None, *, accepted: bool) -> None:
+        tally = self._tallies.setdefault((kind, depth, level), _Tally())
+        tally.age(self._passes)
+        tally.tried += 1
+        tally.accepted += accepted
 
     def _forget(self, kinds: Sequence[str]) -> None:
         """These kinds of drafts are better now than what has been counted of them."""
@@ -246,16 +302,49 @@ class Speculation:
         tally = self._tallies.get((kind, position, level))
         return tally.rate(self._passes) if tally else _PRIOR_ACCEPTED / _PRIOR_TRIED
 
-    def _gains(self, draft: Draft) -> list[float]:
-        gains, together = [], 1.0
-        for j in range(len(draft.tokens)):
-            together *= self._rate(draft.kind, j, draft.levels[j] if draft.levels else None)
-            gains.append(together)
-        return gains
+    def _weighed(self, draft: Draft) -> _Guesses:
+        """The draft with its gains; its first line only, where passes cannot branch."""
+        tree, gains = draft.tree, list[float]()
+        levels = draft.levels or (None,) * len(tree)
+        for parent, depth, level in zip(tree.parents, tree.depths, levels, strict=True):
+            gains.append((gains[parent] if parent >= 0 else 1.0) * self._rate(draft.kind, depth, level))
+        guesses = _Guesses(tree, (draft.kind,) * len(tree), tuple(levels), tuple(gains))
+        return guesses if self._branching else guesses.only(_first_line(guesses))
+
+    def _joined(self, first: _Guesses, second: _Guesses) -> _Guesses:
+        """The guesses of both; of those that both have, what the more confident one says. Where passes cannot branch:
+        the better of the two."""
+        if not self._branching:
+            return max(first, second, key=lambda guesses: guesses.total)
+        tokens, parents = list(first.tree.tokens), list(first.tree.parents)
+        kinds, levels, gains = list(first.kinds), list(first.levels), list(first.gains)
+        numbers = {pair: guess for guess, pair in enumerate(zip(parents, tokens, strict=True))}
+        places = {-1: -1}
+        for guess, (token, parent) in enumerate(zip(second.tree.tokens, second.tree.parents, strict=True)):
+            place = numbers.setdefault((places[parent], token), len(tokens))
+            places[guess] = place
+            if place == len(tokens):
+                tokens.append(token)
+                parents.append(places[parent])
+                kinds.append(second.kinds[guess])
+                levels.append(second.levels[guess])
+                gains.append(second.gains[guess])
+            elif second.gains[guess] > gains[place]:
+                kinds[place], levels[place], gains[place] = (
+                    second.kinds[guess],
+                    second.levels[guess],
+                    second.gains[guess],
+                )
+        for guess, parent in enumerate(parents):  # those behind one that gained confidence may seem better than it
+            gains[guess] = min(gains[guess], gains[parent]) if parent >= 0 else gains[guess]
+        return _Guesses(TokenTree(tuple(tokens), tuple(parents)), tuple(kinds), tuple(levels), tuple(gains))
 
     def _kind_gains(self, drafter: Drafter) -> list[float]:
-        """Of the drafter's best kind, on average over what it was sure of."""
-        each = [self._gains(Draft((0,) * self._longest, kind)) for kind in drafter.kinds]
+        """Of the drafter's best kind, on average over what it was sure of: by position, that some guess is right."""
+        each = [
+            list(itertools.accumulate((self._rate(kind, depth, None) for depth in range(self._longest)), operator.mul))
+            for kind in drafter.kinds
+        ]
         return max(each, key=sum)
 
     def _mean_gain(self, drafter: Drafter, room: int) -> float:
@@ -268,7 +357,7 @@ class Speculation:
         num_drafted: int,
         num_tokens: int,
         others: float,
-        seconds: Callable[[int], float],
+        seconds: Callable[[float], float],
     ) -> int:
         """How long drafts this drafter should be asked for: 0 where none could pay."""
         key = (number, num_drafted, num_tokens)
@@ -284,6 +373,7 @@ class Speculation:
             lambda drafted: seconds(num_tokens + drafted),
             lambda length: self.drafting[drafter].seconds(num_drafted, length),
             _LEAST_GAIN,
+            max(self._widths.get(kind, 1.0) for kind in drafter.kinds),
         )
         if depth and not drafter.by_position:
             depth = self._longest  # whole drafts cost the same: which of them are good is seen afterwards
@@ -291,6 +381,25 @@ class Speculation:
             self._depths.clear()
         self._depths[key] = (depth, self._passes + _DECISION_PASSES)
         return depth
+
+
+def _first_line(guesses: _Guesses) -> list[int]:
+    """From the row on, the best of those that follow the last, always."""
+    best: dict[int, int] = {}
+    for guess, parent in enumerate(guesses.tree.parents):
+        if parent not in best or guesses.gains[guess] > guesses.gains[best[parent]]:
+            best[parent] = guess
+    line, last = list[int](), -1
+    while (following := best.get(last)) is not None:
+        line.append(following)
+        last = following
+    return line
+
+
+def _line_first(guesses: _Guesses) -> _Guesses:
+    """The guesses in the order in which they are fed: the most likely line first, whose keys then are in place."""
+    line = _first_line(guesses)
+    return guesses.only([*line, *(guess for guess in range(len(guesses.tree)) if guess not in line)])
 
 
 def check_speculation(config: SpeculationConfig) -> None:

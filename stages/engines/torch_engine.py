@@ -48,6 +48,7 @@ from stages.engines.rows import Call, Row
 from stages.engines.runner import LocalRunner, Runner
 from stages.engines.scheduler import PASS_TOKENS, Chunk, Scheduler
 from stages.engines.speculation import DraftCounts, Speculation
+from stages.engines.trees import TokenTree
 from stages.hf_files import read_eos_ids
 
 
@@ -454,16 +455,16 @@ class TorchEngine:
             counters = self._counters
             self._pace.observe(chunks, seconds)
             if self._speculation is not None:
-                decoded = all(chunk.count == 1 for chunk in chunks)
+                decoded = all(chunk.decodes for chunk in chunks)
                 cost = collected_at - max(begun.drafted_at, before) if decoded else None
                 self._speculation.observe(sampling, kept, draws.hidden, cost, begun.drafted_at - begun.started_at)
                 for row in finished:
                     self._speculation.finish(row)
-            counters.tokens += sum(kept)
+            counters.tokens += sum(map(len, kept))
             counters.decode_steps += 1
             counters.decoded_rows += len(sampling) + sum(len(other.chunks) for other in self._under_way)
             counters.peak_blocks = max(counters.peak_blocks, scheduler.pool.peak_used)
-            counters.prompt_tokens += sum(chunk.count for chunk in chunks if chunk.count > 1)
+            counters.prompt_tokens += sum(chunk.count for chunk in chunks if not chunk.decodes)
             counters.preemptions += scheduler.num_preemptions
             counters.shared_tokens += scheduler.num_shared_tokens
             scheduler.num_preemptions = scheduler.num_shared_tokens = 0
@@ -477,13 +478,14 @@ class TorchEngine:
                 row.call.results.put((row, row.completion(reason)))
             self._count_finished(len(finished))
 
-    def _drafts(self) -> dict[Row, tuple[int, ...]]:
+    def _drafts(self) -> dict[Row, TokenTree]:
         if self._speculation is None:
             return {}
         rows = self._scheduler.turn()
-        decoding = [row for row in rows if row.num_pending == 1]
-        prompts = sum(row.num_pending for row in rows if row.num_pending > 1)
-        return self._speculation.propose(decoding, min(prompts, PASS_TOKENS)) if decoding else {}
+        decoding = [row for row in rows if row.decodes]
+        again = sum(row.num_again for row in decoding)
+        prompts = sum(row.num_pending for row in rows if not row.decodes)
+        return self._speculation.propose(decoding, again + min(prompts, PASS_TOKENS)) if decoding else {}
 
     def _count_finished(self, num_rows: int) -> None:
         """Under the lock: so many rows less to wait for."""

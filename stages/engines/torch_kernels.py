@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from jaxtyping import Float, UInt64
 
-from stages.engines.kernels import Angles, Tokens
+from stages.engines.kernels import Angles, Lines, Tokens
 from stages.engines.kv_cache import BLOCK_TOKENS, blocks_for
 from stages.engines.packed import Packed, linear, pack, unpack
 from stages.engines.sampling import sample, sample_part
@@ -31,6 +31,7 @@ class TorchKernels:
     """See `Kernels`."""
 
     name: str = "torch"
+    follows_lines: bool = True
 
     def pack(
         self, parts: Mapping[int, torch.Tensor], dtype: torch.dtype, *, old: Packed | None = None, wide: bool = False
@@ -64,16 +65,17 @@ class TorchKernels:
         turned = _rotate(parts[:, :rotated], angles.cos[tokens.positions], angles.sin[tokens.positions])
 
         # blocks of one head, numbered through the cache: [N, K, blocks of the row]
-        tables = tokens.tables[:, : blocks_for(tokens.longest)].long()[tokens.rows.long()]
+        tables, lines = tokens.tables.long()[tokens.rows.long()], tokens.lines
         head = torch.arange(kv_heads, device=qkv.device)
-        blocks = tables[:, None] * kv_heads + head[:, None]
-        own = (tables.gather(1, tokens.positions[:, None] // BLOCK_TOKENS) * kv_heads + head).reshape(-1)
-        offset = (tokens.positions % BLOCK_TOKENS).repeat_interleave(kv_heads)
+        blocks = tables[:, None, : blocks_for(tokens.longest)] * kv_heads + head[:, None]
+        cells = tokens.positions if lines is None else lines.cells
+        own = (tables.gather(1, cells[:, None] // BLOCK_TOKENS) * kv_heads + head).reshape(-1)
+        offset = (cells % BLOCK_TOKENS).repeat_interleave(kv_heads)
         keys, values = keys.view(-1, dim, BLOCK_TOKENS), values.view(-1, BLOCK_TOKENS, dim)
         keys[own, :, offset] = turned[:, heads:].reshape(-1, dim).to(keys.dtype)
         values[own, offset] = parts[:, rotated:].reshape(-1, dim).to(values.dtype)
 
-        span = tables.shape[1] * BLOCK_TOKENS
+        span = blocks.shape[2] * BLOCK_TOKENS
         later = torch.arange(span, device=qkv.device) > tokens.positions[:, None]
         mask = torch.zeros(num, span, dtype=torch.float32, device=qkv.device).masked_fill_(later, float("-inf"))
         queries = turned[:, :heads].reshape(num, kv_heads, -1, dim)
@@ -81,7 +83,11 @@ class TorchKernels:
         step = max(1, _GATHERED_BYTES // (2 * kv_heads * span * dim * mask.dtype.itemsize))
         for start in range(0, num, step):
             part = slice(start, start + step)
-            out[part] = _read(queries[part], keys[blocks[part]].float(), values[blocks[part]].float(), mask[part])
+            read_keys, read_values = keys[blocks[part]].float(), values[blocks[part]].float()
+            if lines is not None:
+                for n in range(*part.indices(num)):
+                    _put_in_place(lines, tokens, n, keys, values, read_keys[n - start], read_values[n - start])
+            out[part] = _read(queries[part], read_keys, read_values, mask[part])
         return out
 
     def end_threads(self) -> None:
@@ -100,6 +106,26 @@ class TorchKernels:
         self, logits: torch.Tensor, temperatures: list[float], keys: UInt64[np.ndarray, " N"], first: int, vocab: int
     ) -> torch.Tensor:
         return sample_part(logits, temperatures, keys, first, vocab)
+
+
+def _put_in_place(
+    lines: Lines,
+    tokens: Tokens,
+    n: int,
+    keys: Float[torch.Tensor, "P*K D 16"],
+    values: Float[torch.Tensor, "P*K 16 D"],
+    read_keys: Float[torch.Tensor, "K blocks D 16"],
+    read_values: Float[torch.Tensor, "K blocks 16 D"],
+) -> None:
+    """Of what token n reads, the keys and values that lie elsewhere than at their positions."""
+    kv_heads = len(read_keys)
+    start, table = int(lines.starts[n]), tokens.tables[tokens.rows[n].long()].long()
+    for position in range(start, int(tokens.positions[n]) + 1):
+        cell = int(lines.paths[n, position - start])
+        block = table[cell // BLOCK_TOKENS] * kv_heads + torch.arange(kv_heads, device=keys.device)
+        place, offset = divmod(position, BLOCK_TOKENS)
+        read_keys[:, place, :, offset] = keys[block, :, cell % BLOCK_TOKENS].float()
+        read_values[:, place, offset] = values[block, cell % BLOCK_TOKENS].float()
 
 
 def _read(

@@ -34,6 +34,7 @@ from stages.engines.rows import Row
 from stages.engines.scheduler import PASS_TOKENS
 from stages.engines.torch_engine import TorchEngine
 from stages.engines.torch_kernels import TorchKernels
+from stages.engines.trees import TokenTree, line
 from stages.hf_files import RANDOM_TINY, read_tokenizer
 
 CPU = torch.device("cpu")
@@ -208,7 +209,7 @@ class WrongDrafter:
     generation = 0
 
     def propose(self, rows: Sequence[Row], longest: Sequence[int]) -> list[Draft | None]:
-        return [Draft((SUPPRESSED,) * length, "wrong") for length in longest]
+        return [Draft(line((SUPPRESSED,) * length), "wrong") for length in longest]
 
     def observe(self, row: Row, hidden: np.ndarray) -> None: ...
 
@@ -235,7 +236,27 @@ class OracleDrafter(WrongDrafter):
         tokens = self._known[row.request.row].tokens[row.num_new : row.num_new + longest].tolist()
         if row.num_new % 3 == 0:
             tokens[-1] = SUPPRESSED
-        return Draft(tuple(tokens), "oracle") if row.num_new % 5 else None
+        return Draft(line(tokens), "oracle") if row.num_new % 5 else None
+
+
+class BushyDrafter(OracleDrafter):
+    """Knows the rows' tokens, and says wrong things beside and behind them: of three positions in four the right guess
+    is not in the first line."""
+
+    kinds = ("bushy",)
+
+    def _guess(self, row: Row, longest: int) -> Draft | None:
+        right = self._known[row.request.row].tokens[row.num_new : row.num_new + longest].tolist()
+        tokens, parents, last = [], [], -1
+        for depth, token in enumerate(right):
+            pair = [token, SUPPRESSED] if (row.num_new + depth) % 4 == 0 else [SUPPRESSED, token]
+            tokens += pair
+            parents += [last, last]
+            last = len(tokens) - 2 + pair.index(token)
+            if depth % 2:  # something behind the wrong one
+                tokens.append(3)
+                parents.append(len(tokens) - 2 - pair.index(token))
+        return Draft(TokenTree(tuple(tokens), tuple(parents)), "bushy")
 
 
 SUPPRESSED = 9
@@ -251,7 +272,7 @@ def test_same_bits_with_any_drafts(temperature: float, kernels: str) -> None:
         expected = by_row(engine.generate(requests))
         assert engine.stats().draft_lengths == {}
     speculation = SpeculationConfig(drafter="ngram", lengths="longest", max_tokens=5)
-    for drafter in (None, WrongDrafter(), OracleDrafter(expected)):
+    for drafter in (None, WrongDrafter(), OracleDrafter(expected), BushyDrafter(expected)):
         engine = make_engine(RANDOM_TINY, 4, drafter=drafter, kernels=kernels, speculation=speculation)
         with closing(engine):
             assert_same_bits(by_row(engine.generate(requests)), expected)
@@ -261,8 +282,11 @@ def test_same_bits_with_any_drafts(temperature: float, kernels: str) -> None:
             assert stats.tokens == sum(len(c.tokens) for c in expected.values())
             if type(drafter) is WrongDrafter:
                 assert accepted == 0
-            if isinstance(drafter, OracleDrafter):
+            if type(drafter) is OracleDrafter:
                 assert accepted > drafted / 2
+            if isinstance(drafter, BushyDrafter):
+                assert accepted > drafted / 3
+                assert max(stats.accepted_positions) == 4
             assert_same_bits(by_row(engine.generate(requests)), expected)
             if drafter is None:  # the responses of the first time are drafts for the second
                 again = engine.stats()
@@ -274,7 +298,8 @@ class TaughtDrafter(LearnedDrafter):
 
     def __init__(self, path: Path | str, kernels: str = "torch") -> None:
         pupil = make_pupil(SpeculationConfig(head_vocab=48), str(path), CPU)
-        super().__init__(pupil, load_native_kernels() if kernels == "native" else TorchKernels(), torch.float32)
+        own = load_native_kernels() if kernels == "native" else TorchKernels()
+        super().__init__(pupil, own, torch.float32, branches=3)
 
     def train(self) -> bool:
         return False
@@ -305,7 +330,7 @@ def test_same_bits_with_learned_drafts(kind: str, temperature: float, kernels: s
         head.learn(48)
         assert_same_bits(by_row(engine.generate(requests)), expected)
         stats = engine.stats()
-        assert stats.accepted_tokens["learned"] > 0.05 * stats.drafted_tokens["learned"]
+        assert stats.accepted_tokens["learned"] > 0.02 * stats.drafted_tokens["learned"]
         assert sum(stats.accepted_positions.values()) == sum(stats.accepted_tokens.values())
         engine.load_weights(1, changed)
         assert_same_bits(by_row(engine.generate(later)), expected_later)
@@ -381,13 +406,14 @@ def test_rows_go_before_learning() -> None:
         assert drafter.learning.wait(60)
 
 
-def test_drafts_of_preempted_rows() -> None:
+@pytest.mark.parametrize("kind", [OracleDrafter, BushyDrafter])
+def test_drafts_of_preempted_rows(kind: type[OracleDrafter]) -> None:
     """Little memory, much drafting: see `test_same_bits_when_rows_are_preempted`."""
     settings = SamplingConfig(max_new_tokens=40, min_new_tokens=40, temperature=0.5)
     requests = [Request(i, 1, 1, tuple(range(3, 13 + i % 11)), 0, settings) for i in range(24)]
     with closing(make_engine(RANDOM_TINY, 24)) as engine:
         expected = by_row(engine.generate(requests))
-    with closing(make_engine(RANDOM_TINY, 24, kv_budget_mb=1, drafter=OracleDrafter(expected))) as engine:
+    with closing(make_engine(RANDOM_TINY, 24, kv_budget_mb=1, drafter=kind(expected))) as engine:
         assert_same_bits(by_row(engine.generate(requests)), expected)
         stats = engine.stats()
         assert stats.preemptions > 0

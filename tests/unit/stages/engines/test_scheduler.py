@@ -12,6 +12,7 @@ from stages.engines.kv_cache import NO_BLOCK, BlockPool
 from stages.engines.protocol import Request
 from stages.engines.rows import Call, Row
 from stages.engines.scheduler import PASS_TOKENS, Chunk, Scheduler
+from stages.engines.trees import line
 
 
 def make_row(number: int, prompt: tuple[int, ...], new: int = 100) -> Row:
@@ -153,7 +154,7 @@ def test_drafts_never_send_a_row_back() -> None:
     for the older's own tokens."""
     scheduler = make_scheduler(1, 2, [row := make_row(0, tuple(range(15)))])
     fed(scheduler)
-    chunk = scheduler.plan({row: [1] * 30})[0]
+    chunk = scheduler.plan({row: line([1] * 30)})[0]
     assert (chunk.start, chunk.count, len(chunk.drafts)) == (15, 1, 16)
     assert scheduler.num_preemptions == 0
 

@@ -1,0 +1,71 @@
+"""Guesses of what follows a row, as a tree. Standard library only.
+
+    row ... the ─┬─ film ─┬─ is ── a        tokens   film  is  a  was  movie
+                 │        └─ was            parents   -1    0  1   0    -1
+                 └─ movie                   depths     0    1  2   1     0
+
+All of them are fed in one pass, each behind its own line of ancestors; at most one of those with the same parent is
+right. The keys of guess j are written j positions behind the row. Those of the first line (film is a) so lie where the
+row's own tokens will; a right guess beside it is fed again in the next pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class TokenTree:
+    tokens: tuple[int, ...] = ()
+    parents: tuple[int, ...] = ()
+    """Of each guess the one that it follows, an earlier one, by index; -1: the row."""
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def depths(self) -> list[int]:
+        """How many guesses lie before each."""
+        depths: list[int] = []
+        for parent in self.parents:
+            depths.append(depths[parent] + 1 if parent >= 0 else 0)
+        return depths
+
+    @property
+    def is_line(self) -> bool:
+        """Whether nothing branches off."""
+        return self.parents == tuple(range(-1, len(self.parents) - 1))
+
+    def line_to(self, guess: int) -> list[int]:
+        """The guesses from the row on to this one, which is the last."""
+        line = [guess]
+        while (parent := self.parents[line[-1]]) >= 0:
+            line.append(parent)
+        return line[::-1]
+
+    def after(self, guess: int, token: int) -> int | None:
+        """The guess that this token follows `guess` (-1: the row); None if it is not among them."""
+        for other, (each, parent) in enumerate(zip(self.tokens, self.parents, strict=True)):
+            if parent == guess and each == token:
+                return other
+        return None
+
+    def first(self, num: int) -> TokenTree:
+        """Of the guesses only the first so many."""
+        return TokenTree(self.tokens[:num], self.parents[:num])
+
+    def only(self, chosen: Sequence[int]) -> TokenTree:
+        """Some of the guesses, in the order given, in which parents come before those that follow them."""
+        places = {guess: place for place, guess in enumerate(chosen)} | {-1: -1}
+        return TokenTree(
+            tuple(self.tokens[guess] for guess in chosen), tuple(places[self.parents[guess]] for guess in chosen)
+        )
+
+
+def line(tokens: Sequence[int]) -> TokenTree:
+    """The tree that does not branch."""
+    return TokenTree(tuple(tokens), tuple(range(-1, len(tokens) - 1)))
+
+
+NO_GUESSES = TokenTree()

@@ -24,8 +24,9 @@ from stages.engines.speculation import Speculation, check_speculation
 from stages.engines.torch_kernels import TorchKernels
 from stages.hf_files import read_config, read_weights
 
-_FEW = 4
-"""Tokens of the passes by which the cost of a long context is measured: drafts of one row."""
+_GUESSES = 32
+"""Tokens of the passes by which the cost of a long context is measured: guesses for one row, and enough of them for
+their attention to be a large part of the pass."""
 _EMBEDDING, _HEAD, _NORM = "model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"
 
 
@@ -101,13 +102,13 @@ def measure_costs(runner: Runner, pool: BlockPool, *, max_seq: int, threads: int
     torch.set_num_threads(threads)
     try:
         seconds = {size: time_pass(runner, pool, size) for size in CALIBRATED}
-        longest = time_pass(runner, pool, _FEW, max_seq - 1)
+        longest = time_pass(runner, pool, _GUESSES, max_seq - 1)
     finally:
         torch.set_num_threads(before)
-    return PassCosts(seconds, (longest - seconds[_FEW]) / (_FEW * max_seq))
+    return PassCosts(seconds, (longest - seconds[_GUESSES]) / (_GUESSES * max_seq))
 
 
-def time_pass(runner: Runner, pool: BlockPool, num_tokens: int, position: int = 0, repeats: int = 3) -> float:
+def time_pass(runner: Runner, pool: BlockPool, num_tokens: int, position: int = 0, repeats: int = 5) -> float:
     """Seconds of a pass that feeds so many tokens, all at one position of rows that share their blocks, and samples
     after each: the least of several, since other processes only ever add."""
     blocks = [pool.take() for _ in range(blocks_for(position + 1))]

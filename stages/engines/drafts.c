@@ -18,19 +18,36 @@ INLINE void feed(const float *x, const float *embedded, void *to, int64_t at, in
     for (int i = 0; i < width; i++) store(to, at + width + i, dtype, embedded[i]);
 }
 
+INLINE float largest_of(const float *numbers, int count) {
+    float largest = -INFINITY;
+#pragma omp simd reduction(max : largest)
+    for (int i = 0; i < count; i++) largest = numbers[i] > largest ? numbers[i] : largest;
+    return largest;
+}
+
+/* The first index, or the last one where no number is `wanted` (NaN). */
+INLINE int index_of(const float *numbers, int count, float wanted) {
+    int at = 0;
+    while (at < count - 1 && numbers[at] != wanted) at++;
+    return at;
+}
+
 /* The indices of the `wanted` largest of `count` scores, falling, and how far each is behind the largest; -INFINITY is
  * behind by INFINITY. Overwrites the scores. */
 INLINE void best_of(float *scores, int count, int wanted, int64_t *chosen, float *behind) {
-    float largest = 0.0f;
+    enum { PART = 64 };
+    int parts = (count + PART - 1) / PART;
+    float tops[parts], largest = 0.0f;
+    for (int p = 0; p < parts; p++) tops[p] = largest_of(scores + p * PART, count - p * PART < PART ? count - p * PART : PART);
     for (int k = 0; k < wanted; k++) {
-        float best = -INFINITY;
-#pragma omp simd reduction(max : best)
-        for (int i = 0; i < count; i++) best = scores[i] > best ? scores[i] : best;
-        int64_t at = 0;
-        while (at < count - 1 && scores[at] != best) at++;
-        scores[at] = -INFINITY;
+        float best = largest_of(tops, parts);
+        int p = index_of(tops, parts, best), size = count - p * PART < PART ? count - p * PART : PART;
+        float *part = scores + p * PART;
+        int at = index_of(part, size, best);
+        part[at] = -INFINITY;
+        tops[p] = largest_of(part, size);
         if (k == 0) largest = best;
-        chosen[k] = at, behind[k] = best == -INFINITY ? INFINITY : largest - best;
+        chosen[k] = p * PART + at, behind[k] = best == -INFINITY ? INFINITY : largest - best;
     }
 }
 

@@ -300,6 +300,32 @@ void mlp(const float *x, const float *norm, float eps, const struct weight *gate
     }
 }
 
+/* Of scaled logits [count] of the tokens first, first + 1, ...: where logit + noise is largest, if that is more than
+ * *best, or as much at a smaller index. Noise is computed only where a bound of it says that this can be. */
+INLINE void draw_part(const float *scaled, const uint32_t *words, uint32_t low, uint32_t high, int first, int count,
+                      float *best, int *chosen) {
+    enum { PART = 128 };
+    float w[PART], noisy[PART];
+    for (int start = 0; start < count; start += PART) {
+        int size = count - start < PART ? count - start : PART;
+        float bound = -INFINITY, top = -INFINITY;
+        for (int i = 0; i < size; i++) w[i] = below_one(words[first + start + i], low, high);
+#pragma omp simd reduction(max : bound)
+        for (int i = 0; i < size; i++) {
+            float most = scaled[start + i] + gumbel_bound(w[i]);
+            bound = most > bound ? most : bound;
+        }
+        if (bound < *best) continue;
+        for (int i = 0; i < size; i++) noisy[i] = scaled[start + i] + gumbel_at(w[i]);
+#pragma omp simd reduction(max : top)
+        for (int i = 0; i < size; i++) top = noisy[i] > top ? noisy[i] : top;
+        if (top < *best) continue;
+        int at = 0;
+        while (at < size - 1 && noisy[at] != top) at++;
+        if (top > *best || first + start + at < *chosen) *best = top, *chosen = first + start + at;
+    }
+}
+
 /* Per row of logits [rows, vocab]: the arg max of log p + noise (of log p alone at temperature 0), and its log p.
  * Where `parts` is given the logits are a part of the vocabulary, and it gets what parts are joined by: of each row the
  * best logit + noise, that logit, and the largest one with the sum of e^(logit - largest); [rows, 4]. */
@@ -310,33 +336,30 @@ void choose(const float *logits, const float *temperatures, const uint32_t *keys
         const float *l = logits + (int64_t)row * vocab;
         float temperature = temperatures[row] > 0.0f ? temperatures[row] : 1.0f;
         uint32_t low = keys[2 * row], high = keys[2 * row + 1];
-        float largest = -INFINITY, best = -INFINITY, scaled[CHUNK], noisy[CHUNK];
+        float largest = -INFINITY, best = -INFINITY, scaled[CHUNK];
 #pragma omp simd reduction(max : largest)
         for (int i = 0; i < vocab; i++) largest = l[i] > largest ? l[i] : largest;
+        int likeliest = 0, chosen = 0;
+        for (int start = 0; start < vocab; start += CHUNK) { /* a search of single numbers only where it ends */
+            int count = vocab - start < CHUNK ? vocab - start : CHUNK, there = 0;
+            for (int i = 0; i < count; i++) there |= l[start + i] == largest;
+            if (!there) continue;
+            for (likeliest = start; l[likeliest] != largest;) likeliest++;
+            break;
+        }
         largest /= temperature;
+        chosen = likeliest;
+        best = l[likeliest] / temperature;
+        if (temperatures[row] > 0.0f) best += gumbel(words[likeliest], low, high);
         double sum = 0.0;
-        int chosen = 0;
         for (int start = 0; start < vocab; start += CHUNK) {
             int count = vocab - start < CHUNK ? vocab - start : CHUNK;
-            float part = 0.0f, top = -INFINITY;
+            float part = 0.0f;
             for (int i = 0; i < count; i++) scaled[i] = l[start + i] / temperature;
 #pragma omp simd reduction(+ : part)
             for (int i = 0; i < count; i++) part += exp_(scaled[i] - largest);
             sum += part;
-            if (temperatures[row] > 0.0f)
-                for (int i = 0; i < count; i++) noisy[i] = scaled[i] + gumbel(words[start + i], low, high);
-            else
-                memcpy(noisy, scaled, sizeof(float) * (size_t)count);
-#pragma omp simd reduction(max : top)
-            for (int i = 0; i < count; i++) top = noisy[i] > top ? noisy[i] : top;
-            if (top > best) {
-                best = top;
-                for (int i = 0; i < count; i++)
-                    if (noisy[i] == top) {
-                        chosen = start + i;
-                        break;
-                    }
-            }
+            if (temperatures[row] > 0.0f) draw_part(scaled, words, low, high, start, count, &best, &chosen);
         }
         tokens[row] = chosen;
         logprobs[row] = l[chosen] / temperature - largest - (float)log(sum);

@@ -82,13 +82,23 @@ INLINE float log1p_(float w) {
     return d == 0.0f ? w : log_(u) * ratio;
 }
 
-/* Standard Gumbel noise of one token: noise.py's function, word for word. */
-INLINE float gumbel(uint32_t word, uint32_t low, uint32_t high) {
+/* u - 1 of the uniform variate of one token: noise.py's function, word for word, as are those after it. */
+INLINE float below_one(uint32_t word, uint32_t low, uint32_t high) {
     uint32_t x = (word ^ low) * 0x7feb352du;
     x = ((x ^ (x >> 15)) + high) * 0x846ca68bu;
     x = (x ^ (x >> 16)) & 0x7fffffffu;
-    float w = ((float)(int32_t)x + 0.5f) * (float)(-(1.0 - 0x1p-24) * 0x1p-31);
-    return -log_(-log1p_(w));
+    return ((float)(int32_t)x + 0.5f) * (float)(-(1.0 - 0x1p-24) * 0x1p-31);
+}
+
+INLINE float gumbel_at(float w) { return -log_(-log1p_(w)); }
+
+/* Standard Gumbel noise of one token. */
+INLINE float gumbel(uint32_t word, uint32_t low, uint32_t high) { return gumbel_at(below_one(word, low, high)); }
+
+/* Never below gumbel_at(w): -log(-log(1 + w)) < -log(-w) <= -log 2^floor(log2 -w), and 0.7 > log 2 leaves more than
+ * rounding takes, as w is never above -2^-33. */
+INLINE float gumbel_bound(float w) {
+    return 0.7f * (float)(127 - (int32_t)(bits_of(w) << 1 >> 24)) + 0.01f;
 }
 
 /* What becomes of a product: stored, in either dtype, or added to float32 numbers. */

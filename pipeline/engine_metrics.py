@@ -12,20 +12,24 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:  # the protocol imports torch, which the driver does not load
+if TYPE_CHECKING:  # these import torch and Dask
+    from pipeline.weight_mirror import Fetched
     from stages.engines.protocol import EngineStats
 
 _COUNT = "engine/"
 _DRAFTED, _ACCEPTED, _LENGTH = "engine/drafted/", "engine/accepted/", "engine/draft_length/"
+_FETCH_S, _FETCHED_BYTES = "engine/fetch_s", "engine/fetched_bytes"
 _KV_PEAK = "engine/kv_peak_fraction"
 
 
-def counts(stats: EngineStats) -> dict[str, float]:
-    """Metrics to commit with a shard."""
+def counts(stats: EngineStats, fetched: Fetched) -> dict[str, float]:
+    """Metrics to commit with a shard; `fetched`: weights that its process brought from another host."""
     return {
         "engine/tokens": float(stats.tokens),
         "engine/busy_s": stats.busy_s,
         "engine/refit_s": stats.refit_s,
+        _FETCH_S: fetched.seconds,
+        _FETCHED_BYTES: float(fetched.num_bytes),
         "engine/decode_steps": float(stats.decode_steps),
         "engine/full_decode_steps": stats.mean_occupancy * stats.decode_steps,
         "engine/prompt_tokens": float(stats.prompt_tokens),
@@ -60,6 +64,8 @@ def step_metrics(shards: Iterable[Mapping[str, float]]) -> dict[str, float]:
     metrics = {
         "generate/busy_s": total["engine/busy_s"],
         "generate/refit_s": total["engine/refit_s"],
+        "generate/fetch_s": total.get(_FETCH_S, 0.0),  # not in runs of before
+        "generate/fetched_bytes": total.get(_FETCHED_BYTES, 0.0),
         "generate/tokens_per_busy_s": _ratio(total["engine/tokens"], total["engine/busy_s"]),
         "generate/occupancy": _ratio(total["engine/full_decode_steps"], total["engine/decode_steps"]),
         "generate/kv_peak_fraction": total[_KV_PEAK],

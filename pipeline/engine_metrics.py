@@ -12,8 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:  # these import torch and Dask
-    from pipeline.weight_mirror import Fetched
+if TYPE_CHECKING:  # the protocol imports torch, which the driver does not load
     from stages.engines.protocol import EngineStats
 
 _COUNT = "engine/"
@@ -22,14 +21,14 @@ _FETCH_S, _FETCHED_BYTES = "engine/fetch_s", "engine/fetched_bytes"
 _KV_PEAK = "engine/kv_peak_fraction"
 
 
-def counts(stats: EngineStats, fetched: Fetched) -> dict[str, float]:
-    """Metrics to commit with a shard; `fetched`: weights that its process brought from another host."""
+def counts(stats: EngineStats, fetch_s: float = 0.0, fetched_bytes: int = 0) -> dict[str, float]:
+    """Metrics to commit with a shard. `fetch_s`, `fetched_bytes`: of weights that came from another host."""
     return {
         "engine/tokens": float(stats.tokens),
         "engine/busy_s": stats.busy_s,
         "engine/refit_s": stats.refit_s,
-        _FETCH_S: fetched.seconds,
-        _FETCHED_BYTES: float(fetched.num_bytes),
+        _FETCH_S: fetch_s,
+        _FETCHED_BYTES: float(fetched_bytes),
         "engine/decode_steps": float(stats.decode_steps),
         "engine/full_decode_steps": stats.mean_occupancy * stats.decode_steps,
         "engine/prompt_tokens": float(stats.prompt_tokens),
@@ -52,7 +51,8 @@ def step_metrics(shards: Iterable[Mapping[str, float]]) -> dict[str, float]:
 
     tokens_per_busy_s: of one replica while it has rows. occupancy: rows in flight / slots, of the mean decode step.
     shared_fraction: of prompt tokens, those that another row's keys served. acceptance: accepted / drafted tokens.
-    draft_length: how often a decoding row had so many drafted tokens in a pass, as a fraction."""
+    draft_length: how often a decoding row had so many drafted tokens in a pass, as a fraction. fetch_s: seconds
+    in which weights came from another host, ahead of time or not."""
     total: dict[str, float] = {}
     for shard in shards:
         for name, value in shard.items():

@@ -297,10 +297,11 @@ class StageRuntime:
                         seq=self._config.seq,
                         pad_id=self._prompts.pad_id,
                     )
+        fetched = self._fetcher.fetched() if self._fetcher is not None else Fetched()
         metrics = {
             "generate/tokens": float(rollout.response_lengths.sum()),
             "generate/rows_finished_elsewhere": float(shard.finished_elsewhere) if shard is not None else 0.0,
-            **counts(engine.stats(), self._fetcher.fetched() if self._fetcher is not None else Fetched()),
+            **counts(engine.stats(), fetched.seconds, fetched.num_bytes),
         }
         versions = tuple(np.unique(rollout.token_versions[rollout.response_mask]).tolist())
         return Output(rollout, metrics, weight_versions=versions, mask=rollout.response_mask)

@@ -21,6 +21,7 @@ import mmap
 import os
 import zlib
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from types import TracebackType
 
@@ -90,6 +91,8 @@ class IncomingVersion:
         """Tensors that are whole."""
         self._crc32 = 0
         """Of what has arrived of the next."""
+        self._checker = ThreadPoolExecutor(1, "weights-checker")
+        """Checking takes as long as writing; the two go on side by side."""
         self._file = -1
         try:
             self._file = os.open(self._data, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_APPEND, 0o644)
@@ -111,10 +114,13 @@ class IncomingVersion:
             raise DamagedWeights(
                 f"weights v{self.manifest.version}: more than {self.manifest.file_bytes} bytes arrived"
             )
-        self._check(piece)
-        written = 0
-        while written < piece.nbytes:
-            written += os.write(self._file, piece[written:])
+        checked = self._checker.submit(self._check, piece)
+        try:
+            written = 0
+            while written < piece.nbytes:
+                written += os.write(self._file, piece[written:])
+        finally:
+            checked.result()
         self.num_bytes += piece.nbytes
 
     def _check(self, piece: memoryview) -> None:
@@ -145,6 +151,7 @@ class IncomingVersion:
         return winner
 
     def close(self) -> None:
+        self._checker.shutdown()
         if self._file >= 0:
             os.close(self._file)
             self._file = -1

@@ -180,7 +180,8 @@ def test_if_an_earlier_asker_dies_the_publisher_sends_the_rest(tmp_path: Path, w
     async def test() -> None:
         async with cluster(tmp_path) as (others, publisher):
             first, second = await others.hosts(2)
-            await asyncio.gather(first.fetch(), second.fetch())
+            await first.fetch()  # in this order: the third is sent to the first
+            await second.fetch()
             wires.held, wires.ready = str(first.board.directory), 7
             third = await others.host("generate-2")
             before = wires.sent_by(publisher.board)
@@ -200,7 +201,8 @@ def test_a_damaged_copy_is_not_handed_on(tmp_path: Path, wires: Wires) -> None:
     async def test() -> None:
         async with cluster(tmp_path) as (others, publisher):
             first, second = await others.hosts(2)
-            await asyncio.gather(first.fetch(), second.fetch())
+            await first.fetch()  # in this order: the third is sent to the first
+            await second.fetch()
             manifest = first.board.manifest(VERSION)
             assert manifest is not None
             with open(first.board.directory / manifest.file, "r+b") as stream:
@@ -221,7 +223,8 @@ def test_another_copy_under_the_same_number_is_not_handed_on(tmp_path: Path, wir
     async def test() -> None:
         async with cluster(tmp_path) as (others, _):
             first, second = await others.hosts(2)
-            await asyncio.gather(first.fetch(), second.fetch())
+            await first.fetch()  # in this order: the third is sent to the first
+            await second.fetch()
             first.board.release(VERSION)
             first.board.publish(VERSION, {"w": np.zeros(PIECE)})
             third = await others.host("generate-2")

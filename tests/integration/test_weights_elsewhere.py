@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from distributed import Client
 from rich.console import Console
 
 import pipeline.executor
@@ -23,7 +24,7 @@ from pipeline.executor import ExecutorSettings
 from pipeline.graph import run_nodes, weight_readers
 from pipeline.paths import RunPaths
 from pipeline.verify import verify_run
-from pipeline.weight_mirror import remove_boards
+from pipeline.weight_mirror import order_fetch, remove_boards
 from storage.ledger import Ledger
 from storage.weight_copies import IncomingVersion, OutgoingVersion
 from storage.weights import WeightBoard
@@ -95,9 +96,16 @@ def until(happened: Callable[[], Any], stop: threading.Event) -> None:
 def test_a_run_with_a_board_per_host_is_the_same_run(
     folder: Path, together: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And what nobody reads any more goes from both boards: the orders may still be on their way when the run ends."""
+    """What is read is ordered as soon as it is published, and what nobody reads any more goes from both boards (the
+    orders may still be on their way when the run ends)."""
     config = apart(folder, "apart")
     left: dict[str, list[int]] = {}
+    ordered: list[int] = []
+
+    def note_and_order(client: Client, workers: list[str], version: int) -> None:
+        assert len(workers) == 1
+        ordered.append(version)
+        order_fetch(client, workers, version)
 
     def look_and_remove(*what: Any) -> None:
         unread = sorted(set(range(config.steps + 1)) - set(read_versions(config)))
@@ -107,8 +115,10 @@ def test_a_run_with_a_board_per_host_is_the_same_run(
         remove_boards(*what)
 
     monkeypatch.setattr(pipeline.executor, "remove_boards", look_and_remove)
+    monkeypatch.setattr(pipeline.executor, "order_fetch", note_and_order)
     finish(config)
     assert left, "nobody looked"
+    assert ordered == read_versions(config)
     assert outputs(config) == together
     assert len(together) == len(list(run_nodes(config.graph())))
     published = Ledger(str(RunPaths(config.run_dir).ledger)).list("publish")

@@ -3,27 +3,41 @@
 Beside them, in turn in every repeat: one copy of the same bytes into memory that is there already (the least that any
 refit takes), and packing alone. `while decoding`: 16 rows run meanwhile, and weights are swapped between two tokens.
 The cold start is the engine made from files. Tensors are float32, as the trainer publishes them.
+
+Then the same weights from the board of another host, which another directory stands for: a worker process fetches a
+version from another one's board over loopback (`fetch`), beside the same bytes through a plain socket into a file in
+memory (`sendall`, `recv_into`), which is the least that any transfer over sockets takes, and a copy in memory.
 """
 
 from __future__ import annotations
 
+import logging
+import mmap
 import os
+import socket
 import statistics
 import tempfile
 import time
+import uuid
 from collections.abc import Callable, Mapping
-from contextlib import closing
+from contextlib import ExitStack, closing
+from multiprocessing import get_context
 from pathlib import Path
 
+import numpy as np
 import torch
+from distributed import Client, Nanny, Scheduler, SpecCluster, get_worker
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.harness import arguments, measured_load, report, write_json
+from pipeline.calls import MirrorSpec
+from pipeline.weight_mirror import WeightMirror
 from stages.engines.config import EngineConfig, SamplingConfig
 from stages.engines.protocol import Request
 from stages.engines.runner import LocalRunner
 from stages.engines.torch_engine import TorchEngine
 from stages.hf_files import read_weights
+from storage.weights import BFLOAT16, WeightBoard
 
 CORES = os.cpu_count() or 1
 CPU = torch.device("cpu")
@@ -31,6 +45,8 @@ MODEL = Path("assets/smollm2-135m-instruct")
 DTYPES = ("float32", "bfloat16")
 SLOTS, MAX_SEQ, NEW_TOKENS = 16, 256, 64
 NUM_BLOCKS = 6
+SOCKET_PIECE = 1 << 20
+VERSION = 1
 
 
 def seconds_of(work: Callable[[], object]) -> float:
@@ -96,6 +112,112 @@ def measure(path: Path, dtype: str, repeats: int) -> tuple[list[tuple[str, ...]]
     return rows, figures
 
 
+def open_mirror(board: str) -> None:
+    worker = get_worker()
+    worker.mirror = WeightMirror(worker, MirrorSpec(board, "there", patience_s=60.0, silence_s=30.0))
+    worker.mirror.open()
+
+
+def fetch(board: str) -> float:
+    """Seconds until this worker's board has the version, which is then removed."""
+    seconds = seconds_of(lambda: get_worker().mirror.fetch(VERSION))
+    with WeightBoard(board).open(VERSION) as lease:
+        lease.verify()
+    WeightBoard(board).release(VERSION)
+    return seconds
+
+
+def serve(listener: socket.socket, file: str) -> None:
+    """Sends a file's bytes to whoever connects, each time anew."""
+    with open(file, "rb") as stream, mmap.mmap(stream.fileno(), 0, prot=mmap.PROT_READ) as whole:
+        while True:
+            connection, _ = listener.accept()
+            with connection, memoryview(whole) as view:
+                connection.sendall(view)
+
+
+def socket_seconds(address: tuple[str, int], num_bytes: int, target: Path) -> float:
+    """Of bringing so many bytes through a plain socket into a file."""
+    piece = memoryview(bytearray(SOCKET_PIECE))
+    started = time.perf_counter()
+    with socket.create_connection(address) as connection, target.open("xb", buffering=0) as stream:
+        left = num_bytes
+        while left:
+            received = connection.recv_into(piece[: min(left, SOCKET_PIECE)])
+            if not received:
+                raise ConnectionError(f"{left} of {num_bytes} bytes did not come")
+            stream.write(piece[:received])
+            left -= received
+    seconds = time.perf_counter() - started
+    target.unlink()
+    return seconds
+
+
+def measure_fetch(path: Path, repeats: int) -> tuple[list[tuple[str, ...]], dict[str, float]]:
+    """Rows of the table and figures by name, for both types of published weights; arms in turn in every repeat."""
+    weights = read_weights(str(path))
+    published = {
+        "float32": {name: tensor.float().numpy() for name, tensor in weights.items()},
+        "bfloat16": {name: tensor.bfloat16().view(torch.uint16).numpy() for name, tensor in weights.items()},
+    }
+    rows, figures = [], {}
+    for dtype, tensors in published.items():
+        with ExitStack() as stack:
+            here, there = (
+                stack.enter_context(WeightBoard(f"/dev/shm/stageline-refit-{uuid.uuid4().hex[:8]}")) for _ in range(2)
+            )
+            patterns = dict.fromkeys(tensors, BFLOAT16) if dtype == "bfloat16" else {}
+            manifest = there.publish(VERSION, tensors, patterns)
+            room = {name: np.zeros_like(array) for name, array in tensors.items()}
+            client = stack.enter_context(two_workers(stack))
+            for name, board in (("there", there), ("here", here)):
+                client.submit(open_mirror, str(board.directory), resources={name: 1}, pure=False).result()
+            listener = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+            process = get_context("fork").Process(
+                target=serve, args=(listener, str(there.directory / manifest.file)), daemon=True
+            )
+            process.start()
+            stack.callback(process.terminate)
+            arms: dict[str, Callable[[], float]] = {
+                "copy": lambda room=room, tensors=tensors: seconds_of(
+                    lambda: [np.copyto(room[name], array) for name, array in tensors.items()]
+                ),
+                "socket": lambda listener=listener, manifest=manifest, here=here: socket_seconds(
+                    listener.getsockname(), manifest.file_bytes, here.directory / "plain"
+                ),
+                "fetch": lambda client=client, here=here: client.submit(
+                    fetch, str(here.directory), resources={"here": 1}, pure=False
+                ).result(),
+            }
+            seconds: dict[str, list[float]] = {arm: [] for arm in arms}
+            with measured_load() as load:
+                for _ in range(1 + repeats):
+                    for arm, run in arms.items():
+                        seconds[arm].append(run())
+        medians = {arm: statistics.median(taken[1:]) for arm, taken in seconds.items()}
+        rate = manifest.num_bytes / 1e9
+        figures |= {f"between boards/{dtype}/{arm}_s": value for arm, value in medians.items()}
+        figures[f"between boards/{dtype}/gb"] = rate
+        figures[f"between boards/{dtype}/of_socket"] = medians["socket"] / medians["fetch"]
+        cells = [f"{medians[arm] * 1e3:.0f} ({rate / medians[arm]:.2f})" for arm in arms]
+        of_socket = f"{medians['socket'] / medians['fetch']:.0%}"
+        rows.append((dtype, f"{rate * 1e3:.0f}", *cells, of_socket, f"{load().others:.0%}"))
+    return rows, figures
+
+
+def two_workers(stack: ExitStack) -> Client:
+    """A client of two worker processes, which are chosen by resources of their names."""
+    workers = {
+        name: {
+            "cls": Nanny,
+            "options": {"host": "127.0.0.1", "nthreads": 1, "memory_limit": 0, "resources": {name: 1}},
+        }
+        for name in ("there", "here")
+    }
+    scheduler = {"cls": Scheduler, "options": {"host": "127.0.0.1", "dashboard": False}}
+    return Client(stack.enter_context(SpecCluster(workers=workers, scheduler=scheduler, silence_logs=logging.CRITICAL)))
+
+
 def main() -> None:
     options = arguments(__doc__ or "")
     torch.set_num_threads(CORES)
@@ -114,10 +236,18 @@ def main() -> None:
             more_rows, more_figures = measure(path, dtype, repeats)
             rows += more_rows
             figures |= more_figures
+        fetch_rows, fetch_figures = measure_fetch(path, repeats)
+        figures |= fetch_figures
     report(
         f"refit: {CORES} threads, milliseconds",
         ("engine", "tensors", "copy", "pack", "load", "while decoding", "cold start", "others' load"),
         rows,
+        [f"{repeats} repeats, medians"],
+    )
+    report(
+        "from another board over loopback: milliseconds (GB/s)",
+        ("published", "MB", "copy", "plain socket", "fetch", "of the socket's rate", "others' load"),
+        fetch_rows,
         [f"{repeats} repeats, medians"],
     )
     write_json(options.json, figures)

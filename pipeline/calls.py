@@ -29,6 +29,20 @@ class WorkerLost(RuntimeError):
 
 
 @dataclass(frozen=True)
+class MirrorSpec:
+    """Where a worker's host has its published weights, and from whom it gets those that it lacks."""
+
+    board: str
+    """Directory of the host's board."""
+    publisher: str
+    """Name of the worker that publishes."""
+    patience_s: float
+    """Without a byte of a version that is needed, before that is an error."""
+    silence_s: float
+    """Of a worker that sends, before another is asked."""
+
+
+@dataclass(frozen=True)
 class WorkerSpec:
     """What a worker process must become."""
 
@@ -47,6 +61,8 @@ class WorkerSpec:
     """The resolved config: workers read the same one as the driver."""
     log: str | None = None
     """File that the process appends its standard output and error to; None: it keeps those it has."""
+    mirror: MirrorSpec | None = None
+    """None: it neither gives weights to other hosts nor gets any from them."""
 
     @property
     def name(self) -> str:

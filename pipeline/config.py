@@ -11,7 +11,7 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -52,6 +52,9 @@ class GangConfig:
     slots: int = 1
     """Pools: shards that a replica works on at once."""
     layout: LayoutConfig = field(default_factory=LayoutConfig)
+    weights_dir: str | None = None
+    """Directory for published weights on this gang's host; null: `cluster.weights_dir`'s. A gang with another one than
+    the policy's has copies of its own, as on another host."""
 
 
 @dataclass
@@ -158,6 +161,10 @@ class RunConfig:
     @property
     def eval_rows_per_shard(self) -> int:
         return self.prompts.held_out // self.evaluate.shards
+
+    def weights_dir(self, gang: str) -> str | None:
+        """Where a gang's host has published weights; None: in its shared memory."""
+        return self.placement.gangs[gang].weights_dir or self.cluster.weights_dir
 
     @property
     def replica_ranks(self) -> int:
@@ -286,6 +293,8 @@ def config_hash(config: RunConfig) -> str:
     content: Any = OmegaConf.to_container(OmegaConf.structured(config))
     for key in ("name", "runs_dir", "tracking", "cluster", "export", "checkpoint"):
         del content[key]
+    for gang in content["placement"]["gangs"].values():
+        del gang["weights_dir"]
     if config.model.policy.decay == "constant" and config.model.critic.decay == "constant":
         del content["steps"]
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
@@ -467,9 +476,20 @@ def _check_placement(c: RunConfig) -> None:
         _require(name in roles.values(), key, name, "no role is placed on it; place one or remove the gang")
         for part in ("workers", "threads", "slots"):
             _require(getattr(settings, part) >= 1, f"{key}.{part}", getattr(settings, part), "must be 1 or more")
+        _check_weights_dir(f"{key}.weights_dir", settings.weights_dir, [r for r in known if roles[r] == name])
     for group in c.gangs():
         if group.ordered:
             _check_layout(c, group)
+
+
+def _check_weights_dir(key: str, given: str | None, roles: Collection[str]) -> None:
+    if given is None:
+        return
+    need = "must be an absolute path, best in memory (/dev/shm/NAME), or null for cluster.weights_dir's"
+    _require(os.path.isabs(given), key, given, need)
+    using = (Role.GENERATE, Role.POLICY)
+    need = f"that gang has none of the roles that read or publish weights ({', '.join(using)}): leave it null"
+    _require(not set(using).isdisjoint(roles), key, given, need)
 
 
 def _check_moves(c: RunConfig) -> None:

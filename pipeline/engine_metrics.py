@@ -17,15 +17,18 @@ if TYPE_CHECKING:  # the protocol imports torch, which the driver does not load
 
 _COUNT = "engine/"
 _DRAFTED, _ACCEPTED, _LENGTH = "engine/drafted/", "engine/accepted/", "engine/draft_length/"
+_FETCH_S, _FETCHED_BYTES = "engine/fetch_s", "engine/fetched_bytes"
 _KV_PEAK = "engine/kv_peak_fraction"
 
 
-def counts(stats: EngineStats) -> dict[str, float]:
-    """Metrics to commit with a shard."""
+def counts(stats: EngineStats, fetch_s: float = 0.0, fetched_bytes: int = 0) -> dict[str, float]:
+    """Metrics to commit with a shard. `fetch_s`, `fetched_bytes`: of weights that came from another host."""
     return {
         "engine/tokens": float(stats.tokens),
         "engine/busy_s": stats.busy_s,
         "engine/refit_s": stats.refit_s,
+        _FETCH_S: fetch_s,
+        _FETCHED_BYTES: float(fetched_bytes),
         "engine/decode_steps": float(stats.decode_steps),
         "engine/full_decode_steps": stats.mean_occupancy * stats.decode_steps,
         "engine/prompt_tokens": float(stats.prompt_tokens),
@@ -48,7 +51,8 @@ def step_metrics(shards: Iterable[Mapping[str, float]]) -> dict[str, float]:
 
     tokens_per_busy_s: of one replica while it has rows. occupancy: rows in flight / slots, of the mean decode step.
     shared_fraction: of prompt tokens, those that another row's keys served. acceptance: accepted / drafted tokens.
-    draft_length: how often a decoding row had so many drafted tokens in a pass, as a fraction."""
+    draft_length: how often a decoding row had so many drafted tokens in a pass, as a fraction. fetch_s: seconds
+    in which weights came from another host, ahead of time or not."""
     total: dict[str, float] = {}
     for shard in shards:
         for name, value in shard.items():
@@ -60,6 +64,8 @@ def step_metrics(shards: Iterable[Mapping[str, float]]) -> dict[str, float]:
     metrics = {
         "generate/busy_s": total["engine/busy_s"],
         "generate/refit_s": total["engine/refit_s"],
+        "generate/fetch_s": total.get(_FETCH_S, 0.0),  # not in runs of before
+        "generate/fetched_bytes": total.get(_FETCHED_BYTES, 0.0),
         "generate/tokens_per_busy_s": _ratio(total["engine/tokens"], total["engine/busy_s"]),
         "generate/occupancy": _ratio(total["engine/full_decode_steps"], total["engine/decode_steps"]),
         "generate/kv_peak_fraction": total[_KV_PEAK],

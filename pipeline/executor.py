@@ -38,7 +38,7 @@ import pickle
 import queue
 import time
 import uuid
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import CancelledError
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -52,6 +52,7 @@ from pipeline.calls import (
     OUTCOMES,
     TAILS,
     Call,
+    MirrorSpec,
     MoveOrder,
     MoveOver,
     Outcome,
@@ -68,6 +69,7 @@ from pipeline.dispatch import Dispatch, Gang, Mode, Submit
 from pipeline.events import Event, EventKind, Journal
 from pipeline.graph import Node
 from pipeline.tails import Tails
+from pipeline.weight_mirror import order_fetch, order_release, remove_boards
 from pipeline.worker import build_worker, run_node_task
 from stages.models.protocol import MODEL_ROLES, Role
 from storage.address import Address
@@ -81,6 +83,8 @@ _LONGEST_LOOK_S = 5.0
 _ANSWER_S = 10.0
 _GONE = ("error", "cancelled", "lost")
 _LINEAGE = 8
+_LONGEST_SILENCE_S = 30.0
+"""Of a worker that sends weights; less under a short `deadline_s`."""
 _FIRST = 1
 """Dask priority of a build: nodes have negative ones."""
 
@@ -105,6 +109,8 @@ class ExecutorSettings:
     """Where workers write what they print; None: to the driver's terminal."""
     move_rows_below: int = 0
     """When fewer rows are left on all replicas that generate, they move to fewer replicas; 0: never."""
+    boards: Mapping[str, str] = field(default_factory=dict)
+    """Directory of published weights on each gang's hosts; empty: there are none."""
 
 
 @dataclass
@@ -218,6 +224,11 @@ class Executor:
         """How often each replica or gang was lost since it last finished a node."""
         self._pool = next((gang.name for gang in self._gangs.values() if Role.GENERATE in gang.roles), "")
         self._tails = Tails(settings.move_rows_below)
+        self._publisher = next((gang.name for gang in self._gangs.values() if Role.POLICY in gang.roles), ""), 0
+        self._home: str | None = None
+        """Host of the publisher, once it is known."""
+        self._unread: set[int] = set()
+        """Versions of the weights that nobody reads any more."""
         self._name = uuid.uuid4().hex[:8]
         self._looked = time.monotonic()
         self._now = 0.0
@@ -262,8 +273,21 @@ class Executor:
             if address in self._results:
                 _let_go(self._results.pop(address).futures)
 
+    def fetch_weights(self, version: int) -> None:
+        """Has a version brought to the hosts that will read it, before they need it."""
+        order_fetch(self._client, self._elsewhere(self._addresses()), version)
+
+    def release_weights(self, version: int) -> None:
+        """Has the copies of a version removed that other hosts have."""
+        self._unread.add(version)
+        order_release(self._client, self._elsewhere(self._addresses()), [version])
+
     def close(self) -> None:
-        """Lets go of everything that is out; what a stage is in the middle of ends with its process."""
+        """Lets go of everything that is out; what a stage is in the middle of ends with its process. Other hosts remove
+        their copies of weights."""
+        if self._workers and self._settings.boards:  # also of workers that are just being built
+            there = {name: address for address, name in workers_by_address(self._client).items()}
+            remove_boards(self._client, self._elsewhere(there))
         for attempt in self._attempts.values():
             _let_go(attempt.futures)
         for worker in self._workers.values():
@@ -498,6 +522,37 @@ class Executor:
             if attempt is not None and (attempt.submit.gang, attempt.submit.replica) == (news.gang, news.index):
                 self._dispatch.vacate(address)
 
+    # ---- weights on other hosts ----------------------------------------------------------------------------------
+
+    def _mirror(self, gang: str) -> MirrorSpec | None:
+        """What a worker of this gang is told of weights on other hosts."""
+        settings = self._settings
+        if not settings.boards or self._gangs[gang].roles.isdisjoint({Role.GENERATE, Role.POLICY}):
+            return None
+        return MirrorSpec(
+            board=settings.boards[gang],
+            publisher=worker_name(*self._publisher),
+            patience_s=min(settings.start_timeout_s, settings.deadline_s / 3),  # well before the node is overdue
+            silence_s=min(_LONGEST_SILENCE_S, settings.deadline_s / 4),
+        )
+
+    def _addresses(self) -> dict[str, str]:
+        """Of the workers that are built, by name."""
+        return {w.spec.name: w.address for w in self._workers.values() if w.address is not None}
+
+    def _elsewhere(self, addresses: Mapping[str, str]) -> list[str]:
+        """Of workers by name, the addresses of those that read weights from another board than the publisher's: on
+        another host, or in another directory."""
+        boards = self._settings.boards
+        if not boards:
+            return []
+        publisher = addresses.get(worker_name(*self._publisher))
+        self._home = _host(publisher) if publisher is not None else self._home
+        names = [worker_name(self._pool, index) for index in range(self._gangs[self._pool].workers)]
+        apart = boards[self._pool] != boards[self._publisher[0]]
+        readers = [addresses[name] for name in names if name in addresses]
+        return [address for address in readers if apart or self._home not in (None, _host(address))]
+
     # ---- workers -------------------------------------------------------------------------------------------------
 
     def _build(self, gang: Gang, indices: Iterable[int], incarnation: int) -> None:
@@ -515,6 +570,7 @@ class Executor:
                 runtime=self._settings.runtime,
                 config_yaml=self._settings.config_yaml,
                 log=str((log_dir / f"{name}.log").resolve()) if log_dir is not None else None,
+                mirror=self._mirror(gang.name),
             )
             future = self._client.submit(
                 build_worker,
@@ -543,6 +599,8 @@ class Executor:
             worker.error, worker.deadline = address, self._now + _PEER_GRACE_S
         else:
             worker.up, worker.address, worker.deadline = True, address, math.inf
+            if gang.name == self._pool and self._unread:  # it has not heard of them
+                order_release(self._client, self._elsewhere(self._addresses()), self._unread)
             if not gang.ordered:
                 self._dispatch.worker_up(gang.name, notice.index)
             elif all(self._workers[gang.name, r].up for r in range(gang.workers)):
@@ -659,6 +717,11 @@ class Executor:
 
 def _where(address: Address) -> dict[str, Any]:
     return {"stage": address.stage, "step": address.step, "shard": address.shard}
+
+
+def _host(address: str) -> str:
+    """Of a Dask address."""
+    return address.rpartition(":")[0]
 
 
 def _let_go(futures: dict[int, Future]) -> None:

@@ -63,16 +63,10 @@ def check_run_directory(config: RunConfig, *, resume: bool) -> None:
     """Refuses a directory that cannot be written, one that holds another config and, unless the run is to be resumed,
     one that holds a run already. Creates nothing."""
     paths = RunPaths(config.run_dir)
-    existing = next(path for path in (paths.root.absolute(), *paths.root.absolute().parents) if path.exists())
-    try:
-        with tempfile.TemporaryFile(dir=existing):
-            pass
-    except OSError as error:
-        raise ConfigError(
-            "runs_dir",
-            f"given {config.runs_dir!r}; cannot write to {existing}: {error.strerror}. Set runs_dir=... to a directory "
-            "that you may write to",
-        ) from error
+    _check_writable("runs_dir", config.runs_dir, paths.root)
+    for name, gang in config.placement.gangs.items():
+        if gang.weights_dir is not None:
+            _check_writable(f"placement.gangs.{name}.weights_dir", gang.weights_dir, Path(gang.weights_dir))
     if not paths.config.exists():
         return
     if config_hash(load_yaml(paths.config.read_text("utf8"))) != config_hash(config):
@@ -87,6 +81,20 @@ def check_run_directory(config: RunConfig, *, resume: bool) -> None:
             f"given {config.name!r}; {paths.root} holds this run already: `stageline resume {paths.root}` continues "
             "it, another name=... starts a new one",
         )
+
+
+def _check_writable(key: str, given: str, directory: Path) -> None:
+    """Whether a directory is, or can be, made and written to."""
+    existing = next(path for path in (directory.absolute(), *directory.absolute().parents) if path.exists())
+    try:
+        with tempfile.TemporaryFile(dir=existing):
+            pass
+    except OSError as error:
+        raise ConfigError(
+            key,
+            f"given {given!r}; cannot write to {existing}: {error.strerror}. Set {key}=... to a directory that you may "
+            "write to",
+        ) from error
 
 
 def _check_model(config: RunConfig) -> dict[str, object]:

@@ -163,6 +163,8 @@ def alone(config: RunConfig, scratch: Path) -> RunConfig:
     """The config for this process alone: published weights in a place of its own."""
     single = copy.deepcopy(config)
     single.cluster.weights_dir = str(scratch / "board")
+    for gang in single.placement.gangs.values():
+        gang.weights_dir = None
     return single
 
 

@@ -21,7 +21,7 @@ import signal
 import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from multiprocessing import resource_tracker
@@ -37,7 +37,7 @@ from pipeline.dispatch import Dispatch
 from pipeline.events import EventKind, Journal, read_events
 from pipeline.executor import Executor, ExecutorSettings
 from pipeline.flow import Flow
-from pipeline.graph import Node, run_nodes
+from pipeline.graph import Node, run_nodes, weight_readers
 from pipeline.history import History
 from pipeline.paths import RunPaths
 from pipeline.preflight import Preflight, check_run_directory, preflight
@@ -46,6 +46,8 @@ from pipeline.revision import git_commit
 from pipeline.summary import Summary, summarise
 from pipeline.tables import ResponsePair, end_of_run
 from pipeline.tracking import MlflowTracker, NullTracker, RunStatus, Span, Tracker, how_to_open
+from stages.models.protocol import Role
+from stages.publish import is_published
 from storage import files
 from storage.address import Address
 from storage.ledger import Ledger
@@ -148,7 +150,7 @@ def _run(
     tracked = _catch_up(history, tracker, _starts(paths))
     if all(history.ledger.find(node.address) is not None for node in run_nodes(config.graph())):
         return
-    with closing(_published(config, paths, history)) as board, _workers(config) as workers:
+    with _published(config, paths, history) as board, _workers(config) as workers:
         links = _links(config, workers)
         if workers.dashboard is not None:
             tracker.tags({"dashboard": workers.dashboard})
@@ -184,6 +186,7 @@ class _Driver:
         self._tracked = set(tracked)
         self._outcomes: dict[Address, Outcome] = {}
         """Of the open steps' nodes."""
+        self._graph = config.graph()
         self._gang_of = {role: gang.name for gang in config.gangs() for role in gang.roles}
         dispatch = Dispatch(config.gangs())
         settings = ExecutorSettings(
@@ -196,14 +199,16 @@ class _Driver:
             ledger=str(paths.ledger),
             log_dir=paths.logs,
             move_rows_below=config.cluster.move_rows_below,
+            boards={gang.name: str(paths.board(config.weights_dir(gang.name))) for gang in config.gangs()},
         )
         self._executor = Executor(workers.client, config.gangs(), dispatch, journal, settings, self._done)
 
         def release(version: int) -> None:
             board.release(version)
+            self._executor.release_weights(version)
 
         self._flow = Flow(
-            config.graph(),
+            self._graph,
             dispatch,
             committed=[commit.address for commit in history.ledger.list()],
             published=board.available(),
@@ -229,6 +234,8 @@ class _Driver:
                 metrics = self._history.step_metrics(step, [self._began])
                 self._tracker.metrics(step, metrics)
                 self._progress.step(step, metrics)
+        if address.stage == "publish" and weight_readers(self._graph, node.version):
+            self._executor.fetch_weights(node.version)
         elif address.stage == "evaluate_score":
             evaluation = self._history.evaluation(address.step)
             if evaluation is not None:
@@ -325,15 +332,18 @@ def _workers(config: RunConfig) -> Iterator[LocalWorkers]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _published(config: RunConfig, paths: RunPaths, history: History) -> WeightBoard:
-    """The board of published weights, less what is not this run's: a killed run whose directory was removed leaves its
-    weights in memory under the same name."""
-    board = WeightBoard(paths.board(config.cluster.weights_dir))
-    for published in board.available():
-        commit, manifest = history.ledger.find(Address("publish", published)), board.manifest(published)
-        if commit is None or manifest is None or commit.digest != manifest.digest:
-            board.release(published)
-    return board
+@contextmanager
+def _published(config: RunConfig, paths: RunPaths, history: History) -> Iterator[WeightBoard]:
+    """The board of published weights, which is that of the policy's gang (the driver runs on the host of its rank 0),
+    less what is not this run's: a killed run whose directory was removed leaves its weights in memory under the same
+    name. In the end all boards of this host go; those of other hosts are removed by their workers."""
+    boards = {gang.name: WeightBoard(paths.board(config.weights_dir(gang.name))) for gang in config.gangs()}
+    with ExitStack() as stack:
+        for board in boards.values():
+            stack.enter_context(board)
+        board = boards[config.placement.roles[Role.POLICY]]
+        board.tidy(lambda manifest: is_published(history.ledger, manifest))
+        yield board
 
 
 def _links(config: RunConfig, workers: LocalWorkers) -> dict[str, str]:

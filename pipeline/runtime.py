@@ -37,6 +37,7 @@ from pipeline.paths import RunPaths
 from pipeline.replica import ReplicaRows
 from pipeline.trainer import UPDATE_STAGE, Trainer
 from pipeline.versioned_engine import VersionedEngine
+from pipeline.weight_mirror import Fetched, Fetcher
 from pipeline.worker import Visit
 from stages.advantage import advantage
 from stages.engines.config import SamplingConfig
@@ -46,7 +47,7 @@ from stages.hf_files import read_tokenizer
 from stages.logprob import logprob
 from stages.models.protocol import MODEL_ROLES, Rank, Role
 from stages.prompts import EVALUATION_STEP, PromptTable, held_out_prompts, training_prompts
-from stages.publish import publish
+from stages.publish import is_published, publish
 from stages.reference import reference
 from stages.score import score
 from stages.value import value
@@ -55,6 +56,7 @@ from storage.checkpoints import Checkpoints
 from storage.ledger import Commit, Ledger, Provenance, provenance_here
 from storage.records import Record, Rollout
 from storage.rollouts import RolloutStore
+from storage.weight_copies import is_copy
 from storage.weights import WeightBoard
 
 LONGEST_SILENCE_S = 30.0
@@ -98,7 +100,10 @@ class StageRuntime:
         self._config_hash = config_hash(config)
         self._ledger = Ledger(str(self._paths.ledger))
         self._store = RolloutStore(str(self._paths.root), self._ledger, config.layouts(), recent_bytes=RECENT_BYTES)
-        self._board = WeightBoard(self._paths.board(config.cluster.weights_dir))
+        self._board = WeightBoard(self._paths.board(config.weights_dir(gang.name)))
+        # What a killed run left on this host; of weights that were published here, the driver judges.
+        self._board.tidy(lambda manifest: not is_copy(manifest) or is_published(self._ledger, manifest))
+        self._fetcher: Fetcher | None = None
         self._clock = Clock()
         self._prompts = PromptTable.load(self._paths.prompts) if gang.roles & {Role.GENERATE, Role.SCORE} else None
         self._engine: VersionedEngine | None = None
@@ -122,6 +127,7 @@ class StageRuntime:
                 ),
                 self._board,
                 in_flight=config.engine.update == "inflight",
+                fetch=self._fetch,
             )
             if config.cluster.move_rows_below:
                 silence_s = min(LONGEST_SILENCE_S, config.cluster.deadline_s / 4)
@@ -188,6 +194,14 @@ class StageRuntime:
     def rows(self) -> ReplicaRows | None:
         """Of a replica whose rows may move to others."""
         return self._rows
+
+    def fetch_with(self, fetcher: Fetcher) -> None:
+        """From now on versions that this host lacks are brought from others."""
+        self._fetcher = fetcher
+
+    def _fetch(self, version: int) -> None:
+        if self._fetcher is not None:
+            self._fetcher.fetch(version)
 
     @property
     def reward_repeats(self) -> bool:
@@ -283,10 +297,11 @@ class StageRuntime:
                         seq=self._config.seq,
                         pad_id=self._prompts.pad_id,
                     )
+        fetched = self._fetcher.fetched() if self._fetcher is not None else Fetched()
         metrics = {
             "generate/tokens": float(rollout.response_lengths.sum()),
             "generate/rows_finished_elsewhere": float(shard.finished_elsewhere) if shard is not None else 0.0,
-            **counts(engine.stats()),
+            **counts(engine.stats(), fetched.seconds, fetched.num_bytes),
         }
         versions = tuple(np.unique(rollout.token_versions[rollout.response_mask]).tolist())
         return Output(rollout, metrics, weight_versions=versions, mask=rollout.response_mask)

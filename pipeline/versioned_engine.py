@@ -30,9 +30,18 @@ class VersionedEngine:
     that is resident will do, and the first shard that asks for a newer one loads it while the others' rows go on. No
     version is newer than a row's step: the step's update waits for the row. Evaluations take one version only."""
 
-    def __init__(self, engine: GenerationEngine, board: WeightBoard, *, in_flight: bool = False) -> None:
+    def __init__(
+        self,
+        engine: GenerationEngine,
+        board: WeightBoard,
+        *,
+        in_flight: bool = False,
+        fetch: Callable[[int], None] = lambda version: None,
+    ) -> None:
+        """`fetch(version)`: brings a version that the board lacks, if there is anywhere to bring it from."""
         self._engine = engine
         self._in_flight = in_flight
+        self._fetch = fetch
         self._movable = engine if isinstance(engine, MovableRows) else None
         self._board = board
         self._version: int | None = None
@@ -52,6 +61,9 @@ class VersionedEngine:
         in the engine have left it for other replicas. Where the engine updates in flight: of `version` or newer, and
         they may change under way, unless the block needs them `exact`."""
         exact = exact or not self._in_flight
+        if not self._serves(version, exact) and not self._board.has(version):
+            with clock.bookkeeping():  # before its turn comes: the others need not wait for the transfer
+                self._fetch(version)
         self._enter(version, clock, exact)
         try:
             yield self._engine

@@ -3,8 +3,8 @@
 The process holds one runtime in a module global, because a Dask task is a plain function and models outlive tasks. A
 process that died and came back holds none: its calls raise WorkerLost, and the driver builds it again.
 
-May import distributed, pipeline.calls, pipeline.couriers and storage; the runtime's class is named by the driver and
-imported here, so that the scheduler, which must import this module too, needs no torch.
+May import distributed, pipeline.calls, pipeline.couriers, pipeline.weight_mirror and storage; the runtime's class is
+named by the driver and imported here, so that the scheduler, which must import this module too, needs no torch.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from distributed import get_worker
 
 from pipeline.calls import OUTCOMES, Call, Outcome, WorkerLost, WorkerSpec
 from pipeline.couriers import HasRows, open_for_rows
+from pipeline.weight_mirror import ReadsWeights, WeightMirror
 from storage.address import Address, Ref
 from storage.ledger import Ledger
 
@@ -64,11 +65,16 @@ def build_worker(spec: WorkerSpec) -> str:
     if _resident is not None:
         _resident.runtime.close()
         _resident = None
+    mirror = WeightMirror(get_worker(), spec.mirror) if spec.mirror is not None else None
+    if mirror is not None:
+        mirror.open()  # before the models are loaded: other hosts may wait for what this one's board has
     module, _, name = spec.runtime.partition(":")
     factory = getattr(importlib.import_module(module), name)
     _resident = _Resident(spec, factory(spec))
     if isinstance(_resident.runtime, HasRows) and _resident.runtime.rows is not None:
         open_for_rows(get_worker(), spec, _resident.runtime.rows)
+    if mirror is not None and isinstance(_resident.runtime, ReadsWeights):
+        _resident.runtime.fetch_with(mirror)
     return str(get_worker().address)
 
 

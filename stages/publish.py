@@ -5,6 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from stages.models.protocol import ModelHost
+from storage.address import Address
+from storage.ledger import Ledger
 from storage.weights import BFLOAT16, Manifest, WeightBoard
 
 
@@ -17,3 +19,9 @@ def publish(models: ModelHost, board: WeightBoard, version: int) -> Manifest | N
     # numpy has no bfloat16: the models hand out its bit pattern, and no weight is an integer
     patterns = {name: BFLOAT16 for name, array in weights.items() if array.dtype == np.uint16}
     return board.publish(version, weights, patterns)
+
+
+def is_published(ledger: Ledger, manifest: Manifest) -> bool:
+    """Whether a version on a board is the one that the run's ledger knows."""
+    commit = ledger.find(Address("publish", manifest.version))
+    return commit is not None and commit.digest == manifest.digest

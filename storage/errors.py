@@ -9,3 +9,7 @@ class StoreError(Exception):
 
 class MissingOutput(StoreError):
     """No commit record at an address, so there is no output."""
+
+
+class DamagedWeights(StoreError):
+    """A copy of published weights is not what was published."""

@@ -6,6 +6,7 @@ In the board's directory (on tmpfs, e.g. /dev/shm/stageline-NAME, for shared mem
     v000012.json                   the manifest, linked to this name last: it makes the version exist
     v000012.lease.<pid>-<uuid>     one per open lease; counts while its process lives
 
+A version that was published on another host has a `.copy` in place of its `.bin` (`storage/weight_copies.py`).
 The manifest names the .bin it belongs to, so that two publishers of one version cannot mix their files. A publisher
 that was killed half-way leaves a .bin that no manifest names; the next publish of that version removes it. Publisher
 and readers must see each other's pids (one host, one pid namespace).
@@ -27,7 +28,7 @@ import re
 import shutil
 import uuid
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -43,6 +44,7 @@ BFLOAT16 = "bfloat16"
 _ALIGNMENT = 64
 """Bytes; a cache line, and enough for every vector load."""
 _MANIFEST = re.compile(r"v(\d{6,})\.json")
+_OF_VERSION = re.compile(r"v(\d{6,})-")
 _OWNER = re.compile(r"v\d{6,}(?:-|\.lease\.)(\d+)-.+")
 
 
@@ -72,6 +74,23 @@ class Manifest:
     @property
     def num_bytes(self) -> int:
         return sum(tensor.nbytes for tensor in self.tensors)
+
+    @property
+    def file_bytes(self) -> int:
+        """Length of the file: tensors, gaps, and what an empty one is filled up with, since it could not be mapped."""
+        return max(mmap.PAGESIZE, *(tensor.offset + tensor.nbytes for tensor in self.tensors), 0)
+
+    def to_json(self) -> str:
+        return json.dumps({"format": FORMAT, **dataclasses.asdict(self)})
+
+    @classmethod
+    def from_json(cls, text: str) -> Manifest:
+        """What `to_json` wrote. Raises StoreError for another format."""
+        document = json.loads(text)
+        if document.pop("format", None) != FORMAT:
+            raise StoreError(f"a manifest of weights: this version reads format {FORMAT}")
+        tensors = tuple(TensorInfo(**(t | {"shape": tuple(t["shape"])})) for t in document.pop("tensors"))
+        return cls(**document, tensors=tensors)
 
 
 class WeightLease:
@@ -128,7 +147,7 @@ class WeightBoard:
     def open(self, version: int) -> WeightLease:
         """Maps a version and holds it until the lease is closed. Raises MissingOutput for a version that is not (or no
         longer) there, and StoreError for a file shorter than its manifest says."""
-        lease = self.directory / f"{_stem(version)}.lease.{os.getpid()}-{uuid.uuid4().hex}"
+        lease = self.directory / f"{stem(version)}.lease.{os.getpid()}-{uuid.uuid4().hex}"
         # The lease comes first: a `release` that does not see it has removed the manifest or the file before we look.
         lease.touch()
         with contextlib.ExitStack() as undo:
@@ -146,15 +165,14 @@ class WeightBoard:
 
     def manifest(self, version: int) -> Manifest | None:
         """A version's manifest, or None where it does not exist."""
-        path = self.directory / f"{_stem(version)}.json"
         try:
-            document = json.loads(path.read_text())
+            return Manifest.from_json(self._manifest_path(version).read_text())
         except FileNotFoundError:
             return None
-        if document.pop("format", None) != FORMAT:
-            raise StoreError(f"{path}: this version reads format {FORMAT}")
-        tensors = tuple(TensorInfo(**(t | {"shape": tuple(t["shape"])})) for t in document.pop("tensors"))
-        return Manifest(**document, tensors=tensors)
+
+    def has(self, version: int) -> bool:
+        """Whether a version exists here."""
+        return self._manifest_path(version).exists()
 
     def available(self) -> list[int]:
         """Published versions, ascending."""
@@ -164,16 +182,25 @@ class WeightBoard:
     def release(self, version: int) -> bool:
         """Removes a version, and leases of dead processes. False, and nothing removed, while a lease is held by a
         process that lives; True also where there is nothing to remove."""
-        for lease in self.directory.glob(f"{_stem(version)}.lease.*"):
-            if _owner_alive(lease):
+        for lease in self.directory.glob(f"{stem(version)}.lease.*"):
+            if owner_alive(lease):
                 return False
             lease.unlink(missing_ok=True)
         manifest = self.manifest(version)
         if manifest is not None:
-            (self.directory / f"{_stem(version)}.json").unlink(missing_ok=True)
+            self._manifest_path(version).unlink(missing_ok=True)
             (self.directory / manifest.file).unlink(missing_ok=True)
-        self._remove_torn(version)
+        self.remove_torn(version)
         return True
+
+    def tidy(self, wanted: Callable[[Manifest], bool]) -> None:
+        """Releases the versions that are not `wanted`, and removes what dead processes were in the middle of."""
+        for version in self.available():
+            manifest = self.manifest(version)
+            if manifest is not None and not wanted(manifest):
+                self.release(version)
+        for version in {int(match[1]) for path in self.directory.iterdir() if (match := _OF_VERSION.match(path.name))}:
+            self.remove_torn(version)
 
     def close(self) -> None:
         """Removes the directory, leases or not; mapped arrays stay valid."""
@@ -187,8 +214,8 @@ class WeightBoard:
 
     def _write(self, manifest: Manifest, tensors: Mapping[str, np.ndarray]) -> Manifest:
         """Returns the manifest that exists in the end: this one, or that of a publisher who was faster."""
-        self._remove_torn(manifest.version)
-        unique = f"{_stem(manifest.version)}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
+        self.remove_torn(manifest.version)
+        unique = unique_name(manifest.version)
         manifest = dataclasses.replace(manifest, file=f"{unique}.bin")
         data, staged = self.directory / manifest.file, self.directory / f"{unique}.manifest"
         with contextlib.ExitStack() as undo:
@@ -198,33 +225,49 @@ class WeightBoard:
                 for info in manifest.tensors:
                     stream.seek(info.offset)
                     stream.write(_bytes(tensors[info.name]))
-                stream.truncate(max(mmap.PAGESIZE, stream.tell()))
-            staged.write_text(json.dumps({"format": FORMAT, **dataclasses.asdict(manifest)}))
+                stream.truncate(manifest.file_bytes)
             undo.callback(staged.unlink, missing_ok=True)
-            try:
-                os.link(staged, self.directory / f"{_stem(manifest.version)}.json")
-            except FileExistsError:
-                winner = self.manifest(manifest.version)
-                if winner is None:
-                    raise
-                return winner
-            undo.pop_all()
-            staged.unlink()
+            staged.write_text(manifest.to_json())
+            winner = self.link(staged, manifest)
+            if winner == manifest:
+                undo.pop_all()
+                staged.unlink()
+        return winner
+
+    def link(self, staged: Path, manifest: Manifest) -> Manifest:
+        """Makes a version exist whose file is complete and whose manifest is the file `staged`. Returns the manifest
+        that exists in the end: another one's, if that was faster."""
+        try:
+            os.link(staged, self._manifest_path(manifest.version))
+        except FileExistsError:
+            winner = self.manifest(manifest.version)
+            if winner is None:
+                raise
+            return winner
         return manifest
 
-    def _remove_torn(self, version: int) -> None:
+    def _manifest_path(self, version: int) -> Path:
+        return self.directory / f"{stem(version)}.json"
+
+    def remove_torn(self, version: int) -> None:
         """Removes what dead publishers of a version left behind."""
         manifest = self.manifest(version)
-        for path in self.directory.glob(f"{_stem(version)}-*"):
-            if (manifest is None or path.name != manifest.file) and not _owner_alive(path):
+        for path in self.directory.glob(f"{stem(version)}-*"):
+            if (manifest is None or path.name != manifest.file) and not owner_alive(path):
                 path.unlink(missing_ok=True)
 
 
-def _stem(version: int) -> str:
+def stem(version: int) -> str:
+    """What the names of all files of a version begin with."""
     return f"v{version:06d}"
 
 
-def _owner_alive(path: Path) -> bool:
+def unique_name(version: int) -> str:
+    """Of the files of one attempt of this process at a version, less what comes after the dot."""
+    return f"{stem(version)}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
+
+
+def owner_alive(path: Path) -> bool:
     """Whether the process whose id is in the file's name lives."""
     match = _OWNER.fullmatch(path.name)
     return match is not None and process_alive(int(match[1]))

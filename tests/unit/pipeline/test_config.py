@@ -81,6 +81,7 @@ def test_flatten_gives_key_paths(base: Path) -> None:
         "cluster.deadline_s=5",
         "export.every=1",
         "checkpoint.every=1",
+        "placement.gangs.generate.weights_dir=/dev/shm/elsewhere",
     ],
 )
 def test_the_digest_ignores_what_changes_no_result(base: Path, override: str) -> None:
@@ -157,6 +158,12 @@ REFUSED = {
     "placement.roles.policy=tran": ("placement.roles.policy", "tran", "generate, train"),
     "placement.roles.judge=train": ("placement.roles.judge", "no such role", "reference"),
     "placement.gangs.idle={}": ("placement.gangs.idle", "no role is placed on it"),
+    "placement.gangs.train.weights_dir=weights": ("placement.gangs.train.weights_dir", "'weights'", "an absolute path"),
+    "placement.gangs.score.weights_dir=/dev/shm/a placement.roles.score=score": (
+        "placement.gangs.score.weights_dir",
+        "/dev/shm/a",
+        "read or publish weights (generate, policy): leave it null",
+    ),
     "placement.gangs.train.slots=2": ("placement.gangs.train.slots", "2", "pools"),
     "placement.gangs.train.layout.sequence_parallel=true": (
         "placement.gangs.train.layout.sequence_parallel",

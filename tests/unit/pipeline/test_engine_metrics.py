@@ -22,12 +22,14 @@ def test_a_step_of_two_shards() -> None:
                    prompt_tokens=50, shared_tokens=30,
                    drafted_tokens={"lookup-3": 40}, accepted_tokens={"lookup-3": 10},
                    draft_lengths={0: 75, 2: 25})  # fmt: skip
-    committed = [counts(stats()), counts(second)]
+    committed = [counts(stats(), fetch_s=0.25, fetched_bytes=7), counts(second)]
     assert all(is_count(name) for shard in committed for name in shard)
     assert step_metrics(committed) == pytest.approx(
         {
             "generate/busy_s": 5.0,
             "generate/refit_s": 1.0,
+            "generate/fetch_s": 0.25,
+            "generate/fetched_bytes": 7,
             "generate/tokens_per_busy_s": 400 / 5,
             "generate/occupancy": (0.5 * 10 + 0.1 * 30) / 40,
             "generate/kv_peak_fraction": 0.75,
@@ -40,6 +42,11 @@ def test_a_step_of_two_shards() -> None:
             "generate/draft_length/2": 0.25,
         }
     )
+
+
+def test_a_shard_of_before_there_were_fetches() -> None:
+    old = {name: value for name, value in counts(stats()).items() if "fetch" not in name}
+    assert step_metrics([old]) == step_metrics([counts(stats())])
 
 
 def test_a_shard_that_another_one_asked_for() -> None:

@@ -162,6 +162,13 @@ def test_an_unwritable_run_directory_is_refused(folder: Path, below: str) -> Non
     assert str(runs) in str(refusal.value)
 
 
+def test_an_unwritable_directory_for_weights_is_refused(folder: Path) -> None:
+    config = load(folder, "placement.gangs.all.weights_dir=/proc/weights")
+    with pytest.raises(ConfigError, match=r"given '/proc/weights'; cannot write to /proc: .* Set placement") as refusal:
+        check_run_directory(config, resume=False)
+    assert refusal.value.key == "placement.gangs.all.weights_dir"
+
+
 def test_a_directory_with_another_config_is_refused(folder: Path) -> None:
     config = load(folder)
     check_run_directory(config, resume=False)

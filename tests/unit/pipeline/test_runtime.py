@@ -201,6 +201,37 @@ def test_a_load_that_fails_leaves_the_old_version(board: WeightBoard) -> None:
     assert board.release(1), "a lease was left behind"
 
 
+def test_a_version_that_is_not_here_is_fetched_while_others_come_and_go(board: WeightBoard) -> None:
+    """Once, and only if the resident weights will not do; the shard that needs it enters when it is here."""
+    fake, fetched = FakeEngine(), []
+    begun, arrived = threading.Event(), threading.Event()
+
+    def fetch(version: int) -> None:
+        fetched.append(version)
+        begun.set()
+        arrived.wait(timeout=60)
+        board.publish(version, {"w": np.full(3, version, np.float32)})
+
+    engine = VersionedEngine(fake, board, fetch=fetch)
+
+    def newer() -> None:
+        with engine.at(7, Clock()):
+            assert fake.tensors["w"].tolist() == [7.0] * 3
+
+    with engine.at(0, Clock()):
+        thread = threading.Thread(target=newer)
+        thread.start()
+        begun.wait(timeout=60)
+        with engine.at(0, Clock()):
+            assert fake.loads == [0]
+        arrived.set()
+    thread.join(timeout=60)
+    assert fake.loads == [0, 7]
+    board.release(7)
+    with engine.at(7, Clock()):
+        assert fetched == [7]
+
+
 def test_versions_of_other_tensors_do_not_mix(board: WeightBoard) -> None:
     """What the older version brought and the newer one lacks would stay the older one's."""
     fake = FakeEngine()

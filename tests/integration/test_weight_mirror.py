@@ -1,0 +1,353 @@
+"""Weights between hosts, without a run around them: Dask workers in this process, each with a board of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from distributed import Scheduler, Worker
+
+from pipeline import weight_mirror
+from pipeline.calls import MirrorSpec
+from pipeline.weight_mirror import FAN_OUT, Fetched, WeightMirror
+from storage.errors import MissingOutput, StoreError
+from storage.weight_copies import OutgoingVersion
+from storage.weights import WeightBoard
+
+PIECE = 1 << 16
+NUM_PIECES = 12
+VERSION = 3
+WEIGHTS = {f"w{i}": np.full(NUM_PIECES * PIECE // 16, i, np.float32) for i in range(4)}
+
+
+@dataclass
+class Wires:
+    """What is sent, and a gate in it."""
+
+    pieces: Counter[tuple[str, int]] = field(default_factory=Counter)
+    """How often a board sent the piece at an offset."""
+    held: str = ""
+    """A board that sends no more than `ready` pieces."""
+    ready: int = 0
+
+    def sent_by(self, board: WeightBoard) -> dict[int, int]:
+        return {at // PIECE: n for (name, at), n in self.pieces.items() if name == str(board.directory)}
+
+
+@pytest.fixture
+def wires(monkeypatch: pytest.MonkeyPatch) -> Wires:
+    wires = Wires()
+
+    class Seen(OutgoingVersion):
+        def __init__(self, board: WeightBoard, version: int, digest: str | None = None) -> None:
+            super().__init__(board, version, digest)
+            self.name = str(board.directory)
+
+        def num_ready(self) -> int:
+            ready = super().num_ready()
+            return min(ready, wires.ready * PIECE) if wires.held == self.name else ready
+
+        def read(self, offset: int, nbytes: int) -> memoryview:
+            wires.pieces[self.name, offset] += 1
+            return super().read(offset, nbytes)
+
+    monkeypatch.setattr(weight_mirror, "OutgoingVersion", Seen)
+    monkeypatch.setattr(weight_mirror, "PIECE_BYTES", PIECE)
+    return wires
+
+
+@dataclass
+class Host:
+    worker: Worker
+    mirror: WeightMirror
+    board: WeightBoard
+
+    async def fetch(self, version: int = VERSION) -> None:
+        """In a thread of its own: the loop's are those that pieces are written in."""
+        loop = asyncio.get_running_loop()
+        ended: asyncio.Future[None] = loop.create_future()
+
+        def work() -> None:
+            try:
+                self.mirror.fetch(version)
+            except Exception as error:
+                loop.call_soon_threadsafe(ended.set_exception, error)
+            else:
+                loop.call_soon_threadsafe(ended.set_result, None)
+
+        threading.Thread(target=work, daemon=True).start()
+        await ended
+
+    def arrived(self) -> int:
+        """Pieces that lie there."""
+        return sum(path.stat().st_size for path in self.board.directory.glob("*.copy")) // PIECE
+
+
+@dataclass
+class Cluster:
+    folder: Path
+    scheduler: Scheduler
+    stack: AsyncExitStack
+    patience_s: float = 60.0
+
+    async def host(self, name: str, board: str | None = None) -> Host:
+        worker = await self.stack.enter_async_context(
+            Worker(self.scheduler.address, name=name, nthreads=1, memory_limit=0, dashboard=False, nanny=None)
+        )
+        spec = MirrorSpec(str(self.folder / (board or name)), "train-0", self.patience_s, silence_s=20.0)
+        mirror = WeightMirror(worker, spec)
+        mirror.open()
+        return Host(worker, mirror, WeightBoard(spec.board))
+
+    async def hosts(self, number: int) -> list[Host]:
+        return [await self.host(f"generate-{i}") for i in range(number)]
+
+
+@asynccontextmanager
+async def cluster(folder: Path) -> AsyncIterator[tuple[Cluster, Host]]:
+    """A scheduler, and the publisher with its version."""
+    async with AsyncExitStack() as stack:
+        scheduler = await stack.enter_async_context(Scheduler(host="127.0.0.1", port=0, dashboard=False))
+        opened = Cluster(folder, scheduler, stack)
+        publisher = await opened.host("train-0")
+        publisher.board.publish(VERSION, WEIGHTS)
+        yield opened, publisher
+
+
+def run(test: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    asyncio.run(test())
+
+
+async def until(happened: Callable[[], bool], *working: asyncio.Task[None]) -> None:
+    while not happened():
+        for task in working:
+            assert not task.done(), "it ended too early"
+        await asyncio.sleep(0.01)
+
+
+def check(host: Host) -> None:
+    with host.board.open(VERSION) as lease:
+        lease.verify()
+        for name, expected in WEIGHTS.items():
+            np.testing.assert_array_equal(lease.tensors[name], expected, strict=True)
+
+
+def test_the_publisher_sends_two_copies_however_many_hosts_there_are(tmp_path: Path, wires: Wires) -> None:
+    async def test() -> None:
+        async with cluster(tmp_path) as (others, publisher):
+            hosts = await others.hosts(7)
+            await asyncio.gather(*(host.fetch() for host in hosts))
+            for host in hosts:
+                check(host)
+                assert host.mirror.fetched().num_bytes == publisher.board.open(VERSION).manifest.num_bytes
+                assert host.mirror.fetched() == Fetched()
+            assert wires.sent_by(publisher.board) == dict.fromkeys(range(NUM_PIECES), FAN_OUT)
+            for host in hosts:
+                assert max(wires.sent_by(host.board).values(), default=0) <= FAN_OUT
+            assert sum(wires.pieces.values()) == 7 * NUM_PIECES
+
+    run(test)
+
+
+def test_what_has_arrived_is_handed_on_while_the_rest_is_on_its_way(tmp_path: Path, wires: Wires) -> None:
+    async def test() -> None:
+        async with cluster(tmp_path) as (others, publisher):
+            wires.held, wires.ready = str(publisher.board.directory), 5
+            hosts = await others.hosts(3)
+            fetches = []
+            for host in hosts:  # in this order: the third is sent to the first
+                fetches.append(asyncio.create_task(host.fetch()))
+                await until(lambda host=host: host.arrived() == 5, *fetches)
+            assert not any(host.board.has(VERSION) for host in hosts)
+            assert wires.sent_by(hosts[0].board) == dict.fromkeys(range(5), 1)
+            wires.ready = NUM_PIECES
+            await asyncio.gather(*fetches)
+            for host in hosts:
+                check(host)
+
+    run(test)
+
+
+def test_if_an_earlier_asker_dies_the_publisher_sends_the_rest(tmp_path: Path, wires: Wires) -> None:
+    async def test() -> None:
+        async with cluster(tmp_path) as (others, publisher):
+            first, second = await others.hosts(2)
+            await first.fetch()  # in this order: the third is sent to the first
+            await second.fetch()
+            wires.held, wires.ready = str(first.board.directory), 7
+            third = await others.host("generate-2")
+            before = wires.sent_by(publisher.board)
+            fetch = asyncio.create_task(third.fetch())
+            await until(lambda: third.arrived() == 7, fetch)
+            assert wires.sent_by(publisher.board) == before
+            await first.worker.close()
+            await fetch
+            check(third)
+            sent = {piece for piece, times in wires.sent_by(publisher.board).items() if times > before[piece]}
+            assert sent == set(range(7, NUM_PIECES)), "it goes on where it stopped"
+
+    run(test)
+
+
+def test_a_damaged_copy_is_not_handed_on(tmp_path: Path, wires: Wires) -> None:
+    async def test() -> None:
+        async with cluster(tmp_path) as (others, publisher):
+            first, second = await others.hosts(2)
+            await first.fetch()  # in this order: the third is sent to the first
+            await second.fetch()
+            manifest = first.board.manifest(VERSION)
+            assert manifest is not None
+            with open(first.board.directory / manifest.file, "r+b") as stream:
+                stream.seek(manifest.file_bytes - 1)
+                stream.write(b"\x01")
+            third = await others.host("generate-2")
+            await third.fetch()
+            check(third)
+            assert wires.sent_by(first.board) == dict.fromkeys(range(NUM_PIECES), 1), "it was asked first"
+            assert wires.sent_by(publisher.board) == dict.fromkeys(range(NUM_PIECES), FAN_OUT + 1)
+
+    run(test)
+
+
+def test_another_copy_under_the_same_number_is_not_handed_on(tmp_path: Path, wires: Wires) -> None:
+    """One that a killed run left there, say."""
+
+    async def test() -> None:
+        async with cluster(tmp_path) as (others, _):
+            first, second = await others.hosts(2)
+            await first.fetch()  # in this order: the third is sent to the first
+            await second.fetch()
+            first.board.release(VERSION)
+            first.board.publish(VERSION, {"w": np.zeros(PIECE)})
+            third = await others.host("generate-2")
+            await third.fetch()
+            check(third)
+            assert wires.sent_by(first.board) == {}
+
+    run(test)
+
+
+def test_a_publisher_that_comes_back_elsewhere_is_found_and_sends_the_rest(tmp_path: Path, wires: Wires) -> None:
+    async def test() -> None:
+        async with cluster(tmp_path) as (others, publisher):
+            wires.held, wires.ready = str(publisher.board.directory), 4
+            reader = await others.host("generate-0")
+            fetch = asyncio.create_task(reader.fetch())
+            await until(lambda: reader.arrived() == 4, fetch)
+            await publisher.worker.close()
+            wires.held = ""
+            again = await others.host("train-0")
+            assert again.worker.address != publisher.worker.address
+            await fetch
+            check(reader)
+            assert wires.sent_by(publisher.board) == dict.fromkeys(range(NUM_PIECES), 1)
+
+    run(test)
+
+
+def test_processes_of_one_host_fetch_once(tmp_path: Path, wires: Wires) -> None:
+    async def test() -> None:
+        async with cluster(tmp_path) as (others, publisher):
+            wires.held, wires.ready = str(publisher.board.directory), 4
+            first = await others.host("generate-0", board="shared")
+            second = await others.host("generate-1", board="shared")
+            fetches = [asyncio.create_task(host.fetch()) for host in (first, second)]
+            await until(lambda: first.arrived() == 4, *fetches)
+            wires.held = ""
+            await asyncio.gather(*fetches)
+            check(second)
+            assert wires.sent_by(publisher.board) == dict.fromkeys(range(NUM_PIECES), 1)
+            assert sorted(host.mirror.fetched().num_bytes > 0 for host in (first, second)) == [False, True]
+
+    run(test)
+
+
+def test_a_version_that_nobody_has_is_an_error_at_once(tmp_path: Path, wires: Wires) -> None:
+    async def test() -> None:
+        async with cluster(tmp_path) as (others, _):
+            reader = await others.host("generate-0")
+            with pytest.raises(MissingOutput, match="v4 are not in"):
+                await reader.fetch(4)
+            assert list(reader.board.directory.iterdir()) == []
+
+    run(test)
+
+
+def test_without_a_publisher_patience_ends(tmp_path: Path, wires: Wires) -> None:
+    async def test() -> None:
+        async with cluster(tmp_path) as (others, publisher):
+            others.patience_s = 0.2
+            reader = await others.host("generate-0")
+            await publisher.worker.close()
+            with pytest.raises(
+                StoreError, match=r"v3 did not come from train-0: nothing for 0.2 s .*train-0 is not the"
+            ):
+                await reader.fetch()
+            assert list(reader.board.directory.iterdir()) == []
+
+    run(test)
+
+
+def test_no_room_here_is_not_the_senders_fault(tmp_path: Path, wires: Wires, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test() -> None:
+        async with cluster(tmp_path) as (others, _):
+            reader = await others.host("generate-0")
+
+            def full(self: Any, piece: memoryview) -> None:
+                raise OSError(28, "No space left on device")
+
+            monkeypatch.setattr(weight_mirror.IncomingVersion, "append", full)
+            with pytest.raises(OSError, match="No space left"):
+                await reader.fetch()
+            assert list(reader.board.directory.iterdir()) == []
+
+    run(test)
+
+
+async def call(host: Host, order: str, **what: Any) -> None:
+    await getattr(host.worker.rpc(host.worker.address), order)(**what)
+
+
+def test_orders(tmp_path: Path, wires: Wires) -> None:
+    """Fetch ahead, release when nobody reads it any more (not under a lease), remove the board."""
+
+    async def test() -> None:
+        async with cluster(tmp_path) as (others, publisher):
+            reader = await others.host("generate-0")
+            await call(reader, weight_mirror.FETCH, version=VERSION)
+            await until(lambda: reader.board.has(VERSION))
+            lease = reader.board.open(VERSION)
+            await call(reader, weight_mirror.RELEASE, versions=[VERSION])
+            check(reader)
+            lease.close()
+            await call(reader, weight_mirror.RELEASE, versions=[])
+            assert reader.board.available() == []
+            await call(reader, weight_mirror.REMOVE)
+            assert not reader.board.directory.exists()
+            check(publisher)
+
+    run(test)
+
+
+def test_a_version_that_is_released_while_it_arrives_does_not_stay(tmp_path: Path, wires: Wires) -> None:
+    async def test() -> None:
+        async with cluster(tmp_path) as (others, publisher):
+            wires.held, wires.ready = str(publisher.board.directory), 4
+            reader = await others.host("generate-0")
+            fetch = asyncio.create_task(reader.fetch())
+            await until(lambda: reader.arrived() == 4, fetch)
+            await call(reader, weight_mirror.RELEASE, versions=[VERSION])
+            wires.held = ""
+            with pytest.raises(MissingOutput, match="v3 are not read any more"):
+                await fetch
+            assert list(reader.board.directory.iterdir()) == []
+
+    run(test)

@@ -195,22 +195,35 @@ static void find_blocks(const struct context *c, int n, int k, const float **key
     }
 }
 
-/* qkv [num, heads + 2 kv_heads, dim]; queries: room for [num, heads, dim]; out [num, heads, dim]. All tokens are written
- * before any is read. One thread's share; sets `failed` if out of memory. */
-static void attend_share(const void *qkv, int dtype, int num, const struct context *c, float *queries, void *out,
-                         int out_dtype, int *failed) {
-    int heads = c->heads, kv_heads = c->kv_heads, dim = c->dim, group = heads / kv_heads, half = dim / 2;
-    int64_t block_stride = (int64_t)kv_heads * BLOCK * dim;
-    int blocks = (c->longest + BLOCK - 1) / BLOCK, stride = blocks * BLOCK, parts = (group + HEADS - 1) / HEADS;
-    size_t weight_count = (size_t)HEADS * (size_t)stride, patched_count = 0;
-    if (c->cells) patched_count = 2 * (size_t)(c->path_width / BLOCK + 2) * BLOCK * (size_t)dim;
-    float *weights = malloc(sizeof(float) * (weight_count + patched_count) + sizeof(float *) * 2 * (size_t)blocks);
-    float *patched = weights + weight_count, turned[dim];
-    const float **key_blocks = (const float **)(patched + patched_count), **value_blocks = key_blocks + blocks;
-    if (!weights) {
+/* What one thread needs to read keys and values: attention weights of HEADS heads, and the blocks of one token. */
+struct room {
+    float *weights, *patched;
+    const float **keys, **values;
+};
+
+/* Sets `failed` if out of memory. To be freed: `weights`. */
+static struct room make_room(const struct context *c, int *failed) {
+    size_t blocks = (size_t)(c->longest + BLOCK - 1) / BLOCK, weights = HEADS * blocks * BLOCK, patched = 0;
+    if (c->cells) patched = 2 * (size_t)(c->path_width / BLOCK + 2) * BLOCK * (size_t)c->dim;
+    struct room room = {malloc(sizeof(float) * (weights + patched) + sizeof(float *) * 2 * blocks), NULL, NULL, NULL};
+    if (room.weights) {
+        room.patched = room.weights + weights;
+        room.keys = (const float **)(room.patched + patched), room.values = room.keys + blocks;
+    } else {
 #pragma omp atomic write
         *failed = 1;
     }
+    return room;
+}
+
+/* qkv [num, heads + 2 kv_heads, dim]; queries: room for [num, heads, dim]; out [num, heads, dim]. All tokens are written
+ * before any is read. One thread's share; all wait at its end. */
+static void attend_share(const void *qkv, int dtype, int num, const struct context *c, float *queries, void *out,
+                         int out_dtype, struct room room, const int *failed) {
+    int heads = c->heads, kv_heads = c->kv_heads, dim = c->dim, group = heads / kv_heads, half = dim / 2;
+    int64_t block_stride = (int64_t)kv_heads * BLOCK * dim;
+    int stride = (c->longest + BLOCK - 1) / BLOCK * BLOCK, parts = (group + HEADS - 1) / HEADS;
+    float turned[dim];
 #pragma omp for schedule(static)
     for (int n = 0; n < num; n++) {
         int64_t position = c->positions[n], at = (int64_t)n * (heads + 2 * kv_heads) * dim;
@@ -235,13 +248,13 @@ static void attend_share(const void *qkv, int dtype, int num, const struct conte
         int64_t at = ((int64_t)n * heads + h) * dim;
         const float *query = queries + at;
         int length = (int)c->positions[n] + 1;
-        find_blocks(c, n, k, key_blocks, value_blocks, patched);
+        find_blocks(c, n, k, room.keys, room.values, room.patched);
 #define CASE(few) \
     case few: \
         if (dim == 64) /* known at compile time */ \
-            read_heads(few, query, key_blocks, value_blocks, length, 64, weights, stride, out, at, out_dtype); \
+            read_heads(few, query, room.keys, room.values, length, 64, room.weights, stride, out, at, out_dtype); \
         else \
-            read_heads(few, query, key_blocks, value_blocks, length, dim, weights, stride, out, at, out_dtype); \
+            read_heads(few, query, room.keys, room.values, length, dim, room.weights, stride, out, at, out_dtype); \
         break
         switch (count) {
             CASE(1);
@@ -251,53 +264,107 @@ static void attend_share(const void *qkv, int dtype, int num, const struct conte
         }
 #undef CASE
     }
-    free(weights);
 }
 
 /* Returns 1 if out of memory. */
 int attend(const void *qkv, int dtype, int num, const struct context *context, float *queries, void *out) {
     int failed = 0;
 #pragma omp parallel if ((int64_t)num * context->longest * context->heads > 2048)
-    attend_share(qkv, dtype, num, context, queries, out, dtype, &failed);
+    {
+        struct room room = make_room(context, &failed);
+        attend_share(qkv, dtype, num, context, queries, out, dtype, room, &failed);
+        free(room.weights);
+    }
     return failed;
+}
+
+/* One block of the model: the halves below, with norms and weights, and its part of the cache. */
+struct block {
+    const float *attention_norm, *mlp_norm;
+    const struct weight *qkv, *out, *gate_up, *down;
+    float *keys, *values;
+};
+
+/* Memory for what a block makes on its way, of `num` tokens each: normed, as wide as the widest weight's input that it is
+ * multiplied with, read, as wide as out's input, and gated, as down's, in the weights' dtype; projected, as wide as qkv's
+ * or gate_up's output; queries [num, heads, dim]. */
+struct buffers {
+    void *normed;
+    float *projected, *queries;
+    void *read, *gated;
+};
+
+/* into [num, width] += what attention makes of the normed x [num, width]. One thread's share; the others may still be at
+ * work on `into` at its end. */
+static void attention_share(const float *x, const struct block *block, float eps, int num, const struct context *context,
+                            const struct buffers *to, float *into, struct room room, const int *failed) {
+    int thread = omp_get_thread_num(), threads = omp_get_num_threads(), dtype = block->qkv->dtype;
+    int width = (int)block->qkv->in;
+#pragma omp for schedule(static)
+    for (int n = 0; n < num; n++) {
+        int64_t at = (int64_t)n * width;
+        norm_row(x + at, block->attention_norm, eps, to->normed, at, dtype, width);
+    }
+    product_share(to->normed, block->qkv, num, to->projected, FLOAT32, STORE, thread, threads);
+#pragma omp barrier
+    attend_share(to->projected, FLOAT32, num, context, to->queries, to->read, dtype, room, failed);
+    product_share(to->read, block->out, num, into, FLOAT32, ADD, thread, threads);
+}
+
+/* into [num, width] += what the MLP makes of the normed x [num, width]. As above. */
+static void mlp_share(const float *x, const struct block *block, float eps, int num, const struct buffers *to, float *into) {
+    int thread = omp_get_thread_num(), threads = omp_get_num_threads(), dtype = block->gate_up->dtype;
+    int width = (int)block->gate_up->in;
+#pragma omp for schedule(static)
+    for (int n = 0; n < num; n++) {
+        int64_t at = (int64_t)n * width;
+        norm_row(x + at, block->mlp_norm, eps, to->normed, at, dtype, width);
+    }
+    product_share(to->normed, block->gate_up, num, to->projected, FLOAT32, STORE, thread, threads);
+#pragma omp barrier
+    gate_share(to->projected, FLOAT32, to->gated, dtype, num, (int)block->down->in);
+    product_share(to->gated, block->down, num, into, FLOAT32, ADD, thread, threads);
 }
 
 INLINE int64_t numbers(const struct weight *weight) { return weight->out * weight->in; }
 
-/* into [num, width] += what attention makes of the normed x [num, width]. Room: normed and read, as wide as qkv's and
- * out's inputs, in their dtype; projected [num, heads + 2 kv_heads, dim]; queries [num, heads, dim]. `into` may be x.
- * Returns 1 if out of memory. */
-int attention(const float *x, const float *norm, float eps, const struct weight *qkv, const struct weight *out, int num,
-              const struct context *context, void *normed, float *projected, float *queries, void *read, float *into) {
-    int failed = 0, dtype = qkv->dtype, width = (int)qkv->in;
-#pragma omp parallel if (num * numbers(qkv) > 65536)
+/* One half of a block. `into` may be x. Returns 1 if out of memory. */
+int attention(const float *x, const struct block *block, float eps, int num, const struct context *context,
+              const struct buffers *buffers, float *into) {
+    int failed = 0;
+#pragma omp parallel if (num * numbers(block->qkv) > 65536)
     {
-        int thread = omp_get_thread_num(), threads = omp_get_num_threads();
-#pragma omp for schedule(static)
-        for (int n = 0; n < num; n++) norm_row(x + (int64_t)n * width, norm, eps, normed, (int64_t)n * width, dtype, width);
-        product_share(normed, qkv, num, projected, FLOAT32, STORE, thread, threads);
-#pragma omp barrier
-        attend_share(projected, FLOAT32, num, context, queries, read, dtype, &failed);
-        product_share(read, out, num, into, FLOAT32, ADD, thread, threads);
+        struct room room = make_room(context, &failed);
+        attention_share(x, block, eps, num, context, buffers, into, room, &failed);
+        free(room.weights);
     }
     return failed;
 }
 
-/* into [num, width] += what the MLP makes of the normed x [num, width]. Room: normed and gated, as wide as gate_up's and
- * down's inputs, in their dtype; projected, as wide as gate_up's output. `into` may be x. */
-void mlp(const float *x, const float *norm, float eps, const struct weight *gate_up, const struct weight *down, int num,
-         void *normed, float *projected, void *gated, float *into) {
-    int dtype = gate_up->dtype, width = (int)gate_up->in;
-#pragma omp parallel if (num * numbers(gate_up) > 65536)
+/* The other half. */
+void mlp(const float *x, const struct block *block, float eps, int num, const struct buffers *buffers, float *into) {
+#pragma omp parallel if (num * numbers(block->gate_up) > 65536)
+    mlp_share(x, block, eps, num, buffers, into);
+}
+
+/* x [num, width] on its way through all blocks, in place. Returns 1 if out of memory. */
+int run_blocks(float *x, const struct block *blocks, int num_blocks, float eps, int num, const struct context *context,
+               const struct buffers *buffers) {
+    int failed = 0;
+#pragma omp parallel if (num * numbers(blocks->gate_up) > 65536)
     {
-        int thread = omp_get_thread_num(), threads = omp_get_num_threads();
-#pragma omp for schedule(static)
-        for (int n = 0; n < num; n++) norm_row(x + (int64_t)n * width, norm, eps, normed, (int64_t)n * width, dtype, width);
-        product_share(normed, gate_up, num, projected, FLOAT32, STORE, thread, threads);
+        struct room room = make_room(context, &failed);
+        struct context here = *context;
+        for (const struct block *block = blocks; block < blocks + num_blocks; block++) {
+            here.keys = block->keys, here.values = block->values;
+            attention_share(x, block, eps, num, &here, buffers, x, room, &failed);
 #pragma omp barrier
-        gate_share(projected, FLOAT32, gated, dtype, num, (int)down->in);
-        product_share(gated, down, num, into, FLOAT32, ADD, thread, threads);
+            mlp_share(x, block, eps, num, buffers, x);
+#pragma omp barrier
+        }
+        free(room.weights);
     }
+    return failed;
 }
 
 /* Of scaled logits [count] of the tokens first, first + 1, ...: where logit + noise is largest, if that is more than

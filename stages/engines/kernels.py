@@ -144,18 +144,28 @@ class Kernels(Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class Block:
+    """One transformer block; linears packed and fused."""
+
+    attention_norm: torch.Tensor
+    qkv: Packed
+    out: Packed
+    mlp_norm: torch.Tensor
+    gate_up: Packed
+    down: Packed
+
+
 @runtime_checkable
 class FusedKernels(Kernels, Protocol):
-    """Kernels that compute half a block in one call. What lies between two operations is not rounded, but for the
-    operands of the products."""
+    """Kernels that compute half a block, or all of them, in one call. What lies between two operations is not rounded,
+    but for the operands of the products."""
 
     def attention(
         self,
         x: Float32[torch.Tensor, "N C"],
-        norm: Float32[torch.Tensor, " C"],
+        block: Block,
         eps: float,
-        qkv: Packed,
-        out: Packed,
         angles: Angles,
         tokens: Tokens,
         keys: Float32[torch.Tensor, "P K D 16"],
@@ -166,15 +176,21 @@ class FusedKernels(Kernels, Protocol):
         ...
 
     def mlp(
-        self,
-        x: Float32[torch.Tensor, "N C"],
-        norm: Float32[torch.Tensor, " C"],
-        eps: float,
-        gate_up: Packed,
-        down: Packed,
-        into: Float32[torch.Tensor, "N C"],
+        self, x: Float32[torch.Tensor, "N C"], block: Block, eps: float, into: Float32[torch.Tensor, "N C"]
     ) -> None:
         """into += linear(gate(linear(norm(x), gate_up)), down). `into` may be `x` itself."""
+        ...
+
+    def run_blocks(
+        self,
+        x: Float32[torch.Tensor, "N C"],
+        blocks: tuple[Block, ...],
+        eps: float,
+        angles: Angles,
+        tokens: Tokens,
+        layers: list[tuple[torch.Tensor, torch.Tensor]],
+    ) -> None:
+        """Both, for each block in turn, with `x` as `into`. `layers`: keys and values of each."""
         ...
 
 

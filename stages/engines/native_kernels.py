@@ -15,6 +15,8 @@ import platform
 import shutil
 import subprocess
 import tempfile
+import threading
+import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -23,7 +25,7 @@ import numpy as np
 import torch
 from jaxtyping import Int64, UInt64
 
-from stages.engines.kernels import Angles, Guessed, HeadWeights, Tokens
+from stages.engines.kernels import Angles, Block, Guessed, HeadWeights, Tokens
 from stages.engines.noise import token_words
 from stages.engines.packed import NativeWeight, NotFiniteError, Packed
 from stages.engines.slabs import Slabs
@@ -59,6 +61,31 @@ class _Guesses(ctypes.Structure):
     _fields_ = tuple((each.name, _P) for each in fields(Guessed))
 
 
+class _Block(ctypes.Structure):
+    """kernels.c: struct block."""
+
+    _fields_ = tuple(
+        (name, _P) for name in ("attention_norm", "mlp_norm", "qkv", "out", "gate_up", "down", "keys", "values")
+    )
+
+
+class _Buffers(ctypes.Structure):
+    """kernels.c: struct buffers."""
+
+    _fields_ = tuple((name, _P) for name in ("normed", "projected", "queries", "read", "gated"))
+
+
+class _Here(threading.local):
+    """What one thread keeps between two calls."""
+
+    def __init__(self) -> None:
+        self.room = torch.empty(0, dtype=torch.uint8)
+        self.passed: list[weakref.ref[object]] = []
+        """The blocks that the last pass went through, and their cache: not to be kept alive."""
+        self.addresses: ctypes.Array[_Block] | None = None
+        """Of those."""
+
+
 class NoNativeKernelsError(RuntimeError):
     """This machine cannot build or load them; says why."""
 
@@ -74,8 +101,9 @@ def load_native_kernels() -> NativeKernels:
     library.use_matrix_registers.argtypes = [_I]
     library.gate.argtypes = [_P, _P, _I, _I, _I]
     library.attend.argtypes = [_P, _I, _I, _P, _P, _P]
-    library.attention.argtypes = [_P, _P, _F, _P, _P, _I, _P, _P, _P, _P, _P, _P]
-    library.mlp.argtypes = [_P, _P, _F, _P, _P, _I, _P, _P, _P, _P]
+    library.attention.argtypes = [_P, _P, _F, _I, _P, _P, _P]
+    library.mlp.argtypes = [_P, _P, _F, _I, _P, _P]
+    library.run_blocks.argtypes = [_P, _P, _I, _F, _I, _P, _P]
     library.packed_bytes.argtypes = [_L, _L, _I]
     library.packed_bytes.restype = _L
     library.pack.argtypes = [_P, _I, _L, _L, _P, _I, _L, _L]
@@ -96,6 +124,7 @@ class NativeKernels:
     name: str = "native"
     follows_lines: bool = True
     _slabs: Slabs = field(default_factory=Slabs)
+    _here: _Here = field(default_factory=_Here)
 
     def use_matrix_registers(self, wanted: bool) -> bool:
         """Whether bfloat16 products go through the CPU's matrix registers (Intel's AMX) from now on, in the whole
@@ -135,52 +164,62 @@ class NativeKernels:
     def attention(
         self,
         x: torch.Tensor,
-        norm: torch.Tensor,
+        block: Block,
         eps: float,
-        qkv: Packed,
-        out: Packed,
         angles: Angles,
         tokens: Tokens,
         keys: torch.Tensor,
         values: torch.Tensor,
         into: torch.Tensor,
     ) -> None:
-        assert isinstance(qkv, NativeWeight)
-        assert isinstance(out, NativeWeight)
-        size, read = qkv.dtype.itemsize, out.in_features
-        room, places = _room(len(x), (qkv.in_features * size, qkv.out_features * 4, read * 4, read * size))
-        context = _context(read // keys.shape[2], angles, tokens, keys, values)
+        buffers = self._buffers(len(x), block)
+        context = _context(_native(block.out).in_features // keys.shape[2], angles, tokens, keys, values)
+        given = ctypes.byref(_block(block, keys, values))
         failed = self.library.attention(
-            x.data_ptr(),
-            norm.data_ptr(),
-            eps,
-            qkv.handle,
-            out.handle,
-            len(x),
-            ctypes.byref(context),
-            *places,
-            into.data_ptr(),
+            x.data_ptr(), given, eps, len(x), ctypes.byref(context), ctypes.byref(buffers), into.data_ptr()
         )
-        del room
         _check_memory(failed, tokens)
 
-    def mlp(
+    def mlp(self, x: torch.Tensor, block: Block, eps: float, into: torch.Tensor) -> None:
+        buffers, given = self._buffers(len(x), block), ctypes.byref(_block(block, None, None))
+        self.library.mlp(x.data_ptr(), given, eps, len(x), ctypes.byref(buffers), into.data_ptr())
+
+    def run_blocks(
         self,
         x: torch.Tensor,
-        norm: torch.Tensor,
+        blocks: tuple[Block, ...],
         eps: float,
-        gate_up: Packed,
-        down: Packed,
-        into: torch.Tensor,
+        angles: Angles,
+        tokens: Tokens,
+        layers: list[tuple[torch.Tensor, torch.Tensor]],
     ) -> None:
-        assert isinstance(gate_up, NativeWeight)
-        assert isinstance(down, NativeWeight)
-        size = gate_up.dtype.itemsize
-        room, places = _room(len(x), (gate_up.in_features * size, gate_up.out_features * 4, down.in_features * size))
-        self.library.mlp(
-            x.data_ptr(), norm.data_ptr(), eps, gate_up.handle, down.handle, len(x), *places, into.data_ptr()
+        here, (keys, values) = self._here, layers[0]
+        passed = (*blocks, keys)  # the cache's layers come and go together
+        if len(here.passed) != len(passed) or any(ref() is not it for ref, it in zip(here.passed, passed, strict=True)):
+            given = (_block(block, *layer) for block, layer in zip(blocks, layers, strict=True))
+            here.passed, here.addresses = [weakref.ref(it) for it in passed], (_Block * len(blocks))(*given)
+        buffers = self._buffers(len(x), blocks[0])
+        context = _context(_native(blocks[0].out).in_features // keys.shape[2], angles, tokens, keys, values)
+        failed = self.library.run_blocks(
+            x.data_ptr(), here.addresses, len(blocks), eps, len(x), ctypes.byref(context), ctypes.byref(buffers)
         )
-        del room
+        _check_memory(failed, tokens)
+
+    def _buffers(self, num: int, block: Block) -> _Buffers:
+        """For passes of `num` tokens through blocks of this size; taken back by the next call of the same thread."""
+        qkv, out, gate_up, down = map(_native, (block.qkv, block.out, block.gate_up, block.down))
+        size, projected = qkv.dtype.itemsize, max(qkv.out_features, gate_up.out_features)
+        widths = (qkv.in_features * size, projected * 4, out.in_features * 4, out.in_features * size)
+        return _Buffers(*self._room(num, (*widths, down.in_features * size)))
+
+    def _room(self, rows: int, row_bytes: tuple[int, ...]) -> list[int]:
+        """Addresses of buffers of so many bytes a row each, on cache lines, in memory that this thread keeps: fresh
+        memory would have to be cleared by the system, page by page."""
+        ends = list(itertools.accumulate(-(-rows * size // 64) * 64 for size in row_bytes))
+        here = self._here
+        if here.room.numel() < ends[-1]:
+            here.room = torch.empty(ends[-1], dtype=torch.uint8)
+        return [here.room.data_ptr() + start for start in (0, *ends[:-1])]
 
     def _empty(self, out_features: int, in_features: int, dtype: torch.dtype) -> NativeWeight:
         tiles = self._slabs.take(self.library.packed_bytes(out_features, in_features, _kind(dtype)))
@@ -233,10 +272,7 @@ class NativeKernels:
         keys: UInt64[np.ndarray, "rows depth"],
         banned: Sequence[Sequence[int]],
     ) -> Guessed:
-        up, down, out = head.up, head.down, head.out
-        assert isinstance(up, NativeWeight)
-        assert isinstance(down, NativeWeight)
-        assert isinstance(out, NativeWeight)
+        up, down, out = map(_native, (head.up, head.down, head.out))
         rows, width = state.shape
         shape = (rows, depth, branches)
         slot_room, parents, ranks = np.empty((3, *shape), np.int64)
@@ -248,7 +284,7 @@ class NativeKernels:
         bans_from = np.array([0, *itertools.accumulate(map(len, banned))], np.int64)
         size, tokens = up.dtype.itemsize, out.out_features
         sizes = (2 * width * size, 2 * width * 4, width * size, tokens * 4, 2 * width * 4, 4, tokens * 4)
-        room, places = _room(rows * branches, sizes)
+        places = self._room(rows * branches, sizes)
         self.library.draft(
             up.handle,
             down.handle,
@@ -267,7 +303,6 @@ class NativeKernels:
             ctypes.byref(found),
             *places,
         )
-        del room
         return guessed
 
     def choose(
@@ -329,11 +364,16 @@ def _context(heads: int, angles: Angles, tokens: Tokens, keys: torch.Tensor, val
     )
 
 
-def _room(rows: int, row_bytes: tuple[int, ...]) -> tuple[torch.Tensor, list[int]]:
-    """Memory for buffers of so many bytes a row each, and their addresses, on cache lines."""
-    ends = list(itertools.accumulate(-(-rows * size // 64) * 64 for size in row_bytes))
-    room = torch.empty(ends[-1], dtype=torch.uint8)
-    return room, [room.data_ptr() + start for start in (0, *ends[:-1])]
+def _block(block: Block, keys: torch.Tensor | None, values: torch.Tensor | None) -> _Block:
+    weights = map(_native, (block.qkv, block.out, block.gate_up, block.down))
+    norms = (block.attention_norm.data_ptr(), block.mlp_norm.data_ptr())
+    cache = (None if part is None else part.data_ptr() for part in (keys, values))
+    return _Block(*norms, *(weight.handle for weight in weights), *cache)
+
+
+def _native(packed: Packed) -> NativeWeight:
+    assert isinstance(packed, NativeWeight)
+    return packed
 
 
 def _check_memory(failed: int, tokens: Tokens) -> None:

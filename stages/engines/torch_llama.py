@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from jaxtyping import Float, Int64
 
-from stages.engines.kernels import Angles, FusedKernels, Kernels, Tokens
+from stages.engines.kernels import Angles, Block, FusedKernels, Kernels, Tokens
 from stages.engines.kv_cache import KVCache
 from stages.engines.packed import NotFiniteError, Packed, all_finite
 from stages.engines.protocol import WeightsError
@@ -56,18 +56,6 @@ class LlamaShape:
     norm_eps: float
     theta: float
     tied: bool
-
-
-@dataclass(frozen=True)
-class Block:
-    """One transformer block; linears packed and fused."""
-
-    attention_norm: torch.Tensor
-    qkv: Packed
-    out: Packed
-    mlp_norm: torch.Tensor
-    gate_up: Packed
-    down: Packed
 
 
 @dataclass(frozen=True)
@@ -230,17 +218,16 @@ def forward(
     x_NC = weights.embedding[tokens.ids].float() if hidden is None else hidden
     if isinstance(kernels, FusedKernels):
         eps, angles = shape.norm_eps, weights.angles
+        if total is None:
+            kernels.run_blocks(x_NC, weights.blocks, eps, angles, tokens, cache.layers)
+            return x_NC
         for block, (keys, values) in zip(weights.blocks, cache.layers, strict=True):
-            into = torch.zeros_like(x_NC) if total else x_NC
-            kernels.attention(
-                x_NC, block.attention_norm, eps, block.qkv, block.out, angles, tokens, keys, values, into=into
-            )
-            if total:
-                x_NC += total(into)
-                into.zero_()
-            kernels.mlp(x_NC, block.mlp_norm, eps, block.gate_up, block.down, into=into)
-            if total:
-                x_NC += total(into)
+            into = torch.zeros_like(x_NC)
+            kernels.attention(x_NC, block, eps, angles, tokens, keys, values, into)
+            x_NC += total(into)
+            into.zero_()
+            kernels.mlp(x_NC, block, eps, into)
+            x_NC += total(into)
         return x_NC
     dtype = weights.embedding.dtype
     delta = None

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from stages.engines.kernels import Angles, FusedKernels, Kernels, Tokens
+from stages.engines.kernels import Angles, Block, FusedKernels, Kernels, Tokens
 from stages.engines.native_kernels import load_native_kernels
 from stages.engines.packed import NotFiniteError
 from stages.engines.torch_kernels import TorchKernels
@@ -191,8 +191,9 @@ def test_halves_of_a_block_equal_plain_torch(native: Kernels, dtype: torch.dtype
     read = plain.attend(plain.linear(h, theirs[0], dtype), angles, tokens, *cache_too)
     expected = x + plain.linear(read, theirs[1], dtype)
     apart, inside = torch.zeros_like(x), x.clone()
-    native.attention(x, norm, 1e-5, *ours[:2], angles, tokens, *cache, into=apart)
-    native.attention(inside, norm, 1e-5, *ours[:2], angles, tokens, *cache, into=inside)
+    block = Block(norm, *ours[:2], norm, *ours[2:])
+    native.attention(x, block, 1e-5, angles, tokens, *cache, into=apart)
+    native.attention(inside, block, 1e-5, angles, tokens, *cache, into=inside)
     torch.testing.assert_close(inside, expected, **close)
     torch.testing.assert_close(x + apart, inside, atol=1e-6, rtol=1e-6)
     torch.testing.assert_close(cache[0], cache_too[0], **close)
@@ -200,7 +201,26 @@ def test_halves_of_a_block_equal_plain_torch(native: Kernels, dtype: torch.dtype
     h = plain.add_norm(x.clone(), None, norm, 1e-5, dtype)
     expected = x + plain.linear(plain.gate(plain.linear(h, theirs[2], dtype)), theirs[3], dtype)
     apart, inside = torch.zeros_like(x), x.clone()
-    native.mlp(x, norm, 1e-5, *ours[2:], into=apart)
-    native.mlp(inside, norm, 1e-5, *ours[2:], into=inside)
+    native.mlp(x, block, 1e-5, into=apart)
+    native.mlp(inside, block, 1e-5, into=inside)
     torch.testing.assert_close(inside, expected, **close)
     torch.testing.assert_close(x + apart, inside, atol=1e-6, rtol=1e-6)
+
+    other = Block(norm * 0.5, *ours[:2], norm, *ours[2:])
+    halves, whole, blocks = x.clone(), x.clone(), (block, other)
+    layers = [(cache[0].clone(), cache[1].clone()) for _ in blocks]
+    layers_too = [(keys.clone(), values.clone()) for keys, values in layers]
+    for each, layer in zip(blocks, layers, strict=True):
+        native.attention(halves, each, 1e-5, angles, tokens, *layer, into=halves)
+        native.mlp(halves, each, 1e-5, into=halves)
+    native.run_blocks(whole, blocks, 1e-5, angles, tokens, layers_too)
+    assert torch.equal(whole, halves)
+    assert all(
+        torch.equal(a, b) for one, two in zip(layers, layers_too, strict=True) for a, b in zip(one, two, strict=True)
+    )
+    native.run_blocks(whole, blocks[::-1], 1e-5, angles, tokens, layers_too)  # what it keeps is of those blocks only
+    native.attention(halves, other, 1e-5, angles, tokens, *layers[0], into=halves)
+    native.mlp(halves, other, 1e-5, into=halves)
+    native.attention(halves, block, 1e-5, angles, tokens, *layers[1], into=halves)
+    native.mlp(halves, block, 1e-5, into=halves)
+    assert torch.equal(whole, halves)

@@ -184,7 +184,8 @@ def test_no_draft_is_looked_for_where_none_can_pay(by_position: bool) -> None:
     assert make_speculation(drafter, costs=STEEP).propose(rows, 0) == {}
     assert drafter.asked == []
     assert make_speculation(drafter).propose(rows, 0) == {row: line((1,) * 4) for row in rows}
-    assert make_speculation(drafter, costs=STEEP, lengths="longest").propose(rows, 0) == {r: line((1,) * 4) for r in rows}
+    longest = make_speculation(drafter, costs=STEEP, lengths="longest")
+    assert longest.propose(rows, 0) == {row: line((1,) * 4) for row in rows}
 
 
 def run_passes(speculation: Speculation, row: Row, accepted: int, num: int, times: float = 0.3) -> TokenTree:

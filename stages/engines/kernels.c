@@ -16,7 +16,7 @@
 #include "kernels.h"
 
 #define BLOCK 16 /* positions of a block of the cache: kv_cache.BLOCK_TOKENS */
-#define HEADS 4 /* that read keys and values together at most */
+#define LANES 6 /* heads, of one token or of some of one row, that read keys and values together at most */
 #define CHUNK 1024 /* logits worked on at a time: their buffer stays in the first-level cache */
 
 /* Numbers of one position, or one number of each position of a block. */
@@ -91,68 +91,93 @@ INLINE void rotate(const void *qkv, int dtype, int64_t at, int dim, const float 
     }
 }
 
-/* The sums over positions 0 .. length-1 of weight times value, of 64 numbers, from `first` on, of `heads` heads;
- * undivided. */
-INLINE void weigh_values(int heads, const float *weights, int stride, const float *const *values, int first, int length,
-                         int dim, float *read) {
-    vec sums[HEADS][4] = {0};
-    for (int b = 0; b * BLOCK < length; b++) {
-        const float *value = values[b] + first;
-        for (int t = b * BLOCK, end = t + BLOCK < length ? t + BLOCK : length; t < end; t++, value += dim)
-#pragma GCC unroll 4
-            for (int h = 0; h < heads; h++)
-#pragma GCC unroll 4
-                for (int v = 0; v < 4; v++) sums[h][v] += weights[h * stride + t] * ((const vec *)value)[v];
-    }
-    for (int h = 0; h < heads; h++) memcpy(read + h * 64, sums[h], sizeof(sums[h]));
-}
+/* What one head of one token reads, and where its own things are: weights [longest], for its softmax. */
+struct lane {
+    const float *q, *const *keys, *const *values; /* keys, values: blocks by position */
+    float *weights, sum;
+    int length;
+    int64_t to; /* in `out` */
+};
 
-/* softmax(q K^T / sqrt(dim)) V over positions 0 .. length-1 of `heads` heads that share keys and values: those are read
- * once for all of them. A block of keys is [dim, BLOCK], so that its 16 scores are made side by side; one of values
- * [BLOCK, dim]. q, out [heads, dim]; weights: room for [heads, stride]. */
-INLINE void read_heads(int heads, const float *q, const float *const *keys, const float *const *values, int length, int dim,
-                       float *weights, int stride, void *out, int64_t out_at, int dtype) {
-    float scale = 1.0f / sqrtf((float)dim), sums[HEADS], read[HEADS * 64];
-    for (int b = 0; b * BLOCK < length; b++) {
-        const vec *key = (const vec *)keys[b];
-        vec s[HEADS][4] = {0};
+/* Scores of the positions in blocks from .. to - 1, the same for all lanes. A block of keys is [dim, BLOCK], so that its
+ * 16 scores are made side by side. */
+INLINE void score_blocks(int lanes, const struct lane *lane, int from, int to, int dim) {
+    float scale = 1.0f / sqrtf((float)dim);
+    for (int b = from; b < to; b++) {
+        const vec *key = (const vec *)lane->keys[b];
+        vec s[LANES][4] = {0};
         int i = 0;
         for (; i + 4 <= dim; i += 4)
 #pragma GCC unroll 4
             for (int j = 0; j < 4; j++)
-#pragma GCC unroll 4
-                for (int h = 0; h < heads; h++) s[h][j] += q[h * dim + i + j] * key[i + j];
+#pragma GCC unroll 6
+                for (int l = 0; l < lanes; l++) s[l][j] += lane[l].q[i + j] * key[i + j];
         for (; i < dim; i++)
-            for (int h = 0; h < heads; h++) s[h][0] += q[h * dim + i] * key[i];
-#pragma GCC unroll 4
-        for (int h = 0; h < heads; h++)
-            *(vec *)(weights + h * stride + b * BLOCK) = ((s[h][0] + s[h][1]) + (s[h][2] + s[h][3])) * scale;
+            for (int l = 0; l < lanes; l++) s[l][0] += lane[l].q[i] * key[i];
+#pragma GCC unroll 6
+        for (int l = 0; l < lanes; l++)
+            *(vec *)(lane[l].weights + b * BLOCK) = ((s[l][0] + s[l][1]) + (s[l][2] + s[l][3])) * scale;
     }
-    for (int h = 0; h < heads; h++) {
-        float *w = weights + h * stride, largest = -INFINITY, sum = 0.0f;
+}
+
+/* weights = e^(score - the largest), undivided. */
+INLINE void soften(struct lane *lane) {
+    float *w = lane->weights, largest = -INFINITY, sum = 0.0f;
 #pragma omp simd reduction(max : largest)
-        for (int t = 0; t < length; t++) largest = w[t] > largest ? w[t] : largest;
+    for (int t = 0; t < lane->length; t++) largest = w[t] > largest ? w[t] : largest;
 #pragma omp simd reduction(+ : sum)
-        for (int t = 0; t < length; t++) {
-            w[t] = exp_(w[t] - largest);
-            sum += w[t];
-        }
-        sums[h] = sum;
+    for (int t = 0; t < lane->length; t++) {
+        w[t] = exp_(w[t] - largest);
+        sum += w[t];
+    }
+    lane->sum = sum;
+}
+
+/* sums += weight times value over positions from .. to - 1, of 64 numbers from `first` on. A block of values is [BLOCK,
+ * dim], the same for all lanes. */
+INLINE void weigh_values(int lanes, const struct lane *lane, int from, int to, int first, int dim, vec sums[][4]) {
+    vec here[LANES][4];
+#pragma GCC unroll 6
+    for (int l = 0; l < lanes; l++) memcpy(here[l], sums[l], sizeof(here[l]));
+    for (int b = from / BLOCK; b * BLOCK < to; b++) {
+        int start = b * BLOCK < from ? from : b * BLOCK, end = b * BLOCK + BLOCK < to ? b * BLOCK + BLOCK : to;
+        const float *value = lane->values[b] + (start - b * BLOCK) * dim + first;
+        for (int t = start; t < end; t++, value += dim)
+#pragma GCC unroll 6
+            for (int l = 0; l < lanes; l++)
+#pragma GCC unroll 4
+                for (int v = 0; v < 4; v++) here[l][v] += lane[l].weights[t] * ((const vec *)value)[v];
+    }
+#pragma GCC unroll 6
+    for (int l = 0; l < lanes; l++) memcpy(sums[l], here[l], sizeof(here[l]));
+}
+
+/* softmax(q K^T / sqrt(dim)) V of each lane over its positions 0 .. length-1. Of the first `common` positions (all, or
+ * whole blocks) the lanes have the same keys and values, which are read once for all of them. Every lane's numbers are
+ * made in the same order whatever the others are. */
+INLINE void read_lanes(int lanes, struct lane *lane, int common, int dim, void *out, int dtype) {
+    score_blocks(lanes, lane, 0, (common + BLOCK - 1) / BLOCK, dim);
+    for (int l = 0; l < lanes; l++) {
+        if (lane[l].length > common) score_blocks(1, lane + l, common / BLOCK, (lane[l].length + BLOCK - 1) / BLOCK, dim);
+        soften(lane + l);
     }
     int first = 0;
     for (; first + 64 <= dim; first += 64) {
-        weigh_values(heads, weights, stride, values, first, length, dim, read);
-        for (int h = 0; h < heads; h++)
-            for (int i = 0; i < 64; i++) store(out, out_at + h * dim + first + i, dtype, read[h * 64 + i] / sums[h]);
-    }
-    for (int h = 0; h < heads && first < dim; h++) {
-        for (int i = first; i < dim; i++) read[i - first] = 0.0f;
-        for (int t = 0; t < length; t++) {
-            const float *value = values[t / BLOCK] + t % BLOCK * dim;
-            float w = weights[h * stride + t];
-            for (int i = first; i < dim; i++) read[i - first] += w * value[i];
+        vec sums[LANES][4] = {0};
+        weigh_values(lanes, lane, 0, common, first, dim, sums);
+        for (int l = 0; l < lanes; l++) {
+            if (lane[l].length > common) weigh_values(1, lane + l, common, lane[l].length, first, dim, sums + l);
+            const float *read = (const float *)sums[l];
+            for (int i = 0; i < 64; i++) store(out, lane[l].to + first + i, dtype, read[i] / lane[l].sum);
         }
-        for (int i = first; i < dim; i++) store(out, out_at + h * dim + i, dtype, read[i - first] / sums[h]);
+    }
+    for (int l = 0; l < lanes && first < dim; l++) {
+        float read[64] = {0};
+        for (int t = 0; t < lane[l].length; t++) {
+            const float *value = lane[l].values[t / BLOCK] + t % BLOCK * dim;
+            for (int i = first; i < dim; i++) read[i - first] += lane[l].weights[t] * value[i];
+        }
+        for (int i = first; i < dim; i++) store(out, lane[l].to + i, dtype, read[i - first] / lane[l].sum);
     }
 }
 
@@ -195,25 +220,41 @@ static void find_blocks(const struct context *c, int n, int k, const float **key
     }
 }
 
-/* What one thread needs to read keys and values: attention weights of HEADS heads, and the blocks of one token. */
+/* What one thread needs to read keys and values: attention weights of LANES heads, and the blocks of as many tokens. */
 struct room {
     float *weights, *patched;
     const float **keys, **values;
+    size_t weights_each, patched_each, blocks_each;
 };
 
 /* Sets `failed` if out of memory. To be freed: `weights`. */
 static struct room make_room(const struct context *c, int *failed) {
-    size_t blocks = (size_t)(c->longest + BLOCK - 1) / BLOCK, weights = HEADS * blocks * BLOCK, patched = 0;
-    if (c->cells) patched = 2 * (size_t)(c->path_width / BLOCK + 2) * BLOCK * (size_t)c->dim;
-    struct room room = {malloc(sizeof(float) * (weights + patched) + sizeof(float *) * 2 * blocks), NULL, NULL, NULL};
+    struct room room = {.blocks_each = (size_t)(c->longest + BLOCK - 1) / BLOCK};
+    room.weights_each = room.blocks_each * BLOCK;
+    if (c->cells) room.patched_each = 2 * (size_t)(c->path_width / BLOCK + 2) * BLOCK * (size_t)c->dim;
+    size_t floats = room.weights_each + room.patched_each, pointers = 2 * room.blocks_each;
+    room.weights = malloc(LANES * (sizeof(float) * floats + sizeof(float *) * pointers));
     if (room.weights) {
-        room.patched = room.weights + weights;
-        room.keys = (const float **)(room.patched + patched), room.values = room.keys + blocks;
+        room.patched = room.weights + LANES * room.weights_each;
+        room.keys = (const float **)(room.patched + LANES * room.patched_each);
+        room.values = room.keys + LANES * room.blocks_each;
     } else {
 #pragma omp atomic write
         *failed = 1;
     }
     return room;
+}
+
+/* How many positions of several tokens of one row, from the first on, have the same keys, in whole blocks. */
+static int common_positions(const struct context *c, int n, int tokens, const struct room *room) {
+    if (tokens == 1) return (int)c->positions[n] + 1;
+    int64_t shortest = c->positions[n];
+    for (int t = 1; t < tokens; t++) shortest = c->positions[n + t] < shortest ? c->positions[n + t] : shortest;
+    int b = 0;
+    for (; (b + 1) * BLOCK <= shortest + 1; b++)
+        for (int t = 1; t < tokens; t++)
+            if (room->keys[t * room->blocks_each + b] != room->keys[b]) return b * BLOCK;
+    return b * BLOCK;
 }
 
 /* qkv [num, heads + 2 kv_heads, dim]; queries: room for [num, heads, dim]; out [num, heads, dim]. All tokens are written
@@ -222,7 +263,7 @@ static void attend_share(const void *qkv, int dtype, int num, const struct conte
                          int out_dtype, struct room room, const int *failed) {
     int heads = c->heads, kv_heads = c->kv_heads, dim = c->dim, group = heads / kv_heads, half = dim / 2;
     int64_t block_stride = (int64_t)kv_heads * BLOCK * dim;
-    int stride = (c->longest + BLOCK - 1) / BLOCK * BLOCK, parts = (group + HEADS - 1) / HEADS;
+    int parts = (group + LANES - 1) / LANES, together = parts == 1 ? LANES / group : 1; /* tokens of a row at most */
     float turned[dim];
 #pragma omp for schedule(static)
     for (int n = 0; n < num; n++) {
@@ -240,29 +281,42 @@ static void attend_share(const void *qkv, int dtype, int num, const struct conte
             for (int i = 0; i < dim; i++) c->values[to + offset * dim + i] = load(qkv, value + i, dtype);
         }
     }
+    int runs = (num + together - 1) / together;
 #pragma omp for schedule(dynamic, 2)
-    for (int i = 0; i < num * kv_heads * parts; i++) {
+    for (int i = 0; i < runs * kv_heads * parts; i++) {
         if (*failed) continue;
-        int n = i / (kv_heads * parts), k = i / parts % kv_heads, h = k * group + i % parts * HEADS;
-        int count = (k + 1) * group - h < HEADS ? (k + 1) * group - h : HEADS;
-        int64_t at = ((int64_t)n * heads + h) * dim;
-        const float *query = queries + at;
-        int length = (int)c->positions[n] + 1;
-        find_blocks(c, n, k, room.keys, room.values, room.patched);
-#define CASE(few) \
-    case few: \
+        int k = i / parts % kv_heads, h = k * group + i % parts * LANES, end = i / (kv_heads * parts) * together + together;
+        int count = (k + 1) * group - h < LANES ? (k + 1) * group - h : LANES;
+        for (int n = end - together, tokens; n < end && n < num; n += tokens) {
+            for (tokens = 1; n + tokens < end && n + tokens < num && c->rows[n + tokens] == c->rows[n];) tokens++;
+            struct lane lane[LANES];
+            for (int t = 0; t < tokens; t++) {
+                const float **keys = room.keys + t * room.blocks_each, **values = room.values + t * room.blocks_each;
+                find_blocks(c, n + t, k, keys, values, room.patched + t * room.patched_each);
+                for (int l = t * count; l < (t + 1) * count; l++) {
+                    int64_t at = ((int64_t)(n + t) * heads + h + l - t * count) * dim;
+                    float *weights = room.weights + l * room.weights_each;
+                    lane[l] = (struct lane){queries + at, keys, values, weights, 0.0f, (int)c->positions[n + t] + 1, at};
+                }
+            }
+            int common = common_positions(c, n, tokens, &room);
+#define CASE(lanes) \
+    case lanes: \
         if (dim == 64) /* known at compile time */ \
-            read_heads(few, query, room.keys, room.values, length, 64, room.weights, stride, out, at, out_dtype); \
+            read_lanes(lanes, lane, common, 64, out, out_dtype); \
         else \
-            read_heads(few, query, room.keys, room.values, length, dim, room.weights, stride, out, at, out_dtype); \
+            read_lanes(lanes, lane, common, dim, out, out_dtype); \
         break
-        switch (count) {
-            CASE(1);
-            CASE(2);
-            CASE(3);
-            CASE(4);
-        }
+            switch (tokens * count) {
+                CASE(1);
+                CASE(2);
+                CASE(3);
+                CASE(4);
+                CASE(5);
+                CASE(6);
+            }
 #undef CASE
+        }
     }
 }
 

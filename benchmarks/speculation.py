@@ -42,6 +42,8 @@ CPU = torch.device("cpu")
 MODEL, REVIEWS = Path("assets/smollm2-135m-instruct"), Path("assets/movie_reviews.tsv")
 SIDES = ("none", "ngram", "learned", "both")
 WORKLOADS = ("reviews", "sums", "code")
+PARTS = 4
+"""Of the training."""
 FIRST_TEST = 1000
 """Prompts from this number on are measured, those before it are trained on."""
 _TASKS = (
@@ -90,8 +92,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--modes", nargs="+", choices=("greedy", "sampled"), default=["greedy", "sampled"])
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--new", type=int, default=64, help="tokens of a response")
-    parser.add_argument("--train", type=float, default=60.0, help="seconds of training the head")
-    parser.add_argument("--train-rows", type=int, default=96, help="responses of each workload to train on")
+    parser.add_argument("--train", type=float, default=120.0, help="seconds of training the head")
+    parser.add_argument("--train-rows", type=int, default=256, help="responses of each workload and mode to train on")
     parser.add_argument(
         "--branches", type=int, default=SpeculationConfig().branches, help="guesses of the head for each position"
     )
@@ -140,16 +142,20 @@ class Bench:
         ]
 
     def train(self) -> tuple[float, int]:
-        """Responses to prompts of all workloads, then training on them: its seconds and steps."""
-        for workload in WORKLOADS:
-            for mode in self.options.modes:
-                run(self.engines["learned"], self.requests(workload, 0, self.options.train_rows, mode, 0))
+        """Responses to prompts of all workloads and training on them, a part after the other as in a run's steps (the
+        head remembers no more than the last ones): seconds and steps of the training."""
         torch.set_num_threads(CORES)
-        started, steps = time.perf_counter(), 0
-        while time.perf_counter() - started < self.options.train and self.head.learn():
-            steps += 1
-        self.kernels.end_threads()  # of this thread; idle ones would slow the engines'
-        return time.perf_counter() - started, steps
+        num, seconds, steps = -(-self.options.train_rows // PARTS), 0.0, 0
+        for part in range(PARTS):
+            for workload in WORKLOADS:
+                for mode in self.options.modes:
+                    run(self.engines["learned"], self.requests(workload, part * num, num, mode, 0))
+            started, left = time.perf_counter(), self.options.train / PARTS
+            while time.perf_counter() - started < left and self.head.learn():
+                steps += 1
+            seconds += time.perf_counter() - started
+            self.kernels.end_threads()  # of this thread; idle ones would slow the engines'
+        return seconds, steps
 
     def compare(self, num_rows: int, mode: str, epochs: int = 1) -> dict[str, dict[str, float]]:
         """Of each workload and in all: tokens per second without drafts, ratios of the other sides. `epochs` 2: only
@@ -195,6 +201,7 @@ def main() -> None:
     options = arguments(__doc__ or "", add_options)
     if options.quick:
         options.repeats, options.new, options.train, options.rows = 1, 16, 2.0, [1, 4]
+        options.train_rows = 48
     rows: list[tuple[str, ...]] = []
     figures: dict[str, float] = {}
     with closing(Bench(options)) as bench, measured_load() as load:

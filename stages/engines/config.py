@@ -24,7 +24,7 @@ class SpeculationConfig:
     drafter: Literal["none", "ngram", "learned", "both"] = "none"
     """`ngram`: what followed the same two or three tokens before, in the row or in earlier rows of its prompt.
     `learned`: a small head on the model's hidden state, trained on the finished rows while the engine is idle. `both`:
-    of each row, whichever has been right more often."""
+    lookup, and the head for the rows for which that promises less."""
     max_tokens: int = 6
     """Longest draft of a row in a pass: positions ahead."""
     branches: int = 4

@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 import torch
 
-from stages.engines.kernels import Angles, Tokens
+from stages.engines.kernels import Angles, Lines, Tokens
 from stages.engines.native_kernels import NativeKernels, load_native_kernels
 from stages.engines.noise import gumbel, noise_keys
 from stages.engines.torch_kernels import TorchKernels
+from stages.engines.trees import TokenTree
 
 DTYPES = [torch.float32, torch.bfloat16]
 
@@ -78,10 +79,54 @@ def test_attend_equals_plain_torch(native: NativeKernels, dtype: torch.dtype, di
     torch.testing.assert_close(values, values_too, atol=0, rtol=0)
 
 
-@pytest.mark.parametrize("vocab", [96, 5000])
+@pytest.mark.parametrize("heads", [(6, 2), (4, 4), (8, 1), (5, 1)])
+@pytest.mark.parametrize("dim", [8, 64, 80])
+@pytest.mark.parametrize("kind", ["native", "torch"])
+def test_a_guess_reads_its_own_line(native: NativeKernels, kind: str, dim: int, heads: tuple[int, int]) -> None:
+    """A tree of guesses over the end of a block: each is read as if its line had been fed alone, bit for bit."""
+    kernels = native if kind == "native" else TorchKernels()
+    (num_heads, kv_heads), start = heads, 13
+    tree = TokenTree((0,) * 6, (-1, 0, 1, 0, -1, 3))
+    generator = torch.Generator().manual_seed(0)
+
+    def randn(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator)
+
+    angles = Angles(randn(64, dim // 2), randn(64, dim // 2))
+    cache = randn(5, kv_heads, dim, 16), randn(5, kv_heads, 16, dim)
+    qkv = randn(len(tree), (num_heads + 2 * kv_heads) * dim)
+    tables = torch.tensor([[3, 1]], dtype=torch.int32)
+
+    def attend(guesses: list[int], positions: list[int], lines: Lines | None) -> torch.Tensor:
+        tokens = Tokens(
+            torch.zeros(len(guesses), dtype=torch.int64),
+            torch.tensor(positions),
+            torch.zeros(len(guesses), dtype=torch.int32),
+            tables,
+            max(positions) + 1,
+            lines,
+        )
+        return kernels.attend(qkv[guesses], angles, tokens, cache[0].clone(), cache[1].clone())
+
+    positions = [start + depth for depth in tree.depths]
+    paths = [[start + guess for guess in tree.line_to(each)] for each in range(len(tree))]
+    lines = Lines(
+        torch.arange(start, start + len(tree)),
+        torch.full((len(tree),), start),
+        torch.tensor([path + [0] * (3 - len(path)) for path in paths]),
+    )
+    together = attend(list(range(len(tree))), positions, lines)
+    for guess in range(len(tree)):
+        path = tree.line_to(guess)
+        alone = attend(path, [start + depth for depth in range(len(path))], None)
+        assert torch.equal(together[guess], alone[-1])
+
+
+@pytest.mark.parametrize("vocab", [96, 5000, 49152])
 def test_choose_equals_plain_torch(native: NativeKernels, vocab: int) -> None:
     """Temperature 0 among others, banned tokens, a vocabulary that is no multiple of anything."""
-    logits = torch.randn(40, vocab, generator=torch.Generator().manual_seed(0)) * 3
+    scales = torch.tensor([0.1, 1.0, 3.0, 10.0, 30.0]).repeat(8)[:, None]
+    logits = torch.randn(40, vocab, generator=torch.Generator().manual_seed(0)) * scales
     logits[:, ::7] = float("-inf")
     temperatures = [0.0, 1.0, 0.7, 1.3] * 10
     keys = noise_keys(1, 2, np.arange(40), 5)

@@ -29,6 +29,7 @@ from jaxtyping import Float32
 from stages.engines.config import SpeculationConfig, speculation_problem
 from stages.engines.costs import DraftingCosts, PassCosts, choose_depth, choose_guesses
 from stages.engines.drafting import Draft, Drafter
+from stages.engines.guesses import Guesses, joined
 from stages.engines.rows import Row
 from stages.engines.scheduler import Chunk
 from stages.engines.trees import TokenTree
@@ -65,32 +66,6 @@ class _Tally:
     def rate(self, now: int) -> float:
         left = _MEMORY ** (now - self.seen)
         return (left * self.accepted + _PRIOR_ACCEPTED) / (left * self.tried + _PRIOR_TRIED)
-
-
-@dataclass(frozen=True)
-class _Guesses:
-    """For one row, of any drafters."""
-
-    tree: TokenTree
-    kinds: tuple[str, ...]
-    """Which drafter each is of."""
-    levels: tuple[int | None, ...]
-    gains: tuple[float, ...]
-    """Probability that each guess, and all that it follows, are right."""
-
-    @property
-    def total(self) -> float:
-        """Tokens that are expected of them."""
-        return sum(self.gains)
-
-    def only(self, chosen: Sequence[int]) -> _Guesses:
-        """See `TokenTree.only`."""
-        return _Guesses(
-            self.tree.only(chosen),
-            tuple(self.kinds[guess] for guess in chosen),
-            tuple(self.levels[guess] for guess in chosen),
-            tuple(self.gains[guess] for guess in chosen),
-        )
 
 
 @dataclass
@@ -137,7 +112,7 @@ class Speculation:
         """(drafter, rows, tokens) -> (its depth, the pass from which on it is decided anew)."""
         self._widths: dict[str, float] = {}
         """Guesses verified for each position, on average, by kind."""
-        self._proposed: dict[Row, _Guesses] = {}
+        self._proposed: dict[Row, Guesses] = {}
         """Of each row the last ones to be verified: several passes may be under way."""
 
     # ---- for a pass ----
@@ -148,7 +123,7 @@ class Speculation:
         measured = self._lengths == "measured"
         if measured and not self._trials.allows(len(rows)):
             return {}
-        proposed: dict[Row, _Guesses] = {}
+        proposed: dict[Row, Guesses] = {}
         rooms = {row: min(self._longest, row.num_left - 1) for row in rows}
         asked = [row for row in rows if rooms[row] > 0]
         if not asked:
@@ -189,7 +164,7 @@ class Speculation:
             if not any(chosen):
                 self._depths.clear()  # they were made in vain: decide anew
         pairs = zip(proposed.items(), chosen, strict=True)
-        verified = {row: _line_first(guesses.only(some)) for (row, guesses), some in pairs if some}
+        verified = {row: guesses.only(some).as_fed() for (row, guesses), some in pairs if some}
         self._proposed |= verified
         return {row: guesses.tree for row, guesses in verified.items()}
 
@@ -302,42 +277,18 @@ class Speculation:
         tally = self._tallies.get((kind, position, level))
         return tally.rate(self._passes) if tally else _PRIOR_ACCEPTED / _PRIOR_TRIED
 
-    def _weighed(self, draft: Draft) -> _Guesses:
+    def _weighed(self, draft: Draft) -> Guesses:
         """The draft with its gains; its first line only, where passes cannot branch."""
         tree, gains = draft.tree, list[float]()
         levels = draft.levels or (None,) * len(tree)
         for parent, depth, level in zip(tree.parents, tree.depths, levels, strict=True):
             gains.append((gains[parent] if parent >= 0 else 1.0) * self._rate(draft.kind, depth, level))
-        guesses = _Guesses(tree, (draft.kind,) * len(tree), tuple(levels), tuple(gains))
-        return guesses if self._branching else guesses.only(_first_line(guesses))
+        guesses = Guesses(tree, (draft.kind,) * len(tree), tuple(levels), tuple(gains))
+        return guesses if self._branching else guesses.only(guesses.first_line)
 
-    def _joined(self, first: _Guesses, second: _Guesses) -> _Guesses:
-        """The guesses of both; of those that both have, what the more confident one says. Where passes cannot branch:
-        the better of the two."""
-        if not self._branching:
-            return max(first, second, key=lambda guesses: guesses.total)
-        tokens, parents = list(first.tree.tokens), list(first.tree.parents)
-        kinds, levels, gains = list(first.kinds), list(first.levels), list(first.gains)
-        numbers = {pair: guess for guess, pair in enumerate(zip(parents, tokens, strict=True))}
-        places = {-1: -1}
-        for guess, (token, parent) in enumerate(zip(second.tree.tokens, second.tree.parents, strict=True)):
-            place = numbers.setdefault((places[parent], token), len(tokens))
-            places[guess] = place
-            if place == len(tokens):
-                tokens.append(token)
-                parents.append(places[parent])
-                kinds.append(second.kinds[guess])
-                levels.append(second.levels[guess])
-                gains.append(second.gains[guess])
-            elif second.gains[guess] > gains[place]:
-                kinds[place], levels[place], gains[place] = (
-                    second.kinds[guess],
-                    second.levels[guess],
-                    second.gains[guess],
-                )
-        for guess, parent in enumerate(parents):  # those behind one that gained confidence may seem better than it
-            gains[guess] = min(gains[guess], gains[parent]) if parent >= 0 else gains[guess]
-        return _Guesses(TokenTree(tuple(tokens), tuple(parents)), tuple(kinds), tuple(levels), tuple(gains))
+    def _joined(self, first: Guesses, second: Guesses) -> Guesses:
+        """Of two drafters; the better ones, where passes cannot branch."""
+        return joined(first, second) if self._branching else max(first, second, key=lambda guesses: guesses.total)
 
     def _kind_gains(self, drafter: Drafter) -> list[float]:
         """Of the drafter's best kind, on average over what it was sure of: by position, that some guess is right."""
@@ -381,25 +332,6 @@ class Speculation:
             self._depths.clear()
         self._depths[key] = (depth, self._passes + _DECISION_PASSES)
         return depth
-
-
-def _first_line(guesses: _Guesses) -> list[int]:
-    """From the row on, the best of those that follow the last, always."""
-    best: dict[int, int] = {}
-    for guess, parent in enumerate(guesses.tree.parents):
-        if parent not in best or guesses.gains[guess] > guesses.gains[best[parent]]:
-            best[parent] = guess
-    line, last = list[int](), -1
-    while (following := best.get(last)) is not None:
-        line.append(following)
-        last = following
-    return line
-
-
-def _line_first(guesses: _Guesses) -> _Guesses:
-    """The guesses in the order in which they are fed: the most likely line first, whose keys then are in place."""
-    line = _first_line(guesses)
-    return guesses.only([*line, *(guess for guess in range(len(guesses.tree)) if guess not in line)])
 
 
 def check_speculation(config: SpeculationConfig) -> None:

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from stages.engines.config import SamplingConfig
+from stages.engines.guesses import Guesses, joined
 from stages.engines.passes import Draws, keep, lay_out
 from stages.engines.protocol import Request
 from stages.engines.rows import Call, Row
@@ -84,3 +85,26 @@ def test_what_lies_behind_a_rows_end_is_not_kept() -> None:
     drawn = Draws(np.array([10, 11, 12, 8, 0, 0]), np.full(6, -0.5, np.float32))
     assert keep([Chunk(row, 13, 1, True, FILM)], drawn, 3) == [[0, 1]]
     assert row.num_left == 0
+
+
+def guesses(tree: TokenTree, kind: str, *gains: float) -> Guesses:
+    return Guesses(tree, (kind,) * len(tree), tuple(range(len(tree))), gains)
+
+
+def test_guesses_are_fed_with_the_likeliest_line_first() -> None:
+    given = guesses(TokenTree((10, 11, 12, 13), (-1, -1, 1, 0)), "a", 0.3, 0.6, 0.2, 0.25)
+    assert given.first_line == [1, 2]
+    fed = given.as_fed()
+    assert fed.tree == TokenTree((11, 12, 10, 13), (-1, 0, -1, 2))
+    assert (fed.gains, fed.levels) == ((0.6, 0.2, 0.3, 0.25), (1, 2, 0, 3))
+    assert fed.total == pytest.approx(1.35)
+
+
+def test_guesses_of_two_drafters_are_joined() -> None:
+    """Both say 10; the first goes on with 11, the second, which is surer of 10, with 12; 13 is its own."""
+    first = guesses(line((10, 11)), "a", 0.5, 0.4)
+    second = guesses(TokenTree((13, 10, 12), (-1, -1, 1)), "b", 0.1, 0.7, 0.3)
+    both = joined(first, second)
+    assert both.tree == TokenTree((10, 11, 13, 12), (-1, 0, -1, 0))
+    assert both.kinds == ("b", "a", "b", "b")
+    assert both.gains == (0.7, 0.4, 0.1, 0.3)

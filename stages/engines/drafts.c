@@ -111,15 +111,15 @@ void draft(const struct weight *up, const struct weight *down, const struct weig
                 int64_t slot = position ? guesses->slots[guess] : slots[row];
                 feed(from, embedding + slot * width, fed, 2 * (int64_t)n * width, dtype, width);
             }
-            product_share(fed, up, rows * items, projected, FLOAT32, STORE, thread, threads);
+            product_share(fed, up, down, rows * items, projected, FLOAT32, STORE, thread, threads);
 #pragma omp barrier
             gate_share(projected, FLOAT32, gated, dtype, rows * items, width);
-            product_share(gated, down, rows * items, now, FLOAT32, ADD, thread, threads);
+            product_share(gated, down, out, rows * items, now, FLOAT32, ADD, thread, threads);
 #pragma omp barrier
 #pragma omp for schedule(static)
             for (int n = 0; n < rows * items; n++)
                 for (int64_t i = 0, at = (int64_t)n * width; i < width; i++) store(fed, at + i, dtype, now[at + i]);
-            product_share(fed, out, rows * items, scores, FLOAT32, STORE, thread, threads);
+            product_share(fed, out, position + 1 < depth ? up : NULL, rows * items, scores, FLOAT32, STORE, thread, threads);
 #pragma omp barrier
 #pragma omp for schedule(static)
             for (int row = 0; row < rows; row++) {

@@ -382,16 +382,27 @@ INLINE void put_tile(const float *sums, int64_t rows, int64_t out, int64_t first
     }
 }
 
-static void share(int dtype, const char *x, const struct weight *weight, int64_t rows, char *to, int to_dtype, int then,
-                  int thread, int threads) {
+/* The first of a thread's items among so many. */
+INLINE int64_t first_of(int64_t items, int thread, int threads) { return items * thread / threads; }
+
+/* Where a thread will begin to read. */
+INLINE const char *begins_at(const struct weight *weight, int thread, int threads) {
+    if (!weight) return NULL;
+    int64_t tiles = tiles_of(weight->out), first = first_of(tiles, thread, threads);
+    return (const char *)weight->tiles + first * steps_of(weight->in, weight->dtype) * STEP;
+}
+
+static void share(int dtype, const char *x, const struct weight *weight, const struct weight *after, int64_t rows,
+                  char *to, int to_dtype, int then, int thread, int threads) {
     float sums[SHARED_ROWS * TILE] __attribute__((aligned(64)));
     int64_t in = weight->in, tiles = tiles_of(weight->out), tile_bytes = steps_of(in, dtype) * STEP;
     int64_t groups = (rows + SHARED_ROWS - 1) / SHARED_ROWS, items = tiles * groups;
-    int64_t first = items * thread / threads, last = items * (thread + 1) / threads;
+    int64_t first = first_of(items, thread, threads), last = first_of(items, thread + 1, threads);
     for (int64_t item = first; item < last; item++) {
         int64_t t = item / groups, row = item % groups * SHARED_ROWS, count = least(SHARED_ROWS, rows - row);
         const char *tile = (const char *)weight->tiles + t * tile_bytes;
-        const char *next = groups == 1 && item + 1 < last ? tile + tile_bytes : NULL;
+        const char *next = item + 1 < last ? tile + tile_bytes : begins_at(after, thread, threads);
+        if (groups > 1) next = NULL; /* the same tile is taken again, from the cache */
         multiply_tile(dtype, x + row * in * (dtype == BFLOAT16 ? 2 : 4), count, in, tile, next, sums);
         put_tile(sums, count, weight->out, t * TILE, to + row * weight->out * (to_dtype == BFLOAT16 ? 2 : 4), to_dtype,
                  then);
@@ -401,16 +412,16 @@ static void share(int dtype, const char *x, const struct weight *weight, int64_t
 #endif
 }
 
-void product_share(const void *x, const struct weight *weight, int64_t rows, void *to, int to_dtype, int then, int thread,
-                   int threads) {
+void product_share(const void *x, const struct weight *weight, const struct weight *after, int64_t rows, void *to,
+                   int to_dtype, int then, int thread, int threads) {
     if (weight->dtype == BFLOAT16)
-        share(BFLOAT16, x, weight, rows, to, to_dtype, then, thread, threads);
+        share(BFLOAT16, x, weight, after, rows, to, to_dtype, then, thread, threads);
     else
-        share(FLOAT32, x, weight, rows, to, to_dtype, then, thread, threads);
+        share(FLOAT32, x, weight, after, rows, to, to_dtype, then, thread, threads);
 }
 
 /* to [rows, out] = x [rows, in] W^T. */
 void product(const void *x, const struct weight *weight, int64_t rows, void *to, int to_dtype) {
 #pragma omp parallel if (rows * weight->out * weight->in > 65536)
-    product_share(x, weight, rows, to, to_dtype, STORE, omp_get_thread_num(), omp_get_num_threads());
+    product_share(x, weight, NULL, rows, to, to_dtype, STORE, omp_get_thread_num(), omp_get_num_threads());
 }

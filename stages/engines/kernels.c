@@ -359,14 +359,15 @@ static void attention_share(const float *x, const struct block *block, float eps
         int64_t at = (int64_t)n * width;
         norm_row(x + at, block->attention_norm, eps, to->normed, at, dtype, width);
     }
-    product_share(to->normed, block->qkv, num, to->projected, FLOAT32, STORE, thread, threads);
+    product_share(to->normed, block->qkv, block->out, num, to->projected, FLOAT32, STORE, thread, threads);
 #pragma omp barrier
     attend_share(to->projected, FLOAT32, num, context, to->queries, to->read, dtype, room, failed);
-    product_share(to->read, block->out, num, into, FLOAT32, ADD, thread, threads);
+    product_share(to->read, block->out, block->gate_up, num, into, FLOAT32, ADD, thread, threads);
 }
 
-/* into [num, width] += what the MLP makes of the normed x [num, width]. As above. */
-static void mlp_share(const float *x, const struct block *block, float eps, int num, const struct buffers *to, float *into) {
+/* into [num, width] += what the MLP makes of the normed x [num, width]. As above. `after`: see product_share. */
+static void mlp_share(const float *x, const struct block *block, const struct weight *after, float eps, int num,
+                      const struct buffers *to, float *into) {
     int thread = omp_get_thread_num(), threads = omp_get_num_threads(), dtype = block->gate_up->dtype;
     int width = (int)block->gate_up->in;
 #pragma omp for schedule(static)
@@ -374,10 +375,10 @@ static void mlp_share(const float *x, const struct block *block, float eps, int 
         int64_t at = (int64_t)n * width;
         norm_row(x + at, block->mlp_norm, eps, to->normed, at, dtype, width);
     }
-    product_share(to->normed, block->gate_up, num, to->projected, FLOAT32, STORE, thread, threads);
+    product_share(to->normed, block->gate_up, block->down, num, to->projected, FLOAT32, STORE, thread, threads);
 #pragma omp barrier
     gate_share(to->projected, FLOAT32, to->gated, dtype, num, (int)block->down->in);
-    product_share(to->gated, block->down, num, into, FLOAT32, ADD, thread, threads);
+    product_share(to->gated, block->down, after, num, into, FLOAT32, ADD, thread, threads);
 }
 
 INLINE int64_t numbers(const struct weight *weight) { return weight->out * weight->in; }
@@ -398,7 +399,7 @@ int attention(const float *x, const struct block *block, float eps, int num, con
 /* The other half. */
 void mlp(const float *x, const struct block *block, float eps, int num, const struct buffers *buffers, float *into) {
 #pragma omp parallel if (num * numbers(block->gate_up) > 65536)
-    mlp_share(x, block, eps, num, buffers, into);
+    mlp_share(x, block, NULL, eps, num, buffers, into);
 }
 
 /* x [num, width] on its way through all blocks, in place. Returns 1 if out of memory. */
@@ -413,7 +414,7 @@ int run_blocks(float *x, const struct block *blocks, int num_blocks, float eps, 
             here.keys = block->keys, here.values = block->values;
             attention_share(x, block, eps, num, &here, buffers, x, room, &failed);
 #pragma omp barrier
-            mlp_share(x, block, eps, num, buffers, x);
+            mlp_share(x, block, block + 1 < blocks + num_blocks ? block[1].qkv : NULL, eps, num, buffers, x);
 #pragma omp barrier
         }
         free(room.weights);

@@ -112,9 +112,9 @@ struct weight {
 };
 
 /* One thread's share of to [rows, out] = x [rows, in] W^T, x in the weight's dtype. The shares of all
- * threads make the whole. */
-void product_share(const void *x, const struct weight *weight, int64_t rows, void *to, int to_dtype, int then, int thread,
-                   int threads);
+ * threads make the whole. `after`: the weight of the next product, or null; its beginning is fetched meanwhile. */
+void product_share(const void *x, const struct weight *weight, const struct weight *after, int64_t rows, void *to,
+                   int to_dtype, int then, int thread, int threads);
 
 /* gate_up [rows, 2 width] -> out [rows, width] = silu(gate) up. One thread's share; all wait at its end. */
 void gate_share(const void *gate_up, int from_dtype, void *out, int dtype, int rows, int width);

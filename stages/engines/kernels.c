@@ -16,7 +16,13 @@
 #include "kernels.h"
 
 #define BLOCK 16 /* positions of a block of the cache: kv_cache.BLOCK_TOKENS */
-#define LANES 6 /* heads, of one token or of some of one row, that read keys and values together at most */
+/* Heads, of one token or of some of one row, that read keys and values together at most: four sums of each stay in
+ * registers. */
+#ifdef __AVX512F__
+#define LANES 6
+#else
+#define LANES 4
+#endif
 #define CHUNK 1024 /* logits worked on at a time: their buffer stays in the first-level cache */
 
 /* Numbers of one position, or one number of each position of a block. */
@@ -300,12 +306,12 @@ static void attend_share(const void *qkv, int dtype, int num, const struct conte
                 }
             }
             int common = common_positions(c, n, tokens, &room);
-#define CASE(lanes) \
-    case lanes: \
+#define CASE(few) \
+    case few: \
         if (dim == 64) /* known at compile time */ \
-            read_lanes(lanes, lane, common, 64, out, out_dtype); \
+            read_lanes(few <= LANES ? few : LANES, lane, common, 64, out, out_dtype); \
         else \
-            read_lanes(lanes, lane, common, dim, out, out_dtype); \
+            read_lanes(few <= LANES ? few : LANES, lane, common, dim, out, out_dtype); \
         break
             switch (tokens * count) {
                 CASE(1);
@@ -348,17 +354,18 @@ struct buffers {
     void *read, *gated;
 };
 
+/* out = x / rms(x) * norm, each of [num, width]. One thread's share; all wait at its end. */
+INLINE void norm_share(const float *x, const float *norm, float eps, int num, int width, void *out, int dtype) {
+#pragma omp for schedule(static)
+    for (int n = 0; n < num; n++) norm_row(x + (int64_t)n * width, norm, eps, out, (int64_t)n * width, dtype, width);
+}
+
 /* into [num, width] += what attention makes of the normed x [num, width]. One thread's share; the others may still be at
  * work on `into` at its end. */
 static void attention_share(const float *x, const struct block *block, float eps, int num, const struct context *context,
                             const struct buffers *to, float *into, struct room room, const int *failed) {
     int thread = omp_get_thread_num(), threads = omp_get_num_threads(), dtype = block->qkv->dtype;
-    int width = (int)block->qkv->in;
-#pragma omp for schedule(static)
-    for (int n = 0; n < num; n++) {
-        int64_t at = (int64_t)n * width;
-        norm_row(x + at, block->attention_norm, eps, to->normed, at, dtype, width);
-    }
+    norm_share(x, block->attention_norm, eps, num, (int)block->qkv->in, to->normed, dtype);
     product_share(to->normed, block->qkv, block->out, num, to->projected, FLOAT32, STORE, thread, threads);
 #pragma omp barrier
     attend_share(to->projected, FLOAT32, num, context, to->queries, to->read, dtype, room, failed);
@@ -369,12 +376,7 @@ static void attention_share(const float *x, const struct block *block, float eps
 static void mlp_share(const float *x, const struct block *block, const struct weight *after, float eps, int num,
                       const struct buffers *to, float *into) {
     int thread = omp_get_thread_num(), threads = omp_get_num_threads(), dtype = block->gate_up->dtype;
-    int width = (int)block->gate_up->in;
-#pragma omp for schedule(static)
-    for (int n = 0; n < num; n++) {
-        int64_t at = (int64_t)n * width;
-        norm_row(x + at, block->mlp_norm, eps, to->normed, at, dtype, width);
-    }
+    norm_share(x, block->mlp_norm, eps, num, (int)block->gate_up->in, to->normed, dtype);
     product_share(to->normed, block->gate_up, block->down, num, to->projected, FLOAT32, STORE, thread, threads);
 #pragma omp barrier
     gate_share(to->projected, FLOAT32, to->gated, dtype, num, (int)block->down->in);

@@ -137,9 +137,9 @@ class NativeKernels:
         if old is None:
             packed = self._empty(sum(map(len, parts.values())), next(iter(parts.values())).shape[1], dtype)
         else:
-            assert isinstance(old, NativeWeight)
-            packed = self._empty(old.out_features, old.in_features, dtype)
-            packed.tiles.copy_(old.tiles)
+            before = _native(old)
+            packed = self._empty(before.out_features, before.in_features, dtype)
+            packed.tiles.copy_(before.tiles)
         for start, part in parts.items():
             rows = (part if part.dtype in _PACKABLE else part.float()).contiguous()
             address, kind = packed.tiles.data_ptr(), _kind(rows.dtype)
@@ -149,16 +149,16 @@ class NativeKernels:
         return packed
 
     def unpack(self, packed: Packed) -> torch.Tensor:
-        assert isinstance(packed, NativeWeight)
-        out = torch.empty(packed.out_features, packed.in_features, dtype=packed.dtype)
-        self.library.unpack(packed.tiles.data_ptr(), _kind(packed.dtype), *out.shape, out.data_ptr())
+        weight = _native(packed)
+        out = torch.empty(weight.out_features, weight.in_features, dtype=weight.dtype)
+        self.library.unpack(weight.tiles.data_ptr(), _kind(weight.dtype), *out.shape, out.data_ptr())
         return out
 
     def linear(self, x: torch.Tensor, packed: Packed, dtype: torch.dtype) -> torch.Tensor:
-        assert isinstance(packed, NativeWeight)
-        out = torch.empty(len(x), packed.out_features, dtype=dtype)
-        x = x.to(packed.dtype)
-        self.library.product(x.data_ptr(), packed.handle, len(x), out.data_ptr(), _kind(dtype))
+        weight = _native(packed)
+        out = torch.empty(len(x), weight.out_features, dtype=dtype)
+        x = x.to(weight.dtype)
+        self.library.product(x.data_ptr(), weight.handle, len(x), out.data_ptr(), _kind(dtype))
         return out
 
     def attention(

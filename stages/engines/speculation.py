@@ -140,7 +140,8 @@ class Speculation:
         for number, drafter in enumerate(self._drafters):
             candidates = asked
             if drafter.by_position and proposed:
-                candidates = [row for row in asked if found(row) < self._mean_gain(drafter, rooms[row])]
+                means = self._kind_gains(drafter)
+                candidates = [row for row in asked if found(row) < sum(means[: rooms[row]])]
             depth = self._longest
             if measured:
                 others = sum(found(row) for row in asked if row not in candidates)
@@ -297,9 +298,6 @@ class Speculation:
             for kind in drafter.kinds
         ]
         return max(each, key=sum)
-
-    def _mean_gain(self, drafter: Drafter, room: int) -> float:
-        return sum(self._kind_gains(drafter)[:room])
 
     def _depth(
         self,

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 
 @dataclass(frozen=True)
@@ -24,7 +25,7 @@ class TokenTree:
     def __len__(self) -> int:
         return len(self.tokens)
 
-    @property
+    @cached_property
     def depths(self) -> list[int]:
         """How many guesses lie before each."""
         depths: list[int] = []

@@ -6,7 +6,6 @@ import io
 import os
 import signal
 import threading
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,7 @@ from pipeline.graph import run_nodes
 from pipeline.paths import RunPaths
 from pipeline.verify import verify_run
 from storage.ledger import Ledger
+from tests.support.run_results import outputs, until
 
 pytestmark = pytest.mark.processes
 
@@ -62,12 +62,6 @@ def held(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
-def outputs(config: RunConfig) -> dict[str, Any]:
-    """What a run comes to: the CRCs of all arrays, and the digests of all weights."""
-    commits = Ledger(str(RunPaths(config.run_dir).ledger)).list()
-    return {str(c.address): (c.digest, {name: a.crc32 for name, a in c.arrays.items()}) for c in commits}
-
-
 def moves(config: RunConfig) -> list[Event]:
     """Those in which rows were taken."""
     path = RunPaths(config.run_dir).events
@@ -101,12 +95,6 @@ def test_a_run_with_moves_is_the_same_run(folder: Path, at_home: dict[str, Any])
     assert outputs(config) == at_home
     assert len(at_home) == len(list(run_nodes(config.graph())))
     assert verify_run(config).faults == []
-
-
-def until(happened: Callable[[], Any], stop: threading.Event) -> None:
-    while not happened():
-        if stop.wait(0.01):
-            raise AssertionError("the run ended first")
 
 
 @pytest.mark.usefixtures("held")

@@ -7,7 +7,6 @@ import io
 import os
 import signal
 import threading
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +28,7 @@ from storage.ledger import Ledger
 from storage.weight_copies import IncomingVersion, OutgoingVersion
 from storage.weights import WeightBoard
 from tests.support.held_sender import HELD_BYTES
+from tests.support.run_results import outputs, until
 
 pytestmark = pytest.mark.processes
 
@@ -51,12 +51,6 @@ def apart(folder: Path, name: str, *overrides: str) -> RunConfig:
 def finish(config: RunConfig) -> RunConfig:
     pipeline.run.run(config, Console(file=io.StringIO()))
     return config
-
-
-def outputs(config: RunConfig) -> dict[str, Any]:
-    """What a run comes to: the CRCs of all arrays, and the digests of all weights."""
-    commits = Ledger(str(RunPaths(config.run_dir).ledger)).list()
-    return {str(c.address): (c.digest, {name: a.crc32 for name, a in c.arrays.items()}) for c in commits}
 
 
 def read_versions(config: RunConfig) -> list[int]:
@@ -85,12 +79,6 @@ def boards(config: RunConfig) -> dict[str, WeightBoard]:
     """Those of the trainer and of the generator."""
     paths = RunPaths(config.run_dir)
     return {gang: WeightBoard(paths.board(config.weights_dir(gang))) for gang in ("train", "generate")}
-
-
-def until(happened: Callable[[], Any], stop: threading.Event) -> None:
-    while not happened():
-        if stop.wait(0.01):
-            raise AssertionError("the run ended first")
 
 
 def test_a_run_with_a_board_per_host_is_the_same_run(

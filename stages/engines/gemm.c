@@ -40,7 +40,9 @@ enum {
     STEP = 4 * TILE,      /* bytes of a step of a tile */
     LINE = 64,            /* bytes of a cache line */
     GROUP = 4,            /* steps between groups of prefetches */
-    PANEL = 128,          /* steps that all rows take before they go on: so much of a tile stays in the fastest cache */
+    STREAMS = 3,          /* places that memory is fetched from in turn: hardware that reads ahead follows each, and does
+                             so only within a page */
+    PANEL = 144,          /* steps that all rows take before they go on: so much of a tile stays in the fastest cache */
     SIDE = 16,            /* rows of a matrix register (below), and of a block of sums there */
     SHARED_ROWS = 64,     /* a multiple of SIDE: rows that a thread takes through a tile before another one may go on */
 };
@@ -175,8 +177,11 @@ INLINE uint32_t bits_at(const char *x) {
     return number;
 }
 
+/* Brings a cache line nearer. */
+INLINE void fetch(const char *line) { __builtin_prefetch(line, 0, 2); }
+
 /* sums [rows, TILE] += x [rows, ..] times `steps` steps of a tile; meanwhile `lines` cache lines after `ahead` are
- * brought nearer for each GROUP of steps. `rows` and `dtype` are constants where this is inlined. */
+ * fetched for each GROUP of steps. `rows` and `dtype` are constants where this is inlined. */
 INLINE void multiply(int rows, int dtype, const char *x, int64_t row_bytes, const char *tile, int64_t steps,
                      const char *ahead, int lines, float *sums) {
     vec sum[ROWS][VECTORS];
@@ -184,8 +189,11 @@ INLINE void multiply(int rows, int dtype, const char *x, int64_t row_bytes, cons
     for (int r = 0; r < rows; r++)
 #pragma GCC unroll 8
         for (int v = 0; v < VECTORS; v++) sum[r][v] = *(const vec *)(sums + r * TILE + v * LANES);
+    int streams = lines % STREAMS == 0 ? STREAMS : lines % 2 == 0 ? 2 : 1, each = lines / streams;
+    int64_t apart = (steps + GROUP - 1) / GROUP * each * LINE;
     for (int64_t step = 0; step < steps;) {
-        for (int line = 0; line < lines; line++, ahead += LINE) __builtin_prefetch(ahead, 0, 2);
+        for (int line = 0; line < each; line++, ahead += LINE)
+            for (int stream = 0; stream < streams; stream++) fetch(ahead + stream * apart);
         for (int64_t end = least(step + GROUP, steps); step < end; step++, tile += STEP) {
             vec weight[VECTORS];
 #pragma GCC unroll 8
@@ -246,10 +254,15 @@ INLINE void shape_registers(int rows, int steps) {
     _tile_loadconfig(&shape);
 }
 
+INLINE void fetch_block(const char *from) {
+#pragma GCC unroll 16
+    for (int line = 0; line < BLOCK_STEPS; line++) fetch(from + line * LINE);
+}
+
 /* `multiply` for one or two blocks of rows, the second `second` rows after the first in x and SIDE in sums; `blocks`
- * times as many steps as the registers are shaped for. */
+ * times as many steps as the registers are shaped for. As much is fetched from `ahead` (nothing where it is null). */
 INLINE void multiply_blocks(int two, const char *x, int64_t row_bytes, int64_t second, const char *tile, int64_t blocks,
-                            const char *ahead, int lines, float *sums) {
+                            const char *ahead, float *sums) {
     float *more = sums + SIDE * TILE;
     _tile_loadd(0, sums, STEP);
     _tile_loadd(1, sums + LANES, STEP);
@@ -259,14 +272,17 @@ INLINE void multiply_blocks(int two, const char *x, int64_t row_bytes, int64_t s
         _tile_loadd(4, more + LANES, STEP);
         _tile_loadd(5, more + 2 * LANES, STEP);
     }
+    int64_t apart = blocks * BLOCK_STEPS * LINE;
     for (int64_t block = 0; block < blocks; block++, x += BLOCK_BYTES, tile += BLOCK_STEPS * STEP) {
-        for (int line = 0; line < lines; line++, ahead += LINE) __builtin_prefetch(ahead, 0, 2);
         _tile_loadd(6, x, row_bytes);
         _tile_loadd(7, tile, STEP);
         _tile_dpbf16ps(0, 6, 7);
+        if (ahead) fetch_block(ahead);
         _tile_loadd(7, tile + LINE, STEP);
         _tile_dpbf16ps(1, 6, 7);
+        if (ahead) fetch_block(ahead + apart);
         _tile_loadd(7, tile + 2 * LINE, STEP);
+        if (ahead) fetch_block(ahead + 2 * apart), ahead += BLOCK_STEPS * LINE;
         _tile_dpbf16ps(2, 6, 7);
         if (two) {
             _tile_loadd(6, x + second * row_bytes, row_bytes);
@@ -290,20 +306,19 @@ INLINE void multiply_blocks(int two, const char *x, int64_t row_bytes, int64_t s
 /* sums [rows, TILE] += x [rows, ..] times `steps` steps of a tile of bfloat16, in blocks of SIDE rows. Where the last
  * one is short it begins earlier and makes some sums twice; they have places of their own until `close_ranks`. */
 static void multiply_all(const char *x, int64_t row_bytes, int64_t rows, const char *tile, int64_t steps,
-                         const char *ahead, int fetch, float *sums) {
+                         const char *ahead, float *sums) {
     int64_t whole = steps / BLOCK_STEPS, rest = steps % BLOCK_STEPS, side = least(rows, SIDE);
     for (int part = 0; part < 2; part++) {
         int64_t blocks = part ? rest > 0 : whole;
         if (!blocks) continue;
         shape_registers((int)side, part ? (int)rest : BLOCK_STEPS);
-        int lines = fetch && !part ? BLOCK_STEPS * STEP / LINE : 0;
-        for (int64_t row = 0; row < rows; row += 2 * SIDE, lines = 0) {
+        for (int64_t row = 0; row < rows; row += 2 * SIDE, ahead = NULL) {
             int64_t first = least(row, rows - side), second = least(row + SIDE, rows - side) - first;
             const char *from = x + first * row_bytes;
             if (row + SIDE < rows)
-                multiply_blocks(1, from, row_bytes, second, tile, blocks, ahead, lines, sums + row * TILE);
+                multiply_blocks(1, from, row_bytes, second, tile, blocks, ahead, sums + row * TILE);
             else
-                multiply_blocks(0, from, row_bytes, second, tile, blocks, ahead, lines, sums + row * TILE);
+                multiply_blocks(0, from, row_bytes, second, tile, blocks, ahead, sums + row * TILE);
         }
         x += whole * BLOCK_BYTES, tile += whole * BLOCK_STEPS * STEP;
     }
@@ -343,8 +358,8 @@ INLINE void multiply_tile(int dtype, const char *x, int64_t rows, int64_t in, co
         int64_t steps = least(PANEL, whole - start), row = 0;
 #ifdef HAS_MATRIX_REGISTERS
         if (dtype == BFLOAT16 && matrix_registers) {
-            multiply_all(x + 4 * start, row_bytes, rows, tile + start * STEP, steps, next + start * STEP, next != NULL,
-                         sums);
+            multiply_all(x + 4 * start, row_bytes, rows, tile + start * STEP, steps,
+                         next ? next + start * STEP : NULL, sums);
             continue;
         }
 #endif

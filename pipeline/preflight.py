@@ -16,7 +16,6 @@ from pipeline.config import ConfigError, RunConfig, config_hash, load_yaml
 from pipeline.paths import RunPaths
 from stages.engines.kv_cache import block_bytes, blocks_for
 from stages.engines.sharding import check_division
-from stages.engines.torch_llama import cache_dtype
 from stages.hf_files import RANDOM_TINY, Tokenizer, read_config, read_tokenizer, rope_theta
 from stages.models.protocol import Role
 from stages.prompts import PromptTable, tokenise
@@ -164,9 +163,8 @@ def _check_replicas(config: RunConfig, model: dict[str, object]) -> None:
     except ValueError as error:
         key, _, rest = str(error).partition(": ")
         raise ConfigError(key, rest) from error
-    dtype = cache_dtype(getattr(torch, engine.dtype), torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     head_dim = int(str(model.get("head_dim") or int(str(model["hidden_size"])) // heads))
-    row_bytes = blocks_for(config.seq) * block_bytes(blocks, kv_heads, head_dim, dtype)
+    row_bytes = blocks_for(config.seq) * block_bytes(blocks, kv_heads, head_dim, getattr(torch, engine.dtype))
     if engine.kv_budget_mb * 2**20 < row_bytes:
         raise ConfigError(
             "engine.kv_budget_mb",

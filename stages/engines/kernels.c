@@ -23,10 +23,21 @@
 #else
 #define LANES 4
 #endif
+#define LINE 64    /* bytes of a cache line */
 #define CHUNK 1024 /* logits worked on at a time: their buffer stays in the first-level cache */
 
 /* Numbers of one position, or one number of each position of a block. */
 typedef float vec __attribute__((vector_size(64), aligned(4), may_alias));
+typedef uint32_t words __attribute__((vector_size(64)));
+typedef uint16_t halves __attribute__((vector_size(32), aligned(2), may_alias));
+
+/* As many numbers from number i on. */
+INLINE vec load_vec(const void *from, int64_t i, int dtype) {
+    if (dtype == FLOAT32) return *(const vec *)((const float *)from + i);
+    return (vec)(__builtin_convertvector(*(const halves *)((const uint16_t *)from + i), words) << 16);
+}
+
+INLINE int64_t size_of(int dtype) { return dtype == BFLOAT16 ? 2 : 4; }
 
 /* out = x / rms(x) * weight, one row. */
 INLINE void norm_row(const float *x, const float *weight, float eps, void *out, int64_t to, int dtype, int width) {
@@ -99,27 +110,32 @@ INLINE void rotate(const void *qkv, int dtype, int64_t at, int dim, const float 
 
 /* What one head of one token reads, and where its own things are: weights [longest], for its softmax. */
 struct lane {
-    const float *q, *const *keys, *const *values; /* keys, values: blocks by position */
+    const float *q;
+    const char *const *keys, *const *values; /* blocks by position */
     float *weights, sum;
     int length;
     int64_t to; /* in `out` */
 };
 
 /* Scores of the positions in blocks from .. to - 1, the same for all lanes. A block of keys is [dim, BLOCK], so that its
- * 16 scores are made side by side. */
-INLINE void score_blocks(int lanes, const struct lane *lane, int from, int to, int dim) {
+ * 16 scores are made side by side; meanwhile the block's values, as many bytes, are fetched. */
+INLINE void score_blocks(int lanes, const struct lane *lane, int from, int to, int dim, int cache) {
     float scale = 1.0f / sqrtf((float)dim);
+    int64_t row_bytes = BLOCK * size_of(cache);
     for (int b = from; b < to; b++) {
-        const vec *key = (const vec *)lane->keys[b];
+        const char *key = lane->keys[b], *ahead = lane->values[b];
         vec s[LANES][4] = {0};
         int i = 0;
         for (; i + 4 <= dim; i += 4)
 #pragma GCC unroll 4
-            for (int j = 0; j < 4; j++)
+            for (int j = 0; j < 4; j++) {
+                if (j * row_bytes % LINE == 0) __builtin_prefetch(ahead + (i + j) * row_bytes, 0, 2);
+                vec numbers = load_vec(key, (i + j) * BLOCK, cache);
 #pragma GCC unroll 6
-                for (int l = 0; l < lanes; l++) s[l][j] += lane[l].q[i + j] * key[i + j];
+                for (int l = 0; l < lanes; l++) s[l][j] += lane[l].q[i + j] * numbers;
+            }
         for (; i < dim; i++)
-            for (int l = 0; l < lanes; l++) s[l][0] += lane[l].q[i] * key[i];
+            for (int l = 0; l < lanes; l++) s[l][0] += lane[l].q[i] * load_vec(key, i * BLOCK, cache);
 #pragma GCC unroll 6
         for (int l = 0; l < lanes; l++)
             *(vec *)(lane[l].weights + b * BLOCK) = ((s[l][0] + s[l][1]) + (s[l][2] + s[l][3])) * scale;
@@ -141,18 +157,23 @@ INLINE void soften(struct lane *lane) {
 
 /* sums += weight times value over positions from .. to - 1, of 64 numbers from `first` on. A block of values is [BLOCK,
  * dim], the same for all lanes. */
-INLINE void weigh_values(int lanes, const struct lane *lane, int from, int to, int first, int dim, vec sums[][4]) {
+INLINE void weigh_values(int lanes, const struct lane *lane, int from, int to, int first, int dim, int cache,
+                         vec sums[][4]) {
     vec here[LANES][4];
 #pragma GCC unroll 6
     for (int l = 0; l < lanes; l++) memcpy(here[l], sums[l], sizeof(here[l]));
     for (int b = from / BLOCK; b * BLOCK < to; b++) {
         int start = b * BLOCK < from ? from : b * BLOCK, end = b * BLOCK + BLOCK < to ? b * BLOCK + BLOCK : to;
-        const float *value = lane->values[b] + (start - b * BLOCK) * dim + first;
-        for (int t = start; t < end; t++, value += dim)
+        int64_t at = (start - b * BLOCK) * dim + first;
+        for (int t = start; t < end; t++, at += dim) {
+            vec numbers[4];
+#pragma GCC unroll 4
+            for (int v = 0; v < 4; v++) numbers[v] = load_vec(lane->values[b], at + v * BLOCK, cache);
 #pragma GCC unroll 6
             for (int l = 0; l < lanes; l++)
 #pragma GCC unroll 4
-                for (int v = 0; v < 4; v++) here[l][v] += lane[l].weights[t] * ((const vec *)value)[v];
+                for (int v = 0; v < 4; v++) here[l][v] += lane[l].weights[t] * numbers[v];
+        }
     }
 #pragma GCC unroll 6
     for (int l = 0; l < lanes; l++) memcpy(sums[l], here[l], sizeof(here[l]));
@@ -161,18 +182,19 @@ INLINE void weigh_values(int lanes, const struct lane *lane, int from, int to, i
 /* softmax(q K^T / sqrt(dim)) V of each lane over its positions 0 .. length-1. Of the first `common` positions (all, or
  * whole blocks) the lanes have the same keys and values, which are read once for all of them. Every lane's numbers are
  * made in the same order whatever the others are. */
-INLINE void read_lanes(int lanes, struct lane *lane, int common, int dim, void *out, int dtype) {
-    score_blocks(lanes, lane, 0, (common + BLOCK - 1) / BLOCK, dim);
+INLINE void read_lanes(int lanes, struct lane *lane, int common, int dim, int cache, void *out, int dtype) {
+    score_blocks(lanes, lane, 0, (common + BLOCK - 1) / BLOCK, dim, cache);
     for (int l = 0; l < lanes; l++) {
-        if (lane[l].length > common) score_blocks(1, lane + l, common / BLOCK, (lane[l].length + BLOCK - 1) / BLOCK, dim);
+        int end = (lane[l].length + BLOCK - 1) / BLOCK;
+        if (lane[l].length > common) score_blocks(1, lane + l, common / BLOCK, end, dim, cache);
         soften(lane + l);
     }
     int first = 0;
     for (; first + 64 <= dim; first += 64) {
         vec sums[LANES][4] = {0};
-        weigh_values(lanes, lane, 0, common, first, dim, sums);
+        weigh_values(lanes, lane, 0, common, first, dim, cache, sums);
         for (int l = 0; l < lanes; l++) {
-            if (lane[l].length > common) weigh_values(1, lane + l, common, lane[l].length, first, dim, sums + l);
+            if (lane[l].length > common) weigh_values(1, lane + l, common, lane[l].length, first, dim, cache, sums + l);
             const float *read = (const float *)sums[l];
             for (int i = 0; i < 64; i++) store(out, lane[l].to + first + i, dtype, read[i] / lane[l].sum);
         }
@@ -180,56 +202,60 @@ INLINE void read_lanes(int lanes, struct lane *lane, int common, int dim, void *
     for (int l = 0; l < lanes && first < dim; l++) {
         float read[64] = {0};
         for (int t = 0; t < lane[l].length; t++) {
-            const float *value = lane[l].values[t / BLOCK] + t % BLOCK * dim;
-            for (int i = first; i < dim; i++) read[i - first] += lane[l].weights[t] * value[i];
+            const char *values = lane[l].values[t / BLOCK];
+            for (int i = first; i < dim; i++)
+                read[i - first] += lane[l].weights[t] * load(values, t % BLOCK * dim + i, cache);
         }
         for (int i = first; i < dim; i++) store(out, lane[l].to + i, dtype, read[i - first] / lane[l].sum);
     }
 }
 
 /* Where the tokens of a pass belong, and the cache of one block of the model: tables [rows, table_width]; keys [blocks,
- * kv_heads, dim, BLOCK]; values [blocks, kv_heads, BLOCK, dim]. cells, starts, paths [.., path_width]: kernels.py's
- * `Lines`, or null. */
+ * kv_heads, dim, BLOCK] and values [blocks, kv_heads, BLOCK, dim] in the dtype `cache`. cells, starts, paths [..,
+ * path_width]: kernels.py's `Lines`, or null. */
 struct context {
     const float *cosines, *sines;
     const int64_t *positions;
     const int32_t *rows, *tables;
-    float *keys, *values;
+    char *keys, *values;
     const int64_t *cells, *starts, *paths;
-    int table_width, path_width, longest, heads, kv_heads, dim;
+    int cache, table_width, path_width, longest, heads, kv_heads, dim;
 };
 
 /* The blocks of keys and values of key/value head k that token n reads, by their positions. Where its last keys are not
  * in place, the blocks in which they belong are put together in `patched`: room for path_width / BLOCK + 2 blocks of
  * keys, then of values. */
-static void find_blocks(const struct context *c, int n, int k, const float **keys, const float **values, float *patched) {
+static void find_blocks(const struct context *c, int n, int k, const char **keys, const char **values, char *patched) {
     int dim = c->dim, length = (int)c->positions[n] + 1;
-    int64_t size = BLOCK * dim, stride = c->kv_heads * size;
+    int64_t size = BLOCK * dim * size_of(c->cache), stride = c->kv_heads * size;
     const int32_t *table = c->tables + (int64_t)c->rows[n] * c->table_width;
     for (int b = 0; b * BLOCK < length; b++) {
         keys[b] = c->keys + table[b] * stride + k * size;
         values[b] = c->values + table[b] * stride + k * size;
     }
     if (!c->cells || c->starts[n] >= length) return;
-    float *patched_values = patched + (c->path_width / BLOCK + 2) * size;
+    char *patched_values = patched + (c->path_width / BLOCK + 2) * size;
     for (int b = (int)c->starts[n] / BLOCK, i = 0; b * BLOCK < length; b++, i++) {
-        memcpy(patched + i * size, keys[b], sizeof(float) * (size_t)size);
-        memcpy(patched_values + i * size, values[b], sizeof(float) * (size_t)size);
+        memcpy(patched + i * size, keys[b], (size_t)size);
+        memcpy(patched_values + i * size, values[b], (size_t)size);
         keys[b] = patched + i * size, values[b] = patched_values + i * size;
     }
     for (int t = (int)c->starts[n]; t < length; t++) {
         int64_t cell = c->paths[(int64_t)n * c->path_width + t - c->starts[n]], from = cell % BLOCK, to = t % BLOCK;
         int64_t block = table[cell / BLOCK] * stride + k * size;
-        float *key = (float *)keys[t / BLOCK], *value = (float *)values[t / BLOCK];
-        for (int i = 0; i < dim; i++) key[i * BLOCK + to] = c->keys[block + i * BLOCK + from];
-        memcpy(value + to * dim, c->values + block + from * dim, sizeof(float) * (size_t)dim);
+        const char *key = c->keys + block, *value = c->values + block;
+        for (int i = 0; i < dim; i++) {
+            store((char *)keys[t / BLOCK], i * BLOCK + to, c->cache, load(key, i * BLOCK + from, c->cache));
+            store((char *)values[t / BLOCK], to * dim + i, c->cache, load(value, from * dim + i, c->cache));
+        }
     }
 }
 
 /* What one thread needs to read keys and values: attention weights of LANES heads, and the blocks of as many tokens. */
 struct room {
-    float *weights, *patched;
-    const float **keys, **values;
+    float *weights;
+    char *patched;
+    const char **keys, **values;
     size_t weights_each, patched_each, blocks_each;
 };
 
@@ -237,12 +263,12 @@ struct room {
 static struct room make_room(const struct context *c, int *failed) {
     struct room room = {.blocks_each = (size_t)(c->longest + BLOCK - 1) / BLOCK};
     room.weights_each = room.blocks_each * BLOCK;
-    if (c->cells) room.patched_each = 2 * (size_t)(c->path_width / BLOCK + 2) * BLOCK * (size_t)c->dim;
-    size_t floats = room.weights_each + room.patched_each, pointers = 2 * room.blocks_each;
-    room.weights = malloc(LANES * (sizeof(float) * floats + sizeof(float *) * pointers));
+    size_t block_bytes = (size_t)(BLOCK * c->dim * size_of(c->cache)), pointers = 2 * room.blocks_each;
+    if (c->cells) room.patched_each = 2 * (size_t)(c->path_width / BLOCK + 2) * block_bytes;
+    room.weights = malloc(LANES * (sizeof(float) * room.weights_each + room.patched_each + sizeof(char *) * pointers));
     if (room.weights) {
-        room.patched = room.weights + LANES * room.weights_each;
-        room.keys = (const float **)(room.patched + LANES * room.patched_each);
+        room.patched = (char *)(room.weights + LANES * room.weights_each);
+        room.keys = (const char **)(room.patched + LANES * room.patched_each);
         room.values = room.keys + LANES * room.blocks_each;
     } else {
 #pragma omp atomic write
@@ -283,8 +309,9 @@ static void attend_share(const void *qkv, int dtype, int num, const struct conte
             int64_t to = block * block_stride + (int64_t)k * BLOCK * dim;
             int64_t value = at + (int64_t)(heads + kv_heads + k) * dim;
             rotate(qkv, dtype, at + (int64_t)(heads + k) * dim, dim, cosine, sine, turned);
-            for (int i = 0; i < dim; i++) c->keys[to + i * BLOCK + offset] = turned[i];
-            for (int i = 0; i < dim; i++) c->values[to + offset * dim + i] = load(qkv, value + i, dtype);
+            for (int i = 0; i < dim; i++) store(c->keys, to + i * BLOCK + offset, c->cache, turned[i]);
+            for (int i = 0; i < dim; i++)
+                store(c->values, to + offset * dim + i, c->cache, load(qkv, value + i, dtype));
         }
     }
     int runs = (num + together - 1) / together;
@@ -297,7 +324,7 @@ static void attend_share(const void *qkv, int dtype, int num, const struct conte
             for (tokens = 1; n + tokens < end && n + tokens < num && c->rows[n + tokens] == c->rows[n];) tokens++;
             struct lane lane[LANES];
             for (int t = 0; t < tokens; t++) {
-                const float **keys = room.keys + t * room.blocks_each, **values = room.values + t * room.blocks_each;
+                const char **keys = room.keys + t * room.blocks_each, **values = room.values + t * room.blocks_each;
                 find_blocks(c, n + t, k, keys, values, room.patched + t * room.patched_each);
                 for (int l = t * count; l < (t + 1) * count; l++) {
                     int64_t at = ((int64_t)(n + t) * heads + h + l - t * count) * dim;
@@ -308,10 +335,12 @@ static void attend_share(const void *qkv, int dtype, int num, const struct conte
             int common = common_positions(c, n, tokens, &room);
 #define CASE(few) \
     case few: \
-        if (dim == 64) /* known at compile time */ \
-            read_lanes(few <= LANES ? few : LANES, lane, common, 64, out, out_dtype); \
+        if (dim == 64 && c->cache == BFLOAT16) /* known at compile time */ \
+            read_lanes(few <= LANES ? few : LANES, lane, common, 64, BFLOAT16, out, out_dtype); \
+        else if (dim == 64) \
+            read_lanes(few <= LANES ? few : LANES, lane, common, 64, FLOAT32, out, out_dtype); \
         else \
-            read_lanes(few <= LANES ? few : LANES, lane, common, dim, out, out_dtype); \
+            read_lanes(few <= LANES ? few : LANES, lane, common, dim, c->cache, out, out_dtype); \
         break
             switch (tokens * count) {
                 CASE(1);
@@ -342,7 +371,7 @@ int attend(const void *qkv, int dtype, int num, const struct context *context, f
 struct block {
     const float *attention_norm, *mlp_norm;
     const struct weight *qkv, *out, *gate_up, *down;
-    float *keys, *values;
+    char *keys, *values;
 };
 
 /* Memory for what a block makes on its way, of `num` tokens each: normed, as wide as the widest weight's input that it is

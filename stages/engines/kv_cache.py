@@ -5,12 +5,15 @@ Shape letters: P blocks, K key/value heads, D head dimension.
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from collections.abc import Sequence
 
 import numpy as np
 import torch
 from jaxtyping import Float
+
+from stages.engines.slabs import Slabs
 
 BLOCK_TOKENS = 16
 """Positions of a block; `kernels.c` has the same number."""
@@ -36,7 +39,8 @@ _Content = tuple[int, tuple[int, ...]]
 
 class KVCache:
     """Owns the memory: per layer keys [P, K, D, BLOCK_TOKENS] and values [P, K, BLOCK_TOKENS, D]. Keys lie the way a
-    block's scores are computed side by side."""
+    block's scores are computed side by side. Of the weights' dtype: decoding many or long rows is mostly reading the
+    cache, and what it holds came out of a product of such numbers. On a CPU the system may back it with huge pages."""
 
     def __init__(
         self,
@@ -66,10 +70,14 @@ class KVCache:
         if self.allocated:
             return
 
-        def zeros(*block: int) -> torch.Tensor:
-            return torch.zeros(*self._heads, *block, dtype=self._dtype, device=self._device)
+        slabs, dim = Slabs(), self._head_dim
+        num_bytes = math.prod(self._heads) * dim * BLOCK_TOKENS * self._dtype.itemsize
 
-        dim = self._head_dim
+        def zeros(*block: int) -> torch.Tensor:
+            if self._device.type != "cpu":
+                return torch.zeros(*self._heads, *block, dtype=self._dtype, device=self._device)
+            return slabs.take(num_bytes).view(self._dtype).view(*self._heads, *block)
+
         self.layers = [(zeros(dim, BLOCK_TOKENS), zeros(BLOCK_TOKENS, dim)) for _ in range(self._num_layers)]
 
     def release(self) -> None:

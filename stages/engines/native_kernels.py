@@ -51,7 +51,7 @@ class _Context(ctypes.Structure):
     _fields_ = (
         *((name, _P) for name in ("cosines", "sines", "positions", "rows", "tables", "keys", "values")),
         *((name, _P) for name in ("cells", "starts", "paths")),
-        *((name, _I) for name in ("table_width", "path_width", "longest", "heads", "kv_heads", "dim")),
+        *((name, _I) for name in ("cache", "table_width", "path_width", "longest", "heads", "kv_heads", "dim")),
     )
 
 
@@ -355,6 +355,7 @@ def _context(heads: int, angles: Angles, tokens: Tokens, keys: torch.Tensor, val
         keys.data_ptr(),
         values.data_ptr(),
         *((None, None, None) if lines is None else (t.data_ptr() for t in (lines.cells, lines.starts, lines.paths))),
+        _kind(keys.dtype),
         tokens.tables.shape[1],
         0 if lines is None else lines.paths.shape[1],
         tokens.longest,

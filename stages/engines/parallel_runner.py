@@ -31,7 +31,7 @@ from stages.engines.protocol import WeightsError
 from stages.engines.rank import BUSY_FILE, RankModel, RankSpec
 from stages.engines.runner import affordable_blocks, checked_shape, choose_kernels
 from stages.engines.sharding import divide, shard_tensors
-from stages.engines.torch_llama import LlamaWeights, cache_dtype, check_tensors
+from stages.engines.torch_llama import LlamaWeights, check_tensors
 from stages.hf_files import read_weights
 
 
@@ -69,8 +69,7 @@ class ParallelRunner:
         self.kernels, self.follows_lines = kernels.name, kernels.follows_lines
         shapes = [share.shape(shape) for share in self._shares]
         self.cache_shape = (shape.num_layers, shape.num_kv_heads, shape.head_dim)
-        dtype = cache_dtype(self._dtype, device)
-        per_block = sum(block_bytes(s.num_layers, s.num_kv_heads, s.head_dim, dtype) for s in shapes)
+        per_block = sum(block_bytes(s.num_layers, s.num_kv_heads, s.head_dim, self._dtype) for s in shapes)
         self.num_blocks = affordable_blocks(engine, per_block, max_seq)
         tensors = read_weights(path)
         check_tensors(shape, tensors, complete=True)

@@ -23,7 +23,6 @@ from stages.engines.torch_llama import (
     LlamaShape,
     LlamaWeights,
     build_weights,
-    cache_dtype,
     forward,
     logits,
     refit_weights,
@@ -70,7 +69,7 @@ class RankModel:
             spec.num_blocks,
             self._shape.num_kv_heads,
             self._shape.head_dim,
-            cache_dtype(getattr(torch, spec.engine.dtype), self._device),
+            getattr(torch, spec.engine.dtype),
             self._device,
         )
         self._weights: LlamaWeights | None = None

@@ -33,7 +33,6 @@ from stages.engines.torch_llama import (
     LlamaShape,
     LlamaWeights,
     build_weights,
-    cache_dtype,
     check_tensors,
     forward,
     logits,
@@ -127,7 +126,7 @@ class LocalRunner:
         self.kernels, self.vocab = self._kernels.name, self._shape.vocab
         self.follows_lines = self._kernels.follows_lines
         self.cache_shape = (self._shape.num_layers, self._shape.num_kv_heads, self._shape.head_dim)
-        dtype = cache_dtype(getattr(torch, engine.dtype), device)
+        dtype = getattr(torch, engine.dtype)
         per_block = block_bytes(self._shape.num_layers, self._shape.num_kv_heads, self._shape.head_dim, dtype)
         self.num_blocks = affordable_blocks(engine, per_block, max_seq)
         self._cache = KVCache(
@@ -141,9 +140,7 @@ class LocalRunner:
         tensors = read_weights(path)
         check_tensors(self._shape, tensors, complete=True)
         with torch.inference_mode():
-            self._weights = build_weights(
-                self._shape, tensors, getattr(torch, engine.dtype), device, max_seq, self._kernels
-            )
+            self._weights = build_weights(self._shape, tensors, dtype, device, max_seq, self._kernels)
         self._drawn: deque[Draws] = deque()
         self._busy_s = 0.0
         self._captured: CapturedPasses | None = None

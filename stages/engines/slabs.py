@@ -1,8 +1,8 @@
-"""Memory for packed weights: taken from the system in large pieces, which it may back with huge pages.
+"""Memory for packed weights, keys and values: taken from the system in large pieces, which it may back with huge pages.
 
-A pass reads all weights, from memory mostly: with pages of 2 MiB it reads faster (the processor looks far fewer
-addresses up, and its prefetchers do not stop at every 4 KiB), and new weights are packed faster (far fewer page
-faults). A piece is given back when the last tensor in it is gone. May import torch.
+A pass reads all weights, and the keys and values of all its rows, from memory mostly: with pages of 2 MiB it reads
+faster (the processor looks far fewer addresses up, and its prefetchers do not stop at every 4 KiB), and new weights are
+packed faster (far fewer page faults). A piece is given back when the last tensor in it is gone. May import torch.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Slabs:
         self._used = 0
 
     def take(self, num_bytes: int) -> torch.Tensor:
-        """Uninitialised bytes [num_bytes]. Raises MemoryError."""
+        """Bytes [num_bytes], zeros: none has been given before. Raises MemoryError."""
         with self._lock:
             start = -(-self._used // _LINE) * _LINE
             if start + num_bytes > len(self._slab):
@@ -42,7 +42,7 @@ def _reserve(num_bytes: int) -> torch.Tensor:
     try:
         region = mmap.mmap(-1, -(-num_bytes // _HUGE_PAGE) * _HUGE_PAGE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as error:
-        raise MemoryError(f"no memory for {num_bytes >> 20} MiB of weights: {error}") from error
+        raise MemoryError(f"no memory for {num_bytes >> 20} MiB of weights, or keys and values: {error}") from error
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with suppress(OSError):  # a kernel without them has small ones
             region.madvise(mmap.MADV_HUGEPAGE)

@@ -27,9 +27,6 @@ from stages.engines.packed import NotFiniteError, Packed, all_finite
 from stages.engines.protocol import WeightsError
 from stages.hf_files import rope_theta
 
-ATTENTION_DTYPE = torch.float32
-"""Of keys, values and attention scores on a CPU; its batched product is also faster than bfloat16's."""
-
 _FUSED = {
     "qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
     "out": ("self_attn.o_proj",),
@@ -68,12 +65,6 @@ class LlamaWeights:
     head: Packed
     """Of the weights' dtype and packed wide: its operands are rounded as those of all products, its logits are not."""
     angles: Angles
-
-
-def cache_dtype(weights: torch.dtype, device: torch.device) -> torch.dtype:
-    """Of keys and values. On a GPU the weights' own: with long contexts, decoding is mostly reading the cache, and what
-    it holds came out of a product in that dtype anyway. On a CPU float32 even with bfloat16 weights."""
-    return weights if device.type == "cuda" else ATTENTION_DTYPE
 
 
 def read_shape(config: Mapping[str, Any]) -> LlamaShape:

@@ -13,7 +13,7 @@ Splits lie at fixed positions (0, SPLIT, 2 SPLIT, ...) and each is summed in an 
 fell to. So a token's numbers depend on its row alone, as law 4 wants; what the company can change on a GPU are the
 matrix products between the kernels, whose algorithm cuBLAS picks by the number of rows.
 
-With a bfloat16 cache (`kv_cache.cache_dtype`) the operands of both products of the attention are bfloat16, and scores,
+With a bfloat16 cache the operands of both products of the attention are bfloat16, and scores,
 softmax and sums float32; with a float32 cache all of it is float32.
 
 Shape letters: see `kernels`; S splits, E chunks of the vocabulary, B banned tokens.

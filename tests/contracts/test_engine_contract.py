@@ -129,16 +129,17 @@ def test_same_bits_with_two_threads(kernels: str) -> None:
 
 
 @pytest.mark.parametrize("kernels", KERNELS)
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_same_bits_when_rows_are_preempted(dtype: str, kernels: str) -> None:
-    """random:tiny: 2 tensors * 4 layers * 2 heads * 16 dims * 4 bytes = 1 KiB a token, so 1 MiB holds 64 blocks of 16;
-    24 rows of up to 60 tokens need 4 each. The rows that are sent back are prefilled again, response included."""
+@pytest.mark.parametrize(("dtype", "rows"), [("float32", 24), ("bfloat16", 48)])
+def test_same_bits_when_rows_are_preempted(dtype: str, rows: int, kernels: str) -> None:
+    """random:tiny: 2 tensors * 4 layers * 2 heads * 16 dims * 4 bytes = 1 KiB a token, so 1 MiB holds 64 blocks of 16
+    (128 in bfloat16); rows of up to 60 tokens need 4 each. The rows that are sent back are prefilled again, response
+    included."""
     settings = SamplingConfig(max_new_tokens=40, min_new_tokens=40)
-    requests = [Request(i, 1, 1, tuple(range(3, 13 + i % 11)), 0, settings) for i in range(24)]
-    with closing(make_engine(RANDOM_TINY, 24, kv_budget_mb=16, dtype=dtype, kernels=kernels)) as engine:
+    requests = [Request(i, 1, 1, tuple(range(3, 13 + i % 11)), 0, settings) for i in range(rows)]
+    with closing(make_engine(RANDOM_TINY, rows, kv_budget_mb=16, dtype=dtype, kernels=kernels)) as engine:
         expected = by_row(engine.generate(requests))
         assert engine.stats().preemptions == 0
-    with closing(make_engine(RANDOM_TINY, 24, kv_budget_mb=1, dtype=dtype, kernels=kernels)) as engine:
+    with closing(make_engine(RANDOM_TINY, rows, kv_budget_mb=1, dtype=dtype, kernels=kernels)) as engine:
         assert_same_bits(by_row(engine.generate(requests)), expected)
         stats = engine.stats()
         assert stats.preemptions > 0

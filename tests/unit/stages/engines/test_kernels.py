@@ -48,8 +48,9 @@ def test_gate(native: NativeKernels, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dim", [8, 64, 80])
+@pytest.mark.parametrize("cache", DTYPES)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_attend_equals_plain_torch(native: NativeKernels, dtype: torch.dtype, dim: int) -> None:
+def test_attend_equals_plain_torch(native: NativeKernels, dtype: torch.dtype, cache: torch.dtype, dim: int) -> None:
     """A pass of everything: the end of a prompt in two blocks, a single new token after 40, two rows that share."""
     heads, kv_heads, num_blocks = 6, 2, 9
     generator = torch.Generator().manual_seed(0)
@@ -68,21 +69,24 @@ def test_attend_equals_plain_torch(native: NativeKernels, dtype: torch.dtype, di
         41,
     )
     angles = Angles(randn(64, dim // 2), randn(64, dim // 2))
-    keys, values = randn(num_blocks, kv_heads, dim, 16), randn(num_blocks, kv_heads, 16, dim)
+    keys, values = randn(num_blocks, kv_heads, dim, 16).to(cache), randn(num_blocks, kv_heads, 16, dim).to(cache)
     keys_too, values_too = keys.clone(), values.clone()
     qkv = randn(len(rows), (heads + 2 * kv_heads) * dim).to(dtype)
     expected = TorchKernels().attend(qkv, angles, tokens, keys_too, values_too)
     got = native.attend(qkv, angles, tokens, keys, values)
-    close = {"atol": 1e-5, "rtol": 1e-5} if dtype == torch.float32 else {"atol": 1e-2, "rtol": 2**-7}
-    torch.testing.assert_close(got, expected, **close)
-    torch.testing.assert_close(keys, keys_too, atol=1e-5, rtol=1e-5)
+    exact, rounded = {"atol": 1e-5, "rtol": 1e-5}, {"atol": 1e-2, "rtol": 2**-7}
+    torch.testing.assert_close(got, expected, **exact if dtype == cache == torch.float32 else rounded)
+    torch.testing.assert_close(keys, keys_too, **exact if cache == torch.float32 else rounded)
     torch.testing.assert_close(values, values_too, atol=0, rtol=0)
 
 
 @pytest.mark.parametrize("heads", [(6, 2), (4, 4), (8, 1), (5, 1)])
 @pytest.mark.parametrize("dim", [8, 64, 80])
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", ["native", "torch"])
-def test_a_guess_reads_its_own_line(native: NativeKernels, kind: str, dim: int, heads: tuple[int, int]) -> None:
+def test_a_guess_reads_its_own_line(
+    native: NativeKernels, kind: str, dtype: torch.dtype, dim: int, heads: tuple[int, int]
+) -> None:
     """A tree of guesses over the end of a block: each is read as if its line had been fed alone, bit for bit."""
     kernels = native if kind == "native" else TorchKernels()
     (num_heads, kv_heads), start = heads, 13
@@ -93,7 +97,7 @@ def test_a_guess_reads_its_own_line(native: NativeKernels, kind: str, dim: int, 
         return torch.randn(*shape, generator=generator)
 
     angles = Angles(randn(64, dim // 2), randn(64, dim // 2))
-    cache = randn(5, kv_heads, dim, 16), randn(5, kv_heads, 16, dim)
+    cache = randn(5, kv_heads, dim, 16).to(dtype), randn(5, kv_heads, 16, dim).to(dtype)
     qkv = randn(len(tree), (num_heads + 2 * kv_heads) * dim)
     tables = torch.tensor([[3, 1]], dtype=torch.int32)
 

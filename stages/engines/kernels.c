@@ -111,10 +111,23 @@ INLINE void rotate(const void *qkv, int dtype, int64_t at, int dim, const float 
 /* What one head of one token reads, and where its own things are: weights [longest], for its softmax. */
 struct lane {
     const float *q;
-    const char *const *keys, *const *values; /* blocks by position */
+    const char **keys, **values; /* blocks by position */
     float *weights, sum;
     int length;
     int64_t to; /* in `out` */
+};
+
+/* Blocks of keys, or of values. */
+struct blocks {
+    const char *const *at;
+    int count;
+};
+
+/* What is read together: heads of one token, or of some tokens of one row. Of the first `common` positions (all, or whole
+ * blocks) they have the same keys and values. */
+struct reading {
+    struct lane lane[LANES];
+    int lanes, common;
 };
 
 /* Scores of the positions in blocks from .. to - 1, the same for all lanes. A block of keys is [dim, BLOCK], so that its
@@ -156,16 +169,20 @@ INLINE void soften(struct lane *lane) {
 }
 
 /* sums += weight times value over positions from .. to - 1, of 64 numbers from `first` on. A block of values is [BLOCK,
- * dim], the same for all lanes. */
+ * dim], the same for all lanes; meanwhile the blocks of `ahead` are fetched, as many as are passed through. */
 INLINE void weigh_values(int lanes, const struct lane *lane, int from, int to, int first, int dim, int cache,
-                         vec sums[][4]) {
+                         struct blocks ahead, vec sums[][4]) {
+    int64_t row_bytes = dim * size_of(cache);
     vec here[LANES][4];
 #pragma GCC unroll 6
     for (int l = 0; l < lanes; l++) memcpy(here[l], sums[l], sizeof(here[l]));
     for (int b = from / BLOCK; b * BLOCK < to; b++) {
         int start = b * BLOCK < from ? from : b * BLOCK, end = b * BLOCK + BLOCK < to ? b * BLOCK + BLOCK : to;
         int64_t at = (start - b * BLOCK) * dim + first;
+        const char *next = b < ahead.count ? ahead.at[b] : NULL;
         for (int t = start; t < end; t++, at += dim) {
+            for (int64_t line = 0; next && line < row_bytes; line += LINE) __builtin_prefetch(next + line, 0, 2);
+            if (next) next += row_bytes;
             vec numbers[4];
 #pragma GCC unroll 4
             for (int v = 0; v < 4; v++) numbers[v] = load_vec(lane->values[b], at + v * BLOCK, cache);
@@ -179,10 +196,13 @@ INLINE void weigh_values(int lanes, const struct lane *lane, int from, int to, i
     for (int l = 0; l < lanes; l++) memcpy(sums[l], here[l], sizeof(here[l]));
 }
 
-/* softmax(q K^T / sqrt(dim)) V of each lane over its positions 0 .. length-1. Of the first `common` positions (all, or
- * whole blocks) the lanes have the same keys and values, which are read once for all of them. Every lane's numbers are
- * made in the same order whatever the others are. */
-INLINE void read_lanes(int lanes, struct lane *lane, int common, int dim, int cache, void *out, int dtype) {
+/* softmax(q K^T / sqrt(dim)) V of each lane over its positions 0 .. length-1. Keys and values that all lanes have are
+ * read once for all of them; meanwhile those blocks of `ahead` are fetched. Every lane's numbers are made in the same order
+ * whatever the others are. `lanes` are the reading's. */
+INLINE void read_lanes(int lanes, struct reading *reading, struct blocks ahead, int dim, int cache, void *out, int dtype) {
+    struct lane *lane = reading->lane;
+    struct blocks none = {NULL, 0};
+    int common = reading->common;
     score_blocks(lanes, lane, 0, (common + BLOCK - 1) / BLOCK, dim, cache);
     for (int l = 0; l < lanes; l++) {
         int end = (lane[l].length + BLOCK - 1) / BLOCK;
@@ -192,9 +212,10 @@ INLINE void read_lanes(int lanes, struct lane *lane, int common, int dim, int ca
     int first = 0;
     for (; first + 64 <= dim; first += 64) {
         vec sums[LANES][4] = {0};
-        weigh_values(lanes, lane, 0, common, first, dim, cache, sums);
+        weigh_values(lanes, lane, 0, common, first, dim, cache, first ? none : ahead, sums);
         for (int l = 0; l < lanes; l++) {
-            if (lane[l].length > common) weigh_values(1, lane + l, common, lane[l].length, first, dim, cache, sums + l);
+            int length = lane[l].length;
+            if (length > common) weigh_values(1, lane + l, common, length, first, dim, cache, none, sums + l);
             const float *read = (const float *)sums[l];
             for (int i = 0; i < 64; i++) store(out, lane[l].to + first + i, dtype, read[i] / lane[l].sum);
         }
@@ -251,7 +272,7 @@ static void find_blocks(const struct context *c, int n, int k, const char **keys
     }
 }
 
-/* What one thread needs to read keys and values: attention weights of LANES heads, and the blocks of as many tokens. */
+/* What one thread needs to read keys and values: attention weights of a reading, and the blocks of two readings. */
 struct room {
     float *weights;
     char *patched;
@@ -265,11 +286,12 @@ static struct room make_room(const struct context *c, int *failed) {
     room.weights_each = room.blocks_each * BLOCK;
     size_t block_bytes = (size_t)(BLOCK * c->dim * size_of(c->cache)), pointers = 2 * room.blocks_each;
     if (c->cells) room.patched_each = 2 * (size_t)(c->path_width / BLOCK + 2) * block_bytes;
-    room.weights = malloc(LANES * (sizeof(float) * room.weights_each + room.patched_each + sizeof(char *) * pointers));
+    size_t floats = LANES * room.weights_each, patched = 2 * LANES * room.patched_each;
+    room.weights = malloc(sizeof(float) * floats + patched + sizeof(char *) * 2 * LANES * pointers);
     if (room.weights) {
-        room.patched = (char *)(room.weights + LANES * room.weights_each);
-        room.keys = (const char **)(room.patched + LANES * room.patched_each);
-        room.values = room.keys + LANES * room.blocks_each;
+        room.patched = (char *)(room.weights + floats);
+        room.keys = (const char **)(room.patched + patched);
+        room.values = room.keys + 2 * LANES * room.blocks_each;
     } else {
 #pragma omp atomic write
         *failed = 1;
@@ -277,82 +299,133 @@ static struct room make_room(const struct context *c, int *failed) {
     return room;
 }
 
-/* How many positions of several tokens of one row, from the first on, have the same keys, in whole blocks. */
-static int common_positions(const struct context *c, int n, int tokens, const struct room *room) {
-    if (tokens == 1) return (int)c->positions[n] + 1;
-    int64_t shortest = c->positions[n];
-    for (int t = 1; t < tokens; t++) shortest = c->positions[n + t] < shortest ? c->positions[n + t] : shortest;
-    int b = 0;
-    for (; (b + 1) * BLOCK <= shortest + 1; b++)
+/* How the work is divided: an item is one key/value head, or LANES of the heads that share it, of `together` tokens. */
+struct items {
+    int num, together, parts, each; /* tokens; parts of a key/value head; items of the same tokens */
+};
+
+static struct items make_items(const struct context *c, int num) {
+    int group = c->heads / c->kv_heads, parts = (group + LANES - 1) / LANES;
+    return (struct items){num, parts == 1 ? LANES / group : 1, parts, c->kv_heads * parts};
+}
+
+/* The first item of a thread, so that all threads read about as many positions: of thread `threads`, how many there are. */
+static int first_item(const struct context *c, struct items items, int thread, int threads) {
+    int64_t total = 0, before = 0;
+    for (int n = 0; n < items.num; n++) total += c->positions[n] + 1;
+    int64_t begin = (total * items.each * thread + threads - 1) / threads;
+    int item = 0;
+    for (int n = 0; n < items.num; n += items.together, item += items.each) {
+        int64_t cost = 0;
+        for (int t = n; t < n + items.together && t < items.num; t++) cost += c->positions[t] + 1;
+        if (thread < threads && before + cost * items.each > begin) return item + (int)((begin - before + cost - 1) / cost);
+        before += cost * items.each;
+    }
+    return item;
+}
+
+/* How many positions of the tokens of a reading, from the first on, have the same keys, in whole blocks. */
+static int common_positions(const struct lane *lane, int tokens, int count) {
+    int shortest = lane->length, b = 0;
+    if (tokens == 1) return shortest;
+    for (int t = 1; t < tokens; t++) shortest = lane[t * count].length < shortest ? lane[t * count].length : shortest;
+    for (; (b + 1) * BLOCK <= shortest; b++)
         for (int t = 1; t < tokens; t++)
-            if (room->keys[t * room->blocks_each + b] != room->keys[b]) return b * BLOCK;
+            if (lane[t * count].keys[b] != lane->keys[b]) return b * BLOCK;
     return b * BLOCK;
 }
 
-/* qkv [num, heads + 2 kv_heads, dim]; queries: room for [num, heads, dim]; out [num, heads, dim]. All tokens are written
- * before any is read. One thread's share; all wait at its end. */
-static void attend_share(const void *qkv, int dtype, int num, const struct context *c, float *queries, void *out,
-                         int out_dtype, struct room room, const int *failed) {
-    int heads = c->heads, kv_heads = c->kv_heads, dim = c->dim, group = heads / kv_heads, half = dim / 2;
-    int64_t block_stride = (int64_t)kv_heads * BLOCK * dim;
-    int parts = (group + LANES - 1) / LANES, together = parts == 1 ? LANES / group : 1; /* tokens of a row at most */
-    float turned[dim];
-#pragma omp for schedule(static)
-    for (int n = 0; n < num; n++) {
-        int64_t position = c->positions[n], at = (int64_t)n * (heads + 2 * kv_heads) * dim;
-        const float *cosine = c->cosines + position * half, *sine = c->sines + position * half;
-        int64_t cell = c->cells ? c->cells[n] : position, offset = cell % BLOCK;
-        int32_t block = c->tables[(int64_t)c->rows[n] * c->table_width + cell / BLOCK];
-        for (int h = 0; h < heads; h++)
-            rotate(qkv, dtype, at + (int64_t)h * dim, dim, cosine, sine, queries + ((int64_t)n * heads + h) * dim);
-        for (int k = 0; k < kv_heads; k++) {
-            int64_t to = block * block_stride + (int64_t)k * BLOCK * dim;
-            int64_t value = at + (int64_t)(heads + kv_heads + k) * dim;
-            rotate(qkv, dtype, at + (int64_t)(heads + k) * dim, dim, cosine, sine, turned);
-            for (int i = 0; i < dim; i++) store(c->keys, to + i * BLOCK + offset, c->cache, turned[i]);
-            for (int i = 0; i < dim; i++)
-                store(c->values, to + offset * dim + i, c->cache, load(qkv, value + i, dtype));
+/* Where a thread is: the next token of its next item. */
+struct cursor {
+    int item, last, n;
+};
+
+/* The thread's next reading; 0 if there is none. `half`: of the room, 0 or 1. */
+static int next_reading(const struct context *c, struct items items, const float *queries, struct room room, int half,
+                        struct cursor *at, struct reading *reading) {
+    if (at->item >= at->last) return 0;
+    int group = c->heads / c->kv_heads, k = at->item % items.each / items.parts, part = at->item % items.parts;
+    int h = k * group + part * LANES, count = group - part * LANES < LANES ? group - part * LANES : LANES;
+    int begin = at->item / items.each * items.together, end = begin + items.together, n = begin + at->n, tokens = 1;
+    end = end < items.num ? end : items.num;
+    while (n + tokens < end && c->rows[n + tokens] == c->rows[n]) tokens++;
+    for (int t = 0; t < tokens; t++) {
+        size_t place = (size_t)(half * LANES + t);
+        const char **keys = room.keys + place * room.blocks_each, **values = room.values + place * room.blocks_each;
+        find_blocks(c, n + t, k, keys, values, room.patched + place * room.patched_each);
+        for (int l = t * count; l < (t + 1) * count; l++) {
+            int64_t head = ((int64_t)(n + t) * c->heads + h + l - t * count) * c->dim;
+            float *weights = room.weights + (size_t)l * room.weights_each;
+            int length = (int)c->positions[n + t] + 1;
+            reading->lane[l] = (struct lane){queries + head, keys, values, weights, 0.0f, length, head};
         }
     }
-    int runs = (num + together - 1) / together;
-#pragma omp for schedule(dynamic, 2)
-    for (int i = 0; i < runs * kv_heads * parts; i++) {
-        if (*failed) continue;
-        int k = i / parts % kv_heads, h = k * group + i % parts * LANES, end = i / (kv_heads * parts) * together + together;
-        int count = (k + 1) * group - h < LANES ? (k + 1) * group - h : LANES;
-        for (int n = end - together, tokens; n < end && n < num; n += tokens) {
-            for (tokens = 1; n + tokens < end && n + tokens < num && c->rows[n + tokens] == c->rows[n];) tokens++;
-            struct lane lane[LANES];
-            for (int t = 0; t < tokens; t++) {
-                const char **keys = room.keys + t * room.blocks_each, **values = room.values + t * room.blocks_each;
-                find_blocks(c, n + t, k, keys, values, room.patched + t * room.patched_each);
-                for (int l = t * count; l < (t + 1) * count; l++) {
-                    int64_t at = ((int64_t)(n + t) * heads + h + l - t * count) * dim;
-                    float *weights = room.weights + l * room.weights_each;
-                    lane[l] = (struct lane){queries + at, keys, values, weights, 0.0f, (int)c->positions[n + t] + 1, at};
-                }
-            }
-            int common = common_positions(c, n, tokens, &room);
+    reading->lanes = tokens * count;
+    reading->common = common_positions(reading->lane, tokens, count);
+    at->n += tokens;
+    if (n + tokens >= end) at->item++, at->n = 0;
+    return 1;
+}
+
+/* The keys and values of token n to the cache, and its queries, turned by its position's angles. `turned`: [dim]. */
+INLINE void write_token(const void *qkv, int dtype, int n, const struct context *c, float *queries, float *turned) {
+    int heads = c->heads, kv_heads = c->kv_heads, dim = c->dim, half = dim / 2;
+    int64_t position = c->positions[n], at = (int64_t)n * (heads + 2 * kv_heads) * dim;
+    const float *cosine = c->cosines + position * half, *sine = c->sines + position * half;
+    int64_t cell = c->cells ? c->cells[n] : position, offset = cell % BLOCK;
+    int32_t block = c->tables[(int64_t)c->rows[n] * c->table_width + cell / BLOCK];
+    for (int h = 0; h < heads; h++)
+        rotate(qkv, dtype, at + (int64_t)h * dim, dim, cosine, sine, queries + ((int64_t)n * heads + h) * dim);
+    for (int k = 0; k < kv_heads; k++) {
+        int64_t to = ((int64_t)block * kv_heads + k) * BLOCK * dim, value = at + (int64_t)(heads + kv_heads + k) * dim;
+        rotate(qkv, dtype, at + (int64_t)(heads + k) * dim, dim, cosine, sine, turned);
+        for (int i = 0; i < dim; i++) store(c->keys, to + i * BLOCK + offset, c->cache, turned[i]);
+        for (int i = 0; i < dim; i++) store(c->values, to + offset * dim + i, c->cache, load(qkv, value + i, dtype));
+    }
+}
+
+INLINE void read_out(struct reading *reading, struct blocks ahead, const struct context *c, void *out, int dtype) {
 #define CASE(few) \
     case few: \
-        if (dim == 64 && c->cache == BFLOAT16) /* known at compile time */ \
-            read_lanes(few <= LANES ? few : LANES, lane, common, 64, BFLOAT16, out, out_dtype); \
-        else if (dim == 64) \
-            read_lanes(few <= LANES ? few : LANES, lane, common, 64, FLOAT32, out, out_dtype); \
+        if (c->dim == 64 && c->cache == BFLOAT16) /* known at compile time */ \
+            read_lanes(few <= LANES ? few : LANES, reading, ahead, 64, BFLOAT16, out, dtype); \
+        else if (c->dim == 64) \
+            read_lanes(few <= LANES ? few : LANES, reading, ahead, 64, FLOAT32, out, dtype); \
         else \
-            read_lanes(few <= LANES ? few : LANES, lane, common, dim, c->cache, out, out_dtype); \
+            read_lanes(few <= LANES ? few : LANES, reading, ahead, c->dim, c->cache, out, dtype); \
         break
-            switch (tokens * count) {
-                CASE(1);
-                CASE(2);
-                CASE(3);
-                CASE(4);
-                CASE(5);
-                CASE(6);
-            }
+    switch (reading->lanes) {
+        CASE(1);
+        CASE(2);
+        CASE(3);
+        CASE(4);
+        CASE(5);
+        CASE(6);
+    }
 #undef CASE
+}
+
+/* qkv [num, heads + 2 kv_heads, dim]; queries: room for [num, heads, dim]; out [num, heads, dim]. All tokens are written
+ * before any is read. One thread's share; all wait at its end. While it reads, the keys of its next reading are fetched. */
+static void attend_share(const void *qkv, int dtype, int num, const struct context *c, float *queries, void *out,
+                         int out_dtype, struct room room, const int *failed) {
+    float turned[c->dim];
+#pragma omp for schedule(static)
+    for (int n = 0; n < num; n++) write_token(qkv, dtype, n, c, queries, turned);
+    if (!*failed) {
+        int thread = omp_get_thread_num(), threads = omp_get_num_threads(), turn = 0;
+        struct items items = make_items(c, num);
+        struct cursor at = {first_item(c, items, thread, threads), first_item(c, items, thread + 1, threads), 0};
+        struct reading readings[2];
+        int there = next_reading(c, items, queries, room, turn, &at, readings);
+        while (there) {
+            struct reading *now = readings + turn, *next = readings + (turn ^= 1);
+            there = next_reading(c, items, queries, room, turn, &at, next);
+            struct blocks ahead = {there ? next->lane->keys : NULL, there ? (next->common + BLOCK - 1) / BLOCK : 0};
+            read_out(now, ahead, c, out, out_dtype);
         }
     }
+#pragma omp barrier
 }
 
 /* Returns 1 if out of memory. */

@@ -24,6 +24,7 @@
 #define LANES 4
 #endif
 #define LINE 64    /* bytes of a cache line */
+#define APART static __attribute__((noinline)) /* compiled once, not into each of a caller's copies: seconds less */
 #define CHUNK 1024 /* logits worked on at a time: their buffer stays in the first-level cache */
 
 /* Numbers of one position, or one number of each position of a block. */
@@ -156,7 +157,7 @@ INLINE void score_blocks(int lanes, const struct lane *lane, int from, int to, i
 }
 
 /* weights = e^(score - the largest), undivided. */
-INLINE void soften(struct lane *lane) {
+APART void soften(struct lane *lane) {
     float *w = lane->weights, largest = -INFINITY, sum = 0.0f;
 #pragma omp simd reduction(max : largest)
     for (int t = 0; t < lane->length; t++) largest = w[t] > largest ? w[t] : largest;
@@ -196,6 +197,38 @@ INLINE void weigh_values(int lanes, const struct lane *lane, int from, int to, i
     for (int l = 0; l < lanes; l++) memcpy(sums[l], here[l], sizeof(here[l]));
 }
 
+/* to = read / sum, `count` numbers. */
+APART void store_read(const float *read, float sum, int count, void *out, int64_t to, int dtype) {
+    for (int i = 0; i < count; i++) store(out, to + i, dtype, read[i] / sum);
+}
+
+/* What only one lane has: compiled once. */
+APART void score_rest(const struct lane *lane, int common, int dim, int cache) {
+    int from = common / BLOCK, to = (lane->length + BLOCK - 1) / BLOCK;
+    if (cache == BFLOAT16)
+        score_blocks(1, lane, from, to, dim, BFLOAT16);
+    else
+        score_blocks(1, lane, from, to, dim, FLOAT32);
+}
+
+APART void weigh_rest(const struct lane *lane, int common, int first, int dim, int cache, vec sums[][4]) {
+    struct blocks none = {NULL, 0};
+    if (cache == BFLOAT16)
+        weigh_values(1, lane, common, lane->length, first, dim, BFLOAT16, none, sums);
+    else
+        weigh_values(1, lane, common, lane->length, first, dim, FLOAT32, none, sums);
+}
+
+/* Of the last numbers of a head, fewer than 64. */
+APART void weigh_tail(const struct lane *lane, int first, int dim, int cache, void *out, int dtype) {
+    float read[64] = {0};
+    for (int t = 0; t < lane->length; t++) {
+        const char *values = lane->values[t / BLOCK];
+        for (int i = first; i < dim; i++) read[i - first] += lane->weights[t] * load(values, t % BLOCK * dim + i, cache);
+    }
+    store_read(read, lane->sum, dim - first, out, lane->to + first, dtype);
+}
+
 /* softmax(q K^T / sqrt(dim)) V of each lane over its positions 0 .. length-1. Keys and values that all lanes have are
  * read once for all of them; meanwhile those blocks of `ahead` are fetched. Every lane's numbers are made in the same order
  * whatever the others are. `lanes` are the reading's. */
@@ -205,8 +238,7 @@ INLINE void read_lanes(int lanes, struct reading *reading, struct blocks ahead, 
     int common = reading->common;
     score_blocks(lanes, lane, 0, (common + BLOCK - 1) / BLOCK, dim, cache);
     for (int l = 0; l < lanes; l++) {
-        int end = (lane[l].length + BLOCK - 1) / BLOCK;
-        if (lane[l].length > common) score_blocks(1, lane + l, common / BLOCK, end, dim, cache);
+        if (lane[l].length > common) score_rest(lane + l, common, dim, cache);
         soften(lane + l);
     }
     int first = 0;
@@ -214,21 +246,11 @@ INLINE void read_lanes(int lanes, struct reading *reading, struct blocks ahead, 
         vec sums[LANES][4] = {0};
         weigh_values(lanes, lane, 0, common, first, dim, cache, first ? none : ahead, sums);
         for (int l = 0; l < lanes; l++) {
-            int length = lane[l].length;
-            if (length > common) weigh_values(1, lane + l, common, length, first, dim, cache, none, sums + l);
-            const float *read = (const float *)sums[l];
-            for (int i = 0; i < 64; i++) store(out, lane[l].to + first + i, dtype, read[i] / lane[l].sum);
+            if (lane[l].length > common) weigh_rest(lane + l, common, first, dim, cache, sums + l);
+            store_read((const float *)sums[l], lane[l].sum, 64, out, lane[l].to + first, dtype);
         }
     }
-    for (int l = 0; l < lanes && first < dim; l++) {
-        float read[64] = {0};
-        for (int t = 0; t < lane[l].length; t++) {
-            const char *values = lane[l].values[t / BLOCK];
-            for (int i = first; i < dim; i++)
-                read[i - first] += lane[l].weights[t] * load(values, t % BLOCK * dim + i, cache);
-        }
-        for (int i = first; i < dim; i++) store(out, lane[l].to + i, dtype, read[i - first] / lane[l].sum);
-    }
+    for (int l = 0; l < lanes && first < dim; l++) weigh_tail(lane + l, first, dim, cache, out, dtype);
 }
 
 /* Where the tokens of a pass belong, and the cache of one block of the model: tables [rows, table_width]; keys [blocks,
@@ -387,20 +409,20 @@ INLINE void write_token(const void *qkv, int dtype, int n, const struct context 
 INLINE void read_out(struct reading *reading, struct blocks ahead, const struct context *c, void *out, int dtype) {
 #define CASE(few) \
     case few: \
-        if (c->dim == 64 && c->cache == BFLOAT16) /* known at compile time */ \
-            read_lanes(few <= LANES ? few : LANES, reading, ahead, 64, BFLOAT16, out, dtype); \
-        else if (c->dim == 64) \
-            read_lanes(few <= LANES ? few : LANES, reading, ahead, 64, FLOAT32, out, dtype); \
+        if (c->cache == BFLOAT16) /* known at compile time */ \
+            read_lanes(few, reading, ahead, c->dim, BFLOAT16, out, dtype); \
         else \
-            read_lanes(few <= LANES ? few : LANES, reading, ahead, c->dim, c->cache, out, dtype); \
+            read_lanes(few, reading, ahead, c->dim, FLOAT32, out, dtype); \
         break
     switch (reading->lanes) {
         CASE(1);
         CASE(2);
         CASE(3);
         CASE(4);
+#if LANES > 4
         CASE(5);
         CASE(6);
+#endif
     }
 #undef CASE
 }

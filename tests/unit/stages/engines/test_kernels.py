@@ -13,15 +13,18 @@ from stages.engines.native_kernels import NativeKernels, load_native_kernels
 from stages.engines.noise import gumbel, noise_keys
 from stages.engines.torch_kernels import TorchKernels
 from stages.engines.trees import TokenTree
+from tests.support.processors import NEEDED, kernels_for
 
 DTYPES = [torch.float32, torch.bfloat16]
 
 pytestmark = pytest.mark.skipif(shutil.which("cc") is None, reason="there is no C compiler")
 
 
-@pytest.fixture(scope="module")
-def native() -> NativeKernels:
-    return load_native_kernels()
+@pytest.fixture(scope="module", params=["native", *NEEDED])
+def native(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> NativeKernels:
+    if request.param == "native":
+        return load_native_kernels()
+    return kernels_for(request.param, tmp_path_factory.getbasetemp())
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

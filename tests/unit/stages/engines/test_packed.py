@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,16 +13,20 @@ from stages.engines.kernels import Angles, Block, FusedKernels, Kernels, Tokens
 from stages.engines.native_kernels import load_native_kernels
 from stages.engines.packed import NotFiniteError
 from stages.engines.torch_kernels import TorchKernels
+from tests.support.processors import NEEDED, kernels_for
 
 DTYPES = [torch.float32, torch.bfloat16]
 SIZES = [(1, 1), (20, 36), (7, 1), (50, 33), (96, 176), (97, 2), (145, 64), (192, 576)]
 """(out, in): odd, less than a tile of any machine, a tile and one more, several tiles."""
 
 
-def make_kernels(name: str) -> Iterator[Kernels]:
-    """`vectors`: the native ones as they are on a CPU without matrix registers."""
+def make_kernels(name: str, folder: Path) -> Iterator[Kernels]:
+    """`vectors`: the native ones as they are on a CPU without matrix registers; or as on another processor."""
     if name == "torch":
         yield TorchKernels()
+        return
+    if name in NEEDED:
+        yield kernels_for(name, folder)
         return
     if shutil.which("cc") is None:
         pytest.skip("there is no C compiler")
@@ -35,14 +40,14 @@ def make_kernels(name: str) -> Iterator[Kernels]:
     native.use_matrix_registers(True)
 
 
-@pytest.fixture(params=["torch", "best", "vectors"])
-def kernels(request: pytest.FixtureRequest) -> Iterator[Kernels]:
-    yield from make_kernels(request.param)
+@pytest.fixture(params=["torch", "best", "vectors", *NEEDED])
+def kernels(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kernels]:
+    yield from make_kernels(request.param, tmp_path_factory.getbasetemp())
 
 
-@pytest.fixture(params=["best", "vectors"])
-def native(request: pytest.FixtureRequest) -> Iterator[Kernels]:
-    yield from make_kernels(request.param)
+@pytest.fixture(params=["best", "vectors", *NEEDED])
+def native(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kernels]:
+    yield from make_kernels(request.param, tmp_path_factory.getbasetemp())
 
 
 @pytest.fixture

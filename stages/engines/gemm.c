@@ -38,7 +38,6 @@ enum { LANES = 4, VECTORS = 4, ROWS = 5 };
 enum {
     TILE = LANES * VECTORS,
     STEP = 4 * TILE,      /* bytes of a step of a tile */
-    LINE = 64,            /* bytes of a cache line */
     GROUP = 4,            /* steps between groups of prefetches */
     STREAMS = 3,          /* places that memory is fetched from in turn: hardware that reads ahead follows each, and does
                              so only within a page */
@@ -95,7 +94,7 @@ INLINE uint32_t pack_lanes(const void *rows, int from_dtype, int to_dtype, int64
                            int lanes) {
     enum { WIDTH = 16 };
     uint32_t block[TILE][WIDTH], largest = 0;
-    int64_t steps = steps_of(in, to_dtype), row_bytes = in * (from_dtype == BFLOAT16 ? 2 : 4);
+    int64_t steps = steps_of(in, to_dtype), row_bytes = in * size_of(from_dtype);
     for (int64_t first = 0; first < steps; first += WIDTH) {
         int whole = first + WIDTH <= (to_dtype == BFLOAT16 ? in / 2 : in);
         int count = (int)least(WIDTH, steps - first);
@@ -119,7 +118,7 @@ INLINE uint32_t pack_lanes(const void *rows, int from_dtype, int to_dtype, int64
 /* Writes `rows` rows of a weight [rows, in] to a packed one [out, in], from its row `at` on. Returns whether all numbers
  * are finite (once rounded). */
 int pack(const void *from, int from_dtype, int64_t rows, int64_t in, void *to, int to_dtype, int64_t at, int64_t out) {
-    int64_t tile_numbers = steps_of(in, to_dtype) * TILE, row_bytes = in * (from_dtype == BFLOAT16 ? 2 : 4);
+    int64_t tile_numbers = steps_of(in, to_dtype) * TILE, row_bytes = in * size_of(from_dtype);
     uint32_t largest = 0;
 #pragma omp parallel for schedule(static) reduction(max : largest) if (rows * in > 16384)
     for (int64_t t = at / TILE; t < tiles_of(at + rows); t++) {
@@ -176,9 +175,6 @@ INLINE uint32_t bits_at(const char *x) {
     memcpy(&number, x, 4);
     return number;
 }
-
-/* Brings a cache line nearer. */
-INLINE void fetch(const char *line) { __builtin_prefetch(line, 0, 2); }
 
 /* sums [rows, TILE] += x [rows, ..] times `steps` steps of a tile; meanwhile `lines` cache lines after `ahead` are
  * fetched for each GROUP of steps. `rows` and `dtype` are constants where this is inlined. */
@@ -349,7 +345,7 @@ int use_matrix_registers(int wanted) {
 /* sums [rows, TILE] = x [rows, in] times one tile; `next` is the tile that is read after it. */
 INLINE void multiply_tile(int dtype, const char *x, int64_t rows, int64_t in, const char *tile, const char *next,
                           float *sums) {
-    int64_t row_bytes = in * (dtype == BFLOAT16 ? 2 : 4), whole = dtype == BFLOAT16 ? in / 2 : in;
+    int64_t row_bytes = in * size_of(dtype), whole = dtype == BFLOAT16 ? in / 2 : in;
     int64_t parts = (rows + ROWS - 1) / ROWS, small = rows / parts, larger = rows % parts;
     memset(sums, 0, sizeof(float) * TILE * (size_t)((rows + SIDE - 1) / SIDE * SIDE));
     /* the next tile is fetched in equal parts, so that memory and arithmetic are busy all the time */
@@ -418,8 +414,8 @@ static void share(int dtype, const char *x, const struct weight *weight, const s
         const char *tile = (const char *)weight->tiles + t * tile_bytes;
         const char *next = item + 1 < last ? tile + tile_bytes : begins_at(after, thread, threads);
         if (groups > 1) next = NULL; /* the same tile is taken again, from the cache */
-        multiply_tile(dtype, x + row * in * (dtype == BFLOAT16 ? 2 : 4), count, in, tile, next, sums);
-        put_tile(sums, count, weight->out, t * TILE, to + row * weight->out * (to_dtype == BFLOAT16 ? 2 : 4), to_dtype,
+        multiply_tile(dtype, x + row * in * size_of(dtype), count, in, tile, next, sums);
+        put_tile(sums, count, weight->out, t * TILE, to + row * weight->out * size_of(to_dtype), to_dtype,
                  then);
     }
 #ifdef HAS_MATRIX_REGISTERS

@@ -23,7 +23,6 @@
 #else
 #define LANES 4
 #endif
-#define LINE 64    /* bytes of a cache line */
 #define APART static __attribute__((noinline)) /* compiled once, not into each of a caller's copies: seconds less */
 #define CHUNK 1024 /* logits worked on at a time: their buffer stays in the first-level cache */
 
@@ -37,8 +36,6 @@ INLINE vec load_vec(const void *from, int64_t i, int dtype) {
     if (dtype == FLOAT32) return *(const vec *)((const float *)from + i);
     return (vec)(__builtin_convertvector(*(const halves *)((const uint16_t *)from + i), words) << 16);
 }
-
-INLINE int64_t size_of(int dtype) { return dtype == BFLOAT16 ? 2 : 4; }
 
 /* out = x / rms(x) * weight, one row. */
 INLINE void norm_row(const float *x, const float *weight, float eps, void *out, int64_t to, int dtype, int width) {
@@ -79,7 +76,7 @@ INLINE void gate_part(const void *gate, const void *up, int from_dtype, int64_t 
 void gate_share(const void *gate_up, int from_dtype, void *out, int dtype, int rows, int width) {
     enum { PART = 256 };
     int parts = (width + PART - 1) / PART;
-    int64_t size = from_dtype == BFLOAT16 ? 2 : 4;
+    int64_t size = size_of(from_dtype);
 #pragma omp for schedule(static)
     for (int64_t i = 0; i < (int64_t)rows * parts; i++) {
         int64_t row = i / parts, first = i % parts * PART, from = row * 2 * width + first, to = row * width + first;
@@ -108,6 +105,9 @@ INLINE void rotate(const void *qkv, int dtype, int64_t at, int dim, const float 
         to[half + i] = b * cosine[i] + a * sine[i];
     }
 }
+
+/* Blocks that hold so many positions. */
+INLINE int blocks_for(int positions) { return (positions + BLOCK - 1) / BLOCK; }
 
 /* What one head of one token reads, and where its own things are: weights [longest], for its softmax. */
 struct lane {
@@ -143,7 +143,7 @@ INLINE void score_blocks(int lanes, const struct lane *lane, int from, int to, i
         for (; i + 4 <= dim; i += 4)
 #pragma GCC unroll 4
             for (int j = 0; j < 4; j++) {
-                if (j * row_bytes % LINE == 0) __builtin_prefetch(ahead + (i + j) * row_bytes, 0, 2);
+                if (j * row_bytes % LINE == 0) fetch(ahead + (i + j) * row_bytes);
                 vec numbers = load_vec(key, (i + j) * BLOCK, cache);
 #pragma GCC unroll 6
                 for (int l = 0; l < lanes; l++) s[l][j] += lane[l].q[i + j] * numbers;
@@ -182,7 +182,7 @@ INLINE void weigh_values(int lanes, const struct lane *lane, int from, int to, i
         int64_t at = (start - b * BLOCK) * dim + first;
         const char *next = b < ahead.count ? ahead.at[b] : NULL;
         for (int t = start; t < end; t++, at += dim) {
-            for (int64_t line = 0; next && line < row_bytes; line += LINE) __builtin_prefetch(next + line, 0, 2);
+            for (int64_t line = 0; next && line < row_bytes; line += LINE) fetch(next + line);
             if (next) next += row_bytes;
             vec numbers[4];
 #pragma GCC unroll 4
@@ -204,7 +204,7 @@ APART void store_read(const float *read, float sum, int count, void *out, int64_
 
 /* What only one lane has: compiled once. */
 APART void score_rest(const struct lane *lane, int common, int dim, int cache) {
-    int from = common / BLOCK, to = (lane->length + BLOCK - 1) / BLOCK;
+    int from = common / BLOCK, to = blocks_for(lane->length);
     if (cache == BFLOAT16)
         score_blocks(1, lane, from, to, dim, BFLOAT16);
     else
@@ -236,7 +236,7 @@ INLINE void read_lanes(int lanes, struct reading *reading, struct blocks ahead, 
     struct lane *lane = reading->lane;
     struct blocks none = {NULL, 0};
     int common = reading->common;
-    score_blocks(lanes, lane, 0, (common + BLOCK - 1) / BLOCK, dim, cache);
+    score_blocks(lanes, lane, 0, blocks_for(common), dim, cache);
     for (int l = 0; l < lanes; l++) {
         if (lane[l].length > common) score_rest(lane + l, common, dim, cache);
         soften(lane + l);
@@ -304,7 +304,7 @@ struct room {
 
 /* Sets `failed` if out of memory. To be freed: `weights`. */
 static struct room make_room(const struct context *c, int *failed) {
-    struct room room = {.blocks_each = (size_t)(c->longest + BLOCK - 1) / BLOCK};
+    struct room room = {.blocks_each = (size_t)blocks_for(c->longest)};
     room.weights_each = room.blocks_each * BLOCK;
     size_t block_bytes = (size_t)(BLOCK * c->dim * size_of(c->cache)), pointers = 2 * room.blocks_each;
     if (c->cells) room.patched_each = 2 * (size_t)(c->path_width / BLOCK + 2) * block_bytes;
@@ -443,7 +443,7 @@ static void attend_share(const void *qkv, int dtype, int num, const struct conte
         while (there) {
             struct reading *now = readings + turn, *next = readings + (turn ^= 1);
             there = next_reading(c, items, queries, room, turn, &at, next);
-            struct blocks ahead = {there ? next->lane->keys : NULL, there ? (next->common + BLOCK - 1) / BLOCK : 0};
+            struct blocks ahead = {there ? next->lane->keys : NULL, there ? blocks_for(next->common) : 0};
             read_out(now, ahead, c, out, out_dtype);
         }
     }

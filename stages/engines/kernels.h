@@ -9,6 +9,13 @@
 #define INLINE static inline __attribute__((always_inline))
 
 enum { FLOAT32 = 0, BFLOAT16 = 1 };
+enum { LINE = 64 }; /* bytes of a cache line */
+
+/* Bytes of a number. */
+INLINE int64_t size_of(int dtype) { return dtype == BFLOAT16 ? 2 : 4; }
+
+/* Asks for a cache line, into the second-level cache: what waits for it does not hold up plain loads. */
+INLINE void fetch(const char *line) { __builtin_prefetch(line, 0, 2); }
 
 INLINE float float_of(uint32_t bits) {
     float x;

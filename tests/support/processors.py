@@ -13,7 +13,7 @@ import pytest
 
 from stages.engines.native_kernels import NativeKernels, load_native_kernels
 
-NEEDED = {"x86-64": "sse2", "x86-64-v3": "avx2", "x86-64-v4": "avx512f"}
+NEEDED = {"x86-64": "sse2", "x86-64-v3": "avx2", "x86-64-v4": "avx512vl"}
 """What kernels can be compiled for (gcc's and clang's -march), and what the CPU must have to run them."""
 
 _COMPILER = """#!/bin/sh
@@ -31,9 +31,9 @@ def kernels_for(march: str, folder: Path) -> NativeKernels:
     """Compiled for one of `NEEDED`, into `folder`; skips the test where this machine cannot do that."""
     compiler, cpuinfo = shutil.which(os.environ.get("CC", "cc")), Path("/proc/cpuinfo")
     if compiler is None or platform.machine() != "x86_64" or not cpuinfo.is_file():
-        pytest.skip("no C compiler, or no x86 CPU that says what it can do")
+        pytest.skip("needs a C compiler (cc, or what $CC names) and an x86-64 CPU under Linux")
     if NEEDED[march] not in cpuinfo.read_text("utf8").split():
-        pytest.skip(f"this CPU is no {march}")
+        pytest.skip(f"needs a CPU of {march}: with {NEEDED[march]}")
     wrapper = folder / f"cc-{march}"
     wrapper.write_text(_COMPILER.format(march=march, compiler=compiler), "utf8")
     wrapper.chmod(0o755)

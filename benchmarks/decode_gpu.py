@@ -36,15 +36,15 @@ from transformers import LlamaForCausalLM
 
 from benchmarks.harness import arguments, report, write_json
 from stages.engines.config import EngineConfig, SamplingConfig
-from stages.engines.cuda_graphs import GraphCapture, size_for
-from stages.engines.kernels import Tokens
-from stages.engines.kv_cache import BLOCK_TOKENS, blocks_for
-from stages.engines.noise import noise_keys
-from stages.engines.passes import Pass
+from stages.engines.embedded.batch import Pass
+from stages.engines.embedded.cache import BLOCK_TOKENS, blocks_for
+from stages.engines.embedded.engine import TorchEngine
+from stages.engines.embedded.kernels.cuda.graphs import GraphCapture, size_for
+from stages.engines.embedded.kernels.protocol import Tokens
+from stages.engines.embedded.model.llama import logits, read_shape, tensor_shapes
+from stages.engines.embedded.runner import LocalRunner
+from stages.engines.embedded.sampling.noise import noise_keys
 from stages.engines.protocol import Request
-from stages.engines.runner import LocalRunner
-from stages.engines.torch_engine import TorchEngine
-from stages.engines.torch_llama import logits, read_shape, tensor_shapes
 
 CUDA = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if CUDA else "cpu")

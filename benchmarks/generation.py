@@ -30,11 +30,11 @@ from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
 from benchmarks.harness import arguments, gemm_gflops, measured_load, report, write_json
 from stages.engines.config import EngineConfig, SamplingConfig
-from stages.engines.native_kernels import NoNativeKernelsError, load_native_kernels
+from stages.engines.embedded.engine import TorchEngine
+from stages.engines.embedded.kernels.cpu.native import NoNativeKernelsError, load_native_kernels
+from stages.engines.embedded.runner import choose_kernels
 from stages.engines.protocol import EngineStats, Request
-from stages.engines.runner import choose_kernels
-from stages.engines.torch_engine import TorchEngine
-from stages.hf_files import read_eos_ids
+from stages.models.hf_files import read_eos_ids
 
 CORES = os.cpu_count() or 1
 SLOTS = 16

@@ -1,7 +1,7 @@
 """Rows that move between two replicas: what a move costs, and what it gains in a long tail.
 
 Two worker processes with an engine each (bfloat16, one thread), on this machine, over Dask's connections, with the code
-that a run moves rows with (`pipeline.couriers`, `pipeline.tails`).
+that a run moves rows with (`pipeline.workers.row_transfer`, `pipeline.graph.tails`).
 
 1. A row of so many tokens moves: from when it is asked for until the target has computed its next token. With its keys
    and values, or fed again. Beside it what of that was the transfer, and what the plan would choose.
@@ -26,17 +26,17 @@ from typing import Any
 from distributed import Client, LocalCluster, get_worker
 
 from benchmarks.harness import arguments, measured_load, report, write_json
-from pipeline.calls import TAILS, MoveOrder, MoveOver, RowsNews, WorkerSpec
-from pipeline.couriers import open_for_rows, order_move
-from pipeline.replica import ReplicaRows
-from pipeline.tails import Tails
+from pipeline.graph.tails import Tails
+from pipeline.workers.messages import TAILS, MoveOrder, MoveOver, RowsNews, WorkerSpec
+from pipeline.workers.replica_rows import ReplicaRows
+from pipeline.workers.row_transfer import open_for_rows, order_move
 from stages.engines.config import EngineConfig, SamplingConfig
-from stages.engines.loads import Wanted
-from stages.engines.moving import Guests, MovedRow
+from stages.engines.embedded.engine import TorchEngine
+from stages.engines.embedded.migration.load import Wanted
+from stages.engines.embedded.migration.protocol import Guests, MovedRow
+from stages.engines.embedded.scheduler import PASS_TOKENS
 from stages.engines.protocol import Request
-from stages.engines.scheduler import PASS_TOKENS
-from stages.engines.torch_engine import TorchEngine
-from stages.hf_files import RANDOM_TINY
+from stages.models.hf_files import RANDOM_TINY
 
 MODEL = Path("assets/smollm2-135m-instruct")
 SLOTS, BELOW = 16, 5
@@ -50,7 +50,7 @@ SETTLED = 8
 
 
 class Replica:
-    """Owns the engine of a worker process; stands for `pipeline.runtime.VersionedEngine`, with one version only."""
+    """Owns the engine of a worker process; stands for `VersionedEngine`, with one version only."""
 
     def __init__(self, path: str, max_seq: int) -> None:
         config = EngineConfig(slots=SLOTS, dtype="bfloat16", kv_budget_mb=1024)

@@ -21,8 +21,8 @@ from pathlib import Path
 from rich.console import Console
 
 from benchmarks.harness import arguments, gemm_gflops, measured_load, report, write_json
-from pipeline.config import RunConfig, load_config
-from pipeline.run import open_history, run
+from pipeline.config.schema import RunConfig, load_config
+from pipeline.driver.run import open_history, run
 from storage.address import Address
 
 CORES = os.cpu_count() or 1

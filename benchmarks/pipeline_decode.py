@@ -23,9 +23,9 @@ import torch
 from benchmarks.generation import MODEL
 from benchmarks.harness import arguments, measured_load, report, write_json
 from stages.engines.config import EngineConfig, SamplingConfig
+from stages.engines.embedded.engine import TorchEngine
 from stages.engines.protocol import Request
-from stages.engines.torch_engine import TorchEngine
-from stages.hf_files import RANDOM_TINY, read_config
+from stages.models.hf_files import RANDOM_TINY, read_config
 
 NUM_ROWS, PROMPT = (16, 64), 16
 ONE_GROUP = "2 stages, 1 group"

@@ -30,13 +30,13 @@ from distributed import Client, Nanny, Scheduler, SpecCluster, get_worker
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.harness import arguments, measured_load, report, write_json
-from pipeline.calls import MirrorSpec
-from pipeline.weight_mirror import WeightMirror
+from pipeline.workers.messages import MirrorSpec
+from pipeline.workers.weight_transfer import WeightMirror
 from stages.engines.config import EngineConfig, SamplingConfig
+from stages.engines.embedded.engine import TorchEngine
+from stages.engines.embedded.runner import LocalRunner
 from stages.engines.protocol import Request
-from stages.engines.runner import LocalRunner
-from stages.engines.torch_engine import TorchEngine
-from stages.hf_files import read_weights
+from stages.models.hf_files import read_weights
 from storage.weights import BFLOAT16, WeightBoard
 
 CORES = os.cpu_count() or 1

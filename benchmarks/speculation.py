@@ -26,16 +26,16 @@ import numpy as np
 import torch
 
 from benchmarks.harness import arguments, measured_load, report, write_json
-from pipeline.plots import plot_engine_costs
-from stages.engines.calibration import make_pupil
+from pipeline.observe.plots import plot_engine_costs
 from stages.engines.config import EngineConfig, SamplingConfig, SpeculationConfig
-from stages.engines.costs import expected_speed
-from stages.engines.draft_head import KIND, LearnedDrafter
-from stages.engines.drafting import Drafter, NgramDrafter
+from stages.engines.embedded.drafts.calibration import make_pupil
+from stages.engines.embedded.drafts.costs import expected_speed
+from stages.engines.embedded.drafts.draft_head import KIND, LearnedDrafter
+from stages.engines.embedded.drafts.drafters import Drafter, NgramDrafter
+from stages.engines.embedded.engine import TorchEngine
+from stages.engines.embedded.runner import choose_kernels
 from stages.engines.protocol import Request
-from stages.engines.runner import choose_kernels
-from stages.engines.torch_engine import TorchEngine
-from stages.hf_files import RANDOM_TINY, Tokenizer, read_tokenizer
+from stages.models.hf_files import RANDOM_TINY, Tokenizer, read_tokenizer
 
 CORES = os.cpu_count() or 1
 CPU = torch.device("cpu")

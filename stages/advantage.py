@@ -24,7 +24,7 @@ from stages.ppo.config import PPOConfig
 from stages.ppo.gae import gae
 from stages.ppo.kl import next_kl_coef, token_kl
 from stages.ppo.masks import masked_whiten
-from stages.ppo.rewards import RunningMean, penalise_missing_eos, token_rewards, update_running_mean
+from stages.ppo.token_rewards import RunningMean, penalise_missing_eos, token_rewards, update_running_mean
 from storage.records import Advantages, FinishReason, PolicyLogprobs, ReferenceLogprobs, Rollout, Scores, Values
 
 

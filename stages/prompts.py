@@ -1,6 +1,6 @@
 """From a prompt source to the prompts of each shard: tokenised once, then drawn by a pure function of (seed, step).
 
-May import numpy, storage and stages.hf_files.
+May import numpy, storage and stages.models.hf_files.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from stages.hf_files import Tokenizer
+from stages.models.hf_files import Tokenizer
 from storage.config import PromptsConfig
 from storage.prompts import PromptItem, PromptsError, batch_indices, split
 from storage.records import PromptBatch

@@ -1,6 +1,6 @@
 """The `score` stage: responses to one number each, by whatever reward there is.
 
-May import numpy, storage, stages.hf_files (the tokenizer's protocol), stages.rewards.protocol.
+May import numpy, storage, stages.models.hf_files (the tokenizer's protocol), stages.rewards.protocol.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from stages.hf_files import Tokenizer
+from stages.models.hf_files import Tokenizer
 from stages.rewards.protocol import Reward, Sample
 from storage.records import FinishReason, Rollout, Scores
 

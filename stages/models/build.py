@@ -28,9 +28,9 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.nn import Parameter
 
-from stages.models import hf
+from stages.models import hf_weights
 from stages.models.config import LayoutConfig, ModelConfig
-from stages.models.hf import LlamaShape
+from stages.models.hf_weights import LlamaShape
 from stages.models.layers import HiddenOutput, block_spec
 from stages.models.parallel import Place
 from stages.models.protocol import Role
@@ -104,11 +104,11 @@ def load_weights(model: GPTModel, blueprint: Blueprint, weights: Mapping[str, Te
     """Copies whole Hugging Face tensors into this rank's part of a model; a critic's head becomes zero. Raises
     ValueError, naming the tensor, where a shape differs."""
     place = blueprint.place
-    for name, block, parameter in hf.named_by_block(model, first_block):
+    for name, block, parameter in hf_weights.named_by_block(model, first_block):
         if name.startswith("output_layer.") and parameter.shape[0] == 1:
             parameter.zero_()
             continue
-        part = hf.from_hf(name, block, weights, blueprint.shape, place.tensor_rank, place.tensor_size)
+        part = hf_weights.from_hf(name, block, weights, blueprint.shape, place.tensor_rank, place.tensor_size)
         if part.shape != parameter.shape:
             raise ValueError(
                 f"{name} of block {block} is {tuple(part.shape)} in the model's files, {tuple(parameter.shape)} by its"
@@ -118,20 +118,20 @@ def load_weights(model: GPTModel, blueprint: Blueprint, weights: Mapping[str, Te
 
 
 def named_hf_tensors(
-    model: GPTModel, blueprint: Blueprint, *, first_block: int, gather: hf.Gather
+    model: GPTModel, blueprint: Blueprint, *, first_block: int, gather: hf_weights.Gather
 ) -> Iterator[tuple[str, Tensor]]:
     """This pipeline stage's parameters as whole Hugging Face tensors; every rank of a tensor-parallel group goes
     through it together. The last stage's copy of a tied embedding is left out: the first stage has it."""
-    for name, block, parameter in hf.named_by_block(model, first_block):
+    for name, block, parameter in hf_weights.named_by_block(model, first_block):
         if not getattr(parameter, "shared", False):
-            yield from hf.to_hf(name, block, parameter.detach(), blueprint.shape, gather)
+            yield from hf_weights.to_hf(name, block, parameter.detach(), blueprint.shape, gather)
 
 
 def _stage(blueprint: Blueprint, num_blocks: int, *, embedding: bool, output: bool, tied: bool) -> GPTModel:
     """A GPTModel with `num_blocks` blocks over all pipeline stages, its weights not yet set."""
     shape, layout, place = blueprint.shape, blueprint.layout, blueprint.place
     config = TransformerConfig(
-        **hf.transformer_kwargs(shape),
+        **hf_weights.transformer_kwargs(shape),
         num_layers=num_blocks,
         tensor_model_parallel_size=layout.tensor,
         pipeline_model_parallel_size=layout.pipeline,
@@ -162,10 +162,10 @@ def _stage(blueprint: Blueprint, num_blocks: int, *, embedding: bool, output: bo
         position_embedding_type="rope",
         rotary_base=shape.rope_theta,
     )
-    for name, _, parameter in hf.named_by_block(stage, 0):
+    for name, _, parameter in hf_weights.named_by_block(stage, 0):
         # Megatron marks split parameters while it initialises them; the gradient norm counts unmarked ones on one rank
-        if name in hf.SPLIT_AXES:
-            set_tensor_model_parallel_attributes(parameter, True, hf.SPLIT_AXES[name], 1)
+        if name in hf_weights.SPLIT_AXES:
+            set_tensor_model_parallel_attributes(parameter, True, hf_weights.SPLIT_AXES[name], 1)
     return stage.to(place.device)  # Megatron leaves torch's norms on the CPU
 
 

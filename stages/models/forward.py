@@ -27,7 +27,7 @@ from stages.models.layers import HiddenOutput
 from stages.models.parallel import Place
 from stages.models.trunk import Trunk
 from stages.ppo.masks import predictions_of_tokens
-from stages.ppo.packing import micro_batches
+from stages.ppo.micro_batches import micro_batches
 
 Read = TypeVar("Read")
 

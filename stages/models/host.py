@@ -1,6 +1,6 @@
 """The models of one rank of a gang behind the `ModelHost` protocol.
 
-May import numpy, torch, safetensors, storage, stages.ppo, stages.hf_files and this folder.
+May import numpy, torch, safetensors, storage, stages.ppo, stages.models.hf_files and this folder.
 """
 
 from __future__ import annotations
@@ -21,8 +21,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from stages.engines.config import SamplingConfig
-from stages.hf_files import RANDOM_TINY, read_config, read_eos_ids, read_weights
-from stages.models import losses, parallel
+from stages.models import minibatch_losses, parallel
 from stages.models.build import Blueprint, build_role, build_trunk, named_hf_tensors, output_weight, reset_role
 from stages.models.config import LayoutConfig, ModelConfig
 from stages.models.errors import StateError
@@ -35,13 +34,14 @@ from stages.models.forward import (
     run_forward,
     token_logprobs,
 )
-from stages.models.hf import OUTPUT, llama_shape
+from stages.models.hf_files import RANDOM_TINY, read_config, read_eos_ids, read_weights
+from stages.models.hf_weights import OUTPUT, llama_shape
 from stages.models.protocol import PolicyBatch, Rank, Role, ValueBatch
 from stages.models.trainer import Loss, Trainer
 from stages.models.trunk import Trunk
 from stages.ppo.config import PPOConfig
 from stages.ppo.masks import state_values
-from stages.ppo.packing import minibatches
+from stages.ppo.micro_batches import minibatches
 from stages.ppo.stats import LossStats, merge_stats, summarise_stats
 from storage.records import PolicyLogprobs, ReferenceLogprobs, Rollout, Values
 
@@ -121,7 +121,7 @@ class MegatronHost:
 
     def update_policy(self, step: int, batch: PolicyBatch) -> dict[str, float]:
         model = self._clean(Role.POLICY).model
-        loss = losses.policy_loss_of(
+        loss = minibatch_losses.policy_loss_of(
             batch,
             self._ppo,
             step=step,
@@ -138,7 +138,7 @@ class MegatronHost:
 
     def update_value(self, step: int, batch: ValueBatch) -> dict[str, float]:
         model = self._clean(Role.VALUE).model
-        loss = losses.value_loss_of(
+        loss = minibatch_losses.value_loss_of(
             batch,
             self._ppo,
             device=self._place.device,

@@ -17,7 +17,7 @@ from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from stages.models import megatron_cpu
 from stages.models.config import LayoutConfig, ModelConfig
 from stages.models.errors import StateError
-from stages.models.hf import LlamaShape
+from stages.models.hf_weights import LlamaShape
 from stages.models.protocol import Rank
 
 

@@ -17,7 +17,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from stages.engines.config import SamplingConfig
-from stages.engines.noise import gumbel, noise_keys
+from stages.engines.embedded.sampling.noise import gumbel, noise_keys
 from stages.engines.protocol import Completion, GenerationEngine, Request, RequestError, WeightsError
 from storage.records import FinishReason
 

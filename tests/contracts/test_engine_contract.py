@@ -23,19 +23,19 @@ from engine_contract import (
 )
 from transformers import AutoModelForCausalLM
 
-from stages.engines.calibration import make_pupil
 from stages.engines.config import EngineConfig, SamplingConfig, SpeculationConfig
-from stages.engines.draft_head import LearnedDrafter
-from stages.engines.drafting import Draft, Drafter, NgramDrafter
-from stages.engines.native_kernels import NoNativeKernelsError, load_native_kernels
-from stages.engines.noise import gumbel, noise_keys
+from stages.engines.embedded.draft_tree import TokenTree, line
+from stages.engines.embedded.drafts.calibration import make_pupil
+from stages.engines.embedded.drafts.draft_head import LearnedDrafter
+from stages.engines.embedded.drafts.drafters import Draft, Drafter, NgramDrafter
+from stages.engines.embedded.engine import TorchEngine
+from stages.engines.embedded.kernels.cpu.native import NoNativeKernelsError, load_native_kernels
+from stages.engines.embedded.kernels.reference import TorchKernels
+from stages.engines.embedded.rows import Row
+from stages.engines.embedded.sampling.noise import gumbel, noise_keys
+from stages.engines.embedded.scheduler import PASS_TOKENS
 from stages.engines.protocol import Completion, GenerationEngine, Request, RequestError, WeightsError
-from stages.engines.rows import Row
-from stages.engines.scheduler import PASS_TOKENS
-from stages.engines.torch_engine import TorchEngine
-from stages.engines.torch_kernels import TorchKernels
-from stages.engines.trees import TokenTree, line
-from stages.hf_files import RANDOM_TINY, read_tokenizer
+from stages.models.hf_files import RANDOM_TINY, read_tokenizer
 
 CPU = torch.device("cpu")
 SMOLLM2 = Path(__file__).parents[2] / "assets" / "smollm2-135m-instruct"

@@ -26,12 +26,12 @@ from engine_contract import (
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from stages.engines.config import EngineConfig, SamplingConfig, SpeculationConfig
-from stages.engines.crew import RankLost
-from stages.engines.loads import Wanted
-from stages.engines.moving import key_of
+from stages.engines.embedded.engine import TorchEngine
+from stages.engines.embedded.migration.load import Wanted
+from stages.engines.embedded.migration.protocol import key_of
+from stages.engines.embedded.ranks.processes import RankLost
 from stages.engines.protocol import Completion, GenerationEngine, Request, WeightsError
-from stages.engines.torch_engine import TorchEngine
-from stages.hf_files import RANDOM_TINY
+from stages.models.hf_files import RANDOM_TINY
 
 pytestmark = pytest.mark.processes
 CPU = torch.device("cpu")
@@ -176,7 +176,7 @@ def test_ranks_die_with_their_engine_even_stopped() -> None:
     program = (
         "import sys, time, torch\n"
         "from stages.engines.config import EngineConfig\n"
-        "from stages.engines.torch_engine import TorchEngine\n"
+        "from stages.engines.embedded.engine import TorchEngine\n"
         "engine = TorchEngine('random:tiny', EngineConfig(tensor_parallel=2), max_seq=64, threads=1,"
         " device=torch.device('cpu'))\n"
         "print('up', flush=True)\n"

@@ -10,14 +10,14 @@ import pytest
 import torch
 from rich.console import Console
 
-from pipeline.config import load_config
-from pipeline.run import open_history, run
-from pipeline.verify import verify_run
+from pipeline.cli.verification import verify_run
+from pipeline.config.schema import load_config
+from pipeline.driver.run import open_history, run
 from stages.engines.config import EngineConfig, SamplingConfig
-from stages.engines.noise import gumbel, noise_keys
+from stages.engines.embedded.engine import TorchEngine
+from stages.engines.embedded.sampling.noise import gumbel, noise_keys
 from stages.engines.protocol import Request
-from stages.engines.torch_engine import TorchEngine
-from stages.hf_files import RANDOM_TINY
+from stages.models.hf_files import RANDOM_TINY
 
 pytestmark = pytest.mark.gpu
 ROOT = Path(__file__).resolve().parents[2]

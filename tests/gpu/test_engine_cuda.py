@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from stages.engines.config import EngineConfig, SpeculationConfig
+from stages.engines.embedded.engine import TorchEngine
+from stages.engines.embedded.runner import LocalRunner, all_tensors
 from stages.engines.protocol import Completion, GenerationEngine
-from stages.engines.runner import LocalRunner, all_tensors
-from stages.engines.torch_engine import TorchEngine
 from tests.contracts.engine_contract import (
     MAX_SEQ,
     EngineContract,

@@ -27,7 +27,7 @@ WIDE = "v4.b32"
 
 @pytest.fixture(scope="module")
 def kernels() -> Any:
-    return importlib.import_module("stages.engines.triton_kernels")
+    return importlib.import_module("stages.engines.embedded.kernels.cuda.triton_kernels")
 
 
 ONES = {"kv_heads": 1, "table_width": 1, "num_splits": 1}

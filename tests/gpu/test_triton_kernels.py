@@ -18,14 +18,14 @@ import pytest
 import torch
 
 from stages.engines.config import EngineConfig, SamplingConfig
-from stages.engines.kernels import Angles, NoTritonKernelsError, Tokens
-from stages.engines.kv_cache import BLOCK_TOKENS, NO_BLOCK, blocks_for
-from stages.engines.noise import noise_keys
+from stages.engines.embedded.cache import BLOCK_TOKENS, NO_BLOCK, blocks_for
+from stages.engines.embedded.engine import TorchEngine
+from stages.engines.embedded.kernels.protocol import Angles, NoTritonKernelsError, Tokens
+from stages.engines.embedded.kernels.reference import TorchKernels
+from stages.engines.embedded.sampling.draw import ban
+from stages.engines.embedded.sampling.noise import noise_keys
 from stages.engines.protocol import Request
-from stages.engines.sampling import ban
-from stages.engines.torch_engine import TorchEngine
-from stages.engines.torch_kernels import TorchKernels
-from stages.hf_files import RANDOM_TINY
+from stages.models.hf_files import RANDOM_TINY
 
 CUDA = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if CUDA else "cpu")
@@ -45,7 +45,7 @@ def kernels() -> Iterator[Any]:
     with pytest.MonkeyPatch.context() as patch:
         if INTERPRETED:
             let_the_interpreter_multiply_bfloat16(patch)
-        yield importlib.import_module("stages.engines.triton_kernels").load_triton_kernels(DEVICE)
+        yield importlib.import_module("stages.engines.embedded.kernels.cuda.triton_kernels").load_triton_kernels(DEVICE)
 
 
 def let_the_interpreter_multiply_bfloat16(patch: pytest.MonkeyPatch) -> None:
@@ -246,7 +246,7 @@ def test_logits_that_are_not_finite_show_in_the_logprob(kernels: Any) -> None:
 
 @pytest.mark.skipif(CUDA, reason="for machines without a GPU")
 def test_a_cpu_without_the_interpreter_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    module = importlib.import_module("stages.engines.triton_kernels")
+    module = importlib.import_module("stages.engines.embedded.kernels.cuda.triton_kernels")
     monkeypatch.setattr(module.knobs.runtime, "interpret", False)
     with pytest.raises(NoTritonKernelsError, match="not on cpu"):
         module.load_triton_kernels(DEVICE)

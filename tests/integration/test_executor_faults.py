@@ -16,13 +16,13 @@ from typing import Any
 
 import pytest
 
-from pipeline.cluster import LocalWorkers, kill_workers, workers_by_address
-from pipeline.config import RunConfig, load_config, to_yaml
-from pipeline.dispatch import Dispatch
-from pipeline.events import EventKind, Journal, read_events
-from pipeline.executor import Executor, ExecutorSettings, StageFailed
-from pipeline.flow import Flow
-from pipeline.graph import Node, run_nodes
+from pipeline.config.schema import RunConfig, load_config, to_yaml
+from pipeline.driver.cluster import LocalWorkers, kill_workers, workers_by_address
+from pipeline.driver.executor import Executor, ExecutorSettings, StageFailed
+from pipeline.graph.dispatch import Dispatch
+from pipeline.graph.flow import Flow
+from pipeline.graph.graph import Node, run_nodes
+from pipeline.observe.journal import EventKind, Journal, read_events
 from storage.address import Address
 from storage.ledger import Ledger
 

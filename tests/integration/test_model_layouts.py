@@ -11,9 +11,9 @@ import pytest
 import torch.multiprocessing
 
 from stages.engines.config import SamplingConfig
-from stages.hf_files import read_config
 from stages.models.config import LayoutConfig, ModelConfig, OptimizerConfig
-from stages.models.hf import llama_shape
+from stages.models.hf_files import read_config
+from stages.models.hf_weights import llama_shape
 from stages.models.host import MegatronHost
 from stages.models.parallel import check_layout
 from stages.models.protocol import PolicyBatch, Rank, Role, ValueBatch

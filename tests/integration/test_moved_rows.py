@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-import pipeline.run
-from pipeline.config import RunConfig, load_config
-from pipeline.events import Event, EventKind, read_events
-from pipeline.executor import ExecutorSettings
-from pipeline.graph import run_nodes
-from pipeline.paths import RunPaths
-from pipeline.verify import verify_run
+import pipeline.driver.run
+from pipeline.cli.verification import verify_run
+from pipeline.config.paths import RunPaths
+from pipeline.config.schema import RunConfig, load_config
+from pipeline.driver.executor import ExecutorSettings
+from pipeline.graph.graph import run_nodes
+from pipeline.observe.journal import Event, EventKind, read_events
 from storage.ledger import Ledger
 from tests.support.run_results import outputs, until
 
@@ -49,7 +49,7 @@ def configure(folder: Path, name: str, *overrides: str) -> RunConfig:
 
 def finish(config: RunConfig) -> RunConfig:
     (config.run_dir / "control").mkdir(parents=True, exist_ok=True)
-    pipeline.run.run(config, Console(file=io.StringIO()))
+    pipeline.driver.run.run(config, Console(file=io.StringIO()))
     return config
 
 
@@ -58,7 +58,7 @@ def held(monkeypatch: pytest.MonkeyPatch) -> None:
     """Workers run `tests.support.held_runtime`."""
     runtime = "tests.support.held_runtime:HeldRuntime"
     monkeypatch.setattr(
-        pipeline.run, "ExecutorSettings", lambda **settings: ExecutorSettings(**{**settings, "runtime": runtime})
+        pipeline.driver.run, "ExecutorSettings", lambda **settings: ExecutorSettings(**{**settings, "runtime": runtime})
     )
 
 

@@ -23,17 +23,17 @@ from mlflow.tracing.client import TracingClient
 from mlflow.tracking import MlflowClient
 from rich.console import Console
 
-from pipeline.cli import main
-from pipeline.config import RunConfig, flatten, load_config
-from pipeline.events import EventKind, read_events
-from pipeline.graph import run_nodes
-from pipeline.paths import RunPaths
-from pipeline.run import open_history
-from pipeline.run import run as run_config
-from pipeline.verify import verify_run
+from pipeline.cli.main import main
+from pipeline.cli.verification import verify_run
+from pipeline.config.paths import RunPaths
+from pipeline.config.schema import RunConfig, flatten, load_config
+from pipeline.driver.run import open_history
+from pipeline.driver.run import run as run_config
+from pipeline.graph.graph import run_nodes
+from pipeline.observe.journal import EventKind, read_events
 from stages.engines.config import EngineConfig, SamplingConfig
+from stages.engines.embedded.engine import TorchEngine
 from stages.engines.protocol import Request
-from stages.engines.torch_engine import TorchEngine
 from storage.address import Address
 from storage.records import Rollout
 
@@ -495,7 +495,9 @@ def test_an_engine_on_two_ranks_gives_the_same_weights_even_if_one_dies(folder: 
         try:
             wait_for_event(driver, RunPaths(config.run_dir).events, "generate", 0)
             processes = psutil.Process(driver.pid).children(recursive=True)
-            (rank,) = [process for process in processes if "stages.engines.rank_main" in process.cmdline()]
+            (rank,) = [
+                process for process in processes if "stages.engines.embedded.ranks.rank_main" in process.cmdline()
+            ]
             rank.kill()
             said, _ = driver.communicate(timeout=200)
         finally:

@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 from distributed import Scheduler, Worker
 
-from pipeline import weight_mirror
-from pipeline.calls import MirrorSpec
-from pipeline.weight_mirror import FAN_OUT, Fetched, WeightMirror
+from pipeline.workers import weight_transfer
+from pipeline.workers.messages import MirrorSpec
+from pipeline.workers.weight_transfer import FAN_OUT, Fetched, WeightMirror
 from storage.errors import MissingOutput, StoreError
 from storage.weight_copies import OutgoingVersion
 from storage.weights import WeightBoard
@@ -59,8 +59,8 @@ def wires(monkeypatch: pytest.MonkeyPatch) -> Wires:
             wires.pieces[self.name, offset] += 1
             return super().read(offset, nbytes)
 
-    monkeypatch.setattr(weight_mirror, "OutgoingVersion", Seen)
-    monkeypatch.setattr(weight_mirror, "PIECE_BYTES", PIECE)
+    monkeypatch.setattr(weight_transfer, "OutgoingVersion", Seen)
+    monkeypatch.setattr(weight_transfer, "PIECE_BYTES", PIECE)
     return wires
 
 
@@ -304,7 +304,7 @@ def test_no_room_here_is_not_the_senders_fault(tmp_path: Path, wires: Wires, mon
             def full(self: Any, piece: memoryview) -> None:
                 raise OSError(28, "No space left on device")
 
-            monkeypatch.setattr(weight_mirror.IncomingVersion, "append", full)
+            monkeypatch.setattr(weight_transfer.IncomingVersion, "append", full)
             with pytest.raises(OSError, match="No space left"):
                 await reader.fetch()
             assert list(reader.board.directory.iterdir()) == []
@@ -322,15 +322,15 @@ def test_orders(tmp_path: Path, wires: Wires) -> None:
     async def test() -> None:
         async with cluster(tmp_path) as (others, publisher):
             reader = await others.host("generate-0")
-            await call(reader, weight_mirror.FETCH, version=VERSION)
+            await call(reader, weight_transfer.FETCH, version=VERSION)
             await until(lambda: reader.board.has(VERSION))
             lease = reader.board.open(VERSION)
-            await call(reader, weight_mirror.RELEASE, versions=[VERSION])
+            await call(reader, weight_transfer.RELEASE, versions=[VERSION])
             check(reader)
             lease.close()
-            await call(reader, weight_mirror.RELEASE, versions=[])
+            await call(reader, weight_transfer.RELEASE, versions=[])
             assert reader.board.available() == []
-            await call(reader, weight_mirror.REMOVE)
+            await call(reader, weight_transfer.REMOVE)
             assert not reader.board.directory.exists()
             check(publisher)
 
@@ -344,7 +344,7 @@ def test_a_version_that_is_released_while_it_arrives_does_not_stay(tmp_path: Pat
             reader = await others.host("generate-0")
             fetch = asyncio.create_task(reader.fetch())
             await until(lambda: reader.arrived() == 4, fetch)
-            await call(reader, weight_mirror.RELEASE, versions=[VERSION])
+            await call(reader, weight_transfer.RELEASE, versions=[VERSION])
             wires.held = ""
             with pytest.raises(MissingOutput, match="v3 are not read any more"):
                 await fetch

@@ -15,15 +15,15 @@ import pytest
 from distributed import Client
 from rich.console import Console
 
-import pipeline.executor
-import pipeline.run
-from pipeline.config import RunConfig, load_config
-from pipeline.events import EventKind, read_events
-from pipeline.executor import ExecutorSettings
-from pipeline.graph import run_nodes, weight_readers
-from pipeline.paths import RunPaths
-from pipeline.verify import verify_run
-from pipeline.weight_mirror import order_fetch, remove_boards
+import pipeline.driver.executor
+import pipeline.driver.run
+from pipeline.cli.verification import verify_run
+from pipeline.config.paths import RunPaths
+from pipeline.config.schema import RunConfig, load_config
+from pipeline.driver.executor import ExecutorSettings
+from pipeline.graph.graph import run_nodes, weight_readers
+from pipeline.observe.journal import EventKind, read_events
+from pipeline.workers.weight_transfer import order_fetch, remove_boards
 from storage.ledger import Ledger
 from storage.weight_copies import IncomingVersion, OutgoingVersion
 from storage.weights import WeightBoard
@@ -49,7 +49,7 @@ def apart(folder: Path, name: str, *overrides: str) -> RunConfig:
 
 
 def finish(config: RunConfig) -> RunConfig:
-    pipeline.run.run(config, Console(file=io.StringIO()))
+    pipeline.driver.run.run(config, Console(file=io.StringIO()))
     return config
 
 
@@ -102,8 +102,8 @@ def test_a_run_with_a_board_per_host_is_the_same_run(
         assert left == {"train": unread, "generate": []}
         remove_boards(*what)
 
-    monkeypatch.setattr(pipeline.executor, "remove_boards", look_and_remove)
-    monkeypatch.setattr(pipeline.executor, "order_fetch", note_and_order)
+    monkeypatch.setattr(pipeline.driver.executor, "remove_boards", look_and_remove)
+    monkeypatch.setattr(pipeline.driver.executor, "order_fetch", note_and_order)
     finish(config)
     assert left, "nobody looked"
     assert ordered == read_versions(config)
@@ -121,7 +121,7 @@ def held(monkeypatch: pytest.MonkeyPatch) -> None:
     """Workers run `tests.support.held_sender`."""
     runtime = "tests.support.held_sender:HeldSender"
     monkeypatch.setattr(
-        pipeline.run, "ExecutorSettings", lambda **settings: ExecutorSettings(**{**settings, "runtime": runtime})
+        pipeline.driver.run, "ExecutorSettings", lambda **settings: ExecutorSettings(**{**settings, "runtime": runtime})
     )
 
 

@@ -7,7 +7,7 @@ import hashlib
 import torch
 import torch.distributed as dist
 
-from pipeline.calls import WorkerSpec
+from pipeline.workers.messages import WorkerSpec
 
 
 def join(spec: WorkerSpec) -> None:

@@ -12,11 +12,11 @@ import os
 import time
 from collections.abc import Sequence
 
-from pipeline.calls import WorkerSpec
-from pipeline.runtime import StageRuntime
-from stages.engines.departures import TakenRows
-from stages.engines.moving import MovedRow
-from stages.engines.passes import Pass
+from pipeline.workers.messages import WorkerSpec
+from pipeline.workers.runtime import StageRuntime
+from stages.engines.embedded.batch import Pass
+from stages.engines.embedded.migration.migrated_rows import TakenRows
+from stages.engines.embedded.migration.protocol import MovedRow
 
 PASS_S = 0.01
 """Before a move: hundreds of passes give the driver seconds to order it."""

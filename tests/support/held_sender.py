@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from pipeline import weight_mirror
-from pipeline.calls import WorkerSpec
-from pipeline.config import load_yaml
-from pipeline.runtime import StageRuntime
+from pipeline.config.schema import load_yaml
+from pipeline.workers import weight_transfer
+from pipeline.workers.messages import WorkerSpec
+from pipeline.workers.runtime import StageRuntime
 from storage.weight_copies import OutgoingVersion
 
 PIECE_BYTES, PIECES = 1 << 16, 3
@@ -34,6 +34,6 @@ class HeldSender(StageRuntime):
                 (control / "sending").touch()
                 return min(ready, HELD_BYTES)
 
-        weight_mirror.OutgoingVersion = Held  # type: ignore[misc]
-        weight_mirror.PIECE_BYTES = PIECE_BYTES
+        weight_transfer.OutgoingVersion = Held  # type: ignore[misc]
+        weight_transfer.PIECE_BYTES = PIECE_BYTES
         super().__init__(spec)

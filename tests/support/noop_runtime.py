@@ -20,9 +20,9 @@ import os
 import time
 from pathlib import Path
 
-from pipeline.calls import Call, WorkerSpec
-from pipeline.config import RunConfig, load_yaml
-from pipeline.worker import Visit
+from pipeline.config.schema import RunConfig, load_yaml
+from pipeline.workers.entry import Visit
+from pipeline.workers.messages import Call, WorkerSpec
 from storage.address import Address
 from storage.ledger import Commit, Ledger, new_attempt, provenance_here
 

@@ -11,7 +11,7 @@ from unittest import mock
 
 import pytest
 
-from stages.engines.native_kernels import NativeKernels, load_native_kernels
+from stages.engines.embedded.kernels.cpu.native import NativeKernels, load_native_kernels
 
 NEEDED = {"x86-64": "sse2", "x86-64-v3": "avx2", "x86-64-v4": "avx512vl"}
 """What kernels can be compiled for (gcc's and clang's -march), and what the CPU must have to run them."""

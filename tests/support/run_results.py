@@ -6,8 +6,8 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from pipeline.config import RunConfig
-from pipeline.paths import RunPaths
+from pipeline.config.paths import RunPaths
+from pipeline.config.schema import RunConfig
 from storage.ledger import Ledger
 
 

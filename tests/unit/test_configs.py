@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.config import load_config, load_yaml, to_yaml
-from pipeline.graph import run_nodes
-from pipeline.preflight import preflight
+from pipeline.config.preflight import preflight
+from pipeline.config.schema import load_config, load_yaml, to_yaml
+from pipeline.graph.graph import run_nodes
 
 ROOT = Path(__file__).resolve().parents[2]
 RUNS = sorted((ROOT / "conf/run").glob("*.yaml"))

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from pipeline.config import GangConfig, RunConfig
+from pipeline.config.schema import GangConfig, RunConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md"), ROOT / "slurm/README.md"])

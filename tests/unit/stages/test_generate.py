@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from stages.engines.config import EngineConfig, SamplingConfig
+from stages.engines.embedded.engine import TorchEngine
 from stages.engines.protocol import Completion, EngineStats, Request
-from stages.engines.torch_engine import TorchEngine
 from stages.generate import generate
-from stages.hf_files import RANDOM_TINY
+from stages.models.hf_files import RANDOM_TINY
 from storage.records import FinishReason, PromptBatch
 
 PROMPTS = PromptBatch(

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from stages.hf_files import ByteTokenizer
+from stages.models.hf_files import ByteTokenizer
 from stages.prompts import PromptTable, held_out_prompts, tokenise, training_prompts
 from storage.config import PromptsConfig
 from storage.prompts import PromptItem, PromptsError, batch_indices

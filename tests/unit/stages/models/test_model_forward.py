@@ -12,9 +12,9 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from stages.engines.config import SamplingConfig
-from stages.hf_files import read_config, read_weights
 from stages.models.config import LayoutConfig, ModelConfig
 from stages.models.forward import cut_micro_batches, hidden_states
+from stages.models.hf_files import read_config, read_weights
 from stages.models.host import MegatronHost
 from stages.models.protocol import Rank, Role
 from stages.models.trunk import Trunk

@@ -14,14 +14,14 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, LlamaModel
 
 from stages.engines.config import SamplingConfig
-from stages.hf_files import read_config, read_weights
 from stages.models.config import LayoutConfig, ModelConfig, OptimizerConfig
 from stages.models.errors import StateError
+from stages.models.hf_files import read_config, read_weights
 from stages.models.host import MegatronHost
 from stages.models.protocol import PolicyBatch, Rank, Role, ValueBatch
 from stages.models.trainer import learning_rate
 from stages.ppo.config import KLConfig, PPOConfig
-from stages.ppo.packing import minibatches
+from stages.ppo.micro_batches import minibatches
 from storage.records import Advantages, ReferenceLogprobs, Rollout
 
 ROWS, SEQ, SEED = 8, 12, 5

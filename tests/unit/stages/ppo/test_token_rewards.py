@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from stages.ppo.config import KLConfig
-from stages.ppo.rewards import RunningMean, penalise_missing_eos, token_rewards, update_running_mean
+from stages.ppo.token_rewards import RunningMean, penalise_missing_eos, token_rewards, update_running_mean
 from tests.reference import oracles
 
 MASK = torch.tensor([[0, 1, 1, 1, 0], [0, 0, 0, 1, 1]], dtype=torch.bool)

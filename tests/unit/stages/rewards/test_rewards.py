@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from vaderSentiment.vaderSentiment import SentimentIntensityAnalyzer
 
-from stages.hf_files import ByteTokenizer
+from stages.models.hf_files import ByteTokenizer
 from stages.rewards.protocol import RewardConfig, Sample
 from stages.rewards.registry import build_reward
 from stages.score import score

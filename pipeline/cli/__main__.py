@@ -1,0 +1,7 @@
+"""`python -m pipeline.cli`."""
+
+import sys
+
+from pipeline.cli.main import main
+
+sys.exit(main())

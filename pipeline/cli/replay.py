@@ -1,0 +1,196 @@
+"""`stageline replay`: one node again, in this process, from its stored inputs; and the difference.
+
+Nothing is written to the run. Weights that a node needs are rebuilt from checkpoints and stored rollouts (law 3), so a
+replay works also long after the run. A gang of several ranks is replayed on one: its sums may then differ in the last
+bits, which the answer says. Its checkpoints fit its own layout only, so its weights are rebuilt from the start.
+"""
+
+from __future__ import annotations
+
+import copy
+import tempfile
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from pipeline.config.paths import RunPaths
+from pipeline.config.schema import ConfigError, RunConfig, to_yaml
+from pipeline.driver.run import open_history
+from pipeline.graph.graph import STAGE_ROLES, evaluate_nodes, step_nodes
+from pipeline.workers.messages import Call, WorkerSpec
+from pipeline.workers.runtime import StageRuntime
+from pipeline.workers.updates import UPDATE_STAGE
+from stages.models.config import LayoutConfig
+from stages.models.protocol import MODEL_ROLES, Role
+from stages.publish import publish
+from storage.address import Address
+from storage.errors import MissingOutput
+from storage.records import Record
+from storage.weights import WeightBoard
+
+SAMPLING = ("generate", "evaluate")
+"""Stages whose log-probs may differ in the last bits: they depend on which rows shared a batch."""
+SCORING = ("score", "evaluate_score")
+CLOSE = {"float32": 1e-3, "bfloat16": 0.1}
+"""By the models' dtype: the largest difference of a log-prob, value or score where last bits may differ."""
+
+
+@dataclass(frozen=True)
+class ArrayDifference:
+    name: str
+    elements: int
+    differing: int
+    largest: float
+    is_float: bool
+
+
+@dataclass(frozen=True)
+class Replayed:
+    """A node's stored output against the one made now."""
+
+    address: Address
+    differences: list[ArrayDifference]
+    tolerance: float
+    """The largest difference that a float may show; whole numbers (tokens, versions) must be equal always."""
+    digests: tuple[str, str] | None = None
+    """Of an update: the committed weights, and these."""
+
+    @property
+    def as_expected(self) -> bool:
+        if self.digests is not None:
+            return self.digests[0] == self.digests[1] or self.tolerance > 0
+        return all(d.differing == 0 or (d.is_float and d.largest <= self.tolerance) for d in self.differences)
+
+    def render(self) -> RenderableType:
+        table = Table(title=f"replay of {self.address}", title_justify="left")
+        if self.digests is not None:
+            table.add_column("weights")
+            table.add_column("digest")
+            table.add_row("committed", self.digests[0])
+            table.add_row("replayed", self.digests[1])
+        else:
+            for heading in ("array", "elements", "differing", "largest difference"):
+                table.add_column(heading, justify="left" if heading == "array" else "right")
+            for d in self.differences:
+                table.add_row(d.name, str(d.elements), str(d.differing), f"{d.largest:g}")
+        expected = "difference must be 0"
+        if self.tolerance:
+            expected = f"another batch, layout or reward: floats may differ by {self.tolerance:g}, integers may not"
+        verdict = "as expected" if self.as_expected else "NOT as expected"
+        return Group(table, Text(f"{verdict}: {expected}"))
+
+
+def replay_node(config: RunConfig, stage: str, step: int, shard: int) -> Replayed:
+    """Runs a committed node again.
+
+    Raises:
+        ConfigError: no such stage, step or shard.
+        MissingOutput: the node, or an input, has no commit.
+    """
+    if stage not in STAGE_ROLES or stage == "publish":
+        known = ", ".join(s for s in STAGE_ROLES if s != "publish")
+        raise ConfigError("--stage", f"given {stage!r}; must be one of {known}")
+    spec = config.graph()
+    of_version = stage.startswith("evaluate")
+    last = spec.steps if of_version else spec.steps - 1
+    if not 0 <= step <= last:
+        raise ConfigError("--step", f"given {step}; the run has {'versions' if of_version else 'steps'} 0 to {last}")
+    nodes = evaluate_nodes(spec, step) if of_version else step_nodes(spec, step)
+    address = Address(stage, step, shard)
+    node = next((n for n in nodes if n.address == address), None)
+    if node is None:
+        shards = [n.address.shard for n in nodes if n.stage == stage]
+        known = f"{stage} has shards {shards[0]} to {shards[-1]}" if shards else f"this run has no {stage} nodes"
+        raise ConfigError("--shard" if shards else "--stage", f"given {shard if shards else stage!r}; {known}")
+    history = open_history(config)
+    commit = history.ledger.find(address)
+    if commit is None:
+        raise MissingOutput(f"{address} has no commit: there is nothing to compare with")
+    version = node.version
+    if stage in SAMPLING:
+        versions = commit.provenance.weight_versions
+        if len(versions) > 1:
+            named = ", ".join(f"v{v}" for v in versions)
+            raise ConfigError(
+                "--shard",
+                f"given {shard}; its rows were sampled by {named} as they came in (engine.update: inflight), "
+                "which cannot be repeated; a shard of one version can",
+            )
+        version = versions[0]
+    gang = config.placement.roles[node.role.value]
+    holder = config.placement.roles[Role.POLICY.value if stage in SAMPLING else node.role.value]
+    one_rank = config.placement.gangs[holder].workers == 1 or node.role not in {*MODEL_ROLES, Role.GENERATE}
+    close = CLOSE[config.model.dtype]
+    call = Call(address, "replay", version, node.inputs, gang, "replay", 0)
+    with tempfile.TemporaryDirectory(prefix="stageline-replay-") as name:
+        scratch = Path(name)
+        single = alone(config, scratch)
+        if stage in UPDATE_STAGE.values():
+            role = next(role for role, name in UPDATE_STAGE.items() if name == stage)
+            with runtime_for(single, role, scratch) as runtime:
+                return Replayed(address, [], 0.0 if one_rank else close, runtime.trainer.replay(role, step))
+        if stage in SAMPLING:
+            with runtime_for(single, Role.POLICY, scratch) as runtime:
+                board = WeightBoard(RunPaths(single.run_dir).board(single.cluster.weights_dir))
+                publish(runtime.trainer.at(Role.POLICY, version), board, version)
+        with runtime_for(single, node.role, scratch) as runtime:
+            record = runtime.compute(call).record
+            repeats = stage not in SCORING or runtime.reward_repeats
+    assert record is not None
+    exact = one_rank and repeats and stage not in SAMPLING
+    return Replayed(address, compare(history.store.read(address), record), 0.0 if exact else close)
+
+
+def compare(stored: Record, made: Record) -> list[ArrayDifference]:
+    """Array by array: how many elements differ, and by how much at most."""
+    differences = []
+    for name, array in stored.arrays().items():
+        other = made.arrays()[name]
+        delta = np.abs(array.astype(np.float64) - other.astype(np.float64))
+        differing, largest = int((array != other).sum()), float(delta.max(initial=0.0))
+        differences.append(ArrayDifference(name, array.size, differing, largest, array.dtype.kind == "f"))
+    return differences
+
+
+def alone(config: RunConfig, scratch: Path) -> RunConfig:
+    """The config for this process alone: published weights in a place of its own."""
+    single = copy.deepcopy(config)
+    single.cluster.weights_dir = str(scratch / "board")
+    for gang in single.placement.gangs.values():
+        gang.weights_dir = None
+    return single
+
+
+@contextmanager
+def runtime_for(config: RunConfig, role: Role, scratch: Path) -> Iterator[StageRuntime]:
+    """A runtime in this process that holds what `role` needs and nothing else."""
+    only = copy.deepcopy(config)
+    gang = only.placement.roles[role.value]
+    settings = only.placement.gangs[gang]
+    one_rank = settings.workers == 1 or role not in MODEL_ROLES
+    settings.workers, settings.layout = 1, LayoutConfig()
+    only.placement.gangs = {"replay": settings, "elsewhere": copy.deepcopy(settings)}
+    only.placement.roles = {r.value: "replay" if r is role else "elsewhere" for r in Role}
+    only.placement.gangs["replay"].slots = 1
+    only.placement.gangs["elsewhere"].slots = 1
+    spec = WorkerSpec(
+        gang="replay",
+        index=0,
+        size=1,
+        incarnation=0,
+        rendezvous=f"file://{scratch / uuid.uuid4().hex}",
+        runtime="",
+        config_yaml=to_yaml(only),
+    )
+    runtime = StageRuntime(spec, same_layout=one_rank)
+    try:
+        yield runtime
+    finally:
+        runtime.close()

@@ -1,0 +1,1 @@
+"""The configuration of a run: schema, loading, checks, preflight, paths. Imports graph, stages and storage."""

@@ -1,0 +1,192 @@
+"""What a run would be refused for that takes a look at the disk: model, prompts, reward, run directory. Nothing starts.
+
+May import torch, stages.models.hf_files, stages.prompts, stages.rewards.registry, storage; of stages.engines how a
+model is cut and how large its cache is.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from pipeline.config.paths import RunPaths
+from pipeline.config.schema import ConfigError, RunConfig, config_hash, load_yaml
+from stages.engines.embedded.cache import block_bytes, blocks_for
+from stages.engines.embedded.ranks.sharding import check_division
+from stages.models.hf_files import RANDOM_TINY, Tokenizer, read_config, read_tokenizer, rope_theta
+from stages.models.protocol import Role
+from stages.prompts import PromptTable, tokenise
+from stages.rewards.registry import build_reward
+from storage.prompts import PromptsError, load_texts
+
+
+@dataclass(frozen=True)
+class Preflight:
+    """What was read on the way, so that a run need not read it again."""
+
+    tokenizer: Tokenizer
+    prompts: PromptTable
+
+
+def preflight(config: RunConfig, saved: Path | None = None) -> Preflight:
+    """What a run needs, read and checked. `saved`: the prompts of a run that is continued, where it has written them;
+    they are its prompts, whatever has become of their source.
+
+    Raises:
+        ConfigError: names the key path of the first thing that cannot work.
+    """
+    model = _check_model(config)
+    _check_context(config, model)
+    _check_layouts(config, model)
+    _check_replicas(config, model)
+    try:
+        build_reward(config.reward)
+    except ValueError as error:
+        raise ConfigError("reward", str(error)) from error
+    try:
+        tokenizer = read_tokenizer(config.model.path)
+    except (OSError, ValueError) as error:
+        raise ConfigError("model.path", f"given {config.model.path!r}; no usable tokenizer there: {error}") from error
+    prompts = PromptTable.load(saved) if saved is not None and saved.exists() else _read_prompts(config, tokenizer)
+    vocab = int(str(model["vocab_size"]))
+    for token in config.sampling.suppress_token_ids:
+        if not 0 <= token < vocab:
+            raise ConfigError("sampling.suppress_token_ids", f"given {token}; the model has token ids 0 to {vocab - 1}")
+    return Preflight(tokenizer, prompts)
+
+
+def check_run_directory(config: RunConfig, *, resume: bool) -> None:
+    """Refuses a directory that cannot be written, one that holds another config and, unless the run is to be resumed,
+    one that holds a run already. Creates nothing."""
+    paths = RunPaths(config.run_dir)
+    _check_writable("runs_dir", config.runs_dir, paths.root)
+    for name, gang in config.placement.gangs.items():
+        if gang.weights_dir is not None:
+            _check_writable(f"placement.gangs.{name}.weights_dir", gang.weights_dir, Path(gang.weights_dir))
+    if not paths.config.exists():
+        return
+    if config_hash(load_yaml(paths.config.read_text("utf8"))) != config_hash(config):
+        raise ConfigError(
+            "name",
+            f"given {config.name!r}; {paths.root} holds a run with another config ({paths.config}). Choose another "
+            "name=..., or remove that directory",
+        )
+    if not resume and paths.events.exists():
+        raise ConfigError(
+            "name",
+            f"given {config.name!r}; {paths.root} holds this run already: `stageline resume {paths.root}` continues "
+            "it, another name=... starts a new one",
+        )
+
+
+def _check_writable(key: str, given: str, directory: Path) -> None:
+    """Whether a directory is, or can be, made and written to."""
+    existing = next(path for path in (directory.absolute(), *directory.absolute().parents) if path.exists())
+    try:
+        with tempfile.TemporaryFile(dir=existing):
+            pass
+    except OSError as error:
+        raise ConfigError(
+            key,
+            f"given {given!r}; cannot write to {existing}: {error.strerror}. Set {key}=... to a directory that you may "
+            "write to",
+        ) from error
+
+
+def _check_model(config: RunConfig) -> dict[str, object]:
+    path = config.model.path
+    try:
+        model = read_config(path)
+    except FileNotFoundError as error:
+        raise ConfigError("model.path", f"given {path!r}; {error}. `make assets` fetches the demo's model") from error
+    except ValueError as error:
+        raise ConfigError("model.path", f"given {path!r}; its config.json is not JSON: {error}") from error
+    if model.get("model_type") != "llama":
+        kind = model.get("model_type")
+        raise ConfigError("model.path", f"given {path!r}; its model_type is {kind!r}, only 'llama' works")
+    if path != RANDOM_TINY and not any(Path(path).glob("*.safetensors")):
+        raise ConfigError("model.path", f"given {path!r}; it holds no .safetensors file")
+    blocks = int(model["num_hidden_layers"])
+    frozen, critic = config.model.frozen_blocks, config.model.critic_blocks
+    if frozen >= blocks:
+        raise ConfigError("model.frozen_blocks", f"given {frozen}; the model has {blocks} blocks: at most {blocks - 1}")
+    if critic is not None and not 1 <= critic <= blocks - frozen:
+        raise ConfigError("model.critic_blocks", f"given {critic}; must be from 1 to {blocks - frozen}")
+    return model
+
+
+def _check_context(config: RunConfig, model: dict[str, object]) -> None:
+    context, new = int(str(model["max_position_embeddings"])), config.sampling.max_new_tokens
+    if config.seq <= context:
+        return
+    row = f"a row of prompts.max_tokens + sampling.max_new_tokens has {config.seq} tokens"
+    if new >= context:
+        raise ConfigError("sampling.max_new_tokens", f"given {new}; {row}, but the model's context is {context}")
+    raise ConfigError(
+        "prompts.max_tokens",
+        f"given {config.prompts.max_tokens}; {row}, but the model's context is {context}: at most {context - new}",
+    )
+
+
+def _check_layouts(config: RunConfig, model: dict[str, object]) -> None:
+    """Whether every gang's layout can cut this model into equal parts."""
+    try:
+        rope_theta(model)
+    except ValueError as error:
+        raise ConfigError("model.path", f"given {config.model.path!r}; {error}") from error
+    blocks = int(str(model["num_hidden_layers"]))
+    trained = blocks - config.model.frozen_blocks
+    cut_by_tensor = ("num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size")
+    cut_by_pipeline = {
+        "num_hidden_layers": blocks,
+        "model.critic_blocks": trained if config.model.critic_blocks is None else config.model.critic_blocks,
+    }
+    for gang in config.gangs():
+        layout, key = config.placement.gangs[gang.name].layout, f"placement.gangs.{gang.name}.layout"
+        parts = [("tensor", layout.tensor, name, int(str(model[name]))) for name in cut_by_tensor]
+        parts += [("pipeline", layout.pipeline, name, number) for name, number in cut_by_pipeline.items()]
+        for part, given, name, number in parts if gang.ordered else []:
+            if number % given:
+                raise ConfigError(f"{key}.{part}", f"given {given}; must divide the model's {name} = {number}")
+
+
+def _check_replicas(config: RunConfig, model: dict[str, object]) -> None:
+    """Whether an engine's ranks can share this model, keep a row of it, and find devices on this host."""
+    engine = config.engine
+    heads = int(str(model["num_attention_heads"]))
+    kv_heads, blocks = int(str(model.get("num_key_value_heads") or heads)), int(str(model["num_hidden_layers"]))
+    try:
+        check_division(heads, kv_heads, blocks, engine.tensor_parallel, engine.pipeline_parallel)
+    except ValueError as error:
+        key, _, rest = str(error).partition(": ")
+        raise ConfigError(key, rest) from error
+    head_dim = int(str(model.get("head_dim") or int(str(model["hidden_size"])) // heads))
+    row_bytes = blocks_for(config.seq) * block_bytes(blocks, kv_heads, head_dim, getattr(torch, engine.dtype))
+    if engine.kv_budget_mb * 2**20 < row_bytes:
+        raise ConfigError(
+            "engine.kv_budget_mb",
+            f"given {engine.kv_budget_mb}; the keys and values of one row of {config.seq} tokens (prompts.max_tokens + "
+            f"sampling.max_new_tokens) take {-(-row_bytes // 2**20)}, and of all engine.slots "
+            f"{-(-engine.slots * row_bytes // 2**20)}",
+        )
+    devices = torch.cuda.device_count()
+    gang = config.placement.roles[Role.GENERATE]
+    workers, ranks = config.placement.gangs[gang].workers, config.replica_ranks
+    if devices and ranks > 1 and workers * ranks > devices:
+        key = "engine.tensor_parallel" if engine.tensor_parallel > 1 else "engine.pipeline_parallel"
+        raise ConfigError(
+            key,
+            f"given {getattr(engine, key.partition('.')[2])}; {workers} replicas (placement.gangs.{gang}.workers) of "
+            f"{ranks} ranks need {workers * ranks} GPUs, this host has {devices}: at most {devices // workers} ranks",
+        )
+
+
+def _read_prompts(config: RunConfig, tokenizer: Tokenizer) -> PromptTable:
+    try:
+        return tokenise(load_texts(config.prompts), tokenizer, config.prompts, config.seed)
+    except PromptsError as error:
+        key, _, rest = str(error).partition(": ")
+        raise ConfigError(key, rest) from error

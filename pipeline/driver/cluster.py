@@ -1,0 +1,217 @@
+"""Worker processes: one Dask worker per rank or replica, each under a nanny that starts it again when it dies.
+
+    driver ──► forkserver (distributed imported; SIGINT blocked) ──fork──► worker processes
+      └ threads: scheduler, nannies
+
+May import dask and distributed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import socket
+import tempfile
+import time
+from collections.abc import Iterable
+from contextlib import ExitStack
+from multiprocessing import forkserver
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import dask
+from distributed import Client, Nanny, Scheduler, SpecCluster
+from distributed.protocol.pickle import dumps
+from distributed.utils import get_mp_context
+
+from pipeline.config.schema import RunConfig
+from pipeline.graph.dispatch import Gang
+from pipeline.workers.messages import pin_resource, slot_resource, worker_name
+from stages.models.protocol import Role
+
+_DASK_SETTINGS: dict[str, Any] = {
+    "distributed.scheduler.work-stealing": False,
+    # A death fails what ran there at once: the driver decides what is lost, Dask must not run a collective again alone.
+    "distributed.scheduler.allowed-failures": 0,
+    "distributed.scheduler.worker-ttl": None,  # long native calls hold the GIL; `cluster.deadline_s` is our own
+    # Whoever is not registered so long after a death is closed for good, also if that was another, later death.
+    "distributed.deploy.lost-worker-timeout": "1000 days",
+    "distributed.worker.daemon": False,
+    # Processes fork from a clean one that has imported distributed (not torch): they start in a tenth of the time.
+    "distributed.worker.multiprocessing-method": "forkserver",
+    "distributed.worker.profile.enabled": False,
+    "distributed.worker.memory.target": False,
+    "distributed.worker.memory.spill": False,
+    "distributed.worker.memory.pause": False,
+    "distributed.worker.memory.terminate": False,
+    "distributed.comm.timeouts.connect": "60s",
+    "distributed.admin.tick.limit": "60s",
+    "distributed.nanny.pre-spawn-environ": {},  # it would be set in the driver itself; see _FORKSERVER_ENVIRONMENT
+}
+_FORKSERVER_ENVIRONMENT = {
+    "MALLOC_TRIM_THRESHOLD_": "65536",
+    "OPENBLAS_NUM_THREADS": "1",  # numpy's, which is loaded before the fork; torch has `placement.gangs.*.threads`
+    "DASK_LOGGING__DISTRIBUTED": "warning",
+}
+_KILL_S = 30.0
+_ANY = 1_000_000.0
+"""Capacity of a pin that limits nothing: threads do."""
+
+
+def worker_environment(threads: int, shared: bool) -> dict[str, str]:
+    """Environment of a worker's process. Processes that share cores must not spin while they wait (5-17x slower)."""
+    return {
+        "OMP_NUM_THREADS": str(threads),
+        "MKL_NUM_THREADS": str(threads),
+        "OPENBLAS_NUM_THREADS": str(threads),
+        "OMP_WAIT_POLICY": "PASSIVE" if shared else "ACTIVE",
+        "TOKENIZERS_PARALLELISM": "false",
+        "HF_HUB_OFFLINE": "1",
+        "TRANSFORMERS_OFFLINE": "1",
+        "PYTHONPATH": os.pathsep.join(
+            p for p in (str(Path(__file__).resolve().parents[2]), os.environ.get("PYTHONPATH")) if p
+        ),
+    }
+
+
+def worker_resources(gang: Gang, index: int, waiting: int = 0) -> dict[str, float]:
+    """Dask resources of one worker: slots, and a pin for what needs no slot. `waiting`: shards that have no slot any
+    more, and wait for rows in other replicas."""
+    return {
+        slot_resource(gang.name, index): 1.0 if gang.ordered else float(gang.slots + waiting),
+        pin_resource(gang.name, index): _ANY,
+    }
+
+
+def worker_threads(gang: Gang, waiting: int = 0) -> int:
+    """Tasks a worker runs at once: one in an ordered gang; a replica's slots, those that `waiting` says, and one more
+    where it also scores."""
+    if gang.ordered:
+        return 1
+    return gang.slots + waiting + (1 if Role.GENERATE in gang.roles and gang.roles != {Role.GENERATE} else 0)
+
+
+def _processes(config: RunConfig, gang: Gang) -> int:
+    """That do maths in each worker: its own, and those that an engine starts (they inherit its environment)."""
+    return config.replica_ranks if Role.GENERATE in gang.roles else 1
+
+
+class LocalWorkers:
+    """Owns the scheduler and all worker processes of a run on this machine, and the client connected to them."""
+
+    def __init__(self, config: RunConfig) -> None:
+        # For the whole process, and for good: the journal reports what dies, and Dask's threads talk after they closed.
+        logging.getLogger("distributed").setLevel(logging.CRITICAL)
+        gangs = config.gangs()
+        shared = sum(config.placement.gangs[g.name].threads * g.workers * _processes(config, g) for g in gangs) > 1
+        specs: dict[str, Any] = {}
+        for gang in gangs:
+            waiting = gang.slots if config.cluster.move_rows_below and Role.GENERATE in gang.roles else 0
+            for index in range(gang.workers):
+                specs[worker_name(gang.name, index)] = {
+                    "cls": Nanny,
+                    "options": {
+                        "nthreads": worker_threads(gang, waiting),
+                        "host": "127.0.0.1",
+                        "resources": worker_resources(gang, index, waiting),
+                        "memory_limit": 0,
+                        "env": worker_environment(config.placement.gangs[gang.name].threads, shared),
+                    },
+                }
+        scheduler = {
+            "cls": Scheduler,
+            "options": {
+                "host": "127.0.0.1",
+                "dashboard_address": _free_address(config.cluster.dashboard),
+                "dashboard": config.cluster.dashboard is not None,
+            },
+        }
+        with ExitStack() as stack:  # what is open is closed again if the rest cannot be opened
+            scratch = stack.enter_context(tempfile.TemporaryDirectory(prefix="stageline-", ignore_cleanup_errors=True))
+            stack.enter_context(dask.config.set({**_DASK_SETTINGS, "temporary-directory": scratch}))
+            _start_forkserver()
+            self._cluster = SpecCluster(workers=specs, scheduler=scheduler, silence_logs=logging.CRITICAL)
+            stack.callback(self._close_cluster)
+            self._has_dashboard = config.cluster.dashboard is not None
+            self.client = stack.enter_context(Client(self._cluster))
+            self._stack = stack.pop_all()
+
+    @property
+    def dashboard(self) -> str | None:
+        """Address of the Dask dashboard, where there is one."""
+        return self.client.dashboard_link if self._has_dashboard else None
+
+    def close(self) -> None:
+        """Ends every process at once, in the middle of whatever it does: what counts is committed, and a stage that
+        hangs must not hold up the end of the run."""
+        self._stack.close()
+
+    def _close_cluster(self) -> None:
+        for nanny in self._cluster.workers.values():
+            nanny.close_gracefully()  # from here on an ended process is not started again
+            if nanny.pid is not None:
+                os.kill(nanny.pid, signal.SIGKILL)
+        self._cluster.close()
+
+    def __enter__(self) -> LocalWorkers:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()
+
+
+def _start_forkserver() -> None:
+    """Starts the process that all workers are forked from, unless this one has it already. It has SIGINT blocked, and
+    so have they: Ctrl-C reaches the whole terminal, but it is the driver that must end the run."""
+    before = {name: os.environ.get(name) for name in _FORKSERVER_ENVIRONMENT}
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        os.environ.update(_FORKSERVER_ENVIRONMENT)
+        get_mp_context()  # tells the server what to import
+        forkserver.ensure_running()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        for name, value in before.items():
+            os.environ.pop(name) if value is None else os.environ.update({name: value})
+
+
+def _free_address(wanted: str | None) -> str:
+    """The dashboard's address, with any port where that one is taken (Dask would warn)."""
+    host, _, port = (wanted or "127.0.0.1:0").rpartition(":")
+    with socket.socket() as probe:
+        try:
+            probe.bind((host, int(port)))
+        except OSError:
+            return f"{host}:0"
+    return f"{host}:{port}"
+
+
+def kill_workers(client: Client, addresses: Iterable[str]) -> None:
+    """Ends processes, whatever state they are in (also stopped, also stuck in a collective), and waits until the
+    scheduler has seen it, lest it send them work; their nannies start new ones. Unknown addresses are passed over:
+    those have ended."""
+    client.run_on_scheduler(_kill_and_wait, sorted(addresses))
+
+
+async def _kill_and_wait(addresses: list[str], dask_scheduler: Any) -> None:
+    """Runs in the scheduler, whose list of workers cannot change between a look and the message."""
+    if here := [address for address in addresses if address in dask_scheduler.workers]:
+        message = {"op": "run", "function": dumps(_kill_process), "args": dumps(()), "kwargs": dumps({}), "wait": True}
+        await dask_scheduler.broadcast(msg=message, workers=here, nanny=True, on_error="ignore")
+    give_up = time.monotonic() + _KILL_S  # a host that is gone answers nobody
+    while time.monotonic() < give_up and any(address in dask_scheduler.workers for address in here):
+        await asyncio.sleep(0.01)
+
+
+def workers_by_address(client: Client) -> dict[str, str]:
+    """Names of the worker processes that the scheduler knows, by their addresses."""
+    workers = client.scheduler_info(n_workers=-1)["workers"]
+    return {address: str(info["name"]) for address, info in workers.items()}
+
+
+def _kill_process(dask_worker: Any) -> None:
+    if dask_worker.pid is not None:
+        os.kill(dask_worker.pid, signal.SIGKILL)

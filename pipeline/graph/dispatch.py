@@ -1,0 +1,322 @@
+"""Decides what runs next: events in, instructions out, no clock, no I/O, no Dask.
+
+Three ways for a node to get a worker:
+- **ordered**: on a gang whose ranks act together. Nodes whose parents are done queue by priority; the driver numbers
+  them as it hands them out and every rank executes them in that order. With several ranks one is out at a time: two
+  could reach the ranks in different orders (each waits for its own inputs), and collectives would interleave. A single
+  rank has two, which hides the round trip, unless the first lets a more urgent node follow than the second is.
+- **slot**: on one replica of a pool, when a slot there is free (a replica eight times slower gets fewer shards, which
+  Dask's own placement would not do).
+- **free**: on the least loaded replica of a pool, as soon as its parents of the same turn are submitted: Dask's own
+  graph, run ahead. It waits for parents of earlier turns, so that a chain of steps is not one endless Dask graph.
+
+Losing a worker resets its unfinished nodes, and whatever was already submitted on top of them, to waiting; finished
+nodes stay finished, since their output is in the store.
+
+May import pipeline.graph.graph and the standard library.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from pipeline.graph.graph import Node
+from stages.models.protocol import MODEL_ROLES, Role
+from storage.address import Address
+
+
+class Mode(StrEnum):
+    ORDERED = "ordered"
+    SLOT = "slot"
+    FREE = "free"
+
+
+@dataclass(frozen=True)
+class Gang:
+    """One gang as dispatch sees it."""
+
+    name: str
+    roles: frozenset[Role]
+    workers: int
+    """Ranks of an ordered gang, replicas of a pool."""
+    slots: int = 1
+    """Shards a replica of a pool works on at once."""
+
+    @property
+    def ordered(self) -> bool:
+        """Whether it holds a trained or a reference model: then its ranks act together."""
+        return bool(self.roles & MODEL_ROLES)
+
+    def mode(self, role: Role) -> Mode:
+        if self.ordered:
+            return Mode.ORDERED
+        return Mode.SLOT if role is Role.GENERATE else Mode.FREE
+
+
+@dataclass(frozen=True)
+class Submit:
+    """An instruction: run this node there."""
+
+    node: Node
+    gang: str
+    mode: Mode
+    attempt: int
+    """0 the first time."""
+    replica: int = 0
+    """SLOT, FREE: which."""
+    sequence: int | None = None
+    """ORDERED: the node's number in the gang's order."""
+
+
+class _State(StrEnum):
+    WAITING = "waiting"
+    SUBMITTED = "submitted"
+    DONE = "done"
+
+
+@dataclass
+class _Entry:
+    node: Node
+    state: _State = _State.WAITING
+    attempts: int = 0
+    losses: int = 0
+    submit: Submit | None = None
+    placed: bool = False
+    """Whether it takes up a slot (or a place in a gang, or in a load)."""
+
+
+@dataclass
+class _GangState:
+    gang: Gang
+    up: bool = False
+    sequence: int = 0
+    out: set[Address] = field(default_factory=set)
+    """ORDERED: handed out and not finished."""
+    slots: dict[int, int] = field(default_factory=dict)
+    """Pools: free slots by usable replica."""
+    loads: dict[int, int] = field(default_factory=dict)
+    """Pools: FREE nodes out, by usable replica."""
+
+
+class Dispatch:
+    """Owns the state of every node in the driver's window.
+
+    Feed it `admit`, `worker_up`, `worker_down`, `done`, `lost`; after each, carry out what `next_submits` returns."""
+
+    def __init__(self, gangs: Iterable[Gang]) -> None:
+        self._gangs = {gang.name: _GangState(gang) for gang in gangs}
+        self._gang_of = {role: state for state in self._gangs.values() for role in state.gang.roles}
+        self._entries: dict[Address, _Entry] = {}
+        self._children: dict[Address, list[Address]] = {}
+        self._ready: dict[tuple[str, Mode], set[Address]] = {(name, m): set() for name in self._gangs for m in Mode}
+        """Waiting nodes whose parents let them go, by gang and mode: all that `next_submits` has to look at."""
+
+    # ---- what happened -------------------------------------------------------------------------------------------
+
+    def admit(self, nodes: Iterable[Node], committed: Iterable[Address] = ()) -> None:
+        """Adds nodes, parents before children; those that already have a commit are done at once. A parent that was
+        never admitted (an older, retired step) counts as done."""
+        finished = set(committed)
+        for node in nodes:
+            self._entries[node.address] = _Entry(node, _State.DONE if node.address in finished else _State.WAITING)
+            for parent in node.parents:
+                if parent in self._entries:
+                    self._children.setdefault(parent, []).append(node.address)
+            self._look_at(node.address)
+
+    def worker_up(self, gang: str, worker: int) -> None:
+        """A replica can take work; for an ordered gang: all ranks can (call once, with rank 0)."""
+        state = self._gangs[gang]
+        state.up = True
+        if not state.gang.ordered:
+            state.slots[worker] = state.gang.slots
+            state.loads[worker] = 0
+
+    def worker_down(self, gang: str, worker: int) -> list[Address]:
+        """A replica (of an ordered gang: any rank) is gone, or overdue: it gets no more nodes until `worker_up`. Resets
+        the nodes it had, and returns all that were reset, whose futures must be let go."""
+        state = self._gangs[gang]
+        if state.gang.ordered:
+            state.up = False
+            return self.lost(sorted(state.out))
+        state.slots.pop(worker, None)
+        state.loads.pop(worker, None)
+        state.up = bool(state.slots)
+        return self.lost([a for a, e in self._entries.items() if self._on(e, gang, worker)])
+
+    def others_up(self, gang: str, worker: int) -> bool:
+        """Whether a pool has another usable replica."""
+        return any(replica != worker for replica in self._gangs[gang].slots)
+
+    def vacate(self, address: Address) -> None:
+        """A node that is out does nothing any more but wait: its slot is free, though its attempt goes on."""
+        entry = self._entries.get(address)
+        if entry is not None and entry.state is _State.SUBMITTED:
+            self._release_place(entry)
+
+    def done(self, address: Address) -> bool:
+        """A node has its commit. False if it already was done (the second of two attempts)."""
+        entry = self._entries[address]
+        if entry.state is _State.DONE:
+            return False
+        self._release_place(entry)
+        self._set(entry, _State.DONE)
+        return True
+
+    def lost(self, addresses: Iterable[Address]) -> list[Address]:
+        """The attempts of these nodes will not finish: they, and submitted nodes that hang on them, wait again. Returns
+        all that were reset. Only the nodes named count a loss."""
+        reset: list[Address] = []
+        stack = list(addresses)
+        for address in stack:
+            self._entries[address].losses += self._entries[address].state is _State.SUBMITTED
+        while stack:
+            entry = self._entries[stack.pop()]
+            if entry.state is not _State.SUBMITTED:
+                continue
+            self._release_place(entry)
+            entry.submit = None
+            self._set(entry, _State.WAITING)
+            reset.append(entry.node.address)
+            stack += [c for c in self._children.get(entry.node.address, ()) if c in self._entries]
+        return reset
+
+    def retire(self, addresses: Iterable[Address]) -> None:
+        """Forgets done nodes (a step that nothing waits for any more)."""
+        for address in addresses:
+            assert self._entries[address].state is _State.DONE, f"{address} is retired before it is done"
+            del self._entries[address]
+            self._children.pop(address, None)
+
+    # ---- what to do ----------------------------------------------------------------------------------------------
+
+    def next_submits(self) -> list[Submit]:
+        """Everything that can be handed out now, most urgent first; each is marked as submitted."""
+        submits: list[Submit] = []
+        progress = True
+        while progress:  # a node that was handed out may let FREE nodes follow
+            progress = False
+            for (gang, mode), ready in self._ready.items():
+                if not ready or not self._has_room(self._gangs[gang], mode):
+                    continue
+                nodes = [self._entries[address].node for address in ready]
+                heapq.heapify(nodes)
+                while nodes and self._has_room(self._gangs[gang], mode):
+                    node = heapq.heappop(nodes)
+                    if mode is Mode.ORDERED and self._comes_after_a_child(node, self._gangs[gang]):
+                        break
+                    submits.append(self._place(node))
+                    progress = True
+        return submits
+
+    def replicas_up(self, gang: str) -> frozenset[int]:
+        """A pool's usable replicas."""
+        return frozenset(self._gangs[gang].slots)
+
+    def waiting_versions(self, gang: str) -> set[int]:
+        """Versions of the weights that nodes need which wait for nothing but a slot of this pool."""
+        return {self._entries[address].node.version for address in self._ready[gang, Mode.SLOT]}
+
+    def losses(self, address: Address) -> int:
+        """How often it was lost with its worker."""
+        return self._entries[address].losses
+
+    def is_done(self, address: Address) -> bool:
+        """Whether a node is done; a node that is not held any more is."""
+        return address not in self._entries or self._entries[address].state is _State.DONE
+
+    # ---- how -----------------------------------------------------------------------------------------------------
+
+    @staticmethod
+    def _on(entry: _Entry, gang: str, replica: int) -> bool:
+        submit = entry.submit if entry.state is _State.SUBMITTED else None
+        return submit is not None and (submit.gang, submit.replica) == (gang, replica)
+
+    def _set(self, entry: _Entry, state: _State) -> None:
+        """Moves a node to a state, which may let its children go or hold them back."""
+        entry.state = state
+        self._look_at(entry.node.address)
+        for child in self._children.get(entry.node.address, ()):
+            if child in self._entries:
+                self._look_at(child)
+
+    def _look_at(self, address: Address) -> None:
+        """Puts a node among the ready ones, or takes it out."""
+        entry = self._entries[address]
+        gang = self._gang_of[entry.node.role].gang
+        mode = gang.mode(entry.node.role)
+        ready, free = self._ready[gang.name, mode], mode is Mode.FREE
+        if entry.state is _State.WAITING and all(self._lets_go(p, entry.node, free) for p in entry.node.parents):
+            ready.add(address)
+        else:
+            ready.discard(address)
+
+    def _lets_go(self, address: Address, child: Node, free: bool) -> bool:
+        parent = self._entries.get(address)
+        if parent is None or parent.state is _State.DONE:
+            return True
+        return free and parent.state is _State.SUBMITTED and parent.node.turn == child.turn
+
+    @staticmethod
+    def _has_room(state: _GangState, mode: Mode) -> bool:
+        if not state.up:
+            return False
+        if mode is Mode.ORDERED:
+            return len(state.out) < (1 if state.gang.workers > 1 else 2)
+        return mode is Mode.FREE or any(state.slots.values())
+
+    def _comes_after_a_child(self, node: Node, state: _GangState) -> bool:
+        """Whether what is out on the gang will let a more urgent node follow: handed out now, `node` would run first.
+        (The critic's update would hold up the publication of the policy, and with it the next generation.)"""
+        for parent in state.out:
+            for child in self._children.get(parent, ()):
+                entry = self._entries.get(child)
+                if entry is None or entry.state is not _State.WAITING or self._gang_of[entry.node.role] is not state:
+                    continue
+                if entry.node < node and all(p in state.out or self.is_done(p) for p in entry.node.parents):
+                    return True
+        return False
+
+    def _place(self, node: Node) -> Submit:
+        """Hands out a node; there is room for it."""
+        state, entry = self._gang_of[node.role], self._entries[node.address]
+        mode = state.gang.mode(node.role)
+        replica, sequence = 0, None
+        if mode is Mode.ORDERED:
+            sequence = state.sequence
+            state.sequence += 1
+            state.out.add(node.address)
+        elif mode is Mode.SLOT:
+            replica = max(state.slots, key=lambda r: (state.slots[r], -r))
+            state.slots[replica] -= 1
+        else:
+            replica = min(state.loads, key=lambda r: (state.loads[r], r))
+            state.loads[replica] += 1
+        entry.submit = Submit(node, state.gang.name, mode, entry.attempts, replica, sequence)
+        entry.attempts += 1
+        entry.placed = True
+        self._set(entry, _State.SUBMITTED)
+        return entry.submit
+
+    def _release_place(self, entry: _Entry) -> None:
+        submit = entry.submit
+        if submit is None or not entry.placed:
+            return
+        entry.placed = False
+        state = self._gangs[submit.gang]
+        state.out.discard(entry.node.address)
+        if submit.mode is Mode.SLOT and submit.replica in state.slots:
+            state.slots[submit.replica] += 1
+        elif submit.mode is Mode.FREE and submit.replica in state.loads:
+            state.loads[submit.replica] -= 1
+
+
+def gangs_of(roles: Mapping[Role, str], workers: Mapping[str, int], slots: Mapping[str, int]) -> list[Gang]:
+    """The gangs that a placement describes: `roles` maps each role to a gang's name."""
+    names = sorted(set(roles.values()))
+    return [
+        Gang(name, frozenset(r for r, g in roles.items() if g == name), workers[name], slots[name]) for name in names
+    ]

@@ -1,0 +1,122 @@
+"""What a run has to say for itself, read from its ledger and store: metrics of a step, scores of an evaluation.
+
+The live run, `resume`, `inspect` and the report all read here, so that they cannot disagree.
+May import numpy, storage and the pipeline's plain modules.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter, defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+
+from pipeline.graph.graph import GraphSpec, step_nodes
+from pipeline.observe.engine_metrics import is_count
+from pipeline.observe.engine_metrics import step_metrics as engine_metrics
+from pipeline.observe.summary import Evaluation, StepNumbers
+from storage.address import Address
+from storage.ledger import Commit, Ledger
+from storage.records import Rollout, Scores
+from storage.rollouts import RolloutStore
+
+_FRACTION = "staleness/fraction_"
+_TOTALS = ("generate/tokens", "generate/rows_finished_elsewhere")
+"""Metrics of shards that are summed; of the others a step has the mean."""
+
+
+@dataclass(frozen=True)
+class History:
+    """A run's ledger and store, and the shape of its graph."""
+
+    spec: GraphSpec
+    ledger: Ledger
+    store: RolloutStore
+    rows: int
+    """Rows of a step."""
+
+    def commits(self, step: int) -> list[Commit]:
+        """The commits of a step's nodes that are there (evaluations not included)."""
+        addresses = [n.address for n in step_nodes(self.spec, step) if not n.stage.startswith("evaluate")]
+        return [c for c in map(self.ledger.find, addresses) if c is not None]
+
+    def step_metrics(self, step: int, starts: Iterable[float] = ()) -> dict[str, float]:
+        """Every metric of a step: those its stages measured, `time/<stage>_s` summed over shards, and throughput.
+        `starts`: when drivers started; a step during which one did has no step time, since the run stood still."""
+        commits = self.commits(step)
+        metrics: dict[str, float] = {}
+        seconds: defaultdict[str, float] = defaultdict(float)
+        shards: defaultdict[str, list[float]] = defaultdict(list)
+        counted = [{n: v for n, v in commit.metrics.items() if is_count(n)} for commit in commits]
+        for commit in commits:
+            seconds[f"time/{commit.address.stage}_s"] += commit.finished - commit.provenance.started
+            for name, value in commit.metrics.items():
+                if not is_count(name):
+                    shards[name].append(value)
+        for name, values in shards.items():
+            metrics[name] = float(np.sum(values) if name in _TOTALS else np.mean(values))
+        metrics |= seconds | engine_metrics(counted)
+        published = {c.address.step: c.finished for c in commits if c.address.stage == "publish"}
+        before = self.ledger.find(Address("publish", step))
+        after = published.get(step + 1)
+        if before is not None and after is not None and not any(before.finished < t < after for t in starts):
+            metrics["time/step_s"] = max(after - before.finished, 1e-9)
+            metrics["throughput/samples_per_s"] = self.rows / metrics["time/step_s"]
+            metrics["throughput/tokens_per_s"] = metrics.get("generate/tokens", 0.0) / metrics["time/step_s"]
+        return metrics
+
+    def step_numbers(self, step: int) -> StepNumbers:
+        """The step in the terms of `summary.json`."""
+        metrics = self.step_metrics(step)
+        fractions = {int(k.removeprefix(_FRACTION)): v for k, v in metrics.items() if k.startswith(_FRACTION)}
+        staleness = Counter({age: round(fraction * self.rows) for age, fraction in fractions.items()})
+        return StepNumbers(
+            step=step,
+            reward=metrics["reward/mean"],
+            kl=metrics["kl/ref"],
+            num_samples=self.rows,
+            num_tokens=int(metrics["generate/tokens"]),
+            staleness=staleness,
+        )
+
+    def step_over(self, step: int) -> bool:
+        """Whether both models are updated and the policy's next version is published."""
+        ends = (Address("update_policy", step), Address("update_value", step), Address("publish", step + 1))
+        return all(self.ledger.find(address) is not None for address in ends)
+
+    def steps_done(self) -> list[int]:
+        """Steps whose two updates are committed."""
+        updates = ("update_policy", "update_value")
+        done = [{c.address.step for c in self.ledger.list(stage)} for stage in updates]
+        return sorted(done[0] & done[1])
+
+    def evaluation(self, version: int) -> Evaluation | None:
+        """Scores by prompt of a version, or None while some are missing."""
+        shards = range(self.spec.eval_shards)
+        if any(self.ledger.find(Address("evaluate_score", version, s)) is None for s in shards):
+            return None
+        rollouts, scores = self.evaluated(version)
+        by_prompt = {int(p): float(s) for p, s in zip(rollouts.prompt_index, scores.scores, strict=True)}
+        return Evaluation(version, by_prompt, distinct_bigrams(rollouts))
+
+    def evaluated(self, version: int) -> tuple[Rollout, Scores]:
+        """Rows and scores of an evaluation."""
+        num = self.spec.eval_shards
+        return self.store.read_step("evaluate", version, num), self.store.read_step("evaluate_score", version, num)
+
+    def evaluations(self) -> list[Evaluation]:
+        """All complete evaluations by version."""
+        versions = sorted({c.address.step for c in self.ledger.list("evaluate_score")})
+        return [e for e in map(self.evaluation, versions) if e is not None]
+
+
+def distinct_bigrams(rollout: Rollout) -> float | None:
+    """Distinct / all bigrams of tokens over the responses of a record; None where no response has two tokens."""
+    bigrams: list[tuple[int, int]] = []
+    for row in range(rollout.num_rows):
+        start = int(rollout.prompt_lengths[row])
+        response = rollout.tokens[row, start : start + int(rollout.response_lengths[row])].tolist()
+        bigrams += itertools.pairwise(response)
+    return len(set(bigrams)) / len(bigrams) if bigrams else None

@@ -1,0 +1,300 @@
+"""The run's pictures as PNG: learning curves, and the timeline of stages by gang. The only module that imports
+matplotlib (Agg, no display); import it only where pictures are drawn.
+
+May import matplotlib, pipeline.observe.journal and pipeline.observe.summary.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
+from matplotlib.ticker import MaxNLocator
+
+from pipeline.observe.journal import Event
+from pipeline.observe.summary import Box, boxes
+
+STAGE_COLOURS = {
+    "generate": "#4C78A8",
+    "evaluate": "#9ECAE9",
+    "score": "#59A14F",
+    "evaluate_score": "#B5D8AE",
+    "reference": "#8CBF5A",
+    "logprob": "#F2B447",
+    "value": "#D9933D",
+    "advantage": "#B279A2",
+    "update_policy": "#D64550",
+    "update_value": "#F08A7B",
+    "publish": "#6B5B95",
+}
+OTHER_COLOUR = "#9D9D9D"
+INK, FAINT = "#22252B", "#D8DBE0"
+LANE_HEIGHT = 0.82
+WHOLE_RUN_STEPS = 5
+"""Runs longer than this get a second panel that shows their middle steps larger."""
+
+
+@dataclass(frozen=True)
+class Lane:
+    """A row of the timeline: one worker, or one of several rows of a worker that runs nodes side by side."""
+
+    gang: str
+    worker: str
+    y: float
+    """Centre; lanes are 1 apart, gangs a further 0.5. The first lane is at 0 and y grows downwards."""
+
+
+@dataclass(frozen=True)
+class DrawnBox:
+    stage: str
+    step: int
+    shard: int
+    y: float
+    left_s: float
+    """Seconds since the start of the first box."""
+    width_s: float
+
+
+@dataclass(frozen=True)
+class Timeline:
+    lanes: list[Lane]
+    boxes: list[DrawnBox]
+    duration_s: float
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One small picture of the learning curves: `metrics` are drawn against the step."""
+
+    title: str
+    metrics: tuple[tuple[str, str], ...]
+    """(name of the metric, its label)."""
+    reference: float | None = None
+    """A value worth a dashed line: what a healthy run stays at."""
+
+
+def lay_out(events: Iterable[Event]) -> Timeline:
+    """Places every finished node: one lane per worker, grouped by gang in order of name; boxes of one worker that
+    overlap go to rows of their own, first fit."""
+    drawn = boxes(events)
+    if not drawn:
+        return Timeline([], [], 0.0)
+    origin = min(b.start_s for b in drawn)
+    lanes: list[Lane] = []
+    placed: list[DrawnBox] = []
+    y = 0.0
+    for gang in sorted({b.gang for b in drawn}):
+        for worker in sorted({b.worker for b in drawn if b.gang == gang}):
+            rows = _first_fit([b for b in drawn if (b.gang, b.worker) == (gang, worker)])
+            for row in rows:
+                lanes.append(Lane(gang, worker, y))
+                placed += [
+                    DrawnBox(a.stage, a.step, a.shard, y, b.start_s - origin, b.end_s - b.start_s)
+                    for b in row
+                    for a in [b.address]
+                ]
+                y += 1.0
+        y += 0.5
+    return Timeline(lanes, placed, max(b.end_s for b in drawn) - origin)
+
+
+def middle_window(timeline: Timeline, num_steps: int = 4) -> tuple[float, float]:
+    """The seconds in which the middle `num_steps` steps were trained: from the first update's start of the first of
+    them to the last update's end, and a little room. The whole run if it has no updates."""
+    updates = [b for b in timeline.boxes if b.stage.startswith("update")]
+    trained = sorted({b.step for b in updates})
+    if len(trained) <= num_steps:
+        return 0.0, timeline.duration_s
+    first = (len(trained) - num_steps) // 2
+    shown = [b for b in updates if b.step in trained[first : first + num_steps]]
+    left, right = min(b.left_s for b in shown), max(b.left_s + b.width_s for b in shown)
+    room = 0.04 * (right - left)
+    return max(0.0, left - room), min(timeline.duration_s, right + room)
+
+
+def plot_timeline(events: Iterable[Event], path: Path, title: str) -> None:
+    """Draws which stage each worker ran when; the number in a box is its step."""
+    timeline = lay_out(events)
+    num_rows = len(timeline.lanes)
+    zoomed = len({b.step for b in timeline.boxes if b.stage.startswith("update")}) > WHOLE_RUN_STEPS
+    panel_height = 0.42 * max(num_rows, 2) + 0.7
+    num_panels = 2 if zoomed else 1
+    figure = Figure(figsize=(13, num_panels * panel_height + 1.5), dpi=130, layout="constrained", facecolor="white")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots(num_panels, 1, squeeze=False)[:, 0]
+    windows = [middle_window(timeline)] if zoomed else []
+    windows.append((0.0, max(timeline.duration_s, 1e-3)))
+    for ax, window in zip(axes, windows, strict=True):
+        _draw_window(ax, timeline, window, panel_width_px=1550)
+    if zoomed:
+        axes[0].set_title("Middle steps", loc="left", fontsize=10, color=INK)
+        axes[1].set_title("Whole run (shaded: the steps above)", loc="left", fontsize=10, color=INK)
+        axes[1].axvspan(*windows[0], color="#000000", alpha=0.07, zorder=0, lw=0)
+    axes[-1].set_xlabel("seconds since the first stage started", color=INK)
+    present = {b.stage for b in timeline.boxes}
+    order = [s for s in STAGE_COLOURS if s in present] + sorted(present - STAGE_COLOURS.keys())
+    handles = [Patch(color=STAGE_COLOURS.get(stage, OTHER_COLOUR), label=stage) for stage in order]
+    figure.suptitle(f"{title}: stages by gang; the number in a box is its PPO step", fontsize=12, color=INK)
+    if handles:
+        figure.legend(handles=handles, loc="outside lower center", ncol=len(handles), frameon=False, fontsize=9)
+    figure.savefig(path)
+
+
+def plot_curves(
+    step_metrics: Mapping[int, Mapping[str, float]],
+    panels: Sequence[Panel],
+    held_out: Sequence[tuple[int, float]],
+    path: Path,
+    title: str,
+) -> None:
+    """Draws the learning curves as small multiples. `step_metrics[step][name]`; `held_out` are (version, mean score)
+    points, drawn into the first panel. Metrics that were never logged are left out, and panels with none of them."""
+    logged = {name for values in step_metrics.values() for name in values}
+    shown = [p for p in panels if any(name in logged for name, _ in p.metrics) or (held_out and p is panels[0])]
+    columns = max(1, min(4, math.ceil(len(shown) / 2)))
+    rows = max(1, math.ceil(len(shown) / columns))
+    figure = Figure(figsize=(4.2 * columns, 2.9 * rows + 0.5), dpi=130, facecolor="white")
+    figure.set_layout_engine("constrained", w_pad=0.12, h_pad=0.1)
+    FigureCanvasAgg(figure)
+    axes = figure.subplots(rows, columns, squeeze=False).ravel()
+    for ax, panel in zip(axes, shown, strict=False):
+        _draw_panel(ax, panel, step_metrics, held_out if panel is panels[0] else ())
+    for ax in axes[len(shown) :]:
+        ax.set_visible(False)
+    figure.suptitle(title, fontsize=12, color=INK)
+    for ax in axes[max(0, len(shown) - columns) : len(shown)]:
+        ax.set_xlabel("PPO step", fontsize=9, color=INK)
+    figure.savefig(path)
+
+
+def plot_engine_costs(
+    pass_seconds: Mapping[int, float], speeds: Mapping[int, Sequence[float]], path: Path, title: str
+) -> None:
+    """Draws what an engine chooses draft lengths by: measured seconds of a pass by its number of tokens, and for each
+    number of rows in flight (the keys of `speeds`) the tokens per second expected of drafts of 0, 1, 2, ... tokens, as
+    a multiple of no drafts; a dot marks the best."""
+    figure = Figure(figsize=(11, 4.2), dpi=130, layout="constrained", facecolor="white")
+    FigureCanvasAgg(figure)
+    left, right = figure.subplots(1, 2)
+    sizes = sorted(pass_seconds)
+    left.plot(sizes, [1000 * pass_seconds[size] for size in sizes], color="#4C78A8", lw=1.8, marker="o", ms=4)
+    left.set_xscale("log", base=2)
+    left.set_xticks(sizes, [str(size) for size in sizes])
+    left.set_ylim(bottom=0)
+    left.set_xlabel("tokens in a pass", fontsize=9, color=INK)
+    left.set_title("Milliseconds of a pass", loc="left", fontsize=10, color=INK)
+    colours = ("#4C78A8", "#59A14F", "#F2B447", "#D64550", "#6B5B95", "#9D9D9D")
+    for (num_rows, speed), colour in zip(sorted(speeds.items()), colours, strict=False):
+        ratios = [each / speed[0] for each in speed]
+        best = max(range(len(ratios)), key=ratios.__getitem__)
+        label = f"{num_rows} row{'s' if num_rows > 1 else ''}"
+        right.plot(range(len(ratios)), ratios, color=colour, lw=1.6, label=label)
+        right.plot([best], [ratios[best]], color=colour, marker="o", ms=6, zorder=3)
+    right.axhline(1.0, color=INK, lw=0.8, ls=(0, (4, 3)), alpha=0.55, zorder=1)
+    right.xaxis.set_major_locator(MaxNLocator(integer=True))
+    right.set_xlabel("drafted tokens of each row", fontsize=9, color=INK)
+    right.set_title("Expected tokens per second, against no drafts", loc="left", fontsize=10, color=INK)
+    right.legend(frameon=False, fontsize=8, loc="best", handlelength=1.6)
+    for ax in (left, right):
+        _clean(ax, "both")
+    figure.suptitle(title, fontsize=12, color=INK)
+    figure.savefig(path)
+
+
+def _first_fit(own: Sequence[Box]) -> list[list[Box]]:
+    """Splits one worker's boxes, sorted by start, into rows without overlap (times of one clock: 1 us of slack)."""
+    rows: list[list[Box]] = []
+    for box in own:
+        free = next((row for row in rows if row[-1].end_s <= box.start_s + 1e-6), None)
+        if free is None:
+            rows.append([box])
+        else:
+            free.append(box)
+    return rows
+
+
+def _draw_window(ax: Axes, timeline: Timeline, window: tuple[float, float], panel_width_px: int) -> None:
+    left, right = window
+    px_per_s = panel_width_px / (right - left)
+    seen = [b for b in timeline.boxes if b.left_s + b.width_s >= left and b.left_s <= right]
+    for stage, y in sorted({(b.stage, b.y) for b in seen}):
+        row = [b for b in seen if (b.stage, b.y) == (stage, y)]
+        colour = STAGE_COLOURS.get(stage, OTHER_COLOUR)
+        widest = max(b.width_s for b in row) * px_per_s
+        ax.broken_barh([(b.left_s, b.width_s) for b in row], (y - LANE_HEIGHT / 2, LANE_HEIGHT), facecolors=colour,
+                       edgecolors="white", linewidth=0.7 if widest > 4 else 0.0, zorder=2)  # fmt: skip
+        spans = [(b, max(b.left_s, left), min(b.left_s + b.width_s, right)) for b in row]
+        fitting = [(b, lo, hi) for b, lo, hi in spans if (hi - lo) * px_per_s > 9 * len(str(b.step)) + 2]
+        # boxes that the window's edge cuts do not vote
+        whole = [b for b in row if b.left_s >= left and b.left_s + b.width_s <= right]
+        if len(fitting) < 0.9 * len(whole):
+            continue  # numbers in a few boxes only would read as if they meant something
+        for b, lo, hi in fitting:
+            ax.text((lo + hi) / 2, y, str(b.step), ha="center", va="center", fontsize=8, color=_ink_on(colour),
+                    zorder=3, clip_on=True)  # fmt: skip
+    ax.set_xlim(left, right)
+    bottom = max((lane.y for lane in timeline.lanes), default=0.0)
+    ax.set_ylim(bottom + 0.6, -0.6)
+    labels: dict[str, list[float]] = {}
+    for lane in timeline.lanes:
+        labels.setdefault(_lane_label(lane), []).append(lane.y)
+    ax.set_yticks([sum(ys) / len(ys) for ys in labels.values()], list(labels), fontsize=9)
+    _clean(ax, "x")
+    ax.tick_params(axis="y", length=0)
+
+
+def _lane_label(lane: Lane) -> str:
+    short = lane.worker if len(lane.worker) <= 24 else "…" + lane.worker[-23:]
+    return lane.gang if lane.worker == lane.gang else short if short.startswith(lane.gang) else f"{lane.gang}  {short}"
+
+
+def _draw_panel(
+    ax: Axes,
+    panel: Panel,
+    step_metrics: Mapping[int, Mapping[str, float]],
+    held_out: Sequence[tuple[int, float]],
+) -> None:
+    colours = ("#4C78A8", "#D64550", "#59A14F", "#B279A2")
+    num_lines = 0
+    for (name, label), colour in zip(panel.metrics, colours, strict=False):
+        points = [(step, values[name]) for step, values in sorted(step_metrics.items()) if name in values]
+        points = [(step, value) for step, value in points if math.isfinite(value)]
+        if not points:
+            continue
+        num_lines += 1
+        steps, values = zip(*points, strict=True)
+        style = "-" if num_lines == 1 else (0, (3, 2))  # a second line may lie on the first
+        ax.plot(steps, values, color=colour, lw=1.6, ls=style, label=label, marker="o" if len(points) < 3 else None)
+    if held_out:
+        versions, means = zip(*held_out, strict=True)
+        ax.plot(versions, means, color="#D64550", lw=1.0, ls=":", marker="o", ms=5, label="held-out prompts", zorder=3)
+        num_lines += 1
+    if panel.reference is not None:
+        ax.axhline(panel.reference, color=INK, lw=0.8, ls=(0, (4, 3)), alpha=0.55, zorder=1)
+    ax.set_title(panel.title, loc="left", fontsize=10, color=INK)
+    ax.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=6))
+    ax.yaxis.set_major_locator(MaxNLocator(nbins=5))
+    ax.margins(x=0.02, y=0.12)
+    if num_lines > 1:
+        ax.legend(frameon=False, fontsize=8, loc="best", handlelength=1.6)
+    _clean(ax, "both")
+
+
+def _clean(ax: Axes, grid: str) -> None:
+    ax.grid(axis=grid, color=FAINT, lw=0.6, zorder=0)  # type: ignore[arg-type]
+    ax.set_axisbelow(True)
+    ax.spines[["top", "right"]].set_visible(False)
+    ax.spines[["left", "bottom"]].set_color(FAINT)
+    ax.tick_params(colors=INK, labelsize=8.5, color=FAINT)
+
+
+def _ink_on(colour: str) -> str:
+    """Black or white, whichever reads better on `colour` (relative luminance, Rec. 709)."""
+    r, g, b = (int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5))
+    return INK if 0.2126 * r + 0.7152 * g + 0.0722 * b > 0.6 else "white"

@@ -1,0 +1,315 @@
+"""What a run comes to in numbers: `summary.json`, computed from the journal's events and the numbers of each step.
+Pure functions; no clock, no I/O.
+
+Definitions. A **box** is one execution of a node on one rank: [finished - seconds, finished]. A gang is **busy** while
+any of its boxes is open, and **computing** while any of its boxes is open and not yet in its last `store_s` seconds
+(a stage's time on store and ledger counts as its end). The **busiest gang** is the one busy longest: it is the one that
+sets the step time.
+
+    overhead_fraction = (A + B) / wall
+      A  time the busiest gang is busy but not computing                     (store, ledger)
+      B  time the busiest gang is idle although its next box was ready       (scheduling, tracking, the driver)
+
+A box is ready when its node's last parent finished; a node without (recorded) parents, when it was submitted. Waiting
+for another gang's result is therefore no overhead, but shows in `idle`.
+
+May import the standard library, pipeline.observe.journal and storage.address.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+
+from pipeline.observe.journal import Event, EventKind
+from storage.address import Address
+
+Interval = tuple[float, float]
+
+
+@dataclass(frozen=True)
+class Box:
+    """One execution of a node on one rank; times in seconds since the epoch."""
+
+    address: Address
+    gang: str
+    worker: str
+    rank: int
+    start_s: float
+    end_s: float
+    store_s: float
+
+
+@dataclass(frozen=True)
+class StepNumbers:
+    """What the driver knows of a finished PPO step."""
+
+    step: int
+    reward: float
+    """Mean score."""
+    kl: float
+    """KL to the reference, nats per response."""
+    num_samples: int
+    num_tokens: int
+    """Sampled tokens."""
+    staleness: Mapping[int, int]
+    """Rows by staleness: version trained minus version that sampled."""
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Scores of one version of the weights on the held-out prompts."""
+
+    version: int
+    scores: Mapping[int, float]
+    """By number of the prompt."""
+    distinct_bigrams: float | None = None
+    """Distinct / all bigrams over the responses: a repetitive policy has few."""
+
+    @property
+    def mean(self) -> float:
+        return math.fsum(self.scores.values()) / len(self.scores)
+
+
+@dataclass(frozen=True)
+class StalenessSummary:
+    max: int
+    mean: float
+    histogram: dict[str, int]
+    """Rows by staleness."""
+
+
+@dataclass(frozen=True)
+class EvalSummary:
+    before: float
+    after: float
+    num_prompts: int
+    """Prompts in both evaluations."""
+    paired_t: float | None
+    """mean / (sd / sqrt(n)) of the differences by prompt; None for fewer than two prompts or equal differences."""
+
+
+@dataclass(frozen=True)
+class Summary:
+    """The content of `summary.json`."""
+
+    steps: int
+    wall_s: float
+    """From the first submission to the last finish; the time between a stop and a resume is left out."""
+    samples_per_s: float
+    tokens_per_s: float
+    stage_s: dict[str, float]
+    """Seconds by stage, summed over its nodes (rank 0's where a node has ranks); nodes that overlap count each."""
+    overhead_fraction: float
+    staleness: StalenessSummary
+    eval: EvalSummary | None
+    reward: list[float]
+    """By step."""
+    kl: list[float]
+    """By step, nats per response."""
+    versions: dict[str, str | int]
+    """Versions of the weights published (`weights`, version 0 included), and of the software that ran."""
+    # Beyond what is compared between runs:
+    overlap_fraction: float
+    """Part of the wall time in which at least two gangs were busy."""
+    busiest_gang: str | None
+    idle: dict[str, float]
+    """By gang: part of the wall time that its workers ran nothing (mean over workers)."""
+    kl_final: float | None
+    """KL to the reference of the last step, nats per response."""
+    distinct_bigrams: dict[str, float | None]
+    """Of the held-out responses, `before` and `after`."""
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self), indent=2) + "\n"
+
+
+def boxes(events: Iterable[Event]) -> list[Box]:
+    """The executions that finished, in order of their start."""
+    found = []
+    for e in events:
+        if e.kind is EventKind.FINISHED and e.stage is not None and e.step is not None and e.seconds is not None:
+            address = Address(e.stage, e.step, e.shard or 0)
+            worker, store_s = e.worker or "?", min(e.store_s or 0.0, e.seconds)
+            found.append(Box(address, e.gang or worker, worker, e.rank or 0, e.t - e.seconds, e.t, store_s))
+    return sorted(found, key=lambda box: (box.start_s, box.end_s))
+
+
+def summarise(
+    events: Iterable[Event],
+    steps: Sequence[StepNumbers],
+    evaluations: Sequence[Evaluation],
+    parents: Mapping[Address, Sequence[Address]],
+    software: Mapping[str, str],
+) -> Summary:
+    """Sums up a run. `parents` is the graph: the nodes each node waits for. `evaluations` are ordered by version;
+    the first and the last are compared. `software` are the packages' versions. A step given twice (after a resume)
+    counts once, the last time."""
+    log = list(events)
+    all_boxes = boxes(log)
+    segments = _segments(log)
+    wall_s = math.fsum(end - start for start, end in segments)
+    busy = {
+        gang: union((b.start_s, b.end_s) for b in all_boxes if b.gang == gang) for gang in {b.gang for b in all_boxes}
+    }
+    busiest = max(sorted(busy), key=lambda gang: length(busy[gang]), default=None)
+    overhead_s = _overhead_s(log, [b for b in all_boxes if b.gang == busiest], all_boxes, parents, segments)
+    by_step = [s for _, s in sorted({s.step: s for s in steps}.items())]
+    return Summary(
+        steps=len(by_step),
+        wall_s=wall_s,
+        samples_per_s=_ratio(sum(s.num_samples for s in by_step), wall_s),
+        tokens_per_s=_ratio(sum(s.num_tokens for s in by_step), wall_s),
+        stage_s=_stage_s(all_boxes),
+        overhead_fraction=_ratio(overhead_s, wall_s),
+        staleness=_staleness(by_step),
+        eval=_eval(evaluations),
+        reward=[s.reward for s in by_step],
+        kl=[s.kl for s in by_step],
+        versions={"weights": len({e.step for e in log if e.kind is EventKind.PUBLISHED}), **software},
+        overlap_fraction=_ratio(_time_at_least_two(list(busy.values())), wall_s),
+        busiest_gang=busiest,
+        idle=_idle(all_boxes, wall_s),
+        kl_final=by_step[-1].kl if by_step else None,
+        distinct_bigrams={
+            "before": evaluations[0].distinct_bigrams if evaluations else None,
+            "after": evaluations[-1].distinct_bigrams if evaluations else None,
+        },
+    )
+
+
+def paired_t(differences: Sequence[float]) -> float | None:
+    """Student's t of paired differences: mean / (sd / sqrt(n)), sd with n - 1."""
+    n = len(differences)
+    if n < 2:
+        return None
+    mean = math.fsum(differences) / n
+    sd = math.sqrt(math.fsum((d - mean) ** 2 for d in differences) / (n - 1))
+    return mean / (sd / math.sqrt(n)) if sd > 0 else None
+
+
+def union(intervals: Iterable[Interval]) -> list[Interval]:
+    """The same set of times as disjoint intervals, in order."""
+    merged: list[Interval] = []
+    for start, end in sorted(intervals):
+        if merged and start <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(end, merged[-1][1]))
+        elif end > start:
+            merged.append((start, end))
+    return merged
+
+
+def length(intervals: Iterable[Interval]) -> float:
+    return math.fsum(end - start for start, end in intervals)
+
+
+def _ratio(part: float, whole: float) -> float:
+    return part / whole if whole > 0 else 0.0
+
+
+def _segments(log: Sequence[Event]) -> list[Interval]:
+    """The periods in which a driver worked: cut at each `run_started`, from the first submission (or start) in it to
+    its last finish."""
+    working = {EventKind.SUBMITTED, EventKind.STARTED, EventKind.FINISHED, EventKind.FAILED}
+    groups: list[list[float]] = [[]]
+    for e in log:
+        if e.kind is EventKind.RUN_STARTED:
+            groups.append([])
+        elif e.kind in working:
+            groups[-1] += [e.t] if e.seconds is None else [e.t - e.seconds, e.t]
+    return [(min(times), max(times)) for times in groups if times]
+
+
+def _stage_s(all_boxes: Sequence[Box]) -> dict[str, float]:
+    seconds: Counter[str] = Counter()
+    for box in all_boxes:
+        if box.rank == 0:
+            seconds[box.address.stage] += box.end_s - box.start_s  # type: ignore[assignment]
+    return dict(sorted(seconds.items()))
+
+
+def _overhead_s(
+    log: Sequence[Event],
+    own: Sequence[Box],
+    all_boxes: Sequence[Box],
+    parents: Mapping[Address, Sequence[Address]],
+    segments: Sequence[Interval],
+) -> float:
+    """A + B of the module's definition, for the boxes `own` of the busiest gang."""
+    busy = union((b.start_s, b.end_s) for b in own)
+    computing = union((b.start_s, b.end_s - b.store_s) for b in own)
+    submitted = {
+        Address(e.stage, e.step, e.shard or 0): e.t
+        for e in log
+        if e.kind is EventKind.SUBMITTED and e.stage is not None and e.step is not None
+    }
+    finished: dict[Address, float] = {}
+    for box in all_boxes:
+        finished[box.address] = max(box.end_s, finished.get(box.address, -math.inf))
+    waits = []
+    for (_, idle_from), (idle_to, _) in itertools.pairwise(busy):
+        segment_start = max((start for start, _ in segments if start <= idle_to), default=idle_to)
+        next_boxes = [b for b in own if b.start_s == idle_to]
+        ready = min(_ready_s(b, parents, finished, submitted) for b in next_boxes)
+        waits.append(max(0.0, idle_to - max(idle_from, ready, segment_start)))
+    return length(busy) - length(computing) + math.fsum(waits)
+
+
+def _ready_s(
+    box: Box,
+    parents: Mapping[Address, Sequence[Address]],
+    finished: Mapping[Address, float],
+    submitted: Mapping[Address, float],
+) -> float:
+    known = [finished[p] for p in parents.get(box.address, ()) if p in finished]
+    return max(known) if known else submitted.get(box.address, box.start_s)
+
+
+def _time_at_least_two(busy: Sequence[Sequence[Interval]]) -> float:
+    changes = sorted((t, change) for gang in busy for start, end in gang for t, change in ((start, 1), (end, -1)))
+    total, open_gangs, since = 0.0, 0, 0.0
+    for t, change in changes:
+        if open_gangs >= 2:
+            total += t - since
+        open_gangs, since = open_gangs + change, t
+    return total
+
+
+def _idle(all_boxes: Sequence[Box], wall_s: float) -> dict[str, float]:
+    idle = {}
+    for gang in sorted({b.gang for b in all_boxes}):
+        workers = sorted({b.worker for b in all_boxes if b.gang == gang})
+        busy_s = math.fsum(
+            length(union((b.start_s, b.end_s) for b in all_boxes if b.gang == gang and b.worker == worker))
+            for worker in workers
+        )
+        idle[gang] = 1 - _ratio(busy_s, wall_s * len(workers))
+    return idle
+
+
+def _staleness(steps: Sequence[StepNumbers]) -> StalenessSummary:
+    rows: Counter[int] = Counter()
+    for step in steps:
+        rows.update(step.staleness)
+    mean = _ratio(sum(age * count for age, count in rows.items()), rows.total())
+    return StalenessSummary(max(rows, default=0), mean, {str(age): rows[age] for age in sorted(rows)})
+
+
+def _eval(evaluations: Sequence[Evaluation]) -> EvalSummary | None:
+    """Compares the first with the last evaluation, on the prompts that both have."""
+    if not evaluations:
+        return None
+    before, after = evaluations[0].scores, evaluations[-1].scores
+    prompts = sorted(before.keys() & after.keys())
+    if not prompts:
+        return None
+    return EvalSummary(
+        before=math.fsum(before[p] for p in prompts) / len(prompts),
+        after=math.fsum(after[p] for p in prompts) / len(prompts),
+        num_prompts=len(prompts),
+        paired_t=paired_t([after[p] - before[p] for p in prompts]),
+    )

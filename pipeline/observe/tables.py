@@ -1,0 +1,122 @@
+"""The tables a person reads: at the end of a run, and from `stageline inspect`. Plain inputs, rich tables out.
+
+May import rich and pipeline.observe.summary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from pipeline.observe.summary import Summary
+
+
+@dataclass(frozen=True)
+class ResponsePair:
+    """The responses of two versions of the weights to one held-out prompt."""
+
+    prompt: str
+    before: str
+    before_score: float
+    after: str
+    after_score: float
+
+
+@dataclass(frozen=True)
+class InspectRow:
+    """One stored response with what the stages made of it; None where a stage has no output yet."""
+
+    row: int
+    prompt: str
+    response: str
+    score: float | None
+    kl: float | None
+    """To the reference, nats over the response."""
+    version: str
+    """Weights that sampled it: "3", or "3-4" when they changed on the way."""
+    advantage: float | None
+    """Mean over the sampled tokens."""
+
+
+def summary_table(summary: Summary) -> Table:
+    """What the run came to."""
+    table = Table(title="Result", title_justify="left", show_header=False, title_style="bold")
+    table.add_column(style="dim")
+    table.add_column()
+    for label, value in summary_rows(summary):
+        table.add_row(label, Text(value))
+    return table
+
+
+def summary_rows(summary: Summary) -> list[tuple[str, str]]:
+    """(label, text) rows of the end table; those that do not apply are left out."""
+    rows: list[tuple[str, str]] = []
+    if summary.eval is not None:
+        e = summary.eval
+        t = f", paired t {e.paired_t:.1f}" if e.paired_t is not None else ""
+        rows.append(("held-out reward", f"{e.before:.3f} → {e.after:.3f}  ({e.num_prompts} prompts{t})"))
+    if summary.reward:
+        rows.append(("training reward", f"{summary.reward[0]:.3f} → {summary.reward[-1]:.3f}"))
+    if summary.kl_final is not None:
+        rows.append(("KL to the reference", f"{summary.kl_final:.3f} nats per response at the end"))
+    before, after = summary.distinct_bigrams["before"], summary.distinct_bigrams["after"]
+    if before is not None and after is not None:
+        rows.append(("distinct bigrams", f"{before:.1%} → {after:.1%} of the held-out responses"))
+    rows.append(("speed", f"{summary.samples_per_s:.2f} samples/s, {summary.tokens_per_s:.1f} sampled tokens/s"))
+    versions = summary.versions["weights"]
+    rows.append(("wall time", f"{summary.wall_s:.1f} s for {summary.steps} steps, {versions} versions"))
+    stages = sorted(summary.stage_s.items(), key=lambda item: -item[1])
+    rows.append(("seconds by stage", ", ".join(f"{stage} {seconds:.1f}" for stage, seconds in stages)))
+    rows.append(("staleness", f"max {summary.staleness.max}, mean {summary.staleness.mean:.2f} versions"))
+    idle = ", ".join(f"{gang} {share:.0%}" for gang, share in summary.idle.items())
+    rows.append(("overlap of gangs", f"{summary.overlap_fraction:.0%} of the time; idle: {idle or '-'}"))
+    rows.append(("bookkeeping", f"{summary.overhead_fraction:.1%} of the time"))
+    return rows
+
+
+def responses_table(pairs: Sequence[ResponsePair]) -> Table:
+    """Responses before and after training, side by side."""
+    table = Table(title="Responses to held-out prompts", title_justify="left", title_style="bold", show_lines=True)
+    for heading in ("prompt", "before", "after"):
+        table.add_column(heading, ratio=1, overflow="fold")
+    for pair in pairs:
+        table.add_row(
+            Text(pair.prompt),
+            Text.assemble((f"{pair.before_score:+.3f} ", "bold"), pair.before),
+            Text.assemble((f"{pair.after_score:+.3f} ", "bold"), pair.after),
+        )
+    return table
+
+
+def end_of_run(summary: Summary, pairs: Sequence[ResponsePair], paths: Mapping[str, Path | str]) -> RenderableType:
+    """Everything that is printed when a run is done: numbers, responses, and where to look on."""
+    where = Table.grid(padding=(0, 2))
+    for label, path in paths.items():
+        where.add_row(Text(label, style="dim"), Text(str(path), overflow="fold"))
+    parts: list[RenderableType] = [summary_table(summary)]
+    if pairs:
+        parts.append(responses_table(pairs))
+    return Group(*parts, where)
+
+
+def inspect_table(rows: Sequence[InspectRow], title: str) -> Table:
+    """The stored rows of a step."""
+    table = Table(title=title, title_justify="left", title_style="bold", show_lines=True)
+    table.add_column("row", justify="right")
+    table.add_column("prompt", ratio=2, overflow="fold")
+    table.add_column("response", ratio=3, overflow="fold")
+    for heading in ("score", "KL", "version", "advantage"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for r in rows:
+        numbers = (_number(r.score), _number(r.kl), r.version, _number(r.advantage))
+        table.add_row(str(r.row), Text(r.prompt), Text(r.response), *numbers)
+    return table
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3f}"

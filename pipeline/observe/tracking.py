@@ -1,0 +1,286 @@
+"""Experiment tracking from the driver's side: everything is appended to a spool file, and a process of its own
+(`pipeline/observe/mlflow_writer.py`, the only module that imports mlflow) carries the spool to MLflow.
+
+    driver loop ── one appended line per call ──► mlflow_spool.jsonl ──► writer process ──► sqlite or server
+                                                       (offsets delivered: mlflow_spool.state.json)
+
+The spool is the queue, so a call never waits for MLflow, and neither a server that is down nor a killed driver loses
+or repeats anything. Why a process and not a thread: with the writer in a thread, importing mlflow and logging held
+the interpreter lock for up to 146 ms at a time and used 3.1 s of the driver's CPU in 7 s; in a process of its own,
+3 ms and 0.09 s.
+
+May import the standard library only.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import subprocess
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal, Protocol
+
+LOG = logging.getLogger("stageline.tracking")
+
+RunStatus = Literal["FINISHED", "FAILED", "KILLED"]
+
+SPOOL_NAME = "mlflow_spool.jsonl"
+IMPORT_GRACE_S = 60.0
+"""Added to the deadline of `close`: the writer may still be importing mlflow or creating the database."""
+WRITER_ENV = {
+    "MLFLOW_DISABLE_TELEMETRY": "true",
+    "DO_NOT_TRACK": "true",
+    "GIT_PYTHON_REFRESH": "quiet",
+    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0",  # the writer retries by itself; MLflow's own retries take minutes
+    "MLFLOW_HTTP_REQUEST_TIMEOUT": "10",
+    "OMP_NUM_THREADS": "1",
+}
+
+
+@dataclass(frozen=True)
+class Span:
+    """One node of a PPO step as it ran; spans of different gangs overlap in time."""
+
+    name: str
+    stage: str
+    start_s: float
+    """Seconds since the epoch."""
+    end_s: float
+    gang: str
+    worker: str
+    attributes: Mapping[str, str | int | float | bool] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Delivery:
+    """What a writer achieved when it ended."""
+
+    run_id: str | None
+    """The MLflow run; None if the store was never reached."""
+    left: int
+    """Items of the spool still undelivered."""
+
+
+class Tracker(Protocol):
+    """What the driver tells about a run. No method waits for the tracking server, `close` excepted."""
+
+    def metrics(self, step: int, values: Mapping[str, float]) -> None:
+        """Numbers of a step. The first value given for a (step, name) stays; a resume may give it again."""
+        ...
+
+    def trace(self, step: int, spans: Sequence[Span]) -> None:
+        """The nodes of a step as one trace, with a root span `step N` around them."""
+        ...
+
+    def artifact(self, local_path: Path, artifact_dir: str) -> None:
+        """A file to keep with the run; its content is read when it is delivered."""
+        ...
+
+    def tags(self, values: Mapping[str, str]) -> None: ...
+
+    def close(self, status: RunStatus) -> None:
+        """Delivers what is left within a bounded time and ends the run with `status`."""
+        ...
+
+
+class NullTracker:
+    """Tracking switched off (`tracking.uri: null`)."""
+
+    def metrics(self, step: int, values: Mapping[str, float]) -> None:
+        pass
+
+    def trace(self, step: int, spans: Sequence[Span]) -> None:
+        pass
+
+    def artifact(self, local_path: Path, artifact_dir: str) -> None:
+        pass
+
+    def tags(self, values: Mapping[str, str]) -> None:
+        pass
+
+    def close(self, status: RunStatus) -> None:
+        pass
+
+
+class MlflowTracker:
+    """Owns the open spool of a run and the writer process that delivers it.
+
+    `spool_path` lies in the run's directory; a tracker opened on an existing spool continues the same MLflow run.
+    `uri` is an MLflow tracking URI (`sqlite:///…` or `http(s)://…`), `params` the flattened config. Used as a
+    context manager it closes the run as FINISHED, or as FAILED (KILLED on Ctrl-C) when left by an exception.
+    """
+
+    def __init__(
+        self,
+        uri: str,
+        experiment: str,
+        run_name: str,
+        params: Mapping[str, str],
+        tags: Mapping[str, str],
+        spool_path: Path,
+        close_timeout_s: float = 60.0,
+    ) -> None:
+        self.uri = uri
+        self.spool_path = spool_path
+        self._close_timeout_s = close_timeout_s
+        self._closed = False
+        _cut_torn_line(spool_path)
+        earlier = read_spool(spool_path)
+        self._metrics_seen = {
+            (item["step"], name) for _, item in earlier if item["kind"] == "metrics" for name in item["values"]
+        }
+        self._traces_seen = {item["step"] for _, item in earlier if item["kind"] == "trace"}
+        keys = [item["key"] for _, item in earlier if item["kind"] == "open"]
+        self._file = spool_path.open("a", encoding="utf8", buffering=1)
+        slurm_job = os.environ.get("SLURM_JOB_ID")
+        self._append(
+            kind="open",
+            key=keys[0] if keys else uuid.uuid4().hex,
+            experiment=experiment,
+            run_name=run_name,
+            params=dict(params),
+            tags=dict(tags) | ({"slurm_job_id": slurm_job} if slurm_job else {}),
+        )
+        self._writer = _Writer(uri, spool_path, close_timeout_s)
+
+    def metrics(self, step: int, values: Mapping[str, float]) -> None:
+        new = {name: float(value) for name, value in values.items() if (step, name) not in self._metrics_seen}
+        if new:
+            self._metrics_seen.update((step, name) for name in new)
+            self._append(kind="metrics", step=step, values=new)
+
+    def trace(self, step: int, spans: Sequence[Span]) -> None:
+        if spans and step not in self._traces_seen:
+            self._traces_seen.add(step)
+            self._append(kind="trace", step=step, spans=[asdict(span) for span in spans])
+
+    def artifact(self, local_path: Path, artifact_dir: str) -> None:
+        self._append(kind="artifact", path=str(local_path.absolute()), artifact_dir=artifact_dir)
+
+    def tags(self, values: Mapping[str, str]) -> None:
+        self._append(kind="tags", values=dict(values))
+
+    def close(self, status: RunStatus) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        self._append(kind="close", status=status)
+        self._file.close()
+        delivery = self._writer.finish()
+        if delivery.left:
+            LOG.warning(
+                "MLflow at %s: %d items not delivered; they are kept in %s and go out when the run is resumed "
+                "or by pipeline.observe.tracking.deliver",
+                self.uri, delivery.left, self.spool_path,
+            )  # fmt: skip
+
+    def __enter__(self) -> MlflowTracker:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        killed = kind is not None and not issubclass(kind, Exception)
+        self.close("FINISHED" if kind is None else "KILLED" if killed else "FAILED")
+
+    def _append(self, **item: Any) -> None:
+        self._file.write(json.dumps({"t": time.time(), **item}, separators=(",", ":")) + "\n")
+
+
+def deliver(spool_path: Path, uri: str, timeout_s: float = 60.0) -> Delivery:
+    """Carries what is left in a spool to `uri`: items already delivered there are not sent again, and a `uri` that
+    this spool was never delivered to gets the whole run. Waits at most `timeout_s` (and the writer's start)."""
+    return _Writer(uri, spool_path, timeout_s).finish()
+
+
+def how_to_open(uri: str) -> str:
+    """What a person types or opens to see the runs."""
+    return uri if uri.startswith("http") else f"mlflow ui --backend-store-uri {uri}"
+
+
+def read_spool(path: Path, offset: int = 0) -> list[tuple[int, dict[str, Any]]]:
+    """The complete lines of a spool from byte `offset` on, each with the byte offset of its end. A line that is
+    still being written is left for the next call."""
+    if not path.exists():
+        return []
+    items = []
+    with path.open("rb") as lines:
+        lines.seek(offset)
+        for line in lines:
+            if line.endswith(b"\n"):
+                offset += len(line)
+                items.append((offset, json.loads(line)))
+    return items
+
+
+class _Writer:
+    """Owns the writer process. Its stdin carries nothing: end of file tells it that the driver closed or died."""
+
+    def __init__(self, uri: str, spool_path: Path, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
+        self._spool_path = spool_path
+        self._delivery: Delivery | None = None
+        if uri.startswith("sqlite:///"):
+            Path(uri.removeprefix("sqlite:///")).parent.mkdir(parents=True, exist_ok=True)
+        root = str(Path(__file__).parents[2])
+        path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
+        arguments = [
+            sys.executable,
+            "-m",
+            "pipeline.observe.mlflow_writer",
+            uri,
+            str(spool_path.absolute()),
+            str(timeout_s),
+        ]
+        with spool_path.with_name("mlflow_writer.log").open("ab") as log:
+            self._process = subprocess.Popen(
+                arguments,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                env=os.environ | WRITER_ENV | {"PYTHONPATH": path},
+                start_new_session=True,  # Ctrl-C stops the driver, which then closes the run
+            )
+        self._reports = threading.Thread(target=self._listen, name="mlflow-writer-reports", daemon=True)
+        self._reports.start()
+
+    def _listen(self) -> None:
+        if self._process.stdout is None:
+            raise RuntimeError("the writer was started without a pipe for its reports")
+        for line in self._process.stdout:
+            report = json.loads(line)
+            if "warning" in report:
+                LOG.warning(report["warning"])
+            else:
+                self._delivery = Delivery(report["run_id"], report["left"])
+        if self._delivery is None:
+            LOG.warning("the MLflow writer ended early; see %s", self._spool_path.with_name("mlflow_writer.log"))
+
+    def finish(self) -> Delivery:
+        if self._process.stdin is not None:
+            self._process.stdin.close()
+        try:
+            self._process.wait(self._timeout_s + IMPORT_GRACE_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._reports.join()
+        if self._process.stdout is not None:
+            self._process.stdout.close()
+        return self._delivery or Delivery(None, len(read_spool(self._spool_path)))
+
+
+def _cut_torn_line(path: Path) -> None:
+    """Removes a last line that a crash cut short, so that the next append starts a line of its own."""
+    if path.exists():
+        data = path.read_bytes()
+        whole = data.rfind(b"\n") + 1
+        if whole < len(data):
+            with path.open("r+b") as spool:
+                spool.truncate(whole)

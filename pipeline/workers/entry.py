@@ -1,0 +1,141 @@
+"""What runs inside a Dask worker: build this process into a rank or a replica, then run nodes.
+
+The process holds one runtime in a module global, because a Dask task is a plain function and models outlive tasks. A
+process that died and came back holds none: its calls raise WorkerLost, and the driver builds it again.
+
+May import distributed, this folder and storage; the runtime's class is named by the driver and imported here, so that
+the scheduler, which must import this module too, needs no torch.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import importlib
+import os
+import pickle
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+from distributed import get_worker
+
+from pipeline.workers.messages import OUTCOMES, Call, Outcome, WorkerLost, WorkerSpec
+from pipeline.workers.row_transfer import HasRows, open_for_rows
+from pipeline.workers.weight_transfer import ReadsWeights, WeightMirror
+from storage.address import Address, Ref
+from storage.ledger import Ledger
+
+
+@dataclass(frozen=True)
+class Visit:
+    """What a runtime reports of one call."""
+
+    ref: Ref | None
+    store_s: float
+    reused: bool
+
+
+class Runtime(Protocol):
+    """Owns everything a worker process holds for its roles."""
+
+    def run(self, call: Call) -> Visit: ...
+
+    def close(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class _Resident:
+    spec: WorkerSpec
+    runtime: Runtime
+    begun: set[tuple[Address, str]] = field(default_factory=set)
+    """Calls that began here, by address and attempt."""
+
+
+_resident: _Resident | None = None
+
+
+def build_worker(spec: WorkerSpec) -> str:
+    """Makes this process what `spec` says; whatever it was before is closed. Returns the Dask address of the process,
+    which no later process will have."""
+    global _resident
+    if spec.log is not None:
+        _write_to(Path(spec.log), f"---- {spec.name}, incarnation {spec.incarnation}, process {os.getpid()}")
+    if _resident is not None:
+        _resident.runtime.close()
+        _resident = None
+    mirror = WeightMirror(get_worker(), spec.mirror) if spec.mirror is not None else None
+    if mirror is not None:
+        mirror.open()  # before the models are loaded: other hosts may wait for what this one's board has
+    module, _, name = spec.runtime.partition(":")
+    factory = getattr(importlib.import_module(module), name)
+    _resident = _Resident(spec, factory(spec))
+    if isinstance(_resident.runtime, HasRows) and _resident.runtime.rows is not None:
+        open_for_rows(get_worker(), spec, _resident.runtime.rows)
+    if mirror is not None and isinstance(_resident.runtime, ReadsWeights):
+        _resident.runtime.fetch_with(mirror)
+    return str(get_worker().address)
+
+
+def _write_to(path: Path, headline: str) -> None:
+    """Sends what this process prints (also from native code, also the trace of a crash) to the end of a file."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    with path.open("a", buffering=1) as log:
+        log.write(headline + "\n")
+        os.dup2(log.fileno(), 1)
+        os.dup2(log.fileno(), 2)
+    faulthandler.enable(file=2)
+
+
+def run_node_task(call: Call, *parents: object) -> Ref | None:
+    """The Dask task: `run_node`, whose outcome the driver is told of by a message. A result would have to be fetched
+    from this process, which may have died, or been stopped, in the meantime. `parents` are the parents' references:
+    Dask needs them for the edges; the node itself reads its inputs from the store.
+
+    Dask runs a finished task again, and all of its ancestors that it has let go of, to recover a result that died with
+    a process. Such a call must not reach a runtime that has gone on: it is answered from the ledger.
+    """
+    del parents
+    if not _is_for_this_process(call):
+        commit = Ledger(call.ledger).find(call.address) if call.ledger is not None else None
+        if commit is None:
+            raise WorkerLost(call.worker, call.incarnation)
+        return commit.ref()
+    outcome = run_node(call)
+    get_worker().log_event(OUTCOMES, pickle.dumps((call.attempt, outcome)))
+    return outcome.ref
+
+
+def _is_for_this_process(call: Call) -> bool:
+    """Whether this process was built for the call, and has not begun it before."""
+    resident = _resident
+    if resident is None or (resident.spec.name, resident.spec.incarnation) != (call.worker, call.incarnation):
+        return False
+    return (call.address, call.attempt) not in resident.begun
+
+
+def run_node(call: Call) -> Outcome:
+    """Runs one attempt at a node.
+
+    Raises:
+        WorkerLost: this process was not built for the call, or has begun it before.
+    """
+    resident = _resident
+    if resident is None or not _is_for_this_process(call):
+        raise WorkerLost(call.worker, call.incarnation)
+    resident.begun.add((call.address, call.attempt))
+    started = time.time()
+    visit = resident.runtime.run(call)
+    return Outcome(
+        address=call.address,
+        ref=visit.ref,
+        worker=resident.spec.name,
+        index=resident.spec.index,
+        started=started,
+        finished=time.time(),
+        store_s=visit.store_s,
+        reused=visit.reused,
+    )

@@ -1,0 +1,164 @@
+"""What the driver sends to a worker and gets back: small, picklable, importable by the scheduler.
+
+May import the standard library, storage.address, stages.engines.embedded.migration.load and pipeline.graph.graph.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from stages.engines.embedded.migration.load import RowsHere, Wanted
+from storage.address import Address, Ref
+
+OUTCOMES = "stageline-outcomes"
+"""Dask topic on which workers tell the driver of outcomes: pickled pairs of a call's attempt and an `Outcome`."""
+
+
+TAILS = "stageline-tails"
+"""Dask topic on which replicas tell the driver of rows: pickled `RowsNews` and `MoveOver`."""
+
+
+class WorkerLost(RuntimeError):
+    """The process that was to run a node is not the one that was built for it: it died and came back empty."""
+
+    def __init__(self, worker: str, incarnation: int) -> None:
+        super().__init__(worker, incarnation)
+        self.worker = worker
+        self.incarnation = incarnation
+        """The one that the call was meant for."""
+
+
+@dataclass(frozen=True)
+class MirrorSpec:
+    """Where a worker's host has its published weights, and from whom it gets those that it lacks."""
+
+    board: str
+    """Directory of the host's board."""
+    publisher: str
+    """Name of the worker that publishes."""
+    patience_s: float
+    """Without a byte of a version that is needed, before that is an error."""
+    silence_s: float
+    """Of a worker that sends, before another is asked."""
+
+
+@dataclass(frozen=True)
+class WorkerSpec:
+    """What a worker process must become."""
+
+    gang: str
+    index: int
+    """Rank of an ordered gang, replica of a pool."""
+    size: int
+    """Ranks of the gang; 1 for a pool's replica."""
+    incarnation: int
+    """How often the gang (or replica) has been built before; a call of another incarnation is refused."""
+    rendezvous: str
+    """torch.distributed init method of this incarnation."""
+    runtime: str
+    """module:class of the runtime (`pipeline.workers.runtime:StageRuntime`; tests have others)."""
+    config_yaml: str
+    """The resolved config: workers read the same one as the driver."""
+    log: str | None = None
+    """File that the process appends its standard output and error to; None: it keeps those it has."""
+    mirror: MirrorSpec | None = None
+    """None: it neither gives weights to other hosts nor gets any from them."""
+
+    @property
+    def name(self) -> str:
+        return worker_name(self.gang, self.index)
+
+
+@dataclass(frozen=True)
+class Call:
+    """One attempt at one node on one worker."""
+
+    address: Address
+    attempt: str
+    version: int
+    inputs: tuple[Address, ...]
+    gang: str
+    worker: str
+    incarnation: int
+    sequence: int | None = None
+    """Number in the gang's order; every rank sees the same."""
+    ledger: str | None = None
+    """URL of the run's ledger, for a process that cannot run the call but can see that it has been."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a worker reports of a call; `ref` is None on ranks other than 0."""
+
+    address: Address
+    ref: Ref | None
+    worker: str
+    index: int
+    started: float
+    """Seconds since the epoch, the worker's clock."""
+    finished: float
+    store_s: float
+    """Of it, spent on reading and writing store, ledger, weights and checkpoints."""
+    reused: bool
+    """The output was already committed."""
+
+
+@dataclass(frozen=True)
+class RowsNews:
+    """A replica says what rows it has in flight."""
+
+    gang: str
+    index: int
+    incarnation: int
+    here: RowsHere
+    away: tuple[Address, ...]
+    """Nodes that run there and whose unfinished rows are all elsewhere."""
+
+
+@dataclass(frozen=True)
+class MoveOrder:
+    """What the driver tells a replica: send these rows to another."""
+
+    number: int
+    gang: str
+    index: int
+    incarnation: int
+    """Of the source; another process does not answer."""
+    target: str
+    """Dask address."""
+    rows: tuple[Wanted, ...]
+
+
+@dataclass(frozen=True)
+class MoveOver:
+    """A replica says that an order is carried out: its rows were taken, or have come back."""
+
+    number: int
+    gang: str
+    index: int
+    incarnation: int
+    num_rows: int
+    """That were taken."""
+    num_bytes: int
+    """Of keys and values that travelled."""
+    seconds: float
+    """From the first byte to the answer."""
+    away: tuple[Address, ...]
+    """As in `RowsNews`."""
+    refusal: str | None = None
+    """Why the rows were not taken."""
+
+
+def slot_resource(gang: str, index: int) -> str:
+    """Dask resource of a worker's slots. It pins a task to one worker of a gang and, unlike an address, outlives the
+    process."""
+    return f"{gang}.{index}"
+
+
+def pin_resource(gang: str, index: int) -> str:
+    """Dask resource that pins a task to a worker without taking a slot."""
+    return f"{gang}.{index}.pin"
+
+
+def worker_name(gang: str, index: int) -> str:
+    return f"{gang}-{index}"

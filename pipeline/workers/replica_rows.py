@@ -1,0 +1,115 @@
+"""The rows of the shards that run in a replica: which are elsewhere, and what the courier does with them.
+
+May import storage and stages.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from typing import Protocol
+
+from stages.engines.embedded.migration.load import RowKey, RowsHere, Wanted
+from stages.engines.embedded.migration.protocol import Guests, MovedRow, key_of
+from stages.engines.protocol import Completion
+from storage.address import Address
+
+
+class MovingEngine(Protocol):
+    """An engine with versions, whose rows can move."""
+
+    def watch_rows(self, below: int, listener: Callable[[RowsHere], None]) -> None: ...
+
+    def give_rows(self, rows: Collection[Wanted]) -> list[MovedRow]: ...
+
+    def take_rows(self, moved: Sequence[MovedRow]) -> AbstractContextManager[Guests]: ...
+
+    def deliver(self, ticket: int, completion: Completion) -> None: ...
+
+    def give_back(self, tickets: Collection[int]) -> None: ...
+
+    def wanted(self, tickets: Collection[int]) -> set[int]: ...
+
+
+@dataclass(eq=False)
+class Shard:
+    """A node whose rows are being sampled."""
+
+    address: Address
+    keys: frozenset[RowKey]
+    finished_elsewhere: int = 0
+
+
+class ReplicaRows:
+    """Owns what is known of the rows of the shards that run in this process."""
+
+    def __init__(self, engine: MovingEngine, below: int, silence_s: float) -> None:
+        """`below`: rows here at which the driver is told of them. `silence_s`: how long a replica that took rows may
+        say nothing before it is taken for lost."""
+        self.silence_s = silence_s
+        self._engine, self._below = engine, below
+        self._lock = threading.Lock()
+        """Guards what follows. Nothing of the engine is called under it."""
+        self._shards: list[Shard] = []
+        self._here: frozenset[RowKey] = frozenset()
+        self._elsewhere: dict[int, RowKey] = {}
+        """Rows that were given away, by ticket."""
+
+    @contextmanager
+    def shard(self, address: Address, keys: Iterable[RowKey]) -> Iterator[Shard]:
+        """A shard that runs until the block ends."""
+        shard = Shard(address, frozenset(keys))
+        with self._lock:
+            self._shards.append(shard)
+        try:
+            yield shard
+        finally:
+            with self._lock:
+                self._shards.remove(shard)
+
+    @property
+    def away(self) -> tuple[Address, ...]:
+        """Nodes whose unfinished rows are all elsewhere."""
+        with self._lock:
+            gone = set(self._elsewhere.values())
+            return tuple(s.address for s in self._shards if s.keys & gone and not s.keys & self._here)
+
+    def watch(self, report: Callable[[RowsHere, tuple[Address, ...]], None]) -> None:
+        """From now on `report` is told of the rows here while they are few, and which nodes have none here."""
+
+        def listen(here: RowsHere) -> None:
+            with self._lock:
+                self._here = frozenset(row.key for row in here.rows)
+            report(here, self.away)
+
+        self._engine.watch_rows(self._below, listen)
+
+    def give(self, rows: Collection[Wanted]) -> list[MovedRow]:
+        moved = self._engine.give_rows(rows)
+        with self._lock:
+            self._elsewhere.update((one.ticket, key_of(one.request)) for one in moved)
+            self._here -= set(self._elsewhere.values())
+        return moved
+
+    def take(self, moved: Sequence[MovedRow]) -> AbstractContextManager[Guests]:
+        """Rows of another replica, here until the block ends. Raises RequestError for what cannot be taken."""
+        return self._engine.take_rows(moved)
+
+    def deliver(self, ticket: int, completion: Completion) -> None:
+        """A row was finished elsewhere."""
+        with self._lock:
+            key = self._elsewhere.pop(ticket, None)
+            for shard in self._shards:
+                shard.finished_elsewhere += key in shard.keys
+        self._engine.deliver(ticket, completion)
+
+    def give_back(self, tickets: Collection[int]) -> None:
+        with self._lock:
+            for ticket in tickets:
+                self._elsewhere.pop(ticket, None)
+        self._engine.give_back(tickets)
+
+    def wanted(self, tickets: Collection[int]) -> set[int]:
+        return self._engine.wanted(tickets)

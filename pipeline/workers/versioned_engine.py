@@ -1,0 +1,193 @@
+"""An engine whose weights change while shards come and go: who may be in it with which version.
+
+May import torch, storage, stages.engines and pipeline.workers.bookkeeping.
+"""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections.abc import Callable, Collection, Iterator, Sequence, Set
+from contextlib import contextmanager
+
+import torch
+
+from pipeline.workers.bookkeeping import Clock
+from stages.engines.embedded.migration.load import RowsHere, Wanted
+from stages.engines.embedded.migration.protocol import Guests, MovableRows, MovedRow
+from stages.engines.protocol import Completion, GenerationEngine, RequestError, WeightsError
+from storage.weights import BFLOAT16, WeightBoard, WeightLease
+
+
+class VersionedEngine:
+    """Owns an engine, and says which shards may be in it together.
+
+    Shards of the resident version share the engine; the first of another version waits until they have left, or wait
+    for nothing but rows that other replicas finish for them; it loads its weights and lets its own kind in. Dispatch
+    hands out the oldest step first, so versions seldom go back and forth.
+
+    With an engine that updates in flight, a shard asks for the oldest version that it may be sampled with: a newer one
+    that is resident will do, and the first shard that asks for a newer one loads it while the others' rows go on. No
+    version is newer than a row's step: the step's update waits for the row. Evaluations take one version only."""
+
+    def __init__(
+        self,
+        engine: GenerationEngine,
+        board: WeightBoard,
+        *,
+        in_flight: bool = False,
+        fetch: Callable[[int], None] = lambda version: None,
+    ) -> None:
+        """`fetch(version)`: brings a version that the board lacks, if there is anywhere to bring it from."""
+        self._engine = engine
+        self._in_flight = in_flight
+        self._fetch = fetch
+        self._movable = engine if isinstance(engine, MovableRows) else None
+        self._board = board
+        self._version: int | None = None
+        self._names: frozenset[str] = frozenset()
+        """Of the tensors that the last version brought."""
+        self._loading = False
+        self._inside = 0
+        """Shards, and groups of other replicas' rows."""
+        self._exact = 0
+        """Of those, the ones that take one version only."""
+        self._turn = threading.Condition()
+        """Held for moments only: the engine's own thread takes it, too."""
+
+    @contextmanager
+    def at(self, version: int, clock: Clock, *, exact: bool = False) -> Iterator[GenerationEngine]:
+        """The engine with the weights of `version` resident until the block ends, or until all rows that the block has
+        in the engine have left it for other replicas. Where the engine updates in flight: of `version` or newer, and
+        they may change under way, unless the block needs them `exact`."""
+        exact = exact or not self._in_flight
+        if not self._serves(version, exact) and not self._board.has(version):
+            with clock.bookkeeping():  # before its turn comes: the others need not wait for the transfer
+                self._fetch(version)
+        self._enter(version, clock, exact)
+        try:
+            yield self._engine
+        finally:
+            self._leave(exact)
+
+    def _enter(self, version: int, clock: Clock, exact: bool) -> None:
+        with self._turn:
+            self._turn.wait_for(lambda: self._may_enter(version, exact))
+            if self._serves(version, exact):
+                self._inside += 1
+                self._exact += exact
+                return
+            self._loading = True
+        loaded = False
+        try:
+            with clock.bookkeeping(), self._board.open(version) as lease:
+                self._check_names(version, lease.tensors.keys())
+                self._engine.load_weights(version, _tensors(lease))
+                self._names = frozenset(lease.tensors)
+            loaded = True
+        finally:
+            with self._turn:
+                self._loading = False
+                if loaded:
+                    self._version = version
+                    self._inside += 1
+                    self._exact += exact
+                self._turn.notify_all()
+
+    def _check_names(self, version: int, names: Set[str]) -> None:
+        """A tensor that one version brings and the next does not would go on with the older one's numbers. Raises
+        WeightsError, naming the tensor."""
+        odd = names ^ self._names if self._names else frozenset()
+        if odd:
+            name = min(odd)
+            has, lacks = (version, self._version) if name in names else (self._version, version)
+            raise WeightsError(
+                f"{name} (and {len(odd) - 1} more) is missing in version {lacks} of the weights; version {has} has it"
+            )
+
+    def _serves(self, version: int, exact: bool) -> bool:
+        """Whether the resident weights will do."""
+        return self._version is not None and (self._version == version if exact else self._version >= version)
+
+    def _may_enter(self, version: int, exact: bool) -> bool:
+        """Whether the resident weights will do, or may be exchanged for others now."""
+        if self._loading:
+            return False
+        if self._serves(version, exact) or (not exact and self._exact == 0):
+            return True
+        return self._inside == (self._movable.num_calls_away if self._movable else 0)
+
+    def _leave(self, exact: bool) -> None:
+        with self._turn:
+            self._inside -= 1
+            self._exact -= exact
+            self._turn.notify_all()
+
+    # ---- rows that move; only of engines that have `MovableRows` ----
+
+    @property
+    def _rows(self) -> MovableRows:
+        assert self._movable is not None, "this engine's rows cannot move"
+        return self._movable
+
+    def watch_rows(self, below: int, listener: Callable[[RowsHere], None]) -> None:
+        """See `MovableRows`. To be called before rows are given away: it is also how whoever waits here hears that the
+        last row of a call has finished at home."""
+
+        def listen(here: RowsHere) -> None:
+            with self._turn:  # a call may have come to wait for rows elsewhere only
+                self._turn.notify_all()
+            listener(here)
+
+        self._rows.watch_rows(below, listen)
+
+    def give_rows(self, rows: Collection[Wanted]) -> list[MovedRow]:
+        """See `MovableRows`."""
+        moved = self._rows.give_rows(rows)
+        with self._turn:
+            self._turn.notify_all()
+        return moved
+
+    @contextmanager
+    def take_rows(self, moved: Sequence[MovedRow]) -> Iterator[Guests]:
+        """Other replicas' rows, whose version stays resident until the block ends (or they have left again). Raises
+        RequestError for what cannot be taken."""
+        with self._turn:
+            versions = {one.version for one in moved}
+            if self._loading or versions != {self._version}:
+                raise RequestError(
+                    f"rows of versions {sorted(versions)} do not go on here: {self._version} is resident"
+                )
+            self._inside += 1
+            self._exact += not self._in_flight
+        try:
+            guests = self._rows.take_rows(moved)
+            try:
+                yield guests
+            finally:
+                guests.close()
+        finally:
+            self._leave(not self._in_flight)
+
+    def deliver(self, ticket: int, completion: Completion) -> None:
+        """See `MovableRows`."""
+        self._rows.deliver(ticket, completion)
+
+    def give_back(self, tickets: Collection[int]) -> None:
+        """See `MovableRows`."""
+        self._rows.give_back(tickets)
+
+    def wanted(self, tickets: Collection[int]) -> set[int]:
+        """See `MovableRows`."""
+        return self._rows.wanted(tickets)
+
+    def close(self) -> None:
+        self._engine.close()
+
+
+def _tensors(lease: WeightLease) -> dict[str, torch.Tensor]:
+    """The mapped arrays as tensors, without a copy; they are read only, and so is what engines do with them."""
+    patterns = {info.name for info in lease.manifest.tensors if info.dtype == BFLOAT16}
+    with warnings.catch_warnings(action="ignore", category=UserWarning):
+        tensors = {name: torch.from_numpy(array) for name, array in lease.tensors.items()}
+    return {name: t.view(torch.bfloat16) if name in patterns else t for name, t in tensors.items()}

@@ -1,0 +1,367 @@
+"""Brings published weights to hosts that lack them, over connections of Dask's between workers: each host has a board
+of its own, and a version comes to each host once.
+
+    reader (its board lacks v)              publisher                          earlier asker (its host has, or gets, v)
+    ──────────────────────────              ─────────                          ─────────────
+    has the host's lock for v
+    ask ──────────────────────────────────► manifest, and from whom
+                                            └ the first two: from itself
+        ◄──manifest, "ask that one"──────── └ others: asker (k - 2) / 2
+    ask ─────────────────────────────────────────────────────────────────────► as soon as it has them:
+        two pieces asked for ahead; checked  ◄─────────pieces────────────────  the bytes of its own file
+        and appended in a thread
+    link the manifest: v exists here
+
+So the publisher sends two copies, whatever the number of hosts, and every other host hands on what it has while more
+arrives. Nothing is sent that was not asked for, which is all the flow control there is. Whoever sends may vanish at any
+time: the reader asks the publisher again, by its name (a restarted one has another address, and the same board), and
+goes on where it stopped. The tree is in the publisher's memory only and may be forgotten.
+
+The driver tells readers of a new version when it is published, so that it has often come when it is needed, and tells
+them when nobody reads a version any more. Either message may be lost: a version is fetched when it is needed, and a
+copy that stayed goes with the board's directory.
+
+May import distributed, pipeline.workers.messages and storage.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import AsyncIterator, Iterable, Iterator
+from contextlib import asynccontextmanager, contextmanager, suppress
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
+
+from distributed import Client, Status, Worker
+from distributed.comm import Comm, connect
+from distributed.protocol import to_serialize
+
+from pipeline.workers.messages import MirrorSpec
+from storage.errors import DamagedWeights, MissingOutput, StoreError
+from storage.weight_copies import IncomingVersion, OutgoingVersion, receiving
+from storage.weights import Manifest, WeightBoard
+
+SEND, FETCH, RELEASE, REMOVE = (f"stageline_{what}_weights" for what in ("send", "fetch", "release", "remove"))
+"""Names of the handlers."""
+FAN_OUT = 2
+"""Hosts that one host sends a version to."""
+PIECE_BYTES = 16 << 20
+"""A multiple of every system's page."""
+_PIECES_AHEAD = 2
+"""Asked for and not yet here: one is on its way while the next is got ready."""
+_LOOK_S = 0.005
+"""Between looks at a file that grows."""
+_SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 1.0
+"""Between two tries."""
+_CONNECT_S = 5.0
+_VERSIONS_REMEMBERED = 8
+_REMOVAL_S = 5.0
+
+
+@dataclass(frozen=True)
+class Fetched:
+    """What was brought from other hosts."""
+
+    seconds: float = 0.0
+    num_bytes: int = 0
+
+
+class Fetcher(Protocol):
+    """What a runtime sees of a mirror."""
+
+    def fetch(self, version: int) -> None: ...
+
+    def fetched(self) -> Fetched: ...
+
+
+@runtime_checkable
+class ReadsWeights(Protocol):
+    """A runtime that may need weights which its host lacks."""
+
+    def fetch_with(self, fetcher: Fetcher) -> None: ...
+
+
+class _SourceLost(Exception):
+    """Whoever was asked is gone, silent, or not ready."""
+
+    def __init__(self, message: str, redirected: bool) -> None:
+        super().__init__(message)
+        self.redirected = redirected
+        """It was an earlier asker; the publisher itself may well be there."""
+
+
+@contextmanager
+def _lost_if_it_fails(whom: str, redirected: bool) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, TimeoutError) as error:
+        raise _SourceLost(f"{whom}: {type(error).__name__}: {error}", redirected) from error
+
+
+@dataclass(frozen=True)
+class _Source:
+    """Who sends a version, over an open connection."""
+
+    comm: Comm
+    address: str
+    manifest: Manifest
+    other: str | None
+    """Whom to ask instead."""
+    redirected: bool
+
+
+class WeightMirror:
+    """Owns what a worker process does for its host's board; from `open` on, until the process ends."""
+
+    def __init__(self, worker: Worker, spec: MirrorSpec) -> None:
+        self._worker = worker
+        self._spec = spec
+        self._board = WeightBoard(spec.board)
+        self._askers: dict[int, list[str]] = {}
+        """Addresses by version, in the order in which they asked this process."""
+        self._arriving: set[int] = set()
+        """Versions that this process is bringing here."""
+        self._unread: set[int] = set()
+        """Versions that nobody reads any more."""
+        self._fetched = Fetched()
+        self._counting = threading.Lock()
+
+    def open(self) -> None:
+        """From now on this process sends, and carries out the driver's orders."""
+        self._worker.handlers |= {SEND: self._send, FETCH: self._ahead, RELEASE: self._release, REMOVE: self._remove}
+
+    # ---- what a runtime sees -------------------------------------------------------------------------------------
+
+    def fetch(self, version: int) -> None:
+        """Returns when the board has the version; not to be called in the worker's own thread.
+
+        Raises:
+            MissingOutput: the publisher does not have it, or nobody reads it any more.
+            StoreError: it did not come, for so long that it is an error; the message says why.
+            OSError: there is no room for it here.
+        """
+        self._fetch(version, wait=True)
+
+    def fetched(self) -> Fetched:
+        """What this process brought here since it was last asked."""
+        with self._counting:
+            fetched, self._fetched = self._fetched, Fetched()
+        return fetched
+
+    # ---- orders --------------------------------------------------------------------------------------------------
+
+    async def _ahead(self, version: int) -> None:
+        """Brings a version before anybody needs it. What goes wrong will go wrong, and be told, again then."""
+
+        def work() -> None:
+            try:
+                self._fetch(version, wait=False)
+            except (StoreError, OSError) as error:
+                print(f"weights v{version} were not fetched ahead: {error}", flush=True)
+
+        threading.Thread(target=work, name="weights-ahead", daemon=True).start()
+
+    async def _release(self, versions: list[int]) -> None:
+        self._unread.update(versions)
+        for version in self._unread.intersection(self._board.available()):
+            await asyncio.to_thread(self._board.release, version)
+
+    async def _remove(self) -> None:
+        await asyncio.to_thread(self._board.close)
+
+    # ---- sending -------------------------------------------------------------------------------------------------
+
+    async def _send(self, comm: Comm, version: int, asker: str | None, digest: str | None) -> Status:
+        """Says what a version consists of and who sends it; if that is this process, sends what it is asked for, until
+        the other hangs up. `asker`: may be sent to another; None: has been. `digest`: it must be this one."""
+        try:
+            with await self._find(version, digest) as outgoing:
+                source = self._other_source(version, asker) if asker is not None else None
+                await comm.write({"manifest": outgoing.manifest.to_json(), "source": source})
+                while source is None:
+                    request = await comm.read()
+                    offset, num_bytes = request["offset"], request["num_bytes"]
+                    while outgoing.num_ready() < offset + num_bytes:
+                        await asyncio.sleep(_LOOK_S)
+                    await comm.write({"piece": to_serialize(outgoing.read(offset, num_bytes))})
+        except MissingOutput as error:
+            with suppress(OSError):
+                await comm.write({"missing": str(error)})
+        except OSError:
+            comm.abort()
+        return Status.dont_reply
+
+    async def _find(self, version: int, digest: str | None) -> OutgoingVersion:
+        """Raises MissingOutput for a version that is neither here nor on its way."""
+        while True:
+            arriving = version in self._arriving
+            try:
+                return OutgoingVersion(self._board, version, digest)
+            except MissingOutput:
+                if not arriving:
+                    raise
+            await asyncio.sleep(_LOOK_S)
+
+    def _other_source(self, version: int, asker: str) -> str | None:
+        """The earlier asker that shall serve this one; None for the first few."""
+        if version not in self._askers and len(self._askers) == _VERSIONS_REMEMBERED:
+            del self._askers[next(iter(self._askers))]
+        askers = self._askers.setdefault(version, [])
+        if asker not in askers:
+            askers.append(asker)
+        place = askers.index(asker)
+        return askers[(place - FAN_OUT) // FAN_OUT] if place >= FAN_OUT else None
+
+    # ---- receiving -----------------------------------------------------------------------------------------------
+
+    def _fetch(self, version: int, *, wait: bool) -> None:
+        while not self._board.has(version):
+            with receiving(self._board, version, wait=wait) as ours:
+                if not ours:
+                    return
+                if not self._board.has(version):
+                    asyncio.run_coroutine_threadsafe(self._bring(version), self._worker.loop.asyncio_loop).result()
+                    return
+
+    async def _bring(self, version: int) -> None:
+        """Asks until it has come; whatever arrived from a source that was lost, the next one need not send."""
+        started = time.perf_counter()
+        give_up, furthest, pause_s = time.monotonic() + self._spec.patience_s, 0, _SHORTEST_PAUSE_S
+        incoming: IncomingVersion | None = None
+        may_redirect = True
+        self._arriving.add(version)
+        try:
+            while incoming is None or not incoming.complete:
+                try:
+                    async with self._source(version, may_redirect) as source:
+                        if incoming is None or incoming.manifest.digest != source.manifest.digest:
+                            if incoming is not None:
+                                incoming.close()
+                            incoming = IncomingVersion(self._board, source.manifest)
+                        await self._receive(source, incoming)
+                        continue
+                except _SourceLost as error:
+                    may_redirect, reason = may_redirect and not error.redirected, str(error)
+                except DamagedWeights as error:  # on its way, or in between: nothing of it can be trusted
+                    assert incoming is not None
+                    incoming.close()
+                    incoming, may_redirect, reason = None, False, str(error)
+                if incoming is not None and incoming.num_bytes > furthest:
+                    furthest, pause_s = incoming.num_bytes, _SHORTEST_PAUSE_S
+                    give_up = time.monotonic() + self._spec.patience_s
+                if time.monotonic() > give_up:
+                    raise StoreError(
+                        f"weights v{version} did not come from {self._spec.publisher}: nothing for "
+                        f"{self._spec.patience_s:g} s (cluster.start_timeout_s, or a third of cluster.deadline_s, if "
+                        f"that is less); last: {reason}"
+                    )
+                await asyncio.sleep(pause_s)
+                pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+            manifest = incoming.finish()
+        finally:
+            self._arriving.discard(version)
+            if incoming is not None:
+                incoming.close()
+        with self._counting:
+            seconds = self._fetched.seconds + time.perf_counter() - started
+            self._fetched = Fetched(seconds, self._fetched.num_bytes + manifest.num_bytes)
+        if version in self._unread:
+            await asyncio.to_thread(self._board.release, version)
+
+    @asynccontextmanager
+    async def _source(self, version: int, may_redirect: bool) -> AsyncIterator[_Source]:
+        """Whoever sends a version: the publisher, or whom it names. Raises MissingOutput if it says there is none."""
+        with _lost_if_it_fails(self._spec.publisher, False):
+            identity = self._worker.scheduler.identity()
+            workers = (await asyncio.wait_for(identity, self._spec.silence_s))["workers"]
+        address = next((a for a, worker in workers.items() if worker["name"] == self._spec.publisher), None)
+        if address is None:
+            raise _SourceLost(f"{self._spec.publisher} is not there", False)
+        question = {"version": version, "asker": self._worker.address if may_redirect else None, "digest": None}
+        async with self._connected(address, question, redirected=False) as source:
+            if source.other is None:
+                yield source
+                return
+        question |= {"asker": None, "digest": source.manifest.digest}
+        async with self._connected(source.other, question, redirected=True) as source:
+            yield source
+
+    @asynccontextmanager
+    async def _connected(self, address: str, question: dict[str, Any], *, redirected: bool) -> AsyncIterator[_Source]:
+        silence_s = self._spec.silence_s
+        with _lost_if_it_fails(address, redirected):
+            comm = await connect(address, timeout=min(_CONNECT_S, silence_s), **self._worker.connection_args)
+        try:
+            with _lost_if_it_fails(address, redirected):
+                await comm.write({"op": SEND, **question})
+                answer = await asyncio.wait_for(comm.read(), silence_s)
+            if answer is None:  # its process has just been started
+                raise _SourceLost(f"{address} does not send weights yet", redirected)
+            if "missing" in answer:
+                raise _SourceLost(answer["missing"], True) if redirected else MissingOutput(answer["missing"])
+            yield _Source(comm, address, Manifest.from_json(answer["manifest"]), answer["source"], redirected)
+        finally:
+            comm.abort()
+
+    async def _receive(self, source: _Source, incoming: IncomingVersion) -> None:
+        """Takes what is still missing. While a piece is read, the one before is checked and written."""
+        total = incoming.manifest.file_bytes
+        asked = arrived = incoming.num_bytes
+        appending: asyncio.Task[None] | None = None
+        try:
+            while arrived < total:
+                with _lost_if_it_fails(source.address, source.redirected):
+                    while asked < min(total, arrived + _PIECES_AHEAD * PIECE_BYTES):
+                        num_bytes = min(PIECE_BYTES, total - asked)
+                        await source.comm.write({"offset": asked, "num_bytes": num_bytes})
+                        asked += num_bytes
+                    answer = await asyncio.wait_for(source.comm.read(), self._spec.silence_s)
+                if "missing" in answer:
+                    raise _SourceLost(answer["missing"], source.redirected)
+                if incoming.manifest.version in self._unread:
+                    raise MissingOutput(f"weights v{incoming.manifest.version} are not read any more")
+                arrived += answer["piece"].nbytes
+                if appending is not None:
+                    await appending
+                appending = asyncio.create_task(asyncio.to_thread(incoming.append, answer["piece"]))
+        finally:
+            if appending is not None:
+                await appending
+
+
+# ---- the driver's side ---------------------------------------------------------------------------------------------
+
+
+def order_fetch(client: Client, workers: Iterable[str], version: int) -> None:
+    """Tells readers, by address, to bring a version to their hosts; returns at once."""
+    _tell(client, workers, FETCH, version=version)
+
+
+def order_release(client: Client, workers: Iterable[str], versions: Iterable[int]) -> None:
+    """Tells readers, by address, that nobody reads these versions any more; returns at once."""
+    _tell(client, workers, RELEASE, versions=sorted(versions))
+
+
+def remove_boards(client: Client, workers: Iterable[str]) -> None:
+    """Has the hosts of these workers remove their boards, and waits for it, but not for workers that do not answer."""
+
+    async def remove() -> None:
+        orders = [asyncio.create_task(getattr(client.rpc(worker), REMOVE)()) for worker in workers]
+        if orders:
+            _, late = await asyncio.wait(orders, timeout=_REMOVAL_S)
+            for order in late:
+                order.cancel()
+            await asyncio.gather(*orders, return_exceptions=True)
+
+    client.sync(remove)
+
+
+def _tell(client: Client, workers: Iterable[str], order: str, **what: Any) -> None:
+    async def tell(worker: str) -> None:
+        with suppress(OSError):
+            await getattr(client.rpc(worker), order)(**what)
+
+    for worker in workers:
+        client.loop.add_callback(tell, worker)

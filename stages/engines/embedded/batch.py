@@ -1,0 +1,153 @@
+"""A pass in terms of its chunks: laid out as numbers for a runner, and its draws given to the rows.
+
+May import numpy, stages.engines.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from jaxtyping import Float32, Int32, Int64, UInt64
+
+from stages.engines.embedded.cache import NO_BLOCK, blocks_for
+from stages.engines.embedded.rows import Row
+from stages.engines.embedded.sampling.noise import noise_keys
+from stages.engines.embedded.scheduler import Chunk
+
+Draw = tuple[int, float]
+"""A token and its log-prob."""
+
+
+@dataclass(frozen=True, eq=False)
+class Pass:
+    """What a runner computes at once: N tokens of R rows, and a draw after M of them. Numbers only, so that it can be
+    sent to the ranks that share a model."""
+
+    ids: Int64[np.ndarray, " N"]
+    positions: Int64[np.ndarray, " N"]
+    rows: Int32[np.ndarray, " N"]
+    """Which row of `tables` a token belongs to."""
+    tables: Int32[np.ndarray, "R W"]
+    """Block of the cache that holds each 16 positions of a row."""
+    drawn: Int64[np.ndarray, " M"]
+    """Indices of the tokens that are followed by a draw."""
+    keys: UInt64[np.ndarray, " M"]
+    """Of the draws' noise."""
+    temperatures: list[float]
+    banned: list[tuple[int, ...]]
+    """Tokens that a draw cannot give."""
+    wants_hidden: bool = False
+    """Whether someone looks at the hidden states behind the draws."""
+    lines: PassLines | None = None
+    """Where there are guesses beside a first line."""
+
+
+@dataclass(frozen=True, eq=False)
+class PassLines:
+    """See `kernels.Lines`."""
+
+    cells: Int64[np.ndarray, " N"]
+    starts: Int64[np.ndarray, " N"]
+    paths: Int64[np.ndarray, "N L"]
+
+
+@dataclass(frozen=True, eq=False)
+class Draws:
+    """The tokens that a pass drew, and their log-probs."""
+
+    tokens: Int64[np.ndarray, " M"]
+    logprobs: Float32[np.ndarray, " M"]
+    hidden: Float32[np.ndarray, "M C"] | None = None
+    """After the last block, before the final norm; where `Pass.wants_hidden`."""
+
+
+NO_DRAWS = Draws(np.zeros(0, np.int64), np.zeros(0, np.float32))
+"""Of a pass that feeds parts of prompts only."""
+
+
+def lay_out(chunks: Sequence[Chunk], wants_hidden: bool = False) -> Pass:
+    """Chunk after chunk. Drawn is, of each chunk that samples, after its last own token and after each of its guesses,
+    each with the noise of its own position; whether the later ones count is decided by `keep`."""
+    ends = [chunk.stop + len(chunk.drafts) for chunk in chunks]
+    counts = [end - chunk.start for chunk, end in zip(chunks, ends, strict=True)]
+    tables = np.full((len(chunks), blocks_for(max(ends))), NO_BLOCK, np.int32)
+    drawn: list[int] = []
+    positions: list[int] = []
+    places: list[tuple[Row, int]] = []
+    for i, (chunk, end) in enumerate(zip(chunks, ends, strict=True)):
+        num_blocks = blocks_for(end)
+        tables[i, :num_blocks] = chunk.row.blocks[:num_blocks]
+        depths = chunk.drafts.depths
+        positions += [*range(chunk.start, chunk.stop), *(chunk.stop + depth for depth in depths)]
+        if chunk.samples:
+            drawn += range(len(positions) - 1 - len(depths), len(positions))
+            places += [(chunk.row, ahead) for ahead in (0, *(1 + depth for depth in depths))]
+    key_parts = [(r.request.seed, r.request.step, r.request.row, len(r.tokens) + ahead) for r, ahead in places]
+    numbers = np.array(positions, np.int64)
+    return Pass(
+        ids=np.array([token for chunk in chunks for token in chunk.tokens], np.int64),
+        positions=numbers,
+        rows=np.repeat(np.arange(len(chunks), dtype=np.int32), counts),
+        tables=tables,
+        drawn=np.array(drawn, np.int64),
+        keys=noise_keys(*np.array(key_parts, np.int64).reshape(-1, 4).T),
+        temperatures=[row.request.sampling.temperature for row, _ in places],
+        banned=[row.banned(ahead) for row, ahead in places],
+        wants_hidden=wants_hidden,
+        lines=None if all(chunk.drafts.is_line for chunk in chunks) else _lines(chunks, numbers),
+    )
+
+
+def _lines(chunks: Sequence[Chunk], positions: Int64[np.ndarray, " N"]) -> PassLines:
+    """Guess j of a chunk has its key j places behind the chunk's own tokens."""
+    cells, starts = positions.copy(), positions + 1
+    paths = np.zeros((len(positions), max(max(chunk.drafts.depths, default=0) for chunk in chunks) + 1), np.int64)
+    offset = 0
+    for chunk in chunks:
+        offset += chunk.count
+        for guess in range(len(chunk.drafts)):
+            line = chunk.drafts.line_to(guess)
+            if line != list(range(len(line))):
+                cells[offset + guess], starts[offset + guess] = chunk.stop + guess, chunk.stop
+                paths[offset + guess, : len(line)] = np.array(line) + chunk.stop
+        offset += len(chunk.drafts)
+    return PassLines(cells, starts, paths)
+
+
+def keep(chunks: Sequence[Chunk], draws: Draws, version: int) -> list[list[int]]:
+    """Appends to every row that samples the draws that are its tokens: the first one, and each that follows a guess
+    which was right, up to the row's end; which of the chunk's draws those are, of each (0: behind its own tokens,
+    1 + j: behind guess j). Keys of wrong guesses stay in the cache and are overwritten later, and so are those of right
+    ones that are not in place. Raises FloatingPointError, naming the row, if the model's output is not finite."""
+    pairs: list[Draw] = list(zip(draws.tokens.tolist(), draws.logprobs.tolist(), strict=True))
+    kept, start = [], 0
+    for chunk in chunks:
+        if chunk.samples:
+            stop = start + 1 + len(chunk.drafts)
+            kept.append(_keep(chunk, pairs[start:stop], version))
+            start = stop
+    return kept
+
+
+def _keep(chunk: Chunk, draws: Sequence[Draw], version: int) -> list[int]:
+    row = chunk.row
+    row.num_again = 0
+    kept: list[int] = []
+    place: int | None = 0
+    while place is not None:
+        token, logprob = draws[place]
+        if not -float("inf") < logprob <= 1e-3:
+            raise FloatingPointError(f"row {row.request.row}: the model's output is not finite ({logprob=})")
+        row.append(token, logprob, version)
+        kept.append(place)
+        right = chunk.drafts.after(place - 1, token) if row.finished is None else None
+        place = None
+        if right is not None:
+            if right == len(kept) - 1 and not row.num_again:  # in the first line
+                row.num_cached += 1
+            else:
+                row.num_again += 1
+            place = right + 1
+    return kept

@@ -1,0 +1,1 @@
+"""Speculative decoding: drafters, which drafts to verify, what they cost and gain."""

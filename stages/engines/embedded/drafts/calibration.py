@@ -1,0 +1,135 @@
+"""An engine's speculation, ready to choose: its drafters, and passes of several sizes timed before the first row.
+
+May import numpy, torch, stages.engines, stages.models.hf_files.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from stages.engines.config import EngineConfig, SpeculationConfig
+from stages.engines.embedded.batch import Pass
+from stages.engines.embedded.cache import BlockPool, blocks_for
+from stages.engines.embedded.drafts.costs import CALIBRATED, PassCosts
+from stages.engines.embedded.drafts.distillation import OutputRows, Pupil
+from stages.engines.embedded.drafts.draft_head import LearnedDrafter
+from stages.engines.embedded.drafts.drafters import Drafter, NgramDrafter
+from stages.engines.embedded.drafts.speculation import Speculation, check_speculation
+from stages.engines.embedded.kernels.cpu.native import load_native_kernels
+from stages.engines.embedded.kernels.reference import TorchKernels
+from stages.engines.embedded.runner import Runner
+from stages.models.hf_files import read_config, read_weights
+
+_GUESSES = 32
+"""Tokens of the passes by which the cost of a long context is measured: guesses for one row, and enough of them for
+their attention to be a large part of the pass."""
+_EMBEDDING, _HEAD, _NORM = "model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"
+
+
+def build_speculation(
+    engine: EngineConfig,
+    drafters: Sequence[Drafter],
+    path: str,
+    runner: Runner,
+    pool: BlockPool,
+    *,
+    max_seq: int,
+    threads: int,
+    device: torch.device,
+) -> Speculation | None:
+    """What `engine.speculation` asks for, or `drafters` in place of those it names; None for no drafts. Raises
+    ValueError for settings that cannot work."""
+    config = engine.speculation
+    check_speculation(config)
+    drafters = drafters or named_drafters(engine, path, runner, device)
+    if not drafters:
+        return None
+    costs = PassCosts({1: 1.0, 2: 1.0})
+    if config.lengths == "measured":
+        costs = measure_costs(runner, pool, max_seq=max_seq, threads=threads)
+    return Speculation(
+        drafters,
+        costs,
+        config.max_tokens,
+        config.lengths,
+        time.perf_counter,
+        config.train_share,
+        branching=runner.follows_lines,
+    )
+
+
+def named_drafters(engine: EngineConfig, path: str, runner: Runner, device: torch.device) -> list[Drafter]:
+    """Those of `engine.speculation.drafter`."""
+    config = engine.speculation
+    drafters: list[Drafter] = []
+    if config.drafter in ("ngram", "both"):
+        drafters.append(NgramDrafter())
+    if config.drafter in ("learned", "both"):
+        own = load_native_kernels() if runner.kernels == "native" else TorchKernels()
+        branches = config.branches if runner.follows_lines else 1
+        drafters.append(LearnedDrafter(make_pupil(config, path, device), own, getattr(torch, engine.dtype), branches))
+    return drafters
+
+
+def make_pupil(config: SpeculationConfig, path: str, device: torch.device) -> Pupil:
+    """A draft head for the model in `path`, yet to be trained."""
+    vocab, budget_bytes = int(read_config(path)["vocab_size"]), config.head_memory_mb * 2**20
+    return Pupil(output_rows(path), vocab, config.head_vocab, budget_bytes, device)
+
+
+def output_rows(path: str) -> OutputRows:
+    """What the draft head needs of the model in `path`, read from its files when it is needed."""
+    config, weights = read_config(path), read_weights(path)
+    tied = bool(config.get("tie_word_embeddings", False)) or _HEAD not in weights
+    out_name = _EMBEDDING if tied else _HEAD
+    return OutputRows(
+        embedding=lambda tokens: read_weights(path)[_EMBEDDING][torch.tensor(tokens)],
+        out=lambda tokens: read_weights(path)[out_name][torch.tensor(tokens)],
+        out_name=out_name,
+        norm=weights[_NORM].float().clone(),
+        norm_name=_NORM,
+        norm_eps=float(config["rms_norm_eps"]),
+    )
+
+
+def measure_costs(runner: Runner, pool: BlockPool, *, max_seq: int, threads: int) -> PassCosts:
+    """Times passes of each calibrated size at short context, and one kind at the longest."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        seconds = {size: time_pass(runner, pool, size) for size in CALIBRATED}
+        longest = time_pass(runner, pool, _GUESSES, max_seq - 1)
+    finally:
+        torch.set_num_threads(before)
+    return PassCosts(seconds, (longest - seconds[_GUESSES]) / (_GUESSES * max_seq))
+
+
+def time_pass(runner: Runner, pool: BlockPool, num_tokens: int, position: int = 0, repeats: int = 5) -> float:
+    """Seconds of a pass that feeds so many tokens, all at one position of rows that share their blocks, and samples
+    after each: the least of several, since other processes only ever add."""
+    blocks = [pool.take() for _ in range(blocks_for(position + 1))]
+    index = np.arange(num_tokens)
+    pass_ = Pass(
+        ids=np.zeros(num_tokens, np.int64),
+        positions=np.full(num_tokens, position, np.int64),
+        rows=index.astype(np.int32),
+        tables=np.tile(np.array(blocks, np.int32), (num_tokens, 1)),
+        drawn=index,
+        keys=index.astype(np.uint64),
+        temperatures=[1.0] * num_tokens,
+        banned=[()] * num_tokens,
+    )
+    seconds = []
+    for _ in range(repeats):
+        started = time.perf_counter()
+        for _ in range(runner.depth):
+            runner.submit(pass_)
+        for _ in range(runner.depth):
+            runner.collect()
+        seconds.append((time.perf_counter() - started) / runner.depth)
+    pool.release(blocks)
+    return min(seconds)

@@ -1,0 +1,1 @@
+"""The kernels as C, compiled on the machine they run on."""

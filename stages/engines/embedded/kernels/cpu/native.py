@@ -1,0 +1,422 @@
+"""The kernels as C, compiled on the machine they run on. May import torch, numpy, stages.engines.
+
+`kernels.c`, `gemm.c` and `drafts.c` need no header of Python or torch, so a C compiler suffices and three seconds do.
+The library is kept in the user's cache folder under a digest of sources, flags and processor. It shares torch's OpenMP
+threads where both use the GNU runtime (as torch's own packages for Linux do).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import itertools
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+import threading
+import weakref
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+
+import numpy as np
+import torch
+from jaxtyping import Int64, UInt64
+
+from stages.engines.embedded.kernels.arena import Slabs
+from stages.engines.embedded.kernels.packed import NativeWeight, NotFiniteError, Packed
+from stages.engines.embedded.kernels.protocol import Angles, Block, Guessed, HeadWeights, Tokens
+from stages.engines.embedded.sampling.noise import token_words
+
+_SOURCES = tuple(Path(__file__).with_name(name) for name in ("kernels.c", "gemm.c", "drafts.c"))
+_HEADER = Path(__file__).with_name("kernels.h")
+_FLAGS = ("-O3", "-march=native", "-fopenmp", "-fno-math-errno", "-fno-trapping-math", "-shared", "-fPIC")
+_COMPILE_TIMEOUT_S = 120
+_CPU = torch.device("cpu")
+_P, _I, _L, _F = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64, ctypes.c_float
+_PACKABLE = (torch.float32, torch.bfloat16)
+
+
+class _Weight(ctypes.Structure):
+    """kernels.h: struct weight."""
+
+    _fields_ = (("tiles", _P), ("out", _L), ("in", _L), ("dtype", _I))
+
+
+class _Context(ctypes.Structure):
+    """kernels.c: struct context."""
+
+    _fields_ = (
+        *((name, _P) for name in ("cosines", "sines", "positions", "rows", "tables", "keys", "values")),
+        *((name, _P) for name in ("cells", "starts", "paths")),
+        *((name, _I) for name in ("cache", "table_width", "path_width", "longest", "heads", "kv_heads", "dim")),
+    )
+
+
+class _Guesses(ctypes.Structure):
+    """drafts.c: struct guesses."""
+
+    _fields_ = tuple((each.name, _P) for each in fields(Guessed))
+
+
+class _Block(ctypes.Structure):
+    """kernels.c: struct block."""
+
+    _fields_ = tuple(
+        (name, _P) for name in ("attention_norm", "mlp_norm", "qkv", "out", "gate_up", "down", "keys", "values")
+    )
+
+
+class _Buffers(ctypes.Structure):
+    """kernels.c: struct buffers."""
+
+    _fields_ = tuple((name, _P) for name in ("normed", "projected", "queries", "read", "gated"))
+
+
+class _Here(threading.local):
+    """What one thread keeps between two calls."""
+
+    def __init__(self) -> None:
+        self.room = torch.empty(0, dtype=torch.uint8)
+        self.passed: list[weakref.ref[object]] = []
+        """The blocks that the last pass went through, and their cache: not to be kept alive."""
+        self.addresses: ctypes.Array[_Block] | None = None
+        """Of those."""
+
+
+class NoNativeKernelsError(RuntimeError):
+    """This machine cannot build or load them; says why."""
+
+
+def load_native_kernels() -> NativeKernels:
+    """Compiles if need be. Raises NoNativeKernelsError."""
+    try:
+        library = ctypes.CDLL(str(_build()))
+    except OSError as error:
+        raise NoNativeKernelsError(f"the compiled kernels cannot be loaded: {error}") from error
+    library.add_norm.argtypes = [_P, _P, _I, _P, _F, _P, _I, _I, _I]
+    library.end_threads.argtypes = []
+    library.use_matrix_registers.argtypes = [_I]
+    library.gate.argtypes = [_P, _P, _I, _I, _I]
+    library.attend.argtypes = [_P, _I, _I, _P, _P, _P]
+    library.attention.argtypes = [_P, _P, _F, _I, _P, _P, _P]
+    library.mlp.argtypes = [_P, _P, _F, _I, _P, _P]
+    library.run_blocks.argtypes = [_P, _P, _I, _F, _I, _P, _P]
+    library.packed_bytes.argtypes = [_L, _L, _I]
+    library.packed_bytes.restype = _L
+    library.pack.argtypes = [_P, _I, _L, _L, _P, _I, _L, _L]
+    library.unpack.argtypes = [_P, _I, _L, _L, _P]
+    library.product.argtypes = [_P, _P, _L, _P, _I]
+    library.draft.argtypes = [*[_P] * 5, _I, _I, _I, *[_P] * 14]
+    library.choose.argtypes = [_P, _P, _P, _P, _I, _I, _P, _P, _P]
+    for name in ("add_norm", "gate", "choose", "mlp", "unpack", "product", "draft", "end_threads"):
+        getattr(library, name).restype = None
+    return NativeKernels(library)
+
+
+@dataclass(frozen=True)
+class NativeKernels:
+    """See `FusedKernels`. All tensors on the CPU and contiguous."""
+
+    library: ctypes.CDLL
+    name: str = "native"
+    follows_lines: bool = True
+    _slabs: Slabs = field(default_factory=Slabs)
+    _here: _Here = field(default_factory=_Here)
+
+    def use_matrix_registers(self, wanted: bool) -> bool:
+        """Whether bfloat16 products go through the CPU's matrix registers (Intel's AMX) from now on, in the whole
+        process: if `wanted` and there are any. They do unless told otherwise."""
+        return bool(self.library.use_matrix_registers(wanted))
+
+    def pack(
+        self, parts: Mapping[int, torch.Tensor], dtype: torch.dtype, *, old: Packed | None = None, wide: bool = False
+    ) -> NativeWeight:
+        if old is None:
+            packed = self._empty(sum(map(len, parts.values())), next(iter(parts.values())).shape[1], dtype)
+        else:
+            before = _native(old)
+            packed = self._empty(before.out_features, before.in_features, dtype)
+            packed.tiles.copy_(before.tiles)
+        for start, part in parts.items():
+            rows = (part if part.dtype in _PACKABLE else part.float()).contiguous()
+            address, kind = packed.tiles.data_ptr(), _kind(rows.dtype)
+            sizes = (start, packed.out_features)
+            if not self.library.pack(rows.data_ptr(), kind, *rows.shape, address, _kind(dtype), *sizes):
+                raise NotFiniteError(start)
+        return packed
+
+    def unpack(self, packed: Packed) -> torch.Tensor:
+        weight = _native(packed)
+        out = torch.empty(weight.out_features, weight.in_features, dtype=weight.dtype)
+        self.library.unpack(weight.tiles.data_ptr(), _kind(weight.dtype), *out.shape, out.data_ptr())
+        return out
+
+    def linear(self, x: torch.Tensor, packed: Packed, dtype: torch.dtype) -> torch.Tensor:
+        weight = _native(packed)
+        out = torch.empty(len(x), weight.out_features, dtype=dtype)
+        x = x.to(weight.dtype)
+        self.library.product(x.data_ptr(), weight.handle, len(x), out.data_ptr(), _kind(dtype))
+        return out
+
+    def attention(
+        self,
+        x: torch.Tensor,
+        block: Block,
+        eps: float,
+        angles: Angles,
+        tokens: Tokens,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        into: torch.Tensor,
+    ) -> None:
+        buffers = self._buffers(len(x), block)
+        context = _context(_native(block.out).in_features // keys.shape[2], angles, tokens, keys, values)
+        given = ctypes.byref(_block(block, keys, values))
+        failed = self.library.attention(
+            x.data_ptr(), given, eps, len(x), ctypes.byref(context), ctypes.byref(buffers), into.data_ptr()
+        )
+        _check_memory(failed, tokens)
+
+    def mlp(self, x: torch.Tensor, block: Block, eps: float, into: torch.Tensor) -> None:
+        buffers, given = self._buffers(len(x), block), ctypes.byref(_block(block, None, None))
+        self.library.mlp(x.data_ptr(), given, eps, len(x), ctypes.byref(buffers), into.data_ptr())
+
+    def run_blocks(
+        self,
+        x: torch.Tensor,
+        blocks: tuple[Block, ...],
+        eps: float,
+        angles: Angles,
+        tokens: Tokens,
+        layers: list[tuple[torch.Tensor, torch.Tensor]],
+    ) -> None:
+        here, (keys, values) = self._here, layers[0]
+        passed = (*blocks, keys)  # the cache's layers come and go together
+        if len(here.passed) != len(passed) or any(ref() is not it for ref, it in zip(here.passed, passed, strict=True)):
+            given = (_block(block, *layer) for block, layer in zip(blocks, layers, strict=True))
+            here.passed, here.addresses = [weakref.ref(it) for it in passed], (_Block * len(blocks))(*given)
+        buffers = self._buffers(len(x), blocks[0])
+        context = _context(_native(blocks[0].out).in_features // keys.shape[2], angles, tokens, keys, values)
+        failed = self.library.run_blocks(
+            x.data_ptr(), here.addresses, len(blocks), eps, len(x), ctypes.byref(context), ctypes.byref(buffers)
+        )
+        _check_memory(failed, tokens)
+
+    def _buffers(self, num: int, block: Block) -> _Buffers:
+        """For passes of `num` tokens through blocks of this size; taken back by the next call of the same thread."""
+        qkv, out, gate_up, down = map(_native, (block.qkv, block.out, block.gate_up, block.down))
+        size, projected = qkv.dtype.itemsize, max(qkv.out_features, gate_up.out_features)
+        widths = (qkv.in_features * size, projected * 4, out.in_features * 4, out.in_features * size)
+        return _Buffers(*self._room(num, (*widths, down.in_features * size)))
+
+    def _room(self, rows: int, row_bytes: tuple[int, ...]) -> list[int]:
+        """Addresses of buffers of so many bytes a row each, on cache lines, in memory that this thread keeps: fresh
+        memory would have to be cleared by the system, page by page."""
+        ends = list(itertools.accumulate(-(-rows * size // 64) * 64 for size in row_bytes))
+        here = self._here
+        if here.room.numel() < ends[-1]:
+            here.room = torch.empty(ends[-1], dtype=torch.uint8)
+        return [here.room.data_ptr() + start for start in (0, *ends[:-1])]
+
+    def _empty(self, out_features: int, in_features: int, dtype: torch.dtype) -> NativeWeight:
+        tiles = self._slabs.take(self.library.packed_bytes(out_features, in_features, _kind(dtype)))
+        record = _Weight(tiles.data_ptr(), out_features, in_features, _kind(dtype))
+        return NativeWeight(tiles, out_features, in_features, dtype, ctypes.addressof(record), record)
+
+    def add_norm(
+        self, x: torch.Tensor, delta: torch.Tensor | None, weight: torch.Tensor, eps: float, dtype: torch.dtype
+    ) -> torch.Tensor:
+        out = torch.empty(x.shape, dtype=dtype)
+        address, kind = (None, 0) if delta is None else (delta.data_ptr(), _kind(delta.dtype))
+        rows, width = x.shape
+        self.library.add_norm(
+            x.data_ptr(), address, kind, weight.data_ptr(), eps, out.data_ptr(), _kind(dtype), rows, width
+        )
+        return out
+
+    def attend(
+        self, qkv: torch.Tensor, angles: Angles, tokens: Tokens, keys: torch.Tensor, values: torch.Tensor
+    ) -> torch.Tensor:
+        _, kv_heads, dim, _ = keys.shape
+        num, width = qkv.shape
+        heads = width // dim - 2 * kv_heads
+        out = torch.empty(num, heads * dim, dtype=qkv.dtype)
+        queries = torch.empty(num, heads * dim, dtype=torch.float32)
+        context = _context(heads, angles, tokens, keys, values)
+        failed = self.library.attend(
+            qkv.data_ptr(), _kind(qkv.dtype), num, ctypes.byref(context), queries.data_ptr(), out.data_ptr()
+        )
+        _check_memory(failed, tokens)
+        return out
+
+    def end_threads(self) -> None:
+        self.library.end_threads()
+
+    def gate(self, gate_up: torch.Tensor) -> torch.Tensor:
+        rows, width = gate_up.shape
+        out = torch.empty(rows, width // 2, dtype=gate_up.dtype)
+        self.library.gate(gate_up.data_ptr(), out.data_ptr(), _kind(gate_up.dtype), rows, width // 2)
+        return out
+
+    def unroll(
+        self,
+        head: HeadWeights,
+        state: torch.Tensor,
+        slots: Int64[np.ndarray, " rows"],
+        depth: int,
+        branches: int,
+        temperatures: Sequence[float],
+        keys: UInt64[np.ndarray, "rows depth"],
+        banned: Sequence[Sequence[int]],
+    ) -> Guessed:
+        up, down, out = map(_native, (head.up, head.down, head.out))
+        rows, width = state.shape
+        shape = (rows, depth, branches)
+        slot_room, parents, ranks = np.empty((3, *shape), np.int64)
+        guessed = Guessed(slot_room, parents, ranks, np.empty(shape, np.float32))
+        found = _Guesses(*(getattr(guessed, each.name).ctypes.data for each in fields(guessed)))
+        warmth = np.array(temperatures, np.float32)
+        keys, slots = np.ascontiguousarray(keys), np.ascontiguousarray(slots)
+        bans = np.array([slot for some in banned for slot in some], np.int64)
+        bans_from = np.array([0, *itertools.accumulate(map(len, banned))], np.int64)
+        size, tokens = up.dtype.itemsize, out.out_features
+        sizes = (2 * width * size, 2 * width * 4, width * size, tokens * 4, 2 * width * 4, 4, tokens * 4)
+        places = self._room(rows * branches, sizes)
+        self.library.draft(
+            up.handle,
+            down.handle,
+            out.handle,
+            head.embedding.data_ptr(),
+            head.words.data_ptr(),
+            rows,
+            depth,
+            branches,
+            warmth.ctypes.data,
+            keys.ctypes.data,
+            bans.ctypes.data,
+            bans_from.ctypes.data,
+            state.data_ptr(),
+            slots.ctypes.data,
+            ctypes.byref(found),
+            *places,
+        )
+        return guessed
+
+    def choose(
+        self, logits: torch.Tensor, temperatures: list[float], keys: UInt64[np.ndarray, " N"]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return self._choose(logits, temperatures, keys, token_words(logits.shape[1], _CPU), None)
+
+    def choose_part(
+        self, logits: torch.Tensor, temperatures: list[float], keys: UInt64[np.ndarray, " N"], first: int, vocab: int
+    ) -> torch.Tensor:
+        parts = torch.empty(logits.shape[0], 4, dtype=torch.float64)
+        words = token_words(vocab, _CPU)[0, first : first + logits.shape[1]]
+        tokens, _ = self._choose(logits, temperatures, keys, words, parts.data_ptr())
+        return torch.cat([(tokens + first).double()[:, None], parts], dim=1)
+
+    def _choose(
+        self,
+        logits: torch.Tensor,
+        temperatures: list[float],
+        keys: UInt64[np.ndarray, " N"],
+        words: torch.Tensor,
+        parts: int | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        rows, vocab = logits.shape
+        chosen, logprobs = torch.empty(rows, dtype=torch.int64), torch.empty(rows, dtype=torch.float32)
+        divisors = torch.tensor(temperatures, dtype=torch.float32)
+        keys = np.ascontiguousarray(keys)
+        self.library.choose(
+            logits.data_ptr(),
+            divisors.data_ptr(),
+            keys.ctypes.data,
+            words.data_ptr(),
+            rows,
+            vocab,
+            chosen.data_ptr(),
+            logprobs.data_ptr(),
+            parts,
+        )
+        return chosen, logprobs
+
+
+def _context(heads: int, angles: Angles, tokens: Tokens, keys: torch.Tensor, values: torch.Tensor) -> _Context:
+    lines = tokens.lines
+    return _Context(
+        angles.cos.data_ptr(),
+        angles.sin.data_ptr(),
+        tokens.positions.data_ptr(),
+        tokens.rows.data_ptr(),
+        tokens.tables.data_ptr(),
+        keys.data_ptr(),
+        values.data_ptr(),
+        *((None, None, None) if lines is None else (t.data_ptr() for t in (lines.cells, lines.starts, lines.paths))),
+        _kind(keys.dtype),
+        tokens.tables.shape[1],
+        0 if lines is None else lines.paths.shape[1],
+        tokens.longest,
+        heads,
+        keys.shape[1],
+        keys.shape[2],
+    )
+
+
+def _block(block: Block, keys: torch.Tensor | None, values: torch.Tensor | None) -> _Block:
+    weights = map(_native, (block.qkv, block.out, block.gate_up, block.down))
+    norms = (block.attention_norm.data_ptr(), block.mlp_norm.data_ptr())
+    cache = (None if part is None else part.data_ptr() for part in (keys, values))
+    return _Block(*norms, *(weight.handle for weight in weights), *cache)
+
+
+def _native(packed: Packed) -> NativeWeight:
+    assert isinstance(packed, NativeWeight)
+    return packed
+
+
+def _check_memory(failed: int, tokens: Tokens) -> None:
+    if failed:
+        raise MemoryError(f"no memory for the attention weights of {tokens.longest} positions")
+
+
+def _kind(dtype: torch.dtype) -> int:
+    """kernels.h: FLOAT32, BFLOAT16."""
+    return {torch.float32: 0, torch.bfloat16: 1}[dtype]
+
+
+def _build() -> Path:
+    """The library's path; compiled under another name and moved, so that several processes may do this at once."""
+    compiler = shutil.which(os.environ.get("CC", "cc"))
+    if compiler is None:
+        raise NoNativeKernelsError("there is no C compiler (cc, or what $CC names)")
+    sources = b"\0".join(file.read_bytes() for file in (*_SOURCES, _HEADER))
+    digest = hashlib.sha256("\0".join([compiler, *_FLAGS, _processor()]).encode() + sources).hexdigest()
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "stageline"
+    library = folder / f"kernels-{digest[:20]}.so"
+    if library.exists():
+        return library
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder) as scratch:
+            built = Path(scratch) / library.name
+            command = [compiler, *_FLAGS, *map(str, _SOURCES), "-o", str(built), "-lm"]
+            subprocess.run(command, check=True, capture_output=True, text=True, timeout=_COMPILE_TIMEOUT_S)
+            built.replace(library)
+    except subprocess.CalledProcessError as error:
+        raise NoNativeKernelsError(f"{compiler} refuses the kernels: {error.stderr.strip()[-500:]}") from error
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise NoNativeKernelsError(f"the kernels cannot be compiled into {folder}: {error}") from error
+    return library
+
+
+def _processor() -> str:
+    """What -march=native depends on, where it can be read: a shared cache folder may serve unlike machines."""
+    cpuinfo = Path("/proc/cpuinfo")
+    if not cpuinfo.is_file():
+        return f"{platform.machine()} {platform.processor()}"
+    wanted = ("model name", "flags", "Features", "CPU part")
+    lines = cpuinfo.read_text("utf8", "replace").splitlines()
+    return "\n".join(sorted({line for line in lines if line.startswith(wanted)}))

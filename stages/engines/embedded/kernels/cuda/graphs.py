@@ -1,0 +1,216 @@
+"""Decode passes on a CUDA device: padded to one of a few sizes, captured once for each, and then replayed.
+
+A decode pass of a small model is some hundred kernels of a few microseconds; launched one by one from Python, the
+device waits for the host most of the time. A CUDA graph launches all of them at once, but it is fixed: the same memory,
+the same shapes, nothing read from the host on the way. So
+
+    shapes    a pass is padded to the next of `SIZES` tokens; tokens that fill it up have no block and are ignored
+    memory    ids, positions, tables, noise keys, temperatures and banned tokens arrive in one buffer per size, through
+              one copy; the draws leave through another
+    lengths   are read from the positions by the kernels (`triton_kernels`), so one graph serves every context
+    weights   stay where they are: a refit copies into them (`LocalRunner.swap`). Two sets of weights, each with graphs
+              of its own, would save that copy (8 ms for 16 GB at 4 TB/s, read and written) for twice the memory
+    cache     as well; where its memory is given back, the graphs go too (`clear`)
+
+Only passes that draw after every token are of this kind: rows that decode, with or without drafts. Prompts run eagerly.
+Without capture (`run_directly`) a pass is padded all the same, so that the numbers are those of the graph.
+
+Never run on a GPU yet; sizes, padding and replay are tested with `run_directly` on a CPU.
+Shape letters: see `kernels`. May import numpy, torch, stages.engines.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from jaxtyping import Float32, Int32, Int64
+
+from stages.engines.embedded.batch import Draws, Pass
+from stages.engines.embedded.cache import BLOCK_TOKENS, NO_BLOCK, blocks_for
+from stages.engines.embedded.kernels.protocol import Tokens
+
+SIZES = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
+"""Tokens of a captured pass. The products read all weights whatever the size, so padding by half costs little."""
+BANNED = 8
+"""Tokens that a draw of a captured pass may exclude; passes with longer lists run eagerly."""
+_NOBODY = -1
+"""No banned token."""
+_ALIGNMENT = 16
+"""Bytes; kernels compiled for aligned memory are the fast ones."""
+
+Run = Callable[[], None]
+
+
+@dataclass(frozen=True)
+class Drawing:
+    """How the tokens after a pass are drawn; on the device."""
+
+    temperatures: Float32[torch.Tensor, " N"]
+    keys: Int32[torch.Tensor, "N 2"]
+    """Halves of the 64-bit keys, low first."""
+    banned: Int32[torch.Tensor, "N B"]
+
+
+Compute = Callable[[Tokens, Drawing], tuple[Int64[torch.Tensor, " N"], Float32[torch.Tensor, " N"]]]
+"""A whole pass: tokens and log-probs drawn after every token."""
+
+
+def run_directly(run: Run) -> Run:
+    """In the place of a capture: nothing is captured, every replay computes."""
+    return run
+
+
+class GraphCapture:
+    """Owns the stream on which passes are captured and the memory that their graphs share (one runs at a time)."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device)
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def __call__(self, run: Run) -> Run:
+        """Runs once, which compiles kernels and makes workspaces, and then captures; returns the replay."""
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            run()
+        self._stream.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        # thread_local: another thread may be packing new weights meanwhile
+        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
+            run()
+        return graph.replay
+
+
+class CapturedPasses:
+    """Owns the buffers and graphs of each size, made when a pass first needs them."""
+
+    def __init__(
+        self, compute: Compute, max_seq: int, device: torch.device, capture: Callable[[Run], Run] = run_directly
+    ) -> None:
+        self._compute, self._max_seq, self._device, self._capture = compute, max_seq, device, capture
+        self._rooms: dict[int, _Room] = {}
+        self._replays: dict[tuple[int, bool], Run] = {}
+
+    @property
+    def captured(self) -> list[tuple[int, bool]]:
+        """(size, `Tokens.apart`) of what has been captured."""
+        return sorted(self._replays)
+
+    def takes(self, pass_: Pass) -> bool:
+        """Whether it is a pass of this kind. Hidden states, which a learned drafter wants, are not given out."""
+        return (
+            not pass_.wants_hidden
+            and pass_.lines is None
+            and len(pass_.ids) == len(pass_.drawn)
+            and len(pass_.ids) <= SIZES[-1]
+            and all(len(tokens) <= BANNED for tokens in pass_.banned)
+        )
+
+    def run(self, pass_: Pass) -> Draws:
+        """Waits for the result."""
+        size = size_for(len(pass_.ids))
+        key = size, reads_no_new_key(pass_)
+        room = self._rooms.get(size)
+        if room is None:
+            room = self._rooms[size] = _Room(size, blocks_for(self._max_seq), self._device)
+        room.fill(pass_)
+        replay = self._replays.get(key)
+        if replay is None:
+            replay = self._replays[key] = self._capture(lambda: self._run(room, key[1]))
+        replay()
+        return room.draws(len(pass_.ids))
+
+    def clear(self) -> None:
+        """Drops graphs and buffers; the next passes make them again."""
+        self._replays.clear()
+        self._rooms.clear()
+
+    def _run(self, room: _Room, apart: bool) -> None:
+        inputs = room.inputs
+        tokens = Tokens(
+            inputs["ids"], inputs["positions"], room.rows, inputs["tables"], longest=self._max_seq, apart=apart
+        )
+        drawing = Drawing(inputs["temperatures"], inputs["keys"], inputs["banned"])
+        chosen, logprobs = self._compute(tokens, drawing)
+        room.chosen.copy_(chosen)
+        room.logprobs.copy_(logprobs)
+
+
+def size_for(num_tokens: int) -> int:
+    """The smallest size that so many tokens fit into."""
+    return next(size for size in SIZES if size >= num_tokens)
+
+
+def reads_no_new_key(pass_: Pass) -> bool:
+    """Whether no token reads a key that another one of the pass writes: each of the blocks that are written to stands
+    in the tables once. (Rows share full blocks of their prompts, and the last token of such a block may be fed in the
+    very pass in which another row begins to read it.)"""
+    if len(pass_.tables) != len(pass_.ids):
+        return False
+    written = pass_.tables[pass_.rows, pass_.positions // BLOCK_TOKENS]
+    is_written = np.zeros(int(pass_.tables.max()) + 1, bool)
+    is_written[written] = True
+    return int(is_written[pass_.tables].sum()) == len(written)
+
+
+class _Room:
+    """Owns the memory of passes of one size, on the host and on the device."""
+
+    def __init__(self, size: int, width: int, device: torch.device) -> None:
+        fields: dict[str, tuple[type[np.generic], torch.dtype, tuple[int, ...]]] = {
+            "ids": (np.int64, torch.int64, (size,)),
+            "positions": (np.int64, torch.int64, (size,)),
+            "keys": (np.int32, torch.int32, (size, 2)),
+            "temperatures": (np.float32, torch.float32, (size,)),
+            "banned": (np.int32, torch.int32, (size, BANNED)),
+            "tables": (np.int32, torch.int32, (size, width)),
+        }
+        num_bytes = [_aligned(math.prod(shape) * kind.itemsize) for _, kind, shape in fields.values()]
+        pinned = device.type == "cuda"
+        self._host = torch.zeros(sum(num_bytes), dtype=torch.uint8, pin_memory=pinned)
+        self._device = torch.zeros_like(self._host, device=device)
+        self._views: dict[str, np.ndarray] = {}
+        self.inputs: dict[str, torch.Tensor] = {}
+        offset = 0
+        for (name, (numpy_kind, kind, shape)), taken in zip(fields.items(), num_bytes, strict=True):
+            used = slice(offset, offset + math.prod(shape) * kind.itemsize)
+            self._views[name] = self._host.numpy()[used].view(numpy_kind).reshape(shape)
+            self.inputs[name] = self._device[used].view(kind).view(shape)
+            offset += taken
+        self.rows = torch.arange(size, dtype=torch.int32, device=device)
+        # draws: tokens, then log-probs
+        self._drawn = torch.zeros(size * 12, dtype=torch.uint8, device=device)
+        self._drawn_host = torch.zeros(size * 12, dtype=torch.uint8, pin_memory=pinned)
+        self.chosen = self._drawn[: size * 8].view(torch.int64)
+        self.logprobs = self._drawn[size * 8 :].view(torch.float32)
+
+    def fill(self, pass_: Pass) -> None:
+        """Each token with a table of its own, and one copy to the device."""
+        num = len(pass_.ids)
+        views = self._views
+        views["ids"][:num], views["ids"][num:] = pass_.ids, 0
+        views["positions"][:num], views["positions"][num:] = pass_.positions, 0
+        views["keys"][:num] = pass_.keys.view(np.int32).reshape(-1, 2)
+        views["temperatures"][:num], views["temperatures"][num:] = pass_.temperatures, 0.0
+        views["tables"][:num, : pass_.tables.shape[1]] = pass_.tables[pass_.rows]
+        views["tables"][num:, 0] = NO_BLOCK  # at position 0, no other is read
+        views["banned"].fill(_NOBODY)
+        for place, tokens in zip(views["banned"], pass_.banned, strict=False):
+            place[: len(tokens)] = tokens
+        self._device.copy_(self._host, non_blocking=True)
+
+    def draws(self, num: int) -> Draws:
+        """Waits for the device."""
+        self._drawn_host.copy_(self._drawn, non_blocking=True)
+        if self._drawn.is_cuda:
+            torch.cuda.current_stream().synchronize()
+        drawn = self._drawn_host.numpy()
+        half = len(drawn) * 2 // 3
+        return Draws(drawn[:half].view(np.int64)[:num].copy(), drawn[half:].view(np.float32)[:num].copy())
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT

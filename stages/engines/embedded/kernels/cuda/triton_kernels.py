@@ -1,0 +1,475 @@
+"""The kernels for CUDA devices, in Triton; the only file that imports it. May import torch, triton, stages.engines.
+
+Checked against `torch_kernels` in Triton's interpreter (TRITON_INTERPRET=1, on a CPU), never yet on a GPU.
+
+Attention is split over the context (flash decoding), so that a few rows with long contexts fill the device as well as
+many with short ones do:
+
+    _attend    one program per (token, key/value head, share of the splits): the running softmax over SPLIT positions
+               of the cache at a time, with all query heads that share the key/value head as one matrix product
+    _combine   one program per (token, query head): the splits' sums, in order of position
+
+Splits lie at fixed positions (0, SPLIT, 2 SPLIT, ...) and each is summed in an order of its own, whichever program it
+fell to. So a token's numbers depend on its row alone, as law 4 wants; what the company can change on a GPU are the
+matrix products between the kernels, whose algorithm cuBLAS picks by the number of rows.
+
+With a bfloat16 cache the operands of both products of the attention are bfloat16, and scores,
+softmax and sums float32; with a float32 cache all of it is float32.
+
+Shape letters: see `kernels`; S splits, E chunks of the vocabulary, B banned tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+from jaxtyping import UInt64
+from triton import knobs
+
+from stages.engines.embedded.cache import BLOCK_TOKENS, NO_BLOCK
+from stages.engines.embedded.kernels.protocol import Angles, NoTritonKernelsError, Tokens
+from stages.engines.embedded.kernels.reference import TorchKernels
+from stages.engines.embedded.sampling.draw import sample_part
+from stages.engines.embedded.sampling.noise import token_words
+
+SPLIT = 256
+"""Positions of a split of the context: a multiple of a block."""
+_TILE = 64
+"""Positions multiplied at a time; divides SPLIT."""
+_DOT_ROWS = 16
+"""Rows that a matrix product has at least: groups of fewer query heads are filled up."""
+_PROGRAMS_PER_PROCESSOR = 8
+"""Programs that keep one multiprocessor busy, with some left to even out unequal contexts."""
+_CHUNK = 4096
+"""Logits that one program looks at. Fixed: it decides in which order the normaliser is summed."""
+_GATE_BLOCK = 1024
+
+_PAGE = tl.constexpr(BLOCK_TOKENS)
+_NO_BLOCK = tl.constexpr(NO_BLOCK)
+_NEVER = tl.constexpr(float("-inf"))
+_ROUND_1 = tl.constexpr(0x7FEB352D)
+_ROUND_2 = tl.constexpr(0x846CA68B)
+_MINUS_UNIFORM = tl.constexpr(-(1.0 - 2.0**-24) * 2.0**-31)
+"""`noise._UNIFORM_SCALE`, negated."""
+
+
+def load_triton_kernels(device: torch.device) -> TritonKernels:
+    """For one device. Raises NoTritonKernelsError where Triton cannot run: on a CPU without its interpreter."""
+    if device.type == "cuda":
+        processors = torch.cuda.get_device_properties(device).multi_processor_count
+        return TritonKernels(programs=_PROGRAMS_PER_PROCESSOR * processors)
+    if not knobs.runtime.interpret:
+        raise NoTritonKernelsError(f"Triton's kernels run on a GPU, not on {device} (there: TRITON_INTERPRET=1)")
+    return TritonKernels(programs=4)
+
+
+@dataclass(frozen=True)
+class TritonKernels(TorchKernels):
+    """See `Kernels` and `DeviceKernels`. All tensors contiguous and on one device. The products are torch's."""
+
+    name: str = "triton"
+    follows_lines: bool = False
+    programs: int = 1
+    """Of attention, that fill the device."""
+    words: dict[int, torch.Tensor] = field(default_factory=dict)
+    """`noise.token_words` by size of vocabulary: kept here, since captured passes go on reading them."""
+
+    def add_norm(
+        self, x: torch.Tensor, delta: torch.Tensor | None, weight: torch.Tensor, eps: float, dtype: torch.dtype
+    ) -> torch.Tensor:
+        rows, width = x.shape
+        out = torch.empty(rows, width, dtype=dtype, device=x.device)
+        block = triton.next_power_of_2(width)
+        _add_norm[(rows,)](
+            x, delta, weight, out, eps, width, delta is not None, block, num_warps=min(max(block // 512, 1), 16)
+        )
+        return out
+
+    def attend(
+        self, qkv: torch.Tensor, angles: Angles, tokens: Tokens, keys: torch.Tensor, values: torch.Tensor
+    ) -> torch.Tensor:
+        num, width = qkv.shape
+        _, kv_heads, dim, _ = keys.shape
+        heads = width // dim - 2 * kv_heads
+        padded_dim = max(triton.next_power_of_2(dim), 16)
+        num_splits = triton.cdiv(tokens.longest, SPLIT)
+        shares = min(num_splits, triton.cdiv(self.programs, num * kv_heads))
+        where = (angles.cos, angles.sin, tokens.positions, tokens.rows, tokens.tables, keys, values)
+        if not tokens.apart:
+            _write[(num, kv_heads)](qkv, *where, heads, kv_heads, tokens.tables.shape[1], dim, padded_dim, num_warps=1)
+        out = torch.empty(num, heads * dim, dtype=qkv.dtype, device=qkv.device)
+        direct = num_splits == 1
+        # with one split there is nothing to combine, and no room for partial sums is needed
+        room = 0 if direct else num * heads * num_splits
+        sums = torch.empty(room, dim, dtype=torch.float32, device=qkv.device)
+        scales = torch.empty(room, 2, dtype=torch.float32, device=qkv.device)
+        _attend[(num, kv_heads, shares)](
+            qkv,
+            *where,
+            out,
+            sums,
+            scales,
+            dim**-0.5,
+            kv_heads,
+            tokens.tables.shape[1],
+            num_splits,
+            dim,
+            padded_dim,
+            heads // kv_heads,
+            max(triton.next_power_of_2(heads // kv_heads), _DOT_ROWS),
+            SPLIT,
+            _TILE,
+            tokens.apart,
+            direct,
+            num_warps=4,
+            num_stages=3,
+        )
+        if not direct:
+            _combine[(num, heads)](
+                tokens.positions, sums, scales, out, heads, num_splits, dim, padded_dim, SPLIT, num_warps=1
+            )
+        return out
+
+    def gate(self, gate_up: torch.Tensor) -> torch.Tensor:
+        rows, width = gate_up.shape
+        out = torch.empty(rows, width // 2, dtype=gate_up.dtype, device=gate_up.device)
+        _gate[(rows, triton.cdiv(width // 2, _GATE_BLOCK))](gate_up, out, width // 2, _GATE_BLOCK)
+        return out
+
+    def choose(
+        self, logits: torch.Tensor, temperatures: list[float], keys: UInt64[np.ndarray, " N"]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        device = logits.device
+        return self.choose_on_device(
+            logits,
+            torch.tensor(temperatures, dtype=torch.float32, device=device),
+            torch.from_numpy(keys.view(np.int32).reshape(-1, 2).copy()).to(device),
+            torch.empty(len(keys), 0, dtype=torch.int32, device=device),
+        )
+
+    def choose_part(
+        self, logits: torch.Tensor, temperatures: list[float], keys: UInt64[np.ndarray, " N"], first: int, vocab: int
+    ) -> torch.Tensor:
+        return sample_part(logits, temperatures, keys, first, vocab)
+
+    def choose_on_device(
+        self, logits: torch.Tensor, temperatures: torch.Tensor, keys: torch.Tensor, banned: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        rows, vocab = logits.shape
+        device = logits.device
+        words = self.words.setdefault(vocab, token_words(vocab, device))
+        num_chunks = triton.cdiv(vocab, _CHUNK)
+        found = torch.empty(4, rows, num_chunks, dtype=torch.float32, device=device)
+        places = torch.empty(rows, num_chunks, dtype=torch.int32, device=device)
+        chosen = torch.empty(rows, dtype=torch.int64, device=device)
+        logprobs = torch.empty(rows, dtype=torch.float32, device=device)
+        _look[(rows, num_chunks)](
+            logits, temperatures, keys, words, banned, found, places, vocab, banned.shape[1],
+            _CHUNK, num_warps=8,
+        )  # fmt: skip
+        _pick[(rows,)](found, places, chosen, logprobs, num_chunks, triton.next_power_of_2(num_chunks), num_warps=1)
+        return chosen, logprobs
+
+
+# ---- residual and norm ----
+
+
+@triton.jit
+def _add_norm(
+    x: tl.tensor,
+    delta: tl.tensor,
+    weight: tl.tensor,
+    out: tl.tensor,
+    eps: tl.tensor,
+    width: tl.tensor,
+    HAS_DELTA: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    """One row of x [N, C] += delta, then x / rms(x) * weight."""
+    i = tl.arange(0, BLOCK)
+    inside = i < width
+    at = tl.program_id(0).to(tl.int64) * width + i
+    xs = tl.load(x + at, mask=inside, other=0.0)
+    if HAS_DELTA:
+        xs += tl.load(delta + at, mask=inside, other=0.0).to(tl.float32)
+        tl.store(x + at, xs, mask=inside)
+    scale = tl.rsqrt(tl.sum(xs * xs, axis=0) / width + eps)
+    weights = tl.load(weight + i, mask=inside, other=0.0)
+    tl.store(out + at, (xs * scale * weights).to(out.dtype.element_ty), mask=inside)
+
+
+# ---- attention ----
+
+
+@triton.jit
+def _turned(
+    at: tl.tensor, cos: tl.tensor, sin: tl.tensor, position: tl.tensor, DIM: tl.constexpr, PADDED_DIM: tl.constexpr
+) -> tl.tensor:
+    """Heads that begin at the pointers `at` [heads], turned by their position's angles: [heads, PADDED_DIM]. With the
+    halves of a head as the pairs' coordinates (a, b): (a cos - b sin, b cos + a sin)."""
+    half: tl.constexpr = DIM // 2
+    d = tl.arange(0, PADDED_DIM)
+    inside = d < DIM
+    cosine = tl.load(cos + position * half + d % half, mask=inside, other=0.0)
+    sine = tl.load(sin + position * half + d % half, mask=inside, other=0.0)
+    sine = tl.where(d < half, -sine, sine)
+    own = tl.load(at[:, None] + d[None, :], mask=inside[None, :], other=0.0).to(tl.float32)
+    other = tl.load(at[:, None] + ((d + half) % DIM)[None, :], mask=inside[None, :], other=0.0).to(tl.float32)
+    return own * cosine[None, :] + other * sine[None, :]
+
+
+@triton.jit
+def _store_own(
+    key: tl.tensor, value: tl.tensor, keys: tl.tensor, values: tl.tensor, block: tl.tensor, head: tl.tensor,
+    kv_heads: tl.tensor, position: tl.tensor, DIM: tl.constexpr, PADDED_DIM: tl.constexpr,
+) -> None:  # fmt: skip
+    """A token's key and value [PADDED_DIM] go to their place in the cache; those that fill up a pass go nowhere."""
+    d = tl.arange(0, PADDED_DIM)
+    wanted = d < tl.where(block != _NO_BLOCK, DIM, 0)
+    base = (block.to(tl.int64) * kv_heads + head) * (_PAGE * DIM)
+    offset = position % _PAGE
+    tl.store(keys + base + d * _PAGE + offset, key, mask=wanted)
+    tl.store(values + base + offset * DIM + d, value, mask=wanted)
+
+
+@triton.jit
+def _write(
+    qkv: tl.tensor, cos: tl.tensor, sin: tl.tensor, positions: tl.tensor, rows: tl.tensor, tables: tl.tensor,
+    keys: tl.tensor, values: tl.tensor, heads: tl.tensor, kv_heads: tl.tensor, table_width: tl.tensor,
+    DIM: tl.constexpr, PADDED_DIM: tl.constexpr,
+) -> None:  # fmt: skip
+    """One token's key and value of one head to the cache, before any token of the pass reads."""
+    token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    position = tl.load(positions + token).to(tl.int32)
+    block = tl.load(tables + tl.load(rows + token).to(tl.int64) * table_width + position // _PAGE)
+    d = tl.arange(0, PADDED_DIM)
+    first = qkv + (token * (heads + 2 * kv_heads) + heads + head) * DIM
+    key = tl.sum(_turned(first + tl.zeros((1,), tl.int32), cos, sin, position, DIM, PADDED_DIM), axis=0)
+    value = tl.load(first + kv_heads * DIM + d, mask=d < DIM, other=0.0)
+    element = keys.dtype.element_ty
+    _store_own(key.to(element), value.to(element), keys, values, block, head, kv_heads, position, DIM, PADDED_DIM)
+
+
+@triton.jit
+def _attend(
+    qkv: tl.tensor, cos: tl.tensor, sin: tl.tensor, positions: tl.tensor, rows: tl.tensor, tables: tl.tensor,
+    keys: tl.tensor, values: tl.tensor, out: tl.tensor, sums: tl.tensor, scales: tl.tensor, scale: tl.tensor,
+    kv_heads: tl.tensor, table_width: tl.tensor, num_splits: tl.tensor, DIM: tl.constexpr,
+    PADDED_DIM: tl.constexpr, GROUP: tl.constexpr, PADDED_GROUP: tl.constexpr, SPLIT_: tl.constexpr,
+    TILE: tl.constexpr, WRITES: tl.constexpr, DIRECT: tl.constexpr,
+) -> None:  # fmt: skip
+    """softmax(q K^T scale) V of one token for the query heads of one key/value head, over every num_programs(2)-th
+    split. A token's own key and value are taken from `qkv`, rounded as the cache would, and not read back: so they may
+    be written here (`WRITES`) where nobody else reads them."""
+    token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    heads = kv_heads * GROUP
+    position = tl.load(positions + token).to(tl.int32)
+    table = tables + tl.load(rows + token).to(tl.int64) * table_width
+    own_split = position // SPLIT_
+    element = keys.dtype.element_ty
+    d = tl.arange(0, PADDED_DIM)
+    inside = d < DIM
+    g = tl.arange(0, PADDED_GROUP)
+    real = g < GROUP
+
+    first = qkv + token * (heads + 2 * kv_heads) * DIM
+    # heads that fill up the group repeat its last one: nothing of them is stored
+    query_heads = head * GROUP + tl.minimum(g, GROUP - 1)
+    q = _turned(first + query_heads * DIM, cos, sin, position, DIM, PADDED_DIM).to(element)
+    key_at = first + (heads + head) * DIM
+    own_key = tl.sum(_turned(key_at + tl.zeros((1,), tl.int32), cos, sin, position, DIM, PADDED_DIM), axis=0)
+    own_key = own_key.to(element)
+    own_value = tl.load(key_at + kv_heads * DIM + d, mask=inside, other=0.0).to(element)
+    own_score = tl.sum(q.to(tl.float32) * own_key.to(tl.float32)[None, :], axis=1) * scale
+    # a constant, which is decided when compiling, and a value: not to be joined
+    if WRITES:  # noqa: SIM102
+        if tl.program_id(2) == 0:
+            block = tl.load(table + position // _PAGE)
+            _store_own(own_key, own_value, keys, values, block, head, kv_heads, position, DIM, PADDED_DIM)
+
+    for split in range(tl.program_id(2), own_split + 1, tl.num_programs(2)):
+        is_own = split == own_split
+        largest = tl.where(is_own, own_score, _NEVER)
+        total = tl.where(is_own, 1.0, 0.0) + tl.zeros((PADDED_GROUP,), tl.float32)
+        acc = tl.where(is_own, own_value.to(tl.float32)[None, :], 0.0) + tl.zeros(
+            (PADDED_GROUP, PADDED_DIM), tl.float32
+        )
+        start = split * SPLIT_
+        end = tl.minimum(start + SPLIT_, position)
+        for tile in range(start, end, TILE):
+            t = tile + tl.arange(0, TILE)
+            offset = t % _PAGE
+            seen = t < end
+            # whole blocks, so that a load of keys stays wide: what lies behind `end` there is not `seen`
+            held = (t // _PAGE) * _PAGE < end
+            block = tl.load(table + t // _PAGE, mask=held, other=_NO_BLOCK).to(tl.int64)
+            base = (block * kv_heads + head) * (_PAGE * DIM)
+            key = tl.load(
+                keys + base[None, :] + d[:, None] * _PAGE + offset[None, :],
+                mask=inside[:, None] & held[None, :],
+                other=0.0,
+            )
+            scores = tl.dot(q, key, input_precision="ieee") * scale
+            scores = tl.where(seen[None, :], scores, _NEVER)
+            new_largest = tl.maximum(largest, tl.max(scores, axis=1))
+            weights = tl.exp(scores - new_largest[:, None])
+            shrink = tl.exp(largest - new_largest)
+            value = tl.load(
+                values + base[:, None] + offset[:, None] * DIM + d[None, :],
+                mask=seen[:, None] & inside[None, :],
+                other=0.0,
+            )
+            total = total * shrink + tl.sum(weights, axis=1)
+            acc = acc * shrink[:, None] + tl.dot(weights.to(element), value, input_precision="ieee")
+            largest = new_largest
+        here = token * heads + head * GROUP + g
+        stored = real[:, None] & inside[None, :]
+        if DIRECT:
+            read = (acc / total[:, None]).to(out.dtype.element_ty)
+            tl.store(out + here[:, None] * DIM + d[None, :], read, mask=stored)
+        else:
+            place = here * num_splits + split
+            tl.store(sums + place[:, None] * DIM + d[None, :], acc, mask=stored)
+            tl.store(scales + place * 2, largest, mask=real)
+            tl.store(scales + place * 2 + 1, total, mask=real)
+
+
+@triton.jit
+def _combine(
+    positions: tl.tensor, sums: tl.tensor, scales: tl.tensor, out: tl.tensor, heads: tl.tensor,
+    num_splits: tl.tensor, DIM: tl.constexpr, PADDED_DIM: tl.constexpr, SPLIT_: tl.constexpr,
+) -> None:  # fmt: skip
+    """The splits of one token and query head, added up in order of position."""
+    token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    used = tl.load(positions + token).to(tl.int32) // SPLIT_ + 1
+    d = tl.arange(0, PADDED_DIM)
+    inside = d < DIM
+    here = token * heads + head
+    place = here * num_splits
+    largest = tl.load(scales + place * 2)
+    total = tl.load(scales + place * 2 + 1)
+    acc = tl.load(sums + place * DIM + d, mask=inside, other=0.0)
+    for split in range(1, used):
+        at = place + split
+        level = tl.load(scales + at * 2)
+        new_largest = tl.maximum(largest, level)
+        shrink, grow = tl.exp(largest - new_largest), tl.exp(level - new_largest)
+        total = total * shrink + tl.load(scales + at * 2 + 1) * grow
+        acc = acc * shrink + tl.load(sums + at * DIM + d, mask=inside, other=0.0) * grow
+        largest = new_largest
+    tl.store(out + here * DIM + d, (acc / total).to(out.dtype.element_ty), mask=inside)
+
+
+# ---- the gate of the MLP ----
+
+
+@triton.jit
+def _gate(gate_up: tl.tensor, out: tl.tensor, width: tl.tensor, BLOCK: tl.constexpr) -> None:
+    """silu(gate) * up for one piece of a row of gate_up [N, 2 F]."""
+    row = tl.program_id(0).to(tl.int64)
+    i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = i < width
+    gate = tl.load(gate_up + row * 2 * width + i, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(gate_up + row * 2 * width + width + i, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + row * width + i, (gate / (1.0 + tl.exp(-gate)) * up).to(out.dtype.element_ty), mask=inside)
+
+
+# ---- the keyed draw ----
+
+
+@triton.jit
+def _log(x: tl.tensor) -> tl.tensor:
+    """Natural logarithm of positive normal numbers: Cephes' logf, about 1 ulp, as in kernels.c. Triton's own is the
+    device's fast one, whose absolute error is too much where the logarithm is near 0."""
+    bits = x.to(tl.int32, bitcast=True)
+    exponent = (bits - 0x3F3504F3) >> 23  # the rest of x lies in [sqrt(1/2), sqrt(2))
+    f = (bits - (exponent << 23)).to(tl.float32, bitcast=True) - 1.0
+    e = exponent.to(tl.float32)
+    z = f * f
+    p = 7.0376836292e-2 * f - 1.1514610310e-1
+    p = p * f + 1.1676998740e-1
+    p = p * f - 1.2420140846e-1
+    p = p * f + 1.4249322787e-1
+    p = p * f - 1.6668057665e-1
+    p = p * f + 2.0000714765e-1
+    p = p * f - 2.4999993993e-1
+    p = p * f + 3.3333331174e-1
+    return f + (p * f * z - e * 2.12194440e-4 - 0.5 * z) + e * 0.693359375
+
+
+@triton.jit
+def _gumbel(words: tl.tensor, low: tl.tensor, high: tl.tensor) -> tl.tensor:
+    """noise.py's function, word for word."""
+    x = (words ^ low) * _ROUND_1
+    x = ((x ^ (x >> 15)) + high) * _ROUND_2
+    x = (x ^ (x >> 16)) & 0x7FFFFFFF
+    w = (x.to(tl.float32) + 0.5) * _MINUS_UNIFORM
+    # log(1 + w), precise where w is small: log(u) w / (u - 1) with u = 1 + w rounded
+    u = 1.0 + w
+    below = u - 1.0
+    exact = below == 0.0
+    log1p = tl.where(exact, w, _log(u) * (w / tl.where(exact, 1.0, below)))
+    return -_log(-log1p)
+
+
+@triton.jit
+def _look(
+    logits: tl.tensor, temperatures: tl.tensor, keys: tl.tensor, words: tl.tensor, banned: tl.tensor,
+    found: tl.tensor, places: tl.tensor, vocab: tl.tensor, num_banned: tl.tensor, CHUNK: tl.constexpr,
+) -> None:  # fmt: skip
+    """One chunk of one row's logits [N, V] -> found [4, N, E]: the largest logit / temperature, the sum of exponentials
+    relative to it, the largest of log p + noise up to a constant, and the logit / temperature there; places [N, E]: its
+    token. Banned tokens [N, B] (negative: none) count as minus infinity."""
+    row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    i = chunk * CHUNK + tl.arange(0, CHUNK)
+    inside = i < vocab
+    temperature = tl.load(temperatures + row)
+    divisor = tl.where(temperature > 0.0, temperature, 1.0)
+    scaled = tl.div_rn(tl.load(logits + row * vocab + i, mask=inside, other=_NEVER), divisor)
+    for b in range(num_banned):
+        scaled = tl.where(i == tl.load(banned + row * num_banned + b), _NEVER, scaled)
+    largest = tl.max(scaled, axis=0)
+    total = tl.sum(tl.exp(scaled - tl.where(largest == _NEVER, 0.0, largest)), axis=0)
+    low = tl.load(keys + row * 2).to(tl.uint32, bitcast=True)
+    high = tl.load(keys + row * 2 + 1).to(tl.uint32, bitcast=True)
+    noise = _gumbel(tl.load(words + i, mask=inside, other=0).to(tl.uint32, bitcast=True), low, high)
+    noisy = tl.where(temperature > 0.0, scaled + noise, scaled)
+    best = tl.argmax(noisy, axis=0)
+    mine = tl.arange(0, CHUNK) == best
+    num_chunks = tl.num_programs(1)
+    stride = tl.num_programs(0).to(tl.int64) * num_chunks
+    at = row * num_chunks + chunk
+    tl.store(found + at, largest)
+    tl.store(found + stride + at, total)
+    tl.store(found + 2 * stride + at, tl.max(noisy, axis=0))
+    tl.store(found + 3 * stride + at, tl.sum(tl.where(mine, scaled, 0.0), axis=0))
+    tl.store(places + at, chunk * CHUNK + best)
+
+
+@triton.jit
+def _pick(
+    found: tl.tensor,
+    places: tl.tensor,
+    chosen: tl.tensor,
+    logprobs: tl.tensor,
+    num_chunks: tl.tensor,
+    PADDED: tl.constexpr,
+) -> None:
+    """The chunks of one row -> its token and log-prob."""
+    row = tl.program_id(0).to(tl.int64)
+    stride = tl.num_programs(0).to(tl.int64) * num_chunks
+    e = tl.arange(0, PADDED)
+    inside = e < num_chunks
+    at = row * num_chunks + e
+    largest = tl.load(found + at, mask=inside, other=_NEVER)
+    totals = tl.load(found + stride + at, mask=inside, other=0.0)
+    noisy = tl.load(found + 2 * stride + at, mask=inside, other=_NEVER)
+    top = tl.max(largest, axis=0)
+    normaliser = top + tl.log(tl.sum(totals * tl.exp(largest - top), axis=0))
+    at_best = row * num_chunks + tl.argmax(noisy, axis=0)
+    tl.store(chosen + row, tl.load(places + at_best).to(tl.int64))
+    tl.store(logprobs + row, tl.load(found + 3 * stride + at_best) - normaliser)

@@ -1,0 +1,153 @@
+"""The kernels in plain torch, for any device. May import torch, stages.engines.
+
+On a CPU a token's numbers are the same bits in any company: attention is a batched product of one query position per
+batch entry, whatever the pass consists of. That costs a copy of the keys and values that are read; the native kernels
+read them where they lie.
+
+Shape letters: see `kernels`; T positions that are read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float, UInt64
+
+from stages.engines.embedded.cache import BLOCK_TOKENS, blocks_for
+from stages.engines.embedded.kernels.packed import Packed, linear, pack, unpack
+from stages.engines.embedded.kernels.protocol import Angles, Lines, Tokens
+from stages.engines.embedded.sampling.draw import sample, sample_part
+
+_GATHERED_BYTES = 64 * 2**20
+"""Keys and values copied at a time."""
+
+
+@dataclass(frozen=True)
+class TorchKernels:
+    """See `Kernels`."""
+
+    name: str = "torch"
+    follows_lines: bool = True
+
+    def pack(
+        self, parts: Mapping[int, torch.Tensor], dtype: torch.dtype, *, old: Packed | None = None, wide: bool = False
+    ) -> Packed:
+        assert old is None or isinstance(old, torch.Tensor)
+        return pack(parts, dtype, old, wide)
+
+    def unpack(self, packed: Packed) -> torch.Tensor:
+        assert isinstance(packed, torch.Tensor)
+        return unpack(packed)
+
+    def linear(self, x: torch.Tensor, packed: Packed, dtype: torch.dtype) -> torch.Tensor:
+        assert isinstance(packed, torch.Tensor)
+        return linear(x, packed, dtype)
+
+    def add_norm(
+        self, x: torch.Tensor, delta: torch.Tensor | None, weight: torch.Tensor, eps: float, dtype: torch.dtype
+    ) -> torch.Tensor:
+        if delta is not None:
+            x.add_(delta)
+        return F.rms_norm(x, (x.shape[-1],), weight, eps).to(dtype)
+
+    def attend(
+        self, qkv: torch.Tensor, angles: Angles, tokens: Tokens, keys: torch.Tensor, values: torch.Tensor
+    ) -> torch.Tensor:
+        _, kv_heads, dim, _ = keys.shape
+        num = qkv.shape[0]
+        parts = qkv.float().view(num, -1, dim)
+        rotated = parts.shape[1] - kv_heads
+        heads = rotated - kv_heads
+        turned = _rotate(parts[:, :rotated], angles.cos[tokens.positions], angles.sin[tokens.positions])
+
+        # blocks of one head, numbered through the cache: [N, K, blocks of the row]
+        tables, lines = tokens.tables.long()[tokens.rows.long()], tokens.lines
+        head = torch.arange(kv_heads, device=qkv.device)
+        blocks = tables[:, None, : blocks_for(tokens.longest)] * kv_heads + head[:, None]
+        cells = tokens.positions if lines is None else lines.cells
+        own = (tables.gather(1, cells[:, None] // BLOCK_TOKENS) * kv_heads + head).reshape(-1)
+        offset = (cells % BLOCK_TOKENS).repeat_interleave(kv_heads)
+        keys, values = keys.view(-1, dim, BLOCK_TOKENS), values.view(-1, BLOCK_TOKENS, dim)
+        keys[own, :, offset] = turned[:, heads:].reshape(-1, dim).to(keys.dtype)
+        values[own, offset] = parts[:, rotated:].reshape(-1, dim).to(values.dtype)
+
+        span = blocks.shape[2] * BLOCK_TOKENS
+        later = torch.arange(span, device=qkv.device) > tokens.positions[:, None]
+        mask = torch.zeros(num, span, dtype=torch.float32, device=qkv.device).masked_fill_(later, float("-inf"))
+        queries = turned[:, :heads].reshape(num, kv_heads, -1, dim)
+        out = torch.empty(num, heads * dim, dtype=qkv.dtype, device=qkv.device)
+        step = max(1, _GATHERED_BYTES // (2 * kv_heads * span * dim * mask.dtype.itemsize))
+        for start in range(0, num, step):
+            part = slice(start, start + step)
+            read_keys, read_values = keys[blocks[part]].float(), values[blocks[part]].float()
+            if lines is not None:
+                for n in range(*part.indices(num)):
+                    _put_in_place(lines, tokens, n, keys, values, read_keys[n - start], read_values[n - start])
+            out[part] = _read(queries[part], read_keys, read_values, mask[part])
+        return out
+
+    def end_threads(self) -> None:
+        """torch gives no handle on its threads."""
+
+    def gate(self, gate_up: torch.Tensor) -> torch.Tensor:
+        gate, up = gate_up.chunk(2, dim=-1)
+        return F.silu(gate).mul_(up)
+
+    def choose(
+        self, logits: torch.Tensor, temperatures: list[float], keys: UInt64[np.ndarray, " N"]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return sample(logits, temperatures, keys)
+
+    def choose_part(
+        self, logits: torch.Tensor, temperatures: list[float], keys: UInt64[np.ndarray, " N"], first: int, vocab: int
+    ) -> torch.Tensor:
+        return sample_part(logits, temperatures, keys, first, vocab)
+
+
+def _put_in_place(
+    lines: Lines,
+    tokens: Tokens,
+    n: int,
+    keys: Float[torch.Tensor, "P*K D 16"],
+    values: Float[torch.Tensor, "P*K 16 D"],
+    read_keys: Float[torch.Tensor, "K blocks D 16"],
+    read_values: Float[torch.Tensor, "K blocks 16 D"],
+) -> None:
+    """Of what token n reads, the keys and values that lie elsewhere than at their positions."""
+    kv_heads = len(read_keys)
+    start, table = int(lines.starts[n]), tokens.tables[tokens.rows[n].long()].long()
+    for position in range(start, int(tokens.positions[n]) + 1):
+        cell = int(lines.paths[n, position - start])
+        block = table[cell // BLOCK_TOKENS] * kv_heads + torch.arange(kv_heads, device=keys.device)
+        place, offset = divmod(position, BLOCK_TOKENS)
+        read_keys[:, place, :, offset] = keys[block, :, cell % BLOCK_TOKENS].float()
+        read_values[:, place, offset] = values[block, cell % BLOCK_TOKENS].float()
+
+
+def _read(
+    queries: Float[torch.Tensor, "N K group D"],
+    keys: Float[torch.Tensor, "N K blocks D 16"],
+    values: Float[torch.Tensor, "N K blocks 16 D"],
+    mask: Float[torch.Tensor, "N T"],
+) -> Float[torch.Tensor, "N H*D"]:
+    """softmax(Q K^T / sqrt(D) + mask) V. As batched products, not as `scaled_dot_product_attention`: that one's result
+    depends on the number of threads on a CPU."""
+    num, kv_heads, group, dim = queries.shape
+    span, num_blocks = mask.shape[1], keys.shape[2]
+    per_block = queries[:, :, None].expand(-1, -1, num_blocks, -1, -1).reshape(-1, group, dim)
+    scores = torch.bmm(per_block, keys.view(-1, dim, BLOCK_TOKENS)).view(num, kv_heads, num_blocks, group, BLOCK_TOKENS)
+    scores = scores.transpose(2, 3).reshape(num, kv_heads, group, span).mul_(dim**-0.5).add_(mask[:, None, None])
+    weights = scores.softmax(-1).view(-1, group, span)
+    return torch.bmm(weights, values.view(-1, span, dim)).view(num, -1)
+
+
+def _rotate(x: Float[torch.Tensor, "N heads D"], cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Rotary embedding with the halves of a head as the pairs' coordinates (Hugging Face's order of rows):
+    (a, b) -> (a cos - b sin, b cos + a sin)."""
+    halves = x.view(x.shape[0], x.shape[1], 2, -1)
+    signed = torch.stack([-sin, sin], dim=1)[:, None]
+    return torch.addcmul(halves * cos[:, None, None], halves.flip(2), signed).view(x.shape)

@@ -1,0 +1,1 @@
+"""Rows that leave one engine and go on in another."""

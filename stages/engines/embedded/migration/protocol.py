@@ -1,0 +1,153 @@
+"""Rows that leave one engine and go on in another: what travels, and what an engine must do for it.
+
+    source                                             target
+    ──────                                             ──────
+    give_rows: out of the batch, between two passes
+               callers keep waiting             ─────► take_rows: into the batch (keys imported, or fed again)
+               in the meantime: refit, sleep                      drawn on with the same noise
+    deliver:   the caller gets its row          ◄───── (ticket, Completion) as each finishes
+    give_back: the target is gone, the rows go on here
+
+A moved row's tokens and log-probs are the bits that it would have had at home: noise is keyed by the row, and keys and
+values are copied, or computed again by kernels whose results depend on nothing but the row.
+
+May import numpy and stages.engines.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence, Set
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+import numpy as np
+from jaxtyping import Float32, Int32
+
+from stages.engines.embedded.migration.load import RowKey, RowsHere, Wanted
+from stages.engines.embedded.rows import Call, Row
+from stages.engines.protocol import Completion, Request, RequestError
+
+
+class RowsLost(RuntimeError):
+    """Rows that were elsewhere came back unfinished, and the weights they need are not resident any more."""
+
+
+@dataclass(frozen=True, eq=False)
+class MovedRow:
+    """A row on its way: all that another engine needs to go on with it."""
+
+    ticket: int
+    """Names the row in the engine that gave it."""
+    request: Request
+    version: int
+    """Weights that it goes on with."""
+    tokens: Int32[np.ndarray, " new"]
+    """Sampled so far."""
+    logprobs: Float32[np.ndarray, " new"]
+    versions: Int32[np.ndarray, " new"]
+    cache: Float32[np.ndarray, "layers 2 kv_heads positions dim"] | None
+    """Keys and values of the first positions, in no engine's own layout; None: it is to be fed again."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Prompt and response."""
+        return len(self.request.tokens) + len(self.tokens)
+
+
+class Guests(Protocol):
+    """Owns rows that came from another engine, until they are finished."""
+
+    def __iter__(self) -> Iterator[tuple[int, Completion | None]]:
+        """(ticket, completion) of each as it finishes; None: it cannot be finished here after all. Raises RuntimeError
+        if the engine stops."""
+        ...
+
+    def drop(self, tickets: Iterable[int]) -> None:
+        """Nobody waits for these any more."""
+        ...
+
+    def close(self) -> None:
+        """Nobody waits for any of them."""
+        ...
+
+
+@runtime_checkable
+class MovableRows(Protocol):
+    """An engine whose rows can move. All methods are thread-safe."""
+
+    @property
+    def num_calls_away(self) -> int:
+        """Calls of `generate` (and `take_rows`) whose unfinished rows are all elsewhere."""
+        ...
+
+    def watch_rows(self, below: int, listener: Callable[[RowsHere], None]) -> None:
+        """From now on `listener` is told (in the engine's thread) of every change in the number of rows here while it
+        is under `below`, and when it no longer is."""
+        ...
+
+    def give_rows(self, rows: Collection[Wanted]) -> list[MovedRow]:
+        """Takes rows out. Those that are not here (any more), that are nearly done, or whose caller went away are
+        passed over. Until they are delivered or given back they do not count as in flight."""
+        ...
+
+    def take_rows(self, moved: Sequence[MovedRow]) -> Guests:
+        """Goes on with another engine's rows; without room they wait. Raises RequestError, and takes none, for rows
+        that it cannot serve: another version than the resident one, another model's keys, too long."""
+        ...
+
+    def deliver(self, ticket: int, completion: Completion) -> None:
+        """A row that was given away is finished: its caller gets it, if it still waits."""
+        ...
+
+    def give_back(self, tickets: Collection[int]) -> None:
+        """Rows that were given away go on here after all. Where their weights are gone their callers get RowsLost."""
+        ...
+
+    def wanted(self, tickets: Collection[int]) -> set[int]:
+        """Those of the given-away rows that somebody still waits for."""
+        ...
+
+
+def key_of(request: Request) -> RowKey:
+    return request.seed, request.step, request.row
+
+
+def pack_row(row: Row, ticket: int, version: int, cache: np.ndarray | None) -> MovedRow:
+    """A row as it travels."""
+    return MovedRow(
+        ticket=ticket,
+        request=row.request,
+        version=version,
+        tokens=np.array(row.tokens[len(row.request.tokens) :], np.int32),
+        logprobs=np.array(row.logprobs, np.float32),
+        versions=np.array(row.versions, np.int32),
+        cache=cache,
+    )
+
+
+def unpack_row(moved: MovedRow, call: Call, eos_ids: Set[int]) -> Row:
+    """The row that `pack_row` packed, without its blocks."""
+    row = Row(moved.request, call, eos_ids)
+    for token, logprob, version in zip(
+        moved.tokens.tolist(), moved.logprobs.tolist(), moved.versions.tolist(), strict=True
+    ):
+        row.append(token, logprob, version)
+    return row
+
+
+def check_moved(moved: MovedRow, version: int, cache_shape: tuple[int, int, int]) -> None:
+    """Raises RequestError, naming the row, if this engine cannot go on with it. `cache_shape`: layers, key/value heads,
+    head dimension."""
+    problem = None
+    layers, heads, dim = cache_shape
+    if moved.version != version:
+        problem = f"goes on with version {moved.version} of the weights; version {version} is resident"
+    elif not len(moved.tokens) == len(moved.logprobs) == len(moved.versions) < moved.request.sampling.max_new_tokens:
+        problem = f"arrives with {len(moved.tokens)} tokens of {moved.request.sampling.max_new_tokens}"
+    elif moved.cache is not None:
+        positions = moved.cache.shape[3] if moved.cache.ndim == 5 else 0
+        expected = (layers, 2, heads, positions, dim)
+        if moved.cache.shape != expected or not 0 < positions < moved.num_tokens:
+            problem = f"brings keys and values of shape {moved.cache.shape}; here they are {expected}"
+    if problem is not None:
+        raise RequestError(f"row {moved.request.row} {problem}")

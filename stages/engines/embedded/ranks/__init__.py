@@ -1,0 +1,1 @@
+"""A model that spans several processes: tensor and pipeline parallelism."""

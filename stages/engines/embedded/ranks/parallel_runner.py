@@ -1,0 +1,229 @@
+"""A model that spans ranks: this process is rank 0, the others are its children (`crew`, `rank_main`).
+
+Of every pass each rank gets the numbers and computes its part (`rank`): the heads and the part of the MLP that it
+holds, summed with the others' (tensor parallelism), and its blocks, from the hidden states of the stage before
+(pipeline parallelism). `submit` returns when stage 0 is done: while later stages compute, the next pass can begin.
+
+May import numpy, torch, stages.engines, stages.models.hf_files.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import threading
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from stages.engines.config import EngineConfig
+from stages.engines.embedded.batch import Draws, Pass
+from stages.engines.embedded.cache import block_bytes
+from stages.engines.embedded.kernels.packed import all_finite
+from stages.engines.embedded.model.llama import LlamaWeights, check_tensors
+from stages.engines.embedded.ranks.commands import READY, Drop, Order, Prepare, ReadCache, Swap, WriteCache, send_bytes
+from stages.engines.embedded.ranks.processes import Crew, Member
+from stages.engines.embedded.ranks.rank_model import BUSY_FILE, RankModel, RankSpec
+from stages.engines.embedded.ranks.sharding import divide, shard_tensors
+from stages.engines.embedded.runner import affordable_blocks, checked_shape, choose_kernels
+from stages.engines.protocol import WeightsError
+from stages.models.hf_files import read_weights
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """New weights on every rank, under the same number; here those of rank 0."""
+
+    number: int
+    weights: LlamaWeights
+
+
+class ParallelRunner:
+    """Owns the ranks of a model: the part that is computed here, and the processes of the others; implements
+    `Runner`."""
+
+    def __init__(
+        self,
+        path: str,
+        engine: EngineConfig,
+        *,
+        max_seq: int,
+        device: torch.device,
+        threads: int,
+        on_lost: Callable[[str], None] | None = None,
+    ) -> None:
+        """`device`: of rank 0; on a host with GPUs the other ranks have the ones after it. `threads`: of each rank.
+        `on_lost`: see `Crew`. Raises what `LocalRunner` raises, and RankLost."""
+        shape = checked_shape(path, engine, max_seq)
+        tensor, pipeline = engine.tensor_parallel, engine.pipeline_parallel
+        self._shares = divide(shape, tensor, pipeline)
+        self._shape, self._dtype = shape, getattr(torch, engine.dtype)
+        self.depth = engine.pipeline_groups or pipeline
+        self.vocab = shape.vocab
+        kernels = choose_kernels(engine, device)
+        self.kernels, self.follows_lines = kernels.name, kernels.follows_lines
+        shapes = [share.shape(shape) for share in self._shares]
+        self.cache_shape = (shape.num_layers, shape.num_kv_heads, shape.head_dim)
+        per_block = sum(block_bytes(s.num_layers, s.num_kv_heads, s.head_dim, self._dtype) for s in shapes)
+        self.num_blocks = affordable_blocks(engine, per_block, max_seq)
+        tensors = read_weights(path)
+        check_tensors(shape, tensors, complete=True)
+        self._drawn: deque[Draws] = deque()
+        self._number = 0
+        self._preparing = threading.Lock()
+        with ExitStack() as stack:
+            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="stageline-ranks-"))
+            np.zeros(len(shapes)).tofile(Path(folder) / BUSY_FILE)
+            specs = [
+                RankSpec(
+                    rank=rank,
+                    tensor=tensor,
+                    pipeline=pipeline,
+                    share=share,
+                    shape=shape,
+                    engine=replace(engine, kernels=self.kernels),  # type: ignore[arg-type]
+                    max_seq=max_seq,
+                    num_blocks=self.num_blocks,
+                    device=str(rank_device(device, rank)),
+                    threads=threads,
+                    folder=folder,
+                )
+                for rank, share in enumerate(self._shares)
+            ]
+            self._crew = Crew(specs[1:], on_lost)
+            stack.callback(self._crew.close)
+            self._busy = np.memmap(Path(folder) / BUSY_FILE, np.float64, "r")
+            self._crew.meet()
+            self._model = self._crew.attempt(lambda: RankModel(specs[0]))
+            stack.callback(self._model.close)
+            speaker = (pipeline - 1) * tensor  # the first rank of the last stage
+            self._speaker: Member | None = self._crew.members[speaker - 1] if speaker else None
+            self.swap(self._prepare(tensors))
+            self._stack = stack.pop_all()
+
+    def submit(self, pass_: Pass) -> None:
+        self._order(pass_)
+        draws = self._crew.attempt(lambda: self._model.run(pass_))
+        if draws is not None:
+            self._drawn.append(draws)
+
+    def collect(self) -> Draws:
+        if self._speaker is None:
+            return self._drawn.popleft()
+        draws: Draws = self._crew.attempt(self._speaker.orders.recv)
+        return draws
+
+    def prepare(self, tensors: Mapping[str, torch.Tensor]) -> Prepared:
+        check_tensors(self._shape, tensors, complete=False)
+        for name, tensor in tensors.items():  # here, where they have the names that the caller knows
+            if not all_finite(tensor):
+                raise WeightsError(f"{name} holds NaN or infinity")
+        return self._prepare(tensors)
+
+    def swap(self, prepared: Prepared) -> None:
+        self._order(Swap(prepared.number))
+        self._model.adopt(prepared.weights)
+
+    def read_cache(self, blocks: Sequence[int], num_positions: int) -> np.ndarray:
+        layers, heads, dim = self.cache_shape
+        whole = np.empty((layers, 2, heads, num_positions, dim), np.float32)
+        whole[self._part(0)] = self._model.read_cache(blocks, num_positions)
+        self._order(ReadCache(tuple(blocks), num_positions))
+        for member in self._crew.members:
+            whole[self._part(member.spec.rank)] = self._crew.attempt(member.orders.recv)
+        return whole
+
+    def write_cache(self, blocks: Sequence[int], copied: np.ndarray) -> None:
+        self._model.write_cache(blocks, copied[self._part(0)])
+        for member in self._crew.members:
+            part = np.ascontiguousarray(copied[self._part(member.spec.rank)])
+            self._crew.attempt(partial(member.orders.send, WriteCache(tuple(blocks), part)))
+
+    def _part(self, rank: int) -> tuple[slice, slice, slice]:
+        """Where a rank's layers and heads lie in the keys and values of the whole model."""
+        layers, heads = self._shares[rank].layers, self._shares[rank].kv_heads
+        return slice(layers.start, layers.stop), slice(None), slice(heads.start, heads.stop)
+
+    @property
+    def awake(self) -> bool:
+        return self._model.awake
+
+    def sleep(self) -> None:
+        self._model.sleep()
+        self._order("sleep", answered=True)
+
+    def wake(self) -> None:
+        self._model.wake()
+        self._order("wake", answered=True)
+
+    def end_threads(self) -> None:
+        self._model.end_threads()
+
+    def busy_s(self) -> tuple[float, ...]:
+        return tuple(self._busy.tolist())
+
+    def close(self) -> None:
+        self._stack.close()
+
+    def _order(self, order: Order, *, answered: bool = False) -> None:
+        for member in self._crew.members:
+            self._crew.attempt(partial(member.orders.send, order))
+        for member in self._crew.members if answered else []:
+            assert self._crew.attempt(member.orders.recv) == READY
+
+    def _prepare(self, tensors: Mapping[str, torch.Tensor]) -> Prepared:
+        """Over connections of their own, so beside running passes. Ranks pack while others still get their slices."""
+        with self._preparing:
+            self._number += 1
+            number, members = self._number, self._crew.members
+            slices = [shard_tensors(share, self._shape, tensors) for share in self._shares]
+            for member in members:
+                mine = slices[member.spec.rank]
+                self._tell(member, Prepare(number, tuple((n, self._kept(t), tuple(t.shape)) for n, t in mine.items())))
+            problems = self._answers(members)
+            roomy = [member for member in members if member.spec.name not in problems]
+            for member in roomy:
+                self._tell(member, not problems)
+            weights = None
+            if not problems:
+                for member in members:
+                    for tensor in slices[member.spec.rank].values():
+                        whole = tensor.detach().to("cpu", self._kept(tensor)).contiguous()
+                        self._crew.attempt(partial(send_bytes, member.weights, whole))
+                try:
+                    weights = self._model.prepare(slices[0])
+                except (
+                    WeightsError,
+                    RuntimeError,
+                    MemoryError,
+                ) as error:  # torch reports missing memory as RuntimeError
+                    problems[self._model.name] = str(error)
+                problems |= self._answers(members)
+            if weights is None or problems:
+                for member in members:
+                    self._tell(member, Drop(number))
+                name, problem = next(iter(problems.items()))
+                raise WeightsError(f"{name} cannot take the weights: {problem}")
+            return Prepared(number, weights)
+
+    def _tell(self, member: Member, message: Prepare | Drop | bool) -> None:
+        self._crew.attempt(partial(member.weights.send, message))
+
+    def _answers(self, members: Sequence[Member]) -> dict[str, str]:
+        """What is wrong, by the rank that says so."""
+        answers = {member.spec.name: self._crew.attempt(member.weights.recv) for member in members}
+        return {name: problem for name, problem in answers.items() if problem is not None}
+
+    def _kept(self, tensor: torch.Tensor) -> torch.dtype:
+        """The dtype that ranks keep a tensor in: there is no need to send more."""
+        return torch.float32 if tensor.ndim == 1 else self._dtype
+
+
+def rank_device(device: torch.device, rank: int) -> torch.device:
+    """Of a rank, where rank 0 has `device`: GPUs follow one another, CPUs are one."""
+    return device if device.type == "cpu" else torch.device(device.type, (device.index or 0) + rank)

@@ -1,0 +1,307 @@
+"""Who computes passes: the protocol, and the model on the one device of this process.
+
+The engine decides what runs (`scheduler`, `speculation`) and lays it out as numbers (`passes`); a runner holds weights
+and cache and turns numbers into numbers, in the order in which passes are submitted.
+
+May import numpy, torch, stages.engines, stages.models.hf_files.
+"""
+
+from __future__ import annotations
+
+import importlib
+import time
+import warnings
+from collections import deque
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, fields, replace
+from importlib.util import find_spec
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from stages.engines.config import EngineConfig
+from stages.engines.embedded.batch import NO_DRAWS, Draws, Pass
+from stages.engines.embedded.cache import KVCache, block_bytes, blocks_for
+from stages.engines.embedded.kernels.cpu.native import NoNativeKernelsError, load_native_kernels
+from stages.engines.embedded.kernels.cuda.graphs import CapturedPasses, Drawing, GraphCapture, run_directly
+from stages.engines.embedded.kernels.protocol import DeviceKernels, Kernels, Lines, NoTritonKernelsError, Tokens
+from stages.engines.embedded.kernels.reference import TorchKernels
+from stages.engines.embedded.model.llama import (
+    LlamaShape,
+    LlamaWeights,
+    build_weights,
+    check_tensors,
+    forward,
+    logits,
+    read_shape,
+    refit_weights,
+)
+from stages.engines.embedded.sampling.draw import ban
+from stages.models.hf_files import read_config, read_weights
+
+
+class Runner(Protocol):
+    """Owns weights and cache. Passes and swaps come from one thread; `prepare` from any other, beside them."""
+
+    depth: int
+    """Passes that may be submitted before the first is collected."""
+    vocab: int
+    num_blocks: int
+    """Of the cache, that rows can hold."""
+    kernels: str
+    """Which kernels run: `native`, `torch` or `triton`."""
+    follows_lines: bool
+    """Whether passes may have `Pass.lines`."""
+    cache_shape: tuple[int, int, int]
+    """Layers, key/value heads and head dimension of the whole model."""
+
+    def submit(self, pass_: Pass) -> None:
+        """Starts a pass. At most `depth` are under way."""
+        ...
+
+    def collect(self) -> Draws:
+        """The draws of the oldest pass under way."""
+        ...
+
+    def prepare(self, tensors: Mapping[str, torch.Tensor]) -> Any:
+        """New weights beside the old ones, for `swap`. Raises WeightsError, naming the tensor, and changes nothing."""
+        ...
+
+    def swap(self, prepared: Any) -> None:
+        """The prepared weights take the old ones' place; no pass is under way."""
+        ...
+
+    def end_threads(self) -> None:
+        """The calling thread has computed and will not for a while: its threads go. See `Kernels`."""
+        ...
+
+    def busy_s(self) -> tuple[float, ...]:
+        """Seconds that each rank has computed since the start, as seen from the CPU; waiting for others left out."""
+        ...
+
+    def read_cache(self, blocks: Sequence[int], num_positions: int) -> np.ndarray:
+        """Copies keys and values of a row's first positions, of the whole model: float32 [layers, 2, kv_heads,
+        positions, dim]; no pass is under way."""
+        ...
+
+    def write_cache(self, blocks: Sequence[int], copied: np.ndarray) -> None:
+        """The reverse, into a row's blocks; no pass is under way."""
+        ...
+
+    @property
+    def awake(self) -> bool: ...
+
+    def sleep(self) -> None:
+        """Gives the cache's memory back."""
+        ...
+
+    def wake(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """New weights, for the runner that made them."""
+
+    weights: LlamaWeights
+
+
+class LocalRunner:
+    """Owns a whole model and its cache; implements `Runner`.
+
+    On a CUDA device new weights are made on a stream of their own beside the passes, and a swap copies them into the
+    old ones' memory, which captured passes go on reading. Nothing can go wrong half-way: all checks lie before."""
+
+    depth = 1
+
+    def __init__(self, path: str, engine: EngineConfig, *, max_seq: int, device: torch.device) -> None:
+        """Raises ValueError for sizes that cannot work, WeightsError for weights that do not fit, NoNativeKernelsError
+        or NoTritonKernelsError where such kernels are asked for and cannot be had."""
+        self._shape = checked_shape(path, engine, max_seq)
+        self._device = device
+        self._kernels = choose_kernels(engine, device)
+        self.kernels, self.vocab = self._kernels.name, self._shape.vocab
+        self.follows_lines = self._kernels.follows_lines
+        self.cache_shape = (self._shape.num_layers, self._shape.num_kv_heads, self._shape.head_dim)
+        dtype = getattr(torch, engine.dtype)
+        per_block = block_bytes(self._shape.num_layers, self._shape.num_kv_heads, self._shape.head_dim, dtype)
+        self.num_blocks = affordable_blocks(engine, per_block, max_seq)
+        self._cache = KVCache(
+            self._shape.num_layers,
+            self.num_blocks,
+            self._shape.num_kv_heads,
+            self._shape.head_dim,
+            dtype,
+            device,
+        )
+        tensors = read_weights(path)
+        check_tensors(self._shape, tensors, complete=True)
+        with torch.inference_mode():
+            self._weights = build_weights(self._shape, tensors, dtype, device, max_seq, self._kernels)
+        self._drawn: deque[Draws] = deque()
+        self._busy_s = 0.0
+        self._captured: CapturedPasses | None = None
+        if isinstance(self._kernels, DeviceKernels):
+            graphs = engine.cuda_graphs and device.type == "cuda"
+            capture = GraphCapture(device) if graphs else run_directly
+            self._captured = CapturedPasses(self._whole_pass, max_seq, device, capture)
+        self._refits = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    def submit(self, pass_: Pass) -> None:
+        with torch.inference_mode(), torch.cuda.device(self._device) if self._refits else nullcontext():
+            started = time.perf_counter()
+            self._drawn.append(self._run(pass_))
+            self._busy_s += time.perf_counter() - started
+
+    def _run(self, pass_: Pass) -> Draws:
+        if self._captured is not None and self._captured.takes(pass_):
+            return self._captured.run(pass_)
+        tokens = on_device(pass_, self._device)
+        hidden = forward(self._weights, self._shape, self._kernels, tokens, self._cache)
+        if not len(pass_.drawn):
+            return NO_DRAWS
+        wanted = torch.from_numpy(pass_.drawn).to(self._device)
+        scores = logits(self._weights, self._shape, self._kernels, hidden, wanted)
+        drawn = draw(self._kernels, scores, pass_)
+        return replace(drawn, hidden=hidden[wanted].cpu().numpy()) if pass_.wants_hidden else drawn
+
+    def _whole_pass(self, tokens: Tokens, drawing: Drawing) -> tuple[torch.Tensor, torch.Tensor]:
+        """From tokens to a draw after each, without a look at the host."""
+        assert isinstance(self._kernels, DeviceKernels)
+        hidden = forward(self._weights, self._shape, self._kernels, tokens, self._cache)
+        scores = logits(
+            self._weights, self._shape, self._kernels, hidden, torch.arange(len(hidden), device=hidden.device)
+        )
+        return self._kernels.choose_on_device(scores, drawing.temperatures, drawing.keys, drawing.banned)
+
+    def end_threads(self) -> None:
+        self._kernels.end_threads()
+
+    def collect(self) -> Draws:
+        return self._drawn.popleft()
+
+    @torch.inference_mode()
+    def prepare(self, tensors: Mapping[str, torch.Tensor]) -> Prepared:
+        if self._refits is not None:
+            self._refits.wait_stream(torch.cuda.current_stream())  # whoever made the tensors may not have finished
+        with torch.cuda.stream(self._refits) if self._refits is not None else nullcontext():
+            check_tensors(self._shape, tensors, complete=False)
+            prepared = Prepared(refit_weights(self._shape, self._weights, tensors, self._kernels))
+        if self._refits is not None:
+            self._refits.synchronize()
+        return prepared
+
+    @torch.inference_mode()
+    def swap(self, prepared: Prepared) -> None:
+        if self._refits is None:
+            self._weights = prepared.weights
+            return
+        for old, new in zip(all_tensors(self._weights), all_tensors(prepared.weights), strict=True):
+            if new is not old:
+                old.copy_(new)
+        torch.cuda.current_stream().synchronize()  # `prepared` is given back only after it has been read
+
+    def busy_s(self) -> tuple[float, ...]:
+        return (self._busy_s,)
+
+    @torch.inference_mode()
+    def read_cache(self, blocks: Sequence[int], num_positions: int) -> np.ndarray:
+        return self._cache.read(blocks, num_positions)
+
+    @torch.inference_mode()
+    def write_cache(self, blocks: Sequence[int], copied: np.ndarray) -> None:
+        self._cache.write(blocks, copied)
+
+    @property
+    def awake(self) -> bool:
+        return self._cache.allocated
+
+    def sleep(self) -> None:
+        if self._captured is not None:
+            self._captured.clear()  # graphs read the memory that is given back
+        self._cache.release()
+
+    def wake(self) -> None:
+        self._cache.allocate()
+
+    def close(self) -> None:
+        self.sleep()
+
+
+def all_tensors(weights: LlamaWeights) -> list[torch.Tensor]:
+    """Those that a refit can change, always in the same order, of weights that torch multiplies."""
+    assert isinstance(weights.head, torch.Tensor)
+    blocks = [getattr(block, field.name) for block in weights.blocks for field in fields(block)]
+    return [weights.embedding, *blocks, weights.norm, weights.head]
+
+
+def checked_shape(path: str, engine: EngineConfig, max_seq: int) -> LlamaShape:
+    """The model's sizes. Raises ValueError where it or the engine's settings cannot work."""
+    shape = read_shape(read_config(path))
+    if not 0 < max_seq <= shape.max_positions:
+        raise ValueError(f"max_seq is {max_seq}; {path!r} has positions for {shape.max_positions} tokens")
+    if engine.slots < 1:
+        raise ValueError(f"engine.slots is {engine.slots}; at least 1 row must be decoded at a time")
+    return shape
+
+
+def affordable_blocks(engine: EngineConfig, per_block: int, max_seq: int) -> int:
+    """As many as all slots can use, or as the budget pays for at `per_block` bytes each. Raises ValueError if that is
+    not one row."""
+    per_row = blocks_for(max_seq)
+    affordable = engine.kv_budget_mb * 2**20 // per_block
+    if affordable < per_row:
+        raise ValueError(
+            f"engine.kv_budget_mb is {engine.kv_budget_mb}; one row of {max_seq} tokens needs "
+            f"{-(-per_row * per_block // 2**20)}"
+        )
+    return min(engine.slots * per_row, affordable)
+
+
+def choose_kernels(engine: EngineConfig, device: torch.device) -> Kernels:
+    """What `engine.kernels` asks for, or the best there is on the device."""
+    has_triton = find_spec("triton") is not None
+    if engine.kernels == "triton" or (engine.kernels == "auto" and device.type == "cuda" and has_triton):
+        if not has_triton:
+            raise NoTritonKernelsError("engine.kernels is triton, which is not installed")
+        triton_kernels = importlib.import_module(
+            "stages.engines.embedded.kernels.cuda.triton_kernels"
+        )  # takes a second, and may be absent
+        loaded: Kernels = triton_kernels.load_triton_kernels(device)
+        return loaded
+    if engine.kernels == "torch" or (engine.kernels == "auto" and device.type != "cpu"):
+        return TorchKernels()
+    if device.type != "cpu":
+        raise NoNativeKernelsError(f"engine.kernels is native; they run on a CPU, not on {device}")
+    try:
+        return load_native_kernels()
+    except NoNativeKernelsError as error:
+        if engine.kernels == "native":
+            raise
+        warnings.warn(f"generation runs on plain torch, which is slower: {error}", stacklevel=3)
+        return TorchKernels()
+
+
+def on_device(pass_: Pass, device: torch.device) -> Tokens:
+    """A pass's tokens as the kernels take them."""
+    lines = pass_.lines
+    return Tokens(
+        torch.from_numpy(pass_.ids).to(device),
+        torch.from_numpy(pass_.positions).to(device),
+        torch.from_numpy(pass_.rows).to(device),
+        torch.from_numpy(pass_.tables).to(device),
+        int(pass_.positions.max()) + 1,
+        None
+        if lines is None
+        else Lines(*(torch.from_numpy(each).to(device) for each in (lines.cells, lines.starts, lines.paths))),
+    )
+
+
+def draw(kernels: Kernels, scores: torch.Tensor, pass_: Pass) -> Draws:
+    """The tokens that a pass's noise picks from float32 logits `scores` [M, V], which it may overwrite."""
+    ban(scores, pass_.banned)
+    tokens, logprobs = kernels.choose(scores, pass_.temperatures, pass_.keys)
+    return Draws(tokens.cpu().numpy(), logprobs.cpu().numpy())

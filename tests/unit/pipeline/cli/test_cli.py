@@ -1,0 +1,111 @@
+"""The command line: exit codes, one message on stderr, and nothing started where something is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from pipeline.cli.main import main
+
+CONFIG = """
+name: refused
+model: {path: "random:tiny"}
+prompts: {max_tokens: 8, held_out: 2}
+rollout: {rows: 8, shards: 2}
+sampling: {max_new_tokens: 8}
+reward: {kind: characters, args: {characters: aeiou}}
+tracking: {uri: null}
+placement:
+  gangs: {all: {}}
+  roles: {generate: all, score: all, reference: all, policy: all, value: all}
+"""
+
+
+@pytest.fixture
+def sources(tmp_path: Path) -> list[str]:
+    (tmp_path / "c.yaml").write_text(CONFIG)
+    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps({"prompt": f"word {i}"}) + "\n" for i in range(6)))
+    return [str(tmp_path / "c.yaml"), f"runs_dir={tmp_path}/runs", f"prompts.url={tmp_path}/prompts.jsonl"]
+
+
+@pytest.mark.parametrize(
+    ("change", "key", "part"),
+    [
+        ("stalenes=1", "stalenes", "did you mean staleness"),
+        ("steps=many", "steps", "Integer"),
+        ("missing.yaml", "missing.yaml", "no such config file"),
+        ("model.path=nowhere", "model.path", "nowhere"),
+        ("prompts.url=nowhere.jsonl", "prompts.url", "nowhere.jsonl"),
+        ("prompts.max_tokens=5", "prompts.max_tokens", "has 6 tokens"),
+        ("prompts.max_tokens=249", "prompts.max_tokens", "at most 248"),
+        ("rollout.shards=3", "rollout.shards", "1, 2, 4, 8"),
+        ("ppo.minibatches=3", "ppo.minibatches", "1, 2, 4, 8"),
+        ("placement.roles.value=???", "placement.roles.value", "all"),
+        ("staleness=-1", "staleness", "0 is synchronous PPO"),
+        ("runs_dir=/proc/runs", "runs_dir", "/proc/runs"),
+        ("reward.kind=magic", "reward", "vader"),
+    ],
+)
+@pytest.mark.parametrize("command", ["run", "check"])
+def test_a_refusal_is_one_message_and_exit_code_2(
+    sources: list[str],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    command: str,
+    change: str,
+    key: str,
+    part: str,
+) -> None:
+    if change.endswith("=???"):  # a role that the file does not place
+        text = (tmp_path / "c.yaml").read_text().replace(", value: all", "")
+        (tmp_path / "c.yaml").write_text(text)
+        change = "steps=2"
+    assert main([command, *sources, change]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith(f"refused {key}: ")
+    assert part in err
+    assert err.count("\n") == 1, "one message, on one line"
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["c.yaml", "prompts.jsonl"]
+
+
+def test_check_says_what_would_run(sources: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", *sources]) == 0
+    assert "would run (4 prompts to train on, 2 held out)" in capsys.readouterr().out
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["resume"], ["inspect", "--step", "0"], ["replay", "--step", "0", "--stage", "score"], ["export"]],
+    ids=lambda arguments: str(arguments[0]),
+)
+def test_commands_on_a_directory_without_a_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str]
+) -> None:
+    command, *options = arguments
+    assert main([command, str(tmp_path), *options]) == 2
+    assert "holds no run" in capsys.readouterr().err
+
+
+def test_brackets_and_long_paths_are_printed_as_they_are(capsys: pytest.CaptureFixture[str]) -> None:
+    path = "[bold]" + "x" * 200 + ".yaml"
+    assert main(["run", path]) == 2
+    assert path in capsys.readouterr().err
+
+
+def test_an_unknown_command_is_bad_input(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["fly"])
+    assert ended.value.code == 2
+    assert "fly" in capsys.readouterr().err
+
+
+def test_help_names_the_exit_codes(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["--help"])
+    assert ended.value.code == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert "0 done, 2 bad input, 3 a stage failed, 130 interrupted" in out

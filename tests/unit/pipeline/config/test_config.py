@@ -1,0 +1,248 @@
+"""Configs: one merge order, a round trip, a digest of what matters, and every refusal with its key path."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from pipeline.config.schema import ConfigError, RunConfig, config_hash, flatten, load_config, load_yaml, to_yaml
+from stages.models.protocol import Role
+
+BASE = """
+name: base
+steps: 4
+model: {path: "random:tiny"}
+prompts: {url: prompts.jsonl, max_tokens: 8, held_out: 8}
+rollout: {rows: 16, shards: 2}
+reward: {kind: characters, args: {characters: aeiou}}
+placement:
+  gangs: {generate: {slots: 2}, train: {}}
+  roles: {generate: generate, score: train, reference: train, policy: train, value: train}
+"""
+
+
+@pytest.fixture
+def base(tmp_path: Path) -> Path:
+    path = tmp_path / "base.yaml"
+    path.write_text(BASE)
+    return path
+
+
+def load(base: Path, *overrides: str) -> RunConfig:
+    return load_config([base], overrides)
+
+
+def test_defaults_then_files_in_order_then_overrides(base: Path, tmp_path: Path) -> None:
+    second = tmp_path / "second.yaml"
+    second.write_text("steps: 5\nstaleness: 2\nppo: {kl: {coef: 0.5}}\n")
+    config = load_config([base, second], ["steps=6"])
+    assert config.steps == 6  # override over second file over first
+    assert config.staleness == 2  # second file over the default
+    assert config.ppo.kl.coef == 0.5
+    assert config.ppo.kl.estimator == "k1"  # a sibling keeps its default
+    assert config.rollout.rows == 16  # first file
+    assert config.engine.slots == 16  # default
+    assert load_config([second, base], []).steps == 4  # the order given decides
+
+
+def test_round_trip(base: Path) -> None:
+    config = load(
+        base, "model.eos_token_ids=[2, 3]", "evaluate.every=2", "ppo.value_clip=null", "sampling.temperature=0.7"
+    )
+    again = load_yaml(to_yaml(config))
+    assert again == config
+    assert to_yaml(again) == to_yaml(config)
+
+
+def test_what_follows_from_a_config(base: Path) -> None:
+    config = load(base, "evaluate.every=2", "evaluate.shards=4", "staleness=3")
+    assert config.seq == 8 + 64
+    assert (config.rows_per_shard, config.eval_rows_per_shard) == (8, 2)
+    assert config.graph().staleness == 3
+    assert {gang.name: gang.ordered for gang in config.gangs()} == {"generate": False, "train": True}
+    assert config.layouts().evaluate is not None
+
+
+def test_flatten_gives_key_paths(base: Path) -> None:
+    flat = flatten(load(base))
+    assert flat["ppo.kl.coef"] == "0.05"
+    assert flat["placement.gangs.generate.slots"] == "2"
+    assert flat["evaluate.temperature"] == "None"
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "name=other",
+        "runs_dir=/elsewhere",
+        "tracking.uri=null",
+        "cluster.deadline_s=5",
+        "export.every=1",
+        "checkpoint.every=1",
+        "placement.gangs.generate.weights_dir=/dev/shm/elsewhere",
+    ],
+)
+def test_the_digest_ignores_what_changes_no_result(base: Path, override: str) -> None:
+    assert config_hash(load(base, override)) == config_hash(load(base))
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "seed=1",
+        "staleness=0",
+        "ppo.clip=0.1",
+        "model.policy.lr=0.1",
+        "reward.args.characters=xyz",
+        "placement.gangs.train.threads=2",
+    ],
+)
+def test_the_digest_tells_other_results_apart(base: Path, override: str) -> None:
+    assert config_hash(load(base, override)) != config_hash(load(base))
+
+
+def test_a_run_may_be_prolonged_only_where_no_learning_rate_depends_on_its_end(base: Path) -> None:
+    assert config_hash(load(base, "steps=9")) != config_hash(load(base))
+    constant = ("model.policy.decay=constant", "model.critic.decay=constant")
+    assert config_hash(load(base, "steps=9", *constant)) == config_hash(load(base, *constant))
+
+
+REFUSED = {
+    # unknown keys, with the whole path and what is spelt alike
+    "stalenes=1": ("stalenes", "no such key", "did you mean", "staleness"),
+    "ppo.kl.coeff=1": ("ppo.kl.coeff", "no such key", "ppo.kl.coef"),
+    "placement.gangs.train.worker=2": ("placement.gangs.train.worker", "not in", "Did you mean: 'workers'"),
+    # wrong types
+    "steps=many": ("steps", "many", "Integer"),
+    "ppo.clip=[1]": ("ppo.clip",),
+    "ppo.anchor=past": ("ppo.anchor", "past", "proximal", "sampler"),
+    "model=tiny": ("model", "tiny", "path"),
+    # ranges
+    "staleness=-1": ("staleness", "-1", "0 is synchronous"),
+    "steps=0": ("steps", "0", "1 or more"),
+    "sampling.temperature=0": ("sampling.temperature", "above 0"),
+    "sampling.temperature=nan": ("sampling.temperature", "nan"),
+    "sampling.min_new_tokens=65": ("sampling.min_new_tokens", "65", "64"),
+    "ppo.gamma=1.5": ("ppo.gamma", "1.5", "0 to 1"),
+    "ppo.clip=1": ("ppo.clip", "between 0 and 1"),
+    "ppo.correction_cap=0.5": ("ppo.correction_cap", "1 or more"),
+    "ppo.value_clip=0": ("ppo.value_clip", "above 0", "null"),
+    "ppo.kl.target=-1": ("ppo.kl.target", "above 0", "null"),
+    "model.policy.betas=[0.9, 1.0]": ("model.policy.betas", "below 1"),
+    "model.critic.eps=0": ("model.critic.eps", "above 0"),
+    "model.critic.weight_decay=-1": ("model.critic.weight_decay", "0 or more"),
+    "cluster.deadline_s=0": ("cluster.deadline_s", "above 0"),
+    "tracking.uri=mlruns": ("tracking.uri", "mlruns", "sqlite:///", "http://", "null"),
+    "engine.tensor_parallel=0": ("engine.tensor_parallel", "0", "1 or more"),
+    "engine.speculation.max_tokens=0": ("engine.speculation.max_tokens", "0", "1 or more"),
+    "engine.speculation.head_vocab=1": ("engine.speculation.head_vocab", "1", "2 or more"),
+    "engine.speculation.train_share=0": ("engine.speculation.train_share", "0", "above 0"),
+    "engine.pipeline_groups=2": ("engine.pipeline_groups", "2", "from 1 to 1", "engine.pipeline_parallel"),
+    "engine.pipeline_groups=17 engine.pipeline_parallel=2": ("engine.pipeline_groups", "17", "from 1 to 16", "slots"),
+    "name=a/b": ("name", "a/b", "plain directory name"),
+    "prompts.opening_tokens=9": ("prompts.opening_tokens", "9", "8"),
+    # sizes that do not divide
+    "rollout.shards=3": ("rollout.shards", "3", "rollout.rows = 16", "1, 2, 4, 8, 16"),
+    "rollout.responses_per_prompt=3": ("rollout.responses_per_prompt", "3", "= 8", "1, 2, 4, 8"),
+    "ppo.minibatches=5": ("ppo.minibatches", "5", "rollout.rows = 16", "1, 2, 4, 8, 16"),
+    "evaluate={every: 1, shards: 3}": ("evaluate.shards", "3", "prompts.held_out = 8", "1, 2, 4, 8"),
+    "placement.gangs.train.workers=3": ("placement.gangs.train.workers", "3", "rows of a shard (8)"),
+    "placement.gangs.train={workers: 3, layout: {tensor: 2}}": ("placement.gangs.train.workers", "multiple", "= 2"),
+    # rows that move
+    "cluster.move_rows_below=2": ("cluster.move_rows_below", "2", "0 (rows stay", "3 or more"),
+    "cluster.move_rows_below=-1": ("cluster.move_rows_below", "-1", "3 or more"),
+    "cluster.move_rows_below=8": ("cluster.move_rows_below", "8", "workers of 2 or more (given 1)", "set it to 0"),
+    # placement
+    "placement.roles.policy=tran": ("placement.roles.policy", "tran", "generate, train"),
+    "placement.roles.judge=train": ("placement.roles.judge", "no such role", "reference"),
+    "placement.gangs.idle={}": ("placement.gangs.idle", "no role is placed on it"),
+    "placement.gangs.train.weights_dir=weights": ("placement.gangs.train.weights_dir", "'weights'", "an absolute path"),
+    "placement.gangs.score.weights_dir=/dev/shm/a placement.roles.score=score": (
+        "placement.gangs.score.weights_dir",
+        "/dev/shm/a",
+        "read or publish weights (generate, policy): leave it null",
+    ),
+    "placement.gangs.train.slots=2": ("placement.gangs.train.slots", "2", "pools"),
+    "placement.gangs.train.layout.sequence_parallel=true": (
+        "placement.gangs.train.layout.sequence_parallel",
+        "layout.tensor of 2",
+    ),
+    # things that exclude one another
+    "evaluate.every=1 prompts.held_out=1": ("prompts.held_out", "1", "2 or more"),
+    "ppo.proximal=sampler ppo.correction=mask": ("ppo.correction", "mask", "ppo.correction=none"),
+    "placement.roles.generate=train placement.roles.score=generate placement.gangs.train.workers=2": (
+        "placement.roles.generate",
+        "train",
+        "gang of its own",
+    ),
+    # not overrides at all
+    "=1": ("=1", "key=value"),
+}
+
+
+@pytest.mark.parametrize("changes", REFUSED)
+def test_what_cannot_work_is_refused_by_its_key(base: Path, changes: str) -> None:
+    key, *parts = REFUSED[changes]
+    overrides = [changes] if "{" in changes or "[" in changes or changes.startswith("=") else changes.split(" ")
+    with pytest.raises(ConfigError) as refusal:
+        load(base, *overrides)
+    assert refusal.value.key == key
+    message = str(refusal.value)
+    assert message.startswith(f"{key}: ")
+    for part in parts:
+        assert part in message
+    assert "\n" not in message
+
+
+@pytest.mark.parametrize("role", list(Role))
+def test_a_role_placed_nowhere_is_refused(tmp_path: Path, role: Role) -> None:
+    path = tmp_path / "c.yaml"
+    gangs = ", ".join(f"{r}: all" for r in Role if r is not role)
+    path.write_text(BASE.split("placement:")[0] + f"placement: {{gangs: {{all: {{}}}}, roles: {{{gangs}}}}}\n")
+    with pytest.raises(ConfigError, match=f"placement.roles.{role}: .*placed nowhere.*all") as refusal:
+        load(path)
+    assert refusal.value.key == f"placement.roles.{role}"
+
+
+@pytest.mark.parametrize(
+    ("key", "line"),
+    {
+        "name": "name: base",
+        "model.path": 'path: "random:tiny"',
+        "prompts.url": "url: prompts.jsonl, ",
+        "reward.kind": "kind: characters, ",
+    }.items(),
+)
+def test_a_missing_value_is_refused(tmp_path: Path, key: str, line: str) -> None:
+    assert line in BASE
+    path = tmp_path / "c.yaml"
+    path.write_text(BASE.replace(line, ""))
+    with pytest.raises(ConfigError, match=f"^{key}: has no value; set it .*{key}=") as refusal:
+        load(path)
+    assert refusal.value.key == key
+
+
+def test_files_that_are_no_configs_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no such config file"):
+        load_config([tmp_path / "nowhere.yaml"])
+    listed = tmp_path / "list.yaml"
+    listed.write_text("- 1\n- 2\n")
+    with pytest.raises(ConfigError, match="mapping of keys to values"):
+        load_config([listed])
+    broken = tmp_path / "broken.yaml"
+    broken.write_text("name: [\n")
+    with pytest.raises(ConfigError, match="not readable as YAML") as refusal:
+        load_config([broken])
+    assert refusal.value.key == str(broken)
+    with pytest.raises(ConfigError, match="key=value"):
+        load_config([], ["staleness"])
+
+
+def test_a_config_is_a_value(base: Path) -> None:
+    """Two loads share nothing that one of them could change."""
+    one, two = load(base), load(base)
+    one.placement.gangs["train"].workers = 7
+    assert two.placement.gangs["train"].workers == 1
+    assert dataclasses.replace(two, seed=3) != two

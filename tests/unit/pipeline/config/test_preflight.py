@@ -1,0 +1,193 @@
+"""What a look at the disk refuses: model, prompts, reward, run directory; and that looking leaves nothing behind."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from pipeline.config.paths import RunPaths
+from pipeline.config.preflight import check_run_directory, preflight
+from pipeline.config.schema import ConfigError, RunConfig, load_config, to_yaml
+from stages.models.hf_files import read_config
+
+CONFIG = """
+name: looked
+model: {path: "random:tiny"}
+prompts: {max_tokens: 8, held_out: 2}
+rollout: {rows: 8, shards: 2}
+sampling: {max_new_tokens: 8}
+reward: {kind: characters, args: {characters: aeiou}}
+placement:
+  gangs: {all: {}}
+  roles: {generate: all, score: all, reference: all, policy: all, value: all}
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "c.yaml").write_text(CONFIG)
+    prompts = [{"prompt": f"word {i}"} for i in range(6)]
+    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(p) + "\n" for p in prompts))
+    return tmp_path
+
+
+def load(folder: Path, *overrides: str) -> RunConfig:
+    runs, prompts = folder / "runs", folder / "prompts.jsonl"
+    return load_config([folder / "c.yaml"], [f"runs_dir={runs}", f"prompts.url={prompts}", *overrides])
+
+
+def model_directory(folder: Path, weights: bool = True, **changes: object) -> Path:
+    """A directory that looks like a model, as far as preflight looks."""
+    directory = folder / "model"
+    directory.mkdir()
+    (directory / "config.json").write_text(json.dumps(read_config("random:tiny") | changes))
+    if weights:
+        (directory / "model.safetensors").write_bytes(b"")
+    return directory
+
+
+def test_what_was_read_is_handed_on(folder: Path) -> None:
+    checked = preflight(load(folder))
+    assert (len(checked.prompts.train), len(checked.prompts.held_out)) == (4, 2)
+    assert checked.tokenizer.vocab_size == 256
+
+
+@pytest.mark.parametrize(
+    ("change", "key", "parts"),
+    [
+        ("model.path=nowhere", "model.path", ("nowhere", "config.json", "random:tiny", "make assets")),
+        ("model.frozen_blocks=4", "model.frozen_blocks", ("given 4", "at most 3")),
+        ("model.critic_blocks=5", "model.critic_blocks", ("given 5", "from 1 to 4")),
+        ("prompts.url=gone.jsonl", "prompts.url", ("gone.jsonl",)),
+        ("prompts.url=prompts.csv", "prompts.url", (".csv", ".jsonl", ".parquet")),
+        ("prompts.field=text", "prompts.field", ("'text'", "prompt")),
+        ("prompts.max_tokens=5", "prompts.max_tokens", ("given 5", "has 6 tokens", "prompts.too_long=skip")),
+        ("prompts.max_tokens=249", "prompts.max_tokens", ("257 tokens", "context is 256", "at most 248")),
+        ("sampling.max_new_tokens=256", "sampling.max_new_tokens", ("given 256", "context is 256")),
+        ("prompts.held_out=6", "prompts.held_out", ("given 6", "6 prompts", "0..5")),
+        ("sampling.suppress_token_ids=[256]", "sampling.suppress_token_ids", ("given 256", "0 to 255")),
+        ("reward.kind=magic", "reward", ("magic", "vader")),
+        ("reward.args={letters: a}", "reward", ("reward.args", "letters")),
+        ("engine.tensor_parallel=3", "engine.tensor_parallel", ("given 3", "4 query and 2 key/value", "1, 2, 4 ranks")),
+        ("engine.pipeline_parallel=5", "engine.pipeline_parallel", ("given 5", "from 1 to 4")),
+        ("placement.gangs.all.layout.pipeline=3", "placement.gangs.all.workers", ("= 3",)),
+    ],
+)
+def test_what_cannot_work_is_refused_by_its_key(folder: Path, change: str, key: str, parts: tuple[str, ...]) -> None:
+    with pytest.raises(ConfigError) as refusal:
+        preflight(load(folder, change))
+    assert refusal.value.key == key
+    for part in parts:
+        assert part in str(refusal.value)
+    assert not (folder / "runs").exists()
+
+
+def test_replicas_that_need_more_gpus_than_there_are_are_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No GPU is at hand in most places: this host is told that it has three."""
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 3)
+    preflight(load(folder, "engine.pipeline_parallel=3"))
+    with pytest.raises(ConfigError, match=r"engine\.tensor_parallel: given 2; 1 replicas .* need 4 GPUs.* at most 3"):
+        preflight(load(folder, "engine.pipeline_parallel=2", "engine.tensor_parallel=2"))
+
+
+def test_a_cache_too_small_for_a_row_is_refused(folder: Path) -> None:
+    """Keys and values of 4 blocks, 2 heads of 4096 in float32 take 256 KB a token, and a
+    block has 16."""
+    directory = model_directory(folder, weights=True, head_dim=4096)
+    settings = (f"model.path={directory}", "sampling.max_new_tokens=8", "prompts.max_tokens=8")
+    with pytest.raises(ConfigError, match=r"engine\.kv_budget_mb: given 3; .* row of 16 tokens .* take 4, .*slots 64"):
+        preflight(load(folder, *settings, "engine.kv_budget_mb=3"))
+
+
+@pytest.mark.parametrize(
+    ("layout", "workers", "key", "parts"),
+    [
+        ("{tensor: 4}", 4, "tensor", ("given 4", "num_key_value_heads = 2")),
+        ("{pipeline: 8}", 8, "pipeline", ("given 8", "num_hidden_layers = 4")),
+    ],
+)
+def test_a_layout_that_cannot_cut_the_model_is_refused(
+    folder: Path, layout: str, workers: int, key: str, parts: tuple[str, ...]
+) -> None:
+    gangs = f"placement.gangs={{all: {{}}, train: {{workers: {workers}, layout: {layout}}}}}"
+    roles = "placement.roles={generate: all, score: all, reference: train, policy: train, value: train}"
+    with pytest.raises(ConfigError) as refusal:
+        preflight(load(folder, gangs, roles))
+    assert refusal.value.key == f"placement.gangs.train.layout.{key}"
+    for part in parts:
+        assert part in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("weights", "changes", "parts"),
+    [
+        (True, {"model_type": "gpt2"}, ("gpt2", "llama")),
+        (False, {}, (".safetensors",)),
+        (True, {"rope_parameters": {"rope_type": "yarn"}}, ("yarn", "default")),
+        (True, {}, ("tokenizer",)),
+    ],
+)
+def test_a_model_that_cannot_be_used_is_refused(
+    folder: Path, weights: bool, changes: dict[str, object], parts: tuple[str, ...]
+) -> None:
+    directory = model_directory(folder, weights, **changes)
+    with pytest.raises(ConfigError) as refusal:
+        preflight(load(folder, f"model.path={directory}"))
+    assert refusal.value.key == "model.path"
+    for part in (str(directory), *parts):
+        assert part in str(refusal.value)
+
+
+def test_a_resumed_run_keeps_its_prompts(folder: Path) -> None:
+    """Their source may have changed, or be gone: the stored rollouts belong to the prompts that were."""
+    first = preflight(load(folder)).prompts
+    saved = folder / "saved.npz"
+    first.save(saved)
+    (folder / "prompts.jsonl").unlink()
+    again = preflight(load(folder), saved).prompts
+    np.testing.assert_array_equal(again.tokens, first.tokens)
+    np.testing.assert_array_equal(again.train, first.train)
+
+
+@pytest.mark.parametrize("below", ["a file", "/proc"])
+def test_an_unwritable_run_directory_is_refused(folder: Path, below: str) -> None:
+    (folder / "a file").write_text("")
+    runs = Path("/proc/runs") if below == "/proc" else folder / "a file" / "runs"
+    with pytest.raises(ConfigError, match=r"cannot write to .*Set runs_dir=") as refusal:
+        check_run_directory(load(folder, f"runs_dir={runs}"), resume=False)
+    assert refusal.value.key == "runs_dir"
+    assert str(runs) in str(refusal.value)
+
+
+def test_an_unwritable_directory_for_weights_is_refused(folder: Path) -> None:
+    config = load(folder, "placement.gangs.all.weights_dir=/proc/weights")
+    with pytest.raises(ConfigError, match=r"given '/proc/weights'; cannot write to /proc: .* Set placement") as refusal:
+        check_run_directory(config, resume=False)
+    assert refusal.value.key == "placement.gangs.all.weights_dir"
+
+
+def test_a_directory_with_another_config_is_refused(folder: Path) -> None:
+    config = load(folder)
+    check_run_directory(config, resume=False)
+    assert not config.run_dir.exists()
+    config.run_dir.mkdir(parents=True)
+    RunPaths(config.run_dir).config.write_text(to_yaml(config))
+    check_run_directory(config, resume=False)  # the same config, and nothing has run: it may start
+    for resume in (False, True):
+        with pytest.raises(ConfigError, match=r"holds a run with another config .*Choose another name=") as refusal:
+            check_run_directory(load(folder, "seed=1"), resume=resume)
+        assert refusal.value.key == "name"
+
+
+def test_a_directory_that_holds_this_run_is_for_resume(folder: Path) -> None:
+    config = load(folder)
+    paths = RunPaths(config.run_dir)
+    paths.root.mkdir(parents=True)
+    paths.config.write_text(to_yaml(config))
+    paths.events.write_text("")
+    with pytest.raises(ConfigError, match=f"`stageline resume {paths.root}` continues it"):
+        check_run_directory(config, resume=False)
+    check_run_directory(config, resume=True)

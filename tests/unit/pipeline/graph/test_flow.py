@@ -1,0 +1,162 @@
+"""The window along the run: when steps open, when they are over, when weights may go, what a resumed run does again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import pytest
+
+from pipeline.graph.dispatch import Dispatch, Gang
+from pipeline.graph.flow import Flow
+from pipeline.graph.graph import GraphSpec, Node, run_nodes
+from stages.models.protocol import Role
+from storage.address import Address
+
+GANGS = (
+    Gang("gen", frozenset({Role.GENERATE}), 1, 64),
+    Gang("score", frozenset({Role.SCORE}), 1),
+    Gang("train", frozenset({Role.POLICY, Role.VALUE, Role.REFERENCE}), 1),
+)
+
+
+class Machine:
+    """Owns a flow on a dispatch whose workers are all up, and finishes nodes on demand."""
+
+    def __init__(self, spec: GraphSpec, committed: Iterable[Address] = (), published: Iterable[int] = ()) -> None:
+        self.over: list[int] = []
+        self.unread: list[int] = []
+        self.ran: list[Address] = []
+        self.out: dict[Address, Node] = {}
+        self.dispatch = Dispatch(GANGS)
+        for gang in GANGS:
+            self.dispatch.worker_up(gang.name, 0)
+        self.flow = Flow(
+            spec,
+            self.dispatch,
+            committed=committed,
+            published=published,
+            on_step=lambda step, nodes: self.over.append(step),
+            on_unread=self.unread.append,
+        )
+        self.flow.advance()
+        self.submit()
+
+    def submit(self) -> None:
+        self.out |= {submit.node.address: submit.node for submit in self.dispatch.next_submits()}
+
+    def run(self, *held: tuple[str, int]) -> None:
+        """Finishes whatever can be, except nodes of the (stage, step) pairs."""
+        while ready := [a for a in sorted(self.out) if (a.stage, a.step) not in held and self._parents_done(a)]:
+            node = self.out.pop(ready[0])
+            self.ran.append(node.address)
+            self.dispatch.done(node.address)
+            self.flow.done(node)
+            self.submit()
+
+    def _parents_done(self, address: Address) -> bool:
+        return all(self.dispatch.is_done(parent) for parent in self.out[address].parents)
+
+    def steps(self, stage: str) -> list[int]:
+        return [address.step for address in self.ran if address.stage == stage]
+
+
+@pytest.mark.parametrize(("staleness", "generated"), [(0, [0]), (1, [0, 1]), (2, [0, 1, 2])])
+def test_generation_runs_eta_steps_ahead(staleness: int, generated: list[int]) -> None:
+    """While step 0 is not trained, steps 0 .. eta can be generated (by version 0), and no more."""
+    machine = Machine(GraphSpec(steps=9, shards=1, staleness=staleness))
+    machine.run(("update_policy", 0))
+    assert machine.steps("generate") == generated
+
+
+def test_window_arithmetic() -> None:
+    """eta = 1: three steps are held, counted from the oldest that is not trained. With `update_policy[k]` to come, the
+    steps held are k, k+1, k+2; step k+3 is not."""
+    machine = Machine(GraphSpec(steps=9, shards=1, staleness=1))
+    for k in range(4):
+        machine.run(("update_policy", k))
+        assert machine.flow.steps_done == k
+        assert [machine.dispatch.is_done(Address("update_value", k + ahead)) for ahead in range(1, 4)] == [
+            False,
+            False,
+            True,  # a node that is not held counts as done
+        ]
+
+
+def test_run_ends_when_every_step_is_over() -> None:
+    machine = Machine(GraphSpec(steps=4, shards=2, staleness=1, eval_every=2))
+    assert not machine.flow.finished
+    machine.run()
+    assert machine.flow.finished
+    assert sorted(machine.over) == [0, 1, 2, 3]
+    assert len(machine.ran) == len(set(machine.ran)) == len(list(run_nodes(GraphSpec(4, 2, 1, True, 2))))
+
+
+def test_a_late_evaluation_keeps_its_step_open_but_not_the_run_back() -> None:
+    """The evaluation of version 1 belongs to step 0's nodes; training goes on meanwhile."""
+    machine = Machine(GraphSpec(steps=3, shards=1, staleness=0, eval_every=1))
+    machine.run(("evaluate", 1))
+    assert machine.over == [1, 2]
+    assert not machine.flow.finished
+    machine.run()
+    assert machine.over == [1, 2, 0]
+    assert machine.flow.finished
+
+
+def test_weights_go_with_their_last_reader() -> None:
+    """eta = 1: version 0 is read by generate[0], generate[1] and its evaluation; version 1 by generate[2]."""
+    machine = Machine(GraphSpec(steps=3, shards=2, staleness=1, eval_every=3))
+    machine.run(("evaluate", 0), ("update_policy", 0))
+    assert machine.unread == [], "every shard has read version 0, its evaluation has not"
+    machine.run(("update_policy", 0))
+    assert machine.unread == [0]
+    machine.run()
+    assert machine.unread == [0, 1, 3], "version 2 would generate step 3, which is not part of the run"
+
+
+def committed_up_to(spec: GraphSpec, last: Address) -> list[Address]:
+    addresses = [node.address for node in run_nodes(spec)]
+    return addresses[: addresses.index(last) + 1]
+
+
+def test_resume_runs_only_what_is_missing() -> None:
+    spec = GraphSpec(steps=4, shards=1, staleness=0)
+    machine = Machine(spec, committed_up_to(spec, Address("publish", 2)), published=[2])
+    assert sorted(machine.over) == [0, 1]
+    assert machine.flow.steps_done == 2
+    machine.run()
+    assert machine.flow.finished
+    expected = [n.address for n in run_nodes(spec) if n.turn >= 2]
+    assert sorted(machine.ran) == sorted(expected)
+
+
+def test_resume_publishes_again_what_is_gone_and_still_wanted() -> None:
+    """Published weights live in memory. After a reboot version 2 is gone: generate[2] needs it. Version 1, whose
+    readers have all committed, is not missed."""
+    spec = GraphSpec(steps=4, shards=1, staleness=0)
+    machine = Machine(spec, committed_up_to(spec, Address("publish", 2)), published=[])
+    machine.run()
+    assert machine.steps("publish") == [2, 3, 4]
+    assert machine.flow.finished
+
+
+def test_resume_in_the_middle_of_a_step() -> None:
+    """One of two shards was generated: the other, and all that follows, is run; version 0 is read once more."""
+    spec = GraphSpec(steps=1, shards=2, staleness=0)
+    machine = Machine(spec, [Address("publish", 0), Address("generate", 0, 1)], published=[0])
+    machine.run()
+    assert [a for a in machine.ran if a.stage == "generate"] == [Address("generate", 0, 0)]
+    assert machine.unread == [0]
+
+
+def test_resume_of_a_finished_run_does_nothing() -> None:
+    spec = GraphSpec(steps=3, shards=2, staleness=1, eval_every=1)
+    machine = Machine(spec, [node.address for node in run_nodes(spec)])
+    assert machine.flow.finished
+    assert machine.ran == []
+
+
+def test_resumed_weights_without_readers_are_let_go() -> None:
+    """A crash between the last reader's commit and the release left version 0 in memory."""
+    spec = GraphSpec(steps=3, shards=1, staleness=0)
+    machine = Machine(spec, committed_up_to(spec, Address("publish", 1)), published=[0, 1])
+    assert machine.unread == [0]

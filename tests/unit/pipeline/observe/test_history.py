@@ -1,0 +1,136 @@
+"""A run's numbers, read back from commits that were written by hand."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from pipeline.graph.graph import GraphSpec
+from pipeline.observe.history import History, distinct_bigrams
+from storage.address import Address
+from storage.ledger import Commit, Ledger, Provenance
+from storage.records import Rollout, Scores
+from storage.rollouts import Layout, Layouts, RolloutStore
+
+SPEC = GraphSpec(steps=3, shards=2, staleness=1, eval_every=2, eval_shards=2)
+
+
+@pytest.fixture
+def history(tmp_path: Path) -> History:
+    ledger = Ledger(str(tmp_path / "ledger"))
+    layout = Layout(2, 1, 6)
+    return History(SPEC, ledger, RolloutStore(str(tmp_path), ledger, Layouts(layout, layout)), rows=2)
+
+
+def provenance(started: float) -> Provenance:
+    return Provenance((), (), 0, "test", "w", "h", 1, started)
+
+
+def commit(
+    history: History, stage: str, step: int, started: float, seconds: float, shard: int = 0, **metrics: float
+) -> None:
+    address = Address(stage, step, shard)
+    named = {name.replace("__", "/"): value for name, value in metrics.items()}
+    finished = started + seconds
+    history.ledger.commit(Commit(address, "a0", None, 0, {}, provenance(started), finished, named))
+
+
+def rollout(tokens: list[list[int]], prompts: list[int]) -> Rollout:
+    """Rows of a one-token prompt and a response; 0 pads."""
+    lengths = np.array([len(row) for row in tokens], np.int32)
+    padded = np.array([[9, *row, *[0] * (5 - len(row))] for row in tokens], np.int32)
+    mask = (np.arange(6) >= 1) & (np.arange(6) <= lengths[:, None])
+    return Rollout(
+        row=np.arange(len(tokens)),
+        prompt_index=np.array(prompts),
+        tokens=padded,
+        prompt_lengths=np.ones(len(tokens), np.int32),
+        response_lengths=lengths,
+        response_mask=mask,
+        sampler_logprobs=np.where(mask, -1, 0).astype(np.float32),
+        token_versions=np.where(mask, 0, -1).astype(np.int32),
+        finish_reason=np.zeros(len(tokens), np.int8),
+    )
+
+
+def a_step(history: History) -> None:
+    """Step 1: published at 100, trained into version 2, which is published at 108."""
+    commit(history, "publish", 1, 99.5, 0.5)
+    commit(history, "generate", 1, 100.0, 2.0, 0, generate__tokens=30, score__mean=0.5)
+    commit(history, "generate", 1, 101.0, 3.0, 1, generate__tokens=50, score__mean=0.7)
+    commit(history, "advantage", 1, 104.0, 0.25, reward__mean=0.5, kl__ref=2.0, staleness__fraction_0=0.5,
+           staleness__fraction_1=0.5)  # fmt: skip
+    commit(history, "update_policy", 1, 105.0, 2.5, policy__lr=0.1)
+    commit(history, "publish", 2, 107.5, 0.5)
+
+
+def test_metrics_of_a_step(history: History) -> None:
+    a_step(history)
+    found = history.step_metrics(1)
+    assert found == pytest.approx(
+        {
+            "generate/tokens": 80,  # summed over shards
+            "score/mean": 0.6,  # mean over shards
+            "reward/mean": 0.5,
+            "kl/ref": 2.0,
+            "staleness/fraction_0": 0.5,
+            "staleness/fraction_1": 0.5,
+            "policy/lr": 0.1,
+            "time/generate_s": 5.0,
+            "time/advantage_s": 0.25,
+            "time/update_policy_s": 2.5,
+            "time/publish_s": 0.5,
+            "time/step_s": 8.0,  # from the publication of version 1 to that of version 2
+            "throughput/samples_per_s": 2 / 8,
+            "throughput/tokens_per_s": 10.0,
+        }
+    )
+
+
+def test_a_step_that_a_stop_interrupted_has_no_step_time(history: History) -> None:
+    a_step(history)
+    assert "time/step_s" in history.step_metrics(1, starts=[99.0, 108.5])
+    interrupted = history.step_metrics(1, starts=[103.0])
+    assert not {"time/step_s", "throughput/samples_per_s", "throughput/tokens_per_s"} & interrupted.keys()
+    assert interrupted["time/update_policy_s"] == pytest.approx(2.5)
+
+
+def test_numbers_of_a_step(history: History) -> None:
+    a_step(history)
+    numbers = history.step_numbers(1)
+    assert (numbers.step, numbers.reward, numbers.kl) == (1, 0.5, 2.0)
+    assert (numbers.num_samples, numbers.num_tokens) == (2, 80)
+    assert dict(numbers.staleness) == {0: 1, 1: 1}
+
+
+def test_when_a_step_is_over(history: History) -> None:
+    a_step(history)
+    assert history.steps_done() == []
+    assert not history.step_over(1)
+    commit(history, "update_value", 1, 108.0, 1.0)
+    assert history.steps_done() == [1]
+    assert history.step_over(1)
+    commit(history, "update_policy", 2, 110.0, 1.0)
+    commit(history, "update_value", 2, 110.0, 1.0)
+    assert history.steps_done() == [1, 2]
+    assert not history.step_over(2), "version 3 is not published"
+
+
+def test_an_evaluation_is_there_when_all_its_shards_are(history: History) -> None:
+    for shard, (prompt, score) in enumerate([(7, 0.25), (3, 1.0)]):
+        assert history.evaluation(2) is None
+        rows = rollout([[4, 5, 4, 5]], [prompt])
+        history.store.write(Address("evaluate", 2, shard), rows, provenance(1.0))
+        scores = Scores(np.array([score], np.float32))
+        history.store.write(Address("evaluate_score", 2, shard), scores, provenance(1.0))
+    (evaluation,) = history.evaluations()
+    assert (evaluation.version, evaluation.mean) == (2, 0.625)
+    assert dict(evaluation.scores) == {7: 0.25, 3: 1.0}
+    assert evaluation.distinct_bigrams == pytest.approx(2 / 6)  # 45 54 45, twice
+
+
+def test_distinct_bigrams_by_hand() -> None:
+    assert distinct_bigrams(rollout([[1, 2, 3], [1, 2], [4]], [0, 1, 2])) == pytest.approx(2 / 3)  # 12 23 12
+    assert distinct_bigrams(rollout([[1], [2]], [0, 1])) is None

@@ -1,0 +1,48 @@
+"""The tables' text: the numbers a person reads are those that were given."""
+
+import io
+from pathlib import Path
+
+from rich.console import Console, RenderableType
+
+from pipeline.observe.summary import EvalSummary, StalenessSummary, Summary
+from pipeline.observe.tables import InspectRow, ResponsePair, end_of_run, inspect_table, summary_rows
+
+SUMMARY = Summary(
+    steps=2, wall_s=10.0, samples_per_s=1.6, tokens_per_s=10.0, stage_s={"generate": 6.0, "update_policy": 7.0},
+    overhead_fraction=0.031, staleness=StalenessSummary(1, 0.5, {"0": 1, "1": 1}),
+    eval=EvalSummary(0.195, 0.481, 32, 4.4), reward=[0.1, 0.4], kl=[0.0, 5.7], versions={"weights": 3},
+    overlap_fraction=0.25,
+    busiest_gang="train", idle={"gen": 0.4}, kl_final=5.7, distinct_bigrams={"before": 0.9, "after": 0.8},
+)  # fmt: skip
+
+
+def _text(renderable: RenderableType, width: int = 120) -> str:
+    out = io.StringIO()
+    Console(file=out, width=width).print(renderable)
+    return out.getvalue()
+
+
+def test_summary_rows() -> None:
+    rows = dict(summary_rows(SUMMARY))
+    assert rows["held-out reward"] == "0.195 → 0.481  (32 prompts, paired t 4.4)"
+    assert rows["KL to the reference"] == "5.700 nats per response at the end"
+    assert rows["distinct bigrams"] == "90.0% → 80.0% of the held-out responses"
+    assert rows["seconds by stage"] == "update_policy 7.0, generate 6.0"
+    assert rows["overlap of gangs"] == "25% of the time; idle: gen 40%"
+    assert rows["bookkeeping"] == "3.1% of the time"
+
+
+def test_end_of_run_shows_responses_as_they_are_and_paths() -> None:
+    """Model text may hold what rich takes for markup."""
+    pairs = [ResponsePair("The film", "was [red]dull[/red]", -0.5, "was great", 0.75)]
+    text = _text(end_of_run(SUMMARY, pairs, {"timeline": Path("runs/x/timeline.png")}))
+    assert "-0.500 was [red]dull[/red]" in text
+    assert "+0.750 was great" in text
+    assert "runs/x/timeline.png" in text
+
+
+def test_inspect_rows() -> None:
+    rows = [InspectRow(3, "p [b]", "r", 0.5, 1.25, "2-3", None)]
+    cells = [c.strip() for c in _text(inspect_table(rows, "step 2")).splitlines()[4].strip("│").split("│")]
+    assert cells == ["3", "p [b]", "r", "0.500", "1.250", "2-3", "-"]

@@ -1,0 +1,155 @@
+"""The spool, the writer process and a real sqlite MLflow: what a run tells arrives once, whatever dies on the way."""
+
+import json
+import logging
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from mlflow.tracing.client import TracingClient
+from mlflow.tracking import MlflowClient
+
+from pipeline.observe.tracking import WRITER_ENV, MlflowTracker, NullTracker, Span, deliver, how_to_open, read_spool
+
+T0 = 1_700_000_000.0
+
+
+@pytest.fixture(autouse=True)
+def _quiet_mlflow(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in WRITER_ENV.items():
+        monkeypatch.setenv(name, value)
+
+
+def _tracker(uri: str, run_dir: Path, params: dict[str, str] | None = None, timeout_s: float = 30.0) -> MlflowTracker:
+    run_dir.mkdir(exist_ok=True)
+    return MlflowTracker(uri, "exp", "demo", params or {"seed": "1"}, {"host": "here"}, run_dir / "mlflow_spool.jsonl",
+                         timeout_s)  # fmt: skip
+
+
+def _tell_step(tracker: MlflowTracker, step: int) -> None:
+    tracker.metrics(step, {"reward": 0.5 * step, "kl": 0.25})
+    tracker.trace(
+        step,
+        [
+            Span(f"generate[{step + 1},0]", "generate", T0 + step, T0 + step + 2, "generate", "g0"),
+            Span(f"update_policy[{step}]", "update_policy", T0 + step + 1, T0 + step + 3, "train", "t0", {"rank": 0}),
+        ],
+    )
+
+
+@pytest.fixture(scope="module")
+def uri(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """One database for the module: MLflow takes seconds to create its tables."""
+    return f"sqlite:///{tmp_path_factory.mktemp('db')}/runs/mlflow.db"
+
+
+def _closed_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return int(s.getsockname()[1])
+
+
+def test_a_down_server_costs_one_warning_and_nothing_is_lost_or_sent_twice(
+    tmp_path: Path, uri: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The life of a run: server down, delivered elsewhere later, resumed with repeated steps, closed."""
+    run_dir = tmp_path / "run"
+    spool = run_dir / "mlflow_spool.jsonl"
+    with caplog.at_level(logging.WARNING, "stageline.tracking"):
+        tracker = _tracker(f"http://127.0.0.1:{_closed_port()}", run_dir, timeout_s=1.0)
+        for step in range(3):
+            _tell_step(tracker, step)
+        # Each call has left its line by the time it returns, whatever the writer is doing: the calls wait for nothing.
+        assert [item["kind"] for _, item in read_spool(spool)] == ["open"] + ["metrics", "trace"] * 3
+        tracker.close("FAILED")
+    unreachable = [r.getMessage() for r in caplog.records if "cannot be reached" in r.getMessage()]
+    assert len(unreachable) == 1
+    assert "8 items not delivered" in caplog.records[-1].getMessage()
+
+    assert deliver(spool, uri).left == 0
+    run_id = (run_dir / "mlflow_run_id").read_text().strip()
+    client = MlflowClient(uri)
+    run = client.get_run(run_id)
+    assert run.info.status == "FAILED"
+    assert run.data.params == {"seed": "1"}
+    assert run.data.tags["host"] == "here"
+    assert [(m.step, m.value) for m in client.get_metric_history(run_id, "reward")] == [(0, 0.0), (1, 0.5), (2, 1.0)]
+
+    # A resume repeats step 2 and goes on; a changed param is kept as a tag. One name is not acceptable to MLflow.
+    caplog.clear()
+    artifact = tmp_path / "curves.txt"
+    artifact.write_text("picture")
+    with caplog.at_level(logging.WARNING, "stageline.tracking"), _tracker(uri, run_dir, {"seed": "2"}) as resumed:
+        for step in (2, 3):
+            _tell_step(resumed, step)
+        resumed.metrics(3, {"bad*name": 1.0, "good": 7.0})
+        resumed.artifact(artifact, "plots")
+        resumed.tags({"note": "resumed"})
+    assert [r.getMessage()[:29] for r in caplog.records] == ["MLflow refused metric bad*nam"]
+    # A writer that died before it noted its progress delivers everything again: nothing may change.
+    (run_dir / "mlflow_spool.state.json").unlink()
+    again = deliver(spool, uri)
+    assert (again.run_id, again.left) == (run_id, 0)
+
+    run = client.get_run(run_id)
+    assert run.info.status == "FINISHED"
+    assert (run.data.params["seed"], run.data.tags["resumed.seed"], run.data.tags["note"]) == ("1", "2", "resumed")
+    assert run.data.metrics["good"] == 7.0
+    assert [m.step for m in client.get_metric_history(run_id, "reward")] == [0, 1, 2, 3]
+    assert [f.path for f in client.list_artifacts(run_id, "plots")] == ["plots/curves.txt"]
+    assert [r.info.run_id for r in client.search_runs([run.info.experiment_id])] == [run_id]
+
+    traces = TracingClient(uri).search_traces(locations=[run.info.experiment_id])
+    assert sorted(t.info.tags["mlflow.traceName"] for t in traces) == ["step 0", "step 1", "step 2", "step 3"]
+    assert {t.info.trace_metadata["mlflow.sourceRun"] for t in traces} == {run_id}
+    spans = {s.name: s for t in traces for s in t.data.spans if t.info.tags["step"] == "1"}
+    root, generate, update = spans["step 1"], spans["generate[2,0]"], spans["update_policy[1]"]
+    assert root.parent_id is None
+    assert {generate.parent_id, update.parent_id} == {root.span_id}
+    assert (root.start_time_ns, root.end_time_ns) == (int((T0 + 1) * 1e9), int((T0 + 4) * 1e9))
+    assert (generate.start_time_ns, generate.end_time_ns) == (int((T0 + 1) * 1e9), int((T0 + 3) * 1e9))
+    assert update.start_time_ns < generate.end_time_ns, "generation of step 2 overlaps the training of step 1"
+    assert update.get_attribute("gang") == "train"
+
+
+def test_a_killed_drivers_run_is_marked_killed_and_a_torn_line_is_cut(tmp_path: Path, uri: str) -> None:
+    spool = tmp_path / "mlflow_spool.jsonl"
+    opened = {"t": T0, "kind": "open", "key": "k", "experiment": "other", "run_name": "r", "params": {}, "tags": {}}
+    metrics = {"t": T0, "kind": "metrics", "step": 0, "values": {"reward": 1.0}}
+    spool.write_text(json.dumps(opened) + "\n" + json.dumps(metrics) + "\n" + '{"t": 1, "kind": "met')
+    run_id = deliver(spool, uri).run_id
+    assert run_id is not None
+    run = MlflowClient(uri).get_run(run_id)
+    assert (run.info.status, run.data.metrics) == ("KILLED", {"reward": 1.0})
+    with _tracker(uri, tmp_path) as resumed:
+        resumed.metrics(0, {"reward": 9.0})  # known: the first value stays
+        resumed.metrics(1, {"reward": 2.0})
+    assert [item["kind"] for _, item in read_spool(spool)] == ["open", "metrics", "open", "metrics", "close"]
+    history = MlflowClient(uri).get_metric_history(run_id, "reward")
+    assert [(m.step, m.value) for m in history] == [(0, 1.0), (1, 2.0)]
+    assert MlflowClient(uri).get_run(run_id).info.status == "FINISHED"
+
+
+def test_the_driver_never_imports_mlflow() -> None:
+    code = "import sys, pipeline.observe.tracking; print('mlflow' in sys.modules)"
+    root = str(Path(__file__).parents[4])
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": root}, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.strip() == "False"
+
+
+def test_no_uri_no_tracking(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    tracker = NullTracker()
+    tracker.metrics(0, {"a": 1.0})
+    tracker.close("FINISHED")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_how_to_open() -> None:
+    assert how_to_open("sqlite:///runs/mlflow.db") == "mlflow ui --backend-store-uri sqlite:///runs/mlflow.db"
+    assert how_to_open("http://host:5000") == "http://host:5000"

@@ -1,0 +1,170 @@
+"""A replica's versions and shards while rows are elsewhere: who may load what, and which shards only wait."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from pipeline.workers.bookkeeping import Clock
+from pipeline.workers.replica_rows import ReplicaRows
+from pipeline.workers.versioned_engine import VersionedEngine
+from stages.engines.config import EngineConfig, SamplingConfig
+from stages.engines.embedded.engine import TorchEngine
+from stages.engines.embedded.migration.load import RowsHere, Wanted
+from stages.engines.embedded.migration.protocol import RowsLost, key_of
+from stages.engines.protocol import Completion, Request, RequestError
+from stages.models.hf_files import RANDOM_TINY
+from storage.address import Address
+from storage.weights import WeightBoard
+
+pytestmark = pytest.mark.timeout(60)
+SHARD = Address("generate", 3, 1)
+
+
+@pytest.fixture
+def board(tmp_path: Path) -> Iterator[WeightBoard]:
+    with WeightBoard(tmp_path / "board") as board:
+        for version in range(3):
+            board.publish(version, {"model.norm.weight": np.full(64, 1 + version, np.float32)})
+        yield board
+
+
+@pytest.fixture
+def replicas(board: WeightBoard) -> Iterator[tuple[VersionedEngine, VersionedEngine]]:
+    settings = EngineConfig(slots=4, kv_budget_mb=16)
+    with (
+        closing(VersionedEngine(TorchEngine(RANDOM_TINY, settings, max_seq=240, threads=1), board)) as one,
+        closing(VersionedEngine(TorchEngine(RANDOM_TINY, settings, max_seq=240, threads=1), board)) as other,
+    ):
+        yield one, other
+
+
+def requests(num: int, version: int, new: int = 230) -> list[Request]:
+    """So long that they are still there when something happens to them: some hundred passes."""
+    settings = SamplingConfig(new, new)
+    return [Request(i, 1, 3, (5, 6 + i), version, settings) for i in range(num)]
+
+
+def run(engine: VersionedEngine, rows: list[Request], inside: threading.Event) -> dict[int, Completion]:
+    with engine.at(rows[0].version, Clock()) as inner:
+        results = inner.generate(rows)
+        inside.set()
+        return {c.row: c for c in results}
+
+
+def until(happened: Callable[[], object]) -> None:
+    pause = threading.Event()
+    for _ in range(6000):
+        if happened():
+            return
+        pause.wait(0.01)
+    raise AssertionError("did not happen")
+
+
+def test_the_next_version_loads_while_all_rows_are_elsewhere(
+    replicas: tuple[VersionedEngine, VersionedEngine],
+) -> None:
+    """And the rows come back as they would have been; the target keeps their version for as long."""
+    source, target = replicas
+    rows, inside = requests(3, version=0), threading.Event()
+    expected = run(target, rows, threading.Event())
+    with ThreadPoolExecutor(1) as thread:
+        running = thread.submit(run, source, rows, inside)
+        assert inside.wait(60)
+        moved = source.give_rows([Wanted(key_of(r), True) for r in rows])
+        assert len(moved) == 3
+        newer = run(source, requests(2, version=1, new=4), threading.Event())  # would wait for ever if they counted
+        assert {v for c in newer.values() for v in c.versions.tolist()} == {1}
+        with target.take_rows(moved) as guests:
+            assert (target._inside, target._version) == (1, 0)
+            for ticket, completion in guests:
+                assert completion is not None
+                source.deliver(ticket, completion)
+        got = running.result(timeout=60)
+    assert all(got[row].tokens.tolist() == c.tokens.tolist() for row, c in expected.items())
+    assert (source._inside, target._inside) == (0, 0)
+
+
+def test_one_row_at_home_keeps_the_version(replicas: tuple[VersionedEngine, VersionedEngine]) -> None:
+    source, _ = replicas
+    source.watch_rows(100, lambda here: None)
+    rows, inside = requests(2, version=0), threading.Event()
+    with ThreadPoolExecutor(2) as threads:
+        running = threads.submit(run, source, rows, inside)
+        assert inside.wait(60)
+        [moved] = source.give_rows([Wanted(key_of(rows[0]), True)])
+        newer = threads.submit(run, source, requests(1, version=1, new=4), threading.Event())
+        until(lambda: source._version == 1)  # the other row has finished at home
+        assert newer.result(timeout=60)[0].versions.tolist() == [1] * 4
+        assert not running.done()
+        source.give_back([moved.ticket])
+        with pytest.raises(RowsLost):
+            running.result(timeout=60)
+
+
+def test_rows_of_another_version_are_refused(replicas: tuple[VersionedEngine, VersionedEngine]) -> None:
+    source, target = replicas
+    rows, inside = requests(1, version=0), threading.Event()
+    with ThreadPoolExecutor(1) as thread:
+        running = thread.submit(run, source, rows, inside)
+        assert inside.wait(60)
+        moved = source.give_rows([Wanted(key_of(rows[0]), True)])
+        run(target, requests(1, version=2, new=2), threading.Event())
+        with pytest.raises(RequestError, match=r"versions \[0\] do not go on here: 2 is"), target.take_rows(moved):
+            pytest.fail("they were taken")
+        assert target._inside == 0
+        source.give_back([one.ticket for one in moved])
+        assert len(running.result(timeout=60)[0].tokens) == 230
+
+
+def test_guests_that_nobody_waits_for_let_the_next_version_in(
+    replicas: tuple[VersionedEngine, VersionedEngine],
+) -> None:
+    source, target = replicas
+    rows, inside = requests(2, version=0), threading.Event()
+    run(target, requests(1, version=0, new=2), threading.Event())
+    with ThreadPoolExecutor(2) as threads:
+        running = threads.submit(run, source, rows, inside)
+        assert inside.wait(60)
+        moved = source.give_rows([Wanted(key_of(r), False) for r in rows])
+        with target.take_rows(moved) as guests:
+            newer = threads.submit(run, target, requests(1, version=1, new=2), threading.Event())
+            guests.close()
+            assert list(guests) == []
+        assert newer.result(timeout=60)[0].versions.tolist() == [1, 1]
+        source.give_back([one.ticket for one in moved])
+        assert len(running.result(timeout=60)) == 2
+
+
+def test_shards_that_only_wait_are_known(replicas: tuple[VersionedEngine, VersionedEngine]) -> None:
+    """For the driver, which gives their slots to others; and how many of their rows others finished."""
+    source, target = replicas
+    run(target, requests(1, version=0, new=2), threading.Event())
+    told: list[tuple[RowsHere, tuple[Address, ...]]] = []
+    rows = ReplicaRows(source, below=100, silence_s=1.0)
+    rows.watch(lambda here, away: told.append((here, away)))
+    asked, inside = requests(3, version=0), threading.Event()
+    with ThreadPoolExecutor(1) as thread, rows.shard(SHARD, map(key_of, asked)) as shard:
+        running = thread.submit(run, source, asked, inside)
+        assert inside.wait(60)
+        until(lambda: len(told[-1][0].rows) == 3)
+        assert told[-1][1] == ()
+        first = rows.give([Wanted(key_of(asked[0]), True)])
+        assert rows.away == ()
+        others = rows.give([Wanted(key_of(r), True) for r in asked[1:]])
+        assert rows.away == (SHARD,)
+        until(lambda: told[-1] == (told[-1][0], (SHARD,)) and not told[-1][0].rows)
+        rows.give_back([one.ticket for one in others])
+        until(lambda: told[-1][1] == ())
+        with target.take_rows(first) as guests:
+            for ticket, completion in guests:
+                rows.deliver(ticket, completion)  # type: ignore[arg-type]
+        running.result(timeout=60)
+        assert shard.finished_elsewhere == 1
+    assert rows.away == ()

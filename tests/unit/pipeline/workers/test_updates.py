@@ -1,0 +1,377 @@
+"""Law 3 on a small model with real arithmetic: whatever happens on the way, the weights of version v are those that v
+updates make, bit for bit, and each update is committed once."""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from pipeline.workers.updates import ReplayMismatch, Trainer
+from stages.models.protocol import PolicyBatch, Role, ValueBatch
+from storage.address import Address
+from storage.checkpoints import Checkpoints
+from storage.errors import MissingOutput
+from storage.ledger import Commit, Ledger, new_attempt, provenance_here
+from storage.records import Advantages, PolicyLogprobs, Record, ReferenceLogprobs, Rollout, Values
+from storage.rollouts import Layout, Layouts, RolloutStore
+
+ROWS, SEQ, SHARDS, STEPS = 4, 3, 2, 6
+
+
+class FakeHost:
+    """Owns two vectors of float64. An update is w <- w cos(mean of the inputs + step) + w_0 / 7: any step left out,
+    repeated or fed from other inputs shows in the last bits."""
+
+    def __init__(self) -> None:
+        self.weights = {role: start(role) for role in (Role.POLICY, Role.VALUE)}
+        self.versions = dict.fromkeys(self.weights, 0)
+        self.dirty_roles: set[Role] = set()
+        self.log: list[str] = []
+        self.fail_at: int | None = None
+        self.error = 0.0
+
+    def _train(self, role: Role, step: int, number: float) -> dict[str, float]:
+        assert role not in self.dirty_roles, "a dirty model was trained"
+        assert self.versions[role] == step, f"{role} is at {self.versions[role]}, not {step}"
+        self.dirty_roles.add(role)
+        self.log.append(f"{role} train {step}")
+        self.weights[role] = self.weights[role] * np.cos(number + step) + start(role) / 7 + self.error
+        self.versions[role] = step + 1
+        if self.fail_at == step:
+            self.fail_at = None
+            raise RuntimeError("half-way")
+        return {"loss": number}
+
+    def update_policy(self, step: int, batch: PolicyBatch) -> dict[str, float]:
+        number = batch.advantages.advantages.mean() + batch.reference.ref_logprobs.sum() + batch.kl_coef
+        number += 0.0 if batch.policy is None else batch.policy.policy_logprobs.sum()
+        return self._train(Role.POLICY, step, float(number))
+
+    def update_value(self, step: int, batch: ValueBatch) -> dict[str, float]:
+        return self._train(Role.VALUE, step, float(batch.advantages.returns.mean() + batch.values.values.sum()))
+
+    def version(self, role: Role) -> int:
+        return self.versions[role]
+
+    def dirty(self, role: Role) -> bool:
+        return role in self.dirty_roles
+
+    def mark_clean(self, role: Role) -> None:
+        self.dirty_roles.discard(role)
+
+    def digest(self, role: Role) -> str:
+        return hashlib.sha256(self.weights[role].tobytes()).hexdigest()
+
+    def save(self, role: Role, directory: Path) -> None:
+        assert role not in self.dirty_roles
+        np.savez(directory / "w.npz", w=self.weights[role], version=self.versions[role])
+
+    def load(self, role: Role, directory: Path | None) -> None:
+        self.dirty_roles.discard(role)
+        if directory is None:
+            self.weights[role], self.versions[role] = start(role), 0
+        else:
+            with np.load(directory / "w.npz") as saved:
+                self.weights[role], self.versions[role] = saved["w"], int(saved["version"])
+        self.log.append(f"{role} load {self.versions[role]}")
+
+    def policy_logprobs(self, rollout: Rollout) -> None: ...
+    def ref_logprobs(self, rollout: Rollout) -> None: ...
+    def values(self, rollout: Rollout) -> None: ...
+    def trained_weights(self) -> Mapping[str, np.ndarray]:
+        return {}
+
+    def export(self, directory: Path) -> None: ...
+    def close(self) -> None: ...
+
+
+def start(role: Role) -> np.ndarray:
+    return np.random.default_rng(len(role)).normal(size=5)
+
+
+class Run:
+    """Owns a run's store with the inputs of every step, and makes trainers (processes) that share it."""
+
+    def __init__(self, root: Path) -> None:
+        self.ledger = Ledger(str(root / "ledger"))
+        self.store = RolloutStore(str(root), self.ledger, Layouts(Layout(SHARDS, ROWS // SHARDS, SEQ)))
+        self.checkpoints = Checkpoints(root / "checkpoints")
+        for step in range(STEPS):
+            rng = np.random.default_rng(step)
+
+            def floats(rng: np.random.Generator = rng, rows: int = ROWS // SHARDS) -> np.ndarray:
+                return rng.normal(size=(rows, SEQ)).astype(np.float32)
+
+            for shard in range(SHARDS):
+                rows = np.arange(2, dtype=np.int64) + 2 * shard
+                ones = np.ones(2, np.int32)
+                mask = np.tile(np.array([False, True, True]), (2, 1))
+                rollout = Rollout(
+                    rows, rows, ones[:, None] * np.int32([[3, 4, 5]]), ones, 2 * ones, mask, floats(),
+                    np.where(mask, step, -1).astype(np.int32), np.zeros(2, np.int8),
+                )  # fmt: skip
+                self._put("generate", step, shard, rollout)
+                self._put("reference", step, shard, ReferenceLogprobs(floats()))
+                self._put("logprob", step, shard, PolicyLogprobs(floats(), floats()))
+                self._put("value", step, shard, Values(floats(), np.zeros(2, np.float32)))
+            whole = [floats(rows=ROWS) for _ in range(3)]
+            self._put("advantage", step, 0, Advantages(*whole, np.ones((ROWS, SEQ), np.bool_)), {"kl/coef": 0.1 * step})
+
+    def _put(self, stage: str, step: int, shard: int, record: Record, metrics: dict[str, float] | None = None) -> None:
+        where = provenance_here(seed=0, config_hash="test")
+        self.store.write(Address(stage, step, shard), record, where, metrics=metrics)
+
+    def trainer(self, every: int = 100, keep: int = 2, staleness: int = 0, same_layout: bool = True) -> Trainer:
+        return Trainer(
+            FakeHost(),
+            rank=0,
+            ranks=1,
+            store=self.store,
+            ledger=self.ledger,
+            checkpoints=self.checkpoints if same_layout else None,
+            shards=SHARDS,
+            recompute_logprobs=True,
+            checkpoint_every=every,
+            checkpoint_keep=keep,
+            staleness=staleness,
+        )
+
+    def update(self, trainer: Trainer, role: Role, step: int) -> Commit:
+        stage = {Role.POLICY: "update_policy", Role.VALUE: "update_value"}[role]
+
+        def commit(metrics: dict[str, float], digest: str) -> Commit:
+            where = provenance_here(seed=0, config_hash="test")
+            return self.store.commit_only(Address(stage, step), where, metrics=metrics, digest=digest)
+
+        found = trainer.update(role, step, commit)
+        assert found is not None
+        return found
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    return Run(tmp_path)
+
+
+@pytest.fixture(scope="module")
+def digests(tmp_path_factory: pytest.TempPathFactory) -> dict[Role, list[str]]:
+    """Digests of version 0, 1, 2, ... of an undisturbed run."""
+    run = Run(tmp_path_factory.mktemp("undisturbed"))
+    trainer = run.trainer()
+    found = {role: [trainer.host.digest(role)] for role in (Role.POLICY, Role.VALUE)}
+    for step in range(STEPS):
+        for role, list_of in found.items():
+            list_of.append(str(run.update(trainer, role, step).digest))
+    assert len({d for list_of in found.values() for d in list_of}) == 2 * (STEPS + 1)
+    return found
+
+
+def log(trainer: Trainer) -> list[str]:
+    host = trainer.host
+    assert isinstance(host, FakeHost)
+    return host.log
+
+
+def test_an_update_runs_once(run: Run, digests: dict[Role, list[str]]) -> None:
+    trainer = run.trainer()
+    first = run.update(trainer, Role.POLICY, 0)
+    again = run.update(trainer, Role.POLICY, 0)
+    assert again == first
+    assert first.digest == digests[Role.POLICY][1]
+    assert first.metrics.keys() == {"loss"}
+    assert log(trainer) == ["policy train 0"]
+    assert not trainer.host.dirty(Role.POLICY)
+
+
+def test_policy_and_critic_have_versions_of_their_own(run: Run, digests: dict[Role, list[str]]) -> None:
+    trainer = run.trainer()
+    for step in range(3):
+        run.update(trainer, Role.POLICY, step)
+    run.update(trainer, Role.VALUE, 0)
+    assert (trainer.host.version(Role.POLICY), trainer.host.version(Role.VALUE)) == (3, 1)
+    assert trainer.host.digest(Role.POLICY) == digests[Role.POLICY][3]
+    assert trainer.host.digest(Role.VALUE) == digests[Role.VALUE][1]
+
+
+def test_a_new_process_replays_from_the_start(run: Run, digests: dict[Role, list[str]]) -> None:
+    before = run.trainer()
+    for step in range(3):
+        run.update(before, Role.POLICY, step)
+    after = run.trainer()
+    after.at(Role.POLICY, 3)
+    assert log(after) == ["policy train 0", "policy train 1", "policy train 2"]
+    assert after.host.digest(Role.POLICY) == digests[Role.POLICY][3]
+    assert not after.host.dirty(Role.POLICY)
+
+
+def test_a_new_process_replays_from_the_newest_checkpoint_that_is_old_enough(
+    run: Run, digests: dict[Role, list[str]]
+) -> None:
+    before = run.trainer(every=2, keep=9)
+    for step in range(5):
+        run.update(before, Role.POLICY, step)
+    assert run.checkpoints.versions("policy") == [2, 4]
+    after = run.trainer()
+    after.at(Role.POLICY, 5)
+    assert log(after) == ["policy load 4", "policy train 4"]
+    assert after.host.digest(Role.POLICY) == digests[Role.POLICY][5]
+    older = run.trainer()
+    older.at(Role.POLICY, 3)
+    assert log(older) == ["policy load 2", "policy train 2"]
+    assert older.host.digest(Role.POLICY) == digests[Role.POLICY][3]
+
+
+def test_going_back_reloads(run: Run, digests: dict[Role, list[str]]) -> None:
+    """A resumed run publishes an old version again, and then goes on."""
+    trainer = run.trainer(every=2)
+    for step in range(4):
+        run.update(trainer, Role.POLICY, step)
+    log(trainer).clear()
+    assert trainer.at(Role.POLICY, 1).digest(Role.POLICY) == digests[Role.POLICY][1]
+    assert log(trainer) == ["policy load 0", "policy train 0"]
+    log(trainer).clear()
+    assert trainer.at(Role.POLICY, 4).digest(Role.POLICY) == digests[Role.POLICY][4]
+    assert log(trainer) == ["policy load 4"]
+
+
+def test_a_committed_update_is_replayed_and_not_repeated(run: Run, digests: dict[Role, list[str]]) -> None:
+    """The process died between the commit and the answer: the next one finds the commit, and catches up."""
+    first = run.update(run.trainer(), Role.POLICY, 0)
+    after = run.trainer()
+    assert run.update(after, Role.POLICY, 0) == first
+    assert after.host.version(Role.POLICY) == 1
+    assert run.update(after, Role.POLICY, 1).digest == digests[Role.POLICY][2]
+
+
+def test_a_dirty_model_is_reloaded(run: Run, digests: dict[Role, list[str]]) -> None:
+    trainer = run.trainer(every=1)
+    run.update(trainer, Role.POLICY, 0)
+    host = trainer.host
+    assert isinstance(host, FakeHost)
+    host.fail_at = 1
+    with pytest.raises(RuntimeError, match="half-way"):
+        run.update(trainer, Role.POLICY, 1)
+    assert host.dirty(Role.POLICY)
+    assert run.ledger.find(Address("update_policy", 1)) is None
+    assert run.update(trainer, Role.POLICY, 1).digest == digests[Role.POLICY][2]
+    assert host.log == ["policy train 0", "policy train 1", "policy load 1", "policy train 1"]
+
+
+def test_a_commit_that_fails_leaves_the_model_dirty(run: Run, digests: dict[Role, list[str]]) -> None:
+    trainer = run.trainer()
+
+    def disk_full(metrics: dict[str, float], digest: str) -> Commit:
+        raise OSError("no space left on device")
+
+    with pytest.raises(OSError, match="no space"):
+        trainer.update(Role.VALUE, 0, disk_full)
+    assert trainer.host.dirty(Role.VALUE)
+    assert run.update(trainer, Role.VALUE, 0).digest == digests[Role.VALUE][1]
+
+
+def test_other_weights_than_the_committed_ones_are_refused(run: Run) -> None:
+    run.update(run.trainer(), Role.POLICY, 0)
+    trainer = run.trainer()
+    host = trainer.host
+    assert isinstance(host, FakeHost)
+    host.error = 1e-9
+    with pytest.raises(ReplayMismatch, match=r"update_policy/step_000000.*committed weights have digest"):
+        trainer.at(Role.POLICY, 1)
+    assert host.dirty(Role.POLICY)
+    host.error = 0.0
+    assert trainer.at(Role.POLICY, 1).version(Role.POLICY) == 1
+
+
+def test_another_layout_is_not_held_to_digests_and_checkpoints(run: Run) -> None:
+    before = run.trainer(every=1)
+    for step in range(2):
+        run.update(before, Role.POLICY, step)
+    trainer = run.trainer(same_layout=False)
+    host = trainer.host
+    assert isinstance(host, FakeHost)
+    host.error = 1e-9
+    trainer.at(Role.POLICY, 2)
+    assert host.log == ["policy train 0", "policy train 1"]
+    np.testing.assert_allclose(host.weights[Role.POLICY], before.host.weights[Role.POLICY], atol=1e-8)  # type: ignore[attr-defined]
+
+
+def test_a_version_that_no_update_made_is_refused(run: Run) -> None:
+    with pytest.raises(MissingOutput, match=r"update_value/step_000000.*no version 1 of the value"):
+        run.trainer().at(Role.VALUE, 1)
+
+
+def test_two_trainers_race_for_one_update(run: Run, digests: dict[Role, list[str]]) -> None:
+    """A process that was stopped and comes back trains what another has trained meanwhile: one commit wins, the loser
+    verifies the winner's digest against its own weights and goes on."""
+    trainers = [run.trainer(), run.trainer()]
+    meet = threading.Barrier(2)
+    attempts: list[str] = []
+    winners: list[Commit | None] = [None, None]
+
+    def race(i: int) -> None:
+        def commit(metrics: dict[str, float], digest: str) -> Commit:
+            attempt = new_attempt(i)
+            attempts.append(attempt)
+            meet.wait(timeout=60)  # both have trained, neither has committed
+            where = provenance_here(seed=0, config_hash="test")
+            return run.store.commit_only(Address("update_policy", 0), where, attempt=attempt, digest=digest)
+
+        winners[i] = trainers[i].update(Role.POLICY, 0, commit)
+
+    threads = [threading.Thread(target=race, args=(i,)) for i in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(set(attempts)) == 2
+    assert winners[0] is not None
+    assert winners[0] == winners[1] == run.ledger.find(Address("update_policy", 0))
+    for trainer in trainers:
+        assert not trainer.host.dirty(Role.POLICY)
+        assert trainer.host.digest(Role.POLICY) == digests[Role.POLICY][1]
+
+
+def test_the_loser_of_a_race_with_other_weights_is_refused(run: Run) -> None:
+    trainer = run.trainer()
+
+    def lose(metrics: dict[str, float], digest: str) -> Commit:
+        where = provenance_here(seed=0, config_hash="test")
+        winner = Commit(Address("update_policy", 0), "a0-other", None, 0, {}, where, time.time(), digest="0" * 64)
+        return run.ledger.commit(winner)
+
+    with pytest.raises(ReplayMismatch, match=r"0{64}"):
+        trainer.update(Role.POLICY, 0, lose)
+    assert trainer.host.dirty(Role.POLICY)
+
+
+def test_checkpoints_come_at_their_cadence_and_go(run: Run) -> None:
+    trainer = run.trainer(every=2, keep=1)
+    for step in range(STEPS):
+        run.update(trainer, Role.POLICY, step)
+        newest = (step + 1) // 2 * 2
+        assert run.checkpoints.versions("policy") == ([newest] if newest else [])
+    assert run.checkpoints.versions("value") == []
+
+
+def test_the_checkpoint_that_an_open_generation_is_rebuilt_from_stays(run: Run) -> None:
+    """With eta = 3, version 6 is trained while version 3 may still have to be published again: however few are kept,
+    one at or below 3 must be among them."""
+    trainer = run.trainer(every=1, keep=1, staleness=3)
+    for step in range(STEPS):
+        run.update(trainer, Role.POLICY, step)
+    assert run.checkpoints.versions("policy") == [3, 4, 5, 6]
+
+
+def test_replay_compares_with_the_commit(run: Run, digests: dict[Role, list[str]]) -> None:
+    trainer = run.trainer()
+    for step in range(2):
+        run.update(trainer, Role.POLICY, step)
+    assert run.trainer().replay(Role.POLICY, 1) == (digests[Role.POLICY][2], digests[Role.POLICY][2])
+    with pytest.raises(MissingOutput, match="nothing to compare"):
+        run.trainer().replay(Role.POLICY, 2)

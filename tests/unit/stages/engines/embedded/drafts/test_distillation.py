@@ -1,0 +1,104 @@
+"""What the draft head learns from, and its loss: against numbers worked out by hand."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from stages.engines.embedded.drafts.distillation import OutputRows, Pupil, Rows, masked_loss
+
+
+def test_ring_of_rows() -> None:
+    """Eight places: rows of 3 and 4 tokens fit; one of 2 starts over and cuts the first down to its last token."""
+    rows = Rows(8, 1)
+    rows.add(torch.tensor([[1.0], [2.0], [3.0]]), [11, 12, 13])
+    rows.add(torch.tensor([[4.0], [5.0], [6.0], [7.0]]), [14, 15, 16, 17])
+    assert rows.starts().tolist() == [0, 1, 3, 4, 5]  # the last token of a row is followed by nothing
+    rows.add(torch.tensor([[8.0], [9.0]]), [18, 19])
+    assert rows.starts().tolist() == [0, 3, 4, 5]
+    assert rows.tokens.tolist() == [18, 19, 13, 14, 15, 16, 17, 0]
+    assert rows.hidden[:, 0].tolist() == [8, 9, 3, 4, 5, 6, 7, 0]
+    rows.add(torch.arange(10.0)[:, None], list(range(10)))  # longer than the ring: its end is kept
+    assert rows.tokens.tolist() == list(range(2, 10))
+
+
+def test_loss_by_hand() -> None:
+    """Two tokens. The first place: taught (1/4, 3/4), logits equal: entropy ln 2; states 2 apart: |2| - 1/2 = 1.5,
+    times 0.1. The second place is not there."""
+    logits = torch.zeros(1, 2, 2)
+    taught = torch.tensor([[[0.25, 0.75], [1.0, 0.0]]])
+    made, wanted = torch.zeros(1, 2, 1), torch.full((1, 2, 1), 2.0)
+    loss = masked_loss(logits, taught, made, wanted, torch.tensor([[True, False]]))
+    assert loss.item() == pytest.approx(math.log(2) + 0.15)
+
+
+def make_pupil(head_vocab: int) -> Pupil:
+    table = torch.randn(32, 8, generator=torch.Generator().manual_seed(0))
+    rows = OutputRows(
+        embedding=lambda tokens: table[torch.tensor(tokens)],
+        out=lambda tokens: table[torch.tensor(tokens)],
+        out_name="head",
+        norm=torch.ones(8),
+        norm_name="norm",
+        norm_eps=1e-5,
+    )
+    return Pupil(rows, 32, head_vocab, 2**20, torch.device("cpu"))
+
+
+def add_rows(pupil: Pupil, tokens: tuple[int, ...], times: int) -> None:
+    for _ in range(times):
+        pupil.add(np.ones((len(tokens), 8), np.float32), tokens)
+
+
+def test_nothing_is_learned_from_too_little_or_twice_too_often() -> None:
+    """512 tokens are enough to begin with; each is looked at 8 times, 64 at once: 64 steps."""
+    pupil = make_pupil(8)
+    add_rows(pupil, (5, 6, 7, 8), 127)
+    assert not pupil.step()
+    add_rows(pupil, (5, 6, 7, 8), 1)
+    steps = 0
+    while pupil.step():
+        steps += 1
+    assert steps == 512 * 8 // 64
+
+
+def test_vocabulary_is_what_is_frequent_and_follows_the_responses() -> None:
+    """Four of 32 tokens; those missing are filled with the first ids. New frequent tokens push rare ones out, and what
+    stays keeps what was learned."""
+    pupil = make_pupil(4)
+    add_rows(pupil, (9, 20, 9, 20), 128)
+    assert pupil.step()
+    before = pupil.publish()
+    assert before.ids.tolist() == [9, 20, 0, 1]
+    learned = before.out[0].detach().clone()
+    add_rows(pupil, (9, 30, 31, 30, 31), 128)
+    assert pupil.step()
+    after = pupil.publish()
+    assert set(after.ids.tolist()) == {9, 20, 30, 31}
+    slot = after.ids.tolist().index(9)
+    torch.testing.assert_close(after.out[slot].detach(), learned, atol=2e-3, rtol=0)  # but for one step
+
+
+def test_refit_changes_the_teacher_for_the_next_step() -> None:
+    """The teacher's rows come from the new tensors, copied: what the caller does with them later does not matter. New
+    rows that say something else move the head elsewhere."""
+    pupils = [make_pupil(8) for _ in range(3)]
+    table = torch.full((32, 8), -1.0)
+    table[5] = 3.0
+    other = {"head": table.clone()}
+    for pupil in pupils:
+        add_rows(pupil, (5, 6, 7, 8), 256)
+        assert pupil.step()
+    pupils[1].refit(other)
+    other["head"].zero_()
+    pupils[2].refit({"head": table})
+    outs = []
+    for pupil in pupils:
+        for _ in range(5):
+            assert pupil.step()
+        outs.append(pupil.publish().out.detach())
+    assert not torch.equal(outs[0], outs[1])
+    assert torch.equal(outs[1], outs[2])

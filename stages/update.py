@@ -1,11 +1,11 @@
-"""Stages `update_policy` and `update_value`: one PPO step of a model, on all rows of the step.
+"""Stages `update_policy` and `update_critic`: one PPO step of a model, on all rows of the step.
 
 Both leave the resident model dirty: the caller commits the outcome and then marks it clean (law 3).
 """
 
 from __future__ import annotations
 
-from stages.models.protocol import ModelHost, PolicyBatch, ValueBatch
+from stages.models.protocol import ModelHost, PolicyBatch, CriticBatch
 from storage.records import Advantages, PolicyLogprobs, ReferenceLogprobs, Rollout, Values
 
 
@@ -23,8 +23,8 @@ def update_policy(
     return models.update_policy(step, PolicyBatch(rollout, advantages, policy, reference, kl_coef))
 
 
-def update_value(
+def update_critic(
     models: ModelHost, step: int, *, rollout: Rollout, advantages: Advantages, values: Values
 ) -> dict[str, float]:
     """Trains critic version `step` into `step + 1`; returns metrics."""
-    return models.update_value(step, ValueBatch(rollout, advantages, values))
+    return models.update_critic(step, CriticBatch(rollout, advantages, values))

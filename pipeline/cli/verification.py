@@ -57,7 +57,7 @@ def verify_run(config: RunConfig) -> Verification:
             continue
         if commit.address.stage == "generate" and isinstance(record, Rollout):
             faults += _staleness_faults(config, commit.address, record)
-    for stage in ("update_policy", "update_value"):
+    for stage in ("update_policy", "update_critic"):
         steps = sorted(c.address.step for c in commits if c.address.stage == stage)
         if steps != list(range(len(steps))):
             faults.append(f"{stage}: committed steps {steps} have a gap")

@@ -42,7 +42,7 @@ class ConfigError(ValueError):
 
 @dataclass
 class GangConfig:
-    """Processes that serve some roles. A gang with `policy`, `value` or `reference` acts as one parallel group of
+    """Processes that serve some roles. A gang with `policy`, `critic` or `reference` acts as one parallel group of
     `workers` ranks; any other gang is a pool of `workers` independent replicas."""
 
     workers: int = 1
@@ -61,7 +61,7 @@ class GangConfig:
 class PlacementConfig:
     gangs: dict[str, GangConfig] = field(default_factory=dict)
     roles: dict[str, str] = field(default_factory=dict)
-    """Each of generate, score, reference, policy, value -> the name of a gang."""
+    """Each of generate, score, reference, policy, critic -> the name of a gang."""
 
 
 @dataclass
@@ -473,7 +473,7 @@ def _check_placement(c: RunConfig) -> None:
         )
     for name, settings in gangs.items():
         key = f"placement.gangs.{name}"
-        _require(name in roles.values(), key, name, "no role is placed on it; place one or remove the gang")
+        _require(name in roles.critics(), key, name, "no role is placed on it; place one or remove the gang")
         for part in ("workers", "threads", "slots"):
             _require(getattr(settings, part) >= 1, f"{key}.{part}", getattr(settings, part), "must be 1 or more")
         _check_weights_dir(f"{key}.weights_dir", settings.weights_dir, [r for r in known if roles[r] == name])

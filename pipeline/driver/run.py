@@ -63,8 +63,8 @@ CURVES: tuple[tuple[str, tuple[tuple[str, str], ...], float | None], ...] = (
     ("reward", (("reward/mean", "training"),), None),
     ("KL to the reference, nats per response", (("kl/ref", "k1"),), None),
     ("entropy of the policy, nats", (("policy/entropy_start", "entropy"),), None),
-    ("explained variance of the critic", (("value/explained_variance", "critic"),), 1.0),
-    ("clipped fraction", (("policy/clipfrac", "policy"), ("value/clipfrac", "critic")), None),
+    ("explained variance of the critic", (("critic/explained_variance", "critic"),), 1.0),
+    ("clipped fraction", (("policy/clipfrac", "policy"), ("critic/clipfrac", "critic")), None),
     ("mismatch of log-probs, mean |difference|", (("mismatch/mean_abs_all", "trainer - sampler"),), 0.0),
     ("staleness, versions", (("staleness/mean", "mean"), ("staleness/max", "max")), None),
     ("effective sample size of the weights w", (("ess/fraction", "fraction"),), 1.0),
@@ -227,7 +227,7 @@ class _Driver:
     def _done(self, node: Node, outcome: Outcome) -> None:
         address = node.address
         self._outcomes[address] = outcome
-        if address.stage in ("update_policy", "update_value", "publish"):
+        if address.stage in ("update_policy", "update_critic", "publish"):
             step = address.step - (address.stage == "publish")
             if step not in self._tracked and self._history.step_over(step):
                 self._tracked.add(step)

@@ -5,7 +5,7 @@ Three interpreters read the same nodes: the executor runs them, `replay` runs on
     step i:   weights v(i-eta) --> generate[i,s] --+--> score[i,s] ------+
                                    (shard s)       +--> reference[i,s] --+
               update_policy[i-1] ------------------+--> logprob[i,s] ----+--> advantage[i] --+--> update_policy[i] --+
-              update_value[i-1] -------------------+--> value[i,s] ------+                   +--> update_value[i]    |
+              update_critic[i-1] -------------------+--> value[i,s] ------+                   +--> update_critic[i]    |
                                                                                                  publish v(i+1) <----+
 
 **The staleness bound is an edge**: `generate[i]` depends on `publish[max(0, i - eta)]`, and on nothing newer. With
@@ -31,10 +31,10 @@ STAGE_ROLES: dict[str, Role] = {
     "score": Role.SCORE,
     "reference": Role.REFERENCE,
     "logprob": Role.POLICY,
-    "value": Role.VALUE,
+    "value": Role.CRITIC,
     "advantage": Role.SCORE,
     "update_policy": Role.POLICY,
-    "update_value": Role.VALUE,
+    "update_critic": Role.CRITIC,
     "publish": Role.POLICY,
     "evaluate": Role.GENERATE,
     "evaluate_score": Role.SCORE,
@@ -123,7 +123,7 @@ def step_nodes(spec: GraphSpec, step: int) -> list[Node]:
         if evaluated(spec, 0):
             nodes += evaluate_nodes(spec, 0)
     before_policy = (Address("update_policy", i - 1),) if i else ()
-    before_value = (Address("update_value", i - 1),) if i else ()
+    before_critic = (Address("update_critic", i - 1),) if i else ()
     sources: list[Address] = []
     for s in range(spec.shards):
         rollout = Address("generate", i, s)
@@ -136,7 +136,7 @@ def step_nodes(spec: GraphSpec, step: int) -> list[Node]:
         shard_nodes = [reader("score", 1), reader("reference", 2)]
         if spec.recompute_logprobs:
             shard_nodes.append(reader("logprob", 3, *before_policy))
-        shard_nodes.append(reader("value", 4, *before_value))
+        shard_nodes.append(reader("value", 4, *before_critic))
         nodes += shard_nodes
         sources += [rollout, *(node.address for node in shard_nodes)]
     carried = (Address("advantage", i - 1),) if i else ()
@@ -146,7 +146,7 @@ def step_nodes(spec: GraphSpec, step: int) -> list[Node]:
     nodes.append(
         Node((i, 6), Address("update_policy", i), (advantage, *before_policy, Address("publish", i)), batch, i)
     )
-    nodes.append(Node((i, 8), Address("update_value", i), (advantage, *before_value), batch, i))
+    nodes.append(Node((i, 8), Address("update_critic", i), (advantage, *before_critic), batch, i))
     nodes.append(publish_node(i + 1))
     if evaluated(spec, i + 1):
         nodes += evaluate_nodes(spec, i + 1)

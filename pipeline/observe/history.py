@@ -83,12 +83,12 @@ class History:
 
     def step_over(self, step: int) -> bool:
         """Whether both models are updated and the policy's next version is published."""
-        ends = (Address("update_policy", step), Address("update_value", step), Address("publish", step + 1))
+        ends = (Address("update_policy", step), Address("update_critic", step), Address("publish", step + 1))
         return all(self.ledger.find(address) is not None for address in ends)
 
     def steps_done(self) -> list[int]:
         """Steps whose two updates are committed."""
-        updates = ("update_policy", "update_value")
+        updates = ("update_policy", "update_critic")
         done = [{c.address.step for c in self.ledger.list(stage)} for stage in updates]
         return sorted(done[0] & done[1])
 

@@ -30,7 +30,7 @@ STAGE_COLOURS = {
     "value": "#D9933D",
     "advantage": "#B279A2",
     "update_policy": "#D64550",
-    "update_value": "#F08A7B",
+    "update_critic": "#F08A7B",
     "publish": "#6B5B95",
 }
 OTHER_COLOUR = "#9D9D9D"

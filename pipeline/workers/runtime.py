@@ -324,7 +324,7 @@ class StageRuntime:
         return Output(logprob(host, rollout), weight_versions=(call.version,), mask=rollout.response_mask)
 
     def _value(self, call: Call) -> Output:
-        host = self.trainer.at(Role.VALUE, call.version)
+        host = self.trainer.at(Role.CRITIC, call.version)
         return Output(value(host, self._read(call.inputs[0])), weight_versions=(call.version,))
 
     def _advantage(self, call: Call) -> Output:

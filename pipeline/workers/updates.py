@@ -22,7 +22,7 @@ from typing import Any
 import torch.distributed as dist
 
 from stages.models.protocol import ModelHost, Role
-from stages.update import update_policy, update_value
+from stages.update import update_policy, update_critic
 from storage.address import Address
 from storage.checkpoints import Checkpoints
 from storage.errors import MissingOutput
@@ -30,7 +30,7 @@ from storage.ledger import Commit, Ledger
 from storage.records import Advantages
 from storage.rollouts import RolloutStore
 
-UPDATE_STAGE = {Role.POLICY: "update_policy", Role.VALUE: "update_value"}
+UPDATE_STAGE = {Role.POLICY: "update_policy", Role.CRITIC: "update_critic"}
 
 
 class ReplayMismatch(RuntimeError):
@@ -140,10 +140,10 @@ class Trainer:
             advantages: Advantages = self._store.read(address)
             commit = self._ledger.find(address)
         assert commit is not None  # read() raises where there is none
-        if role is Role.VALUE:
+        if role is Role.CRITIC:
             with self._bookkeeping():
                 values = self._store.read_step("value", step, self._shards)
-            return update_value(self.host, step, rollout=rollout, advantages=advantages, values=values)
+            return update_critic(self.host, step, rollout=rollout, advantages=advantages, values=values)
         with self._bookkeeping():
             reference = self._store.read_step("reference", step, self._shards)
             policy = self._store.read_step("logprob", step, self._shards) if self._recompute_logprobs else None

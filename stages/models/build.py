@@ -55,7 +55,7 @@ class Blueprint:
     def num_blocks(self, role: Role) -> int:
         """Blocks of a role above the frozen ones."""
         above = self.shape.num_blocks - self.model.frozen_blocks
-        return self.model.critic_blocks or above if role is Role.VALUE else above
+        return self.model.critic_blocks or above if role is Role.CRITIC else above
 
 
 def build_trunk(blueprint: Blueprint, weights: Mapping[str, Tensor]) -> GPTModel:
@@ -69,7 +69,7 @@ def build_role(blueprint: Blueprint, role: Role, weights: Mapping[str, Tensor]) 
     """Policy, reference or critic as of version 0, filled: the critic starts from the policy with a zero head, so that
     its first values are 0 everywhere and nothing depends on a seed."""
     frozen = blueprint.model.frozen_blocks
-    place, tied = blueprint.place, blueprint.shape.tied and role is not Role.VALUE
+    place, tied = blueprint.place, blueprint.shape.tied and role is not Role.CRITIC
     model = _stage(
         blueprint,
         blueprint.num_blocks(role),
@@ -172,7 +172,7 @@ def _stage(blueprint: Blueprint, num_blocks: int, *, embedding: bool, output: bo
 def _output(blueprint: Blueprint, role: Role, weight: Parameter | None) -> HiddenOutput:
     """The output layer's stand-in, with the critic's head or the policy's own weight, if any."""
     bias = None
-    if role is Role.VALUE:
+    if role is Role.CRITIC:
         # float32 under bfloat16 too: values and their errors are small differences of large numbers
         device = blueprint.place.device
         weight = Parameter(torch.zeros(1, blueprint.shape.hidden_size, device=device))

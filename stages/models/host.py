@@ -36,7 +36,7 @@ from stages.models.forward import (
 )
 from stages.models.hf_files import RANDOM_TINY, read_config, read_eos_ids, read_weights
 from stages.models.hf_weights import OUTPUT, llama_shape
-from stages.models.protocol import PolicyBatch, Rank, Role, ValueBatch
+from stages.models.protocol import PolicyBatch, Rank, Role, CriticBatch
 from stages.models.trainer import Loss, Trainer
 from stages.models.trunk import Trunk
 from stages.ppo.config import PPOConfig
@@ -89,7 +89,7 @@ class MegatronHost:
         self._reference = build_role(self._blueprint, Role.REFERENCE, weights) if Role.REFERENCE in roles else None
         self._trainers = {
             role: Trainer(role, build_role(self._blueprint, role, weights), optimizer, self._blueprint)
-            for role, optimizer in ((Role.POLICY, model.policy), (Role.VALUE, model.critic))
+            for role, optimizer in ((Role.POLICY, model.policy), (Role.CRITIC, model.critic))
             if role in roles
         }
 
@@ -105,7 +105,7 @@ class MegatronHost:
         return None if found is None else ReferenceLogprobs(found[0])
 
     def values(self, rollout: Rollout) -> Values | None:
-        trainer = self._clean(Role.VALUE)
+        trainer = self._clean(Role.CRITIC)
 
         def read(batch: MicroBatch, hidden: Tensor) -> tuple[Tensor, Tensor]:
             return state_values(head_values(hidden, trainer.model.output_layer), batch.mask)
@@ -136,15 +136,15 @@ class MegatronHost:
         )
         return self._update(Role.POLICY, step, batch.rollout, loss)
 
-    def update_value(self, step: int, batch: ValueBatch) -> dict[str, float]:
-        model = self._clean(Role.VALUE).model
+    def update_critic(self, step: int, batch: CriticBatch) -> dict[str, float]:
+        model = self._clean(Role.CRITIC).model
         loss = minibatch_losses.value_loss_of(
             batch,
             self._ppo,
             device=self._place.device,
             head=lambda hidden: head_values(hidden, model.output_layer),
         )
-        return self._update(Role.VALUE, step, batch.rollout, loss)
+        return self._update(Role.CRITIC, step, batch.rollout, loss)
 
     def version(self, role: Role) -> int:
         return self._trainer(role).version
@@ -315,7 +315,7 @@ class MegatronHost:
         return tensors if dist.get_rank() == 0 else None
 
 
-_PREFIX = {Role.POLICY: "policy", Role.VALUE: "value"}
+_PREFIX = {Role.POLICY: "policy", Role.CRITIC: "critic"}
 
 
 def _fill(array: np.ndarray, batch: MicroBatch, found: Tensor) -> None:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from stages.models.forward import MicroBatch
-from stages.models.protocol import PolicyBatch, ValueBatch
+from stages.models.protocol import PolicyBatch, CriticBatch
 from stages.models.trainer import Loss
 from stages.ppo.config import PPOConfig
 from stages.ppo.losses import PolicyLossInputs, ValueLossInputs, policy_loss, value_loss
@@ -87,7 +87,7 @@ def policy_loss_of(
 
 
 def value_loss_of(
-    batch: ValueBatch, config: PPOConfig, *, device: torch.device, head: Callable[[Tensor], Tensor]
+    batch: CriticBatch, config: PPOConfig, *, device: torch.device, head: Callable[[Tensor], Tensor]
 ) -> MinibatchLoss:
     """`head` gives the critic's output at every position [B, T] from the hidden states."""
     loss_mask = batch.advantages.loss_mask

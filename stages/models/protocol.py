@@ -27,10 +27,10 @@ class Role(StrEnum):
     SCORE = "score"
     REFERENCE = "reference"
     POLICY = "policy"
-    VALUE = "value"
+    CRITIC = "critic"
 
 
-MODEL_ROLES = frozenset({Role.REFERENCE, Role.POLICY, Role.VALUE})
+MODEL_ROLES = frozenset({Role.REFERENCE, Role.POLICY, Role.CRITIC})
 """Roles whose models the ranks of a gang hold together: every rank runs their nodes, in one order."""
 
 
@@ -59,8 +59,8 @@ class PolicyBatch:
 
 
 @dataclass(frozen=True)
-class ValueBatch:
-    """All rows of a step, as `update_value` trains on them."""
+class CriticBatch:
+    """All rows of a step, as `update_critic` trains on them."""
 
     rollout: Rollout
     advantages: Advantages
@@ -83,7 +83,7 @@ class ModelHost(Protocol):
         Deterministic: same weights, same batch, same layout, same bits (CPU). Raises StateError on another version."""
         ...
 
-    def update_value(self, step: int, batch: ValueBatch) -> dict[str, float]: ...
+    def update_critic(self, step: int, batch: CriticBatch) -> dict[str, float]: ...
 
     def version(self, role: Role) -> int: ...
 

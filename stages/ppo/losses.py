@@ -193,8 +193,8 @@ def value_loss(
 
         L = 1/2 sum_t weight_t * max[ (V - G)^2, (V_old + clip(V - V_old, -c, +c) - G)^2 ]
 
-    Without a `value_clip` c the second square is left out. Sums of the stats: value/loss, value/clipfrac (tokens where
-    the clipped square is the larger), value/mean. No maxima.
+    Without a `value_clip` c the second square is left out. Sums of the stats: critic/loss, critic/clipfrac (tokens where
+    the clipped square is the larger), critic/mean. No maxima.
     """
     mask = inputs.mask
     v = torch.where(mask, new_values, 0)
@@ -212,9 +212,9 @@ def value_loss(
     loss = (weights * largest).sum() / 2
     return loss, LossStats(
         sums={
-            "value/loss": loss.detach().clone(),
-            "value/clipfrac": (weights * clip_is_larger).sum(),
-            "value/mean": (weights * v.detach()).sum(),
+            "critic/loss": loss.detach().clone(),
+            "critic/clipfrac": (weights * clip_is_larger).sum(),
+            "critic/mean": (weights * v.detach()).sum(),
         },
         maxima={},
     )

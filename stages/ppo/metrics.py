@@ -106,14 +106,14 @@ def staleness_metrics(
 
 
 def value_metrics(values: Tokens, returns: Tokens, mask: Mask) -> dict[str, float]:
-    """The critic at the start of the step: value/explained_variance = 1 - Var(G - V) / Var(G), absent where the
+    """The critic at the start of the step: critic/explained_variance = 1 - Var(G - V) / Var(G), absent where the
     returns do not vary; and the means of G and V."""
     v, g = _float64(values, mask)[mask], _float64(returns, mask)[mask]
     if g.size == 0:
         return {}
-    metrics = {"value/return_mean": float(g.mean()), "value/start_mean": float(v.mean())}
+    metrics = {"critic/return_mean": float(g.mean()), "critic/start_mean": float(v.mean())}
     if g.max() > g.min():
-        metrics["value/explained_variance"] = float(1 - (g - v).var() / g.var())
+        metrics["critic/explained_variance"] = float(1 - (g - v).var() / g.var())
     return metrics
 
 

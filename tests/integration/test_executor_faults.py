@@ -187,7 +187,7 @@ def test_runs_to_the_end(start: Callable[..., Run], staleness: int) -> None:
     run.go()
     run.assert_whole()
     nodes = list(run_nodes(run.config.graph()))
-    ranks = sum(2 if node.role in ("policy", "value", "reference") else 1 for node in nodes)
+    ranks = sum(2 if node.role in ("policy", "critic", "reference") else 1 for node in nodes)
     assert len(run.log("runs")) == ranks
     assert [e.step for e in run.events(EventKind.PUBLISHED)] == list(range(5))
     assert not run.log("discarded")

@@ -16,12 +16,12 @@ from stages.models.hf_files import read_config
 from stages.models.hf_weights import llama_shape
 from stages.models.host import MegatronHost
 from stages.models.parallel import check_layout
-from stages.models.protocol import PolicyBatch, Rank, Role, ValueBatch
+from stages.models.protocol import PolicyBatch, Rank, Role, CriticBatch
 from stages.ppo.config import PPOConfig
 from storage.records import Advantages, PolicyLogprobs, ReferenceLogprobs, Rollout, Values
 
 ROWS, SEQ = 8, 13
-TRAINED = (Role.POLICY, Role.VALUE)
+TRAINED = (Role.POLICY, Role.CRITIC)
 
 
 def model_config(frozen_blocks: int) -> ModelConfig:
@@ -63,7 +63,7 @@ def work(index: int, size: int, layout: LayoutConfig, frozen_blocks: int, direct
         SamplingConfig(suppress_token_ids=[7, 200], temperature=0.9),
         PPOConfig(entropy_coef=0.01),
         layout,
-        frozenset({Role.POLICY, Role.REFERENCE, Role.VALUE}),
+        frozenset({Role.POLICY, Role.REFERENCE, Role.CRITIC}),
         Rank(index, size, f"file://{directory}/rendezvous", 1),
         seed=3,
         total_steps=4,
@@ -86,7 +86,7 @@ def work(index: int, size: int, layout: LayoutConfig, frozen_blocks: int, direct
         versions = np.where(rollout.response_mask, step, -1).astype(np.int32)
         fresh = dataclasses.replace(rollout, token_versions=versions)
         metrics = host.update_policy(step, PolicyBatch(fresh, advantages, policy_in, reference_in, 0.1))
-        metrics |= host.update_value(step, ValueBatch(fresh, advantages, values_in))
+        metrics |= host.update_critic(step, CriticBatch(fresh, advantages, values_in))
         for role in TRAINED:
             host.mark_clean(role)
         return metrics

@@ -27,7 +27,7 @@ pytestmark = pytest.mark.processes
 ROOT = Path(__file__).resolve().parents[2]
 PLACEMENT = (
     "placement={gangs: {generate: {workers: 2}, score: {}, train: {}}, "
-    "roles: {generate: generate, score: score, reference: train, policy: train, value: train}}"
+    "roles: {generate: generate, score: score, reference: train, policy: train, critic: train}}"
 )
 
 

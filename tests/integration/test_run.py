@@ -40,7 +40,7 @@ from storage.records import Rollout
 pytestmark = pytest.mark.processes
 
 ROOT = Path(__file__).resolve().parents[2]
-ONE_GANG = "placement={gangs: {all: {}}, roles: {generate: all, score: all, reference: all, policy: all, value: all}}"
+ONE_GANG = "placement={gangs: {all: {}}, roles: {generate: all, score: all, reference: all, policy: all, critic: all}}"
 QUIET = ("tracking.uri=null", "tracking.plots=false")
 STEPS = 4
 KEYS = {
@@ -95,7 +95,7 @@ def stale(folder: Path) -> RunConfig:
     """eta = 2; policy and critic on gangs of their own; no forward for the proximal policy."""
     placement = (
         "placement={gangs: {engine: {}, actor: {}, critic: {}}, "
-        "roles: {generate: engine, score: engine, reference: critic, policy: actor, value: critic}}"
+        "roles: {generate: engine, score: engine, reference: critic, policy: actor, critic: critic}}"
     )
     return finish(folder, "stale", "staleness=2", placement, "ppo.proximal=loglinear", *QUIET, config="bare.yaml")
 
@@ -105,7 +105,7 @@ def ranks(folder: Path) -> RunConfig:
     """Two data-parallel ranks, in bfloat16; the proximal policy is the sampler."""
     placement = (
         "placement={gangs: {pool: {}, train: {workers: 2}}, "
-        "roles: {generate: pool, score: pool, reference: train, policy: train, value: train}}"
+        "roles: {generate: pool, score: pool, reference: train, policy: train, critic: train}}"
     )
     changes = ("steps=2", "ppo.proximal=sampler", "model.dtype=bfloat16", "model.frozen_blocks=1", "evaluate.every=0")
     return finish(folder, "ranks", placement, *changes, *QUIET, config="bare.yaml")
@@ -119,7 +119,7 @@ def steps_of(config: RunConfig, stage: str) -> list[Rollout]:
 def digests(config: RunConfig) -> dict[str, list[str | None]]:
     """Of the weights after every update."""
     ledger = open_history(config).ledger
-    return {stage: [commit.digest for commit in ledger.list(stage)] for stage in ("update_policy", "update_value")}
+    return {stage: [commit.digest for commit in ledger.list(stage)] for stage in ("update_policy", "update_critic")}
 
 
 def test_weights_that_come_in_flight_keep_the_bound(folder: Path) -> None:
@@ -284,7 +284,7 @@ def test_mlflow_has_the_run(overlapped: RunConfig) -> None:
     promised = {
         "reward/mean", "kl/ref", "kl/coef", "staleness/max", "staleness/mean", "ess/fraction", "time/step_s",
         "time/generate_s", "time/update_policy_s", "throughput/samples_per_s", "throughput/tokens_per_s",
-        "policy/clipfrac", "value/explained_variance", "eval/reward_mean",
+        "policy/clipfrac", "critic/explained_variance", "eval/reward_mean",
     }  # fmt: skip
     assert promised <= run.data.metrics.keys()
     assert [m.step for m in client.get_metric_history(run.info.run_id, "reward/mean")] == list(range(STEPS))
@@ -354,7 +354,7 @@ def test_inspect_shows_rows(
     ("stage", "step"),
     [
         ("score", 1), ("advantage", 3), ("reference", 1), ("logprob", 2), ("value", 2), ("update_policy", 2),
-        ("update_value", 1), ("evaluate_score", 4),
+        ("update_critic", 1), ("evaluate_score", 4),
     ],
 )  # fmt: skip
 def test_replay_of_a_deterministic_stage_differs_by_nothing(

@@ -36,7 +36,7 @@ class NoopRuntime:
         self.ledger = Ledger(str(self.config.run_dir / "ledger"))
         self.delays: dict[str, float] = self.config.reward.args.get("delay_s", {})
         self.last_sequence = -1
-        self.resident = {"update_policy": 0, "update_value": 0}
+        self.resident = {"update_policy": 0, "update_critic": 0}
         self._log("built", f"{spec.name} {os.getpid()} {spec.incarnation}")
         if self._control("build", "raise").exists():
             raise ValueError(self._control("build", "raise").read_text())

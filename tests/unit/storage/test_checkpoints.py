@@ -40,7 +40,7 @@ def test_the_newest_that_is_old_enough(checkpoints: Checkpoints) -> None:
         save(checkpoints, version)
     found = [checkpoints.latest("policy", at_most) for at_most in (1, 2, 5, 9, 10, 99)]
     assert [None if f is None else f[0] for f in found] == [None, 2, 2, 6, 10, 10]
-    assert checkpoints.latest("value", 99) is None
+    assert checkpoints.latest("critic", 99) is None
 
 
 def test_an_unfinished_one_is_ignored(checkpoints: Checkpoints) -> None:

@@ -19,7 +19,7 @@ reward: {kind: characters, args: {characters: aeiou}}
 tracking: {uri: null}
 placement:
   gangs: {all: {}}
-  roles: {generate: all, score: all, reference: all, policy: all, value: all}
+  roles: {generate: all, score: all, reference: all, policy: all, critic: all}
 """
 
 
@@ -42,7 +42,7 @@ def sources(tmp_path: Path) -> list[str]:
         ("prompts.max_tokens=249", "prompts.max_tokens", "at most 248"),
         ("rollout.shards=3", "rollout.shards", "1, 2, 4, 8"),
         ("ppo.minibatches=3", "ppo.minibatches", "1, 2, 4, 8"),
-        ("placement.roles.value=???", "placement.roles.value", "all"),
+        ("placement.roles.critic=???", "placement.roles.critic", "all"),
         ("staleness=-1", "staleness", "0 is synchronous PPO"),
         ("runs_dir=/proc/runs", "runs_dir", "/proc/runs"),
         ("reward.kind=magic", "reward", "vader"),
@@ -59,7 +59,7 @@ def test_a_refusal_is_one_message_and_exit_code_2(
     part: str,
 ) -> None:
     if change.endswith("=???"):  # a role that the file does not place
-        text = (tmp_path / "c.yaml").read_text().replace(", value: all", "")
+        text = (tmp_path / "c.yaml").read_text().replace(", critic: all", "")
         (tmp_path / "c.yaml").write_text(text)
         change = "steps=2"
     assert main([command, *sources, change]) == 2

@@ -19,7 +19,7 @@ rollout: {rows: 16, shards: 2}
 reward: {kind: characters, args: {characters: aeiou}}
 placement:
   gangs: {generate: {slots: 2}, train: {}}
-  roles: {generate: generate, score: train, reference: train, policy: train, value: train}
+  roles: {generate: generate, score: train, reference: train, policy: train, critic: train}
 """
 
 

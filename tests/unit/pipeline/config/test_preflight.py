@@ -22,7 +22,7 @@ sampling: {max_new_tokens: 8}
 reward: {kind: characters, args: {characters: aeiou}}
 placement:
   gangs: {all: {}}
-  roles: {generate: all, score: all, reference: all, policy: all, value: all}
+  roles: {generate: all, score: all, reference: all, policy: all, critic: all}
 """
 
 

@@ -11,7 +11,7 @@ from pipeline.graph.graph import GraphSpec, Node, run_nodes
 from stages.models.protocol import Role
 from storage.address import Address
 
-TRAINING = frozenset({Role.POLICY, Role.VALUE, Role.REFERENCE})
+TRAINING = frozenset({Role.POLICY, Role.CRITIC, Role.REFERENCE})
 
 
 class Machine:
@@ -184,20 +184,20 @@ def test_a_more_urgent_child_keeps_the_second_place() -> None:
     """The critic's update does not slip in between the policy's and its publication; where there is no such child, or
     it waits for something else too, the second place is used."""
     update = node("update_policy", priority=1)
-    critic = node("update_value", priority=3)
+    critic = node("update_critic", priority=3)
     machine = Machine(trainer())
     publish = Node((0, 2), Address("publish", 1), (update.address,), (), 1)
     machine.dispatch.admit([update, critic, publish])
     assert machine.step() == ["update_policy 0.0 > train.0"]
-    assert machine.done("update_policy") == ["publish 1.0 > train.0", "update_value 0.0 > train.0"]
+    assert machine.done("update_policy") == ["publish 1.0 > train.0", "update_critic 0.0 > train.0"]
 
 
 def test_a_child_that_waits_for_another_gang_keeps_no_place() -> None:
-    update, critic, score = node("update_policy", priority=1), node("update_value", priority=3), node("score")
+    update, critic, score = node("update_policy", priority=1), node("update_critic", priority=3), node("score")
     machine = Machine(trainer(), scorers())
     machine.dispatch.admit([update, critic, score, node("value", 0, 0, update.address, score.address, priority=2)])
     assert set(machine.step()) == {
-        "update_policy 0.0 > train.0", "update_value 0.0 > train.0", "score 0.0 > score.0",
+        "update_policy 0.0 > train.0", "update_critic 0.0 > train.0", "score 0.0 > score.0",
     }  # fmt: skip
 
 
@@ -311,11 +311,11 @@ def test_a_node_that_is_not_done_cannot_be_retired() -> None:
 
 
 def test_gangs_of_a_placement() -> None:
-    roles = {Role.GENERATE: "all", Role.SCORE: "all", Role.POLICY: "t", Role.VALUE: "t", Role.REFERENCE: "t"}
+    roles = {Role.GENERATE: "all", Role.SCORE: "all", Role.POLICY: "t", Role.CRITIC: "t", Role.REFERENCE: "t"}
     both = gangs_of(roles, {"all": 3, "t": 2}, {"all": 4, "t": 1})
     assert both == [Gang("all", frozenset({Role.GENERATE, Role.SCORE}), 3, 4), Gang("t", TRAINING, 2, 1)]
     assert [gang.ordered for gang in both] == [False, True]
-    modes = [both[0].mode(Role.GENERATE), both[0].mode(Role.SCORE), both[1].mode(Role.VALUE)]
+    modes = [both[0].mode(Role.GENERATE), both[0].mode(Role.SCORE), both[1].mode(Role.CRITIC)]
     assert modes == [Mode.SLOT, Mode.FREE, Mode.ORDERED]
 
 

@@ -15,7 +15,7 @@ from storage.address import Address
 GANGS = (
     Gang("gen", frozenset({Role.GENERATE}), 1, 64),
     Gang("score", frozenset({Role.SCORE}), 1),
-    Gang("train", frozenset({Role.POLICY, Role.VALUE, Role.REFERENCE}), 1),
+    Gang("train", frozenset({Role.POLICY, Role.CRITIC, Role.REFERENCE}), 1),
 )
 
 
@@ -75,7 +75,7 @@ def test_window_arithmetic() -> None:
     for k in range(4):
         machine.run(("update_policy", k))
         assert machine.flow.steps_done == k
-        assert [machine.dispatch.is_done(Address("update_value", k + ahead)) for ahead in range(1, 4)] == [
+        assert [machine.dispatch.is_done(Address("update_critic", k + ahead)) for ahead in range(1, 4)] == [
             False,
             False,
             True,  # a node that is not held counts as done

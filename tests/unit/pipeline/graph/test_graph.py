@@ -28,10 +28,10 @@ def step_edges(i: int, generation: int) -> dict[str, set[str]]:
         f"score {i}.0": {g},
         f"reference {i}.0": {g},
         f"logprob {i}.0": {g, f"update_policy {i - 1}.0"},
-        f"value {i}.0": {g, f"update_value {i - 1}.0"},
+        f"value {i}.0": {g, f"update_critic {i - 1}.0"},
         f"advantage {i}.0": shard | {f"advantage {i - 1}.0"},
         f"update_policy {i}.0": {f"advantage {i}.0", f"update_policy {i - 1}.0", f"publish {i}.0"},
-        f"update_value {i}.0": {f"advantage {i}.0", f"update_value {i - 1}.0"},
+        f"update_critic {i}.0": {f"advantage {i}.0", f"update_critic {i - 1}.0"},
         f"publish {i + 1}.0": {f"update_policy {i}.0"},
     }
 
@@ -45,7 +45,7 @@ FIRST_STEP = {
     "value 0.0": {"generate 0.0"},
     "advantage 0.0": {"generate 0.0", "score 0.0", "reference 0.0", "logprob 0.0", "value 0.0"},
     "update_policy 0.0": {"advantage 0.0", "publish 0.0"},
-    "update_value 0.0": {"advantage 0.0"},
+    "update_critic 0.0": {"advantage 0.0"},
     "publish 1.0": {"update_policy 0.0"},
 }
 
@@ -90,15 +90,15 @@ def test_oldest_first_and_the_critic_last() -> None:
     """What the next generation waits for (update_policy, publish) goes before the critic's update."""
     nodes = [n for step in (0, 1) for n in step_nodes(GraphSpec(steps=2, shards=1, staleness=1), step)]
     order = [(n.stage, n.address.step) for n in sorted(nodes)]
-    assert order.index(("update_policy", 0)) < order.index(("publish", 1)) < order.index(("update_value", 0))
-    assert order.index(("update_value", 0)) < order.index(("generate", 1))
+    assert order.index(("update_policy", 0)) < order.index(("publish", 1)) < order.index(("update_critic", 0))
+    assert order.index(("update_critic", 0)) < order.index(("generate", 1))
 
 
 def test_inputs_are_what_is_stored() -> None:
     """The rest of the parents only order: publish gives weights, not rows."""
     for node in run_nodes(GraphSpec(steps=3, shards=2, staleness=1, eval_every=1)):
         assert set(node.inputs) <= set(node.parents) | {a for p in node.parents for a in _parents(p, node.address.step)}
-        assert not [a for a in node.inputs if a.stage in ("publish", "update_policy", "update_value")]
+        assert not [a for a in node.inputs if a.stage in ("publish", "update_policy", "update_critic")]
 
 
 def _parents(address: Address, step: int) -> tuple[Address, ...]:
@@ -140,7 +140,7 @@ def test_no_order_breaks_the_staleness_bound(staleness: int, seed: int) -> None:
                 assert step - oldest[step] <= staleness
                 assert policy in published, "version i is given away before it is trained into i + 1"
                 policy += 1
-            case "update_value":
+            case "update_critic":
                 assert critic == step == node.version
                 critic += 1
         done.add(node.address)

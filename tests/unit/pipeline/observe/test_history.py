@@ -109,11 +109,11 @@ def test_when_a_step_is_over(history: History) -> None:
     a_step(history)
     assert history.steps_done() == []
     assert not history.step_over(1)
-    commit(history, "update_value", 1, 108.0, 1.0)
+    commit(history, "update_critic", 1, 108.0, 1.0)
     assert history.steps_done() == [1]
     assert history.step_over(1)
     commit(history, "update_policy", 2, 110.0, 1.0)
-    commit(history, "update_value", 2, 110.0, 1.0)
+    commit(history, "update_critic", 2, 110.0, 1.0)
     assert history.steps_done() == [1, 2]
     assert not history.step_over(2), "version 3 is not published"
 

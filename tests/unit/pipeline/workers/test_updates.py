@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from pipeline.workers.updates import ReplayMismatch, Trainer
-from stages.models.protocol import PolicyBatch, Role, ValueBatch
+from stages.models.protocol import PolicyBatch, Role, CriticBatch
 from storage.address import Address
 from storage.checkpoints import Checkpoints
 from storage.errors import MissingOutput
@@ -29,7 +29,7 @@ class FakeHost:
     repeated or fed from other inputs shows in the last bits."""
 
     def __init__(self) -> None:
-        self.weights = {role: start(role) for role in (Role.POLICY, Role.VALUE)}
+        self.weights = {role: start(role) for role in (Role.POLICY, Role.CRITIC)}
         self.versions = dict.fromkeys(self.weights, 0)
         self.dirty_roles: set[Role] = set()
         self.log: list[str] = []
@@ -53,8 +53,8 @@ class FakeHost:
         number += 0.0 if batch.policy is None else batch.policy.policy_logprobs.sum()
         return self._train(Role.POLICY, step, float(number))
 
-    def update_value(self, step: int, batch: ValueBatch) -> dict[str, float]:
-        return self._train(Role.VALUE, step, float(batch.advantages.returns.mean() + batch.values.values.sum()))
+    def update_critic(self, step: int, batch: CriticBatch) -> dict[str, float]:
+        return self._train(Role.CRITIC, step, float(batch.advantages.returns.mean() + batch.values.values.sum()))
 
     def version(self, role: Role) -> int:
         return self.versions[role]
@@ -143,7 +143,7 @@ class Run:
         )
 
     def update(self, trainer: Trainer, role: Role, step: int) -> Commit:
-        stage = {Role.POLICY: "update_policy", Role.VALUE: "update_value"}[role]
+        stage = {Role.POLICY: "update_policy", Role.CRITIC: "update_critic"}[role]
 
         def commit(metrics: dict[str, float], digest: str) -> Commit:
             where = provenance_here(seed=0, config_hash="test")
@@ -164,7 +164,7 @@ def digests(tmp_path_factory: pytest.TempPathFactory) -> dict[Role, list[str]]:
     """Digests of version 0, 1, 2, ... of an undisturbed run."""
     run = Run(tmp_path_factory.mktemp("undisturbed"))
     trainer = run.trainer()
-    found = {role: [trainer.host.digest(role)] for role in (Role.POLICY, Role.VALUE)}
+    found = {role: [trainer.host.digest(role)] for role in (Role.POLICY, Role.CRITIC)}
     for step in range(STEPS):
         for role, list_of in found.items():
             list_of.append(str(run.update(trainer, role, step).digest))
@@ -193,10 +193,10 @@ def test_policy_and_critic_have_versions_of_their_own(run: Run, digests: dict[Ro
     trainer = run.trainer()
     for step in range(3):
         run.update(trainer, Role.POLICY, step)
-    run.update(trainer, Role.VALUE, 0)
-    assert (trainer.host.version(Role.POLICY), trainer.host.version(Role.VALUE)) == (3, 1)
+    run.update(trainer, Role.CRITIC, 0)
+    assert (trainer.host.version(Role.POLICY), trainer.host.version(Role.CRITIC)) == (3, 1)
     assert trainer.host.digest(Role.POLICY) == digests[Role.POLICY][3]
-    assert trainer.host.digest(Role.VALUE) == digests[Role.VALUE][1]
+    assert trainer.host.digest(Role.CRITIC) == digests[Role.CRITIC][1]
 
 
 def test_a_new_process_replays_from_the_start(run: Run, digests: dict[Role, list[str]]) -> None:
@@ -270,9 +270,9 @@ def test_a_commit_that_fails_leaves_the_model_dirty(run: Run, digests: dict[Role
         raise OSError("no space left on device")
 
     with pytest.raises(OSError, match="no space"):
-        trainer.update(Role.VALUE, 0, disk_full)
-    assert trainer.host.dirty(Role.VALUE)
-    assert run.update(trainer, Role.VALUE, 0).digest == digests[Role.VALUE][1]
+        trainer.update(Role.CRITIC, 0, disk_full)
+    assert trainer.host.dirty(Role.CRITIC)
+    assert run.update(trainer, Role.CRITIC, 0).digest == digests[Role.CRITIC][1]
 
 
 def test_other_weights_than_the_committed_ones_are_refused(run: Run) -> None:
@@ -302,8 +302,8 @@ def test_another_layout_is_not_held_to_digests_and_checkpoints(run: Run) -> None
 
 
 def test_a_version_that_no_update_made_is_refused(run: Run) -> None:
-    with pytest.raises(MissingOutput, match=r"update_value/step_000000.*no version 1 of the value"):
-        run.trainer().at(Role.VALUE, 1)
+    with pytest.raises(MissingOutput, match=r"update_critic/step_000000.*no version 1 of the value"):
+        run.trainer().at(Role.CRITIC, 1)
 
 
 def test_two_trainers_race_for_one_update(run: Run, digests: dict[Role, list[str]]) -> None:
@@ -356,7 +356,7 @@ def test_checkpoints_come_at_their_cadence_and_go(run: Run) -> None:
         run.update(trainer, Role.POLICY, step)
         newest = (step + 1) // 2 * 2
         assert run.checkpoints.versions("policy") == ([newest] if newest else [])
-    assert run.checkpoints.versions("value") == []
+    assert run.checkpoints.versions("critic") == []
 
 
 def test_the_checkpoint_that_an_open_generation_is_rebuilt_from_stays(run: Run) -> None:

@@ -32,7 +32,7 @@ def opened(directory: Path, model: ModelConfig, sampling: SamplingConfig | None 
         sampling or SamplingConfig(),
         PPOConfig(),
         LayoutConfig(),
-        frozenset({Role.POLICY, Role.REFERENCE, Role.VALUE}),
+        frozenset({Role.POLICY, Role.REFERENCE, Role.CRITIC}),
         Rank(0, 1, f"file://{directory}/rendezvous", 1),
         seed=0,
         total_steps=10,
@@ -129,7 +129,7 @@ def test_values_are_the_head_on_the_state_before_each_token(
         zero = host.values(rollout)
         assert zero is not None
         assert not zero.values.any()
-        critic = host._trainers[Role.VALUE].model
+        critic = host._trainers[Role.CRITIC].model
         with torch.no_grad():
             critic.output_layer.weight.copy_(head)
             critic.output_layer.bias.fill_(0.25)

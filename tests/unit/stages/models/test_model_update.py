@@ -18,7 +18,7 @@ from stages.models.config import LayoutConfig, ModelConfig, OptimizerConfig
 from stages.models.errors import StateError
 from stages.models.hf_files import read_config, read_weights
 from stages.models.host import MegatronHost
-from stages.models.protocol import PolicyBatch, Rank, Role, ValueBatch
+from stages.models.protocol import PolicyBatch, Rank, Role, CriticBatch
 from stages.models.trainer import learning_rate
 from stages.ppo.config import KLConfig, PPOConfig
 from stages.ppo.micro_batches import minibatches
@@ -49,7 +49,7 @@ def opened(directory: Path, model: ModelConfig, ppo: PPOConfig | None = None) ->
         SamplingConfig(),
         ppo or PPOConfig(),
         LayoutConfig(),
-        frozenset({Role.POLICY, Role.REFERENCE, Role.VALUE}),
+        frozenset({Role.POLICY, Role.REFERENCE, Role.CRITIC}),
         Rank(0, 1, f"file://{directory}/rendezvous", 1),
         seed=SEED,
         total_steps=10,
@@ -60,7 +60,7 @@ def opened(directory: Path, model: ModelConfig, ppo: PPOConfig | None = None) ->
         host.close()
 
 
-def batches(host: MegatronHost, step: int = 0) -> tuple[PolicyBatch, ValueBatch]:
+def batches(host: MegatronHost, step: int = 0) -> tuple[PolicyBatch, CriticBatch]:
     """A step's data, as the stages would have made it, with random advantages and returns."""
     rng = np.random.default_rng([SEED, step])
     prompt = rng.integers(2, 5, ROWS).astype(np.int32)
@@ -89,14 +89,14 @@ def batches(host: MegatronHost, step: int = 0) -> tuple[PolicyBatch, ValueBatch]
     rollout = dataclasses.replace(rollout, sampler_logprobs=policy.policy_logprobs + noise(0.3))
     reference = ReferenceLogprobs(reference.ref_logprobs + noise(0.1))
     advantages = Advantages(noise(1), noise(1), noise(1), mask)
-    return PolicyBatch(rollout, advantages, policy, reference, 0.2), ValueBatch(rollout, advantages, values)
+    return PolicyBatch(rollout, advantages, policy, reference, 0.2), CriticBatch(rollout, advantages, values)
 
 
 def update(host: MegatronHost, step: int = 0) -> dict[str, float]:
     policy, value = batches(host, step)
-    metrics = host.update_policy(step, policy) | host.update_value(step, value)
+    metrics = host.update_policy(step, policy) | host.update_critic(step, value)
     host.mark_clean(Role.POLICY)
-    host.mark_clean(Role.VALUE)
+    host.mark_clean(Role.CRITIC)
     return metrics
 
 
@@ -169,12 +169,12 @@ def test_update_policy_equals_one_written_by_hand(tmp_path: Path, frozen_blocks:
     assert metrics["policy/skipped_steps"] == 0
 
 
-def test_update_value_equals_one_written_by_hand(tmp_path: Path) -> None:
+def test_update_critic_equals_one_written_by_hand(tmp_path: Path) -> None:
     with opened(tmp_path, model_config(frozen_blocks=1)) as host:
         _, batch = batches(host)
-        metrics = host.update_value(0, batch)
-        host.mark_clean(Role.VALUE)
-        found = {name: tensor.numpy().copy() for name, tensor in host._whole_tensors(host._trainers[Role.VALUE].model)}
+        metrics = host.update_critic(0, batch)
+        host.mark_clean(Role.CRITIC)
+        found = {name: tensor.numpy().copy() for name, tensor in host._whole_tensors(host._trainers[Role.CRITIC].model)}
 
     body = LlamaModel(LlamaConfig(**read_config("random:tiny") | {"num_hidden_layers": 3}))
     body.load_state_dict({n: tiny_state([f"model.{n}"])[f"model.{n}"] for n in body.state_dict()})
@@ -202,7 +202,7 @@ def test_update_value_equals_one_written_by_hand(tmp_path: Path) -> None:
     assert set(found) == set(expected)
     for name in expected:
         np.testing.assert_allclose(found[name], expected[name], atol=1e-5, err_msg=name)
-    assert metrics["value/loss"] == pytest.approx(np.mean(losses), abs=1e-5)
+    assert metrics["critic/loss"] == pytest.approx(np.mean(losses), abs=1e-5)
 
 
 def test_gradients_do_not_depend_on_micro_batch_rows(tmp_path: Path) -> None:
@@ -233,9 +233,9 @@ def test_frozen_blocks_and_reference_stay_and_the_rest_moves(tmp_path: Path) -> 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_saved_model_is_restored_and_replays_the_same_bits(tmp_path: Path, dtype: str) -> None:
-    for name in ("policy", "value"):
+    for name in ("policy", "critic"):
         (tmp_path / name).mkdir()
-    roles = (Role.POLICY, Role.VALUE)
+    roles = (Role.POLICY, Role.CRITIC)
     with opened(tmp_path, model_config(dtype)) as host:
         start = [host.digest(role) for role in roles]
         update(host, 0)
@@ -284,7 +284,7 @@ def test_versions_and_the_dirty_flag_guard_the_state(tmp_path: Path) -> None:
         ):
             with pytest.raises(StateError, match="policy is dirty"):
                 call()
-        host.update_value(0, value)  # a model of its own
+        host.update_critic(0, value)  # a model of its own
         host.mark_clean(Role.POLICY)
         assert (host.version(Role.POLICY), host.dirty(Role.POLICY)) == (1, False)
         assert host.policy_logprobs(policy.rollout) is not None

@@ -358,7 +358,7 @@ def test_value_clip_is_around_the_old_values() -> None:
     loss, stats = value_loss(new, inputs, 0.2)
     assert loss.item() == pytest.approx((0.64 + 2.25 + 1.21) / 6)
     assert torch.autograd.grad(loss, new)[0][0].tolist() == pytest.approx([0.0, 1.5 / 3, 1.1 / 3])
-    assert stats.sums["value/clipfrac"].item() == pytest.approx(1 / 3)
+    assert stats.sums["critic/clipfrac"].item() == pytest.approx(1 / 3)
 
 
 def test_summary_takes_means_of_sums_and_maxima_of_maxima() -> None:

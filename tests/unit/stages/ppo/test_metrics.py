@@ -83,9 +83,9 @@ def test_staleness_histogram() -> None:
 def test_explained_variance() -> None:
     """Var(G) of 1, 2, 3, 4 is 1.25. Errors .5, -.5, .5, -.5: variance .25, so 0.8. A constant offset costs nothing."""
     got = metrics.value_metrics(tokens(0.5, 2.5, 2.5, 4.5), tokens(1, 2, 3, 4), MASK)
-    assert got == pytest.approx({"value/explained_variance": 0.8, "value/return_mean": 2.5, "value/start_mean": 2.5})
-    assert metrics.value_metrics(tokens(0, 1, 2, 3), tokens(1, 2, 3, 4), MASK)["value/explained_variance"] == 1
-    assert "value/explained_variance" not in metrics.value_metrics(tokens(0, 1, 2, 3), tokens(1, 1, 1, 1), MASK)
+    assert got == pytest.approx({"critic/explained_variance": 0.8, "critic/return_mean": 2.5, "critic/start_mean": 2.5})
+    assert metrics.value_metrics(tokens(0, 1, 2, 3), tokens(1, 2, 3, 4), MASK)["critic/explained_variance"] == 1
+    assert "critic/explained_variance" not in metrics.value_metrics(tokens(0, 1, 2, 3), tokens(1, 1, 1, 1), MASK)
 
 
 def test_entropy_and_advantages() -> None:

@@ -38,7 +38,7 @@ from benchmarks.harness import arguments, report, write_json
 from stages.engines.config import EngineConfig, SamplingConfig
 from stages.engines.embedded.batch import Pass
 from stages.engines.embedded.cache import BLOCK_TOKENS, blocks_for
-from stages.engines.embedded.engine import TorchEngine
+from stages.engines.embedded.engine import EmbeddedEngine
 from stages.engines.embedded.kernels.cuda.graphs import GraphCapture, size_for
 from stages.engines.embedded.kernels.protocol import Tokens
 from stages.engines.embedded.model.llama import logits, read_shape, tensor_shapes
@@ -210,14 +210,14 @@ def prompts(batch: int, plan: Plan, vocab: int) -> np.ndarray:
     return np.random.default_rng(0).integers(3, vocab, (batch, plan.prompt))
 
 
-def make_engine(path: Path, plan: Plan, cost: Cost, **settings: Any) -> TorchEngine:
+def make_engine(path: Path, plan: Plan, cost: Cost, **settings: Any) -> EmbeddedEngine:
     slots = max(plan.batches)
     budget = 64 + slots * blocks_for(plan.max_seq) * BLOCK_TOKENS * cost.per_position * 2 // 2**20
     config = EngineConfig(slots=slots, dtype=plan.dtype, kv_budget_mb=budget, **settings)  # type: ignore[arg-type]
-    return TorchEngine(str(path), config, max_seq=plan.max_seq, threads=1, device=DEVICE)
+    return EmbeddedEngine(str(path), config, max_seq=plan.max_seq, threads=1, device=DEVICE)
 
 
-def run_engine(engine: TorchEngine, rows: np.ndarray, new: int) -> None:
+def run_engine(engine: EmbeddedEngine, rows: np.ndarray, new: int) -> None:
     settings = SamplingConfig(new, new)
     requests = [Request(i, 1, 1, tuple(row.tolist()), engine.version, settings) for i, row in enumerate(rows)]
     for _ in engine.generate(requests):
@@ -302,7 +302,7 @@ def parts_of_a_pass(runner: LocalRunner, pass_: Pass, plan: Plan) -> dict[str, f
     return {"products": seconds(products), "attention": seconds(attention)}
 
 
-def refits(engine: TorchEngine, tensors: dict[str, torch.Tensor]) -> dict[str, float]:
+def refits(engine: EmbeddedEngine, tensors: dict[str, torch.Tensor]) -> dict[str, float]:
     """Seconds of new weights from the host's memory and from the device's, and of a copy of the latter alone."""
 
     def load(new: dict[str, torch.Tensor]) -> None:
@@ -359,7 +359,7 @@ def measure(name: str, shape: Shape, plan: Plan, bytes_per_s: float) -> Results:
     return results
 
 
-def measure_engine(engine: TorchEngine, side: str, shape: Shape, results: Results) -> None:
+def measure_engine(engine: EmbeddedEngine, side: str, shape: Shape, results: Results) -> None:
     plan, cost, runner = results.plan, results.cost, engine._runner
     assert isinstance(runner, LocalRunner)
     for batch in plan.batches:

@@ -30,7 +30,7 @@ from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
 from benchmarks.harness import arguments, gemm_gflops, measured_load, report, write_json
 from stages.engines.config import EngineConfig, SamplingConfig
-from stages.engines.embedded.engine import TorchEngine
+from stages.engines.embedded.engine import EmbeddedEngine
 from stages.engines.embedded.kernels.cpu.native import NoNativeKernelsError, load_native_kernels
 from stages.engines.embedded.runner import choose_kernels
 from stages.engines.protocol import EngineStats, Request
@@ -78,7 +78,7 @@ def workload(num_rows: int, vocab: int, longest: int, seed: int = 0) -> list[Pro
     ]
 
 
-def run_engine(engine: TorchEngine, prompts: list[Prompt], sampled: bool) -> list[list[int]]:
+def run_engine(engine: EmbeddedEngine, prompts: list[Prompt], sampled: bool) -> list[list[int]]:
     """The rows' new tokens."""
     requests = [
         Request(i, 1, 1, tuple(p.tokens), 0, SamplingConfig(p.new, p.new, temperature=float(sampled)))
@@ -234,7 +234,7 @@ def compare(
     settings = EngineConfig(slots=SLOTS, dtype=dtype)  # type: ignore[arg-type]
     kernels = choose_kernels(settings, torch.device("cpu"))
     started = time.perf_counter()
-    with closing(TorchEngine(str(path), settings, max_seq=192, threads=CORES, device=torch.device("cpu"))) as engine:
+    with closing(EmbeddedEngine(str(path), settings, max_seq=192, threads=CORES, device=torch.device("cpu"))) as engine:
         figures[f"{dtype}/cold_start_s"] = time.perf_counter() - started
         sides: dict[str, Callable[[list[Prompt], bool], object]] = {
             PADDED: lambda p, sampled: run_padded(model, p, sampled),

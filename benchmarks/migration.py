@@ -31,9 +31,9 @@ from pipeline.workers.messages import TAILS, MoveOrder, MoveOver, RowsNews, Work
 from pipeline.workers.replica_rows import ReplicaRows
 from pipeline.workers.row_transfer import open_for_rows, order_move
 from stages.engines.config import EngineConfig, SamplingConfig
-from stages.engines.embedded.engine import TorchEngine
-from stages.engines.embedded.migration.load import Wanted
-from stages.engines.embedded.migration.protocol import Guests, MovedRow
+from stages.engines.embedded.engine import EmbeddedEngine
+from stages.engines.embedded.migration.load import MigrationRequest
+from stages.engines.embedded.migration.protocol import IncomingRows, MigratedRow
 from stages.engines.embedded.scheduler import PASS_TOKENS
 from stages.engines.protocol import Request
 from stages.models.hf_files import RANDOM_TINY
@@ -54,8 +54,8 @@ class Replica:
 
     def __init__(self, path: str, max_seq: int) -> None:
         config = EngineConfig(slots=SLOTS, dtype="bfloat16", kv_budget_mb=1024)
-        self.engine = TorchEngine(path, config, max_seq=max_seq, threads=1)
-        self.watch_rows, self.deliver = self.engine.watch_rows, self.engine.deliver
+        self.engine = EmbeddedEngine(path, config, max_seq=max_seq, threads=1)
+        self.watch_load, self.deliver = self.engine.watch_load, self.engine.deliver
         self.give_back, self.wanted = self.engine.give_back, self.engine.wanted
         self.asked: list[float] = []
         """When rows were asked for."""
@@ -71,13 +71,13 @@ class Replica:
 
         self.engine._runner.collect = timed  # type: ignore[method-assign]
 
-    def give_rows(self, rows: Collection[Wanted]) -> list[MovedRow]:
+    def migrate_out(self, rows: Collection[MigrationRequest]) -> list[MigratedRow]:
         self.asked.append(time.perf_counter())
-        return self.engine.give_rows(rows)
+        return self.engine.migrate_out(rows)
 
     @contextmanager
-    def take_rows(self, moved: Sequence[MovedRow]) -> Iterator[Guests]:
-        with closing(self.engine.take_rows(moved)) as guests:
+    def migrate_in(self, moved: Sequence[MigratedRow]) -> Iterator[IncomingRows]:
+        with closing(self.engine.migrate_in(moved)) as guests:
             yield guests
 
 
@@ -155,7 +155,7 @@ def move_one(pair: Pair, number: int, length: int, with_cache: bool) -> Moved:
     order_move(
         pair.client,
         pair.addresses[0],
-        MoveOrder(number, "bench", 0, 0, pair.addresses[1], (Wanted((1, 1, number), with_cache),)),
+        MoveOrder(number, "bench", 0, 0, pair.addresses[1], (MigrationRequest((1, 1, number), with_cache),)),
     )
     over = pair.news.get()
     while not isinstance(over, MoveOver):

@@ -23,7 +23,7 @@ import torch
 from benchmarks.generation import MODEL
 from benchmarks.harness import arguments, measured_load, report, write_json
 from stages.engines.config import EngineConfig, SamplingConfig
-from stages.engines.embedded.engine import TorchEngine
+from stages.engines.embedded.engine import EmbeddedEngine
 from stages.engines.protocol import Request
 from stages.models.hf_files import RANDOM_TINY, read_config
 
@@ -51,7 +51,7 @@ SIDES = (
 )
 
 
-def run(engine: TorchEngine, vocab: int, num_rows: int, new: int) -> None:
+def run(engine: EmbeddedEngine, vocab: int, num_rows: int, new: int) -> None:
     rng = random.Random(0)
     sampling = SamplingConfig(max_new_tokens=new, min_new_tokens=new)
     prompts = [tuple(rng.randrange(3, vocab) for _ in range(PROMPT)) for _ in range(num_rows)]
@@ -69,10 +69,12 @@ def main() -> None:
     busy: dict[tuple[str, int], list[tuple[float, ...]]] = {key: [] for key in seconds}
     others: list[float] = []
     with ExitStack() as stack:
-        engines: dict[str, TorchEngine] = {}
+        engines: dict[str, EmbeddedEngine] = {}
         for side in SIDES:
             settings = EngineConfig(slots=max(NUM_ROWS), **side.settings)  # type: ignore[arg-type]
-            engine = TorchEngine(path, settings, max_seq=PROMPT + new, threads=side.threads, device=torch.device("cpu"))
+            engine = EmbeddedEngine(
+                path, settings, max_seq=PROMPT + new, threads=side.threads, device=torch.device("cpu")
+            )
             engines[side.name] = stack.enter_context(closing(engine))
             # before the next engine is built: what a thread's first product finds set, it keeps as number of threads
             run(engine, vocab, NUM_ROWS[0], 2)

@@ -33,7 +33,7 @@ from benchmarks.harness import arguments, measured_load, report, write_json
 from pipeline.workers.messages import MirrorSpec
 from pipeline.workers.weight_transfer import WeightMirror
 from stages.engines.config import EngineConfig, SamplingConfig
-from stages.engines.embedded.engine import TorchEngine
+from stages.engines.embedded.engine import EmbeddedEngine
 from stages.engines.embedded.runner import LocalRunner
 from stages.engines.protocol import Request
 from stages.models.hf_files import read_weights
@@ -63,7 +63,7 @@ def copy_seconds(tensors: Mapping[str, torch.Tensor], room: Mapping[str, torch.T
     return seconds_of(copy)
 
 
-def load_while_decoding(engine: TorchEngine, version: int, tensors: Mapping[str, torch.Tensor]) -> float:
+def load_while_decoding(engine: EmbeddedEngine, version: int, tensors: Mapping[str, torch.Tensor]) -> float:
     """Seconds of `load_weights` beside as many rows as there are slots, which then run to their end."""
     sampling = SamplingConfig(NEW_TOKENS, NEW_TOKENS)
     engine.stats()
@@ -84,7 +84,7 @@ def measure(path: Path, dtype: str, repeats: int) -> tuple[list[tuple[str, ...]]
     settings = EngineConfig(slots=SLOTS, dtype=dtype, update="inflight")  # type: ignore[arg-type]
     seconds: dict[str, list[float]] = {}
     started = time.perf_counter()
-    with closing(TorchEngine(str(path), settings, max_seq=MAX_SEQ, threads=CORES, device=CPU)) as engine:
+    with closing(EmbeddedEngine(str(path), settings, max_seq=MAX_SEQ, threads=CORES, device=CPU)) as engine:
         cold = time.perf_counter() - started
         runner = LocalRunner(str(path), settings, max_seq=MAX_SEQ, device=CPU)
         version = 0

@@ -28,11 +28,11 @@ import torch
 from benchmarks.harness import arguments, measured_load, report, write_json
 from pipeline.observe.plots import plot_engine_costs
 from stages.engines.config import EngineConfig, SamplingConfig, SpeculationConfig
-from stages.engines.embedded.drafts.calibration import make_pupil
+from stages.engines.embedded.drafts.calibration import make_student
 from stages.engines.embedded.drafts.costs import expected_speed
 from stages.engines.embedded.drafts.draft_head import KIND, LearnedDrafter
 from stages.engines.embedded.drafts.drafters import Drafter, NgramDrafter
-from stages.engines.embedded.engine import TorchEngine
+from stages.engines.embedded.engine import EmbeddedEngine
 from stages.engines.embedded.runner import choose_kernels
 from stages.engines.protocol import Request
 from stages.models.hf_files import RANDOM_TINY, Tokenizer, read_tokenizer
@@ -80,7 +80,7 @@ def make_prompt(workload: str, number: int, tokenizer: Tokenizer, reviews: Seque
     return tuple(tokenizer.apply_chat_template([{"role": "user", "content": text}]))
 
 
-def run(engine: TorchEngine, requests: Sequence[Request]) -> tuple[float, dict[int, tuple[bytes, bytes]]]:
+def run(engine: EmbeddedEngine, requests: Sequence[Request]) -> tuple[float, dict[int, tuple[bytes, bytes]]]:
     """Seconds, and every row's tokens and log-probs as bytes."""
     started = time.perf_counter()
     rows = {c.row: (c.tokens.astype(np.int32).tobytes(), c.logprobs.tobytes()) for c in engine.generate(requests)}
@@ -113,12 +113,12 @@ class Bench:
         self.settings = EngineConfig(slots=max(options.rows), dtype=options.dtype)
         self.kernels = choose_kernels(self.settings, CPU)
         self.head = Trained(
-            make_pupil(SpeculationConfig(), self.path, CPU),
+            make_student(SpeculationConfig(), self.path, CPU),
             self.kernels,
             getattr(torch, options.dtype),
             options.branches,
         )
-        self.engines: dict[str, TorchEngine] = {}
+        self.engines: dict[str, EmbeddedEngine] = {}
         self._stack = ExitStack()
         for side in SIDES:
             drafters: list[Drafter] = []
@@ -126,7 +126,7 @@ class Bench:
                 drafters.append(NgramDrafter())
             if side in ("learned", "both"):
                 drafters.append(self.head)
-            engine = TorchEngine(
+            engine = EmbeddedEngine(
                 self.path, self.settings, max_seq=256, threads=CORES, device=CPU, drafters=drafters, eos_token_ids=[0]
             )
             self.engines[side] = self._stack.enter_context(closing(engine))

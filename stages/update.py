@@ -5,7 +5,7 @@ Both leave the resident model dirty: the caller commits the outcome and then mar
 
 from __future__ import annotations
 
-from stages.models.protocol import ModelHost, PolicyBatch, CriticBatch
+from stages.models.protocol import CriticBatch, ModelHost, PolicyBatch
 from storage.records import Advantages, PolicyLogprobs, ReferenceLogprobs, Rollout, Values
 
 

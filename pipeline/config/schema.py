@@ -473,7 +473,7 @@ def _check_placement(c: RunConfig) -> None:
         )
     for name, settings in gangs.items():
         key = f"placement.gangs.{name}"
-        _require(name in roles.critics(), key, name, "no role is placed on it; place one or remove the gang")
+        _require(name in roles.values(), key, name, "no role is placed on it; place one or remove the gang")
         for part in ("workers", "threads", "slots"):
             _require(getattr(settings, part) >= 1, f"{key}.{part}", getattr(settings, part), "must be 1 or more")
         _check_weights_dir(f"{key}.weights_dir", settings.weights_dir, [r for r in known if roles[r] == name])

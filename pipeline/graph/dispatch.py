@@ -316,7 +316,7 @@ class Dispatch:
 
 def gangs_of(roles: Mapping[Role, str], workers: Mapping[str, int], slots: Mapping[str, int]) -> list[Gang]:
     """The gangs that a placement describes: `roles` maps each role to a gang's name."""
-    names = sorted(set(roles.critics()))
+    names = sorted(set(roles.values()))
     return [
         Gang(name, frozenset(r for r, g in roles.items() if g == name), workers[name], slots[name]) for name in names
     ]

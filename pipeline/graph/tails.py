@@ -14,7 +14,7 @@ import math
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
-from stages.engines.embedded.migration.load import RowHere, RowsHere, Wanted
+from stages.engines.embedded.migration.load import EngineLoad, MigrationRequest, RowLoad
 
 BANDWIDTH_PRIOR = 200e6
 """Bytes per second between two replicas, before any was measured: a slow network's."""
@@ -31,10 +31,10 @@ class Move:
 
     source: int
     target: int
-    rows: tuple[Wanted, ...]
+    rows: tuple[MigrationRequest, ...]
 
 
-def plan_moves(loads: Mapping[int, RowsHere], bytes_per_s: float, below: int) -> list[Move]:
+def plan_moves(loads: Mapping[int, EngineLoad], bytes_per_s: float, below: int) -> list[Move]:
     """Which replicas empty into which, if fewer than `below` rows are left on all of them together.
 
     Replicas with the fewest rows are emptied first, into those with the most; whole, or not at all; only into free
@@ -50,7 +50,7 @@ def plan_moves(loads: Mapping[int, RowsHere], bytes_per_s: float, below: int) ->
     return moves
 
 
-def _gather(busy: Mapping[int, RowsHere], bytes_per_s: float) -> list[Move]:
+def _gather(busy: Mapping[int, EngineLoad], bytes_per_s: float) -> list[Move]:
     """Among replicas that hold rows of one version."""
     moves: list[Move] = []
     free = {i: load.slots - len(load.rows) for i, load in busy.items()}
@@ -72,7 +72,7 @@ def _gather(busy: Mapping[int, RowsHere], bytes_per_s: float) -> list[Move]:
     return moves
 
 
-def _worth(row: RowHere, source: RowsHere, target: RowsHere, bytes_per_s: float) -> Wanted | None:
+def _worth(row: RowLoad, source: EngineLoad, target: EngineLoad, bytes_per_s: float) -> MigrationRequest | None:
     """How the row would move, if that is worth it: with its keys and values, or to be fed again, whichever is sooner;
     and only if it may go on for longer than that takes."""
     if source.pass_s == 0.0:
@@ -81,7 +81,7 @@ def _worth(row: RowHere, source: RowsHere, target: RowsHere, bytes_per_s: float)
     fed_s = row.tokens * (target.prefill_s or source.prefill_s or source.pass_s)
     cost_s = HANDLING_S + min(carried_s, fed_s)
     min_left = math.ceil(cost_s / source.pass_s)
-    return Wanted(row.key, carried_s <= fed_s, min_left) if row.left >= min_left else None
+    return MigrationRequest(row.key, carried_s <= fed_s, min_left) if row.left >= min_left else None
 
 
 @dataclass
@@ -90,13 +90,13 @@ class Tails:
 
     below: int
     bytes_per_s: float = BANDWIDTH_PRIOR
-    _said: dict[int, RowsHere] = field(default_factory=dict)
+    _said: dict[int, EngineLoad] = field(default_factory=dict)
     """By replica; those that have said nothing since they were built are not in it."""
     _under_way: dict[int, Move] = field(default_factory=dict)
     """By number."""
     _ordered: int = 0
 
-    def told(self, replica: int, here: RowsHere) -> None:
+    def told(self, replica: int, here: EngineLoad) -> None:
         """A replica says what it has."""
         self._said[replica] = here
 

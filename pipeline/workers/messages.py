@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from stages.engines.embedded.migration.load import RowsHere, Wanted
+from stages.engines.embedded.migration.load import EngineLoad, MigrationRequest
 from storage.address import Address, Ref
 
 OUTCOMES = "stageline-outcomes"
@@ -110,7 +110,7 @@ class RowsNews:
     gang: str
     index: int
     incarnation: int
-    here: RowsHere
+    here: EngineLoad
     away: tuple[Address, ...]
     """Nodes that run there and whose unfinished rows are all elsewhere."""
 
@@ -126,7 +126,7 @@ class MoveOrder:
     """Of the source; another process does not answer."""
     target: str
     """Dask address."""
-    rows: tuple[Wanted, ...]
+    rows: tuple[MigrationRequest, ...]
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,8 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
-from stages.engines.embedded.migration.load import RowKey, RowsHere, Wanted
-from stages.engines.embedded.migration.protocol import Guests, MovedRow, key_of
+from stages.engines.embedded.migration.load import EngineLoad, MigrationRequest, RowKey
+from stages.engines.embedded.migration.protocol import IncomingRows, MigratedRow, key_of
 from stages.engines.protocol import Completion
 from storage.address import Address
 
@@ -20,11 +20,11 @@ from storage.address import Address
 class MovingEngine(Protocol):
     """An engine with versions, whose rows can move."""
 
-    def watch_rows(self, below: int, listener: Callable[[RowsHere], None]) -> None: ...
+    def watch_load(self, below: int, listener: Callable[[EngineLoad], None]) -> None: ...
 
-    def give_rows(self, rows: Collection[Wanted]) -> list[MovedRow]: ...
+    def migrate_out(self, rows: Collection[MigrationRequest]) -> list[MigratedRow]: ...
 
-    def take_rows(self, moved: Sequence[MovedRow]) -> AbstractContextManager[Guests]: ...
+    def migrate_in(self, moved: Sequence[MigratedRow]) -> AbstractContextManager[IncomingRows]: ...
 
     def deliver(self, ticket: int, completion: Completion) -> None: ...
 
@@ -76,26 +76,26 @@ class ReplicaRows:
             gone = set(self._elsewhere.values())
             return tuple(s.address for s in self._shards if s.keys & gone and not s.keys & self._here)
 
-    def watch(self, report: Callable[[RowsHere, tuple[Address, ...]], None]) -> None:
+    def watch(self, report: Callable[[EngineLoad, tuple[Address, ...]], None]) -> None:
         """From now on `report` is told of the rows here while they are few, and which nodes have none here."""
 
-        def listen(here: RowsHere) -> None:
+        def listen(here: EngineLoad) -> None:
             with self._lock:
                 self._here = frozenset(row.key for row in here.rows)
             report(here, self.away)
 
-        self._engine.watch_rows(self._below, listen)
+        self._engine.watch_load(self._below, listen)
 
-    def give(self, rows: Collection[Wanted]) -> list[MovedRow]:
-        moved = self._engine.give_rows(rows)
+    def give(self, rows: Collection[MigrationRequest]) -> list[MigratedRow]:
+        moved = self._engine.migrate_out(rows)
         with self._lock:
             self._elsewhere.update((one.ticket, key_of(one.request)) for one in moved)
             self._here -= set(self._elsewhere.values())
         return moved
 
-    def take(self, moved: Sequence[MovedRow]) -> AbstractContextManager[Guests]:
+    def take(self, moved: Sequence[MigratedRow]) -> AbstractContextManager[IncomingRows]:
         """Rows of another replica, here until the block ends. Raises RequestError for what cannot be taken."""
-        return self._engine.take_rows(moved)
+        return self._engine.migrate_in(moved)
 
     def deliver(self, ticket: int, completion: Completion) -> None:
         """A row was finished elsewhere."""

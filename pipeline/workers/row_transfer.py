@@ -32,7 +32,7 @@ from distributed.comm import Comm, connect
 from distributed.protocol import to_serialize
 
 from pipeline.workers.messages import TAILS, MoveOrder, MoveOver, RowsNews, WorkerSpec
-from stages.engines.embedded.migration.load import RowsHere, Wanted
+from stages.engines.embedded.migration.load import EngineLoad, MigrationRequest
 from storage.address import Address
 
 MOVE, TAKE = "stageline_move_rows", "stageline_take_rows"
@@ -41,8 +41,8 @@ _BEAT_S = 1.0
 """Between signs of life."""
 
 
-class Guests(Protocol):
-    """See `stages.engines.embedded.migration.protocol.Guests`."""
+class IncomingRows(Protocol):
+    """See `stages.engines.embedded.migration.protocol.IncomingRows`."""
 
     def __iter__(self) -> Iterator[tuple[int, Any]]: ...
 
@@ -59,11 +59,11 @@ class Rows(Protocol):
     @property
     def away(self) -> tuple[Address, ...]: ...
 
-    def watch(self, report: Callable[[RowsHere, tuple[Address, ...]], None]) -> None: ...
+    def watch(self, report: Callable[[EngineLoad, tuple[Address, ...]], None]) -> None: ...
 
-    def give(self, rows: Collection[Wanted]) -> list[Any]: ...
+    def give(self, rows: Collection[MigrationRequest]) -> list[Any]: ...
 
-    def take(self, moved: Sequence[Any]) -> AbstractContextManager[Guests]: ...
+    def take(self, moved: Sequence[Any]) -> AbstractContextManager[IncomingRows]: ...
 
     def deliver(self, ticket: int, completion: Any) -> None: ...
 
@@ -170,7 +170,7 @@ async def _receive(comm: Comm, rows: Rows, moved: list[Any]) -> None:
     """The target's side of a move, to its end."""
     finished: asyncio.Queue[tuple[int, Any] | None] = asyncio.Queue()
     loop = asyncio.get_running_loop()
-    taken: asyncio.Future[Guests] = loop.create_future()
+    taken: asyncio.Future[IncomingRows] = loop.create_future()
 
     def refuse(error: Exception) -> None:
         if not taken.done():
@@ -210,7 +210,7 @@ async def _receive(comm: Comm, rows: Rows, moved: list[Any]) -> None:
         comm.abort()
 
 
-async def _listen(comm: Comm, guests: Guests) -> None:
+async def _listen(comm: Comm, guests: IncomingRows) -> None:
     """Hears which rows nobody waits for any more, until the source hangs up."""
     with suppress(OSError):
         while True:

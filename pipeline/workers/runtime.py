@@ -114,7 +114,7 @@ class StageRuntime:
             self._reward = _part("stages.rewards.registry:build_reward")(config.reward)
             self._tokenizer = read_tokenizer(config.model.path)
         if Role.GENERATE in gang.roles:
-            engine = _part("stages.engines.embedded.engine:TorchEngine")
+            engine = _part("stages.engines.embedded.engine:EmbeddedEngine")
             self._engine = VersionedEngine(
                 engine(
                     config.model.path,

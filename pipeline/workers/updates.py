@@ -22,7 +22,7 @@ from typing import Any
 import torch.distributed as dist
 
 from stages.models.protocol import ModelHost, Role
-from stages.update import update_policy, update_critic
+from stages.update import update_critic, update_policy
 from storage.address import Address
 from storage.checkpoints import Checkpoints
 from storage.errors import MissingOutput

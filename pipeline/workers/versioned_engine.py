@@ -13,8 +13,8 @@ from contextlib import contextmanager
 import torch
 
 from pipeline.workers.bookkeeping import Clock
-from stages.engines.embedded.migration.load import RowsHere, Wanted
-from stages.engines.embedded.migration.protocol import Guests, MovableRows, MovedRow
+from stages.engines.embedded.migration.load import EngineLoad, MigrationRequest
+from stages.engines.embedded.migration.protocol import IncomingRows, MigratableRows, MigratedRow
 from stages.engines.protocol import Completion, GenerationEngine, RequestError, WeightsError
 from storage.weights import BFLOAT16, WeightBoard, WeightLease
 
@@ -42,7 +42,7 @@ class VersionedEngine:
         self._engine = engine
         self._in_flight = in_flight
         self._fetch = fetch
-        self._movable = engine if isinstance(engine, MovableRows) else None
+        self._movable = engine if isinstance(engine, MigratableRows) else None
         self._board = board
         self._version: int | None = None
         self._names: frozenset[str] = frozenset()
@@ -115,7 +115,7 @@ class VersionedEngine:
             return False
         if self._serves(version, exact) or (not exact and self._exact == 0):
             return True
-        return self._inside == (self._movable.num_calls_away if self._movable else 0)
+        return self._inside == (self._movable.num_calls_migrated if self._movable else 0)
 
     def _leave(self, exact: bool) -> None:
         with self._turn:
@@ -123,33 +123,33 @@ class VersionedEngine:
             self._exact -= exact
             self._turn.notify_all()
 
-    # ---- rows that move; only of engines that have `MovableRows` ----
+    # ---- rows that move; only of engines that have `MigratableRows` ----
 
     @property
-    def _rows(self) -> MovableRows:
+    def _rows(self) -> MigratableRows:
         assert self._movable is not None, "this engine's rows cannot move"
         return self._movable
 
-    def watch_rows(self, below: int, listener: Callable[[RowsHere], None]) -> None:
-        """See `MovableRows`. To be called before rows are given away: it is also how whoever waits here hears that the
-        last row of a call has finished at home."""
+    def watch_load(self, below: int, listener: Callable[[EngineLoad], None]) -> None:
+        """See `MigratableRows`. To be called before rows are given away: it is also how whoever waits here hears that
+        the last row of a call has finished at home."""
 
-        def listen(here: RowsHere) -> None:
+        def listen(here: EngineLoad) -> None:
             with self._turn:  # a call may have come to wait for rows elsewhere only
                 self._turn.notify_all()
             listener(here)
 
-        self._rows.watch_rows(below, listen)
+        self._rows.watch_load(below, listen)
 
-    def give_rows(self, rows: Collection[Wanted]) -> list[MovedRow]:
-        """See `MovableRows`."""
-        moved = self._rows.give_rows(rows)
+    def migrate_out(self, rows: Collection[MigrationRequest]) -> list[MigratedRow]:
+        """See `MigratableRows`."""
+        moved = self._rows.migrate_out(rows)
         with self._turn:
             self._turn.notify_all()
         return moved
 
     @contextmanager
-    def take_rows(self, moved: Sequence[MovedRow]) -> Iterator[Guests]:
+    def migrate_in(self, moved: Sequence[MigratedRow]) -> Iterator[IncomingRows]:
         """Other replicas' rows, whose version stays resident until the block ends (or they have left again). Raises
         RequestError for what cannot be taken."""
         with self._turn:
@@ -161,7 +161,7 @@ class VersionedEngine:
             self._inside += 1
             self._exact += not self._in_flight
         try:
-            guests = self._rows.take_rows(moved)
+            guests = self._rows.migrate_in(moved)
             try:
                 yield guests
             finally:
@@ -170,15 +170,15 @@ class VersionedEngine:
             self._leave(not self._in_flight)
 
     def deliver(self, ticket: int, completion: Completion) -> None:
-        """See `MovableRows`."""
+        """See `MigratableRows`."""
         self._rows.deliver(ticket, completion)
 
     def give_back(self, tickets: Collection[int]) -> None:
-        """See `MovableRows`."""
+        """See `MigratableRows`."""
         self._rows.give_back(tickets)
 
     def wanted(self, tickets: Collection[int]) -> set[int]:
-        """See `MovableRows`."""
+        """See `MigratableRows`."""
         return self._rows.wanted(tickets)
 
     def close(self) -> None:

@@ -36,7 +36,7 @@ from stages.models.forward import (
 )
 from stages.models.hf_files import RANDOM_TINY, read_config, read_eos_ids, read_weights
 from stages.models.hf_weights import OUTPUT, llama_shape
-from stages.models.protocol import PolicyBatch, Rank, Role, CriticBatch
+from stages.models.protocol import CriticBatch, PolicyBatch, Rank, Role
 from stages.models.trainer import Loss, Trainer
 from stages.models.trunk import Trunk
 from stages.ppo.config import PPOConfig

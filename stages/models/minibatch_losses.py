@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from stages.models.forward import MicroBatch
-from stages.models.protocol import PolicyBatch, CriticBatch
+from stages.models.protocol import CriticBatch, PolicyBatch
 from stages.models.trainer import Loss
 from stages.ppo.config import PPOConfig
 from stages.ppo.losses import PolicyLossInputs, ValueLossInputs, policy_loss, value_loss

@@ -193,8 +193,8 @@ def value_loss(
 
         L = 1/2 sum_t weight_t * max[ (V - G)^2, (V_old + clip(V - V_old, -c, +c) - G)^2 ]
 
-    Without a `value_clip` c the second square is left out. Sums of the stats: critic/loss, critic/clipfrac (tokens where
-    the clipped square is the larger), critic/mean. No maxima.
+    Without a `value_clip` c the second square is left out. Sums of the stats: critic/loss, critic/clipfrac (tokens
+    where the clipped square is the larger), critic/mean. No maxima.
     """
     mask = inputs.mask
     v = torch.where(mask, new_values, 0)

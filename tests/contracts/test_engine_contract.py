@@ -24,11 +24,11 @@ from engine_contract import (
 from transformers import AutoModelForCausalLM
 
 from stages.engines.config import EngineConfig, SamplingConfig, SpeculationConfig
-from stages.engines.embedded.draft_tree import TokenTree, line
-from stages.engines.embedded.drafts.calibration import make_pupil
+from stages.engines.embedded.draft_tree import DraftTree, chain
+from stages.engines.embedded.drafts.calibration import make_student
 from stages.engines.embedded.drafts.draft_head import LearnedDrafter
 from stages.engines.embedded.drafts.drafters import Draft, Drafter, NgramDrafter
-from stages.engines.embedded.engine import TorchEngine
+from stages.engines.embedded.engine import EmbeddedEngine
 from stages.engines.embedded.kernels.cpu.native import NoNativeKernelsError, load_native_kernels
 from stages.engines.embedded.kernels.reference import TorchKernels
 from stages.engines.embedded.rows import Row
@@ -52,10 +52,10 @@ def make_engine(
     drafter: Drafter | None = None,
     drafters: Sequence[Drafter] = (),
     **config: object,
-) -> TorchEngine:
+) -> EmbeddedEngine:
     settings = EngineConfig(slots=slots, **config)
     drafters = drafters if drafter is None else [drafter]
-    return TorchEngine(str(path), settings, max_seq=MAX_SEQ, threads=threads, device=CPU, drafters=drafters)
+    return EmbeddedEngine(str(path), settings, max_seq=MAX_SEQ, threads=threads, device=CPU, drafters=drafters)
 
 
 def assert_same_bits(got: dict[int, Completion], expected: dict[int, Completion]) -> None:
@@ -210,7 +210,7 @@ class WrongDrafter:
     generation = 0
 
     def propose(self, rows: Sequence[Row], longest: Sequence[int]) -> list[Draft | None]:
-        return [Draft(line((SUPPRESSED,) * length), "wrong") for length in longest]
+        return [Draft(chain((SUPPRESSED,) * length), "wrong") for length in longest]
 
     def observe(self, row: Row, hidden: np.ndarray) -> None: ...
 
@@ -237,7 +237,7 @@ class OracleDrafter(WrongDrafter):
         tokens = self._known[row.request.row].tokens[row.num_new : row.num_new + longest].tolist()
         if row.num_new % 3 == 0:
             tokens[-1] = SUPPRESSED
-        return Draft(line(tokens), "oracle") if row.num_new % 5 else None
+        return Draft(chain(tokens), "oracle") if row.num_new % 5 else None
 
 
 class BushyDrafter(OracleDrafter):
@@ -257,7 +257,7 @@ class BushyDrafter(OracleDrafter):
             if depth % 2:  # something behind the wrong one
                 tokens.append(3)
                 parents.append(len(tokens) - 2 - pair.index(token))
-        return Draft(TokenTree(tuple(tokens), tuple(parents)), "bushy")
+        return Draft(DraftTree(tuple(tokens), tuple(parents)), "bushy")
 
 
 SUPPRESSED = 9
@@ -298,9 +298,9 @@ class TaughtDrafter(LearnedDrafter):
     """Owns a draft head that learns when a test says so, and not while an engine is idle."""
 
     def __init__(self, path: Path | str, kernels: str = "torch") -> None:
-        pupil = make_pupil(SpeculationConfig(head_vocab=48), str(path), CPU)
+        student = make_student(SpeculationConfig(head_vocab=48), str(path), CPU)
         own = load_native_kernels() if kernels == "native" else TorchKernels()
-        super().__init__(pupil, own, torch.float32, branches=3)
+        super().__init__(student, own, torch.float32, branches=3)
 
     def train(self) -> bool:
         return False
@@ -485,7 +485,7 @@ def test_sizes_that_cannot_work_are_refused() -> None:
     with pytest.raises(ValueError, match=r"engine\.slots is 0"):
         make_engine(RANDOM_TINY, slots=0)
     with pytest.raises(ValueError, match=r"max_seq is 257.* 256 tokens"):
-        TorchEngine(RANDOM_TINY, EngineConfig(), max_seq=257, threads=1, device=CPU)
+        EmbeddedEngine(RANDOM_TINY, EngineConfig(), max_seq=257, threads=1, device=CPU)
     with pytest.raises(FileNotFoundError, match=r"config\.json"):
         make_engine("nowhere")
 

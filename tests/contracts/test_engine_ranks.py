@@ -26,8 +26,8 @@ from engine_contract import (
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from stages.engines.config import EngineConfig, SamplingConfig, SpeculationConfig
-from stages.engines.embedded.engine import TorchEngine
-from stages.engines.embedded.migration.load import Wanted
+from stages.engines.embedded.engine import EmbeddedEngine
+from stages.engines.embedded.migration.load import MigrationRequest
 from stages.engines.embedded.migration.protocol import key_of
 from stages.engines.embedded.ranks.processes import RankLost
 from stages.engines.protocol import Completion, GenerationEngine, Request, WeightsError
@@ -45,8 +45,8 @@ def _passive_waiting() -> Iterator[None]:
         yield
 
 
-def make_engine(path: Path | str, slots: int = 4, **config: object) -> TorchEngine:
-    return TorchEngine(str(path), EngineConfig(slots=slots, **config), max_seq=MAX_SEQ, threads=1, device=CPU)
+def make_engine(path: Path | str, slots: int = 4, **config: object) -> EmbeddedEngine:
+    return EmbeddedEngine(str(path), EngineConfig(slots=slots, **config), max_seq=MAX_SEQ, threads=1, device=CPU)
 
 
 def assert_same_bits(got: dict[int, Completion], expected: dict[int, Completion]) -> None:
@@ -148,7 +148,7 @@ def test_a_killed_rank_fails_its_engine(busy: bool) -> None:
 
     settings = EngineConfig(slots=2, pipeline_parallel=3)
     before = set(psutil.Process().children())
-    engine = TorchEngine(RANDOM_TINY, settings, max_seq=250, threads=1, device=CPU, on_lost=lose)
+    engine = EmbeddedEngine(RANDOM_TINY, settings, max_seq=250, threads=1, device=CPU, on_lost=lose)
     with closing(engine):
         ranks = sorted(set(psutil.Process().children()) - before, key=lambda process: process.pid)
         assert len(ranks) == 2
@@ -176,8 +176,8 @@ def test_ranks_die_with_their_engine_even_stopped() -> None:
     program = (
         "import sys, time, torch\n"
         "from stages.engines.config import EngineConfig\n"
-        "from stages.engines.embedded.engine import TorchEngine\n"
-        "engine = TorchEngine('random:tiny', EngineConfig(tensor_parallel=2), max_seq=64, threads=1,"
+        "from stages.engines.embedded.engine import EmbeddedEngine\n"
+        "engine = EmbeddedEngine('random:tiny', EngineConfig(tensor_parallel=2), max_seq=64, threads=1,"
         " device=torch.device('cpu'))\n"
         "print('up', flush=True)\n"
         "time.sleep(600)\n"
@@ -248,18 +248,18 @@ def test_rows_move_to_an_engine_of_another_layout_and_back(config: dict[str, int
     lengths = [4, *[200] * 5]
     requests = [Request(i, 1, 2, (5 + i,) * (i + 1), 0, SamplingConfig(n, n)) for i, n in enumerate(lengths)]
 
-    def engine(**config: int) -> TorchEngine:
-        return TorchEngine(RANDOM_TINY, EngineConfig(slots=8, **config), max_seq=250, threads=1, device=CPU)
+    def engine(**config: int) -> EmbeddedEngine:
+        return EmbeddedEngine(RANDOM_TINY, EngineConfig(slots=8, **config), max_seq=250, threads=1, device=CPU)
 
     with closing(engine()) as whole, closing(engine(**config)) as divided:
         expected = by_row(whole.generate(requests))
         for source, target in ((divided, whole), (whole, divided)):
             running = source.generate(requests)
             first = next(running)  # now all have begun
-            moved = source.give_rows([Wanted(key_of(request), True) for request in requests[1:]])
+            moved = source.migrate_out([MigrationRequest(key_of(request), True) for request in requests[1:]])
             assert len(moved) == 5
             assert all(one.cache is not None for one in moved)
-            for ticket, completion in target.take_rows(moved):
+            for ticket, completion in target.migrate_in(moved):
                 assert completion is not None
                 source.deliver(ticket, completion)
             got = by_row(running) | {first.row: first}

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from stages.engines.config import EngineConfig, SpeculationConfig
-from stages.engines.embedded.engine import TorchEngine
+from stages.engines.embedded.engine import EmbeddedEngine
 from stages.engines.embedded.runner import LocalRunner, all_tensors
 from stages.engines.protocol import Completion, GenerationEngine
 from tests.contracts.engine_contract import (
@@ -30,8 +30,8 @@ CUDA = torch.device("cuda")
 needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
 
 
-def make_engine(path: Path, slots: int = 4, **config: object) -> TorchEngine:
-    return TorchEngine(str(path), EngineConfig(slots=slots, **config), max_seq=MAX_SEQ, threads=1, device=CUDA)
+def make_engine(path: Path, slots: int = 4, **config: object) -> EmbeddedEngine:
+    return EmbeddedEngine(str(path), EngineConfig(slots=slots, **config), max_seq=MAX_SEQ, threads=1, device=CUDA)
 
 
 class TestPlainTorchOnCuda(EngineContract):

@@ -19,7 +19,7 @@ import torch
 
 from stages.engines.config import EngineConfig, SamplingConfig
 from stages.engines.embedded.cache import BLOCK_TOKENS, NO_BLOCK, blocks_for
-from stages.engines.embedded.engine import TorchEngine
+from stages.engines.embedded.engine import EmbeddedEngine
 from stages.engines.embedded.kernels.protocol import Angles, NoTritonKernelsError, Tokens
 from stages.engines.embedded.kernels.reference import TorchKernels
 from stages.engines.embedded.sampling.draw import ban
@@ -259,7 +259,7 @@ def test_an_engine_draws_the_same_tokens_with_them() -> None:
     found = []
     for kind in ("torch", "triton"):
         config = EngineConfig(slots=3, kernels=kind)
-        with closing(TorchEngine(RANDOM_TINY, config, max_seq=32, threads=1, device=DEVICE)) as engine:
+        with closing(EmbeddedEngine(RANDOM_TINY, config, max_seq=32, threads=1, device=DEVICE)) as engine:
             assert engine.kernels == kind
             rows = []
             for version in (0, 1):

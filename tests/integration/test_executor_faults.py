@@ -42,7 +42,7 @@ def configure(runs_dir: Path, name: str, **changes: Any) -> RunConfig:
         "rollout.shards": SHARDS,
         "evaluate.every": 0,
         "placement.gangs": "{generate: {workers: 2, slots: 2}, train: {workers: 2}, score: {}}",
-        "placement.roles": "{generate: generate, score: score, policy: train, value: train, reference: train}",
+        "placement.roles": "{generate: generate, score: score, policy: train, critic: train, reference: train}",
         "cluster.dashboard": "null",
         **changes,
     }

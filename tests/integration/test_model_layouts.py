@@ -16,7 +16,7 @@ from stages.models.hf_files import read_config
 from stages.models.hf_weights import llama_shape
 from stages.models.host import MegatronHost
 from stages.models.parallel import check_layout
-from stages.models.protocol import PolicyBatch, Rank, Role, CriticBatch
+from stages.models.protocol import CriticBatch, PolicyBatch, Rank, Role
 from stages.ppo.config import PPOConfig
 from storage.records import Advantages, PolicyLogprobs, ReferenceLogprobs, Rollout, Values
 

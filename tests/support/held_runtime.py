@@ -15,8 +15,8 @@ from collections.abc import Sequence
 from pipeline.workers.messages import WorkerSpec
 from pipeline.workers.runtime import StageRuntime
 from stages.engines.embedded.batch import Pass
-from stages.engines.embedded.migration.migrated_rows import TakenRows
-from stages.engines.embedded.migration.protocol import MovedRow
+from stages.engines.embedded.migration.migrated_rows import AcceptedRows
+from stages.engines.embedded.migration.protocol import MigratedRow
 
 PASS_S = 0.01
 """Before a move: hundreds of passes give the driver seconds to order it."""
@@ -32,12 +32,12 @@ class HeldRuntime(StageRuntime):
         control = self._config.run_dir / "control"
         replicas = self._config.placement.gangs[spec.gang].workers
         engine = self._engine._engine
-        take, submit = engine.take_rows, engine._runner.submit
+        take, submit = engine.migrate_in, engine._runner.submit
         took = False
 
-        def take_rows(moved: Sequence[MovedRow]) -> TakenRows:
+        def migrate_in(moved: Sequence[MigratedRow]) -> AcceptedRows:
             nonlocal took
-            guests: TakenRows = take(moved)
+            guests: AcceptedRows = take(moved)
             took = True
             staged = control / f".taken@{spec.name}"
             staged.write_text(str(os.getpid()))
@@ -52,4 +52,4 @@ class HeldRuntime(StageRuntime):
                 time.sleep(PASS_S)
             submit(pass_)
 
-        engine.take_rows, engine._runner.submit = take_rows, held
+        engine.migrate_in, engine._runner.submit = migrate_in, held

@@ -40,13 +40,13 @@ class Pass:
     """Tokens that a draw cannot give."""
     wants_hidden: bool = False
     """Whether someone looks at the hidden states behind the draws."""
-    lines: PassLines | None = None
+    tree_paths: BatchTreePaths | None = None
     """Where there are guesses beside a first line."""
 
 
 @dataclass(frozen=True, eq=False)
-class PassLines:
-    """See `kernels.Lines`."""
+class BatchTreePaths:
+    """See `kernels.TreePaths`."""
 
     cells: Int64[np.ndarray, " N"]
     starts: Int64[np.ndarray, " N"]
@@ -96,11 +96,11 @@ def lay_out(chunks: Sequence[Chunk], wants_hidden: bool = False) -> Pass:
         temperatures=[row.request.sampling.temperature for row, _ in places],
         banned=[row.banned(ahead) for row, ahead in places],
         wants_hidden=wants_hidden,
-        lines=None if all(chunk.drafts.is_line for chunk in chunks) else _lines(chunks, numbers),
+        tree_paths=None if all(chunk.drafts.is_chain for chunk in chunks) else _tree_paths(chunks, numbers),
     )
 
 
-def _lines(chunks: Sequence[Chunk], positions: Int64[np.ndarray, " N"]) -> PassLines:
+def _tree_paths(chunks: Sequence[Chunk], positions: Int64[np.ndarray, " N"]) -> BatchTreePaths:
     """Guess j of a chunk has its key j places behind the chunk's own tokens."""
     cells, starts = positions.copy(), positions + 1
     paths = np.zeros((len(positions), max(max(chunk.drafts.depths, default=0) for chunk in chunks) + 1), np.int64)
@@ -108,12 +108,12 @@ def _lines(chunks: Sequence[Chunk], positions: Int64[np.ndarray, " N"]) -> PassL
     for chunk in chunks:
         offset += chunk.count
         for guess in range(len(chunk.drafts)):
-            line = chunk.drafts.line_to(guess)
+            line = chunk.drafts.path_to(guess)
             if line != list(range(len(line))):
                 cells[offset + guess], starts[offset + guess] = chunk.stop + guess, chunk.stop
                 paths[offset + guess, : len(line)] = np.array(line) + chunk.stop
         offset += len(chunk.drafts)
-    return PassLines(cells, starts, paths)
+    return BatchTreePaths(cells, starts, paths)
 
 
 def keep(chunks: Sequence[Chunk], draws: Draws, version: int) -> list[list[int]]:

@@ -17,7 +17,7 @@ from functools import cached_property
 
 
 @dataclass(frozen=True)
-class TokenTree:
+class DraftTree:
     tokens: tuple[int, ...] = ()
     parents: tuple[int, ...] = ()
     """Of each guess the one that it follows, an earlier one, by index; -1: the row."""
@@ -34,11 +34,11 @@ class TokenTree:
         return depths
 
     @property
-    def is_line(self) -> bool:
+    def is_chain(self) -> bool:
         """Whether nothing branches off."""
         return self.parents == tuple(range(-1, len(self.parents) - 1))
 
-    def line_to(self, guess: int) -> list[int]:
+    def path_to(self, guess: int) -> list[int]:
         """The guesses from the row on to this one, which is the last."""
         line = [guess]
         while (parent := self.parents[line[-1]]) >= 0:
@@ -52,21 +52,21 @@ class TokenTree:
                 return other
         return None
 
-    def first(self, num: int) -> TokenTree:
+    def first(self, num: int) -> DraftTree:
         """Of the guesses only the first so many."""
-        return TokenTree(self.tokens[:num], self.parents[:num])
+        return DraftTree(self.tokens[:num], self.parents[:num])
 
-    def only(self, chosen: Sequence[int]) -> TokenTree:
+    def only(self, chosen: Sequence[int]) -> DraftTree:
         """Some of the guesses, in the order given, in which parents come before those that follow them."""
         places = {guess: place for place, guess in enumerate(chosen)} | {-1: -1}
-        return TokenTree(
+        return DraftTree(
             tuple(self.tokens[guess] for guess in chosen), tuple(places[self.parents[guess]] for guess in chosen)
         )
 
 
-def line(tokens: Sequence[int]) -> TokenTree:
+def chain(tokens: Sequence[int]) -> DraftTree:
     """The tree that does not branch."""
-    return TokenTree(tuple(tokens), tuple(range(-1, len(tokens) - 1)))
+    return DraftTree(tuple(tokens), tuple(range(-1, len(tokens) - 1)))
 
 
-NO_GUESSES = TokenTree()
+NO_GUESSES = DraftTree()

@@ -11,7 +11,7 @@
                 swap, open
       inflight: hand over, wait       ──swap────► between two passes: takes them, feeds the rows in flight again
 
-    give_rows, take_rows: wait  ◄─resting─    stands still between two passes while they take rows out or put them in
+    migrate_out, migrate_in: wait  ◄─resting─    stands still between two passes while they take rows out or put them in
 
 A call waits at the door while weights are exchanged, and is then refused if it asks for another version than the one
 that came in; so whoever sees `engine.version` differ loads first and generates afterwards.
@@ -36,21 +36,21 @@ import torch
 from stages.engines.config import EngineConfig
 from stages.engines.embedded.batch import keep, lay_out
 from stages.engines.embedded.cache import BlockPool
-from stages.engines.embedded.draft_tree import TokenTree
+from stages.engines.embedded.draft_tree import DraftTree
 from stages.engines.embedded.drafts.calibration import build_speculation
 from stages.engines.embedded.drafts.drafters import Drafter
 from stages.engines.embedded.drafts.speculation import DraftCounts, Speculation
-from stages.engines.embedded.migration.load import RowsHere, Wanted
+from stages.engines.embedded.migration.load import EngineLoad, MigrationRequest
 from stages.engines.embedded.migration.migrated_rows import (
-    Departures,
+    AcceptedRows,
+    LoadWatch,
+    OutgoingRows,
     Pace,
-    RowWatch,
-    TakenRows,
+    engine_load,
     put_in,
-    rows_here,
     take_out,
 )
-from stages.engines.embedded.migration.protocol import MovedRow, RowsLost, check_moved, unpack_row
+from stages.engines.embedded.migration.protocol import MigratedRow, RowsLost, check_migrated, unpack_row
 from stages.engines.embedded.ranks.parallel_runner import ParallelRunner
 from stages.engines.embedded.rows import Call, Row
 from stages.engines.embedded.runner import LocalRunner, Runner
@@ -60,8 +60,8 @@ from stages.engines.requests import check_request
 from stages.models.hf_files import read_eos_ids
 
 
-class TorchEngine:
-    """Owns the weights, the key/value cache and the engine thread; implements `GenerationEngine` and `MovableRows`."""
+class EmbeddedEngine:
+    """Owns weights, key/value cache and the engine thread; implements `GenerationEngine` and `MigratableRows`."""
 
     keyed_noise = True
 
@@ -114,8 +114,8 @@ class TorchEngine:
         """The engine thread waits, and no pass is under way."""
         self._pausing = 0
         """How many callers want it to."""
-        self._departures, self._pace = Departures(), Pace()
-        self._watch: RowWatch | None = None
+        self._departures, self._pace = OutgoingRows(), Pace()
+        self._watch: LoadWatch | None = None
         self._closing = False
         self._failure: BaseException | None = None
         self._load_lock = threading.Lock()
@@ -195,19 +195,19 @@ class TorchEngine:
     # ---- rows that move ----
 
     @property
-    def num_calls_away(self) -> int:
-        """See `MovableRows`."""
+    def num_calls_migrated(self) -> int:
+        """See `MigratableRows`."""
         with self._changed:
             return self._departures.num_calls
 
-    def watch_rows(self, below: int, listener: Callable[[RowsHere], None]) -> None:
-        """See `MovableRows`. What the listener raises stops the engine."""
+    def watch_load(self, below: int, listener: Callable[[EngineLoad], None]) -> None:
+        """See `MigratableRows`. What the listener raises stops the engine."""
         with self._changed:
-            self._watch = RowWatch(below, listener)
+            self._watch = LoadWatch(below, listener)
             self._changed.notify_all()
 
-    def give_rows(self, rows: Collection[Wanted]) -> list[MovedRow]:
-        """See `MovableRows`. Raises RuntimeError if the engine has stopped."""
+    def migrate_out(self, rows: Collection[MigrationRequest]) -> list[MigratedRow]:
+        """See `MigratableRows`. Raises RuntimeError if the engine has stopped."""
         with self._between_passes():
             pairs = take_out(self._scheduler, self._runner, self._inbox, rows, self._departures, self.version)
             if self._speculation is not None:
@@ -217,31 +217,31 @@ class TorchEngine:
             self._count_finished(len(pairs))
         return [moved for _, moved in pairs]
 
-    def take_rows(self, moved: Sequence[MovedRow]) -> TakenRows:
-        """See `MovableRows`. Raises RuntimeError if the engine is asleep or has stopped."""
+    def migrate_in(self, moved: Sequence[MigratedRow]) -> AcceptedRows:
+        """See `MigratableRows`. Raises RuntimeError if the engine is asleep or has stopped."""
         for one in moved:
             check_request(one.request, self._max_seq, self._runner.vocab, self._eos_ids)
         call = Call(queue.SimpleQueue(), threading.Event())
         with self._between_passes():
             self._check_awake()
             for one in moved:
-                check_moved(one, self.version, self._runner.cache_shape)
+                check_migrated(one, self.version, self._runner.cache_shape)
             rows = {unpack_row(one, call, self._eos_ids): one for one in moved}
             put_in(self._scheduler, self._runner, rows)
             call.num_here = len(rows)
             self._num_unfinished += len(rows)
             self._counters.rows_taken += len(rows)
-        return TakenRows(call, {row: one.ticket for row, one in rows.items()})
+        return AcceptedRows(call, {row: one.ticket for row, one in rows.items()})
 
     def deliver(self, ticket: int, completion: Completion) -> None:
-        """See `MovableRows`."""
+        """See `MigratableRows`."""
         with self._changed:
             left = self._departures.back(ticket)
             if left is not None:
                 left[0].call.results.put((left[0], completion))
 
     def give_back(self, tickets: Collection[int]) -> None:
-        """See `MovableRows`."""
+        """See `MigratableRows`."""
         with self._changed:
             for left in map(self._departures.back, self._departures.wanted(tickets)):
                 assert left is not None
@@ -254,7 +254,7 @@ class TorchEngine:
                     row.call.results.put((row, None))
 
     def wanted(self, tickets: Collection[int]) -> set[int]:
-        """See `MovableRows`."""
+        """See `MigratableRows`."""
         with self._changed:
             return self._departures.wanted(tickets)
 
@@ -365,7 +365,7 @@ class TorchEngine:
             with self._changed:
                 self._failure = sys.exc_info()[1]
                 self._closing = True
-                here = (*self._inbox, *self._scheduler.waiting, *self._scheduler.flying)
+                here = (*self._inbox, *self._scheduler.waiting, *self._scheduler.running)
                 for row in (*here, *self._departures.rows):
                     row.call.results.put(None)
                 self._inbox.clear()
@@ -422,9 +422,9 @@ class TorchEngine:
 
     def _tell_watch(self) -> None:
         """Here the engine thread has all accepted rows in its own hands."""
-        rows = (*self._scheduler.flying, *self._scheduler.waiting)
+        rows = (*self._scheduler.running, *self._scheduler.waiting)
         if self._watch is not None and self._watch.due(len(rows), self._pace):
-            self._watch.tell(rows_here(rows, self.version, self._scheduler.num_slots, self._runner, self._pace))
+            self._watch.tell(engine_load(rows, self.version, self._scheduler.num_slots, self._runner, self._pace))
 
     def _step(self) -> None:
         """Begins a pass, and ends the oldest one unless more can be begun. None is begun while weights, or somebody who
@@ -486,7 +486,7 @@ class TorchEngine:
                 row.call.results.put((row, row.completion(reason)))
             self._count_finished(len(finished))
 
-    def _drafts(self) -> dict[Row, TokenTree]:
+    def _drafts(self) -> dict[Row, DraftTree]:
         if self._speculation is None:
             return {}
         rows = self._scheduler.turn()

@@ -26,7 +26,7 @@ from stages.engines.embedded.batch import NO_DRAWS, Draws, Pass
 from stages.engines.embedded.cache import KVCache, block_bytes, blocks_for
 from stages.engines.embedded.kernels.cpu.native import NoNativeKernelsError, load_native_kernels
 from stages.engines.embedded.kernels.cuda.graphs import CapturedPasses, Drawing, GraphCapture, run_directly
-from stages.engines.embedded.kernels.protocol import DeviceKernels, Kernels, Lines, NoTritonKernelsError, Tokens
+from stages.engines.embedded.kernels.protocol import DeviceKernels, Kernels, NoTritonKernelsError, Tokens, TreePaths
 from stages.engines.embedded.kernels.reference import TorchKernels
 from stages.engines.embedded.model.llama import (
     LlamaShape,
@@ -52,8 +52,8 @@ class Runner(Protocol):
     """Of the cache, that rows can hold."""
     kernels: str
     """Which kernels run: `native`, `torch` or `triton`."""
-    follows_lines: bool
-    """Whether passes may have `Pass.lines`."""
+    supports_trees: bool
+    """Whether passes may have `Pass.tree_paths`."""
     cache_shape: tuple[int, int, int]
     """Layers, key/value heads and head dimension of the whole model."""
 
@@ -124,7 +124,7 @@ class LocalRunner:
         self._device = device
         self._kernels = choose_kernels(engine, device)
         self.kernels, self.vocab = self._kernels.name, self._shape.vocab
-        self.follows_lines = self._kernels.follows_lines
+        self.supports_trees = self._kernels.supports_trees
         self.cache_shape = (self._shape.num_layers, self._shape.num_kv_heads, self._shape.head_dim)
         dtype = getattr(torch, engine.dtype)
         per_block = block_bytes(self._shape.num_layers, self._shape.num_kv_heads, self._shape.head_dim, dtype)
@@ -287,7 +287,7 @@ def choose_kernels(engine: EngineConfig, device: torch.device) -> Kernels:
 
 def on_device(pass_: Pass, device: torch.device) -> Tokens:
     """A pass's tokens as the kernels take them."""
-    lines = pass_.lines
+    paths = pass_.tree_paths
     return Tokens(
         torch.from_numpy(pass_.ids).to(device),
         torch.from_numpy(pass_.positions).to(device),
@@ -295,8 +295,8 @@ def on_device(pass_: Pass, device: torch.device) -> Tokens:
         torch.from_numpy(pass_.tables).to(device),
         int(pass_.positions.max()) + 1,
         None
-        if lines is None
-        else Lines(*(torch.from_numpy(each).to(device) for each in (lines.cells, lines.starts, lines.paths))),
+        if paths is None
+        else TreePaths(*(torch.from_numpy(each).to(device) for each in (paths.cells, paths.starts, paths.paths))),
     )
 
 

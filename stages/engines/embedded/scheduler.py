@@ -1,10 +1,10 @@
 """Which rows run in the next pass, and with how many tokens each: rows and blocks, no tensors, no clock, no threads.
 
-    waiting ──admit──► flying ──retire──► (finished)
+    waiting ──admit──► running ──retire──► (finished)
        ▲                 │
        └────preempt──────┘   youngest first, when the blocks run out; resumed first, from its tokens
 
-Every flying row that decodes feeds its last token in every pass (with one or two before it, where guesses were right
+Every running row that decodes feeds its last token in every pass (with one or two before it, where guesses were right
 whose keys are not in place: see `trees`). Prompts (and rows that come back) share what
 `PASS_TOKENS` leaves, oldest first, in pieces if need be, so a long prompt does not hold up those that decode.
 
@@ -23,7 +23,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from stages.engines.embedded.cache import BLOCK_TOKENS, BlockPool, blocks_for
-from stages.engines.embedded.draft_tree import NO_GUESSES, TokenTree
+from stages.engines.embedded.draft_tree import NO_GUESSES, DraftTree
 from stages.engines.embedded.rows import Row
 
 PASS_TOKENS = 512
@@ -39,7 +39,7 @@ class Chunk:
     count: int
     samples: bool
     """Whether the last of its own is the row's last, so that the next can be sampled."""
-    drafts: TokenTree = NO_GUESSES
+    drafts: DraftTree = NO_GUESSES
     decodes: bool = True
     """Whether its own tokens are the last one and what is fed again with it, not a prompt."""
 
@@ -64,7 +64,7 @@ class Scheduler:
         """Rows of passes that have not returned; always empty where there is one pass at a time."""
         self.pool = pool
         self.waiting: deque[Row] = deque()
-        self.flying: list[Row] = []
+        self.running: list[Row] = []
         """Oldest first."""
         self.num_preemptions = 0
         self.num_shared_tokens = 0
@@ -72,21 +72,21 @@ class Scheduler:
 
     @property
     def idle(self) -> bool:
-        return not self.waiting and not self.flying
+        return not self.waiting and not self.running
 
     def turn(self) -> list[Row]:
-        """The flying rows that the next pass feeds, oldest first."""
+        """The running rows that the next pass feeds, oldest first."""
         if self._depth == 1:
-            return list(self.flying)
-        return [row for row in self.flying if row not in self._under_way][: self._share]
+            return list(self.running)
+        return [row for row in self.running if row not in self._under_way][: self._share]
 
-    def plan(self, drafts: Mapping[Row, TokenTree] | None = None) -> list[Chunk]:
+    def plan(self, drafts: Mapping[Row, DraftTree] | None = None) -> list[Chunk]:
         """The next pass; at least one chunk unless idle or all rows are under way. Rows with a token ahead of them in
         it may read blocks that it writes. `drafts`: guesses for rows that decode, cut where blocks are short."""
         chunks: list[Chunk] = []
         budget = PASS_TOKENS
         for row in self.turn():
-            if row not in self.flying:
+            if row not in self.running:
                 break  # preempted for an older row, as is everything after it
             chunk = self._chunk(row, budget, (drafts or {}).get(row, NO_GUESSES))
             if chunk is None:
@@ -94,7 +94,7 @@ class Scheduler:
             budget -= 0 if chunk.decodes else chunk.count
             chunks.append(chunk)
         while budget > 0 and len(chunks) < self._share and self._admit():
-            chunk = self._chunk(self.flying[-1], budget, NO_GUESSES)
+            chunk = self._chunk(self.running[-1], budget, NO_GUESSES)
             assert chunk is not None
             budget -= chunk.count
             chunks.append(chunk)
@@ -109,23 +109,23 @@ class Scheduler:
     @property
     def _share(self) -> int:
         """Rows of a pass at most: of those that run or could run."""
-        return -(-min(self.num_slots, len(self.flying) + len(self.waiting)) // self._depth)
+        return -(-min(self.num_slots, len(self.running) + len(self.waiting)) // self._depth)
 
     def retire(self, row: Row) -> None:
-        """Takes a flying row out and gives its blocks back."""
-        self.flying.remove(row)
+        """Takes a running row out and gives its blocks back."""
+        self.running.remove(row)
         self._drop_blocks(row)
 
     def remove(self, row: Row) -> None:
         """Takes a row out that is not finished."""
-        if row in self.flying:
+        if row in self.running:
             self.retire(row)
         else:
             self.waiting.remove(row)
 
     def drop_abandoned(self) -> list[Row]:
         """Forgets the rows whose caller went away, and says which. Those in a pass under way have to wait for it."""
-        gone = [row for row in (*self.flying, *self.waiting) if row.unwanted and row not in self._under_way]
+        gone = [row for row in (*self.running, *self.waiting) if row.unwanted and row not in self._under_way]
         for row in gone:
             self.remove(row)
         return gone
@@ -133,31 +133,31 @@ class Scheduler:
     def admit_with_blocks(self, row: Row, num_blocks: int) -> bool:
         """Lets a row fly at once and gives it so many blocks, for keys and values that it brings; False, and nothing,
         without a slot or without blocks for them plus one more for every row in flight."""
-        if len(self.flying) >= self.num_slots or num_blocks + len(self.flying) + 1 > self.pool.num_free:
+        if len(self.running) >= self.num_slots or num_blocks + len(self.running) + 1 > self.pool.num_free:
             return False
         row.blocks = [self.pool.take() for _ in range(num_blocks)]
-        self.flying.append(row)
+        self.running.append(row)
         return True
 
     def recompute(self) -> None:
         """The weights changed, or the memory was given back: what the blocks hold is no longer true, and rows in
         flight start over from their tokens."""
         self.pool.forget()
-        for row in self.flying:
+        for row in self.running:
             self._drop_blocks(row)
 
     def _admit(self) -> bool:
-        """Moves the first waiting row to the flying ones, if there are a slot and blocks for what it has to feed plus
+        """Moves the first waiting row to the running ones, if there are a slot and blocks for what it has to feed plus
         one more for every row in flight, so that it is not sent back at once."""
-        if not self.waiting or len(self.flying) >= self.num_slots:
+        if not self.waiting or len(self.running) >= self.num_slots:
             return False
         row = self.waiting[0]
-        if self.flying and blocks_for(len(row.tokens)) + len(self.flying) > self.pool.num_free:
+        if self.running and blocks_for(len(row.tokens)) + len(self.running) > self.pool.num_free:
             return False
-        self.flying.append(self.waiting.popleft())
+        self.running.append(self.waiting.popleft())
         return True
 
-    def _chunk(self, row: Row, budget: int, drafts: TokenTree) -> Chunk | None:
+    def _chunk(self, row: Row, budget: int, drafts: DraftTree) -> Chunk | None:
         """None: nothing to do for this row in this pass (no budget left, or it was preempted itself)."""
         if not row.blocks:
             # never the last token: feeding it is what gives the next one
@@ -185,10 +185,10 @@ class Scheduler:
             if self.pool.num_free:
                 row.blocks.append(self.pool.take())
                 continue
-            youngest = next(other for other in reversed(self.flying) if other not in self._under_way)
-            if youngest is row and self.flying[-1] is not row:
+            youngest = next(other for other in reversed(self.running) if other not in self._under_way)
+            if youngest is row and self.running[-1] is not row:
                 return False
-            self.flying.remove(youngest)
+            self.running.remove(youngest)
             self._drop_blocks(youngest)
             self.waiting.appendleft(youngest)
             self.num_preemptions += 1

@@ -15,7 +15,7 @@ from stages.engines.config import EngineConfig, SpeculationConfig
 from stages.engines.embedded.batch import Pass
 from stages.engines.embedded.cache import BlockPool, blocks_for
 from stages.engines.embedded.drafts.costs import CALIBRATED, PassCosts
-from stages.engines.embedded.drafts.distillation import OutputRows, Pupil
+from stages.engines.embedded.drafts.distillation import OutputRows, Student
 from stages.engines.embedded.drafts.draft_head import LearnedDrafter
 from stages.engines.embedded.drafts.drafters import Drafter, NgramDrafter
 from stages.engines.embedded.drafts.speculation import Speculation, check_speculation
@@ -58,7 +58,7 @@ def build_speculation(
         config.lengths,
         time.perf_counter,
         config.train_share,
-        branching=runner.follows_lines,
+        branching=runner.supports_trees,
     )
 
 
@@ -70,15 +70,15 @@ def named_drafters(engine: EngineConfig, path: str, runner: Runner, device: torc
         drafters.append(NgramDrafter())
     if config.drafter in ("learned", "both"):
         own = load_native_kernels() if runner.kernels == "native" else TorchKernels()
-        branches = config.branches if runner.follows_lines else 1
-        drafters.append(LearnedDrafter(make_pupil(config, path, device), own, getattr(torch, engine.dtype), branches))
+        branches = config.branches if runner.supports_trees else 1
+        drafters.append(LearnedDrafter(make_student(config, path, device), own, getattr(torch, engine.dtype), branches))
     return drafters
 
 
-def make_pupil(config: SpeculationConfig, path: str, device: torch.device) -> Pupil:
+def make_student(config: SpeculationConfig, path: str, device: torch.device) -> Student:
     """A draft head for the model in `path`, yet to be trained."""
     vocab, budget_bytes = int(read_config(path)["vocab_size"]), config.head_memory_mb * 2**20
-    return Pupil(output_rows(path), vocab, config.head_vocab, budget_bytes, device)
+    return Student(output_rows(path), vocab, config.head_vocab, budget_bytes, device)
 
 
 def output_rows(path: str) -> OutputRows:

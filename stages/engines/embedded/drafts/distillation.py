@@ -108,7 +108,7 @@ class Rows:
         return (torch.arange(self.num_places) + 1 < self.ends).nonzero()[:, 0]
 
 
-class Pupil:
+class Student:
     """Owns the head while it learns, its optimiser, and the rows it learns from. `refit` may be called from any
     thread; everything else from one."""
 

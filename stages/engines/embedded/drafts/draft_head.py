@@ -24,8 +24,8 @@ import torch
 import torch.nn.functional as F
 from jaxtyping import Float32, Int64, UInt64
 
-from stages.engines.embedded.draft_tree import TokenTree
-from stages.engines.embedded.drafts.distillation import Head, Pupil, cell_input
+from stages.engines.embedded.draft_tree import DraftTree
+from stages.engines.embedded.drafts.distillation import Head, Student, cell_input
 from stages.engines.embedded.drafts.drafters import Draft
 from stages.engines.embedded.kernels.protocol import DraftingKernels, Guessed, HeadWeights, Kernels
 from stages.engines.embedded.rows import Row
@@ -56,12 +56,12 @@ class LearnedDrafter:
     by_position = True
     wants_hidden = True
 
-    def __init__(self, pupil: Pupil, kernels: Kernels, dtype: torch.dtype, branches: int = 1) -> None:
+    def __init__(self, student: Student, kernels: Kernels, dtype: torch.dtype, branches: int = 1) -> None:
         """`dtype`: of the head's weights when it drafts, bfloat16 where that is in one call; it learns in float32.
         `branches`: guesses for each position of a draft."""
         self.generation = 0
         self._branches = branches
-        self._pupil, self._kernels = pupil, kernels
+        self._student, self._kernels = student, kernels
         self._dtype = dtype
         self._unroll: Callable[..., Guessed] = partial(unroll, kernels)
         if isinstance(kernels, DraftingKernels):
@@ -77,16 +77,16 @@ class LearnedDrafter:
         states = self._hidden.pop(row, None)
         if states is not None and row.finished is not None:
             hidden = np.concatenate(states)
-            self._pupil.add(hidden, row.tokens[-len(hidden) :])
+            self._student.add(hidden, row.tokens[-len(hidden) :])
 
     def refit(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        self._pupil.refit(tensors)
+        self._student.refit(tensors)
 
     def train(self) -> bool:
-        if not self._pupil.step():
+        if not self._student.step():
             return False
-        if self._pupil.head_is_due:
-            self._publish(self._pupil.publish())
+        if self._student.head_is_due:
+            self._publish(self._student.publish())
         return True
 
     @torch.inference_mode()
@@ -97,7 +97,7 @@ class LearnedDrafter:
             return [None] * len(rows)
         limits = dict(zip(rows, longest, strict=True))
         depth = max(limits[row] for row in known)
-        state = self._pupil.normed(torch.from_numpy(np.stack([self._hidden[row][-1][-1] for row in known])))
+        state = self._student.normed(torch.from_numpy(np.stack([self._hidden[row][-1][-1] for row in known])))
         other = len(working.ids)
         slots = np.array([working.slots.get(row.tokens[-1], other) for row in known], np.int64)
         temperatures = [row.request.sampling.temperature for row in known]
@@ -123,10 +123,10 @@ class LearnedDrafter:
         ids, device = head.ids.numpy().copy(), head.out.device
         weights = HeadWeights(
             up=self._kernels.pack({0: head.up}, self._dtype, wide=True),
-            down=self._kernels.pack({0: self._pupil.scale * head.down}, self._dtype, wide=True),
+            down=self._kernels.pack({0: self._student.scale * head.down}, self._dtype, wide=True),
             out=self._kernels.pack({0: head.out}, self._dtype, wide=True),
             embedding=head.embedding.clone(),
-            words=token_words(self._pupil.vocab, device)[:, torch.from_numpy(ids).to(device)],
+            words=token_words(self._student.vocab, device)[:, torch.from_numpy(ids).to(device)],
         )
         self._working = _Working(weights, ids, {token: slot for slot, token in enumerate(ids.tolist())})
         self.generation += 1
@@ -145,7 +145,7 @@ def _draft(
     """Of each guess in the tree."""
     behind = np.full_like(numbers, -1)
     behind[1:] = np.take_along_axis(numbers[:-1], parents[1:depth], 1)
-    tree = TokenTree(tuple(tokens[:depth][there].tolist()), tuple(behind[there].tolist()))
+    tree = DraftTree(tuple(tokens[:depth][there].tolist()), tuple(behind[there].tolist()))
     return Draft(tree, KIND, tuple(levels[:depth][there].tolist()))
 
 

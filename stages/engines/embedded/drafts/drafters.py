@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from jaxtyping import Float32
 
-from stages.engines.embedded.draft_tree import TokenTree, line
+from stages.engines.embedded.draft_tree import DraftTree, chain
 from stages.engines.embedded.rows import Row
 
 _LENGTHS = (3, 2)
@@ -30,7 +30,7 @@ _RESPONSES = 2
 class Draft:
     """Guesses. `kind` says how they were found: acceptance is measured by kind and depth."""
 
-    tree: TokenTree
+    tree: DraftTree
     kind: str
     levels: tuple[int, ...] = ()
     """How sure the drafter is of each guess, in any small number of classes: acceptance is measured for each apart.
@@ -141,8 +141,8 @@ class NgramDrafter:
             if place is not None and len(row.tokens) >= length:
                 source, start = place
                 if source != own:
-                    return Draft(line(index.sources[source][start : start + longest]), f"earlier-{length}")
+                    return Draft(chain(index.sources[source][start : start + longest]), f"earlier-{length}")
                 # what has come round once is taken to come round again and again
                 period = len(row.tokens) - start
-                return Draft(line([row.tokens[start + i % period] for i in range(longest)]), f"lookup-{length}")
+                return Draft(chain([row.tokens[start + i % period] for i in range(longest)]), f"lookup-{length}")
         return None

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from stages.engines.embedded.draft_tree import TokenTree
+from stages.engines.embedded.draft_tree import DraftTree
 
 
 @dataclass(frozen=True)
 class Guesses:
     """Of any drafters."""
 
-    tree: TokenTree
+    tree: DraftTree
     kinds: tuple[str, ...]
     """Which drafter each is of."""
     levels: tuple[int | None, ...]
@@ -26,7 +26,7 @@ class Guesses:
         return sum(self.gains)
 
     @property
-    def first_line(self) -> list[int]:
+    def main_chain(self) -> list[int]:
         """From the row on, the likeliest of those that follow the last, always."""
         best: dict[int, int] = {}
         for guess, parent in enumerate(self.tree.parents):
@@ -39,7 +39,7 @@ class Guesses:
         return line
 
     def only(self, chosen: Sequence[int]) -> Guesses:
-        """See `TokenTree.only`."""
+        """See `DraftTree.only`."""
         return Guesses(
             self.tree.only(chosen),
             tuple(self.kinds[guess] for guess in chosen),
@@ -49,7 +49,7 @@ class Guesses:
 
     def as_fed(self) -> Guesses:
         """The first line first: its keys then are in place (see `trees`)."""
-        line = self.first_line
+        line = self.main_chain
         return self.only([*line, *(guess for guess in range(len(self.tree)) if guess not in line)])
 
 
@@ -71,4 +71,4 @@ def joined(first: Guesses, second: Guesses) -> Guesses:
             gains.append(gain)
         elif gain > gains[place]:
             kinds[place], levels[place], gains[place] = kind, level, gain
-    return Guesses(TokenTree(tuple(tokens), tuple(parents)), tuple(kinds), tuple(levels), tuple(gains))
+    return Guesses(DraftTree(tuple(tokens), tuple(parents)), tuple(kinds), tuple(levels), tuple(gains))

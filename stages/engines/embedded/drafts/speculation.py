@@ -27,7 +27,7 @@ import torch
 from jaxtyping import Float32
 
 from stages.engines.config import SpeculationConfig, speculation_problem
-from stages.engines.embedded.draft_tree import TokenTree
+from stages.engines.embedded.draft_tree import DraftTree
 from stages.engines.embedded.drafts.costs import DraftingCosts, PassCosts, choose_depth, choose_guesses
 from stages.engines.embedded.drafts.drafters import Draft, Drafter
 from stages.engines.embedded.drafts.guesses import Guesses, joined
@@ -117,7 +117,7 @@ class Speculation:
 
     # ---- for a pass ----
 
-    def propose(self, rows: Sequence[Row], num_other_tokens: int) -> dict[Row, TokenTree]:
+    def propose(self, rows: Sequence[Row], num_other_tokens: int) -> dict[Row, DraftTree]:
         """Guesses for rows that decode in the next pass, beside `num_other_tokens` of prompts and the like; those worth
         verifying."""
         measured = self._lengths == "measured"
@@ -285,7 +285,7 @@ class Speculation:
         for parent, depth, level in zip(tree.parents, tree.depths, levels, strict=True):
             gains.append((gains[parent] if parent >= 0 else 1.0) * self._rate(draft.kind, depth, level))
         guesses = Guesses(tree, (draft.kind,) * len(tree), tuple(levels), tuple(gains))
-        return guesses if self._branching else guesses.only(guesses.first_line)
+        return guesses if self._branching else guesses.only(guesses.main_chain)
 
     def _joined(self, first: Guesses, second: Guesses) -> Guesses:
         """Of two drafters; the better ones, where passes cannot branch."""

@@ -19,7 +19,7 @@ from stages.engines.embedded.kernels.packed import Packed
 
 
 @dataclass(frozen=True, eq=False)
-class Lines:
+class TreePaths:
     """Where the last keys of each token lie, its own the last: those of a tree's guesses lie side by side, but their
     positions are those of their lines (see `trees`)."""
 
@@ -44,7 +44,7 @@ class Tokens:
     """Block of the cache that holds each 16 positions of a row."""
     longest: int
     """Largest position + 1, or a bound of it."""
-    lines: Lines | None = None
+    tree_paths: TreePaths | None = None
     """Where tokens attend to keys that lie elsewhere than at their positions: guesses beside the first line."""
     apart: bool = False
     """No token reads a key that another one of the pass writes, so that keys may be written while others are read."""
@@ -65,8 +65,8 @@ class Kernels(Protocol):
     def name(self) -> str: ...
 
     @property
-    def follows_lines(self) -> bool:
-        """Whether passes may have `Tokens.lines`."""
+    def supports_trees(self) -> bool:
+        """Whether passes may have `Tokens.tree_paths`."""
         ...
 
     def pack(

@@ -19,7 +19,7 @@ from jaxtyping import Float, UInt64
 
 from stages.engines.embedded.cache import BLOCK_TOKENS, blocks_for
 from stages.engines.embedded.kernels.packed import Packed, linear, pack, unpack
-from stages.engines.embedded.kernels.protocol import Angles, Lines, Tokens
+from stages.engines.embedded.kernels.protocol import Angles, Tokens, TreePaths
 from stages.engines.embedded.sampling.draw import sample, sample_part
 
 _GATHERED_BYTES = 64 * 2**20
@@ -31,7 +31,7 @@ class TorchKernels:
     """See `Kernels`."""
 
     name: str = "torch"
-    follows_lines: bool = True
+    supports_trees: bool = True
 
     def pack(
         self, parts: Mapping[int, torch.Tensor], dtype: torch.dtype, *, old: Packed | None = None, wide: bool = False
@@ -65,10 +65,10 @@ class TorchKernels:
         turned = _rotate(parts[:, :rotated], angles.cos[tokens.positions], angles.sin[tokens.positions])
 
         # blocks of one head, numbered through the cache: [N, K, blocks of the row]
-        tables, lines = tokens.tables.long()[tokens.rows.long()], tokens.lines
+        tables, tree = tokens.tables.long()[tokens.rows.long()], tokens.tree_paths
         head = torch.arange(kv_heads, device=qkv.device)
         blocks = tables[:, None, : blocks_for(tokens.longest)] * kv_heads + head[:, None]
-        cells = tokens.positions if lines is None else lines.cells
+        cells = tokens.positions if tree is None else tree.cells
         own = (tables.gather(1, cells[:, None] // BLOCK_TOKENS) * kv_heads + head).reshape(-1)
         offset = (cells % BLOCK_TOKENS).repeat_interleave(kv_heads)
         keys, values = keys.view(-1, dim, BLOCK_TOKENS), values.view(-1, BLOCK_TOKENS, dim)
@@ -84,9 +84,9 @@ class TorchKernels:
         for start in range(0, num, step):
             part = slice(start, start + step)
             read_keys, read_values = keys[blocks[part]].float(), values[blocks[part]].float()
-            if lines is not None:
+            if tree is not None:
                 for n in range(*part.indices(num)):
-                    _put_in_place(lines, tokens, n, keys, values, read_keys[n - start], read_values[n - start])
+                    _put_in_place(tree, tokens, n, keys, values, read_keys[n - start], read_values[n - start])
             out[part] = _read(queries[part], read_keys, read_values, mask[part])
         return out
 
@@ -109,7 +109,7 @@ class TorchKernels:
 
 
 def _put_in_place(
-    lines: Lines,
+    tree: TreePaths,
     tokens: Tokens,
     n: int,
     keys: Float[torch.Tensor, "P*K D 16"],
@@ -119,9 +119,9 @@ def _put_in_place(
 ) -> None:
     """Of what token n reads, the keys and values that lie elsewhere than at their positions."""
     kv_heads = len(read_keys)
-    start, table = int(lines.starts[n]), tokens.tables[tokens.rows[n].long()].long()
+    start, table = int(tree.starts[n]), tokens.tables[tokens.rows[n].long()].long()
     for position in range(start, int(tokens.positions[n]) + 1):
-        cell = int(lines.paths[n, position - start])
+        cell = int(tree.paths[n, position - start])
         block = table[cell // BLOCK_TOKENS] * kv_heads + torch.arange(kv_heads, device=keys.device)
         place, offset = divmod(position, BLOCK_TOKENS)
         read_keys[:, place, :, offset] = keys[block, :, cell % BLOCK_TOKENS].float()

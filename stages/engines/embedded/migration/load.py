@@ -12,7 +12,7 @@ RowKey = tuple[int, int, int]
 
 
 @dataclass(frozen=True)
-class RowHere:
+class RowLoad:
     """A row in flight."""
 
     key: RowKey
@@ -25,12 +25,12 @@ class RowHere:
 
 
 @dataclass(frozen=True)
-class RowsHere:
+class EngineLoad:
     """What an engine has in flight, and what it has measured."""
 
     version: int
     slots: int
-    rows: tuple[RowHere, ...]
+    rows: tuple[RowLoad, ...]
     position_bytes: int
     """Of keys and values, all layers."""
     pass_s: float
@@ -40,7 +40,7 @@ class RowsHere:
 
 
 @dataclass(frozen=True)
-class Wanted:
+class MigrationRequest:
     """A row to be given away."""
 
     key: RowKey

@@ -1,6 +1,6 @@
 """What an engine keeps for rows that move: who is away, who came, how fast it is, and whom it tells.
 
-Everything here is touched under the engine's lock, `TakenRows` apart. May import numpy and stages.engines.
+Everything here is touched under the engine's lock, `AcceptedRows` apart. May import numpy and stages.engines.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from itertools import count
 import numpy as np
 
 from stages.engines.embedded.cache import blocks_for
-from stages.engines.embedded.migration.load import RowHere, RowsHere, Wanted
-from stages.engines.embedded.migration.protocol import MovedRow, key_of, pack_row
+from stages.engines.embedded.migration.load import EngineLoad, MigrationRequest, RowLoad
+from stages.engines.embedded.migration.protocol import MigratedRow, key_of, pack_row
 from stages.engines.embedded.rows import Call, Row
 from stages.engines.embedded.runner import Runner
 from stages.engines.embedded.scheduler import Chunk, Scheduler
@@ -23,7 +23,7 @@ _BULK_TOKENS = 8
 """A pass that feeds fewer tokens of prompts says little about what one costs."""
 
 
-class Departures:
+class OutgoingRows:
     """Owns the rows that are away, by ticket, until they are delivered or given back."""
 
     def __init__(self) -> None:
@@ -59,8 +59,8 @@ class Departures:
         return self._away.keys() & set(tickets)
 
 
-class TakenRows:
-    """Owns rows that came from another engine, until they are finished; implements `Guests`."""
+class AcceptedRows:
+    """Owns rows that came from another engine, until they are finished; implements `IncomingRows`."""
 
     def __init__(self, call: Call, tickets: Mapping[Row, int]) -> None:
         self._call = call
@@ -104,10 +104,10 @@ class Pace:
             self.prefill_s += (each - self.prefill_s) * (_LEARNING_RATE if self.prefill_s else 1.0)
 
 
-class RowWatch:
+class LoadWatch:
     """Owns whom to tell of the rows in flight, and what was told last: how many, and whether a pass had been timed."""
 
-    def __init__(self, below: int, listener: Callable[[RowsHere], None]) -> None:
+    def __init__(self, below: int, listener: Callable[[EngineLoad], None]) -> None:
         self._below, self._listener = below, listener
         self._told: tuple[int, bool] | None = None
 
@@ -116,17 +116,17 @@ class RowWatch:
             return True
         return (num_rows, pace.pass_s > 0) != self._told and min(num_rows, self._told[0]) < self._below
 
-    def tell(self, here: RowsHere) -> None:
+    def tell(self, here: EngineLoad) -> None:
         self._told = len(here.rows), here.pass_s > 0
         self._listener(here)
 
 
-def rows_here(rows: Iterable[Row], version: int, slots: int, runner: Runner, pace: Pace) -> RowsHere:
+def engine_load(rows: Iterable[Row], version: int, slots: int, runner: Runner, pace: Pace) -> EngineLoad:
     layers, heads, dim = runner.cache_shape
-    return RowsHere(
+    return EngineLoad(
         version=version,
         slots=slots,
-        rows=tuple(RowHere(key_of(r.request), len(r.tokens), r.num_cached, r.num_left) for r in rows if not r.unwanted),
+        rows=tuple(RowLoad(key_of(r.request), len(r.tokens), r.num_cached, r.num_left) for r in rows if not r.unwanted),
         position_bytes=2 * layers * heads * dim * np.dtype(np.float32).itemsize,
         pass_s=pace.pass_s,
         prefill_s=pace.prefill_s,
@@ -137,14 +137,14 @@ def take_out(
     scheduler: Scheduler,
     runner: Runner,
     inbox: list[Row],
-    wanted: Collection[Wanted],
-    departures: Departures,
+    wanted: Collection[MigrationRequest],
+    departures: OutgoingRows,
     version: int,
-) -> list[tuple[Row, MovedRow]]:
+) -> list[tuple[Row, MigratedRow]]:
     """Rows out of queue and batch, between two passes. A row is copied whole before it leaves."""
     moved = []
     by_key = {one.key: one for one in wanted}
-    for row in (*scheduler.flying, *scheduler.waiting, *inbox):
+    for row in (*scheduler.running, *scheduler.waiting, *inbox):
         asked = by_key.get(key_of(row.request))
         if asked is None or row.num_left < asked.min_left or row.unwanted:
             continue
@@ -157,8 +157,8 @@ def take_out(
     return moved
 
 
-def put_in(scheduler: Scheduler, runner: Runner, rows: Mapping[Row, MovedRow]) -> None:
-    """Guests into the batch, between two passes: with the keys they brought where there are a slot and blocks for
+def put_in(scheduler: Scheduler, runner: Runner, rows: Mapping[Row, MigratedRow]) -> None:
+    """IncomingRows into the batch, between two passes: with the keys they brought where there are a slot and blocks for
     them, else to the queue, to be fed again."""
     for row, moved in rows.items():
         if moved.cache is None or not scheduler.admit_with_blocks(row, blocks_for(moved.cache.shape[3])):

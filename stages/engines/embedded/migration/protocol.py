@@ -2,8 +2,8 @@
 
     source                                             target
     ──────                                             ──────
-    give_rows: out of the batch, between two passes
-               callers keep waiting             ─────► take_rows: into the batch (keys imported, or fed again)
+    migrate_out: out of the batch, between two passes
+               callers keep waiting             ─────► migrate_in: into the batch (keys imported, or fed again)
                in the meantime: refit, sleep                      drawn on with the same noise
     deliver:   the caller gets its row          ◄───── (ticket, Completion) as each finishes
     give_back: the target is gone, the rows go on here
@@ -23,7 +23,7 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 from jaxtyping import Float32, Int32
 
-from stages.engines.embedded.migration.load import RowKey, RowsHere, Wanted
+from stages.engines.embedded.migration.load import EngineLoad, MigrationRequest, RowKey
 from stages.engines.embedded.rows import Call, Row
 from stages.engines.protocol import Completion, Request, RequestError
 
@@ -33,7 +33,7 @@ class RowsLost(RuntimeError):
 
 
 @dataclass(frozen=True, eq=False)
-class MovedRow:
+class MigratedRow:
     """A row on its way: all that another engine needs to go on with it."""
 
     ticket: int
@@ -54,7 +54,7 @@ class MovedRow:
         return len(self.request.tokens) + len(self.tokens)
 
 
-class Guests(Protocol):
+class IncomingRows(Protocol):
     """Owns rows that came from another engine, until they are finished."""
 
     def __iter__(self) -> Iterator[tuple[int, Completion | None]]:
@@ -72,25 +72,25 @@ class Guests(Protocol):
 
 
 @runtime_checkable
-class MovableRows(Protocol):
+class MigratableRows(Protocol):
     """An engine whose rows can move. All methods are thread-safe."""
 
     @property
-    def num_calls_away(self) -> int:
-        """Calls of `generate` (and `take_rows`) whose unfinished rows are all elsewhere."""
+    def num_calls_migrated(self) -> int:
+        """Calls of `generate` (and `migrate_in`) whose unfinished rows are all elsewhere."""
         ...
 
-    def watch_rows(self, below: int, listener: Callable[[RowsHere], None]) -> None:
+    def watch_load(self, below: int, listener: Callable[[EngineLoad], None]) -> None:
         """From now on `listener` is told (in the engine's thread) of every change in the number of rows here while it
         is under `below`, and when it no longer is."""
         ...
 
-    def give_rows(self, rows: Collection[Wanted]) -> list[MovedRow]:
+    def migrate_out(self, rows: Collection[MigrationRequest]) -> list[MigratedRow]:
         """Takes rows out. Those that are not here (any more), that are nearly done, or whose caller went away are
         passed over. Until they are delivered or given back they do not count as in flight."""
         ...
 
-    def take_rows(self, moved: Sequence[MovedRow]) -> Guests:
+    def migrate_in(self, moved: Sequence[MigratedRow]) -> IncomingRows:
         """Goes on with another engine's rows; without room they wait. Raises RequestError, and takes none, for rows
         that it cannot serve: another version than the resident one, another model's keys, too long."""
         ...
@@ -112,9 +112,9 @@ def key_of(request: Request) -> RowKey:
     return request.seed, request.step, request.row
 
 
-def pack_row(row: Row, ticket: int, version: int, cache: np.ndarray | None) -> MovedRow:
+def pack_row(row: Row, ticket: int, version: int, cache: np.ndarray | None) -> MigratedRow:
     """A row as it travels."""
-    return MovedRow(
+    return MigratedRow(
         ticket=ticket,
         request=row.request,
         version=version,
@@ -125,7 +125,7 @@ def pack_row(row: Row, ticket: int, version: int, cache: np.ndarray | None) -> M
     )
 
 
-def unpack_row(moved: MovedRow, call: Call, eos_ids: Set[int]) -> Row:
+def unpack_row(moved: MigratedRow, call: Call, eos_ids: Set[int]) -> Row:
     """The row that `pack_row` packed, without its blocks."""
     row = Row(moved.request, call, eos_ids)
     for token, logprob, version in zip(
@@ -135,7 +135,7 @@ def unpack_row(moved: MovedRow, call: Call, eos_ids: Set[int]) -> Row:
     return row
 
 
-def check_moved(moved: MovedRow, version: int, cache_shape: tuple[int, int, int]) -> None:
+def check_migrated(moved: MigratedRow, version: int, cache_shape: tuple[int, int, int]) -> None:
     """Raises RequestError, naming the row, if this engine cannot go on with it. `cache_shape`: layers, key/value heads,
     head dimension."""
     problem = None

@@ -27,7 +27,7 @@ from stages.engines.embedded.cache import block_bytes
 from stages.engines.embedded.kernels.packed import all_finite
 from stages.engines.embedded.model.llama import LlamaWeights, check_tensors
 from stages.engines.embedded.ranks.commands import READY, Drop, Order, Prepare, ReadCache, Swap, WriteCache, send_bytes
-from stages.engines.embedded.ranks.processes import Crew, Member
+from stages.engines.embedded.ranks.processes import RankProcess, RankProcesses
 from stages.engines.embedded.ranks.rank_model import BUSY_FILE, RankModel, RankSpec
 from stages.engines.embedded.ranks.sharding import divide, shard_tensors
 from stages.engines.embedded.runner import affordable_blocks, checked_shape, choose_kernels
@@ -58,7 +58,7 @@ class ParallelRunner:
         on_lost: Callable[[str], None] | None = None,
     ) -> None:
         """`device`: of rank 0; on a host with GPUs the other ranks have the ones after it. `threads`: of each rank.
-        `on_lost`: see `Crew`. Raises what `LocalRunner` raises, and RankLost."""
+        `on_lost`: see `RankProcesses`. Raises what `LocalRunner` raises, and RankLost."""
         shape = checked_shape(path, engine, max_seq)
         tensor, pipeline = engine.tensor_parallel, engine.pipeline_parallel
         self._shares = divide(shape, tensor, pipeline)
@@ -66,7 +66,7 @@ class ParallelRunner:
         self.depth = engine.pipeline_groups or pipeline
         self.vocab = shape.vocab
         kernels = choose_kernels(engine, device)
-        self.kernels, self.follows_lines = kernels.name, kernels.follows_lines
+        self.kernels, self.supports_trees = kernels.name, kernels.supports_trees
         shapes = [share.shape(shape) for share in self._shares]
         self.cache_shape = (shape.num_layers, shape.num_kv_heads, shape.head_dim)
         per_block = sum(block_bytes(s.num_layers, s.num_kv_heads, s.head_dim, self._dtype) for s in shapes)
@@ -95,27 +95,27 @@ class ParallelRunner:
                 )
                 for rank, share in enumerate(self._shares)
             ]
-            self._crew = Crew(specs[1:], on_lost)
-            stack.callback(self._crew.close)
+            self._processes = RankProcesses(specs[1:], on_lost)
+            stack.callback(self._processes.close)
             self._busy = np.memmap(Path(folder) / BUSY_FILE, np.float64, "r")
-            self._crew.meet()
-            self._model = self._crew.attempt(lambda: RankModel(specs[0]))
+            self._processes.meet()
+            self._model = self._processes.attempt(lambda: RankModel(specs[0]))
             stack.callback(self._model.close)
-            speaker = (pipeline - 1) * tensor  # the first rank of the last stage
-            self._speaker: Member | None = self._crew.members[speaker - 1] if speaker else None
+            output_rank = (pipeline - 1) * tensor  # the first rank of the last stage
+            self._output_rank: RankProcess | None = self._processes.members[output_rank - 1] if output_rank else None
             self.swap(self._prepare(tensors))
             self._stack = stack.pop_all()
 
     def submit(self, pass_: Pass) -> None:
         self._order(pass_)
-        draws = self._crew.attempt(lambda: self._model.run(pass_))
+        draws = self._processes.attempt(lambda: self._model.run(pass_))
         if draws is not None:
             self._drawn.append(draws)
 
     def collect(self) -> Draws:
-        if self._speaker is None:
+        if self._output_rank is None:
             return self._drawn.popleft()
-        draws: Draws = self._crew.attempt(self._speaker.orders.recv)
+        draws: Draws = self._processes.attempt(self._output_rank.orders.recv)
         return draws
 
     def prepare(self, tensors: Mapping[str, torch.Tensor]) -> Prepared:
@@ -134,15 +134,15 @@ class ParallelRunner:
         whole = np.empty((layers, 2, heads, num_positions, dim), np.float32)
         whole[self._part(0)] = self._model.read_cache(blocks, num_positions)
         self._order(ReadCache(tuple(blocks), num_positions))
-        for member in self._crew.members:
-            whole[self._part(member.spec.rank)] = self._crew.attempt(member.orders.recv)
+        for member in self._processes.members:
+            whole[self._part(member.spec.rank)] = self._processes.attempt(member.orders.recv)
         return whole
 
     def write_cache(self, blocks: Sequence[int], copied: np.ndarray) -> None:
         self._model.write_cache(blocks, copied[self._part(0)])
-        for member in self._crew.members:
+        for member in self._processes.members:
             part = np.ascontiguousarray(copied[self._part(member.spec.rank)])
-            self._crew.attempt(partial(member.orders.send, WriteCache(tuple(blocks), part)))
+            self._processes.attempt(partial(member.orders.send, WriteCache(tuple(blocks), part)))
 
     def _part(self, rank: int) -> tuple[slice, slice, slice]:
         """Where a rank's layers and heads lie in the keys and values of the whole model."""
@@ -171,16 +171,16 @@ class ParallelRunner:
         self._stack.close()
 
     def _order(self, order: Order, *, answered: bool = False) -> None:
-        for member in self._crew.members:
-            self._crew.attempt(partial(member.orders.send, order))
-        for member in self._crew.members if answered else []:
-            assert self._crew.attempt(member.orders.recv) == READY
+        for member in self._processes.members:
+            self._processes.attempt(partial(member.orders.send, order))
+        for member in self._processes.members if answered else []:
+            assert self._processes.attempt(member.orders.recv) == READY
 
     def _prepare(self, tensors: Mapping[str, torch.Tensor]) -> Prepared:
         """Over connections of their own, so beside running passes. Ranks pack while others still get their slices."""
         with self._preparing:
             self._number += 1
-            number, members = self._number, self._crew.members
+            number, members = self._number, self._processes.members
             slices = [shard_tensors(share, self._shape, tensors) for share in self._shares]
             for member in members:
                 mine = slices[member.spec.rank]
@@ -194,7 +194,7 @@ class ParallelRunner:
                 for member in members:
                     for tensor in slices[member.spec.rank].values():
                         whole = tensor.detach().to("cpu", self._kept(tensor)).contiguous()
-                        self._crew.attempt(partial(send_bytes, member.weights, whole))
+                        self._processes.attempt(partial(send_bytes, member.weights, whole))
                 try:
                     weights = self._model.prepare(slices[0])
                 except (
@@ -211,12 +211,12 @@ class ParallelRunner:
                 raise WeightsError(f"{name} cannot take the weights: {problem}")
             return Prepared(number, weights)
 
-    def _tell(self, member: Member, message: Prepare | Drop | bool) -> None:
-        self._crew.attempt(partial(member.weights.send, message))
+    def _tell(self, member: RankProcess, message: Prepare | Drop | bool) -> None:
+        self._processes.attempt(partial(member.weights.send, message))
 
-    def _answers(self, members: Sequence[Member]) -> dict[str, str]:
+    def _answers(self, members: Sequence[RankProcess]) -> dict[str, str]:
         """What is wrong, by the rank that says so."""
-        answers = {member.spec.name: self._crew.attempt(member.weights.recv) for member in members}
+        answers = {member.spec.name: self._processes.attempt(member.weights.recv) for member in members}
         return {name: problem for name, problem in answers.items() if problem is not None}
 
     def _kept(self, tensor: torch.Tensor) -> torch.dtype:

@@ -32,7 +32,7 @@ class RankLost(RuntimeError):
 
 
 @dataclass(frozen=True)
-class Member:
+class RankProcess:
     """This process's ends of what connects it to a rank."""
 
     spec: RankSpec
@@ -40,7 +40,7 @@ class Member:
     weights: Connection
 
 
-class Crew:
+class RankProcesses:
     """Owns the other ranks' processes. If one of them ends, so do the others."""
 
     def __init__(self, specs: Sequence[RankSpec], on_lost: Callable[[str], None] | None = None) -> None:
@@ -51,12 +51,12 @@ class Crew:
         self._closing = False
         self._on_lost = on_lost
         self._processes: list[subprocess.Popen[bytes]] = []
-        self.members: list[Member] = []
+        self.members: list[RankProcess] = []
         started = threading.Event()
         theirs: list[tuple[Connection, Connection]] = []
         for spec in specs:
             (orders, their_orders), (weights, their_weights) = Pipe(), Pipe()
-            self.members.append(Member(spec, orders, weights))
+            self.members.append(RankProcess(spec, orders, weights))
             theirs.append((their_orders, their_weights))
         self._thread = threading.Thread(target=self._watch, args=(theirs, started), name="engine-ranks", daemon=True)
         self._thread.start()
@@ -105,7 +105,7 @@ class Crew:
             for life in [life for life in wait(list(alive)) if isinstance(life, Connection)]:
                 i = alive.pop(life)
                 life.close()
-                self._bury(i)
+                self._reap(i)
 
     def _start(
         self, spec: RankSpec, orders: Connection, weights: Connection, life: Connection
@@ -124,7 +124,7 @@ class Crew:
             pass_fds=[end.fileno() for end in (orders, weights, life)],
         )
 
-    def _bury(self, i: int) -> None:
+    def _reap(self, i: int) -> None:
         code = self._processes[i].wait()
         if self._closing or self._lost is not None:
             return

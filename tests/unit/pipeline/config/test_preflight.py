@@ -113,7 +113,7 @@ def test_a_layout_that_cannot_cut_the_model_is_refused(
     folder: Path, layout: str, workers: int, key: str, parts: tuple[str, ...]
 ) -> None:
     gangs = f"placement.gangs={{all: {{}}, train: {{workers: {workers}, layout: {layout}}}}}"
-    roles = "placement.roles={generate: all, score: all, reference: train, policy: train, value: train}"
+    roles = "placement.roles={generate: all, score: all, reference: train, policy: train, critic: train}"
     with pytest.raises(ConfigError) as refusal:
         preflight(load(folder, gangs, roles))
     assert refusal.value.key == f"placement.gangs.train.layout.{key}"

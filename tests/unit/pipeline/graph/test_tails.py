@@ -7,23 +7,25 @@ import random
 import pytest
 
 from pipeline.graph.tails import BANDWIDTH_PRIOR, HANDLING_S, Move, Tails, plan_moves
-from stages.engines.embedded.migration.load import RowHere, RowsHere, Wanted
+from stages.engines.embedded.migration.load import EngineLoad, MigrationRequest, RowLoad
 
 MIB = 1 << 20
 SLOW = 1e6
 """Bytes per second."""
 
 
-def row(number: int, left: int = 500, cached: int = 99, tokens: int = 100) -> RowHere:
-    return RowHere((0, 0, number), tokens, cached, left)
+def row(number: int, left: int = 500, cached: int = 99, tokens: int = 100) -> RowLoad:
+    return RowLoad((0, 0, number), tokens, cached, left)
 
 
-def load(*rows: RowHere, version: int = 0, slots: int = 8, pass_s: float = 0.02, prefill_s: float = 0.001) -> RowsHere:
+def load(
+    *rows: RowLoad, version: int = 0, slots: int = 8, pass_s: float = 0.02, prefill_s: float = 0.001
+) -> EngineLoad:
     """46 KiB a position, as SmolLM2-135M has."""
-    return RowsHere(version, slots, rows, 46_080, pass_s, prefill_s)
+    return EngineLoad(version, slots, rows, 46_080, pass_s, prefill_s)
 
 
-def rows(*numbers: int, **more: int) -> list[RowHere]:
+def rows(*numbers: int, **more: int) -> list[RowLoad]:
     return [row(number, **more) for number in numbers]
 
 
@@ -104,14 +106,14 @@ def test_any_plan_empties_replicas_and_fills_no_slot_twice() -> None:
 def test_keys_travel_where_that_is_sooner_than_feeding_again() -> None:
     """99 positions of 46,080 bytes over 1 GB/s: 4.6 ms; 100 tokens at 1 ms: 100 ms. Over 1 MB/s: 4.6 s."""
 
-    def only(loads: dict[int, RowsHere], bytes_per_s: float) -> Wanted:
+    def only(loads: dict[int, EngineLoad], bytes_per_s: float) -> MigrationRequest:
         [move] = plan_moves(loads, bytes_per_s, below=100)
         [wanted] = move.rows
         return wanted
 
     loads = {0: load(row(0)), 1: load(*rows(1, 2))}
-    assert only(loads, 1e9) == Wanted((0, 0, 0), True, min_left=-(-(HANDLING_S + 99 * 46_080 / 1e9) // 0.02))
-    assert only(loads, SLOW) == Wanted((0, 0, 0), False, min_left=6)  # (20 + 100 ms) / 20 ms
+    assert only(loads, 1e9) == MigrationRequest((0, 0, 0), True, min_left=-(-(HANDLING_S + 99 * 46_080 / 1e9) // 0.02))
+    assert only(loads, SLOW) == MigrationRequest((0, 0, 0), False, min_left=6)  # (20 + 100 ms) / 20 ms
     assert not only({0: load(row(0, cached=0)), 1: loads[1]}, 1e9).with_cache, "it has none"
     fast = {0: loads[0], 1: load(*rows(1, 2), prefill_s=1e-6)}
     assert not only(fast, 1e9).with_cache, "it is the target that would feed it"

@@ -15,8 +15,8 @@ from pipeline.workers.bookkeeping import Clock
 from pipeline.workers.replica_rows import ReplicaRows
 from pipeline.workers.versioned_engine import VersionedEngine
 from stages.engines.config import EngineConfig, SamplingConfig
-from stages.engines.embedded.engine import TorchEngine
-from stages.engines.embedded.migration.load import RowsHere, Wanted
+from stages.engines.embedded.engine import EmbeddedEngine
+from stages.engines.embedded.migration.load import EngineLoad, MigrationRequest
 from stages.engines.embedded.migration.protocol import RowsLost, key_of
 from stages.engines.protocol import Completion, Request, RequestError
 from stages.models.hf_files import RANDOM_TINY
@@ -39,8 +39,8 @@ def board(tmp_path: Path) -> Iterator[WeightBoard]:
 def replicas(board: WeightBoard) -> Iterator[tuple[VersionedEngine, VersionedEngine]]:
     settings = EngineConfig(slots=4, kv_budget_mb=16)
     with (
-        closing(VersionedEngine(TorchEngine(RANDOM_TINY, settings, max_seq=240, threads=1), board)) as one,
-        closing(VersionedEngine(TorchEngine(RANDOM_TINY, settings, max_seq=240, threads=1), board)) as other,
+        closing(VersionedEngine(EmbeddedEngine(RANDOM_TINY, settings, max_seq=240, threads=1), board)) as one,
+        closing(VersionedEngine(EmbeddedEngine(RANDOM_TINY, settings, max_seq=240, threads=1), board)) as other,
     ):
         yield one, other
 
@@ -77,11 +77,11 @@ def test_the_next_version_loads_while_all_rows_are_elsewhere(
     with ThreadPoolExecutor(1) as thread:
         running = thread.submit(run, source, rows, inside)
         assert inside.wait(60)
-        moved = source.give_rows([Wanted(key_of(r), True) for r in rows])
+        moved = source.migrate_out([MigrationRequest(key_of(r), True) for r in rows])
         assert len(moved) == 3
         newer = run(source, requests(2, version=1, new=4), threading.Event())  # would wait for ever if they counted
         assert {v for c in newer.values() for v in c.versions.tolist()} == {1}
-        with target.take_rows(moved) as guests:
+        with target.migrate_in(moved) as guests:
             assert (target._inside, target._version) == (1, 0)
             for ticket, completion in guests:
                 assert completion is not None
@@ -93,12 +93,12 @@ def test_the_next_version_loads_while_all_rows_are_elsewhere(
 
 def test_one_row_at_home_keeps_the_version(replicas: tuple[VersionedEngine, VersionedEngine]) -> None:
     source, _ = replicas
-    source.watch_rows(100, lambda here: None)
+    source.watch_load(100, lambda here: None)
     rows, inside = requests(2, version=0), threading.Event()
     with ThreadPoolExecutor(2) as threads:
         running = threads.submit(run, source, rows, inside)
         assert inside.wait(60)
-        [moved] = source.give_rows([Wanted(key_of(rows[0]), True)])
+        [moved] = source.migrate_out([MigrationRequest(key_of(rows[0]), True)])
         newer = threads.submit(run, source, requests(1, version=1, new=4), threading.Event())
         until(lambda: source._version == 1)  # the other row has finished at home
         assert newer.result(timeout=60)[0].versions.tolist() == [1] * 4
@@ -114,9 +114,9 @@ def test_rows_of_another_version_are_refused(replicas: tuple[VersionedEngine, Ve
     with ThreadPoolExecutor(1) as thread:
         running = thread.submit(run, source, rows, inside)
         assert inside.wait(60)
-        moved = source.give_rows([Wanted(key_of(rows[0]), True)])
+        moved = source.migrate_out([MigrationRequest(key_of(rows[0]), True)])
         run(target, requests(1, version=2, new=2), threading.Event())
-        with pytest.raises(RequestError, match=r"versions \[0\] do not go on here: 2 is"), target.take_rows(moved):
+        with pytest.raises(RequestError, match=r"versions \[0\] do not go on here: 2 is"), target.migrate_in(moved):
             pytest.fail("they were taken")
         assert target._inside == 0
         source.give_back([one.ticket for one in moved])
@@ -132,8 +132,8 @@ def test_guests_that_nobody_waits_for_let_the_next_version_in(
     with ThreadPoolExecutor(2) as threads:
         running = threads.submit(run, source, rows, inside)
         assert inside.wait(60)
-        moved = source.give_rows([Wanted(key_of(r), False) for r in rows])
-        with target.take_rows(moved) as guests:
+        moved = source.migrate_out([MigrationRequest(key_of(r), False) for r in rows])
+        with target.migrate_in(moved) as guests:
             newer = threads.submit(run, target, requests(1, version=1, new=2), threading.Event())
             guests.close()
             assert list(guests) == []
@@ -146,7 +146,7 @@ def test_shards_that_only_wait_are_known(replicas: tuple[VersionedEngine, Versio
     """For the driver, which gives their slots to others; and how many of their rows others finished."""
     source, target = replicas
     run(target, requests(1, version=0, new=2), threading.Event())
-    told: list[tuple[RowsHere, tuple[Address, ...]]] = []
+    told: list[tuple[EngineLoad, tuple[Address, ...]]] = []
     rows = ReplicaRows(source, below=100, silence_s=1.0)
     rows.watch(lambda here, away: told.append((here, away)))
     asked, inside = requests(3, version=0), threading.Event()
@@ -155,14 +155,14 @@ def test_shards_that_only_wait_are_known(replicas: tuple[VersionedEngine, Versio
         assert inside.wait(60)
         until(lambda: len(told[-1][0].rows) == 3)
         assert told[-1][1] == ()
-        first = rows.give([Wanted(key_of(asked[0]), True)])
+        first = rows.give([MigrationRequest(key_of(asked[0]), True)])
         assert rows.away == ()
-        others = rows.give([Wanted(key_of(r), True) for r in asked[1:]])
+        others = rows.give([MigrationRequest(key_of(r), True) for r in asked[1:]])
         assert rows.away == (SHARD,)
         until(lambda: told[-1] == (told[-1][0], (SHARD,)) and not told[-1][0].rows)
         rows.give_back([one.ticket for one in others])
         until(lambda: told[-1][1] == ())
-        with target.take_rows(first) as guests:
+        with target.migrate_in(first) as guests:
             for ticket, completion in guests:
                 rows.deliver(ticket, completion)  # type: ignore[arg-type]
         running.result(timeout=60)

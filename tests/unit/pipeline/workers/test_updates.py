@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from pipeline.workers.updates import ReplayMismatch, Trainer
-from stages.models.protocol import PolicyBatch, Role, CriticBatch
+from stages.models.protocol import CriticBatch, PolicyBatch, Role
 from storage.address import Address
 from storage.checkpoints import Checkpoints
 from storage.errors import MissingOutput
@@ -92,7 +92,7 @@ class FakeHost:
 
 
 def start(role: Role) -> np.ndarray:
-    return np.random.default_rng(len(role)).normal(size=5)
+    return np.random.default_rng(sum(role.encode())).normal(size=5)
 
 
 class Run:

@@ -18,7 +18,7 @@ from stages.models.config import LayoutConfig, ModelConfig, OptimizerConfig
 from stages.models.errors import StateError
 from stages.models.hf_files import read_config, read_weights
 from stages.models.host import MegatronHost
-from stages.models.protocol import PolicyBatch, Rank, Role, CriticBatch
+from stages.models.protocol import CriticBatch, PolicyBatch, Rank, Role
 from stages.models.trainer import learning_rate
 from stages.ppo.config import KLConfig, PPOConfig
 from stages.ppo.micro_batches import minibatches

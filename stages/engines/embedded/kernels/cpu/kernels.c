@@ -255,7 +255,7 @@ INLINE void read_lanes(int lanes, struct reading *reading, struct blocks ahead, 
 
 /* Where the tokens of a pass belong, and the cache of one block of the model: tables [rows, table_width]; keys [blocks,
  * kv_heads, dim, BLOCK] and values [blocks, kv_heads, BLOCK, dim] in the dtype `cache`. cells, starts, paths [..,
- * path_width]: kernels.py's `Lines`, or null. */
+ * path_width]: kernels.py's `TreePaths`, or null. */
 struct context {
     const float *cosines, *sines;
     const int64_t *positions;

@@ -79,7 +79,7 @@ class _Here(threading.local):
     """What one thread keeps between two calls."""
 
     def __init__(self) -> None:
-        self.room = torch.empty(0, dtype=torch.uint8)
+        self.workspace = torch.empty(0, dtype=torch.uint8)
         self.passed: list[weakref.ref[object]] = []
         """The blocks that the last pass went through, and their cache: not to be kept alive."""
         self.addresses: ctypes.Array[_Block] | None = None
@@ -122,7 +122,7 @@ class NativeKernels:
 
     library: ctypes.CDLL
     name: str = "native"
-    follows_lines: bool = True
+    supports_trees: bool = True
     _slabs: Slabs = field(default_factory=Slabs)
     _here: _Here = field(default_factory=_Here)
 
@@ -210,16 +210,16 @@ class NativeKernels:
         qkv, out, gate_up, down = map(_native, (block.qkv, block.out, block.gate_up, block.down))
         size, projected = qkv.dtype.itemsize, max(qkv.out_features, gate_up.out_features)
         widths = (qkv.in_features * size, projected * 4, out.in_features * 4, out.in_features * size)
-        return _Buffers(*self._room(num, (*widths, down.in_features * size)))
+        return _Buffers(*self._workspace(num, (*widths, down.in_features * size)))
 
-    def _room(self, rows: int, row_bytes: tuple[int, ...]) -> list[int]:
+    def _workspace(self, rows: int, row_bytes: tuple[int, ...]) -> list[int]:
         """Addresses of buffers of so many bytes a row each, on cache lines, in memory that this thread keeps: fresh
         memory would have to be cleared by the system, page by page."""
         ends = list(itertools.accumulate(-(-rows * size // 64) * 64 for size in row_bytes))
         here = self._here
-        if here.room.numel() < ends[-1]:
-            here.room = torch.empty(ends[-1], dtype=torch.uint8)
-        return [here.room.data_ptr() + start for start in (0, *ends[:-1])]
+        if here.workspace.numel() < ends[-1]:
+            here.workspace = torch.empty(ends[-1], dtype=torch.uint8)
+        return [here.workspace.data_ptr() + start for start in (0, *ends[:-1])]
 
     def _empty(self, out_features: int, in_features: int, dtype: torch.dtype) -> NativeWeight:
         tiles = self._slabs.take(self.library.packed_bytes(out_features, in_features, _kind(dtype)))
@@ -275,8 +275,8 @@ class NativeKernels:
         up, down, out = map(_native, (head.up, head.down, head.out))
         rows, width = state.shape
         shape = (rows, depth, branches)
-        slot_room, parents, ranks = np.empty((3, *shape), np.int64)
-        guessed = Guessed(slot_room, parents, ranks, np.empty(shape, np.float32))
+        guessed_slots, parents, ranks = np.empty((3, *shape), np.int64)
+        guessed = Guessed(guessed_slots, parents, ranks, np.empty(shape, np.float32))
         found = _Guesses(*(getattr(guessed, each.name).ctypes.data for each in fields(guessed)))
         warmth = np.array(temperatures, np.float32)
         keys, slots = np.ascontiguousarray(keys), np.ascontiguousarray(slots)
@@ -284,7 +284,7 @@ class NativeKernels:
         bans_from = np.array([0, *itertools.accumulate(map(len, banned))], np.int64)
         size, tokens = up.dtype.itemsize, out.out_features
         sizes = (2 * width * size, 2 * width * 4, width * size, tokens * 4, 2 * width * 4, 4, tokens * 4)
-        places = self._room(rows * branches, sizes)
+        places = self._workspace(rows * branches, sizes)
         self.library.draft(
             up.handle,
             down.handle,
@@ -345,7 +345,7 @@ class NativeKernels:
 
 
 def _context(heads: int, angles: Angles, tokens: Tokens, keys: torch.Tensor, values: torch.Tensor) -> _Context:
-    lines = tokens.lines
+    tree = tokens.tree_paths
     return _Context(
         angles.cos.data_ptr(),
         angles.sin.data_ptr(),
@@ -354,10 +354,10 @@ def _context(heads: int, angles: Angles, tokens: Tokens, keys: torch.Tensor, val
         tokens.tables.data_ptr(),
         keys.data_ptr(),
         values.data_ptr(),
-        *((None, None, None) if lines is None else (t.data_ptr() for t in (lines.cells, lines.starts, lines.paths))),
+        *((None, None, None) if tree is None else (t.data_ptr() for t in (tree.cells, tree.starts, tree.paths))),
         _kind(keys.dtype),
         tokens.tables.shape[1],
-        0 if lines is None else lines.paths.shape[1],
+        0 if tree is None else tree.paths.shape[1],
         tokens.longest,
         heads,
         keys.shape[1],

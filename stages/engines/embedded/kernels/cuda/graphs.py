@@ -91,7 +91,7 @@ class CapturedPasses:
         self, compute: Compute, max_seq: int, device: torch.device, capture: Callable[[Run], Run] = run_directly
     ) -> None:
         self._compute, self._max_seq, self._device, self._capture = compute, max_seq, device, capture
-        self._rooms: dict[int, _Room] = {}
+        self._buffers: dict[int, _StaticBuffers] = {}
         self._replays: dict[tuple[int, bool], Run] = {}
 
     @property
@@ -103,7 +103,7 @@ class CapturedPasses:
         """Whether it is a pass of this kind. Hidden states, which a learned drafter wants, are not given out."""
         return (
             not pass_.wants_hidden
-            and pass_.lines is None
+            and pass_.tree_paths is None
             and len(pass_.ids) == len(pass_.drawn)
             and len(pass_.ids) <= SIZES[-1]
             and all(len(tokens) <= BANNED for tokens in pass_.banned)
@@ -113,9 +113,9 @@ class CapturedPasses:
         """Waits for the result."""
         size = size_for(len(pass_.ids))
         key = size, reads_no_new_key(pass_)
-        room = self._rooms.get(size)
+        room = self._buffers.get(size)
         if room is None:
-            room = self._rooms[size] = _Room(size, blocks_for(self._max_seq), self._device)
+            room = self._buffers[size] = _StaticBuffers(size, blocks_for(self._max_seq), self._device)
         room.fill(pass_)
         replay = self._replays.get(key)
         if replay is None:
@@ -126,9 +126,9 @@ class CapturedPasses:
     def clear(self) -> None:
         """Drops graphs and buffers; the next passes make them again."""
         self._replays.clear()
-        self._rooms.clear()
+        self._buffers.clear()
 
-    def _run(self, room: _Room, apart: bool) -> None:
+    def _run(self, room: _StaticBuffers, apart: bool) -> None:
         inputs = room.inputs
         tokens = Tokens(
             inputs["ids"], inputs["positions"], room.rows, inputs["tables"], longest=self._max_seq, apart=apart
@@ -156,7 +156,7 @@ def reads_no_new_key(pass_: Pass) -> bool:
     return int(is_written[pass_.tables].sum()) == len(written)
 
 
-class _Room:
+class _StaticBuffers:
     """Owns the memory of passes of one size, on the host and on the device."""
 
     def __init__(self, size: int, width: int, device: torch.device) -> None:

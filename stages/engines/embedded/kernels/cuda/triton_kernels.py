@@ -72,7 +72,7 @@ class TritonKernels(TorchKernels):
     """See `Kernels` and `DeviceKernels`. All tensors contiguous and on one device. The products are torch's."""
 
     name: str = "triton"
-    follows_lines: bool = False
+    supports_trees: bool = False
     programs: int = 1
     """Of attention, that fill the device."""
     words: dict[int, torch.Tensor] = field(default_factory=dict)

@@ -10,13 +10,13 @@ import pytest
 
 from stages.engines.config import SamplingConfig
 from stages.engines.embedded.batch import Draws, keep, lay_out
-from stages.engines.embedded.draft_tree import NO_GUESSES, TokenTree, line
+from stages.engines.embedded.draft_tree import NO_GUESSES, DraftTree, chain
 from stages.engines.embedded.drafts.guesses import Guesses, joined
 from stages.engines.embedded.rows import Call, Row
 from stages.engines.embedded.scheduler import Chunk
 from stages.engines.protocol import Request
 
-FILM = TokenTree((10, 11, 12, 13, 14), (-1, 0, 1, 0, -1))
+FILM = DraftTree((10, 11, 12, 13, 14), (-1, 0, 1, 0, -1))
 """The one drawn in trees.py: film is a, was, movie."""
 
 
@@ -28,18 +28,18 @@ def make_row(num_tokens: int, new: int = 30) -> Row:
 
 
 def test_a_tree_by_hand() -> None:
-    assert (len(FILM), FILM.depths, FILM.is_line) == (5, [0, 1, 2, 1, 0], False)
-    assert [FILM.line_to(guess) for guess in range(5)] == [[0], [0, 1], [0, 1, 2], [0, 3], [4]]
+    assert (len(FILM), FILM.depths, FILM.is_chain) == (5, [0, 1, 2, 1, 0], False)
+    assert [FILM.path_to(guess) for guess in range(5)] == [[0], [0, 1], [0, 1, 2], [0, 3], [4]]
     assert [FILM.after(-1, 14), FILM.after(0, 13), FILM.after(1, 13), FILM.after(-1, 11)] == [4, 3, None, None]
-    assert FILM.first(3) == line((10, 11, 12))
-    assert FILM.only([4, 0, 3]) == TokenTree((14, 10, 13), (-1, -1, 1))
+    assert FILM.first(3) == chain((10, 11, 12))
+    assert FILM.only([4, 0, 3]) == DraftTree((14, 10, 13), (-1, -1, 1))
 
 
 def test_lines() -> None:
-    assert line((5, 6)) == TokenTree((5, 6), (-1, 0))
-    assert line((5, 6)).is_line
-    assert NO_GUESSES.is_line
-    assert not TokenTree((5, 6), (-1, -1)).is_line
+    assert chain((5, 6)) == DraftTree((5, 6), (-1, 0))
+    assert chain((5, 6)).is_chain
+    assert NO_GUESSES.is_chain
+    assert not DraftTree((5, 6), (-1, -1)).is_chain
 
 
 def test_a_tree_in_a_pass() -> None:
@@ -51,11 +51,20 @@ def test_a_tree_in_a_pass() -> None:
     assert pass_.positions.tolist() == [13, 14, 15, 16, 15, 14, 0, 1]
     assert pass_.drawn.tolist() == [0, 1, 2, 3, 4, 5, 7]
     assert pass_.tables.tolist() == [[3, 7], [3, 0]]
-    assert pass_.lines is not None
-    assert pass_.lines.cells.tolist() == [13, 14, 15, 16, 17, 18, 0, 1]
-    assert pass_.lines.starts.tolist() == [14, 15, 16, 17, 14, 14, 1, 2]  # the fourth and fifth guess are out of place
-    assert pass_.lines.paths[4, :2].tolist() == [14, 17]
-    assert pass_.lines.paths[5, :1].tolist() == [18]
+    assert pass_.tree_paths is not None
+    assert pass_.tree_paths.cells.tolist() == [13, 14, 15, 16, 17, 18, 0, 1]
+    assert pass_.tree_paths.starts.tolist() == [
+        14,
+        15,
+        16,
+        17,
+        14,
+        14,
+        1,
+        2,
+    ]  # the fourth and fifth guess are out of place
+    assert pass_.tree_paths.paths[4, :2].tolist() == [14, 17]
+    assert pass_.tree_paths.paths[5, :1].tolist() == [18]
     keys = dict(zip(pass_.drawn.tolist(), pass_.keys.tolist(), strict=True))
     assert keys[2] == keys[4]  # alternatives for one position are drawn with one noise
     assert len({keys[0], keys[1], keys[2], keys[3]}) == 4
@@ -87,24 +96,24 @@ def test_what_lies_behind_a_rows_end_is_not_kept() -> None:
     assert row.num_left == 0
 
 
-def guesses(tree: TokenTree, kind: str, *gains: float) -> Guesses:
+def guesses(tree: DraftTree, kind: str, *gains: float) -> Guesses:
     return Guesses(tree, (kind,) * len(tree), tuple(range(len(tree))), gains)
 
 
 def test_guesses_are_fed_with_the_likeliest_line_first() -> None:
-    given = guesses(TokenTree((10, 11, 12, 13), (-1, -1, 1, 0)), "a", 0.3, 0.6, 0.2, 0.25)
-    assert given.first_line == [1, 2]
+    given = guesses(DraftTree((10, 11, 12, 13), (-1, -1, 1, 0)), "a", 0.3, 0.6, 0.2, 0.25)
+    assert given.main_chain == [1, 2]
     fed = given.as_fed()
-    assert fed.tree == TokenTree((11, 12, 10, 13), (-1, 0, -1, 2))
+    assert fed.tree == DraftTree((11, 12, 10, 13), (-1, 0, -1, 2))
     assert (fed.gains, fed.levels) == ((0.6, 0.2, 0.3, 0.25), (1, 2, 0, 3))
     assert fed.total == pytest.approx(1.35)
 
 
 def test_guesses_of_two_drafters_are_joined() -> None:
     """Both say 10; the first goes on with 11, the second, which is surer of 10, with 12; 13 is its own."""
-    first = guesses(line((10, 11)), "a", 0.5, 0.4)
-    second = guesses(TokenTree((13, 10, 12), (-1, -1, 1)), "b", 0.1, 0.7, 0.3)
+    first = guesses(chain((10, 11)), "a", 0.5, 0.4)
+    second = guesses(DraftTree((13, 10, 12), (-1, -1, 1)), "b", 0.1, 0.7, 0.3)
     both = joined(first, second)
-    assert both.tree == TokenTree((10, 11, 13, 12), (-1, 0, -1, 0))
+    assert both.tree == DraftTree((10, 11, 13, 12), (-1, 0, -1, 0))
     assert both.kinds == ("b", "a", "b", "b")
     assert both.gains == (0.7, 0.4, 0.1, 0.3)

@@ -9,7 +9,7 @@ import pytest
 
 from stages.engines.config import SamplingConfig
 from stages.engines.embedded.cache import NO_BLOCK, BlockPool
-from stages.engines.embedded.draft_tree import line
+from stages.engines.embedded.draft_tree import chain
 from stages.engines.embedded.rows import Call, Row
 from stages.engines.embedded.scheduler import PASS_TOKENS, Chunk, Scheduler
 from stages.engines.protocol import Request
@@ -39,7 +39,7 @@ def test_prompts_then_one_token_each() -> None:
     scheduler = make_scheduler(2, 10, [make_row(i, tuple(range(20 * i, 20 * i + 5 + i))) for i in range(3)])
     assert fed(scheduler) == {0: (0, 5), 1: (0, 6)}
     assert fed(scheduler) == {0: (5, 1), 1: (6, 1)}
-    scheduler.retire(scheduler.flying[0])
+    scheduler.retire(scheduler.running[0])
     assert fed(scheduler) == {1: (7, 1), 2: (0, 7)}
     assert scheduler.pool.num_used == 2
 
@@ -78,7 +78,7 @@ def test_a_row_alone_always_goes_on() -> None:
         if scheduler.idle:
             break
         fed(scheduler)
-        for row in [row for row in scheduler.flying if row.num_left == 0]:
+        for row in [row for row in scheduler.running if row.num_left == 0]:
             scheduler.retire(row)
             finished += 1
     assert finished == 4
@@ -154,7 +154,7 @@ def test_drafts_never_send_a_row_back() -> None:
     for the older's own tokens."""
     scheduler = make_scheduler(1, 2, [row := make_row(0, tuple(range(15)))])
     fed(scheduler)
-    chunk = scheduler.plan({row: line([1] * 30)})[0]
+    chunk = scheduler.plan({row: chain([1] * 30)})[0]
     assert (chunk.start, chunk.count, len(chunk.drafts)) == (15, 1, 16)
     assert scheduler.num_preemptions == 0
 
@@ -201,7 +201,7 @@ def test_no_block_is_taken_from_a_pass_under_way() -> None:
     scheduler = make_scheduler(2, 5, [old, young], depth=2)
     scheduler.pool.take()  # held by somebody else: admission wants one more than there is
     first = begin(scheduler)
-    scheduler.flying.append(scheduler.waiting.popleft())
+    scheduler.running.append(scheduler.waiting.popleft())
     second = begin(scheduler)
     assert [numbers(first), numbers(second)] == [[0], [1]]
     end(scheduler, first)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from stages.engines.embedded.drafts.distillation import OutputRows, Pupil, Rows, masked_loss
+from stages.engines.embedded.drafts.distillation import OutputRows, Rows, Student, masked_loss
 
 
 def test_ring_of_rows() -> None:
@@ -35,7 +35,7 @@ def test_loss_by_hand() -> None:
     assert loss.item() == pytest.approx(math.log(2) + 0.15)
 
 
-def make_pupil(head_vocab: int) -> Pupil:
+def make_student(head_vocab: int) -> Student:
     table = torch.randn(32, 8, generator=torch.Generator().manual_seed(0))
     rows = OutputRows(
         embedding=lambda tokens: table[torch.tensor(tokens)],
@@ -45,22 +45,22 @@ def make_pupil(head_vocab: int) -> Pupil:
         norm_name="norm",
         norm_eps=1e-5,
     )
-    return Pupil(rows, 32, head_vocab, 2**20, torch.device("cpu"))
+    return Student(rows, 32, head_vocab, 2**20, torch.device("cpu"))
 
 
-def add_rows(pupil: Pupil, tokens: tuple[int, ...], times: int) -> None:
+def add_rows(student: Student, tokens: tuple[int, ...], times: int) -> None:
     for _ in range(times):
-        pupil.add(np.ones((len(tokens), 8), np.float32), tokens)
+        student.add(np.ones((len(tokens), 8), np.float32), tokens)
 
 
 def test_nothing_is_learned_from_too_little_or_twice_too_often() -> None:
     """512 tokens are enough to begin with; each is looked at 8 times, 64 at once: 64 steps."""
-    pupil = make_pupil(8)
-    add_rows(pupil, (5, 6, 7, 8), 127)
-    assert not pupil.step()
-    add_rows(pupil, (5, 6, 7, 8), 1)
+    student = make_student(8)
+    add_rows(student, (5, 6, 7, 8), 127)
+    assert not student.step()
+    add_rows(student, (5, 6, 7, 8), 1)
     steps = 0
-    while pupil.step():
+    while student.step():
         steps += 1
     assert steps == 512 * 8 // 64
 
@@ -68,15 +68,15 @@ def test_nothing_is_learned_from_too_little_or_twice_too_often() -> None:
 def test_vocabulary_is_what_is_frequent_and_follows_the_responses() -> None:
     """Four of 32 tokens; those missing are filled with the first ids. New frequent tokens push rare ones out, and what
     stays keeps what was learned."""
-    pupil = make_pupil(4)
-    add_rows(pupil, (9, 20, 9, 20), 128)
-    assert pupil.step()
-    before = pupil.publish()
+    student = make_student(4)
+    add_rows(student, (9, 20, 9, 20), 128)
+    assert student.step()
+    before = student.publish()
     assert before.ids.tolist() == [9, 20, 0, 1]
     learned = before.out[0].detach().clone()
-    add_rows(pupil, (9, 30, 31, 30, 31), 128)
-    assert pupil.step()
-    after = pupil.publish()
+    add_rows(student, (9, 30, 31, 30, 31), 128)
+    assert student.step()
+    after = student.publish()
     assert set(after.ids.tolist()) == {9, 20, 30, 31}
     slot = after.ids.tolist().index(9)
     torch.testing.assert_close(after.out[slot].detach(), learned, atol=2e-3, rtol=0)  # but for one step
@@ -85,20 +85,20 @@ def test_vocabulary_is_what_is_frequent_and_follows_the_responses() -> None:
 def test_refit_changes_the_teacher_for_the_next_step() -> None:
     """The teacher's rows come from the new tensors, copied: what the caller does with them later does not matter. New
     rows that say something else move the head elsewhere."""
-    pupils = [make_pupil(8) for _ in range(3)]
+    pupils = [make_student(8) for _ in range(3)]
     table = torch.full((32, 8), -1.0)
     table[5] = 3.0
     other = {"head": table.clone()}
-    for pupil in pupils:
-        add_rows(pupil, (5, 6, 7, 8), 256)
-        assert pupil.step()
+    for student in pupils:
+        add_rows(student, (5, 6, 7, 8), 256)
+        assert student.step()
     pupils[1].refit(other)
     other["head"].zero_()
     pupils[2].refit({"head": table})
     outs = []
-    for pupil in pupils:
+    for student in pupils:
         for _ in range(5):
-            assert pupil.step()
-        outs.append(pupil.publish().out.detach())
+            assert student.step()
+        outs.append(student.publish().out.detach())
     assert not torch.equal(outs[0], outs[1])
     assert torch.equal(outs[1], outs[2])

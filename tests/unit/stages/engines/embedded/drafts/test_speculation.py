@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from stages.engines.config import SamplingConfig, SpeculationConfig
-from stages.engines.embedded.draft_tree import NO_GUESSES, TokenTree, line
+from stages.engines.embedded.draft_tree import NO_GUESSES, DraftTree, chain
 from stages.engines.embedded.drafts.costs import DraftingCosts, PassCosts, choose_depth, choose_guesses, expected_speed
 from stages.engines.embedded.drafts.drafters import Draft, Drafter, NgramDrafter
 from stages.engines.embedded.drafts.speculation import Speculation, check_speculation
@@ -51,7 +51,7 @@ class Ones:
 
     def propose(self, rows: Sequence[Row], longest: Sequence[int]) -> list[Draft | None]:
         self.asked.append(list(longest))
-        return [Draft(line((1,) * length), self.kinds[0], self.levels[:length]) for length in longest]
+        return [Draft(chain((1,) * length), self.kinds[0], self.levels[:length]) for length in longest]
 
     def observe(self, row: Row, hidden: np.ndarray) -> None:
         self.seen.append(hidden)
@@ -183,12 +183,12 @@ def test_no_draft_is_looked_for_where_none_can_pay(by_position: bool) -> None:
     rows = [make_row((1, 2, 3)) for _ in range(4)]
     assert make_speculation(drafter, costs=STEEP).propose(rows, 0) == {}
     assert drafter.asked == []
-    assert make_speculation(drafter).propose(rows, 0) == {row: line((1,) * 4) for row in rows}
+    assert make_speculation(drafter).propose(rows, 0) == {row: chain((1,) * 4) for row in rows}
     longest = make_speculation(drafter, costs=STEEP, lengths="longest")
-    assert longest.propose(rows, 0) == {row: line((1,) * 4) for row in rows}
+    assert longest.propose(rows, 0) == {row: chain((1,) * 4) for row in rows}
 
 
-def run_passes(speculation: Speculation, row: Row, accepted: int, num: int, times: float = 0.3) -> TokenTree:
+def run_passes(speculation: Speculation, row: Row, accepted: int, num: int, times: float = 0.3) -> DraftTree:
     """Passes in which so many drafted tokens are right; what would be verified after them."""
     for _ in range(num):
         drafts = speculation.propose([row], 0).get(row, NO_GUESSES)
@@ -210,7 +210,7 @@ def test_a_drafter_is_asked_only_as_far_as_pays() -> None:
     for by_position, expected in ((True, 1), (False, 4)):
         drafter = Ones(by_position)
         speculation = make_speculation(drafter, costs={1: 1.0, 11: 4.0})
-        assert run_passes(speculation, make_row((1, 2, 3)), 1, 60) == line([1])
+        assert run_passes(speculation, make_row((1, 2, 3)), 1, 60) == chain([1])
         assert drafter.asked[-1] == [expected]
 
 
@@ -256,7 +256,7 @@ def test_sure_drafts_are_told_from_unsure_ones() -> None:
     drafter.levels = (0,)
     assert speculation.propose([row], 0) == {}
     drafter.levels = (1,)
-    assert speculation.propose([row], 0) == {row: line([1])}
+    assert speculation.propose([row], 0) == {row: chain([1])}
 
 
 class Twos(Ones):
@@ -264,7 +264,7 @@ class Twos(Ones):
 
     def propose(self, rows: Sequence[Row], longest: Sequence[int]) -> list[Draft | None]:
         self.asked.append(list(longest))
-        return [Draft(line((2,) * length), "twos") for length in longest]
+        return [Draft(chain((2,) * length), "twos") for length in longest]
 
 
 def test_of_two_drafters_the_one_that_was_right() -> None:
@@ -277,7 +277,7 @@ def test_of_two_drafters_the_one_that_was_right() -> None:
             drafts = speculation.propose([row], 0).get(row, NO_GUESSES)
             kept = [0, *(1 + guess for guess, token in enumerate(drafts.tokens) if token == right)]
             speculation.observe([Chunk(row, 2, 1, True, drafts)], [kept], None, 1.0 + 0.3 * len(drafts))
-        assert speculation.propose([row], 0)[row] == line((right,) * 4)
+        assert speculation.propose([row], 0)[row] == chain((right,) * 4)
 
 
 def test_the_time_of_drafting_is_measured() -> None:
@@ -339,7 +339,7 @@ def test_counts() -> None:
 def test_drafts_end_where_the_row_does() -> None:
     """The last token is sampled anyway: of 3 left, 2 can be drafted."""
     row = make_row((1, 2), (3,) * 27)
-    assert make_speculation(Ones(), longest=8, lengths="longest").propose([row], 0) == {row: line((1, 1))}
+    assert make_speculation(Ones(), longest=8, lengths="longest").propose([row], 0) == {row: chain((1, 1))}
 
 
 @pytest.mark.parametrize(
@@ -365,10 +365,10 @@ def look_up(drafter: NgramDrafter, row: Row, longest: int) -> Draft | None:
 def test_lookup_in_the_row_itself() -> None:
     drafter = NgramDrafter()
     row = make_row((1, 2, 3, 4, 5, 6), (9, 2, 3))
-    assert look_up(drafter, row, 2) == Draft(line((4, 5)), "lookup-2")
+    assert look_up(drafter, row, 2) == Draft(chain((4, 5)), "lookup-2")
     row.append(4, 0.0, 0)
     # what came round once is continued with itself
-    assert look_up(drafter, row, 9) == Draft(line((5, 6, 9, 2, 3, 4, 5, 6, 9)), "lookup-3")
+    assert look_up(drafter, row, 9) == Draft(chain((5, 6, 9, 2, 3, 4, 5, 6, 9)), "lookup-3")
     row.append(7, 0.0, 0)
     assert look_up(drafter, row, 2) is None
 
@@ -377,7 +377,7 @@ def test_lookup_in_earlier_rows_of_the_prompt() -> None:
     drafter = NgramDrafter()
     drafter.finish(make_row((1, 2), (3, 4, 5), new=3))
     drafter.finish(make_row((1, 2), (8,), new=3))  # given up: not a response
-    assert look_up(drafter, make_row((1, 2)), 8) == Draft(line((3, 4, 5)), "earlier-2")
+    assert look_up(drafter, make_row((1, 2)), 8) == Draft(chain((3, 4, 5)), "earlier-2")
     assert look_up(drafter, make_row((1, 7)), 8) is None
     drafter.finish(make_row((1, 2), (6, 7, 8), new=3))
-    assert look_up(drafter, make_row((1, 2)), 8) == Draft(line((6, 7, 8)), "earlier-2")
+    assert look_up(drafter, make_row((1, 2)), 8) == Draft(chain((6, 7, 8)), "earlier-2")

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from stages.engines.embedded.draft_tree import TokenTree
+from stages.engines.embedded.draft_tree import DraftTree
 from stages.engines.embedded.kernels.cpu.native import NativeKernels, load_native_kernels
-from stages.engines.embedded.kernels.protocol import Angles, Lines, Tokens
+from stages.engines.embedded.kernels.protocol import Angles, Tokens, TreePaths
 from stages.engines.embedded.kernels.reference import TorchKernels
 from stages.engines.embedded.sampling.noise import gumbel, noise_keys
 from tests.support.processors import NEEDED, kernels_for
@@ -93,7 +93,7 @@ def test_a_guess_reads_its_own_line(
     """A tree of guesses over the end of a block: each is read as if its line had been fed alone, bit for bit."""
     kernels = native if kind == "native" else TorchKernels()
     (num_heads, kv_heads), start = heads, 13
-    tree = TokenTree((0,) * 6, (-1, 0, 1, 0, -1, 3))
+    tree = DraftTree((0,) * 6, (-1, 0, 1, 0, -1, 3))
     generator = torch.Generator().manual_seed(0)
 
     def randn(*shape: int) -> torch.Tensor:
@@ -104,27 +104,27 @@ def test_a_guess_reads_its_own_line(
     qkv = randn(len(tree), (num_heads + 2 * kv_heads) * dim)
     tables = torch.tensor([[3, 1]], dtype=torch.int32)
 
-    def attend(guesses: list[int], positions: list[int], lines: Lines | None) -> torch.Tensor:
+    def attend(guesses: list[int], positions: list[int], tree_paths: TreePaths | None) -> torch.Tensor:
         tokens = Tokens(
             torch.zeros(len(guesses), dtype=torch.int64),
             torch.tensor(positions),
             torch.zeros(len(guesses), dtype=torch.int32),
             tables,
             max(positions) + 1,
-            lines,
+            tree_paths,
         )
         return kernels.attend(qkv[guesses], angles, tokens, cache[0].clone(), cache[1].clone())
 
     positions = [start + depth for depth in tree.depths]
-    paths = [[start + guess for guess in tree.line_to(each)] for each in range(len(tree))]
-    lines = Lines(
+    paths = [[start + guess for guess in tree.path_to(each)] for each in range(len(tree))]
+    tree_paths = TreePaths(
         torch.arange(start, start + len(tree)),
         torch.full((len(tree),), start),
         torch.tensor([path + [0] * (3 - len(path)) for path in paths]),
     )
-    together = attend(list(range(len(tree))), positions, lines)
+    together = attend(list(range(len(tree))), positions, tree_paths)
     for guess in range(len(tree)):
-        path = tree.line_to(guess)
+        path = tree.path_to(guess)
         alone = attend(path, [start + depth for depth in range(len(path))], None)
         assert torch.equal(together[guess], alone[-1])
 

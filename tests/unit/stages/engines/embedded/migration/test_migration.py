@@ -20,9 +20,9 @@ import torch
 from stages.engines.config import EngineConfig, SamplingConfig, SpeculationConfig
 from stages.engines.embedded.batch import Pass
 from stages.engines.embedded.cache import KVCache
-from stages.engines.embedded.engine import TorchEngine
-from stages.engines.embedded.migration.load import RowsHere, Wanted
-from stages.engines.embedded.migration.protocol import MovableRows, MovedRow, RowsLost, key_of
+from stages.engines.embedded.engine import EmbeddedEngine
+from stages.engines.embedded.migration.load import EngineLoad, MigrationRequest
+from stages.engines.embedded.migration.protocol import MigratableRows, MigratedRow, RowsLost, key_of
 from stages.engines.protocol import Completion, Request, RequestError
 from stages.models.hf_files import RANDOM_TINY
 
@@ -37,7 +37,7 @@ KERNELS = [
 class Gate:
     """Owns the passes of an engine: they are run only as far as `let` says, or all after `open`."""
 
-    def __init__(self, engine: TorchEngine) -> None:
+    def __init__(self, engine: EmbeddedEngine) -> None:
         self._changed = threading.Condition()
         self._allowed = 0.0
         self._waiting = False
@@ -67,9 +67,9 @@ class Gate:
             self._changed.notify_all()
 
 
-def build(slots: int = 8, kernels: str = "auto", path: str = RANDOM_TINY, **config: object) -> TorchEngine:
+def build(slots: int = 8, kernels: str = "auto", path: str = RANDOM_TINY, **config: object) -> EmbeddedEngine:
     settings = EngineConfig(slots=slots, kernels=kernels, **config)  # type: ignore[arg-type]
-    return TorchEngine(path, settings, max_seq=MAX_SEQ, threads=1, device=CPU)
+    return EmbeddedEngine(path, settings, max_seq=MAX_SEQ, threads=1, device=CPU)
 
 
 def requests(num: int = 5, new: int = 40, version: int = 0) -> list[Request]:
@@ -99,7 +99,7 @@ def at_home(rows: list[Request], kernels: str = "auto") -> dict[int, Completion]
 
 
 @contextmanager
-def engines(num: int, **config: object) -> Iterator[list[TorchEngine]]:
+def engines(num: int, **config: object) -> Iterator[list[EmbeddedEngine]]:
     built = [build(**config) for _ in range(num)]  # type: ignore[arg-type]
     try:
         yield built
@@ -108,7 +108,7 @@ def engines(num: int, **config: object) -> Iterator[list[TorchEngine]]:
             engine.close()
 
 
-def pause_after(engine: TorchEngine, passes: int, rows: list[Request]) -> tuple[Iterator[Completion], Gate]:
+def pause_after(engine: EmbeddedEngine, passes: int, rows: list[Request]) -> tuple[Iterator[Completion], Gate]:
     """A call whose rows have been through so many passes, and one more that is under way."""
     gate = Gate(engine)
     results = engine.generate(rows)
@@ -116,11 +116,11 @@ def pause_after(engine: TorchEngine, passes: int, rows: list[Request]) -> tuple[
     return results, gate
 
 
-def give(engine: TorchEngine, gate: Gate, rows: list[Request], with_cache: bool = True) -> list[MovedRow]:
+def give(engine: EmbeddedEngine, gate: Gate, rows: list[Request], with_cache: bool = True) -> list[MigratedRow]:
     """Gives rows away as soon as the pass that is under way is through."""
-    wanted = [Wanted(key_of(row), with_cache) for row in rows]
+    wanted = [MigrationRequest(key_of(row), with_cache) for row in rows]
     with ThreadPoolExecutor(1) as thread:
-        giving = thread.submit(engine.give_rows, wanted)
+        giving = thread.submit(engine.migrate_out, wanted)
         until(lambda: engine._pausing > 0)
         gate.open()
         return giving.result(timeout=60)
@@ -135,9 +135,9 @@ def until(happened: Callable[[], bool]) -> None:
     raise AssertionError("did not happen")
 
 
-def carry(source: TorchEngine, target: TorchEngine, moved: list[MovedRow]) -> None:
+def carry(source: EmbeddedEngine, target: EmbeddedEngine, moved: list[MigratedRow]) -> None:
     """All the way, as a courier does between two processes."""
-    for ticket, completion in target.take_rows(moved):
+    for ticket, completion in target.migrate_in(moved):
         assert completion is not None
         source.deliver(ticket, completion)
 
@@ -174,10 +174,10 @@ def test_rows_that_have_not_begun_move_too() -> None:
         moved = give(source, gate, rows)
         assert [len(m.tokens) for m in moved] == [1, 1, 0, 0, 0]
         assert [m.cache is not None for m in moved] == [True, True, False, False, False]
-        assert source.num_calls_away == 1
+        assert source.num_calls_migrated == 1
         carry(source, target, moved)
         assert_same_bits(by_row(results), at_home(rows))
-        assert source.num_calls_away == 0
+        assert source.num_calls_migrated == 0
 
 
 def test_moved_twice() -> None:
@@ -187,11 +187,11 @@ def test_moved_twice() -> None:
         results, gate = pause_after(first, 3, rows)
         moved = give(first, gate, rows)
         second_gate = Gate(second)
-        guests = second.take_rows(moved)
+        guests = second.migrate_in(moved)
         second_gate.let(5)
         again = give(second, second_gate, rows)
         assert [len(m.tokens) for m in again] == [4 + 6] * 3
-        assert (second.num_calls_away, second.stats().rows_given) == (1, 3)
+        assert (second.num_calls_migrated, second.stats().rows_given) == (1, 3)
         carry(second, third, again)
         for ticket, completion in guests:
             assert completion is not None
@@ -226,7 +226,7 @@ def test_preempted_where_it_came_to() -> None:
         moved = give(source, gate, rows)
         theirs, target_gate = pause_after(target, 2, own)
         with ThreadPoolExecutor(1) as thread:
-            taking = thread.submit(target.take_rows, moved)
+            taking = thread.submit(target.migrate_in, moved)
             until(lambda: target._pausing > 0)
             target_gate.open()
             for ticket, completion in taking.result(timeout=60):
@@ -245,11 +245,11 @@ def test_without_a_free_slot_they_wait() -> None:
         moved = give(source, gate, rows)
         theirs, target_gate = pause_after(target, 2, own)
         with ThreadPoolExecutor(1) as thread:
-            taking = thread.submit(target.take_rows, moved)
+            taking = thread.submit(target.migrate_in, moved)
             until(lambda: target._pausing > 0)
             target_gate.let(1)
             guests = taking.result(timeout=60)
-            assert len(target._scheduler.flying) == 2
+            assert len(target._scheduler.running) == 2
             target_gate.open()
             for ticket, completion in guests:
                 assert completion is not None
@@ -308,7 +308,8 @@ def test_a_row_that_is_nearly_done_stays() -> None:
         results, gate = pause_after(source, 5, rows)
         with ThreadPoolExecutor(1) as thread:  # 6 of 40 tokens are sampled when it is asked
             asking = thread.submit(
-                source.give_rows, [Wanted(key_of(r), False, left) for r, left in zip(rows, (33, 34, 35), strict=True)]
+                source.migrate_out,
+                [MigrationRequest(key_of(r), False, left) for r, left in zip(rows, (33, 34, 35), strict=True)],
             )
             until(lambda: source._pausing > 0)
             gate.open()
@@ -347,7 +348,7 @@ def test_a_caller_that_goes_away_meanwhile_frees_both_sides() -> None:
         next(leaving)
         leaving.close()  # type: ignore[attr-defined]
         target_gate = Gate(target)
-        guests = target.take_rows(moved)
+        guests = target.migrate_in(moved)
         target_gate.let(2)
         kept = source.wanted([m.ticket for m in moved])
         assert kept == {m.ticket for m in moved if m.request.row == 2}
@@ -368,7 +369,7 @@ def test_closed_guests_are_dropped() -> None:
     with engines(2) as (source, target):
         _, gate = pause_after(source, 3, rows)
         target_gate = Gate(target)
-        guests = target.take_rows(give(source, gate, rows))
+        guests = target.migrate_in(give(source, gate, rows))
         target_gate.let(1)
         guests.close()
         target_gate.open()
@@ -382,7 +383,7 @@ def test_an_engine_that_stops_tells_those_who_wait_for_rows_elsewhere() -> None:
         results, gate = pause_after(source, 3, rows)
         moved = give(source, gate, rows)
         target_gate = Gate(target)
-        guests = target.take_rows(moved)
+        guests = target.migrate_in(moved)
         target_gate.let(1)
         with ThreadPoolExecutor(1) as thread:
             closing_target = thread.submit(target.close)
@@ -395,13 +396,13 @@ def test_an_engine_that_stops_tells_those_who_wait_for_rows_elsewhere() -> None:
             list(results)
         source.give_back([m.ticket for m in moved])
         with pytest.raises(RuntimeError, match="stopped"):
-            source.give_rows([])
+            source.migrate_out([])
 
 
 # ---- refusals -----------------------------------------------------------------------------------------------------
 
 
-def some_moved(source: TorchEngine) -> list[MovedRow]:
+def some_moved(source: EmbeddedEngine) -> list[MigratedRow]:
     rows = requests(2)
     _, gate = pause_after(source, 3, rows)
     return give(source, gate, rows)
@@ -420,23 +421,23 @@ def test_refused_are_rows_that_cannot_go_on_here() -> None:
         ]
         for change, message in cases:
             with pytest.raises(RequestError, match=message):
-                target.take_rows([good, dataclasses.replace(bad, **change)])  # type: ignore[arg-type]
+                target.migrate_in([good, dataclasses.replace(bad, **change)])  # type: ignore[arg-type]
         assert target._scheduler.idle, "all or none"
         target.sleep()
         with pytest.raises(RuntimeError, match="asleep"):
-            target.take_rows([good])
+            target.migrate_in([good])
         target.wake()
-        assert [ticket for ticket, _ in target.take_rows([good, bad])] == [good.ticket, bad.ticket]
+        assert [ticket for ticket, _ in target.migrate_in([good, bad])] == [good.ticket, bad.ticket]
 
 
 # ---- what is told -------------------------------------------------------------------------------------------------
 
 
 def test_rows_are_told_of_while_they_are_few() -> None:
-    told: list[RowsHere] = []
+    told: list[EngineLoad] = []
     with engines(1) as (engine,):
-        assert isinstance(engine, MovableRows)
-        engine.watch_rows(3, told.append)
+        assert isinstance(engine, MigratableRows)
+        engine.watch_load(3, told.append)
         until(lambda: len(told) == 1)
         rows = [
             dataclasses.replace(r, sampling=SamplingConfig(n, n))
@@ -457,9 +458,9 @@ def test_rows_are_told_of_while_they_are_few() -> None:
 
 def test_the_first_pace_is_news_too() -> None:
     """Rows that end together change nothing for hundreds of passes; how long those take, somebody waits to hear."""
-    told: list[RowsHere] = []
+    told: list[EngineLoad] = []
     with engines(1) as (engine,):
-        engine.watch_rows(100, told.append)
+        engine.watch_load(100, told.append)
         until(lambda: len(told) == 1)
         assert len(by_row(engine.generate(requests(3, new=6)))) == 3
         until(lambda: len(told) == 4)

@@ -302,7 +302,7 @@ def test_another_layout_is_not_held_to_digests_and_checkpoints(run: Run) -> None
 
 
 def test_a_version_that_no_update_made_is_refused(run: Run) -> None:
-    with pytest.raises(MissingOutput, match=r"update_critic/step_000000.*no version 1 of the value"):
+    with pytest.raises(MissingOutput, match=r"update_critic/step_000000.*no version 1 of the critic"):
         run.trainer().at(Role.CRITIC, 1)
 
 

@@ -35,7 +35,7 @@ from safetensors.torch import load_file, save_file
 from transformers import LlamaForCausalLM
 
 from benchmarks.harness import arguments, report, write_json
-from stages.engines.config import EngineConfig, SamplingConfig
+from stages.engines.config import EmbeddedConfig, EngineConfig, SamplingConfig
 from stages.engines.embedded.batch import Pass
 from stages.engines.embedded.cache import BLOCK_TOKENS, blocks_for
 from stages.engines.embedded.engine import EmbeddedEngine
@@ -213,7 +213,12 @@ def prompts(batch: int, plan: Plan, vocab: int) -> np.ndarray:
 def make_engine(path: Path, plan: Plan, cost: Cost, **settings: Any) -> EmbeddedEngine:
     slots = max(plan.batches)
     budget = 64 + slots * blocks_for(plan.max_seq) * BLOCK_TOKENS * cost.per_position * 2 // 2**20
-    config = EngineConfig(slots=slots, dtype=plan.dtype, kv_budget_mb=budget, **settings)  # type: ignore[arg-type]
+    config = EngineConfig(
+        slots=slots,
+        dtype=plan.dtype,  # type: ignore[arg-type]
+        kv_budget_mb=budget,
+        embedded=EmbeddedConfig(**settings),
+    )
     return EmbeddedEngine(str(path), config, max_seq=plan.max_seq, threads=1, device=DEVICE)
 
 

@@ -16,13 +16,13 @@ import statistics
 import sys
 import time
 from contextlib import ExitStack, closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 
 from benchmarks.generation import MODEL
 from benchmarks.harness import arguments, measured_load, report, write_json
-from stages.engines.config import EngineConfig, SamplingConfig
+from stages.engines.config import EmbeddedConfig, EngineConfig, SamplingConfig
 from stages.engines.embedded.engine import EmbeddedEngine
 from stages.engines.protocol import Request
 from stages.models.hf_files import RANDOM_TINY, read_config
@@ -37,17 +37,19 @@ class Side:
 
     name: str
     threads: int
-    settings: dict[str, int] = field(default_factory=dict)
+    tensor: int = 1
+    pipeline: int = 1
+    groups: int | None = None
 
 
 SIDES = (
     Side("one process, 2 threads", 2),
     Side("one process, 1 thread", 1),
-    Side(ONE_GROUP, 1, {"pipeline_parallel": 2, "pipeline_groups": 1}),
-    Side("2 stages, 2 groups", 1, {"pipeline_parallel": 2, "pipeline_groups": 2}),
-    Side("2 stages, 3 groups", 1, {"pipeline_parallel": 2, "pipeline_groups": 3}),
-    Side("2 stages, 4 groups", 1, {"pipeline_parallel": 2, "pipeline_groups": 4}),
-    Side("2 tensor-parallel", 1, {"tensor_parallel": 2}),
+    Side(ONE_GROUP, 1, pipeline=2, groups=1),
+    Side("2 stages, 2 groups", 1, pipeline=2, groups=2),
+    Side("2 stages, 3 groups", 1, pipeline=2, groups=3),
+    Side("2 stages, 4 groups", 1, pipeline=2, groups=4),
+    Side("2 tensor-parallel", 1, tensor=2),
 )
 
 
@@ -71,7 +73,12 @@ def main() -> None:
     with ExitStack() as stack:
         engines: dict[str, EmbeddedEngine] = {}
         for side in SIDES:
-            settings = EngineConfig(slots=max(NUM_ROWS), **side.settings)  # type: ignore[arg-type]
+            settings = EngineConfig(
+                slots=max(NUM_ROWS),
+                tensor_parallel=side.tensor,
+                pipeline_parallel=side.pipeline,
+                embedded=EmbeddedConfig(pipeline_groups=side.groups),
+            )
             engine = EmbeddedEngine(
                 path, settings, max_seq=PROMPT + new, threads=side.threads, device=torch.device("cpu")
             )

@@ -21,7 +21,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from pipeline.graph.dispatch import Gang, gangs_of
 from pipeline.graph.graph import GraphSpec
-from stages.engines.config import EngineConfig, SamplingConfig, speculation_problem
+from stages.engines.config import EngineConfig, SamplingConfig, speculation_problems
 from stages.models.config import LayoutConfig, ModelConfig, OptimizerConfig
 from stages.models.protocol import Role
 from stages.ppo.config import PPOConfig
@@ -393,16 +393,14 @@ def _check_ranges(c: RunConfig) -> None:
             c.prompts.opening_tokens,
             f"must be from 1 to prompts.max_tokens = {c.prompts.max_tokens}",
         )
-    problem = speculation_problem(c.engine.speculation)
-    if problem is not None:
-        key, given, need = problem
-        _require(False, key, given, need)
-    groups = c.engine.pipeline_groups
+    for problem in speculation_problems(c.engine.embedded.speculation):
+        _require(False, problem.key, problem.given, problem.need)
+    groups = c.engine.embedded.pipeline_groups
     if groups is not None:
         most = c.engine.slots if c.engine.pipeline_parallel > 1 else 1
         _require(
             1 <= groups <= most,
-            "engine.pipeline_groups",
+            "engine.embedded.pipeline_groups",
             groups,
             f"must be from 1 to {most} (engine.slots, or 1 without engine.pipeline_parallel), or null",
         )

@@ -1,9 +1,15 @@
-"""Settings of generation. Standard library only."""
+"""Settings of generation, and what of them cannot work: what every engine has a word for, and a section per kind.
+
+May import the standard library and storage.problems.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Literal
+
+from storage.problems import Problem
 
 
 @dataclass
@@ -29,7 +35,7 @@ class SpeculationConfig:
     """Longest draft of a row in a pass: positions ahead."""
     branches: int = 4
     """Guesses for each position that the learned head makes, of which the promising ones are verified side by side; 1:
-    a single line. Not with Triton's kernels, which follow one line."""
+    a single chain. Not with Triton's kernels, which follow one chain."""
     lengths: Literal["measured", "longest"] = "measured"
     """`measured`: what maximises expected tokens per second, 0 included. `longest`: as long as there are drafts."""
     head_vocab: int = 4096
@@ -41,19 +47,30 @@ class SpeculationConfig:
 
 
 @dataclass
-class EngineConfig:
-    kind: Literal["torch"] = "torch"
-    slots: int = 16
-    """Rows decoded together at most."""
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    kv_budget_mb: int = 512
-    """Memory of all keys and values. Where rows outgrow it, the youngest wait and are resumed."""
+class EmbeddedConfig:
+    """What only the embedded engine has."""
+
     kernels: Literal["auto", "native", "torch", "triton"] = "auto"
     """What runs between the matrix products: C compiled on this machine (`native`, on a CPU), Triton's (on CUDA), or
     plain torch. `auto` takes one of the former where a C compiler or Triton is found. Engines whose log-probs must
     agree to the last bit need the same."""
     cuda_graphs: bool = True
     """Decode passes are captured once per size and replayed. On CUDA with Triton's kernels; elsewhere no effect."""
+    pipeline_groups: int | None = None
+    """Passes that go round the stages at once, each with its share of the rows in flight; null: one for each stage."""
+    speculation: SpeculationConfig = field(default_factory=SpeculationConfig)
+
+
+@dataclass
+class EngineConfig:
+    """What every engine has a word for; then a section for each kind, of which the one that `kind` names is read."""
+
+    kind: Literal["embedded"] = "embedded"
+    slots: int = 16
+    """Rows decoded together at most."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    kv_budget_mb: int = 512
+    """Memory of all keys and values. Where rows outgrow it, the youngest wait and are resumed."""
     update: Literal["drain", "inflight"] = "drain"
     """How new weights come in: after the rows in flight have finished, or between two tokens, which the rows go on
     from (they are fed again: no token is made from keys of older weights). With `inflight` a token's version
@@ -63,13 +80,11 @@ class EngineConfig:
     pipeline_parallel: int = 1
     """Stages of a replica's model, each with some of the blocks. A replica has tensor_parallel x pipeline_parallel
     ranks, each a process with a device (or the threads) of its own; its own process is the first."""
-    pipeline_groups: int | None = None
-    """Passes that go round the stages at once, each with its share of the rows in flight; null: one for each stage."""
-    speculation: SpeculationConfig = field(default_factory=SpeculationConfig)
+    embedded: EmbeddedConfig = field(default_factory=EmbeddedConfig)
 
 
-def speculation_problem(config: SpeculationConfig) -> tuple[str, float, str] | None:
-    """The first setting that cannot work: its key, what was given, and what would work."""
+def speculation_problems(config: SpeculationConfig) -> Iterator[Problem]:
+    """The settings of drafts that cannot work."""
     needs = {
         "max_tokens": (config.max_tokens >= 1, "a draft has at least 1 token: must be 1 or more"),
         "branches": (config.branches >= 1, "a position has at least 1 guess: must be 1 or more"),
@@ -82,5 +97,4 @@ def speculation_problem(config: SpeculationConfig) -> tuple[str, float, str] | N
     }
     for key, (ok, need) in needs.items():
         if not ok:
-            return f"engine.speculation.{key}", getattr(config, key), need
-    return None
+            yield Problem(f"engine.embedded.speculation.{key}", getattr(config, key), need)

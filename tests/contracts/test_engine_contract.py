@@ -36,6 +36,7 @@ from stages.engines.embedded.sampling.noise import gumbel, noise_keys
 from stages.engines.embedded.scheduler import PASS_TOKENS
 from stages.engines.protocol import Completion, GenerationEngine, Request, RequestError, WeightsError
 from stages.models.hf_files import RANDOM_TINY, read_tokenizer
+from tests.support.engine_settings import embedded
 
 CPU = torch.device("cpu")
 SMOLLM2 = Path(__file__).parents[2] / "assets" / "smollm2-135m-instruct"
@@ -53,7 +54,7 @@ def make_engine(
     drafters: Sequence[Drafter] = (),
     **config: object,
 ) -> EmbeddedEngine:
-    settings = EngineConfig(slots=slots, **config)
+    settings = embedded(slots, **config)
     drafters = drafters if drafter is None else [drafter]
     return EmbeddedEngine(str(path), settings, max_seq=MAX_SEQ, threads=threads, device=CPU, drafters=drafters)
 

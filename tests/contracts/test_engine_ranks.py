@@ -32,6 +32,7 @@ from stages.engines.embedded.migration.protocol import key_of
 from stages.engines.embedded.ranks.processes import RankLost
 from stages.engines.protocol import Completion, GenerationEngine, Request, WeightsError
 from stages.models.hf_files import RANDOM_TINY
+from tests.support.engine_settings import embedded
 
 pytestmark = pytest.mark.processes
 CPU = torch.device("cpu")
@@ -46,7 +47,7 @@ def _passive_waiting() -> Iterator[None]:
 
 
 def make_engine(path: Path | str, slots: int = 4, **config: object) -> EmbeddedEngine:
-    return EmbeddedEngine(str(path), EngineConfig(slots=slots, **config), max_seq=MAX_SEQ, threads=1, device=CPU)
+    return EmbeddedEngine(str(path), embedded(slots, **config), max_seq=MAX_SEQ, threads=1, device=CPU)
 
 
 def assert_same_bits(got: dict[int, Completion], expected: dict[int, Completion]) -> None:
@@ -249,7 +250,7 @@ def test_rows_move_to_an_engine_of_another_layout_and_back(config: dict[str, int
     requests = [Request(i, 1, 2, (5 + i,) * (i + 1), 0, SamplingConfig(n, n)) for i, n in enumerate(lengths)]
 
     def engine(**config: int) -> EmbeddedEngine:
-        return EmbeddedEngine(RANDOM_TINY, EngineConfig(slots=8, **config), max_seq=250, threads=1, device=CPU)
+        return EmbeddedEngine(RANDOM_TINY, embedded(8, **config), max_seq=250, threads=1, device=CPU)
 
     with closing(engine()) as whole, closing(engine(**config)) as divided:
         expected = by_row(whole.generate(requests))

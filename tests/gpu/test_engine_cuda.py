@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from stages.engines.config import EngineConfig, SpeculationConfig
+from stages.engines.config import SpeculationConfig
 from stages.engines.embedded.engine import EmbeddedEngine
 from stages.engines.embedded.runner import LocalRunner, all_tensors
 from stages.engines.protocol import Completion, GenerationEngine
@@ -24,6 +24,7 @@ from tests.contracts.engine_contract import (
     random_llama,
     trained_tensors,
 )
+from tests.support.engine_settings import embedded
 
 pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda")
@@ -31,7 +32,7 @@ needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is
 
 
 def make_engine(path: Path, slots: int = 4, **config: object) -> EmbeddedEngine:
-    return EmbeddedEngine(str(path), EngineConfig(slots=slots, **config), max_seq=MAX_SEQ, threads=1, device=CUDA)
+    return EmbeddedEngine(str(path), embedded(slots, **config), max_seq=MAX_SEQ, threads=1, device=CUDA)
 
 
 class TestPlainTorchOnCuda(EngineContract):
@@ -138,7 +139,7 @@ def test_rows_that_are_preempted_go_on_with_the_same_tokens(path: Path) -> None:
 @needs_triton
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_refit_leaves_the_weights_where_graphs_read_them(path: Path, dtype: str) -> None:
-    settings = EngineConfig(slots=4, kernels="triton", dtype=dtype)
+    settings = embedded(4, kernels="triton", dtype=dtype)
     with closing(LocalRunner(str(path), settings, max_seq=MAX_SEQ, device=CUDA)) as runner:
         before = [tensor.data_ptr() for tensor in all_tensors(runner._weights)]
         old = [tensor.clone() for tensor in all_tensors(runner._weights)]

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 
-from stages.engines.config import EngineConfig, SamplingConfig
+from stages.engines.config import EmbeddedConfig, EngineConfig, SamplingConfig
 from stages.engines.embedded.cache import BLOCK_TOKENS, NO_BLOCK, blocks_for
 from stages.engines.embedded.engine import EmbeddedEngine
 from stages.engines.embedded.kernels.protocol import Angles, NoTritonKernelsError, Tokens
@@ -258,7 +258,7 @@ def test_an_engine_draws_the_same_tokens_with_them() -> None:
     settings = SamplingConfig(max_new_tokens=5, min_new_tokens=5, temperature=0.9)
     found = []
     for kind in ("torch", "triton"):
-        config = EngineConfig(slots=3, kernels=kind)
+        config = EngineConfig(slots=3, embedded=EmbeddedConfig(kernels=kind))
         with closing(EmbeddedEngine(RANDOM_TINY, config, max_seq=32, threads=1, device=DEVICE)) as engine:
             assert engine.kernels == kind
             rows = []

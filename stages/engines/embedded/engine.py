@@ -80,7 +80,7 @@ class EmbeddedEngine:
     ) -> None:
         """`path`: a Hugging Face directory or `random:tiny`, whose weights become `version`. `max_seq`: longest prompt
         plus response, in tokens. `threads`: of torch, in the engine's own thread. `eos_token_ids`: empty means the
-        model's own. `drafters`: instead of those that `engine.speculation` names. `device` and `on_lost`:
+        model's own. `drafters`: instead of those that `engine.embedded.speculation` names. `device` and `on_lost`:
         with several ranks those of `ParallelRunner`. Raises ValueError for sizes that cannot work, WeightsError for
         weights that do not fit, NoNativeKernelsError where native kernels are asked for and cannot be had."""
         self._max_seq, self._threads = max_seq, threads

@@ -145,7 +145,7 @@ class LocalRunner:
         self._busy_s = 0.0
         self._captured: CapturedPasses | None = None
         if isinstance(self._kernels, DeviceKernels):
-            graphs = engine.cuda_graphs and device.type == "cuda"
+            graphs = engine.embedded.cuda_graphs and device.type == "cuda"
             capture = GraphCapture(device) if graphs else run_directly
             self._captured = CapturedPasses(self._whole_pass, max_seq, device, capture)
         self._refits = torch.cuda.Stream(device) if device.type == "cuda" else None
@@ -262,24 +262,25 @@ def affordable_blocks(engine: EngineConfig, per_block: int, max_seq: int) -> int
 
 
 def choose_kernels(engine: EngineConfig, device: torch.device) -> Kernels:
-    """What `engine.kernels` asks for, or the best there is on the device."""
+    """What `engine.embedded.kernels` asks for, or the best there is on the device."""
+    wanted = engine.embedded.kernels
     has_triton = find_spec("triton") is not None
-    if engine.kernels == "triton" or (engine.kernels == "auto" and device.type == "cuda" and has_triton):
+    if wanted == "triton" or (wanted == "auto" and device.type == "cuda" and has_triton):
         if not has_triton:
-            raise NoTritonKernelsError("engine.kernels is triton, which is not installed")
+            raise NoTritonKernelsError("engine.embedded.kernels is triton, which is not installed")
         triton_kernels = importlib.import_module(
             "stages.engines.embedded.kernels.cuda.triton_kernels"
         )  # takes a second, and may be absent
         loaded: Kernels = triton_kernels.load_triton_kernels(device)
         return loaded
-    if engine.kernels == "torch" or (engine.kernels == "auto" and device.type != "cpu"):
+    if wanted == "torch" or (wanted == "auto" and device.type != "cpu"):
         return TorchKernels()
     if device.type != "cpu":
-        raise NoNativeKernelsError(f"engine.kernels is native; they run on a CPU, not on {device}")
+        raise NoNativeKernelsError(f"engine.embedded.kernels is native; they run on a CPU, not on {device}")
     try:
         return load_native_kernels()
     except NoNativeKernelsError as error:
-        if engine.kernels == "native":
+        if wanted == "native":
             raise
         warnings.warn(f"generation runs on plain torch, which is slower: {error}", stacklevel=3)
         return TorchKernels()

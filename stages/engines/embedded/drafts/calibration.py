@@ -41,9 +41,9 @@ def build_speculation(
     threads: int,
     device: torch.device,
 ) -> Speculation | None:
-    """What `engine.speculation` asks for, or `drafters` in place of those it names; None for no drafts. Raises
+    """What `engine.embedded.speculation` asks for, or `drafters` in place of those it names; None for no drafts. Raises
     ValueError for settings that cannot work."""
-    config = engine.speculation
+    config = engine.embedded.speculation
     check_speculation(config)
     drafters = drafters or named_drafters(engine, path, runner, device)
     if not drafters:
@@ -63,8 +63,8 @@ def build_speculation(
 
 
 def named_drafters(engine: EngineConfig, path: str, runner: Runner, device: torch.device) -> list[Drafter]:
-    """Those of `engine.speculation.drafter`."""
-    config = engine.speculation
+    """Those of `engine.embedded.speculation.drafter`."""
+    config = engine.embedded.speculation
     drafters: list[Drafter] = []
     if config.drafter in ("ngram", "both"):
         drafters.append(NgramDrafter())

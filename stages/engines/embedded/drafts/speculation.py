@@ -26,7 +26,7 @@ import numpy as np
 import torch
 from jaxtyping import Float32
 
-from stages.engines.config import SpeculationConfig, speculation_problem
+from stages.engines.config import SpeculationConfig, speculation_problems
 from stages.engines.embedded.draft_tree import DraftTree
 from stages.engines.embedded.drafts.costs import DraftingCosts, PassCosts, choose_depth, choose_guesses
 from stages.engines.embedded.drafts.drafters import Draft, Drafter
@@ -334,7 +334,5 @@ class Speculation:
 
 def check_speculation(config: SpeculationConfig) -> None:
     """Raises ValueError, with the key, for settings that cannot work."""
-    problem = speculation_problem(config)
-    if problem is not None:
-        key, given, need = problem
-        raise ValueError(f"{key} is {given}; {need}")
+    for problem in speculation_problems(config):
+        raise ValueError(f"{problem.key} is {problem.given}; {problem.need}")

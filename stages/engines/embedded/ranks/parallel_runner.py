@@ -63,7 +63,7 @@ class ParallelRunner:
         tensor, pipeline = engine.tensor_parallel, engine.pipeline_parallel
         self._shares = divide(shape, tensor, pipeline)
         self._shape, self._dtype = shape, getattr(torch, engine.dtype)
-        self.depth = engine.pipeline_groups or pipeline
+        self.depth = engine.embedded.pipeline_groups or pipeline
         self.vocab = shape.vocab
         kernels = choose_kernels(engine, device)
         self.kernels, self.supports_trees = kernels.name, kernels.supports_trees
@@ -79,6 +79,7 @@ class ParallelRunner:
         with ExitStack() as stack:
             folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="stageline-ranks-"))
             np.zeros(len(shapes)).tofile(Path(folder) / BUSY_FILE)
+            chosen = replace(engine.embedded, kernels=self.kernels)  # type: ignore[arg-type]
             specs = [
                 RankSpec(
                     rank=rank,
@@ -86,7 +87,7 @@ class ParallelRunner:
                     pipeline=pipeline,
                     share=share,
                     shape=shape,
-                    engine=replace(engine, kernels=self.kernels),  # type: ignore[arg-type]
+                    engine=replace(engine, embedded=chosen),
                     max_seq=max_seq,
                     num_blocks=self.num_blocks,
                     device=str(rank_device(device, rank)),

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from stages.engines.config import EngineConfig
+from stages.engines.config import EmbeddedConfig, EngineConfig
 from stages.engines.embedded.batch import Draws, Pass
 from stages.engines.embedded.cache import BLOCK_TOKENS, NO_BLOCK
 from stages.engines.embedded.kernels.cuda.graphs import BANNED, SIZES, CapturedPasses, Run, reads_no_new_key, size_for
@@ -87,7 +87,7 @@ def test_padded_passes_draw_what_eager_ones_draw(runner: LocalRunner) -> None:
     """Every number of rows up to 13, over positions that reach a second block; afterwards drafts: several tokens of a
     row. What one pass leaves in the buffers must not show in the next, so sizes shrink and grow."""
     assert isinstance(OnDevice(), DeviceKernels)
-    settings = EngineConfig(slots=16, kernels="torch")
+    settings = EngineConfig(slots=16, embedded=EmbeddedConfig(kernels="torch"))
     with closing(LocalRunner(RANDOM_TINY, settings, max_seq=MAX_SEQ, device=CPU)) as plain:
         for position, num_rows in enumerate([13, 13, 5, 1, 2, 9, 4, 13, 3, 7, 8, 6, 10, 11, 12, 13, 13, 2, 13]):
             pass_ = decode(num_rows, position, {1: (5, 9), 2: (int(position),)})

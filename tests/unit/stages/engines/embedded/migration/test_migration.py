@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 
-from stages.engines.config import EngineConfig, SamplingConfig, SpeculationConfig
+from stages.engines.config import SamplingConfig, SpeculationConfig
 from stages.engines.embedded.batch import Pass
 from stages.engines.embedded.cache import KVCache
 from stages.engines.embedded.engine import EmbeddedEngine
@@ -25,6 +25,7 @@ from stages.engines.embedded.migration.load import EngineLoad, MigrationRequest
 from stages.engines.embedded.migration.protocol import MigratableRows, MigratedRow, RowsLost, key_of
 from stages.engines.protocol import Completion, Request, RequestError
 from stages.models.hf_files import RANDOM_TINY
+from tests.support.engine_settings import embedded
 
 CPU = torch.device("cpu")
 MAX_SEQ = 128
@@ -68,7 +69,7 @@ class Gate:
 
 
 def build(slots: int = 8, kernels: str = "auto", path: str = RANDOM_TINY, **config: object) -> EmbeddedEngine:
-    settings = EngineConfig(slots=slots, kernels=kernels, **config)  # type: ignore[arg-type]
+    settings = embedded(slots, kernels=kernels, **config)
     return EmbeddedEngine(path, settings, max_seq=MAX_SEQ, threads=1, device=CPU)
 
 

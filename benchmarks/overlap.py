@@ -21,7 +21,8 @@ from pathlib import Path
 from rich.console import Console
 
 from benchmarks.harness import arguments, gemm_gflops, measured_load, report, write_json
-from pipeline.config.schema import RunConfig, load_config
+from pipeline.config.loading import load_config
+from pipeline.config.run import RunConfig
 from pipeline.driver.run import open_history, run
 from storage.address import Address
 

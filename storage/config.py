@@ -1,9 +1,12 @@
-"""Settings of prompt sources. Standard library only."""
+"""Settings of prompt sources, and what of them cannot work. May import the standard library and storage.problems."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
+
+from storage.problems import Problem, at_least
 
 
 @dataclass
@@ -24,3 +27,12 @@ class PromptsConfig:
     too_long: Literal["error", "skip"] = "error"
     held_out: int = 64
     """Prompts set aside for evaluation."""
+
+
+def prompts_problems(config: PromptsConfig) -> Iterator[Problem]:
+    """What of the section `prompts` cannot work by itself."""
+    yield from at_least(1, {"prompts.max_tokens": config.max_tokens})
+    yield from at_least(0, {"prompts.held_out": config.held_out})
+    if config.opening_tokens is not None and not 1 <= config.opening_tokens <= config.max_tokens:
+        need = f"must be from 1 to prompts.max_tokens = {config.max_tokens}"
+        yield Problem("prompts.opening_tokens", config.opening_tokens, need)

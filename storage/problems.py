@@ -1,7 +1,13 @@
-"""What of a config cannot work: the form in which every section's checks say it. Standard library only."""
+"""What of a config cannot work: the form in which every section's checks say it, and the checks that several share.
+
+A section's checks are a pure function beside its dataclass, `NAME_problems(config)`, that yields a `Problem` for each
+value that cannot work. Standard library only.
+"""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 
@@ -14,3 +20,17 @@ class Problem:
     given: object
     need: str
     """What would work."""
+
+
+def at_least(least: int, values: Mapping[str, float]) -> Iterator[Problem]:
+    """Of numbers by their keys: those below `least`, and those that are not finite."""
+    for key, value in values.items():
+        if not (math.isfinite(value) and value >= least):
+            yield Problem(key, value, f"must be {least} or more")
+
+
+def divides(key: str, part: int, whole_key: str, whole: int) -> Iterator[Problem]:
+    """A `part` of 1 or more that does not divide the `whole`."""
+    if part >= 1 and whole % part:
+        divisors = ", ".join(str(number) for number in range(1, whole + 1) if whole % number == 0)
+        yield Problem(key, part, f"must divide {whole_key} = {whole}: one of {divisors}")

@@ -16,9 +16,11 @@ from pipeline.cli.export import export_version
 from pipeline.cli.inspection import inspect_step
 from pipeline.cli.replay import replay_node
 from pipeline.cli.verification import verify_run
+from pipeline.config.errors import ConfigError
+from pipeline.config.loading import load_config, load_yaml
 from pipeline.config.paths import RunPaths
 from pipeline.config.preflight import check_run_directory, preflight
-from pipeline.config.schema import ConfigError, RunConfig, load_config, load_yaml
+from pipeline.config.run import RunConfig
 from pipeline.driver.executor import StageFailed
 from pipeline.driver.run import run as run_config
 from pipeline.workers.updates import ReplayMismatch

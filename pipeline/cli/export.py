@@ -7,8 +7,9 @@ import tempfile
 from pathlib import Path
 
 from pipeline.cli.replay import alone, runtime_for
+from pipeline.config.errors import ConfigError
 from pipeline.config.paths import RunPaths
-from pipeline.config.schema import ConfigError, RunConfig
+from pipeline.config.run import RunConfig
 from pipeline.driver.run import open_history
 from stages.models.protocol import Role
 

@@ -6,7 +6,8 @@ import numpy as np
 from rich.console import Group, RenderableType
 from rich.table import Table
 
-from pipeline.config.schema import ConfigError, RunConfig
+from pipeline.config.errors import ConfigError
+from pipeline.config.run import RunConfig
 from pipeline.driver.run import open_history
 from pipeline.graph.graph import step_nodes
 from pipeline.observe.tables import InspectRow, inspect_table

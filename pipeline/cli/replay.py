@@ -20,8 +20,10 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from pipeline.config.errors import ConfigError
+from pipeline.config.loading import to_yaml
 from pipeline.config.paths import RunPaths
-from pipeline.config.schema import ConfigError, RunConfig, to_yaml
+from pipeline.config.run import RunConfig
 from pipeline.driver.run import open_history
 from pipeline.graph.graph import STAGE_ROLES, evaluate_nodes, step_nodes
 from pipeline.workers.messages import Call, WorkerSpec

@@ -10,7 +10,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from pipeline.config.schema import RunConfig
+from pipeline.config.run import RunConfig
 from pipeline.driver.run import open_history
 from storage.address import Address
 from storage.errors import StoreError

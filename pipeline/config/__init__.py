@@ -1,1 +1,4 @@
-"""The configuration of a run: schema, loading, checks, preflight, paths. Imports graph, stages and storage."""
+"""The configuration of a run: one file per section, the run as a whole, loading, preflight, paths.
+
+Imports graph, stages and storage.
+"""

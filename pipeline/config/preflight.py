@@ -12,8 +12,10 @@ from pathlib import Path
 
 import torch
 
+from pipeline.config.errors import ConfigError
+from pipeline.config.loading import config_hash, load_yaml
 from pipeline.config.paths import RunPaths
-from pipeline.config.schema import ConfigError, RunConfig, config_hash, load_yaml
+from pipeline.config.run import RunConfig
 from stages.engines.embedded.cache import block_bytes, blocks_for
 from stages.engines.embedded.ranks.sharding import check_division
 from stages.models.hf_files import RANDOM_TINY, Tokenizer, read_config, read_tokenizer, rope_theta
@@ -176,10 +178,12 @@ def _check_replicas(config: RunConfig, model: dict[str, object]) -> None:
     gang = config.placement.roles[Role.GENERATE]
     workers, ranks = config.placement.gangs[gang].workers, config.replica_ranks
     if devices and ranks > 1 and workers * ranks > devices:
-        key = "engine.tensor_parallel" if engine.tensor_parallel > 1 else "engine.pipeline_parallel"
+        key, given = "engine.tensor_parallel", engine.tensor_parallel
+        if given == 1:
+            key, given = "engine.pipeline_parallel", engine.pipeline_parallel
         raise ConfigError(
             key,
-            f"given {getattr(engine, key.partition('.')[2])}; {workers} replicas (placement.gangs.{gang}.workers) of "
+            f"given {given}; {workers} replicas (placement.gangs.{gang}.workers) of "
             f"{ranks} ranks need {workers * ranks} GPUs, this host has {devices}: at most {devices // workers} ranks",
         )
 

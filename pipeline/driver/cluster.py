@@ -27,7 +27,7 @@ from distributed import Client, Nanny, Scheduler, SpecCluster
 from distributed.protocol.pickle import dumps
 from distributed.utils import get_mp_context
 
-from pipeline.config.schema import RunConfig
+from pipeline.config.run import RunConfig
 from pipeline.graph.dispatch import Gang
 from pipeline.workers.messages import pin_resource, slot_resource, worker_name
 from stages.models.protocol import Role

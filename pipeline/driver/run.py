@@ -30,9 +30,11 @@ from typing import Any
 
 from rich.console import Console
 
+from pipeline.config.errors import ConfigError
+from pipeline.config.loading import config_hash, flatten, to_yaml
 from pipeline.config.paths import RunPaths
 from pipeline.config.preflight import Preflight, check_run_directory, preflight
-from pipeline.config.schema import ConfigError, RunConfig, config_hash, flatten, to_yaml
+from pipeline.config.run import RunConfig
 from pipeline.driver.cluster import LocalWorkers
 from pipeline.driver.executor import Executor, ExecutorSettings
 from pipeline.graph.dispatch import Dispatch

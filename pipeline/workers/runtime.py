@@ -28,8 +28,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from pipeline.config.loading import config_hash, load_yaml
 from pipeline.config.paths import RunPaths
-from pipeline.config.schema import config_hash, load_yaml
 from pipeline.graph.graph import STAGE_ROLES
 from pipeline.observe.engine_metrics import counts
 from pipeline.workers.bookkeeping import Clock

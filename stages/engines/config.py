@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
-from storage.problems import Problem
+from storage.problems import Problem, at_least
 
 
 @dataclass
@@ -81,6 +81,39 @@ class EngineConfig:
     """Stages of a replica's model, each with some of the blocks. A replica has tensor_parallel x pipeline_parallel
     ranks, each a process with a device (or the threads) of its own; its own process is the first."""
     embedded: EmbeddedConfig = field(default_factory=EmbeddedConfig)
+
+
+def sampling_problems(config: SamplingConfig) -> Iterator[Problem]:
+    """What of the section `sampling` cannot work by itself."""
+    yield from at_least(1, {"sampling.max_new_tokens": config.max_new_tokens})
+    not_negative: dict[str, float] = {
+        "sampling.min_new_tokens": config.min_new_tokens,
+        "sampling.temperature": config.temperature,
+    }
+    yield from at_least(0, not_negative)
+    if config.temperature == 0:
+        need = "training needs a distribution: above 0 (evaluate.temperature=0 evaluates greedily)"
+        yield Problem("sampling.temperature", config.temperature, need)
+    if config.min_new_tokens > config.max_new_tokens:
+        need = f"must be at most sampling.max_new_tokens = {config.max_new_tokens}"
+        yield Problem("sampling.min_new_tokens", config.min_new_tokens, need)
+
+
+def engine_problems(config: EngineConfig) -> Iterator[Problem]:
+    """What of the section `engine` cannot work by itself."""
+    counts = {
+        "engine.slots": config.slots,
+        "engine.kv_budget_mb": config.kv_budget_mb,
+        "engine.tensor_parallel": config.tensor_parallel,
+        "engine.pipeline_parallel": config.pipeline_parallel,
+    }
+    yield from at_least(1, counts)
+    yield from speculation_problems(config.embedded.speculation)
+    groups = config.embedded.pipeline_groups
+    most = config.slots if config.pipeline_parallel > 1 else 1
+    if groups is not None and not 1 <= groups <= most:
+        need = f"must be from 1 to {most} (engine.slots, or 1 without engine.pipeline_parallel), or null"
+        yield Problem("engine.embedded.pipeline_groups", groups, need)
 
 
 def speculation_problems(config: SpeculationConfig) -> Iterator[Problem]:

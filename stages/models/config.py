@@ -1,9 +1,16 @@
-"""Settings of the models that are trained or evaluated, and of their parallel layout. Standard library only."""
+"""Settings of the models that are trained or evaluated, and of their parallel layout; what of them cannot work.
+
+May import the standard library and storage.problems.
+"""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Literal
+
+from storage.problems import Problem, at_least
 
 
 @dataclass
@@ -51,3 +58,28 @@ class ModelConfig:
     """Empty: the model's own."""
     policy: OptimizerConfig = field(default_factory=OptimizerConfig)
     critic: OptimizerConfig = field(default_factory=OptimizerConfig)
+
+
+def model_problems(config: ModelConfig) -> Iterator[Problem]:
+    """What of the section `model` cannot work by itself."""
+    yield from at_least(0, {"model.frozen_blocks": config.frozen_blocks})
+    yield from _optimizer_problems("model.policy", config.policy)
+    yield from _optimizer_problems("model.critic", config.critic)
+
+
+def _optimizer_problems(key: str, config: OptimizerConfig) -> Iterator[Problem]:
+    yield from at_least(1, {f"{key}.micro_batch_rows": config.micro_batch_rows})
+    yield from at_least(0, {f"{key}.lr": config.lr})
+    if not all(0 <= beta < 1 for beta in config.betas):
+        need = "both must be from 0 to below 1 (0.9, 0.95 are usual)"
+        yield Problem(f"{key}.betas", config.betas, need)
+    if not config.eps > 0:
+        yield Problem(f"{key}.eps", config.eps, "must be above 0 (1e-5 is usual)")
+    not_negative = {
+        "warmup_steps": config.warmup_steps,
+        "weight_decay": config.weight_decay,
+        "max_grad_norm": config.max_grad_norm,
+    }
+    for name, value in not_negative.items():
+        if not (math.isfinite(value) and value >= 0):
+            yield Problem(f"{key}.{name}", value, "must be 0 or more (0: none)")

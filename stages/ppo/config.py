@@ -1,9 +1,15 @@
-"""Settings of the PPO algorithm; one field per choice of docs/training.md. May import the standard library only."""
+"""Settings of the PPO algorithm, one field per choice of docs/training.md, and what of them cannot work.
+
+May import the standard library and storage.problems.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Literal
+
+from storage.problems import Problem, at_least
 
 
 @dataclass
@@ -49,3 +55,27 @@ class PPOConfig:
     center_scores: bool = False
     """Subtract the running mean of scores (state carried from step to step)."""
     kl: KLConfig = field(default_factory=KLConfig)
+
+
+def ppo_problems(config: PPOConfig) -> Iterator[Problem]:
+    """What of the section `ppo` cannot work by itself."""
+    counts = {
+        "ppo.epochs": config.epochs,
+        "ppo.minibatches": config.minibatches,
+        "ppo.kl.horizon": config.kl.horizon,
+    }
+    yield from at_least(1, counts)
+    yield from at_least(0, {"ppo.kl.coef": config.kl.coef, "ppo.entropy_coef": config.entropy_coef})
+    for key, share in {"ppo.gamma": config.gamma, "ppo.lam": config.lam}.items():
+        if not 0 <= share <= 1:
+            yield Problem(key, share, "must be from 0 to 1")
+    if not 0 < config.clip < 1:
+        yield Problem("ppo.clip", config.clip, "must be between 0 and 1 (0.2 is usual)")
+    if not config.correction_cap >= 1:
+        yield Problem("ppo.correction_cap", config.correction_cap, "must be 1 or more (2 is usual)")
+    for key, number in {"ppo.value_clip": config.value_clip, "ppo.kl.target": config.kl.target}.items():
+        if number is not None and not number > 0:
+            yield Problem(key, number, "must be above 0, or null for none")
+    if config.anchor == "proximal" and config.proximal == "sampler" and config.correction == "mask":
+        need = "with ppo.proximal=sampler every weight is 1: use ppo.correction=none"
+        yield Problem("ppo.correction", config.correction, need)

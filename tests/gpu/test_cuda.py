@@ -11,7 +11,7 @@ import torch
 from rich.console import Console
 
 from pipeline.cli.verification import verify_run
-from pipeline.config.schema import load_config
+from pipeline.config.loading import load_config
 from pipeline.driver.run import open_history, run
 from stages.engines.config import EngineConfig, SamplingConfig
 from stages.engines.embedded.engine import EmbeddedEngine

@@ -16,7 +16,8 @@ from typing import Any
 
 import pytest
 
-from pipeline.config.schema import RunConfig, load_config, to_yaml
+from pipeline.config.loading import load_config, to_yaml
+from pipeline.config.run import RunConfig
 from pipeline.driver.cluster import LocalWorkers, kill_workers, workers_by_address
 from pipeline.driver.executor import Executor, ExecutorSettings, StageFailed
 from pipeline.graph.dispatch import Dispatch

@@ -25,8 +25,9 @@ from rich.console import Console
 
 from pipeline.cli.main import main
 from pipeline.cli.verification import verify_run
+from pipeline.config.loading import flatten, load_config
 from pipeline.config.paths import RunPaths
-from pipeline.config.schema import RunConfig, flatten, load_config
+from pipeline.config.run import RunConfig
 from pipeline.driver.run import open_history
 from pipeline.driver.run import run as run_config
 from pipeline.graph.graph import run_nodes

@@ -18,8 +18,9 @@ from rich.console import Console
 import pipeline.driver.executor
 import pipeline.driver.run
 from pipeline.cli.verification import verify_run
+from pipeline.config.loading import load_config
 from pipeline.config.paths import RunPaths
-from pipeline.config.schema import RunConfig, load_config
+from pipeline.config.run import RunConfig
 from pipeline.driver.executor import ExecutorSettings
 from pipeline.graph.graph import run_nodes, weight_readers
 from pipeline.observe.journal import EventKind, read_events

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from pipeline.config.schema import load_yaml
+from pipeline.config.loading import load_yaml
 from pipeline.workers import weight_transfer
 from pipeline.workers.messages import WorkerSpec
 from pipeline.workers.runtime import StageRuntime

@@ -20,7 +20,8 @@ import os
 import time
 from pathlib import Path
 
-from pipeline.config.schema import RunConfig, load_yaml
+from pipeline.config.loading import load_yaml
+from pipeline.config.run import RunConfig
 from pipeline.workers.entry import Visit
 from pipeline.workers.messages import Call, WorkerSpec
 from storage.address import Address

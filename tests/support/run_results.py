@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from pipeline.config.paths import RunPaths
-from pipeline.config.schema import RunConfig
+from pipeline.config.run import RunConfig
 from storage.ledger import Ledger
 
 

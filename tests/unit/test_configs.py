@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from pipeline.config.loading import load_config, load_yaml, to_yaml
 from pipeline.config.preflight import preflight
-from pipeline.config.schema import load_config, load_yaml, to_yaml
 from pipeline.graph.graph import run_nodes
 
 ROOT = Path(__file__).resolve().parents[2]

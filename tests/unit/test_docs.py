@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from pipeline.config.schema import GangConfig, RunConfig
+from pipeline.config.placement import GangConfig
+from pipeline.config.run import RunConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md"), ROOT / "slurm/README.md"])

@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.config.schema import ConfigError, RunConfig, config_hash, flatten, load_config, load_yaml, to_yaml
+from pipeline.config.errors import ConfigError
+from pipeline.config.loading import config_hash, flatten, load_config, load_yaml, to_yaml
+from pipeline.config.run import RunConfig, run_problems
 from stages.models.protocol import Role
 
 BASE = """
@@ -167,6 +169,12 @@ REFUSED = {
     # placement
     "placement.roles.policy=tran": ("placement.roles.policy", "tran", "generate, train"),
     "placement.roles.judge=train": ("placement.roles.judge", "no such role", "reference"),
+    "placement.roles.value=train": (
+        "placement.roles.value",
+        "no such role",
+        "generate, score, reference, policy, critic",
+    ),
+    "model.value={lr: 1}": ("model.value", "no such key", "model.critic"),
     "placement.gangs.idle={}": ("placement.gangs.idle", "no role is placed on it"),
     "placement.gangs.train.weights_dir=weights": ("placement.gangs.train.weights_dir", "'weights'", "an absolute path"),
     "placement.gangs.score.weights_dir=/dev/shm/a placement.roles.score=score": (
@@ -232,6 +240,33 @@ def test_a_missing_value_is_refused(tmp_path: Path, key: str, line: str) -> None
     with pytest.raises(ConfigError, match=f"^{key}: has no value; set it .*{key}=") as refusal:
         load(path)
     assert refusal.value.key == key
+
+
+def test_a_saved_config_with_settings_of_another_version_is_refused(base: Path) -> None:
+    text = to_yaml(load(base)).replace("  critic:\n", "  value:\n")
+    with pytest.raises(
+        ConfigError, match=r"^model\.value: no such key \(in the saved config\); did you mean .*model\.critic\?"
+    ):
+        load_yaml(text)
+
+
+def test_every_problem_is_found(base: Path) -> None:
+    """Checks of one section run whatever is the matter with another; those across sections need sound ones."""
+    config = load(base)
+    assert list(run_problems(config)) == []
+    config.rollout.shards, config.rollout.responses_per_prompt = 0, 3
+    config.model.policy.lr = float("nan")
+    config.placement.gangs["train"].layout.tensor = 0
+    config.ppo.minibatches = 5
+    found = {problem.key: problem.need for problem in run_problems(config)}
+    assert found == {
+        "model.policy.lr": "must be 0 or more",
+        "rollout.shards": "must be 1 or more",
+        "placement.gangs.train.layout.tensor": "must be 1 or more",
+    }
+    config = load(base)
+    config.ppo.minibatches = 5
+    assert [problem.key for problem in run_problems(config)] == ["ppo.minibatches"]
 
 
 def test_files_that_are_no_configs_are_refused(tmp_path: Path) -> None:

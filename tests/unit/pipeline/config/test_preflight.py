@@ -8,9 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from pipeline.config.errors import ConfigError
+from pipeline.config.loading import load_config, to_yaml
 from pipeline.config.paths import RunPaths
 from pipeline.config.preflight import check_run_directory, preflight
-from pipeline.config.schema import ConfigError, RunConfig, load_config, to_yaml
+from pipeline.config.run import RunConfig
 from stages.models.hf_files import read_config
 
 CONFIG = """

@@ -1,0 +1,47 @@
+"""The section `cluster`: how long the driver waits, how often it tries again. May import storage.problems."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from storage.problems import Problem, at_least
+
+FEWEST_TO_GATHER = 3
+"""The smallest `move_rows_below` at which anything can move: fewer rows than that are two, on two replicas."""
+
+
+@dataclass
+class ClusterConfig:
+    dashboard: str | None = "127.0.0.1:8787"
+    """Address of the Dask dashboard; null: none. Another port is taken if this one is in use."""
+    start_timeout_s: float = 300.0
+    """For workers to come up and load their models."""
+    deadline_s: float = 1800.0
+    """For one node; after it the worker is taken for lost."""
+    attempts: int = 3
+    """How often a node may lose its worker before the run gives up."""
+    weights_dir: str | None = None
+    """Directory for published weights; null: in /dev/shm."""
+    move_rows_below: int = 0
+    """When fewer rows than these are left on all replicas together, they move to fewer replicas. 0: never."""
+
+
+def cluster_problems(config: ClusterConfig) -> Iterator[Problem]:
+    """What of the section cannot work by itself."""
+    yield from at_least(1, {"cluster.attempts": config.attempts})
+    seconds = {
+        "cluster.start_timeout_s": config.start_timeout_s,
+        "cluster.deadline_s": config.deadline_s,
+    }
+    for key, value in seconds.items():
+        if not value > 0:
+            yield Problem(key, value, "must be above 0 seconds")
+    below = config.move_rows_below
+    if below != 0 and below < FEWEST_TO_GATHER:
+        yield Problem(
+            "cluster.move_rows_below",
+            below,
+            f"must be 0 (rows stay where they are) or {FEWEST_TO_GATHER} or more: two rows on two replicas are the "
+            "fewest that can be brought together",
+        )

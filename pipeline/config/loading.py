@@ -1,0 +1,140 @@
+"""How a configuration is read: dataclass defaults <- YAML files in the order given <- `key=value`; and written.
+
+May import omegaconf, the schema of a run and its errors.
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import json
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from pipeline.config.errors import ConfigError
+from pipeline.config.run import RunConfig, validate
+
+
+def load_config(files: Iterable[str | os.PathLike[str]], overrides: Iterable[str] = ()) -> RunConfig:
+    """Merges defaults, YAML files in the order given and `key=value` overrides, and refuses what cannot work.
+
+    Raises:
+        ConfigError: unreadable file, unknown key, wrong type, missing value, or a value that `validate` refuses.
+    """
+    sources = [*map(_read_file, files), *map(_read_override, overrides)]
+    merged: Any = OmegaConf.structured(RunConfig)
+    for name, source in sources:
+        merged = _merge(merged, name, source)
+    return _finish(merged)
+
+
+def load_yaml(text: str) -> RunConfig:
+    """The config that `to_yaml` wrote. Raises ConfigError if it was written by a version with other settings."""
+    return _finish(_merge(OmegaConf.structured(RunConfig), "the saved config", OmegaConf.create(text)))
+
+
+def _read_file(file: str | os.PathLike[str]) -> tuple[str, Any]:
+    path = Path(file)
+    if not path.is_file():
+        raise ConfigError(str(path), "no such config file; `ls conf/run` shows the ones that ship with Stageline")
+    try:
+        return str(path), OmegaConf.load(path)
+    except Exception as error:  # yaml's errors have no common public base that omegaconf re-exports
+        raise ConfigError(str(path), f"not readable as YAML: {error}") from error
+
+
+def _read_override(override: str) -> tuple[str, Any]:
+    if "=" not in override or override.startswith("="):
+        raise ConfigError(override, "not an override; write key=value, for example staleness=2")
+    try:
+        return override, OmegaConf.from_dotlist([override])
+    except Exception as error:  # as above
+        raise ConfigError(override, f"not an override that YAML can read: {error}") from error
+
+
+def _merge(merged: Any, name: str, source: Any) -> Any:
+    if not isinstance(source, DictConfig):
+        raise ConfigError(name, "a config file is a mapping of keys to values")
+    _refuse_unknown_keys(source, OmegaConf.structured(RunConfig), name)
+    try:
+        return OmegaConf.merge(merged, source)
+    except OmegaConfBaseException as error:
+        raise ConfigError(_key_of(error), f"{_first_line(error)} (in {name})") from error
+
+
+def _refuse_unknown_keys(source: Any, schema: Any, name: str, prefix: str = "") -> None:
+    """Names the whole path of a key that no setting has, and the settings that are spelt most like it."""
+    if not isinstance(schema, DictConfig) or OmegaConf.get_type(schema) is dict:
+        return
+    if not isinstance(source, DictConfig):
+        settings = ", ".join(map(str, schema))
+        raise ConfigError(prefix[:-1], f"given {source!r} (in {name}); it holds the settings {settings}")
+    for key in map(str, source):
+        path = f"{prefix}{key}"
+        if key not in schema.keys():  # noqa: SIM118  (`in` denies keys without a value)
+            known = [str(k) for k in schema]
+            close = difflib.get_close_matches(key, known, n=3) or known
+            raise ConfigError(path, f"no such key (in {name}); did you mean {prefix}{f', {prefix}'.join(close)}?")
+        if not OmegaConf.is_missing(source, key) and not OmegaConf.is_interpolation(source, key):
+            _refuse_unknown_keys(source[key], schema._get_node(key), name, f"{path}.")
+
+
+def _finish(merged: Any) -> RunConfig:
+    try:
+        missing = sorted(OmegaConf.missing_keys(merged))
+        if missing:
+            raise ConfigError(missing[0], f"has no value; set it in the config file or as {missing[0]}=...")
+        OmegaConf.resolve(merged)
+        config: Any = OmegaConf.to_object(merged)
+    except OmegaConfBaseException as error:
+        raise ConfigError(_key_of(error), _first_line(error)) from error
+    assert isinstance(config, RunConfig)
+    validate(config)
+    return config
+
+
+def to_yaml(config: RunConfig) -> str:
+    """The resolved config, as it is kept in the run's directory."""
+    return OmegaConf.to_yaml(OmegaConf.structured(config), sort_keys=False)
+
+
+def flatten(config: RunConfig) -> dict[str, str]:
+    """Key paths and values as strings, for MLflow's parameters."""
+    flat: dict[str, str] = {}
+
+    def walk(prefix: str, value: Any) -> None:
+        if isinstance(value, dict):
+            for key, inner in value.items():
+                walk(f"{prefix}.{key}" if prefix else str(key), inner)
+        else:
+            flat[prefix] = str(value)
+
+    walk("", OmegaConf.to_container(OmegaConf.structured(config)))
+    return flat
+
+
+def config_hash(config: RunConfig) -> str:
+    """Digest of everything that decides what is computed: two runs with the same digest may share a directory. What a
+    run is called, where it keeps its files, how it shows itself and how long it waits are left out, and `steps` too
+    where the learning rates do not depend on it: such a run may be prolonged."""
+    content: Any = OmegaConf.to_container(OmegaConf.structured(config))
+    for key in ("name", "runs_dir", "tracking", "cluster", "export", "checkpoint"):
+        del content[key]
+    for gang in content["placement"]["gangs"].values():
+        del gang["weights_dir"]
+    if config.model.policy.decay == "constant" and config.model.critic.decay == "constant":
+        del content["steps"]
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _key_of(error: OmegaConfBaseException) -> str:
+    return str(getattr(error, "full_key", None) or getattr(error, "key", None) or "config")
+
+
+def _first_line(error: OmegaConfBaseException) -> str:
+    return str(getattr(error, "msg", None) or error).strip().splitlines()[0]

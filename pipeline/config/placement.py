@@ -1,0 +1,125 @@
+"""The section `placement`: groups of worker processes, and which roles they serve.
+
+May import pipeline.graph.dispatch, stages.models (its config and its protocol) and storage.problems.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, field
+
+from pipeline.graph.dispatch import Gang, gangs_of
+from stages.models.config import LayoutConfig
+from stages.models.protocol import Role
+from storage.problems import Problem, at_least
+
+
+@dataclass
+class GangConfig:
+    """Processes that serve some roles. A gang with `policy`, `critic` or `reference` acts as one parallel group of
+    `workers` ranks; any other gang is a pool of `workers` independent replicas."""
+
+    workers: int = 1
+    threads: int = 1
+    """CPU threads of each worker's maths; of each rank's, where a replica has several (engine.tensor_parallel,
+    engine.pipeline_parallel)."""
+    slots: int = 1
+    """Pools: shards that a replica works on at once."""
+    layout: LayoutConfig = field(default_factory=LayoutConfig)
+    weights_dir: str | None = None
+    """Directory for published weights on this gang's host; null: `cluster.weights_dir`'s. A gang with another one than
+    the policy's has copies of its own, as on another host."""
+
+
+@dataclass
+class PlacementConfig:
+    gangs: dict[str, GangConfig] = field(default_factory=dict)
+    roles: dict[str, str] = field(default_factory=dict)
+    """Each of generate, score, reference, policy, critic -> the name of a gang."""
+
+
+def placed_gangs(placement: PlacementConfig) -> list[Gang]:
+    """The gangs with the roles that are placed on them."""
+    gangs = placement.gangs
+    roles = {Role(role): gang for role, gang in placement.roles.items()}
+    return gangs_of(roles, {n: g.workers for n, g in gangs.items()}, {n: g.slots for n, g in gangs.items()})
+
+
+def placement_problems(placement: PlacementConfig) -> Iterator[Problem]:
+    """What of the section cannot work by itself; a gang is looked at where every role has one."""
+    misplaced = [*_role_problems(placement)]
+    yield from misplaced
+    if misplaced:
+        return
+    for name in placement.gangs:
+        yield from _gang_problems(placement, name)
+    for gang in placed_gangs(placement):
+        if gang.ordered:
+            yield from _ordered_gang_problems(gang, placement.gangs[gang.name])
+
+
+def _role_problems(placement: PlacementConfig) -> Iterator[Problem]:
+    known = [str(role) for role in Role]
+    choice = ", ".join(placement.gangs) or "none"
+    for role, gang in placement.roles.items():
+        key = f"placement.roles.{role}"
+        if role not in known:
+            yield Problem(key, gang, f"no such role; the roles are {', '.join(known)}")
+        if gang not in placement.gangs:
+            yield Problem(key, gang, f"no such gang; placement.gangs has {choice}")
+    for role in known:
+        if role not in placement.roles:
+            key = f"placement.roles.{role}"
+            need = f"placed nowhere; set {key} to the name of a gang (placement.gangs has {choice})"
+            yield Problem(key, None, need)
+
+
+def _gang_problems(placement: PlacementConfig, name: str) -> Iterator[Problem]:
+    key, settings = f"placement.gangs.{name}", placement.gangs[name]
+    roles = [role for role, gang in placement.roles.items() if gang == name]
+    if not roles:
+        yield Problem(key, name, "no role is placed on it; place one or remove the gang")
+    counts = {
+        f"{key}.workers": settings.workers,
+        f"{key}.threads": settings.threads,
+        f"{key}.slots": settings.slots,
+    }
+    yield from at_least(1, counts)
+    yield from _weights_dir_problems(f"{key}.weights_dir", settings.weights_dir, roles)
+
+
+def _weights_dir_problems(key: str, given: str | None, roles: Collection[str]) -> Iterator[Problem]:
+    if given is None:
+        return
+    if not os.path.isabs(given):
+        need = "must be an absolute path, best in memory (/dev/shm/NAME), or null for cluster.weights_dir's"
+        yield Problem(key, given, need)
+    using = (Role.GENERATE, Role.POLICY)
+    if set(using).isdisjoint(roles):
+        need = f"that gang has none of the roles that read or publish weights ({', '.join(using)}): leave it null"
+        yield Problem(key, given, need)
+
+
+def _ordered_gang_problems(gang: Gang, settings: GangConfig) -> Iterator[Problem]:
+    """Of a gang whose workers act as one parallel group."""
+    key, layout = f"placement.gangs.{gang.name}", settings.layout
+    parts = {f"{key}.layout.tensor": layout.tensor, f"{key}.layout.pipeline": layout.pipeline}
+    yield from at_least(1, parts)
+    group = layout.tensor * layout.pipeline
+    if group >= 1 and gang.workers % group:
+        need = f"must be a multiple of layout.tensor x layout.pipeline = {group}"
+        yield Problem(f"{key}.workers", gang.workers, need)
+    if layout.sequence_parallel and layout.tensor <= 1:
+        given = layout.sequence_parallel
+        yield Problem(f"{key}.layout.sequence_parallel", given, "needs layout.tensor of 2 or more")
+    if Role.GENERATE in gang.roles and gang.workers > 1:
+        yield Problem(
+            "placement.roles.generate",
+            gang.name,
+            f"that gang's {gang.workers} ranks act together, but an engine runs in one process: give it a gang of its "
+            "own",
+        )
+    if settings.slots != 1:
+        need = "slots are for pools; a gang that trains works on one node at a time: 1"
+        yield Problem(f"{key}.slots", settings.slots, need)

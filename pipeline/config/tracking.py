@@ -1,0 +1,25 @@
+"""The section `tracking`: where MLflow keeps what a run tells it. May import storage.problems."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from storage.problems import Problem
+
+_SCHEMES = ("sqlite:///", "http://", "https://")
+
+
+@dataclass
+class TrackingConfig:
+    uri: str | None = "sqlite:///runs/mlflow.db"
+    """MLflow's store or server; null: none."""
+    experiment: str = "stageline"
+    plots: bool = True
+
+
+def tracking_problems(config: TrackingConfig) -> Iterator[Problem]:
+    """What of the section cannot work by itself."""
+    if config.uri is not None and not config.uri.startswith(_SCHEMES):
+        need = "must begin with sqlite:/// (a file) or http:// or https:// (a server), or be null for no tracking"
+        yield Problem("tracking.uri", config.uri, need)

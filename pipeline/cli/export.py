@@ -1,17 +1,31 @@
-"""`stageline export`: a version of the policy in Hugging Face layout, rebuilt from stored rollouts if need be."""
+"""`stageline export RUN [--version V] [--to DIR]`: a version of the policy in Hugging Face layout.
+
+A version whose weights are nowhere any more is rebuilt from checkpoints and stored rollouts.
+"""
 
 from __future__ import annotations
 
+import argparse
 import shutil
 import tempfile
 from pathlib import Path
 
-from pipeline.cli.replay import alone, runtime_for
+from pipeline.cli.answers import print_line
+from pipeline.cli.exit_codes import DONE
+from pipeline.cli.one_process import alone, runtime_for
+from pipeline.cli.sources import saved_config
 from pipeline.config.errors import ConfigError
 from pipeline.config.paths import RunPaths
 from pipeline.config.run import RunConfig
 from pipeline.driver.run import open_history
+from pipeline.workers.parts import required
 from stages.models.protocol import Role
+
+
+def command(options: argparse.Namespace) -> int:
+    to = None if options.to is None else Path(options.to)
+    print_line(f"wrote {export_version(saved_config(options.run_dir), options.version, to)}")
+    return DONE
 
 
 def export_version(config: RunConfig, version: int | None, to: Path | None) -> Path:
@@ -38,6 +52,6 @@ def export_version(config: RunConfig, version: int | None, to: Path | None) -> P
         else:
             staged.mkdir()
             with runtime_for(alone(config, Path(scratch)), Role.POLICY, Path(scratch)) as runtime:
-                runtime.trainer.at(Role.POLICY, version).export(staged)
+                required(runtime.parts.updates).at(Role.POLICY, version).export(staged)
         staged.rename(target)
     return target

@@ -1,4 +1,6 @@
-"""`stageline replay`: one node again, in this process, from its stored inputs; and the difference.
+"""`stageline replay RUN --step N --stage STAGE [--shard S]`: one node again, and the difference.
+
+It runs in this process, from its stored inputs.
 
 Nothing is written to the run. Weights that a node needs are rebuilt from checkpoints and stored rollouts (law 3), so a
 replay works also long after the run. A gang of several ranks is replayed on one: its sums may then differ in the last
@@ -7,11 +9,8 @@ bits, which the answer says. Its checkpoints fit its own layout only, so its wei
 
 from __future__ import annotations
 
-import copy
+import argparse
 import tempfile
-import uuid
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,20 +19,23 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from pipeline.cli.answers import output
+from pipeline.cli.exit_codes import DONE, STAGE_FAILED
+from pipeline.cli.one_process import alone, runtime_for
+from pipeline.cli.sources import saved_config
 from pipeline.config.errors import ConfigError
-from pipeline.config.loading import to_yaml
 from pipeline.config.paths import RunPaths
 from pipeline.config.run import RunConfig
 from pipeline.driver.run import open_history
-from pipeline.graph.graph import STAGE_ROLES, evaluate_nodes, step_nodes
-from pipeline.workers.messages import Call, WorkerSpec
-from pipeline.workers.runtime import StageRuntime
+from pipeline.graph.graph import STAGE_ROLES, Node, evaluate_nodes, step_nodes
+from pipeline.workers.messages import Call
+from pipeline.workers.parts import required
 from pipeline.workers.updates import UPDATE_STAGE
-from stages.models.config import LayoutConfig
 from stages.models.protocol import MODEL_ROLES, Role
 from stages.publish import publish
 from storage.address import Address
 from storage.errors import MissingOutput
+from storage.ledger import Commit
 from storage.records import Record
 from storage.weights import WeightBoard
 
@@ -89,6 +91,12 @@ class Replayed:
         return Group(table, Text(f"{verdict}: {expected}"))
 
 
+def command(options: argparse.Namespace) -> int:
+    result = replay_node(saved_config(options.run_dir), options.stage, options.step, options.shard)
+    output().print(result.render())
+    return DONE if result.as_expected else STAGE_FAILED
+
+
 def replay_node(config: RunConfig, stage: str, step: int, shard: int) -> Replayed:
     """Runs a committed node again.
 
@@ -96,6 +104,37 @@ def replay_node(config: RunConfig, stage: str, step: int, shard: int) -> Replaye
         ConfigError: no such stage, step or shard.
         MissingOutput: the node, or an input, has no commit.
     """
+    node = _find_node(config, stage, step, shard)
+    history = open_history(config)
+    commit = history.ledger.find(node.address)
+    if commit is None:
+        raise MissingOutput(f"{node.address} has no commit: there is nothing to compare with")
+    version = _sampled_version(commit, shard) if stage in SAMPLING else node.version
+    holder = config.placement.roles[Role.POLICY.value if stage in SAMPLING else node.role.value]
+    one_rank = config.placement.gangs[holder].workers == 1 or node.role not in {*MODEL_ROLES, Role.GENERATE}
+    close = CLOSE[config.model.dtype]
+    with tempfile.TemporaryDirectory(prefix="stageline-replay-") as name:
+        scratch = Path(name)
+        single = alone(config, scratch)
+        if stage in UPDATE_STAGE.values():
+            with runtime_for(single, node.role, scratch) as runtime:
+                digests = required(runtime.parts.updates).replay(node.role, step)
+            return Replayed(node.address, [], 0.0 if one_rank else close, digests)
+        if stage in SAMPLING:
+            with runtime_for(single, Role.POLICY, scratch) as runtime:
+                board = WeightBoard(RunPaths(single.run_dir).board(single.cluster.weights_dir))
+                publish(required(runtime.parts.updates).at(Role.POLICY, version), board, version)
+        gang = config.placement.roles[node.role.value]
+        with runtime_for(single, node.role, scratch) as runtime:
+            record = runtime.compute(Call(node.address, "replay", version, node.inputs, gang, "replay", 0)).record
+            repeats = stage not in SCORING or required(runtime.parts.scorer).reward.deterministic
+    assert record is not None
+    exact = one_rank and repeats and stage not in SAMPLING
+    return Replayed(node.address, compare(history.store.read(node.address), record), 0.0 if exact else close)
+
+
+def _find_node(config: RunConfig, stage: str, step: int, shard: int) -> Node:
+    """The node of the run's graph. Raises ConfigError."""
     if stage not in STAGE_ROLES or stage == "publish":
         known = ", ".join(s for s in STAGE_ROLES if s != "publish")
         raise ConfigError("--stage", f"given {stage!r}; must be one of {known}")
@@ -105,49 +144,25 @@ def replay_node(config: RunConfig, stage: str, step: int, shard: int) -> Replaye
     if not 0 <= step <= last:
         raise ConfigError("--step", f"given {step}; the run has {'versions' if of_version else 'steps'} 0 to {last}")
     nodes = evaluate_nodes(spec, step) if of_version else step_nodes(spec, step)
-    address = Address(stage, step, shard)
-    node = next((n for n in nodes if n.address == address), None)
+    node = next((n for n in nodes if n.address == Address(stage, step, shard)), None)
     if node is None:
         shards = [n.address.shard for n in nodes if n.stage == stage]
         known = f"{stage} has shards {shards[0]} to {shards[-1]}" if shards else f"this run has no {stage} nodes"
         raise ConfigError("--shard" if shards else "--stage", f"given {shard if shards else stage!r}; {known}")
-    history = open_history(config)
-    commit = history.ledger.find(address)
-    if commit is None:
-        raise MissingOutput(f"{address} has no commit: there is nothing to compare with")
-    version = node.version
-    if stage in SAMPLING:
-        versions = commit.provenance.weight_versions
-        if len(versions) > 1:
-            named = ", ".join(f"v{v}" for v in versions)
-            raise ConfigError(
-                "--shard",
-                f"given {shard}; its rows were sampled by {named} as they came in (engine.update: inflight), "
-                "which cannot be repeated; a shard of one version can",
-            )
-        version = versions[0]
-    gang = config.placement.roles[node.role.value]
-    holder = config.placement.roles[Role.POLICY.value if stage in SAMPLING else node.role.value]
-    one_rank = config.placement.gangs[holder].workers == 1 or node.role not in {*MODEL_ROLES, Role.GENERATE}
-    close = CLOSE[config.model.dtype]
-    call = Call(address, "replay", version, node.inputs, gang, "replay", 0)
-    with tempfile.TemporaryDirectory(prefix="stageline-replay-") as name:
-        scratch = Path(name)
-        single = alone(config, scratch)
-        if stage in UPDATE_STAGE.values():
-            role = next(role for role, name in UPDATE_STAGE.items() if name == stage)
-            with runtime_for(single, role, scratch) as runtime:
-                return Replayed(address, [], 0.0 if one_rank else close, runtime.trainer.replay(role, step))
-        if stage in SAMPLING:
-            with runtime_for(single, Role.POLICY, scratch) as runtime:
-                board = WeightBoard(RunPaths(single.run_dir).board(single.cluster.weights_dir))
-                publish(runtime.trainer.at(Role.POLICY, version), board, version)
-        with runtime_for(single, node.role, scratch) as runtime:
-            record = runtime.compute(call).record
-            repeats = stage not in SCORING or runtime.reward_repeats
-    assert record is not None
-    exact = one_rank and repeats and stage not in SAMPLING
-    return Replayed(address, compare(history.store.read(address), record), 0.0 if exact else close)
+    return node
+
+
+def _sampled_version(commit: Commit, shard: int) -> int:
+    """The one version that sampled a shard. Raises ConfigError where there were several."""
+    versions = commit.provenance.weight_versions
+    if len(versions) > 1:
+        named = ", ".join(f"v{v}" for v in versions)
+        raise ConfigError(
+            "--shard",
+            f"given {shard}; its rows were sampled by {named} as they came in (engine.update: inflight), "
+            "which cannot be repeated; a shard of one version can",
+        )
+    return versions[0]
 
 
 def compare(stored: Record, made: Record) -> list[ArrayDifference]:
@@ -159,40 +174,3 @@ def compare(stored: Record, made: Record) -> list[ArrayDifference]:
         differing, largest = int((array != other).sum()), float(delta.max(initial=0.0))
         differences.append(ArrayDifference(name, array.size, differing, largest, array.dtype.kind == "f"))
     return differences
-
-
-def alone(config: RunConfig, scratch: Path) -> RunConfig:
-    """The config for this process alone: published weights in a place of its own."""
-    single = copy.deepcopy(config)
-    single.cluster.weights_dir = str(scratch / "board")
-    for gang in single.placement.gangs.values():
-        gang.weights_dir = None
-    return single
-
-
-@contextmanager
-def runtime_for(config: RunConfig, role: Role, scratch: Path) -> Iterator[StageRuntime]:
-    """A runtime in this process that holds what `role` needs and nothing else."""
-    only = copy.deepcopy(config)
-    gang = only.placement.roles[role.value]
-    settings = only.placement.gangs[gang]
-    one_rank = settings.workers == 1 or role not in MODEL_ROLES
-    settings.workers, settings.layout = 1, LayoutConfig()
-    only.placement.gangs = {"replay": settings, "elsewhere": copy.deepcopy(settings)}
-    only.placement.roles = {r.value: "replay" if r is role else "elsewhere" for r in Role}
-    only.placement.gangs["replay"].slots = 1
-    only.placement.gangs["elsewhere"].slots = 1
-    spec = WorkerSpec(
-        gang="replay",
-        index=0,
-        size=1,
-        incarnation=0,
-        rendezvous=f"file://{scratch / uuid.uuid4().hex}",
-        runtime="",
-        config_yaml=to_yaml(only),
-    )
-    runtime = StageRuntime(spec, same_layout=one_rank)
-    try:
-        yield runtime
-    finally:
-        runtime.close()

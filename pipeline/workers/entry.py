@@ -29,18 +29,21 @@ from storage.ledger import Ledger
 
 
 @dataclass(frozen=True)
-class Visit:
+class CallResult:
     """What a runtime reports of one call."""
 
     ref: Ref | None
+    """None on ranks other than 0."""
     store_s: float
+    """Seconds spent on reading and writing store, ledger, weights and checkpoints."""
     reused: bool
+    """The output was already committed."""
 
 
 class Runtime(Protocol):
     """Owns everything a worker process holds for its roles."""
 
-    def run(self, call: Call) -> Visit: ...
+    def run(self, call: Call) -> CallResult: ...
 
     def close(self) -> None: ...
 
@@ -91,9 +94,9 @@ def _write_to(path: Path, headline: str) -> None:
 
 
 def run_node_task(call: Call, *parents: object) -> Ref | None:
-    """The Dask task: `run_node`, whose outcome the driver is told of by a message. A result would have to be fetched
-    from this process, which may have died, or been stopped, in the meantime. `parents` are the parents' references:
-    Dask needs them for the edges; the node itself reads its inputs from the store.
+    """The Dask task: `run_node`, whose outcome is reported to the driver by a message. A result would have to be
+    fetched from this process, which may have died, or been stopped, in the meantime. `parents` are the parents'
+    references: Dask needs them for the edges; the node itself reads its inputs from the store.
 
     Dask runs a finished task again, and all of its ancestors that it has let go of, to recover a result that died with
     a process. Such a call must not reach a runtime that has gone on: it is answered from the ledger.
@@ -128,14 +131,14 @@ def run_node(call: Call) -> Outcome:
         raise WorkerLost(call.worker, call.incarnation)
     resident.begun.add((call.address, call.attempt))
     started = time.time()
-    visit = resident.runtime.run(call)
+    result = resident.runtime.run(call)
     return Outcome(
         address=call.address,
-        ref=visit.ref,
+        ref=result.ref,
         worker=resident.spec.name,
         index=resident.spec.index,
         started=started,
         finished=time.time(),
-        store_s=visit.store_s,
-        reused=visit.reused,
+        store_s=result.store_s,
+        reused=result.reused,
     )

@@ -37,8 +37,8 @@ class ReplayMismatch(RuntimeError):
     """An update run again from its stored inputs gave other weights than the ones that were committed."""
 
 
-class Trainer:
-    """Owns one rank's model host."""
+class ExactlyOnceUpdates:
+    """Owns one rank's model host, and brings its policy and critic from version to version."""
 
     def __init__(
         self,
@@ -72,11 +72,11 @@ class Trainer:
         self._staleness = staleness
         self._bookkeeping = bookkeeping
 
-    def agree(self, value: Callable[[], Any]) -> Any:
-        """Rank 0's `value()`, on every rank; the others do not call it."""
+    def agree(self, look: Callable[[], Any]) -> Any:
+        """What `look()` gives on rank 0, on every rank; the others do not call it."""
         if self._ranks == 1:
-            return value()
-        box = [value() if self._rank == 0 else None]
+            return look()
+        box = [look() if self._rank == 0 else None]
         dist.broadcast_object_list(box, src=0)
         return box[0]
 
@@ -176,3 +176,6 @@ class Trainer:
             oldest = max(0, version - self._staleness)
             newer = [v for v in checkpoints.versions(str(role)) if v > oldest]
             checkpoints.prune(str(role), max(self._keep, len(newer) + 1))
+
+    def close(self) -> None:
+        self.host.close()

@@ -27,22 +27,23 @@ class HeldRuntime(StageRuntime):
 
     def __init__(self, spec: WorkerSpec) -> None:
         super().__init__(spec)
-        if self._engine is None:
+        if self.parts.engine is None:
             return
-        control = self._config.run_dir / "control"
-        replicas = self._config.placement.gangs[spec.gang].workers
-        engine = self._engine._engine
+        config = self.parts.config
+        control = config.run_dir / "control"
+        replicas = config.placement.gangs[spec.gang].workers
+        engine = self.parts.engine._engine
         take, submit = engine.migrate_in, engine._runner.submit
         took = False
 
         def migrate_in(moved: Sequence[MigratedRow]) -> AcceptedRows:
             nonlocal took
-            guests: AcceptedRows = take(moved)
+            incoming: AcceptedRows = take(moved)
             took = True
             staged = control / f".taken@{spec.name}"
             staged.write_text(str(os.getpid()))
             staged.rename(control / f"taken@{spec.name}")
-            return guests
+            return incoming
 
         def held(pass_: Pass) -> None:
             (control / f"begun@{spec.name}").touch()

@@ -22,7 +22,7 @@ from pathlib import Path
 
 from pipeline.config.loading import load_yaml
 from pipeline.config.run import RunConfig
-from pipeline.workers.entry import Visit
+from pipeline.workers.entry import CallResult
 from pipeline.workers.messages import Call, WorkerSpec
 from storage.address import Address
 from storage.ledger import Commit, Ledger, new_attempt, provenance_here
@@ -47,7 +47,7 @@ class NoopRuntime:
             self.gang = importlib.import_module("tests.support.gloo_gang")
             self.gang.join(spec)
 
-    def run(self, call: Call) -> Visit:
+    def run(self, call: Call) -> CallResult:
         self._log("runs", f"{call.address} {self.spec.name} {os.getpid()}")
         name = f"{call.address.stage}-{call.address.step}-{call.address.shard}"
         if (fault := self._control(name, "raise")).exists():
@@ -62,12 +62,12 @@ class NoopRuntime:
         if call.address.stage in self.resident:
             self._bring_to(call.address.stage, call.address.step, found)
         if found is not None:
-            return Visit(found.ref(), 0.0, True)
+            return CallResult(found.ref(), 0.0, True)
         time.sleep(max(self.delays.get(self.spec.name, 0.0), self.delays.get(call.address.stage, 0.0)))
         if call.address.stage == "generate":
             assert call.address.step - self.config.staleness <= call.version <= call.address.step
         if self.spec.index and self.spec.size > 1:
-            return Visit(None, 0.0, False)
+            return CallResult(None, 0.0, False)
         self._log("committing", f"{call.address} {self.spec.name}")
         self._wait_while(name, "commit")
         commit = Commit(
@@ -84,7 +84,7 @@ class NoopRuntime:
         winner = self.ledger.commit(commit)
         if winner.attempt != commit.attempt:
             self._log("discarded", f"{call.address} {self.spec.name}")
-        return Visit(winner.ref(), 0.0, False)
+        return CallResult(winner.ref(), 0.0, False)
 
     def _bring_to(self, stage: str, step: int, found: Commit | None) -> None:
         """The resident state of an update: what is missing is replayed from the ledger, which must hold it."""

@@ -244,9 +244,7 @@ def test_a_missing_value_is_refused(tmp_path: Path, key: str, line: str) -> None
 
 def test_a_saved_config_with_settings_of_another_version_is_refused(base: Path) -> None:
     text = to_yaml(load(base)).replace("  critic:\n", "  value:\n")
-    with pytest.raises(
-        ConfigError, match=r"^model\.value: no such key \(in the saved config\); did you mean .*model\.critic\?"
-    ):
+    with pytest.raises(ConfigError, match=r"^model\.value: no such key \(in the saved config\); .*model\.critic\?"):
         load_yaml(text)
 
 

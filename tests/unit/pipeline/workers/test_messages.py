@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.workers import entry
-from pipeline.workers.entry import Visit, run_node
+from pipeline.workers.entry import CallResult, run_node
 from pipeline.workers.messages import Call, Outcome, WorkerLost, WorkerSpec, pin_resource, slot_resource
 from storage.address import Address, Ref
 from storage.ledger import Commit, Ledger, provenance_here
@@ -24,9 +24,9 @@ class Runtime:
     def __init__(self) -> None:
         self.calls: list[Call] = []
 
-    def run(self, call: Call) -> Visit:
+    def run(self, call: Call) -> CallResult:
         self.calls.append(call)
-        return Visit(Ref(call.address, "a0"), 0.5, False)
+        return CallResult(Ref(call.address, "a0"), 0.5, False)
 
     def close(self) -> None: ...
 

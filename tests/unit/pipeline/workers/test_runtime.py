@@ -1,266 +1,124 @@
-"""One engine, several shards at once: versions never mix, and whatever fails leaves the engine usable."""
+"""The runtime and the stages that it runs: every stage of the graph is bound, and a node's output is computed once."""
 
 from __future__ import annotations
 
-import threading
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 
-from pipeline.workers.bookkeeping import Clock
-from pipeline.workers.versioned_engine import VersionedEngine
-from stages.engines.protocol import Completion, EngineStats, Request, WeightsError
-from stages.publish import publish
-from storage.errors import MissingOutput
-from storage.weights import WeightBoard
+from pipeline.config.loading import load_config, to_yaml
+from pipeline.config.paths import RunPaths
+from pipeline.config.preflight import preflight
+from pipeline.graph.graph import STAGE_ROLES
+from pipeline.workers.bindings.binding import Computed, Output, SelfCommitting, Settled
+from pipeline.workers.bindings.registry import STAGES, UnboundStage, binding_of, register
+from pipeline.workers.messages import Call, WorkerSpec
+from pipeline.workers.parts import WorkerParts
+from pipeline.workers.runtime import StageRuntime
+from stages.models.protocol import Role
+from storage.address import Address
+from storage.records import Scores
 
-
-class FakeEngine:
-    """Owns a counter of who is inside, by version; `load_weights` fails if anybody is."""
-
-    keyed_noise = True
-
-    def __init__(self) -> None:
-        self.version = -1
-        self.inside = 0
-        self.loads: list[int] = []
-        self.tensors: Mapping[str, torch.Tensor] = {}
-        self.refuse: int | None = None
-
-    def load_weights(self, version: int, tensors: Mapping[str, torch.Tensor]) -> None:
-        assert self.inside == 0, f"version {version} was loaded under the feet of a shard of version {self.version}"
-        if version == self.refuse:
-            raise WeightsError("w holds NaN")
-        self.version = version
-        self.loads.append(version)
-        self.tensors = {name: tensor.clone() for name, tensor in tensors.items()}
-
-    def generate(self, requests: Iterable[Request]) -> Iterator[Completion]:
-        yield from ()
-
-    def stats(self) -> EngineStats:
-        return EngineStats(0, 0, 0, 0.0, 0.0, 0, 0.0, 0.0)
-
-    def sleep(self) -> None: ...
-    def wake(self) -> None: ...
-    def close(self) -> None: ...
+ROOT = Path(__file__).resolve().parents[4]
 
 
 @pytest.fixture
-def board(tmp_path: Path) -> Iterator[WeightBoard]:
-    with WeightBoard(tmp_path / "board") as board:
-        for version in range(4):
-            board.publish(version, {"w": np.full(3, version, np.float32)})
-        yield board
+def spec(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> WorkerSpec:
+    """A worker that scores, of a run that has its prompts."""
+    monkeypatch.chdir(ROOT)
+    config = load_config([ROOT / "conf/run/tiny.yaml"], [f"runs_dir={tmp_path}", f"cluster.weights_dir={tmp_path}"])
+    config.run_dir.mkdir()
+    preflight(config).prompts.save(RunPaths(config.run_dir).prompts)
+    return WorkerSpec("score", 0, 1, 0, "", "", to_yaml(config))
 
 
-def test_versions_never_mix(board: WeightBoard) -> None:
-    fake = FakeEngine()
-    engine = VersionedEngine(fake, board)
-    lock, begin, together = threading.Lock(), threading.Barrier(8), threading.Barrier(2)
-    seen: Counter[int] = Counter()
-    errors: list[BaseException] = []
-
-    def shard(number: int) -> None:
-        try:
-            begin.wait(timeout=60)
-            for turn in range(25):
-                version = (number + turn) % 4
-                with engine.at(version, Clock()):
-                    with lock:
-                        fake.inside += 1
-                    assert fake.version == version
-                    assert fake.tensors["w"].tolist() == [float(version)] * 3
-                    with lock:
-                        fake.inside -= 1
-                    seen[version] += 1
-        except BaseException as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=shard, args=(n,)) for n in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(timeout=60)
-    assert errors == []
-    assert seen == {0: 50, 1: 50, 2: 50, 3: 50}
-
-    def stay() -> None:  # two shards of one version are inside at the same time: neither waits for the other to leave
-        with engine.at(2, Clock()):
-            together.wait(timeout=60)
-
-    pair = [threading.Thread(target=stay) for _ in range(2)]
-    for thread in pair:
-        thread.start()
-    for thread in pair:
-        thread.join(timeout=60)
-    assert not together.broken
+@pytest.fixture
+def extended(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The graph has a stage of its own, and gets its registry back."""
+    monkeypatch.setitem(STAGE_ROLES, "judge", Role.SCORE)
+    yield
+    STAGES.pop("judge", None)
 
 
-def started_and_waiting(work: Callable[[], None], engine: VersionedEngine) -> threading.Thread:
-    """A thread that has come to wait for its turn."""
-    thread = threading.Thread(target=work)
-    thread.start()
-    while not engine._turn._waiters:  # type: ignore[attr-defined]
-        assert thread.is_alive()
-    return thread
+def judged(parts: WorkerParts, call: Call) -> Output:
+    assert parts.scorer is not None
+    scores = parts.scorer.reward([])
+    return Output(Scores(np.arange(8, dtype=np.float32)), {"judge/given": float(len(scores))})
 
 
-def test_the_next_version_waits_until_the_others_have_left(board: WeightBoard) -> None:
-    fake = FakeEngine()
-    engine = VersionedEngine(fake, board)
-    loaded = threading.Event()
-
-    def newer() -> None:
-        with engine.at(1, Clock()):
-            loaded.set()
-
-    with engine.at(0, Clock()):
-        thread = started_and_waiting(newer, engine)
-        assert not loaded.is_set()
-        assert fake.loads == [0]
-    thread.join(timeout=60)
-    assert loaded.is_set()
-    assert fake.loads == [0, 1]
+def judge(spec: WorkerSpec) -> Call:
+    return Call(Address("judge", 0, 1), "a0", 0, (), spec.gang, spec.name, spec.incarnation)
 
 
-def test_in_flight_a_newer_version_loads_over_those_inside(board: WeightBoard) -> None:
-    """And serves whoever asks for an older one; an evaluation keeps its version until it has left."""
-    fake = FakeEngine()
-    engine = VersionedEngine(fake, board, in_flight=True)
-    with engine.at(1, Clock()), engine.at(2, Clock()), engine.at(1, Clock()):
-        assert fake.loads == [1, 2]
-    entered = threading.Event()
-
-    def newer() -> None:
-        with engine.at(3, Clock()):
-            entered.set()
-
-    with engine.at(1, Clock(), exact=True), engine.at(0, Clock()):
-        assert fake.loads == [1, 2, 1]
-        thread = started_and_waiting(newer, engine)
-        assert not entered.is_set()
-    thread.join(timeout=60)
-    assert entered.is_set()
-    assert fake.loads == [1, 2, 1, 3]
+def test_every_stage_of_the_graph_is_bound_and_no_other() -> None:
+    assert STAGES.keys() == STAGE_ROLES.keys()
+    changing = {stage for stage, binding in STAGES.items() if isinstance(binding, SelfCommitting)}
+    assert changing == {"update_policy", "update_critic", "publish"}
 
 
-def test_in_flight_an_evaluation_waits_for_rows_of_other_versions(board: WeightBoard) -> None:
-    fake = FakeEngine()
-    engine = VersionedEngine(fake, board, in_flight=True)
-    entered = threading.Event()
-
-    def evaluate() -> None:
-        with engine.at(1, Clock(), exact=True):
-            entered.set()
-
-    with engine.at(2, Clock()):
-        thread = started_and_waiting(evaluate, engine)
-        assert not entered.is_set()
-    thread.join(timeout=60)
-    assert fake.loads == [2, 1]
+def test_a_stage_that_nothing_runs_is_refused_before_anything_is_built(spec: WorkerSpec, extended: None) -> None:
+    with pytest.raises(
+        UnboundStage, match=r"stage 'judge' of the graph has no binding: .*registry\.py \(bound are gen"
+    ):
+        StageRuntime(spec)
 
 
-def test_a_resident_version_is_not_loaded_again(board: WeightBoard) -> None:
-    fake = FakeEngine()
-    engine = VersionedEngine(fake, board)
-    for version in (0, 0, 1, 1, 0):
-        with engine.at(version, Clock()):
-            pass
-    assert fake.loads == [0, 1, 0]
+def test_a_stage_is_bound_once() -> None:
+    with pytest.raises(ValueError, match="'score' is bound already"):
+        register("score", Computed(judged))
+    assert binding_of("score") is STAGES["score"]
 
 
-def test_an_exception_inside_leaves_the_engine_usable(board: WeightBoard) -> None:
-    engine = VersionedEngine(FakeEngine(), board)
-    with pytest.raises(ZeroDivisionError), engine.at(0, Clock()):
-        raise ZeroDivisionError
-    with engine.at(1, Clock()) as inner:
-        assert inner.version == 1
+def test_a_stage_from_elsewhere_is_computed_and_committed_once(spec: WorkerSpec, extended: None) -> None:
+    runs = []
+
+    def counted(parts: WorkerParts, call: Call) -> Output:
+        runs.append(call.address)
+        return judged(parts, call)
+
+    register("judge", Computed(counted))
+    call = judge(spec)
+    with closing(StageRuntime(spec)) as runtime:
+        first, again = runtime.run(call), runtime.run(call)
+        assert runs == [call.address]
+        assert (first.reused, again.reused) == (False, True)
+        assert first.ref is not None
+        assert again.ref == first.ref
+        assert first.ref.metrics == {"judge/given": 0.0}
+        np.testing.assert_array_equal(runtime.parts.read(call.address).scores, np.arange(8))
+        output = runtime.compute(call)
+        assert output.record is not None
+        assert len(runs) == 2
 
 
-def test_a_load_that_fails_leaves_the_old_version(board: WeightBoard) -> None:
-    fake = FakeEngine()
-    engine = VersionedEngine(fake, board)
-    with engine.at(0, Clock()):
-        pass
-    fake.refuse = 1
-    with pytest.raises(WeightsError), engine.at(1, Clock()):
-        pytest.fail("weights that do not load let nobody in")
-    with pytest.raises(MissingOutput, match="v9"), engine.at(9, Clock()):
-        pytest.fail("weights that are not there let nobody in")
-    with engine.at(0, Clock()) as inner:
-        assert inner.version == 0
-    assert fake.loads == [0]
-    fake.refuse = None
-    with engine.at(1, Clock()) as inner:
-        assert inner.version == 1
-    assert board.release(1), "a lease was left behind"
+def test_a_stage_may_commit_by_itself(spec: WorkerSpec, extended: None) -> None:
+    """Then the runtime asks no ledger; and it cannot be computed without being committed."""
+    calls = []
+
+    def settle(parts: WorkerParts, call: Call) -> Settled:
+        calls.append(call)
+        return Settled(parts.store.commit_only(call.address, parts.provenance(call, 0.0, ())), reused=len(calls) > 1)
+
+    register("judge", SelfCommitting(settle))
+    call = judge(spec)
+    with closing(StageRuntime(spec)) as runtime:
+        first, again = runtime.run(call), runtime.run(call)
+        assert (first.reused, again.reused) == (False, True)
+        assert first.ref == again.ref
+        assert len(calls) == 2
+        with pytest.raises(AssertionError, match="judge cannot be computed without being committed"):
+            runtime.compute(call)
 
 
-def test_a_version_that_is_not_here_is_fetched_while_others_come_and_go(board: WeightBoard) -> None:
-    """Once, and only if the resident weights will not do; the shard that needs it enters when it is here."""
-    fake, fetched = FakeEngine(), []
-    begun, arrived = threading.Event(), threading.Event()
-
-    def fetch(version: int) -> None:
-        fetched.append(version)
-        begun.set()
-        arrived.wait(timeout=60)
-        board.publish(version, {"w": np.full(3, version, np.float32)})
-
-    engine = VersionedEngine(fake, board, fetch=fetch)
-
-    def newer() -> None:
-        with engine.at(7, Clock()):
-            assert fake.tensors["w"].tolist() == [7.0] * 3
-
-    with engine.at(0, Clock()):
-        thread = threading.Thread(target=newer)
-        thread.start()
-        begun.wait(timeout=60)
-        with engine.at(0, Clock()):
-            assert fake.loads == [0]
-        arrived.set()
-    thread.join(timeout=60)
-    assert fake.loads == [0, 7]
-    board.release(7)
-    with engine.at(7, Clock()):
-        assert fetched == [7]
-
-
-def test_versions_of_other_tensors_do_not_mix(board: WeightBoard) -> None:
-    """What the older version brought and the newer one lacks would stay the older one's."""
-    fake = FakeEngine()
-    engine = VersionedEngine(fake, board)
-    board.publish(4, {"w": np.zeros(3, np.float32), "x": np.zeros(3, np.float32)})
-    with engine.at(0, Clock()):
-        pass
-    with pytest.raises(WeightsError, match=r"x .* is missing in version 0 .* version 4 has it"), engine.at(4, Clock()):
-        pytest.fail("these weights let nobody in")
-    with engine.at(1, Clock()):
-        assert fake.loads == [0, 1]
-
-
-class _Bfloat16Host:
-    """A model host that has nothing but weights in bfloat16."""
-
-    def __init__(self, weights: torch.Tensor) -> None:
-        self.weights = weights
-
-    def trained_weights(self) -> dict[str, np.ndarray]:
-        return {"w": self.weights.view(torch.uint16).numpy()}
-
-
-def test_bfloat16_weights_reach_the_engine_as_numbers(board: WeightBoard) -> None:
-    weights = torch.tensor([1.5, -2.25, 3e-5]).to(torch.bfloat16)
-    manifest = publish(_Bfloat16Host(weights), board, 7)  # type: ignore[arg-type]
-    assert manifest is not None
-    assert [t.dtype for t in manifest.tensors] == ["bfloat16"]
-    fake = FakeEngine()
-    with VersionedEngine(fake, board).at(7, Clock()):
-        assert fake.tensors["w"].dtype is torch.bfloat16
-        assert torch.equal(fake.tensors["w"], weights)
+def test_a_worker_has_what_its_roles_need_and_nothing_else(spec: WorkerSpec) -> None:
+    with closing(StageRuntime(spec)) as runtime:
+        parts = runtime.parts
+        assert parts.scorer is not None
+        assert parts.prompts is not None
+        assert (parts.engine, parts.rows, parts.updates) == (None, None, None)
+        call = Call(Address("logprob", 0, 0), "a0", 0, (), spec.gang, spec.name, spec.incarnation)
+        with pytest.raises(AssertionError, match="built for other roles"):
+            runtime.run(call)

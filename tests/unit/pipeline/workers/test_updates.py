@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pipeline.workers.updates import ReplayMismatch, Trainer
+from pipeline.workers.updates import ExactlyOnceUpdates, ReplayMismatch
 from stages.models.protocol import CriticBatch, PolicyBatch, Role
 from storage.address import Address
 from storage.checkpoints import Checkpoints
@@ -96,7 +96,7 @@ def start(role: Role) -> np.ndarray:
 
 
 class Run:
-    """Owns a run's store with the inputs of every step, and makes trainers (processes) that share it."""
+    """Owns a run's store with the inputs of every step, and makes processes that share it."""
 
     def __init__(self, root: Path) -> None:
         self.ledger = Ledger(str(root / "ledger"))
@@ -127,8 +127,10 @@ class Run:
         where = provenance_here(seed=0, config_hash="test")
         self.store.write(Address(stage, step, shard), record, where, metrics=metrics)
 
-    def trainer(self, every: int = 100, keep: int = 2, staleness: int = 0, same_layout: bool = True) -> Trainer:
-        return Trainer(
+    def process(
+        self, every: int = 100, keep: int = 2, staleness: int = 0, same_layout: bool = True
+    ) -> ExactlyOnceUpdates:
+        return ExactlyOnceUpdates(
             FakeHost(),
             rank=0,
             ranks=1,
@@ -142,14 +144,14 @@ class Run:
             staleness=staleness,
         )
 
-    def update(self, trainer: Trainer, role: Role, step: int) -> Commit:
+    def update(self, updates: ExactlyOnceUpdates, role: Role, step: int) -> Commit:
         stage = {Role.POLICY: "update_policy", Role.CRITIC: "update_critic"}[role]
 
         def commit(metrics: dict[str, float], digest: str) -> Commit:
             where = provenance_here(seed=0, config_hash="test")
             return self.store.commit_only(Address(stage, step), where, metrics=metrics, digest=digest)
 
-        found = trainer.update(role, step, commit)
+        found = updates.update(role, step, commit)
         assert found is not None
         return found
 
@@ -163,47 +165,47 @@ def run(tmp_path: Path) -> Run:
 def digests(tmp_path_factory: pytest.TempPathFactory) -> dict[Role, list[str]]:
     """Digests of version 0, 1, 2, ... of an undisturbed run."""
     run = Run(tmp_path_factory.mktemp("undisturbed"))
-    trainer = run.trainer()
-    found = {role: [trainer.host.digest(role)] for role in (Role.POLICY, Role.CRITIC)}
+    updates = run.process()
+    found = {role: [updates.host.digest(role)] for role in (Role.POLICY, Role.CRITIC)}
     for step in range(STEPS):
         for role, list_of in found.items():
-            list_of.append(str(run.update(trainer, role, step).digest))
+            list_of.append(str(run.update(updates, role, step).digest))
     assert len({d for list_of in found.values() for d in list_of}) == 2 * (STEPS + 1)
     return found
 
 
-def log(trainer: Trainer) -> list[str]:
-    host = trainer.host
+def log(updates: ExactlyOnceUpdates) -> list[str]:
+    host = updates.host
     assert isinstance(host, FakeHost)
     return host.log
 
 
 def test_an_update_runs_once(run: Run, digests: dict[Role, list[str]]) -> None:
-    trainer = run.trainer()
-    first = run.update(trainer, Role.POLICY, 0)
-    again = run.update(trainer, Role.POLICY, 0)
+    updates = run.process()
+    first = run.update(updates, Role.POLICY, 0)
+    again = run.update(updates, Role.POLICY, 0)
     assert again == first
     assert first.digest == digests[Role.POLICY][1]
     assert first.metrics.keys() == {"loss"}
-    assert log(trainer) == ["policy train 0"]
-    assert not trainer.host.dirty(Role.POLICY)
+    assert log(updates) == ["policy train 0"]
+    assert not updates.host.dirty(Role.POLICY)
 
 
 def test_policy_and_critic_have_versions_of_their_own(run: Run, digests: dict[Role, list[str]]) -> None:
-    trainer = run.trainer()
+    updates = run.process()
     for step in range(3):
-        run.update(trainer, Role.POLICY, step)
-    run.update(trainer, Role.CRITIC, 0)
-    assert (trainer.host.version(Role.POLICY), trainer.host.version(Role.CRITIC)) == (3, 1)
-    assert trainer.host.digest(Role.POLICY) == digests[Role.POLICY][3]
-    assert trainer.host.digest(Role.CRITIC) == digests[Role.CRITIC][1]
+        run.update(updates, Role.POLICY, step)
+    run.update(updates, Role.CRITIC, 0)
+    assert (updates.host.version(Role.POLICY), updates.host.version(Role.CRITIC)) == (3, 1)
+    assert updates.host.digest(Role.POLICY) == digests[Role.POLICY][3]
+    assert updates.host.digest(Role.CRITIC) == digests[Role.CRITIC][1]
 
 
 def test_a_new_process_replays_from_the_start(run: Run, digests: dict[Role, list[str]]) -> None:
-    before = run.trainer()
+    before = run.process()
     for step in range(3):
         run.update(before, Role.POLICY, step)
-    after = run.trainer()
+    after = run.process()
     after.at(Role.POLICY, 3)
     assert log(after) == ["policy train 0", "policy train 1", "policy train 2"]
     assert after.host.digest(Role.POLICY) == digests[Role.POLICY][3]
@@ -213,15 +215,15 @@ def test_a_new_process_replays_from_the_start(run: Run, digests: dict[Role, list
 def test_a_new_process_replays_from_the_newest_checkpoint_that_is_old_enough(
     run: Run, digests: dict[Role, list[str]]
 ) -> None:
-    before = run.trainer(every=2, keep=9)
+    before = run.process(every=2, keep=9)
     for step in range(5):
         run.update(before, Role.POLICY, step)
     assert run.checkpoints.versions("policy") == [2, 4]
-    after = run.trainer()
+    after = run.process()
     after.at(Role.POLICY, 5)
     assert log(after) == ["policy load 4", "policy train 4"]
     assert after.host.digest(Role.POLICY) == digests[Role.POLICY][5]
-    older = run.trainer()
+    older = run.process()
     older.at(Role.POLICY, 3)
     assert log(older) == ["policy load 2", "policy train 2"]
     assert older.host.digest(Role.POLICY) == digests[Role.POLICY][3]
@@ -229,87 +231,87 @@ def test_a_new_process_replays_from_the_newest_checkpoint_that_is_old_enough(
 
 def test_going_back_reloads(run: Run, digests: dict[Role, list[str]]) -> None:
     """A resumed run publishes an old version again, and then goes on."""
-    trainer = run.trainer(every=2)
+    updates = run.process(every=2)
     for step in range(4):
-        run.update(trainer, Role.POLICY, step)
-    log(trainer).clear()
-    assert trainer.at(Role.POLICY, 1).digest(Role.POLICY) == digests[Role.POLICY][1]
-    assert log(trainer) == ["policy load 0", "policy train 0"]
-    log(trainer).clear()
-    assert trainer.at(Role.POLICY, 4).digest(Role.POLICY) == digests[Role.POLICY][4]
-    assert log(trainer) == ["policy load 4"]
+        run.update(updates, Role.POLICY, step)
+    log(updates).clear()
+    assert updates.at(Role.POLICY, 1).digest(Role.POLICY) == digests[Role.POLICY][1]
+    assert log(updates) == ["policy load 0", "policy train 0"]
+    log(updates).clear()
+    assert updates.at(Role.POLICY, 4).digest(Role.POLICY) == digests[Role.POLICY][4]
+    assert log(updates) == ["policy load 4"]
 
 
 def test_a_committed_update_is_replayed_and_not_repeated(run: Run, digests: dict[Role, list[str]]) -> None:
     """The process died between the commit and the answer: the next one finds the commit, and catches up."""
-    first = run.update(run.trainer(), Role.POLICY, 0)
-    after = run.trainer()
+    first = run.update(run.process(), Role.POLICY, 0)
+    after = run.process()
     assert run.update(after, Role.POLICY, 0) == first
     assert after.host.version(Role.POLICY) == 1
     assert run.update(after, Role.POLICY, 1).digest == digests[Role.POLICY][2]
 
 
 def test_a_dirty_model_is_reloaded(run: Run, digests: dict[Role, list[str]]) -> None:
-    trainer = run.trainer(every=1)
-    run.update(trainer, Role.POLICY, 0)
-    host = trainer.host
+    updates = run.process(every=1)
+    run.update(updates, Role.POLICY, 0)
+    host = updates.host
     assert isinstance(host, FakeHost)
     host.fail_at = 1
     with pytest.raises(RuntimeError, match="half-way"):
-        run.update(trainer, Role.POLICY, 1)
+        run.update(updates, Role.POLICY, 1)
     assert host.dirty(Role.POLICY)
     assert run.ledger.find(Address("update_policy", 1)) is None
-    assert run.update(trainer, Role.POLICY, 1).digest == digests[Role.POLICY][2]
+    assert run.update(updates, Role.POLICY, 1).digest == digests[Role.POLICY][2]
     assert host.log == ["policy train 0", "policy train 1", "policy load 1", "policy train 1"]
 
 
 def test_a_commit_that_fails_leaves_the_model_dirty(run: Run, digests: dict[Role, list[str]]) -> None:
-    trainer = run.trainer()
+    updates = run.process()
 
     def disk_full(metrics: dict[str, float], digest: str) -> Commit:
         raise OSError("no space left on device")
 
     with pytest.raises(OSError, match="no space"):
-        trainer.update(Role.CRITIC, 0, disk_full)
-    assert trainer.host.dirty(Role.CRITIC)
-    assert run.update(trainer, Role.CRITIC, 0).digest == digests[Role.CRITIC][1]
+        updates.update(Role.CRITIC, 0, disk_full)
+    assert updates.host.dirty(Role.CRITIC)
+    assert run.update(updates, Role.CRITIC, 0).digest == digests[Role.CRITIC][1]
 
 
 def test_other_weights_than_the_committed_ones_are_refused(run: Run) -> None:
-    run.update(run.trainer(), Role.POLICY, 0)
-    trainer = run.trainer()
-    host = trainer.host
+    run.update(run.process(), Role.POLICY, 0)
+    updates = run.process()
+    host = updates.host
     assert isinstance(host, FakeHost)
     host.error = 1e-9
     with pytest.raises(ReplayMismatch, match=r"update_policy/step_000000.*committed weights have digest"):
-        trainer.at(Role.POLICY, 1)
+        updates.at(Role.POLICY, 1)
     assert host.dirty(Role.POLICY)
     host.error = 0.0
-    assert trainer.at(Role.POLICY, 1).version(Role.POLICY) == 1
+    assert updates.at(Role.POLICY, 1).version(Role.POLICY) == 1
 
 
 def test_another_layout_is_not_held_to_digests_and_checkpoints(run: Run) -> None:
-    before = run.trainer(every=1)
+    before = run.process(every=1)
     for step in range(2):
         run.update(before, Role.POLICY, step)
-    trainer = run.trainer(same_layout=False)
-    host = trainer.host
+    updates = run.process(same_layout=False)
+    host = updates.host
     assert isinstance(host, FakeHost)
     host.error = 1e-9
-    trainer.at(Role.POLICY, 2)
+    updates.at(Role.POLICY, 2)
     assert host.log == ["policy train 0", "policy train 1"]
     np.testing.assert_allclose(host.weights[Role.POLICY], before.host.weights[Role.POLICY], atol=1e-8)  # type: ignore[attr-defined]
 
 
 def test_a_version_that_no_update_made_is_refused(run: Run) -> None:
     with pytest.raises(MissingOutput, match=r"update_critic/step_000000.*no version 1 of the critic"):
-        run.trainer().at(Role.CRITIC, 1)
+        run.process().at(Role.CRITIC, 1)
 
 
 def test_two_trainers_race_for_one_update(run: Run, digests: dict[Role, list[str]]) -> None:
     """A process that was stopped and comes back trains what another has trained meanwhile: one commit wins, the loser
     verifies the winner's digest against its own weights and goes on."""
-    trainers = [run.trainer(), run.trainer()]
+    processes = [run.process(), run.process()]
     meet = threading.Barrier(2)
     attempts: list[str] = []
     winners: list[Commit | None] = [None, None]
@@ -322,7 +324,7 @@ def test_two_trainers_race_for_one_update(run: Run, digests: dict[Role, list[str
             where = provenance_here(seed=0, config_hash="test")
             return run.store.commit_only(Address("update_policy", 0), where, attempt=attempt, digest=digest)
 
-        winners[i] = trainers[i].update(Role.POLICY, 0, commit)
+        winners[i] = processes[i].update(Role.POLICY, 0, commit)
 
     threads = [threading.Thread(target=race, args=(i,)) for i in range(2)]
     for thread in threads:
@@ -332,13 +334,13 @@ def test_two_trainers_race_for_one_update(run: Run, digests: dict[Role, list[str
     assert len(set(attempts)) == 2
     assert winners[0] is not None
     assert winners[0] == winners[1] == run.ledger.find(Address("update_policy", 0))
-    for trainer in trainers:
-        assert not trainer.host.dirty(Role.POLICY)
-        assert trainer.host.digest(Role.POLICY) == digests[Role.POLICY][1]
+    for updates in processes:
+        assert not updates.host.dirty(Role.POLICY)
+        assert updates.host.digest(Role.POLICY) == digests[Role.POLICY][1]
 
 
 def test_the_loser_of_a_race_with_other_weights_is_refused(run: Run) -> None:
-    trainer = run.trainer()
+    updates = run.process()
 
     def lose(metrics: dict[str, float], digest: str) -> Commit:
         where = provenance_here(seed=0, config_hash="test")
@@ -346,14 +348,14 @@ def test_the_loser_of_a_race_with_other_weights_is_refused(run: Run) -> None:
         return run.ledger.commit(winner)
 
     with pytest.raises(ReplayMismatch, match=r"0{64}"):
-        trainer.update(Role.POLICY, 0, lose)
-    assert trainer.host.dirty(Role.POLICY)
+        updates.update(Role.POLICY, 0, lose)
+    assert updates.host.dirty(Role.POLICY)
 
 
 def test_checkpoints_come_at_their_cadence_and_go(run: Run) -> None:
-    trainer = run.trainer(every=2, keep=1)
+    updates = run.process(every=2, keep=1)
     for step in range(STEPS):
-        run.update(trainer, Role.POLICY, step)
+        run.update(updates, Role.POLICY, step)
         newest = (step + 1) // 2 * 2
         assert run.checkpoints.versions("policy") == ([newest] if newest else [])
     assert run.checkpoints.versions("critic") == []
@@ -362,16 +364,16 @@ def test_checkpoints_come_at_their_cadence_and_go(run: Run) -> None:
 def test_the_checkpoint_that_an_open_generation_is_rebuilt_from_stays(run: Run) -> None:
     """With eta = 3, version 6 is trained while version 3 may still have to be published again: however few are kept,
     one at or below 3 must be among them."""
-    trainer = run.trainer(every=1, keep=1, staleness=3)
+    updates = run.process(every=1, keep=1, staleness=3)
     for step in range(STEPS):
-        run.update(trainer, Role.POLICY, step)
+        run.update(updates, Role.POLICY, step)
     assert run.checkpoints.versions("policy") == [3, 4, 5, 6]
 
 
 def test_replay_compares_with_the_commit(run: Run, digests: dict[Role, list[str]]) -> None:
-    trainer = run.trainer()
+    updates = run.process()
     for step in range(2):
-        run.update(trainer, Role.POLICY, step)
-    assert run.trainer().replay(Role.POLICY, 1) == (digests[Role.POLICY][2], digests[Role.POLICY][2])
+        run.update(updates, Role.POLICY, step)
+    assert run.process().replay(Role.POLICY, 1) == (digests[Role.POLICY][2], digests[Role.POLICY][2])
     with pytest.raises(MissingOutput, match="nothing to compare"):
-        run.trainer().replay(Role.POLICY, 2)
+        run.process().replay(Role.POLICY, 2)

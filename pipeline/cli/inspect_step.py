@@ -1,11 +1,16 @@
-"""`stageline inspect`: the rows of a step as a table."""
+"""`stageline inspect RUN --step N`: the rows of a step as a table."""
 
 from __future__ import annotations
+
+import argparse
 
 import numpy as np
 from rich.console import Group, RenderableType
 from rich.table import Table
 
+from pipeline.cli.answers import output
+from pipeline.cli.exit_codes import DONE
+from pipeline.cli.sources import saved_config
 from pipeline.config.errors import ConfigError
 from pipeline.config.run import RunConfig
 from pipeline.driver.run import open_history
@@ -15,6 +20,11 @@ from stages.models.hf_files import read_tokenizer
 from storage.address import Address
 from storage.errors import MissingOutput
 from storage.records import Advantages, PolicyLogprobs, ReferenceLogprobs, Rollout, Scores
+
+
+def command(options: argparse.Namespace) -> int:
+    output().print(inspect_step(saved_config(options.run_dir), options.step, options.rows))
+    return DONE
 
 
 def inspect_step(config: RunConfig, step: int, rows: int) -> RenderableType:

@@ -1,0 +1,12 @@
+"""`stageline resume RUN`: an interrupted run, from where it stopped to its last step."""
+
+from __future__ import annotations
+
+import argparse
+
+from pipeline.cli.run import execute
+from pipeline.cli.sources import saved_config
+
+
+def command(options: argparse.Namespace) -> int:
+    return execute(saved_config(options.run_dir), resume=True)

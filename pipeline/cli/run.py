@@ -1,0 +1,35 @@
+"""`stageline run CONFIG... [key=value...]`: a run from its first step to its last."""
+
+from __future__ import annotations
+
+import argparse
+
+from pipeline.cli.answers import complain, output, print_line
+from pipeline.cli.exit_codes import DONE, INTERRUPTED, STAGE_FAILED
+from pipeline.cli.sources import config_of
+from pipeline.config.paths import RunPaths
+from pipeline.config.run import RunConfig
+from pipeline.driver.executor import StageFailed
+from pipeline.driver.run import run
+
+
+def command(options: argparse.Namespace) -> int:
+    return execute(config_of(options.sources), resume=False)
+
+
+def execute(config: RunConfig, *, resume: bool) -> int:
+    """Runs a config to its end; says how to go on where it stops before."""
+    paths = RunPaths(config.run_dir)
+    try:
+        run(config, output(), resume=resume)
+    except KeyboardInterrupt:
+        print_line(f"interrupted; {_how_to_go_on(paths)}")
+        return INTERRUPTED
+    except StageFailed as error:
+        where = f"What its worker printed is in {paths.logs}; {_how_to_go_on(paths)}"
+        return complain("failed", f"{error}. {where}", STAGE_FAILED)
+    return DONE
+
+
+def _how_to_go_on(paths: RunPaths) -> str:
+    return f"`stageline resume {paths.root}` continues this run" if paths.events.exists() else "nothing had started"

@@ -1,0 +1,42 @@
+"""What needs no model of the run: scores of a shard's responses, and the advantages of a step.
+
+May import stages and storage.
+"""
+
+from __future__ import annotations
+
+from pipeline.workers.bindings.binding import Output
+from pipeline.workers.messages import Call
+from pipeline.workers.parts import WorkerParts, required
+from stages.advantage import advantage
+from stages.score import score
+from storage.address import Address
+from storage.records import Rollout
+
+
+def score_shard(parts: WorkerParts, call: Call) -> Output:
+    """One score for each response, sampled for training or for evaluation."""
+    rollout: Rollout = parts.read(call.inputs[0])
+    scorer, prompts = required(parts.scorer), required(parts.prompts)
+    extras = [prompts.extra[i] for i in rollout.prompt_index]
+    record = score(scorer.reward, scorer.tokenizer, rollout, extras)
+    return Output(record, {"score/mean": float(record.scores.mean())})
+
+
+def advantage_step(parts: WorkerParts, call: Call) -> Output:
+    """Advantages and returns of all rows of a step, and the state that the next step goes on from."""
+    config, step = parts.config, call.address.step
+    before = parts.ledger.find(Address("advantage", step - 1)) if step else None
+    policy = parts.read_step("logprob", step) if config.ppo.proximal == "recompute" else None
+    record, state, metrics = advantage(
+        parts.read_step("generate", step),
+        parts.read_step("score", step),
+        parts.read_step("reference", step),
+        policy,
+        parts.read_step("value", step),
+        config.ppo,
+        step,
+        config.staleness,
+        before.state if before is not None else {},
+    )
+    return Output(record, metrics, state)

@@ -1,0 +1,221 @@
+"""What a worker process holds: an engine for `generate`, a reward and a tokenizer for `score`, a model host for
+`policy`, `critic` and `reference`; and what every stage needs beside them. It builds what its gang's roles need.
+
+May import storage and stages; engines, models and rewards are imported when a role needs them: each costs seconds.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+import threading
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import torch
+
+from pipeline.config.loading import config_hash, load_yaml
+from pipeline.config.paths import RunPaths
+from pipeline.config.run import RunConfig
+from pipeline.graph.graph import STAGE_ROLES
+from pipeline.workers.bookkeeping import Clock
+from pipeline.workers.messages import Call, WorkerSpec
+from pipeline.workers.replica_rows import ReplicaRows
+from pipeline.workers.updates import ExactlyOnceUpdates
+from pipeline.workers.versioned_engine import VersionedEngine
+from pipeline.workers.weight_transfer import Fetcher
+from stages.engines.protocol import GenerationEngine
+from stages.models.hf_files import Tokenizer, read_tokenizer
+from stages.models.protocol import MODEL_ROLES, ModelHost, Rank, Role
+from stages.prompts import PromptTable
+from stages.publish import is_published
+from stages.rewards.protocol import Reward
+from storage.address import Address
+from storage.checkpoints import Checkpoints
+from storage.ledger import Commit, Ledger, Provenance, provenance_here
+from storage.rollouts import RolloutStore
+from storage.weight_copies import is_copy
+from storage.weights import WeightBoard
+
+LONGEST_SILENCE_S = 30.0
+"""Of a replica that took rows, before it is taken for lost; less under a short `cluster.deadline_s`."""
+RECENT_BYTES = 64 << 20
+"""Of records that a worker keeps: `reference`, `logprob`, `value` and both updates of a step read the same rows."""
+
+Part = TypeVar("Part")
+
+
+@dataclass(frozen=True)
+class Scorer:
+    """What `score` needs."""
+
+    reward: Reward
+    tokenizer: Tokenizer
+
+
+@dataclass(eq=False)
+class WorkerParts:
+    """Owns a worker's engine and models. A part that none of the gang's roles needs is None."""
+
+    spec: WorkerSpec
+    config: RunConfig
+    config_hash: str
+    paths: RunPaths
+    ledger: Ledger
+    store: RolloutStore
+    board: WeightBoard
+    clock: Clock = field(default_factory=Clock)
+    prompts: PromptTable | None = None
+    scorer: Scorer | None = None
+    engine: VersionedEngine | None = None
+    rows: ReplicaRows | None = None
+    """Of a replica whose rows may move to others."""
+    updates: ExactlyOnceUpdates | None = None
+    """The models, on the ranks of a gang that has any."""
+    fetcher: Fetcher | None = None
+    """Brings versions that this host lacks, from others."""
+
+    def fetch(self, version: int) -> None:
+        """Brings a version of the weights here, if there is anywhere to bring it from."""
+        if self.fetcher is not None:
+            self.fetcher.fetch(version)
+
+    def find(self, address: Address) -> Commit | None:
+        """The commit at an address; where all ranks run the node, rank 0 looks, so that they act alike."""
+        with self.clock.bookkeeping():
+            if self.updates is None or STAGE_ROLES[address.stage] not in MODEL_ROLES:
+                return self.ledger.find(address)
+            return self.updates.agree(lambda: self.ledger.find(address))
+
+    def read(self, address: Address) -> Any:
+        """The record at an address."""
+        with self.clock.bookkeeping():
+            return self.store.read(address)
+
+    def read_step(self, stage: str, step: int) -> Any:
+        """The records of all shards of a step, as one."""
+        with self.clock.bookkeeping():
+            return self.store.read_step(stage, step, self.config.rollout.shards)
+
+    def attempt_name(self, call: Call) -> str:
+        """A name that no other run of the same call has: Dask may run a task twice."""
+        return f"{call.attempt}-{self.spec.incarnation}-{threading.get_native_id()}"
+
+    def provenance(self, call: Call, started: float, weight_versions: tuple[int, ...]) -> Provenance:
+        """What a commit says of how its output came about."""
+        commits = [self.ledger.find(address) for address in call.inputs]
+        return provenance_here(
+            inputs=[commit for commit in commits if commit is not None],
+            weight_versions=weight_versions,
+            seed=self.config.seed,
+            config_hash=self.config_hash,
+            worker=self.spec.name,
+            started=started,
+        )
+
+    def close(self) -> None:
+        if self.engine is not None:
+            self.engine.close()
+        if self.updates is not None:
+            self.updates.close()
+
+
+def required(part: Part | None) -> Part:
+    """A part that the role of the call needs."""
+    assert part is not None, "this worker was built for other roles than the call's"
+    return part
+
+
+def build_parts(spec: WorkerSpec, *, same_layout: bool) -> WorkerParts:
+    """Builds what the roles of a worker's gang need. `same_layout`: see `StageRuntime`."""
+    config = load_yaml(spec.config_yaml)
+    torch.set_num_threads(config.placement.gangs[spec.gang].threads)
+    paths = RunPaths(config.run_dir)
+    ledger = Ledger(str(paths.ledger))
+    parts = WorkerParts(
+        spec=spec,
+        config=config,
+        config_hash=config_hash(config),
+        paths=paths,
+        ledger=ledger,
+        store=RolloutStore(str(paths.root), ledger, config.layouts(), recent_bytes=RECENT_BYTES),
+        board=WeightBoard(paths.board(config.weights_dir(spec.gang))),
+    )
+    # What a killed run left on this host; of weights that were published here, the driver judges.
+    parts.board.tidy(lambda manifest: not is_copy(manifest) or is_published(ledger, manifest))
+    gang = next(g for g in config.gangs() if g.name == spec.gang)
+    if gang.roles & {Role.GENERATE, Role.SCORE}:
+        parts.prompts = PromptTable.load(paths.prompts)
+    if Role.SCORE in gang.roles:
+        build_reward = importlib.import_module("stages.rewards.registry").build_reward
+        parts.scorer = Scorer(build_reward(config.reward), read_tokenizer(config.model.path))
+    if Role.GENERATE in gang.roles:
+        in_flight = config.engine.update == "inflight"
+        engine = _build_engine(config, spec)
+        parts.engine = VersionedEngine(engine, parts.board, in_flight=in_flight, fetch=parts.fetch)
+        if config.cluster.move_rows_below:
+            silence_s = min(LONGEST_SILENCE_S, config.cluster.deadline_s / 4)
+            parts.rows = ReplicaRows(parts.engine, config.cluster.move_rows_below, silence_s)
+    if gang.ordered:
+        parts.updates = _build_updates(parts, _build_host(config, spec, gang.roles & MODEL_ROLES), same_layout)
+    return parts
+
+
+def _build_engine(config: RunConfig, spec: WorkerSpec) -> GenerationEngine:
+    make = importlib.import_module("stages.engines.embedded.engine").EmbeddedEngine
+    engine: GenerationEngine = make(
+        config.model.path,
+        config.engine,
+        max_seq=config.seq,
+        threads=config.placement.gangs[spec.gang].threads,
+        device=_first_device(config.replica_ranks, spec.index),
+        eos_token_ids=config.model.eos_token_ids,
+        on_lost=_end_process,
+    )
+    return engine
+
+
+def _build_host(config: RunConfig, spec: WorkerSpec, roles: frozenset[Role]) -> ModelHost:
+    settings = config.placement.gangs[spec.gang]
+    make = importlib.import_module("stages.models.host").MegatronHost
+    host: ModelHost = make(
+        config.model,
+        config.sampling,
+        config.ppo,
+        settings.layout,
+        roles,
+        Rank(spec.index, spec.size, spec.rendezvous, settings.threads),
+        seed=config.seed,
+        total_steps=config.steps,
+    )
+    return host
+
+
+def _build_updates(parts: WorkerParts, host: ModelHost, same_layout: bool) -> ExactlyOnceUpdates:
+    config = parts.config
+    return ExactlyOnceUpdates(
+        host,
+        rank=parts.spec.index,
+        ranks=parts.spec.size,
+        store=parts.store,
+        ledger=parts.ledger,
+        checkpoints=Checkpoints(parts.paths.checkpoints) if same_layout else None,
+        shards=config.rollout.shards,
+        recompute_logprobs=config.ppo.proximal == "recompute",
+        checkpoint_every=config.checkpoint.every,
+        checkpoint_keep=config.checkpoint.keep,
+        staleness=config.staleness,
+        bookkeeping=parts.clock.bookkeeping,
+    )
+
+
+def _first_device(ranks: int, index: int) -> torch.device | None:
+    """Of a replica that spans ranks, where there are GPUs: each has the next so many to itself."""
+    return torch.device("cuda", index * ranks) if ranks > 1 and torch.cuda.is_available() else None
+
+
+def _end_process(reason: str) -> None:
+    """A replica that has lost a rank is lost as a whole: as if its own process had died, it is built anew."""
+    print(f"{reason}: its replica ends", file=sys.stderr, flush=True)
+    os._exit(1)

@@ -1,0 +1,266 @@
+"""One engine, several shards at once: versions never mix, and whatever fails leaves the engine usable."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from pipeline.workers.bookkeeping import Clock
+from pipeline.workers.versioned_engine import VersionedEngine
+from stages.engines.protocol import Completion, EngineStats, Request, WeightsError
+from stages.publish import publish
+from storage.errors import MissingOutput
+from storage.weights import WeightBoard
+
+
+class FakeEngine:
+    """Owns a counter of who is inside, by version; `load_weights` fails if anybody is."""
+
+    keyed_noise = True
+
+    def __init__(self) -> None:
+        self.version = -1
+        self.inside = 0
+        self.loads: list[int] = []
+        self.tensors: Mapping[str, torch.Tensor] = {}
+        self.refuse: int | None = None
+
+    def load_weights(self, version: int, tensors: Mapping[str, torch.Tensor]) -> None:
+        assert self.inside == 0, f"version {version} was loaded under the feet of a shard of version {self.version}"
+        if version == self.refuse:
+            raise WeightsError("w holds NaN")
+        self.version = version
+        self.loads.append(version)
+        self.tensors = {name: tensor.clone() for name, tensor in tensors.items()}
+
+    def generate(self, requests: Iterable[Request]) -> Iterator[Completion]:
+        yield from ()
+
+    def stats(self) -> EngineStats:
+        return EngineStats(0, 0, 0, 0.0, 0.0, 0, 0.0, 0.0)
+
+    def sleep(self) -> None: ...
+    def wake(self) -> None: ...
+    def close(self) -> None: ...
+
+
+@pytest.fixture
+def board(tmp_path: Path) -> Iterator[WeightBoard]:
+    with WeightBoard(tmp_path / "board") as board:
+        for version in range(4):
+            board.publish(version, {"w": np.full(3, version, np.float32)})
+        yield board
+
+
+def test_versions_never_mix(board: WeightBoard) -> None:
+    fake = FakeEngine()
+    engine = VersionedEngine(fake, board)
+    lock, begin, together = threading.Lock(), threading.Barrier(8), threading.Barrier(2)
+    seen: Counter[int] = Counter()
+    errors: list[BaseException] = []
+
+    def shard(number: int) -> None:
+        try:
+            begin.wait(timeout=60)
+            for turn in range(25):
+                version = (number + turn) % 4
+                with engine.at(version, Clock()):
+                    with lock:
+                        fake.inside += 1
+                    assert fake.version == version
+                    assert fake.tensors["w"].tolist() == [float(version)] * 3
+                    with lock:
+                        fake.inside -= 1
+                    seen[version] += 1
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=shard, args=(n,)) for n in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=60)
+    assert errors == []
+    assert seen == {0: 50, 1: 50, 2: 50, 3: 50}
+
+    def stay() -> None:  # two shards of one version are inside at the same time: neither waits for the other to leave
+        with engine.at(2, Clock()):
+            together.wait(timeout=60)
+
+    pair = [threading.Thread(target=stay) for _ in range(2)]
+    for thread in pair:
+        thread.start()
+    for thread in pair:
+        thread.join(timeout=60)
+    assert not together.broken
+
+
+def started_and_waiting(work: Callable[[], None], engine: VersionedEngine) -> threading.Thread:
+    """A thread that has come to wait for its turn."""
+    thread = threading.Thread(target=work)
+    thread.start()
+    while not engine._turn._waiters:  # type: ignore[attr-defined]
+        assert thread.is_alive()
+    return thread
+
+
+def test_the_next_version_waits_until_the_others_have_left(board: WeightBoard) -> None:
+    fake = FakeEngine()
+    engine = VersionedEngine(fake, board)
+    loaded = threading.Event()
+
+    def newer() -> None:
+        with engine.at(1, Clock()):
+            loaded.set()
+
+    with engine.at(0, Clock()):
+        thread = started_and_waiting(newer, engine)
+        assert not loaded.is_set()
+        assert fake.loads == [0]
+    thread.join(timeout=60)
+    assert loaded.is_set()
+    assert fake.loads == [0, 1]
+
+
+def test_in_flight_a_newer_version_loads_over_those_inside(board: WeightBoard) -> None:
+    """And serves whoever asks for an older one; an evaluation keeps its version until it has left."""
+    fake = FakeEngine()
+    engine = VersionedEngine(fake, board, in_flight=True)
+    with engine.at(1, Clock()), engine.at(2, Clock()), engine.at(1, Clock()):
+        assert fake.loads == [1, 2]
+    entered = threading.Event()
+
+    def newer() -> None:
+        with engine.at(3, Clock()):
+            entered.set()
+
+    with engine.at(1, Clock(), exact=True), engine.at(0, Clock()):
+        assert fake.loads == [1, 2, 1]
+        thread = started_and_waiting(newer, engine)
+        assert not entered.is_set()
+    thread.join(timeout=60)
+    assert entered.is_set()
+    assert fake.loads == [1, 2, 1, 3]
+
+
+def test_in_flight_an_evaluation_waits_for_rows_of_other_versions(board: WeightBoard) -> None:
+    fake = FakeEngine()
+    engine = VersionedEngine(fake, board, in_flight=True)
+    entered = threading.Event()
+
+    def evaluate() -> None:
+        with engine.at(1, Clock(), exact=True):
+            entered.set()
+
+    with engine.at(2, Clock()):
+        thread = started_and_waiting(evaluate, engine)
+        assert not entered.is_set()
+    thread.join(timeout=60)
+    assert fake.loads == [2, 1]
+
+
+def test_a_resident_version_is_not_loaded_again(board: WeightBoard) -> None:
+    fake = FakeEngine()
+    engine = VersionedEngine(fake, board)
+    for version in (0, 0, 1, 1, 0):
+        with engine.at(version, Clock()):
+            pass
+    assert fake.loads == [0, 1, 0]
+
+
+def test_an_exception_inside_leaves_the_engine_usable(board: WeightBoard) -> None:
+    engine = VersionedEngine(FakeEngine(), board)
+    with pytest.raises(ZeroDivisionError), engine.at(0, Clock()):
+        raise ZeroDivisionError
+    with engine.at(1, Clock()) as inner:
+        assert inner.version == 1
+
+
+def test_a_load_that_fails_leaves_the_old_version(board: WeightBoard) -> None:
+    fake = FakeEngine()
+    engine = VersionedEngine(fake, board)
+    with engine.at(0, Clock()):
+        pass
+    fake.refuse = 1
+    with pytest.raises(WeightsError), engine.at(1, Clock()):
+        pytest.fail("weights that do not load let nobody in")
+    with pytest.raises(MissingOutput, match="v9"), engine.at(9, Clock()):
+        pytest.fail("weights that are not there let nobody in")
+    with engine.at(0, Clock()) as inner:
+        assert inner.version == 0
+    assert fake.loads == [0]
+    fake.refuse = None
+    with engine.at(1, Clock()) as inner:
+        assert inner.version == 1
+    assert board.release(1), "a lease was left behind"
+
+
+def test_a_version_that_is_not_here_is_fetched_while_others_come_and_go(board: WeightBoard) -> None:
+    """Once, and only if the resident weights will not do; the shard that needs it enters when it is here."""
+    fake, fetched = FakeEngine(), []
+    begun, arrived = threading.Event(), threading.Event()
+
+    def fetch(version: int) -> None:
+        fetched.append(version)
+        begun.set()
+        arrived.wait(timeout=60)
+        board.publish(version, {"w": np.full(3, version, np.float32)})
+
+    engine = VersionedEngine(fake, board, fetch=fetch)
+
+    def newer() -> None:
+        with engine.at(7, Clock()):
+            assert fake.tensors["w"].tolist() == [7.0] * 3
+
+    with engine.at(0, Clock()):
+        thread = threading.Thread(target=newer)
+        thread.start()
+        begun.wait(timeout=60)
+        with engine.at(0, Clock()):
+            assert fake.loads == [0]
+        arrived.set()
+    thread.join(timeout=60)
+    assert fake.loads == [0, 7]
+    board.release(7)
+    with engine.at(7, Clock()):
+        assert fetched == [7]
+
+
+def test_versions_of_other_tensors_do_not_mix(board: WeightBoard) -> None:
+    """What the older version brought and the newer one lacks would stay the older one's."""
+    fake = FakeEngine()
+    engine = VersionedEngine(fake, board)
+    board.publish(4, {"w": np.zeros(3, np.float32), "x": np.zeros(3, np.float32)})
+    with engine.at(0, Clock()):
+        pass
+    with pytest.raises(WeightsError, match=r"x .* is missing in version 0 .* version 4 has it"), engine.at(4, Clock()):
+        pytest.fail("these weights let nobody in")
+    with engine.at(1, Clock()):
+        assert fake.loads == [0, 1]
+
+
+class _Bfloat16Host:
+    """A model host that has nothing but weights in bfloat16."""
+
+    def __init__(self, weights: torch.Tensor) -> None:
+        self.weights = weights
+
+    def trained_weights(self) -> dict[str, np.ndarray]:
+        return {"w": self.weights.view(torch.uint16).numpy()}
+
+
+def test_bfloat16_weights_reach_the_engine_as_numbers(board: WeightBoard) -> None:
+    weights = torch.tensor([1.5, -2.25, 3e-5]).to(torch.bfloat16)
+    manifest = publish(_Bfloat16Host(weights), board, 7)  # type: ignore[arg-type]
+    assert manifest is not None
+    assert [t.dtype for t in manifest.tensors] == ["bfloat16"]
+    fake = FakeEngine()
+    with VersionedEngine(fake, board).at(7, Clock()):
+        assert fake.tensors["w"].dtype is torch.bfloat16
+        assert torch.equal(fake.tensors["w"], weights)

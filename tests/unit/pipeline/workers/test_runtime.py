@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from pipeline.config.loading import load_config, to_yaml
 from pipeline.config.paths import RunPaths
@@ -26,13 +27,15 @@ ROOT = Path(__file__).resolve().parents[4]
 
 
 @pytest.fixture
-def spec(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> WorkerSpec:
+def spec(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[WorkerSpec]:
     """A worker that scores, of a run that has its prompts."""
     monkeypatch.chdir(ROOT)
     config = load_config([ROOT / "conf/run/tiny.yaml"], [f"runs_dir={tmp_path}", f"cluster.weights_dir={tmp_path}"])
     config.run_dir.mkdir()
     preflight(config).prompts.save(RunPaths(config.run_dir).prompts)
-    return WorkerSpec("score", 0, 1, 0, "", "", to_yaml(config))
+    threads = torch.get_num_threads()
+    yield WorkerSpec("score", 0, 1, 0, "", "", to_yaml(config))
+    torch.set_num_threads(threads)  # a worker sets its own
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 
 
 class Clock(threading.local):
-    """Adds up the seconds that this thread's call spends on bookkeeping."""
+    """Owns the seconds that this thread's call spends on bookkeeping."""
 
     seconds: float = 0.0
 

@@ -1,6 +1,6 @@
 """What the driver sends to a worker and gets back: small, picklable, importable by the scheduler.
 
-May import the standard library, storage.address, stages.engines.embedded.migration.load and pipeline.graph.graph.
+May import the standard library, storage.address and stages.engines.embedded.migration.load.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from stages.engines.embedded.migration.load import EngineLoad, MigrationRequest
 from storage.address import Address, Ref
 
 OUTCOMES = "stageline-outcomes"
-"""Dask topic on which workers tell the driver of outcomes: pickled pairs of a call's attempt and an `Outcome`."""
+"""Dask topic on which workers report outcomes to the driver: pickled pairs of a call's attempt and an `Outcome`."""
 
 
 TAILS = "stageline-tails"
@@ -117,7 +117,7 @@ class RowsNews:
 
 @dataclass(frozen=True)
 class MoveOrder:
-    """What the driver tells a replica: send these rows to another."""
+    """The driver's order to a replica: send these rows to another."""
 
     number: int
     gang: str
@@ -131,14 +131,14 @@ class MoveOrder:
 
 @dataclass(frozen=True)
 class MoveOver:
-    """A replica says that an order is carried out: its rows were taken, or have come back."""
+    """A replica says that an order is carried out: its rows were accepted, or have come back."""
 
     number: int
     gang: str
     index: int
     incarnation: int
     num_rows: int
-    """That were taken."""
+    """That were accepted."""
     num_bytes: int
     """Of keys and values that travelled."""
     seconds: float
@@ -146,7 +146,7 @@ class MoveOver:
     away: tuple[Address, ...]
     """As in `RowsNews`."""
     refusal: str | None = None
-    """Why the rows were not taken."""
+    """Why the rows were not accepted."""
 
 
 def slot_resource(gang: str, index: int) -> str:

@@ -39,7 +39,7 @@ from storage.weight_copies import is_copy
 from storage.weights import WeightBoard
 
 LONGEST_SILENCE_S = 30.0
-"""Of a replica that took rows, before it is taken for lost; less under a short `cluster.deadline_s`."""
+"""Of a replica that accepted rows, before it counts as lost; less under a short `cluster.deadline_s`."""
 RECENT_BYTES = 64 << 20
 """Of records that a worker keeps: `reference`, `logprob`, `value` and both updates of a step read the same rows."""
 
@@ -70,7 +70,7 @@ class WorkerParts:
     scorer: Scorer | None = None
     engine: VersionedEngine | None = None
     rows: ReplicaRows | None = None
-    """Of a replica whose rows may move to others."""
+    """Of a replica whose rows may migrate to others."""
     updates: ExactlyOnceUpdates | None = None
     """The models, on the ranks of a gang that has any."""
     fetcher: Fetcher | None = None

@@ -1,4 +1,4 @@
-"""The rows of the shards that run in a replica: which are elsewhere, and what the courier does with them.
+"""The rows of the shards that run in a replica: which are elsewhere, and what `row_transfer` does with them.
 
 May import storage and stages.
 """
@@ -17,14 +17,14 @@ from stages.engines.protocol import Completion
 from storage.address import Address
 
 
-class MovingEngine(Protocol):
-    """An engine with versions, whose rows can move."""
+class MigratingEngine(Protocol):
+    """An engine with versions, whose rows can migrate."""
 
     def watch_load(self, below: int, listener: Callable[[EngineLoad], None]) -> None: ...
 
     def migrate_out(self, rows: Collection[MigrationRequest]) -> list[MigratedRow]: ...
 
-    def migrate_in(self, moved: Sequence[MigratedRow]) -> AbstractContextManager[IncomingRows]: ...
+    def migrate_in(self, migrated: Sequence[MigratedRow]) -> AbstractContextManager[IncomingRows]: ...
 
     def deliver(self, ticket: int, completion: Completion) -> None: ...
 
@@ -45,9 +45,9 @@ class Shard:
 class ReplicaRows:
     """Owns what is known of the rows of the shards that run in this process."""
 
-    def __init__(self, engine: MovingEngine, below: int, silence_s: float) -> None:
-        """`below`: rows here at which the driver is told of them. `silence_s`: how long a replica that took rows may
-        say nothing before it is taken for lost."""
+    def __init__(self, engine: MigratingEngine, below: int, silence_s: float) -> None:
+        """`below`: while there are fewer rows here, they are reported to the driver. `silence_s`: how long a replica
+        that accepted rows may say nothing before it counts as lost."""
         self.silence_s = silence_s
         self._engine, self._below = engine, below
         self._lock = threading.Lock()
@@ -55,7 +55,7 @@ class ReplicaRows:
         self._shards: list[Shard] = []
         self._here: frozenset[RowKey] = frozenset()
         self._elsewhere: dict[int, RowKey] = {}
-        """Rows that were given away, by ticket."""
+        """Rows that migrated to other replicas, by ticket."""
 
     @contextmanager
     def shard(self, address: Address, keys: Iterable[RowKey]) -> Iterator[Shard]:
@@ -77,7 +77,7 @@ class ReplicaRows:
             return tuple(s.address for s in self._shards if s.keys & gone and not s.keys & self._here)
 
     def watch(self, report: Callable[[EngineLoad, tuple[Address, ...]], None]) -> None:
-        """From now on `report` is told of the rows here while they are few, and which nodes have none here."""
+        """From now on the rows here are reported while they are few, with the nodes that have none here."""
 
         def listen(here: EngineLoad) -> None:
             with self._lock:
@@ -86,16 +86,17 @@ class ReplicaRows:
 
         self._engine.watch_load(self._below, listen)
 
-    def give(self, rows: Collection[MigrationRequest]) -> list[MigratedRow]:
-        moved = self._engine.migrate_out(rows)
+    def migrate_out(self, rows: Collection[MigrationRequest]) -> list[MigratedRow]:
+        """Takes rows out of the engine, for another replica."""
+        migrated = self._engine.migrate_out(rows)
         with self._lock:
-            self._elsewhere.update((one.ticket, key_of(one.request)) for one in moved)
+            self._elsewhere.update((one.ticket, key_of(one.request)) for one in migrated)
             self._here -= set(self._elsewhere.values())
-        return moved
+        return migrated
 
-    def take(self, moved: Sequence[MigratedRow]) -> AbstractContextManager[IncomingRows]:
-        """Rows of another replica, here until the block ends. Raises RequestError for what cannot be taken."""
-        return self._engine.migrate_in(moved)
+    def migrate_in(self, migrated: Sequence[MigratedRow]) -> AbstractContextManager[IncomingRows]:
+        """Rows of another replica, here until the block ends. Raises RequestError for what cannot be accepted."""
+        return self._engine.migrate_in(migrated)
 
     def deliver(self, ticket: int, completion: Completion) -> None:
         """A row was finished elsewhere."""
@@ -106,10 +107,12 @@ class ReplicaRows:
         self._engine.deliver(ticket, completion)
 
     def give_back(self, tickets: Collection[int]) -> None:
+        """These rows go on here after all."""
         with self._lock:
             for ticket in tickets:
                 self._elsewhere.pop(ticket, None)
         self._engine.give_back(tickets)
 
     def wanted(self, tickets: Collection[int]) -> set[int]:
+        """Those that somebody here still waits for."""
         return self._engine.wanted(tickets)

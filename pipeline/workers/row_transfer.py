@@ -3,8 +3,8 @@ through the scheduler or the driver.
 
     driver          source (its shards wait)                   target
     ──────          ────────────────────────                   ──────
-    order ────────► takes the rows out, connects ──rows──────► takes them in
-          ◄─over──                               ◄─taken──────    (or: refused, with the reason)
+    order ────────► takes the rows out, connects ──rows──────► accepts them
+          ◄─over──                               ◄─accepted───    (or: refused, with the reason)
                     hands each to its caller     ◄─finished───  as each is finished; a sign of life every second
                     whose caller went away       ──dropped────► forgets those
                     connection lost, or silence: it goes on     connection lost: forgets them all
@@ -35,7 +35,7 @@ from pipeline.workers.messages import TAILS, MoveOrder, MoveOver, RowsNews, Work
 from stages.engines.embedded.migration.load import EngineLoad, MigrationRequest
 from storage.address import Address
 
-MOVE, TAKE = "stageline_move_rows", "stageline_take_rows"
+MIGRATE, ACCEPT = "stageline_migrate_rows", "stageline_accept_rows"
 """Names of the handlers."""
 _BEAT_S = 1.0
 """Between signs of life."""
@@ -61,9 +61,9 @@ class Rows(Protocol):
 
     def watch(self, report: Callable[[EngineLoad, tuple[Address, ...]], None]) -> None: ...
 
-    def give(self, rows: Collection[MigrationRequest]) -> list[Any]: ...
+    def migrate_out(self, rows: Collection[MigrationRequest]) -> list[Any]: ...
 
-    def take(self, moved: Sequence[Any]) -> AbstractContextManager[IncomingRows]: ...
+    def migrate_in(self, migrated: Sequence[Any]) -> AbstractContextManager[IncomingRows]: ...
 
     def deliver(self, ticket: int, completion: Any) -> None: ...
 
@@ -74,62 +74,62 @@ class Rows(Protocol):
 
 @runtime_checkable
 class HasRows(Protocol):
-    """A runtime whose rows may move; None: they do not."""
+    """A runtime whose rows may migrate; None: they do not."""
 
     @property
     def rows(self) -> Rows | None: ...
 
 
 def order_move(client: Client, source: str, order: MoveOrder) -> None:
-    """Tells the replica at `source`; returns at once. An order that does not arrive is no loss: the rows stay."""
+    """Notifies the replica at `source`; returns at once. An order that does not arrive is no loss: the rows stay."""
 
-    async def tell() -> None:
+    async def notify() -> None:
         with suppress(OSError):
-            await getattr(client.rpc(source), MOVE)(order=pickle.dumps(order))
+            await getattr(client.rpc(source), MIGRATE)(order=pickle.dumps(order))
 
-    client.loop.add_callback(tell)
+    client.loop.add_callback(notify)
 
 
 def open_for_rows(worker: Worker, spec: WorkerSpec, rows: Rows) -> None:
-    """From now on this process carries out orders, takes rows of others, and tells the driver of its own."""
+    """From now on this process carries out orders, accepts rows of others, and reports its own to the driver."""
     under_way: set[asyncio.Task[None]] = set()
 
-    def tell(news: RowsNews | MoveOver) -> None:
+    def report(news: RowsNews | MoveOver) -> None:
         worker.log_event(TAILS, pickle.dumps(news))
 
-    async def move(order: bytes) -> None:
-        wanted: MoveOrder = pickle.loads(order)
-        if (wanted.gang, wanted.index, wanted.incarnation) == (spec.gang, spec.index, spec.incarnation):
-            task = asyncio.create_task(_send(worker, rows, wanted, tell))
+    async def migrate(order: bytes) -> None:
+        sent: MoveOrder = pickle.loads(order)
+        if (sent.gang, sent.index, sent.incarnation) == (spec.gang, spec.index, spec.incarnation):
+            task = asyncio.create_task(_send(worker, rows, sent, report))
             under_way.add(task)
             task.add_done_callback(under_way.discard)
 
-    async def take(comm: Comm, moved: list[Any]) -> Status:
-        await _receive(comm, rows, moved)
+    async def accept(comm: Comm, migrated: list[Any]) -> Status:
+        await _receive(comm, rows, migrated)
         return Status.dont_reply
 
-    worker.handlers |= {MOVE: move, TAKE: take}
-    rows.watch(lambda here, away: tell(RowsNews(spec.gang, spec.index, spec.incarnation, here, away)))
+    worker.handlers |= {MIGRATE: migrate, ACCEPT: accept}
+    rows.watch(lambda here, away: report(RowsNews(spec.gang, spec.index, spec.incarnation, here, away)))
 
 
-async def _send(worker: Worker, rows: Rows, order: MoveOrder, tell: Callable[[MoveOver], None]) -> None:
-    """The source's side of a move, to its end."""
-    moved = await asyncio.to_thread(rows.give, order.rows)
-    left = {one.ticket for one in moved}
-    num_bytes = sum(one.cache.nbytes for one in moved if one.cache is not None)
+async def _send(worker: Worker, rows: Rows, order: MoveOrder, report: Callable[[MoveOver], None]) -> None:
+    """The source's side of a migration, to its end."""
+    migrated = await asyncio.to_thread(rows.migrate_out, order.rows)
+    left = {one.ticket for one in migrated}
+    num_bytes = sum(one.cache.nbytes for one in migrated if one.cache is not None)
     comm: Comm | None = None
 
     def over(num_rows: int, seconds: float, refusal: str | None = None) -> None:
         numbers = (order.number, order.gang, order.index, order.incarnation)
-        tell(MoveOver(*numbers, num_rows, num_bytes if num_rows else 0, seconds, rows.away, refusal))
+        report(MoveOver(*numbers, num_rows, num_bytes if num_rows else 0, seconds, rows.away, refusal))
 
     answered = False
     try:
         if left:
             comm = await connect(order.target, timeout=rows.silence_s, **worker.connection_args)
             started = time.perf_counter()
-            await asyncio.wait_for(comm.write({"op": TAKE, "moved": to_serialize(moved)}), rows.silence_s)
-            del moved
+            await asyncio.wait_for(comm.write({"op": ACCEPT, "migrated": to_serialize(migrated)}), rows.silence_s)
+            del migrated
             answer = await asyncio.wait_for(comm.read(), rows.silence_s)
             refusal = answer.get("refused")
             if refusal is None:
@@ -166,37 +166,37 @@ async def _collect(comm: Comm, rows: Rows, left: set[int]) -> None:
             await comm.write({"dropped": sorted(unwanted)})
 
 
-async def _receive(comm: Comm, rows: Rows, moved: list[Any]) -> None:
-    """The target's side of a move, to its end."""
+async def _receive(comm: Comm, rows: Rows, migrated: list[Any]) -> None:
+    """The target's side of a migration, to its end."""
     finished: asyncio.Queue[tuple[int, Any] | None] = asyncio.Queue()
     loop = asyncio.get_running_loop()
-    taken: asyncio.Future[IncomingRows] = loop.create_future()
+    accepted: asyncio.Future[IncomingRows] = loop.create_future()
 
     def refuse(error: Exception) -> None:
-        if not taken.done():
-            taken.set_exception(error)
+        if not accepted.done():
+            accepted.set_exception(error)
 
     def host() -> None:
         """A thread of its own: it waits for the engine as long as that takes."""
         try:
-            with rows.take(moved) as guests:
-                loop.call_soon_threadsafe(taken.set_result, guests)
-                for item in guests:
+            with rows.migrate_in(migrated) as incoming:
+                loop.call_soon_threadsafe(accepted.set_result, incoming)
+                for item in incoming:
                     loop.call_soon_threadsafe(finished.put_nowait, item)
         except (ValueError, RuntimeError) as error:  # refused; or the engine stopped
             loop.call_soon_threadsafe(refuse, error)
         finally:
             loop.call_soon_threadsafe(finished.put_nowait, None)
 
-    threading.Thread(target=host, name="row-guests", daemon=True).start()
+    threading.Thread(target=host, name="incoming-rows", daemon=True).start()
     try:
-        guests = await taken
+        incoming = await accepted
     except (ValueError, RuntimeError) as error:
         await comm.write({"refused": str(error)})
         return
-    listening = asyncio.create_task(_listen(comm, guests))
+    listening = asyncio.create_task(_listen(comm, incoming))
     try:
-        await comm.write({"taken": len(moved)})
+        await comm.write({"accepted": len(migrated)})
         while not listening.done():
             item: Any = ()
             with suppress(TimeoutError):
@@ -205,14 +205,14 @@ async def _receive(comm: Comm, rows: Rows, moved: list[Any]) -> None:
                 break
             await comm.write({"finished": to_serialize([item] if item else [])})
     finally:
-        guests.close()
+        incoming.close()
         listening.cancel()
         comm.abort()
 
 
-async def _listen(comm: Comm, guests: IncomingRows) -> None:
+async def _listen(comm: Comm, incoming: IncomingRows) -> None:
     """Hears which rows nobody waits for any more, until the source hangs up."""
     with suppress(OSError):
         while True:
             message = await comm.read()
-            guests.drop(message["dropped"])
+            incoming.drop(message["dropped"])

@@ -84,7 +84,7 @@ class StageRuntime:
 
     @property
     def rows(self) -> ReplicaRows | None:
-        """Of a replica whose rows may move to others."""
+        """Of a replica whose rows may migrate to others."""
         return self.parts.rows
 
     def fetch_with(self, fetcher: Fetcher) -> None:

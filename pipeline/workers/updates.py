@@ -58,7 +58,7 @@ class ExactlyOnceUpdates:
     ) -> None:
         """`checkpoints`: None where the models are laid out in another way than those that made the commits: neither
         their checkpoints nor their digests can then be used. `bookkeeping`: entered while the store is read, so that
-        its time can be told from training."""
+        its time does not count as training."""
         self.host = host
         self._rank = rank
         self._ranks = ranks

@@ -123,16 +123,16 @@ class VersionedEngine:
             self._exact -= exact
             self._turn.notify_all()
 
-    # ---- rows that move; only of engines that have `MigratableRows` ----
+    # ---- rows that migrate; only of engines that have `MigratableRows` ----
 
     @property
     def _rows(self) -> MigratableRows:
-        assert self._movable is not None, "this engine's rows cannot move"
+        assert self._movable is not None, "this engine's rows cannot migrate"
         return self._movable
 
     def watch_load(self, below: int, listener: Callable[[EngineLoad], None]) -> None:
-        """See `MigratableRows`. To be called before rows are given away: it is also how whoever waits here hears that
-        the last row of a call has finished at home."""
+        """See `MigratableRows`. To be called before rows migrate: it is also how whoever waits here hears that the last
+        row of a call has finished at home."""
 
         def listen(here: EngineLoad) -> None:
             with self._turn:  # a call may have come to wait for rows elsewhere only
@@ -143,17 +143,17 @@ class VersionedEngine:
 
     def migrate_out(self, rows: Collection[MigrationRequest]) -> list[MigratedRow]:
         """See `MigratableRows`."""
-        moved = self._rows.migrate_out(rows)
+        migrated = self._rows.migrate_out(rows)
         with self._turn:
             self._turn.notify_all()
-        return moved
+        return migrated
 
     @contextmanager
-    def migrate_in(self, moved: Sequence[MigratedRow]) -> Iterator[IncomingRows]:
+    def migrate_in(self, migrated: Sequence[MigratedRow]) -> Iterator[IncomingRows]:
         """Other replicas' rows, whose version stays resident until the block ends (or they have left again). Raises
-        RequestError for what cannot be taken."""
+        RequestError for what cannot be accepted."""
         with self._turn:
-            versions = {one.version for one in moved}
+            versions = {one.version for one in migrated}
             if self._loading or versions != {self._version}:
                 raise RequestError(
                     f"rows of versions {sorted(versions)} do not go on here: {self._version} is resident"
@@ -161,11 +161,11 @@ class VersionedEngine:
             self._inside += 1
             self._exact += not self._in_flight
         try:
-            guests = self._rows.migrate_in(moved)
+            incoming = self._rows.migrate_in(migrated)
             try:
-                yield guests
+                yield incoming
             finally:
-                guests.close()
+                incoming.close()
         finally:
             self._leave(not self._in_flight)
 

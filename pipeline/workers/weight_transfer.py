@@ -17,8 +17,8 @@ arrives. Nothing is sent that was not asked for, which is all the flow control t
 time: the reader asks the publisher again, by its name (a restarted one has another address, and the same board), and
 goes on where it stopped. The tree is in the publisher's memory only and may be forgotten.
 
-The driver tells readers of a new version when it is published, so that it has often come when it is needed, and tells
-them when nobody reads a version any more. Either message may be lost: a version is fetched when it is needed, and a
+The driver notifies readers of a new version when it is published, so that it has often come when it is needed, and
+when nobody reads a version any more. Either message may be lost: a version is fetched when it is needed, and a
 copy that stayed goes with the board's directory.
 
 May import distributed, pipeline.workers.messages and storage.
@@ -140,7 +140,7 @@ class WeightMirror:
         Raises:
             MissingOutput: the publisher does not have it, or nobody reads it any more.
             StoreError: it did not come, for so long that it is an error; the message says why.
-            OSError: there is no room for it here.
+            OSError: there is no space for it here.
         """
         self._fetch(version, wait=True)
 
@@ -153,7 +153,7 @@ class WeightMirror:
     # ---- orders --------------------------------------------------------------------------------------------------
 
     async def _ahead(self, version: int) -> None:
-        """Brings a version before anybody needs it. What goes wrong will go wrong, and be told, again then."""
+        """Brings a version before anybody needs it. What goes wrong will go wrong, and be reported, again then."""
 
         def work() -> None:
             try:
@@ -211,8 +211,8 @@ class WeightMirror:
         askers = self._askers.setdefault(version, [])
         if asker not in askers:
             askers.append(asker)
-        place = askers.index(asker)
-        return askers[(place - FAN_OUT) // FAN_OUT] if place >= FAN_OUT else None
+        number = askers.index(asker)
+        return askers[(number - FAN_OUT) // FAN_OUT] if number >= FAN_OUT else None
 
     # ---- receiving -----------------------------------------------------------------------------------------------
 
@@ -335,13 +335,13 @@ class WeightMirror:
 
 
 def order_fetch(client: Client, workers: Iterable[str], version: int) -> None:
-    """Tells readers, by address, to bring a version to their hosts; returns at once."""
-    _tell(client, workers, FETCH, version=version)
+    """Has readers, by address, bring a version to their hosts; returns at once."""
+    _notify(client, workers, FETCH, version=version)
 
 
 def order_release(client: Client, workers: Iterable[str], versions: Iterable[int]) -> None:
-    """Tells readers, by address, that nobody reads these versions any more; returns at once."""
-    _tell(client, workers, RELEASE, versions=sorted(versions))
+    """Notifies readers, by address, that nobody reads these versions any more; returns at once."""
+    _notify(client, workers, RELEASE, versions=sorted(versions))
 
 
 def remove_boards(client: Client, workers: Iterable[str]) -> None:
@@ -350,18 +350,18 @@ def remove_boards(client: Client, workers: Iterable[str]) -> None:
     async def remove() -> None:
         orders = [asyncio.create_task(getattr(client.rpc(worker), REMOVE)()) for worker in workers]
         if orders:
-            _, late = await asyncio.wait(orders, timeout=_REMOVAL_S)
-            for order in late:
+            _, unanswered = await asyncio.wait(orders, timeout=_REMOVAL_S)
+            for order in unanswered:
                 order.cancel()
             await asyncio.gather(*orders, return_exceptions=True)
 
     client.sync(remove)
 
 
-def _tell(client: Client, workers: Iterable[str], order: str, **what: Any) -> None:
-    async def tell(worker: str) -> None:
+def _notify(client: Client, workers: Iterable[str], order: str, **what: Any) -> None:
+    async def notify(worker: str) -> None:
         with suppress(OSError):
             await getattr(client.rpc(worker), order)(**what)
 
     for worker in workers:
-        client.loop.add_callback(tell, worker)
+        client.loop.add_callback(notify, worker)

@@ -81,9 +81,9 @@ def test_the_next_version_loads_while_all_rows_are_elsewhere(
         assert len(moved) == 3
         newer = run(source, requests(2, version=1, new=4), threading.Event())  # would wait for ever if they counted
         assert {v for c in newer.values() for v in c.versions.tolist()} == {1}
-        with target.migrate_in(moved) as guests:
+        with target.migrate_in(moved) as incoming:
             assert (target._inside, target._version) == (1, 0)
-            for ticket, completion in guests:
+            for ticket, completion in incoming:
                 assert completion is not None
                 source.deliver(ticket, completion)
         got = running.result(timeout=60)
@@ -117,13 +117,13 @@ def test_rows_of_another_version_are_refused(replicas: tuple[VersionedEngine, Ve
         moved = source.migrate_out([MigrationRequest(key_of(rows[0]), True)])
         run(target, requests(1, version=2, new=2), threading.Event())
         with pytest.raises(RequestError, match=r"versions \[0\] do not go on here: 2 is"), target.migrate_in(moved):
-            pytest.fail("they were taken")
+            pytest.fail("they were accepted")
         assert target._inside == 0
         source.give_back([one.ticket for one in moved])
         assert len(running.result(timeout=60)[0].tokens) == 230
 
 
-def test_guests_that_nobody_waits_for_let_the_next_version_in(
+def test_incoming_rows_that_nobody_waits_for_let_the_next_version_in(
     replicas: tuple[VersionedEngine, VersionedEngine],
 ) -> None:
     source, target = replicas
@@ -133,10 +133,10 @@ def test_guests_that_nobody_waits_for_let_the_next_version_in(
         running = threads.submit(run, source, rows, inside)
         assert inside.wait(60)
         moved = source.migrate_out([MigrationRequest(key_of(r), False) for r in rows])
-        with target.migrate_in(moved) as guests:
+        with target.migrate_in(moved) as incoming:
             newer = threads.submit(run, target, requests(1, version=1, new=2), threading.Event())
-            guests.close()
-            assert list(guests) == []
+            incoming.close()
+            assert list(incoming) == []
         assert newer.result(timeout=60)[0].versions.tolist() == [1, 1]
         source.give_back([one.ticket for one in moved])
         assert len(running.result(timeout=60)) == 2
@@ -155,15 +155,15 @@ def test_shards_that_only_wait_are_known(replicas: tuple[VersionedEngine, Versio
         assert inside.wait(60)
         until(lambda: bool(told) and len(told[-1][0].rows) == 3)
         assert told[-1][1] == ()
-        first = rows.give([MigrationRequest(key_of(asked[0]), True)])
+        first = rows.migrate_out([MigrationRequest(key_of(asked[0]), True)])
         assert rows.away == ()
-        others = rows.give([MigrationRequest(key_of(r), True) for r in asked[1:]])
+        others = rows.migrate_out([MigrationRequest(key_of(r), True) for r in asked[1:]])
         assert rows.away == (SHARD,)
         until(lambda: told[-1] == (told[-1][0], (SHARD,)) and not told[-1][0].rows)
         rows.give_back([one.ticket for one in others])
         until(lambda: told[-1][1] == ())
-        with target.migrate_in(first) as guests:
-            for ticket, completion in guests:
+        with target.migrate_in(first) as incoming:
+            for ticket, completion in incoming:
                 rows.deliver(ticket, completion)  # type: ignore[arg-type]
         running.result(timeout=60)
         assert shard.finished_elsewhere == 1

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 from pathlib import Path
 
 import pytest
 
-from pipeline.cli.main import main
+from pipeline.cli.main import COMMANDS, main
 
 CONFIG = """
 name: refused
@@ -101,6 +102,15 @@ def test_an_unknown_command_is_bad_input(capsys: pytest.CaptureFixture[str]) -> 
         main(["fly"])
     assert ended.value.code == 2
     assert "fly" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_has_its_file(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert callable(importlib.import_module(COMMANDS[name].module).command)
+    with pytest.raises(SystemExit) as ended:
+        main([name, "--help"])
+    assert ended.value.code == 0
+    assert f"usage: stageline {name}" in capsys.readouterr().out
 
 
 def test_help_names_the_exit_codes(capsys: pytest.CaptureFixture[str]) -> None:

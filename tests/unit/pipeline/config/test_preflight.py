@@ -11,7 +11,7 @@ import pytest
 from pipeline.config.paths import RunPaths
 from pipeline.config.preflight import check_run_directory, preflight
 from pipeline.config.schema import ConfigError, RunConfig, load_config, to_yaml
-from stages.models.hf_files import read_config
+from stages.models.hf_config import read_config
 
 CONFIG = """
 name: looked

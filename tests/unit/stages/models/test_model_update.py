@@ -16,7 +16,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Ll
 from stages.engines.config import SamplingConfig
 from stages.models.config import LayoutConfig, ModelConfig, OptimizerConfig
 from stages.models.errors import StateError
-from stages.models.hf_files import read_config, read_weights
+from stages.models.hf_config import read_config
+from stages.models.hf_files import read_weights
 from stages.models.host import MegatronHost
 from stages.models.protocol import CriticBatch, PolicyBatch, Rank, Role
 from stages.models.trainer import learning_rate

@@ -111,10 +111,8 @@ def shard_tensors(share: Share, spec: ModelSpec, tensors: Mapping[str, torch.Ten
             mine[name] = tensor
         elif name == EMBEDDING:
             mine[name] = tensor if share.first else tensor[:1]
-        if share.last and name == spec.output_tensor:
-            mine[LM_HEAD] = _rows(tensor, share.tokens)
-        elif name in (LM_HEAD, spec.output_tensor):
-            mine[LM_HEAD] = tensor[:1]
+        if name == spec.output_tensor:  # a copy of a tied embedding adds nothing: the embedding comes too
+            mine[LM_HEAD] = _rows(tensor, share.tokens) if share.last else tensor[:1]
     return mine
 
 

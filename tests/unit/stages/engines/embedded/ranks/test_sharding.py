@@ -84,6 +84,18 @@ def test_the_parts_are_the_whole(tensor: int, pipeline: int, tied: bool) -> None
     assert {held[int(n)] for name in once for n in tensors[name].flatten().tolist()} == {1}
 
 
+@pytest.mark.parametrize("first", ["lm_head.weight", "model.embed_tokens.weight"])
+def test_a_copy_of_a_tied_embedding_changes_nothing(first: str) -> None:
+    """In whatever order the two come: the head's rows are taken from the embedding."""
+    spec = replace(SMALL, tied_embeddings=True)
+    embedding = torch.arange(31.0 * 12).view(31, 12)
+    tensors = {first: embedding, "lm_head.weight": embedding, "model.embed_tokens.weight": embedding}
+    for share in divide(spec, 2, 2):
+        mine, expected = (shard_tensors(share, spec, t) for t in (tensors, {"model.embed_tokens.weight": embedding}))
+        assert mine.keys() == expected.keys()
+        assert all(torch.equal(mine[name], expected[name]) for name in expected)
+
+
 @pytest.mark.parametrize(
     ("tensor", "pipeline", "message"),
     [

@@ -36,7 +36,7 @@ class Drop:
 
 @dataclass(frozen=True)
 class Swap:
-    """The weights of that number, from the next pass on."""
+    """The weights of that number, from the next pass on. Answered by `READY`."""
 
     number: int
 
@@ -59,7 +59,7 @@ class WriteCache:
 
 Command = Pass | Swap | ReadCache | WriteCache | Literal["sleep", "wake"]
 READY = "ready"
-"""The answer of a rank that has begun, fallen asleep or woken up."""
+"""The answer of a rank that has begun, taken new weights into use, fallen asleep or woken up."""
 
 
 def send_bytes(connection: Connection, tensor: torch.Tensor) -> None:

@@ -135,7 +135,8 @@ class ParallelRunner:
         return self._prepare(tensors)
 
     def swap(self, prepared: PreparedOnRanks) -> None:
-        self._command(Swap(prepared.number))
+        # awaited: what is prepared next is prepared by another thread of each rank, from the weights it then has in use
+        self._command(Swap(prepared.number), answered=True)
         self._model.adopt(prepared.weights)
 
     def read_cache(self, blocks: Sequence[int], num_positions: int) -> np.ndarray:

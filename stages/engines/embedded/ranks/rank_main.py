@@ -61,6 +61,7 @@ def _carry_out(command: Command, model: RankModel, prepared: dict[int, LlamaWeig
             commands.send(draws)
     elif isinstance(command, Swap):
         model.adopt(prepared.pop(command.number))
+        commands.send(READY)
     elif isinstance(command, ReadCache):
         commands.send(model.read_cache(command.blocks, command.num_positions))
     elif isinstance(command, WriteCache):

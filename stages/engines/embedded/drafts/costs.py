@@ -10,14 +10,13 @@ from dataclasses import dataclass
 
 CALIBRATED = (1, 2, 4, 8, 16, 32, 64, 128)
 """Sizes of the passes that are timed before the first draft."""
-_LEARNING_RATE = 0.1
+_MEAN_RATE = 0.1
+"""Least weight of a new measurement in the mean of those before it."""
 _COMMON_RATE, _LOCAL_RATE = 0.08, 0.04
 """How fast passes move the whole curve, and the sizes next to their own. Mostly the machine as a whole has become
 slower or faster; a size that is not run at present would else look cheap because it was timed at a better moment."""
 _FIRST_STEP_SHARE = 0.03
 """A drafted position's time is taken to be this share of the smallest pass until it has been measured."""
-
-
 _NEGLIGIBLE = 0.01
 """Guesses less likely than that are not looked at."""
 
@@ -93,7 +92,7 @@ class DraftingCosts:
         each = seconds / (length if self._by_position else 1)
         known, times = self._measured.get(num_rows, (each, 0))
         each = min(each, 3 * known)
-        rate = max(_LEARNING_RATE, 1 / (times + 1))
+        rate = max(_MEAN_RATE, 1 / (times + 1))
         self._measured[num_rows] = (known + rate * (each - known), times + 1)
 
 

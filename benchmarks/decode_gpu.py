@@ -269,13 +269,14 @@ def run_pass(runner: LocalRunner, pass_: Pass) -> None:
 @torch.inference_mode()
 def parts_of_a_pass(runner: LocalRunner, pass_: Pass, plan: Plan) -> dict[str, float]:
     """Seconds of the matrix products and of the attention of all layers, each as a graph of its own; CUDA only."""
-    weights, shape, kernels, cache = runner._weights, runner._shape, runner._kernels, runner._cache
+    weights, spec, kernels, cache = runner._weights, runner._shape, runner._kernels, runner._cache
     size = size_for(len(pass_.ids))
-    widths = {"qkv": shape.hidden, "out": shape.num_heads * shape.head_dim, "gate_up": shape.hidden, "down": shape.ffn}
+    hidden_size, intermediate_size = spec.hidden_size, spec.intermediate_size
+    widths = {"qkv": hidden_size, "out": spec.q_size, "gate_up": hidden_size, "down": intermediate_size}
     inputs = {
         name: torch.randn(size, width, device=DEVICE).to(weights.embedding.dtype) for name, width in widths.items()
     }
-    hidden = torch.randn(size, shape.hidden, device=DEVICE)
+    hidden = torch.randn(size, hidden_size, device=DEVICE)
     every = torch.arange(size, device=DEVICE)
     num = len(pass_.ids)
     tables = torch.zeros(size, blocks_for(plan.max_seq), dtype=torch.int32)
@@ -290,7 +291,7 @@ def parts_of_a_pass(runner: LocalRunner, pass_: Pass, plan: Plan) -> dict[str, f
         for block in weights.blocks:
             for name, x in inputs.items():
                 kernels.linear(x, getattr(block, name), dtype)
-        logits(weights, shape, kernels, hidden, every)
+        logits(weights, spec, kernels, hidden, every)
 
     def attention() -> None:
         for keys, values in cache.layers:

@@ -41,10 +41,11 @@ from stages.engines.embedded.cache import BLOCK_TOKENS, blocks_for
 from stages.engines.embedded.engine import EmbeddedEngine
 from stages.engines.embedded.kernels.cuda.graphs import GraphCapture, size_for
 from stages.engines.embedded.kernels.protocol import Tokens
-from stages.engines.embedded.model.llama import logits, read_shape, tensor_shapes
+from stages.engines.embedded.model.llama import logits
 from stages.engines.embedded.runner import LocalRunner
 from stages.engines.embedded.sampling.noise import noise_keys
 from stages.engines.protocol import Request
+from stages.models.spec import spec_of, tensor_shapes
 
 CUDA = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if CUDA else "cpu")
@@ -186,7 +187,7 @@ def written_model(shape: Shape, plan: Plan) -> Iterator[Path]:
     numbers = torch.Generator(DEVICE).manual_seed(0)
     config = shape.config(plan.max_seq)
     tensors = {}
-    for name, size in tensor_shapes(read_shape(config)).items():
+    for name, size in tensor_shapes(spec_of(config)).items():
         tensor = torch.ones(size) if len(size) == 1 else torch.randn(size, generator=numbers, device=DEVICE) * 0.02
         tensors[name] = tensor.to("cpu", getattr(torch, plan.dtype))
     room = sum(tensor.nbytes for tensor in tensors.values()) * 1.1
@@ -199,7 +200,7 @@ def written_model(shape: Shape, plan: Plan) -> Iterator[Path]:
 
 
 def cost_of(shape: Shape, plan: Plan) -> Cost:
-    sizes = tensor_shapes(read_shape(shape.config(plan.max_seq)))
+    sizes = tensor_shapes(spec_of(shape.config(plan.max_seq)))
     itemsize = getattr(torch, plan.dtype).itemsize
     numbers = sum(int(np.prod(size)) for size in sizes.values())
     looked_up = 0 if shape.tied else shape.vocab * shape.hidden
@@ -273,13 +274,14 @@ def run_pass(runner: LocalRunner, pass_: Pass) -> None:
 @torch.inference_mode()
 def parts_of_a_pass(runner: LocalRunner, pass_: Pass, plan: Plan) -> dict[str, float]:
     """Seconds of the matrix products and of the attention of all layers, each as a graph of its own; CUDA only."""
-    weights, shape, kernels, cache = runner._weights, runner._shape, runner._kernels, runner._cache
+    weights, spec, kernels, cache = runner._weights, runner._shape, runner._kernels, runner._cache
     size = size_for(len(pass_.ids))
-    widths = {"qkv": shape.hidden, "out": shape.num_heads * shape.head_dim, "gate_up": shape.hidden, "down": shape.ffn}
+    hidden_size, intermediate_size = spec.hidden_size, spec.intermediate_size
+    widths = {"qkv": hidden_size, "out": spec.q_size, "gate_up": hidden_size, "down": intermediate_size}
     inputs = {
         name: torch.randn(size, width, device=DEVICE).to(weights.embedding.dtype) for name, width in widths.items()
     }
-    hidden = torch.randn(size, shape.hidden, device=DEVICE)
+    hidden = torch.randn(size, hidden_size, device=DEVICE)
     every = torch.arange(size, device=DEVICE)
     num = len(pass_.ids)
     tables = torch.zeros(size, blocks_for(plan.max_seq), dtype=torch.int32)
@@ -294,7 +296,7 @@ def parts_of_a_pass(runner: LocalRunner, pass_: Pass, plan: Plan) -> dict[str, f
         for block in weights.blocks:
             for name, x in inputs.items():
                 kernels.linear(x, getattr(block, name), dtype)
-        logits(weights, shape, kernels, hidden, every)
+        logits(weights, spec, kernels, hidden, every)
 
     def attention() -> None:
         for keys, values in cache.layers:

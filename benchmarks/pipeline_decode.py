@@ -25,7 +25,8 @@ from benchmarks.harness import arguments, measured_load, report, write_json
 from stages.engines.config import EmbeddedConfig, EngineConfig, SamplingConfig
 from stages.engines.embedded.engine import EmbeddedEngine
 from stages.engines.protocol import Request
-from stages.models.hf_files import RANDOM_TINY, read_config
+from stages.models.hf_config import RANDOM_TINY
+from stages.models.spec import read_spec
 
 NUM_ROWS, PROMPT = (16, 64), 16
 ONE_GROUP = "2 stages, 1 group"
@@ -65,7 +66,7 @@ def main() -> None:
     options = arguments(__doc__ or "")
     path, new = (RANDOM_TINY, 8) if options.quick else (str(MODEL), 32)
     repeats = 1 if options.quick else options.repeats
-    vocab = int(read_config(path)["vocab_size"])
+    vocab = read_spec(path).vocab_size
     os.environ["OMP_WAIT_POLICY"] = "PASSIVE"  # of the ranks' processes; this one's maths has begun by now
     seconds: dict[tuple[str, int], list[float]] = {(side.name, rows): [] for rows in NUM_ROWS for side in SIDES}
     busy: dict[tuple[str, int], list[tuple[float, ...]]] = {key: [] for key in seconds}

@@ -35,7 +35,8 @@ from stages.engines.embedded.drafts.drafters import Drafter, NgramDrafter
 from stages.engines.embedded.engine import EmbeddedEngine
 from stages.engines.embedded.runner import choose_kernels
 from stages.engines.protocol import Request
-from stages.models.hf_files import RANDOM_TINY, Tokenizer, read_tokenizer
+from stages.models.hf_config import RANDOM_TINY
+from stages.models.hf_files import Tokenizer, read_tokenizer
 
 CORES = os.cpu_count() or 1
 CPU = torch.device("cpu")

@@ -53,8 +53,7 @@ def advantage(
             score_mean, score_count.
 
     Returns:
-        (advantages, state, metrics). `metrics["kl/coef"]` is the beta THIS step uses, in the reward or in the loss;
-        `state["kl_coef"]` is the next step's.
+        (advantages, state, metrics). `metrics["kl/coef"]` is the beta THIS step uses, `state["kl_coef"]` the next's.
 
     Raises:
         StalenessError: see there.
@@ -62,29 +61,19 @@ def advantage(
     """
     _check(rollout, scores, reference, policy, values, cfg)
     check_staleness(rollout, step, staleness_bound)
-
     mask = torch.tensor(rollout.response_mask)
     truncated = torch.tensor(rollout.finish_reason == FinishReason.LENGTH)
     loss_mask = mask & ~truncated[:, None] if cfg.mask_truncated else mask
-    log_mu = _float64(rollout.sampler_logprobs, mask)
     log_ref = _float64(reference.ref_logprobs, mask)
-    log_policy = log_mu if policy is None else _float64(policy.policy_logprobs, mask)
-    v = _float64(values.values, mask)
-    raw_scores = torch.tensor(scores.scores).double()
+    log_policy = _float64(rollout.sampler_logprobs if policy is None else policy.policy_logprobs, mask)
+    v, v_end = _float64(values.values, mask), torch.tensor(values.bootstrap_values).double()
 
     kl_coef = float(state.get("kl_coef", cfg.kl.coef)) if cfg.kl.target is not None else cfg.kl.coef
-    shaped_scores = penalise_missing_eos(raw_scores, truncated, cfg.missing_eos_score)
-    running = RunningMean(float(state.get("score_mean", 0.0)), int(state.get("score_count", 0)))
-    running = update_running_mean(running, shaped_scores)
-    if cfg.center_scores:
-        shaped_scores = shaped_scores - running.mean
-
+    shaped_scores, running = _shape_scores(scores, truncated, cfg, state)
     r = token_rewards(shaped_scores, log_policy, log_ref, mask, kl_coef, cfg.kl)
-    if cfg.whiten_rewards:
-        # Filtered rows take no part in the moments; their rewards, of no consequence, are dropped with them.
-        r = masked_whiten(r, loss_mask, keep_mean=True)
-    bootstrap_values = torch.tensor(values.bootstrap_values).double()
-    unwhitened, returns = gae(r, v, bootstrap_values, mask, truncated, cfg.gamma, cfg.lam, cfg.truncated)
+    # Filtered rows take no part in the moments; their rewards, of no consequence, are dropped with them.
+    r = masked_whiten(r, loss_mask, keep_mean=True) if cfg.whiten_rewards else r
+    unwhitened, returns = gae(r, v, v_end, mask, truncated, cfg.gamma, cfg.lam, cfg.truncated)
     a = masked_whiten(unwhitened, loss_mask) if cfg.whiten_advantages else unwhitened
 
     kl_per_response = token_kl(log_policy, log_ref, cfg.kl.estimator).sum(dim=1).numpy()
@@ -96,28 +85,14 @@ def advantage(
         **measure.value_metrics(v.numpy(), returns.numpy(), loss_mask.numpy()),
         **measure.advantage_metrics(unwhitened.numpy(), loss_mask.numpy()),
         **measure.response_metrics(rollout),
+        **_policy_metrics(rollout, policy, step),
     }
-    if policy is not None:
-        found |= measure.proximal_metrics(
-            policy.policy_logprobs, rollout.sampler_logprobs, rollout.token_versions, rollout.response_mask, step
-        )
-        found |= measure.entropy_metrics(policy.entropy, rollout.response_mask)
-
     next_state = {
         "kl_coef": next_kl_coef(kl_coef, found.get("kl/ref", 0.0), rollout.num_rows, cfg.kl),
         "score_mean": running.mean,
         "score_count": running.count,
     }
-    return (
-        Advantages(
-            rewards=r.float().numpy(),
-            advantages=torch.where(loss_mask, a, 0).float().numpy(),
-            returns=returns.float().numpy(),
-            loss_mask=loss_mask.numpy().copy(),
-        ),
-        next_state,
-        found,
-    )
+    return _record(r, a, returns, loss_mask), next_state, found
 
 
 def check_staleness(rollout: Rollout, step: int, bound: int) -> None:
@@ -132,6 +107,41 @@ def check_staleness(rollout: Rollout, step: int, bound: int) -> None:
             f"{rollout.token_versions[index, token]}; allowed are {max(0, step - bound)}..{step} "
             f"(staleness bound {bound})"
         )
+
+
+def _shape_scores(
+    scores: Scores, truncated: torch.Tensor, cfg: PPOConfig, state: Mapping[str, Any]
+) -> tuple[torch.Tensor, RunningMean]:
+    """Scores by the rules of their own (missing EOS, centring), and the running mean with this step's counted in."""
+    shaped = penalise_missing_eos(torch.tensor(scores.scores).double(), truncated, cfg.missing_eos_score)
+    before = RunningMean(float(state.get("score_mean", 0.0)), int(state.get("score_count", 0)))
+    running = update_running_mean(before, shaped)
+    return shaped - running.mean if cfg.center_scores else shaped, running
+
+
+def _record(
+    rewards: torch.Tensor, advantages: torch.Tensor, returns: torch.Tensor, loss_mask: torch.Tensor
+) -> Advantages:
+    """In float32."""
+    return Advantages(
+        rewards=rewards.float().numpy(),
+        advantages=torch.where(loss_mask, advantages, 0).float().numpy(),
+        returns=returns.float().numpy(),
+        loss_mask=loss_mask.numpy().copy(),
+    )
+
+
+def _policy_metrics(rollout: Rollout, policy: PolicyLogprobs | None, step: int) -> dict[str, float]:
+    """Of the proximal policy, where it was computed."""
+    if policy is None:
+        return {}
+    mask = rollout.response_mask
+    return {
+        **measure.proximal_metrics(
+            policy.policy_logprobs, rollout.sampler_logprobs, rollout.token_versions, mask, step
+        ),
+        **measure.entropy_metrics(policy.entropy, mask),
+    }
 
 
 def _check(

@@ -28,14 +28,8 @@ def generate(
     `seq`: width of the arrays, at least the longest prompt + max_new_tokens; `pad_id` fills what no row reaches.
     Raises ValueError for rows that share a number or do not fit `seq`, RequestError for what the engine refuses,
     RuntimeError if a row comes back unasked, twice or not at all."""
+    index_of = _checked_rows(prompts, sampling, seq)
     num = prompts.num_rows
-    longest = int(prompts.prompt_lengths.max(initial=0)) + sampling.max_new_tokens
-    if longest > seq:
-        raise ValueError(f"the longest prompt + max_new_tokens is {longest} tokens, seq is {seq}")
-    index_of = {int(row): i for i, row in enumerate(prompts.row)}
-    if len(index_of) != num:
-        raise ValueError("two prompts of a shard have the same row number: their noise would be the same")
-
     tokens = np.full((num, seq), pad_id, np.int32)
     response_lengths = np.zeros(num, np.int32)
     response_mask = np.zeros((num, seq), np.bool_)
@@ -73,3 +67,14 @@ def generate(
         token_versions=token_versions,
         finish_reason=finish_reason,
     )
+
+
+def _checked_rows(prompts: PromptBatch, sampling: SamplingConfig, seq: int) -> dict[int, int]:
+    """Index of each row by its number. Raises ValueError for what cannot be sampled."""
+    longest = int(prompts.prompt_lengths.max(initial=0)) + sampling.max_new_tokens
+    if longest > seq:
+        raise ValueError(f"the longest prompt + max_new_tokens is {longest} tokens, seq is {seq}")
+    index_of = {int(row): i for i, row in enumerate(prompts.row)}
+    if len(index_of) != prompts.num_rows:
+        raise ValueError("two prompts of a shard have the same row number: their noise would be the same")
+    return index_of

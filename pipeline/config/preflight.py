@@ -1,11 +1,12 @@
 """What a run would be refused for that takes a look at the disk: model, prompts, reward, run directory. Nothing starts.
 
-May import torch, stages.models.hf_files, stages.prompts, stages.rewards.registry, storage; of stages.engines how a
-model is cut and how large its cache is.
+May import torch, stages.models (spec, hf_config, hf_files), stages.prompts, stages.rewards.registry, storage; of
+stages.engines how a model is cut and how large its cache is.
 """
 
 from __future__ import annotations
 
+import json
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,8 +19,10 @@ from pipeline.config.paths import RunPaths
 from pipeline.config.run import RunConfig
 from stages.engines.embedded.cache import block_bytes, blocks_for
 from stages.engines.embedded.ranks.sharding import check_division
-from stages.models.hf_files import RANDOM_TINY, Tokenizer, read_config, read_tokenizer, rope_theta
+from stages.models.hf_config import RANDOM_TINY
+from stages.models.hf_files import Tokenizer, read_tokenizer
 from stages.models.protocol import Role
+from stages.models.spec import ModelSpec, read_spec, tensor_parallel_sizes
 from stages.prompts import PromptTable, tokenise
 from stages.rewards.registry import build_reward
 from storage.prompts import PromptsError, load_texts
@@ -53,7 +56,7 @@ def preflight(config: RunConfig, saved: Path | None = None) -> Preflight:
     except (OSError, ValueError) as error:
         raise ConfigError("model.path", f"given {config.model.path!r}; no usable tokenizer there: {error}") from error
     prompts = PromptTable.load(saved) if saved is not None and saved.exists() else _read_prompts(config, tokenizer)
-    vocab = int(str(model["vocab_size"]))
+    vocab = model.vocab_size
     for token in config.sampling.suppress_token_ids:
         if not 0 <= token < vocab:
             raise ConfigError("sampling.suppress_token_ids", f"given {token}; the model has token ids 0 to {vocab - 1}")
@@ -98,20 +101,19 @@ def _check_writable(key: str, given: str, directory: Path) -> None:
         ) from error
 
 
-def _check_model(config: RunConfig) -> dict[str, object]:
+def _check_model(config: RunConfig) -> ModelSpec:
     path = config.model.path
     try:
-        model = read_config(path)
+        model = read_spec(path)
     except FileNotFoundError as error:
         raise ConfigError("model.path", f"given {path!r}; {error}. `make assets` fetches the demo's model") from error
-    except ValueError as error:
+    except json.JSONDecodeError as error:
         raise ConfigError("model.path", f"given {path!r}; its config.json is not JSON: {error}") from error
-    if model.get("model_type") != "llama":
-        kind = model.get("model_type")
-        raise ConfigError("model.path", f"given {path!r}; its model_type is {kind!r}, only 'llama' works")
+    except ValueError as error:
+        raise ConfigError("model.path", f"given {path!r}; {error}") from error
     if path != RANDOM_TINY and not any(Path(path).glob("*.safetensors")):
         raise ConfigError("model.path", f"given {path!r}; it holds no .safetensors file")
-    blocks = int(model["num_hidden_layers"])
+    blocks = model.num_layers
     frozen, critic = config.model.frozen_blocks, config.model.critic_blocks
     if frozen >= blocks:
         raise ConfigError("model.frozen_blocks", f"given {frozen}; the model has {blocks} blocks: at most {blocks - 1}")
@@ -120,8 +122,8 @@ def _check_model(config: RunConfig) -> dict[str, object]:
     return model
 
 
-def _check_context(config: RunConfig, model: dict[str, object]) -> None:
-    context, new = int(str(model["max_position_embeddings"])), config.sampling.max_new_tokens
+def _check_context(config: RunConfig, model: ModelSpec) -> None:
+    context, new = model.max_positions, config.sampling.max_new_tokens
     if config.seq <= context:
         return
     row = f"a row of prompts.max_tokens + sampling.max_new_tokens has {config.seq} tokens"
@@ -133,40 +135,32 @@ def _check_context(config: RunConfig, model: dict[str, object]) -> None:
     )
 
 
-def _check_layouts(config: RunConfig, model: dict[str, object]) -> None:
+def _check_layouts(config: RunConfig, model: ModelSpec) -> None:
     """Whether every gang's layout can cut this model into equal parts."""
-    try:
-        rope_theta(model)
-    except ValueError as error:
-        raise ConfigError("model.path", f"given {config.model.path!r}; {error}") from error
-    blocks = int(str(model["num_hidden_layers"]))
-    trained = blocks - config.model.frozen_blocks
-    cut_by_tensor = ("num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size")
+    trained = model.num_layers - config.model.frozen_blocks
     cut_by_pipeline = {
-        "num_hidden_layers": blocks,
+        "num_hidden_layers": model.num_layers,
         "model.critic_blocks": trained if config.model.critic_blocks is None else config.model.critic_blocks,
     }
     for gang in config.gangs():
         layout, key = config.placement.gangs[gang.name].layout, f"placement.gangs.{gang.name}.layout"
-        parts = [("tensor", layout.tensor, name, int(str(model[name]))) for name in cut_by_tensor]
+        parts = [("tensor", layout.tensor, name, number) for name, number in tensor_parallel_sizes(model).items()]
         parts += [("pipeline", layout.pipeline, name, number) for name, number in cut_by_pipeline.items()]
         for part, given, name, number in parts if gang.ordered else []:
             if number % given:
                 raise ConfigError(f"{key}.{part}", f"given {given}; must divide the model's {name} = {number}")
 
 
-def _check_replicas(config: RunConfig, model: dict[str, object]) -> None:
+def _check_replicas(config: RunConfig, model: ModelSpec) -> None:
     """Whether an engine's ranks can share this model, keep a row of it, and find devices on this host."""
     engine = config.engine
-    heads = int(str(model["num_attention_heads"]))
-    kv_heads, blocks = int(str(model.get("num_key_value_heads") or heads)), int(str(model["num_hidden_layers"]))
     try:
-        check_division(heads, kv_heads, blocks, engine.tensor_parallel, engine.pipeline_parallel)
+        check_division(model, engine.tensor_parallel, engine.pipeline_parallel)
     except ValueError as error:
         key, _, rest = str(error).partition(": ")
         raise ConfigError(key, rest) from error
-    head_dim = int(str(model.get("head_dim") or int(str(model["hidden_size"])) // heads))
-    row_bytes = blocks_for(config.seq) * block_bytes(blocks, kv_heads, head_dim, getattr(torch, engine.dtype))
+    per_block = block_bytes(model.num_layers, model.num_kv_heads, model.head_dim, getattr(torch, engine.dtype))
+    row_bytes = blocks_for(config.seq) * per_block
     if engine.kv_budget_mb * 2**20 < row_bytes:
         raise ConfigError(
             "engine.kv_budget_mb",

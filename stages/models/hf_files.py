@@ -1,46 +1,28 @@
-"""A model directory in Hugging Face layout, read without building a model: configuration, weights and tokenizer; and
-`random:tiny`, a small random Llama that every test and smoke run can use without any file.
+"""A model directory in Hugging Face layout, read and written without building a model: weights and tokenizer. What its
+config.json says is read by `hf_config` and understood by `spec`.
 
-May import torch, safetensors and transformers (for its tokenizers only).
+May import torch, safetensors, transformers (for its tokenizers only), stages.models.hf_config and stages.models.spec.
 """
 
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
-RANDOM_TINY = "random:tiny"
-"""Stands for a path wherever a model directory is read."""
+from stages.models.hf_config import RANDOM_TINY, read_config, read_eos_ids
+from stages.models.spec import EMBEDDING, LM_HEAD, read_spec, tensor_shapes
 
-_TINY_CONFIG: dict[str, Any] = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "vocab_size": 256,
-    "hidden_size": 64,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "intermediate_size": 176,
-    "max_position_embeddings": 256,
-    "rms_norm_eps": 1e-5,
-    "rope_parameters": {"rope_theta": 10000.0, "rope_type": "default"},
-    "tie_word_embeddings": True,
-    "attention_bias": False,
-    "mlp_bias": False,
-    "hidden_act": "silu",
-    "bos_token_id": None,
-    "eos_token_id": 2,
-    "pad_token_id": 0,
-    "dtype": "float32",
-}
+_COPIED_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja",
+                 "generation_config.json", "vocab.json", "merges.txt", "tokenizer.model")  # fmt: skip
+"""Beside config.json, what a written model takes over from the one it started as, where it is there."""
 _TINY_SEED = 20_24
 _TINY_LINEAR_STD = 0.1
 _TINY_EMBEDDING_STD = 0.2
@@ -118,21 +100,11 @@ class HubTokenizer:
         )
 
 
-def read_config(path: str) -> dict[str, Any]:
-    """The contents of `config.json`, as Hugging Face writes it. Raises FileNotFoundError with what was looked for."""
-    if path == RANDOM_TINY:
-        return json.loads(json.dumps(_TINY_CONFIG))  # a copy that the caller may change
-    file = Path(path) / "config.json"
-    if not file.is_file():
-        raise FileNotFoundError(f"no model at {path!r}: no {file} (give a Hugging Face directory, or {RANDOM_TINY!r})")
-    return dict(json.loads(file.read_text()))
-
-
 def read_weights(path: str) -> dict[str, torch.Tensor]:
     """All tensors by Hugging Face name, in the dtype they are stored in; a tied `lm_head.weight` is usually not among
     them. Raises FileNotFoundError with what was looked for."""
     if path == RANDOM_TINY:
-        return _random_weights(_TINY_CONFIG)
+        return _random_weights()
     directory = Path(path)
     whole, index = directory / "model.safetensors", directory / "model.safetensors.index.json"
     if whole.is_file():
@@ -162,50 +134,33 @@ def read_tokenizer(path: str) -> Tokenizer:
     return HubTokenizer(inner, eos_ids, int(inner.pad_token_id))
 
 
-def read_eos_ids(path: str) -> tuple[int, ...]:
-    """The model's own end-of-sequence tokens: generation_config.json's where it names some, else config.json's."""
-    generation = Path(path) / "generation_config.json"
-    found = json.loads(generation.read_text()).get("eos_token_id") if generation.is_file() else None
-    if found is None:
-        found = read_config(path).get("eos_token_id")
-    if found is None:
-        return ()
-    return tuple(int(i) for i in (found if isinstance(found, list) else [found]))
+def write_model(directory: Path, source: str, changed: Mapping[str, torch.Tensor], dtype: str) -> None:
+    """Writes the model of `source`, a path that can be read from, with some of its tensors changed and all of the dtype
+    named: config, weights, tokenizer. It loads with `AutoModelForCausalLM.from_pretrained`. Makes the directory."""
+    weights = {name: tensor.to(getattr(torch, dtype)) for name, tensor in read_weights(source).items()} | dict(changed)
+    if read_spec(source).tied_embeddings:
+        weights.pop(LM_HEAD, None)
+    directory.mkdir(parents=True, exist_ok=True)
+    save_file(
+        {name: tensor.contiguous().cpu() for name, tensor in weights.items()},
+        directory / "model.safetensors",
+        metadata={"format": "pt"},
+    )
+    config = read_config(source) | {"dtype": dtype}
+    (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    for name in _COPIED_FILES if source != RANDOM_TINY else ():
+        if (Path(source) / name).is_file():
+            shutil.copyfile(Path(source) / name, directory / name)
 
 
-def rope_theta(config: Mapping[str, Any]) -> float:
-    """Base of the rotary embedding. Raises ValueError for a scaled one (yarn, llama3, ...), which is not supported."""
-    parameters = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    kind = parameters.get("rope_type", parameters.get("type", "default"))
-    if kind != "default":
-        raise ValueError(f"rope type {kind!r} is not supported, only 'default'")
-    return float(parameters.get("rope_theta", config.get("rope_theta", 10000.0)))
-
-
-def _random_weights(config: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+def _random_weights() -> dict[str, torch.Tensor]:
     """The same float32 numbers on every call: linears and embeddings normal, norms 1."""
-    hidden, heads, kv_heads = config["hidden_size"], config["num_attention_heads"], config["num_key_value_heads"]
-    head_dim, ffn = config["head_dim"], config["intermediate_size"]
-    linears = {
-        "self_attn.q_proj": (heads * head_dim, hidden),
-        "self_attn.k_proj": (kv_heads * head_dim, hidden),
-        "self_attn.v_proj": (kv_heads * head_dim, hidden),
-        "self_attn.o_proj": (hidden, heads * head_dim),
-        "mlp.gate_proj": (ffn, hidden),
-        "mlp.up_proj": (ffn, hidden),
-        "mlp.down_proj": (hidden, ffn),
-    }
     generator = torch.Generator().manual_seed(_TINY_SEED)
 
-    def normal(shape: tuple[int, ...], std: float) -> torch.Tensor:
+    def made(name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        if len(shape) == 1:
+            return torch.ones(shape)
+        std = _TINY_EMBEDDING_STD if name == EMBEDDING else _TINY_LINEAR_STD
         return torch.randn(shape, generator=generator) * std
 
-    weights = {"model.embed_tokens.weight": normal((config["vocab_size"], hidden), _TINY_EMBEDDING_STD)}
-    for layer in range(config["num_hidden_layers"]):
-        prefix = f"model.layers.{layer}."
-        for name, shape in linears.items():
-            weights[f"{prefix}{name}.weight"] = normal(shape, _TINY_LINEAR_STD)
-        for name in ("input_layernorm", "post_attention_layernorm"):
-            weights[f"{prefix}{name}.weight"] = torch.ones(hidden)
-    weights["model.norm.weight"] = torch.ones(hidden)
-    return weights
+    return {name: made(name, shape) for name, shape in tensor_shapes(read_spec(RANDOM_TINY)).items()}

@@ -1,8 +1,8 @@
-"""This process's place in Megatron's parallel groups: layouts are checked here, groups made and unmade.
+"""This process's rank in each of Megatron's parallel groups: layouts are checked here, groups made and unmade.
 
 Megatron keeps its groups in globals of the process, so that a process has one layout at a time.
 
-May import torch, megatron.core and the standard library.
+May import torch, megatron.core and this folder.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from stages.models import megatron_cpu
 from stages.models.config import LayoutConfig, ModelConfig
 from stages.models.errors import StateError
-from stages.models.hf_weights import LlamaShape
 from stages.models.protocol import Rank
+from stages.models.spec import ModelSpec, tensor_parallel_sizes
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where this rank stands in the tensor (TP), pipeline (PP) and data-parallel (DP) groups of its gang."""
+class ParallelRank:
+    """A rank of a gang by its numbers in the tensor (TP), pipeline (PP) and data-parallel (DP) groups."""
 
     tensor_rank: int
     tensor_size: int
@@ -42,12 +42,12 @@ class Place:
         return self.pipeline_rank == self.pipeline_size - 1
 
     @property
-    def speaks(self) -> bool:
+    def is_output_rank(self) -> bool:
         """Of the ranks that compute the same outputs (the tensor-parallel ones), the one that hands them on."""
         return self.last_stage and self.tensor_rank == 0
 
 
-def check_layout(model: ModelConfig, shape: LlamaShape, layout: LayoutConfig, num_ranks: int) -> None:
+def check_layout(model: ModelConfig, spec: ModelSpec, layout: LayoutConfig, num_ranks: int) -> None:
     """Raises ValueError, naming the key, for a layout that cannot hold the model or does not fit the gang."""
     cut = layout.tensor * layout.pipeline
     if min(layout.tensor, layout.pipeline) < 1 or num_ranks % cut:
@@ -55,22 +55,17 @@ def check_layout(model: ModelConfig, shape: LlamaShape, layout: LayoutConfig, nu
             f"layout.tensor * layout.pipeline = {layout.tensor} * {layout.pipeline} must divide the gang's"
             f" {num_ranks} ranks"
         )
-    for name, size in (
-        ("num_attention_heads", shape.num_heads),
-        ("num_key_value_heads", shape.num_kv_heads),
-        ("intermediate_size", shape.intermediate_size),
-        ("vocab_size", shape.vocab_size),
-    ):
+    for name, size in tensor_parallel_sizes(spec).items():
         if size % layout.tensor:
             raise ValueError(f"layout.tensor = {layout.tensor} must divide the model's {name} = {size}")
     if layout.sequence_parallel and layout.tensor == 1:
         raise ValueError("layout.sequence_parallel needs layout.tensor > 1")
-    if not 0 <= model.frozen_blocks < shape.num_blocks:
+    if not 0 <= model.frozen_blocks < spec.num_layers:
         raise ValueError(
-            f"model.frozen_blocks = {model.frozen_blocks} must lie in 0..{shape.num_blocks - 1}: the model has"
-            f" {shape.num_blocks} blocks"
+            f"model.frozen_blocks = {model.frozen_blocks} must lie in 0..{spec.num_layers - 1}: the model has"
+            f" {spec.num_layers} blocks"
         )
-    trained = shape.num_blocks - model.frozen_blocks
+    trained = spec.num_layers - model.frozen_blocks
     critic = trained if model.critic_blocks is None else model.critic_blocks
     if not 1 <= critic <= trained:
         raise ValueError(f"model.critic_blocks = {critic} must lie in 1..{trained}, the blocks above the frozen ones")
@@ -80,12 +75,12 @@ def check_layout(model: ModelConfig, shape: LlamaShape, layout: LayoutConfig, nu
                 f"model.frozen_blocks = {model.frozen_blocks} needs layout.pipeline = 1: the frozen blocks are computed"
                 " once and kept on the rank that trains the others"
             )
-        for key, blocks in (("layers of the model", shape.num_blocks), ("model.critic_blocks", critic)):
+        for key, blocks in (("layers of the model", spec.num_layers), ("model.critic_blocks", critic)):
             if blocks % layout.pipeline:
                 raise ValueError(f"layout.pipeline = {layout.pipeline} must divide {key} = {blocks}")
 
 
-def join(rank: Rank, layout: LayoutConfig, seed: int) -> Place:
+def join(rank: Rank, layout: LayoutConfig, seed: int) -> ParallelRank:
     """Joins the gang's process group and makes Megatron's groups. Blocks until all ranks have come.
 
     Raises StateError if this process already belongs to a gang.
@@ -104,7 +99,7 @@ def join(rank: Rank, layout: LayoutConfig, seed: int) -> Place:
         tensor_model_parallel_size=layout.tensor, pipeline_model_parallel_size=layout.pipeline
     )
     model_parallel_cuda_manual_seed(seed, force_reset_rng=True)  # sequence parallelism asks for its generators
-    return Place(
+    return ParallelRank(
         tensor_rank=parallel_state.get_tensor_model_parallel_rank(),
         tensor_size=layout.tensor,
         pipeline_rank=parallel_state.get_pipeline_model_parallel_rank(),

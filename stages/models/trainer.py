@@ -124,11 +124,11 @@ class Trainer:
             "masters": self._masters(),
             "adam": self._adam.state_dict(),
         }
-        torch.save(state, _part(directory))
+        torch.save(state, _rank_file(directory))
 
     def load(self, directory: Path) -> None:
         """Restores what `save` wrote, bit for bit. Raises StateError for another number of ranks or other shapes."""
-        state = torch.load(_part(directory), map_location="cpu", weights_only=True)
+        state = torch.load(_rank_file(directory), map_location="cpu", weights_only=True)
         own = dict(self.model.named_parameters())
         shapes = {name: tensor.shape for name, tensor in state["weights"].items()}
         if state["ranks"] != dist.get_world_size() or shapes != {name: p.shape for name, p in own.items()}:
@@ -170,5 +170,5 @@ class Trainer:
         return norm
 
 
-def _part(directory: Path) -> Path:
+def _rank_file(directory: Path) -> Path:
     return directory / f"rank_{dist.get_rank():05d}.pt"

@@ -1,1 +1,1 @@
-"""The mathematics of PPO as pure functions: masks, KL, rewards, GAE, losses, packing, metrics."""
+"""The mathematics of PPO as pure functions: masks, KL, rewards, GAE, losses, micro-batches, metrics."""

@@ -7,6 +7,11 @@
 Both losses are sums of weight_t * term_t (see `stages.ppo.masks`): add them over the micro-batches and ranks of a
 minibatch to get its loss. A framework that AVERAGES gradients over n ranks needs them multiplied by n.
 
+Stats of the policy loss. Sums: policy/loss (all terms), policy/surrogate, policy/kl_ref (under `kl.where: loss`),
+policy/entropy, policy/approx_kl (k3 of KL(anchor || pi)), policy/clipfrac (tokens whose gradient the clip removed),
+policy/ratio_mean (of u); with anchor proximal also policy/weight_mean (of w before the correction) and
+policy/weight_outside (share of tokens that the correction cut or dropped). Maxima: policy/ratio_max, policy/weight_max.
+
 Sources: Schulman et al. 2017 (clip), Hilton et al. 2022 and AReaL, Fu et al. 2025 (decoupled objective).
 
 May import torch, jaxtyping, stages.ppo and the standard library.
@@ -116,7 +121,7 @@ def policy_loss(
     cfg: PPOConfig,
     kl_coef: float,
 ) -> tuple[Float[Tensor, ""], LossStats]:
-    """This micro-batch's share of the policy loss, and its stats.
+    """This micro-batch's share of the policy loss, and its stats (listed above).
 
         L = sum_t weight_t * [ -w_t * min(u_t A_t, clip(u_t, 1 - eps, 1 + eps) A_t)
                                + kl_coef * k_t(pi, pi_ref)          if kl.where is "loss"
@@ -129,12 +134,6 @@ def policy_loss(
         new_logprobs: log pi of the tokens, with gradient.
         entropy: H of the distributions the tokens are drawn from, in nats; with gradient if `entropy_coef` is not 0.
 
-    Sums of the stats: policy/loss (all terms), policy/surrogate, policy/kl_ref (under `kl.where: loss`),
-    policy/entropy, policy/approx_kl (k3 of KL(anchor || pi)), policy/clipfrac (tokens whose gradient the clip
-    removed), policy/ratio_mean (of u); with anchor proximal also policy/weight_mean (of w before the correction) and
-    policy/weight_outside (share of tokens that the correction cut or dropped). Maxima: policy/ratio_max,
-    policy/weight_max.
-
     Raises:
         ValueError: a log-prob array that `cfg` needs is None.
     """
@@ -146,12 +145,7 @@ def policy_loss(
     entropy = torch.where(mask, entropy, 0)
     weights = torch.where(mask, inputs.weights, 0)
 
-    if cfg.anchor == "sampler":
-        log_anchor, w, raw_w = log_mu, torch.ones_like(log_mu), None
-    else:
-        log_anchor = _proximal_logprobs(log_pi, log_mu, inputs, cfg)
-        w, raw_w = behaviour_weights(log_anchor, log_mu, cfg.correction, cfg.correction_cap)
-
+    log_anchor, w, raw_w = _anchored(log_pi, log_mu, inputs, cfg)
     u = torch.exp(log_pi - log_anchor)
     unclipped = u * advantages
     clipped = u.clamp(1 - cfg.clip, 1 + cfg.clip) * advantages
@@ -167,17 +161,12 @@ def policy_loss(
     }
     maxima = {"policy/ratio_max": _masked_max(u, mask)}
     if cfg.kl.where == "loss":
-        if inputs.ref_logprobs is None:
-            raise ValueError("ppo.kl.where: loss needs ref_logprobs")
-        kl = token_kl_loss(log_pi, torch.where(mask, inputs.ref_logprobs, 0), cfg.kl.estimator)
+        kl = _reference_kl(log_pi, inputs, cfg)
         per_token = per_token + kl_coef * kl
         terms["policy/kl_ref"] = kl
     if raw_w is not None:
-        outside = raw_w > cfg.correction_cap
-        if cfg.correction == "mask":
-            outside |= raw_w < 1 / cfg.correction_cap
         terms["policy/weight_mean"] = raw_w
-        terms["policy/weight_outside"] = outside.to(u.dtype)
+        terms["policy/weight_outside"] = _outside_cap(raw_w, cfg).to(u.dtype)
         maxima["policy/weight_max"] = _masked_max(raw_w, mask)
 
     loss = (weights * per_token).sum()
@@ -220,6 +209,16 @@ def value_loss(
     )
 
 
+def _anchored(
+    log_pi: Tensor, log_mu: Tensor, inputs: PolicyLossInputs, cfg: PPOConfig
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """log of the policy that u is the ratio to; w; and w before the correction, where there is one."""
+    if cfg.anchor == "sampler":
+        return log_mu, torch.ones_like(log_mu), None
+    log_anchor = _proximal_logprobs(log_pi, log_mu, inputs, cfg)
+    return log_anchor, *behaviour_weights(log_anchor, log_mu, cfg.correction, cfg.correction_cap)
+
+
 def _proximal_logprobs(log_pi: Tensor, log_mu: Tensor, inputs: PolicyLossInputs, cfg: PPOConfig) -> Tensor:
     """log pi_prox as `cfg.proximal` says, without gradient, 0 outside the mask."""
     match cfg.proximal:
@@ -232,6 +231,19 @@ def _proximal_logprobs(log_pi: Tensor, log_mu: Tensor, inputs: PolicyLossInputs,
             return loglinear_proximal(log_pi, log_mu, behind, inputs.optimizer_steps_taken)
         case "sampler":
             return log_mu.detach()
+
+
+def _reference_kl(log_pi: Tensor, inputs: PolicyLossInputs, cfg: PPOConfig) -> Tensor:
+    """k_t(pi, pi_ref), with gradient, 0 outside the mask."""
+    if inputs.ref_logprobs is None:
+        raise ValueError("ppo.kl.where: loss needs ref_logprobs")
+    return token_kl_loss(log_pi, torch.where(inputs.mask, inputs.ref_logprobs, 0), cfg.kl.estimator)
+
+
+def _outside_cap(w: Tensor, cfg: PPOConfig) -> Tensor:
+    """Tokens whose weight `behaviour_weights` cuts or drops."""
+    outside = w > cfg.correction_cap
+    return outside | (w < 1 / cfg.correction_cap) if cfg.correction == "mask" else outside
 
 
 def _masked_max(x: Tensor, mask: Tensor) -> Tensor:

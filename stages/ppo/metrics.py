@@ -13,13 +13,13 @@ from jaxtyping import Bool, Float, Int
 
 from storage.records import FinishReason, Rollout
 
-Tokens = Float[np.ndarray, "rows seq"]
+PerToken = Float[np.ndarray, "rows seq"]
 Mask = Bool[np.ndarray, "rows seq"]
-Rows = Float[np.ndarray, " rows"]
+PerRow = Float[np.ndarray, " rows"]
 
 
-def reward_metrics(scores: Rows, shaped_scores: Rows, kl_per_response: Rows, kl_coef: float) -> dict[str, float]:
-    """The score as the reward gave it, and apart from it what is left after the score's own rules and the KL penalty.
+def reward_metrics(scores: PerRow, shaped_scores: PerRow, kl_per_response: PerRow, kl_coef: float) -> dict[str, float]:
+    """The score as the reward gave it, and separately what is left after the score's own rules and the KL penalty.
 
     reward/adjusted_mean = mean(shaped score - beta * sum_t k_t), whether beta acts in the reward or in the loss.
     """
@@ -33,7 +33,7 @@ def reward_metrics(scores: Rows, shaped_scores: Rows, kl_per_response: Rows, kl_
     }
 
 
-def ref_kl_metrics(logprobs: Tokens, ref_logprobs: Tokens, mask: Mask) -> dict[str, float]:
+def ref_kl_metrics(logprobs: PerToken, ref_logprobs: PerToken, mask: Mask) -> dict[str, float]:
     """KL to the reference in nats per response, by two estimators, and the k1 per token.
 
     kl/ref = mean over responses of sum_t d_t (k1);  kl/ref_k3 the same of exp(-d) - 1 + d.
@@ -49,8 +49,8 @@ def ref_kl_metrics(logprobs: Tokens, ref_logprobs: Tokens, mask: Mask) -> dict[s
 
 
 def proximal_metrics(
-    policy_logprobs: Tokens,
-    sampler_logprobs: Tokens,
+    policy_logprobs: PerToken,
+    sampler_logprobs: PerToken,
     token_versions: Int[np.ndarray, "rows seq"],
     mask: Mask,
     step: int,
@@ -88,7 +88,7 @@ def proximal_metrics(
     return metrics
 
 
-def entropy_metrics(entropy: Tokens, mask: Mask) -> dict[str, float]:
+def entropy_metrics(entropy: PerToken, mask: Mask) -> dict[str, float]:
     """policy/entropy_start: mean entropy of the proximal policy per sampled token, in nats (the update reports its own
     as policy/entropy)."""
     return {"policy/entropy_start": float(_float64(entropy, mask)[mask].mean())} if mask.any() else {}
@@ -105,7 +105,7 @@ def staleness_metrics(
     return {"staleness/mean": float(staleness.mean()), "staleness/max": float(staleness.max())} | histogram
 
 
-def value_metrics(values: Tokens, returns: Tokens, mask: Mask) -> dict[str, float]:
+def value_metrics(values: PerToken, returns: PerToken, mask: Mask) -> dict[str, float]:
     """The critic at the start of the step: critic/explained_variance = 1 - Var(G - V) / Var(G), absent where the
     returns do not vary; and the means of G and V."""
     v, g = _float64(values, mask)[mask], _float64(returns, mask)[mask]
@@ -117,7 +117,7 @@ def value_metrics(values: Tokens, returns: Tokens, mask: Mask) -> dict[str, floa
     return metrics
 
 
-def advantage_metrics(unwhitened: Tokens, mask: Mask) -> dict[str, float]:
+def advantage_metrics(unwhitened: PerToken, mask: Mask) -> dict[str, float]:
     """Mean and standard deviation of the advantages before whitening (after it they are 0 and 1)."""
     a = _float64(unwhitened, mask)[mask]
     return {"advantage/mean": float(a.mean()), "advantage/std": float(a.std())} if a.size else {}
@@ -136,6 +136,6 @@ def response_metrics(rollout: Rollout) -> dict[str, float]:
     }
 
 
-def _float64(x: Tokens, mask: Mask) -> Float[np.ndarray, "rows seq"]:
+def _float64(x: PerToken, mask: Mask) -> Float[np.ndarray, "rows seq"]:
     """float64 with zeros outside the mask, so that arithmetic on what lies there raises no warning."""
     return np.where(mask, x, 0.0).astype(np.float64)

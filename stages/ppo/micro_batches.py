@@ -7,10 +7,8 @@ May import numpy, jaxtyping and the standard library.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import numpy as np
-from jaxtyping import Int, Shaped
+from jaxtyping import Int
 
 
 def minibatches(num_rows: int, minibatches: int, epochs: int, seed: int, step: int) -> list[list[np.ndarray]]:
@@ -35,18 +33,9 @@ def micro_batches(
 ) -> list[np.ndarray]:
     """Cuts a minibatch's row indices into pieces of at most `micro_batch_rows`.
 
-    With `lengths` (of these rows, in their order) rows of like length go together, longest first: less padding after
-    `trim`, and the largest need of memory comes first.
+    With `lengths` (of these rows, in their order) rows of like length go together, longest first: less padding, and the
+    largest need of memory comes first.
     """
     if lengths is not None:
         rows = rows[np.argsort(-lengths, kind="stable")]
     return [rows[start : start + micro_batch_rows] for start in range(0, len(rows), micro_batch_rows)]
-
-
-def trim(
-    arrays: Mapping[str, Shaped[np.ndarray, "rows ..."]], lengths: Int[np.ndarray, " rows"]
-) -> dict[str, np.ndarray]:
-    """Cuts arrays with a `seq` axis (their second) to the longest of these rows, prompt and response together. Arrays
-    [rows] pass as they are. Returns views."""
-    longest = int(lengths.max(initial=0))
-    return {name: array[:, :longest] if array.ndim > 1 else array for name, array in arrays.items()}

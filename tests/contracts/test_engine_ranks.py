@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import closing
@@ -29,6 +30,7 @@ from stages.engines.config import EngineConfig, SamplingConfig, SpeculationConfi
 from stages.engines.embedded.engine import EmbeddedEngine
 from stages.engines.embedded.migration.load import MigrationRequest
 from stages.engines.embedded.migration.protocol import key_of
+from stages.engines.embedded.ranks.parallel_runner import ParallelRunner
 from stages.engines.embedded.ranks.processes import RankLost
 from stages.engines.protocol import Completion, GenerationEngine, Request, WeightsError
 from stages.models.hf_files import RANDOM_TINY
@@ -230,6 +232,24 @@ def test_a_refit_that_one_rank_has_no_memory_for_changes_nothing(tmp_path: Path)
         engine.load_weights(1, new)
         changed = by_row(engine.generate(make_requests(3, version=1)))
         assert all(changed[row].tokens.tolist() != expected[row].tokens.tolist() for row in range(3))
+
+
+def test_a_swap_is_over_when_every_rank_has_made_it() -> None:
+    """Or weights that come at once would be made from those before the last."""
+    before = set(psutil.Process().children())
+    with closing(
+        ParallelRunner(RANDOM_TINY, EngineConfig(tensor_parallel=2), max_seq=64, device=CPU, threads=1)
+    ) as runner:
+        (rank,) = set(psutil.Process().children()) - before
+        prepared = runner.prepare({"model.norm.weight": torch.ones(64)})
+        rank.suspend()
+        swap = threading.Thread(target=runner.swap, args=(prepared,))
+        swap.start()
+        swap.join(0.5)
+        waits = swap.is_alive()
+        rank.resume()
+        swap.join()
+    assert waits
 
 
 def test_abandoned_rows_leave_after_their_pass() -> None:

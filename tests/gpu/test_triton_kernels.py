@@ -265,7 +265,7 @@ def test_an_engine_draws_the_same_tokens_with_them() -> None:
             for version in (0, 1):
                 requests = [Request(i, 5, version, prompt, version, settings) for i, prompt in enumerate(prompts)]
                 rows += sorted(engine.generate(requests), key=lambda completion: completion.row)
-                norm = torch.full((engine._runner._shape.hidden,), 0.5)
+                norm = torch.full((engine._runner._shape.hidden_size,), 0.5)
                 engine.load_weights(version + 1, {"model.norm.weight": norm})
             found.append(rows)
     for plain, triton in zip(*found, strict=True):

@@ -12,11 +12,10 @@ import torch.multiprocessing
 
 from stages.engines.config import SamplingConfig
 from stages.models.config import LayoutConfig, ModelConfig, OptimizerConfig
-from stages.models.hf_files import read_config
-from stages.models.hf_weights import llama_shape
 from stages.models.host import MegatronHost
 from stages.models.parallel import check_layout
 from stages.models.protocol import CriticBatch, PolicyBatch, Rank, Role
+from stages.models.spec import read_spec
 from stages.ppo.config import PPOConfig
 from storage.records import Advantages, PolicyLogprobs, ReferenceLogprobs, Rollout, Values
 
@@ -197,4 +196,4 @@ def test_a_layout_that_cannot_work_is_refused_by_its_key(
     layout: LayoutConfig, model: dict[str, int], ranks: int, message: str
 ) -> None:
     with pytest.raises(ValueError, match=message):
-        check_layout(ModelConfig(path="random:tiny", **model), llama_shape(read_config("random:tiny")), layout, ranks)
+        check_layout(ModelConfig(path="random:tiny", **model), read_spec("random:tiny"), layout, ranks)

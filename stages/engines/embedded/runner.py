@@ -3,7 +3,7 @@
 The engine decides what runs (`scheduler`, `speculation`) and lays it out as numbers (`passes`); a runner holds weights
 and cache and turns numbers into numbers, in the order in which passes are submitted.
 
-May import numpy, torch, stages.engines, stages.models.hf_files.
+May import numpy, torch, stages.engines, stages.models.hf_files, stages.models.spec.
 """
 
 from __future__ import annotations
@@ -29,17 +29,16 @@ from stages.engines.embedded.kernels.cuda.graphs import CapturedPasses, Drawing,
 from stages.engines.embedded.kernels.protocol import DeviceKernels, Kernels, NoTritonKernelsError, Tokens, TreePaths
 from stages.engines.embedded.kernels.reference import TorchKernels
 from stages.engines.embedded.model.llama import (
-    LlamaShape,
     LlamaWeights,
     build_weights,
     check_tensors,
     forward,
     logits,
-    read_shape,
     refit_weights,
 )
 from stages.engines.embedded.sampling.draw import ban
-from stages.models.hf_files import read_config, read_weights
+from stages.models.hf_files import read_weights
+from stages.models.spec import ModelSpec, read_spec
 
 
 class Runner(Protocol):
@@ -120,10 +119,10 @@ class LocalRunner:
     def __init__(self, path: str, engine: EngineConfig, *, max_seq: int, device: torch.device) -> None:
         """Raises ValueError for sizes that cannot work, WeightsError for weights that do not fit, NoNativeKernelsError
         or NoTritonKernelsError where such kernels are asked for and cannot be had."""
-        self._shape = checked_shape(path, engine, max_seq)
+        self._shape = checked_spec(path, engine, max_seq)
         self._device = device
         self._kernels = choose_kernels(engine, device)
-        self.kernels, self.vocab = self._kernels.name, self._shape.vocab
+        self.kernels, self.vocab = self._kernels.name, self._shape.vocab_size
         self.supports_trees = self._kernels.supports_trees
         self.cache_shape = (self._shape.num_layers, self._shape.num_kv_heads, self._shape.head_dim)
         dtype = getattr(torch, engine.dtype)
@@ -238,14 +237,14 @@ def all_tensors(weights: LlamaWeights) -> list[torch.Tensor]:
     return [weights.embedding, *blocks, weights.norm, weights.head]
 
 
-def checked_shape(path: str, engine: EngineConfig, max_seq: int) -> LlamaShape:
+def checked_spec(path: str, engine: EngineConfig, max_seq: int) -> ModelSpec:
     """The model's sizes. Raises ValueError where it or the engine's settings cannot work."""
-    shape = read_shape(read_config(path))
-    if not 0 < max_seq <= shape.max_positions:
-        raise ValueError(f"max_seq is {max_seq}; {path!r} has positions for {shape.max_positions} tokens")
+    spec = read_spec(path)
+    if not 0 < max_seq <= spec.max_positions:
+        raise ValueError(f"max_seq is {max_seq}; {path!r} has positions for {spec.max_positions} tokens")
     if engine.slots < 1:
         raise ValueError(f"engine.slots is {engine.slots}; at least 1 row must be decoded at a time")
-    return shape
+    return spec
 
 
 def affordable_blocks(engine: EngineConfig, per_block: int, max_seq: int) -> int:

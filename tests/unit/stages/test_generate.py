@@ -14,7 +14,7 @@ from stages.engines.config import EngineConfig, SamplingConfig
 from stages.engines.embedded.engine import EmbeddedEngine
 from stages.engines.protocol import Completion, EngineStats, Request
 from stages.generate import generate
-from stages.models.hf_files import RANDOM_TINY
+from stages.models.hf_config import RANDOM_TINY
 from storage.records import FinishReason, PromptBatch
 
 PROMPTS = PromptBatch(

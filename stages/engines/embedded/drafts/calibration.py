@@ -1,6 +1,6 @@
 """An engine's speculation, ready to choose: its drafters, and passes of several sizes timed before the first row.
 
-May import numpy, torch, stages.engines, stages.models.hf_files.
+May import numpy, torch, stages.engines, stages.models.hf_files, stages.models.spec.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from stages.engines.config import EngineConfig, SpeculationConfig
 from stages.engines.embedded.batch import Pass
 from stages.engines.embedded.cache import BlockPool, blocks_for
 from stages.engines.embedded.drafts.costs import CALIBRATED, PassCosts
-from stages.engines.embedded.drafts.distillation import OutputRows, Student
+from stages.engines.embedded.drafts.distillation import Student, Teacher
 from stages.engines.embedded.drafts.draft_head import LearnedDrafter
 from stages.engines.embedded.drafts.drafters import Drafter, NgramDrafter
 from stages.engines.embedded.drafts.speculation import Speculation, check_speculation
 from stages.engines.embedded.kernels.cpu.native import load_native_kernels
 from stages.engines.embedded.kernels.reference import TorchKernels
 from stages.engines.embedded.runner import Runner
-from stages.models.hf_files import read_config, read_weights
+from stages.models.hf_files import read_weights
+from stages.models.spec import EMBEDDING, FINAL_NORM, read_spec
 
 _GUESSES = 32
 """Tokens of the passes by which the cost of a long context is measured: guesses for one row, and enough of them for
 their attention to be a large part of the pass."""
-_EMBEDDING, _HEAD, _NORM = "model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"
 
 
 def build_speculation(
@@ -77,22 +77,20 @@ def named_drafters(engine: EngineConfig, path: str, runner: Runner, device: torc
 
 def make_student(config: SpeculationConfig, path: str, device: torch.device) -> Student:
     """A draft head for the model in `path`, yet to be trained."""
-    vocab, budget_bytes = int(read_config(path)["vocab_size"]), config.head_memory_mb * 2**20
-    return Student(output_rows(path), vocab, config.head_vocab, budget_bytes, device)
+    vocab, budget_bytes = read_spec(path).vocab_size, config.head_memory_mb * 2**20
+    return Student(read_teacher(path), vocab, config.head_vocab, budget_bytes, device)
 
 
-def output_rows(path: str) -> OutputRows:
+def read_teacher(path: str) -> Teacher:
     """What the draft head needs of the model in `path`, read from its files when it is needed."""
-    config, weights = read_config(path), read_weights(path)
-    tied = bool(config.get("tie_word_embeddings", False)) or _HEAD not in weights
-    out_name = _EMBEDDING if tied else _HEAD
-    return OutputRows(
-        embedding=lambda tokens: read_weights(path)[_EMBEDDING][torch.tensor(tokens)],
-        out=lambda tokens: read_weights(path)[out_name][torch.tensor(tokens)],
-        out_name=out_name,
-        norm=weights[_NORM].float().clone(),
-        norm_name=_NORM,
-        norm_eps=float(config["rms_norm_eps"]),
+    spec = read_spec(path)
+    return Teacher(
+        embedding=lambda tokens: read_weights(path)[EMBEDDING][torch.tensor(tokens)],
+        out=lambda tokens: read_weights(path)[spec.output_tensor][torch.tensor(tokens)],
+        out_name=spec.output_tensor,
+        norm=read_weights(path)[FINAL_NORM].float().clone(),
+        norm_name=FINAL_NORM,
+        norm_eps=spec.norm_eps,
     )
 
 

@@ -10,14 +10,13 @@ from dataclasses import dataclass
 
 CALIBRATED = (1, 2, 4, 8, 16, 32, 64, 128)
 """Sizes of the passes that are timed before the first draft."""
-_LEARNING_RATE = 0.1
+_MEAN_RATE = 0.1
+"""Least weight of a new measurement in the mean of those before it."""
 _COMMON_RATE, _LOCAL_RATE = 0.08, 0.04
 """How fast passes move the whole curve, and the sizes next to their own. Mostly the machine as a whole has become
 slower or faster; a size that is not run at present would else look cheap because it was timed at a better moment."""
 _FIRST_STEP_SHARE = 0.03
 """A drafted position's time is taken to be this share of the smallest pass until it has been measured."""
-
-
 _NEGLIGIBLE = 0.01
 """Guesses less likely than that are not looked at."""
 
@@ -29,7 +28,7 @@ class PassCosts:
     def __init__(self, seconds: Mapping[int, float], per_position: float = 0.0) -> None:
         """`seconds`: of at least two sizes, at short context. Raises ValueError for fewer."""
         if len(seconds) < 2:
-            raise ValueError("a line needs two points")
+            raise ValueError("an interpolation needs two points")
         self.per_position = max(per_position, 0.0)
         self._sizes = sorted(seconds)
         self._seconds = [seconds[size] for size in self._sizes]
@@ -43,19 +42,19 @@ class PassCosts:
 
     def seconds(self, num_tokens: float, positions: float = 0.0) -> float:
         """Of a pass of so many tokens that attend to so many positions, all tokens together."""
-        left, weight = self._place(num_tokens)
+        left, weight = self._interval(num_tokens)
         return (1 - weight) * self._seconds[left] + weight * self._seconds[left + 1] + self.per_position * positions
 
     def observe(self, num_tokens: int, seconds: float, positions: float = 0.0) -> None:
-        left, weight = self._place(num_tokens)
+        left, weight = self._interval(num_tokens)
         factor = min(max(seconds / self.seconds(num_tokens, positions), 0.5), 2.0)
         weight = min(max(weight, 0.0), 1.0)
         self._seconds = [each * factor**_COMMON_RATE for each in self._seconds]
         self._seconds[left] *= factor ** (_LOCAL_RATE * (1 - weight))
         self._seconds[left + 1] *= factor ** (_LOCAL_RATE * weight)
 
-    def _place(self, num_tokens: float) -> tuple[int, float]:
-        """The interval (its left end's index), and how far into it; beyond the last one its line is prolonged."""
+    def _interval(self, num_tokens: float) -> tuple[int, float]:
+        """The interval (its left end's index), and how far into it; the last one goes on for ever."""
         left = 0
         while left < len(self._sizes) - 2 and self._sizes[left + 1] <= num_tokens:
             left += 1
@@ -93,7 +92,7 @@ class DraftingCosts:
         each = seconds / (length if self._by_position else 1)
         known, times = self._measured.get(num_rows, (each, 0))
         each = min(each, 3 * known)
-        rate = max(_LEARNING_RATE, 1 / (times + 1))
+        rate = max(_MEAN_RATE, 1 / (times + 1))
         self._measured[num_rows] = (known + rate * (each - known), times + 1)
 
 
@@ -166,7 +165,7 @@ def expected_speed(
     drafting: DraftingCosts,
     rows: Sequence[int] = (1, 2, 4, 8, 16),
 ) -> list[CurvePoint]:
-    """Tokens per second by rows in flight and draft length, 0 to as many as `acceptance` tells of: each is the
+    """Tokens per second by rows in flight and draft length, 0 to as many as `acceptance` has entries: each is the
     probability that a token at that position is accepted if all before it were."""
     points = []
     for num_rows in rows:

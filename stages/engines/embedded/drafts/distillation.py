@@ -48,8 +48,8 @@ def cell_input(
 
 
 @dataclass(frozen=True, eq=False)
-class OutputRows:
-    """Of the model, what the head starts from and is taught by."""
+class Teacher:
+    """What the head starts from and is taught by: the model's embedding, output layer and final norm."""
 
     embedding: Callable[[Sequence[int]], torch.Tensor]
     """Tokens -> their embeddings [n, C]."""
@@ -80,7 +80,7 @@ class Head:
         return [self.up, self.down, self.out, self.embedding]
 
 
-class Rows:
+class FinishedRows:
     """Owns the hidden states of the last finished rows and their tokens, one after the other in a ring."""
 
     def __init__(self, num_places: int, hidden: int) -> None:
@@ -113,18 +113,18 @@ class Student:
     thread; everything else from one."""
 
     def __init__(
-        self, rows: OutputRows, vocab: int, head_vocab: int, budget_bytes: int, device: torch.device, seed: int = 0
+        self, teacher: Teacher, vocab: int, head_vocab: int, budget_bytes: int, device: torch.device, seed: int = 0
     ) -> None:
-        hidden = len(rows.norm)
+        hidden = len(teacher.norm)
         self.vocab = vocab
         self.head_is_due = False
         """Whether there is something new to `publish`."""
-        self._model, self._device = rows, device
-        self._norm = rows.norm.to(device)
+        self._teacher, self._device = teacher, device
+        self._norm = teacher.norm.to(device)
         self.scale = float(self._norm.square().mean().sqrt())
         """Root mean square of a normed state, about: sizes the head's first steps."""
         self._num_tokens = min(head_vocab, vocab)
-        self._rows = Rows(max(budget_bytes // (2 * hidden), 2 * UNROLLED), hidden)
+        self._rows = FinishedRows(max(budget_bytes // (2 * hidden), 2 * UNROLLED), hidden)
         self._generator = torch.Generator().manual_seed(seed)
         self._counts: Counter[int] = Counter()
         """Of the responses' tokens."""
@@ -144,7 +144,7 @@ class Student:
 
     def normed(self, hidden: Float32[torch.Tensor, "n C"]) -> Float32[torch.Tensor, "n C"]:
         """The model's final norm of its last block's output."""
-        return F.rms_norm(hidden.to(self._device), self._norm.shape, self._norm, self._model.norm_eps)
+        return F.rms_norm(hidden.to(self._device), self._norm.shape, self._norm, self._teacher.norm_eps)
 
     def add(self, hidden: Float32[np.ndarray, "n C"], tokens: Sequence[int]) -> None:
         """A finished row: states of the last block, and the token drawn from each."""
@@ -156,7 +156,7 @@ class Student:
 
     def refit(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Takes what concerns the teacher out of the model's new weights."""
-        head, out, norm = self._head, tensors.get(self._model.out_name), tensors.get(self._model.norm_name)
+        head, out, norm = self._head, tensors.get(self._teacher.out_name), tensors.get(self._teacher.norm_name)
         ids = None if head is None or out is None else head.ids.clone()
         rows = None if ids is None or out is None else out.detach()[ids.to(out.device)].float().cpu()
         if rows is not None or norm is not None:
@@ -228,8 +228,8 @@ class Student:
         taken = set(frequent)
         rest = (token for token in range(self.vocab) if token not in taken)
         ids = frequent + [next(rest) for _ in range(self._num_tokens - len(frequent))]
-        embedding = self._model.embedding(ids).float()
-        self._taught_by = self._model.out(ids).float().to(self._device)
+        embedding = self._teacher.embedding(ids).float()
+        self._taught_by = self._teacher.out(ids).float().to(self._device)
         out, width = self._taught_by.cpu().clone(), self._norm.shape[0]
         embedding = embedding / embedding.std()
         embedding = torch.cat([embedding, embedding.mean(0, keepdim=True)])

@@ -35,7 +35,7 @@ _GAPS = (0.5, 1.5, 3.0)
 """Bounds between the classes of confidence: how far the best token is ahead of the second, and each other one behind
 the best, in nats, noise included."""
 _RANKS = 4
-"""Guesses behind one token that are told apart in confidence: the best, the second, ..."""
+"""Guesses behind one token that are distinguished in confidence: the best, the second, ..."""
 KIND = "learned"
 
 
@@ -168,7 +168,7 @@ def unroll(
     banned: Sequence[Sequence[int]],
 ) -> Guessed:
     """The head's guesses for `depth` positions, as slots: of each position the `branches` that are least behind the
-    best, summed over their line; those of one position are fed back for the next. `slots`: of the last tokens;
+    best, summed over their path; those of one position are fed back for the next. `slots`: of the last tokens;
     `banned`: of each row and position, slots that it cannot get. Logits are not divided by the temperature: noise is
     multiplied by it."""
     num_rows, device = len(state), state.device

@@ -33,7 +33,7 @@ class Draft:
     tree: DraftTree
     kind: str
     levels: tuple[int, ...] = ()
-    """How sure the drafter is of each guess, in any small number of classes: acceptance is measured for each apart.
+    """How sure the drafter is of each guess, in any small number of classes: acceptance is measured for each of them.
     Empty: it cannot say."""
 
 

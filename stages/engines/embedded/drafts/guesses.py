@@ -32,11 +32,11 @@ class Guesses:
         for guess, parent in enumerate(self.tree.parents):
             if parent not in best or self.gains[guess] > self.gains[best[parent]]:
                 best[parent] = guess
-        line, last = list[int](), -1
+        chain, last = list[int](), -1
         while (following := best.get(last)) is not None:
-            line.append(following)
+            chain.append(following)
             last = following
-        return line
+        return chain
 
     def only(self, chosen: Sequence[int]) -> Guesses:
         """See `DraftTree.only`."""
@@ -48,9 +48,9 @@ class Guesses:
         )
 
     def as_fed(self) -> Guesses:
-        """The first line first: its keys then are in place (see `trees`)."""
-        line = self.main_chain
-        return self.only([*line, *(guess for guess in range(len(self.tree)) if guess not in line)])
+        """The main chain first: its keys then are in place (see `draft_tree`)."""
+        chain = self.main_chain
+        return self.only([*chain, *(guess for guess in range(len(self.tree)) if guess not in chain)])
 
 
 def joined(first: Guesses, second: Guesses) -> Guesses:

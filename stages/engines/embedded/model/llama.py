@@ -8,7 +8,7 @@ On a CPU every row's numbers are the same bits in any pass; see `kernels`. Kerne
 (`FusedKernels`) do so; the others are put together here, operation by operation.
 
 Shape letters: N tokens, H query heads, K key/value heads, D head dimension, C hidden size, V vocabulary.
-May import torch, stages.engines.
+May import torch, stages.engines, stages.models.spec.
 """
 
 from __future__ import annotations
@@ -25,34 +25,32 @@ from stages.engines.embedded.cache import KVCache
 from stages.engines.embedded.kernels.packed import NotFiniteError, Packed, all_finite
 from stages.engines.embedded.kernels.protocol import Angles, Block, FusedKernels, Kernels, Tokens
 from stages.engines.protocol import WeightsError
-from stages.models.hf_files import rope_theta
+from stages.models.spec import (
+    DOWN_PROJ,
+    EMBEDDING,
+    FINAL_NORM,
+    GATE_PROJ,
+    INPUT_NORM,
+    K_PROJ,
+    LM_HEAD,
+    O_PROJ,
+    POST_ATTENTION_NORM,
+    Q_PROJ,
+    UP_PROJ,
+    V_PROJ,
+    ModelSpec,
+    layer_tensor,
+    tensor_shapes,
+)
 
 _FUSED = {
-    "qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-    "out": ("self_attn.o_proj",),
-    "gate_up": ("mlp.gate_proj", "mlp.up_proj"),
-    "down": ("mlp.down_proj",),
+    "qkv": (Q_PROJ, K_PROJ, V_PROJ),
+    "out": (O_PROJ,),
+    "gate_up": (GATE_PROJ, UP_PROJ),
+    "down": (DOWN_PROJ,),
 }
-"""Field of `Block` -> the Hugging Face linears stacked in it, in this order."""
-_NORMS = {"attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
-_EMBEDDING, _FINAL_NORM, _HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
-
-
-@dataclass(frozen=True)
-class LlamaShape:
-    """Sizes of a model, from its config.json."""
-
-    num_layers: int
-    hidden: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    ffn: int
-    vocab: int
-    max_positions: int
-    norm_eps: float
-    theta: float
-    tied: bool
+"""Field of `Block` -> the parts of a layer stacked in it, in this order."""
+_NORMS = {"attention_norm": INPUT_NORM, "mlp_norm": POST_ATTENTION_NORM}
 
 
 @dataclass(frozen=True)
@@ -67,67 +65,17 @@ class LlamaWeights:
     angles: Angles
 
 
-def read_shape(config: Mapping[str, Any]) -> LlamaShape:
-    """Raises ValueError for what is no plain Llama (another architecture, biases, another activation)."""
-    unsupported = {
-        "model_type": config.get("model_type") != "llama",
-        "hidden_act": config.get("hidden_act", "silu") != "silu",
-        "attention_bias": bool(config.get("attention_bias", False)),
-        "mlp_bias": bool(config.get("mlp_bias", False)),
-    }
-    for key, wrong in unsupported.items():
-        if wrong:
-            raise ValueError(f"the engine runs Llama models without biases; config.json has {key}: {config.get(key)!r}")
-    heads = config["num_attention_heads"]
-    return LlamaShape(
-        num_layers=config["num_hidden_layers"],
-        hidden=config["hidden_size"],
-        num_heads=heads,
-        num_kv_heads=config.get("num_key_value_heads") or heads,
-        head_dim=config.get("head_dim") or config["hidden_size"] // heads,
-        ffn=config["intermediate_size"],
-        vocab=config["vocab_size"],
-        max_positions=config["max_position_embeddings"],
-        norm_eps=config["rms_norm_eps"],
-        theta=rope_theta(config),
-        tied=bool(config.get("tie_word_embeddings", False)),
-    )
-
-
-def tensor_shapes(shape: LlamaShape) -> dict[str, tuple[int, ...]]:
-    """Every tensor of the model by Hugging Face name; without `lm_head.weight` where it is tied."""
-    queries, keys = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
-    block = {
-        "input_layernorm": (shape.hidden,),
-        "self_attn.q_proj": (queries, shape.hidden),
-        "self_attn.k_proj": (keys, shape.hidden),
-        "self_attn.v_proj": (keys, shape.hidden),
-        "self_attn.o_proj": (shape.hidden, queries),
-        "post_attention_layernorm": (shape.hidden,),
-        "mlp.gate_proj": (shape.ffn, shape.hidden),
-        "mlp.up_proj": (shape.ffn, shape.hidden),
-        "mlp.down_proj": (shape.hidden, shape.ffn),
-    }
-    shapes: dict[str, tuple[int, ...]] = {_EMBEDDING: (shape.vocab, shape.hidden)}
-    for layer in range(shape.num_layers):
-        shapes |= {_name(layer, part): size for part, size in block.items()}
-    shapes[_FINAL_NORM] = (shape.hidden,)
-    if not shape.tied:
-        shapes[_HEAD] = (shape.vocab, shape.hidden)
-    return shapes
-
-
-def check_tensors(shape: LlamaShape, tensors: Mapping[str, torch.Tensor], *, complete: bool) -> None:
+def check_tensors(spec: ModelSpec, tensors: Mapping[str, torch.Tensor], *, complete: bool) -> None:
     """Raises WeightsError naming the first tensor that is unknown or misshapen, or (`complete`) missing. That all
     numbers are finite is seen when they are packed, so that they are read once. A tied `lm_head.weight` may come along
     if it is the embedding that also comes."""
-    expected = tensor_shapes(shape)
+    expected = tensor_shapes(spec)
     for name, tensor in tensors.items():
-        if name == _HEAD and shape.tied:
-            if _EMBEDDING not in tensors or not torch.equal(tensor, tensors[_EMBEDDING]):
-                raise WeightsError(f"{_HEAD} is tied to {_EMBEDDING} in this model and must come with it, equal to it")
+        if name == LM_HEAD and spec.tied_embeddings:
+            if EMBEDDING not in tensors or not torch.equal(tensor, tensors[EMBEDDING]):
+                raise WeightsError(f"{LM_HEAD} is tied to {EMBEDDING} in this model and must come with it, equal to it")
         elif name not in expected:
-            raise WeightsError(f"{name} is no tensor of this model ({shape.num_layers} blocks)")
+            raise WeightsError(f"{name} is no tensor of this model ({spec.num_layers} blocks)")
         elif tuple(tensor.shape) != expected[name]:
             raise WeightsError(f"{name} has shape {tuple(tensor.shape)}, this model's is {expected[name]}")
         elif not tensor.is_floating_point():
@@ -138,7 +86,7 @@ def check_tensors(shape: LlamaShape, tensors: Mapping[str, torch.Tensor], *, com
 
 
 def build_weights(
-    shape: LlamaShape,
+    spec: ModelSpec,
     tensors: Mapping[str, torch.Tensor],
     dtype: torch.dtype,
     device: torch.device,
@@ -146,57 +94,56 @@ def build_weights(
     kernels: Kernels,
 ) -> LlamaWeights:
     """The model from a complete, checked set of tensors. Raises WeightsError for the first that is not finite."""
-    place, pack = _placer(tensors, dtype, device), _packer(shape, tensors, dtype, device, kernels)
-    exponents = torch.arange(0, shape.head_dim, 2, dtype=torch.float32) / shape.head_dim
-    angles = torch.arange(max_seq, dtype=torch.float32)[:, None] * (1.0 / shape.theta**exponents)
+    place, pack = _placer(tensors, dtype, device), _packer(spec, tensors, dtype, device, kernels)
+    exponents = torch.arange(0, spec.head_dim, 2, dtype=torch.float32) / spec.head_dim
+    angles = torch.arange(max_seq, dtype=torch.float32)[:, None] * (1.0 / spec.rope_theta**exponents)
 
     def block(layer: int) -> Block:
-        norms = {field: place(_name(layer, part)) for field, part in _NORMS.items()}
+        norms = {field: place(layer_tensor(layer, part)) for field, part in _NORMS.items()}
         linears: dict[str, Any] = {
-            field: pack([_name(layer, part) for part in parts], None) for field, parts in _FUSED.items()
+            field: pack([layer_tensor(layer, part) for part in parts], None) for field, parts in _FUSED.items()
         }
         return Block(**norms, **linears)
 
     return LlamaWeights(
-        embedding=place(_EMBEDDING),
-        blocks=tuple(map(block, range(shape.num_layers))),
-        norm=place(_FINAL_NORM),
-        head=pack([_EMBEDDING if shape.tied else _HEAD], None),
+        embedding=place(EMBEDDING),
+        blocks=tuple(map(block, range(spec.num_layers))),
+        norm=place(FINAL_NORM),
+        head=pack([spec.output_tensor], None),
         angles=Angles(angles.cos().to(device), angles.sin().to(device)),
     )
 
 
 def refit_weights(
-    shape: LlamaShape, old: LlamaWeights, tensors: Mapping[str, torch.Tensor], kernels: Kernels
+    spec: ModelSpec, old: LlamaWeights, tensors: Mapping[str, torch.Tensor], kernels: Kernels
 ) -> LlamaWeights:
     """`old` with some (checked) tensors replaced; everything else is shared. Costs the memory of what is replaced.
     Raises WeightsError for the first that is not finite."""
     dtype, device = old.embedding.dtype, old.embedding.device
-    place, pack = _placer(tensors, dtype, device), _packer(shape, tensors, dtype, device, kernels)
+    place, pack = _placer(tensors, dtype, device), _packer(spec, tensors, dtype, device, kernels)
     blocks = []
     for layer, block in enumerate(old.blocks):
         changed: dict[str, Any] = {
-            f: place(_name(layer, part)) for f, part in _NORMS.items() if _name(layer, part) in tensors
+            f: place(layer_tensor(layer, part)) for f, part in _NORMS.items() if layer_tensor(layer, part) in tensors
         }
         for field, parts in _FUSED.items():
-            names = [_name(layer, part) for part in parts]
+            names = [layer_tensor(layer, part) for part in parts]
             if any(name in tensors for name in names):
                 changed[field] = pack(names, getattr(block, field))
         blocks.append(replace(block, **changed) if changed else block)
     new = replace(old, blocks=tuple(blocks))
-    if _EMBEDDING in tensors:
-        new = replace(new, embedding=place(_EMBEDDING))
-    if _FINAL_NORM in tensors:
-        new = replace(new, norm=place(_FINAL_NORM))
-    head = _EMBEDDING if shape.tied else _HEAD
-    if head in tensors:
-        new = replace(new, head=pack([head], old.head))
+    if EMBEDDING in tensors:
+        new = replace(new, embedding=place(EMBEDDING))
+    if FINAL_NORM in tensors:
+        new = replace(new, norm=place(FINAL_NORM))
+    if spec.output_tensor in tensors:
+        new = replace(new, head=pack([spec.output_tensor], old.head))
     return new
 
 
 def forward(
     weights: LlamaWeights,
-    shape: LlamaShape,
+    spec: ModelSpec,
     kernels: Kernels,
     tokens: Tokens,
     cache: KVCache,
@@ -208,7 +155,7 @@ def forward(
     that split heads and MLP, of what this rank's part gives."""
     x_NC = weights.embedding[tokens.ids].float() if hidden is None else hidden
     if isinstance(kernels, FusedKernels):
-        eps, angles = shape.norm_eps, weights.angles
+        eps, angles = spec.norm_eps, weights.angles
         if total is None:
             kernels.run_blocks(x_NC, weights.blocks, eps, angles, tokens, cache.layers)
             return x_NC
@@ -223,10 +170,10 @@ def forward(
     dtype = weights.embedding.dtype
     delta = None
     for block, (keys, values) in zip(weights.blocks, cache.layers, strict=True):
-        h_NC = kernels.add_norm(x_NC, delta, block.attention_norm, shape.norm_eps, dtype)
+        h_NC = kernels.add_norm(x_NC, delta, block.attention_norm, spec.norm_eps, dtype)
         read = kernels.attend(kernels.linear(h_NC, block.qkv, dtype), weights.angles, tokens, keys, values)
         delta = kernels.linear(read, block.out, dtype)
-        h_NC = kernels.add_norm(x_NC, total(delta) if total else delta, block.mlp_norm, shape.norm_eps, dtype)
+        h_NC = kernels.add_norm(x_NC, total(delta) if total else delta, block.mlp_norm, spec.norm_eps, dtype)
         delta = kernels.linear(kernels.gate(kernels.linear(h_NC, block.gate_up, dtype)), block.down, dtype)
         delta = total(delta) if total else delta
     assert delta is not None, "a model without blocks"
@@ -235,14 +182,14 @@ def forward(
 
 def logits(
     weights: LlamaWeights,
-    shape: LlamaShape,
+    spec: ModelSpec,
     kernels: Kernels,
     hidden: Float[torch.Tensor, "N C"],
     wanted: Int64[torch.Tensor, " M"],
 ) -> Float[torch.Tensor, "M V"]:
     """float32 logits of the tokens after some of `forward`'s hidden states. Under bfloat16 they are sums of products of
     bfloat16 numbers, hidden states and weights, and not rounded: rounded they would be another distribution."""
-    h_MC = kernels.add_norm(hidden[wanted], None, weights.norm, shape.norm_eps, weights.embedding.dtype)
+    h_MC = kernels.add_norm(hidden[wanted], None, weights.norm, spec.norm_eps, weights.embedding.dtype)
     return kernels.linear(h_MC, weights.head, torch.float32)
 
 
@@ -262,7 +209,7 @@ def _placer(
 
 
 def _packer(
-    shape: LlamaShape,
+    spec: ModelSpec,
     tensors: Mapping[str, torch.Tensor],
     dtype: torch.dtype,
     device: torch.device,
@@ -270,20 +217,16 @@ def _packer(
 ) -> Callable[[list[str], Packed | None], Packed]:
     """(names, old) -> the tensors of those names stacked and packed; those that are not there stay as in `old`. Packing
     is where they are rounded and seen to be finite."""
-    shapes = tensor_shapes(shape)
+    shapes = tensor_shapes(spec)
 
     def pack(names: list[str], old: Packed | None) -> Packed:
         starts = itertools.accumulate((shapes[name][0] for name in names), initial=0)
         places = {start: name for start, name in zip(starts, names, strict=False) if name in tensors}
         parts = {start: tensors[name].detach().to(device) for start, name in places.items()}
-        wide = names[0] in (_EMBEDDING, _HEAD)
+        wide = names[0] in (EMBEDDING, LM_HEAD)
         try:
             return kernels.pack(parts, dtype, old=None if len(parts) == len(names) else old, wide=wide)
         except NotFiniteError as error:
             raise WeightsError(f"{places[error.start]} holds NaN or infinity") from error
 
     return pack
-
-
-def _name(layer: int, part: str) -> str:
-    return f"model.layers.{layer}.{part}.weight"

@@ -1,7 +1,7 @@
-"""What rank 0 tells the other ranks of a model, over two connections: what to do next, and which weights are to come.
+"""What rank 0 sends to the other ranks of a model, over two connections: commands, carried out one after the other, and
+new weights beside them. The bytes of tensors follow their announcement as they are.
 
-The bytes of tensors follow their announcement as they are. May import numpy, torch,
-stages.engines.
+May import numpy, torch, stages.engines.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from stages.engines.embedded.batch import Pass
 
 @dataclass(frozen=True)
 class Prepare:
-    """Weights to come under this number: names, dtypes and shapes of tensors. Answered by why there is no room for
-    them, or None; on True their bytes follow, one tensor after the other, and the answer is why they cannot be packed,
-    or None."""
+    """Weights to come under this number: names, dtypes and shapes of tensors. Answered by why they do not fit into
+    memory, or None; on True their bytes follow, one tensor after the other, and the answer is why they cannot be
+    packed, or None."""
 
     number: int
     tensors: tuple[tuple[str, torch.dtype, tuple[int, ...]], ...]
@@ -36,7 +36,7 @@ class Drop:
 
 @dataclass(frozen=True)
 class Swap:
-    """The weights of that number, from the next pass on."""
+    """The weights of that number, from the next pass on. Answered by `READY`."""
 
     number: int
 
@@ -57,8 +57,9 @@ class WriteCache:
     copied: np.ndarray
 
 
-Order = Pass | Swap | ReadCache | WriteCache | Literal["sleep", "wake"]
+Command = Pass | Swap | ReadCache | WriteCache | Literal["sleep", "wake"]
 READY = "ready"
+"""The answer of a rank that has begun, taken new weights into use, fallen asleep or woken up."""
 
 
 def send_bytes(connection: Connection, tensor: torch.Tensor) -> None:

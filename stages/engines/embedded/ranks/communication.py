@@ -1,4 +1,4 @@
-"""What goes from rank to rank beside the orders: sums and draws among the ranks that share blocks, hidden states from
+"""What goes from rank to rank beside the commands: sums and draws among the ranks that share blocks, hidden states from
 stage to stage. May import torch, stages.engines.
 
 The groups are torch.distributed's backends used directly, without its global state: the process may belong to other
@@ -22,11 +22,11 @@ _TIMEOUT = timedelta(minutes=30)
 """For a rank that neither answers nor dies: whoever waits for the whole replica has a shorter one."""
 
 
-class Links:
+class RankCommunicator:
     """Owns this rank's connections to the others.
 
     gloo between CPUs, where parts are exchanged directly and added in the order of the ranks: so a sum has the same
-    bits on every rank and in any company (a ring adds each piece of a tensor in another order), and at decoding's sizes
+    bits on every rank and in any batch (a ring adds each piece of a tensor in another order), and at decoding's sizes
     it takes a tenth of gloo's all-reduce. NCCL's own all-reduce between GPUs."""
 
     def __init__(self, folder: Path, rank: int, tensor: int, pipeline: int, device: torch.device) -> None:

@@ -1,6 +1,6 @@
-"""A model that spans ranks: this process is rank 0, the others are its children (`crew`, `rank_main`).
+"""A model that spans ranks: this process is rank 0, the others are its children (`processes`, `rank_main`).
 
-Of every pass each rank gets the numbers and computes its part (`rank`): the heads and the part of the MLP that it
+Of every pass each rank gets the numbers and computes its part (`rank_model`): the heads and the part of the MLP that it
 holds, summed with the others' (tensor parallelism), and its blocks, from the hidden states of the stage before
 (pipeline parallelism). `submit` returns when stage 0 is done: while later stages compute, the next pass can begin.
 
@@ -26,17 +26,26 @@ from stages.engines.embedded.batch import Draws, Pass
 from stages.engines.embedded.cache import block_bytes
 from stages.engines.embedded.kernels.packed import all_finite
 from stages.engines.embedded.model.llama import LlamaWeights, check_tensors
-from stages.engines.embedded.ranks.commands import READY, Drop, Order, Prepare, ReadCache, Swap, WriteCache, send_bytes
+from stages.engines.embedded.ranks.commands import (
+    READY,
+    Command,
+    Drop,
+    Prepare,
+    ReadCache,
+    Swap,
+    WriteCache,
+    send_bytes,
+)
 from stages.engines.embedded.ranks.processes import RankProcess, RankProcesses
 from stages.engines.embedded.ranks.rank_model import BUSY_FILE, RankModel, RankSpec
 from stages.engines.embedded.ranks.sharding import divide, shard_tensors
-from stages.engines.embedded.runner import affordable_blocks, checked_shape, choose_kernels
+from stages.engines.embedded.runner import affordable_blocks, checked_spec, choose_kernels
 from stages.engines.protocol import WeightsError
 from stages.models.hf_files import read_weights
 
 
 @dataclass(frozen=True)
-class Prepared:
+class PreparedOnRanks:
     """New weights on every rank, under the same number; here those of rank 0."""
 
     number: int
@@ -59,26 +68,26 @@ class ParallelRunner:
     ) -> None:
         """`device`: of rank 0; on a host with GPUs the other ranks have the ones after it. `threads`: of each rank.
         `on_lost`: see `RankProcesses`. Raises what `LocalRunner` raises, and RankLost."""
-        shape = checked_shape(path, engine, max_seq)
+        spec = checked_spec(path, engine, max_seq)
         tensor, pipeline = engine.tensor_parallel, engine.pipeline_parallel
-        self._shares = divide(shape, tensor, pipeline)
-        self._shape, self._dtype = shape, getattr(torch, engine.dtype)
+        self._shares = divide(spec, tensor, pipeline)
+        self._spec, self._dtype = spec, getattr(torch, engine.dtype)
         self.depth = engine.embedded.pipeline_groups or pipeline
-        self.vocab = shape.vocab
+        self.vocab = spec.vocab_size
         kernels = choose_kernels(engine, device)
         self.kernels, self.supports_trees = kernels.name, kernels.supports_trees
-        shapes = [share.shape(shape) for share in self._shares]
-        self.cache_shape = (shape.num_layers, shape.num_kv_heads, shape.head_dim)
-        per_block = sum(block_bytes(s.num_layers, s.num_kv_heads, s.head_dim, self._dtype) for s in shapes)
+        parts = [share.spec(spec) for share in self._shares]
+        self.cache_shape = (spec.num_layers, spec.num_kv_heads, spec.head_dim)
+        per_block = sum(block_bytes(p.num_layers, p.num_kv_heads, p.head_dim, self._dtype) for p in parts)
         self.num_blocks = affordable_blocks(engine, per_block, max_seq)
         tensors = read_weights(path)
-        check_tensors(shape, tensors, complete=True)
+        check_tensors(spec, tensors, complete=True)
         self._drawn: deque[Draws] = deque()
         self._number = 0
         self._preparing = threading.Lock()
         with ExitStack() as stack:
             folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="stageline-ranks-"))
-            np.zeros(len(shapes)).tofile(Path(folder) / BUSY_FILE)
+            np.zeros(len(parts)).tofile(Path(folder) / BUSY_FILE)
             chosen = replace(engine.embedded, kernels=self.kernels)  # type: ignore[arg-type]
             specs = [
                 RankSpec(
@@ -86,7 +95,7 @@ class ParallelRunner:
                     tensor=tensor,
                     pipeline=pipeline,
                     share=share,
-                    shape=shape,
+                    model=spec,
                     engine=replace(engine, embedded=chosen),
                     max_seq=max_seq,
                     num_blocks=self.num_blocks,
@@ -103,12 +112,12 @@ class ParallelRunner:
             self._model = self._processes.attempt(lambda: RankModel(specs[0]))
             stack.callback(self._model.close)
             output_rank = (pipeline - 1) * tensor  # the first rank of the last stage
-            self._output_rank: RankProcess | None = self._processes.members[output_rank - 1] if output_rank else None
+            self._output_rank: RankProcess | None = self._processes.ranks[output_rank - 1] if output_rank else None
             self.swap(self._prepare(tensors))
             self._stack = stack.pop_all()
 
     def submit(self, pass_: Pass) -> None:
-        self._order(pass_)
+        self._command(pass_)
         draws = self._processes.attempt(lambda: self._model.run(pass_))
         if draws is not None:
             self._drawn.append(draws)
@@ -116,34 +125,35 @@ class ParallelRunner:
     def collect(self) -> Draws:
         if self._output_rank is None:
             return self._drawn.popleft()
-        draws: Draws = self._processes.attempt(self._output_rank.orders.recv)
+        draws: Draws = self._processes.attempt(self._output_rank.commands.recv)
         return draws
 
-    def prepare(self, tensors: Mapping[str, torch.Tensor]) -> Prepared:
-        check_tensors(self._shape, tensors, complete=False)
+    def prepare(self, tensors: Mapping[str, torch.Tensor]) -> PreparedOnRanks:
+        check_tensors(self._spec, tensors, complete=False)
         for name, tensor in tensors.items():  # here, where they have the names that the caller knows
             if not all_finite(tensor):
                 raise WeightsError(f"{name} holds NaN or infinity")
         return self._prepare(tensors)
 
-    def swap(self, prepared: Prepared) -> None:
-        self._order(Swap(prepared.number))
+    def swap(self, prepared: PreparedOnRanks) -> None:
+        # awaited: what is prepared next is prepared by another thread of each rank, from the weights it then has in use
+        self._command(Swap(prepared.number), answered=True)
         self._model.adopt(prepared.weights)
 
     def read_cache(self, blocks: Sequence[int], num_positions: int) -> np.ndarray:
         layers, heads, dim = self.cache_shape
         whole = np.empty((layers, 2, heads, num_positions, dim), np.float32)
         whole[self._part(0)] = self._model.read_cache(blocks, num_positions)
-        self._order(ReadCache(tuple(blocks), num_positions))
-        for member in self._processes.members:
-            whole[self._part(member.spec.rank)] = self._processes.attempt(member.orders.recv)
+        self._command(ReadCache(tuple(blocks), num_positions))
+        for rank in self._processes.ranks:
+            whole[self._part(rank.spec.rank)] = self._processes.attempt(rank.commands.recv)
         return whole
 
     def write_cache(self, blocks: Sequence[int], copied: np.ndarray) -> None:
         self._model.write_cache(blocks, copied[self._part(0)])
-        for member in self._processes.members:
-            part = np.ascontiguousarray(copied[self._part(member.spec.rank)])
-            self._processes.attempt(partial(member.orders.send, WriteCache(tuple(blocks), part)))
+        for rank in self._processes.ranks:
+            part = np.ascontiguousarray(copied[self._part(rank.spec.rank)])
+            self._processes.attempt(partial(rank.commands.send, WriteCache(tuple(blocks), part)))
 
     def _part(self, rank: int) -> tuple[slice, slice, slice]:
         """Where a rank's layers and heads lie in the keys and values of the whole model."""
@@ -156,11 +166,11 @@ class ParallelRunner:
 
     def sleep(self) -> None:
         self._model.sleep()
-        self._order("sleep", answered=True)
+        self._command("sleep", answered=True)
 
     def wake(self) -> None:
         self._model.wake()
-        self._order("wake", answered=True)
+        self._command("wake", answered=True)
 
     def end_threads(self) -> None:
         self._model.end_threads()
@@ -171,31 +181,30 @@ class ParallelRunner:
     def close(self) -> None:
         self._stack.close()
 
-    def _order(self, order: Order, *, answered: bool = False) -> None:
-        for member in self._processes.members:
-            self._processes.attempt(partial(member.orders.send, order))
-        for member in self._processes.members if answered else []:
-            assert self._processes.attempt(member.orders.recv) == READY
+    def _command(self, command: Command, *, answered: bool = False) -> None:
+        for rank in self._processes.ranks:
+            self._processes.attempt(partial(rank.commands.send, command))
+        for rank in self._processes.ranks if answered else []:
+            assert self._processes.attempt(rank.commands.recv) == READY
 
-    def _prepare(self, tensors: Mapping[str, torch.Tensor]) -> Prepared:
+    def _prepare(self, tensors: Mapping[str, torch.Tensor]) -> PreparedOnRanks:
         """Over connections of their own, so beside running passes. Ranks pack while others still get their slices."""
         with self._preparing:
             self._number += 1
-            number, members = self._number, self._processes.members
-            slices = [shard_tensors(share, self._shape, tensors) for share in self._shares]
-            for member in members:
-                mine = slices[member.spec.rank]
-                self._tell(member, Prepare(number, tuple((n, self._kept(t), tuple(t.shape)) for n, t in mine.items())))
-            problems = self._answers(members)
-            roomy = [member for member in members if member.spec.name not in problems]
-            for member in roomy:
-                self._tell(member, not problems)
+            number, ranks = self._number, self._processes.ranks
+            slices = [shard_tensors(share, self._spec, tensors) for share in self._shares]
+            for rank in ranks:
+                mine = slices[rank.spec.rank]
+                self._send(rank, Prepare(number, tuple((n, self._kept(t), tuple(t.shape)) for n, t in mine.items())))
+            problems = self._answers(ranks)
+            for rank in [rank for rank in ranks if rank.spec.name not in problems]:
+                self._send(rank, not problems)
             weights = None
             if not problems:
-                for member in members:
-                    for tensor in slices[member.spec.rank].values():
+                for rank in ranks:
+                    for tensor in slices[rank.spec.rank].values():
                         whole = tensor.detach().to("cpu", self._kept(tensor)).contiguous()
-                        self._processes.attempt(partial(send_bytes, member.weights, whole))
+                        self._processes.attempt(partial(send_bytes, rank.weights, whole))
                 try:
                     weights = self._model.prepare(slices[0])
                 except (
@@ -204,20 +213,20 @@ class ParallelRunner:
                     MemoryError,
                 ) as error:  # torch reports missing memory as RuntimeError
                     problems[self._model.name] = str(error)
-                problems |= self._answers(members)
+                problems |= self._answers(ranks)
             if weights is None or problems:
-                for member in members:
-                    self._tell(member, Drop(number))
+                for rank in ranks:
+                    self._send(rank, Drop(number))
                 name, problem = next(iter(problems.items()))
                 raise WeightsError(f"{name} cannot take the weights: {problem}")
-            return Prepared(number, weights)
+            return PreparedOnRanks(number, weights)
 
-    def _tell(self, member: RankProcess, message: Prepare | Drop | bool) -> None:
-        self._processes.attempt(partial(member.weights.send, message))
+    def _send(self, rank: RankProcess, message: Prepare | Drop | bool) -> None:
+        self._processes.attempt(partial(rank.weights.send, message))
 
-    def _answers(self, members: Sequence[RankProcess]) -> dict[str, str]:
-        """What is wrong, by the rank that says so."""
-        answers = {member.spec.name: self._processes.attempt(member.weights.recv) for member in members}
+    def _answers(self, ranks: Sequence[RankProcess]) -> dict[str, str]:
+        """What is wrong, by the name of the rank that answers so."""
+        answers = {rank.spec.name: self._processes.attempt(rank.weights.recv) for rank in ranks}
         return {name: problem for name, problem in answers.items() if problem is not None}
 
     def _kept(self, tensor: torch.Tensor) -> torch.dtype:

@@ -1,6 +1,6 @@
 """The processes of the ranks that hold a model together with this one. May import stages.engines.
 
-A thread of this object starts them, waits for them and buries them: they die with it (`rank_main`), so nothing is left
+A thread of this object starts them, waits for them and reaps them: they die with it (`rank_main`), so nothing is left
 behind whatever happens to this process.
 """
 
@@ -36,7 +36,7 @@ class RankProcess:
     """This process's ends of what connects it to a rank."""
 
     spec: RankSpec
-    orders: Connection
+    commands: Connection
     weights: Connection
 
 
@@ -51,23 +51,23 @@ class RankProcesses:
         self._closing = False
         self._on_lost = on_lost
         self._processes: list[subprocess.Popen[bytes]] = []
-        self.members: list[RankProcess] = []
+        self.ranks: list[RankProcess] = []
         started = threading.Event()
         theirs: list[tuple[Connection, Connection]] = []
         for spec in specs:
-            (orders, their_orders), (weights, their_weights) = Pipe(), Pipe()
-            self.members.append(RankProcess(spec, orders, weights))
-            theirs.append((their_orders, their_weights))
+            (commands, their_commands), (weights, their_weights) = Pipe(), Pipe()
+            self.ranks.append(RankProcess(spec, commands, weights))
+            theirs.append((their_commands, their_weights))
         self._thread = threading.Thread(target=self._watch, args=(theirs, started), name="engine-ranks", daemon=True)
         self._thread.start()
         started.wait()
 
     def meet(self) -> None:
-        """Tells each rank what it is and waits until it has begun. Raises RankLost."""
-        for member in self.members:
-            self.attempt(partial(member.orders.send, member.spec))
-        for member in self.members:
-            answer = self.attempt(member.orders.recv)
+        """Sends each rank its spec and waits until it has begun. Raises RankLost."""
+        for rank in self.ranks:
+            self.attempt(partial(rank.commands.send, rank.spec))
+        for rank in self.ranks:
+            answer = self.attempt(rank.commands.recv)
             assert answer == READY
 
     def attempt(self, act: Callable[[], Result]) -> Result:
@@ -86,18 +86,18 @@ class RankProcesses:
             process.kill()
         self._thread.join()
         self._noticed.set()  # nobody need wait to hear how they ended
-        for member in self.members:
-            member.orders.close()
-            member.weights.close()
+        for rank in self.ranks:
+            rank.commands.close()
+            rank.weights.close()
 
     def _watch(self, theirs: Sequence[tuple[Connection, Connection]], started: threading.Event) -> None:
         alive: dict[Connection, int] = {}
         try:
-            for i, (orders, weights) in enumerate(theirs):
+            for i, (commands, weights) in enumerate(theirs):
                 life, their_life = Pipe(duplex=False)
                 alive[life] = i
-                self._processes.append(self._start(self.members[i].spec, orders, weights, their_life))
-                for end in (orders, weights, their_life):
+                self._processes.append(self._start(self.ranks[i].spec, commands, weights, their_life))
+                for end in (commands, weights, their_life):
                     end.close()
         finally:
             started.set()
@@ -108,7 +108,7 @@ class RankProcesses:
                 self._reap(i)
 
     def _start(
-        self, spec: RankSpec, orders: Connection, weights: Connection, life: Connection
+        self, spec: RankSpec, commands: Connection, weights: Connection, life: Connection
     ) -> subprocess.Popen[bytes]:
         path = os.pathsep.join(p for p in (str(_ROOT), os.environ.get("PYTHONPATH")) if p)
         return subprocess.Popen(
@@ -116,12 +116,12 @@ class RankProcesses:
                 sys.executable,
                 "-m",
                 "stages.engines.embedded.ranks.rank_main",
-                str(orders.fileno()),
+                str(commands.fileno()),
                 str(weights.fileno()),
             ],
             env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": str(spec.threads), "OMP_WAIT_POLICY": "PASSIVE"},
             stdin=subprocess.DEVNULL,
-            pass_fds=[end.fileno() for end in (orders, weights, life)],
+            pass_fds=[end.fileno() for end in (commands, weights, life)],
         )
 
     def _reap(self, i: int) -> None:
@@ -129,7 +129,7 @@ class RankProcesses:
         if self._closing or self._lost is not None:
             return
         how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit status {code}"
-        self._lost = f"{self.members[i].spec.name} of the engine (process {self._processes[i].pid}) {how}"
+        self._lost = f"{self.ranks[i].spec.name} of the engine (process {self._processes[i].pid}) {how}"
         for process in self._processes:
             process.kill()
         try:

@@ -1,9 +1,9 @@
-"""The process of a rank other than 0: `python -m THIS_MODULE ORDERS WEIGHTS` (file descriptors).
+"""The process of a rank other than 0: `python -m THIS_MODULE COMMANDS WEIGHTS` (file descriptors).
 
-    main thread      orders: passes, swaps, sleep and wake, one after the other ──► draws, from the last stage
-    second thread    weights: takes tensors as they come, packs them beside the old ones, says whether it could
+    main thread      commands: passes, swaps, sleep and wake, one after the other ──► draws, from the last stage
+    second thread    weights: receives tensors as they come, packs them beside the old ones, answers whether it could
 
-It lives as long as the thread that started it: orders that end, end it. May import torch, stages.engines.
+It lives as long as the thread that started it: when the commands end, so does it. May import torch, stages.engines.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from stages.engines.embedded.batch import Pass
 from stages.engines.embedded.model.llama import LlamaWeights
 from stages.engines.embedded.ranks.commands import (
     READY,
+    Command,
     Drop,
-    Order,
     Prepare,
     ReadCache,
     Swap,
@@ -40,42 +40,43 @@ _PR_SET_PDEATHSIG = 1
 def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that owns this one
     _die_with_parent()
-    orders, weights = (Connection(int(number)) for number in sys.argv[1:3])
+    commands, weights = (Connection(int(number)) for number in sys.argv[1:3])
     with suppress(EOFError, ConnectionResetError):  # the parent has gone, or wants no more
-        spec: RankSpec = orders.recv()
+        spec: RankSpec = commands.recv()
         torch.set_num_threads(spec.threads)
         if torch.device(spec.device).type == "cuda":
             torch.cuda.set_device(spec.device)
-        orders.send(READY)
+        commands.send(READY)
         model = RankModel(spec)
         prepared: dict[int, LlamaWeights] = {}
-        threading.Thread(target=_take_weights, args=(weights, model, prepared), daemon=True).start()
-        for order in _received(orders):
-            _obey(order, model, prepared, orders)
+        threading.Thread(target=_receive_weights, args=(weights, model, prepared), daemon=True).start()
+        for command in _received(commands):
+            _carry_out(command, model, prepared, commands)
 
 
-def _obey(order: Order, model: RankModel, prepared: dict[int, LlamaWeights], orders: Connection) -> None:
-    if isinstance(order, Pass):
-        draws = model.run(order)
+def _carry_out(command: Command, model: RankModel, prepared: dict[int, LlamaWeights], commands: Connection) -> None:
+    if isinstance(command, Pass):
+        draws = model.run(command)
         if draws is not None:
-            orders.send(draws)
-    elif isinstance(order, Swap):
-        model.adopt(prepared.pop(order.number))
-    elif isinstance(order, ReadCache):
-        orders.send(model.read_cache(order.blocks, order.num_positions))
-    elif isinstance(order, WriteCache):
-        model.write_cache(order.blocks, order.copied)
+            commands.send(draws)
+    elif isinstance(command, Swap):
+        model.adopt(prepared.pop(command.number))
+        commands.send(READY)
+    elif isinstance(command, ReadCache):
+        commands.send(model.read_cache(command.blocks, command.num_positions))
+    elif isinstance(command, WriteCache):
+        model.write_cache(command.blocks, command.copied)
     else:
-        model.sleep() if order == "sleep" else model.wake()
-        orders.send(READY)
+        model.sleep() if command == "sleep" else model.wake()
+        commands.send(READY)
 
 
-def _received(orders: Connection) -> Iterator[Order]:
+def _received(commands: Connection) -> Iterator[Command]:
     while True:
-        yield orders.recv()
+        yield commands.recv()
 
 
-def _take_weights(weights: Connection, model: RankModel, prepared: dict[int, LlamaWeights]) -> None:
+def _receive_weights(weights: Connection, model: RankModel, prepared: dict[int, LlamaWeights]) -> None:
     """The thread also ends the process when the parent has gone, should the other one be stuck in a collective."""
     try:
         while True:
@@ -96,7 +97,7 @@ def _prepare(message: Prepare, weights: Connection, model: RankModel, prepared: 
         weights.send(str(error))
         return
     weights.send(None)
-    if not weights.recv():  # another rank has no room
+    if not weights.recv():  # they do not fit into another rank's memory
         return
     for tensor in tensors.values():
         receive_bytes(weights, tensor)

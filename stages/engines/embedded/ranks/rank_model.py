@@ -1,5 +1,5 @@
 """One rank's part of a model, and what it does with a pass: on rank 0 inside the engine, on the others in a process of
-their own (`rank_main`). May import torch, stages.engines.
+their own (`rank_main`). May import torch, stages.engines, stages.models.spec.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from stages.engines.config import EngineConfig
 from stages.engines.embedded.batch import NO_DRAWS, Draws, Pass
 from stages.engines.embedded.cache import KVCache
 from stages.engines.embedded.model.llama import (
-    LlamaShape,
     LlamaWeights,
     build_weights,
     forward,
     logits,
     refit_weights,
 )
-from stages.engines.embedded.ranks.communication import Links
+from stages.engines.embedded.ranks.communication import RankCommunicator
 from stages.engines.embedded.ranks.sharding import Share
 from stages.engines.embedded.runner import choose_kernels, draw, on_device
 from stages.engines.embedded.sampling.draw import ban, join_parts
+from stages.models.spec import ModelSpec
 
 BUSY_FILE = "busy"
 """In the ranks' folder: float64 seconds that each has computed, by rank."""
@@ -40,7 +40,7 @@ class RankSpec:
     tensor: int
     pipeline: int
     share: Share
-    shape: LlamaShape
+    model: ModelSpec
     """Of the whole model."""
     engine: EngineConfig
     max_seq: int
@@ -56,25 +56,26 @@ class RankSpec:
 
 
 class RankModel:
-    """Owns one rank's weights, its part of the cache, and its links to the other ranks."""
+    """Owns one rank's weights, its part of the cache, and its connections to the other ranks."""
 
     def __init__(self, spec: RankSpec) -> None:
         """Blocks until all ranks have come. Without weights: `adopt(prepare(...))` brings the first."""
         self._spec, self.name = spec, spec.name
-        self._shape = spec.share.shape(spec.shape)
+        self._part = spec.share.spec(spec.model)
+        """What is computed here."""
         self._device = torch.device(spec.device)
         self._kernels = choose_kernels(spec.engine, self._device)
         self._cache = KVCache(
-            self._shape.num_layers,
+            self._part.num_layers,
             spec.num_blocks,
-            self._shape.num_kv_heads,
-            self._shape.head_dim,
+            self._part.num_kv_heads,
+            self._part.head_dim,
             getattr(torch, spec.engine.dtype),
             self._device,
         )
         self._weights: LlamaWeights | None = None
         self._busy = np.memmap(Path(spec.folder) / BUSY_FILE, np.float64, "r+")
-        self._links = Links(Path(spec.folder), spec.rank, spec.tensor, spec.pipeline, self._device)
+        self._communicator = RankCommunicator(Path(spec.folder), spec.rank, spec.tensor, spec.pipeline, self._device)
 
     @torch.inference_mode()
     def prepare(self, tensors: Mapping[str, torch.Tensor]) -> LlamaWeights:
@@ -82,8 +83,8 @@ class RankModel:
         that change. From any thread. Raises WeightsError for the first that is not finite."""
         if self._weights is None:
             dtype = getattr(torch, self._spec.engine.dtype)
-            return build_weights(self._shape, tensors, dtype, self._device, self._spec.max_seq, self._kernels)
-        return refit_weights(self._shape, self._weights, tensors, self._kernels)
+            return build_weights(self._part, tensors, dtype, self._device, self._spec.max_seq, self._kernels)
+        return refit_weights(self._part, self._weights, tensors, self._kernels)
 
     def end_threads(self) -> None:
         """See `Kernels`."""
@@ -97,32 +98,32 @@ class RankModel:
     def run(self, pass_: Pass) -> Draws | None:
         """This rank's part of a pass; what was drawn, on the first rank of the last stage."""
         assert self._weights is not None
-        spec, links = self._spec, self._links
-        started, waited_s = time.perf_counter(), links.waited_s
-        hidden = None if spec.share.first else links.receive(len(pass_.ids), self._shape.hidden)
+        spec, others = self._spec, self._communicator
+        started, waited_s = time.perf_counter(), others.waited_s
+        hidden = None if spec.share.first else others.receive(len(pass_.ids), self._part.hidden_size)
         tokens = on_device(pass_, self._device)
-        hidden = forward(self._weights, self._shape, self._kernels, tokens, self._cache, hidden, links.total)
+        hidden = forward(self._weights, self._part, self._kernels, tokens, self._cache, hidden, others.total)
         draws = None
         if not spec.share.last:
-            links.send(hidden)
+            others.send(hidden)
         elif len(pass_.drawn):
             draws = self._draw(hidden, pass_)
         elif spec.rank % spec.tensor == 0:
             draws = NO_DRAWS
-        self._busy[spec.rank] += time.perf_counter() - started - (links.waited_s - waited_s)
+        self._busy[spec.rank] += time.perf_counter() - started - (others.waited_s - waited_s)
         return draws
 
     def _draw(self, hidden: torch.Tensor, pass_: Pass) -> Draws | None:
         assert self._weights is not None
         drawn = torch.from_numpy(pass_.drawn).to(self._device)
-        scores = logits(self._weights, self._shape, self._kernels, hidden, drawn)
+        scores = logits(self._weights, self._part, self._kernels, hidden, drawn)
         seen = hidden[drawn].cpu().numpy() if pass_.wants_hidden else None
         if self._spec.tensor == 1:
             return replace(draw(self._kernels, scores, pass_), hidden=seen)
         mine = self._spec.share.tokens
         ban(scores, [tuple(token - mine.start for token in banned if token in mine) for banned in pass_.banned])
-        part = self._kernels.choose_part(scores, pass_.temperatures, pass_.keys, mine.start, self._shape.vocab)
-        parts = self._links.gather(part)
+        part = self._kernels.choose_part(scores, pass_.temperatures, pass_.keys, mine.start, self._part.vocab_size)
+        parts = self._communicator.gather(part)
         if parts is None:
             return None
         tokens, logprobs = join_parts(parts)
@@ -149,4 +150,4 @@ class RankModel:
 
     def close(self) -> None:
         self._cache.release()
-        self._links.close()
+        self._communicator.close()

@@ -8,7 +8,7 @@ Ranks are numbered stage by stage: rank r is number r % T of stage r // T, with 
 
 Parts need not be equal: heads go in groups of a key/value head with its queries, so 3 key/value heads on 2 ranks are
 2 + 1. Where there are more ranks than key/value heads, several ranks hold the same one.
-May import torch, stages.engines.
+May import torch, stages.models.spec.
 """
 
 from __future__ import annotations
@@ -19,10 +19,21 @@ from itertools import pairwise
 
 import torch
 
-from stages.engines.embedded.model.llama import LlamaShape
-
-_EMBEDDING, _FINAL_NORM, _HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
-_LAYERS = "model.layers."
+from stages.models.spec import (
+    DOWN_PROJ,
+    EMBEDDING,
+    FINAL_NORM,
+    GATE_PROJ,
+    K_PROJ,
+    LM_HEAD,
+    O_PROJ,
+    Q_PROJ,
+    UP_PROJ,
+    V_PROJ,
+    ModelSpec,
+    layer_and_part,
+    layer_tensor,
+)
 
 
 @dataclass(frozen=True)
@@ -32,35 +43,36 @@ class Share:
     layers: range
     heads: range
     kv_heads: range
-    ffn: range
+    intermediate: range
+    """Of the MLP."""
     tokens: range
     """Rows of the head; of no use on ranks that are not of the last stage."""
     first: bool
     last: bool
 
-    def shape(self, whole: LlamaShape) -> LlamaShape:
+    def spec(self, whole: ModelSpec) -> ModelSpec:
         """Of the model that this rank computes. Untied: embedding and head are different parts."""
         return replace(
             whole,
             num_layers=len(self.layers),
             num_heads=len(self.heads),
             num_kv_heads=len(self.kv_heads),
-            ffn=len(self.ffn),
-            tied=False,
+            intermediate_size=len(self.intermediate),
+            tied_embeddings=False,
         )
 
 
-def divide(shape: LlamaShape, tensor: int, pipeline: int) -> list[Share]:
+def divide(spec: ModelSpec, tensor: int, pipeline: int) -> list[Share]:
     """The share of every rank. Raises ValueError, key path first, for a division that cannot be."""
-    check_division(shape.num_heads, shape.num_kv_heads, shape.num_layers, tensor, pipeline)
-    stages = _stages(shape, pipeline)
+    check_division(spec, tensor, pipeline)
+    stages = _stages(spec, pipeline)
     return [
         Share(
             layers=layers,
-            heads=_heads(shape.num_heads, shape.num_kv_heads, tensor, index)[0],
-            kv_heads=_heads(shape.num_heads, shape.num_kv_heads, tensor, index)[1],
-            ffn=_part(shape.ffn, tensor, index),
-            tokens=_part(shape.vocab, tensor, index),
+            heads=_heads(spec.num_heads, spec.num_kv_heads, tensor, index)[0],
+            kv_heads=_heads(spec.num_heads, spec.num_kv_heads, tensor, index)[1],
+            intermediate=_part(spec.intermediate_size, tensor, index),
+            tokens=_part(spec.vocab_size, tensor, index),
             first=stage == 0,
             last=stage == pipeline - 1,
         )
@@ -69,8 +81,9 @@ def divide(shape: LlamaShape, tensor: int, pipeline: int) -> list[Share]:
     ]
 
 
-def check_division(num_heads: int, num_kv_heads: int, num_layers: int, tensor: int, pipeline: int) -> None:
+def check_division(spec: ModelSpec, tensor: int, pipeline: int) -> None:
     """Raises ValueError, key path first, for what `divide` cannot do."""
+    num_heads, num_kv_heads, num_layers = spec.num_heads, spec.num_kv_heads, spec.num_layers
     possible = [n for n in range(1, num_heads + 1) if n <= num_kv_heads or (n % num_kv_heads == num_heads % n == 0)]
     if tensor not in possible:
         raise ValueError(
@@ -84,38 +97,36 @@ def check_division(num_heads: int, num_kv_heads: int, num_layers: int, tensor: i
         )
 
 
-def shard_tensors(share: Share, shape: LlamaShape, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def shard_tensors(share: Share, spec: ModelSpec, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """This rank's slices (views) of some of the model's checked tensors, under the names that its own model has for
     them. Where it does not use embedding or head it has one row of it, since a packed matrix has at least one."""
     mine: dict[str, torch.Tensor] = {}
     for name, tensor in tensors.items():
-        if name.startswith(_LAYERS):
-            layer, _, part = name.removeprefix(_LAYERS).partition(".")
-            if int(layer) in share.layers:
-                mine[f"{_LAYERS}{int(layer) - share.layers.start}.{part}"] = _slice(share, shape, part, tensor)
-        elif name == _FINAL_NORM:
+        of_layer = layer_and_part(name)
+        if of_layer is not None:
+            layer, part = of_layer
+            if layer in share.layers:
+                mine[layer_tensor(layer - share.layers.start, part)] = _slice(share, spec, part, tensor)
+        elif name == FINAL_NORM:
             mine[name] = tensor
-        elif name == _EMBEDDING:
+        elif name == EMBEDDING:
             mine[name] = tensor if share.first else tensor[:1]
-        if share.last and name == (_EMBEDDING if shape.tied else _HEAD):
-            mine[_HEAD] = _rows(tensor, share.tokens)
-        elif name == _HEAD or (shape.tied and name == _EMBEDDING):
-            mine[_HEAD] = tensor[:1]
+        if name == spec.output_tensor:  # a copy of a tied embedding adds nothing: the embedding comes too
+            mine[LM_HEAD] = _rows(tensor, share.tokens) if share.last else tensor[:1]
     return mine
 
 
-def _slice(share: Share, shape: LlamaShape, part: str, tensor: torch.Tensor) -> torch.Tensor:
+def _slice(share: Share, spec: ModelSpec, part: str, tensor: torch.Tensor) -> torch.Tensor:
     """A tensor of a block: norms are whole on every rank."""
-    dim = shape.head_dim
+    dim = spec.head_dim
     queries = range(share.heads.start * dim, share.heads.stop * dim)
     keys = range(share.kv_heads.start * dim, share.kv_heads.stop * dim)
-    rows = {"q_proj": queries, "k_proj": keys, "v_proj": keys, "gate_proj": share.ffn, "up_proj": share.ffn}
-    columns = {"o_proj": queries, "down_proj": share.ffn}
-    linear = part.split(".")[-2]
-    if linear in rows:
-        return _rows(tensor, rows[linear])
-    if linear in columns:
-        return tensor[:, columns[linear].start : columns[linear].stop]
+    rows = {Q_PROJ: queries, K_PROJ: keys, V_PROJ: keys, GATE_PROJ: share.intermediate, UP_PROJ: share.intermediate}
+    columns = {O_PROJ: queries, DOWN_PROJ: share.intermediate}
+    if part in rows:
+        return _rows(tensor, rows[part])
+    if part in columns:
+        return tensor[:, columns[part].start : columns[part].stop]
     return tensor
 
 
@@ -137,15 +148,14 @@ def _heads(num_heads: int, num_kv_heads: int, tensor: int, index: int) -> tuple[
     return heads, range(heads.start // group, heads.start // group + 1)
 
 
-def _stages(shape: LlamaShape, pipeline: int) -> list[range]:
+def _stages(spec: ModelSpec, pipeline: int) -> list[range]:
     """The blocks of each stage, so that all have nearly the same number of weights to multiply with: the head counts as
     the blocks that it is as large as. Stage 0, where the scheduler runs too, is never the largest by rounding."""
-    heads, keys = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
-    block = shape.hidden * (2 * heads + 2 * keys + 3 * shape.ffn)
-    head = shape.vocab * shape.hidden / block
+    block = spec.hidden_size * (2 * spec.q_size + 2 * spec.kv_size + 3 * spec.intermediate_size)
+    head = spec.vocab_size * spec.hidden_size / block
     before = pipeline - 1
-    of_last = min(max(1, round((shape.num_layers + head) / pipeline - head)), shape.num_layers - before)
-    of_last = shape.num_layers if pipeline == 1 else of_last
-    cuts = [(shape.num_layers - of_last) * i // max(before, 1) for i in range(before)]
-    cuts += [shape.num_layers - of_last, shape.num_layers]
+    of_last = min(max(1, round((spec.num_layers + head) / pipeline - head)), spec.num_layers - before)
+    of_last = spec.num_layers if pipeline == 1 else of_last
+    cuts = [(spec.num_layers - of_last) * i // max(before, 1) for i in range(before)]
+    cuts += [spec.num_layers - of_last, spec.num_layers]
     return [range(start, stop) for start, stop in pairwise(cuts)]

@@ -13,7 +13,7 @@ from pipeline.config.loading import load_config, to_yaml
 from pipeline.config.paths import RunPaths
 from pipeline.config.preflight import check_run_directory, preflight
 from pipeline.config.run import RunConfig
-from stages.models.hf_files import read_config
+from stages.models.hf_config import read_config
 
 CONFIG = """
 name: looked

@@ -9,7 +9,8 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from stages.models.hf_files import RANDOM_TINY, read_config, read_eos_ids, read_tokenizer, read_weights, rope_theta
+from stages.models.hf_config import RANDOM_TINY, read_config, read_eos_ids
+from stages.models.hf_files import read_tokenizer, read_weights
 
 
 def test_random_tiny_is_a_llama_and_always_the_same() -> None:
@@ -59,13 +60,6 @@ def test_end_of_sequence_ids(tmp_path: Path) -> None:
     assert read_eos_ids(str(tmp_path)) == (7,)
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [8, 9]}))
     assert read_eos_ids(str(tmp_path)) == (8, 9)
-
-
-def test_rope_theta_in_both_layouts() -> None:
-    assert rope_theta({"rope_theta": 5e5}) == 5e5
-    assert rope_theta({"rope_parameters": {"rope_theta": 1e5, "rope_type": "default"}}) == 1e5
-    with pytest.raises(ValueError, match="'llama3' is not supported"):
-        rope_theta({"rope_theta": 5e5, "rope_scaling": {"rope_type": "llama3", "factor": 8}})
 
 
 def test_byte_tokenizer() -> None:

@@ -14,7 +14,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 from stages.engines.config import SamplingConfig
 from stages.models.config import LayoutConfig, ModelConfig
 from stages.models.forward import cut_micro_batches, hidden_states
-from stages.models.hf_files import read_config, read_weights
+from stages.models.hf_config import read_config
+from stages.models.hf_files import read_weights
 from stages.models.host import MegatronHost
 from stages.models.protocol import Rank, Role
 from stages.models.trunk import Trunk
@@ -77,7 +78,7 @@ def test_logits_equal_transformers(tmp_path: Path, frozen_blocks: int) -> None:
     rollout = uneven_rollout()
     with opened(tmp_path, ModelConfig(path="random:tiny", frozen_blocks=frozen_blocks)) as host, torch.no_grad():
         policy = host._trainers[Role.POLICY].model
-        (batch,) = cut_micro_batches(rollout.tokens, rollout.response_mask, np.arange(6), 6, host._place)
+        (batch,) = cut_micro_batches(rollout.tokens, rollout.response_mask, np.arange(6), 6, host._parallel_rank.device)
         logits = hidden_states(policy, host._trunk, batch) @ read_weights("random:tiny")["model.embed_tokens.weight"].T
         expected = tiny_transformer()(batch.tokens).logits
     inside = torch.arange(batch.tokens.shape[1]) < torch.from_numpy(batch.lengths)[:, None]
@@ -154,7 +155,7 @@ def test_the_trunk_computes_each_row_once_and_forgets_the_oldest(tmp_path: Path)
         host.policy_logprobs(rollout)
         host.values(rollout)
         assert trunk.num_computed == 6
-        (batch,) = cut_micro_batches(rollout.tokens, rollout.response_mask, np.arange(6), 6, host._place)
+        (batch,) = cut_micro_batches(rollout.tokens, rollout.response_mask, np.arange(6), 6, host._parallel_rank.device)
         whole = trunk.hidden(batch.tokens, batch.lengths)
 
         # 64 float32 a token: room for the last rows only, so that the first ones are computed again

@@ -16,7 +16,9 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Ll
 from stages.engines.config import SamplingConfig
 from stages.models.config import LayoutConfig, ModelConfig, OptimizerConfig
 from stages.models.errors import StateError
-from stages.models.hf_files import read_config, read_weights
+from stages.models.gather import stage_tensors
+from stages.models.hf_config import read_config
+from stages.models.hf_files import read_weights
 from stages.models.host import MegatronHost
 from stages.models.protocol import CriticBatch, PolicyBatch, Rank, Role
 from stages.models.trainer import learning_rate
@@ -174,7 +176,8 @@ def test_update_critic_equals_one_written_by_hand(tmp_path: Path) -> None:
         _, batch = batches(host)
         metrics = host.update_critic(0, batch)
         host.mark_clean(Role.CRITIC)
-        found = {name: tensor.numpy().copy() for name, tensor in host._whole_tensors(host._trainers[Role.CRITIC].model)}
+        trained = stage_tensors(host._trainers[Role.CRITIC].model, host._blueprint)
+        found = {name: tensor.numpy().copy() for name, tensor in trained}
 
     body = LlamaModel(LlamaConfig(**read_config("random:tiny") | {"num_hidden_layers": 3}))
     body.load_state_dict({n: tiny_state([f"model.{n}"])[f"model.{n}"] for n in body.state_dict()})

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from stages.ppo.micro_batches import micro_batches, minibatches, trim
+from stages.ppo.micro_batches import micro_batches, minibatches
 
 
 def test_each_epoch_holds_each_row_once_and_reshuffles() -> None:
@@ -37,10 +37,3 @@ def test_micro_batches_by_length_and_as_given() -> None:
     assert [m.tolist() for m in micro_batches(rows, 2)] == [[40, 10], [30, 20], [50]]
     lengths = np.array([3, 9, 3, 7, 1])
     assert [m.tolist() for m in micro_batches(rows, 2, lengths)] == [[10, 20], [40, 30], [50]]
-
-
-def test_trim_keeps_the_longest_row_whole() -> None:
-    arrays = {"tokens": np.arange(10).reshape(2, 5), "scores": np.array([1.0, 2.0])}
-    trimmed = trim(arrays, np.array([2, 3]))
-    assert trimmed["tokens"].tolist() == [[0, 1, 2], [5, 6, 7]]
-    assert trimmed["scores"].tolist() == [1.0, 2.0]

@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 import torch
 
-from stages.engines.embedded.drafts.distillation import OutputRows, Rows, Student, masked_loss
+from stages.engines.embedded.drafts.distillation import FinishedRows, Student, Teacher, masked_loss
 
 
 def test_ring_of_rows() -> None:
     """Eight places: rows of 3 and 4 tokens fit; one of 2 starts over and cuts the first down to its last token."""
-    rows = Rows(8, 1)
+    rows = FinishedRows(8, 1)
     rows.add(torch.tensor([[1.0], [2.0], [3.0]]), [11, 12, 13])
     rows.add(torch.tensor([[4.0], [5.0], [6.0], [7.0]]), [14, 15, 16, 17])
     assert rows.starts().tolist() == [0, 1, 3, 4, 5]  # the last token of a row is followed by nothing
@@ -37,7 +37,7 @@ def test_loss_by_hand() -> None:
 
 def make_student(head_vocab: int) -> Student:
     table = torch.randn(32, 8, generator=torch.Generator().manual_seed(0))
-    rows = OutputRows(
+    teacher = Teacher(
         embedding=lambda tokens: table[torch.tensor(tokens)],
         out=lambda tokens: table[torch.tensor(tokens)],
         out_name="head",
@@ -45,7 +45,7 @@ def make_student(head_vocab: int) -> Student:
         norm_name="norm",
         norm_eps=1e-5,
     )
-    return Student(rows, 32, head_vocab, 2**20, torch.device("cpu"))
+    return Student(teacher, 32, head_vocab, 2**20, torch.device("cpu"))
 
 
 def add_rows(student: Student, tokens: tuple[int, ...], times: int) -> None:
@@ -85,18 +85,18 @@ def test_vocabulary_is_what_is_frequent_and_follows_the_responses() -> None:
 def test_refit_changes_the_teacher_for_the_next_step() -> None:
     """The teacher's rows come from the new tensors, copied: what the caller does with them later does not matter. New
     rows that say something else move the head elsewhere."""
-    pupils = [make_student(8) for _ in range(3)]
+    students = [make_student(8) for _ in range(3)]
     table = torch.full((32, 8), -1.0)
     table[5] = 3.0
     other = {"head": table.clone()}
-    for student in pupils:
+    for student in students:
         add_rows(student, (5, 6, 7, 8), 256)
         assert student.step()
-    pupils[1].refit(other)
+    students[1].refit(other)
     other["head"].zero_()
-    pupils[2].refit({"head": table})
+    students[2].refit({"head": table})
     outs = []
-    for student in pupils:
+    for student in students:
         for _ in range(5):
             assert student.step()
         outs.append(student.publish().out.detach())

@@ -111,7 +111,7 @@ def test_a_refit_shows_in_the_next_replay(runner: LocalRunner) -> None:
     pass_ = decode(3, 0)
     before = run(runner, pass_)
     name = "model.norm.weight"
-    runner.swap(runner.prepare({name: torch.full((runner._shape.hidden,), 0.25)}))
+    runner.swap(runner.prepare({name: torch.full((runner._shape.hidden_size,), 0.25)}))
     assert run(runner, pass_).logprobs.tolist() != before.logprobs.tolist()
 
 

@@ -2,37 +2,39 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
-from stages.engines.embedded.model.llama import LlamaShape, tensor_shapes
 from stages.engines.embedded.ranks.sharding import divide, shard_tensors
+from stages.models.spec import ModelSpec, tensor_shapes
 
-SMOLLM2 = LlamaShape(
+SMOLLM2 = ModelSpec(
     num_layers=30,
-    hidden=576,
+    hidden_size=576,
     num_heads=9,
     num_kv_heads=3,
     head_dim=64,
-    ffn=1536,
-    vocab=49152,
+    intermediate_size=1536,
+    vocab_size=49152,
     max_positions=8192,
     norm_eps=1e-5,
-    theta=1e5,
-    tied=True,
+    rope_theta=1e5,
+    tied_embeddings=True,
 )
-SMALL = LlamaShape(
+SMALL = ModelSpec(
     num_layers=5,
-    hidden=12,
+    hidden_size=12,
     num_heads=6,
     num_kv_heads=3,
     head_dim=4,
-    ffn=17,
-    vocab=31,
+    intermediate_size=17,
+    vocab_size=31,
     max_positions=8,
     norm_eps=1e-5,
-    theta=1e4,
-    tied=False,
+    rope_theta=1e4,
+    tied_embeddings=False,
 )
 
 
@@ -48,7 +50,7 @@ def test_heads_go_with_their_keys() -> None:
         (range(0, 3), range(0, 1)),
         (range(3, 9), range(1, 3)),
     ]
-    assert [share.shape(SMOLLM2).num_heads // share.shape(SMOLLM2).num_kv_heads for share in shares] == [3, 3]
+    assert [share.spec(SMOLLM2).num_heads // share.spec(SMOLLM2).num_kv_heads for share in shares] == [3, 3]
     replicated = divide(SMALL, 6, 1)
     assert [(share.heads.start, share.kv_heads) for share in replicated] == [
         (i, range(i // 2, i // 2 + 1)) for i in range(6)
@@ -59,17 +61,17 @@ def test_heads_go_with_their_keys() -> None:
 @pytest.mark.parametrize("tied", [True, False])
 def test_the_parts_are_the_whole(tensor: int, pipeline: int, tied: bool) -> None:
     """Every number of the model is on some rank, once (norms and embedding: once a rank that uses them)."""
-    shape = LlamaShape(**{**vars(SMALL), "tied": tied})
-    sizes = tensor_shapes(shape)
+    spec = replace(SMALL, tied_embeddings=tied)
+    sizes = tensor_shapes(spec)
     total = sum(torch.Size(size).numel() for size in sizes.values())
     numbers = torch.arange(1, total + 1, dtype=torch.float64).split([torch.Size(s).numel() for s in sizes.values()])
     tensors = {name: part.view(size) for (name, size), part in zip(sizes.items(), numbers, strict=True)}
-    shares = divide(shape, tensor, pipeline)
+    shares = divide(spec, tensor, pipeline)
     assert [layer for share in shares[::tensor] for layer in share.layers] == list(range(5))
     held: dict[int, int] = {}
     for share in shares:
-        mine = shard_tensors(share, shape, tensors)
-        own = tensor_shapes(share.shape(shape))
+        mine = shard_tensors(share, spec, tensors)
+        own = tensor_shapes(share.spec(spec))
         assert mine.keys() == own.keys()
         for name, part in mine.items():
             if "proj" in name or "norm" in name:
@@ -80,6 +82,18 @@ def test_the_parts_are_the_whole(tensor: int, pipeline: int, tied: bool) -> None
     assert held.keys() == set(range(1, total + 1))
     once = {name for name in tensors if "proj" in name or name == "lm_head.weight"}
     assert {held[int(n)] for name in once for n in tensors[name].flatten().tolist()} == {1}
+
+
+@pytest.mark.parametrize("first", ["lm_head.weight", "model.embed_tokens.weight"])
+def test_a_copy_of_a_tied_embedding_changes_nothing(first: str) -> None:
+    """In whatever order the two come: the head's rows are taken from the embedding."""
+    spec = replace(SMALL, tied_embeddings=True)
+    embedding = torch.arange(31.0 * 12).view(31, 12)
+    tensors = {first: embedding, "lm_head.weight": embedding, "model.embed_tokens.weight": embedding}
+    for share in divide(spec, 2, 2):
+        mine, expected = (shard_tensors(share, spec, t) for t in (tensors, {"model.embed_tokens.weight": embedding}))
+        assert mine.keys() == expected.keys()
+        assert all(torch.equal(mine[name], expected[name]) for name in expected)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,109 @@
+"""What the ranks of a gang hold in parts, put together: trained tensors under their Hugging Face names, what was
+computed of each row, the stats of losses. All of it is collective: every rank of the gang makes the same call.
+
+May import numpy, torch, megatron.core, stages.ppo and this folder.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.models.gpt import GPTModel
+from torch import Tensor
+
+from stages.models.build import Blueprint
+from stages.models.hf_conversion import named_by_block, to_hf
+from stages.models.parallel import ParallelRank
+from stages.ppo.stats import LossStats, merge_stats, summarise_stats
+
+
+def stage_tensors(model: GPTModel, blueprint: Blueprint) -> Iterator[tuple[str, Tensor]]:
+    """This pipeline stage's trained parameters as whole Hugging Face tensors, by name, on every rank of the stage. The
+    last stage's copy of a tied embedding is left out: the first stage has it."""
+    group = parallel_state.get_tensor_model_parallel_group()
+
+    def gather(tensor: Tensor) -> list[Tensor]:
+        if group.size() == 1:
+            return [tensor]
+        parts = [torch.empty_like(tensor) for _ in range(group.size())]
+        dist.all_gather(parts, tensor.contiguous(), group=group)
+        return parts
+
+    for name, block, parameter in named_by_block(model, blueprint.model.frozen_blocks):
+        if not getattr(parameter, "shared", False):
+            yield from to_hf(name, block, parameter.detach(), blueprint.spec, gather)
+
+
+def trained_tensors(model: GPTModel, blueprint: Blueprint) -> dict[str, Tensor] | None:
+    """Those of all pipeline stages, on rank 0; None on the others."""
+    tensors, rank = dict(stage_tensors(model, blueprint)), blueprint.parallel_rank
+    if rank.pipeline_size > 1:
+        sent = {name: t.cpu() for name, t in tensors.items()} if rank.tensor_rank == rank.data_rank == 0 else {}
+        parts: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
+        dist.gather_object(sent, parts)
+        tensors = {name: tensor for part in parts or [] for name, tensor in part.items()}
+    return tensors if dist.get_rank() == 0 else None
+
+
+def digest_of(model: GPTModel, blueprint: Blueprint) -> str:
+    """Hex digest of all trained tensors and their names, the same whatever the layout; on every rank."""
+    own = {
+        name: hashlib.sha256(as_numpy(tensor).tobytes()).hexdigest() for name, tensor in stage_tensors(model, blueprint)
+    }
+    named = {name: digest for part in _from_all_ranks(own) for name, digest in part.items()}
+    return hashlib.sha256(json.dumps(named, sort_keys=True).encode()).hexdigest()
+
+
+def collect_rows(rank: ParallelRank, *arrays: np.ndarray) -> tuple[np.ndarray, ...] | None:
+    """Arrays [all rows, ...] on rank 0, of which each rank has filled the rows that it computed, the others being zero;
+    None on the other ranks."""
+    if dist.get_world_size() == 1:
+        return arrays
+    summed = []
+    for array in arrays:
+        tensor = torch.from_numpy(array if rank.is_output_rank else np.zeros_like(array)).to(rank.device)
+        dist.all_reduce(tensor)
+        summed.append(tensor.cpu().numpy())
+    return tuple(summed) if dist.get_rank() == 0 else None
+
+
+def summarise_over_ranks(rank: ParallelRank, stats: Sequence[Sequence[LossStats]]) -> dict[str, float]:
+    """An update's metrics from the stats of this rank's micro-batches by minibatch, and the other ranks'; on every
+    rank."""
+    own = [[(_floats(s.sums), _floats(s.maxima)) for s in minibatch] for minibatch in stats]
+    parts = [part for part in _from_all_ranks(own if rank.is_output_rank else []) if part]
+    merged = [
+        merge_stats([LossStats(_tensors(sums), _tensors(maxima)) for part in parts for sums, maxima in part[number]])
+        for number in range(len(parts[0]))
+    ]
+    return summarise_stats(merged)
+
+
+def as_numpy(tensor: Tensor) -> np.ndarray:
+    """The tensor's numbers; bfloat16, which numpy lacks, as its bit pattern in uint16."""
+    tensor = tensor.detach().contiguous()
+    if tensor.dtype is torch.bfloat16:
+        tensor = tensor.view(torch.uint16)
+    return tensor.cpu().numpy()
+
+
+def _from_all_ranks(own: Any) -> list[Any]:
+    """What every rank of the gang has, in rank order."""
+    parts: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(parts, own)
+    return parts
+
+
+def _floats(tensors: Mapping[str, Tensor]) -> dict[str, float]:
+    return {name: float(tensor) for name, tensor in tensors.items()}
+
+
+def _tensors(numbers: Mapping[str, float]) -> dict[str, Tensor]:
+    return {name: torch.tensor(number, dtype=torch.float64) for name, number in numbers.items()}

@@ -1,0 +1,177 @@
+"""From Hugging Face's model to Megatron's and back: configuration, tensor names, tensor- and pipeline-parallel cuts.
+
+Megatron fuses what Hugging Face keeps separate. Its `linear_qkv` holds, for each group of queries that share a key, the
+group's queries, the key and the value; `linear_fc1` holds gate and up, each cut over the tensor-parallel ranks first.
+A *block* is numbered as Hugging Face numbers layers, from 0 at the bottom of the whole model.
+
+May import torch, megatron.core and stages.models.spec.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.models.gpt import GPTModel
+from torch import Tensor
+
+from stages.models.spec import (
+    DOWN_PROJ,
+    EMBEDDING,
+    FINAL_NORM,
+    GATE_PROJ,
+    INPUT_NORM,
+    K_PROJ,
+    O_PROJ,
+    POST_ATTENTION_NORM,
+    Q_PROJ,
+    UP_PROJ,
+    V_PROJ,
+    VALUE_HEAD_BIAS,
+    VALUE_HEAD_WEIGHT,
+    ModelSpec,
+    layer_tensor,
+)
+
+Gather = Callable[[Tensor], list[Tensor]]
+"""All tensor-parallel ranks' parts of a tensor, in rank order."""
+
+_QKV = (Q_PROJ, K_PROJ, V_PROJ)
+"""In the order of `linear_qkv`."""
+
+
+def transformer_kwargs(spec: ModelSpec) -> dict[str, Any]:
+    """The part of Megatron's TransformerConfig that the architecture decides (not the number of layers: a stage may
+    hold a part of the blocks). Megatron's fusions stay off: they need kernels that a CPU lacks."""
+    return {
+        "hidden_size": spec.hidden_size,
+        "ffn_hidden_size": spec.intermediate_size,
+        "num_attention_heads": spec.num_heads,
+        "num_query_groups": spec.num_kv_heads,
+        "kv_channels": spec.head_dim,
+        "normalization": "RMSNorm",
+        "layernorm_epsilon": spec.norm_eps,
+        "activation_func": F.silu,
+        "gated_linear_unit": True,
+        "add_bias_linear": False,
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+        "bias_activation_fusion": False,
+        "bias_dropout_fusion": False,
+        "masked_softmax_fusion": False,
+        "apply_rope_fusion": False,
+        "gradient_accumulation_fusion": False,
+        "persist_layer_norm": False,
+        "cross_entropy_loss_fusion": False,
+    }
+
+
+def named_by_block(model: GPTModel, first_block: int) -> Iterator[tuple[str, int | None, torch.nn.Parameter]]:
+    """(name within its block or model, block, parameter) of every parameter of a stage whose lowest block, on the
+    first pipeline stage, is `first_block` of the whole model."""
+    blocks = {str(i): first_block + layer.layer_number - 1 for i, layer in enumerate(model.decoder.layers)}
+    for name, parameter in model.named_parameters():
+        if name.startswith("decoder.layers."):
+            _, _, index, rest = name.split(".", 3)
+            yield rest, blocks[index], parameter
+        else:
+            yield name, None, parameter
+
+
+SPLIT_AXES = {
+    "embedding.word_embeddings.weight": 0,
+    "output_layer.weight": 0,
+    "self_attention.linear_qkv.weight": 0,
+    "self_attention.linear_proj.weight": 1,
+    "mlp.linear_fc1.weight": 0,
+    "mlp.linear_fc2.weight": 1,
+}
+"""Axis along which tensor-parallel ranks share a parameter; the others are whole on each."""
+
+
+def from_hf(
+    name: str, block: int | None, tensors: Mapping[str, Tensor], spec: ModelSpec, tp_rank: int, tp_size: int
+) -> Tensor:
+    """This tensor-parallel rank's part of a Megatron parameter, from whole Hugging Face tensors. Raises KeyError with
+    the Hugging Face name where one is missing."""
+
+    def cut(tensor: Tensor, axis: int) -> Tensor:
+        return tensor.chunk(tp_size, axis)[tp_rank]
+
+    def of_block(part: str) -> Tensor:
+        assert block is not None
+        return tensors[layer_tensor(block, part)]
+
+    match name:
+        case "embedding.word_embeddings.weight":
+            return cut(tensors[EMBEDDING], 0)
+        case "decoder.final_layernorm.weight":
+            return tensors[FINAL_NORM]
+        case "output_layer.weight":
+            return cut(tensors[spec.output_tensor], 0)
+        case "input_layernorm.weight":
+            return of_block(INPUT_NORM)
+        case "pre_mlp_layernorm.weight":
+            return of_block(POST_ATTENTION_NORM)
+        case "self_attention.linear_qkv.weight":
+            q, k, v = map(of_block, _QKV)
+            groups, hidden = spec.num_kv_heads, q.shape[-1]
+            fused = torch.cat([x.view(groups, -1, hidden) for x in (q, k, v)], 1)
+            return cut(fused.flatten(0, 1), 0)
+        case "self_attention.linear_proj.weight":
+            return cut(of_block(O_PROJ), 1)
+        case "mlp.linear_fc1.weight":
+            return torch.cat([cut(of_block(part), 0) for part in (GATE_PROJ, UP_PROJ)])
+        case "mlp.linear_fc2.weight":
+            return cut(of_block(DOWN_PROJ), 1)
+        case _:
+            raise KeyError(f"Megatron's {name} has no counterpart among Hugging Face's tensors")
+
+
+def to_hf(
+    name: str, block: int | None, parameter: Tensor, spec: ModelSpec, gather: Gather
+) -> Iterator[tuple[str, Tensor]]:
+    """The whole Hugging Face tensors that a Megatron parameter holds; views of it where its memory allows."""
+
+    def of_block(part: str) -> str:
+        assert block is not None
+        return layer_tensor(block, part)
+
+    match name:
+        case "embedding.word_embeddings.weight":
+            yield EMBEDDING, _join(gather(parameter), 0)
+        case "decoder.final_layernorm.weight":
+            yield FINAL_NORM, parameter
+        case "output_layer.weight" if parameter.shape[0] == 1:
+            yield VALUE_HEAD_WEIGHT, parameter
+        case "output_layer.bias":
+            yield VALUE_HEAD_BIAS, parameter
+        case "output_layer.weight":
+            yield spec.output_tensor, _join(gather(parameter), 0)
+        case "input_layernorm.weight":
+            yield of_block(INPUT_NORM), parameter
+        case "pre_mlp_layernorm.weight":
+            yield of_block(POST_ATTENTION_NORM), parameter
+        case "self_attention.linear_qkv.weight":
+            fused = _join(gather(parameter), 0)
+            fused = fused.view(spec.num_kv_heads, -1, fused.shape[-1])
+            queries = spec.num_heads // spec.num_kv_heads * spec.head_dim
+            parts = fused.split([queries, spec.head_dim, spec.head_dim], 1)
+            for projection, part in zip(_QKV, parts, strict=True):
+                yield of_block(projection), part.flatten(0, 1)
+        case "self_attention.linear_proj.weight":
+            yield of_block(O_PROJ), _join(gather(parameter), 1)
+        case "mlp.linear_fc1.weight":
+            halves = [part.chunk(2) for part in gather(parameter)]
+            yield of_block(GATE_PROJ), _join([gate for gate, _ in halves], 0)
+            yield of_block(UP_PROJ), _join([up for _, up in halves], 0)
+        case "mlp.linear_fc2.weight":
+            yield of_block(DOWN_PROJ), _join(gather(parameter), 1)
+        case _:
+            raise KeyError(f"Megatron's {name} has no counterpart among Hugging Face's tensors")
+
+
+def _join(parts: Sequence[Tensor], axis: int) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts), axis)

@@ -150,4 +150,10 @@ def _lines(config: PromptsConfig) -> Iterator[tuple[str, str]]:
             yield where, text
 
 
-_READERS = {".jsonl": _jsonl, ".parquet": _parquet, ".tsv": _tsv, ".txt": _tsv}
+_READERS = {
+    ".jsonl": _jsonl,
+    ".parquet": _parquet,
+    ".tsv": _tsv,
+    ".txt": _tsv,
+}
+"""Ending of a source's name -> what reads it."""

@@ -154,6 +154,13 @@ class Advantages(Record):
     """Sampled tokens that take part in the losses (response_mask less rows that are filtered out)."""
 
 
-RECORD_TYPES: dict[str, type[Record]] = {
-    t.KIND: t for t in (Rollout, Scores, ReferenceLogprobs, PolicyLogprobs, Values, Advantages)
-}
+STORED: tuple[type[Record], ...] = (
+    Rollout,
+    Scores,
+    ReferenceLogprobs,
+    PolicyLogprobs,
+    Values,
+    Advantages,
+)
+"""Records that the rollout store writes and reads."""
+RECORD_TYPES: dict[str, type[Record]] = {record.KIND: record for record in STORED}

@@ -31,7 +31,8 @@ from transformers.generation.configuration_utils import ContinuousBatchingConfig
 from benchmarks.harness import arguments, gemm_gflops, measured_load, report, write_json
 from stages.engines.config import EngineConfig, SamplingConfig
 from stages.engines.embedded.engine import EmbeddedEngine
-from stages.engines.embedded.kernels.cpu.native import NoNativeKernelsError, load_native_kernels
+from stages.engines.embedded.kernels.cpu.compile import NoNativeKernelsError
+from stages.engines.embedded.kernels.cpu.native import load_native_kernels
 from stages.engines.embedded.runner import choose_kernels
 from stages.engines.protocol import EngineStats, Request
 from stages.models.hf_files import read_eos_ids

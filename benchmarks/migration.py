@@ -34,7 +34,7 @@ from stages.engines.config import EngineConfig, SamplingConfig
 from stages.engines.embedded.engine import EmbeddedEngine
 from stages.engines.embedded.migration.load import MigrationRequest
 from stages.engines.embedded.migration.protocol import IncomingRows, MigratedRow
-from stages.engines.embedded.scheduler import PASS_TOKENS
+from stages.engines.embedded.scheduler import BATCH_PROMPT_TOKENS
 from stages.engines.protocol import Request
 from stages.models.hf_files import RANDOM_TINY
 
@@ -164,7 +164,7 @@ def move_one(pair: Pair, number: int, length: int, with_cache: bool) -> Moved:
     pair.call(0, finish)
     (asked,), _ = pair.call(0, times)
     _, passes = pair.call(1, times)
-    first = 0 if with_cache else -(-length // PASS_TOKENS) - 1
+    first = 0 if with_cache else -(-length // BATCH_PROMPT_TOKENS) - 1
     steps = [after - before for before, after in zip(passes[first:], passes[first + 1 :], strict=False)]
     return Moved(passes[first] - asked, over.seconds, statistics.median(steps), over.num_bytes)
 

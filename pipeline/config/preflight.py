@@ -14,7 +14,7 @@ import torch
 
 from pipeline.config.paths import RunPaths
 from pipeline.config.schema import ConfigError, RunConfig, config_hash, load_yaml
-from stages.engines.embedded.cache import block_bytes, blocks_for
+from stages.engines.embedded.kernels.paging import block_bytes, blocks_for
 from stages.engines.embedded.ranks.sharding import check_division
 from stages.models.hf_files import RANDOM_TINY, Tokenizer, read_config, read_tokenizer, rope_theta
 from stages.models.protocol import Role

@@ -29,11 +29,12 @@ from stages.engines.embedded.drafts.calibration import make_student
 from stages.engines.embedded.drafts.draft_head import LearnedDrafter
 from stages.engines.embedded.drafts.drafters import Draft, Drafter, NgramDrafter
 from stages.engines.embedded.engine import EmbeddedEngine
-from stages.engines.embedded.kernels.cpu.native import NoNativeKernelsError, load_native_kernels
+from stages.engines.embedded.kernels.cpu.compile import NoNativeKernelsError
+from stages.engines.embedded.kernels.cpu.native import load_native_kernels
 from stages.engines.embedded.kernels.reference import TorchKernels
 from stages.engines.embedded.rows import Row
 from stages.engines.embedded.sampling.noise import gumbel, noise_keys
-from stages.engines.embedded.scheduler import PASS_TOKENS
+from stages.engines.embedded.scheduler import BATCH_PROMPT_TOKENS
 from stages.engines.protocol import Completion, GenerationEngine, Request, RequestError, WeightsError
 from stages.models.hf_files import RANDOM_TINY, read_tokenizer
 from tests.support.engine_settings import embedded
@@ -195,7 +196,7 @@ def test_long_prompts_are_fed_in_pieces() -> None:
     settings = SamplingConfig(max_new_tokens=4, min_new_tokens=4)
     rng = np.random.default_rng(0)
     requests = [Request(i, 1, 1, tuple(rng.integers(3, 256, 60 - i).tolist()), 0, settings) for i in range(12)]
-    assert sum(len(r.tokens) for r in requests) > PASS_TOKENS
+    assert sum(len(r.tokens) for r in requests) > BATCH_PROMPT_TOKENS
     with closing(make_engine(RANDOM_TINY, 12)) as engine:
         together = by_row(engine.generate(requests))
         for request in requests[-3:]:

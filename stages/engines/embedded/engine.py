@@ -54,7 +54,7 @@ from stages.engines.embedded.migration.protocol import MigratedRow, RowsLost, ch
 from stages.engines.embedded.ranks.parallel_runner import ParallelRunner
 from stages.engines.embedded.rows import Call, Row
 from stages.engines.embedded.runner import LocalRunner, Runner
-from stages.engines.embedded.scheduler import PASS_TOKENS, Chunk, Scheduler
+from stages.engines.embedded.scheduler import BATCH_PROMPT_TOKENS, Chunk, Scheduler
 from stages.engines.protocol import Completion, EngineStats, Request, RequestError
 from stages.engines.requests import check_request
 from stages.models.hf_files import read_eos_ids
@@ -489,11 +489,11 @@ class EmbeddedEngine:
     def _drafts(self) -> dict[Row, DraftTree]:
         if self._speculation is None:
             return {}
-        rows = self._scheduler.turn()
+        rows = self._scheduler.next_rows()
         decoding = [row for row in rows if row.decodes]
         again = sum(row.num_again for row in decoding)
         prompts = sum(row.num_pending for row in rows if not row.decodes)
-        return self._speculation.propose(decoding, again + min(prompts, PASS_TOKENS)) if decoding else {}
+        return self._speculation.propose(decoding, again + min(prompts, BATCH_PROMPT_TOKENS)) if decoding else {}
 
     def _count_finished(self, num_rows: int) -> None:
         """Under the lock: so many rows less to wait for."""

@@ -1,4 +1,4 @@
-"""A row on its way through the engine. May import numpy and stages.engines."""
+"""A row on its way through the engine. May import numpy, stages.engines.protocol, storage.records."""
 
 from __future__ import annotations
 

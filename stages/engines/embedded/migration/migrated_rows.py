@@ -10,7 +10,7 @@ from itertools import count
 
 import numpy as np
 
-from stages.engines.embedded.cache import blocks_for
+from stages.engines.embedded.kernels.paging import blocks_for
 from stages.engines.embedded.migration.load import EngineLoad, MigrationRequest, RowLoad
 from stages.engines.embedded.migration.protocol import MigratedRow, key_of, pack_row
 from stages.engines.embedded.rows import Call, Row

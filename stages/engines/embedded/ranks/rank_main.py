@@ -19,7 +19,7 @@ from multiprocessing.connection import Connection
 
 import torch
 
-from stages.engines.embedded.batch import Pass
+from stages.engines.embedded.batch import Batch
 from stages.engines.embedded.model.llama import LlamaWeights
 from stages.engines.embedded.ranks.commands import (
     READY,
@@ -55,7 +55,7 @@ def main() -> None:
 
 
 def _obey(order: Order, model: RankModel, prepared: dict[int, LlamaWeights], orders: Connection) -> None:
-    if isinstance(order, Pass):
+    if isinstance(order, Batch):
         draws = model.run(order)
         if draws is not None:
             orders.send(draws)

@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from stages.engines.config import SamplingConfig, SpeculationConfig
-from stages.engines.embedded.batch import Pass
+from stages.engines.embedded.batch import Batch
 from stages.engines.embedded.cache import KVCache
 from stages.engines.embedded.engine import EmbeddedEngine
 from stages.engines.embedded.migration.load import EngineLoad, MigrationRequest
@@ -44,14 +44,14 @@ class Gate:
         self._waiting = False
         submit = engine._runner.submit
 
-        def gated(pass_: Pass) -> None:
+        def gated(batch: Batch) -> None:
             with self._changed:
                 self._waiting = True
                 self._changed.notify_all()
                 self._changed.wait_for(lambda: self._allowed > 0)
                 self._waiting = False
                 self._allowed -= 1
-            submit(pass_)
+            submit(batch)
 
         engine._runner.submit = gated  # type: ignore[method-assign]
 

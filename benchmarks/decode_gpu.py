@@ -37,6 +37,7 @@ from transformers import LlamaForCausalLM
 from benchmarks.harness import arguments, report, write_json
 from stages.engines.config import EmbeddedConfig, EngineConfig, SamplingConfig
 from stages.engines.embedded.batch import Batch
+from stages.engines.embedded.build import build_embedded
 from stages.engines.embedded.engine import EmbeddedEngine
 from stages.engines.embedded.kernels.cuda.graphs import GraphCapture, size_for
 from stages.engines.embedded.kernels.paging import BLOCK_TOKENS, blocks_for
@@ -219,7 +220,7 @@ def make_engine(path: Path, plan: Plan, cost: Cost, **settings: Any) -> Embedded
         kv_budget_mb=budget,
         embedded=EmbeddedConfig(**settings),
     )
-    return EmbeddedEngine(str(path), config, max_seq=plan.max_seq, threads=1, device=DEVICE)
+    return build_embedded(str(path), config, max_seq=plan.max_seq, threads=1, device=DEVICE)
 
 
 def run_engine(engine: EmbeddedEngine, rows: np.ndarray, new: int) -> None:

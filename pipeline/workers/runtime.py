@@ -114,15 +114,16 @@ class StageRuntime:
             self._reward = _part("stages.rewards.registry:build_reward")(config.reward)
             self._tokenizer = read_tokenizer(config.model.path)
         if Role.GENERATE in gang.roles:
-            engine = _part("stages.engines.embedded.engine:EmbeddedEngine")
+            build_engine = _part("stages.engines.build:build_engine")
             self._engine = VersionedEngine(
-                engine(
+                build_engine(
                     config.model.path,
                     config.engine,
                     max_seq=config.seq,
                     threads=settings.threads,
                     device=_first_device(config.replica_ranks, spec.index),
                     eos_token_ids=config.model.eos_token_ids,
+                    migratable=config.cluster.move_rows_below > 0,
                     on_lost=_end_process,
                 ),
                 self._board,

@@ -24,6 +24,7 @@ from engine_contract import (
 from transformers import AutoModelForCausalLM
 
 from stages.engines.config import EngineConfig, SamplingConfig, SpeculationConfig
+from stages.engines.embedded.build import build_embedded
 from stages.engines.embedded.draft_tree import DraftTree, chain
 from stages.engines.embedded.drafts.calibration import make_student
 from stages.engines.embedded.drafts.draft_head import LearnedDrafter
@@ -57,7 +58,7 @@ def make_engine(
 ) -> EmbeddedEngine:
     settings = embedded(slots, **config)
     drafters = drafters if drafter is None else [drafter]
-    return EmbeddedEngine(str(path), settings, max_seq=MAX_SEQ, threads=threads, device=CPU, drafters=drafters)
+    return build_embedded(str(path), settings, max_seq=MAX_SEQ, threads=threads, device=CPU, drafters=drafters)
 
 
 def assert_same_bits(got: dict[int, Completion], expected: dict[int, Completion]) -> None:
@@ -487,7 +488,7 @@ def test_sizes_that_cannot_work_are_refused() -> None:
     with pytest.raises(ValueError, match=r"engine\.slots is 0"):
         make_engine(RANDOM_TINY, slots=0)
     with pytest.raises(ValueError, match=r"max_seq is 257.* 256 tokens"):
-        EmbeddedEngine(RANDOM_TINY, EngineConfig(), max_seq=257, threads=1, device=CPU)
+        build_embedded(RANDOM_TINY, EngineConfig(), max_seq=257, threads=1, device=CPU)
     with pytest.raises(FileNotFoundError, match=r"config\.json"):
         make_engine("nowhere")
 

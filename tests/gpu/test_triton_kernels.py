@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from stages.engines.config import EmbeddedConfig, EngineConfig, SamplingConfig
-from stages.engines.embedded.engine import EmbeddedEngine
+from stages.engines.embedded.build import build_embedded
 from stages.engines.embedded.kernels.paging import BLOCK_TOKENS, NO_BLOCK, blocks_for
 from stages.engines.embedded.kernels.protocol import Angles, NoTritonKernelsError, Tokens
 from stages.engines.embedded.kernels.reference import TorchKernels
@@ -260,7 +260,7 @@ def test_an_engine_draws_the_same_tokens_with_them() -> None:
     found = []
     for kind in ("torch", "triton"):
         config = EngineConfig(slots=3, embedded=EmbeddedConfig(kernels=kind))
-        with closing(EmbeddedEngine(RANDOM_TINY, config, max_seq=32, threads=1, device=DEVICE)) as engine:
+        with closing(build_embedded(RANDOM_TINY, config, max_seq=32, threads=1, device=DEVICE)) as engine:
             assert engine.kernels == kind
             rows = []
             for version in (0, 1):

@@ -32,17 +32,18 @@ class HeldRuntime(StageRuntime):
         control = self._config.run_dir / "control"
         replicas = self._config.placement.gangs[spec.gang].workers
         engine = self._engine._engine
-        take, submit = engine.migrate_in, engine._runner.submit
+        runner = engine._engine._runner
+        take, submit = engine.migrate_in, runner.submit
         took = False
 
         def migrate_in(moved: Sequence[MigratedRow]) -> AcceptedRows:
             nonlocal took
-            guests: AcceptedRows = take(moved)
+            incoming: AcceptedRows = take(moved)
             took = True
             staged = control / f".taken@{spec.name}"
             staged.write_text(str(os.getpid()))
             staged.rename(control / f"taken@{spec.name}")
-            return guests
+            return incoming
 
         def held(batch: Batch) -> None:
             (control / f"begun@{spec.name}").touch()
@@ -52,4 +53,4 @@ class HeldRuntime(StageRuntime):
                 time.sleep(PASS_S)
             submit(batch)
 
-        engine.migrate_in, engine._runner.submit = migrate_in, held
+        engine.migrate_in, runner.submit = migrate_in, held

@@ -17,9 +17,8 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
@@ -32,6 +31,7 @@ from stages.engines.embedded.drafts.costs import DraftingCosts, PassCosts, choos
 from stages.engines.embedded.drafts.drafters import Draft, Drafter
 from stages.engines.embedded.drafts.guesses import Guesses, joined
 from stages.engines.embedded.drafts.trials import Trials
+from stages.engines.embedded.extensions import DraftCounts
 from stages.engines.embedded.rows import Row
 from stages.engines.embedded.scheduler import Chunk
 
@@ -66,19 +66,6 @@ class _Tally:
     def rate(self, now: int) -> float:
         left = _MEMORY ** (now - self.seen)
         return (left * self.accepted + _PRIOR_ACCEPTED) / (left * self.tried + _PRIOR_TRIED)
-
-
-@dataclass
-class DraftCounts:
-    """For `EngineStats`: since they were last taken."""
-
-    drafted: Counter[str] = field(default_factory=Counter)
-    """Guesses verified, by kind."""
-    accepted: Counter[str] = field(default_factory=Counter)
-    lengths: Counter[int] = field(default_factory=Counter)
-    """How often a decoding row had so many guesses in a pass."""
-    accepted_at: Counter[int] = field(default_factory=Counter)
-    """Right guesses by how many were before them."""
 
 
 class Speculation:
@@ -177,7 +164,7 @@ class Speculation:
         seconds: float | None,
         drafting_s: float = 0.0,
     ) -> None:
-        """What became of a pass: the draws that each sampling chunk kept (`passes.keep`), the hidden states behind all
+        """What became of a pass: the draws that each sampling chunk kept (`batch.keep`), the hidden states behind all
         of its draws, and how long it took (None if prompts were fed in it, whose tokens are cheaper: nothing is sampled
         after them), after `drafting_s` of looking for drafts."""
         self._passes += 1

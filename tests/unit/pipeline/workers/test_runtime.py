@@ -22,8 +22,6 @@ from storage.weights import WeightBoard
 class FakeEngine:
     """Owns a counter of who is inside, by version; `load_weights` fails if anybody is."""
 
-    keyed_noise = True
-
     def __init__(self) -> None:
         self.version = -1
         self.inside = 0

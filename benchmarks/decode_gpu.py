@@ -36,10 +36,11 @@ from transformers import LlamaForCausalLM
 
 from benchmarks.harness import arguments, report, write_json
 from stages.engines.config import EmbeddedConfig, EngineConfig, SamplingConfig
-from stages.engines.embedded.batch import Pass
-from stages.engines.embedded.cache import BLOCK_TOKENS, blocks_for
+from stages.engines.embedded.batch import Batch
+from stages.engines.embedded.build import build_embedded
 from stages.engines.embedded.engine import EmbeddedEngine
 from stages.engines.embedded.kernels.cuda.graphs import GraphCapture, size_for
+from stages.engines.embedded.kernels.paging import BLOCK_TOKENS, blocks_for
 from stages.engines.embedded.kernels.protocol import Tokens
 from stages.engines.embedded.model.llama import logits
 from stages.engines.embedded.runner import LocalRunner
@@ -220,7 +221,7 @@ def make_engine(path: Path, plan: Plan, cost: Cost, **settings: Any) -> Embedded
         kv_budget_mb=budget,
         embedded=EmbeddedConfig(**settings),
     )
-    return EmbeddedEngine(str(path), config, max_seq=plan.max_seq, threads=1, device=DEVICE)
+    return build_embedded(str(path), config, max_seq=plan.max_seq, threads=1, device=DEVICE)
 
 
 def run_engine(engine: EmbeddedEngine, rows: np.ndarray, new: int) -> None:
@@ -250,11 +251,11 @@ def step_seconds(run: Callable[[np.ndarray, int], None], rows: np.ndarray, plan:
     return (seconds_of(lambda: run(rows, SHORT + plan.new), plan.repeats) - short) / plan.new
 
 
-def steady_pass(rows: int, plan: Plan, vocab: int) -> Pass:
+def steady_batch(rows: int, plan: Plan, vocab: int) -> Batch:
     """A decode pass in the middle of the counted part, each row in blocks of its own."""
     position, index = int(plan.mean_context), np.arange(rows)
     width = blocks_for(plan.max_seq)
-    return Pass(
+    return Batch(
         ids=np.random.default_rng(1).integers(3, vocab, rows),
         positions=np.full(rows, position, np.int64),
         rows=index.astype(np.int32),
@@ -266,16 +267,16 @@ def steady_pass(rows: int, plan: Plan, vocab: int) -> Pass:
     )
 
 
-def run_pass(runner: LocalRunner, pass_: Pass) -> None:
-    runner.submit(pass_)
+def run_batch(runner: LocalRunner, batch: Batch) -> None:
+    runner.submit(batch)
     runner.collect()
 
 
 @torch.inference_mode()
-def parts_of_a_pass(runner: LocalRunner, pass_: Pass, plan: Plan) -> dict[str, float]:
+def parts_of_a_batch(runner: LocalRunner, batch: Batch, plan: Plan) -> dict[str, float]:
     """Seconds of the matrix products and of the attention of all layers, each as a graph of its own; CUDA only."""
-    weights, spec, kernels, cache = runner._weights, runner._shape, runner._kernels, runner._cache
-    size = size_for(len(pass_.ids))
+    weights, spec, kernels, cache = runner._weights, runner._spec, runner._kernels, runner._cache
+    size = size_for(len(batch.ids))
     hidden_size, intermediate_size = spec.hidden_size, spec.intermediate_size
     widths = {"qkv": hidden_size, "out": spec.q_size, "gate_up": hidden_size, "down": intermediate_size}
     inputs = {
@@ -283,12 +284,12 @@ def parts_of_a_pass(runner: LocalRunner, pass_: Pass, plan: Plan) -> dict[str, f
     }
     hidden = torch.randn(size, hidden_size, device=DEVICE)
     every = torch.arange(size, device=DEVICE)
-    num = len(pass_.ids)
+    num = len(batch.ids)
     tables = torch.zeros(size, blocks_for(plan.max_seq), dtype=torch.int32)
-    tables[:num, : pass_.tables.shape[1]] = torch.from_numpy(pass_.tables)
+    tables[:num, : batch.tables.shape[1]] = torch.from_numpy(batch.tables)
     positions = torch.zeros(size, dtype=torch.int64)
-    positions[:num] = torch.from_numpy(pass_.positions)
-    tokens = Tokens(every, positions.to(DEVICE), every.int(), tables.to(DEVICE), plan.max_seq, apart=True)
+    positions[:num] = torch.from_numpy(batch.positions)
+    tokens = Tokens(every, positions.to(DEVICE), every.int(), tables.to(DEVICE), plan.max_seq, independent=True)
     dtype = weights.embedding.dtype
     qkv = kernels.linear(inputs["qkv"], weights.blocks[0].qkv, dtype)
 
@@ -370,11 +371,11 @@ def measure_engine(engine: EmbeddedEngine, side: str, shape: Shape, results: Res
     plan, cost, runner = results.plan, results.cost, engine._runner
     assert isinstance(runner, LocalRunner)
     for batch in plan.batches:
-        rows, pass_ = prompts(batch, plan, shape.vocab), steady_pass(batch, plan, shape.vocab)
+        rows, steady = prompts(batch, plan, shape.vocab), steady_batch(batch, plan, shape.vocab)
         results.add(side, batch, step_seconds(partial(run_engine, engine), rows, plan))
-        results.add(f"{side}: pass", batch, seconds_of(partial(run_pass, runner, pass_), 20))
+        results.add(f"{side}: pass", batch, seconds_of(partial(run_batch, runner, steady), 20))
         if side == "engine":
-            parts = parts_of_a_pass(runner, pass_, plan)
+            parts = parts_of_a_batch(runner, steady, plan)
             results.add(f"{side}: products", batch, parts["products"], cost.weights)
             results.add(f"{side}: attention", batch, parts["attention"], batch * plan.mean_context * cost.per_position)
 

@@ -30,11 +30,13 @@ from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
 from benchmarks.harness import arguments, gemm_gflops, measured_load, report, write_json
 from stages.engines.config import EngineConfig, SamplingConfig
+from stages.engines.embedded.build import build_embedded
 from stages.engines.embedded.engine import EmbeddedEngine
-from stages.engines.embedded.kernels.cpu.native import NoNativeKernelsError, load_native_kernels
+from stages.engines.embedded.kernels.cpu.compile import NoNativeKernelsError
+from stages.engines.embedded.kernels.cpu.native import load_native_kernels
 from stages.engines.embedded.runner import choose_kernels
 from stages.engines.protocol import EngineStats, Request
-from stages.models.hf_files import read_eos_ids
+from stages.models.hf_config import read_eos_ids
 
 CORES = os.cpu_count() or 1
 SLOTS = 16
@@ -234,7 +236,7 @@ def compare(
     settings = EngineConfig(slots=SLOTS, dtype=dtype)  # type: ignore[arg-type]
     kernels = choose_kernels(settings, torch.device("cpu"))
     started = time.perf_counter()
-    with closing(EmbeddedEngine(str(path), settings, max_seq=192, threads=CORES, device=torch.device("cpu"))) as engine:
+    with closing(build_embedded(str(path), settings, max_seq=192, threads=CORES, device=torch.device("cpu"))) as engine:
         figures[f"{dtype}/cold_start_s"] = time.perf_counter() - started
         sides: dict[str, Callable[[list[Prompt], bool], object]] = {
             PADDED: lambda p, sampled: run_padded(model, p, sampled),

@@ -31,12 +31,12 @@ from pipeline.workers.messages import TAILS, MoveOrder, MoveOver, RowsNews, Work
 from pipeline.workers.replica_rows import ReplicaRows
 from pipeline.workers.row_transfer import open_for_rows, order_move
 from stages.engines.config import EngineConfig, SamplingConfig
-from stages.engines.embedded.engine import EmbeddedEngine
+from stages.engines.embedded.build import build_embedded
 from stages.engines.embedded.migration.load import MigrationRequest
 from stages.engines.embedded.migration.protocol import IncomingRows, MigratedRow
-from stages.engines.embedded.scheduler import PASS_TOKENS
+from stages.engines.embedded.scheduler import BATCH_PROMPT_TOKENS
 from stages.engines.protocol import Request
-from stages.models.hf_files import RANDOM_TINY
+from stages.models.hf_config import RANDOM_TINY
 
 MODEL = Path("assets/smollm2-135m-instruct")
 SLOTS, BELOW = 16, 5
@@ -54,7 +54,7 @@ class Replica:
 
     def __init__(self, path: str, max_seq: int) -> None:
         config = EngineConfig(slots=SLOTS, dtype="bfloat16", kv_budget_mb=1024)
-        self.engine = EmbeddedEngine(path, config, max_seq=max_seq, threads=1)
+        self.engine = build_embedded(path, config, max_seq=max_seq, threads=1, migratable=True)
         self.watch_load, self.deliver = self.engine.watch_load, self.engine.deliver
         self.give_back, self.wanted = self.engine.give_back, self.engine.wanted
         self.asked: list[float] = []
@@ -62,14 +62,14 @@ class Replica:
         self.passes: list[float] = []
         """When passes were done."""
         self.running: threading.Thread | None = None
-        collect = self.engine._runner.collect
+        collect = self.engine._engine._runner.collect
 
         def timed() -> Any:
             draws = collect()
             self.passes.append(time.perf_counter())
             return draws
 
-        self.engine._runner.collect = timed  # type: ignore[method-assign]
+        self.engine._engine._runner.collect = timed  # type: ignore[method-assign]
 
     def migrate_out(self, rows: Collection[MigrationRequest]) -> list[MigratedRow]:
         self.asked.append(time.perf_counter())
@@ -164,7 +164,7 @@ def move_one(pair: Pair, number: int, length: int, with_cache: bool) -> Moved:
     pair.call(0, finish)
     (asked,), _ = pair.call(0, times)
     _, passes = pair.call(1, times)
-    first = 0 if with_cache else -(-length // PASS_TOKENS) - 1
+    first = 0 if with_cache else -(-length // BATCH_PROMPT_TOKENS) - 1
     steps = [after - before for before, after in zip(passes[first:], passes[first + 1 :], strict=False)]
     return Moved(passes[first] - asked, over.seconds, statistics.median(steps), over.num_bytes)
 

@@ -23,6 +23,7 @@ import torch
 from benchmarks.generation import MODEL
 from benchmarks.harness import arguments, measured_load, report, write_json
 from stages.engines.config import EmbeddedConfig, EngineConfig, SamplingConfig
+from stages.engines.embedded.build import build_embedded
 from stages.engines.embedded.engine import EmbeddedEngine
 from stages.engines.protocol import Request
 from stages.models.hf_config import RANDOM_TINY
@@ -80,7 +81,7 @@ def main() -> None:
                 pipeline_parallel=side.pipeline,
                 embedded=EmbeddedConfig(pipeline_groups=side.groups),
             )
-            engine = EmbeddedEngine(
+            engine = build_embedded(
                 path, settings, max_seq=PROMPT + new, threads=side.threads, device=torch.device("cpu")
             )
             engines[side.name] = stack.enter_context(closing(engine))

@@ -33,6 +33,7 @@ from benchmarks.harness import arguments, measured_load, report, write_json
 from pipeline.workers.messages import MirrorSpec
 from pipeline.workers.weight_transfer import WeightMirror
 from stages.engines.config import EngineConfig, SamplingConfig
+from stages.engines.embedded.build import build_embedded
 from stages.engines.embedded.engine import EmbeddedEngine
 from stages.engines.embedded.runner import LocalRunner
 from stages.engines.protocol import Request
@@ -84,7 +85,7 @@ def measure(path: Path, dtype: str, repeats: int) -> tuple[list[tuple[str, ...]]
     settings = EngineConfig(slots=SLOTS, dtype=dtype, update="inflight")  # type: ignore[arg-type]
     seconds: dict[str, list[float]] = {}
     started = time.perf_counter()
-    with closing(EmbeddedEngine(str(path), settings, max_seq=MAX_SEQ, threads=CORES, device=CPU)) as engine:
+    with closing(build_embedded(str(path), settings, max_seq=MAX_SEQ, threads=CORES, device=CPU)) as engine:
         cold = time.perf_counter() - started
         runner = LocalRunner(str(path), settings, max_seq=MAX_SEQ, device=CPU)
         version = 0

@@ -28,6 +28,7 @@ import torch
 from benchmarks.harness import arguments, measured_load, report, write_json
 from pipeline.observe.plots import plot_engine_costs
 from stages.engines.config import EngineConfig, SamplingConfig, SpeculationConfig
+from stages.engines.embedded.build import build_embedded
 from stages.engines.embedded.drafts.calibration import make_student
 from stages.engines.embedded.drafts.costs import expected_speed
 from stages.engines.embedded.drafts.draft_head import KIND, LearnedDrafter
@@ -127,7 +128,7 @@ class Bench:
                 drafters.append(NgramDrafter())
             if side in ("learned", "both"):
                 drafters.append(self.head)
-            engine = EmbeddedEngine(
+            engine = build_embedded(
                 self.path, self.settings, max_seq=256, threads=CORES, device=CPU, drafters=drafters, eos_token_ids=[0]
             )
             self.engines[side] = self._stack.enter_context(closing(engine))
@@ -222,7 +223,7 @@ def main() -> None:
             stats = bench.engines[side].stats()
             kinds = ", ".join(f"{k} {stats.accepted_tokens.get(k, 0)}/{n}" for k, n in stats.drafted_tokens.items())
             notes.append(f"{side}: accepted/drafted {kinds}; lengths {dict(sorted(stats.draft_lengths.items()))}")
-        speculation = bench.engines["learned"].speculation
+        speculation = bench.engines["learned"].drafts
         assert speculation is not None
         acceptance, costs = speculation.acceptance(KIND), speculation.costs
         drafting = speculation.drafting[bench.head]

@@ -163,7 +163,7 @@ def build_parts(spec: WorkerSpec, *, same_layout: bool) -> WorkerParts:
 
 
 def _build_engine(config: RunConfig, spec: WorkerSpec) -> GenerationEngine:
-    make = importlib.import_module("stages.engines.embedded.engine").EmbeddedEngine
+    make = importlib.import_module("stages.engines.build").build_engine
     engine: GenerationEngine = make(
         config.model.path,
         config.engine,
@@ -171,6 +171,7 @@ def _build_engine(config: RunConfig, spec: WorkerSpec) -> GenerationEngine:
         threads=config.placement.gangs[spec.gang].threads,
         device=_first_device(config.replica_ranks, spec.index),
         eos_token_ids=config.model.eos_token_ids,
+        migratable=config.cluster.move_rows_below > 0,
         on_lost=_end_process,
     )
     return engine

@@ -87,7 +87,7 @@ class EngineStats:
     accepted_tokens: Mapping[str, int] = field(default_factory=dict)
     """Those that were right, by kind of draft."""
     draft_lengths: Mapping[int, int] = field(default_factory=dict)
-    """How often a decoding row had so many drafted tokens in a pass; 0: none."""
+    """How often a decoding row had so many drafted tokens in a batch; 0: none."""
     rank_busy_s: tuple[float, ...] = ()
     """Seconds that each rank computed, where several hold the model (one number where one does): of `busy_s` it is the
     share in which the rank was of use."""
@@ -96,13 +96,11 @@ class EngineStats:
     rows_taken: int = 0
     """Come from another engine."""
     accepted_positions: Mapping[int, int] = field(default_factory=dict)
-    """Drafted tokens that were right, by their place in the draft, from 0."""
+    """Drafted tokens that were right, by how many of the draft's were before them."""
 
 
 @runtime_checkable
 class GenerationEngine(Protocol):
-    keyed_noise: bool
-    """Whether the engine obeys law 4."""
     version: int
     """Of the resident weights."""
 
@@ -112,8 +110,8 @@ class GenerationEngine(Protocol):
 
     def load_weights(self, version: int, tensors: Mapping[str, torch.Tensor]) -> None:
         """Refits in place, by Hugging Face name; tensors that are not named keep their values. Drains first, and keeps
-        rows that arrive meanwhile waiting; or swaps between two passes. All or nothing: on WeightsError the engine goes
-        on with the old weights."""
+        rows that arrive meanwhile waiting; or swaps between two batches. All or nothing: on WeightsError the engine
+        goes on with the old weights."""
         ...
 
     def sleep(self) -> None:

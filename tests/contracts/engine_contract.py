@@ -123,8 +123,6 @@ class EngineContract:
         self, engine: GenerationEngine, model: LlamaForCausalLM
     ) -> None:
         """Law 4, from transformers' log-probs: nothing of the engine but its choice enters."""
-        if not engine.keyed_noise:
-            pytest.skip("this engine cannot key its noise")
         for request, completion in self._run(engine, make_requests(6)):
             position = len(request.tokens) + np.arange(len(completion.tokens))
             noise = gumbel(noise_keys(11, 3, request.row, position), VOCAB, torch.device("cpu"))
@@ -132,8 +130,6 @@ class EngineContract:
             assert completion.tokens.tolist() == expected.tolist()
 
     def test_tokens_do_not_depend_on_company_slots_or_calls(self, engine: GenerationEngine, path: Path) -> None:
-        if not engine.keyed_noise:
-            pytest.skip("this engine cannot key its noise")
         requests = make_requests(9)
         together = by_row(engine.generate(requests))
         alone = {r.row: next(iter(engine.generate([r]))) for r in requests}

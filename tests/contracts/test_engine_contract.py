@@ -24,18 +24,21 @@ from engine_contract import (
 from transformers import AutoModelForCausalLM
 
 from stages.engines.config import EngineConfig, SamplingConfig, SpeculationConfig
+from stages.engines.embedded.build import build_embedded
 from stages.engines.embedded.draft_tree import DraftTree, chain
 from stages.engines.embedded.drafts.calibration import make_student
 from stages.engines.embedded.drafts.draft_head import LearnedDrafter
 from stages.engines.embedded.drafts.drafters import Draft, Drafter, NgramDrafter
 from stages.engines.embedded.engine import EmbeddedEngine
-from stages.engines.embedded.kernels.cpu.native import NoNativeKernelsError, load_native_kernels
+from stages.engines.embedded.kernels.cpu.compile import NoNativeKernelsError
+from stages.engines.embedded.kernels.cpu.native import load_native_kernels
 from stages.engines.embedded.kernels.reference import TorchKernels
 from stages.engines.embedded.rows import Row
 from stages.engines.embedded.sampling.noise import gumbel, noise_keys
-from stages.engines.embedded.scheduler import PASS_TOKENS
+from stages.engines.embedded.scheduler import BATCH_PROMPT_TOKENS
 from stages.engines.protocol import Completion, GenerationEngine, Request, RequestError, WeightsError
-from stages.models.hf_files import RANDOM_TINY, read_tokenizer
+from stages.models.hf_config import RANDOM_TINY
+from stages.models.hf_files import read_tokenizer
 from tests.support.engine_settings import embedded
 
 CPU = torch.device("cpu")
@@ -56,7 +59,7 @@ def make_engine(
 ) -> EmbeddedEngine:
     settings = embedded(slots, **config)
     drafters = drafters if drafter is None else [drafter]
-    return EmbeddedEngine(str(path), settings, max_seq=MAX_SEQ, threads=threads, device=CPU, drafters=drafters)
+    return build_embedded(str(path), settings, max_seq=MAX_SEQ, threads=threads, device=CPU, drafters=drafters)
 
 
 def assert_same_bits(got: dict[int, Completion], expected: dict[int, Completion]) -> None:
@@ -195,7 +198,7 @@ def test_long_prompts_are_fed_in_pieces() -> None:
     settings = SamplingConfig(max_new_tokens=4, min_new_tokens=4)
     rng = np.random.default_rng(0)
     requests = [Request(i, 1, 1, tuple(rng.integers(3, 256, 60 - i).tolist()), 0, settings) for i in range(12)]
-    assert sum(len(r.tokens) for r in requests) > PASS_TOKENS
+    assert sum(len(r.tokens) for r in requests) > BATCH_PROMPT_TOKENS
     with closing(make_engine(RANDOM_TINY, 12)) as engine:
         together = by_row(engine.generate(requests))
         for request in requests[-3:]:
@@ -486,7 +489,7 @@ def test_sizes_that_cannot_work_are_refused() -> None:
     with pytest.raises(ValueError, match=r"engine\.slots is 0"):
         make_engine(RANDOM_TINY, slots=0)
     with pytest.raises(ValueError, match=r"max_seq is 257.* 256 tokens"):
-        EmbeddedEngine(RANDOM_TINY, EngineConfig(), max_seq=257, threads=1, device=CPU)
+        build_embedded(RANDOM_TINY, EngineConfig(), max_seq=257, threads=1, device=CPU)
     with pytest.raises(FileNotFoundError, match=r"config\.json"):
         make_engine("nowhere")
 

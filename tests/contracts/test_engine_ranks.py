@@ -27,13 +27,14 @@ from engine_contract import (
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from stages.engines.config import EngineConfig, SamplingConfig, SpeculationConfig
+from stages.engines.embedded.build import build_embedded
 from stages.engines.embedded.engine import EmbeddedEngine
 from stages.engines.embedded.migration.load import MigrationRequest
 from stages.engines.embedded.migration.protocol import key_of
 from stages.engines.embedded.ranks.parallel_runner import ParallelRunner
 from stages.engines.embedded.ranks.processes import RankLost
 from stages.engines.protocol import Completion, GenerationEngine, Request, WeightsError
-from stages.models.hf_files import RANDOM_TINY
+from stages.models.hf_config import RANDOM_TINY
 from tests.support.engine_settings import embedded
 
 pytestmark = pytest.mark.processes
@@ -49,7 +50,7 @@ def _passive_waiting() -> Iterator[None]:
 
 
 def make_engine(path: Path | str, slots: int = 4, **config: object) -> EmbeddedEngine:
-    return EmbeddedEngine(str(path), embedded(slots, **config), max_seq=MAX_SEQ, threads=1, device=CPU)
+    return build_embedded(str(path), embedded(slots, **config), max_seq=MAX_SEQ, threads=1, device=CPU)
 
 
 def assert_same_bits(got: dict[int, Completion], expected: dict[int, Completion]) -> None:
@@ -151,7 +152,7 @@ def test_a_killed_rank_fails_its_engine(busy: bool) -> None:
 
     settings = EngineConfig(slots=2, pipeline_parallel=3)
     before = set(psutil.Process().children())
-    engine = EmbeddedEngine(RANDOM_TINY, settings, max_seq=250, threads=1, device=CPU, on_lost=lose)
+    engine = build_embedded(RANDOM_TINY, settings, max_seq=250, threads=1, device=CPU, on_lost=lose)
     with closing(engine):
         ranks = sorted(set(psutil.Process().children()) - before, key=lambda process: process.pid)
         assert len(ranks) == 2
@@ -179,8 +180,8 @@ def test_ranks_die_with_their_engine_even_stopped() -> None:
     program = (
         "import sys, time, torch\n"
         "from stages.engines.config import EngineConfig\n"
-        "from stages.engines.embedded.engine import EmbeddedEngine\n"
-        "engine = EmbeddedEngine('random:tiny', EngineConfig(tensor_parallel=2), max_seq=64, threads=1,"
+        "from stages.engines.embedded.build import build_embedded\n"
+        "engine = build_embedded('random:tiny', EngineConfig(tensor_parallel=2), max_seq=64, threads=1,"
         " device=torch.device('cpu'))\n"
         "print('up', flush=True)\n"
         "time.sleep(600)\n"
@@ -270,7 +271,7 @@ def test_rows_move_to_an_engine_of_another_layout_and_back(config: dict[str, int
     requests = [Request(i, 1, 2, (5 + i,) * (i + 1), 0, SamplingConfig(n, n)) for i, n in enumerate(lengths)]
 
     def engine(**config: int) -> EmbeddedEngine:
-        return EmbeddedEngine(RANDOM_TINY, embedded(8, **config), max_seq=250, threads=1, device=CPU)
+        return build_embedded(RANDOM_TINY, embedded(8, **config), max_seq=250, threads=1, device=CPU)
 
     with closing(engine()) as whole, closing(engine(**config)) as divided:
         expected = by_row(whole.generate(requests))

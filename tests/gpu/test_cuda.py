@@ -14,10 +14,10 @@ from pipeline.cli.verification import verify_run
 from pipeline.config.loading import load_config
 from pipeline.driver.run import open_history, run
 from stages.engines.config import EngineConfig, SamplingConfig
-from stages.engines.embedded.engine import EmbeddedEngine
+from stages.engines.embedded.build import build_embedded
 from stages.engines.embedded.sampling.noise import gumbel, noise_keys
 from stages.engines.protocol import Request
-from stages.models.hf_files import RANDOM_TINY
+from stages.models.hf_config import RANDOM_TINY
 
 pytestmark = pytest.mark.gpu
 ROOT = Path(__file__).resolve().parents[2]
@@ -36,7 +36,7 @@ def test_the_engine_samples_the_same_tokens_as_on_the_cpu() -> None:
     ]
     found = []
     for device in ("cpu", "cuda"):
-        engine = EmbeddedEngine(RANDOM_TINY, EngineConfig(), max_seq=64, threads=1, device=torch.device(device))
+        engine = build_embedded(RANDOM_TINY, EngineConfig(), max_seq=64, threads=1, device=torch.device(device))
         try:
             found.append({c.row: c for c in engine.generate(requests)})
         finally:

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from stages.engines.config import SpeculationConfig
+from stages.engines.embedded.build import build_embedded
 from stages.engines.embedded.engine import EmbeddedEngine
 from stages.engines.embedded.runner import LocalRunner, all_tensors
 from stages.engines.protocol import Completion, GenerationEngine
@@ -32,7 +33,7 @@ needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is
 
 
 def make_engine(path: Path, slots: int = 4, **config: object) -> EmbeddedEngine:
-    return EmbeddedEngine(str(path), embedded(slots, **config), max_seq=MAX_SEQ, threads=1, device=CUDA)
+    return build_embedded(str(path), embedded(slots, **config), max_seq=MAX_SEQ, threads=1, device=CUDA)
 
 
 class TestPlainTorchOnCuda(EngineContract):

@@ -18,14 +18,14 @@ import pytest
 import torch
 
 from stages.engines.config import EmbeddedConfig, EngineConfig, SamplingConfig
-from stages.engines.embedded.cache import BLOCK_TOKENS, NO_BLOCK, blocks_for
-from stages.engines.embedded.engine import EmbeddedEngine
+from stages.engines.embedded.build import build_embedded
+from stages.engines.embedded.kernels.paging import BLOCK_TOKENS, NO_BLOCK, blocks_for
 from stages.engines.embedded.kernels.protocol import Angles, NoTritonKernelsError, Tokens
 from stages.engines.embedded.kernels.reference import TorchKernels
 from stages.engines.embedded.sampling.draw import ban
 from stages.engines.embedded.sampling.noise import noise_keys
 from stages.engines.protocol import Request
-from stages.models.hf_files import RANDOM_TINY
+from stages.models.hf_config import RANDOM_TINY
 
 CUDA = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if CUDA else "cpu")
@@ -115,7 +115,7 @@ def scattered(lengths: Sequence[int], pool: int) -> torch.Tensor:
     return tables
 
 
-def pass_tokens(chunks: Sequence[tuple[int, int]], pool: int, apart: bool) -> Tokens:
+def pass_tokens(chunks: Sequence[tuple[int, int]], pool: int, independent: bool) -> Tokens:
     """Rows whose tokens at positions start .. stop - 1 are fed."""
     positions = [position for start, stop in chunks for position in range(start, stop)]
     rows = [row for row, (start, stop) in enumerate(chunks) for _ in range(start, stop)]
@@ -125,7 +125,7 @@ def pass_tokens(chunks: Sequence[tuple[int, int]], pool: int, apart: bool) -> To
         torch.tensor(rows, dtype=torch.int32, device=DEVICE),
         scattered([stop for _, stop in chunks], pool).to(DEVICE),
         max(positions) + 1,
-        apart,
+        independent=independent,
     )
 
 
@@ -148,7 +148,7 @@ def test_attend(kernels: Any, dtype: torch.dtype, heads: int, kv_heads: int, dim
     """`decode`: one token per row, keys written while others are read; `mixed`: prompts, drafts and single tokens."""
     chunks = {"decode": DECODES, "mixed": MIXED, "short": DECODES[:4]}[case]
     pool = 1 + sum(blocks_for(stop) for _, stop in chunks)
-    tokens = pass_tokens(chunks, pool, apart=case != "mixed")
+    tokens = pass_tokens(chunks, pool, independent=case != "mixed")
     qkv = randn(len(tokens.ids), (heads + 2 * kv_heads) * dim, dtype=dtype)
     keys = randn(pool, kv_heads, dim, BLOCK_TOKENS, dtype=dtype)
     values = randn(pool, kv_heads, BLOCK_TOKENS, dim, dtype=dtype)
@@ -167,15 +167,16 @@ def test_attend(kernels: Any, dtype: torch.dtype, heads: int, kv_heads: int, dim
 def test_a_tokens_attention_does_not_depend_on_its_company(kernels: Any, dtype: torch.dtype) -> None:
     """The same bits alone, among others, decoded or as part of a longer chunk, and however long the longest may be."""
     heads, kv_heads, dim, pool = 6, 2, 32, 128
-    tokens = pass_tokens(DECODES, pool, apart=True)
+    tokens = pass_tokens(DECODES, pool, independent=True)
     qkv = randn(len(DECODES), (heads + 2 * kv_heads) * dim, dtype=dtype)
     keys = randn(pool, kv_heads, dim, BLOCK_TOKENS, dtype=dtype)
     values = randn(pool, kv_heads, BLOCK_TOKENS, dim, dtype=dtype)
     turns = angles(4 * SPLIT, dim)
 
-    def attend(wanted: Sequence[int], longest: int, apart: bool) -> torch.Tensor:
+    def attend(wanted: Sequence[int], longest: int, independent: bool) -> torch.Tensor:
         index = torch.tensor(wanted, device=DEVICE)
-        some = Tokens(tokens.ids[index], tokens.positions[index], tokens.rows[index], tokens.tables, longest, apart)
+        ids, positions, rows = (each[index] for each in (tokens.ids, tokens.positions, tokens.rows))
+        some = Tokens(ids, positions, rows, tokens.tables, longest, independent=independent)
         return kernels.attend(qkv[index], turns, some, keys.clone(), values.clone())
 
     together = attend(range(len(DECODES)), tokens.longest, True)
@@ -191,7 +192,7 @@ def test_tokens_that_fill_up_a_pass_write_nothing(kernels: Any) -> None:
         torch.arange(3, dtype=torch.int32, device=DEVICE),
         torch.full((3, 4), NO_BLOCK, dtype=torch.int32, device=DEVICE),
         64,
-        True,
+        independent=True,
     )
     keys, values = torch.zeros(4, 2, 8, 16, device=DEVICE), torch.zeros(4, 2, 16, 8, device=DEVICE)
     out = kernels.attend(randn(3, 80), angles(64, 8), tokens, keys, values)
@@ -259,13 +260,13 @@ def test_an_engine_draws_the_same_tokens_with_them() -> None:
     found = []
     for kind in ("torch", "triton"):
         config = EngineConfig(slots=3, embedded=EmbeddedConfig(kernels=kind))
-        with closing(EmbeddedEngine(RANDOM_TINY, config, max_seq=32, threads=1, device=DEVICE)) as engine:
+        with closing(build_embedded(RANDOM_TINY, config, max_seq=32, threads=1, device=DEVICE)) as engine:
             assert engine.kernels == kind
             rows = []
             for version in (0, 1):
                 requests = [Request(i, 5, version, prompt, version, settings) for i, prompt in enumerate(prompts)]
                 rows += sorted(engine.generate(requests), key=lambda completion: completion.row)
-                norm = torch.full((engine._runner._shape.hidden_size,), 0.5)
+                norm = torch.full((engine._runner._spec.hidden_size,), 0.5)
                 engine.load_weights(version + 1, {"model.norm.weight": norm})
             found.append(rows)
     for plain, triton in zip(*found, strict=True):

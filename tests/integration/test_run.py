@@ -33,7 +33,7 @@ from pipeline.driver.run import run as run_config
 from pipeline.graph.graph import run_nodes
 from pipeline.observe.journal import EventKind, read_events
 from stages.engines.config import EngineConfig, SamplingConfig
-from stages.engines.embedded.engine import EmbeddedEngine
+from stages.engines.embedded.build import build_embedded
 from stages.engines.protocol import Request
 from storage.address import Address
 from storage.records import Rollout
@@ -256,7 +256,7 @@ def test_exported_weights_load_in_transformers(overlapped: RunConfig, tmp_path: 
     assert sorted(path.name for path in directory.parent.iterdir()) == ["v000002", "v000004"]
     model = transformers.AutoModelForCausalLM.from_pretrained(directory).eval()
     settings = EngineConfig(slots=2, kv_budget_mb=16)
-    engine = EmbeddedEngine(str(directory), settings, max_seq=32, threads=1, eos_token_ids=[])
+    engine = build_embedded(str(directory), settings, max_seq=32, threads=1, eos_token_ids=[])
     try:
         sampling = SamplingConfig(max_new_tokens=8, temperature=1.0)
         (completion,) = engine.generate([Request(0, 0, 0, tuple(b"green tea"), engine.version, sampling)])

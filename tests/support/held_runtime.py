@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 from pipeline.workers.messages import WorkerSpec
 from pipeline.workers.runtime import StageRuntime
-from stages.engines.embedded.batch import Pass
+from stages.engines.embedded.batch import Batch
 from stages.engines.embedded.migration.migrated_rows import AcceptedRows
 from stages.engines.embedded.migration.protocol import MigratedRow
 
@@ -33,7 +33,8 @@ class HeldRuntime(StageRuntime):
         control = config.run_dir / "control"
         replicas = config.placement.gangs[spec.gang].workers
         engine = self.parts.engine._engine
-        take, submit = engine.migrate_in, engine._runner.submit
+        runner = engine._engine._runner
+        take, submit = engine.migrate_in, runner.submit
         took = False
 
         def migrate_in(moved: Sequence[MigratedRow]) -> AcceptedRows:
@@ -45,12 +46,12 @@ class HeldRuntime(StageRuntime):
             staged.rename(control / f"taken@{spec.name}")
             return incoming
 
-        def held(pass_: Pass) -> None:
+        def held(batch: Batch) -> None:
             (control / f"begun@{spec.name}").touch()
             while len(list(control.glob("begun@*"))) < replicas or (took and (control / "hold").exists()):
                 time.sleep(0.01)
             if not list(control.glob("taken@*")):
                 time.sleep(PASS_S)
-            submit(pass_)
+            submit(batch)
 
-        engine.migrate_in, engine._runner.submit = migrate_in, held
+        engine.migrate_in, runner.submit = migrate_in, held

@@ -1,6 +1,6 @@
-"""A pass in terms of its chunks: laid out as numbers for a runner, and its draws given to the rows.
+"""A batch: chunks of rows laid out as numbers for a runner, and its draws given to the rows.
 
-May import numpy, stages.engines.
+May import numpy; of stages.engines.embedded scheduler and rows, paging and sampling.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 from jaxtyping import Float32, Int32, Int64, UInt64
 
-from stages.engines.embedded.cache import NO_BLOCK, blocks_for
+from stages.engines.embedded.kernels.paging import NO_BLOCK, blocks_for
 from stages.engines.embedded.rows import Row
 from stages.engines.embedded.sampling.noise import noise_keys
 from stages.engines.embedded.scheduler import Chunk
@@ -21,7 +21,7 @@ Draw = tuple[int, float]
 
 
 @dataclass(frozen=True, eq=False)
-class Pass:
+class Batch:
     """What a runner computes at once: N tokens of R rows, and a draw after M of them. Numbers only, so that it can be
     sent to the ranks that share a model."""
 
@@ -41,12 +41,12 @@ class Pass:
     wants_hidden: bool = False
     """Whether someone looks at the hidden states behind the draws."""
     tree_paths: BatchTreePaths | None = None
-    """Where there are guesses beside a first line."""
+    """Where there are guesses beside a main chain."""
 
 
 @dataclass(frozen=True, eq=False)
 class BatchTreePaths:
-    """See `kernels.TreePaths`."""
+    """See `kernels.protocol.TreePaths`."""
 
     cells: Int64[np.ndarray, " N"]
     starts: Int64[np.ndarray, " N"]
@@ -55,19 +55,19 @@ class BatchTreePaths:
 
 @dataclass(frozen=True, eq=False)
 class Draws:
-    """The tokens that a pass drew, and their log-probs."""
+    """The tokens that a batch drew, and their log-probs."""
 
     tokens: Int64[np.ndarray, " M"]
     logprobs: Float32[np.ndarray, " M"]
     hidden: Float32[np.ndarray, "M C"] | None = None
-    """After the last block, before the final norm; where `Pass.wants_hidden`."""
+    """After the last block, before the final norm; where `Batch.wants_hidden`."""
 
 
 NO_DRAWS = Draws(np.zeros(0, np.int64), np.zeros(0, np.float32))
-"""Of a pass that feeds parts of prompts only."""
+"""Of a batch that feeds parts of prompts only."""
 
 
-def lay_out(chunks: Sequence[Chunk], wants_hidden: bool = False) -> Pass:
+def lay_out(chunks: Sequence[Chunk], wants_hidden: bool = False) -> Batch:
     """Chunk after chunk. Drawn is, of each chunk that samples, after its last own token and after each of its guesses,
     each with the noise of its own position; whether the later ones count is decided by `keep`."""
     ends = [chunk.stop + len(chunk.drafts) for chunk in chunks]
@@ -86,7 +86,7 @@ def lay_out(chunks: Sequence[Chunk], wants_hidden: bool = False) -> Pass:
             places += [(chunk.row, ahead) for ahead in (0, *(1 + depth for depth in depths))]
     key_parts = [(r.request.seed, r.request.step, r.request.row, len(r.tokens) + ahead) for r, ahead in places]
     numbers = np.array(positions, np.int64)
-    return Pass(
+    return Batch(
         ids=np.array([token for chunk in chunks for token in chunk.tokens], np.int64),
         positions=numbers,
         rows=np.repeat(np.arange(len(chunks), dtype=np.int32), counts),
@@ -108,10 +108,10 @@ def _tree_paths(chunks: Sequence[Chunk], positions: Int64[np.ndarray, " N"]) -> 
     for chunk in chunks:
         offset += chunk.count
         for guess in range(len(chunk.drafts)):
-            line = chunk.drafts.path_to(guess)
-            if line != list(range(len(line))):
+            path = chunk.drafts.path_to(guess)
+            if path != list(range(len(path))):
                 cells[offset + guess], starts[offset + guess] = chunk.stop + guess, chunk.stop
-                paths[offset + guess, : len(line)] = np.array(line) + chunk.stop
+                paths[offset + guess, : len(path)] = np.array(path) + chunk.stop
         offset += len(chunk.drafts)
     return BatchTreePaths(cells, starts, paths)
 
@@ -145,7 +145,7 @@ def _keep(chunk: Chunk, draws: Sequence[Draw], version: int) -> list[int]:
         right = chunk.drafts.after(place - 1, token) if row.finished is None else None
         place = None
         if right is not None:
-            if right == len(kept) - 1 and not row.num_again:  # in the first line
+            if right == len(kept) - 1 and not row.num_again:  # in the main chain
                 row.num_cached += 1
             else:
                 row.num_again += 1

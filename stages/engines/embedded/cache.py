@@ -1,4 +1,6 @@
-"""The keys and values of the rows in flight: memory in blocks, and who holds which. May import torch.
+"""The keys and values of the rows in flight: memory in blocks, and who holds which.
+
+May import numpy, torch, stages.engines.embedded.kernels (arena and paging).
 
 Shape letters: P blocks, K key/value heads, D head dimension.
 """
@@ -14,22 +16,7 @@ import torch
 from jaxtyping import Float
 
 from stages.engines.embedded.kernels.arena import Slabs
-
-BLOCK_TOKENS = 16
-"""Positions of a block; `kernels.c` has the same number."""
-NO_BLOCK = 0
-"""Stands in tables for positions that no token has yet; never written, so it stays finite."""
-
-
-def blocks_for(num_tokens: int) -> int:
-    """Blocks that hold so many positions."""
-    return -(-num_tokens // BLOCK_TOKENS)
-
-
-def block_bytes(num_layers: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:
-    """Memory of one block, keys and values of all layers."""
-    return 2 * num_layers * num_kv_heads * BLOCK_TOKENS * head_dim * dtype.itemsize
-
+from stages.engines.embedded.kernels.paging import BLOCK_TOKENS, NO_BLOCK, blocks_for
 
 _BEGINNING = 0
 """Stands for the block before a prompt's first."""
@@ -181,7 +168,7 @@ class BlockPool:
 
     def publish(self, blocks: Sequence[int], tokens: Sequence[int]) -> None:
         """Makes the full blocks that hold the beginning of `tokens` known to `match`. From now on they may be read by
-        others as soon as the pass that computes them has written its keys."""
+        others as soon as the batch that computes them has written its keys."""
         serial = _BEGINNING
         for i, block in enumerate(blocks[: len(tokens) // BLOCK_TOKENS]):
             if block not in self._content:

@@ -4,9 +4,9 @@
                  │        └─ was            parents   -1    0  1   0    -1
                  └─ movie                   depths     0    1  2   1     0
 
-All of them are fed in one pass, each behind its own line of ancestors; at most one of those with the same parent is
-right. The keys of guess j are written j positions behind the row. Those of the first line (film is a) so lie where the
-row's own tokens will; a right guess beside it is fed again in the next pass.
+All of them are fed in one batch, each behind its own path of ancestors; at most one of those with the same parent is
+right. The keys of guess j are written j positions behind the row. Those of the main chain (film is a) so lie where the
+row's own tokens will; a right guess beside it is fed again in the next batch.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ class DraftTree:
 
     def path_to(self, guess: int) -> list[int]:
         """The guesses from the row on to this one, which is the last."""
-        line = [guess]
-        while (parent := self.parents[line[-1]]) >= 0:
-            line.append(parent)
-        return line[::-1]
+        path = [guess]
+        while (parent := self.parents[path[-1]]) >= 0:
+            path.append(parent)
+        return path[::-1]
 
     def after(self, guess: int, token: int) -> int | None:
         """The guess that this token follows `guess` (-1: the row); None if it is not among them."""

@@ -1,4 +1,4 @@
-"""A row on its way through the engine. May import numpy and stages.engines."""
+"""A row on its way through the engine. May import numpy, stages.engines.protocol, storage.records."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from storage.records import FinishReason
 class Call:
     """One `generate`: where its results go, and whether its caller went away."""
 
-    results: queue.SimpleQueue[tuple[Row, Completion | None] | None]
-    """A row and its completion, or None if it cannot be finished here any more; None alone: the engine stopped."""
+    results: queue.SimpleQueue[tuple[Row, Completion | Exception] | None]
+    """A row and its completion, or why there will be none; None alone: the engine stopped."""
     abandoned: threading.Event
     num_here: int = 0
     """Its rows that are unfinished and not in another engine."""

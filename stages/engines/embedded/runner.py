@@ -1,9 +1,10 @@
-"""Who computes passes: the protocol, and the model on the one device of this process.
+"""Who computes batches: the protocol, and the model on the one device of this process.
 
-The engine decides what runs (`scheduler`, `speculation`) and lays it out as numbers (`passes`); a runner holds weights
-and cache and turns numbers into numbers, in the order in which passes are submitted.
+The engine decides what runs (`scheduler`) and lays it out as numbers (`batch`); a runner holds weights and cache and
+turns numbers into numbers, in the order in which batches are submitted.
 
-May import numpy, torch, stages.engines, stages.models.hf_files, stages.models.spec.
+May import numpy, torch, stages.engines.config, stages.models.hf_files and spec; of stages.engines.embedded batch and
+cache, model, kernels and sampling.
 """
 
 from __future__ import annotations
@@ -22,10 +23,12 @@ import numpy as np
 import torch
 
 from stages.engines.config import EngineConfig
-from stages.engines.embedded.batch import NO_DRAWS, Draws, Pass
-from stages.engines.embedded.cache import KVCache, block_bytes, blocks_for
-from stages.engines.embedded.kernels.cpu.native import NoNativeKernelsError, load_native_kernels
-from stages.engines.embedded.kernels.cuda.graphs import CapturedPasses, Drawing, GraphCapture, run_directly
+from stages.engines.embedded.batch import NO_DRAWS, Batch, Draws
+from stages.engines.embedded.cache import KVCache
+from stages.engines.embedded.kernels.cpu.compile import NoNativeKernelsError
+from stages.engines.embedded.kernels.cpu.native import load_native_kernels
+from stages.engines.embedded.kernels.cuda.graphs import CapturedBatches, Drawing, GraphCapture, run_directly
+from stages.engines.embedded.kernels.paging import block_bytes, blocks_for
 from stages.engines.embedded.kernels.protocol import DeviceKernels, Kernels, NoTritonKernelsError, Tokens, TreePaths
 from stages.engines.embedded.kernels.reference import TorchKernels
 from stages.engines.embedded.model.llama import (
@@ -42,26 +45,26 @@ from stages.models.spec import ModelSpec, read_spec
 
 
 class Runner(Protocol):
-    """Owns weights and cache. Passes and swaps come from one thread; `prepare` from any other, beside them."""
+    """Owns weights and cache. Batches and swaps come from one thread; `prepare` from any other, beside them."""
 
     depth: int
-    """Passes that may be submitted before the first is collected."""
+    """Batches that may be submitted before the first is collected."""
     vocab: int
     num_blocks: int
     """Of the cache, that rows can hold."""
     kernels: str
     """Which kernels run: `native`, `torch` or `triton`."""
     supports_trees: bool
-    """Whether passes may have `Pass.tree_paths`."""
+    """Whether batches may have `Batch.tree_paths`."""
     cache_shape: tuple[int, int, int]
     """Layers, key/value heads and head dimension of the whole model."""
 
-    def submit(self, pass_: Pass) -> None:
-        """Starts a pass. At most `depth` are under way."""
+    def submit(self, batch: Batch) -> None:
+        """Starts a batch. At most `depth` are under way."""
         ...
 
     def collect(self) -> Draws:
-        """The draws of the oldest pass under way."""
+        """The draws of the oldest batch under way."""
         ...
 
     def prepare(self, tensors: Mapping[str, torch.Tensor]) -> Any:
@@ -69,7 +72,7 @@ class Runner(Protocol):
         ...
 
     def swap(self, prepared: Any) -> None:
-        """The prepared weights take the old ones' place; no pass is under way."""
+        """The prepared weights take the old ones' place; no batch is under way."""
         ...
 
     def end_threads(self) -> None:
@@ -82,11 +85,11 @@ class Runner(Protocol):
 
     def read_cache(self, blocks: Sequence[int], num_positions: int) -> np.ndarray:
         """Copies keys and values of a row's first positions, of the whole model: float32 [layers, 2, kv_heads,
-        positions, dim]; no pass is under way."""
+        positions, dim]; no batch is under way."""
         ...
 
     def write_cache(self, blocks: Sequence[int], copied: np.ndarray) -> None:
-        """The reverse, into a row's blocks; no pass is under way."""
+        """The reverse, into a row's blocks; no batch is under way."""
         ...
 
     @property
@@ -111,68 +114,68 @@ class Prepared:
 class LocalRunner:
     """Owns a whole model and its cache; implements `Runner`.
 
-    On a CUDA device new weights are made on a stream of their own beside the passes, and a swap copies them into the
-    old ones' memory, which captured passes go on reading. Nothing can go wrong half-way: all checks lie before."""
+    On a CUDA device new weights are made on a stream of their own beside the batches, and a swap copies them into the
+    old ones' memory, which captured batches go on reading. Nothing can go wrong half-way: all checks lie before."""
 
     depth = 1
 
     def __init__(self, path: str, engine: EngineConfig, *, max_seq: int, device: torch.device) -> None:
         """Raises ValueError for sizes that cannot work, WeightsError for weights that do not fit, NoNativeKernelsError
         or NoTritonKernelsError where such kernels are asked for and cannot be had."""
-        self._shape = checked_spec(path, engine, max_seq)
+        self._spec = checked_spec(path, engine, max_seq)
         self._device = device
         self._kernels = choose_kernels(engine, device)
-        self.kernels, self.vocab = self._kernels.name, self._shape.vocab_size
+        self.kernels, self.vocab = self._kernels.name, self._spec.vocab_size
         self.supports_trees = self._kernels.supports_trees
-        self.cache_shape = (self._shape.num_layers, self._shape.num_kv_heads, self._shape.head_dim)
+        self.cache_shape = (self._spec.num_layers, self._spec.num_kv_heads, self._spec.head_dim)
         dtype = getattr(torch, engine.dtype)
-        per_block = block_bytes(self._shape.num_layers, self._shape.num_kv_heads, self._shape.head_dim, dtype)
+        per_block = block_bytes(self._spec.num_layers, self._spec.num_kv_heads, self._spec.head_dim, dtype)
         self.num_blocks = affordable_blocks(engine, per_block, max_seq)
         self._cache = KVCache(
-            self._shape.num_layers,
+            self._spec.num_layers,
             self.num_blocks,
-            self._shape.num_kv_heads,
-            self._shape.head_dim,
+            self._spec.num_kv_heads,
+            self._spec.head_dim,
             dtype,
             device,
         )
         tensors = read_weights(path)
-        check_tensors(self._shape, tensors, complete=True)
+        check_tensors(self._spec, tensors, complete=True)
         with torch.inference_mode():
-            self._weights = build_weights(self._shape, tensors, dtype, device, max_seq, self._kernels)
+            self._weights = build_weights(self._spec, tensors, dtype, device, max_seq, self._kernels)
         self._drawn: deque[Draws] = deque()
         self._busy_s = 0.0
-        self._captured: CapturedPasses | None = None
+        self._captured: CapturedBatches | None = None
         if isinstance(self._kernels, DeviceKernels):
             graphs = engine.embedded.cuda_graphs and device.type == "cuda"
             capture = GraphCapture(device) if graphs else run_directly
-            self._captured = CapturedPasses(self._whole_pass, max_seq, device, capture)
+            self._captured = CapturedBatches(self._whole_batch, max_seq, device, capture)
         self._refits = torch.cuda.Stream(device) if device.type == "cuda" else None
 
-    def submit(self, pass_: Pass) -> None:
+    def submit(self, batch: Batch) -> None:
         with torch.inference_mode(), torch.cuda.device(self._device) if self._refits else nullcontext():
             started = time.perf_counter()
-            self._drawn.append(self._run(pass_))
+            self._drawn.append(self._run(batch))
             self._busy_s += time.perf_counter() - started
 
-    def _run(self, pass_: Pass) -> Draws:
-        if self._captured is not None and self._captured.takes(pass_):
-            return self._captured.run(pass_)
-        tokens = on_device(pass_, self._device)
-        hidden = forward(self._weights, self._shape, self._kernels, tokens, self._cache)
-        if not len(pass_.drawn):
+    def _run(self, batch: Batch) -> Draws:
+        if self._captured is not None and self._captured.takes(batch):
+            return Draws(*self._captured.run(batch))
+        tokens = on_device(batch, self._device)
+        hidden = forward(self._weights, self._spec, self._kernels, tokens, self._cache)
+        if not len(batch.drawn):
             return NO_DRAWS
-        wanted = torch.from_numpy(pass_.drawn).to(self._device)
-        scores = logits(self._weights, self._shape, self._kernels, hidden, wanted)
-        drawn = draw(self._kernels, scores, pass_)
-        return replace(drawn, hidden=hidden[wanted].cpu().numpy()) if pass_.wants_hidden else drawn
+        wanted = torch.from_numpy(batch.drawn).to(self._device)
+        scores = logits(self._weights, self._spec, self._kernels, hidden, wanted)
+        drawn = draw(self._kernels, scores, batch)
+        return replace(drawn, hidden=hidden[wanted].cpu().numpy()) if batch.wants_hidden else drawn
 
-    def _whole_pass(self, tokens: Tokens, drawing: Drawing) -> tuple[torch.Tensor, torch.Tensor]:
+    def _whole_batch(self, tokens: Tokens, drawing: Drawing) -> tuple[torch.Tensor, torch.Tensor]:
         """From tokens to a draw after each, without a look at the host."""
         assert isinstance(self._kernels, DeviceKernels)
-        hidden = forward(self._weights, self._shape, self._kernels, tokens, self._cache)
+        hidden = forward(self._weights, self._spec, self._kernels, tokens, self._cache)
         scores = logits(
-            self._weights, self._shape, self._kernels, hidden, torch.arange(len(hidden), device=hidden.device)
+            self._weights, self._spec, self._kernels, hidden, torch.arange(len(hidden), device=hidden.device)
         )
         return self._kernels.choose_on_device(scores, drawing.temperatures, drawing.keys, drawing.banned)
 
@@ -187,8 +190,8 @@ class LocalRunner:
         if self._refits is not None:
             self._refits.wait_stream(torch.cuda.current_stream())  # whoever made the tensors may not have finished
         with torch.cuda.stream(self._refits) if self._refits is not None else nullcontext():
-            check_tensors(self._shape, tensors, complete=False)
-            prepared = Prepared(refit_weights(self._shape, self._weights, tensors, self._kernels))
+            check_tensors(self._spec, tensors, complete=False)
+            prepared = Prepared(refit_weights(self._spec, self._weights, tensors, self._kernels))
         if self._refits is not None:
             self._refits.synchronize()
         return prepared
@@ -285,23 +288,23 @@ def choose_kernels(engine: EngineConfig, device: torch.device) -> Kernels:
         return TorchKernels()
 
 
-def on_device(pass_: Pass, device: torch.device) -> Tokens:
-    """A pass's tokens as the kernels take them."""
-    paths = pass_.tree_paths
+def on_device(batch: Batch, device: torch.device) -> Tokens:
+    """A batch's tokens as the kernels take them."""
+    paths = batch.tree_paths
     return Tokens(
-        torch.from_numpy(pass_.ids).to(device),
-        torch.from_numpy(pass_.positions).to(device),
-        torch.from_numpy(pass_.rows).to(device),
-        torch.from_numpy(pass_.tables).to(device),
-        int(pass_.positions.max()) + 1,
+        torch.from_numpy(batch.ids).to(device),
+        torch.from_numpy(batch.positions).to(device),
+        torch.from_numpy(batch.rows).to(device),
+        torch.from_numpy(batch.tables).to(device),
+        int(batch.positions.max()) + 1,
         None
         if paths is None
         else TreePaths(*(torch.from_numpy(each).to(device) for each in (paths.cells, paths.starts, paths.paths))),
     )
 
 
-def draw(kernels: Kernels, scores: torch.Tensor, pass_: Pass) -> Draws:
-    """The tokens that a pass's noise picks from float32 logits `scores` [M, V], which it may overwrite."""
-    ban(scores, pass_.banned)
-    tokens, logprobs = kernels.choose(scores, pass_.temperatures, pass_.keys)
+def draw(kernels: Kernels, scores: torch.Tensor, batch: Batch) -> Draws:
+    """The tokens that a batch's noise picks from float32 logits `scores` [M, V], which it may overwrite."""
+    ban(scores, batch.banned)
+    tokens, logprobs = kernels.choose(scores, batch.temperatures, batch.keys)
     return Draws(tokens.cpu().numpy(), logprobs.cpu().numpy())

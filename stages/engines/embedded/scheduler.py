@@ -1,19 +1,19 @@
-"""Which rows run in the next pass, and with how many tokens each: rows and blocks, no tensors, no clock, no threads.
+"""Which rows run in the next batch, and with how many tokens each: rows and blocks, no tensors, no clock, no threads.
 
     waiting ──admit──► running ──retire──► (finished)
        ▲                 │
        └────preempt──────┘   youngest first, when the blocks run out; resumed first, from its tokens
 
-Every running row that decodes feeds its last token in every pass (with one or two before it, where guesses were right
-whose keys are not in place: see `trees`). Prompts (and rows that come back) share what
-`PASS_TOKENS` leaves, oldest first, in pieces if need be, so a long prompt does not hold up those that decode.
+Every running row that decodes feeds its last token in every batch (with one or two before it, where guesses were right
+whose keys are not in place: see `draft_tree`). Prompts (and rows that come back) share what `BATCH_PROMPT_TOKENS`
+leaves, oldest first, in pieces if need be, so a long prompt does not hold up those that decode.
 
-Where several passes are under way at once (`depth`; a model whose stages are on several ranks), a row is in one of
-them at most, and each takes an equal share of the rows. As rows finish, what a pass leaves over fits into the next one,
-since the shares together hold all rows. Nothing is taken from a row whose pass is under way; what one pass writes the
-later ones may read, since every rank runs them in order.
+Where several batches are under way at once (`depth`; a model whose stages are on several ranks), a row is in one of
+them at most, and each takes an equal share of the rows. As rows finish, what a batch leaves over fits into the next
+one, since the shares together hold all rows. Nothing is taken from a row whose batch is under way; what one batch
+writes the later ones may read, since every rank runs them in order.
 
-May import stages.engines.
+May import, of stages.engines.embedded, cache (its block pool), rows, draft_tree and paging.
 """
 
 from __future__ import annotations
@@ -22,17 +22,18 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from stages.engines.embedded.cache import BLOCK_TOKENS, BlockPool, blocks_for
+from stages.engines.embedded.cache import BlockPool
 from stages.engines.embedded.draft_tree import NO_GUESSES, DraftTree
+from stages.engines.embedded.kernels.paging import BLOCK_TOKENS, blocks_for
 from stages.engines.embedded.rows import Row
 
-PASS_TOKENS = 512
-"""Prompt tokens of one pass: bounds the wait of those that decode, and the memory of activations."""
+BATCH_PROMPT_TOKENS = 512
+"""Prompt tokens of one batch: bounds the wait of those that decode, and the memory of activations."""
 
 
 @dataclass(frozen=True, eq=False)
 class Chunk:
-    """The tokens of one row in a pass: `count` of its own from `start` on, then drafts of those to come."""
+    """The tokens of one row in a batch: `count` of its own from `start` on, then drafts of those to come."""
 
     row: Row
     start: int
@@ -57,11 +58,11 @@ class Scheduler:
     """Owns the rows and their blocks."""
 
     def __init__(self, num_slots: int, pool: BlockPool, depth: int = 1) -> None:
-        """`depth`: passes that are planned before the first is `returned`."""
+        """`depth`: batches that are planned before the first is `returned`."""
         self.num_slots = num_slots
         self._depth = depth
         self._under_way: set[Row] = set()
-        """Rows of passes that have not returned; always empty where there is one pass at a time."""
+        """Rows of batches that have not returned; always empty where there is one batch at a time."""
         self.pool = pool
         self.waiting: deque[Row] = deque()
         self.running: list[Row] = []
@@ -74,18 +75,18 @@ class Scheduler:
     def idle(self) -> bool:
         return not self.waiting and not self.running
 
-    def turn(self) -> list[Row]:
-        """The running rows that the next pass feeds, oldest first."""
+    def next_rows(self) -> list[Row]:
+        """The running rows that the next batch feeds, oldest first."""
         if self._depth == 1:
             return list(self.running)
         return [row for row in self.running if row not in self._under_way][: self._share]
 
     def plan(self, drafts: Mapping[Row, DraftTree] | None = None) -> list[Chunk]:
-        """The next pass; at least one chunk unless idle or all rows are under way. Rows with a token ahead of them in
+        """The next batch; at least one chunk unless idle or all rows are under way. Rows with a token ahead of them in
         it may read blocks that it writes. `drafts`: guesses for rows that decode, cut where blocks are short."""
         chunks: list[Chunk] = []
-        budget = PASS_TOKENS
-        for row in self.turn():
+        budget = BATCH_PROMPT_TOKENS
+        for row in self.next_rows():
             if row not in self.running:
                 break  # preempted for an older row, as is everything after it
             chunk = self._chunk(row, budget, (drafts or {}).get(row, NO_GUESSES))
@@ -103,12 +104,12 @@ class Scheduler:
         return chunks
 
     def returned(self, chunks: Sequence[Chunk]) -> None:
-        """The pass of these is over."""
+        """The batch of these is over."""
         self._under_way.difference_update(chunk.row for chunk in chunks)
 
     @property
     def _share(self) -> int:
-        """Rows of a pass at most: of those that run or could run."""
+        """Rows of a batch at most: of those that run or could run."""
         return -(-min(self.num_slots, len(self.running) + len(self.waiting)) // self._depth)
 
     def retire(self, row: Row) -> None:
@@ -124,15 +125,15 @@ class Scheduler:
             self.waiting.remove(row)
 
     def drop_abandoned(self) -> list[Row]:
-        """Forgets the rows whose caller went away, and says which. Those in a pass under way have to wait for it."""
+        """Forgets the rows whose caller went away, and says which. Those in a batch under way have to wait for it."""
         gone = [row for row in (*self.running, *self.waiting) if row.unwanted and row not in self._under_way]
         for row in gone:
             self.remove(row)
         return gone
 
     def admit_with_blocks(self, row: Row, num_blocks: int) -> bool:
-        """Lets a row fly at once and gives it so many blocks, for keys and values that it brings; False, and nothing,
-        without a slot or without blocks for them plus one more for every row in flight."""
+        """Lets a row run at once and gives it so many blocks, for keys and values that it brings; False, and nothing,
+        without a slot or without blocks for them plus one more for every running row."""
         if len(self.running) >= self.num_slots or num_blocks + len(self.running) + 1 > self.pool.num_free:
             return False
         row.blocks = [self.pool.take() for _ in range(num_blocks)]
@@ -140,15 +141,15 @@ class Scheduler:
         return True
 
     def recompute(self) -> None:
-        """The weights changed, or the memory was given back: what the blocks hold is no longer true, and rows in
-        flight start over from their tokens."""
+        """The weights changed, or the memory was given back: what the blocks hold is no longer true, and running
+        rows start over from their tokens."""
         self.pool.forget()
         for row in self.running:
             self._drop_blocks(row)
 
     def _admit(self) -> bool:
         """Moves the first waiting row to the running ones, if there are a slot and blocks for what it has to feed plus
-        one more for every row in flight, so that it is not sent back at once."""
+        one more for every running row, so that it is not sent back at once."""
         if not self.waiting or len(self.running) >= self.num_slots:
             return False
         row = self.waiting[0]
@@ -158,7 +159,7 @@ class Scheduler:
         return True
 
     def _chunk(self, row: Row, budget: int, drafts: DraftTree) -> Chunk | None:
-        """None: nothing to do for this row in this pass (no budget left, or it was preempted itself)."""
+        """None: nothing to do for this row in this batch (no budget left, or it was preempted itself)."""
         if not row.blocks:
             # never the last token: feeding it is what gives the next one
             row.blocks = self.pool.match(row.tokens[: len(row.request.tokens) - 1])

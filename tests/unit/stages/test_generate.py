@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from stages.engines.config import EngineConfig, SamplingConfig
-from stages.engines.embedded.engine import EmbeddedEngine
+from stages.engines.embedded.build import build_embedded
 from stages.engines.protocol import Completion, EngineStats, Request
 from stages.generate import generate
 from stages.models.hf_config import RANDOM_TINY
@@ -38,7 +38,6 @@ SAMPLING = SamplingConfig(max_new_tokens=3)
 class TableEngine:
     """Answers the rows it was given, last first, and keeps what it was asked."""
 
-    keyed_noise = True
     version = 4
 
     def __init__(self, answers: Iterable[Completion]) -> None:
@@ -105,7 +104,7 @@ def test_prompts_that_cannot_work_are_refused() -> None:
 def test_shards_of_a_step_equal_the_whole_step() -> None:
     """Law 4 as a run uses it: how a step is cut into shards changes no token."""
     settings = EngineConfig(slots=3)
-    with closing(EmbeddedEngine(RANDOM_TINY, settings, max_seq=6, threads=1, device=torch.device("cpu"))) as engine:
+    with closing(build_embedded(RANDOM_TINY, settings, max_seq=6, threads=1, device=torch.device("cpu"))) as engine:
         whole, *shards = [
             generate(engine, PROMPTS.rows(part), seed=1, step=2, version=0, sampling=SAMPLING, seq=6)
             for part in (slice(0, 2), slice(0, 1), slice(1, 2))

@@ -12,14 +12,15 @@ import numpy as np
 import torch
 
 from stages.engines.config import EngineConfig, SpeculationConfig
-from stages.engines.embedded.batch import Pass
-from stages.engines.embedded.cache import BlockPool, blocks_for
+from stages.engines.embedded.batch import Batch
+from stages.engines.embedded.cache import BlockPool
 from stages.engines.embedded.drafts.costs import CALIBRATED, PassCosts
 from stages.engines.embedded.drafts.distillation import Student, Teacher
 from stages.engines.embedded.drafts.draft_head import LearnedDrafter
 from stages.engines.embedded.drafts.drafters import Drafter, NgramDrafter
 from stages.engines.embedded.drafts.speculation import Speculation, check_speculation
 from stages.engines.embedded.kernels.cpu.native import load_native_kernels
+from stages.engines.embedded.kernels.paging import blocks_for
 from stages.engines.embedded.kernels.reference import TorchKernels
 from stages.engines.embedded.runner import Runner
 from stages.models.hf_files import read_weights
@@ -111,7 +112,7 @@ def time_pass(runner: Runner, pool: BlockPool, num_tokens: int, position: int = 
     after each: the least of several, since other processes only ever add."""
     blocks = [pool.take() for _ in range(blocks_for(position + 1))]
     index = np.arange(num_tokens)
-    pass_ = Pass(
+    batch = Batch(
         ids=np.zeros(num_tokens, np.int64),
         positions=np.full(num_tokens, position, np.int64),
         rows=index.astype(np.int32),
@@ -125,7 +126,7 @@ def time_pass(runner: Runner, pool: BlockPool, num_tokens: int, position: int = 
     for _ in range(repeats):
         started = time.perf_counter()
         for _ in range(runner.depth):
-            runner.submit(pass_)
+            runner.submit(batch)
         for _ in range(runner.depth):
             runner.collect()
         seconds.append((time.perf_counter() - started) / runner.depth)

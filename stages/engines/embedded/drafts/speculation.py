@@ -15,9 +15,8 @@ Standard library, numpy, torch (for types) and stages.engines only; the clock is
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
@@ -31,6 +30,7 @@ from stages.engines.embedded.drafts.costs import DraftingCosts, PassCosts, choos
 from stages.engines.embedded.drafts.drafters import Draft, Drafter
 from stages.engines.embedded.drafts.guesses import Guesses, joined
 from stages.engines.embedded.drafts.trials import Trials
+from stages.engines.embedded.extensions import DraftCounts
 from stages.engines.embedded.rows import Row
 from stages.engines.embedded.scheduler import Chunk
 
@@ -43,18 +43,6 @@ _DECISION_PASSES = 16
 
 
 @dataclass
-class DraftCounts:
-    """For `EngineStats`: since they were last taken."""
-
-    drafted: Counter[str] = field(default_factory=Counter)
-    """Guesses verified, by kind."""
-    accepted: Counter[str] = field(default_factory=Counter)
-    lengths: Counter[int] = field(default_factory=Counter)
-    """How often a decoding row had so many guesses in a pass."""
-    accepted_at: Counter[int] = field(default_factory=Counter)
-    """Right guesses by how many were before them."""
-
-
 class Speculation:
     """Owns the drafters, and what has been measured of passes, of drafting and of acceptance."""
 

@@ -1,8 +1,9 @@
 """Memory for packed weights, keys and values: taken from the system in large pieces, which it may back with huge pages.
 
-A pass reads all weights, and the keys and values of all its rows, from memory mostly: with pages of 2 MiB it reads
-faster (the processor looks far fewer addresses up, and its prefetchers do not stop at every 4 KiB), and new weights are
-packed faster (far fewer page faults). A piece is given back when the last tensor in it is gone. May import torch.
+A forward pass reads all weights, and the keys and values of all its rows, from memory mostly: with pages of 2 MiB it
+reads faster (the processor looks far fewer addresses up, and its prefetchers do not stop at every 4 KiB), and new
+weights are packed faster (far fewer page faults). A piece is given back when the last tensor in it is gone. May import
+torch.
 """
 
 from __future__ import annotations

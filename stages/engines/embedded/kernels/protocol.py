@@ -1,7 +1,7 @@
-"""What a forward pass is made of, behind one protocol: `torch_kernels` (any device), `native_kernels` (CPUs with a C
-compiler) and `triton_kernels` (CUDA). May import torch, stages.engines.embedded.kernels.packed.
+"""What a forward pass is made of, behind one protocol: `reference` (plain torch, any device), `cpu` (C, where there is
+a compiler) and `cuda` (Triton). May import numpy, torch, stages.engines.embedded.kernels.packed.
 
-Shape letters: N tokens of a pass, R rows, W blocks of the longest row, H query heads, K key/value heads, D head
+Shape letters: N tokens of a batch, R rows, W blocks of the longest row, H query heads, K key/value heads, D head
 dimension, C hidden size, F size of the MLP, V vocabulary, P blocks of the cache, B banned tokens.
 """
 
@@ -21,7 +21,7 @@ from stages.engines.embedded.kernels.packed import Packed
 @dataclass(frozen=True, eq=False)
 class TreePaths:
     """Where the last keys of each token lie, its own the last: those of a tree's guesses lie side by side, but their
-    positions are those of their lines (see `trees`)."""
+    positions are those of their paths (see `draft_tree`)."""
 
     cells: Int64[torch.Tensor, " N"]
     """Place in its row where each token's key is written; its position, for tokens whose keys are all in place."""
@@ -33,7 +33,7 @@ class TreePaths:
 
 @dataclass(frozen=True, eq=False)
 class Tokens:
-    """The tokens that one pass computes, of any number of rows: prompts, single new tokens, drafts."""
+    """The tokens that one batch computes, of any number of rows: prompts, single new tokens, drafts."""
 
     ids: Int64[torch.Tensor, " N"]
     positions: Int64[torch.Tensor, " N"]
@@ -45,9 +45,16 @@ class Tokens:
     longest: int
     """Largest position + 1, or a bound of it."""
     tree_paths: TreePaths | None = None
-    """Where tokens attend to keys that lie elsewhere than at their positions: guesses beside the first line."""
-    apart: bool = False
-    """No token reads a key that another one of the pass writes, so that keys may be written while others are read."""
+    """Where tokens attend to keys that lie elsewhere than at their positions: guesses beside the main chain."""
+    independent: bool = False
+    """No token reads a key that another one of the batch writes, so that keys may be written while others are read."""
+
+
+class PagedCache(Protocol):
+    """The keys and values that a forward pass reads and writes (`cache.KVCache` holds them)."""
+
+    layers: list[tuple[torch.Tensor, torch.Tensor]]
+    """Of each block of the model keys [P, K, D, 16] and values [P, K, 16, D]."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +73,7 @@ class Kernels(Protocol):
 
     @property
     def supports_trees(self) -> bool:
-        """Whether passes may have `Tokens.tree_paths`."""
+        """Whether batches may have `Tokens.tree_paths`."""
         ...
 
     def pack(
@@ -128,7 +135,7 @@ class Kernels(Protocol):
         self, logits: Float32[torch.Tensor, "N V"], temperatures: list[float], keys: UInt64[np.ndarray, " N"]
     ) -> tuple[Int64[torch.Tensor, " N"], Float32[torch.Tensor, " N"]]:
         """The token of each distribution softmax(logits / temperature) that its noise picks, and its log-prob; see
-        `sampling`. May overwrite `logits`."""
+        `sampling.draw`. May overwrite `logits`."""
         ...
 
     def choose_part(
@@ -140,7 +147,7 @@ class Kernels(Protocol):
         vocab: int,
     ) -> Float64[torch.Tensor, "N 5"]:
         """What is to be known of the tokens first, first + 1, ... of `vocab` to choose among all: see
-        `sampling.join_parts`. May overwrite `logits`."""
+        `sampling.draw.join_parts`. May overwrite `logits`."""
         ...
 
 
@@ -236,13 +243,13 @@ class DraftingKernels(Protocol):
         keys: UInt64[np.ndarray, "R depth"],
         banned: Sequence[Sequence[int]],
     ) -> Guessed:
-        """See `draft_head.unroll`."""
+        """See `drafts.draft_head.unroll`."""
         ...
 
 
 @runtime_checkable
 class DeviceKernels(Protocol):
-    """Beside `Kernels`, what it takes for a whole pass to read nothing from the host, so that it can be captured."""
+    """Beside `Kernels`, what it takes for a whole batch to read nothing from the host, so that it can be captured."""
 
     def choose_on_device(
         self,

@@ -1,10 +1,10 @@
-"""The kernels in plain torch, for any device. May import torch, stages.engines.
+"""The kernels in plain torch, for any device. May import numpy, torch, stages.engines.embedded.sampling, kernels.
 
 On a CPU a token's numbers are the same bits in any company: attention is a batched product of one query position per
-batch entry, whatever the pass consists of. That costs a copy of the keys and values that are read; the native kernels
+batch entry, whatever else is fed. That costs a copy of the keys and values that are read; the native kernels
 read them where they lie.
 
-Shape letters: see `kernels`; T positions that are read.
+Shape letters: see `kernels.protocol`; T positions that are read.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ import torch
 import torch.nn.functional as F
 from jaxtyping import Float, UInt64
 
-from stages.engines.embedded.cache import BLOCK_TOKENS, blocks_for
 from stages.engines.embedded.kernels.packed import Packed, linear, pack, unpack
+from stages.engines.embedded.kernels.paging import BLOCK_TOKENS, blocks_for
 from stages.engines.embedded.kernels.protocol import Angles, Tokens, TreePaths
 from stages.engines.embedded.sampling.draw import sample, sample_part
 

@@ -1,6 +1,6 @@
 """What an engine says of its rows in flight, and what it is asked to give away.
 
-Standard library only: whoever decides on moves needs no torch.
+Standard library only: whoever decides on migrations needs no torch.
 """
 
 from __future__ import annotations

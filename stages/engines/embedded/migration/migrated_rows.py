@@ -1,6 +1,7 @@
-"""What an engine keeps for rows that move: who is away, who came, how fast it is, and whom it tells.
+"""What is kept of rows that migrate: who has left, who came, how fast the engine is, and who hears of it.
 
-Everything here is touched under the engine's lock, `AcceptedRows` apart. May import numpy and stages.engines.
+Everything but `AcceptedRows` is touched under the engine's lock. May import numpy, stages.engines.protocol; of
+stages.engines.embedded rows and scheduler.
 """
 
 from __future__ import annotations
@@ -10,21 +11,19 @@ from itertools import count
 
 import numpy as np
 
-from stages.engines.embedded.cache import blocks_for
-from stages.engines.embedded.migration.load import EngineLoad, MigrationRequest, RowLoad
-from stages.engines.embedded.migration.protocol import MigratedRow, key_of, pack_row
+from stages.engines.embedded.migration.load import EngineLoad, RowLoad
+from stages.engines.embedded.migration.protocol import RowsLost, key_of
 from stages.engines.embedded.rows import Call, Row
-from stages.engines.embedded.runner import Runner
-from stages.engines.embedded.scheduler import Chunk, Scheduler
+from stages.engines.embedded.scheduler import Chunk
 from stages.engines.protocol import Completion
 
 _LEARNING_RATE = 0.2
 _BULK_TOKENS = 8
-"""A pass that feeds fewer tokens of prompts says little about what one costs."""
+"""A batch that feeds fewer tokens of prompts says little about what one costs."""
 
 
 class OutgoingRows:
-    """Owns the rows that are away, by ticket, until they are delivered or given back."""
+    """Owns the rows that have left, by ticket, until they are delivered or given back."""
 
     def __init__(self) -> None:
         self._away: dict[int, tuple[Row, int]] = {}
@@ -37,18 +36,17 @@ class OutgoingRows:
 
     @property
     def num_calls(self) -> int:
-        """Calls that have rows away and none here."""
+        """Calls that have rows elsewhere and none here."""
         return len({row.call for row in self.rows if row.call.num_here == 0})
 
     def leave(self, row: Row, version: int) -> int:
         """Its ticket."""
         ticket = next(self._tickets)
         self._away[ticket] = row, version
-        row.call.num_here -= 1
         return ticket
 
     def back(self, ticket: int) -> tuple[Row, int] | None:
-        """The row, and the version that it left; None: it is not away."""
+        """The row, and the version that it left; None: it is not elsewhere (any more)."""
         return self._away.pop(ticket, None)
 
     def wanted(self, tickets: Collection[int]) -> set[int]:
@@ -71,16 +69,16 @@ class AcceptedRows:
             result = self._call.results.get()
             if result is None:
                 raise RuntimeError("the engine has stopped")
-            row, completion = result
+            row, outcome = result
             if row in self._tickets:
-                yield self._tickets.pop(row), completion
+                yield self._tickets.pop(row), None if isinstance(outcome, Exception) else outcome
 
     def drop(self, tickets: Iterable[int]) -> None:
         for ticket in set(tickets):
             for row in [row for row, number in self._tickets.items() if number == ticket]:
                 row.dropped = True
                 self._tickets.pop(row, None)
-                self._call.results.put((row, None))  # wakes whoever iterates
+                self._call.results.put((row, RowsLost("nobody waits for it")))  # wakes whoever iterates
 
     def close(self) -> None:
         self._call.abandoned.set()
@@ -88,7 +86,7 @@ class AcceptedRows:
 
 
 class Pace:
-    """Owns running means of what passes take."""
+    """Owns running means of what batches take."""
 
     def __init__(self) -> None:
         self.pass_s = 0.0
@@ -105,24 +103,29 @@ class Pace:
 
 
 class LoadWatch:
-    """Owns whom to tell of the rows in flight, and what was told last: how many, and whether a pass had been timed."""
+    """Owns who hears of the rows in flight, and what was reported last: how many, and whether a batch had been
+    timed."""
 
     def __init__(self, below: int, listener: Callable[[EngineLoad], None]) -> None:
         self._below, self._listener = below, listener
-        self._told: tuple[int, bool] | None = None
+        self._reported: tuple[int, bool] | None = None
 
     def due(self, num_rows: int, pace: Pace) -> bool:
-        if self._told is None:
+        """Whether there is news in so many rows."""
+        if self._reported is None:
             return True
-        return (num_rows, pace.pass_s > 0) != self._told and min(num_rows, self._told[0]) < self._below
+        return (num_rows, pace.pass_s > 0) != self._reported and min(num_rows, self._reported[0]) < self._below
 
-    def tell(self, here: EngineLoad) -> None:
-        self._told = len(here.rows), here.pass_s > 0
+    def notify(self, here: EngineLoad) -> None:
+        self._reported = len(here.rows), here.pass_s > 0
         self._listener(here)
 
 
-def engine_load(rows: Iterable[Row], version: int, slots: int, runner: Runner, pace: Pace) -> EngineLoad:
-    layers, heads, dim = runner.cache_shape
+def engine_load(
+    rows: Iterable[Row], version: int, slots: int, cache_shape: tuple[int, int, int], pace: Pace
+) -> EngineLoad:
+    """What an engine with these rows reports. `cache_shape`: layers, key/value heads, head dimension."""
+    layers, heads, dim = cache_shape
     return EngineLoad(
         version=version,
         slots=slots,
@@ -131,38 +134,3 @@ def engine_load(rows: Iterable[Row], version: int, slots: int, runner: Runner, p
         pass_s=pace.pass_s,
         prefill_s=pace.prefill_s,
     )
-
-
-def take_out(
-    scheduler: Scheduler,
-    runner: Runner,
-    inbox: list[Row],
-    wanted: Collection[MigrationRequest],
-    departures: OutgoingRows,
-    version: int,
-) -> list[tuple[Row, MigratedRow]]:
-    """Rows out of queue and batch, between two passes. A row is copied whole before it leaves."""
-    moved = []
-    by_key = {one.key: one for one in wanted}
-    for row in (*scheduler.running, *scheduler.waiting, *inbox):
-        asked = by_key.get(key_of(row.request))
-        if asked is None or row.num_left < asked.min_left or row.unwanted:
-            continue
-        cache = runner.read_cache(row.blocks, row.num_cached) if asked.with_cache and row.num_cached else None
-        moved.append((row, pack_row(row, departures.leave(row, version), version, cache)))
-        if row in inbox:
-            inbox.remove(row)
-        else:
-            scheduler.remove(row)
-    return moved
-
-
-def put_in(scheduler: Scheduler, runner: Runner, rows: Mapping[Row, MigratedRow]) -> None:
-    """IncomingRows into the batch, between two passes: with the keys they brought where there are a slot and blocks for
-    them, else to the queue, to be fed again."""
-    for row, moved in rows.items():
-        if moved.cache is None or not scheduler.admit_with_blocks(row, blocks_for(moved.cache.shape[3])):
-            scheduler.waiting.append(row)
-            continue
-        runner.write_cache(row.blocks, moved.cache)
-        row.num_cached = moved.cache.shape[3]

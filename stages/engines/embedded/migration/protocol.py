@@ -2,16 +2,16 @@
 
     source                                             target
     ──────                                             ──────
-    migrate_out: out of the batch, between two passes
+    migrate_out: out of the batch, between two batches
                callers keep waiting             ─────► migrate_in: into the batch (keys imported, or fed again)
                in the meantime: refit, sleep                      drawn on with the same noise
     deliver:   the caller gets its row          ◄───── (ticket, Completion) as each finishes
     give_back: the target is gone, the rows go on here
 
-A moved row's tokens and log-probs are the bits that it would have had at home: noise is keyed by the row, and keys and
-values are copied, or computed again by kernels whose results depend on nothing but the row.
+A migrated row's tokens and log-probs are the bits that it would have had at home: noise is keyed by the row, and keys
+and values are copied, or computed again by kernels whose results depend on nothing but the row.
 
-May import numpy and stages.engines.
+May import numpy, stages.engines.protocol, stages.engines.embedded.rows.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class IncomingRows(Protocol):
 
 @runtime_checkable
 class MigratableRows(Protocol):
-    """An engine whose rows can move. All methods are thread-safe."""
+    """An engine whose rows can migrate. All methods are thread-safe."""
 
     @property
     def num_calls_migrated(self) -> int:
@@ -81,8 +81,8 @@ class MigratableRows(Protocol):
         ...
 
     def watch_load(self, below: int, listener: Callable[[EngineLoad], None]) -> None:
-        """From now on `listener` is told (in the engine's thread) of every change in the number of rows here while it
-        is under `below`, and when it no longer is."""
+        """From now on `listener` hears (in the engine's thread) of every change in the number of rows here while it is
+        under `below`, and when it no longer is."""
         ...
 
     def migrate_out(self, rows: Collection[MigrationRequest]) -> list[MigratedRow]:
@@ -90,9 +90,9 @@ class MigratableRows(Protocol):
         passed over. Until they are delivered or given back they do not count as in flight."""
         ...
 
-    def migrate_in(self, moved: Sequence[MigratedRow]) -> IncomingRows:
-        """Goes on with another engine's rows; without room they wait. Raises RequestError, and takes none, for rows
-        that it cannot serve: another version than the resident one, another model's keys, too long."""
+    def migrate_in(self, migrated: Sequence[MigratedRow]) -> IncomingRows:
+        """Goes on with another engine's rows; without a free slot they wait. Raises RequestError, and takes none, for
+        rows that it cannot serve: another version than the resident one, another model's keys, too long."""
         ...
 
     def deliver(self, ticket: int, completion: Completion) -> None:
@@ -125,29 +125,34 @@ def pack_row(row: Row, ticket: int, version: int, cache: np.ndarray | None) -> M
     )
 
 
-def unpack_row(moved: MigratedRow, call: Call, eos_ids: Set[int]) -> Row:
+def unpack_row(migrated: MigratedRow, call: Call, eos_ids: Set[int]) -> Row:
     """The row that `pack_row` packed, without its blocks."""
-    row = Row(moved.request, call, eos_ids)
+    row = Row(migrated.request, call, eos_ids)
     for token, logprob, version in zip(
-        moved.tokens.tolist(), moved.logprobs.tolist(), moved.versions.tolist(), strict=True
+        migrated.tokens.tolist(), migrated.logprobs.tolist(), migrated.versions.tolist(), strict=True
     ):
         row.append(token, logprob, version)
     return row
 
 
-def check_migrated(moved: MigratedRow, version: int, cache_shape: tuple[int, int, int]) -> None:
+def check_migrated(migrated: MigratedRow, version: int, cache_shape: tuple[int, int, int]) -> None:
     """Raises RequestError, naming the row, if this engine cannot go on with it. `cache_shape`: layers, key/value heads,
     head dimension."""
     problem = None
     layers, heads, dim = cache_shape
-    if moved.version != version:
-        problem = f"goes on with version {moved.version} of the weights; version {version} is resident"
-    elif not len(moved.tokens) == len(moved.logprobs) == len(moved.versions) < moved.request.sampling.max_new_tokens:
-        problem = f"arrives with {len(moved.tokens)} tokens of {moved.request.sampling.max_new_tokens}"
-    elif moved.cache is not None:
-        positions = moved.cache.shape[3] if moved.cache.ndim == 5 else 0
+    if migrated.version != version:
+        problem = f"goes on with version {migrated.version} of the weights; version {version} is resident"
+    elif (
+        not len(migrated.tokens)
+        == len(migrated.logprobs)
+        == len(migrated.versions)
+        < migrated.request.sampling.max_new_tokens
+    ):
+        problem = f"arrives with {len(migrated.tokens)} tokens of {migrated.request.sampling.max_new_tokens}"
+    elif migrated.cache is not None:
+        positions = migrated.cache.shape[3] if migrated.cache.ndim == 5 else 0
         expected = (layers, 2, heads, positions, dim)
-        if moved.cache.shape != expected or not 0 < positions < moved.num_tokens:
-            problem = f"brings keys and values of shape {moved.cache.shape}; here they are {expected}"
+        if migrated.cache.shape != expected or not 0 < positions < migrated.num_tokens:
+            problem = f"brings keys and values of shape {migrated.cache.shape}; here they are {expected}"
     if problem is not None:
-        raise RequestError(f"row {moved.request.row} {problem}")
+        raise RequestError(f"row {migrated.request.row} {problem}")

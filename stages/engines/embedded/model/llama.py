@@ -1,14 +1,14 @@
 """Llama's forward pass for decoding: fused projections, a paged key/value cache, no autograd.
 
 The forward works on a flat list of tokens, each with its position and its row: prompts, single new tokens and drafts
-run in one pass. The residual stream, the attention and the logits are float32 whatever the dtype of the weights: with
+run in one batch. The residual stream, the attention and the logits are float32 whatever the dtype of the weights: with
 bfloat16 weights the operands of the matrix products are the only roundings.
 
-On a CPU every row's numbers are the same bits in any pass; see `kernels`. Kernels that compute half a block in one call
-(`FusedKernels`) do so; the others are put together here, operation by operation.
+On a CPU every row's numbers are the same bits in any batch; see `kernels`. Kernels that compute half a block in one
+call (`FusedKernels`) do so; the others are put together here, operation by operation.
 
 Shape letters: N tokens, H query heads, K key/value heads, D head dimension, C hidden size, V vocabulary.
-May import torch, stages.engines, stages.models.spec.
+May import torch, stages.engines.protocol, stages.engines.embedded.kernels, stages.models.spec.
 """
 
 from __future__ import annotations
@@ -21,9 +21,8 @@ from typing import Any
 import torch
 from jaxtyping import Float, Int64
 
-from stages.engines.embedded.cache import KVCache
 from stages.engines.embedded.kernels.packed import NotFiniteError, Packed, all_finite
-from stages.engines.embedded.kernels.protocol import Angles, Block, FusedKernels, Kernels, Tokens
+from stages.engines.embedded.kernels.protocol import Angles, Block, FusedKernels, Kernels, PagedCache, Tokens
 from stages.engines.protocol import WeightsError
 from stages.models.spec import (
     DOWN_PROJ,
@@ -55,7 +54,7 @@ _NORMS = {"attention_norm": INPUT_NORM, "mlp_norm": POST_ATTENTION_NORM}
 
 @dataclass(frozen=True)
 class LlamaWeights:
-    """A whole model, ready to run; replaced as a whole, or (on a CUDA device, between two passes) overwritten."""
+    """A whole model, ready to run; replaced as a whole, or (on a CUDA device, between two batches) overwritten."""
 
     embedding: Float[torch.Tensor, "V C"]
     blocks: tuple[Block, ...]
@@ -146,7 +145,7 @@ def forward(
     spec: ModelSpec,
     kernels: Kernels,
     tokens: Tokens,
-    cache: KVCache,
+    cache: PagedCache,
     hidden: Float[torch.Tensor, "N C"] | None = None,
     total: Callable[[torch.Tensor], torch.Tensor] | None = None,
 ) -> Float[torch.Tensor, "N C"]:

@@ -14,7 +14,7 @@ from typing import Literal
 import numpy as np
 import torch
 
-from stages.engines.embedded.batch import Pass
+from stages.engines.embedded.batch import Batch
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class WriteCache:
     copied: np.ndarray
 
 
-Command = Pass | Swap | ReadCache | WriteCache | Literal["sleep", "wake"]
+Command = Batch | Swap | ReadCache | WriteCache | Literal["sleep", "wake"]
 READY = "ready"
 """The answer of a rank that has begun, taken new weights into use, fallen asleep or woken up."""
 

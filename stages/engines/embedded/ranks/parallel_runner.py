@@ -22,9 +22,9 @@ import numpy as np
 import torch
 
 from stages.engines.config import EngineConfig
-from stages.engines.embedded.batch import Draws, Pass
-from stages.engines.embedded.cache import block_bytes
+from stages.engines.embedded.batch import Batch, Draws
 from stages.engines.embedded.kernels.packed import all_finite
+from stages.engines.embedded.kernels.paging import block_bytes
 from stages.engines.embedded.model.llama import LlamaWeights, check_tensors
 from stages.engines.embedded.ranks.commands import (
     READY,
@@ -116,9 +116,9 @@ class ParallelRunner:
             self.swap(self._prepare(tensors))
             self._stack = stack.pop_all()
 
-    def submit(self, pass_: Pass) -> None:
-        self._command(pass_)
-        draws = self._processes.attempt(lambda: self._model.run(pass_))
+    def submit(self, batch: Batch) -> None:
+        self._command(batch)
+        draws = self._processes.attempt(lambda: self._model.run(batch))
         if draws is not None:
             self._drawn.append(draws)
 

@@ -19,7 +19,7 @@ from multiprocessing.connection import Connection
 
 import torch
 
-from stages.engines.embedded.batch import Pass
+from stages.engines.embedded.batch import Batch
 from stages.engines.embedded.model.llama import LlamaWeights
 from stages.engines.embedded.ranks.commands import (
     READY,
@@ -55,7 +55,7 @@ def main() -> None:
 
 
 def _carry_out(command: Command, model: RankModel, prepared: dict[int, LlamaWeights], commands: Connection) -> None:
-    if isinstance(command, Pass):
+    if isinstance(command, Batch):
         draws = model.run(command)
         if draws is not None:
             commands.send(draws)

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from stages.engines.config import EngineConfig
-from stages.engines.embedded.batch import NO_DRAWS, Draws, Pass
+from stages.engines.embedded.batch import NO_DRAWS, Batch, Draws
 from stages.engines.embedded.cache import KVCache
 from stages.engines.embedded.model.llama import (
     LlamaWeights,
@@ -95,34 +95,34 @@ class RankModel:
         self._weights = weights
 
     @torch.inference_mode()
-    def run(self, pass_: Pass) -> Draws | None:
+    def run(self, batch: Batch) -> Draws | None:
         """This rank's part of a pass; what was drawn, on the first rank of the last stage."""
         assert self._weights is not None
         spec, others = self._spec, self._communicator
         started, waited_s = time.perf_counter(), others.waited_s
-        hidden = None if spec.share.first else others.receive(len(pass_.ids), self._part.hidden_size)
-        tokens = on_device(pass_, self._device)
+        hidden = None if spec.share.first else others.receive(len(batch.ids), self._part.hidden_size)
+        tokens = on_device(batch, self._device)
         hidden = forward(self._weights, self._part, self._kernels, tokens, self._cache, hidden, others.total)
         draws = None
         if not spec.share.last:
             others.send(hidden)
-        elif len(pass_.drawn):
-            draws = self._draw(hidden, pass_)
+        elif len(batch.drawn):
+            draws = self._draw(hidden, batch)
         elif spec.rank % spec.tensor == 0:
             draws = NO_DRAWS
         self._busy[spec.rank] += time.perf_counter() - started - (others.waited_s - waited_s)
         return draws
 
-    def _draw(self, hidden: torch.Tensor, pass_: Pass) -> Draws | None:
+    def _draw(self, hidden: torch.Tensor, batch: Batch) -> Draws | None:
         assert self._weights is not None
-        drawn = torch.from_numpy(pass_.drawn).to(self._device)
+        drawn = torch.from_numpy(batch.drawn).to(self._device)
         scores = logits(self._weights, self._part, self._kernels, hidden, drawn)
-        seen = hidden[drawn].cpu().numpy() if pass_.wants_hidden else None
+        seen = hidden[drawn].cpu().numpy() if batch.wants_hidden else None
         if self._spec.tensor == 1:
-            return replace(draw(self._kernels, scores, pass_), hidden=seen)
+            return replace(draw(self._kernels, scores, batch), hidden=seen)
         mine = self._spec.share.tokens
-        ban(scores, [tuple(token - mine.start for token in banned if token in mine) for banned in pass_.banned])
-        part = self._kernels.choose_part(scores, pass_.temperatures, pass_.keys, mine.start, self._part.vocab_size)
+        ban(scores, [tuple(token - mine.start for token in banned if token in mine) for banned in batch.banned])
+        part = self._kernels.choose_part(scores, batch.temperatures, batch.keys, mine.start, self._part.vocab_size)
         parts = self._communicator.gather(part)
         if parts is None:
             return None

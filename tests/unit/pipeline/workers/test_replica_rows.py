@@ -15,11 +15,11 @@ from pipeline.workers.bookkeeping import Clock
 from pipeline.workers.replica_rows import ReplicaRows
 from pipeline.workers.versioned_engine import VersionedEngine
 from stages.engines.config import EngineConfig, SamplingConfig
-from stages.engines.embedded.engine import EmbeddedEngine
+from stages.engines.embedded.build import build_embedded
 from stages.engines.embedded.migration.load import EngineLoad, MigrationRequest
 from stages.engines.embedded.migration.protocol import RowsLost, key_of
 from stages.engines.protocol import Completion, Request, RequestError
-from stages.models.hf_files import RANDOM_TINY
+from stages.models.hf_config import RANDOM_TINY
 from storage.address import Address
 from storage.weights import WeightBoard
 
@@ -39,8 +39,12 @@ def board(tmp_path: Path) -> Iterator[WeightBoard]:
 def replicas(board: WeightBoard) -> Iterator[tuple[VersionedEngine, VersionedEngine]]:
     settings = EngineConfig(slots=4, kv_budget_mb=16)
     with (
-        closing(VersionedEngine(EmbeddedEngine(RANDOM_TINY, settings, max_seq=240, threads=1), board)) as one,
-        closing(VersionedEngine(EmbeddedEngine(RANDOM_TINY, settings, max_seq=240, threads=1), board)) as other,
+        closing(
+            VersionedEngine(build_embedded(RANDOM_TINY, settings, max_seq=240, threads=1, migratable=True), board)
+        ) as one,
+        closing(
+            VersionedEngine(build_embedded(RANDOM_TINY, settings, max_seq=240, threads=1, migratable=True), board)
+        ) as other,
     ):
         yield one, other
 

@@ -58,7 +58,7 @@ struct guesses {
 };
 
 /* A row's guesses for one position, out of the best ones behind each of `items` guesses for the position before:
- * those that are least behind the best, summed over their line. `totals` has the sums of the position before and gets
+ * those that are least behind the best, summed over their path. `totals` has the sums of the position before and gets
  * the new ones; scores [items, count]. */
 INLINE void choose_guesses(float *scores, int items, int count, int branches, float *totals,
                            const struct guesses *guesses, int64_t at) {
@@ -84,7 +84,7 @@ INLINE void choose_guesses(float *scores, int items, int count, int branches, fl
 
 /* state [rows, C]; slots [rows] of each row's last token; embedding [R + 1, C]; words [R], temperatures [rows], keys
  * [rows, depth, 2] of the noise; slots that row r cannot get at position p: banned[j] for banned_from[r depth + p] <= j <
- * banned_from[r depth + p + 1]. StaticBuffers, for n = rows * branches: fed [n, 2 C] and gated [n, C] in the weights' dtype,
+ * banned_from[r depth + p + 1]. Workspace, for n = rows * branches: fed [n, 2 C] and gated [n, C] in the weights' dtype,
  * projected [n, 2 C], scores [n, R], states [2, n, C], totals [rows, branches], noise [rows, R]. */
 void draft(const struct weight *up, const struct weight *down, const struct weight *out, const float *embedding,
            const uint32_t *words, int rows, int depth, int branches, const float *temperatures, const uint32_t *keys,

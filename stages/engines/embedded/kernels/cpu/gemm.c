@@ -1,5 +1,5 @@
 /* Matrix products for decoding, on CPUs: weights packed once into the order in which they are read, times few rows (or
- * many: prompts). `native_kernels.py` compiles this file together with the others.
+ * many: prompts). `compile.py` compiles this file together with the others.
  *
  * A packed weight [out, in] is a sequence of tiles. A tile holds TILE outputs: for every step along `in` (one number in
  * float32, a pair of neighbours in bfloat16) the TILE outputs' numbers side by side. Outputs that fill the last tile up,

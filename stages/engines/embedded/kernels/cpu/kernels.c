@@ -1,6 +1,6 @@
 /* What lies between the matrix products of a decoding pass, for CPUs: residual + norm, rotary embedding with paged
  * attention, the gate of the MLP, and the keyed draw of a token; and, with gemm.c's products, the two halves of a block
- * in a call each. `native_kernels.py` compiles and calls this file; `torch_kernels.py` computes the same functions in
+ * in a call each. `native.py` calls this file; `reference.py` computes the same functions in
  * plain torch and says what each means.
  *
  * Determinism: one thread computes all of a token's numbers in an order that only sizes of the model and the token's
@@ -15,7 +15,7 @@
 
 #include "kernels.h"
 
-#define BLOCK 16 /* positions of a block of the cache: kv_cache.BLOCK_TOKENS */
+#define BLOCK 16 /* positions of a block of the cache: paging.BLOCK_TOKENS */
 /* Heads, of one token or of some of one row, that read keys and values together at most: four sums of each stay in
  * registers. */
 #ifdef __AVX512F__
@@ -266,7 +266,7 @@ struct context {
 };
 
 /* The blocks of keys and values of key/value head k that token n reads, by their positions. Where its last keys are not
- * in place, the blocks in which they belong are put together in `patched`: room for path_width / BLOCK + 2 blocks of
+ * in place, the blocks in which they belong are put together in `patched`: space for path_width / BLOCK + 2 blocks of
  * keys, then of values. */
 static void find_blocks(const struct context *c, int n, int k, const char **keys, const char **values, char *patched) {
     int dim = c->dim, length = (int)c->positions[n] + 1;
@@ -295,7 +295,7 @@ static void find_blocks(const struct context *c, int n, int k, const char **keys
 }
 
 /* What one thread needs to read keys and values: attention weights of a reading, and the blocks of two readings. */
-struct room {
+struct workspace {
     float *weights;
     char *patched;
     const char **keys, **values;
@@ -303,22 +303,22 @@ struct room {
 };
 
 /* Sets `failed` if out of memory. To be freed: `weights`. */
-static struct room make_room(const struct context *c, int *failed) {
-    struct room room = {.blocks_each = (size_t)blocks_for(c->longest)};
-    room.weights_each = room.blocks_each * BLOCK;
-    size_t block_bytes = (size_t)(BLOCK * c->dim * size_of(c->cache)), pointers = 2 * room.blocks_each;
-    if (c->cells) room.patched_each = 2 * (size_t)(c->path_width / BLOCK + 2) * block_bytes;
-    size_t floats = LANES * room.weights_each, patched = 2 * LANES * room.patched_each;
-    room.weights = malloc(sizeof(float) * floats + patched + sizeof(char *) * 2 * LANES * pointers);
-    if (room.weights) {
-        room.patched = (char *)(room.weights + floats);
-        room.keys = (const char **)(room.patched + patched);
-        room.values = room.keys + 2 * LANES * room.blocks_each;
+static struct workspace make_workspace(const struct context *c, int *failed) {
+    struct workspace space = {.blocks_each = (size_t)blocks_for(c->longest)};
+    space.weights_each = space.blocks_each * BLOCK;
+    size_t block_bytes = (size_t)(BLOCK * c->dim * size_of(c->cache)), pointers = 2 * space.blocks_each;
+    if (c->cells) space.patched_each = 2 * (size_t)(c->path_width / BLOCK + 2) * block_bytes;
+    size_t floats = LANES * space.weights_each, patched = 2 * LANES * space.patched_each;
+    space.weights = malloc(sizeof(float) * floats + patched + sizeof(char *) * 2 * LANES * pointers);
+    if (space.weights) {
+        space.patched = (char *)(space.weights + floats);
+        space.keys = (const char **)(space.patched + patched);
+        space.values = space.keys + 2 * LANES * space.blocks_each;
     } else {
 #pragma omp atomic write
         *failed = 1;
     }
-    return room;
+    return space;
 }
 
 /* How the work is divided: an item is one key/value head, or LANES of the heads that share it, of `together` tokens. */
@@ -362,9 +362,9 @@ struct cursor {
     int item, last, n;
 };
 
-/* The thread's next reading; 0 if there is none. `half`: of the room, 0 or 1. */
-static int next_reading(const struct context *c, struct items items, const float *queries, struct room room, int half,
-                        struct cursor *at, struct reading *reading) {
+/* The thread's next reading; 0 if there is none. `half`: of the workspace, 0 or 1. */
+static int next_reading(const struct context *c, struct items items, const float *queries, struct workspace space,
+                        int half, struct cursor *at, struct reading *reading) {
     if (at->item >= at->last) return 0;
     int group = c->heads / c->kv_heads, k = at->item % items.each / items.parts, part = at->item % items.parts;
     int h = k * group + part * LANES, count = group - part * LANES < LANES ? group - part * LANES : LANES;
@@ -373,11 +373,11 @@ static int next_reading(const struct context *c, struct items items, const float
     while (n + tokens < end && c->rows[n + tokens] == c->rows[n]) tokens++;
     for (int t = 0; t < tokens; t++) {
         size_t place = (size_t)(half * LANES + t);
-        const char **keys = room.keys + place * room.blocks_each, **values = room.values + place * room.blocks_each;
-        find_blocks(c, n + t, k, keys, values, room.patched + place * room.patched_each);
+        const char **keys = space.keys + place * space.blocks_each, **values = space.values + place * space.blocks_each;
+        find_blocks(c, n + t, k, keys, values, space.patched + place * space.patched_each);
         for (int l = t * count; l < (t + 1) * count; l++) {
             int64_t head = ((int64_t)(n + t) * c->heads + h + l - t * count) * c->dim;
-            float *weights = room.weights + (size_t)l * room.weights_each;
+            float *weights = space.weights + (size_t)l * space.weights_each;
             int length = (int)c->positions[n + t] + 1;
             reading->lane[l] = (struct lane){queries + head, keys, values, weights, 0.0f, length, head};
         }
@@ -427,10 +427,10 @@ INLINE void read_out(struct reading *reading, struct blocks ahead, const struct 
 #undef CASE
 }
 
-/* qkv [num, heads + 2 kv_heads, dim]; queries: room for [num, heads, dim]; out [num, heads, dim]. All tokens are written
+/* qkv [num, heads + 2 kv_heads, dim]; queries: space for [num, heads, dim]; out [num, heads, dim]. All tokens are written
  * before any is read. One thread's share; all wait at its end. While it reads, the keys of its next reading are fetched. */
 static void attend_share(const void *qkv, int dtype, int num, const struct context *c, float *queries, void *out,
-                         int out_dtype, struct room room, const int *failed) {
+                         int out_dtype, struct workspace space, const int *failed) {
     float turned[c->dim];
 #pragma omp for schedule(static)
     for (int n = 0; n < num; n++) write_token(qkv, dtype, n, c, queries, turned);
@@ -439,10 +439,10 @@ static void attend_share(const void *qkv, int dtype, int num, const struct conte
         struct items items = make_items(c, num);
         struct cursor at = {first_item(c, items, thread, threads), first_item(c, items, thread + 1, threads), 0};
         struct reading readings[2];
-        int there = next_reading(c, items, queries, room, turn, &at, readings);
+        int there = next_reading(c, items, queries, space, turn, &at, readings);
         while (there) {
             struct reading *now = readings + turn, *next = readings + (turn ^= 1);
-            there = next_reading(c, items, queries, room, turn, &at, next);
+            there = next_reading(c, items, queries, space, turn, &at, next);
             struct blocks ahead = {there ? next->lane->keys : NULL, there ? blocks_for(next->common) : 0};
             read_out(now, ahead, c, out, out_dtype);
         }
@@ -455,9 +455,9 @@ int attend(const void *qkv, int dtype, int num, const struct context *context, f
     int failed = 0;
 #pragma omp parallel if ((int64_t)num * context->longest * context->heads > 2048)
     {
-        struct room room = make_room(context, &failed);
-        attend_share(qkv, dtype, num, context, queries, out, dtype, room, &failed);
-        free(room.weights);
+        struct workspace space = make_workspace(context, &failed);
+        attend_share(qkv, dtype, num, context, queries, out, dtype, space, &failed);
+        free(space.weights);
     }
     return failed;
 }
@@ -487,12 +487,12 @@ INLINE void norm_share(const float *x, const float *norm, float eps, int num, in
 /* into [num, width] += what attention makes of the normed x [num, width]. One thread's share; the others may still be at
  * work on `into` at its end. */
 static void attention_share(const float *x, const struct block *block, float eps, int num, const struct context *context,
-                            const struct buffers *to, float *into, struct room room, const int *failed) {
+                            const struct buffers *to, float *into, struct workspace space, const int *failed) {
     int thread = omp_get_thread_num(), threads = omp_get_num_threads(), dtype = block->qkv->dtype;
     norm_share(x, block->attention_norm, eps, num, (int)block->qkv->in, to->normed, dtype);
     product_share(to->normed, block->qkv, block->out, num, to->projected, FLOAT32, STORE, thread, threads);
 #pragma omp barrier
-    attend_share(to->projected, FLOAT32, num, context, to->queries, to->read, dtype, room, failed);
+    attend_share(to->projected, FLOAT32, num, context, to->queries, to->read, dtype, space, failed);
     product_share(to->read, block->out, block->gate_up, num, into, FLOAT32, ADD, thread, threads);
 }
 
@@ -515,9 +515,9 @@ int attention(const float *x, const struct block *block, float eps, int num, con
     int failed = 0;
 #pragma omp parallel if (num * numbers(block->qkv) > 65536)
     {
-        struct room room = make_room(context, &failed);
-        attention_share(x, block, eps, num, context, buffers, into, room, &failed);
-        free(room.weights);
+        struct workspace space = make_workspace(context, &failed);
+        attention_share(x, block, eps, num, context, buffers, into, space, &failed);
+        free(space.weights);
     }
     return failed;
 }
@@ -534,16 +534,16 @@ int run_blocks(float *x, const struct block *blocks, int num_blocks, float eps, 
     int failed = 0;
 #pragma omp parallel if (num * numbers(blocks->gate_up) > 65536)
     {
-        struct room room = make_room(context, &failed);
+        struct workspace space = make_workspace(context, &failed);
         struct context here = *context;
         for (const struct block *block = blocks; block < blocks + num_blocks; block++) {
             here.keys = block->keys, here.values = block->values;
-            attention_share(x, block, eps, num, &here, buffers, x, room, &failed);
+            attention_share(x, block, eps, num, &here, buffers, x, space, &failed);
 #pragma omp barrier
             mlp_share(x, block, block + 1 < blocks + num_blocks ? block[1].qkv : NULL, eps, num, buffers, x);
 #pragma omp barrier
         }
-        free(room.weights);
+        free(space.weights);
     }
     return failed;
 }

@@ -111,7 +111,7 @@ INLINE float gumbel_bound(float w) {
 /* What becomes of a product: stored, in either dtype, or added to float32 numbers. */
 enum { STORE = 0, ADD = 1 };
 
-/* A packed weight [out, in]; see gemm.c. `native_kernels.py` has the same. */
+/* A packed weight [out, in]; see gemm.c. `native.py` has the same. */
 struct weight {
     const void *tiles;
     int64_t out, in;

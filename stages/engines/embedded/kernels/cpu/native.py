@@ -1,39 +1,28 @@
-"""The kernels as C, compiled on the machine they run on. May import torch, numpy, stages.engines.
+"""The kernels as C (`kernels.c`, `gemm.c`, `drafts.c`), called through ctypes. They share torch's OpenMP threads where
+both use the GNU runtime (as torch's own packages for Linux do).
 
-`kernels.c`, `gemm.c` and `drafts.c` need no header of Python or torch, so a C compiler suffices and three seconds do.
-The library is kept in the user's cache folder under a digest of sources, flags and processor. It shares torch's OpenMP
-threads where both use the GNU runtime (as torch's own packages for Linux do).
+May import numpy, torch, stages.engines.embedded.sampling, kernels.
 """
 
 from __future__ import annotations
 
 import ctypes
-import hashlib
 import itertools
-import os
-import platform
-import shutil
-import subprocess
-import tempfile
 import threading
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from pathlib import Path
 
 import numpy as np
 import torch
 from jaxtyping import Int64, UInt64
 
 from stages.engines.embedded.kernels.arena import Slabs
+from stages.engines.embedded.kernels.cpu.compile import NoNativeKernelsError, build_library
 from stages.engines.embedded.kernels.packed import NativeWeight, NotFiniteError, Packed
 from stages.engines.embedded.kernels.protocol import Angles, Block, Guessed, HeadWeights, Tokens
 from stages.engines.embedded.sampling.noise import token_words
 
-_SOURCES = tuple(Path(__file__).with_name(name) for name in ("kernels.c", "gemm.c", "drafts.c"))
-_HEADER = Path(__file__).with_name("kernels.h")
-_FLAGS = ("-O3", "-march=native", "-fopenmp", "-fno-math-errno", "-fno-trapping-math", "-shared", "-fPIC")
-_COMPILE_TIMEOUT_S = 120
 _CPU = torch.device("cpu")
 _P, _I, _L, _F = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64, ctypes.c_float
 _PACKABLE = (torch.float32, torch.bfloat16)
@@ -86,14 +75,10 @@ class _Here(threading.local):
         """Of those."""
 
 
-class NoNativeKernelsError(RuntimeError):
-    """This machine cannot build or load them; says why."""
-
-
 def load_native_kernels() -> NativeKernels:
     """Compiles if need be. Raises NoNativeKernelsError."""
     try:
-        library = ctypes.CDLL(str(_build()))
+        library = ctypes.CDLL(str(build_library()))
     except OSError as error:
         raise NoNativeKernelsError(f"the compiled kernels cannot be loaded: {error}") from error
     library.add_norm.argtypes = [_P, _P, _I, _P, _F, _P, _I, _I, _I]
@@ -385,38 +370,3 @@ def _check_memory(failed: int, tokens: Tokens) -> None:
 def _kind(dtype: torch.dtype) -> int:
     """kernels.h: FLOAT32, BFLOAT16."""
     return {torch.float32: 0, torch.bfloat16: 1}[dtype]
-
-
-def _build() -> Path:
-    """The library's path; compiled under another name and moved, so that several processes may do this at once."""
-    compiler = shutil.which(os.environ.get("CC", "cc"))
-    if compiler is None:
-        raise NoNativeKernelsError("there is no C compiler (cc, or what $CC names)")
-    sources = b"\0".join(file.read_bytes() for file in (*_SOURCES, _HEADER))
-    digest = hashlib.sha256("\0".join([compiler, *_FLAGS, _processor()]).encode() + sources).hexdigest()
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "stageline"
-    library = folder / f"kernels-{digest[:20]}.so"
-    if library.exists():
-        return library
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=folder) as scratch:
-            built = Path(scratch) / library.name
-            command = [compiler, *_FLAGS, *map(str, _SOURCES), "-o", str(built), "-lm"]
-            subprocess.run(command, check=True, capture_output=True, text=True, timeout=_COMPILE_TIMEOUT_S)
-            built.replace(library)
-    except subprocess.CalledProcessError as error:
-        raise NoNativeKernelsError(f"{compiler} refuses the kernels: {error.stderr.strip()[-500:]}") from error
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise NoNativeKernelsError(f"the kernels cannot be compiled into {folder}: {error}") from error
-    return library
-
-
-def _processor() -> str:
-    """What -march=native depends on, where it can be read: a shared cache folder may serve unlike machines."""
-    cpuinfo = Path("/proc/cpuinfo")
-    if not cpuinfo.is_file():
-        return f"{platform.machine()} {platform.processor()}"
-    wanted = ("model name", "flags", "Features", "CPU part")
-    lines = cpuinfo.read_text("utf8", "replace").splitlines()
-    return "\n".join(sorted({line for line in lines if line.startswith(wanted)}))

@@ -1,10 +1,10 @@
-"""Decode passes on a CUDA device: padded to one of a few sizes, captured once for each, and then replayed.
+"""Decode batches on a CUDA device: padded to one of a few sizes, captured once for each, and then replayed.
 
-A decode pass of a small model is some hundred kernels of a few microseconds; launched one by one from Python, the
+The forward pass of a small model is some hundred kernels of a few microseconds; launched one by one from Python, the
 device waits for the host most of the time. A CUDA graph launches all of them at once, but it is fixed: the same memory,
 the same shapes, nothing read from the host on the way. So
 
-    shapes    a pass is padded to the next of `SIZES` tokens; tokens that fill it up have no block and are ignored
+    shapes    a batch is padded to the next of `SIZES` tokens; tokens that fill it up have no block and are ignored
     memory    ids, positions, tables, noise keys, temperatures and banned tokens arrive in one buffer per size, through
               one copy; the draws leave through another
     lengths   are read from the positions by the kernels (`triton_kernels`), so one graph serves every context
@@ -12,31 +12,31 @@ the same shapes, nothing read from the host on the way. So
               of its own, would save that copy (8 ms for 16 GB at 4 TB/s, read and written) for twice the memory
     cache     as well; where its memory is given back, the graphs go too (`clear`)
 
-Only passes that draw after every token are of this kind: rows that decode, with or without drafts. Prompts run eagerly.
-Without capture (`run_directly`) a pass is padded all the same, so that the numbers are those of the graph.
+Only batches that draw after every token are of this kind: rows that decode, with or without drafts. Prompts run
+eagerly. Without capture (`run_directly`) a batch is padded all the same, so that the numbers are those of the graph.
 
 Never run on a GPU yet; sizes, padding and replay are tested with `run_directly` on a CPU.
-Shape letters: see `kernels`. May import numpy, torch, stages.engines.
+Shape letters: see `kernels.protocol`. May import numpy, torch, stages.engines.embedded.kernels (paging and protocol).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import torch
-from jaxtyping import Float32, Int32, Int64
+from jaxtyping import Float32, Int32, Int64, UInt64
 
-from stages.engines.embedded.batch import Draws, Pass
-from stages.engines.embedded.cache import BLOCK_TOKENS, NO_BLOCK, blocks_for
+from stages.engines.embedded.kernels.paging import BLOCK_TOKENS, NO_BLOCK, blocks_for
 from stages.engines.embedded.kernels.protocol import Tokens
 
 SIZES = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
-"""Tokens of a captured pass. The products read all weights whatever the size, so padding by half costs little."""
+"""Tokens of a captured batch. The products read all weights whatever the size, so padding by half costs little."""
 BANNED = 8
-"""Tokens that a draw of a captured pass may exclude; passes with longer lists run eagerly."""
+"""Tokens that a draw of a captured batch may exclude; batches with longer lists run eagerly."""
 _NOBODY = -1
 """No banned token."""
 _ALIGNMENT = 16
@@ -45,9 +45,34 @@ _ALIGNMENT = 16
 Run = Callable[[], None]
 
 
+class DecodeBatch(Protocol):
+    """What is read of a batch, N tokens of R rows: see `stages.engines.embedded.batch.Batch`."""
+
+    @property
+    def ids(self) -> Int64[np.ndarray, " N"]: ...
+    @property
+    def positions(self) -> Int64[np.ndarray, " N"]: ...
+    @property
+    def rows(self) -> Int32[np.ndarray, " N"]: ...
+    @property
+    def tables(self) -> Int32[np.ndarray, "R W"]: ...
+    @property
+    def drawn(self) -> Int64[np.ndarray, " M"]: ...
+    @property
+    def keys(self) -> UInt64[np.ndarray, " M"]: ...
+    @property
+    def temperatures(self) -> Sequence[float]: ...
+    @property
+    def banned(self) -> Sequence[tuple[int, ...]]: ...
+    @property
+    def wants_hidden(self) -> bool: ...
+    @property
+    def tree_paths(self) -> object | None: ...
+
+
 @dataclass(frozen=True)
 class Drawing:
-    """How the tokens after a pass are drawn; on the device."""
+    """How the tokens after a batch's tokens are drawn; on the device."""
 
     temperatures: Float32[torch.Tensor, " N"]
     keys: Int32[torch.Tensor, "N 2"]
@@ -56,7 +81,7 @@ class Drawing:
 
 
 Compute = Callable[[Tokens, Drawing], tuple[Int64[torch.Tensor, " N"], Float32[torch.Tensor, " N"]]]
-"""A whole pass: tokens and log-probs drawn after every token."""
+"""A whole batch: tokens and log-probs drawn after every token."""
 
 
 def run_directly(run: Run) -> Run:
@@ -65,7 +90,7 @@ def run_directly(run: Run) -> Run:
 
 
 class GraphCapture:
-    """Owns the stream on which passes are captured and the memory that their graphs share (one runs at a time)."""
+    """Owns the stream on which batches are captured and the memory that their graphs share (one runs at a time)."""
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device)
@@ -84,8 +109,8 @@ class GraphCapture:
         return graph.replay
 
 
-class CapturedPasses:
-    """Owns the buffers and graphs of each size, made when a pass first needs them."""
+class CapturedBatches:
+    """Owns the buffers and graphs of each size, made when a batch first needs them."""
 
     def __init__(
         self, compute: Compute, max_seq: int, device: torch.device, capture: Callable[[Run], Run] = run_directly
@@ -96,47 +121,46 @@ class CapturedPasses:
 
     @property
     def captured(self) -> list[tuple[int, bool]]:
-        """(size, `Tokens.apart`) of what has been captured."""
+        """(size, `Tokens.independent`) of what has been captured."""
         return sorted(self._replays)
 
-    def takes(self, pass_: Pass) -> bool:
-        """Whether it is a pass of this kind. Hidden states, which a learned drafter wants, are not given out."""
+    def takes(self, batch: DecodeBatch) -> bool:
+        """Whether it is a batch of this kind. Hidden states, which a learned drafter wants, are not given out."""
         return (
-            not pass_.wants_hidden
-            and pass_.tree_paths is None
-            and len(pass_.ids) == len(pass_.drawn)
-            and len(pass_.ids) <= SIZES[-1]
-            and all(len(tokens) <= BANNED for tokens in pass_.banned)
+            not batch.wants_hidden
+            and batch.tree_paths is None
+            and len(batch.ids) == len(batch.drawn)
+            and len(batch.ids) <= SIZES[-1]
+            and all(len(tokens) <= BANNED for tokens in batch.banned)
         )
 
-    def run(self, pass_: Pass) -> Draws:
-        """Waits for the result."""
-        size = size_for(len(pass_.ids))
-        key = size, reads_no_new_key(pass_)
-        room = self._buffers.get(size)
-        if room is None:
-            room = self._buffers[size] = _StaticBuffers(size, blocks_for(self._max_seq), self._device)
-        room.fill(pass_)
+    def run(self, batch: DecodeBatch) -> tuple[Int64[np.ndarray, " N"], Float32[np.ndarray, " N"]]:
+        """The tokens drawn after each of the batch's, and their log-probs. Waits for the result."""
+        size = size_for(len(batch.ids))
+        key = size, reads_no_new_key(batch)
+        buffers = self._buffers.get(size)
+        if buffers is None:
+            buffers = self._buffers[size] = _StaticBuffers(size, blocks_for(self._max_seq), self._device)
+        buffers.fill(batch)
         replay = self._replays.get(key)
         if replay is None:
-            replay = self._replays[key] = self._capture(lambda: self._run(room, key[1]))
+            replay = self._replays[key] = self._capture(lambda: self._run(buffers, key[1]))
         replay()
-        return room.draws(len(pass_.ids))
+        return buffers.draws(len(batch.ids))
 
     def clear(self) -> None:
-        """Drops graphs and buffers; the next passes make them again."""
+        """Drops graphs and buffers; the next batches make them again."""
         self._replays.clear()
         self._buffers.clear()
 
-    def _run(self, room: _StaticBuffers, apart: bool) -> None:
-        inputs = room.inputs
-        tokens = Tokens(
-            inputs["ids"], inputs["positions"], room.rows, inputs["tables"], longest=self._max_seq, apart=apart
-        )
+    def _run(self, buffers: _StaticBuffers, independent: bool) -> None:
+        inputs = buffers.inputs
+        ids, positions, tables = inputs["ids"], inputs["positions"], inputs["tables"]
+        tokens = Tokens(ids, positions, buffers.rows, tables, longest=self._max_seq, independent=independent)
         drawing = Drawing(inputs["temperatures"], inputs["keys"], inputs["banned"])
         chosen, logprobs = self._compute(tokens, drawing)
-        room.chosen.copy_(chosen)
-        room.logprobs.copy_(logprobs)
+        buffers.chosen.copy_(chosen)
+        buffers.logprobs.copy_(logprobs)
 
 
 def size_for(num_tokens: int) -> int:
@@ -144,20 +168,20 @@ def size_for(num_tokens: int) -> int:
     return next(size for size in SIZES if size >= num_tokens)
 
 
-def reads_no_new_key(pass_: Pass) -> bool:
-    """Whether no token reads a key that another one of the pass writes: each of the blocks that are written to stands
+def reads_no_new_key(batch: DecodeBatch) -> bool:
+    """Whether no token reads a key that another one of the batch writes: each of the blocks that are written to stands
     in the tables once. (Rows share full blocks of their prompts, and the last token of such a block may be fed in the
-    very pass in which another row begins to read it.)"""
-    if len(pass_.tables) != len(pass_.ids):
+    very batch in which another row begins to read it.)"""
+    if len(batch.tables) != len(batch.ids):
         return False
-    written = pass_.tables[pass_.rows, pass_.positions // BLOCK_TOKENS]
-    is_written = np.zeros(int(pass_.tables.max()) + 1, bool)
+    written = batch.tables[batch.rows, batch.positions // BLOCK_TOKENS]
+    is_written = np.zeros(int(batch.tables.max()) + 1, bool)
     is_written[written] = True
-    return int(is_written[pass_.tables].sum()) == len(written)
+    return int(is_written[batch.tables].sum()) == len(written)
 
 
 class _StaticBuffers:
-    """Owns the memory of passes of one size, on the host and on the device."""
+    """Owns the memory of batches of one size, on the host and on the device."""
 
     def __init__(self, size: int, width: int, device: torch.device) -> None:
         fields: dict[str, tuple[type[np.generic], torch.dtype, tuple[int, ...]]] = {
@@ -187,29 +211,29 @@ class _StaticBuffers:
         self.chosen = self._drawn[: size * 8].view(torch.int64)
         self.logprobs = self._drawn[size * 8 :].view(torch.float32)
 
-    def fill(self, pass_: Pass) -> None:
+    def fill(self, batch: DecodeBatch) -> None:
         """Each token with a table of its own, and one copy to the device."""
-        num = len(pass_.ids)
+        num = len(batch.ids)
         views = self._views
-        views["ids"][:num], views["ids"][num:] = pass_.ids, 0
-        views["positions"][:num], views["positions"][num:] = pass_.positions, 0
-        views["keys"][:num] = pass_.keys.view(np.int32).reshape(-1, 2)
-        views["temperatures"][:num], views["temperatures"][num:] = pass_.temperatures, 0.0
-        views["tables"][:num, : pass_.tables.shape[1]] = pass_.tables[pass_.rows]
+        views["ids"][:num], views["ids"][num:] = batch.ids, 0
+        views["positions"][:num], views["positions"][num:] = batch.positions, 0
+        views["keys"][:num] = batch.keys.view(np.int32).reshape(-1, 2)
+        views["temperatures"][:num], views["temperatures"][num:] = batch.temperatures, 0.0
+        views["tables"][:num, : batch.tables.shape[1]] = batch.tables[batch.rows]
         views["tables"][num:, 0] = NO_BLOCK  # at position 0, no other is read
         views["banned"].fill(_NOBODY)
-        for place, tokens in zip(views["banned"], pass_.banned, strict=False):
+        for place, tokens in zip(views["banned"], batch.banned, strict=False):
             place[: len(tokens)] = tokens
         self._device.copy_(self._host, non_blocking=True)
 
-    def draws(self, num: int) -> Draws:
-        """Waits for the device."""
+    def draws(self, num: int) -> tuple[Int64[np.ndarray, " num"], Float32[np.ndarray, " num"]]:
+        """Tokens and log-probs. Waits for the device."""
         self._drawn_host.copy_(self._drawn, non_blocking=True)
         if self._drawn.is_cuda:
             torch.cuda.current_stream().synchronize()
         drawn = self._drawn_host.numpy()
         half = len(drawn) * 2 // 3
-        return Draws(drawn[:half].view(np.int64)[:num].copy(), drawn[half:].view(np.float32)[:num].copy())
+        return drawn[:half].view(np.int64)[:num].copy(), drawn[half:].view(np.float32)[:num].copy()
 
 
 def _aligned(num_bytes: int) -> int:

@@ -1,6 +1,7 @@
-"""The kernels for CUDA devices, in Triton; the only file that imports it. May import torch, triton, stages.engines.
+"""The kernels for CUDA devices, in Triton; the only file that imports it. May import numpy, torch, triton,
+stages.engines.embedded.sampling, kernels.
 
-Checked against `torch_kernels` in Triton's interpreter (TRITON_INTERPRET=1, on a CPU), never yet on a GPU.
+Checked against `kernels.reference` in Triton's interpreter (TRITON_INTERPRET=1, on a CPU), never yet on a GPU.
 
 Attention is split over the context (flash decoding), so that a few rows with long contexts fill the device as well as
 many with short ones do:
@@ -16,7 +17,10 @@ matrix products between the kernels, whose algorithm cuBLAS picks by the number 
 With a bfloat16 cache the operands of both products of the attention are bfloat16, and scores,
 softmax and sums float32; with a float32 cache all of it is float32.
 
-Shape letters: see `kernels`; S splits, E chunks of the vocabulary, B banned tokens.
+Longer than other files, since kernels are read beside what launches them; and `_attend` is longer than other functions:
+its loop shares a dozen values that a function of its own would have to be given.
+
+Shape letters: see `kernels.protocol`; S splits, E chunks of the vocabulary, B banned tokens.
 """
 
 from __future__ import annotations
@@ -30,7 +34,7 @@ import triton.language as tl
 from jaxtyping import UInt64
 from triton import knobs
 
-from stages.engines.embedded.cache import BLOCK_TOKENS, NO_BLOCK
+from stages.engines.embedded.kernels.paging import BLOCK_TOKENS, NO_BLOCK
 from stages.engines.embedded.kernels.protocol import Angles, NoTritonKernelsError, Tokens
 from stages.engines.embedded.kernels.reference import TorchKernels
 from stages.engines.embedded.sampling.draw import sample_part
@@ -76,7 +80,7 @@ class TritonKernels(TorchKernels):
     programs: int = 1
     """Of attention, that fill the device."""
     words: dict[int, torch.Tensor] = field(default_factory=dict)
-    """`noise.token_words` by size of vocabulary: kept here, since captured passes go on reading them."""
+    """`noise.token_words` by size of vocabulary: kept here, since captured batches go on reading them."""
 
     def add_norm(
         self, x: torch.Tensor, delta: torch.Tensor | None, weight: torch.Tensor, eps: float, dtype: torch.dtype
@@ -99,14 +103,14 @@ class TritonKernels(TorchKernels):
         num_splits = triton.cdiv(tokens.longest, SPLIT)
         shares = min(num_splits, triton.cdiv(self.programs, num * kv_heads))
         where = (angles.cos, angles.sin, tokens.positions, tokens.rows, tokens.tables, keys, values)
-        if not tokens.apart:
+        if not tokens.independent:
             _write[(num, kv_heads)](qkv, *where, heads, kv_heads, tokens.tables.shape[1], dim, padded_dim, num_warps=1)
         out = torch.empty(num, heads * dim, dtype=qkv.dtype, device=qkv.device)
         direct = num_splits == 1
-        # with one split there is nothing to combine, and no room for partial sums is needed
-        room = 0 if direct else num * heads * num_splits
-        sums = torch.empty(room, dim, dtype=torch.float32, device=qkv.device)
-        scales = torch.empty(room, 2, dtype=torch.float32, device=qkv.device)
+        # with one split there is nothing to combine, and no workspace for partial sums is needed
+        partial_sums = 0 if direct else num * heads * num_splits
+        sums = torch.empty(partial_sums, dim, dtype=torch.float32, device=qkv.device)
+        scales = torch.empty(partial_sums, 2, dtype=torch.float32, device=qkv.device)
         _attend[(num, kv_heads, shares)](
             qkv,
             *where,
@@ -123,7 +127,7 @@ class TritonKernels(TorchKernels):
             max(triton.next_power_of_2(heads // kv_heads), _DOT_ROWS),
             SPLIT,
             _TILE,
-            tokens.apart,
+            tokens.independent,
             direct,
             num_warps=4,
             num_stages=3,
@@ -227,7 +231,7 @@ def _store_own(
     key: tl.tensor, value: tl.tensor, keys: tl.tensor, values: tl.tensor, block: tl.tensor, head: tl.tensor,
     kv_heads: tl.tensor, position: tl.tensor, DIM: tl.constexpr, PADDED_DIM: tl.constexpr,
 ) -> None:  # fmt: skip
-    """A token's key and value [PADDED_DIM] go to their place in the cache; those that fill up a pass go nowhere."""
+    """A token's key and value [PADDED_DIM] go to their place in the cache; those that fill up a batch go nowhere."""
     d = tl.arange(0, PADDED_DIM)
     wanted = d < tl.where(block != _NO_BLOCK, DIM, 0)
     base = (block.to(tl.int64) * kv_heads + head) * (_PAGE * DIM)
@@ -242,7 +246,7 @@ def _write(
     keys: tl.tensor, values: tl.tensor, heads: tl.tensor, kv_heads: tl.tensor, table_width: tl.tensor,
     DIM: tl.constexpr, PADDED_DIM: tl.constexpr,
 ) -> None:  # fmt: skip
-    """One token's key and value of one head to the cache, before any token of the pass reads."""
+    """One token's key and value of one head to the cache, before any token of the batch reads."""
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     position = tl.load(positions + token).to(tl.int32)
     block = tl.load(tables + tl.load(rows + token).to(tl.int64) * table_width + position // _PAGE)

@@ -46,14 +46,14 @@ def test_a_tree_in_a_pass() -> None:
     """A row of 14 tokens whose last is fed at position 13, with five guesses in cells 14 to 18 at positions 14, 15, 16,
     15, 14; and one that has none."""
     row, other = make_row(14), make_row(2)
-    pass_ = lay_out([Chunk(row, 13, 1, True, FILM), Chunk(other, 0, 2, True)])
-    assert pass_.ids.tolist() == [33, 10, 11, 12, 13, 14, 20, 21]
-    assert pass_.positions.tolist() == [13, 14, 15, 16, 15, 14, 0, 1]
-    assert pass_.drawn.tolist() == [0, 1, 2, 3, 4, 5, 7]
-    assert pass_.tables.tolist() == [[3, 7], [3, 0]]
-    assert pass_.tree_paths is not None
-    assert pass_.tree_paths.cells.tolist() == [13, 14, 15, 16, 17, 18, 0, 1]
-    assert pass_.tree_paths.starts.tolist() == [
+    batch = lay_out([Chunk(row, 13, 1, True, FILM), Chunk(other, 0, 2, True)])
+    assert batch.ids.tolist() == [33, 10, 11, 12, 13, 14, 20, 21]
+    assert batch.positions.tolist() == [13, 14, 15, 16, 15, 14, 0, 1]
+    assert batch.drawn.tolist() == [0, 1, 2, 3, 4, 5, 7]
+    assert batch.tables.tolist() == [[3, 7], [3, 0]]
+    assert batch.tree_paths is not None
+    assert batch.tree_paths.cells.tolist() == [13, 14, 15, 16, 17, 18, 0, 1]
+    assert batch.tree_paths.starts.tolist() == [
         14,
         15,
         16,
@@ -63,9 +63,9 @@ def test_a_tree_in_a_pass() -> None:
         1,
         2,
     ]  # the fourth and fifth guess are out of place
-    assert pass_.tree_paths.paths[4, :2].tolist() == [14, 17]
-    assert pass_.tree_paths.paths[5, :1].tolist() == [18]
-    keys = dict(zip(pass_.drawn.tolist(), pass_.keys.tolist(), strict=True))
+    assert batch.tree_paths.paths[4, :2].tolist() == [14, 17]
+    assert batch.tree_paths.paths[5, :1].tolist() == [18]
+    keys = dict(zip(batch.drawn.tolist(), batch.keys.tolist(), strict=True))
     assert keys[2] == keys[4]  # alternatives for one position are drawn with one noise
     assert len({keys[0], keys[1], keys[2], keys[3]}) == 4
 

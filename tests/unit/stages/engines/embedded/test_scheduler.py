@@ -8,10 +8,11 @@ import threading
 import pytest
 
 from stages.engines.config import SamplingConfig
-from stages.engines.embedded.cache import NO_BLOCK, BlockPool
+from stages.engines.embedded.cache import BlockPool
 from stages.engines.embedded.draft_tree import chain
+from stages.engines.embedded.kernels.paging import NO_BLOCK
 from stages.engines.embedded.rows import Call, Row
-from stages.engines.embedded.scheduler import PASS_TOKENS, Chunk, Scheduler
+from stages.engines.embedded.scheduler import BATCH_PROMPT_TOKENS, Chunk, Scheduler
 from stages.engines.protocol import Request
 
 
@@ -45,10 +46,10 @@ def test_prompts_then_one_token_each() -> None:
 
 
 def test_long_prompt_leaves_room_for_those_that_decode() -> None:
-    long = tuple(range(PASS_TOKENS + 30))
+    long = tuple(range(BATCH_PROMPT_TOKENS + 30))
     scheduler = make_scheduler(2, 100, [make_row(0, (1, 2)), make_row(1, long)])
-    assert fed(scheduler) == {0: (0, 2), 1: (0, PASS_TOKENS - 2)}
-    assert fed(scheduler) == {0: (2, 1), 1: (PASS_TOKENS - 2, 32)}
+    assert fed(scheduler) == {0: (0, 2), 1: (0, BATCH_PROMPT_TOKENS - 2)}
+    assert fed(scheduler) == {0: (2, 1), 1: (BATCH_PROMPT_TOKENS - 2, 32)}
 
 
 def test_a_row_waits_until_its_prompt_and_one_more_block_for_each_other_fit() -> None:

@@ -18,13 +18,14 @@ import pytest
 import torch
 
 from stages.engines.config import SamplingConfig, SpeculationConfig
-from stages.engines.embedded.batch import Pass
+from stages.engines.embedded.batch import Batch
+from stages.engines.embedded.build import build_embedded
 from stages.engines.embedded.cache import KVCache
-from stages.engines.embedded.engine import EmbeddedEngine
 from stages.engines.embedded.migration.load import EngineLoad, MigrationRequest
+from stages.engines.embedded.migration.migrating_engine import MigratingEngine
 from stages.engines.embedded.migration.protocol import MigratableRows, MigratedRow, RowsLost, key_of
 from stages.engines.protocol import Completion, Request, RequestError
-from stages.models.hf_files import RANDOM_TINY
+from stages.models.hf_config import RANDOM_TINY
 from tests.support.engine_settings import embedded
 
 CPU = torch.device("cpu")
@@ -38,22 +39,22 @@ KERNELS = [
 class Gate:
     """Owns the passes of an engine: they are run only as far as `let` says, or all after `open`."""
 
-    def __init__(self, engine: EmbeddedEngine) -> None:
+    def __init__(self, engine: MigratingEngine) -> None:
         self._changed = threading.Condition()
         self._allowed = 0.0
         self._waiting = False
-        submit = engine._runner.submit
+        submit = engine._engine._runner.submit
 
-        def gated(pass_: Pass) -> None:
+        def gated(batch: Batch) -> None:
             with self._changed:
                 self._waiting = True
                 self._changed.notify_all()
                 self._changed.wait_for(lambda: self._allowed > 0)
                 self._waiting = False
                 self._allowed -= 1
-            submit(pass_)
+            submit(batch)
 
-        engine._runner.submit = gated  # type: ignore[method-assign]
+        engine._engine._runner.submit = gated  # type: ignore[method-assign]
 
     def let(self, passes: float) -> None:
         """So many passes run; then the engine is held in the next, if it has one."""
@@ -68,9 +69,9 @@ class Gate:
             self._changed.notify_all()
 
 
-def build(slots: int = 8, kernels: str = "auto", path: str = RANDOM_TINY, **config: object) -> EmbeddedEngine:
+def build(slots: int = 8, kernels: str = "auto", path: str = RANDOM_TINY, **config: object) -> MigratingEngine:
     settings = embedded(slots, kernels=kernels, **config)
-    return EmbeddedEngine(path, settings, max_seq=MAX_SEQ, threads=1, device=CPU)
+    return build_embedded(path, settings, max_seq=MAX_SEQ, threads=1, device=CPU, migratable=True)
 
 
 def requests(num: int = 5, new: int = 40, version: int = 0) -> list[Request]:
@@ -100,7 +101,7 @@ def at_home(rows: list[Request], kernels: str = "auto") -> dict[int, Completion]
 
 
 @contextmanager
-def engines(num: int, **config: object) -> Iterator[list[EmbeddedEngine]]:
+def engines(num: int, **config: object) -> Iterator[list[MigratingEngine]]:
     built = [build(**config) for _ in range(num)]  # type: ignore[arg-type]
     try:
         yield built
@@ -109,7 +110,7 @@ def engines(num: int, **config: object) -> Iterator[list[EmbeddedEngine]]:
             engine.close()
 
 
-def pause_after(engine: EmbeddedEngine, passes: int, rows: list[Request]) -> tuple[Iterator[Completion], Gate]:
+def pause_after(engine: MigratingEngine, passes: int, rows: list[Request]) -> tuple[Iterator[Completion], Gate]:
     """A call whose rows have been through so many passes, and one more that is under way."""
     gate = Gate(engine)
     results = engine.generate(rows)
@@ -117,12 +118,12 @@ def pause_after(engine: EmbeddedEngine, passes: int, rows: list[Request]) -> tup
     return results, gate
 
 
-def give(engine: EmbeddedEngine, gate: Gate, rows: list[Request], with_cache: bool = True) -> list[MigratedRow]:
+def give(engine: MigratingEngine, gate: Gate, rows: list[Request], with_cache: bool = True) -> list[MigratedRow]:
     """Gives rows away as soon as the pass that is under way is through."""
     wanted = [MigrationRequest(key_of(row), with_cache) for row in rows]
     with ThreadPoolExecutor(1) as thread:
         giving = thread.submit(engine.migrate_out, wanted)
-        until(lambda: engine._pausing > 0)
+        until(lambda: engine._engine._admission.num_pausing > 0)
         gate.open()
         return giving.result(timeout=60)
 
@@ -136,7 +137,7 @@ def until(happened: Callable[[], bool]) -> None:
     raise AssertionError("did not happen")
 
 
-def carry(source: EmbeddedEngine, target: EmbeddedEngine, moved: list[MigratedRow]) -> None:
+def carry(source: MigratingEngine, target: MigratingEngine, moved: list[MigratedRow]) -> None:
     """All the way, as a courier does between two processes."""
     for ticket, completion in target.migrate_in(moved):
         assert completion is not None
@@ -164,7 +165,7 @@ def test_moved_rows_have_the_bits_of_those_that_stay(kernels: str, with_cache: b
         given, taken = source.stats(), target.stats()
         assert (given.rows, given.rows_given, taken.rows, taken.rows_taken) == (3, 2, 2, 2)
         assert taken.prompt_tokens == (0 if with_cache else fed)
-        assert (source._scheduler.pool.num_used, target._scheduler.pool.num_used) == (0, 0)
+        assert (source._engine._scheduler.pool.num_used, target._engine._scheduler.pool.num_used) == (0, 0)
 
 
 def test_rows_that_have_not_begun_move_too() -> None:
@@ -188,13 +189,13 @@ def test_moved_twice() -> None:
         results, gate = pause_after(first, 3, rows)
         moved = give(first, gate, rows)
         second_gate = Gate(second)
-        guests = second.migrate_in(moved)
+        incoming = second.migrate_in(moved)
         second_gate.let(5)
         again = give(second, second_gate, rows)
         assert [len(m.tokens) for m in again] == [4 + 6] * 3
         assert (second.num_calls_migrated, second.stats().rows_given) == (1, 3)
         carry(second, third, again)
-        for ticket, completion in guests:
+        for ticket, completion in incoming:
             assert completion is not None
             first.deliver(ticket, completion)
         assert_same_bits(by_row(results), at_home(rows))
@@ -209,8 +210,8 @@ def test_moved_with_drafts_under_way() -> None:
     with engines(2, speculation=speculation) as (source, target):
         results, gate = pause_after(source, 12, rows)
         moved = give(source, gate, rows)
-        assert source._speculation is not None
-        assert not source._speculation._drafters[0]._indexes  # type: ignore[attr-defined]
+        assert source._engine.drafts is not None
+        assert not source._engine.drafts._drafters[0]._indexes  # type: ignore[attr-defined]
         carry(source, target, moved)
         assert_same_bits(by_row(results), at_home(rows))
         assert sum(source.stats().drafted_tokens.values()) > 0
@@ -218,7 +219,7 @@ def test_moved_with_drafts_under_way() -> None:
 
 
 def test_preempted_where_it_came_to() -> None:
-    """The target has memory for 64 blocks and 14 rows of its own that want them: guests are the youngest, are sent
+    """The target has memory for 64 blocks and 14 rows of its own that want them: incoming are the youngest, are sent
     back, and are fed again."""
     rows, own = requests(6, new=50), requests(14, new=60)
     own = [dataclasses.replace(r, row=100 + r.row) for r in own]
@@ -228,7 +229,7 @@ def test_preempted_where_it_came_to() -> None:
         theirs, target_gate = pause_after(target, 2, own)
         with ThreadPoolExecutor(1) as thread:
             taking = thread.submit(target.migrate_in, moved)
-            until(lambda: target._pausing > 0)
+            until(lambda: target._engine._admission.num_pausing > 0)
             target_gate.open()
             for ticket, completion in taking.result(timeout=60):
                 assert completion is not None
@@ -236,7 +237,7 @@ def test_preempted_where_it_came_to() -> None:
         assert_same_bits(by_row(results), at_home(rows))
         assert_same_bits(by_row(theirs), at_home(own))
         assert target.stats().preemptions > 0
-        assert target._scheduler.pool.num_used == 0
+        assert target._engine._scheduler.pool.num_used == 0
 
 
 def test_without_a_free_slot_they_wait() -> None:
@@ -247,12 +248,12 @@ def test_without_a_free_slot_they_wait() -> None:
         theirs, target_gate = pause_after(target, 2, own)
         with ThreadPoolExecutor(1) as thread:
             taking = thread.submit(target.migrate_in, moved)
-            until(lambda: target._pausing > 0)
+            until(lambda: target._engine._admission.num_pausing > 0)
             target_gate.let(1)
-            guests = taking.result(timeout=60)
-            assert len(target._scheduler.running) == 2
+            incoming = taking.result(timeout=60)
+            assert len(target._engine._scheduler.running) == 2
             target_gate.open()
-            for ticket, completion in guests:
+            for ticket, completion in incoming:
                 assert completion is not None
                 source.deliver(ticket, completion)
         assert_same_bits(by_row(results), at_home(rows))
@@ -312,7 +313,7 @@ def test_a_row_that_is_nearly_done_stays() -> None:
                 source.migrate_out,
                 [MigrationRequest(key_of(r), False, left) for r, left in zip(rows, (33, 34, 35), strict=True)],
             )
-            until(lambda: source._pausing > 0)
+            until(lambda: source._engine._admission.num_pausing > 0)
             gate.open()
             moved = asking.result(timeout=60)
         assert [m.request.row for m in moved] == [0, 1]
@@ -349,49 +350,49 @@ def test_a_caller_that_goes_away_meanwhile_frees_both_sides() -> None:
         next(leaving)
         leaving.close()  # type: ignore[attr-defined]
         target_gate = Gate(target)
-        guests = target.migrate_in(moved)
+        incoming = target.migrate_in(moved)
         target_gate.let(2)
         kept = source.wanted([m.ticket for m in moved])
         assert kept == {m.ticket for m in moved if m.request.row == 2}
-        guests.drop({m.ticket for m in moved} - kept)
+        incoming.drop({m.ticket for m in moved} - kept)
         target_gate.open()
-        for ticket, completion in guests:
+        for ticket, completion in incoming:
             assert completion is not None
             source.deliver(ticket, completion)
         assert_same_bits(by_row(staying), at_home(rows[2:]))
         target.load_weights(1, {})  # drains: nothing that was dropped is still waited for
         assert target.stats().rows == 1
-        assert target._scheduler.pool.num_used == 0
+        assert target._engine._scheduler.pool.num_used == 0
 
 
-def test_closed_guests_are_dropped() -> None:
+def test_closed_incoming_are_dropped() -> None:
     """The source died: nobody takes what its rows become."""
     rows = requests(3)
     with engines(2) as (source, target):
         _, gate = pause_after(source, 3, rows)
         target_gate = Gate(target)
-        guests = target.migrate_in(give(source, gate, rows))
+        incoming = target.migrate_in(give(source, gate, rows))
         target_gate.let(1)
-        guests.close()
+        incoming.close()
         target_gate.open()
         target.load_weights(1, {})
-        assert (target.stats().rows, target._scheduler.pool.num_used) == (0, 0)
+        assert (target.stats().rows, target._engine._scheduler.pool.num_used) == (0, 0)
 
 
-def test_an_engine_that_stops_tells_those_who_wait_for_rows_elsewhere() -> None:
+def test_an_engine_that_stops_notifies_those_who_wait_for_rows_elsewhere() -> None:
     rows = requests(3)
     with engines(2) as (source, target):
         results, gate = pause_after(source, 3, rows)
         moved = give(source, gate, rows)
         target_gate = Gate(target)
-        guests = target.migrate_in(moved)
+        incoming = target.migrate_in(moved)
         target_gate.let(1)
         with ThreadPoolExecutor(1) as thread:
             closing_target = thread.submit(target.close)
             target_gate.open()
             closing_target.result(timeout=60)
         with pytest.raises(RuntimeError, match="stopped"):
-            list(guests)
+            list(incoming)
         source.close()
         with pytest.raises(RuntimeError, match="stopped"):
             list(results)
@@ -403,7 +404,7 @@ def test_an_engine_that_stops_tells_those_who_wait_for_rows_elsewhere() -> None:
 # ---- refusals -----------------------------------------------------------------------------------------------------
 
 
-def some_moved(source: EmbeddedEngine) -> list[MigratedRow]:
+def some_moved(source: MigratingEngine) -> list[MigratedRow]:
     rows = requests(2)
     _, gate = pause_after(source, 3, rows)
     return give(source, gate, rows)
@@ -423,7 +424,7 @@ def test_refused_are_rows_that_cannot_go_on_here() -> None:
         for change, message in cases:
             with pytest.raises(RequestError, match=message):
                 target.migrate_in([good, dataclasses.replace(bad, **change)])  # type: ignore[arg-type]
-        assert target._scheduler.idle, "all or none"
+        assert target._engine._scheduler.idle, "all or none"
         target.sleep()
         with pytest.raises(RuntimeError, match="asleep"):
             target.migrate_in([good])
@@ -431,24 +432,24 @@ def test_refused_are_rows_that_cannot_go_on_here() -> None:
         assert [ticket for ticket, _ in target.migrate_in([good, bad])] == [good.ticket, bad.ticket]
 
 
-# ---- what is told -------------------------------------------------------------------------------------------------
+# ---- what is reported ---------------------------------------------------------------------------------------------
 
 
-def test_rows_are_told_of_while_they_are_few() -> None:
-    told: list[EngineLoad] = []
+def test_rows_are_reported_while_they_are_few() -> None:
+    reports: list[EngineLoad] = []
     with engines(1) as (engine,):
         assert isinstance(engine, MigratableRows)
-        engine.watch_load(3, told.append)
-        until(lambda: len(told) == 1)
+        engine.watch_load(3, reports.append)
+        until(lambda: len(reports) == 1)
         rows = [
             dataclasses.replace(r, sampling=SamplingConfig(n, n))
             for r, n in zip(requests(5), (4, 8, 12, 16, 20), strict=True)
         ]
         assert len(by_row(engine.generate(rows))) == 5
-        until(lambda: len(told) == 5)
-        assert [len(here.rows) for here in told] == [0, 5, 2, 1, 0]
-        assert [here.pass_s > 0 for here in told] == [False, False, True, True, True]
-    here = told[2]
+        until(lambda: len(reports) == 5)
+        assert [len(here.rows) for here in reports] == [0, 5, 2, 1, 0]
+        assert [here.pass_s > 0 for here in reports] == [False, False, True, True, True]
+    here = reports[2]
     assert (here.version, here.slots, here.position_bytes) == (0, 8, 2 * 4 * 2 * 16 * 4)
     assert [row.key for row in here.rows] == [(1, 2, 3), (1, 2, 4)]
     assert [row.left for row in here.rows] == [4, 8]
@@ -459,13 +460,13 @@ def test_rows_are_told_of_while_they_are_few() -> None:
 
 def test_the_first_pace_is_news_too() -> None:
     """Rows that end together change nothing for hundreds of passes; how long those take, somebody waits to hear."""
-    told: list[EngineLoad] = []
+    reports: list[EngineLoad] = []
     with engines(1) as (engine,):
-        engine.watch_load(100, told.append)
-        until(lambda: len(told) == 1)
+        engine.watch_load(100, reports.append)
+        until(lambda: len(reports) == 1)
         assert len(by_row(engine.generate(requests(3, new=6)))) == 3
-        until(lambda: len(told) == 4)
-        assert [(len(here.rows), here.pass_s > 0) for here in told] == [(0, False), (3, False), (3, True), (0, True)]
+        until(lambda: len(reports) == 4)
+        assert [(len(here.rows), here.pass_s > 0) for here in reports] == [(0, False), (3, False), (3, True), (0, True)]
 
 
 # ---- the cache's own form -----------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from pipeline.cli.verification import verify_run
 from pipeline.config.paths import RunPaths
 from pipeline.config.preflight import check_run_directory, preflight
 from pipeline.config.schema import ConfigError, RunConfig, load_config, load_yaml
-from pipeline.driver.executor import StageFailed
+from pipeline.driver.context import StageFailed
 from pipeline.driver.run import run as run_config
 from pipeline.workers.updates import ReplayMismatch
 from storage.errors import StoreError

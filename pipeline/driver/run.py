@@ -34,7 +34,8 @@ from pipeline.config.paths import RunPaths
 from pipeline.config.preflight import Preflight, check_run_directory, preflight
 from pipeline.config.schema import ConfigError, RunConfig, config_hash, flatten, to_yaml
 from pipeline.driver.cluster import LocalWorkers
-from pipeline.driver.executor import Executor, ExecutorSettings
+from pipeline.driver.context import ExecutorSettings
+from pipeline.driver.executor import Executor
 from pipeline.graph.dispatch import Dispatch
 from pipeline.graph.flow import Flow
 from pipeline.graph.graph import Node, run_nodes, weight_readers

@@ -16,7 +16,7 @@ import pipeline.driver.run
 from pipeline.cli.verification import verify_run
 from pipeline.config.paths import RunPaths
 from pipeline.config.schema import RunConfig, load_config
-from pipeline.driver.executor import ExecutorSettings
+from pipeline.driver.context import ExecutorSettings
 from pipeline.graph.graph import run_nodes
 from pipeline.observe.journal import Event, EventKind, read_events
 from storage.ledger import Ledger

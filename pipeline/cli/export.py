@@ -9,7 +9,7 @@ from pathlib import Path
 from pipeline.cli.replay import alone, runtime_for
 from pipeline.config.paths import RunPaths
 from pipeline.config.schema import ConfigError, RunConfig
-from pipeline.driver.run import open_history
+from pipeline.driver.results import open_history
 from stages.models.protocol import Role
 
 

@@ -7,7 +7,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 
 from pipeline.config.schema import ConfigError, RunConfig
-from pipeline.driver.run import open_history
+from pipeline.driver.results import open_history
 from pipeline.graph.graph import step_nodes
 from pipeline.observe.tables import InspectRow, inspect_table
 from stages.models.hf_files import read_tokenizer

@@ -22,7 +22,7 @@ from rich.text import Text
 
 from pipeline.config.paths import RunPaths
 from pipeline.config.schema import ConfigError, RunConfig, to_yaml
-from pipeline.driver.run import open_history
+from pipeline.driver.results import open_history
 from pipeline.graph.graph import STAGE_ROLES, evaluate_nodes, step_nodes
 from pipeline.workers.messages import Call, WorkerSpec
 from pipeline.workers.runtime import StageRuntime

@@ -27,7 +27,7 @@ from pipeline.cli.main import main
 from pipeline.cli.verification import verify_run
 from pipeline.config.paths import RunPaths
 from pipeline.config.schema import RunConfig, flatten, load_config
-from pipeline.driver.run import open_history
+from pipeline.driver.results import open_history
 from pipeline.driver.run import run as run_config
 from pipeline.graph.graph import run_nodes
 from pipeline.observe.journal import EventKind, read_events

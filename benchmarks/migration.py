@@ -190,7 +190,7 @@ def run_tail(pair: Pair, number: int, tail: Sequence[Sequence[int]], below: int)
             tails.arrived(told.number, told.num_bytes, told.seconds)
             moved += told.num_rows
         else:
-            tails.told(told.index, told.here)
+            tails.update_load(told.index, told.here)
             if not free and not told.here.rows:
                 free = time.perf_counter() - began
         for order, move in tails.next_moves([0, 1], []):

@@ -23,7 +23,8 @@ from rich.console import Console
 from benchmarks.harness import arguments, gemm_gflops, measured_load, report, write_json
 from pipeline.config.loading import load_config
 from pipeline.config.run import RunConfig
-from pipeline.driver.run import open_history, run
+from pipeline.driver.results import open_history
+from pipeline.driver.run import run
 from storage.address import Address
 
 CORES = os.cpu_count() or 1

@@ -17,7 +17,7 @@ from pipeline.cli.sources import saved_config
 from pipeline.config.errors import ConfigError
 from pipeline.config.paths import RunPaths
 from pipeline.config.run import RunConfig
-from pipeline.driver.run import open_history
+from pipeline.driver.results import open_history
 from pipeline.workers.parts import required
 from stages.models.protocol import Role
 

@@ -13,7 +13,7 @@ from pipeline.cli.exit_codes import DONE
 from pipeline.cli.sources import saved_config
 from pipeline.config.errors import ConfigError
 from pipeline.config.run import RunConfig
-from pipeline.driver.run import open_history
+from pipeline.driver.results import open_history
 from pipeline.graph.graph import step_nodes
 from pipeline.observe.tables import InspectRow, inspect_table
 from stages.models.hf_files import read_tokenizer

@@ -9,7 +9,7 @@ from pipeline.cli.exit_codes import DONE, INTERRUPTED, STAGE_FAILED
 from pipeline.cli.sources import config_of
 from pipeline.config.paths import RunPaths
 from pipeline.config.run import RunConfig
-from pipeline.driver.executor import StageFailed
+from pipeline.driver.context import StageFailed
 from pipeline.driver.run import run
 
 

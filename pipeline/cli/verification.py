@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from pipeline.config.run import RunConfig
-from pipeline.driver.run import open_history
+from pipeline.driver.results import open_history
 from storage.address import Address
 from storage.errors import StoreError
 from storage.ledger import Commit

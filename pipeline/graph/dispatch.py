@@ -136,8 +136,8 @@ class Dispatch:
             state.loads[worker] = 0
 
     def worker_down(self, gang: str, worker: int) -> list[Address]:
-        """A replica (of an ordered gang: any rank) is gone, or overdue: it gets no more nodes until `worker_up`. Resets
-        the nodes it had, and returns all that were reset, whose futures must be let go."""
+        """A replica (of an ordered gang: any rank) is lost, or overdue: it gets no more nodes until `worker_up`. Resets
+        the nodes it had, and returns all that were reset, whose futures must be released."""
         state = self._gangs[gang]
         if state.gang.ordered:
             state.up = False
@@ -151,7 +151,7 @@ class Dispatch:
         """Whether a pool has another usable replica."""
         return any(replica != worker for replica in self._gangs[gang].slots)
 
-    def vacate(self, address: Address) -> None:
+    def release_slot(self, address: Address) -> None:
         """A node that is out does nothing any more but wait: its slot is free, though its attempt goes on."""
         entry = self._entries.get(address)
         if entry is not None and entry.state is _State.SUBMITTED:
@@ -200,11 +200,11 @@ class Dispatch:
         while progress:  # a node that was handed out may let FREE nodes follow
             progress = False
             for (gang, mode), ready in self._ready.items():
-                if not ready or not self._has_room(self._gangs[gang], mode):
+                if not ready or not self._has_capacity(self._gangs[gang], mode):
                     continue
                 nodes = [self._entries[address].node for address in ready]
                 heapq.heapify(nodes)
-                while nodes and self._has_room(self._gangs[gang], mode):
+                while nodes and self._has_capacity(self._gangs[gang], mode):
                     node = heapq.heappop(nodes)
                     if mode is Mode.ORDERED and self._comes_after_a_child(node, self._gangs[gang]):
                         break
@@ -261,7 +261,7 @@ class Dispatch:
         return free and parent.state is _State.SUBMITTED and parent.node.turn == child.turn
 
     @staticmethod
-    def _has_room(state: _GangState, mode: Mode) -> bool:
+    def _has_capacity(state: _GangState, mode: Mode) -> bool:
         if not state.up:
             return False
         if mode is Mode.ORDERED:
@@ -281,7 +281,7 @@ class Dispatch:
         return False
 
     def _place(self, node: Node) -> Submit:
-        """Hands out a node; there is room for it."""
+        """Hands out a node; its gang has capacity for it."""
         state, entry = self._gang_of[node.role], self._entries[node.address]
         mode = state.gang.mode(node.role)
         replica, sequence = 0, None

@@ -43,7 +43,7 @@ class Flow:
         self._readers: dict[int, set[Address]] = {}
 
     def advance(self) -> None:
-        """Admits every step that the window has room for."""
+        """Admits every step that the window reaches."""
         while self._next < min(self._spec.steps, self._updated + window(self._spec)):
             step, nodes = self._next, step_nodes(self._spec, self._next)
             self._next += 1
@@ -91,5 +91,5 @@ class Flow:
             return False
         if node.stage != "publish" or node.version in self._published:
             return True
-        # Published weights live in memory: if they are gone and somebody still has to read them, publish runs again.
+        # Published weights live in memory: if they are lost and somebody still has to read them, publish runs again.
         return all(reader in self._committed for reader in weight_readers(self._spec, node.version))

@@ -1,6 +1,6 @@
 """Long tails: which rows move between replicas when few are left, so that some replicas are free sooner.
 
-    replicas ──rows here, measured costs──► Tails (what each said last) ──plan_moves──► orders to the sources
+    replicas ──rows here, measured costs──► Tails (the last reports) ──plan_moves──► orders to the sources
     dispatch ──what else could start─────────┘
 
 A decoding pass costs nearly the same for one row as for a few, so a pool whose last rows are spread over its replicas
@@ -56,8 +56,8 @@ def _gather(busy: Mapping[int, EngineLoad], bytes_per_s: float) -> list[Move]:
     free = {i: load.slots - len(load.rows) for i, load in busy.items()}
     by_rows = sorted(busy, key=lambda i: (len(busy[i].rows), -i))
     receivers: set[int] = set()
-    for place, source in enumerate(by_rows):
-        others = by_rows[place + 1 :]
+    for position, source in enumerate(by_rows):
+        others = by_rows[position + 1 :]
         if source in receivers or not others:
             continue
         wanted = [w for row in busy[source].rows if (w := _worth(row, busy[source], busy[others[-1]], bytes_per_s))]
@@ -86,29 +86,29 @@ def _worth(row: RowLoad, source: EngineLoad, target: EngineLoad, bytes_per_s: fl
 
 @dataclass
 class Tails:
-    """Owns what the replicas of a pool said last, and the moves under way."""
+    """Owns the last load that each replica of a pool reported, and the moves under way."""
 
     below: int
     bytes_per_s: float = BANDWIDTH_PRIOR
-    _said: dict[int, EngineLoad] = field(default_factory=dict)
-    """By replica; those that have said nothing since they were built are not in it."""
+    _loads: dict[int, EngineLoad] = field(default_factory=dict)
+    """By replica; those that have reported nothing since they were built are not in it."""
     _under_way: dict[int, Move] = field(default_factory=dict)
     """By number."""
     _ordered: int = 0
 
-    def told(self, replica: int, here: EngineLoad) -> None:
-        """A replica says what it has."""
-        self._said[replica] = here
+    def update_load(self, replica: int, load: EngineLoad) -> None:
+        """A replica reports what it has."""
+        self._loads[replica] = load
 
-    def gone(self, replica: int) -> None:
-        """It is lost, or not to be counted on: its moves are over, and it must speak before it is part of one again."""
-        self._said.pop(replica, None)
+    def replica_lost(self, replica: int) -> None:
+        """It is lost, or not to be counted on: its moves are over, and it must report to be part of one again."""
+        self._loads.pop(replica, None)
         for number, move in list(self._under_way.items()):
             if move.source == replica:
                 del self._under_way[number]
 
     def arrived(self, number: int, num_bytes: int, seconds: float) -> None:
-        """A move is over: its rows were taken, or came back."""
+        """A move is over: its rows were accepted, or came back."""
         self._under_way.pop(number, None)
         if num_bytes >= _MEASURABLE_BYTES and seconds > 0:
             self.bytes_per_s *= (num_bytes / seconds / self.bytes_per_s) ** _LEARNING_RATE
@@ -116,11 +116,11 @@ class Tails:
     def next_moves(self, usable: Collection[int], startable: Iterable[int]) -> list[tuple[int, Move]]:
         """Moves to order now, each with its number. `usable`: replicas that get work. `startable`: versions of the
         nodes that are ready and wait for a slot: rows of such a version are no tail, since more will join them."""
-        loads = {i: here for i, here in self._said.items() if i in usable}
+        loads = {i: load for i, load in self._loads.items() if i in usable}
         if self._under_way or len(loads) < len(usable):
             return []  # what is not known may be much
         waiting = set(startable)
-        loads = {i: here for i, here in loads.items() if here.version not in waiting or not here.rows}
+        loads = {i: load for i, load in loads.items() if load.version not in waiting or not load.rows}
         orders = []
         for move in plan_moves(loads, self.bytes_per_s, self.below):
             self._under_way[self._ordered] = move

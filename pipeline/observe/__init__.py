@@ -1,1 +1,1 @@
-"""What a run tells: journal, history, summary, plots, live display, tracking. Imports graph, stages and storage."""
+"""What a run reports: journal, history, summary, plots, live display, tracking. Imports graph, stages and storage."""

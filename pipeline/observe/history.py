@@ -22,6 +22,8 @@ from storage.ledger import Commit, Ledger
 from storage.records import Rollout, Scores
 from storage.rollouts import RolloutStore
 
+EVALUATION_METRIC = "eval/reward_mean"
+"""Mean score of the held-out prompts, by version of the weights."""
 _FRACTION = "staleness/fraction_"
 _TOTALS = ("generate/tokens", "generate/rows_finished_elsewhere")
 """Metrics of shards that are summed; of the others a step has the mean."""

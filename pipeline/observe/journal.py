@@ -62,8 +62,8 @@ class Event:
 
 
 class Journal:
-    """Owns the open `events.jsonl` of a run; appends, so that a resumed run continues it. `listener` is told every
-    event too (the progress display)."""
+    """Owns the open `events.jsonl` of a run; appends, so that a resumed run continues it. `listener` gets
+    every event too (the progress display)."""
 
     def __init__(self, path: Path, listener: Callable[[Event], None] = lambda event: None) -> None:
         self.path = path
@@ -96,3 +96,10 @@ def read_events(path: Path) -> Iterator[Event]:
         for line in lines:
             if line.endswith("\n"):
                 yield Event.from_json(line)
+
+
+def run_starts(path: Path) -> list[float]:
+    """When each driver of a run started, in seconds since the epoch; empty where there is no journal yet."""
+    if not path.exists():
+        return []
+    return [event.t for event in read_events(path) if event.kind is EventKind.RUN_STARTED]

@@ -18,8 +18,8 @@ from rich.text import Text
 
 from pipeline.observe.journal import Event, EventKind
 
-HEADLINE = (("reward", "reward"), ("kl", "KL"), ("staleness_max", "staleness"))
-"""(name of the step's metric, what it is called on screen), where the caller names no others."""
+HEADLINE = (("reward/mean", "reward"), ("kl/ref", "KL"), ("staleness/max", "staleness"))
+"""(name of the step's metric, what it is called on screen)."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ def clock(seconds: float | None) -> str:
 
 class Progress:
     """Owns the live display of a run. `links` are shown as (label, address or command), e.g. the Dask dashboard and
-    how to open MLflow. `first_step` is where a resumed run goes on; `headline` the metrics to show."""
+    how to open MLflow. `first_step` is where a resumed run goes on."""
 
     def __init__(
         self,
@@ -59,14 +59,12 @@ class Progress:
         links: Mapping[str, str],
         console: Console | None = None,
         first_step: int = 0,
-        headline: tuple[tuple[str, str], ...] = HEADLINE,
         now: Callable[[], float] = time.time,
     ) -> None:
         self._run_name = run_name
         self._num_steps = num_steps
         self._links = dict(links)
         self._console = console or Console()
-        self._headline = headline
         self._now = now
         self._done = first_step
         self._started = self._last_step_at = now()
@@ -119,10 +117,6 @@ class Progress:
         if self._live is None:
             self._print(f"held-out reward {mean:.4g} at version {version}")
 
-    def note(self, text: str) -> None:
-        """A message that stays on the screen (above the live panel)."""
-        self._print(text)
-
     def render(self) -> RenderableType:
         """The live panel as it is now."""
         head = Table.grid(padding=(0, 2), expand=True)
@@ -154,7 +148,7 @@ class Progress:
             self._live.stop()
 
     def _numbers(self) -> list[tuple[str, str]]:
-        shown = [(label, f"{self._metrics[name]:.4g}") for name, label in self._headline if name in self._metrics]
+        shown = [(label, f"{self._metrics[name]:.4g}") for name, label in HEADLINE if name in self._metrics]
         if self._held_out:
             (_, first), (version, last) = self._held_out[0], self._held_out[-1]
             before = f" (v0: {first:.4g})" if len(self._held_out) > 1 else ""

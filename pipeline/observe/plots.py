@@ -79,6 +79,23 @@ class Panel:
     """A value worth a dashed line: what a healthy run stays at."""
 
 
+CURVES = (
+    Panel("reward", (("reward/mean", "training"),)),
+    Panel("KL to the reference, nats per response", (("kl/ref", "k1"),)),
+    Panel("entropy of the policy, nats", (("policy/entropy_start", "entropy"),)),
+    Panel("explained variance of the critic", (("critic/explained_variance", "critic"),), 1.0),
+    Panel("clipped fraction", (("policy/clipfrac", "policy"), ("critic/clipfrac", "critic"))),
+    Panel("mismatch of log-probs, mean |difference|", (("mismatch/mean_abs_all", "trainer - sampler"),), 0.0),
+    Panel("staleness, versions", (("staleness/mean", "mean"), ("staleness/max", "max"))),
+    Panel("effective sample size of the weights w", (("ess/fraction", "fraction"),), 1.0),
+    Panel(
+        "seconds",
+        (("time/step_s", "step"), ("time/generate_s", "generate"), ("time/update_policy_s", "update policy")),
+    ),
+)
+"""The learning curves of a run."""
+
+
 def lay_out(events: Iterable[Event]) -> Timeline:
     """Places every finished node: one lane per worker, grouped by gang in order of name; boxes of one worker that
     overlap go to rows of their own, first fit."""
@@ -106,7 +123,7 @@ def lay_out(events: Iterable[Event]) -> Timeline:
 
 def middle_window(timeline: Timeline, num_steps: int = 4) -> tuple[float, float]:
     """The seconds in which the middle `num_steps` steps were trained: from the first update's start of the first of
-    them to the last update's end, and a little room. The whole run if it has no updates."""
+    them to the last update's end, and a little margin. The whole run if it has no updates."""
     updates = [b for b in timeline.boxes if b.stage.startswith("update")]
     trained = sorted({b.step for b in updates})
     if len(trained) <= num_steps:
@@ -114,8 +131,8 @@ def middle_window(timeline: Timeline, num_steps: int = 4) -> tuple[float, float]
     first = (len(trained) - num_steps) // 2
     shown = [b for b in updates if b.step in trained[first : first + num_steps]]
     left, right = min(b.left_s for b in shown), max(b.left_s + b.width_s for b in shown)
-    room = 0.04 * (right - left)
-    return max(0.0, left - room), min(timeline.duration_s, right + room)
+    margin = 0.04 * (right - left)
+    return max(0.0, left - margin), min(timeline.duration_s, right + margin)
 
 
 def plot_timeline(events: Iterable[Event], path: Path, title: str) -> None:

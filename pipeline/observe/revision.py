@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import os
+import platform
 import shutil
 import subprocess
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+
+SOFTWARE = ("stageline", "torch", "megatron-core", "transformers", "dask", "zarr", "mlflow-skinny", "omegaconf")
+"""Packages whose versions a summary names."""
 
 
 def git_commit() -> str:
@@ -23,3 +28,15 @@ def git_commit() -> str:
 
     commit = git("rev-parse", "HEAD")
     return commit + ("+changes" if commit and git("status", "--porcelain", "--untracked-files=no") else "")
+
+
+def software_versions() -> dict[str, str]:
+    """Versions of `SOFTWARE` and of Python."""
+    return {package: _installed(package) for package in SOFTWARE} | {"python": platform.python_version()}
+
+
+def _installed(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "not installed"  # stageline itself, where it runs from a checkout

@@ -1,6 +1,6 @@
 """The tables a person reads: at the end of a run, and from `stageline inspect`. Plain inputs, rich tables out.
 
-May import rich and pipeline.observe.summary.
+May import rich, pipeline.observe.responses and pipeline.observe.summary.
 """
 
 from __future__ import annotations
@@ -13,18 +13,8 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from pipeline.observe.responses import ResponsePair
 from pipeline.observe.summary import Summary
-
-
-@dataclass(frozen=True)
-class ResponsePair:
-    """The responses of two versions of the weights to one held-out prompt."""
-
-    prompt: str
-    before: str
-    before_score: float
-    after: str
-    after_score: float
 
 
 @dataclass(frozen=True)

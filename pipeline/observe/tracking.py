@@ -70,7 +70,7 @@ class Delivery:
 
 
 class Tracker(Protocol):
-    """What the driver tells about a run. No method waits for the tracking server, `close` excepted."""
+    """What the driver reports of a run. No method waits for the tracking server, `close` excepted."""
 
     def metrics(self, step: int, values: Mapping[str, float]) -> None:
         """Numbers of a step. The first value given for a (step, name) stays; a resume may give it again."""

@@ -17,6 +17,10 @@ OUTCOMES = "stageline-outcomes"
 TAILS = "stageline-tails"
 """Dask topic on which replicas tell the driver of rows: pickled `RowsNews` and `MoveOver`."""
 
+LONGEST_SILENCE_S = 30.0
+"""Of a worker that sends weights or that accepted rows, before it is taken for lost; less under a short
+`cluster.deadline_s`."""
+
 
 class WorkerLost(RuntimeError):
     """The process that was to run a node is not the one that was built for it: it died and came back empty."""

@@ -20,7 +20,7 @@ from pipeline.config.paths import RunPaths
 from pipeline.config.run import RunConfig
 from pipeline.graph.graph import STAGE_ROLES
 from pipeline.workers.bookkeeping import Clock
-from pipeline.workers.messages import Call, WorkerSpec
+from pipeline.workers.messages import LONGEST_SILENCE_S, Call, WorkerSpec
 from pipeline.workers.replica_rows import ReplicaRows
 from pipeline.workers.updates import ExactlyOnceUpdates
 from pipeline.workers.versioned_engine import VersionedEngine
@@ -38,8 +38,6 @@ from storage.rollouts import RolloutStore
 from storage.weight_copies import is_copy
 from storage.weights import WeightBoard
 
-LONGEST_SILENCE_S = 30.0
-"""Of a replica that accepted rows, before it counts as lost; less under a short `cluster.deadline_s`."""
 RECENT_BYTES = 64 << 20
 """Of records that a worker keeps: `reference`, `logprob`, `value` and both updates of a step read the same rows."""
 

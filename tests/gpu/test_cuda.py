@@ -12,7 +12,8 @@ from rich.console import Console
 
 from pipeline.cli.verification import verify_run
 from pipeline.config.loading import load_config
-from pipeline.driver.run import open_history, run
+from pipeline.driver.results import open_history
+from pipeline.driver.run import run
 from stages.engines.config import EngineConfig, SamplingConfig
 from stages.engines.embedded.build import build_embedded
 from stages.engines.embedded.sampling.noise import gumbel, noise_keys

@@ -19,7 +19,8 @@ import pytest
 from pipeline.config.loading import load_config, to_yaml
 from pipeline.config.run import RunConfig
 from pipeline.driver.cluster import LocalWorkers, kill_workers, workers_by_address
-from pipeline.driver.executor import Executor, ExecutorSettings, StageFailed
+from pipeline.driver.context import ExecutorSettings, StageFailed
+from pipeline.driver.executor import Executor
 from pipeline.graph.dispatch import Dispatch
 from pipeline.graph.flow import Flow
 from pipeline.graph.graph import Node, run_nodes
@@ -88,10 +89,12 @@ class Run:
             log_dir=self.dir / "logs",
         )
         self.when: list[tuple[Callable[[], Any], Callable[[], Any]]] = []
-        self.executor = Executor(workers.client, config.gangs(), dispatch, self.journal, settings, self._done)
+        self.executor = Executor(workers.client, config.gangs(), dispatch, self.journal, settings, self._node_done)
+        self.on_done: Callable[[Node], Any] = lambda node: None
 
-    def _done(self, node: Node, outcome: object) -> None:
+    def _node_done(self, node: Node, outcome: object) -> None:
         self.flow.done(node)
+        self.on_done(node)
 
     def control(self, what: str, suffix: str, text: str = "") -> Path:
         path = self.dir / "control" / f"{what}.{suffix}"
@@ -214,10 +217,12 @@ def test_scheduler_forgets_old_steps(start: Callable[..., Run], workers: LocalWo
     whole run in the scheduler's memory (here 20 steps of 18 nodes), and run it again when a result is lost."""
     run = start(steps=20, **{"rollout.shards": 2, "rollout.rows": 4})
     held: list[int] = []
-    run.executor._on_done = lambda node, outcome: (  # type: ignore[method-assign]
-        run.flow.done(node),
-        held.append(workers.client.run_on_scheduler(_num_tasks)) if node.stage == "publish" else None,
-    )
+
+    def count(node: Node) -> None:
+        if node.stage == "publish":
+            held.append(workers.client.run_on_scheduler(_num_tasks))
+
+    run.on_done = count
     run.go()
     nodes_of_a_step, ranks, window, lineage = 14, 2, 3, 8
     assert max(held) <= nodes_of_a_step * ranks * (window + lineage)

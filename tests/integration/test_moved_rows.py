@@ -17,7 +17,7 @@ from pipeline.cli.verification import verify_run
 from pipeline.config.loading import load_config
 from pipeline.config.paths import RunPaths
 from pipeline.config.run import RunConfig
-from pipeline.driver.executor import ExecutorSettings
+from pipeline.driver.context import ExecutorSettings
 from pipeline.graph.graph import run_nodes
 from pipeline.observe.journal import Event, EventKind, read_events
 from storage.ledger import Ledger

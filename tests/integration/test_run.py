@@ -28,7 +28,7 @@ from pipeline.cli.verification import verify_run
 from pipeline.config.loading import flatten, load_config
 from pipeline.config.paths import RunPaths
 from pipeline.config.run import RunConfig
-from pipeline.driver.run import open_history
+from pipeline.driver.results import open_history
 from pipeline.driver.run import run as run_config
 from pipeline.graph.graph import run_nodes
 from pipeline.observe.journal import EventKind, read_events

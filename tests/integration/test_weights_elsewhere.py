@@ -15,13 +15,13 @@ import pytest
 from distributed import Client
 from rich.console import Console
 
-import pipeline.driver.executor
+import pipeline.driver.orders
 import pipeline.driver.run
 from pipeline.cli.verification import verify_run
 from pipeline.config.loading import load_config
 from pipeline.config.paths import RunPaths
 from pipeline.config.run import RunConfig
-from pipeline.driver.executor import ExecutorSettings
+from pipeline.driver.context import ExecutorSettings
 from pipeline.graph.graph import run_nodes, weight_readers
 from pipeline.observe.journal import EventKind, read_events
 from pipeline.workers.weight_transfer import order_fetch, remove_boards
@@ -103,8 +103,8 @@ def test_a_run_with_a_board_per_host_is_the_same_run(
         assert left == {"train": unread, "generate": []}
         remove_boards(*what)
 
-    monkeypatch.setattr(pipeline.driver.executor, "remove_boards", look_and_remove)
-    monkeypatch.setattr(pipeline.driver.executor, "order_fetch", note_and_order)
+    monkeypatch.setattr(pipeline.driver.orders, "remove_boards", look_and_remove)
+    monkeypatch.setattr(pipeline.driver.orders, "order_fetch", note_and_order)
     finish(config)
     assert left, "nobody looked"
     assert ordered == read_versions(config)

@@ -131,16 +131,16 @@ def test_a_node_that_only_waits_gives_its_slot_up_once() -> None:
     assert machine.step() == ["generate 0.0 > gen.0", "generate 0.1 > gen.1"]
     assert machine.dispatch.waiting_versions("gen") == {0}
     for _ in range(2):
-        machine.dispatch.vacate(Address("generate", 0, 0))
+        machine.dispatch.release_slot(Address("generate", 0, 0))
     assert machine.step() == ["generate 0.2 > gen.0"]
     assert machine.done("generate", shard=0) == []
     assert machine.done("generate", shard=2) == ["generate 0.3 > gen.0"]
-    machine.dispatch.vacate(Address("generate", 0, 1))
+    machine.dispatch.release_slot(Address("generate", 0, 1))
     assert machine.step() == ["generate 0.4 > gen.1"]
     assert machine.dispatch.waiting_versions("gen") == set()
     assert machine.lost("generate", shard=1) == {"generate 0.1"}
     assert machine.step() == [], "it has no slot to come back to yet"
-    machine.dispatch.vacate(Address("generate", 0, 9))
+    machine.dispatch.release_slot(Address("generate", 0, 9))
     assert machine.down("gen", 1) == {"generate 0.4"}
     assert machine.dispatch.replicas_up("gen") == {0}
 

@@ -64,7 +64,7 @@ def test_only_below_the_threshold() -> None:
     assert shape(plan_moves(loads, 1e9, below=6)) == [(0, 1, [0, 1])]
 
 
-def test_rows_of_different_versions_stay_apart() -> None:
+def test_rows_of_different_versions_stay_separate() -> None:
     loads = {0: load(row(0)), 1: load(row(1), version=1), 2: load(*rows(2, 3))}
     assert shape(plan_moves(loads, 1e9, below=100)) == [(0, 2, [0])]
     assert plan_moves({0: loads[0], 1: loads[1]}, 1e9, below=100) == []
@@ -132,13 +132,13 @@ def test_nothing_moves_before_anything_was_measured() -> None:
     assert plan_moves({0: load(row(0), pass_s=0.0), 1: load(*rows(1, 2))}, 1e9, below=100) == []
 
 
-# ---- what was said, and what is under way -------------------------------------------------------------------------
+# ---- what was reported, and what is under way ---------------------------------------------------------------------
 
 
-def test_only_when_every_replica_has_spoken() -> None:
+def test_only_when_every_replica_has_reported() -> None:
     tails = Tails(below=100)
-    tails.told(0, load(row(0)))
-    tails.told(1, load(*rows(1, 2)))
+    tails.update_load(0, load(row(0)))
+    tails.update_load(1, load(*rows(1, 2)))
     assert tails.next_moves([0, 1, 2], []) == [], "the third may be full"
     [(number, move)] = tails.next_moves([0, 1], [])
     assert (number, move.source, move.target) == (0, 0, 1)
@@ -147,36 +147,36 @@ def test_only_when_every_replica_has_spoken() -> None:
 def test_one_plan_at_a_time() -> None:
     """What is on its way is in nobody's report."""
     tails = Tails(below=100)
-    tails.told(0, load(row(0)))
-    tails.told(1, load(*rows(1, 2)))
-    tails.told(2, load(*rows(3, 4, 5)))
+    tails.update_load(0, load(row(0)))
+    tails.update_load(1, load(*rows(1, 2)))
+    tails.update_load(2, load(*rows(3, 4, 5)))
     orders = tails.next_moves([0, 1, 2], [])
     assert shape([move for _, move in orders]) == [(0, 2, [0]), (1, 2, [1, 2])]
     assert tails.next_moves([0, 1, 2], []) == []
     tails.arrived(0, 0, 0.0)
     assert tails.next_moves([0, 1, 2], []) == []
     tails.arrived(1, 0, 0.0)
-    assert len(tails.next_moves([0, 1, 2], [])) == 2, "nothing was taken, as far as anybody says"
+    assert len(tails.next_moves([0, 1, 2], [])) == 2, "nothing was accepted, as far as anybody reports"
 
 
 def test_no_tail_while_more_can_join() -> None:
     """A node of this version waits for a slot. One of the next version does not: it waits for this tail."""
     tails = Tails(below=100)
-    tails.told(0, load(row(0), version=4))
-    tails.told(1, load(*rows(1, 2), version=4))
+    tails.update_load(0, load(row(0), version=4))
+    tails.update_load(1, load(*rows(1, 2), version=4))
     assert tails.next_moves([0, 1], [4]) == []
     assert tails.next_moves([0, 1], [5, 4]) == []
     assert len(tails.next_moves([0, 1], [5])) == 1
 
 
-def test_a_lost_source_ends_its_moves_and_must_speak_again() -> None:
+def test_a_lost_source_ends_its_moves_and_must_report_again() -> None:
     tails = Tails(below=100)
-    tails.told(0, load(row(0)))
-    tails.told(1, load(*rows(1, 2)))
+    tails.update_load(0, load(row(0)))
+    tails.update_load(1, load(*rows(1, 2)))
     assert tails.next_moves([0, 1], [])
-    tails.gone(0)
+    tails.replica_lost(0)
     assert tails.next_moves([0, 1], []) == []
-    tails.told(0, load(row(5)))
+    tails.update_load(0, load(row(5)))
     assert [move.source for _, move in tails.next_moves([0, 1], [])] == [0]
 
 
@@ -184,9 +184,9 @@ def test_a_lost_target_leaves_its_moves_to_the_source() -> None:
     """The source says when they are over: it has the rows again then."""
     tails = Tails(below=100)
     for replica, numbers in enumerate(([0], [1, 2], [3])):
-        tails.told(replica, load(*rows(*numbers)))
+        tails.update_load(replica, load(*rows(*numbers)))
     numbers = [number for number, _ in tails.next_moves([0, 1, 2], [])]
-    tails.gone(1)
+    tails.replica_lost(1)
     assert tails.next_moves([0, 2], []) == []
     for number in numbers:
         tails.arrived(number, 0, 0.0)

@@ -22,17 +22,15 @@ def test_one_plain_line_per_step_in_a_log() -> None:
     out, now = io.StringIO(), _Clock()
     with Progress("demo", 4, {"dashboard": "http://x:8787"}, Console(file=out), now=now) as progress:
         now.t = 2.0
-        progress.step(0, {"reward": 0.25, "kl": 0.125, "other": 1.0})
+        progress.step(0, {"reward/mean": 0.25, "kl/ref": 0.125, "other": 1.0})
         progress.evaluation(1, 0.5)
         now.t = 6.0
-        progress.step(1, {"reward": 0.5, "kl": 0.25})
-        progress.note("gang [train] was rebuilt")
+        progress.step(1, {"reward/mean": 0.5, "kl/ref": 0.25})
     assert out.getvalue().splitlines() == [
         "dashboard: http://x:8787",
         "step 1/4  reward 0.25  KL 0.125  2.0 s  left 0:06",
         "held-out reward 0.5 at version 1",
         "step 2/4  reward 0.5  KL 0.25  held-out 0.5 at v1  4.0 s  left 0:06",
-        "gang [train] was rebuilt",
     ]
 
 
@@ -93,7 +91,7 @@ def test_what_a_worker_was_handed_is_what_it_does() -> None:
 def test_the_live_display_starts_and_stops() -> None:
     out = io.StringIO()
     with Progress("demo", 1, {}, Console(file=out, force_terminal=True, width=80)) as progress:
-        progress.step(0, {"reward": 1.0})
+        progress.step(0, {"reward/mean": 1.0})
     assert "step 1/1" in out.getvalue()
 
 

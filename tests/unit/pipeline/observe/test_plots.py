@@ -46,7 +46,7 @@ def test_lanes_and_boxes() -> None:
 
 
 def test_window_on_the_middle_steps() -> None:
-    """Of 10 steps, 3..6 are the middle: updates from 2 + 6 s to 4 + 12 s, with 4 % of room."""
+    """Of 10 steps, 3..6 are the middle: updates from 2 + 6 s to 4 + 12 s, with 4 % of margin."""
     assert middle_window(lay_out(_training(10))) == pytest.approx((8 - 0.32, 16 + 0.32))
     assert middle_window(lay_out(_training(3))) == (0.0, 8.0)
 

@@ -5,8 +5,9 @@ from pathlib import Path
 
 from rich.console import Console, RenderableType
 
+from pipeline.observe.responses import ResponsePair
 from pipeline.observe.summary import EvalSummary, StalenessSummary, Summary
-from pipeline.observe.tables import InspectRow, ResponsePair, end_of_run, inspect_table, summary_rows
+from pipeline.observe.tables import InspectRow, end_of_run, inspect_table, summary_rows
 
 SUMMARY = Summary(
     steps=2, wall_s=10.0, samples_per_s=1.6, tokens_per_s=10.0, stage_s={"generate": 6.0, "update_policy": 7.0},

@@ -1,0 +1,134 @@
+"""Orders to workers that are no nodes: weights for other hosts, and rows that migrate between replicas. None of them is
+waited for, and none is needed for the run to go on: who needs a version fetches it, and rows that are not sent stay.
+
+    a version is published ──► fetch ──► readers elsewhere bring it to their hosts, before they need it
+    nobody reads it any more ► release ► they remove their copies; a process built later is told of all of them
+    the run ends ────────────► remove ─► their hosts remove their boards
+
+    replicas ──what rows they have──► Tails ──which go where──► the sources
+    a shard whose rows are all elsewhere gives its slot up
+
+May import pipeline.driver.{cluster, context, supervision}, pipeline.workers and below.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from pipeline.driver.cluster import workers_by_address
+from pipeline.driver.context import Context, WorkerKey
+from pipeline.driver.supervision import Supervision
+from pipeline.graph.tails import Tails
+from pipeline.observe.journal import EventKind
+from pipeline.workers.messages import LONGEST_SILENCE_S, MirrorSpec, MoveOrder, MoveOver, RowsNews, worker_name
+from pipeline.workers.row_transfer import order_move
+from pipeline.workers.weight_transfer import order_fetch, order_release, remove_boards
+from stages.models.protocol import Role
+from storage.address import Address
+
+
+def mirror_spec(context: Context, gang: str) -> MirrorSpec | None:
+    """What a worker of this gang must know of weights on other hosts; None if it neither reads nor publishes any."""
+    settings = context.settings
+    if not settings.boards or context.gangs[gang].roles.isdisjoint({Role.GENERATE, Role.POLICY}):
+        return None
+    return MirrorSpec(
+        board=settings.boards[gang],
+        publisher=worker_name(context.gang_with(Role.POLICY), 0),
+        patience_s=min(settings.start_timeout_s, settings.deadline_s / 3),  # well before the node is overdue
+        silence_s=min(LONGEST_SILENCE_S, settings.deadline_s / 4),
+    )
+
+
+class WeightOrders:
+    """Owns what is known of weights elsewhere: the publisher's host, and the versions that nobody reads any more."""
+
+    def __init__(self, context: Context, supervision: Supervision) -> None:
+        self._client = context.client
+        self._gangs = context.gangs
+        self._boards = context.settings.boards
+        self._supervision = supervision
+        self._pool = context.gang_with(Role.GENERATE)
+        self._publisher = context.gang_with(Role.POLICY)
+        self._home: str | None = None
+        """Host of the publisher, once it is known."""
+        self._unread: set[int] = set()
+
+    def fetch(self, version: int) -> None:
+        """Has a version brought to the hosts that will read it, before they need it."""
+        order_fetch(self._client, self._elsewhere(self._supervision.addresses()), version)
+
+    def release(self, version: int) -> None:
+        """Has the copies of a version removed that other hosts have."""
+        self._unread.add(version)
+        order_release(self._client, self._elsewhere(self._supervision.addresses()), [version])
+
+    def worker_built(self, worker: WorkerKey) -> None:
+        """A process that was built just now has not heard which versions nobody reads."""
+        if worker[0] == self._pool and self._unread:
+            order_release(self._client, self._elsewhere(self._supervision.addresses()), self._unread)
+
+    def remove(self) -> None:
+        """Has other hosts remove their copies of weights, also those whose workers are just being built."""
+        if self._boards:
+            there = {name: address for address, name in workers_by_address(self._client).items()}
+            remove_boards(self._client, self._elsewhere(there))
+
+    def _elsewhere(self, addresses: Mapping[str, str]) -> list[str]:
+        """Of workers by name, the addresses of those that read weights from another board than the publisher's: on
+        another host, or in another directory."""
+        if not self._boards:
+            return []
+        publisher = addresses.get(worker_name(self._publisher, 0))
+        self._home = _host(publisher) if publisher is not None else self._home
+        names = [worker_name(self._pool, index) for index in range(self._gangs[self._pool].workers)]
+        separate = self._boards[self._pool] != self._boards[self._publisher]
+        readers = [addresses[name] for name in names if name in addresses]
+        return [address for address in readers if separate or self._home not in (None, _host(address))]
+
+
+class MigrationOrders:
+    """Owns what the replicas that generate reported of their rows, and the migrations under way."""
+
+    def __init__(self, context: Context, supervision: Supervision) -> None:
+        self._context = context
+        self._supervision = supervision
+        self._pool = context.gang_with(Role.GENERATE)
+        self._tails = Tails(context.settings.move_rows_below)
+
+    def order_moves(self) -> None:
+        """Orders sources to send rows, if few are left and it is worth it."""
+        dispatch, pool = self._context.dispatch, self._pool
+        if not self._tails.below:
+            return
+        for number, move in self._tails.next_moves(dispatch.replicas_up(pool), dispatch.waiting_versions(pool)):
+            incarnation = self._supervision.spec((pool, move.source)).incarnation
+            target = self._supervision.address((pool, move.target))
+            order = MoveOrder(number, pool, move.source, incarnation, target, move.rows)
+            order_move(self._context.client, self._supervision.address((pool, move.source)), order)
+
+    def reported(self, news: RowsNews | MoveOver) -> tuple[Address, ...]:
+        """A replica reports its rows, or that an order is carried out. Returns its nodes whose rows are all elsewhere.
+        An earlier incarnation's report counts for nothing."""
+        worker = news.gang, news.index
+        if not self._supervision.is_present(worker, news.incarnation):
+            return ()
+        if isinstance(news, RowsNews):
+            self._tails.update_load(news.index, news.here)
+        else:
+            self._tails.arrived(news.number, news.num_bytes, news.seconds)
+            detail = f"{news.num_rows} rows, {news.num_bytes} bytes of keys and values, {news.seconds:.3f} s"
+            detail += f"; refused: {news.refusal}" if news.refusal is not None else ""
+            name = self._supervision.spec(worker).name
+            self._context.journal.now(EventKind.ROWS_MOVED, gang=news.gang, worker=name, detail=detail)
+        return news.away
+
+    def worker_down(self, worker: WorkerKey) -> None:
+        """A worker is lost, or not to be counted on."""
+        if worker[0] == self._pool:
+            self._tails.replica_lost(worker[1])
+
+
+def _host(address: str) -> str:
+    """Of a Dask address."""
+    return address.rpartition(":")[0]

@@ -1,0 +1,96 @@
+"""What is around a run while it goes on: the lock, the signals, the worker processes, the boards of published weights.
+
+    only_driver ──► interruptible ──► published_weights ──► worker_processes ──► the run
+
+May import all of pipeline below the command line.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+import platform
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from multiprocessing import resource_tracker
+
+from pipeline.config.errors import ConfigError
+from pipeline.config.paths import RunPaths
+from pipeline.config.run import RunConfig
+from pipeline.driver.cluster import LocalWorkers
+from stages.models.protocol import Role
+from stages.publish import is_published
+from storage.ledger import Ledger
+from storage.weights import WeightBoard
+
+
+@contextmanager
+def only_driver(paths: RunPaths) -> Iterator[None]:
+    """Keeps a second driver out of the run's directory. The system lets go of the lock when this process ends, however
+    it ends.
+
+    Raises:
+        ConfigError: another process is running the run.
+    """
+    with paths.lock.open("a+") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            lock.seek(0)
+            owner = lock.read().strip() or "another process"
+            raise ConfigError("name", f"given {paths.root.name!r}; {owner} is running {paths.root} now") from error
+        lock.truncate(0)
+        lock.write(f"process {os.getpid()} on {platform.node()}")
+        lock.flush()
+        yield
+
+
+@contextmanager
+def interruptible() -> Iterator[None]:
+    """SIGTERM (Slurm's, before a time limit) interrupts like Ctrl-C; and Ctrl-C does so also where a shell started this
+    process in the background, with SIGINT ignored."""
+
+    def interrupt(number: int, frame: object) -> None:
+        raise KeyboardInterrupt
+
+    before = {number: signal.signal(number, interrupt) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@contextmanager
+def published_weights(config: RunConfig, ledger: Ledger) -> Iterator[WeightBoard]:
+    """The board of published weights, which is that of the policy's gang (the driver runs on the host of its rank 0),
+    less what is not this run's: a killed run whose directory was removed leaves its weights in memory under the same
+    name. In the end all boards of this host go; those of other hosts are removed by their workers."""
+    paths = RunPaths(config.run_dir)
+    boards = {gang.name: WeightBoard(paths.board(config.weights_dir(gang.name))) for gang in config.gangs()}
+    with ExitStack() as stack:
+        for board in boards.values():
+            stack.enter_context(board)
+        board = boards[config.placement.roles[Role.POLICY]]
+        board.tidy(lambda manifest: is_published(ledger, manifest))
+        yield board
+
+
+@contextmanager
+def worker_processes(config: RunConfig) -> Iterator[LocalWorkers]:
+    """Worker processes that Ctrl-C does not reach: a terminal sends it to the whole process group, but only the driver
+    is to answer it, and to end them. They inherit the mask of the thread that starts them."""
+    logging.getLogger("distributed").setLevel(logging.ERROR)  # the executor says what is lost, in the run's words
+    sys.warnoptions.append("ignore:resource_tracker")  # it cleans up after killed workers; it need not say so
+    resource_tracker.ensure_running()  # starting it later would lift the mask
+    sys.warnoptions.pop()
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        with LocalWorkers(config) as workers:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+            yield workers
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)

@@ -1,0 +1,276 @@
+"""Whether every worker process is what it should be: builds, losses, suspects, deadlines.
+
+                  built              overdue, and others can do its work
+    building ───────────────► up ─────────────────────────────────────────► suspect (gets no work)
+       │ raised, or            │ ▲                                            │ │ another deadline
+       │ not in time           │ └────────── all that it had came back ───────┘ │
+       ▼                       ▼ died; or overdue, and nobody else can          ▼
+    the run ends             lost: killed, and built anew ◄─────────────────────┘
+
+What is lost together is a restart unit: one replica, or all ranks of an ordered gang, since none can go on without the
+others. A unit that is lost `cluster.attempts` times without finishing anything ends the run.
+
+May import distributed, pipeline.driver.{cluster, context}, pipeline.workers and below.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from concurrent.futures import CancelledError
+from dataclasses import dataclass
+
+from distributed import Future
+from distributed.comm import CommClosedError
+from distributed.scheduler import KilledWorker, NoValidWorkerError, NoWorkerError
+
+from pipeline.driver.cluster import kill_workers, workers_by_address
+from pipeline.driver.context import Context, StageFailed, WorkerKey
+from pipeline.graph.dispatch import Gang
+from pipeline.observe.journal import EventKind
+from pipeline.workers.entry import build_worker
+from pipeline.workers.messages import MirrorSpec, WorkerLost, WorkerSpec, pin_resource, worker_name
+
+LOST = (KilledWorker, WorkerLost, CancelledError, CommClosedError, NoWorkerError, NoValidWorkerError)
+"""What a future raises whose process is lost: nothing is wrong with the stage."""
+PEER_ERRORS = (RuntimeError, OSError)
+"""What a collective raises when a peer is lost; also what much else raises."""
+PEER_GRACE_S = 5.0
+"""For the news of a peer's death, before such an error is taken for the process's own."""
+_ANSWER_S = 10.0
+_FIRST = 1
+"""Dask priority of a build: nodes have negative ones."""
+
+
+@dataclass
+class _Worker:
+    """One incarnation of a worker process as the driver knows it."""
+
+    spec: WorkerSpec
+    building: Future
+    deadline: float
+    """While it is built: when that is overdue. Once it is up: when a suspect is given up."""
+    up: bool = False
+    address: str | None = None
+    """Dask's; known once it is built."""
+    progress: float = 0.0
+    """When it last finished something."""
+    error: BaseException | None = None
+    """Of a build that may have failed because a peer died."""
+
+
+def restart_unit(gang: Gang, index: int) -> list[WorkerKey]:
+    """The workers that are lost, and built anew, together with this one: all ranks of an ordered gang."""
+    return [(gang.name, i) for i in (range(gang.workers) if gang.ordered else (index,))]
+
+
+def error_of(future: Future) -> BaseException:
+    """Why a future that has ended has no result."""
+    if future.status == "error":
+        return future.exception()
+    return CancelledError(f"{future.key} was {future.status}")
+
+
+class Supervision:
+    """Owns the builds of all worker processes, and what is known of each process."""
+
+    def __init__(
+        self, context: Context, mirror: Callable[[str], MirrorSpec | None], on_down: Callable[[WorkerKey, bool], None]
+    ) -> None:
+        """`mirror(gang)` says what its workers must know of weights on other hosts. `on_down(worker, suspect)` is
+        called when a worker is to get no more work: it is a suspect, or its restart unit is about to be killed."""
+        self._context = context
+        self._mirror = mirror
+        self._on_down = on_down
+        self._workers: dict[WorkerKey, _Worker] = {}
+        self._losses: dict[WorkerKey, int] = {}
+        """How often each restart unit, by its first worker, was lost since it last finished a node."""
+
+    # ---- what is known ---------------------------------------------------------------------------------------------
+
+    def spec(self, worker: WorkerKey) -> WorkerSpec:
+        """Of its present incarnation."""
+        return self._workers[worker].spec
+
+    def address(self, worker: WorkerKey) -> str:
+        """Dask address of a worker that is up."""
+        address = self._workers[worker].address
+        assert address is not None, f"{worker} is not up"
+        return address
+
+    def addresses(self) -> dict[str, str]:
+        """Of the workers that are built, by name."""
+        return {w.spec.name: w.address for w in self._workers.values() if w.address is not None}
+
+    def is_present(self, worker: WorkerKey, incarnation: int) -> bool:
+        """Whether this incarnation is the worker's present one: what an earlier one reports does not count."""
+        known = self._workers.get(worker)
+        return known is not None and known.spec.incarnation == incarnation
+
+    def last_progress(self, worker: WorkerKey) -> float:
+        """When its process last finished a node; 0 if it has not."""
+        return self._workers[worker].progress
+
+    def worker_of(self, error: BaseException) -> WorkerKey | None:
+        """The worker that an error of `LOST` says is lost, if it is not being replaced already."""
+        for key, worker in self._workers.items():
+            if isinstance(error, KilledWorker) and worker.address == error.last_worker.address:
+                return key
+            if isinstance(error, WorkerLost) and (worker.spec.name, worker.spec.incarnation) == error.args:
+                return key
+        return None
+
+    def failure(self, what: str, gang: str, errors: Mapping[int, BaseException]) -> StageFailed:
+        """The end of the run, with the error that a collective did not raise, if there is one. `errors`: by index."""
+        index = next((i for i, e in errors.items() if not isinstance(e, PEER_ERRORS)), min(errors))
+        error = errors[index]
+        failed = StageFailed(f"{what} {type(error).__name__}: {error}{_see_log(self._workers[gang, index])}")
+        failed.__cause__ = error
+        return failed
+
+    # ---- what happened ---------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Begins to build every worker."""
+        for gang in self._context.gangs.values():
+            for index in range(gang.workers):
+                self._build(gang, index, incarnation=0)
+
+    def build_ended(self, key: WorkerKey, future: Future) -> bool:
+        """A build ended. Returns whether the process is built."""
+        worker = self._workers[key]
+        if worker.building is not future:
+            return False
+        address = _build_result(future)
+        future.release()  # a result still wanted would be computed again in a process that came back
+        if isinstance(address, LOST):
+            self.lost(key, f"while it was built: {type(address).__name__}")
+        elif isinstance(address, BaseException):
+            if worker.spec.size == 1 or not isinstance(address, PEER_ERRORS):
+                raise self._not_built(key, address)
+            worker.error, worker.deadline = address, self._context.now() + PEER_GRACE_S
+        else:
+            worker.up, worker.address, worker.deadline = True, address, math.inf
+            unit = restart_unit(self._context.gangs[key[0]], key[1])
+            if all(self._workers[one].up for one in unit):
+                self._context.dispatch.worker_up(*unit[0])
+                self._context.journal.now(EventKind.GANG_BUILT, gang=key[0], worker=worker.spec.name)
+            return True
+        return False
+
+    def process_ended(self, address: str) -> None:
+        """The scheduler lost sight of a process, by its Dask address."""
+        key = next((key for key, worker in self._workers.items() if worker.address == address), None)
+        if key is not None:
+            self.lost(key, "its process ended")
+
+    def made_progress(self, key: WorkerKey) -> None:
+        """A worker finished a node."""
+        self._workers[key].progress = self._context.now()
+        self._losses.pop(restart_unit(self._context.gangs[key[0]], key[1])[0], None)
+
+    def suspect(self, key: WorkerKey) -> None:
+        """A worker is overdue, and others do its work. Until `trust` it gets none; it has another deadline for that."""
+        self._workers[key].deadline = self._context.now() + self._context.settings.deadline_s
+        self._on_down(key, True)
+
+    def trust(self, key: WorkerKey) -> None:
+        """All that a suspect had came back: it gets work again."""
+        self._workers[key].deadline = math.inf
+        self._context.dispatch.worker_up(*key)
+
+    def lost(self, key: WorkerKey, why: str) -> None:
+        """A process died, or must: what it had is reset, and its restart unit is built anew.
+
+        Raises:
+            StageFailed: that has happened too often.
+        """
+        gang, worker = self._context.gangs[key[0]], self._workers[key]
+        unit = restart_unit(gang, key[1])
+        losses = self._losses[unit[0]] = self._losses.get(unit[0], 0) + 1
+        self._context.journal.now(EventKind.GANG_LOST, gang=gang.name, worker=worker.spec.name, detail=why)
+        if losses >= self._context.settings.attempts:
+            raise StageFailed(
+                f"worker {worker.spec.name} was lost {losses} times (cluster.attempts) without finishing "
+                f"anything; last: {why}{_see_log(worker)}"
+            )
+        self._on_down(key, False)
+        lost = [self._workers[one] for one in unit]
+        for one in lost:
+            one.building.release()
+        client = self._context.client
+        names, addresses = {one.spec.name for one in lost if one.address is None}, {one.address for one in lost}
+        known = workers_by_address(client)
+        kill_workers(client, [address for address, name in known.items() if name in names or address in addresses])
+        for _, index in unit:
+            self._build(gang, index, worker.spec.incarnation + 1)
+
+    def check_deadlines(self) -> None:
+        """Ends the run for a worker that does not come up, and gives up a suspect that does not come back."""
+        for key, worker in list(self._workers.items()):
+            if worker.deadline > self._context.now() or self._workers[key] is not worker:
+                continue
+            if worker.error is not None:
+                raise self._not_built(key, worker.error)
+            if not worker.up:
+                raise StageFailed(
+                    f"worker {worker.spec.name} did not come up within cluster.start_timeout_s = "
+                    f"{self._context.settings.start_timeout_s:g}{_see_log(worker)}"
+                )
+            self.lost(key, "did not come back")
+
+    def close(self) -> None:
+        """Lets go of builds; processes are ended by whoever started them."""
+        for worker in self._workers.values():
+            worker.building.release()
+        self._workers.clear()
+
+    # ---- how -------------------------------------------------------------------------------------------------------
+
+    def _build(self, gang: Gang, index: int, incarnation: int) -> None:
+        settings, name = self._context.settings, worker_name(gang.name, index)
+        # Absolute: torch takes the first part of a relative path for a host, and waits for ever.
+        rendezvous = settings.rendezvous_dir.resolve() / f"{gang.name}-{self._context.name}-{incarnation}"
+        spec = WorkerSpec(
+            gang=gang.name,
+            index=index,
+            size=gang.workers if gang.ordered else 1,
+            incarnation=incarnation,
+            rendezvous=f"file://{rendezvous}" if gang.ordered else f"file://{rendezvous}-{index}",
+            runtime=settings.runtime,
+            config_yaml=settings.config_yaml,
+            log=str((settings.log_dir / f"{name}.log").resolve()) if settings.log_dir is not None else None,
+            mirror=self._mirror(gang.name),
+        )
+        future = self._context.client.submit(
+            build_worker,
+            spec,
+            key=("build", spec.name, incarnation, self._context.name),
+            resources={pin_resource(gang.name, index): 1},
+            priority=_FIRST,
+            retries=0,
+            pure=False,
+        )
+        key = gang.name, index
+        self._workers[key] = _Worker(spec, future, self._context.now() + settings.start_timeout_s)
+        self._context.watch(future, key, None)
+
+    def _not_built(self, key: WorkerKey, error: BaseException) -> StageFailed:
+        what = f"worker {self._workers[key].spec.name} could not be built:"
+        return self.failure(what, key[0], {key[1]: error})
+
+
+def _see_log(worker: _Worker) -> str:
+    return f" (see {worker.spec.log})" if worker.spec.log is not None else ""
+
+
+def _build_result(future: Future) -> str | BaseException:
+    """The address of the process that was built, or why there is none."""
+    if future.status != "finished":
+        return error_of(future)
+    try:
+        return future.result(timeout=_ANSWER_S)
+    except LOST as error:
+        return error
+    except TimeoutError:
+        return CancelledError(f"{future.key} was built, but does not answer")

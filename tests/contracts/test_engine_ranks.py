@@ -271,7 +271,7 @@ def test_rows_move_to_an_engine_of_another_layout_and_back(config: dict[str, int
     requests = [Request(i, 1, 2, (5 + i,) * (i + 1), 0, SamplingConfig(n, n)) for i, n in enumerate(lengths)]
 
     def engine(**config: int) -> EmbeddedEngine:
-        return build_embedded(RANDOM_TINY, embedded(8, **config), max_seq=250, threads=1, device=CPU)
+        return build_embedded(RANDOM_TINY, embedded(8, **config), max_seq=250, threads=1, device=CPU, migratable=True)
 
     with closing(engine()) as whole, closing(engine(**config)) as divided:
         expected = by_row(whole.generate(requests))

@@ -1,0 +1,219 @@
+"""Seconds of a synchronous PPO step, ours against TRL's PPOTrainer: the same model, prompts, lengths, epochs, reward.
+
+SmolLM2-135M, 16 prompts x (32 + 32) tokens, separate critic, every parameter trained, no end of sequence, reward a
+cheap function of the text; two threads on either side. TRL runs in an environment of its own (`--peer DIR`), which is
+made at the first use, by exact versions; `--no-peer` leaves it out. Sides are taken in turn in every repeat.
+
+What is possible: the arithmetic of the update's and the forwards' matrix products, at the rate of a large product that
+torch reaches in the same run. It is counted from the model's sizes: 2 x parameters x tokens forward, twice that
+backward.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import venv
+from dataclasses import dataclass
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+
+from benchmarks.harness import arguments, gemm_gflops, measured_load, report, write_json
+from pipeline.config.loading import load_config
+from pipeline.config.preflight import preflight
+from pipeline.driver.run import run
+
+ROOT = Path(__file__).resolve().parents[1]
+MODEL = "assets/smollm2-135m-instruct"
+ROWS, PROMPT, NEW = 16, 32, 32
+WARM_UP = 1
+PEER_PACKAGES = ("trl==1.12.0", "transformers==5.17.0", "datasets", "accelerate", "peft")
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One kind of step."""
+
+    dtype: str
+    epochs: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.dtype}, {self.epochs} epoch{'s' if self.epochs > 1 else ''}"
+
+
+ARMS = tuple(Arm(dtype, epochs) for dtype in ("float32", "bfloat16") for epochs in (1, 4))
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A side's seconds per step, and how they divide."""
+
+    step_s: float
+    stages: dict[str, float]
+    others: float
+    """Share of the machine that others used."""
+
+
+def settings(arm: Arm, threads: int) -> list[str]:
+    """The workload as changes of the demo's config."""
+    gangs = ", ".join(f"{name}: {{threads: {threads}}}" for name in ("generate", "score", "train"))
+    roles = "generate: generate, score: score, reference: train, policy: train, critic: train"
+    optimizer = f"lr: 1.0e-5, micro_batch_rows: {ROWS}"
+    return [
+        "staleness=0",
+        f"model.dtype={arm.dtype}",
+        f"engine.dtype={arm.dtype}",
+        "model.frozen_blocks=0",
+        "model.critic_blocks=null",
+        f"model.policy={{{optimizer}}}",
+        f"model.critic={{{optimizer}}}",
+        f"prompts.opening_tokens={PROMPT}",
+        f"prompts.max_tokens={PROMPT}",
+        "prompts.held_out=2",
+        f"rollout={{rows: {ROWS}, shards: 1}}",
+        f"sampling.max_new_tokens={NEW}",
+        f"sampling.min_new_tokens={NEW}",
+        f"engine.slots={ROWS}",
+        "reward={kind: characters, args: {characters: aeiou}}",
+        f"ppo.epochs={arm.epochs}",
+        "ppo.minibatches=1",
+        f"placement={{gangs: {{{gangs}}}, roles: {{{roles}}}}}",
+        "evaluate.every=0",
+        "checkpoint.every=1000",
+        "tracking.uri=null",
+        "tracking.plots=false",
+        "cluster.dashboard=null",
+    ]
+
+
+def ours(arm: Arm, threads: int, steps: int, name: str, scratch: Path) -> Measured:
+    """A whole run through the real path (Dask, Zarr, ledger), without its first step and its workers' start."""
+    changes = [*settings(arm, threads), f"steps={steps + WARM_UP}", f"name={name}", f"runs_dir={scratch}"]
+    with measured_load() as load:
+        result = run(load_config([ROOT / "conf/run/demo.yaml"], changes), Console(file=StringIO()))
+    ends = sorted(
+        commit["finished"]
+        for path in (result.paths.ledger / "publish").rglob("*.json")
+        for commit in [json.loads(path.read_text("utf8"))]
+    )
+    seconds = [after - before for before, after in zip(ends[WARM_UP:], ends[WARM_UP + 1 :], strict=False)]
+    stages = {name: total / (steps + WARM_UP) for name, total in result.summary.stage_s.items()}
+    return Measured(statistics.median(seconds), stages, load().others)
+
+
+def peer_python(folder: Path) -> Path:
+    """The interpreter of the peer's environment, made if it is not there."""
+    python = folder / "bin/python"
+    if not (folder / ".complete").exists():
+        print(f"making {folder} for {', '.join(PEER_PACKAGES)}: some minutes, once", file=sys.stderr, flush=True)
+        venv.create(folder, with_pip=True, clear=True)
+        pip = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+        subprocess.run([*pip, f"torch=={torch.__version__.partition('+')[0]}"], check=True)
+        subprocess.run([*pip, *PEER_PACKAGES], check=True)
+        (folder / ".complete").touch()
+    return python
+
+
+def peers(python: Path, arm: Arm, threads: int, steps: int, prompts: list[list[int]], scratch: Path) -> Measured:
+    """TRL's trainer, in a process of its own."""
+    job = {
+        "model": str(ROOT / MODEL), "dtype": arm.dtype, "epochs": arm.epochs, "threads": threads, "new": NEW,
+        "prompts": prompts, "steps": steps, "warm_up": WARM_UP,
+    }  # fmt: skip
+    file = scratch / "job.json"
+    file.write_text(json.dumps(job), "utf8")
+    environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "PYTHONPATH": ""}
+    with measured_load() as load:
+        done = subprocess.run(
+            [str(python), str(ROOT / "benchmarks/peers/trl_ppo.py"), str(file)],
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=False,
+            cwd=scratch,
+        )
+    if done.returncode:
+        raise RuntimeError(f"TRL's process failed:\n{done.stderr[-4000:]}")
+    answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return Measured(statistics.median(answer["step_s"]), answer["stages"], load().others)
+
+
+def the_prompts(scratch: Path) -> list[list[int]]:
+    """The first prompts of the source, as tokens."""
+    config = load_config([ROOT / "conf/run/demo.yaml"], [*settings(ARMS[0], 1), "name=prompts", f"runs_dir={scratch}"])
+    table = preflight(config).prompts
+    return table.tokens[table.train[:ROWS], :PROMPT].tolist()
+
+
+def least_seconds(arm: Arm, parameters: int, gflops: float) -> float:
+    """Seconds that the products of a step take at the rate of a large one: one forward each of policy, reference and
+    critic, generation, and forward and backward of both trained models in every epoch."""
+    tokens = ROWS * (PROMPT + NEW)
+    forward = 2 * parameters * tokens
+    return (4 * forward + arm.epochs * 2 * 3 * forward) / gflops / 1e9
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--peer", type=Path, default=ROOT / ".peers/trl", help="folder of TRL's environment")
+    parser.add_argument("--no-peer", action="store_true", help="only our side")
+    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--steps", type=int, default=3, help="steps that are measured in each run, after one")
+    parser.add_argument("--arms", nargs="+", default=[arm.name for arm in ARMS], help="which of the arms, by name")
+
+
+def main() -> None:
+    options = arguments(__doc__ or "", add_arguments)
+    repeats, steps = (1, 1) if options.quick else (options.repeats, options.steps)
+    arms = ARMS[:1] if options.quick else [arm for arm in ARMS if arm.name in options.arms]
+    python = None if options.no_peer or options.quick else peer_python(options.peer.resolve())
+    found: dict[tuple[str, str], list[Measured]] = {}
+    rates: dict[str, list[float]] = {}
+    with tempfile.TemporaryDirectory(prefix="stageline-ppo-step-") as folder:
+        scratch = Path(folder)
+        prompts = the_prompts(scratch)
+        for repeat in range(repeats):
+            for number, arm in enumerate(arms):
+                rates.setdefault(arm.dtype, []).append(gemm_gflops(options.threads, getattr(torch, arm.dtype)))
+                sides = {"ours": ours(arm, options.threads, steps, f"arm{number}-{repeat}", scratch)}
+                if python is not None:
+                    sides["TRL"] = peers(python, arm, options.threads, steps, prompts, scratch)
+                for side, measured in sides.items():
+                    found.setdefault((arm.name, side), []).append(measured)
+                    print(f"{arm.name}: {side}: {measured.step_s:.2f} s a step", file=sys.stderr, flush=True)
+    figures: dict[str, float] = {f"gemm_gflops/{dtype}": statistics.median(each) for dtype, each in rates.items()}
+    parameters = 134_515_008
+    rows, notes = [], []
+    for arm in arms:
+        least = least_seconds(arm, parameters, figures[f"gemm_gflops/{arm.dtype}"])
+        seconds = {
+            side: statistics.median(m.step_s for m in measured)
+            for (name, side), measured in found.items()
+            if name == arm.name
+        }
+        for side, step_s in seconds.items():
+            measured = found[arm.name, side]
+            speed = step_s / seconds["ours"]
+            load = max(m.others for m in measured)
+            rows.append((arm.name, side, f"{step_s:.2f}", f"{speed:.2f}", f"{least / step_s:.0%}", f"{load:.0%}"))
+            figures[f"{arm.name}/{side}/step_s"] = step_s
+            for stage in measured[0].stages:
+                figures[f"{arm.name}/{side}/{stage}_s"] = statistics.median(m.stages[stage] for m in measured)
+            split = {stage: figures[f"{arm.name}/{side}/{stage}_s"] for stage in measured[0].stages}
+            notes.append(f"{arm.name}, {side}: " + ", ".join(f"{stage} {s:.2f}" for stage, s in split.items()))
+    title = f"PPO step, {ROWS} x ({PROMPT} + {NEW}) tokens, {options.threads} threads"
+    report(title, ("arm", "side", "s/step", "x ours", "of the limit", "others' load"), rows, notes)
+    write_json(options.json, figures)
+
+
+if __name__ == "__main__":
+    main()

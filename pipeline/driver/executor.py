@@ -81,7 +81,7 @@ class _Removed:
 class _RowsReported:
     """A replica reported its rows."""
 
-    news: RowsNews | MoveOver
+    report: RowsNews | MoveOver
 
 
 _Notice = _Ended | _Reported | _Removed | _RowsReported
@@ -124,9 +124,9 @@ class Executor:
 
     def start(self) -> None:
         """Begins to build every worker; each is given nodes as soon as it is up."""
-        self._client.subscribe_topic(_PROCESSES, self._hear_of_processes)
-        self._client.subscribe_topic(OUTCOMES, self._hear_outcome)
-        self._client.subscribe_topic(TAILS, self._hear_of_rows)
+        self._client.subscribe_topic(_PROCESSES, self._on_process)
+        self._client.subscribe_topic(OUTCOMES, self._on_outcome)
+        self._client.subscribe_topic(TAILS, self._on_rows)
         self._started = True
         self._supervision.start()
 
@@ -150,8 +150,8 @@ class Executor:
                         self._weights.worker_built(worker)
                 case _Removed(process):
                     self._supervision.process_ended(process)
-                case _RowsReported(news):
-                    self._attempts.release_slots((news.gang, news.index), self._migration.reported(news))
+                case _RowsReported(report):
+                    self._attempts.release_slots((report.gang, report.index), self._migration.reported(report))
             self._supervision.check_deadlines()
             self._attempts.check_deadlines()
 
@@ -200,16 +200,16 @@ class Executor:
         notice = _Ended(future, worker, address)
         future.add_done_callback(lambda _: self._notices.put(notice))
 
-    def _hear_outcome(self, event: tuple[float, bytes]) -> None:
-        """Takes a worker's news (called in the client's thread)."""
+    def _on_outcome(self, event: tuple[float, bytes]) -> None:
+        """Takes a worker's report (called in the client's thread)."""
         self._notices.put(_Reported(*pickle.loads(event[1])))
 
-    def _hear_of_rows(self, event: tuple[float, bytes]) -> None:
-        """Takes a replica's news (called in the client's thread)."""
+    def _on_rows(self, event: tuple[float, bytes]) -> None:
+        """Takes a replica's report (called in the client's thread)."""
         self._notices.put(_RowsReported(pickle.loads(event[1])))
 
-    def _hear_of_processes(self, event: tuple[float, object]) -> None:
-        """Takes the scheduler's news of a process that ended (called in the client's thread)."""
+    def _on_process(self, event: tuple[float, object]) -> None:
+        """Takes the scheduler's report of a process that ended (called in the client's thread)."""
         message = event[1]
         if isinstance(message, dict) and message.get("action") == "remove-worker":
             self._notices.put(_Removed(str(message["worker"])))

@@ -2,7 +2,7 @@
 waited for, and none is needed for the run to go on: who needs a version fetches it, and rows that are not sent stay.
 
     a version is published ──► fetch ──► readers elsewhere bring it to their hosts, before they need it
-    nobody reads it any more ► release ► they remove their copies; a process built later is told of all of them
+    nobody reads it any more ► release ► they remove their copies; a process built later is notified of all
     the run ends ────────────► remove ─► their hosts remove their boards
 
     replicas ──what rows they have──► Tails ──which go where──► the sources
@@ -64,7 +64,7 @@ class WeightOrders:
         order_release(self._client, self._elsewhere(self._supervision.addresses()), [version])
 
     def worker_built(self, worker: WorkerKey) -> None:
-        """A process that was built just now has not heard which versions nobody reads."""
+        """A process that was built just now does not know which versions nobody reads."""
         if worker[0] == self._pool and self._unread:
             order_release(self._client, self._elsewhere(self._supervision.addresses()), self._unread)
 
@@ -107,21 +107,21 @@ class MigrationOrders:
             order = MoveOrder(number, pool, move.source, incarnation, target, move.rows)
             order_move(self._context.client, self._supervision.address((pool, move.source)), order)
 
-    def reported(self, news: RowsNews | MoveOver) -> tuple[Address, ...]:
+    def reported(self, report: RowsNews | MoveOver) -> tuple[Address, ...]:
         """A replica reports its rows, or that an order is carried out. Returns its nodes whose rows are all elsewhere.
         An earlier incarnation's report counts for nothing."""
-        worker = news.gang, news.index
-        if not self._supervision.is_present(worker, news.incarnation):
+        worker = report.gang, report.index
+        if not self._supervision.is_present(worker, report.incarnation):
             return ()
-        if isinstance(news, RowsNews):
-            self._tails.update_load(news.index, news.here)
+        if isinstance(report, RowsNews):
+            self._tails.update_load(report.index, report.here)
         else:
-            self._tails.arrived(news.number, news.num_bytes, news.seconds)
-            detail = f"{news.num_rows} rows, {news.num_bytes} bytes of keys and values, {news.seconds:.3f} s"
-            detail += f"; refused: {news.refusal}" if news.refusal is not None else ""
+            self._tails.arrived(report.number, report.num_bytes, report.seconds)
+            detail = f"{report.num_rows} rows, {report.num_bytes} bytes of keys and values, {report.seconds:.3f} s"
+            detail += f"; refused: {report.refusal}" if report.refusal is not None else ""
             name = self._supervision.spec(worker).name
-            self._context.journal.now(EventKind.ROWS_MOVED, gang=news.gang, worker=name, detail=detail)
-        return news.away
+            self._context.journal.now(EventKind.ROWS_MOVED, gang=report.gang, worker=name, detail=detail)
+        return report.away
 
     def worker_down(self, worker: WorkerKey) -> None:
         """A worker is lost, or not to be counted on."""

@@ -85,7 +85,7 @@ class _Entry:
     losses: int = 0
     submit: Submit | None = None
     placed: bool = False
-    """Whether it takes up a slot (or a place in a gang, or in a load)."""
+    """Whether it takes up a slot (or counts in a gang, or in a load)."""
 
 
 @dataclass
@@ -155,14 +155,14 @@ class Dispatch:
         """A node that is out does nothing any more but wait: its slot is free, though its attempt goes on."""
         entry = self._entries.get(address)
         if entry is not None and entry.state is _State.SUBMITTED:
-            self._release_place(entry)
+            self._release_capacity(entry)
 
     def done(self, address: Address) -> bool:
         """A node has its commit. False if it already was done (the second of two attempts)."""
         entry = self._entries[address]
         if entry.state is _State.DONE:
             return False
-        self._release_place(entry)
+        self._release_capacity(entry)
         self._set(entry, _State.DONE)
         return True
 
@@ -177,7 +177,7 @@ class Dispatch:
             entry = self._entries[stack.pop()]
             if entry.state is not _State.SUBMITTED:
                 continue
-            self._release_place(entry)
+            self._release_capacity(entry)
             entry.submit = None
             self._set(entry, _State.WAITING)
             reset.append(entry.node.address)
@@ -301,7 +301,7 @@ class Dispatch:
         self._set(entry, _State.SUBMITTED)
         return entry.submit
 
-    def _release_place(self, entry: _Entry) -> None:
+    def _release_capacity(self, entry: _Entry) -> None:
         submit = entry.submit
         if submit is None or not entry.placed:
             return

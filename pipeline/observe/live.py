@@ -81,7 +81,7 @@ class Progress:
         )
 
     def event(self, event: Event) -> None:
-        """Follows what each worker is doing: from the moment a node is handed to it, since the news that it has begun
+        """Follows what each worker is doing: from the moment a node is handed to it, since the report that it has begun
         comes with its result. Nodes that run ahead of their parents are submitted without a worker, and not shown."""
         if event.kind is EventKind.SUBMITTED and not self._begun:
             self._begun, self._last_step_at = True, self._now()  # the workers' start is no part of the first step

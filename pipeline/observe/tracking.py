@@ -32,7 +32,6 @@ LOG = logging.getLogger("stageline.tracking")
 
 RunStatus = Literal["FINISHED", "FAILED", "KILLED"]
 
-SPOOL_NAME = "mlflow_spool.jsonl"
 IMPORT_GRACE_S = 60.0
 """Added to the deadline of `close`: the writer may still be importing mlflow or creating the database."""
 WRITER_ENV = {

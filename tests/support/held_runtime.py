@@ -1,9 +1,9 @@
 """The real runtime, on which rows are sure to move: no replica begins before all have rows, and passes take their time
-until some have moved. A file then makes the one that took them stand still. In the run's `control/` directory:
+until some have moved. A file then makes the one that accepted them stand still. In the run's `control/` directory:
 
 - `begun@<worker>`: written by a replica before its first pass
-- `taken@<worker>`: written by a replica when it has taken rows: its process id
-- `hold`: while it is there, a replica that has taken rows computes no pass
+- `taken@<worker>`: written by a replica when it has accepted rows: its process id
+- `hold`: while it is there, a replica that has accepted rows computes no pass
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ class HeldRuntime(StageRuntime):
         replicas = config.placement.gangs[spec.gang].workers
         engine = self.parts.engine._engine
         runner = engine._engine._runner
-        take, submit = engine.migrate_in, runner.submit
-        took = False
+        accept, submit = engine.migrate_in, runner.submit
+        accepted = False
 
-        def migrate_in(moved: Sequence[MigratedRow]) -> AcceptedRows:
-            nonlocal took
-            incoming: AcceptedRows = take(moved)
-            took = True
+        def migrate_in(migrated: Sequence[MigratedRow]) -> AcceptedRows:
+            nonlocal accepted
+            incoming: AcceptedRows = accept(migrated)
+            accepted = True
             staged = control / f".taken@{spec.name}"
             staged.write_text(str(os.getpid()))
             staged.rename(control / f"taken@{spec.name}")
@@ -48,7 +48,7 @@ class HeldRuntime(StageRuntime):
 
         def held(batch: Batch) -> None:
             (control / f"begun@{spec.name}").touch()
-            while len(list(control.glob("begun@*"))) < replicas or (took and (control / "hold").exists()):
+            while len(list(control.glob("begun@*"))) < replicas or (accepted and (control / "hold").exists()):
                 time.sleep(0.01)
             if not list(control.glob("taken@*")):
                 time.sleep(PASS_S)

@@ -70,7 +70,7 @@ def test_the_start_of_the_workers_does_not_count_as_a_step() -> None:
 
 
 def test_what_a_worker_was_handed_is_what_it_does() -> None:
-    """The news that a node has begun comes with its result: the panel goes by the submission."""
+    """The report that a node has begun comes with its result: the panel goes by the submission."""
     progress = Progress("demo", 10, {}, Console(file=io.StringIO()), now=_Clock())
     node = {"stage": "generate", "step": 2, "gang": "generate"}
 

@@ -1,4 +1,4 @@
-"""The spool, the writer process and a real sqlite MLflow: what a run tells arrives once, whatever dies on the way."""
+"""The spool, the writer process and a real sqlite MLflow: what a run reports arrives once, whatever dies on the way."""
 
 import json
 import logging

@@ -1,4 +1,4 @@
-"""The torch engine where its model spans processes: the contract, and what only several ranks can get wrong."""
+"""An embedded engine whose model spans processes: the contract, and what only several ranks can get wrong."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ import numpy as np
 import psutil
 import pytest
 import torch
+from embedded_engines import CPU, assert_same_bits, make_engine
 from engine_contract import (
     MAX_SEQ,
     EngineContract,
@@ -28,17 +29,11 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from stages.engines.config import EngineConfig, SamplingConfig, SpeculationConfig
 from stages.engines.embedded.build import build_embedded
-from stages.engines.embedded.engine import EmbeddedEngine
-from stages.engines.embedded.migration.load import MigrationRequest
-from stages.engines.embedded.migration.protocol import key_of
-from stages.engines.embedded.ranks.parallel_runner import ParallelRunner
 from stages.engines.embedded.ranks.processes import RankLost
-from stages.engines.protocol import Completion, GenerationEngine, Request, WeightsError
+from stages.engines.protocol import GenerationEngine, Request, WeightsError
 from stages.models.hf_config import RANDOM_TINY
-from tests.support.engine_settings import embedded
 
 pytestmark = pytest.mark.processes
-CPU = torch.device("cpu")
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -47,17 +42,6 @@ def _passive_waiting() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("OMP_WAIT_POLICY", "PASSIVE")
         yield
-
-
-def make_engine(path: Path | str, slots: int = 4, **config: object) -> EmbeddedEngine:
-    return build_embedded(str(path), embedded(slots, **config), max_seq=MAX_SEQ, threads=1, device=CPU)
-
-
-def assert_same_bits(got: dict[int, Completion], expected: dict[int, Completion]) -> None:
-    assert got.keys() == expected.keys()
-    for row, completion in got.items():
-        np.testing.assert_array_equal(completion.tokens, expected[row].tokens)
-        np.testing.assert_array_equal(completion.logprobs, expected[row].logprobs)
 
 
 class OnRanks(EngineContract):
@@ -262,32 +246,6 @@ def test_abandoned_rows_leave_after_their_pass() -> None:
         engine.load_weights(1, {})
         assert engine.stats().rows < 36
         assert len(by_row(engine.generate(make_requests(5, version=1)))) == 5
-
-
-@pytest.mark.parametrize("config", [{"pipeline_parallel": 2}, {"tensor_parallel": 2}], ids=["pipeline", "tensor"])
-def test_rows_move_to_an_engine_of_another_layout_and_back(config: dict[str, int]) -> None:
-    """With their keys and values, which are put together from those of all ranks, and divided again."""
-    lengths = [4, *[200] * 5]
-    requests = [Request(i, 1, 2, (5 + i,) * (i + 1), 0, SamplingConfig(n, n)) for i, n in enumerate(lengths)]
-
-    def engine(**config: int) -> EmbeddedEngine:
-        return build_embedded(RANDOM_TINY, embedded(8, **config), max_seq=250, threads=1, device=CPU, migratable=True)
-
-    with closing(engine()) as whole, closing(engine(**config)) as divided:
-        expected = by_row(whole.generate(requests))
-        for source, target in ((divided, whole), (whole, divided)):
-            running = source.generate(requests)
-            first = next(running)  # now all have begun
-            moved = source.migrate_out([MigrationRequest(key_of(request), True) for request in requests[1:]])
-            assert len(moved) == 5
-            assert all(one.cache is not None for one in moved)
-            for ticket, completion in target.migrate_in(moved):
-                assert completion is not None
-                source.deliver(ticket, completion)
-            got = by_row(running) | {first.row: first}
-            assert_same_tokens(got, expected)
-            if "pipeline_parallel" in config:
-                assert_same_bits(got, expected)
 
 
 @pytest.mark.parametrize(

@@ -1,16 +1,13 @@
 """Rows that go on in another engine: the same bits as at home, whatever happens on the way, and nobody waits for ever.
 
-No clock and no luck: an engine's speed is steered by a `Gate`, which lets it run an exact number of passes.
+No clock and no luck: an engine's speed is steered by a `Gate`, which lets it run an exact number of batches.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import shutil
-import threading
-from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, contextmanager
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
@@ -18,150 +15,43 @@ import pytest
 import torch
 
 from stages.engines.config import SamplingConfig, SpeculationConfig
-from stages.engines.embedded.batch import Batch
-from stages.engines.embedded.build import build_embedded
-from stages.engines.embedded.cache import KVCache
 from stages.engines.embedded.migration.load import EngineLoad, MigrationRequest
 from stages.engines.embedded.migration.migrating_engine import MigratingEngine
 from stages.engines.embedded.migration.protocol import MigratableRows, MigratedRow, RowsLost, key_of
-from stages.engines.protocol import Completion, Request, RequestError
-from stages.models.hf_config import RANDOM_TINY
-from tests.support.engine_settings import embedded
-
-CPU = torch.device("cpu")
-MAX_SEQ = 128
-KERNELS = [
-    "torch",
-    pytest.param("native", marks=pytest.mark.skipif(shutil.which("cc") is None, reason="there is no C compiler")),
-]
-
-
-class Gate:
-    """Owns the passes of an engine: they are run only as far as `let` says, or all after `open`."""
-
-    def __init__(self, engine: MigratingEngine) -> None:
-        self._changed = threading.Condition()
-        self._allowed = 0.0
-        self._waiting = False
-        submit = engine._engine._runner.submit
-
-        def gated(batch: Batch) -> None:
-            with self._changed:
-                self._waiting = True
-                self._changed.notify_all()
-                self._changed.wait_for(lambda: self._allowed > 0)
-                self._waiting = False
-                self._allowed -= 1
-            submit(batch)
-
-        engine._engine._runner.submit = gated  # type: ignore[method-assign]
-
-    def let(self, passes: float) -> None:
-        """So many passes run; then the engine is held in the next, if it has one."""
-        with self._changed:
-            self._allowed += passes
-            self._changed.notify_all()
-            assert self._changed.wait_for(lambda: self._waiting and self._allowed == 0, timeout=60)
-
-    def open(self) -> None:
-        with self._changed:
-            self._allowed = float("inf")
-            self._changed.notify_all()
-
-
-def build(slots: int = 8, kernels: str = "auto", path: str = RANDOM_TINY, **config: object) -> MigratingEngine:
-    settings = embedded(slots, kernels=kernels, **config)
-    return build_embedded(path, settings, max_seq=MAX_SEQ, threads=1, device=CPU, migratable=True)
-
-
-def requests(num: int = 5, new: int = 40, version: int = 0) -> list[Request]:
-    """Rows with prompts of 3 to 33 tokens; some prompts begin alike for more than a block."""
-    sampling = SamplingConfig(max_new_tokens=new, min_new_tokens=new, temperature=0.7)
-    shared = tuple(range(50, 70))
-    prompts = [(shared if i % 2 else ()) + tuple(range(3 + i, 6 + 3 * i)) for i in range(num)]
-    return [Request(i, 1, 2, prompt, version, sampling) for i, prompt in enumerate(prompts)]
-
-
-def by_row(completions: Iterator[Completion]) -> dict[int, Completion]:
-    return {c.row: c for c in completions}
-
-
-def assert_same_bits(got: Mapping[int, Completion], expected: Mapping[int, Completion]) -> None:
-    assert got.keys() == expected.keys()
-    for row, completion in got.items():
-        np.testing.assert_array_equal(completion.tokens, expected[row].tokens)
-        np.testing.assert_array_equal(completion.logprobs, expected[row].logprobs)
-        np.testing.assert_array_equal(completion.versions, expected[row].versions)
-        assert completion.finish_reason is expected[row].finish_reason
-
-
-def at_home(rows: list[Request], kernels: str = "auto") -> dict[int, Completion]:
-    with closing(build(kernels=kernels)) as engine:
-        return by_row(engine.generate(rows))
-
-
-@contextmanager
-def engines(num: int, **config: object) -> Iterator[list[MigratingEngine]]:
-    built = [build(**config) for _ in range(num)]  # type: ignore[arg-type]
-    try:
-        yield built
-    finally:
-        for engine in built:
-            engine.close()
-
-
-def pause_after(engine: MigratingEngine, passes: int, rows: list[Request]) -> tuple[Iterator[Completion], Gate]:
-    """A call whose rows have been through so many passes, and one more that is under way."""
-    gate = Gate(engine)
-    results = engine.generate(rows)
-    gate.let(passes)
-    return results, gate
-
-
-def give(engine: MigratingEngine, gate: Gate, rows: list[Request], with_cache: bool = True) -> list[MigratedRow]:
-    """Gives rows away as soon as the pass that is under way is through."""
-    wanted = [MigrationRequest(key_of(row), with_cache) for row in rows]
-    with ThreadPoolExecutor(1) as thread:
-        giving = thread.submit(engine.migrate_out, wanted)
-        until(lambda: engine._engine._admission.num_pausing > 0)
-        gate.open()
-        return giving.result(timeout=60)
-
-
-def until(happened: Callable[[], bool]) -> None:
-    deadline = threading.Event()
-    for _ in range(6000):
-        if happened():
-            return
-        deadline.wait(0.01)
-    raise AssertionError("did not happen")
-
-
-def carry(source: MigratingEngine, target: MigratingEngine, moved: list[MigratedRow]) -> None:
-    """All the way, as a courier does between two processes."""
-    for ticket, completion in target.migrate_in(moved):
-        assert completion is not None
-        source.deliver(ticket, completion)
-
+from stages.engines.protocol import RequestError
+from tests.support.migrating_engines import (
+    KERNELS,
+    Gate,
+    assert_same_bits,
+    at_home,
+    build,
+    by_row,
+    carry,
+    engines,
+    give,
+    pause_after,
+    requests,
+    until,
+)
 
 # ---- the same bits ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kernels", KERNELS)
 @pytest.mark.parametrize("with_cache", [True, False])
-@pytest.mark.parametrize("passes", [1, 9])
-def test_moved_rows_have_the_bits_of_those_that_stay(kernels: str, with_cache: bool, passes: int) -> None:
+@pytest.mark.parametrize("batches", [1, 9])
+def test_migrated_rows_have_the_bits_of_those_that_stay(kernels: str, with_cache: bool, batches: int) -> None:
     """Two of five move while they decode; among them one that shares prompt blocks with one that stays. Keys and values
     that came along are not computed again."""
     rows = requests()
     with engines(2, kernels=kernels) as (source, target):
-        results, gate = pause_after(source, passes, rows)
-        moved = give(source, gate, rows[2:4], with_cache)
-        assert [(m.request.row, len(m.tokens)) for m in moved] == [(2, passes + 1), (3, passes + 1)]
-        assert all((m.cache is not None) == with_cache for m in moved)
-        carry(source, target, moved)
+        results, gate = pause_after(source, batches, rows)
+        migrated = give(source, gate, rows[2:4], with_cache)
+        assert [(m.request.row, len(m.tokens)) for m in migrated] == [(2, batches + 1), (3, batches + 1)]
+        assert all((m.cache is not None) == with_cache for m in migrated)
+        carry(source, target, migrated)
         assert_same_bits(by_row(results), at_home(rows, kernels))
-        fed = sum(len(m.request.tokens) + len(m.tokens) for m in moved)
+        fed = sum(len(m.request.tokens) + len(m.tokens) for m in migrated)
         given, taken = source.stats(), target.stats()
         assert (given.rows, given.rows_given, taken.rows, taken.rows_taken) == (3, 2, 2, 2)
         assert taken.prompt_tokens == (0 if with_cache else fed)
@@ -173,23 +63,23 @@ def test_rows_that_have_not_begun_move_too() -> None:
     rows = requests()
     with engines(2, slots=2) as (source, target):
         results, gate = pause_after(source, 0, rows)
-        moved = give(source, gate, rows)
-        assert [len(m.tokens) for m in moved] == [1, 1, 0, 0, 0]
-        assert [m.cache is not None for m in moved] == [True, True, False, False, False]
+        migrated = give(source, gate, rows)
+        assert [len(m.tokens) for m in migrated] == [1, 1, 0, 0, 0]
+        assert [m.cache is not None for m in migrated] == [True, True, False, False, False]
         assert source.num_calls_migrated == 1
-        carry(source, target, moved)
+        carry(source, target, migrated)
         assert_same_bits(by_row(results), at_home(rows))
         assert source.num_calls_migrated == 0
 
 
-def test_moved_twice() -> None:
+def test_migrated_twice() -> None:
     """Through an engine that only hands on."""
     rows = requests(3)
     with engines(3) as (first, second, third):
         results, gate = pause_after(first, 3, rows)
-        moved = give(first, gate, rows)
+        migrated = give(first, gate, rows)
         second_gate = Gate(second)
-        incoming = second.migrate_in(moved)
+        incoming = second.migrate_in(migrated)
         second_gate.let(5)
         again = give(second, second_gate, rows)
         assert [len(m.tokens) for m in again] == [4 + 6] * 3
@@ -201,7 +91,7 @@ def test_moved_twice() -> None:
         assert_same_bits(by_row(results), at_home(rows))
 
 
-def test_moved_with_drafts_under_way() -> None:
+def test_migrated_with_drafts_under_way() -> None:
     """Drafts leave keys of wrong guesses behind the row's own: they must not travel."""
     speculation = SpeculationConfig(drafter="ngram", lengths="longest", max_tokens=5)
     rows = [
@@ -209,10 +99,10 @@ def test_moved_with_drafts_under_way() -> None:
     ]
     with engines(2, speculation=speculation) as (source, target):
         results, gate = pause_after(source, 12, rows)
-        moved = give(source, gate, rows)
+        migrated = give(source, gate, rows)
         assert source._engine.drafts is not None
         assert not source._engine.drafts._drafters[0]._indexes  # type: ignore[attr-defined]
-        carry(source, target, moved)
+        carry(source, target, migrated)
         assert_same_bits(by_row(results), at_home(rows))
         assert sum(source.stats().drafted_tokens.values()) > 0
         assert sum(target.stats().drafted_tokens.values()) > 0
@@ -225,10 +115,10 @@ def test_preempted_where_it_came_to() -> None:
     own = [dataclasses.replace(r, row=100 + r.row) for r in own]
     with closing(build(kv_budget_mb=16)) as source, closing(build(slots=24, kv_budget_mb=1)) as target:
         results, gate = pause_after(source, 3, rows)
-        moved = give(source, gate, rows)
+        migrated = give(source, gate, rows)
         theirs, target_gate = pause_after(target, 2, own)
         with ThreadPoolExecutor(1) as thread:
-            taking = thread.submit(target.migrate_in, moved)
+            taking = thread.submit(target.migrate_in, migrated)
             until(lambda: target._engine._admission.num_pausing > 0)
             target_gate.open()
             for ticket, completion in taking.result(timeout=60):
@@ -244,10 +134,10 @@ def test_without_a_free_slot_they_wait() -> None:
     rows, own = requests(3), [dataclasses.replace(r, row=100 + r.row) for r in requests(2)]
     with closing(build()) as source, closing(build(slots=2)) as target:
         results, gate = pause_after(source, 3, rows)
-        moved = give(source, gate, rows)
+        migrated = give(source, gate, rows)
         theirs, target_gate = pause_after(target, 2, own)
         with ThreadPoolExecutor(1) as thread:
-            taking = thread.submit(target.migrate_in, moved)
+            taking = thread.submit(target.migrate_in, migrated)
             until(lambda: target._engine._admission.num_pausing > 0)
             target_gate.let(1)
             incoming = taking.result(timeout=60)
@@ -267,13 +157,13 @@ def test_the_source_refits_sleeps_and_serves_others_meanwhile() -> None:
     rows = requests(3)
     with engines(2) as (source, target):
         results, gate = pause_after(source, 3, rows)
-        moved = give(source, gate, rows)
+        migrated = give(source, gate, rows)
         source.load_weights(1, {"model.norm.weight": torch.full((64,), 2.0)})
         source.sleep()
         source.wake()
         others = by_row(source.generate(requests(2, new=5, version=1)))
         assert {v for c in others.values() for v in c.versions.tolist()} == {1}
-        carry(source, target, moved)
+        carry(source, target, migrated)
         assert_same_bits(by_row(results), at_home(rows))
 
 
@@ -282,13 +172,13 @@ def test_given_back_rows_go_on_at_home() -> None:
     rows = requests(4)
     with engines(1) as (source,):
         results, gate = pause_after(source, 5, rows)
-        moved = give(source, gate, rows[:3])
-        assert source.wanted([m.ticket for m in moved]) == {m.ticket for m in moved}
-        source.give_back([m.ticket for m in moved])
+        migrated = give(source, gate, rows[:3])
+        assert source.wanted([m.ticket for m in migrated]) == {m.ticket for m in migrated}
+        source.give_back([m.ticket for m in migrated])
         assert_same_bits(by_row(results), at_home(rows))
-        assert source.wanted([m.ticket for m in moved]) == set()
-        source.give_back([m.ticket for m in moved])
-        source.deliver(moved[0].ticket, at_home(rows[:1])[0])  # it was not dead after all: too late
+        assert source.wanted([m.ticket for m in migrated]) == set()
+        source.give_back([m.ticket for m in migrated])
+        source.deliver(migrated[0].ticket, at_home(rows[:1])[0])  # it was not dead after all: too late
         assert source.stats().rows == 4
 
 
@@ -296,9 +186,9 @@ def test_given_back_after_a_refit_is_an_error_and_no_token() -> None:
     rows = requests(3)
     with engines(1) as (source,):
         results, gate = pause_after(source, 5, rows)
-        moved = give(source, gate, rows)
+        migrated = give(source, gate, rows)
         source.load_weights(1, {})
-        source.give_back([m.ticket for m in moved])
+        source.give_back([m.ticket for m in migrated])
         with pytest.raises(RowsLost, match=r"row 0 came back unfinished, and version 0 .* version 1 is resident"):
             next(results)
         assert len(by_row(source.generate(requests(2, version=1)))) == 2
@@ -315,9 +205,9 @@ def test_a_row_that_is_nearly_done_stays() -> None:
             )
             until(lambda: source._engine._admission.num_pausing > 0)
             gate.open()
-            moved = asking.result(timeout=60)
-        assert [m.request.row for m in moved] == [0, 1]
-        source.give_back([m.ticket for m in moved])
+            migrated = asking.result(timeout=60)
+        assert [m.request.row for m in migrated] == [0, 1]
+        source.give_back([m.ticket for m in migrated])
         assert_same_bits(by_row(results), at_home(rows))
 
 
@@ -333,9 +223,9 @@ def test_rows_without_a_caller_do_not_move() -> None:
         gate.let(3)
         next(leaving)
         leaving.close()  # type: ignore[attr-defined]
-        moved = give(source, gate, rows)
-        assert [m.request.row for m in moved] == [2, 3]
-        source.give_back([m.ticket for m in moved])
+        migrated = give(source, gate, rows)
+        assert [m.request.row for m in migrated] == [2, 3]
+        source.give_back([m.ticket for m in migrated])
         assert_same_bits(by_row(staying), {i: c for i, c in at_home(rows).items() if i > 1})
 
 
@@ -346,15 +236,15 @@ def test_a_caller_that_goes_away_meanwhile_frees_both_sides() -> None:
         staying = source.generate(rows[2:])
         leaving = source.generate([dataclasses.replace(rows[0], sampling=SamplingConfig(1)), *rows[:2]])
         gate.let(3)
-        moved = give(source, gate, rows[:3])
+        migrated = give(source, gate, rows[:3])
         next(leaving)
         leaving.close()  # type: ignore[attr-defined]
         target_gate = Gate(target)
-        incoming = target.migrate_in(moved)
+        incoming = target.migrate_in(migrated)
         target_gate.let(2)
-        kept = source.wanted([m.ticket for m in moved])
-        assert kept == {m.ticket for m in moved if m.request.row == 2}
-        incoming.drop({m.ticket for m in moved} - kept)
+        kept = source.wanted([m.ticket for m in migrated])
+        assert kept == {m.ticket for m in migrated if m.request.row == 2}
+        incoming.drop({m.ticket for m in migrated} - kept)
         target_gate.open()
         for ticket, completion in incoming:
             assert completion is not None
@@ -365,7 +255,7 @@ def test_a_caller_that_goes_away_meanwhile_frees_both_sides() -> None:
         assert target._engine._scheduler.pool.num_used == 0
 
 
-def test_closed_incoming_are_dropped() -> None:
+def test_closed_incoming_rows_are_dropped() -> None:
     """The source died: nobody takes what its rows become."""
     rows = requests(3)
     with engines(2) as (source, target):
@@ -383,9 +273,9 @@ def test_an_engine_that_stops_notifies_those_who_wait_for_rows_elsewhere() -> No
     rows = requests(3)
     with engines(2) as (source, target):
         results, gate = pause_after(source, 3, rows)
-        moved = give(source, gate, rows)
+        migrated = give(source, gate, rows)
         target_gate = Gate(target)
-        incoming = target.migrate_in(moved)
+        incoming = target.migrate_in(migrated)
         target_gate.let(1)
         with ThreadPoolExecutor(1) as thread:
             closing_target = thread.submit(target.close)
@@ -396,7 +286,7 @@ def test_an_engine_that_stops_notifies_those_who_wait_for_rows_elsewhere() -> No
         source.close()
         with pytest.raises(RuntimeError, match="stopped"):
             list(results)
-        source.give_back([m.ticket for m in moved])
+        source.give_back([m.ticket for m in migrated])
         with pytest.raises(RuntimeError, match="stopped"):
             source.migrate_out([])
 
@@ -459,7 +349,7 @@ def test_rows_are_reported_while_they_are_few() -> None:
 
 
 def test_the_first_pace_is_news_too() -> None:
-    """Rows that end together change nothing for hundreds of passes; how long those take, somebody waits to hear."""
+    """Rows that end together change nothing for hundreds of batches; how long those take, somebody waits to hear."""
     reports: list[EngineLoad] = []
     with engines(1) as (engine,):
         engine.watch_load(100, reports.append)
@@ -467,34 +357,6 @@ def test_the_first_pace_is_news_too() -> None:
         assert len(by_row(engine.generate(requests(3, new=6)))) == 3
         until(lambda: len(reports) == 4)
         assert [(len(here.rows), here.pass_s > 0) for here in reports] == [(0, False), (3, False), (3, True), (0, True)]
-
-
-# ---- the cache's own form -----------------------------------------------------------------------------------------
-
-
-def test_copied_keys_and_values_are_where_they_belong() -> None:
-    """Against the layout that `KVCache` documents: keys [P, K, D, 16], values [P, K, 16, D]; 37 positions of 3 blocks
-    that lie in another order there."""
-    torch.manual_seed(0)
-    here, there = (KVCache(3, 6, 2, 8, torch.float32, CPU) for _ in range(2))
-    for keys, values in here.layers:
-        keys.normal_()
-        values.normal_()
-    copied = here.read([5, 1, 4], 37)
-    assert copied.shape == (3, 2, 2, 37, 8)
-    there.write([2, 6, 3], copied)
-    for layer in range(3):
-        for position in (0, 15, 16, 36):
-            block, place = [5, 1, 4][position // 16], position % 16
-            other = [2, 6, 3][position // 16]
-            keys, values = here.layers[layer]
-            np.testing.assert_array_equal(copied[layer, 0, :, position], keys[block, :, :, place])
-            np.testing.assert_array_equal(copied[layer, 1, :, position], values[block, :, place])
-            new_keys, new_values = there.layers[layer]
-            assert torch.equal(new_keys[other, :, :, place], keys[block, :, :, place])
-            assert torch.equal(new_values[other, :, place], values[block, :, place])
-    assert not there.layers[0][0][3, :, :, 5:].any()
-    assert not any(part[[0, 1, 4, 5]].any() for layer in there.layers for part in layer)
 
 
 def test_smollm2_rows_move(tmp_path: Path) -> None:

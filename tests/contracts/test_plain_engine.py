@@ -1,0 +1,53 @@
+"""The plain loop needs neither drafts nor ranks nor migration: the contract of engines holds where none of them can be
+imported. An import of one, anywhere in the loop, the model, the kernels or the sampling, fails here."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PLUGIN = "tests.support.plain_engine_only"
+
+
+def run(*command: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, *command], cwd=ROOT, capture_output=True, text=True, check=False)
+
+
+@pytest.mark.timeout(600)
+def test_the_contract_holds_without_drafts_ranks_and_migration() -> None:
+    done = run("-m", "pytest", "-p", PLUGIN, "-m", "not smollm2", "tests/contracts/test_engine_contract.py")
+    assert done.returncode == 0, done.stdout + done.stderr
+    passed = re.search(r"(\d+) passed", done.stdout)
+    assert passed is not None
+    assert int(passed[1]) > 60, done.stdout  # half of it, should there be no C compiler
+
+
+@pytest.mark.parametrize(
+    ("part", "asked"),
+    [
+        ("drafts", "config.embedded.speculation.drafter = 'ngram'"),
+        ("ranks", "config.pipeline_parallel = 2"),
+        ("migration", "settings['migratable'] = True"),
+    ],
+    ids=["drafts", "ranks", "migration"],
+)
+def test_whoever_asks_for_a_removed_part_hears_of_it(part: str, asked: str) -> None:
+    """And so the test above is one: what is removed there really is."""
+    program = f"""
+import {PLUGIN}
+from stages.engines.build import build_engine
+from stages.engines.config import EngineConfig
+
+config, settings = EngineConfig(slots=1), {{"max_seq": 16, "threads": 1}}
+build_engine("random:tiny", config, **settings).close()
+{asked}
+build_engine("random:tiny", config, **settings)
+"""
+    done = run("-c", program)
+    assert done.returncode == 1
+    assert done.stderr.endswith(f"ModuleNotFoundError: stages.engines.embedded.{part} has been removed\n")

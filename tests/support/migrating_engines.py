@@ -1,0 +1,139 @@
+"""Engines whose rows migrate, for tests: a `Gate` lets one run an exact number of batches, so there is no clock and no
+luck."""
+
+from __future__ import annotations
+
+import shutil
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, contextmanager
+
+import numpy as np
+import pytest
+import torch
+
+from stages.engines.config import SamplingConfig
+from stages.engines.embedded.batch import Batch
+from stages.engines.embedded.build import build_embedded
+from stages.engines.embedded.migration.load import MigrationRequest
+from stages.engines.embedded.migration.migrating_engine import MigratingEngine
+from stages.engines.embedded.migration.protocol import MigratedRow, key_of
+from stages.engines.protocol import Completion, Request
+from stages.models.hf_config import RANDOM_TINY
+from tests.support.engine_settings import embedded
+
+CPU = torch.device("cpu")
+MAX_SEQ = 128
+KERNELS = [
+    "torch",
+    pytest.param("native", marks=pytest.mark.skipif(shutil.which("cc") is None, reason="there is no C compiler")),
+]
+
+
+class Gate:
+    """Owns the batches of an engine: they are run only as far as `let` says, or all after `open`."""
+
+    def __init__(self, engine: MigratingEngine) -> None:
+        self._changed = threading.Condition()
+        self._allowed = 0.0
+        self._waiting = False
+        submit = engine._engine._runner.submit
+
+        def gated(batch: Batch) -> None:
+            with self._changed:
+                self._waiting = True
+                self._changed.notify_all()
+                self._changed.wait_for(lambda: self._allowed > 0)
+                self._waiting = False
+                self._allowed -= 1
+            submit(batch)
+
+        engine._engine._runner.submit = gated  # type: ignore[method-assign]
+
+    def let(self, batches: float) -> None:
+        """So many batches run; then the engine is held in the next, if it has one."""
+        with self._changed:
+            self._allowed += batches
+            self._changed.notify_all()
+            assert self._changed.wait_for(lambda: self._waiting and self._allowed == 0, timeout=60)
+
+    def open(self) -> None:
+        with self._changed:
+            self._allowed = float("inf")
+            self._changed.notify_all()
+
+
+def build(slots: int = 8, kernels: str = "auto", path: str = RANDOM_TINY, **config: object) -> MigratingEngine:
+    settings = embedded(slots, kernels=kernels, **config)
+    return build_embedded(path, settings, max_seq=MAX_SEQ, threads=1, device=CPU, migratable=True)
+
+
+def requests(num: int = 5, new: int = 40, version: int = 0) -> list[Request]:
+    """Rows with prompts of 3 to 33 tokens; some prompts begin alike for more than a block."""
+    sampling = SamplingConfig(max_new_tokens=new, min_new_tokens=new, temperature=0.7)
+    shared = tuple(range(50, 70))
+    prompts = [(shared if i % 2 else ()) + tuple(range(3 + i, 6 + 3 * i)) for i in range(num)]
+    return [Request(i, 1, 2, prompt, version, sampling) for i, prompt in enumerate(prompts)]
+
+
+def by_row(completions: Iterator[Completion]) -> dict[int, Completion]:
+    return {c.row: c for c in completions}
+
+
+def assert_same_bits(got: Mapping[int, Completion], expected: Mapping[int, Completion]) -> None:
+    assert got.keys() == expected.keys()
+    for row, completion in got.items():
+        np.testing.assert_array_equal(completion.tokens, expected[row].tokens)
+        np.testing.assert_array_equal(completion.logprobs, expected[row].logprobs)
+        np.testing.assert_array_equal(completion.versions, expected[row].versions)
+        assert completion.finish_reason is expected[row].finish_reason
+
+
+def at_home(rows: list[Request], kernels: str = "auto") -> dict[int, Completion]:
+    with closing(build(kernels=kernels)) as engine:
+        return by_row(engine.generate(rows))
+
+
+@contextmanager
+def engines(num: int, **config: object) -> Iterator[list[MigratingEngine]]:
+    built = [build(**config) for _ in range(num)]  # type: ignore[arg-type]
+    try:
+        yield built
+    finally:
+        for engine in built:
+            engine.close()
+
+
+def pause_after(engine: MigratingEngine, batches: int, rows: list[Request]) -> tuple[Iterator[Completion], Gate]:
+    """A call whose rows have been through so many batches, and one more that is under way."""
+    gate = Gate(engine)
+    results = engine.generate(rows)
+    gate.let(batches)
+    return results, gate
+
+
+def give(engine: MigratingEngine, gate: Gate, rows: list[Request], with_cache: bool = True) -> list[MigratedRow]:
+    """Gives rows away as soon as the batch that is under way is through."""
+    wanted = [MigrationRequest(key_of(row), with_cache) for row in rows]
+    with ThreadPoolExecutor(1) as thread:
+        giving = thread.submit(engine.migrate_out, wanted)
+        until(lambda: engine._engine._admission.num_pausing > 0)
+        gate.open()
+        return giving.result(timeout=60)
+
+
+def until(happened: Callable[[], bool]) -> None:
+    deadline = threading.Event()
+    for _ in range(6000):
+        if happened():
+            return
+        deadline.wait(0.01)
+    raise AssertionError("did not happen")
+
+
+def carry(source: MigratingEngine, target: MigratingEngine, migrated: list[MigratedRow]) -> None:
+    """All the way, as a courier does between two processes."""
+    for ticket, completion in target.migrate_in(migrated):
+        assert completion is not None
+        source.deliver(ticket, completion)

@@ -17,7 +17,7 @@ from stages.engines.protocol import Completion
 from storage.address import Address
 
 
-class MigratingEngine(Protocol):
+class VersionedMigration(Protocol):
     """An engine with versions, whose rows can migrate."""
 
     def watch_load(self, below: int, listener: Callable[[EngineLoad], None]) -> None: ...
@@ -45,7 +45,7 @@ class Shard:
 class ReplicaRows:
     """Owns what is known of the rows of the shards that run in this process."""
 
-    def __init__(self, engine: MigratingEngine, below: int, silence_s: float) -> None:
+    def __init__(self, engine: VersionedMigration, below: int, silence_s: float) -> None:
         """`below`: while there are fewer rows here, they are reported to the driver. `silence_s`: how long a replica
         that accepted rows may say nothing before it counts as lost."""
         self.silence_s = silence_s

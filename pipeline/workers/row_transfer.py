@@ -41,8 +41,8 @@ _BEAT_S = 1.0
 """Between signs of life."""
 
 
-class IncomingRows(Protocol):
-    """See `stages.engines.embedded.migration.protocol.IncomingRows`."""
+class OpaqueIncomingRows(Protocol):
+    """See `IncomingRows` of the engine."""
 
     def __iter__(self) -> Iterator[tuple[int, Any]]: ...
 
@@ -63,7 +63,7 @@ class Rows(Protocol):
 
     def migrate_out(self, rows: Collection[MigrationRequest]) -> list[Any]: ...
 
-    def migrate_in(self, migrated: Sequence[Any]) -> AbstractContextManager[IncomingRows]: ...
+    def migrate_in(self, migrated: Sequence[Any]) -> AbstractContextManager[OpaqueIncomingRows]: ...
 
     def deliver(self, ticket: int, completion: Any) -> None: ...
 
@@ -170,7 +170,7 @@ async def _receive(comm: Comm, rows: Rows, migrated: list[Any]) -> None:
     """The target's side of a migration, to its end."""
     finished: asyncio.Queue[tuple[int, Any] | None] = asyncio.Queue()
     loop = asyncio.get_running_loop()
-    accepted: asyncio.Future[IncomingRows] = loop.create_future()
+    accepted: asyncio.Future[OpaqueIncomingRows] = loop.create_future()
 
     def refuse(error: Exception) -> None:
         if not accepted.done():
@@ -210,7 +210,7 @@ async def _receive(comm: Comm, rows: Rows, migrated: list[Any]) -> None:
         comm.abort()
 
 
-async def _listen(comm: Comm, incoming: IncomingRows) -> None:
+async def _listen(comm: Comm, incoming: OpaqueIncomingRows) -> None:
     """Hears which rows nobody waits for any more, until the source hangs up."""
     with suppress(OSError):
         while True:

@@ -42,7 +42,7 @@ from stages.engines.embedded.counters import Counters
 from stages.engines.embedded.draft_tree import DraftTree
 from stages.engines.embedded.extensions import DraftCounts, Drafts, EngineObserver
 from stages.engines.embedded.kernels.paging import blocks_for
-from stages.engines.embedded.rows import Call, Row
+from stages.engines.embedded.rows import GenerateCall, Row
 from stages.engines.embedded.runner import Runner
 from stages.engines.embedded.scheduler import BATCH_PROMPT_TOKENS, Chunk, Scheduler
 from stages.engines.protocol import Completion, EngineStats, Request, RequestError
@@ -205,7 +205,7 @@ class EmbeddedEngine:
         rows = list(requests)
         for request in rows:
             self.check(request)
-        call = Call(queue.SimpleQueue(), threading.Event())
+        call = GenerateCall(queue.SimpleQueue(), threading.Event())
         with self._admission.opened():
             self.check_awake()
             for request in rows:
@@ -217,7 +217,7 @@ class EmbeddedEngine:
             self._admission.accept([Row(request, call, self.eos_ids) for request in rows])
         return self._results(call, len(rows))
 
-    def _results(self, call: Call, num_rows: int) -> Iterator[Completion]:
+    def _results(self, call: GenerateCall, num_rows: int) -> Iterator[Completion]:
         try:
             for _ in range(num_rows):
                 result = call.results.get()

@@ -13,7 +13,7 @@ import numpy as np
 
 from stages.engines.embedded.migration.load import EngineLoad, RowLoad
 from stages.engines.embedded.migration.protocol import RowsLost, key_of
-from stages.engines.embedded.rows import Call, Row
+from stages.engines.embedded.rows import GenerateCall, Row
 from stages.engines.embedded.scheduler import Chunk
 from stages.engines.protocol import Completion
 
@@ -60,7 +60,7 @@ class OutgoingRows:
 class AcceptedRows:
     """Owns rows that came from another engine, until they are finished; implements `IncomingRows`."""
 
-    def __init__(self, call: Call, tickets: Mapping[Row, int]) -> None:
+    def __init__(self, call: GenerateCall, tickets: Mapping[Row, int]) -> None:
         self._call = call
         self._tickets = dict(tickets)
 

@@ -23,7 +23,7 @@ from stages.engines.embedded.migration.protocol import (
     pack_row,
     unpack_row,
 )
-from stages.engines.embedded.rows import Call, Row
+from stages.engines.embedded.rows import GenerateCall, Row
 from stages.engines.embedded.scheduler import Chunk
 from stages.engines.protocol import Completion, EngineStats, Request
 
@@ -108,7 +108,7 @@ class MigratingEngine:
         """See `MigratableRows`. Raises RuntimeError if the engine is asleep or has stopped."""
         for one in migrated:
             self._engine.check(one.request)
-        call = Call(queue.SimpleQueue(), threading.Event())
+        call = GenerateCall(queue.SimpleQueue(), threading.Event())
         with self._engine.between_batches():
             self._engine.check_awake()
             for one in migrated:

@@ -24,7 +24,7 @@ import numpy as np
 from jaxtyping import Float32, Int32
 
 from stages.engines.embedded.migration.load import EngineLoad, MigrationRequest, RowKey
-from stages.engines.embedded.rows import Call, Row
+from stages.engines.embedded.rows import GenerateCall, Row
 from stages.engines.protocol import Completion, Request, RequestError
 
 
@@ -125,7 +125,7 @@ def pack_row(row: Row, ticket: int, version: int, cache: np.ndarray | None) -> M
     )
 
 
-def unpack_row(migrated: MigratedRow, call: Call, eos_ids: Set[int]) -> Row:
+def unpack_row(migrated: MigratedRow, call: GenerateCall, eos_ids: Set[int]) -> Row:
     """The row that `pack_row` packed, without its blocks."""
     row = Row(migrated.request, call, eos_ids)
     for token, logprob, version in zip(

@@ -1,6 +1,9 @@
 """The kernels for CUDA devices, in Triton; the only file that imports it. May import numpy, torch, triton,
 stages.engines.embedded.sampling, kernels.
 
+Longer than usual because kernels that are compiled together, and the tuning that they share, are read together; and a
+kernel of Triton cannot be cut into functions without a cost.
+
 Checked against `kernels.reference` in Triton's interpreter (TRITON_INTERPRET=1, on a CPU), never yet on a GPU.
 
 Attention is split over the context (flash decoding), so that a few rows with long contexts fill the device as well as

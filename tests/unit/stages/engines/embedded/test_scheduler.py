@@ -11,14 +11,14 @@ from stages.engines.config import SamplingConfig
 from stages.engines.embedded.cache import BlockPool
 from stages.engines.embedded.draft_tree import chain
 from stages.engines.embedded.kernels.paging import NO_BLOCK
-from stages.engines.embedded.rows import Call, Row
+from stages.engines.embedded.rows import GenerateCall, Row
 from stages.engines.embedded.scheduler import BATCH_PROMPT_TOKENS, Chunk, Scheduler
 from stages.engines.protocol import Request
 
 
 def make_row(number: int, prompt: tuple[int, ...], new: int = 100) -> Row:
     request = Request(number, 1, 1, prompt, 0, SamplingConfig(new))
-    return Row(request, Call(queue.SimpleQueue(), threading.Event()), frozenset())
+    return Row(request, GenerateCall(queue.SimpleQueue(), threading.Event()), frozenset())
 
 
 def make_scheduler(num_slots: int, num_blocks: int, rows: list[Row], depth: int = 1) -> Scheduler:

@@ -14,7 +14,7 @@ from storage.records import FinishReason
 
 
 @dataclass(eq=False)
-class Call:
+class GenerateCall:
     """One `generate`: where its results go, and whether its caller went away."""
 
     results: queue.SimpleQueue[tuple[Row, Completion | Exception] | None]
@@ -29,7 +29,7 @@ class Row:
     """A request, what has been sampled for it, and what the cache holds of it."""
 
     request: Request
-    call: Call
+    call: GenerateCall
     eos_ids: Set[int]
     tokens: list[int] = field(default_factory=list)
     """Prompt and response."""

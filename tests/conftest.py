@@ -1,9 +1,14 @@
-"""What all tests share: one thread per process, no hub, and skips that say what is missing."""
+"""What all tests share: one thread per process, no hub, skips that say what is missing, and the order in which several
+processes take the files.
+
+`make test` runs two processes of pytest side by side (`-n 2 --dist loadfile`): each takes the next file as soon as it
+has done its last one, and a file's tests stay in one process, so that its fixtures are made once. No test may count on
+having the machine to itself. `python -m pytest` alone runs everything in one process.
+"""
 
 from __future__ import annotations
 
 import os
-from pathlib import Path
 
 # Before torch is imported, here and in the processes that tests start: two cores are shared by many of them, and
 # OpenMP's spinning threads slow one another down 5 to 17 times.
@@ -19,25 +24,27 @@ os.environ.update(
 )
 
 import pytest
-import torch
 
-ROOT = Path(__file__).resolve().parents[1]
-SMOLLM2_FILES = (
-    ROOT / "assets/smollm2-135m-instruct/model.safetensors",
-    ROOT / "assets/movie_reviews.tsv",
-)
+from tests.support.paths import MOVIE_REVIEWS, ROOT, SMOLLM2
 
-torch.set_num_threads(1)
+pytest.register_assert_rewrite("tests.contracts.engine_contract", "tests.support.engines", "tests.support.runs")
+
+LONGEST_FIRST = ("integration", "contracts")
+"""Folders whose files take a minute: begun last, one of them would keep one process busy while the other is done."""
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skips what this machine cannot run, visibly: pytest prints the reasons (-rs)."""
-    no_gpu = pytest.mark.skip(reason="no CUDA device")
-    absent = [str(path.relative_to(ROOT)) for path in SMOLLM2_FILES if not path.exists()]
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if hasattr(config, "workerinput"):  # one of several processes
+        items.sort(key=_turn)
+    absent = [
+        str(path.relative_to(ROOT)) for path in (SMOLLM2 / "model.safetensors", MOVIE_REVIEWS) if not path.exists()
+    ]
     no_assets = pytest.mark.skip(reason=f"{', '.join(absent)} not there: run `make assets`")
-    cuda = torch.cuda.is_available()
     for item in items:
-        if not cuda and item.get_closest_marker("gpu"):
-            item.add_marker(no_gpu)
         if absent and item.get_closest_marker("smollm2"):
             item.add_marker(no_assets)
+
+
+def _turn(item: pytest.Item) -> int:
+    folder = item.path.relative_to(ROOT / "tests").parts[0]
+    return LONGEST_FIRST.index(folder) if folder in LONGEST_FIRST else len(LONGEST_FIRST)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -27,6 +26,8 @@ from pipeline.graph.graph import Node, run_nodes
 from pipeline.observe.journal import EventKind, Journal, read_events
 from storage.address import Address
 from storage.ledger import Ledger
+from tests.support.runs import placement
+from tests.support.waiting import until
 
 pytestmark = pytest.mark.processes
 
@@ -43,21 +44,12 @@ def configure(runs_dir: Path, name: str, **changes: Any) -> RunConfig:
         "rollout.rows": 2 * SHARDS,
         "rollout.shards": SHARDS,
         "evaluate.every": 0,
-        "placement.gangs": "{generate: {workers: 2, slots: 2}, train: {workers: 2}, score: {}}",
-        "placement.roles": "{generate: generate, score: score, policy: train, critic: train, reference: train}",
         "cluster.dashboard": "null",
         **changes,
     }
-    return load_config([], [f"name={name}", f"runs_dir={runs_dir}", *(f"{k}={v}" for k, v in settings.items())])
-
-
-def until(happened: Callable[[], Any], what: str) -> Any:
-    """Waits for something that must happen; says what did not."""
-    for _ in range(3000):
-        if result := happened():
-            return result
-        time.sleep(0.02)
-    raise AssertionError(f"did not happen: {what}")
+    gangs = "{generate: {workers: 2, slots: 2}, train: {workers: 2}, score: {}}"
+    where = placement(gangs, generate="generate", score="score", others="train")
+    return load_config([], [f"name={name}", f"runs_dir={runs_dir}", where, *(f"{k}={v}" for k, v in settings.items())])
 
 
 class Run:

@@ -4,6 +4,7 @@ distributed optimizer, frozen blocks. Real processes over gloo, a tiny model, fl
 from __future__ import annotations
 
 import dataclasses
+import multiprocessing
 from pathlib import Path
 
 import numpy as np
@@ -166,7 +167,8 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         directory.mkdir()
         (directory / "known.npz").write_bytes(found[f"one, {frozen_blocks}"].read_bytes())
         found[name] = directory / "result.npz"
-    torch.multiprocessing.spawn(work_all, args=(root,), nprocs=2)
+    multiprocessing.set_forkserver_preload([])  # but see conftest.py
+    torch.multiprocessing.start_processes(work_all, (root,), nprocs=2, start_method="forkserver")
     return found
 
 

@@ -4,13 +4,12 @@ repeats bit for bit, that it stops and goes on, and that every command can read 
 from __future__ import annotations
 
 import contextlib
-import io
 import json
 import os
 import signal
 import subprocess
 import sys
-import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -21,15 +20,13 @@ import transformers
 import zarr
 from mlflow.tracing.client import TracingClient
 from mlflow.tracking import MlflowClient
-from rich.console import Console
 
 from pipeline.cli.main import main
 from pipeline.cli.verification import verify_run
-from pipeline.config.loading import flatten, load_config
+from pipeline.config.loading import flatten
 from pipeline.config.paths import RunPaths
 from pipeline.config.run import RunConfig
 from pipeline.driver.results import open_history
-from pipeline.driver.run import run as run_config
 from pipeline.graph.graph import run_nodes
 from pipeline.observe.journal import EventKind, read_events
 from stages.engines.config import EngineConfig, SamplingConfig
@@ -37,12 +34,13 @@ from stages.engines.embedded.build import build_embedded
 from stages.engines.protocol import Request
 from storage.address import Address
 from storage.records import Rollout
+from tests.support import runs
+from tests.support.paths import ROOT
+from tests.support.runs import ONE_GANG, QUIET, arguments, configure, placement
+from tests.support.waiting import until
 
 pytestmark = pytest.mark.processes
 
-ROOT = Path(__file__).resolve().parents[2]
-ONE_GANG = "placement={gangs: {all: {}}, roles: {generate: all, score: all, reference: all, policy: all, critic: all}}"
-QUIET = ("tracking.uri=null", "tracking.plots=false")
 STEPS = 4
 KEYS = {
     "steps", "wall_s", "samples_per_s", "tokens_per_s", "stage_s", "overhead_fraction", "staleness", "eval", "reward",
@@ -51,27 +49,12 @@ KEYS = {
 EXTRA_KEYS = {"overlap_fraction", "busiest_gang", "idle", "kl_final", "distinct_bigrams"}
 
 
-def sources(folder: Path, name: str, *overrides: str, config: str = "tiny.yaml") -> list[str]:
-    """Arguments of `stageline run`. A gang that a test adds does not replace those of the file: hence a copy of it,
-    less its placement, where `config` is bare.yaml."""
-    file = ROOT / "conf/run/tiny.yaml"
-    if config == "bare.yaml":
-        lines = file.read_text().splitlines()
-        start = lines.index("placement:")
-        end = next(i for i, line in enumerate(lines) if i > start and not line.startswith(" "))
-        file = folder / config
-        file.write_text("\n".join(lines[:start] + lines[end:]) + "\n")
-    fixed = (f"runs_dir={folder}/runs", f"name={name}", f"prompts.url={ROOT}/conf/data/tiny_prompts.jsonl")
-    return [str(file), *fixed, "cluster.dashboard=null", *overrides]
-
-
-def finish(folder: Path, name: str, *overrides: str, config: str = "tiny.yaml") -> RunConfig:
+def finish(folder: Path, name: str, *overrides: str) -> RunConfig:
     """Runs to the end in this process (and its workers), with a relative runs_dir as the shipped configs have; returns
     the config with an absolute one."""
-    file, *changes = sources(folder, name, *overrides, config=config)
     with contextlib.chdir(folder):
-        run_config(load_config([file], [*changes, "runs_dir=runs"]), Console(file=io.StringIO()))
-    return load_config([file], changes)
+        runs.finish(configure(folder, name, *overrides, "runs_dir=runs"))
+    return configure(folder, name, *overrides)
 
 
 @pytest.fixture(scope="module")
@@ -88,28 +71,23 @@ def overlapped(folder: Path) -> RunConfig:
 @pytest.fixture(scope="module")
 def synchronous(folder: Path) -> RunConfig:
     """eta = 0, every role in one process."""
-    return finish(folder, "synchronous", "staleness=0", ONE_GANG, *QUIET, config="bare.yaml")
+    return finish(folder, "synchronous", "staleness=0", ONE_GANG, *QUIET)
 
 
 @pytest.fixture(scope="module")
 def stale(folder: Path) -> RunConfig:
     """eta = 2; policy and critic on gangs of their own; no forward for the proximal policy."""
-    placement = (
-        "placement={gangs: {engine: {}, actor: {}, critic: {}}, "
-        "roles: {generate: engine, score: engine, reference: critic, policy: actor, critic: critic}}"
-    )
-    return finish(folder, "stale", "staleness=2", placement, "ppo.proximal=loglinear", *QUIET, config="bare.yaml")
+    gangs = placement("{engine: {}, actor: {}, critic: {}}", generate="engine", score="engine", policy="actor",
+                      others="critic")  # fmt: skip
+    return finish(folder, "stale", "staleness=2", gangs, "ppo.proximal=loglinear", *QUIET)
 
 
 @pytest.fixture(scope="module")
 def ranks(folder: Path) -> RunConfig:
     """Two data-parallel ranks, in bfloat16; the proximal policy is the sampler."""
-    placement = (
-        "placement={gangs: {pool: {}, train: {workers: 2}}, "
-        "roles: {generate: pool, score: pool, reference: train, policy: train, critic: train}}"
-    )
+    gangs = placement("{pool: {}, train: {workers: 2}}", generate="pool", score="pool", others="train")
     changes = ("steps=2", "ppo.proximal=sampler", "model.dtype=bfloat16", "model.frozen_blocks=1", "evaluate.every=0")
-    return finish(folder, "ranks", placement, *changes, *QUIET, config="bare.yaml")
+    return finish(folder, "ranks", gangs, *changes, *QUIET)
 
 
 def steps_of(config: RunConfig, stage: str) -> list[Rollout]:
@@ -212,8 +190,8 @@ def test_every_node_is_in_the_journal(overlapped: RunConfig) -> None:
     assert (events[0].kind, events[-1].kind) == (EventKind.RUN_STARTED, EventKind.RUN_FINISHED)
     nodes = {node.address for node in run_nodes(overlapped.graph())}
     for kind in (EventKind.SUBMITTED, EventKind.STARTED, EventKind.FINISHED):
-        told = [Address(e.stage or "", e.step or 0, e.shard or 0) for e in events if e.kind is kind]
-        assert sorted(told) == sorted(nodes), kind
+        reported = [Address(e.stage or "", e.step or 0, e.shard or 0) for e in events if e.kind is kind]
+        assert sorted(reported) == sorted(nodes), kind
     assert [e.step for e in events if e.kind is EventKind.PUBLISHED] == list(range(STEPS + 1))
     assert {e.gang for e in events if e.kind is EventKind.GANG_BUILT} == {"generate", "score", "train"}
     assert not [e for e in events if e.kind in (EventKind.FAILED, EventKind.GANG_LOST)]
@@ -291,8 +269,8 @@ def test_mlflow_has_the_run(overlapped: RunConfig) -> None:
     assert [m.step for m in client.get_metric_history(run.info.run_id, "reward/mean")] == list(range(STEPS))
     assert [m.step for m in client.get_metric_history(run.info.run_id, "eval/reward_mean")] == [0, 2, 4]
     steps = open_history(overlapped)
-    told = {m.step: m.value for m in client.get_metric_history(run.info.run_id, "reward/mean")}
-    assert told == {step: steps.step_metrics(step)["reward/mean"] for step in range(STEPS)}
+    reported = {m.step: m.value for m in client.get_metric_history(run.info.run_id, "reward/mean")}
+    assert reported == {step: steps.step_metrics(step)["reward/mean"] for step in range(STEPS)}
     artifacts = {file.path for file in client.list_artifacts(run.info.run_id)}
     assert {"config.yaml", "summary.json", "samples.json", "plots"} <= artifacts
     plots = {file.path for file in client.list_artifacts(run.info.run_id, "plots")}
@@ -417,9 +395,9 @@ def test_a_second_run_into_a_directory_is_refused(
     overlapped: RunConfig, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     before = RunPaths(overlapped.run_dir).events.read_bytes()
-    assert main(["run", *sources(folder, "overlapped")]) == 2
+    assert main(["run", *arguments(folder, "overlapped")]) == 2
     assert "stageline resume" in capsys.readouterr().err
-    assert main(["run", *sources(folder, "overlapped", "seed=5")]) == 2
+    assert main(["run", *arguments(folder, "overlapped", "seed=5")]) == 2
     assert "another config" in capsys.readouterr().err
     assert RunPaths(overlapped.run_dir).events.read_bytes() == before
 
@@ -435,11 +413,11 @@ def test_resume_of_a_finished_run_starts_nothing(overlapped: RunConfig, capsys: 
 
 
 def test_a_stage_that_raises_ends_the_run_with_code_3(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    changes = ("reward={kind: answer, args: {field: solution}}", "evaluate.every=0", ONE_GANG, *QUIET)
-    arguments = sources(folder, "failing", *changes, config="bare.yaml")
-    text = (folder / "bare.yaml").read_text()
-    (folder / "bare.yaml").write_text(text.replace("reward: {kind: characters, args: {characters: aeiou}}\n", ""))
-    assert main(["run", *arguments]) == 3
+    changes = ["reward={kind: answer, args: {field: solution}}", "evaluate.every=0", ONE_GANG, *QUIET]
+    file, *changes = arguments(folder, "failing", *changes)
+    text = Path(file).read_text()
+    Path(file).write_text(text.replace("reward: {kind: characters, args: {characters: aeiou}}\n", ""))
+    assert main(["run", file, *changes]) == 3
     err = capsys.readouterr().err
     assert err.startswith("failed score/step_000000/shard_000")
     assert "a prompt has no field 'solution'" in err
@@ -456,53 +434,51 @@ def test_a_stage_that_raises_ends_the_run_with_code_3(folder: Path, capsys: pyte
 def interrupted(folder: Path) -> tuple[RunConfig, int, str, list[psutil.Process]]:
     """The same run as `overlapped`, stopped by Ctrl-C on its terminal when two policy updates are done: (config, exit
     code, what it said, its worker processes)."""
-    file, *changes = sources(folder, "interrupted", *QUIET)
-    config = load_config([file], changes)
-    command = [sys.executable, "-m", "pipeline.cli", "run", file, *changes]
+    config = configure(folder, "interrupted", *QUIET)
+    with started(arguments(folder, "interrupted", *QUIET)) as driver:
+        wait_until_finished(driver, RunPaths(config.run_dir).events, "update_policy", 1)
+        processes = psutil.Process(driver.pid).children(recursive=True)
+        os.killpg(driver.pid, signal.SIGINT)  # what a terminal does: to every process of the group
+        said, _ = driver.communicate(timeout=120)
+    return config, driver.returncode, said, processes
+
+
+@contextlib.contextmanager
+def started(arguments: list[str]) -> Iterator[subprocess.Popen[str]]:
+    """`stageline run` as a command, in a process group of its own; killed if it is still there at the end."""
+    command = [sys.executable, "-m", "pipeline.cli", "run", *arguments]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment, start_new_session=True
     ) as driver:
         try:
-            wait_for_event(driver, RunPaths(config.run_dir).events, "update_policy", 1)
-            processes = psutil.Process(driver.pid).children(recursive=True)
-            os.killpg(driver.pid, signal.SIGINT)  # what a terminal does: to every process of the group
-            said, _ = driver.communicate(timeout=120)
+            yield driver
         finally:
             driver.kill()
-    return config, driver.returncode, said, processes
 
 
-def wait_for_event(driver: subprocess.Popen[str], path: Path, stage: str, step: int) -> None:
-    while driver.poll() is None:
-        if path.exists() and any(
-            (e.kind, e.stage, e.step) == (EventKind.FINISHED, stage, step) for e in read_events(path)
-        ):
-            return
-        time.sleep(0.01)
-    pytest.fail(f"the driver ended before {stage} {step}: {driver.communicate()[0]}")
+def wait_until_finished(driver: subprocess.Popen[str], events: Path, stage: str, step: int) -> None:
+    def finished() -> bool:
+        if driver.poll() is not None:
+            pytest.fail(f"the driver ended before {stage} {step}: {driver.communicate()[0]}")
+        return events.exists() and any(
+            (e.kind, e.stage, e.step) == (EventKind.FINISHED, stage, step) for e in read_events(events)
+        )
+
+    until(finished, f"{stage} {step}")
 
 
 def test_an_engine_on_two_ranks_gives_the_same_weights_even_if_one_dies(folder: Path, overlapped: RunConfig) -> None:
     """Pipeline stages change no bit of what is generated; a rank that is killed takes its replica down, which is built
     anew."""
-    file, *changes = sources(folder, "stages", *QUIET, "engine.pipeline_parallel=2")
-    config = load_config([file], changes)
-    command = [sys.executable, "-m", "pipeline.cli", "run", file, *changes]
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment
-    ) as driver:
-        try:
-            wait_for_event(driver, RunPaths(config.run_dir).events, "generate", 0)
-            processes = psutil.Process(driver.pid).children(recursive=True)
-            (rank,) = [
-                process for process in processes if "stages.engines.embedded.ranks.rank_main" in process.cmdline()
-            ]
-            rank.kill()
-            said, _ = driver.communicate(timeout=200)
-        finally:
-            driver.kill()
+    changes = (*QUIET, "engine.pipeline_parallel=2")
+    config = configure(folder, "stages", *changes)
+    with started(arguments(folder, "stages", *changes)) as driver:
+        wait_until_finished(driver, RunPaths(config.run_dir).events, "generate", 0)
+        processes = psutil.Process(driver.pid).children(recursive=True)
+        (rank,) = [process for process in processes if "stages.engines.embedded.ranks.rank_main" in process.cmdline()]
+        rank.kill()
+        said, _ = driver.communicate(timeout=200)
     assert driver.returncode == 0, said
     assert "rank 1 of 2 of the engine" in (RunPaths(config.run_dir).logs / "generate-0.log").read_text()
     assert digests(config) == digests(overlapped)

@@ -3,7 +3,6 @@ version is fetched. A run ends as one whose gangs share a board, whoever dies.""
 
 from __future__ import annotations
 
-import io
 import os
 import signal
 import threading
@@ -13,15 +12,11 @@ from typing import Any
 import numpy as np
 import pytest
 from distributed import Client
-from rich.console import Console
 
 import pipeline.driver.orders
-import pipeline.driver.run
 from pipeline.cli.verification import verify_run
-from pipeline.config.loading import load_config
 from pipeline.config.paths import RunPaths
 from pipeline.config.run import RunConfig
-from pipeline.driver.context import ExecutorSettings
 from pipeline.graph.graph import run_nodes, weight_readers
 from pipeline.observe.journal import EventKind, read_events
 from pipeline.workers.weight_transfer import order_fetch, remove_boards
@@ -29,29 +24,20 @@ from storage.ledger import Ledger
 from storage.weight_copies import IncomingVersion, OutgoingVersion
 from storage.weights import WeightBoard
 from tests.support.held_sender import HELD_BYTES
-from tests.support.run_results import outputs, until
+from tests.support.run_results import outputs, process_id
+from tests.support.runs import QUIET, configure, finish, held_until, use_runtime
+from tests.support.waiting import until
 
 pytestmark = pytest.mark.processes
 
-ROOT = Path(__file__).resolve().parents[2]
+
+def one_board(folder: Path, name: str, *overrides: str) -> RunConfig:
+    return configure(folder, name, f"cluster.weights_dir={folder}/trainer", *QUIET, *overrides)
 
 
-def configure(folder: Path, name: str, *overrides: str) -> RunConfig:
-    fixed = (
-        f"runs_dir={folder}/runs", f"name={name}", f"prompts.url={ROOT}/conf/data/tiny_prompts.jsonl",
-        f"cluster.weights_dir={folder}/trainer", "tracking.uri=null", "tracking.plots=false", "cluster.dashboard=null",
-    )  # fmt: skip
-    return load_config([ROOT / "conf/run/tiny.yaml"], [*fixed, *overrides])
-
-
-def apart(folder: Path, name: str, *overrides: str) -> RunConfig:
-    """Generation has a board of its own."""
-    return configure(folder, name, f"placement.gangs.generate.weights_dir={folder}/generator", *overrides)
-
-
-def finish(config: RunConfig) -> RunConfig:
-    pipeline.driver.run.run(config, Console(file=io.StringIO()))
-    return config
+def two_boards(folder: Path, name: str) -> RunConfig:
+    """Generation has one of its own."""
+    return one_board(folder, name, f"placement.gangs.generate.weights_dir={folder}/generator")
 
 
 def read_versions(config: RunConfig) -> list[int]:
@@ -71,7 +57,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def together(folder: Path) -> dict[str, Any]:
     """Of a run whose gangs share a board."""
-    config = finish(configure(folder, "together"))
+    config = finish(one_board(folder, "together"))
     assert fetched_bytes(config) == 0
     return outputs(config)
 
@@ -87,7 +73,7 @@ def test_a_run_with_a_board_per_host_is_the_same_run(
 ) -> None:
     """What is read is ordered as soon as it is published, and what nobody reads any more goes from both boards (the
     orders may still be on their way when the run ends)."""
-    config = apart(folder, "apart")
+    config = two_boards(folder, "apart")
     left: dict[str, list[int]] = {}
     ordered: list[int] = []
 
@@ -98,7 +84,7 @@ def test_a_run_with_a_board_per_host_is_the_same_run(
 
     def look_and_remove(*what: Any) -> None:
         unread = sorted(set(range(config.steps + 1)) - set(read_versions(config)))
-        until(lambda: boards(config)["generate"].available() == [], threading.Event())
+        until(lambda: boards(config)["generate"].available() == [], "the generator's board is empty")
         left.update({gang: board.available() for gang, board in boards(config).items()})
         assert left == {"train": unread, "generate": []}
         remove_boards(*what)
@@ -119,11 +105,7 @@ def test_a_run_with_a_board_per_host_is_the_same_run(
 
 @pytest.fixture
 def held(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Workers run `tests.support.held_sender`."""
-    runtime = "tests.support.held_sender:HeldSender"
-    monkeypatch.setattr(
-        pipeline.driver.run, "ExecutorSettings", lambda **settings: ExecutorSettings(**{**settings, "runtime": runtime})
-    )
+    use_runtime(monkeypatch, "tests.support.held_sender:HeldSender")
 
 
 @pytest.mark.usefixtures("held")
@@ -131,51 +113,32 @@ def held(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_whoever_dies_over_a_transfer(folder: Path, together: dict[str, Any], fault: str) -> None:
     """The publisher stops after the first pieces, until one of the two has been killed. A publisher that comes back
     sends the rest; a reader that comes back begins again."""
-    config = apart(folder, fault.replace(" ", "-"))
+    config = two_boards(folder, fault.replace(" ", "-"))
     control = config.run_dir / "control"
-    control.mkdir(parents=True)
-    (control / "hold").touch()
+    victim = "train-0" if fault == "publisher killed" else "generate-0"
     arrived: list[int] = []
-    stop = threading.Event()
-    errors: list[BaseException] = []
 
-    def cause() -> None:
-        try:
-            copies = boards(config)["generate"].directory
-            until(lambda: (control / "sending").exists() and list(copies.glob("*.copy")), stop)
-            [copy] = copies.glob("*.copy")
-            until(lambda: copy.stat().st_size == HELD_BYTES, stop)
-            arrived.append(copy.stat().st_size)
-            os.kill(pid_of(config, "train-0" if fault == "publisher killed" else "generate-0"), signal.SIGKILL)
-        except BaseException as error:
-            errors.append(error)
-        (control / "hold").unlink()
+    def cause(stop: threading.Event) -> None:
+        copies = boards(config)["generate"].directory
+        until(lambda: (control / "sending").exists() and list(copies.glob("*.copy")), "a transfer", stop=stop)
+        [copy] = copies.glob("*.copy")
+        until(lambda: copy.stat().st_size == HELD_BYTES, "all that is sent so far", stop=stop)
+        arrived.append(copy.stat().st_size)
+        os.kill(process_id(config, victim), signal.SIGKILL)
 
-    thread = threading.Thread(target=cause)
-    thread.start()
-    try:
+    with held_until(cause, control):
         finish(config)
-    finally:
-        stop.set()
-        thread.join()
-    assert errors == []
     assert arrived == [HELD_BYTES]
     assert outputs(config) == together
     assert verify_run(config).faults == []
     lost = [e.worker for e in read_events(RunPaths(config.run_dir).events) if e.kind is EventKind.GANG_LOST]
-    assert lost == ["train-0" if fault == "publisher killed" else "generate-0"], "nobody else is taken for lost"
+    assert lost == [victim], "nobody else is taken for lost"
     assert list(folder.glob("trainer/*")) == list(folder.glob("generator/*")) == []
-
-
-def pid_of(config: RunConfig, worker: str) -> int:
-    """From the head of its log."""
-    lines = (RunPaths(config.run_dir).logs / f"{worker}.log").read_text().splitlines()
-    return int(next(line for line in reversed(lines) if line.startswith("----")).rpartition(" ")[2])
 
 
 def test_copies_that_a_killed_run_left_are_not_used(folder: Path, together: dict[str, Any]) -> None:
     """Another run's weights under the same numbers, on both boards, and what was arriving when it was killed."""
-    config = apart(folder, "again")
+    config = two_boards(folder, "again")
     there, here = boards(config).values()
     for version in read_versions(config):
         manifest = there.publish(version, {"w": np.full(10, version, np.float32)})

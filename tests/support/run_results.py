@@ -1,9 +1,7 @@
-"""What whole runs of a test come to, and waiting for something to happen in one that another thread runs."""
+"""What whole runs of a test come to."""
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable
 from typing import Any
 
 from pipeline.config.paths import RunPaths
@@ -17,8 +15,7 @@ def outputs(config: RunConfig) -> dict[str, Any]:
     return {str(c.address): (c.digest, {name: a.crc32 for name, a in c.arrays.items()}) for c in commits}
 
 
-def until(happened: Callable[[], Any], stop: threading.Event) -> None:
-    """Raises AssertionError where `stop`, which the run's end sets, comes first."""
-    while not happened():
-        if stop.wait(0.01):
-            raise AssertionError("the run ended first")
+def process_id(config: RunConfig, worker: str) -> int:
+    """Of the newest process of a worker, from the head of its log."""
+    lines = (RunPaths(config.run_dir).logs / f"{worker}.log").read_text().splitlines()
+    return int(next(line for line in reversed(lines) if line.startswith("----")).rpartition(" ")[2])

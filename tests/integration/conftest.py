@@ -1,0 +1,32 @@
+"""Worker processes of the runs in this folder start in a tenth of the time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from importlib.util import find_spec
+from multiprocessing import forkserver
+
+import pytest
+import torch
+
+IMPORTED = ("stages.models.host", "stages.engines.embedded.engine", "storage.rollouts", "omegaconf")
+"""What a worker needs seconds to import, and what starts no thread: a process with threads must not fork."""
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _forkserver_with_imports() -> Iterator[None]:
+    """Workers fork from a server process that the driver starts once. Here it also imports torch, transformers and
+    Megatron before it forks, which the shipped one leaves to each worker; so the settings of OpenMP that a worker gets
+    by its environment come too late, but they are everybody's here (tests/conftest.py). Runs that are started as
+    commands of their own (`python -m pipeline.cli`) have the server as shipped. Not with CUDA, which no fork
+    survives once it has been asked for a device."""
+    assert all(map(find_spec, IMPORTED)), "the server passes over what it cannot find"
+    set_preload = forkserver.set_forkserver_preload
+
+    def set_longer(names: Iterable[str]) -> None:
+        set_preload([*names, *IMPORTED])
+
+    with pytest.MonkeyPatch.context() as patch:
+        if not torch.cuda.is_available():
+            patch.setattr(forkserver, "set_forkserver_preload", set_longer)
+        yield

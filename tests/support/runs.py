@@ -1,0 +1,86 @@
+"""Whole runs on the random tiny model: their configs, running one to its end, and doing something to it meanwhile."""
+
+from __future__ import annotations
+
+import io
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+import pipeline.driver.run
+from pipeline.config.loading import load_config
+from pipeline.config.run import RunConfig
+from tests.support.paths import TINY, TINY_PROMPTS
+
+ALL_ROLES = ("generate", "score", "reference", "policy", "critic")
+QUIET = ("tracking.uri=null", "tracking.plots=false")
+
+
+def placement(gangs: str, **roles: str) -> str:
+    """An override: gangs as YAML, and the gang of each role (in `ALL_ROLES`; `others` for those not named)."""
+    others = roles.pop("others", None)
+    where = ", ".join(f"{role}: {roles.get(role, others)}" for role in ALL_ROLES)
+    return f"placement={{gangs: {gangs}, roles: {{{where}}}}}"
+
+
+ONE_GANG = placement("{all: {}}", others="all")
+
+
+def arguments(folder: Path, name: str, *overrides: str) -> list[str]:
+    """Of `stageline run`, with all that it writes below `folder`. A gang that an override adds does not replace those
+    of the file: where there is a placement among them, the file is a copy of tiny.yaml that has none."""
+    file = TINY
+    if any(override.startswith("placement=") for override in overrides):
+        lines = TINY.read_text().splitlines()
+        start = lines.index("placement:")
+        end = next(i for i, line in enumerate(lines) if i > start and not line.startswith(" "))
+        file = folder / "unplaced.yaml"
+        file.write_text("\n".join(lines[:start] + lines[end:]) + "\n")
+    fixed = (f"runs_dir={folder}/runs", f"name={name}", f"prompts.url={TINY_PROMPTS}", "cluster.dashboard=null")
+    return [str(file), *fixed, *overrides]
+
+
+def configure(folder: Path, name: str, *overrides: str) -> RunConfig:
+    file, *changes = arguments(folder, name, *overrides)
+    return load_config([file], changes)
+
+
+def finish(config: RunConfig) -> RunConfig:
+    """Runs to the end, with the driver in this process."""
+    pipeline.driver.run.run(config, Console(file=io.StringIO()))
+    return config
+
+
+def use_runtime(patch: pytest.MonkeyPatch, runtime: str) -> None:
+    """Workers of the runs to come are built with another runtime (`module:Class`)."""
+    settings = pipeline.driver.run.ExecutorSettings
+    patch.setattr(pipeline.driver.run, "ExecutorSettings", lambda **given: settings(**{**given, "runtime": runtime}))
+
+
+@contextmanager
+def held_until(act: Callable[[threading.Event], None], control: Path) -> Iterator[None]:
+    """Puts the file `hold` into a run's `control/` directory; while the body runs that run, `act` waits for something
+    and does something in a thread, after which the file goes. `act` is given an event that says that the run has ended;
+    what it raises is raised here."""
+    control.mkdir(parents=True)
+    (control / "hold").touch()
+    stop = threading.Event()
+
+    def work() -> None:
+        try:
+            act(stop)
+        finally:
+            (control / "hold").unlink()
+
+    with ThreadPoolExecutor(1) as thread:
+        acting = thread.submit(work)
+        try:
+            yield
+        finally:
+            stop.set()
+    acting.result()

@@ -84,7 +84,7 @@ class _Entry:
     attempts: int = 0
     losses: int = 0
     submit: Submit | None = None
-    placed: bool = False
+    holds_capacity: bool = False
     """Whether it takes up a slot (or counts in a gang, or in a load)."""
 
 
@@ -208,7 +208,7 @@ class Dispatch:
                     node = heapq.heappop(nodes)
                     if mode is Mode.ORDERED and self._comes_after_a_child(node, self._gangs[gang]):
                         break
-                    submits.append(self._place(node))
+                    submits.append(self._hand_out(node))
                     progress = True
         return submits
 
@@ -280,7 +280,7 @@ class Dispatch:
                     return True
         return False
 
-    def _place(self, node: Node) -> Submit:
+    def _hand_out(self, node: Node) -> Submit:
         """Hands out a node; its gang has capacity for it."""
         state, entry = self._gang_of[node.role], self._entries[node.address]
         mode = state.gang.mode(node.role)
@@ -297,15 +297,15 @@ class Dispatch:
             state.loads[replica] += 1
         entry.submit = Submit(node, state.gang.name, mode, entry.attempts, replica, sequence)
         entry.attempts += 1
-        entry.placed = True
+        entry.holds_capacity = True
         self._set(entry, _State.SUBMITTED)
         return entry.submit
 
     def _release_capacity(self, entry: _Entry) -> None:
         submit = entry.submit
-        if submit is None or not entry.placed:
+        if submit is None or not entry.holds_capacity:
             return
-        entry.placed = False
+        entry.holds_capacity = False
         state = self._gangs[submit.gang]
         state.out.discard(entry.node.address)
         if submit.mode is Mode.SLOT and submit.replica in state.slots:

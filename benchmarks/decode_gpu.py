@@ -35,7 +35,7 @@ from safetensors.torch import load_file, save_file
 from transformers import LlamaForCausalLM
 
 from benchmarks.harness import arguments, report, write_json
-from stages.engines.config import EmbeddedConfig, EngineConfig, SamplingConfig
+from stages.engines.config import EmbeddedConfig, EngineConfig
 from stages.engines.embedded.batch import Batch
 from stages.engines.embedded.build import build_embedded
 from stages.engines.embedded.engine import EmbeddedEngine
@@ -46,6 +46,7 @@ from stages.engines.embedded.model.llama import logits
 from stages.engines.embedded.runner import LocalRunner
 from stages.engines.embedded.sampling.noise import noise_keys
 from stages.engines.protocol import Request
+from stages.models.sampling import SamplingConfig
 from stages.models.spec import spec_of, tensor_shapes
 
 CUDA = torch.cuda.is_available()

@@ -29,7 +29,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig, LlamaConfig, Ll
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
 from benchmarks.harness import arguments, gemm_gflops, measured_load, report, write_json
-from stages.engines.config import EngineConfig, SamplingConfig
+from stages.engines.config import EngineConfig
 from stages.engines.embedded.build import build_embedded
 from stages.engines.embedded.engine import EmbeddedEngine
 from stages.engines.embedded.kernels.cpu.compile import NoNativeKernelsError
@@ -37,6 +37,7 @@ from stages.engines.embedded.kernels.cpu.native import load_native_kernels
 from stages.engines.embedded.runner import choose_kernels
 from stages.engines.protocol import EngineStats, Request
 from stages.models.hf_config import read_eos_ids
+from stages.models.sampling import SamplingConfig
 
 CORES = os.cpu_count() or 1
 SLOTS = 16

@@ -30,13 +30,14 @@ from pipeline.graph.tails import Tails
 from pipeline.workers.messages import TAILS, MoveOrder, MoveOver, RowsNews, WorkerSpec
 from pipeline.workers.replica_rows import ReplicaRows
 from pipeline.workers.row_transfer import open_for_rows, order_move
-from stages.engines.config import EngineConfig, SamplingConfig
+from stages.engines.config import EngineConfig
 from stages.engines.embedded.build import build_embedded
 from stages.engines.embedded.migration.load import MigrationRequest
 from stages.engines.embedded.migration.protocol import IncomingRows, MigratedRow
 from stages.engines.embedded.scheduler import BATCH_PROMPT_TOKENS
 from stages.engines.protocol import Request
 from stages.models.hf_config import RANDOM_TINY
+from stages.models.sampling import SamplingConfig
 
 MODEL = Path("assets/smollm2-135m-instruct")
 SLOTS, BELOW = 16, 5

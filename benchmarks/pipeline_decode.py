@@ -22,11 +22,12 @@ import torch
 
 from benchmarks.generation import MODEL
 from benchmarks.harness import arguments, measured_load, report, write_json
-from stages.engines.config import EmbeddedConfig, EngineConfig, SamplingConfig
+from stages.engines.config import EmbeddedConfig, EngineConfig
 from stages.engines.embedded.build import build_embedded
 from stages.engines.embedded.engine import EmbeddedEngine
 from stages.engines.protocol import Request
 from stages.models.hf_config import RANDOM_TINY
+from stages.models.sampling import SamplingConfig
 from stages.models.spec import read_spec
 
 NUM_ROWS, PROMPT = (16, 64), 16

@@ -32,12 +32,13 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from benchmarks.harness import arguments, measured_load, report, write_json
 from pipeline.workers.messages import MirrorSpec
 from pipeline.workers.weight_transfer import WeightMirror
-from stages.engines.config import EngineConfig, SamplingConfig
+from stages.engines.config import EngineConfig
 from stages.engines.embedded.build import build_embedded
 from stages.engines.embedded.engine import EmbeddedEngine
 from stages.engines.embedded.runner import LocalRunner
 from stages.engines.protocol import Request
 from stages.models.hf_files import read_weights
+from stages.models.sampling import SamplingConfig
 from storage.weights import BFLOAT16, WeightBoard
 
 CORES = os.cpu_count() or 1

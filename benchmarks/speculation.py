@@ -27,7 +27,7 @@ import torch
 
 from benchmarks.harness import arguments, measured_load, report, write_json
 from pipeline.observe.plots import plot_engine_costs
-from stages.engines.config import EngineConfig, SamplingConfig, SpeculationConfig
+from stages.engines.config import EngineConfig, SpeculationConfig
 from stages.engines.embedded.build import build_embedded
 from stages.engines.embedded.drafts.calibration import make_student
 from stages.engines.embedded.drafts.costs import expected_speed
@@ -38,6 +38,7 @@ from stages.engines.embedded.runner import choose_kernels
 from stages.engines.protocol import Request
 from stages.models.hf_config import RANDOM_TINY
 from stages.models.hf_files import Tokenizer, read_tokenizer
+from stages.models.sampling import SamplingConfig
 
 CORES = os.cpu_count() or 1
 CPU = torch.device("cpu")

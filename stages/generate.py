@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from stages.engines.config import SamplingConfig
 from stages.engines.protocol import GenerationEngine, Request
+from stages.models.sampling import SamplingConfig
 from storage.records import PromptBatch, Rollout
 
 

@@ -19,9 +19,10 @@ from pipeline.config.rollout import RolloutConfig, rollout_problems
 from pipeline.config.tracking import TrackingConfig, tracking_problems
 from pipeline.graph.dispatch import Gang
 from pipeline.graph.graph import GraphSpec
-from stages.engines.config import EngineConfig, SamplingConfig, engine_problems, sampling_problems
+from stages.engines.config import EngineConfig, engine_problems
 from stages.models.config import ModelConfig, model_problems
 from stages.models.protocol import Role
+from stages.models.sampling import SamplingConfig, sampling_problems
 from stages.ppo.config import PPOConfig, ppo_problems
 from stages.rewards.protocol import RewardConfig
 from storage.config import PromptsConfig, prompts_problems

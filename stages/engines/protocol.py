@@ -22,7 +22,7 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 import torch
 
-from stages.engines.config import SamplingConfig
+from stages.models.sampling import SamplingConfig
 from storage.records import FinishReason
 
 

@@ -13,7 +13,6 @@ import numpy as np
 from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 
-from stages.engines.config import SamplingConfig
 from stages.models import gather, minibatch_losses, parallel
 from stages.models.build import Blueprint, build_role, build_trunk, output_weight, reset_role
 from stages.models.config import LayoutConfig, ModelConfig
@@ -30,6 +29,7 @@ from stages.models.forward import (
 from stages.models.hf_config import read_eos_ids
 from stages.models.hf_files import read_weights, write_model
 from stages.models.protocol import CriticBatch, PolicyBatch, Rank, Role
+from stages.models.sampling import SamplingConfig
 from stages.models.spec import read_spec
 from stages.models.trainer import Loss, Trainer
 from stages.models.trunk import Trunk

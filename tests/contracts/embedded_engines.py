@@ -19,10 +19,10 @@ from engine_contract import (
     trained_tensors,
 )
 
-from stages.engines.config import SamplingConfig
 from stages.engines.embedded.build import build_embedded
 from stages.engines.embedded.sampling.noise import gumbel, noise_keys
 from stages.engines.protocol import Completion, GenerationEngine, Request
+from stages.models.sampling import SamplingConfig
 from tests.support.engine_settings import embedded
 
 CPU = torch.device("cpu")

@@ -16,9 +16,9 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from stages.engines.config import SamplingConfig
 from stages.engines.embedded.sampling.noise import gumbel, noise_keys
 from stages.engines.protocol import Completion, GenerationEngine, Request, RequestError, WeightsError
+from stages.models.sampling import SamplingConfig
 from storage.records import FinishReason
 
 VOCAB, EOS, MAX_SEQ = 96, 2, 64

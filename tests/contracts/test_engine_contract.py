@@ -20,13 +20,14 @@ from engine_contract import (
 )
 from transformers import AutoModelForCausalLM
 
-from stages.engines.config import EngineConfig, SamplingConfig
+from stages.engines.config import EngineConfig
 from stages.engines.embedded.build import build_embedded
 from stages.engines.embedded.kernels.cpu.compile import NoNativeKernelsError
 from stages.engines.embedded.scheduler import BATCH_PROMPT_TOKENS
 from stages.engines.protocol import GenerationEngine, Request, RequestError, WeightsError
 from stages.models.hf_config import RANDOM_TINY
 from stages.models.hf_files import read_tokenizer
+from stages.models.sampling import SamplingConfig
 
 SMOLLM2 = Path(__file__).parents[2] / "assets" / "smollm2-135m-instruct"
 

@@ -18,7 +18,7 @@ from engine_contract import (
     random_llama,
 )
 
-from stages.engines.config import SamplingConfig, SpeculationConfig
+from stages.engines.config import SpeculationConfig
 from stages.engines.embedded.draft_tree import DraftTree, chain
 from stages.engines.embedded.drafts.calibration import make_student
 from stages.engines.embedded.drafts.draft_head import LearnedDrafter
@@ -28,6 +28,7 @@ from stages.engines.embedded.kernels.reference import TorchKernels
 from stages.engines.embedded.rows import Row
 from stages.engines.protocol import Completion, Request
 from stages.models.hf_config import RANDOM_TINY
+from stages.models.sampling import SamplingConfig
 
 SUPPRESSED = 9
 

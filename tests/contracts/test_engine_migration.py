@@ -11,13 +11,13 @@ from embedded_engines import CPU, assert_same_bits, needs_compiler
 from engine_contract import MAX_SEQ, EngineContract, assert_same_tokens, by_row
 
 from stages.engines.build import build_engine
-from stages.engines.config import SamplingConfig
 from stages.engines.embedded.build import build_embedded
 from stages.engines.embedded.migration.load import MigrationRequest
 from stages.engines.embedded.migration.migrating_engine import MigratingEngine
 from stages.engines.embedded.migration.protocol import MigratableRows, key_of
 from stages.engines.protocol import GenerationEngine, Request
 from stages.models.hf_config import RANDOM_TINY
+from stages.models.sampling import SamplingConfig
 from tests.support.engine_settings import embedded
 
 

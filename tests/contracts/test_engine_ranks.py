@@ -27,12 +27,13 @@ from engine_contract import (
 )
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from stages.engines.config import EngineConfig, SamplingConfig, SpeculationConfig
+from stages.engines.config import EngineConfig, SpeculationConfig
 from stages.engines.embedded.build import build_embedded
 from stages.engines.embedded.ranks.parallel_runner import ParallelRunner
 from stages.engines.embedded.ranks.processes import RankLost
 from stages.engines.protocol import GenerationEngine, Request, WeightsError
 from stages.models.hf_config import RANDOM_TINY
+from stages.models.sampling import SamplingConfig
 
 pytestmark = pytest.mark.processes
 

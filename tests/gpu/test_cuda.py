@@ -14,11 +14,12 @@ from pipeline.cli.verification import verify_run
 from pipeline.config.loading import load_config
 from pipeline.driver.results import open_history
 from pipeline.driver.run import run
-from stages.engines.config import EngineConfig, SamplingConfig
+from stages.engines.config import EngineConfig
 from stages.engines.embedded.build import build_embedded
 from stages.engines.embedded.sampling.noise import gumbel, noise_keys
 from stages.engines.protocol import Request
 from stages.models.hf_config import RANDOM_TINY
+from stages.models.sampling import SamplingConfig
 
 pytestmark = pytest.mark.gpu
 ROOT = Path(__file__).resolve().parents[2]

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 
-from stages.engines.config import EmbeddedConfig, EngineConfig, SamplingConfig
+from stages.engines.config import EmbeddedConfig, EngineConfig
 from stages.engines.embedded.build import build_embedded
 from stages.engines.embedded.kernels.paging import BLOCK_TOKENS, NO_BLOCK, blocks_for
 from stages.engines.embedded.kernels.protocol import Angles, NoTritonKernelsError, Tokens
@@ -26,6 +26,7 @@ from stages.engines.embedded.sampling.draw import ban
 from stages.engines.embedded.sampling.noise import noise_keys
 from stages.engines.protocol import Request
 from stages.models.hf_config import RANDOM_TINY
+from stages.models.sampling import SamplingConfig
 
 CUDA = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if CUDA else "cpu")

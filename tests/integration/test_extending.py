@@ -144,7 +144,8 @@ FAMILY = """
 import sys, torch, tempfile
 from transformers import MistralConfig, MistralForCausalLM
 from stages.engines.build import build_engine
-from stages.engines.config import EngineConfig, SamplingConfig
+from stages.engines.config import EngineConfig
+from stages.models.sampling import SamplingConfig
 from stages.engines.protocol import Request
 
 torch.manual_seed(0)

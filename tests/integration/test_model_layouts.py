@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 import torch.multiprocessing
 
-from stages.engines.config import SamplingConfig
 from stages.models.config import LayoutConfig, ModelConfig, OptimizerConfig
 from stages.models.host import MegatronHost
 from stages.models.parallel import check_layout
 from stages.models.protocol import CriticBatch, PolicyBatch, Rank, Role
+from stages.models.sampling import SamplingConfig
 from stages.models.spec import read_spec
 from stages.ppo.config import PPOConfig
 from storage.records import Advantages, PolicyLogprobs, ReferenceLogprobs, Rollout, Values

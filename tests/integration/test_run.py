@@ -29,9 +29,10 @@ from pipeline.config.run import RunConfig
 from pipeline.driver.results import open_history
 from pipeline.graph.graph import run_nodes
 from pipeline.observe.journal import EventKind, read_events
-from stages.engines.config import EngineConfig, SamplingConfig
+from stages.engines.config import EngineConfig
 from stages.engines.embedded.build import build_embedded
 from stages.engines.protocol import Request
+from stages.models.sampling import SamplingConfig
 from storage.address import Address
 from storage.records import Rollout
 from tests.support import runs

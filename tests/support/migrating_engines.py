@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 import torch
 
-from stages.engines.config import SamplingConfig
 from stages.engines.embedded.batch import Batch
 from stages.engines.embedded.build import build_embedded
 from stages.engines.embedded.migration.load import MigrationRequest
@@ -21,6 +20,7 @@ from stages.engines.embedded.migration.migrating_engine import MigratingEngine
 from stages.engines.embedded.migration.protocol import MigratedRow, key_of
 from stages.engines.protocol import Completion, Request
 from stages.models.hf_config import RANDOM_TINY
+from stages.models.sampling import SamplingConfig
 from tests.support.engine_settings import embedded
 
 CPU = torch.device("cpu")

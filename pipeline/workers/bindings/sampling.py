@@ -15,9 +15,9 @@ from pipeline.workers.bindings.binding import Output
 from pipeline.workers.messages import Call
 from pipeline.workers.parts import WorkerParts, required
 from pipeline.workers.weight_transfer import Fetched
-from stages.engines.config import SamplingConfig
 from stages.engines.embedded.migration.protocol import RowsLost
 from stages.generate import generate
+from stages.models.sampling import SamplingConfig
 from stages.prompts import EVALUATION_STEP, held_out_prompts, training_prompts
 from storage.records import PromptBatch
 

@@ -10,11 +10,12 @@ import numpy as np
 import pytest
 import torch
 
-from stages.engines.config import EngineConfig, SamplingConfig
+from stages.engines.config import EngineConfig
 from stages.engines.embedded.build import build_embedded
 from stages.engines.protocol import Completion, EngineStats, Request
 from stages.generate import generate
 from stages.models.hf_config import RANDOM_TINY
+from stages.models.sampling import SamplingConfig
 from storage.records import FinishReason, PromptBatch
 
 PROMPTS = PromptBatch(

@@ -11,13 +11,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-from stages.engines.config import SamplingConfig
 from stages.models.config import LayoutConfig, ModelConfig
 from stages.models.forward import cut_micro_batches, hidden_states
 from stages.models.hf_config import read_config
 from stages.models.hf_files import read_weights
 from stages.models.host import MegatronHost
 from stages.models.protocol import Rank, Role
+from stages.models.sampling import SamplingConfig
 from stages.models.trunk import Trunk
 from stages.ppo.config import PPOConfig
 from storage.records import Rollout

@@ -13,7 +13,6 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, LlamaModel
 
-from stages.engines.config import SamplingConfig
 from stages.models.config import LayoutConfig, ModelConfig, OptimizerConfig
 from stages.models.errors import StateError
 from stages.models.gather import stage_tensors
@@ -21,6 +20,7 @@ from stages.models.hf_config import read_config
 from stages.models.hf_files import read_weights
 from stages.models.host import MegatronHost
 from stages.models.protocol import CriticBatch, PolicyBatch, Rank, Role
+from stages.models.sampling import SamplingConfig
 from stages.models.trainer import learning_rate
 from stages.ppo.config import KLConfig, PPOConfig
 from stages.ppo.micro_batches import minibatches

@@ -8,13 +8,13 @@ import threading
 import numpy as np
 import pytest
 
-from stages.engines.config import SamplingConfig
 from stages.engines.embedded.batch import Draws, keep, lay_out
 from stages.engines.embedded.draft_tree import NO_GUESSES, DraftTree, chain
 from stages.engines.embedded.drafts.guesses import Guesses, joined
 from stages.engines.embedded.rows import GenerateCall, Row
 from stages.engines.embedded.scheduler import Chunk
 from stages.engines.protocol import Request
+from stages.models.sampling import SamplingConfig
 
 FILM = DraftTree((10, 11, 12, 13, 14), (-1, 0, 1, 0, -1))
 """The one drawn in trees.py: film is a, was, movie."""

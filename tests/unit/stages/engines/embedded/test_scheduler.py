@@ -7,13 +7,13 @@ import threading
 
 import pytest
 
-from stages.engines.config import SamplingConfig
 from stages.engines.embedded.cache import BlockPool
 from stages.engines.embedded.draft_tree import chain
 from stages.engines.embedded.kernels.paging import NO_BLOCK
 from stages.engines.embedded.rows import GenerateCall, Row
 from stages.engines.embedded.scheduler import BATCH_PROMPT_TOKENS, Chunk, Scheduler
 from stages.engines.protocol import Request
+from stages.models.sampling import SamplingConfig
 
 
 def make_row(number: int, prompt: tuple[int, ...], new: int = 100) -> Row:

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from stages.engines.config import SamplingConfig, SpeculationConfig
+from stages.engines.config import SpeculationConfig
 from stages.engines.embedded.draft_tree import NO_GUESSES, DraftTree, chain
 from stages.engines.embedded.drafts.costs import DraftingCosts, PassCosts, choose_depth, choose_guesses, expected_speed
 from stages.engines.embedded.drafts.drafters import Draft, Drafter, NgramDrafter
@@ -20,6 +20,7 @@ from stages.engines.embedded.drafts.speculation import Speculation, check_specul
 from stages.engines.embedded.rows import GenerateCall, Row
 from stages.engines.embedded.scheduler import Chunk
 from stages.engines.protocol import Request
+from stages.models.sampling import SamplingConfig
 
 FLAT = {1: 1.0, 64: 1.0}
 """A pass costs the same whatever its size: memory-bound."""

@@ -14,11 +14,12 @@ import numpy as np
 import pytest
 import torch
 
-from stages.engines.config import SamplingConfig, SpeculationConfig
+from stages.engines.config import SpeculationConfig
 from stages.engines.embedded.migration.load import EngineLoad, MigrationRequest
 from stages.engines.embedded.migration.migrating_engine import MigratingEngine
 from stages.engines.embedded.migration.protocol import MigratableRows, MigratedRow, RowsLost, key_of
 from stages.engines.protocol import RequestError
+from stages.models.sampling import SamplingConfig
 from tests.support.migrating_engines import (
     KERNELS,
     Gate,

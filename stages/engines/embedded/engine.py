@@ -50,7 +50,8 @@ from stages.engines.requests import check_request
 
 
 class EmbeddedEngine:
-    """Owns a runner, the rows and the engine thread; implements `GenerationEngine`."""
+    """Owns a runner, the rows and the engine thread; implements `GenerationEngine`. `kernels` and `cache_shape` are the
+    runner's; `slots`: rows that run together at most."""
 
     def __init__(
         self,
@@ -88,6 +89,7 @@ class EmbeddedEngine:
     # ---- the loop, in the engine thread ----
 
     def _loop(self) -> None:
+        """Until the engine stops. While it has no rows, drafts learn."""
         until_lesson_s: float | None = None
         while True:
             with self.lock:

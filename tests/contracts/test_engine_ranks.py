@@ -14,15 +14,6 @@ import numpy as np
 import psutil
 import pytest
 import torch
-from engine_contract import (
-    MAX_SEQ,
-    EngineContract,
-    assert_same_tokens,
-    by_row,
-    make_requests,
-    random_llama,
-    trained_tensors,
-)
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from stages.engines.config import EngineConfig, SamplingConfig, SpeculationConfig
@@ -30,8 +21,17 @@ from stages.engines.embedded.engine import EmbeddedEngine
 from stages.engines.embedded.migration.load import MigrationRequest
 from stages.engines.embedded.migration.protocol import key_of
 from stages.engines.embedded.ranks.processes import RankLost
-from stages.engines.protocol import Completion, GenerationEngine, Request, WeightsError
+from stages.engines.protocol import GenerationEngine, Request, WeightsError
 from stages.models.hf_files import RANDOM_TINY
+from tests.contracts.engine_contract import (
+    MAX_SEQ,
+    EngineContract,
+    assert_same_tokens,
+    make_requests,
+    random_llama,
+    trained_tensors,
+)
+from tests.support.engines import assert_same_bits, by_row
 
 pytestmark = pytest.mark.processes
 CPU = torch.device("cpu")
@@ -49,15 +49,8 @@ def make_engine(path: Path | str, slots: int = 4, **config: object) -> EmbeddedE
     return EmbeddedEngine(str(path), EngineConfig(slots=slots, **config), max_seq=MAX_SEQ, threads=1, device=CPU)
 
 
-def assert_same_bits(got: dict[int, Completion], expected: dict[int, Completion]) -> None:
-    assert got.keys() == expected.keys()
-    for row, completion in got.items():
-        np.testing.assert_array_equal(completion.tokens, expected[row].tokens)
-        np.testing.assert_array_equal(completion.logprobs, expected[row].logprobs)
-
-
 class OnRanks(EngineContract):
-    """One engine serves all tests that take the fixture: starting processes costs seconds."""
+    """One engine serves all tests that take a fixture: starting processes costs seconds."""
 
     tied: bool
     config: dict[str, int]
@@ -74,11 +67,24 @@ class OnRanks(EngineContract):
         with closing(self.make(path)) as engine:
             yield engine
 
+    @pytest.fixture(scope="class")
+    def shared_one_slot(self, path: Path) -> Iterator[GenerationEngine]:
+        with closing(self.make(path, slots=1)) as engine:
+            yield engine
+
     @pytest.fixture
     def engine(self, shared: GenerationEngine, model: LlamaForCausalLM) -> GenerationEngine:
-        shared.load_weights(0, trained_tensors(model))
-        shared.stats()
-        return shared
+        return as_new(shared, model)
+
+    @pytest.fixture
+    def one_slot(self, shared_one_slot: GenerationEngine, model: LlamaForCausalLM) -> GenerationEngine:
+        return as_new(shared_one_slot, model)
+
+
+def as_new(engine: GenerationEngine, model: LlamaForCausalLM) -> GenerationEngine:
+    engine.load_weights(0, trained_tensors(model))
+    engine.stats()
+    return engine
 
 
 class TestTensorParallel(OnRanks):

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from pipeline.config.schema import GangConfig, RunConfig
+from tests.support.paths import ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md"), ROOT / "slurm/README.md"])
 PATHS = re.compile(
     r"`((?:pipeline|stages|storage|conf|tests|benchmarks|requirements)/[\w./-]*\w)`"  # a file or folder in code quotes

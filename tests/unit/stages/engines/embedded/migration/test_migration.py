@@ -6,9 +6,8 @@ No clock and no luck: an engine's speed is steered by a `Gate`, which lets it ru
 from __future__ import annotations
 
 import dataclasses
-import shutil
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -16,6 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from stages.engines.config import EngineConfig, SamplingConfig, SpeculationConfig
 from stages.engines.embedded.batch import Pass
@@ -25,13 +25,12 @@ from stages.engines.embedded.migration.load import EngineLoad, MigrationRequest
 from stages.engines.embedded.migration.protocol import MigratableRows, MigratedRow, RowsLost, key_of
 from stages.engines.protocol import Completion, Request, RequestError
 from stages.models.hf_files import RANDOM_TINY
+from tests.support.engines import assert_same_bits, by_row
+from tests.support.processors import KERNELS
+from tests.support.waiting import until
 
 CPU = torch.device("cpu")
 MAX_SEQ = 128
-KERNELS = [
-    "torch",
-    pytest.param("native", marks=pytest.mark.skipif(shutil.which("cc") is None, reason="there is no C compiler")),
-]
 
 
 class Gate:
@@ -80,19 +79,6 @@ def requests(num: int = 5, new: int = 40, version: int = 0) -> list[Request]:
     return [Request(i, 1, 2, prompt, version, sampling) for i, prompt in enumerate(prompts)]
 
 
-def by_row(completions: Iterator[Completion]) -> dict[int, Completion]:
-    return {c.row: c for c in completions}
-
-
-def assert_same_bits(got: Mapping[int, Completion], expected: Mapping[int, Completion]) -> None:
-    assert got.keys() == expected.keys()
-    for row, completion in got.items():
-        np.testing.assert_array_equal(completion.tokens, expected[row].tokens)
-        np.testing.assert_array_equal(completion.logprobs, expected[row].logprobs)
-        np.testing.assert_array_equal(completion.versions, expected[row].versions)
-        assert completion.finish_reason is expected[row].finish_reason
-
-
 def at_home(rows: list[Request], kernels: str = "auto") -> dict[int, Completion]:
     with closing(build(kernels=kernels)) as engine:
         return by_row(engine.generate(rows))
@@ -124,15 +110,6 @@ def give(engine: EmbeddedEngine, gate: Gate, rows: list[Request], with_cache: bo
         until(lambda: engine._pausing > 0)
         gate.open()
         return giving.result(timeout=60)
-
-
-def until(happened: Callable[[], bool]) -> None:
-    deadline = threading.Event()
-    for _ in range(6000):
-        if happened():
-            return
-        deadline.wait(0.01)
-    raise AssertionError("did not happen")
 
 
 def carry(source: EmbeddedEngine, target: EmbeddedEngine, moved: list[MigratedRow]) -> None:
@@ -495,14 +472,26 @@ def test_copied_keys_and_values_are_where_they_belong() -> None:
     assert not any(part[[0, 1, 4, 5]].any() for layer in there.layers for part in layer)
 
 
-def test_smollm2_rows_move(tmp_path: Path) -> None:
-    """A real model's shape of cache (30 layers, 3 key/value heads of 64)."""
-    model = Path(__file__).parents[6] / "assets" / "smollm2-135m-instruct"
-    if not model.is_dir():
-        pytest.skip("the demo's model is not there (make assets)")
+def test_rows_of_a_deep_model_move(tmp_path: Path) -> None:
+    """A cache of the demo model's shape (30 layers, 3 key/value heads of 64), in a model that is small otherwise."""
+    config = LlamaConfig(
+        vocab_size=96,
+        hidden_size=36,
+        intermediate_size=32,
+        num_hidden_layers=30,
+        num_attention_heads=9,
+        num_key_value_heads=3,
+        head_dim=64,
+        max_position_embeddings=MAX_SEQ,
+        initializer_range=0.3,
+        eos_token_id=2,
+    )
+    LlamaForCausalLM(config).save_pretrained(tmp_path)
     rows = requests(2, new=8)
-    with engines(2, path=str(model), kv_budget_mb=64) as (source, target):
+    with engines(2, path=str(tmp_path), kv_budget_mb=64) as (source, target):
         expected = by_row(source.generate(rows))
         results, gate = pause_after(source, 3, rows)
-        carry(source, target, give(source, gate, rows))
+        moved = give(source, gate, rows)
+        assert [one.cache.shape[:3] for one in moved if one.cache is not None] == [(30, 2, 3)] * 2
+        carry(source, target, moved)
         assert_same_bits(by_row(results), expected)

@@ -6,6 +6,7 @@ That imports run one way is for the contracts in pyproject.toml, which `make lin
 from __future__ import annotations
 
 import ast
+import functools
 import json
 import subprocess
 import sys
@@ -57,11 +58,14 @@ def imported(tree: ast.AST) -> Iterator[str]:
                 yield first.value.partition(".")[0]
 
 
+@functools.cache
+def imported_by(path: Path) -> frozenset[str]:
+    return frozenset(imported(ast.parse(path.read_text("utf8"))))
+
+
 def importers(library: str) -> set[str]:
     """Files of the three packages, relative to the root, that import a library."""
-    return {
-        path.relative_to(ROOT).as_posix() for path in FILES if library in imported(ast.parse(path.read_text("utf8")))
-    }
+    return {path.relative_to(ROOT).as_posix() for path in FILES if library in imported_by(path)}
 
 
 def modules_after(code: str) -> set[str]:

@@ -3,31 +3,22 @@ plain engine's tests run without them."""
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from pathlib import Path
 
 import numpy as np
-import pytest
 import torch
-from engine_contract import (
-    MAX_SEQ,
-    by_row,
-    oracle_logprobs,
-    random_llama,
-    trained_tensors,
-)
 
 from stages.engines.embedded.build import build_embedded
 from stages.engines.embedded.sampling.noise import gumbel, noise_keys
-from stages.engines.protocol import Completion, GenerationEngine, Request
+from stages.engines.protocol import GenerationEngine, Request
 from stages.models.sampling import SamplingConfig
+from tests.contracts.engine_contract import MAX_SEQ, oracle_logprobs, random_llama, trained_tensors
 from tests.support.engine_settings import embedded
+from tests.support.engines import by_row
 
 CPU = torch.device("cpu")
-needs_compiler = pytest.mark.skipif(shutil.which("cc") is None, reason="there is no C compiler")
-KERNELS = ["torch", pytest.param("native", marks=needs_compiler)]
 
 
 def make_engine(
@@ -36,13 +27,6 @@ def make_engine(
     """An engine for MAX_SEQ tokens on the CPU; `config` as in `embedded`."""
     settings = embedded(slots, **config)
     return build_embedded(str(path), settings, max_seq=MAX_SEQ, threads=threads, device=CPU, drafters=drafters)
-
-
-def assert_same_bits(got: dict[int, Completion], expected: dict[int, Completion]) -> None:
-    assert got.keys() == expected.keys()
-    for row, completion in got.items():
-        np.testing.assert_array_equal(completion.tokens, expected[row].tokens)
-        np.testing.assert_array_equal(completion.logprobs, expected[row].logprobs)
 
 
 def check_update_in_flight(

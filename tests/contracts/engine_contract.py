@@ -20,6 +20,7 @@ from stages.engines.embedded.sampling.noise import gumbel, noise_keys
 from stages.engines.protocol import Completion, GenerationEngine, Request, RequestError, WeightsError
 from stages.models.sampling import SamplingConfig
 from storage.records import FinishReason
+from tests.support.engines import by_row
 
 VOCAB, EOS, MAX_SEQ = 96, 2, 64
 
@@ -63,10 +64,6 @@ def make_requests(num: int, version: int = 0, **sampling: object) -> list[Reques
     return [Request(row, 11, 3, prompt, version, settings) for row, prompt in enumerate(prompts)]
 
 
-def by_row(completions: Iterator[Completion]) -> dict[int, Completion]:
-    return {c.row: c for c in completions}
-
-
 def oracle_logprobs(model: LlamaForCausalLM, request: Request, tokens: np.ndarray) -> torch.Tensor:
     """float64 log-probs [new, vocab] of the distribution each token should have been drawn from."""
     with torch.no_grad():
@@ -103,6 +100,11 @@ class EngineContract:
     @pytest.fixture
     def engine(self, path: Path) -> Iterator[GenerationEngine]:
         with closing(self.make(path)) as engine:
+            yield engine
+
+    @pytest.fixture
+    def one_slot(self, path: Path) -> Iterator[GenerationEngine]:
+        with closing(self.make(path, slots=1)) as engine:
             yield engine
 
     def test_greedy_equals_transformers(self, engine: GenerationEngine, model: LlamaForCausalLM) -> None:
@@ -209,33 +211,33 @@ class EngineContract:
         assert engine.version == 0
         assert_same_tokens(by_row(engine.generate(make_requests(4))), before)
 
-    def test_load_waits_for_rows_in_flight(self, path: Path, model: LlamaForCausalLM) -> None:
+    def test_load_waits_for_rows_in_flight(self, one_slot: GenerationEngine, model: LlamaForCausalLM) -> None:
         """One slot and 6 rows: when the first is out, five are queued or in flight. They finish under version 0, and a
         call that arrives while `load_weights` waits is served by version 1."""
         other = trained_tensors(random_llama(1, model.config.tie_word_embeddings))
         requests = make_requests(6, min_new_tokens=16)
-        with closing(self.make(path, slots=1)) as engine, ThreadPoolExecutor(1) as thread:
+        engine = one_slot
+        with ThreadPoolExecutor(1) as thread:
             expected = by_row(engine.generate(requests))
             running = engine.generate(requests)
             first = next(running)
             loading = thread.submit(engine.load_weights, 1, other)
             rest = by_row(running)
             loading.result()
-            assert engine.version == 1
-            assert_same_tokens(rest | {first.row: first}, expected)
-            assert all(set(c.versions.tolist()) == {0} for c in rest.values())
-            after = by_row(engine.generate(make_requests(6, version=1)))
-            assert all(set(c.versions.tolist()) == {1} for c in after.values())
+        assert engine.version == 1
+        assert_same_tokens(rest | {first.row: first}, expected)
+        assert all(set(c.versions.tolist()) == {0} for c in rest.values())
+        after = by_row(engine.generate(make_requests(6, version=1)))
+        assert all(set(c.versions.tolist()) == {1} for c in after.values())
 
-    def test_load_returns_only_after_the_rows_in_flight(self, path: Path, model: LlamaForCausalLM) -> None:
-        requests = make_requests(6, min_new_tokens=16)
-        with closing(self.make(path, slots=1)) as engine:
-            engine.stats()
-            running = engine.generate(requests)
-            next(running)
-            engine.load_weights(1, trained_tensors(model))
-            assert engine.stats().rows == 6
-            assert len(by_row(running)) == 5
+    def test_load_returns_only_after_the_rows_in_flight(
+        self, one_slot: GenerationEngine, model: LlamaForCausalLM
+    ) -> None:
+        running = one_slot.generate(make_requests(6, min_new_tokens=16))
+        next(running)
+        one_slot.load_weights(1, trained_tensors(model))
+        assert one_slot.stats().rows == 6
+        assert len(by_row(running)) == 5
 
     def test_end_of_sequence_and_length(self, engine: GenerationEngine) -> None:
         def finish(allowed: set[int], min_new_tokens: int) -> Completion:

@@ -10,14 +10,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from embedded_engines import CPU, KERNELS, assert_same_bits, check_update_in_flight, make_engine, needs_compiler
-from engine_contract import (
-    EngineContract,
-    by_row,
-    make_requests,
-    oracle_logprobs,
-    random_llama,
-)
 from transformers import AutoModelForCausalLM
 
 from stages.engines.config import EngineConfig
@@ -28,6 +20,10 @@ from stages.engines.protocol import GenerationEngine, Request, RequestError, Wei
 from stages.models.hf_config import RANDOM_TINY
 from stages.models.hf_files import read_tokenizer
 from stages.models.sampling import SamplingConfig
+from tests.contracts.embedded_engines import CPU, check_update_in_flight, make_engine
+from tests.contracts.engine_contract import EngineContract, make_requests, oracle_logprobs, random_llama
+from tests.support.engines import assert_same_bits, by_row
+from tests.support.processors import KERNELS, needs_compiler
 
 SMOLLM2 = Path(__file__).parents[2] / "assets" / "smollm2-135m-instruct"
 
@@ -253,7 +249,6 @@ def test_a_failed_engine_notifies_its_callers() -> None:
 
 
 @pytest.mark.smollm2
-@pytest.mark.skipif(not SMOLLM2.is_dir(), reason="the demo's model is not there (make assets)")
 def test_smollm2_greedy_equals_transformers() -> None:
     tokenizer = read_tokenizer(str(SMOLLM2))
     prompts = [tokenizer.encode("The capital of France is"), tokenizer.encode("I watched this film and")]

@@ -10,13 +10,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from embedded_engines import CPU, KERNELS, assert_same_bits, check_update_in_flight, make_engine
-from engine_contract import (
-    by_row,
-    make_requests,
-    oracle_logprobs,
-    random_llama,
-)
 
 from stages.engines.config import SpeculationConfig
 from stages.engines.embedded.draft_tree import DraftTree, chain
@@ -29,6 +22,10 @@ from stages.engines.embedded.rows import Row
 from stages.engines.protocol import Completion, Request
 from stages.models.hf_config import RANDOM_TINY
 from stages.models.sampling import SamplingConfig
+from tests.contracts.embedded_engines import CPU, check_update_in_flight, make_engine
+from tests.contracts.engine_contract import make_requests, oracle_logprobs, random_llama
+from tests.support.engines import assert_same_bits, by_row
+from tests.support.processors import KERNELS
 
 SUPPRESSED = 9
 

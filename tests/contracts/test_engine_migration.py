@@ -7,8 +7,6 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
-from embedded_engines import CPU, assert_same_bits, needs_compiler
-from engine_contract import MAX_SEQ, EngineContract, assert_same_tokens, by_row
 
 from stages.engines.build import build_engine
 from stages.engines.embedded.build import build_embedded
@@ -18,7 +16,11 @@ from stages.engines.embedded.migration.protocol import MigratableRows, key_of
 from stages.engines.protocol import GenerationEngine, Request
 from stages.models.hf_config import RANDOM_TINY
 from stages.models.sampling import SamplingConfig
+from tests.contracts.embedded_engines import CPU
+from tests.contracts.engine_contract import MAX_SEQ, EngineContract, assert_same_tokens
 from tests.support.engine_settings import embedded
+from tests.support.engines import assert_same_bits, by_row
+from tests.support.processors import needs_compiler
 
 
 @needs_compiler

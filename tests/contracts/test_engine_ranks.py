@@ -15,16 +15,6 @@ import numpy as np
 import psutil
 import pytest
 import torch
-from embedded_engines import CPU, assert_same_bits, make_engine
-from engine_contract import (
-    MAX_SEQ,
-    EngineContract,
-    assert_same_tokens,
-    by_row,
-    make_requests,
-    random_llama,
-    trained_tensors,
-)
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from stages.engines.config import EngineConfig, SpeculationConfig
@@ -34,6 +24,16 @@ from stages.engines.embedded.ranks.processes import RankLost
 from stages.engines.protocol import GenerationEngine, Request, WeightsError
 from stages.models.hf_config import RANDOM_TINY
 from stages.models.sampling import SamplingConfig
+from tests.contracts.embedded_engines import CPU, make_engine
+from tests.contracts.engine_contract import (
+    MAX_SEQ,
+    EngineContract,
+    assert_same_tokens,
+    make_requests,
+    random_llama,
+    trained_tensors,
+)
+from tests.support.engines import assert_same_bits, by_row
 
 pytestmark = pytest.mark.processes
 
@@ -47,7 +47,7 @@ def _passive_waiting() -> Iterator[None]:
 
 
 class OnRanks(EngineContract):
-    """One engine serves all tests that take the fixture: starting processes costs seconds."""
+    """One engine serves all tests that take a fixture: starting processes costs seconds."""
 
     tied: bool
     config: dict[str, int]
@@ -64,11 +64,24 @@ class OnRanks(EngineContract):
         with closing(self.make(path)) as engine:
             yield engine
 
+    @pytest.fixture(scope="class")
+    def shared_one_slot(self, path: Path) -> Iterator[GenerationEngine]:
+        with closing(self.make(path, slots=1)) as engine:
+            yield engine
+
     @pytest.fixture
     def engine(self, shared: GenerationEngine, model: LlamaForCausalLM) -> GenerationEngine:
-        shared.load_weights(0, trained_tensors(model))
-        shared.stats()
-        return shared
+        return as_new(shared, model)
+
+    @pytest.fixture
+    def one_slot(self, shared_one_slot: GenerationEngine, model: LlamaForCausalLM) -> GenerationEngine:
+        return as_new(shared_one_slot, model)
+
+
+def as_new(engine: GenerationEngine, model: LlamaForCausalLM) -> GenerationEngine:
+    engine.load_weights(0, trained_tensors(model))
+    engine.stats()
+    return engine
 
 
 class TestTensorParallel(OnRanks):

@@ -20,9 +20,9 @@ from stages.engines.embedded.sampling.noise import gumbel, noise_keys
 from stages.engines.protocol import Request
 from stages.models.hf_config import RANDOM_TINY
 from stages.models.sampling import SamplingConfig
+from tests.support.paths import TINY, TINY_PROMPTS
 
 pytestmark = pytest.mark.gpu
-ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_noise_is_the_same_on_both_devices() -> None:
@@ -52,11 +52,11 @@ def test_the_engine_samples_the_same_tokens_as_on_the_cpu() -> None:
 @pytest.mark.parametrize("staleness", [0, 2])
 def test_a_whole_run_on_the_device(tmp_path: Path, staleness: int) -> None:
     config = load_config(
-        [ROOT / "conf/run/tiny.yaml"],
+        [TINY],
         [
             f"runs_dir={tmp_path}",
             f"staleness={staleness}",
-            f"prompts.url={ROOT / 'conf/data/tiny_prompts.jsonl'}",
+            f"prompts.url={TINY_PROMPTS}",
             "tracking.uri=null",
             "cluster.dashboard=null",
         ],

@@ -19,13 +19,13 @@ from stages.engines.protocol import Completion, GenerationEngine
 from tests.contracts.engine_contract import (
     MAX_SEQ,
     EngineContract,
-    by_row,
     make_requests,
     oracle_logprobs,
     random_llama,
     trained_tensors,
 )
 from tests.support.engine_settings import embedded
+from tests.support.engines import assert_same_bits, by_row
 
 pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda")
@@ -84,9 +84,7 @@ def generate(path: Path, num: int = 12, **config: object) -> dict[int, Completio
 def test_graphs_change_no_bit(path: Path, dtype: str) -> None:
     """Passes are padded to the same sizes either way, so the products take the same algorithms."""
     replayed, eager = (generate(path, kernels="triton", dtype=dtype, cuda_graphs=graphs) for graphs in (True, False))
-    for row, completion in eager.items():
-        np.testing.assert_array_equal(replayed[row].tokens, completion.tokens)
-        np.testing.assert_array_equal(replayed[row].logprobs, completion.logprobs)
+    assert_same_bits(replayed, eager)
 
 
 @needs_triton

@@ -3,14 +3,11 @@ luck."""
 
 from __future__ import annotations
 
-import shutil
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 
-import numpy as np
-import pytest
 import torch
 
 from stages.engines.embedded.batch import Batch
@@ -22,13 +19,11 @@ from stages.engines.protocol import Completion, Request
 from stages.models.hf_config import RANDOM_TINY
 from stages.models.sampling import SamplingConfig
 from tests.support.engine_settings import embedded
+from tests.support.engines import by_row
+from tests.support.waiting import until
 
 CPU = torch.device("cpu")
 MAX_SEQ = 128
-KERNELS = [
-    "torch",
-    pytest.param("native", marks=pytest.mark.skipif(shutil.which("cc") is None, reason="there is no C compiler")),
-]
 
 
 class Gate:
@@ -77,19 +72,6 @@ def requests(num: int = 5, new: int = 40, version: int = 0) -> list[Request]:
     return [Request(i, 1, 2, prompt, version, sampling) for i, prompt in enumerate(prompts)]
 
 
-def by_row(completions: Iterator[Completion]) -> dict[int, Completion]:
-    return {c.row: c for c in completions}
-
-
-def assert_same_bits(got: Mapping[int, Completion], expected: Mapping[int, Completion]) -> None:
-    assert got.keys() == expected.keys()
-    for row, completion in got.items():
-        np.testing.assert_array_equal(completion.tokens, expected[row].tokens)
-        np.testing.assert_array_equal(completion.logprobs, expected[row].logprobs)
-        np.testing.assert_array_equal(completion.versions, expected[row].versions)
-        assert completion.finish_reason is expected[row].finish_reason
-
-
 def at_home(rows: list[Request], kernels: str = "auto") -> dict[int, Completion]:
     with closing(build(kernels=kernels)) as engine:
         return by_row(engine.generate(rows))
@@ -121,15 +103,6 @@ def give(engine: MigratingEngine, gate: Gate, rows: list[Request], with_cache: b
         until(lambda: engine._engine._admission.num_pausing > 0)
         gate.open()
         return giving.result(timeout=60)
-
-
-def until(happened: Callable[[], bool]) -> None:
-    deadline = threading.Event()
-    for _ in range(6000):
-        if happened():
-            return
-        deadline.wait(0.01)
-    raise AssertionError("did not happen")
 
 
 def carry(source: MigratingEngine, target: MigratingEngine, migrated: list[MigratedRow]) -> None:

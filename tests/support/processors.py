@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import functools
 import os
 import platform
@@ -26,16 +27,26 @@ exec {compiler} "$@"
 """
 
 
+needs_compiler = pytest.mark.skipif(shutil.which("cc") is None, reason="there is no C compiler")
+KERNELS = ("torch", pytest.param("native", marks=needs_compiler))
+"""What an engine on this CPU can be told to use."""
+
+
 @functools.cache
-def kernels_for(march: str, folder: Path) -> NativeKernels:
-    """Compiled for one of `NEEDED`, into `folder`; skips the test where this machine cannot do that."""
+def kernels_for(march: str) -> NativeKernels:
+    """Compiled for one of `NEEDED`; skips the test where this machine cannot do that. They are kept in the user's cache
+    folder, as this machine's own are: seconds each, and two processes of tests want them at once."""
     compiler, cpuinfo = shutil.which(os.environ.get("CC", "cc")), Path("/proc/cpuinfo")
     if compiler is None or platform.machine() != "x86_64" or not cpuinfo.is_file():
         pytest.skip("needs a C compiler (cc, or what $CC names) and an x86-64 CPU under Linux")
     if NEEDED[march] not in cpuinfo.read_text("utf8").split():
         pytest.skip(f"needs a CPU of {march}: with {NEEDED[march]}")
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "stageline/processors"
+    folder.mkdir(parents=True, exist_ok=True)
     wrapper = folder / f"cc-{march}"
-    wrapper.write_text(_COMPILER.format(march=march, compiler=compiler), "utf8")
-    wrapper.chmod(0o755)
-    with mock.patch.dict(os.environ, {"CC": str(wrapper), "XDG_CACHE_HOME": str(folder)}):
-        return load_native_kernels()
+    with (folder / f"{march}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        wrapper.write_text(_COMPILER.format(march=march, compiler=compiler), "utf8")
+        wrapper.chmod(0o755)
+        with mock.patch.dict(os.environ, {"CC": str(wrapper), "XDG_CACHE_HOME": str(folder)}):
+            return load_native_kernels()

@@ -9,8 +9,8 @@ import pytest
 from pipeline.config.loading import load_config, load_yaml, to_yaml
 from pipeline.config.preflight import preflight
 from pipeline.graph.graph import run_nodes
+from tests.support.paths import ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
 RUNS = sorted((ROOT / "conf/run").glob("*.yaml"))
 
 

@@ -11,8 +11,8 @@ import pytest
 
 from pipeline.config.placement import GangConfig
 from pipeline.config.run import RunConfig
+from tests.support.paths import ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md"), ROOT / "slurm/README.md"])
 PATHS = re.compile(
     r"`((?:pipeline|stages|storage|conf|tests|benchmarks|requirements)/[\w./-]*\w)`"  # a file or folder in code quotes

@@ -13,6 +13,7 @@ from mlflow.tracing.client import TracingClient
 from mlflow.tracking import MlflowClient
 
 from pipeline.observe.tracking import WRITER_ENV, MlflowTracker, NullTracker, Span, deliver, how_to_open, read_spool
+from tests.support.paths import ROOT
 
 T0 = 1_700_000_000.0
 
@@ -135,9 +136,12 @@ def test_a_killed_drivers_run_is_marked_killed_and_a_torn_line_is_cut(tmp_path: 
 
 def test_the_driver_never_imports_mlflow() -> None:
     code = "import sys, pipeline.observe.tracking; print('mlflow' in sys.modules)"
-    root = str(Path(__file__).parents[4])
     done = subprocess.run(
-        [sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": root}, capture_output=True, text=True, check=True
+        [sys.executable, "-c", code],
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=True,
     )
     assert done.stdout.strip() == "False"
 

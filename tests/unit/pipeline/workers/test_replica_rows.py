@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
@@ -23,6 +23,7 @@ from stages.models.hf_config import RANDOM_TINY
 from stages.models.sampling import SamplingConfig
 from storage.address import Address
 from storage.weights import WeightBoard
+from tests.support.waiting import until
 
 pytestmark = pytest.mark.timeout(60)
 SHARD = Address("generate", 3, 1)
@@ -61,15 +62,6 @@ def run(engine: VersionedEngine, rows: list[Request], inside: threading.Event) -
         results = inner.generate(rows)
         inside.set()
         return {c.row: c for c in results}
-
-
-def until(happened: Callable[[], object]) -> None:
-    pause = threading.Event()
-    for _ in range(6000):
-        if happened():
-            return
-        pause.wait(0.01)
-    raise AssertionError("did not happen")
 
 
 def test_the_next_version_loads_while_all_rows_are_elsewhere(

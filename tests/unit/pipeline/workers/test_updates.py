@@ -4,6 +4,7 @@ updates make, bit for bit, and each update is committed once."""
 from __future__ import annotations
 
 import hashlib
+import shutil
 import threading
 import time
 from collections.abc import Mapping
@@ -102,6 +103,8 @@ class Run:
         self.ledger = Ledger(str(root / "ledger"))
         self.store = RolloutStore(str(root), self.ledger, Layouts(Layout(SHARDS, ROWS // SHARDS, SEQ)))
         self.checkpoints = Checkpoints(root / "checkpoints")
+
+    def write_inputs(self) -> None:
         for step in range(STEPS):
             rng = np.random.default_rng(step)
 
@@ -156,15 +159,24 @@ class Run:
         return found
 
 
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run's directory before its first update: written once, copied for each test."""
+    root = tmp_path_factory.mktemp("inputs")
+    Run(root).write_inputs()
+    return root
+
+
 @pytest.fixture
-def run(tmp_path: Path) -> Run:
+def run(inputs: Path, tmp_path: Path) -> Run:
+    shutil.copytree(inputs, tmp_path, dirs_exist_ok=True)
     return Run(tmp_path)
 
 
 @pytest.fixture(scope="module")
-def digests(tmp_path_factory: pytest.TempPathFactory) -> dict[Role, list[str]]:
+def digests(inputs: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[Role, list[str]]:
     """Digests of version 0, 1, 2, ... of an undisturbed run."""
-    run = Run(tmp_path_factory.mktemp("undisturbed"))
+    run = Run(shutil.copytree(inputs, tmp_path_factory.mktemp("undisturbed"), dirs_exist_ok=True))
     updates = run.process()
     found = {role: [updates.host.digest(role)] for role in (Role.POLICY, Role.CRITIC)}
     for step in range(STEPS):

@@ -21,8 +21,8 @@ from stages.models.sampling import SamplingConfig
 from stages.models.trunk import Trunk
 from stages.ppo.config import PPOConfig
 from storage.records import Rollout
+from tests.support.paths import SMOLLM2
 
-SMOLLM2 = Path(__file__).parents[4] / "assets" / "smollm2-135m-instruct"
 SEQ = 12
 
 
@@ -170,7 +170,6 @@ def test_the_trunk_computes_each_row_once_and_forgets_the_oldest(tmp_path: Path)
 
 
 @pytest.mark.smollm2
-@pytest.mark.skipif(not SMOLLM2.is_dir(), reason="assets/smollm2-135m-instruct is absent: make assets")
 def test_smollm2_on_real_text_equals_transformers(tmp_path: Path) -> None:
     text = "The gorgeously elaborate continuation of the trilogy is so huge that a column of words cannot describe it."
     tokens = AutoTokenizer.from_pretrained(SMOLLM2)(text).input_ids

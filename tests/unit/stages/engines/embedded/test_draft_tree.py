@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import queue
-import threading
-
 import numpy as np
 import pytest
 
 from stages.engines.embedded.batch import Draws, keep, lay_out
 from stages.engines.embedded.draft_tree import NO_GUESSES, DraftTree, chain
 from stages.engines.embedded.drafts.guesses import Guesses, joined
-from stages.engines.embedded.rows import GenerateCall, Row
+from stages.engines.embedded.rows import Row
 from stages.engines.embedded.scheduler import Chunk
 from stages.engines.protocol import Request
 from stages.models.sampling import SamplingConfig
+from tests.support.engines import row_of
 
 FILM = DraftTree((10, 11, 12, 13, 14), (-1, 0, 1, 0, -1))
 """The one drawn in trees.py: film is a, was, movie."""
@@ -22,7 +20,7 @@ FILM = DraftTree((10, 11, 12, 13, 14), (-1, 0, 1, 0, -1))
 
 def make_row(num_tokens: int, new: int = 30) -> Row:
     request = Request(4, 1, 2, tuple(range(20, 20 + num_tokens)), 0, SamplingConfig(new))
-    row = Row(request, GenerateCall(queue.SimpleQueue(), threading.Event()), frozenset())
+    row = row_of(request)
     row.blocks, row.num_cached = [3, 7], num_tokens  # fed, as the chunks below say
     return row
 

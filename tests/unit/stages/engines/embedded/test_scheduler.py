@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import queue
-import threading
-
 import pytest
 
 from stages.engines.embedded.cache import BlockPool
 from stages.engines.embedded.draft_tree import chain
 from stages.engines.embedded.kernels.paging import NO_BLOCK
-from stages.engines.embedded.rows import GenerateCall, Row
+from stages.engines.embedded.rows import Row
 from stages.engines.embedded.scheduler import BATCH_PROMPT_TOKENS, Chunk, Scheduler
 from stages.engines.protocol import Request
 from stages.models.sampling import SamplingConfig
+from tests.support.engines import row_of
 
 
 def make_row(number: int, prompt: tuple[int, ...], new: int = 100) -> Row:
-    request = Request(number, 1, 1, prompt, 0, SamplingConfig(new))
-    return Row(request, GenerateCall(queue.SimpleQueue(), threading.Event()), frozenset())
+    return row_of(Request(number, 1, 1, prompt, 0, SamplingConfig(new)))
 
 
 def make_scheduler(num_slots: int, num_blocks: int, rows: list[Row], depth: int = 1) -> Scheduler:

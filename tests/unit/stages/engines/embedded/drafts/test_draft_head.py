@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from typing import Any
 
 import numpy as np
@@ -14,6 +13,7 @@ from stages.engines.embedded.kernels.cpu.native import load_native_kernels
 from stages.engines.embedded.kernels.protocol import DraftingKernels, Guessed, HeadWeights, Kernels
 from stages.engines.embedded.kernels.reference import TorchKernels
 from stages.engines.embedded.sampling.noise import gumbel, noise_keys, token_words
+from tests.support.processors import KERNELS
 
 ROWS, DEPTH, BRANCHES, C, R = 5, 3, 3, 24, 40
 TEMPERATURES = [0.0, 1.0, 0.5, 0.0, 2.0]
@@ -87,10 +87,8 @@ def oracle(branches: int) -> Guessed:
     return found
 
 
-@pytest.fixture(params=["torch", "native"])
+@pytest.fixture(params=KERNELS)
 def kernels(request: pytest.FixtureRequest) -> Kernels:
-    if request.param == "native" and shutil.which("cc") is None:
-        pytest.skip("there is no C compiler")
     return load_native_kernels() if request.param == "native" else TorchKernels()
 
 

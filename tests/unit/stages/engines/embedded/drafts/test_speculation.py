@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import itertools
-import queue
 import random
-import threading
 from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
@@ -17,10 +15,11 @@ from stages.engines.embedded.draft_tree import NO_GUESSES, DraftTree, chain
 from stages.engines.embedded.drafts.costs import DraftingCosts, PassCosts, choose_depth, choose_guesses, expected_speed
 from stages.engines.embedded.drafts.drafters import Draft, Drafter, NgramDrafter
 from stages.engines.embedded.drafts.speculation import Speculation, check_speculation
-from stages.engines.embedded.rows import GenerateCall, Row
+from stages.engines.embedded.rows import Row
 from stages.engines.embedded.scheduler import Chunk
 from stages.engines.protocol import Request
 from stages.models.sampling import SamplingConfig
+from tests.support.engines import row_of
 
 FLAT = {1: 1.0, 64: 1.0}
 """A pass costs the same whatever its size: memory-bound."""
@@ -29,8 +28,7 @@ STEEP = {1: 1.0, 64: 64.0}
 
 
 def make_row(prompt: tuple[int, ...], response: tuple[int, ...] = (), new: int = 30) -> Row:
-    request = Request(0, 1, 1, prompt, 0, SamplingConfig(new))
-    row = Row(request, GenerateCall(queue.SimpleQueue(), threading.Event()), frozenset())
+    row = row_of(Request(0, 1, 1, prompt, 0, SamplingConfig(new)))
     for token in response:
         row.append(token, 0.0, 0)
     return row

@@ -2,29 +2,32 @@
 
 from __future__ import annotations
 
-import shutil
-
 import numpy as np
 import pytest
 import torch
 
 from stages.engines.embedded.draft_tree import DraftTree
 from stages.engines.embedded.kernels.cpu.native import NativeKernels, load_native_kernels
-from stages.engines.embedded.kernels.protocol import Angles, Tokens, TreePaths
+from stages.engines.embedded.kernels.protocol import Angles, Kernels, Tokens, TreePaths
 from stages.engines.embedded.kernels.reference import TorchKernels
 from stages.engines.embedded.sampling.noise import gumbel, noise_keys
-from tests.support.processors import NEEDED, kernels_for
+from tests.support.processors import NEEDED, kernels_for, needs_compiler
 
 DTYPES = [torch.float32, torch.bfloat16]
 
-pytestmark = pytest.mark.skipif(shutil.which("cc") is None, reason="there is no C compiler")
+pytestmark = needs_compiler
 
 
 @pytest.fixture(scope="module", params=["native", *NEEDED])
-def native(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> NativeKernels:
-    if request.param == "native":
-        return load_native_kernels()
-    return kernels_for(request.param, tmp_path_factory.getbasetemp())
+def native(request: pytest.FixtureRequest) -> NativeKernels:
+    return load_native_kernels() if request.param == "native" else kernels_for(request.param)
+
+
+@pytest.fixture(scope="module", params=["torch", "native", *NEEDED])
+def kernels(request: pytest.FixtureRequest) -> Kernels:
+    if request.param == "torch":
+        return TorchKernels()
+    return load_native_kernels() if request.param == "native" else kernels_for(request.param)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -83,16 +86,15 @@ def test_attend_equals_plain_torch(native: NativeKernels, dtype: torch.dtype, ca
     torch.testing.assert_close(values, values_too, atol=0, rtol=0)
 
 
-@pytest.mark.parametrize("heads", [(6, 2), (4, 4), (8, 1), (5, 1)])
-@pytest.mark.parametrize("dim", [8, 64, 80])
+@pytest.mark.parametrize(("num_heads", "kv_heads", "dim"), [(6, 2, 8), (4, 4, 64), (8, 1, 80), (5, 1, 80)])
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("kind", ["native", "torch"])
-def test_a_guess_reads_its_own_line(
-    native: NativeKernels, kind: str, dtype: torch.dtype, dim: int, heads: tuple[int, int]
+def test_a_guess_reads_its_own_path(
+    kernels: Kernels, dtype: torch.dtype, num_heads: int, kv_heads: int, dim: int
 ) -> None:
-    """A tree of guesses over the end of a block: each is read as if its line had been fed alone, bit for bit."""
-    kernels = native if kind == "native" else TorchKernels()
-    (num_heads, kv_heads), start = heads, 13
+    """A tree of guesses over the end of a block: each is read as if its path had been fed alone, bit for bit. 64
+    numbers of a head are taken at once: fewer, as many, more. Heads that share keys and values are read together, 4 or
+    6 at once: alone, some, and more than either."""
+    start = 13
     tree = DraftTree((0,) * 6, (-1, 0, 1, 0, -1, 3))
     generator = torch.Generator().manual_seed(0)
 

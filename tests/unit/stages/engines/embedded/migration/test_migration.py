@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from stages.engines.config import SpeculationConfig
 from stages.engines.embedded.migration.load import EngineLoad, MigrationRequest
@@ -20,20 +21,10 @@ from stages.engines.embedded.migration.migrating_engine import MigratingEngine
 from stages.engines.embedded.migration.protocol import MigratableRows, MigratedRow, RowsLost, key_of
 from stages.engines.protocol import RequestError
 from stages.models.sampling import SamplingConfig
-from tests.support.migrating_engines import (
-    KERNELS,
-    Gate,
-    assert_same_bits,
-    at_home,
-    build,
-    by_row,
-    carry,
-    engines,
-    give,
-    pause_after,
-    requests,
-    until,
-)
+from tests.support.engines import assert_same_bits, by_row
+from tests.support.migrating_engines import Gate, at_home, build, carry, engines, give, pause_after, requests
+from tests.support.processors import KERNELS
+from tests.support.waiting import until
 
 # ---- the same bits ------------------------------------------------------------------------------------------------
 
@@ -360,14 +351,26 @@ def test_the_first_pace_is_news_too() -> None:
         assert [(len(here.rows), here.pass_s > 0) for here in reports] == [(0, False), (3, False), (3, True), (0, True)]
 
 
-def test_smollm2_rows_move(tmp_path: Path) -> None:
-    """A real model's shape of cache (30 layers, 3 key/value heads of 64)."""
-    model = Path(__file__).parents[6] / "assets" / "smollm2-135m-instruct"
-    if not model.is_dir():
-        pytest.skip("the demo's model is not there (make assets)")
+def test_rows_of_a_deep_model_move(tmp_path: Path) -> None:
+    """A cache of the demo model's shape (30 layers, 3 key/value heads of 64), in a model that is small otherwise."""
+    config = LlamaConfig(
+        vocab_size=96,
+        hidden_size=36,
+        intermediate_size=32,
+        num_hidden_layers=30,
+        num_attention_heads=9,
+        num_key_value_heads=3,
+        head_dim=64,
+        max_position_embeddings=128,
+        initializer_range=0.3,
+        eos_token_id=2,
+    )
+    LlamaForCausalLM(config).save_pretrained(tmp_path)
     rows = requests(2, new=8)
-    with engines(2, path=str(model), kv_budget_mb=64) as (source, target):
+    with engines(2, path=str(tmp_path), kv_budget_mb=64) as (source, target):
         expected = by_row(source.generate(rows))
         results, gate = pause_after(source, 3, rows)
-        carry(source, target, give(source, gate, rows))
+        moved = give(source, gate, rows)
+        assert [one.cache.shape[:3] for one in moved if one.cache is not None] == [(30, 2, 3)] * 2
+        carry(source, target, moved)
         assert_same_bits(by_row(results), expected)

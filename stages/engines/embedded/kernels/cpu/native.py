@@ -70,7 +70,7 @@ class _Here(threading.local):
     def __init__(self) -> None:
         self.workspace = torch.empty(0, dtype=torch.uint8)
         self.passed: list[weakref.ref[object]] = []
-        """The blocks that the last pass went through, and their cache: not to be kept alive."""
+        """The blocks that the last forward pass went through, and their cache: not to be kept alive."""
         self.addresses: ctypes.Array[_Block] | None = None
         """Of those."""
 
@@ -191,7 +191,7 @@ class NativeKernels:
         _check_memory(failed, tokens)
 
     def _buffers(self, num: int, block: Block) -> _Buffers:
-        """For passes of `num` tokens through blocks of this size; taken back by the next call of the same thread."""
+        """For batches of `num` tokens through blocks of this size; taken back by the next call of the same thread."""
         qkv, out, gate_up, down = map(_native, (block.qkv, block.out, block.gate_up, block.down))
         size, projected = qkv.dtype.itemsize, max(qkv.out_features, gate_up.out_features)
         widths = (qkv.in_features * size, projected * 4, out.in_features * 4, out.in_features * size)

@@ -80,7 +80,9 @@ def advantage(
     found = {
         "kl/coef": kl_coef,
         **measure.reward_metrics(scores.scores, shaped_scores.numpy(), kl_per_response, kl_coef),
-        **measure.ref_kl_metrics(log_policy.numpy(), log_ref.numpy(), rollout.response_mask),
+        **measure.ref_kl_metrics(
+            log_policy.numpy(), rollout.sampler_logprobs, log_ref.numpy(), rollout.response_mask, cfg.correction_cap
+        ),
         **measure.staleness_metrics(rollout.token_versions, rollout.response_mask, step, staleness_bound),
         **measure.value_metrics(v.numpy(), returns.numpy(), loss_mask.numpy()),
         **measure.advantage_metrics(unwhitened.numpy(), loss_mask.numpy()),
@@ -88,6 +90,7 @@ def advantage(
         **_policy_metrics(rollout, policy, step),
     }
     next_state = {
+        # of the policy that is trained, not of the one that sampled
         "kl_coef": next_kl_coef(kl_coef, found.get("kl/ref", 0.0), rollout.num_rows, cfg.kl),
         "score_mean": running.mean,
         "score_count": running.count,

@@ -23,6 +23,22 @@ def kl_estimate(d: float, estimator: str) -> float:
     return {"k1": d, "k2": d * d / 2, "k3": math.exp(-d) - 1 + d}[estimator]
 
 
+def ref_kl(policy: Matrix, sampler: Matrix, ref: Matrix, mask: Masks, cap: float) -> tuple[float, float, float]:
+    """(KL(pi_prox || pi_ref), KL(mu || pi_ref), share of capped weights), the KLs in nats per response: tokens per
+    response times the weighted mean per token, w = min(pi_prox / mu, cap)."""
+    total_w = total_wd = total_sampler = 0.0
+    capped = 0
+    cells = sampled(mask)
+    for i, t in cells:
+        w = math.exp(policy[i][t] - sampler[i][t])
+        capped += w > cap
+        total_w += min(w, cap)
+        total_wd += min(w, cap) * (policy[i][t] - ref[i][t])
+        total_sampler += sampler[i][t] - ref[i][t]
+    tokens_per_response = len(cells) / len(mask)
+    return tokens_per_response * total_wd / total_w, total_sampler / len(mask), capped / len(cells)
+
+
 def token_rewards(
     scores: list[float], policy: Matrix, ref: Matrix, mask: Masks, kl_coef: float, estimator: str, where: str
 ) -> Matrix:

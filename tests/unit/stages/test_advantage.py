@@ -187,6 +187,29 @@ def test_adaptive_kl_passes_through_the_state_and_this_step_uses_the_old_coeffic
         np.testing.assert_allclose(got.rewards[first], state["kl_coef"] * shift, rtol=1e-5)
 
 
+def test_the_controller_takes_the_kl_of_the_policy_that_is_trained() -> None:
+    """Three outcomes of mu, two of which pi_prox has left: the plain mean of log pi_prox - log pi_ref is far below the
+    target, the KL of pi_prox is above it."""
+    rollout, scores, _, _, values = make_step()
+    on = rollout.response_mask
+    rare = on & (np.cumsum(on, axis=1) % 3 != 0)
+    mu = np.where(on, math.log(1 / 3), 0).astype(np.float32)
+    stale = dataclasses.replace(rollout, sampler_logprobs=mu)
+    prox = np.where(on, np.where(rare, math.log(0.02), math.log(0.96)), 0).astype(np.float32)
+    records = (stale, scores, ReferenceLogprobs(mu), PolicyLogprobs(prox, np.zeros_like(prox)), values)
+    cfg = PPOConfig(correction_cap=10.0, kl=KLConfig(coef=0.4, target=0.5, horizon=50))
+    _, state, found = run(records, cfg)
+    assert found["kl/ref"] > 0.5
+    assert float((prox - mu)[on].sum() / len(on)) < 0
+    assert state["kl_coef"] > 0.4
+
+
+def test_without_a_proximal_policy_the_kl_is_the_samplers() -> None:
+    _, _, found = run(make_step(), PPOConfig(proximal="loglinear"))
+    assert found["kl/ref"] == found["kl/ref_sampler"]
+    assert found["kl/ref_capped_share"] == 0
+
+
 def test_a_constant_coefficient_follows_the_config_not_the_state() -> None:
     _, state, found = run(make_step(), PPOConfig(kl=KLConfig(coef=0.05)), {"kl_coef": 9.0})
     assert found["kl/coef"] == state["kl_coef"] == 0.05
@@ -212,7 +235,13 @@ def test_metrics_keep_score_and_adjusted_reward_apart() -> None:
     d = np.where(rollout.response_mask, policy.policy_logprobs - reference.ref_logprobs, 0).sum(axis=1)
     shaped = np.where(CUT, -3.0, scores.scores)
     assert found["reward/adjusted_mean"] == pytest.approx(float((shaped - 0.5 * d).mean()), rel=1e-5)
-    assert found["kl/ref"] == pytest.approx(float(d.mean()), rel=1e-5)
+    kl, of_sampler, _ = oracles.ref_kl(
+        policy.policy_logprobs.tolist(), rollout.sampler_logprobs.tolist(), reference.ref_logprobs.tolist(),
+        rollout.response_mask.tolist(), cfg.correction_cap,
+    )  # fmt: skip
+    assert found["kl/ref"] == pytest.approx(kl, rel=1e-5)
+    assert found["kl/ref_sampler"] == pytest.approx(of_sampler, rel=1e-5)
+    assert abs(found["kl/ref"] - float(d.mean())) > 1e-3  # what was given as a penalty is not weighted
     assert found["response/truncated_fraction"] == 0.4
 
 

@@ -76,14 +76,14 @@ def collect_rows(rank: ParallelRank, *arrays: np.ndarray) -> tuple[np.ndarray, .
 
 def summarise_over_ranks(rank: ParallelRank, stats: Sequence[Sequence[LossStats]]) -> dict[str, float]:
     """An update's metrics from the stats of this rank's micro-batches by minibatch, and the other ranks'; on every
-    rank."""
+    rank. None without a minibatch."""
     own = [[(_floats(s.sums), _floats(s.maxima)) for s in minibatch] for minibatch in stats]
     parts = [part for part in _from_all_ranks(own if rank.is_output_rank else []) if part]
     merged = [
         merge_stats([LossStats(_tensors(sums), _tensors(maxima)) for part in parts for sums, maxima in part[number]])
-        for number in range(len(parts[0]))
+        for number in range(len(parts[0]) if parts else 0)
     ]
-    return summarise_stats(merged)
+    return summarise_stats(merged) if merged else {}
 
 
 def as_numpy(tensor: Tensor) -> np.ndarray:

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
@@ -29,6 +31,20 @@ from stages.ppo.stats import LossStats
 
 Loss = Callable[[MicroBatch, Tensor], tuple[Tensor, LossStats]]
 """(this micro-batch's share of the minibatch's loss, its stats) from a micro-batch and its hidden states [B, T, H]."""
+
+
+@dataclass(frozen=True)
+class Minibatch:
+    """What one optimizer step trains on. Every rank of the gang has the same number of them, in the same order."""
+
+    rows: np.ndarray
+    """All ranks' rows, by their numbers in the run (`Rollout.row`)."""
+    micro_batches: list[MicroBatch]
+    """This rank's share; at least one, unless the minibatch is empty."""
+    loss: Callable[[int], Loss]
+    """The loss, from the number of optimizer steps that the update made before."""
+    empty: bool
+    """Nothing of the loss depends on any row of any rank: not one of their tokens counts."""
 
 
 def learning_rate(config: OptimizerConfig, step: int, total_steps: int) -> float:
@@ -82,37 +98,48 @@ class Trainer:
             group["foreach"], group["fused"] = False, True
 
     def train(
-        self, step: int, total_steps: int, trunk: Trunk | None, minibatches: Sequence[tuple[list[MicroBatch], Loss]]
+        self, step: int, total_steps: int, trunk: Trunk | None, minibatches: Sequence[Minibatch]
     ) -> tuple[list[list[LossStats]], dict[str, float]]:
         """One PPO step: an optimizer step per minibatch, in order, making version `step` into `step + 1`.
 
-        Returns the stats of every micro-batch of this rank by minibatch (empty but on the last pipeline stage), and
-        the optimizer's metrics: lr, mean and largest grad_norm of the steps taken, skipped_steps. A step whose
-        gradient is not finite changes nothing and is counted.
+        An empty minibatch makes no step: AdamW's momentum and decay would move the weights without a gradient. Nor does
+        one whose gradient is not finite. Either is decided alike on all ranks: by the rows, which every rank knows, and
+        by the gradient's norm over all of them.
+
+        Returns the stats of every micro-batch of this rank by minibatch, empty ones left out (no micro-batches but on
+        the last pipeline stage), and the optimizer's metrics: lr, mean and largest grad_norm of the steps taken, and
+        what became of the minibatches: optimizer_steps, skipped_steps (not finite), empty_steps.
         """
         lr = learning_rate(self.config, step, total_steps)
         for group in self._adam.param_groups:
             group["lr"] = lr
             # what Megatron's scheduler would do with it: norms and biases do not decay
             group["weight_decay"] = self.config.weight_decay * group["wd_mult"]
-        stats, norms, skipped = [], [], 0
+        stats: list[list[LossStats]] = []
+        norms: list[float] = []
+        skipped = 0
         self._ddp.train()
-        for batches, loss in minibatches:
+        for minibatch in minibatches:
+            if minibatch.empty:
+                continue
             self._ddp.zero_grad_buffer()
             self._optimizer.zero_grad()
-            stats.append(run_backward(self._ddp, trunk, batches, loss))
+            stats.append(run_backward(self._ddp, trunk, minibatch.micro_batches, minibatch.loss(len(norms))))
             self.dirty = True
             norm = self._step()
-            norms.append(norm)
-            skipped += not math.isfinite(norm)
+            if math.isfinite(norm):
+                norms.append(norm)
+            else:
+                skipped += 1
         self._ddp.eval()
-        self.version = step + 1
-        taken = [norm for norm in norms if math.isfinite(norm)] or [0.0]
+        self.version, self.dirty = step + 1, True
         return stats, {
             "lr": lr,
-            "grad_norm": sum(taken) / len(taken),
-            "grad_norm_max": max(taken),
+            "grad_norm": sum(norms) / max(1, len(norms)),
+            "grad_norm_max": max(norms, default=0.0),
+            "optimizer_steps": float(len(norms)),
             "skipped_steps": float(skipped),
+            "empty_steps": float(sum(minibatch.empty for minibatch in minibatches)),
         }
 
     def save(self, directory: Path) -> None:

@@ -293,6 +293,51 @@ def test_versions_and_the_dirty_flag_guard_the_state(tmp_path: Path) -> None:
         assert host.policy_logprobs(policy.rollout) is not None
 
 
+def without_tokens(host: MegatronHost, step: int, rows: np.ndarray | slice) -> tuple[PolicyBatch, CriticBatch]:
+    """`batches` with rows of which no token counts, as overlong filtering leaves them."""
+    policy, critic = batches(host, step)
+    mask = policy.advantages.loss_mask.copy()
+    mask[rows] = False
+    advantages = dataclasses.replace(policy.advantages, loss_mask=mask)
+    return dataclasses.replace(policy, advantages=advantages), dataclasses.replace(critic, advantages=advantages)
+
+
+def test_a_minibatch_without_a_token_makes_no_optimizer_step(tmp_path: Path) -> None:
+    """With the optimizer's momentum full and weights that decay, a step with no gradient would move them."""
+    with opened(tmp_path, model_config(), PPOConfig(epochs=1, minibatches=2)) as host:
+        update(host, 0)
+        before = [host.digest(role) for role in (Role.POLICY, Role.CRITIC)]
+        policy, critic = without_tokens(host, 1, slice(None))
+        metrics = host.update_policy(1, policy) | host.update_critic(1, critic)
+        assert [host.digest(role) for role in (Role.POLICY, Role.CRITIC)] == before
+        for role in (Role.POLICY, Role.CRITIC):
+            assert (host.version(role), host.dirty(role)) == (2, True)
+            host.mark_clean(role)
+            assert (metrics[f"{role}/empty_steps"], metrics[f"{role}/optimizer_steps"]) == (2, 0)
+        assert not {"policy/loss", "critic/loss"} & metrics.keys()  # of no token
+
+
+@pytest.mark.parametrize("empty", [0, 1], ids=["first", "second"])
+def test_an_empty_minibatch_leaves_the_other_as_if_it_were_alone(tmp_path: Path, empty: int) -> None:
+    """The same weights and the same means as an update of one minibatch in which only the same rows count; where the
+    empty one comes first, the other is still the one before which no step was made."""
+    rows = minibatches(ROWS, 2, 1, SEED, 0)[0][empty]
+    found = []
+    for number in (2, 1):
+        ppo = PPOConfig(epochs=1, minibatches=number, proximal="loglinear")
+        with opened(tmp_path, model_config(), ppo) as host:
+            policy, _ = without_tokens(host, 0, rows)
+            metrics = host.update_policy(0, dataclasses.replace(policy, policy=None))
+            host.mark_clean(Role.POLICY)
+            found.append((weights(host), metrics))
+    (two, of_two), (one, of_one) = found
+    for name, array in one.items():
+        np.testing.assert_allclose(two[name], array, atol=1e-6, err_msg=name)
+    assert (of_two.pop("policy/empty_steps"), of_one.pop("policy/empty_steps")) == (1, 0)
+    assert of_two == pytest.approx(of_one, abs=1e-5)
+    assert of_two["policy/optimizer_steps"] == 1
+
+
 def test_a_step_whose_gradient_is_not_finite_is_skipped_and_counted(tmp_path: Path) -> None:
     with opened(tmp_path, model_config(), PPOConfig(epochs=1, minibatches=2)) as host:
         policy, _ = batches(host)

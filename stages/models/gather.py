@@ -57,7 +57,7 @@ def digest_of(model: GPTModel, blueprint: Blueprint) -> str:
     own = {
         name: hashlib.sha256(as_numpy(tensor).tobytes()).hexdigest() for name, tensor in stage_tensors(model, blueprint)
     }
-    named = {name: digest for part in _from_all_ranks(own) for name, digest in part.items()}
+    named = {name: digest for part in from_all_ranks(own) for name, digest in part.items()}
     return hashlib.sha256(json.dumps(named, sort_keys=True).encode()).hexdigest()
 
 
@@ -78,7 +78,7 @@ def summarise_over_ranks(rank: ParallelRank, stats: Sequence[Sequence[LossStats]
     """An update's metrics from the stats of this rank's micro-batches by minibatch, and the other ranks'; on every
     rank. None without a minibatch."""
     own = [[(_floats(s.sums), _floats(s.maxima)) for s in minibatch] for minibatch in stats]
-    parts = [part for part in _from_all_ranks(own if rank.is_output_rank else []) if part]
+    parts = [part for part in from_all_ranks(own if rank.is_output_rank else []) if part]
     merged = [
         merge_stats([LossStats(_tensors(sums), _tensors(maxima)) for part in parts for sums, maxima in part[number]])
         for number in range(len(parts[0]) if parts else 0)
@@ -94,7 +94,7 @@ def as_numpy(tensor: Tensor) -> np.ndarray:
     return tensor.cpu().numpy()
 
 
-def _from_all_ranks(own: Any) -> list[Any]:
+def from_all_ranks(own: Any) -> list[Any]:
     """What every rank of the gang has, in rank order."""
     parts: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(parts, own)

@@ -33,7 +33,7 @@ from stages.models.hf_files import read_weights, write_model
 from stages.models.minibatch_losses import MinibatchLoss
 from stages.models.protocol import CriticBatch, PolicyBatch, Rank, Role
 from stages.models.spec import read_spec
-from stages.models.trainer import Minibatch, Trainer
+from stages.models.trainer import Minibatch, Trainer, UpdateLimits
 from stages.models.trunk import Trunk
 from stages.ppo.config import PPOConfig
 from stages.ppo.masks import state_values
@@ -208,7 +208,9 @@ class MegatronHost:
             raise StateError(f"{role} is at version {trainer.version}; update {step} needs version {step}")
         cut = minibatches(batch.rollout.num_rows, self._ppo.minibatches, self._ppo.epochs, self._seed, step)
         work = [self._minibatch(batch, rows, trainer.config, loss) for epoch in cut for rows in epoch]
-        stats, metrics = trainer.train(step, self._total_steps, self._trunk, work)
+        stats, metrics = trainer.train(
+            step, self._total_steps, self._trunk, work, UpdateLimits(self._ppo.max_skipped_steps)
+        )
         of_losses = gather.summarise_over_ranks(self._parallel_rank, stats)
         return of_losses | {f"{role}/{name}": value for name, value in metrics.items()}
 
@@ -217,7 +219,8 @@ class MegatronHost:
     ) -> Minibatch:
         rollout, empty = batch.rollout, not batch.advantages.loss_mask[rows].any()
         return Minibatch(
-            rollout.row[rows],
+            rows,
+            rollout.row,
             [] if empty else self._micro_batches(rollout, rows, config.micro_batch_rows, never_empty=True),
             partial(loss, rows),
             empty,

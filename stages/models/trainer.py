@@ -21,9 +21,10 @@ from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from torch import Tensor
 
+from stages.models import gather
 from stages.models.build import Blueprint
 from stages.models.config import OptimizerConfig
-from stages.models.errors import StateError
+from stages.models.errors import NonFiniteGradientsError, StateError
 from stages.models.forward import MicroBatch, run_backward
 from stages.models.protocol import Role
 from stages.models.trunk import Trunk
@@ -38,13 +39,23 @@ class Minibatch:
     """What one optimizer step trains on. Every rank of the gang has the same number of them, in the same order."""
 
     rows: np.ndarray
-    """All ranks' rows, by their numbers in the run (`Rollout.row`)."""
+    """All ranks' rows, as indices into the arrays of the step."""
+    row_numbers: np.ndarray
+    """Of every row of the step: its number in the run (`Rollout.row`)."""
     micro_batches: list[MicroBatch]
     """This rank's share; at least one, unless the minibatch is empty."""
     loss: Callable[[int], Loss]
     """The loss, from the number of optimizer steps that the update made before."""
     empty: bool
     """Nothing of the loss depends on any row of any rank: not one of their tokens counts."""
+
+
+@dataclass(frozen=True)
+class UpdateLimits:
+    """What ends an update early."""
+
+    max_skipped_steps: int | None
+    """Optimizer steps in a row without a finite gradient, over PPO steps too, that are an error."""
 
 
 def learning_rate(config: OptimizerConfig, step: int, total_steps: int) -> float:
@@ -70,6 +81,7 @@ class Trainer:
         self.config = config
         self.version = 0
         self.dirty = False
+        self._skipped_in_a_row = 0
         sharded = blueprint.layout.distributed_optimizer
         bf16 = blueprint.dtype is torch.bfloat16
         model.config.finalize_model_grads_func = finalize_model_grads
@@ -98,7 +110,12 @@ class Trainer:
             group["foreach"], group["fused"] = False, True
 
     def train(
-        self, step: int, total_steps: int, trunk: Trunk | None, minibatches: Sequence[Minibatch]
+        self,
+        step: int,
+        total_steps: int,
+        trunk: Trunk | None,
+        minibatches: Sequence[Minibatch],
+        limits: UpdateLimits,
     ) -> tuple[list[list[LossStats]], dict[str, float]]:
         """One PPO step: an optimizer step per minibatch, in order, making version `step` into `step + 1`.
 
@@ -109,6 +126,8 @@ class Trainer:
         Returns the stats of every micro-batch of this rank by minibatch, empty ones left out (no micro-batches but on
         the last pipeline stage), and the optimizer's metrics: lr, mean and largest grad_norm of the steps taken, and
         what became of the minibatches: optimizer_steps, skipped_steps (not finite), empty_steps.
+
+        Raises NonFiniteGradientsError at `limits.max_skipped_steps`, on every rank.
         """
         lr = learning_rate(self.config, step, total_steps)
         for group in self._adam.param_groups:
@@ -119,7 +138,7 @@ class Trainer:
         norms: list[float] = []
         skipped = 0
         self._ddp.train()
-        for minibatch in minibatches:
+        for number, minibatch in enumerate(minibatches):
             if minibatch.empty:
                 continue
             self._ddp.zero_grad_buffer()
@@ -129,8 +148,13 @@ class Trainer:
             norm = self._step()
             if math.isfinite(norm):
                 norms.append(norm)
-            else:
-                skipped += 1
+                self._skipped_in_a_row = 0
+                continue
+            skipped += 1
+            self._skipped_in_a_row += 1
+            if self._skipped_in_a_row == limits.max_skipped_steps:
+                where = f"{self.role}, step {step}, minibatch {number + 1} of {len(minibatches)}"
+                raise NonFiniteGradientsError(f"{where}: {self._not_finite(minibatch, stats[-1], norm)}")
         self._ddp.eval()
         self.version, self.dirty = step + 1, True
         return stats, {
@@ -150,6 +174,7 @@ class Trainer:
             "weights": {name: p.detach() for name, p in self.model.named_parameters()},
             "masters": self._masters(),
             "adam": self._adam.state_dict(),
+            "skipped_in_a_row": self._skipped_in_a_row,
         }
         torch.save(state, _rank_file(directory))
 
@@ -167,12 +192,13 @@ class Trainer:
                 master.copy_(saved)
         self._adam.load_state_dict(state["adam"])
         self.version, self.dirty = state["version"], False
+        self._skipped_in_a_row = state.get("skipped_in_a_row", 0)  # checkpoints before 0.1.0 have none
 
     def restart(self) -> None:
         """Back to version 0 after the model's weights were put back: fresh master weights, empty optimizer state."""
         self._optimizer.reload_model_params()
         self._adam.state.clear()
-        self.version, self.dirty = 0, False
+        self.version, self.dirty, self._skipped_in_a_row = 0, False, 0
 
     @property
     def _adam(self) -> torch.optim.Optimizer:
@@ -195,6 +221,32 @@ class Trainer:
                 clip_grad_by_total_norm_fp32(inner.get_parameters(), self.config.max_grad_norm, norm)
             self._optimizer.step_with_ready_grads()
         return norm
+
+    def _not_finite(self, minibatch: Minibatch, stats: list[LossStats], norm: float) -> str:
+        """What of a minibatch was not finite, the same on every rank (a collective call): the micro-batches' losses
+        and the parameters' gradients that were not, and the minibatch's rows."""
+        bad_rows = {
+            int(row)
+            for micro, of_micro in zip(minibatch.micro_batches if stats else [], stats, strict=True)
+            if not of_micro.sums[f"{self.role}/loss"].isfinite()
+            for row in minibatch.row_numbers[micro.rows]
+        }
+        bad_parameters = {n for n, p in self._ddp.module.named_parameters() if not p.main_grad.isfinite().all()}
+        of_ranks = gather.from_all_ranks((bad_rows, bad_parameters))
+        rows, names = (sorted(set().union(*kind)) for kind in zip(*of_ranks, strict=True))
+        of_loss = f"the loss of the micro-batches with rows {_listed(rows)}, and " if rows else ""
+        return (
+            f"{self._skipped_in_a_row} optimizer steps in a row had a gradient that is not finite "
+            f"(ppo.max_skipped_steps). Not finite are {of_loss}the gradients of {len(names)} parameters "
+            f"({_listed(names, 3)}), of norm {norm}. The minibatch's rows are "
+            f"{_listed(sorted(minibatch.row_numbers[minibatch.rows].tolist()))}"
+        )
+
+
+def _listed(items: Sequence[object], most: int = 64) -> str:
+    """At most so many of them, and how many more there are."""
+    more = f" and {len(items) - most} more" if len(items) > most else ""
+    return ", ".join(map(str, items[:most])) + more
 
 
 def _rank_file(directory: Path) -> Path:

@@ -39,6 +39,9 @@ class PPOConfig:
     epochs: int = 2
     minibatches: int = 2
     """Optimizer steps per epoch; divides the rows of a step."""
+    max_skipped_steps: int | None = 8
+    """Optimizer steps in a row, skipped since their gradient is not finite, at which the run stops and names the rows;
+    null: it never does."""
     aggregation: Literal["token", "sequence"] = "token"
     """Mean over the sampled tokens of the minibatch, or mean over rows of each row's mean."""
     entropy_coef: float = 0.0
@@ -64,6 +67,8 @@ def ppo_problems(config: PPOConfig) -> Iterator[Problem]:
         "ppo.minibatches": config.minibatches,
         "ppo.kl.horizon": config.kl.horizon,
     }
+    if config.max_skipped_steps is not None:
+        counts["ppo.max_skipped_steps"] = config.max_skipped_steps
     yield from at_least(1, counts)
     yield from at_least(0, {"ppo.kl.coef": config.kl.coef, "ppo.entropy_coef": config.entropy_coef})
     for key, share in {"ppo.gamma": config.gamma, "ppo.lam": config.lam}.items():

@@ -131,6 +131,7 @@ REFUSED = {
     "ppo.clip=1": ("ppo.clip", "between 0 and 1"),
     "ppo.correction_cap=0.5": ("ppo.correction_cap", "1 or more"),
     "ppo.value_clip=0": ("ppo.value_clip", "above 0", "null"),
+    "ppo.max_skipped_steps=0": ("ppo.max_skipped_steps", "0", "1 or more"),
     "ppo.kl.target=-1": ("ppo.kl.target", "above 0", "null"),
     "model.policy.betas=[0.9, 1.0]": ("model.policy.betas", "below 1"),
     "model.critic.eps=0": ("model.critic.eps", "above 0"),

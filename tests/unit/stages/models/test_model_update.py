@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Ll
 
 from stages.engines.config import SamplingConfig
 from stages.models.config import LayoutConfig, ModelConfig, OptimizerConfig
-from stages.models.errors import StateError
+from stages.models.errors import NonFiniteGradientsError, StateError
 from stages.models.gather import stage_tensors
 from stages.models.hf_config import read_config
 from stages.models.hf_files import read_weights
@@ -338,13 +339,50 @@ def test_an_empty_minibatch_leaves_the_other_as_if_it_were_alone(tmp_path: Path,
     assert of_two["policy/optimizer_steps"] == 1
 
 
+def poisoned(batch: PolicyBatch, row: int) -> PolicyBatch:
+    """With one advantage that is not finite."""
+    advantages = batch.advantages.advantages.copy()
+    advantages[row, batch.advantages.loss_mask[row].argmax()] = np.inf
+    return dataclasses.replace(batch, advantages=dataclasses.replace(batch.advantages, advantages=advantages))
+
+
+def test_skipped_steps_in_a_row_end_the_run_and_name_the_rows(tmp_path: Path) -> None:
+    """Two in the first step, a third in the second: the count outlives the step, and a save; a step made ends it."""
+    ppo = PPOConfig(epochs=2, minibatches=1, max_skipped_steps=3)
+    (tmp_path / "saved").mkdir()
+    with opened(tmp_path, model_config(), ppo) as host:
+        for step in (0, 1):
+            host.update_policy(step, poisoned(batches(host, step)[0], 6) if step == 0 else batches(host, step)[0])
+            host.mark_clean(Role.POLICY)
+        host.update_policy(2, poisoned(batches(host, 2)[0], 6))
+        host.mark_clean(Role.POLICY)
+        host.save(Role.POLICY, tmp_path / "saved")
+    with opened(tmp_path, model_config(), ppo) as host:
+        host.load(Role.POLICY, tmp_path / "saved")
+        bad, _ = batches(host, 3)
+        bad = poisoned(dataclasses.replace(bad, rollout=dataclasses.replace(bad.rollout, row=100 + np.arange(ROWS))), 6)
+        with pytest.raises(NonFiniteGradientsError) as error:
+            host.update_policy(3, bad)
+        assert host.dirty(Role.POLICY)
+    message = str(error.value)
+    assert message.startswith("policy, step 3, minibatch 1 of 2: 3 optimizer steps in a row")
+    assert "rows are 100, 101, 102, 103, 104, 105, 106, 107" in message
+    (of_loss,) = re.findall(r"the loss of the micro-batches with rows ([\d, ]+), and", message)
+    assert "106" in of_loss
+    assert len(of_loss.split(", ")) <= 3  # one micro-batch
+    assert re.search(r"the gradients of \d+ parameters \(\S+, \S+, \S+ and \d+ more\), of norm (nan|inf)", message)
+
+
+def test_skipped_steps_without_a_limit_go_on(tmp_path: Path) -> None:
+    with opened(tmp_path, model_config(), PPOConfig(epochs=2, minibatches=1, max_skipped_steps=None)) as host:
+        metrics = host.update_policy(0, poisoned(batches(host)[0], 6))
+    assert (metrics["policy/skipped_steps"], metrics["policy/optimizer_steps"]) == (2, 0)
+
+
 def test_a_step_whose_gradient_is_not_finite_is_skipped_and_counted(tmp_path: Path) -> None:
     with opened(tmp_path, model_config(), PPOConfig(epochs=1, minibatches=2)) as host:
         policy, _ = batches(host)
-        poisoned = policy.advantages.advantages.copy()
-        row = minibatches(ROWS, 2, 1, SEED, 0)[0][0][0]  # in the first of the two minibatches
-        poisoned[row, policy.advantages.loss_mask[row].argmax()] = np.inf
-        batch = dataclasses.replace(policy, advantages=dataclasses.replace(policy.advantages, advantages=poisoned))
+        batch = poisoned(policy, minibatches(ROWS, 2, 1, SEED, 0)[0][0][0])  # in the first of the two minibatches
         before = weights(host)
         metrics = host.update_policy(0, batch)
         host.mark_clean(Role.POLICY)

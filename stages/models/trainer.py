@@ -61,15 +61,21 @@ class UpdateLimits:
 def learning_rate(config: OptimizerConfig, step: int, total_steps: int) -> float:
     """Learning rate of PPO step `step` (from 0), a closed form, so that a resumed or replayed step needs no history.
 
-    warm-up:  lr * (step + 1) / warmup_steps                                for step < warmup_steps
-    linear:   lr * (total_steps - step) / (total_steps - warmup_steps)      afterwards: 0 one step past the last
+    warm-up:  lr * (step + 1) / warmup_steps                        for step < warmup_steps; afterwards, with
+              x = (step - warmup_steps) / (total_steps - warmup_steps) from 0 to 1 one step past the last:
+    linear:   min_lr + (lr - min_lr) * (1 - x)
+    cosine:   min_lr + (lr - min_lr) * (1 + cos(pi * x)) / 2        (Loshchilov & Hutter 2017, without restarts)
     constant: lr
     """
     if step < config.warmup_steps:
         return config.lr * (step + 1) / config.warmup_steps
     if config.decay == "constant":
         return config.lr
-    return config.lr * max(0, total_steps - step) / max(1, total_steps - config.warmup_steps)
+    left, decaying = max(0, total_steps - step), max(1, total_steps - config.warmup_steps)
+    above = config.lr - config.min_lr
+    if config.decay == "linear":
+        return config.min_lr + above * left / decaying
+    return config.min_lr + above * (1 - math.cos(math.pi * left / decaying)) / 2
 
 
 class Trainer:

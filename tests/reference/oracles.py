@@ -165,3 +165,12 @@ def value_loss(new: Matrix, old: Matrix, returns: Matrix, mask: Masks, c: float 
             square = max(square, (clipped - returns[i][t]) ** 2)
         terms[i][t] = square / 2
     return aggregate(terms, mask, aggregation)
+
+
+def learning_rate(lr: float, least: float, warmup: int, decay: str, step: int, total: int) -> float:
+    """By the share of the decay that is behind, 0 right after the warm-up and 1 one step past the last."""
+    if step < warmup:
+        return lr * (step + 1) / warmup
+    behind = 1.0 if step >= total else (step - warmup) / (total - warmup)
+    shape = {"constant": 1.0, "linear": 1 - behind, "cosine": 0.5 + 0.5 * math.cos(math.pi * behind)}[decay]
+    return least + (lr - least) * shape

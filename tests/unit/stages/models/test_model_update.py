@@ -26,6 +26,7 @@ from stages.models.trainer import learning_rate
 from stages.ppo.config import KLConfig, PPOConfig
 from stages.ppo.micro_batches import minibatches
 from storage.records import Advantages, ReferenceLogprobs, Rollout
+from tests.reference import oracles
 
 ROWS, SEQ, SEED = 8, 12, 5
 LR, EPS, WEIGHT_DECAY = 1e-3, 1e-5, 0.1
@@ -412,3 +413,19 @@ def test_learning_rate_warms_up_and_decays_to_zero_one_past_the_last_step() -> N
     assert [learning_rate(config, step, 6) for step in range(7)] == [0.5, 1.0, 1.0, 0.75, 0.5, 0.25, 0.0]
     flat = dataclasses.replace(config, decay="constant")
     assert [learning_rate(flat, step, 6) for step in range(4)] == [0.5, 1.0, 1.0, 1.0]
+
+
+@pytest.mark.parametrize("decay", ["linear", "cosine", "constant"])
+@pytest.mark.parametrize(("warmup", "total"), [(0, 7), (3, 7), (7, 7), (9, 7)])
+def test_learning_rate_against_the_oracle(decay: Any, warmup: int, total: int) -> None:
+    config = OptimizerConfig(lr=0.3, warmup_steps=warmup, decay=decay, min_lr=0.0 if decay == "constant" else 0.1)
+    for step in range(total + 1):
+        expected = oracles.learning_rate(0.3, config.min_lr, warmup, decay, step, total)
+        assert learning_rate(config, step, total) == pytest.approx(expected, abs=1e-15)
+
+
+def test_cosine_by_hand_ends_at_the_least_rate() -> None:
+    """x = 0, 1/3, 1/2, 2/3, 1: cosine 1, 1/2, 0, -1/2, -1."""
+    config = OptimizerConfig(lr=1.0, decay="cosine", min_lr=0.2)
+    found = [learning_rate(config, step, 6) for step in (0, 2, 3, 4, 6)]
+    assert found == pytest.approx([1.0, 0.8, 0.6, 0.4, 0.2])

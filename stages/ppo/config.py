@@ -5,6 +5,7 @@ May import the standard library and storage.problems.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Literal
@@ -30,6 +31,11 @@ class PPOConfig:
     gamma: float = 1.0
     lam: float = 0.95
     clip: float = 0.2
+    """epsilon of the policy clip: the ratio is clipped to 1 - clip .. 1 + clip."""
+    clip_high: float | None = None
+    """epsilon of the upper bound alone (clip-higher, DAPO, arXiv 2503.14476, eq. 10); null: `clip`."""
+    dual_clip: float | None = None
+    """Where the advantage is negative the ratio counts as at most this (arXiv 1912.09729, eq. 5); null: no bound."""
     value_clip: float | None = 0.2
     """Clip of the new values around the OLD values; null: none."""
     anchor: Literal["proximal", "sampler"] = "proximal"
@@ -76,6 +82,11 @@ def ppo_problems(config: PPOConfig) -> Iterator[Problem]:
             yield Problem(key, share, "must be from 0 to 1")
     if not 0 < config.clip < 1:
         yield Problem("ppo.clip", config.clip, "must be between 0 and 1 (0.2 is usual)")
+    for key, number in {"ppo.clip_high": config.clip_high, "ppo.dual_clip": config.dual_clip}.items():
+        least = 1 if key == "ppo.dual_clip" else 0
+        if number is not None and not (math.isfinite(number) and number > least):
+            usual = "3 is usual" if least else "0.28 is usual"
+            yield Problem(key, number, f"must be above {least} ({usual}), or null for none of its own")
     if not config.correction_cap >= 1:
         yield Problem("ppo.correction_cap", config.correction_cap, "must be 1 or more (2 is usual)")
     for key, number in {"ppo.value_clip": config.value_clip, "ppo.kl.target": config.kl.target}.items():

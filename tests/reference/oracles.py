@@ -127,7 +127,10 @@ def policy_loss(
     kl_where: str,
     kl_estimator: str,
     kl_coef: float,
+    clip_high: float | None = None,
+    dual_clip: float | None = None,
 ) -> float:
+    high = 1 + (clip_eps if clip_high is None else clip_high)
     terms = [[0.0] * len(row) for row in mask]
     for i, t in sampled(mask):
         if proximal == "recompute":
@@ -149,7 +152,9 @@ def policy_loss(
         u = math.exp(new[i][t] - (sampler[i][t] if anchor == "sampler" else prox))
         a = advantages[i][t]
         # Written as a maximum of losses, as Schulman et al. 2017 is usually coded; ours is a minimum of gains.
-        terms[i][t] = w * max(-a * u, -a * clip(u, 1 - clip_eps, 1 + clip_eps))
+        terms[i][t] = w * max(-a * u, -a * clip(u, 1 - clip_eps, high))
+        if dual_clip is not None and a < 0:
+            terms[i][t] = min(terms[i][t], w * -a * dual_clip)
         if kl_where == "loss":
             terms[i][t] += kl_coef * kl_estimate(new[i][t] - ref[i][t], kl_estimator)
         terms[i][t] -= entropy_coef * entropy[i][t]

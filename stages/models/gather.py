@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -84,6 +85,11 @@ def summarise_over_ranks(rank: ParallelRank, stats: Sequence[Sequence[LossStats]
         for number in range(len(parts[0]) if parts else 0)
     ]
     return summarise_stats(merged) if merged else {}
+
+
+def sum_over_ranks(rank: ParallelRank, shares: Sequence[float]) -> float:
+    """The sum of all ranks' shares, the same on every rank to the last bit."""
+    return math.fsum(share for part in from_all_ranks(shares if rank.is_output_rank else []) for share in part)
 
 
 def as_numpy(tensor: Tensor) -> np.ndarray:

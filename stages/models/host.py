@@ -208,9 +208,8 @@ class MegatronHost:
             raise StateError(f"{role} is at version {trainer.version}; update {step} needs version {step}")
         cut = minibatches(batch.rollout.num_rows, self._ppo.minibatches, self._ppo.epochs, self._seed, step)
         work = [self._minibatch(batch, rows, trainer.config, loss) for epoch in cut for rows in epoch]
-        stats, metrics = trainer.train(
-            step, self._total_steps, self._trunk, work, UpdateLimits(self._ppo.max_skipped_steps)
-        )
+        limits = UpdateLimits(self._ppo.max_skipped_steps, self._ppo.target_kl if role is Role.POLICY else None)
+        stats, metrics = trainer.train(step, self._total_steps, self._trunk, work, limits)
         of_losses = gather.summarise_over_ranks(self._parallel_rank, stats)
         return of_losses | {f"{role}/{name}": value for name, value in metrics.items()}
 

@@ -56,6 +56,8 @@ class UpdateLimits:
 
     max_skipped_steps: int | None
     """Optimizer steps in a row without a finite gradient, over PPO steps too, that are an error."""
+    target_kl: float | None = None
+    """The approx_kl of a minibatch above which the update ends before that minibatch's optimizer step."""
 
 
 def learning_rate(config: OptimizerConfig, step: int, total_steps: int) -> float:
@@ -88,6 +90,7 @@ class Trainer:
         self.version = 0
         self.dirty = False
         self._skipped_in_a_row = 0
+        self._rank = blueprint.parallel_rank
         sharded = blueprint.layout.distributed_optimizer
         bf16 = blueprint.dtype is torch.bfloat16
         model.config.finalize_model_grads_func = finalize_model_grads
@@ -126,12 +129,14 @@ class Trainer:
         """One PPO step: an optimizer step per minibatch, in order, making version `step` into `step + 1`.
 
         An empty minibatch makes no step: AdamW's momentum and decay would move the weights without a gradient. Nor does
-        one whose gradient is not finite. Either is decided alike on all ranks: by the rows, which every rank knows, and
-        by the gradient's norm over all of them.
+        one whose gradient is not finite; and one whose approx_kl is above `limits.target_kl` ends the update. Each is
+        decided alike on all ranks: by the rows, which every rank knows, and by the gradient's norm and the approx_kl
+        over all of them.
 
-        Returns the stats of every micro-batch of this rank by minibatch, empty ones left out (no micro-batches but on
-        the last pipeline stage), and the optimizer's metrics: lr, mean and largest grad_norm of the steps taken, and
-        what became of the minibatches: optimizer_steps, skipped_steps (not finite), empty_steps.
+        Returns the stats of every micro-batch of this rank by minibatch that was computed (no micro-batches but on the
+        last pipeline stage), and the optimizer's metrics: lr, mean and largest grad_norm of the steps taken, and what
+        became of the minibatches: optimizer_steps, skipped_steps (not finite), empty_steps, stopped_steps (by
+        `target_kl`: the one that was above it and those after it).
 
         Raises NonFiniteGradientsError at `limits.max_skipped_steps`, on every rank.
         """
@@ -142,7 +147,7 @@ class Trainer:
             group["weight_decay"] = self.config.weight_decay * group["wd_mult"]
         stats: list[list[LossStats]] = []
         norms: list[float] = []
-        skipped = 0
+        skipped = stopped = 0
         self._ddp.train()
         for number, minibatch in enumerate(minibatches):
             if minibatch.empty:
@@ -151,6 +156,9 @@ class Trainer:
             self._optimizer.zero_grad()
             stats.append(run_backward(self._ddp, trunk, minibatch.micro_batches, minibatch.loss(len(norms))))
             self.dirty = True
+            if limits.target_kl is not None and self._approx_kl(stats[-1]) > limits.target_kl:
+                stopped = sum(not left.empty for left in minibatches[number:])
+                break
             norm = self._step()
             if math.isfinite(norm):
                 norms.append(norm)
@@ -170,6 +178,7 @@ class Trainer:
             "optimizer_steps": float(len(norms)),
             "skipped_steps": float(skipped),
             "empty_steps": float(sum(minibatch.empty for minibatch in minibatches)),
+            "stopped_steps": float(stopped),
         }
 
     def save(self, directory: Path) -> None:
@@ -227,6 +236,10 @@ class Trainer:
                 clip_grad_by_total_norm_fp32(inner.get_parameters(), self.config.max_grad_norm, norm)
             self._optimizer.step_with_ready_grads()
         return norm
+
+    def _approx_kl(self, stats: list[LossStats]) -> float:
+        """That of a minibatch from those of this rank's micro-batches and of the other ranks' (a collective call)."""
+        return gather.sum_over_ranks(self._rank, [float(s.sums[f"{self.role}/approx_kl"]) for s in stats])
 
     def _not_finite(self, minibatch: Minibatch, stats: list[LossStats], norm: float) -> str:
         """What of a minibatch was not finite, the same on every rank (a collective call): the micro-batches' losses

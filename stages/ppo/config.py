@@ -45,6 +45,9 @@ class PPOConfig:
     epochs: int = 2
     minibatches: int = 2
     """Optimizer steps per epoch; divides the rows of a step."""
+    target_kl: float | None = None
+    """`policy/approx_kl` of a minibatch, nats per token, above which it and the rest of the policy's update are left
+    out; null: every minibatch is trained on."""
     max_skipped_steps: int | None = 8
     """Optimizer steps in a row, skipped since their gradient is not finite, at which the run stops and names the rows;
     null: it never does."""
@@ -89,7 +92,11 @@ def ppo_problems(config: PPOConfig) -> Iterator[Problem]:
             yield Problem(key, number, f"must be above {least} ({usual}), or null for none of its own")
     if not config.correction_cap >= 1:
         yield Problem("ppo.correction_cap", config.correction_cap, "must be 1 or more (2 is usual)")
-    for key, number in {"ppo.value_clip": config.value_clip, "ppo.kl.target": config.kl.target}.items():
+    for key, number in {
+        "ppo.value_clip": config.value_clip,
+        "ppo.target_kl": config.target_kl,
+        "ppo.kl.target": config.kl.target,
+    }.items():
         if number is not None and not number > 0:
             yield Problem(key, number, "must be above 0, or null for none")
     if config.anchor == "proximal" and config.proximal == "sampler" and config.correction == "mask":

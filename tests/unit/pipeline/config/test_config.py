@@ -134,6 +134,7 @@ REFUSED = {
     "ppo.dual_clip=inf": ("ppo.dual_clip", "inf", "null"),
     "ppo.correction_cap=0.5": ("ppo.correction_cap", "1 or more"),
     "ppo.value_clip=0": ("ppo.value_clip", "above 0", "null"),
+    "ppo.target_kl=0": ("ppo.target_kl", "0.0", "above 0", "null"),
     "ppo.max_skipped_steps=0": ("ppo.max_skipped_steps", "0", "1 or more"),
     "ppo.kl.target=-1": ("ppo.kl.target", "above 0", "null"),
     "model.policy.betas=[0.9, 1.0]": ("model.policy.betas", "below 1"),

@@ -380,6 +380,37 @@ def test_skipped_steps_without_a_limit_go_on(tmp_path: Path) -> None:
     assert (metrics["policy/skipped_steps"], metrics["policy/optimizer_steps"]) == (2, 0)
 
 
+def test_target_kl_ends_an_update_before_the_minibatch_that_is_above_it(tmp_path: Path) -> None:
+    """The KL of each minibatch is measured by updates that end after it; a target between two of them must stop the
+    later one, and leave the weights as they were after the steps before."""
+    with opened(tmp_path, model_config(), PPOConfig(epochs=3, minibatches=1)) as host:
+        policy, _ = batches(host)
+        kl, digests = [], []
+        for epochs in (1, 2, 3):
+            host._ppo = PPOConfig(epochs=epochs, minibatches=1)
+            host.load(Role.POLICY, None)
+            metrics = host.update_policy(0, policy)
+            kl.append(metrics["policy/approx_kl"] * epochs - sum(kl))
+            digests.append(host.digest(Role.POLICY))
+        assert 0 <= kl[0] < 1e-9 < kl[1] < kl[2]  # before the first step the ratio is 1
+        expected = {kl[1] / 2: (1, 2), (kl[1] + kl[2]) / 2: (2, 1), 2 * kl[2]: (3, 0)}
+        for target, (made, stopped) in expected.items():
+            host._ppo = PPOConfig(epochs=3, minibatches=1, target_kl=target)
+            host.load(Role.POLICY, None)
+            metrics = host.update_policy(0, policy)
+            assert (metrics["policy/optimizer_steps"], metrics["policy/stopped_steps"]) == (made, stopped)
+            assert host.digest(Role.POLICY) == digests[made - 1]
+            assert metrics["policy/approx_kl"] == pytest.approx(np.mean(kl[: made + 1]), abs=1e-9)
+            assert host.version(Role.POLICY) == 1
+
+
+def test_target_kl_leaves_the_critic_alone(tmp_path: Path) -> None:
+    with opened(tmp_path, model_config(), PPOConfig(target_kl=1e-30)) as host:
+        metrics = update(host)
+    assert (metrics["critic/optimizer_steps"], metrics["critic/stopped_steps"]) == (4, 0)
+    assert metrics["policy/stopped_steps"] > 0
+
+
 def test_a_step_whose_gradient_is_not_finite_is_skipped_and_counted(tmp_path: Path) -> None:
     with opened(tmp_path, model_config(), PPOConfig(epochs=1, minibatches=2)) as host:
         policy, _ = batches(host)

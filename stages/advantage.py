@@ -74,6 +74,8 @@ def advantage(
     # Filtered rows take no part in the moments; their rewards, of no consequence, are dropped with them.
     r = masked_whiten(r, loss_mask, keep_mean=True) if cfg.whiten_rewards else r
     unwhitened, returns = gae(r, v, v_end, mask, truncated, cfg.gamma, cfg.lam, cfg.truncated)
+    if cfg.critic_lam is not None:
+        _, returns = gae(r, v, v_end, mask, truncated, cfg.gamma, cfg.critic_lam, cfg.truncated)
     a = masked_whiten(unwhitened, loss_mask) if cfg.whiten_advantages else unwhitened
 
     kl_per_response = token_kl(log_policy, log_ref, cfg.kl.estimator).sum(dim=1).numpy()

@@ -33,7 +33,7 @@ from stages.models.hf_files import read_weights, write_model
 from stages.models.minibatch_losses import MinibatchLoss
 from stages.models.protocol import CriticBatch, PolicyBatch, Rank, Role
 from stages.models.spec import read_spec
-from stages.models.trainer import Minibatch, Trainer, UpdateLimits
+from stages.models.trainer import Minibatch, Trainer, UpdateLimits, learning_rate
 from stages.models.trunk import Trunk
 from stages.ppo.config import PPOConfig
 from stages.ppo.masks import state_values
@@ -202,16 +202,19 @@ class MegatronHost:
         return gather.collect_rows(self._parallel_rank, logprobs, entropy)
 
     def _update(self, role: Role, step: int, batch: PolicyBatch | CriticBatch, loss: MinibatchLoss) -> dict[str, float]:
-        """Trains version `step` on all rows of the batch."""
+        """Trains version `step` on all rows of the batch; not the policy's while the critic warms up."""
         trainer = self._clean(role)
         if trainer.version != step:
             raise StateError(f"{role} is at version {trainer.version}; update {step} needs version {step}")
+        held = self._ppo.critic_warmup_steps if role is Role.POLICY else 0
+        if step < held:
+            return _named(role, trainer.advance(step))
         cut = minibatches(batch.rollout.num_rows, self._ppo.minibatches, self._ppo.epochs, self._seed, step)
         work = [self._minibatch(batch, rows, trainer.config, loss) for epoch in cut for rows in epoch]
+        lr = learning_rate(trainer.config, step - held, self._total_steps - held)
         limits = UpdateLimits(self._ppo.max_skipped_steps, self._ppo.target_kl if role is Role.POLICY else None)
-        stats, metrics = trainer.train(step, self._total_steps, self._trunk, work, limits)
-        of_losses = gather.summarise_over_ranks(self._parallel_rank, stats)
-        return of_losses | {f"{role}/{name}": value for name, value in metrics.items()}
+        stats, metrics = trainer.train(step, lr, self._trunk, work, limits)
+        return gather.summarise_over_ranks(self._parallel_rank, stats) | _named(role, metrics)
 
     def _minibatch(
         self, batch: PolicyBatch | CriticBatch, rows: np.ndarray, config: OptimizerConfig, loss: MinibatchLoss
@@ -242,6 +245,10 @@ class MegatronHost:
             share, mask = rows[:1], np.zeros_like(mask)
         multiple = rank.tensor_size if self._blueprint.layout.sequence_parallel else 1
         return cut_micro_batches(rollout.tokens, mask, share, size, rank.device, multiple) if len(share) else []
+
+
+def _named(role: Role, metrics: Mapping[str, float]) -> dict[str, float]:
+    return {f"{role}/{name}": value for name, value in metrics.items()}
 
 
 def _fill(array: np.ndarray, batch: MicroBatch, found: Tensor) -> None:

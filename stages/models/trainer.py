@@ -121,7 +121,7 @@ class Trainer:
     def train(
         self,
         step: int,
-        total_steps: int,
+        lr: float,
         trunk: Trunk | None,
         minibatches: Sequence[Minibatch],
         limits: UpdateLimits,
@@ -140,7 +140,6 @@ class Trainer:
 
         Raises NonFiniteGradientsError at `limits.max_skipped_steps`, on every rank.
         """
-        lr = learning_rate(self.config, step, total_steps)
         for group in self._adam.param_groups:
             group["lr"] = lr
             # what Megatron's scheduler would do with it: norms and biases do not decay
@@ -180,6 +179,11 @@ class Trainer:
             "empty_steps": float(sum(minibatch.empty for minibatch in minibatches)),
             "stopped_steps": float(stopped),
         }
+
+    def advance(self, step: int) -> dict[str, float]:
+        """Makes version `step` into `step + 1` with the same weights and optimizer state; the metrics of `train`."""
+        self.version, self.dirty = step + 1, True
+        return {"lr": 0.0, "optimizer_steps": 0.0}
 
     def save(self, directory: Path) -> None:
         """Writes this rank's part: weights, master weights, optimizer state, version."""

@@ -30,6 +30,9 @@ class KLConfig:
 class PPOConfig:
     gamma: float = 1.0
     lam: float = 0.95
+    """lambda of GAE: of the policy's advantages, and of the critic's returns unless `critic_lam` is set."""
+    critic_lam: float | None = None
+    """lambda of the critic's returns (decoupled GAE, VC-PPO, arXiv 2503.01491, section 4.2); null: `lam`."""
     clip: float = 0.2
     """epsilon of the policy clip: the ratio is clipped to 1 - clip .. 1 + clip."""
     clip_high: float | None = None
@@ -45,6 +48,9 @@ class PPOConfig:
     epochs: int = 2
     minibatches: int = 2
     """Optimizer steps per epoch; divides the rows of a step."""
+    critic_warmup_steps: int = 0
+    """First PPO steps in which the critic alone is trained: the policy's version advances with the same weights, and
+    its learning rate's schedule starts after them."""
     target_kl: float | None = None
     """`policy/approx_kl` of a minibatch, nats per token, above which it and the rest of the policy's update are left
     out; null: every minibatch is trained on."""
@@ -79,9 +85,14 @@ def ppo_problems(config: PPOConfig) -> Iterator[Problem]:
     if config.max_skipped_steps is not None:
         counts["ppo.max_skipped_steps"] = config.max_skipped_steps
     yield from at_least(1, counts)
-    yield from at_least(0, {"ppo.kl.coef": config.kl.coef, "ppo.entropy_coef": config.entropy_coef})
-    for key, share in {"ppo.gamma": config.gamma, "ppo.lam": config.lam}.items():
-        if not 0 <= share <= 1:
+    not_negative = {
+        "ppo.kl.coef": config.kl.coef,
+        "ppo.entropy_coef": config.entropy_coef,
+        "ppo.critic_warmup_steps": config.critic_warmup_steps,
+    }
+    yield from at_least(0, not_negative)
+    for key, share in {"ppo.gamma": config.gamma, "ppo.lam": config.lam, "ppo.critic_lam": config.critic_lam}.items():
+        if share is not None and not 0 <= share <= 1:
             yield Problem(key, share, "must be from 0 to 1")
     if not 0 < config.clip < 1:
         yield Problem("ppo.clip", config.clip, "must be between 0 and 1 (0.2 is usual)")

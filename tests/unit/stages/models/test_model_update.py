@@ -411,6 +411,33 @@ def test_target_kl_leaves_the_critic_alone(tmp_path: Path) -> None:
     assert metrics["policy/stopped_steps"] > 0
 
 
+def test_while_the_critic_warms_up_the_policys_version_advances_with_the_same_weights(tmp_path: Path) -> None:
+    model = model_config()
+    model.policy = dataclasses.replace(model.policy, warmup_steps=2)
+    with opened(tmp_path, model, PPOConfig(critic_warmup_steps=2)) as host:
+        policy, critic = [host.digest(Role.POLICY)], [host.digest(Role.CRITIC)]
+        rates = []
+        for step in range(4):
+            metrics = update(host, step)
+            assert (host.version(Role.POLICY), host.version(Role.CRITIC)) == (step + 1, step + 1)
+            policy.append(host.digest(Role.POLICY))
+            critic.append(host.digest(Role.CRITIC))
+            rates.append(metrics["policy/lr"])
+            assert metrics["critic/optimizer_steps"] == 4
+            assert metrics["policy/optimizer_steps"] == (0 if step < 2 else 4)
+            assert ("policy/loss" in metrics) == (step >= 2)
+        assert policy[0] == policy[1] == policy[2]
+        assert len(set(policy)) == 3
+        assert len(set(critic)) == 5
+        assert rates == [0.0, 0.0, LR / 2, LR]  # the policy's own warm-up comes after the critic's
+        host.load(Role.POLICY, None)  # a replay of such steps gives the same
+        for step in range(2):
+            host.update_policy(step, batches(host, step)[0])
+            assert host.dirty(Role.POLICY)
+            host.mark_clean(Role.POLICY)
+        assert host.digest(Role.POLICY) == policy[2]
+
+
 def test_a_step_whose_gradient_is_not_finite_is_skipped_and_counted(tmp_path: Path) -> None:
     with opened(tmp_path, model_config(), PPOConfig(epochs=1, minibatches=2)) as host:
         policy, _ = batches(host)

@@ -32,13 +32,13 @@ class PPOConfig:
     lam: float = 0.95
     """lambda of GAE: of the policy's advantages, and of the critic's returns unless `critic_lam` is set."""
     critic_lam: float | None = None
-    """lambda of the critic's returns (decoupled GAE, VC-PPO, arXiv 2503.01491, section 4.2); null: `lam`."""
+    """lambda of the critic's returns (decoupled GAE, VC-PPO, arXiv 2503.01491); null: `lam`."""
     clip: float = 0.2
     """epsilon of the policy clip: the ratio is clipped to 1 - clip .. 1 + clip."""
     clip_high: float | None = None
-    """epsilon of the upper bound alone (clip-higher, DAPO, arXiv 2503.14476, eq. 10); null: `clip`."""
+    """epsilon of the upper bound alone (clip-higher, DAPO, arXiv 2503.14476); null: `clip`."""
     dual_clip: float | None = None
-    """Where the advantage is negative the ratio counts as at most this (arXiv 1912.09729, eq. 5); null: no bound."""
+    """Where the advantage is negative the ratio counts as at most this (arXiv 1912.09729); null: no bound."""
     value_clip: float | None = 0.2
     """Clip of the new values around the OLD values; null: none."""
     anchor: Literal["proximal", "sampler"] = "proximal"

@@ -53,7 +53,7 @@ class PolicyLossInputs:
     """Needed under `kl.where: loss`, None otherwise."""
     optimizer_steps_behind: Int[Tensor, "rows seq"]
     """s_prox - s_mu: optimizer steps from the weights that drew the token to the start of this update, i.e.
-    (step - token_versions) * epochs * minibatches. Read under `proximal: loglinear`."""
+    (step - token_versions) * epochs * minibatches, as if none had been left out. Read under `proximal: loglinear`."""
     optimizer_steps_taken: int
     """s_pi - s_prox: optimizer steps made since the start of this update."""
 

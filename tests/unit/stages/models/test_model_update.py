@@ -438,6 +438,22 @@ def test_while_the_critic_warms_up_the_policys_version_advances_with_the_same_we
         assert host.digest(Role.POLICY) == policy[2]
 
 
+def test_versions_made_while_the_critic_warmed_up_are_one_to_the_interpolation(tmp_path: Path) -> None:
+    """Weights of versions 0 and 1 are the same, so that a token of either is as fresh: alpha is 0 for both."""
+    with opened(tmp_path, model_config(), PPOConfig(critic_warmup_steps=1, proximal="loglinear")) as host:
+        batch = dataclasses.replace(batches(host)[0], policy=None)
+        digests = set()
+        for version in (0, 1):
+            versions = np.where(batch.rollout.response_mask, version, -1).astype(np.int32)
+            sampled = dataclasses.replace(batch, rollout=dataclasses.replace(batch.rollout, token_versions=versions))
+            host.load(Role.POLICY, None)
+            for step in (0, 1):
+                host.update_policy(step, sampled)
+                host.mark_clean(Role.POLICY)
+            digests.add(host.digest(Role.POLICY))
+    assert len(digests) == 1
+
+
 def test_a_step_whose_gradient_is_not_finite_is_skipped_and_counted(tmp_path: Path) -> None:
     with opened(tmp_path, model_config(), PPOConfig(epochs=1, minibatches=2)) as host:
         policy, _ = batches(host)

@@ -74,13 +74,17 @@ def advantage(
     # Filtered rows take no part in the moments; their rewards, of no consequence, are dropped with them.
     r = masked_whiten(r, loss_mask, keep_mean=True) if cfg.whiten_rewards else r
     unwhitened, returns = gae(r, v, v_end, mask, truncated, cfg.gamma, cfg.lam, cfg.truncated)
+    if cfg.critic_lam is not None:
+        _, returns = gae(r, v, v_end, mask, truncated, cfg.gamma, cfg.critic_lam, cfg.truncated)
     a = masked_whiten(unwhitened, loss_mask) if cfg.whiten_advantages else unwhitened
 
     kl_per_response = token_kl(log_policy, log_ref, cfg.kl.estimator).sum(dim=1).numpy()
     found = {
         "kl/coef": kl_coef,
         **measure.reward_metrics(scores.scores, shaped_scores.numpy(), kl_per_response, kl_coef),
-        **measure.ref_kl_metrics(log_policy.numpy(), log_ref.numpy(), rollout.response_mask),
+        **measure.ref_kl_metrics(
+            log_policy.numpy(), rollout.sampler_logprobs, log_ref.numpy(), rollout.response_mask, cfg.correction_cap
+        ),
         **measure.staleness_metrics(rollout.token_versions, rollout.response_mask, step, staleness_bound),
         **measure.value_metrics(v.numpy(), returns.numpy(), loss_mask.numpy()),
         **measure.advantage_metrics(unwhitened.numpy(), loss_mask.numpy()),
@@ -88,6 +92,7 @@ def advantage(
         **_policy_metrics(rollout, policy, step),
     }
     next_state = {
+        # of the policy that is trained, not of the one that sampled
         "kl_coef": next_kl_coef(kl_coef, found.get("kl/ref", 0.0), rollout.num_rows, cfg.kl),
         "score_mean": running.mean,
         "score_count": running.count,

@@ -139,6 +139,10 @@ def _own_problems(config: RunConfig) -> Iterator[Problem]:
 
 def _problems_across(config: RunConfig) -> Iterator[Problem]:
     yield from divides("ppo.minibatches", config.ppo.minibatches, "rollout.rows", config.rollout.rows)
+    warmup = config.ppo.critic_warmup_steps
+    if warmup >= config.steps:
+        need = f"must be below steps = {config.steps}: in no other step is the policy trained"
+        yield Problem("ppo.critic_warmup_steps", warmup, need)
     if config.evaluate.every:
         held_out = config.prompts.held_out
         if held_out < 2:

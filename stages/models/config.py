@@ -31,8 +31,10 @@ class OptimizerConfig:
     lr: float = 1e-5
     warmup_steps: int = 0
     """PPO steps of linear warm-up."""
-    decay: Literal["linear", "constant"] = "linear"
-    """Linear: to zero at the run's last step."""
+    decay: Literal["linear", "cosine", "constant"] = "linear"
+    """After the warm-up; linear and cosine end at `min_lr` one step past the run's last."""
+    min_lr: float = 0.0
+    """Rate (not a share of `lr`) that the decay ends at."""
     betas: tuple[float, float] = (0.9, 0.95)
     eps: float = 1e-5
     weight_decay: float = 0.0
@@ -70,6 +72,11 @@ def model_problems(config: ModelConfig) -> Iterator[Problem]:
 def _optimizer_problems(key: str, config: OptimizerConfig) -> Iterator[Problem]:
     yield from at_least(1, {f"{key}.micro_batch_rows": config.micro_batch_rows})
     yield from at_least(0, {f"{key}.lr": config.lr})
+    if not config.min_lr >= 0 or config.min_lr > config.lr:
+        yield Problem(f"{key}.min_lr", config.min_lr, f"must be from 0 to {key}.lr = {config.lr}: it is a rate itself")
+    elif config.min_lr and config.decay == "constant":
+        need = f"nothing decays under {key}.decay=constant: use 0, or decay=linear or cosine"
+        yield Problem(f"{key}.min_lr", config.min_lr, need)
     if not all(0 <= beta < 1 for beta in config.betas):
         need = "both must be from 0 to below 1 (0.9, 0.95 are usual)"
         yield Problem(f"{key}.betas", config.betas, need)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -57,7 +58,7 @@ def digest_of(model: GPTModel, blueprint: Blueprint) -> str:
     own = {
         name: hashlib.sha256(as_numpy(tensor).tobytes()).hexdigest() for name, tensor in stage_tensors(model, blueprint)
     }
-    named = {name: digest for part in _from_all_ranks(own) for name, digest in part.items()}
+    named = {name: digest for part in from_all_ranks(own) for name, digest in part.items()}
     return hashlib.sha256(json.dumps(named, sort_keys=True).encode()).hexdigest()
 
 
@@ -76,14 +77,19 @@ def collect_rows(rank: ParallelRank, *arrays: np.ndarray) -> tuple[np.ndarray, .
 
 def summarise_over_ranks(rank: ParallelRank, stats: Sequence[Sequence[LossStats]]) -> dict[str, float]:
     """An update's metrics from the stats of this rank's micro-batches by minibatch, and the other ranks'; on every
-    rank."""
+    rank. None without a minibatch."""
     own = [[(_floats(s.sums), _floats(s.maxima)) for s in minibatch] for minibatch in stats]
-    parts = [part for part in _from_all_ranks(own if rank.is_output_rank else []) if part]
+    parts = [part for part in from_all_ranks(own if rank.is_output_rank else []) if part]
     merged = [
         merge_stats([LossStats(_tensors(sums), _tensors(maxima)) for part in parts for sums, maxima in part[number]])
-        for number in range(len(parts[0]))
+        for number in range(len(parts[0]) if parts else 0)
     ]
-    return summarise_stats(merged)
+    return summarise_stats(merged) if merged else {}
+
+
+def sum_over_ranks(rank: ParallelRank, shares: Sequence[float]) -> float:
+    """The sum of all ranks' shares, the same on every rank to the last bit."""
+    return math.fsum(share for part in from_all_ranks(shares if rank.is_output_rank else []) for share in part)
 
 
 def as_numpy(tensor: Tensor) -> np.ndarray:
@@ -94,7 +100,7 @@ def as_numpy(tensor: Tensor) -> np.ndarray:
     return tensor.cpu().numpy()
 
 
-def _from_all_ranks(own: Any) -> list[Any]:
+def from_all_ranks(own: Any) -> list[Any]:
     """What every rank of the gang has, in rank order."""
     parts: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(parts, own)

@@ -6,7 +6,8 @@ this folder.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from stages.models import gather, minibatch_losses, parallel
 from stages.models.build import Blueprint, build_role, build_trunk, output_weight, reset_role
-from stages.models.config import LayoutConfig, ModelConfig
+from stages.models.config import LayoutConfig, ModelConfig, OptimizerConfig
 from stages.models.errors import StateError
 from stages.models.forward import (
     Distribution,
@@ -28,10 +29,11 @@ from stages.models.forward import (
 )
 from stages.models.hf_config import read_eos_ids
 from stages.models.hf_files import read_weights, write_model
+from stages.models.minibatch_losses import MinibatchLoss
 from stages.models.protocol import CriticBatch, PolicyBatch, Rank, Role
 from stages.models.sampling import SamplingConfig
 from stages.models.spec import read_spec
-from stages.models.trainer import Loss, Trainer
+from stages.models.trainer import Minibatch, Trainer, UpdateLimits, learning_rate
 from stages.models.trunk import Trunk
 from stages.ppo.config import PPOConfig
 from stages.ppo.masks import state_values
@@ -122,7 +124,7 @@ class MegatronHost:
                 entropy_gradient=self._ppo.entropy_coef != 0,
             ),
         )
-        return self._update(Role.POLICY, step, batch.rollout, loss)
+        return self._update(Role.POLICY, step, batch, loss)
 
     def update_critic(self, step: int, batch: CriticBatch) -> dict[str, float]:
         model = self._clean(Role.CRITIC).model
@@ -132,7 +134,7 @@ class MegatronHost:
             device=self._parallel_rank.device,
             head=lambda hidden: head_values(hidden, model.output_layer),
         )
-        return self._update(Role.CRITIC, step, batch.rollout, loss)
+        return self._update(Role.CRITIC, step, batch, loss)
 
     def version(self, role: Role) -> int:
         return self._trainer(role).version
@@ -199,23 +201,32 @@ class MegatronHost:
             _fill(entropy, batch, of_distributions)
         return gather.collect_rows(self._parallel_rank, logprobs, entropy)
 
-    def _update(
-        self, role: Role, step: int, rollout: Rollout, loss: Callable[[np.ndarray, int], Loss]
-    ) -> dict[str, float]:
-        """Trains version `step` on all rows; `loss` makes a minibatch's loss from its rows and the number of optimizer
-        steps taken before it."""
+    def _update(self, role: Role, step: int, batch: PolicyBatch | CriticBatch, loss: MinibatchLoss) -> dict[str, float]:
+        """Trains version `step` on all rows of the batch; not the policy's while the critic warms up."""
         trainer = self._clean(role)
         if trainer.version != step:
             raise StateError(f"{role} is at version {trainer.version}; update {step} needs version {step}")
-        size = trainer.config.micro_batch_rows
-        cut = minibatches(rollout.num_rows, self._ppo.minibatches, self._ppo.epochs, self._seed, step)
-        work = [
-            (self._micro_batches(rollout, rows, size, never_empty=True), loss(rows, number))
-            for number, rows in enumerate(rows for epoch in cut for rows in epoch)
-        ]
-        stats, metrics = trainer.train(step, self._total_steps, self._trunk, work)
-        of_losses = gather.summarise_over_ranks(self._parallel_rank, stats)
-        return of_losses | {f"{role}/{name}": value for name, value in metrics.items()}
+        held = self._ppo.critic_warmup_steps if role is Role.POLICY else 0
+        if step < held:
+            return _named(role, trainer.advance(step))
+        cut = minibatches(batch.rollout.num_rows, self._ppo.minibatches, self._ppo.epochs, self._seed, step)
+        work = [self._minibatch(batch, rows, trainer.config, loss) for epoch in cut for rows in epoch]
+        lr = learning_rate(trainer.config, step - held, self._total_steps - held)
+        limits = UpdateLimits(self._ppo.max_skipped_steps, self._ppo.target_kl if role is Role.POLICY else None)
+        stats, metrics = trainer.train(step, lr, self._trunk, work, limits)
+        return gather.summarise_over_ranks(self._parallel_rank, stats) | _named(role, metrics)
+
+    def _minibatch(
+        self, batch: PolicyBatch | CriticBatch, rows: np.ndarray, config: OptimizerConfig, loss: MinibatchLoss
+    ) -> Minibatch:
+        rollout, empty = batch.rollout, not batch.advantages.loss_mask[rows].any()
+        return Minibatch(
+            rows,
+            rollout.row,
+            [] if empty else self._micro_batches(rollout, rows, config.micro_batch_rows, never_empty=True),
+            partial(loss, rows),
+            empty,
+        )
 
     def _micro_batches(
         self, rollout: Rollout, rows: np.ndarray, size: int, *, never_empty: bool = False
@@ -234,6 +245,10 @@ class MegatronHost:
             share, mask = rows[:1], np.zeros_like(mask)
         multiple = rank.tensor_size if self._blueprint.layout.sequence_parallel else 1
         return cut_micro_batches(rollout.tokens, mask, share, size, rank.device, multiple) if len(share) else []
+
+
+def _named(role: Role, metrics: Mapping[str, float]) -> dict[str, float]:
+    return {f"{role}/{name}": value for name, value in metrics.items()}
 
 
 def _fill(array: np.ndarray, batch: MicroBatch, found: Tensor) -> None:

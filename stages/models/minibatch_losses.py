@@ -40,13 +40,15 @@ def policy_loss_of(
     """`logprobs` gives (new log-probs, entropies) [B, T] of a micro-batch from its hidden states."""
     rollout, advantages = batch.rollout, batch.advantages
     steps_per_update = config.epochs * config.minibatches
+    # versions up to the one that the critic's warm-up ends at are the same weights
+    versions = np.maximum(rollout.token_versions, min(config.critic_warmup_steps, step))
     arrays = {
         "mask": advantages.loss_mask,
         "advantages": advantages.advantages,
         "sampler_logprobs": rollout.sampler_logprobs,
-        "optimizer_steps_behind": np.where(
-            rollout.response_mask, (step - rollout.token_versions) * steps_per_update, 0
-        ).astype(np.int64),
+        "optimizer_steps_behind": np.where(rollout.response_mask, (step - versions) * steps_per_update, 0).astype(
+            np.int64
+        ),
     }
     if batch.policy is not None:
         arrays["policy_logprobs"] = batch.policy.policy_logprobs

@@ -80,7 +80,8 @@ class ModelHost(Protocol):
 
     def update_policy(self, step: int, batch: PolicyBatch) -> dict[str, float]:
         """Trains version `step` into `step + 1` and leaves the model dirty: the caller commits, then `mark_clean`s.
-        Deterministic: same weights, same batch, same layout, same bits (CPU). Raises StateError on another version."""
+        Deterministic: same weights, same batch, same layout, same bits (CPU). Raises StateError on another version, and
+        NonFiniteGradientsError after `ppo.max_skipped_steps` optimizer steps in a row without a finite gradient."""
         ...
 
     def update_critic(self, step: int, batch: CriticBatch) -> dict[str, float]: ...

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
@@ -19,9 +21,10 @@ from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from torch import Tensor
 
+from stages.models import gather
 from stages.models.build import Blueprint
 from stages.models.config import OptimizerConfig
-from stages.models.errors import StateError
+from stages.models.errors import NonFiniteGradientsError, StateError
 from stages.models.forward import MicroBatch, run_backward
 from stages.models.protocol import Role
 from stages.models.trunk import Trunk
@@ -31,18 +34,50 @@ Loss = Callable[[MicroBatch, Tensor], tuple[Tensor, LossStats]]
 """(this micro-batch's share of the minibatch's loss, its stats) from a micro-batch and its hidden states [B, T, H]."""
 
 
+@dataclass(frozen=True)
+class Minibatch:
+    """What one optimizer step trains on. Every rank of the gang has the same number of them, in the same order."""
+
+    rows: np.ndarray
+    """All ranks' rows, as indices into the arrays of the step."""
+    row_numbers: np.ndarray
+    """Of every row of the step: its number in the run (`Rollout.row`)."""
+    micro_batches: list[MicroBatch]
+    """This rank's share; at least one, unless the minibatch is empty."""
+    loss: Callable[[int], Loss]
+    """The loss, from the number of optimizer steps that the update made before."""
+    empty: bool
+    """Nothing of the loss depends on any row of any rank: not one of their tokens counts."""
+
+
+@dataclass(frozen=True)
+class UpdateLimits:
+    """What ends an update early."""
+
+    max_skipped_steps: int | None
+    """Optimizer steps in a row without a finite gradient, over PPO steps too, that are an error."""
+    target_kl: float | None = None
+    """The approx_kl of a minibatch above which the update ends before that minibatch's optimizer step."""
+
+
 def learning_rate(config: OptimizerConfig, step: int, total_steps: int) -> float:
     """Learning rate of PPO step `step` (from 0), a closed form, so that a resumed or replayed step needs no history.
 
-    warm-up:  lr * (step + 1) / warmup_steps                                for step < warmup_steps
-    linear:   lr * (total_steps - step) / (total_steps - warmup_steps)      afterwards: 0 one step past the last
+    warm-up:  lr * (step + 1) / warmup_steps                        for step < warmup_steps; afterwards, with
+              x = (step - warmup_steps) / (total_steps - warmup_steps) from 0 to 1 one step past the last:
+    linear:   min_lr + (lr - min_lr) * (1 - x)
+    cosine:   min_lr + (lr - min_lr) * (1 + cos(pi * x)) / 2        (Loshchilov & Hutter 2017, without restarts)
     constant: lr
     """
     if step < config.warmup_steps:
         return config.lr * (step + 1) / config.warmup_steps
     if config.decay == "constant":
         return config.lr
-    return config.lr * max(0, total_steps - step) / max(1, total_steps - config.warmup_steps)
+    left, decaying = max(0, total_steps - step), max(1, total_steps - config.warmup_steps)
+    above = config.lr - config.min_lr
+    if config.decay == "linear":
+        return config.min_lr + above * left / decaying
+    return config.min_lr + above * (1 - math.cos(math.pi * left / decaying)) / 2
 
 
 class Trainer:
@@ -54,6 +89,8 @@ class Trainer:
         self.config = config
         self.version = 0
         self.dirty = False
+        self._skipped_in_a_row = 0
+        self._rank = blueprint.parallel_rank
         sharded = blueprint.layout.distributed_optimizer
         bf16 = blueprint.dtype is torch.bfloat16
         model.config.finalize_model_grads_func = finalize_model_grads
@@ -82,38 +119,71 @@ class Trainer:
             group["foreach"], group["fused"] = False, True
 
     def train(
-        self, step: int, total_steps: int, trunk: Trunk | None, minibatches: Sequence[tuple[list[MicroBatch], Loss]]
+        self,
+        step: int,
+        lr: float,
+        trunk: Trunk | None,
+        minibatches: Sequence[Minibatch],
+        limits: UpdateLimits,
     ) -> tuple[list[list[LossStats]], dict[str, float]]:
         """One PPO step: an optimizer step per minibatch, in order, making version `step` into `step + 1`.
 
-        Returns the stats of every micro-batch of this rank by minibatch (empty but on the last pipeline stage), and
-        the optimizer's metrics: lr, mean and largest grad_norm of the steps taken, skipped_steps. A step whose
-        gradient is not finite changes nothing and is counted.
+        An empty minibatch makes no step: AdamW's momentum and decay would move the weights without a gradient. Nor does
+        one whose gradient is not finite; and one whose approx_kl is above `limits.target_kl` ends the update. Each is
+        decided alike on all ranks: by the rows, which every rank knows, and by the gradient's norm and the approx_kl
+        over all of them.
+
+        Returns the stats of every micro-batch of this rank by minibatch that was computed (no micro-batches but on the
+        last pipeline stage), and the optimizer's metrics: lr, mean and largest grad_norm of the steps taken, and what
+        became of the minibatches: optimizer_steps, skipped_steps (not finite), empty_steps, stopped_steps (by
+        `target_kl`: the one that was above it and those after it).
+
+        Raises NonFiniteGradientsError at `limits.max_skipped_steps`, on every rank.
         """
-        lr = learning_rate(self.config, step, total_steps)
         for group in self._adam.param_groups:
             group["lr"] = lr
             # what Megatron's scheduler would do with it: norms and biases do not decay
             group["weight_decay"] = self.config.weight_decay * group["wd_mult"]
-        stats, norms, skipped = [], [], 0
+        stats: list[list[LossStats]] = []
+        norms: list[float] = []
+        skipped = stopped = 0
         self._ddp.train()
-        for batches, loss in minibatches:
+        for number, minibatch in enumerate(minibatches):
+            if minibatch.empty:
+                continue
             self._ddp.zero_grad_buffer()
             self._optimizer.zero_grad()
-            stats.append(run_backward(self._ddp, trunk, batches, loss))
+            stats.append(run_backward(self._ddp, trunk, minibatch.micro_batches, minibatch.loss(len(norms))))
             self.dirty = True
+            if limits.target_kl is not None and self._approx_kl(stats[-1]) > limits.target_kl:
+                stopped = sum(not left.empty for left in minibatches[number:])
+                break
             norm = self._step()
-            norms.append(norm)
-            skipped += not math.isfinite(norm)
+            if math.isfinite(norm):
+                norms.append(norm)
+                self._skipped_in_a_row = 0
+                continue
+            skipped += 1
+            self._skipped_in_a_row += 1
+            if self._skipped_in_a_row == limits.max_skipped_steps:
+                where = f"{self.role}, step {step}, minibatch {number + 1} of {len(minibatches)}"
+                raise NonFiniteGradientsError(f"{where}: {self._not_finite(minibatch, stats[-1], norm)}")
         self._ddp.eval()
-        self.version = step + 1
-        taken = [norm for norm in norms if math.isfinite(norm)] or [0.0]
+        self.version, self.dirty = step + 1, True
         return stats, {
             "lr": lr,
-            "grad_norm": sum(taken) / len(taken),
-            "grad_norm_max": max(taken),
+            "grad_norm": sum(norms) / max(1, len(norms)),
+            "grad_norm_max": max(norms, default=0.0),
+            "optimizer_steps": float(len(norms)),
             "skipped_steps": float(skipped),
+            "empty_steps": float(sum(minibatch.empty for minibatch in minibatches)),
+            "stopped_steps": float(stopped),
         }
+
+    def advance(self, step: int) -> dict[str, float]:
+        """Makes version `step` into `step + 1` with the same weights and optimizer state; the metrics of `train`."""
+        self.version, self.dirty = step + 1, True
+        return {"lr": 0.0, "optimizer_steps": 0.0}
 
     def save(self, directory: Path) -> None:
         """Writes this rank's part: weights, master weights, optimizer state, version."""
@@ -123,6 +193,7 @@ class Trainer:
             "weights": {name: p.detach() for name, p in self.model.named_parameters()},
             "masters": self._masters(),
             "adam": self._adam.state_dict(),
+            "skipped_in_a_row": self._skipped_in_a_row,
         }
         torch.save(state, _rank_file(directory))
 
@@ -140,12 +211,13 @@ class Trainer:
                 master.copy_(saved)
         self._adam.load_state_dict(state["adam"])
         self.version, self.dirty = state["version"], False
+        self._skipped_in_a_row = state.get("skipped_in_a_row", 0)  # checkpoints before 0.1.0 have none
 
     def restart(self) -> None:
         """Back to version 0 after the model's weights were put back: fresh master weights, empty optimizer state."""
         self._optimizer.reload_model_params()
         self._adam.state.clear()
-        self.version, self.dirty = 0, False
+        self.version, self.dirty, self._skipped_in_a_row = 0, False, 0
 
     @property
     def _adam(self) -> torch.optim.Optimizer:
@@ -168,6 +240,36 @@ class Trainer:
                 clip_grad_by_total_norm_fp32(inner.get_parameters(), self.config.max_grad_norm, norm)
             self._optimizer.step_with_ready_grads()
         return norm
+
+    def _approx_kl(self, stats: list[LossStats]) -> float:
+        """That of a minibatch from those of this rank's micro-batches and of the other ranks' (a collective call)."""
+        return gather.sum_over_ranks(self._rank, [float(s.sums[f"{self.role}/approx_kl"]) for s in stats])
+
+    def _not_finite(self, minibatch: Minibatch, stats: list[LossStats], norm: float) -> str:
+        """What of a minibatch was not finite, the same on every rank (a collective call): the micro-batches' losses
+        and the parameters' gradients that were not, and the minibatch's rows."""
+        bad_rows = {
+            int(row)
+            for micro, of_micro in zip(minibatch.micro_batches if stats else [], stats, strict=True)
+            if not of_micro.sums[f"{self.role}/loss"].isfinite()
+            for row in minibatch.row_numbers[micro.rows]
+        }
+        bad_parameters = {n for n, p in self._ddp.module.named_parameters() if not p.main_grad.isfinite().all()}
+        of_ranks = gather.from_all_ranks((bad_rows, bad_parameters))
+        rows, names = (sorted(set().union(*kind)) for kind in zip(*of_ranks, strict=True))
+        of_loss = f"the loss of the micro-batches with rows {_listed(rows)}, and " if rows else ""
+        return (
+            f"{self._skipped_in_a_row} optimizer steps in a row had a gradient that is not finite "
+            f"(ppo.max_skipped_steps). Not finite are {of_loss}the gradients of {len(names)} parameters "
+            f"({_listed(names, 3)}), of norm {norm}. The minibatch's rows are "
+            f"{_listed(sorted(minibatch.row_numbers[minibatch.rows].tolist()))}"
+        )
+
+
+def _listed(items: Sequence[object], most: int = 64) -> str:
+    """At most so many of them, and how many more there are."""
+    more = f" and {len(items) - most} more" if len(items) > most else ""
+    return ", ".join(map(str, items[:most])) + more
 
 
 def _rank_file(directory: Path) -> Path:

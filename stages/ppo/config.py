@@ -5,6 +5,7 @@ May import the standard library and storage.problems.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Literal
@@ -29,7 +30,15 @@ class KLConfig:
 class PPOConfig:
     gamma: float = 1.0
     lam: float = 0.95
+    """lambda of GAE: of the policy's advantages, and of the critic's returns unless `critic_lam` is set."""
+    critic_lam: float | None = None
+    """lambda of the critic's returns (decoupled GAE, VC-PPO, arXiv 2503.01491); null: `lam`."""
     clip: float = 0.2
+    """epsilon of the policy clip: the ratio is clipped to 1 - clip .. 1 + clip."""
+    clip_high: float | None = None
+    """epsilon of the upper bound alone (clip-higher, DAPO, arXiv 2503.14476); null: `clip`."""
+    dual_clip: float | None = None
+    """Where the advantage is negative the ratio counts as at most this (arXiv 1912.09729); null: no bound."""
     value_clip: float | None = 0.2
     """Clip of the new values around the OLD values; null: none."""
     anchor: Literal["proximal", "sampler"] = "proximal"
@@ -39,6 +48,15 @@ class PPOConfig:
     epochs: int = 2
     minibatches: int = 2
     """Optimizer steps per epoch; divides the rows of a step."""
+    critic_warmup_steps: int = 0
+    """First PPO steps in which the critic alone is trained: the policy's version advances with the same weights, and
+    its learning rate's schedule starts after them."""
+    target_kl: float | None = None
+    """`policy/approx_kl` of a minibatch, nats per token, above which it and the rest of the policy's update are left
+    out; null: every minibatch is trained on."""
+    max_skipped_steps: int | None = 8
+    """Optimizer steps in a row, skipped since their gradient is not finite, at which the run stops and names the rows;
+    null: it never does."""
     aggregation: Literal["token", "sequence"] = "token"
     """Mean over the sampled tokens of the minibatch, or mean over rows of each row's mean."""
     entropy_coef: float = 0.0
@@ -64,16 +82,32 @@ def ppo_problems(config: PPOConfig) -> Iterator[Problem]:
         "ppo.minibatches": config.minibatches,
         "ppo.kl.horizon": config.kl.horizon,
     }
+    if config.max_skipped_steps is not None:
+        counts["ppo.max_skipped_steps"] = config.max_skipped_steps
     yield from at_least(1, counts)
-    yield from at_least(0, {"ppo.kl.coef": config.kl.coef, "ppo.entropy_coef": config.entropy_coef})
-    for key, share in {"ppo.gamma": config.gamma, "ppo.lam": config.lam}.items():
-        if not 0 <= share <= 1:
+    not_negative = {
+        "ppo.kl.coef": config.kl.coef,
+        "ppo.entropy_coef": config.entropy_coef,
+        "ppo.critic_warmup_steps": config.critic_warmup_steps,
+    }
+    yield from at_least(0, not_negative)
+    for key, share in {"ppo.gamma": config.gamma, "ppo.lam": config.lam, "ppo.critic_lam": config.critic_lam}.items():
+        if share is not None and not 0 <= share <= 1:
             yield Problem(key, share, "must be from 0 to 1")
     if not 0 < config.clip < 1:
         yield Problem("ppo.clip", config.clip, "must be between 0 and 1 (0.2 is usual)")
+    for key, number in {"ppo.clip_high": config.clip_high, "ppo.dual_clip": config.dual_clip}.items():
+        least = 1 if key == "ppo.dual_clip" else 0
+        if number is not None and not (math.isfinite(number) and number > least):
+            usual = "3 is usual" if least else "0.28 is usual"
+            yield Problem(key, number, f"must be above {least} ({usual}), or null for none of its own")
     if not config.correction_cap >= 1:
         yield Problem("ppo.correction_cap", config.correction_cap, "must be 1 or more (2 is usual)")
-    for key, number in {"ppo.value_clip": config.value_clip, "ppo.kl.target": config.kl.target}.items():
+    for key, number in {
+        "ppo.value_clip": config.value_clip,
+        "ppo.target_kl": config.target_kl,
+        "ppo.kl.target": config.kl.target,
+    }.items():
         if number is not None and not number > 0:
             yield Problem(key, number, "must be above 0, or null for none")
     if config.anchor == "proximal" and config.proximal == "sampler" and config.correction == "mask":

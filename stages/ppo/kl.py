@@ -69,8 +69,9 @@ def next_kl_coef(coef: float, kl_per_response: float, rows: int, cfg: KLConfig) 
         e      = clip((KL - target) / target, -0.2, 0.2)
         beta' = beta * (1 + e * rows / horizon)
 
-    `kl_per_response` is the mean over responses of the sum over tokens, in nats. rows / horizon is cut at 1, so that a
-    step larger than the horizon moves beta by 20 % at most and cannot turn its sign.
+    `kl_per_response` is `kl/ref` of `stages.ppo.metrics`, in nats: the distance of pi_prox, which is trained, not of
+    the policy that sampled. rows / horizon is cut at 1, so that a step larger than the horizon moves beta by 20 % at
+    most and cannot turn its sign.
     """
     if cfg.target is None:
         return cfg.coef

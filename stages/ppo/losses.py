@@ -9,10 +9,12 @@ minibatch to get its loss. A framework that AVERAGES gradients over n ranks need
 
 Stats of the policy loss. Sums: policy/loss (all terms), policy/surrogate, policy/kl_ref (under `kl.where: loss`),
 policy/entropy, policy/approx_kl (k3 of KL(anchor || pi)), policy/clipfrac (tokens whose gradient the clip removed),
-policy/ratio_mean (of u); with anchor proximal also policy/weight_mean (of w before the correction) and
-policy/weight_outside (share of tokens that the correction cut or dropped). Maxima: policy/ratio_max, policy/weight_max.
+policy/dual_clipfrac (those whose gradient the dual clip removed, where there is one), policy/ratio_mean (of u); with
+anchor proximal also policy/weight_mean (of w before the correction) and policy/weight_outside (share of tokens that the
+correction cut or dropped). Maxima: policy/ratio_max, policy/weight_max.
 
-Sources: Schulman et al. 2017 (clip), Hilton et al. 2022 and AReaL, Fu et al. 2025 (decoupled objective).
+Sources: Schulman et al. 2017 (clip), Yu et al. 2025 (DAPO: clip_high), Ye et al. 2019 (dual clip), Hilton et al. 2022
+and AReaL, Fu et al. 2025 (decoupled objective).
 
 May import torch, jaxtyping, stages.ppo and the standard library.
 """
@@ -51,7 +53,7 @@ class PolicyLossInputs:
     """Needed under `kl.where: loss`, None otherwise."""
     optimizer_steps_behind: Int[Tensor, "rows seq"]
     """s_prox - s_mu: optimizer steps from the weights that drew the token to the start of this update, i.e.
-    (step - token_versions) * epochs * minibatches. Read under `proximal: loglinear`."""
+    (step - token_versions) * epochs * minibatches, as if none had been left out. Read under `proximal: loglinear`."""
     optimizer_steps_taken: int
     """s_pi - s_prox: optimizer steps made since the start of this update."""
 
@@ -123,9 +125,11 @@ def policy_loss(
 ) -> tuple[Float[Tensor, ""], LossStats]:
     """This micro-batch's share of the policy loss, and its stats (listed above).
 
-        L = sum_t weight_t * [ -w_t * min(u_t A_t, clip(u_t, 1 - eps, 1 + eps) A_t)
+        L = sum_t weight_t * [ -w_t * g_t
                                + kl_coef * k_t(pi, pi_ref)          if kl.where is "loss"
                                - entropy_coef * H_t ]
+        g_t = min(u_t A_t, clip(u_t, 1 - clip, 1 + clip_high) A_t)
+        g_t = max(g_t, dual_clip A_t)                               where A_t < 0, if there is a dual_clip
 
         anchor proximal:   u = pi / pi_prox,  w = corrected pi_prox / mu
         anchor sampler:    u = pi / mu,       w = 1
@@ -147,17 +151,16 @@ def policy_loss(
 
     log_anchor, w, raw_w = _anchored(log_pi, log_mu, inputs, cfg)
     u = torch.exp(log_pi - log_anchor)
-    unclipped = u * advantages
-    clipped = u.clamp(1 - cfg.clip, 1 + cfg.clip) * advantages
-    surrogate = -w * torch.minimum(unclipped, clipped)
+    gain, clips = _clipped_gain(u, advantages, cfg)
+    surrogate = -w * gain
     per_token = surrogate - cfg.entropy_coef * entropy
 
     terms = {
         "policy/surrogate": surrogate,
         "policy/entropy": entropy,
         "policy/approx_kl": u - 1 - (log_pi - log_anchor),
-        "policy/clipfrac": (clipped < unclipped).to(u.dtype),
         "policy/ratio_mean": u,
+        **clips,
     }
     maxima = {"policy/ratio_max": _masked_max(u, mask)}
     if cfg.kl.where == "loss":
@@ -207,6 +210,21 @@ def value_loss(
         },
         maxima={},
     )
+
+
+def _clipped_gain(u: Tensor, advantages: Tensor, cfg: PPOConfig) -> tuple[Tensor, dict[str, Tensor]]:
+    """g of `policy_loss`, and which tokens' gradients the clips removed, by the name of the stat."""
+    unclipped = u * advantages
+    high = cfg.clip if cfg.clip_high is None else cfg.clip_high
+    clipped = u.clamp(1 - cfg.clip, 1 + high) * advantages
+    gain = torch.minimum(unclipped, clipped)
+    stats = {"policy/clipfrac": (clipped < unclipped).to(u.dtype)}
+    if cfg.dual_clip is not None:
+        least = cfg.dual_clip * advantages
+        cut = (advantages < 0) & (gain < least)
+        gain = torch.where(cut, least, gain)
+        stats["policy/dual_clipfrac"] = cut.to(u.dtype)
+    return gain, stats
 
 
 def _anchored(

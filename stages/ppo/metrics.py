@@ -33,18 +33,39 @@ def reward_metrics(scores: PerRow, shaped_scores: PerRow, kl_per_response: PerRo
     }
 
 
-def ref_kl_metrics(logprobs: PerToken, ref_logprobs: PerToken, mask: Mask) -> dict[str, float]:
-    """KL to the reference in nats per response, by two estimators, and the k1 per token.
+def ref_kl_metrics(
+    policy_logprobs: PerToken, sampler_logprobs: PerToken, ref_logprobs: PerToken, mask: Mask, cap: float
+) -> dict[str, float]:
+    """KL to the reference in nats per response, of the proximal policy and of the sampler, from tokens drawn from mu.
 
-    kl/ref = mean over responses of sum_t d_t (k1);  kl/ref_k3 the same of exp(-d) - 1 + d.
+    The mean of d = log pi_prox - log pi_ref over tokens drawn from mu is no KL of pi_prox: it is KL(mu || pi_ref) -
+    KL(mu || pi_prox), negative once staleness outweighs the distance to the reference. So each token counts by
+    w = min(pi_prox / mu, cap), and the weights are normalised by their mean over the step's N tokens (R responses):
+
+        kl/ref             = 1/R sum_it (w_it / w_mean) d_it = N/R * E[w d] / E[w],      w_mean = 1/N sum_it w_it
+        kl/ref_k3          the same of exp(-d) - 1 + d in place of d
+        kl/ref_per_token   = E[w d] / E[w]
+        kl/ref_capped_share    share of tokens whose pi_prox / mu is above the cap
+        kl/ref_sampler     = 1/R sum_it (log mu - log pi_ref)
+
+    Where no proximal policy was computed give mu for it: w is 1 and kl/ref is kl/ref_sampler.
+
+    Args:
+        cap: `ppo.correction_cap`. The weights are truncated at it whatever `ppo.correction` does in the loss: it bounds
+            the variance, while dropping tokens would leave out the very ones that moved.
     """
     if not mask.any():
         return {}
-    d = np.where(mask, _float64(logprobs, mask) - _float64(ref_logprobs, mask), 0.0)
+    log_prox, log_mu, log_ref = (_float64(x, mask) for x in (policy_logprobs, sampler_logprobs, ref_logprobs))
+    d, log_w = log_prox - log_ref, log_prox - log_mu
+    w = np.where(mask, np.exp(np.minimum(log_w, np.log(cap))), 0.0)
+    w /= w[mask].mean()
     return {
-        "kl/ref": float(d.sum(axis=1).mean()),
-        "kl/ref_k3": float((np.expm1(-d) + d).sum(axis=1).mean()),
-        "kl/ref_per_token": float(d.sum() / mask.sum()),
+        "kl/ref": float((w * d).sum(axis=1).mean()),
+        "kl/ref_k3": float((w * (np.expm1(-d) + d)).sum(axis=1).mean()),
+        "kl/ref_per_token": float((w * d).sum() / mask.sum()),
+        "kl/ref_capped_share": float((log_w[mask] > np.log(cap)).mean()),
+        "kl/ref_sampler": float((log_mu - log_ref).sum(axis=1).mean()),
     }
 
 

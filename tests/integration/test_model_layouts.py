@@ -18,9 +18,10 @@ from stages.models.protocol import CriticBatch, PolicyBatch, Rank, Role
 from stages.models.sampling import SamplingConfig
 from stages.models.spec import read_spec
 from stages.ppo.config import PPOConfig
+from stages.ppo.micro_batches import minibatches
 from storage.records import Advantages, PolicyLogprobs, ReferenceLogprobs, Rollout, Values
 
-ROWS, SEQ = 8, 13
+ROWS, SEQ, SEED = 8, 13, 3
 TRAINED = (Role.POLICY, Role.CRITIC)
 
 
@@ -65,7 +66,7 @@ def work(index: int, size: int, layout: LayoutConfig, frozen_blocks: int, direct
         layout,
         frozenset({Role.POLICY, Role.REFERENCE, Role.CRITIC}),
         Rank(index, size, f"file://{directory}/rendezvous", 1),
-        seed=3,
+        seed=SEED,
         total_steps=4,
     )
     rollout, advantages = inputs()
@@ -132,7 +133,25 @@ def work(index: int, size: int, layout: LayoutConfig, frozen_blocks: int, direct
         assert host.version(role) == 1
     update(1)
     assert [host.digest(role) for role in TRAINED] == digests
+    guarded(host, index, directory, PolicyBatch(rollout, advantages, policy_in, reference_in, 0.1))
     host.close()
+
+
+def guarded(host: MegatronHost, index: int, directory: Path, batch: PolicyBatch) -> None:
+    """An update whose first minibatch has no token that counts, of whose second one row counts (on two data-parallel
+    ranks one has none), and which a target KL ends after that. Rank 0 leaves what it got in guarded.npz."""
+    first, second = minibatches(ROWS, 2, 2, SEED, 0)[0]
+    mask = batch.advantages.loss_mask.copy()
+    mask[[*first, *second[1:]]] = False
+    host._ppo = dataclasses.replace(host._ppo, target_kl=1e-7)
+    host.load(Role.POLICY, None)
+    advantages = dataclasses.replace(batch.advantages, loss_mask=mask)
+    metrics = host.update_policy(0, dataclasses.replace(batch, advantages=advantages))
+    host.mark_clean(Role.POLICY)
+    trained = host.trained_weights()
+    if index == 0:
+        assert trained is not None
+        np.savez(directory / "guarded.npz", **metrics, **{f"weight:{name}": array for name, array in trained.items()})
 
 
 CASES = {
@@ -179,6 +198,18 @@ def test_two_ranks_equal_one(results: dict[str, Path], case: str) -> None:
     assert set(found.files) == set(expected.files)
     assert found["start"] == expected["start"]
     for name in set(found.files) - {"start"}:
+        np.testing.assert_allclose(found[name], expected[name], atol=1e-5, rtol=1e-5, err_msg=name)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("case", CASES)
+def test_two_ranks_leave_out_the_same_minibatches_as_one(results: dict[str, Path], case: str) -> None:
+    alone, here = (results[name].with_name("guarded.npz") for name in (f"one, {CASES[case][0]}", case))
+    expected, found = np.load(alone), np.load(here)
+    counts = ("optimizer_steps", "empty_steps", "stopped_steps", "skipped_steps")
+    assert [int(found[f"policy/{name}"]) for name in counts] == [1, 2, 1, 0]
+    assert set(found.files) == set(expected.files)
+    for name in found.files:
         np.testing.assert_allclose(found[name], expected[name], atol=1e-5, rtol=1e-5, err_msg=name)
 
 

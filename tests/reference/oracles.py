@@ -23,6 +23,22 @@ def kl_estimate(d: float, estimator: str) -> float:
     return {"k1": d, "k2": d * d / 2, "k3": math.exp(-d) - 1 + d}[estimator]
 
 
+def ref_kl(policy: Matrix, sampler: Matrix, ref: Matrix, mask: Masks, cap: float) -> tuple[float, float, float]:
+    """(KL(pi_prox || pi_ref), KL(mu || pi_ref), share of capped weights), the KLs in nats per response: tokens per
+    response times the weighted mean per token, w = min(pi_prox / mu, cap)."""
+    total_w = total_wd = total_sampler = 0.0
+    capped = 0
+    cells = sampled(mask)
+    for i, t in cells:
+        w = math.exp(policy[i][t] - sampler[i][t])
+        capped += w > cap
+        total_w += min(w, cap)
+        total_wd += min(w, cap) * (policy[i][t] - ref[i][t])
+        total_sampler += sampler[i][t] - ref[i][t]
+    tokens_per_response = len(cells) / len(mask)
+    return tokens_per_response * total_wd / total_w, total_sampler / len(mask), capped / len(cells)
+
+
 def token_rewards(
     scores: list[float], policy: Matrix, ref: Matrix, mask: Masks, kl_coef: float, estimator: str, where: str
 ) -> Matrix:
@@ -111,7 +127,10 @@ def policy_loss(
     kl_where: str,
     kl_estimator: str,
     kl_coef: float,
+    clip_high: float | None = None,
+    dual_clip: float | None = None,
 ) -> float:
+    high = 1 + (clip_eps if clip_high is None else clip_high)
     terms = [[0.0] * len(row) for row in mask]
     for i, t in sampled(mask):
         if proximal == "recompute":
@@ -133,7 +152,9 @@ def policy_loss(
         u = math.exp(new[i][t] - (sampler[i][t] if anchor == "sampler" else prox))
         a = advantages[i][t]
         # Written as a maximum of losses, as Schulman et al. 2017 is usually coded; ours is a minimum of gains.
-        terms[i][t] = w * max(-a * u, -a * clip(u, 1 - clip_eps, 1 + clip_eps))
+        terms[i][t] = w * max(-a * u, -a * clip(u, 1 - clip_eps, high))
+        if dual_clip is not None and a < 0:
+            terms[i][t] = min(terms[i][t], w * -a * dual_clip)
         if kl_where == "loss":
             terms[i][t] += kl_coef * kl_estimate(new[i][t] - ref[i][t], kl_estimator)
         terms[i][t] -= entropy_coef * entropy[i][t]
@@ -149,3 +170,12 @@ def value_loss(new: Matrix, old: Matrix, returns: Matrix, mask: Masks, c: float 
             square = max(square, (clipped - returns[i][t]) ** 2)
         terms[i][t] = square / 2
     return aggregate(terms, mask, aggregation)
+
+
+def learning_rate(lr: float, least: float, warmup: int, decay: str, step: int, total: int) -> float:
+    """By the share of the decay that is behind, 0 right after the warm-up and 1 one step past the last."""
+    if step < warmup:
+        return lr * (step + 1) / warmup
+    behind = 1.0 if step >= total else (step - warmup) / (total - warmup)
+    shape = {"constant": 1.0, "linear": 1 - behind, "cosine": 0.5 + 0.5 * math.cos(math.pi * behind)}[decay]
+    return least + (lr - least) * shape

@@ -95,6 +95,11 @@ def expected_by_loops(records: Step, cfg: PPOConfig) -> dict[str, list[list[floa
         r, values.values.tolist(), values.bootstrap_values.tolist(), mask, CUT.tolist(), cfg.gamma, cfg.lam,
         cfg.truncated,
     )  # fmt: skip
+    if cfg.critic_lam is not None:
+        _, returns = oracles.gae(
+            r, values.values.tolist(), values.bootstrap_values.tolist(), mask, CUT.tolist(), cfg.gamma,
+            cfg.critic_lam, cfg.truncated,
+        )  # fmt: skip
     if cfg.whiten_advantages:
         a = oracles.whiten(a, kept, keep_mean=False)
     a = [[x if on else 0.0 for x, on in zip(row, m, strict=True)] for row, m in zip(a, kept, strict=True)]
@@ -111,6 +116,8 @@ def expected_by_loops(records: Step, cfg: PPOConfig) -> dict[str, list[list[floa
         PPOConfig(whiten_rewards=True, kl=KLConfig(coef=0.5, estimator="k2")),
         PPOConfig(missing_eos_score=-3.0, center_scores=True),
         PPOConfig(mask_truncated=True, whiten_rewards=True),
+        PPOConfig(lam=0.7, critic_lam=1.0),
+        PPOConfig(lam=1.0, critic_lam=0.0, gamma=0.9, truncated="bootstrap", whiten_advantages=False),
     ],
     ids=[
         "default",
@@ -120,6 +127,8 @@ def expected_by_loops(records: Step, cfg: PPOConfig) -> dict[str, list[list[floa
         "whiten-rewards",
         "missing-eos-centred",
         "overlong",
+        "critic-lambda-1",
+        "critic-lambda-0",
     ],
 )
 def test_against_loops(cfg: PPOConfig) -> None:
@@ -165,6 +174,36 @@ def test_returns_do_not_depend_on_whitening() -> None:
     assert not np.allclose(plain.advantages, whitened.advantages)
 
 
+def test_the_critics_lambda_moves_the_returns_alone() -> None:
+    same, _, _ = run(make_step(), PPOConfig(lam=0.7, critic_lam=0.7))
+    plain, _, metrics_plain = run(make_step(), PPOConfig(lam=0.7))
+    own, _, metrics_own = run(make_step(), PPOConfig(lam=0.7, critic_lam=1.0))
+    np.testing.assert_array_equal(same.returns, plain.returns)
+    np.testing.assert_array_equal(own.advantages, plain.advantages)
+    assert not np.allclose(own.returns, plain.returns)
+    assert metrics_own["advantage/std"] == metrics_plain["advantage/std"]
+    assert metrics_own["critic/return_mean"] != metrics_plain["critic/return_mean"]
+
+
+def test_the_critics_lambda_by_hand() -> None:
+    """One response of two tokens, gamma 1, no KL: rewards 0 and 1, values 0.5 and 0.25, so deltas -0.25 and 0.75.
+    Policy, lambda 0: A = -0.25, 0.75. Critic, lambda 1: G = (-0.25 + 0.75) + 0.5 = 1 and 0.75 + 0.25 = 1, the score."""
+    rollout, _, _, _, _ = make_step()
+    row = rollout.rows(slice(1, 2))  # its three tokens are at 2, 3, 4; the first is taken out
+    mask = row.response_mask.copy()
+    mask[0, 2] = False
+    row = dataclasses.replace(row, response_mask=mask, token_versions=np.where(mask, STEP, -1).astype(np.int32))
+    values = np.where(mask, 0.25, 0).astype(np.float32)
+    values[0, 3] = 0.5
+    zeros = np.zeros(mask.shape, np.float32)
+    cfg = PPOConfig(lam=0.0, critic_lam=1.0, whiten_advantages=False, kl=KLConfig(coef=0.0))
+    records = (row, Scores(np.ones(1, np.float32)), ReferenceLogprobs(zeros), PolicyLogprobs(zeros, zeros),
+               Values(values, np.zeros(1, np.float32)))  # fmt: skip
+    got, _, _ = run(records, cfg)
+    assert got.advantages[0, 3:5].tolist() == [-0.25, 0.75]
+    assert got.returns[0, 3:5].tolist() == [1.0, 1.0]
+
+
 def test_overlong_filtering_takes_cut_rows_out_of_the_losses() -> None:
     got, _, _ = run(make_step(), PPOConfig(mask_truncated=True))
     assert got.loss_mask.any(axis=1).tolist() == (~CUT).tolist()
@@ -185,6 +224,29 @@ def test_adaptive_kl_passes_through_the_state_and_this_step_uses_the_old_coeffic
         first = rollout.response_mask & (np.cumsum(rollout.response_mask, axis=1) == 1)
         first[4] = False  # its only token also carries the score
         np.testing.assert_allclose(got.rewards[first], state["kl_coef"] * shift, rtol=1e-5)
+
+
+def test_the_controller_takes_the_kl_of_the_policy_that_is_trained() -> None:
+    """Three outcomes of mu, two of which pi_prox has left: the plain mean of log pi_prox - log pi_ref is far below the
+    target, the KL of pi_prox is above it."""
+    rollout, scores, _, _, values = make_step()
+    on = rollout.response_mask
+    rare = on & (np.cumsum(on, axis=1) % 3 != 0)
+    mu = np.where(on, math.log(1 / 3), 0).astype(np.float32)
+    stale = dataclasses.replace(rollout, sampler_logprobs=mu)
+    prox = np.where(on, np.where(rare, math.log(0.02), math.log(0.96)), 0).astype(np.float32)
+    records = (stale, scores, ReferenceLogprobs(mu), PolicyLogprobs(prox, np.zeros_like(prox)), values)
+    cfg = PPOConfig(correction_cap=10.0, kl=KLConfig(coef=0.4, target=0.5, horizon=50))
+    _, state, found = run(records, cfg)
+    assert found["kl/ref"] > 0.5
+    assert float((prox - mu)[on].sum() / len(on)) < 0
+    assert state["kl_coef"] > 0.4
+
+
+def test_without_a_proximal_policy_the_kl_is_the_samplers() -> None:
+    _, _, found = run(make_step(), PPOConfig(proximal="loglinear"))
+    assert found["kl/ref"] == found["kl/ref_sampler"]
+    assert found["kl/ref_capped_share"] == 0
 
 
 def test_a_constant_coefficient_follows_the_config_not_the_state() -> None:
@@ -212,7 +274,13 @@ def test_metrics_keep_score_and_adjusted_reward_apart() -> None:
     d = np.where(rollout.response_mask, policy.policy_logprobs - reference.ref_logprobs, 0).sum(axis=1)
     shaped = np.where(CUT, -3.0, scores.scores)
     assert found["reward/adjusted_mean"] == pytest.approx(float((shaped - 0.5 * d).mean()), rel=1e-5)
-    assert found["kl/ref"] == pytest.approx(float(d.mean()), rel=1e-5)
+    kl, of_sampler, _ = oracles.ref_kl(
+        policy.policy_logprobs.tolist(), rollout.sampler_logprobs.tolist(), reference.ref_logprobs.tolist(),
+        rollout.response_mask.tolist(), cfg.correction_cap,
+    )  # fmt: skip
+    assert found["kl/ref"] == pytest.approx(kl, rel=1e-5)
+    assert found["kl/ref_sampler"] == pytest.approx(of_sampler, rel=1e-5)
+    assert abs(found["kl/ref"] - float(d.mean())) > 1e-3  # what was given as a penalty is not weighted
     assert found["response/truncated_fraction"] == 0.4
 
 

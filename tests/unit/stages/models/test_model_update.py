@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, LlamaModel
 
 from stages.models.config import LayoutConfig, ModelConfig, OptimizerConfig
-from stages.models.errors import StateError
+from stages.models.errors import NonFiniteGradientsError, StateError
 from stages.models.gather import stage_tensors
 from stages.models.hf_config import read_config
 from stages.models.hf_files import read_weights
@@ -25,6 +26,7 @@ from stages.models.trainer import learning_rate
 from stages.ppo.config import KLConfig, PPOConfig
 from stages.ppo.micro_batches import minibatches
 from storage.records import Advantages, ReferenceLogprobs, Rollout
+from tests.reference import oracles
 
 ROWS, SEQ, SEED = 8, 12, 5
 LR, EPS, WEIGHT_DECAY = 1e-3, 1e-5, 0.1
@@ -293,13 +295,169 @@ def test_versions_and_the_dirty_flag_guard_the_state(tmp_path: Path) -> None:
         assert host.policy_logprobs(policy.rollout) is not None
 
 
+def without_tokens(host: MegatronHost, step: int, rows: np.ndarray | slice) -> tuple[PolicyBatch, CriticBatch]:
+    """`batches` with rows of which no token counts, as overlong filtering leaves them."""
+    policy, critic = batches(host, step)
+    mask = policy.advantages.loss_mask.copy()
+    mask[rows] = False
+    advantages = dataclasses.replace(policy.advantages, loss_mask=mask)
+    return dataclasses.replace(policy, advantages=advantages), dataclasses.replace(critic, advantages=advantages)
+
+
+def test_a_minibatch_without_a_token_makes_no_optimizer_step(tmp_path: Path) -> None:
+    """With the optimizer's momentum full and weights that decay, a step with no gradient would move them."""
+    with opened(tmp_path, model_config(), PPOConfig(epochs=1, minibatches=2)) as host:
+        update(host, 0)
+        before = [host.digest(role) for role in (Role.POLICY, Role.CRITIC)]
+        policy, critic = without_tokens(host, 1, slice(None))
+        metrics = host.update_policy(1, policy) | host.update_critic(1, critic)
+        assert [host.digest(role) for role in (Role.POLICY, Role.CRITIC)] == before
+        for role in (Role.POLICY, Role.CRITIC):
+            assert (host.version(role), host.dirty(role)) == (2, True)
+            host.mark_clean(role)
+            assert (metrics[f"{role}/empty_steps"], metrics[f"{role}/optimizer_steps"]) == (2, 0)
+        assert not {"policy/loss", "critic/loss"} & metrics.keys()  # of no token
+
+
+@pytest.mark.parametrize("empty", [0, 1], ids=["first", "second"])
+def test_an_empty_minibatch_leaves_the_other_as_if_it_were_alone(tmp_path: Path, empty: int) -> None:
+    """The same weights and the same means as an update of one minibatch in which only the same rows count; where the
+    empty one comes first, the other is still the one before which no step was made."""
+    rows = minibatches(ROWS, 2, 1, SEED, 0)[0][empty]
+    found = []
+    for number in (2, 1):
+        ppo = PPOConfig(epochs=1, minibatches=number, proximal="loglinear")
+        with opened(tmp_path, model_config(), ppo) as host:
+            policy, _ = without_tokens(host, 0, rows)
+            metrics = host.update_policy(0, dataclasses.replace(policy, policy=None))
+            host.mark_clean(Role.POLICY)
+            found.append((weights(host), metrics))
+    (two, of_two), (one, of_one) = found
+    for name, array in one.items():
+        np.testing.assert_allclose(two[name], array, atol=1e-6, err_msg=name)
+    assert (of_two.pop("policy/empty_steps"), of_one.pop("policy/empty_steps")) == (1, 0)
+    assert of_two == pytest.approx(of_one, abs=1e-5)
+    assert of_two["policy/optimizer_steps"] == 1
+
+
+def poisoned(batch: PolicyBatch, row: int) -> PolicyBatch:
+    """With one advantage that is not finite."""
+    advantages = batch.advantages.advantages.copy()
+    advantages[row, batch.advantages.loss_mask[row].argmax()] = np.inf
+    return dataclasses.replace(batch, advantages=dataclasses.replace(batch.advantages, advantages=advantages))
+
+
+def test_skipped_steps_in_a_row_end_the_run_and_name_the_rows(tmp_path: Path) -> None:
+    """Two in the first step, a third in the second: the count outlives the step, and a save; a step made ends it."""
+    ppo = PPOConfig(epochs=2, minibatches=1, max_skipped_steps=3)
+    (tmp_path / "saved").mkdir()
+    with opened(tmp_path, model_config(), ppo) as host:
+        for step in (0, 1):
+            host.update_policy(step, poisoned(batches(host, step)[0], 6) if step == 0 else batches(host, step)[0])
+            host.mark_clean(Role.POLICY)
+        host.update_policy(2, poisoned(batches(host, 2)[0], 6))
+        host.mark_clean(Role.POLICY)
+        host.save(Role.POLICY, tmp_path / "saved")
+    with opened(tmp_path, model_config(), ppo) as host:
+        host.load(Role.POLICY, tmp_path / "saved")
+        bad, _ = batches(host, 3)
+        bad = poisoned(dataclasses.replace(bad, rollout=dataclasses.replace(bad.rollout, row=100 + np.arange(ROWS))), 6)
+        with pytest.raises(NonFiniteGradientsError) as error:
+            host.update_policy(3, bad)
+        assert host.dirty(Role.POLICY)
+    message = str(error.value)
+    assert message.startswith("policy, step 3, minibatch 1 of 2: 3 optimizer steps in a row")
+    assert "rows are 100, 101, 102, 103, 104, 105, 106, 107" in message
+    (of_loss,) = re.findall(r"the loss of the micro-batches with rows ([\d, ]+), and", message)
+    assert "106" in of_loss
+    assert len(of_loss.split(", ")) <= 3  # one micro-batch
+    assert re.search(r"the gradients of \d+ parameters \(\S+, \S+, \S+ and \d+ more\), of norm (nan|inf)", message)
+
+
+def test_skipped_steps_without_a_limit_go_on(tmp_path: Path) -> None:
+    with opened(tmp_path, model_config(), PPOConfig(epochs=2, minibatches=1, max_skipped_steps=None)) as host:
+        metrics = host.update_policy(0, poisoned(batches(host)[0], 6))
+    assert (metrics["policy/skipped_steps"], metrics["policy/optimizer_steps"]) == (2, 0)
+
+
+def test_target_kl_ends_an_update_before_the_minibatch_that_is_above_it(tmp_path: Path) -> None:
+    """The KL of each minibatch is measured by updates that end after it; a target between two of them must stop the
+    later one, and leave the weights as they were after the steps before."""
+    with opened(tmp_path, model_config(), PPOConfig(epochs=3, minibatches=1)) as host:
+        policy, _ = batches(host)
+        kl, digests = [], []
+        for epochs in (1, 2, 3):
+            host._ppo = PPOConfig(epochs=epochs, minibatches=1)
+            host.load(Role.POLICY, None)
+            metrics = host.update_policy(0, policy)
+            kl.append(metrics["policy/approx_kl"] * epochs - sum(kl))
+            digests.append(host.digest(Role.POLICY))
+        assert 0 <= kl[0] < 1e-9 < kl[1] < kl[2]  # before the first step the ratio is 1
+        expected = {kl[1] / 2: (1, 2), (kl[1] + kl[2]) / 2: (2, 1), 2 * kl[2]: (3, 0)}
+        for target, (made, stopped) in expected.items():
+            host._ppo = PPOConfig(epochs=3, minibatches=1, target_kl=target)
+            host.load(Role.POLICY, None)
+            metrics = host.update_policy(0, policy)
+            assert (metrics["policy/optimizer_steps"], metrics["policy/stopped_steps"]) == (made, stopped)
+            assert host.digest(Role.POLICY) == digests[made - 1]
+            assert metrics["policy/approx_kl"] == pytest.approx(np.mean(kl[: made + 1]), abs=1e-9)
+            assert host.version(Role.POLICY) == 1
+
+
+def test_target_kl_leaves_the_critic_alone(tmp_path: Path) -> None:
+    with opened(tmp_path, model_config(), PPOConfig(target_kl=1e-30)) as host:
+        metrics = update(host)
+    assert (metrics["critic/optimizer_steps"], metrics["critic/stopped_steps"]) == (4, 0)
+    assert metrics["policy/stopped_steps"] > 0
+
+
+def test_while_the_critic_warms_up_the_policys_version_advances_with_the_same_weights(tmp_path: Path) -> None:
+    model = model_config()
+    model.policy = dataclasses.replace(model.policy, warmup_steps=2)
+    with opened(tmp_path, model, PPOConfig(critic_warmup_steps=2)) as host:
+        policy, critic = [host.digest(Role.POLICY)], [host.digest(Role.CRITIC)]
+        rates = []
+        for step in range(4):
+            metrics = update(host, step)
+            assert (host.version(Role.POLICY), host.version(Role.CRITIC)) == (step + 1, step + 1)
+            policy.append(host.digest(Role.POLICY))
+            critic.append(host.digest(Role.CRITIC))
+            rates.append(metrics["policy/lr"])
+            assert metrics["critic/optimizer_steps"] == 4
+            assert metrics["policy/optimizer_steps"] == (0 if step < 2 else 4)
+            assert ("policy/loss" in metrics) == (step >= 2)
+        assert policy[0] == policy[1] == policy[2]
+        assert len(set(policy)) == 3
+        assert len(set(critic)) == 5
+        assert rates == [0.0, 0.0, LR / 2, LR]  # the policy's own warm-up comes after the critic's
+        host.load(Role.POLICY, None)  # a replay of such steps gives the same
+        for step in range(2):
+            host.update_policy(step, batches(host, step)[0])
+            assert host.dirty(Role.POLICY)
+            host.mark_clean(Role.POLICY)
+        assert host.digest(Role.POLICY) == policy[2]
+
+
+def test_versions_made_while_the_critic_warmed_up_are_one_to_the_interpolation(tmp_path: Path) -> None:
+    """Weights of versions 0 and 1 are the same, so that a token of either is as fresh: alpha is 0 for both."""
+    with opened(tmp_path, model_config(), PPOConfig(critic_warmup_steps=1, proximal="loglinear")) as host:
+        batch = dataclasses.replace(batches(host)[0], policy=None)
+        digests = set()
+        for version in (0, 1):
+            versions = np.where(batch.rollout.response_mask, version, -1).astype(np.int32)
+            sampled = dataclasses.replace(batch, rollout=dataclasses.replace(batch.rollout, token_versions=versions))
+            host.load(Role.POLICY, None)
+            for step in (0, 1):
+                host.update_policy(step, sampled)
+                host.mark_clean(Role.POLICY)
+            digests.add(host.digest(Role.POLICY))
+    assert len(digests) == 1
+
+
 def test_a_step_whose_gradient_is_not_finite_is_skipped_and_counted(tmp_path: Path) -> None:
     with opened(tmp_path, model_config(), PPOConfig(epochs=1, minibatches=2)) as host:
         policy, _ = batches(host)
-        poisoned = policy.advantages.advantages.copy()
-        row = minibatches(ROWS, 2, 1, SEED, 0)[0][0][0]  # in the first of the two minibatches
-        poisoned[row, policy.advantages.loss_mask[row].argmax()] = np.inf
-        batch = dataclasses.replace(policy, advantages=dataclasses.replace(policy.advantages, advantages=poisoned))
+        batch = poisoned(policy, minibatches(ROWS, 2, 1, SEED, 0)[0][0][0])  # in the first of the two minibatches
         before = weights(host)
         metrics = host.update_policy(0, batch)
         host.mark_clean(Role.POLICY)
@@ -329,3 +487,19 @@ def test_learning_rate_warms_up_and_decays_to_zero_one_past_the_last_step() -> N
     assert [learning_rate(config, step, 6) for step in range(7)] == [0.5, 1.0, 1.0, 0.75, 0.5, 0.25, 0.0]
     flat = dataclasses.replace(config, decay="constant")
     assert [learning_rate(flat, step, 6) for step in range(4)] == [0.5, 1.0, 1.0, 1.0]
+
+
+@pytest.mark.parametrize("decay", ["linear", "cosine", "constant"])
+@pytest.mark.parametrize(("warmup", "total"), [(0, 7), (3, 7), (7, 7), (9, 7)])
+def test_learning_rate_against_the_oracle(decay: Any, warmup: int, total: int) -> None:
+    config = OptimizerConfig(lr=0.3, warmup_steps=warmup, decay=decay, min_lr=0.0 if decay == "constant" else 0.1)
+    for step in range(total + 1):
+        expected = oracles.learning_rate(0.3, config.min_lr, warmup, decay, step, total)
+        assert learning_rate(config, step, total) == pytest.approx(expected, abs=1e-15)
+
+
+def test_cosine_by_hand_ends_at_the_least_rate() -> None:
+    """x = 0, 1/3, 1/2, 2/3, 1: cosine 1, 1/2, 0, -1/2, -1."""
+    config = OptimizerConfig(lr=1.0, decay="cosine", min_lr=0.2)
+    found = [learning_rate(config, step, 6) for step in (0, 2, 3, 4, 6)]
+    assert found == pytest.approx([1.0, 0.8, 0.6, 0.4, 0.2])

@@ -78,6 +78,12 @@ CONFIGS = [
         [("token", "reward", "k1"), ("sequence", "loss", "k1"), ("token", "loss", "k2"), ("sequence", "loss", "k3")],
     )
 ]  # fmt: skip
+CLIPS = [
+    PPOConfig(clip_high=0.28),
+    PPOConfig(clip_high=0.05, aggregation="sequence"),
+    PPOConfig(dual_clip=1.3, correction_cap=1.5),
+    PPOConfig(clip=0.1, clip_high=1.5, dual_clip=1.3, anchor="sampler", kl=KLConfig(where="loss", estimator="k3")),
+]
 
 
 def name_of(cfg: PPOConfig) -> str:
@@ -86,7 +92,11 @@ def name_of(cfg: PPOConfig) -> str:
 
 @pytest.mark.parametrize("taken", [0, 3])
 @pytest.mark.parametrize(
-    "cfg", CONFIGS, ids=lambda c: f"{c.anchor}-{c.correction}-{c.proximal}-{c.aggregation}-{c.kl.estimator}"
+    "cfg",
+    [*CONFIGS, *CLIPS],
+    ids=lambda c: (
+        f"{c.anchor}-{c.correction}-{c.proximal}-{c.aggregation}-{c.kl.estimator}-{c.clip_high}-{c.dual_clip}"
+    ),
 )
 def test_policy_loss_against_the_loop(cfg: PPOConfig, taken: int) -> None:
     new, entropy, inputs = make_batch(cfg, taken)
@@ -99,7 +109,8 @@ def test_policy_loss_against_the_loop(cfg: PPOConfig, taken: int) -> None:
         inputs.advantages.tolist(), inputs.mask.tolist(), inputs.optimizer_steps_behind.tolist(), taken,
         clip_eps=cfg.clip, anchor=cfg.anchor, correction=cfg.correction, cap=cfg.correction_cap,
         proximal=cfg.proximal, aggregation=cfg.aggregation, entropy_coef=cfg.entropy_coef,
-        kl_where=cfg.kl.where, kl_estimator=cfg.kl.estimator, kl_coef=KL_COEF,
+        kl_where=cfg.kl.where, kl_estimator=cfg.kl.estimator, kl_coef=KL_COEF, clip_high=cfg.clip_high,
+        dual_clip=cfg.dual_clip,
     )  # fmt: skip
     assert loss.item() == pytest.approx(expected, abs=1e-12)
     assert stats.sums["policy/loss"].item() == loss.item()
@@ -222,6 +233,38 @@ def test_gradient_is_zero_where_the_clip_says_so_and_w_u_a_elsewhere(w: float) -
     assert stats.sums["policy/weight_mean"].item() == pytest.approx(w)
     assert stats.sums["policy/weight_outside"].item() == pytest.approx(float(w > 2.0))
     assert stats.sums["policy/approx_kl"].item() == pytest.approx(sum(u - 1 - math.log(u) for u in U) / 6)
+
+
+@pytest.mark.parametrize(
+    ("cfg", "clipped", "gain"),
+    [  # u = 1.1, 1.5, 1.5, .5, .5, .9 and A = 1, 1, -1, 1, -1, -1
+        (PPOConfig(clip_high=0.6), [4], 1.1 + 1.5 - 1.5 + 0.5 - 0.8 - 0.9),
+        (PPOConfig(clip_high=0.05), [0, 1, 4], 1.05 + 1.05 - 1.5 + 0.5 - 0.8 - 0.9),
+        (PPOConfig(dual_clip=1.4), [1, 2, 4], 1.1 + 1.2 - 1.4 + 0.5 - 0.8 - 0.9),
+        (PPOConfig(dual_clip=1.6), [1, 4], 1.1 + 1.2 - 1.5 + 0.5 - 0.8 - 0.9),
+        (PPOConfig(clip_high=0.6, dual_clip=1.4), [2, 4], 1.1 + 1.5 - 1.4 + 0.5 - 0.8 - 0.9),
+    ],
+    ids=["wider-above", "narrower-above", "dual", "dual-not-met", "both"],
+)
+def test_clip_high_and_dual_clip_by_hand(cfg: PPOConfig, clipped: list[int], gain: float) -> None:
+    new, inputs = six_tokens(1.7)
+    loss, stats = policy_loss(new, torch.zeros_like(new), inputs, cfg, 0.0)
+    assert loss.item() == pytest.approx(-1.7 * gain / 6)
+    (grad,) = torch.autograd.grad(loss, new)
+    expected = [0.0 if t in clipped else -1.7 * u * a / 6 for t, (u, a) in enumerate(zip(U, A, strict=True))]
+    assert grad[0].tolist() == pytest.approx(expected)
+    dual = stats.sums.get("policy/dual_clipfrac", torch.tensor(0.0)).item()
+    assert ("policy/dual_clipfrac" in stats.sums) == (cfg.dual_clip is not None)
+    assert dual == pytest.approx(float(2 in clipped) / 6)
+    assert stats.sums["policy/clipfrac"].item() + dual == pytest.approx(len(clipped) / 6)
+
+
+def test_one_epsilon_written_twice_is_the_symmetric_clip() -> None:
+    new, inputs = six_tokens(1.7)
+    losses = [
+        policy_loss(new, torch.zeros_like(new), inputs, PPOConfig(clip_high=high), 0.0)[0] for high in (None, 0.2)
+    ]
+    assert losses[0].item() == losses[1].item()
 
 
 def test_corrections_by_hand() -> None:

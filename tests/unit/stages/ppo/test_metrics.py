@@ -9,6 +9,7 @@ import pytest
 
 from stages.ppo import metrics
 from storage.records import FinishReason, Rollout
+from tests.reference import oracles
 
 NAN = np.nan
 MASK = np.array([[0, 1, 1, 0], [0, 0, 1, 1]], dtype=bool)
@@ -34,9 +35,53 @@ def test_reward_and_adjusted_reward_are_apart() -> None:
 
 
 def test_kl_to_the_reference_is_per_response() -> None:
-    got = metrics.ref_kl_metrics(tokens(-1, -2, -3, -4), tokens(-1.5, -2.5, -2, -4), MASK)
+    """On fresh tokens every weight is 1."""
+    mu = tokens(-1, -2, -3, -4)
+    got = metrics.ref_kl_metrics(mu, mu, tokens(-1.5, -2.5, -2, -4), MASK, 2.0)
     k3 = (2 * (math.exp(-0.5) - 1 + 0.5) + (math.e - 1 - 1)) / 2
-    assert got == pytest.approx({"kl/ref": (1.0 - 1.0) / 2, "kl/ref_k3": k3, "kl/ref_per_token": 0.0})
+    expected = {"kl/ref": (1.0 - 1.0) / 2, "kl/ref_k3": k3, "kl/ref_per_token": 0.0, "kl/ref_sampler": 0.0}
+    assert got == pytest.approx(expected | {"kl/ref_capped_share": 0.0})
+
+
+def test_kl_to_the_reference_weighs_stale_tokens() -> None:
+    """w = 2, 1/2, 4 -> 3 (capped), 1/2: sum 6, mean 1.5. d = 1, -1, 2, -4: sum of w d = 2 - .5 + 6 - 2 = 5.5."""
+    log_w, d = np.log([2, 0.5, 4, 0.5]), np.array([1.0, -1.0, 2.0, -4.0])
+    prox = np.array([-1.0, -2.0, -3.0, -4.0])
+    got = metrics.ref_kl_metrics(tokens(*prox), tokens(*(prox - log_w)), tokens(*(prox - d)), MASK, 3.0)
+    assert got["kl/ref"] == pytest.approx(5.5 / 1.5 / 2)
+    assert got["kl/ref_per_token"] == pytest.approx(5.5 / 6)
+    assert got["kl/ref_capped_share"] == 0.25
+    assert got["kl/ref_sampler"] == pytest.approx((d.sum() - log_w.sum()) / 2)
+
+
+def test_kl_to_the_reference_is_the_proximal_policys_whatever_sampled() -> None:
+    """Exact expectation over mu's outcomes: mu is uniform, so that the four tokens are its four outcomes. The
+    plain mean over them is negative, since mu is nearer to the reference than pi_prox is."""
+    prox, ref = np.array([0.1, 0.2, 0.3, 0.4]), np.array([0.22, 0.24, 0.26, 0.28])
+    assert np.log(prox / ref).mean() < -0.05
+    got = metrics.ref_kl_metrics(tokens(*np.log(prox)), tokens(*np.log([0.25] * 4)), tokens(*np.log(ref)), MASK, 100.0)
+    kl = float((prox * np.log(prox / ref)).sum())
+    assert got["kl/ref_per_token"] == pytest.approx(kl)
+    assert got["kl/ref_k3"] == pytest.approx(2 * kl)  # both estimators are unbiased; two tokens a response
+    assert got["kl/ref"] == pytest.approx(2 * kl)
+    assert got["kl/ref_sampler"] == pytest.approx(2 * float(np.log(0.25 / ref).mean()))
+
+
+@pytest.mark.parametrize("cap", [1.0, 1.3, 50.0])
+def test_kl_to_the_reference_against_the_loop(cap: float) -> None:
+    rng = np.random.default_rng(0)
+    mask = np.arange(9) >= rng.integers(1, 9, 7)[:, None]
+    mask[3] = False  # a response without a token counts as a response
+    mu = -rng.random(mask.shape) - 0.1
+    prox, ref = mu + rng.normal(0, 0.5, mask.shape), mu + rng.normal(0, 0.5, mask.shape)
+    kl, of_sampler, capped = oracles.ref_kl(prox.tolist(), mu.tolist(), ref.tolist(), mask.tolist(), cap)
+    poisoned = [np.where(mask, x, np.nan) for x in (prox, mu, ref)]
+    got = metrics.ref_kl_metrics(*poisoned, mask, cap)
+    assert got["kl/ref"] == pytest.approx(kl, abs=1e-12)
+    assert got["kl/ref_sampler"] == pytest.approx(of_sampler, abs=1e-12)
+    assert got["kl/ref_capped_share"] == capped
+    fresh = metrics.ref_kl_metrics(mu, mu, ref, mask, cap)
+    assert fresh["kl/ref"] == fresh["kl/ref_sampler"]  # to the last bit
 
 
 def test_proximal_metrics_by_hand() -> None:

@@ -19,18 +19,18 @@ from stages.models.build import Blueprint, build_role, build_trunk, output_weigh
 from stages.models.config import LayoutConfig, ModelConfig
 from stages.models.errors import StateError
 from stages.models.forward import (
-    Distribution,
     MicroBatch,
     cut_micro_batches,
     head_values,
+    response_logprobs,
     row_lengths,
     run_forward,
-    token_logprobs,
 )
 from stages.models.hf_config import read_eos_ids
 from stages.models.hf_files import read_weights, write_model
 from stages.models.protocol import CriticBatch, PolicyBatch, Rank, Role
 from stages.models.spec import read_spec
+from stages.models.token_logprobs import Distribution, Entropy
 from stages.models.trainer import Loss, Trainer
 from stages.models.trunk import Trunk
 from stages.ppo.config import PPOConfig
@@ -83,13 +83,13 @@ class MegatronHost:
 
     def policy_logprobs(self, rollout: Rollout) -> PolicyLogprobs | None:
         trainer = self._clean(Role.POLICY)
-        found = self._logprobs(trainer.model, rollout, trainer.config.micro_batch_rows)
+        found = self._logprobs(trainer.model, rollout, trainer.config.micro_batch_rows, "value")
         return None if found is None else PolicyLogprobs(*found)
 
     def ref_logprobs(self, rollout: Rollout) -> ReferenceLogprobs | None:
         if self._reference is None:
             raise StateError("the reference is not placed on this gang")
-        found = self._logprobs(self._reference, rollout, self._blueprint.model.policy.micro_batch_rows)
+        found = self._logprobs(self._reference, rollout, self._blueprint.model.policy.micro_batch_rows, "none")
         return None if found is None else ReferenceLogprobs(found[0])
 
     def values(self, rollout: Rollout) -> Values | None:
@@ -114,12 +114,12 @@ class MegatronHost:
             self._ppo,
             step=step,
             device=self._parallel_rank.device,
-            logprobs=lambda rows, hidden: token_logprobs(
+            logprobs=lambda rows, hidden: response_logprobs(
                 hidden,
                 rows,
                 output_weight(model, self._trunk),
                 self._distribution,
-                entropy_gradient=self._ppo.entropy_coef != 0,
+                entropy="gradient" if self._ppo.entropy_coef != 0 else "value",
             ),
         )
         return self._update(Role.POLICY, step, batch.rollout, loss)
@@ -184,20 +184,22 @@ class MegatronHost:
             raise StateError(f"{role} is dirty: an update to version {trainer.version} was not committed; load it")
         return trainer
 
-    def _logprobs(self, model: GPTModel, rollout: Rollout, size: int) -> tuple[np.ndarray, ...] | None:
+    def _logprobs(
+        self, model: GPTModel, rollout: Rollout, size: int, entropy: Entropy
+    ) -> tuple[np.ndarray, ...] | None:
         """(log-probs, entropies) [rows, seq] on rank 0."""
 
         def read(batch: MicroBatch, hidden: Tensor) -> tuple[Tensor, Tensor]:
             weight = output_weight(model, self._trunk)
-            return token_logprobs(hidden, batch, weight, self._distribution, entropy_gradient=False)
+            return response_logprobs(hidden, batch, weight, self._distribution, entropy=entropy)
 
         batches = self._micro_batches(rollout, np.arange(rollout.num_rows), size)
         outputs = run_forward(model, self._trunk, batches, read)
-        logprobs, entropy = np.zeros((2, *rollout.tokens.shape), np.float32)
+        logprobs, entropies = np.zeros((2, *rollout.tokens.shape), np.float32)
         for batch, (of_tokens, of_distributions) in zip(batches if outputs else [], outputs, strict=True):
             _fill(logprobs, batch, of_tokens)
-            _fill(entropy, batch, of_distributions)
-        return gather.collect_rows(self._parallel_rank, logprobs, entropy)
+            _fill(entropies, batch, of_distributions)
+        return gather.collect_rows(self._parallel_rank, logprobs, entropies)
 
     def _update(
         self, role: Role, step: int, rollout: Rollout, loss: Callable[[np.ndarray, int], Loss]

@@ -21,6 +21,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from stages.models.layers import HiddenOutput
+from stages.models.products import Products
 from stages.models.token_logprobs import Distribution, Entropy, token_logprobs
 from stages.models.trunk import Trunk
 from stages.ppo.masks import predictions_of_tokens
@@ -123,7 +124,13 @@ def hidden_states(model: GPTModel, trunk: Trunk | None, batch: MicroBatch) -> Te
 
 
 def response_logprobs(
-    hidden_BTH: Tensor, batch: MicroBatch, weight_VH: Tensor, distribution: Distribution, *, entropy: Entropy
+    hidden_BTH: Tensor,
+    batch: MicroBatch,
+    weight_VH: Tensor,
+    distribution: Distribution,
+    products: Products,
+    *,
+    entropy: Entropy,
 ) -> tuple[Tensor, Tensor]:
     """(log-prob of every sampled token, entropy in nats of its distribution), float32 [B, T] each, 0 where nothing was
     sampled. No other position goes through the output layer."""
@@ -133,6 +140,7 @@ def response_logprobs(
         batch.tokens[batch.mask],
         (batch.mask.cumsum(1) - 1)[batch.mask],
         distribution,
+        products,
         entropy=entropy,
     )
     empty = torch.zeros(batch.mask.shape, device=hidden_BTH.device)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from stages.engines.config import SamplingConfig
 from stages.models import gather, minibatch_losses, parallel
-from stages.models.build import Blueprint, build_role, build_trunk, output_weight, reset_role
+from stages.models.build import DTYPES, Blueprint, build_role, build_trunk, output_weight, reset_role
 from stages.models.config import LayoutConfig, ModelConfig
 from stages.models.errors import StateError
 from stages.models.forward import (
@@ -28,6 +28,7 @@ from stages.models.forward import (
 )
 from stages.models.hf_config import read_eos_ids
 from stages.models.hf_files import read_weights, write_model
+from stages.models.products import choose_products
 from stages.models.protocol import CriticBatch, PolicyBatch, Rank, Role
 from stages.models.spec import read_spec
 from stages.models.token_logprobs import Distribution, Entropy
@@ -71,7 +72,9 @@ class MegatronHost:
             min_new_tokens=sampling.min_new_tokens,
         )
         self._parallel_rank = parallel.join(rank, layout, seed)
-        self._blueprint = Blueprint(model, spec, layout, self._parallel_rank)
+        self.product_choice = choose_products(model.products, DTYPES[model.dtype], self._parallel_rank.device)
+        """What the gang multiplies with; the last bits of a run depend on it."""
+        self._blueprint = Blueprint(model, spec, layout, self._parallel_rank, self.product_choice.products)
         weights = read_weights(model.path)
         self._trunk = Trunk(build_trunk(self._blueprint, weights)) if model.frozen_blocks else None
         self._reference = build_role(self._blueprint, Role.REFERENCE, weights) if Role.REFERENCE in roles else None
@@ -119,6 +122,7 @@ class MegatronHost:
                 rows,
                 output_weight(model, self._trunk),
                 self._distribution,
+                self.product_choice.products,
                 entropy="gradient" if self._ppo.entropy_coef != 0 else "value",
             ),
         )
@@ -191,7 +195,9 @@ class MegatronHost:
 
         def read(batch: MicroBatch, hidden: Tensor) -> tuple[Tensor, Tensor]:
             weight = output_weight(model, self._trunk)
-            return response_logprobs(hidden, batch, weight, self._distribution, entropy=entropy)
+            return response_logprobs(
+                hidden, batch, weight, self._distribution, self.product_choice.products, entropy=entropy
+            )
 
         batches = self._micro_batches(rollout, np.arange(rollout.num_rows), size)
         outputs = run_forward(model, self._trunk, batches, read)

@@ -26,6 +26,8 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor
 
+from stages.models.products import Products, input_gradient, multiply, weight_gradient
+
 EXCLUDED = -1e30
 """Logit of a token that cannot be sampled: its probability is exactly 0, and 0 times this is 0 (times -inf: NaN)."""
 
@@ -59,6 +61,7 @@ def token_logprobs(
     tokens_N: Tensor,
     index_N: Tensor,
     distribution: Distribution,
+    products: Products,
     *,
     entropy: Entropy,
 ) -> tuple[Tensor, Tensor]:
@@ -72,6 +75,7 @@ def token_logprobs(
         tokens_N - first_token,
         index_N < distribution.min_new_tokens,
         _shifted(distribution, first_token),
+        products,
         entropy,
     )
     return logprobs_N, entropy_N
@@ -92,6 +96,7 @@ class _TokenLogprobs(torch.autograd.Function):
         target_N: Tensor,
         early_N: Tensor,
         distribution: Distribution,
+        products: Products,
         entropy: Entropy,
     ) -> tuple[Tensor, Tensor]:
         """`target_N` and the distribution's tokens count from this rank's first token (a target of another rank lies
@@ -105,7 +110,7 @@ class _TokenLogprobs(torch.autograd.Function):
         sums_KN, weighted_KN = torch.empty_like(largest_KN), torch.zeros_like(largest_KN)
         target_logit_N = torch.zeros_like(largest_KN[0])
         for k, block in enumerate(blocks):
-            z_NW = _logits(operand_NH, weight_VH[block], early_N, _cut(distribution, block))
+            z_NW = _logits(operand_NH, weight_VH[block], early_N, _cut(distribution, block), products)
             inside_N, column_N = _inside(target_N, block)
             target_logit_N += torch.where(inside_N, z_NW.gather(1, column_N[:, None])[:, 0], 0)
             torch.amax(z_NW, 1, out=largest_KN[k])
@@ -132,7 +137,8 @@ class _TokenLogprobs(torch.autograd.Function):
         if entropy != "gradient":
             ctx.mark_non_differentiable(entropy_N)
         ctx.save_for_backward(hidden_NH, weight_VH, target_N, early_N, largest_N + log_total_N, entropy_N)
-        ctx.distribution, ctx.entropy_gradient, ctx.kept = distribution, entropy == "gradient", kept
+        ctx.distribution, ctx.products, ctx.kept = distribution, products, kept
+        ctx.entropy_gradient = entropy == "gradient"
         return (target_logit_N - largest_N) - log_total_N, entropy_N
 
     @staticmethod
@@ -149,7 +155,7 @@ class _TokenLogprobs(torch.autograd.Function):
             if k < len(kept):
                 z_NW, kept[k] = kept[k], kept[k].new_empty(0)
             else:
-                z_NW = _logits(operand_NH, weight_VH[block], early_N, _cut(ctx.distribution, block))
+                z_NW = _logits(operand_NH, weight_VH[block], early_N, _cut(ctx.distribution, block), ctx.products)
             logp_NW = z_NW.sub_(log_total_N[:, None])
             if ctx.entropy_gradient:
                 grad_NW = logp_NW.exp()
@@ -163,12 +169,15 @@ class _TokenLogprobs(torch.autograd.Function):
             grad_NW.scatter_add_(1, column_N[:, None], torch.where(inside_N, by_logprob_N, 0)[:, None])
             grad_NW = grad_NW.to(weight_VH.dtype)
             if grad_hidden_NH is not None:
-                _add_product(grad_hidden_NH, grad_NW, weight_VH[block])
+                _add_product(grad_hidden_NH, grad_NW, weight_VH[block], ctx.products)
             if grad_weight_VH is not None:
-                torch.mm(grad_NW.T, factor_NH, out=grad_weight_VH[block])
+                if ctx.products is Products.TORCH:
+                    torch.mm(grad_NW.T, factor_NH, out=grad_weight_VH[block])
+                else:
+                    grad_weight_VH[block] = weight_gradient(grad_NW, factor_NH, ctx.products)
         if grad_hidden_NH is not None:
             grad_hidden_NH = _over_ranks(grad_hidden_NH, dist.ReduceOp.SUM).to(hidden_NH.dtype)
-        return grad_hidden_NH, grad_weight_VH, None, None, None, None
+        return grad_hidden_NH, grad_weight_VH, None, None, None, None, None
 
 
 def _blocks(num_tokens: int, width: int, device: torch.device) -> list[slice]:
@@ -183,12 +192,14 @@ def _operand(hidden_NH: Tensor, weight_VH: Tensor) -> Tensor:
     return rounded_NH if rounded_NH.is_cuda else rounded_NH.float()
 
 
-def _logits(operand_NH: Tensor, weight_WH: Tensor, early_N: Tensor, distribution: Distribution) -> Tensor:
+def _logits(
+    operand_NH: Tensor, weight_WH: Tensor, early_N: Tensor, distribution: Distribution, products: Products
+) -> Tensor:
     """float32 logits [N, W] of one block, of the distribution that tokens are sampled from (its tokens counted from the
     block's first)."""
     if operand_NH.dtype == torch.float32:
         # also under bfloat16 on a CPU, where torch has no product of bfloat16 numbers that is not rounded to bfloat16
-        z_NW = torch.mm(operand_NH, weight_WH.float().T)
+        z_NW = multiply(operand_NH, weight_WH.float(), products)
     else:
         z_NW = torch.mm(operand_NH, weight_WH.T, out_dtype=torch.float32)
     if distribution.temperature != 1:
@@ -200,12 +211,12 @@ def _logits(operand_NH: Tensor, weight_WH: Tensor, early_N: Tensor, distribution
     return z_NW
 
 
-def _add_product(sum_NH: Tensor, grad_NW: Tensor, weight_WH: Tensor) -> None:
+def _add_product(sum_NH: Tensor, grad_NW: Tensor, weight_WH: Tensor, products: Products) -> None:
     """sum += grad @ weight, the sum in float32."""
-    if grad_NW.dtype == torch.float32:
+    if grad_NW.dtype == torch.float32 and products is Products.TORCH:
         sum_NH.addmm_(grad_NW, weight_WH)
     else:
-        sum_NH += torch.mm(grad_NW, weight_WH)
+        sum_NH += input_gradient(grad_NW, weight_WH, products)
 
 
 def _inside(target_N: Tensor, block: slice) -> tuple[Tensor, Tensor]:

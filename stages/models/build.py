@@ -32,6 +32,7 @@ from stages.models import hf_conversion
 from stages.models.config import LayoutConfig, ModelConfig
 from stages.models.layers import HiddenOutput, block_spec
 from stages.models.parallel import ParallelRank
+from stages.models.products import Products
 from stages.models.protocol import Role
 from stages.models.spec import ModelSpec
 from stages.models.trunk import Trunk
@@ -47,6 +48,7 @@ class Blueprint:
     spec: ModelSpec
     layout: LayoutConfig
     parallel_rank: ParallelRank
+    products: Products = Products.TORCH
 
     @property
     def dtype(self) -> torch.dtype:
@@ -142,7 +144,7 @@ def _stage(blueprint: Blueprint, num_blocks: int, *, embedding: bool, output: bo
     )
     stage = GPTModel(
         config=config,
-        transformer_layer_spec=block_spec(num_blocks // layout.pipeline),
+        transformer_layer_spec=block_spec(num_blocks // layout.pipeline, blueprint.products),
         vocab_size=spec.vocab_size,
         max_sequence_length=spec.max_positions,
         pre_process=embedding,

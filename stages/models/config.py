@@ -51,6 +51,9 @@ class ModelConfig:
     """A directory in Hugging Face layout (Llama architecture), or `random:tiny` for a small random model."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Of the trained models' forward and backward; master weights and optimizer state are float32."""
+    products: Literal["auto", "torch", "onednn"] = "auto"
+    """What multiplies float32 matrices on a CPU; auto: oneDNN on AMD processors, torch's BLAS on others. The last bits
+    of a run depend on it."""
     frozen_blocks: int = 0
     """Lowest transformer blocks (and the embeddings, and the output layer tied to them) that are not trained. Policy,
     critic and reference share them: they are computed once per row and kept."""
@@ -65,6 +68,8 @@ class ModelConfig:
 def model_problems(config: ModelConfig) -> Iterator[Problem]:
     """What of the section `model` cannot work by itself."""
     yield from at_least(0, {"model.frozen_blocks": config.frozen_blocks})
+    if config.products == "onednn" and config.dtype != "float32":
+        yield Problem("model.products", config.products, "chooses float32 products: auto for model.dtype bfloat16")
     yield from _optimizer_problems("model.policy", config.policy)
     yield from _optimizer_problems("model.critic", config.critic)
 

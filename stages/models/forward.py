@@ -1,9 +1,8 @@
 """From rows of tokens to log-probs, entropies and values: micro-batches, Megatron's schedule, and what is read off the
 hidden states.
 
-Logits are made only for the positions that predict a sampled token; a distribution is the sampler's own (temperature,
-suppressed tokens, no EOS before `min_new_tokens`). Suffixes: B rows, T tokens of the longest row, H hidden, V this
-tensor-parallel rank's part of the vocabulary, N sampled tokens of the micro-batch.
+Logits are made only for the positions that predict a sampled token. Suffixes: B rows, T tokens of the longest row,
+H hidden, V this tensor-parallel rank's part of the vocabulary, N sampled tokens of the micro-batch.
 
 May import numpy, torch, megatron.core, stages.ppo and this folder.
 """
@@ -11,40 +10,24 @@ May import numpy, torch, megatron.core, stages.ppo and this folder.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import numpy as np
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
-from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from stages.models.layers import HiddenOutput
+from stages.models.products import Products
+from stages.models.token_logprobs import Distribution, Entropy, token_logprobs
 from stages.models.trunk import Trunk
 from stages.ppo.masks import predictions_of_tokens
 from stages.ppo.micro_batches import micro_batches
 
 Read = TypeVar("Read")
-
-EXCLUDED = -1e30
-"""Logit of a token that cannot be sampled: its probability is exactly 0, and 0 times this is 0 (times -inf: NaN)."""
-
-CHUNK_BYTES = {"cpu": 1 << 21, "cuda": 1 << 28}
-"""Of logits worked on at a time: on a CPU few enough to stay in its cache, on a GPU enough to fill it."""
-
-
-@dataclass(frozen=True)
-class Distribution:
-    """The distribution that tokens are sampled from, given logits."""
-
-    temperature: float
-    suppressed: tuple[int, ...]
-    eos: tuple[int, ...]
-    min_new_tokens: int
 
 
 @dataclass(frozen=True)
@@ -140,21 +123,25 @@ def hidden_states(model: GPTModel, trunk: Trunk | None, batch: MicroBatch) -> Te
     return model(batch.tokens, None, None)
 
 
-def token_logprobs(
-    hidden_BTH: Tensor, batch: MicroBatch, weight_VH: Tensor, distribution: Distribution, *, entropy_gradient: bool
+def response_logprobs(
+    hidden_BTH: Tensor,
+    batch: MicroBatch,
+    weight_VH: Tensor,
+    distribution: Distribution,
+    products: Products,
+    *,
+    entropy: Entropy,
 ) -> tuple[Tensor, Tensor]:
-    """(log-prob of every sampled token, entropy in nats of the distribution it was drawn from), float32 [B, T] each, 0
-    where nothing was sampled. Vocabulary-parallel: each TP rank multiplies with its part and all get the answer."""
-    hidden_NH = predictions_of_tokens(hidden_BTH)[batch.mask]
-    first_token = parallel_state.get_tensor_model_parallel_rank() * weight_VH.shape[0]
-    index_N = (batch.mask.cumsum(1) - 1)[batch.mask]  # of the token within its response
-    logprobs_N, entropy_N = _TokenLogprobs.apply(
-        hidden_NH,
+    """(log-prob of every sampled token, entropy in nats of its distribution), float32 [B, T] each, 0 where nothing was
+    sampled. No other position goes through the output layer."""
+    logprobs_N, entropy_N = token_logprobs(
+        predictions_of_tokens(hidden_BTH)[batch.mask],
         weight_VH,
-        batch.tokens[batch.mask] - first_token,
-        index_N < distribution.min_new_tokens,
-        _shifted(distribution, first_token, weight_VH.shape[0]),
-        entropy_gradient,
+        batch.tokens[batch.mask],
+        (batch.mask.cumsum(1) - 1)[batch.mask],
+        distribution,
+        products,
+        entropy=entropy,
     )
     empty = torch.zeros(batch.mask.shape, device=hidden_BTH.device)
     return empty.masked_scatter(batch.mask, logprobs_N), empty.masked_scatter(batch.mask, entropy_N)
@@ -177,92 +164,3 @@ def _schedule(model: Any, batches: Sequence[MicroBatch], step: Callable[..., Any
         micro_batch_size=batches[0].tokens.shape[0],
         **options,
     )
-
-
-def _shifted(distribution: Distribution, first_token: int, width: int) -> Distribution:
-    """The distribution with its tokens counted from this rank's first, other ranks' left out."""
-
-    def local(tokens: Sequence[int]) -> tuple[int, ...]:
-        return tuple(t - first_token for t in tokens if 0 <= t - first_token < width)
-
-    return replace(distribution, suppressed=local(distribution.suppressed), eos=local(distribution.eos))
-
-
-class _TokenLogprobs(torch.autograd.Function):
-    """(log softmax(logits)[target], entropy) of logits = hidden @ weight.T, whose vocabulary is spread over the
-    tensor-parallel ranks; all ranks get the same outputs and the same gradient of hidden.
-
-        dlogp/dz_j = 1[j = target] - p_j            dH/dz_j = -p_j (log p_j + H)
-
-    Logits are the largest thing in a step, and time goes into moving them through memory: one float32 buffer [N, V]
-    becomes the logits, exp(z - max z), and in the backward pass the gradient of the logits.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        hidden_NH: Tensor,
-        weight_VH: Tensor,
-        target_N: Tensor,
-        early_N: Tensor,
-        distribution: Distribution,
-        entropy_gradient: bool,
-    ) -> tuple[Tensor, Tensor]:
-        """`target_N` and the distribution's tokens count from this rank's first token (a target of another rank lies
-        outside 0..V-1); `early_N`: the response may not end here."""
-        # in float32 under bfloat16 too: logits of 20 would be rounded to multiples of 1/16
-        buffer_NV = F.linear(hidden_NH.float(), weight_VH.float())
-        if distribution.temperature != 1:
-            buffer_NV /= distribution.temperature
-        if distribution.suppressed:
-            buffer_NV[:, list(distribution.suppressed)] = EXCLUDED
-        if distribution.eos and distribution.min_new_tokens:
-            buffer_NV[early_N.nonzero(), list(distribution.eos)] = EXCLUDED
-        here_N = (target_N >= 0) & (target_N < buffer_NV.shape[1])
-        index_N = torch.where(here_N, target_N, 0)
-        largest_N = _over_ranks(buffer_NV.amax(1), dist.ReduceOp.MAX)
-        # sums over the vocabulary of exp(z) and of exp(z) z, and the z of the target, z = logit - largest logit
-        sums_3N = torch.zeros(3, len(target_N), device=buffer_NV.device)
-        sums_3N[2] = torch.where(here_N, buffer_NV.gather(1, index_N[:, None])[:, 0] - largest_N, 0)
-        chunk = max(1, CHUNK_BYTES[buffer_NV.device.type] // (4 * buffer_NV.shape[1]))
-        for start in range(0, len(target_N), chunk):
-            part = slice(start, start + chunk)
-            z_NV = buffer_NV[part] - largest_N[part, None]
-            torch.exp(z_NV, out=buffer_NV[part])
-            sums_3N[0, part] = buffer_NV[part].sum(1)
-            sums_3N[1, part] = torch.linalg.vecdot(buffer_NV[part], z_NV)
-        total_N, weighted_z_N, target_z_N = _over_ranks(sums_3N, dist.ReduceOp.SUM)
-        entropy_N = total_N.log() - weighted_z_N / total_N
-        if not entropy_gradient:
-            ctx.mark_non_differentiable(entropy_N)
-        ctx.save_for_backward(hidden_NH, weight_VH, buffer_NV, index_N, here_N, total_N, entropy_N)
-        ctx.temperature, ctx.entropy_gradient = distribution.temperature, entropy_gradient
-        return target_z_N - total_N.log(), entropy_N
-
-    @staticmethod
-    def backward(ctx: Any, grad_logprob_N: Tensor, grad_entropy_N: Tensor) -> tuple[Tensor | None, ...]:
-        hidden_NH, weight_VH, buffer_NV, index_N, here_N, total_N, entropy_N = ctx.saved_tensors
-        # from here on the buffer holds the gradient of the logits; a second backward would be wrong, and never happens
-        if ctx.entropy_gradient:
-            p_NV = buffer_NV / total_N[:, None]
-            torch.mul(p_NV, -(grad_logprob_N + grad_entropy_N * entropy_N)[:, None], out=buffer_NV)
-            buffer_NV -= torch.xlogy(p_NV, p_NV) * grad_entropy_N[:, None]
-        else:
-            buffer_NV *= (-grad_logprob_N / total_N)[:, None]
-        buffer_NV.scatter_add_(1, index_N[:, None], torch.where(here_N, grad_logprob_N, 0)[:, None])
-        if ctx.temperature != 1:
-            buffer_NV /= ctx.temperature
-        grad_hidden_NH = grad_weight_VH = None
-        if ctx.needs_input_grad[0]:
-            grad_hidden_NH = _over_ranks(buffer_NV @ weight_VH.float(), dist.ReduceOp.SUM).to(hidden_NH.dtype)
-        if ctx.needs_input_grad[1]:
-            grad_weight_VH = (buffer_NV.T @ hidden_NH.float()).to(weight_VH.dtype)
-        return grad_hidden_NH, grad_weight_VH, None, None, None, None
-
-
-def _over_ranks(partial: Tensor, operation: Any) -> Tensor:
-    """The tensor-parallel ranks' parts reduced to one, the same on each."""
-    group = parallel_state.get_tensor_model_parallel_group()
-    if group.size() > 1:
-        dist.all_reduce(partial, op=operation, group=group)
-    return partial

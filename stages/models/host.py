@@ -15,24 +15,25 @@ from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 
 from stages.models import gather, minibatch_losses, parallel
-from stages.models.build import Blueprint, build_role, build_trunk, output_weight, reset_role
+from stages.models.build import DTYPES, Blueprint, build_role, build_trunk, output_weight, reset_role
 from stages.models.config import LayoutConfig, ModelConfig, OptimizerConfig
 from stages.models.errors import StateError
 from stages.models.forward import (
-    Distribution,
     MicroBatch,
     cut_micro_batches,
     head_values,
+    response_logprobs,
     row_lengths,
     run_forward,
-    token_logprobs,
 )
 from stages.models.hf_config import read_eos_ids
 from stages.models.hf_files import read_weights, write_model
 from stages.models.minibatch_losses import MinibatchLoss
+from stages.models.products import choose_products
 from stages.models.protocol import CriticBatch, PolicyBatch, Rank, Role
 from stages.models.sampling import SamplingConfig
 from stages.models.spec import read_spec
+from stages.models.token_logprobs import Distribution, Entropy
 from stages.models.trainer import Minibatch, Trainer, UpdateLimits, learning_rate
 from stages.models.trunk import Trunk
 from stages.ppo.config import PPOConfig
@@ -73,7 +74,9 @@ class MegatronHost:
             min_new_tokens=sampling.min_new_tokens,
         )
         self._parallel_rank = parallel.join(rank, layout, seed)
-        self._blueprint = Blueprint(model, spec, layout, self._parallel_rank)
+        self.product_choice = choose_products(model.products, DTYPES[model.dtype], self._parallel_rank.device)
+        """What the gang multiplies with; the last bits of a run depend on it."""
+        self._blueprint = Blueprint(model, spec, layout, self._parallel_rank, self.product_choice.products)
         weights = read_weights(model.path)
         self._trunk = Trunk(build_trunk(self._blueprint, weights)) if model.frozen_blocks else None
         self._reference = build_role(self._blueprint, Role.REFERENCE, weights) if Role.REFERENCE in roles else None
@@ -85,13 +88,13 @@ class MegatronHost:
 
     def policy_logprobs(self, rollout: Rollout) -> PolicyLogprobs | None:
         trainer = self._clean(Role.POLICY)
-        found = self._logprobs(trainer.model, rollout, trainer.config.micro_batch_rows)
+        found = self._logprobs(trainer.model, rollout, trainer.config.micro_batch_rows, "value")
         return None if found is None else PolicyLogprobs(*found)
 
     def ref_logprobs(self, rollout: Rollout) -> ReferenceLogprobs | None:
         if self._reference is None:
             raise StateError("the reference is not placed on this gang")
-        found = self._logprobs(self._reference, rollout, self._blueprint.model.policy.micro_batch_rows)
+        found = self._logprobs(self._reference, rollout, self._blueprint.model.policy.micro_batch_rows, "none")
         return None if found is None else ReferenceLogprobs(found[0])
 
     def values(self, rollout: Rollout) -> Values | None:
@@ -116,12 +119,13 @@ class MegatronHost:
             self._ppo,
             step=step,
             device=self._parallel_rank.device,
-            logprobs=lambda rows, hidden: token_logprobs(
+            logprobs=lambda rows, hidden: response_logprobs(
                 hidden,
                 rows,
                 output_weight(model, self._trunk),
                 self._distribution,
-                entropy_gradient=self._ppo.entropy_coef != 0,
+                self.product_choice.products,
+                entropy="gradient" if self._ppo.entropy_coef != 0 else "value",
             ),
         )
         return self._update(Role.POLICY, step, batch, loss)
@@ -186,20 +190,24 @@ class MegatronHost:
             raise StateError(f"{role} is dirty: an update to version {trainer.version} was not committed; load it")
         return trainer
 
-    def _logprobs(self, model: GPTModel, rollout: Rollout, size: int) -> tuple[np.ndarray, ...] | None:
+    def _logprobs(
+        self, model: GPTModel, rollout: Rollout, size: int, entropy: Entropy
+    ) -> tuple[np.ndarray, ...] | None:
         """(log-probs, entropies) [rows, seq] on rank 0."""
 
         def read(batch: MicroBatch, hidden: Tensor) -> tuple[Tensor, Tensor]:
             weight = output_weight(model, self._trunk)
-            return token_logprobs(hidden, batch, weight, self._distribution, entropy_gradient=False)
+            return response_logprobs(
+                hidden, batch, weight, self._distribution, self.product_choice.products, entropy=entropy
+            )
 
         batches = self._micro_batches(rollout, np.arange(rollout.num_rows), size)
         outputs = run_forward(model, self._trunk, batches, read)
-        logprobs, entropy = np.zeros((2, *rollout.tokens.shape), np.float32)
+        logprobs, entropies = np.zeros((2, *rollout.tokens.shape), np.float32)
         for batch, (of_tokens, of_distributions) in zip(batches if outputs else [], outputs, strict=True):
             _fill(logprobs, batch, of_tokens)
-            _fill(entropy, batch, of_distributions)
-        return gather.collect_rows(self._parallel_rank, logprobs, entropy)
+            _fill(entropies, batch, of_distributions)
+        return gather.collect_rows(self._parallel_rank, logprobs, entropies)
 
     def _update(self, role: Role, step: int, batch: PolicyBatch | CriticBatch, loss: MinibatchLoss) -> dict[str, float]:
         """Trains version `step` on all rows of the batch; not the policy's while the critic warms up."""

@@ -2,7 +2,7 @@
 
 Suffixes: T tokens of the padded row, B rows, N heads, D head dimension, H hidden.
 
-May import torch and megatron.core.
+May import torch, megatron.core and this folder.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.nn import Parameter
+
+from stages.models.products import OneDnnColumnLinear, OneDnnRowLinear, Products
 
 
 class RMSNorm(torch.nn.RMSNorm):
@@ -89,12 +91,16 @@ def add_residual(training: bool, fused: bool) -> Callable[[tuple[Tensor, Tensor 
     return add
 
 
-def block_spec(num_blocks: int) -> TransformerBlockSubmodules:
-    """Specification of `num_blocks` Llama blocks and a final norm."""
+def block_spec(num_blocks: int, products: Products = Products.TORCH) -> TransformerBlockSubmodules:
+    """Specification of `num_blocks` Llama blocks and a final norm, whose linears multiply by `products`."""
     layer = get_gpt_layer_local_spec(normalization="RMSNorm")
     layer.submodules.input_layernorm = RMSNorm
     layer.submodules.pre_mlp_layernorm = RMSNorm
     layer.submodules.self_attention.submodules.core_attention = CausalAttention
     layer.submodules.self_attn_bda = add_residual
     layer.submodules.mlp_bda = add_residual
+    if products is Products.ONEDNN:
+        attention, mlp = layer.submodules.self_attention.submodules, layer.submodules.mlp.submodules
+        attention.linear_qkv = mlp.linear_fc1 = OneDnnColumnLinear
+        attention.linear_proj = mlp.linear_fc2 = OneDnnRowLinear
     return TransformerBlockSubmodules(layer_specs=[layer] * num_blocks, layer_norm=FinalRMSNorm)

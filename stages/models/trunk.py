@@ -32,9 +32,8 @@ class Trunk:
         """Rows that went through the blocks so far; the others came from the cache."""
         config = model.config
         self._multiple = config.tensor_model_parallel_size if config.sequence_parallel else 1
-        self.output_weight = model.embedding.word_embeddings.weight.detach().float()
-        """[vocab / TP, hidden]: the embedding as a tied output layer, in float32 as that is multiplied; the embedding
-        itself in a float32 model."""
+        self.output_weight = model.embedding.word_embeddings.weight.detach()
+        """[vocab / TP, hidden]: the embedding as a tied output layer."""
         self._rows: OrderedDict[bytes, Tensor] = OrderedDict()
         self._bytes = 0
 

@@ -1,0 +1,248 @@
+"""From hidden states to the log-probs of sampled tokens and the entropies of their distributions: the output layer and
+its softmax, a block of the vocabulary at a time.
+
+    block b of the vocabulary:   logits = hidden @ weight_b.T  ─► max, sum exp, ... per token   (forward)
+                                 logits ─► their gradient G    ─► hidden' += G @ weight_b, weight_b' = G.T @ hidden
+
+so that [tokens, vocabulary] never exists whole. The backward pass makes the logits of a block again, which is one
+product in four; as many blocks as fit in `KEPT_BYTES` are kept from the forward pass instead.
+
+A distribution is the sampler's own (temperature, suppressed tokens, no EOS before `min_new_tokens`). Under bfloat16 the
+operands of every product are bfloat16 and logits are float32, as in the engine: rounded, logits of 20 would be
+multiples of 1/16, and another distribution. Suffixes: N sampled tokens of the micro-batch, H hidden, V this
+tensor-parallel rank's part of the vocabulary, W tokens of a block, K blocks.
+
+May import torch, megatron.core, stages.ppo and this folder.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from torch import Tensor
+
+from stages.models.products import Products, input_gradient, multiply, weight_gradient
+
+EXCLUDED = -1e30
+"""Logit of a token that cannot be sampled: its probability is exactly 0, and 0 times this is 0 (times -inf: NaN)."""
+
+BLOCK_BYTES = {"cpu": 1 << 21, "cuda": 1 << 28}
+"""Of logits worked on at a time: on a CPU few enough to stay in its cache, on a GPU enough to fill it."""
+
+MIN_BLOCK = 512
+"""Tokens of a block at least, however many rows it has: narrower products are slow."""
+
+KEPT_BYTES = 1 << 27
+"""Of a micro-batch's logits kept from the forward to the backward pass: those of 680 tokens at a vocabulary of 49k.
+Making them again costs a third of the output layer's time in float32."""
+
+Entropy = Literal["none", "value", "gradient"]
+"""What is asked of the entropies: nothing (they are 0), their values, or values that a gradient flows back from."""
+
+
+@dataclass(frozen=True)
+class Distribution:
+    """The distribution that tokens are sampled from, given logits."""
+
+    temperature: float
+    suppressed: tuple[int, ...]
+    eos: tuple[int, ...]
+    min_new_tokens: int
+
+
+def token_logprobs(
+    hidden_NH: Tensor,
+    weight_VH: Tensor,
+    tokens_N: Tensor,
+    index_N: Tensor,
+    distribution: Distribution,
+    products: Products,
+    *,
+    entropy: Entropy,
+) -> tuple[Tensor, Tensor]:
+    """(log-prob of every token, entropy in nats of the distribution it was drawn from), float32 [N] each, from the
+    hidden states that predict them. `index_N` counts tokens within their response. Vocabulary-parallel: each
+    tensor-parallel rank multiplies with its part of the output layer and all get the same answer."""
+    first_token = parallel_state.get_tensor_model_parallel_rank() * weight_VH.shape[0]
+    logprobs_N, entropy_N = _TokenLogprobs.apply(
+        hidden_NH,
+        weight_VH,
+        tokens_N - first_token,
+        index_N < distribution.min_new_tokens,
+        _shifted(distribution, first_token),
+        products,
+        entropy,
+    )
+    return logprobs_N, entropy_N
+
+
+class _TokenLogprobs(torch.autograd.Function):
+    """(log softmax(logits)[target], entropy) of logits = hidden @ weight.T, whose vocabulary is spread over the
+    tensor-parallel ranks; all ranks get the same outputs and the same gradient of hidden.
+
+        dlogp/dz_j = 1[j = target] - p_j            dH/dz_j = -p_j (log p_j + H)
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden_NH: Tensor,
+        weight_VH: Tensor,
+        target_N: Tensor,
+        early_N: Tensor,
+        distribution: Distribution,
+        products: Products,
+        entropy: Entropy,
+    ) -> tuple[Tensor, Tensor]:
+        """`target_N` and the distribution's tokens count from this rank's first token (a target of another rank lies
+        outside 0..V-1); `early_N`: the response may not end here."""
+        blocks = _blocks(len(target_N), weight_VH.shape[0], hidden_NH.device)
+        operand_NH = _operand(hidden_NH, weight_VH)
+        kept_bytes = KEPT_BYTES if any(ctx.needs_input_grad) else 0
+        kept: list[Tensor] = []
+        # of each block's logits z: the largest, and sums of exp(z - largest) and of exp(z - largest) (z - largest)
+        largest_KN = torch.empty(len(blocks), len(target_N), device=hidden_NH.device)
+        sums_KN, weighted_KN = torch.empty_like(largest_KN), torch.zeros_like(largest_KN)
+        target_logit_N = torch.zeros_like(largest_KN[0])
+        for k, block in enumerate(blocks):
+            z_NW = _logits(operand_NH, weight_VH[block], early_N, _cut(distribution, block), products)
+            inside_N, column_N = _inside(target_N, block)
+            target_logit_N += torch.where(inside_N, z_NW.gather(1, column_N[:, None])[:, 0], 0)
+            torch.amax(z_NW, 1, out=largest_KN[k])
+            if z_NW.nbytes <= kept_bytes:
+                kept_bytes -= z_NW.nbytes
+                kept.append(z_NW)
+            below_NW = z_NW - largest_KN[k, :, None]
+            weight_NW = below_NW.exp() if entropy != "none" else below_NW.exp_()
+            torch.sum(weight_NW, 1, out=sums_KN[k])
+            if entropy != "none":
+                torch.linalg.vecdot(weight_NW, below_NW, out=weighted_KN[k])
+        largest_N = _over_ranks(largest_KN.amax(0), dist.ReduceOp.MAX)
+        below_KN = largest_KN - largest_N
+        parts_3N = torch.stack(
+            [
+                (below_KN.exp() * sums_KN).sum(0),
+                (below_KN.exp() * (weighted_KN + below_KN * sums_KN)).sum(0),
+                target_logit_N,
+            ]
+        )
+        total_N, weighted_N, target_logit_N = _over_ranks(parts_3N, dist.ReduceOp.SUM)
+        log_total_N = total_N.log()
+        entropy_N = log_total_N - weighted_N / total_N if entropy != "none" else torch.zeros_like(total_N)
+        if entropy != "gradient":
+            ctx.mark_non_differentiable(entropy_N)
+        ctx.save_for_backward(hidden_NH, weight_VH, target_N, early_N, largest_N + log_total_N, entropy_N)
+        ctx.distribution, ctx.products, ctx.kept = distribution, products, kept
+        ctx.entropy_gradient = entropy == "gradient"
+        return (target_logit_N - largest_N) - log_total_N, entropy_N
+
+    @staticmethod
+    def backward(ctx: Any, grad_logprob_N: Tensor, grad_entropy_N: Tensor) -> tuple[Tensor | None, ...]:
+        hidden_NH, weight_VH, target_N, early_N, log_total_N, entropy_N = ctx.saved_tensors
+        kept, ctx.kept = ctx.kept, []  # their memory is written over; a second backward makes them anew
+        operand_NH = _operand(hidden_NH, weight_VH)
+        factor_NH = hidden_NH.to(weight_VH.dtype)
+        needs_hidden, needs_weight = ctx.needs_input_grad[:2]
+        grad_hidden_NH = torch.zeros_like(hidden_NH, dtype=torch.float32) if needs_hidden else None
+        grad_weight_VH = torch.empty_like(weight_VH) if needs_weight else None
+        by_logprob_N, by_entropy_N = (g / ctx.distribution.temperature for g in (grad_logprob_N, grad_entropy_N))
+        for k, block in enumerate(_blocks(len(target_N), weight_VH.shape[0], hidden_NH.device)):
+            if k < len(kept):
+                z_NW, kept[k] = kept[k], kept[k].new_empty(0)
+            else:
+                z_NW = _logits(operand_NH, weight_VH[block], early_N, _cut(ctx.distribution, block), ctx.products)
+            logp_NW = z_NW.sub_(log_total_N[:, None])
+            if ctx.entropy_gradient:
+                grad_NW = logp_NW.exp()
+                logp_NW += entropy_N[:, None]
+                logp_NW *= by_entropy_N[:, None]
+                logp_NW += by_logprob_N[:, None]
+                grad_NW *= logp_NW.neg_()
+            else:
+                grad_NW = logp_NW.exp_().mul_(-by_logprob_N[:, None])
+            inside_N, column_N = _inside(target_N, block)
+            grad_NW.scatter_add_(1, column_N[:, None], torch.where(inside_N, by_logprob_N, 0)[:, None])
+            grad_NW = grad_NW.to(weight_VH.dtype)
+            if grad_hidden_NH is not None:
+                _add_product(grad_hidden_NH, grad_NW, weight_VH[block], ctx.products)
+            if grad_weight_VH is not None:
+                if ctx.products is Products.TORCH:
+                    torch.mm(grad_NW.T, factor_NH, out=grad_weight_VH[block])
+                else:
+                    grad_weight_VH[block] = weight_gradient(grad_NW, factor_NH, ctx.products)
+        if grad_hidden_NH is not None:
+            grad_hidden_NH = _over_ranks(grad_hidden_NH, dist.ReduceOp.SUM).to(hidden_NH.dtype)
+        return grad_hidden_NH, grad_weight_VH, None, None, None, None, None
+
+
+def _blocks(num_tokens: int, width: int, device: torch.device) -> list[slice]:
+    """The vocabulary in blocks, alike in the forward and the backward pass."""
+    size = max(MIN_BLOCK, BLOCK_BYTES[device.type] // (4 * max(1, num_tokens)))
+    return [slice(start, min(start + size, width)) for start in range(0, width, size)]
+
+
+def _operand(hidden_NH: Tensor, weight_VH: Tensor) -> Tensor:
+    """The hidden states as `_logits` multiplies them: rounded to the weight's dtype."""
+    rounded_NH = hidden_NH.to(weight_VH.dtype)
+    return rounded_NH if rounded_NH.is_cuda else rounded_NH.float()
+
+
+def _logits(
+    operand_NH: Tensor, weight_WH: Tensor, early_N: Tensor, distribution: Distribution, products: Products
+) -> Tensor:
+    """float32 logits [N, W] of one block, of the distribution that tokens are sampled from (its tokens counted from the
+    block's first)."""
+    if operand_NH.dtype == torch.float32:
+        # also under bfloat16 on a CPU, where torch has no product of bfloat16 numbers that is not rounded to bfloat16
+        z_NW = multiply(operand_NH, weight_WH.float(), products)
+    else:
+        z_NW = torch.mm(operand_NH, weight_WH.T, out_dtype=torch.float32)
+    if distribution.temperature != 1:
+        z_NW /= distribution.temperature
+    if distribution.suppressed:
+        z_NW[:, list(distribution.suppressed)] = EXCLUDED
+    for token in distribution.eos if distribution.min_new_tokens else ():
+        z_NW[:, token].masked_fill_(early_N, EXCLUDED)
+    return z_NW
+
+
+def _add_product(sum_NH: Tensor, grad_NW: Tensor, weight_WH: Tensor, products: Products) -> None:
+    """sum += grad @ weight, the sum in float32."""
+    if grad_NW.dtype == torch.float32 and products is Products.TORCH:
+        sum_NH.addmm_(grad_NW, weight_WH)
+    else:
+        sum_NH += input_gradient(grad_NW, weight_WH, products)
+
+
+def _inside(target_N: Tensor, block: slice) -> tuple[Tensor, Tensor]:
+    """(whether each target lies in the block, its column there or 0)."""
+    inside_N = (target_N >= block.start) & (target_N < block.stop)
+    return inside_N, torch.where(inside_N, target_N - block.start, 0)
+
+
+def _cut(distribution: Distribution, block: slice) -> Distribution:
+    """The distribution with its tokens counted from the block's first, those of other blocks left out."""
+
+    def local(tokens: Sequence[int]) -> tuple[int, ...]:
+        return tuple(t - block.start for t in tokens if block.start <= t < block.stop)
+
+    return replace(distribution, suppressed=local(distribution.suppressed), eos=local(distribution.eos))
+
+
+def _shifted(distribution: Distribution, first_token: int) -> Distribution:
+    """The distribution with its tokens counted from this rank's first."""
+    suppressed, eos = ([t - first_token for t in tokens] for tokens in (distribution.suppressed, distribution.eos))
+    return replace(distribution, suppressed=tuple(suppressed), eos=tuple(eos))
+
+
+def _over_ranks(partial: Tensor, operation: Any) -> Tensor:
+    """The tensor-parallel ranks' parts reduced to one, the same on each."""
+    group = parallel_state.get_tensor_model_parallel_group()
+    if group.size() > 1:
+        dist.all_reduce(partial, op=operation, group=group)
+    return partial

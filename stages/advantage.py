@@ -73,18 +73,14 @@ def advantage(
     r = token_rewards(shaped_scores, log_policy, log_ref, mask, kl_coef, cfg.kl)
     # Filtered rows take no part in the moments; their rewards, of no consequence, are dropped with them.
     r = masked_whiten(r, loss_mask, keep_mean=True) if cfg.whiten_rewards else r
-    unwhitened, returns = gae(r, v, v_end, mask, truncated, cfg.gamma, cfg.lam, cfg.truncated)
-    if cfg.critic_lam is not None:
-        _, returns = gae(r, v, v_end, mask, truncated, cfg.gamma, cfg.critic_lam, cfg.truncated)
+    unwhitened, returns = _estimates(r, v, v_end, mask, truncated, cfg)
     a = masked_whiten(unwhitened, loss_mask) if cfg.whiten_advantages else unwhitened
 
     kl_per_response = token_kl(log_policy, log_ref, cfg.kl.estimator).sum(dim=1).numpy()
     found = {
         "kl/coef": kl_coef,
         **measure.reward_metrics(scores.scores, shaped_scores.numpy(), kl_per_response, kl_coef),
-        **measure.ref_kl_metrics(
-            log_policy.numpy(), rollout.sampler_logprobs, log_ref.numpy(), rollout.response_mask, cfg.correction_cap
-        ),
+        **_ref_kl_metrics(rollout, log_policy, log_ref, cfg),
         **measure.staleness_metrics(rollout.token_versions, rollout.response_mask, step, staleness_bound),
         **measure.value_metrics(v.numpy(), returns.numpy(), loss_mask.numpy()),
         **measure.advantage_metrics(unwhitened.numpy(), loss_mask.numpy()),
@@ -133,6 +129,30 @@ def _record(
         advantages=torch.where(loss_mask, advantages, 0).float().numpy(),
         returns=returns.float().numpy(),
         loss_mask=loss_mask.numpy().copy(),
+    )
+
+
+def _estimates(
+    r: torch.Tensor,
+    v: torch.Tensor,
+    v_end: torch.Tensor,
+    mask: torch.Tensor,
+    truncated: torch.Tensor,
+    cfg: PPOConfig,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Advantages by lambda, unwhitened, and returns by the critic's own lambda, where it has one."""
+    advantages, returns = gae(r, v, v_end, mask, truncated, cfg.gamma, cfg.lam, cfg.truncated)
+    if cfg.critic_lam is not None:
+        _, returns = gae(r, v, v_end, mask, truncated, cfg.gamma, cfg.critic_lam, cfg.truncated)
+    return advantages, returns
+
+
+def _ref_kl_metrics(
+    rollout: Rollout, log_policy: torch.Tensor, log_ref: torch.Tensor, cfg: PPOConfig
+) -> dict[str, float]:
+    """Of the policy that is trained, on rows that another one may have sampled."""
+    return measure.ref_kl_metrics(
+        log_policy.numpy(), rollout.sampler_logprobs, log_ref.numpy(), rollout.response_mask, cfg.correction_cap
     )
 
 

@@ -140,10 +140,7 @@ class Trainer:
 
         Raises NonFiniteGradientsError at `limits.max_skipped_steps`, on every rank.
         """
-        for group in self._adam.param_groups:
-            group["lr"] = lr
-            # what Megatron's scheduler would do with it: norms and biases do not decay
-            group["weight_decay"] = self.config.weight_decay * group["wd_mult"]
+        self._set_rates(lr)
         stats: list[list[LossStats]] = []
         norms: list[float] = []
         skipped = stopped = 0
@@ -179,6 +176,12 @@ class Trainer:
             "empty_steps": float(sum(minibatch.empty for minibatch in minibatches)),
             "stopped_steps": float(stopped),
         }
+
+    def _set_rates(self, lr: float) -> None:
+        for group in self._adam.param_groups:
+            group["lr"] = lr
+            # what Megatron's scheduler would do with it: norms and biases do not decay
+            group["weight_decay"] = self.config.weight_decay * group["wd_mult"]
 
     def advance(self, step: int) -> dict[str, float]:
         """Makes version `step` into `step + 1` with the same weights and optimizer state; the metrics of `train`."""

@@ -37,14 +37,6 @@ pytestmark = pytest.mark.processes
 CPU = torch.device("cpu")
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _passive_waiting() -> Iterator[None]:
-    """The ranks share the machine's cores with each other and with this process."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("OMP_WAIT_POLICY", "PASSIVE")
-        yield
-
-
 def make_engine(path: Path | str, slots: int = 4, **config: object) -> EmbeddedEngine:
     return EmbeddedEngine(str(path), EngineConfig(slots=slots, **config), max_seq=MAX_SEQ, threads=1, device=CPU)
 

@@ -21,11 +21,15 @@ from stages.models.hf_config import RANDOM_TINY
 from stages.models.hf_files import read_tokenizer
 from stages.models.sampling import SamplingConfig
 from tests.contracts.embedded_engines import CPU, check_update_in_flight, make_engine
-from tests.contracts.engine_contract import EngineContract, make_requests, oracle_logprobs, random_llama
+from tests.contracts.engine_contract import (
+    EngineContract,
+    assert_close_in_bfloat16,
+    make_requests,
+    random_llama,
+)
 from tests.support.engines import assert_same_bits, by_row
+from tests.support.paths import SMOLLM2
 from tests.support.processors import KERNELS, needs_compiler
-
-SMOLLM2 = Path(__file__).parents[2] / "assets" / "smollm2-135m-instruct"
 
 
 class TestEmbeddedEngineOnPlainTorch(EngineContract):
@@ -51,11 +55,7 @@ def test_bfloat16_weights_stay_close(kernels: str, tmp_path: Path) -> None:
     requests = make_requests(6, min_new_tokens=16)
     with closing(make_engine(tmp_path, 6, dtype="bfloat16", kernels=kernels)) as engine:
         completions = by_row(engine.generate(requests))
-    errors = [
-        np.abs(c.logprobs - oracle_logprobs(model, requests[row], c.tokens)[range(16), c.tokens.tolist()].numpy())
-        for row, c in completions.items()
-    ]
-    assert 1e-5 < np.mean(errors) < 0.05
+    assert_close_in_bfloat16(model, requests, completions)
 
 
 def test_incomplete_directory_is_refused(tmp_path: Path) -> None:

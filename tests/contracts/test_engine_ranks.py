@@ -38,14 +38,6 @@ from tests.support.engines import assert_same_bits, by_row
 pytestmark = pytest.mark.processes
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _passive_waiting() -> Iterator[None]:
-    """The ranks share the machine's cores with each other and with this process."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("OMP_WAIT_POLICY", "PASSIVE")
-        yield
-
-
 class OnRanks(EngineContract):
     """One engine serves all tests that take a fixture: starting processes costs seconds."""
 

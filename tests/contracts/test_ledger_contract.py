@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import signal
-import subprocess
-import sys
 import uuid
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +15,7 @@ import pytest
 from storage.address import Address, Ref
 from storage.errors import StoreError
 from storage.ledger import ArrayInfo, Commit, Input, Ledger, Provenance, decode, encode, new_attempt
+from tests.support.processes import exit_status
 
 PROVENANCE = Provenance(
     inputs=(Input(Address("publish", 11), "a0-00000001"),),
@@ -114,8 +112,7 @@ from storage.ledger import Ledger, decode
 files.os.link = lambda *names: os.kill(os.getpid(), signal.SIGKILL)
 Ledger({url!r}).commit(decode({encode(commit_at(Address("score", 0)))!r}))
 """
-        env = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-        assert subprocess.run([sys.executable, "-c", script], env=env).returncode == -signal.SIGKILL
+        assert exit_status(script) == -signal.SIGKILL
         assert list(Path(url, "score/step_000000").iterdir()), "it died before it wrote anything: the test is void"
         assert Ledger(url).find(Address("score", 0)) is None
         assert Ledger(url).list() == []

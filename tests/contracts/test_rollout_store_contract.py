@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
-import sys
 import uuid
 import warnings
 from dataclasses import replace
@@ -21,6 +19,7 @@ from storage.errors import MissingOutput, StoreError
 from storage.ledger import Ledger, provenance_here
 from storage.records import Advantages, PolicyLogprobs, Record, ReferenceLogprobs, Rollout, Scores
 from storage.rollouts import Layout, Layouts, RolloutStore
+from tests.support.processes import exit_status, start_python
 
 SHARDS, ROWS, SEQ = 3, 4, 6
 LAYOUTS = Layouts(step=Layout(SHARDS, ROWS, SEQ), evaluate=Layout(2, 2, SEQ))
@@ -262,7 +261,7 @@ for step in range(40):
     print(commit.attempt, flush=True)
 """
         )
-        racers = [start(script, url, str(number)) for number in (1, 2)]
+        racers = [start_python(script, url, number) for number in (1, 2)]
         for step in range(40):
             for racer in racers:
                 assert line(racer) == "ready"
@@ -289,8 +288,7 @@ ledger.commit(commit)
 os.kill(os.getpid(), signal.SIGKILL)
 """
         )
-        victim = start(script, url)
-        assert victim.wait(60) == -signal.SIGKILL
+        assert exit_status(script, url) == -signal.SIGKILL
         expected = Scores(np.arange(ROWS, dtype=np.float32))
         assert not Path(url, "rollouts.zarr").exists()
         assert_same(store.read(Address("score", 0, 1)), expected)
@@ -319,19 +317,13 @@ files.move = dying_move
 store.write(Address("score", 0), Scores(np.arange(12, dtype=np.float32)), provenance)
 """
         )
-        assert start(script, url).wait(60) == -signal.SIGKILL
+        assert exit_status(script, url) == -signal.SIGKILL
         chunks = Path(url, "rollouts.zarr/step_000000/scores/c")
         assert [p.name for p in chunks.iterdir()] == ["0"]
         expected = Scores(np.arange(SHARDS * ROWS, dtype=np.float32))
         assert_same(store.read(Address("score", 0)), expected)
         assert store.recover() == 1
         np.testing.assert_array_equal(zarr.open_group(store.url, mode="r")["step_000000/scores"][:], expected.scores)
-
-
-def start(script: str, *arguments: str) -> subprocess.Popen[str]:
-    env = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    command = [sys.executable, "-c", script, *arguments]
-    return subprocess.Popen(command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
 
 def line(process: subprocess.Popen[str]) -> str:

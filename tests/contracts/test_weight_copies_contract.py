@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +15,7 @@ import pytest
 from storage.errors import DamagedWeights, MissingOutput, StoreError
 from storage.weight_copies import IncomingVersion, OutgoingVersion, is_copy, receiving
 from storage.weights import WeightBoard
+from tests.support.processes import start_python
 
 PAGE = os.sysconf("SC_PAGE_SIZE")
 
@@ -59,9 +59,7 @@ def pieces(board: WeightBoard, version: int, num_bytes: int) -> list[memoryview]
 
 
 def start(script: str, *boards: WeightBoard) -> subprocess.Popen[str]:
-    env = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    command = [sys.executable, "-c", HALF + script, *(str(board.directory) for board in boards)]
-    return subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True)
+    return start_python(HALF + script, *(board.directory for board in boards))
 
 
 @pytest.mark.parametrize("num_bytes", [997, PAGE, 2 * PAGE + 64, 1 << 20])

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,6 +11,7 @@ import pytest
 
 from storage.errors import MissingOutput, StoreError
 from storage.weights import WeightBoard
+from tests.support.processes import exit_status
 
 HERE = """
 import os, signal, sys
@@ -41,8 +39,7 @@ def tensors(seed: int = 0) -> dict[str, np.ndarray]:
 
 
 def run(script: str, directory: Path) -> int:
-    env = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    return subprocess.run([sys.executable, "-c", HERE + script, str(directory)], env=env).returncode
+    return exit_status(HERE + script, directory)
 
 
 def test_tensors_are_mapped_as_published(board: WeightBoard) -> None:

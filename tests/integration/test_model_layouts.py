@@ -20,6 +20,7 @@ from stages.models.spec import read_spec
 from stages.ppo.config import PPOConfig
 from stages.ppo.micro_batches import minibatches
 from storage.records import Advantages, PolicyLogprobs, ReferenceLogprobs, Rollout, Values
+from tests.support.models import ALL_MODELS, random_rollout
 
 ROWS, SEQ, SEED = 8, 13, 3
 TRAINED = (Role.POLICY, Role.CRITIC)
@@ -34,25 +35,13 @@ def model_config(frozen_blocks: int) -> ModelConfig:
 
 def inputs() -> tuple[Rollout, Advantages]:
     rng = np.random.default_rng(0)
-    prompt = rng.integers(2, 5, ROWS).astype(np.int32)
-    response = rng.integers(1, 9, ROWS).astype(np.int32)
-    index = np.arange(SEQ)
-    mask = (index >= prompt[:, None]) & (index < (prompt + response)[:, None])
+    rollout = random_rollout(rng, ROWS, SEQ)
+    mask = rollout.response_mask
 
     def noise() -> np.ndarray:
         return np.where(mask, rng.normal(size=mask.shape), 0).astype(np.float32)
 
-    rollout = Rollout(
-        row=np.arange(ROWS),
-        prompt_index=np.arange(ROWS),
-        tokens=rng.integers(3, 256, (ROWS, SEQ)).astype(np.int32),
-        prompt_lengths=prompt,
-        response_lengths=response,
-        response_mask=mask,
-        sampler_logprobs=noise() - 5,
-        token_versions=np.where(mask, 0, -1).astype(np.int32),
-        finish_reason=np.zeros(ROWS, np.int8),
-    )
+    rollout = dataclasses.replace(rollout, sampler_logprobs=noise() - 5)
     return rollout, Advantages(noise(), noise(), noise(), mask)
 
 
@@ -64,7 +53,7 @@ def work(index: int, size: int, layout: LayoutConfig, frozen_blocks: int, direct
         SamplingConfig(suppress_token_ids=[7, 200], temperature=0.9),
         PPOConfig(entropy_coef=0.01),
         layout,
-        frozenset({Role.POLICY, Role.REFERENCE, Role.CRITIC}),
+        ALL_MODELS,
         Rank(index, size, f"file://{directory}/rendezvous", 1),
         seed=SEED,
         total_steps=4,

@@ -1,19 +1,12 @@
-"""The whole graph on a tiny random model, with real processes: what a run writes down, how stale its data is, that it
-repeats bit for bit, that it stops and goes on, and that every command can read what it left."""
+"""The whole graph on a tiny random model, with real processes: how stale a run's data is, what it writes down, and that
+every command can read what it left."""
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
-import signal
-import subprocess
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
-import psutil
 import pytest
 import torch
 import transformers
@@ -34,11 +27,8 @@ from stages.engines.embedded.build import build_embedded
 from stages.engines.protocol import Request
 from stages.models.sampling import SamplingConfig
 from storage.address import Address
-from storage.records import Rollout
-from tests.support import runs
-from tests.support.paths import ROOT
-from tests.support.runs import ONE_GANG, QUIET, arguments, configure, placement
-from tests.support.waiting import until
+from tests.support.run_results import steps_of
+from tests.support.runs import ONE_GANG, QUIET, arguments, finish_in, placement
 
 pytestmark = pytest.mark.processes
 
@@ -50,29 +40,10 @@ KEYS = {
 EXTRA_KEYS = {"overlap_fraction", "busiest_gang", "idle", "kl_final", "distinct_bigrams"}
 
 
-def finish(folder: Path, name: str, *overrides: str) -> RunConfig:
-    """Runs to the end in this process (and its workers), with a relative runs_dir as the shipped configs have; returns
-    the config with an absolute one."""
-    with contextlib.chdir(folder):
-        runs.finish(configure(folder, name, *overrides, "runs_dir=runs"))
-    return configure(folder, name, *overrides)
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("runs")
-
-
-@pytest.fixture(scope="module")
-def overlapped(folder: Path) -> RunConfig:
-    """eta = 1, as shipped: an engine, a scorer and a trainer, with tracking and plots."""
-    return finish(folder, "overlapped", f"tracking.uri=sqlite:///{folder}/mlflow.db", "export.every=2")
-
-
 @pytest.fixture(scope="module")
 def synchronous(folder: Path) -> RunConfig:
     """eta = 0, every role in one process."""
-    return finish(folder, "synchronous", "staleness=0", ONE_GANG, *QUIET)
+    return finish_in(folder, "synchronous", "staleness=0", ONE_GANG, *QUIET)
 
 
 @pytest.fixture(scope="module")
@@ -80,7 +51,7 @@ def stale(folder: Path) -> RunConfig:
     """eta = 2; policy and critic on gangs of their own; no forward for the proximal policy."""
     gangs = placement("{engine: {}, actor: {}, critic: {}}", generate="engine", score="engine", policy="actor",
                       others="critic")  # fmt: skip
-    return finish(folder, "stale", "staleness=2", gangs, "ppo.proximal=loglinear", *QUIET)
+    return finish_in(folder, "stale", "staleness=2", gangs, "ppo.proximal=loglinear", *QUIET)
 
 
 @pytest.fixture(scope="module")
@@ -88,23 +59,12 @@ def ranks(folder: Path) -> RunConfig:
     """Two data-parallel ranks, in bfloat16; the proximal policy is the sampler."""
     gangs = placement("{pool: {}, train: {workers: 2}}", generate="pool", score="pool", others="train")
     changes = ("steps=2", "ppo.proximal=sampler", "model.dtype=bfloat16", "model.frozen_blocks=1", "evaluate.every=0")
-    return finish(folder, "ranks", gangs, *changes, *QUIET)
-
-
-def steps_of(config: RunConfig, stage: str) -> list[Rollout]:
-    store = open_history(config).store
-    return [store.read_step(stage, step, config.rollout.shards) for step in range(config.steps)]
-
-
-def digests(config: RunConfig) -> dict[str, list[str | None]]:
-    """Of the weights after every update."""
-    ledger = open_history(config).ledger
-    return {stage: [commit.digest for commit in ledger.list(stage)] for stage in ("update_policy", "update_critic")}
+    return finish_in(folder, "ranks", gangs, *changes, *QUIET)
 
 
 def test_weights_that_come_in_flight_keep_the_bound(folder: Path) -> None:
     """Shards of two steps share a replica while weights change; an evaluation is of its own version only."""
-    config = finish(folder, "inflight", "engine.update=inflight", "sampling.min_new_tokens=6", *QUIET)
+    config = finish_in(folder, "inflight", "engine.update=inflight", "sampling.min_new_tokens=6", *QUIET)
     report = verify_run(config)
     assert report.faults == []
     history = open_history(config)
@@ -408,117 +368,3 @@ def test_resume_of_a_finished_run_starts_nothing(overlapped: RunConfig, capsys: 
     assert main(["resume", str(overlapped.run_dir)]) == 0
     assert "held-out reward" in capsys.readouterr().out
     assert RunPaths(overlapped.run_dir).events.read_bytes() == before
-
-
-# ---- what goes wrong -----------------------------------------------------------------------------------------------
-
-
-def test_a_stage_that_raises_ends_the_run_with_code_3(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    changes = ["reward={kind: answer, args: {field: solution}}", "evaluate.every=0", ONE_GANG, *QUIET]
-    file, *changes = arguments(folder, "failing", *changes)
-    text = Path(file).read_text()
-    Path(file).write_text(text.replace("reward: {kind: characters, args: {characters: aeiou}}\n", ""))
-    assert main(["run", file, *changes]) == 3
-    err = capsys.readouterr().err
-    assert err.startswith("failed score/step_000000/shard_000")
-    assert "a prompt has no field 'solution'" in err
-    assert f"{folder}/runs/failing/logs" in err
-    paths = RunPaths(folder / "runs" / "failing")
-    assert not paths.board(None).exists()
-    summary = json.loads(paths.summary.read_text())
-    assert (summary["steps"], summary["reward"], summary["eval"]) == (0, [], None)
-    failed = [e for e in read_events(paths.events) if e.kind is EventKind.FAILED]
-    assert {e.stage for e in failed} == {"score"}
-
-
-@pytest.fixture(scope="module")
-def interrupted(folder: Path) -> tuple[RunConfig, int, str, list[psutil.Process]]:
-    """The same run as `overlapped`, stopped by Ctrl-C on its terminal when two policy updates are done: (config, exit
-    code, what it said, its worker processes)."""
-    config = configure(folder, "interrupted", *QUIET)
-    with started(arguments(folder, "interrupted", *QUIET)) as driver:
-        wait_until_finished(driver, RunPaths(config.run_dir).events, "update_policy", 1)
-        processes = psutil.Process(driver.pid).children(recursive=True)
-        os.killpg(driver.pid, signal.SIGINT)  # what a terminal does: to every process of the group
-        said, _ = driver.communicate(timeout=120)
-    return config, driver.returncode, said, processes
-
-
-@contextlib.contextmanager
-def started(arguments: list[str]) -> Iterator[subprocess.Popen[str]]:
-    """`stageline run` as a command, in a process group of its own; killed if it is still there at the end."""
-    command = [sys.executable, "-m", "pipeline.cli", "run", *arguments]
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment, start_new_session=True
-    ) as driver:
-        try:
-            yield driver
-        finally:
-            driver.kill()
-
-
-def wait_until_finished(driver: subprocess.Popen[str], events: Path, stage: str, step: int) -> None:
-    def finished() -> bool:
-        if driver.poll() is not None:
-            pytest.fail(f"the driver ended before {stage} {step}: {driver.communicate()[0]}")
-        return events.exists() and any(
-            (e.kind, e.stage, e.step) == (EventKind.FINISHED, stage, step) for e in read_events(events)
-        )
-
-    until(finished, f"{stage} {step}")
-
-
-def test_an_engine_on_two_ranks_gives_the_same_weights_even_if_one_dies(folder: Path, overlapped: RunConfig) -> None:
-    """Pipeline stages change no bit of what is generated; a rank that is killed takes its replica down, which is built
-    anew."""
-    changes = (*QUIET, "engine.pipeline_parallel=2")
-    config = configure(folder, "stages", *changes)
-    with started(arguments(folder, "stages", *changes)) as driver:
-        wait_until_finished(driver, RunPaths(config.run_dir).events, "generate", 0)
-        processes = psutil.Process(driver.pid).children(recursive=True)
-        (rank,) = [process for process in processes if "stages.engines.embedded.ranks.rank_main" in process.cmdline()]
-        rank.kill()
-        said, _ = driver.communicate(timeout=200)
-    assert driver.returncode == 0, said
-    assert "rank 1 of 2 of the engine" in (RunPaths(config.run_dir).logs / "generate-0.log").read_text()
-    assert digests(config) == digests(overlapped)
-    lost = [e for e in read_events(RunPaths(config.run_dir).events) if e.kind is EventKind.GANG_LOST]
-    assert {e.gang for e in lost} == {"generate"}
-    assert not [p for p in processes if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
-
-
-def test_ctrl_c_stops_cleanly_and_says_how_to_go_on(
-    interrupted: tuple[RunConfig, int, str, list[psutil.Process]],
-) -> None:
-    config, code, said, processes = interrupted
-    assert code == 130, said
-    assert f"interrupted; `stageline resume {config.run_dir}` continues this run" in said
-    assert "Traceback" not in said
-    assert len(processes) >= 3
-    _, alive = psutil.wait_procs(processes, timeout=30)
-    assert alive == []
-    assert not RunPaths(config.run_dir).board(None).exists()
-    done = json.loads(RunPaths(config.run_dir).summary.read_text())["steps"]
-    assert 1 <= done < STEPS
-    assert verify_run(config).faults == []
-
-
-def test_a_resumed_run_ends_as_one_that_was_never_stopped(
-    interrupted: tuple[RunConfig, int, str, list[psutil.Process]],
-    overlapped: RunConfig,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    """Also: two runs of one seed are equal bit for bit, asynchronous as they are."""
-    config = interrupted[0]
-    assert main(["resume", str(config.run_dir)]) == 0
-    assert "held-out reward" in capsys.readouterr().out
-    for ours, theirs in zip(steps_of(config, "generate"), steps_of(overlapped, "generate"), strict=True):
-        np.testing.assert_array_equal(ours.tokens, theirs.tokens)
-        np.testing.assert_array_equal(ours.token_versions, theirs.token_versions)
-    assert digests(config) == digests(overlapped)
-    assert verify_run(config).faults == []
-    nodes = {node.address for node in run_nodes(config.graph())}
-    assert {commit.address for commit in open_history(config).ledger.list()} == nodes
-    started = [e for e in read_events(RunPaths(config.run_dir).events) if e.kind is EventKind.RUN_STARTED]
-    assert [e.detail for e in started] == ["start", "resume"]

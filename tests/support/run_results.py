@@ -6,13 +6,20 @@ from typing import Any
 
 from pipeline.config.paths import RunPaths
 from pipeline.config.run import RunConfig
+from pipeline.driver.results import open_history
 from storage.ledger import Ledger
+from storage.records import Rollout
 
 
 def outputs(config: RunConfig) -> dict[str, Any]:
     """The CRCs of all arrays, and the digests of all weights."""
     commits = Ledger(str(RunPaths(config.run_dir).ledger)).list()
     return {str(c.address): (c.digest, {name: a.crc32 for name, a in c.arrays.items()}) for c in commits}
+
+
+def steps_of(config: RunConfig, stage: str) -> list[Rollout]:
+    store = open_history(config).store
+    return [store.read_step(stage, step, config.rollout.shards) for step in range(config.steps)]
 
 
 def process_id(config: RunConfig, worker: str) -> int:

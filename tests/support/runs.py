@@ -6,7 +6,7 @@ import io
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import chdir, contextmanager
 from pathlib import Path
 
 import pytest
@@ -54,6 +54,14 @@ def finish(config: RunConfig) -> RunConfig:
     """Runs to the end, with the driver in this process."""
     pipeline.driver.run.run(config, Console(file=io.StringIO()))
     return config
+
+
+def finish_in(folder: Path, name: str, *overrides: str) -> RunConfig:
+    """The same with `folder` as working directory and a relative runs_dir, as the shipped configs have; returns the
+    config with an absolute one."""
+    with chdir(folder):
+        finish(configure(folder, name, *overrides, "runs_dir=runs"))
+    return configure(folder, name, *overrides)
 
 
 def use_runtime(patch: pytest.MonkeyPatch, runtime: str) -> None:

@@ -3,32 +3,18 @@
 from __future__ import annotations
 
 import importlib
-import json
 from pathlib import Path
 
 import pytest
 
 from pipeline.cli.main import COMMANDS, main
-
-CONFIG = """
-name: refused
-model: {path: "random:tiny"}
-prompts: {max_tokens: 8, held_out: 2}
-rollout: {rows: 8, shards: 2}
-sampling: {max_new_tokens: 8}
-reward: {kind: characters, args: {characters: aeiou}}
-tracking: {uri: null}
-placement:
-  gangs: {all: {}}
-  roles: {generate: all, score: all, reference: all, policy: all, critic: all}
-"""
+from tests.support.configs import arguments, write_config
 
 
 @pytest.fixture
 def sources(tmp_path: Path) -> list[str]:
-    (tmp_path / "c.yaml").write_text(CONFIG)
-    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps({"prompt": f"word {i}"}) + "\n" for i in range(6)))
-    return [str(tmp_path / "c.yaml"), f"runs_dir={tmp_path}/runs", f"prompts.url={tmp_path}/prompts.jsonl"]
+    write_config(tmp_path)
+    return arguments(tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -14,31 +14,18 @@ from pipeline.config.paths import RunPaths
 from pipeline.config.preflight import check_run_directory, preflight
 from pipeline.config.run import RunConfig
 from stages.models.hf_config import read_config
-
-CONFIG = """
-name: looked
-model: {path: "random:tiny"}
-prompts: {max_tokens: 8, held_out: 2}
-rollout: {rows: 8, shards: 2}
-sampling: {max_new_tokens: 8}
-reward: {kind: characters, args: {characters: aeiou}}
-placement:
-  gangs: {all: {}}
-  roles: {generate: all, score: all, reference: all, policy: all, critic: all}
-"""
+from tests.support.configs import arguments, write_config
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    (tmp_path / "c.yaml").write_text(CONFIG)
-    prompts = [{"prompt": f"word {i}"} for i in range(6)]
-    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(p) + "\n" for p in prompts))
+    write_config(tmp_path)
     return tmp_path
 
 
 def load(folder: Path, *overrides: str) -> RunConfig:
-    runs, prompts = folder / "runs", folder / "prompts.jsonl"
-    return load_config([folder / "c.yaml"], [f"runs_dir={runs}", f"prompts.url={prompts}", *overrides])
+    file, *changes = arguments(folder)
+    return load_config([file], [*changes, *overrides])
 
 
 def model_directory(folder: Path, weights: bool = True, **changes: object) -> Path:

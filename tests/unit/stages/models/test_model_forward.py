@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -11,37 +9,18 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-from stages.models.config import LayoutConfig, ModelConfig
+from stages.models.config import ModelConfig
 from stages.models.forward import cut_micro_batches, hidden_states
 from stages.models.hf_config import read_config
 from stages.models.hf_files import read_weights
-from stages.models.host import MegatronHost
-from stages.models.protocol import Rank, Role
+from stages.models.protocol import Role
 from stages.models.sampling import SamplingConfig
 from stages.models.trunk import Trunk
-from stages.ppo.config import PPOConfig
 from storage.records import Rollout
+from tests.support.models import opened, random_rollout
 from tests.support.paths import SMOLLM2
 
 SEQ = 12
-
-
-@contextlib.contextmanager
-def opened(directory: Path, model: ModelConfig, sampling: SamplingConfig | None = None) -> Iterator[MegatronHost]:
-    host = MegatronHost(
-        model,
-        sampling or SamplingConfig(),
-        PPOConfig(),
-        LayoutConfig(),
-        frozenset({Role.POLICY, Role.REFERENCE, Role.CRITIC}),
-        Rank(0, 1, f"file://{directory}/rendezvous", 1),
-        seed=0,
-        total_steps=10,
-    )
-    try:
-        yield host
-    finally:
-        host.close()
 
 
 def tiny_transformer(num_blocks: int = 4) -> LlamaForCausalLM:
@@ -52,30 +31,9 @@ def tiny_transformer(num_blocks: int = 4) -> LlamaForCausalLM:
     return model
 
 
-def uneven_rollout(seed: int = 0, rows: int = 6) -> Rollout:
-    """Prompts of 2 to 4 and responses of 1 to 8 random tokens; tokens of the padding are random too, since nothing may
-    depend on them."""
-    rng = np.random.default_rng(seed)
-    prompt = rng.integers(2, 5, rows).astype(np.int32)
-    response = rng.integers(1, 9, rows).astype(np.int32)
-    index = np.arange(SEQ)
-    mask = (index >= prompt[:, None]) & (index < (prompt + response)[:, None])
-    return Rollout(
-        row=np.arange(rows),
-        prompt_index=np.arange(rows),
-        tokens=rng.integers(3, 256, (rows, SEQ)).astype(np.int32),
-        prompt_lengths=prompt,
-        response_lengths=response,
-        response_mask=mask,
-        sampler_logprobs=np.zeros((rows, SEQ), np.float32),
-        token_versions=np.where(mask, 0, -1).astype(np.int32),
-        finish_reason=np.zeros(rows, np.int8),
-    )
-
-
 @pytest.mark.parametrize("frozen_blocks", [0, 2])
 def test_logits_equal_transformers(tmp_path: Path, frozen_blocks: int) -> None:
-    rollout = uneven_rollout()
+    rollout = random_rollout(np.random.default_rng(0), 6, SEQ)
     with opened(tmp_path, ModelConfig(path="random:tiny", frozen_blocks=frozen_blocks)) as host, torch.no_grad():
         policy = host._trainers[Role.POLICY].model
         (batch,) = cut_micro_batches(rollout.tokens, rollout.response_mask, np.arange(6), 6, host._parallel_rank.device)
@@ -88,11 +46,11 @@ def test_logits_equal_transformers(tmp_path: Path, frozen_blocks: int) -> None:
 @pytest.mark.parametrize("frozen_blocks", [0, 3])
 def test_logprobs_and_entropy_are_those_of_the_sampler(tmp_path: Path, frozen_blocks: int) -> None:
     """Temperature divides, suppressed tokens are out, and so is EOS among the first `min_new_tokens`."""
-    rollout = uneven_rollout()
+    rollout = random_rollout(np.random.default_rng(0), 6, SEQ)
     sampling = SamplingConfig(temperature=0.7, suppress_token_ids=[5, 6, 250], min_new_tokens=3)
     model = ModelConfig(path="random:tiny", frozen_blocks=frozen_blocks)
     model.policy.micro_batch_rows = 4
-    with opened(tmp_path, model, sampling) as host:
+    with opened(tmp_path, model, sampling=sampling) as host:
         found, reference = host.policy_logprobs(rollout), host.ref_logprobs(rollout)
     assert found is not None
     assert reference is not None
@@ -122,7 +80,7 @@ def test_logprobs_and_entropy_are_those_of_the_sampler(tmp_path: Path, frozen_bl
 def test_values_are_the_head_on_the_state_before_each_token(
     tmp_path: Path, frozen_blocks: int, critic_blocks: int | None, total: int
 ) -> None:
-    rollout = uneven_rollout(3)
+    rollout = random_rollout(np.random.default_rng(3), 6, SEQ)
     model = ModelConfig(path="random:tiny", frozen_blocks=frozen_blocks, critic_blocks=critic_blocks)
     generator = torch.Generator().manual_seed(1)
     head = torch.randn(1, 64, generator=generator)
@@ -147,7 +105,7 @@ def test_values_are_the_head_on_the_state_before_each_token(
 
 
 def test_the_trunk_computes_each_row_once_and_forgets_the_oldest(tmp_path: Path) -> None:
-    rollout = uneven_rollout()
+    rollout = random_rollout(np.random.default_rng(0), 6, SEQ)
     with opened(tmp_path, ModelConfig(path="random:tiny", frozen_blocks=2)) as host:
         trunk = host._trunk
         assert trunk is not None

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,21 +12,21 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, LlamaModel
 
-from stages.models.config import LayoutConfig, ModelConfig, OptimizerConfig
+from stages.models.config import ModelConfig, OptimizerConfig
 from stages.models.errors import NonFiniteGradientsError, StateError
 from stages.models.gather import stage_tensors
 from stages.models.hf_config import read_config
 from stages.models.hf_files import read_weights
 from stages.models.host import MegatronHost
-from stages.models.protocol import CriticBatch, PolicyBatch, Rank, Role
-from stages.models.sampling import SamplingConfig
+from stages.models.protocol import CriticBatch, PolicyBatch, Role
 from stages.models.trainer import learning_rate
 from stages.ppo.config import KLConfig, PPOConfig
 from stages.ppo.micro_batches import minibatches
-from storage.records import Advantages, ReferenceLogprobs, Rollout
+from storage.records import Advantages, ReferenceLogprobs
 from tests.reference import oracles
+from tests.support.models import SEED, opened, random_rollout
 
-ROWS, SEQ, SEED = 8, 12, 5
+ROWS, SEQ = 8, 12
 LR, EPS, WEIGHT_DECAY = 1e-3, 1e-5, 0.1
 
 
@@ -46,46 +44,15 @@ def model_config(dtype: Any = "float32", frozen_blocks: int = 0, micro_batch_row
     )
 
 
-@contextlib.contextmanager
-def opened(directory: Path, model: ModelConfig, ppo: PPOConfig | None = None) -> Iterator[MegatronHost]:
-    host = MegatronHost(
-        model,
-        SamplingConfig(),
-        ppo or PPOConfig(),
-        LayoutConfig(),
-        frozenset({Role.POLICY, Role.REFERENCE, Role.CRITIC}),
-        Rank(0, 1, f"file://{directory}/rendezvous", 1),
-        seed=SEED,
-        total_steps=10,
-    )
-    try:
-        yield host
-    finally:
-        host.close()
-
-
 def batches(host: MegatronHost, step: int = 0) -> tuple[PolicyBatch, CriticBatch]:
     """A step's data, as the stages would have made it, with random advantages and returns."""
     rng = np.random.default_rng([SEED, step])
-    prompt = rng.integers(2, 5, ROWS).astype(np.int32)
-    response = rng.integers(1, 9, ROWS).astype(np.int32)
-    index = np.arange(SEQ)
-    mask = (index >= prompt[:, None]) & (index < (prompt + response)[:, None])
+    rollout = random_rollout(rng, ROWS, SEQ, version=step)
+    mask = rollout.response_mask
 
     def noise(scale: float) -> np.ndarray:
         return np.where(mask, rng.normal(0, scale, mask.shape), 0).astype(np.float32)
 
-    rollout = Rollout(
-        row=np.arange(ROWS),
-        prompt_index=np.arange(ROWS),
-        tokens=rng.integers(3, 256, (ROWS, SEQ)).astype(np.int32),
-        prompt_lengths=prompt,
-        response_lengths=response,
-        response_mask=mask,
-        sampler_logprobs=np.zeros(mask.shape, np.float32),
-        token_versions=np.where(mask, step, -1).astype(np.int32),
-        finish_reason=np.zeros(ROWS, np.int8),
-    )
     policy, reference, values = host.policy_logprobs(rollout), host.ref_logprobs(rollout), host.values(rollout)
     assert policy is not None
     assert reference is not None

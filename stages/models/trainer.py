@@ -140,10 +140,7 @@ class Trainer:
 
         Raises NonFiniteGradientsError at `limits.max_skipped_steps`, on every rank.
         """
-        for group in self._adam.param_groups:
-            group["lr"] = lr
-            # what Megatron's scheduler would do with it: norms and biases do not decay
-            group["weight_decay"] = self.config.weight_decay * group["wd_mult"]
+        self._set_learning_rate(lr)
         stats: list[list[LossStats]] = []
         norms: list[float] = []
         skipped = stopped = 0
@@ -228,6 +225,12 @@ class Trainer:
     def _masters(self) -> list[Tensor]:
         """What AdamW updates: the weights, or their float32 copies, or this rank's shard of either."""
         return [p.detach() for group in self._adam.param_groups for p in group["params"]]
+
+    def _set_learning_rate(self, lr: float) -> None:
+        """And the weight decay, as Megatron's scheduler would: norms and biases do not decay."""
+        for group in self._adam.param_groups:
+            group["lr"] = lr
+            group["weight_decay"] = self.config.weight_decay * group["wd_mult"]
 
     def _step(self) -> float:
         """One optimizer step with the gradients in the buffers, clipped to the global norm, which is returned (over

@@ -66,14 +66,14 @@ def advantage(
     loss_mask = mask & ~truncated[:, None] if cfg.mask_truncated else mask
     log_ref = _float64(reference.ref_logprobs, mask)
     log_policy = _float64(rollout.sampler_logprobs if policy is None else policy.policy_logprobs, mask)
-    v, v_end = _float64(values.values, mask), torch.tensor(values.bootstrap_values).double()
+    v = _float64(values.values, mask)
 
     kl_coef = float(state.get("kl_coef", cfg.kl.coef)) if cfg.kl.target is not None else cfg.kl.coef
     shaped_scores, running = _shape_scores(scores, truncated, cfg, state)
     r = token_rewards(shaped_scores, log_policy, log_ref, mask, kl_coef, cfg.kl)
     # Filtered rows take no part in the moments; their rewards, of no consequence, are dropped with them.
     r = masked_whiten(r, loss_mask, keep_mean=True) if cfg.whiten_rewards else r
-    unwhitened, returns = _estimates(r, v, v_end, mask, truncated, cfg)
+    unwhitened, returns = _advantages_and_returns(r, v, values, mask, truncated, cfg)
     a = masked_whiten(unwhitened, loss_mask) if cfg.whiten_advantages else unwhitened
 
     kl_per_response = token_kl(log_policy, log_ref, cfg.kl.estimator).sum(dim=1).numpy()
@@ -88,7 +88,6 @@ def advantage(
         **_policy_metrics(rollout, policy, step),
     }
     next_state = {
-        # of the policy that is trained, not of the one that sampled
         "kl_coef": next_kl_coef(kl_coef, found.get("kl/ref", 0.0), rollout.num_rows, cfg.kl),
         "score_mean": running.mean,
         "score_count": running.count,
@@ -132,15 +131,11 @@ def _record(
     )
 
 
-def _estimates(
-    r: torch.Tensor,
-    v: torch.Tensor,
-    v_end: torch.Tensor,
-    mask: torch.Tensor,
-    truncated: torch.Tensor,
-    cfg: PPOConfig,
+def _advantages_and_returns(
+    r: torch.Tensor, v: torch.Tensor, values: Values, mask: torch.Tensor, truncated: torch.Tensor, cfg: PPOConfig
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Advantages by lambda, unwhitened, and returns by the critic's own lambda, where it has one."""
+    """Advantages by the policy's lambda, returns by the critic's."""
+    v_end = torch.tensor(values.bootstrap_values).double()
     advantages, returns = gae(r, v, v_end, mask, truncated, cfg.gamma, cfg.lam, cfg.truncated)
     if cfg.critic_lam is not None:
         _, returns = gae(r, v, v_end, mask, truncated, cfg.gamma, cfg.critic_lam, cfg.truncated)
@@ -150,10 +145,9 @@ def _estimates(
 def _ref_kl_metrics(
     rollout: Rollout, log_policy: torch.Tensor, log_ref: torch.Tensor, cfg: PPOConfig
 ) -> dict[str, float]:
-    """Of the policy that is trained, on rows that another one may have sampled."""
-    return measure.ref_kl_metrics(
-        log_policy.numpy(), rollout.sampler_logprobs, log_ref.numpy(), rollout.response_mask, cfg.correction_cap
-    )
+    """`log_policy`: log pi_prox, or log mu where no proximal policy was computed."""
+    log_mu, mask = rollout.sampler_logprobs, rollout.response_mask
+    return measure.ref_kl_metrics(log_policy.numpy(), log_mu, log_ref.numpy(), mask, cfg.correction_cap)
 
 
 def _policy_metrics(rollout: Rollout, policy: PolicyLogprobs | None, step: int) -> dict[str, float]:

@@ -140,7 +140,7 @@ class Trainer:
 
         Raises NonFiniteGradientsError at `limits.max_skipped_steps`, on every rank.
         """
-        self._set_rates(lr)
+        self._set_learning_rate(lr)
         stats: list[list[LossStats]] = []
         norms: list[float] = []
         skipped = stopped = 0
@@ -176,12 +176,6 @@ class Trainer:
             "empty_steps": float(sum(minibatch.empty for minibatch in minibatches)),
             "stopped_steps": float(stopped),
         }
-
-    def _set_rates(self, lr: float) -> None:
-        for group in self._adam.param_groups:
-            group["lr"] = lr
-            # what Megatron's scheduler would do with it: norms and biases do not decay
-            group["weight_decay"] = self.config.weight_decay * group["wd_mult"]
 
     def advance(self, step: int) -> dict[str, float]:
         """Makes version `step` into `step + 1` with the same weights and optimizer state; the metrics of `train`."""
@@ -231,6 +225,12 @@ class Trainer:
     def _masters(self) -> list[Tensor]:
         """What AdamW updates: the weights, or their float32 copies, or this rank's shard of either."""
         return [p.detach() for group in self._adam.param_groups for p in group["params"]]
+
+    def _set_learning_rate(self, lr: float) -> None:
+        """And the weight decay, as Megatron's scheduler would: norms and biases do not decay."""
+        for group in self._adam.param_groups:
+            group["lr"] = lr
+            group["weight_decay"] = self.config.weight_decay * group["wd_mult"]
 
     def _step(self) -> float:
         """One optimizer step with the gradients in the buffers, clipped to the global norm, which is returned (over

@@ -87,12 +87,8 @@ def advantage(
         **measure.response_metrics(rollout),
         **_policy_metrics(rollout, policy, step),
     }
-    next_state = {
-        "kl_coef": next_kl_coef(kl_coef, found.get("kl/ref", 0.0), rollout.num_rows, cfg.kl),
-        "score_mean": running.mean,
-        "score_count": running.count,
-    }
-    return _record(r, a, returns, loss_mask), next_state, found
+    next_coef = next_kl_coef(kl_coef, found.get("kl/ref", 0.0), rollout.num_rows, cfg.kl)
+    return _record(r, a, returns, loss_mask), _state(next_coef, running), found
 
 
 def check_staleness(rollout: Rollout, step: int, bound: int) -> None:
@@ -148,6 +144,11 @@ def _ref_kl_metrics(
     """`log_policy`: log pi_prox, or log mu where no proximal policy was computed."""
     log_mu, mask = rollout.sampler_logprobs, rollout.response_mask
     return measure.ref_kl_metrics(log_policy.numpy(), log_mu, log_ref.numpy(), mask, cfg.correction_cap)
+
+
+def _state(kl_coef: float, running: RunningMean) -> dict[str, Any]:
+    """What the next step's node is given."""
+    return {"kl_coef": kl_coef, "score_mean": running.mean, "score_count": running.count}
 
 
 def _policy_metrics(rollout: Rollout, policy: PolicyLogprobs | None, step: int) -> dict[str, float]:

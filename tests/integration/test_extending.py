@@ -13,9 +13,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.paths import ROOT
+
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(300)]
 
-ROOT = Path(__file__).resolve().parents[2]
 RECIPES = {"A reward", "A prompt source", "A metric", "A stage", "A model family", "An engine"}
 PLACEMENT = "placement={gangs: {all: {}}, roles: {generate: all, score: all, reference: all, policy: all, critic: all}}"
 
@@ -49,7 +50,10 @@ def recipes() -> dict[str, list[Edit]]:
     for section in re.split(r"^## ", (ROOT / "docs/extending.md").read_text("utf8"), flags=re.MULTILINE)[1:]:
         heading, _, body = section.partition("\n")
         edits = []
-        pattern = r"^(?:New file|In) `([^`]+)`(?:, (after|before|in place of) `([^`]+)`)?:\n\n```python\n(.*?)^```$"
+        pattern = (
+            r"^(?:New file|In) `([^`]+)`(?:, (after|before|in place of)\s`([^`]+)`)?:"
+            r"\n\n```(?:python|toml)\n(.*?)^```$"
+        )
         for file, where, line, code in re.findall(pattern, body, re.MULTILINE | re.DOTALL):
             edits.append(Edit(file, line or None, where, code))
         found[heading] = edits
@@ -60,8 +64,9 @@ def recipes() -> dict[str, list[Edit]]:
 def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The sources with every recipe followed, in the page's order."""
     root = tmp_path_factory.mktemp("extended")
-    for folder in ("pipeline", "stages", "storage", "conf"):
+    for folder in ("pipeline", "stages", "storage", "conf", "tests"):
         shutil.copytree(ROOT / folder, root / folder, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(ROOT / "pyproject.toml", root)
     for edits in recipes().values():
         for edit in edits:
             edit.apply(root)
@@ -138,6 +143,14 @@ def test_an_engine_is_added(run: Path, copy: Path) -> None:
     """Its log-probs are those of a uniform draw from 253 tokens."""
     code = f"import zarr; print(zarr.open({str(run / 'rollouts.zarr')!r})['step_000000/sampler_logprobs'][:].min())"
     assert float(python(copy, "-c", code)) == pytest.approx(-5.5334, abs=1e-3)
+
+
+def test_what_the_recipes_make_passes_the_projects_own_checks(copy: Path) -> None:
+    """Style, import contracts, sizes and names: whoever follows the page can commit what comes of it."""
+    python(copy, "-m", "ruff", "check", "--no-cache", "pipeline", "stages", "storage")
+    python(copy, "-m", "ruff", "format", "--check", "--no-cache", "pipeline", "stages", "storage")
+    python(copy, "-c", "from importlinter.cli import lint_imports_command as run; run()", "--no-cache", "--no-logo")
+    python(copy, "-m", "pytest", "-q", "tests/unit/test_structure.py", "tests/unit/test_imports.py")
 
 
 FAMILY = """

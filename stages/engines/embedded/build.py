@@ -1,7 +1,8 @@
 """An embedded engine put together as its config asks: the plain one, and around it drafts, ranks and migration.
 
-Each of these three folders is imported here only, by name, and only where it is asked for: without it everything else
-works. May import torch, stages.engines, stages.models.hf_files.
+Of the engine, this alone imports these three folders, by name, and only where they are asked for: without them the
+plain engine works. (Around the engine, a run's checks read `ranks.sharding`, and workers and graph speak of rows in the
+terms of `migration`.) May import torch, stages.engines, stages.models.hf_config.
 """
 
 from __future__ import annotations

@@ -51,7 +51,7 @@ INLINE void best_of(float *scores, int count, int wanted, int64_t *chosen, float
     }
 }
 
-/* What `draft` finds: of each row and position the `branches` best guesses, [rows, depth, branches]; see kernels.py. */
+/* What `draft` finds: of each row and position the `branches` best guesses, [rows, depth, branches]; see protocol.py. */
 struct guesses {
     int64_t *slots, *parents, *ranks;
     float *gaps;

@@ -186,10 +186,10 @@ INLINE void multiply(int rows, int dtype, const char *x, int64_t row_bytes, cons
 #pragma GCC unroll 8
         for (int v = 0; v < VECTORS; v++) sum[r][v] = *(const vec *)(sums + r * TILE + v * LANES);
     int streams = lines % STREAMS == 0 ? STREAMS : lines % 2 == 0 ? 2 : 1, each = lines / streams;
-    int64_t apart = (steps + GROUP - 1) / GROUP * each * LINE;
+    int64_t stream_stride = (steps + GROUP - 1) / GROUP * each * LINE;
     for (int64_t step = 0; step < steps;) {
         for (int line = 0; line < each; line++, ahead += LINE)
-            for (int stream = 0; stream < streams; stream++) fetch(ahead + stream * apart);
+            for (int stream = 0; stream < streams; stream++) fetch(ahead + stream * stream_stride);
         for (int64_t end = least(step + GROUP, steps); step < end; step++, tile += STEP) {
             vec weight[VECTORS];
 #pragma GCC unroll 8
@@ -268,7 +268,7 @@ INLINE void multiply_blocks(int two, const char *x, int64_t row_bytes, int64_t s
         _tile_loadd(4, more + LANES, STEP);
         _tile_loadd(5, more + 2 * LANES, STEP);
     }
-    int64_t apart = blocks * BLOCK_STEPS * LINE;
+    int64_t stream_stride = blocks * BLOCK_STEPS * LINE;
     for (int64_t block = 0; block < blocks; block++, x += BLOCK_BYTES, tile += BLOCK_STEPS * STEP) {
         _tile_loadd(6, x, row_bytes);
         _tile_loadd(7, tile, STEP);
@@ -276,9 +276,9 @@ INLINE void multiply_blocks(int two, const char *x, int64_t row_bytes, int64_t s
         if (ahead) fetch_block(ahead);
         _tile_loadd(7, tile + LINE, STEP);
         _tile_dpbf16ps(1, 6, 7);
-        if (ahead) fetch_block(ahead + apart);
+        if (ahead) fetch_block(ahead + stream_stride);
         _tile_loadd(7, tile + 2 * LINE, STEP);
-        if (ahead) fetch_block(ahead + 2 * apart), ahead += BLOCK_STEPS * LINE;
+        if (ahead) fetch_block(ahead + 2 * stream_stride), ahead += BLOCK_STEPS * LINE;
         _tile_dpbf16ps(2, 6, 7);
         if (two) {
             _tile_loadd(6, x + second * row_bytes, row_bytes);

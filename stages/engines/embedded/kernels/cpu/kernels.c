@@ -23,7 +23,7 @@
 #else
 #define LANES 4
 #endif
-#define APART static __attribute__((noinline)) /* compiled once, not into each of a caller's copies: seconds less */
+#define NOINLINE static __attribute__((noinline)) /* compiled once, not into each of a caller's copies: seconds less */
 #define CHUNK 1024 /* logits worked on at a time: their buffer stays in the first-level cache */
 
 /* Numbers of one position, or one number of each position of a block. */
@@ -157,7 +157,7 @@ INLINE void score_blocks(int lanes, const struct lane *lane, int from, int to, i
 }
 
 /* weights = e^(score - the largest), undivided. */
-APART void soften(struct lane *lane) {
+NOINLINE void soften(struct lane *lane) {
     float *w = lane->weights, largest = -INFINITY, sum = 0.0f;
 #pragma omp simd reduction(max : largest)
     for (int t = 0; t < lane->length; t++) largest = w[t] > largest ? w[t] : largest;
@@ -198,12 +198,12 @@ INLINE void weigh_values(int lanes, const struct lane *lane, int from, int to, i
 }
 
 /* to = read / sum, `count` numbers. */
-APART void store_read(const float *read, float sum, int count, void *out, int64_t to, int dtype) {
+NOINLINE void store_read(const float *read, float sum, int count, void *out, int64_t to, int dtype) {
     for (int i = 0; i < count; i++) store(out, to + i, dtype, read[i] / sum);
 }
 
 /* What only one lane has: compiled once. */
-APART void score_rest(const struct lane *lane, int common, int dim, int cache) {
+NOINLINE void score_rest(const struct lane *lane, int common, int dim, int cache) {
     int from = common / BLOCK, to = blocks_for(lane->length);
     if (cache == BFLOAT16)
         score_blocks(1, lane, from, to, dim, BFLOAT16);
@@ -211,7 +211,7 @@ APART void score_rest(const struct lane *lane, int common, int dim, int cache) {
         score_blocks(1, lane, from, to, dim, FLOAT32);
 }
 
-APART void weigh_rest(const struct lane *lane, int common, int first, int dim, int cache, vec sums[][4]) {
+NOINLINE void weigh_rest(const struct lane *lane, int common, int first, int dim, int cache, vec sums[][4]) {
     struct blocks none = {NULL, 0};
     if (cache == BFLOAT16)
         weigh_values(1, lane, common, lane->length, first, dim, BFLOAT16, none, sums);
@@ -220,7 +220,7 @@ APART void weigh_rest(const struct lane *lane, int common, int first, int dim, i
 }
 
 /* Of the last numbers of a head, fewer than 64. */
-APART void weigh_tail(const struct lane *lane, int first, int dim, int cache, void *out, int dtype) {
+NOINLINE void weigh_tail(const struct lane *lane, int first, int dim, int cache, void *out, int dtype) {
     float read[64] = {0};
     for (int t = 0; t < lane->length; t++) {
         const char *values = lane->values[t / BLOCK];
@@ -255,7 +255,7 @@ INLINE void read_lanes(int lanes, struct reading *reading, struct blocks ahead, 
 
 /* Where the tokens of a pass belong, and the cache of one block of the model: tables [rows, table_width]; keys [blocks,
  * kv_heads, dim, BLOCK] and values [blocks, kv_heads, BLOCK, dim] in the dtype `cache`. cells, starts, paths [..,
- * path_width]: kernels.py's `TreePaths`, or null. */
+ * path_width]: protocol.py's `TreePaths`, or null. */
 struct context {
     const float *cosines, *sines;
     const int64_t *positions;

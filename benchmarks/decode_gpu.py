@@ -54,7 +54,7 @@ DEVICE = torch.device("cuda" if CUDA else "cpu")
 SHORT = 8
 """New tokens of the responses whose time is taken off."""
 MEMORY = Path("/dev/shm")
-"""Where models are written if there is room: faster than a disk."""
+"""Where models are written if there is space: faster than a disk."""
 
 
 @dataclass(frozen=True)
@@ -192,8 +192,8 @@ def written_model(shape: Shape, plan: Plan) -> Iterator[Path]:
     for name, size in tensor_shapes(spec_of(config)).items():
         tensor = torch.ones(size) if len(size) == 1 else torch.randn(size, generator=numbers, device=DEVICE) * 0.02
         tensors[name] = tensor.to("cpu", getattr(torch, plan.dtype))
-    room = sum(tensor.nbytes for tensor in tensors.values()) * 1.1
-    in_memory = MEMORY.is_dir() and os.statvfs(MEMORY).f_bavail * os.statvfs(MEMORY).f_frsize > room
+    needed_bytes = sum(tensor.nbytes for tensor in tensors.values()) * 1.1
+    in_memory = MEMORY.is_dir() and os.statvfs(MEMORY).f_bavail * os.statvfs(MEMORY).f_frsize > needed_bytes
     with tempfile.TemporaryDirectory(prefix="stageline-decode-", dir=MEMORY if in_memory else None) as folder:
         path = Path(folder)
         (path / "config.json").write_text(json.dumps({**config, "dtype": plan.dtype}), "utf8")

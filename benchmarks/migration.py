@@ -44,7 +44,7 @@ SLOTS, BELOW = 16, 5
 LENGTHS, QUICK_LENGTHS = (64, 256, 1024, 1900), (32, 128)
 TAIL = ((24, 36, 48, 60, 72, 84, 96, 240), (24, 36, 48, 60, 72, 96, 200, 240))
 """New tokens of each row, by replica."""
-ROOM = 64
+CAPACITY = 64
 """Tokens that a measured row gets."""
 SETTLED = 8
 """Passes of a row before it is asked for."""
@@ -78,8 +78,8 @@ class Replica:
 
     @contextmanager
     def migrate_in(self, moved: Sequence[MigratedRow]) -> Iterator[IncomingRows]:
-        with closing(self.engine.migrate_in(moved)) as guests:
-            yield guests
+        with closing(self.engine.migrate_in(moved)) as incoming:
+            yield incoming
 
 
 def build(index: int, path: str, max_seq: int) -> None:
@@ -150,7 +150,7 @@ class Moved:
 
 def move_one(pair: Pair, number: int, length: int, with_cache: bool) -> Moved:
     """Moves a row that has `length` tokens when it goes."""
-    row = request(number, length - SETTLED, ROOM)
+    row = request(number, length - SETTLED, CAPACITY)
     pair.call(1, clear)
     pair.call(0, start, [row], SETTLED)
     order_move(
@@ -184,15 +184,15 @@ def run_tail(pair: Pair, number: int, tail: Sequence[Sequence[int]], below: int)
         end.add_done_callback(lambda _: pair.news.put(None))
     free, moved, running = 0.0, 0, len(ends)
     while running:
-        told = pair.news.get()
-        if told is None:
+        news = pair.news.get()
+        if news is None:
             running -= 1
-        elif isinstance(told, MoveOver):
-            tails.arrived(told.number, told.num_bytes, told.seconds)
-            moved += told.num_rows
+        elif isinstance(news, MoveOver):
+            tails.arrived(news.number, news.num_bytes, news.seconds)
+            moved += news.num_rows
         else:
-            tails.update_load(told.index, told.here)
-            if not free and not told.here.rows:
+            tails.update_load(news.index, news.here)
+            if not free and not news.here.rows:
                 free = time.perf_counter() - began
         for order, move in tails.next_moves([0, 1], []):
             target = pair.addresses[move.target]
@@ -224,7 +224,10 @@ def main() -> None:
     tails: list[tuple[str, ...]] = []
     number = 0
     path = RANDOM_TINY if options.quick else str(MODEL)
-    with two_replicas(path, max(*lengths, 240) + ROOM if not options.quick else 256) as pair, measured_load() as load:
+    with (
+        two_replicas(path, max(*lengths, 240) + CAPACITY if not options.quick else 256) as pair,
+        measured_load() as load,
+    ):
         tail = [[max(1, new // 2) for new in part] for part in TAIL] if options.quick else TAIL
         for length in lengths:
             seconds: dict[bool, list[Moved]] = {True: [], False: []}

@@ -57,10 +57,10 @@ def seconds_of(work: Callable[[], object]) -> float:
     return time.perf_counter() - started
 
 
-def copy_seconds(tensors: Mapping[str, torch.Tensor], room: Mapping[str, torch.Tensor]) -> float:
+def copy_seconds(tensors: Mapping[str, torch.Tensor], target: Mapping[str, torch.Tensor]) -> float:
     def copy() -> None:
         for name, tensor in tensors.items():
-            room[name].copy_(tensor)
+            target[name].copy_(tensor)
 
     return seconds_of(copy)
 
@@ -82,7 +82,7 @@ def measure(path: Path, dtype: str, repeats: int) -> tuple[list[tuple[str, ...]]
     """Rows of the table and figures by name, for weights of one dtype."""
     tensors = {name: tensor.float() for name, tensor in read_weights(str(path)).items()}
     few = {n: t for n, t in tensors.items() if n.startswith(tuple(f"model.layers.{i}." for i in range(NUM_BLOCKS)))}
-    room = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
+    target = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
     settings = EngineConfig(slots=SLOTS, dtype=dtype, update="inflight")  # type: ignore[arg-type]
     seconds: dict[str, list[float]] = {}
     started = time.perf_counter()
@@ -95,7 +95,7 @@ def measure(path: Path, dtype: str, repeats: int) -> tuple[list[tuple[str, ...]]
                 for kind, given in (("all", tensors), (f"{NUM_BLOCKS} blocks", few)):
                     version += 2
                     arms: dict[str, Callable[[], float]] = {
-                        "copy": lambda given=given: copy_seconds(given, room),
+                        "copy": lambda given=given: copy_seconds(given, target),
                         "pack": lambda given=given: seconds_of(lambda: runner.prepare(given)),
                         "load": lambda given=given, v=version: seconds_of(lambda: engine.load_weights(v, given)),
                         "load while decoding": lambda given=given, v=version: load_while_decoding(engine, v + 1, given),
@@ -170,7 +170,7 @@ def measure_fetch(path: Path, repeats: int) -> tuple[list[tuple[str, ...]], dict
             )
             patterns = dict.fromkeys(tensors, BFLOAT16) if dtype == "bfloat16" else {}
             manifest = there.publish(VERSION, tensors, patterns)
-            room = {name: np.zeros_like(array) for name, array in tensors.items()}
+            target = {name: np.zeros_like(array) for name, array in tensors.items()}
             client = stack.enter_context(two_workers(stack))
             for name, board in (("there", there), ("here", here)):
                 client.submit(open_mirror, str(board.directory), resources={name: 1}, pure=False).result()
@@ -181,8 +181,8 @@ def measure_fetch(path: Path, repeats: int) -> tuple[list[tuple[str, ...]], dict
             process.start()
             stack.callback(process.terminate)
             arms: dict[str, Callable[[], float]] = {
-                "copy": lambda room=room, tensors=tensors: seconds_of(
-                    lambda: [np.copyto(room[name], array) for name, array in tensors.items()]
+                "copy": lambda target=target, tensors=tensors: seconds_of(
+                    lambda: [np.copyto(target[name], array) for name, array in tensors.items()]
                 ),
                 "socket": lambda listener=listener, manifest=manifest, here=here: socket_seconds(
                     listener.getsockname(), manifest.file_bytes, here.directory / "plain"

@@ -1,6 +1,6 @@
 """The `generate` stage: prompts of a shard to sampled responses, by whatever engine there is.
 
-May import numpy, storage, stages.engines (config and protocol only).
+May import numpy, storage, stages.models.sampling and stages.engines.protocol.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ class RecentRecords:
             return self._records[key][0]
 
     def put(self, key: Key, record: Record) -> None:
-        """Keeps a record, which nobody may write to from now on; one that is larger than all the room is not kept."""
+        """Keeps a record, which nobody may write to from now on; one that is larger than all the space is not kept."""
         size = sum(array.nbytes for array in record.arrays().values())
         with self._lock:
             if size > self._max_bytes or key in self._records:

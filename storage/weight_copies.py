@@ -79,7 +79,7 @@ class IncomingVersion:
     `receiving`."""
 
     def __init__(self, board: WeightBoard, manifest: Manifest) -> None:
-        """`manifest`: the sender's. Raises OSError where there is no room."""
+        """`manifest`: the sender's. Raises OSError where there is no space."""
         name = unique_name(manifest.version)
         self.manifest = dataclasses.replace(manifest, file=f"{name}{_COPY}")
         self.num_bytes = 0

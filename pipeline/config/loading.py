@@ -9,9 +9,10 @@ import difflib
 import hashlib
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from dataclasses import is_dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -68,8 +69,14 @@ def _merge(merged: Any, name: str, source: Any) -> Any:
 
 
 def _refuse_unknown_keys(source: Any, schema: Any, name: str, prefix: str = "") -> None:
-    """Names the whole path of a key that no setting has, and the settings that are spelt most like it."""
-    if not isinstance(schema, DictConfig) or OmegaConf.get_type(schema) is dict:
+    """Names the whole path of a key that no setting has, and the settings that are spelt most like it, or have its name
+    in a section below."""
+    if not isinstance(schema, DictConfig):
+        return
+    if OmegaConf.get_type(schema) is dict:  # a mapping of names to sections, or to plain values
+        section = schema._metadata.element_type
+        for key in map(str, source) if isinstance(source, DictConfig) and is_dataclass(section) else ():
+            _refuse_unknown_keys(source[key], OmegaConf.structured(section), name, f"{prefix}{key}.")
         return
     if not isinstance(source, DictConfig):
         settings = ", ".join(map(str, schema))
@@ -78,10 +85,20 @@ def _refuse_unknown_keys(source: Any, schema: Any, name: str, prefix: str = "") 
         path = f"{prefix}{key}"
         if key not in schema.keys():  # noqa: SIM118  (`in` denies keys without a value)
             known = [str(k) for k in schema]
-            close = difflib.get_close_matches(key, known, n=3) or known
-            raise ConfigError(path, f"no such key (in {name}); did you mean {prefix}{f', {prefix}'.join(close)}?")
+            deeper = [p for p in _paths(RunConfig) if p.startswith(prefix) and p.rpartition(".")[2] == key]
+            meant = deeper or [f"{prefix}{k}" for k in difflib.get_close_matches(key, known, n=3) or known]
+            raise ConfigError(path, f"no such key (in {name}); did you mean {', '.join(meant)}?")
         if not OmegaConf.is_missing(source, key) and not OmegaConf.is_interpolation(source, key):
             _refuse_unknown_keys(source[key], schema._get_node(key), name, f"{path}.")
+
+
+def _paths(section: Any, prefix: str = "") -> Iterator[str]:
+    """Every key of a section and of those in it, mappings by name left out."""
+    for field, kind in get_type_hints(section).items():
+        if not field.startswith("_"):
+            yield f"{prefix}{field}"
+            if is_dataclass(kind):
+                yield from _paths(kind, f"{prefix}{field}.")
 
 
 def _finish(merged: Any) -> RunConfig:

@@ -3,7 +3,7 @@
     driver ──► forkserver (distributed imported; SIGINT blocked) ──fork──► worker processes
       └ threads: scheduler, nannies
 
-May import dask and distributed.
+May import dask and distributed, pipeline.config, pipeline.graph and pipeline.workers.messages.
 """
 
 from __future__ import annotations

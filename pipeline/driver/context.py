@@ -1,6 +1,6 @@
 """What the executor and its parts share: settings, what they all act on, and the error that ends a run.
 
-May import distributed and the pipeline's plain modules.
+May import distributed, pipeline.graph, pipeline.observe and pipeline.workers.
 """
 
 from __future__ import annotations

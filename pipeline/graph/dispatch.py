@@ -13,7 +13,7 @@ Three ways for a node to get a worker:
 Losing a worker resets its unfinished nodes, and whatever was already submitted on top of them, to waiting; finished
 nodes stay finished, since their output is in the store.
 
-May import pipeline.graph.graph and the standard library.
+May import pipeline.graph.graph, stages.models.protocol.Role, storage.address and the standard library.
 """
 
 from __future__ import annotations

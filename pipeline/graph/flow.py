@@ -1,6 +1,6 @@
 """Moves the rolling window along the run: which steps are open, when one is over, which weights nobody needs any more.
 
-May import the pipeline's own plain modules.
+May import this folder and storage.address.
 """
 
 from __future__ import annotations

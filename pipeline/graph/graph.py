@@ -15,7 +15,7 @@ Edges that are not data: `update_policy[i] <- publish[i]` (the trainer must have
 it into i + 1), `advantage[i] <- advantage[i-1]` (the KL controller's state), `evaluate` nodes beside the generation
 that uses the same version.
 
-May import the standard library and `stages.models.protocol.Role`.
+May import the standard library, `stages.models.protocol.Role` and `storage.address`.
 """
 
 from __future__ import annotations

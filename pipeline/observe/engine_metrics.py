@@ -4,7 +4,7 @@ Shards share engines, and an engine counts for whoever runs in it: what it count
 shard that asks. So a single shard's numbers mean little, and only counts are committed; ratios are made of their sums.
 An evaluation that runs beside a step takes its share of the counts with it.
 
-May import the standard library only.
+May import the standard library, and for types stages.engines.protocol.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What a run has to say for itself, read from its ledger and store: metrics of a step, scores of an evaluation.
 
 The live run, `resume`, `inspect` and the report all read here, so that they cannot disagree.
-May import numpy, storage and the pipeline's plain modules.
+May import numpy, storage, pipeline.graph and this folder.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """What the policy answers to the held-out prompts, before and after training: the part of a run that is read as text.
 
-May import storage and the pipeline's plain modules.
+May import storage and this folder.
 """
 
 from __future__ import annotations

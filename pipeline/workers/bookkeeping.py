@@ -1,4 +1,4 @@
-"""What a stage spends on the store and the ledger, and on new weights: measured apart from its own work.
+"""What a stage spends on the store and the ledger, and on new weights: measured separately from its own work.
 
 Standard library only.
 """

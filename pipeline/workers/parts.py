@@ -1,7 +1,8 @@
 """What a worker process holds: an engine for `generate`, a reward and a tokenizer for `score`, a model host for
 `policy`, `critic` and `reference`; and what every stage needs beside them. It builds what its gang's roles need.
 
-May import storage and stages; engines, models and rewards are imported when a role needs them: each costs seconds.
+May import pipeline.config, pipeline.graph, this folder, storage and stages; engines, models and rewards are imported
+when a role needs them: each costs seconds.
 """
 
 from __future__ import annotations

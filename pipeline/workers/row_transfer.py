@@ -14,7 +14,8 @@ So a row is always in the hands of the process that commits its shard, which kee
 The connection is the lease: when it ends, for whatever reason, both sides act alone, and whatever the target still
 computes goes nowhere. Arrays travel as frames, without a copy in between.
 
-May import distributed, and pipeline.workers.messages; the rows themselves are handed through unseen.
+May import distributed, pipeline.workers.messages and migration's load records; rows themselves are handed through
+unseen.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@
 Which function runs a stage is said in `bindings/registry.py`, and what it needs is built in `parts.py`. Stages that
 change or give away weights look for their commit, and write it, themselves.
 
-May import this folder, stages and storage.
+May import pipeline.graph, this folder, stages and storage.
 """
 
 from __future__ import annotations

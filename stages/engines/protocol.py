@@ -10,7 +10,7 @@ accepted go on under the new weights, and accepts rows that ask for an older ver
 Law 4: the token at a position is argmax(log p + Gumbel noise keyed by (seed, step, row, position)), so a row's tokens
 do not depend on the batch it ran in or on the engine that ran it.
 
-May import numpy, torch and the standard library.
+May import numpy, torch, stages.models.sampling and storage.records.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """The models of one rank of a gang behind the `ModelHost` protocol.
 
-May import numpy, torch, megatron.core, storage, stages.ppo, stages.engines.config (for the sampler's distribution) and
-this folder.
+May import numpy, torch, megatron.core, storage, stages.ppo and this folder.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """What a model of the run says of a shard's rows, without being changed. Every rank of the gang takes part.
 
-May import stages and storage.
+May import pipeline.workers, stages and storage.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Sampling: responses to a shard of training prompts, and to a shard of those that are held out.
 
-May import stages, storage, and what a worker's engine consists of.
+May import pipeline.workers, pipeline.observe.engine_metrics, stages and storage.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """What needs no model of the run: scores of a shard's responses, and the advantages of a step.
 
-May import stages and storage.
+May import pipeline.workers, stages and storage.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """What changes the run's weights or gives them away: updates, exactly once; and publications, again where need be.
 
-May import stages and storage.
+May import pipeline.workers, stages and storage.
 """
 
 from __future__ import annotations

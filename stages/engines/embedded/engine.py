@@ -3,7 +3,7 @@
     admit    rows that came in join the queue; those that nobody waits for leave          `admission`
     plan     which rows are fed, with how many tokens, in which blocks of the cache       `scheduler`, `cache`
     run      the batch as numbers, through the model                                      `batch`, `runner`, `model`
-    sample   each draw with the noise of its own row and position; rows get their tokens  `sampling`, `batch`
+    sample   what the runner drew, with the noise of each row and position, is its rows'  `sampling`, `batch`
     finish   complete rows go to their callers
 
 The loop runs in the engine's own thread, the only one that touches rows, cache and model; callers' threads queue rows,

@@ -114,8 +114,16 @@ def test_a_run_may_be_prolonged_only_where_no_learning_rate_depends_on_its_end(b
 REFUSED = {
     # unknown keys, with the whole path and what is spelt alike
     "stalenes=1": ("stalenes", "no such key", "did you mean", "staleness"),
+    "engine.speculation.drafter=ngram": ("engine.speculation", "did you mean engine.embedded.speculation?"),
+    "engine.kernels=torch": ("engine.kernels", "did you mean engine.embedded.kernels?"),
+    "engine.pipeline_groups=2": ("engine.pipeline_groups", "did you mean engine.embedded.pipeline_groups?"),
+    "placement.gangs.train.roles=x": ("placement.gangs.train.roles", "no such key", "placement.gangs.train.workers"),
     "ppo.kl.coeff=1": ("ppo.kl.coeff", "no such key", "ppo.kl.coef"),
-    "placement.gangs.train.worker=2": ("placement.gangs.train.worker", "not in", "Did you mean: 'workers'"),
+    "placement.gangs.train.worker=2": (
+        "placement.gangs.train.worker",
+        "did you mean placement.gangs.train.workers?",
+        "Did you mean: 'workers'",
+    ),
     # wrong types
     "steps=many": ("steps", "many", "Integer"),
     "ppo.clip=[1]": ("ppo.clip",),

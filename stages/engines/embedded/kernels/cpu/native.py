@@ -113,7 +113,7 @@ class NativeKernels:
 
     def use_matrix_registers(self, wanted: bool) -> bool:
         """Whether bfloat16 products go through the CPU's matrix registers (Intel's AMX) from now on, in the whole
-        process: if `wanted` and there are any. They do unless told otherwise."""
+        process: if `wanted` and there are any. They do by default."""
         return bool(self.library.use_matrix_registers(wanted))
 
     def pack(

@@ -119,11 +119,7 @@ REFUSED = {
     "engine.pipeline_groups=2": ("engine.pipeline_groups", "did you mean engine.embedded.pipeline_groups?"),
     "placement.gangs.train.roles=x": ("placement.gangs.train.roles", "no such key", "placement.gangs.train.workers"),
     "ppo.kl.coeff=1": ("ppo.kl.coeff", "no such key", "ppo.kl.coef"),
-    "placement.gangs.train.worker=2": (
-        "placement.gangs.train.worker",
-        "did you mean placement.gangs.train.workers?",
-        "Did you mean: 'workers'",
-    ),
+    "placement.gangs.train.worker=2": ("placement.gangs.train.worker", "did you mean placement.gangs.train.workers?"),
     # wrong types
     "steps=many": ("steps", "many", "Integer"),
     "ppo.clip=[1]": ("ppo.clip",),

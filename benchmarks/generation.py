@@ -32,12 +32,12 @@ from benchmarks.harness import arguments, gemm_gflops, measured_load, report, wr
 from stages.engines.config import EngineConfig
 from stages.engines.embedded.build import build_embedded
 from stages.engines.embedded.engine import EmbeddedEngine
-from stages.engines.embedded.kernels.cpu.compile import NoNativeKernelsError
 from stages.engines.embedded.kernels.cpu.native import load_native_kernels
 from stages.engines.embedded.runner import choose_kernels
 from stages.engines.protocol import EngineStats, Request
 from stages.models.hf_config import read_eos_ids
 from stages.models.sampling import SamplingConfig
+from stages.native.compile import NoNativeKernelsError
 
 CORES = os.cpu_count() or 1
 SLOTS = 16

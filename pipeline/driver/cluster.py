@@ -68,6 +68,9 @@ def _malloc_threshold() -> int:
 
 
 _FORKSERVER_ENVIRONMENT = {
+    # Dask runs tasks in threads of their own, whose heaps glibc limits to 64 MiB each: what is larger, or does not fit,
+    # would be mapped and unmapped every time
+    "MALLOC_ARENA_MAX": "1",
     "MALLOC_MMAP_THRESHOLD_": str(_malloc_threshold()),
     "MALLOC_TRIM_THRESHOLD_": str(_malloc_threshold()),
     "OPENBLAS_NUM_THREADS": "1",  # numpy's, which is loaded before the fork; torch has `placement.gangs.*.threads`

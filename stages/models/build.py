@@ -30,7 +30,9 @@ from torch.nn import Parameter
 
 from stages.models import hf_conversion
 from stages.models.config import LayoutConfig, ModelConfig
+from stages.models.kernels.protocol import BlockKernels
 from stages.models.layers import HiddenOutput, block_spec
+from stages.models.linears import CpuEmbedding
 from stages.models.parallel import ParallelRank
 from stages.models.products import Products
 from stages.models.protocol import Role
@@ -48,6 +50,7 @@ class Blueprint:
     spec: ModelSpec
     layout: LayoutConfig
     parallel_rank: ParallelRank
+    kernels: BlockKernels
     products: Products = Products.TORCH
 
     @property
@@ -144,7 +147,7 @@ def _stage(blueprint: Blueprint, num_blocks: int, *, embedding: bool, output: bo
     )
     stage = GPTModel(
         config=config,
-        transformer_layer_spec=block_spec(num_blocks // layout.pipeline, blueprint.products),
+        transformer_layer_spec=block_spec(num_blocks // layout.pipeline, blueprint.products, blueprint.kernels, device),
         vocab_size=spec.vocab_size,
         max_sequence_length=spec.max_positions,
         pre_process=embedding,
@@ -154,6 +157,9 @@ def _stage(blueprint: Blueprint, num_blocks: int, *, embedding: bool, output: bo
         position_embedding_type="rope",
         rotary_base=spec.rope_theta,
     )
+    if embedding and device.type == "cpu":
+        # Megatron names the class itself; ours differs in its forward alone
+        stage.embedding.word_embeddings.__class__ = CpuEmbedding
     for name, _, parameter in hf_conversion.named_by_block(stage, 0):
         # Megatron marks split parameters while it initialises them; the gradient norm counts unmarked ones on one rank
         if name in hf_conversion.SPLIT_AXES:

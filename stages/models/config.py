@@ -39,8 +39,10 @@ class OptimizerConfig:
     eps: float = 1e-5
     weight_decay: float = 0.0
     max_grad_norm: float = 1.0
-    micro_batch_rows: int = 8
-    """Rows per forward and backward; gradients do not depend on it."""
+    micro_batch_tokens: int = 4096
+    """Tokens per forward and backward, at most (but for a longer row); gradients do not depend on it."""
+    micro_batch_rows: int | None = None
+    """Rows per forward and backward, at most; null: as many as the tokens allow."""
 
 
 @dataclass
@@ -54,6 +56,9 @@ class ModelConfig:
     products: Literal["auto", "torch", "onednn"] = "auto"
     """What multiplies float32 matrices on a CPU; auto: oneDNN on AMD processors, torch's BLAS on others. The last bits
     of a run depend on it."""
+    kernels: Literal["auto", "native", "torch"] = "auto"
+    """What computes the trained models' blocks between their products; auto: C on a CPU, compiled at the first start,
+    plain torch elsewhere or where there is no C compiler. The last bits of a run depend on it."""
     frozen_blocks: int = 0
     """Lowest transformer blocks (and the embeddings, and the output layer tied to them) that are not trained. Policy,
     critic and reference share them: they are computed once per row and kept."""
@@ -75,7 +80,9 @@ def model_problems(config: ModelConfig) -> Iterator[Problem]:
 
 
 def _optimizer_problems(key: str, config: OptimizerConfig) -> Iterator[Problem]:
-    yield from at_least(1, {f"{key}.micro_batch_rows": config.micro_batch_rows})
+    yield from at_least(1, {f"{key}.micro_batch_tokens": config.micro_batch_tokens})
+    if config.micro_batch_rows is not None:
+        yield from at_least(1, {f"{key}.micro_batch_rows": config.micro_batch_rows})
     yield from at_least(0, {f"{key}.lr": config.lr})
     if not config.min_lr >= 0 or config.min_lr > config.lr:
         yield Problem(f"{key}.min_lr", config.min_lr, f"must be from 0 to {key}.lr = {config.lr}: it is a rate itself")

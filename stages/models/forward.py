@@ -1,8 +1,9 @@
 """From rows of tokens to log-probs, entropies and values: micro-batches, Megatron's schedule, and what is read off the
 hidden states.
 
-Logits are made only for the positions that predict a sampled token. Suffixes: B rows, T tokens of the longest row,
-H hidden, V this tensor-parallel rank's part of the vocabulary, N sampled tokens of the micro-batch.
+Rows are packed: no padding goes through a model, and logits are made only for the positions that predict a sampled
+token. Suffixes: B rows, T tokens of the longest, N tokens of all of them, S of those sampled, H hidden, V this
+tensor-parallel rank's part of the vocabulary.
 
 May import numpy, torch, megatron.core, stages.ppo and this folder.
 """
@@ -20,11 +21,12 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
+from stages.models.kernels.protocol import BlockKernels
 from stages.models.layers import HiddenOutput
+from stages.models.packing import Packing, pack
 from stages.models.products import Products
 from stages.models.token_logprobs import Distribution, Entropy, token_logprobs
 from stages.models.trunk import Trunk
-from stages.ppo.masks import predictions_of_tokens
 from stages.ppo.micro_batches import micro_batches
 
 Read = TypeVar("Read")
@@ -32,35 +34,71 @@ Read = TypeVar("Read")
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Rows that go through a model together."""
+    """Rows that go through a model together, packed one after another, the longest first."""
 
     rows: np.ndarray
     """Their indices in the caller's arrays."""
     lengths: np.ndarray
     tokens: Tensor
-    """int64 [B, T], on the device; T is the longest row, rounded up to a multiple of TP under sequence parallelism."""
+    """int64 [N], on the device; under sequence parallelism N is rounded up to a multiple of TP by zeros at the end."""
+    packing: Packing
     mask: Tensor
-    """bool [B, T]: response_mask."""
+    """bool [B, T]: response_mask; T is the longest row."""
+    targets: Tensor
+    """int64 [S]: the sampled tokens, row by row."""
+    predictors: Tensor
+    """int64 [S]: the packed index of the token before each of them, whose hidden state predicts it."""
+    places: Tensor
+    """int64 [tokens of the rows]: where each packed token lies in a flattened [B, T]."""
+
+    def padded(self, per_token_N: Tensor) -> Tensor:
+        """Numbers of the packed tokens as [B, T], 0 at padding. Differentiable."""
+        flat = per_token_N.new_zeros(self.mask.numel())
+        return flat.index_put((self.places,), per_token_N[: len(self.places)]).view(self.mask.shape)
 
 
 def cut_micro_batches(
-    tokens: np.ndarray, mask: np.ndarray, rows: np.ndarray, size: int, device: torch.device, multiple: int = 1
+    tokens: np.ndarray,
+    mask: np.ndarray,
+    rows: np.ndarray,
+    device: torch.device,
+    *,
+    max_tokens: int,
+    max_rows: int | None = None,
+    multiple: int = 1,
 ) -> list[MicroBatch]:
-    """`rows` of tokens and response_mask [all rows, seq] in micro-batches of at most `size` rows of like length."""
+    """`rows` of tokens and response_mask [all rows, seq] in micro-batches of like numbers of tokens, each of at most
+    `max_tokens` (but for a row that is longer) and `max_rows`. Raises ValueError for a row whose first token was
+    sampled: nothing predicts it."""
+    if mask[rows, 0].any():
+        raise ValueError(f"row {rows[mask[rows, 0]][0]} has no prompt: nothing predicts its first token")
     lengths = row_lengths(mask)
-    made = []
-    for part in micro_batches(rows, size, lengths[rows]):
-        width = -(-int(lengths[part].max()) // multiple) * multiple
-        pad = max(0, width - tokens.shape[1])
-        made.append(
-            MicroBatch(
-                part,
-                lengths[part],
-                torch.from_numpy(np.pad(tokens[part, :width], ((0, 0), (0, pad)))).to(device, torch.int64),
-                torch.from_numpy(np.pad(mask[part, :width], ((0, 0), (0, pad)))).to(device),
-            )
-        )
-    return made
+    cut = micro_batches(rows, lengths[rows], max_tokens=max_tokens, max_rows=max_rows)
+    return [_micro_batch(tokens, mask, part, lengths[part], device, multiple) for part in cut]
+
+
+def _micro_batch(
+    tokens: np.ndarray, mask: np.ndarray, rows: np.ndarray, lengths: np.ndarray, device: torch.device, multiple: int
+) -> MicroBatch:
+    width, total = int(lengths.max()), int(lengths.sum())
+    own_mask, inside = mask[rows, :width], np.arange(width) < lengths[:, None]
+    filling = -total % multiple
+    starts = np.cumsum(lengths) - lengths
+    row_of, position = np.nonzero(own_mask)
+
+    def on_device(array: np.ndarray, dtype: torch.dtype = torch.int64) -> Tensor:
+        return torch.from_numpy(array).to(device, dtype)
+
+    return MicroBatch(
+        rows,
+        lengths,
+        on_device(np.pad(tokens[rows, :width][inside], (0, filling))),
+        pack([*map(int, lengths), *([filling] if filling else [])], device),
+        on_device(own_mask, torch.bool),
+        on_device(tokens[rows, :width][own_mask]),
+        on_device(starts[row_of] + position - 1),
+        on_device(np.flatnonzero(inside)),
+    )
 
 
 def row_lengths(mask: np.ndarray) -> np.ndarray:
@@ -72,14 +110,14 @@ def row_lengths(mask: np.ndarray) -> np.ndarray:
 def run_forward(
     model: GPTModel, trunk: Trunk | None, batches: Sequence[MicroBatch], read: Callable[[MicroBatch, Tensor], Read]
 ) -> list[Read]:
-    """What `read` makes of each micro-batch's hidden states [B, T, H], without gradients; empty but on the last
+    """What `read` makes of each micro-batch's hidden states [N, H], without gradients; empty but on the last
     pipeline stage."""
     if not batches:
         return []
 
     def step(iterator: Iterator[MicroBatch], stage: GPTModel) -> tuple[Tensor, Callable[..., Read]]:
         batch = next(iterator)
-        return hidden_states(stage, trunk, batch), lambda hidden, non_loss_data: read(batch, hidden)
+        return hidden_states(stage, trunk, batch), lambda hidden, non_loss_data: read(batch, hidden[0])
 
     with torch.no_grad():
         return _schedule(model, batches, step, forward_only=True, collect_non_loss_data=True)
@@ -102,7 +140,7 @@ def run_backward(
         batch = next(iterator)
 
         def loss_of(hidden: Tensor) -> tuple[Tensor, Tensor, Read]:
-            value, read = loss(batch, hidden)
+            value, read = loss(batch, hidden[0])
             return value, none, read
 
         return hidden_states(stage, trunk, batch), loss_of
@@ -111,46 +149,47 @@ def run_backward(
 
 
 def hidden_states(model: GPTModel, trunk: Trunk | None, batch: MicroBatch) -> Tensor:
-    """One micro-batch through this rank's stage: [B, T, H] after the final norm on the last pipeline stage, what the
-    next stage reads on the others."""
+    """One micro-batch through this rank's stage: [1, N, H] after the final norm on the last pipeline stage, what the
+    next stage reads, [N, 1, H], on the others."""
     if trunk is not None:
         stage = model if isinstance(model, GPTModel) else model.module
         hidden = trunk.hidden(batch.tokens, batch.lengths)
         if torch.is_grad_enabled() and stage.config.recompute_granularity == "full":
             hidden.requires_grad_()  # or the recomputed blocks, seeing no input with a gradient, get none either
         stage.set_input_tensor(hidden)
-    # positions count from 0 inside Megatron's rotary embedding, and rows are padded on the right: no ids, no mask
-    return model(batch.tokens, None, None)
+    return model(batch.tokens[None], None, None, packed_seq_params=batch.packing)
 
 
 def response_logprobs(
-    hidden_BTH: Tensor,
+    hidden_NH: Tensor,
     batch: MicroBatch,
     weight_VH: Tensor,
     distribution: Distribution,
     products: Products,
+    kernels: BlockKernels,
     *,
     entropy: Entropy,
 ) -> tuple[Tensor, Tensor]:
     """(log-prob of every sampled token, entropy in nats of its distribution), float32 [B, T] each, 0 where nothing was
     sampled. No other position goes through the output layer."""
-    logprobs_N, entropy_N = token_logprobs(
-        predictions_of_tokens(hidden_BTH)[batch.mask],
+    logprobs_S, entropy_S = token_logprobs(
+        hidden_NH[batch.predictors],
         weight_VH,
-        batch.tokens[batch.mask],
+        batch.targets,
         (batch.mask.cumsum(1) - 1)[batch.mask],
         distribution,
         products,
+        kernels,
         entropy=entropy,
     )
-    empty = torch.zeros(batch.mask.shape, device=hidden_BTH.device)
-    return empty.masked_scatter(batch.mask, logprobs_N), empty.masked_scatter(batch.mask, entropy_N)
+    empty = torch.zeros(batch.mask.shape, device=hidden_NH.device)
+    return empty.masked_scatter(batch.mask, logprobs_S), empty.masked_scatter(batch.mask, entropy_S)
 
 
-def head_values(hidden_BTH: Tensor, head: HiddenOutput) -> Tensor:
-    """The critic's output at every position, float32 [B, T]."""
+def head_values(hidden_NH: Tensor, batch: MicroBatch, head: HiddenOutput) -> Tensor:
+    """The critic's output at every position, float32 [B, T]; 0 at padding."""
     assert head.weight is not None  # a critic's stand-in always has one
-    return F.linear(hidden_BTH.float(), head.weight, head.bias)[..., 0]
+    return batch.padded(F.linear(hidden_NH.float(), head.weight, head.bias)[:, 0])
 
 
 def _schedule(model: Any, batches: Sequence[MicroBatch], step: Callable[..., Any], **options: Any) -> list[Any]:
@@ -160,7 +199,7 @@ def _schedule(model: Any, batches: Sequence[MicroBatch], step: Callable[..., Any
         model=[model],
         num_microbatches=len(batches),
         # read only where pipeline stages agree on one shape beforehand; ours tell each other (variable_seq_lengths)
-        seq_length=batches[0].tokens.shape[1],
-        micro_batch_size=batches[0].tokens.shape[0],
+        seq_length=len(batches[0].tokens),
+        micro_batch_size=1,
         **options,
     )

@@ -55,6 +55,7 @@ def transformer_kwargs(spec: ModelSpec) -> dict[str, Any]:
         "layernorm_epsilon": spec.norm_eps,
         "activation_func": F.silu,
         "gated_linear_unit": True,
+        "use_te_activation_func": True,  # not Transformer Engine's: what layers.block_spec puts there
         "add_bias_linear": False,
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,

@@ -27,6 +27,7 @@ from stages.models.forward import (
 )
 from stages.models.hf_config import read_eos_ids
 from stages.models.hf_files import read_weights, write_model
+from stages.models.kernels.choice import choose_kernels
 from stages.models.minibatch_losses import MinibatchLoss
 from stages.models.products import choose_products
 from stages.models.protocol import CriticBatch, PolicyBatch, Rank, Role
@@ -37,7 +38,7 @@ from stages.models.trainer import Minibatch, Trainer, UpdateLimits, learning_rat
 from stages.models.trunk import Trunk
 from stages.ppo.config import PPOConfig
 from stages.ppo.masks import state_values
-from stages.ppo.micro_batches import minibatches
+from stages.ppo.micro_batches import balanced, minibatches
 from storage.records import PolicyLogprobs, ReferenceLogprobs, Rollout, Values
 
 
@@ -75,7 +76,10 @@ class MegatronHost:
         self._parallel_rank = parallel.join(rank, layout, seed)
         self.product_choice = choose_products(model.products, DTYPES[model.dtype], self._parallel_rank.device)
         """What the gang multiplies with; the last bits of a run depend on it."""
-        self._blueprint = Blueprint(model, spec, layout, self._parallel_rank, self.product_choice.products)
+        self._kernels = choose_kernels(model.kernels, DTYPES[model.dtype], self._parallel_rank.device)
+        self._blueprint = Blueprint(
+            model, spec, layout, self._parallel_rank, self._kernels, self.product_choice.products
+        )
         weights = read_weights(model.path)
         self._trunk = Trunk(build_trunk(self._blueprint, weights)) if model.frozen_blocks else None
         self._reference = build_role(self._blueprint, Role.REFERENCE, weights) if Role.REFERENCE in roles else None
@@ -87,22 +91,22 @@ class MegatronHost:
 
     def policy_logprobs(self, rollout: Rollout) -> PolicyLogprobs | None:
         trainer = self._clean(Role.POLICY)
-        found = self._logprobs(trainer.model, rollout, trainer.config.micro_batch_rows, "value")
+        found = self._logprobs(trainer.model, rollout, trainer.config, "value")
         return None if found is None else PolicyLogprobs(*found)
 
     def ref_logprobs(self, rollout: Rollout) -> ReferenceLogprobs | None:
         if self._reference is None:
             raise StateError("the reference is not placed on this gang")
-        found = self._logprobs(self._reference, rollout, self._blueprint.model.policy.micro_batch_rows, "none")
+        found = self._logprobs(self._reference, rollout, self._blueprint.model.policy, "none")
         return None if found is None else ReferenceLogprobs(found[0])
 
     def values(self, rollout: Rollout) -> Values | None:
         trainer = self._clean(Role.CRITIC)
 
         def read(batch: MicroBatch, hidden: Tensor) -> tuple[Tensor, Tensor]:
-            return state_values(head_values(hidden, trainer.model.output_layer), batch.mask)
+            return state_values(head_values(hidden, batch, trainer.model.output_layer), batch.mask)
 
-        batches = self._micro_batches(rollout, np.arange(rollout.num_rows), trainer.config.micro_batch_rows)
+        batches = self._micro_batches(rollout, np.arange(rollout.num_rows), trainer.config)
         outputs = run_forward(trainer.model, self._trunk, batches, read)
         values, bootstrap = np.zeros(rollout.tokens.shape, np.float32), np.zeros(rollout.num_rows, np.float32)
         for batch, (of_tokens, of_end) in zip(batches if outputs else [], outputs, strict=True):
@@ -124,6 +128,7 @@ class MegatronHost:
                 output_weight(model, self._trunk),
                 self._distribution,
                 self.product_choice.products,
+                self._kernels,
                 entropy="gradient" if self._ppo.entropy_coef != 0 else "value",
             ),
         )
@@ -135,7 +140,7 @@ class MegatronHost:
             batch,
             self._ppo,
             device=self._parallel_rank.device,
-            head=lambda hidden: head_values(hidden, model.output_layer),
+            head=lambda rows, hidden: head_values(hidden, rows, model.output_layer),
         )
         return self._update(Role.CRITIC, step, batch, loss)
 
@@ -190,17 +195,17 @@ class MegatronHost:
         return trainer
 
     def _logprobs(
-        self, model: GPTModel, rollout: Rollout, size: int, entropy: Entropy
+        self, model: GPTModel, rollout: Rollout, config: OptimizerConfig, entropy: Entropy
     ) -> tuple[np.ndarray, ...] | None:
         """(log-probs, entropies) [rows, seq] on rank 0."""
 
         def read(batch: MicroBatch, hidden: Tensor) -> tuple[Tensor, Tensor]:
             weight = output_weight(model, self._trunk)
             return response_logprobs(
-                hidden, batch, weight, self._distribution, self.product_choice.products, entropy=entropy
+                hidden, batch, weight, self._distribution, self.product_choice.products, self._kernels, entropy=entropy
             )
 
-        batches = self._micro_batches(rollout, np.arange(rollout.num_rows), size)
+        batches = self._micro_batches(rollout, np.arange(rollout.num_rows), config)
         outputs = run_forward(model, self._trunk, batches, read)
         logprobs, entropies = np.zeros((2, *rollout.tokens.shape), np.float32)
         for batch, (of_tokens, of_distributions) in zip(batches if outputs else [], outputs, strict=True):
@@ -230,28 +235,35 @@ class MegatronHost:
         return Minibatch(
             rows,
             rollout.row,
-            [] if empty else self._micro_batches(rollout, rows, config.micro_batch_rows, never_empty=True),
+            [] if empty else self._micro_batches(rollout, rows, config, never_empty=True),
             partial(loss, rows),
             empty,
         )
 
     def _micro_batches(
-        self, rollout: Rollout, rows: np.ndarray, size: int, *, never_empty: bool = False
+        self, rollout: Rollout, rows: np.ndarray, config: OptimizerConfig, *, never_empty: bool = False
     ) -> list[MicroBatch]:
         """This rank's share of some rows. With a trunk a row always goes to the same rank, which keeps its hidden
-        states; without, rows of like length are dealt out in turn. With `never_empty` a rank without a row gets one
-        that nothing of the loss depends on, since every rank takes part in the reduction of gradients."""
-        rank = self._parallel_rank
+        states; without, every data-parallel rank gets nearly as many tokens. With `never_empty` a rank without a row
+        gets one that nothing of the loss depends on, since every rank takes part in the reduction of gradients."""
+        rank, mask = self._parallel_rank, rollout.response_mask
         if self._trunk is not None:
             share = rows[rollout.row[rows] % rank.data_size == rank.data_rank]
         else:
-            by_length = rows[np.argsort(-row_lengths(rollout.response_mask[rows]), kind="stable")]
-            share = by_length[rank.data_rank :: rank.data_size]
-        mask = rollout.response_mask
+            share = rows[balanced(row_lengths(mask[rows]), rank.data_size)[rank.data_rank]]
         if never_empty and not len(share):
             share, mask = rows[:1], np.zeros_like(mask)
-        multiple = rank.tensor_size if self._blueprint.layout.sequence_parallel else 1
-        return cut_micro_batches(rollout.tokens, mask, share, size, rank.device, multiple) if len(share) else []
+        if not len(share):
+            return []
+        return cut_micro_batches(
+            rollout.tokens,
+            mask,
+            share,
+            rank.device,
+            max_tokens=config.micro_batch_tokens,
+            max_rows=config.micro_batch_rows,
+            multiple=rank.tensor_size if self._blueprint.layout.sequence_parallel else 1,
+        )
 
 
 def _named(role: Role, metrics: Mapping[str, float]) -> dict[str, float]:

@@ -89,9 +89,9 @@ def policy_loss_of(
 
 
 def value_loss_of(
-    batch: CriticBatch, config: PPOConfig, *, device: torch.device, head: Callable[[Tensor], Tensor]
+    batch: CriticBatch, config: PPOConfig, *, device: torch.device, head: Callable[[MicroBatch, Tensor], Tensor]
 ) -> MinibatchLoss:
-    """`head` gives the critic's output at every position [B, T] from the hidden states."""
+    """`head` gives the critic's output at every position [B, T] of a micro-batch from its hidden states."""
     loss_mask = batch.advantages.loss_mask
     arrays = {"mask": loss_mask, "old_values": batch.values.values, "returns": batch.advantages.returns}
 
@@ -99,7 +99,7 @@ def value_loss_of(
         weights = _weights(loss_mask, rows, config)
 
         def loss(micro: MicroBatch, hidden: Tensor) -> tuple[Tensor, LossStats]:
-            new_values, _ = state_values(head(hidden), micro.mask)
+            new_values, _ = state_values(head(micro, hidden), micro.mask)
             inputs = {name: _cut(array, micro, device) for name, array in arrays.items()}
             inputs["mask"] &= micro.mask
             return value_loss(
@@ -119,7 +119,5 @@ def _weights(loss_mask: np.ndarray, rows: np.ndarray, config: PPOConfig) -> np.n
 
 
 def _cut(array: np.ndarray, micro: MicroBatch, device: torch.device) -> Tensor:
-    """The micro-batch's part [B, T] of an array [all rows, seq], padded where sequence parallelism rounds T up."""
-    width = micro.tokens.shape[1]
-    part = array[micro.rows, :width]
-    return torch.from_numpy(np.pad(part, ((0, 0), (0, width - part.shape[1])))).to(device)
+    """The micro-batch's part [B, T] of an array [all rows, seq]."""
+    return torch.from_numpy(array[micro.rows, : micro.mask.shape[1]]).to(device)

@@ -26,7 +26,9 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor
 
-from stages.models.products import Products, input_gradient, multiply, weight_gradient
+from stages.models.kernels.protocol import BlockKernels
+from stages.models.linears import add_weight_gradient
+from stages.models.products import Products, input_gradient, multiply, multiply_bfloat16
 
 EXCLUDED = -1e30
 """Logit of a token that cannot be sampled: its probability is exactly 0, and 0 times this is 0 (times -inf: NaN)."""
@@ -62,6 +64,7 @@ def token_logprobs(
     index_N: Tensor,
     distribution: Distribution,
     products: Products,
+    kernels: BlockKernels,
     *,
     entropy: Entropy,
 ) -> tuple[Tensor, Tensor]:
@@ -76,6 +79,7 @@ def token_logprobs(
         index_N < distribution.min_new_tokens,
         _shifted(distribution, first_token),
         products,
+        kernels,
         entropy,
     )
     return logprobs_N, entropy_N
@@ -97,6 +101,7 @@ class _TokenLogprobs(torch.autograd.Function):
         early_N: Tensor,
         distribution: Distribution,
         products: Products,
+        kernels: BlockKernels,
         entropy: Entropy,
     ) -> tuple[Tensor, Tensor]:
         """`target_N` and the distribution's tokens count from this rank's first token (a target of another rank lies
@@ -137,7 +142,8 @@ class _TokenLogprobs(torch.autograd.Function):
         if entropy != "gradient":
             ctx.mark_non_differentiable(entropy_N)
         ctx.save_for_backward(hidden_NH, weight_VH, target_N, early_N, largest_N + log_total_N, entropy_N)
-        ctx.distribution, ctx.products, ctx.kept = distribution, products, kept
+        ctx.distribution, ctx.products, ctx.kernels, ctx.kept = distribution, products, kernels, kept
+        ctx.main_grad = getattr(weight_VH, "main_grad", None)
         ctx.entropy_gradient = entropy == "gradient"
         return (target_logit_N - largest_N) - log_total_N, entropy_N
 
@@ -149,7 +155,8 @@ class _TokenLogprobs(torch.autograd.Function):
         factor_NH = hidden_NH.to(weight_VH.dtype)
         needs_hidden, needs_weight = ctx.needs_input_grad[:2]
         grad_hidden_NH = torch.zeros_like(hidden_NH, dtype=torch.float32) if needs_hidden else None
-        grad_weight_VH = torch.empty_like(weight_VH) if needs_weight else None
+        # where Megatron collects the gradient, or one to return
+        total_VH = ctx.main_grad if ctx.main_grad is not None else torch.zeros_like(weight_VH, dtype=torch.float32)
         by_logprob_N, by_entropy_N = (g / ctx.distribution.temperature for g in (grad_logprob_N, grad_entropy_N))
         for k, block in enumerate(_blocks(len(target_N), weight_VH.shape[0], hidden_NH.device)):
             if k < len(kept):
@@ -170,14 +177,12 @@ class _TokenLogprobs(torch.autograd.Function):
             grad_NW = grad_NW.to(weight_VH.dtype)
             if grad_hidden_NH is not None:
                 _add_product(grad_hidden_NH, grad_NW, weight_VH[block], ctx.products)
-            if grad_weight_VH is not None:
-                if ctx.products is Products.TORCH:
-                    torch.mm(grad_NW.T, factor_NH, out=grad_weight_VH[block])
-                else:
-                    grad_weight_VH[block] = weight_gradient(grad_NW, factor_NH, ctx.products)
+            if needs_weight:
+                add_weight_gradient(total_VH[block], grad_NW, factor_NH, ctx.products, ctx.kernels)
         if grad_hidden_NH is not None:
             grad_hidden_NH = _over_ranks(grad_hidden_NH, dist.ReduceOp.SUM).to(hidden_NH.dtype)
-        return grad_hidden_NH, grad_weight_VH, None, None, None, None, None
+        grad_weight_VH = total_VH.to(weight_VH.dtype) if needs_weight and ctx.main_grad is None else None
+        return grad_hidden_NH, grad_weight_VH, None, None, None, None, None, None
 
 
 def _blocks(num_tokens: int, width: int, device: torch.device) -> list[slice]:
@@ -197,8 +202,9 @@ def _logits(
 ) -> Tensor:
     """float32 logits [N, W] of one block, of the distribution that tokens are sampled from (its tokens counted from the
     block's first)."""
-    if operand_NH.dtype == torch.float32:
-        # also under bfloat16 on a CPU, where torch has no product of bfloat16 numbers that is not rounded to bfloat16
+    if weight_WH.dtype == torch.bfloat16 and not weight_WH.is_cuda:
+        z_NW = multiply_bfloat16(operand_NH, weight_WH.float())
+    elif operand_NH.dtype == torch.float32:
         z_NW = multiply(operand_NH, weight_WH.float(), products)
     else:
         z_NW = torch.mm(operand_NH, weight_WH.T, out_dtype=torch.float32)

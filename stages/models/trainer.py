@@ -18,8 +18,8 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer import get_megatron_optimizer
-from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from torch import Tensor
+from torch.nn import Parameter
 
 from stages.models import gather
 from stages.models.build import Blueprint
@@ -31,7 +31,7 @@ from stages.models.trunk import Trunk
 from stages.ppo.stats import LossStats
 
 Loss = Callable[[MicroBatch, Tensor], tuple[Tensor, LossStats]]
-"""(this micro-batch's share of the minibatch's loss, its stats) from a micro-batch and its hidden states [B, T, H]."""
+"""(this micro-batch's share of the minibatch's loss, its stats) from a micro-batch and its hidden states [N, H]."""
 
 
 @dataclass(frozen=True)
@@ -240,7 +240,7 @@ class Trainer:
         if math.isfinite(norm):
             if self.config.max_grad_norm > 0:
                 (inner,) = self._optimizer.chained_optimizers
-                clip_grad_by_total_norm_fp32(inner.get_parameters(), self.config.max_grad_norm, norm)
+                _scale_gradients(inner.get_parameters(), self.config.max_grad_norm / (norm + 1e-6))
             self._optimizer.step_with_ready_grads()
         return norm
 
@@ -267,6 +267,12 @@ class Trainer:
             f"({_listed(names, 3)}), of norm {norm}. The minibatch's rows are "
             f"{_listed(sorted(minibatch.row_numbers[minibatch.rows].tolist()))}"
         )
+
+
+def _scale_gradients(parameters: Sequence[Parameter], factor: float) -> None:
+    """Clips by the global norm: in place (Megatron's own makes new gradients where it has no CUDA kernel)."""
+    if factor < 1:
+        torch._foreach_mul_([p.grad for p in parameters if p.grad is not None], factor)
 
 
 def _listed(items: Sequence[object], most: int = 64) -> str:

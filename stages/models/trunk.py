@@ -1,13 +1,14 @@
 """The frozen lowest blocks, computed once per row: their outputs are kept in a bounded cache, from which reference,
 log-probs, values and every epoch of the updates read.
 
-May import numpy, torch, megatron.core and the standard library.
+May import numpy, torch, megatron.core and stages.models.packing.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections import OrderedDict
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -16,6 +17,8 @@ from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from torch import Tensor
+
+from stages.models.packing import pack
 
 CACHE_BYTES = 1 << 30
 """Of hidden states kept on a rank; SmolLM2 needs 2.3 KB a token."""
@@ -38,25 +41,27 @@ class Trunk:
         self._bytes = 0
 
     @torch.no_grad()
-    def hidden(self, tokens_BT: Tensor, lengths: np.ndarray) -> Tensor:
-        """Outputs of the frozen blocks for right-padded rows, [T, B, H] (this rank's [T / TP, B, H] under sequence
-        parallelism); zero at padding."""
-        keys = _digests(tokens_BT, lengths)
+    def hidden(self, tokens_N: Tensor, lengths: np.ndarray) -> Tensor:
+        """Outputs of the frozen blocks for packed rows of these lengths, [N, 1, H] (this rank's [N / TP, 1, H] under
+        sequence parallelism); zero for tokens after the last row."""
+        starts = np.cumsum(lengths) - lengths
+        row_tokens = [tokens_N[start : start + length] for start, length in zip(starts, lengths, strict=True)]
+        keys = _digests(row_tokens)
         # taken out one by one, so that a cache smaller than the micro-batch still serves it
         rows = {key: self._rows[key] for key in keys if key in self._rows}
         missing = np.array([b for b, key in enumerate(keys) if key not in rows], dtype=int)
         widths = _padded_widths(lengths[missing], self._multiple)
         for width in np.unique(widths):
             alike = missing[widths == width]
-            computed_TBH = self._run(F.pad(tokens_BT[alike, :width], (0, max(0, width - tokens_BT.shape[1]))))
-            for column, b in enumerate(alike):
-                rows[keys[b]] = computed_TBH[: lengths[b], column].clone()
+            computed_BTH = self._run(torch.stack([F.pad(row_tokens[b], (0, width - int(lengths[b]))) for b in alike]))
+            for hidden_TH, b in zip(computed_BTH, alike, strict=True):
+                rows[keys[b]] = hidden_TH[: lengths[b]].clone()
         self.num_computed += len(missing)
-        hidden_TBH = rows[keys[0]].new_zeros(tokens_BT.shape[1], len(keys), rows[keys[0]].shape[-1])
-        for b, key in enumerate(keys):
-            hidden_TBH[: lengths[b], b] = rows[key]
+        hidden_NH = rows[keys[0]].new_zeros(len(tokens_N), rows[keys[0]].shape[-1])
+        for start, length, key in zip(starts, lengths, keys, strict=True):
+            hidden_NH[start : start + length] = rows[key]
             self._keep(key, rows[key])
-        return self._shard(hidden_TBH)
+        return self._shard(hidden_NH)[:, None]
 
     def clear(self) -> None:
         """Forgets every row."""
@@ -64,16 +69,19 @@ class Trunk:
         self._bytes = 0
 
     def _run(self, tokens_BT: Tensor) -> Tensor:
-        hidden_TBH = self.model(tokens_BT, None, None)
+        """[B, T, H] of padded rows."""
+        rows, width = tokens_BT.shape
+        packing = pack([width] * rows, tokens_BT.device)
+        hidden_N1H = self.model(tokens_BT.view(1, -1), None, None, packed_seq_params=packing)
         if self.model.config.sequence_parallel:
-            hidden_TBH = gather_from_sequence_parallel_region(hidden_TBH)
-        return hidden_TBH
+            hidden_N1H = gather_from_sequence_parallel_region(hidden_N1H)
+        return hidden_N1H.view(rows, width, -1)
 
-    def _shard(self, hidden_TBH: Tensor) -> Tensor:
+    def _shard(self, hidden_NH: Tensor) -> Tensor:
         if not self.model.config.sequence_parallel:
-            return hidden_TBH
+            return hidden_NH
         size = parallel_state.get_tensor_model_parallel_world_size()
-        return hidden_TBH.chunk(size)[parallel_state.get_tensor_model_parallel_rank()].clone()
+        return hidden_NH.chunk(size)[parallel_state.get_tensor_model_parallel_rank()].clone()
 
     def _keep(self, key: bytes, row: Tensor) -> None:
         if key not in self._rows:
@@ -97,9 +105,5 @@ def _padded_widths(lengths: np.ndarray, multiple: int) -> np.ndarray:
     return -(-widths // multiple) * multiple
 
 
-def _digests(tokens_BT: Tensor, lengths: np.ndarray) -> list[bytes]:
-    tokens = tokens_BT.cpu().numpy()
-    return [
-        hashlib.blake2b(row[:length].tobytes(), digest_size=16).digest()
-        for row, length in zip(tokens, lengths, strict=True)
-    ]
+def _digests(rows: Sequence[Tensor]) -> list[bytes]:
+    return [hashlib.blake2b(row.cpu().numpy().tobytes(), digest_size=16).digest() for row in rows]

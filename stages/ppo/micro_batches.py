@@ -1,4 +1,5 @@
-"""How the rows of a step are cut: epochs, minibatches (one optimizer step each), micro-batches (one forward each).
+"""How the rows of a step are cut: epochs, minibatches (one optimizer step each), shares of data-parallel ranks,
+micro-batches (one forward each).
 
 Only `minibatches` changes what is learnt; the rest of this file changes speed (see `stages.ppo.masks`).
 
@@ -29,13 +30,38 @@ def minibatches(num_rows: int, minibatches: int, epochs: int, seed: int, step: i
 
 
 def micro_batches(
-    rows: Int[np.ndarray, " rows"], micro_batch_rows: int, lengths: Int[np.ndarray, " rows"] | None = None
+    rows: Int[np.ndarray, " rows"],
+    lengths: Int[np.ndarray, " rows"],
+    *,
+    max_tokens: int,
+    max_rows: int | None = None,
 ) -> list[np.ndarray]:
-    """Cuts a minibatch's row indices into pieces of at most `micro_batch_rows`.
+    """Cuts row indices into pieces of like numbers of tokens: as few as hold at most `max_tokens` each (a longer row
+    has one to itself) and at most `max_rows`. `lengths` are of these rows, in their order. Within a piece the longest
+    row comes first; pieces with more tokens come first, so that the largest need of memory does."""
+    alone, others = np.flatnonzero(lengths > max_tokens), np.flatnonzero(lengths <= max_tokens)
+    parts = [*alone[:, None], *(others[part] for part in _within(lengths[others], max_tokens, max_rows))]
+    return [rows[part] for part in sorted(parts, key=lambda part: -int(lengths[part].sum()))]
 
-    With `lengths` (of these rows, in their order) rows of like length go together, longest first: less padding, and the
-    largest need of memory comes first.
-    """
-    if lengths is not None:
-        rows = rows[np.argsort(-lengths, kind="stable")]
-    return [rows[start : start + micro_batch_rows] for start in range(0, len(rows), micro_batch_rows)]
+
+def _within(lengths: np.ndarray, max_tokens: int, max_rows: int | None) -> list[np.ndarray]:
+    """`balanced` parts, the fewest within both limits; no row is longer than `max_tokens`."""
+    fewest = max(-(-int(lengths.sum()) // max_tokens), -(-len(lengths) // (max_rows or max(1, len(lengths)))))
+    for pieces in range(fewest, len(lengths)):
+        parts = balanced(lengths, pieces)
+        if all(lengths[part].sum() <= max_tokens and len(part) <= (max_rows or len(part)) for part in parts):
+            return parts
+    return balanced(lengths, len(lengths))
+
+
+def balanced(lengths: Int[np.ndarray, " rows"], parts: int) -> list[np.ndarray]:
+    """Indices of `lengths` in so many parts (at most as many as there are rows hold any) of nearly the same sum: the
+    longest first, each to the part with the least so far, fewest rows first among equals (Graham's LPT rule, 1969: at
+    most 4/3 of the best). Each part has its longest first; rows of one length keep their order."""
+    sums = np.zeros(parts, np.int64)
+    held: list[list[int]] = [[] for _ in range(parts)]
+    for index in np.argsort(-lengths, kind="stable"):
+        least = min(range(parts), key=lambda part: (sums[part], len(held[part]), part))
+        sums[least] += lengths[index]
+        held[least].append(int(index))
+    return [np.array(part, dtype=np.int64) for part in held]

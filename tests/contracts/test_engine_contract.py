@@ -14,12 +14,12 @@ from transformers import AutoModelForCausalLM
 
 from stages.engines.config import EngineConfig
 from stages.engines.embedded.build import build_embedded
-from stages.engines.embedded.kernels.cpu.compile import NoNativeKernelsError
 from stages.engines.embedded.scheduler import BATCH_PROMPT_TOKENS
 from stages.engines.protocol import GenerationEngine, Request, RequestError, WeightsError
 from stages.models.hf_config import RANDOM_TINY
 from stages.models.hf_files import read_tokenizer
 from stages.models.sampling import SamplingConfig
+from stages.native.compile import NoNativeKernelsError
 from tests.contracts.embedded_engines import CPU, check_update_in_flight, make_engine
 from tests.contracts.engine_contract import (
     EngineContract,

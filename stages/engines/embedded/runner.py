@@ -25,7 +25,6 @@ import torch
 from stages.engines.config import EngineConfig
 from stages.engines.embedded.batch import NO_DRAWS, Batch, Draws
 from stages.engines.embedded.cache import KVCache
-from stages.engines.embedded.kernels.cpu.compile import NoNativeKernelsError
 from stages.engines.embedded.kernels.cpu.native import load_native_kernels
 from stages.engines.embedded.kernels.cuda.graphs import CapturedBatches, Drawing, GraphCapture, run_directly
 from stages.engines.embedded.kernels.paging import block_bytes, blocks_for
@@ -42,6 +41,7 @@ from stages.engines.embedded.model.llama import (
 from stages.engines.embedded.sampling.draw import ban
 from stages.models.hf_files import read_weights
 from stages.models.spec import ModelSpec, read_spec
+from stages.native.compile import NoNativeKernelsError
 
 
 class Runner(Protocol):

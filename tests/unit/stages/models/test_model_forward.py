@@ -21,6 +21,7 @@ from tests.support.models import opened, random_rollout
 from tests.support.paths import SMOLLM2
 
 SEQ = 12
+CPU = torch.device("cpu")
 
 
 def tiny_transformer(num_blocks: int = 4) -> LlamaForCausalLM:
@@ -36,11 +37,11 @@ def test_logits_equal_transformers(tmp_path: Path, frozen_blocks: int) -> None:
     rollout = random_rollout(np.random.default_rng(0), 6, SEQ)
     with opened(tmp_path, ModelConfig(path="random:tiny", frozen_blocks=frozen_blocks)) as host, torch.no_grad():
         policy = host._trainers[Role.POLICY].model
-        (batch,) = cut_micro_batches(rollout.tokens, rollout.response_mask, np.arange(6), 6, host._parallel_rank.device)
-        logits = hidden_states(policy, host._trunk, batch) @ read_weights("random:tiny")["model.embed_tokens.weight"].T
-        expected = tiny_transformer()(batch.tokens).logits
-    inside = torch.arange(batch.tokens.shape[1]) < torch.from_numpy(batch.lengths)[:, None]
-    torch.testing.assert_close(logits[inside], expected[inside], rtol=0, atol=1e-5)
+        (batch,) = cut_micro_batches(rollout.tokens, rollout.response_mask, np.arange(6), CPU, max_tokens=6 * SEQ)
+        (hidden,) = hidden_states(policy, host._trunk, batch)
+        logits = hidden @ read_weights("random:tiny")["model.embed_tokens.weight"].T
+        expected = [tiny_transformer()(row[None]).logits[0] for row in batch.tokens.split(batch.lengths.tolist())]
+    torch.testing.assert_close(logits, torch.cat(expected), rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("frozen_blocks", [0, 3])
@@ -113,18 +114,20 @@ def test_the_trunk_computes_each_row_once_and_forgets_the_oldest(tmp_path: Path)
         host.policy_logprobs(rollout)
         host.values(rollout)
         assert trunk.num_computed == 6
-        (batch,) = cut_micro_batches(rollout.tokens, rollout.response_mask, np.arange(6), 6, host._parallel_rank.device)
+        (batch,) = cut_micro_batches(rollout.tokens, rollout.response_mask, np.arange(6), CPU, max_tokens=6 * SEQ)
         whole = trunk.hidden(batch.tokens, batch.lengths)
 
         # 64 float32 a token: room for the last rows only, so that the first ones are computed again
         small = Trunk(trunk.model, cache_bytes=int(batch.lengths[-3:].sum()) * 256)
         torch.testing.assert_close(small.hidden(batch.tokens, batch.lengths), whole, rtol=0, atol=0)
-        small.hidden(batch.tokens[-3:], batch.lengths[-3:])
+        rows = batch.tokens.split(batch.lengths.tolist())
+        small.hidden(torch.cat(rows[-3:]), batch.lengths[-3:])
         assert small.num_computed == 6
-        again = small.hidden(batch.tokens[:2], batch.lengths[:2])
+        first = torch.cat(rows[:2])
+        again = small.hidden(first, batch.lengths[:2])
         assert small.num_computed == 8
         # bit for bit, though other rows ran beside them: a replay must not depend on what the cache held
-        torch.testing.assert_close(again, whole[:, :2], rtol=0, atol=0)
+        torch.testing.assert_close(again, whole[: len(first)], rtol=0, atol=0)
 
 
 @pytest.mark.smollm2

@@ -11,8 +11,8 @@ import torch
 from stages.models import parallel
 from stages.models.config import LayoutConfig, ModelConfig, model_problems
 from stages.models.host import MegatronHost
+from stages.models.linears import CpuColumnLinear, CpuRowLinear
 from stages.models.products import (
-    OneDnnColumnLinear,
     Products,
     choose_by_vendor,
     choose_products,
@@ -73,8 +73,10 @@ def test_a_model_trained_with_onednn_is_the_one_trained_with_torch_but_for_round
         config = dataclasses.replace(model_config(), products="torch" if name == "torch" else "onednn")
         with opened(tmp_path / name, config) as host:
             layer = host._trainers[Role.POLICY].model.decoder.layers[0]
-            assert isinstance(layer.mlp.linear_fc1, OneDnnColumnLinear) == (name != "torch")
-            assert isinstance(layer.self_attention.linear_qkv, OneDnnColumnLinear) == (name != "torch")
+            wanted = Products.TORCH if name == "torch" else Products.ONEDNN
+            for linear in (layer.mlp.linear_fc1, layer.mlp.linear_fc2, layer.self_attention.linear_qkv):
+                assert isinstance(linear, CpuColumnLinear | CpuRowLinear)
+                assert linear.products is wanted
             policy, _ = batches(host)
             host.update_policy(0, policy)
             host.mark_clean(Role.POLICY)

@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from stages.models import parallel, token_logprobs
 from stages.models.config import LayoutConfig
+from stages.models.kernels.composed import ComposedKernels
 from stages.models.products import Products
 from stages.models.protocol import Rank
 from stages.models.token_logprobs import EXCLUDED, Distribution
@@ -22,6 +23,7 @@ from stages.models.token_logprobs import EXCLUDED, Distribution
 TORCH = Products.TORCH
 N, H, V = 9, 16, 100
 PLAIN = Distribution(temperature=1.0, suppressed=(), eos=(), min_new_tokens=0)
+KERNELS = ComposedKernels()
 ALL = Distribution(temperature=0.7, suppressed=(0, 31, 32, 64), eos=(33, 99), min_new_tokens=2)
 BLOCK, NOTHING, EVERYTHING = 32, 0, 1 << 40
 
@@ -88,7 +90,9 @@ def test_logprobs_entropies_and_gradients_are_those_of_whole_logits(
     hidden.requires_grad_()
     weight.requires_grad_()
     with joined(tmp_path):
-        found = token_logprobs.token_logprobs(hidden, weight, tokens, index, distribution, products, entropy=entropy)
+        found = token_logprobs.token_logprobs(
+            hidden, weight, tokens, index, distribution, products, KERNELS, entropy=entropy
+        )
         found_gradients = gradients(found, (hidden, weight), entropy == "gradient")
     expected = oracle(hidden, weight, tokens, index, distribution)
     torch.testing.assert_close(found[0].double(), expected[0], rtol=0, atol=1e-5)
@@ -111,7 +115,7 @@ def test_what_is_kept_or_asked_changes_no_bit(tmp_path: Path, monkeypatch: pytes
     with joined(tmp_path):
         for kept, entropy in ((NOTHING, "value"), (EVERYTHING, "none")):
             monkeypatch.setattr(token_logprobs, "KEPT_BYTES", kept)
-            found = token_logprobs.token_logprobs(hidden, weight, tokens, index, ALL, TORCH, entropy=entropy)
+            found = token_logprobs.token_logprobs(hidden, weight, tokens, index, ALL, TORCH, KERNELS, entropy=entropy)
             results.append((found[0], *torch.autograd.grad(found[0].sum(), (hidden,))))
     for one, other in zip(*results, strict=True):
         assert torch.equal(one, other)
@@ -122,7 +126,7 @@ def test_a_second_backward_makes_the_logits_again(tmp_path: Path) -> None:
     hidden, weight, tokens, index = inputs()
     hidden.requires_grad_()
     with joined(tmp_path):
-        found, _ = token_logprobs.token_logprobs(hidden, weight, tokens, index, ALL, TORCH, entropy="value")
+        found, _ = token_logprobs.token_logprobs(hidden, weight, tokens, index, ALL, TORCH, KERNELS, entropy="value")
         first, second = (torch.autograd.grad(found.sum(), hidden, retain_graph=True)[0] for _ in range(2))
     assert torch.equal(first, second)
 
@@ -133,7 +137,7 @@ def test_bfloat16_rounds_operands_and_not_logits(tmp_path: Path) -> None:
     hidden.requires_grad_()
     weight.requires_grad_()
     with joined(tmp_path):
-        found = token_logprobs.token_logprobs(hidden, weight, tokens, index, ALL, TORCH, entropy="gradient")
+        found = token_logprobs.token_logprobs(hidden, weight, tokens, index, ALL, TORCH, KERNELS, entropy="gradient")
         found_gradients = gradients(found, (hidden, weight), True)
     expected = oracle(hidden.bfloat16(), weight, tokens, index, ALL)
     for one, other in zip(found, expected, strict=True):
@@ -149,7 +153,9 @@ def test_a_micro_batch_without_a_sampled_token_has_gradients_of_zero(tmp_path: P
     hidden, weight, tokens, index = inputs()
     hidden, weight = hidden[:0].requires_grad_(), weight.requires_grad_()
     with joined(tmp_path):
-        found, _ = token_logprobs.token_logprobs(hidden, weight, tokens[:0], index[:0], ALL, TORCH, entropy="value")
+        found, _ = token_logprobs.token_logprobs(
+            hidden, weight, tokens[:0], index[:0], ALL, TORCH, KERNELS, entropy="value"
+        )
         of_hidden, of_weight = torch.autograd.grad(found.sum(), (hidden, weight))
     assert of_hidden.shape == (0, H)
     assert not of_weight.any()
@@ -176,7 +182,7 @@ def test_logits_never_exist_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     hidden, weight = torch.randn(rows, H, requires_grad=True), torch.randn(V, H, requires_grad=True)
     tokens = torch.arange(rows) % V
     with joined(tmp_path), LargestTensor() as largest:
-        found = token_logprobs.token_logprobs(hidden, weight, tokens, tokens, ALL, TORCH, entropy="gradient")
+        found = token_logprobs.token_logprobs(hidden, weight, tokens, tokens, ALL, TORCH, KERNELS, entropy="gradient")
         torch.autograd.grad(found[0].sum() + found[1].sum(), (hidden, weight))
     assert rows * BLOCK <= largest.elements < rows * V / 3
 
@@ -190,7 +196,7 @@ def check_vocabulary_parallel_rank(rank: int, directory: Path) -> None:
     half = slice(rank * V // 2, (rank + 1) * V // 2)
     part = weight.detach()[half].clone().requires_grad_()
     with joined(directory, rank, 2):
-        found = token_logprobs.token_logprobs(hidden, part, tokens, index, ALL, TORCH, entropy="gradient")
+        found = token_logprobs.token_logprobs(hidden, part, tokens, index, ALL, TORCH, KERNELS, entropy="gradient")
         of_hidden, of_part = gradients(found, (hidden, part), True)
     expected = oracle(hidden, weight, tokens, index, ALL)
     for one, other in zip(found, expected, strict=True):
@@ -208,7 +214,7 @@ def test_an_excluded_token_has_probability_zero(tmp_path: Path) -> None:
     hidden, weight, _, index = inputs()
     with joined(tmp_path):
         found, _ = token_logprobs.token_logprobs(
-            hidden, weight, torch.full((N,), 31), index, ALL, TORCH, entropy="none"
+            hidden, weight, torch.full((N,), 31), index, ALL, TORCH, KERNELS, entropy="none"
         )
     assert (found.exp() == 0).all()
     assert (found < EXCLUDED / 2).all()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from stages.ppo.micro_batches import micro_batches, minibatches
+from stages.ppo.micro_batches import balanced, micro_batches, minibatches
 
 
 def test_each_epoch_holds_each_row_once_and_reshuffles() -> None:
@@ -32,8 +32,35 @@ def test_rows_that_do_not_divide_are_refused() -> None:
         minibatches(25, 3, 1, 0, 0)
 
 
-def test_micro_batches_by_length_and_as_given() -> None:
-    rows = np.array([40, 10, 30, 20, 50])
-    assert [m.tolist() for m in micro_batches(rows, 2)] == [[40, 10], [30, 20], [50]]
-    lengths = np.array([3, 9, 3, 7, 1])
-    assert [m.tolist() for m in micro_batches(rows, 2, lengths)] == [[10, 20], [40, 30], [50]]
+def test_micro_batches_hold_like_numbers_of_tokens_longest_first() -> None:
+    rows, lengths = np.array([40, 10, 30, 20, 50]), np.array([5, 9, 5, 7, 2])
+    # 28 tokens in 2 pieces: 9 | 7, 5 to the second, 5 to the first, 2 to the second
+    found = micro_batches(rows, lengths, max_tokens=15)
+    assert [m.tolist() for m in found] == [[10, 30], [20, 40, 50]]
+    assert [m.tolist() for m in micro_batches(rows, lengths, max_tokens=1000)] == [[10, 20, 40, 30, 50]]
+    assert [m.tolist() for m in micro_batches(rows, lengths, max_tokens=1000, max_rows=2)] == [[40, 30], [10], [20, 50]]
+
+
+def test_a_row_longer_than_the_budget_has_a_micro_batch_to_itself() -> None:
+    found = micro_batches(np.arange(3), np.array([100, 4, 4]), max_tokens=10)
+    assert [m.tolist() for m in found] == [[0], [1, 2]]
+    assert micro_batches(np.arange(0), np.arange(0), max_tokens=10) == []
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_micro_batches_hold_each_row_once_within_the_budget(seed: int) -> None:
+    random = np.random.default_rng(seed)
+    lengths = random.integers(1, 300, random.integers(1, 60))
+    max_tokens = int(random.integers(1, 900))
+    found = micro_batches(np.arange(len(lengths)), lengths, max_tokens=max_tokens)
+    assert sorted(np.concatenate(found).tolist()) == list(range(len(lengths)))
+    for part in found:
+        assert len(part) == 1 or sum(lengths[row] for row in part) <= max_tokens
+        assert (np.diff([lengths[row] for row in part]) <= 0).all()
+
+
+def test_balanced_parts_have_nearly_the_same_sums() -> None:
+    lengths = np.random.default_rng(0).integers(10, 400, 64)
+    sums = [int(lengths[part].sum()) for part in balanced(lengths, 4)]
+    assert max(sums) - min(sums) <= lengths.min()
+    assert [part.tolist() for part in balanced(np.array([3, 3]), 4)] == [[0], [1], [], []]

@@ -1,7 +1,7 @@
 """The kernels as C (`kernels.c`, `gemm.c`, `drafts.c`), called through ctypes. They share torch's OpenMP threads where
 both use the GNU runtime (as torch's own packages for Linux do).
 
-May import numpy, torch, stages.engines.embedded.sampling, kernels.
+May import numpy, torch, stages.native, stages.engines.embedded.sampling, kernels.
 """
 
 from __future__ import annotations
@@ -12,17 +12,19 @@ import threading
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from pathlib import Path
 
 import numpy as np
 import torch
 from jaxtyping import Int64, UInt64
 
 from stages.engines.embedded.kernels.arena import Slabs
-from stages.engines.embedded.kernels.cpu.compile import NoNativeKernelsError, build_library
 from stages.engines.embedded.kernels.packed import NativeWeight, NotFiniteError, Packed
 from stages.engines.embedded.kernels.protocol import Angles, Block, Guessed, HeadWeights, Tokens
 from stages.engines.embedded.sampling.noise import token_words
+from stages.native.compile import NoNativeKernelsError, build_library
 
+_SOURCES, _HEADERS = ("kernels.c", "gemm.c", "drafts.c"), ("kernels.h",)
 _CPU = torch.device("cpu")
 _P, _I, _L, _F = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64, ctypes.c_float
 _PACKABLE = (torch.float32, torch.bfloat16)
@@ -78,7 +80,7 @@ class _Here(threading.local):
 def load_native_kernels() -> NativeKernels:
     """Compiles if need be. Raises NoNativeKernelsError."""
     try:
-        library = ctypes.CDLL(str(build_library()))
+        library = ctypes.CDLL(str(build_library("kernels", Path(__file__).parent, _SOURCES, _HEADERS)))
     except OSError as error:
         raise NoNativeKernelsError(f"the compiled kernels cannot be loaded: {error}") from error
     library.add_norm.argtypes = [_P, _P, _I, _P, _F, _P, _I, _I, _I]

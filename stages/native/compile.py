@@ -1,7 +1,7 @@
-"""Compiles the kernels in C on the machine they run on. Standard library only.
+"""Compiles kernels in C on the machine they run on. Standard library only.
 
-They need no header of Python or torch, so a C compiler suffices and three seconds do. The library is kept in the user's
-cache folder under a digest of sources, flags and processor.
+They need no header of Python or torch, so a C compiler suffices and seconds do. A library is kept in the user's cache
+folder under a digest of sources, flags and processor.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ import platform
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
-_SOURCES = tuple(Path(__file__).with_name(name) for name in ("kernels.c", "gemm.c", "drafts.c"))
-_HEADER = Path(__file__).with_name("kernels.h")
+_NUMBERS = Path(__file__).with_name("numbers.h")
 _FLAGS = ("-O3", "-march=native", "-fopenmp", "-fno-math-errno", "-fno-trapping-math", "-shared", "-fPIC")
 _COMPILE_TIMEOUT_S = 120
 
@@ -24,29 +24,31 @@ class NoNativeKernelsError(RuntimeError):
     """This machine cannot build or load them; says why."""
 
 
-def build_library() -> Path:
-    """The library's path; compiled under another name and moved, so that several processes may do this at once. Raises
+def build_library(name: str, folder: Path, sources: Sequence[str], headers: Sequence[str] = ()) -> Path:
+    """The path of a library made of the sources in a folder, which may include the headers there and `numbers.h`;
+    compiled under another name and moved, so that several processes may do this at once. Raises
     NoNativeKernelsError."""
     compiler = shutil.which(os.environ.get("CC", "cc"))
     if compiler is None:
         raise NoNativeKernelsError("there is no C compiler (cc, or what $CC names)")
-    sources = b"\0".join(file.read_bytes() for file in (*_SOURCES, _HEADER))
-    digest = hashlib.sha256("\0".join([compiler, *_FLAGS, _processor()]).encode() + sources).hexdigest()
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "stageline"
-    library = folder / f"kernels-{digest[:20]}.so"
+    files = [folder / source for source in sources]
+    text = b"\0".join(file.read_bytes() for file in (*files, *(folder / header for header in headers), _NUMBERS))
+    digest = hashlib.sha256("\0".join([compiler, *_FLAGS, _processor()]).encode() + text).hexdigest()
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "stageline"
+    library = cache / f"{name}-{digest[:20]}.so"
     if library.exists():
         return library
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=folder) as scratch:
+        cache.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=cache) as scratch:
             built = Path(scratch) / library.name
-            command = [compiler, *_FLAGS, *map(str, _SOURCES), "-o", str(built), "-lm"]
+            command = [compiler, *_FLAGS, f"-I{_NUMBERS.parent}", *map(str, files), "-o", str(built), "-lm"]
             subprocess.run(command, check=True, capture_output=True, text=True, timeout=_COMPILE_TIMEOUT_S)
             built.replace(library)
     except subprocess.CalledProcessError as error:
         raise NoNativeKernelsError(f"{compiler} refuses the kernels: {error.stderr.strip()[-500:]}") from error
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise NoNativeKernelsError(f"the kernels cannot be compiled into {folder}: {error}") from error
+        raise NoNativeKernelsError(f"the kernels cannot be compiled into {cache}: {error}") from error
     return library
 
 

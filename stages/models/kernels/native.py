@@ -1,0 +1,187 @@
+"""BlockKernels as C (`blocks.c`), called through ctypes, each an autograd function with its backward in C. They share
+torch's OpenMP threads where both use the GNU runtime (as torch's own packages for Linux do).
+
+Gradients of a norm's weight go straight into the parameter's `main_grad` (float32, Megatron's), where it has one.
+
+May import torch, stages.native and this folder.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from stages.models.kernels.protocol import Angles, HeadSizes
+from stages.native.compile import NoNativeKernelsError, build_library
+
+_P, _I, _L, _F = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64, ctypes.c_float
+_KINDS = {torch.float32: 0, torch.bfloat16: 1}
+_NORM_PARTS = 16
+"""blocks.c: PARTS."""
+
+
+class _Heads(ctypes.Structure):
+    """blocks.c: struct heads."""
+
+    _fields_ = (
+        *((name, _L) for name in ("row", "first", "stride")),
+        *((name, ctypes.c_int32) for name in ("per", "count", "dim")),
+    )
+
+
+def load_native_kernels() -> NativeKernels:
+    """Compiles if need be. Raises NoNativeKernelsError."""
+    try:
+        library = ctypes.CDLL(str(build_library("blocks", Path(__file__).parent, ("blocks.c",))))
+    except OSError as error:
+        raise NoNativeKernelsError(f"the compiled kernels cannot be loaded: {error}") from error
+    library.norm.argtypes = [_P, _P, _I, _F, _P, _I, _P, _L, _I]
+    library.norm_gradient.argtypes = [_P, _I, _P, _P, _I, _P, _P, _P, _P, _L, _I]
+    library.gate.argtypes = [_P, _P, _I, _L, _I]
+    library.gate_gradient.argtypes = [_P, _P, _P, _I, _L, _I]
+    library.take_heads.argtypes = [_P, _I, _Heads, _P, _P, _P, _P, _L]
+    library.put_heads.argtypes = [_P, _L, _L, _P, _I, _Heads, _P, _P, _P, _L]
+    library.add.argtypes = [_P, _P, _I, _P, _L]
+    for name in ("norm", "norm_gradient", "gate", "gate_gradient", "take_heads", "put_heads", "add"):
+        getattr(library, name).restype = None
+    return NativeKernels(library)
+
+
+class NativeKernels:
+    """See `BlockKernels`; float32 and bfloat16, on a CPU."""
+
+    name = "native"
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self.library = library
+
+    def norm(self, x: Tensor, weight_H: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
+        return _Norm.apply(x, weight_H, eps, dtype, self.library)
+
+    def gate(self, gate_up: Tensor) -> Tensor:
+        return _Gate.apply(gate_up, self.library)
+
+    def split_heads(self, qkv_NF: Tensor, sizes: HeadSizes, angles: Angles | None) -> tuple[Tensor, Tensor, Tensor]:
+        query, key, value = _SplitHeads.apply(qkv_NF, sizes, angles, self.library)
+        return query, key, value
+
+    def add(self, x: Tensor, y: Tensor) -> Tensor:
+        return _Add.apply(x, y, self.library)
+
+    def accumulate(self, total: Tensor, part: Tensor) -> None:
+        part = part.contiguous()
+        assert total.is_contiguous()
+        assert total.shape == part.shape
+        self.library.add(total.data_ptr(), part.data_ptr(), _KINDS[part.dtype], total.data_ptr(), total.numel())
+
+
+class _Norm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight_H: Tensor, eps: float, dtype: torch.dtype, library: ctypes.CDLL) -> Tensor:
+        x = x.contiguous()
+        rows, width = x.numel() // x.shape[-1], x.shape[-1]
+        out, scales = torch.empty_like(x, dtype=dtype), x.new_empty(rows)
+        weight_kind = _KINDS[weight_H.dtype]
+        library.norm(
+            x.data_ptr(), weight_H.data_ptr(), weight_kind, eps, out.data_ptr(), _KINDS[dtype], scales.data_ptr(), rows,
+            width,
+        )  # fmt: skip
+        ctx.save_for_backward(x, weight_H, scales)
+        ctx.library, ctx.main_grad = library, getattr(weight_H, "main_grad", None)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight_H, scales = ctx.saved_tensors
+        grad, dx, width = grad.contiguous(), torch.empty_like(x), x.shape[-1]
+        parts, total = x.new_empty(_NORM_PARTS, width), None
+        if ctx.needs_input_grad[1]:
+            total = ctx.main_grad if ctx.main_grad is not None else x.new_zeros(width)
+        ctx.library.norm_gradient(
+            grad.data_ptr(), _KINDS[grad.dtype], x.data_ptr(), weight_H.data_ptr(), _KINDS[weight_H.dtype],
+            scales.data_ptr(), dx.data_ptr(), None if total is None else total.data_ptr(), parts.data_ptr(),
+            len(scales), width,
+        )  # fmt: skip
+        returned = None if total is None or ctx.main_grad is not None else total.to(weight_H.dtype)
+        return dx, returned, None, None, None
+
+
+class _Gate(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gate_up: Tensor, library: ctypes.CDLL) -> Tensor:
+        gate_up = gate_up.contiguous()
+        width = gate_up.shape[-1] // 2
+        out = gate_up.new_empty(*gate_up.shape[:-1], width)
+        library.gate(gate_up.data_ptr(), out.data_ptr(), _KINDS[out.dtype], out.numel() // width, width)
+        ctx.save_for_backward(gate_up)
+        ctx.library = library
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        (gate_up,) = ctx.saved_tensors
+        grad, to, width = grad.contiguous(), torch.empty_like(gate_up), gate_up.shape[-1] // 2
+        rows, kind = grad.numel() // width, _KINDS[gate_up.dtype]
+        ctx.library.gate_gradient(grad.data_ptr(), gate_up.data_ptr(), to.data_ptr(), kind, rows, width)
+        return to, None
+
+
+class _SplitHeads(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, qkv_NF: Tensor, sizes: HeadSizes, angles: Angles | None, library: ctypes.CDLL
+    ) -> tuple[Tensor, ...]:
+        qkv_NF = qkv_NF.contiguous()
+        parts = []
+        for heads, turned in _layout(sizes, qkv_NF.shape[-1]):
+            part = qkv_NF.new_empty(len(qkv_NF), heads.count, sizes.dim, dtype=torch.float32)
+            kind, tables = _KINDS[qkv_NF.dtype], _addresses(angles if turned else None)
+            library.take_heads(qkv_NF.data_ptr(), kind, heads, *tables, part.data_ptr(), len(qkv_NF))
+            parts.append(part)
+        ctx.sizes, ctx.angles, ctx.library, ctx.shape, ctx.dtype = sizes, angles, library, qkv_NF.shape, qkv_NF.dtype
+        return tuple(parts)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        to_NF = torch.empty(ctx.shape, dtype=ctx.dtype)
+        for grad, (heads, turned) in zip(grads, _layout(ctx.sizes, ctx.shape[-1]), strict=True):
+            grad = grad if grad.stride(-1) == 1 else grad.contiguous()
+            tables = _addresses(ctx.angles if turned else None)
+            ctx.library.put_heads(
+                grad.data_ptr(), *grad.stride()[:2], to_NF.data_ptr(), _KINDS[ctx.dtype], heads, *tables, len(to_NF)
+            )
+        return to_NF, None, None, None
+
+
+class _Add(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, y: Tensor, library: ctypes.CDLL) -> Tensor:
+        x, y = x.contiguous(), y.contiguous()
+        out = torch.empty_like(x)
+        library.add(x.data_ptr(), y.data_ptr(), _KINDS[y.dtype], out.data_ptr(), x.numel())
+        ctx.dtype = y.dtype
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        return grad, grad.to(ctx.dtype), None
+
+
+def _layout(sizes: HeadSizes, row: int) -> tuple[tuple[_Heads, bool], ...]:
+    """Where queries, keys and values lie in a row of `linear_qkv`'s output, and which of them are turned."""
+    queries, group = sizes.queries_per_group, (sizes.queries_per_group + 2) * sizes.dim
+    return (
+        (_Heads(row, 0, group, queries, sizes.groups * queries, sizes.dim), True),
+        (_Heads(row, queries * sizes.dim, group, 1, sizes.groups, sizes.dim), True),
+        (_Heads(row, (queries + 1) * sizes.dim, group, 1, sizes.groups, sizes.dim), False),
+    )
+
+
+def _addresses(angles: Angles | None) -> tuple[int | None, int | None, int | None]:
+    if angles is None:
+        return None, None, None
+    return angles.cosines.data_ptr(), angles.sines.data_ptr(), angles.positions.data_ptr()

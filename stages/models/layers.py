@@ -24,12 +24,13 @@ from stages.models.products import OneDnnColumnLinear, OneDnnRowLinear, Products
 
 
 class RMSNorm(torch.nn.RMSNorm):
-    """RMSNorm from the float32 residual stream to the dtype of the linear layers. It may run on a sequence-parallel
-    shard, which Megatron's torch norm refuses."""
+    """RMSNorm from the float32 residual stream to the dtype of the linear layers, or of the heads of queries or keys
+    in that dtype. It may run on a sequence-parallel shard, which Megatron's torch norm refuses."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float, **_: Any) -> None:
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
-        # each rank sees a part of the sequence only: finalize_model_grads adds up the marked gradients over TP
+        # each rank sees a part of the sequence only: finalize_model_grads adds up the marked gradients over TP (and
+        # those of q_layernorm and k_layernorm, of which each rank sees its heads only, by their names)
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, x: Tensor) -> Tensor:
@@ -91,9 +92,15 @@ def add_residual(training: bool, fused: bool) -> Callable[[tuple[Tensor, Tensor 
     return add
 
 
-def block_spec(num_blocks: int, products: Products = Products.TORCH) -> TransformerBlockSubmodules:
-    """Specification of `num_blocks` Llama blocks and a final norm, whose linears multiply by `products`."""
+def block_spec(
+    num_blocks: int, products: Products = Products.TORCH, *, qk_norm: bool = False
+) -> TransformerBlockSubmodules:
+    """Specification of `num_blocks` Llama blocks and a final norm, whose linears multiply by `products`. `qk_norm`: see
+    `ModelSpec`."""
     layer = get_gpt_layer_local_spec(normalization="RMSNorm")
+    if qk_norm:
+        heads = layer.submodules.self_attention.submodules
+        heads.q_layernorm = heads.k_layernorm = RMSNorm
     layer.submodules.input_layernorm = RMSNorm
     layer.submodules.pre_mlp_layernorm = RMSNorm
     layer.submodules.self_attention.submodules.core_attention = CausalAttention

@@ -225,7 +225,7 @@ def _finished(
         heads = whole.view(len(qkv), -1, spec.head_dim).split([spec.num_heads, spec.num_kv_heads, spec.num_kv_heads], 1)
         queries, keys = (
             F.rms_norm(part, (spec.head_dim,), norm, spec.norm_eps)
-            for part, norm in zip(heads, (block.q_norm, block.k_norm), strict=False)
+            for part, norm in zip(heads[:2], (block.q_norm, block.k_norm), strict=True)
         )
         whole = torch.cat([queries, keys, heads[2]], 1).flatten(1)
     return whole.to(qkv.dtype)

@@ -56,7 +56,7 @@ def check_layout(model: ModelConfig, spec: ModelSpec, layout: LayoutConfig, num_
             f" {num_ranks} ranks"
         )
     if layout.tensor > spec.num_heads:
-        raise ValueError(f"layout.tensor = {layout.tensor}: the model has {spec.num_heads} query heads, one rank each")
+        raise ValueError(f"layout.tensor = {layout.tensor}: at most {spec.num_heads}, the model's query heads")
     if layout.sequence_parallel and layout.tensor == 1:
         raise ValueError("layout.sequence_parallel needs layout.tensor > 1")
     if not 0 <= model.frozen_blocks < spec.num_layers:

@@ -16,7 +16,7 @@ from transformers import (
 )
 
 EOS = 2
-_SIZES: dict[str, Any] = {
+SIZES: dict[str, Any] = {
     "vocab_size": 259,
     "hidden_size": 48,
     "intermediate_size": 56,
@@ -57,7 +57,7 @@ def random_model(family: str, seed: int = 0, **changes: Any) -> PreTrainedModel:
     out."""
     config_class, own = FAMILIES[family]
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(config_class(**(_SIZES | own | changes))).eval()
+    model = AutoModelForCausalLM.from_config(config_class(**(SIZES | own | changes))).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "norm" in name:

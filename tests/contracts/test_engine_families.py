@@ -3,45 +3,23 @@ that spans two processes."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from transformers import PreTrainedModel
 
 from stages.engines.config import SpeculationConfig
 from stages.engines.protocol import Completion, GenerationEngine, Request, WeightsError
 from stages.models.config import ModelConfig
-from stages.models.sampling import SamplingConfig
 from tests.contracts.embedded_engines import make_engine
-from tests.contracts.engine_contract import oracle_logprobs
+from tests.contracts.engine_contract import GREEDY_TOKENS, assert_greedy_of, greedy_requests, oracle_logprobs
 from tests.support.engines import assert_same_bits, by_row
 from tests.support.families import FAMILIES, random_model
 from tests.support.models import opened
 from tests.support.processors import KERNELS
-
-NEW_TOKENS = 14
-
-
-def requests(version: int = 0, temperature: float = 0.0) -> list[Request]:
-    """Prompts of up to 46 tokens: positions at which scaled and plain rotary embeddings differ."""
-    rng = np.random.default_rng(7)
-    sampling = SamplingConfig(NEW_TOKENS, NEW_TOKENS, temperature=temperature)
-    prompts = [tuple(rng.integers(3, 259, length).tolist()) for length in (1, 13, 30, 46)]
-    return [Request(row, 1, 1, prompt, version, sampling) for row, prompt in enumerate(prompts)]
-
-
-def assert_of(model: PreTrainedModel, completions: Mapping[int, Completion], asked: list[Request]) -> None:
-    """Greedy tokens and their log-probs are those of the model."""
-    for request in asked:
-        completion = completions[request.row]
-        expected = oracle_logprobs(model, request, completion.tokens)
-        chosen = expected[range(NEW_TOKENS), completion.tokens.tolist()]
-        np.testing.assert_allclose(completion.logprobs, chosen.numpy(), atol=1e-4)
-        np.testing.assert_array_equal(completion.tokens, expected.argmax(-1).numpy())
 
 
 def answers(engine: GenerationEngine, asked: list[Request]) -> dict[int, Completion]:
@@ -54,9 +32,9 @@ def test_what_is_drawn_is_transformers(tmp_path: Path, family: str, kernels: str
     model = random_model(family)
     model.save_pretrained(tmp_path)
     with closing(make_engine(tmp_path, kernels=kernels)) as engine:
-        together = answers(engine, requests())
-        assert_of(model, together, requests())
-        assert_same_bits(answers(engine, requests()[2:3]), {2: together[2]})
+        together = answers(engine, greedy_requests())
+        assert_greedy_of(model, together, greedy_requests())
+        assert_same_bits(answers(engine, greedy_requests()[2:3]), {2: together[2]})
 
 
 @pytest.mark.parametrize("kernels", KERNELS)
@@ -65,10 +43,13 @@ def test_bfloat16_stays_close(tmp_path: Path, family: str, kernels: str) -> None
     model = random_model(family, initializer_range=0.05)
     model.save_pretrained(tmp_path)
     with closing(make_engine(tmp_path, dtype="bfloat16", kernels=kernels)) as engine:
-        found = answers(engine, asked := requests(temperature=1.0))
+        found = answers(
+            engine,
+            asked := [replace(each, sampling=replace(each.sampling, temperature=1.0)) for each in greedy_requests()],
+        )
     for request in asked:
         expected = oracle_logprobs(model, request, found[request.row].tokens)
-        chosen = expected[range(NEW_TOKENS), found[request.row].tokens.tolist()].numpy()
+        chosen = expected[range(GREEDY_TOKENS), found[request.row].tokens.tolist()].numpy()
         assert 1e-6 < np.abs(found[request.row].logprobs - chosen).mean() < 0.05
 
 
@@ -81,15 +62,15 @@ def test_new_weights_in_part_and_whole(tmp_path: Path, family: str, kernels: str
     name = "model.layers.1.self_attn." + ("k_proj.bias" if family == "Qwen 2.5" else "k_norm.weight")
     tensors = {each: parameter.detach().clone() for each, parameter in new.named_parameters()}
     with closing(make_engine(tmp_path, kernels=kernels)) as engine:
-        before = answers(engine, requests())
+        before = answers(engine, greedy_requests())
         engine.load_weights(1, {name: tensors[name]})
         with torch.no_grad():
             old.get_parameter(name).copy_(tensors[name])
-        changed = answers(engine, requests(1))
-        assert_of(old, changed, requests(1))
+        changed = answers(engine, greedy_requests(1))
+        assert_greedy_of(old, changed, greedy_requests(1))
         assert any(changed[row].logprobs.tolist() != before[row].logprobs.tolist() for row in before)
         engine.load_weights(2, tensors)
-        assert_of(new, answers(engine, requests(2)), requests(2))
+        assert_greedy_of(new, answers(engine, greedy_requests(2)), greedy_requests(2))
         broken = tensors[name].clone()
         broken[3] = torch.nan
         with pytest.raises(WeightsError, match=name.replace(".", r"\.") + " holds NaN"):
@@ -112,10 +93,10 @@ def test_guesses_change_no_bit(tmp_path: Path, family: str) -> None:
     """Drafts go through biases and norms at other places in a batch."""
     random_model(family).save_pretrained(tmp_path)
     with closing(make_engine(tmp_path)) as engine:
-        expected = answers(engine, requests())
+        expected = answers(engine, greedy_requests())
     speculation = SpeculationConfig(drafter="ngram", lengths="longest")
     with closing(make_engine(tmp_path, speculation=speculation)) as engine:
-        assert_same_bits(answers(engine, requests()), expected)
+        assert_same_bits(answers(engine, greedy_requests()), expected)
 
 
 @pytest.mark.processes
@@ -141,6 +122,6 @@ def test_a_model_on_several_ranks_takes_the_trainers_weights(
         assert trained is not None
         tensors = {name: torch.from_numpy(array.copy()) for name, array in trained.items()}
     with closing(make_engine(tmp_path / "model", **config)) as engine:
-        assert_of(model, answers(engine, requests()), requests())
+        assert_greedy_of(model, answers(engine, greedy_requests()), greedy_requests())
         engine.load_weights(1, tensors)
-        assert_of(new, answers(engine, requests(1)), requests(1))
+        assert_greedy_of(new, answers(engine, greedy_requests(1)), greedy_requests(1))

@@ -22,7 +22,7 @@ from stages.engines.embedded.ranks.sharding import check_division
 from stages.models.hf_config import RANDOM_TINY
 from stages.models.hf_files import Tokenizer, read_tokenizer
 from stages.models.protocol import Role
-from stages.models.spec import ModelSpec, read_spec, tensor_parallel_sizes
+from stages.models.spec import ModelSpec, read_spec
 from stages.prompts import PromptTable, tokenise
 from stages.rewards.registry import build_reward
 from storage.prompts import PromptsError, load_texts
@@ -136,7 +136,7 @@ def _check_context(config: RunConfig, model: ModelSpec) -> None:
 
 
 def _check_layouts(config: RunConfig, model: ModelSpec) -> None:
-    """Whether every gang's layout can cut this model into equal parts."""
+    """Whether every gang's layout can cut this model."""
     trained = model.num_layers - config.model.frozen_blocks
     cut_by_pipeline = {
         "num_hidden_layers": model.num_layers,
@@ -144,11 +144,16 @@ def _check_layouts(config: RunConfig, model: ModelSpec) -> None:
     }
     for gang in config.gangs():
         layout, key = config.placement.gangs[gang.name].layout, f"placement.gangs.{gang.name}.layout"
-        parts = [("tensor", layout.tensor, name, number) for name, number in tensor_parallel_sizes(model).items()]
-        parts += [("pipeline", layout.pipeline, name, number) for name, number in cut_by_pipeline.items()]
-        for part, given, name, number in parts if gang.ordered else []:
-            if number % given:
-                raise ConfigError(f"{key}.{part}", f"given {given}; must divide the model's {name} = {number}")
+        if not gang.ordered:
+            continue
+        heads, given = model.num_heads, layout.tensor
+        if given > heads:
+            raise ConfigError(f"{key}.tensor", f"given {given}; the model has {heads} query heads: at most {heads}")
+        for name, number in cut_by_pipeline.items():
+            if number % layout.pipeline:
+                raise ConfigError(
+                    f"{key}.pipeline", f"given {layout.pipeline}; must divide the model's {name} = {number}"
+                )
 
 
 def _check_replicas(config: RunConfig, model: ModelSpec) -> None:

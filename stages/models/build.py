@@ -33,9 +33,11 @@ from stages.models.config import LayoutConfig, ModelConfig
 from stages.models.kernels.protocol import BlockKernels
 from stages.models.layers import HiddenOutput, block_spec
 from stages.models.linears import CpuEmbedding
+from stages.models.padding import padded
 from stages.models.parallel import ParallelRank
 from stages.models.products import Products
 from stages.models.protocol import Role
+from stages.models.rotary import rotary_frequencies
 from stages.models.spec import ModelSpec
 from stages.models.trunk import Trunk
 
@@ -97,7 +99,8 @@ def reset_role(model: GPTModel, blueprint: Blueprint, weights: Mapping[str, Tens
 
 
 def output_weight(model: GPTModel, trunk: Trunk | None) -> Tensor:
-    """The weight [vocab / TP, hidden] that turns a policy's hidden states into logits, on the last pipeline stage."""
+    """The weight [padded vocab / TP, hidden] that turns a policy's hidden states into logits, on the last pipeline
+    stage."""
     own = model.output_layer.weight
     if own is not None:
         return own
@@ -124,7 +127,8 @@ def load_weights(model: GPTModel, blueprint: Blueprint, weights: Mapping[str, Te
 
 def _stage(blueprint: Blueprint, num_blocks: int, *, embedding: bool, output: bool, tied: bool) -> GPTModel:
     """A GPTModel with `num_blocks` blocks over all pipeline stages, its weights not yet set."""
-    spec, layout, device = blueprint.spec, blueprint.layout, blueprint.parallel_rank.device
+    layout, device = blueprint.layout, blueprint.parallel_rank.device
+    spec = padded(blueprint.spec, layout.tensor)
     config = TransformerConfig(
         **hf_conversion.transformer_kwargs(spec),
         num_layers=num_blocks,
@@ -147,7 +151,9 @@ def _stage(blueprint: Blueprint, num_blocks: int, *, embedding: bool, output: bo
     )
     stage = GPTModel(
         config=config,
-        transformer_layer_spec=block_spec(num_blocks // layout.pipeline, blueprint.products, blueprint.kernels, device),
+        transformer_layer_spec=block_spec(
+            num_blocks // layout.pipeline, blueprint.products, blueprint.kernels, device, qk_norm=spec.qk_norm
+        ),
         vocab_size=spec.vocab_size,
         max_sequence_length=spec.max_positions,
         pre_process=embedding,
@@ -160,9 +166,10 @@ def _stage(blueprint: Blueprint, num_blocks: int, *, embedding: bool, output: bo
     if embedding and device.type == "cpu":
         # Megatron names the class itself; ours differs in its forward alone
         stage.embedding.word_embeddings.__class__ = CpuEmbedding
+    stage.rotary_pos_emb.inv_freq = rotary_frequencies(spec).to(device)  # Megatron knows one of Llama's scalings
     for name, _, parameter in hf_conversion.named_by_block(stage, 0):
-        # Megatron marks split parameters while it initialises them; the gradient norm counts unmarked ones on one rank
-        if name in hf_conversion.SPLIT_AXES:
+        # Megatron marks split weights while it initialises them; the gradient norm counts unmarked ones on one rank
+        if name in hf_conversion.SPLIT_AXES and not hasattr(parameter, "tensor_model_parallel"):
             set_tensor_model_parallel_attributes(parameter, True, hf_conversion.SPLIT_AXES[name], 1)
     return stage.to(device)  # Megatron leaves torch's norms on the CPU
 

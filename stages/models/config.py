@@ -50,7 +50,8 @@ class ModelConfig:
     """The start policy, also the reference; the critic starts from it with a new scalar head."""
 
     path: str = "???"
-    """A directory in Hugging Face layout (Llama architecture), or `random:tiny` for a small random model."""
+    """A directory in Hugging Face layout (a family of `stages.models.spec`), or `random:tiny` for a small random
+    model."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Of the trained models' forward and backward; master weights and optimizer state are float32."""
     products: Literal["auto", "torch", "onednn"] = "auto"

@@ -2,9 +2,10 @@
 
 Megatron fuses what Hugging Face keeps separate. Its `linear_qkv` holds, for each group of queries that share a key, the
 group's queries, the key and the value; `linear_fc1` holds gate and up, each cut over the tensor-parallel ranks first.
+What does not divide over the ranks is filled up with zeros (see `padding`), which no Hugging Face tensor has.
 A *block* is numbered as Hugging Face numbers layers, from 0 at the bottom of the whole model.
 
-May import torch, megatron.core and stages.models.spec.
+May import torch, megatron.core, stages.models.padding and stages.models.spec.
 """
 
 from __future__ import annotations
@@ -17,17 +18,23 @@ import torch.nn.functional as F
 from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 
+from stages.models.padding import padded
 from stages.models.spec import (
     DOWN_PROJ,
     EMBEDDING,
     FINAL_NORM,
     GATE_PROJ,
     INPUT_NORM,
+    K_BIAS,
+    K_NORM,
     K_PROJ,
     O_PROJ,
     POST_ATTENTION_NORM,
+    Q_BIAS,
+    Q_NORM,
     Q_PROJ,
     UP_PROJ,
+    V_BIAS,
     V_PROJ,
     VALUE_HEAD_BIAS,
     VALUE_HEAD_WEIGHT,
@@ -38,8 +45,18 @@ from stages.models.spec import (
 Gather = Callable[[Tensor], list[Tensor]]
 """All tensor-parallel ranks' parts of a tensor, in rank order."""
 
-_QKV = (Q_PROJ, K_PROJ, V_PROJ)
+_QKV = {
+    "self_attention.linear_qkv.weight": (Q_PROJ, K_PROJ, V_PROJ),
+    "self_attention.linear_qkv.bias": (Q_BIAS, K_BIAS, V_BIAS),
+}
 """In the order of `linear_qkv`."""
+_NORMS = {
+    "input_layernorm.weight": INPUT_NORM,
+    "self_attention.q_layernorm.weight": Q_NORM,
+    "self_attention.k_layernorm.weight": K_NORM,
+    "pre_mlp_layernorm.weight": POST_ATTENTION_NORM,
+}
+"""Whole on every rank."""
 
 
 def transformer_kwargs(spec: ModelSpec) -> dict[str, Any]:
@@ -57,6 +74,8 @@ def transformer_kwargs(spec: ModelSpec) -> dict[str, Any]:
         "gated_linear_unit": True,
         "use_te_activation_func": True,  # not Transformer Engine's: what layers.block_spec puts there
         "add_bias_linear": False,
+        "add_qkv_bias": spec.qkv_bias,
+        "qk_layernorm": spec.qk_norm,
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
         "bias_activation_fusion": False,
@@ -85,6 +104,7 @@ SPLIT_AXES = {
     "embedding.word_embeddings.weight": 0,
     "output_layer.weight": 0,
     "self_attention.linear_qkv.weight": 0,
+    "self_attention.linear_qkv.bias": 0,
     "self_attention.linear_proj.weight": 1,
     "mlp.linear_fc1.weight": 0,
     "mlp.linear_fc2.weight": 1,
@@ -97,9 +117,11 @@ def from_hf(
 ) -> Tensor:
     """This tensor-parallel rank's part of a Megatron parameter, from whole Hugging Face tensors. Raises KeyError with
     the Hugging Face name where one is missing."""
+    wide = padded(spec, tp_size)
+    more_neurons = wide.intermediate_size - spec.intermediate_size
 
-    def cut(tensor: Tensor, axis: int) -> Tensor:
-        return tensor.chunk(tp_size, axis)[tp_rank]
+    def cut(tensor: Tensor, axis: int, zeros: int) -> Tensor:
+        return _with_zeros(tensor, axis, zeros).chunk(tp_size, axis)[tp_rank]
 
     def of_block(part: str) -> Tensor:
         assert block is not None
@@ -107,26 +129,23 @@ def from_hf(
 
     match name:
         case "embedding.word_embeddings.weight":
-            return cut(tensors[EMBEDDING], 0)
+            return cut(tensors[EMBEDDING], 0, wide.vocab_size - spec.vocab_size)
         case "decoder.final_layernorm.weight":
             return tensors[FINAL_NORM]
         case "output_layer.weight":
-            return cut(tensors[spec.output_tensor], 0)
-        case "input_layernorm.weight":
-            return of_block(INPUT_NORM)
-        case "pre_mlp_layernorm.weight":
-            return of_block(POST_ATTENTION_NORM)
-        case "self_attention.linear_qkv.weight":
-            q, k, v = map(of_block, _QKV)
-            groups, hidden = spec.num_kv_heads, q.shape[-1]
-            fused = torch.cat([x.view(groups, -1, hidden) for x in (q, k, v)], 1)
-            return cut(fused.flatten(0, 1), 0)
+            return cut(tensors[spec.output_tensor], 0, wide.vocab_size - spec.vocab_size)
+        case _ if name in _NORMS:
+            return of_block(_NORMS[name])
+        case _ if name in _QKV:
+            groups = [of_block(part).unflatten(0, (spec.num_kv_heads, -1)) for part in _QKV[name]]
+            fused = _with_zeros(torch.cat(groups, 1), 0, wide.num_kv_heads - spec.num_kv_heads)
+            return cut(fused.flatten(0, 1), 0, 0)
         case "self_attention.linear_proj.weight":
-            return cut(of_block(O_PROJ), 1)
+            return cut(of_block(O_PROJ), 1, wide.q_size - spec.q_size)
         case "mlp.linear_fc1.weight":
-            return torch.cat([cut(of_block(part), 0) for part in (GATE_PROJ, UP_PROJ)])
+            return torch.cat([cut(of_block(part), 0, more_neurons) for part in (GATE_PROJ, UP_PROJ)])
         case "mlp.linear_fc2.weight":
-            return cut(of_block(DOWN_PROJ), 1)
+            return cut(of_block(DOWN_PROJ), 1, more_neurons)
         case _:
             raise KeyError(f"Megatron's {name} has no counterpart among Hugging Face's tensors")
 
@@ -142,7 +161,7 @@ def to_hf(
 
     match name:
         case "embedding.word_embeddings.weight":
-            yield EMBEDDING, _join(gather(parameter), 0)
+            yield EMBEDDING, _join(gather(parameter), 0)[: spec.vocab_size]
         case "decoder.final_layernorm.weight":
             yield FINAL_NORM, parameter
         case "output_layer.weight" if parameter.shape[0] == 1:
@@ -150,28 +169,34 @@ def to_hf(
         case "output_layer.bias":
             yield VALUE_HEAD_BIAS, parameter
         case "output_layer.weight":
-            yield spec.output_tensor, _join(gather(parameter), 0)
-        case "input_layernorm.weight":
-            yield of_block(INPUT_NORM), parameter
-        case "pre_mlp_layernorm.weight":
-            yield of_block(POST_ATTENTION_NORM), parameter
-        case "self_attention.linear_qkv.weight":
-            fused = _join(gather(parameter), 0)
-            fused = fused.view(spec.num_kv_heads, -1, fused.shape[-1])
+            yield spec.output_tensor, _join(gather(parameter), 0)[: spec.vocab_size]
+        case _ if name in _NORMS:
+            yield of_block(_NORMS[name]), parameter
+        case _ if name in _QKV:
             queries = spec.num_heads // spec.num_kv_heads * spec.head_dim
-            parts = fused.split([queries, spec.head_dim, spec.head_dim], 1)
-            for projection, part in zip(_QKV, parts, strict=True):
+            rows = [queries, spec.head_dim, spec.head_dim]
+            groups = _join(gather(parameter), 0).unflatten(0, (-1, sum(rows)))[: spec.num_kv_heads]
+            for projection, part in zip(_QKV[name], groups.split(rows, 1), strict=True):
                 yield of_block(projection), part.flatten(0, 1)
         case "self_attention.linear_proj.weight":
-            yield of_block(O_PROJ), _join(gather(parameter), 1)
+            yield of_block(O_PROJ), _join(gather(parameter), 1)[:, : spec.q_size]
         case "mlp.linear_fc1.weight":
             halves = [part.chunk(2) for part in gather(parameter)]
-            yield of_block(GATE_PROJ), _join([gate for gate, _ in halves], 0)
-            yield of_block(UP_PROJ), _join([up for _, up in halves], 0)
+            yield of_block(GATE_PROJ), _join([gate for gate, _ in halves], 0)[: spec.intermediate_size]
+            yield of_block(UP_PROJ), _join([up for _, up in halves], 0)[: spec.intermediate_size]
         case "mlp.linear_fc2.weight":
-            yield of_block(DOWN_PROJ), _join(gather(parameter), 1)
+            yield of_block(DOWN_PROJ), _join(gather(parameter), 1)[:, : spec.intermediate_size]
         case _:
             raise KeyError(f"Megatron's {name} has no counterpart among Hugging Face's tensors")
+
+
+def _with_zeros(tensor: Tensor, axis: int, count: int) -> Tensor:
+    """The tensor with so many more entries along an axis, all 0."""
+    if count == 0:
+        return tensor
+    shape = [*tensor.shape]
+    shape[axis] = count
+    return torch.cat([tensor, tensor.new_zeros(shape)], axis)
 
 
 def _join(parts: Sequence[Tensor], axis: int) -> Tensor:

@@ -29,6 +29,7 @@ from stages.models.hf_config import read_eos_ids
 from stages.models.hf_files import read_weights, write_model
 from stages.models.kernels.choice import choose_kernels
 from stages.models.minibatch_losses import MinibatchLoss
+from stages.models.padding import padded
 from stages.models.products import choose_products
 from stages.models.protocol import CriticBatch, PolicyBatch, Rank, Role
 from stages.models.sampling import SamplingConfig
@@ -69,7 +70,10 @@ class MegatronHost:
         self._total_steps = total_steps
         self._distribution = Distribution(
             temperature=sampling.temperature,
-            suppressed=tuple(sampling.suppress_token_ids),
+            suppressed=(
+                *sampling.suppress_token_ids,
+                *range(spec.vocab_size, padded(spec, layout.tensor).vocab_size),
+            ),
             eos=tuple(model.eos_token_ids) or read_eos_ids(model.path),
             min_new_tokens=sampling.min_new_tokens,
         )

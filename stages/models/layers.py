@@ -16,7 +16,9 @@ import torch
 import torch.nn.functional as F
 from megatron.core import tensor_parallel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.parallel_state import get_tensor_model_parallel_rank
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+from megatron.core.tensor_parallel.mappings import all_gather_last_dim_from_tensor_parallel_region
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.module import MegatronModule
@@ -45,15 +47,17 @@ class RMSNorm(torch.nn.RMSNorm):
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
         self.epsilon = eps
         self.kernels = kernels
-        # each rank sees a part of the sequence only: finalize_model_grads adds up the marked gradients over TP
+        # each rank sees a part of the sequence only: finalize_model_grads adds up the marked gradients over TP (and
+        # those of q_layernorm and k_layernorm, of which each rank sees its heads only, by their names)
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, x: Tensor) -> Tensor:
         return self.kernels.norm(x, self.weight, self.epsilon, self.weight.dtype)
 
 
-class FinalRMSNorm(RMSNorm):
-    """The norm before the output layer or the head, which are multiplied in float32."""
+class UnroundedRMSNorm(RMSNorm):
+    """The norm before the output layer or the head, which are multiplied in float32, and of queries and keys, which
+    attention takes as they come."""
 
     def forward(self, x: Tensor) -> Tensor:
         return self.kernels.norm(x, self.weight, self.epsilon, x.dtype)
@@ -86,14 +90,18 @@ class PackedAttention(SelfAttention):
         **__: Any,
     ) -> tuple[Tensor, Tensor | None]:
         qkv_N1F, _ = self.linear_qkv(hidden_N1H)
-        sizes = HeadSizes(
-            self.num_query_groups_per_partition,
-            self.num_attention_heads_per_partition // self.num_query_groups_per_partition,
-            self.hidden_size_per_attention_head,
-        )
         angles, dtype = packed_seq_params.angles(rotary_pos_emb), qkv_N1F.dtype
         normed = not isinstance(self.q_layernorm, IdentityOp)
+        groups = self.num_query_groups_per_partition
+        sizes = HeadSizes(groups, self.num_attention_heads_per_partition // groups, self.hidden_size_per_attention_head)
+        sharing = max(1, self.world_size // self.config.num_query_groups)
+        if sharing > 1:  # ranks of a group of queries split them and all have its key and value
+            tensor_rank = get_tensor_model_parallel_rank()
+            qkv_N1F = all_gather_last_dim_from_tensor_parallel_region(qkv_N1F)
+            qkv_N1F = qkv_N1F.chunk(self.config.num_query_groups, -1)[tensor_rank // sharing]
         query, key, value = self.kernels.split_heads(qkv_N1F[:, 0], sizes, None if normed else angles)
+        if sharing > 1:
+            query = query.chunk(sharing, 1)[tensor_rank % sharing].contiguous()
         if normed:
             query, key = (rotate(norm(x), angles) for norm, x in ((self.q_layernorm, query), (self.k_layernorm, key)))
 
@@ -162,9 +170,11 @@ def residual_add(kernels: BlockKernels) -> Callable[[bool, bool], _AddToResidual
     return lambda training, fused: add
 
 
-def block_spec(num_blocks: int, products: Products, kernels: BlockKernels, device: torch.device) -> BlockSubmodules:
+def block_spec(
+    num_blocks: int, products: Products, kernels: BlockKernels, device: torch.device, *, qk_norm: bool = False
+) -> BlockSubmodules:
     """Specification of `num_blocks` Llama blocks and a final norm, computed by `kernels`, whose linears multiply by
-    `products` on a CPU and are Megatron's own on CUDA."""
+    `products` on a CPU and are Megatron's own on CUDA. `qk_norm`: see `ModelSpec`."""
     layer = get_gpt_layer_local_spec(normalization="RMSNorm")
     parts = layer.submodules
     by_kernels = {"kernels": kernels}
@@ -173,6 +183,9 @@ def block_spec(num_blocks: int, products: Products, kernels: BlockKernels, devic
     attention, mlp = parts.self_attention, parts.mlp
     attention.module, attention.params = PackedAttention, attention.params | by_kernels
     attention.submodules.core_attention = CausalAttention
+    if qk_norm:
+        attention.submodules.q_layernorm = ModuleSpec(UnroundedRMSNorm, params=by_kernels)
+        attention.submodules.k_layernorm = ModuleSpec(UnroundedRMSNorm, params=by_kernels)
     mlp.submodules.activation_func = ModuleSpec(Gate, params=by_kernels)
     if device.type == "cpu":
         given: dict[str, Any] = {"products": products, "kernels": kernels}
@@ -180,4 +193,4 @@ def block_spec(num_blocks: int, products: Products, kernels: BlockKernels, devic
         attention.submodules.linear_qkv = partial(CpuColumnLinear, **given)
         attention.submodules.linear_proj = mlp.submodules.linear_fc2 = ModuleSpec(CpuRowLinear, params=given)
         mlp.submodules.linear_fc1 = ModuleSpec(CpuColumnLinear, params=given)
-    return BlockSubmodules(layer_specs=[layer] * num_blocks, layer_norm=ModuleSpec(FinalRMSNorm, params=by_kernels))
+    return BlockSubmodules(layer_specs=[layer] * num_blocks, layer_norm=ModuleSpec(UnroundedRMSNorm, params=by_kernels))

@@ -13,7 +13,7 @@ import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
-from stages.models.kernels.protocol import Angles
+from stages.models.kernels.protocol import RotaryAngles
 
 
 @dataclass
@@ -25,14 +25,14 @@ class Packing(PackedSeqParams):
     runs: tuple[tuple[int, int, int], ...] = ()
     """(first token, rows, length) of rows of one length that lie side by side."""
     _of_frequencies: Tensor | None = None
-    _angles: Angles | None = None
+    _angles: RotaryAngles | None = None
 
-    def angles(self, frequencies_P11D: Tensor) -> Angles:
+    def angles(self, frequencies_P11D: Tensor) -> RotaryAngles:
         """Cosines and sines of Megatron's rotary frequencies [positions, 1, 1, head dimension], which are the same for
         every block of a model: made once."""
         if self._angles is None or self._of_frequencies is not frequencies_P11D:
             half_PD = frequencies_P11D[:, 0, 0].chunk(2, -1)[0].float()
-            self._angles = Angles(half_PD.cos(), half_PD.sin(), self.positions)
+            self._angles = RotaryAngles(half_PD.cos(), half_PD.sin(), self.positions)
             self._of_frequencies = frequencies_P11D
         return self._angles
 

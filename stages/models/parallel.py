@@ -18,7 +18,7 @@ from stages.models import megatron_cpu
 from stages.models.config import LayoutConfig, ModelConfig
 from stages.models.errors import StateError
 from stages.models.protocol import Rank
-from stages.models.spec import ModelSpec, tensor_parallel_sizes
+from stages.models.spec import ModelSpec
 
 
 @dataclass(frozen=True)
@@ -55,9 +55,8 @@ def check_layout(model: ModelConfig, spec: ModelSpec, layout: LayoutConfig, num_
             f"layout.tensor * layout.pipeline = {layout.tensor} * {layout.pipeline} must divide the gang's"
             f" {num_ranks} ranks"
         )
-    for name, size in tensor_parallel_sizes(spec).items():
-        if size % layout.tensor:
-            raise ValueError(f"layout.tensor = {layout.tensor} must divide the model's {name} = {size}")
+    if layout.tensor > spec.num_heads:
+        raise ValueError(f"layout.tensor = {layout.tensor}: at most {spec.num_heads}, the model's query heads")
     if layout.sequence_parallel and layout.tensor == 1:
         raise ValueError("layout.sequence_parallel needs layout.tensor > 1")
     if not 0 <= model.frozen_blocks < spec.num_layers:

@@ -6,7 +6,7 @@ The oracle is transformers, on small random Llamas (tied and untied) that transf
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from stages.engines.embedded.sampling.noise import gumbel, noise_keys
 from stages.engines.protocol import Completion, GenerationEngine, Request, RequestError, WeightsError
@@ -23,6 +23,8 @@ from storage.records import FinishReason
 from tests.support.engines import by_row
 
 VOCAB, EOS, MAX_SEQ = 96, 2, 64
+GREEDY_TOKENS = 14
+"""That each of `greedy_requests` asks for."""
 
 
 def random_llama(seed: int, tied: bool) -> LlamaForCausalLM:
@@ -64,7 +66,15 @@ def make_requests(num: int, version: int = 0, **sampling: object) -> list[Reques
     return [Request(row, 11, 3, prompt, version, settings) for row, prompt in enumerate(prompts)]
 
 
-def oracle_logprobs(model: LlamaForCausalLM, request: Request, tokens: np.ndarray) -> torch.Tensor:
+def greedy_requests(version: int = 0) -> list[Request]:
+    """Prompts of up to 46 tokens: positions at which scaled and plain rotary embeddings differ."""
+    rng = np.random.default_rng(7)
+    sampling = SamplingConfig(GREEDY_TOKENS, GREEDY_TOKENS, temperature=0.0)
+    prompts = [tuple(rng.integers(3, VOCAB, length).tolist()) for length in (1, 13, 30, 46)]
+    return [Request(row, 11, 3, prompt, version, sampling) for row, prompt in enumerate(prompts)]
+
+
+def oracle_logprobs(model: PreTrainedModel, request: Request, tokens: np.ndarray) -> torch.Tensor:
     """float64 log-probs [new, vocab] of the distribution each token should have been drawn from."""
     with torch.no_grad():
         logits = model(torch.tensor([[*request.tokens, *tokens.tolist()]])).logits[0].double()
@@ -72,6 +82,18 @@ def oracle_logprobs(model: LlamaForCausalLM, request: Request, tokens: np.ndarra
     logits[:, request.sampling.suppress_token_ids] = -torch.inf
     logits[: request.sampling.min_new_tokens, EOS] = -torch.inf
     return (logits / (request.sampling.temperature or 1.0)).log_softmax(-1)
+
+
+def assert_greedy_of(
+    model: PreTrainedModel, completions: Mapping[int, Completion], requests: Sequence[Request]
+) -> None:
+    """The tokens that `greedy_requests` ask for, and their log-probs, are those of the model."""
+    for request in requests:
+        completion = completions[request.row]
+        expected = oracle_logprobs(model, request, completion.tokens)
+        chosen = expected[range(GREEDY_TOKENS), completion.tokens.tolist()]
+        np.testing.assert_allclose(completion.logprobs, chosen.numpy(), atol=1e-4)
+        np.testing.assert_array_equal(completion.tokens, expected.argmax(-1).numpy())
 
 
 def assert_close_in_bfloat16(

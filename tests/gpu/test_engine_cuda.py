@@ -20,12 +20,15 @@ from tests.contracts.engine_contract import (
     MAX_SEQ,
     EngineContract,
     assert_close_in_bfloat16,
+    assert_greedy_of,
+    greedy_requests,
     make_requests,
     random_llama,
     trained_tensors,
 )
 from tests.support.engine_settings import embedded
 from tests.support.engines import assert_same_bits, by_row
+from tests.support.families import FAMILIES, random_model
 
 pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda")
@@ -106,6 +109,17 @@ def test_bfloat16_stays_close(path: Path, kernels: str) -> None:
     sampled = np.concatenate([c.logprobs for c in completions.values()])
     rounded = torch.from_numpy(sampled).bfloat16().float().numpy()
     assert (sampled != rounded).mean() > 0.9
+
+
+@pytest.mark.parametrize("kernels", ["torch", pytest.param("triton", marks=needs_triton)])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_draws_what_transformers_says(tmp_path: Path, family: str, kernels: str) -> None:
+    old, new = (random_model(family, seed) for seed in (0, 1))
+    old.save_pretrained(tmp_path)
+    with closing(make_engine(tmp_path, kernels=kernels)) as engine:
+        assert_greedy_of(old, by_row(engine.generate(greedy_requests())), greedy_requests())
+        engine.load_weights(1, dict(new.named_parameters()))
+        assert_greedy_of(new, by_row(engine.generate(greedy_requests(1))), greedy_requests(1))
 
 
 @needs_triton

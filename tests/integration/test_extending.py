@@ -155,16 +155,19 @@ def test_what_the_recipes_make_passes_the_projects_own_checks(copy: Path) -> Non
 
 FAMILY = """
 import sys, torch, tempfile
-from transformers import MistralConfig, MistralForCausalLM
+from transformers import SeedOssConfig, SeedOssForCausalLM
 from stages.engines.build import build_engine
 from stages.engines.config import EngineConfig
 from stages.models.sampling import SamplingConfig
 from stages.engines.protocol import Request
 
 torch.manual_seed(0)
-config = MistralConfig(vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-    num_key_value_heads=2, max_position_embeddings=64, sliding_window=None, tie_word_embeddings=False, eos_token_id=63)
-theirs = MistralForCausalLM(config).eval()
+config = SeedOssConfig(vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+    num_key_value_heads=2, head_dim=8, max_position_embeddings=64, tie_word_embeddings=False, eos_token_id=63)
+theirs = SeedOssForCausalLM(config).eval()
+for name, parameter in theirs.named_parameters():
+    if name.endswith("bias"):
+        torch.nn.init.normal_(parameter)
 with tempfile.TemporaryDirectory() as folder:
     theirs.save_pretrained(folder)
     engine = build_engine(folder, EngineConfig(slots=2, kv_budget_mb=8), max_seq=32, threads=1)

@@ -206,7 +206,7 @@ def test_two_ranks_leave_out_the_same_minibatches_as_one(results: dict[str, Path
     ("layout", "model", "ranks", "message"),
     [
         (LayoutConfig(tensor=2), {}, 3, r"layout.tensor \* layout.pipeline = 2 \* 1 must divide the gang's 3 ranks"),
-        (LayoutConfig(tensor=4), {}, 4, "layout.tensor = 4 must divide the model's num_key_value_heads = 2"),
+        (LayoutConfig(tensor=8), {}, 8, "layout.tensor = 8: at most 4, the model's query heads"),
         (LayoutConfig(sequence_parallel=True), {}, 2, "layout.sequence_parallel needs layout.tensor > 1"),
         (LayoutConfig(pipeline=2), {"frozen_blocks": 2}, 2, "model.frozen_blocks = 2 needs layout.pipeline = 1"),
         (LayoutConfig(pipeline=2), {"critic_blocks": 3}, 2, "layout.pipeline = 2 must divide model.critic_blocks = 3"),

@@ -237,7 +237,7 @@ def all_tensors(weights: LlamaWeights) -> list[torch.Tensor]:
     """Those that a refit can change, always in the same order, of weights that torch multiplies."""
     assert isinstance(weights.head, torch.Tensor)
     blocks = [getattr(block, field.name) for block in weights.blocks for field in fields(block)]
-    return [weights.embedding, *blocks, weights.norm, weights.head]
+    return [weights.embedding, *(each for each in blocks if each is not None), weights.norm, weights.head]
 
 
 def checked_spec(path: str, engine: EngineConfig, max_seq: int) -> ModelSpec:

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from stages.models.kernels.composed import ComposedKernels
-from stages.models.kernels.native import load_native_kernels
+from stages.models.kernels.native import load_block_kernels
 from stages.models.kernels.protocol import BlockKernels
 from stages.native.compile import NoNativeKernelsError
 
@@ -32,11 +32,11 @@ def choose_kernels(asked: Literal["auto", "torch", "native"], dtype: torch.dtype
     wanted = [asked != "torch" and fits]
     if wanted[0] and dist.get_rank() == 0:
         try:
-            load_native_kernels()
+            load_block_kernels()
         except NoNativeKernelsError as error:
             if asked == "native":
                 raise
             LOG.warning("blocks are computed by plain torch, about twice as slow: %s", error)
             wanted = [False]
     dist.broadcast_object_list(wanted)
-    return load_native_kernels() if wanted[0] else ComposedKernels()
+    return load_block_kernels() if wanted[0] else ComposedKernels()

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from stages.models.kernels.protocol import Angles, HeadSizes
+from stages.models.kernels.protocol import HeadSizes, RotaryAngles
 
 
 class ComposedKernels:
@@ -24,7 +24,9 @@ class ComposedKernels:
         gate, up = gate_up.chunk(2, -1)
         return F.silu(gate) * up
 
-    def split_heads(self, qkv_NF: Tensor, sizes: HeadSizes, angles: Angles | None) -> tuple[Tensor, Tensor, Tensor]:
+    def split_heads(
+        self, qkv_NF: Tensor, sizes: HeadSizes, angles: RotaryAngles | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
         num_tokens = len(qkv_NF)
         each_NGXD = qkv_NF.view(num_tokens, sizes.groups, sizes.queries_per_group + 2, sizes.dim)
         each_NGXD = each_NGXD if qkv_NF.is_cuda else each_NGXD.float()
@@ -41,7 +43,7 @@ class ComposedKernels:
         total += part
 
 
-def rotate(x_NKD: Tensor, angles: Angles) -> Tensor:
+def rotate(x_NKD: Tensor, angles: RotaryAngles) -> Tensor:
     """Heads [N, heads, D] turned by the angles of their token's position; in float32, then in their own dtype."""
     cosine_N1D, sine_N1D = (table[angles.positions, None] for table in (angles.cosines, angles.sines))
     a, b = x_NKD.float().chunk(2, -1)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stages.models.kernels.protocol import Angles, HeadSizes
+from stages.models.kernels.protocol import HeadSizes, RotaryAngles
 from stages.native.compile import NoNativeKernelsError, build_library
 
 _P, _I, _L, _F = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64, ctypes.c_float
@@ -33,7 +33,7 @@ class _Heads(ctypes.Structure):
     )
 
 
-def load_native_kernels() -> NativeKernels:
+def load_block_kernels() -> NativeBlockKernels:
     """Compiles if need be. Raises NoNativeKernelsError."""
     try:
         library = ctypes.CDLL(str(build_library("blocks", Path(__file__).parent, ("blocks.c",))))
@@ -48,10 +48,10 @@ def load_native_kernels() -> NativeKernels:
     library.add.argtypes = [_P, _P, _I, _P, _L]
     for name in ("norm", "norm_gradient", "gate", "gate_gradient", "take_heads", "put_heads", "add"):
         getattr(library, name).restype = None
-    return NativeKernels(library)
+    return NativeBlockKernels(library)
 
 
-class NativeKernels:
+class NativeBlockKernels:
     """See `BlockKernels`; float32 and bfloat16, on a CPU."""
 
     name = "native"
@@ -65,7 +65,9 @@ class NativeKernels:
     def gate(self, gate_up: Tensor) -> Tensor:
         return _Gate.apply(gate_up, self.library)
 
-    def split_heads(self, qkv_NF: Tensor, sizes: HeadSizes, angles: Angles | None) -> tuple[Tensor, Tensor, Tensor]:
+    def split_heads(
+        self, qkv_NF: Tensor, sizes: HeadSizes, angles: RotaryAngles | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
         query, key, value = _SplitHeads.apply(qkv_NF, sizes, angles, self.library)
         return query, key, value
 
@@ -133,7 +135,7 @@ class _Gate(torch.autograd.Function):
 class _SplitHeads(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, qkv_NF: Tensor, sizes: HeadSizes, angles: Angles | None, library: ctypes.CDLL
+        ctx: Any, qkv_NF: Tensor, sizes: HeadSizes, angles: RotaryAngles | None, library: ctypes.CDLL
     ) -> tuple[Tensor, ...]:
         qkv_NF = qkv_NF.contiguous()
         parts = []
@@ -181,7 +183,7 @@ def _layout(sizes: HeadSizes, row: int) -> tuple[tuple[_Heads, bool], ...]:
     )
 
 
-def _addresses(angles: Angles | None) -> tuple[int | None, int | None, int | None]:
+def _addresses(angles: RotaryAngles | None) -> tuple[int | None, int | None, int | None]:
     if angles is None:
         return None, None, None
     return angles.cosines.data_ptr(), angles.sines.data_ptr(), angles.positions.data_ptr()

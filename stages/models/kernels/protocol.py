@@ -15,7 +15,7 @@ from torch import Tensor
 
 
 @dataclass(frozen=True)
-class Angles:
+class RotaryAngles:
     """Of the rotary embedding, for the tokens of a micro-batch."""
 
     cosines: Tensor
@@ -49,7 +49,9 @@ class BlockKernels(Protocol):
         """silu(gate) * up of [..., 2 F], the gate's features first (SwiGLU, Shazeer 2020)."""
         ...
 
-    def split_heads(self, qkv_NF: Tensor, sizes: HeadSizes, angles: Angles | None) -> tuple[Tensor, Tensor, Tensor]:
+    def split_heads(
+        self, qkv_NF: Tensor, sizes: HeadSizes, angles: RotaryAngles | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Queries [N, heads, D], keys and values [N, groups, D], in the dtype that attention takes (float32 on a CPU);
         queries and keys turned by `angles`, if any (RoPE, Su et al. 2021, in halves)."""
         ...

@@ -153,7 +153,7 @@ class Kernels(Protocol):
 
 @dataclass(frozen=True)
 class Block:
-    """One transformer block; linears packed and fused."""
+    """One transformer block; linears packed and fused. All vectors are float32."""
 
     attention_norm: torch.Tensor
     qkv: Packed
@@ -161,6 +161,12 @@ class Block:
     mlp_norm: torch.Tensor
     gate_up: Packed
     down: Packed
+    qkv_bias: Float32[torch.Tensor, " (H+2K)*D"] | None = None
+    """Added to what `qkv` gives."""
+    q_norm: Float32[torch.Tensor, " D"] | None = None
+    """Every query head goes through an RMS norm of this weight before it is turned."""
+    k_norm: Float32[torch.Tensor, " D"] | None = None
+    """The same of every key head; there if and only if `q_norm` is."""
 
 
 @runtime_checkable
@@ -179,7 +185,7 @@ class FusedKernels(Kernels, Protocol):
         values: Float32[torch.Tensor, "P K 16 D"],
         into: Float32[torch.Tensor, "N C"],
     ) -> None:
-        """into += linear(attend(linear(norm(x), qkv)), out). `into` may be `x` itself."""
+        """into += linear(attend(head_norms(linear(norm(x), qkv) + qkv_bias)), out). `into` may be `x` itself."""
         ...
 
     def mlp(

@@ -142,7 +142,9 @@ def _read(
     scores = torch.bmm(per_block, keys.view(-1, dim, BLOCK_TOKENS)).view(num, kv_heads, num_blocks, group, BLOCK_TOKENS)
     scores = scores.transpose(2, 3).reshape(num, kv_heads, group, span).mul_(dim**-0.5).add_(mask[:, None, None])
     weights = scores.softmax(-1).view(-1, group, span)
-    return torch.bmm(weights, values.view(-1, span, dim)).view(num, -1)
+    if group == 1:  # a product with one row, torch sums in an order that the width of the batch decides: see `packed`
+        weights = weights.expand(-1, 2, -1)
+    return torch.bmm(weights, values.view(-1, span, dim))[:, :group].reshape(num, -1)
 
 
 def _rotate(x: Float[torch.Tensor, "N heads D"], cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:

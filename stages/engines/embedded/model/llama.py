@@ -1,4 +1,4 @@
-"""Llama's forward pass for decoding: fused projections, a paged key/value cache, no autograd.
+"""The forward pass of Llama and its relatives for decoding: fused projections, a paged key/value cache, no autograd.
 
 The forward works on a flat list of tokens, each with its position and its row: prompts, single new tokens and drafts
 run in one batch. The residual stream, the attention and the logits are float32 whatever the dtype of the weights: with
@@ -8,7 +8,7 @@ On a CPU every row's numbers are the same bits in any batch; see `kernels`. Kern
 call (`FusedKernels`) do so; the others are put together here, operation by operation.
 
 Shape letters: N tokens, H query heads, K key/value heads, D head dimension, C hidden size, V vocabulary.
-May import torch, stages.engines.protocol, stages.engines.embedded.kernels, stages.models.spec.
+May import torch, stages.engines.protocol, stages.engines.embedded.kernels, stages.models.rotary and spec.
 """
 
 from __future__ import annotations
@@ -19,25 +19,33 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from jaxtyping import Float, Int64
 
 from stages.engines.embedded.kernels.packed import NotFiniteError, Packed, all_finite
 from stages.engines.embedded.kernels.protocol import Angles, Block, FusedKernels, Kernels, PagedCache, Tokens
 from stages.engines.protocol import WeightsError
+from stages.models.rotary import rotary_frequencies
 from stages.models.spec import (
     DOWN_PROJ,
     EMBEDDING,
     FINAL_NORM,
     GATE_PROJ,
     INPUT_NORM,
+    K_BIAS,
+    K_NORM,
     K_PROJ,
     LM_HEAD,
     O_PROJ,
     POST_ATTENTION_NORM,
+    Q_BIAS,
+    Q_NORM,
     Q_PROJ,
     UP_PROJ,
+    V_BIAS,
     V_PROJ,
     ModelSpec,
+    layer_shapes,
     layer_tensor,
     tensor_shapes,
 )
@@ -49,7 +57,14 @@ _FUSED = {
     "down": (DOWN_PROJ,),
 }
 """Field of `Block` -> the parts of a layer stacked in it, in this order."""
-_NORMS = {"attention_norm": INPUT_NORM, "mlp_norm": POST_ATTENTION_NORM}
+_VECTORS = {
+    "attention_norm": (INPUT_NORM,),
+    "mlp_norm": (POST_ATTENTION_NORM,),
+    "qkv_bias": (Q_BIAS, K_BIAS, V_BIAS),
+    "q_norm": (Q_NORM,),
+    "k_norm": (K_NORM,),
+}
+"""The same for vectors, some of which only some models have."""
 
 
 @dataclass(frozen=True)
@@ -94,15 +109,16 @@ def build_weights(
 ) -> LlamaWeights:
     """The model from a complete, checked set of tensors. Raises WeightsError for the first that is not finite."""
     place, pack = _placer(tensors, dtype, device), _packer(spec, tensors, dtype, device, kernels)
-    exponents = torch.arange(0, spec.head_dim, 2, dtype=torch.float32) / spec.head_dim
-    angles = torch.arange(max_seq, dtype=torch.float32)[:, None] * (1.0 / spec.rope_theta**exponents)
+    angles = torch.arange(max_seq, dtype=torch.float32)[:, None] * rotary_frequencies(spec)
+    vectors = _vectors(spec)
 
     def block(layer: int) -> Block:
-        norms = {field: place(layer_tensor(layer, part)) for field, part in _NORMS.items()}
-        linears: dict[str, Any] = {
-            field: pack([layer_tensor(layer, part) for part in parts], None) for field, parts in _FUSED.items()
+        made: dict[str, Any] = {
+            field: torch.cat([place(layer_tensor(layer, part)) for part in parts]) for field, parts in vectors.items()
         }
-        return Block(**norms, **linears)
+        for field, parts in _FUSED.items():
+            made[field] = pack([layer_tensor(layer, part) for part in parts], None)
+        return Block(**made)
 
     return LlamaWeights(
         embedding=place(EMBEDDING),
@@ -120,11 +136,16 @@ def refit_weights(
     Raises WeightsError for the first that is not finite."""
     dtype, device = old.embedding.dtype, old.embedding.device
     place, pack = _placer(tensors, dtype, device), _packer(spec, tensors, dtype, device, kernels)
+    vectors, sizes = _vectors(spec), {part: shape[0] for part, shape in layer_shapes(spec).items()}
     blocks = []
     for layer, block in enumerate(old.blocks):
-        changed: dict[str, Any] = {
-            f: place(layer_tensor(layer, part)) for f, part in _NORMS.items() if layer_tensor(layer, part) in tensors
-        }
+        changed: dict[str, Any] = {}
+        for field, parts in vectors.items():
+            names = [layer_tensor(layer, part) for part in parts]
+            if any(name in tensors for name in names):
+                kept = getattr(block, field).split([sizes[part] for part in parts])
+                both = zip(names, kept, strict=True)
+                changed[field] = torch.cat([place(name) if name in tensors else part for name, part in both])
         for field, parts in _FUSED.items():
             names = [layer_tensor(layer, part) for part in parts]
             if any(name in tensors for name in names):
@@ -170,7 +191,8 @@ def forward(
     delta = None
     for block, (keys, values) in zip(weights.blocks, cache.layers, strict=True):
         h_NC = kernels.add_norm(x_NC, delta, block.attention_norm, spec.norm_eps, dtype)
-        read = kernels.attend(kernels.linear(h_NC, block.qkv, dtype), weights.angles, tokens, keys, values)
+        qkv = _finished(kernels.linear(h_NC, block.qkv, dtype), block, spec)
+        read = kernels.attend(qkv, weights.angles, tokens, keys, values)
         delta = kernels.linear(read, block.out, dtype)
         h_NC = kernels.add_norm(x_NC, total(delta) if total else delta, block.mlp_norm, spec.norm_eps, dtype)
         delta = kernels.linear(kernels.gate(kernels.linear(h_NC, block.gate_up, dtype)), block.down, dtype)
@@ -192,10 +214,33 @@ def logits(
     return kernels.linear(h_MC, weights.head, torch.float32)
 
 
+def _finished(
+    qkv: Float[torch.Tensor, "N (H+2K)*D"], block: Block, spec: ModelSpec
+) -> Float[torch.Tensor, "N (H+2K)*D"]:
+    """What a product gave, with the block's biases added and its heads of queries and keys normed, if it has such."""
+    if block.qkv_bias is None and block.q_norm is None:
+        return qkv
+    whole = qkv.float() if block.qkv_bias is None else qkv.float() + block.qkv_bias
+    if block.q_norm is not None:
+        heads = whole.view(len(qkv), -1, spec.head_dim).split([spec.num_heads, spec.num_kv_heads, spec.num_kv_heads], 1)
+        queries, keys = (
+            F.rms_norm(part, (spec.head_dim,), norm, spec.norm_eps)
+            for part, norm in zip(heads[:2], (block.q_norm, block.k_norm), strict=True)
+        )
+        whole = torch.cat([queries, keys, heads[2]], 1).flatten(1)
+    return whole.to(qkv.dtype)
+
+
+def _vectors(spec: ModelSpec) -> dict[str, tuple[str, ...]]:
+    """Those of `_VECTORS` that the model has."""
+    shapes = layer_shapes(spec)
+    return {field: parts for field, parts in _VECTORS.items() if parts[0] in shapes}
+
+
 def _placer(
     tensors: Mapping[str, torch.Tensor], dtype: torch.dtype, device: torch.device
 ) -> Callable[[str], torch.Tensor]:
-    """name -> the tensor as the engine keeps it, never the caller's own memory; norms stay float32."""
+    """name -> the tensor as the engine keeps it, never the caller's own memory; norms and biases stay float32."""
 
     def place(name: str) -> torch.Tensor:
         tensor = tensors[name].detach()

@@ -3,8 +3,8 @@
 Ranks are numbered stage by stage: rank r is number r % T of stage r // T, with T = engine.tensor_parallel.
 
     engine.pipeline_parallel   a stage has some of the blocks; the first one the embedding, the last one norm and head
-    engine.tensor_parallel     of each block a rank has some heads (rows of q, k, v; columns of out) and some of the
-                               MLP (rows of gate and up; columns of down); of the head some tokens
+    engine.tensor_parallel     of each block a rank has some heads (rows of q, k, v and of their biases; columns of
+                               out) and some of the MLP (rows of gate and up; columns of down); of the head some tokens
 
 Parts need not be equal: heads go in groups of a key/value head with its queries, so 3 key/value heads on 2 ranks are
 2 + 1. Where there are more ranks than key/value heads, several ranks hold the same one.
@@ -24,11 +24,14 @@ from stages.models.spec import (
     EMBEDDING,
     FINAL_NORM,
     GATE_PROJ,
+    K_BIAS,
     K_PROJ,
     LM_HEAD,
     O_PROJ,
+    Q_BIAS,
     Q_PROJ,
     UP_PROJ,
+    V_BIAS,
     V_PROJ,
     ModelSpec,
     layer_and_part,
@@ -121,7 +124,11 @@ def _slice(share: Share, spec: ModelSpec, part: str, tensor: torch.Tensor) -> to
     dim = spec.head_dim
     queries = range(share.heads.start * dim, share.heads.stop * dim)
     keys = range(share.kv_heads.start * dim, share.kv_heads.stop * dim)
-    rows = {Q_PROJ: queries, K_PROJ: keys, V_PROJ: keys, GATE_PROJ: share.intermediate, UP_PROJ: share.intermediate}
+    rows = {
+        **dict.fromkeys((Q_PROJ, Q_BIAS), queries),
+        **dict.fromkeys((K_PROJ, V_PROJ, K_BIAS, V_BIAS), keys),
+        **dict.fromkeys((GATE_PROJ, UP_PROJ), share.intermediate),
+    }
     columns = {O_PROJ: queries, DOWN_PROJ: share.intermediate}
     if part in rows:
         return _rows(tensor, rows[part])

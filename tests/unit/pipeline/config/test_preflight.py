@@ -94,7 +94,7 @@ def test_a_cache_too_small_for_a_row_is_refused(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("layout", "workers", "key", "parts"),
     [
-        ("{tensor: 4}", 4, "tensor", ("given 4", "num_key_value_heads = 2")),
+        ("{tensor: 8}", 8, "tensor", ("given 8", "4 query heads: at most 4")),
         ("{pipeline: 8}", 8, "pipeline", ("given 8", "num_hidden_layers = 4")),
     ],
 )
@@ -114,6 +114,8 @@ def test_a_layout_that_cannot_cut_the_model_is_refused(
     ("weights", "changes", "parts"),
     [
         (True, {"model_type": "gpt2"}, ("gpt2", "llama")),
+        (True, {"model_type": "qwen2_moe"}, ("'qwen2_moe'", "'qwen2'")),
+        (True, {"model_type": "qwen3", "use_sliding_window": True}, ("use_sliding_window = True", "only False")),
         (False, {}, (".safetensors",)),
         (True, {"rope_parameters": {"rope_type": "yarn"}}, ("yarn", "default")),
         (True, {}, ("tokenizer",)),
@@ -128,6 +130,21 @@ def test_a_model_that_cannot_be_used_is_refused(
     assert refusal.value.key == "model.path"
     for part in (str(directory), *parts):
         assert part in str(refusal.value)
+
+
+def test_a_layout_that_leaves_zeros_is_accepted(folder: Path) -> None:
+    """Three ranks for 4 query and 2 key/value heads: the trainer pads, and says nothing."""
+    gangs = "placement.gangs={all: {}, train: {workers: 3, layout: {tensor: 3}}}"
+    roles = "placement.roles={generate: all, score: all, reference: train, policy: train, critic: train}"
+    preflight(load(folder, gangs, roles))
+
+
+def test_a_window_is_the_models_context(folder: Path) -> None:
+    directory = model_directory(folder, model_type="mistral", sliding_window=16)
+    settings = (f"model.path={directory}", "sampling.max_new_tokens=8", "prompts.max_tokens=9")
+    with pytest.raises(ConfigError, match=r"17 tokens, but the model's context is 16: at most 8") as refusal:
+        preflight(load(folder, *settings))
+    assert refusal.value.key == "prompts.max_tokens"
 
 
 def test_a_resumed_run_keeps_its_prompts(folder: Path) -> None:

@@ -12,14 +12,14 @@ from torch import Tensor
 
 from stages.models import linears
 from stages.models.kernels.composed import ComposedKernels
-from stages.models.kernels.native import load_native_kernels
-from stages.models.kernels.protocol import Angles, BlockKernels, HeadSizes
+from stages.models.kernels.native import load_block_kernels
+from stages.models.kernels.protocol import BlockKernels, HeadSizes, RotaryAngles
 from stages.models.products import Products
 
 N, H, F_ = 37, 48, 40
 SIZES = HeadSizes(groups=2, queries_per_group=3, dim=16)
 WIDTH = SIZES.groups * (SIZES.queries_per_group + 2) * SIZES.dim
-KERNELS = {"torch": ComposedKernels, "native": load_native_kernels}
+KERNELS = {"torch": ComposedKernels, "native": load_block_kernels}
 DTYPES = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 
 pytestmark = [
@@ -68,7 +68,7 @@ def test_gate(name: str, dtype: torch.dtype) -> None:
         compare(kernels.gate, lambda x: F.silu(x[..., :F_]) * x[..., F_:], (gate_up,), dtype)
 
 
-def turned(x: Tensor, angles: Angles) -> Tensor:
+def turned(x: Tensor, angles: RotaryAngles) -> Tensor:
     """Pairs (i, i + D / 2) of every head, turned by a matrix of each position."""
     c, s = (table.double()[angles.positions][:, None] for table in (angles.cosines, angles.sines))
     half = x.shape[-1] // 2
@@ -80,7 +80,7 @@ def turned(x: Tensor, angles: Angles) -> Tensor:
 def test_heads(name: str, dtype: torch.dtype, with_angles: bool) -> None:
     kernels = KERNELS[name]()
     phases = torch.rand(20, SIZES.dim // 2) * 6
-    angles = Angles(phases.cos(), phases.sin(), torch.arange(N) % 20)
+    angles = RotaryAngles(phases.cos(), phases.sin(), torch.arange(N) % 20)
 
     def oracle(qkv: Tensor) -> tuple[Tensor, ...]:
         each = qkv.view(N, SIZES.groups, SIZES.queries_per_group + 2, SIZES.dim)

@@ -4,24 +4,28 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from stages.models.hf_config import RANDOM_TINY, read_config
+from stages.models.rotary import rotary_frequencies
 from stages.models.spec import (
     EMBEDDING,
     LM_HEAD,
     ModelSpec,
+    RopeScaling,
     layer_and_part,
     layer_tensor,
     read_spec,
-    rope_theta,
     spec_of,
     tensor_shapes,
 )
+from tests.support.families import FAMILIES, SIZES
 
 
 def test_random_tiny_in_numbers() -> None:
@@ -61,22 +65,42 @@ def test_tensors_are_those_of_transformers(tied: bool) -> None:
     assert spec.output_tensor == (EMBEDDING if tied else LM_HEAD)
 
 
-def test_names_of_parts_and_back() -> None:
-    names = tensor_shapes(read_spec(RANDOM_TINY))
+@pytest.mark.parametrize("family", FAMILIES)
+def test_tensors_of_every_family_are_those_of_transformers(family: str) -> None:
+    config_class, own = FAMILIES[family]
+    config = config_class(**(SIZES | own))
+    with torch.device("meta"):
+        expected = dict(AutoModelForCausalLM.from_config(config).named_parameters())
+    spec = spec_of(config.to_dict())
+    assert tensor_shapes(spec) == {name: tuple(tensor.shape) for name, tensor in expected.items()}
+
+
+@pytest.mark.parametrize(
+    ("feature", "parts"), [("qkv_bias", 3), ("qk_norm", 2), ("rope_scaling", 0)], ids=lambda each: str(each)
+)
+def test_names_of_parts_and_back(feature: str, parts: int) -> None:
+    names = tensor_shapes(replace(read_spec(RANDOM_TINY), **{feature: True}))
     of_layers = {name: found for name in names if (found := layer_and_part(name)) is not None}
-    assert len(of_layers) == 4 * 9
+    assert len(of_layers) == 4 * (9 + parts)
     assert all(layer_tensor(*found) == name for name, found in of_layers.items())
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model_type": "gpt2"}, "model_type = 'gpt2' is not supported, only 'llama'"),
+        ({"model_type": "gpt2"}, "model_type = 'gpt2' is not supported, only 'llama', 'mistral', 'qwen2', 'qwen3'"),
+        ({"model_type": "mixtral"}, "model_type = 'mixtral' is not supported"),
+        ({"model_type": "gemma2"}, "model_type = 'gemma2' is not supported"),
+        ({"model_type": "mistral", "hidden_act": "gelu"}, "hidden_act = 'gelu' is not supported for 'mistral'"),
+        ({"model_type": "qwen2", "use_sliding_window": True}, "use_sliding_window = True is not supported for 'qwen2'"),
+        ({"model_type": "qwen3", "attention_bias": True}, "attention_bias = True is not supported for 'qwen3'"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types has 'sliding_attention'"),
+        ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor = 0.5 is not supported"),
         ({"hidden_act": "gelu"}, "hidden_act = 'gelu' is not supported for 'llama', only 'silu'"),
         ({"attention_bias": True}, "attention_bias = True is not supported"),
         ({"mlp_bias": True}, "mlp_bias = True is not supported"),
         ({"quantization_config": {"bits": 4}}, "quantization_config = .* only None"),
-        ({"rope_parameters": {"rope_type": "yarn"}}, "rope type 'yarn' is not supported, only 'default'"),
+        ({"rope_parameters": {"rope_type": "yarn"}}, "rope type 'yarn' is not supported, only 'default' and 'llama3'"),
     ],
 )
 def test_what_is_not_supported_is_refused_by_its_key(changes: dict[str, Any], message: str) -> None:
@@ -92,11 +116,50 @@ def test_a_missing_size_is_named(key: str) -> None:
         spec_of(config)
 
 
-def test_rope_theta_in_both_layouts() -> None:
-    assert rope_theta({"rope_theta": 5e5}) == 5e5
-    assert rope_theta({"rope_parameters": {"rope_theta": 1e5, "rope_type": "default"}}) == 1e5
-    with pytest.raises(ValueError, match="'llama3' is not supported"):
-        rope_theta({"rope_theta": 5e5, "rope_scaling": {"rope_type": "llama3", "factor": 8}})
+@pytest.mark.parametrize(
+    ("model_type", "key"),
+    [("mistral", "sliding_window"), ("qwen2", "num_key_value_heads"), ("qwen3", "head_dim"), ("llama", "factor")],
+)
+def test_a_number_that_transformers_would_fill_in_is_named(model_type: str, key: str) -> None:
+    """With that of one model of the family, whatever the others' are."""
+    config = read_config(RANDOM_TINY) | {"model_type": model_type}
+    config.pop(key, None)
+    if key == "factor":
+        config["rope_parameters"] = {"rope_type": "llama3"}
+    with pytest.raises(ValueError, match=rf"config\.json has no {key}"):
+        spec_of(config)
+
+
+@pytest.mark.parametrize(("window", "positions"), [(None, 256), (1000, 256), (100, 100)])
+def test_a_window_bounds_the_positions(window: int | None, positions: int) -> None:
+    config = read_config(RANDOM_TINY) | {"sliding_window": window}
+    assert spec_of(config | {"model_type": "mistral"}).max_positions == positions
+    assert spec_of(config | {"model_type": "qwen2"}).max_positions == 256  # use_sliding_window is false
+
+
+def test_the_rotary_embedding_in_both_layouts() -> None:
+    tiny = read_config(RANDOM_TINY)
+    del tiny["rope_parameters"]
+    assert spec_of(tiny).rope_theta == 10000.0
+    assert spec_of(tiny | {"rope_theta": 5e5}).rope_theta == 5e5
+    assert spec_of(tiny | {"rope_parameters": {"rope_theta": 1e5, "rope_type": "default"}}).rope_theta == 1e5
+    scaled = {"factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+    for kind in ("rope_type", "type"):
+        spec = spec_of(tiny | {"rope_theta": 5e5, "rope_scaling": {kind: "llama3", **scaled}})
+        assert (spec.rope_theta, spec.rope_scaling) == (5e5, RopeScaling(32.0, 1.0, 4.0, 8192))
+    spec = spec_of(tiny | {"rope_parameters": {"rope_type": "llama3", "rope_theta": 5e5, **scaled}})
+    assert (spec.rope_theta, spec.rope_scaling) == (5e5, RopeScaling(32.0, 1.0, 4.0, 8192))
+
+
+@pytest.mark.parametrize(("theta", "head_dim", "factor"), [(5e5, 128, 8.0), (5e5, 64, 32.0), (100.0, 8, 8.0)])
+def test_frequencies_equal_transformers(theta: float, head_dim: int, factor: float) -> None:
+    """Llama 3.1's, 3.2's, and some that are changed by degrees."""
+    rope = {"rope_type": "llama3", "rope_theta": theta, "factor": factor, "low_freq_factor": 1.0}
+    rope |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 8192 if head_dim > 8 else 32}
+    tiny = read_config(RANDOM_TINY) | {"head_dim": head_dim}
+    for config in (tiny | {"rope_parameters": rope}, tiny):
+        expected = LlamaRotaryEmbedding(LlamaConfig(**config)).inv_freq
+        torch.testing.assert_close(rotary_frequencies(spec_of(config)), expected, rtol=1e-6, atol=0)
 
 
 def test_reading_a_spec_waits_for_no_heavy_import() -> None:

@@ -467,6 +467,7 @@ struct block {
     const float *attention_norm, *mlp_norm;
     const struct weight *qkv, *out, *gate_up, *down;
     char *keys, *values;
+    const float *qkv_bias, *q_norm, *k_norm; /* null where the model has none; the norms both or neither */
 };
 
 /* Memory for what a block makes on its way, of `num` tokens each: normed, as wide as the widest weight's input that it is
@@ -484,6 +485,22 @@ INLINE void norm_share(const float *x, const float *norm, float eps, int num, in
     for (int n = 0; n < num; n++) norm_row(x + (int64_t)n * width, norm, eps, out, (int64_t)n * width, dtype, width);
 }
 
+/* Adds the biases to qkv [num, heads + 2 kv_heads, dim] and norms each head of queries and keys, where the model has such.
+ * One thread's share: of the tokens whose keys it writes next, so that nobody waits. */
+static void finish_share(float *qkv, const struct block *block, float eps, int num, const struct context *c) {
+    if (!block->qkv_bias && !block->q_norm) return;
+    int width = (c->heads + 2 * c->kv_heads) * c->dim, dim = c->dim;
+#pragma omp for schedule(static) nowait
+    for (int n = 0; n < num; n++) {
+        float *row = qkv + (int64_t)n * width;
+        for (int i = 0; block->qkv_bias && i < width; i++) row[i] += block->qkv_bias[i];
+        for (int h = 0; block->q_norm && h < c->heads + c->kv_heads; h++) {
+            float *head = row + h * dim;
+            norm_row(head, h < c->heads ? block->q_norm : block->k_norm, eps, head, 0, FLOAT32, dim);
+        }
+    }
+}
+
 /* into [num, width] += what attention makes of the normed x [num, width]. One thread's share; the others may still be at
  * work on `into` at its end. */
 static void attention_share(const float *x, const struct block *block, float eps, int num, const struct context *context,
@@ -492,6 +509,7 @@ static void attention_share(const float *x, const struct block *block, float eps
     norm_share(x, block->attention_norm, eps, num, (int)block->qkv->in, to->normed, dtype);
     product_share(to->normed, block->qkv, block->out, num, to->projected, FLOAT32, STORE, thread, threads);
 #pragma omp barrier
+    finish_share(to->projected, block, eps, num, context);
     attend_share(to->projected, FLOAT32, num, context, to->queries, to->read, dtype, space, failed);
     product_share(to->read, block->out, block->gate_up, num, into, FLOAT32, ADD, thread, threads);
 }

@@ -55,8 +55,9 @@ class _Guesses(ctypes.Structure):
 class _Block(ctypes.Structure):
     """kernels.c: struct block."""
 
-    _fields_ = tuple(
-        (name, _P) for name in ("attention_norm", "mlp_norm", "qkv", "out", "gate_up", "down", "keys", "values")
+    _fields_ = (
+        *((name, _P) for name in ("attention_norm", "mlp_norm", "qkv", "out", "gate_up", "down", "keys", "values")),
+        *((name, _P) for name in ("qkv_bias", "q_norm", "k_norm")),
     )
 
 
@@ -355,8 +356,9 @@ def _context(heads: int, angles: Angles, tokens: Tokens, keys: torch.Tensor, val
 def _block(block: Block, keys: torch.Tensor | None, values: torch.Tensor | None) -> _Block:
     weights = map(_native, (block.qkv, block.out, block.gate_up, block.down))
     norms = (block.attention_norm.data_ptr(), block.mlp_norm.data_ptr())
-    cache = (None if part is None else part.data_ptr() for part in (keys, values))
-    return _Block(*norms, *(weight.handle for weight in weights), *cache)
+    others = (keys, values, block.qkv_bias, block.q_norm, block.k_norm)
+    addresses = (None if part is None else part.data_ptr() for part in others)
+    return _Block(*norms, *(weight.handle for weight in weights), *addresses)
 
 
 def _native(packed: Packed) -> NativeWeight:

@@ -171,10 +171,11 @@ def test_long_sums_are_cut_without_a_trace(native: Kernels, dtype: torch.dtype, 
         assert torch.equal(native.linear(x[:rows].contiguous(), packed, torch.float32), got[:rows])
 
 
+@pytest.mark.parametrize("features", [(), ("qkv_bias",), ("q_norm", "k_norm"), ("qkv_bias", "q_norm", "k_norm")])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_halves_of_a_block_equal_plain_torch(native: Kernels, dtype: torch.dtype) -> None:
+def test_halves_of_a_block_equal_plain_torch(native: Kernels, dtype: torch.dtype, features: tuple[str, ...]) -> None:
     """In one call what plain torch does in several; the result is added. Under bfloat16 plain torch rounds in between,
-    by 2^-9 of numbers of about 1."""
+    by 2^-9 of numbers of about 1. `features`: what only some models have."""
     plain = TorchKernels()
     assert isinstance(native, FusedKernels)
     assert not isinstance(plain, FusedKernels)
@@ -183,6 +184,16 @@ def test_halves_of_a_block_equal_plain_torch(native: Kernels, dtype: torch.dtype
     weights = [randn((heads + 2 * kv_heads) * dim, hidden) / 8, randn(hidden, heads * dim, seed=1) / 8]
     weights += [randn(2 * ffn, hidden, seed=2) / 8, randn(hidden, ffn, seed=3) / 8]
     ours, theirs = ([k.pack({0: w}, dtype) for w in weights] for k in (native, plain))
+    widths = {"qkv_bias": (heads + 2 * kv_heads) * dim, "q_norm": dim, "k_norm": dim}
+    own = {name: randn(widths[name], seed=seed).abs() for seed, name in enumerate(features)}
+
+    def finished(qkv: torch.Tensor) -> torch.Tensor:
+        whole = (qkv.float() + own.get("qkv_bias", 0)).unflatten(1, (-1, dim))
+        for name, part in (("q_norm", whole[:, :heads]), ("k_norm", whole[:, heads : heads + kv_heads])):
+            if name in own:
+                part /= (part.pow(2).mean(-1, keepdim=True) + 1e-5).sqrt() / own[name]
+        return whole.flatten(1).to(dtype)
+
     angles = Angles(randn(64, dim // 2), randn(64, dim // 2, seed=1))
     tokens = Tokens(
         torch.zeros(num, dtype=torch.int64),
@@ -196,10 +207,10 @@ def test_halves_of_a_block_equal_plain_torch(native: Kernels, dtype: torch.dtype
     close = {"atol": 2e-5, "rtol": 2e-5} if dtype == torch.float32 else {"atol": 0.03, "rtol": 2**-6}
 
     h = plain.add_norm(x.clone(), None, norm, 1e-5, dtype)
-    read = plain.attend(plain.linear(h, theirs[0], dtype), angles, tokens, *cache_too)
+    read = plain.attend(finished(plain.linear(h, theirs[0], dtype)), angles, tokens, *cache_too)
     expected = x + plain.linear(read, theirs[1], dtype)
     apart, inside = torch.zeros_like(x), x.clone()
-    block = Block(norm, *ours[:2], norm, *ours[2:])
+    block = Block(norm, *ours[:2], norm, *ours[2:], **own)
     native.attention(x, block, 1e-5, angles, tokens, *cache, into=apart)
     native.attention(inside, block, 1e-5, angles, tokens, *cache, into=inside)
     torch.testing.assert_close(inside, expected, **close)
@@ -214,7 +225,7 @@ def test_halves_of_a_block_equal_plain_torch(native: Kernels, dtype: torch.dtype
     torch.testing.assert_close(inside, expected, **close)
     torch.testing.assert_close(x + apart, inside, atol=1e-6, rtol=1e-6)
 
-    other = Block(norm * 0.5, *ours[:2], norm, *ours[2:])
+    other = Block(norm * 0.5, *ours[:2], norm, *ours[2:], **own)
     halves, whole, blocks = x.clone(), x.clone(), (block, other)
     layers = [(cache[0].clone(), cache[1].clone()) for _ in blocks]
     layers_too = [(keys.clone(), values.clone()) for keys, values in layers]

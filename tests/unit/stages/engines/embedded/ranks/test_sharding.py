@@ -59,9 +59,10 @@ def test_heads_go_with_their_keys() -> None:
 
 @pytest.mark.parametrize(("tensor", "pipeline"), [(1, 2), (2, 1), (3, 2), (2, 5)])
 @pytest.mark.parametrize("tied", [True, False])
-def test_the_parts_are_the_whole(tensor: int, pipeline: int, tied: bool) -> None:
+@pytest.mark.parametrize("features", [(), ("qkv_bias", "qk_norm")])
+def test_the_parts_are_the_whole(tensor: int, pipeline: int, tied: bool, features: tuple[str, ...]) -> None:
     """Every number of the model is on some rank, once (norms and embedding: once a rank that uses them)."""
-    spec = replace(SMALL, tied_embeddings=tied)
+    spec = replace(SMALL, tied_embeddings=tied, **dict.fromkeys(features, True))
     sizes = tensor_shapes(spec)
     total = sum(torch.Size(size).numel() for size in sizes.values())
     numbers = torch.arange(1, total + 1, dtype=torch.float64).split([torch.Size(s).numel() for s in sizes.values()])

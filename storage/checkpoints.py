@@ -3,8 +3,8 @@
     <root>/policy/v000012/checkpoint.json + whatever the model wrote
     <root>/policy/.v000012-<host>-<pid>-<hex>/     one being written, or left by a process that died
 
-The manifest has the size and CRC-32 of every file, a digest of itself, and what its writer says of the content. A reader
-goes through `newest_first` and takes the first that `verify` finds nothing wrong with.
+The manifest has the size and CRC-32 of every file, a digest of itself, and what its writer says of the content. A
+reader goes through `newest_first` and takes the first that `verify` finds nothing wrong with.
 
 Local paths only (a node's disk, or a filesystem that all nodes mount): Megatron writes its checkpoints with file calls
 of its own, many ranks into one directory.

@@ -1,7 +1,7 @@
 """Where each tensor that a rank trains lies in the whole model, in any layout, as Megatron's ShardedTensors.
 
     weights.blocks.3.self_attention.linear_qkv.weight       what the layers multiply with
-    masters.…                                               the float32 copy that AdamW updates, where the weight is none
+    masters.…                                               the float32 copy that AdamW updates, of weights that are not
     exp_avg.…, exp_avg_sq.…                                 its moments
 
 A block has its number in the whole model, so that pipeline stages do not show. Tensor parallelism cuts a tensor into
@@ -111,8 +111,8 @@ def torch_optimizer(optimizer: MegatronOptimizer) -> torch.optim.Optimizer:
 
 
 def pieces_of(name: str, block: int | None, parameter: Tensor, blueprint: Blueprint) -> Iterator[Piece]:
-    """A parameter's rows by where they lie. Rows past the vocabulary, which a tensor-parallel cut may have been filled up
-    with, are nowhere."""
+    """A parameter's rows by where they lie. Rows past the vocabulary, which fill up the last tensor-parallel part, are
+    nowhere."""
     rank, axis, shape = blueprint.parallel_rank, _axis(name, parameter), tuple(parameter.shape)
     key = name if block is None else f"blocks.{block}.{name}"
     halves = ("gate", "up") if name.startswith(_GATE_AND_UP) else ("",)

@@ -62,7 +62,7 @@ def digest_of(model: GPTModel, blueprint: Blueprint) -> str:
     rank = blueprint.parallel_rank
     turn, turns = rank.tensor_rank * rank.data_size + rank.data_rank, rank.tensor_size * rank.data_size
     own = {
-        name: xxhash.xxh3_128_hexdigest(memoryview(as_numpy(tensor).reshape(-1)).cast("B"))
+        name: xxhash.xxh3_128_hexdigest(as_numpy(tensor).reshape(-1).view(np.uint8).data)
         for number, (name, tensor) in enumerate(stage_tensors(model, blueprint))
         if number % turns == turn
     }

@@ -105,9 +105,9 @@ class ModelHost(Protocol):
         ...
 
     def load(self, role: Role, directory: Path | None) -> None:
-        """From `save`'s directory, in whatever layout that was written, bit for bit; or, with None, back to version 0 as
-        built from the config and the run's seed. Raises StateError, on every rank, for another model's checkpoint; the
-        role is then dirty, or as it was."""
+        """From `save`'s directory, bit for bit, in whatever layout that was written; or, with None, back to version 0
+        as built from the config and the run's seed. Raises StateError, on every rank, for another model's checkpoint;
+        the role is then dirty, or as it was."""
         ...
 
     def trained_weights(self) -> Mapping[str, np.ndarray] | None:
@@ -117,8 +117,8 @@ class ModelHost(Protocol):
         ...
 
     def export(self, directory: Path) -> Callable[[], None]:
-        """Takes a copy of the policy. The function returned writes the whole of it in Hugging Face layout, on rank 0, in
-        any thread: it loads with AutoModelForCausalLM.from_pretrained."""
+        """Takes a copy of the policy. The function returned writes the whole of it in Hugging Face layout, on rank 0,
+        in any thread: it loads with AutoModelForCausalLM.from_pretrained."""
         ...
 
     def close(self) -> None: ...

@@ -521,17 +521,13 @@ def test_a_save_that_failed_is_never_silent(run: Run, when: str) -> None:
     fake(updates).disk_full = True
     for step in range(3):
         run.update(updates, Role.POLICY, step, settle=False)
+    act = updates.close if when == "close" else lambda: run.update(updates, Role.POLICY, 3, settle=False)
     with pytest.raises(OSError, match="no space left"):
-        if when == "close":
-            updates.close()
-        else:
-            run.update(updates, Role.POLICY, 3, settle=False)
+        act()
     assert run.checkpoints.versions("policy") == []
 
 
-def test_a_model_that_must_be_loaded_waits_for_what_is_being_written(
-    run: Run, digests: dict[Role, list[str]]
-) -> None:
+def test_a_model_that_must_be_loaded_waits_for_what_is_being_written(run: Run, digests: dict[Role, list[str]]) -> None:
     updates = run.process(every=1)
     host = fake(updates)
     host.may_write.clear()

@@ -54,7 +54,10 @@ def test_what_the_ranks_hold_covers_the_whole_tensor_once(
     if name == "mlp.linear_fc1.weight":  # Megatron cuts gate and up each, and puts a rank's halves together
         gate, up = tensor.chunk(2)
         parts = [torch.cat([gate.chunk(2)[rank], up.chunk(2)[rank]]) for rank in range(2)]
-        expected = {"weights.blocks.3.mlp.linear_fc1.weight.gate": gate, "weights.blocks.3.mlp.linear_fc1.weight.up": up}
+        expected = {
+            "weights.blocks.3.mlp.linear_fc1.weight.gate": gate,
+            "weights.blocks.3.mlp.linear_fc1.weight.up": up,
+        }
     else:
         parts = [tensor, tensor] if axis is None else list(tensor.chunk(2, axis))
         expected = {f"weights.blocks.3.{name}": tensor[: whole[0]]}

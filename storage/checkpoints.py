@@ -20,6 +20,7 @@ import os
 import re
 import shutil
 import socket
+import sys
 import uuid
 import zlib
 from collections.abc import Collection, Mapping
@@ -113,7 +114,7 @@ class Checkpoints:
 
     def versions(self, role: str) -> list[int]:
         """Versions with a complete checkpoint, ascending: the manifest can be read and every file has its size."""
-        found = reversed(self.newest_first(role, at_most=10**12))
+        found = reversed(self.newest_first(role, at_most=sys.maxsize))
         return [version for version in found if _looks_whole(self.place(role, version))]
 
     def verify(self, role: str, version: int, share: tuple[int, int] = (0, 1)) -> dict[str, Any]:

@@ -236,7 +236,7 @@ class ExactlyOnceUpdates:
 
     def _save(self, role: Role, version: int, digest: str) -> None:
         name = f"checkpoint of the {role}"
-        self.background.settle(name)  # before the next copy is made: memory is for one
+        self.background.settle(name)  # before the next copy is made, in the same memory
         path = Path(self.agree(lambda: str(self._checkpoints.begin(str(role), version))))
         write, damaged = self.host.save(role, path), frozenset(self._damaged.get(role, ()))
 

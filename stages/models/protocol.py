@@ -100,8 +100,8 @@ class ModelHost(Protocol):
     def save(self, role: Role, directory: Path) -> Callable[[], Mapping[str, FileSum] | None]:
         """Takes a copy of weights, optimizer and version. The function returned writes it into the directory, which
         exists and is empty: every rank calls it, with the calls of one host one after another and in the order of the
-        copies, in any thread and whatever else the ranks do meanwhile. On rank 0 it gives the sums of all files once
-        every rank has written, on others None."""
+        copies, in any thread and whatever else the ranks do meanwhile, but before the role is saved again. On rank 0
+        it gives the sums of all files once every rank has written, on others None."""
         ...
 
     def load(self, role: Role, directory: Path | None) -> None:

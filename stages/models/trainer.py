@@ -93,6 +93,7 @@ class Trainer:
         self.version = 0
         self.dirty = False
         self._skipped_in_a_row = 0
+        self._snapshot: Snapshot | None = None
         self._blueprint = blueprint
         self._rank = blueprint.parallel_rank
         sharded = blueprint.layout.distributed_optimizer
@@ -187,7 +188,8 @@ class Trainer:
         return {"lr": 0.0, "optimizer_steps": 0.0}
 
     def snapshot(self) -> Snapshot:
-        """A copy of what this rank is to write of a checkpoint: weights, masters, moments, counters."""
+        """A copy of what this rank is to write of a checkpoint: weights, masters, moments, counters. The one before
+        it, whose memory it takes, must have been written."""
         (inner,) = self._optimizer.chained_optimizers
         steps = {float(state["step"]) for state in self._adam.state.values()}
         assert len(steps) <= 1, f"AdamW has made {steps} steps with different parameters"
@@ -197,7 +199,8 @@ class Trainer:
             "adam_steps": steps.pop() if steps else None,
             "skipped_in_a_row": self._skipped_in_a_row,
         }
-        return snapshot(sharded_state(self.model, inner, self._blueprint), common)
+        self._snapshot = snapshot(sharded_state(self.model, inner, self._blueprint), common, self._snapshot)
+        return self._snapshot
 
     def load(self, directory: Path) -> None:
         """Restores what a snapshot held, bit for bit, whatever layout took it. Raises StateError, having changed

@@ -71,7 +71,9 @@ def test_a_run_passes_over_a_checkpoint_with_a_flipped_bit(folder: Path, placed:
     assert warning.worker is not None
     assert warning.detail in (paths.logs / f"{warning.worker}.log").read_text()
     assert digests(longer) == digests(whole)
-    assert verify_run(longer).faults == []
+    (fault,) = verify_run(longer).faults
+    assert fault.startswith("checkpoint v2 of the policy: ")
+    assert verify_run(whole).faults == []
     assert sorted(path.name for path in paths.weights(0).parent.iterdir()) == ["v000001", "v000002", "v000003"]
     for version in (1, 2, 3):
         ours, theirs = (RunPaths(run.run_dir).weights(version) / "model.safetensors" for run in (longer, whole))

@@ -66,23 +66,19 @@ def snapshot(state: Sequence[ShardedTensor], common: Mapping[str, Any], spent: S
 
 
 def write_snapshot(
-    taken: Snapshot, directory: Path, group: dist.ProcessGroup | None, threads: int
+    taken: Snapshot, directory: Path, group: dist.ProcessGroup, threads: int
 ) -> dict[str, FileSum] | None:
     """Writes this rank's part into an existing, empty directory; returns once all ranks have. On rank 0 the sums of all
     files by their names, None elsewhere.
 
-    Collective over `group`, which nothing else may use meanwhile (None: this rank is alone). Raises, on every rank,
-    torch's CheckpointException where a rank could not write, and OSError where one could not read what it wrote.
+    Collective over `group`, of all ranks, which nothing else may use meanwhile. Raises, on every rank, torch's
+    CheckpointException where a rank could not write, and OSError where one could not read what it wrote.
     """
     rank = dist.get_rank()
     tensors = mcore_to_pyt_state_dict({key: list(shards) for key, shards in taken.tensors.items()})
     planner = MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False)
     writer = torch_checkpoint.FileSystemWriter(directory, thread_count=threads)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # said of a rank that is alone
-        torch_checkpoint.save(
-            tensors, storage_writer=writer, planner=planner, process_group=group, no_dist=group is None
-        )
+    torch_checkpoint.save(tensors, storage_writer=writer, planner=planner, process_group=group)
     own = sorted(directory.glob(f"__{rank}_*"))
     if rank == 0:
         torch.save(dict(taken.common), directory / COMMON_STATE_FNAME)
@@ -92,10 +88,8 @@ def write_snapshot(
         sums: dict[str, FileSum] | str = {file.name: sum_file(file) for file in own}
     except OSError as error:
         sums = str(error)
-    parts: list[Any] = [sums]
-    if group is not None:
-        parts = [None] * dist.get_world_size(group)
-        dist.all_gather_object(parts, sums, group=group)
+    parts: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(parts, sums, group=group)
     faults = [part for part in parts if isinstance(part, str)]
     if faults:
         raise OSError(f"{directory}: {'; '.join(faults)}")

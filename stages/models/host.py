@@ -77,7 +77,7 @@ class MegatronHost:
         )
         self._parallel_rank = parallel.join(rank, layout, seed)
         # of CPU tensors, for the threads that write checkpoints: the ranks' other calls must not get in between
-        self._writers = dist.new_group(backend="gloo") if rank.size > 1 else None
+        self._writers = dist.new_group(backend="gloo")
         self._threads = rank.threads
         self.product_choice = choose_products(model.products, DTYPES[model.dtype], self._parallel_rank.device)
         """What the gang multiplies with; the last bits of a run depend on it."""

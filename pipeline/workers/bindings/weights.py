@@ -73,6 +73,7 @@ def publish_version(parts: WorkerParts, call: Call) -> Settled:
             )
     if exported:
         _export(parts, version)
+        # the export before this one, if there was any, is over: whatever has begun is a dead process's
         for owed in required(parts.updates).agree(lambda: _begun_exports(parts, version)):
             _export(parts, owed)
     if version == config.steps:
@@ -83,8 +84,7 @@ def publish_version(parts: WorkerParts, call: Call) -> Settled:
 def _begin_export(parts: WorkerParts, version: int) -> bool:
     """Whether a version is still to be exported. Its directory under a name that is not final says from now on that it
     is: what a process that dies over it owes is made good when the next version is exported."""
-    updates, target = required(parts.updates), parts.paths.weights(version)
-    updates.background.settle(EXPORT)
+    target = parts.paths.weights(version)
 
     def begin() -> bool:
         if target.is_dir():
@@ -92,7 +92,7 @@ def _begin_export(parts: WorkerParts, version: int) -> bool:
         _staged(target).mkdir(parents=True, exist_ok=True)
         return True
 
-    return bool(updates.agree(begin))
+    return bool(required(parts.updates).agree(begin))
 
 
 def _begun_exports(parts: WorkerParts, but: int) -> list[int]:

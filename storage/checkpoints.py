@@ -3,6 +3,9 @@
     <root>/policy/v000012/checkpoint.json + whatever the model wrote
     <root>/policy/.v000012-<host>-<pid>-<hex>/     one being written, or left by a process that died
 
+The manifest has the size and CRC-32 of every file, a digest of itself, and what its writer says of the content. A
+reader goes through `newest_first` and takes the first that `verify` finds nothing wrong with.
+
 Local paths only (a node's disk, or a filesystem that all nodes mount): Megatron writes its checkpoints with file calls
 of its own, many ranks into one directory.
 
@@ -17,9 +20,11 @@ import os
 import re
 import shutil
 import socket
+import sys
 import uuid
 import zlib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,11 +32,19 @@ from storage.errors import StoreError
 from storage.files import sync_directory
 from storage.processes import process_alive
 
-FORMAT = 1
+FORMAT = 2
 
 _MANIFEST = "checkpoint.json"
 _VERSION = re.compile(r"v(\d{6,})")
 _BLOCK_BYTES = 1 << 20
+
+
+@dataclass(frozen=True)
+class FileSum:
+    """What tells whether a file is the one that was written."""
+
+    bytes: int
+    crc32: int
 
 
 class Checkpoints:
@@ -47,66 +60,87 @@ class Checkpoints:
         path.mkdir(parents=True)
         return path
 
-    def finish(self, role: str, version: int, path: Path, meta: Mapping[str, Any]) -> Path:
+    def finish(
+        self,
+        role: str,
+        version: int,
+        path: Path,
+        meta: Mapping[str, Any],
+        sums: Mapping[str, FileSum] | None = None,
+    ) -> Path:
         """Makes `path` (from `begin`) the checkpoint of a version, once all ranks have written; returns its place. If
-        that version is there already it is kept, and `path` is discarded. `meta` is JSON that `latest` gives back."""
-        entries = {}
-        for file in sorted(p for p in path.rglob("*") if p.is_file()):
-            entries[file.relative_to(path).as_posix()] = {"bytes": file.stat().st_size, "crc32": _sync_and_sum(file)}
+        that version is there already it is kept, and `path` is discarded. `meta` is JSON that `verify` gives back.
+        `sums`: of every file by its path below `path`, which must be on the disk (see `sum_file`); None: all of them
+        are read here. Raises StoreError where the files are not those of `sums`."""
+        if sums is None:
+            files = sorted(p for p in path.rglob("*") if p.is_file())
+            sums = {file.relative_to(path).as_posix(): sum_file(file) for file in files}
         document = {
             "format": FORMAT,
             "role": role,
             "version": version,
             "meta": dict(meta),
-            "digest": hashlib.sha256(json.dumps(entries, sort_keys=True).encode()).hexdigest(),
-            "files": entries,
+            "files": {name: asdict(found) for name, found in sorted(sums.items())},
         }
+        fault = _faulty_size(path, document)
+        if fault is not None:
+            raise StoreError(fault)
+        document["digest"] = _digest(document)
         (path / _MANIFEST).write_text(json.dumps(document, indent=1, allow_nan=False))
-        _sync_and_sum(path / _MANIFEST)
+        sum_file(path / _MANIFEST)
         for directory in [path, *(p for p in path.rglob("*") if p.is_dir())]:
             sync_directory(str(directory))
-        target = self._place(role, version)
-        if _complete(target) is None:
+        target = self.place(role, version)
+        if not _looks_whole(target):
             _discard(target)
             try:
                 path.rename(target)
             except OSError:
                 # Another process of a requeued run was faster: a rename never replaces a directory that has files.
-                if _complete(target) is None:
+                if not _looks_whole(target):
                     raise
             sync_directory(str(target.parent))
         _discard(path)
         return target
 
-    def latest(self, role: str, at_most: int) -> tuple[int, Path, dict[str, Any]] | None:
-        """(version, directory, meta) of the newest complete checkpoint that is no newer than `at_most`, or None."""
-        for version in reversed(self.versions(role)):
-            if version <= at_most:
-                path = self._place(role, version)
-                return version, path, _read(path)["meta"]
-        return None
+    def place(self, role: str, version: int) -> Path:
+        """Where the checkpoint of a version is, if there is one."""
+        return self.root / role / f"v{version:06d}"
+
+    def newest_first(self, role: str, at_most: int) -> list[int]:
+        """Versions no newer than `at_most` that were saved, newest first, whatever has become of their files since."""
+        matches = (_VERSION.fullmatch(path.parent.name) for path in (self.root / role).glob(f"v*/{_MANIFEST}"))
+        return sorted((int(match[1]) for match in matches if match and int(match[1]) <= at_most), reverse=True)
 
     def versions(self, role: str) -> list[int]:
-        """Versions with a complete checkpoint, ascending: the manifest is there and every file has its size."""
-        matches = (_VERSION.fullmatch(path.name) for path in (self.root / role).glob("v*"))
-        found = sorted(int(match[1]) for match in matches if match)
-        return [version for version in found if _complete(self._place(role, version)) is not None]
+        """Versions with a complete checkpoint, ascending: the manifest can be read and every file has its size."""
+        found = reversed(self.newest_first(role, at_most=sys.maxsize))
+        return [version for version in found if _looks_whole(self.place(role, version))]
 
-    def verify(self, role: str, version: int) -> None:
-        """Reads every byte. Raises StoreError, naming the file, where it is missing or is not what was saved."""
-        path = self._place(role, version)
-        if not (path / _MANIFEST).is_file():
-            raise StoreError(f"{path}: no complete checkpoint")
-        for name, entry in _read(path)["files"].items():
-            if not (path / name).is_file() or _sync_and_sum(path / name) != entry["crc32"]:
+    def verify(self, role: str, version: int, share: tuple[int, int] = (0, 1)) -> dict[str, Any]:
+        """Reads every byte and returns the `meta` that was saved; with `share` (i, n) every n-th file from the i-th on,
+        so that n processes read all of them. Raises StoreError, saying what, where anything is missing, is not what
+        was saved, or was saved as something else."""
+        path = self.place(role, version)
+        document = _read(path)
+        if (document.get("role"), document.get("version")) != (role, version):
+            raise StoreError(f"{path}: was saved as {document.get('role')} v{document.get('version')}")
+        fault = _faulty_size(path, document)
+        if fault is not None:
+            raise StoreError(fault)
+        for name, entry in list(document["files"].items())[share[0] :: share[1]]:
+            if sum_file(path / name).crc32 != entry["crc32"]:
                 raise StoreError(f"{path}/{name}: is not what was saved")
+        meta: dict[str, Any] = document["meta"]
+        return meta
 
-    def prune(self, role: str, keep: int) -> list[int]:
-        """Removes all but the newest `keep` complete checkpoints, and directories that dead processes of this host
-        began. Returns the versions removed. Raises ValueError for keep < 1."""
+    def prune(self, role: str, keep: int, damaged: Collection[int] = ()) -> list[int]:
+        """Removes all but the newest `keep` complete checkpoints, of which the versions `damaged` are none, and
+        directories that dead processes of this host began. Returns the versions removed. Raises ValueError for
+        keep < 1."""
         if keep < 1:
             raise ValueError(f"keep must be at least 1, given {keep}")
-        complete = self.versions(role)
+        complete = [version for version in self.versions(role) if version not in damaged]
         removed, kept = complete[:-keep], complete[-keep:]
         for path in (self.root / role).glob("v*"):
             match = _VERSION.fullmatch(path.name)
@@ -120,38 +154,59 @@ class Checkpoints:
                 _discard(path)
         return removed
 
-    def _place(self, role: str, version: int) -> Path:
-        return self.root / role / f"v{version:06d}"
+
+def sum_file(file: Path) -> FileSum:
+    """Size and CRC-32 of a file that is on the disk when this returns."""
+    total = size = 0
+    with file.open("rb") as stream:
+        while block := stream.read(_BLOCK_BYTES):
+            total, size = zlib.crc32(block, total), size + len(block)
+        os.fsync(stream.fileno())
+    return FileSum(size, total)
 
 
-def _complete(path: Path) -> dict[str, Any] | None:
-    """The manifest, if all of its files have their sizes; None otherwise."""
+def _looks_whole(path: Path) -> bool:
+    """Whether the manifest can be read and all of its files have their sizes."""
     try:
-        document = _read(path)
-        sizes = {name: (path / name).stat().st_size for name in document["files"]}
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-    return document if all(sizes[name] == entry["bytes"] for name, entry in document["files"].items()) else None
+        return _faulty_size(path, _read(path)) is None
+    except StoreError:
+        return False
+
+
+def _faulty_size(path: Path, document: Mapping[str, Any]) -> str | None:
+    """Which file is missing or has another size, if any."""
+    for name, entry in document["files"].items():
+        try:
+            size = (path / name).stat().st_size
+        except (FileNotFoundError, NotADirectoryError):
+            return f"{path}/{name}: is missing"
+        if size != entry["bytes"]:
+            return f"{path}/{name}: has {size} bytes of {entry['bytes']}"
+    return None
 
 
 def _read(path: Path) -> dict[str, Any]:
-    document: dict[str, Any] = json.loads((path / _MANIFEST).read_text())
-    if document.get("format") != FORMAT:
-        raise StoreError(f"{path / _MANIFEST}: format {document.get('format')!r}, this version reads {FORMAT}")
+    """The manifest. Raises StoreError where it is missing, is not whole, or is of another format."""
+    manifest = path / _MANIFEST
+    try:
+        document = json.loads(manifest.read_bytes())
+    except (FileNotFoundError, NotADirectoryError):
+        raise StoreError(f"{path}: no complete checkpoint") from None
+    except ValueError as error:  # neither UTF-8 nor JSON
+        raise StoreError(f"{manifest}: is not what was saved ({error})") from None
+    if not isinstance(document, dict) or document.get("format") != FORMAT:
+        found = document.get("format") if isinstance(document, dict) else None
+        raise StoreError(f"{manifest}: format {found!r}, this version reads {FORMAT}")
+    if document.pop("digest", None) != _digest(document):
+        raise StoreError(f"{manifest}: is not what was saved")
     return document
+
+
+def _digest(document: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(document, sort_keys=True).encode()).hexdigest()
 
 
 def _discard(path: Path) -> None:
     """The manifest goes first, so that what is half removed is not taken for a checkpoint."""
     (path / _MANIFEST).unlink(missing_ok=True)
     shutil.rmtree(path, ignore_errors=True)
-
-
-def _sync_and_sum(file: Path) -> int:
-    """CRC-32 of a file that is on the disk when this returns."""
-    total = 0
-    with file.open("rb") as stream:
-        while block := stream.read(_BLOCK_BYTES):
-            total = zlib.crc32(block, total)
-        os.fsync(stream.fileno())
-    return total

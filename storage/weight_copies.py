@@ -9,7 +9,7 @@ The manifest is linked when all bytes are there and every tensor has its CRC-32,
 The length of a `.copy` says how much of it has arrived: other processes can hand it on meanwhile. One process of a host
 receives a version (`receiving`); `v000012.lock`, which it holds, is let go of by the system however it ends.
 
-May import numpy and storage only.
+May import numpy, xxhash and storage only.
 """
 
 from __future__ import annotations
@@ -19,11 +19,12 @@ import dataclasses
 import fcntl
 import mmap
 import os
-import zlib
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from types import TracebackType
+
+import xxhash
 
 from storage.errors import DamagedWeights, MissingOutput, StoreError
 from storage.weights import Manifest, WeightBoard, owner_alive, stem, unique_name
@@ -89,10 +90,10 @@ class IncomingVersion:
         self._tensors = sorted(manifest.tensors, key=lambda tensor: tensor.offset)
         self._checked = 0
         """Tensors that are whole."""
-        self._crc32 = 0
+        self._sum = xxhash.xxh3_64()
         """Of what has arrived of the next."""
         self._checker = ThreadPoolExecutor(1, "weights-checker")
-        """Checking takes as long as writing; the two go on side by side."""
+        """Checking takes time, and goes on beside writing."""
         self._file = -1
         try:
             self._file = os.open(self._data, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_APPEND, 0o644)
@@ -108,7 +109,7 @@ class IncomingVersion:
         return self.num_bytes == self.manifest.file_bytes
 
     def append(self, piece: memoryview) -> None:
-        """Takes the next bytes. Raises DamagedWeights, naming the tensor, where a CRC-32 is not the manifest's, or for
+        """Takes the next bytes. Raises DamagedWeights, naming the tensor, where a sum is not the manifest's, or for
         more bytes than there are; OSError when the memory is full."""
         if self.num_bytes + piece.nbytes > self.manifest.file_bytes:
             raise DamagedWeights(
@@ -124,20 +125,20 @@ class IncomingVersion:
         self.num_bytes += piece.nbytes
 
     def _check(self, piece: memoryview) -> None:
-        """Carries the CRC-32s on over the bytes that follow those that have arrived."""
+        """Carries the sums on over the bytes that follow those that have arrived."""
         end = self.num_bytes + piece.nbytes
         while self._checked < len(self._tensors):
             tensor = self._tensors[self._checked]
             first, last = max(tensor.offset, self.num_bytes), min(tensor.offset + tensor.nbytes, end)
             if first < last:
-                self._crc32 = zlib.crc32(piece[first - self.num_bytes : last - self.num_bytes], self._crc32)
+                self._sum.update(piece[first - self.num_bytes : last - self.num_bytes])
             if tensor.offset + tensor.nbytes > end:
                 return
-            if self._crc32 != tensor.crc32:
+            if self._sum.intdigest() != tensor.xxh3:
                 raise DamagedWeights(
                     f"weights v{self.manifest.version}: {tensor.name} did not arrive as it was published"
                 )
-            self._checked, self._crc32 = self._checked + 1, 0
+            self._checked, self._sum = self._checked + 1, xxhash.xxh3_64()
 
     def finish(self) -> Manifest:
         """Makes the version exist. Raises StoreError where bytes are missing."""

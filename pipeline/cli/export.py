@@ -52,6 +52,6 @@ def export_version(config: RunConfig, version: int | None, to: Path | None) -> P
         else:
             staged.mkdir()
             with runtime_for(alone(config, Path(scratch)), Role.POLICY, Path(scratch)) as runtime:
-                required(runtime.parts.updates).at(Role.POLICY, version).export(staged)
+                required(runtime.parts.updates).at(Role.POLICY, version).export(staged)()
         staged.rename(target)
     return target

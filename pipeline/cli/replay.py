@@ -4,7 +4,7 @@ It runs in this process, from its stored inputs.
 
 Nothing is written to the run. Weights that a node needs are rebuilt from checkpoints and stored rollouts (law 3), so a
 replay works also long after the run. A gang of several ranks is replayed on one: its sums may then differ in the last
-bits, which the answer says. Its checkpoints fit its own layout only, so its weights are rebuilt from the start.
+bits, which the answer says; its checkpoints load in one rank as well.
 """
 
 from __future__ import annotations

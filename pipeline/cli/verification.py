@@ -1,8 +1,9 @@
 """`stageline check RUN`: is a run's directory what its ledger says? Every array's CRC, every commit's lineage, the
-staleness of every row."""
+staleness of every row, every byte of the checkpoints."""
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from dataclasses import dataclass
 
@@ -10,9 +11,12 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from pipeline.config.paths import RunPaths
 from pipeline.config.run import RunConfig
 from pipeline.driver.results import open_history
+from stages.models.protocol import Role
 from storage.address import Address
+from storage.checkpoints import Checkpoints
 from storage.errors import StoreError
 from storage.ledger import Commit
 from storage.records import Rollout
@@ -36,12 +40,12 @@ class Verification:
         table.add_column("commits", justify="right")
         for stage, number in self.commits.items():
             table.add_row(stage, str(number))
-        verdict = "sound: every array has its CRC, every input its commit, every row its bound"
+        verdict = "sound: every array and checkpoint has its CRC, every input its commit, every row its bound"
         return Group(table, Text(verdict) if self.sound else Text("\n".join(self.faults)))
 
 
 def verify_run(config: RunConfig) -> Verification:
-    """Reads everything a run has committed."""
+    """Reads everything a run has committed, and its checkpoints."""
     history = open_history(config)
     commits = history.ledger.list()
     attempts = {commit.address: commit.attempt for commit in commits}
@@ -57,11 +61,24 @@ def verify_run(config: RunConfig) -> Verification:
             continue
         if commit.address.stage == "generate" and isinstance(record, Rollout):
             faults += _staleness_faults(config, commit.address, record)
+    faults += _checkpoint_faults(Checkpoints(RunPaths(config.run_dir).checkpoints))
     for stage in ("update_policy", "update_critic"):
         steps = sorted(c.address.step for c in commits if c.address.stage == stage)
         if steps != list(range(len(steps))):
             faults.append(f"{stage}: committed steps {steps} have a gap")
     return Verification(Counter(c.address.stage for c in commits), faults)
+
+
+def _checkpoint_faults(checkpoints: Checkpoints) -> list[str]:
+    """A run goes on without one that is damaged, from the one before it."""
+    faults = []
+    for role in (Role.POLICY, Role.CRITIC):
+        for version in checkpoints.newest_first(role, at_most=sys.maxsize):
+            try:
+                checkpoints.verify(role, version)
+            except StoreError as error:
+                faults.append(f"checkpoint v{version} of the {role}: {error}")
+    return faults
 
 
 def _lineage_faults(commit: Commit, attempts: dict[Address, str]) -> list[str]:

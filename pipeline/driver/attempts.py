@@ -303,6 +303,8 @@ class Attempts:
             journal.append(
                 Event(outcome.finished, EventKind.FINISHED, **where, seconds=seconds, store_s=outcome.store_s)
             )
+            for warning in outcome.warnings:
+                journal.append(Event(outcome.finished, EventKind.WARNED, **where, detail=warning))
         if node.stage == "publish":
             journal.now(EventKind.PUBLISHED, **_event_fields(node.address))
         self._on_done(node, outcomes[0])

@@ -33,6 +33,8 @@ class EventKind(StrEnum):
     GANG_LOST = "gang_lost"
     ROWS_MOVED = "rows_moved"
     """Rows left `worker` to go on in another replica; `detail` says how many and where to."""
+    WARNED = "warned"
+    """Something was not as it should be, and the run went on; `detail` says what."""
 
 
 @dataclass(frozen=True)

@@ -85,6 +85,8 @@ class Progress:
         comes with its result. Nodes that run ahead of their parents are submitted without a worker, and not shown."""
         if event.kind is EventKind.SUBMITTED and not self._begun:
             self._begun, self._last_step_at = True, self._now()  # the workers' start is no part of the first step
+        if event.kind is EventKind.WARNED:
+            self._print(f"WARNING: {event.detail}")
         if event.worker is None:
             return
         gang = event.gang or event.worker

@@ -38,6 +38,8 @@ class CallResult:
     """Seconds spent on reading and writing store, ledger, weights and checkpoints."""
     reused: bool
     """The output was already committed."""
+    warnings: tuple[str, ...] = ()
+    """What was not as it should be, and did not keep the call from its end."""
 
 
 class Runtime(Protocol):
@@ -141,4 +143,5 @@ def run_node(call: Call) -> Outcome:
         finished=time.time(),
         store_s=result.store_s,
         reused=result.reused,
+        warnings=result.warnings,
     )

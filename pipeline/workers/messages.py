@@ -105,6 +105,8 @@ class Outcome:
     """Of it, spent on reading and writing store, ledger, weights and checkpoints."""
     reused: bool
     """The output was already committed."""
+    warnings: tuple[str, ...] = ()
+    """What was not as it should be, and did not keep the call from its end."""
 
 
 @dataclass(frozen=True)

@@ -74,6 +74,13 @@ class WorkerParts:
     """The models, on the ranks of a gang that has any."""
     fetcher: Fetcher | None = None
     """Brings versions that this host lacks, from others."""
+    warnings: list[str] = field(default_factory=list)
+    """What a person should read and the driver has not been told yet."""
+
+    def warn(self, text: str) -> None:
+        """Says it in the worker's log now, and in the run's journal with the next node's outcome."""
+        print(f"{self.spec.name}: {text}", file=sys.stderr, flush=True)
+        self.warnings.append(text)
 
     def fetch(self, version: int) -> None:
         """Brings a version of the weights here, if there is anywhere to bring it from."""
@@ -200,13 +207,15 @@ def _build_updates(parts: WorkerParts, host: ModelHost, same_layout: bool) -> Ex
         ranks=parts.spec.size,
         store=parts.store,
         ledger=parts.ledger,
-        checkpoints=Checkpoints(parts.paths.checkpoints) if same_layout else None,
+        checkpoints=Checkpoints(parts.paths.checkpoints),
         shards=config.rollout.shards,
         recompute_logprobs=config.ppo.proximal == "recompute",
         checkpoint_every=config.checkpoint.every,
         checkpoint_keep=config.checkpoint.keep,
         staleness=config.staleness,
+        same_layout=same_layout,
         bookkeeping=parts.clock.bookkeeping,
+        warn=parts.warn,
     )
 
 

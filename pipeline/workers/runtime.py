@@ -29,8 +29,8 @@ class StageRuntime:
     """Owns a worker's engine and models."""
 
     def __init__(self, spec: WorkerSpec, *, same_layout: bool = True) -> None:
-        """`same_layout`: the models are laid out as those that made the run's commits, whose checkpoints then fit, and
-        whose digests a replayed update must have. Raises UnboundStage for a stage that nothing runs."""
+        """`same_layout`: the models are laid out as those that made the run's commits, whose digests a replayed update
+        must then have. Raises UnboundStage for a stage that nothing runs."""
         for stage in STAGE_ROLES:
             binding_of(stage)
         # What it would rather have (Transformer Engine, Apex) is no news to whoever runs this; its errors still are.
@@ -51,7 +51,8 @@ class StageRuntime:
         else:
             settled = binding.settle(self.parts, call)
         ref = settled.commit.ref() if settled.commit is not None and (spec.size == 1 or spec.index == 0) else None
-        return CallResult(ref, clock.seconds, settled.reused)
+        news, self.parts.warnings = tuple(self.parts.warnings), []
+        return CallResult(ref, clock.seconds, settled.reused, news)
 
     def _commit_once(self, call: Call, binding: Computed) -> Settled:
         """The output of a node, unless it is there: computed, stored and committed."""

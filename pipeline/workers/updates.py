@@ -5,10 +5,17 @@ there: nothing to do in the ordinary case; otherwise (this process is new, or an
 checkpoint c <= i is loaded, or the start weights, and updates c .. i-1 run again on their stored inputs. A replayed
 update must give the digest that its commit holds.
 
+    newest checkpoint c ──► every byte verified? ──► loads? ──► digest of the weights as saved? ──► updates c .. i-1
+               │ no                                                                    (any no)
+               └► a warning, and the one before it
+
+A checkpoint is copied in memory between two updates, and written while the next ones run. A process that dies over it
+leaves nothing that counts.
+
 In a gang every rank does this together; rank 0's view of ledger and checkpoints decides and is broadcast, since two
 ranks could look at different moments.
 
-May import torch.distributed, stages and storage.
+May import torch.distributed, pipeline.workers.background, stages and storage.
 """
 
 from __future__ import annotations
@@ -21,11 +28,13 @@ from typing import Any
 
 import torch.distributed as dist
 
+from pipeline.workers.background import BackgroundWriter
+from stages.models.errors import StateError
 from stages.models.protocol import ModelHost, Role
 from stages.update import update_critic, update_policy
 from storage.address import Address
 from storage.checkpoints import Checkpoints
-from storage.errors import MissingOutput
+from storage.errors import MissingOutput, StoreError
 from storage.ledger import Commit, Ledger
 from storage.records import Advantages
 from storage.rollouts import RolloutStore
@@ -48,17 +57,19 @@ class ExactlyOnceUpdates:
         ranks: int,
         store: RolloutStore,
         ledger: Ledger,
-        checkpoints: Checkpoints | None,
+        checkpoints: Checkpoints,
         shards: int,
         recompute_logprobs: bool,
         checkpoint_every: int,
         checkpoint_keep: int,
         staleness: int,
+        same_layout: bool = True,
         bookkeeping: Callable[[], AbstractContextManager[None]] = nullcontext,
+        warn: Callable[[str], None] = print,
     ) -> None:
-        """`checkpoints`: None where the models are laid out in another way than those that made the commits: neither
-        their checkpoints nor their digests can then be used. `bookkeeping`: entered while the store is read, so that
-        its time does not count as training."""
+        """`same_layout`: the models are laid out as those that made the commits, so that an update run again must give
+        the committed digest; checkpoints are loaded in either case. `bookkeeping`: entered while the store is read, so
+        that its time does not count as training. `warn`: called on rank 0 with what a person should read."""
         self.host = host
         self._rank = rank
         self._ranks = ranks
@@ -70,7 +81,12 @@ class ExactlyOnceUpdates:
         self._every = checkpoint_every
         self._keep = checkpoint_keep
         self._staleness = staleness
+        self._same_layout = same_layout
         self._bookkeeping = bookkeeping
+        self._warn = warn
+        self._damaged: dict[Role, set[int]] = {}
+        """Versions whose checkpoints this process could not use."""
+        self.background = BackgroundWriter()
 
     def agree(self, look: Callable[[], Any]) -> Any:
         """What `look()` gives on rank 0, on every rank; the others do not call it."""
@@ -89,13 +105,7 @@ class ExactlyOnceUpdates:
         """
         host = self.host
         if host.dirty(role) or host.version(role) != version:
-            unusable = host.dirty(role) or host.version(role) > version
-            saved = self._checkpoints
-            found = None if saved is None else self.agree(lambda: saved.latest(str(role), version))
-            if found is not None and (unusable or found[0] > host.version(role)):
-                host.load(role, found[1])
-            elif unusable:
-                host.load(role, None)
+            self._restore(role, version)
         while host.version(role) < version:
             step = host.version(role)
             address = Address(UPDATE_STAGE[role], step)
@@ -120,8 +130,8 @@ class ExactlyOnceUpdates:
         winner = self.agree(lambda: commit(metrics, digest))
         self._verify(winner, digest)
         self.host.mark_clean(role)
-        if self._checkpoints is not None and (step + 1) % self._every == 0:
-            self._save(role, step + 1, self._checkpoints)
+        if (step + 1) % self._every == 0:
+            self._save(role, step + 1, digest)
         return winner if self._rank == 0 else None
 
     def replay(self, role: Role, step: int) -> tuple[str, str]:
@@ -158,24 +168,94 @@ class ExactlyOnceUpdates:
         )
 
     def _verify(self, commit: Commit, digest: str) -> None:
-        if self._checkpoints is not None and commit.digest != digest:
+        if self._same_layout and commit.digest != digest:
             raise ReplayMismatch(
                 f"{commit.address}: committed weights have digest {commit.digest}, these have {digest}: another "
                 "layout, thread count or library version than the one that committed them?"
             )
 
-    def _save(self, role: Role, version: int, checkpoints: Checkpoints) -> None:
-        path = Path(self.agree(lambda: str(checkpoints.begin(str(role), version))))
-        self.host.save(role, path)
-        if self._ranks > 1:
-            dist.barrier()  # every rank has written
+    def _restore(self, role: Role, version: int) -> None:
+        """Makes the role clean and of the newest version that is no newer than `version` and can be had without
+        training: the resident one, that of a checkpoint, or 0."""
+        self.background.settle(f"checkpoint of the {role}")
+        host = self.host
+        resident = -1 if host.dirty(role) or host.version(role) > version else host.version(role)
+        refused: list[tuple[int, str]] = []
+        for saved in self.agree(lambda: self._checkpoints.newest_first(str(role), version)):
+            if saved <= resident:
+                break
+            fault, meta = self._verified(role, saved)
+            if fault is None:
+                resident = -1  # from here on the role is the checkpoint's, or nobody's
+                fault = self._loaded(role, saved, meta)
+            if fault is None:
+                resident = saved
+                break
+            refused.append((saved, fault))
+        if resident < 0:
+            host.load(role, None)
+        self._damaged.setdefault(role, set()).update(saved for saved, _ in refused)
         if self._rank == 0:
-            checkpoints.finish(str(role), version, path, {})
+            for saved, fault in refused:
+                self._warn(
+                    f"checkpoint v{saved} of the {role} CANNOT BE USED: {fault}. Back to v{host.version(role)}; the "
+                    f"updates from there to v{version} run again"
+                )
+
+    def _verified(self, role: Role, saved: int) -> tuple[str | None, dict[str, Any]]:
+        """(what is wrong with the bytes of a checkpoint, if anything; what was said of it when it was saved). Each rank
+        reads a share."""
+        try:
+            meta = self._checkpoints.verify(str(role), saved, share=(self._rank, self._ranks))
+            fault = None
+        except (StoreError, OSError) as error:
+            meta, fault = {}, str(error)
+        return self._of_any_rank(fault), meta
+
+    def _loaded(self, role: Role, saved: int, meta: dict[str, Any]) -> str | None:
+        """Loads a checkpoint; why it is not the version that it should be, if so."""
+        try:
+            self.host.load(role, self._checkpoints.place(str(role), saved))
+            fault = None
+        except StateError as error:
+            fault = str(error)
+        fault = self._of_any_rank(fault)
+        if fault is None and self.host.version(role) != saved:
+            fault = f"it holds version {self.host.version(role)}"
+        if fault is None and (digest := self.host.digest(role)) != meta.get("digest"):
+            fault = f"its weights have digest {digest}, and had {meta.get('digest')} when they were saved"
+        return fault
+
+    def _of_any_rank(self, fault: str | None) -> str | None:
+        """The first rank's that has one, on every rank."""
+        if self._ranks == 1:
+            return fault
+        faults: list[str | None] = [None] * self._ranks
+        dist.all_gather_object(faults, fault)
+        return next((found for found in faults if found is not None), None)
+
+    def _save(self, role: Role, version: int, digest: str) -> None:
+        name = f"checkpoint of the {role}"
+        self.background.settle(name)  # before the next copy is made, in the same memory
+        path = Path(self.agree(lambda: str(self._checkpoints.begin(str(role), version))))
+        write, damaged = self.host.save(role, path), frozenset(self._damaged.get(role, ()))
+
+        def work() -> None:
+            sums = write()
+            if sums is None:
+                return
+            self._checkpoints.finish(str(role), version, path, {"digest": digest}, sums)
             # A resumed run may have to publish the version that the oldest open generation reads: the checkpoint that
             # it is rebuilt from stays, however few are to be kept.
             oldest = max(0, version - self._staleness)
-            newer = [v for v in checkpoints.versions(str(role)) if v > oldest]
-            checkpoints.prune(str(role), max(self._keep, len(newer) + 1))
+            newer = [v for v in self._checkpoints.versions(str(role)) if v > oldest and v not in damaged]
+            self._checkpoints.prune(str(role), max(self._keep, len(newer) + 1), damaged)
+
+        self.background.submit(name, work)
 
     def close(self) -> None:
-        self.host.close()
+        """Waits for what is being written. Raises what went wrong with it."""
+        try:
+            self.background.close()
+        finally:
+            self.host.close()

@@ -1,12 +1,11 @@
 """What the ranks of a gang hold in parts, put together: trained tensors under their Hugging Face names, what was
 computed of each row, the stats of losses. All of it is collective: every rank of the gang makes the same call.
 
-May import numpy, torch, megatron.core, stages.ppo and this folder.
+May import numpy, torch, xxhash, megatron.core, stages.ppo and this folder.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+import xxhash
 from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 from torch import Tensor
@@ -54,12 +54,20 @@ def trained_tensors(model: GPTModel, blueprint: Blueprint) -> dict[str, Tensor] 
 
 
 def digest_of(model: GPTModel, blueprint: Blueprint) -> str:
-    """Hex digest of all trained tensors and their names, the same whatever the layout; on every rank."""
+    """Digest of all trained tensors and their names, the same whatever the layout; on every rank.
+
+    XXH3-128 of each whole tensor's bytes, at 15 GB/s a core: it tells any change but a forged one, which nobody
+    here makes. The ranks of a stage hold the same whole tensors, and take turns at them.
+    """
+    rank = blueprint.parallel_rank
+    turn, turns = rank.tensor_rank * rank.data_size + rank.data_rank, rank.tensor_size * rank.data_size
     own = {
-        name: hashlib.sha256(as_numpy(tensor).tobytes()).hexdigest() for name, tensor in stage_tensors(model, blueprint)
+        name: xxhash.xxh3_128_hexdigest(as_numpy(tensor).reshape(-1).view(np.uint8).data)
+        for number, (name, tensor) in enumerate(stage_tensors(model, blueprint))
+        if number % turns == turn
     }
     named = {name: digest for part in from_all_ranks(own) for name, digest in part.items()}
-    return hashlib.sha256(json.dumps(named, sort_keys=True).encode()).hexdigest()
+    return f"xxh3-{xxhash.xxh3_128_hexdigest(json.dumps(named, sort_keys=True).encode())}"
 
 
 def collect_rows(rank: ParallelRank, *arrays: np.ndarray) -> tuple[np.ndarray, ...] | None:

@@ -5,16 +5,18 @@ May import numpy, torch, megatron.core, storage, stages.ppo and this folder.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 
 import numpy as np
+import torch.distributed as dist
 from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 
 from stages.models import gather, minibatch_losses, parallel
 from stages.models.build import DTYPES, Blueprint, build_role, build_trunk, output_weight, reset_role
+from stages.models.checkpoint_files import write_snapshot
 from stages.models.config import LayoutConfig, ModelConfig, OptimizerConfig
 from stages.models.errors import StateError
 from stages.models.forward import (
@@ -40,6 +42,7 @@ from stages.models.trunk import Trunk
 from stages.ppo.config import PPOConfig
 from stages.ppo.masks import state_values
 from stages.ppo.micro_batches import balanced, minibatches
+from storage.checkpoints import FileSum
 from storage.records import PolicyLogprobs, ReferenceLogprobs, Rollout, Values
 
 
@@ -78,6 +81,9 @@ class MegatronHost:
             min_new_tokens=sampling.min_new_tokens,
         )
         self._parallel_rank = parallel.join(rank, layout, seed)
+        # of CPU tensors, for the threads that write checkpoints: the ranks' other calls must not get in between
+        self._writers = dist.new_group(backend="gloo")
+        self._threads = rank.threads
         self.product_choice = choose_products(model.products, DTYPES[model.dtype], self._parallel_rank.device)
         """What the gang multiplies with; the last bits of a run depend on it."""
         self._kernels = choose_kernels(model.kernels, DTYPES[model.dtype], self._parallel_rank.device)
@@ -160,8 +166,9 @@ class MegatronHost:
     def digest(self, role: Role) -> str:
         return gather.digest_of(self._trainer(role).model, self._blueprint)
 
-    def save(self, role: Role, directory: Path) -> None:
-        self._clean(role).save(directory)
+    def save(self, role: Role, directory: Path) -> Callable[[], dict[str, FileSum] | None]:
+        taken = self._clean(role).snapshot()
+        return partial(write_snapshot, taken, directory, self._writers, self._threads)
 
     def load(self, role: Role, directory: Path | None) -> None:
         trainer = self._trainer(role)
@@ -175,12 +182,13 @@ class MegatronHost:
         tensors = gather.trained_tensors(self._clean(Role.POLICY).model, self._blueprint)
         return None if tensors is None else {name: gather.as_numpy(tensor) for name, tensor in tensors.items()}
 
-    def export(self, directory: Path) -> None:
+    def export(self, directory: Path) -> Callable[[], None]:
         trained = gather.trained_tensors(self._clean(Role.POLICY).model, self._blueprint)
         if trained is None:
-            return
+            return lambda: None
         model = self._blueprint.model
-        write_model(directory, model.path, trained, model.dtype)
+        taken = {name: tensor.to("cpu", copy=True) for name, tensor in trained.items()}
+        return lambda: write_model(directory, model.path, taken, model.dtype)
 
     def close(self) -> None:
         self._trainers.clear()

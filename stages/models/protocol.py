@@ -9,7 +9,7 @@ May import numpy, jaxtyping, the standard library and storage.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -17,6 +17,7 @@ from typing import Protocol
 
 import numpy as np
 
+from storage.checkpoints import FileSum
 from storage.records import Advantages, PolicyLogprobs, ReferenceLogprobs, Rollout, Values
 
 
@@ -96,12 +97,17 @@ class ModelHost(Protocol):
         """Hex digest of the role's trained weights, the same whatever the layout; on every rank."""
         ...
 
-    def save(self, role: Role, directory: Path) -> None:
-        """Weights, optimizer and version into an existing, empty directory (every rank writes its part)."""
+    def save(self, role: Role, directory: Path) -> Callable[[], Mapping[str, FileSum] | None]:
+        """Takes a copy of weights, optimizer and version. The function returned writes it into the directory, which
+        exists and is empty: every rank calls it, with the calls of one host one after another and in the order of the
+        copies, in any thread and whatever else the ranks do meanwhile, but before the role is saved again. On rank 0
+        it gives the sums of all files once every rank has written, on others None."""
         ...
 
     def load(self, role: Role, directory: Path | None) -> None:
-        """From `save`'s directory, or, with None, back to version 0 as built from the config and the run's seed."""
+        """From `save`'s directory, bit for bit, in whatever layout that was written; or, with None, back to version 0
+        as built from the config and the run's seed. Raises StateError, on every rank, for another model's checkpoint;
+        the role is then dirty, or as it was."""
         ...
 
     def trained_weights(self) -> Mapping[str, np.ndarray] | None:
@@ -110,8 +116,9 @@ class ModelHost(Protocol):
         update."""
         ...
 
-    def export(self, directory: Path) -> None:
-        """The whole policy in Hugging Face layout: loads with AutoModelForCausalLM.from_pretrained."""
+    def export(self, directory: Path) -> Callable[[], None]:
+        """Takes a copy of the policy. The function returned writes the whole of it in Hugging Face layout, on rank 0,
+        in any thread: it loads with AutoModelForCausalLM.from_pretrained."""
         ...
 
     def close(self) -> None: ...

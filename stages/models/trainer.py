@@ -6,14 +6,15 @@ May import numpy, torch, megatron.core, stages.ppo and this folder.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
@@ -23,8 +24,10 @@ from torch.nn import Parameter
 
 from stages.models import gather
 from stages.models.build import Blueprint
+from stages.models.checkpoint_files import Snapshot, read_common, read_state, snapshot
+from stages.models.checkpoint_shards import MOMENTS, masters_of, sharded_state, torch_optimizer
 from stages.models.config import OptimizerConfig
-from stages.models.errors import NonFiniteGradientsError, StateError
+from stages.models.errors import NonFiniteGradientsError
 from stages.models.forward import MicroBatch, run_backward
 from stages.models.protocol import Role
 from stages.models.trunk import Trunk
@@ -90,6 +93,8 @@ class Trainer:
         self.version = 0
         self.dirty = False
         self._skipped_in_a_row = 0
+        self._snapshot: Snapshot | None = None
+        self._blueprint = blueprint
         self._rank = blueprint.parallel_rank
         sharded = blueprint.layout.distributed_optimizer
         bf16 = blueprint.dtype is torch.bfloat16
@@ -182,33 +187,37 @@ class Trainer:
         self.version, self.dirty = step + 1, True
         return {"lr": 0.0, "optimizer_steps": 0.0}
 
-    def save(self, directory: Path) -> None:
-        """Writes this rank's part: weights, master weights, optimizer state, version."""
-        state = {
+    def snapshot(self) -> Snapshot:
+        """A copy of what this rank is to write of a checkpoint: weights, masters, moments, counters. The one before
+        it, whose memory it takes, must have been written."""
+        (inner,) = self._optimizer.chained_optimizers
+        steps = {float(state["step"]) for state in self._adam.state.values()}
+        assert len(steps) <= 1, f"AdamW has made {steps} steps with different parameters"
+        common = {
+            "architecture": self._architecture,
             "version": self.version,
-            "ranks": dist.get_world_size(),
-            "weights": {name: p.detach() for name, p in self.model.named_parameters()},
-            "masters": self._masters(),
-            "adam": self._adam.state_dict(),
+            "adam_steps": steps.pop() if steps else None,
             "skipped_in_a_row": self._skipped_in_a_row,
         }
-        torch.save(state, _rank_file(directory))
+        self._snapshot = snapshot(sharded_state(self.model, inner, self._blueprint), common, self._snapshot)
+        return self._snapshot
 
     def load(self, directory: Path) -> None:
-        """Restores what `save` wrote, bit for bit. Raises StateError for another number of ranks or other shapes."""
-        state = torch.load(_rank_file(directory), map_location="cpu", weights_only=True)
-        own = dict(self.model.named_parameters())
-        shapes = {name: tensor.shape for name, tensor in state["weights"].items()}
-        if state["ranks"] != dist.get_world_size() or shapes != {name: p.shape for name, p in own.items()}:
-            raise StateError(f"{directory} holds {self.role} in another layout ({state['ranks']} ranks)")
-        with torch.no_grad():
-            for name, parameter in own.items():
-                parameter.copy_(state["weights"][name])
-            for master, saved in zip(self._masters(), state["masters"], strict=True):
-                master.copy_(saved)
-        self._adam.load_state_dict(state["adam"])
-        self.version, self.dirty = state["version"], False
-        self._skipped_in_a_row = state.get("skipped_in_a_row", 0)  # checkpoints before 0.1.0 have none
+        """Restores what a snapshot held, bit for bit, whatever layout took it. Raises StateError, having changed
+        nothing that counts, for a checkpoint of another architecture or of another program."""
+        common = read_common(directory, self._architecture)
+        (inner,) = self._optimizer.chained_optimizers
+        self.dirty = True  # until all of it is there
+        self._adam.state.clear()
+        for master in masters_of(inner) if common["adam_steps"] is not None else ():
+            step = torch.tensor(common["adam_steps"], dtype=torch.float32, device=master.tensor.device)
+            self._adam.state[master.tensor] = {
+                "step": step,
+                **{moment: torch.zeros_like(master.tensor) for moment in MOMENTS},
+            }
+        read_state(sharded_state(self.model, inner, self._blueprint), directory)
+        self.version, self.dirty = common["version"], False
+        self._skipped_in_a_row = common["skipped_in_a_row"]
 
     def restart(self) -> None:
         """Back to version 0 after the model's weights were put back: fresh master weights, empty optimizer state."""
@@ -220,11 +229,18 @@ class Trainer:
     def _adam(self) -> torch.optim.Optimizer:
         """The torch optimizer inside Megatron's."""
         (inner,) = self._optimizer.chained_optimizers
-        return inner.optimizer
+        return torch_optimizer(inner)
 
-    def _masters(self) -> list[Tensor]:
-        """What AdamW updates: the weights, or their float32 copies, or this rank's shard of either."""
-        return [p.detach() for group in self._adam.param_groups for p in group["params"]]
+    @property
+    def _architecture(self) -> dict[str, Any]:
+        """All that decides which tensors there are, and none of what decides where they lie."""
+        blueprint = self._blueprint
+        return dataclasses.asdict(blueprint.spec) | {
+            "role": str(self.role),
+            "blocks": blueprint.num_blocks(self.role),
+            "frozen_blocks": blueprint.model.frozen_blocks,
+            "dtype": blueprint.model.dtype,
+        }
 
     def _set_learning_rate(self, lr: float) -> None:
         """And the weight decay, as Megatron's scheduler would: norms and biases do not decay."""
@@ -279,7 +295,3 @@ def _listed(items: Sequence[object], most: int = 64) -> str:
     """At most so many of them, and how many more there are."""
     more = f" and {len(items) - most} more" if len(items) > most else ""
     return ", ".join(map(str, items[:most])) + more
-
-
-def _rank_file(directory: Path) -> Path:
-    return directory / f"rank_{dist.get_rank():05d}.pt"

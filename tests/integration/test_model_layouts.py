@@ -107,7 +107,7 @@ def work(index: int, size: int, layout: LayoutConfig, frozen_blocks: int, direct
         if index == 0:
             (directory / role.value).mkdir()
         torch.distributed.barrier()
-        host.save(role, directory / role.value)
+        host.save(role, directory / role.value)()
     update(1)
     digests = [host.digest(role) for role in TRAINED]
     for role in TRAINED:

@@ -5,8 +5,8 @@ May import pipeline.workers, stages and storage.
 
 from __future__ import annotations
 
-import shutil
 import time
+from pathlib import Path
 
 from pipeline.workers.bindings.binding import Settled
 from pipeline.workers.messages import Call
@@ -14,6 +14,9 @@ from pipeline.workers.parts import WorkerParts, required
 from stages.models.protocol import Role
 from stages.publish import publish
 from storage.ledger import Commit
+
+EXPORT = "export"
+"""The name of its work in the background."""
 
 
 def update_policy_once(parts: WorkerParts, call: Call) -> Settled:
@@ -42,7 +45,10 @@ def _update(parts: WorkerParts, call: Call, role: Role) -> Settled:
                 digest=digest,
             )
 
-    winner = required(parts.updates).update(role, call.address.step, commit)
+    updates = required(parts.updates)
+    winner = updates.update(role, call.address.step, commit)
+    if call.address.step + 1 == parts.config.steps:
+        updates.background.settle_all()  # nothing may come after this that would wait for it
     return Settled(winner, reused=winner is not None and not committed)
 
 
@@ -53,14 +59,11 @@ def publish_version(parts: WorkerParts, call: Call) -> Settled:
     started = time.time()
     host = required(parts.updates).at(Role.POLICY, version)
     found = parts.find(call.address)
-    exported = version == config.steps or bool(config.export.every and version % config.export.every == 0)
-    if exported and version:
-        _export(parts, version)
+    due = version == config.steps or bool(config.export.every and version % config.export.every == 0)
+    exported = bool(due and version) and _begin_export(parts, version)
     with parts.clock.bookkeeping():
         manifest = publish(host, parts.board, version)
-        if manifest is None:
-            return Settled(None, reused=False)
-        if found is None:
+        if manifest is not None and found is None:
             found = parts.store.commit_only(
                 call.address,
                 parts.provenance(call, started, (version,)),
@@ -68,20 +71,51 @@ def publish_version(parts: WorkerParts, call: Call) -> Settled:
                 metrics={"publish/bytes": float(manifest.num_bytes)},
                 digest=manifest.digest,
             )
-    return Settled(found, reused=False)
+    if exported:
+        _export(parts, version)
+        # the export before this one, if there was any, is over: whatever has begun is a dead process's
+        for owed in required(parts.updates).agree(lambda: _begun_exports(parts, version)):
+            _export(parts, owed)
+    if version == config.steps:
+        required(parts.updates).background.settle_all()
+    return Settled(None if manifest is None else found, reused=False)
+
+
+def _begin_export(parts: WorkerParts, version: int) -> bool:
+    """Whether a version is still to be exported. Its directory under a name that is not final says from now on that it
+    is: what a process that dies over it owes is made good when the next version is exported."""
+    target = parts.paths.weights(version)
+
+    def begin() -> bool:
+        if target.is_dir():
+            return False
+        _staged(target).mkdir(parents=True, exist_ok=True)
+        return True
+
+    return bool(required(parts.updates).agree(begin))
+
+
+def _begun_exports(parts: WorkerParts, but: int) -> list[int]:
+    """Versions whose exports were begun, by a process that died, and are not there."""
+    begun = parts.paths.weights(0).parent.glob(".v*")
+    versions = {int(path.name[2:]): path for path in begun if path.name[2:].isdecimal()}
+    return sorted(v for v in versions if v != but and not parts.paths.weights(v).is_dir())
 
 
 def _export(parts: WorkerParts, version: int) -> None:
-    """The whole policy in Hugging Face layout; a half-written one never has the final name."""
+    """The whole policy in Hugging Face layout, from a copy and while the run goes on; a half-written one never has the
+    final name."""
     updates, target = required(parts.updates), parts.paths.weights(version)
-    staged = target.with_name(f".{target.name}")
+    staged = _staged(target)
+    write = updates.at(Role.POLICY, version).export(staged)
 
-    def begin() -> bool:
-        shutil.rmtree(staged, ignore_errors=True)  # of a process that died over it
-        return target.is_dir()
+    def work() -> None:
+        write()
+        if parts.spec.index == 0:
+            staged.rename(target)
 
-    if updates.agree(begin):
-        return
-    updates.host.export(staged)
-    if parts.spec.index == 0:
-        staged.rename(target)
+    updates.background.submit(EXPORT, work)
+
+
+def _staged(target: Path) -> Path:
+    return target.with_name(f".{target.name}")

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import os
+import re
+import shutil
+import signal
 import socket
 import subprocess
 import sys
+import zlib
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from storage.checkpoints import Checkpoints
+from storage.checkpoints import Checkpoints, FileSum, sum_file
 from storage.errors import StoreError
+from tests.support.paths import ROOT
 
 
 def save(checkpoints: Checkpoints, version: int, content: str = "weights", role: str = "policy") -> Path:
@@ -30,17 +36,18 @@ def checkpoints(tmp_path: Path) -> Checkpoints:
 def test_what_was_saved_is_found(checkpoints: Checkpoints, tmp_path: Path) -> None:
     place = save(checkpoints, 12)
     assert place == tmp_path / "policy" / "v000012"
-    assert checkpoints.latest("policy", 12) == (12, place, {"step": 12, "kl_coef": 0.05})
+    assert checkpoints.newest_first("policy", 12) == [12]
+    assert checkpoints.place("policy", 12) == place
     assert (place / "rank0" / "model.bin").read_text() == "weights"
-    checkpoints.verify("policy", 12)
+    assert checkpoints.verify("policy", 12) == {"step": 12, "kl_coef": 0.05}
 
 
 def test_the_newest_that_is_old_enough(checkpoints: Checkpoints) -> None:
     for version in (2, 10, 6):
         save(checkpoints, version)
-    found = [checkpoints.latest("policy", at_most) for at_most in (1, 2, 5, 9, 10, 99)]
-    assert [None if f is None else f[0] for f in found] == [None, 2, 2, 6, 10, 10]
-    assert checkpoints.latest("critic", 99) is None
+    found = [checkpoints.newest_first("policy", at_most) for at_most in (1, 2, 5, 9, 10, 99)]
+    assert found == [[], [2], [2], [6, 2], [10, 6, 2], [10, 6, 2]]
+    assert checkpoints.newest_first("critic", 99) == []
 
 
 def test_an_unfinished_one_is_ignored(checkpoints: Checkpoints) -> None:
@@ -81,6 +88,99 @@ def test_verify_reads_every_byte(checkpoints: Checkpoints) -> None:
         checkpoints.verify("policy", 1)
     with pytest.raises(StoreError, match="no complete checkpoint"):
         checkpoints.verify("policy", 2)
+
+
+def test_those_who_verify_shares_read_every_byte_together(checkpoints: Checkpoints) -> None:
+    place = save(checkpoints, 1)
+    (place / "rank0" / "model.bin").write_text("weightz")
+    faults = 0
+    for i in range(3):
+        try:
+            checkpoints.verify("policy", 1, share=(i, 3))
+        except StoreError:
+            faults += 1
+    assert faults == 1
+
+
+DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
+    "truncated": (lambda place: (place / "rank0" / "model.bin").write_text("w"), "model.bin: has 1 bytes of 7"),
+    "missing": (lambda place: (place / "common.json").unlink(), "common.json: is missing"),
+    "manifest truncated": (lambda place: os.truncate(place / "checkpoint.json", 40), "is not what was saved"),
+    "manifest not text": (lambda place: (place / "checkpoint.json").write_bytes(b"\xff\x00"), "is not what was saved"),
+    "meta changed": (lambda place: replace_in(place / "checkpoint.json", "0.05", "0.06"), "is not what was saved"),
+    "not ours": (lambda place: (place / "checkpoint.json").write_text("[1]"), "format None, this version reads 2"),
+    "older": (lambda place: replace_in(place / "checkpoint.json", '"format": 2', '"format": 1'), "format 1, this"),
+    "moved here": (lambda place: move_over(place, "critic", 2), "was saved as critic v2"),
+    "renamed": (lambda place: move_over(place, "policy", 1), "was saved as policy v1"),
+}
+
+
+def replace_in(file: Path, old: str, new: str) -> None:
+    text = file.read_text()
+    assert old in text
+    file.write_text(text.replace(old, new))
+
+
+def move_over(place: Path, role: str, version: int) -> None:
+    """Another checkpoint, whole, in the place of one."""
+    checkpoints = Checkpoints(place.parent.parent)
+    other = save(checkpoints, version, "foreign", role)
+    shutil.rmtree(place)
+    other.rename(place)
+
+
+@pytest.mark.parametrize("name", DAMAGES)
+def test_verify_says_what_is_wrong(checkpoints: Checkpoints, name: str) -> None:
+    """And it stays among those that a reader goes through: what was saved and cannot be used is never passed over in
+    silence."""
+    place = save(checkpoints, 2)
+    damage, message = DAMAGES[name]
+    damage(place)
+    with pytest.raises(StoreError, match=re.escape(message)):
+        checkpoints.verify("policy", 2)
+    assert checkpoints.newest_first("policy", 9)[0] == 2
+
+
+def test_sums_that_the_ranks_made_are_taken(checkpoints: Checkpoints) -> None:
+    path = checkpoints.begin("policy", 1)
+    sums = {}
+    for rank in range(2):
+        (path / f"{rank}.bin").write_text("w" * (rank + 1))
+        sums[f"{rank}.bin"] = sum_file(path / f"{rank}.bin")
+    assert sums["1.bin"] == FileSum(2, zlib.crc32(b"ww"))
+    checkpoints.finish("policy", 1, path, {}, sums)
+    checkpoints.verify("policy", 1)
+    path = checkpoints.begin("policy", 2)
+    with pytest.raises(StoreError, match=r"0\.bin: is missing"):
+        checkpoints.finish("policy", 2, path, {}, sums)
+    assert checkpoints.versions("policy") == [1]
+
+
+def test_prune_does_not_count_what_is_known_to_be_damaged(checkpoints: Checkpoints) -> None:
+    for version in (1, 2, 3, 4):
+        save(checkpoints, version)
+    assert checkpoints.prune("policy", 2, damaged={3}) == [1]
+    assert checkpoints.versions("policy") == [2, 3, 4]
+
+
+@pytest.mark.processes
+def test_a_process_that_is_killed_while_it_saves_leaves_no_checkpoint(checkpoints: Checkpoints, tmp_path: Path) -> None:
+    """All files are there, and no manifest: the process dies in `finish`, at the last write before the rename."""
+    save(checkpoints, 1)
+    program = (
+        "import os, signal, sys; from storage import checkpoints as module\n"
+        "def die(path): os.kill(os.getpid(), signal.SIGKILL)\n"
+        "module.sync_directory = die\n"
+        "c = module.Checkpoints(sys.argv[1]); path = c.begin('policy', 2)\n"
+        "(path / 'model.bin').write_text('w'); c.finish('policy', 2, path, {})\n"
+    )
+    process = subprocess.run([sys.executable, "-c", program, str(tmp_path)], cwd=ROOT, check=False)
+    assert process.returncode == -signal.SIGKILL
+    assert checkpoints.newest_first("policy", 9) == [1]
+    (begun,) = (tmp_path / "policy").glob(".v*")
+    assert (begun / "checkpoint.json").is_file()
+    checkpoints.prune("policy", 1)
+    assert [path.name for path in (tmp_path / "policy").iterdir()] == ["v000001"]
 
 
 def test_prune_keeps_the_newest(checkpoints: Checkpoints, tmp_path: Path) -> None:

@@ -4,19 +4,22 @@ updates make, bit for bit, and each update is committed once."""
 from __future__ import annotations
 
 import hashlib
+import os
+import re
 import shutil
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from pipeline.workers.updates import ExactlyOnceUpdates, ReplayMismatch
+from stages.models.errors import StateError
 from stages.models.protocol import CriticBatch, PolicyBatch, Role
 from storage.address import Address
-from storage.checkpoints import Checkpoints
+from storage.checkpoints import Checkpoints, FileSum, sum_file
 from storage.errors import MissingOutput
 from storage.ledger import Commit, Ledger, new_attempt, provenance_here
 from storage.records import Advantages, PolicyLogprobs, Record, ReferenceLogprobs, Rollout, Values
@@ -36,6 +39,9 @@ class FakeHost:
         self.log: list[str] = []
         self.fail_at: int | None = None
         self.error = 0.0
+        self.may_write = threading.Event()
+        self.may_write.set()
+        self.disk_full = False
 
     def _train(self, role: Role, step: int, number: float) -> dict[str, float]:
         assert role not in self.dirty_roles, "a dirty model was trained"
@@ -69,17 +75,29 @@ class FakeHost:
     def digest(self, role: Role) -> str:
         return hashlib.sha256(self.weights[role].tobytes()).hexdigest()
 
-    def save(self, role: Role, directory: Path) -> None:
+    def save(self, role: Role, directory: Path) -> Callable[[], dict[str, FileSum]]:
         assert role not in self.dirty_roles
-        np.savez(directory / "w.npz", w=self.weights[role], version=self.versions[role])
+        weights, version = self.weights[role].copy(), self.versions[role]
+
+        def write() -> dict[str, FileSum]:
+            self.may_write.wait(timeout=60)
+            if self.disk_full:
+                raise OSError("no space left on device")
+            np.savez(directory / "w.npz", w=weights, version=version)
+            return {"w.npz": sum_file(directory / "w.npz")}
+
+        return write
 
     def load(self, role: Role, directory: Path | None) -> None:
-        self.dirty_roles.discard(role)
         if directory is None:
             self.weights[role], self.versions[role] = start(role), 0
         else:
             with np.load(directory / "w.npz") as saved:
+                if saved["w"].shape != self.weights[role].shape:
+                    self.dirty_roles.add(role)
+                    raise StateError("another architecture")
                 self.weights[role], self.versions[role] = saved["w"], int(saved["version"])
+        self.dirty_roles.discard(role)
         self.log.append(f"{role} load {self.versions[role]}")
 
     def policy_logprobs(self, rollout: Rollout) -> None: ...
@@ -88,7 +106,9 @@ class FakeHost:
     def trained_weights(self) -> Mapping[str, np.ndarray]:
         return {}
 
-    def export(self, directory: Path) -> None: ...
+    def export(self, directory: Path) -> Callable[[], None]:
+        return lambda: None
+
     def close(self) -> None: ...
 
 
@@ -103,6 +123,7 @@ class Run:
         self.ledger = Ledger(str(root / "ledger"))
         self.store = RolloutStore(str(root), self.ledger, Layouts(Layout(SHARDS, ROWS // SHARDS, SEQ)))
         self.checkpoints = Checkpoints(root / "checkpoints")
+        self.warnings: list[str] = []
 
     def write_inputs(self) -> None:
         for step in range(STEPS):
@@ -139,15 +160,18 @@ class Run:
             ranks=1,
             store=self.store,
             ledger=self.ledger,
-            checkpoints=self.checkpoints if same_layout else None,
+            checkpoints=self.checkpoints,
             shards=SHARDS,
             recompute_logprobs=True,
             checkpoint_every=every,
             checkpoint_keep=keep,
             staleness=staleness,
+            same_layout=same_layout,
+            warn=self.warnings.append,
         )
 
-    def update(self, updates: ExactlyOnceUpdates, role: Role, step: int) -> Commit:
+    def update(self, updates: ExactlyOnceUpdates, role: Role, step: int, *, settle: bool = True) -> Commit:
+        """With `settle` the checkpoint, if one was due, is on the disk afterwards."""
         stage = {Role.POLICY: "update_policy", Role.CRITIC: "update_critic"}[role]
 
         def commit(metrics: dict[str, float], digest: str) -> Commit:
@@ -156,6 +180,8 @@ class Run:
 
         found = updates.update(role, step, commit)
         assert found is not None
+        if settle:
+            updates.background.settle_all()
         return found
 
 
@@ -186,10 +212,14 @@ def digests(inputs: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[Role
     return found
 
 
-def log(updates: ExactlyOnceUpdates) -> list[str]:
+def fake(updates: ExactlyOnceUpdates) -> FakeHost:
     host = updates.host
     assert isinstance(host, FakeHost)
-    return host.log
+    return host
+
+
+def log(updates: ExactlyOnceUpdates) -> list[str]:
+    return fake(updates).log
 
 
 def test_an_update_runs_once(run: Run, digests: dict[Role, list[str]]) -> None:
@@ -302,17 +332,28 @@ def test_other_weights_than_the_committed_ones_are_refused(run: Run) -> None:
     assert updates.at(Role.POLICY, 1).version(Role.POLICY) == 1
 
 
-def test_another_layout_is_not_held_to_digests_and_checkpoints(run: Run) -> None:
-    before = run.process(every=1)
+def test_another_layout_is_not_held_to_digests(run: Run) -> None:
+    before = run.process()
     for step in range(2):
         run.update(before, Role.POLICY, step)
     updates = run.process(same_layout=False)
-    host = updates.host
-    assert isinstance(host, FakeHost)
+    host = fake(updates)
     host.error = 1e-9
     updates.at(Role.POLICY, 2)
     assert host.log == ["policy train 0", "policy train 1"]
-    np.testing.assert_allclose(host.weights[Role.POLICY], before.host.weights[Role.POLICY], atol=1e-8)  # type: ignore[attr-defined]
+    np.testing.assert_allclose(host.weights[Role.POLICY], fake(before).weights[Role.POLICY], atol=1e-8)
+
+
+def test_another_layout_loads_checkpoints(run: Run, digests: dict[Role, list[str]]) -> None:
+    """They hold the same bits for every layout; the updates after them need not."""
+    before = run.process(every=2)
+    for step in range(3):
+        run.update(before, Role.POLICY, step)
+    updates = run.process(same_layout=False)
+    fake(updates).error = 1e-9
+    assert updates.at(Role.POLICY, 2).digest(Role.POLICY) == digests[Role.POLICY][2]
+    updates.at(Role.POLICY, 3)
+    assert log(updates) == ["policy load 2", "policy train 2"]
 
 
 def test_a_version_that_no_update_made_is_refused(run: Run) -> None:
@@ -380,6 +421,123 @@ def test_the_checkpoint_that_an_open_generation_is_rebuilt_from_stays(run: Run) 
     for step in range(STEPS):
         run.update(updates, Role.POLICY, step)
     assert run.checkpoints.versions("policy") == [3, 4, 5, 6]
+
+
+# ---- checkpoints that cannot be used -------------------------------------------------------------------------------
+
+
+def flip(file: Path) -> None:
+    """One bit."""
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+
+
+def truncate(file: Path) -> None:
+    os.truncate(file, file.stat().st_size // 2)
+
+
+def save_again(run: Run, version: int, weights: np.ndarray, says: int) -> None:
+    """Puts a checkpoint that is whole, but not this run's, in the place of a version's."""
+    place = run.checkpoints.place("policy", version)
+    meta = run.checkpoints.verify("policy", version)
+    shutil.rmtree(place)
+    path = run.checkpoints.begin("policy", version)
+    np.savez(path / "w.npz", w=weights, version=says)
+    run.checkpoints.finish("policy", version, path, meta)
+
+
+DAMAGES: dict[str, tuple[Callable[[Run], None], str]] = {
+    "corrupt": (lambda run: flip(run.checkpoints.place("policy", 4) / "w.npz"), "w.npz: is not what was saved"),
+    "truncated": (lambda run: truncate(run.checkpoints.place("policy", 4) / "w.npz"), r"w.npz: has \d+ bytes of"),
+    "missing file": (lambda run: (run.checkpoints.place("policy", 4) / "w.npz").unlink(), "w.npz: is missing"),
+    "manifest cut": (lambda run: truncate(run.checkpoints.place("policy", 4) / "checkpoint.json"), "is not what was"),
+    "another architecture": (lambda run: save_again(run, 4, np.zeros(7), 4), "another architecture"),
+    "another version": (lambda run: save_again(run, 4, np.zeros(5), 3), "it holds version 3"),
+    "another run": (lambda run: save_again(run, 4, np.zeros(5), 4), "its weights have digest"),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGES)
+def test_a_checkpoint_that_cannot_be_used_is_reported_and_the_one_before_it_is(
+    run: Run, digests: dict[Role, list[str]], name: str
+) -> None:
+    before = run.process(every=2, keep=9)
+    for step in range(5):
+        run.update(before, Role.POLICY, step)
+    damage, message = DAMAGES[name]
+    damage(run)
+    after = run.process(every=2, keep=1)
+    assert after.at(Role.POLICY, 5).digest(Role.POLICY) == digests[Role.POLICY][5]
+    loads = [line for line in log(after) if "load" in line]
+    assert loads[-1] == "policy load 2"
+    assert [line for line in log(after) if "train" in line] == [f"policy train {step}" for step in (2, 3, 4)]
+    (warning,) = run.warnings
+    assert re.search(message, warning)
+    assert "checkpoint v4 of the policy CANNOT BE USED" in warning
+    assert "Back to v2; the updates from there to v5 run again" in warning
+    run.update(after, Role.POLICY, 5)
+    assert run.checkpoints.versions("policy") == [6], "one that cannot be used is not among those that are kept"
+
+
+def test_where_no_checkpoint_can_be_used_the_start_weights_are(run: Run, digests: dict[Role, list[str]]) -> None:
+    before = run.process(every=1, keep=9)
+    for step in range(2):
+        run.update(before, Role.POLICY, step)
+    for version in (1, 2):
+        flip(run.checkpoints.place("policy", version) / "w.npz")
+    after = run.process()
+    assert after.at(Role.POLICY, 2).digest(Role.POLICY) == digests[Role.POLICY][2]
+    assert log(after) == ["policy train 0", "policy train 1"], "nothing was touched: it is still at version 0"
+    assert len(run.warnings) == 2
+    assert all("Back to v0" in warning for warning in run.warnings)
+
+
+# ---- checkpoints written while the run goes on ---------------------------------------------------------------------
+
+
+def test_an_update_does_not_wait_for_the_disk(run: Run, digests: dict[Role, list[str]]) -> None:
+    """Version 2 is trained while version 1 is written, which holds version 1 all the same; the save after it waits."""
+    updates = run.process(every=2, keep=9)
+    fake(updates).may_write.clear()
+    for step in range(3):
+        run.update(updates, Role.POLICY, step, settle=False)
+    assert updates.host.version(Role.POLICY) == 3
+    assert run.checkpoints.newest_first("policy", 9) == []
+    other = run.process()
+    assert other.at(Role.POLICY, 3).digest(Role.POLICY) == digests[Role.POLICY][3], "one half-written is none"
+    assert run.warnings == []
+    fake(updates).may_write.set()
+    updates.close()
+    assert run.checkpoints.versions("policy") == [2]
+    after = run.process()
+    assert after.at(Role.POLICY, 2).digest(Role.POLICY) == digests[Role.POLICY][2]
+    assert log(after) == ["policy load 2"]
+
+
+@pytest.mark.parametrize("when", ["the next save", "close"])
+def test_a_save_that_failed_is_never_silent(run: Run, when: str) -> None:
+    updates = run.process(every=2)
+    fake(updates).disk_full = True
+    for step in range(3):
+        run.update(updates, Role.POLICY, step, settle=False)
+    act = updates.close if when == "close" else lambda: run.update(updates, Role.POLICY, 3, settle=False)
+    with pytest.raises(OSError, match="no space left"):
+        act()
+    assert run.checkpoints.versions("policy") == []
+
+
+def test_a_model_that_must_be_loaded_waits_for_what_is_being_written(run: Run, digests: dict[Role, list[str]]) -> None:
+    updates = run.process(every=1)
+    host = fake(updates)
+    host.may_write.clear()
+    run.update(updates, Role.POLICY, 0, settle=False)
+    host.fail_at = 1
+    with pytest.raises(RuntimeError, match="half-way"):
+        run.update(updates, Role.POLICY, 1, settle=False)
+    host.may_write.set()
+    assert run.update(updates, Role.POLICY, 1).digest == digests[Role.POLICY][2]
+    assert "policy load 1" in host.log
 
 
 def test_replay_compares_with_the_commit(run: Run, digests: dict[Role, list[str]]) -> None:

@@ -212,7 +212,7 @@ def test_a_saved_model_is_restored_and_replays_the_same_bits(tmp_path: Path, dty
         start = [host.digest(role) for role in roles]
         update(host, 0)
         for role in roles:
-            host.save(role, tmp_path / role.value)
+            host.save(role, tmp_path / role.value)()
         saved = [host.digest(role) for role in roles]
         update(host, 1)
         after = [host.digest(role) for role in roles]
@@ -324,7 +324,7 @@ def test_skipped_steps_in_a_row_end_the_run_and_name_the_rows(tmp_path: Path) ->
             host.mark_clean(Role.POLICY)
         host.update_policy(2, poisoned(batches(host, 2)[0], 6))
         host.mark_clean(Role.POLICY)
-        host.save(Role.POLICY, tmp_path / "saved")
+        host.save(Role.POLICY, tmp_path / "saved")()
     with opened(tmp_path, model_config(), ppo) as host:
         host.load(Role.POLICY, tmp_path / "saved")
         bad, _ = batches(host, 3)
@@ -438,7 +438,7 @@ def test_a_step_whose_gradient_is_not_finite_is_skipped_and_counted(tmp_path: Pa
 def test_an_exported_model_loads_in_transformers_with_the_same_logprobs(tmp_path: Path) -> None:
     with opened(tmp_path, model_config(frozen_blocks=2)) as host:
         update(host)
-        host.export(tmp_path / "exported")
+        host.export(tmp_path / "exported")()
         batch, _ = batches(host, 1)
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "exported")
     tokens = torch.from_numpy(batch.rollout.tokens).long()

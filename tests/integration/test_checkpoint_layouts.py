@@ -1,0 +1,207 @@
+"""A checkpoint of any layout loads in any other bit for bit: weights, float32 masters, Adam's moments, counters.
+
+    one rank: train, save A ──► two ranks, layout L: load A, save B, train on; save C while the next update runs
+                            ──► one rank: A = B;   load C, save D;   C = D,   and C's weights have L's digest
+
+Two ranks that misplaced alike what they save and what they load would be found by B, which has other cuts than A.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import multiprocessing
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.multiprocessing
+from megatron.core import dist_checkpointing
+
+from stages.models.config import LayoutConfig, ModelConfig, OptimizerConfig
+from stages.models.errors import StateError
+from stages.models.host import MegatronHost
+from stages.models.protocol import CriticBatch, PolicyBatch, Rank, Role
+from stages.models.sampling import SamplingConfig
+from stages.ppo.config import PPOConfig
+from storage.records import Advantages, PolicyLogprobs, ReferenceLogprobs, Values
+from tests.support.models import random_rollout
+
+pytestmark = pytest.mark.processes
+
+ROWS, SEQ, SEED = 4, 13, 3
+TRAINED = (Role.POLICY, Role.CRITIC)
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    layout: LayoutConfig
+    dtype: str = "bfloat16"
+    frozen_blocks: int = 0
+
+
+CASES = {
+    "DP2": Case(LayoutConfig()),
+    "DP2, distributed optimizer": Case(LayoutConfig(distributed_optimizer=True)),
+    "DP2, distributed optimizer, float32, frozen blocks": Case(LayoutConfig(distributed_optimizer=True), "float32", 2),
+    "TP2, SP": Case(LayoutConfig(tensor=2, sequence_parallel=True)),
+    "TP2, float32, frozen blocks": Case(LayoutConfig(tensor=2), "float32", 2),
+    "PP2, distributed optimizer": Case(LayoutConfig(pipeline=2, distributed_optimizer=True)),
+}
+
+
+def make_host(case: Case, rank: Rank, layout: LayoutConfig) -> MegatronHost:
+    optimizer = OptimizerConfig(lr=1e-3, weight_decay=0.1, micro_batch_rows=2)
+    model = ModelConfig(
+        path="random:tiny",
+        dtype=case.dtype,
+        frozen_blocks=case.frozen_blocks,
+        critic_blocks=2,
+        policy=optimizer,
+        critic=optimizer,
+    )
+    ppo = PPOConfig(minibatches=1)
+    return MegatronHost(model, SamplingConfig(), ppo, layout, frozenset(TRAINED), rank, seed=SEED, total_steps=9)
+
+
+def update(host: MegatronHost, step: int) -> None:
+    rng = np.random.default_rng(step)
+    rollout = random_rollout(rng, ROWS, SEQ, step)
+    mask = rollout.response_mask
+
+    def noise() -> np.ndarray:
+        return np.where(mask, rng.normal(size=mask.shape), 0).astype(np.float32)
+
+    advantages = Advantages(noise(), noise(), noise(), mask)
+    logprobs = noise() - 5
+    host.update_policy(
+        step,
+        PolicyBatch(rollout, advantages, PolicyLogprobs(logprobs, noise()), ReferenceLogprobs(logprobs), 0.1),
+    )
+    host.update_critic(step, CriticBatch(rollout, advantages, Values(noise(), np.zeros(ROWS, np.float32))))
+    for role in TRAINED:
+        host.mark_clean(role)
+
+
+def save(host: MegatronHost, directory: Path) -> None:
+    for role in TRAINED:
+        path = directory / role.value
+        path.mkdir(parents=True, exist_ok=True)
+        if torch.distributed.get_world_size() > 1:
+            torch.distributed.barrier()
+        host.save(role, path)()
+
+
+def load(host: MegatronHost, directory: Path) -> None:
+    for role in TRAINED:
+        host.load(role, directory / role.value)
+
+
+def two_ranks(index: int, root: Path) -> None:
+    """Every layout in turn, since starting processes is what takes time."""
+    for number, case in enumerate(CASES.values()):
+        directory = root / str(number)
+        host = make_host(case, Rank(index, 2, f"file://{directory}/rendezvous", 1), case.layout)
+        load(host, directory / "A")
+        assert [host.version(role) for role in TRAINED] == [2, 2]
+        save(host, directory / "B")
+        update(host, 2)
+        digests = [host.digest(role) for role in TRAINED]
+        if index == 0:
+            (directory / "digests").write_text("\n".join(digests))
+            for role in TRAINED:
+                (directory / "C" / role.value).mkdir(parents=True)
+        torch.distributed.barrier()
+        writes = [host.save(role, directory / "C" / role.value) for role in TRAINED]
+        thread = threading.Thread(target=lambda calls=writes: [write() for write in calls])
+        thread.start()
+        update(host, 3)
+        after = [host.digest(role) for role in TRAINED]
+        assert after != digests
+        thread.join()
+        torch.distributed.barrier()
+        load(host, directory / "C")
+        assert [host.digest(role) for role in TRAINED] == digests
+        update(host, 3)
+        assert [host.digest(role) for role in TRAINED] == after, "the same layout goes on bit for bit"
+        host.close()
+
+
+def plain(directory: Path) -> dict[str, torch.Tensor]:
+    """Every tensor of both roles, whole."""
+    found = {}
+    for role in TRAINED:
+        tensors = dist_checkpointing.load_plain_tensors(str(directory / role.value))
+        found |= {f"{role}.{key}": t for key, t in tensors.items() if isinstance(t, torch.Tensor)}
+    return found
+
+
+def assert_equal(ours: Path, theirs: Path) -> None:
+    first, second = plain(ours), plain(theirs)
+    assert first.keys() == second.keys()
+    for key, tensor in first.items():
+        assert tensor.dtype == second[key].dtype
+        assert torch.equal(tensor, second[key]), key
+    for role in TRAINED:
+        common = [dist_checkpointing.load_common_state_dict(str(path / role.value)) for path in (ours, theirs)]
+        assert common[0] == common[1]
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of a directory per case, by its number, with the checkpoints A, B and C."""
+    root = tmp_path_factory.mktemp("checkpoints")
+    for number, case in enumerate(CASES.values()):
+        directory = root / str(number)
+        directory.mkdir()
+        host = make_host(case, Rank(0, 1, f"file://{directory}/rendezvous0", 1), LayoutConfig())
+        for step in range(2):
+            update(host, step)
+        save(host, directory / "A")
+        host.close()
+    multiprocessing.set_forkserver_preload([])  # but see conftest.py
+    torch.multiprocessing.start_processes(two_ranks, (root,), nprocs=2, start_method="forkserver")
+    return root
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_what_one_layout_wrote_another_has_bit_for_bit(root: Path, name: str) -> None:
+    case, directory = CASES[name], root / str(list(CASES).index(name))
+    host = make_host(case, Rank(0, 1, f"file://{directory}/rendezvous1", 1), LayoutConfig())
+    try:
+        assert_equal(directory / "A", directory / "B")
+        kinds = {key.split(".")[1] for key in plain(directory / "A")}
+        assert kinds == {"weights", "exp_avg", "exp_avg_sq"} | ({"masters"} if case.dtype == "bfloat16" else set())
+        load(host, directory / "C")
+        assert [host.version(role) for role in TRAINED] == [3, 3]
+        assert [host.digest(role) for role in TRAINED] == (directory / "digests").read_text().split("\n")
+        save(host, directory / "D")
+        assert_equal(directory / "C", directory / "D")
+    finally:
+        host.close()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"frozen_blocks": 1}, "blocks 4 there and 3 here, frozen_blocks 0 there and 1 here"),
+        ({"dtype": "float32"}, "dtype 'bfloat16' there and 'float32' here"),
+    ],
+)
+def test_another_architectures_checkpoint_is_refused(
+    root: Path, tmp_path: Path, change: dict[str, str | int], message: str
+) -> None:
+    case = dataclasses.replace(CASES["DP2"], **change)  # type: ignore[arg-type]
+    host = make_host(case, Rank(0, 1, f"file://{tmp_path}/rendezvous", 1), LayoutConfig())
+    before = host.digest(Role.POLICY)
+    try:
+        with pytest.raises(StateError, match=f"another architecture: .*{message}"):
+            host.load(Role.POLICY, root / "0" / "A" / "policy")
+        with pytest.raises(StateError, match=r"another architecture: .*role 'critic' there and 'policy' here"):
+            host.load(Role.POLICY, root / "0" / "A" / "critic")
+        with pytest.raises(StateError, match="holds no checkpoint of Megatron's format torch_dist"):
+            host.load(Role.POLICY, tmp_path)
+        assert (host.digest(Role.POLICY), host.dirty(Role.POLICY), host.version(Role.POLICY)) == (before, False, 0)
+    finally:
+        host.close()

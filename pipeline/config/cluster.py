@@ -19,6 +19,9 @@ class ClusterConfig:
     """For workers to come up and load their models."""
     deadline_s: float = 1800.0
     """For one node; after it the worker is taken for lost."""
+    collective_timeout_s: float = 300.0
+    """For the ranks of a gang to come to a collective; after it the gang is taken for lost, and the error names the
+    ranks that did not come. At most half of `deadline_s` counts, or the gang would be ended before it can say so."""
     attempts: int = 3
     """How often a node may lose its worker before the run gives up."""
     weights_dir: str | None = None
@@ -27,12 +30,18 @@ class ClusterConfig:
     """When fewer rows than these are left on all replicas together, they move to fewer replicas. 0: never."""
 
 
+def collective_timeout_s(config: ClusterConfig) -> float:
+    """Seconds after which the ranks of a gang give a collective up."""
+    return min(config.collective_timeout_s, config.deadline_s / 2)
+
+
 def cluster_problems(config: ClusterConfig) -> Iterator[Problem]:
     """What of the section cannot work by itself."""
     yield from at_least(1, {"cluster.attempts": config.attempts})
     seconds = {
         "cluster.start_timeout_s": config.start_timeout_s,
         "cluster.deadline_s": config.deadline_s,
+        "cluster.collective_timeout_s": config.collective_timeout_s,
     }
     for key, value in seconds.items():
         if not value > 0:

@@ -11,11 +11,13 @@ import importlib
 import os
 import sys
 import threading
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch
 
+from pipeline.config.cluster import collective_timeout_s
 from pipeline.config.loading import config_hash, load_yaml
 from pipeline.config.paths import RunPaths
 from pipeline.config.run import RunConfig
@@ -96,6 +98,12 @@ class WorkerParts:
         """The records of all shards of a step, as one."""
         with self.clock.bookkeeping():
             return self.store.read_step(stage, step, self.config.rollout.shards)
+
+    def collectives_of(self, call: Call) -> AbstractContextManager[None]:
+        """Around a call on a rank of a gang: a collective that fails names it, and the ranks that did not come."""
+        if self.updates is None or self.spec.size == 1:
+            return nullcontext()
+        return self.updates.host.collectives_of(f"{call.address} (number {call.sequence} of gang {call.gang})")
 
     def attempt_name(self, call: Call) -> str:
         """A name that no other run of the same call has: Dask may run a task twice."""
@@ -185,7 +193,13 @@ def _build_host(config: RunConfig, spec: WorkerSpec, roles: frozenset[Role]) -> 
         config.ppo,
         settings.layout,
         roles,
-        Rank(spec.index, spec.size, spec.rendezvous, settings.threads),
+        Rank(
+            spec.index,
+            spec.size,
+            spec.rendezvous,
+            settings.threads,
+            collective_timeout_s=collective_timeout_s(config.cluster),
+        ),
         seed=config.seed,
         total_steps=config.steps,
     )

@@ -6,6 +6,7 @@ May import numpy, torch, megatron.core, storage, stages.ppo and this folder.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 
@@ -84,6 +85,9 @@ class MegatronHost:
             for role, optimizer in ((Role.POLICY, model.policy), (Role.CRITIC, model.critic))
             if role in roles
         }
+
+    def collectives_of(self, where: str) -> AbstractContextManager[None]:
+        return self._parallel_rank.roll_call.collectives_of(where)
 
     def policy_logprobs(self, rollout: Rollout) -> PolicyLogprobs | None:
         trainer = self._clean(Role.POLICY)

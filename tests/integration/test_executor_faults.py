@@ -247,6 +247,20 @@ def test_killed_in_a_node(start: Callable[..., Run], stage: str, worker: str) ->
         assert not run.log("replayed"), "a lost replica must not touch the trainer"
 
 
+def test_a_rank_that_hangs_is_named_and_its_gang_is_built_anew(start: Callable[..., Run]) -> None:
+    """Long before `cluster.deadline_s`, which would only say that the node is overdue."""
+    run = start(attempts=20, **{"cluster.collective_timeout_s": 3})
+    held = run.control("update_policy-0-0@train-1", "hold")
+    run.then(lambda: run.events(EventKind.GANG_LOST), held.unlink)
+    run.go()
+    run.assert_whole()
+    lost = run.events(EventKind.GANG_LOST)[0]
+    assert lost.worker == "train-1"
+    node = Address("update_policy", 0)
+    assert lost.detail.startswith(f"{node}: rank 1 (last seen at ")
+    assert "of 2 did not come to a collective: not within cluster.collective_timeout_s = 3" in lost.detail
+
+
 @pytest.mark.parametrize("worker", ["train-1", "score-0"])
 def test_killed_while_idle(start: Callable[..., Run], worker: str) -> None:
     """Nobody calls it, so nobody's call fails: the scheduler's news must be enough, before the worker is needed."""

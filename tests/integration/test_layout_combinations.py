@@ -1,5 +1,5 @@
 """Layouts combined: tensor x data, tensor x pipeline, pipeline x data parallelism, with sequence parallelism and the
-distributed optimizer, tied and untied, on four ranks. Gradients against transformers, five PPO updates against one rank.
+distributed optimizer, tied and untied, on four ranks. Gradients against transformers, five updates against one rank.
 
 A gradient is read off the weights, which works alike in every layout: with beta1 = 0.9 and an eps = lr far above it,
 AdamW's first step from empty state is w - lr * g / (|g| + eps) = w - g.

@@ -37,6 +37,9 @@ class PlacementConfig:
     gangs: dict[str, GangConfig] = field(default_factory=dict)
     roles: dict[str, str] = field(default_factory=dict)
     """Each of generate, score, reference, policy, critic -> the name of a gang."""
+    share_devices: bool = False
+    """Where a host has fewer GPUs than its workers need, they may share: two gangs a GPU, and its memory. Ranks of one
+    gang never do."""
 
 
 def placed_gangs(placement: PlacementConfig) -> list[Gang]:

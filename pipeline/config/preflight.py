@@ -13,7 +13,8 @@ from pathlib import Path
 
 import torch
 
-from pipeline.config.errors import ConfigError
+from pipeline.config.devices import THIS_HOST, all_here, device_problems
+from pipeline.config.errors import ConfigError, refusal
 from pipeline.config.loading import config_hash, load_yaml
 from pipeline.config.paths import RunPaths
 from pipeline.config.run import RunConfig
@@ -47,6 +48,7 @@ def preflight(config: RunConfig, saved: Path | None = None) -> Preflight:
     _check_context(config, model)
     _check_layouts(config, model)
     _check_replicas(config, model)
+    _check_devices(config)
     try:
         build_reward(config.reward)
     except ValueError as error:
@@ -152,7 +154,7 @@ def _check_layouts(config: RunConfig, model: ModelSpec) -> None:
 
 
 def _check_replicas(config: RunConfig, model: ModelSpec) -> None:
-    """Whether an engine's ranks can share this model, keep a row of it, and find devices on this host."""
+    """Whether an engine's ranks can share this model, keep a row of it, and find GPUs on this host."""
     engine = config.engine
     try:
         check_division(model, engine.tensor_parallel, engine.pipeline_parallel)
@@ -171,15 +173,24 @@ def _check_replicas(config: RunConfig, model: ModelSpec) -> None:
     devices = torch.cuda.device_count()
     gang = config.placement.roles[Role.GENERATE]
     workers, ranks = config.placement.gangs[gang].workers, config.replica_ranks
-    if devices and ranks > 1 and workers * ranks > devices:
+    side_by_side = 1 if config.placement.share_devices else workers
+    if devices and ranks > 1 and side_by_side * ranks > devices:
         key, given = "engine.tensor_parallel", engine.tensor_parallel
         if given == 1:
             key, given = "engine.pipeline_parallel", engine.pipeline_parallel
         raise ConfigError(
             key,
             f"given {given}; {workers} replicas (placement.gangs.{gang}.workers) of "
-            f"{ranks} ranks need {workers * ranks} GPUs, this host has {devices}: at most {devices // workers} ranks",
+            f"{ranks} ranks need {side_by_side * ranks} GPUs, this host has {devices}: at most {devices // side_by_side} ranks",
         )
+
+
+def _check_devices(config: RunConfig) -> None:
+    """Whether every worker finds the GPUs that it needs on this host."""
+    gangs = config.gangs()
+    share, gpus = config.placement.share_devices, {THIS_HOST: torch.cuda.device_count()}
+    for problem in device_problems(gangs, config.replica_ranks, all_here(gangs), gpus, share=share):
+        raise refusal(problem)
 
 
 def _read_prompts(config: RunConfig, tokenizer: Tokenizer) -> PromptTable:

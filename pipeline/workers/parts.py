@@ -176,7 +176,6 @@ def _build_engine(config: RunConfig, spec: WorkerSpec) -> GenerationEngine:
         config.engine,
         max_seq=config.seq,
         threads=config.placement.gangs[spec.gang].threads,
-        device=_first_device(config.replica_ranks, spec.index),
         eos_token_ids=config.model.eos_token_ids,
         migratable=config.cluster.move_rows_below > 0,
         on_lost=_end_process,
@@ -222,11 +221,6 @@ def _build_updates(parts: WorkerParts, host: ModelHost, same_layout: bool) -> Ex
         staleness=config.staleness,
         bookkeeping=parts.clock.bookkeeping,
     )
-
-
-def _first_device(ranks: int, index: int) -> torch.device | None:
-    """Of a replica that spans ranks, where there are GPUs: each has the next so many to itself."""
-    return torch.device("cuda", index * ranks) if ranks > 1 and torch.cuda.is_available() else None
 
 
 def _end_process(reason: str) -> None:

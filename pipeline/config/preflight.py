@@ -181,7 +181,8 @@ def _check_replicas(config: RunConfig, model: ModelSpec) -> None:
         raise ConfigError(
             key,
             f"given {given}; {workers} replicas (placement.gangs.{gang}.workers) of "
-            f"{ranks} ranks need {side_by_side * ranks} GPUs, this host has {devices}: at most {devices // side_by_side} ranks",
+            f"{ranks} ranks need {side_by_side * ranks} GPUs, this host has {devices}: at most "
+            f"{devices // side_by_side} ranks",
         )
 
 

@@ -146,7 +146,7 @@ class Run:
 
 @pytest.fixture(scope="module")
 def workers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalWorkers]:
-    with LocalWorkers(configure(tmp_path_factory.mktemp("cluster"), "cluster")) as local:
+    with LocalWorkers(configure(tmp_path_factory.mktemp("cluster"), "cluster"), num_gpus=4) as local:
         yield local
 
 
@@ -171,6 +171,12 @@ def start(workers: LocalWorkers, tmp_path: Path) -> Iterator[Callable[..., Run]]
 
 def _num_tasks(dask_scheduler: Any) -> int:
     return len(dask_scheduler.tasks)
+
+
+def test_every_worker_is_shown_its_own_gpus(workers: LocalWorkers) -> None:
+    """Of four that this host is said to have; scoring needs none."""
+    shown = workers.client.run(lambda dask_worker: (dask_worker.name, os.environ["CUDA_VISIBLE_DEVICES"]))
+    assert dict(shown.values()) == {"generate-0": "2", "generate-1": "3", "train-0": "0", "train-1": "1", "score-0": ""}
 
 
 # ---- no faults ----------------------------------------------------------------------------------------------------

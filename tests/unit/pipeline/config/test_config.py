@@ -84,6 +84,7 @@ def test_flatten_gives_key_paths(base: Path) -> None:
         "export.every=1",
         "checkpoint.every=1",
         "placement.gangs.generate.weights_dir=/dev/shm/elsewhere",
+        "placement.share_devices=true",
     ],
 )
 def test_the_digest_ignores_what_changes_no_result(base: Path, override: str) -> None:

@@ -21,13 +21,18 @@ ALL_MODELS = frozenset({Role.POLICY, Role.REFERENCE, Role.CRITIC})
 
 @contextlib.contextmanager
 def opened(
-    directory: Path, model: ModelConfig, ppo: PPOConfig | None = None, *, sampling: SamplingConfig | None = None
+    directory: Path,
+    model: ModelConfig,
+    ppo: PPOConfig | None = None,
+    *,
+    sampling: SamplingConfig | None = None,
+    layout: LayoutConfig | None = None,
 ) -> Iterator[MegatronHost]:
     host = MegatronHost(
         model,
         sampling or SamplingConfig(),
         ppo or PPOConfig(),
-        LayoutConfig(),
+        layout or LayoutConfig(),
         ALL_MODELS,
         Rank(0, 1, f"file://{directory}/rendezvous", 1),
         seed=SEED,

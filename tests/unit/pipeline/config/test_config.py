@@ -200,6 +200,16 @@ REFUSED = {
         "read or publish weights (generate, policy): leave it null",
     ),
     "placement.gangs.train.slots=2": ("placement.gangs.train.slots", "2", "pools"),
+    "placement.gangs.train.layout={recompute: selective, recompute_modules: [mlp, layernorm, moe_act]}": (
+        "placement.gangs.train.layout.recompute_modules",
+        "layernorm, moe_act cannot be recomputed alone",
+        "core_attn, mlp",
+    ),
+    "placement.gangs.train.layout.recompute_modules=[mlp]": (
+        "placement.gangs.train.layout.recompute_modules",
+        "needs placement.gangs.train.layout.recompute=selective (given none)",
+    ),
+    "cluster.collective_timeout_s=0": ("cluster.collective_timeout_s", "above 0 seconds"),
     "placement.gangs.train.layout.sequence_parallel=true": (
         "placement.gangs.train.layout.sequence_parallel",
         "layout.tensor of 2",

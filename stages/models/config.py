@@ -12,7 +12,6 @@ from typing import Literal
 
 from storage.problems import Problem, at_least
 
-
 RECOMPUTE_MODULES = ("core_attn", "mlp")
 """Of Megatron's modules to recompute those that a dense model has. `core_attn` saves next to nothing, since the fused
 attention keeps no scores; `mlp` saves the most. (Megatron 0.16 recomputes `layernorm` with Transformer Engine only.)"""

@@ -25,11 +25,12 @@ from stages.models.gather import stage_tensors
 from stages.models.hf_config import read_config
 from stages.models.hf_files import read_weights
 from stages.models.host import MegatronHost
+from stages.models.memory import GangModels, state_bytes
 from stages.models.protocol import CriticBatch, PolicyBatch, Rank, Role
 from stages.models.sampling import SamplingConfig
 from stages.ppo.config import KLConfig, PPOConfig
 from storage.records import Advantages, ReferenceLogprobs, Rollout
-from tests.support.models import ALL_MODELS, random_rollout
+from tests.support.models import ALL_MODELS, measured_state, random_rollout
 
 RANKS, ROWS, SEQ, SEED, UPDATES = 4, 8, 13, 3, 5
 TRAINED = (Role.POLICY, Role.CRITIC)
@@ -173,11 +174,26 @@ def five_updates(case: Case, index: int, untied: Path, directory: Path) -> dict[
     for step in range(UPDATES):
         for name, number in update(host, step, batch_of(host, step)).items():
             found[f"metric:{name} of {step}"] = number
+    check_memory(case, host)
     policy, critic = batch_of(host, UPDATES)
     found |= {f"weight:{name}": array for name, array in trained(host).items()}
     host.close()
     assert policy.policy is not None
     return found | {"logprobs": policy.policy.policy_logprobs, "values": critic.values.values}
+
+
+def check_memory(case: Case, host: MegatronHost) -> None:
+    """What this rank holds is what was predicted: to the byte, but for the padding of the distributed optimizer's
+    buffers, a few KB that are much beside this model."""
+    rank, layout = host._parallel_rank, case.layout
+    models = GangModels(host._blueprint.spec, host._blueprint.model, layout, ALL_MODELS, rank.data_size)
+    expected, found = state_bytes(models, rank.pipeline_rank), measured_state(host)
+    if not layout.distributed_optimizer:
+        assert found == expected
+    elif case.dtype == "float32":
+        assert found["parameters"] == expected["parameters"]
+        for name in ("gradients", "Adam moments"):
+            np.testing.assert_allclose(found[name], expected[name], rtol=0.05, err_msg=name)
 
 
 def work(case: Case, index: int, untied: Path, directory: Path) -> None:

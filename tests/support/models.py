@@ -44,6 +44,25 @@ def opened(
         host.close()
 
 
+def measured_state(host: MegatronHost) -> dict[str, int]:
+    """Bytes of this rank's parameters, gradients, masters and moments, under the names of `memory.state_bytes`; the
+    moments exist once an update was made."""
+    models = [host._reference, host._trunk.model if host._trunk else None]
+    trainers = host._trainers.values()
+    models += [trainer.model for trainer in trainers]
+    parameters = {p.data_ptr(): p.nbytes for model in models if model is not None for p in model.parameters()}
+    trained = {p.data_ptr() for trainer in trainers for p in trainer.model.parameters()}
+    adam = [state for trainer in trainers for state in trainer._adam.state.values()]
+    masters = [p for trainer in trainers for p in trainer._masters()]
+    copies = [p for p in masters if p.data_ptr() not in trained and host._blueprint.dtype is not p.dtype]
+    return {
+        "parameters": sum(parameters.values()),
+        "gradients": sum(buffer.grad_data.nbytes for trainer in trainers for buffer in trainer._ddp.buffers),
+        "float32 masters": sum(p.nbytes for p in copies),
+        "Adam moments": sum(state[name].nbytes for state in adam for name in ("exp_avg", "exp_avg_sq")),
+    }
+
+
 def random_rollout(rng: np.random.Generator, rows: int, seq: int, version: int = 0) -> Rollout:
     """Prompts of 2 to 4 and responses of 1 to 8 random tokens; tokens of the padding are random too, since nothing may
     depend on them. Log-probs of the sampler are zero."""

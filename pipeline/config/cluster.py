@@ -26,6 +26,10 @@ class ClusterConfig:
     """How often a node may lose its worker before the run gives up."""
     weights_dir: str | None = None
     """Directory for published weights; null: in /dev/shm."""
+    host_memory_gb: float | None = None
+    """Of a host, 2^30 bytes each, that a run may be predicted to take; null: what this host, or its container, has."""
+    device_memory_gb: float | None = None
+    """Of a GPU, likewise."""
     move_rows_below: int = 0
     """When fewer rows than these are left on all replicas together, they move to fewer replicas. 0: never."""
 
@@ -46,6 +50,9 @@ def cluster_problems(config: ClusterConfig) -> Iterator[Problem]:
     for key, value in seconds.items():
         if not value > 0:
             yield Problem(key, value, "must be above 0 seconds")
+    for key, limit in (("host_memory_gb", config.host_memory_gb), ("device_memory_gb", config.device_memory_gb)):
+        if limit is not None and not limit > 0:
+            yield Problem(f"cluster.{key}", limit, "must be above 0, or null for what there is")
     below = config.move_rows_below
     if below != 0 and below < FEWEST_TO_GATHER:
         yield Problem(

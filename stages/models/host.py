@@ -29,6 +29,7 @@ from stages.models.forward import (
 from stages.models.hf_config import read_eos_ids
 from stages.models.hf_files import read_weights, write_model
 from stages.models.minibatch_losses import MinibatchLoss
+from stages.models.peak_memory import peak_bytes
 from stages.models.products import choose_products
 from stages.models.protocol import CriticBatch, PolicyBatch, Rank, Role
 from stages.models.sampling import SamplingConfig
@@ -213,7 +214,8 @@ class MegatronHost:
         return gather.collect_rows(self._parallel_rank, logprobs, entropies)
 
     def _update(self, role: Role, step: int, batch: PolicyBatch | CriticBatch, loss: MinibatchLoss) -> dict[str, float]:
-        """Trains version `step` on all rows of the batch; not the policy's while the critic warms up."""
+        """Trains version `step` on all rows of the batch; not the policy's while the critic warms up. Adds the largest
+        peak of the ranks' processes, so far, to the metrics."""
         trainer = self._clean(role)
         if trainer.version != step:
             raise StateError(f"{role} is at version {trainer.version}; update {step} needs version {step}")
@@ -225,6 +227,7 @@ class MegatronHost:
         lr = learning_rate(trainer.config, step - held, self._total_steps - held)
         limits = UpdateLimits(self._ppo.max_skipped_steps, self._ppo.target_kl if role is Role.POLICY else None)
         stats, metrics = trainer.train(step, lr, self._trunk, work, limits)
+        metrics["peak_memory_bytes"] = float(max(gather.from_all_ranks(peak_bytes())))
         return gather.summarise_over_ranks(self._parallel_rank, stats) | _named(role, metrics)
 
     def _minibatch(

@@ -80,7 +80,7 @@ def test_state_is_predicted_to_the_byte(tmp_path: Path, dtype: Any, frozen_block
     ],
     ids=lambda layout: "+".join([layout.recompute, *layout.recompute_modules]),
 )
-def test_activations_are_predicted_within_three_hundredths(
+def test_activations_are_predicted_within_a_twentieth(
     tmp_path: Path, dtype: Any, frozen_blocks: int, layout: LayoutConfig
 ) -> None:
     model = ModelConfig(path="random:tiny", dtype=dtype, frozen_blocks=frozen_blocks, critic_blocks=2)
@@ -105,7 +105,7 @@ def test_activations_are_predicted_within_three_hundredths(
             with torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor):
                 hidden_states(trainer._ddp, host._trunk, batch)
             found = sum(number for number, _ in saved.values())
-            assert found == pytest.approx(kept_bytes(gang(model, layout), role, BATCH, 0), rel=0.03)
+            assert found == pytest.approx(kept_bytes(gang(model, layout), role, BATCH, 0), rel=0.05)
 
 
 def test_the_parts_of_all_ranks_are_the_whole_model() -> None:

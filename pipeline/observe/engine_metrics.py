@@ -21,9 +21,7 @@ _FETCH_S, _FETCHED_BYTES = "engine/fetch_s", "engine/fetched_bytes"
 _KV_PEAK, _PEAK_BYTES = "engine/kv_peak_fraction", "engine/peak_bytes"
 
 
-def counts(
-    stats: EngineStats, fetch_s: float = 0.0, fetched_bytes: int = 0, peak_bytes: int = 0
-) -> dict[str, float]:
+def counts(stats: EngineStats, fetch_s: float = 0.0, fetched_bytes: int = 0, peak_bytes: int = 0) -> dict[str, float]:
     """Metrics to commit with a shard. `fetch_s`, `fetched_bytes`: of weights that came from another host;
     `peak_bytes`: the most memory that the replica's process has taken so far."""
     return {

@@ -4,7 +4,8 @@ policy update, by `layout.recompute` and `recompute_modules`.
 SmolLM2-135M, all blocks trained, 16 rows x (32 + 32) tokens, one epoch, one minibatch, two micro-batches; arms are
 taken in turn in every repeat, each with a model of its own. Kept bytes are counted as autograd saves tensors, each
 memory once, and beside them stands what `stages.models.memory` predicts. The update's seconds have the output layer in
-them, which nothing recomputes here.
+them, which nothing recomputes here. CPU seconds of all threads stand beside those of the clock: they tell the arms
+apart on a machine that others use, too.
 """
 
 from __future__ import annotations
@@ -89,18 +90,20 @@ def measured_bytes(host: MegatronHost, batch: PolicyBatch) -> int:
     return found
 
 
-def measure(arm: LayoutConfig, model: ModelConfig, threads: int, updates: int, folder: Path) -> tuple[int, list[float]]:
-    """(bytes kept, seconds of each update after the first)."""
+def measure(
+    arm: LayoutConfig, model: ModelConfig, threads: int, updates: int, folder: Path
+) -> tuple[int, list[tuple[float, float]]]:
+    """(bytes kept, (seconds, CPU seconds) of each update after the first)."""
     ppo, vocabulary = PPOConfig(epochs=1, minibatches=1, proximal="sampler"), read_spec(model.path).vocab_size
     rank = Rank(0, 1, f"file://{folder}/{time.monotonic_ns()}", threads)
     host = MegatronHost(model, SamplingConfig(), ppo, arm, ROLES, rank, seed=0, total_steps=updates + WARM_UP)
     found = measured_bytes(host, batch_of(vocabulary, 0))
     seconds = []
     for step in range(updates + WARM_UP):
-        batch, started = batch_of(vocabulary, step), time.perf_counter()
+        batch, started, began = batch_of(vocabulary, step), time.perf_counter(), time.process_time()
         host.update_policy(step, batch)
         host.mark_clean(Role.POLICY)
-        seconds.append(time.perf_counter() - started)
+        seconds.append((time.perf_counter() - started, time.process_time() - began))
     host.close()
     return found, seconds[WARM_UP:]
 
@@ -117,7 +120,7 @@ def main() -> None:
     warnings.filterwarnings("ignore", module=r"megatron\.core")
     optimizer = OptimizerConfig(micro_batch_rows=MICRO_ROWS)
     kept: dict[tuple[str, str], int] = {}
-    seconds: dict[tuple[str, str], list[float]] = {}
+    seconds: dict[tuple[str, str], list[tuple[float, float]]] = {}
     base = ModelConfig(path=RANDOM_TINY if options.quick else str(MODEL), policy=optimizer, critic=optimizer)
     with tempfile.TemporaryDirectory(prefix="stageline-memory-") as folder, measured_load() as load:
         for _ in range(repeats):
@@ -132,25 +135,25 @@ def main() -> None:
     for (dtype, name), found in seconds.items():
         gang = GangModels(read_spec(base.path), replace(base, dtype=dtype), ARMS[name], ROLES, 1)
         predicted = kept_bytes(gang, Role.POLICY, size, 0)
-        share, slower = (
-            kept[dtype, name] / kept[dtype, "none"],
-            statistics.median(found) / statistics.median(seconds[dtype, "none"]),
-        )
+        clock, cpu = (statistics.median(times) for times in zip(*found, strict=True))
+        _, cpu_of_none = (statistics.median(times) for times in zip(*seconds[dtype, "none"], strict=True))
         rows.append(
             (
                 f"{dtype}, {name}",
                 f"{kept[dtype, name] / 2**20:.1f}",
                 f"{predicted / 2**20:.1f}",
-                f"{share:.0%}",
-                f"{statistics.median(found):.2f}",
-                f"{slower:.2f}",
+                f"{kept[dtype, name] / kept[dtype, 'none']:.0%}",
+                f"{clock:.2f}",
+                f"{cpu:.2f}",
+                f"{cpu / cpu_of_none:.2f}",
             )
         )
         figures[f"{dtype}/{name}/kept_bytes"] = kept[dtype, name]
         figures[f"{dtype}/{name}/predicted_bytes"] = predicted
-        figures[f"{dtype}/{name}/update_s"] = statistics.median(found)
+        figures[f"{dtype}/{name}/update_s"] = clock
+        figures[f"{dtype}/{name}/update_cpu_s"] = cpu
     title = f"recomputation, {ROWS} x ({PROMPT} + {NEW}) tokens, {options.threads} threads"
-    columns = ("arm", "kept, MiB", "predicted", "of none", "s/update", "x none")
+    columns = ("arm", "kept, MiB", "predicted", "of none", "s/update", "CPU s", "x none")
     report(title, columns, rows, [f"others' load {load().others:.0%}"])
     write_json(options.json, figures)
 

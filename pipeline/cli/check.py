@@ -1,6 +1,6 @@
 """`stageline check CONFIG [key=value...] | RUN`: what a run would be refused for, or whether its directory is sound.
 
-Nothing is started and nothing is written.
+Nothing is started and nothing is written. Of a config it also prints the memory that the run would take.
 """
 
 from __future__ import annotations
@@ -12,7 +12,11 @@ from pipeline.cli.answers import output, print_line
 from pipeline.cli.exit_codes import BAD_INPUT, DONE
 from pipeline.cli.sources import config_of, saved_config
 from pipeline.cli.verification import verify_run
-from pipeline.config.preflight import check_run_directory, preflight
+from pipeline.config.memory import DRIVER_BYTES, host_bytes, published_bytes, workers_memory
+from pipeline.config.preflight import check_run_directory, memory_limits, planned_run, preflight
+from pipeline.config.run import RunConfig
+from pipeline.observe.tables import MemoryColumn, memory_table
+from stages.models.spec import read_spec
 
 
 def command(options: argparse.Namespace) -> int:
@@ -23,6 +27,21 @@ def command(options: argparse.Namespace) -> int:
     config = config_of([options.target, *options.more])
     check_run_directory(config, resume=False)
     prompts = preflight(config).prompts
+    _show_memory(config)
     train, held_out = len(prompts.train), len(prompts.held_out)
     print_line(f"{options.target}: would run ({train} prompts to train on, {held_out} held out)")
     return DONE
+
+
+def _show_memory(config: RunConfig) -> None:
+    """The prediction: of each gang its largest worker, by what the memory is for."""
+    limits = memory_limits(config)
+    run = planned_run(config, read_spec(config.model.path), limits)
+    workers = workers_memory(run)
+    columns = []
+    for gang in config.gangs():
+        of_gang = [worker for worker in workers if worker.worker[0] == gang.name]
+        largest = max(of_gang, key=lambda worker: worker.total)
+        columns.append(MemoryColumn(gang.name, len(of_gang), largest.items, largest.total))
+    shared = {"published weights": published_bytes(run), "driver": DRIVER_BYTES}
+    output().print(memory_table(columns, shared, host_bytes(run, workers), limits.host))

@@ -19,12 +19,24 @@ class ClusterConfig:
     """For workers to come up and load their models."""
     deadline_s: float = 1800.0
     """For one node; after it the worker is taken for lost."""
+    collective_timeout_s: float = 300.0
+    """For the ranks of a gang to come to a collective; after it the gang is taken for lost, and the error names the
+    ranks that did not come. At most half of `deadline_s` counts, or the gang would be ended before it can say so."""
     attempts: int = 3
     """How often a node may lose its worker before the run gives up."""
     weights_dir: str | None = None
     """Directory for published weights; null: in /dev/shm."""
+    host_memory_gb: float | None = None
+    """Of a host, 2^30 bytes each, that a run may be predicted to take; null: what this host, or its container, has."""
+    device_memory_gb: float | None = None
+    """Of a GPU, likewise."""
     move_rows_below: int = 0
     """When fewer rows than these are left on all replicas together, they move to fewer replicas. 0: never."""
+
+
+def collective_timeout_s(config: ClusterConfig) -> float:
+    """Seconds after which the ranks of a gang give a collective up."""
+    return min(config.collective_timeout_s, config.deadline_s / 2)
 
 
 def cluster_problems(config: ClusterConfig) -> Iterator[Problem]:
@@ -33,10 +45,14 @@ def cluster_problems(config: ClusterConfig) -> Iterator[Problem]:
     seconds = {
         "cluster.start_timeout_s": config.start_timeout_s,
         "cluster.deadline_s": config.deadline_s,
+        "cluster.collective_timeout_s": config.collective_timeout_s,
     }
     for key, value in seconds.items():
         if not value > 0:
             yield Problem(key, value, "must be above 0 seconds")
+    for key, limit in (("host_memory_gb", config.host_memory_gb), ("device_memory_gb", config.device_memory_gb)):
+        if limit is not None and not limit > 0:
+            yield Problem(f"cluster.{key}", limit, "must be above 0, or null for what there is")
     below = config.move_rows_below
     if below != 0 and below < FEWEST_TO_GATHER:
         yield Problem(

@@ -142,6 +142,7 @@ def config_hash(config: RunConfig) -> str:
     content: Any = OmegaConf.to_container(OmegaConf.structured(config))
     for key in ("name", "runs_dir", "tracking", "cluster", "export", "checkpoint"):
         del content[key]
+    del content["placement"]["share_devices"]
     for gang in content["placement"]["gangs"].values():
         del gang["weights_dir"]
     if config.model.policy.decay == "constant" and config.model.critic.decay == "constant":

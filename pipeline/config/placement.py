@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 
 from pipeline.graph.dispatch import Gang, gangs_of
-from stages.models.config import LayoutConfig
+from stages.models.config import LayoutConfig, recompute_problems
 from stages.models.protocol import Role
 from storage.problems import Problem, at_least
 
@@ -37,6 +37,9 @@ class PlacementConfig:
     gangs: dict[str, GangConfig] = field(default_factory=dict)
     roles: dict[str, str] = field(default_factory=dict)
     """Each of generate, score, reference, policy, critic -> the name of a gang."""
+    share_devices: bool = False
+    """Where a host has fewer GPUs than its workers need, they may share: two gangs a GPU, and its memory. Ranks of one
+    gang never do."""
 
 
 def placed_gangs(placement: PlacementConfig) -> list[Gang]:
@@ -110,6 +113,7 @@ def _ordered_gang_problems(gang: Gang, settings: GangConfig) -> Iterator[Problem
     if group >= 1 and gang.workers % group:
         need = f"must be a multiple of layout.tensor x layout.pipeline = {group}"
         yield Problem(f"{key}.workers", gang.workers, need)
+    yield from recompute_problems(f"{key}.layout", layout)
     if layout.sequence_parallel and layout.tensor <= 1:
         given = layout.sequence_parallel
         yield Problem(f"{key}.layout.sequence_parallel", given, "needs layout.tensor of 2 or more")

@@ -7,14 +7,18 @@ stages.engines how a model is cut and how large its cache is.
 from __future__ import annotations
 
 import json
+import math
+import os
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from pipeline.config.errors import ConfigError
+from pipeline.config.devices import THIS_HOST, all_here, device_problems
+from pipeline.config.errors import ConfigError, refusal
 from pipeline.config.loading import config_hash, load_yaml
+from pipeline.config.memory import GIB, MemoryLimits, PlannedRun, memory_problems
 from pipeline.config.paths import RunPaths
 from pipeline.config.run import RunConfig
 from stages.engines.embedded.kernels.paging import block_bytes, blocks_for
@@ -26,6 +30,9 @@ from stages.models.spec import ModelSpec, read_spec
 from stages.prompts import PromptTable, tokenise
 from stages.rewards.registry import build_reward
 from storage.prompts import PromptsError, load_texts
+
+_CONTAINER_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
+"""Files that hold a number where the container has a limit: of control groups 2 and 1."""
 
 
 @dataclass(frozen=True)
@@ -47,6 +54,10 @@ def preflight(config: RunConfig, saved: Path | None = None) -> Preflight:
     _check_context(config, model)
     _check_layouts(config, model)
     _check_replicas(config, model)
+    _check_devices(config)
+    limits = memory_limits(config)
+    for problem in memory_problems(planned_run(config, model, limits), limits):
+        raise refusal(problem)
     try:
         build_reward(config.reward)
     except ValueError as error:
@@ -85,6 +96,29 @@ def check_run_directory(config: RunConfig, *, resume: bool) -> None:
             f"given {config.name!r}; {paths.root} holds this run already: `stageline resume {paths.root}` continues "
             "it, another name=... starts a new one",
         )
+
+
+def memory_limits(config: RunConfig) -> MemoryLimits:
+    """The memory of this host, or of the container that this process is in, and of its GPUs, unless the config says."""
+    given, num_devices = config.cluster, torch.cuda.device_count()
+    host, device = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), math.inf
+    for path in _CONTAINER_LIMITS:
+        text = path.read_text().strip() if path.is_file() else ""
+        host = min(host, int(text)) if text.isdigit() else host
+    if num_devices and given.device_memory_gb is None and torch.cuda.is_available():
+        device = min(torch.cuda.get_device_properties(number).total_memory for number in range(num_devices))
+    return MemoryLimits(
+        host=host if given.host_memory_gb is None else given.host_memory_gb * GIB,
+        device=device if given.device_memory_gb is None else given.device_memory_gb * GIB,
+        num_devices=num_devices,
+    )
+
+
+def planned_run(config: RunConfig, model: ModelSpec, limits: MemoryLimits) -> PlannedRun:
+    """The run as its memory is predicted from."""
+    path = config.model.path
+    stored = 0 if path == RANDOM_TINY else sum(file.stat().st_size for file in Path(path).glob("*.safetensors"))
+    return PlannedRun(config, model, stored, on_gpus=limits.num_devices > 0)
 
 
 def _check_writable(key: str, given: str, directory: Path) -> None:
@@ -157,7 +191,7 @@ def _check_layouts(config: RunConfig, model: ModelSpec) -> None:
 
 
 def _check_replicas(config: RunConfig, model: ModelSpec) -> None:
-    """Whether an engine's ranks can share this model, keep a row of it, and find devices on this host."""
+    """Whether an engine's ranks can share this model, keep a row of it, and find GPUs on this host."""
     engine = config.engine
     try:
         check_division(model, engine.tensor_parallel, engine.pipeline_parallel)
@@ -176,15 +210,25 @@ def _check_replicas(config: RunConfig, model: ModelSpec) -> None:
     devices = torch.cuda.device_count()
     gang = config.placement.roles[Role.GENERATE]
     workers, ranks = config.placement.gangs[gang].workers, config.replica_ranks
-    if devices and ranks > 1 and workers * ranks > devices:
+    side_by_side = 1 if config.placement.share_devices else workers
+    if devices and ranks > 1 and side_by_side * ranks > devices:
         key, given = "engine.tensor_parallel", engine.tensor_parallel
         if given == 1:
             key, given = "engine.pipeline_parallel", engine.pipeline_parallel
         raise ConfigError(
             key,
             f"given {given}; {workers} replicas (placement.gangs.{gang}.workers) of "
-            f"{ranks} ranks need {workers * ranks} GPUs, this host has {devices}: at most {devices // workers} ranks",
+            f"{ranks} ranks need {side_by_side * ranks} GPUs, this host has {devices}: at most "
+            f"{devices // side_by_side} ranks",
         )
+
+
+def _check_devices(config: RunConfig) -> None:
+    """Whether every worker finds the GPUs that it needs on this host."""
+    gangs = config.gangs()
+    share, gpus = config.placement.share_devices, {THIS_HOST: torch.cuda.device_count()}
+    for problem in device_problems(gangs, config.replica_ranks, all_here(gangs), gpus, share=share):
+        raise refusal(problem)
 
 
 def _read_prompts(config: RunConfig, tokenizer: Tokenizer) -> PromptTable:

@@ -35,6 +35,7 @@ from pipeline.graph.graph import Node
 from pipeline.observe.journal import Event, EventKind
 from pipeline.workers.entry import run_node_task
 from pipeline.workers.messages import Call, Outcome, pin_resource, slot_resource, worker_name
+from stages.models.errors import RanksMissing
 from stages.models.protocol import MODEL_ROLES
 from storage.address import Address
 
@@ -322,7 +323,10 @@ class Attempts:
             self._supervision.lost(dead, f"{address}: {type(lost[0]).__name__}")
         if self._attempts.get(address) is not attempt:
             return  # it was among what its worker had
-        if len(attempt.futures) > 1:  # its workers are well, but some may have begun, and wait for the rest
+        missing = next((error for error in lost if isinstance(error, RanksMissing)), None)
+        if missing is not None:
+            self._supervision.lost((gang, missing.ranks[0]), str(missing))
+        elif len(attempt.futures) > 1:  # its workers are well, but some may have begun, and wait for the rest
             self._supervision.lost((gang, 0), f"{address}: {type(lost[0]).__name__} on a part of its ranks")
         else:
             self._reset(self._context.dispatch.lost([address]))

@@ -28,6 +28,7 @@ from distributed import Client, Nanny, Scheduler, SpecCluster
 from distributed.protocol.pickle import dumps
 from distributed.utils import get_mp_context
 
+from pipeline.config.devices import THIS_HOST, all_here, plan_devices, visible_devices
 from pipeline.config.run import RunConfig
 from pipeline.graph.dispatch import Gang
 from pipeline.workers.messages import pin_resource, slot_resource, worker_name
@@ -81,9 +82,12 @@ _ANY = 1_000_000.0
 """Capacity of a pin that limits nothing: threads do."""
 
 
-def worker_environment(threads: int, shared: bool) -> dict[str, str]:
-    """Environment of a worker's process. Processes that share cores must not spin while they wait (5-17x slower)."""
+def worker_environment(threads: int, shared: bool, gpus: str | None = None) -> dict[str, str]:
+    """Environment of a worker's process. Processes that share cores must not spin while they wait (5-17x slower).
+    `gpus`: `CUDA_VISIBLE_DEVICES`, so that whatever runs in the process finds its own devices alone, from 0 on; None:
+    as this process has it."""
     return {
+        **({} if gpus is None else {"CUDA_VISIBLE_DEVICES": gpus}),
         "OMP_NUM_THREADS": str(threads),
         "MKL_NUM_THREADS": str(threads),
         "OPENBLAS_NUM_THREADS": str(threads),
@@ -122,15 +126,19 @@ def _processes(config: RunConfig, gang: Gang) -> int:
 class LocalWorkers:
     """Owns the scheduler and all worker processes of a run on this machine, and the client connected to them."""
 
-    def __init__(self, config: RunConfig) -> None:
+    def __init__(self, config: RunConfig, num_gpus: int = 0) -> None:
+        """`num_gpus`: those of this host that the workers divide among them."""
         # For the whole process, and for good: the journal reports what dies, and Dask's threads talk after they closed.
         logging.getLogger("distributed").setLevel(logging.CRITICAL)
         gangs = config.gangs()
         shared = sum(config.placement.gangs[g.name].threads * g.workers * _processes(config, g) for g in gangs) > 1
+        plan = plan_devices(gangs, config.replica_ranks, all_here(gangs), {THIS_HOST: num_gpus})
+        inherited = os.environ.get("CUDA_VISIBLE_DEVICES")
         specs: dict[str, Any] = {}
         for gang in gangs:
             waiting = gang.slots if config.cluster.move_rows_below and Role.GENERATE in gang.roles else 0
             for index in range(gang.workers):
+                gpus = visible_devices(plan[gang.name, index], inherited) if num_gpus else None
                 specs[worker_name(gang.name, index)] = {
                     "cls": Nanny,
                     "options": {
@@ -138,7 +146,7 @@ class LocalWorkers:
                         "host": "127.0.0.1",
                         "resources": worker_resources(gang, index, waiting),
                         "memory_limit": 0,
-                        "env": worker_environment(config.placement.gangs[gang.name].threads, shared),
+                        "env": worker_environment(config.placement.gangs[gang.name].threads, shared, gpus),
                     },
                 }
         scheduler = {

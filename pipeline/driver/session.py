@@ -2,7 +2,7 @@
 
     only_driver ──► interruptible ──► published_weights ──► worker_processes ──► the run
 
-May import all of pipeline below the command line.
+May import torch (to count GPUs) and all of pipeline below the command line.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from multiprocessing import resource_tracker
+
+import torch
 
 from pipeline.config.errors import ConfigError
 from pipeline.config.paths import RunPaths
@@ -89,7 +91,7 @@ def worker_processes(config: RunConfig) -> Iterator[LocalWorkers]:
     sys.warnoptions.pop()
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
-        with LocalWorkers(config) as workers:
+        with LocalWorkers(config, torch.cuda.device_count()) as workers:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
             yield workers
     finally:

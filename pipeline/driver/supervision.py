@@ -30,9 +30,10 @@ from pipeline.graph.dispatch import Gang
 from pipeline.observe.journal import EventKind
 from pipeline.workers.entry import build_worker
 from pipeline.workers.messages import MirrorSpec, WorkerLost, WorkerSpec, pin_resource, worker_name
+from stages.models.errors import RanksMissing
 
-LOST = (KilledWorker, WorkerLost, CancelledError, CommClosedError, NoWorkerError, NoValidWorkerError)
-"""What a future raises whose process is lost: nothing is wrong with the stage."""
+LOST = (KilledWorker, WorkerLost, RanksMissing, CancelledError, CommClosedError, NoWorkerError, NoValidWorkerError)
+"""What a future raises whose process, or that of a peer, is lost: nothing is wrong with the stage."""
 PEER_ERRORS = (RuntimeError, OSError)
 """What a collective raises when a peer is lost; also what much else raises."""
 PEER_GRACE_S = 5.0

@@ -18,11 +18,12 @@ if TYPE_CHECKING:  # the protocol imports torch, which the driver does not load
 _COUNT = "engine/"
 _DRAFTED, _ACCEPTED, _LENGTH = "engine/drafted/", "engine/accepted/", "engine/draft_length/"
 _FETCH_S, _FETCHED_BYTES = "engine/fetch_s", "engine/fetched_bytes"
-_KV_PEAK = "engine/kv_peak_fraction"
+_KV_PEAK, _PEAK_BYTES = "engine/kv_peak_fraction", "engine/peak_bytes"
 
 
-def counts(stats: EngineStats, fetch_s: float = 0.0, fetched_bytes: int = 0) -> dict[str, float]:
-    """Metrics to commit with a shard. `fetch_s`, `fetched_bytes`: of weights that came from another host."""
+def counts(stats: EngineStats, fetch_s: float = 0.0, fetched_bytes: int = 0, peak_bytes: int = 0) -> dict[str, float]:
+    """Metrics to commit with a shard. `fetch_s`, `fetched_bytes`: of weights that came from another host;
+    `peak_bytes`: the most memory that the replica's process has taken so far."""
     return {
         "engine/tokens": float(stats.tokens),
         "engine/busy_s": stats.busy_s,
@@ -35,6 +36,7 @@ def counts(stats: EngineStats, fetch_s: float = 0.0, fetched_bytes: int = 0) -> 
         "engine/shared_tokens": float(stats.shared_tokens),
         "engine/preemptions": float(stats.preemptions),
         _KV_PEAK: stats.kv_peak_fraction,
+        _PEAK_BYTES: float(peak_bytes),
         **{f"{_DRAFTED}{kind}": float(n) for kind, n in stats.drafted_tokens.items()},
         **{f"{_ACCEPTED}{kind}": float(n) for kind, n in stats.accepted_tokens.items()},
         **{f"{_LENGTH}{length}": float(n) for length, n in stats.draft_lengths.items()},
@@ -56,7 +58,8 @@ def step_metrics(shards: Iterable[Mapping[str, float]]) -> dict[str, float]:
     total: dict[str, float] = {}
     for shard in shards:
         for name, value in shard.items():
-            total[name] = max(total.get(name, 0.0), value) if name == _KV_PEAK else total.get(name, 0.0) + value
+            known = total.get(name, 0.0)
+            total[name] = max(known, value) if name in (_KV_PEAK, _PEAK_BYTES) else known + value
     if not total:
         return {}
     prompts = total["engine/prompt_tokens"] + total["engine/shared_tokens"]
@@ -69,6 +72,7 @@ def step_metrics(shards: Iterable[Mapping[str, float]]) -> dict[str, float]:
         "generate/tokens_per_busy_s": _ratio(total["engine/tokens"], total["engine/busy_s"]),
         "generate/occupancy": _ratio(total["engine/full_decode_steps"], total["engine/decode_steps"]),
         "generate/kv_peak_fraction": total[_KV_PEAK],
+        "generate/peak_memory_bytes": total.get(_PEAK_BYTES, 0.0),  # not in runs of before
         "generate/preemptions": total["engine/preemptions"],
         "generate/prompt_tokens": total["engine/prompt_tokens"],
         "generate/shared_fraction": _ratio(total["engine/shared_tokens"], prompts),

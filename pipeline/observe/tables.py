@@ -18,6 +18,17 @@ from pipeline.observe.summary import Summary
 
 
 @dataclass(frozen=True)
+class MemoryColumn:
+    """What one worker of a gang is predicted to take, in bytes."""
+
+    gang: str
+    workers: int
+    items: Mapping[str, int]
+    total: int
+    """Less than the sum of its items where two of them are never there together."""
+
+
+@dataclass(frozen=True)
 class InspectRow:
     """One stored response with what the stages made of it; None where a stage has no output yet."""
 
@@ -110,3 +121,25 @@ def inspect_table(rows: Sequence[InspectRow], title: str) -> Table:
 
 def _number(value: float | None) -> str:
     return "-" if value is None else f"{value:.3f}"
+
+
+def memory_table(
+    columns: Sequence[MemoryColumn], shared: Mapping[str, int], host_bytes: float, limit_bytes: float
+) -> RenderableType:
+    """The memory of a run before it starts: of each gang the largest worker, of the host what all of them share."""
+    table = Table(title="predicted memory of a worker, MiB", title_justify="left")
+    table.add_column("")
+    for column in columns:
+        table.add_column(f"{column.gang} (x {column.workers})", justify="right")
+    for item in dict.fromkeys(name for column in columns for name in column.items):
+        table.add_row(item, *(_mebibytes(column.items.get(item, 0)) for column in columns))
+    table.add_section()
+    table.add_row("together", *(_mebibytes(column.total) for column in columns))
+    others = ", ".join(f"{name} {_mebibytes(number)}" for name, number in shared.items())
+    gibibytes = 2**30
+    host = f"this host: {others} MiB; all {host_bytes / gibibytes:.2f} of {limit_bytes / gibibytes:.2f} GiB"
+    return Group(table, Text(host))
+
+
+def _mebibytes(number: int) -> str:
+    return f"{number / 2**20:,.0f}" if number else ""

@@ -11,11 +11,13 @@ import importlib
 import os
 import sys
 import threading
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch
 
+from pipeline.config.cluster import collective_timeout_s
 from pipeline.config.loading import config_hash, load_yaml
 from pipeline.config.paths import RunPaths
 from pipeline.config.run import RunConfig
@@ -104,6 +106,12 @@ class WorkerParts:
         with self.clock.bookkeeping():
             return self.store.read_step(stage, step, self.config.rollout.shards)
 
+    def collectives_of(self, call: Call) -> AbstractContextManager[None]:
+        """Around a call on a rank of a gang: a collective that fails names it, and the ranks that did not come."""
+        if self.updates is None or self.spec.size == 1:
+            return nullcontext()
+        return self.updates.host.collectives_of(f"{call.address} (number {call.sequence} of gang {call.gang})")
+
     def attempt_name(self, call: Call) -> str:
         """A name that no other run of the same call has: Dask may run a task twice."""
         return f"{call.attempt}-{self.spec.incarnation}-{threading.get_native_id()}"
@@ -175,7 +183,6 @@ def _build_engine(config: RunConfig, spec: WorkerSpec) -> GenerationEngine:
         config.engine,
         max_seq=config.seq,
         threads=config.placement.gangs[spec.gang].threads,
-        device=_first_device(config.replica_ranks, spec.index),
         eos_token_ids=config.model.eos_token_ids,
         migratable=config.cluster.move_rows_below > 0,
         on_lost=_end_process,
@@ -192,7 +199,13 @@ def _build_host(config: RunConfig, spec: WorkerSpec, roles: frozenset[Role]) -> 
         config.ppo,
         settings.layout,
         roles,
-        Rank(spec.index, spec.size, spec.rendezvous, settings.threads),
+        Rank(
+            spec.index,
+            spec.size,
+            spec.rendezvous,
+            settings.threads,
+            collective_timeout_s=collective_timeout_s(config.cluster),
+        ),
         seed=config.seed,
         total_steps=config.steps,
     )
@@ -217,11 +230,6 @@ def _build_updates(parts: WorkerParts, host: ModelHost, same_layout: bool) -> Ex
         bookkeeping=parts.clock.bookkeeping,
         warn=parts.warn,
     )
-
-
-def _first_device(ranks: int, index: int) -> torch.device | None:
-    """Of a replica that spans ranks, where there are GPUs: each has the next so many to itself."""
-    return torch.device("cuda", index * ranks) if ranks > 1 and torch.cuda.is_available() else None
 
 
 def _end_process(reason: str) -> None:

@@ -46,10 +46,11 @@ class StageRuntime:
             assert call.sequence > self._last_sequence, f"{call.address}: the gang's order was broken"
             self._last_sequence = call.sequence
         binding = binding_of(call.address.stage)
-        if isinstance(binding, Computed):
-            settled = self._commit_once(call, binding)
-        else:
-            settled = binding.settle(self.parts, call)
+        with self.parts.collectives_of(call):
+            if isinstance(binding, Computed):
+                settled = self._commit_once(call, binding)
+            else:
+                settled = binding.settle(self.parts, call)
         ref = settled.commit.ref() if settled.commit is not None and (spec.size == 1 or spec.index == 0) else None
         news, self.parts.warnings = tuple(self.parts.warnings), []
         return CallResult(ref, clock.seconds, settled.reused, news)

@@ -146,6 +146,7 @@ def _stage(blueprint: Blueprint, num_blocks: int, *, embedding: bool, output: bo
         # the losses are sums with weights of their own: Megatron is to add gradients up and divide by nothing
         calculate_per_token_loss=True,
         recompute_granularity=None if layout.recompute == "none" else layout.recompute,
+        recompute_modules=list(layout.recompute_modules) or None,  # a list of its own: Megatron may add to it
         recompute_method="uniform" if layout.recompute == "full" else None,
         recompute_num_layers=1 if layout.recompute == "full" else None,
     )

@@ -15,6 +15,7 @@ May import torch, megatron.core and this folder.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -27,6 +28,7 @@ from torch.nn import Parameter
 
 from stages.models.build import Blueprint
 from stages.models.hf_conversion import SPLIT_AXES, named_by_block
+from stages.models.spec import ModelSpec
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 _OF_VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")
@@ -55,6 +57,8 @@ class Piece:
     global_shape: tuple[int, ...]
     offset: tuple[int, ...]
     """In the whole tensor, of the first of the rows."""
+    num_columns: int
+    """Of each row, from its first on."""
 
 
 def masters_of(optimizer: MegatronOptimizer) -> Iterator[Master]:
@@ -111,8 +115,8 @@ def torch_optimizer(optimizer: MegatronOptimizer) -> torch.optim.Optimizer:
 
 
 def pieces_of(name: str, block: int | None, parameter: Tensor, blueprint: Blueprint) -> Iterator[Piece]:
-    """A parameter's rows by where they lie. Rows past the vocabulary, which fill up the last tensor-parallel part, are
-    nowhere."""
+    """A parameter's rows by where they lie. What fills tensor-parallel parts up to equal sizes (`padding`) lies past
+    the whole tensor's end, and is nowhere."""
     rank, axis, shape = blueprint.parallel_rank, _axis(name, parameter), tuple(parameter.shape)
     key = name if block is None else f"blocks.{block}.{name}"
     halves = ("gate", "up") if name.startswith(_GATE_AND_UP) else ("",)
@@ -122,11 +126,20 @@ def pieces_of(name: str, block: int | None, parameter: Tensor, blueprint: Bluepr
         if axis is not None:
             whole[axis] *= rank.tensor_size
             offset[axis] = (rows, *shape[1:])[axis] * rank.tensor_rank
-        num_rows = rows
-        if name in _OF_VOCABULARY and axis == 0:
-            whole[0] = blueprint.spec.vocab_size
-            num_rows = max(0, min(rows, whole[0] - offset[0]))
-        yield Piece(f"{key}.{half}" if half else key, i * rows, num_rows, tuple(whole), tuple(offset))
+        if axis is not None:
+            whole[axis] = min(whole[axis], _unpadded(name, blueprint.spec))
+        kept = [max(0, min(size, end - at)) for size, end, at in zip((rows, *shape[1:]), whole, offset, strict=True)]
+        named = f"{key}.{half}" if half else key
+        yield Piece(named, i * rows, kept[0], tuple(whole), tuple(offset), math.prod(kept[1:]))
+
+
+def _unpadded(name: str, spec: ModelSpec) -> int:
+    """Length of the axis that tensor parallelism cuts, without padding; of gate and up, each."""
+    if name in _OF_VOCABULARY:
+        return spec.vocab_size
+    if name.startswith("mlp."):
+        return spec.intermediate_size
+    return spec.q_size if name == "self_attention.linear_proj.weight" else spec.q_size + 2 * spec.kv_size
 
 
 def rectangles(start: int, end: int, columns: int) -> Iterator[tuple[int, int, int, int]]:
@@ -165,12 +178,14 @@ def _cut(
     first = max(start, piece.first_row * columns)
     last = min(start + flat.numel(), (piece.first_row + piece.num_rows) * columns)
     for row, column, height, width in rectangles(first, last, columns):
-        begin = row * columns + column - start
-        corner, shape = (row - piece.first_row, column), (height, width)
+        begin, kept = row * columns + column - start, min(width, piece.num_columns - column)
+        if kept <= 0:
+            continue
+        corner, shape = (row - piece.first_row, column), (height, kept)
         axes = len(piece.global_shape)
         yield ShardedTensor(
             key=f"{kind}.{piece.key}",
-            data=flat[begin : begin + height * width].view(shape[:axes]),
+            data=flat[begin : begin + height * width].view(height, width)[:, :kept].view(shape[:axes]),
             dtype=tensor.dtype,
             local_shape=shape[:axes],
             global_shape=piece.global_shape,

@@ -12,6 +12,10 @@ from typing import Literal
 
 from storage.problems import Problem, at_least
 
+RECOMPUTE_MODULES = ("core_attn", "mlp")
+"""Of Megatron's modules to recompute those that a dense model has. `core_attn` saves next to nothing, since the fused
+attention keeps no scores; `mlp` saves the most. (Megatron 0.16 recomputes `layernorm` with Transformer Engine only.)"""
+
 
 @dataclass
 class LayoutConfig:
@@ -22,6 +26,10 @@ class LayoutConfig:
     sequence_parallel: bool = False
     distributed_optimizer: bool = False
     recompute: Literal["none", "selective", "full"] = "none"
+    """What of the activations is computed again in the backward pass: nothing, some modules of every block, or all of
+    every block from its input."""
+    recompute_modules: list[str] = field(default_factory=list)
+    """Under `selective`: which (`RECOMPUTE_MODULES`); empty: core_attn."""
 
 
 @dataclass
@@ -69,6 +77,17 @@ class ModelConfig:
     """Empty: the model's own."""
     policy: OptimizerConfig = field(default_factory=OptimizerConfig)
     critic: OptimizerConfig = field(default_factory=OptimizerConfig)
+
+
+def recompute_problems(key: str, layout: LayoutConfig) -> Iterator[Problem]:
+    """What of a layout's recomputation cannot work; `key`: the layout's."""
+    unknown = [name for name in layout.recompute_modules if name not in RECOMPUTE_MODULES]
+    if unknown:
+        need = f"{', '.join(unknown)} cannot be recomputed alone; the modules are {', '.join(RECOMPUTE_MODULES)}"
+        yield Problem(f"{key}.recompute_modules", layout.recompute_modules, need)
+    elif layout.recompute_modules and layout.recompute != "selective":
+        need = f"needs {key}.recompute=selective (given {layout.recompute})"
+        yield Problem(f"{key}.recompute_modules", layout.recompute_modules, need)
 
 
 def model_problems(config: ModelConfig) -> Iterator[Problem]:

@@ -154,8 +154,8 @@ def hidden_states(model: GPTModel, trunk: Trunk | None, batch: MicroBatch) -> Te
     if trunk is not None:
         stage = model if isinstance(model, GPTModel) else model.module
         hidden = trunk.hidden(batch.tokens, batch.lengths)
-        if torch.is_grad_enabled() and stage.config.recompute_granularity == "full":
-            hidden.requires_grad_()  # or the recomputed blocks, seeing no input with a gradient, get none either
+        if torch.is_grad_enabled() and stage.config.recompute_granularity is not None:
+            hidden.requires_grad_()  # or what is recomputed, seeing no input with a gradient, gets none either
         stage.set_input_tensor(hidden)
     return model(batch.tokens[None], None, None, packed_seq_params=batch.packing)
 

@@ -6,6 +6,7 @@ May import numpy, torch, megatron.core, storage, stages.ppo and this folder.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 
@@ -32,6 +33,7 @@ from stages.models.hf_files import read_weights, write_model
 from stages.models.kernels.choice import choose_kernels
 from stages.models.minibatch_losses import MinibatchLoss
 from stages.models.padding import padded
+from stages.models.peak_memory import peak_bytes
 from stages.models.products import choose_products
 from stages.models.protocol import CriticBatch, PolicyBatch, Rank, Role
 from stages.models.sampling import SamplingConfig
@@ -98,6 +100,9 @@ class MegatronHost:
             for role, optimizer in ((Role.POLICY, model.policy), (Role.CRITIC, model.critic))
             if role in roles
         }
+
+    def collectives_of(self, where: str) -> AbstractContextManager[None]:
+        return self._parallel_rank.roll_call.collectives_of(where)
 
     def policy_logprobs(self, rollout: Rollout) -> PolicyLogprobs | None:
         trainer = self._clean(Role.POLICY)
@@ -226,7 +231,8 @@ class MegatronHost:
         return gather.collect_rows(self._parallel_rank, logprobs, entropies)
 
     def _update(self, role: Role, step: int, batch: PolicyBatch | CriticBatch, loss: MinibatchLoss) -> dict[str, float]:
-        """Trains version `step` on all rows of the batch; not the policy's while the critic warms up."""
+        """Trains version `step` on all rows of the batch; not the policy's while the critic warms up. Adds the largest
+        peak of the ranks' processes, so far, to the metrics."""
         trainer = self._clean(role)
         if trainer.version != step:
             raise StateError(f"{role} is at version {trainer.version}; update {step} needs version {step}")
@@ -238,6 +244,7 @@ class MegatronHost:
         lr = learning_rate(trainer.config, step - held, self._total_steps - held)
         limits = UpdateLimits(self._ppo.max_skipped_steps, self._ppo.target_kl if role is Role.POLICY else None)
         stats, metrics = trainer.train(step, lr, self._trunk, work, limits)
+        metrics["peak_memory_bytes"] = float(max(gather.from_all_ranks(peak_bytes())))
         return gather.summarise_over_ranks(self._parallel_rank, stats) | _named(role, metrics)
 
     def _minibatch(

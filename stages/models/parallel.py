@@ -8,6 +8,7 @@ May import torch, megatron.core and this folder.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -18,6 +19,7 @@ from stages.models import megatron_cpu
 from stages.models.config import LayoutConfig, ModelConfig
 from stages.models.errors import StateError
 from stages.models.protocol import Rank
+from stages.models.roll_call import RollCall
 from stages.models.spec import ModelSpec
 
 
@@ -32,6 +34,7 @@ class ParallelRank:
     data_rank: int
     data_size: int
     device: torch.device
+    roll_call: RollCall
 
     @property
     def first_stage(self) -> bool:
@@ -90,12 +93,19 @@ def join(rank: Rank, layout: LayoutConfig, seed: int) -> ParallelRank:
     torch.set_num_threads(rank.threads)
     cuda = torch.cuda.is_available()
     if cuda:
-        torch.cuda.set_device(rank.index % torch.cuda.device_count())
+        torch.cuda.set_device(rank.device)
+    roll_call = RollCall(rank)
     dist.init_process_group(
-        "nccl" if cuda else "gloo", init_method=rank.rendezvous, rank=rank.index, world_size=rank.size
+        "nccl" if cuda else "gloo",
+        store=roll_call.store,
+        rank=rank.index,
+        world_size=rank.size,
+        timeout=roll_call.timeout,
     )
     parallel_state.initialize_model_parallel(
-        tensor_model_parallel_size=layout.tensor, pipeline_model_parallel_size=layout.pipeline
+        tensor_model_parallel_size=layout.tensor,
+        pipeline_model_parallel_size=layout.pipeline,
+        distributed_timeout_minutes=roll_call.timeout / timedelta(minutes=1),
     )
     model_parallel_cuda_manual_seed(seed, force_reset_rng=True)  # sequence parallelism asks for its generators
     return ParallelRank(
@@ -106,6 +116,7 @@ def join(rank: Rank, layout: LayoutConfig, seed: int) -> ParallelRank:
         data_rank=parallel_state.get_data_parallel_rank(),
         data_size=parallel_state.get_data_parallel_world_size(),
         device=torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu"),
+        roll_call=roll_call,
     )
 
 

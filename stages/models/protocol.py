@@ -10,6 +10,7 @@ May import numpy, jaxtyping, the standard library and storage.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -44,6 +45,10 @@ class Rank:
     size: int
     rendezvous: str
     threads: int
+    device: int = 0
+    """Of those GPUs that this process sees: its own. Not read where there are none."""
+    collective_timeout_s: float = 600.0
+    """After which a collective that other ranks do not come to is an error (`RanksMissing`)."""
 
 
 @dataclass(frozen=True)
@@ -72,6 +77,11 @@ class ModelHost(Protocol):
     """Owns this rank's models. The resident policy and critic each have a version (what v updates have made) and a
     `dirty` flag: set from the first optimizer step of an update until `mark_clean`; on a dirty model everything but
     `load` raises."""
+
+    def collectives_of(self, where: str) -> AbstractContextManager[None]:
+        """Around calls that all ranks make: says what they belong to. Raises RanksMissing, naming it and the ranks, for
+        a collective that not every rank came to."""
+        ...
 
     def policy_logprobs(self, rollout: Rollout) -> PolicyLogprobs | None: ...
 

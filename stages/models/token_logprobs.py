@@ -28,20 +28,13 @@ from torch import Tensor
 
 from stages.models.kernels.protocol import BlockKernels
 from stages.models.linears import add_weight_gradient
+from stages.models.memory import LOGITS_BLOCK_BYTES as BLOCK_BYTES
+from stages.models.memory import LOGITS_KEPT_BYTES as KEPT_BYTES
+from stages.models.memory import LOGITS_MIN_BLOCK as MIN_BLOCK
 from stages.models.products import Products, input_gradient, multiply, multiply_bfloat16
 
 EXCLUDED = -1e30
 """Logit of a token that cannot be sampled: its probability is exactly 0, and 0 times this is 0 (times -inf: NaN)."""
-
-BLOCK_BYTES = {"cpu": 1 << 21, "cuda": 1 << 28}
-"""Of logits worked on at a time: on a CPU few enough to stay in its cache, on a GPU enough to fill it."""
-
-MIN_BLOCK = 512
-"""Tokens of a block at least, however many rows it has: narrower products are slow."""
-
-KEPT_BYTES = 1 << 27
-"""Of a micro-batch's logits kept from the forward to the backward pass: those of 680 tokens at a vocabulary of 49k.
-Making them again costs a third of the output layer's time in float32."""
 
 Entropy = Literal["none", "value", "gradient"]
 """What is asked of the entropies: nothing (they are 0), their values, or values that a gradient flows back from."""

@@ -1,7 +1,7 @@
 """The frozen lowest blocks, computed once per row: their outputs are kept in a bounded cache, from which reference,
 log-probs, values and every epoch of the updates read.
 
-May import numpy, torch, megatron.core and stages.models.packing.
+May import numpy, torch, megatron.core, stages.models.memory and stages.models.packing.
 """
 
 from __future__ import annotations
@@ -18,17 +18,15 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from torch import Tensor
 
+from stages.models.memory import TRUNK_CACHE_BYTES
 from stages.models.packing import pack
-
-CACHE_BYTES = 1 << 30
-"""Of hidden states kept on a rank; SmolLM2 needs 2.3 KB a token."""
 
 
 class Trunk:
     """Owns the frozen blocks' outputs, by a digest of the row's tokens, least recently used dropped first. They are
     never stale: nothing trains the trunk."""
 
-    def __init__(self, model: GPTModel, cache_bytes: int = CACHE_BYTES) -> None:
+    def __init__(self, model: GPTModel, cache_bytes: int = TRUNK_CACHE_BYTES) -> None:
         self.model = model
         self.cache_bytes = cache_bytes
         self.num_computed = 0

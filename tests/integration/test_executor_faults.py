@@ -146,7 +146,7 @@ class Run:
 
 @pytest.fixture(scope="module")
 def workers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalWorkers]:
-    with LocalWorkers(configure(tmp_path_factory.mktemp("cluster"), "cluster")) as local:
+    with LocalWorkers(configure(tmp_path_factory.mktemp("cluster"), "cluster"), num_gpus=4) as local:
         yield local
 
 
@@ -171,6 +171,12 @@ def start(workers: LocalWorkers, tmp_path: Path) -> Iterator[Callable[..., Run]]
 
 def _num_tasks(dask_scheduler: Any) -> int:
     return len(dask_scheduler.tasks)
+
+
+def test_every_worker_is_shown_its_own_gpus(workers: LocalWorkers) -> None:
+    """Of four that this host is said to have; scoring needs none."""
+    shown = workers.client.run(lambda dask_worker: (dask_worker.name, os.environ["CUDA_VISIBLE_DEVICES"]))
+    assert dict(shown.values()) == {"generate-0": "2", "generate-1": "3", "train-0": "0", "train-1": "1", "score-0": ""}
 
 
 # ---- no faults ----------------------------------------------------------------------------------------------------
@@ -245,6 +251,20 @@ def test_killed_in_a_node(start: Callable[..., Run], stage: str, worker: str) ->
         assert [str(Address(stage, 0)), "train-0"] in run.log("replayed")
     else:
         assert not run.log("replayed"), "a lost replica must not touch the trainer"
+
+
+def test_a_rank_that_hangs_is_named_and_its_gang_is_built_anew(start: Callable[..., Run]) -> None:
+    """Long before `cluster.deadline_s`, which would only say that the node is overdue."""
+    run = start(attempts=20, **{"cluster.collective_timeout_s": 3})
+    held = run.control("update_policy-0-0@train-1", "hold")
+    run.then(lambda: run.events(EventKind.GANG_LOST), held.unlink)
+    run.go()
+    run.assert_whole()
+    lost = run.events(EventKind.GANG_LOST)[0]
+    assert lost.worker == "train-1"
+    node = Address("update_policy", 0)
+    assert lost.detail.startswith(f"{node}: rank 1 (last seen at ")
+    assert "of 2 did not come to a collective: not within cluster.collective_timeout_s = 3" in lost.detail
 
 
 @pytest.mark.parametrize("worker", ["train-1", "score-0"])

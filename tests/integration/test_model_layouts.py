@@ -77,6 +77,8 @@ def work(index: int, size: int, layout: LayoutConfig, frozen_blocks: int, direct
         fresh = dataclasses.replace(rollout, token_versions=versions)
         metrics = host.update_policy(step, PolicyBatch(fresh, advantages, policy_in, reference_in, 0.1))
         metrics |= host.update_critic(step, CriticBatch(fresh, advantages, values_in))
+        assert metrics.pop("policy/peak_memory_bytes") > 1e8, "less than torch alone takes"
+        assert metrics.pop("critic/peak_memory_bytes") > 1e8
         for role in TRAINED:
             host.mark_clean(role)
         return metrics
@@ -136,6 +138,7 @@ def guarded(host: MegatronHost, index: int, directory: Path, batch: PolicyBatch)
     host.load(Role.POLICY, None)
     advantages = dataclasses.replace(batch.advantages, loss_mask=mask)
     metrics = host.update_policy(0, dataclasses.replace(batch, advantages=advantages))
+    del metrics["policy/peak_memory_bytes"]
     host.mark_clean(Role.POLICY)
     trained = host.trained_weights()
     if index == 0:

@@ -8,10 +8,17 @@ import torch
 import torch.distributed as dist
 
 from pipeline.workers.messages import WorkerSpec
+from stages.models.protocol import Rank
+from stages.models.roll_call import RollCall
 
 
-def join(spec: WorkerSpec) -> None:
-    dist.init_process_group("gloo", init_method=spec.rendezvous, rank=spec.index, world_size=spec.size)
+def join(spec: WorkerSpec, collective_timeout_s: float) -> RollCall:
+    rank = Rank(spec.index, spec.size, spec.rendezvous, 1, collective_timeout_s=collective_timeout_s)
+    roll_call = RollCall(rank)
+    dist.init_process_group(
+        "gloo", store=roll_call.store, rank=spec.index, world_size=spec.size, timeout=roll_call.timeout
+    )
+    return roll_call
 
 
 def leave() -> None:

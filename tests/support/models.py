@@ -21,13 +21,18 @@ ALL_MODELS = frozenset({Role.POLICY, Role.REFERENCE, Role.CRITIC})
 
 @contextlib.contextmanager
 def opened(
-    directory: Path, model: ModelConfig, ppo: PPOConfig | None = None, *, sampling: SamplingConfig | None = None
+    directory: Path,
+    model: ModelConfig,
+    ppo: PPOConfig | None = None,
+    *,
+    sampling: SamplingConfig | None = None,
+    layout: LayoutConfig | None = None,
 ) -> Iterator[MegatronHost]:
     host = MegatronHost(
         model,
         sampling or SamplingConfig(),
         ppo or PPOConfig(),
-        LayoutConfig(),
+        layout or LayoutConfig(),
         ALL_MODELS,
         Rank(0, 1, f"file://{directory}/rendezvous", 1),
         seed=SEED,
@@ -37,6 +42,26 @@ def opened(
         yield host
     finally:
         host.close()
+
+
+def measured_state(host: MegatronHost) -> dict[str, int]:
+    """Bytes of this rank's parameters, gradients, masters and moments, under the names of `memory.state_bytes`; the
+    moments exist once an update was made."""
+    models = [host._reference, host._trunk.model if host._trunk else None]
+    trainers = host._trainers.values()
+    models += [trainer.model for trainer in trainers]
+    parameters = {p.data_ptr(): p.nbytes for model in models if model is not None for p in model.parameters()}
+    trained = {p.data_ptr() for trainer in trainers for p in trainer.model.parameters()}
+    inner = [trainer._adam for trainer in trainers]
+    adam = [state for optimizer in inner for state in optimizer.state.values()]
+    masters = [p for optimizer in inner for group in optimizer.param_groups for p in group["params"]]
+    copies = [p for p in masters if p.data_ptr() not in trained and host._blueprint.dtype is not p.dtype]
+    return {
+        "parameters": sum(parameters.values()),
+        "gradients": sum(buffer.grad_data.nbytes for trainer in trainers for buffer in trainer._ddp.buffers),
+        "float32 masters": sum(p.nbytes for p in copies),
+        "Adam moments": sum(state[name].nbytes for state in adam for name in ("exp_avg", "exp_avg_sq")),
+    }
 
 
 def random_rollout(rng: np.random.Generator, rows: int, seq: int, version: int = 0) -> Rollout:

@@ -20,6 +20,7 @@ import os
 import time
 from pathlib import Path
 
+from pipeline.config.cluster import collective_timeout_s
 from pipeline.config.loading import load_yaml
 from pipeline.config.run import RunConfig
 from pipeline.workers.entry import CallResult
@@ -45,7 +46,7 @@ class NoopRuntime:
             os._exit(1)
         if spec.size > 1:  # the rest of a cluster needs no torch, and starts faster without
             self.gang = importlib.import_module("tests.support.gloo_gang")
-            self.gang.join(spec)
+            self.roll_call = self.gang.join(spec, collective_timeout_s(self.config.cluster))
 
     def run(self, call: Call) -> CallResult:
         self._log("runs", f"{call.address} {self.spec.name} {os.getpid()}")
@@ -57,7 +58,8 @@ class NoopRuntime:
             assert call.sequence is not None
             assert call.sequence > self.last_sequence, "a gang's order was broken"
             self.last_sequence = call.sequence
-            self.gang.assert_same_everywhere(str(call.address))
+            with self.roll_call.collectives_of(str(call.address)):
+                self.gang.assert_same_everywhere(str(call.address))
         found = self.ledger.find(call.address)
         if call.address.stage in self.resident:
             self._bring_to(call.address.stage, call.address.step, found)

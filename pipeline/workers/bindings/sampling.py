@@ -17,6 +17,7 @@ from pipeline.workers.parts import WorkerParts, required
 from pipeline.workers.weight_transfer import Fetched
 from stages.engines.embedded.migration.protocol import RowsLost
 from stages.generate import generate
+from stages.models.peak_memory import peak_bytes
 from stages.models.sampling import SamplingConfig
 from stages.prompts import EVALUATION_STEP, held_out_prompts, training_prompts
 from storage.records import PromptBatch
@@ -71,7 +72,7 @@ def _sample(
     metrics = {
         "generate/tokens": float(rollout.response_lengths.sum()),
         "generate/rows_finished_elsewhere": float(shard.finished_elsewhere) if shard is not None else 0.0,
-        **counts(engine.stats(), fetched.seconds, fetched.num_bytes),
+        **counts(engine.stats(), fetched.seconds, fetched.num_bytes, peak_bytes()),
     }
     versions = tuple(np.unique(rollout.token_versions[rollout.response_mask]).tolist())
     return Output(rollout, metrics, weight_versions=versions, mask=rollout.response_mask)

@@ -84,6 +84,7 @@ def test_flatten_gives_key_paths(base: Path) -> None:
         "export.every=1",
         "checkpoint.every=1",
         "placement.gangs.generate.weights_dir=/dev/shm/elsewhere",
+        "placement.share_devices=true",
     ],
 )
 def test_the_digest_ignores_what_changes_no_result(base: Path, override: str) -> None:
@@ -199,6 +200,16 @@ REFUSED = {
         "read or publish weights (generate, policy): leave it null",
     ),
     "placement.gangs.train.slots=2": ("placement.gangs.train.slots", "2", "pools"),
+    "placement.gangs.train.layout={recompute: selective, recompute_modules: [mlp, layernorm, moe_act]}": (
+        "placement.gangs.train.layout.recompute_modules",
+        "layernorm, moe_act cannot be recomputed alone",
+        "core_attn, mlp",
+    ),
+    "placement.gangs.train.layout.recompute_modules=[mlp]": (
+        "placement.gangs.train.layout.recompute_modules",
+        "needs placement.gangs.train.layout.recompute=selective (given none)",
+    ),
+    "cluster.collective_timeout_s=0": ("cluster.collective_timeout_s", "above 0 seconds"),
     "placement.gangs.train.layout.sequence_parallel=true": (
         "placement.gangs.train.layout.sequence_parallel",
         "layout.tensor of 2",

@@ -82,6 +82,16 @@ def test_replicas_that_need_more_gpus_than_there_are_are_refused(folder: Path, m
         preflight(load(folder, "engine.pipeline_parallel=2", "engine.tensor_parallel=2"))
 
 
+def test_gangs_that_need_more_gpus_than_there_are_are_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No GPU is at hand in most places: this host is told that it has two."""
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    gangs = "placement.gangs={all: {}, train: {workers: 2, layout: {tensor: 2}}}"
+    roles = "placement.roles={generate: all, score: all, reference: train, policy: train, critic: train}"
+    with pytest.raises(ConfigError, match=r"gangs\.train\.workers: given 2; the gangs need 3 GPUs \(all 1, train 2\)"):
+        preflight(load(folder, gangs, roles))
+    preflight(load(folder, gangs, roles, "placement.share_devices=true"))
+
+
 def test_a_cache_too_small_for_a_row_is_refused(folder: Path) -> None:
     """Keys and values of 4 blocks, 2 heads of 4096 in float32 take 256 KB a token, and a
     block has 16."""

@@ -22,7 +22,7 @@ def test_a_step_of_two_shards() -> None:
                    prompt_tokens=50, shared_tokens=30,
                    drafted_tokens={"lookup-3": 40}, accepted_tokens={"lookup-3": 10},
                    draft_lengths={0: 75, 2: 25})  # fmt: skip
-    committed = [counts(stats(), fetch_s=0.25, fetched_bytes=7), counts(second)]
+    committed = [counts(stats(), fetch_s=0.25, fetched_bytes=7, peak_bytes=900), counts(second, peak_bytes=500)]
     assert all(is_count(name) for shard in committed for name in shard)
     assert step_metrics(committed) == pytest.approx(
         {
@@ -33,6 +33,7 @@ def test_a_step_of_two_shards() -> None:
             "generate/tokens_per_busy_s": 400 / 5,
             "generate/occupancy": (0.5 * 10 + 0.1 * 30) / 40,
             "generate/kv_peak_fraction": 0.75,
+            "generate/peak_memory_bytes": 900,
             "generate/preemptions": 1,
             "generate/prompt_tokens": 80,
             "generate/shared_fraction": 40 / 120,

@@ -12,6 +12,7 @@ import torch
 from stages.models.build import Blueprint
 from stages.models.checkpoint_shards import _cut, pieces_of, rectangles
 from stages.models.config import LayoutConfig, ModelConfig
+from stages.models.kernels.composed import ComposedKernels
 from stages.models.parallel import ParallelRank
 from stages.models.spec import read_spec
 
@@ -26,10 +27,10 @@ def test_rectangles_hold_a_run_of_elements_in_order() -> None:
             assert len(found) <= 3
 
 
-def blueprint(tensor_rank: int, tensor_size: int, vocab_size: int = 256) -> Blueprint:
-    spec = dataclasses.replace(read_spec("random:tiny"), vocab_size=vocab_size)
-    rank = ParallelRank(tensor_rank, tensor_size, 0, 1, 0, 1, torch.device("cpu"))
-    return Blueprint(ModelConfig(path="random:tiny"), spec, LayoutConfig(tensor=tensor_size), rank)
+def blueprint(tensor_rank: int, tensor_size: int, size: int = 256) -> Blueprint:
+    spec = dataclasses.replace(read_spec("random:tiny"), vocab_size=size, intermediate_size=size)
+    rank = ParallelRank(tensor_rank, tensor_size, 0, 1, 0, 1, torch.device("cpu"), roll_call=None)
+    return Blueprint(ModelConfig(path="random:tiny"), spec, LayoutConfig(tensor=tensor_size), rank, ComposedKernels())
 
 
 @pytest.mark.parametrize(
@@ -41,6 +42,7 @@ def blueprint(tensor_rank: int, tensor_size: int, vocab_size: int = 256) -> Blue
         ("input_layernorm.weight", (5,), None),
         ("output_layer.weight", (1, 4), None),
         ("embedding.word_embeddings.weight", (7, 3), 0),
+        ("mlp.linear_fc2.weight", (3, 7), 1),
     ],
 )
 @pytest.mark.parametrize("shards", [1, 3])
@@ -48,8 +50,8 @@ def test_what_the_ranks_hold_covers_the_whole_tensor_once(
     name: str, whole: tuple[int, ...], axis: int | None, shards: int
 ) -> None:
     """Cut over two tensor-parallel ranks, and each part over data-parallel ones at places that are no rows' ends. The
-    embedding's 7 rows were filled up to 8."""
-    padded = (8, *whole[1:]) if whole[0] == 7 else whole
+    embedding's 7 rows, and the 7 columns of a product, were filled up to 8."""
+    padded = tuple(8 if size == 7 else size for size in whole)
     tensor = torch.arange(int(np.prod(padded)), dtype=torch.float32).view(padded)
     if name == "mlp.linear_fc1.weight":  # Megatron cuts gate and up each, and puts a rank's halves together
         gate, up = tensor.chunk(2)
@@ -60,7 +62,7 @@ def test_what_the_ranks_hold_covers_the_whole_tensor_once(
         }
     else:
         parts = [tensor, tensor] if axis is None else list(tensor.chunk(2, axis))
-        expected = {f"weights.blocks.3.{name}": tensor[: whole[0]]}
+        expected = {f"weights.blocks.3.{name}": tensor[tuple(map(slice, whole))]}
     found = {key: torch.full_like(t, -1.0) for key, t in expected.items()}
     for rank, part in enumerate(parts):
         if axis is None and rank:

@@ -117,7 +117,7 @@ def test_a_trained_model_is_exported_whole(tmp_path: Path, family: str) -> None:
         update(host, rollout)
         found = host.policy_logprobs(rollout)
         trained = host.trained_weights()
-        host.export(tmp_path / "exported")
+        host.export(tmp_path / "exported")()
     assert found is not None
     assert trained is not None
     exported = AutoModelForCausalLM.from_pretrained(tmp_path / "exported", dtype=torch.float32)

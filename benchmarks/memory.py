@@ -1,0 +1,163 @@
+"""What recomputation costs and saves: bytes that a micro-batch's blocks keep for the backward pass, and seconds of a
+policy update, by `layout.recompute` and `recompute_modules`.
+
+SmolLM2-135M, all blocks trained, 16 rows x (32 + 32) tokens, one epoch, one minibatch, two micro-batches; arms are
+taken in turn in every repeat, each with a model of its own. Kept bytes are counted as autograd saves tensors, each
+memory once, and beside them stands what `stages.models.memory` predicts. The update's seconds have the output layer in
+them, which nothing recomputes here. CPU seconds of all threads stand beside those of the clock: they tell the arms
+apart on a machine that others use, too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import tempfile
+import time
+import warnings
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from benchmarks.harness import arguments, measured_load, report, write_json
+from stages.models.config import LayoutConfig, ModelConfig, OptimizerConfig
+from stages.models.forward import cut_micro_batches, hidden_states
+from stages.models.hf_config import RANDOM_TINY
+from stages.models.host import MegatronHost
+from stages.models.memory import GangModels, MicroBatchSize, kept_bytes
+from stages.models.protocol import PolicyBatch, Rank, Role
+from stages.models.sampling import SamplingConfig
+from stages.models.spec import read_spec
+from stages.ppo.config import PPOConfig
+from storage.records import Advantages, ReferenceLogprobs, Rollout
+
+MODEL = Path("assets/smollm2-135m-instruct")
+ROWS, PROMPT, NEW, MICRO_ROWS = 16, 32, 32, 8
+WARM_UP = 1
+ROLES = frozenset({Role.POLICY, Role.REFERENCE})
+ARMS = {
+    "none": LayoutConfig(),
+    "core_attn": LayoutConfig(recompute="selective"),
+    "mlp": LayoutConfig(recompute="selective", recompute_modules=["mlp"]),
+    "full": LayoutConfig(recompute="full"),
+}
+
+
+def batch_of(vocabulary: int, step: int) -> PolicyBatch:
+    """Random tokens and advantages, full rows."""
+    rng = np.random.default_rng(step)
+    shape = ROWS, PROMPT + NEW
+    mask = np.broadcast_to(np.arange(PROMPT + NEW) >= PROMPT, shape)
+    zeros, ones = np.zeros(shape, np.float32), np.ones(ROWS, np.int32)
+    rollout = Rollout(
+        row=np.arange(ROWS),
+        prompt_index=np.arange(ROWS),
+        tokens=rng.integers(3, vocabulary, shape).astype(np.int32),
+        prompt_lengths=PROMPT * ones,
+        response_lengths=NEW * ones,
+        response_mask=mask,
+        sampler_logprobs=zeros,
+        token_versions=np.where(mask, step, -1).astype(np.int32),
+        finish_reason=np.zeros(ROWS, np.int8),
+    )
+    advantages = np.where(mask, rng.normal(size=shape), 0).astype(np.float32)
+    made = Advantages(advantages, advantages, advantages, mask)
+    return PolicyBatch(rollout, made, None, ReferenceLogprobs(zeros), 0.0)
+
+
+def measured_bytes(host: MegatronHost, batch: PolicyBatch) -> int:
+    """That the forward pass of one micro-batch keeps, up to the hidden states."""
+    trainer = host._trainers[Role.POLICY]
+    weights = {p.untyped_storage().data_ptr() for p in trainer.model.parameters()}
+    saved: dict[int, torch.Tensor] = {}
+
+    def save(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.untyped_storage().data_ptr() not in weights:
+            saved[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    rollout = batch.rollout
+    rows = np.arange(MICRO_ROWS)
+    device = host._parallel_rank.device
+    (micro,) = cut_micro_batches(rollout.tokens, rollout.response_mask, rows, device, max_tokens=1 << 20)
+    trainer._ddp.train()
+    with torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor):
+        hidden = hidden_states(trainer._ddp, None, micro)
+    found = sum(tensor.untyped_storage().nbytes() for tensor in saved.values())
+    del hidden
+    return found
+
+
+def measure(
+    arm: LayoutConfig, model: ModelConfig, threads: int, updates: int, folder: Path
+) -> tuple[int, list[tuple[float, float]]]:
+    """(bytes kept, (seconds, CPU seconds) of each update after the first)."""
+    ppo, vocabulary = PPOConfig(epochs=1, minibatches=1, proximal="sampler"), read_spec(model.path).vocab_size
+    rank = Rank(0, 1, f"file://{folder}/{time.monotonic_ns()}", threads)
+    host = MegatronHost(model, SamplingConfig(), ppo, arm, ROLES, rank, seed=0, total_steps=updates + WARM_UP)
+    found = measured_bytes(host, batch_of(vocabulary, 0))
+    seconds = []
+    for step in range(updates + WARM_UP):
+        batch, started, began = batch_of(vocabulary, step), time.perf_counter(), time.process_time()
+        host.update_policy(step, batch)
+        host.mark_clean(Role.POLICY)
+        seconds.append((time.perf_counter() - started, time.process_time() - began))
+    host.close()
+    return found, seconds[WARM_UP:]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])
+    parser.add_argument("--updates", type=int, default=3, help="measured in each repeat, after one")
+
+
+def main() -> None:
+    options = arguments(__doc__ or "", add_arguments)
+    repeats, updates = (1, 1) if options.quick else (options.repeats, options.updates)
+    warnings.filterwarnings("ignore", module=r"megatron\.core")
+    optimizer = OptimizerConfig(micro_batch_rows=MICRO_ROWS)
+    kept: dict[tuple[str, str], int] = {}
+    seconds: dict[tuple[str, str], list[tuple[float, float]]] = {}
+    base = ModelConfig(path=RANDOM_TINY if options.quick else str(MODEL), policy=optimizer, critic=optimizer)
+    with tempfile.TemporaryDirectory(prefix="stageline-memory-") as folder, measured_load() as load:
+        for _ in range(repeats):
+            for dtype in options.dtypes:
+                for name, arm in ARMS.items():
+                    model = replace(base, dtype=dtype)
+                    kept[dtype, name], found = measure(arm, model, options.threads, updates, Path(folder))
+                    seconds.setdefault((dtype, name), []).extend(found)
+    figures: dict[str, float] = {"others_load": load().others}
+    rows = []
+    size = MicroBatchSize(MICRO_ROWS, PROMPT + NEW, MICRO_ROWS * NEW)
+    for (dtype, name), found in seconds.items():
+        gang = GangModels(read_spec(base.path), replace(base, dtype=dtype), ARMS[name], ROLES, 1)
+        predicted = kept_bytes(gang, Role.POLICY, size, 0)
+        clock, cpu = (statistics.median(times) for times in zip(*found, strict=True))
+        _, cpu_of_none = (statistics.median(times) for times in zip(*seconds[dtype, "none"], strict=True))
+        rows.append(
+            (
+                f"{dtype}, {name}",
+                f"{kept[dtype, name] / 2**20:.1f}",
+                f"{predicted / 2**20:.1f}",
+                f"{kept[dtype, name] / kept[dtype, 'none']:.0%}",
+                f"{clock:.2f}",
+                f"{cpu:.2f}",
+                f"{cpu / cpu_of_none:.2f}",
+            )
+        )
+        figures[f"{dtype}/{name}/kept_bytes"] = kept[dtype, name]
+        figures[f"{dtype}/{name}/predicted_bytes"] = predicted
+        figures[f"{dtype}/{name}/update_s"] = clock
+        figures[f"{dtype}/{name}/update_cpu_s"] = cpu
+    title = f"recomputation, {ROWS} x ({PROMPT} + {NEW}) tokens, {options.threads} threads"
+    columns = ("arm", "kept, MiB", "predicted", "of none", "s/update", "CPU s", "x none")
+    report(title, columns, rows, [f"others' load {load().others:.0%}"])
+    write_json(options.json, figures)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,284 @@
+"""The memory that a run will take, by worker and by what it is for, before anything starts; and what is refused for it.
+
+    stages.models.memory    a rank's models, from architecture and layout    ─┐
+    engine's weights, keys and values, drafts                                ─┼─► WorkerMemory ─► this host, each GPU
+    published weights, the libraries of a process                            ─┘
+
+On a host without GPUs everything lies in the host's memory. With GPUs what is computed with lies in theirs, and the
+host has the processes, a copy of the weights while they are read, and the published versions.
+
+An upper bound: rows of full length, every slot of every engine taken. May import the sections of the config,
+pipeline.graph.dispatch, stages.models.{config, memory, protocol, spec}, the paging of stages.engines, storage.problems.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from pipeline.config.devices import Worker, plan_devices
+from pipeline.config.run import RunConfig
+from pipeline.graph.dispatch import Gang
+from stages.engines.embedded.kernels.paging import block_bytes, blocks_for
+from stages.models.config import LayoutConfig, OptimizerConfig
+from stages.models.memory import DTYPE_BYTES, GangModels, MicroBatchSize, rank_bytes
+from stages.models.protocol import MODEL_ROLES, Role
+from stages.models.spec import EMBEDDING, ModelSpec, layer_and_part, tensor_shapes
+from storage.problems import Problem
+
+GIB = 1 << 30
+PROCESS_BYTES = 500 << 20
+"""Of a worker's process that has done nothing: libraries, most of them torch's (370 MB measured), and records."""
+DRIVER_BYTES = 500 << 20
+_HEAD_BYTES = 110 << 20
+"""Of a learned draft head and its optimizer, at `_HEAD_HIDDEN`; see engine.md."""
+_HEAD_HIDDEN = 576
+PROCESS, READING, EXPORTING = "process", "reading weights", "exporting"
+_ON_HOST = (PROCESS, READING, EXPORTING)
+"""What a worker with a GPU has in the host's memory."""
+_AFTER_READING = ("Adam moments", "activations", "logits", "trunk cache", "refit", "KV cache", "draft head")
+"""What is not there yet while weights are read."""
+_BEFORE_EXPORTING = ("activations", "logits")
+"""What is gone again while a version is written."""
+
+
+@dataclass(frozen=True)
+class PlannedRun:
+    """A run whose memory is asked for."""
+
+    config: RunConfig
+    spec: ModelSpec
+    stored_bytes: int
+    """Of the model's files, which are read whole."""
+    on_gpus: bool
+
+
+@dataclass(frozen=True)
+class MemoryLimits:
+    """What there is, in bytes."""
+
+    host: float
+    device: float
+    """Of each GPU."""
+    num_devices: int
+
+
+@dataclass(frozen=True)
+class WorkerMemory:
+    """Bytes of one worker, by what they are for."""
+
+    worker: Worker
+    items: Mapping[str, int]
+
+    @property
+    def total(self) -> int:
+        """The most that is there at once: while weights are read, in a step, or while a version is exported."""
+        reading = self._without(EXPORTING, *_AFTER_READING)
+        return max(reading, self._without(READING, EXPORTING), self._without(READING, *_BEFORE_EXPORTING))
+
+    @property
+    def on_device(self) -> int:
+        return self._without(*_ON_HOST)
+
+    @property
+    def beside_device(self) -> int:
+        return max(self._without(*self.items.keys() - {PROCESS, kind}) for kind in (READING, EXPORTING))
+
+    def _without(self, *names: str) -> int:
+        return sum(number for name, number in self.items.items() if name not in names)
+
+
+def workers_memory(run: PlannedRun) -> list[WorkerMemory]:
+    """Of every worker."""
+    gangs = run.config.gangs()
+    return [WorkerMemory((g.name, index), _items(run, g, index)) for g in gangs for index in range(g.workers)]
+
+
+def published_bytes(run: PlannedRun) -> int:
+    """In shared memory: versions that readers may still need, eta + 2, on each board of this host."""
+    config = run.config
+    boards = {config.weights_dir(config.placement.roles[role]) for role in (Role.POLICY, Role.GENERATE)}
+    version = DTYPE_BYTES[config.model.dtype] * _trained_parameters(run)  # as it is published: what is trained
+    return len(boards) * (config.staleness + 2) * version
+
+
+def host_bytes(run: PlannedRun, workers: Iterable[WorkerMemory]) -> int:
+    """Of the whole run in this host's memory."""
+    own = sum(worker.beside_device if run.on_gpus else worker.total for worker in workers)
+    return own + published_bytes(run) + DRIVER_BYTES
+
+
+def memory_problems(run: PlannedRun, limits: MemoryLimits) -> Iterator[Problem]:
+    """A run that is predicted not to fit, with layouts that would."""
+    workers = workers_memory(run)
+    need = host_bytes(run, workers)
+    if need > limits.host:
+        gangs = run.config.gangs()
+        largest = max(gangs, key=lambda gang: sum(w.total for w in workers if w.worker[0] == gang.name))
+        yield _problem(run, limits, largest, "this host", need, limits.host)
+        return
+    for number, (on_device, gang) in enumerate(_by_device(run.config, workers, limits.num_devices)):
+        if on_device > limits.device:
+            yield _problem(run, limits, gang, f"GPU {number}", on_device, limits.device)
+            return
+
+
+def fitting_layouts(run: PlannedRun, limits: MemoryLimits, gang: Gang) -> list[LayoutConfig]:
+    """Layouts of a gang's ranks with which the run is predicted to fit, the least costly first: those that recompute
+    less, then those with fewer ranks for a model."""
+    found, placement = [], run.config.placement
+    for layout in _layouts(run, gang):
+        gangs = {**placement.gangs, gang.name: replace(placement.gangs[gang.name], layout=layout)}
+        other = replace(run, config=replace(run.config, placement=replace(placement, gangs=gangs)))
+        workers = workers_memory(other)
+        devices = _by_device(other.config, workers, limits.num_devices)
+        if host_bytes(other, workers) <= limits.host and all(need <= limits.device for need, _ in devices):
+            found.append(layout)
+    return found
+
+
+def describe_layout(layout: LayoutConfig) -> str:
+    """A layout as a config has it."""
+    modules = f", recompute_modules: [{', '.join(layout.recompute_modules)}]" if layout.recompute_modules else ""
+    return (
+        f"{{tensor: {layout.tensor}, pipeline: {layout.pipeline}, distributed_optimizer: "
+        f"{str(layout.distributed_optimizer).lower()}, recompute: {layout.recompute}{modules}}}"
+    )
+
+
+def _problem(run: PlannedRun, limits: MemoryLimits, gang: Gang, where: str, need: int, limit: float) -> Problem:
+    key, given = f"placement.gangs.{gang.name}", run.config.placement.gangs[gang.name]
+    kind = "host" if where == "this host" else "device"
+    predicted = f"{where} would need {need / GIB:.2f} GiB and has {limit / GIB:.2f} (cluster.{kind}_memory_gb)"
+    fitting = [describe_layout(layout) for layout in fitting_layouts(run, limits, gang)] if gang.ordered else []
+    if fitting:
+        what = f"{predicted}; it fits with {' or '.join(fitting[:3])}"
+        return Problem(f"{key}.layout", describe_layout(given.layout), what)
+    what = f"no layout of its ranks ({gang.workers}) fits" if gang.ordered else "its replicas take the most"
+    others = "smaller model.*.micro_batch_tokens, engine.slots or engine.kv_budget_mb, model.dtype=bfloat16 or more"
+    return Problem(f"{key}.workers", given.workers, f"{predicted}; {what}: {others} model.frozen_blocks")
+
+
+def _by_device(config: RunConfig, workers: Sequence[WorkerMemory], num_devices: int) -> list[tuple[int, Gang]]:
+    """Of each GPU of this host: the bytes of the workers on it, and the gang that has the most."""
+    gangs = {gang.name: gang for gang in config.gangs()}
+    hosts = {worker.worker: "" for worker in workers}
+    plan = plan_devices(list(gangs.values()), config.replica_ranks, hosts, {"": num_devices})
+    loads: list[dict[str, int]] = [{} for _ in range(num_devices)]
+    for worker in workers:
+        own = plan[worker.worker]
+        for number in own:
+            load, name = loads[number], worker.worker[0]
+            load[name] = load.get(name, 0) + worker.on_device // len(own)
+    return [(sum(load.values()), gangs[max(load, key=load.__getitem__)]) for load in loads if load]
+
+
+def _layouts(run: PlannedRun, gang: Gang) -> Iterator[LayoutConfig]:
+    """Those that can cut the model and the rows."""
+    config, spec = run.config, run.spec
+    given = config.placement.gangs[gang.name].layout
+    critic = config.model.critic_blocks or spec.num_layers - config.model.frozen_blocks
+    recomputes = (
+        LayoutConfig(),
+        LayoutConfig(recompute="selective", recompute_modules=["mlp"]),
+        LayoutConfig(recompute="full"),
+    )
+    degrees = sorted(itertools.product(_divisors(gang.workers), repeat=2), key=lambda pair: (math.prod(pair), pair[1]))
+    for saving, (tensor, pipeline), sharded in itertools.product(recomputes, degrees, (False, True)):
+        data, cut = divmod(gang.workers, tensor * pipeline)
+        rows = (config.rows_per_shard, config.rollout.rows // config.ppo.minibatches)
+        if (
+            not cut
+            and tensor <= spec.num_heads
+            and not (spec.num_layers % pipeline or critic % pipeline)
+            and not (config.model.frozen_blocks and pipeline > 1)
+            and not any(number % data for number in rows)
+            and not (sharded and data == 1)
+        ):
+            yield replace(
+                given,
+                tensor=tensor,
+                pipeline=pipeline,
+                sequence_parallel=given.sequence_parallel and tensor > 1,
+                distributed_optimizer=sharded,
+                recompute=saving.recompute,
+                recompute_modules=saving.recompute_modules,
+            )
+
+
+def _divisors(number: int) -> list[int]:
+    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
+
+
+def _items(run: PlannedRun, gang: Gang, index: int) -> dict[str, int]:
+    items = {PROCESS: PROCESS_BYTES}
+    if gang.ordered:
+        items |= _model_items(run, gang, index)
+    if Role.GENERATE in gang.roles:
+        items |= _engine_items(run)
+    if gang.ordered or Role.GENERATE in gang.roles:
+        items[READING] = run.stored_bytes
+    if Role.POLICY in gang.roles and index == 0:  # the whole model: as it is stored, and as it is written
+        items[EXPORTING] = run.stored_bytes + DTYPE_BYTES[run.config.model.dtype] * _parameters(run.spec)
+    return {name: number for name, number in items.items() if number}
+
+
+def _model_items(run: PlannedRun, gang: Gang, index: int) -> dict[str, int]:
+    """Megatron counts ranks by tensor, data, then pipeline."""
+    config = run.config
+    layout = config.placement.gangs[gang.name].layout
+    data = gang.workers // (layout.tensor * layout.pipeline)
+    models = GangModels(run.spec, config.model, layout, gang.roles & MODEL_ROLES, data)
+    optimizers = {Role.POLICY: config.model.policy, Role.CRITIC: config.model.critic}
+    batches = {
+        role: MicroBatchSize(rows, config.seq, rows * config.sampling.max_new_tokens)
+        for role, optimizer in optimizers.items()
+        for rows in [_largest_micro_batch(optimizer, config)]
+    }
+    stage = index // (layout.tensor * data)
+    device = "cuda" if run.on_gpus else "cpu"
+    return rank_bytes(models, batches, stage, rows=config.rollout.rows * config.steps, device=device)
+
+
+def _largest_micro_batch(optimizer: OptimizerConfig, config: RunConfig) -> int:
+    """Rows of it, if all are as long as can be."""
+    within_tokens = max(1, optimizer.micro_batch_tokens // config.seq)
+    return min(within_tokens, optimizer.micro_batch_rows or within_tokens, config.rollout.rows)
+
+
+def _engine_items(run: PlannedRun) -> dict[str, int]:
+    """Of one replica, all of its ranks together; every further rank is a process."""
+    config, spec, engine = run.config, run.spec, run.config.engine
+    number = DTYPE_BYTES[engine.dtype]
+    packed = _parameters(spec)
+    if spec.tied_embeddings:
+        packed += spec.vocab_size * spec.hidden_size  # the output layer's own copy
+    block = block_bytes(spec.num_layers, spec.num_kv_heads, spec.head_dim, getattr(torch, engine.dtype))
+    cache = min(engine.kv_budget_mb << 20, engine.slots * blocks_for(config.seq) * block)
+    drafts = engine.embedded.speculation
+    head = (drafts.head_memory_mb << 20) + _HEAD_BYTES * spec.hidden_size // _HEAD_HIDDEN
+    return {
+        "engine weights": number * packed,
+        "refit": number * _trained_parameters(run),
+        "KV cache": cache,
+        "draft head": head if drafts.drafter in ("learned", "both") else 0,
+        "engine ranks": (config.replica_ranks - 1) * PROCESS_BYTES,
+    }
+
+
+def _parameters(spec: ModelSpec) -> int:
+    return sum(map(math.prod, tensor_shapes(spec).values()))
+
+
+def _trained_parameters(run: PlannedRun) -> int:
+    """Of the policy."""
+    frozen, total = run.config.model.frozen_blocks, 0
+    for name, shape in tensor_shapes(run.spec).items():
+        where = layer_and_part(name)
+        if not frozen or (name != EMBEDDING and (where is None or where[0] >= frozen)):
+            total += math.prod(shape)
+    return total

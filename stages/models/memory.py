@@ -1,0 +1,243 @@
+"""Bytes that the models of one rank take, from the architecture and the layout alone: nothing is built.
+
+    parameters       all of this rank's parts of the models that are placed on the gang
+    gradients        float32, of every trained parameter; whole on each data-parallel rank
+    masters          float32 copies under bfloat16                      \\  over the data-parallel ranks
+    Adam moments     two float32 numbers of every trained parameter     /   with the distributed optimizer
+    activations      what a block keeps for the backward pass (`block_activations`), x blocks x micro-batches in flight
+    logits           blocks of the vocabulary kept and worked on, and the output layer's gradient
+    trunk cache      hidden states of the frozen blocks
+
+Of policy and critic on one gang only one trains at a time: the larger of their activations counts. Not counted:
+fragmentation, temporaries of the optimizer's step (a tensor or two), what the communication library holds.
+
+May import stages.models.{config, protocol, spec} and the standard library: the checks before a run read it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+
+from stages.models.config import LayoutConfig, ModelConfig
+from stages.models.protocol import Role
+from stages.models.spec import (
+    DOWN_PROJ,
+    GATE_PROJ,
+    K_PROJ,
+    O_PROJ,
+    Q_PROJ,
+    UP_PROJ,
+    V_PROJ,
+    ModelSpec,
+    layer_shapes,
+)
+
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
+
+TRUNK_CACHE_BYTES = 1 << 30
+"""Of hidden states kept on a rank; SmolLM2 needs 2.3 KB a token."""
+
+LOGITS_BLOCK_BYTES = {"cpu": 1 << 21, "cuda": 1 << 28}
+"""Of logits worked on at a time: on a CPU few enough to stay in its cache, on a GPU enough to fill it."""
+LOGITS_MIN_BLOCK = 512
+"""Tokens of a block at least, however many rows it has: narrower products are slow."""
+LOGITS_KEPT_BYTES = 1 << 27
+"""Of a micro-batch's logits kept from the forward to the backward pass: those of 680 tokens at a vocabulary of 49k.
+Making them again costs a third of the output layer's time in float32."""
+
+_SPLIT = (Q_PROJ, K_PROJ, V_PROJ, O_PROJ, GATE_PROJ, UP_PROJ, DOWN_PROJ)
+"""Parts of a layer that tensor-parallel ranks share; the norms are whole on each."""
+
+
+@dataclass(frozen=True)
+class MicroBatchSize:
+    """The largest micro-batch."""
+
+    rows: int
+    width: int
+    """Tokens of each row."""
+    sampled: int
+    """Tokens of all rows that go through the output layer."""
+
+    @property
+    def tokens(self) -> int:
+        return self.rows * self.width
+
+
+@dataclass(frozen=True)
+class GangModels:
+    """Models that the ranks of a gang hold, and how."""
+
+    spec: ModelSpec
+    model: ModelConfig
+    layout: LayoutConfig
+    roles: frozenset[Role]
+    """Those of policy, critic and reference that are placed on the gang."""
+    data_ranks: int
+
+    @property
+    def dtype_bytes(self) -> int:
+        return DTYPE_BYTES[self.model.dtype]
+
+    @property
+    def trained(self) -> Collection[Role]:
+        return self.roles & {Role.POLICY, Role.CRITIC}
+
+
+@dataclass(frozen=True)
+class ParameterCount:
+    """Of one rank's part of a model."""
+
+    of_dtype: int
+    """In `model.dtype`."""
+    float32: int = 0
+    """Always float32: the critic's head."""
+
+
+def block_parameters(spec: ModelSpec, tensor: int) -> int:
+    """Of one transformer block on one of `tensor` ranks."""
+    total = 0
+    for part, shape in layer_shapes(spec).items():
+        number = 1
+        for size in shape:
+            number *= size
+        total += number // tensor if part.startswith(_SPLIT) else number
+    return total
+
+
+def role_parameters(gang: GangModels, role: Role, stage: int) -> ParameterCount:
+    """Of a role's model above the frozen blocks, on one tensor-parallel rank of a pipeline stage."""
+    spec, layout, frozen = gang.spec, gang.layout, gang.model.frozen_blocks
+    blocks = spec.num_layers - frozen
+    if role is Role.CRITIC and gang.model.critic_blocks is not None:
+        blocks = gang.model.critic_blocks
+    first, last = stage == 0, stage == layout.pipeline - 1
+    vocabulary = -(-spec.vocab_size // layout.tensor) * spec.hidden_size
+    number = blocks // layout.pipeline * block_parameters(spec, layout.tensor)
+    number += vocabulary if first and not frozen else 0
+    if last:
+        number += spec.hidden_size  # the final norm
+    if last and role is not Role.CRITIC:
+        # a tied output layer is the embedding: on the first stage, in the trunk, or a copy on the last stage
+        own = not spec.tied_embeddings or (layout.pipeline > 1 and not frozen)
+        number += vocabulary if own else 0
+    return ParameterCount(number, spec.hidden_size + 1 if last and role is Role.CRITIC else 0)
+
+
+def trunk_parameters(gang: GangModels) -> int:
+    """Of the frozen blocks, which all roles share."""
+    spec, frozen = gang.spec, gang.model.frozen_blocks
+    if not frozen:
+        return 0
+    vocabulary = -(-spec.vocab_size // gang.layout.tensor) * spec.hidden_size
+    return frozen * block_parameters(spec, gang.layout.tensor) + vocabulary
+
+
+def state_bytes(gang: GangModels, stage: int) -> dict[str, int]:
+    """Parameters, gradients, masters and moments of a rank of a pipeline stage. With the distributed optimizer Megatron
+    pads its buffers to multiples of the data-parallel size, which is not counted."""
+    wide = gang.dtype_bytes == 4
+    shards = gang.data_ranks if gang.layout.distributed_optimizer else 1
+    counts = {role: role_parameters(gang, role, stage) for role in gang.roles}
+    trained = [counts[role] for role in gang.trained]
+    in_dtype, float32 = sum(c.of_dtype for c in trained), sum(c.float32 for c in trained)
+    held = trunk_parameters(gang) + sum(c.of_dtype for c in counts.values())
+    return {
+        "parameters": gang.dtype_bytes * held + 4 * sum(c.float32 for c in counts.values()),
+        "gradients": 4 * (in_dtype + float32),
+        "float32 masters": 0 if wide else 4 * -(-in_dtype // shards),
+        "Adam moments": 8 * -(-(in_dtype + float32) // shards),
+    }
+
+
+def block_activations(spec: ModelSpec, layout: LayoutConfig, dtype_bytes: int) -> float:
+    """Bytes that a transformer block keeps of a token for the backward pass, on a CPU (plain torch, which CUDA takes,
+    keeps up to half more). By tensor, with h the hidden size, f the MLP's, q and k the widths of queries and of keys,
+    d = `dtype_bytes`:
+
+        norms (2)      4 h of the residual stream, 4 of a scale, d h handed to the linears
+        attention      4 (q + 2 k) of the heads taken apart, 4 q of its output and 4 a head; d q of it rounded, if it is
+        MLP            2 d f of gate and up, d f of their product
+    """
+    sequence = layout.tensor if layout.sequence_parallel else 1
+    if layout.recompute == "full":
+        return 4 * spec.hidden_size / sequence  # its input
+    recomputed = (layout.recompute_modules or ["core_attn"]) if layout.recompute == "selective" else []
+    norms = 2 * (spec.hidden_size * (4 + dtype_bytes) + 4) / sequence
+    output = 4 * spec.q_size
+    attended = 4 * spec.num_heads + (output if dtype_bytes < 4 else 0)
+    attention = 4 * (spec.q_size + 2 * spec.kv_size) + dtype_bytes * spec.q_size
+    mlp = 3 * spec.intermediate_size * dtype_bytes
+    split = attention + (0 if "core_attn" in recomputed else attended) + (0 if "mlp" in recomputed else mlp)
+    return norms + split / layout.tensor
+
+
+def activation_bytes(gang: GangModels, role: Role, batch: MicroBatchSize, stage: int) -> int:
+    """What a stage keeps of all micro-batches in flight for the backward pass, of which stage s of p of a pipeline has
+    p - s (1F1B), and what it makes again of one block at a time."""
+    again = _recomputed(gang.spec, gang.layout, gang.dtype_bytes) * batch.tokens
+    return round(kept_bytes(gang, role, batch, stage) * (gang.layout.pipeline - stage) + again)
+
+
+def kept_bytes(gang: GangModels, role: Role, batch: MicroBatchSize, stage: int) -> float:
+    """What a stage keeps of a micro-batch for the backward pass, the logits aside."""
+    spec, layout = gang.spec, gang.layout
+    blocks = spec.num_layers - gang.model.frozen_blocks
+    if role is Role.CRITIC and gang.model.critic_blocks is not None:
+        blocks = gang.model.critic_blocks
+    sequence = layout.tensor if layout.sequence_parallel else 1
+    per_token = blocks // layout.pipeline * block_activations(spec, layout, gang.dtype_bytes)
+    if stage == layout.pipeline - 1:
+        per_token += 4 * spec.hidden_size / sequence + 4  # what the final norm reads, and its scale
+    if not stage and not gang.model.frozen_blocks:
+        per_token += 9  # token ids, and whether they are this rank's
+    return per_token * batch.tokens
+
+
+def _recomputed(spec: ModelSpec, layout: LayoutConfig, dtype_bytes: int) -> float:
+    """Of a token, what the backward pass makes again of the block that it is at."""
+    whole = LayoutConfig(layout.tensor, layout.pipeline, layout.sequence_parallel)
+    return block_activations(spec, whole, dtype_bytes) - block_activations(spec, layout, dtype_bytes)
+
+
+def logits_bytes(gang: GangModels, batch: MicroBatchSize, device: str) -> int:
+    """Of the output layer and its softmax, in the policy's backward pass: logits kept, two blocks at work, the hidden
+    states and their gradient, the layer's gradient before it is added to the others."""
+    spec = gang.spec
+    vocabulary = -(-spec.vocab_size // gang.layout.tensor)
+    whole = 4 * batch.sampled * vocabulary
+    block = min(whole, max(LOGITS_BLOCK_BYTES[device], 4 * batch.sampled * LOGITS_MIN_BLOCK))
+    frozen = gang.spec.tied_embeddings and gang.model.frozen_blocks
+    gradient = 0 if frozen else vocabulary * spec.hidden_size * gang.dtype_bytes
+    return min(whole, LOGITS_KEPT_BYTES) + 2 * block + 3 * 4 * batch.sampled * spec.hidden_size + gradient
+
+
+def trunk_cache_bytes(gang: GangModels, rows: int, width: int) -> int:
+    """Of the hidden states of so many rows, of which each data-parallel rank keeps its own."""
+    if not gang.model.frozen_blocks:
+        return 0
+    return min(TRUNK_CACHE_BYTES, -(-rows // gang.data_ranks) * width * 4 * gang.spec.hidden_size)
+
+
+def rank_bytes(
+    gang: GangModels, batches: Mapping[Role, MicroBatchSize], stage: int, *, rows: int, device: str
+) -> dict[str, int]:
+    """All of it for a rank of a pipeline stage, by what it is for. `batches`: each trained role's; `rows`: of the whole
+    run, whose hidden states the trunk's cache fills up with."""
+    last = stage == gang.layout.pipeline - 1
+    width = max((batch.width for batch in batches.values()), default=0)
+    working: dict[Role, tuple[int, int]] = {
+        role: (
+            activation_bytes(gang, role, batches[role], stage),
+            logits_bytes(gang, batches[role], device) if last and role is Role.POLICY else 0,
+        )
+        for role in gang.trained
+    }
+    activations, logits = max(working.values(), key=sum, default=(0, 0))
+    return {
+        **state_bytes(gang, stage),
+        "activations": activations,
+        "logits": logits,
+        "trunk cache": trunk_cache_bytes(gang, rows, width),
+    }

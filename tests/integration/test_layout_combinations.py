@@ -1,0 +1,307 @@
+"""Layouts combined: tensor x data, tensor x pipeline, pipeline x data parallelism, with sequence parallelism and the
+distributed optimizer, tied and untied, on four ranks. Gradients against transformers, five updates against one rank.
+
+A gradient is read off the weights, which works alike in every layout: with beta1 = 0.9 and an eps = lr far above it,
+AdamW's first step from empty state is w - lr * g / (|g| + eps) = w - g.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import multiprocessing
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch.multiprocessing
+from safetensors.torch import save_file
+from transformers import LlamaConfig, LlamaForCausalLM, LlamaModel
+
+from stages.models.config import LayoutConfig, ModelConfig, OptimizerConfig
+from stages.models.gather import stage_tensors
+from stages.models.hf_config import read_config
+from stages.models.hf_files import read_weights
+from stages.models.host import MegatronHost
+from stages.models.memory import GangModels, state_bytes
+from stages.models.protocol import CriticBatch, PolicyBatch, Rank, Role
+from stages.models.sampling import SamplingConfig
+from stages.ppo.config import KLConfig, PPOConfig
+from storage.records import Advantages, ReferenceLogprobs, Rollout
+from tests.support.models import ALL_MODELS, measured_state, random_rollout
+
+RANKS, ROWS, SEQ, SEED, UPDATES = 4, 8, 13, 3, 5
+TRAINED = (Role.POLICY, Role.CRITIC)
+KL_COEF = 0.2
+
+
+@dataclass(frozen=True)
+class Case:
+    layout: LayoutConfig = field(default_factory=LayoutConfig)
+    tied: bool = True
+    dtype: Any = "float32"
+    micro_batch_rows: int = 2
+    ranks: int = RANKS
+
+    @property
+    def alone(self) -> str:
+        """The name of the one rank that it must equal."""
+        return f"one rank, {'tied' if self.tied else 'untied'}, {self.dtype}"
+
+
+def layout(**settings: Any) -> LayoutConfig:
+    return LayoutConfig(**settings)
+
+
+CASES = {
+    "DP4, ZeRO-1, untied": Case(layout(distributed_optimizer=True), tied=False, micro_batch_rows=1),
+    "TP2 x DP2, ZeRO-1": Case(layout(tensor=2, distributed_optimizer=True)),
+    "TP2, SP x DP2, untied": Case(layout(tensor=2, sequence_parallel=True, recompute="selective"), tied=False),
+    "TP2 x PP2": Case(layout(tensor=2, pipeline=2), micro_batch_rows=3),
+    "TP2, SP x PP2, ZeRO-1, untied": Case(
+        layout(tensor=2, pipeline=2, sequence_parallel=True, distributed_optimizer=True), tied=False
+    ),
+    "PP2 x DP2, ZeRO-1": Case(layout(pipeline=2, distributed_optimizer=True), micro_batch_rows=1),
+    "PP2 x DP2, ZeRO-1, untied": Case(
+        layout(pipeline=2, distributed_optimizer=True, recompute="full"), tied=False, micro_batch_rows=1
+    ),
+    "PP4, untied": Case(layout(pipeline=4), tied=False, micro_batch_rows=1),
+    "TP2, SP x DP2, bfloat16": Case(layout(tensor=2, sequence_parallel=True), dtype="bfloat16"),
+    "PP2 x DP2, ZeRO-1, bfloat16": Case(layout(pipeline=2, distributed_optimizer=True), dtype="bfloat16"),
+}
+ALONE = {case.alone: Case(tied=case.tied, dtype=case.dtype, micro_batch_rows=5, ranks=1) for case in CASES.values()}
+FLOAT32 = [name for name, case in CASES.items() if case.dtype == "float32"]
+BFLOAT16 = [name for name in CASES if name not in FLOAT32]
+
+
+def untied_model(directory: Path) -> Path:
+    """`random:tiny` with an output layer of its own."""
+    directory.mkdir()
+    config = read_config("random:tiny") | {"tie_word_embeddings": False}
+    (directory / "config.json").write_text(json.dumps(config))
+    weights = read_weights("random:tiny")
+    weights["lm_head.weight"] = torch.randn(256, 64, generator=torch.Generator().manual_seed(1)) * 0.2
+    save_file(weights, directory / "model.safetensors")
+    return directory
+
+
+def head() -> tuple[torch.Tensor, torch.Tensor]:
+    """A critic's head that is not zero, so that gradients reach its blocks in the first step."""
+    return torch.randn(1, 64, generator=torch.Generator().manual_seed(2)) * 0.1, torch.tensor([0.25])
+
+
+def opened(
+    case: Case, index: int, untied: Path, rendezvous: Path, optimizer: OptimizerConfig, ppo: PPOConfig
+) -> MegatronHost:
+    optimizer = dataclasses.replace(optimizer, micro_batch_rows=case.micro_batch_rows)
+    path = "random:tiny" if case.tied else str(untied)
+    model = ModelConfig(path=path, dtype=case.dtype, policy=optimizer, critic=optimizer)
+    rank = Rank(index, case.ranks, f"file://{rendezvous}", 1)
+    return MegatronHost(model, SamplingConfig(), ppo, case.layout, ALL_MODELS, rank, seed=SEED, total_steps=UPDATES)
+
+
+def step_data(step: int) -> tuple[Rollout, Advantages, np.ndarray]:
+    """The same rows in every step, of different lengths: (rollout, advantages, what the reference is off the start)."""
+    rng = np.random.default_rng(0)
+    rollout = random_rollout(rng, ROWS, SEQ, version=step)
+    mask = rollout.response_mask
+
+    def noise(mean: float, scale: float) -> np.ndarray:
+        return np.where(mask, rng.normal(mean, scale, mask.shape), 0).astype(np.float32)
+
+    rollout = dataclasses.replace(rollout, sampler_logprobs=noise(-5.5, 0.3))
+    return rollout, Advantages(noise(0, 1), noise(0, 1), noise(0, 1), mask), noise(0, 0.1)
+
+
+def batch_of(host: MegatronHost, step: int) -> tuple[PolicyBatch, CriticBatch]:
+    """A step's rows with the log-probs and values of the version that it trains: the layout's own, which rank 0 has and
+    gives to the others."""
+    rollout, advantages, noise = step_data(step)
+    answers: list[Any] = [host.policy_logprobs(rollout), host.ref_logprobs(rollout), host.values(rollout)]
+    torch.distributed.broadcast_object_list(answers, src=0)
+    policy, reference, values = answers
+    reference = ReferenceLogprobs(reference.ref_logprobs + noise)
+    return PolicyBatch(rollout, advantages, policy, reference, KL_COEF), CriticBatch(rollout, advantages, values)
+
+
+def trained(host: MegatronHost) -> dict[str, np.ndarray]:
+    """Both models' weights, the stages' of a pipeline put together."""
+    own = {
+        f"{role}:{name}": tensor.float().numpy().copy()
+        for role in TRAINED
+        for name, tensor in stage_tensors(host._trainers[role].model, host._blueprint)
+    }
+    parts: list[Any] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(parts, own)
+    return {name: array for part in parts for name, array in part.items()}
+
+
+def update(host: MegatronHost, step: int, batch: tuple[PolicyBatch, CriticBatch]) -> dict[str, float]:
+    metrics = host.update_policy(step, batch[0]) | host.update_critic(step, batch[1])
+    for role in TRAINED:
+        host.mark_clean(role)
+    return metrics
+
+
+def first_gradients(case: Case, index: int, untied: Path, directory: Path) -> dict[str, Any]:
+    """Losses and gradients of one minibatch of all rows."""
+    optimizer = OptimizerConfig(lr=1e8, eps=1e8, decay="constant", max_grad_norm=0.0)
+    ppo = PPOConfig(epochs=1, minibatches=1, entropy_coef=0.01, kl=KLConfig(where="loss", estimator="k3"))
+    host = opened(case, index, untied, directory / "rendezvous-first", optimizer, ppo)
+    if host._parallel_rank.last_stage:
+        weight, bias = head()
+        with torch.no_grad():
+            host._trainers[Role.CRITIC].model.output_layer.weight.copy_(weight)
+            host._trainers[Role.CRITIC].model.output_layer.bias.copy_(bias)
+    before, (policy, critic) = trained(host), batch_of(host, 0)
+    metrics = update(host, 0, (policy, critic))
+    after = trained(host)
+    host.close()
+    assert policy.policy is not None
+    losses = {f"loss:{role}": metrics[f"{role}/loss"] for role in TRAINED}
+    gradients = {f"gradient:{name}": before[name] - after[name] for name in before}
+    return losses | gradients | {"logprobs": policy.policy.policy_logprobs, "values": critic.values.values}
+
+
+def five_updates(case: Case, index: int, untied: Path, directory: Path) -> dict[str, Any]:
+    """Everything that five PPO steps leave: metrics of each, weights, log-probs and values of the last version."""
+    optimizer = OptimizerConfig(lr=1e-3, weight_decay=0.1)
+    ppo = PPOConfig(epochs=1, minibatches=2, entropy_coef=0.01)
+    host = opened(case, index, untied, directory / "rendezvous-five", optimizer, ppo)
+    found: dict[str, Any] = {f"start:{name}": array for name, array in trained(host).items()}
+    for step in range(UPDATES):
+        for name, number in update(host, step, batch_of(host, step)).items():
+            if not name.endswith("peak_memory_bytes"):
+                found[f"metric:{name} of {step}"] = number
+    check_memory(case, host)
+    policy, critic = batch_of(host, UPDATES)
+    found |= {f"weight:{name}": array for name, array in trained(host).items()}
+    host.close()
+    assert policy.policy is not None
+    return found | {"logprobs": policy.policy.policy_logprobs, "values": critic.values.values}
+
+
+def check_memory(case: Case, host: MegatronHost) -> None:
+    """What this rank holds is what was predicted: to the byte, but for the padding of the distributed optimizer's
+    buffers, a few KB that are much beside this model."""
+    rank, layout = host._parallel_rank, case.layout
+    models = GangModels(host._blueprint.spec, host._blueprint.model, layout, ALL_MODELS, rank.data_size)
+    expected, found = state_bytes(models, rank.pipeline_rank), measured_state(host)
+    if not layout.distributed_optimizer:
+        assert found == expected
+    elif case.dtype == "float32":
+        assert found["parameters"] == expected["parameters"]
+        for name in ("gradients", "Adam moments"):
+            np.testing.assert_allclose(found[name], expected[name], rtol=0.05, err_msg=name)
+
+
+def work(case: Case, index: int, untied: Path, directory: Path) -> None:
+    """One rank of a case; rank 0 leaves what it got."""
+    results = {"five": five_updates(case, index, untied, directory)}
+    if case.dtype == "float32":
+        results["first"] = first_gradients(case, index, untied, directory)
+    for name, arrays in results.items() if index == 0 else ():
+        np.savez(directory / f"{name}.npz", **arrays)
+
+
+def work_all(index: int, untied: Path, directories: dict[str, Path]) -> None:
+    """One of four ranks: every case in turn, since starting processes is what takes time."""
+    for name, case in CASES.items():
+        work(case, index, untied, directories[name])
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Where each case, and each rank alone, left what it got."""
+    root = tmp_path_factory.mktemp("combinations")
+    untied = untied_model(root / "untied")
+    found = {name: root / str(number) for number, name in enumerate([*ALONE, *CASES])}
+    for directory in found.values():
+        directory.mkdir()
+    for name, case in ALONE.items():
+        work(case, 0, untied, found[name])
+    multiprocessing.set_forkserver_preload([])  # but see conftest.py
+    torch.multiprocessing.start_processes(work_all, (untied, found), nprocs=RANKS, start_method="forkserver")
+    return found
+
+
+def oracle(tied: bool, found: Any, untied: Path) -> dict[str, np.ndarray]:
+    """Losses and gradients by transformers in float64, on the log-probs and values that a case found."""
+    path = "random:tiny" if tied else str(untied)
+    config, weights = LlamaConfig(**read_config(path)), read_weights(path)
+    if tied:
+        weights["lm_head.weight"] = weights["model.embed_tokens.weight"]
+    policy, body = LlamaForCausalLM(config).double(), LlamaModel(config).double()
+    policy.load_state_dict({name: weights[name] for name in policy.state_dict()})
+    body.load_state_dict({name: weights[f"model.{name}"] for name in body.state_dict()})
+    rollout, advantages, reference_noise = step_data(0)
+    tokens, mask = torch.from_numpy(rollout.tokens).long(), torch.from_numpy(rollout.response_mask)[:, 1:]
+
+    def of_tokens(array: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(array).double()[:, 1:]
+
+    logp = policy(tokens).logits[:, :-1].log_softmax(-1)
+    new = logp.gather(2, tokens[:, 1:, None])[..., 0]
+    prox, mu, a = of_tokens(found["logprobs"]), of_tokens(rollout.sampler_logprobs), of_tokens(advantages.advantages)
+    ref = prox + of_tokens(reference_noise)  # the reference is the policy as it starts
+    ratio, w = (new - prox).exp(), (prox - mu).exp().clamp(max=2.0)
+    entropy, k3 = -(logp.exp() * logp).sum(-1), (ref - new).exp() - 1 - (ref - new)
+    term = torch.max(-a * ratio, -a * ratio.clamp(0.8, 1.2)) * w - 0.01 * entropy + KL_COEF * k3
+    policy_loss = term[mask].mean()
+
+    weight, bias = (torch.nn.Parameter(part.double()) for part in head())
+    v = (body(tokens).last_hidden_state @ weight[0] + bias)[:, :-1]
+    old, returns = of_tokens(found["values"]), of_tokens(advantages.returns)
+    clipped = old + (v - old).clamp(-0.2, 0.2)
+    critic_loss = torch.max((v - returns) ** 2, (clipped - returns) ** 2)[mask].mean() / 2
+    (policy_loss + critic_loss).backward()
+    gradients = {f"policy:{name}": p.grad for name, p in policy.named_parameters()}
+    gradients |= {f"critic:model.{name}": p.grad for name, p in body.named_parameters()}
+    gradients |= {"critic:value_head.weight": weight.grad, "critic:value_head.bias": bias.grad}
+    losses = {"loss:policy": policy_loss.detach().numpy(), "loss:critic": critic_loss.detach().numpy()}
+    return losses | {f"gradient:{name}": g.numpy() for name, g in gradients.items() if g is not None}
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("case", [*(name for name in ALONE if "float32" in name), *FLOAT32])
+def test_loss_and_gradients_of_the_first_step_equal_those_of_transformers(
+    results: dict[str, Path], case: str, tmp_path: Path
+) -> None:
+    found = np.load(results[case] / "first.npz")
+    expected = oracle((ALONE | CASES)[case].tied, found, untied_model(tmp_path / "untied"))
+    assert {name for name in found.files if ":" in name} == set(expected)
+    for name, array in expected.items():
+        np.testing.assert_allclose(found[name], array, rtol=0, atol=1e-6, err_msg=name)
+        assert np.abs(array).max() > 1e-3, f"{name}: too small to tell anything"
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("case", FLOAT32)
+def test_five_updates_equal_those_of_one_rank(results: dict[str, Path], case: str) -> None:
+    """With other micro-batches and another number of data-parallel ranks."""
+    expected, found = (np.load(results[name] / "five.npz") for name in (CASES[case].alone, case))
+    assert set(found.files) == set(expected.files)
+    for name in found.files:
+        if "clipfrac" in name:  # a count: a token may lie on either side of the border
+            assert abs(found[name] - expected[name]) < 0.1, name
+        else:
+            np.testing.assert_allclose(found[name], expected[name], atol=1e-5, rtol=2e-5, err_msg=name)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("case", BFLOAT16)
+def test_five_updates_in_bfloat16_are_near_those_of_one_rank(results: dict[str, Path], case: str) -> None:
+    """Sums in another order round to other bfloat16 numbers, so the bound is a share of the way from the start."""
+    expected, found = (np.load(results[name] / "five.npz") for name in (CASES[case].alone, case))
+    assert set(found.files) == set(expected.files)
+    names = [name.removeprefix("weight:") for name in found.files if name.startswith("weight:")]
+
+    def far(a: Any, kind: str, b: Any, other: str) -> float:
+        return float(sum(((a[f"{kind}:{name}"] - b[f"{other}:{name}"]) ** 2).sum() for name in names)) ** 0.5
+
+    assert far(found, "weight", expected, "weight") < 0.2 * far(expected, "weight", expected, "start")
+    for role in TRAINED:
+        loss = f"metric:{role}/loss of 0"
+        np.testing.assert_allclose(found[loss], expected[loss], atol=0.02)

@@ -1,0 +1,80 @@
+"""A rank that hangs is named by the others, with the node that they wait in: real processes over gloo, of which one is
+held by a pipe."""
+
+from __future__ import annotations
+
+import multiprocessing
+import pickle
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+
+from stages.models import parallel
+from stages.models.config import LayoutConfig
+from stages.models.errors import RanksMissing
+from stages.models.protocol import Rank
+
+pytestmark = pytest.mark.processes
+
+TIMEOUT_S = 2.0
+
+
+def work(index: int, folder: Path, driver: Connection) -> None:
+    """A rank of three, tensor-parallel: all agree at one node, then rank 2 does not come to the next. Rank 0 waits in
+    the gang's own group, rank 1 in Megatron's."""
+    rank = Rank(index, 3, f"file://{folder}/rendezvous", 1, collective_timeout_s=TIMEOUT_S)
+    gang = parallel.join(rank, LayoutConfig(tensor=3), 0)
+    with gang.roll_call.collectives_of("logprob[3,1]"):
+        dist.barrier()
+    driver.send("came")
+    driver.recv()  # rank 2 hangs here
+    if index < 2:
+        group = dist.group.WORLD if index == 0 else parallel_state.get_tensor_model_parallel_group()
+        try:
+            with gang.roll_call.collectives_of("update_policy[3]"):
+                dist.all_reduce(torch.ones(1), group=group)
+        except RanksMissing as error:
+            driver.send(pickle.dumps(error))
+        else:
+            driver.send("nothing was wrong")
+    driver.recv()
+
+
+def test_the_ranks_that_wait_name_the_node_and_the_rank_that_hangs(tmp_path: Path) -> None:
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([])  # but see conftest.py
+    ends = [context.Pipe() for _ in range(3)]
+    ranks = [context.Process(target=work, args=(i, tmp_path, theirs)) for i, (_, theirs) in enumerate(ends)]
+    drivers = [ours for ours, _ in ends]
+    for rank in ranks:
+        rank.start()
+    for _, theirs in ends:
+        theirs.close()
+    assert [driver.recv() for driver in drivers] == ["came"] * 3
+    for driver in drivers[:2]:
+        driver.send("go on")
+    for driver in drivers[:2]:
+        error = pickle.loads(driver.recv())  # as it travels to the driver
+        assert isinstance(error, RanksMissing)
+        assert (error.where, error.ranks) == ("update_policy[3]", (2,))
+        assert "rank 2 (last seen at logprob[3,1]) of 3" in str(error)
+        assert "cluster.collective_timeout_s = 2" in str(error)
+    for rank in ranks:
+        rank.kill()
+        rank.join()
+
+
+def test_an_error_of_the_rank_itself_stays_what_it_is(tmp_path: Path) -> None:
+    """Nobody is asked: its peers will not see a collective fail for minutes."""
+    rank = Rank(0, 1, f"file://{tmp_path}/rendezvous", 1, collective_timeout_s=TIMEOUT_S)
+    try:
+        gang = parallel.join(rank, LayoutConfig(), 0)
+        gang.roll_call._size = 2  # a peer that never answers
+        with pytest.raises(RuntimeError, match="not enough memory"), gang.roll_call.collectives_of("value[0,0]"):
+            raise RuntimeError("[enforce fail at alloc_cpu.cpp:117] not enough memory")
+    finally:
+        parallel.leave()

@@ -1,0 +1,140 @@
+"""What a run would take, and what is refused for it. The bytes of models are tested in stages/models/test_memory.py."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeline.config.errors import ConfigError
+from pipeline.config.loading import load_config
+from pipeline.config.memory import (
+    DRIVER_BYTES,
+    GIB,
+    PROCESS_BYTES,
+    MemoryLimits,
+    PlannedRun,
+    fitting_layouts,
+    host_bytes,
+    memory_problems,
+    published_bytes,
+    workers_memory,
+)
+from pipeline.config.preflight import memory_limits, preflight
+from stages.models.spec import ModelSpec
+from tests.support.configs import arguments, write_config
+
+LARGE = ModelSpec(
+    num_layers=32, hidden_size=4096, intermediate_size=14336, num_heads=32, num_kv_heads=8, head_dim=128,
+    vocab_size=128256, max_positions=8192, norm_eps=1e-5, rope_theta=5e5, tied_embeddings=False,
+)  # fmt: skip
+"""8.03e9 parameters."""
+PARAMETERS = 8_030_261_248
+GANGS = "placement.gangs={generate: {workers: 2}, all: {workers: 8, layout: {tensor: 2}}, score: {}}"
+ROLES = "placement.roles={generate: generate, score: score, reference: all, policy: all, critic: all}"
+UNLIMITED = MemoryLimits(math.inf, math.inf, 0)
+
+
+def planned(folder: Path, *changes: str, on_gpus: bool = False) -> PlannedRun:
+    write_config(folder)
+    file, *own = arguments(folder)
+    settings = (GANGS, ROLES, "model.dtype=bfloat16", "engine.dtype=bfloat16", "rollout={rows: 64, shards: 2}")
+    config = load_config([file], [*own, *settings, *changes])
+    return PlannedRun(config, LARGE, 2 * PARAMETERS, on_gpus)
+
+
+def items(run: PlannedRun, gang: str, index: int = 0) -> dict[str, Any]:
+    return dict(next(worker.items for worker in workers_memory(run) if worker.worker == (gang, index)))
+
+
+def test_a_large_model_by_hand(tmp_path: Path) -> None:
+    """Policy, critic (a head in place of the output layer) and reference in bfloat16, on two tensor-parallel ranks."""
+    run = planned(tmp_path)
+    norms = 65 * 4096  # whole on both ranks
+    policy = (PARAMETERS - norms) // 2 + norms
+    critic = policy - 128256 * 4096 // 2
+    found = items(run, "all")
+    assert found["parameters"] == 2 * (2 * policy + critic) + 4 * 4097
+    assert found["gradients"] == 4 * (policy + critic + 4097)
+    assert found["float32 masters"] == 4 * (policy + critic)
+    assert found["Adam moments"] == 8 * (policy + critic + 4097)
+    assert found["exporting"] == 4 * PARAMETERS
+    assert "exporting" not in items(run, "all", 1), "rank 0 writes"
+    assert items(run, "generate")["engine weights"] == 2 * PARAMETERS
+    assert items(run, "score") == {"process": PROCESS_BYTES}
+    assert published_bytes(run) == 3 * 2 * PARAMETERS  # eta = 1
+
+
+def test_the_host_has_everything_or_what_is_beside_the_gpus(tmp_path: Path) -> None:
+    run = planned(tmp_path)
+    workers = workers_memory(run)
+    assert host_bytes(run, workers) == sum(w.total for w in workers) + published_bytes(run) + DRIVER_BYTES
+    beside = planned(tmp_path, on_gpus=True)
+    reading, exporting = 2 * PARAMETERS, 4 * PARAMETERS
+    own = 11 * PROCESS_BYTES + 2 * reading + exporting + 7 * reading
+    assert host_bytes(beside, workers_memory(beside)) == own + published_bytes(beside) + DRIVER_BYTES
+
+
+def test_a_worker_takes_the_most_that_is_there_at_once(tmp_path: Path) -> None:
+    run = planned(tmp_path)
+    (rank,) = (worker for worker in workers_memory(run) if worker.worker == ("all", 0))
+    found = rank.items
+    kept = sum(found[n] for n in ("process", "parameters", "gradients", "float32 masters", "Adam moments"))
+    assert rank.total == kept + found["exporting"] + found.get("trunk cache", 0)
+
+
+def test_too_little_memory_is_refused_with_layouts_that_fit(tmp_path: Path) -> None:
+    """The distributed optimizer divides masters and moments by the four data-parallel ranks."""
+    run = planned(tmp_path)
+    assert not [*memory_problems(run, UNLIMITED)]
+    sharded = planned(tmp_path, "placement.gangs.all.layout.distributed_optimizer=true")
+    limits = MemoryLimits(host_bytes(sharded, workers_memory(sharded)) + GIB, math.inf, 0)
+    (problem,) = memory_problems(run, limits)
+    assert problem.key == "placement.gangs.all.layout"
+    assert problem.given == "{tensor: 2, pipeline: 1, distributed_optimizer: false, recompute: none}"
+    assert "this host would need" in problem.need
+    assert f"has {limits.host / GIB:.2f} (cluster.host_memory_gb)" in problem.need
+    assert "it fits with {tensor: " in problem.need
+    gang = next(gang for gang in run.config.gangs() if gang.name == "all")
+    fitting = fitting_layouts(run, limits, gang)
+    assert sharded.config.placement.gangs["all"].layout in fitting
+    assert run.config.placement.gangs["all"].layout not in fitting
+    assert all(8 % (layout.tensor * layout.pipeline) == 0 for layout in fitting)
+
+
+def test_where_no_layout_fits_it_is_said(tmp_path: Path) -> None:
+    (problem,) = memory_problems(planned(tmp_path), MemoryLimits(GIB, math.inf, 0))
+    assert (problem.key, problem.given) == ("placement.gangs.all.workers", 8)
+    assert "no layout of its ranks (8) fits: smaller model.*.micro_batch_tokens" in problem.need
+
+
+def test_a_gpu_that_is_too_small_is_refused(tmp_path: Path) -> None:
+    """80 GiB each, ten of them: a rank of two tensor-parallel ones needs more; over eight ranks it fits."""
+    run = planned(tmp_path, on_gpus=True)
+    (problem,) = memory_problems(run, MemoryLimits(math.inf, 80 * GIB, 10))
+    assert problem.key == "placement.gangs.all.layout"
+    assert "GPU 0 would need" in problem.need
+    assert "has 80.00 (cluster.device_memory_gb)" in problem.need
+    assert "distributed_optimizer: true" in problem.need
+
+
+def test_gangs_that_share_a_gpu_share_its_memory(tmp_path: Path) -> None:
+    run = planned(tmp_path, "placement.share_devices=true", on_gpus=True)
+    apart, shared = (
+        next(memory_problems(run, MemoryLimits(math.inf, 1.0, number))).need.split(" GiB")[0] for number in (10, 8)
+    )
+    assert float(shared.rpartition(" ")[2]) > float(apart.rpartition(" ")[2])
+
+
+def test_preflight_refuses_by_the_limit_that_is_given(tmp_path: Path) -> None:
+    write_config(tmp_path)
+    file, *own = arguments(tmp_path)
+    with pytest.raises(ConfigError, match=r"this host would need .* and has 0\.50 \(cluster\.host_memory_gb\)"):
+        preflight(load_config([file], [*own, "cluster.host_memory_gb=0.5"]))
+    config = load_config([file], [*own, "cluster.host_memory_gb=4", "cluster.device_memory_gb=2"])
+    limits = memory_limits(config)
+    assert (limits.host, limits.device) == (4 * GIB, 2 * GIB)
+    found = memory_limits(load_config([file], own))
+    assert 0 < found.host < 1 << 60

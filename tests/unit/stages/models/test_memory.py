@@ -1,0 +1,174 @@
+"""Predicted bytes against measured ones: exactly for what is kept between steps, and for the activations of a block as
+autograd saves them."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from stages.models.config import LayoutConfig, ModelConfig
+from stages.models.forward import cut_micro_batches, hidden_states
+from stages.models.host import MegatronHost
+from stages.models.memory import (
+    GangModels,
+    MicroBatchSize,
+    activation_bytes,
+    kept_bytes,
+    logits_bytes,
+    rank_bytes,
+    role_parameters,
+    state_bytes,
+    trunk_cache_bytes,
+    trunk_parameters,
+)
+from stages.models.protocol import CriticBatch, PolicyBatch, Role
+from stages.models.spec import ModelSpec, read_spec
+from storage.records import Advantages
+from tests.support.models import ALL_MODELS, measured_state, opened, random_rollout
+
+TINY = read_spec("random:tiny")
+BATCH = MicroBatchSize(rows=4, width=64, sampled=128)
+
+
+def gang(
+    model: ModelConfig | None = None,
+    layout: LayoutConfig | None = None,
+    roles: frozenset[Role] = ALL_MODELS,
+    data_ranks: int = 1,
+    spec: ModelSpec = TINY,
+) -> GangModels:
+    return GangModels(spec, model or ModelConfig(path="random:tiny"), layout or LayoutConfig(), roles, data_ranks)
+
+
+def train(host: MegatronHost) -> None:
+    rng = np.random.default_rng(0)
+    rollout = random_rollout(rng, 4, 12)
+    noise = np.where(rollout.response_mask, rng.normal(size=rollout.tokens.shape), 0).astype(np.float32)
+    advantages = Advantages(noise, noise, noise, rollout.response_mask)
+    policy, reference, values = host.policy_logprobs(rollout), host.ref_logprobs(rollout), host.values(rollout)
+    assert policy is not None
+    assert reference is not None
+    assert values is not None
+    host.update_policy(0, PolicyBatch(rollout, advantages, policy, reference, 0.0))
+    host.update_critic(0, CriticBatch(rollout, advantages, values))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("frozen_blocks", [0, 2])
+def test_state_is_predicted_to_the_byte(tmp_path: Path, dtype: Any, frozen_blocks: int) -> None:
+    model = ModelConfig(path="random:tiny", dtype=dtype, frozen_blocks=frozen_blocks, critic_blocks=2)
+    with opened(tmp_path, model) as host:
+        train(host)
+        found = measured_state(host)
+    assert found == state_bytes(gang(model), 0)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("frozen_blocks", [0, 1])
+@pytest.mark.parametrize(
+    "layout",
+    [
+        LayoutConfig(),
+        LayoutConfig(recompute="selective"),
+        LayoutConfig(recompute="selective", recompute_modules=["mlp"]),
+        LayoutConfig(recompute="full"),
+    ],
+    ids=lambda layout: "+".join([layout.recompute, *layout.recompute_modules]),
+)
+def test_activations_are_predicted_within_a_twentieth(
+    tmp_path: Path, dtype: Any, frozen_blocks: int, layout: LayoutConfig
+) -> None:
+    model = ModelConfig(path="random:tiny", dtype=dtype, frozen_blocks=frozen_blocks, critic_blocks=2)
+    saved: dict[int, tuple[int, torch.Tensor]] = {}  # tensors are held, lest another takes a freed one's address
+
+    with opened(tmp_path, model, layout=layout) as host:
+        for role in (Role.POLICY, Role.CRITIC):
+            trainer = host._trainers[role]
+            weights = {p.untyped_storage().data_ptr() for p in trainer.model.parameters()}
+
+            def save(tensor: torch.Tensor, weights: set[int] = weights) -> torch.Tensor:
+                memory = tensor.untyped_storage()
+                if memory.data_ptr() not in weights:
+                    saved[memory.data_ptr()] = memory.nbytes(), tensor
+                return tensor
+
+            tokens, mask = np.full((BATCH.rows, BATCH.width), 5, np.int32), np.ones((BATCH.rows, BATCH.width), bool)
+            rows = np.arange(BATCH.rows)
+            mask[:, 0] = False
+            device = host._parallel_rank.device
+            (batch,) = cut_micro_batches(tokens, mask, rows, device, max_tokens=BATCH.tokens)
+            trainer._ddp.train()
+            saved.clear()
+            with torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor):
+                hidden_states(trainer._ddp, host._trunk, batch)
+            found = sum(number for number, _ in saved.values())
+            assert found == pytest.approx(kept_bytes(gang(model, layout), role, BATCH, 0), rel=0.05)
+
+
+def test_the_parts_of_all_ranks_are_the_whole_model() -> None:
+    """Untied, since a tied output layer has a copy on the last pipeline stage; norms are whole on each tensor rank."""
+    spec = dataclasses.replace(TINY, tied_embeddings=False)
+    whole = role_parameters(gang(spec=spec), Role.POLICY, 0).of_dtype
+    norms = (2 * spec.num_layers + 1) * spec.hidden_size
+    for tensor, pipeline in ((2, 1), (1, 2), (2, 2), (2, 4)):
+        parts = gang(layout=LayoutConfig(tensor=tensor, pipeline=pipeline), spec=spec)
+        found = tensor * sum(role_parameters(parts, Role.POLICY, stage).of_dtype for stage in range(pipeline))
+        assert found == whole + (tensor - 1) * norms
+
+
+def test_a_tied_output_layer_is_counted_where_it_is() -> None:
+    embedding = TINY.vocab_size * TINY.hidden_size
+    last = gang(layout=LayoutConfig(pipeline=2))
+    untied = dataclasses.replace(last, spec=dataclasses.replace(TINY, tied_embeddings=False))
+    assert role_parameters(last, Role.POLICY, 1) == role_parameters(untied, Role.POLICY, 1)
+    assert role_parameters(last, Role.POLICY, 0) == role_parameters(last, Role.CRITIC, 0)
+    frozen = gang(ModelConfig(path="random:tiny", frozen_blocks=2))
+    assert role_parameters(frozen, Role.POLICY, 0).of_dtype == role_parameters(frozen, Role.CRITIC, 0).of_dtype
+    assert trunk_parameters(frozen) == 2 * 46_208 + embedding  # 64 (64 + 2 x 32 + 64) + 3 x 64 x 176 + 2 x 64
+
+
+def test_the_distributed_optimizer_divides_masters_and_moments() -> None:
+    model = ModelConfig(path="random:tiny", dtype="bfloat16")
+    alone = state_bytes(gang(model, data_ranks=4), 0)
+    split = state_bytes(gang(model, LayoutConfig(distributed_optimizer=True), data_ranks=4), 0)
+    assert (split["parameters"], split["gradients"]) == (alone["parameters"], alone["gradients"])
+    assert 4 * split["float32 masters"] == pytest.approx(alone["float32 masters"], abs=16)
+    assert 4 * split["Adam moments"] == pytest.approx(alone["Adam moments"], abs=32)
+
+
+def test_a_pipeline_keeps_micro_batches_in_flight() -> None:
+    """1F1B: two on the first of two stages, one on the last; beside which the last has the final norm's."""
+    two = gang(layout=LayoutConfig(pipeline=2))
+    first, last = (kept_bytes(two, Role.POLICY, BATCH, stage) for stage in (0, 1))
+    assert activation_bytes(two, Role.POLICY, BATCH, 0) == round(2 * first)
+    assert activation_bytes(two, Role.POLICY, BATCH, 1) == round(last)
+    assert last - first == BATCH.tokens * (4 * TINY.hidden_size + 4 - 9)
+
+
+def test_logits_of_a_tiny_model_are_kept_whole() -> None:
+    """256 tokens of vocabulary, 128 positions: a block of the vocabulary is all of it."""
+    whole = 4 * 128 * 256
+    hidden, gradient = 3 * 4 * 128 * 64, 256 * 64 * 4
+    assert logits_bytes(gang(), BATCH, "cpu") == 3 * whole + hidden + gradient
+
+
+def test_the_trunks_cache_fills_up_to_its_bound() -> None:
+    frozen = gang(ModelConfig(path="random:tiny", frozen_blocks=2), data_ranks=2)
+    assert trunk_cache_bytes(frozen, 10, 64) == 5 * 64 * 4 * 64
+    assert trunk_cache_bytes(frozen, 10**9, 64) == 1 << 30
+    assert trunk_cache_bytes(gang(), 10, 64) == 0
+
+
+def test_of_two_trained_roles_the_larger_works() -> None:
+    batches = {Role.POLICY: BATCH, Role.CRITIC: BATCH}
+    both = rank_bytes(gang(), batches, 0, rows=10, device="cpu")
+    alone = rank_bytes(gang(roles=frozenset({Role.POLICY})), batches, 0, rows=10, device="cpu")
+    assert (both["activations"], both["logits"]) == (alone["activations"], alone["logits"])
+    assert both["parameters"] > 2 * alone["parameters"]
+    reference = rank_bytes(gang(roles=frozenset({Role.REFERENCE})), {}, 0, rows=10, device="cpu")
+    assert [name for name, number in reference.items() if number] == ["parameters"]

@@ -5,6 +5,7 @@ In the board's directory (on tmpfs, e.g. /dev/shm/stageline-NAME, for shared mem
     v000012-<pid>-<hex>.bin        the tensors' bytes, each at a multiple of 64
     v000012.json                   the manifest, linked to this name last: it makes the version exist
     v000012.lease.<pid>-<uuid>     one per open lease; counts while its process lives
+    spare.bin                      memory of the version released last, for the next one
 
 A version that was published on another host has a `.copy` in place of its `.bin` (`storage/weight_copies.py`).
 The manifest names the .bin it belongs to, so that two publishers of one version cannot mix their files. A publisher
@@ -31,6 +32,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
+from typing import IO
 
 import numpy as np
 import xxhash
@@ -181,8 +183,9 @@ class WeightBoard:
         return sorted(int(match[1]) for match in matches if match)
 
     def release(self, version: int) -> bool:
-        """Removes a version, and leases of dead processes. False, and nothing removed, while a lease is held by a
-        process that lives; True also where there is nothing to remove."""
+        """Removes a version, and leases of dead processes; the memory of one that was published here is kept for the
+        next. False, and nothing removed, while a lease is held by a process that lives; True also where there is
+        nothing to remove."""
         for lease in self.directory.glob(f"{stem(version)}.lease.*"):
             if owner_alive(lease):
                 return False
@@ -190,7 +193,11 @@ class WeightBoard:
         manifest = self.manifest(version)
         if manifest is not None:
             self._manifest_path(version).unlink(missing_ok=True)
-            (self.directory / manifest.file).unlink(missing_ok=True)
+            data = self.directory / manifest.file
+            # Whoever has read the manifest meanwhile had left its lease before: it may have mapped the file.
+            read = any(self.directory.glob(f"{stem(version)}.lease.*"))
+            with contextlib.suppress(FileNotFoundError):
+                data.replace(self._spare) if data.suffix == ".bin" and not read else data.unlink()
         self.remove_torn(version)
         return True
 
@@ -221,7 +228,7 @@ class WeightBoard:
         data, staged = self.directory / manifest.file, self.directory / f"{unique}.manifest"
         with contextlib.ExitStack() as undo:
             undo.callback(data.unlink, missing_ok=True)
-            with data.open("xb") as stream:
+            with self._new_file(data) as stream:
                 # Not a mapping: on a full tmpfs a store to one is a SIGBUS, a write is an OSError.
                 for info in manifest.tensors:
                     stream.seek(info.offset)
@@ -234,6 +241,20 @@ class WeightBoard:
                 undo.pop_all()
                 staged.unlink()
         return winner
+
+    def _new_file(self, path: Path) -> IO[bytes]:
+        """A file to write into: the spare one, if there is one, whose memory need not be found and zeroed page by page
+        (which takes longer than writing), else an empty one. Two publishers cannot get the same."""
+        try:
+            self._spare.rename(path)
+        except FileNotFoundError:
+            return path.open("xb")
+        return path.open("r+b")
+
+    @property
+    def _spare(self) -> Path:
+        """The file of the version that was released last: nobody reads it any more."""
+        return self.directory / "spare.bin"
 
     def link(self, staged: Path, manifest: Manifest) -> Manifest:
         """Makes a version exist whose file is complete and whose manifest is the file `staged`. Returns the manifest

@@ -152,7 +152,7 @@ def test_the_lease_of_a_dead_process_does_not_count(board: WeightBoard) -> None:
     assert run("board.open(1); os._exit(7)", board.directory) == 7
     assert list(board.directory.glob("v000001.lease.*")), "no lease was left: the test is void"
     assert board.release(1) is True
-    assert list(board.directory.iterdir()) == []
+    assert [path.name for path in board.directory.iterdir()] == ["spare.bin"]
 
 
 @pytest.mark.processes
@@ -160,3 +160,43 @@ def test_another_process_reads_the_same_bytes(board: WeightBoard) -> None:
     board.publish(1, {"w": np.arange(6.0).reshape(2, 3)})
     script = "assert board.open(1).tensors['w'].tolist() == [[0, 1, 2], [3, 4, 5]]"
     assert run(script, board.directory) == 0
+
+
+def test_the_memory_of_a_released_version_is_the_next_ones(board: WeightBoard) -> None:
+    board.publish(1, tensors(1))
+    inode = (board.directory / board.manifest(1).file).stat().st_ino
+    assert board.release(1)
+    larger = {"more": np.arange(5000.0)} | tensors(2)
+    second = board.publish(2, larger)
+    assert (board.directory / second.file).stat().st_ino == inode
+    with board.open(2) as lease:
+        lease.verify()
+    third = board.publish(3, tensors(3))  # no other is free
+    assert (board.directory / third.file).stat().st_ino != inode
+    assert board.release(2)
+    smaller = board.publish(4, tensors(4))
+    assert (board.directory / smaller.file).stat().st_size == smaller.file_bytes
+    with board.open(4) as lease:
+        lease.verify()
+
+
+def test_a_reader_that_came_while_a_version_was_released_keeps_its_bytes(
+    board: WeightBoard, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It read the manifest after the releaser had looked for leases, and before the manifest was removed."""
+    board.publish(1, tensors(1))
+    readers = []
+    unlink = Path.unlink
+
+    def unlink_and_read(path: Path, missing_ok: bool = False) -> None:
+        if path.name == "v000001.json" and not readers:
+            readers.append(board.open(1))
+        unlink(path, missing_ok)
+
+    monkeypatch.setattr(Path, "unlink", unlink_and_read)
+    board.release(1)
+    monkeypatch.undo()
+    board.publish(2, tensors(2))
+    with readers[0] as lease:
+        for name, expected in tensors(1).items():
+            np.testing.assert_array_equal(lease.tensors[name], expected, strict=True)

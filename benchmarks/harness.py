@@ -50,16 +50,16 @@ class Load:
 
 @contextmanager
 def measured_load() -> Iterator[Callable[[], Load]]:
-    """Yields a function that says, after the block, what share of the machine this process tree and others used."""
+    """Yields a function that says, after the block, what share of the machine this process tree and others used. Others
+    are counted by processes that live at the end; all the rest that was busy is ours, whatever has died of it."""
     result: list[Load] = []
-    process = psutil.Process()
-    children_before = _tree_seconds(process)
-    busy_before, start = _busy_seconds(), time.perf_counter()
+    others_before, busy_before, start = _others_seconds(), _busy_seconds(), time.perf_counter()
     yield lambda: result[0]
     total = (time.perf_counter() - start) * (os.cpu_count() or 1)
     busy = _busy_seconds() - busy_before
-    ours = _tree_seconds(process) - children_before
-    result.append(Load(ours / total, max(0.0, busy - ours) / total))
+    others = sum(seconds - others_before.get(pid, 0.0) for pid, seconds in _others_seconds().items())
+    others = min(max(0.0, others), busy)
+    result.append(Load((busy - others) / total, others / total))
 
 
 def _busy_seconds() -> float:
@@ -67,16 +67,20 @@ def _busy_seconds() -> float:
     return sum(times) - times.idle - getattr(times, "iowait", 0.0) - getattr(times, "guest", 0.0)
 
 
-def _tree_seconds(process: psutil.Process) -> float:
-    """CPU seconds of this process, its children that ended, and those that live."""
-    own = process.cpu_times()
-    seconds = own.user + own.system + own.children_user + own.children_system
-    for child in process.children(recursive=True):
+def _others_seconds() -> dict[int, float]:
+    """CPU seconds of every process that is neither this one nor below it, with those of its children that ended."""
+    process = psutil.Process()
+    own = {process.pid, *(child.pid for child in process.children(recursive=True))}
+    seconds = {}
+    for other in psutil.process_iter():
         try:
-            times = child.cpu_times()
+            times = other.cpu_times()
         except psutil.NoSuchProcess:
             continue
-        seconds += times.user + times.system
+        ancestor = other.pid in own or any(other.pid == parent.pid for parent in process.parents())
+        ended = 0.0 if ancestor else times.children_user + times.children_system
+        if other.pid not in own:
+            seconds[other.pid] = times.user + times.system + ended
     return seconds
 
 

@@ -12,6 +12,7 @@ backward.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import statistics
@@ -33,9 +34,11 @@ from pipeline.config.preflight import preflight
 from pipeline.driver.run import run
 
 ROOT = Path(__file__).resolve().parents[1]
+WORKLOAD = ROOT / "benchmarks/ppo_step.yaml"
 MODEL = "assets/smollm2-135m-instruct"
 ROWS, PROMPT, NEW = 16, 32, 32
-WARM_UP = 1
+WARM_UP = 2
+"""Steps: in the first ones memory is touched for the first time."""
 PEER_PACKAGES = ("trl==1.12.0", "transformers==5.17.0", "datasets", "accelerate", "peft")
 
 
@@ -49,6 +52,15 @@ class Arm:
     @property
     def name(self) -> str:
         return f"{self.dtype}, {self.epochs} epoch{'s' if self.epochs > 1 else ''}"
+
+    def changes(self, threads: int) -> list[str]:
+        """Of the workload's config."""
+        return [
+            f"model.dtype={self.dtype}",
+            f"engine.dtype={self.dtype}",
+            f"ppo.epochs={self.epochs}",
+            f"placement.gangs.all.threads={threads}",
+        ]
 
 
 ARMS = tuple(Arm(dtype, epochs) for dtype in ("float32", "bfloat16") for epochs in (1, 4))
@@ -64,50 +76,20 @@ class Measured:
     """Share of the machine that others used."""
 
 
-def settings(arm: Arm, threads: int) -> list[str]:
-    """The workload as changes of the demo's config."""
-    gangs = ", ".join(f"{name}: {{threads: {threads}}}" for name in ("generate", "score", "train"))
-    roles = "generate: generate, score: score, reference: train, policy: train, critic: train"
-    optimizer = f"lr: 1.0e-5, micro_batch_rows: {ROWS}"
-    return [
-        "staleness=0",
-        f"model.dtype={arm.dtype}",
-        f"engine.dtype={arm.dtype}",
-        "model.frozen_blocks=0",
-        "model.critic_blocks=null",
-        f"model.policy={{{optimizer}}}",
-        f"model.critic={{{optimizer}}}",
-        f"prompts.opening_tokens={PROMPT}",
-        f"prompts.max_tokens={PROMPT}",
-        "prompts.held_out=2",
-        f"rollout={{rows: {ROWS}, shards: 1}}",
-        f"sampling.max_new_tokens={NEW}",
-        f"sampling.min_new_tokens={NEW}",
-        f"engine.slots={ROWS}",
-        "reward={kind: characters, args: {characters: aeiou}}",
-        f"ppo.epochs={arm.epochs}",
-        "ppo.minibatches=1",
-        f"placement={{gangs: {{{gangs}}}, roles: {{{roles}}}}}",
-        "evaluate.every=0",
-        "checkpoint.every=1000",
-        "tracking.uri=null",
-        "tracking.plots=false",
-        "cluster.dashboard=null",
-    ]
-
-
 def ours(arm: Arm, threads: int, steps: int, name: str, scratch: Path) -> Measured:
-    """A whole run through the real path (Dask, Zarr, ledger), without its first step and its workers' start."""
-    changes = [*settings(arm, threads), f"steps={steps + WARM_UP}", f"name={name}", f"runs_dir={scratch}"]
+    """A whole run through the real path (Dask, Zarr, ledger), without its first steps and its workers' start."""
+    changes = [*arm.changes(threads), f"steps={steps + WARM_UP}", f"name={name}", f"runs_dir={scratch}"]
     with measured_load() as load:
-        result = run(load_config([ROOT / "conf/run/demo.yaml"], changes), Console(file=StringIO()))
-    ends = sorted(
-        commit["finished"]
-        for path in (result.paths.ledger / "publish").rglob("*.json")
-        for commit in [json.loads(path.read_text("utf8"))]
-    )
-    seconds = [after - before for before, after in zip(ends[WARM_UP:], ends[WARM_UP + 1 :], strict=False)]
-    stages = {name: total / (steps + WARM_UP) for name, total in result.summary.stage_s.items()}
+        paths = run(load_config([WORKLOAD], changes), Console(file=StringIO())).paths
+    commits = [json.loads(path.read_text("utf8")) for path in paths.ledger.rglob("*.json")]
+    ends = sorted(commit["finished"] for commit in commits if commit["address"]["stage"] == "publish")
+    seconds = [after - before for before, after in itertools.pairwise(ends[WARM_UP:])]
+    stages: dict[str, float] = {}
+    for commit in commits:
+        stage, step = commit["address"]["stage"], commit["address"]["step"]
+        if WARM_UP <= step < steps + WARM_UP:
+            duration = commit["finished"] - commit["provenance"]["started"]
+            stages[stage] = stages.get(stage, 0.0) + duration / steps
     return Measured(statistics.median(seconds), stages, load().others)
 
 
@@ -150,7 +132,7 @@ def peers(python: Path, arm: Arm, threads: int, steps: int, prompts: list[list[i
 
 def the_prompts(scratch: Path) -> list[list[int]]:
     """The first prompts of the source, as tokens."""
-    config = load_config([ROOT / "conf/run/demo.yaml"], [*settings(ARMS[0], 1), "name=prompts", f"runs_dir={scratch}"])
+    config = load_config([WORKLOAD], ["name=prompts", f"runs_dir={scratch}"])
     table = preflight(config).prompts
     return table.tokens[table.train[:ROWS], :PROMPT].tolist()
 

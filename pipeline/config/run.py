@@ -14,6 +14,7 @@ from pipeline.config.cluster import ClusterConfig, cluster_problems
 from pipeline.config.errors import refusal
 from pipeline.config.evaluate import EvaluateConfig, evaluate_problems
 from pipeline.config.export import ExportConfig, export_problems
+from pipeline.config.mismatch import BFLOAT16_ALARM_NATS, FLOAT32_ALARM_NATS, MismatchConfig, mismatch_problems
 from pipeline.config.placement import PlacementConfig, placed_gangs, placement_problems
 from pipeline.config.rollout import RolloutConfig, rollout_problems
 from pipeline.config.tracking import TrackingConfig, tracking_problems
@@ -49,6 +50,7 @@ class RunConfig:
     ppo: PPOConfig = field(default_factory=PPOConfig)
     placement: PlacementConfig = field(default_factory=PlacementConfig)
     evaluate: EvaluateConfig = field(default_factory=EvaluateConfig)
+    mismatch: MismatchConfig = field(default_factory=MismatchConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     export: ExportConfig = field(default_factory=ExportConfig)
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
@@ -78,6 +80,14 @@ class RunConfig:
         return self.placement.gangs[gang].weights_dir or self.cluster.weights_dir
 
     @property
+    def alarm_nats(self) -> float:
+        """Mean absolute difference of canaries' log-probs above which there is an alarm."""
+        if self.mismatch.alarm_nats is not None:
+            return self.mismatch.alarm_nats
+        exact = self.model.dtype == self.engine.dtype == "float32"
+        return FLOAT32_ALARM_NATS if exact else BFLOAT16_ALARM_NATS
+
+    @property
     def replica_ranks(self) -> int:
         """Processes of one replica of the engine."""
         return self.engine.tensor_parallel * self.engine.pipeline_parallel
@@ -90,6 +100,7 @@ class RunConfig:
             recompute_logprobs=self.ppo.proximal == "recompute",
             eval_every=self.evaluate.every,
             eval_shards=self.evaluate.shards,
+            canaries=self.mismatch.rows > 0,
         )
 
     def layouts(self) -> Layouts:
@@ -120,6 +131,7 @@ def run_problems(config: RunConfig) -> Iterator[Problem]:
         *ppo_problems(config.ppo),
         *placement_problems(config.placement),
         *evaluate_problems(config.evaluate),
+        *mismatch_problems(config.mismatch),
         *checkpoint_problems(config.checkpoint),
         *export_problems(config.export),
         *tracking_problems(config.tracking),

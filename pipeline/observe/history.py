@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter, defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -40,8 +40,10 @@ class History:
     """Rows of a step."""
 
     def commits(self, step: int) -> list[Commit]:
-        """The commits of a step's nodes that are there (evaluations not included)."""
-        addresses = [n.address for n in step_nodes(self.spec, step) if not n.stage.startswith("evaluate")]
+        """The commits of a step's nodes that are there, and that of its version's canary; evaluations not included."""
+        others = ("evaluate", "evaluate_score", "canary")
+        addresses = [n.address for n in step_nodes(self.spec, step) if n.stage not in others]
+        addresses += [Address("canary", step)] if self.spec.canaries else []
         return [c for c in map(self.ledger.find, addresses) if c is not None]
 
     def step_metrics(self, step: int, starts: Iterable[float] = ()) -> dict[str, float]:
@@ -112,6 +114,16 @@ class History:
         """All complete evaluations by version."""
         versions = sorted({c.address.step for c in self.ledger.list("evaluate_score")})
         return [e for e in map(self.evaluation, versions) if e is not None]
+
+
+def alarm_text(version: int, metrics: Mapping[str, float]) -> str | None:
+    """What a person is told of a canary's metrics; None where all is well."""
+    if not metrics.get("mismatch/alarm"):
+        return None
+    return (
+        f"engine and trainer differ by {metrics['mismatch/canary_mean_abs']:.3g} nats a token at version {version} of "
+        f"the weights, above {metrics['mismatch/alarm_nats']:g} (mismatch.alarm_nats): has the engine taken them?"
+    )
 
 
 def distinct_bigrams(rollout: Rollout) -> float | None:

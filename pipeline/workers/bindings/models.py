@@ -8,6 +8,7 @@ from __future__ import annotations
 from pipeline.workers.bindings.binding import Output
 from pipeline.workers.messages import Call
 from pipeline.workers.parts import WorkerParts, required
+from stages.canary import canary_logprob
 from stages.logprob import logprob
 from stages.models.protocol import Role
 from stages.reference import reference
@@ -26,6 +27,13 @@ def logprob_shard(parts: WorkerParts, call: Call) -> Output:
     """The proximal policy's log-probs of the sampled tokens: those of the version that the step trains."""
     host, rollout = required(parts.updates).at(Role.POLICY, call.version), parts.read(call.inputs[0])
     return Output(logprob(host, rollout), weight_versions=(call.version,), mask=rollout.response_mask)
+
+
+def canary_logprob_once(parts: WorkerParts, call: Call) -> Output:
+    """The trainer's log-probs of the canaries, where no log-probs of whole shards are computed."""
+    host, settings = required(parts.updates).at(Role.POLICY, call.version), parts.config.mismatch
+    record = canary_logprob(host, parts.read(call.inputs[0]), rows=settings.rows, tokens=settings.tokens)
+    return Output(record, weight_versions=(call.version,))
 
 
 def value_shard(parts: WorkerParts, call: Call) -> Output:

@@ -105,9 +105,7 @@ def forced_logits(
     return {row: float(logits[row, token]) / (temperatures[row] or 1.0) for row, token in inside.items()}
 
 
-def put_forced(
-    part: Float64[torch.Tensor, "rows 5"], forced: Mapping[int, int], logits: Mapping[int, float]
-) -> None:
+def put_forced(part: Float64[torch.Tensor, "rows 5"], forced: Mapping[int, int], logits: Mapping[int, float]) -> None:
     """Has the given tokens win in `join_parts`, in place: where their logits are, nothing is better; elsewhere, nothing
     is worse."""
     for row, token in forced.items():

@@ -1,0 +1,84 @@
+"""A refit that goes wrong under staleness: only the canaries see it. Where all is well they say so, too."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+import pipeline.driver.run
+from pipeline.cli.main import main
+from pipeline.config.paths import RunPaths
+from pipeline.config.run import RunConfig
+from pipeline.driver.context import StageFailed
+from pipeline.driver.results import open_history
+from pipeline.observe.journal import EventKind, read_events
+from storage.address import Address
+from tests.support.perturbed_board import DAMAGED
+from tests.support.runs import QUIET, configure, use_runtime
+
+pytestmark = pytest.mark.processes
+
+PERTURBED = "tests.support.perturbed_board:PerturbedBoardRuntime"
+CHANGES = ("evaluate.every=0", *QUIET)
+
+
+def metrics_of(config: RunConfig) -> list[dict[str, float]]:
+    history = open_history(config)
+    return [history.step_metrics(step) for step in range(config.steps)]
+
+
+def alarms_of(config: RunConfig) -> list[int | None]:
+    return [e.step for e in read_events(RunPaths(config.run_dir).events) if e.kind is EventKind.ALARM]
+
+
+def test_a_healthy_run_under_staleness_has_no_alarm(overlapped: RunConfig) -> None:
+    """eta = 1: no row is fresh after step 0, and at one version trainer and engine agree as float32 does."""
+    found = metrics_of(overlapped)
+    assert [metrics["mismatch/alarm"] for metrics in found] == [0.0] * overlapped.steps
+    assert max(metrics["mismatch/canary_max_abs"] for metrics in found) < 1e-4
+    assert min(metrics["mismatch/mean_abs_all"] for metrics in found[2:]) > 1e-2, "staleness is no mismatch"
+    assert min(metrics["mismatch/canary_moved"] for metrics in found[2:]) > 1e-2
+    assert alarms_of(overlapped) == []
+    store, scored = open_history(overlapped).store, overlapped.mismatch
+    rollout = store.read(Address("generate", 2))
+    canary = store.read(Address("canary", 2))
+    lengths = np.minimum(rollout.response_lengths[: scored.rows], scored.tokens)
+    assert (canary.canary_logprobs != 0).sum(axis=1).tolist() == [*lengths, *[0] * (rollout.num_rows - scored.rows)]
+
+
+def test_replay_scores_a_canary_again(overlapped: RunConfig, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["replay", str(overlapped.run_dir), "--step", "2", "--stage", "canary"]) == 0
+    assert "canary_logprobs" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("proximal", ["recompute", "loglinear"])
+def test_a_broken_refit_raises_the_alarm(folder: Path, monkeypatch: pytest.MonkeyPatch, proximal: str) -> None:
+    """With the log-probs of whole shards, and with those of the canaries alone."""
+    config = configure(folder, f"broken-{proximal}", f"ppo.proximal={proximal}", *CHANGES)
+    use_runtime(monkeypatch, PERTURBED)
+    said = io.StringIO()
+    pipeline.driver.run.run(config, Console(file=said, width=200))
+    found = metrics_of(config)
+    assert [metrics["mismatch/alarm"] for metrics in found] == [float(v == DAMAGED) for v in range(config.steps)]
+    assert found[DAMAGED]["mismatch/canary_mean_abs"] > 0.1
+    assert alarms_of(config) == [DAMAGED]
+    assert f"nats a token at version {DAMAGED} of the weights" in said.getvalue()
+    assert json.loads(RunPaths(config.run_dir).summary.read_text())["alarms"] == 1
+
+
+def test_an_alarm_may_end_the_run_which_goes_on_with_a_good_refit(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = configure(folder, "stopped-by-canary", "mismatch.stop=true", *CHANGES)
+    with monkeypatch.context() as patch:
+        use_runtime(patch, PERTURBED)
+        with pytest.raises(StageFailed, match=rf"canary/step_00000{DAMAGED}.*raised.*nats a token"):
+            pipeline.driver.run.run(config, Console(file=io.StringIO()))
+    assert open_history(config).ledger.find(Address("canary", DAMAGED)) is None
+    pipeline.driver.run.run(config, Console(file=io.StringIO()), resume=True)
+    assert [metrics["mismatch/alarm"] for metrics in metrics_of(config)] == [0.0] * config.steps

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
 from pipeline.config.checkpoint import CheckpointConfig, checkpoint_problems
 from pipeline.config.cluster import ClusterConfig, cluster_problems
@@ -24,7 +25,7 @@ from stages.engines.config import EngineConfig, engine_problems
 from stages.models.config import ModelConfig, model_problems
 from stages.models.protocol import Role
 from stages.models.sampling import SamplingConfig, sampling_problems
-from stages.ppo.config import PPOConfig, ppo_problems
+from stages.ppo.config import PPOConfig, ppo_problems, resolve_proximal
 from stages.rewards.protocol import RewardConfig
 from storage.config import PromptsConfig, prompts_problems
 from storage.problems import Problem, at_least, divides
@@ -47,7 +48,7 @@ class RunConfig:
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
-    ppo: PPOConfig = field(default_factory=PPOConfig)
+    ppo: PPOConfig = field(default_factory=lambda: PPOConfig(proximal="auto"))
     placement: PlacementConfig = field(default_factory=PlacementConfig)
     evaluate: EvaluateConfig = field(default_factory=EvaluateConfig)
     mismatch: MismatchConfig = field(default_factory=MismatchConfig)
@@ -84,8 +85,17 @@ class RunConfig:
         """Mean absolute difference of canaries' log-probs above which there is an alarm."""
         if self.mismatch.alarm_nats is not None:
             return self.mismatch.alarm_nats
-        exact = self.model.dtype == self.engine.dtype == "float32"
-        return FLOAT32_ALARM_NATS if exact else BFLOAT16_ALARM_NATS
+        return FLOAT32_ALARM_NATS if self._float32 else BFLOAT16_ALARM_NATS
+
+    @property
+    def _float32(self) -> bool:
+        """Whether engine and trainer both compute in float32, so that their log-probs agree to rounding."""
+        return self.model.dtype == self.engine.dtype == "float32"
+
+    @property
+    def proximal(self) -> Literal["recompute", "loglinear", "sampler"]:
+        """`ppo.proximal`, and what it is where that is `auto`."""
+        return resolve_proximal(self.ppo, staleness=self.staleness, exact=self._float32)
 
     @property
     def replica_ranks(self) -> int:
@@ -97,7 +107,7 @@ class RunConfig:
             steps=self.steps,
             shards=self.rollout.shards,
             staleness=self.staleness,
-            recompute_logprobs=self.ppo.proximal == "recompute",
+            recompute_logprobs=self.proximal == "recompute",
             eval_every=self.evaluate.every,
             eval_shards=self.evaluate.shards,
             canaries=self.mismatch.rows > 0,

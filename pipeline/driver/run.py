@@ -119,7 +119,8 @@ def _run(config: RunConfig, history: History, console: Console, tracker: Tracker
             config.name, config.steps, _links(config, workers), console=console, first_step=len(tracked)
         )
         with progress, Journal(paths.events, progress.event) as journal:
-            journal.now(EventKind.RUN_STARTED, detail="resume" if resume else "start")
+            begun = "resume" if resume else "start"
+            journal.now(EventKind.RUN_STARTED, detail=f"{begun}, ppo.proximal={config.ppo.proximal}")
             _Driver(config, history, board, workers, journal, progress, tracker, tracked).run()
             journal.now(EventKind.RUN_FINISHED)
 

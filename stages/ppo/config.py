@@ -44,7 +44,8 @@ class PPOConfig:
     anchor: Literal["proximal", "sampler"] = "proximal"
     correction: Literal["truncate", "mask", "none"] = "truncate"
     correction_cap: float = 2.0
-    proximal: Literal["recompute", "loglinear", "sampler"] = "recompute"
+    proximal: Literal["auto", "recompute", "loglinear", "sampler"] = "recompute"
+    """Where pi_prox comes from. A run's config has no `auto` any more: see `resolve_proximal`."""
     epochs: int = 2
     minibatches: int = 2
     """Optimizer steps per epoch; divides the rows of a step."""
@@ -73,6 +74,29 @@ class PPOConfig:
     center_scores: bool = False
     """Subtract the running mean of scores (state carried from step to step)."""
     kl: KLConfig = field(default_factory=KLConfig)
+
+
+def resolve_proximal(config: PPOConfig, *, staleness: int, exact: bool) -> Literal["recompute", "loglinear", "sampler"]:
+    """What `ppo.proximal: auto` comes to: no forward for pi_prox where it changes nothing that is learnt, but for
+    rounding. Two things read pi_prox, and neither may miss it:
+
+    - The policy's loss. With one optimizer step per update pi_prox IS pi before that step, whatever sampled the rows
+      and whatever the engine's numerics: `loglinear`, which is exact then. Under `anchor: sampler` the loss does not
+      read it: `sampler`.
+    - The KL to the reference, in the rewards and in what steers its coefficient. Without pi_prox it is taken of mu,
+      which is the same on fresh rows if engine and trainer agree (`exact`: both compute in float32; in bfloat16 they
+      differ by 0.02 nats a token). Where it is in the loss, or has no weight, and nothing steers it, nothing reads it.
+
+    `staleness`: the bound eta.
+    """
+    if config.proximal != "auto":
+        return config.proximal
+    kl_reads = config.kl.target is not None or (config.kl.where == "reward" and config.kl.coef != 0)
+    if kl_reads and not (staleness == 0 and exact):
+        return "recompute"
+    if config.anchor == "sampler":
+        return "sampler"
+    return "loglinear" if config.epochs * config.minibatches == 1 else "recompute"
 
 
 def ppo_problems(config: PPOConfig) -> Iterator[Problem]:

@@ -19,7 +19,7 @@ from pipeline.driver.results import open_history
 from pipeline.observe.journal import EventKind, read_events
 from storage.address import Address
 from tests.support.perturbed_board import DAMAGED
-from tests.support.runs import QUIET, configure, use_runtime
+from tests.support.runs import ONE_GANG, QUIET, configure, finish, use_runtime
 
 pytestmark = pytest.mark.processes
 
@@ -54,6 +54,24 @@ def test_a_healthy_run_under_staleness_has_no_alarm(overlapped: RunConfig) -> No
 def test_replay_scores_a_canary_again(overlapped: RunConfig, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["replay", str(overlapped.run_dir), "--step", "2", "--stage", "canary"]) == 0
     assert "canary_logprobs" in capsys.readouterr().out
+
+
+def test_what_recomputed_logprobs_add_to_one_step_of_fresh_rows(folder: Path) -> None:
+    """Nothing: `ppo.proximal: auto` leaves their nodes out, and the policy trains on the same losses."""
+    found = []
+    for name, proximal in (("left-out", "auto"), ("kept", "recompute")):
+        changes = ("steps=2", "staleness=0", "ppo.minibatches=1", f"ppo.proximal={proximal}", ONE_GANG, *CHANGES)
+        config = finish(configure(folder, name, *changes))
+        found.append(metrics_of(config))
+        recomputed = proximal == "recompute"
+        assert len(open_history(config).ledger.list("logprob")) == (2 * config.rollout.shards if recomputed else 0)
+        assert [metrics["policy/proximal_recomputed"] for metrics in found[-1]] == [float(recomputed)] * 2
+        assert max(metrics["mismatch/canary_max_abs"] for metrics in found[-1]) < 1e-4
+        started = next(read_events(RunPaths(config.run_dir).events))
+        assert started.detail == f"start, ppo.proximal={'recompute' if recomputed else 'loglinear'}"
+    names = ("policy/loss", "policy/grad_norm", "policy/weight_mean", "kl/ref", "critic/loss", "reward/mean")
+    for left_out, kept in zip(*found, strict=True):
+        assert {n: left_out[n] for n in names} == pytest.approx({n: kept[n] for n in names}, abs=1e-4)
 
 
 @pytest.mark.parametrize("proximal", ["recompute", "loglinear"])

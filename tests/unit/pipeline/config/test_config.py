@@ -205,6 +205,10 @@ REFUSED = {
     ),
     # things that exclude one another
     "evaluate.every=1 prompts.held_out=1": ("prompts.held_out", "1", "2 or more"),
+    "mismatch.rows=-1": ("mismatch.rows", "-1", "0 or more"),
+    "mismatch.tokens=0": ("mismatch.tokens", "0", "1 or more"),
+    "mismatch.alarm_nats=0": ("mismatch.alarm_nats", "0.0", "above 0 nats", "null"),
+    "mismatch.rows=0 mismatch.stop=true": ("mismatch.stop", "True", "mismatch.rows=0"),
     "ppo.proximal=sampler ppo.correction=mask": ("ppo.correction", "mask", "ppo.correction=none"),
     "placement.roles.generate=train placement.roles.score=generate placement.gangs.train.workers=2": (
         "placement.roles.generate",
@@ -256,6 +260,39 @@ def test_a_missing_value_is_refused(tmp_path: Path, key: str, line: str) -> None
     with pytest.raises(ConfigError, match=f"^{key}: has no value; set it .*{key}=") as refusal:
         load(path)
     assert refusal.value.key == key
+
+
+ONE_STEP = ("ppo.epochs=1", "ppo.minibatches=1")
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ((), "recompute"),  # as shipped: several optimizer steps from stale rows
+        (("staleness=0",), "recompute"),  # pi moves away from pi_prox within the update
+        ((*ONE_STEP,), "recompute"),  # stale rows: the penalty in the rewards is pi_prox's
+        ((*ONE_STEP, "staleness=0"), "loglinear"),
+        ((*ONE_STEP, "staleness=0", "ppo.kl.target=1"), "loglinear"),
+        ((*ONE_STEP, "staleness=0", "model.dtype=bfloat16"), "recompute"),  # 0.02 nats a token are no rounding
+        ((*ONE_STEP, "staleness=0", "engine.dtype=bfloat16"), "recompute"),
+        ((*ONE_STEP, "ppo.kl.where=loss"), "loglinear"),  # nothing but the loss reads pi_prox, which is pi there
+        ((*ONE_STEP, "ppo.kl.where=loss", "engine.dtype=bfloat16"), "loglinear"),
+        ((*ONE_STEP, "ppo.kl.where=loss", "ppo.kl.target=1"), "recompute"),  # the controller reads it
+        ((*ONE_STEP, "ppo.kl.coef=0"), "loglinear"),
+        (("ppo.anchor=sampler",), "recompute"),
+        (("ppo.anchor=sampler", "ppo.kl.where=loss"), "sampler"),
+        (("ppo.anchor=sampler", "staleness=0"), "sampler"),
+        ((*ONE_STEP, "staleness=0", "ppo.proximal=recompute"), "recompute"),  # who asks for it gets it
+        (("ppo.proximal=loglinear",), "loglinear"),
+    ],
+    ids=" ".join,
+)
+def test_logprob_nodes_are_left_out_where_they_add_nothing(base: Path, changes: tuple[str, ...], expected: str) -> None:
+    """And the config says so: a run's directory, its workers and its resumption have no `auto`."""
+    config = load(base, *changes)
+    assert config.ppo.proximal == expected
+    assert f"proximal: {expected}" in to_yaml(config)
+    assert config.graph().recompute_logprobs == (expected == "recompute")
 
 
 def test_a_saved_config_with_settings_of_another_version_is_refused(base: Path) -> None:

@@ -78,22 +78,26 @@ class PPOConfig:
 
 def resolve_proximal(config: PPOConfig, *, staleness: int, exact: bool) -> Literal["recompute", "loglinear", "sampler"]:
     """What `ppo.proximal: auto` comes to: no forward for pi_prox where it changes nothing that is learnt, but for
-    rounding. Two things read pi_prox, and neither may miss it:
+    rounding. Three things read pi_prox, and none may miss it:
 
     - The policy's loss. With one optimizer step per update pi_prox IS pi before that step, whatever sampled the rows
       and whatever the engine's numerics: `loglinear`, which is exact then. Under `anchor: sampler` the loss does not
       read it: `sampler`.
-    - The KL to the reference, in the rewards and in what steers its coefficient. Without pi_prox it is taken of mu,
-      which is the same on fresh rows if engine and trainer agree (`exact`: both compute in float32; in bfloat16 they
-      differ by 0.02 nats a token). Where it is in the loss, or has no weight, and nothing steers it, nothing reads it.
+    - The KL penalty, where it is in the rewards. Without pi_prox it would be mu's, which on fresh rows is the same but
+      for rounding; and yet that forward is made: in a step whose scores do not vary the penalty is all that is left,
+      whitening divides by its spread, and AdamW steps as far for rounding errors as for anything.
+    - The controller of the KL's coefficient, where there is one. It takes mu's KL as well on fresh rows, if engine and
+      trainer agree (`exact`: both compute in float32; in bfloat16 they differ by 0.02 nats a token).
 
     `staleness`: the bound eta.
     """
     if config.proximal != "auto":
         return config.proximal
-    kl_reads = config.kl.target is not None or (config.kl.where == "reward" and config.kl.coef != 0)
-    if kl_reads and not (staleness == 0 and exact):
-        return "recompute"
+    if config.kl.coef != 0:
+        if config.kl.where == "reward":
+            return "recompute"
+        if config.kl.target is not None and not (staleness == 0 and exact):
+            return "recompute"
     if config.anchor == "sampler":
         return "sampler"
     return "loglinear" if config.epochs * config.minibatches == 1 else "recompute"

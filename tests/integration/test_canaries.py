@@ -56,20 +56,22 @@ def test_replay_scores_a_canary_again(overlapped: RunConfig, capsys: pytest.Capt
     assert "canary_logprobs" in capsys.readouterr().out
 
 
-def test_what_recomputed_logprobs_add_to_one_step_of_fresh_rows(folder: Path) -> None:
-    """Nothing: `ppo.proximal: auto` leaves their nodes out, and the policy trains on the same losses."""
+def test_recomputed_logprobs_add_nothing_to_updates_of_one_step(folder: Path) -> None:
+    """With the KL in the loss `ppo.proximal: auto` leaves their nodes out, and the policy trains on the same losses.
+    eta = 1: the second step's rows are stale, and w is not 1."""
     found = []
     for name, proximal in (("left-out", "auto"), ("kept", "recompute")):
-        changes = ("steps=2", "staleness=0", "ppo.minibatches=1", f"ppo.proximal={proximal}", ONE_GANG, *CHANGES)
+        changes = ("steps=3", "ppo.minibatches=1", "ppo.kl.where=loss", f"ppo.proximal={proximal}", ONE_GANG, *CHANGES)
         config = finish(configure(folder, name, *changes))
         found.append(metrics_of(config))
         recomputed = proximal == "recompute"
-        assert len(open_history(config).ledger.list("logprob")) == (2 * config.rollout.shards if recomputed else 0)
-        assert [metrics["policy/proximal_recomputed"] for metrics in found[-1]] == [float(recomputed)] * 2
+        assert len(open_history(config).ledger.list("logprob")) == (3 * config.rollout.shards if recomputed else 0)
+        assert [metrics["policy/proximal_recomputed"] for metrics in found[-1]] == [float(recomputed)] * 3
         assert max(metrics["mismatch/canary_max_abs"] for metrics in found[-1]) < 1e-4
         started = next(read_events(RunPaths(config.run_dir).events))
         assert started.detail == f"start, ppo.proximal={'recompute' if recomputed else 'loglinear'}"
-    names = ("policy/loss", "policy/grad_norm", "policy/weight_mean", "kl/ref", "critic/loss", "reward/mean")
+    names = ("policy/loss", "policy/grad_norm", "policy/weight_mean", "policy/kl_ref", "critic/loss", "reward/mean")
+    assert found[0][2]["policy/weight_max"] > 1.01
     for left_out, kept in zip(*found, strict=True):
         assert {n: left_out[n] for n in names} == pytest.approx({n: kept[n] for n in names}, abs=1e-4)
 

@@ -262,7 +262,7 @@ def test_a_missing_value_is_refused(tmp_path: Path, key: str, line: str) -> None
     assert refusal.value.key == key
 
 
-ONE_STEP = ("ppo.epochs=1", "ppo.minibatches=1")
+ONE_STEP, IN_LOSS = ("ppo.epochs=1", "ppo.minibatches=1"), "ppo.kl.where=loss"
 
 
 @pytest.mark.parametrize(
@@ -270,19 +270,19 @@ ONE_STEP = ("ppo.epochs=1", "ppo.minibatches=1")
     [
         ((), "recompute"),  # as shipped: several optimizer steps from stale rows
         (("staleness=0",), "recompute"),  # pi moves away from pi_prox within the update
-        ((*ONE_STEP,), "recompute"),  # stale rows: the penalty in the rewards is pi_prox's
-        ((*ONE_STEP, "staleness=0"), "loglinear"),
-        ((*ONE_STEP, "staleness=0", "ppo.kl.target=1"), "loglinear"),
-        ((*ONE_STEP, "staleness=0", "model.dtype=bfloat16"), "recompute"),  # 0.02 nats a token are no rounding
-        ((*ONE_STEP, "staleness=0", "engine.dtype=bfloat16"), "recompute"),
-        ((*ONE_STEP, "ppo.kl.where=loss"), "loglinear"),  # nothing but the loss reads pi_prox, which is pi there
-        ((*ONE_STEP, "ppo.kl.where=loss", "engine.dtype=bfloat16"), "loglinear"),
-        ((*ONE_STEP, "ppo.kl.where=loss", "ppo.kl.target=1"), "recompute"),  # the controller reads it
+        ((*ONE_STEP,), "recompute"),  # the penalty in the rewards is pi_prox's
+        ((*ONE_STEP, "staleness=0"), "recompute"),
+        ((*ONE_STEP, IN_LOSS), "loglinear"),  # nothing but the loss reads pi_prox, which is pi there
+        ((*ONE_STEP, IN_LOSS, "engine.dtype=bfloat16"), "loglinear"),
+        ((*ONE_STEP, IN_LOSS, "ppo.kl.target=1"), "recompute"),  # the controller reads it
+        ((*ONE_STEP, IN_LOSS, "ppo.kl.target=1", "staleness=0"), "loglinear"),
+        ((*ONE_STEP, IN_LOSS, "ppo.kl.target=1", "staleness=0", "model.dtype=bfloat16"), "recompute"),
+        ((*ONE_STEP, IN_LOSS, "ppo.kl.target=1", "staleness=0", "engine.dtype=bfloat16"), "recompute"),
         ((*ONE_STEP, "ppo.kl.coef=0"), "loglinear"),
+        (("ppo.epochs=2", "ppo.minibatches=1", IN_LOSS), "recompute"),
         (("ppo.anchor=sampler",), "recompute"),
-        (("ppo.anchor=sampler", "ppo.kl.where=loss"), "sampler"),
-        (("ppo.anchor=sampler", "staleness=0"), "sampler"),
-        ((*ONE_STEP, "staleness=0", "ppo.proximal=recompute"), "recompute"),  # who asks for it gets it
+        (("ppo.anchor=sampler", IN_LOSS), "sampler"),
+        ((*ONE_STEP, IN_LOSS, "ppo.proximal=recompute"), "recompute"),  # who asks for it gets it
         (("ppo.proximal=loglinear",), "loglinear"),
     ],
     ids=" ".join,

@@ -25,7 +25,8 @@ from storage.rollouts import RolloutStore
 EVALUATION_METRIC = "eval/reward_mean"
 """Mean score of the held-out prompts, by version of the weights."""
 _FRACTION = "staleness/fraction_"
-_TOTALS = ("generate/tokens", "generate/rows_finished_elsewhere")
+_TRUNK_ROWS, _TRUNK_COMPUTED = "trunk/rows", "trunk/computed_rows"
+_TOTALS = ("generate/tokens", "generate/rows_finished_elsewhere", _TRUNK_ROWS, _TRUNK_COMPUTED)
 """Metrics of shards that are summed; of the others a step has the mean."""
 
 
@@ -62,6 +63,8 @@ class History:
         for name, values in shards.items():
             metrics[name] = float(np.sum(values) if name in _TOTALS else np.mean(values))
         metrics |= seconds | engine_metrics(counted)
+        if metrics.get(_TRUNK_ROWS):
+            metrics["trunk/hit_rate"] = 1 - metrics[_TRUNK_COMPUTED] / metrics[_TRUNK_ROWS]
         published = {c.address.step: c.finished for c in commits if c.address.stage == "publish"}
         before = self.ledger.find(Address("publish", step))
         after = published.get(step + 1)

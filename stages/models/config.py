@@ -57,17 +57,26 @@ class ModelConfig:
     frozen_blocks: int = 0
     """Lowest transformer blocks (and the embeddings, and the output layer tied to them) that are not trained. Policy,
     critic and reference share them: they are computed once per row and kept."""
+    trunk_cache_mb: int = 1024
+    """Of the frozen blocks' outputs kept on a rank, the rows used last; `trunk/hit_rate` says whether that is enough.
+    hidden size x 4 bytes a token: 2.3 KB for SmolLM2-135M, 16 KB for an 8B model. 0: nothing is kept."""
     critic_blocks: int | None = None
     """Blocks of the critic above the frozen ones; null: as many as the policy."""
     eos_token_ids: list[int] = field(default_factory=list)
     """Empty: the model's own."""
+    peak_tflops: float | None = None
+    """What one rank can compute per second in `dtype`, which `update_policy/mfu` is a share of; null: measured by a
+    product of matrices when the worker starts."""
     policy: OptimizerConfig = field(default_factory=OptimizerConfig)
     critic: OptimizerConfig = field(default_factory=OptimizerConfig)
 
 
 def model_problems(config: ModelConfig) -> Iterator[Problem]:
     """What of the section `model` cannot work by itself."""
-    yield from at_least(0, {"model.frozen_blocks": config.frozen_blocks})
+    not_negative = {"model.frozen_blocks": config.frozen_blocks, "model.trunk_cache_mb": config.trunk_cache_mb}
+    yield from at_least(0, not_negative)
+    if config.peak_tflops is not None and not (math.isfinite(config.peak_tflops) and config.peak_tflops > 0):
+        yield Problem("model.peak_tflops", config.peak_tflops, "must be above 0, or null: then it is measured")
     if config.products == "onednn" and config.dtype != "float32":
         yield Problem("model.products", config.products, "chooses float32 products: auto for model.dtype bfloat16")
     yield from _optimizer_problems("model.policy", config.policy)

@@ -5,6 +5,7 @@ May import numpy, torch, megatron.core, storage, stages.ppo and this folder.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -35,6 +36,7 @@ from stages.models.spec import read_spec
 from stages.models.token_logprobs import Distribution, Entropy
 from stages.models.trainer import Minibatch, Trainer, UpdateLimits, learning_rate
 from stages.models.trunk import Trunk
+from stages.models.work import UpdateWork, measured_peak, synchronise, update_flops
 from stages.ppo.config import PPOConfig
 from stages.ppo.masks import state_values
 from stages.ppo.micro_batches import minibatches
@@ -77,13 +79,17 @@ class MegatronHost:
         """What the gang multiplies with; the last bits of a run depend on it."""
         self._blueprint = Blueprint(model, spec, layout, self._parallel_rank, self.product_choice.products)
         weights = read_weights(model.path)
-        self._trunk = Trunk(build_trunk(self._blueprint, weights)) if model.frozen_blocks else None
+        kept = model.trunk_cache_mb << 20
+        self._trunk = Trunk(build_trunk(self._blueprint, weights), kept) if model.frozen_blocks else None
+        self._trunk_counted = (0, 0)
         self._reference = build_role(self._blueprint, Role.REFERENCE, weights) if Role.REFERENCE in roles else None
         self._trainers = {
             role: Trainer(role, build_role(self._blueprint, role, weights), optimizer, self._blueprint)
             for role, optimizer in ((Role.POLICY, model.policy), (Role.CRITIC, model.critic))
             if role in roles
         }
+        self._peak_flops = rank.size * self._peak_of_a_rank() if self._trainers else 0.0
+        self._last_updates: dict[Role, UpdateWork] = {}
 
     def policy_logprobs(self, rollout: Rollout) -> PolicyLogprobs | None:
         trainer = self._clean(Role.POLICY)
@@ -138,6 +144,20 @@ class MegatronHost:
             head=lambda hidden: head_values(hidden, model.output_layer),
         )
         return self._update(Role.CRITIC, step, batch, loss)
+
+    def last_update(self, role: Role) -> dict[str, float]:
+        work = self._last_updates.get(role)
+        return {} if work is None else work.metrics()
+
+    def trunk_counts(self) -> dict[str, float]:
+        if self._trunk is None:
+            return {}
+        rows, computed = self._trunk_counted
+        self._trunk_counted = self._trunk.num_rows, self._trunk.num_computed
+        return {
+            "trunk/rows": float(self._trunk.num_rows - rows),
+            "trunk/computed_rows": float(self._trunk.num_computed - computed),
+        }
 
     def version(self, role: Role) -> int:
         return self._trainer(role).version
@@ -214,14 +234,42 @@ class MegatronHost:
         if trainer.version != step:
             raise StateError(f"{role} is at version {trainer.version}; update {step} needs version {step}")
         held = self._ppo.critic_warmup_steps if role is Role.POLICY else 0
+        self._last_updates.pop(role, None)
         if step < held:
             return _named(role, trainer.advance(step))
         cut = minibatches(batch.rollout.num_rows, self._ppo.minibatches, self._ppo.epochs, self._seed, step)
         work = [self._minibatch(batch, rows, trainer.config, loss) for epoch in cut for rows in epoch]
         lr = learning_rate(trainer.config, step - held, self._total_steps - held)
         limits = UpdateLimits(self._ppo.max_skipped_steps, self._ppo.target_kl if role is Role.POLICY else None)
+        started = time.perf_counter()
         stats, metrics = trainer.train(step, lr, self._trunk, work, limits)
+        synchronise(self._parallel_rank.device)
+        computed = [minibatch.rows for minibatch in work if not minibatch.empty][: len(stats)]
+        if computed:
+            rows, seconds = np.concatenate(computed), time.perf_counter() - started
+            self._last_updates[role] = self._work(role, batch.rollout.response_mask[rows], seconds)
         return gather.summarise_over_ranks(self._parallel_rank, stats) | _named(role, metrics)
+
+    def _work(self, role: Role, mask: np.ndarray, seconds: float) -> UpdateWork:
+        """What training on rows with this response_mask took."""
+        blueprint, lengths = self._blueprint, row_lengths(mask)
+        spec, is_critic = blueprint.spec, role is Role.CRITIC
+        flops = update_flops(
+            spec,
+            blueprint.num_blocks(role),
+            lengths,
+            outputs=1 if is_critic else spec.vocab_size,
+            num_outputs=int(lengths.sum() if is_critic else mask.sum()),
+            output_trained=is_critic or not (spec.tied_embeddings and blueprint.model.frozen_blocks),
+        )
+        return UpdateWork(int(lengths.sum()), flops, seconds, self._peak_flops)
+
+    def _peak_of_a_rank(self) -> float:
+        """Operations per second that this rank can do."""
+        blueprint = self._blueprint
+        if blueprint.model.peak_tflops is not None:
+            return blueprint.model.peak_tflops * 1e12
+        return measured_peak(blueprint.dtype, blueprint.parallel_rank.device, blueprint.products)
 
     def _minibatch(
         self, batch: PolicyBatch | CriticBatch, rows: np.ndarray, config: OptimizerConfig, loss: MinibatchLoss

@@ -17,19 +17,18 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from torch import Tensor
 
-CACHE_BYTES = 1 << 30
-"""Of hidden states kept on a rank; SmolLM2 needs 2.3 KB a token."""
-
 
 class Trunk:
     """Owns the frozen blocks' outputs, by a digest of the row's tokens, least recently used dropped first. They are
     never stale: nothing trains the trunk."""
 
-    def __init__(self, model: GPTModel, cache_bytes: int = CACHE_BYTES) -> None:
+    def __init__(self, model: GPTModel, cache_bytes: int) -> None:
         self.model = model
         self.cache_bytes = cache_bytes
+        self.num_rows = 0
+        """Rows asked for so far."""
         self.num_computed = 0
-        """Rows that went through the blocks so far; the others came from the cache."""
+        """Of these, rows that went through the blocks; the others came from the cache."""
         config = model.config
         self._multiple = config.tensor_model_parallel_size if config.sequence_parallel else 1
         self.output_weight = model.embedding.word_embeddings.weight.detach()
@@ -51,6 +50,7 @@ class Trunk:
             computed_TBH = self._run(F.pad(tokens_BT[alike, :width], (0, max(0, width - tokens_BT.shape[1]))))
             for column, b in enumerate(alike):
                 rows[keys[b]] = computed_TBH[: lengths[b], column].clone()
+        self.num_rows += len(keys)
         self.num_computed += len(missing)
         hidden_TBH = rows[keys[0]].new_zeros(tokens_BT.shape[1], len(keys), rows[keys[0]].shape[-1])
         for b, key in enumerate(keys):

@@ -205,6 +205,8 @@ REFUSED = {
     ),
     # things that exclude one another
     "evaluate.every=1 prompts.held_out=1": ("prompts.held_out", "1", "2 or more"),
+    "model.trunk_cache_mb=-1": ("model.trunk_cache_mb", "-1", "0 or more"),
+    "model.peak_tflops=0": ("model.peak_tflops", "0.0", "above 0", "null"),
     "mismatch.rows=-1": ("mismatch.rows", "-1", "0 or more"),
     "mismatch.tokens=0": ("mismatch.tokens", "0", "1 or more"),
     "mismatch.alarm_nats=0": ("mismatch.alarm_nats", "0.0", "above 0 nats", "null"),

@@ -45,10 +45,17 @@ class OptimizerConfig:
 
 @dataclass
 class ModelConfig:
-    """The start policy, also the reference; the critic starts from it with a new scalar head."""
+    """The start policy, which is also the reference, and what the critic starts from, unless they have paths of their
+    own."""
 
     path: str = "???"
     """A directory in Hugging Face layout (Llama architecture), or `random:tiny` for a small random model."""
+    reference_path: str | None = None
+    """The model that the KL is taken to; null: `path`'s. Of the same vocabulary; with `frozen_blocks` of the same
+    architecture and the same frozen blocks."""
+    critic_path: str | None = None
+    """The model that the critic starts from, with a new scalar head; null: `path`'s. Of any size, and of a vocabulary
+    that begins with the policy's; with `frozen_blocks` of the same architecture and the same frozen blocks."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Of the trained models' forward and backward; master weights and optimizer state are float32."""
     products: Literal["auto", "torch", "onednn"] = "auto"

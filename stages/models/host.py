@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -64,7 +65,15 @@ class MegatronHost:
         if sampling.temperature <= 0:
             raise ValueError(f"sampling.temperature = {sampling.temperature}: training needs one above 0")
         spec = read_spec(model.path)
-        parallel.check_layout(model, spec, layout, rank.size)
+        self._paths = {
+            Role.POLICY: model.path,
+            Role.REFERENCE: model.reference_path or model.path,
+            Role.CRITIC: model.critic_path or model.path,
+        }
+        specs = {role: read_spec(path) for role, path in self._paths.items()}
+        for role, of_role in specs.items():
+            of_blocks = model if role is Role.CRITIC else replace(model, critic_blocks=None)
+            parallel.check_layout(of_blocks, of_role, layout, rank.size)
         self._ppo = ppo
         self._seed = seed
         self._total_steps = total_steps
@@ -78,13 +87,15 @@ class MegatronHost:
         self.product_choice = choose_products(model.products, DTYPES[model.dtype], self._parallel_rank.device)
         """What the gang multiplies with; the last bits of a run depend on it."""
         self._blueprint = Blueprint(model, spec, layout, self._parallel_rank, self.product_choice.products)
-        weights = read_weights(model.path)
+        self._blueprints = {role: replace(self._blueprint, spec=of_role) for role, of_role in specs.items()}
+        read = model.frozen_blocks or any(self._paths[role] == model.path for role in roles & self._paths.keys())
+        weights = read_weights(model.path) if read else {}
         kept = model.trunk_cache_mb << 20
         self._trunk = Trunk(build_trunk(self._blueprint, weights), kept) if model.frozen_blocks else None
         self._trunk_counted = (0, 0)
-        self._reference = build_role(self._blueprint, Role.REFERENCE, weights) if Role.REFERENCE in roles else None
+        self._reference = self._build(Role.REFERENCE, weights) if Role.REFERENCE in roles else None
         self._trainers = {
-            role: Trainer(role, build_role(self._blueprint, role, weights), optimizer, self._blueprint)
+            role: Trainer(role, self._build(role, weights), optimizer, self._blueprints[role])
             for role, optimizer in ((Role.POLICY, model.policy), (Role.CRITIC, model.critic))
             if role in roles
         }
@@ -169,7 +180,7 @@ class MegatronHost:
         self._trainer(role).dirty = False
 
     def digest(self, role: Role) -> str:
-        return gather.digest_of(self._trainer(role).model, self._blueprint)
+        return gather.digest_of(self._trainer(role).model, self._blueprints[role])
 
     def save(self, role: Role, directory: Path) -> None:
         self._clean(role).save(directory)
@@ -177,7 +188,7 @@ class MegatronHost:
     def load(self, role: Role, directory: Path | None) -> None:
         trainer = self._trainer(role)
         if directory is None:
-            reset_role(trainer.model, self._blueprint, read_weights(self._blueprint.model.path))
+            reset_role(trainer.model, self._blueprints[role], read_weights(self._paths[role]))
             trainer.restart()
         else:
             trainer.load(directory)
@@ -197,6 +208,12 @@ class MegatronHost:
         self._trainers.clear()
         self._reference = self._trunk = None
         parallel.leave()
+
+    def _build(self, role: Role, weights: Mapping[str, Tensor]) -> GPTModel:
+        """A role's model as of version 0; `weights`: those of `model.path`."""
+        path = self._paths[role]
+        own = weights if path == self._paths[Role.POLICY] else read_weights(path)
+        return build_role(self._blueprints[role], role, own)
 
     def _trainer(self, role: Role) -> Trainer:
         if role not in self._trainers:
@@ -252,7 +269,7 @@ class MegatronHost:
 
     def _work(self, role: Role, mask: np.ndarray, seconds: float) -> UpdateWork:
         """What training on rows with this response_mask took."""
-        blueprint, lengths = self._blueprint, row_lengths(mask)
+        blueprint, lengths = self._blueprints[role], row_lengths(mask)
         spec, is_critic = blueprint.spec, role is Role.CRITIC
         flops = update_flops(
             spec,

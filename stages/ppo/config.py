@@ -85,7 +85,7 @@ def resolve_proximal(config: PPOConfig, *, staleness: int, exact: bool) -> Liter
       read it: `sampler`.
     - The KL penalty, where it is in the rewards. Without pi_prox it would be mu's, which on fresh rows is the same but
       for rounding; and yet that forward is made: in a step whose scores do not vary the penalty is all that is left,
-      whitening divides by its spread, and AdamW steps as far for rounding errors as for anything.
+      whitening divides by its spread, AdamW by the gradient's size, and rounding errors are trained on.
     - The controller of the KL's coefficient, where there is one. It takes mu's KL as well on fresh rows, if engine and
       trainer agree (`exact`: both compute in float32; in bfloat16 they differ by 0.02 nats a token).
 

@@ -12,8 +12,8 @@ from typing import Any
 
 @dataclass(frozen=True, order=True)
 class Address:
-    """The one address of an output within a run: (stage, step, shard). For `publish` and `evaluate`, `step` is the
-    version of the weights. Stages that have one node a step have shard 0."""
+    """The one address of an output within a run: (stage, step, shard). For `publish`, `canary` and `evaluate`, `step`
+    is the version of the weights. Stages that have one node a step have shard 0."""
 
     stage: str
     step: int

@@ -154,6 +154,24 @@ class Advantages(Record):
     """Sampled tokens that take part in the losses (response_mask less rows that are filtered out)."""
 
 
+@jaxtyped(typechecker=beartype)
+@dataclass(frozen=True)
+class CanaryPolicyLogprobs(Record):
+    """Output of `canary_logprob`: the trainer's log-probs of the first sampled tokens of a shard's first rows."""
+
+    KIND: ClassVar[str] = "canary_policy"
+    canary_policy_logprobs: Float32[np.ndarray, "rows seq"]
+
+
+@jaxtyped(typechecker=beartype)
+@dataclass(frozen=True)
+class CanaryLogprobs(Record):
+    """Output of `canary`: an engine's log-probs of the same tokens, by the same version of the weights."""
+
+    KIND: ClassVar[str] = "canary"
+    canary_logprobs: Float32[np.ndarray, "rows seq"]
+
+
 STORED: tuple[type[Record], ...] = (
     Rollout,
     Scores,
@@ -161,6 +179,8 @@ STORED: tuple[type[Record], ...] = (
     PolicyLogprobs,
     Values,
     Advantages,
+    CanaryPolicyLogprobs,
+    CanaryLogprobs,
 )
 """Records that the rollout store writes and reads."""
 RECORD_TYPES: dict[str, type[Record]] = {record.KIND: record for record in STORED}

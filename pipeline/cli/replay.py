@@ -27,7 +27,7 @@ from pipeline.config.errors import ConfigError
 from pipeline.config.paths import RunPaths
 from pipeline.config.run import RunConfig
 from pipeline.driver.results import open_history
-from pipeline.graph.graph import STAGE_ROLES, Node, evaluate_nodes, step_nodes
+from pipeline.graph.graph import STAGE_ROLES, Node, canary_node, evaluate_nodes, step_nodes
 from pipeline.workers.messages import Call
 from pipeline.workers.parts import required
 from pipeline.workers.updates import UPDATE_STAGE
@@ -39,7 +39,7 @@ from storage.ledger import Commit
 from storage.records import Record
 from storage.weights import WeightBoard
 
-SAMPLING = ("generate", "evaluate")
+SAMPLING = ("generate", "evaluate", "canary")
 """Stages whose log-probs may differ in the last bits: they depend on which rows shared a batch."""
 SCORING = ("score", "evaluate_score")
 CLOSE = {"float32": 1e-3, "bfloat16": 0.1}
@@ -144,6 +144,8 @@ def _find_node(config: RunConfig, stage: str, step: int, shard: int) -> Node:
     if not 0 <= step <= last:
         raise ConfigError("--step", f"given {step}; the run has {'versions' if of_version else 'steps'} 0 to {last}")
     nodes = evaluate_nodes(spec, step) if of_version else step_nodes(spec, step)
+    if stage == "canary" and spec.canaries:  # it is among the nodes of the step that it waits for
+        nodes = [canary_node(spec, step)]
     node = next((n for n in nodes if n.address == Address(stage, step, shard)), None)
     if node is None:
         shards = [n.address.shard for n in nodes if n.stage == stage]

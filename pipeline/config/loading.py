@@ -112,6 +112,7 @@ def _finish(merged: Any) -> RunConfig:
         raise ConfigError(_key_of(error), _first_line(error)) from error
     assert isinstance(config, RunConfig)
     validate(config)
+    config.ppo.proximal = config.proximal  # what is written down, hashed and given to workers is what is done
     return config
 
 

@@ -1,12 +1,11 @@
 """What a run would be refused for that takes a look at the disk: model, prompts, reward, run directory. Nothing starts.
 
-May import torch, stages.models (spec, hf_config, hf_files), stages.prompts, stages.rewards.registry, storage; of
+May import torch, stages.models (spec, hf_files), stages.prompts, stages.rewards.registry, storage; of
 stages.engines how a model is cut and how large its cache is.
 """
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import tempfile
@@ -20,13 +19,14 @@ from pipeline.config.errors import ConfigError, refusal
 from pipeline.config.loading import config_hash, load_yaml
 from pipeline.config.memory import GIB, MemoryLimits, PlannedRun, memory_problems
 from pipeline.config.paths import RunPaths
+from pipeline.config.role_models import read_model, role_models
 from pipeline.config.run import RunConfig
 from stages.engines.embedded.kernels.paging import block_bytes, blocks_for
 from stages.engines.embedded.ranks.sharding import check_division
 from stages.models.hf_config import RANDOM_TINY
 from stages.models.hf_files import Tokenizer, read_tokenizer
 from stages.models.protocol import Role
-from stages.models.spec import ModelSpec, read_spec
+from stages.models.spec import ModelSpec
 from stages.prompts import PromptTable, tokenise
 from stages.rewards.registry import build_reward
 from storage.prompts import PromptsError, load_texts
@@ -52,7 +52,8 @@ def preflight(config: RunConfig, saved: Path | None = None) -> Preflight:
     """
     model = _check_model(config)
     _check_context(config, model)
-    _check_layouts(config, model)
+    for role, of_role in role_models(config, model).items():
+        _check_layout(config, role, of_role)
     _check_replicas(config, model)
     _check_devices(config)
     limits = memory_limits(config)
@@ -136,23 +137,10 @@ def _check_writable(key: str, given: str, directory: Path) -> None:
 
 
 def _check_model(config: RunConfig) -> ModelSpec:
-    path = config.model.path
-    try:
-        model = read_spec(path)
-    except FileNotFoundError as error:
-        raise ConfigError("model.path", f"given {path!r}; {error}. `make assets` fetches the demo's model") from error
-    except json.JSONDecodeError as error:
-        raise ConfigError("model.path", f"given {path!r}; its config.json is not JSON: {error}") from error
-    except ValueError as error:
-        raise ConfigError("model.path", f"given {path!r}; {error}") from error
-    if path != RANDOM_TINY and not any(Path(path).glob("*.safetensors")):
-        raise ConfigError("model.path", f"given {path!r}; it holds no .safetensors file")
-    blocks = model.num_layers
-    frozen, critic = config.model.frozen_blocks, config.model.critic_blocks
+    model = read_model("model.path", config.model.path)
+    blocks, frozen = model.num_layers, config.model.frozen_blocks
     if frozen >= blocks:
         raise ConfigError("model.frozen_blocks", f"given {frozen}; the model has {blocks} blocks: at most {blocks - 1}")
-    if critic is not None and not 1 <= critic <= blocks - frozen:
-        raise ConfigError("model.critic_blocks", f"given {critic}; must be from 1 to {blocks - frozen}")
     return model
 
 
@@ -169,25 +157,21 @@ def _check_context(config: RunConfig, model: ModelSpec) -> None:
     )
 
 
-def _check_layouts(config: RunConfig, model: ModelSpec) -> None:
-    """Whether every gang's layout can cut this model."""
-    trained = model.num_layers - config.model.frozen_blocks
-    cut_by_pipeline = {
-        "num_hidden_layers": model.num_layers,
-        "model.critic_blocks": trained if config.model.critic_blocks is None else config.model.critic_blocks,
-    }
-    for gang in config.gangs():
-        layout, key = config.placement.gangs[gang.name].layout, f"placement.gangs.{gang.name}.layout"
-        if not gang.ordered:
-            continue
-        heads, given = model.num_heads, layout.tensor
-        if given > heads:
-            raise ConfigError(f"{key}.tensor", f"given {given}; the model has {heads} query heads: at most {heads}")
-        for name, number in cut_by_pipeline.items():
-            if number % layout.pipeline:
-                raise ConfigError(
-                    f"{key}.pipeline", f"given {layout.pipeline}; must divide the model's {name} = {number}"
-                )
+def _check_layout(config: RunConfig, role: Role, model: ModelSpec) -> None:
+    """Whether the layout of the gang that holds a role can cut the role's model."""
+    gang = config.placement.roles[role]
+    layout, key = config.placement.gangs[gang].layout, f"placement.gangs.{gang}.layout"
+    whose = "model" if role is Role.POLICY else role
+    if layout.tensor > model.num_heads:
+        heads = model.num_heads
+        raise ConfigError(
+            f"{key}.tensor", f"given {layout.tensor}; the {whose} has {heads} query heads: at most {heads}"
+        )
+    name, number = "num_hidden_layers", model.num_layers
+    if role is Role.CRITIC and config.model.critic_blocks is not None:
+        name, number = "model.critic_blocks", config.model.critic_blocks
+    if number % layout.pipeline:
+        raise ConfigError(f"{key}.pipeline", f"given {layout.pipeline}; must divide the {whose}'s {name} = {number}")
 
 
 def _check_replicas(config: RunConfig, model: ModelSpec) -> None:

@@ -8,12 +8,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
 from pipeline.config.checkpoint import CheckpointConfig, checkpoint_problems
 from pipeline.config.cluster import ClusterConfig, cluster_problems
 from pipeline.config.errors import refusal
 from pipeline.config.evaluate import EvaluateConfig, evaluate_problems
 from pipeline.config.export import ExportConfig, export_problems
+from pipeline.config.mismatch import BFLOAT16_ALARM_NATS, FLOAT32_ALARM_NATS, MismatchConfig, mismatch_problems
 from pipeline.config.placement import PlacementConfig, placed_gangs, placement_problems
 from pipeline.config.rollout import RolloutConfig, rollout_problems
 from pipeline.config.tracking import TrackingConfig, tracking_problems
@@ -23,7 +25,7 @@ from stages.engines.config import EngineConfig, engine_problems
 from stages.models.config import ModelConfig, model_problems
 from stages.models.protocol import Role
 from stages.models.sampling import SamplingConfig, sampling_problems
-from stages.ppo.config import PPOConfig, ppo_problems
+from stages.ppo.config import PPOConfig, ppo_problems, resolve_proximal
 from stages.rewards.protocol import RewardConfig
 from storage.config import PromptsConfig, prompts_problems
 from storage.problems import Problem, at_least, divides
@@ -46,9 +48,10 @@ class RunConfig:
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
-    ppo: PPOConfig = field(default_factory=PPOConfig)
+    ppo: PPOConfig = field(default_factory=lambda: PPOConfig(proximal="auto"))
     placement: PlacementConfig = field(default_factory=PlacementConfig)
     evaluate: EvaluateConfig = field(default_factory=EvaluateConfig)
+    mismatch: MismatchConfig = field(default_factory=MismatchConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     export: ExportConfig = field(default_factory=ExportConfig)
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
@@ -78,6 +81,23 @@ class RunConfig:
         return self.placement.gangs[gang].weights_dir or self.cluster.weights_dir
 
     @property
+    def alarm_nats(self) -> float:
+        """Mean absolute difference of canaries' log-probs above which there is an alarm."""
+        if self.mismatch.alarm_nats is not None:
+            return self.mismatch.alarm_nats
+        return FLOAT32_ALARM_NATS if self._float32 else BFLOAT16_ALARM_NATS
+
+    @property
+    def _float32(self) -> bool:
+        """Whether engine and trainer both compute in float32, so that their log-probs agree to rounding."""
+        return self.model.dtype == self.engine.dtype == "float32"
+
+    @property
+    def proximal(self) -> Literal["recompute", "loglinear", "sampler"]:
+        """`ppo.proximal`, and what it is where that is `auto`."""
+        return resolve_proximal(self.ppo, staleness=self.staleness, exact=self._float32)
+
+    @property
     def replica_ranks(self) -> int:
         """Processes of one replica of the engine."""
         return self.engine.tensor_parallel * self.engine.pipeline_parallel
@@ -87,9 +107,10 @@ class RunConfig:
             steps=self.steps,
             shards=self.rollout.shards,
             staleness=self.staleness,
-            recompute_logprobs=self.ppo.proximal == "recompute",
+            recompute_logprobs=self.proximal == "recompute",
             eval_every=self.evaluate.every,
             eval_shards=self.evaluate.shards,
+            canaries=self.mismatch.rows > 0,
         )
 
     def layouts(self) -> Layouts:
@@ -120,6 +141,7 @@ def run_problems(config: RunConfig) -> Iterator[Problem]:
         *ppo_problems(config.ppo),
         *placement_problems(config.placement),
         *evaluate_problems(config.evaluate),
+        *mismatch_problems(config.mismatch),
         *checkpoint_problems(config.checkpoint),
         *export_problems(config.export),
         *tracking_problems(config.tracking),

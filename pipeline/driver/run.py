@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from rich.console import Console
@@ -30,7 +30,7 @@ from pipeline.driver.session import interruptible, only_driver, published_weight
 from pipeline.graph.dispatch import Dispatch
 from pipeline.graph.flow import Flow
 from pipeline.graph.graph import Node, run_nodes, weight_readers
-from pipeline.observe.history import EVALUATION_METRIC, History
+from pipeline.observe.history import EVALUATION_METRIC, History, alarm_text
 from pipeline.observe.journal import EventKind, Journal, run_starts
 from pipeline.observe.live import Progress
 from pipeline.observe.responses import Decode, response_pairs
@@ -119,7 +119,8 @@ def _run(config: RunConfig, history: History, console: Console, tracker: Tracker
             config.name, config.steps, _links(config, workers), console=console, first_step=len(tracked)
         )
         with progress, Journal(paths.events, progress.event) as journal:
-            journal.now(EventKind.RUN_STARTED, detail="resume" if resume else "start")
+            begun = "resume" if resume else "start"
+            journal.now(EventKind.RUN_STARTED, detail=f"{begun}, ppo.proximal={config.ppo.proximal}")
             _Driver(config, history, board, workers, journal, progress, tracker, tracked).run()
             journal.now(EventKind.RUN_FINISHED)
 
@@ -178,6 +179,7 @@ class _Driver:
         """`tracked`: steps whose metrics the tracker has."""
         self._history = history
         self._board = board
+        self._journal = journal
         self._progress = progress
         self._tracker = tracker
         self._began = time.time()
@@ -215,6 +217,8 @@ class _Driver:
             self._report_step(address.step - (address.stage == "publish"))
         if address.stage == "publish" and weight_readers(self._graph, node.version):
             self._executor.fetch_weights(node.version)
+        elif address.stage == "canary" and outcome.ref is not None:
+            self._report_canary(address.step, outcome.ref.metrics)
         elif address.stage == "evaluate_score":
             evaluation = self._history.evaluation(address.step)
             if evaluation is not None:
@@ -230,6 +234,14 @@ class _Driver:
         metrics = self._history.step_metrics(step, [self._began])
         self._tracker.metrics(step, metrics)
         self._progress.step(step, metrics)
+
+    def _report_canary(self, version: int, metrics: Mapping[str, float]) -> None:
+        """Engine and trainer were compared at a version; loudly where they differ."""
+        self._tracker.metrics(version, metrics)
+        text = alarm_text(version, metrics)
+        if text is not None:
+            self._journal.now(EventKind.ALARM, stage="canary", step=version, detail=text)
+            self._progress.alarm(text)
 
     def _step_over(self, step: int, nodes: list[Node]) -> None:
         """Every node of a step is done: its trace goes out, its results are let go."""

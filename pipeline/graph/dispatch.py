@@ -217,8 +217,10 @@ class Dispatch:
         return frozenset(self._gangs[gang].slots)
 
     def waiting_versions(self, gang: str) -> set[int]:
-        """Versions of the weights that nodes need which wait for nothing but a slot of this pool."""
-        return {self._entries[address].node.version for address in self._ready[gang, Mode.SLOT]}
+        """Versions of the weights that nodes need which wait for nothing but a slot of this pool. Canaries do not
+        count: the few rows that they bring are no reason for others to stay."""
+        waiting = [self._entries[address].node for address in self._ready[gang, Mode.SLOT]]
+        return {node.version for node in waiting if node.stage != "canary"}
 
     def losses(self, address: Address) -> int:
         """How often it was lost with its worker."""

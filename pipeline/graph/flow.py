@@ -64,7 +64,7 @@ class Flow:
         step = self._step_of.pop(node.address)
         if node.stage == "update_policy":
             self._updated = max(self._updated, node.address.step + 1)
-        if node.stage in ("generate", "evaluate"):
+        if node.stage in ("generate", "evaluate", "canary"):
             readers = self._readers.get(node.version, set())
             readers.discard(node.address)
             if not readers:

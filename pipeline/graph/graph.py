@@ -15,6 +15,12 @@ Edges that are not data: `update_policy[i] <- publish[i]` (the trainer must have
 it into i + 1), `advantage[i] <- advantage[i-1]` (the KL controller's state), `evaluate` nodes beside the generation
 that uses the same version.
 
+**Canaries** hang beside all this. `canary[v]` has an engine that holds version v score a few rows of `generate[v, 0]`,
+whatever version sampled them, and compares with what the trainer said of them at version v: `logprob[v, 0]`, or, where
+there are no logprob nodes, `canary_logprob[v]`, a forward of those few rows that the trainer makes before it trains v.
+So the trainer never waits for an engine; and `canary[v]` comes after the last generation that uses an older version, so
+that no engine is made to change weights for it before its time.
+
 May import the standard library, `stages.models.protocol.Role` and `storage.address`.
 """
 
@@ -36,6 +42,8 @@ STAGE_ROLES: dict[str, Role] = {
     "update_policy": Role.POLICY,
     "update_critic": Role.CRITIC,
     "publish": Role.POLICY,
+    "canary_logprob": Role.POLICY,
+    "canary": Role.GENERATE,
     "evaluate": Role.GENERATE,
     "evaluate_score": Role.SCORE,
 }
@@ -82,6 +90,8 @@ class GraphSpec:
     eval_every: int = 0
     """Evaluate versions 0, k, 2k, ... and the last; 0: none."""
     eval_shards: int = 1
+    canaries: bool = False
+    """Compare engine and trainer at every version that is trained."""
 
 
 def generation_version(spec: GraphSpec, step: int) -> int:
@@ -111,6 +121,28 @@ def evaluate_nodes(spec: GraphSpec, version: int) -> list[Node]:
         nodes.append(Node((turn, 10), rollout, (publish,), (), version))
         nodes.append(Node((turn, 11), Address("evaluate_score", version, shard), (rollout,), (rollout,), version))
     return nodes
+
+
+def canary_node(spec: GraphSpec, version: int) -> Node:
+    """The comparison of an engine with the trainer at a version that is trained."""
+    rollout = Address("generate", version)
+    trainers = Address("logprob" if spec.recompute_logprobs else "canary_logprob", version)
+    inputs, step = (rollout, trainers), _canary_step(spec, version)
+    parents = {*inputs, Address("publish", version)}
+    if generation_version(spec, step) < version:
+        parents |= {Address("generate", step, s) for s in range(spec.shards)}
+    return Node((step, 9), Address("canary", version), tuple(sorted(parents)), inputs, version)
+
+
+def _canary_step(spec: GraphSpec, version: int) -> int:
+    """The step among whose nodes a canary is: the last that an older version generates, or its own."""
+    return min(version + max(spec.staleness - 1, 0), spec.steps - 1) if version else 0
+
+
+def _canaries_of(spec: GraphSpec, step: int) -> list[Node]:
+    """The canaries among a step's nodes; in the run's last step there may be several."""
+    versions = range(max(0, step - spec.staleness), step + 1) if spec.canaries else ()
+    return [canary_node(spec, version) for version in versions if _canary_step(spec, version) == step]
 
 
 def step_nodes(spec: GraphSpec, step: int) -> list[Node]:
@@ -143,10 +175,14 @@ def step_nodes(spec: GraphSpec, step: int) -> list[Node]:
     advantage = Address("advantage", i)
     nodes.append(Node((i, 5), advantage, (*sources, *carried), tuple(sources), i))
     batch = (advantage, *sources)
-    nodes.append(
-        Node((i, 6), Address("update_policy", i), (advantage, *before_policy, Address("publish", i)), batch, i)
-    )
+    ready = (advantage, *before_policy, Address("publish", i))
+    if spec.canaries and not spec.recompute_logprobs:
+        rows, canary = Address("generate", i), Address("canary_logprob", i)
+        nodes.append(Node((i, 3), canary, (rows, *before_policy), (rows,), i))
+        ready = (*ready, canary)
+    nodes.append(Node((i, 6), Address("update_policy", i), ready, batch, i))
     nodes.append(Node((i, 8), Address("update_critic", i), (advantage, *before_critic), batch, i))
+    nodes += _canaries_of(spec, i)
     nodes.append(publish_node(i + 1))
     if evaluated(spec, i + 1):
         nodes += evaluate_nodes(spec, i + 1)
@@ -171,4 +207,6 @@ def weight_readers(spec: GraphSpec, version: int) -> list[Address]:
     readers = [Address("generate", i, s) for i in steps for s in range(spec.shards)]
     if evaluated(spec, version):
         readers += [Address("evaluate", version, s) for s in range(spec.eval_shards)]
+    if spec.canaries and version < spec.steps:
+        readers.append(Address("canary", version))
     return readers

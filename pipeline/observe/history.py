@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter, defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -25,7 +25,8 @@ from storage.rollouts import RolloutStore
 EVALUATION_METRIC = "eval/reward_mean"
 """Mean score of the held-out prompts, by version of the weights."""
 _FRACTION = "staleness/fraction_"
-_TOTALS = ("generate/tokens", "generate/rows_finished_elsewhere")
+_TRUNK_ROWS, _TRUNK_COMPUTED = "trunk/rows", "trunk/computed_rows"
+_TOTALS = ("generate/tokens", "generate/rows_finished_elsewhere", _TRUNK_ROWS, _TRUNK_COMPUTED)
 """Metrics of shards that are summed; of the others a step has the mean."""
 
 
@@ -40,8 +41,10 @@ class History:
     """Rows of a step."""
 
     def commits(self, step: int) -> list[Commit]:
-        """The commits of a step's nodes that are there (evaluations not included)."""
-        addresses = [n.address for n in step_nodes(self.spec, step) if not n.stage.startswith("evaluate")]
+        """The commits of a step's nodes that are there, and that of its version's canary; evaluations not included."""
+        others = ("evaluate", "evaluate_score", "canary")
+        addresses = [n.address for n in step_nodes(self.spec, step) if n.stage not in others]
+        addresses += [Address("canary", step)] if self.spec.canaries else []
         return [c for c in map(self.ledger.find, addresses) if c is not None]
 
     def step_metrics(self, step: int, starts: Iterable[float] = ()) -> dict[str, float]:
@@ -60,6 +63,8 @@ class History:
         for name, values in shards.items():
             metrics[name] = float(np.sum(values) if name in _TOTALS else np.mean(values))
         metrics |= seconds | engine_metrics(counted)
+        if metrics.get(_TRUNK_ROWS):
+            metrics["trunk/hit_rate"] = 1 - metrics[_TRUNK_COMPUTED] / metrics[_TRUNK_ROWS]
         published = {c.address.step: c.finished for c in commits if c.address.stage == "publish"}
         before = self.ledger.find(Address("publish", step))
         after = published.get(step + 1)
@@ -112,6 +117,16 @@ class History:
         """All complete evaluations by version."""
         versions = sorted({c.address.step for c in self.ledger.list("evaluate_score")})
         return [e for e in map(self.evaluation, versions) if e is not None]
+
+
+def alarm_text(version: int, metrics: Mapping[str, float]) -> str | None:
+    """What a person is told of a canary's metrics; None where all is well."""
+    if not metrics.get("mismatch/alarm"):
+        return None
+    return (
+        f"engine and trainer differ by {metrics['mismatch/canary_mean_abs']:.3g} nats a token at version {version} of "
+        f"the weights, above {metrics['mismatch/alarm_nats']:g} (mismatch.alarm_nats): has the engine taken them?"
+    )
 
 
 def distinct_bigrams(rollout: Rollout) -> float | None:

@@ -31,6 +31,8 @@ class EventKind(StrEnum):
     """Weights of version `step` became readable."""
     GANG_BUILT = "gang_built"
     GANG_LOST = "gang_lost"
+    ALARM = "alarm"
+    """Engine and trainer differ at version `step` of the weights; `detail` says by how much."""
     ROWS_MOVED = "rows_moved"
     """Rows left `worker` to go on in another replica; `detail` says how many and where to."""
     WARNED = "warned"

@@ -119,6 +119,10 @@ class Progress:
         if self._live is None:
             self._print(f"held-out reward {mean:.4g} at version {version}")
 
+    def alarm(self, text: str) -> None:
+        """Something is wrong that does not end the run: it stays on the screen, above the panel."""
+        self._console.print(Text(f"ALARM: {text}", style="bold red"), soft_wrap=True)
+
     def render(self) -> RenderableType:
         """The live panel as it is now."""
         head = Table.grid(padding=(0, 2), expand=True)

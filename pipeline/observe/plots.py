@@ -32,6 +32,8 @@ STAGE_COLOURS = {
     "update_policy": "#D64550",
     "update_critic": "#F08A7B",
     "publish": "#6B5B95",
+    "canary_logprob": "#D9C24A",
+    "canary": "#BAB0AC",
 }
 OTHER_COLOUR = "#9D9D9D"
 INK, FAINT = "#22252B", "#D8DBE0"
@@ -85,7 +87,11 @@ CURVES = (
     Panel("entropy of the policy, nats", (("policy/entropy_start", "entropy"),)),
     Panel("explained variance of the critic", (("critic/explained_variance", "critic"),), 1.0),
     Panel("clipped fraction", (("policy/clipfrac", "policy"), ("critic/clipfrac", "critic"))),
-    Panel("mismatch of log-probs, mean |difference|", (("mismatch/mean_abs_all", "trainer - sampler"),), 0.0),
+    Panel(
+        "mismatch of log-probs, mean |difference|",
+        (("mismatch/mean_abs_all", "trainer - sampler"), ("mismatch/canary_mean_abs", "at one version")),
+        0.0,
+    ),
     Panel("staleness, versions", (("staleness/mean", "mean"), ("staleness/max", "max"))),
     Panel("effective sample size of the weights w", (("ess/fraction", "fraction"),), 1.0),
     Panel(

@@ -119,6 +119,8 @@ class Summary:
     busiest_gang: str | None
     idle: dict[str, float]
     """By gang: part of the wall time that its workers ran nothing (mean over workers)."""
+    alarms: int
+    """Versions at which engine and trainer differed (`mismatch.alarm_nats`)."""
     kl_final: float | None
     """KL to the reference of the last step, nats per response."""
     distinct_bigrams: dict[str, float | None]
@@ -174,6 +176,7 @@ def summarise(
         overlap_fraction=_ratio(_time_at_least_two(list(busy.values())), wall_s),
         busiest_gang=busiest,
         idle=_idle(all_boxes, wall_s),
+        alarms=len({e.step for e in log if e.kind is EventKind.ALARM}),
         kl_final=by_step[-1].kl if by_step else None,
         distinct_bigrams={
             "before": evaluations[0].distinct_bigrams if evaluations else None,

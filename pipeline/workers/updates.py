@@ -126,6 +126,8 @@ class ExactlyOnceUpdates:
             return found if self._rank == 0 else None
         self.at(role, step)
         metrics = self._train(role, step)
+        metrics |= {f"{UPDATE_STAGE[role]}/{name}": value for name, value in self.host.last_update(role).items()}
+        metrics |= self.host.trunk_counts()
         digest = self.host.digest(role)
         winner = self.agree(lambda: commit(metrics, digest))
         self._verify(winner, digest)

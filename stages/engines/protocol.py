@@ -47,6 +47,9 @@ class Request:
     version: int
     """Of the weights that it must be sampled with; the oldest, where the engine updates in flight."""
     sampling: SamplingConfig
+    forced: tuple[int, ...] = ()
+    """Tokens of the response that are given and not drawn, `sampling.max_new_tokens` of them: each comes back with the
+    log-prob that it has under these weights, computed as for a token that was drawn. Empty: all are drawn."""
 
 
 @dataclass(frozen=True)

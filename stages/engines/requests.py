@@ -30,5 +30,19 @@ def check_request(request: Request, max_seq: int, vocab: int, eos_ids: Set[int])
         problem = f"suppresses token ids outside the vocabulary of {vocab}"
     elif len(banned | eos_ids if sampling.min_new_tokens else banned) >= vocab:
         problem = "suppresses every token"
+    elif request.forced:
+        problem = _forced_problem(request, vocab, banned, eos_ids)
     if problem is not None:
         raise RequestError(f"row {request.row} {problem}")
+
+
+def _forced_problem(request: Request, vocab: int, banned: Set[int], eos_ids: Set[int]) -> str | None:
+    """What is wrong with the tokens that a response is to consist of."""
+    forced, sampling = request.forced, request.sampling
+    if len(forced) != sampling.max_new_tokens:
+        return f"is given {len(forced)} tokens of its response, and max_new_tokens {sampling.max_new_tokens}"
+    if not all(0 <= token < vocab for token in forced):
+        return f"is given tokens of its response outside the vocabulary of {vocab}"
+    if not banned.isdisjoint(forced) or not eos_ids.isdisjoint(forced[: sampling.min_new_tokens]):
+        return "is given tokens of its response that cannot be sampled there"
+    return None

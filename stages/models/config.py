@@ -55,11 +55,18 @@ class OptimizerConfig:
 
 @dataclass
 class ModelConfig:
-    """The start policy, also the reference; the critic starts from it with a new scalar head."""
+    """The start policy, which is also the reference, and what the critic starts from, unless they have paths of their
+    own."""
 
     path: str = "???"
     """A directory in Hugging Face layout (a family of `stages.models.spec`), or `random:tiny` for a small random
     model."""
+    reference_path: str | None = None
+    """The model that the KL is taken to; null: `path`'s. Of the same vocabulary; with `frozen_blocks` of the same
+    architecture and the same frozen blocks."""
+    critic_path: str | None = None
+    """The model that the critic starts from, with a new scalar head; null: `path`'s. Of any size, and of a vocabulary
+    that begins with the policy's; with `frozen_blocks` of the same architecture and the same frozen blocks."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Of the trained models' forward and backward; master weights and optimizer state are float32."""
     products: Literal["auto", "torch", "onednn"] = "auto"
@@ -71,10 +78,16 @@ class ModelConfig:
     frozen_blocks: int = 0
     """Lowest transformer blocks (and the embeddings, and the output layer tied to them) that are not trained. Policy,
     critic and reference share them: they are computed once per row and kept."""
+    trunk_cache_mb: int = 1024
+    """Of the frozen blocks' outputs kept on a rank, the rows used last; `trunk/hit_rate` says whether that is enough.
+    hidden size x 4 bytes a token: 2.3 KB for SmolLM2-135M, 16 KB for an 8B model. 0: nothing is kept."""
     critic_blocks: int | None = None
     """Blocks of the critic above the frozen ones; null: as many as the policy."""
     eos_token_ids: list[int] = field(default_factory=list)
     """Empty: the model's own."""
+    peak_tflops: float | None = None
+    """What one rank can compute per second in `dtype`, which `update_policy/mfu` is a share of; null: measured by a
+    product of matrices when the worker starts."""
     policy: OptimizerConfig = field(default_factory=OptimizerConfig)
     critic: OptimizerConfig = field(default_factory=OptimizerConfig)
 
@@ -92,7 +105,10 @@ def recompute_problems(key: str, layout: LayoutConfig) -> Iterator[Problem]:
 
 def model_problems(config: ModelConfig) -> Iterator[Problem]:
     """What of the section `model` cannot work by itself."""
-    yield from at_least(0, {"model.frozen_blocks": config.frozen_blocks})
+    not_negative = {"model.frozen_blocks": config.frozen_blocks, "model.trunk_cache_mb": config.trunk_cache_mb}
+    yield from at_least(0, not_negative)
+    if config.peak_tflops is not None and not (math.isfinite(config.peak_tflops) and config.peak_tflops > 0):
+        yield Problem("model.peak_tflops", config.peak_tflops, "must be above 0, or null: then it is measured")
     if config.products == "onednn" and config.dtype != "float32":
         yield Problem("model.products", config.products, "chooses float32 products: auto for model.dtype bfloat16")
     yield from _optimizer_problems("model.policy", config.policy)

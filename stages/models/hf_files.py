@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
@@ -23,6 +24,7 @@ from stages.models.spec import EMBEDDING, LM_HEAD, read_spec, tensor_shapes
 _COPIED_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja",
                  "generation_config.json", "vocab.json", "merges.txt", "tokenizer.model")  # fmt: skip
 """Beside config.json, what a written model takes over from the one it started as, where it is there."""
+_VOCABULARY_FILES = ("tokenizer.json", "vocab.json", "tokenizer.model")
 _TINY_SEED = 20_24
 _TINY_LINEAR_STD = 0.1
 _TINY_EMBEDDING_STD = 0.2
@@ -105,17 +107,42 @@ def read_weights(path: str) -> dict[str, torch.Tensor]:
     them. Raises FileNotFoundError with what was looked for."""
     if path == RANDOM_TINY:
         return _random_weights()
+    weights: dict[str, torch.Tensor] = {}
+    for file in _weight_files(path):
+        weights |= load_file(file)
+    return weights
+
+
+def _weight_files(path: str) -> list[Path]:
     directory = Path(path)
     whole, index = directory / "model.safetensors", directory / "model.safetensors.index.json"
     if whole.is_file():
-        return dict(load_file(whole))
+        return [whole]
     if not index.is_file():
         raise FileNotFoundError(f"no weights at {path!r}: neither {whole.name} nor {index.name} is there")
-    files = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-    weights: dict[str, torch.Tensor] = {}
-    for name in files:
-        weights |= load_file(directory / name)
-    return weights
+    return [directory / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
+
+
+def read_some_weights(path: str, names: Collection[str]) -> dict[str, torch.Tensor]:
+    """Those of a model's tensors that have these names, in the order of the names; no others are read. Raises what
+    `read_weights` raises."""
+    if path == RANDOM_TINY:
+        weights = _random_weights()
+        return {name: weights[name] for name in names if name in weights}
+    found: dict[str, torch.Tensor] = {}
+    for file in _weight_files(path):
+        with safe_open(file, framework="pt") as tensors:
+            found |= {name: tensors.get_tensor(name) for name in set(names) & set(tensors.keys())}
+    return {name: found[name] for name in names if name in found}
+
+
+def read_vocabulary(path: str) -> dict[str, int] | None:
+    """Token -> id of a model's tokenizer; None where its directory has none."""
+    if path == RANDOM_TINY:
+        return {f"<0x{byte:02X}>": byte for byte in range(256)}
+    if not any((Path(path) / name).is_file() for name in _VOCABULARY_FILES):
+        return None
+    return dict(AutoTokenizer.from_pretrained(path).get_vocab())
 
 
 def read_tokenizer(path: str) -> Tokenizer:

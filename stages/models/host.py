@@ -5,8 +5,10 @@ May import numpy, torch, megatron.core, storage, stages.ppo and this folder.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -37,10 +39,11 @@ from stages.models.peak_memory import peak_bytes
 from stages.models.products import choose_products
 from stages.models.protocol import CriticBatch, PolicyBatch, Rank, Role
 from stages.models.sampling import SamplingConfig
-from stages.models.spec import read_spec
+from stages.models.spec import ModelSpec, read_spec
 from stages.models.token_logprobs import Distribution, Entropy
 from stages.models.trainer import Minibatch, Trainer, UpdateLimits, learning_rate
 from stages.models.trunk import Trunk
+from stages.models.work import UpdateWork, measured_peak, synchronise, update_flops
 from stages.ppo.config import PPOConfig
 from stages.ppo.masks import state_values
 from stages.ppo.micro_batches import balanced, minibatches
@@ -69,19 +72,19 @@ class MegatronHost:
         if sampling.temperature <= 0:
             raise ValueError(f"sampling.temperature = {sampling.temperature}: training needs one above 0")
         spec = read_spec(model.path)
-        parallel.check_layout(model, spec, layout, rank.size)
+        self._paths = {
+            Role.POLICY: model.path,
+            Role.REFERENCE: model.reference_path or model.path,
+            Role.CRITIC: model.critic_path or model.path,
+        }
+        specs = {role: read_spec(path) for role, path in self._paths.items()}
+        for role, of_role in specs.items():
+            of_blocks = model if role is Role.CRITIC else replace(model, critic_blocks=None)
+            parallel.check_layout(of_blocks, of_role, layout, rank.size)
         self._ppo = ppo
         self._seed = seed
         self._total_steps = total_steps
-        self._distribution = Distribution(
-            temperature=sampling.temperature,
-            suppressed=(
-                *sampling.suppress_token_ids,
-                *range(spec.vocab_size, padded(spec, layout.tensor).vocab_size),
-            ),
-            eos=tuple(model.eos_token_ids) or read_eos_ids(model.path),
-            min_new_tokens=sampling.min_new_tokens,
-        )
+        self._distribution = _distribution(sampling, model, spec, layout)
         self._parallel_rank = parallel.join(rank, layout, seed)
         # of CPU tensors, for the threads that write checkpoints: the ranks' other calls must not get in between
         self._writers = dist.new_group(backend="gloo")
@@ -92,14 +95,20 @@ class MegatronHost:
         self._blueprint = Blueprint(
             model, spec, layout, self._parallel_rank, self._kernels, self.product_choice.products
         )
-        weights = read_weights(model.path)
-        self._trunk = Trunk(build_trunk(self._blueprint, weights)) if model.frozen_blocks else None
-        self._reference = build_role(self._blueprint, Role.REFERENCE, weights) if Role.REFERENCE in roles else None
+        self._blueprints = {role: replace(self._blueprint, spec=of_role) for role, of_role in specs.items()}
+        read = model.frozen_blocks or any(self._paths[role] == model.path for role in roles & self._paths.keys())
+        weights = read_weights(model.path) if read else {}
+        kept = model.trunk_cache_mb << 20
+        self._trunk = Trunk(build_trunk(self._blueprint, weights), kept) if model.frozen_blocks else None
+        self._trunk_counted = (0, 0)
+        self._reference = self._build(Role.REFERENCE, weights) if Role.REFERENCE in roles else None
         self._trainers = {
-            role: Trainer(role, build_role(self._blueprint, role, weights), optimizer, self._blueprint)
+            role: Trainer(role, self._build(role, weights), optimizer, self._blueprints[role])
             for role, optimizer in ((Role.POLICY, model.policy), (Role.CRITIC, model.critic))
             if role in roles
         }
+        self._peak_flops = rank.size * self._peak_of_a_rank() if self._trainers else 0.0
+        self._last_updates: dict[Role, UpdateWork] = {}
 
     def collectives_of(self, where: str) -> AbstractContextManager[None]:
         return self._parallel_rank.roll_call.collectives_of(where)
@@ -159,6 +168,20 @@ class MegatronHost:
         )
         return self._update(Role.CRITIC, step, batch, loss)
 
+    def last_update(self, role: Role) -> dict[str, float]:
+        work = self._last_updates.get(role)
+        return {} if work is None else work.metrics()
+
+    def trunk_counts(self) -> dict[str, float]:
+        if self._trunk is None:
+            return {}
+        rows, computed = self._trunk_counted
+        self._trunk_counted = self._trunk.num_rows, self._trunk.num_computed
+        return {
+            "trunk/rows": float(self._trunk.num_rows - rows),
+            "trunk/computed_rows": float(self._trunk.num_computed - computed),
+        }
+
     def version(self, role: Role) -> int:
         return self._trainer(role).version
 
@@ -169,7 +192,7 @@ class MegatronHost:
         self._trainer(role).dirty = False
 
     def digest(self, role: Role) -> str:
-        return gather.digest_of(self._trainer(role).model, self._blueprint)
+        return gather.digest_of(self._trainer(role).model, self._blueprints[role])
 
     def save(self, role: Role, directory: Path) -> Callable[[], dict[str, FileSum] | None]:
         taken = self._clean(role).snapshot()
@@ -178,7 +201,7 @@ class MegatronHost:
     def load(self, role: Role, directory: Path | None) -> None:
         trainer = self._trainer(role)
         if directory is None:
-            reset_role(trainer.model, self._blueprint, read_weights(self._blueprint.model.path))
+            reset_role(trainer.model, self._blueprints[role], read_weights(self._paths[role]))
             trainer.restart()
         else:
             trainer.load(directory)
@@ -199,6 +222,12 @@ class MegatronHost:
         self._trainers.clear()
         self._reference = self._trunk = None
         parallel.leave()
+
+    def _build(self, role: Role, weights: Mapping[str, Tensor]) -> GPTModel:
+        """A role's model as of version 0; `weights`: those of `model.path`."""
+        path = self._paths[role]
+        own = weights if path == self._paths[Role.POLICY] else read_weights(path)
+        return build_role(self._blueprints[role], role, own)
 
     def _trainer(self, role: Role) -> Trainer:
         if role not in self._trainers:
@@ -237,15 +266,43 @@ class MegatronHost:
         if trainer.version != step:
             raise StateError(f"{role} is at version {trainer.version}; update {step} needs version {step}")
         held = self._ppo.critic_warmup_steps if role is Role.POLICY else 0
+        self._last_updates.pop(role, None)
         if step < held:
             return _named(role, trainer.advance(step))
         cut = minibatches(batch.rollout.num_rows, self._ppo.minibatches, self._ppo.epochs, self._seed, step)
         work = [self._minibatch(batch, rows, trainer.config, loss) for epoch in cut for rows in epoch]
         lr = learning_rate(trainer.config, step - held, self._total_steps - held)
         limits = UpdateLimits(self._ppo.max_skipped_steps, self._ppo.target_kl if role is Role.POLICY else None)
+        started = time.perf_counter()
         stats, metrics = trainer.train(step, lr, self._trunk, work, limits)
+        synchronise(self._parallel_rank.device)
+        computed = [minibatch.rows for minibatch in work if not minibatch.empty][: len(stats)]
+        if computed:
+            rows, seconds = np.concatenate(computed), time.perf_counter() - started
+            self._last_updates[role] = self._work(role, batch.rollout.response_mask[rows], seconds)
         metrics["peak_memory_bytes"] = float(max(gather.from_all_ranks(peak_bytes())))
         return gather.summarise_over_ranks(self._parallel_rank, stats) | _named(role, metrics)
+
+    def _work(self, role: Role, mask: np.ndarray, seconds: float) -> UpdateWork:
+        """What training on rows with this response_mask took."""
+        blueprint, lengths = self._blueprints[role], row_lengths(mask)
+        spec, is_critic = blueprint.spec, role is Role.CRITIC
+        flops = update_flops(
+            spec,
+            blueprint.num_blocks(role),
+            lengths,
+            outputs=1 if is_critic else spec.vocab_size,
+            num_outputs=int(lengths.sum() if is_critic else mask.sum()),
+            output_trained=is_critic or not (spec.tied_embeddings and blueprint.model.frozen_blocks),
+        )
+        return UpdateWork(int(lengths.sum()), flops, seconds, self._peak_flops)
+
+    def _peak_of_a_rank(self) -> float:
+        """Operations per second that this rank can do."""
+        blueprint = self._blueprint
+        if blueprint.model.peak_tflops is not None:
+            return blueprint.model.peak_tflops * 1e12
+        return measured_peak(blueprint.dtype, blueprint.parallel_rank.device, blueprint.products)
 
     def _minibatch(
         self, batch: PolicyBatch | CriticBatch, rows: np.ndarray, config: OptimizerConfig, loss: MinibatchLoss
@@ -283,6 +340,16 @@ class MegatronHost:
             max_rows=config.micro_batch_rows,
             multiple=rank.tensor_size if self._blueprint.layout.sequence_parallel else 1,
         )
+
+
+def _distribution(sampling: SamplingConfig, model: ModelConfig, spec: ModelSpec, layout: LayoutConfig) -> Distribution:
+    """What tokens are drawn from; tokens that only fill the vocabulary up to equal parts cannot be."""
+    return Distribution(
+        temperature=sampling.temperature,
+        suppressed=(*sampling.suppress_token_ids, *range(spec.vocab_size, padded(spec, layout.tensor).vocab_size)),
+        eos=tuple(model.eos_token_ids) or read_eos_ids(model.path),
+        min_new_tokens=sampling.min_new_tokens,
+    )
 
 
 def _named(role: Role, metrics: Mapping[str, float]) -> dict[str, float]:

@@ -35,8 +35,6 @@ from stages.models.spec import (
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 
-TRUNK_CACHE_BYTES = 1 << 30
-"""Of hidden states kept on a rank; SmolLM2 needs 2.3 KB a token."""
 
 LOGITS_BLOCK_BYTES = {"cpu": 1 << 21, "cuda": 1 << 28}
 """Of logits worked on at a time: on a CPU few enough to stay in its cache, on a GPU enough to fill it."""
@@ -217,7 +215,7 @@ def trunk_cache_bytes(gang: GangModels, rows: int, width: int) -> int:
     """Of the hidden states of so many rows, of which each data-parallel rank keeps its own."""
     if not gang.model.frozen_blocks:
         return 0
-    return min(TRUNK_CACHE_BYTES, -(-rows // gang.data_ranks) * width * 4 * gang.spec.hidden_size)
+    return min(gang.model.trunk_cache_mb << 20, -(-rows // gang.data_ranks) * width * 4 * gang.spec.hidden_size)
 
 
 def rank_bytes(

@@ -97,6 +97,16 @@ class ModelHost(Protocol):
 
     def update_critic(self, step: int, batch: CriticBatch) -> dict[str, float]: ...
 
+    def last_update(self, role: Role) -> dict[str, float]:
+        """How fast the role's last update was: tokens_per_s, tflops_per_s, peak_tflops, mfu. Empty where it has trained
+        on nothing."""
+        ...
+
+    def trunk_counts(self) -> dict[str, float]:
+        """Since the last call, on this rank: rows that the frozen blocks were asked for (`trunk/rows`) and those that
+        had to be computed (`trunk/computed_rows`). Empty without frozen blocks."""
+        ...
+
     def version(self, role: Role) -> int: ...
 
     def dirty(self, role: Role) -> bool: ...

@@ -1,7 +1,7 @@
 """The frozen lowest blocks, computed once per row: their outputs are kept in a bounded cache, from which reference,
 log-probs, values and every epoch of the updates read.
 
-May import numpy, torch, megatron.core, stages.models.memory and stages.models.packing.
+May import numpy, torch, megatron.core and stages.models.packing.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from torch import Tensor
 
-from stages.models.memory import TRUNK_CACHE_BYTES
 from stages.models.packing import pack
 
 
@@ -26,11 +25,13 @@ class Trunk:
     """Owns the frozen blocks' outputs, by a digest of the row's tokens, least recently used dropped first. They are
     never stale: nothing trains the trunk."""
 
-    def __init__(self, model: GPTModel, cache_bytes: int = TRUNK_CACHE_BYTES) -> None:
+    def __init__(self, model: GPTModel, cache_bytes: int) -> None:
         self.model = model
         self.cache_bytes = cache_bytes
+        self.num_rows = 0
+        """Rows asked for so far."""
         self.num_computed = 0
-        """Rows that went through the blocks so far; the others came from the cache."""
+        """Of these, rows that went through the blocks; the others came from the cache."""
         config = model.config
         self._multiple = config.tensor_model_parallel_size if config.sequence_parallel else 1
         self.output_weight = model.embedding.word_embeddings.weight.detach()
@@ -54,6 +55,7 @@ class Trunk:
             computed_BTH = self._run(torch.stack([F.pad(row_tokens[b], (0, width - int(lengths[b]))) for b in alike]))
             for hidden_TH, b in zip(computed_BTH, alike, strict=True):
                 rows[keys[b]] = hidden_TH[: lengths[b]].clone()
+        self.num_rows += len(keys)
         self.num_computed += len(missing)
         hidden_NH = rows[keys[0]].new_zeros(len(tokens_N), rows[keys[0]].shape[-1])
         for start, length, key in zip(starts, lengths, keys, strict=True):

@@ -44,7 +44,8 @@ class PPOConfig:
     anchor: Literal["proximal", "sampler"] = "proximal"
     correction: Literal["truncate", "mask", "none"] = "truncate"
     correction_cap: float = 2.0
-    proximal: Literal["recompute", "loglinear", "sampler"] = "recompute"
+    proximal: Literal["auto", "recompute", "loglinear", "sampler"] = "recompute"
+    """Where pi_prox comes from. A run's config has no `auto` any more: see `resolve_proximal`."""
     epochs: int = 2
     minibatches: int = 2
     """Optimizer steps per epoch; divides the rows of a step."""
@@ -73,6 +74,33 @@ class PPOConfig:
     center_scores: bool = False
     """Subtract the running mean of scores (state carried from step to step)."""
     kl: KLConfig = field(default_factory=KLConfig)
+
+
+def resolve_proximal(config: PPOConfig, *, staleness: int, exact: bool) -> Literal["recompute", "loglinear", "sampler"]:
+    """What `ppo.proximal: auto` comes to: no forward for pi_prox where it changes nothing that is learnt, but for
+    rounding. Three things read pi_prox, and none may miss it:
+
+    - The policy's loss. With one optimizer step per update pi_prox IS pi before that step, whatever sampled the rows
+      and whatever the engine's numerics: `loglinear`, which is exact then. Under `anchor: sampler` the loss does not
+      read it: `sampler`.
+    - The KL penalty, where it is in the rewards. Without pi_prox it would be mu's, which on fresh rows is the same but
+      for rounding; and yet that forward is made: in a step whose scores do not vary the penalty is all that is left,
+      whitening divides by its spread, AdamW by the gradient's size, and rounding errors are trained on.
+    - The controller of the KL's coefficient, where there is one. It takes mu's KL as well on fresh rows, if engine and
+      trainer agree (`exact`: both compute in float32; in bfloat16 they differ by 0.02 nats a token).
+
+    `staleness`: the bound eta.
+    """
+    if config.proximal != "auto":
+        return config.proximal
+    if config.kl.coef != 0:
+        if config.kl.where == "reward":
+            return "recompute"
+        if config.kl.target is not None and not (staleness == 0 and exact):
+            return "recompute"
+    if config.anchor == "sampler":
+        return "sampler"
+    return "loglinear" if config.epochs * config.minibatches == 1 else "recompute"
 
 
 def ppo_problems(config: PPOConfig) -> Iterator[Problem]:

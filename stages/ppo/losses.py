@@ -249,6 +249,8 @@ def _proximal_logprobs(log_pi: Tensor, log_mu: Tensor, inputs: PolicyLossInputs,
             return loglinear_proximal(log_pi, log_mu, behind, inputs.optimizer_steps_taken)
         case "sampler":
             return log_mu.detach()
+        case "auto":
+            raise ValueError("ppo.proximal: auto is no choice yet: see stages.ppo.config.resolve_proximal")
 
 
 def _reference_kl(log_pi: Tensor, inputs: PolicyLossInputs, cfg: PPOConfig) -> Tensor:

@@ -109,6 +109,29 @@ def proximal_metrics(
     return metrics
 
 
+def canary_metrics(
+    engine_logprobs: PerToken, policy_logprobs: PerToken, sampler_logprobs: PerToken, mask: Mask
+) -> dict[str, float]:
+    """Engine and trainer at the same version, on tokens that some version sampled; d = log mu - log pi, both of now.
+
+    mismatch/canary_mean_abs    mean |d|: what the alarm looks at
+    mismatch/canary_max_abs     largest |d|
+    mismatch/canary_k3          mean of exp(-d) - 1 + d: KL(mu || pi) per token, as of tokens drawn from mu
+    mismatch/canary_moved       mean |log mu - log mu of when they were sampled|: 0 for ever says that the engine's
+                                weights do not change
+    """
+    if not mask.any():
+        return {}
+    engine, policy, before = (_float64(x, mask)[mask] for x in (engine_logprobs, policy_logprobs, sampler_logprobs))
+    d = engine - policy
+    return {
+        "mismatch/canary_mean_abs": float(np.abs(d).mean()),
+        "mismatch/canary_max_abs": float(np.abs(d).max()),
+        "mismatch/canary_k3": float((np.expm1(-d) + d).mean()),
+        "mismatch/canary_moved": float(np.abs(engine - before).mean()),
+    }
+
+
 def entropy_metrics(entropy: PerToken, mask: Mask) -> dict[str, float]:
     """policy/entropy_start: mean entropy of the proximal policy per sampled token, in nats (the update reports its own
     as policy/entropy)."""

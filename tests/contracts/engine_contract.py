@@ -5,6 +5,7 @@ The oracle is transformers, on small random Llamas (tied and untied) that transf
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -174,6 +175,55 @@ class EngineContract:
         with ThreadPoolExecutor(3) as threads:
             parts = list(threads.map(lambda i: by_row(engine.generate(requests[i::3])), range(3)))
         assert_same_tokens(parts[0] | parts[1] | parts[2], together)
+
+    @pytest.mark.parametrize("temperature", [0.0, 0.7])
+    def test_given_tokens_come_back_with_their_logprobs(
+        self, engine: GenerationEngine, model: LlamaForCausalLM, temperature: float
+    ) -> None:
+        """In one batch with rows that draw, which are not disturbed; what was drawn before has the same log-probs when
+        it is given."""
+        drawn = make_requests(4, temperature=temperature, suppress_token_ids=[5], min_new_tokens=3)
+        free = by_row(engine.generate(drawn))
+        rng = np.random.default_rng(8)
+        given = [tuple(int(t) for t in rng.choice(np.arange(6, VOCAB), n)) for n in (1, 7, 12)]
+        settings = [
+            SamplingConfig(len(g), min(3, len(g)), temperature=temperature, suppress_token_ids=[5]) for g in given
+        ]
+        forced = [Request(20 + i, 11, 3, (7, 8 + i), 0, settings[i], given[i]) for i in range(3)]
+        again = [
+            dataclasses.replace(
+                request,
+                row=40 + request.row,
+                sampling=dataclasses.replace(request.sampling, max_new_tokens=len(free[request.row].tokens)),
+                forced=tuple(free[request.row].tokens.tolist()),
+            )
+            for request in drawn
+        ]
+        found = by_row(engine.generate([*drawn, *forced, *again]))
+        assert_same_tokens({row: found[row] for row in free}, free)
+        for request in forced:
+            completion = found[request.row]
+            assert tuple(completion.tokens.tolist()) == request.forced
+            expected = oracle_logprobs(model, request, completion.tokens)
+            chosen = expected[range(len(request.forced)), list(request.forced)]
+            np.testing.assert_allclose(completion.logprobs, chosen.numpy(), atol=1e-4)
+        assert_same_tokens({row: found[40 + row] for row in free}, free)
+
+    @pytest.mark.parametrize(
+        ("forced", "message"),
+        [
+            ((7, 8), "given 2 tokens of its response, and max_new_tokens 3"),
+            ((7, 8, VOCAB), f"outside the vocabulary of {VOCAB}"),
+            ((7, 5, 8), "cannot be sampled there"),
+            ((EOS, 7, 8), "cannot be sampled there"),
+        ],
+    )
+    def test_refuses_tokens_that_no_response_has(
+        self, engine: GenerationEngine, forced: tuple[int, ...], message: str
+    ) -> None:
+        settings = SamplingConfig(3, 2, suppress_token_ids=[5])
+        with pytest.raises(RequestError, match=f"row 17 is given .*{message.removeprefix('given ')}"):
+            list(engine.generate([Request(17, 1, 1, (3,), 0, settings, forced)]))
 
     def test_noise_differs_between_rows_steps_and_seeds(self, engine: GenerationEngine) -> None:
         prompt, settings = (7, 8, 9), SamplingConfig(max_new_tokens=16, min_new_tokens=16)

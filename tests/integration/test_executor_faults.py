@@ -222,7 +222,7 @@ def test_scheduler_forgets_old_steps(start: Callable[..., Run], workers: LocalWo
 
     run.on_done = count
     run.go()
-    nodes_of_a_step, ranks, window, lineage = 14, 2, 3, 8
+    nodes_of_a_step, ranks, window, lineage = 15, 2, 3, 8
     assert max(held) <= nodes_of_a_step * ranks * (window + lineage)
     assert len(list(run_nodes(run.config.graph()))) == 20 * nodes_of_a_step + 1
 

@@ -37,7 +37,7 @@ KEYS = {
     "steps", "wall_s", "samples_per_s", "tokens_per_s", "stage_s", "overhead_fraction", "staleness", "eval", "reward",
     "kl", "versions",
 }  # fmt: skip
-EXTRA_KEYS = {"overlap_fraction", "busiest_gang", "idle", "kl_final", "distinct_bigrams"}
+EXTRA_KEYS = {"overlap_fraction", "busiest_gang", "idle", "alarms", "kl_final", "distinct_bigrams"}
 
 
 @pytest.fixture(scope="module")
@@ -169,6 +169,7 @@ def test_the_summary_has_what_is_compared_between_runs(overlapped: RunConfig) ->
     assert summary["kl"][0] == pytest.approx(0, abs=1e-3)
     assert summary["stage_s"].keys() == {node.stage for node in run_nodes(overlapped.graph())}
     assert summary["versions"]["weights"] == STEPS + 1
+    assert summary["alarms"] == 0
     assert summary["versions"]["torch"].partition("+")[0] == torch.__version__.partition("+")[0]
     assert 0 <= summary["overhead_fraction"] <= 1
     scores = [float(record.scores.mean()) for record in steps_of(overlapped, "score")]
@@ -224,7 +225,7 @@ def test_mlflow_has_the_run(overlapped: RunConfig) -> None:
     promised = {
         "reward/mean", "kl/ref", "kl/coef", "staleness/max", "staleness/mean", "ess/fraction", "time/step_s",
         "time/generate_s", "time/update_policy_s", "throughput/samples_per_s", "throughput/tokens_per_s",
-        "policy/clipfrac", "critic/explained_variance", "eval/reward_mean",
+        "policy/clipfrac", "critic/explained_variance", "eval/reward_mean", "mismatch/canary_mean_abs",
     }  # fmt: skip
     assert promised <= run.data.metrics.keys()
     assert [m.step for m in client.get_metric_history(run.info.run_id, "reward/mean")] == list(range(STEPS))

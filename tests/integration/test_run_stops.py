@@ -145,4 +145,4 @@ def test_a_resumed_run_ends_as_one_that_was_never_stopped(
     nodes = {node.address for node in run_nodes(config.graph())}
     assert {commit.address for commit in open_history(config).ledger.list()} == nodes
     started = [e for e in read_events(RunPaths(config.run_dir).events) if e.kind is EventKind.RUN_STARTED]
-    assert [e.detail for e in started] == ["start", "resume"]
+    assert [e.detail for e in started] == ["start, ppo.proximal=recompute", "resume, ppo.proximal=recompute"]

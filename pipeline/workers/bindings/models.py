@@ -8,6 +8,7 @@ from __future__ import annotations
 from pipeline.workers.bindings.binding import Output
 from pipeline.workers.messages import Call
 from pipeline.workers.parts import WorkerParts, required
+from stages.canary import canary_logprob
 from stages.logprob import logprob
 from stages.models.protocol import Role
 from stages.reference import reference
@@ -18,17 +19,27 @@ from storage.records import Rollout
 def reference_shard(parts: WorkerParts, call: Call) -> Output:
     """The reference's log-probs of the sampled tokens."""
     rollout: Rollout = parts.read(call.inputs[0])
-    record = reference(required(parts.updates).host, rollout)
-    return Output(record, weight_versions=(0,), mask=rollout.response_mask)
+    host = required(parts.updates).host
+    record = reference(host, rollout)
+    return Output(record, host.trunk_counts(), weight_versions=(0,), mask=rollout.response_mask)
 
 
 def logprob_shard(parts: WorkerParts, call: Call) -> Output:
     """The proximal policy's log-probs of the sampled tokens: those of the version that the step trains."""
     host, rollout = required(parts.updates).at(Role.POLICY, call.version), parts.read(call.inputs[0])
-    return Output(logprob(host, rollout), weight_versions=(call.version,), mask=rollout.response_mask)
+    record = logprob(host, rollout)
+    return Output(record, host.trunk_counts(), weight_versions=(call.version,), mask=rollout.response_mask)
+
+
+def canary_logprob_once(parts: WorkerParts, call: Call) -> Output:
+    """The trainer's log-probs of the canaries, where no log-probs of whole shards are computed."""
+    host, settings = required(parts.updates).at(Role.POLICY, call.version), parts.config.mismatch
+    record = canary_logprob(host, parts.read(call.inputs[0]), rows=settings.rows, tokens=settings.tokens)
+    return Output(record, host.trunk_counts(), weight_versions=(call.version,))
 
 
 def value_shard(parts: WorkerParts, call: Call) -> Output:
     """The critic's values of the states before each token."""
     host = required(parts.updates).at(Role.CRITIC, call.version)
-    return Output(value(host, parts.read(call.inputs[0])), weight_versions=(call.version,))
+    record = value(host, parts.read(call.inputs[0]))
+    return Output(record, host.trunk_counts(), weight_versions=(call.version,))

@@ -9,8 +9,8 @@ May import this folder and, through it, stages and storage.
 from __future__ import annotations
 
 from pipeline.workers.bindings.binding import Binding, Computed, SelfCommitting
-from pipeline.workers.bindings.models import logprob_shard, reference_shard, value_shard
-from pipeline.workers.bindings.sampling import evaluate_shard, generate_shard
+from pipeline.workers.bindings.models import canary_logprob_once, logprob_shard, reference_shard, value_shard
+from pipeline.workers.bindings.sampling import canary_once, evaluate_shard, generate_shard
 from pipeline.workers.bindings.scoring import advantage_step, score_shard
 from pipeline.workers.bindings.weights import publish_version, update_critic_once, update_policy_once
 
@@ -24,6 +24,8 @@ STAGES: dict[str, Binding] = {
     "update_policy": SelfCommitting(update_policy_once),
     "update_critic": SelfCommitting(update_critic_once),
     "publish": SelfCommitting(publish_version),
+    "canary_logprob": Computed(canary_logprob_once),
+    "canary": Computed(canary_once),
     "evaluate": Computed(evaluate_shard),
     "evaluate_score": Computed(score_shard),
 }

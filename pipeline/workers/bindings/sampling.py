@@ -1,4 +1,4 @@
-"""Sampling: responses to a shard of training prompts, and to a shard of those that are held out.
+"""What an engine does: responses to a shard of training prompts, to a shard of those that are held out, and canaries.
 
 May import pipeline.workers, pipeline.observe.engine_metrics, stages and storage.
 """
@@ -6,7 +6,9 @@ May import pipeline.workers, pipeline.observe.engine_metrics, stages and storage
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
+from typing import TypeVar
 
 import numpy as np
 
@@ -15,12 +17,21 @@ from pipeline.workers.bindings.binding import Output
 from pipeline.workers.messages import Call
 from pipeline.workers.parts import WorkerParts, required
 from pipeline.workers.weight_transfer import Fetched
+from stages.canary import CANARY_STEP, canary
+from stages.engines.embedded.migration.load import RowKey
 from stages.engines.embedded.migration.protocol import RowsLost
+from stages.engines.protocol import EngineStats, GenerationEngine
 from stages.generate import generate
 from stages.models.peak_memory import peak_bytes
 from stages.models.sampling import SamplingConfig
 from stages.prompts import EVALUATION_STEP, held_out_prompts, training_prompts
-from storage.records import PromptBatch
+from storage.records import CanaryLogprobs, CanaryPolicyLogprobs, PolicyLogprobs, PromptBatch, Rollout
+
+Answer = TypeVar("Answer")
+
+
+class MismatchAlarm(RuntimeError):
+    """Engine and trainer say different things with the same weights, and the config says that this ends the run."""
 
 
 def generate_shard(parts: WorkerParts, call: Call) -> Output:
@@ -48,31 +59,83 @@ def evaluate_shard(parts: WorkerParts, call: Call) -> Output:
     return _sample(parts, call, prompts, step=EVALUATION_STEP, sampling=sampling, exact=True)
 
 
+def canary_once(parts: WorkerParts, call: Call) -> Output:
+    """An engine's log-probs of the canaries against the trainer's. Raises MismatchAlarm where that ends the run."""
+    config = parts.config
+    rollout: Rollout = parts.read(call.inputs[0])
+    trainers: PolicyLogprobs | CanaryPolicyLogprobs = parts.read(call.inputs[1])
+    theirs = trainers.policy_logprobs if isinstance(trainers, PolicyLogprobs) else trainers.canary_policy_logprobs
+    keys = [(config.seed, CANARY_STEP, row) for row in rollout.row[: config.mismatch.rows].tolist()]
+
+    def score(engine: GenerationEngine) -> tuple[CanaryLogprobs, dict[str, float]]:
+        return canary(
+            engine,
+            rollout,
+            theirs,
+            config.sampling,
+            seed=config.seed,
+            version=call.version,
+            rows=config.mismatch.rows,
+            tokens=config.mismatch.tokens,
+        )
+
+    (record, found), _ = _in_engine(parts, call, keys, score, exact=True)
+    difference = found["mismatch/canary_mean_abs"]
+    alarm = difference > config.alarm_nats
+    if alarm and config.mismatch.stop:
+        raise MismatchAlarm(
+            f"engine and trainer differ by {difference:.3g} nats a token at version {call.version} of the weights; "
+            f"mismatch.alarm_nats is {config.alarm_nats:g}, mismatch.stop is true"
+        )
+    metrics = {**found, "mismatch/alarm_nats": config.alarm_nats, "mismatch/alarm": float(alarm)}
+    return Output(record, metrics, weight_versions=(call.version,))
+
+
+def _in_engine(
+    parts: WorkerParts,
+    call: Call,
+    keys: Sequence[RowKey],
+    run: Callable[[GenerationEngine], Answer],
+    *,
+    exact: bool,
+) -> tuple[Answer, int]:
+    """What `run` makes of the engine with the call's version resident, or (unless `exact`) a newer one; and how many of
+    the rows with these keys other replicas finished."""
+    rows = parts.rows
+    answers: list[Answer] = []
+    with nullcontext() if rows is None else rows.shard(call.address, keys) as shard:
+        while not answers:
+            with suppress(RowsLost), required(parts.engine).at(call.version, parts.clock, exact=exact) as engine:
+                answers.append(run(engine))
+    return answers[0], shard.finished_elsewhere if shard is not None else 0
+
+
 def _sample(
     parts: WorkerParts, call: Call, prompts: PromptBatch, *, step: int, sampling: SamplingConfig, exact: bool
 ) -> Output:
     """`exact`: no token may be of a newer version than the call's."""
-    config, rows = parts.config, parts.rows
+    config = parts.config
     keys = [(config.seed, step, row) for row in prompts.row.tolist()]
-    with nullcontext() if rows is None else rows.shard(call.address, keys) as shard:
-        rollout = None
-        while rollout is None:
-            with suppress(RowsLost), required(parts.engine).at(call.version, parts.clock, exact=exact) as engine:
-                rollout = generate(
-                    engine,
-                    prompts,
-                    seed=config.seed,
-                    step=step,
-                    version=call.version,
-                    sampling=sampling,
-                    seq=config.seq,
-                    pad_id=required(parts.prompts).pad_id,
-                )
+
+    def draw(engine: GenerationEngine) -> tuple[Rollout, EngineStats]:
+        rollout = generate(
+            engine,
+            prompts,
+            seed=config.seed,
+            step=step,
+            version=call.version,
+            sampling=sampling,
+            seq=config.seq,
+            pad_id=required(parts.prompts).pad_id,
+        )
+        return rollout, engine.stats()
+
+    (rollout, stats), elsewhere = _in_engine(parts, call, keys, draw, exact=exact)
     fetched = parts.fetcher.fetched() if parts.fetcher is not None else Fetched()
     metrics = {
         "generate/tokens": float(rollout.response_lengths.sum()),
-        "generate/rows_finished_elsewhere": float(shard.finished_elsewhere) if shard is not None else 0.0,
-        **counts(engine.stats(), fetched.seconds, fetched.num_bytes, peak_bytes()),
+        "generate/rows_finished_elsewhere": float(elsewhere),
+        **counts(stats, fetched.seconds, fetched.num_bytes, peak_bytes()),
     }
     versions = tuple(np.unique(rollout.token_versions[rollout.response_mask]).tolist())
     return Output(rollout, metrics, weight_versions=versions, mask=rollout.response_mask)

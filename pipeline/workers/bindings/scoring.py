@@ -39,4 +39,4 @@ def advantage_step(parts: WorkerParts, call: Call) -> Output:
         config.staleness,
         before.state if before is not None else {},
     )
-    return Output(record, metrics, state)
+    return Output(record, {**metrics, "policy/proximal_recomputed": float(policy is not None)}, state)

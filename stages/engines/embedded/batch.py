@@ -5,8 +5,8 @@ May import numpy; of stages.engines.embedded scheduler and rows, paging and samp
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 from jaxtyping import Float32, Int32, Int64, UInt64
@@ -42,6 +42,8 @@ class Batch:
     """Whether someone looks at the hidden states behind the draws."""
     tree_paths: BatchTreePaths | None = None
     """Where there are guesses beside a main chain."""
+    forced: Mapping[int, int] = field(default_factory=dict)
+    """Draws, by their index in `drawn`, whose token is given; their log-prob is wanted."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -97,6 +99,7 @@ def lay_out(chunks: Sequence[Chunk], wants_hidden: bool = False) -> Batch:
         banned=[row.banned(ahead) for row, ahead in places],
         wants_hidden=wants_hidden,
         tree_paths=None if all(chunk.drafts.is_chain for chunk in chunks) else _tree_paths(chunks, numbers),
+        forced={i: token for i, (row, ahead) in enumerate(places) if (token := row.forced(ahead)) is not None},
     )
 
 

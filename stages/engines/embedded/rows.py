@@ -75,6 +75,11 @@ class Row:
         early = self.num_new + ahead < self.request.sampling.min_new_tokens
         return self._suppressed_early if early else self._suppressed
 
+    def forced(self, ahead: int) -> int | None:
+        """The token that is given and not drawn `ahead` positions after the next one, if any."""
+        given = self.request.forced
+        return given[self.num_new + ahead] if self.num_new + ahead < len(given) else None
+
     def append(self, token: int, logprob: float, version: int) -> None:
         self.tokens.append(token)
         self.logprobs.append(logprob)

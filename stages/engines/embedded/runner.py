@@ -38,7 +38,7 @@ from stages.engines.embedded.model.llama import (
     logits,
     refit_weights,
 )
-from stages.engines.embedded.sampling.draw import ban
+from stages.engines.embedded.sampling.draw import ban, forced_logprobs
 from stages.models.hf_files import read_weights
 from stages.models.spec import ModelSpec, read_spec
 from stages.native.compile import NoNativeKernelsError
@@ -159,7 +159,7 @@ class LocalRunner:
             self._busy_s += time.perf_counter() - started
 
     def _run(self, batch: Batch) -> Draws:
-        if self._captured is not None and self._captured.takes(batch):
+        if self._captured is not None and not batch.forced and self._captured.takes(batch):
             return Draws(*self._captured.run(batch))
         tokens = on_device(batch, self._device)
         hidden = forward(self._weights, self._spec, self._kernels, tokens, self._cache)
@@ -306,5 +306,9 @@ def on_device(batch: Batch, device: torch.device) -> Tokens:
 def draw(kernels: Kernels, scores: torch.Tensor, batch: Batch) -> Draws:
     """The tokens that a batch's noise picks from float32 logits `scores` [M, V], which it may overwrite."""
     ban(scores, batch.banned)
-    tokens, logprobs = kernels.choose(scores, batch.temperatures, batch.keys)
-    return Draws(tokens.cpu().numpy(), logprobs.cpu().numpy())
+    given = forced_logprobs(scores, batch.temperatures, batch.forced)  # before the draw overwrites the logits
+    chosen, logprobs_of_chosen = kernels.choose(scores, batch.temperatures, batch.keys)
+    tokens, logprobs = chosen.cpu().numpy(), logprobs_of_chosen.cpu().numpy()
+    for place, logprob in given.items():
+        tokens[place], logprobs[place] = batch.forced[place], logprob
+    return Draws(tokens, logprobs)

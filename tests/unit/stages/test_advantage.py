@@ -249,6 +249,22 @@ def test_without_a_proximal_policy_the_kl_is_the_samplers() -> None:
     assert found["kl/ref_capped_share"] == 0
 
 
+@pytest.mark.parametrize("where", ["reward", "loss"])
+def test_a_proximal_policy_that_says_what_the_sampler_said_adds_nothing(where: str) -> None:
+    """Fresh rows, engine and trainer 1e-6 apart: the same advantages and returns with its nodes and without."""
+    rollout, scores, reference, _, values = make_step()
+    fresh = dataclasses.replace(rollout, token_versions=np.where(rollout.response_mask, STEP, -1).astype(np.int32))
+    policy = PolicyLogprobs(rollout.sampler_logprobs * np.float32(1 + 1e-6), np.zeros_like(rollout.sampler_logprobs))
+    records = (fresh, scores, reference, policy, values)
+    kl = KLConfig(where=where, coef=0.1, target=2.0)  # type: ignore[arg-type]
+    with_nodes, state, found = run(records, PPOConfig(epochs=1, minibatches=1, kl=kl))
+    without, state_without, found_without = run(records, PPOConfig(proximal="loglinear", kl=kl))
+    for name, array in with_nodes.arrays().items():
+        np.testing.assert_allclose(without.arrays()[name], array, atol=2e-6, err_msg=name)
+    assert state_without == pytest.approx(state, rel=1e-6)
+    assert found_without["kl/ref"] == pytest.approx(found["kl/ref"], abs=1e-5)
+
+
 def test_a_constant_coefficient_follows_the_config_not_the_state() -> None:
     _, state, found = run(make_step(), PPOConfig(kl=KLConfig(coef=0.05)), {"kl_coef": 9.0})
     assert found["kl/coef"] == state["kl_coef"] == 0.05

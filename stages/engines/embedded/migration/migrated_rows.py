@@ -121,15 +121,22 @@ class LoadWatch:
         self._listener(here)
 
 
+def may_move(row: Row) -> bool:
+    """Whether a row is one that others could go on with: somebody waits for it, and its tokens are drawn. Rows whose
+    tokens are given are few, and are to say what this engine makes of them."""
+    return not row.unwanted and not row.request.forced
+
+
 def engine_load(
     rows: Iterable[Row], version: int, slots: int, cache_shape: tuple[int, int, int], pace: Pace
 ) -> EngineLoad:
     """What an engine with these rows reports. `cache_shape`: layers, key/value heads, head dimension."""
     layers, heads, dim = cache_shape
+    reported = [row for row in rows if may_move(row)]
     return EngineLoad(
         version=version,
         slots=slots,
-        rows=tuple(RowLoad(key_of(r.request), len(r.tokens), r.num_cached, r.num_left) for r in rows if not r.unwanted),
+        rows=tuple(RowLoad(key_of(r.request), len(r.tokens), r.num_cached, r.num_left) for r in reported),
         position_bytes=2 * layers * heads * dim * np.dtype(np.float32).itemsize,
         pass_s=pace.pass_s,
         prefill_s=pace.prefill_s,

@@ -14,7 +14,14 @@ import torch
 
 from stages.engines.embedded.engine import EmbeddedEngine
 from stages.engines.embedded.migration.load import EngineLoad, MigrationRequest
-from stages.engines.embedded.migration.migrated_rows import AcceptedRows, LoadWatch, OutgoingRows, Pace, engine_load
+from stages.engines.embedded.migration.migrated_rows import (
+    AcceptedRows,
+    LoadWatch,
+    OutgoingRows,
+    Pace,
+    engine_load,
+    may_move,
+)
 from stages.engines.embedded.migration.protocol import (
     MigratedRow,
     RowsLost,
@@ -162,7 +169,8 @@ class MigratingEngine:
 
     def report(self, rows: Collection[Row]) -> None:
         """See `EngineObserver`."""
-        if self._watch is not None and self._watch.due(len(rows), self._pace):
+        num_rows = sum(map(may_move, rows))
+        if self._watch is not None and self._watch.due(num_rows, self._pace):
             engine = self._engine
             self._watch.notify(engine_load(rows, engine.version, engine.slots, engine.cache_shape, self._pace))
 

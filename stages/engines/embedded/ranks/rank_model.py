@@ -25,7 +25,7 @@ from stages.engines.embedded.model.llama import (
 from stages.engines.embedded.ranks.communication import RankCommunicator
 from stages.engines.embedded.ranks.sharding import Share
 from stages.engines.embedded.runner import choose_kernels, draw, on_device
-from stages.engines.embedded.sampling.draw import ban, join_parts
+from stages.engines.embedded.sampling.draw import ban, forced_logits, join_parts, put_forced
 from stages.models.spec import ModelSpec
 
 BUSY_FILE = "busy"
@@ -122,7 +122,9 @@ class RankModel:
             return replace(draw(self._kernels, scores, batch), hidden=seen)
         mine = self._spec.share.tokens
         ban(scores, [tuple(token - mine.start for token in banned if token in mine) for banned in batch.banned])
+        given = forced_logits(scores, batch.temperatures, batch.forced, mine.start)
         part = self._kernels.choose_part(scores, batch.temperatures, batch.keys, mine.start, self._part.vocab_size)
+        put_forced(part, batch.forced, given)
         parts = self._communicator.gather(part)
         if parts is None:
             return None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
@@ -82,6 +82,36 @@ def join_parts(
     top = largest.amax(0)
     total = torch.where(sums > 0, sums * (largest - top).exp(), 0.0).sum(0)
     return tokens.gather(0, best)[0].long(), (logits.gather(0, best)[0] - top - total.log()).float()
+
+
+def forced_logprobs(
+    logits: Float32[torch.Tensor, "rows vocab"], temperatures: Sequence[float], forced: Mapping[int, int]
+) -> dict[int, float]:
+    """Log-probs of tokens that are given, by row: what `sample` says of a token that it draws. Leaves `logits` as they
+    are."""
+    found = {}
+    for row, token in forced.items():
+        heated = logits[row] / (temperatures[row] or 1.0)
+        found[row] = float(heated[token] - heated.logsumexp(-1))
+    return found
+
+
+def forced_logits(
+    logits: Float32[torch.Tensor, "rows part"], temperatures: Sequence[float], forced: Mapping[int, int], first: int
+) -> dict[int, float]:
+    """Logits over temperature of the given tokens that lie in this part of the vocabulary, by row; for `put_forced`,
+    once `sample_part` has overwritten the logits."""
+    inside = {row: token - first for row, token in forced.items() if 0 <= token - first < logits.shape[1]}
+    return {row: float(logits[row, token]) / (temperatures[row] or 1.0) for row, token in inside.items()}
+
+
+def put_forced(part: Float64[torch.Tensor, "rows 5"], forced: Mapping[int, int], logits: Mapping[int, float]) -> None:
+    """Has the given tokens win in `join_parts`, in place: where their logits are, nothing is better; elsewhere, nothing
+    is worse."""
+    for row, token in forced.items():
+        part[row, 0] = token
+        part[row, 1] = float("inf") if row in logits else float("-inf")
+        part[row, 2] = logits.get(row, 0.0)
 
 
 def _heat(logits: Float32[torch.Tensor, "rows vocab"], temperatures: Sequence[float]) -> None:

@@ -216,6 +216,12 @@ REFUSED = {
     ),
     # things that exclude one another
     "evaluate.every=1 prompts.held_out=1": ("prompts.held_out", "1", "2 or more"),
+    "model.trunk_cache_mb=-1": ("model.trunk_cache_mb", "-1", "0 or more"),
+    "model.peak_tflops=0": ("model.peak_tflops", "0.0", "above 0", "null"),
+    "mismatch.rows=-1": ("mismatch.rows", "-1", "0 or more"),
+    "mismatch.tokens=0": ("mismatch.tokens", "0", "1 or more"),
+    "mismatch.alarm_nats=0": ("mismatch.alarm_nats", "0.0", "above 0 nats", "null"),
+    "mismatch.rows=0 mismatch.stop=true": ("mismatch.stop", "True", "mismatch.rows=0"),
     "ppo.proximal=sampler ppo.correction=mask": ("ppo.correction", "mask", "ppo.correction=none"),
     "placement.roles.generate=train placement.roles.score=generate placement.gangs.train.workers=2": (
         "placement.roles.generate",
@@ -267,6 +273,39 @@ def test_a_missing_value_is_refused(tmp_path: Path, key: str, line: str) -> None
     with pytest.raises(ConfigError, match=f"^{key}: has no value; set it .*{key}=") as refusal:
         load(path)
     assert refusal.value.key == key
+
+
+ONE_STEP, IN_LOSS = ("ppo.epochs=1", "ppo.minibatches=1"), "ppo.kl.where=loss"
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ((), "recompute"),  # as shipped: several optimizer steps from stale rows
+        (("staleness=0",), "recompute"),  # pi moves away from pi_prox within the update
+        ((*ONE_STEP,), "recompute"),  # the penalty in the rewards is pi_prox's
+        ((*ONE_STEP, "staleness=0"), "recompute"),
+        ((*ONE_STEP, IN_LOSS), "loglinear"),  # nothing but the loss reads pi_prox, which is pi there
+        ((*ONE_STEP, IN_LOSS, "engine.dtype=bfloat16"), "loglinear"),
+        ((*ONE_STEP, IN_LOSS, "ppo.kl.target=1"), "recompute"),  # the controller reads it
+        ((*ONE_STEP, IN_LOSS, "ppo.kl.target=1", "staleness=0"), "loglinear"),
+        ((*ONE_STEP, IN_LOSS, "ppo.kl.target=1", "staleness=0", "model.dtype=bfloat16"), "recompute"),
+        ((*ONE_STEP, IN_LOSS, "ppo.kl.target=1", "staleness=0", "engine.dtype=bfloat16"), "recompute"),
+        ((*ONE_STEP, "ppo.kl.coef=0"), "loglinear"),
+        (("ppo.epochs=2", "ppo.minibatches=1", IN_LOSS), "recompute"),
+        (("ppo.anchor=sampler",), "recompute"),
+        (("ppo.anchor=sampler", IN_LOSS), "sampler"),
+        ((*ONE_STEP, IN_LOSS, "ppo.proximal=recompute"), "recompute"),  # who asks for it gets it
+        (("ppo.proximal=loglinear",), "loglinear"),
+    ],
+    ids=" ".join,
+)
+def test_logprob_nodes_are_left_out_where_they_add_nothing(base: Path, changes: tuple[str, ...], expected: str) -> None:
+    """And the config says so: a run's directory, its workers and its resumption have no `auto`."""
+    config = load(base, *changes)
+    assert config.ppo.proximal == expected
+    assert f"proximal: {expected}" in to_yaml(config)
+    assert config.graph().recompute_logprobs == (expected == "recompute")
 
 
 def test_a_saved_config_with_settings_of_another_version_is_refused(base: Path) -> None:

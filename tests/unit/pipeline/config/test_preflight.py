@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from pipeline.config.errors import ConfigError
 from pipeline.config.loading import load_config, to_yaml
@@ -14,6 +17,8 @@ from pipeline.config.paths import RunPaths
 from pipeline.config.preflight import check_run_directory, preflight
 from pipeline.config.run import RunConfig
 from stages.models.hf_config import read_config
+from stages.models.hf_files import read_weights
+from stages.models.spec import spec_of, tensor_shapes
 from tests.support.configs import arguments, write_config
 
 
@@ -118,6 +123,96 @@ def test_a_layout_that_cannot_cut_the_model_is_refused(
     assert refusal.value.key == f"placement.gangs.train.layout.{key}"
     for part in parts:
         assert part in str(refusal.value)
+
+
+def own_model(folder: Path, name: str, seed: int | None = None, **changes: object) -> Path:
+    """A model of `random:tiny`'s architecture but for some changes, with its weights but for those of other shapes and,
+    with a `seed`, those of its last block and (256) its first."""
+    directory = folder / name
+    directory.mkdir()
+    config = read_config("random:tiny") | changes
+    (directory / "config.json").write_text(json.dumps(config))
+    spec, tiny = spec_of(config), read_weights("random:tiny")
+    tensors = {n: torch.ones(s) if n not in tiny else tiny[n] for n, s in tensor_shapes(spec).items()}
+    tensors = {
+        n: t if t.shape == tensor_shapes(spec)[n] else torch.ones(tensor_shapes(spec)[n]) for n, t in tensors.items()
+    }
+    for block in [] if seed is None else [3] if seed < 256 else [0, 3]:
+        tensors[f"model.layers.{block}.mlp.down_proj.weight"] = torch.full((64, 176), float(seed))
+    save_file(tensors, directory / "model.safetensors")
+    return directory
+
+
+def test_reference_and_critic_may_have_models_of_their_own(folder: Path) -> None:
+    larger = own_model(folder, "larger", hidden_size=128, num_hidden_layers=6, vocab_size=300)
+    preflight(load(folder, f"model.critic_path={larger}", "model.critic_blocks=6"))
+    other = own_model(folder, "other", seed=256)
+    preflight(load(folder, f"model.reference_path={other}", f"model.critic_path={other}"))
+    tuned = own_model(folder, "tuned", seed=1)
+    changes = (f"model.reference_path={tuned}", f"model.critic_path={tuned}", "model.frozen_blocks=2")
+    preflight(load(folder, *changes))
+
+
+@pytest.mark.parametrize("role", ["reference", "critic"])
+@pytest.mark.parametrize(
+    ("model", "overrides", "parts"),
+    [
+        ({"vocab_size": 128}, (), ("has 128 tokens", "random:tiny", "256")),
+        ({"max_position_embeddings": 15}, (), ("has 16 tokens", "context is 15")),
+        ({"hidden_size": 128}, ("model.frozen_blocks=1",), ("frozen_blocks = 1", "architecture is another", "=null")),
+        ({"num_hidden_layers": 2}, ("model.frozen_blocks=2",), ("frozen_blocks = 2", "architecture is another")),
+        ({"seed": 256}, ("model.frozen_blocks=1",), ("model.layers.0.mlp.down_proj.weight is another",)),
+        ({"model_type": "gpt2"}, (), ("gpt2", "llama")),
+    ],
+    ids=["vocabulary", "context", "width", "depth", "weights", "family"],
+)
+def test_a_model_that_does_not_go_with_the_policys_is_refused(
+    folder: Path, role: str, model: dict[str, Any], overrides: tuple[str, ...], parts: tuple[str, ...]
+) -> None:
+    known = "model_type" not in model
+    directory = own_model(folder, "own", **model) if known else model_directory(folder, **model)
+    with pytest.raises(ConfigError) as refusal:
+        preflight(load(folder, f"model.{role}_path={directory}", *overrides))
+    assert refusal.value.key == f"model.{role}_path"
+    for part in (str(directory), *parts):
+        assert part in str(refusal.value)
+
+
+def test_a_reference_has_no_more_tokens_than_the_policy(folder: Path) -> None:
+    wide = own_model(folder, "wide", vocab_size=300)
+    preflight(load(folder, f"model.critic_path={wide}"))
+    with pytest.raises(ConfigError, match=r"model\.reference_path: .* has 300 tokens, .* needs 256$"):
+        preflight(load(folder, f"model.reference_path={wide}"))
+
+
+def test_a_critics_tokens_must_be_the_policys(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """More of them are welcome (a value model's own padding, say); others are not."""
+    directory = own_model(folder, "own")
+    of_critic = {"a": 0, "b": 1, "<value>": 2}
+    tables = {"random:tiny": {"a": 0, "b": 1}, str(directory): of_critic}
+    monkeypatch.setattr("pipeline.config.role_models.read_vocabulary", tables.get)
+    preflight(load(folder, f"model.critic_path={directory}"))
+    of_critic["b"] = 3
+    with pytest.raises(
+        ConfigError, match=r"model\.critic_path: .*another.*'b' is token 1 there and 3 here, and 0 more"
+    ):
+        preflight(load(folder, f"model.critic_path={directory}"))
+
+
+def test_the_critics_blocks_are_counted_in_its_own_model(folder: Path) -> None:
+    deep = own_model(folder, "deep", num_hidden_layers=6)
+    preflight(load(folder, f"model.critic_path={deep}", "model.critic_blocks=6"))
+    with pytest.raises(ConfigError, match=r"model\.critic_blocks: given 7; must be from 1 to 6"):
+        preflight(load(folder, f"model.critic_path={deep}", "model.critic_blocks=7"))
+
+
+def test_a_critics_gang_must_cut_the_critics_model(folder: Path) -> None:
+    odd = own_model(folder, "odd", num_hidden_layers=3)
+    gangs = "placement.gangs={all: {}, value: {workers: 2, layout: {pipeline: 2}}}"
+    roles = "placement.roles={generate: all, score: all, reference: all, policy: all, critic: value}"
+    preflight(load(folder, gangs, roles))
+    with pytest.raises(ConfigError, match=r"gangs\.value\.layout\.pipeline: given 2; .*critic's num_hidden_layers = 3"):
+        preflight(load(folder, gangs, roles, f"model.critic_path={odd}"))
 
 
 @pytest.mark.parametrize(

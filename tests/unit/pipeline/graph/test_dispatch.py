@@ -124,6 +124,17 @@ def test_lost_replica() -> None:
     assert [s.attempt for s in machine.order if s.node.address == Address("generate", 0)] == [0, 1]
 
 
+def test_a_canary_that_waits_for_a_slot_keeps_no_rows_where_they_are() -> None:
+    machine = Machine(pool(1, slots=1), scorers(), trainer())
+    canary = Node((0, 9), Address("canary", 0), (), (), 0)
+    machine.dispatch.admit([*shards(2), canary])
+    assert machine.step() == ["generate 0.0 > gen.0"]
+    assert machine.dispatch.waiting_versions("gen") == {0}
+    assert machine.done("generate", shard=0) == ["generate 0.1 > gen.0"]
+    assert machine.dispatch.waiting_versions("gen") == set()
+    assert machine.done("generate", shard=1) == ["canary 0.0 > gen.0"]
+
+
 def test_a_node_that_only_waits_gives_its_slot_up_once() -> None:
     """Its rows are in another replica. When it is done, or lost, the slot that it had no more is not freed again."""
     machine = Machine(pool(workers=2))
@@ -328,7 +339,8 @@ def test_any_order_of_losses_ends_with_everything_done(seed: int) -> None:
     replica has more than its slots, no gang of ranks more than one node, and the run ends."""
     rng = random.Random(seed)
     machine = Machine(pool(2, slots=2), scorers(2), trainer(2))
-    graph = {n.address: n for n in run_nodes(GraphSpec(steps=4, shards=3, staleness=1, eval_every=2))}
+    spec = GraphSpec(steps=4, shards=3, staleness=1, eval_every=2, canaries=True)
+    graph = {n.address: n for n in run_nodes(spec)}
     machine.dispatch.admit(graph.values())
     done: set[Address] = set()
     dead: list[tuple[str, int]] = []

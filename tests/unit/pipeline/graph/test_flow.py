@@ -102,6 +102,16 @@ def test_a_late_evaluation_keeps_its_step_open_but_not_the_run_back() -> None:
     assert machine.flow.finished
 
 
+def test_a_late_canary_keeps_its_weights_but_not_the_run_back() -> None:
+    machine = Machine(GraphSpec(steps=3, shards=2, staleness=1, canaries=True))
+    machine.run(("canary", 1))
+    assert machine.flow.steps_done == 3
+    assert machine.unread == [0, 2]
+    machine.run()
+    assert machine.unread == [0, 2, 1]
+    assert machine.flow.finished
+
+
 def test_weights_go_with_their_last_reader() -> None:
     """eta = 1: version 0 is read by generate[0], generate[1] and its evaluation; version 1 by generate[2]."""
     machine = Machine(GraphSpec(steps=3, shards=2, staleness=1, eval_every=3))

@@ -86,6 +86,61 @@ def test_evaluations() -> None:
     assert edges(nodes)["evaluate_score 2.1"] == {"evaluate 2.1"}
 
 
+def canaries(spec: GraphSpec) -> dict[str, set[str]]:
+    return {name: parents for name, parents in edges(list(run_nodes(spec))).items() if name.startswith("canary")}
+
+
+@pytest.mark.parametrize(
+    ("staleness", "older"),
+    [(0, [{0}, {1}, {2}, {3}]), (1, [{0}, {1}, {2}, {3}]), (2, [{0}, {1, 2}, {2, 3}, {3}])],
+)
+def test_canaries_by_hand(staleness: int, older: list[set[int]]) -> None:
+    """Of each version that is trained: the rows of its step, what the trainer says of them, and the last generation by
+    an older version (`older`: steps of which generation is waited for)."""
+    expected = {
+        f"canary {v}.0": {f"generate {i}.0" for i in steps} | {f"logprob {v}.0", f"publish {v}.0"}
+        for v, steps in enumerate(older)
+    }
+    assert canaries(GraphSpec(steps=4, shards=1, staleness=staleness, canaries=True)) == expected
+
+
+def test_a_canary_waits_for_all_shards_of_an_older_version_only() -> None:
+    shards = {"generate 2.0", "generate 2.1"}
+    found = canaries(GraphSpec(steps=4, shards=2, staleness=1, canaries=True))
+    assert found["canary 2.0"] == shards | {"logprob 2.0", "publish 2.0"}
+    fresh = canaries(GraphSpec(steps=4, shards=2, staleness=0, canaries=True))
+    assert fresh["canary 2.0"] == {"generate 2.0", "logprob 2.0", "publish 2.0"}
+
+
+def test_without_logprob_nodes_the_trainer_scores_the_canaries_before_it_trains() -> None:
+    spec = GraphSpec(steps=3, shards=2, staleness=1, recompute_logprobs=False, canaries=True)
+    graph = edges(list(run_nodes(spec)))
+    assert graph["canary_logprob 1.0"] == {"generate 1.0", "update_policy 0.0"}
+    assert "canary_logprob 1.0" in graph["update_policy 1.0"]
+    assert graph["canary 1.0"] == {"generate 1.0", "generate 1.1", "canary_logprob 1.0", "publish 1.0"}
+
+
+@pytest.mark.parametrize("staleness", [0, 1, 2, 3])
+def test_nothing_but_the_release_of_weights_waits_for_an_engines_canary(staleness: int) -> None:
+    spec = GraphSpec(steps=6, shards=2, staleness=staleness, eval_every=2, canaries=True)
+    nodes = list(run_nodes(spec))
+    assert not [n for n in nodes if any(parent.stage == "canary" for parent in n.parents)]
+    assert [a for v in range(7) for a in weight_readers(spec, v) if a.stage == "canary"] == [
+        Address("canary", v) for v in range(6)
+    ]
+
+
+@pytest.mark.parametrize("staleness", [0, 1, 2, 3])
+def test_a_canary_comes_before_the_generation_by_the_next_version(staleness: int) -> None:
+    """Or an engine would have to take the older version again: it goes first, whatever else waits for a slot."""
+    spec = GraphSpec(steps=8, shards=1, staleness=staleness, canaries=True)
+    nodes = {n.address: n for n in run_nodes(spec)}
+    for version in range(spec.steps - staleness - 1):
+        following = nodes[Address("generate", version + staleness + 1)]
+        assert generation_version(spec, following.address.step) == version + 1
+        assert nodes[Address("canary", version)] < following
+
+
 def test_oldest_first_and_the_critic_last() -> None:
     """What the next generation waits for (update_policy, publish) goes before the critic's update."""
     nodes = [n for step in (0, 1) for n in step_nodes(GraphSpec(steps=2, shards=1, staleness=1), step)]
@@ -96,7 +151,7 @@ def test_oldest_first_and_the_critic_last() -> None:
 
 def test_inputs_are_what_is_stored() -> None:
     """The rest of the parents only order: publish gives weights, not rows."""
-    for node in run_nodes(GraphSpec(steps=3, shards=2, staleness=1, eval_every=1)):
+    for node in run_nodes(GraphSpec(steps=3, shards=2, staleness=1, eval_every=1, canaries=True)):
         assert set(node.inputs) <= set(node.parents) | {a for p in node.parents for a in _parents(p, node.address.step)}
         assert not [a for a in node.inputs if a.stage in ("publish", "update_policy", "update_critic")]
 
@@ -113,7 +168,8 @@ def test_no_order_breaks_the_staleness_bound(staleness: int, seed: int) -> None:
     the order: rows are at most eta versions old when they are trained on, the trainer is at the version that each node
     was promised, and no node waits for ever (so there is no cycle)."""
     rng = random.Random(seed)
-    spec = GraphSpec(steps=8, shards=2, staleness=staleness, eval_every=3)
+    recompute = bool(seed % 2)
+    spec = GraphSpec(steps=8, shards=2, staleness=staleness, recompute_logprobs=recompute, eval_every=3, canaries=True)
     left = {node.address: node for node in run_nodes(spec)}
     done: set[Address] = set()
     policy, critic, published, oldest = 0, 0, set(), {}
@@ -129,9 +185,9 @@ def test_no_order_breaks_the_staleness_bound(staleness: int, seed: int) -> None:
             case "generate":
                 assert node.version in published
                 oldest[step] = min(oldest.get(step, policy + 99), node.version)
-            case "evaluate":
+            case "evaluate" | "canary":
                 assert node.version in published
-            case "logprob":
+            case "logprob" | "canary_logprob":
                 assert policy == node.version == step
             case "value":
                 assert critic == node.version == step
@@ -151,7 +207,7 @@ def test_no_order_breaks_the_staleness_bound(staleness: int, seed: int) -> None:
 @pytest.mark.parametrize("staleness", [0, 2])
 def test_parents_come_first(staleness: int) -> None:
     seen: set[Address] = set()
-    for node in run_nodes(GraphSpec(steps=6, shards=2, staleness=staleness, eval_every=2)):
+    for node in run_nodes(GraphSpec(steps=6, shards=2, staleness=staleness, eval_every=2, canaries=True)):
         assert seen.issuperset(node.parents), f"{node.address} before its parents"
         assert node.address not in seen
         seen.add(node.address)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from pipeline.graph.graph import GraphSpec
-from pipeline.observe.history import History, distinct_bigrams
+from pipeline.observe.history import History, alarm_text, distinct_bigrams
 from storage.address import Address
 from storage.ledger import Commit, Ledger, Provenance
 from storage.records import Rollout, Scores
@@ -87,6 +87,35 @@ def test_metrics_of_a_step(history: History) -> None:
             "throughput/tokens_per_s": 10.0,
         }
     )
+
+
+def test_the_trunks_hit_rate_is_of_all_who_asked_it(history: History) -> None:
+    """The first forward of a step computes its rows, the others find them."""
+    commit(history, "reference", 1, 100.0, 1.0, 0, trunk__rows=8, trunk__computed_rows=8)
+    commit(history, "value", 1, 101.0, 1.0, 0, trunk__rows=8, trunk__computed_rows=2)
+    commit(history, "update_policy", 1, 102.0, 1.0, trunk__rows=16, trunk__computed_rows=0)
+    found = history.step_metrics(1)
+    assert (found["trunk/rows"], found["trunk/hit_rate"]) == (32, 1 - 10 / 32)
+
+
+def test_a_canary_is_reported_with_the_step_that_trains_its_version(tmp_path: Path) -> None:
+    """eta = 2: its node is among those of the step after."""
+    spec = GraphSpec(steps=4, shards=1, staleness=2, canaries=True)
+    ledger = Ledger(str(tmp_path / "ledger"))
+    store = RolloutStore(str(tmp_path), ledger, Layouts(Layout(1, 1, 6)))
+    history = History(spec, ledger, store, rows=1)
+    commit(history, "canary", 1, 100.0, 1.0, mismatch__canary_mean_abs=0.25)
+    commit(history, "canary", 2, 101.0, 1.0, mismatch__canary_mean_abs=0.5)
+    assert [history.step_metrics(step).get("mismatch/canary_mean_abs") for step in (1, 2)] == [0.25, 0.5]
+
+
+def test_an_alarm_is_told_with_its_numbers() -> None:
+    metrics = {"mismatch/alarm": 1.0, "mismatch/alarm_nats": 0.01, "mismatch/canary_mean_abs": 0.25}
+    text = alarm_text(7, metrics)
+    assert text is not None
+    assert "differ by 0.25 nats a token at version 7" in text
+    assert alarm_text(7, {**metrics, "mismatch/alarm": 0.0}) is None
+    assert alarm_text(7, {}) is None
 
 
 def test_a_step_that_a_stop_interrupted_has_no_step_time(history: History) -> None:

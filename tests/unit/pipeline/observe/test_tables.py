@@ -1,5 +1,6 @@
 """The tables' text: the numbers a person reads are those that were given."""
 
+import dataclasses
 import io
 from pathlib import Path
 
@@ -14,7 +15,7 @@ SUMMARY = Summary(
     overhead_fraction=0.031, staleness=StalenessSummary(1, 0.5, {"0": 1, "1": 1}),
     eval=EvalSummary(0.195, 0.481, 32, 4.4), reward=[0.1, 0.4], kl=[0.0, 5.7], versions={"weights": 3},
     overlap_fraction=0.25,
-    busiest_gang="train", idle={"gen": 0.4}, kl_final=5.7, distinct_bigrams={"before": 0.9, "after": 0.8},
+    busiest_gang="train", idle={"gen": 0.4}, alarms=0, kl_final=5.7, distinct_bigrams={"before": 0.9, "after": 0.8},
 )  # fmt: skip
 
 
@@ -32,6 +33,9 @@ def test_summary_rows() -> None:
     assert rows["seconds by stage"] == "update_policy 7.0, generate 6.0"
     assert rows["overlap of gangs"] == "25% of the time; idle: gen 40%"
     assert rows["bookkeeping"] == "3.1% of the time"
+    assert "alarms" not in rows
+    alarmed = dict(summary_rows(dataclasses.replace(SUMMARY, alarms=2)))
+    assert alarmed["alarms"] == "engine and trainer differed at 2 versions (mismatch/canary_mean_abs)"
 
 
 def test_end_of_run_shows_responses_as_they_are_and_paths() -> None:

@@ -63,6 +63,12 @@ class FakeHost:
     def update_critic(self, step: int, batch: CriticBatch) -> dict[str, float]:
         return self._train(Role.CRITIC, step, float(batch.advantages.returns.mean() + batch.values.values.sum()))
 
+    def last_update(self, role: Role) -> dict[str, float]:
+        return {"mfu": 0.5} if role is Role.CRITIC else {}
+
+    def trunk_counts(self) -> dict[str, float]:
+        return {"trunk/rows": 3.0}
+
     def version(self, role: Role) -> int:
         return self.versions[role]
 
@@ -228,8 +234,9 @@ def test_an_update_runs_once(run: Run, digests: dict[Role, list[str]]) -> None:
     again = run.update(updates, Role.POLICY, 0)
     assert again == first
     assert first.digest == digests[Role.POLICY][1]
-    assert first.metrics.keys() == {"loss"}
-    assert log(updates) == ["policy train 0"]
+    assert first.metrics.keys() == {"loss", "trunk/rows"}
+    assert run.update(updates, Role.CRITIC, 0).metrics["update_critic/mfu"] == 0.5
+    assert log(updates) == ["policy train 0", "critic train 0"]
     assert not updates.host.dirty(Role.POLICY)
 
 

@@ -113,7 +113,10 @@ def test_the_trunk_computes_each_row_once_and_forgets_the_oldest(tmp_path: Path)
         host.ref_logprobs(rollout)
         host.policy_logprobs(rollout)
         host.values(rollout)
-        assert trunk.num_computed == 6
+        assert (trunk.num_rows, trunk.num_computed) == (18, 6)
+        assert host.trunk_counts() == {"trunk/rows": 18, "trunk/computed_rows": 6}
+        host.values(rollout)
+        assert host.trunk_counts() == {"trunk/rows": 6, "trunk/computed_rows": 0}
         (batch,) = cut_micro_batches(rollout.tokens, rollout.response_mask, np.arange(6), CPU, max_tokens=6 * SEQ)
         whole = trunk.hidden(batch.tokens, batch.lengths)
 

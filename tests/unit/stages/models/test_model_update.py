@@ -321,6 +321,36 @@ def test_an_empty_minibatch_leaves_the_other_as_if_it_were_alone(tmp_path: Path,
     assert of_two["policy/optimizer_steps"] == 1
 
 
+@pytest.mark.parametrize("noise", [0.0, 1.0], ids=["fresh", "stale"])
+@pytest.mark.parametrize("correction", ["truncate", "mask"])
+def test_one_optimizer_step_needs_no_recomputed_logprobs(tmp_path: Path, noise: float, correction: Any) -> None:
+    """Before the only step pi is pi_prox: the same loss, gradient and weights with the `logprob` nodes and without, for
+    fresh rows and (the weights w included) for stale ones."""
+    ppo = PPOConfig(
+        epochs=1, minibatches=1, correction=correction, entropy_coef=0.01, kl=KLConfig(where="loss", estimator="k3")
+    )
+    found = []
+    for proximal in ("recompute", "loglinear"):
+        config = dataclasses.replace(ppo, proximal=proximal)  # type: ignore[arg-type]
+        with opened(tmp_path, model_config(frozen_blocks=1), config) as host:
+            batch, _ = batches(host)
+            assert batch.policy is not None
+            prox, stale = batch.policy.policy_logprobs, batch.rollout.sampler_logprobs
+            rollout = dataclasses.replace(batch.rollout, sampler_logprobs=prox + np.float32(noise) * (stale - prox))
+            policy = batch.policy if proximal == "recompute" else None
+            metrics = host.update_policy(0, dataclasses.replace(batch, rollout=rollout, policy=policy))
+            host.mark_clean(Role.POLICY)
+            found.append((weights(host), metrics))
+    (expected, of_expected), (other, of_other) = found
+    assert of_expected.pop("policy/ratio_deviation_first") < 1e-6
+    for metrics in (of_expected, of_other):
+        assert metrics.pop("policy/peak_memory_bytes") > 0
+    assert of_other == pytest.approx(of_expected, abs=1e-6)
+    assert (of_other["policy/weight_max"] > 1.1) == (noise > 0)
+    for name, array in expected.items():
+        np.testing.assert_allclose(other[name], array, atol=1e-6, err_msg=name)
+
+
 def poisoned(batch: PolicyBatch, row: int) -> PolicyBatch:
     """With one advantage that is not finite."""
     advantages = batch.advantages.advantages.copy()

@@ -340,6 +340,19 @@ def test_rows_are_reported_while_they_are_few() -> None:
     assert here.prefill_s > 0
 
 
+def test_rows_whose_tokens_are_given_are_nobody_elses() -> None:
+    """Canaries are to say what this engine makes of them: whoever orders moves does not hear of them."""
+    reports: list[EngineLoad] = []
+    with engines(1) as (engine,):
+        engine.watch_load(3, reports.append)
+        until(lambda: len(reports) == 1)
+        drawn, given = requests(2, new=8)
+        given = dataclasses.replace(given, forced=(7,) * 8)
+        assert len(by_row(engine.generate([drawn, given]))) == 2
+        until(lambda: len(reports) == 4)
+        assert [[row.key for row in here.rows] for here in reports] == [[], [(1, 2, 0)], [(1, 2, 0)], []]
+
+
 def test_the_first_pace_is_news_too() -> None:
     """Rows that end together change nothing for hundreds of batches; how long those take, somebody waits to hear."""
     reports: list[EngineLoad] = []

@@ -1,0 +1,118 @@
+"""The models of policy, reference and critic, where the latter two are not the policy's: do they fit together?
+
+May import torch, stages.models (spec, hf_config, hf_files, protocol) and the schema of a run.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+
+from pipeline.config.errors import ConfigError
+from pipeline.config.run import RunConfig
+from stages.models.hf_config import RANDOM_TINY
+from stages.models.hf_files import read_some_weights, read_vocabulary
+from stages.models.protocol import Role
+from stages.models.spec import EMBEDDING, ModelSpec, layer_and_part, read_spec, tensor_shapes
+
+
+def read_model(key: str, path: str) -> ModelSpec:
+    """The architecture of a model that can be used. Raises ConfigError, naming `key`."""
+    try:
+        model = read_spec(path)
+    except FileNotFoundError as error:
+        raise ConfigError(key, f"given {path!r}; {error}. `make assets` fetches the demo's model") from error
+    except json.JSONDecodeError as error:
+        raise ConfigError(key, f"given {path!r}; its config.json is not JSON: {error}") from error
+    except ValueError as error:
+        raise ConfigError(key, f"given {path!r}; {error}") from error
+    if path != RANDOM_TINY and not any(Path(path).glob("*.safetensors")):
+        raise ConfigError(key, f"given {path!r}; it holds no .safetensors file")
+    return model
+
+
+def role_models(config: RunConfig, policy: ModelSpec) -> dict[Role, ModelSpec]:
+    """The architecture of each role's model; `policy`: that of `model.path`.
+
+    Raises:
+        ConfigError: another model is none, has another vocabulary, is too short for a row, or, where blocks are frozen
+            and shared, has other blocks there; or `model.critic_blocks` does not suit the critic's.
+    """
+    found = {role: policy for role in (Role.POLICY, Role.REFERENCE, Role.CRITIC)}
+    given = {
+        Role.REFERENCE: ("model.reference_path", config.model.reference_path),
+        Role.CRITIC: ("model.critic_path", config.model.critic_path),
+    }
+    for role, (key, path) in given.items():
+        if path is None or path == config.model.path:
+            continue
+        found[role] = other = read_model(key, path)
+        _check_vocabulary(config, key, path, policy, other, exactly=role is Role.REFERENCE)
+        if config.seq > other.max_positions:
+            row = "a row of prompts.max_tokens + sampling.max_new_tokens"
+            raise ConfigError(
+                key, f"given {path!r}; {row} has {config.seq} tokens, its context is {other.max_positions}"
+            )
+        if config.model.frozen_blocks:
+            _check_trunk(config, key, path, policy, other)
+    blocks, critic = found[Role.CRITIC].num_layers - config.model.frozen_blocks, config.model.critic_blocks
+    if critic is not None and not 1 <= critic <= blocks:
+        raise ConfigError("model.critic_blocks", f"given {critic}; must be from 1 to {blocks}")
+    return found
+
+
+def _check_vocabulary(
+    config: RunConfig, key: str, path: str, policy: ModelSpec, other: ModelSpec, *, exactly: bool
+) -> None:
+    """Whether the policy's tokens mean the same to another model; `exactly`: and it has no others, since its
+    distribution is over all of them."""
+    mine, theirs = policy.vocab_size, other.vocab_size
+    if theirs < mine or (exactly and theirs != mine):
+        need = f"{mine}" if exactly else f"{mine} or more"
+        raise ConfigError(
+            key,
+            f"given {path!r}; its vocabulary has {theirs} tokens, the policy ({config.model.path!r}) needs {need}",
+        )
+    own, its = read_vocabulary(config.model.path), read_vocabulary(path)
+    if own is None or its is None:
+        return  # a model without a tokenizer of its own says no more than its size
+    other_ids = [token for token, number in own.items() if its.get(token) != number]
+    if other_ids:
+        token = min(other_ids, key=own.__getitem__)
+        raise ConfigError(
+            key,
+            f"given {path!r}; its vocabulary is another than the policy's ({config.model.path!r}): {token!r} is token "
+            f"{own[token]} there and {its.get(token, 'none')} here, and {len(other_ids) - 1} more differ",
+        )
+
+
+def _check_trunk(config: RunConfig, key: str, path: str, policy: ModelSpec, other: ModelSpec) -> None:
+    """Whether the frozen blocks that all roles share are the same in both models."""
+    frozen, own_path = config.model.frozen_blocks, config.model.path
+    shared = f"model.frozen_blocks = {frozen} are shared with the policy ({own_path!r})"
+    hint = f"use a model with the same lowest blocks, or model.frozen_blocks=0, or {key}=null"
+    alike = dataclasses.replace(other, num_layers=policy.num_layers, max_positions=policy.max_positions)
+    if alike != policy or other.num_layers <= frozen:
+        raise ConfigError(key, f"given {path!r}; {shared}, but its architecture is another: {hint}")
+    names = [name for name in tensor_shapes(policy) if _is_frozen(name, frozen)]
+    difference = _first_difference(read_some_weights(own_path, names), read_some_weights(path, names))
+    if difference is not None:
+        raise ConfigError(key, f"given {path!r}; {shared}, but its {difference} is another: {hint}")
+
+
+def _is_frozen(name: str, frozen_blocks: int) -> bool:
+    layer = layer_and_part(name)
+    return name == EMBEDDING or (layer is not None and layer[0] < frozen_blocks)
+
+
+def _first_difference(mine: Mapping[str, torch.Tensor], theirs: Mapping[str, torch.Tensor]) -> str | None:
+    """Name of the first tensor that the other lacks or has other numbers in."""
+    for name, tensor in mine.items():
+        other = theirs.get(name)
+        if other is None or not torch.equal(tensor.float(), other.float()):
+            return name
+    return None

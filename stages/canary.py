@@ -1,0 +1,95 @@
+"""Stages `canary_logprob` and `canary`: trainer and engine, both at one version of the weights, on the same few tokens.
+
+Under staleness no row is fresh, so that an engine which did not take its weights, or not all of them, looks like one
+that is merely behind. These rows tell the two apart: whatever version sampled them, both score them with version v.
+
+May import numpy, storage, stages.engines.protocol, stages.models (its protocol and sampling) and stages.ppo.metrics.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+
+from stages.engines.protocol import GenerationEngine, Request
+from stages.models.protocol import ModelHost
+from stages.models.sampling import SamplingConfig
+from stages.ppo.metrics import canary_metrics
+from storage.records import CanaryLogprobs, CanaryPolicyLogprobs, Rollout
+
+CANARY_STEP = 2**31 - 2
+"""Stands for the step in the keys of these rows: no step of a run has it, and evaluations have another."""
+
+
+def canary_rows(rollout: Rollout, rows: int, tokens: int) -> Rollout:
+    """The first `rows` rows of a shard, as if nothing had been sampled in them but the first `tokens` tokens."""
+    part: Rollout = rollout.rows(slice(rows))
+    mask = part.response_mask & (part.response_mask.cumsum(axis=1) <= tokens)
+    return dataclasses.replace(
+        part,
+        response_lengths=mask.sum(axis=1).astype(np.int32),
+        response_mask=mask,
+        sampler_logprobs=np.where(mask, part.sampler_logprobs, 0),
+        token_versions=np.where(mask, part.token_versions, -1).astype(np.int32),
+    )
+
+
+def canary_logprob(models: ModelHost, rollout: Rollout, *, rows: int, tokens: int) -> CanaryPolicyLogprobs | None:
+    """What the resident policy says of the canary tokens of a shard; None on ranks other than 0."""
+    found = models.policy_logprobs(canary_rows(rollout, rows, tokens))
+    return None if found is None else CanaryPolicyLogprobs(_all_rows(found.policy_logprobs, rollout.num_rows))
+
+
+def canary_requests(rollout: Rollout, sampling: SamplingConfig, *, seed: int, version: int) -> list[Request]:
+    """Has an engine score the sampled tokens of these rows with weights `version`."""
+    requests = []
+    for i, (prompt, new) in enumerate(
+        zip(rollout.prompt_lengths.tolist(), rollout.response_lengths.tolist(), strict=True)
+    ):
+        tokens = rollout.tokens[i].tolist()
+        settings = dataclasses.replace(sampling, max_new_tokens=new, min_new_tokens=min(sampling.min_new_tokens, new))
+        given = tuple(tokens[prompt : prompt + new])
+        requests.append(
+            Request(int(rollout.row[i]), seed, CANARY_STEP, tuple(tokens[:prompt]), version, settings, given)
+        )
+    return requests
+
+
+def canary(
+    engine: GenerationEngine,
+    rollout: Rollout,
+    policy_logprobs: np.ndarray,
+    sampling: SamplingConfig,
+    *,
+    seed: int,
+    version: int,
+    rows: int,
+    tokens: int,
+) -> tuple[CanaryLogprobs, dict[str, float]]:
+    """What an engine with weights `version` resident says of the canary tokens of a shard, and how far that is from
+    what the trainer said of them at the same version: `policy_logprobs` [rows, seq].
+
+    Raises:
+        RuntimeError: the engine gave other tokens back, or made them with other weights.
+    """
+    part = canary_rows(rollout, rows, tokens)
+    requests = canary_requests(part, sampling, seed=seed, version=version)
+    by_row = {completion.row: completion for completion in engine.generate(requests)}
+    found = np.zeros(part.tokens.shape, np.float32)
+    for i, request in enumerate(requests):
+        completion = by_row.get(request.row)
+        if completion is None or tuple(completion.tokens.tolist()) != request.forced:
+            raise RuntimeError(f"the engine did not score the tokens that it was given in row {request.row}")
+        if set(completion.versions.tolist()) != {version}:
+            raise RuntimeError(f"row {request.row} was scored by versions {set(completion.versions.tolist())}")
+        found[i, part.response_mask[i]] = completion.logprobs
+    metrics = canary_metrics(found, policy_logprobs[: part.num_rows], part.sampler_logprobs, part.response_mask)
+    return CanaryLogprobs(_all_rows(found, rollout.num_rows)), metrics
+
+
+def _all_rows(logprobs: np.ndarray, num_rows: int) -> np.ndarray:
+    """With zeros for the rows of the shard that are not canaries."""
+    whole = np.zeros((num_rows, logprobs.shape[1]), np.float32)
+    whole[: len(logprobs)] = logprobs
+    return whole

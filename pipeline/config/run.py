@@ -161,6 +161,7 @@ def _own_problems(config: RunConfig) -> Iterator[Problem]:
 
 def _problems_across(config: RunConfig) -> Iterator[Problem]:
     yield from divides("ppo.minibatches", config.ppo.minibatches, "rollout.rows", config.rollout.rows)
+    yield from _reuse_problems(config)
     warmup = config.ppo.critic_warmup_steps
     if warmup >= config.steps:
         need = f"must be below steps = {config.steps}: in no other step is the policy trained"
@@ -180,6 +181,27 @@ def _problems_across(config: RunConfig) -> Iterator[Problem]:
         key = f"placement.gangs.{generating}.workers"
         need = f"needs {key} of 2 or more (given {workers}); with one replica set it to 0"
         yield Problem("cluster.move_rows_below", below, need)
+
+
+def _reuse_problems(config: RunConfig) -> Iterator[Problem]:
+    """Whether the forwards that are to be kept for an update would serve it."""
+    for role, optimizer in ((Role.POLICY, config.model.policy), (Role.CRITIC, config.model.critic)):
+        if not optimizer.reuse_forward:
+            continue
+        layout = config.placement.gangs[config.placement.roles[role]].layout
+        needs = {
+            "ppo.minibatches": (config.ppo.minibatches, 1),
+            "rollout.shards": (config.rollout.shards, 1),
+            "its gang's layout.pipeline": (layout.pipeline, 1),
+        }
+        if role is Role.POLICY:
+            needs["ppo.proximal"] = (config.ppo.proximal, "recompute")
+        for key, (given, wanted) in needs.items():
+            if given != wanted:
+                need = (
+                    f"the update's micro-batches must be those that were computed: needs {key}={wanted} (given {given})"
+                )
+                yield Problem(f"model.{role}.reuse_forward", True, need)
 
 
 def _gang_problems(config: RunConfig, gang: Gang) -> Iterator[Problem]:

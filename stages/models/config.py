@@ -51,6 +51,9 @@ class OptimizerConfig:
     """Tokens per forward and backward, at most (but for a longer row); gradients do not depend on it."""
     micro_batch_rows: int | None = None
     """Rows per forward and backward, at most; null: as many as the tokens allow."""
+    reuse_forward: bool = False
+    """Keep what the forward pass of `logprob`, or of `value`, computed until the update, whose first epoch then needs
+    none of its own: the same weights on the same rows. Holds their activations until then; no bit changes."""
 
 
 @dataclass

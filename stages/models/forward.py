@@ -107,13 +107,52 @@ def row_lengths(mask: np.ndarray) -> np.ndarray:
     return np.where(mask.any(axis=1), last, 1)
 
 
+class KeptForwards:
+    """Owns hidden states with all that their backward pass needs, by the tokens they were made of. The weights that
+    made them must not change until they are taken or forgotten."""
+
+    def __init__(self) -> None:
+        self._hidden: dict[bytes, Tensor] = {}
+        self.num_taken = 0
+
+    def keep(self, batch: MicroBatch, hidden: Tensor) -> None:
+        """For one backward pass."""
+        self._hidden[_key(batch)] = hidden
+
+    def take(self, batch: MicroBatch) -> Tensor | None:
+        """What was kept of a micro-batch of the same rows, if anything was."""
+        found = self._hidden.pop(_key(batch), None)
+        self.num_taken += found is not None
+        return found
+
+    def clear(self) -> None:
+        self._hidden.clear()
+
+
+def _key(batch: MicroBatch) -> bytes:
+    return batch.lengths.tobytes() + batch.tokens.cpu().numpy().tobytes()
+
+
 def run_forward(
-    model: GPTModel, trunk: Trunk | None, batches: Sequence[MicroBatch], read: Callable[[MicroBatch, Tensor], Read]
+    model: GPTModel,
+    trunk: Trunk | None,
+    batches: Sequence[MicroBatch],
+    read: Callable[[MicroBatch, Tensor], Read],
+    kept: KeptForwards | None = None,
 ) -> list[Read]:
     """What `read` makes of each micro-batch's hidden states [N, H], without gradients; empty but on the last
-    pipeline stage."""
+    pipeline stage. With `kept` (on a pipeline of one stage) the same forward serves a later `run_backward` too."""
     if not batches:
         return []
+    if kept is not None:
+        answers = []
+        for batch in batches:
+            with torch.enable_grad():
+                hidden = hidden_states(model, trunk, batch)
+            kept.keep(batch, hidden)
+            with torch.no_grad():
+                answers.append(read(batch, hidden[0]))
+        return answers
 
     def step(iterator: Iterator[MicroBatch], stage: GPTModel) -> tuple[Tensor, Callable[..., Read]]:
         batch = next(iterator)
@@ -128,10 +167,11 @@ def run_backward(
     trunk: Trunk | None,
     batches: Sequence[MicroBatch],
     loss: Callable[[MicroBatch, Tensor], tuple[Tensor, Read]],
+    kept: KeptForwards | None = None,
 ) -> list[Read]:
     """Adds the gradients of every micro-batch's loss up in the model's gradient buffers and reduces them over the gang.
     Returns what `loss` returns beside the loss; empty but on the last pipeline stage. Needs at least one micro-batch:
-    every rank takes part in the reduction."""
+    every rank takes part in the reduction. Forwards that were `kept` are not computed again."""
     none = torch.tensor(0, dtype=torch.int)  # tokens to divide the gradient by: 0 tells Megatron not to
 
     def step(
@@ -143,7 +183,8 @@ def run_backward(
             value, read = loss(batch, hidden[0])
             return value, none, read
 
-        return hidden_states(stage, trunk, batch), loss_of
+        hidden = kept.take(batch) if kept is not None else None
+        return hidden_states(stage, trunk, batch) if hidden is None else hidden, loss_of
 
     return _schedule(model, batches, step, forward_only=False)
 

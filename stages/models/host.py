@@ -23,6 +23,7 @@ from stages.models.checkpoint_files import write_snapshot
 from stages.models.config import LayoutConfig, ModelConfig, OptimizerConfig
 from stages.models.errors import StateError
 from stages.models.forward import (
+    KeptForwards,
     MicroBatch,
     cut_micro_batches,
     head_values,
@@ -115,7 +116,7 @@ class MegatronHost:
 
     def policy_logprobs(self, rollout: Rollout) -> PolicyLogprobs | None:
         trainer = self._clean(Role.POLICY)
-        found = self._logprobs(trainer.model, rollout, trainer.config, "value")
+        found = self._logprobs(trainer.model, rollout, trainer.config, "value", trainer.kept)
         return None if found is None else PolicyLogprobs(*found)
 
     def ref_logprobs(self, rollout: Rollout) -> ReferenceLogprobs | None:
@@ -131,7 +132,7 @@ class MegatronHost:
             return state_values(head_values(hidden, batch, trainer.model.output_layer), batch.mask)
 
         batches = self._micro_batches(rollout, np.arange(rollout.num_rows), trainer.config)
-        outputs = run_forward(trainer.model, self._trunk, batches, read)
+        outputs = run_forward(trainer.model, self._trunk, batches, read, trainer.kept)
         values, bootstrap = np.zeros(rollout.tokens.shape, np.float32), np.zeros(rollout.num_rows, np.float32)
         for batch, (of_tokens, of_end) in zip(batches if outputs else [], outputs, strict=True):
             _fill(values, batch, of_tokens)
@@ -241,7 +242,12 @@ class MegatronHost:
         return trainer
 
     def _logprobs(
-        self, model: GPTModel, rollout: Rollout, config: OptimizerConfig, entropy: Entropy
+        self,
+        model: GPTModel,
+        rollout: Rollout,
+        config: OptimizerConfig,
+        entropy: Entropy,
+        kept: KeptForwards | None = None,
     ) -> tuple[np.ndarray, ...] | None:
         """(log-probs, entropies) [rows, seq] on rank 0."""
 
@@ -252,7 +258,7 @@ class MegatronHost:
             )
 
         batches = self._micro_batches(rollout, np.arange(rollout.num_rows), config)
-        outputs = run_forward(model, self._trunk, batches, read)
+        outputs = run_forward(model, self._trunk, batches, read, kept)
         logprobs, entropies = np.zeros((2, *rollout.tokens.shape), np.float32)
         for batch, (of_tokens, of_distributions) in zip(batches if outputs else [], outputs, strict=True):
             _fill(logprobs, batch, of_tokens)
@@ -323,6 +329,7 @@ class MegatronHost:
         states; without, every data-parallel rank gets nearly as many tokens. With `never_empty` a rank without a row
         gets one that nothing of the loss depends on, since every rank takes part in the reduction of gradients."""
         rank, mask = self._parallel_rank, rollout.response_mask
+        rows = np.sort(rows)  # a set of rows is cut alike in whatever order an epoch has them
         if self._trunk is not None:
             share = rows[rollout.row[rows] % rank.data_size == rank.data_rank]
         else:

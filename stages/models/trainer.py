@@ -28,7 +28,7 @@ from stages.models.checkpoint_files import Snapshot, read_common, read_state, sn
 from stages.models.checkpoint_shards import MOMENTS, masters_of, sharded_state, torch_optimizer
 from stages.models.config import OptimizerConfig
 from stages.models.errors import NonFiniteGradientsError
-from stages.models.forward import MicroBatch, run_backward
+from stages.models.forward import KeptForwards, MicroBatch, run_backward
 from stages.models.protocol import Role
 from stages.models.trunk import Trunk
 from stages.ppo.stats import LossStats
@@ -92,6 +92,7 @@ class Trainer:
         self.config = config
         self.version = 0
         self.dirty = False
+        self.kept = KeptForwards() if config.reuse_forward else None
         self._skipped_in_a_row = 0
         self._snapshot: Snapshot | None = None
         self._blueprint = blueprint
@@ -155,7 +156,9 @@ class Trainer:
                 continue
             self._ddp.zero_grad_buffer()
             self._optimizer.zero_grad()
-            stats.append(run_backward(self._ddp, trunk, minibatch.micro_batches, minibatch.loss(len(norms))))
+            loss = minibatch.loss(len(norms))
+            stats.append(run_backward(self._ddp, trunk, minibatch.micro_batches, loss, self.kept))
+            self._forget_forwards()  # the weights change
             self.dirty = True
             if limits.target_kl is not None and self._approx_kl(stats[-1]) > limits.target_kl:
                 stopped = sum(not left.empty for left in minibatches[number:])
@@ -208,6 +211,7 @@ class Trainer:
         common = read_common(directory, self._architecture)
         (inner,) = self._optimizer.chained_optimizers
         self.dirty = True  # until all of it is there
+        self._forget_forwards()
         self._adam.state.clear()
         for master in masters_of(inner) if common["adam_steps"] is not None else ():
             step = torch.tensor(common["adam_steps"], dtype=torch.float32, device=master.tensor.device)
@@ -222,8 +226,13 @@ class Trainer:
     def restart(self) -> None:
         """Back to version 0 after the model's weights were put back: fresh master weights, empty optimizer state."""
         self._optimizer.reload_model_params()
+        self._forget_forwards()
         self._adam.state.clear()
         self.version, self.dirty, self._skipped_in_a_row = 0, False, 0
+
+    def _forget_forwards(self) -> None:
+        if self.kept is not None:
+            self.kept.clear()
 
     @property
     def _adam(self) -> torch.optim.Optimizer:

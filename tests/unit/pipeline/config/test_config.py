@@ -175,6 +175,11 @@ REFUSED = {
     # sizes that do not divide
     "rollout.shards=3": ("rollout.shards", "3", "rollout.rows = 16", "1, 2, 4, 8, 16"),
     "rollout.responses_per_prompt=3": ("rollout.responses_per_prompt", "3", "= 8", "1, 2, 4, 8"),
+    "model.critic.reuse_forward=true": ("model.critic.reuse_forward", "needs ppo.minibatches=1 (given 2)"),
+    "model.policy.reuse_forward=true ppo.minibatches=1 rollout.shards=1 ppo.proximal=loglinear": (
+        "model.policy.reuse_forward",
+        "needs ppo.proximal=recompute (given loglinear)",
+    ),
     "ppo.minibatches=5": ("ppo.minibatches", "5", "rollout.rows = 16", "1, 2, 4, 8, 16"),
     "evaluate={every: 1, shards: 3}": ("evaluate.shards", "3", "prompts.held_out = 8", "1, 2, 4, 8"),
     "placement.gangs.train.workers=3": ("placement.gangs.train.workers", "3", "rows of a shard (8)"),

@@ -189,6 +189,38 @@ def test_gradients_do_not_depend_on_micro_batch_rows(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("frozen_blocks", [0, 2])
+def test_a_forward_that_is_kept_serves_the_update_and_changes_no_bit(tmp_path: Path, frozen_blocks: int) -> None:
+    found = []
+    for reuse in (False, True):
+        config = model_config(frozen_blocks=frozen_blocks)
+        kept = dataclasses.replace(config.policy, reuse_forward=reuse)
+        config = dataclasses.replace(config, policy=kept, critic=kept)
+        with opened(tmp_path, config, PPOConfig(epochs=2, minibatches=1)) as host:
+            digests = []
+            for step in range(2):
+                update(host, step)
+                digests += [host.digest(role) for role in (Role.POLICY, Role.CRITIC)]
+            found.append(digests)
+            for trainer in host._trainers.values():
+                if reuse:  # three micro-batches, in the first of two epochs, of two updates
+                    assert trainer.kept is not None
+                    assert (trainer.kept.num_taken, trainer.kept._hidden) == (6, {})
+    assert found[0] == found[1]
+
+
+def test_a_forward_that_was_kept_is_forgotten_when_other_weights_are_loaded(tmp_path: Path) -> None:
+    config = model_config()
+    config = dataclasses.replace(config, critic=dataclasses.replace(config.critic, reuse_forward=True))
+    with opened(tmp_path, config, PPOConfig(epochs=1, minibatches=1)) as host:
+        batches(host)
+        kept = host._trainers[Role.CRITIC].kept
+        assert kept is not None
+        assert len(kept._hidden) == 3
+        host.load(Role.CRITIC, None)
+        assert kept._hidden == {}
+
+
+@pytest.mark.parametrize("frozen_blocks", [0, 2])
 @pytest.mark.parametrize("modules", [["core_attn"], ["mlp"], ["core_attn", "mlp"]])
 def test_recomputing_modules_changes_no_bit(tmp_path: Path, frozen_blocks: int, modules: list[str]) -> None:
     layouts = (LayoutConfig(), LayoutConfig(recompute="selective", recompute_modules=modules))

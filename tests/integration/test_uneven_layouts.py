@@ -125,7 +125,7 @@ def learn(index: int, size: int, case: Case, root: Path, directory: Path) -> Non
         metrics |= host.update_critic(step, CriticBatch(now, advantages, values))
         for role in TRAINED:
             host.mark_clean(role)
-        found |= {f"metric:{step}:{name}": value for name, value in metrics.items()}
+        found |= {f"metric:{step}:{name}": v for name, v in metrics.items() if not name.endswith("_memory_bytes")}
     for role in TRAINED:
         assert_nothing_else_is_held(host, role)
     trained, after = host.trained_weights(), host.values(rollout)

@@ -55,25 +55,26 @@ _DASK_SETTINGS: dict[str, Any] = {
 }
 
 
-def _malloc_threshold() -> int:
+def _malloc_thresholds() -> tuple[int, int]:
     """Bytes of an allocation from which glibc maps pages for it alone, and of free memory at the heap's end from which
-    it gives pages back. Both are as high as glibc takes them, for a step allocates and frees the same large buffers
-    (activations, gradients, logits) again and again: a page that was given back is faulted in and zeroed anew, which
-    took a quarter of a training step. Setting either switches off glibc's own adaptation of both (which stops at
-    32 MiB), so that both are needed. The cost: what a process has freed stays with it, its resident memory is its peak.
+    it gives pages back. Both are as high as can be, for a step allocates and frees the same large buffers (activations,
+    gradients, logits) again and again: a page that was given back is faulted in and zeroed anew, which took a quarter
+    of a training step. Setting either switches off glibc's own adaptation of both (which stops at 32 MiB), so that both
+    are needed. The cost: what a process has freed stays with it, its resident memory is its peak.
 
-    glibc 2.36 is measured to take 1 GiB; older ones may refuse more than 32 MiB, and would stay at 128 KiB."""
+    glibc 2.36 is measured to take 1 GiB and 1 TiB; older ones may refuse more than 32 MiB, and would stay at 128 KiB."""
     libc, version = platform.libc_ver()
     current = libc == "glibc" and tuple(int(part) for part in version.split(".")[:2]) >= (2, 36)
-    return 1 << 30 if current else 1 << 25
+    return (1 << 30, 1 << 40) if current else (1 << 25, 1 << 25)
 
 
+_MMAP_THRESHOLD, _TRIM_THRESHOLD = _malloc_thresholds()
 _FORKSERVER_ENVIRONMENT = {
     # Dask runs tasks in threads of their own, whose heaps glibc limits to 64 MiB each: what is larger, or does not fit,
     # would be mapped and unmapped every time
     "MALLOC_ARENA_MAX": "1",
-    "MALLOC_MMAP_THRESHOLD_": str(_malloc_threshold()),
-    "MALLOC_TRIM_THRESHOLD_": str(_malloc_threshold()),
+    "MALLOC_MMAP_THRESHOLD_": str(_MMAP_THRESHOLD),
+    "MALLOC_TRIM_THRESHOLD_": str(_TRIM_THRESHOLD),
     "OPENBLAS_NUM_THREADS": "1",  # numpy's, which is loaded before the fork; torch has `placement.gangs.*.threads`
     "DASK_LOGGING__DISTRIBUTED": "warning",
 }

@@ -35,7 +35,7 @@ def runtime_for(config: RunConfig, role: Role, scratch: Path) -> Iterator[StageR
     gang = only.placement.roles[role.value]
     settings = only.placement.gangs[gang]
     one_rank = settings.workers == 1 or role not in MODEL_ROLES
-    settings.workers, settings.layout = 1, LayoutConfig()
+    settings.workers, settings.layout, settings.offload = 1, LayoutConfig(), "none"
     only.placement.gangs = {"replay": settings, "elsewhere": copy.deepcopy(settings)}
     only.placement.roles = {r.value: "replay" if r is role else "elsewhere" for r in Role}
     only.placement.gangs["replay"].slots = 1

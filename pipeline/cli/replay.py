@@ -31,6 +31,7 @@ from pipeline.graph.graph import STAGE_ROLES, Node, canary_node, evaluate_nodes,
 from pipeline.workers.messages import Call
 from pipeline.workers.parts import required
 from pipeline.workers.updates import UPDATE_STAGE
+from stages.models.numerics import repeats_bits
 from stages.models.protocol import MODEL_ROLES, Role
 from stages.publish import publish
 from storage.address import Address
@@ -42,7 +43,7 @@ from storage.weights import WeightBoard
 SAMPLING = ("generate", "evaluate", "canary")
 """Stages whose log-probs may differ in the last bits: they depend on which rows shared a batch."""
 SCORING = ("score", "evaluate_score")
-CLOSE = {"float32": 1e-3, "bfloat16": 0.1}
+CLOSE = {"float32": 1e-3, "bfloat16": 0.1, "float16": 0.02}
 """By the models' dtype: the largest difference of a log-prob, value or score where last bits may differ."""
 
 
@@ -112,6 +113,7 @@ def replay_node(config: RunConfig, stage: str, step: int, shard: int) -> Replaye
     version = _sampled_version(commit, shard) if stage in SAMPLING else node.version
     holder = config.placement.roles[Role.POLICY.value if stage in SAMPLING else node.role.value]
     one_rank = config.placement.gangs[holder].workers == 1 or node.role not in {*MODEL_ROLES, Role.GENERATE}
+    one_rank = one_rank and repeats_bits(config.model)
     close = CLOSE[config.model.dtype]
     with tempfile.TemporaryDirectory(prefix="stageline-replay-") as name:
         scratch = Path(name)

@@ -145,7 +145,7 @@ def config_hash(config: RunConfig) -> str:
         del content[key]
     del content["placement"]["share_devices"]
     for gang in content["placement"]["gangs"].values():
-        del gang["weights_dir"]
+        del gang["weights_dir"], gang["offload"]
     if config.model.policy.decay == "constant" and config.model.critic.decay == "constant":
         del content["steps"]
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]

@@ -25,7 +25,7 @@ from pipeline.config.run import RunConfig
 from pipeline.graph.dispatch import Gang
 from stages.engines.embedded.kernels.paging import block_bytes, blocks_for
 from stages.models.config import LayoutConfig, OptimizerConfig
-from stages.models.memory import DTYPE_BYTES, GangModels, MicroBatchSize, rank_bytes
+from stages.models.memory import DTYPE_BYTES, GangModels, MicroBatchSize, offloaded_bytes, rank_bytes
 from stages.models.protocol import MODEL_ROLES, Role
 from stages.models.spec import EMBEDDING, ModelSpec, layer_and_part, tensor_shapes
 from storage.problems import Problem
@@ -37,8 +37,8 @@ DRIVER_BYTES = 500 << 20
 _HEAD_BYTES = 110 << 20
 """Of a learned draft head and its optimizer, at `_HEAD_HIDDEN`; see engine.md."""
 _HEAD_HIDDEN = 576
-PROCESS, READING, EXPORTING = "process", "reading weights", "exporting"
-_ON_HOST = (PROCESS, READING, EXPORTING)
+PROCESS, READING, EXPORTING, OFFLOADED = "process", "reading weights", "exporting", "offloaded"
+_ON_HOST = (PROCESS, READING, EXPORTING, OFFLOADED)
 """What a worker with a GPU has in the host's memory."""
 _AFTER_READING = ("Adam moments", "activations", "logits", "trunk cache", "refit", "KV cache", "draft head")
 """What is not there yet while weights are read."""
@@ -86,7 +86,7 @@ class WorkerMemory:
 
     @property
     def beside_device(self) -> int:
-        return max(self._without(*self.items.keys() - {PROCESS, kind}) for kind in (READING, EXPORTING))
+        return max(self._without(*self.items.keys() - {PROCESS, OFFLOADED, kind}) for kind in (READING, EXPORTING))
 
     def _without(self, *names: str) -> int:
         return sum(number for name, number in self.items.items() if name not in names)
@@ -230,9 +230,10 @@ def _items(run: PlannedRun, gang: Gang, index: int) -> dict[str, int]:
 def _model_items(run: PlannedRun, gang: Gang, index: int) -> dict[str, int]:
     """Megatron counts ranks by tensor, data, then pipeline."""
     config = run.config
-    layout = config.placement.gangs[gang.name].layout
+    settings = config.placement.gangs[gang.name]
+    layout = settings.layout
     data = gang.workers // (layout.tensor * layout.pipeline)
-    models = GangModels(run.spec, config.model, layout, gang.roles & MODEL_ROLES, data)
+    models = GangModels(run.spec, config.model, layout, gang.roles & MODEL_ROLES, data, settings.offload)
     optimizers = {Role.POLICY: config.model.policy, Role.CRITIC: config.model.critic}
     batches = {
         role: MicroBatchSize(rows, config.seq, rows * config.sampling.max_new_tokens)
@@ -241,7 +242,8 @@ def _model_items(run: PlannedRun, gang: Gang, index: int) -> dict[str, int]:
     }
     stage = index // (layout.tensor * data)
     device = "cuda" if run.on_gpus else "cpu"
-    return rank_bytes(models, batches, stage, rows=config.rollout.rows * config.steps, device=device)
+    rows = config.rollout.rows * config.steps
+    return rank_bytes(models, batches, stage, rows=rows, device=device) | {OFFLOADED: offloaded_bytes(models, stage)}
 
 
 def _largest_micro_batch(optimizer: OptimizerConfig, config: RunConfig) -> int:

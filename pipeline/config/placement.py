@@ -10,8 +10,8 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 
 from pipeline.graph.dispatch import Gang, gangs_of
-from stages.models.config import LayoutConfig, recompute_problems
-from stages.models.protocol import Role
+from stages.models.config import LayoutConfig, Offload, recompute_problems
+from stages.models.protocol import MODEL_ROLES, Role
 from storage.problems import Problem, at_least
 
 
@@ -27,6 +27,10 @@ class GangConfig:
     slots: int = 1
     """Pools: shards that a replica works on at once."""
     layout: LayoutConfig = field(default_factory=LayoutConfig)
+    offload: Offload = "none"
+    """What of a gang's models leaves its devices while it is not needed. gradients: gradient buffers outside their
+    model's update. idle: also policy, critic and reference but the one that works; to the host's memory, on GPUs
+    only."""
     weights_dir: str | None = None
     """Directory for published weights on this gang's host; null: `cluster.weights_dir`'s. A gang with another one than
     the policy's has copies of its own, as on another host."""
@@ -89,7 +93,16 @@ def _gang_problems(placement: PlacementConfig, name: str) -> Iterator[Problem]:
         f"{key}.slots": settings.slots,
     }
     yield from at_least(1, counts)
+    yield from _offload_problems(f"{key}.offload", settings.offload, roles)
     yield from _weights_dir_problems(f"{key}.weights_dir", settings.weights_dir, roles)
+
+
+def _offload_problems(key: str, given: str, roles: Collection[str]) -> Iterator[Problem]:
+    if given == "gradients" and {Role.POLICY, Role.CRITIC}.isdisjoint(roles):
+        yield Problem(key, given, "that gang trains no model: none")
+    if given == "idle" and len(MODEL_ROLES.intersection(roles)) < 2:
+        need = "needs two or more of policy, critic, reference on the gang, which take turns: none or gradients"
+        yield Problem(key, given, need)
 
 
 def _weights_dir_problems(key: str, given: str | None, roles: Collection[str]) -> Iterator[Problem]:

@@ -56,6 +56,7 @@ def preflight(config: RunConfig, saved: Path | None = None) -> Preflight:
         _check_layout(config, role, of_role)
     _check_replicas(config, model)
     _check_devices(config)
+    _check_cuda_only(config)
     limits = memory_limits(config)
     for problem in memory_problems(planned_run(config, model, limits), limits):
         raise refusal(problem)
@@ -213,6 +214,19 @@ def _check_devices(config: RunConfig) -> None:
     share, gpus = config.placement.share_devices, {THIS_HOST: torch.cuda.device_count()}
     for problem in device_problems(gangs, config.replica_ranks, all_here(gangs), gpus, share=share):
         raise refusal(problem)
+
+
+def _check_cuda_only(config: RunConfig) -> None:
+    """What means nothing where everything is computed on CPUs."""
+    if torch.cuda.device_count():
+        return
+    if config.model.tf32:
+        need = "TF32 is how NVIDIA GPUs may multiply float32, and this host has none: false"
+        raise ConfigError("model.tf32", f"given {config.model.tf32}; {need}")
+    for name, gang in config.placement.gangs.items():
+        if gang.offload == "idle":
+            need = "this host has no GPU whose memory would be freed: none, or gradients, which frees a CPU's too"
+            raise ConfigError(f"placement.gangs.{name}.offload", f"given {gang.offload!r}; {need}")
 
 
 def _read_prompts(config: RunConfig, tokenizer: Tokenizer) -> PromptTable:

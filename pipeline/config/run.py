@@ -188,11 +188,12 @@ def _reuse_problems(config: RunConfig) -> Iterator[Problem]:
     for role, optimizer in ((Role.POLICY, config.model.policy), (Role.CRITIC, config.model.critic)):
         if not optimizer.reuse_forward:
             continue
-        layout = config.placement.gangs[config.placement.roles[role]].layout
-        needs = {
+        gang = config.placement.gangs[config.placement.roles[role]]
+        needs: dict[str, tuple[object, object]] = {
             "ppo.minibatches": (config.ppo.minibatches, 1),
             "rollout.shards": (config.rollout.shards, 1),
-            "its gang's layout.pipeline": (layout.pipeline, 1),
+            "its gang's layout.pipeline": (gang.layout.pipeline, 1),
+            "its gang's offload": (gang.offload, "none"),
         }
         if role is Role.POLICY:
             needs["ppo.proximal"] = (config.ppo.proximal, "recompute")

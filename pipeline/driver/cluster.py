@@ -62,7 +62,7 @@ def _malloc_thresholds() -> tuple[int, int]:
     of a training step. Setting either switches off glibc's own adaptation of both (which stops at 32 MiB), so that both
     are needed. The cost: what a process has freed stays with it, its resident memory is its peak.
 
-    glibc 2.36 is measured to take 1 GiB and 1 TiB; older ones may refuse more than 32 MiB, and would stay at 128 KiB."""
+    glibc 2.36 is measured to take 1 GiB and 1 TiB; older ones may refuse more than 32 MiB and stay at 128 KiB."""
     libc, version = platform.libc_ver()
     current = libc == "glibc" and tuple(int(part) for part in version.split(".")[:2]) >= (2, 36)
     return (1 << 30, 1 << 40) if current else (1 << 25, 1 << 25)

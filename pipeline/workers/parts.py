@@ -208,12 +208,14 @@ def _build_host(config: RunConfig, spec: WorkerSpec, roles: frozenset[Role]) -> 
         ),
         seed=config.seed,
         total_steps=config.steps,
+        offload=settings.offload,
     )
     return host
 
 
 def _build_updates(parts: WorkerParts, host: ModelHost, same_layout: bool) -> ExactlyOnceUpdates:
     config = parts.config
+    repeats_bits = importlib.import_module("stages.models.numerics").repeats_bits
     return ExactlyOnceUpdates(
         host,
         rank=parts.spec.index,
@@ -226,7 +228,7 @@ def _build_updates(parts: WorkerParts, host: ModelHost, same_layout: bool) -> Ex
         checkpoint_every=config.checkpoint.every,
         checkpoint_keep=config.checkpoint.keep,
         staleness=config.staleness,
-        same_layout=same_layout,
+        same_layout=same_layout and repeats_bits(config.model),
         bookkeeping=parts.clock.bookkeeping,
         warn=parts.warn,
     )

@@ -41,7 +41,7 @@ from stages.models.rotary import rotary_frequencies
 from stages.models.spec import ModelSpec
 from stages.models.trunk import Trunk
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 @dataclass(frozen=True)
@@ -139,6 +139,8 @@ def _stage(blueprint: Blueprint, num_blocks: int, *, embedding: bool, output: bo
         pipeline_dtype=torch.float32,  # what stages hand on is the residual stream
         fp32_residual_connection=True,
         bf16=blueprint.dtype is torch.bfloat16,
+        fp16=blueprint.dtype is torch.float16,
+        deterministic_mode=blueprint.model.deterministic,
         variable_seq_lengths=layout.pipeline > 1,  # micro-batches are trimmed, so that their shapes differ
         moe_token_dispatcher_type="alltoall",  # unused here; the default refuses variable_seq_lengths
         use_cpu_initialization=device.type == "cpu",
@@ -179,7 +181,7 @@ def _output(blueprint: Blueprint, role: Role, weight: Parameter | None) -> Hidde
     """The output layer's stand-in, with the critic's head or the policy's own weight, if any."""
     bias = None
     if role is Role.CRITIC:
-        # float32 under bfloat16 too: values and their errors are small differences of large numbers
+        # float32 under the others too: values and their errors are small differences of large numbers
         device = blueprint.parallel_rank.device
         weight = Parameter(torch.zeros(1, blueprint.spec.hidden_size, device=device))
         bias = Parameter(torch.zeros(1, device=device))

@@ -34,7 +34,7 @@ from storage.checkpoints import FileSum, sum_file
 
 _FORMAT = CheckpointingConfig("torch_dist", 1)
 _SHARDED_STATE = "sharded"
-_COMMON_KEYS = {"architecture", "version", "adam_steps", "skipped_in_a_row"}
+_COMMON_KEYS = {"architecture", "version", "adam_steps", "skipped_in_a_row", "loss_scale"}
 
 
 @dataclass(frozen=True)

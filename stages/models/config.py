@@ -12,6 +12,8 @@ from typing import Literal
 
 from storage.problems import Problem, at_least
 
+Offload = Literal["none", "gradients", "idle"]
+"""What of a gang's models leaves its devices while it is not needed: see `stages/models/offload.py`."""
 RECOMPUTE_MODULES = ("core_attn", "mlp")
 """Of Megatron's modules to recompute those that a dense model has. `core_attn` saves next to nothing, since the fused
 attention keeps no scores; `mlp` saves the most. (Megatron 0.16 recomputes `layernorm` with Transformer Engine only.)"""
@@ -57,6 +59,18 @@ class OptimizerConfig:
 
 
 @dataclass
+class LossScaleConfig:
+    """Under `model.dtype: float16`: what the loss is multiplied by before the backward pass, and the gradients divided
+    by after it."""
+
+    initial: float = 65536.0
+    minimum: float = 1.0
+    """At which a gradient that is not finite counts for `ppo.max_skipped_steps`."""
+    growth_interval: int = 1000
+    """Optimizer steps in a row with finite gradients after which the scale is doubled; one without halves it."""
+
+
+@dataclass
 class ModelConfig:
     """The start policy, which is also the reference, and what the critic starts from, unless they have paths of their
     own."""
@@ -70,8 +84,14 @@ class ModelConfig:
     critic_path: str | None = None
     """The model that the critic starts from, with a new scalar head; null: `path`'s. Of any size, and of a vocabulary
     that begins with the policy's; with `frozen_blocks` of the same architecture and the same frozen blocks."""
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    """Of the trained models' forward and backward; master weights and optimizer state are float32."""
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    """Of the trained models' forward and backward; master weights and optimizer state are float32. float16 takes plain
+    torch on a CPU, several times as slow as the others."""
+    loss_scale: LossScaleConfig = field(default_factory=LossScaleConfig)
+    tf32: bool = False
+    """CUDA only: float32 products round their operands to TF32's 10 bits."""
+    deterministic: bool = True
+    """On CUDA: an update that runs again has the same bits, and its digest is compared. (On a CPU always.)"""
     products: Literal["auto", "torch", "onednn"] = "auto"
     """What multiplies float32 matrices on a CPU; auto: oneDNN on AMD processors, torch's BLAS on others. The last bits
     of a run depend on it."""
@@ -113,9 +133,26 @@ def model_problems(config: ModelConfig) -> Iterator[Problem]:
     if config.peak_tflops is not None and not (math.isfinite(config.peak_tflops) and config.peak_tflops > 0):
         yield Problem("model.peak_tflops", config.peak_tflops, "must be above 0, or null: then it is measured")
     if config.products == "onednn" and config.dtype != "float32":
-        yield Problem("model.products", config.products, "chooses float32 products: auto for model.dtype bfloat16")
+        need = f"chooses float32 products: auto for model.dtype {config.dtype}"
+        yield Problem("model.products", config.products, need)
+    if config.kernels == "native" and config.dtype == "float16":
+        yield Problem("model.kernels", config.kernels, "has no float16: auto or torch, or another model.dtype")
+    yield from _loss_scale_problems(config)
     yield from _optimizer_problems("model.policy", config.policy)
     yield from _optimizer_problems("model.critic", config.critic)
+
+
+def _loss_scale_problems(config: ModelConfig) -> Iterator[Problem]:
+    scale = config.loss_scale
+    if config.dtype != "float16" and scale != LossScaleConfig():
+        need = f"scales the loss under model.dtype=float16 alone (given {config.dtype}): leave it as it is"
+        yield Problem("model.loss_scale", scale, need)
+    if not scale.minimum > 0:
+        yield Problem("model.loss_scale.minimum", scale.minimum, "must be above 0 (1 is usual)")
+    if not scale.minimum <= scale.initial < math.inf:
+        need = f"must be finite and no less than model.loss_scale.minimum = {scale.minimum}"
+        yield Problem("model.loss_scale.initial", scale.initial, need)
+    yield from at_least(1, {"model.loss_scale.growth_interval": scale.growth_interval})
 
 
 def _optimizer_problems(key: str, config: OptimizerConfig) -> Iterator[Problem]:

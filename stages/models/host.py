@@ -20,7 +20,7 @@ from torch import Tensor
 from stages.models import gather, minibatch_losses, parallel
 from stages.models.build import DTYPES, Blueprint, build_role, build_trunk, output_weight, reset_role
 from stages.models.checkpoint_files import write_snapshot
-from stages.models.config import LayoutConfig, ModelConfig, OptimizerConfig
+from stages.models.config import LayoutConfig, ModelConfig, Offload, OptimizerConfig
 from stages.models.errors import StateError
 from stages.models.forward import (
     KeptForwards,
@@ -35,6 +35,8 @@ from stages.models.hf_config import read_eos_ids
 from stages.models.hf_files import read_weights, write_model
 from stages.models.kernels.choice import choose_kernels
 from stages.models.minibatch_losses import MinibatchLoss
+from stages.models.numerics import set_numerics
+from stages.models.offload import Residence, has_own_memory
 from stages.models.padding import padded
 from stages.models.peak_memory import peak_bytes
 from stages.models.products import choose_products
@@ -67,6 +69,7 @@ class MegatronHost:
         *,
         seed: int,
         total_steps: int,
+        offload: Offload = "none",
     ) -> None:
         """Joins the gang and builds the roles placed on it; blocks until every rank has come. Raises ValueError, naming
         the key, for settings that cannot work."""
@@ -86,6 +89,9 @@ class MegatronHost:
         self._seed = seed
         self._total_steps = total_steps
         self._distribution = _distribution(sampling, model, spec, layout)
+        if offload == "idle" and not has_own_memory():
+            raise ValueError("offload = idle needs a GPU: a CPU's memory is the host's. Use none or gradients")
+        set_numerics(model)
         self._parallel_rank = parallel.join(rank, layout, seed)
         # of CPU tensors, for the threads that write checkpoints: the ranks' other calls must not get in between
         self._writers = dist.new_group(backend="gloo")
@@ -97,19 +103,26 @@ class MegatronHost:
             model, spec, layout, self._parallel_rank, self._kernels, self.product_choice.products
         )
         self._blueprints = {role: replace(self._blueprint, spec=of_role) for role, of_role in specs.items()}
+        self._offload = offload
+        self._build_models(roles)
+        self._peak_flops = rank.size * self._peak_of_a_rank() if self._trainers else 0.0
+        self._last_updates: dict[Role, UpdateWork] = {}
+
+    def _build_models(self, roles: frozenset[Role]) -> None:
+        model = self._blueprint.model
         read = model.frozen_blocks or any(self._paths[role] == model.path for role in roles & self._paths.keys())
         weights = read_weights(model.path) if read else {}
         kept = model.trunk_cache_mb << 20
         self._trunk = Trunk(build_trunk(self._blueprint, weights), kept) if model.frozen_blocks else None
         self._trunk_counted = (0, 0)
+        self._trainers: dict[Role, Trainer] = {}
         self._reference = self._build(Role.REFERENCE, weights) if Role.REFERENCE in roles else None
-        self._trainers = {
-            role: Trainer(role, self._build(role, weights), optimizer, self._blueprints[role])
-            for role, optimizer in ((Role.POLICY, model.policy), (Role.CRITIC, model.critic))
-            if role in roles
-        }
-        self._peak_flops = rank.size * self._peak_of_a_rank() if self._trainers else 0.0
-        self._last_updates: dict[Role, UpdateWork] = {}
+        self._reference_weights = Residence(self._reference.parameters if self._reference is not None else list)
+        for role, optimizer in ((Role.POLICY, model.policy), (Role.CRITIC, model.critic)):
+            if role in roles:
+                self._put_to_sleep(but=role)
+                built = self._build(role, weights)
+                self._trainers[role] = Trainer(role, built, optimizer, self._blueprints[role], self._offload)
 
     def collectives_of(self, where: str) -> AbstractContextManager[None]:
         return self._parallel_rank.roll_call.collectives_of(where)
@@ -122,6 +135,8 @@ class MegatronHost:
     def ref_logprobs(self, rollout: Rollout) -> ReferenceLogprobs | None:
         if self._reference is None:
             raise StateError("the reference is not placed on this gang")
+        self._put_to_sleep(but=Role.REFERENCE)
+        self._reference_weights.wake()
         found = self._logprobs(self._reference, rollout, self._blueprint.model.policy, "none")
         return None if found is None else ReferenceLogprobs(found[0])
 
@@ -184,23 +199,23 @@ class MegatronHost:
         }
 
     def version(self, role: Role) -> int:
-        return self._trainer(role).version
+        return self._placed(role).version
 
     def dirty(self, role: Role) -> bool:
-        return self._trainer(role).dirty
+        return self._placed(role).dirty
 
     def mark_clean(self, role: Role) -> None:
-        self._trainer(role).dirty = False
+        self._placed(role).dirty = False
 
     def digest(self, role: Role) -> str:
         return gather.digest_of(self._trainer(role).model, self._blueprints[role])
 
     def save(self, role: Role, directory: Path) -> Callable[[], dict[str, FileSum] | None]:
-        taken = self._clean(role).snapshot()
+        taken = self._clean(role, whole=True).snapshot()
         return partial(write_snapshot, taken, directory, self._writers, self._threads)
 
     def load(self, role: Role, directory: Path | None) -> None:
-        trainer = self._trainer(role)
+        trainer = self._trainer(role, whole=True)
         if directory is None:
             reset_role(trainer.model, self._blueprints[role], read_weights(self._paths[role]))
             trainer.restart()
@@ -222,6 +237,7 @@ class MegatronHost:
     def close(self) -> None:
         self._trainers.clear()
         self._reference = self._trunk = None
+        self._reference_weights = Residence(list)
         parallel.leave()
 
     def _build(self, role: Role, weights: Mapping[str, Tensor]) -> GPTModel:
@@ -230,13 +246,32 @@ class MegatronHost:
         own = weights if path == self._paths[Role.POLICY] else read_weights(path)
         return build_role(self._blueprints[role], role, own)
 
-    def _trainer(self, role: Role) -> Trainer:
+    def _placed(self, role: Role) -> Trainer:
         if role not in self._trainers:
             raise StateError(f"{role} is not placed on this gang")
         return self._trainers[role]
 
-    def _clean(self, role: Role) -> Trainer:
-        trainer = self._trainer(role)
+    def _trainer(self, role: Role, *, whole: bool = False) -> Trainer:
+        """Awake: its weights are on the device; with `whole` its optimizer's state too."""
+        trainer = self._placed(role)
+        self._put_to_sleep(but=role)
+        trainer.weights.wake()
+        if whole:
+            trainer.optimizer_state.wake()
+        return trainer
+
+    def _put_to_sleep(self, *, but: Role) -> None:
+        """The other roles, where idle ones are to leave the device."""
+        if self._offload != "idle":
+            return
+        if but is not Role.REFERENCE:
+            self._reference_weights.sleep()
+        for role, trainer in self._trainers.items():
+            if role is not but:
+                trainer.sleep()
+
+    def _clean(self, role: Role, *, whole: bool = False) -> Trainer:
+        trainer = self._trainer(role, whole=whole)
         if trainer.dirty:
             raise StateError(f"{role} is dirty: an update to version {trainer.version} was not committed; load it")
         return trainer
@@ -268,7 +303,7 @@ class MegatronHost:
     def _update(self, role: Role, step: int, batch: PolicyBatch | CriticBatch, loss: MinibatchLoss) -> dict[str, float]:
         """Trains version `step` on all rows of the batch; not the policy's while the critic warms up. Adds the largest
         peak of the ranks' processes, so far, to the metrics."""
-        trainer = self._clean(role)
+        trainer = self._clean(role, whole=True)
         if trainer.version != step:
             raise StateError(f"{role} is at version {trainer.version}; update {step} needs version {step}")
         held = self._ppo.critic_warmup_steps if role is Role.POLICY else 0

@@ -2,7 +2,7 @@
 
     parameters       all of this rank's parts of the models that are placed on the gang
     gradients        float32, of every trained parameter; whole on each data-parallel rank
-    masters          float32 copies under bfloat16                      \\  over the data-parallel ranks
+    masters          float32 copies of 16-bit parameters                \\  over the data-parallel ranks
     Adam moments     two float32 numbers of every trained parameter     /   with the distributed optimizer
     activations      what a block keeps for the backward pass (`block_activations`), x blocks x micro-batches in flight
     logits           blocks of the vocabulary kept and worked on, and the output layer's gradient
@@ -17,9 +17,9 @@ May import stages.models.{config, protocol, spec} and the standard library: the 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from stages.models.config import LayoutConfig, ModelConfig
+from stages.models.config import LayoutConfig, ModelConfig, Offload
 from stages.models.protocol import Role
 from stages.models.spec import (
     DOWN_PROJ,
@@ -33,7 +33,9 @@ from stages.models.spec import (
     layer_shapes,
 )
 
-DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+GRADIENTS = "gradients"
 
 
 LOGITS_BLOCK_BYTES = {"cpu": 1 << 21, "cuda": 1 << 28}
@@ -73,6 +75,7 @@ class GangModels:
     roles: frozenset[Role]
     """Those of policy, critic and reference that are placed on the gang."""
     data_ranks: int
+    offload: Offload = "none"
 
     @property
     def dtype_bytes(self) -> int:
@@ -133,8 +136,31 @@ def trunk_parameters(gang: GangModels) -> int:
 
 
 def state_bytes(gang: GangModels, stage: int) -> dict[str, int]:
-    """Parameters, gradients, masters and moments of a rank of a pipeline stage. With the distributed optimizer Megatron
-    pads its buffers to multiples of the data-parallel size, which is not counted."""
+    """Parameters, gradients, masters and moments of a rank of a pipeline stage, where it computes: the most at a time,
+    if some of them leave it in between (`offload`)."""
+    whole, alone = (
+        _state_bytes(gang, stage),
+        [_state_bytes(replace(gang, roles=frozenset({role})), stage) for role in gang.roles],
+    )
+    if gang.offload == "idle":
+        return max(alone, key=lambda parts: sum(parts.values()), default=whole)
+    if gang.offload == "gradients":
+        return whole | {GRADIENTS: max((parts[GRADIENTS] for parts in alone), default=0)}
+    return whole
+
+
+def offloaded_bytes(gang: GangModels, stage: int) -> int:
+    """In the host's memory: copies of all roles' parameters, masters and moments, kept when they have been needed."""
+    if gang.offload != "idle":
+        return 0
+    kept = (_state_bytes(replace(gang, roles=frozenset({role})), stage) for role in gang.roles)
+    trunk = gang.dtype_bytes * trunk_parameters(gang)
+    return sum(sum(parts.values()) - parts[GRADIENTS] - trunk for parts in kept)
+
+
+def _state_bytes(gang: GangModels, stage: int) -> dict[str, int]:
+    """Of all roles, with nothing offloaded. With the distributed optimizer Megatron pads its buffers to multiples of
+    the data-parallel size, which is not counted."""
     wide = gang.dtype_bytes == 4
     shards = gang.data_ranks if gang.layout.distributed_optimizer else 1
     counts = {role: role_parameters(gang, role, stage) for role in gang.roles}
@@ -143,7 +169,7 @@ def state_bytes(gang: GangModels, stage: int) -> dict[str, int]:
     held = trunk_parameters(gang) + sum(c.of_dtype for c in counts.values())
     return {
         "parameters": gang.dtype_bytes * held + 4 * sum(c.float32 for c in counts.values()),
-        "gradients": 4 * (in_dtype + float32),
+        GRADIENTS: 4 * (in_dtype + float32),
         "float32 masters": 0 if wide else 4 * -(-in_dtype // shards),
         "Adam moments": 8 * -(-(in_dtype + float32) // shards),
     }

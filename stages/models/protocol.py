@@ -133,7 +133,7 @@ class ModelHost(Protocol):
     def trained_weights(self) -> Mapping[str, np.ndarray] | None:
         """The policy's trained tensors (those that `frozen_blocks` does not freeze) by Hugging Face name, float32 (or
         the model's dtype as its bit pattern: see storage.weights); views where possible, valid until the next
-        update."""
+        update (of a gang whose idle roles leave the device: until the next call)."""
         ...
 
     def export(self, directory: Path) -> Callable[[], None]:

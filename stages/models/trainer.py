@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,9 +26,11 @@ from stages.models import gather
 from stages.models.build import Blueprint
 from stages.models.checkpoint_files import Snapshot, read_common, read_state, snapshot
 from stages.models.checkpoint_shards import MOMENTS, masters_of, sharded_state, torch_optimizer
-from stages.models.config import OptimizerConfig
+from stages.models.config import Offload, OptimizerConfig
 from stages.models.errors import NonFiniteGradientsError
 from stages.models.forward import KeptForwards, MicroBatch, run_backward
+from stages.models.loss_scale import at_minimum, scale_state, scaler_of, scaler_options, set_scale_state
+from stages.models.offload import Residence, allocate, release, storages
 from stages.models.protocol import Role
 from stages.models.trunk import Trunk
 from stages.ppo.stats import LossStats
@@ -86,7 +88,9 @@ def learning_rate(config: OptimizerConfig, step: int, total_steps: int) -> float
 class Trainer:
     """Owns a trained model's gradient buffers, optimizer state, version and dirty flag."""
 
-    def __init__(self, role: Role, model: GPTModel, config: OptimizerConfig, blueprint: Blueprint) -> None:
+    def __init__(
+        self, role: Role, model: GPTModel, config: OptimizerConfig, blueprint: Blueprint, offload: Offload = "none"
+    ) -> None:
         self.role = role
         self.model = model
         self.config = config
@@ -117,20 +121,26 @@ class Trainer:
                 bf16=bf16,
                 params_dtype=blueprint.dtype,
                 use_distributed_optimizer=sharded,
+                **scaler_options(blueprint.model.loss_scale, blueprint.dtype),
             ),
             [self._ddp],
         )
+        (inner,) = self._optimizer.chained_optimizers
+        self._scaler = scaler_of(inner)
+        if self._scaler is not None:
+            model.config.grad_scale_func = self._optimizer.scale_loss
+            self._first_scale = scale_state(self._scaler)
         for group in self._adam.param_groups:
             # one pass over memory instead of a dozen; Megatron does not hand the flag on
             group["foreach"], group["fused"] = False, True
+        self.weights = Residence(model.parameters)
+        self.optimizer_state = Residence(self._beside_weights)
+        """Masters and moments."""
+        self._keeps_gradients = offload == "none"
+        self._release_gradients()
 
     def train(
-        self,
-        step: int,
-        lr: float,
-        trunk: Trunk | None,
-        minibatches: Sequence[Minibatch],
-        limits: UpdateLimits,
+        self, step: int, lr: float, trunk: Trunk | None, minibatches: Sequence[Minibatch], limits: UpdateLimits
     ) -> tuple[list[list[LossStats]], dict[str, float]]:
         """One PPO step: an optimizer step per minibatch, in order, making version `step` into `step + 1`.
 
@@ -142,15 +152,17 @@ class Trainer:
         Returns the stats of every micro-batch of this rank by minibatch that was computed (no micro-batches but on the
         last pipeline stage), and the optimizer's metrics: lr, mean and largest grad_norm of the steps taken, and what
         became of the minibatches: optimizer_steps, skipped_steps (not finite), empty_steps, stopped_steps (by
-        `target_kl`: the one that was above it and those after it).
+        `target_kl`: the one that was above it and those after it); under float16 overflow_steps (not finite, where the
+        loss scale could still be lowered: no skipped_steps), and the loss_scale that is left.
 
         Raises NonFiniteGradientsError at `limits.max_skipped_steps`, on every rank.
         """
         self._set_learning_rate(lr)
         stats: list[list[LossStats]] = []
         norms: list[float] = []
-        skipped = stopped = 0
+        skipped = stopped = overflows = 0
         self._ddp.train()
+        allocate(self._gradient_buffers())
         for number, minibatch in enumerate(minibatches):
             if minibatch.empty:
                 continue
@@ -163,10 +175,13 @@ class Trainer:
             if limits.target_kl is not None and self._approx_kl(stats[-1]) > limits.target_kl:
                 stopped = sum(not left.empty for left in minibatches[number:])
                 break
-            norm = self._step()
+            norm, overflow = self._step()
             if math.isfinite(norm):
                 norms.append(norm)
                 self._skipped_in_a_row = 0
+                continue
+            if overflow:
+                overflows += 1
                 continue
             skipped += 1
             self._skipped_in_a_row += 1
@@ -174,15 +189,15 @@ class Trainer:
                 where = f"{self.role}, step {step}, minibatch {number + 1} of {len(minibatches)}"
                 raise NonFiniteGradientsError(f"{where}: {self._not_finite(minibatch, stats[-1], norm)}")
         self._ddp.eval()
+        self._release_gradients()
         self.version, self.dirty = step + 1, True
         return stats, {
             "lr": lr,
-            "grad_norm": sum(norms) / max(1, len(norms)),
-            "grad_norm_max": max(norms, default=0.0),
-            "optimizer_steps": float(len(norms)),
+            **_norm_metrics(norms),
             "skipped_steps": float(skipped),
             "empty_steps": float(sum(minibatch.empty for minibatch in minibatches)),
             "stopped_steps": float(stopped),
+            **self._scale_metrics(overflows),
         }
 
     def advance(self, step: int) -> dict[str, float]:
@@ -201,6 +216,7 @@ class Trainer:
             "version": self.version,
             "adam_steps": steps.pop() if steps else None,
             "skipped_in_a_row": self._skipped_in_a_row,
+            "loss_scale": None if self._scaler is None else scale_state(self._scaler),
         }
         self._snapshot = snapshot(sharded_state(self.model, inner, self._blueprint), common, self._snapshot)
         return self._snapshot
@@ -222,6 +238,8 @@ class Trainer:
         read_state(sharded_state(self.model, inner, self._blueprint), directory)
         self.version, self.dirty = common["version"], False
         self._skipped_in_a_row = common["skipped_in_a_row"]
+        if self._scaler is not None:
+            set_scale_state(self._scaler, common["loss_scale"])
 
     def restart(self) -> None:
         """Back to version 0 after the model's weights were put back: fresh master weights, empty optimizer state."""
@@ -229,6 +247,15 @@ class Trainer:
         self._forget_forwards()
         self._adam.state.clear()
         self.version, self.dirty, self._skipped_in_a_row = 0, False, 0
+        if self._scaler is not None:
+            set_scale_state(self._scaler, self._first_scale)
+
+    def sleep(self) -> None:
+        """Everything to the host's memory, so that another role has the device. `weights` and `optimizer_state` wake
+        alone: a forward pass needs no masters or moments."""
+        self._release_gradients()
+        self.optimizer_state.sleep()  # while the weights are there to be told from it
+        self.weights.sleep()
 
     def _forget_forwards(self) -> None:
         if self.kept is not None:
@@ -239,6 +266,27 @@ class Trainer:
         """The torch optimizer inside Megatron's."""
         (inner,) = self._optimizer.chained_optimizers
         return torch_optimizer(inner)
+
+    def _scale_metrics(self, overflows: int) -> dict[str, float]:
+        if self._scaler is None:
+            return {}
+        return {"overflow_steps": float(overflows), "loss_scale": float(self._scaler.scale)}
+
+    def _gradient_buffers(self) -> Iterator[Tensor]:
+        return (buffer.grad_data for buffer in self._ddp.buffers)
+
+    def _release_gradients(self) -> None:
+        if not self._keeps_gradients:
+            self._optimizer.zero_grad()  # what refers to them
+            release(self._gradient_buffers())
+
+    def _beside_weights(self) -> Iterator[Tensor]:
+        """What the optimizer holds and the model does not: in float32 the weights are their own masters."""
+        (inner,) = self._optimizer.chained_optimizers
+        weights = {storage.data_ptr() for storage in storages(self.model.parameters())}
+        masters = [master.tensor for master in masters_of(inner)]
+        moments = [state[moment] for state in self._adam.state.values() for moment in MOMENTS]
+        return (tensor for tensor in masters + moments if tensor.untyped_storage().data_ptr() not in weights)
 
     @property
     def _architecture(self) -> dict[str, Any]:
@@ -257,17 +305,19 @@ class Trainer:
             group["lr"] = lr
             group["weight_decay"] = self.config.weight_decay * group["wd_mult"]
 
-    def _step(self) -> float:
-        """One optimizer step with the gradients in the buffers, clipped to the global norm, which is returned (over
-        all ranks alike); without a step if it is not finite."""
-        self._optimizer.prepare_grads()
+    def _step(self) -> tuple[float, bool]:
+        """One optimizer step with the gradients in the buffers, unscaled and clipped to the global norm; without a step
+        if that is not finite. (The norm, whether a loss scale that has been lowered now made it so): over all ranks
+        alike."""
+        can_be_lowered = self._scaler is not None and not at_minimum(self._scaler)
+        overflow = bool(self._optimizer.prepare_grads()) and can_be_lowered
         norm = float(self._optimizer.get_grad_norm())
         if math.isfinite(norm):
             if self.config.max_grad_norm > 0:
                 (inner,) = self._optimizer.chained_optimizers
                 _scale_gradients(inner.get_parameters(), self.config.max_grad_norm / (norm + 1e-6))
             self._optimizer.step_with_ready_grads()
-        return norm
+        return norm, overflow
 
     def _approx_kl(self, stats: list[LossStats]) -> float:
         """That of a minibatch from those of this rank's micro-batches and of the other ranks' (a collective call)."""
@@ -292,6 +342,15 @@ class Trainer:
             f"({_listed(names, 3)}), of norm {norm}. The minibatch's rows are "
             f"{_listed(sorted(minibatch.row_numbers[minibatch.rows].tolist()))}"
         )
+
+
+def _norm_metrics(norms: Sequence[float]) -> dict[str, float]:
+    """Of the optimizer steps that were made, one norm each."""
+    return {
+        "grad_norm": sum(norms) / max(1, len(norms)),
+        "grad_norm_max": max(norms, default=0.0),
+        "optimizer_steps": float(len(norms)),
+    }
 
 
 def _scale_gradients(parameters: Sequence[Parameter], factor: float) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from io import StringIO
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,8 +19,12 @@ from stages.engines.config import EngineConfig
 from stages.engines.embedded.build import build_embedded
 from stages.engines.embedded.sampling.noise import gumbel, noise_keys
 from stages.engines.protocol import Request
+from stages.models.config import ModelConfig
 from stages.models.hf_config import RANDOM_TINY
+from stages.models.protocol import PolicyBatch, Role
 from stages.models.sampling import SamplingConfig
+from storage.records import Advantages
+from tests.support.models import opened, random_rollout
 from tests.support.paths import TINY, TINY_PROMPTS
 
 pytestmark = pytest.mark.gpu
@@ -46,6 +51,24 @@ def test_the_engine_samples_the_same_tokens_as_on_the_cpu() -> None:
     for row, completion in found[0].items():
         np.testing.assert_array_equal(found[1][row].tokens, completion.tokens)
         np.testing.assert_allclose(found[1][row].logprobs, completion.logprobs, atol=1e-3)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_updates_repeat_their_bits_and_idle_models_leave_the_device(tmp_path: Path, dtype: Any) -> None:
+    """Deterministic by default, for digests are compared; storages that went to pinned memory and back among them."""
+    rollout = random_rollout(np.random.default_rng(0), 8, 12)
+    noise = np.where(rollout.response_mask, 0.5, 0).astype(np.float32)
+    advantages = Advantages(noise, noise, noise, rollout.response_mask)
+    found = []
+    for offload in ("none", "none", "idle"):
+        with opened(tmp_path, ModelConfig(path=RANDOM_TINY, dtype=dtype), offload=offload) as host:
+            policy, reference = host.policy_logprobs(rollout), host.ref_logprobs(rollout)
+            assert policy is not None
+            assert reference is not None
+            host.update_policy(0, PolicyBatch(rollout, advantages, policy, reference, 0.1))
+            found.append((host.digest(Role.POLICY), policy.policy_logprobs.tolist()))
+        (tmp_path / "rendezvous").unlink(missing_ok=True)
+    assert found[0] == found[1] == found[2]
 
 
 @pytest.mark.processes

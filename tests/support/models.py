@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from stages.models.config import LayoutConfig, ModelConfig
+from stages.models.config import LayoutConfig, ModelConfig, Offload
 from stages.models.host import MegatronHost
 from stages.models.protocol import Rank, Role
 from stages.models.sampling import SamplingConfig
@@ -27,6 +27,7 @@ def opened(
     *,
     sampling: SamplingConfig | None = None,
     layout: LayoutConfig | None = None,
+    offload: Offload = "none",
 ) -> Iterator[MegatronHost]:
     host = MegatronHost(
         model,
@@ -37,6 +38,7 @@ def opened(
         Rank(0, 1, f"file://{directory}/rendezvous", 1),
         seed=SEED,
         total_steps=10,
+        offload=offload,
     )
     try:
         yield host

@@ -85,6 +85,7 @@ def test_flatten_gives_key_paths(base: Path) -> None:
         "checkpoint.every=1",
         "placement.gangs.generate.weights_dir=/dev/shm/elsewhere",
         "placement.share_devices=true",
+        "placement.gangs.train.offload=gradients",
     ],
 )
 def test_the_digest_ignores_what_changes_no_result(base: Path, override: str) -> None:
@@ -214,6 +215,27 @@ REFUSED = {
         "placement.gangs.train.layout.recompute_modules",
         "needs placement.gangs.train.layout.recompute=selective (given none)",
     ),
+    "placement.gangs.generate.offload=gradients": (
+        "placement.gangs.generate.offload",
+        "gradients",
+        "trains no model: none",
+    ),
+    "placement.gangs.generate.offload=idle": (
+        "placement.gangs.generate.offload",
+        "two or more of policy, critic, reference",
+    ),
+    "placement.gangs.train.offload=all": ("placement.gangs.train.offload", "'all'", "'none', 'gradients', 'idle'"),
+    "model.dtype=float8": ("model.dtype", "'float8'", "'float16'"),
+    "model.dtype=float16 model.kernels=native": ("model.kernels", "native", "has no float16: auto or torch"),
+    "model.dtype=float16 model.products=onednn": ("model.products", "onednn", "auto for model.dtype float16"),
+    "model.loss_scale.initial=256": ("model.loss_scale", "256", "under model.dtype=float16 alone (given float32)"),
+    "model.dtype=float16 model.loss_scale.minimum=0": ("model.loss_scale.minimum", "given 0", "above 0"),
+    "model.dtype=float16 model.loss_scale.initial=0.5": (
+        "model.loss_scale.initial",
+        "0.5",
+        "no less than model.loss_scale.minimum = 1",
+    ),
+    "model.dtype=float16 model.loss_scale.growth_interval=0": ("model.loss_scale.growth_interval", "1 or more"),
     "cluster.collective_timeout_s=0": ("cluster.collective_timeout_s", "above 0 seconds"),
     "placement.gangs.train.layout.sequence_parallel=true": (
         "placement.gangs.train.layout.sequence_parallel",

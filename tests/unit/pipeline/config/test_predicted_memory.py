@@ -120,6 +120,18 @@ def test_a_gpu_that_is_too_small_is_refused(tmp_path: Path) -> None:
     assert "distributed_optimizer: true" in problem.need
 
 
+def test_idle_models_are_in_the_hosts_memory(tmp_path: Path) -> None:
+    stay = planned(tmp_path, on_gpus=True)
+    gangs = GANGS.replace("{tensor: 2}}", "{tensor: 2}, offload: idle}")
+    leave = planned(tmp_path, gangs, on_gpus=True)
+    before, after = (next(w for w in workers_memory(run) if w.worker == ("all", 1)) for run in (stay, leave))
+    assert after.on_device < before.on_device
+    assert after.beside_device - before.beside_device == after.items["offloaded"]
+    limits = MemoryLimits(math.inf, 80 * GIB, 10)
+    assert list(memory_problems(stay, limits))
+    assert not list(memory_problems(leave, limits))
+
+
 def test_gangs_that_share_a_gpu_share_its_memory(tmp_path: Path) -> None:
     run = planned(tmp_path, "placement.share_devices=true", on_gpus=True)
     apart, shared = (

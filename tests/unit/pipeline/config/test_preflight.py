@@ -87,6 +87,24 @@ def test_replicas_that_need_more_gpus_than_there_are_are_refused(folder: Path, m
         preflight(load(folder, "engine.pipeline_parallel=2", "engine.tensor_parallel=2"))
 
 
+@pytest.mark.parametrize(
+    ("change", "key", "need"),
+    [
+        ("model.tf32=true", "model.tf32", "this host has none: false"),
+        ("placement.gangs.all.offload=idle", "placement.gangs.all.offload", "none, or gradients"),
+    ],
+)
+def test_what_needs_a_gpu_is_refused_without(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, change: str, key: str, need: str
+) -> None:
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+    with pytest.raises(ConfigError, match=need) as refusal:
+        preflight(load(folder, change))
+    assert refusal.value.key == key
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    preflight(load(folder, change))
+
+
 def test_gangs_that_need_more_gpus_than_there_are_are_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """No GPU is at hand in most places: this host is told that it has two."""
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)

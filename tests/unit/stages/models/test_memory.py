@@ -20,6 +20,7 @@ from stages.models.memory import (
     activation_bytes,
     kept_bytes,
     logits_bytes,
+    offloaded_bytes,
     rank_bytes,
     role_parameters,
     state_bytes,
@@ -58,7 +59,7 @@ def train(host: MegatronHost) -> None:
     host.update_critic(0, CriticBatch(rollout, advantages, values))
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("frozen_blocks", [0, 2])
 def test_state_is_predicted_to_the_byte(tmp_path: Path, dtype: Any, frozen_blocks: int) -> None:
     model = ModelConfig(path="random:tiny", dtype=dtype, frozen_blocks=frozen_blocks, critic_blocks=2)
@@ -66,6 +67,22 @@ def test_state_is_predicted_to_the_byte(tmp_path: Path, dtype: Any, frozen_block
         train(host)
         found = measured_state(host)
     assert found == state_bytes(gang(model), 0)
+
+
+@pytest.mark.parametrize("offload", ["gradients", "idle"])
+def test_what_is_offloaded_is_not_on_the_device(offload: Any) -> None:
+    """Policy and critic (two of four blocks, and no output layer: smaller) and the reference above a frozen block."""
+    model = ModelConfig(path="random:tiny", dtype="bfloat16", frozen_blocks=1, critic_blocks=2)
+    whole = state_bytes(gang(model), 0)
+    alone = {role: state_bytes(gang(model, roles=frozenset({role})), 0) for role in ALL_MODELS}
+    found = dataclasses.replace(gang(model), offload=offload)
+    if offload == "gradients":
+        assert state_bytes(found, 0) == whole | {"gradients": alone[Role.POLICY]["gradients"]}
+        assert offloaded_bytes(found, 0) == 0
+        return
+    assert state_bytes(found, 0) == alone[Role.POLICY]
+    on_host = offloaded_bytes(found, 0)
+    assert on_host == sum(whole.values()) - whole["gradients"] - 2 * trunk_parameters(found)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

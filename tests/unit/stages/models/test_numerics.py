@@ -1,0 +1,60 @@
+"""What a rank's process sets before it multiplies on CUDA. No GPU is at hand in most places: torch is told of one."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from stages.models.config import ModelConfig
+from stages.models.numerics import ENVIRONMENT, repeats_bits, set_numerics
+
+
+@pytest.fixture
+def said_to_have_cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """And everything as before afterwards."""
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    for name in ENVIRONMENT:
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    settings: Any = torch.utils.deterministic
+    filled, precision = settings.fill_uninitialized_memory, torch.backends.cuda.matmul.fp32_precision
+    yield
+    torch.use_deterministic_algorithms(False)
+    settings.fill_uninitialized_memory = filled
+    torch.backends.cuda.matmul.fp32_precision = precision
+
+
+@pytest.mark.usefixtures("said_to_have_cuda")
+def test_deterministic_by_default() -> None:
+    model = ModelConfig()
+    set_numerics(model)
+    assert torch.are_deterministic_algorithms_enabled()
+    assert {name: os.environ[name] for name in ENVIRONMENT} == ENVIRONMENT
+    assert torch.backends.cuda.matmul.fp32_precision == "ieee"
+    assert repeats_bits(model)
+
+
+@pytest.mark.usefixtures("said_to_have_cuda")
+def test_what_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = ModelConfig(tf32=True, deterministic=False)
+    set_numerics(model)
+    assert not torch.are_deterministic_algorithms_enabled()
+    assert not ENVIRONMENT.keys() & os.environ.keys()
+    assert torch.backends.cuda.matmul.fp32_precision == "tf32"
+    assert not repeats_bits(model)
+    monkeypatch.setenv("NCCL_ALGO", "Tree")
+    set_numerics(ModelConfig())
+    assert os.environ["NCCL_ALGO"] == "Tree", "what a user has set stays"
+
+
+def test_a_cpu_has_no_tf32_and_repeats_its_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    with pytest.raises(ValueError, match=r"model\.tf32 = True: float32 products of NVIDIA GPUs"):
+        set_numerics(ModelConfig(tf32=True))
+    set_numerics(ModelConfig())
+    assert not torch.are_deterministic_algorithms_enabled()
+    assert repeats_bits(ModelConfig(deterministic=False))

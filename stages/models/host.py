@@ -31,9 +31,11 @@ from stages.models.forward import (
 from stages.models.hf_config import read_eos_ids
 from stages.models.hf_files import read_weights, write_model
 from stages.models.kernels.choice import choose_kernels
+from stages.models.lora import FrozenWeights
 from stages.models.minibatch_losses import MinibatchLoss
 from stages.models.padding import padded
 from stages.models.peak_memory import peak_bytes
+from stages.models.peft_files import ADAPTERS, write_adapters
 from stages.models.products import choose_products
 from stages.models.protocol import CriticBatch, PolicyBatch, Rank, Role
 from stages.models.sampling import SamplingConfig
@@ -90,13 +92,15 @@ class MegatronHost:
         """What the gang multiplies with; the last bits of a run depend on it."""
         self._kernels = choose_kernels(model.kernels, DTYPES[model.dtype], self._parallel_rank.device)
         self._blueprint = Blueprint(
-            model, spec, layout, self._parallel_rank, self._kernels, self.product_choice.products
+            model, spec, layout, self._parallel_rank, self._kernels, self.product_choice.products, seed
         )
         weights = read_weights(model.path)
         self._trunk = Trunk(build_trunk(self._blueprint, weights)) if model.frozen_blocks else None
-        self._reference = build_role(self._blueprint, Role.REFERENCE, weights) if Role.REFERENCE in roles else None
+        shared: FrozenWeights = {}
+        build = partial(build_role, self._blueprint, weights=weights, shared=shared)
+        self._reference = build(Role.REFERENCE) if Role.REFERENCE in roles else None
         self._trainers = {
-            role: Trainer(role, build_role(self._blueprint, role, weights), optimizer, self._blueprint)
+            role: Trainer(role, build(role), optimizer, self._blueprint)
             for role, optimizer in ((Role.POLICY, model.policy), (Role.CRITIC, model.critic))
             if role in roles
         }
@@ -188,12 +192,21 @@ class MegatronHost:
         return None if tensors is None else {name: gather.as_numpy(tensor) for name, tensor in tensors.items()}
 
     def export(self, directory: Path) -> Callable[[], None]:
-        trained = gather.trained_tensors(self._clean(Role.POLICY).model, self._blueprint)
-        if trained is None:
+        policy, model = self._clean(Role.POLICY).model, self._blueprint.model
+        trained = gather.trained_tensors(policy, self._blueprint)
+        adapters = gather.trained_tensors(policy, self._blueprint, merged=False) if model.lora.rank else {}
+        if trained is None or adapters is None:
             return lambda: None
-        model = self._blueprint.model
-        taken = {name: tensor.to("cpu", copy=True) for name, tensor in trained.items()}
-        return lambda: write_model(directory, model.path, taken, model.dtype)
+        taken, apart = (
+            {name: t.to("cpu", copy=True) for name, t in tensors.items()} for tensors in (trained, adapters)
+        )
+
+        def write() -> None:
+            write_model(directory, model.path, taken, model.dtype)
+            if apart:
+                write_adapters(directory / ADAPTERS, model, self._blueprint.spec, apart)
+
+        return write
 
     def close(self) -> None:
         self._trainers.clear()

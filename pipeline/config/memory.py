@@ -160,8 +160,8 @@ def _problem(run: PlannedRun, limits: MemoryLimits, gang: Gang, where: str, need
         what = f"{predicted}; it fits with {' or '.join(fitting[:3])}"
         return Problem(f"{key}.layout", describe_layout(given.layout), what)
     what = f"no layout of its ranks ({gang.workers}) fits" if gang.ordered else "its replicas take the most"
-    others = "smaller model.*.micro_batch_tokens, engine.slots or engine.kv_budget_mb, model.dtype=bfloat16, model.lora.rank or more"
-    return Problem(f"{key}.workers", given.workers, f"{predicted}; {what}: {others} model.frozen_blocks")
+    others = "smaller model.*.micro_batch_tokens, engine.slots or engine.kv_budget_mb, model.dtype=bfloat16"
+    return Problem(f"{key}.workers", given.workers, f"{predicted}; {what}: {others}, LoRA or more model.frozen_blocks")
 
 
 def _by_device(config: RunConfig, workers: Sequence[WorkerMemory], num_devices: int) -> list[tuple[int, Gang]]:

@@ -13,8 +13,8 @@ The trunk is the first stage of a model that was cut in two: it has the embeddin
 embedding and an output each. An output layer that is tied to the embedding is the trunk's embedding itself, so that it
 is frozen with the trunk. Without frozen blocks each role is an ordinary model of its own.
 
-With `model.lora` nothing but adapters and the critic's head is trained, so that the three tops are one as well: the same
-parameters, to which policy and critic add what is theirs (`lora`).
+With `model.lora` nothing but adapters and the critic's head is trained, so that the three tops are one as well: the
+same parameters, to which policy and critic add what is theirs (`lora`).
 
 May import torch, megatron.core and this folder.
 """

@@ -1,12 +1,12 @@
 """LoRA (Hu et al. 2021): low-rank adapters on a block's parallel linears, over weights that no one trains.
 
-    y = x W^T + (alpha / rank) (x A^T) B^T          W frozen, A [rank, inputs] normal, B [outputs, rank] zero at version 0
+    y = x W^T + (alpha / rank) (x A^T) B^T      W frozen; at version 0 A [rank, inputs] normal, B [outputs, rank] zero
 
 Policy, critic and reference are the same W: the reference has no adapters, the policy and the critic each their own.
-Megatron fuses queries, keys and values, and gate and up. Each of them has an A of its own, as in peft, whose users' ranks
-and learning rates carry over and which reads what is exported; one A for all of a fused linear would be fewer numbers
-under the same rank. The As lie one below the other, so that x is multiplied once; B lies as W does, row by row, and is
-cut, padded, saved and named by what does that for W.
+Megatron fuses queries, keys and values, and gate and up. Each of them has an A of its own, as in peft, whose users'
+ranks and learning rates carry over and which reads what is exported; one A for all of a fused linear would be fewer
+numbers under the same rank. The As lie one below the other, so that x is multiplied once; B lies as W does, row by row,
+and is cut, padded, saved and named by what does that for W.
 
     tensor parallelism      A                                       B                                    exchanged
     rows of W (qkv, fc1)    whole on each rank                      cut                                  x A^T: rank
@@ -84,7 +84,7 @@ class Adapter(Module):
         self.B = Parameter(weight_MK.new_empty(outputs, lora.rank))
         # of B repeated once for every part's A, what belongs to another part
         other_MR = part_M[:, None] != torch.arange(parts).repeat_interleave(lora.rank)
-        self.register_buffer("other_MR", other_MR.to(weight_MK.device), persistent=False)
+        self.other_MR = other_MR.to(weight_MK.device)
         # of the side that is whole on each rank, which sees a part of the sequence only, Megatron adds the gradients up
         (self.A if by_rows else self.B).sequence_parallel = sharded  # type: ignore[attr-defined]
 
@@ -179,9 +179,10 @@ def merge(weight_MK: Tensor, name: str, adapters: Mapping[str, Tensor], lora: Lo
 
 def _add_adapter(
     linear: Module, inputs: tuple[Tensor, ...], output: tuple[Tensor, Tensor | None]
-) -> tuple[object, ...]:
+) -> tuple[Tensor, Tensor | None]:
     product, bias = output
-    return product + linear.lora(inputs[0]), bias
+    adapter: Module = linear.get_submodule("lora")
+    return product + adapter(inputs[0]), bias
 
 
 def _part_of_rows(name: str, spec: ModelSpec, rank: ParallelRank) -> Tensor:

@@ -8,12 +8,13 @@
     logits           blocks of the vocabulary kept and worked on, and the output layer's gradient
     trunk cache      hidden states of the frozen blocks
 
-Of policy and critic on one gang only one trains at a time: the larger of their activations counts. With LoRA adapters and
-the critic's head alone are trained, and what is frozen is there once for all roles. Not counted: fragmentation,
+Of policy and critic on one gang only one trains at a time: the larger of their activations counts. With LoRA adapters
+and the critic's head alone are trained, and what is frozen is there once for all roles. Not counted: fragmentation,
 temporaries of the optimizer's step (a tensor or two), weights merged with adapters while a version is published, when
 there are no activations, what the communication library holds.
 
-May import stages.models.{adapter_shapes, config, protocol, spec} and the standard library: the checks before a run read it.
+May import stages.models.{adapter_shapes, config, protocol, spec} and the standard library: the checks before a run read
+it.
 """
 
 from __future__ import annotations
@@ -136,8 +137,8 @@ def trained_parameters(gang: GangModels, role: Role, stage: int) -> ParameterCou
 
 
 def _held_parameters(gang: GangModels, stage: int) -> int:
-    """In `model.dtype`, of all roles above the frozen blocks. With LoRA a block, the embedding and the norm that several
-    roles have are there once; under pipeline parallelism a shorter critic has other blocks on a stage."""
+    """In `model.dtype`, of all roles above the frozen blocks. With LoRA a block, the embedding and the norm that
+    several roles have are there once; under pipeline parallelism a shorter critic has other blocks on a stage."""
     if not gang.model.lora.rank:
         return sum(role_parameters(gang, role, stage).of_dtype for role in gang.roles)
     held, pipeline = 0, gang.layout.pipeline
@@ -207,8 +208,8 @@ def block_activations(spec: ModelSpec, layout: LayoutConfig, dtype_bytes: int) -
 
 
 def adapter_activations(gang: GangModels) -> float:
-    """Bytes that a block keeps of a token with adapters beyond those without: each adapter's x A^T, but not the input of
-    a linear that has none, whose frozen weight needs no gradient."""
+    """Bytes that a block keeps of a token with adapters beyond those without: each adapter's x A^T, but not the input
+    of a linear that has none, whose frozen weight needs no gradient."""
     spec, layout, lora = gang.spec, gang.layout, gang.model.lora
     if not lora.rank or layout.recompute == "full":
         return 0

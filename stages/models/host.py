@@ -197,14 +197,14 @@ class MegatronHost:
         adapters = gather.trained_tensors(policy, self._blueprint, merged=False) if model.lora.rank else {}
         if trained is None or adapters is None:
             return lambda: None
-        taken, apart = (
+        taken, alone = (
             {name: t.to("cpu", copy=True) for name, t in tensors.items()} for tensors in (trained, adapters)
         )
 
         def write() -> None:
             write_model(directory, model.path, taken, model.dtype)
-            if apart:
-                write_adapters(directory / ADAPTERS, model, self._blueprint.spec, apart)
+            if alone:
+                write_adapters(directory / ADAPTERS, model, self._blueprint.spec, alone)
 
         return write
 

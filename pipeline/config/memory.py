@@ -24,6 +24,7 @@ from pipeline.config.devices import Worker, plan_devices
 from pipeline.config.run import RunConfig
 from pipeline.graph.dispatch import Gang
 from stages.engines.embedded.kernels.paging import block_bytes, blocks_for
+from stages.models.adapter_shapes import target_parts
 from stages.models.config import LayoutConfig, OptimizerConfig
 from stages.models.memory import DTYPE_BYTES, GangModels, MicroBatchSize, offloaded_bytes, rank_bytes
 from stages.models.protocol import MODEL_ROLES, Role
@@ -102,7 +103,7 @@ def published_bytes(run: PlannedRun) -> int:
     """In shared memory: versions that readers may still need, eta + 2, on each board of this host."""
     config = run.config
     boards = {config.weights_dir(config.placement.roles[role]) for role in (Role.POLICY, Role.GENERATE)}
-    version = DTYPE_BYTES[config.model.dtype] * _trained_parameters(run)  # as it is published: what is trained
+    version = DTYPE_BYTES[config.model.dtype] * _published_parameters(run)
     return len(boards) * (config.staleness + 2) * version
 
 
@@ -159,8 +160,8 @@ def _problem(run: PlannedRun, limits: MemoryLimits, gang: Gang, where: str, need
         what = f"{predicted}; it fits with {' or '.join(fitting[:3])}"
         return Problem(f"{key}.layout", describe_layout(given.layout), what)
     what = f"no layout of its ranks ({gang.workers}) fits" if gang.ordered else "its replicas take the most"
-    others = "smaller model.*.micro_batch_tokens, engine.slots or engine.kv_budget_mb, model.dtype=bfloat16 or more"
-    return Problem(f"{key}.workers", given.workers, f"{predicted}; {what}: {others} model.frozen_blocks")
+    others = "smaller model.*.micro_batch_tokens, engine.slots or engine.kv_budget_mb, model.dtype=bfloat16"
+    return Problem(f"{key}.workers", given.workers, f"{predicted}; {what}: {others}, LoRA or more model.frozen_blocks")
 
 
 def _by_device(config: RunConfig, workers: Sequence[WorkerMemory], num_devices: int) -> list[tuple[int, Gang]]:
@@ -265,7 +266,7 @@ def _engine_items(run: PlannedRun) -> dict[str, int]:
     head = (drafts.head_memory_mb << 20) + _HEAD_BYTES * spec.hidden_size // _HEAD_HIDDEN
     return {
         "engine weights": number * packed,
-        "refit": number * _trained_parameters(run),
+        "refit": number * _published_parameters(run),
         "KV cache": cache,
         "draft head": head if drafts.drafter in ("learned", "both") else 0,
         "engine ranks": (config.replica_ranks - 1) * PROCESS_BYTES,
@@ -276,11 +277,14 @@ def _parameters(spec: ModelSpec) -> int:
     return sum(map(math.prod, tensor_shapes(spec).values()))
 
 
-def _trained_parameters(run: PlannedRun) -> int:
-    """Of the policy."""
+def _published_parameters(run: PlannedRun) -> int:
+    """Of the policy: what is trained, or with LoRA what adapters are merged into."""
     frozen, total = run.config.model.frozen_blocks, 0
+    adapted = {*target_parts(run.config.model.lora)}
     for name, shape in tensor_shapes(run.spec).items():
         where = layer_and_part(name)
-        if not frozen or (name != EMBEDDING and (where is None or where[0] >= frozen)):
+        if adapted:
+            total += math.prod(shape) if where and where[0] >= frozen and where[1] in adapted else 0
+        elif not frozen or (name != EMBEDDING and (where is None or where[0] >= frozen)):
             total += math.prod(shape)
     return total

@@ -217,6 +217,11 @@ def _gang_problems(config: RunConfig, gang: Gang) -> Iterator[Problem]:
             f"gives {data} data-parallel ranks, which must divide the rows of a shard ({config.rows_per_shard}) and of "
             f"a minibatch ({minibatch_rows})",
         )
+    if config.model.lora.rank and config.placement.gangs[gang.name].offload == "idle":
+        need = (
+            "the roles share their frozen weights under model.lora.rank > 0, so that none can leave: none or gradients"
+        )
+        yield Problem(f"{key}.offload", "idle", need)
     if config.model.frozen_blocks and layout.pipeline > 1:
         need = f"a shared frozen trunk needs {key}.layout.pipeline=1"
         yield Problem("model.frozen_blocks", config.model.frozen_blocks, need)

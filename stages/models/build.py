@@ -13,12 +13,15 @@ The trunk is the first stage of a model that was cut in two: it has the embeddin
 embedding and an output each. An output layer that is tied to the embedding is the trunk's embedding itself, so that it
 is frozen with the trunk. Without frozen blocks each role is an ordinary model of its own.
 
+With `model.lora` nothing but adapters and the critic's head is trained, so that the three tops are one as well: the
+same parameters, to which policy and critic add what is theirs (`lora`).
+
 May import torch, megatron.core and this folder.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -28,7 +31,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.nn import Parameter
 
-from stages.models import hf_conversion
+from stages.models import hf_conversion, lora
 from stages.models.config import LayoutConfig, ModelConfig
 from stages.models.kernels.protocol import BlockKernels
 from stages.models.layers import HiddenOutput, block_spec
@@ -54,6 +57,8 @@ class Blueprint:
     parallel_rank: ParallelRank
     kernels: BlockKernels
     products: Products = Products.TORCH
+    seed: int = 0
+    """The run's, which adapters are drawn from."""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -68,13 +73,16 @@ class Blueprint:
 def build_trunk(blueprint: Blueprint, weights: Mapping[str, Tensor]) -> GPTModel:
     """The frozen lowest blocks, filled."""
     trunk = _stage(blueprint, blueprint.model.frozen_blocks, embedding=True, output=False, tied=False)
-    load_weights(trunk, blueprint, weights, first_block=0)
+    load_weights(blueprint, weights, hf_conversion.named_by_block(trunk, 0))
     return trunk.requires_grad_(False).eval()
 
 
-def build_role(blueprint: Blueprint, role: Role, weights: Mapping[str, Tensor]) -> GPTModel:
+def build_role(
+    blueprint: Blueprint, role: Role, weights: Mapping[str, Tensor], shared: lora.FrozenWeights | None = None
+) -> GPTModel:
     """Policy, reference or critic as of version 0, filled: the critic starts from the policy with a zero head, so that
-    its first values are 0 everywhere and nothing depends on a seed."""
+    its first values are 0 everywhere and depend on no seed. `shared`: with LoRA, the frozen weights of the roles that
+    were built before, which get those of this one too."""
     frozen = blueprint.model.frozen_blocks
     rank, tied = blueprint.parallel_rank, blueprint.spec.tied_embeddings and role is not Role.CRITIC
     model = _stage(
@@ -87,15 +95,22 @@ def build_role(blueprint: Blueprint, role: Role, weights: Mapping[str, Tensor]) 
     )
     if rank.last_stage:
         model.output_layer = _output(blueprint, role, None if tied and frozen else model.output_layer.weight)
-    reset_role(model, blueprint, weights)
+    known = set()
+    if blueprint.model.lora.rank:
+        shared = {} if shared is None else shared
+        known = set(shared.values())
+        _add_lora(model, blueprint, role, shared)
     if role is Role.REFERENCE:
         model.requires_grad_(False).eval()
+    named = hf_conversion.named_by_block(model, frozen)
+    load_weights(blueprint, weights, (entry for entry in named if entry[2] not in known))
     return model
 
 
 def reset_role(model: GPTModel, blueprint: Blueprint, weights: Mapping[str, Tensor]) -> None:
-    """Puts version 0's weights back into a model of `build_role`."""
-    load_weights(model, blueprint, weights, first_block=blueprint.model.frozen_blocks)
+    """Puts version 0's weights back into a trained model of `build_role`."""
+    named = hf_conversion.named_by_block(model, blueprint.model.frozen_blocks)
+    load_weights(blueprint, weights, (entry for entry in named if entry[2].requires_grad))
 
 
 def output_weight(model: GPTModel, trunk: Trunk | None) -> Tensor:
@@ -108,21 +123,47 @@ def output_weight(model: GPTModel, trunk: Trunk | None) -> Tensor:
 
 
 @torch.no_grad()
-def load_weights(model: GPTModel, blueprint: Blueprint, weights: Mapping[str, Tensor], *, first_block: int) -> None:
-    """Copies whole Hugging Face tensors into this rank's part of a model; a critic's head becomes zero. Raises
-    ValueError, naming the tensor, where a shape differs."""
-    rank = blueprint.parallel_rank
-    for name, block, parameter in hf_conversion.named_by_block(model, first_block):
+def load_weights(
+    blueprint: Blueprint, weights: Mapping[str, Tensor], named: Iterable[tuple[str, int | None, Parameter]]
+) -> None:
+    """Copies whole Hugging Face tensors into this rank's part of parameters (`hf_conversion.named_by_block`); a
+    critic's head becomes zero, adapters what they start as. Raises ValueError, naming the tensor, where a shape
+    differs."""
+    rank, spec = blueprint.parallel_rank, blueprint.spec
+    adapters: dict[int, dict[str, Tensor]] = {}
+    for name, block, parameter in named:
         if name.startswith("output_layer.") and parameter.shape[0] == 1:
             parameter.zero_()
             continue
-        part = hf_conversion.from_hf(name, block, weights, blueprint.spec, rank.tensor_rank, rank.tensor_size)
+        source = weights
+        if ".lora." in name and block is not None:
+            if block not in adapters:
+                adapters[block] = lora.initial_adapters(spec, blueprint.model.lora, block, blueprint.seed)
+            source = adapters[block]
+        part = hf_conversion.from_hf(name, block, source, spec, rank.tensor_rank, rank.tensor_size)
         if part.shape != parameter.shape:
             raise ValueError(
                 f"{name} of block {block} is {tuple(part.shape)} in the model's files, {tuple(parameter.shape)} by its"
                 " config.json"
             )
         parameter.copy_(part)
+
+
+def _add_lora(model: GPTModel, blueprint: Blueprint, role: Role, shared: lora.FrozenWeights) -> None:
+    """Makes a role's model one whose adapters, and head, alone are trained, over the weights shared with the others."""
+    if role is not Role.REFERENCE:
+        lora.add_adapters(
+            model,
+            blueprint.model.lora,
+            blueprint.spec,
+            blueprint.parallel_rank,
+            products=blueprint.products,
+            kernels=blueprint.kernels,
+        )
+    lora.freeze(model, role)
+    lora.share_frozen(model, blueprint.model.frozen_blocks, shared)
+    if blueprint.layout.recompute != "none":
+        lora.let_gradients_pass(model)
 
 
 def _stage(blueprint: Blueprint, num_blocks: int, *, embedding: bool, output: bool, tied: bool) -> GPTModel:

@@ -4,6 +4,7 @@
     masters.…                                               the float32 copy that AdamW updates, of weights that are not
     exp_avg.…, exp_avg_sq.…                                 its moments
 
+What is frozen is not among them: it comes from `model.path`.
 A block has its number in the whole model, so that pipeline stages do not show. Tensor parallelism cuts a tensor into
 rectangles; the two halves of `linear_fc1`, gate and up, are cut separately and have names of their own. The distributed
 optimizer gives a data-parallel rank a run of a parameter's elements, which is up to three rectangles: the end of a row,
@@ -139,7 +140,7 @@ def _unpadded(name: str, spec: ModelSpec) -> int:
         return spec.vocab_size
     if name.startswith("mlp."):
         return spec.intermediate_size
-    return spec.q_size if name == "self_attention.linear_proj.weight" else spec.q_size + 2 * spec.kv_size
+    return spec.q_size if name.startswith("self_attention.linear_proj.") else spec.q_size + 2 * spec.kv_size
 
 
 def rectangles(start: int, end: int, columns: int) -> Iterator[tuple[int, int, int, int]]:
@@ -161,6 +162,8 @@ def rectangles(start: int, end: int, columns: int) -> Iterator[tuple[int, int, i
 def _named(model: GPTModel, blueprint: Blueprint) -> Iterator[tuple[str, int | None, Parameter]]:
     """The trained parameters; the last stage's copy of a tied embedding has the embedding's name."""
     for name, block, parameter in named_by_block(model, blueprint.model.frozen_blocks):
+        if not parameter.requires_grad:
+            continue
         yield (_OF_VOCABULARY[0] if getattr(parameter, "shared", False) else name), block, parameter
 
 

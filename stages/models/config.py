@@ -19,6 +19,10 @@ RECOMPUTE_MODULES = ("core_attn", "mlp")
 attention keeps no scores; `mlp` saves the most. (Megatron 0.16 recomputes `layernorm` with Transformer Engine only.)"""
 
 
+LORA_TARGETS = ("qkv", "proj", "fc1", "fc2")
+"""Linears of a block that can have adapters: queries, keys and values; attention's output; gate and up; down."""
+
+
 @dataclass
 class LayoutConfig:
     """Megatron's parallel layout of one gang; data parallelism is ranks / (tensor * pipeline)."""
@@ -71,6 +75,19 @@ class LossScaleConfig:
 
 
 @dataclass
+class LoraConfig:
+    """Low-rank adapters (Hu et al. 2021) as all that is trained, beside the critic's head."""
+
+    rank: int = 0
+    """Of every adapter; 0: none, the models' own weights are trained. Otherwise these are frozen, and policy, critic
+    and reference share them."""
+    alpha: float = 32.0
+    """What an adapter adds is scaled by alpha / rank."""
+    targets: list[str] = field(default_factory=lambda: list(LORA_TARGETS))
+    """Linears of every trained block that have adapters."""
+
+
+@dataclass
 class ModelConfig:
     """The start policy, which is also the reference, and what the critic starts from, unless they have paths of their
     own."""
@@ -106,6 +123,7 @@ class ModelConfig:
     hidden size x 4 bytes a token: 2.3 KB for SmolLM2-135M, 16 KB for an 8B model. 0: nothing is kept."""
     critic_blocks: int | None = None
     """Blocks of the critic above the frozen ones; null: as many as the policy."""
+    lora: LoraConfig = field(default_factory=LoraConfig)
     eos_token_ids: list[int] = field(default_factory=list)
     """Empty: the model's own."""
     peak_tflops: float | None = None
@@ -138,6 +156,7 @@ def model_problems(config: ModelConfig) -> Iterator[Problem]:
     if config.kernels == "native" and config.dtype == "float16":
         yield Problem("model.kernels", config.kernels, "has no float16: auto or torch, or another model.dtype")
     yield from _loss_scale_problems(config)
+    yield from _lora_problems(config.lora)
     yield from _optimizer_problems("model.policy", config.policy)
     yield from _optimizer_problems("model.critic", config.critic)
 
@@ -153,6 +172,20 @@ def _loss_scale_problems(config: ModelConfig) -> Iterator[Problem]:
         need = f"must be finite and no less than model.loss_scale.minimum = {scale.minimum}"
         yield Problem("model.loss_scale.initial", scale.initial, need)
     yield from at_least(1, {"model.loss_scale.growth_interval": scale.growth_interval})
+
+
+def _lora_problems(config: LoraConfig) -> Iterator[Problem]:
+    yield from at_least(0, {"model.lora.rank": config.rank})
+    if not (math.isfinite(config.alpha) and config.alpha > 0):
+        need = "must be above 0 (twice the rank is usual): with 0 an adapter adds nothing and learns nothing"
+        yield Problem("model.lora.alpha", config.alpha, need)
+    unknown = [name for name in config.targets if name not in LORA_TARGETS]
+    if unknown:
+        need = f"{', '.join(unknown)} cannot have adapters; the targets are {', '.join(LORA_TARGETS)}"
+        yield Problem("model.lora.targets", config.targets, need)
+    elif not config.targets or len(set(config.targets)) < len(config.targets):
+        need = f"must name one or more of {', '.join(LORA_TARGETS)}, each once (no adapters: model.lora.rank=0)"
+        yield Problem("model.lora.targets", config.targets, need)
 
 
 def _optimizer_problems(key: str, config: OptimizerConfig) -> Iterator[Problem]:

@@ -20,31 +20,42 @@ from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 
 from stages.models.build import Blueprint
-from stages.models.hf_conversion import named_by_block, to_hf
+from stages.models.hf_conversion import PARTS, adapted_weight, named_by_block, to_hf
+from stages.models.lora import merge
 from stages.models.parallel import ParallelRank
 from stages.ppo.stats import LossStats, merge_stats, summarise_stats
 
 
 def stage_tensors(model: GPTModel, blueprint: Blueprint) -> Iterator[tuple[str, Tensor]]:
-    """This pipeline stage's trained parameters as whole Hugging Face tensors, by name, on every rank of the stage. The
-    last stage's copy of a tied embedding is left out: the first stage has it."""
-    group = parallel_state.get_tensor_model_parallel_group()
-
-    def gather(tensor: Tensor) -> list[Tensor]:
-        if group.size() == 1:
-            return [tensor]
-        parts = [torch.empty_like(tensor) for _ in range(group.size())]
-        dist.all_gather(parts, tensor.contiguous(), group=group)
-        return parts
-
+    """This pipeline stage's trained parameters as whole Hugging Face tensors, by name, on every rank of the stage;
+    adapters by peft's. The last stage's copy of a tied embedding is left out: the first stage has it."""
     for name, block, parameter in named_by_block(model, blueprint.model.frozen_blocks):
-        if not getattr(parameter, "shared", False):
-            yield from to_hf(name, block, parameter.detach(), blueprint.spec, gather)
+        if parameter.requires_grad and not getattr(parameter, "shared", False):
+            yield from to_hf(name, block, parameter.detach(), blueprint.spec, _tensor_parallel_parts)
 
 
-def trained_tensors(model: GPTModel, blueprint: Blueprint) -> dict[str, Tensor] | None:
-    """Those of all pipeline stages, on rank 0; None on the others."""
-    tensors, rank = dict(stage_tensors(model, blueprint)), blueprint.parallel_rank
+def merged_tensors(model: GPTModel, blueprint: Blueprint) -> Iterator[tuple[str, Tensor]]:
+    """This pipeline stage's weights that differ from those of `model.path`: the trained ones, or copies of those that
+    have adapters, with these merged in, on the ranks that hand them on (TP and DP rank 0; nothing on the others)."""
+    trained, rank, given = stage_tensors(model, blueprint), blueprint.parallel_rank, blueprint.model.lora
+    if not given.rank:
+        yield from trained
+        return
+    adapters = dict(trained)
+    adapted = {adapted_weight(name)[0] for name, _, p in named_by_block(model, 0) if p.requires_grad} & PARTS.keys()
+    for name, block, parameter in named_by_block(model, blueprint.model.frozen_blocks):
+        if name in adapted:
+            whole = to_hf(name, block, parameter.detach(), blueprint.spec, _tensor_parallel_parts)
+            for part, weight in whole:
+                if rank.tensor_rank == rank.data_rank == 0:
+                    yield part, merge(weight, part, adapters, given)
+
+
+def trained_tensors(model: GPTModel, blueprint: Blueprint, *, merged: bool = True) -> dict[str, Tensor] | None:
+    """Those of all pipeline stages, on rank 0; None on the others. `merged`: as an engine reads them, by
+    `merged_tensors`; otherwise adapters by themselves."""
+    of_stage, rank = merged_tensors if merged else stage_tensors, blueprint.parallel_rank
+    tensors = dict(of_stage(model, blueprint))
     if rank.pipeline_size > 1:
         sent = {name: t.cpu() for name, t in tensors.items()} if rank.tensor_rank == rank.data_rank == 0 else {}
         parts: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
@@ -68,6 +79,16 @@ def digest_of(model: GPTModel, blueprint: Blueprint) -> str:
     }
     named = {name: digest for part in from_all_ranks(own) for name, digest in part.items()}
     return f"xxh3-{xxhash.xxh3_128_hexdigest(json.dumps(named, sort_keys=True).encode())}"
+
+
+def _tensor_parallel_parts(tensor: Tensor) -> list[Tensor]:
+    """All tensor-parallel ranks' parts of a tensor, in rank order."""
+    group = parallel_state.get_tensor_model_parallel_group()
+    if group.size() == 1:
+        return [tensor]
+    parts = [torch.empty_like(tensor) for _ in range(group.size())]
+    dist.all_gather(parts, tensor.contiguous(), group=group)
+    return parts
 
 
 def collect_rows(rank: ParallelRank, *arrays: np.ndarray) -> tuple[np.ndarray, ...] | None:

@@ -2,6 +2,7 @@
 
 Megatron fuses what Hugging Face keeps separate. Its `linear_qkv` holds, for each group of queries that share a key, the
 group's queries, the key and the value; `linear_fc1` holds gate and up, each cut over the tensor-parallel ranks first.
+An adapter's B has the rows of the fused weight, its A what the parts have of their own, one below the other.
 What does not divide over the ranks is filled up with zeros (see `padding`), which no Hugging Face tensor has.
 A *block* is numbered as Hugging Face numbers layers, from 0 at the bottom of the whole model.
 
@@ -50,6 +51,13 @@ _QKV = {
     "self_attention.linear_qkv.bias": (Q_BIAS, K_BIAS, V_BIAS),
 }
 """In the order of `linear_qkv`."""
+PARTS = {
+    "self_attention.linear_qkv.weight": _QKV["self_attention.linear_qkv.weight"],
+    "self_attention.linear_proj.weight": (O_PROJ,),
+    "mlp.linear_fc1.weight": (GATE_PROJ, UP_PROJ),
+    "mlp.linear_fc2.weight": (DOWN_PROJ,),
+}
+"""What Hugging Face has in place of a linear's weight, in its order."""
 _NORMS = {
     "input_layernorm.weight": INPUT_NORM,
     "self_attention.q_layernorm.weight": Q_NORM,
@@ -108,8 +116,18 @@ SPLIT_AXES = {
     "self_attention.linear_proj.weight": 1,
     "mlp.linear_fc1.weight": 0,
     "mlp.linear_fc2.weight": 1,
+    "self_attention.linear_qkv.lora.B": 0,
+    "self_attention.linear_proj.lora.A": 1,
+    "mlp.linear_fc1.lora.B": 0,
+    "mlp.linear_fc2.lora.A": 1,
 }
 """Axis along which tensor-parallel ranks share a parameter; the others are whole on each."""
+
+
+def adapted_weight(name: str) -> tuple[str, str]:
+    """(the weight that an adapter's A or B belongs to, what its parts' names have after them), or (name, "")."""
+    linear, found, side = name.partition(".lora.")
+    return (f"{linear}.weight", f".lora_{side}") if found else (name, "")
 
 
 def from_hf(
@@ -119,25 +137,28 @@ def from_hf(
     the Hugging Face name where one is missing."""
     wide = padded(spec, tp_size)
     more_neurons = wide.intermediate_size - spec.intermediate_size
+    weight, suffix = adapted_weight(name)
 
     def cut(tensor: Tensor, axis: int, zeros: int) -> Tensor:
         return _with_zeros(tensor, axis, zeros).chunk(tp_size, axis)[tp_rank]
 
     def of_block(part: str) -> Tensor:
         assert block is not None
-        return tensors[layer_tensor(block, part)]
+        return tensors[layer_tensor(block, part + suffix)]
 
-    match name:
+    if suffix and name not in SPLIT_AXES:
+        return torch.cat([of_block(part) for part in PARTS[weight]])
+    match weight:
         case "embedding.word_embeddings.weight":
             return cut(tensors[EMBEDDING], 0, wide.vocab_size - spec.vocab_size)
         case "decoder.final_layernorm.weight":
             return tensors[FINAL_NORM]
         case "output_layer.weight":
             return cut(tensors[spec.output_tensor], 0, wide.vocab_size - spec.vocab_size)
-        case _ if name in _NORMS:
-            return of_block(_NORMS[name])
-        case _ if name in _QKV:
-            groups = [of_block(part).unflatten(0, (spec.num_kv_heads, -1)) for part in _QKV[name]]
+        case _ if weight in _NORMS:
+            return of_block(_NORMS[weight])
+        case _ if weight in _QKV:
+            groups = [of_block(part).unflatten(0, (spec.num_kv_heads, -1)) for part in _QKV[weight]]
             fused = _with_zeros(torch.cat(groups, 1), 0, wide.num_kv_heads - spec.num_kv_heads)
             return cut(fused.flatten(0, 1), 0, 0)
         case "self_attention.linear_proj.weight":
@@ -154,12 +175,16 @@ def to_hf(
     name: str, block: int | None, parameter: Tensor, spec: ModelSpec, gather: Gather
 ) -> Iterator[tuple[str, Tensor]]:
     """The whole Hugging Face tensors that a Megatron parameter holds; views of it where its memory allows."""
+    weight, suffix = adapted_weight(name)
 
     def of_block(part: str) -> str:
         assert block is not None
-        return layer_tensor(block, part)
+        return layer_tensor(block, part + suffix)
 
-    match name:
+    if suffix and name not in SPLIT_AXES:
+        yield from zip(map(of_block, PARTS[weight]), parameter.chunk(len(PARTS[weight])), strict=True)
+        return
+    match weight:
         case "embedding.word_embeddings.weight":
             yield EMBEDDING, _join(gather(parameter), 0)[: spec.vocab_size]
         case "decoder.final_layernorm.weight":
@@ -170,13 +195,13 @@ def to_hf(
             yield VALUE_HEAD_BIAS, parameter
         case "output_layer.weight":
             yield spec.output_tensor, _join(gather(parameter), 0)[: spec.vocab_size]
-        case _ if name in _NORMS:
-            yield of_block(_NORMS[name]), parameter
-        case _ if name in _QKV:
+        case _ if weight in _NORMS:
+            yield of_block(_NORMS[weight]), parameter
+        case _ if weight in _QKV:
             queries = spec.num_heads // spec.num_kv_heads * spec.head_dim
             rows = [queries, spec.head_dim, spec.head_dim]
             groups = _join(gather(parameter), 0).unflatten(0, (-1, sum(rows)))[: spec.num_kv_heads]
-            for projection, part in zip(_QKV[name], groups.split(rows, 1), strict=True):
+            for projection, part in zip(_QKV[weight], groups.split(rows, 1), strict=True):
                 yield of_block(projection), part.flatten(0, 1)
         case "self_attention.linear_proj.weight":
             yield of_block(O_PROJ), _join(gather(parameter), 1)[:, : spec.q_size]

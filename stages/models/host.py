@@ -25,31 +25,32 @@ from stages.models.errors import StateError
 from stages.models.forward import (
     KeptForwards,
     MicroBatch,
-    cut_micro_batches,
     head_values,
     response_logprobs,
-    row_lengths,
     run_forward,
 )
 from stages.models.hf_config import read_eos_ids
 from stages.models.hf_files import read_weights, write_model
 from stages.models.kernels.choice import choose_kernels
+from stages.models.lora import FrozenWeights
 from stages.models.minibatch_losses import MinibatchLoss
 from stages.models.numerics import set_numerics
 from stages.models.offload import Residence, has_own_memory
 from stages.models.padding import padded
 from stages.models.peak_memory import peak_bytes
+from stages.models.peft_files import ADAPTERS, write_adapters
 from stages.models.products import choose_products
 from stages.models.protocol import CriticBatch, PolicyBatch, Rank, Role
+from stages.models.rank_share import peak_of_a_rank, rank_micro_batches, work_of
 from stages.models.sampling import SamplingConfig
 from stages.models.spec import ModelSpec, read_spec
 from stages.models.token_logprobs import Distribution, Entropy
 from stages.models.trainer import Minibatch, Trainer, UpdateLimits, learning_rate
 from stages.models.trunk import Trunk
-from stages.models.work import UpdateWork, measured_peak, synchronise, update_flops
+from stages.models.work import UpdateWork, synchronise
 from stages.ppo.config import PPOConfig
 from stages.ppo.masks import state_values
-from stages.ppo.micro_batches import balanced, minibatches
+from stages.ppo.micro_batches import minibatches
 from storage.checkpoints import FileSum
 from storage.records import PolicyLogprobs, ReferenceLogprobs, Rollout, Values
 
@@ -100,12 +101,12 @@ class MegatronHost:
         """What the gang multiplies with; the last bits of a run depend on it."""
         self._kernels = choose_kernels(model.kernels, DTYPES[model.dtype], self._parallel_rank.device)
         self._blueprint = Blueprint(
-            model, spec, layout, self._parallel_rank, self._kernels, self.product_choice.products
+            model, spec, layout, self._parallel_rank, self._kernels, self.product_choice.products, seed
         )
         self._blueprints = {role: replace(self._blueprint, spec=of_role) for role, of_role in specs.items()}
         self._offload = offload
         self._build_models(roles)
-        self._peak_flops = rank.size * self._peak_of_a_rank() if self._trainers else 0.0
+        self._peak_flops = rank.size * peak_of_a_rank(self._blueprint) if self._trainers else 0.0
         self._last_updates: dict[Role, UpdateWork] = {}
 
     def _build_models(self, roles: frozenset[Role]) -> None:
@@ -116,6 +117,7 @@ class MegatronHost:
         self._trunk = Trunk(build_trunk(self._blueprint, weights), kept) if model.frozen_blocks else None
         self._trunk_counted = (0, 0)
         self._trainers: dict[Role, Trainer] = {}
+        self._frozen: dict[str, FrozenWeights] = {}
         self._reference = self._build(Role.REFERENCE, weights) if Role.REFERENCE in roles else None
         self._reference_weights = Residence(self._reference.parameters if self._reference is not None else list)
         for role, optimizer in ((Role.POLICY, model.policy), (Role.CRITIC, model.critic)):
@@ -146,7 +148,7 @@ class MegatronHost:
         def read(batch: MicroBatch, hidden: Tensor) -> tuple[Tensor, Tensor]:
             return state_values(head_values(hidden, batch, trainer.model.output_layer), batch.mask)
 
-        batches = self._micro_batches(rollout, np.arange(rollout.num_rows), trainer.config)
+        batches = rank_micro_batches(rollout, np.arange(rollout.num_rows), trainer.config, self._blueprint)
         outputs = run_forward(trainer.model, self._trunk, batches, read, trainer.kept)
         values, bootstrap = np.zeros(rollout.tokens.shape, np.float32), np.zeros(rollout.num_rows, np.float32)
         for batch, (of_tokens, of_end) in zip(batches if outputs else [], outputs, strict=True):
@@ -227,12 +229,21 @@ class MegatronHost:
         return None if tensors is None else {name: gather.as_numpy(tensor) for name, tensor in tensors.items()}
 
     def export(self, directory: Path) -> Callable[[], None]:
-        trained = gather.trained_tensors(self._clean(Role.POLICY).model, self._blueprint)
-        if trained is None:
+        policy, model = self._clean(Role.POLICY).model, self._blueprint.model
+        trained = gather.trained_tensors(policy, self._blueprint)
+        adapters = gather.trained_tensors(policy, self._blueprint, merged=False) if model.lora.rank else {}
+        if trained is None or adapters is None:
             return lambda: None
-        model = self._blueprint.model
-        taken = {name: tensor.to("cpu", copy=True) for name, tensor in trained.items()}
-        return lambda: write_model(directory, model.path, taken, model.dtype)
+        taken, alone = (
+            {name: t.to("cpu", copy=True) for name, t in tensors.items()} for tensors in (trained, adapters)
+        )
+
+        def write() -> None:
+            write_model(directory, model.path, taken, model.dtype)
+            if alone:
+                write_adapters(directory / ADAPTERS, model, self._blueprint.spec, alone)
+
+        return write
 
     def close(self) -> None:
         self._trainers.clear()
@@ -244,7 +255,7 @@ class MegatronHost:
         """A role's model as of version 0; `weights`: those of `model.path`."""
         path = self._paths[role]
         own = weights if path == self._paths[Role.POLICY] else read_weights(path)
-        return build_role(self._blueprints[role], role, own)
+        return build_role(self._blueprints[role], role, weights=own, shared=self._frozen.setdefault(path, {}))
 
     def _placed(self, role: Role) -> Trainer:
         if role not in self._trainers:
@@ -292,7 +303,7 @@ class MegatronHost:
                 hidden, batch, weight, self._distribution, self.product_choice.products, self._kernels, entropy=entropy
             )
 
-        batches = self._micro_batches(rollout, np.arange(rollout.num_rows), config)
+        batches = rank_micro_batches(rollout, np.arange(rollout.num_rows), config, self._blueprint)
         outputs = run_forward(model, self._trunk, batches, read, kept)
         logprobs, entropies = np.zeros((2, *rollout.tokens.shape), np.float32)
         for batch, (of_tokens, of_distributions) in zip(batches if outputs else [], outputs, strict=True):
@@ -320,30 +331,11 @@ class MegatronHost:
         computed = [minibatch.rows for minibatch in work if not minibatch.empty][: len(stats)]
         if computed:
             rows, seconds = np.concatenate(computed), time.perf_counter() - started
-            self._last_updates[role] = self._work(role, batch.rollout.response_mask[rows], seconds)
+            self._last_updates[role] = work_of(
+                self._blueprints[role], role, batch.rollout.response_mask[rows], seconds, self._peak_flops
+            )
         metrics["peak_memory_bytes"] = float(max(gather.from_all_ranks(peak_bytes())))
         return gather.summarise_over_ranks(self._parallel_rank, stats) | _named(role, metrics)
-
-    def _work(self, role: Role, mask: np.ndarray, seconds: float) -> UpdateWork:
-        """What training on rows with this response_mask took."""
-        blueprint, lengths = self._blueprints[role], row_lengths(mask)
-        spec, is_critic = blueprint.spec, role is Role.CRITIC
-        flops = update_flops(
-            spec,
-            blueprint.num_blocks(role),
-            lengths,
-            outputs=1 if is_critic else spec.vocab_size,
-            num_outputs=int(lengths.sum() if is_critic else mask.sum()),
-            output_trained=is_critic or not (spec.tied_embeddings and blueprint.model.frozen_blocks),
-        )
-        return UpdateWork(int(lengths.sum()), flops, seconds, self._peak_flops)
-
-    def _peak_of_a_rank(self) -> float:
-        """Operations per second that this rank can do."""
-        blueprint = self._blueprint
-        if blueprint.model.peak_tflops is not None:
-            return blueprint.model.peak_tflops * 1e12
-        return measured_peak(blueprint.dtype, blueprint.parallel_rank.device, blueprint.products)
 
     def _minibatch(
         self, batch: PolicyBatch | CriticBatch, rows: np.ndarray, config: OptimizerConfig, loss: MinibatchLoss
@@ -352,35 +344,9 @@ class MegatronHost:
         return Minibatch(
             rows,
             rollout.row,
-            [] if empty else self._micro_batches(rollout, rows, config, never_empty=True),
+            [] if empty else rank_micro_batches(rollout, rows, config, self._blueprint, never_empty=True),
             partial(loss, rows),
             empty,
-        )
-
-    def _micro_batches(
-        self, rollout: Rollout, rows: np.ndarray, config: OptimizerConfig, *, never_empty: bool = False
-    ) -> list[MicroBatch]:
-        """This rank's share of some rows. With a trunk a row always goes to the same rank, which keeps its hidden
-        states; without, every data-parallel rank gets nearly as many tokens. With `never_empty` a rank without a row
-        gets one that nothing of the loss depends on, since every rank takes part in the reduction of gradients."""
-        rank, mask = self._parallel_rank, rollout.response_mask
-        rows = np.sort(rows)  # a set of rows is cut alike in whatever order an epoch has them
-        if self._trunk is not None:
-            share = rows[rollout.row[rows] % rank.data_size == rank.data_rank]
-        else:
-            share = rows[balanced(row_lengths(mask[rows]), rank.data_size)[rank.data_rank]]
-        if never_empty and not len(share):
-            share, mask = rows[:1], np.zeros_like(mask)
-        if not len(share):
-            return []
-        return cut_micro_batches(
-            rollout.tokens,
-            mask,
-            share,
-            rank.device,
-            max_tokens=config.micro_batch_tokens,
-            max_rows=config.micro_batch_rows,
-            multiple=rank.tensor_size if self._blueprint.layout.sequence_parallel else 1,
         )
 
 

@@ -43,7 +43,7 @@ class CpuColumnLinear(ColumnParallelLinear):
             input = gather_from_sequence_parallel_region(input, group=options["tp_group"])
         elif options["allreduce_dgrad"]:
             input = copy_to_tensor_model_parallel_region(input, group=options["tp_group"])
-        return _with_bias(_Linear.apply(input, weight, self.products, self.kernels), options["bias"])
+        return _with_bias(cpu_linear(input, weight, self.products, self.kernels), options["bias"])
 
 
 class CpuRowLinear(RowParallelLinear):
@@ -54,7 +54,7 @@ class CpuRowLinear(RowParallelLinear):
         self.products, self.kernels = products, kernels
 
     def _forward_impl(self, input: Tensor, weight: Tensor, **options: Any) -> Tensor:
-        return _with_bias(_Linear.apply(input, weight, self.products, self.kernels), options["bias"])
+        return _with_bias(cpu_linear(input, weight, self.products, self.kernels), options["bias"])
 
 
 class CpuEmbedding(VocabParallelEmbedding):
@@ -88,12 +88,19 @@ class _Embedding(torch.autograd.Function):
         return (total_VH.to(ctx.dtype) if ctx.main_grad is None else None), None, None
 
 
+def cpu_linear(x_NK: Tensor, weight_MK: Tensor, products: Products, kernels: BlockKernels) -> Tensor:
+    """x @ weight.T, where x may have more axes before its last; differentiable."""
+    product: Tensor = _Linear.apply(x_NK, weight_MK, products, kernels)
+    return product
+
+
 class _Linear(torch.autograd.Function):
-    """x @ weight.T; the gradient of a weight with a `main_grad` is added there and not returned."""
+    """x @ weight.T; the gradient of a weight with a `main_grad` is added there and not returned. The input is kept for
+    that gradient alone."""
 
     @staticmethod
     def forward(ctx: Any, x_NK: Tensor, weight_MK: Tensor, products: Products, kernels: BlockKernels) -> Tensor:
-        ctx.save_for_backward(x_NK, weight_MK)
+        ctx.save_for_backward(x_NK if ctx.needs_input_grad[1] else None, weight_MK)
         ctx.products, ctx.kernels, ctx.main_grad = products, kernels, getattr(weight_MK, "main_grad", None)
         return multiply(x_NK, weight_MK, products)
 

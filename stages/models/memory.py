@@ -8,10 +8,13 @@
     logits           blocks of the vocabulary kept and worked on, and the output layer's gradient
     trunk cache      hidden states of the frozen blocks
 
-Of policy and critic on one gang only one trains at a time: the larger of their activations counts. Not counted:
-fragmentation, temporaries of the optimizer's step (a tensor or two), what the communication library holds.
+Of policy and critic on one gang only one trains at a time: the larger of their activations counts. With LoRA adapters
+and the critic's head alone are trained, and what is frozen is there once for all roles. Not counted: fragmentation,
+temporaries of the optimizer's step (a tensor or two), weights merged with adapters while a version is published, when
+there are no activations, what the communication library holds.
 
-May import stages.models.{config, protocol, spec} and the standard library: the checks before a run read it.
+May import stages.models.{adapter_shapes, config, protocol, spec} and the standard library: the checks before a run read
+it.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 
+from stages.models.adapter_shapes import TARGET_PARTS, adapter_parameters
 from stages.models.config import LayoutConfig, ModelConfig, Offload
 from stages.models.protocol import Role
 from stages.models.spec import (
@@ -88,7 +92,7 @@ class GangModels:
 
 @dataclass(frozen=True)
 class ParameterCount:
-    """Of one rank's part of a model."""
+    """Of one rank's part of a model, or of what is trained of it."""
 
     of_dtype: int
     """In `model.dtype`."""
@@ -110,9 +114,7 @@ def block_parameters(spec: ModelSpec, tensor: int) -> int:
 def role_parameters(gang: GangModels, role: Role, stage: int) -> ParameterCount:
     """Of a role's model above the frozen blocks, on one tensor-parallel rank of a pipeline stage."""
     spec, layout, frozen = gang.spec, gang.layout, gang.model.frozen_blocks
-    blocks = spec.num_layers - frozen
-    if role is Role.CRITIC and gang.model.critic_blocks is not None:
-        blocks = gang.model.critic_blocks
+    blocks = _blocks(gang, role)
     first, last = stage == 0, stage == layout.pipeline - 1
     vocabulary = -(-spec.vocab_size // layout.tensor) * spec.hidden_size
     number = blocks // layout.pipeline * block_parameters(spec, layout.tensor)
@@ -124,6 +126,39 @@ def role_parameters(gang: GangModels, role: Role, stage: int) -> ParameterCount:
         own = not spec.tied_embeddings or (layout.pipeline > 1 and not frozen)
         number += vocabulary if own else 0
     return ParameterCount(number, spec.hidden_size + 1 if last and role is Role.CRITIC else 0)
+
+
+def trained_parameters(gang: GangModels, role: Role, stage: int) -> ParameterCount:
+    """What is trained of them: all, or with LoRA the adapters and a critic's head."""
+    whole = role_parameters(gang, role, stage)
+    if not gang.model.lora.rank:
+        return whole
+    blocks = _blocks(gang, role) // gang.layout.pipeline
+    return ParameterCount(blocks * adapter_parameters(gang.spec, gang.model.lora, gang.layout.tensor), whole.float32)
+
+
+def _held_parameters(gang: GangModels, stage: int) -> int:
+    """In `model.dtype`, of all roles above the frozen blocks. With LoRA a block, the embedding and the norm that
+    several roles have are there once; under pipeline parallelism a shorter critic has other blocks on a stage."""
+    if not gang.model.lora.rank:
+        return sum(role_parameters(gang, role, stage).of_dtype for role in gang.roles)
+    held, pipeline = 0, gang.layout.pipeline
+    blocks: set[int] = set()
+    for role in gang.roles:
+        own = _blocks(gang, role) // pipeline
+        blocks |= {*range(stage * own, (stage + 1) * own)}
+        # the most that a role has beside its blocks is the policy's or the reference's, of which a critic's is a part
+        beside = role_parameters(gang, role, stage).of_dtype - own * block_parameters(gang.spec, gang.layout.tensor)
+        held = max(held, beside)
+    adapters = sum(trained_parameters(gang, role, stage).of_dtype for role in gang.trained)
+    return held + len(blocks) * block_parameters(gang.spec, gang.layout.tensor) + adapters
+
+
+def _blocks(gang: GangModels, role: Role) -> int:
+    """Of a role above the frozen ones, on all pipeline stages."""
+    if role is Role.CRITIC and gang.model.critic_blocks is not None:
+        return gang.model.critic_blocks
+    return gang.spec.num_layers - gang.model.frozen_blocks
 
 
 def trunk_parameters(gang: GangModels) -> int:
@@ -163,12 +198,11 @@ def _state_bytes(gang: GangModels, stage: int) -> dict[str, int]:
     the data-parallel size, which is not counted."""
     wide = gang.dtype_bytes == 4
     shards = gang.data_ranks if gang.layout.distributed_optimizer else 1
-    counts = {role: role_parameters(gang, role, stage) for role in gang.roles}
-    trained = [counts[role] for role in gang.trained]
+    trained = [trained_parameters(gang, role, stage) for role in gang.trained]
     in_dtype, float32 = sum(c.of_dtype for c in trained), sum(c.float32 for c in trained)
-    held = trunk_parameters(gang) + sum(c.of_dtype for c in counts.values())
+    held = trunk_parameters(gang) + _held_parameters(gang, stage)
     return {
-        "parameters": gang.dtype_bytes * held + 4 * sum(c.float32 for c in counts.values()),
+        "parameters": gang.dtype_bytes * held + 4 * float32,
         GRADIENTS: 4 * (in_dtype + float32),
         "float32 masters": 0 if wide else 4 * -(-in_dtype // shards),
         "Adam moments": 8 * -(-(in_dtype + float32) // shards),
@@ -197,6 +231,25 @@ def block_activations(spec: ModelSpec, layout: LayoutConfig, dtype_bytes: int) -
     return norms + split / layout.tensor
 
 
+def adapter_activations(gang: GangModels) -> float:
+    """Bytes that a block keeps of a token with adapters beyond those without: each adapter's x A^T, but not the input
+    of a linear that has none, whose frozen weight needs no gradient."""
+    spec, layout, lora = gang.spec, gang.layout, gang.model.lora
+    if not lora.rank or layout.recompute == "full":
+        return 0
+    sequence = layout.tensor if layout.sequence_parallel else 1
+    inputs = {
+        "qkv": spec.hidden_size / sequence,
+        "proj": spec.q_size / layout.tensor if gang.dtype_bytes < 4 else 0,  # in float32 attention keeps it anyway
+        "fc1": spec.hidden_size / sequence,
+        "fc2": spec.intermediate_size / layout.tensor,
+    }
+    if layout.recompute == "selective" and "mlp" in layout.recompute_modules:
+        del inputs["fc1"], inputs["fc2"]
+    inner = {target: lora.rank * len(TARGET_PARTS[target]) for target in lora.targets}
+    return gang.dtype_bytes * sum(inner[name] if name in inner else -inputs[name] for name in inputs)
+
+
 def activation_bytes(gang: GangModels, role: Role, batch: MicroBatchSize, stage: int) -> int:
     """What a stage keeps of all micro-batches in flight for the backward pass, of which stage s of p of a pipeline has
     p - s (1F1B), and what it makes again of one block at a time."""
@@ -207,14 +260,13 @@ def activation_bytes(gang: GangModels, role: Role, batch: MicroBatchSize, stage:
 def kept_bytes(gang: GangModels, role: Role, batch: MicroBatchSize, stage: int) -> float:
     """What a stage keeps of a micro-batch for the backward pass, the logits aside."""
     spec, layout = gang.spec, gang.layout
-    blocks = spec.num_layers - gang.model.frozen_blocks
-    if role is Role.CRITIC and gang.model.critic_blocks is not None:
-        blocks = gang.model.critic_blocks
+    blocks = _blocks(gang, role)
     sequence = layout.tensor if layout.sequence_parallel else 1
-    per_token = blocks // layout.pipeline * block_activations(spec, layout, gang.dtype_bytes)
+    per_block = block_activations(spec, layout, gang.dtype_bytes) + adapter_activations(gang)
+    per_token = blocks // layout.pipeline * per_block
     if stage == layout.pipeline - 1:
         per_token += 4 * spec.hidden_size / sequence + 4  # what the final norm reads, and its scale
-    if not stage and not gang.model.frozen_blocks:
+    if not stage and not (gang.model.frozen_blocks or gang.model.lora.rank):
         per_token += 9  # token ids, and whether they are this rank's
     return per_token * batch.tokens
 
@@ -232,7 +284,7 @@ def logits_bytes(gang: GangModels, batch: MicroBatchSize, device: str) -> int:
     vocabulary = -(-spec.vocab_size // gang.layout.tensor)
     whole = 4 * batch.sampled * vocabulary
     block = min(whole, max(LOGITS_BLOCK_BYTES[device], 4 * batch.sampled * LOGITS_MIN_BLOCK))
-    frozen = gang.spec.tied_embeddings and gang.model.frozen_blocks
+    frozen = gang.model.lora.rank or (gang.spec.tied_embeddings and gang.model.frozen_blocks)
     gradient = 0 if frozen else vocabulary * spec.hidden_size * gang.dtype_bytes
     return min(whole, LOGITS_KEPT_BYTES) + 2 * block + 3 * 4 * batch.sampled * spec.hidden_size + gradient
 

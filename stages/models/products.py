@@ -81,7 +81,8 @@ def choose_by_vendor(vendor: str) -> tuple[Products, str]:
 def multiply(x_NK: Tensor, weight_MK: Tensor, products: Products) -> Tensor:
     """x @ weight.T, where x may have more axes before its last."""
     if products is Products.TORCH:
-        return torch.matmul(x_NK, weight_MK.T)
+        # as one matrix: of more axes matmul asks for gradients and strides before it chooses between two products
+        return torch.mm(x_NK.flatten(0, -2), weight_MK.T).view(*x_NK.shape[:-1], len(weight_MK))
     return torch.ops.mkldnn._linear_pointwise(x_NK, weight_MK, None, "none", [], "")
 
 

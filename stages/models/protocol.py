@@ -131,14 +131,16 @@ class ModelHost(Protocol):
         ...
 
     def trained_weights(self) -> Mapping[str, np.ndarray] | None:
-        """The policy's trained tensors (those that `frozen_blocks` does not freeze) by Hugging Face name, float32 (or
+        """The policy's trained tensors (those that `frozen_blocks` does not freeze; with LoRA those that have adapters,
+        merged) by Hugging Face name, float32 (or
         the model's dtype as its bit pattern: see storage.weights); views where possible, valid until the next
         update (of a gang whose idle roles leave the device: until the next call)."""
         ...
 
     def export(self, directory: Path) -> Callable[[], None]:
         """Takes a copy of the policy. The function returned writes the whole of it in Hugging Face layout, on rank 0,
-        in any thread: it loads with AutoModelForCausalLM.from_pretrained."""
+        in any thread: it loads with AutoModelForCausalLM.from_pretrained. With LoRA its adapters, for peft, lie in a
+        directory `adapter` inside."""
         ...
 
     def close(self) -> None: ...

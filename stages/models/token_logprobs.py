@@ -149,7 +149,9 @@ class _TokenLogprobs(torch.autograd.Function):
         needs_hidden, needs_weight = ctx.needs_input_grad[:2]
         grad_hidden_NH = torch.zeros_like(hidden_NH, dtype=torch.float32) if needs_hidden else None
         # where Megatron collects the gradient, or one to return
-        total_VH = ctx.main_grad if ctx.main_grad is not None else torch.zeros_like(weight_VH, dtype=torch.float32)
+        total_VH = ctx.main_grad
+        if needs_weight and total_VH is None:
+            total_VH = torch.zeros_like(weight_VH, dtype=torch.float32)
         by_logprob_N, by_entropy_N = (g / ctx.distribution.temperature for g in (grad_logprob_N, grad_entropy_N))
         for k, block in enumerate(_blocks(len(target_N), weight_VH.shape[0], hidden_NH.device)):
             if k < len(kept):

@@ -292,12 +292,17 @@ class Trainer:
     def _architecture(self) -> dict[str, Any]:
         """All that decides which tensors there are, and none of what decides where they lie."""
         blueprint = self._blueprint
-        return dataclasses.asdict(blueprint.spec) | {
+        found = dataclasses.asdict(blueprint.spec) | {
             "role": str(self.role),
             "blocks": blueprint.num_blocks(self.role),
             "frozen_blocks": blueprint.model.frozen_blocks,
             "dtype": blueprint.model.dtype,
         }
+        lora = blueprint.model.lora
+        if lora.rank:
+            adapters = {"rank": lora.rank, "alpha": lora.alpha, "targets": sorted(lora.targets)}
+            found |= {f"model.lora.{key}": value for key, value in adapters.items()}
+        return found
 
     def _set_learning_rate(self, lr: float) -> None:
         """And the weight decay, as Megatron's scheduler would: norms and biases do not decay."""
@@ -332,7 +337,8 @@ class Trainer:
             if not of_micro.sums[f"{self.role}/loss"].isfinite()
             for row in minibatch.row_numbers[micro.rows]
         }
-        bad_parameters = {n for n, p in self._ddp.module.named_parameters() if not p.main_grad.isfinite().all()}
+        trained = [(n, p) for n, p in self._ddp.module.named_parameters() if p.requires_grad]
+        bad_parameters = {n for n, p in trained if not p.main_grad.isfinite().all()}
         of_ranks = gather.from_all_ranks((bad_rows, bad_parameters))
         rows, names = (sorted(set().union(*kind)) for kind in zip(*of_ranks, strict=True))
         of_loss = f"the loss of the micro-batches with rows {_listed(rows)}, and " if rows else ""

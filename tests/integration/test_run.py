@@ -78,6 +78,24 @@ def test_weights_that_come_in_flight_keep_the_bound(folder: Path) -> None:
         assert set(rollout.token_versions[rollout.response_mask].tolist()) == {evaluation.version}
 
 
+def test_engines_read_adapters_merged(folder: Path) -> None:
+    """With LoRA the engine's weights are the trainer's W and adapters in one."""
+    changes = ("staleness=0", "model.lora.rank=4", "model.policy.lr=1e-2", "model.frozen_blocks=1", ONE_GANG)
+    config = finish_in(folder, "adapters", *changes, *QUIET)
+    assert verify_run(config).faults == []
+    rollouts, policies = steps_of(config, "generate"), steps_of(config, "logprob")
+    references = steps_of(config, "reference")
+    moved = []
+    for rollout, policy, reference in zip(rollouts, policies, references, strict=True):
+        mask = rollout.response_mask
+        assert np.abs(policy.policy_logprobs - rollout.sampler_logprobs)[mask].mean() <= 1e-4
+        moved.append(np.abs(policy.policy_logprobs - reference.ref_logprobs)[mask].max())
+    assert moved[0] == 0
+    assert moved[-1] > 1e-3
+    exported = RunPaths(config.run_dir).weights(config.steps)
+    assert (exported / "adapter/adapter_model.safetensors").is_file()
+
+
 # ---- staleness -----------------------------------------------------------------------------------------------------
 
 

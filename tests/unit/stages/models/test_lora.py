@@ -1,0 +1,345 @@
+"""Adapters against transformers models whose weights are W + (alpha / rank) B A: log-probs, gradients, updates, what is
+published, exported and saved."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from megatron.core.dist_checkpointing import load_plain_tensors
+from safetensors.torch import load_file
+from torch import Tensor
+from torch.nn.utils import parametrize
+from transformers import AutoModelForCausalLM
+
+from stages.models.adapter_shapes import adapter_shapes
+from stages.models.config import LayoutConfig, LoraConfig, ModelConfig, OptimizerConfig, model_problems
+from stages.models.errors import StateError
+from stages.models.forward import hidden_states, response_logprobs, run_backward
+from stages.models.gather import stage_tensors
+from stages.models.hf_conversion import named_by_block, to_hf
+from stages.models.hf_files import read_weights
+from stages.models.host import MegatronHost
+from stages.models.memory import GangModels, MicroBatchSize, kept_bytes, state_bytes
+from stages.models.protocol import CriticBatch, PolicyBatch, Role
+from stages.models.rank_share import rank_micro_batches
+from stages.models.spec import read_spec
+from stages.ppo.stats import LossStats
+from storage.records import Advantages
+from tests.support.families import random_model
+from tests.support.models import ALL_MODELS, measured_state, opened, random_rollout
+
+ROWS, SEQ = 8, 12
+TRAINED = (Role.POLICY, Role.CRITIC)
+LORA = LoraConfig(rank=4, alpha=8.0)
+
+
+def model_config(path: str = "random:tiny", lora: LoraConfig = LORA, **changes: Any) -> ModelConfig:
+    optimizer = OptimizerConfig(lr=1e-2, decay="constant", weight_decay=0.1, micro_batch_rows=3)
+    return ModelConfig(path=path, lora=lora, policy=optimizer, critic=optimizer, **changes)
+
+
+def update(host: MegatronHost, step: int = 0) -> dict[str, float]:
+    """Of both models, on a step's data as the stages would have made it, with random advantages and returns."""
+    rng = np.random.default_rng([7, step])
+    rollout = random_rollout(rng, ROWS, SEQ, version=step)
+    mask = rollout.response_mask
+    noise = [np.where(mask, rng.normal(size=mask.shape), 0).astype(np.float32) for _ in range(3)]
+    advantages = Advantages(*noise, mask)
+    policy, reference, values = host.policy_logprobs(rollout), host.ref_logprobs(rollout), host.values(rollout)
+    assert policy is not None
+    assert reference is not None
+    assert values is not None
+    rollout = dataclasses.replace(rollout, sampler_logprobs=policy.policy_logprobs)
+    metrics = host.update_policy(step, PolicyBatch(rollout, advantages, policy, reference, 0.2))
+    metrics |= host.update_critic(step, CriticBatch(rollout, advantages, values))
+    for role in TRAINED:
+        host.mark_clean(role)
+    return metrics
+
+
+def logprobs(host: MegatronHost) -> np.ndarray:
+    found = host.policy_logprobs(random_rollout(np.random.default_rng(1), ROWS, SEQ))
+    assert found is not None
+    return found.policy_logprobs
+
+
+def theirs(model: Any) -> Tensor:
+    """Log-probs of the sampled tokens of the rollout of `logprobs`, 0 elsewhere."""
+    rollout = random_rollout(np.random.default_rng(1), ROWS, SEQ)
+    tokens = torch.from_numpy(rollout.tokens).long()
+    logp = model(tokens).logits[:, :-1].log_softmax(-1).gather(2, tokens[:, 1:, None])[..., 0]
+    mask = torch.from_numpy(rollout.response_mask)
+    return torch.zeros(mask.shape).index_put(torch.nonzero(mask, as_tuple=True), logp[mask[:, 1:]])
+
+
+def adapters(host: MegatronHost, role: Role = Role.POLICY) -> dict[str, Tensor]:
+    return {n: t.clone() for n, t in stage_tensors(host._trainers[role].model, host._blueprint)}
+
+
+class Merged(torch.nn.Module):
+    """W + scale B A."""
+
+    def __init__(self, a: Tensor, b: Tensor, scale: float) -> None:
+        super().__init__()
+        self.a, self.b, self.scale = torch.nn.Parameter(a), torch.nn.Parameter(b), scale
+
+    def forward(self, weight: Tensor) -> Tensor:
+        return weight + self.scale * self.b @ self.a
+
+
+def adapted(model: Any, given: dict[str, Tensor], lora: LoraConfig = LORA) -> dict[str, Tensor]:
+    """Puts adapters into a transformers model; gives their parameters by name."""
+    found = {}
+    model.requires_grad_(False)
+    for name in {n.partition(".lora_")[0] for n in given}:
+        a, b = (given[f"{name}.lora_{side}.weight"].clone() for side in "AB")
+        own = Merged(a, b, lora.alpha / lora.rank)
+        parametrize.register_parametrization(model.get_submodule(name), "weight", own)
+        found |= {f"{name}.lora_A.weight": own.a, f"{name}.lora_B.weight": own.b}
+    return found
+
+
+def stir(host: MegatronHost, role: Role = Role.POLICY) -> None:
+    """Random numbers in all adapters."""
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for parameter in host._trainers[role].model.parameters():
+            if parameter.requires_grad:
+                parameter.normal_(std=0.1)
+
+
+@pytest.mark.parametrize("family", ["Llama 3.1", "Mistral", "Qwen 2.5", "Qwen 3"])
+@pytest.mark.parametrize("targets", [["qkv", "proj", "fc1", "fc2"], ["qkv"], ["proj", "fc1"], ["fc2"]])
+def test_logprobs_and_gradients_equal_those_of_a_merged_model(tmp_path: Path, family: str, targets: list[str]) -> None:
+    lora = LoraConfig(rank=3, alpha=7.0, targets=targets)
+    model = random_model(family)
+    model.save_pretrained(tmp_path)
+    with opened(tmp_path, model_config(str(tmp_path), lora)) as host:
+        stir(host)
+        expected = adapted(model, adapters(host), lora)
+        trainer, rollout = host._trainers[Role.POLICY], random_rollout(np.random.default_rng(1), ROWS, SEQ)
+        logp = theirs(model)
+        np.testing.assert_allclose(logprobs(host), logp.detach(), atol=2e-5)
+        (logp.sum() / 10).backward()
+
+        def loss(batch: Any, hidden: Tensor) -> tuple[Tensor, LossStats]:
+            weight = host._trainers[Role.POLICY].model.output_layer.weight
+            weight = trainer.model.embedding.word_embeddings.weight if weight is None else weight
+            given = host._distribution, host.product_choice.products, host._kernels
+            found, _ = response_logprobs(hidden, batch, weight, *given, entropy="none")
+            return found.sum() / 10, LossStats({}, {})
+
+        batches = rank_micro_batches(rollout, np.arange(ROWS), trainer.config, host._blueprint)
+        trainer._ddp.zero_grad_buffer()
+        run_backward(trainer._ddp, None, batches, loss)
+        found = {}
+        for name, block, parameter in named_by_block(trainer.model, 0):
+            assert parameter.requires_grad == (".lora." in name)
+            if parameter.requires_grad:
+                found |= dict(to_hf(name, block, parameter.main_grad, host._blueprint.spec, lambda t: [t]))
+    assert set(found) == set(expected)
+    for name, gradient in found.items():
+        wanted = expected[name].grad
+        assert wanted is not None
+        np.testing.assert_allclose(gradient, wanted, atol=1e-5 * float(wanted.abs().max()) + 1e-6, err_msg=name)
+
+
+def test_policy_and_reference_are_one_model_until_an_update_and_the_reference_stays(tmp_path: Path) -> None:
+    with opened(tmp_path, model_config()) as host:
+        rollout = random_rollout(np.random.default_rng(1), ROWS, SEQ)
+        reference = host.ref_logprobs(rollout)
+        assert reference is not None
+        assert (logprobs(host) == reference.ref_logprobs).all()
+        models = [host._reference, *(trainer.model for trainer in host._trainers.values())]
+        frozen = {p.data_ptr(): p for m in models for p in m.parameters() if not p.requires_grad}  # type: ignore[union-attr]
+        assert sum(p.numel() for p in frozen.values()) == sum(t.numel() for t in read_weights("random:tiny").values())
+        before, start = [p.clone() for p in frozen.values()], adapters(host)
+        update(host)
+        after = host.ref_logprobs(rollout)
+        assert after is not None
+        assert (after.ref_logprobs == reference.ref_logprobs).all()
+        assert all(torch.equal(a, b) for a, b in zip(before, frozen.values(), strict=True))
+        assert np.abs(logprobs(host) - reference.ref_logprobs).max() > 1e-3
+        assert all((tensor != start[name]).any() for name, tensor in adapters(host).items())
+
+
+def test_version_0_is_a_function_of_the_seed(tmp_path: Path) -> None:
+    with opened(tmp_path, model_config()) as host:
+        first = adapters(host)
+        shapes = {n: s for layer in range(4) for n, s in adapter_shapes(host._blueprint.spec, LORA, layer).items()}
+        assert {name: tuple(tensor.shape) for name, tensor in first.items()} == shapes
+        critic = adapters(host, Role.CRITIC)
+    for name, tensor in first.items():
+        assert torch.equal(tensor, critic[name])
+        if ".lora_B." in name:
+            assert not tensor.any()
+    a = torch.cat([t.flatten() * (3 * t.shape[1]) ** 0.5 for n, t in first.items() if ".lora_A." in n])
+    assert (float(a.mean()), float(a.std())) == pytest.approx((0, 1), abs=0.03)
+
+
+@pytest.mark.parametrize("frozen_blocks", [0, 2])
+def test_published_and_exported_weights_are_the_policy(tmp_path: Path, frozen_blocks: int) -> None:
+    with opened(tmp_path, model_config(frozen_blocks=frozen_blocks)) as host:
+        update(host)
+        published, expected = host.trained_weights(), logprobs(host)
+        host.export(tmp_path / "out")()
+    assert published is not None
+    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    np.testing.assert_allclose(theirs(exported).detach(), expected, atol=2e-5)
+    state, start = exported.state_dict(), read_weights("random:tiny")
+    changed = {name for name, tensor in start.items() if not torch.equal(tensor, state[name])}
+    assert changed == set(published)
+    assert {int(name.split(".")[2]) for name in changed} == {*range(frozen_blocks, 4)}
+    assert all((array == state[name].numpy()).all() for name, array in published.items())
+
+    given = json.loads((tmp_path / "out/adapter/adapter_config.json").read_text())
+    assert (given["r"], given["lora_alpha"], given["peft_type"]) == (4, 8.0, "LORA")
+    modules = ["down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj"]
+    assert given["target_modules"] == modules
+    assert given["layers_to_transform"] == ([2, 3] if frozen_blocks else None)
+    apart = load_file(tmp_path / "out/adapter/adapter_model.safetensors")
+    names = {name.removeprefix("base_model.model.").partition(".lora_")[0] for name in apart}
+    assert {f"{name}.weight" for name in names} == changed
+    for name in names:
+        a, b = (apart[f"base_model.model.{name}.lora_{side}.weight"] for side in "AB")
+        merged = start[f"{name}.weight"] + 8 / 4 * b @ a
+        np.testing.assert_allclose(merged, state[f"{name}.weight"], atol=1e-6, err_msg=name)
+
+
+def test_under_bfloat16_merged_weights_are_rounded_once(tmp_path: Path) -> None:
+    with opened(tmp_path, model_config(dtype="bfloat16")) as host:
+        update(host)
+        published, own = host.trained_weights(), adapters(host)
+    assert published is not None
+    name = "model.layers.1.self_attn.k_proj"
+    a, b = (own[f"{name}.lora_{side}.weight"] for side in "AB")
+    assert a.dtype is torch.bfloat16
+    weight = read_weights("random:tiny")[f"{name}.weight"].bfloat16().double() + 2 * b.double() @ a.double()
+    found = torch.from_numpy(published[f"{name}.weight"]).view(torch.bfloat16)
+    assert (found == weight.bfloat16()).float().mean() > 0.999  # float32 sums may fall on the other side of a tie
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("frozen_blocks", [0, 2])
+def test_saved_adapters_are_restored_and_replay_the_same_bits(tmp_path: Path, dtype: str, frozen_blocks: int) -> None:
+    for role in TRAINED:
+        (tmp_path / role.value).mkdir()
+    config = model_config(dtype=dtype, frozen_blocks=frozen_blocks, critic_blocks=2)
+    with opened(tmp_path, config) as host:
+        start = [host.digest(role) for role in TRAINED]
+        update(host, 0)
+        for role in TRAINED:
+            host.save(role, tmp_path / role.value)()
+        update(host, 1)
+        after = [host.digest(role) for role in TRAINED]
+        for role in TRAINED:
+            host.load(role, None)
+        assert [host.digest(role) for role in TRAINED] == start
+        update(host, 0)
+        update(host, 1)
+        assert [host.digest(role) for role in TRAINED] == after
+    with opened(tmp_path, config) as host:  # in another process, as good as
+        kinds = {"weights", "exp_avg", "exp_avg_sq"} | ({"masters"} if dtype == "bfloat16" else set())
+        for role in TRAINED:
+            saved = {key for key in load_plain_tensors(str(tmp_path / role.value)) if key.partition(".")[0] in kinds}
+            assert {key.partition(".")[0] for key in saved} == kinds
+            own = {key for key in saved if ".lora." in key or ".output_layer." in key}
+            assert saved == own, "adapters, and the critic's head, alone"
+        for role in TRAINED:
+            host.load(role, tmp_path / role.value)
+        update(host, 1)
+        assert [host.digest(role) for role in TRAINED] == after
+
+
+def test_adapters_that_do_not_match_are_refused_by_name(tmp_path: Path) -> None:
+    (tmp_path / "policy").mkdir()
+    with opened(tmp_path, model_config()) as host:
+        host.save(Role.POLICY, tmp_path / "policy")()
+    for change, message in (
+        ({"rank": 8}, "model.lora.rank 4 there and 8 here"),
+        ({"alpha": 4.0}, "model.lora.alpha 8.0 there and 4.0 here"),
+        ({"targets": ["qkv"]}, r"model.lora.targets \['fc1', 'fc2', 'proj', 'qkv'\] there and \['qkv'\] here"),
+        ({"rank": 0}, "model.lora.rank 4 there and None here"),
+    ):
+        with opened(tmp_path, model_config(lora=dataclasses.replace(LORA, **change))) as host:  # type: ignore[arg-type]
+            before = host.digest(Role.POLICY)
+            with pytest.raises(StateError, match=f"another architecture: .*{message}"):
+                host.load(Role.POLICY, tmp_path / "policy")
+            assert (host.digest(Role.POLICY), host.dirty(Role.POLICY)) == (before, False)
+
+
+@pytest.mark.parametrize("targets", [["qkv", "proj", "fc1", "fc2"], ["fc1", "fc2"], ["qkv"]])
+def test_recomputing_changes_no_bit(tmp_path: Path, targets: list[str]) -> None:
+    found = []
+    for layout in (
+        LayoutConfig(),
+        LayoutConfig(recompute="full"),
+        LayoutConfig(recompute="selective", recompute_modules=["core_attn", "mlp"]),
+    ):
+        with opened(tmp_path, model_config(lora=LoraConfig(rank=2, targets=targets)), layout=layout) as host:
+            update(host)
+            found.append([host.digest(role) for role in TRAINED])
+    assert found[0] == found[1] == found[2]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("frozen_blocks", [0, 2])
+@pytest.mark.parametrize("targets", [["qkv", "proj", "fc1", "fc2"], ["proj"]])
+def test_memory_is_predicted(tmp_path: Path, dtype: str, frozen_blocks: int, targets: list[str]) -> None:
+    """State to the byte; activations, as autograd saves them, no more than predicted (of the lowest block, whose input
+    needs no gradient, less is kept)."""
+    model = model_config(
+        lora=LoraConfig(rank=4, targets=targets), dtype=dtype, frozen_blocks=frozen_blocks, critic_blocks=2
+    )
+    gang = GangModels(read_spec("random:tiny"), model, LayoutConfig(), ALL_MODELS, 1)
+    saved: dict[int, tuple[int, Tensor]] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        memory = tensor.untyped_storage()
+        if memory.data_ptr() not in weights:
+            saved[memory.data_ptr()] = memory.nbytes(), tensor
+        return tensor
+
+    with opened(tmp_path, model) as host:
+        update(host)
+        assert measured_state(host) == state_bytes(gang, 0)
+        trainer, rollout = host._trainers[Role.POLICY], random_rollout(np.random.default_rng(1), ROWS, SEQ)
+        weights = {p.untyped_storage().data_ptr() for p in trainer.model.parameters()}
+        whole = dataclasses.replace(trainer.config, micro_batch_rows=None)
+        rollout = dataclasses.replace(rollout, response_mask=np.arange(SEQ) >= np.ones((ROWS, 1)))
+        (batch,) = rank_micro_batches(rollout, np.arange(ROWS), whole, host._blueprint)
+        trainer._ddp.train()
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            hidden_states(trainer._ddp, host._trunk, batch)
+    spec, inner = host._blueprint.spec, 4
+    fixed = 0  # B's parts side by side, of a fused linear
+    if "qkv" in targets:
+        widened = 3 * (spec.q_size + 2 * spec.kv_size) + 2 * 2 * spec.intermediate_size
+        fixed = (4 - frozen_blocks) * widened * inner * (4 if dtype == "float32" else 2)
+        fixed += (4 - frozen_blocks) * widened * inner  # and which of them are another's
+    found = sum(number for number, _ in saved.values()) - fixed
+    predicted = kept_bytes(gang, Role.POLICY, MicroBatchSize(ROWS, SEQ, 0), 0)
+    assert 0.75 * predicted < found < 1.05 * predicted
+
+
+@pytest.mark.parametrize(
+    ("changes", "key", "message"),
+    [
+        ({"rank": -1}, "model.lora.rank", "-1"),
+        ({"rank": 8, "alpha": 0.0}, "model.lora.alpha", "must be above 0"),
+        ({"rank": 8, "alpha": float("nan")}, "model.lora.alpha", "must be above 0"),
+        ({"rank": 8, "targets": ["q_proj", "qkv"]}, "model.lora.targets", "q_proj cannot have adapters"),
+        ({"rank": 8, "targets": []}, "model.lora.targets", "one or more of qkv, proj, fc1, fc2"),
+        ({"rank": 8, "targets": ["qkv", "qkv"]}, "model.lora.targets", "each once"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused_by_their_key(changes: dict[str, Any], key: str, message: str) -> None:
+    (problem,) = model_problems(ModelConfig(path="random:tiny", lora=LoraConfig(**changes)))
+    assert problem.key == key
+    assert message in str(problem)

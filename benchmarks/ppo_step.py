@@ -4,9 +4,8 @@ SmolLM2-135M, 16 prompts x (32 + 32) tokens, separate critic, every parameter tr
 cheap function of the text; two threads on either side. TRL runs in an environment of its own (`--peer DIR`), which is
 made at the first use, by exact versions; `--no-peer` leaves it out. Sides are taken in turn in every repeat.
 
-What is possible: the arithmetic of the update's and the forwards' matrix products, at the rate of a large product that
-torch reaches in the same run. It is counted from the model's sizes: 2 x parameters x tokens forward, twice that
-backward.
+What is possible: the arithmetic of the updates' and the forwards' matrix products, at the rate of a large product that
+torch reaches in the same run.
 """
 
 from __future__ import annotations
@@ -14,6 +13,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import math
 import os
 import statistics
 import subprocess
@@ -32,6 +32,7 @@ from benchmarks.harness import arguments, gemm_gflops, measured_load, report, wr
 from pipeline.config.loading import load_config
 from pipeline.config.preflight import preflight
 from pipeline.driver.run import run
+from stages.models.spec import layer_shapes, read_spec
 
 ROOT = Path(__file__).resolve().parents[1]
 WORKLOAD = ROOT / "benchmarks/ppo_step.yaml"
@@ -48,10 +49,13 @@ class Arm:
 
     dtype: str
     epochs: int
+    lora_rank: int = 0
+    """0: every parameter is trained."""
 
     @property
     def name(self) -> str:
-        return f"{self.dtype}, {self.epochs} epoch{'s' if self.epochs > 1 else ''}"
+        trained = f", LoRA {self.lora_rank}" if self.lora_rank else ""
+        return f"{self.dtype}{trained}, {self.epochs} epoch{'s' if self.epochs > 1 else ''}"
 
     def changes(self, threads: int) -> list[str]:
         """Of the workload's config."""
@@ -59,11 +63,14 @@ class Arm:
             f"model.dtype={self.dtype}",
             f"engine.dtype={self.dtype}",
             f"ppo.epochs={self.epochs}",
+            f"model.lora.rank={self.lora_rank}",
             f"placement.gangs.all.threads={threads}",
         ]
 
 
-ARMS = tuple(Arm(dtype, epochs) for dtype in ("float32", "bfloat16") for epochs in (1, 4))
+ARMS = tuple(
+    Arm(dtype, epochs, rank) for dtype, rank in (("float32", 0), ("bfloat16", 0), ("bfloat16", 16)) for epochs in (1, 4)
+)
 
 
 @dataclass(frozen=True)
@@ -110,6 +117,7 @@ def peers(python: Path, arm: Arm, threads: int, steps: int, prompts: list[list[i
     """TRL's trainer, in a process of its own."""
     job = {
         "model": str(ROOT / MODEL), "dtype": arm.dtype, "epochs": arm.epochs, "threads": threads, "new": NEW,
+        "lora_rank": arm.lora_rank,
         "prompts": prompts, "steps": steps, "warm_up": WARM_UP,
     }  # fmt: skip
     file = scratch / "job.json"
@@ -137,12 +145,16 @@ def the_prompts(scratch: Path) -> list[list[int]]:
     return table.tokens[table.train[:ROWS], :PROMPT].tolist()
 
 
-def least_seconds(arm: Arm, parameters: int, gflops: float) -> float:
-    """Seconds that the products of a step take at the rate of a large one: one forward each of policy, reference and
-    critic, generation, and forward and backward of both trained models in every epoch."""
-    tokens = ROWS * (PROMPT + NEW)
-    forward = 2 * parameters * tokens
-    return (4 * forward + arm.epochs * 2 * 3 * forward) / gflops / 1e9
+def least_seconds(arm: Arm, gflops: float) -> float:
+    """Seconds that the products of a step take at the rate of a large one: one forward each of generation, reference
+    and critic, and forward and backward of both trained models in every epoch; the output layer for sampled tokens only.
+    Under LoRA the backward pass has the gradients of inputs, and none of weights."""
+    spec = read_spec(str(ROOT / MODEL))
+    matrices = spec.num_layers * sum(math.prod(shape) for shape in layer_shapes(spec).values() if len(shape) == 2)
+    blocks = 2 * matrices * ROWS * (PROMPT + NEW)
+    output = 2 * spec.vocab_size * spec.hidden_size * ROWS * NEW
+    passes = 2 if arm.lora_rank else 3
+    return (3 * blocks + 2 * output + arm.epochs * passes * (2 * blocks + output)) / gflops / 1e9
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -156,7 +168,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main() -> None:
     options = arguments(__doc__ or "", add_arguments)
     repeats, steps = (1, 1) if options.quick else (options.repeats, options.steps)
-    arms = ARMS[:1] if options.quick else [arm for arm in ARMS if arm.name in options.arms]
+    arms = ARMS[2:3] if options.quick else [arm for arm in ARMS if arm.name in options.arms]
     python = None if options.no_peer or options.quick else peer_python(options.peer.resolve())
     found: dict[tuple[str, str], list[Measured]] = {}
     rates: dict[str, list[float]] = {}
@@ -173,10 +185,9 @@ def main() -> None:
                     found.setdefault((arm.name, side), []).append(measured)
                     print(f"{arm.name}: {side}: {measured.step_s:.2f} s a step", file=sys.stderr, flush=True)
     figures: dict[str, float] = {f"gemm_gflops/{dtype}": statistics.median(each) for dtype, each in rates.items()}
-    parameters = 134_515_008
     rows, notes = [], []
     for arm in arms:
-        least = least_seconds(arm, parameters, figures[f"gemm_gflops/{arm.dtype}"])
+        least = least_seconds(arm, figures[f"gemm_gflops/{arm.dtype}"])
         seconds = {
             side: statistics.median(m.step_s for m in measured)
             for (name, side), measured in found.items()

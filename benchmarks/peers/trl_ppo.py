@@ -32,6 +32,7 @@ os.environ |= {
 import torch
 import trl.experimental.ppo.ppo_trainer as loop
 from datasets import Dataset
+from peft import LoraConfig
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
@@ -108,11 +109,18 @@ def main() -> None:
             fp16=False,
             gradient_checkpointing=False,
         )
+        lora = None
+        if job[
+            "lora_rank"
+        ]:  # of the policy, whose reference is the model without adapters; TRL's critic is trained whole
+            targets = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+            lora = LoraConfig(r=job["lora_rank"], lora_alpha=32, target_modules=targets, task_type="CAUSAL_LM")
         trainer = PPOTrainer(
             args=config,
             processing_class=tokenizer,
             model=policy,
-            ref_model=reference,
+            ref_model=None if lora else reference,
+            peft_config=lora,
             reward_model=unused,
             value_model=critic,
             train_dataset=prompts,

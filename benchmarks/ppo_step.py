@@ -146,9 +146,9 @@ def the_prompts(scratch: Path) -> list[list[int]]:
 
 
 def least_seconds(arm: Arm, gflops: float) -> float:
-    """Seconds that the products of a step take at the rate of a large one: one forward each of generation, reference
-    and critic, and forward and backward of both trained models in every epoch; the output layer for sampled tokens only.
-    Under LoRA the backward pass has the gradients of inputs, and none of weights."""
+    """Seconds that the products of a step take at the rate of a large one: a forward pass each of generation,
+    reference and critic, forward and backward of both trained models in every epoch; the output layer for sampled
+    tokens only. Under LoRA the backward pass has gradients of inputs and none of weights."""
     spec = read_spec(str(ROOT / MODEL))
     matrices = spec.num_layers * sum(math.prod(shape) for shape in layer_shapes(spec).values() if len(shape) == 2)
     blocks = 2 * matrices * ROWS * (PROMPT + NEW)

@@ -110,9 +110,8 @@ def main() -> None:
             gradient_checkpointing=False,
         )
         lora = None
-        if job[
-            "lora_rank"
-        ]:  # of the policy, whose reference is the model without adapters; TRL's critic is trained whole
+        if job["lora_rank"]:
+            # of the policy, whose reference is the model without adapters; TRL's critic is trained whole
             targets = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
             lora = LoraConfig(r=job["lora_rank"], lora_alpha=32, target_modules=targets, task_type="CAUSAL_LM")
         trainer = PPOTrainer(

@@ -1,8 +1,9 @@
 """Seconds of a synchronous PPO step, ours against TRL's PPOTrainer: the same model, prompts, lengths, epochs, reward.
 
-SmolLM2-135M, 16 prompts x (32 + 32) tokens, separate critic, every parameter trained, no end of sequence, reward a
-cheap function of the text; two threads on either side. TRL runs in an environment of its own (`--peer DIR`), which is
-made at the first use, by exact versions; `--no-peer` leaves it out. Sides are taken in turn in every repeat.
+SmolLM2-135M, 16 prompts x (32 + 32) tokens, separate critic, every parameter trained (or adapters of LoRA), no end of
+sequence, reward a cheap function of the text; two threads on either side. TRL runs in an environment of its own
+(`--peer DIR`), which is made at the first use, by exact versions; `--no-peer` leaves it out. Sides are taken in turn in
+every repeat.
 
 What is possible: the arithmetic of the updates' and the forwards' matrix products, at the rate of a large product that
 torch reaches in the same run.
@@ -13,7 +14,6 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-import math
 import os
 import statistics
 import subprocess
@@ -32,7 +32,8 @@ from benchmarks.harness import arguments, gemm_gflops, measured_load, report, wr
 from pipeline.config.loading import load_config
 from pipeline.config.preflight import preflight
 from pipeline.driver.run import run
-from stages.models.spec import layer_shapes, read_spec
+from stages.models.spec import read_spec
+from stages.models.work import matrix_numbers
 
 ROOT = Path(__file__).resolve().parents[1]
 WORKLOAD = ROOT / "benchmarks/ppo_step.yaml"
@@ -150,8 +151,7 @@ def least_seconds(arm: Arm, gflops: float) -> float:
     reference and critic, forward and backward of both trained models in every epoch; the output layer for sampled
     tokens only. Under LoRA the backward pass has gradients of inputs and none of weights."""
     spec = read_spec(str(ROOT / MODEL))
-    matrices = spec.num_layers * sum(math.prod(shape) for shape in layer_shapes(spec).values() if len(shape) == 2)
-    blocks = 2 * matrices * ROWS * (PROMPT + NEW)
+    blocks = 2 * spec.num_layers * matrix_numbers(spec) * ROWS * (PROMPT + NEW)
     output = 2 * spec.vocab_size * spec.hidden_size * ROWS * NEW
     passes = 2 if arm.lora_rank else 3
     return (3 * blocks + 2 * output + arm.epochs * passes * (2 * blocks + output)) / gflops / 1e9
@@ -161,7 +161,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--peer", type=Path, default=ROOT / ".peers/trl", help="folder of TRL's environment")
     parser.add_argument("--no-peer", action="store_true", help="only our side")
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
-    parser.add_argument("--steps", type=int, default=3, help="steps that are measured in each run, after one")
+    parser.add_argument("--steps", type=int, default=3, help="steps measured in each run, after those that warm up")
     parser.add_argument("--arms", nargs="+", default=[arm.name for arm in ARMS], help="which of the arms, by name")
 
 

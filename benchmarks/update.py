@@ -13,7 +13,8 @@ import os
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -28,6 +29,7 @@ from stages.models.products import Products, input_gradient, multiply, weight_gr
 from stages.models.protocol import CriticBatch, PolicyBatch, Rank, Role
 from stages.models.sampling import SamplingConfig
 from stages.models.spec import ModelSpec, layer_shapes, read_spec
+from stages.models.work import matrix_numbers
 from stages.ppo.config import PPOConfig
 from storage.records import Advantages, ReferenceLogprobs, Rollout, Values
 
@@ -94,7 +96,8 @@ class Bare:
         self.optimizer.zero_grad()
 
 
-def arms(dtype: str, shape: str, rows: int, threads: int, scratch: Path) -> dict[str, Callable[[], None]]:
+@contextmanager
+def arms(dtype: str, shape: str, rows: int, threads: int, scratch: Path) -> Iterator[dict[str, Callable[[], None]]]:
     """One update of policy and critic by either side."""
     spec = read_spec(MODEL)
     rollout = rollout_of(shape, rows, spec.vocab_size)
@@ -134,12 +137,15 @@ def arms(dtype: str, shape: str, rows: int, threads: int, scratch: Path) -> dict
         for model in models:
             model.update(tokens, masked, attention, target)
 
-    return {"ours": ours, "bare": bare, "close": host.close}
+    try:
+        yield {"ours": ours, "bare": bare}
+    finally:
+        host.close()
 
 
 def product_flops(spec: ModelSpec, tokens: int, sampled: int) -> float:
     """Of the updates' products: forward, and twice that backward; the output layer for sampled tokens only."""
-    blocks = spec.num_layers * sum(np.prod(s) for s in layer_shapes(spec).values() if len(s) == 2)
+    blocks = spec.num_layers * matrix_numbers(spec)
     return float(6 * (2 * blocks * tokens + spec.vocab_size * spec.hidden_size * sampled))
 
 
@@ -180,21 +186,25 @@ def main() -> None:
     options = arguments(__doc__ or "", add_arguments)
     torch.set_num_threads(options.threads)
     repeats = 1 if options.quick else options.repeats
-    spec, figures, rows, notes = read_spec(MODEL), {}, [], []
+    spec = read_spec(MODEL)
+    figures: dict[str, float] = {}
+    rows: list[tuple[str, ...]] = []
     cases = [("bfloat16", "even")] if options.quick else [(d, s) for d in DTYPES for s in SHAPES]
     for dtype, shape in cases:
         seconds: dict[str, list[float]] = {"ours": [], "bare": []}
-        with tempfile.TemporaryDirectory() as scratch:
-            sides = arms(dtype, shape, options.rows, options.threads, Path(scratch))
-            with measured_load() as load:
-                for _ in range(1 if options.quick else 2):  # memory is touched for the first time
-                    sides["ours"](), sides["bare"]()
-                for _ in range(repeats):
-                    for side, taken in seconds.items():
-                        started = time.perf_counter()
-                        sides[side]()
-                        taken.append(time.perf_counter() - started)
-            sides["close"]()
+        with (
+            tempfile.TemporaryDirectory() as scratch,
+            arms(dtype, shape, options.rows, options.threads, Path(scratch)) as sides,
+            measured_load() as load,
+        ):
+            for _ in range(1 if options.quick else 2):  # memory is touched for the first time
+                for update in sides.values():
+                    update()
+            for _ in range(repeats):
+                for side, taken in seconds.items():
+                    started = time.perf_counter()
+                    sides[side]()
+                    taken.append(time.perf_counter() - started)
         rollout = rollout_of(shape, options.rows, spec.vocab_size)
         tokens = int((rollout.prompt_lengths + rollout.response_lengths).sum())
         sampled = int(rollout.response_lengths.sum())
@@ -222,7 +232,7 @@ def main() -> None:
         }
     columns = ("update", "ours s", "bare s", "bare / ours", "of the products' best", "GFLOP/s", "others' load")
     title = f"Updates of policy and critic, {options.rows} rows, {options.threads} threads"
-    report(title, columns, rows, notes)
+    report(title, columns, rows, [])
     write_json(options.json, figures)
 
 

@@ -25,22 +25,11 @@ from dataclasses import dataclass, replace
 from stages.models.adapter_shapes import TARGET_PARTS, adapter_parameters
 from stages.models.config import LayoutConfig, ModelConfig, Offload
 from stages.models.protocol import Role
-from stages.models.spec import (
-    DOWN_PROJ,
-    GATE_PROJ,
-    K_PROJ,
-    O_PROJ,
-    Q_PROJ,
-    UP_PROJ,
-    V_PROJ,
-    ModelSpec,
-    layer_shapes,
-)
+from stages.models.spec import ModelSpec, layer_shapes
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 GRADIENTS = "gradients"
-
 
 LOGITS_BLOCK_BYTES = {"cpu": 1 << 21, "cuda": 1 << 28}
 """Of logits worked on at a time: on a CPU few enough to stay in its cache, on a GPU enough to fill it."""
@@ -50,8 +39,8 @@ LOGITS_KEPT_BYTES = 1 << 27
 """Of a micro-batch's logits kept from the forward to the backward pass: those of 680 tokens at a vocabulary of 49k.
 Making them again costs a third of the output layer's time in float32."""
 
-_SPLIT = (Q_PROJ, K_PROJ, V_PROJ, O_PROJ, GATE_PROJ, UP_PROJ, DOWN_PROJ)
-"""Parts of a layer that tensor-parallel ranks share; the norms are whole on each."""
+_SPLIT = tuple(part for parts in TARGET_PARTS.values() for part in parts)
+"""Parts of a layer that tensor-parallel ranks share, its projections; the norms are whole on each."""
 
 
 @dataclass(frozen=True)

@@ -45,6 +45,11 @@ class UpdateWork:
         }
 
 
+def matrix_numbers(spec: ModelSpec) -> int:
+    """In the matrices of one block."""
+    return sum(math.prod(shape) for shape in layer_shapes(spec).values() if len(shape) > 1)
+
+
 def update_flops(
     spec: ModelSpec, blocks: int, lengths: np.ndarray, *, outputs: int, num_outputs: int, output_trained: bool
 ) -> float:
@@ -61,9 +66,8 @@ def update_flops(
         outputs: o, the vocabulary, or 1 for a critic's head.
         num_outputs: M, tokens after which the output layer is computed.
     """
-    matrices = sum(math.prod(shape) for shape in layer_shapes(spec).values() if len(shape) > 1)
     n = lengths.astype(np.float64)
-    products = 6 * matrices * blocks * n.sum()
+    products = 6 * matrix_numbers(spec) * blocks * n.sum()
     attention = 6 * blocks * spec.q_size * (n**2).sum()
     return float(products + attention + (6 if output_trained else 4) * spec.hidden_size * outputs * num_outputs)
 

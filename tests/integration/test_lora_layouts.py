@@ -7,7 +7,6 @@ one rank:  five updates, a save after the second ──► two ranks: the same f
 
 from __future__ import annotations
 
-import dataclasses
 import multiprocessing
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,12 +22,12 @@ from stages.models.gather import stage_tensors
 from stages.models.hf_conversion import from_hf, named_by_block
 from stages.models.host import MegatronHost
 from stages.models.memory import GangModels, state_bytes
-from stages.models.protocol import CriticBatch, PolicyBatch, Rank, Role
+from stages.models.protocol import Rank, Role
 from stages.models.sampling import SamplingConfig
 from stages.ppo.config import PPOConfig
 from storage.records import Advantages, Rollout
 from tests.support.families import random_model
-from tests.support.models import ALL_MODELS, measured_state, random_rollout
+from tests.support.models import ALL_MODELS, measured_state, random_advantages, random_rollout, update_both
 
 pytestmark = pytest.mark.processes
 
@@ -90,9 +89,7 @@ def make_host(case: Case, root: Path, directory: Path, index: int = 0, size: int
 def inputs() -> tuple[Rollout, Advantages]:
     rng = np.random.default_rng(0)
     rollout = random_rollout(rng, ROWS, SEQ)
-    mask = rollout.response_mask
-    noise = [np.where(mask, rng.normal(size=mask.shape), 0).astype(np.float32) for _ in range(3)]
-    return rollout, Advantages(*noise, mask)
+    return rollout, random_advantages(rng, rollout.response_mask)
 
 
 def save(host: MegatronHost, directory: Path, index: int) -> None:
@@ -117,15 +114,10 @@ def learn(case: Case, root: Path, directory: Path, index: int = 0, size: int = 1
         found |= {"logprobs": policy.policy_logprobs, "entropy": policy.entropy}
     if size == 1:  # every rank is given the whole answers, those of the run on one rank
         torch.save((policy, reference, values), directory / "known.pt")
-    policy, reference, values = torch.load(directory / "known.pt", weights_only=False)
+    answers = torch.load(directory / "known.pt", weights_only=False)
     for step in range(UPDATES):
-        versions = np.where(rollout.response_mask, step, -1).astype(np.int32)
-        now = dataclasses.replace(rollout, token_versions=versions, sampler_logprobs=policy.policy_logprobs)
-        metrics = host.update_policy(step, PolicyBatch(now, advantages, policy, reference, 0.1))
-        metrics |= host.update_critic(step, CriticBatch(now, advantages, values))
-        for role in TRAINED:
-            host.mark_clean(role)
-        found |= {f"metric:{step}:{name}": v for name, v in metrics.items() if "peak_memory" not in name}
+        metrics = update_both(host, step, rollout, advantages, answers)
+        found |= {f"metric:{step}:{name}": value for name, value in metrics.items()}
         if size == 1 and step + 1 == SAVED:
             save(host, directory / "A", index)
             (directory / "digests").write_text("\n".join(host.digest(role) for role in TRAINED))

@@ -20,7 +20,7 @@ from stages.models.spec import read_spec
 from stages.ppo.config import PPOConfig
 from stages.ppo.micro_batches import minibatches
 from storage.records import Advantages, PolicyLogprobs, ReferenceLogprobs, Rollout, Values
-from tests.support.models import ALL_MODELS, random_rollout
+from tests.support.models import ALL_MODELS, random_advantages, random_rollout
 
 ROWS, SEQ, SEED = 8, 13, 3
 TRAINED = (Role.POLICY, Role.CRITIC)
@@ -38,11 +38,9 @@ def inputs() -> tuple[Rollout, Advantages]:
     rollout = random_rollout(rng, ROWS, SEQ)
     mask = rollout.response_mask
 
-    def noise() -> np.ndarray:
-        return np.where(mask, rng.normal(size=mask.shape), 0).astype(np.float32)
-
-    rollout = dataclasses.replace(rollout, sampler_logprobs=noise() - 5)
-    return rollout, Advantages(noise(), noise(), noise(), mask)
+    noise = np.where(mask, rng.normal(size=mask.shape), 0).astype(np.float32)
+    rollout = dataclasses.replace(rollout, sampler_logprobs=noise - 5)
+    return rollout, random_advantages(rng, mask)
 
 
 def work(index: int, size: int, layout: LayoutConfig, frozen_blocks: int, directory: Path) -> None:

@@ -19,13 +19,13 @@ from stages.models.gather import stage_tensors
 from stages.models.hf_conversion import from_hf, named_by_block
 from stages.models.host import MegatronHost
 from stages.models.padding import padded
-from stages.models.protocol import CriticBatch, PolicyBatch, Rank, Role
+from stages.models.protocol import Rank, Role
 from stages.models.sampling import SamplingConfig
 from stages.models.spec import read_spec
 from stages.ppo.config import PPOConfig
 from storage.records import Advantages, Rollout
 from tests.support.families import random_model
-from tests.support.models import ALL_MODELS, random_rollout
+from tests.support.models import ALL_MODELS, random_advantages, random_rollout, update_both
 
 ROWS, SEQ, SEED, UPDATES = 8, 13, 3, 5
 TRAINED = (Role.POLICY, Role.CRITIC)
@@ -85,12 +85,7 @@ CASES: dict[int, dict[str, Case]] = {
 def inputs() -> tuple[Rollout, Advantages]:
     rng = np.random.default_rng(0)
     rollout = random_rollout(rng, ROWS, SEQ)
-    mask = rollout.response_mask
-
-    def noise() -> np.ndarray:
-        return np.where(mask, rng.normal(size=mask.shape), 0).astype(np.float32)
-
-    return rollout, Advantages(noise(), noise(), noise(), mask)
+    return rollout, random_advantages(rng, rollout.response_mask)
 
 
 def learn(index: int, size: int, case: Case, root: Path, directory: Path) -> None:
@@ -117,15 +112,10 @@ def learn(index: int, size: int, case: Case, root: Path, directory: Path) -> Non
         found |= {"logprobs": policy.policy_logprobs, "entropy": policy.entropy, "values": values.values}
     if size == 1:
         torch.save((policy, reference, values), known)
-    policy, reference, values = torch.load(known, weights_only=False)
+    answers = torch.load(known, weights_only=False)
     for step in range(UPDATES):
-        versions = np.where(rollout.response_mask, step, -1).astype(np.int32)
-        now = dataclasses.replace(rollout, token_versions=versions, sampler_logprobs=policy.policy_logprobs)
-        metrics = host.update_policy(step, PolicyBatch(now, advantages, policy, reference, 0.1))
-        metrics |= host.update_critic(step, CriticBatch(now, advantages, values))
-        for role in TRAINED:
-            host.mark_clean(role)
-        found |= {f"metric:{step}:{name}": v for name, v in metrics.items() if not name.endswith("_memory_bytes")}
+        metrics = update_both(host, step, rollout, advantages, answers)
+        found |= {f"metric:{step}:{name}": value for name, value in metrics.items()}
     for role in TRAINED:
         assert_nothing_else_is_held(host, role)
     trained, after = host.trained_weights(), host.values(rollout)

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
 from stages.models.config import LayoutConfig, ModelConfig, Offload
 from stages.models.host import MegatronHost
-from stages.models.protocol import Rank, Role
+from stages.models.protocol import CriticBatch, PolicyBatch, Rank, Role
 from stages.models.sampling import SamplingConfig
 from stages.ppo.config import PPOConfig
-from storage.records import Rollout
+from storage.records import Advantages, PolicyLogprobs, ReferenceLogprobs, Rollout, Values
 
 SEED = 5
 ALL_MODELS = frozenset({Role.POLICY, Role.REFERENCE, Role.CRITIC})
@@ -64,6 +65,30 @@ def measured_state(host: MegatronHost) -> dict[str, int]:
         "float32 masters": sum(p.nbytes for p in copies),
         "Adam moments": sum(state[name].nbytes for state in adam for name in ("exp_avg", "exp_avg_sq")),
     }
+
+
+def random_advantages(rng: np.random.Generator, mask: np.ndarray) -> Advantages:
+    """Rewards, advantages and returns drawn normal for the tokens of a response_mask."""
+    return Advantages(*(np.where(mask, rng.normal(size=mask.shape), 0).astype(np.float32) for _ in range(3)), mask)
+
+
+def update_both(
+    host: MegatronHost,
+    step: int,
+    rollout: Rollout,
+    advantages: Advantages,
+    answers: tuple[PolicyLogprobs, ReferenceLogprobs, Values],
+) -> dict[str, float]:
+    """Trains both models on rows that were sampled by the version they have, and returns the metrics, without those
+    that belong to the process."""
+    policy, reference, values = answers
+    versions = np.where(rollout.response_mask, step, -1).astype(np.int32)
+    now = replace(rollout, token_versions=versions, sampler_logprobs=policy.policy_logprobs)
+    metrics = host.update_policy(step, PolicyBatch(now, advantages, policy, reference, 0.1))
+    metrics |= host.update_critic(step, CriticBatch(now, advantages, values))
+    for role in (Role.POLICY, Role.CRITIC):
+        host.mark_clean(role)
+    return {name: value for name, value in metrics.items() if not name.endswith("peak_memory_bytes")}
 
 
 def random_rollout(rng: np.random.Generator, rows: int, seq: int, version: int = 0) -> Rollout:

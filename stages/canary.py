@@ -56,24 +56,21 @@ def canary_requests(rollout: Rollout, sampling: SamplingConfig, *, seed: int, ve
     return requests
 
 
-def canary(
-    engine: GenerationEngine,
-    rollout: Rollout,
-    policy_logprobs: np.ndarray,
-    sampling: SamplingConfig,
-    *,
-    seed: int,
-    version: int,
-    rows: int,
-    tokens: int,
-) -> tuple[CanaryLogprobs, dict[str, float]]:
-    """What an engine with weights `version` resident says of the canary tokens of a shard, and how far that is from
-    what the trainer said of them at the same version: `policy_logprobs` [rows, seq].
+def sampled_by(part: Rollout, version: int) -> bool:
+    """Whether one version sampled all that counts of these rows, as every version does without staleness: its engine
+    has said then what it would be asked now, and need not be asked again if the trainer agrees. (If not, it is: a run
+    that is resumed after an alarm has other engines.)"""
+    return bool((part.token_versions[part.response_mask] == version).all())
+
+
+def engine_logprobs(
+    engine: GenerationEngine, part: Rollout, sampling: SamplingConfig, *, seed: int, version: int
+) -> np.ndarray:
+    """What an engine with weights `version` resident says of the sampled tokens of these rows: float32 [rows, seq].
 
     Raises:
         RuntimeError: the engine gave other tokens back, or made them with other weights.
     """
-    part = canary_rows(rollout, rows, tokens)
     requests = canary_requests(part, sampling, seed=seed, version=version)
     by_row = {completion.row: completion for completion in engine.generate(requests)}
     found = np.zeros(part.tokens.shape, np.float32)
@@ -84,8 +81,16 @@ def canary(
         if set(completion.versions.tolist()) != {version}:
             raise RuntimeError(f"row {request.row} was scored by versions {set(completion.versions.tolist())}")
         found[i, part.response_mask[i]] = completion.logprobs
-    metrics = canary_metrics(found, policy_logprobs[: part.num_rows], part.sampler_logprobs, part.response_mask)
-    return CanaryLogprobs(_all_rows(found, rollout.num_rows)), metrics
+    return found
+
+
+def compared(
+    engine: np.ndarray, part: Rollout, policy_logprobs: np.ndarray, num_rows: int
+) -> tuple[CanaryLogprobs, dict[str, float]]:
+    """The record for a shard of `num_rows`, and how far an engine's log-probs of the canary rows `part` are from what
+    the trainer said of them at the same version: `policy_logprobs` [rows, seq]."""
+    metrics = canary_metrics(engine, policy_logprobs[: part.num_rows], part.sampler_logprobs, part.response_mask)
+    return CanaryLogprobs(_all_rows(engine, num_rows)), metrics
 
 
 def _all_rows(logprobs: np.ndarray, num_rows: int) -> np.ndarray:

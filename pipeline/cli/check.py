@@ -14,6 +14,7 @@ from pipeline.cli.sources import config_of, saved_config
 from pipeline.cli.verification import verify_run
 from pipeline.config.memory import DRIVER_BYTES, host_bytes, published_bytes, workers_memory
 from pipeline.config.preflight import check_run_directory, memory_limits, planned_run, preflight
+from pipeline.config.role_models import role_models
 from pipeline.config.run import RunConfig
 from pipeline.observe.tables import MemoryColumn, memory_table
 from stages.models.spec import read_spec
@@ -36,7 +37,7 @@ def command(options: argparse.Namespace) -> int:
 def _show_memory(config: RunConfig) -> None:
     """The prediction: of each gang its largest worker, by what the memory is for."""
     limits = memory_limits(config)
-    run = planned_run(config, read_spec(config.model.path), limits)
+    run = planned_run(config, role_models(config, read_spec(config.model.path)), limits)
     workers = workers_memory(run)
     columns = []
     for gang in config.gangs():

@@ -16,7 +16,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -56,6 +56,8 @@ class PlannedRun:
     stored_bytes: int
     """Of the model's files, which are read whole."""
     on_gpus: bool
+    own: Mapping[Role, ModelSpec] = field(default_factory=dict)
+    """Architecture of the roles whose model is not the policy's."""
 
 
 @dataclass(frozen=True)
@@ -182,7 +184,7 @@ def _layouts(run: PlannedRun, gang: Gang) -> Iterator[LayoutConfig]:
     """Those that can cut the model and the rows."""
     config, spec = run.config, run.spec
     given = config.placement.gangs[gang.name].layout
-    critic = config.model.critic_blocks or spec.num_layers - config.model.frozen_blocks
+    critic = config.model.own_blocks(run.own.get(Role.CRITIC, spec).num_layers, is_critic=True)
     recomputes = (
         LayoutConfig(),
         LayoutConfig(recompute="selective", recompute_modules=["mlp"]),
@@ -234,7 +236,8 @@ def _model_items(run: PlannedRun, gang: Gang, index: int) -> dict[str, int]:
     settings = config.placement.gangs[gang.name]
     layout = settings.layout
     data = gang.workers // (layout.tensor * layout.pipeline)
-    models = GangModels(run.spec, config.model, layout, gang.roles & MODEL_ROLES, data, settings.offload)
+    roles = gang.roles & MODEL_ROLES
+    models = GangModels(run.spec, config.model, layout, roles, data, settings.offload, run.own)
     optimizers = {Role.POLICY: config.model.policy, Role.CRITIC: config.model.critic}
     batches = {
         role: MicroBatchSize(rows, config.seq, rows * config.sampling.max_new_tokens)
@@ -244,7 +247,8 @@ def _model_items(run: PlannedRun, gang: Gang, index: int) -> dict[str, int]:
     stage = index // (layout.tensor * data)
     device = "cuda" if run.on_gpus else "cpu"
     rows = config.rollout.rows * config.steps
-    return rank_bytes(models, batches, stage, rows=rows, device=device) | {OFFLOADED: offloaded_bytes(models, stage)}
+    found = rank_bytes(models, batches, stage, rows=rows, step_rows=config.rollout.rows, device=device)
+    return found | {OFFLOADED: offloaded_bytes(models, stage)}
 
 
 def _largest_micro_batch(optimizer: OptimizerConfig, config: RunConfig) -> int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import os
 import tempfile
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -52,13 +53,14 @@ def preflight(config: RunConfig, saved: Path | None = None) -> Preflight:
     """
     model = _check_model(config)
     _check_context(config, model)
-    for role, of_role in role_models(config, model).items():
+    models = role_models(config, model)
+    for role, of_role in models.items():
         _check_layout(config, role, of_role)
     _check_replicas(config, model)
     _check_devices(config)
     _check_cuda_only(config)
     limits = memory_limits(config)
-    for problem in memory_problems(planned_run(config, model, limits), limits):
+    for problem in memory_problems(planned_run(config, models, limits), limits):
         raise refusal(problem)
     try:
         build_reward(config.reward)
@@ -116,11 +118,12 @@ def memory_limits(config: RunConfig) -> MemoryLimits:
     )
 
 
-def planned_run(config: RunConfig, model: ModelSpec, limits: MemoryLimits) -> PlannedRun:
-    """The run as its memory is predicted from."""
+def planned_run(config: RunConfig, models: Mapping[Role, ModelSpec], limits: MemoryLimits) -> PlannedRun:
+    """The run as its memory is predicted from. `models`: of `role_models`."""
     path = config.model.path
     stored = 0 if path == RANDOM_TINY else sum(file.stat().st_size for file in Path(path).glob("*.safetensors"))
-    return PlannedRun(config, model, stored, on_gpus=limits.num_devices > 0)
+    own = {role: spec for role, spec in models.items() if config.model.path_of(role) != path}
+    return PlannedRun(config, models[Role.POLICY], stored, limits.num_devices > 0, own)
 
 
 def _check_writable(key: str, given: str, directory: Path) -> None:

@@ -43,12 +43,9 @@ def role_models(config: RunConfig, policy: ModelSpec) -> dict[Role, ModelSpec]:
             and shared, has other blocks there; or `model.critic_blocks` does not suit the critic's.
     """
     found = {role: policy for role in (Role.POLICY, Role.REFERENCE, Role.CRITIC)}
-    given = {
-        Role.REFERENCE: ("model.reference_path", config.model.reference_path),
-        Role.CRITIC: ("model.critic_path", config.model.critic_path),
-    }
-    for role, (key, path) in given.items():
-        if path is None or path == config.model.path:
+    for role in (Role.REFERENCE, Role.CRITIC):
+        key, path = f"model.{role}_path", config.model.path_of(role)
+        if path == config.model.path:
             continue
         found[role] = other = read_model(key, path)
         _check_vocabulary(config, key, path, policy, other, exactly=role is Role.REFERENCE)

@@ -66,8 +66,7 @@ class Blueprint:
 
     def num_blocks(self, role: Role) -> int:
         """Blocks of a role above the frozen ones."""
-        above = self.spec.num_layers - self.model.frozen_blocks
-        return self.model.critic_blocks or above if role is Role.CRITIC else above
+        return self.model.own_blocks(self.spec.num_layers, is_critic=role is Role.CRITIC)
 
 
 def build_trunk(blueprint: Blueprint, weights: Mapping[str, Tensor]) -> GPTModel:

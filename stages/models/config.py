@@ -132,6 +132,15 @@ class ModelConfig:
     policy: OptimizerConfig = field(default_factory=OptimizerConfig)
     critic: OptimizerConfig = field(default_factory=OptimizerConfig)
 
+    def path_of(self, role: str) -> str:
+        """Of the model that a role (`protocol.Role`) starts from."""
+        return {"reference": self.reference_path, "critic": self.critic_path}.get(role) or self.path
+
+    def own_blocks(self, num_layers: int, *, is_critic: bool) -> int:
+        """Blocks of a role above the frozen ones, where its model has `num_layers`."""
+        above = num_layers - self.frozen_blocks
+        return self.critic_blocks or above if is_critic else above
+
 
 def recompute_problems(key: str, layout: LayoutConfig) -> Iterator[Problem]:
     """What of a layout's recomputation cannot work; `key`: the layout's."""

@@ -40,7 +40,7 @@ from stages.models.padding import padded
 from stages.models.peak_memory import peak_bytes
 from stages.models.peft_files import ADAPTERS, write_adapters
 from stages.models.products import choose_products
-from stages.models.protocol import CriticBatch, PolicyBatch, Rank, Role
+from stages.models.protocol import MODEL_ROLES, CriticBatch, PolicyBatch, Rank, Role
 from stages.models.rank_share import peak_of_a_rank, rank_micro_batches, work_of
 from stages.models.sampling import SamplingConfig
 from stages.models.spec import ModelSpec, read_spec
@@ -77,11 +77,7 @@ class MegatronHost:
         if sampling.temperature <= 0:
             raise ValueError(f"sampling.temperature = {sampling.temperature}: training needs one above 0")
         spec = read_spec(model.path)
-        self._paths = {
-            Role.POLICY: model.path,
-            Role.REFERENCE: model.reference_path or model.path,
-            Role.CRITIC: model.critic_path or model.path,
-        }
+        self._paths = {role: model.path_of(role) for role in MODEL_ROLES}
         specs = {role: read_spec(path) for role, path in self._paths.items()}
         for role, of_role in specs.items():
             of_blocks = model if role is Role.CRITIC else replace(model, critic_blocks=None)

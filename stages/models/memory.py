@@ -8,10 +8,11 @@
     logits           blocks of the vocabulary kept and worked on, and the output layer's gradient
     trunk cache      hidden states of the frozen blocks
 
-Of policy and critic on one gang only one trains at a time: the larger of their activations counts. With LoRA adapters
-and the critic's head alone are trained, and what is frozen is there once for all roles. Not counted: fragmentation,
-temporaries of the optimizer's step (a tensor or two), weights merged with adapters while a version is published, when
-there are no activations, what the communication library holds.
+Of policy and critic on one gang only one trains at a time: the larger of their activations counts, beside what the
+other keeps of all rows for its own update (`reuse_forward`). With LoRA adapters and the critic's head alone are
+trained, and what is frozen is there once for all roles. Not counted: fragmentation, temporaries of the optimizer's step
+(a tensor or two), weights merged with adapters while a version is published, when there are no activations, what the
+communication library holds.
 
 May import stages.models.{adapter_shapes, config, protocol, spec} and the standard library: the checks before a run read
 it.
@@ -20,7 +21,7 @@ it.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from stages.models.adapter_shapes import TARGET_PARTS, adapter_parameters
 from stages.models.config import LayoutConfig, ModelConfig, Offload
@@ -69,6 +70,15 @@ class GangModels:
     """Those of policy, critic and reference that are placed on the gang."""
     data_ranks: int
     offload: Offload = "none"
+    own: Mapping[Role, ModelSpec] = field(default_factory=dict)
+    """Architecture of the roles whose model is not the policy's (`model.reference_path`, `model.critic_path`)."""
+
+    def spec_of(self, role: Role) -> ModelSpec:
+        return self.own.get(role, self.spec)
+
+    def num_blocks(self, role: Role) -> int:
+        """Of a role above the frozen ones, on all pipeline stages."""
+        return self.model.own_blocks(self.spec_of(role).num_layers, is_critic=role is Role.CRITIC)
 
     @property
     def dtype_bytes(self) -> int:
@@ -102,8 +112,8 @@ def block_parameters(spec: ModelSpec, tensor: int) -> int:
 
 def role_parameters(gang: GangModels, role: Role, stage: int) -> ParameterCount:
     """Of a role's model above the frozen blocks, on one tensor-parallel rank of a pipeline stage."""
-    spec, layout, frozen = gang.spec, gang.layout, gang.model.frozen_blocks
-    blocks = _blocks(gang, role)
+    spec, layout, frozen = gang.spec_of(role), gang.layout, gang.model.frozen_blocks
+    blocks = gang.num_blocks(role)
     first, last = stage == 0, stage == layout.pipeline - 1
     vocabulary = -(-spec.vocab_size // layout.tensor) * spec.hidden_size
     number = blocks // layout.pipeline * block_parameters(spec, layout.tensor)
@@ -122,32 +132,26 @@ def trained_parameters(gang: GangModels, role: Role, stage: int) -> ParameterCou
     whole = role_parameters(gang, role, stage)
     if not gang.model.lora.rank:
         return whole
-    blocks = _blocks(gang, role) // gang.layout.pipeline
-    return ParameterCount(blocks * adapter_parameters(gang.spec, gang.model.lora, gang.layout.tensor), whole.float32)
+    spec = gang.spec_of(role)
+    blocks = gang.num_blocks(role) // gang.layout.pipeline
+    return ParameterCount(blocks * adapter_parameters(spec, gang.model.lora, gang.layout.tensor), whole.float32)
 
 
 def _held_parameters(gang: GangModels, stage: int) -> int:
     """In `model.dtype`, of all roles above the frozen blocks. With LoRA a block, the embedding and the norm that
-    several roles have are there once; under pipeline parallelism a shorter critic has other blocks on a stage."""
-    if not gang.model.lora.rank:
-        return sum(role_parameters(gang, role, stage).of_dtype for role in gang.roles)
-    held, pipeline = 0, gang.layout.pipeline
+    several roles of one model have are there once; under pipeline parallelism a shorter critic has other blocks on a
+    stage."""
+    shared = gang.roles - gang.own.keys() if gang.model.lora.rank else frozenset()
+    alone = sum(role_parameters(gang, role, stage).of_dtype for role in gang.roles - shared)
+    adapters = sum(trained_parameters(gang, role, stage).of_dtype for role in gang.trained if gang.model.lora.rank)
+    beside, per_block = 0, block_parameters(gang.spec, gang.layout.tensor)
     blocks: set[int] = set()
-    for role in gang.roles:
-        own = _blocks(gang, role) // pipeline
-        blocks |= {*range(stage * own, (stage + 1) * own)}
+    for role in shared:
+        here = gang.num_blocks(role) // gang.layout.pipeline
+        blocks |= {*range(stage * here, (stage + 1) * here)}
         # the most that a role has beside its blocks is the policy's or the reference's, of which a critic's is a part
-        beside = role_parameters(gang, role, stage).of_dtype - own * block_parameters(gang.spec, gang.layout.tensor)
-        held = max(held, beside)
-    adapters = sum(trained_parameters(gang, role, stage).of_dtype for role in gang.trained)
-    return held + len(blocks) * block_parameters(gang.spec, gang.layout.tensor) + adapters
-
-
-def _blocks(gang: GangModels, role: Role) -> int:
-    """Of a role above the frozen ones, on all pipeline stages."""
-    if role is Role.CRITIC and gang.model.critic_blocks is not None:
-        return gang.model.critic_blocks
-    return gang.spec.num_layers - gang.model.frozen_blocks
+        beside = max(beside, role_parameters(gang, role, stage).of_dtype - here * per_block)
+    return alone + beside + len(blocks) * per_block + adapters
 
 
 def trunk_parameters(gang: GangModels) -> int:
@@ -220,10 +224,10 @@ def block_activations(spec: ModelSpec, layout: LayoutConfig, dtype_bytes: int) -
     return norms + split / layout.tensor
 
 
-def adapter_activations(gang: GangModels) -> float:
+def adapter_activations(gang: GangModels, role: Role) -> float:
     """Bytes that a block keeps of a token with adapters beyond those without: each adapter's x A^T, but not the input
     of a linear that has none, whose frozen weight needs no gradient."""
-    spec, layout, lora = gang.spec, gang.layout, gang.model.lora
+    spec, layout, lora = gang.spec_of(role), gang.layout, gang.model.lora
     if not lora.rank or layout.recompute == "full":
         return 0
     sequence = layout.tensor if layout.sequence_parallel else 1
@@ -242,16 +246,16 @@ def adapter_activations(gang: GangModels) -> float:
 def activation_bytes(gang: GangModels, role: Role, batch: MicroBatchSize, stage: int) -> int:
     """What a stage keeps of all micro-batches in flight for the backward pass, of which stage s of p of a pipeline has
     p - s (1F1B), and what it makes again of one block at a time."""
-    again = _recomputed(gang.spec, gang.layout, gang.dtype_bytes) * batch.tokens
+    again = _recomputed(gang.spec_of(role), gang.layout, gang.dtype_bytes) * batch.tokens
     return round(kept_bytes(gang, role, batch, stage) * (gang.layout.pipeline - stage) + again)
 
 
 def kept_bytes(gang: GangModels, role: Role, batch: MicroBatchSize, stage: int) -> float:
     """What a stage keeps of a micro-batch for the backward pass, the logits aside."""
-    spec, layout = gang.spec, gang.layout
-    blocks = _blocks(gang, role)
+    spec, layout = gang.spec_of(role), gang.layout
+    blocks = gang.num_blocks(role)
     sequence = layout.tensor if layout.sequence_parallel else 1
-    per_block = block_activations(spec, layout, gang.dtype_bytes) + adapter_activations(gang)
+    per_block = block_activations(spec, layout, gang.dtype_bytes) + adapter_activations(gang, role)
     per_token = blocks // layout.pipeline * per_block
     if stage == layout.pipeline - 1:
         per_token += 4 * spec.hidden_size / sequence + 4  # what the final norm reads, and its scale
@@ -268,13 +272,13 @@ def _recomputed(spec: ModelSpec, layout: LayoutConfig, dtype_bytes: int) -> floa
 
 def logits_bytes(gang: GangModels, batch: MicroBatchSize, device: str) -> int:
     """Of the output layer and its softmax, in the policy's backward pass: logits kept, two blocks at work, the hidden
-    states and their gradient, the layer's gradient before it is added to the others."""
+    states and their gradient, and a block's of the layer's before it is added to the others."""
     spec = gang.spec
     vocabulary = -(-spec.vocab_size // gang.layout.tensor)
     whole = 4 * batch.sampled * vocabulary
     block = min(whole, max(LOGITS_BLOCK_BYTES[device], 4 * batch.sampled * LOGITS_MIN_BLOCK))
     frozen = gang.model.lora.rank or (gang.spec.tied_embeddings and gang.model.frozen_blocks)
-    gradient = 0 if frozen else vocabulary * spec.hidden_size * gang.dtype_bytes
+    gradient = 0 if frozen else block // max(1, 4 * batch.sampled) * spec.hidden_size * 4
     return min(whole, LOGITS_KEPT_BYTES) + 2 * block + 3 * 4 * batch.sampled * spec.hidden_size + gradient
 
 
@@ -285,20 +289,27 @@ def trunk_cache_bytes(gang: GangModels, rows: int, width: int) -> int:
     return min(gang.model.trunk_cache_mb << 20, -(-rows // gang.data_ranks) * width * 4 * gang.spec.hidden_size)
 
 
+def held_bytes(gang: GangModels, role: Role, batch: MicroBatchSize, stage: int, step_rows: int) -> float:
+    """What a role keeps of all rows of a step from its forward to its update (`reuse_forward`)."""
+    config = gang.model.critic if role is Role.CRITIC else gang.model.policy
+    rows = -(-step_rows // gang.data_ranks)
+    return kept_bytes(gang, role, replace(batch, rows=rows), stage) if config.reuse_forward else 0
+
+
 def rank_bytes(
-    gang: GangModels, batches: Mapping[Role, MicroBatchSize], stage: int, *, rows: int, device: str
+    gang: GangModels, batches: Mapping[Role, MicroBatchSize], stage: int, *, rows: int, step_rows: int, device: str
 ) -> dict[str, int]:
     """All of it for a rank of a pipeline stage, by what it is for. `batches`: each trained role's; `rows`: of the whole
-    run, whose hidden states the trunk's cache fills up with."""
+    run, whose hidden states the trunk's cache fills up with; `step_rows`: of one step."""
     last = stage == gang.layout.pipeline - 1
     width = max((batch.width for batch in batches.values()), default=0)
-    working: dict[Role, tuple[int, int]] = {
-        role: (
-            activation_bytes(gang, role, batches[role], stage),
-            logits_bytes(gang, batches[role], device) if last and role is Role.POLICY else 0,
-        )
-        for role in gang.trained
-    }
+    held = {role: held_bytes(gang, role, batches[role], stage, step_rows) for role in gang.trained}
+    working: dict[Role, tuple[int, int]] = {}
+    for role in gang.trained:
+        beside = sum(number for other, number in held.items() if other is not role)
+        alone = activation_bytes(gang, role, batches[role], stage)
+        logits = logits_bytes(gang, batches[role], device) if last and role is Role.POLICY else 0
+        working[role] = round(max(alone, held[role]) + beside), logits
     activations, logits = max(working.values(), key=sum, default=(0, 0))
     return {
         **state_bytes(gang, stage),

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from stages.models.adapter_shapes import adapter_parameters
 from stages.models.build import Blueprint
 from stages.models.config import OptimizerConfig
 from stages.models.forward import MicroBatch, cut_micro_batches, row_lengths
@@ -46,13 +47,15 @@ def rank_micro_batches(
 def work_of(blueprint: Blueprint, role: Role, mask: np.ndarray, seconds: float, peak_flops: float) -> UpdateWork:
     """What training a role on rows with this response_mask took; `peak_flops`: per second, of all ranks."""
     lengths, spec, is_critic = row_lengths(mask), blueprint.spec, role is Role.CRITIC
+    model = blueprint.model
     flops = update_flops(
         spec,
         blueprint.num_blocks(role),
         lengths,
         outputs=1 if is_critic else spec.vocab_size,
         num_outputs=int(lengths.sum() if is_critic else mask.sum()),
-        output_trained=is_critic or not (spec.tied_embeddings and blueprint.model.frozen_blocks),
+        output_trained=is_critic or not (model.lora.rank or (spec.tied_embeddings and model.frozen_blocks)),
+        adapters=adapter_parameters(spec, model.lora, tensor=1) if model.lora.rank else None,
     )
     return UpdateWork(int(lengths.sum()), flops, seconds, peak_flops)
 

@@ -51,12 +51,20 @@ def matrix_numbers(spec: ModelSpec) -> int:
 
 
 def update_flops(
-    spec: ModelSpec, blocks: int, lengths: np.ndarray, *, outputs: int, num_outputs: int, output_trained: bool
+    spec: ModelSpec,
+    blocks: int,
+    lengths: np.ndarray,
+    *,
+    outputs: int,
+    num_outputs: int,
+    output_trained: bool,
+    adapters: int | None = None,
 ) -> float:
     """Operations of a forward and a backward pass through the trained blocks, for rows of these lengths.
 
         6 P N            P numbers in the matrices of the blocks, N tokens: a product forward, two backward, and a
-                         multiplication and an addition for each number
+                         multiplication and an addition for each number; with adapters of A numbers in a block, which
+                         alone are trained, (4 P + 6 A) N
         6 B q sum n^2    attention of B blocks with queries of width q over rows of n tokens, of which a token sees
                          half: 2 q n^2 forward, for scores and values, and twice that backward
         6 h o M          an output layer of width o after M tokens; 4 h o M where it is not trained
@@ -65,9 +73,11 @@ def update_flops(
         blocks: those that are trained; frozen ones below them are computed once per row, elsewhere.
         outputs: o, the vocabulary, or 1 for a critic's head.
         num_outputs: M, tokens after which the output layer is computed.
+        adapters: A, of LoRA; None: the matrices themselves are trained.
     """
     n = lengths.astype(np.float64)
-    products = 6 * matrix_numbers(spec) * blocks * n.sum()
+    numbers = matrix_numbers(spec)
+    products = (6 * numbers if adapters is None else 4 * numbers + 6 * adapters) * blocks * n.sum()
     attention = 6 * blocks * spec.q_size * (n**2).sum()
     return float(products + attention + (6 if output_trained else 4) * spec.hidden_size * outputs * num_outputs)
 

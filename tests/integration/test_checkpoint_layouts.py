@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import multiprocessing
 import threading
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
@@ -26,6 +27,7 @@ from stages.models.protocol import CriticBatch, PolicyBatch, Rank, Role
 from stages.models.sampling import SamplingConfig
 from stages.ppo.config import PPOConfig
 from storage.records import Advantages, PolicyLogprobs, ReferenceLogprobs, Values
+from tests.support.families import random_model
 from tests.support.models import random_rollout
 
 pytestmark = pytest.mark.processes
@@ -39,6 +41,8 @@ class Case:
     layout: LayoutConfig
     dtype: str = "bfloat16"
     frozen_blocks: int = 0
+    sizes: Mapping[str, int] | None = None
+    """Of a model of its own, which the ranks do not divide."""
 
 
 CASES = {
@@ -48,14 +52,19 @@ CASES = {
     "DP2, distributed optimizer, float16": Case(LayoutConfig(distributed_optimizer=True), "float16"),
     "TP2, SP": Case(LayoutConfig(tensor=2, sequence_parallel=True)),
     "TP2, float32, frozen blocks": Case(LayoutConfig(tensor=2), "float32", 2),
+    "TP2, nothing divides": Case(LayoutConfig(tensor=2), sizes={"num_attention_heads": 3, "num_key_value_heads": 3}),
+    "TP2, one head of keys for both": Case(
+        LayoutConfig(tensor=2, sequence_parallel=True), sizes={"num_key_value_heads": 1, "intermediate_size": 57}
+    ),
     "PP2, distributed optimizer": Case(LayoutConfig(pipeline=2, distributed_optimizer=True)),
 }
 
 
-def make_host(case: Case, rank: Rank, layout: LayoutConfig) -> MegatronHost:
+def make_host(case: Case, directory: Path, rank: Rank, layout: LayoutConfig) -> MegatronHost:
+    """`directory`: the case's own."""
     optimizer = OptimizerConfig(lr=1e-3, weight_decay=0.1, micro_batch_rows=2)
     model = ModelConfig(
-        path="random:tiny",
+        path=str(directory / "model") if case.sizes else "random:tiny",
         dtype=case.dtype,
         frozen_blocks=case.frozen_blocks,
         critic_blocks=2,
@@ -103,7 +112,7 @@ def two_ranks(index: int, root: Path) -> None:
     """Every layout in turn, since starting processes is what takes time."""
     for number, case in enumerate(CASES.values()):
         directory = root / str(number)
-        host = make_host(case, Rank(index, 2, f"file://{directory}/rendezvous", 1), case.layout)
+        host = make_host(case, directory, Rank(index, 2, f"file://{directory}/rendezvous", 1), case.layout)
         load(host, directory / "A")
         assert [host.version(role) for role in TRAINED] == [2, 2]
         save(host, directory / "B")
@@ -156,7 +165,9 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for number, case in enumerate(CASES.values()):
         directory = root / str(number)
         directory.mkdir()
-        host = make_host(case, Rank(0, 1, f"file://{directory}/rendezvous0", 1), LayoutConfig())
+        if case.sizes:
+            random_model("Qwen 2.5", **case.sizes).save_pretrained(directory / "model")
+        host = make_host(case, directory, Rank(0, 1, f"file://{directory}/rendezvous0", 1), LayoutConfig())
         for step in range(2):
             update(host, step)
         save(host, directory / "A")
@@ -169,7 +180,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("name", CASES)
 def test_what_one_layout_wrote_another_has_bit_for_bit(root: Path, name: str) -> None:
     case, directory = CASES[name], root / str(list(CASES).index(name))
-    host = make_host(case, Rank(0, 1, f"file://{directory}/rendezvous1", 1), LayoutConfig())
+    host = make_host(case, directory, Rank(0, 1, f"file://{directory}/rendezvous1", 1), LayoutConfig())
     try:
         assert_equal(directory / "A", directory / "B")
         kinds = {key.split(".")[1] for key in plain(directory / "A")}
@@ -194,7 +205,7 @@ def test_another_architectures_checkpoint_is_refused(
     root: Path, tmp_path: Path, change: dict[str, str | int], message: str
 ) -> None:
     case = dataclasses.replace(CASES["DP2"], **change)  # type: ignore[arg-type]
-    host = make_host(case, Rank(0, 1, f"file://{tmp_path}/rendezvous", 1), LayoutConfig())
+    host = make_host(case, tmp_path, Rank(0, 1, f"file://{tmp_path}/rendezvous", 1), LayoutConfig())
     before = host.digest(Role.POLICY)
     try:
         with pytest.raises(StateError, match=f"another architecture: .*{message}"):

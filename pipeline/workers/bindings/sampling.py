@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
+from functools import partial
 from typing import TypeVar
 
 import numpy as np
@@ -17,7 +18,7 @@ from pipeline.workers.bindings.binding import Output
 from pipeline.workers.messages import Call
 from pipeline.workers.parts import WorkerParts, required
 from pipeline.workers.weight_transfer import Fetched
-from stages.canary import CANARY_STEP, canary
+from stages.canary import CANARY_STEP, canary_rows, compared, engine_logprobs, sampled_by
 from stages.engines.embedded.migration.load import RowKey
 from stages.engines.embedded.migration.protocol import RowsLost
 from stages.engines.protocol import EngineStats, GenerationEngine
@@ -25,9 +26,10 @@ from stages.generate import generate
 from stages.models.peak_memory import peak_bytes
 from stages.models.sampling import SamplingConfig
 from stages.prompts import EVALUATION_STEP, held_out_prompts, training_prompts
-from storage.records import CanaryLogprobs, CanaryPolicyLogprobs, PolicyLogprobs, PromptBatch, Rollout
+from storage.records import CanaryPolicyLogprobs, PolicyLogprobs, PromptBatch, Rollout
 
 Answer = TypeVar("Answer")
+DIFFERENCE = "mismatch/canary_mean_abs"
 
 
 class MismatchAlarm(RuntimeError):
@@ -65,22 +67,14 @@ def canary_once(parts: WorkerParts, call: Call) -> Output:
     rollout: Rollout = parts.read(call.inputs[0])
     trainers: PolicyLogprobs | CanaryPolicyLogprobs = parts.read(call.inputs[1])
     theirs = trainers.policy_logprobs if isinstance(trainers, PolicyLogprobs) else trainers.canary_policy_logprobs
-    keys = [(config.seed, CANARY_STEP, row) for row in rollout.row[: config.mismatch.rows].tolist()]
-
-    def score(engine: GenerationEngine) -> tuple[CanaryLogprobs, dict[str, float]]:
-        return canary(
-            engine,
-            rollout,
-            theirs,
-            config.sampling,
-            seed=config.seed,
-            version=call.version,
-            rows=config.mismatch.rows,
-            tokens=config.mismatch.tokens,
-        )
-
-    (record, found), _ = _in_engine(parts, call, keys, score, exact=True)
-    difference = found["mismatch/canary_mean_abs"]
+    part = canary_rows(rollout, config.mismatch.rows, config.mismatch.tokens)
+    record, found = compared(part.sampler_logprobs, part, theirs, rollout.num_rows)
+    if not sampled_by(part, call.version) or found[DIFFERENCE] > config.alarm_nats:
+        keys = [(config.seed, CANARY_STEP, row) for row in part.row.tolist()]
+        score = partial(engine_logprobs, part=part, sampling=config.sampling, seed=config.seed, version=call.version)
+        logprobs, _ = _in_engine(parts, call, keys, score, exact=True)
+        record, found = compared(logprobs, part, theirs, rollout.num_rows)
+    difference = found[DIFFERENCE]
     alarm = difference > config.alarm_nats
     if alarm and config.mismatch.stop:
         raise MismatchAlarm(

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 import numpy as np
 import pytest
 
-from stages.canary import CANARY_STEP, canary, canary_logprob, canary_rows
+from stages.canary import CANARY_STEP, canary_logprob, canary_rows, compared, engine_logprobs, sampled_by
 from stages.engines.protocol import Completion, Request
 from stages.models.sampling import SamplingConfig
 from storage.records import FinishReason, PolicyLogprobs, Rollout
@@ -49,16 +49,9 @@ class FakeEngine:
 
 
 def run(engine: FakeEngine, policy: np.ndarray) -> tuple[np.ndarray, dict[str, float]]:
-    record, metrics = canary(
-        engine,
-        ROLLOUT,
-        policy,
-        SAMPLING,
-        seed=7,
-        version=2,
-        rows=2,
-        tokens=3,  # type: ignore[arg-type]
-    )
+    part = canary_rows(ROLLOUT, 2, 3)
+    found = engine_logprobs(engine, part, SAMPLING, seed=7, version=2)  # type: ignore[arg-type]
+    record, metrics = compared(found, part, policy, ROLLOUT.num_rows)
     return record.canary_logprobs, metrics
 
 
@@ -68,6 +61,15 @@ def test_the_first_tokens_of_the_first_rows() -> None:
     assert part.response_lengths.tolist() == [3, 2]
     assert part.token_versions[0].tolist() == [-1, 1, 1, 1, -1, -1]
     assert canary_rows(ROLLOUT, 9, 9).response_mask.tolist() == MASK.tolist(), "more than there are: all of them"
+
+
+def test_rows_of_one_version_have_been_scored_by_it() -> None:
+    part = canary_rows(ROLLOUT, 2, 3)
+    assert sampled_by(part, 1)
+    assert not sampled_by(part, 2)
+    versions = part.token_versions.copy()
+    versions[1, 3] = 2  # weights that came while the row was generated
+    assert not sampled_by(dataclasses.replace(part, token_versions=versions), 1)
 
 
 def test_an_engine_is_given_the_tokens_and_their_distribution() -> None:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from stages.models.config import LayoutConfig, ModelConfig
+from stages.models.config import LayoutConfig, LoraConfig, ModelConfig, OptimizerConfig
 from stages.models.forward import cut_micro_batches, hidden_states
 from stages.models.host import MegatronHost
 from stages.models.memory import (
@@ -30,6 +30,7 @@ from stages.models.memory import (
 from stages.models.protocol import CriticBatch, PolicyBatch, Role
 from stages.models.spec import ModelSpec, read_spec
 from storage.records import Advantages
+from tests.support.families import random_model
 from tests.support.models import ALL_MODELS, measured_state, opened, random_rollout
 
 TINY = read_spec("random:tiny")
@@ -170,7 +171,7 @@ def test_a_pipeline_keeps_micro_batches_in_flight() -> None:
 def test_logits_of_a_tiny_model_are_kept_whole() -> None:
     """256 tokens of vocabulary, 128 positions: a block of the vocabulary is all of it."""
     whole = 4 * 128 * 256
-    hidden, gradient = 3 * 4 * 128 * 64, 256 * 64 * 4
+    hidden, gradient = 3 * 4 * 128 * 64, 256 * 64 * 4  # of one block, which is all of it
     assert logits_bytes(gang(), BATCH, "cpu") == 3 * whole + hidden + gradient
 
 
@@ -183,9 +184,33 @@ def test_the_trunks_cache_fills_up_to_its_bound() -> None:
 
 def test_of_two_trained_roles_the_larger_works() -> None:
     batches = {Role.POLICY: BATCH, Role.CRITIC: BATCH}
-    both = rank_bytes(gang(), batches, 0, rows=10, device="cpu")
-    alone = rank_bytes(gang(roles=frozenset({Role.POLICY})), batches, 0, rows=10, device="cpu")
+    both = rank_bytes(gang(), batches, 0, rows=10, step_rows=8, device="cpu")
+    alone = rank_bytes(gang(roles=frozenset({Role.POLICY})), batches, 0, rows=10, step_rows=8, device="cpu")
     assert (both["activations"], both["logits"]) == (alone["activations"], alone["logits"])
     assert both["parameters"] > 2 * alone["parameters"]
-    reference = rank_bytes(gang(roles=frozenset({Role.REFERENCE})), {}, 0, rows=10, device="cpu")
+    reference = rank_bytes(gang(roles=frozenset({Role.REFERENCE})), {}, 0, rows=10, step_rows=8, device="cpu")
     assert [name for name, number in reference.items() if number] == ["parameters"]
+
+
+def test_forwards_kept_for_the_update_are_of_all_rows() -> None:
+    """Both trained models' at once: the policy's update is done while the critic's forward still waits for its own."""
+    reuse = OptimizerConfig(reuse_forward=True)
+    both = gang(ModelConfig(path="random:tiny", policy=reuse, critic=reuse), data_ranks=2)
+    batches = {Role.POLICY: BATCH, Role.CRITIC: BATCH}
+    found = rank_bytes(both, batches, 0, rows=10, step_rows=24, device="cpu")
+    rows = dataclasses.replace(BATCH, rows=12)
+    assert found["activations"] == sum(kept_bytes(both, role, rows, 0) for role in batches)
+
+
+@pytest.mark.parametrize("lora", [LoraConfig(), LoraConfig(rank=4)], ids=["all", "lora"])
+def test_a_critic_with_a_model_of_its_own_is_counted_by_it(tmp_path: Path, lora: LoraConfig) -> None:
+    """Against what is held: a critic of other sizes, which shares no weights with the others."""
+    directory = tmp_path / "critic"
+    random_model("Llama 2").save_pretrained(directory)
+    model = ModelConfig(path="random:tiny", critic_path=str(directory), lora=lora)
+    with opened(tmp_path, model) as host:
+        train(host)
+        found = measured_state(host)
+    own = {Role.CRITIC: read_spec(str(directory))}
+    predicted = state_bytes(dataclasses.replace(gang(model), own=own), 0)
+    assert found == {name: predicted[name] for name in found}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from stages.models.config import ModelConfig
+from stages.models.config import LoraConfig, ModelConfig
 from stages.models.hf_config import read_config
 from stages.models.protocol import Role
 from stages.models.spec import read_spec
@@ -48,6 +49,27 @@ def test_flops_by_hand() -> None:
     expected = 6 * matrices * 6 + 6 * 64 * (4 + 16) + 4 * 64 * 256 * 5
     found = update_flops(TINY, 1, np.array([2, 4]), outputs=256, num_outputs=5, output_trained=False)
     assert found == expected
+
+
+def test_with_adapters_frozen_weights_have_no_gradient() -> None:
+    """Against torch's count, the adapters' small products aside: of a frozen weight the forward and the input's."""
+    matrices, adapters = 64 * 128 + 64 * 64 + 3 * 64 * 176, 4 * (64 + 64)
+    expected = (4 * matrices + 6 * adapters) * 6 + 6 * 64 * (4 + 16) + 4 * 64 * 256 * 5
+    kwargs: dict[str, Any] = {"outputs": 256, "num_outputs": 5, "output_trained": False}
+    assert update_flops(TINY, 1, np.array([2, 4]), **kwargs, adapters=adapters) == expected
+
+
+def test_a_host_counts_adapters(tmp_path: Path) -> None:
+    config = ModelConfig(path="random:tiny", lora=LoraConfig(rank=4, targets=["proj"]), peak_tflops=1.0)
+    with opened(tmp_path, config) as host:
+        policy, _ = batches(host)
+        host.update_policy(0, policy)
+        metrics = host.last_update(Role.POLICY)
+    rollout = policy.rollout
+    lengths = rollout.prompt_lengths + rollout.response_lengths
+    kwargs: dict[str, Any] = {"outputs": 256, "num_outputs": int(rollout.response_lengths.sum())}
+    flops = update_flops(TINY, 4, lengths, **kwargs, output_trained=False, adapters=4 * (64 + 64))
+    assert metrics["tflops_per_s"] / metrics["tokens_per_s"] == pytest.approx(flops / lengths.sum() / 1e12)
 
 
 def test_rates_by_hand() -> None:

@@ -7,9 +7,10 @@ Files are `<stage>/step_000012/shard_0003.json` below the ledger's URL, in stric
 a metric that is not finite is written as the string "NaN", "Infinity" or "-Infinity" and read back as that float;
 `state` must be finite, since the next step computes with it.
 
-Two sums stand in a record. `checksum` is over all of the file's other fields: a record that was damaged, or changed by
-hand, is none. `content` is over what other nodes compute with (arrays, state, digest; not who made it, when, how fast):
-a record names its inputs by it, so that an output that was lost and made again the same is the same input.
+Two sums tell what a record is. `checksum`, its last field, is over all bytes of the file before it: a record that was
+damaged, or changed by hand, is none. `content` is over what other nodes compute with (arrays, state, digest; not who
+made it, when, how fast): a record names its inputs by it, so that an output that was lost and made again the same is
+the same input.
 
 May import the standard library and storage only.
 """
@@ -37,6 +38,10 @@ from storage.retries import until_seen
 
 FORMAT = 2
 """Version of the file format; a reader refuses any other."""
+
+_CHECKSUM = b',\n "checksum": "%s"\n}\n'
+"""How a record ends; the sum is over all bytes before this."""
+_NO_SUM = b"0" * 32
 
 _KEY = re.compile(r"(?P<stage>[^/]+)/step_(?P<step>\d{6,})/shard_(?P<shard>\d{4,})\.json")
 
@@ -98,8 +103,9 @@ class Commit:
     def content(self) -> str:
         """SHA-256, shortened, of what other nodes compute with: kind, rows, arrays, state, digest. Two outputs with the
         same content are the same input."""
-        arrays = {name: dataclasses.asdict(info) for name, info in self.arrays.items()}
-        return _sum([str(self.address), self.kind, self.rows, arrays, dict(self.state), self.digest])
+        arrays = [(name, info.dtype, info.shape, info.crc32) for name, info in sorted(self.arrays.items())]
+        parts = [str(self.address), self.kind, self.rows, arrays, dict(self.state), self.digest]
+        return _sum(json.dumps(parts, sort_keys=True, allow_nan=False).encode())
 
     def ref(self) -> Ref:
         """What travels along the edges of the graph."""
@@ -224,10 +230,10 @@ def encode(commit: Commit) -> bytes:
     document = {"format": FORMAT, **dataclasses.asdict(commit)}
     document["metrics"] = {name: _write_float(value) for name, value in commit.metrics.items()}
     try:
-        document["checksum"] = _sum(document)
-        return (json.dumps(document, indent=1, allow_nan=False) + "\n").encode()
+        body = json.dumps(document, indent=1, allow_nan=False).removesuffix("\n}").encode()
     except (TypeError, ValueError) as error:
         raise ValueError(f"commit of {commit.address} cannot be written as JSON: {error}") from error
+    return body + _CHECKSUM % _sum(body).encode()
 
 
 def decode(data: bytes, where: str = "commit record") -> Commit:
@@ -237,19 +243,18 @@ def decode(data: bytes, where: str = "commit record") -> Commit:
         DamagedCommit: naming `where`; not JSON, or not what was written.
         StoreError: naming `where`; of another format, or with unknown or missing fields.
     """
+    body, found = data[: -len(_CHECKSUM % _NO_SUM)], data[-len(_CHECKSUM % _NO_SUM) :]
+    whole = found == _CHECKSUM % _sum(body).encode()
     try:
         document = json.loads(data)
     except ValueError as error:
-        raise DamagedCommit(f"{where}: not JSON ({error})") from error
-    if not isinstance(document, dict):
-        raise DamagedCommit(f"{where}: a {type(document).__name__}, no commit record")
-    found = document.pop("checksum", None)
-    if found is not None and found != _sum(document):
-        raise DamagedCommit(f"{where}: is not what was written (checksum {found}, its fields have {_sum(document)})")
-    if document.get("format") != FORMAT:
-        raise StoreError(f"{where}: format {document.get('format')!r}, this version reads {FORMAT}")
-    if found is None:
-        raise DamagedCommit(f"{where}: is not what was written (it has no checksum)")
+        raise DamagedCommit(f"{where}: is not what was written (not JSON: {error})") from error
+    other = document.get("format") if isinstance(document, dict) else None
+    if other != FORMAT and (whole or (other is not None and b"checksum" not in data)):  # one before 2 has no checksum
+        raise StoreError(f"{where}: format {other!r}, this version reads {FORMAT}")
+    if not whole:
+        raise DamagedCommit(f"{where}: is not what was written (its bytes do not have its checksum)")
+    del document["checksum"]
     del document["format"]
     fields = _checked(Commit, document, where)
     provenance = _checked(Provenance, fields["provenance"], f"{where}: provenance")
@@ -272,10 +277,9 @@ def _key(address: Address) -> str:
     return f"{address}.json"
 
 
-def _sum(value: object) -> str:
-    """Of plain JSON data: 32 hexadecimal digits of the SHA-256 of its canonical form. It tells damage, not forgery."""
-    canonical = json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False)
-    return hashlib.sha256(canonical.encode()).hexdigest()[:32]
+def _sum(data: bytes) -> str:
+    """32 hexadecimal digits of the SHA-256: it tells damage, not forgery."""
+    return hashlib.sha256(data).hexdigest()[:32]
 
 
 def _write_float(value: float) -> float | str:

@@ -60,7 +60,7 @@ def test_a_damaged_record_is_set_aside_and_made_again(history: History, paths: R
     damage(paths, FIRST)
     mended = mend(history, paths)
     (warning,) = mended.warnings
-    assert warning.startswith(f"{paths.ledger}/{FIRST}.json: is not what was written (checksum ")
+    assert warning.startswith(f"{paths.ledger}/{FIRST}.json: is not what was written (its bytes ")
     assert warning.endswith(f"; {FIRST} runs again")
     assert len([path for path in paths.damaged.rglob("*") if path.is_file()]) == 1, "it is moved, not removed"
     assert list(mended.expected) == [FIRST]

@@ -50,10 +50,11 @@ def advantage(
         policy: None under `proximal: loglinear | sampler`; the KL term then uses sampler_logprobs.
         staleness_bound: eta; every sampled token has step - eta <= version <= step.
         state: what the same stage of the step before returned; empty at step 0. Keys: kl_coef (of this step),
-            score_mean, score_count.
+            step_kl_coef (of the step before), score_mean, score_count.
 
     Returns:
-        (advantages, state, metrics). `metrics["kl/coef"]` is the beta THIS step uses, `state["kl_coef"]` the next's.
+        (advantages, state, metrics). `metrics["kl/coef"]` and `state["step_kl_coef"]` are the beta THIS step uses,
+        `state["kl_coef"]` the next's.
 
     Raises:
         StalenessError: see there.
@@ -88,7 +89,7 @@ def advantage(
         **_policy_metrics(rollout, policy, step),
     }
     next_coef = next_kl_coef(kl_coef, found.get("kl/ref", 0.0), rollout.num_rows, cfg.kl)
-    return _record(r, a, returns, loss_mask), _state(next_coef, running), found
+    return _record(r, a, returns, loss_mask), _state(kl_coef, next_coef, running), found
 
 
 def check_staleness(rollout: Rollout, step: int, bound: int) -> None:
@@ -146,9 +147,14 @@ def _ref_kl_metrics(
     return measure.ref_kl_metrics(log_policy.numpy(), log_mu, log_ref.numpy(), mask, cfg.correction_cap)
 
 
-def _state(kl_coef: float, running: RunningMean) -> dict[str, Any]:
-    """What the next step's node is given."""
-    return {"kl_coef": kl_coef, "score_mean": running.mean, "score_count": running.count}
+def _state(kl_coef: float, next_coef: float, running: RunningMean) -> dict[str, Any]:
+    """What the step's update is given, and the next step's node."""
+    return {
+        "step_kl_coef": kl_coef,
+        "kl_coef": next_coef,
+        "score_mean": running.mean,
+        "score_count": running.count,
+    }
 
 
 def _policy_metrics(rollout: Rollout, policy: PolicyLogprobs | None, step: int) -> dict[str, float]:

@@ -25,12 +25,15 @@ import uuid
 import zlib
 from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from storage.config import Durability
 from storage.errors import StoreError
-from storage.files import sync_directory
+from storage.files import DEFAULT, sync_directory
 from storage.processes import process_alive
+from storage.retries import patiently
 
 FORMAT = 2
 
@@ -50,14 +53,15 @@ class FileSum:
 class Checkpoints:
     """Owns nothing but names below `root`; any process may use the same root."""
 
-    def __init__(self, root: str | Path) -> None:
+    def __init__(self, root: str | Path, durability: Durability = DEFAULT) -> None:
         self.root = Path(root)
+        self._fsync, self._patience_s = durability.fsync, durability.patience_s
 
     def begin(self, role: str, version: int) -> Path:
         """A new, empty directory to save into. In a gang rank 0 calls this and tells the others."""
         owner = f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
         path = self.root / role / f".v{version:06d}-{owner}"
-        path.mkdir(parents=True)
+        patiently(lambda: path.mkdir(parents=True, exist_ok=True), str(path), self._patience_s)
         return path
 
     def finish(
@@ -74,7 +78,7 @@ class Checkpoints:
         are read here. Raises StoreError where the files are not those of `sums`."""
         if sums is None:
             files = sorted(p for p in path.rglob("*") if p.is_file())
-            sums = {file.relative_to(path).as_posix(): sum_file(file) for file in files}
+            sums = {file.relative_to(path).as_posix(): sum_file(file, fsync=self._fsync) for file in files}
         document = {
             "format": FORMAT,
             "role": role,
@@ -87,9 +91,10 @@ class Checkpoints:
             raise StoreError(fault)
         document["digest"] = _digest(document)
         (path / _MANIFEST).write_text(json.dumps(document, indent=1, allow_nan=False))
-        sum_file(path / _MANIFEST)
-        for directory in [path, *(p for p in path.rglob("*") if p.is_dir())]:
-            sync_directory(str(directory))
+        if self._fsync:
+            sum_file(path / _MANIFEST, fsync=True)
+            for directory in [path, *(p for p in path.rglob("*") if p.is_dir())]:
+                sync_directory(str(directory))
         target = self.place(role, version)
         if not _looks_whole(target):
             _discard(target)
@@ -99,7 +104,8 @@ class Checkpoints:
                 # Another process of a requeued run was faster: a rename never replaces a directory that has files.
                 if not _looks_whole(target):
                     raise
-            sync_directory(str(target.parent))
+            if self._fsync:
+                sync_directory(str(target.parent))
         _discard(path)
         return target
 
@@ -129,7 +135,8 @@ class Checkpoints:
         if fault is not None:
             raise StoreError(fault)
         for name, entry in list(document["files"].items())[share[0] :: share[1]]:
-            if sum_file(path / name).crc32 != entry["crc32"]:
+            found = patiently(partial(sum_file, path / name), str(path / name), self._patience_s)
+            if found.crc32 != entry["crc32"]:
                 raise StoreError(f"{path}/{name}: is not what was saved")
         meta: dict[str, Any] = document["meta"]
         return meta
@@ -155,13 +162,14 @@ class Checkpoints:
         return removed
 
 
-def sum_file(file: Path) -> FileSum:
-    """Size and CRC-32 of a file that is on the disk when this returns."""
+def sum_file(file: Path, *, fsync: bool = False) -> FileSum:
+    """Size and CRC-32 of a file, which with `fsync` is on the disk when this returns."""
     total = size = 0
     with file.open("rb") as stream:
         while block := stream.read(_BLOCK_BYTES):
             total, size = zlib.crc32(block, total), size + len(block)
-        os.fsync(stream.fileno())
+        if fsync:
+            os.fsync(stream.fileno())
     return FileSum(size, total)
 
 

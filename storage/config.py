@@ -1,4 +1,7 @@
-"""Settings of prompt sources, and what of them cannot work. May import the standard library and storage.problems."""
+"""Settings of prompt sources and of what is written down, and what of them cannot work.
+
+May import the standard library and storage.problems.
+"""
 
 from __future__ import annotations
 
@@ -36,3 +39,35 @@ def prompts_problems(config: PromptsConfig) -> Iterator[Problem]:
     if config.opening_tokens is not None and not 1 <= config.opening_tokens <= config.max_tokens:
         need = f"must be from 1 to prompts.max_tokens = {config.max_tokens}"
         yield Problem("prompts.opening_tokens", config.opening_tokens, need)
+
+
+@dataclass(frozen=True)
+class Durability:
+    """How hard a store tries: what of `StorageConfig` it needs, and how long it waits for what must be there."""
+
+    fsync: bool = True
+    patience_s: float = 60.0
+    """For errors that may pass."""
+    unseen_s: float = 0.0
+    """For commits that the caller knows to exist, and this host may not see yet."""
+
+
+@dataclass
+class StorageConfig:
+    """How commits, rollouts and checkpoints are written and read."""
+
+    fsync: bool = True
+    """Whether what is written is on the disk before it counts. Without, a killed process still loses nothing; a power
+    cut may leave files that are not what was committed (found when they are read)."""
+    patience_s: float = 60.0
+    """How long an error of the filesystem that may pass (a stale handle, a time-out) is tried again, and a commit that
+    must be there is waited for, before that is an error. No space, no permission: an error at once."""
+
+    def durability(self, *, unseen: bool = False) -> Durability:
+        """For stores. `unseen`: for a process that is only asked to read what is committed."""
+        return Durability(self.fsync, self.patience_s, self.patience_s if unseen else 0.0)
+
+
+def storage_problems(config: StorageConfig) -> Iterator[Problem]:
+    """What of the section `storage` cannot work by itself."""
+    yield from at_least(0, {"storage.patience_s": config.patience_s})

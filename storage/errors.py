@@ -13,3 +13,11 @@ class MissingOutput(StoreError):
 
 class DamagedWeights(StoreError):
     """A copy of published weights is not what was published."""
+
+
+class StoreRefused(StoreError):
+    """The filesystem does not take what is to be written, and will not by itself: full, read only, not permitted."""
+
+
+class DamagedCommit(StoreError):
+    """A commit record is not what was written, so nothing that it says counts."""

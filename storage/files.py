@@ -1,22 +1,30 @@
 """The few file operations that the ledger and the rollout store are built from, on a local path or any fsspec URL.
 
 Local files are written to a temporary name, synced and then given their name (rename or hard link), so that a name
-always means the whole content, also after SIGKILL or a power cut. On an object store a PUT has that property already.
+always means the whole content, also after SIGKILL or a power cut (the latter unless `Durability.fsync` is off). On an
+object store a PUT has that property already. Errors that may pass are tried again (`storage/retries.py`).
 
-May import fsspec and the standard library.
+May import fsspec, storage.{config, retries} and the standard library.
 """
 
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import uuid
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import fsspec
+
+from storage.config import Durability
+from storage.retries import patiently
+
+DEFAULT = Durability()
 
 
 @dataclass(frozen=True)
@@ -26,6 +34,7 @@ class Root:
     fs: Any
     """fsspec filesystem of a remote root; None for a local one, which is served by `os` alone."""
     path: str
+    durability: Durability = DEFAULT
 
     @property
     def url(self) -> str:
@@ -36,24 +45,25 @@ class Root:
         return f"{self.path}/{key}"
 
     def below(self, key: str) -> Root:
-        return Root(self.fs, self.at(key))
+        return Root(self.fs, self.at(key), self.durability)
 
 
-def open_root(url: str) -> Root:
+def open_root(url: str, durability: Durability = DEFAULT) -> Root:
     """`url` is a path, `file://...`, or the URL of any fsspec filesystem; nothing is created yet."""
     fs, path = fsspec.core.url_to_fs(url)
     if "file" in ((fs.protocol,) if isinstance(fs.protocol, str) else fs.protocol):
-        return Root(None, str(Path(path).absolute()))
-    return Root(fs, path.rstrip("/"))
+        return Root(None, str(Path(path).absolute()), durability)
+    return Root(fs, path.rstrip("/"), durability)
 
 
 def read(root: Root, key: str) -> bytes | None:
     """The whole content, or None where there is no such file."""
+    path = root.at(key)
     try:
         if root.fs is None:
-            return Path(root.at(key)).read_bytes()
-        return bytes(root.fs.cat_file(root.at(key)))
-    except FileNotFoundError:
+            return patiently(lambda: Path(path).read_bytes(), path, root.durability.patience_s)
+        return patiently(lambda: bytes(root.fs.cat_file(path)), path, root.durability.patience_s)
+    except (FileNotFoundError, NotADirectoryError):
         return None
 
 
@@ -61,16 +71,30 @@ def exists(root: Root, key: str) -> bool:
     return os.path.exists(root.at(key)) if root.fs is None else bool(root.fs.exists(root.at(key)))
 
 
+def look_again(root: Root, key: str) -> None:
+    """Has the system forget that it saw no such file: a network filesystem asks its server again once the file's
+    directory has been listed."""
+    if root.fs is None:
+        with suppress(OSError):
+            os.listdir(os.path.dirname(root.at(key)))
+    else:
+        root.fs.invalidate_cache()
+
+
 def write(root: Root, key: str, data: bytes) -> None:
     """Creates or replaces, whole or not at all."""
     path = root.at(key)
-    if root.fs is None:
-        temporary = _synced_temporary(path, data)
-        os.replace(temporary, path)
-        sync_directory(os.path.dirname(path))
-    else:
-        root.fs.makedirs(os.path.dirname(path), exist_ok=True)
-        root.fs.pipe_file(path, data)
+
+    def act() -> None:
+        if root.fs is None:
+            temporary = _temporary(root, path, data)
+            os.replace(temporary, path)
+            _sync_directory_of(root, path)
+        else:
+            root.fs.makedirs(os.path.dirname(path), exist_ok=True)
+            root.fs.pipe_file(path, data)
+
+    patiently(act, path, root.durability.patience_s)
 
 
 def write_new(root: Root, key: str, data: bytes) -> bool:
@@ -80,36 +104,54 @@ def write_new(root: Root, key: str, data: bytes) -> bool:
     `mode="create"` (a conditional PUT on S3 and GCS).
     """
     path = root.at(key)
+    patience_s = root.durability.patience_s
     if root.fs is None:
-        temporary = _synced_temporary(path, data)
+        temporary = patiently(lambda: _temporary(root, path, data), path, patience_s)
         try:
-            os.link(temporary, path)
+            return patiently(lambda: _link(root, temporary, path), path, patience_s)
+        finally:
+            with suppress(OSError):  # one that stays is no file of the store, and is removed at the run's end
+                os.unlink(temporary)
+
+    def create() -> bool:
+        root.fs.makedirs(os.path.dirname(path), exist_ok=True)
+        try:
+            root.fs.pipe_file(path, data, mode="create")
         except FileExistsError:
             return False
-        finally:
-            os.unlink(temporary)
-        sync_directory(os.path.dirname(path))
         return True
-    root.fs.makedirs(os.path.dirname(path), exist_ok=True)
-    try:
-        root.fs.pipe_file(path, data, mode="create")
-    except FileExistsError:
-        return False
-    return True
+
+    return patiently(create, path, patience_s)
 
 
 def move(root: Root, source: str, target: str) -> bool:
     """Renames a file, replacing `target`; False where `source` is gone (another process moved it first)."""
-    try:
-        if root.fs is None:
-            os.makedirs(os.path.dirname(root.at(target)), exist_ok=True)
-            os.replace(root.at(source), root.at(target))
-        else:
-            root.fs.makedirs(os.path.dirname(root.at(target)), exist_ok=True)
-            root.fs.mv(root.at(source), root.at(target))
-    except FileNotFoundError:
-        return False
-    return True
+
+    def act() -> bool:
+        try:
+            if root.fs is None:
+                os.makedirs(os.path.dirname(root.at(target)), exist_ok=True)
+                os.replace(root.at(source), root.at(target))
+            else:
+                root.fs.makedirs(os.path.dirname(root.at(target)), exist_ok=True)
+                root.fs.mv(root.at(source), root.at(target))
+        except FileNotFoundError:
+            return False
+        return True
+
+    return patiently(act, root.at(target), root.durability.patience_s)
+
+
+def remove(root: Root, key: str) -> None:
+    """Removes a file; nothing if it is gone."""
+
+    def act() -> None:
+        try:
+            os.unlink(root.at(key)) if root.fs is None else root.fs.rm_file(root.at(key))
+        except FileNotFoundError:
+            return
+
+    patiently(act, root.at(key), root.durability.patience_s)
 
 
 def remove_tree(root: Root, key: str) -> None:
@@ -135,6 +177,18 @@ def keys(root: Root) -> Iterator[str]:
             yield path[len(root.path) + 1 :].replace(os.sep, "/")
 
 
+def remove_temporaries(root: Root) -> int:
+    """Removes what processes that died in `write` or `write_new` left below a local root; returns how many. Only for a
+    root that nobody writes to."""
+    if root.fs is not None:
+        return 0
+    left = [f"{d}/{name}" for d, _, names in os.walk(root.path) for name in names if _TEMPORARY.fullmatch(name)]
+    for path in left:
+        with suppress(FileNotFoundError):
+            os.unlink(path)
+    return len(left)
+
+
 def sync_directory(path: str) -> None:
     """Makes the names inside a local directory survive a power cut."""
     descriptor = os.open(path, os.O_RDONLY)
@@ -144,13 +198,39 @@ def sync_directory(path: str) -> None:
         os.close(descriptor)
 
 
-def _synced_temporary(path: str, data: bytes) -> str:
+def _sync_directory_of(root: Root, path: str) -> None:
+    if root.durability.fsync:
+        sync_directory(os.path.dirname(path))
+
+
+_TEMPORARY = re.compile(r"\..+\.[0-9a-f]{12}")
+
+
+def _temporary(root: Root, path: str, data: bytes) -> str:
     """A complete, synced file beside `path`, under a name that no other call uses."""
     directory, name = os.path.split(path)
     os.makedirs(directory, exist_ok=True)
     temporary = f"{directory}/.{name}.{uuid.uuid4().hex[:12]}"
-    with open(temporary, "xb") as stream:
-        stream.write(data)
-        stream.flush()
-        os.fsync(stream.fileno())
+    try:
+        with open(temporary, "xb") as stream:
+            stream.write(data)
+            stream.flush()
+            if root.durability.fsync:
+                os.fsync(stream.fileno())
+    except OSError:
+        with suppress(OSError):
+            os.unlink(temporary)
+        raise
     return temporary
+
+
+def _link(root: Root, temporary: str, path: str) -> bool:
+    """Gives a temporary file its name, unless another file has it."""
+    try:
+        os.link(temporary, path)
+    except FileExistsError:
+        # A server may have linked it, and its answer been lost: then the file of that name is ours.
+        if not os.path.samefile(temporary, path):
+            return False
+    _sync_directory_of(root, path)
+    return True

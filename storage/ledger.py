@@ -7,12 +7,18 @@ Files are `<stage>/step_000012/shard_0003.json` below the ledger's URL, in stric
 a metric that is not finite is written as the string "NaN", "Infinity" or "-Infinity" and read back as that float;
 `state` must be finite, since the next step computes with it.
 
+Two sums tell what a record is. `checksum`, its last field, is over all bytes of the file before it: a record that was
+damaged, or changed by hand, is none. `content` is over what other nodes compute with (arrays, state, digest; not who
+made it, when, how fast): a record names its inputs by it, so that an output that was lost and made again the same is
+the same input.
+
 May import the standard library and storage only.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 import math
 import os
@@ -26,10 +32,16 @@ from typing import Any
 
 from storage import files
 from storage.address import Address, Ref
-from storage.errors import StoreError
+from storage.config import Durability
+from storage.errors import DamagedCommit, MissingOutput, StoreError
+from storage.retries import until_seen
 
-FORMAT = 1
+FORMAT = 2
 """Version of the file format; a reader refuses any other."""
+
+_CHECKSUM = b',\n "checksum": "%s"\n}\n'
+"""How a record ends; the sum is over all bytes before this."""
+_NO_SUM = b"0" * 32
 
 _KEY = re.compile(r"(?P<stage>[^/]+)/step_(?P<step>\d{6,})/shard_(?P<shard>\d{4,})\.json")
 
@@ -45,10 +57,12 @@ class ArrayInfo:
 
 @dataclass(frozen=True)
 class Input:
-    """An output that was read: where, and which attempt's."""
+    """An output that was read: where, which attempt's, and what it was."""
 
     address: Address
     attempt: str
+    content: str
+    """`Commit.content` of it."""
 
 
 @dataclass(frozen=True)
@@ -80,9 +94,18 @@ class Commit:
     provenance: Provenance
     finished: float
     metrics: Mapping[str, float] = field(default_factory=dict)
+    """For people: nothing is computed from them."""
     state: Mapping[str, Any] = field(default_factory=dict)
     digest: str | None = None
-    """Of the weights that an update made."""
+    """Of the weights that an update made, or that were published."""
+
+    @property
+    def content(self) -> str:
+        """SHA-256, shortened, of what other nodes compute with: kind, rows, arrays, state, digest. Two outputs with the
+        same content are the same input."""
+        arrays = [(name, info.dtype, info.shape, info.crc32) for name, info in sorted(self.arrays.items())]
+        parts = [str(self.address), self.kind, self.rows, arrays, dict(self.state), self.digest]
+        return _sum(json.dumps(parts, sort_keys=True, allow_nan=False).encode())
 
     def ref(self) -> Ref:
         """What travels along the edges of the graph."""
@@ -90,6 +113,8 @@ class Commit:
 
 
 Commits = list[Commit]
+Addresses = list[Address]
+Keys = list[str]
 """Named, because `Ledger.list` hides the builtin inside the class."""
 
 
@@ -100,7 +125,7 @@ def new_attempt(number: int = 0) -> str:
 
 def provenance_here(
     *,
-    inputs: Iterable[Ref | Commit] = (),
+    inputs: Iterable[Commit] = (),
     weight_versions: Iterable[int] = (),
     seed: int,
     config_hash: str,
@@ -109,7 +134,7 @@ def provenance_here(
 ) -> Provenance:
     """Provenance of work done by this process, begun at `started` (default: now)."""
     return Provenance(
-        inputs=tuple(Input(r.address, r.attempt) for r in inputs),
+        inputs=tuple(Input(c.address, c.attempt, c.content) for c in inputs),
         weight_versions=tuple(sorted({int(v) for v in weight_versions})),
         seed=seed,
         config_hash=config_hash,
@@ -123,15 +148,39 @@ def provenance_here(
 class Ledger:
     """Owns no handle and caches nothing: every call asks the filesystem, so all processes see the same ledger."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, durability: Durability = files.DEFAULT) -> None:
         """`url`: the ledger's directory (a run's `ledger/`), a path or any fsspec URL."""
         self.url = url
-        self._root = files.open_root(url)
+        self._root = files.open_root(url, durability)
 
     def find(self, address: Address) -> Commit | None:
-        """The commit at an address, or None. Raises StoreError for a file that is not a commit record."""
+        """The commit at an address, or None. Raises DamagedCommit, naming the file, for what is not the record that was
+        written."""
         data = files.read(self._root, _key(address))
-        return None if data is None else decode(data, f"commit record of {address} in {self.url}")
+        if data is None:
+            return None
+        where = self._root.at(_key(address))
+        commit = decode(data, where)
+        if commit.address != address:
+            raise DamagedCommit(f"{where}: holds the commit record of {commit.address}")
+        return commit
+
+    def await_seen(self, address: Address) -> Commit | None:
+        """`find` for an address where there should be a commit: one that this host does not see yet is waited for
+        (`Durability.unseen_s`)."""
+
+        def look() -> Commit | None:
+            files.look_again(self._root, _key(address))
+            return self.find(address)
+
+        return self.find(address) or until_seen(look, self._root.durability.unseen_s)
+
+    def get(self, address: Address) -> Commit:
+        """`await_seen` for an address where there must be a commit. Raises MissingOutput, and what `find` does."""
+        found = self.await_seen(address)
+        if found is None:
+            raise MissingOutput(f"nothing is committed at {address} (looked for {self._root.at(_key(address))})")
+        return found
 
     def commit(self, commit: Commit) -> Commit:
         """Makes an output exist. Returns the winner: `commit`, or the one that was there first, in which case the
@@ -146,13 +195,34 @@ class Ledger:
 
     def list(self, stage: str | None = None) -> Commits:
         """All commits, or one stage's, ordered by (stage, step, shard)."""
-        found = []
-        for key in files.keys(self._root):
-            match = _KEY.fullmatch(key)
-            if match and stage in (None, match["stage"]):
-                found.append(Address(match["stage"], int(match["step"]), int(match["shard"])))
-        commits = [self.find(address) for address in sorted(found)]
+        commits = [self.find(address) for address in self.addresses(stage)]
         return [commit for commit in commits if commit is not None]
+
+    def addresses(self, stage: str | None = None) -> Addresses:
+        """Where there are records, sound or not, in the order of `list`."""
+        matches = [_KEY.fullmatch(key) for key in files.keys(self._root)]
+        found = [Address(m["stage"], int(m["step"]), int(m["shard"])) for m in matches if m]
+        return sorted(address for address in found if stage in (None, address.stage))
+
+    def strangers(self) -> Keys:
+        """Keys of files in the ledger's directory that are not in a record's place."""
+        return [key for key in files.keys(self._root) if not _KEY.fullmatch(key)]
+
+    def set_aside(self, address: Address, url: str) -> str:
+        """Moves the record at an address, whatever it is, to a name of its own below the directory `url`, so that the
+        address has no commit; returns its new place. For a driver while no worker is there."""
+        aside = files.open_root(url, self._root.durability)
+        key = f"{_key(address)}.{uuid.uuid4().hex[:8]}"
+        data = files.read(self._root, _key(address))
+        if data is not None:
+            files.write(aside, key, data)
+            files.remove(self._root, _key(address))
+        return aside.at(key)
+
+    def tidy(self) -> int:
+        """Removes what processes that died over a commit left; returns how many files. For a driver while no worker is
+        there."""
+        return files.remove_temporaries(self._root)
 
 
 def encode(commit: Commit) -> bytes:
@@ -160,25 +230,36 @@ def encode(commit: Commit) -> bytes:
     document = {"format": FORMAT, **dataclasses.asdict(commit)}
     document["metrics"] = {name: _write_float(value) for name, value in commit.metrics.items()}
     try:
-        return (json.dumps(document, indent=1, allow_nan=False) + "\n").encode()
+        body = json.dumps(document, indent=1, allow_nan=False).removesuffix("\n}").encode()
     except (TypeError, ValueError) as error:
         raise ValueError(f"commit of {commit.address} cannot be written as JSON: {error}") from error
+    return body + _CHECKSUM % _sum(body).encode()
 
 
 def decode(data: bytes, where: str = "commit record") -> Commit:
-    """The inverse of `encode`. Raises StoreError, naming `where`, for another format or unknown or missing fields."""
+    """The inverse of `encode`.
+
+    Raises:
+        DamagedCommit: naming `where`; not JSON, or not what was written.
+        StoreError: naming `where`; of another format, or with unknown or missing fields.
+    """
+    body, found = data[: -len(_CHECKSUM % _NO_SUM)], data[-len(_CHECKSUM % _NO_SUM) :]
+    whole = found == _CHECKSUM % _sum(body).encode()
     try:
         document = json.loads(data)
     except ValueError as error:
-        raise StoreError(f"{where}: not JSON ({error})") from error
-    if not isinstance(document, dict) or document.get("format") != FORMAT:
-        given = document.get("format") if isinstance(document, dict) else type(document).__name__
-        raise StoreError(f"{where}: format {given!r}, this version reads {FORMAT}")
+        raise DamagedCommit(f"{where}: is not what was written (not JSON: {error})") from error
+    other = document.get("format") if isinstance(document, dict) else None
+    if other != FORMAT and (whole or (other is not None and b"checksum" not in data)):  # one before 2 has no checksum
+        raise StoreError(f"{where}: format {other!r}, this version reads {FORMAT}")
+    if not whole:
+        raise DamagedCommit(f"{where}: is not what was written (its bytes do not have its checksum)")
+    del document["checksum"]
     del document["format"]
     fields = _checked(Commit, document, where)
     provenance = _checked(Provenance, fields["provenance"], f"{where}: provenance")
     provenance["inputs"] = tuple(
-        Input(Address(**_checked(Address, one["address"], f"{where}: input")), one["attempt"])
+        Input(**(one | {"address": Address(**_checked(Address, one["address"], f"{where}: input"))}))
         for one in (_checked(Input, item, f"{where}: inputs") for item in provenance["inputs"])
     )
     provenance["weight_versions"] = tuple(provenance["weight_versions"])
@@ -194,6 +275,11 @@ def decode(data: bytes, where: str = "commit record") -> Commit:
 
 def _key(address: Address) -> str:
     return f"{address}.json"
+
+
+def _sum(data: bytes) -> str:
+    """32 hexadecimal digits of the SHA-256: it tells damage, not forgery."""
+    return hashlib.sha256(data).hexdigest()[:32]
 
 
 def _write_float(value: float) -> float | str:

@@ -10,10 +10,10 @@ Writing is a write-ahead log of files (law 2):
                                                  └──lost──► discard the attempt's files
 
 A process that dies before the commit leaves files nobody looks at; one that dies after it leaves files that the commit
-names, so `read` finds them there and `recover` moves them. No array file is ever opened for writing in place, and a
-shard of an array is written by one attempt only. Zarr itself would answer a missing shard with fill values: `read`
-raises instead, and checks the CRC-32 of every array against the commit. Plain readers see the fill value (NaN, -1,
-False) where nothing is committed yet.
+names, so `read` finds them there and `recover` moves them: when a gang was lost, when a driver begins, when it ends.
+No array file is ever opened for writing in place, and a shard of an array is written by one attempt only. Zarr itself
+would answer a missing shard with fill values: `read` raises instead, and checks the CRC-32 of every array against the
+commit. Plain readers see the fill value (NaN, -1, False) where nothing is committed yet.
 
 One record kind is written by one stage: all stages of a step share a group, and fields are named by the records.
 
@@ -39,6 +39,7 @@ from zarr.storage import MemoryStore
 
 from storage import files
 from storage.address import Address
+from storage.config import Durability
 from storage.errors import MissingOutput, StoreError
 from storage.ledger import ArrayInfo, Commit, Ledger, Provenance, new_attempt
 from storage.recent import RecentRecords
@@ -109,10 +110,18 @@ class _Template:
 class RolloutStore:
     """Owns this process's encoders (not picklable: each process makes its own store); threads may share it."""
 
-    def __init__(self, url: str, ledger: Ledger, layouts: Layouts, *, recent_bytes: int = 0) -> None:
+    def __init__(
+        self,
+        url: str,
+        ledger: Ledger,
+        layouts: Layouts,
+        *,
+        recent_bytes: int = 0,
+        durability: Durability = files.DEFAULT,
+    ) -> None:
         """`url`: the run's directory, a path or any fsspec URL; `rollouts.zarr/` and `attempts/` are made inside it.
         `recent_bytes`: of the records read or written last that are kept, and then shared by all who read them."""
-        run = files.open_root(url)
+        run = files.open_root(url, durability)
         self._data = run.below("rollouts.zarr")
         self._attempts = run.below("attempts")
         self._run = run
@@ -217,30 +226,36 @@ class RolloutStore:
             files.move(self._run, f"attempts/{source}/{key}", f"rollouts.zarr/{group}/{key}")
         files.remove_tree(self._attempts, source)
 
-    def recover(self) -> int:
-        """Finishes what dead processes left: settles committed attempts, discards those that lost. Attempts whose
-        address has no commit stay, since their process may be alive and about to commit. Returns how many it settled.
-        """
+    def recover(self, *, discard: bool = True) -> int:
+        """Finishes what dead processes left: settles committed attempts, discards those that lost (unless `discard` is
+        off: their processes may be alive, and would miss their files). Attempts whose address has no commit stay, since
+        their process may be about to commit. Returns how many it settled. Raises DamagedCommit."""
         settled = 0
-        for directory in sorted({key.split("/", 1)[0] for key in files.keys(self._attempts)}):
-            match = _ATTEMPT.fullmatch(directory)
-            if match is None:
-                continue
-            address = Address(match["stage"], int(match["step"]), int(match["shard"]))
+        for address, attempt in self.attempts():
             commit = self._ledger.find(address)
-            if commit is not None and commit.attempt == match["attempt"]:
+            if commit is not None and commit.attempt == attempt:
                 self.settle(commit)
                 settled += 1
-            elif commit is not None:
-                self._discard(address, match["attempt"])
+            elif commit is not None and discard:
+                self._discard(address, attempt)
         return settled
+
+    def attempts(self) -> list[tuple[Address, str]]:
+        """Attempts that have files which are not in their place: under way, or of processes that died."""
+        directories = sorted({key.split("/", 1)[0] for key in files.keys(self._attempts)})
+        matches = filter(None, map(_ATTEMPT.fullmatch, directories))
+        return [(Address(m["stage"], int(m["step"]), int(m["shard"])), m["attempt"]) for m in matches]
+
+    def close_books(self) -> None:
+        """For a driver at the end, when every node has its commit and no worker is there: all that is committed is in
+        its place, and nothing else is left of any attempt."""
+        self.recover()
+        files.remove_tree(self._run, "attempts")
 
     def read(self, address: Address) -> Any:
         """The committed record, of the type that was written. Raises MissingOutput where nothing is committed, and
         StoreError, naming array and address, where an array is missing or is not what was committed."""
-        commit = self._ledger.find(address)
-        if commit is None:
-            raise MissingOutput(f"nothing is committed at {address}")
+        commit = self._ledger.get(address)
         if commit.kind is None:
             raise MissingOutput(f"{address} was committed without arrays")
         kept = self._recent.get((address, commit.attempt))
@@ -266,6 +281,23 @@ class RolloutStore:
         record = RECORD_TYPES[commit.kind](**arrays)
         self._recent.put((address, commit.attempt), record)
         return record
+
+    def plain_faults(self, commit: Commit) -> Iterator[str]:
+        """Which committed arrays a plain Zarr reader does not see as they were committed."""
+        layout, group = self._layout(commit.address), _group(commit.address)
+        shards = _shards(layout, commit.address, commit.rows) if commit.arrays else range(0)
+        rows = slice(shards.start * layout.rows_per_shard, shards.stop * layout.rows_per_shard)
+        options = {} if self._data.fs is None else {"storage_options": self._data.fs.storage_options}
+        for name, info in commit.arrays.items():
+            where = f"array {name} of {commit.address}"
+            try:
+                array = zarr.open_array(f"{self.url}/{group}/{name}", mode="r", **options)
+                crc32 = zlib.crc32(np.ascontiguousarray(array[rows]).data)
+            except (OSError, ValueError, RuntimeError, KeyError) as error:
+                yield f"{where}: plain Zarr cannot read it ({type(error).__name__}: {error})"
+                continue
+            if crc32 != info.crc32 or array.dtype.name != info.dtype:
+                yield f"{where}: plain Zarr sees other numbers than the committed ones (CRC-32 {crc32:08x})"
 
     def read_step(self, stage: str, step: int, num_shards: int) -> Any:
         """The records of shards 0..num_shards-1, joined along the rows."""

@@ -37,7 +37,7 @@ from typing import IO
 import numpy as np
 import xxhash
 
-from storage.errors import MissingOutput, StoreError
+from storage.errors import DamagedWeights, MissingOutput, StoreError
 from storage.processes import process_alive
 
 FORMAT = 2
@@ -107,10 +107,13 @@ class WeightLease:
         self._lease = lease
 
     def verify(self) -> None:
-        """Reads every byte. Raises StoreError, naming the tensor, where a sum is not the manifest's."""
+        """Reads every byte. Raises DamagedWeights, naming tensor and file, where a sum is not the manifest's."""
         for info in self.manifest.tensors:
             if xxhash.xxh3_64_intdigest(_bytes(self.tensors[info.name])) != info.xxh3:
-                raise StoreError(f"weights v{self.manifest.version}: {info.name} is not what was published")
+                file = self._lease.with_name(self.manifest.file)
+                raise DamagedWeights(
+                    f"weights v{self.manifest.version}: {info.name} is not what was published ({file})"
+                )
 
     def close(self) -> None:
         self.tensors = {}

@@ -11,6 +11,8 @@ from pipeline.config.paths import RunPaths
 from pipeline.config.run import RunConfig
 from pipeline.driver.context import StageFailed
 from pipeline.driver.run import run
+from storage.errors import StoreRefused
+from storage.retries import REFUSING, TRANSIENT, refusal
 
 
 def command(options: argparse.Namespace) -> int:
@@ -25,6 +27,13 @@ def execute(config: RunConfig, *, resume: bool) -> int:
     except KeyboardInterrupt:
         print_line(f"interrupted; {_how_to_go_on(paths)}")
         return INTERRUPTED
+    except StoreRefused as error:
+        return complain("failed", f"{error}. {_how_to_go_on(paths)}", STAGE_FAILED)
+    except OSError as error:
+        if error.errno not in REFUSING | TRANSIENT:
+            raise
+        said = refusal(error, str(error.filename or paths.root))
+        return complain("failed", f"{said}. {_how_to_go_on(paths)}", STAGE_FAILED)
     except StageFailed as error:
         where = f"What its worker printed is in {paths.logs}; {_how_to_go_on(paths)}"
         return complain("failed", f"{error}. {where}", STAGE_FAILED)

@@ -1,97 +1,166 @@
-"""`stageline check RUN`: is a run's directory what its ledger says? Every array's CRC, every commit's lineage, the
-staleness of every row, every byte of the checkpoints."""
+"""`stageline check RUN`: what is proven of a finished or dead run from what it wrote down, with counts.
+
+Each proof is a function of the run that looks at everything of one kind and names every problem. A run that died is
+held to the same, as far as it came. May import everything below.
+"""
 
 from __future__ import annotations
 
-import sys
+import zipfile
 from collections import Counter
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from pipeline.cli.proofs import (
+    Evidence,
+    RowsFound,
+    checkpoints_proof,
+    commits_proof,
+    lineage_proof,
+    plain_readers_proof,
+    rows_found,
+    rows_proof,
+    staleness_proof,
+    updates_proof,
+    weights_proof,
+)
 from pipeline.config.paths import RunPaths
 from pipeline.config.run import RunConfig
 from pipeline.driver.results import open_history
-from stages.models.protocol import Role
+from pipeline.graph.graph import run_nodes
+from pipeline.observe.history import History
+from stages.prompts import PromptTable
+from storage import files
 from storage.address import Address
-from storage.checkpoints import Checkpoints
 from storage.errors import StoreError
 from storage.ledger import Commit
 from storage.records import Rollout
 
 
 @dataclass(frozen=True)
+class Proof:
+    """What was looked at, how much of it there was, and what is wrong with it."""
+
+    claim: str
+    counted: str
+    faults: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class Verification:
-    """What was looked at, and what is wrong with it."""
+    """All proofs of a run, and what is no fault but should be known."""
 
     commits: Counter[str]
     """By stage."""
-    faults: list[str]
+    proofs: tuple[Proof, ...]
+    notes: tuple[str, ...]
+    nodes: int
+    """Of the whole run."""
+
+    @property
+    def faults(self) -> list[str]:
+        return [fault for proof in self.proofs for fault in proof.faults]
 
     @property
     def sound(self) -> bool:
         return not self.faults
 
     def render(self) -> RenderableType:
-        table = Table(title="commits by stage", title_justify="left")
-        table.add_column("stage")
-        table.add_column("commits", justify="right")
+        stages = Table(title="commits by stage", title_justify="left")
+        stages.add_column("stage")
+        stages.add_column("commits", justify="right")
         for stage, number in self.commits.items():
-            table.add_row(stage, str(number))
-        verdict = "sound: every array and checkpoint has its CRC, every input its commit, every row its bound"
-        return Group(table, Text(verdict) if self.sound else Text("\n".join(self.faults)))
+            stages.add_row(stage, str(number))
+        proofs = Table(title="proven", title_justify="left")
+        proofs.add_column("")
+        proofs.add_column("claim")
+        proofs.add_column("of")
+        for proof in self.proofs:
+            proofs.add_row("NO" if proof.faults else "yes", proof.claim, proof.counted)
+        done = sum(self.commits.values())
+        came = "all of them" if done >= self.nodes else "the run has not come to its end"
+        lines = [f"{done} of {self.nodes} nodes have their commit: {came}", *self.notes]
+        lines += [f"PROBLEM {fault}" for fault in self.faults]
+        lines.append("sound" if self.sound else f"NOT sound: {len(self.faults)} problems")
+        return Group(stages, proofs, Text("\n".join(lines)))
 
 
 def verify_run(config: RunConfig) -> Verification:
-    """Reads everything a run has committed, and its checkpoints."""
-    history = open_history(config)
-    commits = history.ledger.list()
-    attempts = {commit.address: commit.attempt for commit in commits}
+    """Reads everything a run has committed, twice (as Stageline does and as any Zarr reader does), and its
+    checkpoints."""
+    history, paths = open_history(config), RunPaths(config.run_dir)
+    damaged: list[str] = []
+    commits: list[Commit] = []
+    for address in history.ledger.addresses():
+        try:
+            commit = history.ledger.find(address)
+        except StoreError as error:
+            damaged.append(str(error))
+            continue
+        commits += [commit] if commit is not None else []
+    arrays_faults, rows = _read_arrays(config, history, commits)
+    nodes = {node.address: node for node in run_nodes(config.graph())}
+    evidence = Evidence(config, paths, history, nodes, {commit.address: commit for commit in commits}, rows)
+    num_arrays = sum(len(commit.arrays) for commit in commits)
+    num_files = len(commits) + len(damaged)
+    proofs = [
+        Proof("every commit record is what was written, by its checksum", f"{num_files} records", tuple(damaged)),
+        Proof("every array is what was committed, by its CRC-32", f"{num_arrays} arrays", tuple(arrays_faults)),
+    ]
+    for claim, proof in PROOFS.items():
+        counted, faults = proof(evidence)
+        proofs.append(Proof(claim, counted, tuple(faults)))
+    notes = tuple(_notes(evidence))
+    return Verification(Counter(c.address.stage for c in commits), tuple(proofs), notes, len(nodes))
+
+
+PROOFS: dict[str, Callable[[Evidence], tuple[str, list[str]]]] = {
+    "plain Zarr sees every committed array": plain_readers_proof,
+    "every commit is of the run's graph, and none is there twice": commits_proof,
+    "every update is committed once, none is left out": updates_proof,
+    "every row of every step is the prompt that the schedule says, once": rows_proof,
+    "every sampled token is within the staleness bound": staleness_proof,
+    "every output was made from the committed inputs that the graph says": lineage_proof,
+    "every version of the weights goes back to version 0, update by update": weights_proof,
+    "every checkpoint is what was saved, of the version that was committed": checkpoints_proof,
+}
+"""Claim -> what looks at it: (what was counted, every problem by name)."""
+
+
+def _read_arrays(
+    config: RunConfig, history: History, commits: list[Commit]
+) -> tuple[list[str], dict[Address, RowsFound]]:
+    """Everything that has arrays, read as stages read it: what is wrong, and what the rollouts' rows are like."""
     faults: list[str] = []
+    rows: dict[Address, RowsFound] = {}
+    table: PromptTable | None = None
+    try:
+        table = PromptTable.load(RunPaths(config.run_dir).prompts)
+    except (OSError, ValueError, KeyError, zipfile.BadZipFile) as error:
+        faults.append(f"{RunPaths(config.run_dir).prompts}: cannot be read ({type(error).__name__}: {error})")
     for commit in commits:
-        faults += _lineage_faults(commit, attempts)
         if commit.kind is None:
             continue
         try:
             record = history.store.read(commit.address)
-        except StoreError as error:
+        except (StoreError, ValueError) as error:
             faults.append(str(error))
             continue
-        if commit.address.stage == "generate" and isinstance(record, Rollout):
-            faults += _staleness_faults(config, commit.address, record)
-    faults += _checkpoint_faults(Checkpoints(RunPaths(config.run_dir).checkpoints))
-    for stage in ("update_policy", "update_critic"):
-        steps = sorted(c.address.step for c in commits if c.address.stage == stage)
-        if steps != list(range(len(steps))):
-            faults.append(f"{stage}: committed steps {steps} have a gap")
-    return Verification(Counter(c.address.stage for c in commits), faults)
+        if isinstance(record, Rollout):
+            rows[commit.address] = rows_found(config, table, commit, record)
+    return faults, rows
 
 
-def _checkpoint_faults(checkpoints: Checkpoints) -> list[str]:
-    """A run goes on without one that is damaged, from the one before it."""
-    faults = []
-    for role in (Role.POLICY, Role.CRITIC):
-        for version in checkpoints.newest_first(role, at_most=sys.maxsize):
-            try:
-                checkpoints.verify(role, version)
-            except StoreError as error:
-                faults.append(f"checkpoint v{version} of the {role}: {error}")
-    return faults
-
-
-def _lineage_faults(commit: Commit, attempts: dict[Address, str]) -> list[str]:
-    return [
-        f"{commit.address}: made from {i.address} ({i.attempt}), committed is {attempts.get(i.address, 'nothing')}"
-        for i in commit.provenance.inputs
-        if attempts.get(i.address) != i.attempt
-    ]
-
-
-def _staleness_faults(config: RunConfig, address: Address, rollout: Rollout) -> list[str]:
-    sampled = rollout.token_versions[rollout.response_mask]
-    oldest, newest = int(sampled.min()), int(sampled.max())
-    if address.step - config.staleness <= oldest and newest <= address.step:
-        return []
-    return [f"{address}: versions {oldest} to {newest} break the bound {config.staleness} of step {address.step}"]
+def _notes(evidence: Evidence) -> Iterator[str]:
+    """What a person may want to know, and is no fault."""
+    left = evidence.history.store.attempts()
+    if left:
+        names = ", ".join(f"{address} ({attempt})" for address, attempt in left[:3])
+        yield f"{len(left)} attempts have files in attempts/, under way or of processes that died: {names}"
+    aside = list(files.keys(files.open_root(str(evidence.paths.damaged))))
+    if aside:
+        yield f"{len(aside)} damaged commit records were set aside in {evidence.paths.damaged}"

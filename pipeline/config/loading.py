@@ -141,7 +141,7 @@ def config_hash(config: RunConfig) -> str:
     run is called, where it keeps its files, how it shows itself and how long it waits are left out, and `steps` too
     where the learning rates do not depend on it: such a run may be prolonged."""
     content: Any = OmegaConf.to_container(OmegaConf.structured(config))
-    for key in ("name", "runs_dir", "tracking", "cluster", "export", "checkpoint"):
+    for key in ("name", "runs_dir", "tracking", "cluster", "export", "checkpoint", "storage"):
         del content[key]
     del content["placement"]["share_devices"]
     for gang in content["placement"]["gangs"].values():

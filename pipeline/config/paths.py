@@ -26,6 +26,11 @@ class RunPaths:
         return self.root / "ledger"
 
     @property
+    def damaged(self) -> Path:
+        """Commit records that were not what had been written, moved here when the run was resumed."""
+        return self.root / "damaged"
+
+    @property
     def rollouts(self) -> Path:
         return self.root / "rollouts.zarr"
 

@@ -27,7 +27,7 @@ from stages.models.protocol import Role
 from stages.models.sampling import SamplingConfig, sampling_problems
 from stages.ppo.config import PPOConfig, ppo_problems, resolve_proximal
 from stages.rewards.protocol import RewardConfig
-from storage.config import PromptsConfig, prompts_problems
+from storage.config import PromptsConfig, StorageConfig, prompts_problems, storage_problems
 from storage.problems import Problem, at_least, divides
 from storage.rollouts import Layout, Layouts
 
@@ -56,6 +56,7 @@ class RunConfig:
     export: ExportConfig = field(default_factory=ExportConfig)
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
+    storage: StorageConfig = field(default_factory=StorageConfig)
 
     # ---- what follows from it ------------------------------------------------------------------------------------
 
@@ -146,6 +147,7 @@ def run_problems(config: RunConfig) -> Iterator[Problem]:
         *export_problems(config.export),
         *tracking_problems(config.tracking),
         *cluster_problems(config.cluster),
+        *storage_problems(config.storage),
     ]
     yield from alone or _problems_across(config)
 

@@ -98,10 +98,13 @@ class Executor:
         journal: Journal,
         settings: ExecutorSettings,
         on_done: Callable[[Node, Outcome], None],
+        on_replaced: Callable[[], None] = lambda: None,
     ) -> None:
-        """`on_done(node, outcome)` is called when a node has its commit, with rank 0's outcome."""
+        """`on_done(node, outcome)` is called when a node has its commit, with rank 0's outcome; `on_replaced()` when a
+        worker's process was lost, and the next one is built."""
         self._client = client
         self._dispatch = dispatch
+        self._on_replaced = on_replaced
         self._notices: queue.SimpleQueue[_Notice] = queue.SimpleQueue()
         self._longest_wait_s = min(1.0, settings.deadline_s / 4)
         self._looked = time.monotonic()
@@ -148,6 +151,8 @@ class Executor:
                 case _Ended(future, worker):
                     if self._supervision.build_ended(worker, future):
                         self._weights.worker_built(worker)
+                        if self._supervision.spec(worker).incarnation:
+                            self._on_replaced()
                 case _Removed(process):
                     self._supervision.process_ended(process)
                 case _RowsReported(report):

@@ -34,8 +34,9 @@ from storage.rollouts import RolloutStore
 def open_history(config: RunConfig) -> History:
     """The ledger and store of a run's directory."""
     paths = RunPaths(config.run_dir)
-    ledger = Ledger(str(paths.ledger))
-    store = RolloutStore(str(paths.root), ledger, config.layouts())
+    durability = config.storage.durability()
+    ledger = Ledger(str(paths.ledger), durability)
+    store = RolloutStore(str(paths.root), ledger, config.layouts(), durability=durability)
     return History(config.graph(), ledger, store, config.rollout.rows)
 
 

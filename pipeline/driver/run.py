@@ -25,6 +25,7 @@ from pipeline.config.run import RunConfig
 from pipeline.driver.cluster import LocalWorkers
 from pipeline.driver.context import ExecutorSettings
 from pipeline.driver.executor import Executor
+from pipeline.driver.integrity import Mended, UnreadVersions, books_closed, check_made_again, mend
 from pipeline.driver.results import conclude, conclude_despite_error, open_history, open_tracker, where_results_are
 from pipeline.driver.session import interruptible, only_driver, published_weights, worker_processes
 from pipeline.graph.dispatch import Dispatch
@@ -69,7 +70,8 @@ def run(config: RunConfig, console: Console, *, resume: bool = False) -> RunResu
     gc.freeze()  # tokenizer and prompts live to the end: looking through them again and again stalls the loop by 0.2 s
     with only_driver(paths), interruptible():
         history = _prepare(config, checked, resume=resume)
-        summary = _run_and_conclude(config, history, console, decode, resume=resume)
+        mended = mend(history, paths)
+        summary = _run_and_conclude(config, history, mended, console, decode, resume=resume)
     shown = response_pairs(history, decode)[:SHOWN_RESPONSES]
     console.print(end_of_run(summary, shown, where_results_are(config)))
     return RunResult(summary, paths)
@@ -82,20 +84,20 @@ def _prepare(config: RunConfig, checked: Preflight, *, resume: bool) -> History:
         directory.mkdir(exist_ok=True)
     if not (resume and paths.prompts.exists()):
         checked.prompts.save(paths.prompts)
-    files.write(files.open_root(str(paths.root)), paths.config.name, to_yaml(config).encode())
-    history = open_history(config)
-    history.store.recover()
-    return history
+    root = files.open_root(str(paths.root), config.storage.durability())
+    files.write(root, paths.config.name, to_yaml(config).encode())
+    return open_history(config)
 
 
 def _run_and_conclude(
-    config: RunConfig, history: History, console: Console, decode: Decode, *, resume: bool
+    config: RunConfig, history: History, mended: Mended, console: Console, decode: Decode, *, resume: bool
 ) -> Summary:
     """Whatever ends the run, its summary and its tracking say how far it came."""
     tracker = open_tracker(config)
     status: RunStatus = "KILLED"
     try:
-        _run(config, history, console, tracker, resume=resume)
+        with books_closed(history):
+            _run(config, history, mended, console, tracker, resume=resume)
         status = "FINISHED"
     except Exception:
         status = "FAILED"
@@ -106,7 +108,9 @@ def _run_and_conclude(
     return conclude(config, history, tracker, status, decode)
 
 
-def _run(config: RunConfig, history: History, console: Console, tracker: Tracker, *, resume: bool) -> None:
+def _run(
+    config: RunConfig, history: History, mended: Mended, console: Console, tracker: Tracker, *, resume: bool
+) -> None:
     """Starts the workers, runs the graph, and ends the workers."""
     paths = RunPaths(config.run_dir)
     tracked = _catch_up(history, tracker, run_starts(paths.events))
@@ -121,7 +125,9 @@ def _run(config: RunConfig, history: History, console: Console, tracker: Tracker
         with progress, Journal(paths.events, progress.event) as journal:
             begun = "resume" if resume else "start"
             journal.now(EventKind.RUN_STARTED, detail=f"{begun}, ppo.proximal={config.ppo.proximal}")
-            _Driver(config, history, board, workers, journal, progress, tracker, tracked).run()
+            for warning in mended.warnings:
+                journal.now(EventKind.WARNED, detail=warning)
+            _Driver(config, history, mended, board, workers, journal, progress, tracker, tracked).run()
             journal.now(EventKind.RUN_FINISHED)
 
 
@@ -169,6 +175,7 @@ class _Driver:
         self,
         config: RunConfig,
         history: History,
+        mended: Mended,
         board: WeightBoard,
         workers: LocalWorkers,
         journal: Journal,
@@ -178,7 +185,8 @@ class _Driver:
     ) -> None:
         """`tracked`: steps whose metrics the tracker has."""
         self._history = history
-        self._board = board
+        self._mended = mended
+        self._unread = UnreadVersions(board)
         self._journal = journal
         self._progress = progress
         self._tracker = tracker
@@ -190,7 +198,13 @@ class _Driver:
         self._gang_of = {role: gang.name for gang in config.gangs() for role in gang.roles}
         dispatch = Dispatch(config.gangs())
         self._executor = Executor(
-            workers.client, config.gangs(), dispatch, journal, _executor_settings(config), self._node_done
+            workers.client,
+            config.gangs(),
+            dispatch,
+            journal,
+            _executor_settings(config),
+            self._node_done,
+            self._worker_replaced,
         )
         self._flow = Flow(
             self._graph,
@@ -212,6 +226,7 @@ class _Driver:
     def _node_done(self, node: Node, outcome: Outcome) -> None:
         """A node has its commit: what it completes is reported, and the window may advance."""
         address = node.address
+        check_made_again(self._history, self._mended, address)
         self._outcomes[address] = outcome
         if address.stage in ("update_policy", "update_critic", "publish"):
             self._report_step(address.step - (address.stage == "publish"))
@@ -263,5 +278,11 @@ class _Driver:
 
     def _version_unread(self, version: int) -> None:
         """Every reader of a version of the weights is done."""
-        self._board.release(version)
+        self._unread.release(version)
         self._executor.release_weights(version)
+
+    def _worker_replaced(self) -> None:
+        """A process that was lost is dead, and another is up: what it had committed is put in its place, what it read
+        may be released."""
+        self._unread.retry()
+        self._history.store.recover(discard=False)

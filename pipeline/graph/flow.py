@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 from pipeline.graph.dispatch import Dispatch
-from pipeline.graph.graph import GraphSpec, Node, step_nodes, weight_readers, window
+from pipeline.graph.graph import GraphSpec, Node, after_reopened, reopened, step_nodes, weight_readers, window
 from storage.address import Address
 
 
@@ -40,12 +40,16 @@ class Flow:
         self._step_of: dict[Address, int] = {}
         self._updated = 0
         self._next = 0
+        self._reopened: set[Address] = set()
+        """Without a commit, though an update that read them has one: a trainer that goes back needs them."""
         self._readers: dict[int, set[Address]] = {}
 
     def advance(self) -> None:
         """Admits every step that the window reaches."""
         while self._next < min(self._spec.steps, self._updated + window(self._spec)):
             step, nodes = self._next, step_nodes(self._spec, self._next)
+            self._reopened |= reopened(nodes, self._committed)
+            nodes = [after_reopened(node, self._reopened) for node in nodes]
             self._next += 1
             done = [node for node in nodes if self._is_committed(node)]
             self._dispatch.admit(nodes, [node.address for node in done])
@@ -62,6 +66,7 @@ class Flow:
     def done(self, node: Node) -> None:
         """A node has its commit."""
         step = self._step_of.pop(node.address)
+        self._reopened.discard(node.address)
         if node.stage == "update_policy":
             self._updated = max(self._updated, node.address.step + 1)
         if node.stage in ("generate", "evaluate", "canary"):

@@ -26,8 +26,8 @@ May import the standard library, `stages.models.protocol.Role` and `storage.addr
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Set
+from dataclasses import dataclass, replace
 
 from stages.models.protocol import Role
 from storage.address import Address
@@ -187,6 +187,57 @@ def step_nodes(spec: GraphSpec, step: int) -> list[Node]:
     if evaluated(spec, i + 1):
         nodes += evaluate_nodes(spec, i + 1)
     return nodes
+
+
+def made_from(address: Address, inputs: Iterable[Address], weight_versions: Iterable[int]) -> tuple[Address, ...]:
+    """Everything that an output was made from: the stored `inputs` of its node, the state that was handed on, and, for
+    each version of the weights that took part, what made that version: a publication where an engine read it, an update
+    where a trainer held it. Version 0 of a trainer is the config's model."""
+    found = list(inputs)
+    if address.stage == "advantage" and address.step:
+        found.append(Address("advantage", address.step - 1))
+    role = STAGE_ROLES[address.stage]
+    if role is Role.GENERATE:
+        found += [Address("publish", version) for version in weight_versions]
+    elif role in (Role.POLICY, Role.CRITIC):
+        stage = "update_policy" if role is Role.POLICY else "update_critic"
+        found += [Address(stage, version - 1) for version in weight_versions if version]
+    return tuple(found)
+
+
+_TRAINED_FROM = {
+    Role.POLICY: ("update_policy", ("generate", "reference", "logprob", "advantage", "update_policy")),
+    Role.CRITIC: ("update_critic", ("generate", "value", "advantage", "update_critic")),
+}
+"""By role: its update, and the stages that must have their commits before the update can run again."""
+
+
+def reopened(nodes: Iterable[Node], committed: Set[Address]) -> set[Address]:
+    """Of the nodes of one step: those that lost their commits after an update had read them."""
+    nodes = list(nodes)
+    return {
+        node.address
+        for update, needs in _TRAINED_FROM.values()
+        if any(node.stage == update and _updated(node, committed) for node in nodes)
+        for node in nodes
+        if node.stage in needs and node.address not in committed
+    }
+
+
+def _updated(update: Node, committed: Set[Address]) -> bool:
+    """Whether an update, or the one after it, is committed."""
+    after = Address(update.stage, update.address.step + 1)
+    return update.address in committed or after in committed
+
+
+def after_reopened(node: Node, missing: Iterable[Address]) -> Node:
+    """The node, behind those of the `missing` outputs that its model may have to be trained from again: updates in
+    between are committed, so nothing else would hold it back."""
+    if node.role not in _TRAINED_FROM:
+        return node
+    _, needs = _TRAINED_FROM[node.role]
+    waits = [a for a in missing if a.stage in needs and a.step < node.version and a not in node.parents]
+    return replace(node, parents=(*node.parents, *sorted(waits))) if waits else node
 
 
 def run_nodes(spec: GraphSpec) -> Iterator[Node]:

@@ -94,15 +94,17 @@ class History:
         return all(self.ledger.find(address) is not None for address in ends)
 
     def steps_done(self) -> list[int]:
-        """Steps whose two updates are committed."""
-        updates = ("update_policy", "update_critic")
-        done = [{c.address.step for c in self.ledger.list(stage)} for stage in updates]
-        return sorted(done[0] & done[1])
+        """Steps whose two updates are committed, and what a step's numbers are taken from (of a run that is resumed
+        some of it may be gone, and about to be made again)."""
+        stages = ("update_policy", "update_critic", "advantage")
+        updated, critic, rated = ({a.step for a in self.ledger.addresses(stage)} for stage in stages)
+        shards = Counter(address.step for address in self.ledger.addresses("generate"))
+        return sorted(s for s in updated & critic & rated if shards[s] == self.spec.shards)
 
     def evaluation(self, version: int) -> Evaluation | None:
         """Scores by prompt of a version, or None while some are missing."""
-        shards = range(self.spec.eval_shards)
-        if any(self.ledger.find(Address("evaluate_score", version, s)) is None for s in shards):
+        parts = [Address(e, version, s) for e in ("evaluate", "evaluate_score") for s in range(self.spec.eval_shards)]
+        if any(self.ledger.find(address) is None for address in parts):
             return None
         rollouts, scores = self.evaluated(version)
         by_prompt = {int(p): float(s) for p, s in zip(rollouts.prompt_index, scores.scores, strict=True)}
@@ -115,7 +117,7 @@ class History:
 
     def evaluations(self) -> list[Evaluation]:
         """All complete evaluations by version."""
-        versions = sorted({c.address.step for c in self.ledger.list("evaluate_score")})
+        versions = sorted({address.step for address in self.ledger.addresses("evaluate_score")})
         return [e for e in map(self.evaluation, versions) if e is not None]
 
 

@@ -21,7 +21,7 @@ from pipeline.config.cluster import collective_timeout_s
 from pipeline.config.loading import config_hash, load_yaml
 from pipeline.config.paths import RunPaths
 from pipeline.config.run import RunConfig
-from pipeline.graph.graph import STAGE_ROLES
+from pipeline.graph.graph import STAGE_ROLES, made_from
 from pipeline.workers.bookkeeping import Clock
 from pipeline.workers.messages import LONGEST_SILENCE_S, Call, WorkerSpec
 from pipeline.workers.replica_rows import ReplicaRows
@@ -117,10 +117,9 @@ class WorkerParts:
         return f"{call.attempt}-{self.spec.incarnation}-{threading.get_native_id()}"
 
     def provenance(self, call: Call, started: float, weight_versions: tuple[int, ...]) -> Provenance:
-        """What a commit says of how its output came about."""
-        commits = [self.ledger.find(address) for address in call.inputs]
+        """What a commit says of how its output came about. Raises MissingOutput where an input has no commit."""
         return provenance_here(
-            inputs=[commit for commit in commits if commit is not None],
+            inputs=[self.ledger.get(address) for address in made_from(call.address, call.inputs, weight_versions)],
             weight_versions=weight_versions,
             seed=self.config.seed,
             config_hash=self.config_hash,
@@ -146,14 +145,15 @@ def build_parts(spec: WorkerSpec, *, same_layout: bool) -> WorkerParts:
     config = load_yaml(spec.config_yaml)
     torch.set_num_threads(config.placement.gangs[spec.gang].threads)
     paths = RunPaths(config.run_dir)
-    ledger = Ledger(str(paths.ledger))
+    durability = config.storage.durability(unseen=True)
+    ledger = Ledger(str(paths.ledger), durability)
     parts = WorkerParts(
         spec=spec,
         config=config,
         config_hash=config_hash(config),
         paths=paths,
         ledger=ledger,
-        store=RolloutStore(str(paths.root), ledger, config.layouts(), recent_bytes=RECENT_BYTES),
+        store=RolloutStore(str(paths.root), ledger, config.layouts(), recent_bytes=RECENT_BYTES, durability=durability),
         board=WeightBoard(paths.board(config.weights_dir(spec.gang))),
     )
     # What a killed run left on this host; of weights that were published here, the driver judges.
@@ -209,6 +209,7 @@ def _build_host(config: RunConfig, spec: WorkerSpec, roles: frozenset[Role]) -> 
         seed=config.seed,
         total_steps=config.steps,
         offload=settings.offload,
+        fsync=config.storage.fsync,
     )
     return host
 
@@ -222,7 +223,7 @@ def _build_updates(parts: WorkerParts, host: ModelHost, same_layout: bool) -> Ex
         ranks=parts.spec.size,
         store=parts.store,
         ledger=parts.ledger,
-        checkpoints=Checkpoints(parts.paths.checkpoints),
+        checkpoints=Checkpoints(parts.paths.checkpoints, config.storage.durability()),
         shards=config.rollout.shards,
         recompute_logprobs=config.ppo.proximal == "recompute",
         checkpoint_every=config.checkpoint.every,

@@ -109,7 +109,7 @@ class ExactlyOnceUpdates:
         while host.version(role) < version:
             step = host.version(role)
             address = Address(UPDATE_STAGE[role], step)
-            commit = self.agree(partial(self._ledger.find, address))
+            commit = self.agree(partial(self._ledger.await_seen, address))
             if commit is None:
                 raise MissingOutput(f"{address} has no commit, so there is no version {version} of the {role}")
             self._train(role, step)
@@ -150,8 +150,7 @@ class ExactlyOnceUpdates:
         with self._bookkeeping():
             rollout = self._store.read_step("generate", step, self._shards)
             advantages: Advantages = self._store.read(address)
-            commit = self._ledger.find(address)
-        assert commit is not None  # read() raises where there is none
+            commit = self._ledger.get(address)
         if role is Role.CRITIC:
             with self._bookkeeping():
                 values = self._store.read_step("value", step, self._shards)
@@ -166,7 +165,7 @@ class ExactlyOnceUpdates:
             advantages=advantages,
             reference=reference,
             policy=policy,
-            kl_coef=commit.metrics["kl/coef"],
+            kl_coef=commit.state["step_kl_coef"],
         )
 
     def _verify(self, commit: Commit, digest: str) -> None:

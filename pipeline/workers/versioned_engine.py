@@ -59,7 +59,8 @@ class VersionedEngine:
     def at(self, version: int, clock: Clock, *, exact: bool = False) -> Iterator[GenerationEngine]:
         """The engine with the weights of `version` resident until the block ends, or until all rows that the block has
         in the engine have left it for other replicas. Where the engine updates in flight: of `version` or newer, and
-        they may change under way, unless the block needs them `exact`."""
+        they may change under way, unless the block needs them `exact`. Raises DamagedWeights, and the weights
+        stay as they were, where the version on the board is not what was published."""
         exact = exact or not self._in_flight
         if not self._serves(version, exact) and not self._board.has(version):
             with clock.bookkeeping():  # before its turn comes: the others need not wait for the transfer
@@ -81,6 +82,7 @@ class VersionedEngine:
         loaded = False
         try:
             with clock.bookkeeping(), self._board.open(version) as lease:
+                lease.verify()  # nothing is sampled from weights that are not those that were published
                 self._check_names(version, lease.tensors.keys())
                 self._engine.load_weights(version, _tensors(lease))
                 self._names = frozenset(lease.tensors)

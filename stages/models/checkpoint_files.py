@@ -66,10 +66,10 @@ def snapshot(state: Sequence[ShardedTensor], common: Mapping[str, Any], spent: S
 
 
 def write_snapshot(
-    taken: Snapshot, directory: Path, group: dist.ProcessGroup, threads: int
+    taken: Snapshot, directory: Path, group: dist.ProcessGroup, threads: int, *, fsync: bool = True
 ) -> dict[str, FileSum] | None:
     """Writes this rank's part into an existing, empty directory; returns once all ranks have. On rank 0 the sums of all
-    files by their names, None elsewhere.
+    files by their names, None elsewhere. `fsync`: they are on the disk then.
 
     Collective over `group`, of all ranks, which nothing else may use meanwhile. Raises, on every rank, torch's
     CheckpointException where a rank could not write, and OSError where one could not read what it wrote.
@@ -77,7 +77,7 @@ def write_snapshot(
     rank = dist.get_rank()
     tensors = mcore_to_pyt_state_dict({key: list(shards) for key, shards in taken.tensors.items()})
     planner = MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False)
-    writer = torch_checkpoint.FileSystemWriter(directory, thread_count=threads)
+    writer = torch_checkpoint.FileSystemWriter(directory, thread_count=threads, sync_files=fsync)
     torch_checkpoint.save(tensors, storage_writer=writer, planner=planner, process_group=group)
     own = sorted(directory.glob(f"__{rank}_*"))
     if rank == 0:
@@ -85,7 +85,7 @@ def write_snapshot(
         save_config(_FORMAT, str(directory))
         own = [file for file in directory.iterdir() if file in own or not file.name.startswith("__")]
     try:
-        sums: dict[str, FileSum] | str = {file.name: sum_file(file) for file in own}
+        sums: dict[str, FileSum] | str = {file.name: sum_file(file, fsync=fsync) for file in own}
     except OSError as error:
         sums = str(error)
     parts: list[Any] = [None] * dist.get_world_size(group)

@@ -71,9 +71,10 @@ class MegatronHost:
         seed: int,
         total_steps: int,
         offload: Offload = "none",
+        fsync: bool = True,
     ) -> None:
-        """Joins the gang and builds the roles placed on it; blocks until every rank has come. Raises ValueError, naming
-        the key, for settings that cannot work."""
+        """Joins the gang and builds the roles placed on it; blocks until every rank has come. `fsync`: what `save`
+        writes is on the disk when it is done. Raises ValueError, naming the key, for settings that cannot work."""
         if sampling.temperature <= 0:
             raise ValueError(f"sampling.temperature = {sampling.temperature}: training needs one above 0")
         spec = read_spec(model.path)
@@ -83,6 +84,7 @@ class MegatronHost:
             of_blocks = model if role is Role.CRITIC else replace(model, critic_blocks=None)
             parallel.check_layout(of_blocks, of_role, layout, rank.size)
         self._ppo = ppo
+        self._fsync = fsync
         self._seed = seed
         self._total_steps = total_steps
         self._distribution = _distribution(sampling, model, spec, layout)
@@ -210,7 +212,7 @@ class MegatronHost:
 
     def save(self, role: Role, directory: Path) -> Callable[[], dict[str, FileSum] | None]:
         taken = self._clean(role, whole=True).snapshot()
-        return partial(write_snapshot, taken, directory, self._writers, self._threads)
+        return partial(write_snapshot, taken, directory, self._writers, self._threads, fsync=self._fsync)
 
     def load(self, role: Role, directory: Path | None) -> None:
         trainer = self._trainer(role, whole=True)

@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
+import copy
+import hashlib
 import json
 import math
+import re
 import signal
 import uuid
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import fsspec
 import pytest
 
 from storage.address import Address, Ref
-from storage.errors import StoreError
-from storage.ledger import ArrayInfo, Commit, Input, Ledger, Provenance, decode, encode, new_attempt
+from storage.config import Durability
+from storage.errors import DamagedCommit, MissingOutput, StoreError
+from storage.ledger import ArrayInfo, Commit, Input, Ledger, Provenance, decode, encode, new_attempt, provenance_here
 from tests.support.processes import exit_status
 
 PROVENANCE = Provenance(
-    inputs=(Input(Address("publish", 11), "a0-00000001"),),
+    inputs=(Input(Address("publish", 11), "a0-00000001", "c0ffee"),),
     weight_versions=(10, 11),
     seed=7,
     config_hash="c0ffee",
@@ -64,7 +70,7 @@ class LedgerContract:
         Ledger(url).commit(replace(commit_at(Address("score", 12, 3)), metrics={"a": math.nan, "b": -math.inf}))
         with fsspec.open(f"{url}/score/step_000012/shard_0003.json") as stream:
             document = json.load(stream, parse_constant=lambda constant: pytest.fail(f"{constant} is not JSON"))
-        assert document["format"] == 1
+        assert document["format"] == 2
         assert document["metrics"] == {"a": "NaN", "b": "-Infinity"}
         found = Ledger(url).find(Address("score", 12, 3))
         assert found is not None
@@ -131,25 +137,144 @@ def test_a_ref_carries_what_the_driver_needs() -> None:
     assert commit.ref() == Ref(commit.address, commit.attempt, {"score": 0.1 + 0.2}, {"kl": {"coef": 0.05}})
 
 
+def rewritten(commit: Commit, *, but: Sequence[str] = (), **change: Any) -> bytes:
+    """A record as another version would write it: with a checksum that is right."""
+    document = json.loads(encode(commit)) | change
+    document = {key: value for key, value in document.items() if key not in ("checksum", *but)}
+    body = json.dumps(document, indent=1).removesuffix("\n}").encode()
+    checksum = hashlib.sha256(body).hexdigest()[:32].encode()
+    return body + b',\n "checksum": "' + checksum + b'"\n}\n'
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"format": 2}, "format 2"),
+        ({"format": 3}, "format 3"),
         ({"surprise": 1}, r"unknown \['surprise'\]"),
         ({"address": {"stage": "score", "step": 0}}, r"missing \['shard'\]"),
     ],
 )
 def test_other_formats_and_fields_are_refused(change: dict[str, object], message: str) -> None:
-    document = json.loads(encode(commit_at(Address("score", 0)))) | change
     with pytest.raises(StoreError, match=message):
-        decode(json.dumps(document).encode())
+        decode(rewritten(commit_at(Address("score", 0)), **change))
 
 
 def test_a_missing_field_is_refused() -> None:
-    document = json.loads(encode(commit_at(Address("score", 0))))
-    del document["digest"]
     with pytest.raises(StoreError, match=r"missing \['digest'\]"):
-        decode(json.dumps(document).encode())
+        decode(rewritten(commit_at(Address("score", 0)), digest=None, but=("digest",)))
+
+
+def leaves(document: Any, path: tuple[str | int, ...] = ()) -> Iterator[tuple[tuple[str | int, ...], Any]]:
+    """Every number, text, true, false and null of a JSON document, with the way to it."""
+    if isinstance(document, dict | list):
+        for key, value in document.items() if isinstance(document, dict) else enumerate(document):
+            yield from leaves(value, (*path, key))
+    else:
+        yield path, document
+
+
+def test_a_change_of_any_field_is_detected(tmp_path: Path) -> None:
+    """A digit of an update's digest, of the KL controller's state, of a metric, of an input's attempt, ..."""
+    ledger, address = Ledger(str(tmp_path)), Address("score", 12, 3)
+    ledger.commit(commit_at(address))
+    file = tmp_path / f"{address}.json"
+    document = json.loads(file.read_bytes())
+    ways = [path for path, _ in leaves(document)]
+    assert {path[0] for path in ways} == document.keys()
+    for path in ways:
+        changed = copy.deepcopy(document)
+        holder = changed
+        for key in path[:-1]:
+            holder = holder[key]
+        value = holder[path[-1]]
+        holder[path[-1]] = value + 1 if isinstance(value, int | float) else f"{value[:-1]}{chr(ord(value[-1]) ^ 1)}"
+        file.write_text(json.dumps(changed))
+        with pytest.raises(DamagedCommit, match=re.escape(str(file))):
+            ledger.find(address)
+
+
+def test_every_flipped_bit_is_detected(tmp_path: Path) -> None:
+    ledger, address = Ledger(str(tmp_path)), Address("score", 12, 3)
+    ledger.commit(commit_at(address))
+    file = tmp_path / f"{address}.json"
+    good = file.read_bytes()
+    for position in range(len(good)):
+        file.write_bytes(good[:position] + bytes([good[position] ^ (1 << position % 8)]) + good[position + 1 :])
+        with pytest.raises(DamagedCommit, match=re.escape(str(file))):
+            ledger.find(address)
+    file.write_bytes(good)
+    assert ledger.find(address) == commit_at(address)
+
+
+@pytest.mark.parametrize("content", [b"", b"null", b"[1, 2]", b"{}", b"0"])
+def test_what_is_no_record_at_all_is_damage(content: bytes) -> None:
+    with pytest.raises(DamagedCommit, match="here: is not what was written"):
+        decode(content, "here")
+
+
+def test_a_record_of_an_earlier_format_is_not_taken_for_damage() -> None:
+    """Nothing is set aside that another version of this program can read."""
+    with pytest.raises(StoreError, match="format 1, this version reads 2") as raised:
+        decode(json.dumps({"format": 1, "attempt": "a0"}).encode())
+    assert not isinstance(raised.value, DamagedCommit)
+
+
+def test_another_addresss_record_is_none(tmp_path: Path) -> None:
+    ledger = Ledger(str(tmp_path))
+    ledger.commit(commit_at(Address("score", 0)))
+    (tmp_path / f"{Address('score', 0)}.json").rename(tmp_path / f"{Address('score', 0, 1)}.json")
+    with pytest.raises(DamagedCommit, match="holds the commit record of score/step_000000/shard_0000"):
+        ledger.find(Address("score", 0, 1))
+
+
+def test_content_is_what_others_compute_with() -> None:
+    """Who made an output, when, and how fast, makes no difference to whoever reads it; all else does."""
+    commit = commit_at(Address("score", 0))
+    again = replace(commit, attempt="a1-0", finished=9.0, metrics={"score": 7.0}, provenance=replace(PROVENANCE, pid=1))
+    assert again.content == commit.content
+    others = [
+        replace(commit, digest="ab13"),
+        replace(commit, state={"kl": {"coef": 0.06}}),
+        replace(commit, arrays={"scores": ArrayInfo("float32", (4,), 0xDEADBEEE)}),
+        replace(commit, address=Address("score", 1)),
+    ]
+    assert len({commit.content, *(other.content for other in others)}) == 5
+    assert provenance_here(inputs=[commit], seed=0, config_hash="").inputs[0].content == commit.content
+    assert decode(encode(commit)).content == commit.content
+
+
+def test_a_damaged_record_is_set_aside_and_its_address_is_free(tmp_path: Path) -> None:
+    ledger, address = Ledger(str(tmp_path / "ledger")), Address("score", 0)
+    file = tmp_path / "ledger" / f"{address}.json"
+    for content in (b"torn", b"torn again"):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_bytes(content)
+        assert Path(ledger.set_aside(address, str(tmp_path / "damaged"))).read_bytes() == content
+        assert ledger.find(address) is None
+    assert len(list((tmp_path / "damaged").rglob("*.json.*"))) == 2, "one must not replace the other"
+    assert ledger.commit(commit_at(address)) == commit_at(address)
+
+
+def test_a_commit_that_this_host_does_not_see_yet_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a network filesystem that remembers for a while that there was no such file."""
+    address, slept = Address("advantage", 3), []
+    ledger = Ledger(str(tmp_path), Durability(unseen_s=5.0))
+
+    def sleep(seconds: float) -> None:
+        slept.append(seconds)
+        if len(slept) == 3:
+            Ledger(str(tmp_path)).commit(commit_at(address))
+
+    monkeypatch.setattr("storage.retries.time.sleep", sleep)
+    assert ledger.get(address) == commit_at(address)
+    assert slept == [0.05, 0.1, 0.2]
+    slept.clear()
+    with pytest.raises(MissingOutput, match="nothing is committed at advantage/step_000004/shard_0000"):
+        ledger.get(Address("advantage", 4))
+    assert sum(slept) >= 5.0
+    assert max(slept) == 2.0
 
 
 def test_a_state_that_is_not_finite_is_refused() -> None:

@@ -166,6 +166,36 @@ class StoreContract:
         store.settle(winner)
         assert_same(store.read(Address("advantage", 0)), advantages())
 
+    def test_plain_readers_miss_what_was_not_moved(self, store: RolloutStore, ledger: Ledger, url: str) -> None:
+        """Stageline reads it, and so must every other reader, sooner or later: `check` says so until then."""
+        commit = store.prepare(Address("advantage", 0), advantages(), PROVENANCE, attempt="a0-11111111")
+        ledger.commit(commit)
+        assert_same(store.read(Address("advantage", 0)), advantages())
+        assert [fault.split(":")[0] for fault in store.plain_faults(commit)] == [
+            f"array {name} of advantage/step_000000/shard_0000" for name in advantages().arrays()
+        ]
+        assert store.attempts() == [(Address("advantage", 0), "a0-11111111")]
+        assert store.recover(discard=False) == 1
+        assert list(store.plain_faults(commit)) == []
+        fs, path = fsspec.core.url_to_fs(f"{url}/rollouts.zarr/step_000000/returns/c/1/0")
+        fs.rm(path)
+        (fault,) = store.plain_faults(commit)
+        assert fault.startswith("array returns of advantage/step_000000/shard_0000: plain Zarr sees other numbers")
+
+    def test_the_end_leaves_nothing_of_any_attempt(self, store: RolloutStore, ledger: Ledger, url: str) -> None:
+        """A winner that was not moved, a loser, and one that never came to its commit; during a run only the first is
+        touched: the others' processes may be alive."""
+        scores = Scores(np.ones(ROWS, np.float32))
+        winner = store.prepare(Address("score", 0), scores, PROVENANCE, attempt="a0-11111111")
+        ledger.commit(winner)
+        store.prepare(Address("score", 0), scores, PROVENANCE, attempt="a0-22222222")
+        store.prepare(Address("score", 1), scores, PROVENANCE, attempt="a0-33333333")
+        assert store.recover(discard=False) == 1
+        assert [attempt for _, attempt in store.attempts()] == ["a0-22222222", "a0-33333333"]
+        store.close_books()
+        assert self.attempts(url) == []
+        assert_same(store.read(Address("score", 0)), scores)
+
     def test_a_missing_shard_is_an_error_not_zeros(self, store: RolloutStore, url: str) -> None:
         store.write(Address("advantage", 0), advantages(), PROVENANCE)
         fs, path = fsspec.core.url_to_fs(f"{url}/rollouts.zarr/step_000000/returns/c/1/0")

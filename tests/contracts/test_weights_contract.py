@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from storage.errors import MissingOutput, StoreError
+from storage.errors import DamagedWeights, MissingOutput
 from storage.weights import WeightBoard
 from tests.support.processes import exit_status
 
@@ -74,7 +74,7 @@ def test_two_readers_share_the_pages(board: WeightBoard) -> None:
         with open(board.directory / manifest.file, "r+b") as stream:
             stream.write(np.float32(42).tobytes())
         assert lease.tensors["w"][0, 0] == 42
-        with pytest.raises(StoreError, match="v0: w is not what was published"):
+        with pytest.raises(DamagedWeights, match=f"v0: w is not what was published .*{manifest.file}"):
             lease.verify()
 
 

@@ -24,9 +24,10 @@ def score_shard(parts: WorkerParts, call: Call) -> Output:
 
 
 def advantage_step(parts: WorkerParts, call: Call) -> Output:
-    """Advantages and returns of all rows of a step, and the state that the next step goes on from."""
+    """Advantages and returns of all rows of a step, and the state that the next step goes on from. Raises MissingOutput
+    where the step before has no commit: to begin anew would give another KL coefficient."""
     config, step = parts.config, call.address.step
-    before = parts.ledger.find(Address("advantage", step - 1)) if step else None
+    before = parts.ledger.get(Address("advantage", step - 1)).state if step else {}
     policy = parts.read_step("logprob", step) if config.ppo.proximal == "recompute" else None
     record, state, metrics = advantage(
         parts.read_step("generate", step),
@@ -37,6 +38,6 @@ def advantage_step(parts: WorkerParts, call: Call) -> Output:
         config.ppo,
         step,
         config.staleness,
-        before.state if before is not None else {},
+        before,
     )
     return Output(record, {**metrics, "policy/proximal_recomputed": float(policy is not None)}, state)

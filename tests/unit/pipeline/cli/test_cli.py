@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 import importlib
+import os
 from pathlib import Path
 
 import pytest
 
 from pipeline.cli.main import COMMANDS, main
+from storage.errors import StoreRefused
 from tests.support.configs import arguments, write_config
 
 
@@ -105,3 +108,32 @@ def test_help_names_the_exit_codes(capsys: pytest.CaptureFixture[str]) -> None:
     assert ended.value.code == 0
     out = " ".join(capsys.readouterr().out.split())
     assert "0 done, 2 bad input, 3 a stage failed, 130 interrupted" in out
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/runs/x/events.jsonl"),
+        StoreRefused("/runs/x/events.jsonl: No space left on device (ENOSPC). What is committed is whole and stays"),
+    ],
+    ids=["the driver's own file", "the store"],
+)
+def test_a_full_disk_is_one_message_and_exit_code_3(
+    sources: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    def run(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr("pipeline.cli.run.run", run)
+    assert main(["run", *sources]) == 3
+    (said,) = capsys.readouterr().err.splitlines()
+    assert said.startswith("failed /runs/x/events.jsonl: No space left on device (ENOSPC). What is committed is whole")
+
+
+def test_other_errors_of_the_system_are_not_hidden(sources: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(*_: object, **__: object) -> None:
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+
+    monkeypatch.setattr("pipeline.cli.run.run", run)
+    with pytest.raises(IsADirectoryError):
+        main(["run", *sources])

@@ -170,3 +170,28 @@ def test_resumed_weights_without_readers_are_let_go() -> None:
     spec = GraphSpec(steps=3, shards=1, staleness=0)
     machine = Machine(spec, committed_up_to(spec, Address("publish", 1)), published=[0, 1])
     assert machine.unread == [0]
+
+
+def test_what_lost_its_commit_runs_before_a_trainer_needs_it() -> None:
+    """Steps 0 to 2 are done, but a shard of step 1 and an update of the policy are gone (their records were damaged): a
+    trainer that is built anew may have to train through step 1 again, and finds nothing there until they are back."""
+    spec = GraphSpec(steps=5, shards=2, staleness=1)
+    lost = {Address("generate", 1, 1), Address("update_policy", 1)}
+    done = {node.address for node in run_nodes(spec) if node.turn < 3 and node.address.step < 3} - lost
+    machine = Machine(spec, done, published=[3])
+    machine.run()
+    assert machine.flow.finished
+    assert machine.steps("update_policy") == [1, 3, 4]
+    back = max(machine.ran.index(address) for address in lost)
+    trained = [a for a in machine.ran if a.stage in ("logprob", "update_policy", "publish") and a.step > 1]
+    assert trained
+    assert all(machine.ran.index(address) > back for address in trained)
+
+
+def test_a_critic_that_lags_holds_nothing_back() -> None:
+    """As after an ordinary kill: nothing that an update had read is missing."""
+    spec = GraphSpec(steps=3, shards=1, staleness=1)
+    done = {node.address for node in run_nodes(spec) if node.address.step < 1 and node.stage != "update_critic"}
+    machine = Machine(spec, done, published=[0, 1])
+    machine.run(("update_critic", 0), ("value", 1))
+    assert Address("logprob", 1) in machine.ran

@@ -143,6 +143,10 @@ def test_when_a_step_is_over(history: History) -> None:
     assert history.step_over(1)
     commit(history, "update_policy", 2, 110.0, 1.0)
     commit(history, "update_critic", 2, 110.0, 1.0)
+    assert history.steps_done() == [1], "its records of rows and advantages were damaged: no number of it is known"
+    commit(history, "advantage", 2, 109.0, 1.0)
+    commit(history, "generate", 2, 108.0, 1.0, 0)
+    commit(history, "generate", 2, 108.0, 1.0, 1)
     assert history.steps_done() == [1, 2]
     assert not history.step_over(2), "version 3 is not published"
 

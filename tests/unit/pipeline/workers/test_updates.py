@@ -151,11 +151,12 @@ class Run:
                 self._put("logprob", step, shard, PolicyLogprobs(floats(), floats()))
                 self._put("value", step, shard, Values(floats(), np.zeros(2, np.float32)))
             whole = [floats(rows=ROWS) for _ in range(3)]
-            self._put("advantage", step, 0, Advantages(*whole, np.ones((ROWS, SEQ), np.bool_)), {"kl/coef": 0.1 * step})
+            state = {"step_kl_coef": 0.1 * step}
+            self._put("advantage", step, 0, Advantages(*whole, np.ones((ROWS, SEQ), np.bool_)), state)
 
-    def _put(self, stage: str, step: int, shard: int, record: Record, metrics: dict[str, float] | None = None) -> None:
+    def _put(self, stage: str, step: int, shard: int, record: Record, state: dict[str, float] | None = None) -> None:
         where = provenance_here(seed=0, config_hash="test")
-        self.store.write(Address(stage, step, shard), record, where, metrics=metrics)
+        self.store.write(Address(stage, step, shard), record, where, state=state)
 
     def process(
         self, every: int = 100, keep: int = 2, staleness: int = 0, same_layout: bool = True

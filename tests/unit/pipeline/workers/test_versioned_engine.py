@@ -15,7 +15,7 @@ from pipeline.workers.bookkeeping import Clock
 from pipeline.workers.versioned_engine import VersionedEngine
 from stages.engines.protocol import Completion, EngineStats, Request, WeightsError
 from stages.publish import publish
-from storage.errors import MissingOutput
+from storage.errors import DamagedWeights, MissingOutput
 from storage.weights import WeightBoard
 
 
@@ -264,3 +264,24 @@ def test_bfloat16_weights_reach_the_engine_as_numbers(board: WeightBoard) -> Non
     with VersionedEngine(fake, board).at(7, Clock()):
         assert fake.tensors["w"].dtype is torch.bfloat16
         assert torch.equal(fake.tensors["w"], weights)
+
+
+def test_weights_that_are_not_what_was_published_are_sampled_from_by_nobody(board: WeightBoard) -> None:
+    """A bit of the memory flips: the error names tensor and file, the engine keeps what it had."""
+    fake = FakeEngine()
+    engine = VersionedEngine(fake, board)
+    manifest = board.manifest(1)
+    assert manifest is not None
+    file = board.directory / manifest.file
+    with engine.at(0, Clock()):
+        pass
+    with file.open("r+b") as stream:
+        stream.seek(manifest.tensors[0].offset + 2)
+        stream.write(b"\x01")
+    with pytest.raises(DamagedWeights, match=f"v1: w is not what was published .*{file}"), engine.at(1, Clock()):
+        pytest.fail("these weights let nobody in")
+    assert fake.loads == [0]
+    assert board.release(1), "the lease was given back"
+    board.publish(1, {"w": np.full(3, 1, np.float32)})
+    with engine.at(1, Clock()):
+        assert fake.loads == [0, 1]

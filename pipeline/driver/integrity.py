@@ -1,0 +1,121 @@
+"""What a driver sees to before, during and after a run, so that what is stored is whole.
+
+    resume ──► commit records that are damaged ──► set aside in damaged/; their nodes run again, and must come to what
+                                                   later outputs were made from
+               outputs whose inputs are others now ──► refused, by name
+    a process was built anew ──► what the one before had committed is moved into place
+    the end ──► the same, and nothing is left of any attempt
+
+May import pipeline.config, pipeline.observe, pipeline.driver.context and storage.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from pipeline.config.paths import RunPaths
+from pipeline.driver.context import StageFailed
+from pipeline.observe.history import History
+from storage.address import Address
+from storage.errors import DamagedCommit, StoreError
+from storage.ledger import Commit
+from storage.weights import WeightBoard
+
+
+@dataclass(frozen=True)
+class Mended:
+    """What an earlier driver left, once all of it that counts is sound."""
+
+    warnings: tuple[str, ...] = ()
+    """Records that were set aside."""
+    expected: Mapping[Address, str] = field(default_factory=dict)
+    """Content by address: of outputs that have no commit, and that committed ones were made from."""
+
+
+def mend(history: History, paths: RunPaths) -> Mended:
+    """Sets damaged commit records aside, and puts files that are committed in their places. For a driver that has no
+    workers yet.
+
+    Raises:
+        StoreError: a committed output was made from another input than the committed one, or a record is of another
+            format; nothing was changed in the former case but what is said above.
+    """
+    ledger = history.ledger
+    warnings, commits = [], []
+    for address in ledger.addresses():
+        try:
+            commit = ledger.find(address)
+        except DamagedCommit as error:
+            place = ledger.set_aside(address, str(paths.damaged))
+            warnings.append(f"{error}. It was moved to {place}; {address} runs again")
+            continue
+        commits += [commit] if commit is not None else []
+    found = {commit.address: commit for commit in commits}
+    faults = list(lineage_faults(commits, found))
+    if faults:
+        more = f" (and {len(faults) - 1} more: `stageline check {paths.root}` lists them)" if len(faults) > 1 else ""
+        raise StoreError(f"{paths.root} cannot go on: {faults[0]}{more}")
+    history.store.recover()
+    inputs = [one for commit in commits for one in commit.provenance.inputs]
+    return Mended(tuple(warnings), {one.address: one.content for one in inputs if one.address not in found})
+
+
+def lineage_faults(commits: Iterable[Commit], found: Mapping[Address, Commit]) -> Iterator[str]:
+    """Outputs that were made from another input than the one that is committed now; inputs that have no commit are not
+    among these."""
+    for commit in commits:
+        for one in commit.provenance.inputs:
+            there = found.get(one.address)
+            if there is not None and there.content != one.content:
+                yield (
+                    f"{commit.address}: was made from {one.address} of attempt {one.attempt} with content "
+                    f"{one.content}, committed is {there.attempt} with content {there.content}"
+                )
+
+
+def check_made_again(history: History, mended: Mended, address: Address) -> None:
+    """A node has its commit. Raises StageFailed where later outputs were made from another one."""
+    if address not in mended.expected:
+        return
+    content, expected = history.ledger.get(address).content, mended.expected[address]
+    if content != expected:
+        raise StageFailed(
+            f"{address} was made again, and is not what committed outputs were made from: content {content}, theirs is "
+            f"{expected}. Another layout, batch, thread count or library than the one that made it?"
+        )
+
+
+@contextmanager
+def books_closed(history: History) -> Iterator[None]:
+    """Around the workers of a run: when the block ends all of them have. What they committed is in its place then, and,
+    if the block ended well, nothing else is left of any attempt."""
+    try:
+        yield
+    except BaseException:
+        try:
+            history.store.recover()
+        except (StoreError, OSError) as error:  # must not replace what is on its way out
+            print(f"not all committed files could be moved into place: {error}", file=sys.stderr, flush=True)
+        raise
+    history.store.close_books()
+    history.ledger.tidy()
+
+
+class UnreadVersions:
+    """Owns the published versions that nobody reads any more and whose memory a lease still holds."""
+
+    def __init__(self, board: WeightBoard) -> None:
+        self._board = board
+        self._held: set[int] = set()
+
+    def release(self, version: int) -> None:
+        """Releases a version now, or when its last lease is gone; those that waited too, if they can be."""
+        self._held.add(version)
+        self.retry()
+
+    def retry(self) -> None:
+        """To be called when leases may be gone: a version was released, a process died."""
+        self._held = {version for version in sorted(self._held) if not self._board.release(version)}

@@ -1,0 +1,114 @@
+"""What a driver does about stored things that are not what they should be, without processes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from pipeline.config.paths import RunPaths
+from pipeline.driver.context import StageFailed
+from pipeline.driver.integrity import UnreadVersions, books_closed, check_made_again, mend
+from pipeline.graph.graph import GraphSpec
+from pipeline.observe.history import History
+from storage.address import Address
+from storage.errors import StoreError
+from storage.ledger import Commit, Ledger, provenance_here
+from storage.records import Scores
+from storage.rollouts import Layout, Layouts, RolloutStore
+from storage.weights import WeightBoard
+
+FIRST, SECOND = Address("score", 0), Address("score", 1)
+
+
+@pytest.fixture
+def history(tmp_path: Path) -> History:
+    ledger = Ledger(str(tmp_path / "ledger"))
+    store = RolloutStore(str(tmp_path), ledger, Layouts(Layout(1, 2, 3)))
+    return History(GraphSpec(steps=2, shards=1, staleness=0), ledger, store, rows=2)
+
+
+@pytest.fixture
+def paths(tmp_path: Path) -> RunPaths:
+    return RunPaths(tmp_path)
+
+
+def scores(history: History, address: Address, value: float, *inputs: Commit) -> Commit:
+    provenance = provenance_here(inputs=inputs, seed=0, config_hash="")
+    return history.store.write(address, Scores(np.full(2, value, np.float32)), provenance)
+
+
+def damage(paths: RunPaths, address: Address) -> None:
+    file = paths.ledger / f"{address}.json"
+    document = json.loads(file.read_text())
+    document["arrays"]["scores"]["crc32"] ^= 1
+    file.write_text(json.dumps(document))
+
+
+def test_a_sound_run_needs_nothing(history: History, paths: RunPaths) -> None:
+    scores(history, SECOND, 2, scores(history, FIRST, 1))
+    mended = mend(history, paths)
+    assert (mended.warnings, dict(mended.expected)) == ((), {})
+    assert not paths.damaged.exists()
+
+
+def test_a_damaged_record_is_set_aside_and_made_again(history: History, paths: RunPaths) -> None:
+    """What was made from it says what it was: made again the same, it is the same input; another one ends the run."""
+    scores(history, SECOND, 2, scores(history, FIRST, 1))
+    damage(paths, FIRST)
+    mended = mend(history, paths)
+    (warning,) = mended.warnings
+    assert warning.startswith(f"{paths.ledger}/{FIRST}.json: is not what was written (its bytes ")
+    assert warning.endswith(f"; {FIRST} runs again")
+    assert len([path for path in paths.damaged.rglob("*") if path.is_file()]) == 1, "it is moved, not removed"
+    assert list(mended.expected) == [FIRST]
+    scores(history, FIRST, 1)
+    check_made_again(history, mended, FIRST)
+    check_made_again(history, mended, SECOND)
+    assert mend(history, paths).warnings == ()
+
+
+def test_one_that_comes_out_differently_is_named(history: History, paths: RunPaths) -> None:
+    scores(history, SECOND, 2, scores(history, FIRST, 1))
+    damage(paths, FIRST)
+    mended = mend(history, paths)
+    scores(history, FIRST, 1.5)
+    with pytest.raises(StageFailed, match=f"{FIRST} was made again, and is not what committed outputs were made from"):
+        check_made_again(history, mended, FIRST)
+    with pytest.raises(StoreError, match=f"cannot go on: {SECOND}: was made from {FIRST} of attempt "):
+        mend(history, paths)
+
+
+def test_the_books_are_closed_however_a_run_ends(history: History, paths: RunPaths) -> None:
+    """After an error what is committed is in its place, and what may yet be committed stays."""
+
+    def leave(address: Address, attempt: str) -> Commit:
+        record, provenance = Scores(np.ones(2, np.float32)), provenance_here(seed=0, config_hash="")
+        return history.store.prepare(address, record, provenance, attempt=attempt)
+
+    history.ledger.commit(leave(FIRST, "a0-1"))
+    leave(SECOND, "a0-2")
+    with pytest.raises(KeyboardInterrupt), books_closed(history):
+        raise KeyboardInterrupt
+    assert history.store.attempts() == [(SECOND, "a0-2")]
+    (paths.ledger / "score/.shard_0000.json.0123456789ab").write_text("torn")
+    with books_closed(history):
+        history.ledger.commit(leave(SECOND, "a0-3"))
+    assert not (paths.root / "attempts").exists()
+    assert history.ledger.strangers() == []
+    assert all(list(history.store.plain_faults(commit)) == [] for commit in history.ledger.list())
+
+
+def test_a_version_that_was_leased_is_released_later(tmp_path: Path) -> None:
+    with WeightBoard(tmp_path / "board") as board:
+        for version in range(3):
+            board.publish(version, {"w": np.full(3, version, np.float32)})
+        unread, lease = UnreadVersions(board), board.open(0)
+        unread.release(0)
+        unread.retry()
+        assert board.available() == [0, 1, 2]
+        lease.close()
+        unread.release(1)
+        assert board.available() == [2]

@@ -1,0 +1,78 @@
+"""What a worker needs of earlier outputs is there, or the node raises: nothing is begun anew without saying so."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from pipeline.graph.graph import GraphSpec, made_from, run_nodes
+from pipeline.workers.bindings.scoring import advantage_step
+from pipeline.workers.messages import Call
+from pipeline.workers.parts import WorkerParts
+from storage.address import Address
+from storage.errors import MissingOutput
+from storage.ledger import Commit, Ledger, provenance_here
+
+
+def call(address: Address, *inputs: Address) -> Call:
+    return Call(address, "a0", address.step, inputs, "score", "score-0", 0)
+
+
+def parts(tmp_path: Path) -> Any:
+    """As much of a worker's parts as these need."""
+    config = SimpleNamespace(ppo=SimpleNamespace(proximal="sampler"), seed=3)
+    ledger = Ledger(str(tmp_path))
+    return SimpleNamespace(ledger=ledger, config=config, config_hash="c", spec=SimpleNamespace(name="score-0"))
+
+
+def test_the_kl_controller_is_not_begun_anew(tmp_path: Path) -> None:
+    """If the step before is not seen, its coefficient is not the config's."""
+    with pytest.raises(MissingOutput, match="nothing is committed at advantage/step_000006/shard_0000"):
+        advantage_step(parts(tmp_path), call(Address("advantage", 7)))
+
+
+def test_provenance_without_one_of_its_inputs_is_none(tmp_path: Path) -> None:
+    some = parts(tmp_path)
+    there, missing = Address("generate", 2), Address("score", 2)
+    commit = Commit(there, "a0", None, 0, {}, provenance_here(seed=3, config_hash="c"), finished=1.0)
+    some.ledger.commit(commit)
+    with pytest.raises(MissingOutput, match="score/step_000002/shard_0000"):
+        WorkerParts.provenance(some, call(Address("value", 2), there, missing), 0.0, ())
+    (named,) = WorkerParts.provenance(some, call(Address("value", 2), there), 0.0, ()).inputs
+    assert (named.address, named.attempt, named.content) == (there, "a0", commit.content)
+
+
+@pytest.mark.parametrize(
+    ("address", "versions", "expected"),
+    [
+        (Address("advantage", 0), (), []),
+        (Address("advantage", 4), (), [Address("advantage", 3)]),
+        (Address("generate", 4), (3, 4), [Address("publish", 3), Address("publish", 4)]),
+        (Address("evaluate", 4), (4,), [Address("publish", 4)]),
+        (Address("publish", 0), (0,), []),
+        (Address("publish", 4), (4,), [Address("update_policy", 3)]),
+        (Address("update_policy", 4), (4,), [Address("update_policy", 3)]),
+        (Address("logprob", 0), (0,), []),
+        (Address("value", 4), (4,), [Address("update_critic", 3)]),
+        (Address("reference", 4), (0,), []),
+        (Address("score", 4), (), []),
+    ],
+)
+def test_outputs_name_what_made_their_weights(
+    address: Address, versions: tuple[int, ...], expected: list[Address]
+) -> None:
+    assert made_from(address, (Address("generate", 9),), versions) == (Address("generate", 9), *expected)
+
+
+def test_whatever_an_output_was_made_from_is_an_ancestor_of_its_node() -> None:
+    """So that it is committed when the node runs: provenance must never wait for something that comes later."""
+    spec = GraphSpec(steps=4, shards=2, staleness=2, eval_every=2, canaries=True)
+    before: dict[Address, set[Address]] = {}
+    for node in run_nodes(spec):
+        before[node.address] = set(node.parents).union(*(before.get(parent, set()) for parent in node.parents))
+        versions = (node.version,) if node.stage != "reference" else (0,)
+        for source in made_from(node.address, node.inputs, versions):
+            assert source in before[node.address], f"{node.address} would name {source}"

@@ -105,7 +105,7 @@ class Executor:
         self._notices: queue.SimpleQueue[_Notice] = queue.SimpleQueue()
         self._longest_wait_s = min(1.0, settings.deadline_s / 4)
         self._looked = time.monotonic()
-        self._now = 0.0
+        self._now = self._look_again = 0.0
         self._started = False
         context = Context(
             client=client,
@@ -152,8 +152,10 @@ class Executor:
                     self._supervision.process_ended(process)
                 case _RowsReported(report):
                     self._attempts.release_slots((report.gang, report.index), self._migration.reported(report))
-            self._supervision.check_deadlines()
-            self._attempts.check_deadlines()
+            if self._now >= self._look_again:
+                self._look_again = self._now + self._longest_wait_s
+                self._supervision.check_deadlines()
+                self._attempts.check_deadlines()
 
     def release(self, addresses: Iterable[Address]) -> None:
         """Lets go of the results of nodes that no later node depends on."""

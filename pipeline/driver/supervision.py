@@ -168,7 +168,7 @@ class Supervision:
     def made_progress(self, key: WorkerKey) -> None:
         """A worker finished a node."""
         self._workers[key].progress = self._context.now()
-        self._losses.pop(restart_unit(self._context.gangs[key[0]], key[1])[0], None)
+        self._losses.pop((key[0], 0) if self._context.gangs[key[0]].ordered else key, None)
 
     def suspect(self, key: WorkerKey) -> None:
         """A worker is overdue, and others do its work. Until `trust` it gets none; it has another deadline for that."""

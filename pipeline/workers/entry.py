@@ -15,6 +15,7 @@ import os
 import pickle
 import sys
 import time
+from collections import OrderedDict
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
@@ -54,11 +55,14 @@ class Runtime(Protocol):
 class _Resident:
     spec: WorkerSpec
     runtime: Runtime
-    begun: set[tuple[Address, str]] = field(default_factory=set)
-    """Calls that began here, by address and attempt."""
+    begun: OrderedDict[tuple[Address, str], None] = field(default_factory=OrderedDict)
+    """The last calls that began here, by address and attempt: Dask never goes further back than the lineage that the
+    driver leaves it."""
 
 
 _resident: _Resident | None = None
+_REMEMBERED = 16384
+"""Calls: the nodes of 8 turns (`attempts.LINEAGE`) of 256 shards on one worker, and some."""
 
 
 def build_worker(spec: WorkerSpec) -> str:
@@ -131,7 +135,9 @@ def run_node(call: Call) -> Outcome:
     resident = _resident
     if resident is None or not _is_for_this_process(call):
         raise WorkerLost(call.worker, call.incarnation)
-    resident.begun.add((call.address, call.attempt))
+    resident.begun[call.address, call.attempt] = None
+    if len(resident.begun) > _REMEMBERED:
+        resident.begun.popitem(last=False)
     started = time.time()
     result = resident.runtime.run(call)
     return Outcome(

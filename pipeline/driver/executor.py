@@ -44,7 +44,7 @@ from pipeline.driver.supervision import Supervision
 from pipeline.graph.dispatch import Dispatch, Gang
 from pipeline.graph.graph import Node
 from pipeline.observe.journal import Journal
-from pipeline.workers.messages import OUTCOMES, TAILS, MoveOver, Outcome, RowsNews
+from pipeline.workers.messages import FAILURES, OUTCOMES, TAILS, MoveOver, Outcome, RankFailure, RowsNews
 from storage.address import Address
 
 _LONGEST_LOOK_S = 5.0
@@ -84,7 +84,14 @@ class _RowsReported:
     report: RowsNews | MoveOver
 
 
-_Notice = _Ended | _Reported | _Removed | _RowsReported
+@dataclass(frozen=True)
+class _RankFailed:
+    """A rank other than 0 reported what it raised."""
+
+    failure: RankFailure
+
+
+_Notice = _Ended | _Reported | _Removed | _RowsReported | _RankFailed
 
 
 class Executor:
@@ -126,6 +133,7 @@ class Executor:
         """Begins to build every worker; each is given nodes as soon as it is up."""
         self._client.subscribe_topic(_PROCESSES, self._on_process)
         self._client.subscribe_topic(OUTCOMES, self._on_outcome)
+        self._client.subscribe_topic(FAILURES, self._on_failure)
         self._client.subscribe_topic(TAILS, self._on_rows)
         self._started = True
         self._supervision.start()
@@ -150,6 +158,8 @@ class Executor:
                         self._weights.worker_built(worker)
                 case _Removed(process):
                     self._supervision.process_ended(process)
+                case _RankFailed(failure):
+                    self._attempts.rank_failed(failure)
                 case _RowsReported(report):
                     self._attempts.release_slots((report.gang, report.index), self._migration.reported(report))
             if self._now >= self._look_again:
@@ -177,7 +187,7 @@ class Executor:
         self._weights.remove()
         self._attempts.close()
         self._supervision.close()
-        for topic in (_PROCESSES, OUTCOMES, TAILS):
+        for topic in (_PROCESSES, OUTCOMES, FAILURES, TAILS):
             self._client.unsubscribe_topic(topic)
         self._started = False
 
@@ -205,6 +215,10 @@ class Executor:
     def _on_outcome(self, event: tuple[float, bytes]) -> None:
         """Takes a worker's report (called in the client's thread)."""
         self._notices.put(_Reported(*pickle.loads(event[1])))
+
+    def _on_failure(self, event: tuple[float, bytes]) -> None:
+        """Takes a rank's report (called in the client's thread)."""
+        self._notices.put(_RankFailed(pickle.loads(event[1])))
 
     def _on_rows(self, event: tuple[float, bytes]) -> None:
         """Takes a replica's report (called in the client's thread)."""

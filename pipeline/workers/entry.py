@@ -16,12 +16,13 @@ import pickle
 import sys
 import time
 from collections import OrderedDict
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Protocol
 
 from distributed import get_worker
 
+from pipeline.workers.gang_calls import PassedOn, open_for_calls, outliers
 from pipeline.workers.messages import OUTCOMES, Call, Outcome, WorkerLost, WorkerSpec
 from pipeline.workers.row_transfer import HasRows, open_for_rows
 from pipeline.workers.weight_transfer import ReadsWeights, WeightMirror
@@ -82,6 +83,8 @@ def build_worker(spec: WorkerSpec) -> str:
     _resident = _Resident(spec, factory(spec))
     if isinstance(_resident.runtime, HasRows) and _resident.runtime.rows is not None:
         open_for_rows(get_worker(), spec, _resident.runtime.rows)
+    if spec.size > 1 and spec.index:
+        open_for_calls(get_worker(), run_node)
     if mirror is not None and isinstance(_resident.runtime, ReadsWeights):
         _resident.runtime.fetch_with(mirror)
     return str(get_worker().address)
@@ -113,7 +116,9 @@ def run_node_task(call: Call, *parents: object) -> Ref | None:
         if commit is None:
             raise WorkerLost(call.worker, call.incarnation)
         return commit.ref()
+    passed_on = PassedOn(get_worker(), call)
     outcome = run_node(call)
+    outcome = replace(outcome, peers=outliers(outcome, passed_on.outcomes()))
     get_worker().log_event(OUTCOMES, pickle.dumps((call.attempt, outcome)))
     return outcome.ref
 

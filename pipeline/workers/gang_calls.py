@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import pickle
+import traceback
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
@@ -27,7 +28,7 @@ from pipeline.workers.messages import FAILURES, Call, Outcome, RankFailure, Work
 
 RUN = "stageline_run_call"
 """Name of the handler."""
-_APART_S = 0.1
+_TOLERANCE_S = 0.1
 
 
 class PeerFailed(RuntimeError):
@@ -43,6 +44,7 @@ def open_for_calls(worker: Worker, run: Callable[[Call], Outcome]) -> None:
         await asyncio.wait([running])
         error = running.exception()
         if error is not None:
+            traceback.print_exception(error)  # into its log, as Dask does with what a task raises
             _report(worker, sent, error)
             return {}
         return {"outcome": pickle.dumps(running.result())}
@@ -91,11 +93,11 @@ def _report(worker: Worker, call: Call, error: BaseException) -> None:
 def outliers(first: Outcome, others: Sequence[Outcome]) -> tuple[Outcome, ...]:
     """Of the peers' outcomes those that have something to say: a warning, or a beginning or an end that is apart from
     rank 0's by more than a tenth of its seconds (and 0.1 s)."""
-    apart_s = max(_APART_S, 0.1 * (first.finished - first.started))
-    stands_out = partial(_stands_out, first, apart_s)
+    tolerance_s = max(_TOLERANCE_S, 0.1 * (first.finished - first.started))
+    stands_out = partial(_stands_out, first, tolerance_s)
     return tuple(filter(stands_out, others))
 
 
-def _stands_out(first: Outcome, apart_s: float, other: Outcome) -> bool:
+def _stands_out(first: Outcome, tolerance_s: float, other: Outcome) -> bool:
     differences = other.started - first.started, other.finished - first.finished
-    return bool(other.warnings) or max(map(abs, differences)) > apart_s
+    return bool(other.warnings) or max(map(abs, differences)) > tolerance_s

@@ -1,13 +1,15 @@
 """Attempts at nodes: how they are submitted, what they depend on, what became of them, and when they run again.
 
-    submit ──► under way ──all ranks reported──► done: its futures are a result, until `release`
+    submit ──► under way ──rank 0 reported─────► done: its future is a result, until `release`
                   │ │
                   │ └─ its worker is a suspect ──► abandoned: it runs elsewhere too; whichever commits first counts
                   └─── lost with its worker, or overdue ──► waits again in Dispatch, up to `cluster.attempts` times
                        raised ──► the run ends
 
-A node's Dask key is (stage, step, shard[, rank]), so that the dashboard groups by stage; a later attempt adds its
-number, because a key whose old future is still held anywhere returns its old error.
+A node's Dask key is (stage, step, shard), so that the dashboard groups by stage; a later attempt adds its number,
+because a key whose old future is still held anywhere returns its old error. On a gang it is one task: rank 0 passes the
+call on to its peers (`pipeline.workers.gang_calls`), and reports when all have done their part; what one of them raised
+is reported by itself, at once.
 
 A parent's future is passed as an argument if it is still under way (a FREE node runs ahead of it), or if its result
 lies in the very process that the child runs in. Not otherwise: Dask would fetch the result, and wait for ever for a
@@ -15,26 +17,26 @@ process that is stopped or does not let go of its interpreter; and whatever died
 ancestors. Dispatch has seen to the order, and the output is in the store. Lineage is cut every `LINEAGE` turns, too:
 Dask remembers all ancestors of a task that it remembers, and would hold the whole run.
 
-May import distributed, pipeline.driver.{context, supervision}, pipeline.workers and below.
+May import distributed, pipeline.driver.{context, supervision, verdict}, pipeline.workers and below.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from enum import StrEnum
 from typing import Any
 
 from distributed import Future
 
-from pipeline.driver.context import Context, StageFailed, WorkerKey, let_go
-from pipeline.driver.supervision import LOST, PEER_ERRORS, PEER_GRACE_S, Supervision, error_of, restart_unit
+from pipeline.driver.context import Context, StageFailed, WorkerKey
+from pipeline.driver.supervision import Supervision, restart_unit
+from pipeline.driver.verdict import LOST, PEER_GRACE_S, Verdict, describe, error_of, error_of_rank, verdict
 from pipeline.graph.dispatch import Mode, Submit
 from pipeline.graph.graph import Node
 from pipeline.observe.journal import Event, EventKind
 from pipeline.workers.entry import run_node_task
-from pipeline.workers.messages import Call, Outcome, pin_resource, slot_resource, worker_name
+from pipeline.workers.messages import Call, Outcome, RankFailure, pin_resource, slot_resource, worker_name
 from stages.models.errors import RanksMissing
 from stages.models.protocol import MODEL_ROLES
 from storage.address import Address
@@ -44,75 +46,51 @@ LINEAGE = 8
 _WITHOUT_RESULT = ("error", "cancelled", "lost")
 
 
-class Verdict(StrEnum):
-    """What becomes of an attempt, from what its ranks have come to."""
-
-    OPEN = "open"
-    """Ranks are still running, and none has failed."""
-    UNCLEAR = "unclear"
-    """A rank raised what it would also raise if a peer had died: the news of a death may be on its way."""
-    DONE = "done"
-    FAILED = "failed"
-
-
 @dataclass
 class Attempt:
-    """One submission of a node: a future for each rank (or for the one replica), by index."""
+    """One submission of a node, to rank 0 of a gang or to a replica."""
 
     submit: Submit
     name: str
-    futures: dict[int, Future]
+    future: Future
     ran_ahead: bool
     """Of its parents: it depends on their futures."""
     ready: float | None
     """When all its parents were done; None while they are not."""
+    num_ranks: int = 1
+    """That do it together; rank 0 has the future and reports for all of them."""
     verdict_at: float = math.inf
     """When the errors it has are taken for its own, and no longer for a peer's death."""
-    outcomes: dict[int, Outcome] = field(default_factory=dict)
+    outcome: Outcome | None = None
     errors: dict[int, BaseException] = field(default_factory=dict)
-
-    @property
-    def first(self) -> Future:
-        """The future that holds the reference: rank 0's."""
-        return self.futures[min(self.futures)]
+    """By rank (or of the one replica, by its index)."""
 
     @property
     def worker(self) -> WorkerKey:
-        """SLOT, FREE: where it runs."""
+        """Whose future it is: rank 0's, or a replica's."""
         return self.submit.gang, self.submit.replica
 
 
 @dataclass(frozen=True)
 class Result:
-    """Of a finished node: its futures by rank or replica, the gang and the turn it ran in."""
+    """Of a finished node: its future, the worker whose that is, and the turn it ran in."""
 
-    futures: Mapping[int, Future]
-    gang: str
+    future: Future
+    worker: WorkerKey
     turn: int
-
-
-def verdict(num_ranks: int, num_outcomes: int, errors: Collection[BaseException]) -> Verdict:
-    """What becomes of an attempt at a node on `num_ranks` ranks, of which some finished and some raised."""
-    ended = num_outcomes + len(errors) == num_ranks
-    if not errors:
-        return Verdict.DONE if ended else Verdict.OPEN
-    own = any(isinstance(error, LOST) or not isinstance(error, PEER_ERRORS) for error in errors)
-    return Verdict.FAILED if ended or own else Verdict.UNCLEAR
 
 
 def edges(
     child: Node, worker: WorkerKey, attempts: Mapping[Address, Attempt], results: Mapping[Address, Result]
 ) -> list[Future]:
     """The parents' futures that a child on this worker depends on (see the module's docstring for which, and why)."""
-    gang, index = worker
     found = []
     for parent in child.parents:
         result = results.get(parent)
         if parent in attempts:
-            found.append(attempts[parent].first)
-        elif result is not None and result.gang == gang and (child.turn % LINEAGE or result.turn == child.turn):
-            own = result.futures.get(index)
-            found += [own] if own is not None and own.status not in _WITHOUT_RESULT else []
+            found.append(attempts[parent].future)
+        elif result is not None and result.worker == worker and (child.turn % LINEAGE or result.turn == child.turn):
+            found += [result.future] if result.future.status not in _WITHOUT_RESULT else []
     return found
 
 
@@ -144,25 +122,21 @@ class Attempts:
             raise StageFailed(
                 f"{address} was lost with its worker {context.settings.attempts} times (cluster.attempts)"
             )
-        if submit.mode is not Mode.ORDERED:
-            indices: Iterable[int] = (submit.replica,)
-        else:
-            indices = range(gang.workers) if node.role in MODEL_ROLES else (0,)
+        index = 0 if submit.mode is Mode.ORDERED else submit.replica
+        num_ranks = gang.workers if submit.mode is Mode.ORDERED and node.role in MODEL_ROLES else 1
         name = f"a{submit.attempt}-{context.name}"
-        futures = {index: self._submit_to(index, submit, name) for index in indices}
+        future = self._submit_to(index, submit, name, num_ranks)
         ahead = not self._parents_done(node)
-        self._attempts[address] = Attempt(submit, name, futures, ahead, None if ahead else context.now())
+        self._attempts[address] = Attempt(submit, name, future, ahead, None if ahead else context.now(), num_ranks)
         # A FREE node may wait there for its parents: nothing that the worker is doing.
-        at = None if submit.mode is Mode.FREE else worker_name(submit.gang, min(futures))
+        at = None if submit.mode is Mode.FREE else worker_name(submit.gang, index)
         context.journal.now(EventKind.SUBMITTED, **_event_fields(address), gang=submit.gang, worker=at, attempt=name)
-        for index, future in futures.items():
-            context.watch(future, (submit.gang, index), address)
+        context.watch(future, (submit.gang, index), address)
 
-    def _submit_to(self, index: int, submit: Submit, name: str) -> Future:
+    def _submit_to(self, index: int, submit: Submit, name: str, num_ranks: int) -> Future:
         """Submits an attempt to one rank or replica."""
-        node, gang = submit.node, self._context.gangs[submit.gang]
+        node = submit.node
         key: tuple[object, ...] = (node.address.stage, node.address.step, node.address.shard)
-        key += (index,) if gang.ordered and gang.workers > 1 else ()
         key += (name,) if submit.attempt else ()
         worker = self._supervision.spec((submit.gang, index))
         call = Call(
@@ -175,6 +149,7 @@ class Attempts:
             incarnation=worker.incarnation,
             sequence=submit.sequence,
             ledger=self._context.settings.ledger,
+            peers=tuple(self._supervision.address((submit.gang, rank)) for rank in range(1, num_ranks)),
         )
         pin = pin_resource if submit.mode is Mode.FREE else slot_resource
         return self._context.client.submit(
@@ -197,7 +172,7 @@ class Attempts:
         """A worker reported that it finished its part of the attempt called `name`."""
         attempt = self._attempts.get(outcome.address)
         if attempt is not None and attempt.name == name:
-            attempt.outcomes[outcome.index] = outcome
+            attempt.outcome = outcome
             self._judge(attempt)
             return
         for worker, abandoned in self._abandoned.items():
@@ -214,16 +189,27 @@ class Attempts:
         """
         if future.status == "finished":
             return
-        error, index = error_of(future), worker[1]
+        error = error_of(future)
         attempt = self._attempts.get(address)
-        if attempt is not None and attempt.futures.get(index) is future:
-            if index not in attempt.outcomes:
-                attempt.errors[index] = error
+        if attempt is not None and attempt.future is future:
+            if attempt.outcome is None:
+                attempt.errors[worker[1]] = error
                 self._judge(attempt)
             return
         abandoned = self._abandoned.get(worker, {}).get(address)
-        if abandoned is not None and abandoned.futures[index] is future and not isinstance(error, LOST):
+        if abandoned is not None and abandoned.future is future and not isinstance(error, LOST):
             self._came_back(worker, abandoned, None)
+
+    def rank_failed(self, failure: RankFailure) -> None:
+        """A rank other than 0 raised, or is lost.
+
+        Raises:
+            StageFailed: with an error of the stage's own.
+        """
+        attempt = self._attempts.get(failure.address)
+        if attempt is not None and attempt.name == failure.attempt:
+            attempt.errors[failure.index] = error_of_rank(failure)
+            self._judge(attempt)
 
     def worker_down(self, worker: WorkerKey, suspect: bool) -> None:
         """A worker gets no more work. What it had runs again; a suspect's attempts are abandoned, but listened to. One
@@ -236,10 +222,8 @@ class Attempts:
         unit = restart_unit(self._context.gangs[worker[0]], worker[1])
         for one in unit:
             for attempt in self._abandoned.pop(one, {}).values():
-                let_go(attempt.futures)
-        indices = [index for _, index in unit]
-        held = [a for a, r in self._results.items() if r.gang == worker[0] and not r.futures.keys().isdisjoint(indices)]
-        self.release(held)
+                attempt.future.release()
+        self.release([address for address, result in self._results.items() if result.worker in unit])
 
     def release_slots(self, worker: WorkerKey, addresses: Iterable[Address]) -> None:
         """These nodes do nothing any more but wait on that worker, if they are still there."""
@@ -266,13 +250,13 @@ class Attempts:
         """Lets go of the results of nodes that no later node depends on."""
         for address in addresses:
             if address in self._results:
-                let_go(self._results.pop(address).futures)
+                self._results.pop(address).future.release()
 
     def close(self) -> None:
         """Lets go of everything that is out; what a stage is in the middle of ends with its process."""
         abandoned = [attempt for of_worker in self._abandoned.values() for attempt in of_worker.values()]
         for attempt in [*self._attempts.values(), *abandoned]:
-            let_go(attempt.futures)
+            attempt.future.release()
         self._attempts.clear()
         self._abandoned.clear()
         self.release(list(self._results))
@@ -280,7 +264,7 @@ class Attempts:
     # ---- how -------------------------------------------------------------------------------------------------------
 
     def _judge(self, attempt: Attempt) -> None:
-        match verdict(len(attempt.futures), len(attempt.outcomes), attempt.errors.values()):
+        match verdict(attempt.num_ranks, attempt.outcome is not None, attempt.errors.values()):
             case Verdict.DONE:
                 self._done(attempt)
             case Verdict.FAILED:
@@ -292,12 +276,14 @@ class Attempts:
         node, gang, journal = attempt.submit.node, attempt.submit.gang, self._context.journal
         other = self._attempts.pop(node.address, attempt)
         if other is not attempt:  # `attempt` had been given up, and was the first to finish after all
-            let_go(other.futures)
-        self._results[node.address] = Result(attempt.futures, gang, node.turn)
+            other.future.release()
+        self._results[node.address] = Result(attempt.future, attempt.worker, node.turn)
         self._context.dispatch.done(node.address)
-        outcomes = [attempt.outcomes[index] for index in sorted(attempt.outcomes)]
-        for outcome in outcomes:
-            self._supervision.made_progress((gang, outcome.index))
+        first, index = attempt.outcome, attempt.submit.replica
+        assert first is not None, f"{node.address} is done, and nobody reported it"
+        for rank in range(index, index + attempt.num_ranks):
+            self._supervision.made_progress((gang, rank))
+        for outcome in (first, *first.peers):
             where = {**_event_fields(node.address), "rank": outcome.index, "gang": gang, "worker": outcome.worker}
             seconds = outcome.finished - outcome.started
             journal.append(Event(outcome.started, EventKind.STARTED, **where))
@@ -308,13 +294,13 @@ class Attempts:
                 journal.append(Event(outcome.finished, EventKind.WARNED, **where, detail=warning))
         if node.stage == "publish":
             journal.now(EventKind.PUBLISHED, **_event_fields(node.address))
-        self._on_done(node, outcomes[0])
+        self._on_done(node, first)
 
     def _failed(self, attempt: Attempt) -> None:
         """Has what was lost run again; raises StageFailed for what is wrong."""
         address, gang = attempt.submit.node.address, attempt.submit.gang
         for index, error in attempt.errors.items():
-            detail = f"{type(error).__name__}: {error}"[:500]
+            detail = describe(error)[:500]
             self._context.journal.now(EventKind.FAILED, **_event_fields(address), rank=index, gang=gang, detail=detail)
         lost = [error for error in attempt.errors.values() if isinstance(error, LOST)]
         if not lost:
@@ -326,7 +312,7 @@ class Attempts:
         missing = next((error for error in lost if isinstance(error, RanksMissing)), None)
         if missing is not None:
             self._supervision.lost((gang, missing.ranks[0]), str(missing))
-        elif len(attempt.futures) > 1:  # its workers are well, but some may have begun, and wait for the rest
+        elif attempt.num_ranks > 1:  # its workers are well, but some may have begun, and wait for the rest
             self._supervision.lost((gang, 0), f"{address}: {type(lost[0]).__name__} on a part of its ranks")
         else:
             self._reset(self._context.dispatch.lost([address]))
@@ -340,10 +326,10 @@ class Attempts:
             del self._abandoned[worker]
             self._supervision.trust(worker)
         if outcome is not None and not self._context.dispatch.is_done(node.address):
-            attempt.outcomes[outcome.index] = outcome
+            attempt.outcome = outcome
             self._done(attempt)
         else:
-            let_go(attempt.futures)
+            attempt.future.release()
 
     def _reset(self, addresses: Iterable[Address], abandon_on: WorkerKey | None = None) -> None:
         """Lets go of attempts that were given up; those on the worker `abandon_on` are listened to all the same."""
@@ -352,7 +338,7 @@ class Attempts:
             if attempt.worker == abandon_on:
                 self._abandoned.setdefault(abandon_on, {})[address] = attempt
             else:
-                let_go(attempt.futures)
+                attempt.future.release()
 
     def _due(self, attempt: Attempt) -> float:
         """When an attempt is overdue. A node in a slot begins when it is submitted; others wait for their parents, and
@@ -363,8 +349,7 @@ class Attempts:
             attempt.ready = self._context.now()
         since = attempt.ready
         if attempt.submit.mode is not Mode.SLOT:
-            gang = attempt.submit.gang
-            since = max(since, *(self._supervision.last_progress((gang, index)) for index in attempt.futures))
+            since = max(since, self._supervision.last_progress(attempt.worker))
         return since + self._context.settings.deadline_s
 
     def _overdue(self, address: Address, attempt: Attempt) -> None:

@@ -64,9 +64,3 @@ class Context:
     def gang_with(self, role: Role) -> str:
         """Name of the gang that has a role; empty if none has."""
         return next((gang.name for gang in self.gangs.values() if role in gang.roles), "")
-
-
-def let_go(futures: Mapping[int, Future]) -> None:
-    """Releases an attempt's futures: Dask forgets those that nobody else holds, and ends what is not done of them."""
-    for future in futures.values():
-        future.release()

@@ -44,7 +44,7 @@ from pipeline.driver.supervision import Supervision
 from pipeline.graph.dispatch import Dispatch, Gang
 from pipeline.graph.graph import Node
 from pipeline.observe.journal import Journal
-from pipeline.workers.messages import OUTCOMES, TAILS, MoveOver, Outcome, RowsNews
+from pipeline.workers.messages import FAILURES, OUTCOMES, TAILS, MoveOver, Outcome, RankFailure, RowsNews
 from storage.address import Address
 
 _LONGEST_LOOK_S = 5.0
@@ -84,7 +84,14 @@ class _RowsReported:
     report: RowsNews | MoveOver
 
 
-_Notice = _Ended | _Reported | _Removed | _RowsReported
+@dataclass(frozen=True)
+class _RankFailed:
+    """A rank other than 0 reported what it raised."""
+
+    failure: RankFailure
+
+
+_Notice = _Ended | _Reported | _Removed | _RowsReported | _RankFailed
 
 
 class Executor:
@@ -108,7 +115,7 @@ class Executor:
         self._notices: queue.SimpleQueue[_Notice] = queue.SimpleQueue()
         self._longest_wait_s = min(1.0, settings.deadline_s / 4)
         self._looked = time.monotonic()
-        self._now = 0.0
+        self._now = self._look_again = 0.0
         self._started = False
         context = Context(
             client=client,
@@ -129,6 +136,7 @@ class Executor:
         """Begins to build every worker; each is given nodes as soon as it is up."""
         self._client.subscribe_topic(_PROCESSES, self._on_process)
         self._client.subscribe_topic(OUTCOMES, self._on_outcome)
+        self._client.subscribe_topic(FAILURES, self._on_failure)
         self._client.subscribe_topic(TAILS, self._on_rows)
         self._started = True
         self._supervision.start()
@@ -155,10 +163,14 @@ class Executor:
                             self._on_replaced()
                 case _Removed(process):
                     self._supervision.process_ended(process)
+                case _RankFailed(failure):
+                    self._attempts.rank_failed(failure)
                 case _RowsReported(report):
                     self._attempts.release_slots((report.gang, report.index), self._migration.reported(report))
-            self._supervision.check_deadlines()
-            self._attempts.check_deadlines()
+            if self._now >= self._look_again:
+                self._look_again = self._now + self._longest_wait_s
+                self._supervision.check_deadlines()
+                self._attempts.check_deadlines()
 
     def release(self, addresses: Iterable[Address]) -> None:
         """Lets go of the results of nodes that no later node depends on."""
@@ -180,7 +192,7 @@ class Executor:
         self._weights.remove()
         self._attempts.close()
         self._supervision.close()
-        for topic in (_PROCESSES, OUTCOMES, TAILS):
+        for topic in (_PROCESSES, OUTCOMES, FAILURES, TAILS):
             self._client.unsubscribe_topic(topic)
         self._started = False
 
@@ -208,6 +220,10 @@ class Executor:
     def _on_outcome(self, event: tuple[float, bytes]) -> None:
         """Takes a worker's report (called in the client's thread)."""
         self._notices.put(_Reported(*pickle.loads(event[1])))
+
+    def _on_failure(self, event: tuple[float, bytes]) -> None:
+        """Takes a rank's report (called in the client's thread)."""
+        self._notices.put(_RankFailed(pickle.loads(event[1])))
 
     def _on_rows(self, event: tuple[float, bytes]) -> None:
         """Takes a replica's report (called in the client's thread)."""

@@ -10,7 +10,7 @@
 What is lost together is a restart unit: one replica, or all ranks of an ordered gang, since none can go on without the
 others. A unit that is lost `cluster.attempts` times without finishing anything ends the run.
 
-May import distributed, pipeline.driver.{cluster, context}, pipeline.workers and below.
+May import distributed, pipeline.driver.{cluster, context, verdict}, pipeline.workers and below.
 """
 
 from __future__ import annotations
@@ -21,23 +21,16 @@ from concurrent.futures import CancelledError
 from dataclasses import dataclass
 
 from distributed import Future
-from distributed.comm import CommClosedError
-from distributed.scheduler import KilledWorker, NoValidWorkerError, NoWorkerError
+from distributed.scheduler import KilledWorker
 
 from pipeline.driver.cluster import kill_workers, workers_by_address
 from pipeline.driver.context import Context, StageFailed, WorkerKey
+from pipeline.driver.verdict import LOST, PEER_GRACE_S, describe, error_of
 from pipeline.graph.dispatch import Gang
 from pipeline.observe.journal import EventKind
 from pipeline.workers.entry import build_worker
-from pipeline.workers.messages import MirrorSpec, WorkerLost, WorkerSpec, pin_resource, worker_name
-from stages.models.errors import RanksMissing
+from pipeline.workers.messages import PEER_ERRORS, MirrorSpec, WorkerLost, WorkerSpec, pin_resource, worker_name
 
-LOST = (KilledWorker, WorkerLost, RanksMissing, CancelledError, CommClosedError, NoWorkerError, NoValidWorkerError)
-"""What a future raises whose process, or that of a peer, is lost: nothing is wrong with the stage."""
-PEER_ERRORS = (RuntimeError, OSError)
-"""What a collective raises when a peer is lost; also what much else raises."""
-PEER_GRACE_S = 5.0
-"""For the news of a peer's death, before such an error is taken for the process's own."""
 _ANSWER_S = 10.0
 _FIRST = 1
 """Dask priority of a build: nodes have negative ones."""
@@ -63,13 +56,6 @@ class _Worker:
 def restart_unit(gang: Gang, index: int) -> list[WorkerKey]:
     """The workers that are lost, and built anew, together with this one: all ranks of an ordered gang."""
     return [(gang.name, i) for i in (range(gang.workers) if gang.ordered else (index,))]
-
-
-def error_of(future: Future) -> BaseException:
-    """Why a future that has ended has no result."""
-    if future.status == "error":
-        return future.exception()
-    return CancelledError(f"{future.key} was {future.status}")
 
 
 class Supervision:
@@ -125,7 +111,7 @@ class Supervision:
         """The end of the run, with the error that a collective did not raise, if there is one. `errors`: by index."""
         index = next((i for i, e in errors.items() if not isinstance(e, PEER_ERRORS)), min(errors))
         error = errors[index]
-        failed = StageFailed(f"{what} {type(error).__name__}: {error}{_see_log(self._workers[gang, index])}")
+        failed = StageFailed(f"{what} {describe(error)}{_see_log(self._workers[gang, index])}")
         failed.__cause__ = error
         return failed
 
@@ -168,7 +154,7 @@ class Supervision:
     def made_progress(self, key: WorkerKey) -> None:
         """A worker finished a node."""
         self._workers[key].progress = self._context.now()
-        self._losses.pop(restart_unit(self._context.gangs[key[0]], key[1])[0], None)
+        self._losses.pop((key[0], 0) if self._context.gangs[key[0]].ordered else key, None)
 
     def suspect(self, key: WorkerKey) -> None:
         """A worker is overdue, and others do its work. Until `trust` it gets none; it has another deadline for that."""

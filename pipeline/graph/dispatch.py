@@ -83,6 +83,8 @@ class _Entry:
     state: _State = _State.WAITING
     attempts: int = 0
     losses: int = 0
+    blockers: int = 0
+    """Parents that do not let it go yet."""
     submit: Submit | None = None
     holds_capacity: bool = False
     """Whether it takes up a slot (or counts in a gang, or in a load)."""
@@ -101,6 +103,28 @@ class _GangState:
     """Pools: FREE nodes out, by usable replica."""
 
 
+class _Ready:
+    """Owns the nodes of one gang and mode that wait for nothing but capacity, the most urgent first. A node that is
+    taken out stays in the heap until it comes up."""
+
+    def __init__(self) -> None:
+        self.nodes: dict[Address, Node] = {}
+        self._heap: list[Node] = []
+
+    def add(self, node: Node) -> None:
+        if node.address not in self.nodes:
+            self.nodes[node.address] = node
+            heapq.heappush(self._heap, node)
+
+    def discard(self, node: Node) -> None:
+        self.nodes.pop(node.address, None)
+
+    def first(self) -> Node | None:
+        while self._heap and self._heap[0].address not in self.nodes:
+            heapq.heappop(self._heap)
+        return self._heap[0] if self._heap else None
+
+
 class Dispatch:
     """Owns the state of every node in the driver's window.
 
@@ -111,7 +135,7 @@ class Dispatch:
         self._gang_of = {role: state for state in self._gangs.values() for role in state.gang.roles}
         self._entries: dict[Address, _Entry] = {}
         self._children: dict[Address, list[Address]] = {}
-        self._ready: dict[tuple[str, Mode], set[Address]] = {(name, m): set() for name in self._gangs for m in Mode}
+        self._ready = {(name, mode): _Ready() for name in self._gangs for mode in Mode}
         """Waiting nodes whose parents let them go, by gang and mode: all that `next_submits` has to look at."""
 
     # ---- what happened -------------------------------------------------------------------------------------------
@@ -121,11 +145,14 @@ class Dispatch:
         never admitted (an older, retired step) counts as done."""
         finished = set(committed)
         for node in nodes:
-            self._entries[node.address] = _Entry(node, _State.DONE if node.address in finished else _State.WAITING)
-            for parent in node.parents:
-                if parent in self._entries:
-                    self._children.setdefault(parent, []).append(node.address)
-            self._look_at(node.address)
+            entry = _Entry(node, _State.DONE if node.address in finished else _State.WAITING)
+            self._entries[node.address] = entry
+            for address in node.parents:
+                parent = self._entries.get(address)
+                if parent is not None:
+                    self._children.setdefault(address, []).append(node.address)
+                    entry.blockers += not self._lets_go(parent, parent.state, node)
+            self._look_at(entry)
 
     def worker_up(self, gang: str, worker: int) -> None:
         """A replica can take work; for an ordered gang: all ranks can (call once, with rank 0)."""
@@ -200,13 +227,9 @@ class Dispatch:
         while progress:  # a node that was handed out may let FREE nodes follow
             progress = False
             for (gang, mode), ready in self._ready.items():
-                if not ready or not self._has_capacity(self._gangs[gang], mode):
-                    continue
-                nodes = [self._entries[address].node for address in ready]
-                heapq.heapify(nodes)
-                while nodes and self._has_capacity(self._gangs[gang], mode):
-                    node = heapq.heappop(nodes)
-                    if mode is Mode.ORDERED and self._comes_after_a_child(node, self._gangs[gang]):
+                state = self._gangs[gang]
+                while (node := ready.first()) is not None and self._has_capacity(state, mode):
+                    if mode is Mode.ORDERED and self._comes_after_a_child(node, state):
                         break
                     submits.append(self._hand_out(node))
                     progress = True
@@ -219,7 +242,7 @@ class Dispatch:
     def waiting_versions(self, gang: str) -> set[int]:
         """Versions of the weights that nodes need which wait for nothing but a slot of this pool. Canaries do not
         count: the few rows that they bring are no reason for others to stay."""
-        waiting = [self._entries[address].node for address in self._ready[gang, Mode.SLOT]]
+        waiting = self._ready[gang, Mode.SLOT].nodes.values()
         return {node.version for node in waiting if node.stage != "canary"}
 
     def losses(self, address: Address) -> int:
@@ -239,28 +262,31 @@ class Dispatch:
 
     def _set(self, entry: _Entry, state: _State) -> None:
         """Moves a node to a state, which may let its children go or hold them back."""
-        entry.state = state
-        self._look_at(entry.node.address)
-        for child in self._children.get(entry.node.address, ()):
-            if child in self._entries:
+        before, entry.state = entry.state, state
+        self._look_at(entry)
+        for address in self._children.get(entry.node.address, ()):
+            child = self._entries.get(address)
+            if child is not None:
+                held, holds = (not self._lets_go(entry, s, child.node) for s in (before, state))
+                child.blockers += holds - held
                 self._look_at(child)
 
-    def _look_at(self, address: Address) -> None:
+    def _look_at(self, entry: _Entry) -> None:
         """Puts a node among the ready ones, or takes it out."""
-        entry = self._entries[address]
-        gang = self._gang_of[entry.node.role].gang
-        mode = gang.mode(entry.node.role)
-        ready, free = self._ready[gang.name, mode], mode is Mode.FREE
-        if entry.state is _State.WAITING and all(self._lets_go(p, entry.node, free) for p in entry.node.parents):
-            ready.add(address)
+        ready = self._ready[self._gang_of[entry.node.role].gang.name, self._mode(entry.node)]
+        if entry.state is _State.WAITING and not entry.blockers:
+            ready.add(entry.node)
         else:
-            ready.discard(address)
+            ready.discard(entry.node)
 
-    def _lets_go(self, address: Address, child: Node, free: bool) -> bool:
-        parent = self._entries.get(address)
-        if parent is None or parent.state is _State.DONE:
+    def _mode(self, node: Node) -> Mode:
+        return self._gang_of[node.role].gang.mode(node.role)
+
+    def _lets_go(self, parent: _Entry, state: _State, child: Node) -> bool:
+        """Whether a parent in this state no longer holds a child back."""
+        if state is _State.DONE:
             return True
-        return free and parent.state is _State.SUBMITTED and parent.node.turn == child.turn
+        return state is _State.SUBMITTED and parent.node.turn == child.turn and self._mode(child) is Mode.FREE
 
     @staticmethod
     def _has_capacity(state: _GangState, mode: Mode) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 from types import TracebackType
@@ -49,6 +49,7 @@ class Event:
     """For publish and evaluate: the version of the weights."""
     shard: int | None = None
     rank: int | None = None
+    """STARTED, FINISHED of a gang's node: always 0, and others only where they differ from it by more than a tenth."""
     gang: str | None = None
     worker: str | None = None
     attempt: str | None = None
@@ -57,7 +58,7 @@ class Event:
     detail: str | None = None
 
     def to_json(self) -> str:
-        return json.dumps({k: v for k, v in asdict(self).items() if v is not None}, separators=(",", ":"))
+        return json.dumps({k: v for k, v in vars(self).items() if v is not None}, separators=(",", ":"))
 
     @staticmethod
     def from_json(line: str) -> Event:

@@ -253,11 +253,13 @@ def _overhead_s(
     finished: dict[Address, float] = {}
     for box in all_boxes:
         finished[box.address] = max(box.end_s, finished.get(box.address, -math.inf))
+    starting: dict[float, list[Box]] = {}
+    for box in own:
+        starting.setdefault(box.start_s, []).append(box)
     waits = []
     for (_, idle_from), (idle_to, _) in itertools.pairwise(busy):
         segment_start = max((start for start, _ in segments if start <= idle_to), default=idle_to)
-        next_boxes = [b for b in own if b.start_s == idle_to]
-        ready = min(_ready_s(b, parents, finished, submitted) for b in next_boxes)
+        ready = min(_ready_s(b, parents, finished, submitted) for b in starting[idle_to])
         waits.append(max(0.0, idle_to - max(idle_from, ready, segment_start)))
     return length(busy) - length(computing) + math.fsum(waits)
 

@@ -22,7 +22,7 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -90,6 +90,27 @@ class Tracker(Protocol):
         ...
 
 
+class _SeenMetrics:
+    """Owns which metrics of which steps are in the spool: a bit for each name in a number for each step, since a run
+    has hundreds of names and tens of thousands of steps."""
+
+    def __init__(self) -> None:
+        self._bit: dict[str, int] = {}
+        self._seen: dict[int, int] = {}
+
+    def unseen(self, step: int, names: Iterable[str]) -> list[str]:
+        """Those of the names that were not given with this step before; from now on they were."""
+        before = seen = self._seen.get(step, 0)
+        new = []
+        for name in names:
+            bit = 1 << self._bit.setdefault(name, len(self._bit))
+            if not before & bit:
+                new.append(name)
+                seen |= bit
+        self._seen[step] = seen
+        return new
+
+
 class NullTracker:
     """Tracking switched off (`tracking.uri: null`)."""
 
@@ -133,9 +154,10 @@ class MlflowTracker:
         self._closed = False
         _cut_torn_line(spool_path)
         earlier = read_spool(spool_path)
-        self._metrics_seen = {
-            (item["step"], name) for _, item in earlier if item["kind"] == "metrics" for name in item["values"]
-        }
+        self._metrics_seen = _SeenMetrics()
+        for _, item in earlier:
+            if item["kind"] == "metrics":
+                self._metrics_seen.unseen(item["step"], item["values"])
         self._traces_seen = {item["step"] for _, item in earlier if item["kind"] == "trace"}
         keys = [item["key"] for _, item in earlier if item["kind"] == "open"]
         self._file = spool_path.open("a", encoding="utf8", buffering=1)
@@ -151,10 +173,9 @@ class MlflowTracker:
         self._writer = _Writer(uri, spool_path, close_timeout_s)
 
     def metrics(self, step: int, values: Mapping[str, float]) -> None:
-        new = {name: float(value) for name, value in values.items() if (step, name) not in self._metrics_seen}
+        new = self._metrics_seen.unseen(step, values)
         if new:
-            self._metrics_seen.update((step, name) for name in new)
-            self._append(kind="metrics", step=step, values=new)
+            self._append(kind="metrics", step=step, values={name: float(values[name]) for name in new})
 
     def trace(self, step: int, spans: Sequence[Span]) -> None:
         if spans and step not in self._traces_seen:

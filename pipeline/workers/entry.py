@@ -15,12 +15,14 @@ import os
 import pickle
 import sys
 import time
-from dataclasses import dataclass, field
+from collections import OrderedDict
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Protocol
 
 from distributed import get_worker
 
+from pipeline.workers.gang_calls import PassedOn, open_for_calls, outliers
 from pipeline.workers.messages import OUTCOMES, Call, Outcome, WorkerLost, WorkerSpec
 from pipeline.workers.row_transfer import HasRows, open_for_rows
 from pipeline.workers.weight_transfer import ReadsWeights, WeightMirror
@@ -54,11 +56,14 @@ class Runtime(Protocol):
 class _Resident:
     spec: WorkerSpec
     runtime: Runtime
-    begun: set[tuple[Address, str]] = field(default_factory=set)
-    """Calls that began here, by address and attempt."""
+    begun: OrderedDict[tuple[Address, str], None] = field(default_factory=OrderedDict)
+    """The last calls that began here, by address and attempt: Dask never goes further back than the lineage that the
+    driver leaves it."""
 
 
 _resident: _Resident | None = None
+_REMEMBERED = 16384
+"""Calls: the nodes of 8 turns (`attempts.LINEAGE`) of 256 shards on one worker, and some."""
 
 
 def build_worker(spec: WorkerSpec) -> str:
@@ -78,6 +83,8 @@ def build_worker(spec: WorkerSpec) -> str:
     _resident = _Resident(spec, factory(spec))
     if isinstance(_resident.runtime, HasRows) and _resident.runtime.rows is not None:
         open_for_rows(get_worker(), spec, _resident.runtime.rows)
+    if spec.size > 1 and spec.index:
+        open_for_calls(get_worker(), run_node)
     if mirror is not None and isinstance(_resident.runtime, ReadsWeights):
         _resident.runtime.fetch_with(mirror)
     return str(get_worker().address)
@@ -109,7 +116,9 @@ def run_node_task(call: Call, *parents: object) -> Ref | None:
         if commit is None:
             raise WorkerLost(call.worker, call.incarnation)
         return commit.ref()
+    passed_on = PassedOn(get_worker(), call)
     outcome = run_node(call)
+    outcome = replace(outcome, peers=outliers(outcome, passed_on.outcomes()))
     get_worker().log_event(OUTCOMES, pickle.dumps((call.attempt, outcome)))
     return outcome.ref
 
@@ -131,7 +140,9 @@ def run_node(call: Call) -> Outcome:
     resident = _resident
     if resident is None or not _is_for_this_process(call):
         raise WorkerLost(call.worker, call.incarnation)
-    resident.begun.add((call.address, call.attempt))
+    resident.begun[call.address, call.attempt] = None
+    if len(resident.begun) > _REMEMBERED:
+        resident.begun.popitem(last=False)
     started = time.time()
     result = resident.runtime.run(call)
     return Outcome(

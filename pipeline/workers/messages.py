@@ -1,21 +1,28 @@
 """What the driver sends to a worker and gets back: small, picklable, importable by the scheduler.
 
-May import the standard library, storage.address and stages.engines.embedded.migration.load.
+May import the standard library, storage.address, stages.models.errors and stages.engines.embedded.migration.load.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from stages.engines.embedded.migration.load import EngineLoad, MigrationRequest
+from stages.models.errors import RanksMissing
 from storage.address import Address, Ref
 
 OUTCOMES = "stageline-outcomes"
 """Dask topic on which workers report outcomes to the driver: pickled pairs of a call's attempt and an `Outcome`."""
 
+FAILURES = "stageline-failures"
+"""Dask topic on which ranks other than 0 report what they raised: pickled `RankFailure`."""
 
 TAILS = "stageline-tails"
 """Dask topic on which replicas tell the driver of rows: pickled `RowsNews` and `MoveOver`."""
+
+PEER_ERRORS = (RuntimeError, OSError)
+"""What a collective raises when a peer is lost; also what much else raises."""
 
 LONGEST_SILENCE_S = 30.0
 """Of a worker that sends weights or that accepted rows, before it is taken for lost; less under a short
@@ -88,6 +95,8 @@ class Call:
     """Number in the gang's order; every rank sees the same."""
     ledger: str | None = None
     """URL of the run's ledger, for a process that cannot run the call but can see that it has been."""
+    peers: tuple[str, ...] = ()
+    """Of a call to rank 0 of a gang: Dask addresses of ranks 1 and on, to whom it passes the call on."""
 
 
 @dataclass(frozen=True)
@@ -107,6 +116,38 @@ class Outcome:
     """The output was already committed."""
     warnings: tuple[str, ...] = ()
     """What was not as it should be, and did not keep the call from its end."""
+    peers: tuple[Outcome, ...] = ()
+    """Rank 0's: of the gang's other ranks, whose part is done too, the outcomes that stand out (`gang_calls`)."""
+
+
+@dataclass(frozen=True)
+class RankFailure:
+    """A rank other than 0 did not do its part of a call."""
+
+    address: Address
+    attempt: str
+    worker: str
+    incarnation: int
+    index: int
+    kind: Literal["lost", "missing", "peer", "own"]
+    """lost: its process; missing: others did not come to a collective; peer: what it would also raise if a peer had
+    died; own: anything else."""
+    error: str
+    """The type's name."""
+    text: str
+    missing: tuple[int, ...] = ()
+
+    @classmethod
+    def of(cls, call: Call, error: BaseException) -> RankFailure:
+        index = int(call.worker.rpartition("-")[2])
+        missing = error.ranks if isinstance(error, RanksMissing) else ()
+        kind: Literal["lost", "missing", "peer", "own"] = "peer" if isinstance(error, PEER_ERRORS) else "own"
+        if isinstance(error, WorkerLost):
+            kind = "lost"
+        elif missing:
+            kind = "missing"
+        name, text = type(error).__name__, str(error)
+        return cls(call.address, call.attempt, call.worker, call.incarnation, index, kind, name, text, missing)
 
 
 @dataclass(frozen=True)

@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 from distributed.comm import CommClosedError
 
-from pipeline.driver.attempts import LINEAGE, Attempt, Result, Verdict, edges, verdict
+from pipeline.driver.attempts import LINEAGE, Attempt, Result, edges
 from pipeline.driver.context import WorkerKey
 from pipeline.driver.supervision import restart_unit
+from pipeline.driver.verdict import Verdict, verdict
 from pipeline.graph.dispatch import Gang, Mode, Submit
 from pipeline.graph.graph import Node
 from pipeline.workers.messages import WorkerLost
@@ -29,7 +30,7 @@ WRONG = ValueError("no such colour")
 
 
 @pytest.mark.parametrize(
-    ("num_ranks", "num_outcomes", "errors", "expected"),
+    ("num_ranks", "reported", "errors", "expected"),
     [
         (1, 0, [], Verdict.OPEN),
         (1, 1, [], Verdict.DONE),
@@ -37,20 +38,19 @@ WRONG = ValueError("no such colour")
         (1, 0, [LOST], Verdict.FAILED),
         (1, 0, [PEER_DIED], Verdict.FAILED),  # it has no peers
         (2, 0, [], Verdict.OPEN),
-        (2, 1, [], Verdict.OPEN),
-        (2, 2, [], Verdict.DONE),
+        (2, 1, [], Verdict.DONE),
+        (2, 1, [PEER_DIED], Verdict.DONE),  # nobody says that all have done their part if one has not
         (2, 0, [PEER_DIED], Verdict.UNCLEAR),  # the other may have died, or be about to raise what is wrong
-        (2, 1, [PEER_DIED], Verdict.FAILED),  # the other finished: nobody died
         (2, 0, [PEER_DIED, PEER_DIED], Verdict.FAILED),
         (2, 0, [WRONG], Verdict.FAILED),  # the other hangs in a collective, and is not waited for
         (2, 0, [LOST], Verdict.FAILED),  # a RuntimeError, but the news of a death itself
         (2, 0, [CONNECTION_LOST], Verdict.FAILED),
-        (4, 1, [PEER_DIED, PEER_DIED], Verdict.UNCLEAR),
-        (4, 1, [PEER_DIED, LOST], Verdict.FAILED),
+        (4, 0, [PEER_DIED, PEER_DIED], Verdict.UNCLEAR),
+        (4, 0, [PEER_DIED, LOST], Verdict.FAILED),
     ],
 )
-def test_verdict(num_ranks: int, num_outcomes: int, errors: list[BaseException], expected: Verdict) -> None:
-    assert verdict(num_ranks, num_outcomes, errors) is expected
+def test_verdict(num_ranks: int, reported: int, errors: list[BaseException], expected: Verdict) -> None:
+    assert verdict(num_ranks, bool(reported), errors) is expected
 
 
 # ---- edges ---------------------------------------------------------------------------------------------------------
@@ -68,8 +68,8 @@ def node(stage: str, turn: int, *parents: Address) -> Node:
     return Node((turn, 0), Address(stage, turn), parents, (), turn)
 
 
-def under_way(of: Node, futures: dict[int, Any]) -> Attempt:
-    return Attempt(Submit(of, "train", Mode.ORDERED, 0), "a0", futures, ran_ahead=False, ready=0.0)
+def under_way(of: Node, future: Any) -> Attempt:
+    return Attempt(Submit(of, "train", Mode.ORDERED, 0), "a0", future, ran_ahead=False, ready=0.0)
 
 
 def names(
@@ -80,9 +80,8 @@ def names(
 
 
 def test_a_parent_under_way_is_an_edge_wherever_the_child_runs() -> None:
-    """Rank 0's future: it holds the reference."""
     parent = node("generate", 3)
-    attempts = {parent.address: under_way(parent, {1: Held("rank 1"), 0: Held("rank 0")})}
+    attempts = {parent.address: under_way(parent, Held("rank 0"))}
     child = node("score", 3, parent.address)
     for worker in (("score", 0), ("train", 1)):
         assert names(child, worker, attempts, {}) == ["rank 0"]
@@ -90,10 +89,10 @@ def test_a_parent_under_way_is_an_edge_wherever_the_child_runs() -> None:
 
 def test_a_result_is_an_edge_only_in_the_process_that_has_it() -> None:
     parent = node("update_policy", 3)
-    results = {parent.address: Result({0: Held("rank 0"), 1: Held("rank 1")}, "train", 3)}
+    results = {parent.address: Result(Held("rank 0"), ("train", 0), 3)}
     child = node("publish", 3, parent.address)
-    assert names(child, ("train", 1), {}, results) == ["rank 1"]
-    assert names(child, ("train", 2), {}, results) == []
+    assert names(child, ("train", 0), {}, results) == ["rank 0"]
+    assert names(child, ("train", 1), {}, results) == []
     assert names(child, ("score", 0), {}, results) == []
     assert names(child, ("train", 0), {}, {}) == [], "nothing is held of a step that is over"
 
@@ -102,7 +101,7 @@ def test_a_result_is_an_edge_only_in_the_process_that_has_it() -> None:
 def test_a_result_that_was_lost_is_no_edge(status: str) -> None:
     """Dask would compute it again, with all its ancestors; the output is in the store."""
     parent = node("generate", 3)
-    results = {parent.address: Result({0: Held("replica 0", status)}, "pool", 3)}
+    results = {parent.address: Result(Held("replica 0", status), ("pool", 0), 3)}
     assert names(node("score", 3, parent.address), ("pool", 0), {}, results) == []
 
 
@@ -110,8 +109,8 @@ def test_lineage_is_cut_between_two_turns() -> None:
     """Else Dask would remember the whole run. Within a turn it is not."""
     before, now = node("update_policy", LINEAGE - 1), node("advantage", LINEAGE)
     results = {
-        before.address: Result({0: Held("before")}, "train", LINEAGE - 1),
-        now.address: Result({0: Held("now")}, "train", LINEAGE),
+        before.address: Result(Held("before"), ("train", 0), LINEAGE - 1),
+        now.address: Result(Held("now"), ("train", 0), LINEAGE),
     }
     child = node("update_policy", LINEAGE, before.address, now.address)
     assert names(child, ("train", 0), {}, results) == ["now"]

@@ -1,0 +1,84 @@
+"""What became of an attempt, from what its ranks raised: whether a process was lost, or something is wrong.
+
+May import distributed, pipeline.workers.messages and stages.models.errors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from concurrent.futures import CancelledError
+from enum import StrEnum
+
+from distributed import Future
+from distributed.comm import CommClosedError
+from distributed.scheduler import KilledWorker, NoValidWorkerError, NoWorkerError
+
+from pipeline.workers.messages import PEER_ERRORS, RankFailure, WorkerLost
+from stages.models.errors import RanksMissing
+
+LOST = (KilledWorker, WorkerLost, RanksMissing, CancelledError, CommClosedError, NoWorkerError, NoValidWorkerError)
+"""What a future raises whose process, or that of a peer, is lost: nothing is wrong with the stage."""
+PEER_GRACE_S = 5.0
+"""For the news of a peer's death, before such an error is taken for the process's own."""
+
+
+class RankError(Exception):
+    """What a rank other than 0 raised, of which only name and text came here."""
+
+    def __init__(self, name: str, text: str) -> None:
+        super().__init__(name, text)
+        self.name = name
+        self.text = text
+
+
+class DisturbedRank(RankError, RuntimeError):
+    """One that it would also have raised if a peer had died."""
+
+
+class Verdict(StrEnum):
+    """What becomes of an attempt, from what its ranks have come to."""
+
+    OPEN = "open"
+    """Ranks are still running, and none has failed."""
+    UNCLEAR = "unclear"
+    """A rank raised what it would also raise if a peer had died: the news of a death may be on its way."""
+    DONE = "done"
+    FAILED = "failed"
+
+
+def verdict(num_ranks: int, reported: bool, errors: Collection[BaseException]) -> Verdict:
+    """What becomes of an attempt at a node on `num_ranks` ranks, of which some raised; `reported`: rank 0 has said that
+    all of them did their part."""
+    if reported:
+        return Verdict.DONE
+    if not errors:
+        return Verdict.OPEN
+    own = any(isinstance(error, LOST) or not isinstance(error, PEER_ERRORS) for error in errors)
+    return Verdict.FAILED if own or len(errors) == num_ranks else Verdict.UNCLEAR
+
+
+def error_of(future: Future) -> BaseException:
+    """Why a future that has ended has no result."""
+    if future.status == "error":
+        return future.exception()
+    return CancelledError(f"{future.key} was {future.status}")
+
+
+def error_of_rank(failure: RankFailure) -> BaseException:
+    """The error that a rank reported, of a class that `verdict` knows."""
+    match failure.kind:
+        case "lost":
+            return WorkerLost(failure.worker, failure.incarnation)
+        case "missing":
+            return RanksMissing(str(failure.address), failure.missing, failure.text)
+        case "peer":
+            return DisturbedRank(failure.error, failure.text)
+        case "own":
+            return RankError(failure.error, failure.text)
+
+
+def describe(error: BaseException) -> str:
+    """Its class and what it says, in one line, whichever rank raised it."""
+    if isinstance(error, RankError):
+        return f"{error.name}: {error.text}"
+    return f"{type(error).__name__}: {error}"

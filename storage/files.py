@@ -13,7 +13,7 @@ import os
 import re
 import shutil
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -163,6 +163,13 @@ def remove_tree(root: Root, key: str) -> None:
         root.fs.rm(root.at(key), recursive=True)
     except FileNotFoundError:
         return
+
+
+def remove_empty(root: Root, keys: Iterable[str]) -> None:
+    """Removes directories that are empty, and leaves those that are not. (Object stores have none.)"""
+    for key in keys if root.fs is None else ():
+        with suppress(OSError):
+            os.rmdir(root.at(key))
 
 
 def keys(root: Root) -> Iterator[str]:

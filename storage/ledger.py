@@ -7,6 +7,9 @@ Files are `<stage>/step_000012/shard_0003.json` below the ledger's URL, in stric
 a metric that is not finite is written as the string "NaN", "Infinity" or "-Infinity" and read back as that float;
 `state` must be finite, since the next step computes with it.
 
+Records of steps that are long over are kept many to a file, in segments (`storage/segments.py`); `find` looks there
+too, so that nobody need know.
+
 Two sums tell what a record is. `checksum`, its last field, is over all bytes of the file before it: a record that was
 damaged, or changed by hand, is none. `content` is over what other nodes compute with (arrays, state, digest; not who
 made it, when, how fast): a record names its inputs by it, so that an output that was lost and made again the same is
@@ -24,9 +27,11 @@ import math
 import os
 import re
 import socket
+import threading
 import time
 import uuid
-from collections.abc import Iterable, Mapping
+from collections import OrderedDict
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -35,6 +40,7 @@ from storage.address import Address, Ref
 from storage.config import Durability
 from storage.errors import DamagedCommit, MissingOutput, StoreError
 from storage.retries import until_seen
+from storage.segments import SPAN, Segment, decode_segment, encode_segment, first_step, segment_key, segment_of
 
 FORMAT = 2
 """Version of the file format; a reader refuses any other."""
@@ -43,6 +49,7 @@ _CHECKSUM = b',\n "checksum": "%s"\n}\n'
 """How a record ends; the sum is over all bytes before this."""
 _NO_SUM = b"0" * 32
 
+_SEGMENTS_KEPT = 2
 _KEY = re.compile(r"(?P<stage>[^/]+)/step_(?P<step>\d{6,})/shard_(?P<shard>\d{4,})\.json")
 
 
@@ -146,20 +153,25 @@ def provenance_here(
 
 
 class Ledger:
-    """Owns no handle and caches nothing: every call asks the filesystem, so all processes see the same ledger."""
+    """Owns no handle, and keeps nothing but the segments read last, which never change: every call asks the filesystem,
+    so all processes see the same ledger."""
 
     def __init__(self, url: str, durability: Durability = files.DEFAULT) -> None:
         """`url`: the ledger's directory (a run's `ledger/`), a path or any fsspec URL."""
         self.url = url
         self._root = files.open_root(url, durability)
+        self._segments: OrderedDict[int, Segment] = OrderedDict()
+        self._reading = threading.Lock()
 
     def find(self, address: Address) -> Commit | None:
         """The commit at an address, or None. Raises DamagedCommit, naming the file, for what is not the record that was
         written."""
-        data = files.read(self._root, _key(address))
+        key, data = _key(address), files.read(self._root, _key(address))
+        if data is None:
+            key, data = segment_key(first_step(address.step)), self._closed(address)
         if data is None:
             return None
-        where = self._root.at(_key(address))
+        where = self._root.at(key)
         commit = decode(data, where)
         if commit.address != address:
             raise DamagedCommit(f"{where}: holds the commit record of {commit.address}")
@@ -187,7 +199,9 @@ class Ledger:
         caller discards its own output. Raises ValueError for a commit that cannot be written as JSON."""
         data = encode(commit)
         if files.write_new(self._root, _key(commit.address), data):
-            return commit
+            if self._closed(commit.address) is None:
+                return commit
+            files.remove(self._root, _key(commit.address))  # its step is long over: the file was free again
         winner = self.find(commit.address)
         if winner is None:
             raise StoreError(f"the commit record of {commit.address} in {self.url} was there and is gone")
@@ -200,13 +214,82 @@ class Ledger:
 
     def addresses(self, stage: str | None = None) -> Addresses:
         """Where there are records, sound or not, in the order of `list`."""
-        matches = [_KEY.fullmatch(key) for key in files.keys(self._root)]
-        found = [Address(m["stage"], int(m["step"]), int(m["shard"])) for m in matches if m]
+        keys = list(files.keys(self._root))
+        matches = [_KEY.fullmatch(key) for key in keys]
+        found = {Address(m["stage"], int(m["step"]), int(m["shard"])) for m in matches if m}
+        for first in map(segment_of, keys):
+            segment = self._segment(first) if first is not None else None
+            found |= segment.places.keys() if segment is not None else set()
         return sorted(address for address in found if stage in (None, address.stage))
+
+    def open_addresses(self) -> Addresses:
+        """Where there are records outside segments, in the order of `list`."""
+        matches = [_KEY.fullmatch(key) for key in files.keys(self._root)]
+        return sorted(Address(m["stage"], int(m["step"]), int(m["shard"])) for m in matches if m)
+
+    def closed_until(self) -> int:
+        """The step before which all records are in segments."""
+        firsts = {segment_of(key) for key in files.keys(self._root)}
+        step = 0
+        while step in firsts:
+            step += SPAN
+        return step
+
+    def close(self, first: int, addresses: Collection[Address]) -> None:
+        """Moves the records of the `SPAN` steps from `first` on, which are all there, into their segment. For the
+        driver, when no node of these steps can be under way any more but one whose output does not count."""
+        if self._segment(first) is None:
+            records = {address: files.read(self._root, _key(address)) for address in addresses}
+            missing = [str(address) for address, data in records.items() if data is None]
+            if missing:
+                raise MissingOutput(f"{self.url}: steps {first} and on are over, but there is no record of {missing}")
+            data = encode_segment({address: data for address, data in records.items() if data is not None})
+            files.write_new(self._root, segment_key(first), data)
+        self._remove_closed(addresses)
+
+    def reopen_damaged(self) -> None:
+        """Gives the records of segments in which one is damaged files of their own again, so that each can be set
+        aside. Raises DamagedCommit where a segment's table of contents is damaged. For a driver while no worker is
+        there."""
+        for key in list(files.keys(self._root)):
+            first = segment_of(key)
+            segment = self._segment(first) if first is not None else None
+            if first is None or segment is None:
+                continue
+            if not all(_is_whole(segment.record(address) or b"") for address in segment.places):
+                for address in segment.places:
+                    files.write(self._root, _key(address), segment.record(address) or b"")
+                files.remove(self._root, key)
+                del self._segments[first]
+
+    def _closed(self, address: Address) -> bytes | None:
+        """The record of an address whose step is closed."""
+        segment = self._segment(first_step(address.step))
+        return None if segment is None else segment.record(address)
+
+    def _segment(self, first: int) -> Segment | None:
+        with self._reading:
+            if first in self._segments:
+                self._segments.move_to_end(first)
+                return self._segments[first]
+            data = files.read(self._root, segment_key(first))
+            if data is None:
+                return None
+            found = self._segments[first] = decode_segment(data, self._root.at(segment_key(first)))
+            if len(self._segments) > _SEGMENTS_KEPT:
+                self._segments.popitem(last=False)
+            return found
+
+    def _remove_closed(self, addresses: Iterable[Address]) -> None:
+        """Removes the files of records that are in segments."""
+        keys = [_key(address) for address in addresses if self._closed(address) is not None]
+        for key in keys:
+            files.remove(self._root, key)
+        files.remove_empty(self._root, {os.path.dirname(key) for key in keys})
 
     def strangers(self) -> Keys:
         """Keys of files in the ledger's directory that are not in a record's place."""
-        return [key for key in files.keys(self._root) if not _KEY.fullmatch(key)]
+        return [key for key in files.keys(self._root) if not _KEY.fullmatch(key) and segment_of(key) is None]
 
     def set_aside(self, address: Address, url: str) -> str:
         """Moves the record at an address, whatever it is, to a name of its own below the directory `url`, so that the
@@ -220,8 +303,9 @@ class Ledger:
         return aside.at(key)
 
     def tidy(self) -> int:
-        """Removes what processes that died over a commit left; returns how many files. For a driver while no worker is
-        there."""
+        """Removes what processes that died over a commit, or over closing steps, left; returns how many temporary files.
+        For a driver while no worker is there."""
+        self._remove_closed(self.open_addresses())
         return files.remove_temporaries(self._root)
 
 
@@ -271,6 +355,12 @@ def decode(data: bytes, where: str = "commit record") -> Commit:
         "metrics": {name: float(value) for name, value in fields["metrics"].items()},
     }
     return Commit(**fields)
+
+
+def _is_whole(data: bytes) -> bool:
+    """Whether a record's bytes have its checksum."""
+    size = len(_CHECKSUM % _NO_SUM)
+    return data[-size:] == _CHECKSUM % _sum(data[:-size]).encode()
 
 
 def _key(address: Address) -> str:

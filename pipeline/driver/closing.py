@@ -1,0 +1,46 @@
+"""Closes the ledger behind a run: records of steps that are over go into segments (`storage/segments.py`).
+
+    steps:   0 ···· 15 │ 16 ···· 31 │ 32 ··· 44 45 46 47
+                closed │     open   │  over ─┘   └─ in the window
+                       └─ closed when the steps up to 31 + margin are over: what a late attempt at one of their nodes
+                          comes to has not counted for long, and whoever resumes the run finds all versions of the
+                          weights that it may still need among the open steps
+
+May import pipeline.graph and storage.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+
+from pipeline.graph.graph import GraphSpec, window
+from storage.address import Address
+from storage.ledger import Ledger
+from storage.segments import SPAN, first_step
+
+
+class OpenBooks:
+    """Owns the list of records that are in no segment yet, from the first open step on."""
+
+    def __init__(self, spec: GraphSpec, ledger: Ledger) -> None:
+        self._ledger = ledger
+        self._margin = 2 * window(spec)
+        self.first_step = ledger.closed_until()
+        """Before it, all steps are over and closed."""
+        self._over: set[int] = set()
+        self._next_over = self.first_step
+        self._addresses: defaultdict[int, list[Address]] = defaultdict(list)
+
+    def over(self, step: int, addresses: Iterable[Address]) -> None:
+        """Every node of a step is done: these, some of which (a publication, an evaluation) count as a later step's.
+        Closes what can be closed."""
+        for address in addresses:
+            self._addresses[first_step(address.step)].append(address)
+        self._over.add(step)
+        while self._next_over in self._over:
+            self._over.remove(self._next_over)
+            self._next_over += 1
+        while self.first_step + SPAN + self._margin <= self._next_over:
+            self._ledger.close(self.first_step, self._addresses.pop(self.first_step))
+            self.first_step += SPAN

@@ -170,3 +170,15 @@ def test_resumed_weights_without_readers_are_let_go() -> None:
     spec = GraphSpec(steps=3, shards=1, staleness=0)
     machine = Machine(spec, committed_up_to(spec, Address("publish", 1)), published=[0, 1])
     assert machine.unread == [0]
+
+
+def test_thousands_of_committed_steps_are_passed_in_a_loop() -> None:
+    """Python's stack holds about a thousand calls: a run must be resumable however far it has come."""
+    spec = GraphSpec(steps=5_001, shards=1, staleness=1)
+    committed = committed_up_to(spec, Address("publish", 5_000))
+    machine = Machine(spec, committed, published=[4_999])
+    assert machine.over == list(range(5_000))
+    assert machine.flow.steps_done == 5_000
+    machine.run()
+    assert machine.flow.finished
+    assert machine.steps("update_policy") == [5_000]

@@ -303,7 +303,7 @@ class Ledger:
         return aside.at(key)
 
     def tidy(self) -> int:
-        """Removes what processes that died over a commit, or over closing steps, left; returns how many temporary files.
+        """Removes what processes that died over a commit, or over closing steps, left; returns how many temporaries.
         For a driver while no worker is there."""
         self._remove_closed(self.open_addresses())
         return files.remove_temporaries(self._root)

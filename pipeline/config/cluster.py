@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from storage.problems import Problem, at_least
+from storage.problems import Problem, at_least, local_directory
 
 FEWEST_TO_GATHER = 3
 """The smallest `move_rows_below` at which anything can move: fewer rows than that are two, on two replicas."""
@@ -53,6 +53,7 @@ def cluster_problems(config: ClusterConfig) -> Iterator[Problem]:
     for key, limit in (("host_memory_gb", config.host_memory_gb), ("device_memory_gb", config.device_memory_gb)):
         if limit is not None and not limit > 0:
             yield Problem(f"cluster.{key}", limit, "must be above 0, or null for what there is")
+    yield from local_directory("cluster.weights_dir", config.weights_dir)
     below = config.move_rows_below
     if below != 0 and below < FEWEST_TO_GATHER:
         yield Problem(

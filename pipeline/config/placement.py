@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pipeline.graph.dispatch import Gang, gangs_of
 from stages.models.config import LayoutConfig, Offload, recompute_problems
 from stages.models.protocol import MODEL_ROLES, Role
-from storage.problems import Problem, at_least
+from storage.problems import Problem, at_least, local_directory, plain_name
 
 
 @dataclass
@@ -84,6 +84,7 @@ def _role_problems(placement: PlacementConfig) -> Iterator[Problem]:
 
 def _gang_problems(placement: PlacementConfig, name: str) -> Iterator[Problem]:
     key, settings = f"placement.gangs.{name}", placement.gangs[name]
+    yield from plain_name(key, name, dots=False)
     roles = [role for role, gang in placement.roles.items() if gang == name]
     if not roles:
         yield Problem(key, name, "no role is placed on it; place one or remove the gang")
@@ -108,6 +109,7 @@ def _offload_problems(key: str, given: str, roles: Collection[str]) -> Iterator[
 def _weights_dir_problems(key: str, given: str | None, roles: Collection[str]) -> Iterator[Problem]:
     if given is None:
         return
+    yield from local_directory(key, given)
     if not os.path.isabs(given):
         need = "must be an absolute path, best in memory (/dev/shm/NAME), or null for cluster.weights_dir's"
         yield Problem(key, given, need)

@@ -28,7 +28,7 @@ from stages.models.sampling import SamplingConfig, sampling_problems
 from stages.ppo.config import PPOConfig, ppo_problems, resolve_proximal
 from stages.rewards.protocol import RewardConfig
 from storage.config import PromptsConfig, StorageConfig, prompts_problems, storage_problems
-from storage.problems import Problem, at_least, divides
+from storage.problems import Problem, at_least, divides, local_directory, plain_name
 from storage.rollouts import Layout, Layouts
 
 
@@ -153,8 +153,8 @@ def run_problems(config: RunConfig) -> Iterator[Problem]:
 
 
 def _own_problems(config: RunConfig) -> Iterator[Problem]:
-    if not config.name or config.name != Path(config.name).name:
-        yield Problem("name", config.name, "must be a plain directory name")
+    yield from plain_name("name", config.name)
+    yield from local_directory("runs_dir", config.runs_dir)
     yield from at_least(1, {"steps": config.steps})
     if config.staleness < 0:
         yield Problem("staleness", config.staleness, "0 is synchronous PPO, 1 or more overlaps")

@@ -61,10 +61,16 @@ class Flow:
                     readers = set(weight_readers(self._spec, node.version)) - self._committed
                     self._readers[node.version] = readers
             for node in done:
-                self.done(node)
+                self._settle(node)
 
     def done(self, node: Node) -> None:
         """A node has its commit."""
+        self._settle(node)
+        self.advance()
+
+    def _settle(self, node: Node) -> None:
+        """What a commit completes: a reader of weights, an update, a step. Admits nothing: `advance` does that in a
+        loop, for a resumed run may find thousands of steps committed."""
         step = self._step_of.pop(node.address)
         self._reopened.discard(node.address)
         if node.stage == "update_policy":
@@ -80,7 +86,6 @@ class Flow:
             nodes = self._open.pop(step)
             self._dispatch.retire([n.address for n in nodes])
             self._on_step(step, nodes)
-        self.advance()
 
     @property
     def finished(self) -> bool:

@@ -254,7 +254,8 @@ def window(spec: GraphSpec) -> int:
 
 def weight_readers(spec: GraphSpec, version: int) -> list[Address]:
     """The nodes that read the published version v: when all have committed, v can be released."""
-    steps = [i for i in range(spec.steps) if generation_version(spec, i) == version]
+    newest = version + spec.staleness  # the step whose version it is; of version 0 also all before that
+    steps = range(newest if version else 0, min(newest + 1, spec.steps))
     readers = [Address("generate", i, s) for i in steps for s in range(spec.shards)]
     if evaluated(spec, version):
         readers += [Address("evaluate", version, s) for s in range(spec.eval_shards)]

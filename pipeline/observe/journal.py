@@ -1,6 +1,9 @@
 """The run's journal: one JSON line per event in `events.jsonl`, from which timeline, report and summary are drawn.
 
-May import the standard library only. The driver is the only writer; worker times travel in the nodes' results.
+The driver is the only writer; worker times travel in the nodes' results. A line that a crash has torn, or that a
+damaged disk gives back, costs what it said and no more: readers put a warning in its place.
+
+May import the standard library and pipeline.observe.appending.
 """
 
 from __future__ import annotations
@@ -12,7 +15,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 from types import TracebackType
-from typing import TextIO
+
+from pipeline.observe.appending import LineFile
 
 
 class EventKind(StrEnum):
@@ -71,12 +75,14 @@ class Journal:
     every event too (the progress display)."""
 
     def __init__(self, path: Path, listener: Callable[[Event], None] = lambda event: None) -> None:
+        """A last line that a crash cut short is cut off. Raises AppendFailed, as `append` does."""
         self.path = path
         self._listener = listener
-        self._file: TextIO = path.open("a", encoding="utf8", buffering=1)
+        self._file = LineFile(path)
 
     def append(self, event: Event) -> None:
-        self._file.write(event.to_json() + "\n")
+        """Writes an event, whole or not at all. Raises AppendFailed, for a full disk say."""
+        self._file.append(event.to_json())
         self._listener(event)
 
     def now(self, kind: EventKind, **fields: object) -> Event:
@@ -96,11 +102,19 @@ class Journal:
 
 
 def read_events(path: Path) -> Iterator[Event]:
-    """The events of a run in the order written. A last line torn by a crash is left out."""
-    with path.open(encoding="utf8") as lines:
-        for line in lines:
-            if line.endswith("\n"):
-                yield Event.from_json(line)
+    """The events of a run in the order written. A last line without an end, which is torn or still being written, is
+    left out; in place of another that is no event comes a `WARNED`, of the time of the event before it."""
+    before = 0.0
+    with path.open("rb") as lines:
+        for number, line in enumerate(lines, start=1):
+            if not line.endswith(b"\n"):
+                return
+            try:
+                event = Event.from_json(line.decode())
+            except (ValueError, KeyError, TypeError, AttributeError):
+                event = Event(before, EventKind.WARNED, detail=f"{path}: line {number} is torn, and is passed over")
+            before = event.t
+            yield event
 
 
 def run_starts(path: Path) -> list[float]:

@@ -195,3 +195,15 @@ def test_a_critic_that_lags_holds_nothing_back() -> None:
     machine = Machine(spec, done, published=[0, 1])
     machine.run(("update_critic", 0), ("value", 1))
     assert Address("logprob", 1) in machine.ran
+
+
+def test_thousands_of_committed_steps_are_passed_in_a_loop() -> None:
+    """Python's stack holds about a thousand calls: a run must be resumable however far it has come."""
+    spec = GraphSpec(steps=5_001, shards=1, staleness=1)
+    committed = committed_up_to(spec, Address("publish", 5_000))
+    machine = Machine(spec, committed, published=[4_999])
+    assert machine.over == list(range(5_000))
+    assert machine.flow.steps_done == 5_000
+    machine.run()
+    assert machine.flow.finished
+    assert machine.steps("update_policy") == [5_000]

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from pathlib import Path
 
+import pytest
+
+from pipeline.observe.appending import AppendFailed
 from pipeline.observe.journal import Event, EventKind, Journal, read_events, run_starts
 
 
@@ -27,3 +32,62 @@ def test_every_start_of_a_driver(tmp_path: Path) -> None:
             journal.append(Event(started, EventKind.RUN_STARTED))
             journal.append(Event(started + 5, EventKind.RUN_FINISHED))
     assert run_starts(path) == [10.0, 20.0]
+
+
+def test_a_torn_line_is_cut_before_the_next_is_written(tmp_path: Path) -> None:
+    """Whether or not the bytes make sense: a power cut may leave zeros."""
+    path = tmp_path / "events.jsonl"
+    first, second = Event(1.0, EventKind.RUN_STARTED), Event(2.0, EventKind.RUN_STARTED)
+    for torn in ('{"t":1.5,"ki', "\0" * 5000, '{"t":1.5,"kind":"finished"}'):
+        path.write_text(first.to_json() + "\n" + torn)
+        with Journal(path) as journal:
+            journal.append(second)
+        assert list(read_events(path)) == [first, second]
+
+
+def test_a_journal_of_nothing_but_a_torn_line_begins_anew(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    path.write_text('{"t":1.')
+    with Journal(path) as journal:
+        journal.append(Event(2.0, EventKind.RUN_STARTED))
+    assert run_starts(path) == [2.0]
+
+
+@pytest.mark.parametrize(
+    "line", [b'{"t":1.5,"ki{"t":2.0,"kind":"finished"}', b"\xff\xfe", b"3", b'{"kind":"unheard_of"}']
+)
+def test_a_line_torn_by_an_earlier_driver_is_passed_over_and_said(tmp_path: Path, line: bytes) -> None:
+    path = tmp_path / "events.jsonl"
+    first, last = Event(1.0, EventKind.RUN_STARTED), Event(3.0, EventKind.RUN_FINISHED)
+    path.write_bytes(first.to_json().encode() + b"\n" + line + b"\n" + last.to_json().encode() + b"\n")
+    before, torn, after = read_events(path)
+    assert (before, after) == (first, last)
+    assert (torn.t, torn.kind) == (1.0, EventKind.WARNED)
+    assert torn.detail == f"{path}: line 2 is torn, and is passed over"
+
+
+def test_a_journal_without_room_says_so_and_stays_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The disk takes ten bytes of the line and no more."""
+    path, heard = tmp_path / "events.jsonl", []
+    write = os.pwrite
+
+    def fill(descriptor: int, data: bytes, offset: int) -> int:
+        if offset > len(first.to_json()) + 1:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return write(descriptor, data[:10], offset)
+
+    first = Event(1.0, EventKind.RUN_STARTED)
+    with Journal(path, heard.append) as journal:
+        journal.append(first)
+        with monkeypatch.context() as full:
+            full.setattr(os, "pwrite", fill)
+            with pytest.raises(AppendFailed, match=r"events\.jsonl: No space left on device"):
+                journal.append(Event(2.0, EventKind.FINISHED))
+        assert heard == [first]
+        journal.append(Event(3.0, EventKind.RUN_FINISHED))
+    assert [event.t for event in read_events(path)] == [1.0, 3.0]
+
+
+def test_a_journal_that_cannot_be_opened_says_so(tmp_path: Path) -> None:
+    with pytest.raises(AppendFailed, match=r"cannot write to .*nowhere/events\.jsonl: No such file"):
+        Journal(tmp_path / "nowhere" / "events.jsonl")

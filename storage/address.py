@@ -34,3 +34,6 @@ class Ref:
     """Scalars the stage measured, for the driver."""
     state: Mapping[str, Any] = field(default_factory=dict)
     """Small JSON state handed to the same stage of the next step (the KL controller's)."""
+    started: float = 0.0
+    """When the work began; seconds since the epoch, as is `finished`."""
+    finished: float = 0.0

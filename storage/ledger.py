@@ -116,7 +116,8 @@ class Commit:
 
     def ref(self) -> Ref:
         """What travels along the edges of the graph."""
-        return Ref(self.address, self.attempt, dict(self.metrics), dict(self.state))
+        times = self.provenance.started, self.finished
+        return Ref(self.address, self.attempt, dict(self.metrics), dict(self.state), *times)
 
 
 Commits = list[Commit]

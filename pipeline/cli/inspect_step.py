@@ -37,7 +37,7 @@ def inspect_step(config: RunConfig, step: int, rows: int) -> RenderableType:
     if not 0 <= step < config.steps:
         raise ConfigError("--step", f"given {step}; the run has steps 0 to {config.steps - 1}")
     history = open_history(config)
-    commits = history.commits(step)
+    commits = [c for c in map(history.ledger.find, history.addresses(step)) if c is not None]
     if not any(c.address.stage == "generate" for c in commits):
         raise MissingOutput(f"step {step} has no rollouts yet")
     table = inspect_table(step_rows(config, step)[:rows], f"step {step} of {config.name}")

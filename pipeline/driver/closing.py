@@ -14,10 +14,17 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable
 
-from pipeline.graph.graph import GraphSpec, window
+from pipeline.graph.graph import GraphSpec, step_nodes, window
 from storage.address import Address
 from storage.ledger import Ledger
 from storage.segments import SPAN, first_step
+
+
+def all_committed(spec: GraphSpec, ledger: Ledger) -> bool:
+    """Whether every node of the run has its commit."""
+    first, there = ledger.closed_until(), set(ledger.open_addresses())
+    nodes = (node for step in range(max(0, first - 1), spec.steps) for node in step_nodes(spec, step))
+    return all(node.address.step < first or node.address in there for node in nodes)
 
 
 class OpenBooks:
@@ -36,7 +43,8 @@ class OpenBooks:
         """Every node of a step is done: these, some of which (a publication, an evaluation) count as a later step's.
         Closes what can be closed."""
         for address in addresses:
-            self._addresses[first_step(address.step)].append(address)
+            if address.step >= self.first_step:
+                self._addresses[first_step(address.step)].append(address)
         self._over.add(step)
         while self._next_over in self._over:
             self._over.remove(self._next_over)

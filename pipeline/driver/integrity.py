@@ -45,7 +45,8 @@ def mend(history: History, paths: RunPaths) -> Mended:
     """
     ledger = history.ledger
     warnings, commits = [], []
-    for address in ledger.addresses():
+    ledger.reopen_damaged()
+    for address in ledger.open_addresses():  # what is closed is whole, and was made from what is closed
         try:
             commit = ledger.find(address)
         except DamagedCommit as error:
@@ -54,12 +55,15 @@ def mend(history: History, paths: RunPaths) -> Mended:
             continue
         commits += [commit] if commit is not None else []
     found = {commit.address: commit for commit in commits}
+    inputs = [one for commit in commits for one in commit.provenance.inputs]
+    for address in {one.address for one in inputs} - found.keys():
+        closed = ledger.find(address)
+        found |= {} if closed is None else {address: closed}
     faults = list(lineage_faults(commits, found))
     if faults:
         more = f" (and {len(faults) - 1} more: `stageline check {paths.root}` lists them)" if len(faults) > 1 else ""
         raise StoreError(f"{paths.root} cannot go on: {faults[0]}{more}")
     history.store.recover()
-    inputs = [one for commit in commits for one in commit.provenance.inputs]
     return Mended(tuple(warnings), {one.address: one.content for one in inputs if one.address not in found})
 
 

@@ -22,6 +22,7 @@ from pipeline.config.loading import to_yaml
 from pipeline.config.paths import RunPaths
 from pipeline.config.preflight import Preflight, check_run_directory, preflight
 from pipeline.config.run import RunConfig
+from pipeline.driver.closing import OpenBooks, all_committed
 from pipeline.driver.cluster import LocalWorkers
 from pipeline.driver.context import ExecutorSettings
 from pipeline.driver.executor import Executor
@@ -30,8 +31,8 @@ from pipeline.driver.results import conclude, conclude_despite_error, open_histo
 from pipeline.driver.session import interruptible, only_driver, published_weights, worker_processes
 from pipeline.graph.dispatch import Dispatch
 from pipeline.graph.flow import Flow
-from pipeline.graph.graph import Node, run_nodes, weight_readers
-from pipeline.observe.history import EVALUATION_METRIC, History, alarm_text
+from pipeline.graph.graph import Node, weight_readers
+from pipeline.observe.history import EVALUATION_METRIC, STEP_METRIC, History, alarm_text
 from pipeline.observe.journal import EventKind, Journal, run_starts
 from pipeline.observe.live import Progress
 from pipeline.observe.responses import Decode, response_pairs
@@ -114,7 +115,7 @@ def _run(
     """Starts the workers, runs the graph, and ends the workers."""
     paths = RunPaths(config.run_dir)
     tracked = _catch_up(history, tracker, run_starts(paths.events))
-    if all(history.ledger.find(node.address) is not None for node in run_nodes(config.graph())):
+    if all_committed(config.graph(), history.ledger):
         return
     with published_weights(config, history.ledger) as board, worker_processes(config) as workers:
         if workers.dashboard is not None:
@@ -136,9 +137,12 @@ def _catch_up(history: History, tracker: Tracker, starts: Sequence[float]) -> li
     steps."""
     steps = history.steps_done()
     for step in steps:
-        tracker.metrics(step, history.step_metrics(step, starts))
-    for evaluation in history.evaluations():
-        tracker.metrics(evaluation.version, {EVALUATION_METRIC: evaluation.mean})
+        if not tracker.has(step, STEP_METRIC):
+            tracker.metrics(step, history.step_metrics(step, starts))
+    for version in history.evaluated_versions():
+        evaluation = None if tracker.has(version, EVALUATION_METRIC) else history.evaluation(version)
+        if evaluation is not None:
+            tracker.metrics(version, {EVALUATION_METRIC: evaluation.mean})
     return steps
 
 
@@ -206,10 +210,12 @@ class _Driver:
             self._node_done,
             self._worker_replaced,
         )
+        self._books = OpenBooks(self._graph, history.ledger)
         self._flow = Flow(
             self._graph,
             dispatch,
-            committed=[commit.address for commit in history.ledger.list()],
+            first_step=self._books.first_step,
+            committed=history.ledger.open_addresses(),
             published=board.available(),
             on_step=self._step_over,
             on_unread=self._version_unread,
@@ -243,10 +249,11 @@ class _Driver:
 
     def _report_step(self, step: int) -> None:
         """Once, when both updates and the publication of a step are committed."""
-        if step in self._tracked or not self._history.step_over(step):
+        known = {address: o.ref for address, o in self._outcomes.items() if o.ref is not None}
+        if step in self._tracked or not self._history.step_over(step, known):
             return
         self._tracked.add(step)
-        metrics = self._history.step_metrics(step, [self._began])
+        metrics = self._history.step_metrics(step, [self._began], known)
         self._tracker.metrics(step, metrics)
         self._progress.step(step, metrics)
 
@@ -259,7 +266,8 @@ class _Driver:
             self._progress.alarm(text)
 
     def _step_over(self, step: int, nodes: list[Node]) -> None:
-        """Every node of a step is done: its trace goes out, its results are let go."""
+        """Every node of a step is done: its trace goes out, its results are let go, its books may be closed."""
+        self._books.over(step, [node.address for node in nodes])
         self._executor.release([node.address for node in nodes])
         ran = [(node, self._outcomes.pop(node.address)) for node in nodes if node.address in self._outcomes]
         spans = [

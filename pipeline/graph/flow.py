@@ -21,12 +21,14 @@ class Flow:
         spec: GraphSpec,
         dispatch: Dispatch,
         *,
+        first_step: int = 0,
         committed: Iterable[Address] = (),
         published: Iterable[int] = (),
         on_step: Callable[[int, list[Node]], None],
         on_unread: Callable[[int], None],
     ) -> None:
-        """`committed`: outputs that an earlier attempt at this run left. `published`: versions whose weights are
+        """`first_step`: before it every step is over, and every address of a lower step committed. `committed`: outputs
+        from there on that an earlier attempt at this run left. `published`: versions whose weights are
         readable now. `on_step(step, nodes)` is called when every node of a step is done, `on_unread(version)` when
         every reader of a version is."""
         self._spec = spec
@@ -38,8 +40,7 @@ class Flow:
         self._open: dict[int, list[Node]] = {}
         self._left: dict[int, set[Address]] = {}
         self._step_of: dict[Address, int] = {}
-        self._updated = 0
-        self._next = 0
+        self._first = self._updated = self._next = first_step
         self._reopened: set[Address] = set()
         """Without a commit, though an update that read them has one: a trainer that goes back needs them."""
         self._readers: dict[int, set[Address]] = {}
@@ -58,8 +59,8 @@ class Flow:
             self._step_of.update((node.address, step) for node in nodes)
             for node in nodes:
                 if node.stage == "publish":
-                    readers = set(weight_readers(self._spec, node.version)) - self._committed
-                    self._readers[node.version] = readers
+                    readers = weight_readers(self._spec, node.version)
+                    self._readers[node.version] = {reader for reader in readers if not self._has_commit(reader)}
             for node in done:
                 self._settle(node)
 
@@ -79,6 +80,7 @@ class Flow:
             readers = self._readers.get(node.version, set())
             readers.discard(node.address)
             if not readers:
+                self._readers.pop(node.version, None)
                 self._on_unread(node.version)
         self._left[step].discard(node.address)
         if not self._left[step]:
@@ -97,9 +99,13 @@ class Flow:
         return self._updated
 
     def _is_committed(self, node: Node) -> bool:
-        if node.address not in self._committed:
+        if not self._has_commit(node.address):
             return False
         if node.stage != "publish" or node.version in self._published:
             return True
         # Published weights live in memory: if they are lost and somebody still has to read them, publish runs again.
-        return all(reader in self._committed for reader in weight_readers(self._spec, node.version))
+        return all(map(self._has_commit, weight_readers(self._spec, node.version)))
+
+    def _has_commit(self, address: Address) -> bool:
+        """Whether an earlier attempt at this run left an output there."""
+        return address.step < self._first or address in self._committed

@@ -10,6 +10,7 @@ import itertools
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import numpy as np
 
@@ -17,13 +18,16 @@ from pipeline.graph.graph import GraphSpec, step_nodes
 from pipeline.observe.engine_metrics import is_count
 from pipeline.observe.engine_metrics import step_metrics as engine_metrics
 from pipeline.observe.summary import Evaluation, StepNumbers
-from storage.address import Address
-from storage.ledger import Commit, Ledger
+from storage.address import Address, Ref
+from storage.ledger import Ledger
 from storage.records import Rollout, Scores
 from storage.rollouts import RolloutStore
 
 EVALUATION_METRIC = "eval/reward_mean"
 """Mean score of the held-out prompts, by version of the weights."""
+_NONE: Mapping[Address, Ref] = MappingProxyType({})
+STEP_METRIC = "reward/mean"
+"""Every step has it."""
 _FRACTION = "staleness/fraction_"
 _TRUNK_ROWS, _TRUNK_COMPUTED = "trunk/rows", "trunk/computed_rows"
 _TOTALS = ("generate/tokens", "generate/rows_finished_elsewhere", _TRUNK_ROWS, _TRUNK_COMPUTED)
@@ -40,23 +44,34 @@ class History:
     rows: int
     """Rows of a step."""
 
-    def commits(self, step: int) -> list[Commit]:
-        """The commits of a step's nodes that are there, and that of its version's canary; evaluations not included."""
+    def addresses(self, step: int) -> list[Address]:
+        """Of a step's nodes, evaluations not included, and of its version's canary."""
         others = ("evaluate", "evaluate_score", "canary")
         addresses = [n.address for n in step_nodes(self.spec, step) if n.stage not in others]
-        addresses += [Address("canary", step)] if self.spec.canaries else []
-        return [c for c in map(self.ledger.find, addresses) if c is not None]
+        return addresses + ([Address("canary", step)] if self.spec.canaries else [])
 
-    def step_metrics(self, step: int, starts: Iterable[float] = ()) -> dict[str, float]:
+    def commits(self, step: int, known: Mapping[Address, Ref] = _NONE) -> list[Ref]:
+        """References to the commits that are there of `addresses`. Those that are `known` are not read."""
+        found = (known.get(address) or self._read(address) for address in self.addresses(step))
+        return [ref for ref in found if ref is not None]
+
+    def _read(self, address: Address) -> Ref | None:
+        commit = self.ledger.find(address)
+        return None if commit is None else commit.ref()
+
+    def step_metrics(
+        self, step: int, starts: Iterable[float] = (), known: Mapping[Address, Ref] = _NONE
+    ) -> dict[str, float]:
         """Every metric of a step: those its stages measured, `time/<stage>_s` summed over shards, and throughput.
-        `starts`: when drivers started; a step during which one did has no step time, since the run stood still."""
-        commits = self.commits(step)
+        `starts`: when drivers started; a step during which one did has no step time, since the run stood still.
+        `known`: references that need not be read again."""
+        commits = self.commits(step, known)
         metrics: dict[str, float] = {}
         seconds: defaultdict[str, float] = defaultdict(float)
         shards: defaultdict[str, list[float]] = defaultdict(list)
         counted = [{n: v for n, v in commit.metrics.items() if is_count(n)} for commit in commits]
         for commit in commits:
-            seconds[f"time/{commit.address.stage}_s"] += commit.finished - commit.provenance.started
+            seconds[f"time/{commit.address.stage}_s"] += commit.finished - commit.started
             for name, value in commit.metrics.items():
                 if not is_count(name):
                     shards[name].append(value)
@@ -66,7 +81,7 @@ class History:
         if metrics.get(_TRUNK_ROWS):
             metrics["trunk/hit_rate"] = 1 - metrics[_TRUNK_COMPUTED] / metrics[_TRUNK_ROWS]
         published = {c.address.step: c.finished for c in commits if c.address.stage == "publish"}
-        before = self.ledger.find(Address("publish", step))
+        before = known.get(Address("publish", step)) or self._read(Address("publish", step))
         after = published.get(step + 1)
         if before is not None and after is not None and not any(before.finished < t < after for t in starts):
             metrics["time/step_s"] = max(after - before.finished, 1e-9)
@@ -88,18 +103,18 @@ class History:
             staleness=staleness,
         )
 
-    def step_over(self, step: int) -> bool:
+    def step_over(self, step: int, known: Mapping[Address, Ref] = _NONE) -> bool:
         """Whether both models are updated and the policy's next version is published."""
         ends = (Address("update_policy", step), Address("update_critic", step), Address("publish", step + 1))
-        return all(self.ledger.find(address) is not None for address in ends)
+        return all(address in known or self.ledger.find(address) is not None for address in ends)
 
     def steps_done(self) -> list[int]:
         """Steps whose two updates are committed, and what a step's numbers are taken from (of a run that is resumed
         some of it may be gone, and about to be made again)."""
-        stages = ("update_policy", "update_critic", "advantage")
-        updated, critic, rated = ({a.step for a in self.ledger.addresses(stage)} for stage in stages)
-        shards = Counter(address.step for address in self.ledger.addresses("generate"))
-        return sorted(s for s in updated & critic & rated if shards[s] == self.spec.shards)
+        needed = {"update_policy": 1, "update_critic": 1, "advantage": 1, "generate": self.spec.shards}
+        there = Counter((address.step, address.stage) for address in self.ledger.addresses())
+        steps = {step for step, _ in there}
+        return sorted(s for s in steps if all(there[s, stage] == number for stage, number in needed.items()))
 
     def evaluation(self, version: int) -> Evaluation | None:
         """Scores by prompt of a version, or None while some are missing."""
@@ -117,8 +132,11 @@ class History:
 
     def evaluations(self) -> list[Evaluation]:
         """All complete evaluations by version."""
-        versions = sorted({address.step for address in self.ledger.addresses("evaluate_score")})
-        return [e for e in map(self.evaluation, versions) if e is not None]
+        return [e for e in map(self.evaluation, self.evaluated_versions()) if e is not None]
+
+    def evaluated_versions(self) -> list[int]:
+        """Versions of which some held-out rows have scores."""
+        return sorted({address.step for address in self.ledger.addresses("evaluate_score")})
 
 
 def alarm_text(version: int, metrics: Mapping[str, float]) -> str | None:

@@ -78,6 +78,10 @@ class Tracker(Protocol):
         """Numbers of a step. The first value given for a (step, name) stays; a resume may give it again."""
         ...
 
+    def has(self, step: int, name: str) -> bool:
+        """Whether a number need not be given (again)."""
+        ...
+
     def trace(self, step: int, spans: Sequence[Span]) -> None:
         """The nodes of a step as one trace, with a root span `step N` around them."""
         ...
@@ -113,12 +117,18 @@ class _SeenMetrics:
         self._seen[step] = seen
         return new
 
+    def has(self, step: int, name: str) -> bool:
+        return name in self._bit and bool(self._seen.get(step, 0) >> self._bit[name] & 1)
+
 
 class NullTracker:
     """Tracking switched off (`tracking.uri: null`)."""
 
     def metrics(self, step: int, values: Mapping[str, float]) -> None:
         pass
+
+    def has(self, step: int, name: str) -> bool:
+        return True
 
     def trace(self, step: int, spans: Sequence[Span]) -> None:
         pass
@@ -178,6 +188,9 @@ class MlflowTracker:
         new = self._metrics_seen.unseen(step, values)
         if new:
             self._append(kind="metrics", step=step, values={name: float(values[name]) for name in new})
+
+    def has(self, step: int, name: str) -> bool:
+        return self._metrics_seen.has(step, name)
 
     def trace(self, step: int, spans: Sequence[Span]) -> None:
         if spans and step not in self._traces_seen:

@@ -17,10 +17,12 @@ from typing import Any
 import fsspec
 import pytest
 
+from storage import files
 from storage.address import Address, Ref
 from storage.config import Durability
 from storage.errors import DamagedCommit, MissingOutput, StoreError
 from storage.ledger import ArrayInfo, Commit, Input, Ledger, Provenance, decode, encode, new_attempt, provenance_here
+from storage.segments import SPAN, segment_key
 from tests.support.processes import exit_status
 
 PROVENANCE = Provenance(
@@ -56,6 +58,77 @@ class LedgerContract:
     @pytest.fixture
     def url(self, tmp_path: Path) -> str:
         raise NotImplementedError
+
+    def test_closed_steps_are_found_as_before(self, url: str) -> None:
+        """By every ledger, also one that was open before; and their files are gone."""
+        other, ledger = Ledger(url), Ledger(url)
+        commits = [
+            ledger.commit(commit_at(Address(stage, step))) for step in range(SPAN) for stage in ("score", "value")
+        ]
+        later = ledger.commit(commit_at(Address("score", SPAN)))
+        assert (ledger.closed_until(), len(ledger.open_addresses())) == (0, 2 * SPAN + 1)
+        ledger.close(0, [commit.address for commit in commits])
+        assert (ledger.closed_until(), ledger.open_addresses()) == (SPAN, [later.address])
+        for one in (other, ledger, Ledger(url)):
+            assert all(one.find(commit.address) == commit for commit in commits)
+            assert one.list("score") == [*(c for c in commits if c.address.stage == "score"), later]
+            assert one.find(Address("reference", 3)) is None
+            assert not one.strangers()
+
+    def test_a_late_attempt_at_a_closed_step_loses(self, url: str) -> None:
+        """Its file's name is free again."""
+        ledger = Ledger(url)
+        first = ledger.commit(commit_at(Address("score", 3), "a0-00000000"))
+        ledger.close(0, [first.address])
+        assert Ledger(url).commit(commit_at(Address("score", 3), "a1-11111111")) == first
+        assert ledger.open_addresses() == []
+
+    def test_closing_goes_on_where_it_was_interrupted(self, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Killed between the segment and the removal of the files."""
+        ledger = Ledger(url)
+        commit = ledger.commit(commit_at(Address("score", 3)))
+        with monkeypatch.context() as patch:
+            patch.setattr(files, "remove", lambda root, key: None)
+            ledger.close(0, [commit.address])
+        assert ledger.open_addresses() == ledger.addresses() == [commit.address]
+        again = Ledger(url)
+        again.tidy()
+        assert again.open_addresses() == []
+        assert again.list() == [commit]
+
+    def test_steps_with_a_hole_are_not_closed(self, url: str) -> None:
+        ledger = Ledger(url)
+        commit = ledger.commit(commit_at(Address("score", 3)))
+        with pytest.raises(MissingOutput, match="no record of .'value/step_000003"):
+            ledger.close(0, [commit.address, Address("value", 3)])
+        assert ledger.closed_until() == 0
+
+    def test_a_damaged_record_of_a_segment_can_be_set_aside(self, url: str) -> None:
+        """The others have files of their own again."""
+        ledger = Ledger(url)
+        commits = [ledger.commit(commit_at(Address("score", step))) for step in range(3)]
+        ledger.close(0, [commit.address for commit in commits])
+        root = files.open_root(url)
+        data = bytearray(files.read(root, segment_key(0)) or b"")
+        data[data.rindex(b'"rows": 4') + 8] ^= 1
+        files.write(root, segment_key(0), bytes(data))
+        ledger = Ledger(url)
+        with pytest.raises(DamagedCommit, match="segment"):
+            ledger.find(commits[2].address)
+        ledger.reopen_damaged()
+        assert ledger.closed_until() == 0
+        assert [ledger.find(commit.address) for commit in commits[:2]] == commits[:2]
+        ledger.set_aside(commits[2].address, url + "/../damaged")
+        assert ledger.addresses() == [commit.address for commit in commits[:2]]
+
+    def test_a_segment_whose_contents_are_damaged_is_named(self, url: str) -> None:
+        ledger = Ledger(url)
+        ledger.close(0, [ledger.commit(commit_at(Address("score", 3))).address])
+        root = files.open_root(url)
+        data = files.read(root, segment_key(0)) or b""
+        files.write(root, segment_key(0), data.replace(b'[\\"score\\",3', b'[\\"score\\",4', 1))
+        with pytest.raises(DamagedCommit, match=r"steps_000000.segment: is not what was written"):
+            Ledger(url).find(Address("score", 3))
 
     def test_nothing_is_found_where_nothing_was_committed(self, url: str) -> None:
         assert Ledger(url).find(Address("score", 12, 3)) is None
@@ -134,7 +207,7 @@ class TestMemoryLedger(LedgerContract):
 
 def test_a_ref_carries_what_the_driver_needs() -> None:
     commit = commit_at(Address("score", 12, 3))
-    assert commit.ref() == Ref(commit.address, commit.attempt, {"score": 0.1 + 0.2}, {"kl": {"coef": 0.05}})
+    assert commit.ref() == Ref(commit.address, commit.attempt, {"score": 0.1 + 0.2}, {"kl": {"coef": 0.05}}, 1.5, 2.5)
 
 
 def rewritten(commit: Commit, *, but: Sequence[str] = (), **change: Any) -> bytes:

@@ -91,7 +91,7 @@ def test_task_that_dask_runs_again_is_answered_from_the_ledger(
 ) -> None:
     ledger = Ledger(str(tmp_path))
     provenance = provenance_here(seed=0, config_hash="")
-    ledger.commit(Commit(CALL.address, "a0-x", None, 0, {}, provenance, finished=1.0))
+    commit = ledger.commit(Commit(CALL.address, "a0-x", None, 0, {}, provenance, finished=1.0))
     call = replace(CALL, ledger=str(tmp_path))
     if again == "on the same process":
         run_node(call)
@@ -100,7 +100,7 @@ def test_task_that_dask_runs_again_is_answered_from_the_ledger(
     else:
         monkeypatch.setattr(entry, "_resident", None)
     before = len(runtime.calls)
-    assert entry.run_node_task(call, "a parent's result") == Ref(CALL.address, "a0-x")
+    assert entry.run_node_task(call, "a parent's result") == commit.ref()
     assert len(runtime.calls) == before
     with pytest.raises(WorkerLost):
         entry.run_node_task(replace(call, address=Address("value", 5), incarnation=9))

@@ -1,0 +1,68 @@
+"""When the records of steps that are over go into segments, and what a resumed run starts from."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from pipeline.driver.closing import OpenBooks, all_committed
+from pipeline.graph.graph import GraphSpec, run_nodes, step_nodes, window
+from storage.address import Address
+from storage.ledger import Commit, Ledger, provenance_here
+from storage.segments import SPAN
+
+SPEC = GraphSpec(steps=2 * SPAN + 20, shards=2, staleness=2, eval_every=5, canaries=True)
+
+
+def commit(ledger: Ledger, address: Address) -> None:
+    ledger.commit(Commit(address, "a0-x", None, 0, {}, provenance_here(seed=0, config_hash=""), 1.0))
+
+
+def go_on(ledger: Ledger, steps: range) -> OpenBooks:
+    """A driver to which these steps are over, in an order that is not theirs."""
+    books = OpenBooks(SPEC, ledger)
+    for step in [*steps[1::2], *steps[::2]]:
+        for node in step_nodes(SPEC, step):
+            commit(ledger, node.address)
+    for step in [*steps[1::2], *steps[::2]]:
+        books.over(step, [node.address for node in step_nodes(SPEC, step)])
+    return books
+
+
+def test_steps_are_closed_well_behind_those_that_are_over(tmp_path: Path) -> None:
+    """So that every version that an open step reads is published by one that is open, too."""
+    ledger, last = Ledger(str(tmp_path)), SPAN + 2 * window(SPEC)
+    assert go_on(ledger, range(last - 1)).first_step == ledger.closed_until() == 0
+    books = OpenBooks(SPEC, ledger)
+    for step in range(last - 1):
+        books.over(step, [node.address for node in step_nodes(SPEC, step)])
+    assert ledger.closed_until() == 0
+    for node in step_nodes(SPEC, last - 1):
+        commit(ledger, node.address)
+    books.over(last - 1, [node.address for node in step_nodes(SPEC, last - 1)])
+    assert books.first_step == ledger.closed_until() == SPAN
+    nodes = {node.address for step in range(last) for node in step_nodes(SPEC, step)}
+    assert set(ledger.open_addresses()) == {address for address in nodes if address.step >= SPAN}
+    assert set(ledger.addresses()) == nodes
+
+
+def test_a_resumed_driver_goes_on_from_the_first_open_step(tmp_path: Path) -> None:
+    ledger = Ledger(str(tmp_path))
+    go_on(ledger, range(SPAN + 12))
+    books = go_on(ledger, range(SPAN, SPEC.steps))
+    assert books.first_step == ledger.closed_until() == 2 * SPAN
+    assert all_committed(SPEC, Ledger(str(tmp_path)))
+
+
+@pytest.mark.parametrize("missing", [Address("publish", 2 * SPAN), Address("update_critic", SPEC.steps - 1)])
+def test_a_hole_is_noticed(tmp_path: Path, missing: Address) -> None:
+    ledger = Ledger(str(tmp_path))
+    for node in run_nodes(SPEC):
+        if node.address != missing:
+            commit(ledger, node.address)
+    ledger.close(0, [address for address in ledger.addresses() if address.step < SPAN])
+    ledger.close(SPAN, [address for address in ledger.addresses() if SPAN <= address.step < 2 * SPAN])
+    assert not all_committed(SPEC, ledger)
+    commit(ledger, missing)
+    assert all_committed(SPEC, ledger)

@@ -99,7 +99,7 @@ class LedgerContract:
     def test_steps_with_a_hole_are_not_closed(self, url: str) -> None:
         ledger = Ledger(url)
         commit = ledger.commit(commit_at(Address("score", 3)))
-        with pytest.raises(MissingOutput, match="no record of .'value/step_000003"):
+        with pytest.raises(MissingOutput, match=r"no record of .'value/step_000003"):
             ledger.close(0, [commit.address, Address("value", 3)])
         assert ledger.closed_until() == 0
 

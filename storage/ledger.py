@@ -65,6 +65,8 @@ class Provenance:
     pid: int
     started: float
     """Seconds since the epoch, as is `finished`."""
+    numerics: str = ""
+    """Fingerprint of what computed it: processor, compiler, kernels, versions (the whole is in the run's identity)."""
 
 
 @dataclass(frozen=True)
@@ -106,6 +108,7 @@ def provenance_here(
     config_hash: str,
     worker: str = "",
     started: float | None = None,
+    numerics: str = "",
 ) -> Provenance:
     """Provenance of work done by this process, begun at `started` (default: now)."""
     return Provenance(
@@ -117,6 +120,7 @@ def provenance_here(
         host=socket.gethostname(),
         pid=os.getpid(),
         started=time.time() if started is None else started,
+        numerics=numerics,
     )
 
 

@@ -11,6 +11,8 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from pipeline.config.changes import sections
+from pipeline.config.identity import identity_faults, read_identity
 from pipeline.config.paths import RunPaths
 from pipeline.config.run import RunConfig
 from pipeline.driver.results import open_history
@@ -66,7 +68,17 @@ def verify_run(config: RunConfig) -> Verification:
         steps = sorted(c.address.step for c in commits if c.address.stage == stage)
         if steps != list(range(len(steps))):
             faults.append(f"{stage}: committed steps {steps} have a gap")
+    faults += _identity_faults(config, commits)
     return Verification(Counter(c.address.stage for c in commits), faults)
+
+
+def _identity_faults(config: RunConfig, commits: list[Commit]) -> list[str]:
+    """Whether everything was made by the run that was stated."""
+    try:
+        identity = read_identity(config.run_dir)
+    except StoreError as error:
+        return [str(error)]
+    return [*identity_faults(identity, sections(config), commits)]
 
 
 def _checkpoint_faults(checkpoints: Checkpoints) -> list[str]:

@@ -14,10 +14,11 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rich.console import Console
 
+from pipeline.config.identity import write_identity
 from pipeline.config.loading import to_yaml
 from pipeline.config.paths import RunPaths
 from pipeline.config.preflight import Preflight, check_run_directory, preflight
@@ -25,8 +26,10 @@ from pipeline.config.run import RunConfig
 from pipeline.driver.cluster import LocalWorkers
 from pipeline.driver.context import ExecutorSettings
 from pipeline.driver.executor import Executor
+from pipeline.driver.identity import NumericsWatch, Stated, state, state_again
 from pipeline.driver.results import conclude, conclude_despite_error, open_history, open_tracker, where_results_are
-from pipeline.driver.session import interruptible, only_driver, published_weights, worker_processes
+from pipeline.driver.rewind import carry_out, plan_rewind
+from pipeline.driver.session import interruptible, only_driver, published_weights, worker_processes, writable
 from pipeline.graph.dispatch import Dispatch
 from pipeline.graph.flow import Flow
 from pipeline.graph.graph import Node, run_nodes, weight_readers
@@ -53,49 +56,64 @@ class RunResult:
     paths: RunPaths
 
 
-def run(config: RunConfig, console: Console, *, resume: bool = False) -> RunResult:
-    """Runs (or continues) a run to its last step.
+def run(config: RunConfig, console: Console, *, resume: bool = False, from_checkpoint: bool = False) -> RunResult:
+    """Runs (or continues) a run to its last step. `from_checkpoint`: of one that is continued, what was committed after
+    its newest checkpoint is archived first, and made anew.
 
     Raises:
         ConfigError: something that cannot work; nothing was started.
         StageFailed: a stage raised, or workers were lost too often.
+        AppendFailed: the journal or the spool of the tracking could not be written; likewise OSError for other files.
         KeyboardInterrupt: Ctrl-C or SIGTERM; what is committed stays, and `resume` goes on from there.
     """
     paths = RunPaths(config.run_dir)
     check_run_directory(config, resume=resume)
     checked = preflight(config, paths.prompts if resume else None)
     decode: Decode = checked.tokenizer.decode
-    paths.root.mkdir(parents=True, exist_ok=True)
+    with writable(config):
+        paths.root.mkdir(parents=True, exist_ok=True)
     gc.freeze()  # tokenizer and prompts live to the end: looking through them again and again stalls the loop by 0.2 s
     with only_driver(paths), interruptible():
-        history = _prepare(config, checked, resume=resume)
-        summary = _run_and_conclude(config, history, console, decode, resume=resume)
+        with writable(config):
+            history, stated = _prepare(config, checked, resume=resume, from_checkpoint=from_checkpoint)
+        summary = _run_and_conclude(config, history, stated, console, decode, resume=resume)
     shown = response_pairs(history, decode)[:SHOWN_RESPONSES]
     console.print(end_of_run(summary, shown, where_results_are(config)))
     return RunResult(summary, paths)
 
 
-def _prepare(config: RunConfig, checked: Preflight, *, resume: bool) -> History:
-    """Fills the run's directory with what workers read, and tidies up after an earlier driver."""
-    paths = RunPaths(config.run_dir)
+def _prepare(config: RunConfig, checked: Preflight, *, resume: bool, from_checkpoint: bool) -> tuple[History, Stated]:
+    """States what the run is, fills its directory with what workers read, and tidies up after an earlier driver."""
+    paths, history = RunPaths(config.run_dir), open_history(config)
+    history.store.recover()
+    rewind = plan_rewind(history, paths) if from_checkpoint else None
+    if resume:
+        stated = state_again(config, checked.prompts, history.ledger, None if rewind is None else str(rewind))
+    else:
+        stated = state(config, checked.prompts)
     for directory in (paths.rendezvous, paths.plots):
         directory.mkdir(exist_ok=True)
-    if not (resume and paths.prompts.exists()):
+    warnings = []
+    if not resume or checked.lost_prompts is not None:
         checked.prompts.save(paths.prompts)
+    if checked.lost_prompts is not None:
+        warnings.append(f"{checked.lost_prompts}: the prompts were read from {config.prompts.url} again")
+    write_identity(paths.root, stated.identity)
     files.write(files.open_root(str(paths.root)), paths.config.name, to_yaml(config).encode())
-    history = open_history(config)
-    history.store.recover()
-    return history
+    if rewind is not None:
+        carry_out(rewind, history, paths)
+        warnings.append(str(rewind))
+    return history, replace(stated, warnings=(*warnings, *stated.warnings))
 
 
 def _run_and_conclude(
-    config: RunConfig, history: History, console: Console, decode: Decode, *, resume: bool
+    config: RunConfig, history: History, stated: Stated, console: Console, decode: Decode, *, resume: bool
 ) -> Summary:
     """Whatever ends the run, its summary and its tracking say how far it came."""
     tracker = open_tracker(config)
     status: RunStatus = "KILLED"
     try:
-        _run(config, history, console, tracker, resume=resume)
+        _run(config, history, stated, console, tracker, resume=resume)
         status = "FINISHED"
     except Exception:
         status = "FAILED"
@@ -106,12 +124,17 @@ def _run_and_conclude(
     return conclude(config, history, tracker, status, decode)
 
 
-def _run(config: RunConfig, history: History, console: Console, tracker: Tracker, *, resume: bool) -> None:
+def _run(
+    config: RunConfig, history: History, stated: Stated, console: Console, tracker: Tracker, *, resume: bool
+) -> None:
     """Starts the workers, runs the graph, and ends the workers."""
     paths = RunPaths(config.run_dir)
     tracked = _catch_up(history, tracker, run_starts(paths.events))
     if all(history.ledger.find(node.address) is not None for node in run_nodes(config.graph())):
-        return
+        for warning in stated.warnings:
+            console.print(f"WARNING: {warning}", markup=False, highlight=False, soft_wrap=True)
+        with published_weights(config, history.ledger):
+            return  # a driver that died at the run's end has left them in memory
     with published_weights(config, history.ledger) as board, worker_processes(config) as workers:
         if workers.dashboard is not None:
             tracker.tags({"dashboard": workers.dashboard})
@@ -119,9 +142,12 @@ def _run(config: RunConfig, history: History, console: Console, tracker: Tracker
             config.name, config.steps, _links(config, workers), console=console, first_step=len(tracked)
         )
         with progress, Journal(paths.events, progress.event) as journal:
-            begun = "resume" if resume else "start"
-            journal.now(EventKind.RUN_STARTED, detail=f"{begun}, ppo.proximal={config.ppo.proximal}")
-            _Driver(config, history, board, workers, journal, progress, tracker, tracked).run()
+            begun = ["resume" if resume else "start", f"ppo.proximal={config.ppo.proximal}", *stated.changed]
+            journal.now(EventKind.RUN_STARTED, detail=", ".join(begun))
+            for warning in stated.warnings:
+                journal.now(EventKind.WARNED, detail=warning)
+            numerics = NumericsWatch(config, stated.identity, journal)
+            _Driver(config, history, board, workers, numerics, journal, progress, tracker, tracked).run()
             journal.now(EventKind.RUN_FINISHED)
 
 
@@ -171,6 +197,7 @@ class _Driver:
         history: History,
         board: WeightBoard,
         workers: LocalWorkers,
+        numerics: NumericsWatch,
         journal: Journal,
         progress: Progress,
         tracker: Tracker,
@@ -190,7 +217,13 @@ class _Driver:
         self._gang_of = {role: gang.name for gang in config.gangs() for role in gang.roles}
         dispatch = Dispatch(config.gangs())
         self._executor = Executor(
-            workers.client, config.gangs(), dispatch, journal, _executor_settings(config), self._node_done
+            workers.client,
+            config.gangs(),
+            dispatch,
+            journal,
+            _executor_settings(config),
+            self._node_done,
+            numerics.built,
         )
         self._flow = Flow(
             self._graph,

@@ -5,8 +5,10 @@ May import numpy, storage and stages.models.hf_files.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
+import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,7 @@ import numpy as np
 
 from stages.models.hf_files import Tokenizer
 from storage.config import PromptsConfig
+from storage.errors import StoreError
 from storage.prompts import PromptItem, PromptsError, batch_indices, split
 from storage.records import PromptBatch
 
@@ -56,10 +59,33 @@ class PromptTable:
 
     @staticmethod
     def load(path: Path) -> PromptTable:
-        lines = path.with_suffix(".jsonl").read_text("utf8").removesuffix("\n").split("\n")
-        with np.load(path) as saved:
-            arrays = {name: saved[name] for name in saved.files}
-        return PromptTable(**arrays | {"pad_id": int(arrays["pad_id"])}, extra=[json.loads(line) for line in lines])
+        """What `save` wrote. Raises StoreError, naming the file, where one of the two is missing or damaged."""
+        extras = path.with_suffix(".jsonl")
+        try:
+            lines = extras.read_text("utf8").removesuffix("\n").split("\n")
+            extra = [json.loads(line) for line in lines]
+        except FileNotFoundError as error:
+            raise StoreError(f"{extras} is missing") from error
+        except ValueError as error:
+            raise StoreError(f"{extras} is damaged: {error}") from error
+        try:
+            with np.load(path) as saved:
+                arrays = {name: saved[name] for name in ("tokens", "lengths", "train", "held_out", "pad_id")}
+            table = PromptTable(**arrays | {"pad_id": int(arrays["pad_id"])}, extra=extra)
+        except FileNotFoundError as error:
+            raise StoreError(f"{path} is missing") from error
+        except (ValueError, KeyError, TypeError, EOFError, OSError, zipfile.BadZipFile) as error:
+            raise StoreError(f"{path} is damaged: {type(error).__name__}: {error}") from error
+        if not len(table.tokens) == len(table.lengths) == len(extra):
+            raise StoreError(f"{extras} has {len(extra)} lines for the {len(table.tokens)} prompts of {path}")
+        return table
+
+    def digest(self) -> str:
+        """Of all that a run takes from it, shortened SHA-256; tells whether a source was read the same again."""
+        found = hashlib.sha256(json.dumps([self.pad_id, self.extra], default=str, sort_keys=True).encode())
+        for array in (self.tokens, self.lengths, self.train, self.held_out):
+            found.update(f"{array.dtype} {array.shape}".encode() + np.ascontiguousarray(array).tobytes())
+        return found.hexdigest()[:32]
 
 
 def tokenise(items: list[PromptItem], tokenizer: Tokenizer, config: PromptsConfig, seed: int) -> PromptTable:

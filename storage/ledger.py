@@ -86,6 +86,8 @@ class Provenance:
     pid: int
     started: float
     """Seconds since the epoch, as is `finished`."""
+    numerics: str = ""
+    """Fingerprint of what computed it: processor, compiler, kernels, versions (the whole is in the run's identity)."""
 
 
 @dataclass(frozen=True)
@@ -139,6 +141,7 @@ def provenance_here(
     config_hash: str,
     worker: str = "",
     started: float | None = None,
+    numerics: str = "",
 ) -> Provenance:
     """Provenance of work done by this process, begun at `started` (default: now)."""
     return Provenance(
@@ -150,6 +153,7 @@ def provenance_here(
         host=socket.gethostname(),
         pid=os.getpid(),
         started=time.time() if started is None else started,
+        numerics=numerics,
     )
 
 
@@ -248,20 +252,29 @@ class Ledger:
             files.write_new(self._root, segment_key(first), data)
         self._remove_closed(addresses)
 
+    def reopen(self, addresses: Iterable[Address]) -> None:
+        """Gives the records of the segments that hold these addresses files of their own again. For a driver while no
+        worker is there, as is `reopen_damaged`."""
+        for first in sorted({first_step(address.step) for address in addresses}):
+            self._reopen(first)
+
     def reopen_damaged(self) -> None:
-        """Gives the records of segments in which one is damaged files of their own again, so that each can be set
-        aside. Raises DamagedCommit where a segment's table of contents is damaged. For a driver while no worker is
-        there."""
-        for key in list(files.keys(self._root)):
-            first = segment_of(key)
+        """The same for segments in which a record is damaged, so that it can be set aside. Raises DamagedCommit where a
+        segment's table of contents is."""
+        for first in list(map(segment_of, files.keys(self._root))):
             segment = self._segment(first) if first is not None else None
             if first is None or segment is None:
                 continue
             if not all(_is_whole(segment.record(address) or b"") for address in segment.places):
-                for address in segment.places:
-                    files.write(self._root, _key(address), segment.record(address) or b"")
-                files.remove(self._root, key)
-                del self._segments[first]
+                self._reopen(first)
+
+    def _reopen(self, first: int) -> None:
+        segment = self._segment(first)
+        if segment is not None:
+            for address in segment.places:
+                files.write(self._root, _key(address), segment.record(address) or b"")
+            files.remove(self._root, segment_key(first))
+            self._segments.pop(first, None)
 
     def _closed(self, address: Address) -> bytes | None:
         """The record of an address whose step is closed."""

@@ -299,6 +299,11 @@ class RolloutStore:
             if crc32 != info.crc32 or array.dtype.name != info.dtype:
                 yield f"{where}: plain Zarr sees other numbers than the committed ones (CRC-32 {crc32:08x})"
 
+    def keys_of(self, commit: Commit) -> tuple[str, ...]:
+        """Where the files of a settled commit are, below the run's directory; none for one without arrays."""
+        group = _group(commit.address)
+        return tuple(f"rollouts.zarr/{group}/{name}/{t.key(shard)}" for name, t, shard in self._blocks(commit))
+
     def read_step(self, stage: str, step: int, num_shards: int) -> Any:
         """The records of shards 0..num_shards-1, joined along the rows."""
         return concatenate([self.read(Address(stage, step, shard)) for shard in range(num_shards)])

@@ -24,11 +24,22 @@ class Command:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command; returns its exit code."""
-    options = _parser().parse_args(arguments)
+    options = _parse(arguments)
     module = importlib.import_module(COMMANDS[options.command].module)
     exit_code = importlib.import_module("pipeline.cli.answers").exit_code
     code: int = exit_code(module.command, options)
     return code
+
+
+def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """argparse takes key=value changes before an option or after it, but not both, nor after it alone."""
+    parser = _parser()
+    options, rest = parser.parse_known_args(arguments)
+    if rest and (not hasattr(options, "changes") or any(text.startswith("-") for text in rest)):
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    if rest:
+        options.changes += rest
+    return options
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -54,6 +65,14 @@ def _run(parser: argparse.ArgumentParser) -> None:
 
 def _resume(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run_dir", metavar="RUN", help="the run's directory, for example runs/demo")
+    parser.add_argument(
+        "changes", nargs="*", metavar="key=value", help="changes of what may change: see docs/running.md"
+    )
+    parser.add_argument(
+        "--from-checkpoint",
+        action="store_true",
+        help="archive what was committed after the newest usable checkpoint, and make it anew on this machine",
+    )
 
 
 def _check(parser: argparse.ArgumentParser) -> None:

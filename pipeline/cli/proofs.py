@@ -13,6 +13,8 @@ from pathlib import Path
 
 import numpy as np
 
+from pipeline.config.changes import sections
+from pipeline.config.identity import identity_faults, read_identity
 from pipeline.config.paths import RunPaths
 from pipeline.config.run import RunConfig
 from pipeline.driver.integrity import lineage_faults
@@ -96,6 +98,17 @@ def commits_proof(run: Evidence) -> Answer:
     seeds = {commit.provenance.seed for commit in run.commits.values()} - {run.config.seed}
     faults += [f"commits were made with seed {seed}, the run has {run.config.seed}" for seed in sorted(seeds)]
     return f"{len(run.commits)} commits of {len(run.nodes)} nodes", faults
+
+
+def identity_proof(evidence: Evidence) -> Answer:
+    """Configs and numerics against those that identity.json lists; and that the config there is the saved one."""
+    try:
+        identity = read_identity(evidence.paths.root)
+    except StoreError as error:
+        return "0 statements", [str(error)]
+    faults = list(identity_faults(identity, sections(evidence.config), evidence.commits.values()))
+    number = 0 if identity is None else len(identity.statements)
+    return f"{number} statements", faults
 
 
 def updates_proof(run: Evidence) -> Answer:

@@ -1,4 +1,5 @@
-"""`stageline resume RUN`: an interrupted run, from where it stopped to its last step."""
+"""`stageline resume RUN [key=value...] [--from-checkpoint]`: an interrupted run, from where it stopped to its last
+step."""
 
 from __future__ import annotations
 
@@ -9,4 +10,5 @@ from pipeline.cli.sources import saved_config
 
 
 def command(options: argparse.Namespace) -> int:
-    return execute(saved_config(options.run_dir), resume=True)
+    config = saved_config(options.run_dir, options.changes)
+    return execute(config, resume=True, from_checkpoint=options.from_checkpoint)

@@ -11,6 +11,7 @@ from pipeline.config.paths import RunPaths
 from pipeline.config.run import RunConfig
 from pipeline.driver.context import StageFailed
 from pipeline.driver.run import run
+from pipeline.observe.appending import AppendFailed
 from storage.errors import StoreRefused
 from storage.retries import REFUSING, TRANSIENT, refusal
 
@@ -19,15 +20,15 @@ def command(options: argparse.Namespace) -> int:
     return execute(config_of(options.sources), resume=False)
 
 
-def execute(config: RunConfig, *, resume: bool) -> int:
+def execute(config: RunConfig, *, resume: bool, from_checkpoint: bool = False) -> int:
     """Runs a config to its end; says how to go on where it stops before."""
     paths = RunPaths(config.run_dir)
     try:
-        run(config, output(), resume=resume)
+        run(config, output(), resume=resume, from_checkpoint=from_checkpoint)
     except KeyboardInterrupt:
         print_line(f"interrupted; {_how_to_go_on(paths)}")
         return INTERRUPTED
-    except StoreRefused as error:
+    except (StoreRefused, AppendFailed) as error:
         return complain("failed", f"{error}. {_how_to_go_on(paths)}", STAGE_FAILED)
     except OSError as error:
         if error.errno not in REFUSING | TRANSIENT:

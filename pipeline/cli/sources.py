@@ -5,11 +5,13 @@ May import pipeline.config.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 
 from pipeline.config.errors import ConfigError
-from pipeline.config.loading import load_config, load_yaml
+from pipeline.config.identity import FILE, read_identity
+from pipeline.config.loading import load_config, load_yaml, read_saved
 from pipeline.config.paths import RunPaths
 from pipeline.config.run import RunConfig
 
@@ -20,12 +22,17 @@ def config_of(sources: Sequence[str]) -> RunConfig:
     return load_config(files, [source for source in sources if "=" in source])
 
 
-def saved_config(run_dir: str) -> RunConfig:
-    """The config that a run's directory holds. Raises ConfigError where there is none."""
+def saved_config(run_dir: str, overrides: Sequence[str] = ()) -> RunConfig:
+    """The config that a run's directory holds, with key=value changes. Raises ConfigError where there is none, or it is
+    damaged; StoreError where only identity.json could say it, and is damaged too."""
     paths = RunPaths(Path(run_dir))
-    if not paths.config.is_file():
+    identity = None if paths.config.exists() else read_identity(paths.root)
+    if identity is not None:  # config.yaml is lost, and need not be there: what it held is stated
+        config = load_yaml(json.dumps(identity.latest.config), overrides, where=f"{paths.root}/{FILE}")
+    elif paths.config.is_file():
+        config = read_saved(paths.config, overrides)
+    else:
         raise ConfigError(run_dir, "holds no run (no config.yaml in it); give a run's directory, for example runs/demo")
-    config = load_yaml(paths.config.read_text("utf8"))
     config.runs_dir = str(paths.root.resolve().parent)  # the directory may have been moved or be seen from elsewhere
     config.name = paths.root.resolve().name
     return config

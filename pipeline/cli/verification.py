@@ -6,7 +6,6 @@ held to the same, as far as it came. May import everything below.
 
 from __future__ import annotations
 
-import zipfile
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from pipeline.cli.proofs import (
     RowsFound,
     checkpoints_proof,
     commits_proof,
+    identity_proof,
     lineage_proof,
     plain_readers_proof,
     rows_found,
@@ -121,6 +121,7 @@ def verify_run(config: RunConfig) -> Verification:
 PROOFS: dict[str, Callable[[Evidence], tuple[str, list[str]]]] = {
     "plain Zarr sees every committed array": plain_readers_proof,
     "every commit is of the run's graph, and none is there twice": commits_proof,
+    "every commit was made by the run that was stated: its config, on its machines": identity_proof,
     "every update is committed once, none is left out": updates_proof,
     "every row of every step is the prompt that the schedule says, once": rows_proof,
     "every sampled token is within the staleness bound": staleness_proof,
@@ -140,7 +141,7 @@ def _read_arrays(
     table: PromptTable | None = None
     try:
         table = PromptTable.load(RunPaths(config.run_dir).prompts)
-    except (OSError, ValueError, KeyError, zipfile.BadZipFile) as error:
+    except (OSError, StoreError) as error:
         faults.append(f"{RunPaths(config.run_dir).prompts}: cannot be read ({type(error).__name__}: {error})")
     for commit in commits:
         if commit.kind is None:

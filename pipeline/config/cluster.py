@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Literal
 
 from storage.problems import Problem, at_least, local_directory
 
@@ -24,6 +25,9 @@ class ClusterConfig:
     ranks that did not come. At most half of `deadline_s` counts, or the gang would be ended before it can say so."""
     attempts: int = 3
     """How often a node may lose its worker before the run gives up."""
+    same_numerics: Literal["refuse", "warn"] = "refuse"
+    """What happens where a gang's workers, or those of a run that goes on, would compute other last bits: another
+    processor, compiler, kernel or library."""
     weights_dir: str | None = None
     """Directory for published weights; null: in /dev/shm."""
     host_memory_gb: float | None = None

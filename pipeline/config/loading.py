@@ -1,6 +1,6 @@
 """How a configuration is read: dataclass defaults <- YAML files in the order given <- `key=value`; and written.
 
-May import omegaconf, the schema of a run and its errors.
+May import omegaconf, the schema of a run, its errors and pipeline.config.changes.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import Any, get_type_hints
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from pipeline.config.changes import decides_nothing, sections, settings
 from pipeline.config.errors import ConfigError
 from pipeline.config.run import RunConfig, validate
 
@@ -34,9 +35,41 @@ def load_config(files: Iterable[str | os.PathLike[str]], overrides: Iterable[str
     return _finish(merged)
 
 
-def load_yaml(text: str) -> RunConfig:
-    """The config that `to_yaml` wrote. Raises ConfigError if it was written by a version with other settings."""
-    return _finish(_merge(OmegaConf.structured(RunConfig), "the saved config", OmegaConf.create(text)))
+def load_yaml(text: str, overrides: Iterable[str] = (), *, where: str = "the saved config") -> RunConfig:
+    """The config that `to_yaml` wrote, with `key=value` overrides. Raises ConfigError, naming `where`, if it is damaged
+    or was written by a version with other settings."""
+    merged = _merge(OmegaConf.structured(RunConfig), where, _parse(text, where))
+    for name, source in map(_read_override, overrides):
+        merged = _merge(merged, name, source)
+    return _finish(merged)
+
+
+def read_saved(path: Path, overrides: Iterable[str] = ()) -> RunConfig:
+    """The config in a run's directory, with `key=value` overrides.
+
+    Raises:
+        ConfigError: it cannot be read, or lacks a setting: what was written has all of them, and the default of one
+            that a damaged file has lost is not what the run had.
+    """
+    where = str(path)
+    try:
+        text = path.read_text("utf8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(where, f"cannot be read: {_one_line(error)}") from error
+    saved = _parse(text, where)
+    content: Any = OmegaConf.to_container(saved) if isinstance(saved, DictConfig) else {}
+    there = [f"{key}." for key in settings(content)]
+    lost = [key for key in settings(sections(RunConfig())) if not any(had.startswith(f"{key}.") for had in there)]
+    if lost:
+        raise ConfigError(where, f"is damaged, or of another version of Stageline: it has no {', '.join(lost)}")
+    return load_yaml(text, overrides, where=where)
+
+
+def _parse(text: str, where: str) -> Any:
+    try:
+        return OmegaConf.create(text)
+    except Exception as error:  # as in `_read_file`
+        raise ConfigError(where, f"not readable as YAML: {_one_line(error)}") from error
 
 
 def _read_file(file: str | os.PathLike[str]) -> tuple[str, Any]:
@@ -123,31 +156,13 @@ def to_yaml(config: RunConfig) -> str:
 
 def flatten(config: RunConfig) -> dict[str, str]:
     """Key paths and values as strings, for MLflow's parameters."""
-    flat: dict[str, str] = {}
-
-    def walk(prefix: str, value: Any) -> None:
-        if isinstance(value, dict):
-            for key, inner in value.items():
-                walk(f"{prefix}.{key}" if prefix else str(key), inner)
-        else:
-            flat[prefix] = str(value)
-
-    walk("", OmegaConf.to_container(OmegaConf.structured(config)))
-    return flat
+    return {key: str(value) for key, value in settings(sections(config)).items() if value != {}}
 
 
 def config_hash(config: RunConfig) -> str:
-    """Digest of everything that decides what is computed: two runs with the same digest may share a directory. What a
-    run is called, where it keeps its files, how it shows itself and how long it waits are left out, and `steps` too
-    where the learning rates do not depend on it: such a run may be prolonged."""
-    content: Any = OmegaConf.to_container(OmegaConf.structured(config))
-    for key in ("name", "runs_dir", "tracking", "cluster", "export", "checkpoint", "storage"):
-        del content[key]
-    del content["placement"]["share_devices"]
-    for gang in content["placement"]["gangs"].values():
-        del gang["weights_dir"], gang["offload"]
-    if config.model.policy.decay == "constant" and config.model.critic.decay == "constant":
-        del content["steps"]
+    """Digest of everything that decides what is computed: two runs with the same digest may share a directory. What is
+    left out is said in `changes`."""
+    content = {key: value for key, value in settings(sections(config)).items() if not decides_nothing(key, config)}
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
 
 
@@ -157,3 +172,7 @@ def _key_of(error: OmegaConfBaseException) -> str:
 
 def _first_line(error: OmegaConfBaseException) -> str:
     return str(getattr(error, "msg", None) or error).strip().splitlines()[0]
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())

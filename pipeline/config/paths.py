@@ -39,6 +39,11 @@ class RunPaths:
         return self.root / "checkpoints"
 
     @property
+    def archive(self) -> Path:
+        """What a run had committed before it went back to a checkpoint, by the time when it did."""
+        return self.root / "archive"
+
+    @property
     def events(self) -> Path:
         return self.root / "events.jsonl"
 

@@ -15,9 +15,11 @@ from pathlib import Path
 
 import torch
 
+from pipeline.config.changes import change_problems, sections
 from pipeline.config.devices import THIS_HOST, all_here, device_problems
 from pipeline.config.errors import ConfigError, refusal
-from pipeline.config.loading import config_hash, load_yaml
+from pipeline.config.identity import FILE, Identity, edited, read_identity
+from pipeline.config.loading import config_hash, read_saved
 from pipeline.config.memory import GIB, MemoryLimits, PlannedRun, memory_problems
 from pipeline.config.paths import RunPaths
 from pipeline.config.role_models import read_model, role_models
@@ -30,6 +32,7 @@ from stages.models.protocol import Role
 from stages.models.spec import ModelSpec
 from stages.prompts import PromptTable, tokenise
 from stages.rewards.registry import build_reward
+from storage.errors import StoreError
 from storage.prompts import PromptsError, load_texts
 
 _CONTAINER_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
@@ -42,11 +45,13 @@ class Preflight:
 
     tokenizer: Tokenizer
     prompts: PromptTable
+    lost_prompts: str | None = None
+    """What is wrong with the prompts of a run that is continued, where they had to be read from their source again."""
 
 
 def preflight(config: RunConfig, saved: Path | None = None) -> Preflight:
-    """What a run needs, read and checked. `saved`: the prompts of a run that is continued, where it has written them;
-    they are its prompts, whatever has become of their source.
+    """What a run needs, read and checked. `saved`: where a run that is continued has its prompts; they are its prompts,
+    whatever has become of their source, which is read only where they are lost.
 
     Raises:
         ConfigError: names the key path of the first thing that cannot work.
@@ -70,25 +75,27 @@ def preflight(config: RunConfig, saved: Path | None = None) -> Preflight:
         tokenizer = read_tokenizer(config.model.path)
     except (OSError, ValueError) as error:
         raise ConfigError("model.path", f"given {config.model.path!r}; no usable tokenizer there: {error}") from error
-    prompts = PromptTable.load(saved) if saved is not None and saved.exists() else _read_prompts(config, tokenizer)
+    prompts, lost = _prompts_of(config, tokenizer, saved)
     vocab = model.vocab_size
     for token in config.sampling.suppress_token_ids:
         if not 0 <= token < vocab:
             raise ConfigError("sampling.suppress_token_ids", f"given {token}; the model has token ids 0 to {vocab - 1}")
-    return Preflight(tokenizer, prompts)
+    return Preflight(tokenizer, prompts, lost)
 
 
 def check_run_directory(config: RunConfig, *, resume: bool) -> None:
-    """Refuses a directory that cannot be written, one that holds another config and, unless the run is to be resumed,
-    one that holds a run already. Creates nothing."""
+    """Refuses a directory that cannot be written, and one that holds a run: another one, or, unless it is to be
+    resumed, any; where it is to be, an edited config, and a change that the run may not have. Creates nothing."""
     paths = RunPaths(config.run_dir)
     _check_writable("runs_dir", config.runs_dir, paths.root)
     for name, gang in config.placement.gangs.items():
         if gang.weights_dir is not None:
             _check_writable(f"placement.gangs.{name}.weights_dir", gang.weights_dir, Path(gang.weights_dir))
-    if not paths.config.exists():
+    identity = read_identity(paths.root) if resume else None
+    if identity is not None:
+        _check_same_run(config, paths, identity)
         return
-    if config_hash(load_yaml(paths.config.read_text("utf8"))) != config_hash(config):
+    if paths.config.exists() and config_hash(read_saved(paths.config)) != config_hash(config):
         raise ConfigError(
             "name",
             f"given {config.name!r}; {paths.root} holds a run with another config ({paths.config}). Choose another "
@@ -99,6 +106,26 @@ def check_run_directory(config: RunConfig, *, resume: bool) -> None:
             "name",
             f"given {config.name!r}; {paths.root} holds this run already: `stageline resume {paths.root}` continues "
             "it, another name=... starts a new one",
+        )
+
+
+def _check_same_run(config: RunConfig, paths: RunPaths, identity: Identity) -> None:
+    """Whether a run may go on with this config, and its directory holds the one that it was stated with."""
+    if paths.config.exists():
+        found = edited(identity, sections(read_saved(paths.config)))
+        if found:
+            raise ConfigError(
+                str(paths.config),
+                f"is not what the run was stated with: {'; '.join(map(str, found))}. Put it back, or remove the file, "
+                f"which is then written anew from {FILE}. What may change is given with the command: `stageline resume "
+                f"{paths.root} key=value`",
+            )
+    problems = list(change_problems(identity.latest.config, config))
+    if problems:
+        listed = "; ".join(f"{problem.key}={problem.given}: {problem.need}" for problem in problems)
+        raise ConfigError(
+            problems[0].key,
+            f"cannot change in a run that goes on ({listed}). Another name=... starts a new run with it",
         )
 
 
@@ -230,6 +257,21 @@ def _check_cuda_only(config: RunConfig) -> None:
         if gang.offload == "idle":
             need = "this host has no GPU whose memory would be freed: none, or gradients, which frees a CPU's too"
             raise ConfigError(f"placement.gangs.{name}.offload", f"given {gang.offload!r}; {need}")
+
+
+def _prompts_of(config: RunConfig, tokenizer: Tokenizer, saved: Path | None) -> tuple[PromptTable, str | None]:
+    """A run's prompts, and what is wrong with those that it has saved, where they must be read from their source."""
+    if saved is None:
+        return _read_prompts(config, tokenizer), None
+    try:
+        return PromptTable.load(saved), None
+    except StoreError as error:
+        lost = str(error)
+    try:
+        return _read_prompts(config, tokenizer), lost
+    except ConfigError as error:
+        reason = str(error).removeprefix(f"{error.key}: ")
+        raise ConfigError(error.key, f"{reason}; and of the run's own: {lost}") from error
 
 
 def _read_prompts(config: RunConfig, tokenizer: Tokenizer) -> PromptTable:

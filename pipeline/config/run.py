@@ -116,7 +116,8 @@ class RunConfig:
 
     def layouts(self) -> Layouts:
         step = Layout(self.rollout.shards, self.rows_per_shard, self.seq)
-        if not self.evaluate.every:
+        held_out, shards = self.prompts.held_out, self.evaluate.shards
+        if not self.evaluate.every and (not held_out or held_out % shards):  # else it may have evaluated earlier
             return Layouts(step)
         return Layouts(step, Layout(self.evaluate.shards, self.eval_rows_per_shard, self.seq))
 

@@ -31,7 +31,7 @@ import pickle
 import queue
 import time
 import uuid
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 
@@ -106,9 +106,11 @@ class Executor:
         settings: ExecutorSettings,
         on_done: Callable[[Node, Outcome], None],
         on_replaced: Callable[[], None] = lambda: None,
+        on_built: Callable[[WorkerKey, Mapping[str, str]], None] = lambda worker, numerics: None,
     ) -> None:
         """`on_done(node, outcome)` is called when a node has its commit, with rank 0's outcome; `on_replaced()` when a
-        worker's process was lost, and the next one is built."""
+        worker's process was lost, and the next one is built; `on_built(worker, numerics)` when a worker is built, with
+        what the last bits of its results depend on: what it raises ends the run."""
         self._client = client
         self._dispatch = dispatch
         self._on_replaced = on_replaced
@@ -127,7 +129,7 @@ class Executor:
             now=lambda: self._now,
             watch=self._watch,
         )
-        self._supervision = Supervision(context, partial(mirror_spec, context), self._worker_down)
+        self._supervision = Supervision(context, partial(mirror_spec, context), self._worker_down, on_built)
         self._attempts = Attempts(context, self._supervision, on_done)
         self._weights = WeightOrders(context, self._supervision)
         self._migration = MigrationOrders(context, self._supervision)

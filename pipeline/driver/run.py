@@ -20,15 +20,17 @@ from rich.console import Console
 
 from pipeline.config.loading import to_yaml
 from pipeline.config.paths import RunPaths
-from pipeline.config.preflight import Preflight, check_run_directory, preflight
+from pipeline.config.preflight import check_run_directory, preflight
 from pipeline.config.run import RunConfig
 from pipeline.driver.closing import OpenBooks, all_committed
 from pipeline.driver.cluster import LocalWorkers
 from pipeline.driver.context import ExecutorSettings
 from pipeline.driver.executor import Executor
-from pipeline.driver.integrity import Mended, UnreadVersions, books_closed, check_made_again, mend
-from pipeline.driver.results import conclude, conclude_despite_error, open_history, open_tracker, where_results_are
-from pipeline.driver.session import interruptible, only_driver, published_weights, worker_processes
+from pipeline.driver.identity import NumericsWatch
+from pipeline.driver.integrity import UnreadVersions, books_closed, check_made_again
+from pipeline.driver.preparation import Prepared, prepare
+from pipeline.driver.results import conclude, conclude_despite_error, open_tracker, where_results_are
+from pipeline.driver.session import interruptible, only_driver, published_weights, worker_processes, writable
 from pipeline.graph.dispatch import Dispatch
 from pipeline.graph.flow import Flow
 from pipeline.graph.graph import Node, weight_readers
@@ -40,7 +42,6 @@ from pipeline.observe.summary import Summary
 from pipeline.observe.tables import end_of_run
 from pipeline.observe.tracking import RunStatus, Span, Tracker, how_to_open
 from pipeline.workers.messages import Outcome
-from storage import files
 from storage.address import Address
 from storage.weights import WeightBoard
 
@@ -55,50 +56,39 @@ class RunResult:
     paths: RunPaths
 
 
-def run(config: RunConfig, console: Console, *, resume: bool = False) -> RunResult:
-    """Runs (or continues) a run to its last step.
+def run(config: RunConfig, console: Console, *, resume: bool = False, from_checkpoint: bool = False) -> RunResult:
+    """Runs (or continues) a run to its last step. `from_checkpoint`: of one that is continued, what was committed after
+    its newest checkpoint is archived first, and made anew.
 
     Raises:
         ConfigError: something that cannot work; nothing was started.
         StageFailed: a stage raised, or workers were lost too often.
+        AppendFailed: the journal or the spool of the tracking could not be written; likewise OSError for other files.
         KeyboardInterrupt: Ctrl-C or SIGTERM; what is committed stays, and `resume` goes on from there.
     """
     paths = RunPaths(config.run_dir)
     check_run_directory(config, resume=resume)
     checked = preflight(config, paths.prompts if resume else None)
     decode: Decode = checked.tokenizer.decode
-    paths.root.mkdir(parents=True, exist_ok=True)
+    with writable(config):
+        paths.root.mkdir(parents=True, exist_ok=True)
     gc.freeze()  # tokenizer and prompts live to the end: looking through them again and again stalls the loop by 0.2 s
     with only_driver(paths), interruptible():
-        history = _prepare(config, checked, resume=resume)
-        mended = mend(history, paths)
-        summary = _run_and_conclude(config, history, mended, console, decode, resume=resume)
-    shown = response_pairs(history, decode)[:SHOWN_RESPONSES]
+        with writable(config):
+            ready = prepare(config, checked, resume=resume, from_checkpoint=from_checkpoint)
+        summary = _run_and_conclude(config, ready, console, decode, resume=resume)
+    shown = response_pairs(ready.history, decode)[:SHOWN_RESPONSES]
     console.print(end_of_run(summary, shown, where_results_are(config)))
     return RunResult(summary, paths)
 
 
-def _prepare(config: RunConfig, checked: Preflight, *, resume: bool) -> History:
-    """Fills the run's directory with what workers read, and tidies up after an earlier driver."""
-    paths = RunPaths(config.run_dir)
-    for directory in (paths.rendezvous, paths.plots):
-        directory.mkdir(exist_ok=True)
-    if not (resume and paths.prompts.exists()):
-        checked.prompts.save(paths.prompts)
-    root = files.open_root(str(paths.root), config.storage.durability())
-    files.write(root, paths.config.name, to_yaml(config).encode())
-    return open_history(config)
-
-
-def _run_and_conclude(
-    config: RunConfig, history: History, mended: Mended, console: Console, decode: Decode, *, resume: bool
-) -> Summary:
+def _run_and_conclude(config: RunConfig, ready: Prepared, console: Console, decode: Decode, *, resume: bool) -> Summary:
     """Whatever ends the run, its summary and its tracking say how far it came."""
-    tracker = open_tracker(config)
+    tracker, history = open_tracker(config), ready.history
     status: RunStatus = "KILLED"
     try:
         with books_closed(history):
-            _run(config, history, mended, console, tracker, resume=resume)
+            _run(config, ready, console, tracker, resume=resume)
         status = "FINISHED"
     except Exception:
         status = "FAILED"
@@ -109,14 +99,15 @@ def _run_and_conclude(
     return conclude(config, history, tracker, status, decode)
 
 
-def _run(
-    config: RunConfig, history: History, mended: Mended, console: Console, tracker: Tracker, *, resume: bool
-) -> None:
+def _run(config: RunConfig, ready: Prepared, console: Console, tracker: Tracker, *, resume: bool) -> None:
     """Starts the workers, runs the graph, and ends the workers."""
-    paths = RunPaths(config.run_dir)
+    paths, history = RunPaths(config.run_dir), ready.history
     tracked = _catch_up(history, tracker, run_starts(paths.events))
     if all_committed(config.graph(), history.ledger):
-        return
+        for warning in ready.warnings:
+            console.print(f"WARNING: {warning}", markup=False, highlight=False, soft_wrap=True)
+        with published_weights(config, history.ledger):
+            return  # a driver that died at the run's end has left them in memory
     with published_weights(config, history.ledger) as board, worker_processes(config) as workers:
         if workers.dashboard is not None:
             tracker.tags({"dashboard": workers.dashboard})
@@ -124,11 +115,12 @@ def _run(
             config.name, config.steps, _links(config, workers), console=console, first_step=len(tracked)
         )
         with progress, Journal(paths.events, progress.event) as journal:
-            begun = "resume" if resume else "start"
-            journal.now(EventKind.RUN_STARTED, detail=f"{begun}, ppo.proximal={config.ppo.proximal}")
-            for warning in mended.warnings:
+            begun = ["resume" if resume else "start", f"ppo.proximal={config.ppo.proximal}", *ready.changed]
+            journal.now(EventKind.RUN_STARTED, detail=", ".join(begun))
+            for warning in ready.warnings:
                 journal.now(EventKind.WARNED, detail=warning)
-            _Driver(config, history, mended, board, workers, journal, progress, tracker, tracked).run()
+            numerics = NumericsWatch(config, ready.identity, journal)
+            _Driver(config, ready, board, workers, numerics, journal, progress, tracker, tracked).run()
             journal.now(EventKind.RUN_FINISHED)
 
 
@@ -178,18 +170,18 @@ class _Driver:
     def __init__(
         self,
         config: RunConfig,
-        history: History,
-        mended: Mended,
+        ready: Prepared,
         board: WeightBoard,
         workers: LocalWorkers,
+        numerics: NumericsWatch,
         journal: Journal,
         progress: Progress,
         tracker: Tracker,
         tracked: Iterable[int],
     ) -> None:
         """`tracked`: steps whose metrics the tracker has."""
-        self._history = history
-        self._mended = mended
+        history = self._history = ready.history
+        self._mended = ready.mended
         self._unread = UnreadVersions(board)
         self._journal = journal
         self._progress = progress
@@ -209,6 +201,7 @@ class _Driver:
             _executor_settings(config),
             self._node_done,
             self._worker_replaced,
+            numerics.built,
         )
         self._books = OpenBooks(self._graph, history.ledger)
         self._flow = Flow(

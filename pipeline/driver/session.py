@@ -7,6 +7,7 @@ May import torch (to count GPUs) and all of pipeline below the command line.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import logging
 import os
@@ -14,7 +15,7 @@ import platform
 import signal
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from multiprocessing import resource_tracker
 
 import torch
@@ -27,6 +28,22 @@ from stages.models.protocol import Role
 from stages.publish import is_published
 from storage.ledger import Ledger
 from storage.weights import WeightBoard
+
+DISK_FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS})
+"""Of an OSError: the disk is full, or the user's share of it, or it cannot be written any more."""
+
+
+@contextmanager
+def writable(config: RunConfig) -> Iterator[None]:
+    """Around the first writes into a run's directory. Raises ConfigError where they cannot be made."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in DISK_FULL | {errno.EACCES, errno.EPERM}:
+            raise
+        where = f"cannot write {error.filename or 'there'}: {error.strerror}"
+        need = f"{where}. Make room, or give the right to write; what is committed stays"
+        raise ConfigError("runs_dir", f"given {config.runs_dir!r}; {need}") from error
 
 
 @contextmanager
@@ -44,9 +61,9 @@ def only_driver(paths: RunPaths) -> Iterator[None]:
             lock.seek(0)
             owner = lock.read().strip() or "another process"
             raise ConfigError("name", f"given {paths.root.name!r}; {owner} is running {paths.root} now") from error
-        lock.truncate(0)
-        lock.write(f"process {os.getpid()} on {platform.node()}")
-        lock.flush()
+        with suppress(OSError):  # for people only; a full disk has other ways to show itself
+            os.ftruncate(lock.fileno(), 0)
+            os.write(lock.fileno(), f"process {os.getpid()} on {platform.node()}".encode())
         yield
 
 

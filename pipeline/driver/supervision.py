@@ -10,7 +10,7 @@
 What is lost together is a restart unit: one replica, or all ranks of an ordered gang, since none can go on without the
 others. A unit that is lost `cluster.attempts` times without finishing anything ends the run.
 
-May import distributed, pipeline.driver.{cluster, context, verdict}, pipeline.workers and below.
+May import distributed, pipeline.config, pipeline.driver.{cluster, context, verdict}, pipeline.workers and below.
 """
 
 from __future__ import annotations
@@ -23,13 +23,14 @@ from dataclasses import dataclass
 from distributed import Future
 from distributed.scheduler import KilledWorker
 
+from pipeline.config.identity import fingerprint
 from pipeline.driver.cluster import kill_workers, workers_by_address
 from pipeline.driver.context import Context, StageFailed, WorkerKey
 from pipeline.driver.verdict import LOST, PEER_GRACE_S, describe, error_of
 from pipeline.graph.dispatch import Gang
 from pipeline.observe.journal import EventKind
 from pipeline.workers.entry import build_worker
-from pipeline.workers.messages import PEER_ERRORS, MirrorSpec, WorkerLost, WorkerSpec, pin_resource, worker_name
+from pipeline.workers.messages import PEER_ERRORS, Built, MirrorSpec, WorkerLost, WorkerSpec, pin_resource, worker_name
 
 _ANSWER_S = 10.0
 _FIRST = 1
@@ -62,11 +63,17 @@ class Supervision:
     """Owns the builds of all worker processes, and what is known of each process."""
 
     def __init__(
-        self, context: Context, mirror: Callable[[str], MirrorSpec | None], on_down: Callable[[WorkerKey, bool], None]
+        self,
+        context: Context,
+        mirror: Callable[[str], MirrorSpec | None],
+        on_down: Callable[[WorkerKey, bool], None],
+        on_built: Callable[[WorkerKey, Mapping[str, str]], None],
     ) -> None:
         """`mirror(gang)` says what its workers must know of weights on other hosts. `on_down(worker, suspect)` is
-        called when a worker is to get no more work: it is a suspect, or its restart unit is about to be killed."""
+        called when a worker is to get no more work: it is a suspect, or its restart unit is about to be killed.
+        `on_built(worker, numerics)`: before it gets any; what it raises ends the run."""
         self._context = context
+        self._on_built = on_built
         self._mirror = mirror
         self._on_down = on_down
         self._workers: dict[WorkerKey, _Worker] = {}
@@ -128,20 +135,22 @@ class Supervision:
         worker = self._workers[key]
         if worker.building is not future:
             return False
-        address = _build_result(future)
+        built = _build_result(future)
         future.release()  # a result still wanted would be computed again in a process that came back
-        if isinstance(address, LOST):
-            self.lost(key, f"while it was built: {type(address).__name__}")
-        elif isinstance(address, BaseException):
-            if worker.spec.size == 1 or not isinstance(address, PEER_ERRORS):
-                raise self._not_built(key, address)
-            worker.error, worker.deadline = address, self._context.now() + PEER_GRACE_S
+        if isinstance(built, LOST):
+            self.lost(key, f"while it was built: {type(built).__name__}")
+        elif isinstance(built, BaseException):
+            if worker.spec.size == 1 or not isinstance(built, PEER_ERRORS):
+                raise self._not_built(key, built)
+            worker.error, worker.deadline = built, self._context.now() + PEER_GRACE_S
         else:
-            worker.up, worker.address, worker.deadline = True, address, math.inf
+            self._on_built(key, built.numerics)
+            worker.up, worker.address, worker.deadline = True, built.address, math.inf
             unit = restart_unit(self._context.gangs[key[0]], key[1])
             if all(self._workers[one].up for one in unit):
                 self._context.dispatch.worker_up(*unit[0])
-                self._context.journal.now(EventKind.GANG_BUILT, gang=key[0], worker=worker.spec.name)
+                detail = f"numerics {fingerprint(built.numerics)}"
+                self._context.journal.now(EventKind.GANG_BUILT, gang=key[0], worker=worker.spec.name, detail=detail)
             return True
         return False
 
@@ -251,12 +260,13 @@ def _see_log(worker: _Worker) -> str:
     return f" (see {worker.spec.log})" if worker.spec.log is not None else ""
 
 
-def _build_result(future: Future) -> str | BaseException:
-    """The address of the process that was built, or why there is none."""
+def _build_result(future: Future) -> Built | BaseException:
+    """The process that was built, or why there is none."""
     if future.status != "finished":
         return error_of(future)
     try:
-        return future.result(timeout=_ANSWER_S)
+        built: Built = future.result(timeout=_ANSWER_S)
+        return built
     except LOST as error:
         return error
     except TimeoutError:

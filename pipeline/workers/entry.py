@@ -18,12 +18,12 @@ import time
 from collections import OrderedDict
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from distributed import get_worker
 
 from pipeline.workers.gang_calls import PassedOn, open_for_calls, outliers
-from pipeline.workers.messages import OUTCOMES, Call, Outcome, WorkerLost, WorkerSpec
+from pipeline.workers.messages import OUTCOMES, Built, Call, Outcome, WorkerLost, WorkerSpec
 from pipeline.workers.row_transfer import HasRows, open_for_rows
 from pipeline.workers.weight_transfer import ReadsWeights, WeightMirror
 from storage.address import Address, Ref
@@ -52,6 +52,14 @@ class Runtime(Protocol):
     def close(self) -> None: ...
 
 
+@runtime_checkable
+class HasNumerics(Protocol):
+    """A runtime that says what the last bits of its results depend on."""
+
+    @property
+    def numerics(self) -> dict[str, str]: ...
+
+
 @dataclass(frozen=True)
 class _Resident:
     spec: WorkerSpec
@@ -66,9 +74,8 @@ _REMEMBERED = 16384
 """Calls: the nodes of 8 turns (`attempts.LINEAGE`) of 256 shards on one worker, and some."""
 
 
-def build_worker(spec: WorkerSpec) -> str:
-    """Makes this process what `spec` says; whatever it was before is closed. Returns the Dask address of the process,
-    which no later process will have."""
+def build_worker(spec: WorkerSpec) -> Built:
+    """Makes this process what `spec` says; whatever it was before is closed."""
     global _resident
     if spec.log is not None:
         _write_to(Path(spec.log), f"---- {spec.name}, incarnation {spec.incarnation}, process {os.getpid()}")
@@ -87,7 +94,8 @@ def build_worker(spec: WorkerSpec) -> str:
         open_for_calls(get_worker(), run_node)
     if mirror is not None and isinstance(_resident.runtime, ReadsWeights):
         _resident.runtime.fetch_with(mirror)
-    return str(get_worker().address)
+    runtime = _resident.runtime
+    return Built(str(get_worker().address), runtime.numerics if isinstance(runtime, HasNumerics) else {})
 
 
 def _write_to(path: Path, headline: str) -> None:

@@ -5,6 +5,7 @@ May import the standard library, storage.address, stages.models.errors and stage
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -78,6 +79,16 @@ class WorkerSpec:
     @property
     def name(self) -> str:
         return worker_name(self.gang, self.index)
+
+
+@dataclass(frozen=True)
+class Built:
+    """What a worker reports when it is built."""
+
+    address: str
+    """Dask's, of the process; no later process will have it."""
+    numerics: Mapping[str, str]
+    """What the last bits of its results depend on, by name."""
 
 
 @dataclass(frozen=True)

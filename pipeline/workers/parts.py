@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 import torch
 
 from pipeline.config.cluster import collective_timeout_s
+from pipeline.config.identity import fingerprint
 from pipeline.config.loading import config_hash, load_yaml
 from pipeline.config.paths import RunPaths
 from pipeline.config.run import RunConfig
@@ -28,7 +29,8 @@ from pipeline.workers.replica_rows import ReplicaRows
 from pipeline.workers.updates import ExactlyOnceUpdates
 from pipeline.workers.versioned_engine import VersionedEngine
 from pipeline.workers.weight_transfer import Fetcher
-from stages.engines.protocol import GenerationEngine
+from stages.engines.protocol import GenerationEngine, NamesKernels
+from stages.models.fingerprint import machine_numerics, software
 from stages.models.hf_files import Tokenizer, read_tokenizer
 from stages.models.protocol import MODEL_ROLES, ModelHost, Rank, Role
 from stages.prompts import PromptTable
@@ -76,6 +78,8 @@ class WorkerParts:
     """The models, on the ranks of a gang that has any."""
     fetcher: Fetcher | None = None
     """Brings versions that this host lacks, from others."""
+    numerics: dict[str, str] = field(default_factory=dict)
+    """What the last bits of this worker's results depend on: see stages/models/fingerprint.py."""
     warnings: list[str] = field(default_factory=list)
     """What a person should read and the driver has not been told yet."""
 
@@ -125,6 +129,7 @@ class WorkerParts:
             config_hash=self.config_hash,
             worker=self.spec.name,
             started=started,
+            numerics=fingerprint(self.numerics),
         )
 
     def close(self) -> None:
@@ -155,6 +160,7 @@ def build_parts(spec: WorkerSpec, *, same_layout: bool) -> WorkerParts:
         ledger=ledger,
         store=RolloutStore(str(paths.root), ledger, config.layouts(), recent_bytes=RECENT_BYTES, durability=durability),
         board=WeightBoard(paths.board(config.weights_dir(spec.gang))),
+        numerics=software() | machine_numerics(),
     )
     # What a killed run left on this host; of weights that were published here, the driver judges.
     parts.board.tidy(lambda manifest: not is_copy(manifest) or is_published(ledger, manifest))
@@ -167,12 +173,15 @@ def build_parts(spec: WorkerSpec, *, same_layout: bool) -> WorkerParts:
     if Role.GENERATE in gang.roles:
         in_flight = config.engine.update == "inflight"
         engine = _build_engine(config, spec)
+        if isinstance(engine, NamesKernels):
+            parts.numerics["engine.kernels"] = engine.kernels
         parts.engine = VersionedEngine(engine, parts.board, in_flight=in_flight, fetch=parts.fetch)
         if config.cluster.move_rows_below:
             silence_s = min(LONGEST_SILENCE_S, config.cluster.deadline_s / 4)
             parts.rows = ReplicaRows(parts.engine, config.cluster.move_rows_below, silence_s)
     if gang.ordered:
         parts.updates = _build_updates(parts, _build_host(config, spec, gang.roles & MODEL_ROLES), same_layout)
+        parts.numerics |= parts.updates.host.numerics()
     return parts
 
 

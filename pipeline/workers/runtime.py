@@ -85,6 +85,11 @@ class StageRuntime:
         return binding.compute(self.parts, call)
 
     @property
+    def numerics(self) -> dict[str, str]:
+        """What the last bits of its results depend on."""
+        return self.parts.numerics
+
+    @property
     def rows(self) -> ReplicaRows | None:
         """Of a replica whose rows may migrate to others."""
         return self.parts.rows

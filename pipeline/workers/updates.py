@@ -172,7 +172,9 @@ class ExactlyOnceUpdates:
         if self._same_layout and commit.digest != digest:
             raise ReplayMismatch(
                 f"{commit.address}: committed weights have digest {commit.digest}, these have {digest}: another "
-                "layout, thread count or library version than the one that committed them?"
+                "layout, thread count, processor or library version than the one that committed them? Go on there; or "
+                "`stageline resume RUN --from-checkpoint` archives what was committed after the newest checkpoint, and "
+                "makes it anew here"
             )
 
     def _restore(self, role: Role, version: int) -> None:

@@ -126,3 +126,10 @@ class GenerationEngine(Protocol):
     def stats(self) -> EngineStats: ...
 
     def close(self) -> None: ...
+
+
+@runtime_checkable
+class NamesKernels(Protocol):
+    """An engine that says which of several kernels it computes with, whose last bits differ."""
+
+    kernels: str

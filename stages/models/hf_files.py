@@ -1,7 +1,8 @@
 """A model directory in Hugging Face layout, read and written without building a model: weights and tokenizer. What its
 config.json says is read by `hf_config` and understood by `spec`.
 
-May import torch, safetensors, transformers (for its tokenizers only), stages.models.hf_config and stages.models.spec.
+May import torch, safetensors, xxhash, transformers (for its tokenizers only), stages.models.hf_config and
+stages.models.spec.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+import xxhash
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
@@ -24,6 +26,8 @@ from stages.models.spec import EMBEDDING, LM_HEAD, read_spec, tensor_shapes
 _COPIED_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja",
                  "generation_config.json", "vocab.json", "merges.txt", "tokenizer.model")  # fmt: skip
 """Beside config.json, what a written model takes over from the one it started as, where it is there."""
+_INDEX = "model.safetensors.index.json"
+_BLOCK_BYTES = 1 << 22
 _VOCABULARY_FILES = ("tokenizer.json", "vocab.json", "tokenizer.model")
 _TINY_SEED = 20_24
 _TINY_LINEAR_STD = 0.1
@@ -115,12 +119,30 @@ def read_weights(path: str) -> dict[str, torch.Tensor]:
 
 def _weight_files(path: str) -> list[Path]:
     directory = Path(path)
-    whole, index = directory / "model.safetensors", directory / "model.safetensors.index.json"
+    whole, index = directory / "model.safetensors", directory / _INDEX
     if whole.is_file():
         return [whole]
     if not index.is_file():
         raise FileNotFoundError(f"no weights at {path!r}: neither {whole.name} nor {index.name} is there")
     return [directory / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
+
+
+def file_digests(path: str) -> dict[str, str]:
+    """XXH3 of every file that a model is read from, by name: weights, config and tokenizer. It tells accidents, not
+    forgers. Raises what `read_weights` raises."""
+    if path == RANDOM_TINY:
+        return {RANDOM_TINY: "built in"}
+    weights = _weight_files(path)
+    others = (weights[0].parent / name for name in ("config.json", _INDEX, *_COPIED_FILES))
+    return {file.name: _digest(file) for file in sorted({*weights, *(file for file in others if file.is_file())})}
+
+
+def _digest(file: Path) -> str:
+    found = xxhash.xxh3_128()
+    with file.open("rb") as stream:
+        while block := stream.read(_BLOCK_BYTES):
+            found.update(block)
+    return found.hexdigest()
 
 
 def read_some_weights(path: str, names: Collection[str]) -> dict[str, torch.Tensor]:

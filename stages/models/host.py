@@ -184,6 +184,9 @@ class MegatronHost:
         )
         return self._update(Role.CRITIC, step, batch, loss)
 
+    def numerics(self) -> dict[str, str]:
+        return {"model.kernels": self._kernels.name, "model.products": str(self.product_choice.products)}
+
     def last_update(self, role: Role) -> dict[str, float]:
         work = self._last_updates.get(role)
         return {} if work is None else work.metrics()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +12,7 @@ import pytest
 from stages.models.hf_files import ByteTokenizer
 from stages.prompts import PromptTable, held_out_prompts, tokenise, training_prompts
 from storage.config import PromptsConfig
+from storage.errors import StoreError
 from storage.prompts import PromptItem, PromptsError, batch_indices
 
 TEXTS = ["abc", "de", "fghij", "k", "lm", "no", "pqr", "s"]
@@ -108,6 +110,28 @@ def test_a_table_survives_the_disk(tmp_path: Path) -> None:
         np.testing.assert_array_equal(getattr(again, name), getattr(first, name))
     assert (again.pad_id, again.extra) == (first.pad_id, first.extra)
     assert sorted(os.listdir(tmp_path)) == ["prompts.jsonl", "prompts.npz"]
+
+
+@pytest.mark.parametrize("lost", ["prompts.npz", "prompts.jsonl"])
+def test_a_table_that_is_lost_or_damaged_is_named(tmp_path: Path, lost: str) -> None:
+    path = tmp_path / "prompts.npz"
+    table().save(path)
+    whole = (tmp_path / lost).read_bytes()
+    for content in (whole[: len(whole) // 2], b"", b"\xff" * 100):
+        (tmp_path / lost).write_bytes(content)
+        with pytest.raises(StoreError, match=lost):
+            PromptTable.load(path)
+    (tmp_path / lost).unlink()
+    with pytest.raises(StoreError, match=f"{lost} is missing"):
+        PromptTable.load(path)
+
+
+def test_the_digest_tells_tables_apart(tmp_path: Path) -> None:
+    digests = {table().digest(), replace(table(), pad_id=9).digest(), replace(table(), train=table().held_out).digest()}
+    digests.add(replace(table(), extra=[{"n": 1}] * len(table().extra)).digest())
+    assert len(digests) == 4
+    table().save(tmp_path / "prompts.npz")
+    assert PromptTable.load(tmp_path / "prompts.npz").digest() == table().digest()
 
 
 def test_the_same_source_gives_the_same_table_again() -> None:

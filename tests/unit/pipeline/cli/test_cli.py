@@ -80,6 +80,24 @@ def test_commands_on_a_directory_without_a_run(
     assert "holds no run" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--from-checkpoint", "a=1", "b=2"],
+        ["a=1", "--from-checkpoint", "b=2"],
+        ["a=1", "b=2", "--from-checkpoint"],
+    ],
+)
+def test_changes_of_a_resume_stand_anywhere(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        main(["resume", str(tmp_path), *arguments, "--unheard-of"])
+    assert "--unheard-of" in capsys.readouterr().err
+    assert main(["resume", str(tmp_path), *arguments]) == 2
+    assert "holds no run" in capsys.readouterr().err
+
+
 def test_brackets_and_long_paths_are_printed_as_they_are(capsys: pytest.CaptureFixture[str]) -> None:
     path = "[bold]" + "x" * 200 + ".yaml"
     assert main(["run", path]) == 2

@@ -10,7 +10,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from stages.models.hf_config import RANDOM_TINY, read_config, read_eos_ids
-from stages.models.hf_files import read_tokenizer, read_weights
+from stages.models.hf_files import file_digests, read_tokenizer, read_weights
 
 
 def test_random_tiny_is_a_llama_and_always_the_same() -> None:
@@ -72,3 +72,21 @@ def test_byte_tokenizer() -> None:
     chat = tokenizer.apply_chat_template([{"role": "user", "content": "hi"}])
     assert tokenizer.decode(chat) == "user: hi\nassistant: "
     assert tokenizer.pad_id not in tokenizer.eos_ids
+
+
+def test_digests_are_of_all_that_a_model_is_read_from_and_nothing_else(tmp_path: Path) -> None:
+    for name in ("model.safetensors", "config.json", "tokenizer.json", "README.md"):
+        (tmp_path / name).write_text("one")
+    before = file_digests(str(tmp_path))
+    assert list(before) == ["config.json", "model.safetensors", "tokenizer.json"]
+    (tmp_path / "README.md").write_text("two")
+    assert file_digests(str(tmp_path)) == before
+    (tmp_path / "model.safetensors").write_text("two")  # as long as before
+    after = file_digests(str(tmp_path))
+    assert {name for name in before if before[name] != after[name]} == {"model.safetensors"}
+    assert file_digests(RANDOM_TINY) == {RANDOM_TINY: "built in"}
+
+
+def test_digests_of_a_model_without_weights(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=r"model\.safetensors"):
+        file_digests(str(tmp_path))

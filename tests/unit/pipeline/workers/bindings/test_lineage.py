@@ -25,7 +25,8 @@ def parts(tmp_path: Path) -> Any:
     """As much of a worker's parts as these need."""
     config = SimpleNamespace(ppo=SimpleNamespace(proximal="sampler"), seed=3)
     ledger = Ledger(str(tmp_path))
-    return SimpleNamespace(ledger=ledger, config=config, config_hash="c", spec=SimpleNamespace(name="score-0"))
+    spec = SimpleNamespace(name="score-0")
+    return SimpleNamespace(ledger=ledger, config=config, config_hash="c", spec=spec, numerics="n")
 
 
 def test_the_kl_controller_is_not_begun_anew(tmp_path: Path) -> None:

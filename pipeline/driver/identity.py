@@ -1,0 +1,190 @@
+"""A run's identity as the driver states and compares it.
+
+    start    ──► what the run is: config, model files, prompts, software ──► identity.json
+    resume   ──► the same? ──no, and it may not change──► refused, naming what differs
+                     │ yes, or it may
+                     └► what changed is stated, and said
+    a worker is built ──► its numerics against its gang's, now and before; its software against the driver's
+
+A node runs on any worker of its gang, so that these must compute the same bits; a generating gang on other processors
+than the training one is no matter, as long as each stays what it is.
+
+May import pipeline.config, pipeline.observe, pipeline.driver.context and below.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from pipeline.config.changes import changes, sections
+from pipeline.config.errors import ConfigError
+from pipeline.config.identity import (
+    FILE,
+    GangNumerics,
+    Identity,
+    Statement,
+    differences,
+    fingerprint,
+    read_identity,
+    write_identity,
+)
+from pipeline.config.loading import config_hash
+from pipeline.config.run import RunConfig
+from pipeline.driver.context import WorkerKey
+from pipeline.observe.journal import EventKind, Journal
+from pipeline.workers.messages import worker_name
+from stages.models.fingerprint import software
+from stages.models.hf_files import file_digests
+from stages.models.protocol import Role
+from stages.prompts import PromptTable
+from storage.ledger import Ledger
+
+KEY = "cluster.same_numerics"
+FROM_CHECKPOINT = "`stageline resume RUN --from-checkpoint`"
+
+
+@dataclass(frozen=True)
+class Stated:
+    """The identity of a run that starts or goes on, and what a person should know of it."""
+
+    identity: Identity
+    changed: tuple[str, ...] = ()
+    """Settings that a run goes on with otherwise than before."""
+    warnings: tuple[str, ...] = ()
+
+
+def state(config: RunConfig, prompts: PromptTable) -> Stated:
+    """Of a run that starts; not written yet."""
+    first = Statement(time.time(), "started", sections(config), config_hash(config), software())
+    return Stated(Identity(_model_files(config), prompts.digest(), (first,)))
+
+
+def state_again(config: RunConfig, prompts: PromptTable, ledger: Ledger, archived: str | None = None) -> Stated:
+    """Of a run that goes on: what it was, and what has changed since. `archived`: what is said where it goes on from a
+    checkpoint, and what came after that is archived.
+
+    Raises:
+        ConfigError: models, prompts or software are others than the run's.
+        StoreError: identity.json is damaged.
+    """
+    identity = read_identity(config.run_dir)
+    if identity is None:
+        return _state_unseen(config, prompts, ledger)
+    found = _model_files(config)
+    for role, stated in identity.models.items():
+        other = differences(stated, found[role])
+        if other:
+            key, path = _paths(config)[Role(role)]
+            raise ConfigError(key, f"given {path!r}; its files are not those that the run began with: {_listed(other)}")
+    if identity.prompts != prompts.digest():
+        need = f"what is read there is not what {config.run_dir} began with, whose own copy (prompts.npz) is lost"
+        raise ConfigError("prompts.url", f"given {config.prompts.url!r}; {need}")
+    latest, here = identity.latest, software()
+    changed = [str(change) for change in changes(latest.config, sections(config))]
+    other = differences(latest.software, here)
+    warnings: tuple[str, ...] = ()
+    if other and archived is None:
+        if config.cluster.same_numerics == "refuse":
+            raise ConfigError(KEY, f"given 'refuse'; the software is not what the run was computed with: {_way(other)}")
+        warnings = (f"other software: {_listed(other)}. Updates that run again may differ ({KEY}=warn)",)
+    if not changed and not other and archived is None:
+        return Stated(identity)
+    statement = Statement(
+        time=time.time(),
+        why=archived or "resumed",
+        config=sections(config),
+        config_hash=config_hash(config),
+        software=here,
+        changed=(*changed, *other),
+        anew=archived is not None,
+    )
+    return Stated(identity.stated(statement), tuple(changed), warnings)
+
+
+def _state_unseen(config: RunConfig, prompts: PromptTable, ledger: Ledger) -> Stated:
+    """Of a run whose identity.json is gone: its commits must at least be this config's."""
+    stated, made = state(config, prompts), {commit.provenance.config_hash for commit in ledger.list()}
+    others = sorted(made - {stated.identity.latest.config_hash})
+    if others:
+        raise ConfigError(
+            str(config.run_dir / FILE),
+            f"is missing, and the commits are of another config (digest {', '.join(others)}) than config.yaml "
+            f"({stated.identity.latest.config_hash}); put it back",
+        )
+    if not made:
+        return stated
+    warning = f"{FILE} was missing: models, prompts and software are taken for the run's unseen"
+    first = replace(stated.identity.latest, why="resumed without an identity")
+    return Stated(replace(stated.identity, statements=(first,)), warnings=(warning,))
+
+
+class NumericsWatch:
+    """Owns the numerics of a run's gangs: what they have had, in its identity, which it keeps written."""
+
+    def __init__(self, config: RunConfig, identity: Identity, journal: Journal) -> None:
+        self._run_dir = Path(config.run_dir)
+        self._mode = config.cluster.same_numerics
+        self._identity = identity
+        self._journal = journal
+
+    def built(self, worker: WorkerKey, numerics: Mapping[str, str]) -> None:
+        """A worker is built. Under `cluster.same_numerics: warn` others than its gang's are written down and said.
+
+        Raises:
+            ConfigError: they are others, under `refuse`.
+        """
+        if not numerics:
+            return
+        gang, name = worker[0], worker_name(*worker)
+        versions = {item: numerics[item] for item in self._identity.latest.software if item in numerics}
+        known = self._identity.numerics_of(gang)
+        short = fingerprint(numerics)
+        if short in {one.fingerprint for one in known}:
+            return
+        other = differences(known[0].items, numerics) if known else []
+        other += [] if known else differences(self._identity.latest.software, versions)
+        if other:
+            than = f"{known[0].worker} had when the gang was built first" if known else "the driver has"
+            if self._mode == "refuse":
+                raise ConfigError(KEY, f"given 'refuse'; worker {name} computes with others than {than}: {_way(other)}")
+            detail = f"worker {name} computes with others than {than}: {_listed(other)}. Its last bits may differ"
+            self._journal.now(EventKind.WARNED, detail=detail)
+        seen = GangNumerics(gang, short, dict(numerics), name, time.time(), len(self._identity.statements) - 1)
+        self._identity = replace(self._identity, numerics=(*self._identity.numerics, seen))
+        write_identity(self._run_dir, self._identity)
+
+
+def _paths(config: RunConfig) -> dict[Role, tuple[str, str]]:
+    """By role of a model: the key that says where it is, and where."""
+    model = config.model
+    found = {Role.POLICY: ("model.path", model.path)}
+    for role, key, path in (
+        (Role.REFERENCE, "model.reference_path", model.reference_path),
+        (Role.CRITIC, "model.critic_path", model.critic_path),
+    ):
+        found[role] = found[Role.POLICY] if path is None else (key, path)
+    return found
+
+
+def _model_files(config: RunConfig) -> dict[str, dict[str, str]]:
+    """Digests of the files of each role's model; a directory that several share is read once."""
+    by_path: dict[str, dict[str, str]] = {}
+    return {
+        str(role): by_path[path] if path in by_path else by_path.setdefault(path, file_digests(path))
+        for role, (_, path) in _paths(config).items()
+    }
+
+
+def _way(other: list[str]) -> str:
+    """What differs, and the ways on."""
+    return (
+        f"{_listed(other)}. Go back to that; or set {KEY}=warn, with which updates that run again may differ; or have "
+        f"what came after the newest checkpoint computed anew, here: {FROM_CHECKPOINT}"
+    )
+
+
+def _listed(items: list[str]) -> str:
+    return "; ".join(items)

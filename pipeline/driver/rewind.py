@@ -1,0 +1,94 @@
+"""`stageline resume RUN --from-checkpoint`: back to the newest checkpoint, and on from there, here.
+
+A run whose updates give other weights when they run again (another processor, another torch) cannot go on by replaying
+them. It need not: a checkpoint has its weights as they are. What was committed after it moves, as it is, into
+
+    archive/20260131T120000/{ledger,rollouts.zarr,checkpoints,weights}/...
+
+and is made anew. Nothing is deleted. Checkpoints and exports go first, then commits, children before parents: whoever
+dies over it leaves a run that is whole, and the command can be given again.
+
+May import pipeline.config, pipeline.observe and below.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from pipeline.config.paths import RunPaths
+from pipeline.graph.rewind import can_go_back, made_anew
+from pipeline.observe.history import History
+from stages.models.protocol import Role
+from storage import files
+from storage.address import Address
+from storage.checkpoints import Checkpoints
+from storage.errors import StoreError
+
+_VERSION = re.compile(r"v(\d{6,})")
+
+
+@dataclass(frozen=True)
+class Rewind:
+    """Back to a version: what moves into the archive."""
+
+    version: int
+    commits: tuple[Address, ...]
+    """Children before parents."""
+    directories: tuple[Path, ...]
+    """Checkpoints and exports of later versions."""
+    archive: Path
+
+    def __str__(self) -> str:
+        start = f"checkpoint v{self.version}" if self.version else "its start (no checkpoint can be used)"
+        return f"resumed from {start}: {len(self.commits)} commits after it are in {self.archive}"
+
+
+def plan_rewind(history: History, paths: RunPaths) -> Rewind:
+    """Back to the newest version that both models have a sound checkpoint of and that can be gone on from, else to the
+    start. Moves nothing."""
+    checkpoints = Checkpoints(paths.checkpoints)
+    committed = set(history.ledger.addresses())
+    saved = {v for v in checkpoints.versions(Role.POLICY) if _sound(checkpoints, Role.POLICY, v)}
+    both = (v for v in sorted(saved, reverse=True) if _sound(checkpoints, Role.CRITIC, v))
+    version = next((v for v in both if can_go_back(history.spec, committed, v, saved)), 0)
+    later = [*_later(paths.checkpoints.glob("*/v*"), version), *_later(paths.weights(0).parent.glob("v*"), version)]
+    name = time.strftime("%Y%m%dT%H%M%S")
+    commits = made_anew(history.spec, committed, version)
+    return Rewind(version, tuple(commits), tuple(sorted(later)), paths.archive / name)
+
+
+def carry_out(rewind: Rewind, history: History, paths: RunPaths) -> None:
+    """Moves it. Raises OSError."""
+    for directory in rewind.directories:
+        target = rewind.archive / directory.relative_to(paths.root)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        os.replace(directory, target)
+    history.ledger.reopen(rewind.commits)
+    run = files.open_root(str(paths.root))
+    archive = rewind.archive.relative_to(paths.root).as_posix()
+    for address in rewind.commits:
+        commit = history.ledger.find(address)
+        if commit is None:
+            continue
+        for key in (f"{paths.ledger.name}/{address}.json", *history.store.keys_of(commit)):
+            files.move(run, key, f"{archive}/{key}")
+
+
+def _later(directories: Iterator[Path], version: int) -> Iterator[Path]:
+    for directory in directories:
+        match = _VERSION.fullmatch(directory.name)
+        if match and int(match[1]) > version:
+            yield directory
+
+
+def _sound(checkpoints: Checkpoints, role: Role, version: int) -> bool:
+    try:
+        checkpoints.verify(role, version)
+    except StoreError:
+        return False
+    return True

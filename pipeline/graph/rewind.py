@@ -1,0 +1,47 @@
+"""Which commits stand if a run goes back to a version of its weights, and whether it can.
+
+    update_policy[v], update_critic[v] and later ──► whatever hangs on them, however far ──► made anew
+    all else stands: also rows that older versions have generated ahead
+
+Going back to v needs the weights of v (a checkpoint, or the start), and those of each older version that somebody has
+still to read: from a checkpoint too, since no update before v is run again.
+
+May import this folder and storage.address.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from pipeline.graph.graph import GraphSpec, run_nodes, weight_readers
+from storage.address import Address
+
+UPDATES = ("update_policy", "update_critic")
+
+
+def made_anew(spec: GraphSpec, committed: Collection[Address], version: int) -> list[Address]:
+    """The commits that do not stand, children before parents."""
+    nodes = list(run_nodes(spec))
+    children: dict[Address, list[Address]] = {}
+    for node in nodes:
+        for parent in node.parents:
+            children.setdefault(parent, []).append(node.address)
+    found = {Address(stage, step) for stage in UPDATES for step in range(version, spec.steps)}
+    stack = list(found)
+    while stack:
+        fresh = [child for child in children.get(stack.pop(), ()) if child not in found]
+        found.update(fresh)
+        stack += fresh
+    order = [node.address for node in nodes]
+    # Of an earlier, shorter config: the evaluation of what was the last version then, say.
+    strange = sorted(set(committed).difference(order))
+    order += [address for address in strange if address.step > version]
+    found.update(strange)
+    return [address for address in reversed(order) if address in found and address in committed]
+
+
+def can_go_back(spec: GraphSpec, committed: Collection[Address], version: int, saved: Collection[int]) -> bool:
+    """Whether no version before this one is needed that is neither the start's nor among the `saved`."""
+    standing = set(committed).difference(made_anew(spec, committed, version))
+    needed = (v for v in range(1, version) if not standing.issuperset(weight_readers(spec, v)))
+    return all(v in saved for v in needed)

@@ -1,0 +1,102 @@
+"""What the last bits of a process's results depend on, item by item: two workers with the same items, the same weights
+and the same inputs give the same bits; with other items they may not.
+
+    software       versions of Python, numpy, torch, megatron-core, and Triton where it is installed
+    processor      its vector and matrix instructions, and whether the kernel lets this process use the latter (AMX)
+    libraries      what torch was built with and dispatches to; the C compiler, its version and its flags
+    environment    variables by which MKL, oneDNN, torch and cuBLAS are told to compute otherwise
+    device         a GPU's name and capability, CUDA's and cuDNN's version
+
+The number of threads and the layout are in the config. A processor's name and caches are not among the items, though a
+library may cut its products by them: clouds mix names within one type of machine, and replayed updates are compared by
+digest all the same.
+
+May import numpy, torch and stages.native.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import platform
+import re
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import torch
+
+from stages.native.compile import FLAGS, compiler_version
+
+SOFTWARE = ("numpy", "torch", "megatron-core", "triton")
+"""Packages that decide bits, beside Python itself."""
+_ENVIRONMENT = (
+    "ATEN_CPU_CAPABILITY",
+    "CUBLAS_WORKSPACE_CONFIG",
+    "DNNL_MAX_CPU_ISA",
+    "MKL_CBWR",
+    "MKL_DEBUG_CPU_TYPE",
+    "MKL_ENABLE_INSTRUCTIONS",
+    "NCCL_ALGO",
+    "NVIDIA_TF32_OVERRIDE",
+    "ONEDNN_DEFAULT_FPMATH_MODE",
+    "ONEDNN_MAX_CPU_ISA",
+    "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE",
+)
+_VECTOR_FLAG = re.compile(r"(avx|amx|sse4|fma|f16c|bmi|asimd|sve|bf16|i8mm|fphp)\w*|sme(2\w*)?")
+"""Of a processor's flags, those that a compiler or a library may compute by."""
+_ARCH_PRCTL, _REQUEST_PERMISSION, _TILE_DATA = 158, 0x1023, 18
+"""Linux on x86-64: the system call, its request, and the registers that are asked for."""
+
+
+def software() -> dict[str, str]:
+    """Versions of what decides bits, here."""
+    return {"python": platform.python_version()} | {package: _installed(package) for package in SOFTWARE}
+
+
+def machine_numerics() -> dict[str, str]:
+    """The items of this process's processor, libraries, environment and device."""
+    flags = _processor_flags()
+    items = {
+        "machine": platform.machine(),
+        "instructions": " ".join(sorted(flag for flag in flags if _VECTOR_FLAG.fullmatch(flag))),
+        "amx": _matrix_registers(flags),
+        "torch.cpu": torch.backends.cpu.get_cpu_capability(),
+        "torch.build": hashlib.sha256(torch.__config__.show().encode()).hexdigest()[:12],
+        "compiler": compiler_version() or "none",
+        "compiler.flags": " ".join(FLAGS),
+        "environment": " ".join(f"{name}={os.environ[name]}" for name in _ENVIRONMENT if name in os.environ),
+    }
+    if torch.cuda.is_available():
+        major, minor = torch.cuda.get_device_capability()
+        items["device"] = f"{torch.cuda.get_device_name()} (capability {major}.{minor})"
+        items["cuda"] = f"{torch.version.cuda}, cuDNN {torch.backends.cudnn.version()}"
+    return items
+
+
+def _installed(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "not installed"
+
+
+def _processor_flags() -> frozenset[str]:
+    """What Linux says the processor can do; empty elsewhere."""
+    listing = Path("/proc/cpuinfo")
+    if not listing.is_file():
+        return frozenset()
+    for line in listing.read_text("utf8", "replace").splitlines():
+        name, _, value = line.partition(":")
+        if name.strip() in ("flags", "Features"):
+            return frozenset(value.split())
+    return frozenset()
+
+
+def _matrix_registers(flags: frozenset[str]) -> str:
+    """Whether this process may use the processor's matrix registers, asked for as the C kernels do. A sandbox or an
+    older kernel refuses them on the same processor."""
+    if "amx_bf16" not in flags or platform.machine() != "x86_64":
+        return "none"
+    granted = ctypes.CDLL(None).syscall(_ARCH_PRCTL, _REQUEST_PERMISSION, _TILE_DATA) == 0
+    return "granted" if granted else "refused"

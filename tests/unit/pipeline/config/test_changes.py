@@ -1,0 +1,128 @@
+"""What of a config may change when a run goes on: the list, and what it says of the rest."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from pipeline.config.changes import MAY_CHANGE, change_problems, changes, sections
+from pipeline.config.errors import ConfigError
+from pipeline.config.loading import config_hash, flatten, load_config, read_saved, to_yaml
+from pipeline.config.run import RunConfig
+from tests.support.paths import TINY
+
+CONSTANT = ("model.policy.decay=constant", "model.critic.decay=constant")
+
+
+def load(*overrides: str) -> RunConfig:
+    return load_config([TINY], overrides)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        "name=other",
+        "runs_dir=/elsewhere",
+        "tracking.uri=null",
+        "cluster.attempts=9",
+        "cluster.same_numerics=warn",
+        "checkpoint.keep=7",
+        "export.every=1",
+        "placement.share_devices=true",
+        "placement.gangs.train.offload=gradients",
+        "model.path=a/copy",
+        "model.critic_path=a/copy",
+        "prompts.url=elsewhere.jsonl",
+        "evaluate.every=1",
+        "mismatch.stop=true",
+        "placement.gangs.generate.workers=3",
+        "placement.gangs.generate.slots=4",
+        "placement.gangs.score.workers=2",
+    ],
+)
+def test_what_may_change(change: str) -> None:
+    assert list(change_problems(sections(load()), load(change))) == []
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        "seed=1",
+        "staleness=0",
+        "model.policy.lr=0.5",
+        "model.kernels=torch",
+        "rollout.rows=32",
+        "sampling.temperature=0.5",
+        "ppo.clip=0.1",
+        "reward.args={characters: xyz}",
+        "evaluate.shards=2",
+        "evaluate.temperature=0.5",
+        "placement.gangs.train.threads=2",
+        "placement.gangs.train.layout.recompute=full",
+    ],
+)
+def test_what_may_not_is_named_with_both_values(change: str) -> None:
+    key = change.partition("=")[0]
+    before, after = load(), load(change)
+    (problem,) = change_problems(sections(before), after)
+    assert problem.key == (key if not key.endswith("args") else "reward.args.characters")
+    (changed,) = changes(sections(before), sections(after))
+    assert problem.given == changed.after
+    before_text = "null" if changed.before is None else repr(changed.before)
+    assert f"the run has {before_text}" in problem.need
+
+
+def test_the_ranks_of_a_gang_stay_as_many_as_they_are() -> None:
+    (problem,) = change_problems(sections(load()), load("placement.gangs.train.workers=2"))
+    assert problem.key == "placement.gangs.train.workers"
+    assert "its ranks act together" in problem.need
+
+
+def test_a_run_may_become_longer_where_no_learning_rate_depends_on_its_end() -> None:
+    before = sections(load(*CONSTANT, "steps=4"))
+    assert list(change_problems(before, load(*CONSTANT, "steps=9"))) == []
+    (shorter,) = change_problems(before, load(*CONSTANT, "steps=3"))
+    assert (shorter.key, shorter.given) == ("steps", 3)
+    assert "the run has 4: a run may become longer, not shorter" in shorter.need
+    (decaying,) = change_problems(sections(load("steps=4")), load("steps=9"))
+    assert "the learning rates depend on it" in decaying.need
+
+
+def test_every_key_that_may_change_is_one() -> None:
+    assert MAY_CHANGE.keys() <= flatten(load()).keys()
+
+
+def test_a_saved_config_comes_back_with_changes(tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text(to_yaml(load()))
+    assert config_hash(read_saved(path)) == config_hash(load())
+    assert sections(read_saved(path)) == sections(load())
+    assert read_saved(path, ["evaluate.every=3"]).evaluate.every == 3
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        (lambda text: text[: len(text) // 2], "not readable as YAML"),
+        (lambda text: text.partition("\nplacement:")[0], "it has no placement.gangs, placement."),
+        (lambda text: text.partition("\ncluster:")[0], "it has no cluster.dashboard, cluster."),
+        (lambda text: "", "it has no name, runs_dir, "),
+        (lambda text: "a: [", "not readable as YAML"),
+        (lambda text: "\0" * 100, "not readable as YAML"),
+        (lambda text: "- 3", "it has no name"),
+    ],
+)
+def test_a_damaged_config_is_refused_by_its_path(tmp_path: Path, damage, said: str) -> None:  # type: ignore[no-untyped-def]
+    path = tmp_path / "config.yaml"
+    path.write_text(damage(to_yaml(load())))
+    with pytest.raises(ConfigError) as refused:
+        read_saved(path)
+    assert said in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+def test_a_config_that_is_no_text_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ConfigError, match="cannot be read"):
+        read_saved(tmp_path / "config.yaml")

@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +18,7 @@ from pipeline.config.identity import identity_faults, read_identity
 from pipeline.config.paths import RunPaths
 from pipeline.config.run import RunConfig
 from pipeline.driver.integrity import lineage_faults
-from pipeline.graph.graph import Node, generation_version, made_from
+from pipeline.graph.graph import GraphSpec, Node, generation_version, made_from
 from pipeline.observe.history import History
 from stages.models.protocol import Role
 from stages.prompts import PromptTable, held_out_prompts, training_prompts
@@ -52,7 +52,7 @@ class Evidence:
     paths: RunPaths
     history: History
     nodes: Mapping[Address, Node]
-    """Of the whole run."""
+    """Of the whole run, and of the evaluations that it was once to have."""
     commits: Mapping[Address, Commit]
     """Those that are sound."""
     rows: Mapping[Address, RowsFound]
@@ -97,7 +97,7 @@ def commits_proof(run: Evidence) -> Answer:
     faults += [f"{run.paths.ledger}/{key}: is no commit record's place" for key in run.history.ledger.strangers()]
     seeds = {commit.provenance.seed for commit in run.commits.values()} - {run.config.seed}
     faults += [f"commits were made with seed {seed}, the run has {run.config.seed}" for seed in sorted(seeds)]
-    return f"{len(run.commits)} commits of {len(run.nodes)} nodes", faults
+    return f"{len(run.commits)} commits", faults
 
 
 def identity_proof(evidence: Evidence) -> Answer:
@@ -109,6 +109,18 @@ def identity_proof(evidence: Evidence) -> Answer:
     faults = list(identity_faults(identity, sections(evidence.config), evidence.commits.values()))
     number = 0 if identity is None else len(identity.statements)
     return f"{number} statements", faults
+
+
+def earlier_graphs(config: RunConfig) -> list[GraphSpec]:
+    """Of a run whose evaluations were changed when it was resumed: those that it had before."""
+    try:
+        identity = read_identity(config.run_dir)
+    except StoreError:
+        return []  # `identity_proof` names it
+    every = (
+        {int(stated.config["evaluate"]["every"]) for stated in identity.statements} if identity is not None else set()
+    )
+    return [replace(config.graph(), eval_every=number) for number in sorted(every - {config.evaluate.every})]
 
 
 def updates_proof(run: Evidence) -> Answer:

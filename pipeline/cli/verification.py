@@ -19,6 +19,7 @@ from pipeline.cli.proofs import (
     RowsFound,
     checkpoints_proof,
     commits_proof,
+    earlier_graphs,
     identity_proof,
     lineage_proof,
     plain_readers_proof,
@@ -104,7 +105,8 @@ def verify_run(config: RunConfig) -> Verification:
         commits += [commit] if commit is not None else []
     arrays_faults, rows = _read_arrays(config, history, commits)
     nodes = {node.address: node for node in run_nodes(config.graph())}
-    evidence = Evidence(config, paths, history, nodes, {commit.address: commit for commit in commits}, rows)
+    once = {node.address: node for graph in earlier_graphs(config) for node in run_nodes(graph)}
+    evidence = Evidence(config, paths, history, once | nodes, {commit.address: commit for commit in commits}, rows)
     num_arrays = sum(len(commit.arrays) for commit in commits)
     num_files = len(commits) + len(damaged)
     proofs = [

@@ -65,5 +65,7 @@ def prepare(config: RunConfig, checked: Preflight, *, resume: bool, from_checkpo
     if rewind is not None:
         carry_out(rewind, history, paths)
         warnings.append(str(rewind))
+    if any(change.startswith("evaluate.every=") for change in stated.changed):  # steps that were over are not any more
+        history.ledger.reopen(history.ledger.addresses())
     mended = mend(history, paths)
     return Prepared(history, stated.identity, mended, stated.changed, (*warnings, *mended.warnings))

@@ -26,7 +26,7 @@ def parts(tmp_path: Path) -> Any:
     config = SimpleNamespace(ppo=SimpleNamespace(proximal="sampler"), seed=3)
     ledger = Ledger(str(tmp_path))
     spec = SimpleNamespace(name="score-0")
-    return SimpleNamespace(ledger=ledger, config=config, config_hash="c", spec=spec, numerics="n")
+    return SimpleNamespace(ledger=ledger, config=config, config_hash="c", spec=spec, numerics={})
 
 
 def test_the_kl_controller_is_not_begun_anew(tmp_path: Path) -> None:

@@ -14,11 +14,12 @@ from rich.text import Text
 from pipeline.config.paths import RunPaths
 from pipeline.config.run import RunConfig
 from pipeline.driver.results import open_history
+from pipeline.workers.updates import committed_meta
 from stages.models.protocol import Role
 from storage.address import Address
 from storage.checkpoints import Checkpoints
 from storage.errors import StoreError
-from storage.ledger import Commit
+from storage.ledger import Commit, Ledger
 from storage.records import Rollout
 
 
@@ -61,7 +62,7 @@ def verify_run(config: RunConfig) -> Verification:
             continue
         if commit.address.stage == "generate" and isinstance(record, Rollout):
             faults += _staleness_faults(config, commit.address, record)
-    faults += _checkpoint_faults(Checkpoints(RunPaths(config.run_dir).checkpoints))
+    faults += _checkpoint_faults(Checkpoints(RunPaths(config.run_dir).checkpoints), history.ledger)
     for stage in ("update_policy", "update_critic"):
         steps = sorted(c.address.step for c in commits if c.address.stage == stage)
         if steps != list(range(len(steps))):
@@ -69,13 +70,13 @@ def verify_run(config: RunConfig) -> Verification:
     return Verification(Counter(c.address.stage for c in commits), faults)
 
 
-def _checkpoint_faults(checkpoints: Checkpoints) -> list[str]:
-    """A run goes on without one that is damaged, from the one before it."""
+def _checkpoint_faults(checkpoints: Checkpoints, ledger: Ledger) -> list[str]:
+    """A run goes on without one that is damaged or another run's, from the one before it."""
     faults = []
     for role in (Role.POLICY, Role.CRITIC):
         for version in checkpoints.newest_first(role, at_most=sys.maxsize):
             try:
-                checkpoints.verify(role, version)
+                checkpoints.verify(role, version, expected=committed_meta(ledger, role, version))
             except StoreError as error:
                 faults.append(f"checkpoint v{version} of the {role}: {error}")
     return faults

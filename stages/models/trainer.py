@@ -190,6 +190,7 @@ class Trainer:
                 raise NonFiniteGradientsError(f"{where}: {self._not_finite(minibatch, stats[-1], norm)}")
         self._ddp.eval()
         self._release_gradients()
+        self._forget_forwards()  # where every minibatch was empty
         self.version, self.dirty = step + 1, True
         return stats, {
             "lr": lr,
@@ -202,6 +203,7 @@ class Trainer:
 
     def advance(self, step: int) -> dict[str, float]:
         """Makes version `step` into `step + 1` with the same weights and optimizer state; the metrics of `train`."""
+        self._forget_forwards()  # of rows that are not trained on
         self.version, self.dirty = step + 1, True
         return {"lr": 0.0, "optimizer_steps": 0.0}
 

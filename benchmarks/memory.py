@@ -132,7 +132,7 @@ def main() -> None:
                     seconds.setdefault((dtype, name), []).extend(found)
     figures: dict[str, float] = {"others_load": load().others}
     rows = []
-    size = MicroBatchSize(MICRO_ROWS, PROMPT + NEW, MICRO_ROWS * NEW)
+    size = MicroBatchSize(MICRO_ROWS * (PROMPT + NEW), MICRO_ROWS * NEW)
     for (dtype, name), found in seconds.items():
         gang = GangModels(read_spec(base.path), replace(base, dtype=dtype), ARMS[name], ROLES, 1)
         predicted = kept_bytes(gang, Role.POLICY, size, 0)

@@ -26,7 +26,7 @@ from pipeline.graph.dispatch import Gang
 from stages.engines.embedded.kernels.paging import block_bytes, blocks_for
 from stages.models.adapter_shapes import target_parts
 from stages.models.config import LayoutConfig, OptimizerConfig
-from stages.models.memory import DTYPE_BYTES, GangModels, MicroBatchSize, offloaded_bytes, rank_bytes
+from stages.models.memory import DTYPE_BYTES, GangModels, MicroBatchSize, RowsSize, offloaded_bytes, rank_bytes
 from stages.models.protocol import MODEL_ROLES, Role
 from stages.models.spec import EMBEDDING, ModelSpec, layer_and_part, tensor_shapes
 from storage.problems import Problem
@@ -239,22 +239,22 @@ def _model_items(run: PlannedRun, gang: Gang, index: int) -> dict[str, int]:
     roles = gang.roles & MODEL_ROLES
     models = GangModels(run.spec, config.model, layout, roles, data, settings.offload, run.own)
     optimizers = {Role.POLICY: config.model.policy, Role.CRITIC: config.model.critic}
-    batches = {
-        role: MicroBatchSize(rows, config.seq, rows * config.sampling.max_new_tokens)
-        for role, optimizer in optimizers.items()
-        for rows in [_largest_micro_batch(optimizer, config)]
-    }
+    batches = {role: largest_micro_batch(optimizer, config) for role, optimizer in optimizers.items()}
     stage = index // (layout.tensor * data)
     device = "cuda" if run.on_gpus else "cpu"
-    rows = config.rollout.rows * config.steps
-    found = rank_bytes(models, batches, stage, rows=rows, step_rows=config.rollout.rows, device=device)
+    rows = RowsSize(config.seq, config.rollout.rows, config.rollout.rows * config.steps)
+    found = rank_bytes(models, batches, stage, rows=rows, device=device)
     return found | {OFFLOADED: offloaded_bytes(models, stage)}
 
 
-def _largest_micro_batch(optimizer: OptimizerConfig, config: RunConfig) -> int:
-    """Rows of it, if all are as long as can be."""
-    within_tokens = max(1, optimizer.micro_batch_tokens // config.seq)
-    return min(within_tokens, optimizer.micro_batch_rows or within_tokens, config.rollout.rows)
+def largest_micro_batch(optimizer: OptimizerConfig, config: RunConfig) -> MicroBatchSize:
+    """What rows of any lengths come to at most. Short rows fill `micro_batch_tokens` where whole ones would not; a row
+    that is longer has a micro-batch to itself. Of a row's tokens one at least is the prompt's, so that T tokens of rows
+    with responses of n at most have no more than T n / (n + 1) that were sampled."""
+    rows = min(optimizer.micro_batch_rows or config.rollout.rows, config.rollout.rows)
+    tokens = min(max(optimizer.micro_batch_tokens, config.seq), rows * config.seq)
+    new = config.sampling.max_new_tokens
+    return MicroBatchSize(tokens, min(rows * new, tokens * new // (new + 1)))
 
 
 def _engine_items(run: PlannedRun) -> dict[str, int]:

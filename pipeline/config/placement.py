@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 
 from pipeline.graph.dispatch import Gang, gangs_of
 from stages.models.config import LayoutConfig, Offload, recompute_problems
@@ -95,6 +95,21 @@ def _gang_problems(placement: PlacementConfig, name: str) -> Iterator[Problem]:
     yield from at_least(1, counts)
     yield from _offload_problems(f"{key}.offload", settings.offload, roles)
     yield from _weights_dir_problems(f"{key}.weights_dir", settings.weights_dir, roles)
+    if MODEL_ROLES.isdisjoint(roles):
+        yield from _unused_layout_problems(f"{key}.layout", settings.layout)
+
+
+def _unused_layout_problems(key: str, layout: LayoutConfig) -> Iterator[Problem]:
+    """Of a pool, which has no model that a layout could cut."""
+    for name, default in asdict(LayoutConfig()).items():
+        given = getattr(layout, name)
+        if given != default:
+            models = ", ".join(sorted(MODEL_ROLES))
+            need = (
+                f"that gang has none of {models}, which a layout is for: leave it at {default} "
+                "(engine.tensor_parallel and engine.pipeline_parallel cut an engine's model)"
+            )
+            yield Problem(f"{key}.{name}", given, need)
 
 
 def _offload_problems(key: str, given: str, roles: Collection[str]) -> Iterator[Problem]:

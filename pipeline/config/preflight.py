@@ -1,6 +1,6 @@
 """What a run would be refused for that takes a look at the disk: model, prompts, reward, run directory. Nothing starts.
 
-May import torch, stages.models (spec, hf_files), stages.prompts, stages.rewards.registry, storage; of
+May import torch, stages.models (spec, adapter_shapes, hf_files), stages.prompts, stages.rewards.registry, storage; of
 stages.engines how a model is cut and how large its cache is.
 """
 
@@ -24,10 +24,11 @@ from pipeline.config.role_models import read_model, role_models
 from pipeline.config.run import RunConfig
 from stages.engines.embedded.kernels.paging import block_bytes, blocks_for
 from stages.engines.embedded.ranks.sharding import check_division
+from stages.models.adapter_shapes import target_parts
 from stages.models.hf_config import RANDOM_TINY
 from stages.models.hf_files import Tokenizer, read_tokenizer
 from stages.models.protocol import Role
-from stages.models.spec import ModelSpec
+from stages.models.spec import ModelSpec, layer_shapes
 from stages.prompts import PromptTable, tokenise
 from stages.rewards.registry import build_reward
 from storage.prompts import PromptsError, load_texts
@@ -53,9 +54,11 @@ def preflight(config: RunConfig, saved: Path | None = None) -> Preflight:
     """
     model = _check_model(config)
     _check_context(config, model)
+    _check_token_ids(config, model)
     models = role_models(config, model)
     for role, of_role in models.items():
         _check_layout(config, role, of_role)
+        _check_adapters(config, role, of_role)
     _check_replicas(config, model)
     _check_devices(config)
     _check_cuda_only(config)
@@ -71,10 +74,6 @@ def preflight(config: RunConfig, saved: Path | None = None) -> Preflight:
     except (OSError, ValueError) as error:
         raise ConfigError("model.path", f"given {config.model.path!r}; no usable tokenizer there: {error}") from error
     prompts = PromptTable.load(saved) if saved is not None and saved.exists() else _read_prompts(config, tokenizer)
-    vocab = model.vocab_size
-    for token in config.sampling.suppress_token_ids:
-        if not 0 <= token < vocab:
-            raise ConfigError("sampling.suppress_token_ids", f"given {token}; the model has token ids 0 to {vocab - 1}")
     return Preflight(tokenizer, prompts)
 
 
@@ -159,6 +158,30 @@ def _check_context(config: RunConfig, model: ModelSpec) -> None:
         "prompts.max_tokens",
         f"given {config.prompts.max_tokens}; {row}, but the model's context is {context}: at most {context - new}",
     )
+
+
+def _check_token_ids(config: RunConfig, model: ModelSpec) -> None:
+    named = {
+        "sampling.suppress_token_ids": config.sampling.suppress_token_ids,
+        "model.eos_token_ids": config.model.eos_token_ids,
+    }
+    for key, tokens in named.items():
+        for token in tokens:
+            if not 0 <= token < model.vocab_size:
+                raise ConfigError(key, f"given {token}; the model has token ids 0 to {model.vocab_size - 1}")
+
+
+def _check_adapters(config: RunConfig, role: Role, model: ModelSpec) -> None:
+    """Whether the adapters of a trained model have a lower rank than what they are added to can have."""
+    lora, shapes = config.model.lora, layer_shapes(model)
+    sizes = {part: min(shapes[part]) for part in target_parts(lora)}
+    part = min(sizes, key=sizes.__getitem__, default=None)
+    if role is Role.REFERENCE or part is None or lora.rank <= sizes[part]:
+        return
+    whose = "model" if role is Role.POLICY else role
+    outputs, inputs = shapes[part]
+    need = f"the {whose}'s {part} is {outputs} x {inputs}: at most {sizes[part]}, or without it in model.lora.targets"
+    raise ConfigError("model.lora.rank", f"given {lora.rank}; {need}")
 
 
 def _check_layout(config: RunConfig, role: Role, model: ModelSpec) -> None:

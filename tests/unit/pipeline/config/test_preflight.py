@@ -63,6 +63,9 @@ def test_what_was_read_is_handed_on(folder: Path) -> None:
         ("sampling.max_new_tokens=256", "sampling.max_new_tokens", ("given 256", "context is 256")),
         ("prompts.held_out=6", "prompts.held_out", ("given 6", "6 prompts", "0..5")),
         ("sampling.suppress_token_ids=[256]", "sampling.suppress_token_ids", ("given 256", "0 to 255")),
+        ("model.eos_token_ids=[2,256]", "model.eos_token_ids", ("given 256", "0 to 255")),
+        ("model.eos_token_ids=[-1]", "model.eos_token_ids", ("given -1", "0 to 255")),
+        ("model.lora.rank=33", "model.lora.rank", ("given 33", "self_attn.k_proj is 32 x 64: at most 32", "targets")),
         ("reward.kind=magic", "reward", ("magic", "vader")),
         ("reward.args={letters: a}", "reward", ("reward.args", "letters")),
         ("engine.tensor_parallel=3", "engine.tensor_parallel", ("given 3", "4 query and 2 key/value", "1, 2, 4 ranks")),
@@ -77,6 +80,14 @@ def test_what_cannot_work_is_refused_by_its_key(folder: Path, change: str, key: 
     for part in parts:
         assert part in str(refusal.value)
     assert not (folder / "runs").exists()
+
+
+def test_a_rank_that_no_linear_can_have_is_refused_by_what_is_adapted(folder: Path) -> None:
+    preflight(load(folder, "model.lora.rank=32"))
+    preflight(load(folder, "model.lora.rank=64", "model.lora.targets=[fc1]"))
+    narrow = own_model(folder, "narrow", intermediate_size=48)
+    with pytest.raises(ConfigError, match=r"given 64; the critic's mlp.gate_proj is 48 x 64: at most 48"):
+        preflight(load(folder, "model.lora.rank=64", "model.lora.targets=[fc1]", f"model.critic_path={narrow}"))
 
 
 def test_replicas_that_need_more_gpus_than_there_are_are_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,8 +7,9 @@
 On a host without GPUs everything lies in the host's memory. With GPUs what is computed with lies in theirs, and the
 host has the processes, a copy of the weights while they are read, and the published versions.
 
-An upper bound: rows of full length, every slot of every engine taken. May import the sections of the config,
-pipeline.graph.dispatch, stages.models.{config, memory, protocol, spec}, the paging of stages.engines, storage.problems.
+From above: the largest micro-batches that rows of any lengths make, every slot of every engine taken. May import the
+sections of the config, pipeline.graph.dispatch, stages.models.{config, layouts, memory, protocol, spec}, the paging of
+stages.engines, storage.problems.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from pipeline.graph.dispatch import Gang
 from stages.engines.embedded.kernels.paging import block_bytes, blocks_for
 from stages.models.adapter_shapes import target_parts
 from stages.models.config import LayoutConfig, OptimizerConfig
+from stages.models.layouts import layout_problems
 from stages.models.memory import DTYPE_BYTES, GangModels, MicroBatchSize, RowsSize, offloaded_bytes, rank_bytes
 from stages.models.protocol import MODEL_ROLES, Role
 from stages.models.spec import EMBEDDING, ModelSpec, layer_and_part, tensor_shapes
@@ -181,10 +183,10 @@ def _by_device(config: RunConfig, workers: Sequence[WorkerMemory], num_devices: 
 
 
 def _layouts(run: PlannedRun, gang: Gang) -> Iterator[LayoutConfig]:
-    """Those that can cut the model and the rows."""
-    config, spec = run.config, run.spec
+    """Those that can cut the models and the rows."""
+    config = run.config
     given = config.placement.gangs[gang.name].layout
-    critic = config.model.own_blocks(run.own.get(Role.CRITIC, spec).num_layers, is_critic=True)
+    models = {role: run.own.get(role, run.spec) for role in gang.roles & MODEL_ROLES}
     recomputes = (
         LayoutConfig(),
         LayoutConfig(recompute="selective", recompute_modules=["mlp"]),
@@ -194,23 +196,19 @@ def _layouts(run: PlannedRun, gang: Gang) -> Iterator[LayoutConfig]:
     for saving, (tensor, pipeline), sharded in itertools.product(recomputes, degrees, (False, True)):
         data, cut = divmod(gang.workers, tensor * pipeline)
         rows = (config.rows_per_shard, config.rollout.rows // config.ppo.minibatches)
-        if (
-            not cut
-            and tensor <= spec.num_heads
-            and not (spec.num_layers % pipeline or critic % pipeline)
-            and not (config.model.frozen_blocks and pipeline > 1)
-            and not any(number % data for number in rows)
-            and not (sharded and data == 1)
-        ):
-            yield replace(
-                given,
-                tensor=tensor,
-                pipeline=pipeline,
-                sequence_parallel=given.sequence_parallel and tensor > 1,
-                distributed_optimizer=sharded,
-                recompute=saving.recompute,
-                recompute_modules=saving.recompute_modules,
-            )
+        if cut or any(number % data for number in rows) or (sharded and data == 1):
+            continue
+        layout = replace(
+            given,
+            tensor=tensor,
+            pipeline=pipeline,
+            sequence_parallel=given.sequence_parallel and tensor > 1,
+            distributed_optimizer=sharded,
+            recompute=saving.recompute,
+            recompute_modules=saving.recompute_modules,
+        )
+        if not any(any(layout_problems(config.model, role, spec, layout)) for role, spec in models.items()):
+            yield layout
 
 
 def _divisors(number: int) -> list[int]:

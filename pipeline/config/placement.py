@@ -1,6 +1,6 @@
 """The section `placement`: groups of worker processes, and which roles they serve.
 
-May import pipeline.graph.dispatch, stages.models (its config and its protocol) and storage.problems.
+May import pipeline.graph.dispatch, stages.models (config, layouts, protocol) and storage.problems.
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ from collections.abc import Collection, Iterator
 from dataclasses import asdict, dataclass, field
 
 from pipeline.graph.dispatch import Gang, gangs_of
-from stages.models.config import LayoutConfig, Offload, recompute_problems
+from stages.models.config import LayoutConfig, Offload
+from stages.models.layouts import gang_problems
 from stages.models.protocol import MODEL_ROLES, Role
 from storage.problems import Problem, at_least
 
@@ -134,17 +135,8 @@ def _weights_dir_problems(key: str, given: str | None, roles: Collection[str]) -
 
 def _ordered_gang_problems(gang: Gang, settings: GangConfig) -> Iterator[Problem]:
     """Of a gang whose workers act as one parallel group."""
-    key, layout = f"placement.gangs.{gang.name}", settings.layout
-    parts = {f"{key}.layout.tensor": layout.tensor, f"{key}.layout.pipeline": layout.pipeline}
-    yield from at_least(1, parts)
-    group = layout.tensor * layout.pipeline
-    if group >= 1 and gang.workers % group:
-        need = f"must be a multiple of layout.tensor x layout.pipeline = {group}"
-        yield Problem(f"{key}.workers", gang.workers, need)
-    yield from recompute_problems(f"{key}.layout", layout)
-    if layout.sequence_parallel and layout.tensor <= 1:
-        given = layout.sequence_parallel
-        yield Problem(f"{key}.layout.sequence_parallel", given, "needs layout.tensor of 2 or more")
+    key = f"placement.gangs.{gang.name}"
+    yield from gang_problems(settings.layout, gang.workers, f"{key}.")
     if Role.GENERATE in gang.roles and gang.workers > 1:
         yield Problem(
             "placement.roles.generate",

@@ -16,9 +16,12 @@ from pipeline.config.loading import load_config, to_yaml
 from pipeline.config.paths import RunPaths
 from pipeline.config.preflight import check_run_directory, preflight
 from pipeline.config.run import RunConfig
+from stages.models.config import LayoutConfig
 from stages.models.hf_config import read_config
 from stages.models.hf_files import read_weights
-from stages.models.spec import spec_of, tensor_shapes
+from stages.models.layouts import check_layout
+from stages.models.protocol import Role
+from stages.models.spec import read_spec, spec_of, tensor_shapes
 from tests.support.configs import arguments, write_config
 
 
@@ -94,7 +97,9 @@ def test_replicas_that_need_more_gpus_than_there_are_are_refused(folder: Path, m
     """No GPU is at hand in most places: this host is told that it has three."""
     monkeypatch.setattr("torch.cuda.device_count", lambda: 3)
     preflight(load(folder, "engine.pipeline_parallel=3"))
-    with pytest.raises(ConfigError, match=r"engine\.tensor_parallel: given 2; 1 replicas .* need 4 GPUs.* at most 3"):
+    with pytest.raises(
+        ConfigError, match=r"engine\.tensor_parallel: given 4; .* ranks of a replica need 4 GPUs.* at most 3"
+    ):
         preflight(load(folder, "engine.pipeline_parallel=2", "engine.tensor_parallel=2"))
 
 
@@ -152,6 +157,27 @@ def test_a_layout_that_cannot_cut_the_model_is_refused(
     assert refusal.value.key == f"placement.gangs.train.layout.{key}"
     for part in parts:
         assert part in str(refusal.value)
+
+
+def test_a_frozen_trunk_is_on_one_pipeline_stage(folder: Path) -> None:
+    gangs = "placement.gangs={all: {}, train: {workers: 2, layout: {pipeline: 2}}}"
+    roles = "placement.roles={generate: all, score: all, reference: train, policy: train, critic: train}"
+    preflight(load(folder, gangs, roles))
+    with pytest.raises(ConfigError, match=r"given 2; a shared .* needs placement.gangs.train.layout.pipeline=1") as no:
+        preflight(load(folder, gangs, roles, "model.frozen_blocks=2"))
+    assert no.value.key == "model.frozen_blocks"
+
+
+def test_a_gang_is_held_to_the_models_that_it_has(folder: Path) -> None:
+    """Three blocks of a critic elsewhere do not divide over this pipeline, and need not."""
+    roles = "placement.roles={generate: all, score: all, reference: train, policy: train, critic: all}"
+    gangs = "placement.gangs={all: {}, train: {workers: 2, layout: {pipeline: 2}}}"
+    preflight(load(folder, gangs, roles, "model.critic_blocks=3"))
+    spec = read_spec("random:tiny")
+    model, layout = load(folder, "model.critic_blocks=3").model, LayoutConfig(pipeline=2)
+    check_layout(model, {Role.POLICY: spec, Role.REFERENCE: spec}, layout, 2)
+    with pytest.raises(ValueError, match=r"model\.critic_blocks = 3"):
+        check_layout(model, {Role.POLICY: spec, Role.CRITIC: spec}, layout, 2)
 
 
 def own_model(folder: Path, name: str, seed: int | None = None, **changes: object) -> Path:

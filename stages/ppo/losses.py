@@ -33,6 +33,9 @@ from stages.ppo.config import PPOConfig
 from stages.ppo.kl import token_kl_loss
 from stages.ppo.stats import LossStats
 
+LARGEST_LOG_RATIO = 80.0
+"""exp(80) = 5.5e34: float32 ends at exp(88.7), and a clip that is met far below."""
+
 
 @jaxtyped(typechecker=beartype)
 @dataclass(frozen=True)
@@ -134,6 +137,10 @@ def policy_loss(
         anchor proximal:   u = pi / pi_prox,  w = corrected pi_prox / mu
         anchor sampler:    u = pi / mu,       w = 1
 
+    Where a clip bounds g_t from above, u counts as exp(80) at most: neither the loss nor its gradient feels that, but
+    ratio_mean, ratio_max and approx_kl of such a token do. Where nothing does (A_t < 0 without a dual_clip) a u that
+    overflows makes the loss infinite.
+
     Args:
         new_logprobs: log pi of the tokens, with gradient.
         entropy: H of the distributions the tokens are drawn from, in nats; with gradient if `entropy_coef` is not 0.
@@ -150,7 +157,7 @@ def policy_loss(
     weights = torch.where(mask, inputs.weights, 0)
 
     log_anchor, w, raw_w = _anchored(log_pi, log_mu, inputs, cfg)
-    u = torch.exp(log_pi - log_anchor)
+    u = _ratio(log_pi - log_anchor, advantages, cfg)
     gain, clips = _clipped_gain(u, advantages, cfg)
     surrogate = -w * gain
     per_token = surrogate - cfg.entropy_coef * entropy
@@ -210,6 +217,13 @@ def value_loss(
         },
         maxima={},
     )
+
+
+def _ratio(log_ratio: Tensor, advantages: Tensor, cfg: PPOConfig) -> Tensor:
+    """u = exp(log_ratio), no larger than exp(LARGEST_LOG_RATIO) where the clips take something smaller anyway: of an
+    infinite u the gradient that they leave out is 0 times infinity, which is no number."""
+    clipped = advantages >= 0 if cfg.dual_clip is None else torch.ones_like(advantages, dtype=torch.bool)
+    return torch.exp(torch.where(clipped, log_ratio.clamp(max=LARGEST_LOG_RATIO), log_ratio))
 
 
 def _clipped_gain(u: Tensor, advantages: Tensor, cfg: PPOConfig) -> tuple[Tensor, dict[str, Tensor]]:

@@ -37,7 +37,8 @@ class PPOConfig:
     clip_high: float | None = None
     """epsilon of the upper bound alone (clip-higher, DAPO, arXiv 2503.14476); null: `clip`."""
     dual_clip: float | None = None
-    """Where the advantage is negative the ratio counts as at most this (arXiv 1912.09729); null: no bound."""
+    """Where the advantage is negative the ratio counts as at most this, 1 + clip or more (arXiv 1912.09729); null: no
+    bound."""
     value_clip: float | None = 0.2
     """Clip of the new values around the OLD values; null: none."""
     anchor: Literal["proximal", "sampler"] = "proximal"

@@ -11,7 +11,8 @@ Stats of the policy loss. Sums: policy/loss (all terms), policy/surrogate, polic
 policy/entropy, policy/approx_kl (k3 of KL(anchor || pi)), policy/clipfrac (tokens whose gradient the clip removed),
 policy/dual_clipfrac (those whose gradient the dual clip removed, where there is one), policy/ratio_mean (of u); with
 anchor proximal also policy/weight_mean (of w before the correction) and policy/weight_outside (share of tokens that the
-correction cut or dropped). Maxima: policy/ratio_max, policy/weight_max.
+correction cut or dropped). Maxima: policy/ratio_max, policy/weight_max. In all of them a u beyond exp(80) counts as that, where the
+clips take something smaller anyway; where nothing bounds it (A < 0 without a dual clip) it makes the loss infinite.
 
 Sources: Schulman et al. 2017 (clip), Yu et al. 2025 (DAPO: clip_high), Ye et al. 2019 (dual clip), Hilton et al. 2022
 and AReaL, Fu et al. 2025 (decoupled objective).
@@ -136,10 +137,6 @@ def policy_loss(
 
         anchor proximal:   u = pi / pi_prox,  w = corrected pi_prox / mu
         anchor sampler:    u = pi / mu,       w = 1
-
-    Where a clip bounds g_t from above, u counts as exp(80) at most: neither the loss nor its gradient feels that, but
-    ratio_mean, ratio_max and approx_kl of such a token do. Where nothing does (A_t < 0 without a dual_clip) a u that
-    overflows makes the loss infinite.
 
     Args:
         new_logprobs: log pi of the tokens, with gradient.

@@ -1,42 +1,61 @@
-"""What recomputation costs and saves: bytes that a micro-batch's blocks keep for the backward pass, and seconds of a
-policy update, by `layout.recompute` and `recompute_modules`.
+"""What takes memory in training, and what saves it, in three tables.
+
+Recomputation: bytes that a micro-batch's blocks keep for the backward pass, and seconds of a policy update, by
+`layout.recompute` and `recompute_modules`.
 
 SmolLM2-135M, all blocks trained, 16 rows x (32 + 32) tokens, one epoch, one minibatch, two micro-batches; arms are
 taken in turn in every repeat, each with a model of its own. Kept bytes are counted as autograd saves tensors, each
 memory once, and beside them stands what `stages.models.memory` predicts. The update's seconds have the output layer in
 them, which nothing recomputes here. CPU seconds of all threads stand beside those of the clock: they tell the arms
 apart on a machine that others use, too.
+
+The loss: the most bytes allocated at a time by log-probs and their backward pass, as torch's profiler counts them, a
+block of the vocabulary at a time with the output layer's gradient added up, against logits that exist whole
+(`F.linear`, `log_softmax`, `gather`, as a plain implementation has it) with a frozen output layer and no entropy, which
+favours that side.
+
+LoRA: bytes of the policy's optimizer state (masters and moments) after an update, with adapters against every
+parameter.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import statistics
 import tempfile
 import time
 import warnings
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 
 from benchmarks.harness import arguments, measured_load, report, write_json
-from stages.models.config import LayoutConfig, ModelConfig, OptimizerConfig
+from stages.models.build import output_weight
+from stages.models.config import LayoutConfig, LoraConfig, ModelConfig, OptimizerConfig
 from stages.models.forward import cut_micro_batches, hidden_states
 from stages.models.hf_config import RANDOM_TINY
 from stages.models.host import MegatronHost
-from stages.models.memory import GangModels, MicroBatchSize, kept_bytes
+from stages.models.memory import GangModels, MicroBatchSize, kept_bytes, state_bytes
+from stages.models.offload import storages
 from stages.models.protocol import PolicyBatch, Rank, Role
 from stages.models.sampling import SamplingConfig
 from stages.models.spec import read_spec
+from stages.models.token_logprobs import token_logprobs
 from stages.ppo.config import PPOConfig
 from storage.records import Advantages, ReferenceLogprobs, Rollout
 
 MODEL = Path("assets/smollm2-135m-instruct")
 ROWS, PROMPT, NEW, MICRO_ROWS = 16, 32, 32, 8
 WARM_UP = 1
+SAMPLED = (256, 1024, 2048)
+"""Tokens of a micro-batch that go through the output layer."""
+LORA_RANK = 16
 ROLES = frozenset({Role.POLICY, Role.REFERENCE})
 ARMS = {
     "none": LayoutConfig(),
@@ -91,15 +110,19 @@ def measured_bytes(host: MegatronHost, batch: PolicyBatch) -> int:
     return found
 
 
+def opened(model: ModelConfig, layout: LayoutConfig, threads: int, steps: int, folder: Path) -> MegatronHost:
+    ppo = PPOConfig(epochs=1, minibatches=1, proximal="sampler")
+    rank = Rank(0, 1, f"file://{folder}/{time.monotonic_ns()}", threads)
+    return MegatronHost(model, SamplingConfig(), ppo, layout, ROLES, rank, seed=0, total_steps=steps)
+
+
 def measure(
     arm: LayoutConfig, model: ModelConfig, threads: int, updates: int, folder: Path
 ) -> tuple[int, list[tuple[float, float]]]:
     """(bytes kept, (seconds, CPU seconds) of each update after the first)."""
-    ppo, vocabulary = PPOConfig(epochs=1, minibatches=1, proximal="sampler"), read_spec(model.path).vocab_size
-    rank = Rank(0, 1, f"file://{folder}/{time.monotonic_ns()}", threads)
-    host = MegatronHost(model, SamplingConfig(), ppo, arm, ROLES, rank, seed=0, total_steps=updates + WARM_UP)
+    vocabulary, seconds = read_spec(model.path).vocab_size, []
+    host = opened(model, arm, threads, updates + WARM_UP, folder)
     found = measured_bytes(host, batch_of(vocabulary, 0))
-    seconds = []
     for step in range(updates + WARM_UP):
         batch, started, began = batch_of(vocabulary, step), time.perf_counter(), time.process_time()
         host.update_policy(step, batch)
@@ -107,6 +130,52 @@ def measure(
         seconds.append((time.perf_counter() - started, time.process_time() - began))
     host.close()
     return found, seconds[WARM_UP:]
+
+
+def peak_bytes(work: Callable[[], object]) -> int:
+    """The most that `work` has allocated at a time, by what torch's profiler saw allocated and freed."""
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities, profile_memory=True, acc_events=True) as profiler:
+        work()
+    assert profiler.profiler is not None
+    events = profiler.profiler.kineto_results.events()
+    changes = sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]")
+    return max(itertools.accumulate(number for _, number in changes))
+
+
+def loss_bytes(host: MegatronHost, sampled: int) -> tuple[int, int]:
+    """Of log-probs of so many tokens, forward and backward: by blocks of the vocabulary, and with whole logits."""
+    weight_VH = output_weight(host._trainers[Role.POLICY].model, None)
+    generator = torch.Generator().manual_seed(0)
+    hidden_NH = torch.randn(sampled, weight_VH.shape[1], generator=generator).requires_grad_()
+    tokens_N = torch.randint(weight_VH.shape[0], (sampled,), generator=generator)
+    products, kernels = host.product_choice.products, host._kernels
+    index_N = torch.zeros_like(tokens_N)
+
+    def by_blocks() -> None:
+        logprobs_N, _ = token_logprobs(
+            hidden_NH, weight_VH, tokens_N, index_N, host._distribution, products, kernels, entropy="value"
+        )
+        logprobs_N.sum().backward()
+
+    def whole() -> None:
+        logits_NV = F.linear(hidden_NH.to(weight_VH.dtype), weight_VH.detach()).float()
+        logits_NV.log_softmax(1).gather(1, tokens_N[:, None]).sum().backward()
+
+    found = []
+    for work in (by_blocks, whole):
+        work()  # hidden_NH has a gradient then, and libraries what they keep
+        found.append(peak_bytes(work))
+    return found[0], found[1]
+
+
+def optimizer_bytes(model: ModelConfig, threads: int, folder: Path) -> int:
+    """Of the policy's masters and moments, once an update was made."""
+    host = opened(model, LayoutConfig(), threads, 1, folder)
+    host.update_policy(0, batch_of(read_spec(model.path).vocab_size, 0))
+    found = sum(storage.nbytes() for storage in storages(host._trainers[Role.POLICY]._beside_weights()))
+    host.close()
+    return found
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -131,8 +200,22 @@ def main() -> None:
                     kept[dtype, name], found = measure(arm, model, options.threads, updates, Path(folder))
                     seconds.setdefault((dtype, name), []).extend(found)
     figures: dict[str, float] = {"others_load": load().others}
+    report_recomputation(options.threads, base, kept, seconds, figures)
+    with tempfile.TemporaryDirectory(prefix="stageline-memory-") as folder:
+        report_loss([64] if options.quick else SAMPLED, base, options, Path(folder), figures)
+        report_adapters(base, options, Path(folder), figures)
+    write_json(options.json, figures)
+
+
+def report_recomputation(
+    threads: int,
+    base: ModelConfig,
+    kept: Mapping[tuple[str, str], int],
+    seconds: Mapping[tuple[str, str], list[tuple[float, float]]],
+    figures: dict[str, float],
+) -> None:
     rows = []
-    size = MicroBatchSize(MICRO_ROWS, PROMPT + NEW, MICRO_ROWS * NEW)
+    size = MicroBatchSize(MICRO_ROWS * (PROMPT + NEW), MICRO_ROWS * NEW)
     for (dtype, name), found in seconds.items():
         gang = GangModels(read_spec(base.path), replace(base, dtype=dtype), ARMS[name], ROLES, 1)
         predicted = kept_bytes(gang, Role.POLICY, size, 0)
@@ -153,10 +236,45 @@ def main() -> None:
         figures[f"{dtype}/{name}/predicted_bytes"] = predicted
         figures[f"{dtype}/{name}/update_s"] = clock
         figures[f"{dtype}/{name}/update_cpu_s"] = cpu
-    title = f"recomputation, {ROWS} x ({PROMPT} + {NEW}) tokens, {options.threads} threads"
+    title = f"recomputation, {ROWS} x ({PROMPT} + {NEW}) tokens, {threads} threads"
     columns = ("arm", "kept, MiB", "predicted", "of none", "s/update", "CPU s", "x none")
-    report(title, columns, rows, [f"others' load {load().others:.0%}"])
-    write_json(options.json, figures)
+    report(title, columns, rows, [f"others' load {figures['others_load']:.0%}"])
+
+
+def report_loss(
+    sampled: Sequence[int], base: ModelConfig, options: argparse.Namespace, folder: Path, figures: dict[str, float]
+) -> None:
+    rows = []
+    for dtype in options.dtypes:
+        host = opened(replace(base, dtype=dtype), LayoutConfig(), options.threads, 1, folder)
+        for number in sampled:
+            blocks, whole = loss_bytes(host, number)
+            cells = (f"{blocks / 2**20:.0f}", f"{whole / 2**20:.0f}", f"{blocks / whole - 1:+.0%}")
+            rows.append((f"{dtype}, {number} tokens", *cells))
+            figures[f"{dtype}/loss/{number}/blocks_bytes"] = blocks
+            figures[f"{dtype}/loss/{number}/whole_bytes"] = whole
+        host.close()
+    title = f"peak of the loss, vocabulary {read_spec(base.path).vocab_size}"
+    report(title, ("sampled tokens", "by blocks, MiB", "whole logits, MiB", "change"), rows, [])
+
+
+def report_adapters(base: ModelConfig, options: argparse.Namespace, folder: Path, figures: dict[str, float]) -> None:
+    rows = []
+    for dtype in options.dtypes:
+        found = {}
+        for name, lora in {"all": LoraConfig(), "lora": LoraConfig(rank=LORA_RANK)}.items():
+            model = replace(base, dtype=dtype, lora=lora)
+            found[name] = figures[f"{dtype}/{name}/optimizer_bytes"] = optimizer_bytes(model, options.threads, folder)
+            state = state_bytes(GangModels(read_spec(base.path), model, LayoutConfig(), frozenset({Role.POLICY}), 1), 0)
+            figures[f"{dtype}/{name}/predicted_optimizer_bytes"] = state["float32 masters"] + state["Adam moments"]
+        cells = (
+            f"{found['all'] / 2**20:.1f}",
+            f"{found['lora'] / 2**20:.1f}",
+            f"{found['lora'] / found['all'] - 1:+.1%}",
+        )
+        rows.append((dtype, *cells))
+    title = f"optimizer state of the policy, LoRA of rank {LORA_RANK} on all linears"
+    report(title, ("", "all parameters, MiB", "LoRA, MiB", "change"), rows, [])
 
 
 if __name__ == "__main__":

@@ -123,14 +123,20 @@ class Checkpoints:
         found = reversed(self.newest_first(role, at_most=sys.maxsize))
         return [version for version in found if _looks_whole(self.place(role, version))]
 
-    def verify(self, role: str, version: int, share: tuple[int, int] = (0, 1)) -> dict[str, Any]:
+    def verify(
+        self, role: str, version: int, share: tuple[int, int] = (0, 1), expected: Mapping[str, Any] | None = None
+    ) -> dict[str, Any]:
         """Reads every byte and returns the `meta` that was saved; with `share` (i, n) every n-th file from the i-th on,
-        so that n processes read all of them. Raises StoreError, saying what, where anything is missing, is not what
-        was saved, or was saved as something else."""
+        so that n processes read all of them. `expected`: what its `meta` must say, by name. Raises StoreError, saying
+        what, where anything is missing, is not what was saved, or was saved as something else."""
         path = self.place(role, version)
         document = _read(path)
         if (document.get("role"), document.get("version")) != (role, version):
             raise StoreError(f"{path}: was saved as {document.get('role')} v{document.get('version')}")
+        meta: dict[str, Any] = document["meta"]
+        for name, wanted in (expected or {}).items():
+            if meta.get(name) != wanted:
+                raise StoreError(f"{path}: was saved with {name} {meta.get(name)}, and this run's is {wanted}")
         fault = _faulty_size(path, document)
         if fault is not None:
             raise StoreError(fault)
@@ -138,7 +144,6 @@ class Checkpoints:
             found = patiently(partial(sum_file, path / name), str(path / name), self._patience_s)
             if found.crc32 != entry["crc32"]:
                 raise StoreError(f"{path}/{name}: is not what was saved")
-        meta: dict[str, Any] = document["meta"]
         return meta
 
     def prune(self, role: str, keep: int, damaged: Collection[int] = ()) -> list[int]:

@@ -278,8 +278,7 @@ class Ledger:
 
     def _closed(self, address: Address) -> bytes | None:
         """The record of an address whose step is closed."""
-        segment = self._segment(first_step(address.step))
-        return None if segment is None else segment.record(address)
+        return None if (segment := self._segment(first_step(address.step))) is None else segment.record(address)
 
     def _segment(self, first: int) -> Segment | None:
         with self._reading:
@@ -341,8 +340,7 @@ def decode(data: bytes, where: str = "commit record") -> Commit:
         DamagedCommit: naming `where`; not JSON, or not what was written.
         StoreError: naming `where`; of another format, or with unknown or missing fields.
     """
-    body, found = data[: -len(_CHECKSUM % _NO_SUM)], data[-len(_CHECKSUM % _NO_SUM) :]
-    whole = found == _CHECKSUM % _sum(body).encode()
+    whole = _is_whole(data)
     try:
         document = json.loads(data)
     except ValueError as error:

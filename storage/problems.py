@@ -28,11 +28,29 @@ class Problem:
     """What would work."""
 
 
-def at_least(least: int, values: Mapping[str, float]) -> Iterator[Problem]:
-    """Of numbers by their keys: those below `least`, and those that are not finite."""
+def at_least(least: int, values: Mapping[str, float | None], hint: str = "") -> Iterator[Problem]:
+    """Of numbers by their keys: those below `least`, and those that are not finite. None is no number."""
     for key, value in values.items():
-        if not (math.isfinite(value) and value >= least):
-            yield Problem(key, value, f"must be {least} or more")
+        if value is not None and not (math.isfinite(value) and value >= least):
+            yield Problem(key, value, f"must be {_finite(value)}{least} or more{hint}")
+
+
+def above(bound: int, values: Mapping[str, float | None], hint: str = "") -> Iterator[Problem]:
+    """Of numbers by their keys: those not above `bound`, and those that are not finite. None is no number."""
+    for key, value in values.items():
+        if value is not None and not (math.isfinite(value) and value > bound):
+            yield Problem(key, value, f"must be {_finite(value)}above {bound}{hint}")
+
+
+def finite(values: Mapping[str, float | None], hint: str = "") -> Iterator[Problem]:
+    """Of numbers by their keys: infinities, and what is no number at all. None is none of them."""
+    for key, value in values.items():
+        if value is not None and not math.isfinite(value):
+            yield Problem(key, value, f"must be finite{hint}")
+
+
+def _finite(value: float) -> str:
+    return "" if math.isfinite(value) else "finite, and "
 
 
 def divides(key: str, part: int, whole_key: str, whole: int) -> Iterator[Problem]:

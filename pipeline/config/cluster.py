@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from storage.problems import Problem, at_least, local_directory
+from storage.problems import Problem, above, at_least, local_directory
 
 FEWEST_TO_GATHER = 3
 """The smallest `move_rows_below` at which anything can move: fewer rows than that are two, on two replicas."""
@@ -51,12 +51,12 @@ def cluster_problems(config: ClusterConfig) -> Iterator[Problem]:
         "cluster.deadline_s": config.deadline_s,
         "cluster.collective_timeout_s": config.collective_timeout_s,
     }
-    for key, value in seconds.items():
-        if not value > 0:
-            yield Problem(key, value, "must be above 0 seconds")
-    for key, limit in (("host_memory_gb", config.host_memory_gb), ("device_memory_gb", config.device_memory_gb)):
-        if limit is not None and not limit > 0:
-            yield Problem(f"cluster.{key}", limit, "must be above 0, or null for what there is")
+    yield from above(0, seconds, " seconds")
+    limits = {
+        "cluster.host_memory_gb": config.host_memory_gb,
+        "cluster.device_memory_gb": config.device_memory_gb,
+    }
+    yield from above(0, limits, ", or null for what there is")
     yield from local_directory("cluster.weights_dir", config.weights_dir)
     below = config.move_rows_below
     if below != 0 and below < FEWEST_TO_GATHER:

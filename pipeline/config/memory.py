@@ -7,8 +7,9 @@
 On a host without GPUs everything lies in the host's memory. With GPUs what is computed with lies in theirs, and the
 host has the processes, a copy of the weights while they are read, and the published versions.
 
-An upper bound: rows of full length, every slot of every engine taken. May import the sections of the config,
-pipeline.graph.dispatch, stages.models.{config, memory, protocol, spec}, the paging of stages.engines, storage.problems.
+From above: the largest micro-batches that rows of any lengths make, every slot of every engine taken. May import the
+sections of the config, pipeline.graph.dispatch, stages.models.{config, layouts, memory, protocol, spec}, the paging of
+stages.engines, storage.problems.
 """
 
 from __future__ import annotations
@@ -26,14 +27,16 @@ from pipeline.graph.dispatch import Gang
 from stages.engines.embedded.kernels.paging import block_bytes, blocks_for
 from stages.models.adapter_shapes import target_parts
 from stages.models.config import LayoutConfig, OptimizerConfig
-from stages.models.memory import DTYPE_BYTES, GangModels, MicroBatchSize, offloaded_bytes, rank_bytes
+from stages.models.layouts import layout_problems
+from stages.models.memory import DTYPE_BYTES, GangModels, MicroBatchSize, RowsSize, offloaded_bytes, rank_bytes
 from stages.models.protocol import MODEL_ROLES, Role
 from stages.models.spec import EMBEDDING, ModelSpec, layer_and_part, tensor_shapes
 from storage.problems import Problem
 
 GIB = 1 << 30
 PROCESS_BYTES = 500 << 20
-"""Of a worker's process that has done nothing: libraries, most of them torch's (370 MB measured), and records."""
+"""Of a worker's process that has done nothing: libraries, most of them torch's, and records: a worker that trains the
+tiny model in float32 takes 499 MiB in all."""
 DRIVER_BYTES = 500 << 20
 _HEAD_BYTES = 110 << 20
 """Of a learned draft head and its optimizer, at `_HEAD_HIDDEN`; see engine.md."""
@@ -181,10 +184,10 @@ def _by_device(config: RunConfig, workers: Sequence[WorkerMemory], num_devices: 
 
 
 def _layouts(run: PlannedRun, gang: Gang) -> Iterator[LayoutConfig]:
-    """Those that can cut the model and the rows."""
-    config, spec = run.config, run.spec
+    """Those that can cut the models and the rows."""
+    config = run.config
     given = config.placement.gangs[gang.name].layout
-    critic = config.model.own_blocks(run.own.get(Role.CRITIC, spec).num_layers, is_critic=True)
+    models = {role: run.own.get(role, run.spec) for role in gang.roles & MODEL_ROLES}
     recomputes = (
         LayoutConfig(),
         LayoutConfig(recompute="selective", recompute_modules=["mlp"]),
@@ -194,23 +197,19 @@ def _layouts(run: PlannedRun, gang: Gang) -> Iterator[LayoutConfig]:
     for saving, (tensor, pipeline), sharded in itertools.product(recomputes, degrees, (False, True)):
         data, cut = divmod(gang.workers, tensor * pipeline)
         rows = (config.rows_per_shard, config.rollout.rows // config.ppo.minibatches)
-        if (
-            not cut
-            and tensor <= spec.num_heads
-            and not (spec.num_layers % pipeline or critic % pipeline)
-            and not (config.model.frozen_blocks and pipeline > 1)
-            and not any(number % data for number in rows)
-            and not (sharded and data == 1)
-        ):
-            yield replace(
-                given,
-                tensor=tensor,
-                pipeline=pipeline,
-                sequence_parallel=given.sequence_parallel and tensor > 1,
-                distributed_optimizer=sharded,
-                recompute=saving.recompute,
-                recompute_modules=saving.recompute_modules,
-            )
+        if cut or any(number % data for number in rows) or (sharded and data == 1):
+            continue
+        layout = replace(
+            given,
+            tensor=tensor,
+            pipeline=pipeline,
+            sequence_parallel=given.sequence_parallel and tensor > 1,
+            distributed_optimizer=sharded,
+            recompute=saving.recompute,
+            recompute_modules=saving.recompute_modules,
+        )
+        if not any(any(layout_problems(config.model, role, spec, layout)) for role, spec in models.items()):
+            yield layout
 
 
 def _divisors(number: int) -> list[int]:
@@ -239,22 +238,22 @@ def _model_items(run: PlannedRun, gang: Gang, index: int) -> dict[str, int]:
     roles = gang.roles & MODEL_ROLES
     models = GangModels(run.spec, config.model, layout, roles, data, settings.offload, run.own)
     optimizers = {Role.POLICY: config.model.policy, Role.CRITIC: config.model.critic}
-    batches = {
-        role: MicroBatchSize(rows, config.seq, rows * config.sampling.max_new_tokens)
-        for role, optimizer in optimizers.items()
-        for rows in [_largest_micro_batch(optimizer, config)]
-    }
+    batches = {role: largest_micro_batch(optimizer, config) for role, optimizer in optimizers.items()}
     stage = index // (layout.tensor * data)
     device = "cuda" if run.on_gpus else "cpu"
-    rows = config.rollout.rows * config.steps
-    found = rank_bytes(models, batches, stage, rows=rows, step_rows=config.rollout.rows, device=device)
+    rows = RowsSize(config.seq, config.rollout.rows, config.rollout.rows * config.steps)
+    found = rank_bytes(models, batches, stage, rows=rows, device=device)
     return found | {OFFLOADED: offloaded_bytes(models, stage)}
 
 
-def _largest_micro_batch(optimizer: OptimizerConfig, config: RunConfig) -> int:
-    """Rows of it, if all are as long as can be."""
-    within_tokens = max(1, optimizer.micro_batch_tokens // config.seq)
-    return min(within_tokens, optimizer.micro_batch_rows or within_tokens, config.rollout.rows)
+def largest_micro_batch(optimizer: OptimizerConfig, config: RunConfig) -> MicroBatchSize:
+    """What rows of any lengths come to at most. Short rows fill `micro_batch_tokens` where whole ones would not; a row
+    that is longer has a micro-batch to itself. Of a row's tokens one at least is the prompt's, so that T tokens of rows
+    with responses of n at most have no more than T n / (n + 1) that were sampled."""
+    rows = min(optimizer.micro_batch_rows or config.rollout.rows, config.rollout.rows)
+    tokens = min(max(optimizer.micro_batch_tokens, config.seq), rows * config.seq)
+    new = config.sampling.max_new_tokens
+    return MicroBatchSize(tokens, min(rows * new, tokens * new // (new + 1)))
 
 
 def _engine_items(run: PlannedRun) -> dict[str, int]:

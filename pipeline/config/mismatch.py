@@ -5,11 +5,10 @@ May import storage.problems.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from storage.problems import Problem, at_least
+from storage.problems import Problem, above, at_least
 
 FLOAT32_ALARM_NATS = 0.01
 BFLOAT16_ALARM_NATS = 0.05
@@ -35,9 +34,8 @@ def mismatch_problems(config: MismatchConfig) -> Iterator[Problem]:
     """What of the section cannot work by itself."""
     yield from at_least(0, {"mismatch.rows": config.rows})
     yield from at_least(1, {"mismatch.tokens": config.tokens})
-    if config.alarm_nats is not None and not (math.isfinite(config.alarm_nats) and config.alarm_nats > 0):
-        need = "must be above 0 nats (0.05 is usual in bfloat16), or null for the default"
-        yield Problem("mismatch.alarm_nats", config.alarm_nats, need)
+    need = " nats (0.05 is usual in bfloat16), or null for the default"
+    yield from above(0, {"mismatch.alarm_nats": config.alarm_nats}, need)
     if config.stop and not config.rows:
         need = "without canaries (mismatch.rows=0) there is no alarm to stop at: set mismatch.rows, or false"
         yield Problem("mismatch.stop", config.stop, need)

@@ -1,16 +1,17 @@
 """The section `placement`: groups of worker processes, and which roles they serve.
 
-May import pipeline.graph.dispatch, stages.models (its config and its protocol) and storage.problems.
+May import pipeline.graph.dispatch, stages.models (config, layouts, protocol) and storage.problems.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 
 from pipeline.graph.dispatch import Gang, gangs_of
-from stages.models.config import LayoutConfig, Offload, recompute_problems
+from stages.models.config import LayoutConfig, Offload
+from stages.models.layouts import gang_problems
 from stages.models.protocol import MODEL_ROLES, Role
 from storage.problems import Problem, at_least, local_directory, plain_name
 
@@ -96,6 +97,21 @@ def _gang_problems(placement: PlacementConfig, name: str) -> Iterator[Problem]:
     yield from at_least(1, counts)
     yield from _offload_problems(f"{key}.offload", settings.offload, roles)
     yield from _weights_dir_problems(f"{key}.weights_dir", settings.weights_dir, roles)
+    if MODEL_ROLES.isdisjoint(roles):
+        yield from _unused_layout_problems(f"{key}.layout", settings.layout)
+
+
+def _unused_layout_problems(key: str, layout: LayoutConfig) -> Iterator[Problem]:
+    """Of a pool, which has no model that a layout could cut."""
+    for name, default in asdict(LayoutConfig()).items():
+        given = getattr(layout, name)
+        if given != default:
+            models = ", ".join(sorted(MODEL_ROLES))
+            need = (
+                f"that gang has none of {models}, which a layout is for: leave it at {default} "
+                "(engine.tensor_parallel and engine.pipeline_parallel cut an engine's model)"
+            )
+            yield Problem(f"{key}.{name}", given, need)
 
 
 def _offload_problems(key: str, given: str, roles: Collection[str]) -> Iterator[Problem]:
@@ -121,17 +137,8 @@ def _weights_dir_problems(key: str, given: str | None, roles: Collection[str]) -
 
 def _ordered_gang_problems(gang: Gang, settings: GangConfig) -> Iterator[Problem]:
     """Of a gang whose workers act as one parallel group."""
-    key, layout = f"placement.gangs.{gang.name}", settings.layout
-    parts = {f"{key}.layout.tensor": layout.tensor, f"{key}.layout.pipeline": layout.pipeline}
-    yield from at_least(1, parts)
-    group = layout.tensor * layout.pipeline
-    if group >= 1 and gang.workers % group:
-        need = f"must be a multiple of layout.tensor x layout.pipeline = {group}"
-        yield Problem(f"{key}.workers", gang.workers, need)
-    yield from recompute_problems(f"{key}.layout", layout)
-    if layout.sequence_parallel and layout.tensor <= 1:
-        given = layout.sequence_parallel
-        yield Problem(f"{key}.layout.sequence_parallel", given, "needs layout.tensor of 2 or more")
+    key = f"placement.gangs.{gang.name}"
+    yield from gang_problems(settings.layout, gang.workers, f"{key}.")
     if Role.GENERATE in gang.roles and gang.workers > 1:
         yield Problem(
             "placement.roles.generate",

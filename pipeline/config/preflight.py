@@ -1,7 +1,7 @@
 """What a run would be refused for that takes a look at the disk: model, prompts, reward, run directory. Nothing starts.
 
-May import torch, stages.models (spec, hf_files), stages.prompts, stages.rewards.registry, storage; of
-stages.engines how a model is cut and how large its cache is.
+May import torch, stages.models (spec, adapter_shapes, hf_files, layouts), stages.prompts, stages.rewards.registry,
+storage; of stages.engines how a model is cut and how large its cache is.
 """
 
 from __future__ import annotations
@@ -26,10 +26,12 @@ from pipeline.config.role_models import read_model, role_models
 from pipeline.config.run import RunConfig
 from stages.engines.embedded.kernels.paging import block_bytes, blocks_for
 from stages.engines.embedded.ranks.sharding import check_division
+from stages.models.adapter_shapes import target_parts
 from stages.models.hf_config import RANDOM_TINY
 from stages.models.hf_files import Tokenizer, read_tokenizer
+from stages.models.layouts import blocks_problems, layout_problems
 from stages.models.protocol import Role
-from stages.models.spec import ModelSpec
+from stages.models.spec import ModelSpec, layer_shapes
 from stages.prompts import PromptTable, tokenise
 from stages.rewards.registry import build_reward
 from storage.errors import StoreError
@@ -58,9 +60,11 @@ def preflight(config: RunConfig, saved: Path | None = None) -> Preflight:
     """
     model = _check_model(config)
     _check_context(config, model)
+    _check_token_ids(config, model)
     models = role_models(config, model)
     for role, of_role in models.items():
         _check_layout(config, role, of_role)
+        _check_adapters(config, role, of_role)
     _check_replicas(config, model)
     _check_devices(config)
     _check_cuda_only(config)
@@ -76,10 +80,6 @@ def preflight(config: RunConfig, saved: Path | None = None) -> Preflight:
     except (OSError, ValueError) as error:
         raise ConfigError("model.path", f"given {config.model.path!r}; no usable tokenizer there: {error}") from error
     prompts, lost = _prompts_of(config, tokenizer, saved)
-    vocab = model.vocab_size
-    for token in config.sampling.suppress_token_ids:
-        if not 0 <= token < vocab:
-            raise ConfigError("sampling.suppress_token_ids", f"given {token}; the model has token ids 0 to {vocab - 1}")
     return Preflight(tokenizer, prompts, lost)
 
 
@@ -169,9 +169,8 @@ def _check_writable(key: str, given: str, directory: Path) -> None:
 
 def _check_model(config: RunConfig) -> ModelSpec:
     model = read_model("model.path", config.model.path)
-    blocks, frozen = model.num_layers, config.model.frozen_blocks
-    if frozen >= blocks:
-        raise ConfigError("model.frozen_blocks", f"given {frozen}; the model has {blocks} blocks: at most {blocks - 1}")
+    for problem in blocks_problems(config.model, Role.POLICY, model):
+        raise refusal(problem)
     return model
 
 
@@ -188,25 +187,40 @@ def _check_context(config: RunConfig, model: ModelSpec) -> None:
     )
 
 
+def _check_token_ids(config: RunConfig, model: ModelSpec) -> None:
+    named = {
+        "sampling.suppress_token_ids": config.sampling.suppress_token_ids,
+        "model.eos_token_ids": config.model.eos_token_ids,
+    }
+    for key, tokens in named.items():
+        for token in tokens:
+            if not 0 <= token < model.vocab_size:
+                raise ConfigError(key, f"given {token}; the model has token ids 0 to {model.vocab_size - 1}")
+
+
+def _check_adapters(config: RunConfig, role: Role, model: ModelSpec) -> None:
+    """Whether the adapters of a trained model have a lower rank than what they are added to can have."""
+    lora, shapes = config.model.lora, layer_shapes(model)
+    sizes = {part: min(shapes[part]) for part in target_parts(lora)}
+    part = min(sizes, key=sizes.__getitem__, default=None)
+    if role is Role.REFERENCE or part is None or lora.rank <= sizes[part]:
+        return
+    whose = "model" if role is Role.POLICY else role
+    outputs, inputs = shapes[part]
+    need = f"the {whose}'s {part} is {outputs} x {inputs}: at most {sizes[part]}, or without it in model.lora.targets"
+    raise ConfigError("model.lora.rank", f"given {lora.rank}; {need}")
+
+
 def _check_layout(config: RunConfig, role: Role, model: ModelSpec) -> None:
     """Whether the layout of the gang that holds a role can cut the role's model."""
     gang = config.placement.roles[role]
-    layout, key = config.placement.gangs[gang].layout, f"placement.gangs.{gang}.layout"
-    whose = "model" if role is Role.POLICY else role
-    if layout.tensor > model.num_heads:
-        heads = model.num_heads
-        raise ConfigError(
-            f"{key}.tensor", f"given {layout.tensor}; the {whose} has {heads} query heads: at most {heads}"
-        )
-    name, number = "num_hidden_layers", model.num_layers
-    if role is Role.CRITIC and config.model.critic_blocks is not None:
-        name, number = "model.critic_blocks", config.model.critic_blocks
-    if number % layout.pipeline:
-        raise ConfigError(f"{key}.pipeline", f"given {layout.pipeline}; must divide the {whose}'s {name} = {number}")
+    layout, prefix = config.placement.gangs[gang].layout, f"placement.gangs.{gang}."
+    for problem in layout_problems(config.model, role, model, layout, prefix):
+        raise refusal(problem)
 
 
 def _check_replicas(config: RunConfig, model: ModelSpec) -> None:
-    """Whether an engine's ranks can share this model, keep a row of it, and find GPUs on this host."""
+    """Whether an engine's ranks can share this model and keep a row of it."""
     engine = config.engine
     try:
         check_division(model, engine.tensor_parallel, engine.pipeline_parallel)
@@ -221,20 +235,6 @@ def _check_replicas(config: RunConfig, model: ModelSpec) -> None:
             f"given {engine.kv_budget_mb}; the keys and values of one row of {config.seq} tokens (prompts.max_tokens + "
             f"sampling.max_new_tokens) take {-(-row_bytes // 2**20)}, and of all engine.slots "
             f"{-(-engine.slots * row_bytes // 2**20)}",
-        )
-    devices = torch.cuda.device_count()
-    gang = config.placement.roles[Role.GENERATE]
-    workers, ranks = config.placement.gangs[gang].workers, config.replica_ranks
-    side_by_side = 1 if config.placement.share_devices else workers
-    if devices and ranks > 1 and side_by_side * ranks > devices:
-        key, given = "engine.tensor_parallel", engine.tensor_parallel
-        if given == 1:
-            key, given = "engine.pipeline_parallel", engine.pipeline_parallel
-        raise ConfigError(
-            key,
-            f"given {given}; {workers} replicas (placement.gangs.{gang}.workers) of "
-            f"{ranks} ranks need {side_by_side * ranks} GPUs, this host has {devices}: at most "
-            f"{devices // side_by_side} ranks",
         )
 
 

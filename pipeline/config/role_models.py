@@ -1,6 +1,6 @@
 """The models of policy, reference and critic, where the latter two are not the policy's: do they fit together?
 
-May import torch, stages.models (spec, hf_config, hf_files, protocol) and the schema of a run.
+May import torch, stages.models (spec, hf_config, hf_files, layouts, protocol) and the schema of a run.
 """
 
 from __future__ import annotations
@@ -12,10 +12,11 @@ from pathlib import Path
 
 import torch
 
-from pipeline.config.errors import ConfigError
+from pipeline.config.errors import ConfigError, refusal
 from pipeline.config.run import RunConfig
 from stages.models.hf_config import RANDOM_TINY
 from stages.models.hf_files import read_some_weights, read_vocabulary
+from stages.models.layouts import blocks_problems
 from stages.models.protocol import Role
 from stages.models.spec import EMBEDDING, ModelSpec, layer_and_part, read_spec, tensor_shapes
 
@@ -56,9 +57,9 @@ def role_models(config: RunConfig, policy: ModelSpec) -> dict[Role, ModelSpec]:
             )
         if config.model.frozen_blocks:
             _check_trunk(config, key, path, policy, other)
-    blocks, critic = found[Role.CRITIC].num_layers - config.model.frozen_blocks, config.model.critic_blocks
-    if critic is not None and not 1 <= critic <= blocks:
-        raise ConfigError("model.critic_blocks", f"given {critic}; must be from 1 to {blocks}")
+    for role, spec in found.items():
+        for problem in blocks_problems(config.model, role, spec):
+            raise refusal(problem)
     return found
 
 

@@ -209,7 +209,7 @@ def _reuse_problems(config: RunConfig) -> Iterator[Problem]:
 
 
 def _gang_problems(config: RunConfig, gang: Gang) -> Iterator[Problem]:
-    """Whether an ordered gang's layout suits what it trains."""
+    """Whether an ordered gang's layout suits the rows that it trains on."""
     key, layout = f"placement.gangs.{gang.name}", config.placement.gangs[gang.name].layout
     data = gang.workers // (layout.tensor * layout.pipeline)
     minibatch_rows = config.rollout.rows // config.ppo.minibatches
@@ -225,6 +225,3 @@ def _gang_problems(config: RunConfig, gang: Gang) -> Iterator[Problem]:
             "the roles share their frozen weights under model.lora.rank > 0, so that none can leave: none or gradients"
         )
         yield Problem(f"{key}.offload", "idle", need)
-    if config.model.frozen_blocks and layout.pipeline > 1:
-        need = f"a shared frozen trunk needs {key}.layout.pipeline=1"
-        yield Problem("model.frozen_blocks", config.model.frozen_blocks, need)

@@ -24,7 +24,7 @@ from storage import files
 
 
 @dataclass(frozen=True)
-class Prepared:
+class PreparedRun:
     """A run that can start or go on."""
 
     history: History
@@ -36,7 +36,7 @@ class Prepared:
     """What a person should know."""
 
 
-def prepare(config: RunConfig, checked: Preflight, *, resume: bool, from_checkpoint: bool) -> Prepared:
+def prepare(config: RunConfig, checked: Preflight, *, resume: bool, from_checkpoint: bool) -> PreparedRun:
     """Everything that precedes the workers.
 
     Raises:
@@ -68,4 +68,4 @@ def prepare(config: RunConfig, checked: Preflight, *, resume: bool, from_checkpo
     if any(change.startswith("evaluate.every=") for change in stated.changed):  # steps that were over are not any more
         history.ledger.reopen(history.ledger.addresses())
     mended = mend(history, paths)
-    return Prepared(history, stated.identity, mended, stated.changed, (*warnings, *mended.warnings))
+    return PreparedRun(history, stated.identity, mended, stated.changed, (*warnings, *mended.warnings))

@@ -28,7 +28,7 @@ from pipeline.driver.context import ExecutorSettings
 from pipeline.driver.executor import Executor
 from pipeline.driver.identity import NumericsWatch
 from pipeline.driver.integrity import UnreadVersions, books_closed, check_made_again
-from pipeline.driver.preparation import Prepared, prepare
+from pipeline.driver.preparation import PreparedRun, prepare
 from pipeline.driver.results import conclude, conclude_despite_error, open_tracker, where_results_are
 from pipeline.driver.session import interruptible, only_driver, published_weights, worker_processes, writable
 from pipeline.graph.dispatch import Dispatch
@@ -82,7 +82,9 @@ def run(config: RunConfig, console: Console, *, resume: bool = False, from_check
     return RunResult(summary, paths)
 
 
-def _run_and_conclude(config: RunConfig, ready: Prepared, console: Console, decode: Decode, *, resume: bool) -> Summary:
+def _run_and_conclude(
+    config: RunConfig, ready: PreparedRun, console: Console, decode: Decode, *, resume: bool
+) -> Summary:
     """Whatever ends the run, its summary and its tracking say how far it came."""
     tracker, history = open_tracker(config), ready.history
     status: RunStatus = "KILLED"
@@ -99,7 +101,7 @@ def _run_and_conclude(config: RunConfig, ready: Prepared, console: Console, deco
     return conclude(config, history, tracker, status, decode)
 
 
-def _run(config: RunConfig, ready: Prepared, console: Console, tracker: Tracker, *, resume: bool) -> None:
+def _run(config: RunConfig, ready: PreparedRun, console: Console, tracker: Tracker, *, resume: bool) -> None:
     """Starts the workers, runs the graph, and ends the workers."""
     paths, history = RunPaths(config.run_dir), ready.history
     tracked = _catch_up(history, tracker, run_starts(paths.events))
@@ -170,7 +172,7 @@ class _Driver:
     def __init__(
         self,
         config: RunConfig,
-        ready: Prepared,
+        ready: PreparedRun,
         board: WeightBoard,
         workers: LocalWorkers,
         numerics: NumericsWatch,

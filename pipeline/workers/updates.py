@@ -5,8 +5,9 @@ there: nothing to do in the ordinary case; otherwise (this process is new, or an
 checkpoint c <= i is loaded, or the start weights, and updates c .. i-1 run again on their stored inputs. A replayed
 update must give the digest that its commit holds.
 
-    newest checkpoint c ──► every byte verified? ──► loads? ──► digest of the weights as saved? ──► updates c .. i-1
-               │ no                                                                    (any no)
+    newest checkpoint c ──► saved with the digest that update c-1 committed? ──► every byte verified? ──► loads? ──►
+    digest of the weights as saved? ──► updates c .. i-1
+               │ any no
                └► a warning, and the one before it
 
 A checkpoint is copied in memory between two updates, and written while the next ones run. A process that dies over it
@@ -44,6 +45,17 @@ UPDATE_STAGE = {Role.POLICY: "update_policy", Role.CRITIC: "update_critic"}
 
 class ReplayMismatch(RuntimeError):
     """An update run again from its stored inputs gave other weights than the ones that were committed."""
+
+
+def committed_meta(ledger: Ledger, role: Role, version: int) -> dict[str, Any] | None:
+    """What a checkpoint of this version must say of itself, by the commit of the update that made the version: another
+    run's is as whole as this run's own. A digest is of the whole model, whatever the layout. None without a commit."""
+    commit = ledger.find(Address(UPDATE_STAGE[role], version - 1)) if version else None
+    return None if commit is None else _meta(str(commit.digest))
+
+
+def _meta(digest: str) -> dict[str, Any]:
+    return {"digest": digest}
 
 
 class ExactlyOnceUpdates:
@@ -206,10 +218,11 @@ class ExactlyOnceUpdates:
                 )
 
     def _verified(self, role: Role, saved: int) -> tuple[str | None, dict[str, Any]]:
-        """(what is wrong with the bytes of a checkpoint, if anything; what was said of it when it was saved). Each rank
-        reads a share."""
+        """(what is wrong with the bytes of a checkpoint, if anything, or that it holds other weights than this run
+        committed; what was said of it when it was saved). Each rank reads a share."""
+        expected = self.agree(lambda: committed_meta(self._ledger, role, saved))
         try:
-            meta = self._checkpoints.verify(str(role), saved, share=(self._rank, self._ranks))
+            meta = self._checkpoints.verify(str(role), saved, (self._rank, self._ranks), expected)
             fault = None
         except (StoreError, OSError) as error:
             meta, fault = {}, str(error)
@@ -247,7 +260,7 @@ class ExactlyOnceUpdates:
             sums = write()
             if sums is None:
                 return
-            self._checkpoints.finish(str(role), version, path, {"digest": digest}, sums)
+            self._checkpoints.finish(str(role), version, path, _meta(digest), sums)
             # A resumed run may have to publish the version that the oldest open generation reads: the checkpoint that
             # it is rebuilt from stays, however few are to be kept.
             oldest = max(0, version - self._staleness)

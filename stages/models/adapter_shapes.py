@@ -51,7 +51,7 @@ def adapter_shapes(spec: ModelSpec, lora: LoraConfig, layer: int) -> dict[str, t
 
 
 def adapter_parameters(spec: ModelSpec, lora: LoraConfig, tensor: int) -> int:
-    """Of one block's adapters on one of `tensor` ranks."""
+    """Of one block's adapters on one of `tensor` ranks, which the model's sizes (padded ones, if need be) divide."""
     shapes, total = layer_shapes(spec), 0
     for target in lora.targets if lora.rank else ():
         for part in TARGET_PARTS[target]:

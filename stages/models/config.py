@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Literal
 
-from storage.problems import Problem, at_least
+from storage.problems import Problem, above, at_least
 
 Offload = Literal["none", "gradients", "idle"]
 """What of a gang's models leaves its devices while it is not needed: see `stages/models/offload.py`."""
@@ -49,7 +49,8 @@ class OptimizerConfig:
     """After the warm-up; linear and cosine end at `min_lr` one step past the run's last."""
     min_lr: float = 0.0
     """Rate (not a share of `lr`) that the decay ends at."""
-    betas: tuple[float, float] = (0.9, 0.95)
+    betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
+    """Two."""
     eps: float = 1e-5
     weight_decay: float = 0.0
     max_grad_norm: float = 1.0
@@ -148,6 +149,8 @@ def recompute_problems(key: str, layout: LayoutConfig) -> Iterator[Problem]:
     if unknown:
         need = f"{', '.join(unknown)} cannot be recomputed alone; the modules are {', '.join(RECOMPUTE_MODULES)}"
         yield Problem(f"{key}.recompute_modules", layout.recompute_modules, need)
+    elif len(set(layout.recompute_modules)) < len(layout.recompute_modules):
+        yield Problem(f"{key}.recompute_modules", layout.recompute_modules, "must name each module once")
     elif layout.recompute_modules and layout.recompute != "selective":
         need = f"needs {key}.recompute=selective (given {layout.recompute})"
         yield Problem(f"{key}.recompute_modules", layout.recompute_modules, need)
@@ -157,8 +160,7 @@ def model_problems(config: ModelConfig) -> Iterator[Problem]:
     """What of the section `model` cannot work by itself."""
     not_negative = {"model.frozen_blocks": config.frozen_blocks, "model.trunk_cache_mb": config.trunk_cache_mb}
     yield from at_least(0, not_negative)
-    if config.peak_tflops is not None and not (math.isfinite(config.peak_tflops) and config.peak_tflops > 0):
-        yield Problem("model.peak_tflops", config.peak_tflops, "must be above 0, or null: then it is measured")
+    yield from above(0, {"model.peak_tflops": config.peak_tflops}, ", or null: then it is measured")
     if config.products == "onednn" and config.dtype != "float32":
         need = f"chooses float32 products: auto for model.dtype {config.dtype}"
         yield Problem("model.products", config.products, need)
@@ -172,11 +174,11 @@ def model_problems(config: ModelConfig) -> Iterator[Problem]:
 
 def _loss_scale_problems(config: ModelConfig) -> Iterator[Problem]:
     scale = config.loss_scale
-    if config.dtype != "float16" and scale != LossScaleConfig():
-        need = f"scales the loss under model.dtype=float16 alone (given {config.dtype}): leave it as it is"
-        yield Problem("model.loss_scale", scale, need)
-    if not scale.minimum > 0:
-        yield Problem("model.loss_scale.minimum", scale.minimum, "must be above 0 (1 is usual)")
+    for name, default in asdict(LossScaleConfig()).items() if config.dtype != "float16" else ():
+        if getattr(scale, name) != default:
+            need = f"scales the loss under model.dtype=float16 alone (given {config.dtype}): leave it at {default:g}"
+            yield Problem(f"model.loss_scale.{name}", getattr(scale, name), need)
+    yield from above(0, {"model.loss_scale.minimum": scale.minimum}, " (1 is usual)")
     if not scale.minimum <= scale.initial < math.inf:
         need = f"must be finite and no less than model.loss_scale.minimum = {scale.minimum}"
         yield Problem("model.loss_scale.initial", scale.initial, need)
@@ -185,9 +187,8 @@ def _loss_scale_problems(config: ModelConfig) -> Iterator[Problem]:
 
 def _lora_problems(config: LoraConfig) -> Iterator[Problem]:
     yield from at_least(0, {"model.lora.rank": config.rank})
-    if not (math.isfinite(config.alpha) and config.alpha > 0):
-        need = "must be above 0 (twice the rank is usual): with 0 an adapter adds nothing and learns nothing"
-        yield Problem("model.lora.alpha", config.alpha, need)
+    why = " (twice the rank is usual): with 0 an adapter adds nothing and learns nothing"
+    yield from above(0, {"model.lora.alpha": config.alpha}, why)
     unknown = [name for name in config.targets if name not in LORA_TARGETS]
     if unknown:
         need = f"{', '.join(unknown)} cannot have adapters; the targets are {', '.join(LORA_TARGETS)}"
@@ -195,6 +196,11 @@ def _lora_problems(config: LoraConfig) -> Iterator[Problem]:
     elif not config.targets or len(set(config.targets)) < len(config.targets):
         need = f"must name one or more of {', '.join(LORA_TARGETS)}, each once (no adapters: model.lora.rank=0)"
         yield Problem("model.lora.targets", config.targets, need)
+    for name in ("alpha", "targets") if config.rank == 0 else ():
+        default = getattr(LoraConfig(), name)
+        if getattr(config, name) != default:
+            need = f"says nothing without adapters: give model.lora.rank (16, say), or leave it at {default}"
+            yield Problem(f"model.lora.{name}", getattr(config, name), need)
 
 
 def _optimizer_problems(key: str, config: OptimizerConfig) -> Iterator[Problem]:
@@ -207,16 +213,13 @@ def _optimizer_problems(key: str, config: OptimizerConfig) -> Iterator[Problem]:
     elif config.min_lr and config.decay == "constant":
         need = f"nothing decays under {key}.decay=constant: use 0, or decay=linear or cosine"
         yield Problem(f"{key}.min_lr", config.min_lr, need)
-    if not all(0 <= beta < 1 for beta in config.betas):
-        need = "both must be from 0 to below 1 (0.9, 0.95 are usual)"
+    if len(config.betas) != 2 or not all(0 <= beta < 1 for beta in config.betas):
+        need = "must be two numbers, both from 0 to below 1 (0.9, 0.95 are usual)"
         yield Problem(f"{key}.betas", config.betas, need)
-    if not config.eps > 0:
-        yield Problem(f"{key}.eps", config.eps, "must be above 0 (1e-5 is usual)")
+    yield from above(0, {f"{key}.eps": config.eps}, " (1e-5 is usual)")
     not_negative = {
-        "warmup_steps": config.warmup_steps,
-        "weight_decay": config.weight_decay,
-        "max_grad_norm": config.max_grad_norm,
+        f"{key}.warmup_steps": config.warmup_steps,
+        f"{key}.weight_decay": config.weight_decay,
+        f"{key}.max_grad_norm": config.max_grad_norm,
     }
-    for name, value in not_negative.items():
-        if not (math.isfinite(value) and value >= 0):
-            yield Problem(f"{key}.{name}", value, "must be 0 or more (0: none)")
+    yield from at_least(0, not_negative, " (0: none)")

@@ -113,7 +113,6 @@ class KeptForwards:
 
     def __init__(self) -> None:
         self._hidden: dict[bytes, Tensor] = {}
-        self.num_taken = 0
 
     def keep(self, batch: MicroBatch, hidden: Tensor) -> None:
         """For one backward pass."""
@@ -121,9 +120,7 @@ class KeptForwards:
 
     def take(self, batch: MicroBatch) -> Tensor | None:
         """What was kept of a micro-batch of the same rows, if anything was."""
-        found = self._hidden.pop(_key(batch), None)
-        self.num_taken += found is not None
-        return found
+        return self._hidden.pop(_key(batch), None)
 
     def clear(self) -> None:
         self._hidden.clear()

@@ -32,6 +32,7 @@ from stages.models.forward import (
 from stages.models.hf_config import read_eos_ids
 from stages.models.hf_files import read_weights, write_model
 from stages.models.kernels.choice import choose_kernels
+from stages.models.layouts import check_layout
 from stages.models.lora import FrozenWeights
 from stages.models.minibatch_losses import MinibatchLoss
 from stages.models.numerics import set_numerics
@@ -80,9 +81,7 @@ class MegatronHost:
         spec = read_spec(model.path)
         self._paths = {role: model.path_of(role) for role in MODEL_ROLES}
         specs = {role: read_spec(path) for role, path in self._paths.items()}
-        for role, of_role in specs.items():
-            of_blocks = model if role is Role.CRITIC else replace(model, critic_blocks=None)
-            parallel.check_layout(of_blocks, of_role, layout, rank.size)
+        check_layout(model, {role: specs[role] for role in MODEL_ROLES & roles}, layout, rank.size)
         self._ppo = ppo
         self._fsync = fsync
         self._seed = seed

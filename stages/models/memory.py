@@ -14,8 +14,8 @@ trained, and what is frozen is there once for all roles. Not counted: fragmentat
 (a tensor or two), weights merged with adapters while a version is published, when there are no activations, what the
 communication library holds.
 
-May import stages.models.{adapter_shapes, config, protocol, spec} and the standard library: the checks before a run read
-it.
+May import stages.models.{adapter_shapes, config, padding, protocol, spec} and the standard library: the checks before
+a run read it.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from dataclasses import dataclass, field, replace
 
 from stages.models.adapter_shapes import TARGET_PARTS, adapter_parameters
 from stages.models.config import LayoutConfig, ModelConfig, Offload
+from stages.models.padding import padded
 from stages.models.protocol import Role
 from stages.models.spec import ModelSpec, layer_shapes
 
@@ -46,17 +47,24 @@ _SPLIT = tuple(part for parts in TARGET_PARTS.values() for part in parts)
 
 @dataclass(frozen=True)
 class MicroBatchSize:
-    """The largest micro-batch."""
+    """The largest micro-batch: the most that one can have of either."""
 
-    rows: int
-    width: int
-    """Tokens of each row."""
+    tokens: int
+    """Of all rows."""
     sampled: int
-    """Tokens of all rows that go through the output layer."""
+    """Those that go through the output layer."""
 
-    @property
-    def tokens(self) -> int:
-        return self.rows * self.width
+
+@dataclass(frozen=True)
+class RowsSize:
+    """Rows that are kept."""
+
+    width: int
+    """Tokens of a row, at most."""
+    of_step: int
+    """Rows of a step."""
+    of_run: int
+    """Of the whole run, whose hidden states the trunk's cache fills up with."""
 
 
 @dataclass(frozen=True)
@@ -100,9 +108,9 @@ class ParameterCount:
 
 
 def block_parameters(spec: ModelSpec, tensor: int) -> int:
-    """Of one transformer block on one of `tensor` ranks."""
+    """Of one transformer block on one of `tensor` ranks, with the zeros that make it divide."""
     total = 0
-    for part, shape in layer_shapes(spec).items():
+    for part, shape in layer_shapes(padded(spec, tensor)).items():
         number = 1
         for size in shape:
             number *= size
@@ -115,7 +123,7 @@ def role_parameters(gang: GangModels, role: Role, stage: int) -> ParameterCount:
     spec, layout, frozen = gang.spec_of(role), gang.layout, gang.model.frozen_blocks
     blocks = gang.num_blocks(role)
     first, last = stage == 0, stage == layout.pipeline - 1
-    vocabulary = -(-spec.vocab_size // layout.tensor) * spec.hidden_size
+    vocabulary = padded(spec, layout.tensor).vocab_size // layout.tensor * spec.hidden_size
     number = blocks // layout.pipeline * block_parameters(spec, layout.tensor)
     number += vocabulary if first and not frozen else 0
     if last:
@@ -134,7 +142,8 @@ def trained_parameters(gang: GangModels, role: Role, stage: int) -> ParameterCou
         return whole
     spec = gang.spec_of(role)
     blocks = gang.num_blocks(role) // gang.layout.pipeline
-    return ParameterCount(blocks * adapter_parameters(spec, gang.model.lora, gang.layout.tensor), whole.float32)
+    wide = padded(spec, gang.layout.tensor)
+    return ParameterCount(blocks * adapter_parameters(wide, gang.model.lora, gang.layout.tensor), whole.float32)
 
 
 def _held_parameters(gang: GangModels, stage: int) -> int:
@@ -159,7 +168,7 @@ def trunk_parameters(gang: GangModels) -> int:
     spec, frozen = gang.spec, gang.model.frozen_blocks
     if not frozen:
         return 0
-    vocabulary = -(-spec.vocab_size // gang.layout.tensor) * spec.hidden_size
+    vocabulary = padded(spec, gang.layout.tensor).vocab_size // gang.layout.tensor * spec.hidden_size
     return frozen * block_parameters(spec, gang.layout.tensor) + vocabulary
 
 
@@ -205,20 +214,21 @@ def _state_bytes(gang: GangModels, stage: int) -> dict[str, int]:
 def block_activations(spec: ModelSpec, layout: LayoutConfig, dtype_bytes: int) -> float:
     """Bytes that a transformer block keeps of a token for the backward pass, on a CPU (plain torch, which CUDA takes,
     keeps up to half more). By tensor, with h the hidden size, f the MLP's, q and k the widths of queries and of keys,
-    d = `dtype_bytes`:
+    d = `dtype_bytes`; on a rank of several its part of the padded model:
 
         norms (2)      4 h of the residual stream, 4 of a scale, d h handed to the linears
         attention      4 (q + 2 k) of the heads taken apart, 4 q of its output and 4 a head; d q of it rounded, if it is
         MLP            2 d f of gate and up, d f of their product
     """
-    sequence = layout.tensor if layout.sequence_parallel else 1
+    spec, sequence = padded(spec, layout.tensor), layout.tensor if layout.sequence_parallel else 1
     if layout.recompute == "full":
         return 4 * spec.hidden_size / sequence  # its input
     recomputed = (layout.recompute_modules or ["core_attn"]) if layout.recompute == "selective" else []
     norms = 2 * (spec.hidden_size * (4 + dtype_bytes) + 4) / sequence
     output = 4 * spec.q_size
     attended = 4 * spec.num_heads + (output if dtype_bytes < 4 else 0)
-    attention = 4 * (spec.q_size + 2 * spec.kv_size) + dtype_bytes * spec.q_size
+    keys = max(spec.kv_size, spec.head_dim * layout.tensor)  # a head is never split: ranks may have the same
+    attention = 4 * (spec.q_size + 2 * keys) + dtype_bytes * spec.q_size
     mlp = 3 * spec.intermediate_size * dtype_bytes
     split = attention + (0 if "core_attn" in recomputed else attended) + (0 if "mlp" in recomputed else mlp)
     return norms + split / layout.tensor
@@ -227,7 +237,8 @@ def block_activations(spec: ModelSpec, layout: LayoutConfig, dtype_bytes: int) -
 def adapter_activations(gang: GangModels, role: Role) -> float:
     """Bytes that a block keeps of a token with adapters beyond those without: each adapter's x A^T, but not the input
     of a linear that has none, whose frozen weight needs no gradient."""
-    spec, layout, lora = gang.spec_of(role), gang.layout, gang.model.lora
+    layout, lora = gang.layout, gang.model.lora
+    spec = padded(gang.spec_of(role), layout.tensor)
     if not lora.rank or layout.recompute == "full":
         return 0
     sequence = layout.tensor if layout.sequence_parallel else 1
@@ -274,7 +285,7 @@ def logits_bytes(gang: GangModels, batch: MicroBatchSize, device: str) -> int:
     """Of the output layer and its softmax, in the policy's backward pass: logits kept, two blocks at work, the hidden
     states and their gradient, and a block's of the layer's before it is added to the others."""
     spec = gang.spec
-    vocabulary = -(-spec.vocab_size // gang.layout.tensor)
+    vocabulary = padded(spec, gang.layout.tensor).vocab_size // gang.layout.tensor
     whole = 4 * batch.sampled * vocabulary
     block = min(whole, max(LOGITS_BLOCK_BYTES[device], 4 * batch.sampled * LOGITS_MIN_BLOCK))
     frozen = gang.model.lora.rank or (gang.spec.tied_embeddings and gang.model.frozen_blocks)
@@ -289,21 +300,19 @@ def trunk_cache_bytes(gang: GangModels, rows: int, width: int) -> int:
     return min(gang.model.trunk_cache_mb << 20, -(-rows // gang.data_ranks) * width * 4 * gang.spec.hidden_size)
 
 
-def held_bytes(gang: GangModels, role: Role, batch: MicroBatchSize, stage: int, step_rows: int) -> float:
+def held_bytes(gang: GangModels, role: Role, rows: RowsSize, stage: int) -> float:
     """What a role keeps of all rows of a step from its forward to its update (`reuse_forward`)."""
     config = gang.model.critic if role is Role.CRITIC else gang.model.policy
-    rows = -(-step_rows // gang.data_ranks)
-    return kept_bytes(gang, role, replace(batch, rows=rows), stage) if config.reuse_forward else 0
+    tokens = -(-rows.of_step // gang.data_ranks) * rows.width
+    return kept_bytes(gang, role, MicroBatchSize(tokens, sampled=0), stage) if config.reuse_forward else 0
 
 
 def rank_bytes(
-    gang: GangModels, batches: Mapping[Role, MicroBatchSize], stage: int, *, rows: int, step_rows: int, device: str
+    gang: GangModels, batches: Mapping[Role, MicroBatchSize], stage: int, *, rows: RowsSize, device: str
 ) -> dict[str, int]:
-    """All of it for a rank of a pipeline stage, by what it is for. `batches`: each trained role's; `rows`: of the whole
-    run, whose hidden states the trunk's cache fills up with; `step_rows`: of one step."""
+    """All of it for a rank of a pipeline stage, by what it is for. `batches`: each trained role's."""
     last = stage == gang.layout.pipeline - 1
-    width = max((batch.width for batch in batches.values()), default=0)
-    held = {role: held_bytes(gang, role, batches[role], stage, step_rows) for role in gang.trained}
+    held = {role: held_bytes(gang, role, rows, stage) for role in gang.trained}
     working: dict[Role, tuple[int, int]] = {}
     for role in gang.trained:
         beside = sum(number for other, number in held.items() if other is not role)
@@ -315,5 +324,5 @@ def rank_bytes(
         **state_bytes(gang, stage),
         "activations": activations,
         "logits": logits,
-        "trunk cache": trunk_cache_bytes(gang, rows, width),
+        "trunk cache": trunk_cache_bytes(gang, rows.of_run, rows.width),
     }

@@ -1,4 +1,4 @@
-"""This process's rank in each of Megatron's parallel groups: layouts are checked here, groups made and unmade.
+"""This process's rank in each of Megatron's parallel groups, which are made and unmade here.
 
 Megatron keeps its groups in globals of the process, so that a process has one layout at a time.
 
@@ -16,11 +16,10 @@ from megatron.core import parallel_state
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
 from stages.models import megatron_cpu
-from stages.models.config import LayoutConfig, ModelConfig
+from stages.models.config import LayoutConfig
 from stages.models.errors import StateError
 from stages.models.protocol import Rank
 from stages.models.roll_call import RollCall
-from stages.models.spec import ModelSpec
 
 
 @dataclass(frozen=True)
@@ -48,38 +47,6 @@ class ParallelRank:
     def is_output_rank(self) -> bool:
         """Of the ranks that compute the same outputs (the tensor-parallel ones), the one that hands them on."""
         return self.last_stage and self.tensor_rank == 0
-
-
-def check_layout(model: ModelConfig, spec: ModelSpec, layout: LayoutConfig, num_ranks: int) -> None:
-    """Raises ValueError, naming the key, for a layout that cannot hold the model or does not fit the gang."""
-    cut = layout.tensor * layout.pipeline
-    if min(layout.tensor, layout.pipeline) < 1 or num_ranks % cut:
-        raise ValueError(
-            f"layout.tensor * layout.pipeline = {layout.tensor} * {layout.pipeline} must divide the gang's"
-            f" {num_ranks} ranks"
-        )
-    if layout.tensor > spec.num_heads:
-        raise ValueError(f"layout.tensor = {layout.tensor}: at most {spec.num_heads}, the model's query heads")
-    if layout.sequence_parallel and layout.tensor == 1:
-        raise ValueError("layout.sequence_parallel needs layout.tensor > 1")
-    if not 0 <= model.frozen_blocks < spec.num_layers:
-        raise ValueError(
-            f"model.frozen_blocks = {model.frozen_blocks} must lie in 0..{spec.num_layers - 1}: the model has"
-            f" {spec.num_layers} blocks"
-        )
-    trained = spec.num_layers - model.frozen_blocks
-    critic = trained if model.critic_blocks is None else model.critic_blocks
-    if not 1 <= critic <= trained:
-        raise ValueError(f"model.critic_blocks = {critic} must lie in 1..{trained}, the blocks above the frozen ones")
-    if layout.pipeline > 1:
-        if model.frozen_blocks:
-            raise ValueError(
-                f"model.frozen_blocks = {model.frozen_blocks} needs layout.pipeline = 1: the frozen blocks are computed"
-                " once and kept on the rank that trains the others"
-            )
-        for key, blocks in (("layers of the model", spec.num_layers), ("model.critic_blocks", critic)):
-            if blocks % layout.pipeline:
-                raise ValueError(f"layout.pipeline = {layout.pipeline} must divide {key} = {blocks}")
 
 
 def join(rank: Rank, layout: LayoutConfig, seed: int) -> ParallelRank:

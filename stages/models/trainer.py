@@ -190,7 +190,7 @@ class Trainer:
                 raise NonFiniteGradientsError(f"{where}: {self._not_finite(minibatch, stats[-1], norm)}")
         self._ddp.eval()
         self._release_gradients()
-        self.version, self.dirty = step + 1, True
+        self._reach(step + 1)
         return stats, {
             "lr": lr,
             **_norm_metrics(norms),
@@ -202,7 +202,7 @@ class Trainer:
 
     def advance(self, step: int) -> dict[str, float]:
         """Makes version `step` into `step + 1` with the same weights and optimizer state; the metrics of `train`."""
-        self.version, self.dirty = step + 1, True
+        self._reach(step + 1)
         return {"lr": 0.0, "optimizer_steps": 0.0}
 
     def snapshot(self) -> Snapshot:
@@ -256,6 +256,12 @@ class Trainer:
         self._release_gradients()
         self.optimizer_state.sleep()  # while the weights are there to be told from it
         self.weights.sleep()
+
+    def _reach(self, version: int) -> None:
+        """The role has this version, which is not committed; forwards of the one before that no minibatch took (all
+        were empty, or the role was not trained) would serve nothing any more."""
+        self._forget_forwards()
+        self.version, self.dirty = version, True
 
     def _forget_forwards(self) -> None:
         if self.kept is not None:

@@ -63,11 +63,6 @@ class Trunk:
             self._keep(key, rows[key])
         return self._shard(hidden_NH)[:, None]
 
-    def clear(self) -> None:
-        """Forgets every row."""
-        self._rows.clear()
-        self._bytes = 0
-
     def _run(self, tokens_BT: Tensor) -> Tensor:
         """[B, T, H] of padded rows."""
         rows, width = tokens_BT.shape

@@ -5,12 +5,11 @@ May import the standard library and storage.problems.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
-from storage.problems import Problem, at_least
+from storage.problems import Problem, above, at_least, finite
 
 
 @dataclass
@@ -38,7 +37,8 @@ class PPOConfig:
     clip_high: float | None = None
     """epsilon of the upper bound alone (clip-higher, DAPO, arXiv 2503.14476); null: `clip`."""
     dual_clip: float | None = None
-    """Where the advantage is negative the ratio counts as at most this (arXiv 1912.09729); null: no bound."""
+    """Where the advantage is negative the ratio counts as at most this, 1 + clip or more (arXiv 1912.09729); null: no
+    bound."""
     value_clip: float | None = 0.2
     """Clip of the new values around the OLD values; null: none."""
     anchor: Literal["proximal", "sampler"] = "proximal"
@@ -119,25 +119,33 @@ def ppo_problems(config: PPOConfig) -> Iterator[Problem]:
         "ppo.critic_warmup_steps": config.critic_warmup_steps,
     }
     yield from at_least(0, not_negative)
+    yield from finite({"ppo.missing_eos_score": config.missing_eos_score}, ", or null for none")
     for key, share in {"ppo.gamma": config.gamma, "ppo.lam": config.lam, "ppo.critic_lam": config.critic_lam}.items():
         if share is not None and not 0 <= share <= 1:
             yield Problem(key, share, "must be from 0 to 1")
     if not 0 < config.clip < 1:
         yield Problem("ppo.clip", config.clip, "must be between 0 and 1 (0.2 is usual)")
-    for key, number in {"ppo.clip_high": config.clip_high, "ppo.dual_clip": config.dual_clip}.items():
-        least = 1 if key == "ppo.dual_clip" else 0
-        if number is not None and not (math.isfinite(number) and number > least):
-            usual = "3 is usual" if least else "0.28 is usual"
-            yield Problem(key, number, f"must be above {least} ({usual}), or null for none of its own")
-    if not config.correction_cap >= 1:
-        yield Problem("ppo.correction_cap", config.correction_cap, "must be 1 or more (2 is usual)")
-    for key, number in {
+    yield from above(0, {"ppo.clip_high": config.clip_high}, " (0.28 is usual), or null for none of its own")
+    if config.dual_clip is not None and not 1 + config.clip <= config.dual_clip < float("inf"):
+        least = 1 + config.clip
+        need = f"must be finite and {least:g} (1 + ppo.clip) or more (3 is usual), or null: less cuts within the clip"
+        yield Problem("ppo.dual_clip", config.dual_clip, need)
+    yield from at_least(1, {"ppo.correction_cap": config.correction_cap}, " (2 is usual; ppo.correction=none: none)")
+    or_none = {
         "ppo.value_clip": config.value_clip,
         "ppo.target_kl": config.target_kl,
         "ppo.kl.target": config.kl.target,
-    }.items():
-        if number is not None and not number > 0:
-            yield Problem(key, number, "must be above 0, or null for none")
-    if config.anchor == "proximal" and config.proximal == "sampler" and config.correction == "mask":
-        need = "with ppo.proximal=sampler every weight is 1: use ppo.correction=none"
+    }
+    yield from above(0, or_none, ", or null for none")
+    yield from _dead_problems(config)
+
+
+def _dead_problems(config: PPOConfig) -> Iterator[Problem]:
+    """What is asked for and would do nothing."""
+    if config.kl.target is not None and config.kl.coef == 0:
+        need = "steers ppo.kl.coef by factors, which 0 does not feel: a ppo.kl.coef above 0, or null"
+        yield Problem("ppo.kl.target", config.kl.target, need)
+    if config.correction == "mask" and "sampler" in (config.anchor, config.proximal):
+        by = "ppo.anchor" if config.anchor == "sampler" else "ppo.proximal"
+        need = f"with {by}=sampler every weight is 1: use ppo.correction=none"
         yield Problem("ppo.correction", config.correction, need)

@@ -11,7 +11,9 @@ Stats of the policy loss. Sums: policy/loss (all terms), policy/surrogate, polic
 policy/entropy, policy/approx_kl (k3 of KL(anchor || pi)), policy/clipfrac (tokens whose gradient the clip removed),
 policy/dual_clipfrac (those whose gradient the dual clip removed, where there is one), policy/ratio_mean (of u); with
 anchor proximal also policy/weight_mean (of w before the correction) and policy/weight_outside (share of tokens that the
-correction cut or dropped). Maxima: policy/ratio_max, policy/weight_max.
+correction cut or dropped). Maxima: policy/ratio_max, policy/weight_max. In all of them a u beyond exp(80) counts as
+that, where the clips take something smaller anyway; where nothing bounds it (A < 0 without a dual clip) it makes the
+loss infinite.
 
 Sources: Schulman et al. 2017 (clip), Yu et al. 2025 (DAPO: clip_high), Ye et al. 2019 (dual clip), Hilton et al. 2022
 and AReaL, Fu et al. 2025 (decoupled objective).
@@ -32,6 +34,9 @@ from torch import Tensor
 from stages.ppo.config import PPOConfig
 from stages.ppo.kl import token_kl_loss
 from stages.ppo.stats import LossStats
+
+LARGEST_LOG_RATIO = 80.0
+"""exp(80) = 5.5e34: float32 ends at exp(88.7), and a clip that is met far below."""
 
 
 @jaxtyped(typechecker=beartype)
@@ -150,7 +155,7 @@ def policy_loss(
     weights = torch.where(mask, inputs.weights, 0)
 
     log_anchor, w, raw_w = _anchored(log_pi, log_mu, inputs, cfg)
-    u = torch.exp(log_pi - log_anchor)
+    u = _ratio(log_pi - log_anchor, advantages, cfg)
     gain, clips = _clipped_gain(u, advantages, cfg)
     surrogate = -w * gain
     per_token = surrogate - cfg.entropy_coef * entropy
@@ -210,6 +215,13 @@ def value_loss(
         },
         maxima={},
     )
+
+
+def _ratio(log_ratio: Tensor, advantages: Tensor, cfg: PPOConfig) -> Tensor:
+    """u = exp(log_ratio), no larger than exp(LARGEST_LOG_RATIO) where the clips take something smaller anyway: of an
+    infinite u the gradient that they leave out is 0 times infinity, which is no number."""
+    clipped = advantages >= 0 if cfg.dual_clip is None else torch.ones_like(advantages, dtype=torch.bool)
+    return torch.exp(torch.where(clipped, log_ratio.clamp(max=LARGEST_LOG_RATIO), log_ratio))
 
 
 def _clipped_gain(u: Tensor, advantages: Tensor, cfg: PPOConfig) -> tuple[Tensor, dict[str, Tensor]]:

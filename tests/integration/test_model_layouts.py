@@ -13,8 +13,8 @@ import torch.multiprocessing
 
 from stages.models.config import LayoutConfig, ModelConfig, OptimizerConfig
 from stages.models.host import MegatronHost
-from stages.models.parallel import check_layout
-from stages.models.protocol import CriticBatch, PolicyBatch, Rank, Role
+from stages.models.layouts import check_layout
+from stages.models.protocol import MODEL_ROLES, CriticBatch, PolicyBatch, Rank, Role
 from stages.models.sampling import SamplingConfig
 from stages.models.spec import read_spec
 from stages.ppo.config import PPOConfig
@@ -206,17 +206,23 @@ def test_two_ranks_leave_out_the_same_minibatches_as_one(results: dict[str, Path
 @pytest.mark.parametrize(
     ("layout", "model", "ranks", "message"),
     [
-        (LayoutConfig(tensor=2), {}, 3, r"layout.tensor \* layout.pipeline = 2 \* 1 must divide the gang's 3 ranks"),
-        (LayoutConfig(tensor=8), {}, 8, "layout.tensor = 8: at most 4, the model's query heads"),
-        (LayoutConfig(sequence_parallel=True), {}, 2, "layout.sequence_parallel needs layout.tensor > 1"),
-        (LayoutConfig(pipeline=2), {"frozen_blocks": 2}, 2, "model.frozen_blocks = 2 needs layout.pipeline = 1"),
-        (LayoutConfig(pipeline=2), {"critic_blocks": 3}, 2, "layout.pipeline = 2 must divide model.critic_blocks = 3"),
-        (LayoutConfig(), {"frozen_blocks": 4}, 1, r"model.frozen_blocks = 4 must lie in 0..3"),
-        (LayoutConfig(), {"frozen_blocks": 2, "critic_blocks": 3}, 1, r"model.critic_blocks = 3 must lie in 1..2"),
+        (LayoutConfig(tensor=2), {}, 3, r"workers = 3: must be a multiple of layout.tensor x layout.pipeline = 2"),
+        (
+            LayoutConfig(tensor=8),
+            {},
+            8,
+            r"layout.tensor = 8: the (model|critic|reference) has 4 query heads: at most 4",
+        ),
+        (LayoutConfig(sequence_parallel=True), {}, 2, "layout.sequence_parallel = True: needs layout.tensor of 2"),
+        (LayoutConfig(pipeline=2), {"frozen_blocks": 2}, 2, "model.frozen_blocks = 2: .* needs layout.pipeline=1"),
+        (LayoutConfig(pipeline=2), {"critic_blocks": 3}, 2, "layout.pipeline = 2: .*model.critic_blocks = 3"),
+        (LayoutConfig(), {"frozen_blocks": 4}, 1, r"model.frozen_blocks = 4: .* at most 3"),
+        (LayoutConfig(), {"frozen_blocks": 2, "critic_blocks": 3}, 1, r"model.critic_blocks = 3: must be from 1 to 2"),
     ],
 )
 def test_a_layout_that_cannot_work_is_refused_by_its_key(
     layout: LayoutConfig, model: dict[str, int], ranks: int, message: str
 ) -> None:
+    specs = dict.fromkeys(MODEL_ROLES, read_spec("random:tiny"))
     with pytest.raises(ValueError, match=message):
-        check_layout(ModelConfig(path="random:tiny", **model), read_spec("random:tiny"), layout, ranks)
+        check_layout(ModelConfig(path="random:tiny", **model), specs, layout, ranks)

@@ -4,6 +4,7 @@ and what was being written when a run died is none, or is made good."""
 from __future__ import annotations
 
 import io
+import re
 import shutil
 from pathlib import Path
 
@@ -78,3 +79,19 @@ def test_a_run_passes_over_a_checkpoint_with_a_flipped_bit(folder: Path, placed:
     for version in (1, 2, 3):
         ours, theirs = (RunPaths(run.run_dir).weights(version) / "model.safetensors" for run in (longer, whole))
         assert ours.read_bytes() == theirs.read_bytes()
+
+
+def test_a_run_passes_over_a_checkpoint_of_another_run(folder: Path) -> None:
+    """Of the same architecture, whole, and of another seed: its bytes are sound, its weights are not this run's."""
+    other = finish(configure(folder, "foreign_other", *CHANGES, ONE_GANG, "steps=2", "seed=1"))
+    config = finish(configure(folder, "foreign", *CHANGES, ONE_GANG, "steps=2"))
+    place, foreign = (RunPaths(run.run_dir).checkpoints / "policy" / "v000002" for run in (config, other))
+    shutil.rmtree(place)
+    shutil.copytree(foreign, place)
+    (fault,) = verify_run(config).faults
+    assert re.fullmatch(r"checkpoint v2 of the policy: has weights of digest \S+, committed is \S+", fault)
+
+    longer = configure(folder, "foreign", *CHANGES, ONE_GANG, "steps=3")
+    assert re.search(r"checkpoint v2 of the policy CANNOT BE USED: .* Back to v1; ", go_on(longer))
+    assert verify_run(longer).faults == [fault]
+    assert len(digests(longer)) == 6

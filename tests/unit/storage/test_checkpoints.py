@@ -141,6 +141,15 @@ def test_verify_says_what_is_wrong(checkpoints: Checkpoints, name: str) -> None:
     assert checkpoints.newest_first("policy", 9)[0] == 2
 
 
+def test_what_is_whole_but_anothers_is_told_by_what_was_said_of_it(checkpoints: Checkpoints) -> None:
+    save(checkpoints, 2)
+    assert checkpoints.verify("policy", 2, expected={"step": 2})["step"] == 2
+    with pytest.raises(StoreError, match="was saved with step 2, and this run's is 3"):
+        checkpoints.verify("policy", 2, expected={"step": 3})
+    with pytest.raises(StoreError, match="was saved with seed None, and this run's is 3"):
+        checkpoints.verify("policy", 2, expected={"seed": 3})
+
+
 def test_sums_that_the_ranks_made_are_taken(checkpoints: Checkpoints) -> None:
     path = checkpoints.begin("policy", 1)
     sums = {}

@@ -136,7 +136,7 @@ REFUSED = {
     "ppo.gamma=1.5": ("ppo.gamma", "1.5", "0 to 1"),
     "ppo.clip=1": ("ppo.clip", "between 0 and 1"),
     "ppo.clip_high=0": ("ppo.clip_high", "0.0", "above 0", "null"),
-    "ppo.dual_clip=1": ("ppo.dual_clip", "1.0", "above 1 (3 is usual)", "null"),
+    "ppo.dual_clip=1": ("ppo.dual_clip", "1.0", "1.2 (1 + ppo.clip) or more (3 is usual)", "null"),
     "ppo.dual_clip=inf": ("ppo.dual_clip", "inf", "null"),
     "ppo.correction_cap=0.5": ("ppo.correction_cap", "1 or more"),
     "ppo.value_clip=0": ("ppo.value_clip", "above 0", "null"),
@@ -241,7 +241,58 @@ REFUSED = {
     "model.dtype=float8": ("model.dtype", "'float8'", "'float16'"),
     "model.dtype=float16 model.kernels=native": ("model.kernels", "native", "has no float16: auto or torch"),
     "model.dtype=float16 model.products=onednn": ("model.products", "onednn", "auto for model.dtype float16"),
-    "model.loss_scale.initial=256": ("model.loss_scale", "256", "under model.dtype=float16 alone (given float32)"),
+    "model.loss_scale.initial=256": (
+        "model.loss_scale.initial",
+        "given 256.0; scales the loss under model.dtype=float16 alone (given float32): leave it at 65536",
+    ),
+    "model.loss_scale.minimum=.inf model.dtype=float16": ("model.loss_scale.minimum", "inf", "finite"),
+    # numbers that are none, and what would be neither an error nor of use
+    **{
+        f"{key}={value}": (key, value.strip("."), "must be finite")
+        for value in (".nan", ".inf")
+        for key in (
+            "model.policy.lr",
+            "model.policy.eps",
+            "model.policy.weight_decay",
+            "model.critic.max_grad_norm",
+            "model.lora.alpha",
+            "model.peak_tflops",
+            "ppo.missing_eos_score",
+            "ppo.kl.coef",
+            "ppo.kl.target",
+            "ppo.entropy_coef",
+            "ppo.clip_high",
+            "ppo.dual_clip",
+            "ppo.correction_cap",
+            "ppo.value_clip",
+            "ppo.target_kl",
+            "sampling.temperature",
+            "evaluate.temperature",
+            "mismatch.alarm_nats",
+            "cluster.start_timeout_s",
+            "cluster.deadline_s",
+            "cluster.collective_timeout_s",
+            "cluster.host_memory_gb",
+        )
+    },
+    "model.policy.betas=[0.9]": ("model.policy.betas", "given [0.9]; must be two numbers"),
+    "model.policy.betas=[0.9,.nan]": ("model.policy.betas", "nan", "must be two numbers"),
+    "model.lora.alpha=8": ("model.lora.alpha", "8.0", "give model.lora.rank (16, say), or leave it at 32.0"),
+    "model.lora.targets=[qkv]": ("model.lora.targets", "['qkv']", "give model.lora.rank"),
+    "ppo.kl.target=5 ppo.kl.coef=0": ("ppo.kl.target", "5.0", "ppo.kl.coef above 0, or null"),
+    "ppo.dual_clip=1.1": ("ppo.dual_clip", "1.1", "1.2 (1 + ppo.clip) or more (3 is usual), or null"),
+    "ppo.anchor=sampler ppo.correction=mask": ("ppo.correction", "ppo.anchor=sampler", "ppo.correction=none"),
+    "placement.gangs.generate.layout.tensor=2": (
+        "placement.gangs.generate.layout.tensor",
+        "given 2; that gang has none of critic, policy, reference",
+        "leave it at 1 (engine.tensor_parallel",
+    ),
+    "placement.gangs.generate.layout={recompute: full}": ("placement.gangs.generate.layout.recompute", "'full'"),
+    "placement.gangs.train.layout={recompute: selective, recompute_modules: [mlp, mlp]}": (
+        "placement.gangs.train.layout.recompute_modules",
+        "['mlp', 'mlp']",
+        "each module once",
+    ),
     "model.dtype=float16 model.loss_scale.minimum=0": ("model.loss_scale.minimum", "given 0", "above 0"),
     "model.dtype=float16 model.loss_scale.initial=0.5": (
         "model.loss_scale.initial",
@@ -364,7 +415,7 @@ def test_every_problem_is_found(base: Path) -> None:
     config.ppo.minibatches = 5
     found = {problem.key: problem.need for problem in run_problems(config)}
     assert found == {
-        "model.policy.lr": "must be 0 or more",
+        "model.policy.lr": "must be finite, and 0 or more",
         "rollout.shards": "must be 1 or more",
         "placement.gangs.train.layout.tensor": "must be 1 or more",
     }

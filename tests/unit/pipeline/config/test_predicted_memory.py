@@ -6,6 +6,7 @@ import math
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from pipeline.config.errors import ConfigError
@@ -18,12 +19,15 @@ from pipeline.config.memory import (
     PlannedRun,
     fitting_layouts,
     host_bytes,
+    largest_micro_batch,
     memory_problems,
     published_bytes,
     workers_memory,
 )
 from pipeline.config.preflight import memory_limits, preflight
+from stages.models.config import OptimizerConfig
 from stages.models.spec import ModelSpec
+from stages.ppo.micro_batches import micro_batches
 from tests.support.configs import arguments, write_config
 
 LARGE = ModelSpec(
@@ -118,6 +122,24 @@ def test_a_gpu_that_is_too_small_is_refused(tmp_path: Path) -> None:
     assert "GPU 0 would need" in problem.need
     assert "has 80.00 (cluster.device_memory_gb)" in problem.need
     assert "distributed_optimizer: true" in problem.need
+
+
+@pytest.mark.parametrize("tokens", [5, 70, 100, 4096])
+@pytest.mark.parametrize("most_rows", [None, 3])
+def test_no_micro_batch_is_larger_than_the_largest(tmp_path: Path, tokens: int, most_rows: int | None) -> None:
+    """Rows of at most 8 + 24 tokens, of any lengths: no cut outdoes it, and some come near."""
+    config = planned(tmp_path, "prompts.max_tokens=8", "sampling.max_new_tokens=24").config
+    optimizer = OptimizerConfig(micro_batch_tokens=tokens, micro_batch_rows=most_rows)
+    largest = largest_micro_batch(optimizer, config)
+    rng = np.random.default_rng(0)
+    most = [0, 0]
+    for trial in range(60):
+        shortest = (1, 8)[trial % 2]
+        prompts, new = rng.integers(1, shortest + 1, 64), rng.integers([1, 23][trial % 2], 25, 64)
+        for rows in micro_batches(np.arange(64), prompts + new, max_tokens=tokens, max_rows=most_rows):
+            most = [max(most[0], (prompts + new)[rows].sum()), max(most[1], new[rows].sum())]
+    assert 0.75 * largest.tokens <= most[0] <= largest.tokens
+    assert 0.65 * largest.sampled <= most[1] <= largest.sampled
 
 
 def test_idle_models_are_in_the_hosts_memory(tmp_path: Path) -> None:

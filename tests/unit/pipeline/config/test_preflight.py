@@ -16,9 +16,12 @@ from pipeline.config.loading import load_config, to_yaml
 from pipeline.config.paths import RunPaths
 from pipeline.config.preflight import check_run_directory, preflight
 from pipeline.config.run import RunConfig
+from stages.models.config import LayoutConfig
 from stages.models.hf_config import read_config
 from stages.models.hf_files import read_weights
-from stages.models.spec import spec_of, tensor_shapes
+from stages.models.layouts import check_layout
+from stages.models.protocol import Role
+from stages.models.spec import read_spec, spec_of, tensor_shapes
 from tests.support.configs import arguments, write_config
 
 
@@ -63,6 +66,9 @@ def test_what_was_read_is_handed_on(folder: Path) -> None:
         ("sampling.max_new_tokens=256", "sampling.max_new_tokens", ("given 256", "context is 256")),
         ("prompts.held_out=6", "prompts.held_out", ("given 6", "6 prompts", "0..5")),
         ("sampling.suppress_token_ids=[256]", "sampling.suppress_token_ids", ("given 256", "0 to 255")),
+        ("model.eos_token_ids=[2,256]", "model.eos_token_ids", ("given 256", "0 to 255")),
+        ("model.eos_token_ids=[-1]", "model.eos_token_ids", ("given -1", "0 to 255")),
+        ("model.lora.rank=33", "model.lora.rank", ("given 33", "self_attn.k_proj is 32 x 64: at most 32", "targets")),
         ("reward.kind=magic", "reward", ("magic", "vader")),
         ("reward.args={letters: a}", "reward", ("reward.args", "letters")),
         ("engine.tensor_parallel=3", "engine.tensor_parallel", ("given 3", "4 query and 2 key/value", "1, 2, 4 ranks")),
@@ -79,11 +85,21 @@ def test_what_cannot_work_is_refused_by_its_key(folder: Path, change: str, key: 
     assert not (folder / "runs").exists()
 
 
+def test_a_rank_that_no_linear_can_have_is_refused_by_what_is_adapted(folder: Path) -> None:
+    preflight(load(folder, "model.lora.rank=32"))
+    preflight(load(folder, "model.lora.rank=64", "model.lora.targets=[fc1]"))
+    narrow = own_model(folder, "narrow", intermediate_size=48)
+    with pytest.raises(ConfigError, match=r"given 64; the critic's mlp.gate_proj is 48 x 64: at most 48"):
+        preflight(load(folder, "model.lora.rank=64", "model.lora.targets=[fc1]", f"model.critic_path={narrow}"))
+
+
 def test_replicas_that_need_more_gpus_than_there_are_are_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """No GPU is at hand in most places: this host is told that it has three."""
     monkeypatch.setattr("torch.cuda.device_count", lambda: 3)
     preflight(load(folder, "engine.pipeline_parallel=3"))
-    with pytest.raises(ConfigError, match=r"engine\.tensor_parallel: given 2; 1 replicas .* need 4 GPUs.* at most 3"):
+    with pytest.raises(
+        ConfigError, match=r"engine\.tensor_parallel: given 4; .* ranks of a replica need 4 GPUs.* at most 3"
+    ):
         preflight(load(folder, "engine.pipeline_parallel=2", "engine.tensor_parallel=2"))
 
 
@@ -141,6 +157,27 @@ def test_a_layout_that_cannot_cut_the_model_is_refused(
     assert refusal.value.key == f"placement.gangs.train.layout.{key}"
     for part in parts:
         assert part in str(refusal.value)
+
+
+def test_a_frozen_trunk_is_on_one_pipeline_stage(folder: Path) -> None:
+    gangs = "placement.gangs={all: {}, train: {workers: 2, layout: {pipeline: 2}}}"
+    roles = "placement.roles={generate: all, score: all, reference: train, policy: train, critic: train}"
+    preflight(load(folder, gangs, roles))
+    with pytest.raises(ConfigError, match=r"given 2; a shared .* needs placement.gangs.train.layout.pipeline=1") as no:
+        preflight(load(folder, gangs, roles, "model.frozen_blocks=2"))
+    assert no.value.key == "model.frozen_blocks"
+
+
+def test_a_gang_is_held_to_the_models_that_it_has(folder: Path) -> None:
+    """Three blocks of a critic elsewhere do not divide over this pipeline, and need not."""
+    roles = "placement.roles={generate: all, score: all, reference: train, policy: train, critic: all}"
+    gangs = "placement.gangs={all: {}, train: {workers: 2, layout: {pipeline: 2}}}"
+    preflight(load(folder, gangs, roles, "model.critic_blocks=3"))
+    spec = read_spec("random:tiny")
+    model, layout = load(folder, "model.critic_blocks=3").model, LayoutConfig(pipeline=2)
+    check_layout(model, {Role.POLICY: spec, Role.REFERENCE: spec}, layout, 2)
+    with pytest.raises(ValueError, match=r"model\.critic_blocks = 3"):
+        check_layout(model, {Role.POLICY: spec, Role.CRITIC: spec}, layout, 2)
 
 
 def own_model(folder: Path, name: str, seed: int | None = None, **changes: object) -> Path:

@@ -445,14 +445,21 @@ def truncate(file: Path) -> None:
     os.truncate(file, file.stat().st_size // 2)
 
 
-def save_again(run: Run, version: int, weights: np.ndarray, says: int) -> None:
-    """Puts a checkpoint that is whole, but not this run's, in the place of a version's."""
+def save_again(run: Run, version: int, weights: np.ndarray, says: int, digest: str | None = None) -> None:
+    """Puts a checkpoint that is whole, but not this run's, in the place of a version's; `digest`: that its manifest
+    names, if not the run's own."""
     place = run.checkpoints.place("policy", version)
     meta = run.checkpoints.verify("policy", version)
     shutil.rmtree(place)
     path = run.checkpoints.begin("policy", version)
     np.savez(path / "w.npz", w=weights, version=says)
-    run.checkpoints.finish("policy", version, path, meta)
+    run.checkpoints.finish("policy", version, path, meta if digest is None else {"digest": digest})
+
+
+def anothers(run: Run) -> None:
+    """As another run of the same architecture, with another seed, saves: nothing but the digest tells."""
+    weights = np.arange(5.0)
+    save_again(run, 4, weights, 4, hashlib.sha256(weights.tobytes()).hexdigest())
 
 
 DAMAGES: dict[str, tuple[Callable[[Run], None], str]] = {
@@ -462,7 +469,8 @@ DAMAGES: dict[str, tuple[Callable[[Run], None], str]] = {
     "manifest cut": (lambda run: truncate(run.checkpoints.place("policy", 4) / "checkpoint.json"), "is not what was"),
     "another architecture": (lambda run: save_again(run, 4, np.zeros(7), 4), "another architecture"),
     "another version": (lambda run: save_again(run, 4, np.zeros(5), 3), "it holds version 3"),
-    "another run": (lambda run: save_again(run, 4, np.zeros(5), 4), "its weights have digest"),
+    "other weights": (lambda run: save_again(run, 4, np.zeros(5), 4), "its weights have digest"),
+    "another run": (anothers, r"was saved with digest \w+, and this run's is \w+"),
 }
 
 

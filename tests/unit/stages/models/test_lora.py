@@ -324,7 +324,7 @@ def test_memory_is_predicted(tmp_path: Path, dtype: str, frozen_blocks: int, tar
         fixed = (4 - frozen_blocks) * widened * inner * (4 if dtype == "float32" else 2)
         fixed += (4 - frozen_blocks) * widened * inner  # and which of them are another's
     found = sum(number for number, _ in saved.values()) - fixed
-    predicted = kept_bytes(gang, Role.POLICY, MicroBatchSize(ROWS, SEQ, 0), 0)
+    predicted = kept_bytes(gang, Role.POLICY, MicroBatchSize(ROWS * SEQ, 0), 0)
     assert 0.75 * predicted < found < 1.05 * predicted
 
 
@@ -333,7 +333,7 @@ def test_memory_is_predicted(tmp_path: Path, dtype: str, frozen_blocks: int, tar
     [
         ({"rank": -1}, "model.lora.rank", "-1"),
         ({"rank": 8, "alpha": 0.0}, "model.lora.alpha", "must be above 0"),
-        ({"rank": 8, "alpha": float("nan")}, "model.lora.alpha", "must be above 0"),
+        ({"rank": 8, "alpha": float("nan")}, "model.lora.alpha", "must be finite, and above 0"),
         ({"rank": 8, "targets": ["q_proj", "qkv"]}, "model.lora.targets", "q_proj cannot have adapters"),
         ({"rank": 8, "targets": []}, "model.lora.targets", "one or more of qkv, proj, fc1, fc2"),
         ({"rank": 8, "targets": ["qkv", "qkv"]}, "model.lora.targets", "each once"),

@@ -4,6 +4,7 @@ autograd saves them."""
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +12,16 @@ import numpy as np
 import pytest
 import torch
 
+from stages.models.adapter_shapes import adapter_shapes
 from stages.models.config import LayoutConfig, LoraConfig, ModelConfig, OptimizerConfig
 from stages.models.forward import cut_micro_batches, hidden_states
+from stages.models.hf_conversion import PARTS, from_hf
 from stages.models.host import MegatronHost
+from stages.models.lora import LINEARS
 from stages.models.memory import (
     GangModels,
     MicroBatchSize,
+    RowsSize,
     activation_bytes,
     kept_bytes,
     logits_bytes,
@@ -24,17 +29,20 @@ from stages.models.memory import (
     rank_bytes,
     role_parameters,
     state_bytes,
+    trained_parameters,
     trunk_cache_bytes,
     trunk_parameters,
 )
 from stages.models.protocol import CriticBatch, PolicyBatch, Role
-from stages.models.spec import ModelSpec, read_spec
+from stages.models.spec import ModelSpec, read_spec, tensor_shapes
 from storage.records import Advantages
 from tests.support.families import random_model
 from tests.support.models import ALL_MODELS, measured_state, opened, random_rollout
 
 TINY = read_spec("random:tiny")
-BATCH = MicroBatchSize(rows=4, width=64, sampled=128)
+ROWS, WIDTH = 4, 64
+BATCH = MicroBatchSize(tokens=ROWS * WIDTH, sampled=128)
+STEP = RowsSize(WIDTH, of_step=8, of_run=10)
 
 
 def gang(
@@ -115,8 +123,8 @@ def test_activations_are_predicted_within_a_twentieth(
                     saved[memory.data_ptr()] = memory.nbytes(), tensor
                 return tensor
 
-            tokens, mask = np.full((BATCH.rows, BATCH.width), 5, np.int32), np.ones((BATCH.rows, BATCH.width), bool)
-            rows = np.arange(BATCH.rows)
+            tokens, mask = np.full((ROWS, WIDTH), 5, np.int32), np.ones((ROWS, WIDTH), bool)
+            rows = np.arange(ROWS)
             mask[:, 0] = False
             device = host._parallel_rank.device
             (batch,) = cut_micro_batches(tokens, mask, rows, device, max_tokens=BATCH.tokens)
@@ -137,6 +145,40 @@ def test_the_parts_of_all_ranks_are_the_whole_model() -> None:
         parts = gang(layout=LayoutConfig(tensor=tensor, pipeline=pipeline), spec=spec)
         found = tensor * sum(role_parameters(parts, Role.POLICY, stage).of_dtype for stage in range(pipeline))
         assert found == whole + (tensor - 1) * norms
+
+
+UNEVEN = {
+    "9 heads in 3 groups on 2": (9, 3, 2),
+    "9 heads in 3 groups on 4": (9, 3, 4),
+    "14 heads in 2 groups on 4": (14, 2, 4),
+    "4 heads in 2 groups on 4": (4, 2, 4),
+    "4 heads in 2 groups on 3": (4, 2, 3),
+}
+
+
+@pytest.mark.parametrize("name", UNEVEN)
+@pytest.mark.parametrize("targets", [[], ["qkv", "fc2"], ["qkv", "proj", "fc1", "fc2"]], ids=len)
+def test_what_is_padded_is_counted_to_the_number(name: str, targets: list[str]) -> None:
+    """Heads, neurons and vocabulary that do not divide, against what a rank is given of a model."""
+    heads, groups, tensor = UNEVEN[name]
+    spec = dataclasses.replace(
+        TINY, num_heads=heads, num_kv_heads=groups, intermediate_size=175, vocab_size=257, tied_embeddings=False,
+        num_layers=1, qkv_bias=True,
+    )  # fmt: skip
+    lora = LoraConfig(rank=3 if targets else 0, targets=targets or ["qkv"])
+    shapes = tensor_shapes(spec) | adapter_shapes(spec, lora, 0)
+    whole = {tensor_name: torch.zeros(shape) for tensor_name, shape in shapes.items()}
+
+    def held(names: Iterable[str], block: int | None) -> int:
+        return sum(from_hf(name, block, whole, spec, tensor - 1, tensor).numel() for name in names)
+
+    of_block = held([*PARTS, "self_attention.linear_qkv.bias", "input_layernorm.weight", "pre_mlp_layernorm.weight"], 0)
+    beside = held(["embedding.word_embeddings.weight", "decoder.final_layernorm.weight", "output_layer.weight"], None)
+    found = gang(ModelConfig(path="", lora=lora), LayoutConfig(tensor=tensor), spec=spec)
+    assert role_parameters(found, Role.POLICY, 0).of_dtype == of_block + beside
+    if targets:
+        adapters = [f"{LINEARS[target]}.lora.{side}" for target in targets for side in "AB"]
+        assert trained_parameters(found, Role.POLICY, 0).of_dtype == held(adapters, 0)
 
 
 def test_a_tied_output_layer_is_counted_where_it_is() -> None:
@@ -184,11 +226,11 @@ def test_the_trunks_cache_fills_up_to_its_bound() -> None:
 
 def test_of_two_trained_roles_the_larger_works() -> None:
     batches = {Role.POLICY: BATCH, Role.CRITIC: BATCH}
-    both = rank_bytes(gang(), batches, 0, rows=10, step_rows=8, device="cpu")
-    alone = rank_bytes(gang(roles=frozenset({Role.POLICY})), batches, 0, rows=10, step_rows=8, device="cpu")
+    both = rank_bytes(gang(), batches, 0, rows=STEP, device="cpu")
+    alone = rank_bytes(gang(roles=frozenset({Role.POLICY})), batches, 0, rows=STEP, device="cpu")
     assert (both["activations"], both["logits"]) == (alone["activations"], alone["logits"])
     assert both["parameters"] > 2 * alone["parameters"]
-    reference = rank_bytes(gang(roles=frozenset({Role.REFERENCE})), {}, 0, rows=10, step_rows=8, device="cpu")
+    reference = rank_bytes(gang(roles=frozenset({Role.REFERENCE})), {}, 0, rows=STEP, device="cpu")
     assert [name for name, number in reference.items() if number] == ["parameters"]
 
 
@@ -197,9 +239,9 @@ def test_forwards_kept_for_the_update_are_of_all_rows() -> None:
     reuse = OptimizerConfig(reuse_forward=True)
     both = gang(ModelConfig(path="random:tiny", policy=reuse, critic=reuse), data_ranks=2)
     batches = {Role.POLICY: BATCH, Role.CRITIC: BATCH}
-    found = rank_bytes(both, batches, 0, rows=10, step_rows=24, device="cpu")
-    rows = dataclasses.replace(BATCH, rows=12)
-    assert found["activations"] == sum(kept_bytes(both, role, rows, 0) for role in batches)
+    found = rank_bytes(both, batches, 0, rows=RowsSize(WIDTH, of_step=24, of_run=24), device="cpu")
+    of_a_rank = MicroBatchSize(12 * WIDTH, 0)
+    assert found["activations"] == sum(kept_bytes(both, role, of_a_rank, 0) for role in batches)
 
 
 @pytest.mark.parametrize("lora", [LoraConfig(), LoraConfig(rank=4)], ids=["all", "lora"])

@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Ll
 
 from stages.models.config import LayoutConfig, ModelConfig, OptimizerConfig
 from stages.models.errors import NonFiniteGradientsError, StateError
+from stages.models.forward import KeptForwards, MicroBatch
 from stages.models.gather import stage_tensors
 from stages.models.hf_config import read_config
 from stages.models.hf_files import read_weights
@@ -189,8 +190,19 @@ def test_gradients_do_not_depend_on_micro_batch_rows(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("frozen_blocks", [0, 2])
-def test_a_forward_that_is_kept_serves_the_update_and_changes_no_bit(tmp_path: Path, frozen_blocks: int) -> None:
+def test_a_forward_that_is_kept_serves_the_update_and_changes_no_bit(
+    tmp_path: Path, frozen_blocks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     found = []
+    taken: list[KeptForwards] = []
+    take = KeptForwards.take
+
+    def counted(kept: KeptForwards, batch: MicroBatch) -> torch.Tensor | None:
+        hidden = take(kept, batch)
+        taken.extend([kept] if hidden is not None else [])
+        return hidden
+
+    monkeypatch.setattr(KeptForwards, "take", counted)
     for reuse in (False, True):
         config = model_config(frozen_blocks=frozen_blocks)
         kept = dataclasses.replace(config.policy, reuse_forward=reuse)
@@ -204,8 +216,26 @@ def test_a_forward_that_is_kept_serves_the_update_and_changes_no_bit(tmp_path: P
             for trainer in host._trainers.values():
                 if reuse:  # three micro-batches, in the first of two epochs, of two updates
                     assert trainer.kept is not None
-                    assert (trainer.kept.num_taken, trainer.kept._hidden) == (6, {})
+                    assert (taken.count(trainer.kept), trainer.kept._hidden) == (6, {})
     assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("why", ["the critic warms up", "no token counts"])
+def test_a_forward_that_no_update_takes_is_forgotten(tmp_path: Path, why: str) -> None:
+    """It would be held for ever: with its weights' version its rows are never trained on again."""
+    config = model_config()
+    config = dataclasses.replace(config, policy=dataclasses.replace(config.policy, reuse_forward=True))
+    ppo = PPOConfig(epochs=1, minibatches=1, critic_warmup_steps=1 if why == "the critic warms up" else 0)
+    with opened(tmp_path, config, ppo) as host:
+        policy, _ = batches(host)
+        if why == "no token counts":
+            none = np.zeros_like(policy.advantages.loss_mask)
+            policy = dataclasses.replace(policy, advantages=dataclasses.replace(policy.advantages, loss_mask=none))
+        kept = host._trainers[Role.POLICY].kept
+        assert kept is not None
+        assert len(kept._hidden) == 3
+        assert host.update_policy(0, policy)["policy/optimizer_steps"] == 0
+        assert kept._hidden == {}
 
 
 def test_a_forward_that_was_kept_is_forgotten_when_other_weights_are_loaded(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -257,6 +258,40 @@ def test_clip_high_and_dual_clip_by_hand(cfg: PPOConfig, clipped: list[int], gai
     assert ("policy/dual_clipfrac" in stats.sums) == (cfg.dual_clip is not None)
     assert dual == pytest.approx(float(2 in clipped) / 6)
     assert stats.sums["policy/clipfrac"].item() + dual == pytest.approx(len(clipped) / 6)
+
+
+@pytest.mark.parametrize("anchor", ["proximal", "sampler"])
+@pytest.mark.parametrize("dual_clip", [None, 3.0])
+def test_a_ratio_that_overflows_has_the_gradient_of_a_clipped_one(anchor: Any, dual_clip: float | None) -> None:
+    """log u of 100, beyond float32's exp, with A = 1, 0 and -1 beside an ordinary token, against the loop in float64.
+    Without a dual clip the third one's loss is unbounded, and stays so: its step is left out, not made smaller."""
+    cfg = PPOConfig(anchor=anchor, dual_clip=dual_clip, correction="none")
+    log_u, a = [100.0, 100.0, 0.1, 100.0], [1.0, 0.0, 1.0, -1.0]
+    some = slice(None) if dual_clip is not None else slice(3)
+    mask = torch.ones(1, len(a[some]), dtype=torch.bool)
+    zeros = torch.zeros(1, len(a[some]))
+    new = torch.tensor([log_u[some]], requires_grad=True)
+    inputs = PolicyLossInputs(
+        mask, token_weights(mask, "token"), torch.tensor([a[some]]), zeros, zeros, None, zeros.int(), 1
+    )
+    loss, stats = policy_loss(new, zeros, inputs, cfg, 0.0)
+    expected = oracles.policy_loss(
+        [log_u[some]], zeros.tolist(), zeros.tolist(), zeros.tolist(), zeros.tolist(), [a[some]], mask.tolist(),
+        zeros.int().tolist(), 1, clip_eps=cfg.clip, anchor=anchor, correction="none", cap=cfg.correction_cap,
+        proximal="recompute", aggregation="token", entropy_coef=0.0, kl_where="reward", kl_estimator="k1", kl_coef=0.0,
+        dual_clip=dual_clip,
+    )  # fmt: skip
+    assert loss.item() == pytest.approx(expected)
+    (grad,) = torch.autograd.grad(loss, new)
+    count = len(a[some])
+    assert grad[0].tolist() == pytest.approx([0.0, 0.0, -math.exp(0.1) / count, 0.0][:count])
+    assert stats.maxima["policy/ratio_max"].isfinite()
+
+
+def test_a_loss_without_a_bound_is_infinite() -> None:
+    one = torch.ones(1, 1)
+    inputs = PolicyLossInputs(one.bool(), one, -one, 0 * one, 0 * one, None, one.int(), 1)
+    assert policy_loss(100 * one, 0 * one, inputs, PPOConfig(), 0.0)[0].item() == math.inf
 
 
 def test_one_epsilon_written_twice_is_the_symmetric_clip() -> None:

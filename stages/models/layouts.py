@@ -1,0 +1,71 @@
+"""Which parallel layouts can hold a model, said once: for the checks before a run, for the layouts that they propose
+where memory is short, and for the ranks themselves.
+
+May import stages.models.{config, protocol, spec} and storage.problems.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from itertools import chain
+
+from stages.models.config import LayoutConfig, ModelConfig, recompute_problems
+from stages.models.protocol import Role
+from stages.models.spec import ModelSpec
+from storage.problems import Problem, at_least
+
+
+def gang_problems(layout: LayoutConfig, num_ranks: int, prefix: str = "") -> Iterator[Problem]:
+    """What of a layout cannot work on so many ranks, whatever they hold. `prefix`: of the keys, the gang's."""
+    parts = {f"{prefix}layout.tensor": layout.tensor, f"{prefix}layout.pipeline": layout.pipeline}
+    yield from at_least(1, parts)
+    group = layout.tensor * layout.pipeline
+    if group >= 1 and num_ranks % group:
+        need = f"must be a multiple of layout.tensor x layout.pipeline = {group}"
+        yield Problem(f"{prefix}workers", num_ranks, need)
+    yield from recompute_problems(f"{prefix}layout", layout)
+    if layout.sequence_parallel and layout.tensor <= 1:
+        yield Problem(f"{prefix}layout.sequence_parallel", True, "needs layout.tensor of 2 or more")
+
+
+def blocks_problems(model: ModelConfig, role: Role, spec: ModelSpec) -> Iterator[Problem]:
+    """Whether a role's model has the blocks that are to be frozen, and trained."""
+    frozen, above = model.frozen_blocks, spec.num_layers - model.frozen_blocks
+    if not 0 <= frozen < spec.num_layers:
+        need = f"the {_whose(role)} has {spec.num_layers} blocks: at most {spec.num_layers - 1}"
+        yield Problem("model.frozen_blocks", frozen, need)
+    elif role is Role.CRITIC and model.critic_blocks is not None and not 1 <= model.critic_blocks <= above:
+        yield Problem("model.critic_blocks", model.critic_blocks, f"must be from 1 to {above}")
+
+
+def layout_problems(
+    model: ModelConfig, role: Role, spec: ModelSpec, layout: LayoutConfig, prefix: str = ""
+) -> Iterator[Problem]:
+    """Whether a layout can cut a role's model, whose blocks are as they should be."""
+    heads, key = spec.num_heads, f"{prefix}layout.pipeline"
+    if layout.tensor > heads:
+        need = f"the {_whose(role)} has {heads} query heads: at most {heads}"
+        yield Problem(f"{prefix}layout.tensor", layout.tensor, need)
+    if layout.pipeline > 1 and model.frozen_blocks:
+        need = f"a shared frozen trunk, computed once and kept on the rank that trains what is above, needs {key}=1"
+        yield Problem("model.frozen_blocks", model.frozen_blocks, need)
+        return
+    is_critic = role is Role.CRITIC
+    blocks = model.own_blocks(spec.num_layers, is_critic=is_critic)
+    if blocks % layout.pipeline:
+        name = "model.critic_blocks" if is_critic and model.critic_blocks is not None else "num_hidden_layers"
+        yield Problem(key, layout.pipeline, f"must divide the {_whose(role)}'s {name} = {blocks}")
+
+
+def check_layout(model: ModelConfig, specs: Mapping[Role, ModelSpec], layout: LayoutConfig, num_ranks: int) -> None:
+    """Raises ValueError, naming the key, for a layout that does not fit the gang or cannot hold its roles' models."""
+    of_roles = (
+        chain(blocks_problems(model, role, spec), layout_problems(model, role, spec, layout))
+        for role, spec in specs.items()
+    )
+    for problem in chain(gang_problems(layout, num_ranks), *of_roles):
+        raise ValueError(f"{problem.key} = {problem.given}: {problem.need}")
+
+
+def _whose(role: Role) -> str:
+    return "model" if role is Role.POLICY else role

@@ -34,6 +34,7 @@ PROVENANCE = Provenance(
     host="h",
     pid=42,
     started=1.5,
+    numerics="beef01",
 )
 
 

@@ -24,7 +24,7 @@ from types import TracebackType
 from typing import Any
 
 import dask
-from distributed import Client, Nanny, Scheduler, SpecCluster
+from distributed import Client, Nanny, Scheduler, SpecCluster, scheduler, worker
 from distributed.protocol.pickle import dumps
 from distributed.utils import get_mp_context
 
@@ -51,6 +51,7 @@ _DASK_SETTINGS: dict[str, Any] = {
     "distributed.worker.memory.terminate": False,
     "distributed.comm.timeouts.connect": "60s",
     "distributed.admin.tick.limit": "60s",
+    "distributed.admin.low-level-log-length": 100,  # of each of many logs that hold on to whole messages
     "distributed.nanny.pre-spawn-environ": {},  # it would be set in the driver itself; see _FORKSERVER_ENVIRONMENT
 }
 
@@ -81,6 +82,16 @@ _FORKSERVER_ENVIRONMENT = {
 _KILL_S = 30.0
 _ANY = 1_000_000.0
 """Capacity of a pin that limits nothing: threads do."""
+
+
+def _scheduler_extensions() -> dict[str, Any]:
+    """Dask's, less those that are of no use here. Spans are kept for ever, and one begins whenever nothing is running:
+    6 KB each in the scheduler, and counters for each in every worker, two a step."""
+    return {name: kind for name, kind in scheduler.DEFAULT_EXTENSIONS.items() if name not in ("spans", "stealing")}
+
+
+def _worker_extensions() -> dict[str, Any]:
+    return {name: kind for name, kind in worker.DEFAULT_EXTENSIONS.items() if name != "spans"}
 
 
 def worker_environment(threads: int, shared: bool, gpus: str | None = None) -> dict[str, str]:
@@ -147,22 +158,24 @@ class LocalWorkers:
                         "host": "127.0.0.1",
                         "resources": worker_resources(gang, index, waiting),
                         "memory_limit": 0,
+                        "extensions": _worker_extensions(),
                         "env": worker_environment(config.placement.gangs[gang.name].threads, shared, gpus),
                     },
                 }
-        scheduler = {
+        of_scheduler = {
             "cls": Scheduler,
             "options": {
                 "host": "127.0.0.1",
                 "dashboard_address": _free_address(config.cluster.dashboard),
                 "dashboard": config.cluster.dashboard is not None,
+                "extensions": _scheduler_extensions(),
             },
         }
         with ExitStack() as stack:  # what is open is closed again if the rest cannot be opened
             scratch = stack.enter_context(tempfile.TemporaryDirectory(prefix="stageline-", ignore_cleanup_errors=True))
             stack.enter_context(dask.config.set({**_DASK_SETTINGS, "temporary-directory": scratch}))
             _start_forkserver()
-            self._cluster = SpecCluster(workers=specs, scheduler=scheduler, silence_logs=logging.CRITICAL)
+            self._cluster = SpecCluster(workers=specs, scheduler=of_scheduler, silence_logs=logging.CRITICAL)
             stack.callback(self._close_cluster)
             self._has_dashboard = config.cluster.dashboard is not None
             self.client = stack.enter_context(Client(self._cluster))

@@ -24,7 +24,7 @@ from torch import Tensor
 from stages.models.kernels.protocol import BlockKernels
 from stages.models.layers import HiddenOutput
 from stages.models.packing import Packing, pack
-from stages.models.products import Products
+from stages.models.products import Products, rows_multiple
 from stages.models.token_logprobs import Distribution, Entropy, token_logprobs
 from stages.models.trunk import Trunk
 from stages.ppo.micro_batches import micro_batches
@@ -40,7 +40,8 @@ class MicroBatch:
     """Their indices in the caller's arrays."""
     lengths: np.ndarray
     tokens: Tensor
-    """int64 [N], on the device; under sequence parallelism N is rounded up to a multiple of TP by zeros at the end."""
+    """int64 [N], on the device; under sequence parallelism N is rounded up to a multiple of TP by zeros at the end,
+    and on CPUs for 16-bit products (`products.rows_multiple`)."""
     packing: Packing
     mask: Tensor
     """bool [B, T]: response_mask; T is the longest row."""
@@ -210,17 +211,20 @@ def response_logprobs(
 ) -> tuple[Tensor, Tensor]:
     """(log-prob of every sampled token, entropy in nats of its distribution), float32 [B, T] each, 0 where nothing was
     sampled. No other position goes through the output layer."""
+    number = len(batch.targets)
+    filling = 0, -number % rows_multiple(weight_VH.dtype, weight_VH.device)
     logprobs_S, entropy_S = token_logprobs(
-        hidden_NH[batch.predictors],
+        hidden_NH[F.pad(batch.predictors, filling)],
         weight_VH,
-        batch.targets,
-        (batch.mask.cumsum(1) - 1)[batch.mask],
+        F.pad(batch.targets, filling),
+        F.pad((batch.mask.cumsum(1) - 1)[batch.mask], filling),
         distribution,
         products,
         kernels,
         entropy=entropy,
     )
     empty = torch.zeros(batch.mask.shape, device=hidden_NH.device)
+    logprobs_S, entropy_S = logprobs_S[:number], entropy_S[:number]
     return empty.masked_scatter(batch.mask, logprobs_S), empty.masked_scatter(batch.mask, entropy_S)
 
 

@@ -5,12 +5,15 @@ May import numpy, torch, stages.ppo, storage and this folder.
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 
 from stages.models.adapter_shapes import adapter_parameters
 from stages.models.build import Blueprint
 from stages.models.config import OptimizerConfig
 from stages.models.forward import MicroBatch, cut_micro_batches, row_lengths
+from stages.models.products import rows_multiple
 from stages.models.protocol import Role
 from stages.models.work import UpdateWork, measured_peak, update_flops
 from stages.ppo.micro_batches import balanced
@@ -40,7 +43,10 @@ def rank_micro_batches(
         rank.device,
         max_tokens=config.micro_batch_tokens,
         max_rows=config.micro_batch_rows,
-        multiple=rank.tensor_size if blueprint.layout.sequence_parallel else 1,
+        multiple=math.lcm(
+            rank.tensor_size if blueprint.layout.sequence_parallel else 1,
+            rows_multiple(blueprint.dtype, rank.device),
+        ),
     )
 
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 import faulthandler
 import importlib
 import os
-import pickle
 import sys
 import time
 from dataclasses import dataclass, field
@@ -22,6 +21,7 @@ from typing import Protocol
 from distributed import get_worker
 
 from pipeline.workers.messages import OUTCOMES, Call, Outcome, WorkerLost, WorkerSpec
+from pipeline.workers.reports import outcome_to_json
 from pipeline.workers.row_transfer import HasRows, open_for_rows
 from pipeline.workers.weight_transfer import ReadsWeights, WeightMirror
 from storage.address import Address, Ref
@@ -110,7 +110,7 @@ def run_node_task(call: Call, *parents: object) -> Ref | None:
             raise WorkerLost(call.worker, call.incarnation)
         return commit.ref()
     outcome = run_node(call)
-    get_worker().log_event(OUTCOMES, pickle.dumps((call.attempt, outcome)))
+    get_worker().log_event(OUTCOMES, outcome_to_json(call.attempt, outcome))
     return outcome.ref
 
 

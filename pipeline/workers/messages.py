@@ -11,11 +11,11 @@ from stages.engines.embedded.migration.load import EngineLoad, MigrationRequest
 from storage.address import Address, Ref
 
 OUTCOMES = "stageline-outcomes"
-"""Dask topic on which workers report outcomes to the driver: pickled pairs of a call's attempt and an `Outcome`."""
+"""Dask topic on which workers report outcomes to the driver, as `reports.outcome_to_json` writes them."""
 
 
 TAILS = "stageline-tails"
-"""Dask topic on which replicas tell the driver of rows: pickled `RowsNews` and `MoveOver`."""
+"""Dask topic on which replicas tell the driver of rows, as `reports.rows_to_json` writes it."""
 
 LONGEST_SILENCE_S = 30.0
 """Of a worker that sends weights or that accepted rows, before it is taken for lost; less under a short

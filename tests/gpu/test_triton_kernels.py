@@ -39,8 +39,8 @@ pytestmark = [
 ]
 PLAIN = TorchKernels()
 SPLIT = 256 if CUDA else 64
-"""`triton_kernels.SPLIT`, smaller in the interpreter, which is a million times slower: contexts around its multiples are
-where the kernels could go wrong."""
+"""`triton_kernels.SPLIT`, smaller in the interpreter, which is far slower: contexts around its multiples are where the
+kernels could go wrong."""
 TILE = 64 if CUDA else 32
 
 

@@ -29,5 +29,5 @@ def run_suite(files: Sequence[str], environment: Mapping[str, str], *arguments: 
         check=False,
     )
     if done.returncode != 0 or " passed" not in done.stdout.splitlines()[-1]:
-        pytest.fail(f"{' '.join(command)} ended with {done.returncode}:\n{done.stdout[-6000:]}", pytrace=False)
+        pytest.fail(f"{' '.join(command)} ended with {done.returncode}:\n{done.stdout[-12000:]}", pytrace=False)
     return done.stdout

@@ -1,4 +1,4 @@
-"""What the trainer's kernels in C are given is looked at first: each of these would have read or written past its end."""
+"""What the trainer's kernels in C are given is looked at first: each of these would have been read or written past."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ from stages.engines.embedded.batch import keep, lay_out
 from stages.engines.embedded.counters import Counters
 from stages.engines.embedded.draft_tree import DraftTree
 from stages.engines.embedded.extensions import DraftCounts, Drafts, EngineObserver
-from stages.engines.embedded.kernels.paging import blocks_for
+from stages.engines.embedded.kernels.paging import BLOCK_TOKENS, blocks_for
 from stages.engines.embedded.rows import GenerateCall, Row
 from stages.engines.embedded.runner import Runner
 from stages.engines.embedded.scheduler import BATCH_PROMPT_TOKENS, Chunk, Scheduler
@@ -143,8 +143,11 @@ class EmbeddedEngine:
         kept = keep(chunks, draws, self.version)
         scheduler.returned(chunks)
         sampling = [chunk for chunk in chunks if chunk.samples]
-        finished = [chunk.row for chunk in sampling if chunk.row.finished is not None]
-        for row in finished:
+        failed = [chunk.row for chunk in sampling if chunk.row.failure is not None]
+        finished = [c.row for c in sampling if c.row.failure is None and c.row.finished is not None]
+        for row in failed:
+            self._clean(row)
+        for row in (*finished, *failed):
             scheduler.retire(row)
         before, self._collected_at = self._collected_at, time.perf_counter()
         seconds = self._collected_at - max(begun.started_at, before)  # batches under way at once share their time
@@ -159,6 +162,22 @@ class EmbeddedEngine:
             self._counters.add_batch(chunks, sum(map(len, kept)), num_in_flight, seconds)
             self._counters.add_scheduling(scheduler)
             self._finish(finished)
+            self._fail(failed)
+
+    def _clean(self, row: Row) -> None:
+        """Zeros into the blocks that only this row holds: where their next holder has not yet written, it multiplies
+        what lies there by 0, and that must be finite. No other batch under way reads or writes them."""
+        own = self._scheduler.pool.discard(row.blocks)
+        layers, heads, dim = self.cache_shape
+        self._runner.write_cache(own, np.zeros((layers, 2, heads, len(own) * BLOCK_TOKENS, dim), np.float32))
+
+    def _fail(self, rows: Sequence[Row]) -> None:
+        """Under the lock: callers hear why there is nothing of these rows, and want nothing of their other ones."""
+        for row in rows:
+            assert row.failure is not None
+            self._leave(row)
+            row.call.results.put((row, row.failure))
+        self._admission.finished(len(rows))
 
     def _finish(self, rows: Sequence[Row]) -> None:
         """Under the lock: complete rows go to their callers."""
@@ -203,7 +222,9 @@ class EmbeddedEngine:
     def generate(self, requests: Iterable[Request]) -> Iterator[Completion]:
         """See `GenerationEngine`. Checks and queues at once; the rows run whether or not the result is iterated, but an
         iterator that is closed early takes its unfinished rows with it. Raises RequestError also where a row asks for
-        another version than the resident one, and RuntimeError if the engine is asleep or has stopped."""
+        another version than the resident one, and RuntimeError if the engine is asleep or has stopped. The iterator
+        raises FloatingPointError, naming the row, for one whose logits are not finite: the call ends there, and those
+        of others go on."""
         rows = list(requests)
         for request in rows:
             self.check(request)
@@ -224,7 +245,7 @@ class EmbeddedEngine:
             for _ in range(num_rows):
                 result = call.results.get()
                 if result is None:
-                    raise RuntimeError("the engine has stopped") from self._admission.failure
+                    raise self._admission.why_stopped() from self._admission.failure
                 _, outcome = result
                 if isinstance(outcome, Exception):
                     raise outcome

@@ -41,6 +41,8 @@ class Row:
     """Positions whose keys are in the blocks: always fewer than tokens, since a token is fed to get the next."""
     num_again: int = 0
     """Last tokens but one that have been fed, as guesses, but whose keys are not in place."""
+    failure: FloatingPointError | None = None
+    """Why nothing more can be made of it."""
     dropped: bool = False
     """Nobody waits for this row, though others of its call may be wanted."""
 

@@ -98,6 +98,14 @@ class Row:
             return FinishReason.STOP
         return FinishReason.LENGTH if self.num_left <= 0 else None
 
+    def outcome(self) -> Completion | FloatingPointError:
+        """What its caller gets of it, now that it is finished or failed."""
+        if self.failure is not None:
+            return self.failure
+        reason = self.finished
+        assert reason is not None
+        return self.completion(reason)
+
     def completion(self, reason: FinishReason) -> Completion:
         return Completion(
             row=self.request.row,

@@ -89,7 +89,7 @@ class Runner(Protocol):
         ...
 
     def write_cache(self, blocks: Sequence[int], copied: np.ndarray) -> None:
-        """The reverse, into a row's blocks; no batch is under way."""
+        """The reverse, into a row's blocks, which no batch under way reads or writes."""
         ...
 
     @property

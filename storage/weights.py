@@ -1,6 +1,7 @@
 """Versions of named tensors in shared memory: written once by a publisher, mapped without a copy by readers.
 
-In the board's directory (on tmpfs, e.g. /dev/shm/stageline-NAME, for shared memory; any local one works):
+In the board's directory (on tmpfs, e.g. /dev/shm/stageline-NAME, for shared memory; any local one works), which its
+user alone can enter:
 
     v000012-<pid>-<hex>.bin        the tensors' bytes, each at a multiple of 64
     v000012.json                   the manifest, linked to this name last: it makes the version exist
@@ -38,6 +39,7 @@ import numpy as np
 import xxhash
 
 from storage.errors import DamagedWeights, MissingOutput, StoreError
+from storage.private import private_directory
 from storage.processes import process_alive
 
 FORMAT = 2
@@ -127,11 +129,12 @@ class WeightLease:
 
 
 class WeightBoard:
-    """Owns a directory of versions; any number of processes of one host use it, and one of them closes it."""
+    """Owns a directory of versions; any number of processes of one host and user use it, and one of them closes it."""
 
     def __init__(self, directory: str | Path) -> None:
+        """Raises StoreError, naming the directory, if it is another user's: its name can be guessed."""
         self.directory = Path(directory)
-        self.directory.mkdir(parents=True, exist_ok=True)
+        private_directory(self.directory)
 
     def publish(
         self, version: int, tensors: Mapping[str, np.ndarray], dtypes: Mapping[str, str] | None = None

@@ -3,6 +3,11 @@
     driver ──► forkserver (distributed imported; SIGINT blocked) ──fork──► worker processes
       └ threads: scheduler, nannies
 
+Whoever can talk to a scheduler or worker of Dask's can have it run anything, and every user of a host can connect to
+its loopback ports. So all of them speak TLS, and answer only who shows the run's own certificate: it is made when the
+run begins, lives in the memory of these processes (and, while one reads it, in a file of mode 0600 in a folder of mode
+0700) and ends with them.
+
 May import dask and distributed, pipeline.config, pipeline.graph and pipeline.workers.messages.
 """
 
@@ -26,6 +31,7 @@ from typing import Any
 import dask
 from distributed import Client, Nanny, Scheduler, SpecCluster, scheduler, worker
 from distributed.protocol.pickle import dumps
+from distributed.security import Security
 from distributed.utils import get_mp_context
 
 from pipeline.config.devices import THIS_HOST, all_here, plan_devices, visible_devices
@@ -146,6 +152,8 @@ class LocalWorkers:
         shared = sum(config.placement.gangs[g.name].threads * g.workers * _processes(config, g) for g in gangs) > 1
         plan = plan_devices(gangs, config.replica_ranks, all_here(gangs), {THIS_HOST: num_gpus})
         inherited = os.environ.get("CUDA_VISIBLE_DEVICES")
+        security = Security.temporary()
+        encrypted = {"host": "127.0.0.1", "protocol": "tls://", "security": security}
         specs: dict[str, Any] = {}
         for gang in gangs:
             waiting = gang.slots if config.cluster.move_rows_below and Role.GENERATE in gang.roles else 0
@@ -154,8 +162,8 @@ class LocalWorkers:
                 specs[worker_name(gang.name, index)] = {
                     "cls": Nanny,
                     "options": {
+                        **encrypted,
                         "nthreads": worker_threads(gang, waiting),
-                        "host": "127.0.0.1",
                         "resources": worker_resources(gang, index, waiting),
                         "memory_limit": 0,
                         "extensions": _worker_extensions(),
@@ -165,7 +173,7 @@ class LocalWorkers:
         of_scheduler = {
             "cls": Scheduler,
             "options": {
-                "host": "127.0.0.1",
+                **encrypted,
                 "dashboard_address": _free_address(config.cluster.dashboard),
                 "dashboard": config.cluster.dashboard is not None,
                 "extensions": _scheduler_extensions(),
@@ -175,7 +183,9 @@ class LocalWorkers:
             scratch = stack.enter_context(tempfile.TemporaryDirectory(prefix="stageline-", ignore_cleanup_errors=True))
             stack.enter_context(dask.config.set({**_DASK_SETTINGS, "temporary-directory": scratch}))
             _start_forkserver()
-            self._cluster = SpecCluster(workers=specs, scheduler=of_scheduler, silence_logs=logging.CRITICAL)
+            self._cluster = SpecCluster(
+                workers=specs, scheduler=of_scheduler, security=security, silence_logs=logging.CRITICAL
+            )
             stack.callback(self._close_cluster)
             self._has_dashboard = config.cluster.dashboard is not None
             self.client = stack.enter_context(Client(self._cluster))

@@ -27,7 +27,6 @@ May import distributed, pipeline.driver.{attempts, context, orders, supervision}
 
 from __future__ import annotations
 
-import pickle
 import queue
 import time
 import uuid
@@ -45,6 +44,7 @@ from pipeline.graph.dispatch import Dispatch, Gang
 from pipeline.graph.graph import Node
 from pipeline.observe.journal import Journal
 from pipeline.workers.messages import FAILURES, OUTCOMES, TAILS, MoveOver, Outcome, RankFailure, RowsNews
+from pipeline.workers.reports import failure_from_json, outcome_from_json, rows_from_json
 from storage.address import Address
 
 _LONGEST_LOOK_S = 5.0
@@ -219,17 +219,17 @@ class Executor:
         notice = _Ended(future, worker, address)
         future.add_done_callback(lambda _: self._notices.put(notice))
 
-    def _on_outcome(self, event: tuple[float, bytes]) -> None:
+    def _on_outcome(self, event: tuple[float, str]) -> None:
         """Takes a worker's report (called in the client's thread)."""
-        self._notices.put(_Reported(*pickle.loads(event[1])))
+        self._notices.put(_Reported(*outcome_from_json(event[1])))
 
-    def _on_failure(self, event: tuple[float, bytes]) -> None:
+    def _on_failure(self, event: tuple[float, str]) -> None:
         """Takes a rank's report (called in the client's thread)."""
-        self._notices.put(_RankFailed(pickle.loads(event[1])))
+        self._notices.put(_RankFailed(failure_from_json(event[1])))
 
-    def _on_rows(self, event: tuple[float, bytes]) -> None:
+    def _on_rows(self, event: tuple[float, str]) -> None:
         """Takes a replica's report (called in the client's thread)."""
-        self._notices.put(_RowsReported(pickle.loads(event[1])))
+        self._notices.put(_RowsReported(rows_from_json(event[1])))
 
     def _on_process(self, event: tuple[float, object]) -> None:
         """Takes the scheduler's report of a process that ended (called in the client's thread)."""

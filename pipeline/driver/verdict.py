@@ -13,7 +13,7 @@ from distributed import Future
 from distributed.comm import CommClosedError
 from distributed.scheduler import KilledWorker, NoValidWorkerError, NoWorkerError
 
-from pipeline.workers.messages import PEER_ERRORS, RankFailure, WorkerLost
+from pipeline.workers.messages import PEER_ERRORS, FailureKind, RankFailure, WorkerLost
 from stages.models.errors import RanksMissing
 
 LOST = (KilledWorker, WorkerLost, RanksMissing, CancelledError, CommClosedError, NoWorkerError, NoValidWorkerError)
@@ -67,13 +67,13 @@ def error_of(future: Future) -> BaseException:
 def error_of_rank(failure: RankFailure) -> BaseException:
     """The error that a rank reported, of a class that `verdict` knows."""
     match failure.kind:
-        case "lost":
+        case FailureKind.LOST:
             return WorkerLost(failure.worker, failure.incarnation)
-        case "missing":
+        case FailureKind.MISSING:
             return RanksMissing(str(failure.address), failure.missing, failure.text)
-        case "peer":
+        case FailureKind.PEER:
             return DisturbedRank(failure.error, failure.text)
-        case "own":
+        case FailureKind.OWN:
             return RankError(failure.error, failure.text)
 
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 import faulthandler
 import importlib
 import os
-import pickle
 import sys
 import time
 from collections import OrderedDict
@@ -24,6 +23,7 @@ from distributed import get_worker
 
 from pipeline.workers.gang_calls import PassedOn, open_for_calls, outliers
 from pipeline.workers.messages import OUTCOMES, Built, Call, Outcome, WorkerLost, WorkerSpec
+from pipeline.workers.reports import outcome_to_json
 from pipeline.workers.row_transfer import HasRows, open_for_rows
 from pipeline.workers.weight_transfer import ReadsWeights, WeightMirror
 from storage.address import Address, Ref
@@ -127,7 +127,7 @@ def run_node_task(call: Call, *parents: object) -> Ref | None:
     passed_on = PassedOn(get_worker(), call)
     outcome = run_node(call)
     outcome = replace(outcome, peers=outliers(outcome, passed_on.outcomes()))
-    get_worker().log_event(OUTCOMES, pickle.dumps((call.attempt, outcome)))
+    get_worker().log_event(OUTCOMES, outcome_to_json(call.attempt, outcome))
     return outcome.ref
 
 

@@ -8,7 +8,7 @@ the processes.
 So a node of a gang of hundreds of ranks costs the scheduler one task. Rank 0 is done when all are; of its peers'
 outcomes it reports those that stand out.
 
-May import distributed, pipeline.workers.messages and stages.models.errors (which loads nothing).
+May import distributed, pipeline.workers.{messages, reports} and stages.models.errors (which loads nothing).
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from typing import Any
 from distributed import Worker
 
 from pipeline.workers.messages import FAILURES, Call, Outcome, RankFailure, WorkerLost, worker_name
+from pipeline.workers.reports import failure_to_json
 
 RUN = "stageline_run_call"
 """Name of the handler."""
@@ -87,7 +88,7 @@ async def _ask(worker: Worker, address: str, call: Call) -> Outcome | None:
 
 
 def _report(worker: Worker, call: Call, error: BaseException) -> None:
-    worker.log_event(FAILURES, pickle.dumps(RankFailure.of(call, error)))
+    worker.log_event(FAILURES, failure_to_json(RankFailure.of(call, error)))
 
 
 def outliers(first: Outcome, others: Sequence[Outcome]) -> tuple[Outcome, ...]:

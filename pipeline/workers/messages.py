@@ -7,20 +7,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from enum import StrEnum
 
 from stages.engines.embedded.migration.load import EngineLoad, MigrationRequest
 from stages.models.errors import RanksMissing
 from storage.address import Address, Ref
 
 OUTCOMES = "stageline-outcomes"
-"""Dask topic on which workers report outcomes to the driver: pickled pairs of a call's attempt and an `Outcome`."""
+"""Dask topic on which workers report outcomes to the driver, as `reports.outcome_to_json` writes them."""
 
 FAILURES = "stageline-failures"
-"""Dask topic on which ranks other than 0 report what they raised: pickled `RankFailure`."""
+"""Dask topic on which ranks other than 0 report what they raised: `RankFailure` as JSON (`reports`)."""
 
 TAILS = "stageline-tails"
-"""Dask topic on which replicas tell the driver of rows: pickled `RowsNews` and `MoveOver`."""
+"""Dask topic on which replicas tell the driver of rows, as `reports.rows_to_json` writes it."""
 
 PEER_ERRORS = (RuntimeError, OSError)
 """What a collective raises when a peer is lost; also what much else raises."""
@@ -131,6 +131,19 @@ class Outcome:
     """Rank 0's: of the gang's other ranks, whose part is done too, the outcomes that stand out (`gang_calls`)."""
 
 
+class FailureKind(StrEnum):
+    """What kept a rank from its part of a call."""
+
+    LOST = "lost"
+    """Its process is lost."""
+    MISSING = "missing"
+    """Others did not come to a collective."""
+    PEER = "peer"
+    """What it would also raise if a peer had died."""
+    OWN = "own"
+    """Anything else."""
+
+
 @dataclass(frozen=True)
 class RankFailure:
     """A rank other than 0 did not do its part of a call."""
@@ -140,9 +153,7 @@ class RankFailure:
     worker: str
     incarnation: int
     index: int
-    kind: Literal["lost", "missing", "peer", "own"]
-    """lost: its process; missing: others did not come to a collective; peer: what it would also raise if a peer had
-    died; own: anything else."""
+    kind: FailureKind
     error: str
     """The type's name."""
     text: str
@@ -152,11 +163,11 @@ class RankFailure:
     def of(cls, call: Call, error: BaseException) -> RankFailure:
         index = int(call.worker.rpartition("-")[2])
         missing = error.ranks if isinstance(error, RanksMissing) else ()
-        kind: Literal["lost", "missing", "peer", "own"] = "peer" if isinstance(error, PEER_ERRORS) else "own"
+        kind = FailureKind.PEER if isinstance(error, PEER_ERRORS) else FailureKind.OWN
         if isinstance(error, WorkerLost):
-            kind = "lost"
+            kind = FailureKind.LOST
         elif missing:
-            kind = "missing"
+            kind = FailureKind.MISSING
         name, text = type(error).__name__, str(error)
         return cls(call.address, call.attempt, call.worker, call.incarnation, index, kind, name, text, missing)
 

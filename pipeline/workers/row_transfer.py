@@ -14,8 +14,8 @@ So a row is always in the hands of the process that commits its shard, which kee
 The connection is the lease: when it ends, for whatever reason, both sides act alone, and whatever the target still
 computes goes nowhere. Arrays travel as frames, without a copy in between.
 
-May import distributed, pipeline.workers.messages and migration's load records; rows themselves are handed through
-unseen.
+May import distributed, pipeline.workers.{messages, reports} and migration's load records; rows themselves are handed
+through unseen.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from distributed.comm import Comm, connect
 from distributed.protocol import to_serialize
 
 from pipeline.workers.messages import TAILS, MoveOrder, MoveOver, RowsNews, WorkerSpec
+from pipeline.workers.reports import rows_to_json
 from stages.engines.embedded.migration.load import EngineLoad, MigrationRequest
 from storage.address import Address
 
@@ -96,7 +97,7 @@ def open_for_rows(worker: Worker, spec: WorkerSpec, rows: Rows) -> None:
     under_way: set[asyncio.Task[None]] = set()
 
     def report(news: RowsNews | MoveOver) -> None:
-        worker.log_event(TAILS, pickle.dumps(news))
+        worker.log_event(TAILS, rows_to_json(news))
 
     async def migrate(order: bytes) -> None:
         sent: MoveOrder = pickle.loads(order)

@@ -30,7 +30,8 @@ class SpeculationConfig:
     head_vocab: int = 4096
     """Tokens that the learned head can draft: those most frequent in the responses."""
     head_memory_mb: int = 64
-    """Of the hidden states that the head learns from: those of the last rows, 2 bytes a number."""
+    """Of the hidden states that the head learns from: three quarters for those of the last rows, 2 bytes a number, a
+    quarter for those of rows in flight."""
     train_share: float = 0.5
     """Of the engine's idle time, at most so much is spent on training the head."""
 

@@ -26,7 +26,7 @@ from pathlib import Path
 
 import torch
 
-from stages.native.compile import FLAGS, compiler_version
+from stages.native.compile import compiler_flags, compiler_version
 
 SOFTWARE = ("numpy", "torch", "megatron-core", "triton")
 """Packages that decide bits, beside Python itself."""
@@ -64,7 +64,7 @@ def machine_numerics() -> dict[str, str]:
         "torch.cpu": torch.backends.cpu.get_cpu_capability(),
         "torch.build": hashlib.sha256(torch.__config__.show().encode()).hexdigest()[:12],
         "compiler": compiler_version() or "none",
-        "compiler.flags": " ".join(FLAGS),
+        "compiler.flags": " ".join(compiler_flags()),
         "environment": " ".join(f"{name}={os.environ[name]}" for name in _ENVIRONMENT if name in os.environ),
     }
     if torch.cuda.is_available():

@@ -1,11 +1,18 @@
-"""Compiles kernels in C on the machine they run on. Standard library only.
+"""Compiles kernels in C on the machine they run on, and loads them.
 
 They need no header of Python or torch, so a C compiler suffices and seconds do. A library is kept in the user's cache
-folder under a digest of sources, compiler and its version, flags and processor.
+folder under a digest of sources, compiler and its version, flags and processor. What is loaded runs with this user's
+rights, so the folder must be this user's own, and closed to others. Where there is no home (a container's user without
+a name), it is in the temporary folder.
+
+$CC names another compiler, $STAGELINE_CFLAGS more flags (the tests' sanitizers).
+
+May import the standard library and storage.private.
 """
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import hashlib
 import os
@@ -13,11 +20,15 @@ import platform
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
+from storage.errors import StoreError
+from storage.private import private_directory
+
 _NUMBERS = Path(__file__).with_name("numbers.h")
-FLAGS = ("-O3", "-march=native", "-fopenmp", "-fno-math-errno", "-fno-trapping-math", "-shared", "-fPIC")
+_FLAGS = ("-O3", "-march=native", "-fopenmp", "-fno-math-errno", "-fno-trapping-math", "-shared", "-fPIC")
 _COMPILE_TIMEOUT_S = 120
 
 
@@ -28,22 +39,23 @@ class NoNativeKernelsError(RuntimeError):
 def build_library(name: str, folder: Path, sources: Sequence[str], headers: Sequence[str] = ()) -> Path:
     """The path of a library made of the sources in a folder, which may include the headers there and `numbers.h`;
     compiled under another name and moved, so that several processes may do this at once. Raises
-    NoNativeKernelsError."""
+    NoNativeKernelsError, also where the cache folder is another user's."""
     compiler, release = _compiler(), compiler_version()
     if compiler is None or release is None:
         raise NoNativeKernelsError("there is no C compiler (cc, or what $CC names)")
     files = [folder / source for source in sources]
     text = b"\0".join(file.read_bytes() for file in (*files, *(folder / header for header in headers), _NUMBERS))
-    digest = hashlib.sha256("\0".join([compiler, release, *FLAGS, _processor()]).encode() + text).hexdigest()
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "stageline"
+    flags = compiler_flags()
+    digest = hashlib.sha256("\0".join([compiler, release, *flags, _processor()]).encode() + text).hexdigest()
+    cache = cache_folder()
     library = cache / f"{name}-{digest[:20]}.so"
-    if library.exists():
-        return library
     try:
-        cache.mkdir(parents=True, exist_ok=True)
+        # Another user's may lie here only from before the folder was closed to others.
+        if library.exists() and library.lstat().st_uid == os.geteuid():
+            return library
         with tempfile.TemporaryDirectory(dir=cache) as scratch:
             built = Path(scratch) / library.name
-            command = [compiler, *FLAGS, f"-I{_NUMBERS.parent}", *map(str, files), "-o", str(built), "-lm"]
+            command = [compiler, *flags, f"-I{_NUMBERS.parent}", *map(str, files), "-o", str(built), "-lm"]
             subprocess.run(command, check=True, capture_output=True, text=True, timeout=_COMPILE_TIMEOUT_S)
             built.replace(library)
     except subprocess.CalledProcessError as error:
@@ -51,6 +63,11 @@ def build_library(name: str, folder: Path, sources: Sequence[str], headers: Sequ
     except (OSError, subprocess.TimeoutExpired) as error:
         raise NoNativeKernelsError(f"the kernels cannot be compiled into {cache}: {error}") from error
     return library
+
+
+def compiler_flags() -> tuple[str, ...]:
+    """That everything is compiled with."""
+    return (*_FLAGS, *os.environ.get("STAGELINE_CFLAGS", "").split())
 
 
 def compiler_version() -> str | None:
@@ -71,6 +88,52 @@ def _version_of(compiler: str) -> str | None:
     except (OSError, subprocess.SubprocessError):
         return None
     return said.strip().partition("\n")[0]
+
+
+def load_library(
+    name: str,
+    folder: Path,
+    sources: Sequence[str],
+    headers: Sequence[str],
+    records: Mapping[str, type[ctypes.Structure]],
+) -> ctypes.CDLL:
+    """`build_library`'s, loaded. `records`: by their names in C, the structs that are passed to it; each `struct NAME`
+    comes with a function `layout_NAME` (`numbers.h`: LAYOUT). Raises NoNativeKernelsError; RuntimeError where a record
+    here is laid out otherwise than there."""
+    try:
+        library = ctypes.CDLL(str(build_library(name, folder, sources, headers)))
+    except OSError as error:
+        raise NoNativeKernelsError(f"the compiled kernels cannot be loaded: {error}") from error
+    for record, here in records.items():
+        there = (ctypes.c_int64 * (len(here._fields_) + 2))()
+        getattr(library, f"layout_{record}")(there, len(there))
+        offsets = [getattr(here, field[0]).offset for field in here._fields_]
+        found = [*offsets, ctypes.sizeof(here), -1]
+        if found != list(there):
+            raise RuntimeError(f"struct {record}: offsets and size are {found}; in C {list(there)}")
+    return library
+
+
+def cache_folder() -> Path:
+    """Where libraries are kept: this user's alone. Raises NoNativeKernelsError if there is no such place."""
+    problems = []
+    for folder in _candidates():
+        try:
+            private_directory(folder)
+        except (OSError, StoreError) as error:
+            problems.append(str(error))
+        else:
+            return folder
+    raise NoNativeKernelsError(f"there is no folder to compile them into: {'; '.join(problems)} ($XDG_CACHE_HOME)")
+
+
+def _candidates() -> Iterator[Path]:
+    if given := os.environ.get("XDG_CACHE_HOME"):
+        yield Path(given) / "stageline"
+        return
+    with suppress(RuntimeError):  # there is neither $HOME nor an entry for this user
+        yield Path.home() / ".cache" / "stageline"
+    yield Path(tempfile.gettempdir()) / f"stageline-cache-{os.geteuid()}"
 
 
 def _processor() -> str:

@@ -3,6 +3,7 @@
 #ifndef STAGELINE_NUMBERS_H
 #define STAGELINE_NUMBERS_H
 
+#include <stddef.h>
 #include <stdint.h>
 #include <string.h>
 
@@ -77,5 +78,14 @@ INLINE float log_(float x) {
     p = p * f * z - e * 2.12194440e-4f - 0.5f * z;
     return f + p + e * 0.693359375f;
 }
+
+/* How a record is laid out that `native.py` builds as well: the function `layout_NAME` writes the offsets of the fields
+ * named, in their order, then the record's size and -1, as far as there is space; `compile.py` compares them. */
+#define LAYOUT(record, ...) \
+    void layout_##record(int64_t *to, int space) { \
+        const int64_t layout[] = {__VA_ARGS__, (int64_t)sizeof(struct record), -1}; \
+        for (int i = 0; i < space; i++) to[i] = i < (int)(sizeof(layout) / sizeof(layout[0])) ? layout[i] : -2; \
+    }
+#define AT(record, field) (int64_t)offsetof(struct record, field)
 
 #endif

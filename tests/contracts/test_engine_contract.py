@@ -20,7 +20,7 @@ from stages.models.hf_config import RANDOM_TINY
 from stages.models.hf_files import read_tokenizer
 from stages.models.sampling import SamplingConfig
 from stages.native.compile import NoNativeKernelsError
-from tests.contracts.embedded_engines import CPU, check_update_in_flight, make_engine
+from tests.contracts.embedded_engines import CPU, check_a_row_fails_alone, check_update_in_flight, make_engine
 from tests.contracts.engine_contract import (
     EngineContract,
     assert_close_in_bfloat16,
@@ -237,15 +237,24 @@ def test_sleep_is_refused_with_rows_in_flight() -> None:
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_a_failed_engine_notifies_its_callers() -> None:
-    """Finite weights whose products overflow: the callers get the reason instead of waiting for ever."""
+def test_a_failed_engine_notifies_its_callers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They get the reason instead of waiting for ever."""
+
+    def fail() -> None:
+        raise OSError("the machine is on fire")
+
     with closing(make_engine(RANDOM_TINY)) as engine:
-        engine.load_weights(1, {"model.layers.0.mlp.down_proj.weight": torch.full((64, 176), 3e38)})
-        with pytest.raises(RuntimeError, match="stopped") as caught:
-            list(engine.generate(make_requests(3, version=1)))
-        assert isinstance(caught.value.__cause__, FloatingPointError)
-        with pytest.raises(RuntimeError, match="stopped"):
+        monkeypatch.setattr(engine._runner, "collect", fail)
+        with pytest.raises(RuntimeError, match="engine has stopped: OSError: the machine is on fire") as caught:
+            list(engine.generate(make_requests(3)))
+        assert isinstance(caught.value.__cause__, OSError)
+        with pytest.raises(RuntimeError, match="engine has stopped: OSError: the machine is on fire"):
             engine.load_weights(2, {})
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
+def test_a_row_that_fails_fails_alone(kernels: str, tmp_path: Path) -> None:
+    check_a_row_fails_alone(tmp_path, kernels=kernels)
 
 
 @pytest.mark.smollm2

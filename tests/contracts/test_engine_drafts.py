@@ -22,7 +22,7 @@ from stages.engines.embedded.rows import Row
 from stages.engines.protocol import Completion, Request
 from stages.models.hf_config import RANDOM_TINY
 from stages.models.sampling import SamplingConfig
-from tests.contracts.embedded_engines import CPU, check_update_in_flight, make_engine
+from tests.contracts.embedded_engines import CPU, check_a_row_fails_alone, check_update_in_flight, make_engine
 from tests.contracts.engine_contract import make_requests, oracle_logprobs, random_llama
 from tests.support.engines import assert_same_bits, by_row
 from tests.support.processors import KERNELS
@@ -293,3 +293,7 @@ def test_update_in_flight_with_drafts(kind: str, stages: int, tmp_path: Path) ->
         speculation=SpeculationConfig(lengths="longest"),
         pipeline_parallel=stages,
     )
+
+
+def test_a_row_that_fails_fails_alone_with_drafts(tmp_path: Path) -> None:
+    check_a_row_fails_alone(tmp_path, speculation=SpeculationConfig(drafter="both", lengths="longest"))

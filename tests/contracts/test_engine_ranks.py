@@ -24,7 +24,7 @@ from stages.engines.embedded.ranks.processes import RankLost
 from stages.engines.protocol import GenerationEngine, Request, WeightsError
 from stages.models.hf_config import RANDOM_TINY
 from stages.models.sampling import SamplingConfig
-from tests.contracts.embedded_engines import CPU, make_engine
+from tests.contracts.embedded_engines import CPU, check_a_row_fails_alone, make_engine
 from tests.contracts.engine_contract import (
     MAX_SEQ,
     EngineContract,
@@ -265,3 +265,8 @@ def test_abandoned_rows_leave_after_their_pass() -> None:
 def test_divisions_that_cannot_be_are_refused(config: dict[str, int], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make_engine(RANDOM_TINY, **config)
+
+
+@pytest.mark.parametrize("layout", [{"pipeline_parallel": 3}, {"tensor_parallel": 2}], ids=str)
+def test_a_row_that_fails_fails_alone_on_ranks(layout: dict[str, int], tmp_path: Path) -> None:
+    check_a_row_fails_alone(tmp_path, **layout)

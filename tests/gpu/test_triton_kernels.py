@@ -1,7 +1,8 @@
 """Triton's kernels against the same functions in plain torch, on random inputs of even and odd sizes.
 
-On a CUDA device, or without one in Triton's interpreter (`TRITON_INTERPRET=1`), which checks what the kernels compute
-but not that they compile, nor what happens when programs run side by side. Never run on a GPU yet.
+On a CUDA device, or without one in Triton's interpreter (`TRITON_INTERPRET=1`; `make test` runs it so, see
+tests/integration/test_triton_interpreted.py), which checks what the kernels compute but not that they compile
+(test_triton_compiles.py does), nor what happens when programs run side by side. Never run on a GPU yet.
 """
 
 from __future__ import annotations
@@ -37,8 +38,10 @@ pytestmark = [
     pytest.mark.skipif(not CUDA and not INTERPRETED, reason="no CUDA device, and TRITON_INTERPRET is not 1"),
 ]
 PLAIN = TorchKernels()
-SPLIT = 256
-"""`triton_kernels.SPLIT`: contexts around its multiples are where the kernels could go wrong."""
+SPLIT = 256 if CUDA else 64
+"""`triton_kernels.SPLIT`, smaller in the interpreter, which is far slower: contexts around its multiples are where the
+kernels could go wrong."""
+TILE = 64 if CUDA else 32
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +49,12 @@ def kernels() -> Iterator[Any]:
     with pytest.MonkeyPatch.context() as patch:
         if INTERPRETED:
             let_the_interpreter_multiply_bfloat16(patch)
-        yield importlib.import_module("stages.engines.embedded.kernels.cuda.triton_kernels").load_triton_kernels(DEVICE)
+        module = importlib.import_module("stages.engines.embedded.kernels.cuda.triton_kernels")
+        if CUDA:
+            assert (module.SPLIT, module._TILE) == (SPLIT, TILE)
+        patch.setattr(module, "SPLIT", SPLIT)
+        patch.setattr(module, "_TILE", TILE)
+        yield module.load_triton_kernels(DEVICE)
 
 
 def let_the_interpreter_multiply_bfloat16(patch: pytest.MonkeyPatch) -> None:
@@ -121,25 +129,25 @@ def pass_tokens(chunks: Sequence[tuple[int, int]], pool: int, independent: bool)
     positions = [position for start, stop in chunks for position in range(start, stop)]
     rows = [row for row, (start, stop) in enumerate(chunks) for _ in range(start, stop)]
     return Tokens(
-        torch.zeros(len(rows), dtype=torch.int64, device=DEVICE),
-        torch.tensor(positions, device=DEVICE),
-        torch.tensor(rows, dtype=torch.int32, device=DEVICE),
-        scattered([stop for _, stop in chunks], pool).to(DEVICE),
-        max(positions) + 1,
+        ids=torch.zeros(len(rows), dtype=torch.int64, device=DEVICE),
+        positions=torch.tensor(positions, device=DEVICE),
+        rows=torch.tensor(rows, dtype=torch.int32, device=DEVICE),
+        tables=scattered([stop for _, stop in chunks], pool).to(DEVICE),
+        longest=max(positions) + 1,
         independent=independent,
     )
 
 
 def angles(positions: int, dim: int) -> Angles:
     turns = torch.arange(positions)[:, None] * (1.0 / 5000.0 ** (torch.arange(0, dim, 2) / dim))
-    return Angles(turns.cos().to(DEVICE), turns.sin().to(DEVICE))
+    return Angles(cos=turns.cos().to(DEVICE), sin=turns.sin().to(DEVICE))
 
 
 SHAPES = pytest.mark.parametrize(
     ("heads", "kv_heads", "dim"), [(6, 2, 8), (9, 3, 64), (4, 4, 24), (8, 1, 128)], ids=lambda n: str(n)
 )
 DECODES = [(p, p + 1) for p in (0, 1, 15, 16, 17, SPLIT - 1, SPLIT, SPLIT + 1, 2 * SPLIT + 70)]
-MIXED = [(0, 19), (30, 34), (SPLIT - 3, SPLIT + 2), (5, 6)]
+MIXED = [(0, 7), (14, 18), (SPLIT - 1, SPLIT + 2), (5, 6)]
 
 
 @DTYPES
@@ -159,7 +167,9 @@ def test_attend(kernels: Any, dtype: torch.dtype, heads: int, kv_heads: int, dim
     expected = PLAIN.attend(qkv, turns, tokens, keys, values)
     assert got.dtype == dtype
     assert (got - expected).norm() < (1e-5 if dtype == torch.float32 else 1e-2) * expected.norm()
-    assert (got - expected).abs().max() < (1e-5 if dtype == torch.float32 else 3e-2)
+    # of bfloat16, one place of the last of its 8 bits: what lies between two of them may be rounded to either
+    near = {"atol": 1e-5, "rtol": 0.0} if dtype == torch.float32 else {"atol": 2e-2, "rtol": 2**-7}
+    torch.testing.assert_close(got, expected, **near)
     torch.testing.assert_close(my_keys, keys, **tolerance(dtype))
     torch.testing.assert_close(my_values, values, rtol=0, atol=0)
 
@@ -176,8 +186,14 @@ def test_a_tokens_attention_does_not_depend_on_its_company(kernels: Any, dtype: 
 
     def attend(wanted: Sequence[int], longest: int, independent: bool) -> torch.Tensor:
         index = torch.tensor(wanted, device=DEVICE)
-        ids, positions, rows = (each[index] for each in (tokens.ids, tokens.positions, tokens.rows))
-        some = Tokens(ids, positions, rows, tokens.tables, longest, independent=independent)
+        some = Tokens(
+            ids=tokens.ids[index],
+            positions=tokens.positions[index],
+            rows=tokens.rows[index],
+            tables=tokens.tables,
+            longest=longest,
+            independent=independent,
+        )
         return kernels.attend(qkv[index], turns, some, keys.clone(), values.clone())
 
     together = attend(range(len(DECODES)), tokens.longest, True)
@@ -189,10 +205,11 @@ def test_a_tokens_attention_does_not_depend_on_its_company(kernels: Any, dtype: 
 
 def test_tokens_that_fill_up_a_pass_write_nothing(kernels: Any) -> None:
     tokens = Tokens(
-        *(torch.zeros(3, dtype=torch.int64, device=DEVICE) for _ in range(2)),
-        torch.arange(3, dtype=torch.int32, device=DEVICE),
-        torch.full((3, 4), NO_BLOCK, dtype=torch.int32, device=DEVICE),
-        64,
+        ids=torch.zeros(3, dtype=torch.int64, device=DEVICE),
+        positions=torch.zeros(3, dtype=torch.int64, device=DEVICE),
+        rows=torch.arange(3, dtype=torch.int32, device=DEVICE),
+        tables=torch.full((3, 4), NO_BLOCK, dtype=torch.int32, device=DEVICE),
+        longest=64,
         independent=True,
     )
     keys, values = torch.zeros(4, 2, 8, 16, device=DEVICE), torch.zeros(4, 2, 16, 8, device=DEVICE)
@@ -256,8 +273,9 @@ def test_a_cpu_without_the_interpreter_is_refused(monkeypatch: pytest.MonkeyPatc
 
 def test_an_engine_draws_the_same_tokens_with_them() -> None:
     """A whole model: prompts that share blocks, padded decode passes, new weights."""
-    prompts = [tuple(range(3, 3 + length)) for length in (20, 18, 1)]
-    settings = SamplingConfig(max_new_tokens=5, min_new_tokens=5, temperature=0.9)
+    prompts = [tuple(range(3, 3 + length)) for length in ((20, 18, 1) if CUDA else (18, 17, 1))]
+    num_new = 5 if CUDA else 2
+    settings = SamplingConfig(max_new_tokens=num_new, min_new_tokens=num_new, temperature=0.9)
     found = []
     for kind in ("torch", "triton"):
         config = EngineConfig(slots=3, embedded=EmbeddedConfig(kernels=kind))

@@ -6,6 +6,7 @@ no test depends on timing. Why each exists is said in its docstring.
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 from collections import Counter
@@ -14,6 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from distributed.comm import connect
+from distributed.security import Security
 
 from pipeline.config.loading import load_config, to_yaml
 from pipeline.config.run import RunConfig
@@ -177,6 +180,34 @@ def test_every_worker_is_shown_its_own_gpus(workers: LocalWorkers) -> None:
     """Of four that this host is said to have; scoring needs none."""
     shown = workers.client.run(lambda dask_worker: (dask_worker.name, os.environ["CUDA_VISIBLE_DEVICES"]))
     assert dict(shown.values()) == {"generate-0": "2", "generate-1": "3", "train-0": "0", "train-1": "1", "score-0": ""}
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [("no certificate", "closed|reset"), ("a certificate of its own", "TLS certificate does not match|closed|reset")],
+)
+def test_who_lacks_the_runs_certificate_is_refused(workers: LocalWorkers, given: str, message: str) -> None:
+    """By the scheduler, the workers and their nannies: whoever can talk to one of them can have it run anything, and
+    every user of the host can connect to its loopback ports."""
+    security = Security.temporary() if given == "a certificate of its own" else None
+    info = workers.client.scheduler_info(n_workers=-1)
+    addresses = [info["address"], *info["workers"], *(each["nanny"] for each in info["workers"].values())]
+    assert len(addresses) == 1 + 2 * 5
+    for address in addresses:
+        assert address.startswith("tls://127.0.0.1:")
+        where = address if security else address.replace("tls://", "tcp://")
+
+        async def ask(where: str) -> object:
+            arguments = security.get_connection_args("client") if security else {}
+            comm = await asyncio.wait_for(connect(where, timeout=2, **arguments), 10)
+            try:
+                await comm.write({"op": "identity", "reply": True})
+                return await asyncio.wait_for(comm.read(), 10)
+            finally:
+                comm.abort()
+
+        with pytest.raises(OSError, match=message):
+            asyncio.run(ask(where))
 
 
 # ---- no faults ----------------------------------------------------------------------------------------------------

@@ -109,7 +109,12 @@ class Admission:
     def check_running(self) -> None:
         """Raises RuntimeError if the engine has stopped."""
         if self.stopped:
-            raise RuntimeError("the engine has stopped") from self.failure
+            raise self.why_stopped() from self.failure
+
+    def why_stopped(self) -> RuntimeError:
+        """What whoever waits hears; its cause is `failure`."""
+        reason = "" if self.failure is None else f": {type(self.failure).__name__}: {self.failure}"
+        return RuntimeError(f"the engine has stopped{reason}")
 
     def stop(self, failure: BaseException | None = None) -> None:
         """Nobody waits any longer."""

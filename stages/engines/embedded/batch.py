@@ -123,7 +123,8 @@ def keep(chunks: Sequence[Chunk], draws: Draws, version: int) -> list[list[int]]
     """Appends to every row that samples the draws that are its tokens: the first one, and each that follows a guess
     which was right, up to the row's end; which of the chunk's draws those are, of each (0: behind its own tokens,
     1 + j: behind guess j). Keys of wrong guesses stay in the cache and are overwritten later, and so are those of right
-    ones that are not in place. Raises FloatingPointError, naming the row, if the model's output is not finite."""
+    ones that are not in place. A row for which the model's output is not finite gets its `failure`, and nothing from
+    there on."""
     pairs: list[Draw] = list(zip(draws.tokens.tolist(), draws.logprobs.tolist(), strict=True))
     kept, start = [], 0
     for chunk in chunks:
@@ -142,7 +143,8 @@ def _keep(chunk: Chunk, draws: Sequence[Draw], version: int) -> list[int]:
     while place is not None:
         token, logprob = draws[place]
         if not -float("inf") < logprob <= 1e-3:
-            raise FloatingPointError(f"row {row.request.row}: the model's output is not finite ({logprob=})")
+            row.failure = FloatingPointError(f"row {row.request.row}: the model's output is not finite ({logprob=})")
+            break
         row.append(token, logprob, version)
         kept.append(place)
         right = chunk.drafts.after(place - 1, token) if row.finished is None else None

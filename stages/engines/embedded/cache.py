@@ -152,6 +152,15 @@ class BlockPool:
                 else:
                     self._free.append(block)
 
+    def discard(self, blocks: Sequence[int]) -> list[int]:
+        """What blocks hold is of no use: those that nobody else holds are not known any more, and returned. Still held
+        by whoever asks."""
+        own = [block for block in blocks if self._holders[block] == 1]
+        for block in own:
+            if block in self._content:
+                del self._by_content[self._content.pop(block)], self._serials[block]
+        return own
+
     def match(self, tokens: Sequence[int]) -> list[int]:
         """The known blocks that hold the beginning of `tokens` (full blocks only), now held once more each."""
         blocks: list[int] = []

@@ -38,10 +38,11 @@ import torch
 
 from stages.engines.embedded.admission import Admission
 from stages.engines.embedded.batch import keep, lay_out
+from stages.engines.embedded.cache import BlockPool
 from stages.engines.embedded.counters import Counters
 from stages.engines.embedded.draft_tree import DraftTree
 from stages.engines.embedded.extensions import DraftCounts, Drafts, EngineObserver
-from stages.engines.embedded.kernels.paging import blocks_for
+from stages.engines.embedded.kernels.paging import BLOCK_TOKENS, blocks_for
 from stages.engines.embedded.rows import GenerateCall, Row
 from stages.engines.embedded.runner import Runner
 from stages.engines.embedded.scheduler import BATCH_PROMPT_TOKENS, Chunk, Scheduler
@@ -143,8 +144,10 @@ class EmbeddedEngine:
         kept = keep(chunks, draws, self.version)
         scheduler.returned(chunks)
         sampling = [chunk for chunk in chunks if chunk.samples]
-        finished = [chunk.row for chunk in sampling if chunk.row.finished is not None]
-        for row in finished:
+        ended = [chunk.row for chunk in sampling if chunk.row.failure is not None or chunk.row.finished is not None]
+        for row in ended:
+            if row.failure is not None:
+                _clean(row, scheduler.pool, self._runner)
             scheduler.retire(row)
         before, self._collected_at = self._collected_at, time.perf_counter()
         seconds = self._collected_at - max(begun.started_at, before)  # batches under way at once share their time
@@ -158,16 +161,14 @@ class EmbeddedEngine:
                 self.drafts.observe(sampling, kept, draws.hidden, cost, begun.drafted_at - begun.started_at)
             self._counters.add_batch(chunks, sum(map(len, kept)), num_in_flight, seconds)
             self._counters.add_scheduling(scheduler)
-            self._finish(finished)
+            self._finish(ended)
 
     def _finish(self, rows: Sequence[Row]) -> None:
-        """Under the lock: complete rows go to their callers."""
+        """Under the lock: complete rows go to their callers; of those that failed, the reason."""
         for row in rows:
-            reason = row.finished
-            assert reason is not None
             self._leave(row)
-            row.call.results.put((row, row.completion(reason)))
-        self._counters.rows += len(rows)
+            row.call.results.put((row, row.outcome()))
+        self._counters.rows += sum(row.failure is None for row in rows)
         self._admission.finished(len(rows))
 
     def _leave(self, row: Row) -> None:
@@ -203,7 +204,9 @@ class EmbeddedEngine:
     def generate(self, requests: Iterable[Request]) -> Iterator[Completion]:
         """See `GenerationEngine`. Checks and queues at once; the rows run whether or not the result is iterated, but an
         iterator that is closed early takes its unfinished rows with it. Raises RequestError also where a row asks for
-        another version than the resident one, and RuntimeError if the engine is asleep or has stopped."""
+        another version than the resident one, and RuntimeError if the engine is asleep or has stopped. The iterator
+        raises FloatingPointError, naming the row, for one whose logits are not finite: the call ends there, and those
+        of others go on."""
         rows = list(requests)
         for request in rows:
             self.check(request)
@@ -224,7 +227,7 @@ class EmbeddedEngine:
             for _ in range(num_rows):
                 result = call.results.get()
                 if result is None:
-                    raise RuntimeError("the engine has stopped") from self._admission.failure
+                    raise self._admission.why_stopped() from self._admission.failure
                 _, outcome = result
                 if isinstance(outcome, Exception):
                     raise outcome
@@ -343,6 +346,14 @@ class EmbeddedEngine:
 
     def _wants_report(self) -> bool:
         return self._observer is not None and self._observer.wants_report(self._admission.num_unfinished)
+
+
+def _clean(row: Row, pool: BlockPool, runner: Runner) -> None:
+    """Zeros into the blocks that only this row, which failed, holds: where their next holder has not yet written, it
+    multiplies what lies there by 0, and that must be finite. No other batch under way reads or writes them."""
+    own = pool.discard(row.blocks)
+    layers, heads, dim = runner.cache_shape
+    runner.write_cache(own, np.zeros((layers, 2, heads, len(own) * BLOCK_TOKENS, dim), np.float32))
 
 
 @dataclass(frozen=True)

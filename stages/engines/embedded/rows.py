@@ -41,6 +41,8 @@ class Row:
     """Positions whose keys are in the blocks: always fewer than tokens, since a token is fed to get the next."""
     num_again: int = 0
     """Last tokens but one that have been fed, as guesses, but whose keys are not in place."""
+    failure: FloatingPointError | None = None
+    """Why nothing more can be made of it."""
     dropped: bool = False
     """Nobody waits for this row, though others of its call may be wanted."""
 
@@ -95,6 +97,14 @@ class Row:
         if self.num_new and self.tokens[-1] in self.eos_ids:
             return FinishReason.STOP
         return FinishReason.LENGTH if self.num_left <= 0 else None
+
+    def outcome(self) -> Completion | FloatingPointError:
+        """What its caller gets of it, now that it is finished or failed."""
+        if self.failure is not None:
+            return self.failure
+        reason = self.finished
+        assert reason is not None
+        return self.completion(reason)
 
     def completion(self, reason: FinishReason) -> Completion:
         return Completion(

@@ -89,7 +89,7 @@ class Runner(Protocol):
         ...
 
     def write_cache(self, blocks: Sequence[int], copied: np.ndarray) -> None:
-        """The reverse, into a row's blocks; no batch is under way."""
+        """The reverse, into a row's blocks, which no batch under way reads or writes."""
         ...
 
     @property
@@ -292,14 +292,18 @@ def on_device(batch: Batch, device: torch.device) -> Tokens:
     """A batch's tokens as the kernels take them."""
     paths = batch.tree_paths
     return Tokens(
-        torch.from_numpy(batch.ids).to(device),
-        torch.from_numpy(batch.positions).to(device),
-        torch.from_numpy(batch.rows).to(device),
-        torch.from_numpy(batch.tables).to(device),
-        int(batch.positions.max()) + 1,
-        None
+        ids=torch.from_numpy(batch.ids).to(device),
+        positions=torch.from_numpy(batch.positions).to(device),
+        rows=torch.from_numpy(batch.rows).to(device),
+        tables=torch.from_numpy(batch.tables).to(device),
+        longest=int(batch.positions.max()) + 1,
+        tree_paths=None
         if paths is None
-        else TreePaths(*(torch.from_numpy(each).to(device) for each in (paths.cells, paths.starts, paths.paths))),
+        else TreePaths(
+            cells=torch.from_numpy(paths.cells).to(device),
+            starts=torch.from_numpy(paths.starts).to(device),
+            paths=torch.from_numpy(paths.paths).to(device),
+        ),
     )
 
 

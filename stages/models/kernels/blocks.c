@@ -126,6 +126,7 @@ struct heads {
     int64_t row, first, stride;
     int32_t per, count, dim;
 };
+LAYOUT(heads, AT(heads, row), AT(heads, first), AT(heads, stride), AT(heads, per), AT(heads, count), AT(heads, dim))
 
 INLINE int64_t head_at(const struct heads *heads, int64_t token, int n) {
     return token * heads->row + heads->first + n / heads->per * heads->stride + (int64_t)(n % heads->per) * heads->dim;

@@ -16,10 +16,11 @@ import torch
 from torch import Tensor
 
 from stages.models.kernels.protocol import HeadSizes, RotaryAngles
-from stages.native.compile import NoNativeKernelsError, build_library
+from stages.native.arguments import KINDS, expect, kind_of, require
+from stages.native.compile import load_library
 
 _P, _I, _L, _F = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64, ctypes.c_float
-_KINDS = {torch.float32: 0, torch.bfloat16: 1}
+_FLOATS = tuple(KINDS)
 _NORM_PARTS = 16
 """blocks.c: PARTS."""
 
@@ -35,10 +36,7 @@ class _Heads(ctypes.Structure):
 
 def load_block_kernels() -> NativeBlockKernels:
     """Compiles if need be. Raises NoNativeKernelsError."""
-    try:
-        library = ctypes.CDLL(str(build_library("blocks", Path(__file__).parent, ("blocks.c",))))
-    except OSError as error:
-        raise NoNativeKernelsError(f"the compiled kernels cannot be loaded: {error}") from error
+    library = load_library("blocks", Path(__file__).parent, ("blocks.c",), (), {"heads": _Heads})
     library.norm.argtypes = [_P, _P, _I, _F, _P, _I, _P, _L, _I]
     library.norm_gradient.argtypes = [_P, _I, _P, _P, _I, _P, _P, _P, _P, _L, _I]
     library.gate.argtypes = [_P, _P, _I, _L, _I]
@@ -76,9 +74,9 @@ class NativeBlockKernels:
 
     def accumulate(self, total: Tensor, part: Tensor) -> None:
         part = part.contiguous()
-        assert total.is_contiguous()
-        assert total.shape == part.shape
-        self.library.add(total.data_ptr(), part.data_ptr(), _KINDS[part.dtype], total.data_ptr(), total.numel())
+        expect("total", total, total.shape)
+        expect("part", part, total.shape, _FLOATS)
+        self.library.add(total.data_ptr(), part.data_ptr(), kind_of(part.dtype), total.data_ptr(), total.numel())
 
 
 class _Norm(torch.autograd.Function):
@@ -86,11 +84,15 @@ class _Norm(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight_H: Tensor, eps: float, dtype: torch.dtype, library: ctypes.CDLL) -> Tensor:
         x = x.contiguous()
         rows, width = x.numel() // x.shape[-1], x.shape[-1]
+        expect("x", x, x.shape)
+        expect("weight", weight_H, (width,), _FLOATS)
+        # blocks.c has three of the four: a norm whose weight is float32 gives float32
+        require(weight_H.dtype != torch.float32 or dtype == torch.float32, f"a norm of float32 in {dtype}")
         out, scales = torch.empty_like(x, dtype=dtype), x.new_empty(rows)
-        weight_kind = _KINDS[weight_H.dtype]
+        weight_kind = kind_of(weight_H.dtype)
         library.norm(
-            x.data_ptr(), weight_H.data_ptr(), weight_kind, eps, out.data_ptr(), _KINDS[dtype], scales.data_ptr(), rows,
-            width,
+            x.data_ptr(), weight_H.data_ptr(), weight_kind, eps, out.data_ptr(), kind_of(dtype), scales.data_ptr(),
+            rows, width,
         )  # fmt: skip
         ctx.save_for_backward(x, weight_H, scales)
         ctx.library, ctx.main_grad = library, getattr(weight_H, "main_grad", None)
@@ -103,8 +105,10 @@ class _Norm(torch.autograd.Function):
         parts, total = x.new_empty(_NORM_PARTS, width), None
         if ctx.needs_input_grad[1]:
             total = ctx.main_grad if ctx.main_grad is not None else x.new_zeros(width)
+            expect("main_grad", total, (width,))
+        expect("grad", grad, x.shape, (torch.float32,) if weight_H.dtype == torch.float32 else _FLOATS)
         ctx.library.norm_gradient(
-            grad.data_ptr(), _KINDS[grad.dtype], x.data_ptr(), weight_H.data_ptr(), _KINDS[weight_H.dtype],
+            grad.data_ptr(), kind_of(grad.dtype), x.data_ptr(), weight_H.data_ptr(), kind_of(weight_H.dtype),
             scales.data_ptr(), dx.data_ptr(), None if total is None else total.data_ptr(), parts.data_ptr(),
             len(scales), width,
         )  # fmt: skip
@@ -117,8 +121,9 @@ class _Gate(torch.autograd.Function):
     def forward(ctx: Any, gate_up: Tensor, library: ctypes.CDLL) -> Tensor:
         gate_up = gate_up.contiguous()
         width = gate_up.shape[-1] // 2
+        expect("gate_up", gate_up, (*gate_up.shape[:-1], 2 * width), _FLOATS)
         out = gate_up.new_empty(*gate_up.shape[:-1], width)
-        library.gate(gate_up.data_ptr(), out.data_ptr(), _KINDS[out.dtype], out.numel() // width, width)
+        library.gate(gate_up.data_ptr(), out.data_ptr(), kind_of(out.dtype), out.numel() // width, width)
         ctx.save_for_backward(gate_up)
         ctx.library = library
         return out
@@ -127,7 +132,8 @@ class _Gate(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         (gate_up,) = ctx.saved_tensors
         grad, to, width = grad.contiguous(), torch.empty_like(gate_up), gate_up.shape[-1] // 2
-        rows, kind = grad.numel() // width, _KINDS[gate_up.dtype]
+        rows, kind = grad.numel() // width, kind_of(gate_up.dtype)
+        expect("grad", grad, (*gate_up.shape[:-1], width), (gate_up.dtype,))
         ctx.library.gate_gradient(grad.data_ptr(), gate_up.data_ptr(), to.data_ptr(), kind, rows, width)
         return to, None
 
@@ -138,10 +144,16 @@ class _SplitHeads(torch.autograd.Function):
         ctx: Any, qkv_NF: Tensor, sizes: HeadSizes, angles: RotaryAngles | None, library: ctypes.CDLL
     ) -> tuple[Tensor, ...]:
         qkv_NF = qkv_NF.contiguous()
+        expect("qkv", qkv_NF, (len(qkv_NF), sizes.groups * (sizes.queries_per_group + 2) * sizes.dim), _FLOATS)
+        if angles is not None:
+            require(sizes.dim % 2 == 0, f"heads of {sizes.dim} numbers cannot be turned in pairs")
+            expect("positions", angles.positions, (len(qkv_NF),), (torch.int64,))
+            expect("cosines", angles.cosines, (len(angles.cosines), sizes.dim // 2))
+            expect("sines", angles.sines, angles.cosines.shape)
         parts = []
         for heads, turned in _layout(sizes, qkv_NF.shape[-1]):
             part = qkv_NF.new_empty(len(qkv_NF), heads.count, sizes.dim, dtype=torch.float32)
-            kind, tables = _KINDS[qkv_NF.dtype], _addresses(angles if turned else None)
+            kind, tables = kind_of(qkv_NF.dtype), _addresses(angles if turned else None)
             library.take_heads(qkv_NF.data_ptr(), kind, heads, *tables, part.data_ptr(), len(qkv_NF))
             parts.append(part)
         ctx.sizes, ctx.angles, ctx.library, ctx.shape, ctx.dtype = sizes, angles, library, qkv_NF.shape, qkv_NF.dtype
@@ -152,9 +164,11 @@ class _SplitHeads(torch.autograd.Function):
         to_NF = torch.empty(ctx.shape, dtype=ctx.dtype)
         for grad, (heads, turned) in zip(grads, _layout(ctx.sizes, ctx.shape[-1]), strict=True):
             grad = grad if grad.stride(-1) == 1 else grad.contiguous()
+            fits = grad.shape == (len(to_NF), heads.count, heads.dim) and grad.dtype == torch.float32
+            require(fits, f"a gradient of heads is {list(grad.shape)} {grad.dtype}")
             tables = _addresses(ctx.angles if turned else None)
             ctx.library.put_heads(
-                grad.data_ptr(), *grad.stride()[:2], to_NF.data_ptr(), _KINDS[ctx.dtype], heads, *tables, len(to_NF)
+                grad.data_ptr(), *grad.stride()[:2], to_NF.data_ptr(), kind_of(ctx.dtype), heads, *tables, len(to_NF)
             )
         return to_NF, None, None, None
 
@@ -163,8 +177,10 @@ class _Add(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, y: Tensor, library: ctypes.CDLL) -> Tensor:
         x, y = x.contiguous(), y.contiguous()
+        expect("x", x, x.shape)
+        expect("y", y, x.shape, _FLOATS)
         out = torch.empty_like(x)
-        library.add(x.data_ptr(), y.data_ptr(), _KINDS[y.dtype], out.data_ptr(), x.numel())
+        library.add(x.data_ptr(), y.data_ptr(), kind_of(y.dtype), out.data_ptr(), x.numel())
         ctx.dtype = y.dtype
         return out
 

@@ -8,7 +8,8 @@ is unrolled over the tokens that followed; its loss at step k is
 
 Tokens outside the reduced vocabulary are no targets; fed to the head, they share one embedding.
 
-Memory: hidden states up to `budget_bytes` (2 bytes a number); the head in float32 with AdamW's two moments, about
+Memory: hidden states up to `budget_bytes`, three quarters of it for finished rows (2 bytes a number) and a quarter for
+those in flight (4 bytes; `draft_head`); the head in float32 with AdamW's two moments, about
 4 * (5 C² + 3 R C) * 4 bytes for hidden size C and R tokens (W included): 110 MB at C = 576, R = 4096.
 
 May import numpy and torch.
@@ -37,6 +38,8 @@ _ENOUGH_TOKENS = 512
 """Finished rows have so many tokens before the head is made: its vocabulary is chosen from them."""
 _PUBLISH_STEPS = 16
 """Training steps between two copies that draft."""
+_PLACE_BYTES = 16
+"""Of a place, beside its hidden state."""
 _WORTH_CHANGING = 0.02
 """The vocabulary is chosen again where that covers so much more of the responses."""
 
@@ -124,7 +127,10 @@ class Student:
         self.scale = float(self._norm.square().mean().sqrt())
         """Root mean square of a normed state, about: sizes the head's first steps."""
         self._num_tokens = min(head_vocab, vocab)
-        self._rows = FinishedRows(max(budget_bytes // (2 * hidden), 2 * UNROLLED), hidden)
+        self.in_flight_bytes = budget_bytes // 4
+        """That the hidden states of rows in flight may take."""
+        places = (budget_bytes - self.in_flight_bytes) // (2 * hidden + _PLACE_BYTES)
+        self._rows = FinishedRows(max(places, 2 * UNROLLED), hidden)
         self._generator = torch.Generator().manual_seed(seed)
         self._counts: Counter[int] = Counter()
         """Of the responses' tokens."""

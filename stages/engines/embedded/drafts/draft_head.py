@@ -50,7 +50,8 @@ class _Working:
 
 
 class LearnedDrafter:
-    """Owns the head, and the hidden states of the rows in flight."""
+    """Owns the head, and the hidden states of the rows in flight: of long ones, where they are too many for their part
+    of the memory, the last ones."""
 
     kinds: tuple[str, ...] = (KIND,)
     by_position = True
@@ -68,13 +69,27 @@ class LearnedDrafter:
             self._dtype, self._unroll = torch.bfloat16, kernels.unroll
         self._working: _Working | None = None
         self._hidden: dict[Row, list[np.ndarray]] = {}
-        """Normed hidden states of each row, of its last tokens without a gap."""
+        """Hidden states of each row, of its last tokens without a gap."""
+        self.held_bytes = 0
+        """Of those."""
 
     def observe(self, row: Row, hidden: Float32[np.ndarray, "kept C"]) -> None:
         self._hidden.setdefault(row, []).append(hidden.copy())  # a view would keep the whole pass's
+        self.held_bytes += hidden.nbytes
+        while self.held_bytes > self._student.in_flight_bytes and self._forget():
+            pass
+
+    def _forget(self) -> bool:
+        """The older half of what is held of the row of which most is; False if nothing is but each row's last pass."""
+        states = max(self._hidden.values(), key=len)
+        older = states[: len(states) // 2]
+        del states[: len(older)]
+        self.held_bytes -= sum(part.nbytes for part in older)
+        return bool(older)
 
     def finish(self, row: Row) -> None:
         states = self._hidden.pop(row, None)
+        self.held_bytes -= sum(part.nbytes for part in states or ())
         if states is not None and row.finished is not None:
             hidden = np.concatenate(states)
             self._student.add(hidden, row.tokens[-len(hidden) :])

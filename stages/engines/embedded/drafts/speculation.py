@@ -122,6 +122,9 @@ class Speculation:
             self._trials.observe(len(chunks), sum(map(len, kept)), all_in, drafted=drafted)
         start = 0
         for chunk, draws in zip(chunks, kept, strict=True):
+            if chunk.row.failure is not None:  # nothing is to be learned from it
+                start += 1 + len(chunk.drafts)
+                continue
             if hidden is not None:
                 for drafter in self._drafters:
                     if drafter.wants_hidden:

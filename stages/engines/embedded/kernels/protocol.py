@@ -18,7 +18,7 @@ from jaxtyping import Float, Float32, Float64, Int32, Int64, UInt64
 from stages.engines.embedded.kernels.packed import Packed
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, kw_only=True)
 class TreePaths:
     """Where the last keys of each token lie, its own the last: those of a tree's guesses lie side by side, but their
     positions are those of their paths (see `draft_tree`)."""
@@ -31,7 +31,7 @@ class TreePaths:
     """Places of the keys of positions starts, starts + 1, ... up to the token's own; then anything."""
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, kw_only=True)
 class Tokens:
     """The tokens that one batch computes, of any number of rows: prompts, single new tokens, drafts."""
 
@@ -57,7 +57,7 @@ class PagedCache(Protocol):
     """Of each block of the model keys [P, K, D, 16] and values [P, K, 16, D]."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Angles:
     """Of the rotary embedding."""
 

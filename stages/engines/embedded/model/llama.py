@@ -125,7 +125,7 @@ def build_weights(
         blocks=tuple(map(block, range(spec.num_layers))),
         norm=place(FINAL_NORM),
         head=pack([spec.output_tensor], None),
-        angles=Angles(angles.cos().to(device), angles.sin().to(device)),
+        angles=Angles(cos=angles.cos().to(device), sin=angles.sin().to(device)),
     )
 
 

@@ -56,6 +56,7 @@ struct guesses {
     int64_t *slots, *parents, *ranks;
     float *gaps;
 };
+LAYOUT(guesses, AT(guesses, slots), AT(guesses, parents), AT(guesses, ranks), AT(guesses, gaps))
 
 /* A row's guesses for one position, out of the best ones behind each of `items` guesses for the position before:
  * those that are least behind the best, summed over their path. `totals` has the sums of the position before and gets

@@ -46,6 +46,8 @@ enum {
     SHARED_ROWS = 64,     /* a multiple of SIDE: rows that a thread takes through a tile before another one may go on */
 };
 
+LAYOUT(weight, AT(weight, tiles), AT(weight, out), AT(weight, in), AT(weight, dtype))
+
 typedef float vec __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
 typedef uint32_t bits __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
 

@@ -264,6 +264,10 @@ struct context {
     const int64_t *cells, *starts, *paths;
     int cache, table_width, path_width, longest, heads, kv_heads, dim;
 };
+LAYOUT(context, AT(context, cosines), AT(context, sines), AT(context, positions), AT(context, rows),
+       AT(context, tables), AT(context, keys), AT(context, values), AT(context, cells), AT(context, starts),
+       AT(context, paths), AT(context, cache), AT(context, table_width), AT(context, path_width),
+       AT(context, longest), AT(context, heads), AT(context, kv_heads), AT(context, dim))
 
 /* The blocks of keys and values of key/value head k that token n reads, by their positions. Where its last keys are not
  * in place, the blocks in which they belong are put together in `patched`: space for path_width / BLOCK + 2 blocks of
@@ -469,6 +473,8 @@ struct block {
     char *keys, *values;
     const float *qkv_bias, *q_norm, *k_norm; /* null where the model has none; the norms both or neither */
 };
+LAYOUT(block, AT(block, attention_norm), AT(block, mlp_norm), AT(block, qkv), AT(block, out), AT(block, gate_up),
+       AT(block, down), AT(block, keys), AT(block, values), AT(block, qkv_bias), AT(block, q_norm), AT(block, k_norm))
 
 /* Memory for what a block makes on its way, of `num` tokens each: normed, as wide as the widest weight's input that it is
  * multiplied with, read, as wide as out's input, and gated, as down's, in the weights' dtype; projected, as wide as qkv's
@@ -478,6 +484,8 @@ struct buffers {
     float *projected, *queries;
     void *read, *gated;
 };
+LAYOUT(buffers, AT(buffers, normed), AT(buffers, projected), AT(buffers, queries), AT(buffers, read),
+       AT(buffers, gated))
 
 /* out = x / rms(x) * norm, each of [num, width]. One thread's share; all wait at its end. */
 INLINE void norm_share(const float *x, const float *norm, float eps, int num, int width, void *out, int dtype) {

@@ -19,52 +19,33 @@ import torch
 from jaxtyping import Int64, UInt64
 
 from stages.engines.embedded.kernels.arena import Slabs
+from stages.engines.embedded.kernels.cpu.arguments import (
+    FLOATS,
+    check_draft_head,
+    check_draws,
+    check_head_vectors,
+    check_heads,
+    check_tokens,
+    check_weights,
+)
+from stages.engines.embedded.kernels.cpu.records import (
+    RECORDS,
+    BlockRecord,
+    BuffersRecord,
+    ContextRecord,
+    GuessesRecord,
+    WeightRecord,
+)
 from stages.engines.embedded.kernels.packed import NativeWeight, NotFiniteError, Packed
 from stages.engines.embedded.kernels.protocol import Angles, Block, Guessed, HeadWeights, Tokens
 from stages.engines.embedded.sampling.noise import token_words
-from stages.native.compile import NoNativeKernelsError, build_library
+from stages.native.arguments import expect, kind_of, require
+from stages.native.compile import load_library
 
 _SOURCES, _HEADERS = ("kernels.c", "gemm.c", "drafts.c"), ("kernels.h",)
 _CPU = torch.device("cpu")
 _P, _I, _L, _F = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64, ctypes.c_float
 _PACKABLE = (torch.float32, torch.bfloat16)
-
-
-class _Weight(ctypes.Structure):
-    """kernels.h: struct weight."""
-
-    _fields_ = (("tiles", _P), ("out", _L), ("in", _L), ("dtype", _I))
-
-
-class _Context(ctypes.Structure):
-    """kernels.c: struct context."""
-
-    _fields_ = (
-        *((name, _P) for name in ("cosines", "sines", "positions", "rows", "tables", "keys", "values")),
-        *((name, _P) for name in ("cells", "starts", "paths")),
-        *((name, _I) for name in ("cache", "table_width", "path_width", "longest", "heads", "kv_heads", "dim")),
-    )
-
-
-class _Guesses(ctypes.Structure):
-    """drafts.c: struct guesses."""
-
-    _fields_ = tuple((each.name, _P) for each in fields(Guessed))
-
-
-class _Block(ctypes.Structure):
-    """kernels.c: struct block."""
-
-    _fields_ = (
-        *((name, _P) for name in ("attention_norm", "mlp_norm", "qkv", "out", "gate_up", "down", "keys", "values")),
-        *((name, _P) for name in ("qkv_bias", "q_norm", "k_norm")),
-    )
-
-
-class _Buffers(ctypes.Structure):
-    """kernels.c: struct buffers."""
-
-    _fields_ = tuple((name, _P) for name in ("normed", "projected", "queries", "read", "gated"))
 
 
 class _Here(threading.local):
@@ -74,16 +55,13 @@ class _Here(threading.local):
         self.workspace = torch.empty(0, dtype=torch.uint8)
         self.passed: list[weakref.ref[object]] = []
         """The blocks that the last forward pass went through, and their cache: not to be kept alive."""
-        self.addresses: ctypes.Array[_Block] | None = None
+        self.addresses: ctypes.Array[BlockRecord] | None = None
         """Of those."""
 
 
 def load_native_kernels() -> NativeKernels:
     """Compiles if need be. Raises NoNativeKernelsError."""
-    try:
-        library = ctypes.CDLL(str(build_library("kernels", Path(__file__).parent, _SOURCES, _HEADERS)))
-    except OSError as error:
-        raise NoNativeKernelsError(f"the compiled kernels cannot be loaded: {error}") from error
+    library = load_library("kernels", Path(__file__).parent, _SOURCES, _HEADERS, RECORDS)
     library.add_norm.argtypes = [_P, _P, _I, _P, _F, _P, _I, _I, _I]
     library.end_threads.argtypes = []
     library.use_matrix_registers.argtypes = [_I]
@@ -129,24 +107,28 @@ class NativeKernels:
             packed = self._empty(before.out_features, before.in_features, dtype)
             packed.tiles.copy_(before.tiles)
         for start, part in parts.items():
+            inside = start >= 0 and start + len(part) <= packed.out_features
+            require(inside, f"rows {start} to {start + len(part)} of a weight of {packed.out_features}")
+            require(part.shape[1:] == (packed.in_features,), f"a part is {list(part.shape)}, of {packed.in_features}")
             rows = (part if part.dtype in _PACKABLE else part.float()).contiguous()
-            address, kind = packed.tiles.data_ptr(), _kind(rows.dtype)
+            address, kind = packed.tiles.data_ptr(), kind_of(rows.dtype)
             sizes = (start, packed.out_features)
-            if not self.library.pack(rows.data_ptr(), kind, *rows.shape, address, _kind(dtype), *sizes):
+            if not self.library.pack(rows.data_ptr(), kind, *rows.shape, address, kind_of(dtype), *sizes):
                 raise NotFiniteError(start)
         return packed
 
     def unpack(self, packed: Packed) -> torch.Tensor:
         weight = _native(packed)
         out = torch.empty(weight.out_features, weight.in_features, dtype=weight.dtype)
-        self.library.unpack(weight.tiles.data_ptr(), _kind(weight.dtype), *out.shape, out.data_ptr())
+        self.library.unpack(weight.tiles.data_ptr(), kind_of(weight.dtype), *out.shape, out.data_ptr())
         return out
 
     def linear(self, x: torch.Tensor, packed: Packed, dtype: torch.dtype) -> torch.Tensor:
         weight = _native(packed)
         out = torch.empty(len(x), weight.out_features, dtype=dtype)
         x = x.to(weight.dtype)
-        self.library.product(x.data_ptr(), weight.handle, len(x), out.data_ptr(), _kind(dtype))
+        expect("x", x, (len(x), weight.in_features), (weight.dtype,))
+        self.library.product(x.data_ptr(), weight.handle, len(x), out.data_ptr(), kind_of(dtype))
         return out
 
     def attention(
@@ -161,8 +143,9 @@ class NativeKernels:
         into: torch.Tensor,
     ) -> None:
         buffers = self._buffers(len(x), block)
-        context = _context(_native(block.out).in_features // keys.shape[2], angles, tokens, keys, values)
         given = ctypes.byref(_block(block, keys, values))
+        context = _context_of(block, x, angles, tokens, keys, values)
+        expect("into", into, x.shape)
         failed = self.library.attention(
             x.data_ptr(), given, eps, len(x), ctypes.byref(context), ctypes.byref(buffers), into.data_ptr()
         )
@@ -170,6 +153,8 @@ class NativeKernels:
 
     def mlp(self, x: torch.Tensor, block: Block, eps: float, into: torch.Tensor) -> None:
         buffers, given = self._buffers(len(x), block), ctypes.byref(_block(block, None, None))
+        expect("x", x, (len(x), _native(block.qkv).in_features))
+        expect("into", into, x.shape)
         self.library.mlp(x.data_ptr(), given, eps, len(x), ctypes.byref(buffers), into.data_ptr())
 
     def run_blocks(
@@ -185,20 +170,23 @@ class NativeKernels:
         passed = (*blocks, keys)  # the cache's layers come and go together
         if len(here.passed) != len(passed) or any(ref() is not it for ref, it in zip(here.passed, passed, strict=True)):
             given = (_block(block, *layer) for block, layer in zip(blocks, layers, strict=True))
-            here.passed, here.addresses = [weakref.ref(it) for it in passed], (_Block * len(blocks))(*given)
+            for layer in layers:
+                expect("keys", layer[0], keys.shape, (keys.dtype,))
+                expect("values", layer[1], values.shape, (values.dtype,))
+            here.passed, here.addresses = [weakref.ref(it) for it in passed], (BlockRecord * len(blocks))(*given)
         buffers = self._buffers(len(x), blocks[0])
-        context = _context(_native(blocks[0].out).in_features // keys.shape[2], angles, tokens, keys, values)
+        context = _context_of(blocks[0], x, angles, tokens, keys, values)
         failed = self.library.run_blocks(
             x.data_ptr(), here.addresses, len(blocks), eps, len(x), ctypes.byref(context), ctypes.byref(buffers)
         )
         _check_memory(failed, tokens)
 
-    def _buffers(self, num: int, block: Block) -> _Buffers:
+    def _buffers(self, num: int, block: Block) -> BuffersRecord:
         """For batches of `num` tokens through blocks of this size; taken back by the next call of the same thread."""
         qkv, out, gate_up, down = map(_native, (block.qkv, block.out, block.gate_up, block.down))
         size, projected = qkv.dtype.itemsize, max(qkv.out_features, gate_up.out_features)
         widths = (qkv.in_features * size, projected * 4, out.in_features * 4, out.in_features * size)
-        return _Buffers(*self._workspace(num, (*widths, down.in_features * size)))
+        return BuffersRecord(*self._workspace(num, (*widths, down.in_features * size)))
 
     def _workspace(self, rows: int, row_bytes: tuple[int, ...]) -> list[int]:
         """Addresses of buffers of so many bytes a row each, on cache lines, in memory that this thread keeps: fresh
@@ -210,18 +198,22 @@ class NativeKernels:
         return [here.workspace.data_ptr() + start for start in (0, *ends[:-1])]
 
     def _empty(self, out_features: int, in_features: int, dtype: torch.dtype) -> NativeWeight:
-        tiles = self._slabs.take(self.library.packed_bytes(out_features, in_features, _kind(dtype)))
-        record = _Weight(tiles.data_ptr(), out_features, in_features, _kind(dtype))
+        tiles = self._slabs.take(self.library.packed_bytes(out_features, in_features, kind_of(dtype)))
+        record = WeightRecord(tiles.data_ptr(), out_features, in_features, kind_of(dtype))
         return NativeWeight(tiles, out_features, in_features, dtype, ctypes.addressof(record), record)
 
     def add_norm(
         self, x: torch.Tensor, delta: torch.Tensor | None, weight: torch.Tensor, eps: float, dtype: torch.dtype
     ) -> torch.Tensor:
         out = torch.empty(x.shape, dtype=dtype)
-        address, kind = (None, 0) if delta is None else (delta.data_ptr(), _kind(delta.dtype))
+        address, kind = (None, 0) if delta is None else (delta.data_ptr(), kind_of(delta.dtype))
         rows, width = x.shape
+        expect("x", x, (rows, width))
+        expect("weight", weight, (width,))
+        if delta is not None:
+            expect("delta", delta, (rows, width), FLOATS)
         self.library.add_norm(
-            x.data_ptr(), address, kind, weight.data_ptr(), eps, out.data_ptr(), _kind(dtype), rows, width
+            x.data_ptr(), address, kind, weight.data_ptr(), eps, out.data_ptr(), kind_of(dtype), rows, width
         )
         return out
 
@@ -231,11 +223,14 @@ class NativeKernels:
         _, kv_heads, dim, _ = keys.shape
         num, width = qkv.shape
         heads = width // dim - 2 * kv_heads
+        expect("qkv", qkv, (num, width), FLOATS)
+        check_heads(heads, width, keys, values)
+        check_tokens(num, tokens, angles, dim)
         out = torch.empty(num, heads * dim, dtype=qkv.dtype)
         queries = torch.empty(num, heads * dim, dtype=torch.float32)
         context = _context(heads, angles, tokens, keys, values)
         failed = self.library.attend(
-            qkv.data_ptr(), _kind(qkv.dtype), num, ctypes.byref(context), queries.data_ptr(), out.data_ptr()
+            qkv.data_ptr(), kind_of(qkv.dtype), num, ctypes.byref(context), queries.data_ptr(), out.data_ptr()
         )
         _check_memory(failed, tokens)
         return out
@@ -245,8 +240,9 @@ class NativeKernels:
 
     def gate(self, gate_up: torch.Tensor) -> torch.Tensor:
         rows, width = gate_up.shape
+        expect("gate_up", gate_up, (rows, width // 2 * 2), FLOATS)
         out = torch.empty(rows, width // 2, dtype=gate_up.dtype)
-        self.library.gate(gate_up.data_ptr(), out.data_ptr(), _kind(gate_up.dtype), rows, width // 2)
+        self.library.gate(gate_up.data_ptr(), out.data_ptr(), kind_of(gate_up.dtype), rows, width // 2)
         return out
 
     def unroll(
@@ -261,14 +257,22 @@ class NativeKernels:
         banned: Sequence[Sequence[int]],
     ) -> Guessed:
         up, down, out = map(_native, (head.up, head.down, head.out))
+        check_draft_head(head, up, down, out, state, slots)
+        check_draws(len(keys), len(temperatures), keys[:, 0])
         rows, width = state.shape
+        require(keys.shape == (rows, depth), f"keys of noise are {keys.shape}, of {rows} rows x {depth} positions")
+        require(
+            len(banned) == rows * depth, f"{len(banned)} lists of banned slots, for {rows} rows x {depth} positions"
+        )
+        require(0 < branches < out.out_features, f"{branches} guesses among {out.out_features} slots")
         shape = (rows, depth, branches)
         guessed_slots, parents, ranks = np.empty((3, *shape), np.int64)
         guessed = Guessed(guessed_slots, parents, ranks, np.empty(shape, np.float32))
-        found = _Guesses(*(getattr(guessed, each.name).ctypes.data for each in fields(guessed)))
+        found = GuessesRecord(*(getattr(guessed, each.name).ctypes.data for each in fields(guessed)))
         warmth = np.array(temperatures, np.float32)
         keys, slots = np.ascontiguousarray(keys), np.ascontiguousarray(slots)
         bans = np.array([slot for some in banned for slot in some], np.int64)
+        require(not bans.size or (bans.min() >= 0 and bans.max() < out.out_features), "banned slots that are none")
         bans_from = np.array([0, *itertools.accumulate(map(len, banned))], np.int64)
         size, tokens = up.dtype.itemsize, out.out_features
         sizes = (2 * width * size, 2 * width * 4, width * size, tokens * 4, 2 * width * 4, 4, tokens * 4)
@@ -315,6 +319,9 @@ class NativeKernels:
         parts: int | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         rows, vocab = logits.shape
+        expect("logits", logits, (rows, vocab))
+        expect("words", words, (*words.shape[:-1], vocab), (torch.int32,))
+        check_draws(rows, len(temperatures), keys)
         chosen, logprobs = torch.empty(rows, dtype=torch.int64), torch.empty(rows, dtype=torch.float32)
         divisors = torch.tensor(temperatures, dtype=torch.float32)
         keys = np.ascontiguousarray(keys)
@@ -332,9 +339,22 @@ class NativeKernels:
         return chosen, logprobs
 
 
-def _context(heads: int, angles: Angles, tokens: Tokens, keys: torch.Tensor, values: torch.Tensor) -> _Context:
+def _context_of(
+    block: Block, x: torch.Tensor, angles: Angles, tokens: Tokens, keys: torch.Tensor, values: torch.Tensor
+) -> ContextRecord:
+    """For tokens `x` on their way through a block whose weights fit one another. Raises ValueError."""
+    qkv, dim = _native(block.qkv), keys.shape[2]
+    heads = _native(block.out).in_features // dim
+    expect("x", x, (len(x), qkv.in_features))
+    check_heads(heads, qkv.out_features, keys, values)
+    check_head_vectors(block, heads, keys.shape[1], dim)
+    check_tokens(len(x), tokens, angles, dim)
+    return _context(heads, angles, tokens, keys, values)
+
+
+def _context(heads: int, angles: Angles, tokens: Tokens, keys: torch.Tensor, values: torch.Tensor) -> ContextRecord:
     tree = tokens.tree_paths
-    return _Context(
+    return ContextRecord(
         angles.cos.data_ptr(),
         angles.sin.data_ptr(),
         tokens.positions.data_ptr(),
@@ -343,7 +363,7 @@ def _context(heads: int, angles: Angles, tokens: Tokens, keys: torch.Tensor, val
         keys.data_ptr(),
         values.data_ptr(),
         *((None, None, None) if tree is None else (t.data_ptr() for t in (tree.cells, tree.starts, tree.paths))),
-        _kind(keys.dtype),
+        kind_of(keys.dtype),
         tokens.tables.shape[1],
         0 if tree is None else tree.paths.shape[1],
         tokens.longest,
@@ -353,12 +373,13 @@ def _context(heads: int, angles: Angles, tokens: Tokens, keys: torch.Tensor, val
     )
 
 
-def _block(block: Block, keys: torch.Tensor | None, values: torch.Tensor | None) -> _Block:
-    weights = map(_native, (block.qkv, block.out, block.gate_up, block.down))
+def _block(block: Block, keys: torch.Tensor | None, values: torch.Tensor | None) -> BlockRecord:
+    weights = tuple(map(_native, (block.qkv, block.out, block.gate_up, block.down)))
+    check_weights(block, *weights)
     norms = (block.attention_norm.data_ptr(), block.mlp_norm.data_ptr())
     others = (keys, values, block.qkv_bias, block.q_norm, block.k_norm)
     addresses = (None if part is None else part.data_ptr() for part in others)
-    return _Block(*norms, *(weight.handle for weight in weights), *addresses)
+    return BlockRecord(*norms, *(weight.handle for weight in weights), *addresses)
 
 
 def _native(packed: Packed) -> NativeWeight:
@@ -369,8 +390,3 @@ def _native(packed: Packed) -> NativeWeight:
 def _check_memory(failed: int, tokens: Tokens) -> None:
     if failed:
         raise MemoryError(f"no memory for the attention weights of {tokens.longest} positions")
-
-
-def _kind(dtype: torch.dtype) -> int:
-    """kernels.h: FLOAT32, BFLOAT16."""
-    return {torch.float32: 0, torch.bfloat16: 1}[dtype]

@@ -156,7 +156,14 @@ class CapturedBatches:
     def _run(self, buffers: _StaticBuffers, independent: bool) -> None:
         inputs = buffers.inputs
         ids, positions, tables = inputs["ids"], inputs["positions"], inputs["tables"]
-        tokens = Tokens(ids, positions, buffers.rows, tables, longest=self._max_seq, independent=independent)
+        tokens = Tokens(
+            ids=ids,
+            positions=positions,
+            rows=buffers.rows,
+            tables=tables,
+            longest=self._max_seq,
+            independent=independent,
+        )
         drawing = Drawing(inputs["temperatures"], inputs["keys"], inputs["banned"])
         chosen, logprobs = self._compute(tokens, drawing)
         buffers.chosen.copy_(chosen)

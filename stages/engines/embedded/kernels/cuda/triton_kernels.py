@@ -92,7 +92,15 @@ class TritonKernels(TorchKernels):
         out = torch.empty(rows, width, dtype=dtype, device=x.device)
         block = triton.next_power_of_2(width)
         _add_norm[(rows,)](
-            x, delta, weight, out, eps, width, delta is not None, block, num_warps=min(max(block // 512, 1), 16)
+            x=x,
+            delta=delta,
+            weight=weight,
+            out=out,
+            eps=eps,
+            width=width,
+            HAS_DELTA=delta is not None,
+            BLOCK=block,
+            num_warps=min(max(block // 512, 1), 16),
         )
         return out
 
@@ -105,9 +113,13 @@ class TritonKernels(TorchKernels):
         padded_dim = max(triton.next_power_of_2(dim), 16)
         num_splits = triton.cdiv(tokens.longest, SPLIT)
         shares = min(num_splits, triton.cdiv(self.programs, num * kv_heads))
-        where = (angles.cos, angles.sin, tokens.positions, tokens.rows, tokens.tables, keys, values)
+        where = {
+            "qkv": qkv, "cos": angles.cos, "sin": angles.sin, "positions": tokens.positions, "rows": tokens.rows,
+            "tables": tokens.tables, "keys": keys, "values": values, "kv_heads": kv_heads,
+            "table_width": tokens.tables.shape[1], "DIM": dim, "PADDED_DIM": padded_dim,
+        }  # fmt: skip
         if not tokens.independent:
-            _write[(num, kv_heads)](qkv, *where, heads, kv_heads, tokens.tables.shape[1], dim, padded_dim, num_warps=1)
+            _write[(num, kv_heads)](**where, heads=heads, num_warps=1)
         out = torch.empty(num, heads * dim, dtype=qkv.dtype, device=qkv.device)
         direct = num_splits == 1
         # with one split there is nothing to combine, and no workspace for partial sums is needed
@@ -115,36 +127,34 @@ class TritonKernels(TorchKernels):
         sums = torch.empty(partial_sums, dim, dtype=torch.float32, device=qkv.device)
         scales = torch.empty(partial_sums, 2, dtype=torch.float32, device=qkv.device)
         _attend[(num, kv_heads, shares)](
-            qkv,
-            *where,
-            out,
-            sums,
-            scales,
-            dim**-0.5,
-            kv_heads,
-            tokens.tables.shape[1],
-            num_splits,
-            dim,
-            padded_dim,
-            heads // kv_heads,
-            max(triton.next_power_of_2(heads // kv_heads), _DOT_ROWS),
-            SPLIT,
-            _TILE,
-            tokens.independent,
-            direct,
+            **where,
+            out=out,
+            sums=sums,
+            scales=scales,
+            scale=dim**-0.5,
+            num_splits=num_splits,
+            GROUP=heads // kv_heads,
+            PADDED_GROUP=max(triton.next_power_of_2(heads // kv_heads), _DOT_ROWS),
+            SPLIT_=SPLIT,
+            TILE=_TILE,
+            WRITES=tokens.independent,
+            DIRECT=direct,
             num_warps=4,
             num_stages=3,
         )
         if not direct:
             _combine[(num, heads)](
-                tokens.positions, sums, scales, out, heads, num_splits, dim, padded_dim, SPLIT, num_warps=1
-            )
+                positions=tokens.positions, sums=sums, scales=scales, out=out, heads=heads, num_splits=num_splits,
+                DIM=dim, PADDED_DIM=padded_dim, SPLIT_=SPLIT, num_warps=1,
+            )  # fmt: skip
         return out
 
     def gate(self, gate_up: torch.Tensor) -> torch.Tensor:
         rows, width = gate_up.shape
         out = torch.empty(rows, width // 2, dtype=gate_up.dtype, device=gate_up.device)
-        _gate[(rows, triton.cdiv(width // 2, _GATE_BLOCK))](gate_up, out, width // 2, _GATE_BLOCK)
+        _gate[(rows, triton.cdiv(width // 2, _GATE_BLOCK))](
+            gate_up=gate_up, out=out, width=width // 2, BLOCK=_GATE_BLOCK
+        )
         return out
 
     def choose(
@@ -175,10 +185,13 @@ class TritonKernels(TorchKernels):
         chosen = torch.empty(rows, dtype=torch.int64, device=device)
         logprobs = torch.empty(rows, dtype=torch.float32, device=device)
         _look[(rows, num_chunks)](
-            logits, temperatures, keys, words, banned, found, places, vocab, banned.shape[1],
-            _CHUNK, num_warps=8,
+            logits=logits, temperatures=temperatures, keys=keys, words=words, banned=banned, found=found,
+            places=places, vocab=vocab, num_banned=banned.shape[1], CHUNK=_CHUNK, num_warps=8,
         )  # fmt: skip
-        _pick[(rows,)](found, places, chosen, logprobs, num_chunks, triton.next_power_of_2(num_chunks), num_warps=1)
+        _pick[(rows,)](
+            found=found, places=places, chosen=chosen, logprobs=logprobs, num_chunks=num_chunks,
+            PADDED=triton.next_power_of_2(num_chunks), num_warps=1,
+        )  # fmt: skip
         return chosen, logprobs
 
 

@@ -9,6 +9,11 @@ import pytest
 import torch
 
 from stages.engines.embedded.drafts.distillation import FinishedRows, Student, Teacher, masked_loss
+from stages.engines.embedded.drafts.draft_head import LearnedDrafter
+from stages.engines.embedded.kernels.reference import TorchKernels
+from stages.engines.protocol import Request
+from stages.models.sampling import SamplingConfig
+from tests.support.engines import row_of
 
 
 def test_ring_of_rows() -> None:
@@ -35,7 +40,7 @@ def test_loss_by_hand() -> None:
     assert loss.item() == pytest.approx(math.log(2) + 0.15)
 
 
-def make_student(head_vocab: int) -> Student:
+def make_student(head_vocab: int, budget_bytes: int = 2**20) -> Student:
     table = torch.randn(32, 8, generator=torch.Generator().manual_seed(0))
     teacher = Teacher(
         embedding=lambda tokens: table[torch.tensor(tokens)],
@@ -45,7 +50,7 @@ def make_student(head_vocab: int) -> Student:
         norm_name="norm",
         norm_eps=1e-5,
     )
-    return Student(teacher, 32, head_vocab, 2**20, torch.device("cpu"))
+    return Student(teacher, 32, head_vocab, budget_bytes, torch.device("cpu"))
 
 
 def add_rows(student: Student, tokens: tuple[int, ...], times: int) -> None:
@@ -102,3 +107,48 @@ def test_refit_changes_the_teacher_for_the_next_step() -> None:
         outs.append(student.publish().out.detach())
     assert not torch.equal(outs[0], outs[1])
     assert torch.equal(outs[1], outs[2])
+
+
+@pytest.mark.parametrize("megabytes", [1, 3])
+def test_hidden_states_of_finished_rows_stay_within_their_budget(megabytes: int) -> None:
+    """However many rows finish, and of rows longer than the whole ring: three quarters of `head_memory_mb`."""
+    hidden, budget = 8, megabytes << 20
+    student = make_student(8, budget)
+    kept = student._rows
+    places = kept.num_places
+    for length in (1, places // 3, places // 2, places, places + 5):
+        student.add(np.ones((length, hidden), np.float32), (5,) * length)
+        taken = sum(held.untyped_storage().nbytes() for held in (kept.hidden, kept.tokens, kept.ends))
+        assert budget * 3 // 4 - 32 < taken <= budget * 3 // 4
+    assert student.in_flight_bytes + taken <= budget
+
+
+def test_hidden_states_of_rows_in_flight_stay_within_their_budget() -> None:
+    """A quarter of `head_memory_mb`: of 20 rows whose 200 passes each would take eight times as much, the last states
+    are kept, without a gap; what finishes gives its share back."""
+    hidden, passes = 8, 200
+    student = make_student(8, 2**16)
+    drafter = LearnedDrafter(student, TorchKernels(), torch.float32)
+    rows = [row_of(Request(i, 0, 0, (1, 2), 0, SamplingConfig(passes + 1))) for i in range(20)]
+    for number in range(passes):
+        for i, row in enumerate(rows):
+            drafter.observe(row, np.full((1, hidden), 1000 * i + number, np.float32))
+        held = sum(part.nbytes for states in drafter._hidden.values() for part in states)
+        assert drafter.held_bytes == held <= student.in_flight_bytes
+    assert drafter.held_bytes > student.in_flight_bytes // 2
+    for i, row in enumerate(rows):
+        numbers = np.concatenate(drafter._hidden[row])[:, 0] - 1000 * i
+        assert numbers.tolist() == list(range(passes - len(numbers), passes))
+    for row in rows:
+        drafter.finish(row)
+    assert drafter.held_bytes == 0
+
+
+def test_the_last_state_of_every_row_is_kept() -> None:
+    """It is what drafts begin with, also where there is no room for anything."""
+    drafter = LearnedDrafter(make_student(8, 0), TorchKernels(), torch.float32)
+    rows = [row_of(Request(i, 0, 0, (1, 2), 0, SamplingConfig(9))) for i in range(3)]
+    for number in range(5):
+        for row in rows:
+            drafter.observe(row, np.full((2, 8), number, np.float32))
+    assert [[part[0, 0] for part in drafter._hidden[row]] for row in rows] == [[4], [4], [4]]

@@ -68,13 +68,13 @@ def test_attend_equals_plain_torch(native: NativeKernels, dtype: torch.dtype, ca
     rows = [0] * 11 + [1] + [2] * 2 + [3]
     tables = [[3, 1, 0], [2, 5, 4], [6, 7, 0], [6, 8, 0]]
     tokens = Tokens(
-        torch.zeros(len(rows), dtype=torch.int64),
-        torch.tensor(positions),
-        torch.tensor(rows, dtype=torch.int32),
-        torch.tensor(tables, dtype=torch.int32),
-        41,
+        ids=torch.zeros(len(rows), dtype=torch.int64),
+        positions=torch.tensor(positions),
+        rows=torch.tensor(rows, dtype=torch.int32),
+        tables=torch.tensor(tables, dtype=torch.int32),
+        longest=41,
     )
-    angles = Angles(randn(64, dim // 2), randn(64, dim // 2))
+    angles = Angles(cos=randn(64, dim // 2), sin=randn(64, dim // 2))
     keys, values = randn(num_blocks, kv_heads, dim, 16).to(cache), randn(num_blocks, kv_heads, 16, dim).to(cache)
     keys_too, values_too = keys.clone(), values.clone()
     qkv = randn(len(rows), (heads + 2 * kv_heads) * dim).to(dtype)
@@ -101,28 +101,28 @@ def test_a_guess_reads_its_own_path(
     def randn(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=generator)
 
-    angles = Angles(randn(64, dim // 2), randn(64, dim // 2))
+    angles = Angles(cos=randn(64, dim // 2), sin=randn(64, dim // 2))
     cache = randn(5, kv_heads, dim, 16).to(dtype), randn(5, kv_heads, 16, dim).to(dtype)
     qkv = randn(len(tree), (num_heads + 2 * kv_heads) * dim)
     tables = torch.tensor([[3, 1]], dtype=torch.int32)
 
     def attend(guesses: list[int], positions: list[int], tree_paths: TreePaths | None) -> torch.Tensor:
         tokens = Tokens(
-            torch.zeros(len(guesses), dtype=torch.int64),
-            torch.tensor(positions),
-            torch.zeros(len(guesses), dtype=torch.int32),
-            tables,
-            max(positions) + 1,
-            tree_paths,
+            ids=torch.zeros(len(guesses), dtype=torch.int64),
+            positions=torch.tensor(positions),
+            rows=torch.zeros(len(guesses), dtype=torch.int32),
+            tables=tables,
+            longest=max(positions) + 1,
+            tree_paths=tree_paths,
         )
         return kernels.attend(qkv[guesses], angles, tokens, cache[0].clone(), cache[1].clone())
 
     positions = [start + depth for depth in tree.depths]
     paths = [[start + guess for guess in tree.path_to(each)] for each in range(len(tree))]
     tree_paths = TreePaths(
-        torch.arange(start, start + len(tree)),
-        torch.full((len(tree),), start),
-        torch.tensor([path + [0] * (3 - len(path)) for path in paths]),
+        cells=torch.arange(start, start + len(tree)),
+        starts=torch.full((len(tree),), start),
+        paths=torch.tensor([path + [0] * (3 - len(path)) for path in paths]),
     )
     together = attend(list(range(len(tree))), positions, tree_paths)
     for guess in range(len(tree)):

@@ -194,13 +194,13 @@ def test_halves_of_a_block_equal_plain_torch(native: Kernels, dtype: torch.dtype
                 part /= (part.pow(2).mean(-1, keepdim=True) + 1e-5).sqrt() / own[name]
         return whole.flatten(1).to(dtype)
 
-    angles = Angles(randn(64, dim // 2), randn(64, dim // 2, seed=1))
+    angles = Angles(cos=randn(64, dim // 2), sin=randn(64, dim // 2, seed=1))
     tokens = Tokens(
-        torch.zeros(num, dtype=torch.int64),
-        torch.tensor([0, 1, 2, 3, 17, 18, 19, 5, 20]),
-        torch.tensor([0, 0, 0, 0, 1, 1, 1, 2, 3], dtype=torch.int32),
-        torch.tensor([[1, 0], [2, 3], [4, 0], [5, 6]], dtype=torch.int32),
-        21,
+        ids=torch.zeros(num, dtype=torch.int64),
+        positions=torch.tensor([0, 1, 2, 3, 17, 18, 19, 5, 20]),
+        rows=torch.tensor([0, 0, 0, 0, 1, 1, 1, 2, 3], dtype=torch.int32),
+        tables=torch.tensor([[1, 0], [2, 3], [4, 0], [5, 6]], dtype=torch.int32),
+        longest=21,
     )
     cache = randn(8, kv_heads, dim, 16), randn(8, kv_heads, 16, dim, seed=1)
     cache_too = cache[0].clone(), cache[1].clone()

@@ -88,8 +88,15 @@ def _inspect(parser: argparse.ArgumentParser) -> None:
 
 def _replay(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run_dir", metavar="RUN")
-    parser.add_argument("--step", type=int, required=True)
-    parser.add_argument("--stage", required=True)
+    parser.add_argument(
+        "changes",
+        nargs="*",
+        metavar="key=value",
+        help="with --updates: train a variant on the recorded rollouts, as a run of its own (name=...)",
+    )
+    parser.add_argument("--updates", metavar="A:B", help="updates A to B - 1 of both models, from the stored rollouts")
+    parser.add_argument("--step", type=int, help="with --stage: one node")
+    parser.add_argument("--stage")
     parser.add_argument("--shard", type=int, default=0)
 
 
@@ -109,7 +116,9 @@ COMMANDS = {
         _inspect,
     ),
     "replay": Command(
-        "pipeline.cli.replay", "run one node again from its stored inputs and show the difference", _replay
+        "pipeline.cli.replay",
+        "run a node, or a range of updates, again from stored inputs; or train a variant",
+        _replay,
     ),
     "export": Command("pipeline.cli.export", "write a version of the policy in Hugging Face layout", _export),
 }

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import uuid
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -28,16 +28,25 @@ def alone(config: RunConfig, scratch: Path) -> RunConfig:
     return single
 
 
+def held_in_one_process(config: RunConfig, roles: Collection[Role]) -> bool:
+    """Whether the run held the models of each of these roles in one process, too: sums may then have the same bits."""
+    gangs = [config.placement.gangs[config.placement.roles[role.value]] for role in roles if role in MODEL_ROLES]
+    return all(gang.workers == 1 for gang in gangs)
+
+
 @contextmanager
-def runtime_for(config: RunConfig, role: Role, scratch: Path) -> Iterator[StageRuntime]:
-    """A runtime in this process that holds what `role` needs and nothing else."""
+def runtime_for(config: RunConfig, roles: Role | Collection[Role], scratch: Path) -> Iterator[StageRuntime]:
+    """A runtime in this process that holds what a role (or several, with the first one's threads) needs and nothing
+    else."""
+    held = [roles] if isinstance(roles, Role) else [*roles]
     only = copy.deepcopy(config)
-    gang = only.placement.roles[role.value]
-    settings = only.placement.gangs[gang]
-    one_rank = settings.workers == 1 or role not in MODEL_ROLES
+    gangs = [only.placement.roles[role.value] for role in held]
+    settings = only.placement.gangs[gangs[0]]
+    one_rank = held_in_one_process(config, held)
     settings.workers, settings.layout, settings.offload = 1, LayoutConfig(), "none"
+    only.cluster.move_rows_below = 0  # there is no other replica
     only.placement.gangs = {"replay": settings, "elsewhere": copy.deepcopy(settings)}
-    only.placement.roles = {r.value: "replay" if r is role else "elsewhere" for r in Role}
+    only.placement.roles = {r.value: "replay" if r in held else "elsewhere" for r in Role}
     only.placement.gangs["replay"].slots = 1
     only.placement.gangs["elsewhere"].slots = 1
     spec = WorkerSpec(

@@ -1,4 +1,5 @@
-"""`stageline replay RUN --step N --stage STAGE [--shard S]`: one node again, and the difference.
+"""`stageline replay RUN --step N --stage STAGE [--shard S]`: one node again, and the difference. (With
+`--updates A:B` a range of updates: `replay_updates`; with changes of the config, too, a variant: `replay_variant`.)
 
 It runs in this process, from its stored inputs.
 
@@ -22,6 +23,8 @@ from rich.text import Text
 from pipeline.cli.answers import output
 from pipeline.cli.exit_codes import DONE, STAGE_FAILED
 from pipeline.cli.one_process import alone, runtime_for
+from pipeline.cli.replay_updates import replay_updates, update_range
+from pipeline.cli.replay_variant import train_variant
 from pipeline.cli.sources import saved_config
 from pipeline.config.errors import ConfigError
 from pipeline.config.paths import RunPaths
@@ -93,7 +96,13 @@ class Replayed:
 
 
 def command(options: argparse.Namespace) -> int:
-    result = replay_node(saved_config(options.run_dir), options.stage, options.step, options.shard)
+    config = saved_config(options.run_dir)
+    if options.updates is not None and options.stage is None and options.step is None:
+        steps = update_range(config, options.updates)
+        return train_variant(config, steps, options.changes) if options.changes else replay_updates(config, steps)
+    if options.updates is not None or options.changes or None in (options.stage, options.step):
+        raise ConfigError("replay", "give --step and --stage for one node, or --updates A:B [key=value...] for updates")
+    result = replay_node(config, options.stage, options.step, options.shard)
     output().print(result.render())
     return DONE if result.as_expected else STAGE_FAILED
 

@@ -26,6 +26,12 @@ def saved_config(run_dir: str, overrides: Sequence[str] = ()) -> RunConfig:
     """The config that a run's directory holds, with key=value changes. Raises ConfigError where there is none, or it is
     damaged; StoreError where only identity.json could say it, and is damaged too."""
     paths = RunPaths(Path(run_dir))
+    if paths.variant.exists():
+        raise ConfigError(
+            run_dir,
+            f"holds a variant, trained on the rollouts that another run recorded ({paths.variant}): it has no ledger "
+            f"and no rollouts of its own. What it came to is in {paths.summary}",
+        )
     identity = None if paths.config.exists() else read_identity(paths.root)
     if identity is not None:  # config.yaml is lost, and need not be there: what it held is stated
         config = load_yaml(json.dumps(identity.latest.config), overrides, where=f"{paths.root}/{FILE}")

@@ -52,6 +52,11 @@ class RunPaths:
         return self.root / "summary.json"
 
     @property
+    def variant(self) -> Path:
+        """Of a variant, which has no rollouts of its own: whose it was trained on, and what it differs in."""
+        return self.root / "variant.json"
+
+    @property
     def plots(self) -> Path:
         return self.root / "plots"
 

@@ -236,6 +236,14 @@ def deliver(spool_path: Path, uri: str, timeout_s: float = 60.0) -> Delivery:
     return _Writer(uri, spool_path, timeout_s).finish()
 
 
+def delivered_run_id(spool_path: Path, uri: str) -> str | None:
+    """The MLflow run that a spool was delivered to at `uri`; None where it never was."""
+    state_path = spool_path.with_suffix(".state.json")
+    state = json.loads(state_path.read_text()) if state_path.exists() else {}
+    run_id: str | None = state.get("run_id") if state.get("uri") == uri else None
+    return run_id
+
+
 def how_to_open(uri: str) -> str:
     """What a person types or opens to see the runs."""
     return uri if uri.startswith("http") else f"mlflow ui --backend-store-uri {uri}"

@@ -21,7 +21,7 @@ May import torch.distributed, pipeline.workers.background, stages and storage.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -150,12 +150,25 @@ class ExactlyOnceUpdates:
 
     def replay(self, role: Role, step: int) -> tuple[str, str]:
         """Trains version `step` once more from the stored inputs; (digest that was committed, digest now). One rank."""
-        commit = self._ledger.find(Address(UPDATE_STAGE[role], step))
-        if commit is None:
-            raise MissingOutput(f"{UPDATE_STAGE[role]} of step {step} has no commit: there is nothing to compare with")
-        self.at(role, step)
-        self._train(role, step)
-        return str(commit.digest), self.host.digest(role)
+        ((_, committed, made),) = self.replay_all(role, range(step, step + 1))
+        return committed, made
+
+    def replay_all(self, role: Role, steps: range) -> Iterator[tuple[int, str, str]]:
+        """Trains these versions once more, one after another, from the stored inputs: (step, digest that was committed,
+        digest now). One rank. In the layout that made the commits the first difference is the last that is given: what
+        comes after it was not trained from such weights. Raises MissingOutput where an update has no commit."""
+        for step in steps:
+            commit = self._ledger.find(Address(UPDATE_STAGE[role], step))
+            if commit is None:
+                stage = UPDATE_STAGE[role]
+                raise MissingOutput(f"{stage} of step {step} has no commit: there is nothing to compare with")
+            self.at(role, step)
+            self._train(role, step)
+            digest = self.host.digest(role)
+            yield step, str(commit.digest), digest
+            if self._same_layout and digest != commit.digest:
+                return
+            self.host.mark_clean(role)
 
     def _train(self, role: Role, step: int) -> dict[str, float]:
         address = Address("advantage", step)

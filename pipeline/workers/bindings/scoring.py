@@ -11,16 +11,20 @@ from pipeline.workers.parts import WorkerParts, required
 from stages.advantage import advantage
 from stages.score import score
 from storage.address import Address
-from storage.records import Rollout
+from storage.records import Rollout, Scores
 
 
 def score_shard(parts: WorkerParts, call: Call) -> Output:
     """One score for each response, sampled for training or for evaluation."""
-    rollout: Rollout = parts.read(call.inputs[0])
+    record = scores_of(parts, parts.read(call.inputs[0]))
+    return Output(record, {"score/mean": float(record.scores.mean())})
+
+
+def scores_of(parts: WorkerParts, rollout: Rollout) -> Scores:
+    """One score for each of these rows."""
     scorer, prompts = required(parts.scorer), required(parts.prompts)
     extras = [prompts.extra[i] for i in rollout.prompt_index]
-    record = score(scorer.reward, scorer.tokenizer, rollout, extras)
-    return Output(record, {"score/mean": float(record.scores.mean())})
+    return score(scorer.reward, scorer.tokenizer, rollout, extras)
 
 
 def advantage_step(parts: WorkerParts, call: Call) -> Output:

@@ -146,18 +146,19 @@ class Checkpoints:
                 raise StoreError(f"{path}/{name}: is not what was saved")
         return meta
 
-    def prune(self, role: str, keep: int, damaged: Collection[int] = ()) -> list[int]:
-        """Removes all but the newest `keep` complete checkpoints, of which the versions `damaged` are none, and
-        directories that dead processes of this host began. Returns the versions removed. Raises ValueError for
-        keep < 1."""
+    def prune(self, role: str, keep: int, damaged: Collection[int] = (), every: int | None = None) -> list[int]:
+        """Removes all but the newest `keep` complete checkpoints, of which the versions `damaged` are none, and those
+        of versions that are multiples of `every`; and directories that dead processes of this host began. Returns the
+        versions removed. Raises ValueError for keep < 1."""
         if keep < 1:
             raise ValueError(f"keep must be at least 1, given {keep}")
         complete = [version for version in self.versions(role) if version not in damaged]
-        removed, kept = complete[:-keep], complete[-keep:]
+        kept = complete[-keep:]
+        removed = [version for version in complete[:-keep] if not _is_multiple(version, every)]
         for path in (self.root / role).glob("v*"):
             match = _VERSION.fullmatch(path.name)
             # Below the oldest one kept also what an earlier prune left half removed.
-            if match and kept and int(match[1]) < kept[0]:
+            if match and kept and int(match[1]) < kept[0] and not _is_multiple(int(match[1]), every):
                 _discard(path)
         own = re.compile(r"\.v\d{6,}-" + re.escape(socket.gethostname()) + r"-(\d+)-[0-9a-f]+")
         for path in (self.root / role).glob(".v*"):
@@ -165,6 +166,10 @@ class Checkpoints:
             if begun and not process_alive(int(begun[1])):
                 _discard(path)
         return removed
+
+
+def _is_multiple(version: int, every: int | None) -> bool:
+    return every is not None and version % every == 0
 
 
 def sum_file(file: Path, *, fsync: bool = False) -> FileSum:

@@ -6,7 +6,7 @@ May import the standard library and storage.problems.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from storage.problems import Problem, at_least
@@ -53,6 +53,17 @@ class Durability:
 
 
 @dataclass
+class KeepConfig:
+    """What a run keeps of what it has written, once nothing can need it any more; null: everything. Commit records,
+    evaluations, attempts and what was archived or set aside always stay."""
+
+    rollouts: int | None = None
+    """Arrays of the last so many steps; more where a recovery may need them."""
+    exports: int | None = None
+    """Versions in Hugging Face layout, the newest."""
+
+
+@dataclass
 class StorageConfig:
     """How commits, rollouts and checkpoints are written and read."""
 
@@ -62,6 +73,7 @@ class StorageConfig:
     patience_s: float = 60.0
     """How long an error of the filesystem that may pass (a stale handle, a time-out) is tried again, and a commit that
     must be there is waited for, before that is an error. No space, no permission: an error at once."""
+    keep: KeepConfig = field(default_factory=KeepConfig)
 
     def durability(self, *, unseen: bool = False) -> Durability:
         """For stores. `unseen`: for a process that is only asked to read what is committed."""
@@ -71,3 +83,4 @@ class StorageConfig:
 def storage_problems(config: StorageConfig) -> Iterator[Problem]:
     """What of the section `storage` cannot work by itself."""
     yield from at_least(0, {"storage.patience_s": config.patience_s})
+    yield from at_least(1, {"storage.keep.rollouts": config.keep.rollouts, "storage.keep.exports": config.keep.exports})

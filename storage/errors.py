@@ -11,6 +11,10 @@ class MissingOutput(StoreError):
     """No commit record at an address, so there is no output."""
 
 
+class DroppedOutput(StoreError):
+    """The arrays of a committed output were let go, as `storage.keep.rollouts` says; its commit record stays."""
+
+
 class DamagedWeights(StoreError):
     """A copy of published weights is not what was published."""
 

@@ -184,6 +184,16 @@ def keys(root: Root) -> Iterator[str]:
             yield path[len(root.path) + 1 :].replace(os.sep, "/")
 
 
+def names(root: Root) -> list[str]:
+    """Names of the files and directories right below the root, sorted; none where there is no such directory."""
+    try:
+        if root.fs is None:
+            return sorted(os.listdir(root.path))
+        return sorted(path.rstrip("/").rsplit("/", 1)[-1] for path in root.fs.ls(root.path, detail=False, refresh=True))
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+
+
 def remove_temporaries(root: Root) -> int:
     """Removes what processes that died in `write` or `write_new` left below a local root; returns how many. Only for a
     root that nobody writes to."""

@@ -28,83 +28,27 @@ import time
 import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import zarr
-from zarr.buffer.cpu import Buffer
-from zarr.codecs import BloscCodec, Crc32cCodec
-from zarr.storage import MemoryStore
 
 from storage import files
 from storage.address import Address
 from storage.config import Durability
-from storage.errors import MissingOutput, StoreError
+from storage.errors import DroppedOutput, MissingOutput, StoreError
 from storage.ledger import ArrayInfo, Commit, Ledger, Provenance, new_attempt
 from storage.recent import RecentRecords
 from storage.records import RECORD_TYPES, Record, concatenate
+from storage.retention import KEY, read_dropped, write_dropped
+from storage.shards import Layout, Layouts, Template, make_template, shards_of
 from storage.validation import check_finite, check_logprobs
 
 EVALUATE = "evaluate"
 """Stages whose names begin so have groups, and a layout, of their own: one group per evaluated version."""
 
-_CHUNK_ROWS = 16
-"""Rows of an inner chunk: 1-row chunks are 6-9 times slower to read, and larger ones gain nothing."""
-_DIMENSIONS = ("rows", "seq")
+_STEP_GROUP = re.compile(r"step_(\d{6,})")
 _ATTEMPT = re.compile(r"(?P<stage>.+?)-(?P<step>\d{6,})-(?P<shard>\d{4,})-(?P<attempt>[^/]+)")
-
-
-@dataclass(frozen=True)
-class Layout:
-    """Shape of a group's arrays: num_shards × rows_per_shard rows of seq tokens. A record has the rows of one shard, or
-    of all of them."""
-
-    num_shards: int
-    rows_per_shard: int
-    seq: int
-
-    @property
-    def num_rows(self) -> int:
-        return self.num_shards * self.rows_per_shard
-
-
-@dataclass(frozen=True)
-class Layouts:
-    """The layout of the steps' groups and that of the evaluations' groups (None: this run has none)."""
-
-    step: Layout
-    evaluate: Layout | None = None
-
-
-@dataclass(frozen=True)
-class _Template:
-    """An array of a group in memory, and the store it lives in: encodes and decodes one shard at a time. Made once per
-    field and process, since making one takes milliseconds."""
-
-    array: Any
-    memory: dict[str, Any]
-    metadata: bytes
-    layout: Layout
-
-    def encode(self, shard: int, block: np.ndarray) -> bytes:
-        key = self.key(shard)
-        self.array[self._rows(shard)] = block
-        return bytes(self.memory.pop(key).to_bytes())
-
-    def decode(self, shard: int, data: bytes) -> np.ndarray:
-        key = self.key(shard)
-        self.memory[key] = Buffer.from_bytes(data)
-        try:
-            return np.asarray(self.array[self._rows(shard)])
-        finally:
-            del self.memory[key]
-
-    def key(self, shard: int) -> str:
-        return "/".join(["c", str(shard)] + ["0"] * (self.array.ndim - 1))
-
-    def _rows(self, shard: int) -> slice:
-        return slice(shard * self.layout.rows_per_shard, (shard + 1) * self.layout.rows_per_shard)
 
 
 class RolloutStore:
@@ -128,7 +72,7 @@ class RolloutStore:
         self._ledger = ledger
         self._layouts = layouts
         self._recent = RecentRecords(recent_bytes)
-        self._templates: dict[tuple[Layout, str, int], _Template] = {}
+        self._templates: dict[tuple[Layout, str, int], Template] = {}
         self._lock = threading.Lock()
 
     @property
@@ -194,7 +138,7 @@ class RolloutStore:
         """First third of `write`: the attempt's files, and the commit that would make them exist; on an exception the
         files are removed. `Ledger.commit` and `settle` are the other thirds."""
         layout = self._layout(address)
-        shards = _shards(layout, address, record.num_rows)
+        shards = shards_of(layout, address, record.num_rows)
         infos = {}
         with ExitStack() as undo:
             undo.callback(self._discard, address, attempt)
@@ -230,10 +174,10 @@ class RolloutStore:
         """Finishes what dead processes left: settles committed attempts, discards those that lost (unless `discard` is
         off: their processes may be alive, and would miss their files). Attempts whose address has no commit stay, since
         their process may be about to commit. Returns how many it settled. Raises DamagedCommit."""
-        settled = 0
+        settled, before = 0, self.dropped_before()
         for address, attempt in self.attempts():
             commit = self._ledger.find(address)
-            if commit is not None and commit.attempt == attempt:
+            if commit is not None and commit.attempt == attempt and not dropped(address, before):
                 self.settle(commit)
                 settled += 1
             elif commit is not None and discard:
@@ -253,8 +197,9 @@ class RolloutStore:
         files.remove_tree(self._run, "attempts")
 
     def read(self, address: Address) -> Any:
-        """The committed record, of the type that was written. Raises MissingOutput where nothing is committed, and
-        StoreError, naming array and address, where an array is missing or is not what was committed."""
+        """The committed record, of the type that was written. Raises MissingOutput where nothing is committed,
+        DroppedOutput where its arrays were let go, and StoreError, naming array and address, where an array is missing
+        or is not what was committed."""
         commit = self._ledger.get(address)
         if commit.kind is None:
             raise MissingOutput(f"{address} was committed without arrays")
@@ -265,7 +210,7 @@ class RolloutStore:
         for name, template, shard in self._blocks(commit):
             data = self._chunk(commit, f"{name}/{template.key(shard)}")
             if data is None:
-                raise StoreError(f"array {name} of {address}: shard {shard} is committed but its file is missing")
+                raise self._absent(address, f"array {name} of {address}: shard {shard}")
             try:
                 with self._lock:
                     blocks.setdefault(name, []).append(template.decode(shard, data))
@@ -282,10 +227,40 @@ class RolloutStore:
         self._recent.put((address, commit.attempt), record)
         return record
 
+    def dropped_before(self) -> int:
+        """The first step whose arrays were not let go; 0 where none were. Raises StoreError."""
+        return read_dropped(self._run)
+
+    def drop(self, before: int) -> int:
+        """Lets go the arrays of all steps before this one, evaluations excepted; their commits stay. For a driver, when
+        nothing can read them any more. Returns of how many steps there was something."""
+        if before > self.dropped_before():
+            write_dropped(self._run, before)
+        steps = [int(match[1]) for match in map(_STEP_GROUP.fullmatch, files.names(self._data)) if match]
+        gone = [step for step in steps if step < before]
+        for step in gone:
+            files.remove_tree(self._data, f"step_{step:06d}")
+        return len(gone)
+
+    def make_anew(self, step: int) -> None:
+        """Arrays of this step and later ones are about to be made anew: of them, none counts as let go any more."""
+        if step < self.dropped_before():
+            write_dropped(self._run, step)
+
+    def _absent(self, address: Address, what: str) -> StoreError:
+        """Why a committed file is not there."""
+        before = self.dropped_before()
+        if dropped(address, before):
+            return DroppedOutput(
+                f"{what}: dropped by {KEY}, as are the arrays of all steps before {before}. A run that has to train on "
+                "them again goes on with `stageline resume RUN --from-checkpoint`"
+            )
+        return StoreError(f"{what} is committed but its file is missing")
+
     def plain_faults(self, commit: Commit) -> Iterator[str]:
         """Which committed arrays a plain Zarr reader does not see as they were committed."""
         layout, group = self._layout(commit.address), _group(commit.address)
-        shards = _shards(layout, commit.address, commit.rows) if commit.arrays else range(0)
+        shards = shards_of(layout, commit.address, commit.rows) if commit.arrays else range(0)
         rows = slice(shards.start * layout.rows_per_shard, shards.stop * layout.rows_per_shard)
         options = {} if self._data.fs is None else {"storage_options": self._data.fs.storage_options}
         for name, info in commit.arrays.items():
@@ -315,19 +290,19 @@ class RolloutStore:
             raise ValueError(f"{address}: this store was made without a layout for {EVALUATE}")
         return self._layouts.evaluate
 
-    def _template(self, layout: Layout, dtype: str, ndim: int) -> _Template:
+    def _template(self, layout: Layout, dtype: str, ndim: int) -> Template:
         with self._lock:
             key = (layout, dtype, ndim)
             if key not in self._templates:
-                self._templates[key] = _make_template(layout, dtype, ndim)
+                self._templates[key] = make_template(layout, dtype, ndim)
             return self._templates[key]
 
-    def _blocks(self, commit: Commit) -> Iterator[tuple[str, _Template, int]]:
+    def _blocks(self, commit: Commit) -> Iterator[tuple[str, Template, int]]:
         """(array name, template, shard) of every file of a commit."""
         layout = self._layout(commit.address)
         for name, info in commit.arrays.items():
             template = self._template(layout, info.dtype, len(info.shape))
-            for shard in _shards(layout, commit.address, commit.rows):
+            for shard in shards_of(layout, commit.address, commit.rows):
                 yield name, template, shard
 
     def _chunk(self, commit: Commit, key: str) -> bytes | None:
@@ -355,41 +330,13 @@ class RolloutStore:
 _GROUP_METADATA = b'{\n  "attributes": {},\n  "zarr_format": 3,\n  "node_type": "group"\n}'
 
 
-def _make_template(layout: Layout, dtype: str, ndim: int) -> _Template:
-    rows = layout.rows_per_shard
-    inner = max(n for n in range(1, min(_CHUNK_ROWS, rows) + 1) if rows % n == 0)
-    rest = (layout.seq,) * (ndim - 1)
-    fill = {"f": float("nan"), "i": -1}.get(np.dtype(dtype).kind, 0)
-    memory: dict[str, Any] = {}
-    array = zarr.create_array(
-        MemoryStore(memory),
-        shape=(layout.num_rows, *rest),
-        shards=(rows, *rest),
-        chunks=(inner, *rest),
-        dtype=dtype,
-        compressors=[BloscCodec(cname="lz4", clevel=5, shuffle="shuffle"), Crc32cCodec()],
-        fill_value=fill,
-        dimension_names=_DIMENSIONS[:ndim],
-        # A chunk that equals the fill value must still be a file: no file means no data.
-        config={"write_empty_chunks": True},
-    )
-    return _Template(array, memory, bytes(memory["zarr.json"].to_bytes()), layout)
-
-
-def _shards(layout: Layout, address: Address, rows: int) -> range:
-    """Shards of the arrays that a record of so many rows fills."""
-    if rows == layout.rows_per_shard and address.shard < layout.num_shards:
-        return range(address.shard, address.shard + 1)
-    if rows == layout.num_rows and address.shard == 0:
-        return range(layout.num_shards)
-    raise ValueError(
-        f"{address}: {rows} rows, but a shard has {layout.rows_per_shard} and all {layout.num_shards} shards have "
-        f"{layout.num_rows}"
-    )
-
-
 def _group(address: Address) -> str:
     return f"{EVALUATE if address.stage.startswith(EVALUATE) else 'step'}_{address.step:06d}"
+
+
+def dropped(address: Address, before: int) -> bool:
+    """Whether an output's arrays, if it has any, were let go, where those of all steps `before` one were."""
+    return address.step < before and not address.stage.startswith(EVALUATE)
 
 
 def _attempt_key(address: Address, attempt: str) -> str:

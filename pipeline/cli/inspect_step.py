@@ -7,6 +7,7 @@ import argparse
 import numpy as np
 from rich.console import Group, RenderableType
 from rich.table import Table
+from rich.text import Text
 
 from pipeline.cli.answers import output
 from pipeline.cli.exit_codes import DONE
@@ -18,7 +19,7 @@ from pipeline.graph.graph import step_nodes
 from pipeline.observe.tables import InspectRow, inspect_table
 from stages.models.hf_files import read_tokenizer
 from storage.address import Address
-from storage.errors import MissingOutput
+from storage.errors import DroppedOutput, MissingOutput
 from storage.records import Advantages, PolicyLogprobs, ReferenceLogprobs, Rollout, Scores
 
 
@@ -40,7 +41,11 @@ def inspect_step(config: RunConfig, step: int, rows: int) -> RenderableType:
     commits = [c for c in map(history.ledger.find, history.addresses(step)) if c is not None]
     if not any(c.address.stage == "generate" for c in commits):
         raise MissingOutput(f"step {step} has no rollouts yet")
-    table = inspect_table(step_rows(config, step)[:rows], f"step {step} of {config.name}")
+    shown: RenderableType
+    try:
+        shown = inspect_table(step_rows(config, step)[:rows], f"step {step} of {config.name}")
+    except DroppedOutput as error:
+        shown = Text(f"rows of step {step}: {error}")
     nodes = Table(title="nodes", title_justify="left")
     for heading in ("node", "worker", "attempt", "weights", "seconds"):
         nodes.add_column(heading)
@@ -49,7 +54,7 @@ def inspect_step(config: RunConfig, step: int, rows: int) -> RenderableType:
         versions = ", ".join(f"v{v}" for v in c.provenance.weight_versions) or "-"
         seconds = f"{c.finished - c.provenance.started:.3f}"
         nodes.add_row(str(c.address), c.provenance.worker, c.attempt, versions, seconds)
-    return Group(table, nodes)
+    return Group(shown, nodes)
 
 
 def step_rows(config: RunConfig, step: int) -> list[InspectRow]:

@@ -27,6 +27,7 @@ from storage.checkpoints import Checkpoints
 from storage.errors import StoreError
 from storage.ledger import Commit
 from storage.records import PromptBatch, Rollout
+from storage.rollouts import dropped
 
 Answer = tuple[str, list[str]]
 """What was counted, and every problem."""
@@ -57,6 +58,8 @@ class Evidence:
     """Those that are sound."""
     rows: Mapping[Address, RowsFound]
     """Of `generate` and `evaluate`."""
+    dropped_before: int = 0
+    """Arrays of the steps before this one were let go, and are not looked at."""
 
     def steps_of(self, stage: str) -> list[int]:
         return sorted({address.step for address in self.commits if address.stage == stage})
@@ -85,7 +88,7 @@ def _version_faults(config: RunConfig, commit: Commit, sampled: np.ndarray) -> I
 
 def plain_readers_proof(run: Evidence) -> Answer:
     """Any Zarr reader sees what was committed: no file stayed behind, no metadata is missing."""
-    stored = [commit for commit in run.commits.values() if commit.kind is not None]
+    stored = [c for c in run.commits.values() if c.kind is not None and not dropped(c.address, run.dropped_before)]
     faults = [fault for commit in stored for fault in run.history.store.plain_faults(commit)]
     return f"{sum(len(commit.arrays) for commit in stored)} arrays", faults
 
@@ -159,7 +162,7 @@ def rows_proof(run: Evidence) -> Answer:
             faults.append(f"{stage} of step {step}: rows {skipped} are left out")
     trained = {step for stage in UPDATES.values() for step in run.steps_of(stage)}
     for address in (Address("generate", step, s) for step in sorted(trained) for s in range(shards["generate"])):
-        if address not in run.rows:
+        if address not in run.rows and not dropped(address, run.dropped_before):
             faults.append(f"{address}: was trained on, and is not there (or not sound)")
     num = sum(len(rows) for rows in seen.values())
     steps, evaluations = len(run.steps_of("generate")), len(run.steps_of("evaluate"))

@@ -40,6 +40,8 @@ from storage.address import Address
 from storage.errors import StoreError
 from storage.ledger import Commit
 from storage.records import Rollout
+from storage.retention import KEY
+from storage.rollouts import dropped
 
 
 @dataclass(frozen=True)
@@ -103,15 +105,21 @@ def verify_run(config: RunConfig) -> Verification:
             damaged.append(str(error))
             continue
         commits += [commit] if commit is not None else []
-    arrays_faults, rows = _read_arrays(config, history, commits)
+    before, dropped_faults = _dropped_before(history)
+    present = [commit for commit in commits if not dropped(commit.address, before)]
+    arrays_faults, rows = _read_arrays(config, history, present)
     nodes = {node.address: node for node in run_nodes(config.graph())}
     once = {node.address: node for graph in earlier_graphs(config) for node in run_nodes(graph)}
-    evidence = Evidence(config, paths, history, once | nodes, {commit.address: commit for commit in commits}, rows)
-    num_arrays = sum(len(commit.arrays) for commit in commits)
+    evidence = Evidence(config, paths, history, once | nodes, {c.address: c for c in commits}, rows, before)
+    num_arrays = sum(len(commit.arrays) for commit in present)
     num_files = len(commits) + len(damaged)
     proofs = [
         Proof("every commit record is what was written, by its checksum", f"{num_files} records", tuple(damaged)),
-        Proof("every array is what was committed, by its CRC-32", f"{num_arrays} arrays", tuple(arrays_faults)),
+        Proof(
+            "every array is what was committed, by its CRC-32",
+            f"{num_arrays} arrays",
+            (*dropped_faults, *arrays_faults),
+        ),
     ]
     for claim, proof in PROOFS.items():
         counted, faults = proof(evidence)
@@ -132,6 +140,14 @@ PROOFS: dict[str, Callable[[Evidence], tuple[str, list[str]]]] = {
     "every checkpoint is what was saved, of the version that was committed": checkpoints_proof,
 }
 """Claim -> what looks at it: (what was counted, every problem by name)."""
+
+
+def _dropped_before(history: History) -> tuple[int, tuple[str, ...]]:
+    """The first step whose arrays were not let go, and what is wrong with the record of it."""
+    try:
+        return history.store.dropped_before(), ()
+    except StoreError as error:
+        return 0, (str(error),)
 
 
 def _read_arrays(
@@ -164,6 +180,11 @@ def _notes(evidence: Evidence) -> Iterator[str]:
     if left:
         names = ", ".join(f"{address} ({attempt})" for address, attempt in left[:3])
         yield f"{len(left)} attempts have files in attempts/, under way or of processes that died: {names}"
+    before = evidence.dropped_before
+    gone = [c for c in evidence.commits.values() if c.arrays and dropped(c.address, before)]
+    if gone:
+        arrays = sum(len(commit.arrays) for commit in gone)
+        yield f"{arrays} arrays of the steps before {before} were dropped by {KEY}: their commits alone are looked at"
     aside = list(files.keys(files.open_root(str(evidence.paths.damaged))))
     if aside:
         yield f"{len(aside)} damaged commit records were set aside in {evidence.paths.damaged}"

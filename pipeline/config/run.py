@@ -29,7 +29,7 @@ from stages.ppo.config import PPOConfig, ppo_problems, resolve_proximal
 from stages.rewards.protocol import RewardConfig
 from storage.config import PromptsConfig, StorageConfig, prompts_problems, storage_problems
 from storage.problems import Problem, at_least, divides, local_directory, plain_name
-from storage.rollouts import Layout, Layouts
+from storage.shards import Layout, Layouts
 
 
 @dataclass

@@ -39,6 +39,11 @@ class OpenBooks:
         self._next_over = self.first_step
         self._addresses: defaultdict[int, list[Address]] = defaultdict(list)
 
+    @property
+    def over_until(self) -> int:
+        """Before it, all steps are over."""
+        return self._next_over
+
     def over(self, step: int, addresses: Iterable[Address]) -> None:
         """Every node of a step is done: these, some of which (a publication, an evaluation) count as a later step's.
         Closes what can be closed."""

@@ -18,6 +18,7 @@ from pipeline.config.run import RunConfig
 from pipeline.driver.identity import state, state_again
 from pipeline.driver.integrity import Mended, mend
 from pipeline.driver.results import open_history
+from pipeline.driver.retention import check_evaluations
 from pipeline.driver.rewind import carry_out, plan_rewind
 from pipeline.observe.history import History
 from storage import files
@@ -52,6 +53,9 @@ def prepare(config: RunConfig, checked: Preflight, *, resume: bool, from_checkpo
         stated = state_again(config, checked.prompts, history.ledger, None if rewind is None else str(rewind))
     else:
         stated = state(config, checked.prompts)
+    re_evaluated = any(change.startswith("evaluate.every=") for change in stated.changed)
+    if re_evaluated:
+        check_evaluations(config, history)
     for directory in (paths.rendezvous, paths.plots):
         directory.mkdir(exist_ok=True)
     warnings = list(stated.warnings)
@@ -65,7 +69,7 @@ def prepare(config: RunConfig, checked: Preflight, *, resume: bool, from_checkpo
     if rewind is not None:
         carry_out(rewind, history, paths)
         warnings.append(str(rewind))
-    if any(change.startswith("evaluate.every=") for change in stated.changed):  # steps that were over are not any more
+    if re_evaluated:  # steps that were over are not any more
         history.ledger.reopen(history.ledger.addresses())
     mended = mend(history, paths)
     return PreparedRun(history, stated.identity, mended, stated.changed, (*warnings, *mended.warnings))

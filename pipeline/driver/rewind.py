@@ -55,10 +55,11 @@ def plan_rewind(history: History, paths: RunPaths) -> Rewind:
     committed = set(history.ledger.addresses())
     saved = {v for v in checkpoints.versions(Role.POLICY) if _sound(checkpoints, Role.POLICY, v)}
     both = (v for v in sorted(saved, reverse=True) if _sound(checkpoints, Role.CRITIC, v))
-    version = next((v for v in both if can_go_back(history.spec, committed, v, saved)), 0)
+    before = history.store.dropped_before()
+    version = next((v for v in both if can_go_back(history.spec, committed, v, saved, before)), 0)
     later = [*_later(paths.checkpoints.glob("*/v*"), version), *_later(paths.weights(0).parent.glob("v*"), version)]
     name = time.strftime("%Y%m%dT%H%M%S")
-    commits = made_anew(history.spec, committed, version)
+    commits = made_anew(history.spec, committed, version, before)
     return Rewind(version, tuple(commits), tuple(sorted(later)), paths.archive / name)
 
 
@@ -77,6 +78,7 @@ def carry_out(rewind: Rewind, history: History, paths: RunPaths) -> None:
             continue
         for key in (f"{paths.ledger.name}/{address}.json", *history.store.keys_of(commit)):
             files.move(run, key, f"{archive}/{key}")
+    history.store.make_anew(rewind.version)
 
 
 def _later(directories: Iterator[Path], version: int) -> Iterator[Path]:

@@ -30,6 +30,7 @@ from pipeline.driver.identity import NumericsWatch
 from pipeline.driver.integrity import UnreadVersions, books_closed, check_made_again
 from pipeline.driver.preparation import PreparedRun, prepare
 from pipeline.driver.results import conclude, conclude_despite_error, open_tracker, where_results_are
+from pipeline.driver.retention import Retention
 from pipeline.driver.session import interruptible, only_driver, published_weights, worker_processes, writable
 from pipeline.graph.dispatch import Dispatch
 from pipeline.graph.flow import Flow
@@ -206,6 +207,7 @@ class _Driver:
             numerics.built,
         )
         self._books = OpenBooks(self._graph, history.ledger)
+        self._retention = Retention(config.storage.keep, RunPaths(config.run_dir), history, self._warn)
         self._flow = Flow(
             self._graph,
             dispatch,
@@ -221,8 +223,10 @@ class _Driver:
             self._executor.start()
             self._flow.advance()
             self._executor.run(lambda: self._flow.finished)
+            self._retention.finish()
         finally:
             self._executor.close()
+            self._retention.close()
 
     def _node_done(self, node: Node, outcome: Outcome) -> None:
         """A node has its commit: what it completes is reported, and the window may advance."""
@@ -263,6 +267,7 @@ class _Driver:
     def _step_over(self, step: int, nodes: list[Node]) -> None:
         """Every node of a step is done: its trace goes out, its results are let go, its books may be closed."""
         self._books.over(step, [node.address for node in nodes])
+        self._retention.over_until(self._books.over_until)
         self._executor.release([node.address for node in nodes])
         ran = [(node, self._outcomes.pop(node.address)) for node in nodes if node.address in self._outcomes]
         spans = [
@@ -283,6 +288,9 @@ class _Driver:
         """Every reader of a version of the weights is done."""
         self._unread.release(version)
         self._executor.release_weights(version)
+
+    def _warn(self, text: str) -> None:
+        self._journal.now(EventKind.WARNED, detail=text)
 
     def _worker_replaced(self) -> None:
         """A process that was lost is dead, and another is up: what it had committed is put in its place, what it read

@@ -17,16 +17,21 @@ from pipeline.graph.graph import GraphSpec, run_nodes, weight_readers
 from storage.address import Address
 
 UPDATES = ("update_policy", "update_critic")
+SHARDED = ("generate", "score", "reference", "logprob", "value")
+ADVANTAGE = "advantage"
 
 
-def made_anew(spec: GraphSpec, committed: Collection[Address], version: int) -> list[Address]:
-    """The commits that do not stand, children before parents."""
+def made_anew(spec: GraphSpec, committed: Collection[Address], version: int, dropped_before: int = 0) -> list[Address]:
+    """The commits that do not stand, children before parents. `dropped_before`: arrays of the steps before this one
+    were let go; those that would be trained on again do not stand either."""
     nodes = list(run_nodes(spec))
     children: dict[Address, list[Address]] = {}
     for node in nodes:
         for parent in node.parents:
             children.setdefault(parent, []).append(node.address)
     found = {Address(stage, step) for stage in UPDATES for step in range(version, spec.steps)}
+    for step in range(version, min(dropped_before, spec.steps)):
+        found |= {Address(stage, step, s) for stage in SHARDED for s in range(spec.shards)} | {Address(ADVANTAGE, step)}
     stack = list(found)
     while stack:
         fresh = [child for child in children.get(stack.pop(), ()) if child not in found]
@@ -40,8 +45,10 @@ def made_anew(spec: GraphSpec, committed: Collection[Address], version: int) -> 
     return [address for address in reversed(order) if address in found and address in committed]
 
 
-def can_go_back(spec: GraphSpec, committed: Collection[Address], version: int, saved: Collection[int]) -> bool:
+def can_go_back(
+    spec: GraphSpec, committed: Collection[Address], version: int, saved: Collection[int], dropped_before: int = 0
+) -> bool:
     """Whether no version before this one is needed that is neither the start's nor among the `saved`."""
-    standing = set(committed).difference(made_anew(spec, committed, version))
+    standing = set(committed).difference(made_anew(spec, committed, version, dropped_before))
     needed = (v for v in range(1, version) if not standing.issuperset(weight_readers(spec, v)))
     return all(v in saved for v in needed)

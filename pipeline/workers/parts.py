@@ -237,6 +237,7 @@ def _build_updates(parts: WorkerParts, host: ModelHost, same_layout: bool) -> Ex
         recompute_logprobs=config.ppo.proximal == "recompute",
         checkpoint_every=config.checkpoint.every,
         checkpoint_keep=config.checkpoint.keep,
+        checkpoint_keep_every=config.checkpoint.keep_every,
         staleness=config.staleness,
         same_layout=same_layout and repeats_bits(config.model),
         bookkeeping=parts.clock.bookkeeping,

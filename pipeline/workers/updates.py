@@ -74,6 +74,7 @@ class ExactlyOnceUpdates:
         recompute_logprobs: bool,
         checkpoint_every: int,
         checkpoint_keep: int,
+        checkpoint_keep_every: int | None = None,
         staleness: int,
         same_layout: bool = True,
         bookkeeping: Callable[[], AbstractContextManager[None]] = nullcontext,
@@ -91,7 +92,7 @@ class ExactlyOnceUpdates:
         self._shards = shards
         self._recompute_logprobs = recompute_logprobs
         self._every = checkpoint_every
-        self._keep = checkpoint_keep
+        self._keep, self._keep_every = checkpoint_keep, checkpoint_keep_every
         self._staleness = staleness
         self._same_layout = same_layout
         self._bookkeeping = bookkeeping
@@ -278,7 +279,7 @@ class ExactlyOnceUpdates:
             # it is rebuilt from stays, however few are to be kept.
             oldest = max(0, version - self._staleness)
             newer = [v for v in self._checkpoints.versions(str(role)) if v > oldest and v not in damaged]
-            self._checkpoints.prune(str(role), max(self._keep, len(newer) + 1), damaged)
+            self._checkpoints.prune(str(role), max(self._keep, len(newer) + 1), damaged, self._keep_every)
 
         self.background.submit(name, work)
 

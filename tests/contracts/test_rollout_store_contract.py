@@ -15,10 +15,11 @@ import pytest
 import zarr
 
 from storage.address import Address
-from storage.errors import MissingOutput, StoreError
+from storage.errors import DroppedOutput, MissingOutput, StoreError
 from storage.ledger import Ledger, provenance_here
 from storage.records import Advantages, PolicyLogprobs, Record, ReferenceLogprobs, Rollout, Scores
-from storage.rollouts import Layout, Layouts, RolloutStore
+from storage.rollouts import RolloutStore
+from storage.shards import Layout, Layouts
 from tests.support.processes import exit_status, start_python
 
 SHARDS, ROWS, SEQ = 3, 4, 6
@@ -30,7 +31,8 @@ import numpy as np
 from storage.address import Address
 from storage.ledger import Ledger, provenance_here
 from storage.records import Scores
-from storage.rollouts import Layout, Layouts, RolloutStore
+from storage.rollouts import RolloutStore
+from storage.shards import Layout, Layouts
 ledger = Ledger(sys.argv[1] + "/ledger")
 store = RolloutStore(sys.argv[1], ledger, Layouts(Layout({SHARDS}, {ROWS}, {SEQ})))
 provenance = provenance_here(seed=1, config_hash="c")
@@ -131,6 +133,39 @@ class StoreContract:
         assert_same(store.read(Address("evaluate", 12, 1)), rollout(3, rows=2))
         plain = zarr.open_group(store.url, mode="r")["evaluate_000012/tokens"]
         np.testing.assert_array_equal(plain[2:], rollout(3, rows=2).tokens)
+
+    def test_what_was_let_go_says_so_and_its_commit_stays(self, store: RolloutStore, ledger: Ledger, url: str) -> None:
+        kept = [Address("generate", 2), Address("evaluate", 0)]
+        for address in (Address("generate", 0), Address("generate", 1), *kept):
+            store.write(address, rollout(rows=2 if address.stage == "evaluate" else ROWS), PROVENANCE)
+        assert (store.dropped_before(), store.drop(2), store.drop(2), store.drop(1)) == (0, 2, 0, 0)
+        other = RolloutStore(url, Ledger(f"{url}/ledger"), LAYOUTS)
+        assert other.dropped_before() == 2
+        with pytest.raises(
+            DroppedOutput, match=r"generate/step_000001/shard_0000.* dropped by storage\.keep\.rollouts"
+        ):
+            other.read(Address("generate", 1))
+        assert ledger.find(Address("generate", 1)) is not None
+        for address in kept:
+            assert other.read(address).num_rows
+        assert sorted(name for name, _ in zarr.open_group(store.url, mode="r").members()) == [
+            "evaluate_000000",
+            "step_000002",
+        ]
+        other.make_anew(1)
+        assert other.dropped_before() == 1
+        with pytest.raises(StoreError, match="committed but its file is missing"):
+            other.read(Address("generate", 1))
+
+    def test_what_a_dead_process_left_of_a_step_that_was_let_go_is_not_put_in_its_place(
+        self, store: RolloutStore, ledger: Ledger, url: str
+    ) -> None:
+        ledger.commit(store.prepare(Address("generate", 0), rollout(), PROVENANCE, attempt="a0-dead"))
+        store.drop(1)
+        assert store.recover() == 0
+        assert self.attempts(url) == []
+        with pytest.raises(DroppedOutput):
+            store.read(Address("generate", 0))
 
     def test_values_equal_to_the_fill_value_are_data(self, store: RolloutStore) -> None:
         """Zarr leaves out chunks that hold nothing but the fill value; then they could not be told from missing."""

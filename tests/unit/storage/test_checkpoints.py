@@ -202,6 +202,13 @@ def test_prune_keeps_the_newest(checkpoints: Checkpoints, tmp_path: Path) -> Non
         checkpoints.prune("policy", 0)
 
 
+def test_prune_leaves_every_so_many(checkpoints: Checkpoints) -> None:
+    for version in range(1, 9):
+        save(checkpoints, version)
+    assert checkpoints.prune("policy", 2, every=3) == [1, 2, 4, 5]
+    assert checkpoints.versions("policy") == [3, 6, 7, 8]
+
+
 @pytest.mark.processes
 def test_prune_removes_what_dead_processes_of_this_host_began(checkpoints: Checkpoints, tmp_path: Path) -> None:
     ended = subprocess.Popen([sys.executable, "-c", ""])

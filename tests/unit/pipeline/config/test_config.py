@@ -128,6 +128,9 @@ REFUSED = {
     "ppo.anchor=past": ("ppo.anchor", "past", "proximal", "sampler"),
     "model=tiny": ("model", "tiny", "path"),
     # ranges
+    "storage.keep.rollouts=0": ("storage.keep.rollouts", "0", "must be 1 or more"),
+    "storage.keep.exports=-1": ("storage.keep.exports", "-1", "must be 1 or more"),
+    "checkpoint.every=4 checkpoint.keep_every=6": ("checkpoint.keep_every", "6", "multiple of checkpoint.every = 4"),
     "staleness=-1": ("staleness", "-1", "0 is synchronous"),
     "steps=0": ("steps", "0", "1 or more"),
     "sampling.temperature=0": ("sampling.temperature", "above 0"),

@@ -17,7 +17,8 @@ from storage.address import Address
 from storage.errors import StoreError
 from storage.ledger import Commit, Ledger, provenance_here
 from storage.records import Scores
-from storage.rollouts import Layout, Layouts, RolloutStore
+from storage.rollouts import RolloutStore
+from storage.shards import Layout, Layouts
 from storage.weights import WeightBoard
 
 FIRST, SECOND = Address("score", 0), Address("score", 1)

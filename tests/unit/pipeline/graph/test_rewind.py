@@ -63,3 +63,16 @@ def test_versions_that_are_still_read_must_be_had_as_they_are() -> None:
 
 def test_going_back_to_the_start_is_always_possible() -> None:
     assert can_go_back(SPEC, committed_up_to(SPEC, Address("publish", 4)), 0, saved=())
+
+
+def test_rollouts_that_were_let_go_are_made_anew_with_all_that_hangs_on_them() -> None:
+    """eta = 1, rollouts of steps 0 to 3 are gone, and no checkpoint after version 2 can be used: the rows that would
+    stand, those of steps 2 and 3, cannot be trained on. Step 2 reads version 1, which must be had then."""
+    committed = committed_up_to(SPEC, Address("publish", 6))
+    anew = set(made_anew(SPEC, committed, 2, dropped_before=4))
+    for stage in ("generate", "score", "reference", "logprob", "value", "advantage"):
+        assert [step for step in range(6) if Address(stage, step) in anew] == [2, 3, 4, 5]
+    assert can_go_back(SPEC, committed, 2, saved={2})
+    assert not can_go_back(SPEC, committed, 2, saved={2}, dropped_before=4)
+    assert can_go_back(SPEC, committed, 2, saved={1, 2}, dropped_before=4)
+    assert made_anew(SPEC, committed, 5, dropped_before=4) == made_anew(SPEC, committed, 5)

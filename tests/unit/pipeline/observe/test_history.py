@@ -12,7 +12,8 @@ from pipeline.observe.history import History, alarm_text, distinct_bigrams
 from storage.address import Address
 from storage.ledger import Commit, Ledger, Provenance
 from storage.records import Rollout, Scores
-from storage.rollouts import Layout, Layouts, RolloutStore
+from storage.rollouts import RolloutStore
+from storage.shards import Layout, Layouts
 
 SPEC = GraphSpec(steps=3, shards=2, staleness=1, eval_every=2, eval_shards=2)
 

@@ -14,7 +14,8 @@ from pipeline.observe.responses import ResponsePair, response_pairs, samples_tab
 from storage.address import Address
 from storage.ledger import Ledger, Provenance
 from storage.records import Rollout, Scores
-from storage.rollouts import Layout, Layouts, RolloutStore
+from storage.rollouts import RolloutStore
+from storage.shards import Layout, Layouts
 
 PAIRS = [ResponsePair("a", "b", -0.5, "cde", 0.75), ResponsePair("fg", "hi", 0.25, "é", 1.0)]
 

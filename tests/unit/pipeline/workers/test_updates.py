@@ -23,7 +23,8 @@ from storage.checkpoints import Checkpoints, FileSum, sum_file
 from storage.errors import MissingOutput
 from storage.ledger import Commit, Ledger, new_attempt, provenance_here
 from storage.records import Advantages, PolicyLogprobs, Record, ReferenceLogprobs, Rollout, Values
-from storage.rollouts import Layout, Layouts, RolloutStore
+from storage.rollouts import RolloutStore
+from storage.shards import Layout, Layouts
 
 ROWS, SEQ, SHARDS, STEPS = 4, 3, 2, 6
 

@@ -1,0 +1,163 @@
+"""Lets go what `storage.keep` does not ask to be kept, behind the run.
+
+    steps:   0 ······ 29 │ 30 ············· 44 │ 45 46 47
+             arrays gone │ kept: a recovery may │ in the window
+                         │ train on them again  └─ over_until
+                         └─ `first_kept`: an older one of two sound checkpoints of both models, none newer than the
+                            oldest version of the weights that an open node may read
+
+So a trainer that is lost, a version that must be published again, a checkpoint that turns out damaged and
+`resume --from-checkpoint` all find what they need.
+
+May import pipeline.config, pipeline.graph, pipeline.observe, stages.models.protocol and storage.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from collections.abc import Callable, Collection
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+from pipeline.config.errors import ConfigError
+from pipeline.config.paths import RunPaths
+from pipeline.config.run import RunConfig
+from pipeline.graph.graph import GraphSpec, evaluate_nodes, evaluated, window
+from pipeline.observe.history import History
+from stages.models.protocol import Role
+from storage.address import Address
+from storage.checkpoints import Checkpoints
+from storage.config import KeepConfig
+from storage.errors import StoreError
+from storage.retention import KEY
+
+UPDATES = {Role.POLICY: "update_policy", Role.CRITIC: "update_critic"}
+_VERSION = re.compile(r"v(\d{6,})")
+_LEAVING = ".leaving-"
+"""Of an export that is being removed: it has no version's name any more."""
+
+
+def first_kept(spec: GraphSpec, keep: int, over_until: int, saved: Collection[int]) -> int:
+    """The first step whose rollouts must stay. `over_until`: before it every node of every step is done. `saved`:
+    versions that both models have a sound checkpoint of.
+
+    Nodes of the steps from `over_until` on read versions from `over_until` - eta on. What recovers the oldest of them
+    begins at a checkpoint that is no newer; of those, one may turn out damaged, so that the one before it is the floor.
+    The margin is that of the ledger's books: an attempt that does not count any more may still be reading.
+    """
+    usable = sorted(version for version in saved if version <= over_until - spec.staleness)
+    if not usable:
+        return 0
+    return max(0, min(over_until - max(keep, 2 * window(spec)), usable[-2:][0]))
+
+
+class Retention:
+    """Owns a thread, if there is anything to let go, in which files are looked for and removed."""
+
+    def __init__(self, keep: KeepConfig, paths: RunPaths, history: History, warn: Callable[[str], None]) -> None:
+        """`warn`: called in the caller's thread with what went wrong; nothing is let go then, and the run goes on."""
+        self._keep = keep
+        self._paths = paths
+        self._history = history
+        self._warn = warn
+        self._warned: set[str] = set()
+        self._checkpoints = Checkpoints(paths.checkpoints)
+        self._sound: dict[int, bool] = {}
+        """By version: every byte of both models' checkpoints was read once."""
+        self._over_until = 0
+        self._pass: Future[None] | None = None
+        asked = keep.rollouts is not None or keep.exports is not None
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="retention") if asked else None
+
+    def over_until(self, step: int) -> None:
+        """Every node of the steps before this one is done. Returns at once."""
+        self._over_until = step
+        if self._thread is None or (self._pass is not None and not self._pass.done()):
+            return
+        self._settle()
+        self._pass = self._thread.submit(self._let_go, step)
+
+    def finish(self) -> None:
+        """For a run that has come to its end: waits until all is gone that goes."""
+        if self._thread is not None:
+            self._settle()
+            self._pass = self._thread.submit(self._let_go, self._over_until)
+            self._settle()
+
+    def close(self) -> None:
+        """Waits for what is being removed."""
+        if self._thread is not None:
+            self._thread.shutdown()
+
+    def _settle(self) -> None:
+        if self._pass is None:
+            return
+        try:
+            self._pass.result()
+        except (StoreError, OSError) as error:
+            if str(error) not in self._warned:
+                self._warned.add(str(error))
+                self._warn(f"storage.keep: what may go could not be removed: {error}")
+        self._pass = None
+
+    def _let_go(self, over_until: int) -> None:
+        if self._keep.rollouts is not None:
+            self._drop_rollouts(self._keep.rollouts, over_until)
+        if self._keep.exports is not None:
+            drop_exports(self._paths.weights(0).parent, self._keep.exports)
+
+    def _drop_rollouts(self, keep: int, over_until: int) -> None:
+        spec, before = self._history.spec, self._history.store.dropped_before()
+        policy, critic = (self._checkpoints.versions(role) for role in UPDATES)
+        saved = sorted({*policy}.intersection(critic))
+        if first_kept(spec, keep, over_until, saved) > before:  # else there is no need to read them
+            until = first_kept(spec, keep, over_until, [version for version in saved if self._is_sound(version)])
+            if until > before:
+                self._history.store.drop(until)
+
+    def _is_sound(self, version: int) -> bool:
+        if version not in self._sound:
+            self._sound[version] = all(self._verified(role, version) for role in UPDATES)
+        return self._sound[version]
+
+    def _verified(self, role: Role, version: int) -> bool:
+        """Whether every byte is what was saved, and the weights are those that were committed."""
+        commit = self._history.ledger.find(Address(UPDATES[role], version - 1))
+        try:
+            self._checkpoints.verify(role, version, expected={"digest": commit.digest if commit is not None else None})
+        except StoreError:
+            return False
+        return True
+
+
+def drop_exports(directory: Path, keep: int) -> None:
+    """Removes all but the newest `keep` exported versions, and what an earlier call left half removed."""
+    if not directory.is_dir():
+        return
+    for left in directory.glob(f"{_LEAVING}*"):
+        shutil.rmtree(left, ignore_errors=True)
+    versions = sorted(int(match[1]) for path in directory.iterdir() if (match := _VERSION.fullmatch(path.name)))
+    for version in versions[:-keep]:
+        leaving = directory / f"{_LEAVING}v{version:06d}"
+        os.replace(directory / f"v{version:06d}", leaving)
+        shutil.rmtree(leaving, ignore_errors=True)
+
+
+def check_evaluations(config: RunConfig, history: History) -> None:
+    """For a run that goes on with other evaluations than before. Raises ConfigError where a version that is past, and
+    is to be evaluated, cannot be had any more."""
+    before, saved = history.store.dropped_before(), Checkpoints(RunPaths(config.run_dir).checkpoints).versions("policy")
+    made, spec = len(history.ledger.addresses("update_policy")), config.graph()
+    asked = [version for version in range(1, made + 1) if evaluated(spec, version)]
+    there = set(history.ledger.addresses())
+    missing = [v for v in asked if not there.issuperset(node.address for node in evaluate_nodes(spec, v))]
+    lost = [v for v in missing if before and not any(c == v or before <= c <= v for c in saved)]
+    if lost:
+        named = ", ".join(f"v{version}" for version in lost[:5]) + (" ..." if len(lost) > 5 else "")
+        raise ConfigError(
+            "evaluate.every",
+            f"given {config.evaluate.every}; {named} would have to be made again from rollouts that {KEY} has dropped "
+            f"(all before step {before})",
+        )

@@ -1,0 +1,148 @@
+"""What a run may let go, and that it goes behind the run; without processes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from pipeline.config.errors import ConfigError
+from pipeline.config.loading import load_config
+from pipeline.config.paths import RunPaths
+from pipeline.driver.results import open_history
+from pipeline.driver.retention import Retention, check_evaluations, drop_exports, first_kept
+from pipeline.graph.graph import GraphSpec
+from pipeline.observe.history import History
+from storage.address import Address
+from storage.checkpoints import Checkpoints
+from storage.config import KeepConfig
+from storage.ledger import Ledger, provenance_here
+from storage.records import Scores
+from storage.rollouts import RolloutStore
+from storage.shards import Layout, Layouts
+from tests.support.configs import arguments, write_config
+
+STEPS = 20
+WHERE = provenance_here(seed=0, config_hash="")
+
+
+@pytest.mark.parametrize(
+    ("staleness", "keep", "saved", "first"),
+    [
+        (0, 1, {10, 15}, 10),  # v15 may turn out damaged: then v10 is gone back to
+        (0, 1, {15}, 15),
+        (0, 1, set(), 0),
+        (0, 12, {10, 15}, 8),
+        (0, 1, {18, 19}, 16),  # the margin of 2 windows
+        (4, 1, {10, 14, 17}, 8),  # margin 12
+        (4, 1, {5, 17, 18}, 5),  # steps from 20 on read versions from 16 on: of no use for these are v17 and v18
+        (1, 30, {10, 15}, 0),
+    ],
+)
+def test_what_must_stay(staleness: int, keep: int, saved: set[int], first: int) -> None:
+    spec = GraphSpec(steps=100, shards=1, staleness=staleness)
+    assert first_kept(spec, keep, STEPS, saved) == first
+
+
+@pytest.fixture
+def paths(tmp_path: Path) -> RunPaths:
+    return RunPaths(tmp_path)
+
+
+@pytest.fixture
+def history(paths: RunPaths) -> History:
+    """Of 20 steps, with a checkpoint of both models every 5."""
+    ledger = Ledger(str(paths.ledger))
+    store = RolloutStore(str(paths.root), ledger, Layouts(Layout(1, 2, 3)))
+    for step in range(STEPS):
+        store.write(Address("score", step), Scores(np.full(2, step, np.float32)), WHERE)
+        for role in ("policy", "critic"):
+            store.commit_only(Address(f"update_{role}", step), WHERE, digest=f"{role}{step + 1}")
+            if (step + 1) % 5 == 0:
+                save(paths, role, step + 1)
+    return History(GraphSpec(steps=30, shards=1, staleness=0), ledger, store, rows=2)
+
+
+def save(paths: RunPaths, role: str, version: int) -> None:
+    checkpoints = Checkpoints(paths.checkpoints)
+    directory = checkpoints.begin(role, version)
+    (directory / "model.bin").write_text(f"weights {version}")
+    checkpoints.finish(role, version, directory, {"digest": f"{role}{version}"})
+
+
+def let_go(keep: KeepConfig, paths: RunPaths, history: History) -> list[str]:
+    """What a driver that has come to step 20 warns of."""
+    warnings: list[str] = []
+    retention = Retention(keep, paths, history, warnings.append)
+    for step in range(STEPS + 1):
+        retention.over_until(step)
+    retention.finish()
+    retention.close()
+    return warnings
+
+
+def steps_there(paths: RunPaths) -> list[int]:
+    return sorted(int(path.name.removeprefix("step_")) for path in paths.rollouts.glob("step_*"))
+
+
+def test_everything_stays_by_default(paths: RunPaths, history: History) -> None:
+    assert let_go(KeepConfig(), paths, history) == []
+    assert steps_there(paths) == list(range(STEPS))
+    assert history.store.dropped_before() == 0
+
+
+def test_steps_go_up_to_the_checkpoint_before_the_newest(paths: RunPaths, history: History) -> None:
+    assert let_go(KeepConfig(rollouts=1), paths, history) == []
+    assert (steps_there(paths), history.store.dropped_before()) == (list(range(15, STEPS)), 15)
+
+
+@pytest.mark.parametrize("role", ["policy", "critic"])
+def test_a_checkpoint_with_a_flipped_bit_or_of_other_weights_is_none(
+    paths: RunPaths, history: History, role: str
+) -> None:
+    (paths.checkpoints / role / "v000020" / "model.bin").write_text("weightz 20")
+    other = paths.checkpoints / role / "v000015"
+    for file in sorted(other.iterdir()):
+        file.unlink()
+    other.rmdir()
+    directory = Checkpoints(paths.checkpoints).begin(role, 15)
+    Checkpoints(paths.checkpoints).finish(role, 15, directory, {"digest": "another run's"})
+    assert let_go(KeepConfig(rollouts=1), paths, history) == []
+    assert history.store.dropped_before() == 5
+
+
+def test_what_cannot_be_removed_is_said_once_and_ends_nothing(paths: RunPaths, history: History) -> None:
+    (paths.root / "dropped.json").write_text("{}")
+    (warning,) = let_go(KeepConfig(rollouts=1), paths, history)
+    assert "storage.keep: what may go could not be removed" in warning
+    assert "dropped.json: is not what was written" in warning
+    assert steps_there(paths) == list(range(STEPS))
+
+
+def test_the_newest_exports_stay(paths: RunPaths, history: History) -> None:
+    exports = paths.weights(0).parent
+    for name in ("v000001", "v000003", "v000010", ".leaving-v000000", "notes"):
+        (exports / name).mkdir(parents=True)
+        (exports / name / "model.safetensors").touch()
+    assert let_go(KeepConfig(exports=2), paths, history) == []
+    assert sorted(path.name for path in exports.iterdir()) == ["notes", "v000003", "v000010"]
+    drop_exports(exports, 2)
+    drop_exports(paths.root / "none", 1)
+    assert len(list(exports.iterdir())) == 3
+
+
+def test_evaluations_that_would_need_what_is_gone_are_refused(tmp_path: Path) -> None:
+    """Versions 1 and 3 have checkpoints. Version 2 would be trained from version 1 on rollouts that are gone."""
+    write_config(tmp_path)
+    file, *changes = arguments(tmp_path)
+    config = load_config([file], [*changes, "steps=4", "evaluate.every=1"])
+    paths, history = RunPaths(config.run_dir), open_history(config)
+    for step in range(4):
+        history.store.commit_only(Address("update_policy", step), WHERE, digest=f"policy{step + 1}")
+    for version in (1, 3):
+        save(paths, "policy", version)
+    check_evaluations(config, history)
+    history.store.drop(3)
+    with pytest.raises(ConfigError, match=r"evaluate\.every.*v2 would have to be made again.*before step 3"):
+        check_evaluations(config, history)

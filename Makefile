@@ -6,6 +6,7 @@
 # PY      another interpreter that has everything: nothing is installed then (`make lint PY=python3`)
 # ARGS    more arguments for `stageline run` (`make demo ARGS="seed=1 name=demo-seed1"`)
 # TESTS   more arguments for pytest (`make pytest TESTS="-k gae"`)
+# KILLS   signals that `make test-faults` sends at least; SEED: of its first run
 # WORKERS processes that the tests run in, side by side (`make pytest WORKERS=0`: all in one, for a debugger)
 
 PYTHON ?= python3
@@ -20,6 +21,8 @@ ASSETS := assets
 ARGS ?=
 TESTS ?=
 WORKERS ?= 2
+KILLS ?= 60
+SEED ?= 0
 
 ifeq ($(origin PY),undefined)
 PY := $(VENV)/bin/python
@@ -38,10 +41,10 @@ endif
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help install assets demo test lint format pytest lock clean distclean
+.PHONY: help install assets demo test test-faults lint format pytest lock clean distclean
 
 help:  ## This list
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 install: $(INSTALLED)  ## .venv with pinned dependencies and this project, editable
 
@@ -87,6 +90,9 @@ lint: $(INSTALLED)  ## ruff, ruff format --check, mypy, import contracts
 
 pytest: install assets $(TRITON_STAMP)  ## The tests alone
 	$(PY) -m pytest -rs -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(TESTS)
+
+test-faults: install  ## The whole kill matrix, a quarter of an hour (KILLS, SEED); `make test` has a sample of it
+	OMP_NUM_THREADS=1 $(PY) -m tests.support.kill_matrix --kills $(KILLS) --seed $(SEED)
 
 format: $(INSTALLED)  ## Rewrite the tree as ruff wants it
 	$(PY) -m ruff check --fix --quiet . || true

@@ -1,0 +1,36 @@
+"""A sample of the kill matrix (`make test-faults` runs the whole): processes of a run are killed in the middle of what
+they do, one after the other, the driver and all that it started among them; the run comes to what one comes to that
+nobody touched."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from tests.support.kill_matrix import STRIKES_PER_RUN, compare, run_struck
+from tests.support.strikes import draw
+
+pytestmark = pytest.mark.processes
+
+SAMPLE = 22
+"""A seed whose strikes end a replica, a scorer, a rank, the driver and the whole group, and stop nothing: a stopped
+process costs its deadline."""
+
+
+def test_killed_in_the_middle_and_nothing_is_lost(folder: Path) -> None:
+    reference, undisturbed = run_struck(folder, "undisturbed", 2, [])
+    assert undisturbed.faults == []
+    config, struck = run_struck(folder, "struck", 2, draw(SAMPLE, STRIKES_PER_RUN))
+    compare(struck, config, reference)
+    assert struck.faults == [], str(struck)
+    assert len(struck.fired) >= STRIKES_PER_RUN - 1, str(struck)
+
+
+def test_a_seed_draws_the_same_strikes_again_and_seeds_go_round_all_processes() -> None:
+    runs = [draw(seed, STRIKES_PER_RUN) for seed in range(12)]
+    assert runs == [draw(seed, STRIKES_PER_RUN) for seed in range(12)]
+    kinds = Counter(strike.target.partition("-")[0] for strikes in runs for strike in strikes)
+    assert kinds == {"generate": 10, "score": 10, "train": 20, "driver": 10, "group": 10}
+    assert {strike.signal for strikes in runs for strike in strikes} == {"SIGKILL", "SIGSTOP"}

@@ -15,9 +15,8 @@ import platform
 import signal
 import socket
 import tempfile
-import time
 from collections.abc import Iterable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from multiprocessing import forkserver
 from pathlib import Path
 from types import TracebackType
@@ -78,7 +77,8 @@ _FORKSERVER_ENVIRONMENT = {
     "OPENBLAS_NUM_THREADS": "1",  # numpy's, which is loaded before the fork; torch has `placement.gangs.*.threads`
     "DASK_LOGGING__DISTRIBUTED": "warning",
 }
-_KILL_S = 30.0
+_KILL_S = 5.0
+"""Of the driver's time, for processes to be killed: a host that is gone answers nobody."""
 _ANY = 1_000_000.0
 """Capacity of a pin that limits nothing: threads do."""
 
@@ -221,18 +221,27 @@ def _free_address(wanted: str | None) -> str:
 def kill_workers(client: Client, addresses: Iterable[str]) -> None:
     """Ends processes, whatever state they are in (also stopped, also stuck in a collective), and waits until the
     scheduler has seen it, lest it send them work; their nannies start new ones. Unknown addresses are passed over:
-    those have ended."""
+    those have ended. One that the scheduler still believes in after `_KILL_S` (its host is gone) gets no work any
+    more."""
     client.run_on_scheduler(_kill_and_wait, sorted(addresses))
 
 
 async def _kill_and_wait(addresses: list[str], dask_scheduler: Any) -> None:
     """Runs in the scheduler, whose list of workers cannot change between a look and the message."""
-    if here := [address for address in addresses if address in dask_scheduler.workers]:
-        message = {"op": "run", "function": dumps(_kill_process), "args": dumps(()), "kwargs": dumps({}), "wait": True}
-        await dask_scheduler.broadcast(msg=message, workers=here, nanny=True, on_error="ignore")
-    give_up = time.monotonic() + _KILL_S  # a host that is gone answers nobody
-    while time.monotonic() < give_up and any(address in dask_scheduler.workers for address in here):
-        await asyncio.sleep(0.01)
+    here = [address for address in addresses if address in dask_scheduler.workers]
+    message = {"op": "run", "function": dumps(_kill_process), "args": dumps(()), "kwargs": dumps({}), "wait": True}
+    with suppress(TimeoutError):
+        async with asyncio.timeout(_KILL_S):
+            if here:
+                await dask_scheduler.broadcast(msg=message, workers=here, nanny=True, on_error="ignore")
+            while any(address in dask_scheduler.workers for address in here):
+                await asyncio.sleep(0.01)
+    for address in here:
+        if address in dask_scheduler.workers:
+            # Every task names a resource. Removing the worker would have it end for good, with its nanny, if it is
+            # there after all; so it can be killed later, and come back.
+            for resource in dask_scheduler.workers[address].resources:
+                dask_scheduler.resources[resource][address] = 0
 
 
 def workers_by_address(client: Client) -> dict[str, str]:

@@ -3,7 +3,7 @@
     driver ──► forkserver (distributed imported; SIGINT blocked) ──fork──► worker processes
       └ threads: scheduler, nannies
 
-May import dask and distributed, pipeline.config, pipeline.graph and pipeline.workers.messages.
+May import dask and distributed, pipeline.config, pipeline.graph, pipeline.workers.messages and storage.processes.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import asyncio
 import logging
 import os
 import platform
+import shutil
 import signal
 import socket
 import tempfile
@@ -32,6 +33,7 @@ from pipeline.config.run import RunConfig
 from pipeline.graph.dispatch import Gang
 from pipeline.workers.messages import pin_resource, slot_resource, worker_name
 from stages.models.protocol import Role
+from storage.processes import process_alive
 
 _DASK_SETTINGS: dict[str, Any] = {
     "distributed.scheduler.work-stealing": False,
@@ -79,6 +81,8 @@ _FORKSERVER_ENVIRONMENT = {
 }
 _KILL_S = 5.0
 """Of the driver's time, for processes to be killed: a host that is gone answers nobody."""
+_SCRATCH = "stageline-dask-"
+"""Begins the name of a driver's directory in the temporary folder; its process id follows."""
 _ANY = 1_000_000.0
 """Capacity of a pin that limits nothing: threads do."""
 
@@ -159,7 +163,9 @@ class LocalWorkers:
             },
         }
         with ExitStack() as stack:  # what is open is closed again if the rest cannot be opened
-            scratch = stack.enter_context(tempfile.TemporaryDirectory(prefix="stageline-", ignore_cleanup_errors=True))
+            remove_abandoned_scratch(Path(tempfile.gettempdir()))
+            prefix = f"{_SCRATCH}{os.getpid()}-"
+            scratch = stack.enter_context(tempfile.TemporaryDirectory(prefix=prefix, ignore_cleanup_errors=True))
             stack.enter_context(dask.config.set({**_DASK_SETTINGS, "temporary-directory": scratch}))
             _start_forkserver()
             self._cluster = SpecCluster(workers=specs, scheduler=scheduler, silence_logs=logging.CRITICAL)
@@ -190,6 +196,14 @@ class LocalWorkers:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         self.close()
+
+
+def remove_abandoned_scratch(folder: Path) -> None:
+    """Removes what drivers of this user that were killed have left of Dask's in the temporary folder."""
+    for path in folder.glob(f"{_SCRATCH}*-*"):
+        owner = path.name.removeprefix(_SCRATCH).partition("-")[0]
+        if owner.isdigit() and not process_alive(int(owner)) and path.lstat().st_uid == os.getuid():
+            shutil.rmtree(path, ignore_errors=True)
 
 
 def _start_forkserver() -> None:

@@ -19,6 +19,10 @@ class DamagedWeights(StoreError):
     """A copy of published weights is not what was published."""
 
 
+class StoreUnavailable(StoreError):
+    """The filesystem gives an error that may pass, and gave it for as long as it was to be waited for."""
+
+
 class StoreRefused(StoreError):
     """The filesystem does not take what is to be written, and will not by itself: full, read only, not permitted."""
 

@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable
 from typing import TypeVar
 
-from storage.errors import StoreError, StoreRefused
+from storage.errors import StoreRefused, StoreUnavailable
 
 TRANSIENT = frozenset(
     {
@@ -40,7 +40,7 @@ def patiently(act: Callable[[], Answer], path: str, patience_s: float) -> Answer
 
     Raises:
         StoreRefused: full, read only, not permitted.
-        StoreError: the same passing error for longer than `patience_s`.
+        StoreUnavailable: the same passing error for longer than `patience_s`.
         OSError: every other.
     """
     give_up: float | None = None
@@ -56,10 +56,16 @@ def patiently(act: Callable[[], Answer], path: str, patience_s: float) -> Answer
             now = time.monotonic()
             give_up = now + patience_s if give_up is None else give_up
             if now + pause_s > give_up:
-                raise StoreError(f"{path}: {_said(error)}, still so after {patience_s:g} s of trying") from error
+                raise StoreUnavailable(f"{path}: {_said(error)}, still so after {patience_s:g} s of trying") from error
             print(f"{path}: {_said(error)}; trying again in {pause_s:g} s", file=sys.stderr, flush=True)
         time.sleep(pause_s)
         pause_s = min(2 * pause_s, _LONGEST_S)
+
+
+def may_pass(error: BaseException) -> bool:
+    """Whether what was being done when this was raised may succeed later: a store that was unavailable for longer than
+    it was waited for, or an OSError of `TRANSIENT` that nobody waited for."""
+    return isinstance(error, StoreUnavailable) or (isinstance(error, OSError) and error.errno in TRANSIENT)
 
 
 def until_seen(look: Callable[[], Answer | None], patience_s: float) -> Answer | None:

@@ -38,7 +38,6 @@ from stages.models.numerics import repeats_bits
 from stages.models.protocol import MODEL_ROLES, Role
 from stages.publish import publish
 from storage.address import Address
-from storage.errors import MissingOutput
 from storage.ledger import Commit
 from storage.records import Record
 from storage.weights import WeightBoard
@@ -69,6 +68,8 @@ class Replayed:
     """The largest difference that a float may show; whole numbers (tokens, versions) must be equal always."""
     digests: tuple[str, str] | None = None
     """Of an update: the committed weights, and these."""
+    committed: bool = True
+    """False: it had failed, and has run to its end now."""
 
     @property
     def as_expected(self) -> bool:
@@ -77,6 +78,8 @@ class Replayed:
         return all(d.differing == 0 or (d.is_float and d.largest <= self.tolerance) for d in self.differences)
 
     def render(self) -> RenderableType:
+        if not self.committed:
+            return Text(f"{self.address} ran to its end here. It has no commit: there is nothing to compare with")
         table = Table(title=f"replay of {self.address}", title_justify="left")
         if self.digests is not None:
             table.add_column("weights")
@@ -108,18 +111,16 @@ def command(options: argparse.Namespace) -> int:
 
 
 def replay_node(config: RunConfig, stage: str, step: int, shard: int) -> Replayed:
-    """Runs a committed node again.
+    """Runs a committed node again; or one that failed, which raises what it raised then.
 
     Raises:
         ConfigError: no such stage, step or shard.
-        MissingOutput: the node, or an input, has no commit.
+        MissingOutput: an input has no commit.
     """
     node = _find_node(config, stage, step, shard)
     history = open_history(config)
     commit = history.ledger.find(node.address)
-    if commit is None:
-        raise MissingOutput(f"{node.address} has no commit: there is nothing to compare with")
-    version = _sampled_version(commit, shard) if stage in SAMPLING else node.version
+    version = _sampled_version(commit, shard) if stage in SAMPLING and commit is not None else node.version
     holder = config.placement.roles[Role.POLICY.value if stage in SAMPLING else node.role.value]
     one_rank = config.placement.gangs[holder].workers == 1 or node.role not in {*MODEL_ROLES, Role.GENERATE}
     one_rank = one_rank and repeats_bits(config.model)
@@ -129,7 +130,11 @@ def replay_node(config: RunConfig, stage: str, step: int, shard: int) -> Replaye
         single = alone(config, scratch)
         if stage in UPDATE_STAGE.values():
             with runtime_for(single, node.role, scratch) as runtime:
-                digests = required(runtime.parts.updates).replay(node.role, step)
+                updates = required(runtime.parts.updates)
+                if commit is None:
+                    updates.train_alone(node.role, step)
+                    return Replayed(node.address, [], 0.0, committed=False)
+                digests = updates.replay(node.role, step)
             return Replayed(node.address, [], 0.0 if one_rank else close, digests)
         if stage in SAMPLING:
             with runtime_for(single, Role.POLICY, scratch) as runtime:
@@ -140,6 +145,8 @@ def replay_node(config: RunConfig, stage: str, step: int, shard: int) -> Replaye
             record = runtime.compute(Call(node.address, "replay", version, node.inputs, gang, "replay", 0)).record
             repeats = stage not in SCORING or required(runtime.parts.scorer).reward.deterministic
     assert record is not None
+    if commit is None:
+        return Replayed(node.address, [], 0.0, committed=False)
     exact = one_rank and repeats and stage not in SAMPLING
     return Replayed(node.address, compare(history.store.read(node.address), record), 0.0 if exact else close)
 

@@ -3,8 +3,8 @@
     submit ──► under way ──rank 0 reported─────► done: its future is a result, until `release`
                   │ │
                   │ └─ its worker is a suspect ──► abandoned: it runs elsewhere too; whichever commits first counts
-                  └─── lost with its worker, or overdue ──► waits again in Dispatch, up to `cluster.attempts` times
-                       raised ──► the run ends
+                  ├─── lost with its worker, or overdue ──► waits again in Dispatch, up to `cluster.attempts` times
+                  └─── raised ──► the run ends; for what may pass (the store was away) the same, 2 s to 60 s later
 
 A node's Dask key is (stage, step, shard), so that the dashboard groups by stage; a later attempt adds its number,
 because a key whose old future is still held anywhere returns its old error. On a gang it is one task: rank 0 passes the
@@ -31,7 +31,18 @@ from distributed import Future
 
 from pipeline.driver.context import Context, StageFailed, WorkerKey
 from pipeline.driver.supervision import Supervision, restart_unit
-from pipeline.driver.verdict import LOST, PEER_GRACE_S, Verdict, describe, error_of, error_of_rank, verdict
+from pipeline.driver.verdict import (
+    LOST,
+    PEER_GRACE_S,
+    Verdict,
+    back_off_s,
+    describe,
+    error_of,
+    error_of_rank,
+    how_to_repeat,
+    passes,
+    verdict,
+)
 from pipeline.graph.dispatch import Mode, Submit
 from pipeline.graph.graph import Node
 from pipeline.observe.journal import Event, EventKind
@@ -61,6 +72,8 @@ class Attempt:
     """That do it together; rank 0 has the future and reports for all of them."""
     verdict_at: float = math.inf
     """When the errors it has are taken for its own, and no longer for a peer's death."""
+    again_at: float = math.inf
+    """When its node is submitted again, after an error that may pass; until then it holds its slot."""
     outcome: Outcome | None = None
     errors: dict[int, BaseException] = field(default_factory=dict)
     """By rank (or of the one replica, by its index)."""
@@ -241,7 +254,9 @@ class Attempts:
         for address, attempt in list(self._attempts.items()):
             if self._attempts.get(address) is not attempt:
                 continue
-            if attempt.verdict_at <= self._context.now():
+            if attempt.again_at <= self._context.now():
+                self._reset(self._context.dispatch.lost([address]))
+            elif attempt.verdict_at <= self._context.now():
                 self._failed(attempt)
             elif self._due(attempt) <= self._context.now():
                 self._overdue(address, attempt)
@@ -297,14 +312,14 @@ class Attempts:
         self._on_done(node, first)
 
     def _failed(self, attempt: Attempt) -> None:
-        """Has what was lost run again; raises StageFailed for what is wrong."""
+        """Has run again what was lost, or raised what may pass; raises StageFailed for what is wrong."""
         address, gang = attempt.submit.node.address, attempt.submit.gang
         for index, error in attempt.errors.items():
             detail = describe(error)[:500]
             self._context.journal.now(EventKind.FAILED, **_event_fields(address), rank=index, gang=gang, detail=detail)
         lost = [error for error in attempt.errors.values() if isinstance(error, LOST)]
         if not lost:
-            raise self._supervision.failure(f"{address} raised", gang, attempt.errors)
+            return self._raised(attempt)
         for dead in filter(None, map(self._supervision.worker_of, lost)):
             self._supervision.lost(dead, f"{address}: {type(lost[0]).__name__}")
         if self._attempts.get(address) is not attempt:
@@ -316,6 +331,21 @@ class Attempts:
             self._supervision.lost((gang, 0), f"{address}: {type(lost[0]).__name__} on a part of its ranks")
         else:
             self._reset(self._context.dispatch.lost([address]))
+
+    def _raised(self, attempt: Attempt) -> None:
+        """A stage raised. What may pass is tried again: by a replica or a single rank after a while, by a gang when it
+        is built anew, since its other ranks may be in the middle of a collective."""
+        node, gang, dispatch = attempt.submit.node, attempt.submit.gang, self._context.dispatch
+        times = dispatch.losses(node.address) + 1
+        if times >= self._context.settings.attempts or not all(map(passes, attempt.errors.values())):
+            repeat = how_to_repeat(node, self._context.settings.run_dir)
+            raise self._supervision.failure(f"{node.address} raised", gang, attempt.errors, repeat)
+        what = f"{node.address}: {describe(next(iter(attempt.errors.values())))[:500]}"
+        if attempt.num_ranks > 1:
+            return self._supervision.lost((gang, 0), what)
+        attempt.again_at = self._context.now() + back_off_s(times)
+        detail = f"{what}; tried again in {back_off_s(times):g} s"
+        self._context.journal.now(EventKind.WARNED, **_event_fields(node.address), gang=gang, detail=detail)
 
     def _came_back(self, worker: WorkerKey, attempt: Attempt, outcome: Outcome | None) -> None:
         """An abandoned attempt ended, well (then the node is done, whichever attempt committed first) or not. Its
@@ -343,9 +373,9 @@ class Attempts:
     def _due(self, attempt: Attempt) -> float:
         """When an attempt is overdue. A node in a slot begins when it is submitted; others wait for their parents, and
         behind the nodes before them on the same worker, so they are overdue when it finishes nothing."""
+        if attempt.again_at < math.inf or (attempt.ready is None and not self._parents_done(attempt.submit.node)):
+            return math.inf
         if attempt.ready is None:
-            if not self._parents_done(attempt.submit.node):
-                return math.inf
             attempt.ready = self._context.now()
         since = attempt.ready
         if attempt.submit.mode is not Mode.SLOT:

@@ -8,7 +8,7 @@ its loopback ports. So all of them speak TLS, and answer only who shows the run'
 run begins, lives in the memory of these processes (and, while one reads it, in a file of mode 0600 in a folder of mode
 0700) and ends with them.
 
-May import dask and distributed, pipeline.config, pipeline.graph and pipeline.workers.messages.
+May import dask and distributed, pipeline.config, pipeline.graph, pipeline.workers.messages and storage.processes.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ import asyncio
 import logging
 import os
 import platform
+import shutil
 import signal
 import socket
 import tempfile
-import time
 from collections.abc import Iterable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from multiprocessing import forkserver
 from pathlib import Path
 from types import TracebackType
@@ -39,6 +39,7 @@ from pipeline.config.run import RunConfig
 from pipeline.graph.dispatch import Gang
 from pipeline.workers.messages import pin_resource, slot_resource, worker_name
 from stages.models.protocol import Role
+from storage.processes import process_alive
 
 _DASK_SETTINGS: dict[str, Any] = {
     "distributed.scheduler.work-stealing": False,
@@ -85,7 +86,10 @@ _FORKSERVER_ENVIRONMENT = {
     "OPENBLAS_NUM_THREADS": "1",  # numpy's, which is loaded before the fork; torch has `placement.gangs.*.threads`
     "DASK_LOGGING__DISTRIBUTED": "warning",
 }
-_KILL_S = 30.0
+_KILL_S = 5.0
+"""Of the driver's time, for processes to be killed: a host that is gone answers nobody."""
+_SCRATCH = "stageline-dask-"
+"""Begins the name of a driver's directory in the temporary folder; its process id follows."""
 _ANY = 1_000_000.0
 """Capacity of a pin that limits nothing: threads do."""
 
@@ -180,7 +184,9 @@ class LocalWorkers:
             },
         }
         with ExitStack() as stack:  # what is open is closed again if the rest cannot be opened
-            scratch = stack.enter_context(tempfile.TemporaryDirectory(prefix="stageline-", ignore_cleanup_errors=True))
+            remove_abandoned_scratch(Path(tempfile.gettempdir()))
+            prefix = f"{_SCRATCH}{os.getpid()}-"
+            scratch = stack.enter_context(tempfile.TemporaryDirectory(prefix=prefix, ignore_cleanup_errors=True))
             stack.enter_context(dask.config.set({**_DASK_SETTINGS, "temporary-directory": scratch}))
             _start_forkserver()
             self._cluster = SpecCluster(
@@ -215,6 +221,14 @@ class LocalWorkers:
         self.close()
 
 
+def remove_abandoned_scratch(folder: Path) -> None:
+    """Removes what drivers of this user that were killed have left of Dask's in the temporary folder."""
+    for path in folder.glob(f"{_SCRATCH}*-*"):
+        owner = path.name.removeprefix(_SCRATCH).partition("-")[0]
+        if owner.isdigit() and not process_alive(int(owner)) and path.lstat().st_uid == os.getuid():
+            shutil.rmtree(path, ignore_errors=True)
+
+
 def _start_forkserver() -> None:
     """Starts the process that all workers are forked from, unless this one has it already. It has SIGINT blocked, and
     so have they: Ctrl-C reaches the whole terminal, but it is the driver that must end the run."""
@@ -244,18 +258,27 @@ def _free_address(wanted: str | None) -> str:
 def kill_workers(client: Client, addresses: Iterable[str]) -> None:
     """Ends processes, whatever state they are in (also stopped, also stuck in a collective), and waits until the
     scheduler has seen it, lest it send them work; their nannies start new ones. Unknown addresses are passed over:
-    those have ended."""
+    those have ended. One that the scheduler still believes in after `_KILL_S` (its host is gone) gets no work any
+    more."""
     client.run_on_scheduler(_kill_and_wait, sorted(addresses))
 
 
 async def _kill_and_wait(addresses: list[str], dask_scheduler: Any) -> None:
     """Runs in the scheduler, whose list of workers cannot change between a look and the message."""
-    if here := [address for address in addresses if address in dask_scheduler.workers]:
-        message = {"op": "run", "function": dumps(_kill_process), "args": dumps(()), "kwargs": dumps({}), "wait": True}
-        await dask_scheduler.broadcast(msg=message, workers=here, nanny=True, on_error="ignore")
-    give_up = time.monotonic() + _KILL_S  # a host that is gone answers nobody
-    while time.monotonic() < give_up and any(address in dask_scheduler.workers for address in here):
-        await asyncio.sleep(0.01)
+    here = [address for address in addresses if address in dask_scheduler.workers]
+    message = {"op": "run", "function": dumps(_kill_process), "args": dumps(()), "kwargs": dumps({}), "wait": True}
+    with suppress(TimeoutError):
+        async with asyncio.timeout(_KILL_S):
+            if here:
+                await dask_scheduler.broadcast(msg=message, workers=here, nanny=True, on_error="ignore")
+            while any(address in dask_scheduler.workers for address in here):
+                await asyncio.sleep(0.01)
+    for address in here:
+        if address in dask_scheduler.workers:
+            # Every task names a resource. Removing the worker would have it end for good, with its nanny, if it is
+            # there after all; so it can be killed later, and come back.
+            for resource in dask_scheduler.workers[address].resources:
+                dask_scheduler.resources[resource][address] = 0
 
 
 def workers_by_address(client: Client) -> dict[str, str]:

@@ -36,6 +36,8 @@ class ExecutorSettings:
     attempts: int
     ledger: str | None = None
     """URL of the ledger, from which a call that Dask runs again is answered; None: it fails, and is submitted again."""
+    run_dir: Path | None = None
+    """For people, who are told how to run a node again that failed."""
     log_dir: Path | None = None
     """Where workers write what they print; None: to the driver's terminal."""
     move_rows_below: int = 0

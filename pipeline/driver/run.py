@@ -161,6 +161,7 @@ def _executor_settings(config: RunConfig) -> ExecutorSettings:
         deadline_s=config.cluster.deadline_s,
         attempts=config.cluster.attempts,
         ledger=str(paths.ledger),
+        run_dir=paths.root,
         log_dir=paths.logs,
         move_rows_below=config.cluster.move_rows_below,
         boards={gang.name: str(paths.board(config.weights_dir(gang.name))) for gang in config.gangs()},

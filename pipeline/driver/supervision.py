@@ -2,13 +2,16 @@
 
                   built              overdue, and others can do its work
     building ───────────────► up ─────────────────────────────────────────► suspect (gets no work)
-       │ raised, or            │ ▲                                            │ │ another deadline
-       │ not in time           │ └────────── all that it had came back ───────┘ │
-       ▼                       ▼ died; or overdue, and nobody else can          ▼
-    the run ends             lost: killed, and built anew ◄─────────────────────┘
+     ▲ │ raised, not in time,  │ ▲                                            │ │ another deadline
+     │ │ or other numerics     │ └────────── all that it had came back ───────┘ │
+     │ ▼                       ▼ died; or overdue, and nobody else can          ▼
+    left out, or the       lost: killed, and built anew ◄───────────────────────┘
+    run ends
 
 What is lost together is a restart unit: one replica, or all ranks of an ordered gang, since none can go on without the
-others. A unit that is lost `cluster.attempts` times without finishing anything ends the run.
+others. A unit that is lost `cluster.attempts` times without finishing anything is given up, like one that cannot be
+built. That ends the run, unless it is a replica of a pool and another one is there or on its way: then the pool goes on
+without it, and it is tried again every `cluster.start_timeout_s`.
 
 May import distributed, pipeline.config, pipeline.driver.{cluster, context, verdict}, pipeline.workers and below.
 """
@@ -16,13 +19,14 @@ May import distributed, pipeline.config, pipeline.driver.{cluster, context, verd
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import CancelledError
 from dataclasses import dataclass
 
 from distributed import Future
 from distributed.scheduler import KilledWorker
 
+from pipeline.config.errors import ConfigError
 from pipeline.config.identity import fingerprint
 from pipeline.driver.cluster import kill_workers, workers_by_address
 from pipeline.driver.context import Context, StageFailed, WorkerKey
@@ -42,9 +46,13 @@ class _Worker:
     """One incarnation of a worker process as the driver knows it."""
 
     spec: WorkerSpec
-    building: Future
+    building: Future | None
+    """None: it is left out, and not being tried again yet."""
     deadline: float
-    """While it is built: when that is overdue. Once it is up: when a suspect is given up."""
+    """While it is built: when that is overdue; before that: when it is tried again. Once it is up: when a suspect is
+    given up."""
+    left_out: bool = False
+    """Its pool goes on without it, until it is up."""
     up: bool = False
     address: str | None = None
     """Dask's; known once it is built."""
@@ -71,7 +79,8 @@ class Supervision:
     ) -> None:
         """`mirror(gang)` says what its workers must know of weights on other hosts. `on_down(worker, suspect)` is
         called when a worker is to get no more work: it is a suspect, or its restart unit is about to be killed.
-        `on_built(worker, numerics)`: before it gets any; what it raises ends the run."""
+        `on_built(worker, numerics)`: before it gets any; a worker that it refuses (ConfigError) is one that cannot be
+        built."""
         self._context = context
         self._on_built = on_built
         self._mirror = mirror
@@ -108,17 +117,21 @@ class Supervision:
     def worker_of(self, error: BaseException) -> WorkerKey | None:
         """The worker that an error of `LOST` says is lost, if it is not being replaced already."""
         for key, worker in self._workers.items():
+            if worker.building is None:
+                continue
             if isinstance(error, KilledWorker) and worker.address == error.last_worker.address:
                 return key
             if isinstance(error, WorkerLost) and (worker.spec.name, worker.spec.incarnation) == error.args:
                 return key
         return None
 
-    def failure(self, what: str, gang: str, errors: Mapping[int, BaseException]) -> StageFailed:
-        """The end of the run, with the error that a collective did not raise, if there is one. `errors`: by index."""
+    def failure(self, what: str, gang: str, errors: Mapping[int, BaseException], hint: str = "") -> StageFailed:
+        """The end of the run, with the error that a collective did not raise, if there is one, and a hint of what to do
+        about it. `errors`: by index."""
         index = next((i for i, e in errors.items() if not isinstance(e, PEER_ERRORS)), min(errors))
         error = errors[index]
-        failed = StageFailed(f"{what} {describe(error)}{_see_log(self._workers[gang, index])}")
+        said = f"{what} {describe(error)}{_see_log(self._workers[gang, index])}"
+        failed = StageFailed(f"{said}. {hint}" if hint else said)
         failed.__cause__ = error
         return failed
 
@@ -131,9 +144,14 @@ class Supervision:
                 self._build(gang, index, incarnation=0)
 
     def build_ended(self, key: WorkerKey, future: Future) -> bool:
-        """A build ended. Returns whether the process is built."""
+        """A build ended. Returns whether the process is built.
+
+        Raises:
+            StageFailed: it cannot be, and nobody else can do its work.
+            ConfigError: likewise, by `on_built`.
+        """
         worker = self._workers[key]
-        if worker.building is not future:
+        if worker.building is None or worker.building is not future:
             return False
         built = _build_result(future)
         future.release()  # a result still wanted would be computed again in a process that came back
@@ -141,11 +159,16 @@ class Supervision:
             self.lost(key, f"while it was built: {type(built).__name__}")
         elif isinstance(built, BaseException):
             if worker.spec.size == 1 or not isinstance(built, PEER_ERRORS):
-                raise self._not_built(key, built)
-            worker.error, worker.deadline = built, self._context.now() + PEER_GRACE_S
+                self._give_up(key, self._not_built(key, built))
+            else:
+                worker.error, worker.deadline = built, self._context.now() + PEER_GRACE_S
         else:
-            self._on_built(key, built.numerics)
-            worker.up, worker.address, worker.deadline = True, built.address, math.inf
+            try:
+                self._on_built(key, built.numerics)
+            except ConfigError as refused:
+                self._give_up(key, refused)
+                return False
+            worker.left_out, worker.up, worker.address, worker.deadline = False, True, built.address, math.inf
             unit = restart_unit(self._context.gangs[key[0]], key[1])
             if all(self._workers[one].up for one in unit):
                 self._context.dispatch.worker_up(*unit[0])
@@ -179,51 +202,88 @@ class Supervision:
         """A process died, or must: what it had is reset, and its restart unit is built anew.
 
         Raises:
-            StageFailed: that has happened too often.
+            StageFailed: that has happened too often, and nobody else can do its work.
         """
         gang, worker = self._context.gangs[key[0]], self._workers[key]
         unit = restart_unit(gang, key[1])
         losses = self._losses[unit[0]] = self._losses.get(unit[0], 0) + 1
         self._context.journal.now(EventKind.GANG_LOST, gang=gang.name, worker=worker.spec.name, detail=why)
         if losses >= self._context.settings.attempts:
-            raise StageFailed(
+            failed = StageFailed(
                 f"worker {worker.spec.name} was lost {losses} times (cluster.attempts) without finishing "
                 f"anything; last: {why}{_see_log(worker)}"
             )
+            self._give_up(key, failed)
+            return
         self._on_down(key, False)
-        lost = [self._workers[one] for one in unit]
-        for one in lost:
-            one.building.release()
-        client = self._context.client
-        names, addresses = {one.spec.name for one in lost if one.address is None}, {one.address for one in lost}
-        known = workers_by_address(client)
-        kill_workers(client, [address for address, name in known.items() if name in names or address in addresses])
+        self._end([self._workers[one] for one in unit])
         for _, index in unit:
-            self._build(gang, index, worker.spec.incarnation + 1)
+            self._build(gang, index, worker.spec.incarnation + 1, left_out=worker.left_out)
 
     def check_deadlines(self) -> None:
-        """Ends the run for a worker that does not come up, and gives up a suspect that does not come back."""
+        """Gives up a worker that does not come up, and a suspect that does not come back; tries one again that was
+        left out.
+
+        Raises:
+            StageFailed: nobody else can do its work.
+        """
         for key, worker in list(self._workers.items()):
             if worker.deadline > self._context.now() or self._workers[key] is not worker:
                 continue
-            if worker.error is not None:
+            if worker.building is None:
+                self._build(self._context.gangs[key[0]], key[1], worker.spec.incarnation + 1, left_out=True)
+            elif worker.error is not None:
                 raise self._not_built(key, worker.error)
-            if not worker.up:
-                raise StageFailed(
+            elif not worker.up:
+                failed = StageFailed(
                     f"worker {worker.spec.name} did not come up within cluster.start_timeout_s = "
                     f"{self._context.settings.start_timeout_s:g}{_see_log(worker)}"
                 )
-            self.lost(key, "did not come back")
+                self._give_up(key, failed, at_once=True)
+            else:
+                self.lost(key, "did not come back")
 
     def close(self) -> None:
         """Lets go of builds; processes are ended by whoever started them."""
         for worker in self._workers.values():
-            worker.building.release()
+            if worker.building is not None:
+                worker.building.release()
         self._workers.clear()
 
     # ---- how -------------------------------------------------------------------------------------------------------
 
-    def _build(self, gang: Gang, index: int, incarnation: int) -> None:
+    def _give_up(self, key: WorkerKey, why: Exception, *, at_once: bool = False) -> None:
+        """A worker cannot be had. Its pool goes on without it, if another replica is there or on its way; it is tried
+        again after `cluster.start_timeout_s`, or at once: that build begins when its process is there.
+
+        Raises:
+            Exception: `why`, where nobody else can do its work.
+        """
+        gang, worker, again_s = self._context.gangs[key[0]], self._workers[key], self._context.settings.start_timeout_s
+        others = [self._workers[gang.name, i] for i in range(gang.workers) if i != key[1]]
+        if gang.ordered or all(other.left_out for other in others):
+            raise why
+        detail = f"{worker.spec.name} is left out, the rest of {gang.name} goes on: {why}"
+        detail += "" if at_once else f"; it is tried again in {again_s:g} s"
+        self._context.journal.now(EventKind.WARNED, gang=gang.name, worker=worker.spec.name, detail=detail)
+        self._on_down(key, False)
+        self._end([worker])
+        if at_once:
+            self._build(gang, key[1], worker.spec.incarnation + 1, left_out=True)
+        else:
+            self._workers[key] = _Worker(worker.spec, None, self._context.now() + again_s, left_out=True)
+
+    def _end(self, lost: Sequence[_Worker]) -> None:
+        """Lets go of these workers' builds and kills their processes."""
+        for one in lost:
+            if one.building is not None:
+                one.building.release()
+        client = self._context.client
+        names, addresses = {one.spec.name for one in lost if one.address is None}, {one.address for one in lost}
+        known = workers_by_address(client)
+        kill_workers(client, [address for address, name in known.items() if name in names or address in addresses])
+
+    def _build(self, gang: Gang, index: int, incarnation: int, *, left_out: bool = False) -> None:
         settings, name = self._context.settings, worker_name(gang.name, index)
         # Absolute: torch takes the first part of a relative path for a host, and waits for ever.
         rendezvous = settings.rendezvous_dir.resolve() / f"{gang.name}-{self._context.name}-{incarnation}"
@@ -248,7 +308,7 @@ class Supervision:
             pure=False,
         )
         key = gang.name, index
-        self._workers[key] = _Worker(spec, future, self._context.now() + settings.start_timeout_s)
+        self._workers[key] = _Worker(spec, future, self._context.now() + settings.start_timeout_s, left_out)
         self._context.watch(future, key, None)
 
     def _not_built(self, key: WorkerKey, error: BaseException) -> StageFailed:

@@ -1,6 +1,6 @@
 """What became of an attempt, from what its ranks raised: whether a process was lost, or something is wrong.
 
-May import distributed, pipeline.workers.messages and stages.models.errors.
+May import distributed, pipeline.graph.graph, pipeline.workers.messages, stages.models.errors and storage.retries.
 """
 
 from __future__ import annotations
@@ -8,16 +8,20 @@ from __future__ import annotations
 from collections.abc import Collection
 from concurrent.futures import CancelledError
 from enum import StrEnum
+from pathlib import Path
 
 from distributed import Future
 from distributed.comm import CommClosedError
 from distributed.scheduler import KilledWorker, NoValidWorkerError, NoWorkerError
 
+from pipeline.graph.graph import Node
 from pipeline.workers.messages import PEER_ERRORS, FailureKind, RankFailure, WorkerLost
 from stages.models.errors import RanksMissing
+from storage.retries import may_pass
 
 LOST = (KilledWorker, WorkerLost, RanksMissing, CancelledError, CommClosedError, NoWorkerError, NoValidWorkerError)
 """What a future raises whose process, or that of a peer, is lost: nothing is wrong with the stage."""
+_LONGEST_BACK_OFF_S = 60.0
 PEER_GRACE_S = 5.0
 """For the news of a peer's death, before such an error is taken for the process's own."""
 
@@ -25,10 +29,12 @@ PEER_GRACE_S = 5.0
 class RankError(Exception):
     """What a rank other than 0 raised, of which only name and text came here."""
 
-    def __init__(self, name: str, text: str) -> None:
+    def __init__(self, name: str, text: str, passing: bool = False) -> None:
         super().__init__(name, text)
         self.name = name
         self.text = text
+        self.passing = passing
+        """Whether a later attempt may succeed."""
 
 
 class DisturbedRank(RankError, RuntimeError):
@@ -72,9 +78,19 @@ def error_of_rank(failure: RankFailure) -> BaseException:
         case FailureKind.MISSING:
             return RanksMissing(str(failure.address), failure.missing, failure.text)
         case FailureKind.PEER:
-            return DisturbedRank(failure.error, failure.text)
+            return DisturbedRank(failure.error, failure.text, failure.passing)
         case FailureKind.OWN:
-            return RankError(failure.error, failure.text)
+            return RankError(failure.error, failure.text, failure.passing)
+
+
+def passes(error: BaseException) -> bool:
+    """Whether what raised this may succeed when it is tried again later: nothing is wrong with the stage."""
+    return error.passing if isinstance(error, RankError) else may_pass(error)
+
+
+def back_off_s(times: int) -> float:
+    """Seconds to wait after such an error, the `times`-th of a node."""
+    return min(_LONGEST_BACK_OFF_S, 2.0**times)
 
 
 def describe(error: BaseException) -> str:
@@ -82,3 +98,14 @@ def describe(error: BaseException) -> str:
     if isinstance(error, RankError):
         return f"{error.name}: {error.text}"
     return f"{type(error).__name__}: {error}"
+
+
+def how_to_repeat(node: Node, run_dir: Path | None) -> str:
+    """For a person: what a node that failed is made from, and how to run it alone."""
+    address, inputs = node.address, ", ".join(map(str, node.inputs)) or "none but the prompts"
+    made_from = f"Its inputs: {inputs}; weights v{node.version}"
+    if run_dir is None or address.stage == "publish":
+        return made_from
+    shard = f" --shard {address.shard}" if address.shard else ""
+    command = f"stageline replay {run_dir} --step {address.step} --stage {address.stage}{shard}"
+    return f"{made_from}. To run it alone: `{command}`"

@@ -13,6 +13,10 @@ sets the step time.
 A box is ready when its node's last parent finished; a node without (recorded) parents, when it was submitted. Waiting
 for another gang's result is therefore no overhead, but shows in `idle`.
 
+A gang that trains and is **lost** trains again when the first update that began on it afterwards is finished: by then
+it is built, its models are back and the updates since their checkpoint have run again. The time in between is lost, as
+far as a driver was at work.
+
 May import the standard library, pipeline.observe.journal and storage.address.
 """
 
@@ -29,6 +33,7 @@ from pipeline.observe.journal import Event, EventKind
 from storage.address import Address
 
 Interval = tuple[float, float]
+_UPDATES = frozenset({"update_policy", "update_critic"})
 
 
 @dataclass(frozen=True)
@@ -94,6 +99,20 @@ class EvalSummary:
 
 
 @dataclass(frozen=True)
+class TrainerLoss:
+    """A gang that trains was lost."""
+
+    t: float
+    """When, in seconds since the epoch."""
+    gang: str
+    reason: str
+    built_s: float | None
+    """Until it was built again; None if it was not."""
+    lost_s: float | None
+    """Until it trained again; None if it did not."""
+
+
+@dataclass(frozen=True)
 class Summary:
     """The content of `summary.json`."""
 
@@ -125,6 +144,10 @@ class Summary:
     """KL to the reference of the last step, nats per response."""
     distinct_bigrams: dict[str, float | None]
     """Of the held-out responses, `before` and `after`."""
+    trainer_losses: tuple[TrainerLoss, ...] = ()
+    """In the order of time."""
+    trainer_lost_s: float = 0.0
+    """In which a trainer was lost and did not train again yet; losses that overlap count once."""
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), indent=2) + "\n"
@@ -160,6 +183,8 @@ def summarise(
     }
     busiest = max(sorted(busy), key=lambda gang: length(busy[gang]), default=None)
     overhead_s = _overhead_s(log, [b for b in all_boxes if b.gang == busiest], all_boxes, parents, segments)
+    losses = trainer_losses(log, all_boxes, segments)
+    lost = [(one.t, _trains_again(one.gang, one.t, all_boxes)) for one in losses if one.lost_s is not None]
     by_step = [s for _, s in sorted({s.step: s for s in steps}.items())]
     return Summary(
         steps=len(by_step),
@@ -182,7 +207,34 @@ def summarise(
             "before": evaluations[0].distinct_bigrams if evaluations else None,
             "after": evaluations[-1].distinct_bigrams if evaluations else None,
         },
+        trainer_losses=losses,
+        trainer_lost_s=length(within(union(lost), segments)),
     )
+
+
+def trainer_losses(
+    log: Sequence[Event], all_boxes: Sequence[Box], segments: Sequence[Interval]
+) -> tuple[TrainerLoss, ...]:
+    """What losing its trainers cost a run. `segments`: when a driver was at work."""
+
+    def seconds(start: float, end: float) -> float | None:
+        return length(within([(start, end)], segments)) if end < math.inf else None
+
+    gangs = {event.gang for event in log if event.stage in _UPDATES}
+    found = []
+    for event in log:
+        if event.kind is EventKind.GANG_LOST and event.gang is not None and event.gang in gangs:
+            built = (e.t for e in log if e.kind is EventKind.GANG_BUILT and e.gang == event.gang and e.t >= event.t)
+            built_s = seconds(event.t, next(built, math.inf))
+            lost_s = seconds(event.t, _trains_again(event.gang, event.t, all_boxes))
+            found.append(TrainerLoss(event.t, event.gang, event.detail or "", built_s, lost_s))
+    return tuple(found)
+
+
+def _trains_again(gang: str, lost: float, all_boxes: Sequence[Box]) -> float:
+    """When the first update that began on the gang after its loss was finished; infinite if there is none."""
+    own = (b for b in all_boxes if b.gang == gang and b.address.stage in _UPDATES and b.start_s >= lost)
+    return min((box.end_s for box in own), default=math.inf)
 
 
 def paired_t(differences: Sequence[float]) -> float | None:
@@ -204,6 +256,13 @@ def union(intervals: Iterable[Interval]) -> list[Interval]:
         elif end > start:
             merged.append((start, end))
     return merged
+
+
+def within(intervals: Iterable[Interval], limits: Sequence[Interval]) -> list[Interval]:
+    """What of the intervals lies within the limits."""
+    pairs = itertools.product(intervals, limits)
+    cut = ((max(start, first), min(end, last)) for (start, end), (first, last) in pairs)
+    return [(start, end) for start, end in cut if end > start]
 
 
 def length(intervals: Iterable[Interval]) -> float:

@@ -76,6 +76,9 @@ def summary_rows(summary: Summary) -> list[tuple[str, str]]:
     rows.append(("staleness", f"max {summary.staleness.max}, mean {summary.staleness.mean:.2f} versions"))
     idle = ", ".join(f"{gang} {share:.0%}" for gang, share in summary.idle.items())
     rows.append(("overlap of gangs", f"{summary.overlap_fraction:.0%} of the time; idle: {idle or '-'}"))
+    if summary.trainer_losses:
+        times = f"{len(summary.trainer_losses)} times" if len(summary.trainer_losses) > 1 else "once"
+        rows.append(("trainer lost", f"{times}; {summary.trainer_lost_s:.1f} s until it trained again"))
     if summary.alarms:
         rows.append(("alarms", f"engine and trainer differed at {summary.alarms} versions (mismatch/canary_mean_abs)"))
     rows.append(("bookkeeping", f"{summary.overhead_fraction:.1%} of the time"))

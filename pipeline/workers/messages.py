@@ -1,6 +1,7 @@
 """What the driver sends to a worker and gets back: small, picklable, importable by the scheduler.
 
-May import the standard library, storage.address, stages.models.errors and stages.engines.embedded.migration.load.
+May import the standard library, storage.address, storage.retries, stages.models.errors and
+stages.engines.embedded.migration.load.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from enum import StrEnum
 from stages.engines.embedded.migration.load import EngineLoad, MigrationRequest
 from stages.models.errors import RanksMissing
 from storage.address import Address, Ref
+from storage.retries import may_pass
 
 OUTCOMES = "stageline-outcomes"
 """Dask topic on which workers report outcomes to the driver, as `reports.outcome_to_json` writes them."""
@@ -158,6 +160,8 @@ class RankFailure:
     """The type's name."""
     text: str
     missing: tuple[int, ...] = ()
+    passing: bool = False
+    """Whether a later attempt may succeed: the store was not available, say."""
 
     @classmethod
     def of(cls, call: Call, error: BaseException) -> RankFailure:
@@ -169,7 +173,8 @@ class RankFailure:
         elif missing:
             kind = FailureKind.MISSING
         name, text = type(error).__name__, str(error)
-        return cls(call.address, call.attempt, call.worker, call.incarnation, index, kind, name, text, missing)
+        which = call.address, call.attempt, call.worker, call.incarnation, index
+        return cls(*which, kind, name, text, missing, may_pass(error))
 
 
 @dataclass(frozen=True)

@@ -53,6 +53,7 @@ def failure_from_json(text: str) -> RankFailure:
             error=str(given["error"]),
             text=str(given["text"]),
             missing=tuple(map(int, given["missing"])),
+            passing=bool(given["passing"]),
         )
     except (KeyError, TypeError, ValueError) as error:
         raise BadReport(f"no failure of a rank: {type(error).__name__} {error} in {str(text)[:200]!r}") from error

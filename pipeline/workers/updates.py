@@ -194,6 +194,11 @@ class ExactlyOnceUpdates:
             kl_coef=commit.state["step_kl_coef"],
         )
 
+    def train_alone(self, role: Role, step: int) -> None:
+        """Trains version `step` from the stored inputs, whether that was committed or not, and writes nothing."""
+        self.at(role, step)
+        self._train(role, step)
+
     def _verify(self, commit: Commit, digest: str) -> None:
         if self._same_layout and commit.digest != digest:
             raise ReplayMismatch(

@@ -18,10 +18,11 @@ import pytest
 from distributed.comm import connect
 from distributed.security import Security
 
+from pipeline.config.errors import ConfigError
 from pipeline.config.loading import load_config, to_yaml
 from pipeline.config.run import RunConfig
 from pipeline.driver.cluster import LocalWorkers, kill_workers, workers_by_address
-from pipeline.driver.context import ExecutorSettings, StageFailed
+from pipeline.driver.context import ExecutorSettings, StageFailed, WorkerKey
 from pipeline.driver.executor import Executor
 from pipeline.graph.dispatch import Dispatch
 from pipeline.graph.flow import Flow
@@ -82,14 +83,37 @@ class Run:
             attempts=attempts,
             ledger=str(self.dir / "ledger"),
             log_dir=self.dir / "logs",
+            run_dir=self.dir,
         )
         self.when: list[tuple[Callable[[], Any], Callable[[], Any]]] = []
-        self.executor = Executor(workers.client, config.gangs(), dispatch, self.journal, settings, self._node_done)
+        self.refused: dict[WorkerKey, str] = {}
+        """Workers that are not to be built, and why."""
+        self.executor = Executor(
+            workers.client,
+            config.gangs(),
+            dispatch,
+            self.journal,
+            settings,
+            self._node_done,
+            on_built=self._built,
+        )
         self.on_done: Callable[[Node], Any] = lambda node: None
 
     def _node_done(self, node: Node, outcome: object) -> None:
         self.flow.done(node)
         self.on_done(node)
+
+    def _built(self, worker: WorkerKey, numerics: object) -> None:
+        if worker in self.refused:
+            raise ConfigError("cluster.same_numerics", self.refused[worker])
+
+    def start_timeout_is_over(self) -> None:
+        """By the driver's clock, for whoever is being built and whoever is waited for now."""
+        self.executor._now += self.executor._supervision._context.settings.start_timeout_s + 1
+
+    def built(self, gang: str) -> int:
+        """How often a worker of the gang (an ordered gang: all of them) was built."""
+        return sum(event.gang == gang for event in self.events(EventKind.GANG_BUILT))
 
     def control(self, what: str, suffix: str, text: str = "") -> Path:
         path = self.dir / "control" / f"{what}.{suffix}"
@@ -385,6 +409,63 @@ def test_stopped_for_good(start: Callable[..., Run], worker: str) -> None:
     assert [e.gang for e in run.events(EventKind.GANG_LOST)] == ["train" if worker else "generate"]
 
 
+# ---- a pool with fewer replicas -----------------------------------------------------------------------------------
+
+
+def test_a_replica_that_does_not_come_up_is_left_out_and_works_when_it_does(start: Callable[..., Run]) -> None:
+    """Its host is gone, say: the others do its work, and when it is there after all it gets its share."""
+    run = start(steps=2, staleness=0)
+    missing = run.control("build@generate-1", "hold")
+    last = [run.control(f"generate-1-{shard}@generate-0", "hold") for shard in range(SHARDS)]
+    others_up = lambda: run.built("generate") == run.built("train") == run.built("score") == 1  # noqa: E731
+    run.then(others_up, run.start_timeout_is_over)
+    begun_alone = lambda: run.began(Address("generate", 1, 0))() or run.began(Address("generate", 1, 1))()  # noqa: E731
+    run.then(begun_alone, missing.unlink)
+    both = lambda: {line[1] for line in run.log("runs") if line[0].startswith("generate/step_000001")}  # noqa: E731
+    run.then(lambda: both() == {"generate-0", "generate-1"}, lambda: [path.unlink() for path in last])
+    run.go()
+    run.assert_whole()
+    (warned,) = run.events(EventKind.WARNED)
+    assert (warned.gang, warned.worker) == ("generate", "generate-1")
+    assert str(warned.detail).startswith("generate-1 is left out, the rest of generate goes on: worker generate-1 did")
+    assert {line[1] for line in run.log("runs") if line[0].startswith("generate/step_000000")} == {"generate-0"}
+    assert run.built("generate") == 2
+
+
+def test_a_replica_with_other_numerics_is_left_out_and_tried_again(start: Callable[..., Run]) -> None:
+    """Its numbers would differ, and nobody needs them: the rest goes on. Moved back to where it was, it works again."""
+    run = start(steps=2, staleness=0)
+    run.refused["generate", 1] = "computes with others"
+    held = run.control("generate-1-0@*", "hold")
+
+    def back() -> None:
+        run.refused.clear()
+        run.start_timeout_is_over()
+
+    run.then(run.began(Address("generate", 1, 0)), back)
+    run.then(lambda: run.built("generate") == 2, held.unlink)
+    run.go()
+    run.assert_whole()
+    (warned,) = run.events(EventKind.WARNED)
+    assert "computes with others; it is tried again in 60 s" in str(warned.detail)
+    assert {line[1] for line in run.log("runs") if line[0].startswith("generate/step_000000")} == {"generate-0"}
+
+
+@pytest.mark.parametrize("fault", ["hold", "numerics"])
+def test_the_last_replica_ends_the_run(start: Callable[..., Run], fault: str) -> None:
+    run = start()
+    if fault == "hold":
+        for replica in range(2):
+            run.control(f"build@generate-{replica}", "hold")
+        run.then(lambda: run.built("train") and run.built("score"), run.start_timeout_is_over)
+    else:
+        run.refused = {("generate", replica): "computes with others" for replica in range(2)}
+    match = "did not come up within cluster.start_timeout_s = 60" if fault == "hold" else "computes with others"
+    with pytest.raises((StageFailed, ConfigError), match=match):
+        run.go()
+    assert len(run.events(EventKind.WARNED)) == 1, "the first one was left out"
+
+
 # ---- what ends a run ----------------------------------------------------------------------------------------------
 
 
@@ -393,10 +474,43 @@ def test_stage_that_raises_ends_the_run(start: Callable[..., Run], stage: str, w
     """The message names node, error and log. In the gang rank 0 hangs in a collective and must not be waited for."""
     run = start()
     run.control(f"{stage}-0-0@{worker}", "raise", "no such colour")
-    with pytest.raises(StageFailed, match=rf"{stage}/step_000000/shard_0000 raised ValueError: no such colour.*logs/"):
+    with pytest.raises(
+        StageFailed, match=rf"{stage}/step_000000/shard_0000 raised ValueError: no such colour.*logs/"
+    ) as e:
         run.go()
+    said = str(e.value).partition(". Its inputs: ")[2]
+    assert ("none but the prompts" if stage == "generate" else "advantage/step_000000/shard_0000") in said
+    assert str(e.value).endswith(f"`stageline replay {run.dir} --step 0 --stage {stage}`")
     assert run.ledger.find(Address(stage, 0)) is None
     assert any("no such colour" in path.read_text() for path in (run.dir / "logs").iterdir())
+
+
+@pytest.mark.parametrize(("stage", "worker"), [("score", "*"), ("update_policy", "train-1")])
+def test_a_stage_whose_store_is_away_is_tried_again(start: Callable[..., Run], stage: str, worker: str) -> None:
+    """After a while, by the driver's clock; a gang is built anew, since its other ranks wait in a collective."""
+    run = start(steps=1)
+    away = run.control(f"{stage}-0-0@{worker}", "unavailable", "the server said so")
+    kind = EventKind.WARNED if stage == "score" else EventKind.GANG_LOST
+
+    def back() -> None:
+        away.unlink()
+        run.start_timeout_is_over()
+
+    run.then(lambda: run.events(kind), back)
+    run.go()
+    run.assert_whole()
+    (event,) = run.events(kind)
+    assert "the server said so" in str(event.detail)
+    assert "score" not in stage or str(event.detail).endswith("tried again in 2 s")
+
+
+def test_a_store_that_stays_away_ends_the_run(start: Callable[..., Run]) -> None:
+    run = start(steps=1, attempts=2)
+    run.control("score-0-0@*", "unavailable", "the server said so")
+    run.then(lambda: run.events(EventKind.WARNED), run.start_timeout_is_over)
+    with pytest.raises(StageFailed, match=r"score/step_000000/shard_0000 raised OSError: .*the server said so.*replay"):
+        run.go()
+    assert len(run.events(EventKind.WARNED)) == 1
 
 
 def test_node_that_is_lost_too_often_ends_the_run(start: Callable[..., Run]) -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -53,6 +54,11 @@ def test_a_stage_that_raises_ends_the_run_with_code_3(folder: Path, capsys: pyte
     assert (summary["steps"], summary["reward"], summary["eval"]) == (0, [], None)
     failed = [e for e in read_events(paths.events) if e.kind is EventKind.FAILED]
     assert {e.stage for e in failed} == {"score"}
+    said = re.search(r"Its inputs: (\S+); weights v0\. To run it alone: `stageline (replay .* --stage score.*?)`", err)
+    assert said is not None, err
+    assert said[1].startswith("generate/step_000000/shard_000")
+    with pytest.raises(Exception, match="a prompt has no field 'solution'"):
+        main(said[2].split())
 
 
 @pytest.fixture(scope="module")

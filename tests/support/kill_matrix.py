@@ -138,12 +138,13 @@ def _drive(config: RunConfig, plan: Path, command: Sequence[str]) -> tuple[int, 
             return None
         return (pid, status) if pid else None
 
+    status = None
     try:
         _, status = until(ended, f"the end of a driver of {config.name}")
-    except AssertionError:
-        _end(driver.pid)
-        driver.wait()
-        raise
+    finally:
+        if status is None:
+            _end(driver.pid)
+            driver.wait()
     driver.returncode = os.waitstatus_to_exitcode(status)
     return driver.returncode, driver.pid, said.read_text()
 

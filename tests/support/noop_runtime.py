@@ -15,6 +15,7 @@ computed, not found), `replayed.log` (updates done again from the ledger), `comm
 
 from __future__ import annotations
 
+import errno
 import importlib
 import os
 import time
@@ -40,6 +41,7 @@ class NoopRuntime:
         self.last_sequence = -1
         self.resident = {"update_policy": 0, "update_critic": 0}
         self._log("built", f"{spec.name} {os.getpid()} {spec.incarnation}")
+        self._wait_while("build", "hold")
         if self._control("build", "raise").exists():
             raise ValueError(self._control("build", "raise").read_text())
         if self._control("build", "exit").exists():
@@ -53,6 +55,8 @@ class NoopRuntime:
         name = f"{call.address.stage}-{call.address.step}-{call.address.shard}"
         if (fault := self._control(name, "raise")).exists():
             raise ValueError(fault.read_text())
+        if (fault := self._control(name, "unavailable")).exists():
+            raise OSError(errno.ESTALE, fault.read_text())
         self._wait_while(name, "hold")
         if self.spec.size > 1:
             assert call.sequence is not None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,12 +12,13 @@ from distributed.comm import CommClosedError
 from pipeline.driver.attempts import LINEAGE, Attempt, Result, edges
 from pipeline.driver.context import WorkerKey
 from pipeline.driver.supervision import restart_unit
-from pipeline.driver.verdict import Verdict, verdict
+from pipeline.driver.verdict import Verdict, back_off_s, error_of_rank, passes, verdict
 from pipeline.graph.dispatch import Gang, Mode, Submit
 from pipeline.graph.graph import Node
-from pipeline.workers.messages import WorkerLost
+from pipeline.workers.messages import Call, RankFailure, WorkerLost
 from stages.models.protocol import Role
 from storage.address import Address
+from storage.errors import StoreError, StoreRefused, StoreUnavailable
 
 PEER_DIED = RuntimeError("connection closed by peer")
 """What gloo raises; a stage might raise the same."""
@@ -51,6 +53,27 @@ WRONG = ValueError("no such colour")
 )
 def test_verdict(num_ranks: int, reported: int, errors: list[BaseException], expected: Verdict) -> None:
     assert verdict(num_ranks, bool(reported), errors) is expected
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (OSError(errno.ESTALE, "stale"), True),
+        (OSError(errno.ENOSPC, "full"), False),
+        (StoreUnavailable("still so after 60 s"), True),
+        (StoreRefused("full"), False),
+        (StoreError("torn"), False),
+        (WRONG, False),
+    ],
+)
+def test_what_may_pass_is_tried_again_whichever_rank_raised_it(error: Exception, expected: bool) -> None:
+    assert passes(error) is expected
+    call = Call(Address("update_policy", 0), "a0", 0, (), "train", "train-1", 0)
+    assert passes(error_of_rank(RankFailure.of(call, error))) is expected
+
+
+def test_back_off_doubles_and_has_an_end() -> None:
+    assert [back_off_s(times) for times in (1, 2, 3, 9)] == [2, 4, 8, 60]
 
 
 # ---- edges ---------------------------------------------------------------------------------------------------------

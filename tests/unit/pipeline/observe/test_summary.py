@@ -82,6 +82,37 @@ def test_the_time_between_a_stop_and_a_resume_does_not_count() -> None:
     assert s.overhead_fraction == pytest.approx((1 + 1 + 1) / 13), "1001..1002: ready, not started"
 
 
+def test_what_losing_the_trainer_cost() -> None:
+    """Lost at 12 and, while it is built, at 13; built at 15; the update that was lost with it runs from 15.5 to 20. A
+    replica's loss is none of a trainer. Lost once more at 21, and the driver dies; its next one is at work from 100 on,
+    and has trained at 104."""
+    update, last = Address("update_policy", 2), Address("update_policy", 3)
+    events = [
+        *EVENTS,
+        Event(11.0, EventKind.GANG_LOST, gang="gen", worker="g0", detail="its process ended"),
+        Event(12.0, EventKind.GANG_LOST, gang="train", worker="t0", detail="its process ended"),
+        Event(13.0, EventKind.GANG_LOST, gang="train", worker="t0", detail="while it was built"),
+        Event(15.0, EventKind.GANG_BUILT, gang="train", worker="t0"),
+        *_node(update, "train", "t0", 15.25, 15.5, 20.0),
+        Event(21.0, EventKind.GANG_LOST, gang="train", worker="t0", detail="its process ended"),
+        *_node(Address("generate", 3), "gen", "g0", 20.5, 21.0, 22.0),
+        Event(90.0, EventKind.RUN_STARTED),
+        Event(99.0, EventKind.GANG_BUILT, gang="train", worker="t0"),
+        *_node(last, "train", "t0", 100.0, 101.0, 104.0),
+    ]
+    s = summarise(events, STEPS, [], PARENTS, {})
+    assert [(loss.t, loss.gang, loss.reason) for loss in s.trainer_losses] == [
+        (12.0, "train", "its process ended"),
+        (13.0, "train", "while it was built"),
+        (21.0, "train", "its process ended"),
+    ]
+    assert [(loss.built_s, loss.lost_s) for loss in s.trainer_losses] == [(3.0, 8.0), (2.0, 7.0), (1.0, 1.0 + 4.0)]
+    assert s.trainer_lost_s == 8.0 + 5.0, "from 12 to 20 once; from 21 to 22 and from 100 to 104"
+    assert json.loads(s.to_json())["trainer_losses"][0]["lost_s"] == 8.0
+    never = summarise(events[:-3], STEPS, [], PARENTS, {})
+    assert (never.trainer_losses[-1].lost_s, never.trainer_lost_s) == (None, 8.0)
+
+
 def test_nothing_happened() -> None:
     s = summarise([], [], [], {}, {})
     assert (s.wall_s, s.overhead_fraction, s.stage_s, s.busiest_gang, s.eval) == (0.0, 0.0, {}, None, None)

@@ -7,7 +7,7 @@ from pathlib import Path
 from rich.console import Console, RenderableType
 
 from pipeline.observe.responses import ResponsePair
-from pipeline.observe.summary import EvalSummary, StalenessSummary, Summary
+from pipeline.observe.summary import EvalSummary, StalenessSummary, Summary, TrainerLoss
 from pipeline.observe.tables import InspectRow, end_of_run, inspect_table, summary_rows
 
 SUMMARY = Summary(
@@ -34,6 +34,10 @@ def test_summary_rows() -> None:
     assert rows["overlap of gangs"] == "25% of the time; idle: gen 40%"
     assert rows["bookkeeping"] == "3.1% of the time"
     assert "alarms" not in rows
+    assert "trainer lost" not in rows
+    loss = TrainerLoss(12.0, "train", "its process ended", 3.0, 8.0)
+    lost = dict(summary_rows(dataclasses.replace(SUMMARY, trainer_losses=(loss, loss), trainer_lost_s=8.0)))
+    assert lost["trainer lost"] == "2 times; 8.0 s until it trained again"
     alarmed = dict(summary_rows(dataclasses.replace(SUMMARY, alarms=2)))
     assert alarmed["alarms"] == "engine and trainer differed at 2 versions (mismatch/canary_mean_abs)"
 

@@ -30,7 +30,9 @@ PEER = Outcome(REF.address, None, "train-2", 2, 1.25, 2.25, 0.5, False, ("late",
 OUTCOME = Outcome(
     REF.address, REF, "train-1", 1, 1.7e9 + 1 / 3, 1.7e9 + 2 / 3, 0.125, True, ("slow", "«odd»\n"), (PEER,)
 )
-FAILURE = RankFailure(REF.address, "a1-x", "train-2", 3, 2, FailureKind.MISSING, "RanksMissing", "«where»", (1, 4))
+FAILURE = RankFailure(
+    REF.address, "a1-x", "train-2", 3, 2, FailureKind.MISSING, "RanksMissing", "«where»", (1, 4), True
+)
 NEWS = RowsNews("generate", 1, 2, EngineLoad(5, 8, (RowLoad((0, 7, 31), 90, 64, 12),), 1024, 0.01, 1e-5), (HERE, THERE))
 OVER = MoveOver(3, "generate", 0, 1, 4, 1 << 40, 0.5, (THERE,), "no room")
 

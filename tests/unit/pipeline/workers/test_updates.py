@@ -564,3 +564,13 @@ def test_replay_compares_with_the_commit(run: Run, digests: dict[Role, list[str]
     assert run.process().replay(Role.POLICY, 1) == (digests[Role.POLICY][2], digests[Role.POLICY][2])
     with pytest.raises(MissingOutput, match="nothing to compare"):
         run.process().replay(Role.POLICY, 2)
+
+
+def test_an_update_that_was_not_committed_can_be_trained_alone(run: Run, digests: dict[Role, list[str]]) -> None:
+    """To see what it raises; nothing is written."""
+    run.update(run.process(), Role.POLICY, 0)
+    alone = run.process()
+    alone.train_alone(Role.POLICY, 1)
+    assert fake(alone).digest(Role.POLICY) == digests[Role.POLICY][2]
+    with pytest.raises(MissingOutput, match="nothing to compare"):
+        run.process().replay(Role.POLICY, 1)

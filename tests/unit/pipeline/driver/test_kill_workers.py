@@ -1,0 +1,50 @@
+"""Killing workers of a host that is gone: the driver must not wait for it. And what a killed driver left goes."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from pipeline.driver import cluster
+
+
+class GoneHost:
+    """A scheduler that believes in two workers: one goes when it is told to, the other's host answers nobody."""
+
+    def __init__(self, *, broadcast_hangs: bool) -> None:
+        self.workers = {name: SimpleNamespace(resources={f"{name}.pin": 1.0}) for name in ("alive", "gone")}
+        self.resources = {f"{name}.pin": {name: 1.0} for name in self.workers}
+        self._hangs = broadcast_hangs
+
+    async def broadcast(self, **message: Any) -> None:
+        assert message["workers"] == ["alive", "gone"]
+        del self.workers["alive"]
+        if self._hangs:
+            await asyncio.Event().wait()
+
+
+@pytest.mark.parametrize("broadcast_hangs", [True, False])
+def test_a_host_that_is_gone_costs_a_bounded_time_and_gets_no_work(
+    monkeypatch: pytest.MonkeyPatch, broadcast_hangs: bool
+) -> None:
+    monkeypatch.setattr(cluster, "_KILL_S", 0.05)
+    scheduler = GoneHost(broadcast_hangs=broadcast_hangs)
+    asyncio.run(cluster._kill_and_wait(["alive", "gone", "unknown"], scheduler))
+    assert scheduler.resources == {"alive.pin": {"alive": 1.0}, "gone.pin": {"gone": 0}}
+
+
+def test_the_scratch_of_drivers_that_are_dead_is_removed_and_no_other(tmp_path: Path) -> None:
+    with subprocess.Popen([sys.executable, "-c", ""]) as ended:
+        ended.wait()
+    names = {f"stageline-dask-{os.getpid()}-a", "stageline-dask-x-a", "stageline-replay-1", "other"}
+    for name in (*names, f"stageline-dask-{ended.pid}-a"):
+        (tmp_path / name / "dask-scratch-space").mkdir(parents=True)
+    cluster.remove_abandoned_scratch(tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == names

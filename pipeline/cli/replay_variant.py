@@ -4,8 +4,8 @@
     stored   generate, score, reference of A to B - 1 ──► logprob, value, advantage, updates with the variant's models
     then     version B of the parent's policy, and the variant's: held-out prompts, same noise, paired
 
-It runs in this process. The run that it is trained on is read only; the variant has a directory and an MLflow run of its
-own, which name their parent. It has no rollouts of its own and cannot be resumed: of one that was interrupted the
+It runs in this process. The run that it is trained on is read only; the variant has a directory and an MLflow run of
+its own, which name their parent. It has no rollouts of its own and cannot be resumed: of one that was interrupted the
 directory is removed, and it is begun anew.
 """
 

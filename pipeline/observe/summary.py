@@ -23,7 +23,7 @@ import json
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 
 from pipeline.observe.journal import Event, EventKind
 from storage.address import Address
@@ -125,6 +125,8 @@ class Summary:
     """KL to the reference of the last step, nats per response."""
     distinct_bigrams: dict[str, float | None]
     """Of the held-out responses, `before` and `after`."""
+    alarms_by_rule: dict[str, int] = field(default_factory=dict)
+    """How often each rule of `alarms` was raised."""
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), indent=2) + "\n"
@@ -176,7 +178,8 @@ def summarise(
         overlap_fraction=_ratio(_time_at_least_two(list(busy.values())), wall_s),
         busiest_gang=busiest,
         idle=_idle(all_boxes, wall_s),
-        alarms=len({e.step for e in log if e.kind is EventKind.ALARM}),
+        alarms=len({e.step for e in log if e.kind is EventKind.ALARM and e.rule is None}),
+        alarms_by_rule=dict(Counter(e.rule for e in log if e.kind is EventKind.ALARM and e.rule is not None)),
         kl_final=by_step[-1].kl if by_step else None,
         distinct_bigrams={
             "before": evaluations[0].distinct_bigrams if evaluations else None,

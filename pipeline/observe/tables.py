@@ -78,6 +78,8 @@ def summary_rows(summary: Summary) -> list[tuple[str, str]]:
     rows.append(("overlap of gangs", f"{summary.overlap_fraction:.0%} of the time; idle: {idle or '-'}"))
     if summary.alarms:
         rows.append(("alarms", f"engine and trainer differed at {summary.alarms} versions (mismatch/canary_mean_abs)"))
+    for rule, times in summary.alarms_by_rule.items():
+        rows.append((f"alarm: {rule}", f"{times} time{'s' if times > 1 else ''} (events.jsonl says when and why)"))
     rows.append(("bookkeeping", f"{summary.overhead_fraction:.1%} of the time"))
     return rows
 

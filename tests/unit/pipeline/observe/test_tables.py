@@ -34,6 +34,9 @@ def test_summary_rows() -> None:
     assert rows["overlap of gangs"] == "25% of the time; idle: gen 40%"
     assert rows["bookkeeping"] == "3.1% of the time"
     assert "alarms" not in rows
+    by_rule = dict(summary_rows(dataclasses.replace(SUMMARY, alarms_by_rule={"kl": 1, "entropy": 2})))
+    assert by_rule["alarm: kl"] == "1 time (events.jsonl says when and why)"
+    assert by_rule["alarm: entropy"] == "2 times (events.jsonl says when and why)"
     alarmed = dict(summary_rows(dataclasses.replace(SUMMARY, alarms=2)))
     assert alarmed["alarms"] == "engine and trainer differed at 2 versions (mismatch/canary_mean_abs)"
 

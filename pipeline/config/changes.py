@@ -25,6 +25,7 @@ DECIDES_NOTHING = (
     "name",
     "runs_dir",
     "tracking.*",
+    "alarms.*",
     "cluster.*",
     "export.*",
     "checkpoint.*",
@@ -33,7 +34,8 @@ DECIDES_NOTHING = (
     "placement.gangs.*.weights_dir",
     "placement.gangs.*.offload",
 )
-"""What a run is called, where it keeps its files, how it shows itself, how long it waits, what it writes beside."""
+"""What a run is called, where it keeps its files, how it shows itself and warns, how long it waits, what it writes
+beside."""
 MAY_CHANGE = {
     "model.path": "where the model is: its files must be the same",
     "model.reference_path": "likewise",

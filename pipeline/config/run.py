@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from pipeline.config.alarms import AlarmsConfig, alarms_problems
 from pipeline.config.checkpoint import CheckpointConfig, checkpoint_problems
 from pipeline.config.cluster import ClusterConfig, cluster_problems
 from pipeline.config.errors import refusal
@@ -52,6 +53,7 @@ class RunConfig:
     placement: PlacementConfig = field(default_factory=PlacementConfig)
     evaluate: EvaluateConfig = field(default_factory=EvaluateConfig)
     mismatch: MismatchConfig = field(default_factory=MismatchConfig)
+    alarms: AlarmsConfig = field(default_factory=AlarmsConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     export: ExportConfig = field(default_factory=ExportConfig)
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
@@ -144,6 +146,7 @@ def run_problems(config: RunConfig) -> Iterator[Problem]:
         *placement_problems(config.placement),
         *evaluate_problems(config.evaluate),
         *mismatch_problems(config.mismatch),
+        *alarms_problems(config.alarms),
         *checkpoint_problems(config.checkpoint),
         *export_problems(config.export),
         *tracking_problems(config.tracking),
@@ -177,6 +180,11 @@ def _problems_across(config: RunConfig) -> Iterator[Problem]:
     for gang in config.gangs():
         if gang.ordered:
             yield from _gang_problems(config, gang)
+    if config.alarms.staleness_steps is not None and (config.engine.update == "drain" or not config.staleness):
+        need = (
+            "needs engine.update=inflight and staleness of 1 or more: else every row is at the bound by design; or null"
+        )
+        yield Problem("alarms.staleness_steps", config.alarms.staleness_steps, need)
     below = config.cluster.move_rows_below
     generating = config.placement.roles[Role.GENERATE]
     workers = config.placement.gangs[generating].workers

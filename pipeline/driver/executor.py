@@ -107,13 +107,16 @@ class Executor:
         on_done: Callable[[Node, Outcome], None],
         on_replaced: Callable[[], None] = lambda: None,
         on_built: Callable[[WorkerKey, Mapping[str, str]], None] = lambda worker, numerics: None,
+        on_look: Callable[[float], None] = lambda now: None,
     ) -> None:
         """`on_done(node, outcome)` is called when a node has its commit, with rank 0's outcome; `on_replaced()` when a
         worker's process was lost, and the next one is built; `on_built(worker, numerics)` when a worker is built, with
-        what the last bits of its results depend on: what it raises ends the run."""
+        what the last bits of its results depend on; `on_look(now)` about once a second, with the executor's clock. What
+        these raise ends the run."""
         self._client = client
         self._dispatch = dispatch
         self._on_replaced = on_replaced
+        self._on_look = on_look
         self._notices: queue.SimpleQueue[_Notice] = queue.SimpleQueue()
         self._longest_wait_s = min(1.0, settings.deadline_s / 4)
         self._looked = time.monotonic()
@@ -173,6 +176,7 @@ class Executor:
                 self._look_again = self._now + self._longest_wait_s
                 self._supervision.check_deadlines()
                 self._attempts.check_deadlines()
+                self._on_look(self._now)
 
     def release(self, addresses: Iterable[Address]) -> None:
         """Lets go of the results of nodes that no later node depends on."""

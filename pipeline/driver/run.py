@@ -22,6 +22,7 @@ from pipeline.config.loading import to_yaml
 from pipeline.config.paths import RunPaths
 from pipeline.config.preflight import check_run_directory, preflight
 from pipeline.config.run import RunConfig
+from pipeline.driver.alarms import Alarms
 from pipeline.driver.closing import OpenBooks, all_committed
 from pipeline.driver.cluster import LocalWorkers
 from pipeline.driver.context import ExecutorSettings
@@ -197,6 +198,7 @@ class _Driver:
         self._graph = config.graph()
         self._gang_of = {role: gang.name for gang in config.gangs() for role in gang.roles}
         dispatch = Dispatch(config.gangs())
+        self._alarms = Alarms(config, dispatch, journal, progress, tracker)
         self._executor = Executor(
             workers.client,
             config.gangs(),
@@ -206,6 +208,7 @@ class _Driver:
             self._node_done,
             self._worker_replaced,
             numerics.built,
+            self._alarms.look,
         )
         self._books = OpenBooks(self._graph, history.ledger)
         self._retention = Retention(config.storage.keep, RunPaths(config.run_dir), history, self._warn)
@@ -234,6 +237,7 @@ class _Driver:
         address = node.address
         check_made_again(self._history, self._mended, address)
         self._outcomes[address] = outcome
+        self._alarms.finished(outcome.worker)
         if address.stage in ("update_policy", "update_critic", "publish"):
             self._report_step(address.step - (address.stage == "publish"))
         if address.stage == "publish" and weight_readers(self._graph, node.version):
@@ -256,6 +260,7 @@ class _Driver:
         metrics = self._history.step_metrics(step, [self._began], known)
         self._tracker.metrics(step, metrics)
         self._progress.step(step, metrics)
+        self._alarms.step(step, metrics)
 
     def _report_canary(self, version: int, metrics: Mapping[str, float]) -> None:
         """Engine and trainer were compared at a version; loudly where they differ."""

@@ -13,7 +13,7 @@ Three ways for a node to get a worker:
 Losing a worker resets its unfinished nodes, and whatever was already submitted on top of them, to waiting; finished
 nodes stay finished, since their output is in the store.
 
-May import pipeline.graph.graph, stages.models.protocol.Role, storage.address and the standard library.
+May import pipeline.graph.{graph, waits}, stages.models.protocol.Role, storage.address and the standard library.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from pipeline.graph.graph import Node
+from pipeline.graph.waits import Wait, waits
 from stages.models.protocol import MODEL_ROLES, Role
 from storage.address import Address
 
@@ -244,6 +245,24 @@ class Dispatch:
         count: the few rows that they bring are no reason for others to stay."""
         waiting = self._ready[gang, Mode.SLOT].nodes.values()
         return {node.version for node in waiting if node.stage != "canary"}
+
+    def waits(self) -> dict[str, Wait]:
+        """By gang that is up, has nodes left and runs none: what it waits for."""
+        left = {address: entry for address, entry in self._entries.items() if entry.state is not _State.DONE}
+        submitted = {address for address, entry in left.items() if entry.state is _State.SUBMITTED}
+        gang_of = {role: state.gang.name for role, state in self._gang_of.items()}
+        found = waits({address: entry.node for address, entry in left.items()}, submitted, gang_of)
+        return {gang: wait for gang, wait in found.items() if self._gangs[gang].up}
+
+    def idle(self, gang: str) -> bool:
+        """Whether a gang is up, and nothing is handed out to it."""
+        state = self._gangs[gang]
+        return state.up and not state.out and not self.busy_replicas(gang) and not any(state.loads.values())
+
+    def busy_replicas(self, gang: str) -> frozenset[int]:
+        """A pool's usable replicas that have shards; of an ordered gang none."""
+        state = self._gangs[gang]
+        return frozenset(replica for replica, free in state.slots.items() if free < state.gang.slots)
 
     def losses(self, address: Address) -> int:
         """How often it was lost with its worker."""

@@ -36,7 +36,8 @@ class EventKind(StrEnum):
     GANG_BUILT = "gang_built"
     GANG_LOST = "gang_lost"
     ALARM = "alarm"
-    """Engine and trainer differ at version `step` of the weights; `detail` says by how much."""
+    """Something that somebody should look at now; `detail` says what. Of stage `canary`: engine and trainer differ at
+    version `step` of the weights; of others `rule` says which of `alarms.*`."""
     ROWS_MOVED = "rows_moved"
     """Rows left `worker` to go on in another replica; `detail` says how many and where to."""
     WARNED = "warned"
@@ -60,6 +61,7 @@ class Event:
     seconds: float | None = None
     store_s: float | None = None
     detail: str | None = None
+    rule: str | None = None
 
     def to_json(self) -> str:
         return json.dumps({k: v for k, v in vars(self).items() if v is not None}, separators=(",", ":"))

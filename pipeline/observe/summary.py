@@ -27,7 +27,7 @@ import json
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 
 from pipeline.observe.journal import Event, EventKind
 from storage.address import Address
@@ -148,6 +148,8 @@ class Summary:
     """In the order of time."""
     trainer_lost_s: float = 0.0
     """In which a trainer was lost and did not train again yet; losses that overlap count once."""
+    alarms_by_rule: dict[str, int] = field(default_factory=dict)
+    """How often each rule of `alarms` was raised."""
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), indent=2) + "\n"
@@ -201,7 +203,8 @@ def summarise(
         overlap_fraction=_ratio(_time_at_least_two(list(busy.values())), wall_s),
         busiest_gang=busiest,
         idle=_idle(all_boxes, wall_s),
-        alarms=len({e.step for e in log if e.kind is EventKind.ALARM}),
+        alarms=len({e.step for e in log if e.kind is EventKind.ALARM and e.rule is None}),
+        alarms_by_rule=dict(Counter(e.rule for e in log if e.kind is EventKind.ALARM and e.rule is not None)),
         kl_final=by_step[-1].kl if by_step else None,
         distinct_bigrams={
             "before": evaluations[0].distinct_bigrams if evaluations else None,

@@ -38,6 +38,9 @@ def test_summary_rows() -> None:
     loss = TrainerLoss(12.0, "train", "its process ended", 3.0, 8.0)
     lost = dict(summary_rows(dataclasses.replace(SUMMARY, trainer_losses=(loss, loss), trainer_lost_s=8.0)))
     assert lost["trainer lost"] == "2 times; 8.0 s until it trained again"
+    by_rule = dict(summary_rows(dataclasses.replace(SUMMARY, alarms_by_rule={"kl": 1, "entropy": 2})))
+    assert by_rule["alarm: kl"] == "1 time (events.jsonl says when and why)"
+    assert by_rule["alarm: entropy"] == "2 times (events.jsonl says when and why)"
     alarmed = dict(summary_rows(dataclasses.replace(SUMMARY, alarms=2)))
     assert alarmed["alarms"] == "engine and trainer differed at 2 versions (mismatch/canary_mean_abs)"
 

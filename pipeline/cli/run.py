@@ -12,6 +12,7 @@ from pipeline.config.run import RunConfig
 from pipeline.driver.context import StageFailed
 from pipeline.driver.run import run
 from pipeline.observe.appending import AppendFailed
+from pipeline.observe.journal import journal_exists
 from storage.errors import StoreRefused
 from storage.retries import REFUSING, TRANSIENT, refusal
 
@@ -42,4 +43,6 @@ def execute(config: RunConfig, *, resume: bool, from_checkpoint: bool = False) -
 
 
 def _how_to_go_on(paths: RunPaths) -> str:
-    return f"`stageline resume {paths.root}` continues this run" if paths.events.exists() else "nothing had started"
+    return (
+        f"`stageline resume {paths.root}` continues this run" if journal_exists(paths.events) else "nothing had started"
+    )

@@ -48,6 +48,11 @@ class RunPaths:
         return self.root / "events.jsonl"
 
     @property
+    def first_full_events(self) -> Path:
+        """The first full part of a long run's journal (`pipeline/observe/journal.py`)."""
+        return self.root / "events-000001.jsonl"
+
+    @property
     def summary(self) -> Path:
         return self.root / "summary.json"
 

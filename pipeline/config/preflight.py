@@ -101,7 +101,7 @@ def check_run_directory(config: RunConfig, *, resume: bool) -> None:
             f"given {config.name!r}; {paths.root} holds a run with another config ({paths.config}). Choose another "
             "name=..., or remove that directory",
         )
-    if not resume and paths.events.exists():
+    if not resume and (paths.events.exists() or paths.first_full_events.exists()):
         raise ConfigError(
             "name",
             f"given {config.name!r}; {paths.root} holds this run already: `stageline resume {paths.root}` continues "

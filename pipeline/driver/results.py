@@ -22,7 +22,7 @@ from pipeline.config.paths import RunPaths
 from pipeline.config.run import RunConfig
 from pipeline.graph.graph import run_nodes
 from pipeline.observe.history import History
-from pipeline.observe.journal import read_events, run_starts
+from pipeline.observe.journal import journal_exists, read_events, run_starts
 from pipeline.observe.responses import Decode, response_pairs, samples_table
 from pipeline.observe.revision import git_commit, software_versions
 from pipeline.observe.summary import Summary, summarise
@@ -100,7 +100,7 @@ def summarise_run(config: RunConfig, history: History) -> Summary:
     paths = RunPaths(config.run_dir)
     parents = {node.address: node.parents for node in run_nodes(config.graph())}
     steps = [history.step_numbers(step) for step in history.steps_done()]
-    events = read_events(paths.events) if paths.events.exists() else ()
+    events = read_events(paths.events) if journal_exists(paths.events) else ()
     return summarise(events, steps, history.evaluations(), parents, software_versions())
 
 

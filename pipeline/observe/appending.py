@@ -45,6 +45,11 @@ class LineFile:
             raise self._failure(error) from error
         self._end += len(data)
 
+    @property
+    def size(self) -> int:
+        """Bytes of all whole lines."""
+        return self._end
+
     def close(self) -> None:
         """Harmless a second time."""
         if self._descriptor >= 0:

@@ -1,5 +1,8 @@
 """The run's journal: one JSON line per event in `events.jsonl`, from which timeline, report and summary are drawn.
 
+    events-000001.jsonl, events-000002.jsonl, ...    full parts, in order; never written again
+    events.jsonl                                     the newest part, which is appended to
+
 The driver is the only writer; worker times travel in the nodes' results. A line that a crash has torn, or that a
 damaged disk gives back, costs what it said and no more: readers put a warning in its place.
 
@@ -9,14 +12,21 @@ May import the standard library and pipeline.observe.appending.
 from __future__ import annotations
 
 import json
+import os
+import re
 import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 from types import TracebackType
+from typing import IO
 
-from pipeline.observe.appending import LineFile
+from pipeline.observe.appending import AppendFailed, LineFile
+
+PART_BYTES = 64 << 20
+"""Size at which `events.jsonl` becomes a numbered part."""
 
 
 class EventKind(StrEnum):
@@ -76,15 +86,20 @@ class Journal:
     """Owns the open `events.jsonl` of a run; appends, so that a resumed run continues it. `listener` gets
     every event too (the progress display)."""
 
-    def __init__(self, path: Path, listener: Callable[[Event], None] = lambda event: None) -> None:
+    def __init__(
+        self, path: Path, listener: Callable[[Event], None] = lambda event: None, *, part_bytes: int = PART_BYTES
+    ) -> None:
         """A last line that a crash cut short is cut off. Raises AppendFailed, as `append` does."""
         self.path = path
         self._listener = listener
+        self._part_bytes = part_bytes
         self._file = LineFile(path)
 
     def append(self, event: Event) -> None:
         """Writes an event, whole or not at all. Raises AppendFailed, for a full disk say."""
         self._file.append(event.to_json())
+        if self._file.size >= self._part_bytes:
+            self._begin_part()
         self._listener(event)
 
     def now(self, kind: EventKind, **fields: object) -> Event:
@@ -92,6 +107,16 @@ class Journal:
         event = Event(t=time.time(), kind=kind, **fields)  # type: ignore[arg-type]
         self.append(event)
         return event
+
+    def _begin_part(self) -> None:
+        """The file gets the next number; whoever reads it goes on reading it. Raises AppendFailed."""
+        self._file.close()
+        numbers = [number for number, _ in _parts(self.path)]
+        try:
+            os.rename(self.path, _part(self.path, max(numbers, default=0) + 1))
+        except OSError as error:
+            raise AppendFailed(f"cannot rename {self.path}: {error.strerror or error}") from error
+        self._file = LineFile(self.path)
 
     def close(self) -> None:
         self._file.close()
@@ -103,24 +128,57 @@ class Journal:
         self.close()
 
 
+def journal_exists(path: Path) -> bool:
+    """Whether a run has a journal: a driver may have died before it had begun the part after the last full one."""
+    return path.exists() or bool(_parts(path))
+
+
 def read_events(path: Path) -> Iterator[Event]:
-    """The events of a run in the order written. A last line without an end, which is torn or still being written, is
-    left out; in place of another that is no event comes a `WARNED`, of the time of the event before it."""
+    """The events of a run in the order written, through all parts. A last line without an end, which is torn or still
+    being written, is left out; in place of another that is no event comes a `WARNED`, of the time of the event before
+    it. Raises FileNotFoundError where there is no journal."""
     before = 0.0
-    with path.open("rb") as lines:
-        for number, line in enumerate(lines, start=1):
-            if not line.endswith(b"\n"):
-                return
-            try:
-                event = Event.from_json(line.decode())
-            except (ValueError, KeyError, TypeError, AttributeError):
-                event = Event(before, EventKind.WARNED, detail=f"{path}: line {number} is torn, and is passed over")
-            before = event.t
-            yield event
+    with ExitStack() as stack:
+        parts = _open_parts(path, stack)
+        for i in range(len(parts)):
+            name, lines = parts[i]
+            for number, line in enumerate(lines, start=1):
+                if not line.endswith(b"\n") and i == len(parts) - 1:
+                    return
+                try:
+                    event = Event.from_json(line.decode())
+                except (ValueError, KeyError, TypeError, AttributeError):
+                    event = Event(before, EventKind.WARNED, detail=f"{name}: line {number} is torn, and is passed over")
+                before = event.t
+                yield event
+
+
+def _open_parts(path: Path, stack: ExitStack) -> list[tuple[Path, IO[bytes]]]:
+    """Every part in order, open. The newest is opened first: it may become a numbered part meanwhile, and is then
+    among those that are found; whether it did, its inode tells."""
+    newest = stack.enter_context(path.open("rb")) if path.exists() or not _parts(path) else None
+    parts: list[tuple[Path, IO[bytes]]] = []
+    for _, part in _parts(path):
+        lines = stack.enter_context(part.open("rb"))
+        if newest is not None and os.path.samestat(os.fstat(lines.fileno()), os.fstat(newest.fileno())):
+            break
+        parts.append((part, lines))
+    return parts if newest is None else [*parts, (path, newest)]
+
+
+def _parts(path: Path) -> list[tuple[int, Path]]:
+    """Number and place of the full parts, in order."""
+    pattern = re.compile(re.escape(path.stem) + r"-(\d{6,})" + re.escape(path.suffix))
+    found = path.parent.iterdir() if path.parent.is_dir() else ()
+    return sorted((int(match[1]), part) for part in found if (match := pattern.fullmatch(part.name)))
+
+
+def _part(path: Path, number: int) -> Path:
+    return path.with_name(f"{path.stem}-{number:06d}{path.suffix}")
 
 
 def run_starts(path: Path) -> list[float]:
     """When each driver of a run started, in seconds since the epoch; empty where there is no journal yet."""
-    if not path.exists():
+    if not journal_exists(path):
         return []
     return [event.t for event in read_events(path) if event.kind is EventKind.RUN_STARTED]

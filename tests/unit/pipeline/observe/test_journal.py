@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.observe.appending import AppendFailed
-from pipeline.observe.journal import Event, EventKind, Journal, read_events, run_starts
+from pipeline.observe.journal import Event, EventKind, Journal, journal_exists, read_events, run_starts
 
 
 def test_events_come_back_and_a_torn_line_is_left_out(tmp_path: Path) -> None:
@@ -91,3 +91,44 @@ def test_a_journal_without_room_says_so_and_stays_whole(tmp_path: Path, monkeypa
 def test_a_journal_that_cannot_be_opened_says_so(tmp_path: Path) -> None:
     with pytest.raises(AppendFailed, match=r"cannot write to .*nowhere/events\.jsonl: No such file"):
         Journal(tmp_path / "nowhere" / "events.jsonl")
+
+
+def test_a_long_journal_is_read_through_all_of_its_parts(tmp_path: Path) -> None:
+    """A resumed run goes on with the numbers; a driver that died right after a rename has left no newest part."""
+    path = tmp_path / "events.jsonl"
+    assert not journal_exists(path)
+    for start in (0, 20):
+        with Journal(path, part_bytes=300) as journal:
+            for t in range(start, start + 20):
+                journal.append(Event(float(t), EventKind.RUN_STARTED))
+    parts = sorted(tmp_path.glob("events-*.jsonl"))
+    assert len(parts) > 3
+    assert parts[0].name == "events-000001.jsonl"
+    assert all(300 <= part.stat().st_size < 400 for part in parts)
+    assert [event.t for event in read_events(path)] == [float(t) for t in range(40)] == run_starts(path)
+    path.unlink()
+    assert journal_exists(path)
+    assert len(run_starts(path)) == sum(part.read_bytes().count(b"\n") for part in parts)
+
+
+def test_a_reader_misses_nothing_while_a_part_is_begun(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    with Journal(path, part_bytes=100) as journal:
+        journal.append(Event(1.0, EventKind.RUN_STARTED))
+        events = read_events(path)
+        assert next(events).t == 1.0
+        for t in (2.0, 3.0, 4.0):
+            journal.append(Event(t, EventKind.RUN_STARTED))
+        assert [event.t for event in events][:1] == [2.0]
+    assert run_starts(path) == [1.0, 2.0, 3.0, 4.0]
+
+
+def test_only_the_newest_part_may_end_in_half_a_line(tmp_path: Path) -> None:
+    """A full part ends with a whole line, unless a power cut took its end."""
+    path = tmp_path / "events.jsonl"
+    whole = Event(1.0, EventKind.RUN_STARTED).to_json()
+    (tmp_path / "events-000001.jsonl").write_text(f"{whole}\n{whole[:9]}")
+    path.write_text(f"{whole}\n{whole[:9]}")
+    first, torn, last = read_events(path)
+    assert (first.kind, last.kind) == (EventKind.RUN_STARTED, EventKind.RUN_STARTED)
+    assert "events-000001.jsonl: line 2 is torn" in str(torn.detail)

@@ -81,8 +81,8 @@ def summary_rows(summary: Summary) -> list[tuple[str, str]]:
         rows.append(("trainer lost", f"{times}; {summary.trainer_lost_s:.1f} s until it trained again"))
     if summary.alarms:
         rows.append(("alarms", f"engine and trainer differed at {summary.alarms} versions (mismatch/canary_mean_abs)"))
-    for rule, times in summary.alarms_by_rule.items():
-        rows.append((f"alarm: {rule}", f"{times} time{'s' if times > 1 else ''} (events.jsonl says when and why)"))
+    for rule, number in summary.alarms_by_rule.items():
+        rows.append((f"alarm: {rule}", f"{number} time{'s' if number > 1 else ''} (events.jsonl says when and why)"))
     rows.append(("bookkeeping", f"{summary.overhead_fraction:.1%} of the time"))
     return rows
 

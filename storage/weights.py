@@ -41,6 +41,7 @@ import xxhash
 from storage.errors import DamagedWeights, MissingOutput, StoreError
 from storage.private import private_directory
 from storage.processes import process_alive
+from storage.retries import patiently
 
 FORMAT = 2
 BFLOAT16 = "bfloat16"
@@ -142,13 +143,14 @@ class WeightBoard:
         """Writes a version. `dtypes` says "bfloat16" for tensors that are bit patterns in uint16.
 
         Publishing a version again with the same tensors returns what is there. Raises ValueError for other tensors,
-        and for a dtype that its array cannot hold; OSError (ENOSPC) when the memory is full, leaving nothing.
+        and for a dtype that its array cannot hold; StoreRefused when the memory is full, leaving nothing.
         """
         infos = _describe(tensors, dtypes or {})
         digest = _digest(infos)
         existing = self.manifest(version)
         if existing is None:
-            existing = self._write(Manifest(version, "", infos, digest), tensors)
+            where = str(self.directory / stem(version))
+            existing = patiently(lambda: self._write(Manifest(version, "", infos, digest), tensors), where, 0.0)
         if existing.digest != digest:
             raise ValueError(f"weights v{version} are published already, with other tensors ({existing.digest[:12]}…)")
         return existing

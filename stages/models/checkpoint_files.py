@@ -12,6 +12,7 @@ May import torch, megatron.core, storage and this folder.
 from __future__ import annotations
 
 import dataclasses
+import io
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -31,6 +32,8 @@ from megatron.core.dist_checkpointing.strategies.torch import MCoreSavePlanner, 
 from stages.models import gather
 from stages.models.errors import StateError
 from storage.checkpoints import FileSum, sum_file
+from storage.errors import StoreError
+from storage.retries import REFUSING, patiently, refusal
 
 _FORMAT = CheckpointingConfig("torch_dist", 1)
 _SHARDED_STATE = "sharded"
@@ -71,22 +74,28 @@ def write_snapshot(
     """Writes this rank's part into an existing, empty directory; returns once all ranks have. On rank 0 the sums of all
     files by their names, None elsewhere. `fsync`: they are on the disk then.
 
-    Collective over `group`, of all ranks, which nothing else may use meanwhile. Raises, on every rank, torch's
-    CheckpointException where a rank could not write, and OSError where one could not read what it wrote.
+    Collective over `group`, of all ranks, which nothing else may use meanwhile. Raises, on every rank, StoreRefused
+    where the disk of one is full or cannot be written, torch's CheckpointException where a rank could not write for
+    another reason, and OSError where one could not read what it wrote.
     """
     rank = dist.get_rank()
     tensors = mcore_to_pyt_state_dict({key: list(shards) for key, shards in taken.tensors.items()})
     planner = MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False)
     writer = torch_checkpoint.FileSystemWriter(directory, thread_count=threads, sync_files=fsync)
-    torch_checkpoint.save(tensors, storage_writer=writer, planner=planner, process_group=group)
-    own = sorted(directory.glob(f"__{rank}_*"))
-    if rank == 0:
-        torch.save(dict(taken.common), directory / COMMON_STATE_FNAME)
-        save_config(_FORMAT, str(directory))
-        own = [file for file in directory.iterdir() if file in own or not file.name.startswith("__")]
     try:
+        torch_checkpoint.save(tensors, storage_writer=writer, planner=planner, process_group=group)
+    except torch_checkpoint.CheckpointException as error:
+        for fault, _ in error.failures.values():
+            if isinstance(fault, OSError) and fault.errno in REFUSING:
+                raise refusal(fault, str(directory)) from fault
+        raise
+    own = sorted(directory.glob(f"__{rank}_*"))
+    try:
+        if rank == 0:
+            _write_common(taken.common, directory)
+            own = [file for file in directory.iterdir() if file in own or not file.name.startswith("__")]
         sums: dict[str, FileSum] | str = {file.name: sum_file(file, fsync=fsync) for file in own}
-    except OSError as error:
+    except (OSError, StoreError) as error:
         sums = str(error)
     parts: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(parts, sums, group=group)
@@ -94,6 +103,15 @@ def write_snapshot(
     if faults:
         raise OSError(f"{directory}: {'; '.join(faults)}")
     return {name: found for part in parts for name, found in part.items()} if rank == 0 else None
+
+
+def _write_common(common: Mapping[str, Any], directory: Path) -> None:
+    """Raises StoreRefused where the disk is full: torch's own writing to a file would be a RuntimeError then."""
+    content = io.BytesIO()
+    torch.save(dict(common), content)
+    file = directory / COMMON_STATE_FNAME
+    patiently(lambda: file.write_bytes(content.getvalue()), str(file), patience_s=0.0)
+    patiently(lambda: save_config(_FORMAT, str(directory)), str(directory), patience_s=0.0)
 
 
 def _place(shard: ShardedTensor) -> tuple[object, ...]:

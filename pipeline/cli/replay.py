@@ -30,7 +30,7 @@ from pipeline.config.errors import ConfigError
 from pipeline.config.paths import RunPaths
 from pipeline.config.run import RunConfig
 from pipeline.driver.results import open_history
-from pipeline.graph.graph import STAGE_ROLES, Node, canary_node, evaluate_nodes, step_nodes
+from pipeline.graph.graph import STAGE_ROLES, Node, canary_node, evaluate_nodes, evaluated, step_nodes
 from pipeline.workers.messages import Call
 from pipeline.workers.parts import required
 from pipeline.workers.updates import UPDATE_STAGE
@@ -38,6 +38,7 @@ from stages.models.numerics import repeats_bits
 from stages.models.protocol import MODEL_ROLES, Role
 from stages.publish import publish
 from storage.address import Address
+from storage.errors import MissingOutput
 from storage.ledger import Commit
 from storage.records import Record
 from storage.weights import WeightBoard
@@ -115,11 +116,14 @@ def replay_node(config: RunConfig, stage: str, step: int, shard: int) -> Replaye
 
     Raises:
         ConfigError: no such stage, step or shard.
-        MissingOutput: an input has no commit.
+        MissingOutput: an input has no commit; or the run has no such evaluation.
     """
     node = _find_node(config, stage, step, shard)
     history = open_history(config)
     commit = history.ledger.find(node.address)
+    if commit is None and stage.startswith("evaluate") and not evaluated(config.graph(), step):
+        every = f"evaluate.every = {config.evaluate.every}"
+        raise MissingOutput(f"{node.address} has no commit, and the run does not evaluate version {step} ({every})")
     version = _sampled_version(commit, shard) if stage in SAMPLING and commit is not None else node.version
     holder = config.placement.roles[Role.POLICY.value if stage in SAMPLING else node.role.value]
     one_rank = config.placement.gangs[holder].workers == 1 or node.role not in {*MODEL_ROLES, Role.GENERATE}

@@ -37,7 +37,10 @@ KEYS = {
     "steps", "wall_s", "samples_per_s", "tokens_per_s", "stage_s", "overhead_fraction", "staleness", "eval", "reward",
     "kl", "versions",
 }  # fmt: skip
-EXTRA_KEYS = {"overlap_fraction", "busiest_gang", "idle", "alarms", "alarms_by_rule", "kl_final", "distinct_bigrams"}
+EXTRA_KEYS = {
+    "overlap_fraction", "busiest_gang", "idle", "alarms", "alarms_by_rule", "kl_final", "distinct_bigrams",
+    "trainer_losses", "trainer_lost_s",
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")

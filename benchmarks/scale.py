@@ -38,7 +38,7 @@ from pipeline.graph.dispatch import Dispatch, Gang
 from pipeline.graph.flow import Flow
 from pipeline.graph.graph import GraphSpec, Node, run_nodes
 from pipeline.observe.journal import Journal
-from pipeline.workers.messages import OUTCOMES, Call, Outcome, WorkerSpec
+from pipeline.workers.messages import OUTCOMES, Built, Call, Outcome, WorkerSpec
 from pipeline.workers.reports import outcome_to_json
 from stages.models.protocol import Role
 from storage.address import Ref
@@ -168,7 +168,7 @@ class SimulatedCluster:
     def submit(self, function: object, what: object, *edges: object, key: object, **options: object) -> SimulatedFuture:
         del function, edges, options
         if isinstance(what, WorkerSpec):
-            return SimulatedFuture(key, f"simulated://{what.name}")
+            return SimulatedFuture(key, Built(f"simulated://{what.name}", {}))
         call = cast(Call, what)
         index = int(call.worker.rpartition("-")[2])
         now = time.time()

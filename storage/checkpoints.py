@@ -42,6 +42,12 @@ _VERSION = re.compile(r"v(\d{6,})")
 _BLOCK_BYTES = 1 << 20
 
 
+def version_of(directory: Path) -> int | None:
+    """The version that a directory is named after, as those of checkpoints and exports are; None for another's."""
+    match = _VERSION.fullmatch(directory.name)
+    return int(match[1]) if match else None
+
+
 @dataclass(frozen=True)
 class FileSum:
     """What tells whether a file is the one that was written."""
@@ -115,8 +121,8 @@ class Checkpoints:
 
     def newest_first(self, role: str, at_most: int) -> list[int]:
         """Versions no newer than `at_most` that were saved, newest first, whatever has become of their files since."""
-        matches = (_VERSION.fullmatch(path.parent.name) for path in (self.root / role).glob(f"v*/{_MANIFEST}"))
-        return sorted((int(match[1]) for match in matches if match and int(match[1]) <= at_most), reverse=True)
+        found = (version_of(path.parent) for path in (self.root / role).glob(f"v*/{_MANIFEST}"))
+        return sorted((version for version in found if version is not None and version <= at_most), reverse=True)
 
     def versions(self, role: str) -> list[int]:
         """Versions with a complete checkpoint, ascending: the manifest can be read and every file has its size."""
@@ -156,9 +162,9 @@ class Checkpoints:
         kept = complete[-keep:]
         removed = [version for version in complete[:-keep] if not _is_multiple(version, every)]
         for path in (self.root / role).glob("v*"):
-            match = _VERSION.fullmatch(path.name)
+            version = version_of(path)
             # Below the oldest one kept also what an earlier prune left half removed.
-            if match and kept and int(match[1]) < kept[0] and not _is_multiple(int(match[1]), every):
+            if version is not None and kept and version < kept[0] and not _is_multiple(version, every):
                 _discard(path)
         own = re.compile(r"\.v\d{6,}-" + re.escape(socket.gethostname()) + r"-(\d+)-[0-9a-f]+")
         for path in (self.root / role).glob(".v*"):

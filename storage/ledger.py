@@ -21,7 +21,6 @@ May import the standard library and storage only.
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import json
 import math
 import os
@@ -31,12 +30,13 @@ import threading
 import time
 import uuid
 from collections import OrderedDict
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from storage import files
 from storage.address import Address, Ref
+from storage.checksum import checksum
 from storage.config import Durability
 from storage.errors import DamagedCommit, MissingOutput, StoreError
 from storage.retries import until_seen
@@ -114,7 +114,7 @@ class Commit:
         same content are the same input."""
         arrays = [(name, info.dtype, info.shape, info.crc32) for name, info in sorted(self.arrays.items())]
         parts = [str(self.address), self.kind, self.rows, arrays, dict(self.state), self.digest]
-        return _sum(json.dumps(parts, sort_keys=True, allow_nan=False).encode())
+        return checksum(json.dumps(parts, sort_keys=True, allow_nan=False).encode())
 
     def ref(self) -> Ref:
         """What travels along the edges of the graph."""
@@ -220,8 +220,7 @@ class Ledger:
     def addresses(self, stage: str | None = None) -> Addresses:
         """Where there are records, sound or not, in the order of `list`."""
         keys = list(files.keys(self._root))
-        matches = [_KEY.fullmatch(key) for key in keys]
-        found = {Address(m["stage"], int(m["step"]), int(m["shard"])) for m in matches if m}
+        found = set(_addresses_of(keys))
         for first in map(segment_of, keys):
             segment = self._segment(first) if first is not None else None
             found |= segment.places.keys() if segment is not None else set()
@@ -229,8 +228,7 @@ class Ledger:
 
     def open_addresses(self) -> Addresses:
         """Where there are records outside segments, in the order of `list`."""
-        matches = [_KEY.fullmatch(key) for key in files.keys(self._root)]
-        return sorted(Address(m["stage"], int(m["step"]), int(m["shard"])) for m in matches if m)
+        return sorted(_addresses_of(files.keys(self._root)))
 
     def closed_until(self) -> int:
         """The step before which all records are in segments."""
@@ -330,7 +328,7 @@ def encode(commit: Commit) -> bytes:
         body = json.dumps(document, indent=1, allow_nan=False).removesuffix("\n}").encode()
     except (TypeError, ValueError) as error:
         raise ValueError(f"commit of {commit.address} cannot be written as JSON: {error}") from error
-    return body + _CHECKSUM % _sum(body).encode()
+    return body + _CHECKSUM % checksum(body).encode()
 
 
 def decode(data: bytes, where: str = "commit record") -> Commit:
@@ -372,16 +370,17 @@ def decode(data: bytes, where: str = "commit record") -> Commit:
 def _is_whole(data: bytes) -> bool:
     """Whether a record's bytes have its checksum."""
     size = len(_CHECKSUM % _NO_SUM)
-    return data[-size:] == _CHECKSUM % _sum(data[:-size]).encode()
+    return data[-size:] == _CHECKSUM % checksum(data[:-size]).encode()
+
+
+def _addresses_of(keys: Iterable[str]) -> Iterator[Address]:
+    """Where the records lie that have files of their own."""
+    for match in filter(None, map(_KEY.fullmatch, keys)):
+        yield Address(match["stage"], int(match["step"]), int(match["shard"]))
 
 
 def _key(address: Address) -> str:
     return f"{address}.json"
-
-
-def _sum(data: bytes) -> str:
-    """32 hexadecimal digits of the SHA-256: it tells damage, not forgery."""
-    return hashlib.sha256(data).hexdigest()[:32]
 
 
 def _write_float(value: float) -> float | str:

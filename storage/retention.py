@@ -5,15 +5,15 @@
 Of steps before that one the commit records stay, and the arrays are gone or about to go; evaluations are not among
 them. A reader that misses a file looks here, and says "dropped" instead of "missing".
 
-May import storage.{errors, files}.
+May import storage.{checksum, errors, files}.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 
 from storage import files
+from storage.checksum import checksum
 from storage.errors import StoreError
 
 DROPPED = "dropped.json"
@@ -30,12 +30,12 @@ def read_dropped(run: files.Root) -> int:
         return 0
     try:
         document = json.loads(data)
-        before, form, checksum = int(document["rollouts_before"]), document["format"], document["checksum"]
+        before, form, stated = int(document["rollouts_before"]), document["format"], document["checksum"]
     except (ValueError, KeyError, TypeError) as error:
         raise StoreError(f"{run.at(DROPPED)}: is not what was written ({error})") from error
     if form != FORMAT:
         raise StoreError(f"{run.at(DROPPED)}: format {form!r}, this version reads {FORMAT}")
-    if checksum != _sum(before):
+    if stated != _sum(before):
         raise StoreError(f"{run.at(DROPPED)}: is not what was written (it does not have its checksum)")
     return before
 
@@ -47,4 +47,4 @@ def write_dropped(run: files.Root, before: int) -> None:
 
 
 def _sum(before: int) -> str:
-    return hashlib.sha256(f"{FORMAT} {KEY} {before}".encode()).hexdigest()[:32]
+    return checksum(f"{FORMAT} {KEY} {before}".encode())

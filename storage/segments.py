@@ -7,18 +7,18 @@ filesystem, and a run is resumed from what they are.
                                     the records as they were written, one after the other
 
 A segment is made once, from records that all exist, before their files are removed, and never changes: whoever misses a
-file finds the record here. May import storage.{address, errors} and the standard library.
+file finds the record here. May import storage.{address, checksum, errors} and the standard library.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from storage.address import Address
+from storage.checksum import checksum
 from storage.errors import DamagedCommit, StoreError
 
 SPAN = 16
@@ -63,7 +63,7 @@ def encode_segment(records: Mapping[Address, bytes]) -> bytes:
         places.append([address.stage, address.step, address.shard, at, at + len(record)])
         at += len(record)
     listed = json.dumps(places, separators=(",", ":"))
-    head = json.dumps({"format": FORMAT, "checksum": _sum(listed), "records": listed}) + "\n"
+    head = json.dumps({"format": FORMAT, "checksum": checksum(listed.encode()), "records": listed}) + "\n"
     return head.encode() + b"".join(record for _, record in sorted(records.items()))
 
 
@@ -77,16 +77,12 @@ def decode_segment(data: bytes, where: str) -> Segment:
     line = data.find(b"\n") + 1
     try:
         head = json.loads(data[:line])
-        listed, checksum, form = head["records"], head["checksum"], head["format"]
+        listed, stated, form = head["records"], head["checksum"], head["format"]
     except (ValueError, KeyError, TypeError) as error:
         raise DamagedCommit(f"{where}: is not what was written ({error})") from error
-    if _sum(str(listed)) != checksum:
+    if checksum(str(listed).encode()) != stated:
         raise DamagedCommit(f"{where}: is not what was written (its table of contents does not have its checksum)")
     if form != FORMAT:
         raise StoreError(f"{where}: format {form!r}, this version reads {FORMAT}")
     places = {Address(stage, step, shard): (line + a, line + b) for stage, step, shard, a, b in json.loads(listed)}
     return Segment(places, data)
-
-
-def _sum(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()[:32]

@@ -30,10 +30,9 @@ from pipeline.config.errors import ConfigError
 from pipeline.config.paths import RunPaths
 from pipeline.config.run import RunConfig
 from pipeline.driver.results import open_history
-from pipeline.graph.graph import STAGE_ROLES, Node, canary_node, evaluate_nodes, evaluated, step_nodes
+from pipeline.graph.graph import STAGE_ROLES, UPDATE_STAGE, Node, canary_node, evaluate_nodes, evaluated, step_nodes
 from pipeline.workers.messages import Call
 from pipeline.workers.parts import required
-from pipeline.workers.updates import UPDATE_STAGE
 from stages.models.numerics import repeats_bits
 from stages.models.protocol import MODEL_ROLES, Role
 from stages.publish import publish

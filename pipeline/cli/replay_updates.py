@@ -22,9 +22,8 @@ from pipeline.config.errors import ConfigError
 from pipeline.config.paths import RunPaths
 from pipeline.config.run import RunConfig
 from pipeline.driver.results import open_history
-from pipeline.graph.graph import GraphSpec, step_nodes
+from pipeline.graph.graph import UPDATE_STAGE, GraphSpec, step_nodes
 from pipeline.workers.parts import required
-from pipeline.workers.updates import UPDATE_STAGE
 from stages.models.numerics import repeats_bits
 from stages.models.protocol import Role
 from storage.address import Address

@@ -9,13 +9,13 @@
 So a trainer that is lost, a version that must be published again, a checkpoint that turns out damaged and
 `resume --from-checkpoint` all find what they need.
 
-May import pipeline.config, pipeline.graph, pipeline.observe, stages.models.protocol and storage.
+May import pipeline.config, pipeline.graph, pipeline.observe, pipeline.workers.updates, stages.models.protocol and
+storage.
 """
 
 from __future__ import annotations
 
 import os
-import re
 import shutil
 from collections.abc import Callable, Collection
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -24,17 +24,15 @@ from pathlib import Path
 from pipeline.config.errors import ConfigError
 from pipeline.config.paths import RunPaths
 from pipeline.config.run import RunConfig
-from pipeline.graph.graph import GraphSpec, evaluate_nodes, evaluated, window
+from pipeline.graph.graph import UPDATE_STAGE, GraphSpec, evaluate_nodes, evaluated, window
 from pipeline.observe.history import History
+from pipeline.workers.updates import committed_meta
 from stages.models.protocol import Role
-from storage.address import Address
-from storage.checkpoints import Checkpoints
+from storage.checkpoints import Checkpoints, version_of
 from storage.config import KeepConfig
 from storage.errors import StoreError
 from storage.retention import KEY
 
-UPDATES = {Role.POLICY: "update_policy", Role.CRITIC: "update_critic"}
-_VERSION = re.compile(r"v(\d{6,})")
 _LEAVING = ".leaving-"
 """Of an export that is being removed: it has no version's name any more."""
 
@@ -110,7 +108,7 @@ class Retention:
 
     def _drop_rollouts(self, keep: int, over_until: int) -> None:
         spec, before = self._history.spec, self._history.store.dropped_before()
-        policy, critic = (self._checkpoints.versions(role) for role in UPDATES)
+        policy, critic = (self._checkpoints.versions(role) for role in UPDATE_STAGE)
         saved = sorted({*policy}.intersection(critic))
         if first_kept(spec, keep, over_until, saved) > before:  # else there is no need to read them
             until = first_kept(spec, keep, over_until, [version for version in saved if self._is_sound(version)])
@@ -119,14 +117,16 @@ class Retention:
 
     def _is_sound(self, version: int) -> bool:
         if version not in self._sound:
-            self._sound[version] = all(self._verified(role, version) for role in UPDATES)
+            self._sound[version] = all(self._verified(role, version) for role in UPDATE_STAGE)
         return self._sound[version]
 
     def _verified(self, role: Role, version: int) -> bool:
         """Whether every byte is what was saved, and the weights are those that were committed."""
-        commit = self._history.ledger.find(Address(UPDATES[role], version - 1))
+        expected = committed_meta(self._history.ledger, role, version)
+        if expected is None:
+            return False
         try:
-            self._checkpoints.verify(role, version, expected={"digest": commit.digest if commit is not None else None})
+            self._checkpoints.verify(role, version, expected=expected)
         except StoreError:
             return False
         return True
@@ -138,7 +138,7 @@ def drop_exports(directory: Path, keep: int) -> None:
         return
     for left in directory.glob(f"{_LEAVING}*"):
         shutil.rmtree(left, ignore_errors=True)
-    versions = sorted(int(match[1]) for path in directory.iterdir() if (match := _VERSION.fullmatch(path.name)))
+    versions = sorted(version for path in directory.iterdir() if (version := version_of(path)) is not None)
     for version in versions[:-keep]:
         leaving = directory / f"{_LEAVING}v{version:06d}"
         os.replace(directory / f"v{version:06d}", leaving)

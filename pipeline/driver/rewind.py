@@ -14,7 +14,6 @@ May import pipeline.config, pipeline.observe and below.
 from __future__ import annotations
 
 import os
-import re
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -26,10 +25,8 @@ from pipeline.observe.history import History
 from stages.models.protocol import Role
 from storage import files
 from storage.address import Address
-from storage.checkpoints import Checkpoints
+from storage.checkpoints import Checkpoints, version_of
 from storage.errors import StoreError
-
-_VERSION = re.compile(r"v(\d{6,})")
 
 
 @dataclass(frozen=True)
@@ -83,8 +80,8 @@ def carry_out(rewind: Rewind, history: History, paths: RunPaths) -> None:
 
 def _later(directories: Iterator[Path], version: int) -> Iterator[Path]:
     for directory in directories:
-        match = _VERSION.fullmatch(directory.name)
-        if match and int(match[1]) > version:
+        found = version_of(directory)
+        if found is not None and found > version:
             yield directory
 
 

@@ -253,8 +253,10 @@ class _Driver:
 
     def _report_step(self, step: int) -> None:
         """Once, when both updates and the publication of a step are committed."""
+        if step in self._tracked:
+            return
         known = {address: o.ref for address, o in self._outcomes.items() if o.ref is not None}
-        if step in self._tracked or not self._history.step_over(step, known):
+        if not self._history.step_over(step, known):
             return
         self._tracked.add(step)
         metrics = self._history.step_metrics(step, [self._began], known)

@@ -50,6 +50,10 @@ STAGE_ROLES: dict[str, Role] = {
 """Every stage, and the role whose gang runs it. `advantage` needs no model: it runs where scoring does."""
 
 
+UPDATE_STAGE = {Role.POLICY: "update_policy", Role.CRITIC: "update_critic"}
+"""By role that is trained: the stage that does it."""
+
+
 @dataclass(frozen=True, order=True)
 class Node:
     """One (stage, step, shard). Nodes sort by priority: the oldest step first."""
@@ -206,10 +210,10 @@ def made_from(address: Address, inputs: Iterable[Address], weight_versions: Iter
 
 
 _TRAINED_FROM = {
-    Role.POLICY: ("update_policy", ("generate", "reference", "logprob", "advantage", "update_policy")),
-    Role.CRITIC: ("update_critic", ("generate", "value", "advantage", "update_critic")),
+    Role.POLICY: ("generate", "reference", "logprob", "advantage", "update_policy"),
+    Role.CRITIC: ("generate", "value", "advantage", "update_critic"),
 }
-"""By role: its update, and the stages that must have their commits before the update can run again."""
+"""By role: the stages that must have their commits before its update can run again."""
 
 
 def reopened(nodes: Iterable[Node], committed: Set[Address]) -> set[Address]:
@@ -217,8 +221,8 @@ def reopened(nodes: Iterable[Node], committed: Set[Address]) -> set[Address]:
     nodes = list(nodes)
     return {
         node.address
-        for update, needs in _TRAINED_FROM.values()
-        if any(node.stage == update and _updated(node, committed) for node in nodes)
+        for role, needs in _TRAINED_FROM.items()
+        if any(node.stage == UPDATE_STAGE[role] and _updated(node, committed) for node in nodes)
         for node in nodes
         if node.stage in needs and node.address not in committed
     }
@@ -235,7 +239,7 @@ def after_reopened(node: Node, missing: Iterable[Address]) -> Node:
     between are committed, so nothing else would hold it back."""
     if node.role not in _TRAINED_FROM:
         return node
-    _, needs = _TRAINED_FROM[node.role]
+    needs = _TRAINED_FROM[node.role]
     waits = [a for a in missing if a.stage in needs and a.step < node.version and a not in node.parents]
     return replace(node, parents=(*node.parents, *sorted(waits))) if waits else node
 

@@ -13,10 +13,9 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from pipeline.graph.graph import GraphSpec, run_nodes, weight_readers
+from pipeline.graph.graph import UPDATE_STAGE, GraphSpec, run_nodes, weight_readers
 from storage.address import Address
 
-UPDATES = ("update_policy", "update_critic")
 SHARDED = ("generate", "score", "reference", "logprob", "value")
 ADVANTAGE = "advantage"
 
@@ -29,7 +28,7 @@ def made_anew(spec: GraphSpec, committed: Collection[Address], version: int, dro
     for node in nodes:
         for parent in node.parents:
             children.setdefault(parent, []).append(node.address)
-    found = {Address(stage, step) for stage in UPDATES for step in range(version, spec.steps)}
+    found = {Address(stage, step) for stage in UPDATE_STAGE.values() for step in range(version, spec.steps)}
     for step in range(version, min(dropped_before, spec.steps)):
         found |= {Address(stage, step, s) for stage in SHARDED for s in range(spec.shards)} | {Address(ADVANTAGE, step)}
     stack = list(found)

@@ -19,7 +19,6 @@ import traceback
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 from distributed import Worker
@@ -95,8 +94,7 @@ def outliers(first: Outcome, others: Sequence[Outcome]) -> tuple[Outcome, ...]:
     """Of the peers' outcomes those that have something to say: a warning, or a beginning or an end that is apart from
     rank 0's by more than a tenth of its seconds (and 0.1 s)."""
     tolerance_s = max(_TOLERANCE_S, 0.1 * (first.finished - first.started))
-    stands_out = partial(_stands_out, first, tolerance_s)
-    return tuple(filter(stands_out, others))
+    return tuple(other for other in others if _stands_out(first, tolerance_s, other))
 
 
 def _stands_out(first: Outcome, tolerance_s: float, other: Outcome) -> bool:

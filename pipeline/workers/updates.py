@@ -16,7 +16,7 @@ leaves nothing that counts.
 In a gang every rank does this together; rank 0's view of ledger and checkpoints decides and is broadcast, since two
 ranks could look at different moments.
 
-May import torch.distributed, pipeline.workers.background, stages and storage.
+May import torch.distributed, pipeline.graph, pipeline.workers.background, stages and storage.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from pipeline.graph.graph import UPDATE_STAGE
 from pipeline.workers.background import BackgroundWriter
 from stages.models.errors import StateError
 from stages.models.protocol import ModelHost, Role
@@ -39,8 +40,6 @@ from storage.errors import MissingOutput, StoreError
 from storage.ledger import Commit, Ledger
 from storage.records import Advantages
 from storage.rollouts import RolloutStore
-
-UPDATE_STAGE = {Role.POLICY: "update_policy", Role.CRITIC: "update_critic"}
 
 
 class ReplayMismatch(RuntimeError):

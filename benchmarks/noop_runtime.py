@@ -10,7 +10,8 @@ from pipeline.config.paths import RunPaths
 from pipeline.config.run import RunConfig
 from pipeline.workers.entry import CallResult
 from pipeline.workers.messages import Call, WorkerSpec
-from storage.ledger import Commit, Ledger, new_attempt, provenance_here
+from storage.commits import Commit, new_attempt, provenance_here
+from storage.ledger import Ledger
 
 METRICS = {
     "generate": {"generate/tokens": 8.0, "staleness/fraction_1": 1.0},

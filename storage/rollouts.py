@@ -35,9 +35,10 @@ import zarr
 
 from storage import files
 from storage.address import Address
+from storage.commits import ArrayInfo, Commit, Provenance, new_attempt
 from storage.config import Durability
 from storage.errors import DroppedOutput, MissingOutput, StoreError
-from storage.ledger import ArrayInfo, Commit, Ledger, Provenance, new_attempt
+from storage.ledger import Ledger
 from storage.recent import RecentRecords
 from storage.records import RECORD_TYPES, Record, concatenate
 from storage.retention import KEY, read_dropped, write_dropped

@@ -24,8 +24,8 @@ from stages.models.protocol import Role
 from stages.prompts import PromptTable, held_out_prompts, training_prompts
 from storage.address import Address
 from storage.checkpoints import Checkpoints
+from storage.commits import Commit
 from storage.errors import StoreError
-from storage.ledger import Commit
 from storage.records import PromptBatch, Rollout
 from storage.rollouts import dropped
 

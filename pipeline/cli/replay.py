@@ -37,8 +37,8 @@ from stages.models.numerics import repeats_bits
 from stages.models.protocol import MODEL_ROLES, Role
 from stages.publish import publish
 from storage.address import Address
+from storage.commits import Commit
 from storage.errors import MissingOutput
-from storage.ledger import Commit
 from storage.records import Record
 from storage.weights import WeightBoard
 

@@ -37,8 +37,8 @@ from pipeline.observe.history import History
 from stages.prompts import PromptTable
 from storage import files
 from storage.address import Address
+from storage.commits import Commit
 from storage.errors import StoreError
-from storage.ledger import Commit
 from storage.records import Rollout
 from storage.retention import KEY
 from storage.rollouts import dropped

@@ -23,8 +23,8 @@ from typing import Any
 
 from pipeline.config.changes import Change, changes
 from storage import files
+from storage.commits import Commit
 from storage.errors import StoreError
-from storage.ledger import Commit
 
 FORMAT = 1
 FILE = "identity.json"

@@ -20,8 +20,8 @@ from pipeline.config.paths import RunPaths
 from pipeline.driver.context import StageFailed
 from pipeline.observe.history import History
 from storage.address import Address
+from storage.commits import Commit
 from storage.errors import DamagedCommit, StoreError
-from storage.ledger import Commit
 from storage.weights import WeightBoard
 
 

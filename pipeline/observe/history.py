@@ -112,9 +112,11 @@ class History:
         """Steps whose two updates are committed, and what a step's numbers are taken from (of a run that is resumed
         some of it may be gone, and about to be made again)."""
         needed = {"update_policy": 1, "update_critic": 1, "advantage": 1, "generate": self.spec.shards}
-        there = Counter((address.step, address.stage) for address in self.ledger.addresses())
-        steps = {step for step, _ in there}
-        return sorted(s for s in steps if all(there[s, stage] == number for stage, number in needed.items()))
+        closed = self.ledger.closed_until()  # of these steps every record is there
+        there = Counter((address.step, address.stage) for address in self.ledger.addresses(since=closed))
+        steps = {step for step, _ in there if step >= closed}
+        done = sorted(s for s in steps if all(there[s, stage] == number for stage, number in needed.items()))
+        return [*range(closed), *done]
 
     def evaluation(self, version: int) -> Evaluation | None:
         """Scores by prompt of a version, or None while some are missing."""

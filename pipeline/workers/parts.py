@@ -38,7 +38,8 @@ from stages.publish import is_published
 from stages.rewards.protocol import Reward
 from storage.address import Address
 from storage.checkpoints import Checkpoints
-from storage.ledger import Commit, Ledger, Provenance, provenance_here
+from storage.commits import Commit, Provenance, provenance_here
+from storage.ledger import Ledger
 from storage.rollouts import RolloutStore
 from storage.weight_copies import is_copy
 from storage.weights import WeightBoard

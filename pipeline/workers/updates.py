@@ -36,8 +36,9 @@ from stages.models.protocol import ModelHost, Role
 from stages.update import update_critic, update_policy
 from storage.address import Address
 from storage.checkpoints import Checkpoints
+from storage.commits import Commit
 from storage.errors import MissingOutput, StoreError
-from storage.ledger import Commit, Ledger
+from storage.ledger import Ledger
 from storage.records import Advantages
 from storage.rollouts import RolloutStore
 

@@ -19,9 +19,10 @@ import pytest
 
 from storage import files
 from storage.address import Address, Ref
+from storage.commits import ArrayInfo, Commit, Input, Provenance, decode, encode, new_attempt, provenance_here
 from storage.config import Durability
 from storage.errors import DamagedCommit, MissingOutput, StoreError
-from storage.ledger import ArrayInfo, Commit, Input, Ledger, Provenance, decode, encode, new_attempt, provenance_here
+from storage.ledger import Ledger
 from storage.segments import SPAN, segment_key
 from tests.support.processes import exit_status
 
@@ -188,7 +189,8 @@ class TestLocalLedger(LedgerContract):
         script = f"""
 import os, signal
 from storage import files
-from storage.ledger import Ledger, decode
+from storage.commits import decode
+from storage.ledger import Ledger
 files.os.link = lambda *names: os.kill(os.getpid(), signal.SIGKILL)
 Ledger({url!r}).commit(decode({encode(commit_at(Address("score", 0)))!r}))
 """

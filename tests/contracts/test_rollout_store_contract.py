@@ -15,8 +15,9 @@ import pytest
 import zarr
 
 from storage.address import Address
+from storage.commits import provenance_here
 from storage.errors import DroppedOutput, MissingOutput, StoreError
-from storage.ledger import Ledger, provenance_here
+from storage.ledger import Ledger
 from storage.records import Advantages, PolicyLogprobs, Record, ReferenceLogprobs, Rollout, Scores
 from storage.rollouts import RolloutStore
 from storage.shards import Layout, Layouts
@@ -29,7 +30,8 @@ HERE = f"""
 import os, signal, sys
 import numpy as np
 from storage.address import Address
-from storage.ledger import Ledger, provenance_here
+from storage.commits import provenance_here
+from storage.ledger import Ledger
 from storage.records import Scores
 from storage.rollouts import RolloutStore
 from storage.shards import Layout, Layouts

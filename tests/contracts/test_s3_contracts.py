@@ -15,7 +15,8 @@ from pathlib import Path
 import pytest
 
 from storage.address import Address
-from storage.ledger import Ledger, new_attempt
+from storage.commits import new_attempt
+from storage.ledger import Ledger
 from tests.contracts.test_ledger_contract import LedgerContract, commit_at
 from tests.contracts.test_rollout_store_contract import StoreContract
 

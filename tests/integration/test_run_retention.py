@@ -15,8 +15,8 @@ from pipeline.config.run import RunConfig
 from pipeline.driver.results import open_history
 from storage.address import Address
 from storage.checkpoints import Checkpoints
+from storage.commits import Commit
 from storage.errors import DroppedOutput
-from storage.ledger import Commit
 from tests.support.runs import ONE_GANG, QUIET, configure, finish
 
 pytestmark = pytest.mark.processes

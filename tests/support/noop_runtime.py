@@ -27,7 +27,8 @@ from pipeline.config.run import RunConfig
 from pipeline.workers.entry import CallResult
 from pipeline.workers.messages import Call, WorkerSpec
 from storage.address import Address
-from storage.ledger import Commit, Ledger, new_attempt, provenance_here
+from storage.commits import Commit, new_attempt, provenance_here
+from storage.ledger import Ledger
 
 
 class NoopRuntime:

@@ -13,7 +13,7 @@ import numpy as np
 
 from pipeline.workers.messages import Call
 from pipeline.workers.parts import WorkerParts
-from storage.ledger import Commit
+from storage.commits import Commit
 from storage.records import Record
 
 

@@ -13,7 +13,7 @@ from pipeline.workers.messages import Call
 from pipeline.workers.parts import WorkerParts, required
 from stages.models.protocol import Role
 from stages.publish import publish
-from storage.ledger import Commit
+from storage.commits import Commit
 
 EXPORT = "export"
 """The name of its work in the background."""

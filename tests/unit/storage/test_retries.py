@@ -11,9 +11,10 @@ import pytest
 
 from storage import files
 from storage.address import Address
+from storage.commits import Commit, new_attempt, provenance_here
 from storage.config import Durability
 from storage.errors import StoreError, StoreRefused
-from storage.ledger import Commit, Ledger, new_attempt, provenance_here
+from storage.ledger import Ledger
 from storage.retries import patiently
 
 

@@ -22,8 +22,8 @@ from pipeline.config.identity import (
 from pipeline.config.loading import config_hash, load_config
 from pipeline.config.run import RunConfig
 from storage.address import Address
+from storage.commits import Commit, provenance_here
 from storage.errors import StoreError
-from storage.ledger import Commit, provenance_here
 from tests.support.paths import TINY
 
 ITEMS = {"instructions": "avx2", "torch": "2.0"}

@@ -9,7 +9,8 @@ import pytest
 from pipeline.driver.closing import OpenBooks, all_committed
 from pipeline.graph.graph import GraphSpec, run_nodes, step_nodes, window
 from storage.address import Address
-from storage.ledger import Commit, Ledger, provenance_here
+from storage.commits import Commit, provenance_here
+from storage.ledger import Ledger
 from storage.segments import SPAN
 
 SPEC = GraphSpec(steps=2 * SPAN + 20, shards=2, staleness=2, eval_every=5, canaries=True)

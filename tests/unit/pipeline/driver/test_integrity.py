@@ -14,8 +14,9 @@ from pipeline.driver.integrity import UnreadVersions, books_closed, check_made_a
 from pipeline.graph.graph import GraphSpec
 from pipeline.observe.history import History
 from storage.address import Address
+from storage.commits import Commit, provenance_here
 from storage.errors import StoreError
-from storage.ledger import Commit, Ledger, provenance_here
+from storage.ledger import Ledger
 from storage.records import Scores
 from storage.rollouts import RolloutStore
 from storage.shards import Layout, Layouts

@@ -16,8 +16,9 @@ from pipeline.graph.graph import GraphSpec
 from pipeline.observe.history import History
 from storage.address import Address
 from storage.checkpoints import Checkpoints
+from storage.commits import provenance_here
 from storage.config import KeepConfig
-from storage.ledger import Ledger, provenance_here
+from storage.ledger import Ledger
 from storage.records import Scores
 from storage.rollouts import RolloutStore
 from storage.shards import Layout, Layouts

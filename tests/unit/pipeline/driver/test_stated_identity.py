@@ -16,8 +16,9 @@ from pipeline.observe.journal import EventKind, Journal, read_events
 from stages.models.hf_files import ByteTokenizer
 from stages.prompts import PromptTable, tokenise
 from storage.address import Address
+from storage.commits import Commit, provenance_here
 from storage.config import PromptsConfig
-from storage.ledger import Commit, Ledger, provenance_here
+from storage.ledger import Ledger
 from storage.prompts import PromptItem
 from tests.support.paths import TINY
 

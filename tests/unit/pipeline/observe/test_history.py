@@ -10,7 +10,8 @@ import pytest
 from pipeline.graph.graph import GraphSpec
 from pipeline.observe.history import History, alarm_text, distinct_bigrams
 from storage.address import Address
-from storage.ledger import Commit, Ledger, Provenance
+from storage.commits import Commit, Provenance
+from storage.ledger import Ledger
 from storage.records import Rollout, Scores
 from storage.rollouts import RolloutStore
 from storage.shards import Layout, Layouts

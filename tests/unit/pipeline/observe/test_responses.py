@@ -12,7 +12,8 @@ from pipeline.graph.graph import GraphSpec
 from pipeline.observe.history import History
 from pipeline.observe.responses import ResponsePair, response_pairs, samples_table
 from storage.address import Address
-from storage.ledger import Ledger, Provenance
+from storage.commits import Provenance
+from storage.ledger import Ledger
 from storage.records import Rollout, Scores
 from storage.rollouts import RolloutStore
 from storage.shards import Layout, Layouts

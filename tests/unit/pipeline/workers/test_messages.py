@@ -12,7 +12,8 @@ from pipeline.workers import entry
 from pipeline.workers.entry import CallResult, run_node
 from pipeline.workers.messages import Call, Outcome, WorkerLost, WorkerSpec, pin_resource, slot_resource
 from storage.address import Address, Ref
-from storage.ledger import Commit, Ledger, provenance_here
+from storage.commits import Commit, provenance_here
+from storage.ledger import Ledger
 
 SPEC = WorkerSpec("train", 1, 2, 3, "file:///nowhere", "test_calls:Runtime", "name: x")
 CALL = Call(Address("value", 4, 2), "a0-x", 4, (Address("generate", 4, 2),), "train", "train-1", 3, sequence=7)

@@ -20,8 +20,9 @@ from stages.models.errors import StateError
 from stages.models.protocol import CriticBatch, PolicyBatch, Role
 from storage.address import Address
 from storage.checkpoints import Checkpoints, FileSum, sum_file
+from storage.commits import Commit, new_attempt, provenance_here
 from storage.errors import MissingOutput
-from storage.ledger import Commit, Ledger, new_attempt, provenance_here
+from storage.ledger import Ledger
 from storage.records import Advantages, PolicyLogprobs, Record, ReferenceLogprobs, Rollout, Values
 from storage.rollouts import RolloutStore
 from storage.shards import Layout, Layouts

@@ -13,8 +13,9 @@ from pipeline.workers.bindings.scoring import advantage_step
 from pipeline.workers.messages import Call
 from pipeline.workers.parts import WorkerParts
 from storage.address import Address
+from storage.commits import Commit, provenance_here
 from storage.errors import MissingOutput
-from storage.ledger import Commit, Ledger, provenance_here
+from storage.ledger import Ledger
 
 
 def call(address: Address, *inputs: Address) -> Call:

@@ -11,7 +11,10 @@ import torch
 from stages.engines.config import EngineConfig
 from stages.engines.protocol import GenerationEngine
 
-_BUILDERS = {"embedded": "stages.engines.embedded.build:build_embedded"}
+_BUILDERS = {
+    "embedded": "stages.engines.embedded.build:build_embedded",
+    "vllm": "stages.engines.remote.build:build_vllm",
+}
 """`engine.kind` -> what builds it, by `module:name`; called as `build_engine` is."""
 
 

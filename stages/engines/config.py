@@ -52,10 +52,28 @@ class EmbeddedConfig:
 
 
 @dataclass
+class VllmConfig:
+    """What only vLLM has."""
+
+    compile: bool = False
+    """vLLM compiles the model (minutes at every start, where its cache is cold) instead of running it as it is."""
+    prefix_caching: bool = True
+    """Rows of one prompt share its keys and values."""
+
+
+@dataclass
 class EngineConfig:
     """What every engine has a word for; then a section for each kind, of which the one that `kind` names is read."""
 
-    kind: Literal["embedded"] = "embedded"
+    kind: Literal["embedded", "vllm"] = "embedded"
+    """`vllm`: vLLM, in a Python environment of its own (`engine.python`)."""
+    python: str | None = None
+    """Interpreter of the environment that the engine is installed in; for engines of other projects."""
+    start_s: float = 600.0
+    """For such an engine to come up with its model."""
+    silence_s: float = 60.0
+    """Longest time without a word from such an engine's process, which says something every second; then it is taken
+    for lost, and its replica is built anew."""
     slots: int = 16
     """Rows decoded together at most."""
     dtype: Literal["float32", "bfloat16"] = "float32"
@@ -71,6 +89,7 @@ class EngineConfig:
     """Stages of a replica's model, each with some of the blocks. A replica has tensor_parallel x pipeline_parallel
     ranks, each a process with a device (or the threads) of its own; its own process is the first."""
     embedded: EmbeddedConfig = field(default_factory=EmbeddedConfig)
+    vllm: VllmConfig = field(default_factory=VllmConfig)
 
 
 def engine_problems(config: EngineConfig) -> Iterator[Problem]:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
-from storage.problems import Problem, at_least
+from storage.problems import Problem, above, at_least
 
 
 @dataclass
@@ -101,12 +101,29 @@ def engine_problems(config: EngineConfig) -> Iterator[Problem]:
         "engine.pipeline_parallel": config.pipeline_parallel,
     }
     yield from at_least(1, counts)
+    yield from above(0, {"engine.start_s": config.start_s, "engine.silence_s": config.silence_s}, " seconds")
+    yield from _environment_problems(config)
     yield from speculation_problems(config.embedded.speculation)
     groups = config.embedded.pipeline_groups
     most = config.slots if config.pipeline_parallel > 1 else 1
     if groups is not None and not 1 <= groups <= most:
         need = f"must be from 1 to {most} (engine.slots, or 1 without engine.pipeline_parallel), or null"
         yield Problem("engine.embedded.pipeline_groups", groups, need)
+
+
+def _environment_problems(config: EngineConfig) -> Iterator[Problem]:
+    """Of engines that live in a Python environment of their own, and of the one that does not."""
+    if config.kind == "embedded":
+        if config.python is not None:
+            need = "the embedded engine runs in this environment: null, or engine.kind=vllm"
+            yield Problem("engine.python", config.python, need)
+        return
+    if config.python is None:
+        need = f"must name the Python of an environment that has {config.kind} (`make engine-{config.kind}` makes one)"
+        yield Problem("engine.python", config.python, need)
+    if config.update == "inflight":
+        need = f"{config.kind} takes weights in after the rows in flight: must be drain (or engine.kind=embedded)"
+        yield Problem("engine.update", config.update, need)
 
 
 def speculation_problems(config: SpeculationConfig) -> Iterator[Problem]:

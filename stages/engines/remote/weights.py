@@ -53,7 +53,9 @@ class ModelFiles:
         check_finite(tensors)
         lost = sorted(self._refitted - tensors.keys())
         if lost:
-            raise WeightsError(f"{lost[0]} (and {len(lost) - 1} more) came with the last weights and is missing in these")
+            raise WeightsError(
+                f"{lost[0]} (and {len(lost) - 1} more) came with the last weights and is missing in these"
+            )
         mapped = dict(tensors.places) if isinstance(tensors, MappedTensors) else {}
         with tempfile.NamedTemporaryFile(dir=_SHARED_MEMORY if _SHARED_MEMORY.is_dir() else None) as written:
             new = {name: mapped.get(name) or _write(written, name, tensor) for name, tensor in tensors.items()}
@@ -85,4 +87,3 @@ def _write(file: IO[bytes], name: str, tensor: torch.Tensor) -> Place:
     flat = tensor.detach().to("cpu").contiguous()
     file.write(flat.reshape(-1).view(torch.uint8).numpy().data)
     return Place(name, file.name, offset, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
-

@@ -20,6 +20,7 @@ Both sides import this file, each in its own Python environment. May import the 
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import struct
 import threading
@@ -76,10 +77,8 @@ class Channel:
         return message
 
     def close(self) -> None:
-        try:
+        with contextlib.suppress(OSError):  # the other side was faster
             self._connection.shutdown(socket.SHUT_RDWR)
-        except OSError:
-            pass  # the other side was faster
         self._connection.close()
 
     def _exactly(self, size: int) -> bytes | None:

@@ -73,7 +73,8 @@ class Server:
         kind = message["kind"]
         if kind == "generate":
             for fields in message["rows"]:
-                row = Row(**{name: tuple(v) if isinstance(v, list) else v for name, v in fields.items()})
+                given: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in fields.items()}
+                row = Row(**given)
                 self._adapter.add(row)
                 self._rows.add(row.id)
                 self._counters.prompt_tokens += len(row.tokens)

@@ -108,11 +108,11 @@ def assert_close_in_bfloat16(
     assert 1e-5 < np.mean(errors) < 0.05
 
 
-def assert_same_tokens(got: dict[int, Completion], expected: dict[int, Completion]) -> None:
+def assert_same_tokens(got: dict[int, Completion], expected: dict[int, Completion], atol: float = 1e-5) -> None:
     assert got.keys() == expected.keys()
     for row, completion in got.items():
         np.testing.assert_array_equal(completion.tokens, expected[row].tokens)
-        np.testing.assert_allclose(completion.logprobs, expected[row].logprobs, atol=1e-5)
+        np.testing.assert_allclose(completion.logprobs, expected[row].logprobs, atol=atol)
 
 
 class EngineContract:

@@ -187,8 +187,7 @@ class RemoteEngine:
         except (OSError, ProtocolError) as error:
             raise self._lost(f"cannot be talked to: {error}") from error
         if message is None:
-            self._server.process.wait(settings.start_s)
-            raise self._lost(f"ended at its start with status {self._server.process.returncode}")
+            raise self._lost(f"ended at its start {self._server.how_it_ended()}")
         if message["kind"] == "failed":
             raise self._lost(f"could not start: {message['error']}")
         if message.get("protocol") != PROTOCOL:
@@ -203,24 +202,25 @@ class RemoteEngine:
             reason = f"said nothing for {self._settings.silence_s:g} s"
         except (OSError, ProtocolError) as error:
             reason = f"cannot be talked to: {error}"
+        lost = self._lost(reason)
+        if not self._closing:
+            self._server.close()
+            if self._on_lost is not None:
+                self._on_lost(str(lost))  # first: where that ends this process, no stage is seen to fail
         with self._changed:
-            lost = self._failure = EngineLost("the engine has stopped") if self._closing else self._lost(reason)
+            self._failure = lost
             for call in set(self._calls.values()):
                 call.results.put(self._stopped())
             for answer in self._answers.values():
                 answer.put(self._stopped())
             self._changed.notify_all()
-            told = self._on_lost if not self._closing else None
-        if told is not None:
-            self._server.close()
-            told(str(lost))
 
     def _take_messages(self) -> str:
         """Returns why there are no more."""
         while True:
             message = self._server.channel.receive(self._settings.silence_s)
             if message is None:
-                return f"ended with status {self._server.process.wait()}"
+                return f"ended {self._server.how_it_ended()}"
             kind = message["kind"]
             if kind == "failed":
                 return f"failed: {message['error']}"
@@ -286,10 +286,12 @@ class RemoteEngine:
         return found
 
     def _send(self, kind: str, **fields: Any) -> None:
+        """While `_changed` is held, which is let go until it is known why the server is gone."""
         try:
             self._server.channel.send(kind, **fields)
-        except OSError as error:  # the reader hears of it too, and knows why
-            raise EngineLost("the engine has stopped: its server is gone") from error
+        except OSError as error:
+            self._changed.wait_for(lambda: self._failure is not None)
+            raise self._stopped() from error
 
     def _check_running(self) -> None:
         if self._failure is not None:

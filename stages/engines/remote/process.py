@@ -21,6 +21,8 @@ from stages.engines.remote.wire import Channel
 
 LAST_LINES = 15
 """Of the server's log, in an error."""
+_END_S = 10.0
+"""For a process to end that has closed its connection."""
 _SERVER = "stages.engines.remote.serving.server"
 _NOT_PASSED_ON = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "LD_PRELOAD")
 
@@ -63,6 +65,13 @@ class ServerProcess:
                 return "".join(f"\n    {line.rstrip()}" for line in deque(lines, LAST_LINES))
         except OSError:
             return ""
+
+    def how_it_ended(self) -> str:
+        """Its exit status, once it has closed the connection."""
+        try:
+            return f"with status {self.process.wait(_END_S)}"
+        except subprocess.TimeoutExpired:
+            return "its connection, and goes on"
 
     def close(self) -> None:
         """Ends it at once, with all that it started; its memory is free when this returns. Twice is harmless."""

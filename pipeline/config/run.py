@@ -22,7 +22,7 @@ from pipeline.config.rollout import RolloutConfig, rollout_problems
 from pipeline.config.tracking import TrackingConfig, tracking_problems
 from pipeline.graph.dispatch import Gang
 from pipeline.graph.graph import GraphSpec
-from stages.engines.config import EngineConfig, engine_problems
+from stages.engines.config import OTHER_ENVIRONMENTS, EngineConfig, engine_problems
 from stages.models.config import ModelConfig, model_problems
 from stages.models.hf_config import RANDOM_TINY
 from stages.models.protocol import Role
@@ -186,7 +186,7 @@ def _problems_across(config: RunConfig) -> Iterator[Problem]:
             "needs engine.update=inflight and staleness of 1 or more: else every row is at the bound by design; or null"
         )
         yield Problem("alarms.staleness_steps", config.alarms.staleness_steps, need)
-    if config.engine.kind != "embedded":
+    if config.engine.kind in OTHER_ENVIRONMENTS:
         yield from _foreign_engine_problems(config)
     below = config.cluster.move_rows_below
     generating = config.placement.roles[Role.GENERATE]

@@ -19,8 +19,8 @@ from stages.engines.protocol import (
     Completion,
     GenerationEngine,
     MappedTensors,
-    Place,
     RequestError,
+    TensorPlace,
     WeightsError,
 )
 from storage.weights import BFLOAT16, WeightBoard, WeightLease
@@ -198,7 +198,7 @@ def _tensors(lease: WeightLease) -> MappedTensors:
     """The mapped arrays as tensors, without a copy; they are read only, and so is what engines do with them."""
     infos = lease.manifest.tensors
     patterns = {info.name for info in infos if info.dtype == BFLOAT16}
-    places = {info.name: Place(info.name, str(lease.file), info.offset, info.shape, info.dtype) for info in infos}
+    places = {info.name: TensorPlace(info.name, str(lease.file), info.offset, info.shape, info.dtype) for info in infos}
     with warnings.catch_warnings(action="ignore", category=UserWarning):
         tensors = {name: torch.from_numpy(array) for name, array in lease.tensors.items()}
     views = {name: t.view(torch.bfloat16) if name in patterns else t for name, t in tensors.items()}

@@ -11,6 +11,9 @@ from typing import Literal
 
 from storage.problems import Problem, above, at_least
 
+OTHER_ENVIRONMENTS = ("vllm",)
+"""Kinds of engines that live in a Python environment of their own."""
+
 
 @dataclass
 class SpeculationConfig:
@@ -113,9 +116,9 @@ def engine_problems(config: EngineConfig) -> Iterator[Problem]:
 
 def _environment_problems(config: EngineConfig) -> Iterator[Problem]:
     """Of engines that live in a Python environment of their own, and of the one that does not."""
-    if config.kind == "embedded":
+    if config.kind not in OTHER_ENVIRONMENTS:
         if config.python is not None:
-            need = "the embedded engine runs in this environment: null, or engine.kind=vllm"
+            need = f"engine.kind={config.kind} runs in this environment: null, or engine.kind=vllm"
             yield Problem("engine.python", config.python, need)
         return
     if config.python is None:

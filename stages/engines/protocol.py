@@ -56,7 +56,7 @@ class Capabilities:
 
 
 @dataclass(frozen=True)
-class Place:
+class TensorPlace:
     """Where a tensor's bytes lie on this host, in C order."""
 
     name: str
@@ -72,7 +72,7 @@ class MappedTensors(dict[str, torch.Tensor]):
     """Owns views of files that hold tensors, by name, for `GenerationEngine.load_weights`; `places` says where they
     lie, for an engine in another process, which maps them itself."""
 
-    def __init__(self, tensors: Mapping[str, torch.Tensor], places: Mapping[str, Place]) -> None:
+    def __init__(self, tensors: Mapping[str, torch.Tensor], places: Mapping[str, TensorPlace]) -> None:
         super().__init__(tensors)
         self.places = dict(places)
 

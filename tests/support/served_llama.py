@@ -1,4 +1,4 @@
-"""A Llama of forty lines as `serving.adapter.Adapter`: what the boundary between two environments is tested with, where
+"""A Llama of forty lines as `EngineAdapter`: what the boundary between two environments is tested with, where
 no engine of another project is installed. Every step computes every row anew. It runs in the server's process, whose
 path this folder is added to; it imports neither transformers nor anything of tests/."""
 
@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file
 from torch.nn import functional
 
-from stages.engines.remote.serving.adapter import Finished, Ready, Row, Settings
+from stages.engines.remote.serving.adapter import Finished, Ready, ServedRow, Settings
 from stages.engines.remote.serving.draws import draw
 
 
@@ -26,14 +26,14 @@ class ServedLlama:
         torch.set_num_threads(settings.threads)
         self._config = json.loads((Path(settings.model) / "config.json").read_text())
         self._weights = load_file(Path(settings.model) / "model.safetensors")
-        self._rows: dict[int, tuple[Row, list[int], list[float]]] = {}
+        self._rows: dict[int, tuple[ServedRow, list[int], list[float]]] = {}
         self._slots, self._fault, self._steps = settings.slots, dict(settings.extra), 0
         if self._fault.get("fault") == "start":
             print("there is not enough memory for anything")
             raise MemoryError("of 3 bytes, 4 are taken")
         self.ready = Ready("llama", "1", {"torch": torch.__version__})
 
-    def add(self, row: Row) -> None:
+    def add(self, row: ServedRow) -> None:
         self._rows[row.id] = (row, [], [])
 
     def abort(self, ids: Sequence[int]) -> None:

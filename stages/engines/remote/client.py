@@ -307,7 +307,7 @@ class RemoteEngine:
         return EngineLost(f"the server of {self._settings.adapter} {what}; it said last:{self._server.last_lines()}")
 
     def _on_the_wire(self, number: int, request: Request) -> dict[str, Any]:
-        """The fields of `serving.adapter.Row`."""
+        """The fields of `serving.adapter.ServedRow`."""
         sampling = request.sampling
         return {
             "id": number,

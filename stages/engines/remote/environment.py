@@ -47,7 +47,10 @@ def environment_problem(python: str, module: str, packages: Sequence[str], versi
     if done.returncode:
         lines = done.stderr.strip().splitlines() or ["it said nothing"]
         return f"it is no Python that can be asked what it has: {lines[-1]}"
-    missing, version, of_python = json.loads(done.stdout.splitlines()[-1])
+    try:
+        missing, version, of_python = json.loads(done.stdout.splitlines()[-1])
+    except (IndexError, ValueError):
+        return "it is no Python that can be asked what it has: it said nothing"
     if tuple(of_python) < _OLDEST_PYTHON:
         return f"it is Python {of_python[0]}.{of_python[1]}; must be {_OLDEST_PYTHON[0]}.{_OLDEST_PYTHON[1]} or newer"
     if missing:

@@ -16,7 +16,7 @@ from typing import IO
 
 import torch
 
-from stages.engines.protocol import MappedTensors, Place, WeightsError
+from stages.engines.protocol import MappedTensors, TensorPlace, WeightsError
 from stages.engines.weights import check_finite, check_tensors
 from stages.models.hf_files import weight_files
 from stages.models.spec import ModelSpec, read_spec, tensor_shapes
@@ -43,7 +43,7 @@ class ModelFiles:
         """Names that a refit has brought: their values in the model's own files are no longer true."""
 
     @contextmanager
-    def complete(self, tensors: Mapping[str, torch.Tensor]) -> Iterator[list[Place]]:
+    def complete(self, tensors: Mapping[str, torch.Tensor]) -> Iterator[list[TensorPlace]]:
         """Where every tensor of the model lies with these in place of its own, until the block ends.
 
         Raises WeightsError, naming the tensor, for one that the model does not have, of another shape, with numbers
@@ -64,7 +64,7 @@ class ModelFiles:
         self._refitted = frozenset(tensors)
 
 
-def places_in(file: Path) -> list[Place]:
+def places_in(file: Path) -> list[TensorPlace]:
     """Where the tensors of a safetensors file lie in it (its format: 8 bytes of length, a header in JSON, the bytes).
     Raises WeightsError, naming the tensor, for one of another type than the models'."""
     with file.open("rb") as stream:
@@ -76,14 +76,14 @@ def places_in(file: Path) -> list[Place]:
         if info["dtype"] not in _DTYPES:
             raise WeightsError(f"{name} in {file} is of type {info['dtype']}; must be one of {', '.join(_DTYPES)}")
         offset = _HEADER.size + length + info["data_offsets"][0]
-        found.append(Place(name, str(file.resolve()), offset, tuple(info["shape"]), _DTYPES[info["dtype"]]))
+        found.append(TensorPlace(name, str(file.resolve()), offset, tuple(info["shape"]), _DTYPES[info["dtype"]]))
     return found
 
 
-def _write(file: IO[bytes], name: str, tensor: torch.Tensor) -> Place:
+def _write(file: IO[bytes], name: str, tensor: torch.Tensor) -> TensorPlace:
     """Appends a tensor's bytes, aligned for its type."""
     file.write(b"\0" * (-file.tell() % 64))
     offset = file.tell()
     flat = tensor.detach().to("cpu").contiguous()
     file.write(flat.reshape(-1).view(torch.uint8).numpy().data)
-    return Place(name, file.name, offset, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
+    return TensorPlace(name, file.name, offset, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))

@@ -31,7 +31,7 @@ class Settings:
 
 
 @dataclass(frozen=True)
-class Row:
+class ServedRow:
     """One response to make. The token at a position is the arg max of log p + noise keyed by (seed, step, row,
     position), where p is the softmax of the logits less the banned tokens, over the temperature (0: the arg max, its
     log-prob at temperature 1)."""
@@ -53,7 +53,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Finished:
-    """A response; `logprobs` as in `Row`."""
+    """A response; `logprobs` as in `ServedRow`."""
 
     id: int
     tokens: np.ndarray
@@ -70,12 +70,12 @@ class Ready:
     """What the last bits of its results depend on."""
 
 
-class Adapter(Protocol):
+class EngineAdapter(Protocol):
     """Owns an engine; called by one thread. A method that raises ends the server, unless it says otherwise."""
 
     ready: Ready
 
-    def add(self, row: Row) -> None:
+    def add(self, row: ServedRow) -> None:
         """Queues a row; it runs in the next `step`s."""
         ...
 

@@ -12,10 +12,10 @@ import torch
 
 from stages.engines.embedded.sampling.draw import ban, forced_logprobs, sample
 from stages.engines.embedded.sampling.noise import noise_keys
-from stages.engines.remote.serving.adapter import Row
+from stages.engines.remote.serving.adapter import ServedRow
 
 
-def draw(logits: torch.Tensor, rows: Sequence[Row], made: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
+def draw(logits: torch.Tensor, rows: Sequence[ServedRow], made: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
     """Tokens [rows] and their log-probs [rows], of logits [rows, vocab] in float32, which it overwrites. `made`: tokens
     that each row has of its response already."""
     pairs = list(zip(rows, made, strict=True))

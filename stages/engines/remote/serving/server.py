@@ -27,7 +27,7 @@ from typing import Any
 
 import numpy as np
 
-from stages.engines.remote.serving.adapter import Adapter, Row, Settings
+from stages.engines.remote.serving.adapter import EngineAdapter, ServedRow, Settings
 from stages.engines.remote.serving.parent import end_with_parent
 from stages.engines.remote.serving.tensors import map_tensors
 from stages.engines.remote.wire import BEAT_S, PROTOCOL, Channel, pack_array
@@ -52,7 +52,7 @@ class _Counters:
 class Server:
     """Owns the adapter from hello to close."""
 
-    def __init__(self, channel: Channel, adapter: Adapter) -> None:
+    def __init__(self, channel: Channel, adapter: EngineAdapter) -> None:
         self._channel, self._adapter = channel, adapter
         self._rows: set[int] = set()
         self._counters = _Counters()
@@ -74,7 +74,7 @@ class Server:
         if kind == "generate":
             for fields in message["rows"]:
                 given: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in fields.items()}
-                row = Row(**given)
+                row = ServedRow(**given)
                 self._adapter.add(row)
                 self._rows.add(row.id)
                 self._counters.prompt_tokens += len(row.tokens)
@@ -152,12 +152,12 @@ def _read(channel: Channel, messages: queue.SimpleQueue[dict[str, Any] | None]) 
             return
 
 
-def _build(hello: Mapping[str, Any]) -> Adapter:
+def _build(hello: Mapping[str, Any]) -> EngineAdapter:
     """The adapter that the client names, `module:Class`, with the settings that it gives."""
     if hello["protocol"] != PROTOCOL:
         raise RuntimeError(f"this server speaks protocol {PROTOCOL}, the client {hello['protocol']}")
     module, _, name = hello["adapter"].partition(":")
-    kind: Callable[[Settings], Adapter] = getattr(importlib.import_module(module), name)
+    kind: Callable[[Settings], EngineAdapter] = getattr(importlib.import_module(module), name)
     return kind(Settings(**hello["settings"]))
 
 

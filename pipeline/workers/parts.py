@@ -13,6 +13,7 @@ import sys
 import threading
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -196,6 +197,7 @@ def _build_engine(config: RunConfig, spec: WorkerSpec) -> GenerationEngine:
         eos_token_ids=config.model.eos_token_ids,
         migratable=config.cluster.move_rows_below > 0,
         on_lost=_end_process,
+        log=Path(spec.log) if spec.log is not None else None,
     )
     return engine
 

@@ -15,7 +15,14 @@ import torch
 from pipeline.workers.bookkeeping import Clock
 from stages.engines.embedded.migration.load import EngineLoad, MigrationRequest
 from stages.engines.embedded.migration.protocol import IncomingRows, MigratableRows, MigratedRow
-from stages.engines.protocol import Completion, GenerationEngine, RequestError, WeightsError
+from stages.engines.protocol import (
+    Completion,
+    GenerationEngine,
+    MappedTensors,
+    RequestError,
+    TensorPlace,
+    WeightsError,
+)
 from storage.weights import BFLOAT16, WeightBoard, WeightLease
 
 
@@ -187,9 +194,12 @@ class VersionedEngine:
         self._engine.close()
 
 
-def _tensors(lease: WeightLease) -> dict[str, torch.Tensor]:
+def _tensors(lease: WeightLease) -> MappedTensors:
     """The mapped arrays as tensors, without a copy; they are read only, and so is what engines do with them."""
-    patterns = {info.name for info in lease.manifest.tensors if info.dtype == BFLOAT16}
+    infos = lease.manifest.tensors
+    patterns = {info.name for info in infos if info.dtype == BFLOAT16}
+    places = {info.name: TensorPlace(info.name, str(lease.file), info.offset, info.shape, info.dtype) for info in infos}
     with warnings.catch_warnings(action="ignore", category=UserWarning):
         tensors = {name: torch.from_numpy(array) for name, array in lease.tensors.items()}
-    return {name: t.view(torch.bfloat16) if name in patterns else t for name, t in tensors.items()}
+    views = {name: t.view(torch.bfloat16) if name in patterns else t for name, t in tensors.items()}
+    return MappedTensors(views, places)

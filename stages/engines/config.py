@@ -9,7 +9,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
-from storage.problems import Problem, at_least
+from storage.problems import Problem, above, at_least
+
+OTHER_ENVIRONMENTS = ("vllm",)
+"""Kinds of engines that live in a Python environment of their own."""
 
 
 @dataclass
@@ -52,10 +55,28 @@ class EmbeddedConfig:
 
 
 @dataclass
+class VllmConfig:
+    """What only vLLM has."""
+
+    compile: bool = False
+    """vLLM compiles the model (minutes at every start, where its cache is cold) instead of running it as it is."""
+    prefix_caching: bool = True
+    """Rows of one prompt share its keys and values."""
+
+
+@dataclass
 class EngineConfig:
     """What every engine has a word for; then a section for each kind, of which the one that `kind` names is read."""
 
-    kind: Literal["embedded"] = "embedded"
+    kind: Literal["embedded", "vllm"] = "embedded"
+    """`vllm`: vLLM, in a Python environment of its own (`engine.python`)."""
+    python: str | None = None
+    """Interpreter of the environment that the engine is installed in; for engines of other projects."""
+    start_s: float = 600.0
+    """For such an engine to come up with its model."""
+    silence_s: float = 60.0
+    """Longest time without a word from such an engine's process, which says something every second; then it is taken
+    for lost, and its replica is built anew."""
     slots: int = 16
     """Rows decoded together at most."""
     dtype: Literal["float32", "bfloat16"] = "float32"
@@ -71,6 +92,7 @@ class EngineConfig:
     """Stages of a replica's model, each with some of the blocks. A replica has tensor_parallel x pipeline_parallel
     ranks, each a process with a device (or the threads) of its own; its own process is the first."""
     embedded: EmbeddedConfig = field(default_factory=EmbeddedConfig)
+    vllm: VllmConfig = field(default_factory=VllmConfig)
 
 
 def engine_problems(config: EngineConfig) -> Iterator[Problem]:
@@ -82,12 +104,29 @@ def engine_problems(config: EngineConfig) -> Iterator[Problem]:
         "engine.pipeline_parallel": config.pipeline_parallel,
     }
     yield from at_least(1, counts)
+    yield from above(0, {"engine.start_s": config.start_s, "engine.silence_s": config.silence_s}, " seconds")
+    yield from _environment_problems(config)
     yield from speculation_problems(config.embedded.speculation)
     groups = config.embedded.pipeline_groups
     most = config.slots if config.pipeline_parallel > 1 else 1
     if groups is not None and not 1 <= groups <= most:
         need = f"must be from 1 to {most} (engine.slots, or 1 without engine.pipeline_parallel), or null"
         yield Problem("engine.embedded.pipeline_groups", groups, need)
+
+
+def _environment_problems(config: EngineConfig) -> Iterator[Problem]:
+    """Of engines that live in a Python environment of their own, and of the one that does not."""
+    if config.kind not in OTHER_ENVIRONMENTS:
+        if config.python is not None:
+            need = f"engine.kind={config.kind} runs in this environment: null, or engine.kind=vllm"
+            yield Problem("engine.python", config.python, need)
+        return
+    if config.python is None:
+        need = f"must name the Python of an environment that has {config.kind} (`make engine-{config.kind}` makes one)"
+        yield Problem("engine.python", config.python, need)
+    if config.update == "inflight":
+        need = f"{config.kind} takes weights in after the rows in flight: must be drain (or engine.kind=embedded)"
+        yield Problem("engine.update", config.update, need)
 
 
 def speculation_problems(config: SpeculationConfig) -> Iterator[Problem]:

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Protocol, runtime_checkable
+from typing import Literal, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -32,6 +32,49 @@ class RequestError(ValueError):
 
 class WeightsError(ValueError):
     """Weights that cannot be loaded (missing, extra, misshapen, NaN); names the tensor. The old weights stay."""
+
+
+class EngineLost(RuntimeError):
+    """The engine has stopped, with the rows in it: it must be built anew."""
+
+
+@dataclass(frozen=True)
+class Capabilities:
+    """What a run may rely on; what it asks for beyond that is refused before it starts."""
+
+    draws: Literal["keyed", "seeded", "free"]
+    """`keyed`: law 4. `seeded`: tokens repeat for the same request in the same engine alone. `free`: they do not."""
+    invariance: Literal["bits", "tokens", "none"]
+    """What of a row is the same in any company: its log-probs to the last bit; its tokens, but for ties of rounding;
+    nothing."""
+    updates: frozenset[Literal["drain", "inflight"]]
+    """How new weights can come in (`engine.update`)."""
+    bad_weights: Literal["kept", "rebuild"]
+    """After weights that could not be loaded: the old ones go on, or the engine must be built anew."""
+    sleeps: bool
+    """`sleep` gives memory back."""
+
+
+@dataclass(frozen=True)
+class TensorPlace:
+    """Where a tensor's bytes lie on this host, in C order."""
+
+    name: str
+    file: str
+    offset: int
+    """Bytes."""
+    shape: tuple[int, ...]
+    dtype: str
+    """numpy's name of the type, or "bfloat16"."""
+
+
+class MappedTensors(dict[str, torch.Tensor]):
+    """Owns views of files that hold tensors, by name, for `GenerationEngine.load_weights`; `places` says where they
+    lie, for an engine in another process, which maps them itself."""
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor], places: Mapping[str, TensorPlace]) -> None:
+        super().__init__(tensors)
+        self.places = dict(places)
 
 
 @dataclass(frozen=True)
@@ -106,6 +149,7 @@ class EngineStats:
 class GenerationEngine(Protocol):
     version: int
     """Of the resident weights."""
+    capabilities: Capabilities
 
     def generate(self, requests: Iterable[Request]) -> Iterator[Completion]:
         """Yields rows as they finish. Thread-safe. Raises RequestError before any row of the call runs."""

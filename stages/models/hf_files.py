@@ -112,12 +112,13 @@ def read_weights(path: str) -> dict[str, torch.Tensor]:
     if path == RANDOM_TINY:
         return _random_weights()
     weights: dict[str, torch.Tensor] = {}
-    for file in _weight_files(path):
+    for file in weight_files(path):
         weights |= load_file(file)
     return weights
 
 
-def _weight_files(path: str) -> list[Path]:
+def weight_files(path: str) -> list[Path]:
+    """The safetensors files of a model directory. Raises FileNotFoundError with what was looked for."""
     directory = Path(path)
     whole, index = directory / "model.safetensors", directory / _INDEX
     if whole.is_file():
@@ -132,7 +133,7 @@ def file_digests(path: str) -> dict[str, str]:
     forgers. Raises what `read_weights` raises."""
     if path == RANDOM_TINY:
         return {RANDOM_TINY: "built in"}
-    weights = _weight_files(path)
+    weights = weight_files(path)
     others = (weights[0].parent / name for name in ("config.json", _INDEX, *_COPIED_FILES))
     return {file.name: _digest(file) for file in sorted({*weights, *(file for file in others if file.is_file())})}
 
@@ -152,7 +153,7 @@ def read_some_weights(path: str, names: Collection[str]) -> dict[str, torch.Tens
         weights = _random_weights()
         return {name: weights[name] for name in names if name in weights}
     found: dict[str, torch.Tensor] = {}
-    for file in _weight_files(path):
+    for file in weight_files(path):
         with safe_open(file, framework="pt") as tensors:
             found |= {name: tensors.get_tensor(name) for name in set(names) & set(tensors.keys())}
     return {name: found[name] for name in names if name in found}

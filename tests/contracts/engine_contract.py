@@ -28,7 +28,7 @@ GREEDY_TOKENS = 14
 """That each of `greedy_requests` asks for."""
 
 
-def random_llama(seed: int, tied: bool) -> LlamaForCausalLM:
+def random_llama(seed: int, tied: bool, head_dim: int = 8) -> LlamaForCausalLM:
     """float32, 3 blocks, grouped queries, a head_dim that is not hidden / heads."""
     config = LlamaConfig(
         vocab_size=VOCAB,
@@ -37,7 +37,7 @@ def random_llama(seed: int, tied: bool) -> LlamaForCausalLM:
         num_hidden_layers=3,
         num_attention_heads=6,
         num_key_value_heads=2,
-        head_dim=8,
+        head_dim=head_dim,
         max_position_embeddings=128,
         rope_parameters={"rope_theta": 5000.0, "rope_type": "default"},
         tie_word_embeddings=tied,
@@ -108,11 +108,11 @@ def assert_close_in_bfloat16(
     assert 1e-5 < np.mean(errors) < 0.05
 
 
-def assert_same_tokens(got: dict[int, Completion], expected: dict[int, Completion]) -> None:
+def assert_same_tokens(got: dict[int, Completion], expected: dict[int, Completion], atol: float = 1e-5) -> None:
     assert got.keys() == expected.keys()
     for row, completion in got.items():
         np.testing.assert_array_equal(completion.tokens, expected[row].tokens)
-        np.testing.assert_allclose(completion.logprobs, expected[row].logprobs, atol=1e-5)
+        np.testing.assert_allclose(completion.logprobs, expected[row].logprobs, atol=atol)
 
 
 class EngineContract:

@@ -43,6 +43,7 @@ def build_embedded(
     migratable: bool = False,
     drafters: Sequence[object] = (),
     on_lost: Callable[[str], None] | None = None,
+    log: object = None,
 ) -> GenerationEngine:
     """An `EmbeddedEngine`; if its rows are to be `migratable` a `MigratingEngine` around one.
 
@@ -50,7 +51,7 @@ def build_embedded(
     response, in tokens. `threads`: of torch, in the engine's own thread (with several ranks: of each). `device`: the
     first GPU, if there is one, unless given; with several ranks that of rank 0. `eos_token_ids`: empty means the
     model's own. `drafters`: `Drafter`s instead of those that `engine.embedded.speculation` names. `on_lost`: see
-    `RankProcesses`.
+    `RankProcesses`. `log` is of no use: its ranks write where this process does.
 
     Raises ValueError for sizes that cannot work, WeightsError for weights that do not fit, NoNativeKernelsError or
     NoTritonKernelsError where such kernels are asked for and cannot be had, RankLost if a rank ends meanwhile."""

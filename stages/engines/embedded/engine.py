@@ -46,7 +46,7 @@ from stages.engines.embedded.kernels.paging import BLOCK_TOKENS, blocks_for
 from stages.engines.embedded.rows import GenerateCall, Row
 from stages.engines.embedded.runner import Runner
 from stages.engines.embedded.scheduler import BATCH_PROMPT_TOKENS, Chunk, Scheduler
-from stages.engines.protocol import Completion, EngineStats, Request, RequestError
+from stages.engines.protocol import Capabilities, Completion, EngineStats, Request, RequestError
 from stages.engines.requests import check_request
 
 
@@ -70,6 +70,7 @@ class EmbeddedEngine:
         depth, without rows. `max_seq`: longest prompt plus response, in tokens. `threads`: of torch, in the engine's
         own thread. `in_flight`: weights come in between two batches."""
         self.version, self.eos_ids, self.drafts = version, eos_ids, drafts
+        self.capabilities = Capabilities("keyed", "bits", frozenset({"drain", "inflight"}), "kept", sleeps=True)
         self.kernels, self.cache_shape, self.slots = runner.kernels, runner.cache_shape, scheduler.num_slots
         self._runner, self._scheduler = runner, scheduler
         self._observer: EngineObserver | None = None

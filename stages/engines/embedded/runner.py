@@ -33,12 +33,12 @@ from stages.engines.embedded.kernels.reference import TorchKernels
 from stages.engines.embedded.model.llama import (
     LlamaWeights,
     build_weights,
-    check_tensors,
     forward,
     logits,
     refit_weights,
 )
 from stages.engines.embedded.sampling.draw import ban, forced_logprobs
+from stages.engines.weights import check_tensors
 from stages.models.hf_files import read_weights
 from stages.models.spec import ModelSpec, read_spec
 from stages.native.compile import NoNativeKernelsError

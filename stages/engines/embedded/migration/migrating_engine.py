@@ -32,7 +32,7 @@ from stages.engines.embedded.migration.protocol import (
 )
 from stages.engines.embedded.rows import GenerateCall, Row
 from stages.engines.embedded.scheduler import Chunk
-from stages.engines.protocol import Completion, EngineStats, Request
+from stages.engines.protocol import Capabilities, Completion, EngineStats, Request
 
 
 class MigratingEngine:
@@ -53,6 +53,10 @@ class MigratingEngine:
     @property
     def version(self) -> int:
         return self._engine.version
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return self._engine.capabilities
 
     @property
     def kernels(self) -> str:

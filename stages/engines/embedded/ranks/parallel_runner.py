@@ -25,7 +25,7 @@ from stages.engines.config import EngineConfig
 from stages.engines.embedded.batch import Batch, Draws
 from stages.engines.embedded.kernels.packed import all_finite
 from stages.engines.embedded.kernels.paging import block_bytes
-from stages.engines.embedded.model.llama import LlamaWeights, check_tensors
+from stages.engines.embedded.model.llama import LlamaWeights
 from stages.engines.embedded.ranks.commands import (
     READY,
     Command,
@@ -41,6 +41,7 @@ from stages.engines.embedded.ranks.rank_model import BUSY_FILE, RankModel, RankS
 from stages.engines.embedded.ranks.sharding import divide, shard_tensors
 from stages.engines.embedded.runner import affordable_blocks, checked_spec, choose_kernels
 from stages.engines.protocol import WeightsError
+from stages.engines.weights import check_tensors
 from stages.models.hf_files import read_weights
 
 

@@ -85,6 +85,7 @@ def test_flatten_gives_key_paths(base: Path) -> None:
         "checkpoint.every=1",
         "placement.gangs.generate.weights_dir=/dev/shm/elsewhere",
         "placement.share_devices=true",
+        "engine.silence_s=5",
         "placement.gangs.train.offload=gradients",
     ],
 )
@@ -114,6 +115,13 @@ def test_a_run_may_be_prolonged_only_where_no_learning_rate_depends_on_its_end(b
 
 
 REFUSED = {
+    # engines of other projects
+    "engine.kind=vllm model.path=x": ("engine.python", "given None", "make engine-vllm"),
+    "engine.python=x": ("engine.python", "given 'x'", "null, or engine.kind=vllm"),
+    "engine.kind=vllm engine.python=x model.path=x engine.update=inflight": ("engine.update", "must be drain"),
+    "engine.kind=vllm engine.python=x": ("model.path", "given 'random:tiny'", "needs a Hugging Face directory"),
+    "engine.kind=vllm engine.python=x model.path=x cluster.move_rows_below=4": ("cluster.move_rows_below", "must be 0"),
+    "engine.silence_s=0": ("engine.silence_s", "given 0", "seconds"),
     # unknown keys, with the whole path and what is spelt alike
     "stalenes=1": ("stalenes", "no such key", "did you mean", "staleness"),
     "engine.speculation.drafter=ngram": ("engine.speculation", "did you mean engine.embedded.speculation?"),

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ from pipeline.config.loading import load_config, to_yaml
 from pipeline.config.paths import RunPaths
 from pipeline.config.preflight import check_run_directory, preflight
 from pipeline.config.run import RunConfig
+from stages.engines.remote.environment import ENVIRONMENTS, environment_problem
 from stages.models.config import LayoutConfig
 from stages.models.hf_config import read_config
 from stages.models.hf_files import read_weights
@@ -129,6 +132,31 @@ def test_gangs_that_need_more_gpus_than_there_are_are_refused(folder: Path, monk
     with pytest.raises(ConfigError, match=r"gangs\.train\.workers: given 2; the gangs need 3 GPUs \(all 1, train 2\)"):
         preflight(load(folder, gangs, roles))
     preflight(load(folder, gangs, roles, "placement.share_devices=true"))
+
+
+@pytest.mark.parametrize(
+    ("python", "what"),
+    [
+        ("/nowhere/bin/python", "it cannot be run: No such file"),
+        ("/bin/true", "it is no Python that can be asked what it has: it said nothing"),
+        (sys.executable, "its environment lacks no_such_engine"),
+    ],
+)
+def test_an_environment_without_the_engine_is_refused(
+    folder: Path, python: str, what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(ENVIRONMENTS, "vllm", ("no_such_engine", ("no-such-engine",), ("1",)))
+    directory = model_directory(folder, weights=True)
+    settings = (f"model.path={directory}", "sampling.max_new_tokens=8", "prompts.max_tokens=8", "engine.kind=vllm")
+    with pytest.raises(ConfigError, match=r"engine\.python: .*" + re.escape(what)):
+        preflight(load(folder, *settings, f"engine.python={python}"))
+
+
+def test_an_engine_of_a_version_that_nobody_knows_is_refused() -> None:
+    assert environment_problem(sys.executable, "numpy", ["numpy"], [np.__version__]) is None
+    found = environment_problem(sys.executable, "numpy", ["numpy"], ["0.1"])
+    assert found == f"its environment has numpy {np.__version__}; the adapter knows 0.1"
+    assert "has numpy None" in str(environment_problem(sys.executable, "numpy", ["no-such-package"], ["0.1"]))
 
 
 def test_a_cache_too_small_for_a_row_is_refused(folder: Path) -> None:

@@ -1,0 +1,88 @@
+"""Engines of other projects, in Python environments of their own.
+
+May import torch (for types), stages.engines, stages.models.hf_config and storage.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from stages.engines.config import EngineConfig
+from stages.engines.protocol import Capabilities, GenerationEngine
+from stages.engines.remote.client import RemoteEngine, RemoteSettings
+from stages.engines.remote.process import ServerProcess
+from stages.engines.remote.weights import ModelFiles
+from stages.models.hf_config import read_eos_ids
+
+VLLM = Capabilities("keyed", "tokens", frozenset({"drain"}), "kept", sleeps=False)
+_VLLM_ADAPTER = "stages.engines.remote.serving.vllm_adapter:VllmAdapter"
+
+
+def build_vllm(path: str, config: EngineConfig, **settings: Any) -> GenerationEngine:
+    """vLLM, in the environment of `engine.python`; called as `build_engine` is, and raises what `build_remote` does."""
+    extra = {"compile": config.vllm.compile, "prefix_caching": config.vllm.prefix_caching}
+    return build_remote(path, config, adapter=_VLLM_ADAPTER, capabilities=VLLM, extra=extra, **settings)
+
+
+def build_remote(
+    path: str,
+    config: EngineConfig,
+    *,
+    adapter: str,
+    capabilities: Capabilities,
+    extra: Mapping[str, Any],
+    max_seq: int,
+    threads: int,
+    device: torch.device | None = None,
+    eos_token_ids: Sequence[int] = (),
+    version: int = 0,
+    migratable: bool = False,
+    on_lost: Callable[[str], None] | None = None,
+    log: Path | None = None,
+    modules: Path | None = None,
+) -> GenerationEngine:
+    """An engine behind `adapter` (`module:Class`), which is started in the environment of `engine.python` with `extra`.
+
+    `log`: where the server's output is appended; None: it is kept for errors only. `modules`: a folder that `adapter`
+    may be imported from. Raises ValueError for settings that
+    cannot work, OSError for an interpreter that cannot be run, EngineLost with the server's own last lines."""
+    assert config.python is not None, "the config's checks have seen to it"
+    if migratable:
+        raise ValueError(f"rows of engine.kind={config.kind} cannot move between replicas (cluster.move_rows_below)")
+    with ExitStack() as stack:
+        files = ModelFiles(path)
+        server = ServerProcess(config.python, log, modules)
+        stack.callback(server.close)
+        engine = RemoteEngine(
+            server,
+            files,
+            RemoteSettings(
+                adapter=adapter,
+                capabilities=capabilities,
+                server={
+                    "model": str(Path(path).resolve()),
+                    "dtype": config.dtype,
+                    "max_seq": max_seq,
+                    "slots": config.slots,
+                    "kv_budget_mb": config.kv_budget_mb,
+                    "tensor_parallel": config.tensor_parallel,
+                    "pipeline_parallel": config.pipeline_parallel,
+                    "threads": threads,
+                    "extra": dict(extra),
+                },
+                max_seq=max_seq,
+                slots=config.slots,
+                eos_ids=frozenset(eos_token_ids or read_eos_ids(path)),
+                start_s=config.start_s,
+                silence_s=config.silence_s,
+            ),
+            version=version,
+            on_lost=on_lost,
+        )
+        stack.pop_all()
+    return engine

@@ -1,0 +1,330 @@
+"""`GenerationEngine` over a server process in another Python environment.
+
+    callers' threads ──rows──► socket ──► server ──finished rows──► reader thread ──► each caller's queue
+
+Weights do not go through the socket: the server maps the file that they lie in (`protocol.MappedTensors`), or one that
+the client writes for tensors that lie in none. New weights come in when no row is in flight (drain).
+
+A server that ends, says nothing for `silence_s`, or fails, is gone for good: whoever waits gets EngineLost, and so does
+`on_lost`. May import numpy, torch, storage.weights, stages.engines, stages.models.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import queue
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from stages.engines.protocol import Capabilities, Completion, EngineLost, EngineStats, Request, RequestError
+from stages.engines.remote.process import ServerProcess
+from stages.engines.remote.weights import ModelFiles
+from stages.engines.remote.wire import PROTOCOL, ProtocolError, unpack_array
+from stages.engines.requests import check_request
+from storage.records import FinishReason
+
+
+@dataclass(frozen=True)
+class RemoteSettings:
+    """How the engine is reached and what it holds; `server`: the fields of `serving.adapter.Settings`."""
+
+    adapter: str
+    """`module:Class`, in the server's environment."""
+    capabilities: Capabilities
+    server: Mapping[str, Any]
+    max_seq: int
+    slots: int
+    eos_ids: Set[int]
+    start_s: float
+    """Until the engine has loaded its model."""
+    silence_s: float
+    """Longest time without a word from the server, which says something every second."""
+
+
+@dataclass(eq=False)
+class _Call:
+    """Rows that one caller waits for, by their ids on the wire."""
+
+    requests: dict[int, Request]
+    results: queue.SimpleQueue[Completion | Exception]
+
+
+class RemoteEngine:
+    """Owns the server, the thread that hears it, and the rows in flight; implements `GenerationEngine`."""
+
+    def __init__(
+        self,
+        server: ServerProcess,
+        files: ModelFiles,
+        settings: RemoteSettings,
+        *,
+        version: int = 0,
+        on_lost: Callable[[str], None] | None = None,
+    ) -> None:
+        """Waits until the server has loaded the model, and ends it where that fails. Raises EngineLost, with the
+        server's own last lines."""
+        self.version, self.capabilities = version, settings.capabilities
+        self._server, self._files, self._settings, self._on_lost = server, files, settings, on_lost
+        self._ids = itertools.count()
+        self._calls: dict[int, _Call] = {}
+        """Of each row in flight."""
+        self._answers: dict[int, queue.SimpleQueue[dict[str, Any] | EngineLost]] = {}
+        self._changed = threading.Condition()
+        """Held while rows, weights or the engine's state change; never while the server is waited for."""
+        self._loading = self._asleep = self._closing = False
+        self._failure: EngineLost | None = None
+        self._load_lock = threading.Lock()
+        with ExitStack() as stack:
+            stack.callback(server.close)
+            ready = self._start()
+            stack.pop_all()
+        self.engine, self.kernels = f"{ready['engine']} {ready['version']}", _facts(ready)
+        self._thread = threading.Thread(target=self._hear, name="remote-engine", daemon=True)
+        self._thread.start()
+
+    # ---- `GenerationEngine` ----
+
+    def generate(self, requests: Iterable[Request]) -> Iterator[Completion]:
+        """See `GenerationEngine`. Raises RequestError also where a row asks for another version than the resident one,
+        RuntimeError if the engine is asleep, EngineLost if it has stopped. The iterator raises FloatingPointError,
+        naming the row, for one whose logits are not finite."""
+        rows = list(requests)
+        for request in rows:
+            check_request(request, self._settings.max_seq, self._files.vocab, self._settings.eos_ids)
+        call = _Call({next(self._ids): request for request in rows}, queue.SimpleQueue())
+        with self._changed:
+            self._changed.wait_for(lambda: not self._loading or self._failure is not None)
+            self._check_running()
+            for request in rows:
+                if request.version != self.version:
+                    raise RequestError(
+                        f"row {request.row} asks for version {request.version} of the weights; "
+                        f"version {self.version} is resident"
+                    )
+            self._calls.update(dict.fromkeys(call.requests, call))
+            if rows:
+                self._send("generate", rows=[self._on_the_wire(i, r) for i, r in call.requests.items()])
+        return self._results(call, len(rows))
+
+    def load_weights(self, version: int, tensors: Mapping[str, torch.Tensor]) -> None:
+        """See `GenerationEngine`. What cannot be loaded is refused before the server hears of it; should the server
+        fail over it all the same, it is lost."""
+        with self._load_lock, self._files.complete(tensors) as places:
+            with self._changed:
+                self._loading = True
+                try:
+                    self._changed.wait_for(lambda: not self._calls or self._failure is not None)
+                    if self._failure is not None:
+                        raise self._stopped()
+                except BaseException:
+                    self._loading = False
+                    raise
+            try:
+                self._ask("load", version=version, tensors=[dataclasses.asdict(place) for place in places])
+                self.version = version
+            finally:
+                with self._changed:
+                    self._loading = False
+                    self._changed.notify_all()
+
+    def sleep(self) -> None:
+        """See `GenerationEngine`. Raises RuntimeError while rows are in flight."""
+        with self._changed:
+            if self._calls:
+                raise RuntimeError(f"{len(self._calls)} rows are in flight: sleep() after them")
+            self._asleep = True
+        self._ask("sleep")
+
+    def wake(self) -> None:
+        self._ask("wake")
+        with self._changed:
+            self._asleep = False
+
+    def stats(self) -> EngineStats:
+        counted = self._ask("stats")
+        steps = counted["steps"]
+        return EngineStats(
+            tokens=counted["tokens"],
+            rows=counted["rows"],
+            decode_steps=steps,
+            mean_occupancy=min(1.0, counted["in_flight"] / (steps * self._settings.slots)) if steps else 0.0,
+            kv_peak_fraction=counted["kv_peak"],
+            preemptions=counted["preemptions"],
+            refit_s=counted["refit_s"],
+            busy_s=counted["busy_s"],
+            prompt_tokens=counted["prompt_tokens"],
+            rank_busy_s=(counted["busy_s"],),
+        )
+
+    def close(self) -> None:
+        """Ends the server at once; callers that still wait get EngineLost. Twice is harmless."""
+        with self._changed:
+            self._closing = True
+        self._server.close()
+        self._thread.join()
+
+    # ---- the connection ----
+
+    def _start(self) -> Mapping[str, Any]:
+        """What the server says when it is up."""
+        settings = self._settings
+        try:
+            self._server.channel.send(
+                "hello", protocol=PROTOCOL, adapter=settings.adapter, settings=dict(settings.server)
+            )
+            message = self._server.channel.receive(settings.start_s)
+            while message is not None and message["kind"] == "beat":
+                message = self._server.channel.receive(settings.start_s)
+        except TimeoutError as error:
+            raise self._lost(f"did not come up in {settings.start_s:g} s") from error
+        except (OSError, ProtocolError) as error:
+            raise self._lost(f"cannot be talked to: {error}") from error
+        if message is None:
+            raise self._lost(f"ended at its start {self._server.how_it_ended()}")
+        if message["kind"] == "failed":
+            raise self._lost(f"could not start: {message['error']}")
+        if message.get("protocol") != PROTOCOL:
+            raise self._lost(f"speaks protocol {message.get('protocol')}, this side {PROTOCOL}")
+        return message
+
+    def _hear(self) -> None:
+        """The reader thread, until the server is gone."""
+        try:
+            reason = self._take_messages()
+        except TimeoutError:
+            reason = f"said nothing for {self._settings.silence_s:g} s"
+        except (OSError, ProtocolError) as error:
+            reason = f"cannot be talked to: {error}"
+        lost = self._lost(reason)
+        if not self._closing:
+            self._server.close()
+            if self._on_lost is not None:
+                self._on_lost(str(lost))  # first: where that ends this process, no stage is seen to fail
+        with self._changed:
+            self._failure = lost
+            for call in set(self._calls.values()):
+                call.results.put(self._stopped())
+            for answer in self._answers.values():
+                answer.put(self._stopped())
+            self._changed.notify_all()
+
+    def _take_messages(self) -> str:
+        """Returns why there are no more."""
+        while True:
+            message = self._server.channel.receive(self._settings.silence_s)
+            if message is None:
+                return f"ended {self._server.how_it_ended()}"
+            kind = message["kind"]
+            if kind == "failed":
+                return f"failed: {message['error']}"
+            if kind in ("row", "broken"):
+                self._deliver(message)
+            elif kind == "done":
+                self._answers[message["call"]].put(message)
+
+    def _deliver(self, message: Mapping[str, Any]) -> None:
+        with self._changed:
+            call = self._calls.pop(message["id"], None)
+            if not self._calls:
+                self._changed.notify_all()
+        if call is None:
+            return  # it was given up while it finished
+        request = call.requests.pop(message["id"])
+        if message["kind"] == "broken":
+            call.results.put(FloatingPointError(f"row {request.row} {message['error']}"))
+            return
+        tokens = unpack_array(message["tokens"])
+        stopped = len(tokens) > 0 and int(tokens[-1]) in self._settings.eos_ids and not request.forced
+        call.results.put(
+            Completion(
+                row=request.row,
+                tokens=tokens,
+                logprobs=unpack_array(message["logprobs"]),
+                versions=np.full(len(tokens), request.version, np.int32),
+                finish_reason=FinishReason.STOP if stopped else FinishReason.LENGTH,
+            )
+        )
+
+    def _results(self, call: _Call, num_rows: int) -> Iterator[Completion]:
+        try:
+            for _ in range(num_rows):
+                result = call.results.get()
+                if isinstance(result, Exception):
+                    raise result
+                yield result
+        finally:
+            self._give_up(call)
+
+    def _give_up(self, call: _Call) -> None:
+        """Nobody waits for the rest of its rows any more."""
+        with self._changed:
+            left = [i for i in call.requests if self._calls.pop(i, None) is not None]
+            if left and self._failure is None:
+                self._send("abort", ids=left)
+            self._changed.notify_all()
+
+    def _ask(self, kind: str, **fields: Any) -> dict[str, Any]:
+        """The server's answer to a call."""
+        number, answer = next(self._ids), queue.SimpleQueue[dict[str, Any] | EngineLost]()
+        with self._changed:
+            if self._failure is not None:
+                raise self._stopped()
+            self._answers[number] = answer
+            self._send(kind, call=number, **fields)
+        found = answer.get()
+        with self._changed:
+            del self._answers[number]
+        if isinstance(found, EngineLost):
+            raise found
+        return found
+
+    def _send(self, kind: str, **fields: Any) -> None:
+        """While `_changed` is held, which is let go until it is known why the server is gone."""
+        try:
+            self._server.channel.send(kind, **fields)
+        except OSError as error:
+            self._changed.wait_for(lambda: self._failure is not None)
+            raise self._stopped() from error
+
+    def _check_running(self) -> None:
+        if self._failure is not None:
+            raise self._stopped()
+        if self._asleep:
+            raise RuntimeError("the engine is asleep: wake() it first")
+
+    def _stopped(self) -> EngineLost:
+        """One for each caller: an exception that is raised twice collects both traces."""
+        return EngineLost(f"the engine has stopped: {self._failure}" if not self._closing else "the engine has stopped")
+
+    def _lost(self, what: str) -> EngineLost:
+        return EngineLost(f"the server of {self._settings.adapter} {what}; it said last:{self._server.last_lines()}")
+
+    def _on_the_wire(self, number: int, request: Request) -> dict[str, Any]:
+        """The fields of `serving.adapter.ServedRow`."""
+        sampling = request.sampling
+        return {
+            "id": number,
+            "row": request.row,
+            "seed": request.seed,
+            "step": request.step,
+            "tokens": list(request.tokens),
+            "max_new_tokens": sampling.max_new_tokens,
+            "min_new_tokens": sampling.min_new_tokens,
+            "temperature": float(sampling.temperature),
+            "suppress": list(sampling.suppress_token_ids),
+            "stop": sorted(self._settings.eos_ids),
+            "forced": list(request.forced),
+        }
+
+
+def _facts(ready: Mapping[str, Any]) -> str:
+    """What the last bits of its results depend on."""
+    facts = {"version": ready["version"], **ready["facts"]}
+    return ", ".join([str(ready["engine"]), *(f"{name} {value}" for name, value in sorted(facts.items()))])

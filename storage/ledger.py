@@ -217,14 +217,14 @@ class Ledger:
         commits = [self.find(address) for address in self.addresses(stage)]
         return [commit for commit in commits if commit is not None]
 
-    def addresses(self, stage: str | None = None) -> Addresses:
-        """Where there are records, sound or not, in the order of `list`."""
+    def addresses(self, stage: str | None = None, from_step: int = 0) -> Addresses:
+        """Where there are records, sound or not, in the order of `list`; no segment before `from_step` is read."""
         keys = list(files.keys(self._root))
         found = set(_addresses_of(keys))
         for first in map(segment_of, keys):
-            segment = self._segment(first) if first is not None else None
+            segment = self._segment(first) if first is not None and first + SPAN > from_step else None
             found |= segment.places.keys() if segment is not None else set()
-        return sorted(address for address in found if stage in (None, address.stage))
+        return sorted(address for address in found if stage in (None, address.stage) and address.step >= from_step)
 
     def open_addresses(self) -> Addresses:
         """Where there are records outside segments, in the order of `list`."""

@@ -46,7 +46,7 @@ def mend(history: History, paths: RunPaths) -> Mended:
     ledger = history.ledger
     warnings, commits = [], []
     ledger.reopen_damaged()
-    for address in ledger.open_addresses():  # what is closed is whole, and was made from what is closed
+    for address in ledger.addresses(from_step=ledger.closed_until()):  # before it all is whole, and made from it
         try:
             commit = ledger.find(address)
         except DamagedCommit as error:

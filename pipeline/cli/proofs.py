@@ -114,15 +114,16 @@ def identity_proof(evidence: Evidence) -> Answer:
 
 
 def earlier_graphs(config: RunConfig) -> list[GraphSpec]:
-    """Of a run whose evaluations were changed when it was resumed: those that it had before."""
+    """Of a run that was resumed with more steps, or with other evaluations: those that it had before. (What was its
+    last version then was evaluated as such.)"""
     try:
         identity = read_identity(config.run_dir)
     except StoreError:
         return []  # `identity_proof` names it
-    every = (
-        {int(stated.config["evaluate"]["every"]) for stated in identity.statements} if identity is not None else set()
-    )
-    return [replace(config.graph(), eval_every=number) for number in sorted(every - {config.evaluate.every})]
+    stated = [] if identity is None else [statement.config for statement in identity.statements]
+    shapes = {(int(one["steps"]), int(one["evaluate"]["every"])) for one in stated}
+    spec = config.graph()
+    return [replace(spec, steps=s, eval_every=every) for s, every in sorted(shapes - {(spec.steps, spec.eval_every)})]
 
 
 def updates_proof(run: Evidence) -> Answer:

@@ -98,15 +98,14 @@ class Ledger:
         commits = [self.find(address) for address in self.addresses(stage)]
         return [commit for commit in commits if commit is not None]
 
-    def addresses(self, stage: str | None = None, since: int = 0) -> Addresses:
-        """Where there are records, sound or not, in the order of `list`. Segments that end before the step `since` are
-        passed over."""
+    def addresses(self, stage: str | None = None, from_step: int = 0) -> Addresses:
+        """Where there are records, sound or not, in the order of `list`; no segment before `from_step` is read."""
         keys = list(files.keys(self._root))
         found = set(_addresses_of(keys))
         for first in map(segment_of, keys):
-            if first is not None and first + SPAN > since:
+            if first is not None and first + SPAN > from_step:
                 found.update(self._closed_addresses(first, stage))
-        return sorted(address for address in found if stage in (None, address.stage))
+        return sorted(address for address in found if stage in (None, address.stage) and address.step >= from_step)
 
     def open_addresses(self) -> Addresses:
         """Where there are records outside segments, in the order of `list`."""

@@ -26,7 +26,7 @@ import re
 import threading
 import time
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from typing import Any
 
@@ -161,12 +161,11 @@ class RolloutStore:
     def settle(self, commit: Commit) -> None:
         """Last third of `write`: moves a committed attempt's files to their chunk keys. Harmless at any time after the
         commit, by any number of processes at once."""
-        group = _group(commit.address)
-        self._write_metadata("zarr.json", _GROUP_METADATA)
-        self._write_metadata(f"{group}/zarr.json", _GROUP_METADATA)
-        source = _attempt_key(commit.address, commit.attempt)
+        group, source = _group(commit.address), _attempt_key(commit.address, commit.attempt)
+        for key, metadata in self._metadata(commit).items():
+            if not files.exists(self._data, key):
+                self._write_metadata(key, metadata)
         for name, template, shard in self._blocks(commit):
-            self._write_metadata(f"{group}/{name}/zarr.json", template.metadata)
             key = f"{name}/{template.key(shard)}"
             files.move(self._run, f"attempts/{source}/{key}", f"rollouts.zarr/{group}/{key}")
         files.remove_tree(self._attempts, source)
@@ -184,6 +183,15 @@ class RolloutStore:
             elif commit is not None and discard:
                 self._discard(address, attempt)
         return settled
+
+    def restore_metadata(self, commits: Iterable[Commit]) -> None:
+        """Writes what plain readers find these arrays by where it is missing or damaged. For a driver without workers;
+        reading a committed array does not need it."""
+        before = self.dropped_before()
+        for commit in commits:
+            for key, data in {} if dropped(commit.address, before) else self._metadata(commit).items():
+                if files.read(self._data, key) != data:
+                    self._write_metadata(key, data)
 
     def attempts(self) -> list[tuple[Address, str]]:
         """Attempts that have files which are not in their place: under way, or of processes that died."""
@@ -209,20 +217,23 @@ class RolloutStore:
             return kept
         blocks: dict[str, list[np.ndarray]] = {}
         for name, template, shard in self._blocks(commit):
-            data = self._chunk(commit, f"{name}/{template.key(shard)}")
+            key = f"{name}/{template.key(shard)}"
+            data, where = self._chunk(commit, key), self._data.at(f"{_group(address)}/{key}")
             if data is None:
-                raise self._absent(address, f"array {name} of {address}: shard {shard}")
+                raise self._absent(address, f"array {name} of {address}: shard {shard} ({where})")
             try:
                 with self._lock:
                     blocks.setdefault(name, []).append(template.decode(shard, data))
             except (ValueError, RuntimeError) as error:
-                raise StoreError(f"array {name} of {address}: shard {shard} does not decode ({error})") from error
+                what = f"array {name} of {address}: shard {shard} does not decode ({where}: {error})"
+                raise StoreError(what) from error
         arrays = {name: parts[0] if len(parts) == 1 else np.concatenate(parts) for name, parts in blocks.items()}
         for name, array in arrays.items():
             found = zlib.crc32(np.ascontiguousarray(array).data)
             if found != commit.arrays[name].crc32:
                 raise StoreError(
-                    f"array {name} of {address}: CRC-32 {found:08x}, committed as {commit.arrays[name].crc32:08x}"
+                    f"array {name} of {address}: CRC-32 {found:08x}, committed as {commit.arrays[name].crc32:08x} "
+                    f"({self._data.at(_group(address))}/{name})"
                 )
         record = RECORD_TYPES[commit.kind](**arrays)
         self._recent.put((address, commit.attempt), record)
@@ -259,10 +270,13 @@ class RolloutStore:
         return StoreError(f"{what} is committed but its file is missing")
 
     def plain_faults(self, commit: Commit) -> Iterator[str]:
-        """Which committed arrays a plain Zarr reader does not see as they were committed."""
+        """What a plain Zarr reader does not find, or does not see as it was committed."""
         layout, group = self._layout(commit.address), _group(commit.address)
         shards = shards_of(layout, commit.address, commit.rows) if commit.arrays else range(0)
         rows = slice(shards.start * layout.rows_per_shard, shards.stop * layout.rows_per_shard)
+        for key in ("zarr.json", f"{group}/zarr.json") if commit.arrays else ():
+            if files.read(self._data, key) != _GROUP_METADATA:
+                yield f"{self._data.at(key)}: is not what was written: plain Zarr does not find the arrays below it"
         options = {} if self._data.fs is None else {"storage_options": self._data.fs.storage_options}
         for name, info in commit.arrays.items():
             where = f"array {name} of {commit.address}"
@@ -306,6 +320,12 @@ class RolloutStore:
             for shard in shards_of(layout, commit.address, commit.rows):
                 yield name, template, shard
 
+    def _metadata(self, commit: Commit) -> dict[str, bytes]:
+        """What plain readers find a commit's arrays by: key -> content."""
+        group = _group(commit.address)
+        found = {"zarr.json": _GROUP_METADATA, f"{group}/zarr.json": _GROUP_METADATA} if commit.arrays else {}
+        return found | {f"{group}/{name}/zarr.json": template.metadata for name, template, _ in self._blocks(commit)}
+
     def _chunk(self, commit: Commit, key: str) -> bytes | None:
         """A committed file: in its place, or still where the attempt wrote it. The place is asked again at the end,
         since the file may have moved between the two looks."""
@@ -318,11 +338,10 @@ class RolloutStore:
     def _write_metadata(self, key: str, data: bytes) -> None:
         """Whoever comes first, and in a race several, writes the same bytes. Temporary files are kept out of the
         hierarchy, since Zarr warns of files that it does not know."""
-        if not files.exists(self._data, key):
-            scratch = f"metadata-{new_attempt()}"
-            files.write(self._attempts, f"{scratch}/zarr.json", data)
-            files.move(self._run, f"attempts/{scratch}/zarr.json", f"rollouts.zarr/{key}")
-            files.remove_tree(self._attempts, scratch)
+        scratch = f"metadata-{new_attempt()}"
+        files.write(self._attempts, f"{scratch}/zarr.json", data)
+        files.move(self._run, f"attempts/{scratch}/zarr.json", f"rollouts.zarr/{key}")
+        files.remove_tree(self._attempts, scratch)
 
     def _discard(self, address: Address, attempt: str) -> None:
         files.remove_tree(self._attempts, _attempt_key(address, attempt))

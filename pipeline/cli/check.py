@@ -23,7 +23,7 @@ from stages.models.spec import read_spec
 def command(options: argparse.Namespace) -> int:
     if Path(options.target).is_dir():
         report = verify_run(saved_config(options.target))
-        output().print(report.render())
+        output().print(report.render(), crop=False)  # a problem is one line, however long
         return DONE if report.sound else BAD_INPUT
     config = config_of([options.target, *options.more])
     check_run_directory(config, resume=False)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -88,8 +89,8 @@ def _version_faults(config: RunConfig, commit: Commit, sampled: np.ndarray) -> I
 def plain_readers_proof(run: Evidence) -> Answer:
     """Any Zarr reader sees what was committed: no file stayed behind, no metadata is missing."""
     stored = [c for c in run.commits.values() if c.kind is not None and not dropped(c.address, run.dropped_before)]
-    faults = [fault for commit in stored for fault in run.history.store.plain_faults(commit)]
-    return f"{sum(len(commit.arrays) for commit in stored)} arrays", faults
+    faults = dict.fromkeys(fault for commit in stored for fault in run.history.store.plain_faults(commit))
+    return f"{sum(len(commit.arrays) for commit in stored)} arrays", list(faults)
 
 
 def commits_proof(run: Evidence) -> Answer:
@@ -103,26 +104,30 @@ def commits_proof(run: Evidence) -> Answer:
 
 
 def identity_proof(evidence: Evidence) -> Answer:
-    """Configs and numerics against those that identity.json lists; and that the config there is the saved one."""
+    """Configs and numerics against those that identity.json lists; config and prompts of the directory against it."""
     try:
         identity = read_identity(evidence.paths.root)
     except StoreError as error:
         return "0 statements", [str(error)]
     faults = list(identity_faults(identity, sections(evidence.config), evidence.commits.values()))
     number = 0 if identity is None else len(identity.statements)
+    with suppress(StoreError):  # prompts that cannot be read are named where rows are looked at
+        if identity is not None and PromptTable.load(evidence.paths.prompts).digest() != identity.prompts:
+            faults.append(f"{evidence.paths.prompts} or its .jsonl is not what was written")
     return f"{number} statements", faults
 
 
 def earlier_graphs(config: RunConfig) -> list[GraphSpec]:
-    """Of a run whose evaluations were changed when it was resumed: those that it had before."""
+    """Of a run that was resumed with more steps, or with other evaluations: those that it had before. (What was its
+    last version then was evaluated as such.)"""
     try:
         identity = read_identity(config.run_dir)
     except StoreError:
         return []  # `identity_proof` names it
-    every = (
-        {int(stated.config["evaluate"]["every"]) for stated in identity.statements} if identity is not None else set()
-    )
-    return [replace(config.graph(), eval_every=number) for number in sorted(every - {config.evaluate.every})]
+    stated = [] if identity is None else [statement.config for statement in identity.statements]
+    shapes = {(int(one["steps"]), int(one["evaluate"]["every"])) for one in stated}
+    spec = config.graph()
+    return [replace(spec, steps=s, eval_every=every) for s, every in sorted(shapes - {(spec.steps, spec.eval_every)})]
 
 
 def updates_proof(run: Evidence) -> Answer:

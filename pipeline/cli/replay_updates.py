@@ -28,6 +28,7 @@ from stages.models.numerics import repeats_bits
 from stages.models.protocol import Role
 from storage.address import Address
 from storage.checkpoints import Checkpoints
+from storage.retention import KEY
 
 _TRAINING = ("generate", "score", "reference", "logprob", "value", "advantage", "update_policy", "update_critic")
 """Stages whose outputs a step must have before its updates can run again."""
@@ -35,13 +36,14 @@ _RANGE = re.compile(r"(\d+):(\d+)")
 
 
 def update_range(config: RunConfig, text: str) -> range:
-    """The steps of "A:B", which are A to B - 1. Raises ConfigError for another form, and for steps of which something
-    is not there, naming it."""
+    """The steps of "A:B", which are A to B - 1. Raises ConfigError for another form, for steps of which something is
+    not there, naming it, and for those that would be trained from rollouts which were dropped."""
     match = _RANGE.fullmatch(text)
     steps = range(int(match[1]), int(match[2])) if match else range(0)
     if not steps:
         raise ConfigError("--updates", f"given {text!r}; write A:B for updates A to B - 1, for example 0:40")
-    there = set(open_history(config).ledger.addresses())
+    history = open_history(config)
+    there = set(history.ledger.addresses())
     spec = config.graph()
     whole = next((step for step in range(spec.steps) if _missing(spec, step, there)), spec.steps)
     if steps.stop > spec.steps:
@@ -50,7 +52,19 @@ def update_range(config: RunConfig, text: str) -> range:
         missing = _missing(spec, step, there)
         if missing:
             raise ConfigError("--updates", f"given {text!r}; {missing[0]} is not there (from 0 on it has 0:{whole})")
+    first, before = min(_start(config, role, steps.start) for role in UPDATE_STAGE), history.store.dropped_before()
+    if first < before:
+        need = (
+            f"they would be trained from version {first}, and the rollouts before step {before} were dropped by {KEY}"
+        )
+        raise ConfigError("--updates", f"given {text!r}; {need}. Updates from a later checkpoint on can be")
     return steps
+
+
+def _start(config: RunConfig, role: Role, version: int) -> int:
+    """Of the newest checkpoint at or before a version; 0 where there is none."""
+    saved = Checkpoints(RunPaths(config.run_dir).checkpoints, config.storage.durability())
+    return next(iter(saved.newest_first(str(role), version)), 0)
 
 
 def _missing(spec: GraphSpec, step: int, there: set[Address]) -> list[Address]:
@@ -88,8 +102,7 @@ def replay_updates(config: RunConfig, steps: range) -> int:
 
 def _replayed(config: RunConfig, role: Role, steps: range) -> Iterator[tuple[int, str, str]]:
     """See `ExactlyOnceUpdates.replay_all`."""
-    saved = Checkpoints(RunPaths(config.run_dir).checkpoints, config.storage.durability())
-    start = next(iter(saved.newest_first(str(role), steps.start)), 0)
+    start = _start(config, role, steps.start)
     print_line(f"{role}: from {f'the checkpoint of version {start}' if start else 'the start weights'}")
     with tempfile.TemporaryDirectory(prefix="stageline-replay-") as name:
         scratch = Path(name)

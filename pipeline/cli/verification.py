@@ -89,7 +89,7 @@ class Verification:
         lines = [f"{done} of {self.nodes} nodes have their commit: {came}", *self.notes]
         lines += [f"PROBLEM {fault}" for fault in self.faults]
         lines.append("sound" if self.sound else f"NOT sound: {len(self.faults)} problems")
-        return Group(stages, proofs, Text("\n".join(lines)))
+        return Group(stages, proofs, Text("\n".join(lines), no_wrap=True, overflow="ignore"))
 
 
 def verify_run(config: RunConfig) -> Verification:

@@ -28,6 +28,7 @@ from storage.errors import StoreError
 
 FORMAT = 1
 FILE = "identity.json"
+_WAY_ON = "Put it back, or remove it: a run whose commits are all of its config goes on without"
 
 
 @dataclass(frozen=True)
@@ -106,12 +107,12 @@ def read_identity(run_dir: Path) -> Identity | None:
         if document.get("format") != FORMAT:
             raise StoreError(f"{path}: format {document.get('format')!r}, this version reads {FORMAT}")
         if document.pop("digest", None) != _digest(document):
-            raise StoreError(f"{where} (its digest differs)")
+            raise StoreError(f"{where} (its digest differs). {_WAY_ON}")
         statements = tuple(Statement(**one | {"changed": tuple(one["changed"])}) for one in document["statements"])
         numerics = tuple(GangNumerics(**one) for one in document["numerics"])
         return Identity(document["models"], document["prompts"], statements, numerics)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise StoreError(f"{where}: {type(error).__name__}: {error}") from error
+        raise StoreError(f"{where}: {type(error).__name__}: {error}. {_WAY_ON}") from error
 
 
 def write_identity(run_dir: Path, identity: Identity) -> None:

@@ -21,6 +21,8 @@ from pipeline.config.changes import decides_nothing, sections, settings
 from pipeline.config.errors import ConfigError
 from pipeline.config.run import RunConfig, validate
 
+_WAY_ON = "Put it back, or remove the file, which is then written anew from identity.json"
+
 
 def load_config(files: Iterable[str | os.PathLike[str]], overrides: Iterable[str] = ()) -> RunConfig:
     """Merges defaults, YAML files in the order given and `key=value` overrides, and refuses what cannot work.
@@ -55,21 +57,22 @@ def read_saved(path: Path, overrides: Iterable[str] = ()) -> RunConfig:
     try:
         text = path.read_text("utf8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(where, f"cannot be read: {_one_line(error)}") from error
-    saved = _parse(text, where)
+        raise ConfigError(where, f"cannot be read: {_one_line(error)}. {_WAY_ON}") from error
+    saved = _parse(text, where, f". {_WAY_ON}")
     content: Any = OmegaConf.to_container(saved) if isinstance(saved, DictConfig) else {}
     there = [f"{key}." for key in settings(content)]
     lost = [key for key in settings(sections(RunConfig())) if not any(had.startswith(f"{key}.") for had in there)]
     if lost:
-        raise ConfigError(where, f"is damaged, or of another version of Stageline: it has no {', '.join(lost)}")
+        named = ", ".join(lost[:5]) + (f" and {len(lost) - 5} others" if len(lost) > 5 else "")
+        raise ConfigError(where, f"is damaged, or of another version of Stageline: it has no {named}. {_WAY_ON}")
     return load_yaml(text, overrides, where=where)
 
 
-def _parse(text: str, where: str) -> Any:
+def _parse(text: str, where: str, way_on: str = "") -> Any:
     try:
         return OmegaConf.create(text)
     except Exception as error:  # as in `_read_file`
-        raise ConfigError(where, f"not readable as YAML: {_one_line(error)}") from error
+        raise ConfigError(where, f"not readable as YAML: {_one_line(error)}{way_on}") from error
 
 
 def _read_file(file: str | os.PathLike[str]) -> tuple[str, Any]:

@@ -36,6 +36,7 @@ from stages.models.spec import ModelSpec, layer_shapes
 from stages.prompts import PromptTable, tokenise
 from stages.rewards.registry import build_reward
 from storage.errors import StoreError
+from storage.problems import plain_name
 from storage.prompts import PromptsError, load_texts
 
 _CONTAINER_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
@@ -88,6 +89,8 @@ def preflight(config: RunConfig, saved: Path | None = None) -> Preflight:
 def check_run_directory(config: RunConfig, *, resume: bool) -> None:
     """Refuses a directory that cannot be written, and one that holds a run: another one, or, unless it is to be
     resumed, any; where it is to be, an edited config, and a change that the run may not have. Creates nothing."""
+    for problem in plain_name("name", config.name):  # of a run that goes on: whatever its directory was moved to
+        raise refusal(problem)
     paths = RunPaths(config.run_dir)
     _check_writable("runs_dir", config.runs_dir, paths.root)
     for name, gang in config.placement.gangs.items():
@@ -103,7 +106,7 @@ def check_run_directory(config: RunConfig, *, resume: bool) -> None:
             f"given {config.name!r}; {paths.root} holds a run with another config ({paths.config}). Choose another "
             "name=..., or remove that directory",
         )
-    if not resume and (paths.events.exists() or paths.first_full_events.exists()):
+    if not resume and any(path.exists() for path in (paths.events, paths.first_full_events, paths.ledger)):
         raise ConfigError(
             "name",
             f"given {config.name!r}; {paths.root} holds this run already: `stageline resume {paths.root}` continues "
@@ -277,7 +280,10 @@ def _prompts_of(config: RunConfig, tokenizer: Tokenizer, saved: Path | None) -> 
     if saved is None:
         return _read_prompts(config, tokenizer), None
     try:
-        return PromptTable.load(saved), None
+        table, identity = PromptTable.load(saved), read_identity(config.run_dir)
+        if identity is None or table.digest() == identity.prompts:
+            return table, None
+        lost = f"{saved} or {saved.with_suffix('.jsonl').name} is not what was written"
     except StoreError as error:
         lost = str(error)
     try:

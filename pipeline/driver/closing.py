@@ -22,7 +22,8 @@ from storage.segments import SPAN, first_step
 
 def all_committed(spec: GraphSpec, ledger: Ledger) -> bool:
     """Whether every node of the run has its commit."""
-    first, there = ledger.closed_until(), set(ledger.open_addresses())
+    first = ledger.closed_until()
+    there = set(ledger.addresses(from_step=first))  # not only open ones: a segment before others may have been reopened
     nodes = (node for step in range(max(0, first - 1), spec.steps) for node in step_nodes(spec, step))
     return all(node.address.step < first or node.address in there for node in nodes)
 

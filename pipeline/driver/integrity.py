@@ -22,6 +22,7 @@ from pipeline.observe.history import History
 from storage.address import Address
 from storage.commits import Commit
 from storage.errors import DamagedCommit, StoreError
+from storage.ledger import Ledger
 from storage.weights import WeightBoard
 
 
@@ -35,25 +36,33 @@ class Mended:
     """Content by address: of outputs that have no commit, and that committed ones were made from."""
 
 
+def set_damaged_aside(ledger: Ledger, paths: RunPaths) -> list[str]:
+    """Moves commit records that are not what was written out of the ledger, so that their nodes run again; says which.
+    For a driver that has no workers yet. Raises StoreError for a record of another format, and for a segment whose
+    table of contents is damaged."""
+    warnings = []
+    ledger.reopen_damaged()
+    for address in ledger.open_addresses():  # what is closed is whole
+        try:
+            ledger.find(address)
+        except DamagedCommit as error:
+            place = ledger.set_aside(address, str(paths.damaged))
+            warnings.append(f"{error}. It was moved to {place}; {address} runs again")
+    return warnings
+
+
 def mend(history: History, paths: RunPaths) -> Mended:
-    """Sets damaged commit records aside, and puts files that are committed in their places. For a driver that has no
-    workers yet.
+    """Sets damaged commit records aside, puts files that are committed in their places, and writes what plain Zarr
+    readers find them by where that is damaged. For a driver that has no workers yet.
 
     Raises:
         StoreError: a committed output was made from another input than the committed one, or a record is of another
             format; nothing was changed in the former case but what is said above.
     """
     ledger = history.ledger
-    warnings, commits = [], []
-    ledger.reopen_damaged()
-    for address in ledger.open_addresses():  # what is closed is whole, and was made from what is closed
-        try:
-            commit = ledger.find(address)
-        except DamagedCommit as error:
-            place = ledger.set_aside(address, str(paths.damaged))
-            warnings.append(f"{error}. It was moved to {place}; {address} runs again")
-            continue
-        commits += [commit] if commit is not None else []
+    warnings = set_damaged_aside(ledger, paths)
+    looked_at = ledger.addresses(from_step=ledger.closed_until())  # what is closed before was made from what is closed
+    commits = [commit for commit in map(ledger.find, looked_at) if commit is not None]
     found = {commit.address: commit for commit in commits}
     inputs = [one for commit in commits for one in commit.provenance.inputs]
     for address in {one.address for one in inputs} - found.keys():
@@ -64,6 +73,7 @@ def mend(history: History, paths: RunPaths) -> Mended:
         more = f" (and {len(faults) - 1} more: `stageline check {paths.root}` lists them)" if len(faults) > 1 else ""
         raise StoreError(f"{paths.root} cannot go on: {faults[0]}{more}")
     history.store.recover()
+    history.store.restore_metadata(commits)
     return Mended(tuple(warnings), {one.address: one.content for one in inputs if one.address not in found})
 
 

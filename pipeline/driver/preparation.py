@@ -16,7 +16,7 @@ from pipeline.config.paths import RunPaths
 from pipeline.config.preflight import Preflight
 from pipeline.config.run import RunConfig
 from pipeline.driver.identity import state, state_again
-from pipeline.driver.integrity import Mended, mend
+from pipeline.driver.integrity import Mended, mend, set_damaged_aside
 from pipeline.driver.results import open_history
 from pipeline.driver.retention import check_evaluations
 from pipeline.driver.rewind import carry_out, plan_rewind
@@ -46,7 +46,9 @@ def prepare(config: RunConfig, checked: Preflight, *, resume: bool, from_checkpo
     """
     paths, history = RunPaths(config.run_dir), open_history(config)
     rewind = None
+    warnings: list[str] = []
     if from_checkpoint:
+        warnings += set_damaged_aside(history.ledger, paths)
         history.store.recover()
         rewind = plan_rewind(history, paths)
     if resume:
@@ -58,7 +60,7 @@ def prepare(config: RunConfig, checked: Preflight, *, resume: bool, from_checkpo
         check_evaluations(config, history)
     for directory in (paths.rendezvous, paths.plots):
         directory.mkdir(exist_ok=True)
-    warnings = list(stated.warnings)
+    warnings += stated.warnings
     if not resume or checked.lost_prompts is not None:
         checked.prompts.save(paths.prompts)
     if checked.lost_prompts is not None:

@@ -9,8 +9,7 @@
 So a trainer that is lost, a version that must be published again, a checkpoint that turns out damaged and
 `resume --from-checkpoint` all find what they need.
 
-May import pipeline.config, pipeline.graph, pipeline.observe, pipeline.workers.updates, stages.models.protocol and
-storage.
+May import pipeline.config, pipeline.graph, pipeline.observe, pipeline.workers.updates and storage.
 """
 
 from __future__ import annotations
@@ -26,8 +25,7 @@ from pipeline.config.paths import RunPaths
 from pipeline.config.run import RunConfig
 from pipeline.graph.graph import UPDATE_STAGE, GraphSpec, evaluate_nodes, evaluated, window
 from pipeline.observe.history import History
-from pipeline.workers.updates import committed_meta
-from stages.models.protocol import Role
+from pipeline.workers.updates import is_usable
 from storage.checkpoints import Checkpoints, version_of
 from storage.config import KeepConfig
 from storage.errors import StoreError
@@ -117,19 +115,9 @@ class Retention:
 
     def _is_sound(self, version: int) -> bool:
         if version not in self._sound:
-            self._sound[version] = all(self._verified(role, version) for role in UPDATE_STAGE)
+            ledger = self._history.ledger
+            self._sound[version] = all(is_usable(self._checkpoints, ledger, role, version) for role in UPDATE_STAGE)
         return self._sound[version]
-
-    def _verified(self, role: Role, version: int) -> bool:
-        """Whether every byte is what was saved, and the weights are those that were committed."""
-        expected = committed_meta(self._history.ledger, role, version)
-        if expected is None:
-            return False
-        try:
-            self._checkpoints.verify(role, version, expected=expected)
-        except StoreError:
-            return False
-        return True
 
 
 def drop_exports(directory: Path, keep: int) -> None:

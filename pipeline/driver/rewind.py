@@ -8,7 +8,7 @@ them. It need not: a checkpoint has its weights as they are. What was committed 
 and is made anew. Nothing is deleted. Checkpoints and exports go first, then commits, children before parents: whoever
 dies over it leaves a run that is whole, and the command can be given again.
 
-May import pipeline.config, pipeline.observe and below.
+May import pipeline.config, pipeline.graph, pipeline.observe, pipeline.workers.updates and below.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from pathlib import Path
 from pipeline.config.paths import RunPaths
 from pipeline.graph.rewind import can_go_back, made_anew
 from pipeline.observe.history import History
+from pipeline.workers.updates import is_usable
 from stages.models.protocol import Role
 from storage import files
 from storage.address import Address
 from storage.checkpoints import Checkpoints, version_of
-from storage.errors import StoreError
 
 
 @dataclass(frozen=True)
@@ -50,8 +50,9 @@ def plan_rewind(history: History, paths: RunPaths) -> Rewind:
     start. Moves nothing."""
     checkpoints = Checkpoints(paths.checkpoints)
     committed = set(history.ledger.addresses())
-    saved = {v for v in checkpoints.versions(Role.POLICY) if _sound(checkpoints, Role.POLICY, v)}
-    both = (v for v in sorted(saved, reverse=True) if _sound(checkpoints, Role.CRITIC, v))
+    ledger = history.ledger
+    saved = {v for v in checkpoints.versions(Role.POLICY) if is_usable(checkpoints, ledger, Role.POLICY, v)}
+    both = (v for v in sorted(saved, reverse=True) if is_usable(checkpoints, ledger, Role.CRITIC, v))
     before = history.store.dropped_before()
     version = next((v for v in both if can_go_back(history.spec, committed, v, saved, before)), 0)
     later = [*_later(paths.checkpoints.glob("*/v*"), version), *_later(paths.weights(0).parent.glob("v*"), version)]
@@ -83,11 +84,3 @@ def _later(directories: Iterator[Path], version: int) -> Iterator[Path]:
         found = version_of(directory)
         if found is not None and found > version:
             yield directory
-
-
-def _sound(checkpoints: Checkpoints, role: Role, version: int) -> bool:
-    try:
-        checkpoints.verify(role, version)
-    except StoreError:
-        return False
-    return True

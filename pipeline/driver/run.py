@@ -216,7 +216,7 @@ class _Driver:
             self._graph,
             dispatch,
             first_step=self._books.first_step,
-            committed=history.ledger.open_addresses(),
+            committed=history.ledger.addresses(from_step=self._books.first_step),
             published=board.available(),
             on_step=self._step_over,
             on_unread=self._version_unread,

@@ -31,6 +31,8 @@ from storage.weights import WeightBoard
 
 DISK_FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS})
 """Of an OSError: the disk is full, or the user's share of it, or it cannot be written any more."""
+_IN_THE_WAY = frozenset({errno.EACCES, errno.EPERM, errno.EEXIST, errno.ENOTDIR, errno.EISDIR})
+"""There is no right to write, or a file where a directory must be."""
 
 
 @contextmanager
@@ -39,10 +41,10 @@ def writable(config: RunConfig) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.errno not in DISK_FULL | {errno.EACCES, errno.EPERM}:
+        if error.errno not in DISK_FULL | _IN_THE_WAY:
             raise
         where = f"cannot write {error.filename or 'there'}: {error.strerror}"
-        need = f"{where}. Make room, or give the right to write; what is committed stays"
+        need = f"{where}. Make room (or way), or give the right to write; what is committed stays"
         raise ConfigError("runs_dir", f"given {config.runs_dir!r}; {need}") from error
 
 

@@ -113,8 +113,8 @@ class History:
         some of it may be gone, and about to be made again)."""
         needed = {"update_policy": 1, "update_critic": 1, "advantage": 1, "generate": self.spec.shards}
         closed = self.ledger.closed_until()  # of these steps every record is there
-        there = Counter((address.step, address.stage) for address in self.ledger.addresses(since=closed))
-        steps = {step for step, _ in there if step >= closed}
+        there = Counter((address.step, address.stage) for address in self.ledger.addresses(from_step=closed))
+        steps = {step for step, _ in there}
         done = sorted(s for s in steps if all(there[s, stage] == number for stage, number in needed.items()))
         return [*range(closed), *done]
 

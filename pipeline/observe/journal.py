@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 from types import TracebackType
-from typing import IO
+from typing import IO, Any
 
 from pipeline.observe.appending import AppendFailed, LineFile
 
@@ -78,8 +78,21 @@ class Event:
 
     @staticmethod
     def from_json(line: str) -> Event:
+        """Raises ValueError, KeyError, TypeError or AttributeError for a line that is no event."""
         fields = json.loads(line)
-        return Event(kind=EventKind(fields.pop("kind")), **fields)
+        event = Event(kind=EventKind(fields.pop("kind")), **fields)
+        for name, kinds in _NUMBERS.items():
+            if not isinstance(getattr(event, name), kinds):
+                raise TypeError(f"{name}: {getattr(event, name)!r}")
+        return event
+
+
+_NUMBERS: dict[str, Any] = {
+    "t": int | float,
+    **dict.fromkeys(("step", "shard", "rank"), int | None),
+    **dict.fromkeys(("seconds", "store_s"), int | float | None),
+}
+"""Fields of an event that are computed with, and what they may be."""
 
 
 class Journal:

@@ -40,7 +40,7 @@ from mlflow.tracing.constant import (
 from mlflow.tracking import MlflowClient
 from sqlalchemy.exc import SQLAlchemyError
 
-from pipeline.observe.tracking import read_spool
+from pipeline.observe.tracking import read_spool, read_state
 
 Item = dict[str, Any]
 
@@ -61,7 +61,7 @@ class SpoolWriter:
         self._spool = spool
         self._state_path = spool.with_suffix(".state.json")
         self._report = report
-        state = json.loads(self._state_path.read_text()) if self._state_path.exists() else {}
+        state = read_state(spool)
         if state.get("uri") != uri:  # another store has nothing of this run yet
             state = {"uri": uri, "metrics": 0, "rest": 0, "run_id": None, "experiment_id": None, "open": False}
         self._state: Item = state

@@ -46,6 +46,18 @@ WRITER_ENV = {
     "OMP_NUM_THREADS": "1",
 }
 
+_FIELDS: dict[Any, set[str]] = {
+    "open": {"t", "key", "experiment", "run_name", "params", "tags"},
+    "metrics": {"t", "step", "values"},
+    "trace": {"t", "step", "spans"},
+    "artifact": {"t", "path", "artifact_dir"},
+    "tags": {"t", "values"},
+    "close": {"t", "status"},
+}
+"""Of a line of the spool, by its kind."""
+STATE_FIELDS = {"uri", "metrics", "rest", "run_id", "experiment_id", "open"}
+"""Of the writer's note: to where, how far each of the two queues is delivered, into which run, whether it is open."""
+
 
 @dataclass(frozen=True)
 class Span:
@@ -238,10 +250,19 @@ def deliver(spool_path: Path, uri: str, timeout_s: float = 60.0) -> Delivery:
 
 def delivered_run_id(spool_path: Path, uri: str) -> str | None:
     """The MLflow run that a spool was delivered to at `uri`; None where it never was."""
-    state_path = spool_path.with_suffix(".state.json")
-    state = json.loads(state_path.read_text()) if state_path.exists() else {}
+    state = read_state(spool_path)
     run_id: str | None = state.get("run_id") if state.get("uri") == uri else None
     return run_id
+
+
+def read_state(spool_path: Path) -> dict[str, Any]:
+    """What a spool's writer has noted of its deliveries; empty where there is no note, or a damaged one (after a power
+    cut, say): then all is delivered again, which changes nothing."""
+    try:
+        state = json.loads(spool_path.with_suffix(".state.json").read_bytes())
+    except (FileNotFoundError, ValueError):
+        return {}
+    return state if isinstance(state, dict) and state.keys() >= STATE_FIELDS else {}
 
 
 def how_to_open(uri: str) -> str:
@@ -260,8 +281,10 @@ def read_spool(path: Path, offset: int = 0) -> list[tuple[int, dict[str, Any]]]:
         for line in lines:
             if line.endswith(b"\n"):
                 offset += len(line)
-                with contextlib.suppress(ValueError):
-                    items.append((offset, json.loads(line)))
+                with contextlib.suppress(ValueError, TypeError):
+                    item = json.loads(line)
+                    if isinstance(item, dict) and _FIELDS.get(item.get("kind"), {"?"}) <= item.keys():
+                        items.append((offset, item))
     return items
 
 

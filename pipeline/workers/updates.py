@@ -54,6 +54,18 @@ def committed_meta(ledger: Ledger, role: Role, version: int) -> dict[str, Any] |
     return None if commit is None else _meta(str(commit.digest))
 
 
+def is_usable(checkpoints: Checkpoints, ledger: Ledger, role: Role, version: int) -> bool:
+    """Whether every byte of a checkpoint is what was saved, and its weights are those that were committed."""
+    expected = committed_meta(ledger, role, version)
+    if expected is None:
+        return False
+    try:
+        checkpoints.verify(role, version, expected=expected)
+    except StoreError:
+        return False
+    return True
+
+
 def _meta(digest: str) -> dict[str, Any]:
     return {"digest": digest}
 

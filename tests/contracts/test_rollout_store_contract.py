@@ -208,8 +208,10 @@ class StoreContract:
         commit = store.prepare(Address("advantage", 0), advantages(), PROVENANCE, attempt="a0-11111111")
         ledger.commit(commit)
         assert_same(store.read(Address("advantage", 0)), advantages())
-        assert [fault.split(":")[0] for fault in store.plain_faults(commit)] == [
-            f"array {name} of advantage/step_000000/shard_0000" for name in advantages().arrays()
+        assert [fault.split(":")[0].rpartition("rollouts.zarr/")[2] for fault in store.plain_faults(commit)] == [
+            "zarr.json",
+            "step_000000/zarr.json",
+            *(f"array {name} of advantage/step_000000/shard_0000" for name in advantages().arrays()),
         ]
         assert store.attempts() == [(Address("advantage", 0), "a0-11111111")]
         assert store.recover(discard=False) == 1

@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import save_file
 
 from pipeline.config.errors import ConfigError
+from pipeline.config.identity import Identity, Statement, write_identity
 from pipeline.config.loading import load_config, to_yaml
 from pipeline.config.paths import RunPaths
 from pipeline.config.preflight import check_run_directory, preflight
@@ -346,6 +347,22 @@ def test_a_resumed_run_keeps_its_prompts(folder: Path) -> None:
     np.testing.assert_array_equal(again.train, first.train)
 
 
+def test_a_changed_copy_of_the_prompts_is_not_used(folder: Path) -> None:
+    """It can be read, and is not what the run began with; the source still is."""
+    config = load(folder)
+    first, saved = preflight(config).prompts, RunPaths(config.run_dir).prompts
+    saved.parent.mkdir(parents=True)
+    first.save(saved)
+    stated = Statement(0.0, "started", {}, "", {})
+    write_identity(config.run_dir, Identity({}, first.digest(), (stated,)))
+    assert preflight(config, saved).lost_prompts is None
+    extras = saved.with_suffix(".jsonl")
+    extras.write_text(extras.read_text().replace("{}", '{"rating": 3}', 1))
+    again = preflight(config, saved)
+    assert again.lost_prompts == f"{saved} or prompts.jsonl is not what was written"
+    assert again.prompts.digest() == first.digest()
+
+
 @pytest.mark.parametrize("below", ["a file", "/proc"])
 def test_an_unwritable_run_directory_is_refused(folder: Path, below: str) -> None:
     (folder / "a file").write_text("")
@@ -385,3 +402,19 @@ def test_a_directory_that_holds_this_run_is_for_resume(folder: Path) -> None:
     with pytest.raises(ConfigError, match=f"`stageline resume {paths.root}` continues it"):
         check_run_directory(config, resume=False)
     check_run_directory(config, resume=True)
+
+
+def test_a_run_that_has_lost_its_journal_is_not_begun_again(folder: Path) -> None:
+    config = load(folder)
+    RunPaths(config.run_dir).ledger.mkdir(parents=True)
+    with pytest.raises(ConfigError, match="`stageline resume "):
+        check_run_directory(config, resume=False)
+
+
+def test_a_run_that_was_moved_to_what_is_no_name_says_so(folder: Path) -> None:
+    """And not each of its workers, when they are built."""
+    config = load(folder)
+    config.name = "a run (copy)"
+    with pytest.raises(ConfigError, match=r"given 'a run \(copy\)'; a name has") as refusal:
+        check_run_directory(config, resume=True)
+    assert refusal.value.key == "name"

@@ -67,3 +67,16 @@ def test_a_hole_is_noticed(tmp_path: Path, missing: Address) -> None:
     assert not all_committed(SPEC, ledger)
     commit(ledger, missing)
     assert all_committed(SPEC, ledger)
+
+
+def test_a_segment_that_was_opened_again_does_not_hide_those_after_it(tmp_path: Path) -> None:
+    """A record in it was damaged. What is closed behind it would otherwise be taken for missing, and all of the run
+    trained once more."""
+    ledger = Ledger(str(tmp_path))
+    go_on(ledger, range(SPEC.steps))
+    assert ledger.closed_until() == 2 * SPAN
+    ledger.reopen([Address("score", 3)])
+    books = OpenBooks(SPEC, ledger)
+    assert books.first_step == 0
+    assert set(ledger.addresses(from_step=books.first_step)) == {node.address for node in run_nodes(SPEC)}
+    assert all_committed(SPEC, ledger)

@@ -72,6 +72,21 @@ def test_a_damaged_record_is_set_aside_and_made_again(history: History, paths: R
     assert mend(history, paths).warnings == ()
 
 
+@pytest.mark.parametrize("damaged", ["zarr.json", "step_000000/zarr.json", "step_000000/scores/zarr.json"])
+@pytest.mark.parametrize("missing", [True, False])
+def test_what_plain_zarr_finds_arrays_by_is_written_again(
+    history: History, paths: RunPaths, damaged: str, missing: bool
+) -> None:
+    commit, file = scores(history, FIRST, 1), paths.rollouts / damaged
+    whole = file.read_bytes()
+    file.unlink() if missing else file.write_bytes(whole[:20])
+    assert list(history.store.plain_faults(commit)) != []
+    mend(history, paths)
+    assert list(history.store.plain_faults(commit)) == []
+    assert file.read_bytes() == whole
+    assert not history.store.attempts()
+
+
 def test_one_that_comes_out_differently_is_named(history: History, paths: RunPaths) -> None:
     scores(history, SECOND, 2, scores(history, FIRST, 1))
     damage(paths, FIRST)

@@ -54,7 +54,15 @@ def test_a_journal_of_nothing_but_a_torn_line_begins_anew(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize(
-    "line", [b'{"t":1.5,"ki{"t":2.0,"kind":"finished"}', b"\xff\xfe", b"3", b'{"kind":"unheard_of"}']
+    "line",
+    [
+        b'{"t":1.5,"ki{"t":2.0,"kind":"finished"}',
+        b"\xff\xfe",
+        b"3",
+        b'{"kind":"unheard_of"}',
+        b'{"t":null,"kind":"started"}',
+        b'{"t":1.5,"kind":"finished","stage":"score","step":"a","seconds":"b"}',
+    ],
 )
 def test_a_line_torn_by_an_earlier_driver_is_passed_over_and_said(tmp_path: Path, line: bytes) -> None:
     path = tmp_path / "events.jsonl"

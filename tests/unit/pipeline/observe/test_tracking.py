@@ -12,7 +12,16 @@ import pytest
 from mlflow.tracing.client import TracingClient
 from mlflow.tracking import MlflowClient
 
-from pipeline.observe.tracking import WRITER_ENV, MlflowTracker, NullTracker, Span, deliver, how_to_open, read_spool
+from pipeline.observe.tracking import (
+    WRITER_ENV,
+    MlflowTracker,
+    NullTracker,
+    Span,
+    deliver,
+    how_to_open,
+    read_spool,
+    read_state,
+)
 from tests.support.paths import ROOT
 
 T0 = 1_700_000_000.0
@@ -132,6 +141,24 @@ def test_a_killed_drivers_run_is_marked_killed_and_a_torn_line_is_cut(tmp_path: 
     history = MlflowClient(uri).get_metric_history(run_id, "reward")
     assert [(m.step, m.value) for m in history] == [(0, 1.0), (1, 2.0)]
     assert MlflowClient(uri).get_run(run_id).info.status == "FINISHED"
+
+
+def test_what_a_damaged_disk_gives_back_is_passed_over(tmp_path: Path) -> None:
+    """Lines that are JSON and no items; a note that is empty, as after a power cut, or lacks something."""
+    spool = tmp_path / "mlflow_spool.jsonl"
+    tags = {"t": T0, "kind": "tags", "values": {}}
+    damaged: list[object] = [
+        {"t": T0, "kynd": "tags", "values": {}},
+        [1],
+        tags | {"kind": ["tags"]},
+        tags | {"kind": "tag"},
+    ]
+    spool.write_text("".join(json.dumps(item) + "\n" for item in (*damaged, {"t": T0, "kind": "tags"}, tags)))
+    assert [item for _, item in read_spool(spool)] == [tags]
+    state = {"uri": "u", "metrics": 0, "rest": 0, "run_id": "r", "experiment_id": "1", "open": True}
+    for text, read in (("", {}), ("[]", {}), ('{"uri": "u"}', {}), (json.dumps(state), state)):
+        (tmp_path / "mlflow_spool.state.json").write_text(text)
+        assert read_state(spool) == read
 
 
 def test_the_driver_never_imports_mlflow() -> None:

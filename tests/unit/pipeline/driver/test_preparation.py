@@ -1,0 +1,89 @@
+"""A run's directory before its workers start, where it goes back to a checkpoint; without processes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from pipeline.config.errors import ConfigError
+from pipeline.config.loading import load_config
+from pipeline.config.paths import RunPaths
+from pipeline.config.preflight import Preflight, preflight
+from pipeline.config.run import RunConfig
+from pipeline.driver.preparation import prepare
+from pipeline.driver.results import open_history
+from pipeline.driver.session import writable
+from pipeline.graph.graph import run_nodes
+from storage.address import Address
+from storage.checkpoints import Checkpoints
+from storage.commits import provenance_here
+from tests.support.configs import arguments, write_config
+
+WHERE = provenance_here(seed=0, config_hash="")
+ROLES = ("policy", "critic")
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> RunConfig:
+    write_config(tmp_path)
+    file, *changes = arguments(tmp_path)
+    config = load_config([file], [*changes, "steps=4", "evaluate.every=0", "staleness=0"])
+    config.run_dir.mkdir(parents=True)
+    return config
+
+
+@pytest.fixture
+def begun(config: RunConfig) -> Preflight:
+    """All four steps are committed, with checkpoints of versions 2 and 4."""
+    checked = preflight(config)
+    prepare(config, checked, resume=False, from_checkpoint=False)
+    store = open_history(config).store
+    for node in run_nodes(config.graph()):
+        stage, step = node.address.stage, node.address.step
+        store.commit_only(node.address, WHERE, digest=f"{stage.removeprefix('update_')}{step + 1}")
+    for role in ROLES:
+        save(config, role, 2, f"{role}2")
+        save(config, role, 4, f"{role}4")
+    return checked
+
+
+def save(config: RunConfig, role: str, version: int, digest: str) -> None:
+    checkpoints = Checkpoints(RunPaths(config.run_dir).checkpoints)
+    directory = checkpoints.begin(role, version)
+    (directory / "model.bin").write_text(digest)
+    checkpoints.finish(role, version, directory, {"digest": digest})
+
+
+def updates(config: RunConfig) -> list[int]:
+    return [address.step for address in open_history(config).ledger.addresses("update_policy")]
+
+
+def test_a_checkpoint_that_is_not_of_this_runs_weights_is_not_gone_back_to(config: RunConfig, begun: Preflight) -> None:
+    """The trainer would not load it, and would have to train what it cannot repeat."""
+    newest = RunPaths(config.run_dir).checkpoints / "critic" / "v000004"
+    newest.rename(newest.with_name("kept"))
+    save(config, "critic", 4, "another run's")
+    ready = prepare(config, begun, resume=True, from_checkpoint=True)
+    assert any("resumed from checkpoint v2: " in warning for warning in ready.warnings)
+    assert updates(config) == [0, 1]
+
+
+def test_a_damaged_record_does_not_keep_a_run_from_going_back(config: RunConfig, begun: Preflight) -> None:
+    """It is set aside first, as without going back."""
+    paths = RunPaths(config.run_dir)
+    record = paths.ledger / f"{Address('update_critic', 3)}.json"
+    record.write_text(record.read_text().replace("critic4", "critic5"))
+    ready = prepare(config, begun, resume=True, from_checkpoint=True)
+    assert [warning for warning in ready.warnings if warning.startswith(f"{record}: is not what was written")]
+    assert any("resumed from checkpoint v2: " in warning for warning in ready.warnings)
+    assert updates(config) == [0, 1]
+    assert len([path for path in paths.damaged.rglob("*") if path.is_file()]) == 1
+
+
+def test_a_file_where_a_directory_must_be_is_refused_by_its_path(config: RunConfig, begun: Preflight) -> None:
+    plots = RunPaths(config.run_dir).plots
+    plots.rmdir()
+    plots.write_text("")
+    with pytest.raises(ConfigError, match=f"cannot write {plots}: File exists"), writable(config):
+        prepare(config, begun, resume=True, from_checkpoint=False)

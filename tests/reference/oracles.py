@@ -106,6 +106,14 @@ def clip(x: float, low: float, high: float) -> float:
     return min(max(x, low), high)
 
 
+def corrected(w: float, correction: str, cap: float) -> float:
+    if correction == "none":
+        return 1.0
+    if correction == "truncate":
+        return min(w, cap)
+    return w if 1 / cap <= w <= cap else 0.0
+
+
 def policy_loss(
     new: Matrix,
     entropy: Matrix,
@@ -142,13 +150,7 @@ def policy_loss(
         else:
             alpha = behind[i][t] / (behind[i][t] + taken)
             prox = sampler[i][t] + alpha * (new[i][t] - sampler[i][t])
-        w = math.exp(prox - sampler[i][t])
-        if correction == "none" or anchor == "sampler":
-            w = 1.0
-        elif correction == "truncate":
-            w = min(w, cap)
-        elif not 1 / cap <= w <= cap:
-            w = 0.0
+        w = 1.0 if anchor == "sampler" else corrected(math.exp(prox - sampler[i][t]), correction, cap)
         u = math.exp(new[i][t] - (sampler[i][t] if anchor == "sampler" else prox))
         a = advantages[i][t]
         # Written as a maximum of losses, as Schulman et al. 2017 is usually coded; ours is a minimum of gains.
@@ -156,7 +158,8 @@ def policy_loss(
         if dual_clip is not None and a < 0:
             terms[i][t] = min(terms[i][t], w * -a * dual_clip)
         if kl_where == "loss":
-            terms[i][t] += kl_coef * kl_estimate(new[i][t] - ref[i][t], kl_estimator)
+            rho = corrected(math.exp(new[i][t] - sampler[i][t]), correction, cap)
+            terms[i][t] += kl_coef * rho * kl_estimate(new[i][t] - ref[i][t], kl_estimator)
         terms[i][t] -= entropy_coef * entropy[i][t]
     return aggregate(terms, mask, aggregation)
 

@@ -6,8 +6,8 @@
                                               r_t ──► an estimator without a critic (`ppo.advantage`) ──┘
 
 A pure function, computed in float64. It sees the whole step, since whitening, groups of responses to one prompt, the
-running mean of scores and the KL controller are defined over the step and not over a shard. What passes from step to step is `state`: small, JSON, and
-part of every checkpoint because it is part of the stage's output.
+running mean of scores and the KL controller are defined over the step and not over a shard. What passes from step to
+step is `state`: small, JSON, and part of every checkpoint because it is part of the stage's output.
 
 May import numpy, torch, storage and stages.ppo.
 """
@@ -70,8 +70,8 @@ def advantage(
 
     Raises:
         StalenessError: see there.
-        ValueError: records with different numbers of rows, `policy` or `values` given or missing against `cfg`, or
-            rows that are not whole groups of responses to one prompt where these are compared.
+        ValueError: records with different numbers of rows, `policy` or `values` given or missing against `cfg`, or rows
+            that are no whole groups of responses to one prompt, where these are compared.
     """
     _check(rollout, scores, reference, policy, values, cfg)
     check_staleness(rollout, step, staleness_bound)
@@ -84,15 +84,11 @@ def advantage(
     kl_coef = float(state.get("kl_coef", cfg.kl.coef)) if cfg.kl.target is not None else cfg.kl.coef
     shaped_scores, running = _shape_scores(scores, truncated, cfg, state)
     groups = _groups(rollout, loss_mask, responses_per_prompt) if cfg.advantage in GROUPED else None
-    if groups is not None and cfg.skip_equal_groups:
-        loss_mask = loss_mask & ~equal_groups(shaped_scores, groups)[groups.number][:, None]
+    loss_mask = _without_equal_groups(loss_mask, shaped_scores, groups, cfg)
     r = token_rewards(shaped_scores, log_policy, log_ref, mask, kl_coef, cfg.kl)
     # Filtered rows take no part in the moments; their rewards, of no consequence, are dropped with them.
     r = masked_whiten(r, loss_mask, keep_mean=True) if cfg.whiten_rewards else r
-    if values is not None:
-        unwhitened, returns = _by_the_critic(r, values, mask, truncated, cfg)
-    else:
-        unwhitened, returns = _without_a_critic(r, mask, groups, cfg)
+    unwhitened, returns = _advantages_and_returns(r, values, mask, truncated, groups, cfg)
     a = masked_whiten(unwhitened, loss_mask) if whitens_advantages(cfg) else unwhitened
 
     kl_per_response = token_kl(log_policy, log_ref, cfg.kl.estimator).sum(dim=1).numpy()
@@ -160,10 +156,26 @@ def _groups(rollout: Rollout, loss_mask: torch.Tensor, responses_per_prompt: int
     return Groups(torch.tensor(number), loss_mask.any(dim=1))
 
 
-def _by_the_critic(
-    r: torch.Tensor, values: Values, mask: torch.Tensor, truncated: torch.Tensor, cfg: PPOConfig
+def _without_equal_groups(
+    loss_mask: torch.Tensor, shaped_scores: torch.Tensor, groups: Groups | None, cfg: PPOConfig
+) -> torch.Tensor:
+    """The mask, where that is asked for without responses that all score alike."""
+    if groups is None or not cfg.skip_equal_groups:
+        return loss_mask
+    return loss_mask & ~equal_groups(shaped_scores, groups)[groups.number][:, None]
+
+
+def _advantages_and_returns(
+    r: torch.Tensor,
+    values: Values | None,
+    mask: torch.Tensor,
+    truncated: torch.Tensor,
+    groups: Groups | None,
+    cfg: PPOConfig,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Advantages by the policy's lambda, returns by the critic's."""
+    """Advantages by the policy's lambda, returns by the critic's; without a critic see `_without_critic`."""
+    if values is None:
+        return _without_critic(r, mask, groups, cfg)
     v, v_end = _float64(values.values, mask), torch.tensor(values.bootstrap_values).double()
     advantages, returns = gae(r, v, v_end, mask, truncated, cfg.gamma, cfg.lam, cfg.truncated)
     if cfg.critic_lam is not None:
@@ -171,7 +183,7 @@ def _by_the_critic(
     return advantages, returns
 
 
-def _without_a_critic(
+def _without_critic(
     r: torch.Tensor, mask: torch.Tensor, groups: Groups | None, cfg: PPOConfig
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Advantages by `cfg.advantage`, and rewards to go as returns. `groups`: None under `reinforce_pp`."""

@@ -187,8 +187,8 @@ def _estimator_problems(config: PPOConfig) -> Iterator[Problem]:
     divided = config.advantage == "group" and config.group_scale == "std"
     if divided and config.kl.where == "reward" and config.kl.coef:
         need = (
-            "ppo.advantage=group divides by the deviation of a prompt's rewards, which is the KL's alone where all have "
-            "the same score: ppo.kl.where=loss (as GRPO has it), ppo.group_scale=none or ppo.kl.coef=0"
+            "ppo.advantage=group divides by the deviation of a prompt's rewards, which is the KL's alone where all "
+            "scores are equal: ppo.kl.where=loss (as GRPO has it), ppo.group_scale=none or ppo.kl.coef=0"
         )
         yield Problem("ppo.kl.where", config.kl.where, need)
 

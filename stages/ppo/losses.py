@@ -7,13 +7,13 @@
 Both losses are sums of weight_t * term_t (see `stages.ppo.masks`): add them over the micro-batches and ranks of a
 minibatch to get its loss. A framework that AVERAGES gradients over n ranks needs them multiplied by n.
 
-Stats of the policy loss. Sums: policy/loss (all terms), policy/surrogate, policy/kl_ref (rho * k, under
-`kl.where: loss`), policy/entropy, policy/approx_kl (k3 of KL(anchor || pi)), policy/clipfrac (tokens whose gradient the
-clip removed), policy/dual_clipfrac (those whose gradient the dual clip removed, where there is one), policy/ratio_mean
-(of u); with anchor proximal also policy/weight_mean (of w before the correction) and policy/weight_outside (share of tokens that the
-correction cut or dropped). Maxima: policy/ratio_max, policy/weight_max. In all of them a u beyond exp(80) counts as
-that, where the clips take something smaller anyway; where nothing bounds it (A < 0 without a dual clip) it makes the
-loss infinite.
+Stats of the policy loss. Sums: policy/loss (all terms), policy/surrogate, policy/kl_ref (rho * k, under `kl.where:
+loss`), policy/entropy, policy/approx_kl (k3 of KL(anchor || pi)), policy/clipfrac (tokens whose gradient the clip
+removed), policy/dual_clipfrac (those whose gradient the dual clip removed, where there is one), policy/ratio_mean (of
+u); with anchor proximal also policy/weight_mean (of w before the correction) and policy/weight_outside (share of tokens
+that the correction cut or dropped). Maxima: policy/ratio_max, policy/weight_max. In all of them a u beyond exp(80)
+counts as that, where the clips take something smaller anyway; where nothing bounds it (A < 0 without a dual clip) it
+makes the loss infinite.
 
 Sources: Schulman et al. 2017 (clip), Yu et al. 2025 (DAPO: clip_high), Ye et al. 2019 (dual clip), Hilton et al. 2022
 and AReaL, Fu et al. 2025 (decoupled objective).
@@ -138,7 +138,6 @@ def policy_loss(
 
         anchor proximal:   u = pi / pi_prox,  w = corrected pi_prox / mu
         anchor sampler:    u = pi / mu,       w = 1
-
         rho = corrected pi / mu, without gradient: k and its gradient are defined for tokens drawn from pi
 
     Args:

@@ -164,9 +164,9 @@ def value_metrics(values: PerToken, returns: PerToken, mask: Mask) -> dict[str, 
 def group_metrics(
     equal: Bool[np.ndarray, " groups"], score_std: Float[np.ndarray, " groups"], skipped_rows: int
 ) -> dict[str, float]:
-    """Of responses that are compared with the others to their prompt: group/equal_fraction (share of groups whose scores
-    are all the same, so that they teach nothing), group/score_std (mean of their scores' deviations), and
-    group/skipped_rows (rows left out of the loss for that)."""
+    """Of responses that are compared with the others to their prompt: group/equal_fraction (share of groups whose
+    scores are all the same, so that they teach nothing), group/score_std (mean of the groups' deviations), and
+    group/skipped_rows (rows that the loss leaves out since their group is such a one)."""
     if equal.size == 0:
         return {}
     return {

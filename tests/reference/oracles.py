@@ -79,6 +79,32 @@ def gae(
     return advantages, returns
 
 
+def group_advantages(
+    rewards: list[float], groups: list[int], counted: list[bool], estimator: str, eps: float
+) -> list[float]:
+    """std, none: reward less its group's mean, over the group's deviation or not; rloo: less the mean of the others."""
+    out = []
+    for i, reward in enumerate(rewards):
+        members = [j for j in range(len(rewards)) if groups[j] == groups[i] and counted[j]]
+        others = [rewards[j] for j in members if j != i]
+        if not counted[i] or not others:
+            out.append(0.0)
+        elif estimator == "rloo":
+            out.append(reward - sum(others) / len(others))
+        else:
+            mean = sum(rewards[j] for j in members) / len(members)
+            std = math.sqrt(sum((rewards[j] - mean) ** 2 for j in members) / (len(members) - 1))
+            out.append((reward - mean) / (std + eps if estimator == "std" else 1.0))
+    return out
+
+
+def rewards_to_go(rewards: Matrix, mask: Masks, gamma: float) -> Matrix:
+    out = [[0.0] * len(row) for row in mask]
+    for i, t in sampled(mask):
+        out[i][t] = sum(gamma ** (s - t) * rewards[i][s] for j, s in sampled(mask) if j == i and s >= t)
+    return out
+
+
 def whiten(x: Matrix, mask: Masks, keep_mean: bool) -> Matrix:
     cells = sampled(mask)
     mean = sum(x[i][t] for i, t in cells) / len(cells)

@@ -70,8 +70,7 @@ def advantage(
 
     Raises:
         StalenessError: see there.
-        ValueError: records with different numbers of rows, `policy` or `values` given or missing against `cfg`, or rows
-            that are no whole groups of responses to one prompt, where these are compared.
+        ValueError: records that do not belong together or to `cfg`, or rows that are no whole groups where it has any.
     """
     _check(rollout, scores, reference, policy, values, cfg)
     check_staleness(rollout, step, staleness_bound)
@@ -91,10 +90,9 @@ def advantage(
     unwhitened, returns = _advantages_and_returns(r, values, mask, truncated, groups, cfg)
     a = masked_whiten(unwhitened, loss_mask) if whitens_advantages(cfg) else unwhitened
 
-    kl_per_response = token_kl(log_policy, log_ref, cfg.kl.estimator).sum(dim=1).numpy()
     found = {
         "kl/coef": kl_coef,
-        **measure.reward_metrics(scores.scores, shaped_scores.numpy(), kl_per_response, kl_coef),
+        **_reward_metrics(scores, shaped_scores, token_kl(log_policy, log_ref, cfg.kl.estimator), kl_coef),
         **_ref_kl_metrics(rollout, log_policy, log_ref, cfg),
         **measure.staleness_metrics(rollout.token_versions, rollout.response_mask, step, staleness_bound),
         **_estimator_metrics(values, returns, shaped_scores, groups, loss_mask),
@@ -213,6 +211,11 @@ def _estimator_metrics(
     equal, std = equal_groups(shaped_scores, groups), group_std(shaped_scores, groups)
     left_out = groups.counted & ~loss_mask.any(dim=1)
     return measure.group_metrics(equal.numpy(), std.numpy(), int(left_out.sum()))
+
+
+def _reward_metrics(scores: Scores, shaped_scores: torch.Tensor, kl: torch.Tensor, kl_coef: float) -> dict[str, float]:
+    """`kl`: of each token."""
+    return measure.reward_metrics(scores.scores, shaped_scores.numpy(), kl.sum(dim=1).numpy(), kl_coef)
 
 
 def _ref_kl_metrics(

@@ -3,10 +3,11 @@
     scores ──missing EOS, centring──► R ─┐
     log pi (or log mu), log pi_ref ──────┴─► r_t ──(whitening)──► GAE ──► returns, advantages ──whitening──► Advantages
     values, bootstrap_values ───────────────────────────────────────┘
+                                              r_t ──► an estimator without a critic (`ppo.advantage`) ──┘
 
-A pure function, computed in float64. It sees the whole step, since whitening, the running mean of scores and the KL
-controller are defined over the step and not over a shard. What passes from step to step is `state`: small, JSON, and
-part of every checkpoint because it is part of the stage's output.
+A pure function, computed in float64. It sees the whole step, since whitening, groups of responses to one prompt, the
+running mean of scores and the KL controller are defined over the step and not over a shard. What passes from step to
+step is `state`: small, JSON, and part of every checkpoint because it is part of the stage's output.
 
 May import numpy, torch, storage and stages.ppo.
 """
@@ -20,7 +21,15 @@ import numpy as np
 import torch
 
 from stages.ppo import metrics as measure
-from stages.ppo.config import PPOConfig
+from stages.ppo.config import GROUPED, PPOConfig, has_critic, whitens_advantages
+from stages.ppo.critic_free import (
+    Groups,
+    equal_groups,
+    group_advantages,
+    group_std,
+    leave_one_out_advantages,
+    rewards_to_go,
+)
 from stages.ppo.gae import gae
 from stages.ppo.kl import next_kl_coef, token_kl
 from stages.ppo.masks import masked_whiten
@@ -38,19 +47,22 @@ def advantage(
     scores: Scores,
     reference: ReferenceLogprobs,
     policy: PolicyLogprobs | None,
-    values: Values,
+    values: Values | None,
     cfg: PPOConfig,
     step: int,
     staleness_bound: int,
     state: Mapping[str, Any],
+    responses_per_prompt: int = 1,
 ) -> tuple[Advantages, dict[str, Any], dict[str, float]]:
     """Advantages of every row of the step, the state for the next step, and the step's metrics.
 
     Args:
         policy: None under `proximal: loglinear | sampler`; the KL term then uses sampler_logprobs.
+        values: None where no critic is trained (`cfg.advantage`).
         staleness_bound: eta; every sampled token has step - eta <= version <= step.
         state: what the same stage of the step before returned; empty at step 0. Keys: kl_coef (of this step),
             step_kl_coef (of the step before), score_mean, score_count.
+        responses_per_prompt: of `rollout.responses_per_prompt`; rows n k to (n + 1) k - 1 of the step are one prompt's.
 
     Returns:
         (advantages, state, metrics). `metrics["kl/coef"]` and `state["step_kl_coef"]` are the beta THIS step uses,
@@ -58,7 +70,7 @@ def advantage(
 
     Raises:
         StalenessError: see there.
-        ValueError: records with different numbers of rows, or `policy` given or missing against `cfg.proximal`.
+        ValueError: records that do not belong together or to `cfg`, or rows that are no whole groups where it has any.
     """
     _check(rollout, scores, reference, policy, values, cfg)
     check_staleness(rollout, step, staleness_bound)
@@ -67,23 +79,23 @@ def advantage(
     loss_mask = mask & ~truncated[:, None] if cfg.mask_truncated else mask
     log_ref = _float64(reference.ref_logprobs, mask)
     log_policy = _float64(rollout.sampler_logprobs if policy is None else policy.policy_logprobs, mask)
-    v = _float64(values.values, mask)
 
     kl_coef = float(state.get("kl_coef", cfg.kl.coef)) if cfg.kl.target is not None else cfg.kl.coef
     shaped_scores, running = _shape_scores(scores, truncated, cfg, state)
+    groups = _groups(rollout, loss_mask, responses_per_prompt) if cfg.advantage in GROUPED else None
+    loss_mask = _without_equal_groups(loss_mask, shaped_scores, groups, cfg)
     r = token_rewards(shaped_scores, log_policy, log_ref, mask, kl_coef, cfg.kl)
     # Filtered rows take no part in the moments; their rewards, of no consequence, are dropped with them.
     r = masked_whiten(r, loss_mask, keep_mean=True) if cfg.whiten_rewards else r
-    unwhitened, returns = _advantages_and_returns(r, v, values, mask, truncated, cfg)
-    a = masked_whiten(unwhitened, loss_mask) if cfg.whiten_advantages else unwhitened
+    unwhitened, returns = _advantages_and_returns(r, values, mask, truncated, groups, cfg)
+    a = masked_whiten(unwhitened, loss_mask) if whitens_advantages(cfg) else unwhitened
 
-    kl_per_response = token_kl(log_policy, log_ref, cfg.kl.estimator).sum(dim=1).numpy()
     found = {
         "kl/coef": kl_coef,
-        **measure.reward_metrics(scores.scores, shaped_scores.numpy(), kl_per_response, kl_coef),
+        **_reward_metrics(scores, shaped_scores, token_kl(log_policy, log_ref, cfg.kl.estimator), kl_coef),
         **_ref_kl_metrics(rollout, log_policy, log_ref, cfg),
         **measure.staleness_metrics(rollout.token_versions, rollout.response_mask, step, staleness_bound),
-        **measure.value_metrics(v.numpy(), returns.numpy(), loss_mask.numpy()),
+        **_estimator_metrics(values, returns, shaped_scores, groups, loss_mask),
         **measure.advantage_metrics(unwhitened.numpy(), loss_mask.numpy()),
         **measure.response_metrics(rollout),
         **_policy_metrics(rollout, policy, step),
@@ -128,15 +140,82 @@ def _record(
     )
 
 
+def _groups(rollout: Rollout, loss_mask: torch.Tensor, responses_per_prompt: int) -> Groups:
+    """By row number: a prompt may be drawn twice in a step. Rows that the loss leaves out count in no group: a score
+    that is not to be trained on is nothing to compare with. Raises ValueError for rows that are not whole groups."""
+    first, number = np.unique(rollout.row // responses_per_prompt, return_inverse=True)
+    for index in range(len(first)):
+        prompts = rollout.prompt_index[number == index]
+        if len(prompts) != responses_per_prompt or (prompts != prompts[0]).any():
+            raise ValueError(
+                f"rows {first[index] * responses_per_prompt} and on: {responses_per_prompt} responses to one prompt "
+                f"are needed, there are {len(prompts)} to prompts {sorted(set(prompts.tolist()))}"
+            )
+    return Groups(torch.tensor(number), loss_mask.any(dim=1))
+
+
+def _without_equal_groups(
+    loss_mask: torch.Tensor, shaped_scores: torch.Tensor, groups: Groups | None, cfg: PPOConfig
+) -> torch.Tensor:
+    """The mask, where that is asked for without responses that all score alike."""
+    if groups is None or not cfg.skip_equal_groups:
+        return loss_mask
+    return loss_mask & ~equal_groups(shaped_scores, groups)[groups.number][:, None]
+
+
 def _advantages_and_returns(
-    r: torch.Tensor, v: torch.Tensor, values: Values, mask: torch.Tensor, truncated: torch.Tensor, cfg: PPOConfig
+    r: torch.Tensor,
+    values: Values | None,
+    mask: torch.Tensor,
+    truncated: torch.Tensor,
+    groups: Groups | None,
+    cfg: PPOConfig,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Advantages by the policy's lambda, returns by the critic's."""
-    v_end = torch.tensor(values.bootstrap_values).double()
+    """Advantages by the policy's lambda, returns by the critic's; without a critic see `_without_critic`."""
+    if values is None:
+        return _without_critic(r, mask, groups, cfg)
+    v, v_end = _float64(values.values, mask), torch.tensor(values.bootstrap_values).double()
     advantages, returns = gae(r, v, v_end, mask, truncated, cfg.gamma, cfg.lam, cfg.truncated)
     if cfg.critic_lam is not None:
         _, returns = gae(r, v, v_end, mask, truncated, cfg.gamma, cfg.critic_lam, cfg.truncated)
     return advantages, returns
+
+
+def _without_critic(
+    r: torch.Tensor, mask: torch.Tensor, groups: Groups | None, cfg: PPOConfig
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Advantages by `cfg.advantage`, and rewards to go as returns. `groups`: None under `reinforce_pp`."""
+    to_go = rewards_to_go(r, mask, cfg.gamma)
+    if groups is None:
+        return to_go, to_go
+    totals = r.sum(dim=1)
+    if cfg.advantage == "group":
+        of_rows = group_advantages(totals, groups, cfg.group_scale)
+    else:
+        of_rows = leave_one_out_advantages(totals, groups)
+    return torch.where(mask, of_rows[:, None], 0), to_go
+
+
+def _estimator_metrics(
+    values: Values | None,
+    returns: torch.Tensor,
+    shaped_scores: torch.Tensor,
+    groups: Groups | None,
+    loss_mask: torch.Tensor,
+) -> dict[str, float]:
+    """Of the critic or of the groups, where there are any."""
+    if values is not None:
+        return measure.value_metrics(values.values, returns.numpy(), loss_mask.numpy())
+    if groups is None:
+        return {}
+    equal, std = equal_groups(shaped_scores, groups), group_std(shaped_scores, groups)
+    left_out = groups.counted & ~loss_mask.any(dim=1)
+    return measure.group_metrics(equal.numpy(), std.numpy(), int(left_out.sum()))
+
+
+def _reward_metrics(scores: Scores, shaped_scores: torch.Tensor, kl: torch.Tensor, kl_coef: float) -> dict[str, float]:
+    """`kl`: of each token."""
+    return measure.reward_metrics(scores.scores, shaped_scores.numpy(), kl.sum(dim=1).numpy(), kl_coef)
 
 
 def _ref_kl_metrics(
@@ -175,7 +254,7 @@ def _check(
     scores: Scores,
     reference: ReferenceLogprobs,
     policy: PolicyLogprobs | None,
-    values: Values,
+    values: Values | None,
     cfg: PPOConfig,
 ) -> None:
     """Raises ValueError on records that do not belong together."""
@@ -185,6 +264,8 @@ def _check(
     if (policy is None) == (cfg.proximal == "recompute"):
         given = "no policy_logprobs" if policy is None else "policy_logprobs"
         raise ValueError(f"ppo.proximal: {cfg.proximal} with {given}")
+    if (values is not None) != has_critic(cfg):
+        raise ValueError(f"ppo.advantage: {cfg.advantage} with {'no ' if values is None else ''}values")
 
 
 def _float64(x: np.ndarray, mask: torch.Tensor) -> torch.Tensor:

@@ -147,9 +147,9 @@ class Advantages(Record):
     rewards: Float32[np.ndarray, "rows seq"]
     """Per-token reward: -beta * KL estimate, plus the score at the last sampled token."""
     advantages: Float32[np.ndarray, "rows seq"]
-    """GAE, whitened over the sampled tokens of the step if the config says so."""
+    """By the estimator of `ppo.advantage`; whitened over the sampled tokens of the step if the config says so."""
     returns: Float32[np.ndarray, "rows seq"]
-    """Unwhitened advantages + values: the critic's targets."""
+    """Unwhitened advantages + values: the critic's targets. Without a critic the discounted rewards to go."""
     loss_mask: Bool[np.ndarray, "rows seq"]
     """Sampled tokens that take part in the losses (response_mask less rows that are filtered out)."""
 

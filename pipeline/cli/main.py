@@ -94,7 +94,9 @@ def _replay(parser: argparse.ArgumentParser) -> None:
         metavar="key=value",
         help="with --updates: train a variant on the recorded rollouts, as a run of its own (name=...)",
     )
-    parser.add_argument("--updates", metavar="A:B", help="updates A to B - 1 of both models, from the stored rollouts")
+    parser.add_argument(
+        "--updates", metavar="A:B", help="updates A to B - 1 of all trained models, from the stored rollouts"
+    )
     parser.add_argument("--step", type=int, help="with --stage: one node")
     parser.add_argument("--stage")
     parser.add_argument("--shard", type=int, default=0)

@@ -19,7 +19,7 @@ from pipeline.config.identity import identity_faults, read_identity
 from pipeline.config.paths import RunPaths
 from pipeline.config.run import RunConfig
 from pipeline.driver.integrity import lineage_faults
-from pipeline.graph.graph import UPDATE_STAGE, GraphSpec, Node, generation_version, made_from
+from pipeline.graph.graph import GraphSpec, Node, generation_version, made_from, update_stages
 from pipeline.observe.history import History
 from stages.models.protocol import Role
 from stages.prompts import PromptTable, held_out_prompts, training_prompts
@@ -60,6 +60,11 @@ class Evidence:
     """Of `generate` and `evaluate`."""
     dropped_before: int = 0
     """Arrays of the steps before this one were let go, and are not looked at."""
+
+    @property
+    def updates(self) -> Mapping[Role, str]:
+        """By role that the run trains: the stage that does it."""
+        return update_stages(self.config.graph())
 
     def steps_of(self, stage: str) -> list[int]:
         return sorted({address.step for address in self.commits if address.stage == stage})
@@ -134,7 +139,7 @@ def updates_proof(run: Evidence) -> Answer:
     """The steps of each model's updates are 0, 1, 2, ...; each update has the digest of what it made."""
     counted: list[str] = []
     faults: list[str] = []
-    for role, stage in UPDATE_STAGE.items():
+    for role, stage in run.updates.items():
         steps = run.steps_of(stage)
         counted.append(f"{len(steps)} of the {role}")
         if steps != list(range(len(steps))):
@@ -164,7 +169,7 @@ def rows_proof(run: Evidence) -> Answer:
         skipped = sorted(set(range(whole[stage])) - set(rows)) if complete else []
         if skipped:
             faults.append(f"{stage} of step {step}: rows {skipped} are left out")
-    trained = {step for stage in UPDATE_STAGE.values() for step in run.steps_of(stage)}
+    trained = {step for stage in run.updates.values() for step in run.steps_of(stage)}
     for address in (Address("generate", step, s) for step in sorted(trained) for s in range(shards["generate"])):
         if address not in run.rows and not dropped(address, run.dropped_before):
             faults.append(f"{address}: was trained on, and is not there (or not sound)")
@@ -236,7 +241,7 @@ def weights_proof(run: Evidence) -> Answer:
     before, down to the weights that the run began with."""
     faults: list[str] = []
     chains: list[str] = []
-    for role, stage in UPDATE_STAGE.items():
+    for role, stage in run.updates.items():
         steps = run.steps_of(stage)
         for step in steps[1:]:
             faults += _link_faults(run, Address(stage, step), Address(stage, step - 1))
@@ -263,7 +268,7 @@ def checkpoints_proof(run: Evidence) -> Answer:
     """Every byte by its CRC, and the digest that the update of that version committed. A run goes on without one that
     is damaged, from the one before it."""
     checkpoints, faults, counted = Checkpoints(Path(run.paths.checkpoints)), [], 0
-    for role, stage in UPDATE_STAGE.items():
+    for role, stage in run.updates.items():
         for version in checkpoints.newest_first(role, at_most=sys.maxsize):
             counted += 1
             try:

@@ -1,4 +1,4 @@
-"""`stageline replay RUN --updates A:B`: updates A to B - 1 of both models again, from the stored rollouts.
+"""`stageline replay RUN --updates A:B`: updates A to B - 1 of all trained models again, from the stored rollouts.
 
     start weights, or the newest checkpoint at or before A ──► updates to A ──► update A ──► ... ──► update B - 1
                                                                                  └ digest beside the committed one
@@ -22,7 +22,7 @@ from pipeline.config.errors import ConfigError
 from pipeline.config.paths import RunPaths
 from pipeline.config.run import RunConfig
 from pipeline.driver.results import open_history
-from pipeline.graph.graph import UPDATE_STAGE, GraphSpec, step_nodes
+from pipeline.graph.graph import GraphSpec, step_nodes, update_stages
 from pipeline.workers.parts import required
 from stages.models.numerics import repeats_bits
 from stages.models.protocol import Role
@@ -81,17 +81,18 @@ def replay_updates(config: RunConfig, steps: range) -> int:
         ReplayMismatch: an update between the checkpoint and the range gave other weights.
     """
     differing: list[Address] = []
-    for role, stage in UPDATE_STAGE.items():
+    trained = update_stages(config.graph())
+    for role, stage in trained.items():
         for step, committed, made in _replayed(config, role, steps):
             same = "same" if committed == made else "DIFFERS"
             print_line(f"{Address(stage, step)}  committed {committed}  replayed {made}  {same}")
             if committed != made:
                 differing.append(Address(stage, step))
     if not differing:
-        print_line(f"identical: updates {steps.start}:{steps.stop} of policy and critic, in this process")
+        print_line(f"identical: updates {steps.start}:{steps.stop} of {' and '.join(trained)}, in this process")
         return DONE
     first = min(differing, key=lambda address: address.step)
-    if held_in_one_process(config, [*UPDATE_STAGE]) and repeats_bits(config.model):
+    if held_in_one_process(config, [*trained]) and repeats_bits(config.model):
         print_line(f"first difference: {first}")
         return STAGE_FAILED
     print_line(

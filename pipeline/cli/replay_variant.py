@@ -1,8 +1,10 @@
 """`stageline replay RUN --updates A:B key=value... name=...`: a variant, trained on the rollouts that RUN recorded.
 
-    parent   version A of both models ──► where the variant starts
+    parent   version A of the trained models ──► where the variant starts
     stored   generate, score, reference of A to B - 1 ──► logprob, value, advantage, updates with the variant's models
     then     version B of the parent's policy, and the variant's: held-out prompts, same noise, paired
+
+Where the variant trains without a critic (`ppo.advantage`) value and the critic's updates are left out.
 
 It runs in this process. The run that it is trained on is read only; the variant has a directory and an MLflow run of
 its own, which name their parent. It has no rollouts of its own and cannot be resumed: of one that was interrupted the
@@ -28,6 +30,7 @@ from pipeline.config.run import RunConfig
 from pipeline.config.variants import variant_of
 from pipeline.driver.results import open_history, open_tracker
 from pipeline.driver.session import writable
+from pipeline.graph.graph import update_stages
 from pipeline.observe.revision import software_versions
 from pipeline.observe.tracking import RunStatus, Tracker, delivered_run_id
 from pipeline.observe.variants import Comparison, VariantSummary, compare, comparison_table
@@ -41,7 +44,6 @@ from storage.address import Address
 from storage.records import Rollout
 from storage.weights import WeightBoard
 
-TRAINED = (Role.POLICY, Role.CRITIC)
 _SHOWN = ("reward/mean", "kl/ref", "policy/approx_kl", "critic/explained_variance")
 
 
@@ -54,6 +56,11 @@ class _Plan:
     steps: range
     scratch: Path
     changed: Sequence[str]
+
+    @property
+    def trained(self) -> tuple[Role, ...]:
+        """Roles that the variant trains."""
+        return tuple(update_stages(self.variant.graph()))
 
     @property
     def compared(self) -> bool:
@@ -76,12 +83,16 @@ def train_variant(parent: RunConfig, steps: range, overrides: Sequence[str]) -> 
     """Trains, exports and compares a variant; returns the exit code.
 
     Raises:
-        ConfigError: it would differ in what its rollouts depend on, or its directory exists.
+        ConfigError: it would differ in what its rollouts depend on, its directory exists, or it would need a critic of
+            a version that the parent, which has none, cannot give it.
         MissingOutput, StoreError: something recorded is not there, or not what it was.
         ReplayMismatch: this machine does not give the parent's weights, which the variant starts from, or is compared
             with.
     """
     variant, changes = variant_of(parent, overrides)
+    if steps.start and variant.has_critic and not parent.has_critic:
+        need = f"the run trained no critic that ppo.advantage={variant.ppo.advantage} could start from: begin at 0"
+        raise ConfigError("--updates", f"given '{steps.start}:{steps.stop}'; {need}")
     paths = RunPaths(variant.run_dir)
     if paths.root.exists():
         raise ConfigError("name", f"given {variant.name!r}; {paths.root} exists already: choose another name=...")
@@ -146,7 +157,7 @@ def _train(plan: _Plan, tracker: Tracker) -> Comparison | None:
 def _take_parents_weights(plan: _Plan) -> None:
     """What the variant starts from, if that is not version 0; and what it is compared with."""
     config = plan.board_of("parent")
-    for role in TRAINED if plan.steps.start else (Role.POLICY,) if plan.compared else ():
+    for role in plan.trained if plan.steps.start else (Role.POLICY,) if plan.compared else ():
         with runtime_for(config, role, plan.scratch) as runtime:
             updates = required(runtime.parts.updates)
             if plan.steps.start:
@@ -159,9 +170,9 @@ def _take_parents_weights(plan: _Plan) -> None:
 def _train_and_export(plan: _Plan, tracker: Tracker) -> list[RecordedStep]:
     config, target = plan.board_of("variant"), RunPaths(plan.variant.run_dir).weights(plan.steps.stop)
     done = []
-    with runtime_for(config, TRAINED, plan.scratch) as runtime:
+    with runtime_for(config, plan.trained, plan.scratch) as runtime:
         host = required(runtime.parts.updates).host
-        for role in TRAINED if plan.steps.start else ():
+        for role in plan.trained if plan.steps.start else ():
             host.load(role, plan.checkpoint(role))
         for step in train_recorded(host, runtime.parts.store, config, plan.steps, _state(plan)):
             done.append(step)

@@ -95,7 +95,8 @@ def changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[Change]
 def decides_nothing(key: str, config: RunConfig) -> bool:
     """Whether a setting is left out of the digest of this config. `steps` is where no learning rate depends on it."""
     if key == "steps":
-        return config.model.policy.decay == config.model.critic.decay == "constant"
+        trained = [config.model.policy, *([config.model.critic] if config.has_critic else [])]
+        return all(optimizer.decay == "constant" for optimizer in trained)
     return any(fnmatchcase(key, pattern) for pattern in DECIDES_NOTHING)
 
 

@@ -41,33 +41,36 @@ class GangConfig:
 class PlacementConfig:
     gangs: dict[str, GangConfig] = field(default_factory=dict)
     roles: dict[str, str] = field(default_factory=dict)
-    """Each of generate, score, reference, policy, critic -> the name of a gang."""
+    """Each of generate, score, reference, policy, critic -> the name of a gang. Where no critic is trained
+    (ppo.advantage) critic may be left out, and is not read."""
     share_devices: bool = False
     """Where a host has fewer GPUs than its workers need, they may share: two gangs a GPU, and its memory. Ranks of one
     gang never do."""
 
 
-def placed_gangs(placement: PlacementConfig) -> list[Gang]:
-    """The gangs with the roles that are placed on them."""
+def placed_gangs(placement: PlacementConfig, *, critic: bool) -> list[Gang]:
+    """The gangs with the roles that are placed on them. `critic`: whether one is trained; its role is left out where
+    none is, and so are gangs that would have no other."""
     gangs = placement.gangs
-    roles = {Role(role): gang for role, gang in placement.roles.items()}
+    roles = {Role(role): gang for role, gang in placement.roles.items() if critic or role != Role.CRITIC}
     return gangs_of(roles, {n: g.workers for n, g in gangs.items()}, {n: g.slots for n, g in gangs.items()})
 
 
-def placement_problems(placement: PlacementConfig) -> Iterator[Problem]:
-    """What of the section cannot work by itself; a gang is looked at where every role has one."""
-    misplaced = [*_role_problems(placement)]
+def placement_problems(placement: PlacementConfig, *, critic: bool) -> Iterator[Problem]:
+    """What of the section cannot work by itself; a gang is looked at where every role has one. `critic`: whether one is
+    trained."""
+    misplaced = [*_role_problems(placement, critic=critic)]
     yield from misplaced
     if misplaced:
         return
     for name in placement.gangs:
         yield from _gang_problems(placement, name)
-    for gang in placed_gangs(placement):
+    for gang in placed_gangs(placement, critic=critic):
         if gang.ordered:
             yield from _ordered_gang_problems(gang, placement.gangs[gang.name])
 
 
-def _role_problems(placement: PlacementConfig) -> Iterator[Problem]:
+def _role_problems(placement: PlacementConfig, *, critic: bool) -> Iterator[Problem]:
     known = [str(role) for role in Role]
     choice = ", ".join(placement.gangs) or "none"
     for role, gang in placement.roles.items():
@@ -77,7 +80,7 @@ def _role_problems(placement: PlacementConfig) -> Iterator[Problem]:
         if gang not in placement.gangs:
             yield Problem(key, gang, f"no such gang; placement.gangs has {choice}")
     for role in known:
-        if role not in placement.roles:
+        if role not in placement.roles and (critic or role != Role.CRITIC):
             key = f"placement.roles.{role}"
             need = f"placed nowhere; set {key} to the name of a gang (placement.gangs has {choice})"
             yield Problem(key, None, need)

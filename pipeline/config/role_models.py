@@ -37,14 +37,15 @@ def read_model(key: str, path: str) -> ModelSpec:
 
 
 def role_models(config: RunConfig, policy: ModelSpec) -> dict[Role, ModelSpec]:
-    """The architecture of each role's model; `policy`: that of `model.path`.
+    """The architecture of each role's model, the critic's where one is trained; `policy`: that of `model.path`.
 
     Raises:
         ConfigError: another model is none, has another vocabulary, is too short for a row, or, where blocks are frozen
             and shared, has other blocks there; or `model.critic_blocks` does not suit the critic's.
     """
-    found = {role: policy for role in (Role.POLICY, Role.REFERENCE, Role.CRITIC)}
-    for role in (Role.REFERENCE, Role.CRITIC):
+    others = (Role.REFERENCE, Role.CRITIC) if config.has_critic else (Role.REFERENCE,)
+    found = dict.fromkeys((Role.POLICY, *others), policy)
+    for role in others:
         key, path = f"model.{role}_path", config.model.path_of(role)
         if path == config.model.path:
             continue

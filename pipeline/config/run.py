@@ -27,7 +27,7 @@ from stages.models.config import ModelConfig, model_problems
 from stages.models.hf_config import RANDOM_TINY
 from stages.models.protocol import Role
 from stages.models.sampling import SamplingConfig, sampling_problems
-from stages.ppo.config import PPOConfig, ppo_problems, resolve_proximal
+from stages.ppo.config import GROUPED, PPOConfig, has_critic, ppo_problems, resolve_proximal
 from stages.rewards.protocol import RewardConfig
 from storage.config import PromptsConfig, StorageConfig, prompts_problems, storage_problems
 from storage.problems import Problem, at_least, divides, local_directory, plain_name
@@ -102,6 +102,12 @@ class RunConfig:
         return resolve_proximal(self.ppo, staleness=self.staleness, exact=self._float32)
 
     @property
+    def has_critic(self) -> bool:
+        """Whether a critic is trained. Otherwise nothing of it is read: `model.critic.*`, `model.critic_path`,
+        `model.critic_blocks`, `placement.roles.critic`; and gangs of nothing else are not started."""
+        return has_critic(self.ppo)
+
+    @property
     def replica_ranks(self) -> int:
         """Processes of one replica of the engine."""
         return self.engine.tensor_parallel * self.engine.pipeline_parallel
@@ -115,6 +121,7 @@ class RunConfig:
             eval_every=self.evaluate.every,
             eval_shards=self.evaluate.shards,
             canaries=self.mismatch.rows > 0,
+            critic=self.has_critic,
         )
 
     def layouts(self) -> Layouts:
@@ -125,7 +132,7 @@ class RunConfig:
         return Layouts(step, Layout(self.evaluate.shards, self.eval_rows_per_shard, self.seq))
 
     def gangs(self) -> list[Gang]:
-        return placed_gangs(self.placement)
+        return placed_gangs(self.placement, critic=self.has_critic)
 
 
 def validate(config: RunConfig) -> None:
@@ -144,7 +151,7 @@ def run_problems(config: RunConfig) -> Iterator[Problem]:
         *sampling_problems(config.sampling),
         *engine_problems(config.engine),
         *ppo_problems(config.ppo),
-        *placement_problems(config.placement),
+        *placement_problems(config.placement, critic=config.has_critic),
         *evaluate_problems(config.evaluate),
         *mismatch_problems(config.mismatch),
         *alarms_problems(config.alarms),
@@ -168,6 +175,12 @@ def _own_problems(config: RunConfig) -> Iterator[Problem]:
 
 def _problems_across(config: RunConfig) -> Iterator[Problem]:
     yield from divides("ppo.minibatches", config.ppo.minibatches, "rollout.rows", config.rollout.rows)
+    if config.ppo.advantage in GROUPED and config.rollout.responses_per_prompt < 2:
+        need = (
+            f"ppo.advantage={config.ppo.advantage} compares the responses to a prompt: 2 or more (4 to 16 are usual), "
+            "or ppo.advantage=reinforce_pp, which compares with the whole step"
+        )
+        yield Problem("rollout.responses_per_prompt", config.rollout.responses_per_prompt, need)
     yield from _reuse_problems(config)
     warmup = config.ppo.critic_warmup_steps
     if warmup >= config.steps:
@@ -210,7 +223,7 @@ def _foreign_engine_problems(config: RunConfig) -> Iterator[Problem]:
 def _reuse_problems(config: RunConfig) -> Iterator[Problem]:
     """Whether the forwards that are to be kept for an update would serve it."""
     for role, optimizer in ((Role.POLICY, config.model.policy), (Role.CRITIC, config.model.critic)):
-        if not optimizer.reuse_forward:
+        if not optimizer.reuse_forward or (role is Role.CRITIC and not config.has_critic):
             continue
         gang = config.placement.gangs[config.placement.roles[role]]
         needs: dict[str, tuple[object, object]] = {

@@ -22,6 +22,7 @@ MAY_DIFFER = {
     "name": "the variant's own; it must be given",
     "runs_dir": "where its directory is made",
     "ppo.*": "KL, advantages, losses, epochs, minibatches",
+    "placement.roles.critic": "none, or anywhere: it is trained in one process",
     "model.policy.*": "learning rate and the rest of the policy's optimizer",
     "model.critic.*": "likewise of the critic's",
     "model.loss_scale.*": "of float16",

@@ -165,6 +165,8 @@ def _paths(config: RunConfig) -> dict[Role, tuple[str, str]]:
         (Role.REFERENCE, "model.reference_path", model.reference_path),
         (Role.CRITIC, "model.critic_path", model.critic_path),
     ):
+        if role is Role.CRITIC and not config.has_critic:
+            continue
         found[role] = found[Role.POLICY] if path is None else (key, path)
     return found
 

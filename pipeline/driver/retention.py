@@ -3,8 +3,8 @@
     steps:   0 ······ 29 │ 30 ············· 44 │ 45 46 47
              arrays gone │ kept: a recovery may │ in the window
                          │ train on them again  └─ over_until
-                         └─ `first_kept`: an older one of two sound checkpoints of both models, none newer than the
-                            oldest version of the weights that an open node may read
+                         └─ `first_kept`: an older one of two sound checkpoints of each trained model, none newer than
+                            the oldest version of the weights that an open node may read
 
 So a trainer that is lost, a version that must be published again, a checkpoint that turns out damaged and
 `resume --from-checkpoint` all find what they need.
@@ -23,7 +23,7 @@ from pathlib import Path
 from pipeline.config.errors import ConfigError
 from pipeline.config.paths import RunPaths
 from pipeline.config.run import RunConfig
-from pipeline.graph.graph import UPDATE_STAGE, GraphSpec, evaluate_nodes, evaluated, window
+from pipeline.graph.graph import GraphSpec, evaluate_nodes, evaluated, update_stages, window
 from pipeline.observe.history import History
 from pipeline.workers.updates import is_usable
 from storage.checkpoints import Checkpoints, version_of
@@ -37,7 +37,7 @@ _LEAVING = ".leaving-"
 
 def first_kept(spec: GraphSpec, keep: int, over_until: int, saved: Collection[int]) -> int:
     """The first step whose rollouts must stay. `over_until`: before it every node of every step is done. `saved`:
-    versions that both models have a sound checkpoint of.
+    versions that every trained model has a sound checkpoint of.
 
     Nodes of the steps from `over_until` on read versions from `over_until` - eta on. What recovers the oldest of them
     begins at a checkpoint that is no newer; of those, one may turn out damaged, so that the one before it is the floor.
@@ -61,7 +61,7 @@ class Retention:
         self._warned: set[str] = set()
         self._checkpoints = Checkpoints(paths.checkpoints)
         self._sound: dict[int, bool] = {}
-        """By version: every byte of both models' checkpoints was read once."""
+        """By version: every byte of the trained models' checkpoints was read once."""
         self._over_until = 0
         self._pass: Future[None] | None = None
         asked = keep.rollouts is not None or keep.exports is not None
@@ -106,8 +106,7 @@ class Retention:
 
     def _drop_rollouts(self, keep: int, over_until: int) -> None:
         spec, before = self._history.spec, self._history.store.dropped_before()
-        policy, critic = (self._checkpoints.versions(role) for role in UPDATE_STAGE)
-        saved = sorted({*policy}.intersection(critic))
+        saved = sorted(set.intersection(*(set(self._checkpoints.versions(role)) for role in update_stages(spec))))
         if first_kept(spec, keep, over_until, saved) > before:  # else there is no need to read them
             until = first_kept(spec, keep, over_until, [version for version in saved if self._is_sound(version)])
             if until > before:
@@ -115,8 +114,8 @@ class Retention:
 
     def _is_sound(self, version: int) -> bool:
         if version not in self._sound:
-            ledger = self._history.ledger
-            self._sound[version] = all(is_usable(self._checkpoints, ledger, role, version) for role in UPDATE_STAGE)
+            ledger, trained = self._history.ledger, update_stages(self._history.spec)
+            self._sound[version] = all(is_usable(self._checkpoints, ledger, role, version) for role in trained)
         return self._sound[version]
 
 

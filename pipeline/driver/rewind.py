@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pipeline.config.paths import RunPaths
+from pipeline.graph.graph import update_stages
 from pipeline.graph.rewind import can_go_back, made_anew
 from pipeline.observe.history import History
 from pipeline.workers.updates import is_usable
@@ -46,15 +47,17 @@ class Rewind:
 
 
 def plan_rewind(history: History, paths: RunPaths) -> Rewind:
-    """Back to the newest version that both models have a sound checkpoint of and that can be gone on from, else to the
-    start. Moves nothing."""
+    """Back to the newest version that every trained model has a sound checkpoint of and that can be gone on from, else
+    to the start. Moves nothing."""
     checkpoints = Checkpoints(paths.checkpoints)
     committed = set(history.ledger.addresses())
     ledger = history.ledger
     saved = {v for v in checkpoints.versions(Role.POLICY) if is_usable(checkpoints, ledger, Role.POLICY, v)}
-    both = (v for v in sorted(saved, reverse=True) if is_usable(checkpoints, ledger, Role.CRITIC, v))
+    others = update_stages(history.spec).keys() - {Role.POLICY}
+    newest_first = sorted(saved, reverse=True)
+    of_all = (v for v in newest_first if all(is_usable(checkpoints, ledger, role, v) for role in others))
     before = history.store.dropped_before()
-    version = next((v for v in both if can_go_back(history.spec, committed, v, saved, before)), 0)
+    version = next((v for v in of_all if can_go_back(history.spec, committed, v, saved, before)), 0)
     later = [*_later(paths.checkpoints.glob("*/v*"), version), *_later(paths.weights(0).parent.glob("v*"), version)]
     name = time.strftime("%Y%m%dT%H%M%S")
     commits = made_anew(history.spec, committed, version, before)

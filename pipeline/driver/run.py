@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from rich.console import Console
@@ -119,7 +119,8 @@ def _run(config: RunConfig, ready: PreparedRun, console: Console, tracker: Track
             config.name, config.steps, _links(config, workers), console=console, first_step=len(tracked)
         )
         with progress, Journal(paths.events, progress.event) as journal:
-            begun = ["resume" if resume else "start", f"ppo.proximal={config.ppo.proximal}", *ready.changed]
+            begun = ["resume" if resume else "start", f"ppo.proximal={config.ppo.proximal}"]
+            begun += [*_without_critic(config), *ready.changed]
             journal.now(EventKind.RUN_STARTED, detail=", ".join(begun))
             for warning in ready.warnings:
                 journal.now(EventKind.WARNED, detail=warning)
@@ -167,6 +168,14 @@ def _executor_settings(config: RunConfig) -> ExecutorSettings:
         move_rows_below=config.cluster.move_rows_below,
         boards={gang.name: str(paths.board(config.weights_dir(gang.name))) for gang in config.gangs()},
     )
+
+
+def _without_critic(config: RunConfig) -> Iterator[str]:
+    """What a person should know of a run that has none."""
+    if not config.has_critic:
+        yield f"ppo.advantage={config.ppo.advantage} (no critic)"
+        unused = sorted(config.placement.gangs.keys() - {gang.name for gang in config.gangs()})
+        yield from (f"gang {name} is not started" for name in unused)
 
 
 class _Driver:
@@ -252,7 +261,7 @@ class _Driver:
         self._flow.done(node)
 
     def _report_step(self, step: int) -> None:
-        """Once, when both updates and the publication of a step are committed."""
+        """Once, when the updates and the publication of a step are committed."""
         if step in self._tracked:
             return
         known = {address: o.ref for address, o in self._outcomes.items() if o.ref is not None}

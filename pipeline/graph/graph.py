@@ -8,6 +8,9 @@ Three interpreters read the same nodes: the executor runs them, `replay` runs on
               update_critic[i-1] -------------------+--> value[i,s] ------+                   +--> update_critic[i]    |
                                                                                                  publish v(i+1) <----+
 
+Without a critic (`ppo.advantage`) there are no `value` and no `update_critic` nodes; without `ppo.proximal: recompute`
+no `logprob` nodes.
+
 **The staleness bound is an edge**: `generate[i]` depends on `publish[max(0, i - eta)]`, and on nothing newer. With
 eta = 0 that is synchronous PPO. Version v of the weights is what v updates have made.
 
@@ -96,6 +99,13 @@ class GraphSpec:
     eval_shards: int = 1
     canaries: bool = False
     """Compare engine and trainer at every version that is trained."""
+    critic: bool = True
+    """`ppo.advantage: gae`; otherwise there are no nodes of a critic."""
+
+
+def update_stages(spec: GraphSpec) -> dict[Role, str]:
+    """`UPDATE_STAGE` of the roles that the run trains."""
+    return {role: stage for role, stage in UPDATE_STAGE.items() if spec.critic or role is not Role.CRITIC}
 
 
 def generation_version(spec: GraphSpec, step: int) -> int:
@@ -172,7 +182,8 @@ def step_nodes(spec: GraphSpec, step: int) -> list[Node]:
         shard_nodes = [reader("score", 1), reader("reference", 2)]
         if spec.recompute_logprobs:
             shard_nodes.append(reader("logprob", 3, *before_policy))
-        shard_nodes.append(reader("value", 4, *before_critic))
+        if spec.critic:
+            shard_nodes.append(reader("value", 4, *before_critic))
         nodes += shard_nodes
         sources += [rollout, *(node.address for node in shard_nodes)]
     carried = (Address("advantage", i - 1),) if i else ()
@@ -185,7 +196,8 @@ def step_nodes(spec: GraphSpec, step: int) -> list[Node]:
         nodes.append(Node((i, 3), canary, (rows, *before_policy), (rows,), i))
         ready = (*ready, canary)
     nodes.append(Node((i, 6), Address("update_policy", i), ready, batch, i))
-    nodes.append(Node((i, 8), Address("update_critic", i), (advantage, *before_critic), batch, i))
+    if spec.critic:
+        nodes.append(Node((i, 8), Address("update_critic", i), (advantage, *before_critic), batch, i))
     nodes += _canaries_of(spec, i)
     nodes.append(publish_node(i + 1))
     if evaluated(spec, i + 1):

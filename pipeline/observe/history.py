@@ -14,7 +14,7 @@ from types import MappingProxyType
 
 import numpy as np
 
-from pipeline.graph.graph import GraphSpec, step_nodes
+from pipeline.graph.graph import GraphSpec, step_nodes, update_stages
 from pipeline.observe.engine_metrics import is_count
 from pipeline.observe.engine_metrics import step_metrics as engine_metrics
 from pipeline.observe.summary import Evaluation, StepNumbers
@@ -104,14 +104,16 @@ class History:
         )
 
     def step_over(self, step: int, known: Mapping[Address, Ref] = _NONE) -> bool:
-        """Whether both models are updated and the policy's next version is published."""
-        ends = (Address("update_policy", step), Address("update_critic", step), Address("publish", step + 1))
+        """Whether all trained models are updated and the policy's next version is published."""
+        updates = (Address(stage, step) for stage in update_stages(self.spec).values())
+        ends = (*updates, Address("publish", step + 1))
         return all(address in known or self.ledger.find(address) is not None for address in ends)
 
     def steps_done(self) -> list[int]:
-        """Steps whose two updates are committed, and what a step's numbers are taken from (of a run that is resumed
+        """Steps whose updates are committed, and what a step's numbers are taken from (of a run that is resumed
         some of it may be gone, and about to be made again)."""
-        needed = {"update_policy": 1, "update_critic": 1, "advantage": 1, "generate": self.spec.shards}
+        updates = dict.fromkeys(update_stages(self.spec).values(), 1)
+        needed = {**updates, "advantage": 1, "generate": self.spec.shards}
         closed = self.ledger.closed_until()  # of these steps every record is there
         there = Counter((address.step, address.stage) for address in self.ledger.addresses(from_step=closed))
         steps = {step for step, _ in there}

@@ -86,6 +86,7 @@ CURVES = (
     Panel("KL to the reference, nats per response", (("kl/ref", "k1"),)),
     Panel("entropy of the policy, nats", (("policy/entropy_start", "entropy"),)),
     Panel("explained variance of the critic", (("critic/explained_variance", "critic"),), 1.0),
+    Panel("prompts whose responses score alike", (("group/equal_fraction", "fraction"),)),
     Panel("clipped fraction", (("policy/clipfrac", "policy"), ("critic/clipfrac", "critic"))),
     Panel(
         "mismatch of log-probs, mean |difference|",

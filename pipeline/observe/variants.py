@@ -41,7 +41,7 @@ class VariantSummary:
     """First step, and the one after the last."""
     changed: Sequence[str]
     steps: Sequence[Mapping[str, object]]
-    """By step: number, digests of both models after it, metrics."""
+    """By step: number, digests of the trained models after it, metrics."""
     weights: str
     """The exported policy."""
     comparison: Comparison | None

@@ -1,10 +1,11 @@
 """Training on rollouts that another run recorded: what a variant does instead of sampling.
 
-    generate, score, reference (stored) ──┬─► logprob, value (the variant's own models) ──► advantage ──► both updates
+    generate, score, reference (stored) ──┬─► logprob, value (the variant's own models) ──► advantage ──► updates
                                           └ sampler_logprobs and token_versions as recorded: the correction is theirs
 
 Everything of a step happens in this process and in the pipeline's order, shard by shard where the pipeline has shards:
-a variant that differs in nothing ends in its parent's bits. May import pipeline.config, stages and storage.
+a variant that differs in nothing ends in its parent's bits. May import pipeline.config, pipeline.graph, stages and
+storage.
 """
 
 from __future__ import annotations
@@ -14,9 +15,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from pipeline.config.run import RunConfig
+from pipeline.graph.graph import update_stages
 from stages.advantage import advantage
 from stages.logprob import logprob
-from stages.models.protocol import ModelHost, Role
+from stages.models.protocol import ModelHost
 from stages.update import update_critic, update_policy
 from stages.value import value
 from storage.address import Address
@@ -37,21 +39,23 @@ class RecordedStep:
 def train_recorded(
     host: ModelHost, store: RolloutStore, config: RunConfig, steps: range, state: Mapping[str, Any]
 ) -> Iterator[RecordedStep]:
-    """Trains both models of `host`, which are at version `steps.start`, on the rollouts in `store`; each step is given
-    when its updates are done. `state`: what `advantage` of the step before handed on; empty at step 0. One rank.
+    """Trains the policy of `host`, and the critic where there is one, which are at version `steps.start`, on the
+    rollouts in `store`; each step is given when its updates are done. `state`: what `advantage` of the step before
+    handed on; empty at step 0. One rank.
 
     Raises MissingOutput and StoreError where something recorded is not there, or not what it was.
     """
     for step in steps:
         rollouts: list[Rollout] = [store.read(Address("generate", step, s)) for s in range(config.rollout.shards)]
         policy = _logprobs(host, rollouts) if config.ppo.proximal == "recompute" else None
-        values = _values(host, rollouts)
+        values = _values(host, rollouts) if config.has_critic else None
         rollout: Rollout = concatenate(rollouts)
         reference = store.read_step("reference", step, config.rollout.shards)
         scores = store.read_step("score", step, config.rollout.shards)
         advantages, state, metrics = advantage(
-            rollout, scores, reference, policy, values, config.ppo, step, config.staleness, state
-        )
+            rollout, scores, reference, policy, values, config.ppo, step, config.staleness, state,
+            config.rollout.responses_per_prompt,
+        )  # fmt: skip
         found = {**metrics, "policy/proximal_recomputed": float(policy is not None)}
         found |= update_policy(
             host,
@@ -62,9 +66,10 @@ def train_recorded(
             policy=policy,
             kl_coef=state["step_kl_coef"],
         )
-        found |= update_critic(host, step, rollout=rollout, advantages=advantages, values=values)
+        if values is not None:
+            found |= update_critic(host, step, rollout=rollout, advantages=advantages, values=values)
         digests = {}
-        for role in (Role.POLICY, Role.CRITIC):
+        for role in update_stages(config.graph()):
             digests[str(role)] = host.digest(role)
             host.mark_clean(role)
         yield RecordedStep(step, found, digests)

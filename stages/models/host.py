@@ -80,8 +80,8 @@ class MegatronHost:
             raise ValueError(f"sampling.temperature = {sampling.temperature}: training needs one above 0")
         spec = read_spec(model.path)
         self._paths = {role: model.path_of(role) for role in MODEL_ROLES}
-        specs = {role: read_spec(path) for role, path in self._paths.items()}
-        check_layout(model, {role: specs[role] for role in MODEL_ROLES & roles}, layout, rank.size)
+        specs = {role: read_spec(self._paths[role]) for role in MODEL_ROLES & roles}
+        check_layout(model, specs, layout, rank.size)
         self._ppo = ppo
         self._fsync = fsync
         self._seed = seed

@@ -27,7 +27,16 @@ class KLConfig:
 
 @dataclass
 class PPOConfig:
+    advantage: Literal["gae", "group", "rloo", "reinforce_pp"] = "gae"
+    """What a token's advantage is measured against. gae: the critic's values; the others train without a critic. group:
+    the other responses to the prompt, standardised (GRPO); rloo: their mean (leave one out); reinforce_pp: the step's
+    mean (REINFORCE++). See stages/ppo/critic_free.py."""
+    group_scale: Literal["std", "none"] = "std"
+    """Under `advantage: group`: divided by the group's standard deviation, or centred alone (Dr. GRPO)."""
+    skip_equal_groups: bool = False
+    """Under `advantage: group | rloo`: leave responses out of the loss where all to the prompt have the same score."""
     gamma: float = 1.0
+    """Discount; 1 under `advantage: group | rloo`, where a response has one reward."""
     lam: float = 0.95
     """lambda of GAE: of the policy's advantages, and of the critic's returns unless `critic_lam` is set."""
     critic_lam: float | None = None
@@ -61,7 +70,8 @@ class PPOConfig:
     aggregation: Literal["token", "sequence"] = "token"
     """Mean over the sampled tokens of the minibatch, or mean over rows of each row's mean."""
     entropy_coef: float = 0.0
-    whiten_advantages: bool = True
+    whiten_advantages: bool | None = None
+    """Over the sampled tokens of the step; null: under `advantage: gae | reinforce_pp`."""
     whiten_rewards: bool = False
     truncated: Literal["bootstrap", "terminate"] = "terminate"
     """What follows a response cut by the length limit: nothing, or the critic's value of its last state. The score is
@@ -74,6 +84,20 @@ class PPOConfig:
     center_scores: bool = False
     """Subtract the running mean of scores (state carried from step to step)."""
     kl: KLConfig = field(default_factory=KLConfig)
+
+
+GROUPED = ("group", "rloo")
+"""Values of `ppo.advantage` that compare the responses to one prompt."""
+
+
+def has_critic(config: PPOConfig) -> bool:
+    """Whether a critic is trained, and read for advantages."""
+    return config.advantage == "gae"
+
+
+def whitens_advantages(config: PPOConfig) -> bool:
+    """`ppo.whiten_advantages`, and what it is where that is null: as the estimator was published."""
+    return config.advantage not in GROUPED if config.whiten_advantages is None else config.whiten_advantages
 
 
 def resolve_proximal(config: PPOConfig, *, staleness: int, exact: bool) -> Literal["recompute", "loglinear", "sampler"]:
@@ -137,7 +161,36 @@ def ppo_problems(config: PPOConfig) -> Iterator[Problem]:
         "ppo.kl.target": config.kl.target,
     }
     yield from above(0, or_none, ", or null for none")
+    yield from _estimator_problems(config)
     yield from _dead_problems(config)
+
+
+def _estimator_problems(config: PPOConfig) -> Iterator[Problem]:
+    """What does not go with `ppo.advantage`."""
+    chosen = f"ppo.advantage={config.advantage}"
+    if config.skip_equal_groups and config.advantage not in GROUPED:
+        need = f"{chosen} compares no groups: false, or ppo.advantage=group or rloo"
+        yield Problem("ppo.skip_equal_groups", True, need)
+    if has_critic(config):
+        return
+    if config.critic_warmup_steps:
+        yield Problem("ppo.critic_warmup_steps", config.critic_warmup_steps, f"{chosen} trains no critic: 0")
+    if config.truncated == "bootstrap":
+        need = f"{chosen} has no critic whose value could follow a cut response: terminate"
+        yield Problem("ppo.truncated", config.truncated, need)
+    if config.whiten_rewards:
+        need = f"{chosen} sums the rewards of tokens up, and what whitening adds to each grows with the length: false"
+        yield Problem("ppo.whiten_rewards", True, need)
+    if config.advantage in GROUPED and config.gamma != 1:
+        need = f"{chosen} takes a response's reward as one: 1 (discounting needs gae or reinforce_pp)"
+        yield Problem("ppo.gamma", config.gamma, need)
+    divided = config.advantage == "group" and config.group_scale == "std"
+    if divided and config.kl.where == "reward" and config.kl.coef:
+        need = (
+            "ppo.advantage=group divides by the deviation of a prompt's rewards, which is the KL's alone where all "
+            "scores are equal: ppo.kl.where=loss (as GRPO has it), ppo.group_scale=none or ppo.kl.coef=0"
+        )
+        yield Problem("ppo.kl.where", config.kl.where, need)
 
 
 def _dead_problems(config: PPOConfig) -> Iterator[Problem]:

@@ -53,8 +53,8 @@ def token_kl_loss(
         k3:  d k3 = (1 - exp(-d)) * grad log pi     expectation under pi: grad KL(pi_ref || pi)
         k1:  d k1 = grad log pi                     expectation under pi: ZERO, it would train nothing
 
-    So k1 keeps its value and takes the gradient of k2. The expectations hold for tokens drawn from the current policy;
-    on stale tokens they are biased by the policies' difference, which this term does not correct.
+    So k1 keeps its value and takes the gradient of k2. Values and expectations hold for tokens drawn from the current
+    policy: for others `losses.policy_loss` weights each term with rho = pi / mu.
     """
     value = token_kl(new_logprobs, ref_logprobs, estimator)
     if estimator != "k1":

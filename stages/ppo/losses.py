@@ -7,13 +7,13 @@
 Both losses are sums of weight_t * term_t (see `stages.ppo.masks`): add them over the micro-batches and ranks of a
 minibatch to get its loss. A framework that AVERAGES gradients over n ranks needs them multiplied by n.
 
-Stats of the policy loss. Sums: policy/loss (all terms), policy/surrogate, policy/kl_ref (under `kl.where: loss`),
-policy/entropy, policy/approx_kl (k3 of KL(anchor || pi)), policy/clipfrac (tokens whose gradient the clip removed),
-policy/dual_clipfrac (those whose gradient the dual clip removed, where there is one), policy/ratio_mean (of u); with
-anchor proximal also policy/weight_mean (of w before the correction) and policy/weight_outside (share of tokens that the
-correction cut or dropped). Maxima: policy/ratio_max, policy/weight_max. In all of them a u beyond exp(80) counts as
-that, where the clips take something smaller anyway; where nothing bounds it (A < 0 without a dual clip) it makes the
-loss infinite.
+Stats of the policy loss. Sums: policy/loss (all terms), policy/surrogate, policy/kl_ref (rho * k, under `kl.where:
+loss`), policy/entropy, policy/approx_kl (k3 of KL(anchor || pi)), policy/clipfrac (tokens whose gradient the clip
+removed), policy/dual_clipfrac (those whose gradient the dual clip removed, where there is one), policy/ratio_mean (of
+u); with anchor proximal also policy/weight_mean (of w before the correction) and policy/weight_outside (share of tokens
+that the correction cut or dropped). Maxima: policy/ratio_max, policy/weight_max. In all of them a u beyond exp(80)
+counts as that, where the clips take something smaller anyway; where nothing bounds it (A < 0 without a dual clip) it
+makes the loss infinite.
 
 Sources: Schulman et al. 2017 (clip), Yu et al. 2025 (DAPO: clip_high), Ye et al. 2019 (dual clip), Hilton et al. 2022
 and AReaL, Fu et al. 2025 (decoupled objective).
@@ -131,13 +131,14 @@ def policy_loss(
     """This micro-batch's share of the policy loss, and its stats (listed above).
 
         L = sum_t weight_t * [ -w_t * g_t
-                               + kl_coef * k_t(pi, pi_ref)          if kl.where is "loss"
+                               + kl_coef * rho_t * k_t(pi, pi_ref)  if kl.where is "loss"
                                - entropy_coef * H_t ]
         g_t = min(u_t A_t, clip(u_t, 1 - clip, 1 + clip_high) A_t)
         g_t = max(g_t, dual_clip A_t)                               where A_t < 0, if there is a dual_clip
 
         anchor proximal:   u = pi / pi_prox,  w = corrected pi_prox / mu
         anchor sampler:    u = pi / mu,       w = 1
+        rho = corrected pi / mu, without gradient: k and its gradient are defined for tokens drawn from pi
 
     Args:
         new_logprobs: log pi of the tokens, with gradient.
@@ -169,7 +170,7 @@ def policy_loss(
     }
     maxima = {"policy/ratio_max": _masked_max(u, mask)}
     if cfg.kl.where == "loss":
-        kl = _reference_kl(log_pi, inputs, cfg)
+        kl = _reference_kl(log_pi, log_mu, inputs, cfg)
         per_token = per_token + kl_coef * kl
         terms["policy/kl_ref"] = kl
     if raw_w is not None:
@@ -265,11 +266,14 @@ def _proximal_logprobs(log_pi: Tensor, log_mu: Tensor, inputs: PolicyLossInputs,
             raise ValueError("ppo.proximal: auto is no choice yet: see stages.ppo.config.resolve_proximal")
 
 
-def _reference_kl(log_pi: Tensor, inputs: PolicyLossInputs, cfg: PPOConfig) -> Tensor:
-    """k_t(pi, pi_ref), with gradient, 0 outside the mask."""
+def _reference_kl(log_pi: Tensor, log_mu: Tensor, inputs: PolicyLossInputs, cfg: PPOConfig) -> Tensor:
+    """rho_t * k_t(pi, pi_ref), with k's gradient, 0 outside the mask. rho is corrected as `cfg` corrects w, and is w
+    before the first optimizer step of the update."""
     if inputs.ref_logprobs is None:
         raise ValueError("ppo.kl.where: loss needs ref_logprobs")
-    return token_kl_loss(log_pi, torch.where(inputs.mask, inputs.ref_logprobs, 0), cfg.kl.estimator)
+    k = token_kl_loss(log_pi, torch.where(inputs.mask, inputs.ref_logprobs, 0), cfg.kl.estimator)
+    rho, _ = behaviour_weights(log_pi, log_mu, cfg.correction, cfg.correction_cap)
+    return rho * k
 
 
 def _outside_cap(w: Tensor, cfg: PPOConfig) -> Tensor:

@@ -161,6 +161,21 @@ def value_metrics(values: PerToken, returns: PerToken, mask: Mask) -> dict[str, 
     return metrics
 
 
+def group_metrics(
+    equal: Bool[np.ndarray, " groups"], score_std: Float[np.ndarray, " groups"], skipped_rows: int
+) -> dict[str, float]:
+    """Of responses that are compared with the others to their prompt: group/equal_fraction (share of groups whose
+    scores are all the same, so that they teach nothing), group/score_std (mean of the groups' deviations), and
+    group/skipped_rows (rows that the loss leaves out since their group is such a one)."""
+    if equal.size == 0:
+        return {}
+    return {
+        "group/equal_fraction": float(equal.mean()),
+        "group/score_std": float(score_std.mean()),
+        "group/skipped_rows": float(skipped_rows),
+    }
+
+
 def advantage_metrics(unwhitened: PerToken, mask: Mask) -> dict[str, float]:
     """Mean and standard deviation of the advantages before whitening (after it they are 0 and 1)."""
     a = _float64(unwhitened, mask)[mask]

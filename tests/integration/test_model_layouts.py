@@ -17,7 +17,7 @@ from stages.models.layouts import check_layout
 from stages.models.protocol import MODEL_ROLES, CriticBatch, PolicyBatch, Rank, Role
 from stages.models.sampling import SamplingConfig
 from stages.models.spec import read_spec
-from stages.ppo.config import PPOConfig
+from stages.ppo.config import KLConfig, PPOConfig
 from stages.ppo.micro_batches import minibatches
 from storage.records import Advantages, PolicyLogprobs, ReferenceLogprobs, Rollout, Values
 from tests.support.models import ALL_MODELS, random_advantages, random_rollout
@@ -122,8 +122,30 @@ def work(index: int, size: int, layout: LayoutConfig, frozen_blocks: int, direct
         assert host.version(role) == 1
     update(1)
     assert [host.digest(role) for role in TRAINED] == digests
+    host.load(Role.POLICY, None)
+    grouped(host, index, directory, PolicyBatch(rollout, advantages, policy_in, reference_in, 0.1))
     guarded(host, index, directory, PolicyBatch(rollout, advantages, policy_in, reference_in, 0.1))
     host.close()
+
+
+def grouped(host: MegatronHost, index: int, directory: Path, batch: PolicyBatch) -> None:
+    """An update without a critic's settings: a mean over rows, the KL in the loss, stale tokens, and rows in the middle
+    that no loss counts, so that each data-parallel rank has another share of those that do. Rank 0 leaves what it got
+    in grouped.npz."""
+    mask = batch.advantages.loss_mask.copy()
+    mask[1:4] = False
+    advantages = dataclasses.replace(batch.advantages, loss_mask=mask)
+    kl = KLConfig(where="loss", estimator="k3")
+    ppo, host._ppo = host._ppo, PPOConfig(advantage="group", skip_equal_groups=True, aggregation="sequence", kl=kl)
+    metrics = host.update_policy(0, dataclasses.replace(batch, advantages=advantages))
+    host._ppo = ppo
+    del metrics["policy/peak_memory_bytes"]
+    host.mark_clean(Role.POLICY)
+    trained = host.trained_weights()
+    if index == 0:
+        assert trained is not None
+        np.savez(directory / "grouped.npz", **metrics, **{f"weight:{name}": array for name, array in trained.items()})
+    host.load(Role.POLICY, None)
 
 
 def guarded(host: MegatronHost, index: int, directory: Path, batch: PolicyBatch) -> None:
@@ -188,6 +210,18 @@ def test_two_ranks_equal_one(results: dict[str, Path], case: str) -> None:
     assert set(found.files) == set(expected.files)
     assert found["start"] == expected["start"]
     for name in set(found.files) - {"start"}:
+        np.testing.assert_allclose(found[name], expected[name], atol=1e-5, rtol=1e-5, err_msg=name)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("case", CASES)
+def test_two_ranks_equal_one_where_rows_are_left_out(results: dict[str, Path], case: str) -> None:
+    """Means over rows, of which the ranks have different numbers, and a KL that is weighted."""
+    alone, here = (results[name].with_name("grouped.npz") for name in (f"one, {CASES[case][0]}", case))
+    expected, found = np.load(alone), np.load(here)
+    assert set(found.files) == set(expected.files)
+    assert found["policy/kl_ref"] > 0
+    for name in found.files:
         np.testing.assert_allclose(found[name], expected[name], atol=1e-5, rtol=1e-5, err_msg=name)
 
 

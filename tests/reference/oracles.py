@@ -79,6 +79,32 @@ def gae(
     return advantages, returns
 
 
+def group_advantages(
+    rewards: list[float], groups: list[int], counted: list[bool], estimator: str, eps: float
+) -> list[float]:
+    """std, none: reward less its group's mean, over the group's deviation or not; rloo: less the mean of the others."""
+    out = []
+    for i, reward in enumerate(rewards):
+        members = [j for j in range(len(rewards)) if groups[j] == groups[i] and counted[j]]
+        others = [rewards[j] for j in members if j != i]
+        if not counted[i] or not others:
+            out.append(0.0)
+        elif estimator == "rloo":
+            out.append(reward - sum(others) / len(others))
+        else:
+            mean = sum(rewards[j] for j in members) / len(members)
+            std = math.sqrt(sum((rewards[j] - mean) ** 2 for j in members) / (len(members) - 1))
+            out.append((reward - mean) / (std + eps if estimator == "std" else 1.0))
+    return out
+
+
+def rewards_to_go(rewards: Matrix, mask: Masks, gamma: float) -> Matrix:
+    out = [[0.0] * len(row) for row in mask]
+    for i, t in sampled(mask):
+        out[i][t] = sum(gamma ** (s - t) * rewards[i][s] for j, s in sampled(mask) if j == i and s >= t)
+    return out
+
+
 def whiten(x: Matrix, mask: Masks, keep_mean: bool) -> Matrix:
     cells = sampled(mask)
     mean = sum(x[i][t] for i, t in cells) / len(cells)
@@ -104,6 +130,14 @@ def aggregate(terms: Matrix, mask: Masks, aggregation: str) -> float:
 
 def clip(x: float, low: float, high: float) -> float:
     return min(max(x, low), high)
+
+
+def corrected(w: float, correction: str, cap: float) -> float:
+    if correction == "none":
+        return 1.0
+    if correction == "truncate":
+        return min(w, cap)
+    return w if 1 / cap <= w <= cap else 0.0
 
 
 def policy_loss(
@@ -142,13 +176,7 @@ def policy_loss(
         else:
             alpha = behind[i][t] / (behind[i][t] + taken)
             prox = sampler[i][t] + alpha * (new[i][t] - sampler[i][t])
-        w = math.exp(prox - sampler[i][t])
-        if correction == "none" or anchor == "sampler":
-            w = 1.0
-        elif correction == "truncate":
-            w = min(w, cap)
-        elif not 1 / cap <= w <= cap:
-            w = 0.0
+        w = 1.0 if anchor == "sampler" else corrected(math.exp(prox - sampler[i][t]), correction, cap)
         u = math.exp(new[i][t] - (sampler[i][t] if anchor == "sampler" else prox))
         a = advantages[i][t]
         # Written as a maximum of losses, as Schulman et al. 2017 is usually coded; ours is a minimum of gains.
@@ -156,7 +184,8 @@ def policy_loss(
         if dual_clip is not None and a < 0:
             terms[i][t] = min(terms[i][t], w * -a * dual_clip)
         if kl_where == "loss":
-            terms[i][t] += kl_coef * kl_estimate(new[i][t] - ref[i][t], kl_estimator)
+            rho = corrected(math.exp(new[i][t] - sampler[i][t]), correction, cap)
+            terms[i][t] += kl_coef * rho * kl_estimate(new[i][t] - ref[i][t], kl_estimator)
         terms[i][t] -= entropy_coef * entropy[i][t]
     return aggregate(terms, mask, aggregation)
 

@@ -38,10 +38,11 @@ def advantage_step(parts: WorkerParts, call: Call) -> Output:
         parts.read_step("score", step),
         parts.read_step("reference", step),
         policy,
-        parts.read_step("value", step),
+        parts.read_step("value", step) if config.has_critic else None,
         config.ppo,
         step,
         config.staleness,
         before,
+        config.rollout.responses_per_prompt,
     )
     return Output(record, {**metrics, "policy/proximal_recomputed": float(policy is not None)}, state)

@@ -100,7 +100,7 @@ def expected_by_loops(records: Step, cfg: PPOConfig) -> dict[str, list[list[floa
             r, values.values.tolist(), values.bootstrap_values.tolist(), mask, CUT.tolist(), cfg.gamma,
             cfg.critic_lam, cfg.truncated,
         )  # fmt: skip
-    if cfg.whiten_advantages:
+    if cfg.whiten_advantages is not False:
         a = oracles.whiten(a, kept, keep_mean=False)
     a = [[x if on else 0.0 for x, on in zip(row, m, strict=True)] for row, m in zip(a, kept, strict=True)]
     return {"rewards": r, "advantages": a, "returns": returns, "loss_mask": kept}

@@ -330,6 +330,27 @@ REFUSED = {
         "train",
         "gang of its own",
     ),
+    # estimators of advantages, each by itself in GRPO's or RLOO's usual form otherwise
+    "ppo.advantage=grpo": ("ppo.advantage", "grpo"),
+    "ppo.advantage=group ppo.kl.where=loss": (
+        "rollout.responses_per_prompt",
+        "given 1",
+        "ppo.advantage=group compares the responses to a prompt: 2 or more",
+        "ppo.advantage=reinforce_pp",
+    ),
+    "ppo.advantage=rloo": ("rollout.responses_per_prompt", "given 1", "ppo.advantage=rloo", "2 or more"),
+    "ppo.advantage=group rollout.responses_per_prompt=4": (
+        "ppo.kl.where",
+        "given 'reward'",
+        "ppo.kl.where=loss (as GRPO has it), ppo.group_scale=none or ppo.kl.coef=0",
+    ),
+    "ppo.advantage=rloo rollout.responses_per_prompt=4 ppo.gamma=0.9": ("ppo.gamma", "0.9", "as one: 1"),
+    "ppo.advantage=reinforce_pp ppo.whiten_rewards=true": ("ppo.whiten_rewards", "grows with the length: false"),
+    "ppo.advantage=reinforce_pp ppo.truncated=bootstrap": ("ppo.truncated", "no critic", "terminate"),
+    "ppo.advantage=reinforce_pp ppo.critic_warmup_steps=1": ("ppo.critic_warmup_steps", "trains no critic: 0"),
+    "ppo.advantage=reinforce_pp ppo.skip_equal_groups=true": ("ppo.skip_equal_groups", "ppo.advantage=group or rloo"),
+    "ppo.skip_equal_groups=true": ("ppo.skip_equal_groups", "ppo.advantage=gae compares no groups: false"),
+    "ppo.advantage=reinforce_pp placement.roles.critic=nobody": ("placement.roles.critic", "no such gang"),
     # not overrides at all
     "=1": ("=1", "key=value"),
 }
@@ -347,6 +368,34 @@ def test_what_cannot_work_is_refused_by_its_key(base: Path, changes: str) -> Non
     for part in parts:
         assert part in message
     assert "\n" not in message
+
+
+REINFORCE = "ppo.advantage=reinforce_pp"
+
+
+@pytest.mark.parametrize("changes", [
+    (REINFORCE,), ("ppo.advantage=rloo", "rollout.responses_per_prompt=2"),
+    ("ppo.advantage=group", "rollout.responses_per_prompt=8", "ppo.kl.where=loss", "ppo.kl.estimator=k3"),
+    ("ppo.advantage=group", "rollout.responses_per_prompt=8", "ppo.group_scale=none", "ppo.skip_equal_groups=true"),
+    ("ppo.advantage=group", "rollout.responses_per_prompt=8", "ppo.kl.coef=0", "ppo.whiten_advantages=true"),
+])  # fmt: skip
+def test_without_a_critic_nothing_of_one_is_in_the_run(base: Path, changes: tuple[str, ...]) -> None:
+    """Where the config still has its settings, as a comparison with `gae` by one key needs, they are not read."""
+    own = ("placement.gangs.critic={workers: 2}", "placement.roles.critic=critic", "model.critic.reuse_forward=true")
+    config = load(base, *changes, *own, "model.critic_path=nowhere", "ppo.critic_lam=1", "model.policy.decay=constant")
+    assert not config.graph().critic
+    assert {gang.name: Role.CRITIC in gang.roles for gang in config.gangs()} == {"generate": False, "train": False}
+    assert load_yaml(to_yaml(config)) == config
+    assert config_hash(load_yaml(to_yaml(config), ["steps=9"])) == config_hash(config), "no rate depends on the steps"
+    assert config_hash(load(base, *changes)) != config_hash(load(base)), "it decides what is computed"
+
+
+def test_without_a_critic_it_need_not_be_placed(tmp_path: Path) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text(BASE.replace(", critic: train", ""))
+    assert {role for gang in load(path, REINFORCE).gangs() for role in gang.roles} == set(Role) - {Role.CRITIC}
+    with pytest.raises(ConfigError, match=r"placement\.roles\.critic: .*placed nowhere"):
+        load(path)
 
 
 @pytest.mark.parametrize("role", list(Role))

@@ -16,8 +16,10 @@ from safetensors.torch import save_file
 from pipeline.config.errors import ConfigError
 from pipeline.config.identity import Identity, Statement, write_identity
 from pipeline.config.loading import load_config, to_yaml
+from pipeline.config.memory import workers_memory
 from pipeline.config.paths import RunPaths
-from pipeline.config.preflight import check_run_directory, preflight
+from pipeline.config.preflight import check_run_directory, memory_limits, planned_run, preflight
+from pipeline.config.role_models import role_models
 from pipeline.config.run import RunConfig
 from stages.engines.remote.environment import ENVIRONMENTS, environment_problem
 from stages.models.config import LayoutConfig
@@ -260,6 +262,20 @@ def test_a_model_that_does_not_go_with_the_policys_is_refused(
     assert refusal.value.key == f"model.{role}_path"
     for part in (str(directory), *parts):
         assert part in str(refusal.value)
+
+
+def test_without_a_critic_its_model_is_not_looked_at(folder: Path) -> None:
+    """And its memory is not reckoned with: weights, gradients and moments of a second model."""
+    changes = ("model.critic_path=nowhere", "ppo.advantage=reinforce_pp")
+    config = load(folder, *changes)
+    preflight(config)
+    models = role_models(config, read_spec("random:tiny"))
+    assert set(models) == {Role.POLICY, Role.REFERENCE}
+    limits = memory_limits(config)
+    (alone,) = workers_memory(planned_run(config, models, limits))
+    with_one = load(folder)
+    (both,) = workers_memory(planned_run(with_one, role_models(with_one, read_spec("random:tiny")), limits))
+    assert alone.items["Adam moments"] < 0.6 * both.items["Adam moments"]
 
 
 def test_a_reference_has_no_more_tokens_than_the_policy(folder: Path) -> None:

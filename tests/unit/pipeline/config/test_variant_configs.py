@@ -39,3 +39,13 @@ def test_auto_is_resolved_anew() -> None:
     assert parent.ppo.proximal == "loglinear"
     variant, _ = variant_of(parent, ["name=other", "ppo.epochs=2", "ppo.proximal=auto"])
     assert variant.ppo.proximal == "recompute"
+
+
+def test_a_critic_is_placed_where_the_parent_has_none() -> None:
+    parent = load_config([TINY], ["ppo.advantage=reinforce_pp"])
+    del parent.placement.roles["critic"]
+    with pytest.raises(ConfigError, match=r"placement\.roles\.critic: .*placed nowhere"):
+        variant_of(parent, ["name=other", "ppo.advantage=gae"])
+    variant, changed = variant_of(parent, ["name=other", "ppo.advantage=gae", "placement.roles.critic=train"])
+    assert variant.has_critic
+    assert [found.key for found in changed] == ["placement.roles.critic", "ppo.advantage"]

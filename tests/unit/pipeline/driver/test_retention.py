@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -96,6 +98,15 @@ def test_everything_stays_by_default(paths: RunPaths, history: History) -> None:
 def test_steps_go_up_to_the_checkpoint_before_the_newest(paths: RunPaths, history: History) -> None:
     assert let_go(KeepConfig(rollouts=1), paths, history) == []
     assert (steps_there(paths), history.store.dropped_before()) == (list(range(15, STEPS)), 15)
+
+
+def test_without_a_critic_the_policys_checkpoints_say_what_stays(paths: RunPaths, history: History) -> None:
+    shutil.rmtree(paths.checkpoints / "critic")
+    assert let_go(KeepConfig(rollouts=1), paths, history) == []
+    assert history.store.dropped_before() == 0, "with one there would be nothing to go back to"
+    without = replace(history, spec=replace(history.spec, critic=False))
+    assert let_go(KeepConfig(rollouts=1), paths, without) == []
+    assert history.store.dropped_before() == 15
 
 
 @pytest.mark.parametrize("role", ["policy", "critic"])

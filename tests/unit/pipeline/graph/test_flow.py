@@ -82,13 +82,15 @@ def test_window_arithmetic() -> None:
         ]
 
 
-def test_run_ends_when_every_step_is_over() -> None:
-    machine = Machine(GraphSpec(steps=4, shards=2, staleness=1, eval_every=2))
+@pytest.mark.parametrize("critic", [True, False])
+def test_run_ends_when_every_step_is_over(critic: bool) -> None:
+    spec = GraphSpec(steps=4, shards=2, staleness=1, eval_every=2, critic=critic)
+    machine = Machine(spec)
     assert not machine.flow.finished
     machine.run()
     assert machine.flow.finished
     assert sorted(machine.over) == [0, 1, 2, 3]
-    assert len(machine.ran) == len(set(machine.ran)) == len(list(run_nodes(GraphSpec(4, 2, 1, True, 2))))
+    assert len(machine.ran) == len(set(machine.ran)) == len(list(run_nodes(spec)))
 
 
 def test_a_late_evaluation_keeps_its_step_open_but_not_the_run_back() -> None:

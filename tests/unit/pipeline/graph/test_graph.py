@@ -3,10 +3,21 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 
-from pipeline.graph.graph import GraphSpec, Node, generation_version, run_nodes, step_nodes, weight_readers, window
+from pipeline.graph.graph import (
+    GraphSpec,
+    Node,
+    generation_version,
+    run_nodes,
+    step_nodes,
+    update_stages,
+    weight_readers,
+    window,
+)
+from stages.models.protocol import Role
 from storage.address import Address
 
 
@@ -74,6 +85,16 @@ def test_without_recomputed_logprobs() -> None:
     graph = edges(step_nodes(GraphSpec(steps=1, shards=1, staleness=0, recompute_logprobs=False), 0))
     assert not [name for name in graph if name.startswith("logprob")]
     assert "logprob 0.0" not in graph["advantage 0.0"]
+
+
+def test_without_a_critic() -> None:
+    """Its nodes are gone, and nothing else is: not a node, not an edge."""
+    spec = GraphSpec(steps=3, shards=2, staleness=1, eval_every=1, canaries=True)
+    whole, without = (edges(list(run_nodes(s))) for s in (spec, replace(spec, critic=False)))
+    critics = {name for name in whole if name.split()[0] in ("value", "update_critic")}
+    assert len(critics) == 3 * 2 + 3
+    assert without == {name: parents - critics for name, parents in whole.items() if name not in critics}
+    assert update_stages(replace(spec, critic=False)) == {Role.POLICY: "update_policy"}
 
 
 def test_evaluations() -> None:

@@ -66,6 +66,10 @@ def batches(host: MegatronHost, step: int = 0) -> tuple[PolicyBatch, CriticBatch
 
 def update(host: MegatronHost, step: int = 0) -> dict[str, float]:
     policy, value = batches(host, step)
+    if host._ppo.skip_equal_groups:  # as if rows 2 to 5 were groups of equal scores
+        mask = policy.advantages.loss_mask.copy()
+        mask[2:6] = False
+        policy = dataclasses.replace(policy, advantages=dataclasses.replace(policy.advantages, loss_mask=mask))
     metrics = host.update_policy(step, policy) | host.update_critic(step, value)
     host.mark_clean(Role.POLICY)
     host.mark_clean(Role.CRITIC)
@@ -121,7 +125,8 @@ def test_update_policy_equals_one_written_by_hand(tmp_path: Path, frozen_blocks:
         w = (prox[rows] - mu[rows]).exp().clamp(max=2.0)
         a = advantages[rows]
         entropy = -(logp.exp() * logp).sum(-1)
-        k3 = (ref[rows] - new).exp() - 1 - (ref[rows] - new)
+        rho = (new.detach() - mu[rows]).exp().clamp(max=2.0)
+        k3 = rho * ((ref[rows] - new).exp() - 1 - (ref[rows] - new))
         term = torch.max(-a * ratio, -a * ratio.clamp(0.8, 1.2)) * w - 0.01 * entropy + 0.2 * k3
         loss = term[mask[rows]].mean()
         optimizer.zero_grad()
@@ -178,10 +183,16 @@ def test_update_critic_equals_one_written_by_hand(tmp_path: Path) -> None:
     assert metrics["critic/loss"] == pytest.approx(np.mean(losses), abs=1e-5)
 
 
-def test_gradients_do_not_depend_on_micro_batch_rows(tmp_path: Path) -> None:
+CRITIC_FREE = PPOConfig(
+    advantage="group", skip_equal_groups=True, aggregation="sequence", kl=KLConfig(where="loss", estimator="k3")
+)
+
+
+@pytest.mark.parametrize("ppo", [PPOConfig(), CRITIC_FREE], ids=["gae", "group"])
+def test_gradients_do_not_depend_on_micro_batch_rows(tmp_path: Path, ppo: PPOConfig) -> None:
     found = []
     for size in (1, 3, 8):
-        with opened(tmp_path, model_config(frozen_blocks=2, micro_batch_rows=size)) as host:
+        with opened(tmp_path, model_config(frozen_blocks=2, micro_batch_rows=size), ppo) as host:
             update(host)
             found.append(weights(host))
     for other in found[1:]:

@@ -479,6 +479,37 @@ def train_table(cfg: PPOConfig, kl_coef: float, reward: Tensor) -> tuple[float, 
 
 
 @pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
+@pytest.mark.parametrize("stage", ["first-step", "later-step", "sampler-anchor"])
+def test_the_kls_gradient_is_that_of_fresh_tokens_whoever_drew_them(estimator: Any, stage: str) -> None:
+    """A batch that mu drew, each outcome by its probability under mu, so that expectations are exact: with rho = pi/mu
+    the KL's term and its gradient are those of a batch that pi drew. Without rho they are not."""
+    mu, prox, theta = (torch.log_softmax(torch.tensor(x, dtype=torch.float64), 0)
+                       for x in ([0.3, 0.1, -0.6, 0.2], [0.5, -0.5, 0.2, 0.0], [0.9, -0.8, 0.3, -0.1]))  # fmt: skip
+    theta = (prox if stage == "first-step" else theta).clone().requires_grad_()
+    ref = torch.log_softmax(torch.tensor([0.0, 0.5, 1.0, -0.5], dtype=torch.float64), 0)
+    anchor: Any = "sampler" if stage == "sampler-anchor" else "proximal"
+
+    def term(drawn_by: Tensor, correction: Any) -> tuple[Tensor, Tensor]:
+        kl = KLConfig(where="loss", estimator=estimator)
+        cfg = PPOConfig(anchor=anchor, correction=correction, correction_cap=100.0, kl=kl)
+        log_p = torch.log_softmax(theta, 0)
+        inputs = PolicyLossInputs(
+            mask=torch.ones(4, 1, dtype=torch.bool), weights=drawn_by.exp()[:, None],
+            advantages=torch.zeros(4, 1, dtype=torch.float64), sampler_logprobs=drawn_by[:, None],
+            policy_logprobs=prox[:, None], ref_logprobs=ref[:, None],
+            optimizer_steps_behind=torch.zeros(4, 1, dtype=torch.int64), optimizer_steps_taken=0,
+        )  # fmt: skip
+        loss, _ = policy_loss(log_p[:, None], torch.zeros(4, 1, dtype=torch.float64), inputs, cfg, 1.0)
+        (grad,) = torch.autograd.grad(loss, theta)
+        return loss.detach(), grad
+
+    fresh = term(torch.log_softmax(theta, 0).detach(), "truncate")
+    torch.testing.assert_close(term(mu, "truncate"), fresh)
+    uncorrected, _ = term(mu, "none")
+    assert abs(float(uncorrected - fresh[0])) > 1e-3
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
 @pytest.mark.parametrize("where", ["reward", "loss"])
 def test_kl_falls_when_only_kl_is_trained(where: str, estimator: str) -> None:
     cfg = PPOConfig(kl=KLConfig(where=where, estimator=estimator))

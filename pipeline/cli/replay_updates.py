@@ -52,7 +52,8 @@ def update_range(config: RunConfig, text: str) -> range:
         missing = _missing(spec, step, there)
         if missing:
             raise ConfigError("--updates", f"given {text!r}; {missing[0]} is not there (from 0 on it has 0:{whole})")
-    first, before = min(_start(config, role, steps.start) for role in update_stages(spec)), history.store.dropped_before()
+    first = min(_start(config, role, steps.start) for role in update_stages(spec))
+    before = history.store.dropped_before()
     if first < before:
         need = (
             f"they would be trained from version {first}, and the rollouts before step {before} were dropped by {KEY}"

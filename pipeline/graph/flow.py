@@ -45,9 +45,9 @@ class Flow:
     ) -> None:
         """`first_step`: before it every step is over, and every address of a lower step committed. `committed`: outputs
         from there on that an earlier attempt at this run left. `published`: versions whose weights are
-        readable now. `made_with`: of outputs that have no commit and that committed ones were made from, the version
-        that sampled them, which is to do it again. `on_step(step, nodes)` is called when every node of a step is done, `on_unread(version)` when
-        every reader of a version is."""
+        readable now. `made_with`: of shards that have no commit and that committed outputs were made from, the version
+        that sampled them, and has to again. `on_step(step, nodes)` is called when every node of a step is done,
+        `on_unread(version)` when every reader of a version is."""
         self._spec = spec
         self._dispatch = dispatch
         self._committed = set(committed)
@@ -61,7 +61,7 @@ class Flow:
         self._reopened: set[Address] = set()
         """Without a commit, though an update that read them has one: a trainer that goes back needs them."""
         self._readers: dict[int, set[Address]] = {}
-        """By version: nodes that may read it and have no commit, from its publication's admission until it is unread."""
+        """By version: nodes that may read it and have no commit. From the admission of its publication on."""
         self._awaited: set[int] = set()
         """Versions in the window that are not published yet."""
         self._made_with = made_with

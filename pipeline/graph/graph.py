@@ -9,9 +9,9 @@ Three interpreters read the same nodes: the executor runs them, `replay` runs on
                                                                                                  publish v(i+1) <----+
 
 **The staleness bound is an edge**: `generate[i]` depends on `publish[max(0, i - eta)]`, and on nothing newer. With
-eta = 0 that is synchronous PPO. Version v of the weights is what v updates have made. Under `latest` that edge stays,
-and a shard of `generate[i]` is handed out with the newest version that is published by then, i at the newest (`Dispatch`
-says which); otherwise with the one that the edge names.
+eta = 0 that is synchronous PPO. Version v of the weights is what v updates have made. A shard of `generate[i]` is
+sampled with the version that the edge names; under `latest`, where the edge is the same, with the newest that is
+published when it is handed out, i at most (`Dispatch` says which).
 
 Edges that are not data: `update_policy[i] <- publish[i]` (the trainer must have given version i away before it trains
 it into i + 1), `advantage[i] <- advantage[i-1]` (the KL controller's state), `evaluate` nodes beside the generation
@@ -79,6 +79,11 @@ class Node:
     @property
     def role(self) -> Role:
         return STAGE_ROLES[self.address.stage]
+
+    @property
+    def chosen_version(self) -> int | None:
+        """Of a node that is handed out: the version that it was given, where several would do."""
+        return None if self.newest is None else self.version
 
     @property
     def turn(self) -> int:

@@ -118,9 +118,12 @@ def test_a_run_that_goes_on_keeps_what_is_committed(folder: Path, monkeypatch: p
     assert (report.faults, report.notes) == ([], ())
 
 
-def test_rows_in_flight_take_weights_as_they_are_published(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_in_flight_take_weights_as_they_are_published(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """There is one slot, so that no other shard can bring version 1: the driver's order does, in the middle of the rows
-    of step 1. Such a shard cannot be repeated, and says so."""
+    of step 1. Such a shard cannot be repeated, and says so; if its commit is lost, the way is back to before it."""
+    monkeypatch.setenv("COLUMNS", "300")
     use_runtime(monkeypatch, "tests.support.late_runtime:MidRowRuntime")
     one_slot = ("rollout.shards=1", "placement.gangs.generate.slots=1", "evaluate.every=0", "mismatch.rows=0")
     inflight = ("engine.update=inflight", "sampling.min_new_tokens=6", "engine.slots=16")
@@ -136,6 +139,11 @@ def test_rows_in_flight_take_weights_as_they_are_published(folder: Path, monkeyp
     assert (report.faults, report.notes) == ([], ())
     with pytest.raises(ConfigError, match=r"sampled by v0, v1 as they came in .* cannot be repeated"):
         replay_node(config, "generate", 1, 0)
+    (RunPaths(config.run_dir).ledger / f"{Address('generate', 1)}.json").unlink()
+    assert main(["resume", str(config.run_dir)]) == 2
+    assert "versions [0, 1], as they came (rollout.versions=latest)" in capsys.readouterr().err
+    assert main(["resume", str(config.run_dir), "--from-checkpoint"]) == 0
+    assert verify_run(config).faults == []
 
 
 def test_without_staleness_both_modes_are_the_same_run(folder: Path) -> None:

@@ -61,8 +61,8 @@ class WeightOrders:
         order_fetch(self._client, self._elsewhere(self._supervision.addresses()), version)
 
     def take(self, version: int) -> None:
-        """Has replicas that have rows in flight load a version under them. No row may be older than the version: while
-        one is unfinished, the update that would make it too new waits for it."""
+        """Has replicas that have rows in flight load a version under them. It is not too new for any of them: while a
+        row of step i is unfinished, nothing trains version i into the next."""
         addresses = self._supervision.addresses()
         names = [worker_name(self._pool, index) for index in range(self._gangs[self._pool].workers)]
         order_take(self._client, [addresses[name] for name in names if name in addresses], version)

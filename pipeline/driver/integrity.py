@@ -72,6 +72,9 @@ def mend(history: History, paths: RunPaths) -> Mended:
     expected = {one.address: one.content for one in inputs if one.address not in found}
     shards = [address for address in expected if address.stage == "generate"] if history.spec.latest else []
     made_with = {address: _sampled_with(history, address, paths) for address in shards}
+    # What runs again may read a version whose publication is among the nodes of a step that is closed.
+    first_read = (max(0, address.step - history.spec.staleness - 1) for address in expected)
+    history.ledger.reopen(Address("publish", step) for step in first_read)
     history.store.recover()
     return Mended(tuple(warnings), expected, made_with)
 

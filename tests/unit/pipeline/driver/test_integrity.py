@@ -19,6 +19,7 @@ from storage.errors import StoreError
 from storage.ledger import Commit, Ledger, provenance_here
 from storage.records import Rollout, Scores
 from storage.rollouts import RolloutStore
+from storage.segments import SPAN
 from storage.shards import Layout, Layouts
 from storage.weights import WeightBoard
 
@@ -114,6 +115,20 @@ def test_a_version_that_was_leased_is_released_later(tmp_path: Path) -> None:
         lease.close()
         unread.release(1)
         assert board.available() == [2]
+
+
+def test_what_runs_again_at_the_edge_of_the_books_finds_its_weights(history: History, paths: RunPaths) -> None:
+    """A shard or an evaluation of the first open step reads a version that a node of a closed step publishes: that
+    step is opened, too, or nobody would publish it."""
+    commits: list[Commit] = []
+    for step in range(SPAN + 2):
+        commits.append(scores(history, Address("score", step), 1, *commits[-1:]))
+    history.ledger.close(0, [commit.address for commit in commits[:SPAN]])
+    assert mend(history, paths).expected == {}
+    assert history.ledger.closed_until() == SPAN
+    (paths.ledger / f"{Address('score', SPAN)}.json").unlink()
+    assert list(mend(history, paths).expected) == [Address("score", SPAN)]
+    assert history.ledger.closed_until() == 0
 
 
 SHARD = Address("generate", 2)

@@ -48,6 +48,8 @@ from storage.validation import check_finite, check_logprobs
 EVALUATE = "evaluate"
 """Stages whose names begin so have groups, and a layout, of their own: one group per evaluated version."""
 
+_UNREADABLE = (OSError, ValueError, RuntimeError, KeyError)
+"""What Zarr raises for an array that is not there, or not sound."""
 _STEP_GROUP = re.compile(r"step_(\d{6,})")
 _ATTEMPT = re.compile(r"(?P<stage>.+?)-(?P<step>\d{6,})-(?P<shard>\d{4,})-(?P<attempt>[^/]+)")
 
@@ -271,23 +273,35 @@ class RolloutStore:
 
     def plain_faults(self, commit: Commit) -> Iterator[str]:
         """What a plain Zarr reader does not find, or does not see as it was committed."""
-        layout, group = self._layout(commit.address), _group(commit.address)
-        shards = shards_of(layout, commit.address, commit.rows) if commit.arrays else range(0)
-        rows = slice(shards.start * layout.rows_per_shard, shards.stop * layout.rows_per_shard)
-        for key in ("zarr.json", f"{group}/zarr.json") if commit.arrays else ():
+        for key in ("zarr.json", f"{_group(commit.address)}/zarr.json") if commit.arrays else ():
             if files.read(self._data, key) != _GROUP_METADATA:
                 yield f"{self._data.at(key)}: is not what was written: plain Zarr does not find the arrays below it"
-        options = {} if self._data.fs is None else {"storage_options": self._data.fs.storage_options}
         for name, info in commit.arrays.items():
             where = f"array {name} of {commit.address}"
             try:
-                array = zarr.open_array(f"{self.url}/{group}/{name}", mode="r", **options)
-                crc32 = zlib.crc32(np.ascontiguousarray(array[rows]).data)
-            except (OSError, ValueError, RuntimeError, KeyError) as error:
+                array = self._plain(commit.address, name, commit.rows)
+                crc32 = zlib.crc32(np.ascontiguousarray(array).data)
+            except _UNREADABLE as error:
                 yield f"{where}: plain Zarr cannot read it ({type(error).__name__}: {error})"
                 continue
             if crc32 != info.crc32 or array.dtype.name != info.dtype:
                 yield f"{where}: plain Zarr sees other numbers than the committed ones (CRC-32 {crc32:08x})"
+
+    def unvouched(self, address: Address, name: str) -> np.ndarray | None:
+        """What is in the place of an array of a shard whose commit is lost: nothing vouches for it. None where plain
+        Zarr reads nothing."""
+        try:
+            return self._plain(address, name, self._layout(address).rows_per_shard)
+        except _UNREADABLE:
+            return None
+
+    def _plain(self, address: Address, name: str, num_rows: int) -> np.ndarray:
+        """The rows of an output's array, as any Zarr reader sees them. Raises what Zarr raises (`_UNREADABLE`)."""
+        layout = self._layout(address)
+        shards = shards_of(layout, address, num_rows)
+        rows = slice(shards.start * layout.rows_per_shard, shards.stop * layout.rows_per_shard)
+        options = {} if self._data.fs is None else {"storage_options": self._data.fs.storage_options}
+        return np.asarray(zarr.open_array(f"{self.url}/{_group(address)}/{name}", mode="r", **options)[rows])
 
     def keys_of(self, commit: Commit) -> tuple[str, ...]:
         """Where the files of a settled commit are, below the run's directory; none for one without arrays."""

@@ -19,7 +19,7 @@ from pipeline.config.identity import identity_faults, read_identity
 from pipeline.config.paths import RunPaths
 from pipeline.config.run import RunConfig
 from pipeline.driver.integrity import lineage_faults
-from pipeline.graph.graph import GraphSpec, Node, generation_version, made_from, update_stages
+from pipeline.graph.graph import GraphSpec, Node, generation_versions, made_from, update_stages
 from pipeline.observe.history import History
 from stages.models.protocol import Role
 from stages.prompts import PromptTable, held_out_prompts, training_prompts
@@ -82,12 +82,16 @@ def rows_found(config: RunConfig, table: PromptTable | None, commit: Commit, rol
 
 def _version_faults(config: RunConfig, commit: Commit, sampled: np.ndarray) -> Iterator[str]:
     """`sampled`: the version of each sampled token."""
-    address, named, newest = commit.address, commit.provenance.weight_versions, commit.address.step
-    oldest = newest if address.stage == "evaluate" else generation_version(config.graph(), newest)
-    if sampled.size and not (oldest <= int(sampled.min()) and int(sampled.max()) <= newest):
-        found = f"{int(sampled.min())} to {int(sampled.max())}"
-        yield f"{address}: tokens of versions {found}, allowed are {oldest} to {newest}"
-    if tuple(np.unique(sampled).tolist()) != named:
+    address, named, step = commit.address, commit.provenance.weight_versions, commit.address.step
+    evaluation = address.stage == "evaluate"
+    allowed = range(step, step + 1) if evaluation else generation_versions(config.graph(), step)
+    versions = np.unique(sampled).tolist()
+    if versions and not (versions[0] in allowed and versions[-1] in allowed):
+        found = f"{versions[0]} to {versions[-1]}"
+        yield f"{address}: tokens of versions {found}, allowed are {allowed[0]} to {allowed[-1]}"
+    if len(versions) > 1 and config.engine.update == "drain":
+        yield f"{address}: tokens of versions {versions}, though engine.update=drain keeps a shard to one"
+    if tuple(versions) != named:
         yield f"{address}: its commit names versions {named}, its tokens others"
 
 
@@ -210,10 +214,12 @@ def _prompt_faults(address: Address, rollout: Rollout, prompts: PromptBatch) -> 
 
 
 def staleness_proof(run: Evidence) -> Answer:
-    """step - eta <= version <= step for every sampled token of a step; an evaluation is of its one version."""
+    """Every sampled token of step i is of version max(0, i - eta), or under `latest` of a newer one up to i; an
+    evaluation is of its one version."""
     tokens = sum(found.tokens for found in run.rows.values())
     faults = [fault for found in run.rows.values() for fault in found.version_faults]
-    return f"{tokens} tokens, staleness bound {run.config.staleness}", faults
+    mode = run.config.rollout.versions
+    return f"{tokens} tokens, {mode} versions, staleness bound {run.config.staleness}", faults
 
 
 def lineage_proof(run: Evidence) -> Answer:

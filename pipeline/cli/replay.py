@@ -31,6 +31,7 @@ from pipeline.config.paths import RunPaths
 from pipeline.config.run import RunConfig
 from pipeline.driver.results import open_history
 from pipeline.graph.graph import STAGE_ROLES, UPDATE_STAGE, Node, canary_node, evaluate_nodes, evaluated, step_nodes
+from pipeline.observe.journal import read_events
 from pipeline.workers.messages import Call
 from pipeline.workers.parts import required
 from stages.models.numerics import repeats_bits
@@ -123,7 +124,7 @@ def replay_node(config: RunConfig, stage: str, step: int, shard: int) -> Replaye
     if commit is None and stage.startswith("evaluate") and not evaluated(config.graph(), step):
         every = f"evaluate.every = {config.evaluate.every}"
         raise MissingOutput(f"{node.address} has no commit, and the run does not evaluate version {step} ({every})")
-    version = _sampled_version(commit, shard) if stage in SAMPLING and commit is not None else node.version
+    version = _version_of(config, node, commit)
     holder = config.placement.roles[Role.POLICY.value if stage in SAMPLING else node.role.value]
     one_rank = config.placement.gangs[holder].workers == 1 or node.role not in {*MODEL_ROLES, Role.GENERATE}
     one_rank = one_rank and repeats_bits(config.model)
@@ -173,6 +174,19 @@ def _find_node(config: RunConfig, stage: str, step: int, shard: int) -> Node:
         known = f"{stage} has shards {shards[0]} to {shards[-1]}" if shards else f"this run has no {stage} nodes"
         raise ConfigError("--shard" if shards else "--stage", f"given {shard if shards else stage!r}; {known}")
     return node
+
+
+def _version_of(config: RunConfig, node: Node, commit: Commit | None) -> int:
+    """The version of the weights that a node had: of a shard that was sampled, what its commit names; of one that
+    failed under `latest`, what it was handed out with last. Raises ConfigError where there were several."""
+    if commit is not None and node.stage in SAMPLING:
+        return _sampled_version(commit, node.address.shard)
+    if commit is not None or node.newest is None:
+        return node.version
+    where = (node.address.stage, node.address.step, node.address.shard)
+    events = read_events(RunPaths(config.run_dir).events)
+    given = [event.version for event in events if (event.stage, event.step, event.shard) == where]
+    return next((version for version in reversed(given) if version is not None), node.version)
 
 
 def _sampled_version(commit: Commit, shard: int) -> int:

@@ -23,7 +23,7 @@ class AlarmsConfig:
     engine_silent_s: float | None = 900.0
     """engine_silent: a replica that generates has work, and has finished none of it for so long."""
     staleness_steps: int | None = None
-    """staleness: in so many steps in a row every token was at the bound. For `engine.update: inflight`; under `drain`
+    """staleness: in so many steps in a row every token was at the bound. For `rollout.versions: latest`; under `exact`
     every row is, by design."""
     entropy_below: float | None = 0.05
     """entropy: nats per sampled token (`policy/entropy`) below which the policy's has collapsed."""

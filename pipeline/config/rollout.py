@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Literal
 
 from storage.problems import Problem, at_least, divides
 
@@ -15,6 +16,10 @@ class RolloutConfig:
     shards: int = 2
     """Parts of a step that are generated, scored and evaluated on their own."""
     responses_per_prompt: int = 1
+    versions: Literal["exact", "latest"] = "exact"
+    """Which weights sample step i. `exact`: version max(0, i - staleness), so that a run is a function of its config.
+    `latest`: the newest that is published when a shard starts, and under `engine.update: inflight` whatever is
+    published while it runs; never an older one."""
 
 
 def rollout_problems(config: RolloutConfig) -> Iterator[Problem]:

@@ -132,9 +132,8 @@ class Attempts:
         context, node, gang = self._context, submit.node, self._context.gangs[submit.gang]
         address = node.address
         if context.dispatch.losses(address) >= context.settings.attempts:
-            raise StageFailed(
-                f"{address} was lost with its worker {context.settings.attempts} times (cluster.attempts)"
-            )
+            times = f"{context.settings.attempts} times (cluster.attempts)"
+            raise StageFailed(f"{address} was lost with its worker {times}")
         index = 0 if submit.mode is Mode.ORDERED else submit.replica
         num_ranks = gang.workers if submit.mode is Mode.ORDERED and node.role in MODEL_ROLES else 1
         name = f"a{submit.attempt}-{context.name}"
@@ -143,7 +142,8 @@ class Attempts:
         self._attempts[address] = Attempt(submit, name, future, ahead, None if ahead else context.now(), num_ranks)
         # A FREE node may wait there for its parents: nothing that the worker is doing.
         at = None if submit.mode is Mode.FREE else worker_name(submit.gang, index)
-        context.journal.now(EventKind.SUBMITTED, **_event_fields(address), gang=submit.gang, worker=at, attempt=name)
+        what = {"gang": submit.gang, "worker": at, "attempt": name, "version": node.chosen_version}
+        context.journal.now(EventKind.SUBMITTED, **_event_fields(address), **what)
         context.watch(future, (submit.gang, index), address)
 
     def _submit_to(self, index: int, submit: Submit, name: str, num_ranks: int) -> Future:

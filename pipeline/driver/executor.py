@@ -186,6 +186,10 @@ class Executor:
         """Has a version brought to the hosts that will read it, before they need it."""
         self._weights.fetch(version)
 
+    def take_weights(self, version: int) -> None:
+        """Has replicas take a version now, for the rows that they have in flight."""
+        self._weights.take(version)
+
     def release_weights(self, version: int) -> None:
         """Has the copies of a version removed that other hosts have."""
         self._weights.release(version)

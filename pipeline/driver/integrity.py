@@ -6,7 +6,7 @@
     a process was built anew ──► what the one before had committed is moved into place
     the end ──► the same, and nothing is left of any attempt
 
-May import pipeline.config, pipeline.observe, pipeline.driver.context and storage.
+May import numpy, pipeline.config, pipeline.graph, pipeline.observe, pipeline.driver.context and storage.
 """
 
 from __future__ import annotations
@@ -16,8 +16,11 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from pipeline.config.paths import RunPaths
 from pipeline.driver.context import StageFailed
+from pipeline.graph.graph import generation_versions
 from pipeline.observe.history import History
 from storage.address import Address
 from storage.commits import Commit
@@ -34,6 +37,8 @@ class Mended:
     """Records that were set aside."""
     expected: Mapping[Address, str] = field(default_factory=dict)
     """Content by address: of outputs that have no commit, and that committed ones were made from."""
+    made_with: Mapping[Address, int] = field(default_factory=dict)
+    """Under `latest`, of the shards among these: the version that sampled them, which the graph does not say."""
 
 
 def set_damaged_aside(ledger: Ledger, paths: RunPaths) -> list[str]:
@@ -56,8 +61,9 @@ def mend(history: History, paths: RunPaths) -> Mended:
     readers find them by where that is damaged. For a driver that has no workers yet.
 
     Raises:
-        StoreError: a committed output was made from another input than the committed one, or a record is of another
-            format; nothing was changed in the former case but what is said above.
+        StoreError: a committed output was made from another input than the committed one; or from a shard that has no
+            commit, and nobody knows which versions sampled it; or a record is of another format. Nothing was changed in
+            the first two cases but what is said above.
     """
     ledger = history.ledger
     warnings = set_damaged_aside(ledger, paths)
@@ -72,9 +78,30 @@ def mend(history: History, paths: RunPaths) -> Mended:
     if faults:
         more = f" (and {len(faults) - 1} more: `stageline check {paths.root}` lists them)" if len(faults) > 1 else ""
         raise StoreError(f"{paths.root} cannot go on: {faults[0]}{more}")
+    expected = {one.address: one.content for one in inputs if one.address not in found}
+    shards = [address for address in expected if address.stage == "generate"] if history.spec.latest else []
+    made_with = {address: _sampled_with(history, address, paths) for address in shards}
+    # What runs again may read a version whose publication is among the nodes of a step that is closed.
+    first_read = (max(0, address.step - history.spec.staleness - 1) for address in expected)
+    history.ledger.reopen(Address("publish", step) for step in first_read)
     history.store.recover()
     history.store.restore_metadata(commits)
-    return Mended(tuple(warnings), {one.address: one.content for one in inputs if one.address not in found})
+    return Mended(tuple(warnings), expected, made_with)
+
+
+def _sampled_with(history: History, address: Address, paths: RunPaths) -> int:
+    """The one version that sampled a shard whose commit is lost, as its tokens have it; what it comes to with that
+    version is compared with what was made from it. Raises StoreError where that is not to be had."""
+    allowed, there = generation_versions(history.spec, address.step), history.store.unvouched(address, "token_versions")
+    found = [] if there is None else [v for v in np.unique(there).tolist() if v in allowed]
+    if len(found) != 1:
+        several = f"versions {found}, as they came" if found else "a version that nobody knows any more"
+        raise StoreError(
+            f"{paths.root} cannot go on: the commit of {address} is lost, other outputs were made from it, and it was "
+            f"sampled by {several} (rollout.versions=latest), so that it cannot be made again. `stageline resume "
+            f"{paths.root} --from-checkpoint` goes back to before it was trained on"
+        )
+    return int(found[0])
 
 
 def lineage_faults(commits: Iterable[Commit], found: Mapping[Address, Commit]) -> Iterator[str]:

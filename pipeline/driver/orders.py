@@ -2,6 +2,7 @@
 waited for, and none is needed for the run to go on: who needs a version fetches it, and rows that are not sent stay.
 
     a version is published ──► fetch ──► readers elsewhere bring it to their hosts, before they need it
+                           └─► take ───► replicas whose engines update in flight load it, under the rows that they have
     nobody reads it any more ► release ► they remove their copies; a process built later is notified of all
     the run ends ────────────► remove ─► their hosts remove their boards
 
@@ -21,6 +22,7 @@ from pipeline.driver.supervision import Supervision
 from pipeline.graph.tails import Tails
 from pipeline.observe.journal import EventKind
 from pipeline.workers.messages import LONGEST_SILENCE_S, MirrorSpec, MoveOrder, MoveOver, RowsNews, worker_name
+from pipeline.workers.refits import order_take
 from pipeline.workers.row_transfer import order_move
 from pipeline.workers.weight_transfer import order_fetch, order_release, remove_boards
 from stages.models.protocol import Role
@@ -57,6 +59,13 @@ class WeightOrders:
     def fetch(self, version: int) -> None:
         """Has a version brought to the hosts that will read it, before they need it."""
         order_fetch(self._client, self._elsewhere(self._supervision.addresses()), version)
+
+    def take(self, version: int) -> None:
+        """Has replicas that have rows in flight load a version under them. It is not too new for any of them: while a
+        row of step i is unfinished, nothing trains version i into the next."""
+        addresses = self._supervision.addresses()
+        names = [worker_name(self._pool, index) for index in range(self._gangs[self._pool].workers)]
+        order_take(self._client, [addresses[name] for name in names if name in addresses], version)
 
     def release(self, version: int) -> None:
         """Has the copies of a version removed that other hosts have."""

@@ -15,19 +15,20 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from pipeline.config.paths import RunPaths
 from pipeline.graph.graph import update_stages
-from pipeline.graph.rewind import can_go_back, made_anew
+from pipeline.graph.rewind import SHARDED, can_go_back, made_anew
 from pipeline.observe.history import History
 from pipeline.workers.updates import is_usable
 from stages.models.protocol import Role
 from storage import files
 from storage.address import Address
 from storage.checkpoints import Checkpoints, version_of
+from storage.errors import DamagedCommit
 
 
 @dataclass(frozen=True)
@@ -57,10 +58,11 @@ def plan_rewind(history: History, paths: RunPaths) -> Rewind:
     newest_first = sorted(saved, reverse=True)
     of_all = (v for v in newest_first if all(is_usable(checkpoints, ledger, role, v) for role in others))
     before = history.store.dropped_before()
-    version = next((v for v in of_all if can_go_back(history.spec, committed, v, saved, before)), 0)
+    sampled = newest_sampled(history, committed) if history.spec.latest else {}
+    version = next((v for v in of_all if can_go_back(history.spec, committed, v, saved, before, sampled)), 0)
     later = [*_later(paths.checkpoints.glob("*/v*"), version), *_later(paths.weights(0).parent.glob("v*"), version)]
     name = time.strftime("%Y%m%dT%H%M%S")
-    commits = made_anew(history.spec, committed, version, before)
+    commits = made_anew(history.spec, committed, version, before, sampled)
     return Rewind(version, tuple(commits), tuple(sorted(later)), paths.archive / name)
 
 
@@ -74,12 +76,28 @@ def carry_out(rewind: Rewind, history: History, paths: RunPaths) -> None:
     run = files.open_root(str(paths.root))
     archive = rewind.archive.relative_to(paths.root).as_posix()
     for address in rewind.commits:
-        commit = history.ledger.find(address)
+        try:
+            commit = history.ledger.find(address)
+        except DamagedCommit:  # it is set aside like any other, and its node runs again
+            continue
         if commit is None:
             continue
         for key in (f"{paths.ledger.name}/{address}.json", *history.store.keys_of(commit)):
             files.move(run, key, f"{archive}/{key}")
     history.store.make_anew(rewind.version)
+
+
+def newest_sampled(history: History, committed: Collection[Address]) -> dict[Address, int | None]:
+    """The newest version that each shard was sampled with; None for one whose commit is lost, or damaged, although
+    something was made from it."""
+    found: dict[Address, int | None] = {}
+    for address in {replace(a, stage="generate") for a in committed if a.stage in SHARDED}:
+        try:
+            commit = history.ledger.find(address)
+        except DamagedCommit:
+            commit = None
+        found[address] = None if commit is None else max(commit.provenance.weight_versions)
+    return found
 
 
 def _later(directories: Iterator[Path], version: int) -> Iterator[Path]:

@@ -205,6 +205,7 @@ class _Driver:
         self._outcomes: dict[Address, Outcome] = {}
         """Of the open steps' nodes."""
         self._graph = config.graph()
+        self._mid_row = config.engine.update == "inflight"
         self._gang_of = {role: gang.name for gang in config.gangs() for role in gang.roles}
         dispatch = Dispatch(config.gangs())
         self._alarms = Alarms(config, dispatch, journal, progress, tracker)
@@ -227,6 +228,7 @@ class _Driver:
             first_step=self._books.first_step,
             committed=history.ledger.addresses(from_step=self._books.first_step),
             published=board.available(),
+            made_with=ready.mended.made_with,
             on_step=self._step_over,
             on_unread=self._version_unread,
         )
@@ -251,6 +253,8 @@ class _Driver:
             self._report_step(address.step - (address.stage == "publish"))
         if address.stage == "publish" and weight_readers(self._graph, node.version):
             self._executor.fetch_weights(node.version)
+            if self._mid_row:
+                self._executor.take_weights(node.version)
         elif address.stage == "canary" and outcome.ref is not None:
             self._report_canary(address.step, outcome.ref.metrics)
         elif address.stage == "evaluate_score":

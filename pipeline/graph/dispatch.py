@@ -10,6 +10,9 @@ Three ways for a node to get a worker:
 - **free**: on the least loaded replica of a pool, as soon as its parents of the same turn are submitted: Dask's own
   graph, run ahead. It waits for parents of earlier turns, so that a chain of steps is not one endless Dask graph.
 
+A node that several versions of the weights would serve is handed out with the newest that can be read at that moment,
+and with what is newest then if it is handed out again: one owner says so, and no replica has to find out.
+
 Losing a worker resets its unfinished nodes, and whatever was already submitted on top of them, to waiting; finished
 nodes stay finished, since their output is in the store.
 
@@ -20,7 +23,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 from pipeline.graph.graph import Node
@@ -62,6 +65,7 @@ class Submit:
     """An instruction: run this node there."""
 
     node: Node
+    """With the version that it is to use."""
     gang: str
     mode: Mode
     attempt: int
@@ -138,6 +142,8 @@ class Dispatch:
         self._children: dict[Address, list[Address]] = {}
         self._ready = {(name, mode): _Ready() for name in self._gangs for mode in Mode}
         """Waiting nodes whose parents let them go, by gang and mode: all that `next_submits` has to look at."""
+        self._readable: set[int] = set()
+        """Versions of the weights."""
 
     # ---- what happened -------------------------------------------------------------------------------------------
 
@@ -154,6 +160,14 @@ class Dispatch:
                     self._children.setdefault(address, []).append(node.address)
                     entry.blockers += not self._lets_go(parent, parent.state, node)
             self._look_at(entry)
+
+    def can_read(self, version: int) -> None:
+        """A version of the weights is published."""
+        self._readable.add(version)
+
+    def cannot_read(self, version: int) -> None:
+        """No node is to be given this version any more."""
+        self._readable.discard(version)
 
     def worker_up(self, gang: str, worker: int) -> None:
         """A replica can take work; for an ordered gang: all ranks can (call once, with rank 0)."""
@@ -244,7 +258,7 @@ class Dispatch:
         """Versions of the weights that nodes need which wait for nothing but a slot of this pool. Canaries do not
         count: the few rows that they bring are no reason for others to stay."""
         waiting = self._ready[gang, Mode.SLOT].nodes.values()
-        return {node.version for node in waiting if node.stage != "canary"}
+        return {self._version_for(node) for node in waiting if node.stage != "canary"}
 
     def waits(self) -> dict[str, Wait]:
         """By gang that is up, has nodes left and runs none: what it waits for."""
@@ -342,11 +356,20 @@ class Dispatch:
         else:
             replica = min(state.loads, key=lambda r: (state.loads[r], r))
             state.loads[replica] += 1
-        entry.submit = Submit(node, state.gang.name, mode, entry.attempts, replica, sequence)
+        given = replace(node, version=self._version_for(node))
+        entry.submit = Submit(given, state.gang.name, mode, entry.attempts, replica, sequence)
         entry.attempts += 1
         entry.holds_capacity = True
         self._set(entry, _State.SUBMITTED)
         return entry.submit
+
+    def _version_for(self, node: Node) -> int:
+        """The version that a node would be handed out with now."""
+        if node.newest is None:
+            return node.version
+        allowed = [version for version in self._readable if node.version <= version <= node.newest]
+        assert allowed, f"{node.address} may start, and none of its versions can be read"
+        return max(allowed)
 
     def _release_capacity(self, entry: _Entry) -> None:
         submit = entry.submit

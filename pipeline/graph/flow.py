@@ -5,11 +5,26 @@ May import this folder and storage.address.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from types import MappingProxyType
 
 from pipeline.graph.dispatch import Dispatch
-from pipeline.graph.graph import GraphSpec, Node, after_reopened, reopened, step_nodes, weight_readers, window
+from pipeline.graph.graph import (
+    GraphSpec,
+    Node,
+    after_reopened,
+    generation_versions,
+    reopened,
+    resumed_generation_version,
+    resumed_weight_readers,
+    step_nodes,
+    weight_readers,
+    window,
+)
 from storage.address import Address
+
+_NONE: Mapping[Address, int] = MappingProxyType({})
 
 
 class Flow:
@@ -24,13 +39,15 @@ class Flow:
         first_step: int = 0,
         committed: Iterable[Address] = (),
         published: Iterable[int] = (),
+        made_with: Mapping[Address, int] = _NONE,
         on_step: Callable[[int, list[Node]], None],
         on_unread: Callable[[int], None],
     ) -> None:
         """`first_step`: before it every step is over, and every address of a lower step committed. `committed`: outputs
         from there on that an earlier attempt at this run left. `published`: versions whose weights are
-        readable now. `on_step(step, nodes)` is called when every node of a step is done, `on_unread(version)` when
-        every reader of a version is."""
+        readable now. `made_with`: of shards that have no commit and that committed outputs were made from, the version
+        that sampled them, and has to again. `on_step(step, nodes)` is called when every node of a step is done,
+        `on_unread(version)` when every reader of a version is."""
         self._spec = spec
         self._dispatch = dispatch
         self._committed = set(committed)
@@ -44,13 +61,19 @@ class Flow:
         self._reopened: set[Address] = set()
         """Without a commit, though an update that read them has one: a trainer that goes back needs them."""
         self._readers: dict[int, set[Address]] = {}
+        """By version: nodes that may read it and have no commit. From the admission of its publication on."""
+        self._awaited: set[int] = set()
+        """Versions in the window that are not published yet."""
+        self._made_with = made_with
+        self._newest = max((address.step for address in self._committed if address.stage == "publish"), default=0)
+        """Of the versions that had been published."""
 
     def advance(self) -> None:
         """Admits every step that the window reaches."""
         while self._next < min(self._spec.steps, self._updated + window(self._spec)):
             step, nodes = self._next, step_nodes(self._spec, self._next)
             self._reopened |= reopened(nodes, self._committed)
-            nodes = [after_reopened(node, self._reopened) for node in nodes]
+            nodes = [self._resumed(after_reopened(node, self._reopened)) for node in nodes]
             self._next += 1
             done = [node for node in nodes if self._is_committed(node)]
             self._dispatch.admit(nodes, [node.address for node in done])
@@ -58,14 +81,17 @@ class Flow:
             self._left[step] = {node.address for node in nodes}
             self._step_of.update((node.address, step) for node in nodes)
             for node in nodes:
-                if node.stage == "publish":
-                    readers = weight_readers(self._spec, node.version)
+                readers = weight_readers(self._spec, node.version) if node.stage == "publish" else []
+                if readers:
                     self._readers[node.version] = {reader for reader in readers if not self._has_commit(reader)}
+                    self._awaited.add(node.version)
             for node in done:
                 self._settle(node)
 
     def done(self, node: Node) -> None:
         """A node has its commit."""
+        if node.stage == "publish":
+            self._published.add(node.version)
         self._settle(node)
         self.advance()
 
@@ -76,12 +102,16 @@ class Flow:
         self._reopened.discard(node.address)
         if node.stage == "update_policy":
             self._updated = max(self._updated, node.address.step + 1)
-        if node.stage in ("generate", "evaluate", "canary"):
-            readers = self._readers.get(node.version, set())
-            readers.discard(node.address)
-            if not readers:
-                self._readers.pop(node.version, None)
-                self._on_unread(node.version)
+        if node.stage == "generate":
+            for version in generation_versions(self._spec, node.address.step):
+                self._read(version, node.address)
+        elif node.stage in ("evaluate", "canary"):
+            self._read(node.version, node.address)
+        elif node.stage == "publish":
+            if node.version in self._published:
+                self._dispatch.can_read(node.version)
+            self._awaited.discard(node.version)
+            self._let_go(node.version)
         self._left[step].discard(node.address)
         if not self._left[step]:
             del self._left[step]
@@ -98,13 +128,43 @@ class Flow:
         """Steps whose policy update is done."""
         return self._updated
 
+    def _read(self, version: int, reader: Address) -> None:
+        """A node that might have read a version, or did, has its commit."""
+        self._readers.get(version, set()).discard(reader)
+        if max(version - 1, 0) < self._first:  # its publication is among the steps that are over
+            self._on_unread(version)
+        else:
+            self._let_go(version)
+
+    def _let_go(self, version: int) -> None:
+        """Once all its readers are done; under `latest` that may be before it is published."""
+        if self._readers.get(version, True) or version in self._awaited:
+            return
+        del self._readers[version]
+        self._published.discard(version)
+        self._dispatch.cannot_read(version)
+        self._on_unread(version)
+
+    def _resumed(self, node: Node) -> Node:
+        """As the node is in a run that goes on: a shard that another version could sample waits for one that had been
+        published, and one that has to become what it was takes the version that it was sampled with."""
+        if node.newest is None or self._has_commit(node.address):
+            return node
+        if node.address in self._made_with:
+            version = self._made_with[node.address]
+            return replace(node, parents=(Address("publish", version),), version=version, newest=version)
+        version = resumed_generation_version(self._spec, node.address.step, self._newest)
+        return replace(node, parents=(*node.parents, Address("publish", version))) if version > node.version else node
+
     def _is_committed(self, node: Node) -> bool:
         if not self._has_commit(node.address):
             return False
         if node.stage != "publish" or node.version in self._published:
             return True
         # Published weights live in memory: if they are lost and somebody still has to read them, publish runs again.
-        return all(map(self._has_commit, weight_readers(self._spec, node.version)))
+        if any(made == node.version and not self._has_commit(a) for a, made in self._made_with.items()):
+            return False
+        return all(map(self._has_commit, resumed_weight_readers(self._spec, node.version, self._newest)))
 
     def _has_commit(self, address: Address) -> bool:
         """Whether an earlier attempt at this run left an output there."""

@@ -12,7 +12,9 @@ Without a critic (`ppo.advantage`) there are no `value` and no `update_critic` n
 no `logprob` nodes.
 
 **The staleness bound is an edge**: `generate[i]` depends on `publish[max(0, i - eta)]`, and on nothing newer. With
-eta = 0 that is synchronous PPO. Version v of the weights is what v updates have made.
+eta = 0 that is synchronous PPO. Version v of the weights is what v updates have made. A shard of `generate[i]` is
+sampled with the version that the edge names; under `latest`, where the edge is the same, with the newest that is
+published when it is handed out, i at most (`Dispatch` says which).
 
 Edges that are not data: `update_policy[i] <- publish[i]` (the trainer must have given version i away before it trains
 it into i + 1), `advantage[i] <- advantage[i-1]` (the KL controller's state), `evaluate` nodes beside the generation
@@ -68,7 +70,10 @@ class Node:
     inputs: tuple[Address, ...]
     """The parents whose stored output the node reads; the rest only order it."""
     version: int
-    """Version of the weights it needs: the policy's, or the critic's for value nodes."""
+    """Version of the weights it needs: the policy's, or the critic's for value nodes. As a node is handed out: the one
+    it is to use."""
+    newest: int | None = None
+    """Of `generate` under `latest`: the newest version that will do as well, `version` being the oldest."""
 
     @property
     def stage(self) -> str:
@@ -77,6 +82,11 @@ class Node:
     @property
     def role(self) -> Role:
         return STAGE_ROLES[self.address.stage]
+
+    @property
+    def chosen_version(self) -> int | None:
+        """Of a node that is handed out: the version that it was given, where several would do."""
+        return None if self.newest is None else self.version
 
     @property
     def turn(self) -> int:
@@ -101,6 +111,8 @@ class GraphSpec:
     """Compare engine and trainer at every version that is trained."""
     critic: bool = True
     """`ppo.advantage: gae`; otherwise there are no nodes of a critic."""
+    latest: bool = False
+    """Shards are sampled with the newest version that there is when they start, within the bound."""
 
 
 def update_stages(spec: GraphSpec) -> dict[Role, str]:
@@ -109,8 +121,21 @@ def update_stages(spec: GraphSpec) -> dict[Role, str]:
 
 
 def generation_version(spec: GraphSpec, step: int) -> int:
-    """Version that generates step i: max(0, i - eta)."""
+    """Version that generates step i, or the oldest that may: max(0, i - eta)."""
     return max(0, step - spec.staleness)
+
+
+def generation_versions(spec: GraphSpec, step: int) -> range:
+    """Versions that may generate step i: max(0, i - eta), and under `latest` all that are newer, up to i."""
+    oldest = generation_version(spec, step)
+    return range(oldest, (step if spec.latest else oldest) + 1)
+
+
+def resumed_generation_version(spec: GraphSpec, step: int, newest: int) -> int:
+    """Version that the generation of step i waits for in a run that goes on when `newest` had been published: under
+    `latest` that one, so that none that is older need be published again for it."""
+    allowed = generation_versions(spec, step)
+    return max(allowed[0], min(allowed[-1], newest))
 
 
 def evaluated(spec: GraphSpec, version: int) -> bool:
@@ -126,9 +151,10 @@ def publish_node(version: int) -> Node:
 
 
 def evaluate_nodes(spec: GraphSpec, version: int) -> list[Node]:
-    """Generation and scoring of the held-out prompts by version v, after the training generation that uses v."""
+    """Generation and scoring of the held-out prompts by version v, after the training generation that uses v. Under
+    `latest` after that of step v: before engines go on to the next version."""
     nodes = []
-    turn = version + spec.staleness
+    turn = version if spec.latest else version + spec.staleness
     for shard in range(spec.eval_shards):
         rollout = Address("evaluate", version, shard)
         publish = Address("publish", version)
@@ -143,13 +169,16 @@ def canary_node(spec: GraphSpec, version: int) -> Node:
     trainers = Address("logprob" if spec.recompute_logprobs else "canary_logprob", version)
     inputs, step = (rollout, trainers), _canary_step(spec, version)
     parents = {*inputs, Address("publish", version)}
-    if generation_version(spec, step) < version:
+    if generation_version(spec, step) < version and not spec.latest:
         parents |= {Address("generate", step, s) for s in range(spec.shards)}
     return Node((step, 9), Address("canary", version), tuple(sorted(parents)), inputs, version)
 
 
 def _canary_step(spec: GraphSpec, version: int) -> int:
-    """The step among whose nodes a canary is: the last that an older version generates, or its own."""
+    """The step among whose nodes a canary is: the last that an older version generates, or its own (always under
+    `latest`, where engines go on as soon as they can)."""
+    if spec.latest:
+        return version
     return min(version + max(spec.staleness - 1, 0), spec.steps - 1) if version else 0
 
 
@@ -174,7 +203,7 @@ def step_nodes(spec: GraphSpec, step: int) -> list[Node]:
     for s in range(spec.shards):
         rollout = Address("generate", i, s)
         used = generation_version(spec, i)
-        nodes.append(Node((i, 0), rollout, (Address("publish", used),), (), used))
+        nodes.append(Node((i, 0), rollout, (Address("publish", used),), (), used, i if spec.latest else None))
 
         def reader(stage: str, order: int, *extra: Address, rollout: Address = rollout, s: int = s) -> Node:
             return Node((i, order), Address(stage, i, s), (rollout, *extra), (rollout,), i)
@@ -269,12 +298,24 @@ def window(spec: GraphSpec) -> int:
 
 
 def weight_readers(spec: GraphSpec, version: int) -> list[Address]:
-    """The nodes that read the published version v: when all have committed, v can be released."""
-    newest = version + spec.staleness  # the step whose version it is; of version 0 also all before that
-    steps = range(newest if version else 0, min(newest + 1, spec.steps))
-    readers = [Address("generate", i, s) for i in steps for s in range(spec.shards)]
-    if evaluated(spec, version):
-        readers += [Address("evaluate", version, s) for s in range(spec.eval_shards)]
+    """The nodes that may read the published version v: when all have committed, v can be released. Under `latest` a
+    node may turn out to have read another, so that v is kept for as long as it is without."""
+    newest = version + spec.staleness  # the step that no older one may generate; of version 0 also all before that
+    steps = range(version if spec.latest or not version else newest, min(newest + 1, spec.steps))
+    return [*(Address("generate", i, s) for i in steps for s in range(spec.shards)), *_own_readers(spec, version)]
+
+
+def resumed_weight_readers(spec: GraphSpec, version: int, newest: int) -> list[Address]:
+    """Of `weight_readers`, those that need v itself in a run that goes on when `newest` had been published: if any has
+    no commit, and v is not there, it must be published again."""
+    steps = range(version, min(version + spec.staleness + 1, spec.steps))
+    needing = [i for i in steps if resumed_generation_version(spec, i, newest) == version]
+    return [*(Address("generate", i, s) for i in needing for s in range(spec.shards)), *_own_readers(spec, version)]
+
+
+def _own_readers(spec: GraphSpec, version: int) -> list[Address]:
+    """Those that any other version would be of no use to."""
+    readers = [Address("evaluate", version, s) for s in range(spec.eval_shards)] if evaluated(spec, version) else []
     if spec.canaries and version < spec.steps:
         readers.append(Address("canary", version))
     return readers

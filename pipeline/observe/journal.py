@@ -72,6 +72,8 @@ class Event:
     store_s: float | None = None
     detail: str | None = None
     rule: str | None = None
+    version: int | None = None
+    """SUBMITTED, of `generate` under `rollout.versions: latest`: of the weights that it is to be sampled with."""
 
     def to_json(self) -> str:
         return json.dumps({k: v for k, v in vars(self).items() if v is not None}, separators=(",", ":"))

@@ -98,5 +98,10 @@ class StageRuntime:
         """From now on versions that this host lacks are brought from others."""
         self.parts.fetcher = fetcher
 
+    def take_weights(self, version: int) -> None:
+        """See `TakesWeights`."""
+        if self.parts.engine is not None:
+            self.parts.engine.take(version)
+
     def close(self) -> None:
         self.parts.close()

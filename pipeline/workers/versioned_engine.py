@@ -34,8 +34,9 @@ class VersionedEngine:
     hands out the oldest step first, so versions seldom go back and forth.
 
     With an engine that updates in flight, a shard asks for the oldest version that it may be sampled with: a newer one
-    that is resident will do, and the first shard that asks for a newer one loads it while the others' rows go on. No
-    version is newer than a row's step: the step's update waits for the row. Evaluations take one version only."""
+    that is resident will do, and the first shard that asks for a newer one, or the driver's order (`take`), loads it
+    while the others' rows go on. No version is newer than a row's step: the step's update waits for the row.
+    Evaluations take one version only."""
 
     def __init__(
         self,
@@ -77,6 +78,15 @@ class VersionedEngine:
             yield self._engine
         finally:
             self._leave(exact)
+
+    def take(self, version: int) -> None:
+        """Loads a version for the rows in flight, where the engine updates so; those that take one version only are
+        waited for. Without rows nothing is done: the next shard brings its version. Raises what `at` does."""
+        with self._turn:
+            wanted = self._in_flight and self._inside > 0
+        if wanted:
+            with self.at(version, Clock()):
+                pass
 
     def _enter(self, version: int, clock: Clock, exact: bool) -> None:
         with self._turn:

@@ -336,12 +336,12 @@ class WeightMirror:
 
 def order_fetch(client: Client, workers: Iterable[str], version: int) -> None:
     """Has readers, by address, bring a version to their hosts; returns at once."""
-    _notify(client, workers, FETCH, version=version)
+    notify(client, workers, FETCH, version=version)
 
 
 def order_release(client: Client, workers: Iterable[str], versions: Iterable[int]) -> None:
     """Notifies readers, by address, that nobody reads these versions any more; returns at once."""
-    _notify(client, workers, RELEASE, versions=sorted(versions))
+    notify(client, workers, RELEASE, versions=sorted(versions))
 
 
 def remove_boards(client: Client, workers: Iterable[str]) -> None:
@@ -358,10 +358,12 @@ def remove_boards(client: Client, workers: Iterable[str]) -> None:
     client.sync(remove)
 
 
-def _notify(client: Client, workers: Iterable[str], order: str, **what: Any) -> None:
-    async def notify(worker: str) -> None:
+def notify(client: Client, workers: Iterable[str], order: str, **what: Any) -> None:
+    """Sends an order to workers, by address; nobody waits for it, and it may be lost."""
+
+    async def send(worker: str) -> None:
         with suppress(OSError):
             await getattr(client.rpc(worker), order)(**what)
 
     for worker in workers:
-        client.loop.add_callback(notify, worker)
+        client.loop.add_callback(send, worker)

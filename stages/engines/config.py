@@ -85,7 +85,8 @@ class EngineConfig:
     update: Literal["drain", "inflight"] = "drain"
     """How new weights come in: after the rows in flight have finished, or between two tokens, which the rows go on
     from (they are fed again: no token is made from keys of older weights). With `inflight` a token's version
-    depends on when weights arrive: a run keeps its staleness bound, and is no longer repeatable bit for bit."""
+    depends on when weights arrive: a run keeps its staleness bound, and is no longer repeatable bit for bit. It needs
+    `rollout.versions: latest`."""
     tensor_parallel: int = 1
     """Ranks that hold each block of a replica's model together, with some of its heads and of its MLP each."""
     pipeline_parallel: int = 1

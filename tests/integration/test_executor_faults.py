@@ -550,3 +550,52 @@ def test_interrupted_run_can_be_closed(start: Callable[..., Run]) -> None:
     run.close()
     assert run.ledger.find(Address("advantage", 0)) is not None
     assert run.ledger.find(Address("update_policy", 0)) is None
+
+
+# ---- versions of the weights under `rollout.versions: latest` -------------------------------------------------------
+
+
+def generated_with(run: Run, step: int) -> list[int]:
+    """By shard of a step, the version that it was handed out with."""
+    commits = [run.ledger.get(Address("generate", step, shard)) for shard in range(SHARDS)]
+    return [commit.provenance.weight_versions[0] for commit in commits]
+
+
+def hold_step_1(run: Run) -> list[Path]:
+    """Its shards take all slots, so that step 2 is not handed out, until what this returns is gone."""
+    return [run.control(f"generate-1-{shard}@*", "hold") for shard in range(SHARDS)]
+
+
+@pytest.mark.parametrize(("versions", "expected"), [("exact", [0, 0, 0]), ("latest", [0, 0, 1])])
+def test_a_shard_takes_the_newest_version_when_it_is_handed_out(
+    start: Callable[..., Run], versions: str, expected: list[int]
+) -> None:
+    """eta = 2, and version 1 is published while step 1 is being generated."""
+    run = start(steps=3, staleness=2, **{"rollout.versions": versions})
+    held = hold_step_1(run)
+    run.then(lambda: run.ledger.find(Address("publish", 1)), lambda: [file.unlink() for file in held])
+    run.go()
+    run.assert_whole()
+    assert [generated_with(run, step) for step in range(3)] == [[version] * SHARDS for version in expected]
+
+
+def test_what_a_dead_replica_had_takes_the_newest_version_then(start: Callable[..., Run]) -> None:
+    """What the other replica is doing goes on as it is."""
+    run = start(steps=3, staleness=2, **{"rollout.versions": "latest"})
+    held = hold_step_1(run)
+    killed: list[str] = []
+
+    def kill() -> None:
+        killed.append(run.first_at(Address("generate", 1)))
+        run.kill(killed[0])()
+
+    def built_again() -> bool:
+        return sum(line[0] == killed[0] for line in run.log("built")) == 2
+
+    run.then(lambda: run.ledger.find(Address("publish", 1)), kill)
+    run.then(built_again, lambda: [file.unlink() for file in held])
+    run.go()
+    run.assert_whole()
+    lost = [run.first_at(Address("generate", 1, shard)) == killed[0] for shard in range(SHARDS)]
+    assert sorted(lost) == [False, False, True, True]
+    assert generated_with(run, 1) == [int(one) for one in lost]

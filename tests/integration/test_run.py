@@ -67,7 +67,8 @@ def ranks(folder: Path) -> RunConfig:
 
 def test_weights_that_come_in_flight_keep_the_bound(folder: Path) -> None:
     """Shards of two steps share a replica while weights change; an evaluation is of its own version only."""
-    config = finish_in(folder, "inflight", "engine.update=inflight", "sampling.min_new_tokens=6", *QUIET)
+    changes = ("rollout.versions=latest", "engine.update=inflight", "sampling.min_new_tokens=6")
+    config = finish_in(folder, "inflight", *changes, *QUIET)
     report = verify_run(config)
     assert report.faults == []
     history = open_history(config)

@@ -323,6 +323,17 @@ REFUSED = {
     "mismatch.rows=-1": ("mismatch.rows", "-1", "0 or more"),
     "mismatch.tokens=0": ("mismatch.tokens", "0", "1 or more"),
     "mismatch.alarm_nats=0": ("mismatch.alarm_nats", "0.0", "above 0 nats", "null"),
+    "engine.update=inflight": (
+        "engine.update",
+        "'inflight'",
+        "rollout.versions=exact",
+        "rollout.versions=latest, or drain",
+    ),
+    "rollout.versions=latest alarms.staleness_steps=9 staleness=0": (
+        "alarms.staleness_steps",
+        "staleness of 1 or more",
+    ),
+    "alarms.staleness_steps=9": ("alarms.staleness_steps", "needs rollout.versions=latest"),
     "mismatch.rows=0 mismatch.stop=true": ("mismatch.stop", "True", "mismatch.rows=0"),
     "ppo.proximal=sampler ppo.correction=mask": ("ppo.correction", "mask", "ppo.correction=none"),
     "placement.roles.generate=train placement.roles.score=generate placement.gangs.train.workers=2": (

@@ -102,7 +102,7 @@ def test_who_is_quiet_for_too_long_is_told_of_once() -> None:
         ("alarms.trainer_idle_s=0", "alarms.trainer_idle_s: given 0.0; .*or null for no such alarm"),
         ("alarms.steps=0", "alarms.steps: given 0"),
         ("alarms.first_ratio_above=-1", "alarms.first_ratio_above: given -1.0"),
-        ("alarms.staleness_steps=9", "alarms.staleness_steps: given 9; needs engine.update=inflight"),
+        ("alarms.staleness_steps=9", "alarms.staleness_steps: given 9; needs rollout.versions=latest"),
     ],
 )
 def test_alarms_that_cannot_work_are_refused(override: str, message: str) -> None:

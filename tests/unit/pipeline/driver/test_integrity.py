@@ -11,14 +11,16 @@ import pytest
 from pipeline.config.paths import RunPaths
 from pipeline.driver.context import StageFailed
 from pipeline.driver.integrity import UnreadVersions, books_closed, check_made_again, mend
+from pipeline.driver.rewind import newest_sampled
 from pipeline.graph.graph import GraphSpec
 from pipeline.observe.history import History
 from storage.address import Address
 from storage.commits import Commit, provenance_here
 from storage.errors import StoreError
 from storage.ledger import Ledger
-from storage.records import Scores
+from storage.records import Rollout, Scores
 from storage.rollouts import RolloutStore
+from storage.segments import SPAN
 from storage.shards import Layout, Layouts
 from storage.weights import WeightBoard
 
@@ -129,3 +131,61 @@ def test_a_version_that_was_leased_is_released_later(tmp_path: Path) -> None:
         lease.close()
         unread.release(1)
         assert board.available() == [2]
+
+
+def test_what_runs_again_at_the_edge_of_the_books_finds_its_weights(history: History, paths: RunPaths) -> None:
+    """A shard or an evaluation of the first open step reads a version that a node of a closed step publishes: that
+    step is opened, too, or nobody would publish it."""
+    commits: list[Commit] = []
+    for step in range(SPAN + 2):
+        commits.append(scores(history, Address("score", step), 1, *commits[-1:]))
+    history.ledger.close(0, [commit.address for commit in commits[:SPAN]])
+    assert mend(history, paths).expected == {}
+    assert history.ledger.closed_until() == SPAN
+    (paths.ledger / f"{Address('score', SPAN)}.json").unlink()
+    assert list(mend(history, paths).expected) == [Address("score", SPAN)]
+    assert history.ledger.closed_until() == 0
+
+
+SHARD = Address("generate", 2)
+
+
+@pytest.fixture
+def latest(tmp_path: Path) -> History:
+    ledger = Ledger(str(tmp_path / "ledger"))
+    store = RolloutStore(str(tmp_path), ledger, Layouts(Layout(1, 2, 3)))
+    return History(GraphSpec(steps=4, shards=1, staleness=2, latest=True), ledger, store, rows=2)
+
+
+def sampled(history: History, versions: list[int]) -> Commit:
+    """A shard of two rows of one prompt token and two sampled ones, of these versions."""
+    mask = np.array([[False, True, True]] * 2)
+    rollout = Rollout(
+        row=np.arange(2, dtype=np.int64),
+        prompt_index=np.zeros(2, np.int64),
+        tokens=np.ones((2, 3), np.int32),
+        prompt_lengths=np.ones(2, np.int32),
+        response_lengths=np.full(2, 2, np.int32),
+        response_mask=mask,
+        sampler_logprobs=np.where(mask, np.float32(-1), np.float32(0)),
+        token_versions=np.array([[-1, *versions]] * 2, np.int32),
+        finish_reason=np.zeros(2, np.int8),
+    )
+    return history.store.write(SHARD, rollout, provenance_here(inputs=(), seed=0, config_hash=""), mask=mask)
+
+
+def test_a_lost_shard_says_which_version_sampled_it(latest: History, paths: RunPaths) -> None:
+    """Under `latest` the graph does not; its tokens do, though nothing vouches for them any more."""
+    scores(latest, Address("score", 2), 1, sampled(latest, [1, 1]))
+    (paths.ledger / f"{SHARD}.json").unlink()
+    mended = mend(latest, paths)
+    assert dict(mended.made_with) == {SHARD: 1}
+    assert list(mended.expected) == [SHARD]
+
+
+def test_a_lost_shard_of_several_versions_is_refused(latest: History, paths: RunPaths) -> None:
+    scores(latest, Address("score", 2), 1, sampled(latest, [1, 2]))
+    (paths.ledger / f"{SHARD}.json").unlink()
+    with pytest.raises(StoreError, match=rf"{SHARD} is lost, .* versions \[1, 2\], as they came .* --from-checkpoint"):
+        mend(latest, paths)
+    assert newest_sampled(latest, latest.ledger.addresses()) == {SHARD: None}

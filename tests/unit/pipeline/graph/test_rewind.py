@@ -76,3 +76,35 @@ def test_rollouts_that_were_let_go_are_made_anew_with_all_that_hangs_on_them() -
     assert not can_go_back(SPEC, committed, 2, saved={2}, dropped_before=4)
     assert can_go_back(SPEC, committed, 2, saved={1, 2}, dropped_before=4)
     assert made_anew(SPEC, committed, 5, dropped_before=4) == made_anew(SPEC, committed, 5)
+
+
+LATEST = GraphSpec(steps=6, shards=1, staleness=2, latest=True)
+
+
+def test_shards_that_a_later_version_sampled_are_made_anew() -> None:
+    """eta = 2, back to version 2. By the graph step 4 can have been sampled with version 2, 3 or 4; its commit says 3,
+    which is made anew, and so are the rows. Those of step 3, sampled with version 2, stand."""
+    committed = committed_up_to(LATEST, Address("publish", 5))
+    sampled: dict[Address, int | None] = {Address("generate", i): v for i, v in enumerate([0, 0, 1, 2, 3])}
+    anew = set(made_anew(LATEST, committed, 2, sampled=sampled))
+    for stage in ("generate", "score", "reference"):
+        assert [step for step in range(5) if Address(stage, step) in anew] == [4]
+
+
+def test_latest_needs_no_older_version_for_what_is_still_to_be_sampled() -> None:
+    """Step 4 is not generated yet. Its edge names version 2; it will take version 3, which is gone back to."""
+    committed = [a for a in committed_up_to(LATEST, Address("publish", 5)) if a != Address("generate", 4)]
+    exact = GraphSpec(steps=6, shards=1, staleness=2)
+    assert can_go_back(LATEST, committed, 3, saved={3})
+    assert not can_go_back(exact, committed, 3, saved={3})
+
+
+def test_a_shard_that_nobody_can_make_again_takes_what_was_made_from_it_along() -> None:
+    """Its commit is lost, with the only record of its versions: not from a version whose making it took part in."""
+    lost = Address("generate", 3)
+    committed = [a for a in committed_up_to(LATEST, Address("publish", 5)) if a != lost]
+    assert not can_go_back(LATEST, committed, 4, saved={3, 4}, sampled={lost: None})
+    assert can_go_back(LATEST, committed, 3, saved={3, 4}, sampled={lost: None})
+    anew = set(made_anew(LATEST, committed, 3, sampled={lost: None}))
+    assert {Address(stage, 3) for stage in ("score", "value", "advantage", "update_policy")} <= anew
+    assert Address("score", 2) not in anew

@@ -149,6 +149,37 @@ def test_in_flight_a_newer_version_loads_over_those_inside(board: WeightBoard) -
     assert fake.loads == [1, 2, 1, 3]
 
 
+def test_an_order_loads_newer_weights_under_rows_in_flight_only(board: WeightBoard) -> None:
+    """Without rows there is nobody to load them for; older ones than those that are resident, or gone, are no news; and
+    an engine that drains never changes weights under its rows."""
+    fake = FakeEngine()
+    engine = VersionedEngine(fake, board, in_flight=True)
+    engine.take(1)
+    assert fake.loads == []
+    with engine.at(0, Clock()):
+        engine.take(2)
+        engine.take(1)
+        assert fake.loads == [0, 2]
+        with pytest.raises(MissingOutput, match="v9"):
+            engine.take(9)
+        with engine.at(1, Clock()):
+            assert fake.loads == [0, 2]
+    drains = VersionedEngine(draining := FakeEngine(), board)
+    with drains.at(0, Clock()):
+        drains.take(1)
+    assert draining.loads == [0]
+
+
+def test_an_order_waits_for_an_evaluation(board: WeightBoard) -> None:
+    fake = FakeEngine()
+    engine = VersionedEngine(fake, board, in_flight=True)
+    with engine.at(1, Clock(), exact=True):
+        thread = started_and_waiting(lambda: engine.take(2), engine)
+        assert fake.loads == [1]
+    thread.join(timeout=60)
+    assert fake.loads == [1, 2]
+
+
 def test_in_flight_an_evaluation_waits_for_rows_of_other_versions(board: WeightBoard) -> None:
     fake = FakeEngine()
     engine = VersionedEngine(fake, board, in_flight=True)

@@ -223,7 +223,7 @@ class RolloutStore:
                 raise StoreError(
                     f"array {name} of {address}: CRC-32 {found:08x}, committed as {commit.arrays[name].crc32:08x}"
                 )
-        record = RECORD_TYPES[commit.kind](**arrays)
+        record = RECORD_TYPES[commit.kind].from_arrays(arrays)
         self._recent.put((address, commit.attempt), record)
         return record
 

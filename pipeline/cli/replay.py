@@ -146,7 +146,7 @@ def replay_node(config: RunConfig, stage: str, step: int, shard: int) -> Replaye
         gang = config.placement.roles[node.role.value]
         with runtime_for(single, node.role, scratch) as runtime:
             record = runtime.compute(Call(node.address, "replay", version, node.inputs, gang, "replay", 0)).record
-            repeats = stage not in SCORING or required(runtime.parts.scorer).reward.deterministic
+            repeats = stage not in SCORING or required(runtime.parts.scorer).deterministic
     assert record is not None
     if commit is None:
         return Replayed(node.address, [], 0.0, committed=False)

@@ -27,7 +27,7 @@ from stages.models.config import ModelConfig, model_problems
 from stages.models.protocol import Role
 from stages.models.sampling import SamplingConfig, sampling_problems
 from stages.ppo.config import PPOConfig, ppo_problems, resolve_proximal
-from stages.rewards.protocol import RewardConfig
+from stages.rewards.config import RewardConfig, RewardPartsConfig, reward_problems
 from storage.config import PromptsConfig, StorageConfig, prompts_problems, storage_problems
 from storage.problems import Problem, at_least, divides, local_directory, plain_name
 from storage.shards import Layout, Layouts
@@ -105,6 +105,12 @@ class RunConfig:
         """Processes of one replica of the engine."""
         return self.engine.tensor_parallel * self.engine.pipeline_parallel
 
+    @property
+    def held_out_reward(self) -> tuple[str, RewardPartsConfig]:
+        """What scores held-out responses, and its key path."""
+        given = self.evaluate.reward.given
+        return ("evaluate.reward", self.evaluate.reward) if given else ("reward", self.reward)
+
     def graph(self) -> GraphSpec:
         return GraphSpec(
             steps=self.steps,
@@ -142,6 +148,7 @@ def run_problems(config: RunConfig) -> Iterator[Problem]:
         *rollout_problems(config.rollout),
         *sampling_problems(config.sampling),
         *engine_problems(config.engine),
+        *reward_problems(config.reward),
         *ppo_problems(config.ppo),
         *placement_problems(config.placement),
         *evaluate_problems(config.evaluate),
@@ -177,6 +184,13 @@ def _problems_across(config: RunConfig) -> Iterator[Problem]:
         if held_out < 2:
             yield Problem("prompts.held_out", held_out, "evaluation (evaluate.every) needs 2 or more")
         yield from divides("evaluate.shards", config.evaluate.shards, "prompts.held_out", held_out)
+        heat = config.evaluate.temperature
+        if config.evaluate.select.max_kl is not None and heat not in (None, config.sampling.temperature):
+            need = (
+                f"must be null or sampling.temperature ({config.sampling.temperature:g}) under evaluate.select.max_kl: "
+                "else the KL of held-out responses is not the policy's"
+            )
+            yield Problem("evaluate.temperature", heat, need)
     for gang in config.gangs():
         if gang.ordered:
             yield from _gang_problems(config, gang)

@@ -33,7 +33,6 @@ from stages.ppo.token_rewards import (
 )
 from storage.records import Advantages, FinishReason, PolicyLogprobs, ReferenceLogprobs, Rollout, Scores, Values
 
-
 _AS_THEY_ARE = NormalizeConfig()
 
 

@@ -165,7 +165,8 @@ def _check_finite(whose: str, numbers: np.ndarray, batch: Sequence[Sample]) -> N
     if bad.size:
         sample = batch[int(bad[0])]
         what = f"{numbers[bad[0]]}, not a finite float32"
-        raise RewardFailed(f"{whose} of row {sample.row} is {what} (prompt {sample.prompt[:60]!r}; {bad.size} such rows)")
+        where = f"prompt {sample.prompt[:60]!r}; {bad.size} such rows"
+        raise RewardFailed(f"{whose} of row {sample.row} is {what} ({where})")
 
 
 def _listed(named: Mapping[str, object]) -> str:

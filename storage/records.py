@@ -36,7 +36,7 @@ class FinishReason(IntEnum):
     LENGTH = 1
 
 
-_PART, _SPREAD = _OF = ("scores.", "disagreement.")
+_PART, _SPREAD = ("scores.", "disagreement.")
 """What the names of the arrays of `Scores`' parts begin with."""
 
 
@@ -132,8 +132,11 @@ class Scores(Record):
     @classmethod
     def from_arrays(cls, arrays: Mapping[str, np.ndarray]) -> Any:
         """Also of a run that stored the sum alone."""
-        named = {prefix: {n.removeprefix(prefix): a for n, a in arrays.items() if n.startswith(prefix)} for prefix in _OF}
-        return cls(arrays["scores"], named[_PART], named[_SPREAD])
+
+        def named(prefix: str) -> dict[str, np.ndarray]:
+            return {name.removeprefix(prefix): a for name, a in arrays.items() if name.startswith(prefix)}
+
+        return cls(arrays["scores"], named(_PART), named(_SPREAD))
 
 
 @jaxtyped(typechecker=beartype)

@@ -41,16 +41,23 @@ class GangConfig:
 class PlacementConfig:
     gangs: dict[str, GangConfig] = field(default_factory=dict)
     roles: dict[str, str] = field(default_factory=dict)
-    """Each of generate, score, reference, policy, critic -> the name of a gang."""
+    """Each of generate, score, reference, policy, critic -> the name of a gang; and, where it is not to run beside
+    `score`, advantage."""
     share_devices: bool = False
     """Where a host has fewer GPUs than its workers need, they may share: two gangs a GPU, and its memory. Ranks of one
     gang never do."""
 
 
+def gang_of(placement: PlacementConfig, role: Role) -> str:
+    """The gang that serves a role."""
+    roles = placement.roles
+    return roles.get(Role.ADVANTAGE, roles[Role.SCORE]) if role is Role.ADVANTAGE else roles[role]
+
+
 def placed_gangs(placement: PlacementConfig) -> list[Gang]:
     """The gangs with the roles that are placed on them."""
     gangs = placement.gangs
-    roles = {Role(role): gang for role, gang in placement.roles.items()}
+    roles = {role: gang_of(placement, role) for role in Role}
     return gangs_of(roles, {n: g.workers for n, g in gangs.items()}, {n: g.slots for n, g in gangs.items()})
 
 
@@ -77,7 +84,7 @@ def _role_problems(placement: PlacementConfig) -> Iterator[Problem]:
         if gang not in placement.gangs:
             yield Problem(key, gang, f"no such gang; placement.gangs has {choice}")
     for role in known:
-        if role not in placement.roles:
+        if role not in placement.roles and role != Role.ADVANTAGE:
             key = f"placement.roles.{role}"
             need = f"placed nowhere; set {key} to the name of a gang (placement.gangs has {choice})"
             yield Problem(key, None, need)

@@ -74,6 +74,13 @@ class Evaluation:
     """By number of the prompt."""
     distinct_bigrams: float | None = None
     """Distinct / all bigrams over the responses: a repetitive policy has few."""
+    kl: float | None = None
+    """KL of what was sampled to the reference, nats per response: mean of the sum over tokens of log mu - log pi_ref.
+    None where the reference has not looked at the responses yet."""
+    length: float | None = None
+    """Sampled tokens per response, EOS included."""
+    parts: Mapping[str, float] = field(default_factory=dict)
+    """By name of a part of the score: its mean, before its weight."""
 
     @property
     def mean(self) -> float:
@@ -96,6 +103,17 @@ class EvalSummary:
     """Prompts in both evaluations."""
     paired_t: float | None
     """mean / (sd / sqrt(n)) of the differences by prompt; None for fewer than two prompts or equal differences."""
+
+
+@dataclass(frozen=True)
+class EvaluatedVersion:
+    """An evaluation in numbers."""
+
+    version: int
+    reward: float
+    kl: float | None
+    length: float | None
+    parts: dict[str, float]
 
 
 @dataclass(frozen=True)
@@ -150,6 +168,10 @@ class Summary:
     """In which a trainer was lost and did not train again yet; losses that overlap count once."""
     alarms_by_rule: dict[str, int] = field(default_factory=dict)
     """How often each rule of `alarms` was raised."""
+    evaluations: tuple[EvaluatedVersion, ...] = ()
+    """By version."""
+    best: EvaluatedVersion | None = None
+    """The version with the highest held-out score, of those within `evaluate.select.max_kl`."""
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), indent=2) + "\n"
@@ -172,10 +194,11 @@ def summarise(
     evaluations: Sequence[Evaluation],
     parents: Mapping[Address, Sequence[Address]],
     software: Mapping[str, str],
+    best: Evaluation | None = None,
 ) -> Summary:
     """Sums up a run. `parents` is the graph: the nodes each node waits for. `evaluations` are ordered by version;
-    the first and the last are compared. `software` are the packages' versions. A step given twice (after a resume)
-    counts once, the last time."""
+    the first and the last are compared, `best` is one of them. `software` are the packages' versions. A step given
+    twice (after a resume) counts once, the last time."""
     log = list(events)
     all_boxes = boxes(log)
     segments = _segments(log)
@@ -212,6 +235,8 @@ def summarise(
         },
         trainer_losses=losses,
         trainer_lost_s=length(within(union(lost), segments)),
+        evaluations=tuple(map(_evaluated, evaluations)),
+        best=None if best is None else _evaluated(best),
     )
 
 
@@ -364,6 +389,10 @@ def _staleness(steps: Sequence[StepNumbers]) -> StalenessSummary:
         rows.update(step.staleness)
     mean = _ratio(sum(age * count for age, count in rows.items()), rows.total())
     return StalenessSummary(max(rows, default=0), mean, {str(age): rows[age] for age in sorted(rows)})
+
+
+def _evaluated(e: Evaluation) -> EvaluatedVersion:
+    return EvaluatedVersion(e.version, e.mean, e.kl, e.length, dict(e.parts))
 
 
 def _eval(evaluations: Sequence[Evaluation]) -> EvalSummary | None:

@@ -23,10 +23,12 @@ from storage.records import Advantages, PolicyLogprobs, ReferenceLogprobs, Rollo
 
 
 class Role(StrEnum):
-    """Who a model is in PPO. GENERATE and SCORE are roles of placement only: the host has the other three."""
+    """Who a model is in PPO. GENERATE, SCORE and ADVANTAGE are roles of placement only: the host has the other
+    three."""
 
     GENERATE = "generate"
     SCORE = "score"
+    ADVANTAGE = "advantage"
     REFERENCE = "reference"
     POLICY = "policy"
     CRITIC = "critic"

@@ -36,12 +36,12 @@ def reward_metrics(scores: PerRow, shaped_scores: PerRow, kl_per_response: PerRo
 def part_metrics(scores: Scores) -> dict[str, float]:
     """Of each named part of the scores, before its weight: reward hacking shows as a sum that rises while a part falls.
 
-        reward/NAME/mean, reward/NAME/std     absent where the score is that part alone
-        reward/NAME/disagreement              of an ensemble: mean over rows of its members' standard deviation
+    reward/NAME/mean, reward/NAME/std     absent where the score is that part alone
+    reward/NAME/disagreement              of an ensemble: mean over rows of its members' standard deviation
     """
     if scores.num_rows == 0:
         return {}
-    found = {}
+    found: dict[str, float] = {}
     alone = len(scores.parts) == 1 and all(np.array_equal(part, scores.scores) for part in scores.parts.values())
     for name, part in scores.parts.items() if not alone else ():
         numbers = part.astype(np.float64)

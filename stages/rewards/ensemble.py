@@ -18,11 +18,11 @@ class EnsembleReward:
     def __init__(self, members: Mapping[str, Mapping[str, Any]], timeout_s: float = 60.0) -> None:
         """`members`: name -> {kind, args}. `timeout_s`: of users' own among them."""
         if len(members) < 2:
-            raise ValueError(f"members has {len(members)}: an ensemble has two or more, as NAME: {{kind: .., args: ..}}")
+            raise ValueError(f"members has {len(members)}: an ensemble has 2 or more, as NAME: {{kind: .., args: ..}}")
         with closing_on_error() as undo:
             self._members = []
             for name, member in members.items():
-                if not isinstance(member, Mapping) or "kind" not in member or member.keys() - {"kind", "args"}:
+                if "kind" not in member or member.keys() - {"kind", "args"}:
                     raise ValueError(f"members.{name} is {member!r}: it must have a kind, may have args, and no more")
                 reward = build_reward(str(member["kind"]), member.get("args", {}), f"members.{name}", timeout_s)
                 undo.callback(close_reward, reward)

@@ -55,7 +55,8 @@ class ReasoningReward:
 
     def _score(self, sample: Sample) -> float:
         if not {"task", "index", "settings"} <= sample.extra.keys():
-            raise ValueError(f"row {sample.row} is no problem of reasoning-gym (prompts.url={SCHEME}TASK): {sample.prompt[:60]!r}")
+            need = f"no problem of reasoning-gym (prompts.url={SCHEME}TASK): {sample.prompt[:60]!r}"
+            raise ValueError(f"row {sample.row} is {need}")
         task = _task(sample.extra["task"], json.dumps(sample.extra["settings"], sort_keys=True))
         problem = _problem(task, int(sample.extra["index"]))
         state = random.getstate()  # a scorer may draw, or seed
@@ -88,7 +89,8 @@ def problems(config: PromptsConfig) -> list[PromptItem]:
         task = _task(name, json.dumps(settings, sort_keys=True))
         made = [task[index] for index in range(int(settings["size"]))]
     except (AssertionError, ValueError, TypeError) as error:  # what the library's own checks raise
-        raise PromptsError(f"prompts.url: {config.url}: {name} refuses {settings}: {error or type(error).__name__}") from error
+        why = str(error) or type(error).__name__
+        raise PromptsError(f"prompts.url: given {config.url!r}; {name} refuses {settings}: {why}") from error
     items = []
     for index, problem in enumerate(made):
         text = problem["question"] + INSTRUCTIONS.get(instruction, f"\n{instruction}")
@@ -108,7 +110,8 @@ def _check(url: str, name: str, settings: Mapping[str, Any]) -> None:
     known = [field.name for field in dataclasses.fields(tasks[name][1])]
     for setting in settings:
         if setting not in known:
-            raise PromptsError(f"prompts.url: given {url!r}; {name} has no {setting!r}, but {', '.join(known)} (and instruction)")
+            need = f"{name} has no {setting!r}, but {', '.join(known)}, and instruction"
+            raise PromptsError(f"prompts.url: given {url!r}; {need}")
     if not isinstance(settings["size"], int) or settings["size"] < 1 or not isinstance(settings["seed"], int):
         raise PromptsError(f"prompts.url: given {url!r}; size must be 1 or more, seed a whole number")
 

@@ -86,7 +86,7 @@ def _load(kind: str, args: Mapping[str, Any]) -> Function:
         raise _Refused("args", f"{name} raised {_one_line(error)}") from error
     if not callable(made):
         raise _Refused("kind", f"an object of class {name} cannot be called: it needs a method __call__(samples)")
-    return made  # type: ignore[no-any-return]
+    return made
 
 
 def _check_arguments(kind: str, target: Function, given: Mapping[str, Any]) -> None:

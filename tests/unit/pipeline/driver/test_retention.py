@@ -10,13 +10,14 @@ import pytest
 from pipeline.config.errors import ConfigError
 from pipeline.config.loading import load_config
 from pipeline.config.paths import RunPaths
+from pipeline.config.run import RunConfig
 from pipeline.driver.results import open_history
 from pipeline.driver.retention import Retention, check_evaluations, drop_exports, first_kept
 from pipeline.graph.graph import GraphSpec
 from pipeline.observe.history import History
 from storage.address import Address
 from storage.checkpoints import Checkpoints
-from storage.config import KeepConfig
+from storage.config import KeepConfig, StorageConfig
 from storage.ledger import Ledger, provenance_here
 from storage.records import Scores
 from storage.rollouts import RolloutStore
@@ -74,7 +75,8 @@ def save(paths: RunPaths, role: str, version: int) -> None:
 def let_go(keep: KeepConfig, paths: RunPaths, history: History) -> list[str]:
     """What a driver that has come to step 20 warns of."""
     warnings: list[str] = []
-    retention = Retention(keep, paths, history, warnings.append)
+    config = RunConfig(name=paths.root.name, runs_dir=str(paths.root.parent), storage=StorageConfig(keep=keep))
+    retention = Retention(config, history, warnings.append)
     for step in range(STEPS + 1):
         retention.over_until(step)
     retention.finish()
@@ -127,8 +129,8 @@ def test_the_newest_exports_stay(paths: RunPaths, history: History) -> None:
         (exports / name / "model.safetensors").touch()
     assert let_go(KeepConfig(exports=2), paths, history) == []
     assert sorted(path.name for path in exports.iterdir()) == ["notes", "v000003", "v000010"]
-    drop_exports(exports, 2)
-    drop_exports(paths.root / "none", 1)
+    drop_exports(exports, [7])
+    drop_exports(paths.root / "none", [1])
     assert len(list(exports.iterdir())) == 3
 
 

@@ -59,7 +59,7 @@ def rollout() -> Rollout:
     """Six problems of reasoning-gym with the responses, the last of which is cut."""
     table = tokenise(problems(PROBLEMS), ByteTokenizer(), PROBLEMS, seed=0)
     encoded = [ByteTokenizer().encode(text) for text in RESPONSES]
-    encoded = [ids + [2] for ids in encoded[:-1]] + encoded[-1:]
+    encoded = [[*ids, 2] for ids in encoded[:-1]] + encoded[-1:]
     seq = table.tokens.shape[1] + max(map(len, encoded))
     tokens, mask = np.zeros((6, seq), np.int32), np.zeros((6, seq), np.bool_)
     for row, ids in enumerate(encoded):

@@ -67,11 +67,11 @@ def make_step(outside: float = 0.0, seed: int = 0) -> Step:
     )
 
 
-CENTRED = NormalizeConfig(mean=True)
+AS_THEY_ARE, CENTRED = NormalizeConfig(), NormalizeConfig(mean=True)
 
 
 def run(
-    records: Step, cfg: PPOConfig, state: dict | None = None, normalize: NormalizeConfig = NormalizeConfig()
+    records: Step, cfg: PPOConfig, state: dict | None = None, normalize: NormalizeConfig = AS_THEY_ARE
 ) -> tuple[Advantages, dict, dict[str, float]]:
     rollout, scores, reference, policy, values = records
     return advantage(

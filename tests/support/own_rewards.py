@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Sequence
+from pathlib import Path
 
 from stages.rewards.protocol import Sample, Scored
 
@@ -82,6 +83,14 @@ def hangs(samples: Sequence[Sample]) -> list[float]:
 
 def dies(samples: Sequence[Sample]) -> list[float]:
     os._exit(7)
+
+
+def dies_once(samples: Sequence[Sample], flag: str) -> list[float]:
+    """As `vowels`, by a process that ends in the first batch of all."""
+    if not Path(flag).exists():
+        Path(flag).touch()
+        os._exit(7)
+    return vowels(samples)
 
 
 def process(samples: Sequence[Sample]) -> list[float]:

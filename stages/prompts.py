@@ -1,6 +1,6 @@
 """From a prompt source to the prompts of each shard: tokenised once, then drawn by a pure function of (seed, step).
 
-May import numpy, storage, stages.models.hf_files and stages.rewards.reasoning (a source that is computed).
+May import numpy, storage, stages.models.hf_files and of stages.rewards a source that is computed.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import numpy as np
 
 from stages.models.hf_files import Tokenizer
 from stages.rewards import reasoning
+from stages.rewards.config import REASONING_SCHEME
 from storage.config import PromptsConfig
 from storage.errors import StoreError
 from storage.prompts import PromptItem, PromptsError, batch_indices, load_texts, split
@@ -103,7 +104,7 @@ def _read_lines(path: Path) -> list[Any]:
 
 def read_source(config: PromptsConfig) -> list[PromptItem]:
     """All prompts of a source: a file's, or problems that are made by seed. Raises PromptsError."""
-    return reasoning.problems(config) if config.url.startswith(reasoning.SCHEME) else load_texts(config)
+    return reasoning.problems(config) if config.url.startswith(REASONING_SCHEME) else load_texts(config)
 
 
 def tokenise(items: list[PromptItem], tokenizer: Tokenizer, config: PromptsConfig, seed: int) -> PromptTable:

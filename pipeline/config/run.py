@@ -27,7 +27,7 @@ from stages.models.config import ModelConfig, model_problems
 from stages.models.protocol import Role
 from stages.models.sampling import SamplingConfig, sampling_problems
 from stages.ppo.config import PPOConfig, ppo_problems, resolve_proximal
-from stages.rewards.config import RewardConfig, RewardPartsConfig, reward_problems
+from stages.rewards.config import RewardConfig, RewardPartsConfig, reward_problems, source_problems
 from storage.config import PromptsConfig, StorageConfig, prompts_problems, storage_problems
 from storage.problems import Problem, at_least, divides, local_directory, plain_name
 from storage.shards import Layout, Layouts
@@ -173,6 +173,8 @@ def _own_problems(config: RunConfig) -> Iterator[Problem]:
 
 
 def _problems_across(config: RunConfig) -> Iterator[Problem]:
+    for section, parts in (("reward", config.reward), ("evaluate.reward", config.evaluate.reward)):
+        yield from source_problems(parts, section, config.prompts.url)
     yield from divides("ppo.minibatches", config.ppo.minibatches, "rollout.rows", config.rollout.rows)
     yield from _reuse_problems(config)
     warmup = config.ppo.critic_warmup_steps

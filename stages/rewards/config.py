@@ -16,6 +16,9 @@ from typing import Any
 from stages.ppo.config import NormalizeConfig, normalize_problems
 from storage.problems import Problem, above, plain_name
 
+REASONING_SCHEME = "reasoning-gym:"
+"""What a prompt source begins with whose problems are made by seed (stages/rewards/reasoning.py)."""
+
 
 @dataclass
 class PartConfig:
@@ -67,6 +70,14 @@ def reward_problems(config: RewardConfig) -> Iterator[Problem]:
         yield Problem("reward.parts", {}, need)
     yield from parts_problems(config, "reward")
     yield from normalize_problems(config.normalize)
+
+
+def source_problems(config: RewardPartsConfig, key: str, prompts_url: str) -> Iterator[Problem]:
+    """Whether the prompts are what the parts check answers of."""
+    for where, part in config.named(key).values():
+        if part.kind == "reasoning_gym" and not prompts_url.startswith(REASONING_SCHEME):
+            need = f"needs prompts.url={REASONING_SCHEME}TASK (given {prompts_url!r}); `answer` checks a field of any source"
+            yield Problem(f"{where}.kind", part.kind, need)
 
 
 def parts_problems(config: RewardPartsConfig, key: str) -> Iterator[Problem]:

@@ -23,12 +23,12 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args
 from urllib.parse import parse_qsl
 
-from stages.rewards.protocol import Sample
+from stages.rewards.config import REASONING_SCHEME
+from stages.rewards.protocol import RewardFailed, Sample
 from stages.rewards.rules import last_number
 from storage.config import PromptsConfig
 from storage.prompts import PromptItem, PromptsError
 
-SCHEME = "reasoning-gym:"
 INSTRUCTIONS = {
     "none": "",
     "tags": "\nGive the final answer between <answer> and </answer>, and nothing after it.",
@@ -55,10 +55,14 @@ class ReasoningReward:
 
     def _score(self, sample: Sample) -> float:
         if not {"task", "index", "settings"} <= sample.extra.keys():
-            need = f"no problem of reasoning-gym (prompts.url={SCHEME}TASK): {sample.prompt[:60]!r}"
+            need = f"no problem of reasoning-gym (prompts.url={REASONING_SCHEME}TASK): {sample.prompt[:60]!r}"
             raise ValueError(f"row {sample.row} is {need}")
         task = _task(sample.extra["task"], json.dumps(sample.extra["settings"], sort_keys=True))
         problem = _problem(task, int(sample.extra["index"]))
+        if str(problem["answer"]) != sample.extra["answer"]:
+            name = f"{sample.extra['task']} {sample.extra['index']}"
+            need = f"its answer is {problem['answer']!r} here and was {sample.extra['answer']!r}: another reasoning-gym"
+            raise RewardFailed(f"row {sample.row}: problem {name} is not what the run's prompts were made of; {need}")
         state = random.getstate()  # a scorer may draw, or seed
         try:
             return float(task.score_answer(self._answer(sample.response), problem))
@@ -79,7 +83,7 @@ class ReasoningReward:
 def problems(config: PromptsConfig) -> list[PromptItem]:
     """The prompts of a `reasoning-gym:` source. Each has the fields answer, task, index, settings. Raises PromptsError,
     naming what there is, for a task or a setting that there is not."""
-    name, _, query = config.url.removeprefix(SCHEME).partition("?")
+    name, _, query = config.url.removeprefix(REASONING_SCHEME).partition("?")
     pairs = parse_qsl(query, keep_blank_values=True)
     settings = {key: _value(text) for key, text in pairs if key != "instruction"}
     instruction = dict(pairs).get("instruction", "none")

@@ -76,7 +76,7 @@ def source_problems(config: RewardPartsConfig, key: str, prompts_url: str) -> It
     """Whether the prompts are what the parts check answers of."""
     for where, part in config.named(key).values():
         if part.kind == "reasoning_gym" and not prompts_url.startswith(REASONING_SCHEME):
-            need = f"needs prompts.url={REASONING_SCHEME}TASK (given {prompts_url!r}); `answer` checks a field of any source"
+            need = f"needs prompts.url={REASONING_SCHEME}TASK (given {prompts_url!r}); `answer` is for any source"
             yield Problem(f"{where}.kind", part.kind, need)
 
 

@@ -93,8 +93,8 @@ def run(copy: Path) -> Path:
     changes = (
         "steps=1", "evaluate.every=0", PLACEMENT, "tracking.uri=null", "tracking.plots=false", "cluster.dashboard=null",
         "reward={parts: {brief: {kind: brevity, args: {limit: 40}}, asks: {kind: 'my_rewards:questions', weight: 0}, "
-        "wanted: {kind: 'my_rewards:Wanted', weight: 0, args: {points: 2}}}}", "prompts.url=questions.csv", "prompts.field=question",
-        "prompts.max_tokens=24", "engine.kind=uniform",
+        "wanted: {kind: 'my_rewards:Wanted', weight: 0, args: {points: 2}}}}",
+        "prompts.url=questions.csv", "prompts.field=question", "prompts.max_tokens=24", "engine.kind=uniform",
     )  # fmt: skip
     text = (copy / "conf/run/tiny.yaml").read_text("utf8")
     text = text.replace("reward: {kind: characters, args: {characters: aeiou}}\n", "")

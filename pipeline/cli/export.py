@@ -19,8 +19,8 @@ from pipeline.config.errors import ConfigError
 from pipeline.config.paths import RunPaths
 from pipeline.config.run import RunConfig
 from pipeline.driver.results import open_history
+from pipeline.observe.evaluations import best_evaluation
 from pipeline.observe.history import History
-from pipeline.observe.selection import best_evaluation
 from pipeline.workers.parts import required
 from stages.models.protocol import Role
 

@@ -21,11 +21,11 @@ from pipeline.config.loading import config_hash, flatten
 from pipeline.config.paths import RunPaths
 from pipeline.config.run import RunConfig
 from pipeline.graph.graph import run_nodes
+from pipeline.observe.evaluations import best_evaluation
 from pipeline.observe.history import History
 from pipeline.observe.journal import journal_exists, read_events, run_starts
 from pipeline.observe.responses import Decode, response_pairs, samples_table
 from pipeline.observe.revision import git_commit, software_versions
-from pipeline.observe.selection import best_evaluation
 from pipeline.observe.summary import Summary, summarise
 from pipeline.observe.tracking import MlflowTracker, NullTracker, RunStatus, Tracker, how_to_open
 from storage.ledger import Ledger

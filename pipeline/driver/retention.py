@@ -30,9 +30,8 @@ from pipeline.config.errors import ConfigError
 from pipeline.config.paths import RunPaths
 from pipeline.config.run import RunConfig
 from pipeline.graph.graph import UPDATE_STAGE, GraphSpec, evaluate_nodes, evaluated, window
+from pipeline.observe.evaluations import Evaluation, best_evaluation
 from pipeline.observe.history import History
-from pipeline.observe.selection import best_evaluation
-from pipeline.observe.summary import Evaluation
 from pipeline.workers.updates import committed_meta
 from stages.models.protocol import Role
 from storage.checkpoints import Checkpoints, version_of

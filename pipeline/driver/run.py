@@ -193,6 +193,8 @@ class _Driver:
         self._tracker = tracker
         self._began = time.time()
         self._tracked = set(tracked)
+        self._evaluated: set[int] = set()
+        """Versions whose evaluation was reported."""
         self._outcomes: dict[Address, Outcome] = {}
         """Of the open steps' nodes."""
         self._graph = config.graph()
@@ -263,8 +265,9 @@ class _Driver:
 
     def _report_evaluation(self, version: int) -> None:
         """Once, when the last shard of a version's evaluation is scored and the reference has looked at it."""
-        evaluation = self._history.evaluation(version)
+        evaluation = None if version in self._evaluated else self._history.evaluation(version)
         if evaluation is not None and evaluation.kl is not None:
+            self._evaluated.add(version)
             self._tracker.metrics(version, evaluation_metrics(evaluation))
             self._progress.evaluation(version, evaluation.mean)
 

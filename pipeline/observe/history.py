@@ -17,7 +17,8 @@ import numpy as np
 from pipeline.graph.graph import GraphSpec, step_nodes
 from pipeline.observe.engine_metrics import is_count
 from pipeline.observe.engine_metrics import step_metrics as engine_metrics
-from pipeline.observe.summary import Evaluation, StepNumbers
+from pipeline.observe.evaluations import Evaluation
+from pipeline.observe.summary import StepNumbers
 from storage.address import Address, Ref
 from storage.ledger import Ledger
 from storage.records import Rollout, Scores

@@ -17,7 +17,7 @@ A gang that trains and is **lost** trains again when the first update that began
 it is built, its models are back and the updates since their checkpoint have run again. The time in between is lost, as
 far as a driver was at work.
 
-May import the standard library, pipeline.observe.journal and storage.address.
+May import the standard library, pipeline.observe.{evaluations, journal} and storage.address.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 
+from pipeline.observe.evaluations import EvaluatedVersion, Evaluation, in_numbers
 from pipeline.observe.journal import Event, EventKind
 from storage.address import Address
 
@@ -66,28 +67,6 @@ class StepNumbers:
 
 
 @dataclass(frozen=True)
-class Evaluation:
-    """Scores of one version of the weights on the held-out prompts."""
-
-    version: int
-    scores: Mapping[int, float]
-    """By number of the prompt."""
-    distinct_bigrams: float | None = None
-    """Distinct / all bigrams over the responses: a repetitive policy has few."""
-    kl: float | None = None
-    """KL of what was sampled to the reference, nats per response: mean of the sum over tokens of log mu - log pi_ref.
-    None where the reference has not looked at the responses yet."""
-    length: float | None = None
-    """Sampled tokens per response, EOS included."""
-    parts: Mapping[str, float] = field(default_factory=dict)
-    """By name of a part of the score: its mean, before its weight."""
-
-    @property
-    def mean(self) -> float:
-        return math.fsum(self.scores.values()) / len(self.scores)
-
-
-@dataclass(frozen=True)
 class StalenessSummary:
     max: int
     mean: float
@@ -103,17 +82,6 @@ class EvalSummary:
     """Prompts in both evaluations."""
     paired_t: float | None
     """mean / (sd / sqrt(n)) of the differences by prompt; None for fewer than two prompts or equal differences."""
-
-
-@dataclass(frozen=True)
-class EvaluatedVersion:
-    """An evaluation in numbers."""
-
-    version: int
-    reward: float
-    kl: float | None
-    length: float | None
-    parts: dict[str, float]
 
 
 @dataclass(frozen=True)
@@ -235,8 +203,8 @@ def summarise(
         },
         trainer_losses=losses,
         trainer_lost_s=length(within(union(lost), segments)),
-        evaluations=tuple(map(_evaluated, evaluations)),
-        best=None if best is None else _evaluated(best),
+        evaluations=tuple(map(in_numbers, evaluations)),
+        best=None if best is None else in_numbers(best),
     )
 
 
@@ -389,10 +357,6 @@ def _staleness(steps: Sequence[StepNumbers]) -> StalenessSummary:
         rows.update(step.staleness)
     mean = _ratio(sum(age * count for age, count in rows.items()), rows.total())
     return StalenessSummary(max(rows, default=0), mean, {str(age): rows[age] for age in sorted(rows)})
-
-
-def _evaluated(e: Evaluation) -> EvaluatedVersion:
-    return EvaluatedVersion(e.version, e.mean, e.kl, e.length, dict(e.parts))
 
 
 def _eval(evaluations: Sequence[Evaluation]) -> EvalSummary | None:

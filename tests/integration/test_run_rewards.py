@@ -17,7 +17,7 @@ from pipeline.config.loading import load_config
 from pipeline.config.paths import RunPaths
 from pipeline.config.run import RunConfig
 from pipeline.driver.results import open_history
-from pipeline.observe.selection import best_evaluation
+from pipeline.observe.evaluations import best_evaluation
 from storage.address import Address
 from storage.records import Scores
 from tests.support.paths import TINY

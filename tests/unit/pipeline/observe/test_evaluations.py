@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pipeline.observe.selection import best_evaluation
-from pipeline.observe.summary import Evaluation
+from pipeline.observe.evaluations import Evaluation, best_evaluation
 
 RUN = [
     Evaluation(0, {1: 0.0, 2: 0.2}, kl=0.0),

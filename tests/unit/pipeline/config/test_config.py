@@ -123,6 +123,7 @@ REFUSED = {
     "placement.gangs.train.roles=x": ("placement.gangs.train.roles", "no such key", "placement.gangs.train.workers"),
     "ppo.kl.coeff=1": ("ppo.kl.coeff", "no such key", "ppo.kl.coef"),
     "placement.gangs.train.worker=2": ("placement.gangs.train.worker", "did you mean placement.gangs.train.workers?"),
+    "ppo.center_scores=true": ("ppo.center_scores", "did you mean reward.normalize.mean?"),
     # wrong types
     "steps=many": ("steps", "many", "Integer"),
     "ppo.clip=[1]": ("ppo.clip",),

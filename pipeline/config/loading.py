@@ -21,7 +21,6 @@ from pipeline.config.changes import decides_nothing, sections, settings
 from pipeline.config.errors import ConfigError
 from pipeline.config.run import RunConfig, validate
 
-
 MOVED = {"ppo.center_scores": ["reward.normalize.mean"]}
 """Settings that are elsewhere since."""
 

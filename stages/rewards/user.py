@@ -20,7 +20,6 @@ import subprocess
 import sys
 import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 from typing import Any
@@ -55,7 +54,7 @@ class UserReward:
 
     def __call__(self, samples: Sequence[Sample]) -> list[float] | Scored:
         """What the function gives. Raises RewardFailed, naming rows."""
-        request = json.dumps({"samples": [asdict(sample) for sample in samples]}, default=str).encode()
+        request = json.dumps({"samples": [vars(sample) for sample in samples]}, default=str).encode()
         with self._lock:
             try:
                 answer = self._ask(request, self._timeout_s)

@@ -152,6 +152,8 @@ def _numbers(whose: str, given: Sequence[float], batch: Sequence[Sample]) -> np.
             numbers = np.asarray(given, np.float32)
     except (TypeError, ValueError) as error:
         raise RewardFailed(f"{whose} gave {given!r:.80}: not one number per row ({error})") from error
+    if numbers.ndim == 0:
+        raise RewardFailed(f"{whose} gave {given!r:.80}: not one number per row")
     if numbers.shape != (len(batch),):
         came = f"{len(given)} scores" if numbers.ndim == 1 else f"an array {numbers.shape}"
         first, last = batch[0].row, batch[-1].row

@@ -28,10 +28,10 @@ class Role(StrEnum):
 
     GENERATE = "generate"
     SCORE = "score"
-    ADVANTAGE = "advantage"
     REFERENCE = "reference"
     POLICY = "policy"
     CRITIC = "critic"
+    ADVANTAGE = "advantage"
 
 
 MODEL_ROLES = frozenset({Role.REFERENCE, Role.POLICY, Role.CRITIC})

@@ -49,7 +49,7 @@ def main() -> None:
             setting, need = error.args
             pipe.send_bytes(json.dumps({"refused": setting, "need": need}).encode())
             return
-        owner = getattr(function, "func", function)
+        owner = function.func if isinstance(function, partial) else function
         ready = {
             "deterministic": bool(getattr(owner, "deterministic", True)),
             "batch_tokens": getattr(owner, "batch_tokens", None),

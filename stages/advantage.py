@@ -78,7 +78,6 @@ def advantage(
     log_ref = _float64(reference.ref_logprobs, mask)
     log_policy = _float64(rollout.sampler_logprobs if policy is None else policy.policy_logprobs, mask)
     v = _float64(values.values, mask)
-
     kl_coef = float(state.get("kl_coef", cfg.kl.coef)) if cfg.kl.target is not None else cfg.kl.coef
     shaped_scores, running = _shape_scores(scores, truncated, cfg, normalize, state)
     r = token_rewards(shaped_scores, log_policy, log_ref, mask, kl_coef, cfg.kl)

@@ -188,7 +188,7 @@ def measure_wide(workers: int, steps: int) -> dict[str, float]:
     half = workers // 2
     gangs = [
         Gang("generate", frozenset({Role.GENERATE}), half),
-        Gang("score", frozenset({Role.SCORE}), 1),
+        Gang("score", frozenset({Role.SCORE, Role.ADVANTAGE}), 1),
         Gang("train", frozenset({Role.POLICY, Role.REFERENCE, Role.CRITIC}), workers - half),
     ]
     graph = GraphSpec(steps=steps, shards=half, staleness=1)

@@ -1,12 +1,12 @@
 """Stage `advantage`: from the records of all rows of a step to what the two updates train on.
 
-    scores ──missing EOS, centring──► R ─┐
+    scores ─missing EOS, normalising─► R ┐
     log pi (or log mu), log pi_ref ──────┴─► r_t ──(whitening)──► GAE ──► returns, advantages ──whitening──► Advantages
     values, bootstrap_values ───────────────────────────────────────┘
                                               r_t ──► an estimator without a critic (`ppo.advantage`) ──┘
 
 A pure function, computed in float64. It sees the whole step, since whitening, groups of responses to one prompt, the
-running mean of scores and the KL controller are defined over the step and not over a shard. What passes from step to
+running moments of scores and the KL controller are defined over the step and not over a shard. What passes from step to
 step is `state`: small, JSON, and part of every checkpoint because it is part of the stage's output.
 
 May import numpy, torch, storage and stages.ppo.
@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from stages.ppo import metrics as measure
-from stages.ppo.config import GROUPED, PPOConfig, has_critic, whitens_advantages
+from stages.ppo.config import GROUPED, NormalizeConfig, PPOConfig, has_critic, whitens_advantages
 from stages.ppo.critic_free import (
     Groups,
     equal_groups,
@@ -33,8 +33,16 @@ from stages.ppo.critic_free import (
 from stages.ppo.gae import gae
 from stages.ppo.kl import next_kl_coef, token_kl
 from stages.ppo.masks import masked_whiten
-from stages.ppo.token_rewards import RunningMean, penalise_missing_eos, token_rewards, update_running_mean
+from stages.ppo.token_rewards import (
+    RunningMoments,
+    normalise_scores,
+    penalise_missing_eos,
+    token_rewards,
+    update_running_moments,
+)
 from storage.records import Advantages, FinishReason, PolicyLogprobs, ReferenceLogprobs, Rollout, Scores, Values
+
+_AS_THEY_ARE = NormalizeConfig()
 
 
 class StalenessError(RuntimeError):
@@ -52,6 +60,7 @@ def advantage(
     step: int,
     staleness_bound: int,
     state: Mapping[str, Any],
+    normalize: NormalizeConfig = _AS_THEY_ARE,
     responses_per_prompt: int = 1,
 ) -> tuple[Advantages, dict[str, Any], dict[str, float]]:
     """Advantages of every row of the step, the state for the next step, and the step's metrics.
@@ -61,7 +70,8 @@ def advantage(
         values: None where no critic is trained (`cfg.advantage`).
         staleness_bound: eta; every sampled token has step - eta <= version <= step.
         state: what the same stage of the step before returned; empty at step 0. Keys: kl_coef (of this step),
-            step_kl_coef (of the step before), score_mean, score_count.
+            step_kl_coef (of the step before), score_mean, score_squares, score_count.
+        normalize: what is done with scores before they become rewards.
         responses_per_prompt: of `rollout.responses_per_prompt`; rows n k to (n + 1) k - 1 of the step are one prompt's.
 
     Returns:
@@ -79,9 +89,8 @@ def advantage(
     loss_mask = mask & ~truncated[:, None] if cfg.mask_truncated else mask
     log_ref = _float64(reference.ref_logprobs, mask)
     log_policy = _float64(rollout.sampler_logprobs if policy is None else policy.policy_logprobs, mask)
-
     kl_coef = float(state.get("kl_coef", cfg.kl.coef)) if cfg.kl.target is not None else cfg.kl.coef
-    shaped_scores, running = _shape_scores(scores, truncated, cfg, state)
+    shaped_scores, running = _shape_scores(scores, truncated, cfg, normalize, state)
     groups = _groups(rollout, loss_mask, responses_per_prompt) if cfg.advantage in GROUPED else None
     loss_mask = _without_equal_groups(loss_mask, shaped_scores, groups, cfg)
     r = token_rewards(shaped_scores, log_policy, log_ref, mask, kl_coef, cfg.kl)
@@ -92,6 +101,7 @@ def advantage(
 
     found = {
         "kl/coef": kl_coef,
+        **measure.part_metrics(scores),
         **_reward_metrics(scores, shaped_scores, token_kl(log_policy, log_ref, cfg.kl.estimator), kl_coef),
         **_ref_kl_metrics(rollout, log_policy, log_ref, cfg),
         **measure.staleness_metrics(rollout.token_versions, rollout.response_mask, step, staleness_bound),
@@ -119,13 +129,14 @@ def check_staleness(rollout: Rollout, step: int, bound: int) -> None:
 
 
 def _shape_scores(
-    scores: Scores, truncated: torch.Tensor, cfg: PPOConfig, state: Mapping[str, Any]
-) -> tuple[torch.Tensor, RunningMean]:
-    """Scores by the rules of their own (missing EOS, centring), and the running mean with this step's counted in."""
+    scores: Scores, truncated: torch.Tensor, cfg: PPOConfig, normalize: NormalizeConfig, state: Mapping[str, Any]
+) -> tuple[torch.Tensor, RunningMoments]:
+    """Scores by the rules of their own (missing EOS, normalising), and the running moments with this step's counted
+    in."""
     shaped = penalise_missing_eos(torch.tensor(scores.scores).double(), truncated, cfg.missing_eos_score)
-    before = RunningMean(float(state.get("score_mean", 0.0)), int(state.get("score_count", 0)))
-    running = update_running_mean(before, shaped)
-    return shaped - running.mean if cfg.center_scores else shaped, running
+    before = RunningMoments(*(state.get(name, 0) for name in ("score_mean", "score_squares", "score_count")))
+    running = update_running_moments(before, shaped)
+    return normalise_scores(shaped, running, normalize), running
 
 
 def _record(
@@ -226,12 +237,13 @@ def _ref_kl_metrics(
     return measure.ref_kl_metrics(log_policy.numpy(), log_mu, log_ref.numpy(), mask, cfg.correction_cap)
 
 
-def _state(kl_coef: float, next_coef: float, running: RunningMean) -> dict[str, Any]:
+def _state(kl_coef: float, next_coef: float, running: RunningMoments) -> dict[str, Any]:
     """What the step's update is given, and the next step's node."""
     return {
         "step_kl_coef": kl_coef,
         "kl_coef": next_coef,
         "score_mean": running.mean,
+        "score_squares": running.squares,
         "score_count": running.count,
     }
 

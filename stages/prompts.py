@@ -1,6 +1,6 @@
 """From a prompt source to the prompts of each shard: tokenised once, then drawn by a pure function of (seed, step).
 
-May import numpy, storage and stages.models.hf_files.
+May import numpy, storage, stages.models.hf_files and of stages.rewards a source that is computed.
 """
 
 from __future__ import annotations
@@ -16,9 +16,11 @@ from typing import Any
 import numpy as np
 
 from stages.models.hf_files import Tokenizer
+from stages.rewards import reasoning
+from stages.rewards.config import REASONING_SCHEME
 from storage.config import PromptsConfig
 from storage.errors import StoreError
-from storage.prompts import PromptItem, PromptsError, batch_indices, split
+from storage.prompts import PromptItem, PromptsError, batch_indices, load_texts, split
 from storage.records import PromptBatch
 
 EVALUATION_STEP = 2**31 - 1
@@ -40,11 +42,15 @@ class PromptTable:
     pad_id: int
     extra: list[dict[str, Any]]
     """The source's other fields, for the reward."""
+    messages: list[list[dict[str, str]]] | None = None
+    """Of a chat source: each prompt's, for the reward."""
 
     def save(self, path: Path) -> None:
-        """Writes `path` (.npz) and its neighbour .jsonl with the extra fields; `path` last and in one piece, so that
-        it exists only where both are whole."""
+        """Writes `path` (.npz), its neighbour .jsonl with the extra fields, and for a chat source .chat.jsonl with the
+        messages; `path` last and in one piece, so that it exists only where all are whole."""
         path.with_suffix(".jsonl").write_text("".join(json.dumps(e, default=str) + "\n" for e in self.extra), "utf8")
+        if self.messages is not None:
+            path.with_suffix(".chat.jsonl").write_text("".join(json.dumps(m) + "\n" for m in self.messages), "utf8")
         staged = path.with_name(f".{path.name}")
         with staged.open("wb") as stream:
             np.savez(
@@ -54,6 +60,7 @@ class PromptTable:
                 train=self.train,
                 held_out=self.held_out,
                 pad_id=np.int64(self.pad_id),
+                chat=np.bool_(self.messages is not None),
             )
         os.replace(staged, path)
 
@@ -61,31 +68,43 @@ class PromptTable:
     def load(path: Path) -> PromptTable:
         """What `save` wrote. Raises StoreError, naming the file, where one of the two is missing or damaged."""
         extras = path.with_suffix(".jsonl")
-        try:
-            lines = extras.read_text("utf8").removesuffix("\n").split("\n")
-            extra = [json.loads(line) for line in lines]
-        except FileNotFoundError as error:
-            raise StoreError(f"{extras} is missing") from error
-        except ValueError as error:
-            raise StoreError(f"{extras} is damaged: {error}") from error
+        extra = _read_lines(extras)
         try:
             with np.load(path) as saved:
-                arrays = {name: saved[name] for name in ("tokens", "lengths", "train", "held_out", "pad_id")}
-            table = PromptTable(**arrays | {"pad_id": int(arrays["pad_id"])}, extra=extra)
+                arrays = {name: saved[name] for name in ("tokens", "lengths", "train", "held_out", "pad_id", "chat")}
+            chat = _read_lines(path.with_suffix(".chat.jsonl")) if bool(arrays.pop("chat")) else None
+            table = PromptTable(**arrays | {"pad_id": int(arrays["pad_id"])}, extra=extra, messages=chat)
         except FileNotFoundError as error:
             raise StoreError(f"{path} is missing") from error
         except (ValueError, KeyError, TypeError, EOFError, OSError, zipfile.BadZipFile) as error:
             raise StoreError(f"{path} is damaged: {type(error).__name__}: {error}") from error
-        if not len(table.tokens) == len(table.lengths) == len(extra):
+        if not len(table.tokens) == len(table.lengths) == len(extra) == len(extra if chat is None else chat):
             raise StoreError(f"{extras} has {len(extra)} lines for the {len(table.tokens)} prompts of {path}")
         return table
 
     def digest(self) -> str:
         """Of all that a run takes from it, shortened SHA-256; tells whether a source was read the same again."""
         found = hashlib.sha256(json.dumps([self.pad_id, self.extra], default=str, sort_keys=True).encode())
+        if self.messages is not None:
+            found.update(json.dumps(self.messages, sort_keys=True).encode())
         for array in (self.tokens, self.lengths, self.train, self.held_out):
             found.update(f"{array.dtype} {array.shape}".encode() + np.ascontiguousarray(array).tobytes())
         return found.hexdigest()[:32]
+
+
+def _read_lines(path: Path) -> list[Any]:
+    """What each line of a file holds, as JSON. Raises StoreError, naming it."""
+    try:
+        return [json.loads(line) for line in path.read_text("utf8").removesuffix("\n").split("\n")]
+    except FileNotFoundError as error:
+        raise StoreError(f"{path} is missing") from error
+    except ValueError as error:
+        raise StoreError(f"{path} is damaged: {error}") from error
+
+
+def read_source(config: PromptsConfig) -> list[PromptItem]:
+    """All prompts of a source: a file's, or problems that are made by seed. Raises PromptsError."""
+    return reasoning.problems(config) if config.url.startswith(REASONING_SCHEME) else load_texts(config)
 
 
 def tokenise(items: list[PromptItem], tokenizer: Tokenizer, config: PromptsConfig, seed: int) -> PromptTable:
@@ -94,7 +113,7 @@ def tokenise(items: list[PromptItem], tokenizer: Tokenizer, config: PromptsConfi
     Raises:
         PromptsError: a prompt longer than `prompts.max_tokens` (unless `too_long: skip`), or none that is usable.
     """
-    kept: list[tuple[list[int], dict[str, Any]]] = []
+    kept: list[tuple[list[int], PromptItem]] = []
     for number, item in enumerate(items):
         if item.messages is not None:
             ids = tokenizer.apply_chat_template(item.messages)
@@ -112,7 +131,7 @@ def tokenise(items: list[PromptItem], tokenizer: Tokenizer, config: PromptsConfi
                 "tokens: raise it, or set prompts.too_long=skip or prompts.opening_tokens"
             )
         if ids:
-            kept.append((ids, item.extra))
+            kept.append((ids, item))
     if not kept:
         raise PromptsError(f"prompts.url: no prompt of {config.url} is usable with the lengths of the config")
     tokens = np.full((len(kept), config.max_tokens), tokenizer.pad_id, np.int32)
@@ -120,7 +139,8 @@ def tokenise(items: list[PromptItem], tokenizer: Tokenizer, config: PromptsConfi
         tokens[row, : len(ids)] = ids
     train, held_out = split(len(kept), config.held_out, seed)
     lengths = np.array([len(ids) for ids, _ in kept], np.int32)
-    return PromptTable(tokens, lengths, train, held_out, tokenizer.pad_id, [extra for _, extra in kept])
+    chat = [item.messages or [] for _, item in kept] if config.format == "chat" else None
+    return PromptTable(tokens, lengths, train, held_out, tokenizer.pad_id, [item.extra for _, item in kept], chat)
 
 
 def training_prompts(

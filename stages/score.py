@@ -1,44 +1,175 @@
-"""The `score` stage: responses to one number each, by whatever reward there is.
+"""The `score` stage: responses to one number each, by the parts that the config names, and each part's own.
+
+    rollout ──► samples ──┬─► part a: all rows, or batches under a budget of tokens ──► [rows] ──┐
+                          └─► part b                                                   [rows] ──┴─ weights ──► scores
 
 May import numpy, storage, stages.models.hf_files (the tokenizer's protocol), stages.rewards.protocol.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from stages.models.hf_files import Tokenizer
-from stages.rewards.protocol import Reward, Sample
+from stages.rewards.protocol import Batched, Part, RewardFailed, Sample, Scored
+from storage.problems import plain_name
 from storage.records import FinishReason, Rollout, Scores
 
+_SPREAD = "disagreement"
 
-def score(reward: Reward, tokenizer: Tokenizer, rollout: Rollout, extras: Sequence[Mapping[str, Any]]) -> Scores:
-    """Scores every row. `extras`: the prompt's own fields in its source, per row (empty mappings where it has none).
 
-    Raises ValueError where the number of extras or scores is not that of rows, or a score is not a finite float32
-    (naming the row)."""
+def score(
+    parts: Sequence[Part],
+    tokenizer: Tokenizer,
+    rollout: Rollout,
+    extras: Sequence[Mapping[str, Any]],
+    messages: Sequence[Sequence[Mapping[str, str]] | None] | None = None,
+) -> Scores:
+    """Scores every row:  score = sum over parts of weight x part  (in float64, stored in float32).
+
+    Args:
+        extras: the prompt's own fields in its source, per row (empty mappings where it has none).
+        messages: those of chat prompts, per row; None where a prompt is plain, or all are.
+
+    Raises:
+        RewardFailed: a part gave another number of scores than there are rows, one that is not a finite float32, or
+            raised; names the part and the row.
+        ValueError: the number of extras is not that of rows.
+    """
     if len(extras) != rollout.num_rows:
         raise ValueError(f"{len(extras)} extras were given for {rollout.num_rows} rows")
+    samples = samples_of(tokenizer, rollout, extras, messages)
+    total = np.zeros(rollout.num_rows)
+    found: dict[str, np.ndarray] = {}
+    spread: dict[str, np.ndarray] = {}
+    for part in parts:
+        of_part = _scored(part, samples)
+        disagreement = of_part.pop(_SPREAD, None)
+        if disagreement is not None:
+            spread[part.name] = disagreement
+        for name, numbers in of_part.items():
+            found[f"{part.name}.{name}" if name else part.name] = numbers
+            if part.weight:
+                total += part.weight * numbers.astype(np.float64)
+    with np.errstate(over="ignore"):
+        scores = total.astype(np.float32)
+    _check_finite("the weighted sum of all parts", scores, samples)
+    return Scores(scores=scores, parts=found, disagreement=spread)
+
+
+def samples_of(
+    tokenizer: Tokenizer,
+    rollout: Rollout,
+    extras: Sequence[Mapping[str, Any]],
+    messages: Sequence[Sequence[Mapping[str, str]] | None] | None = None,
+) -> list[Sample]:
+    """What rewards see of each row."""
     samples = []
     for i, extra in enumerate(extras):
         start = int(rollout.prompt_lengths[i])
-        end = start + int(rollout.response_lengths[i])
+        prompt = rollout.tokens[i, :start].tolist()
+        ids = rollout.tokens[i, start : start + int(rollout.response_lengths[i])].tolist()
+        response = tokenizer.decode(ids)
+        asked = None if messages is None else messages[i]
+        chat = () if asked is None else (*asked, {"role": "assistant", "content": response})
         samples.append(
             Sample(
-                prompt=tokenizer.decode(rollout.tokens[i, :start].tolist()),
-                response=tokenizer.decode(rollout.tokens[i, start:end].tolist()),
+                prompt=tokenizer.decode(prompt),
+                response=response,
                 finished=int(rollout.finish_reason[i]) == FinishReason.STOP,
                 extra=dict(extra),
+                row=int(rollout.row[i]),
+                prompt_ids=tuple(prompt),
+                response_ids=tuple(ids),
+                messages=chat,
             )
         )
-    scores = np.asarray(reward(samples), np.float32)
-    if scores.shape != (rollout.num_rows,):
-        raise ValueError(f"the reward returned {scores.shape} scores for {rollout.num_rows} rows")
-    bad = np.flatnonzero(~np.isfinite(scores))
+    return samples
+
+
+def token_batches(lengths: Sequence[int], budget: int | None) -> Iterator[list[int]]:
+    """Rows in batches of at most `budget` tokens, counted as rows x the longest of them; the longest rows come first,
+    so that a scorer's memory is at its peak in the first call. A row that is longer than the budget is alone. None: one
+    batch of all rows, in their order."""
+    if budget is None:
+        yield list(range(len(lengths)))
+        return
+    batch: list[int] = []
+    for row in sorted(range(len(lengths)), key=lambda row: (-lengths[row], row)):
+        if batch and (len(batch) + 1) * lengths[batch[0]] > budget:
+            yield batch
+            batch = []
+        batch.append(row)
+    if batch:
+        yield batch
+
+
+def _scored(part: Part, samples: Sequence[Sample]) -> dict[str, np.ndarray]:
+    """A part's numbers by the names that its reward gives them ("": the only one), float32 [rows]; an ensemble's
+    disagreement beside them."""
+    reward = part.reward
+    budget = reward.batch_tokens if isinstance(reward, Batched) else None
+    found: dict[str, np.ndarray] = {}
+    for rows in token_batches([len(s.prompt_ids) + len(s.response_ids) for s in samples], budget):
+        batch = [samples[row] for row in rows]
+        named = _named(part, _call(part, batch))
+        if found and named.keys() != found.keys():
+            raise RewardFailed(f"reward {part.name!r} gave {_listed(named)} and then {_listed(found)}")
+        for name, numbers in named.items():
+            array = _numbers(f"reward {part.name!r}" + (f", part {name!r}" if name else ""), numbers, batch)
+            found.setdefault(name, np.zeros(len(samples), np.float32))[rows] = array
+    return found
+
+
+def _call(part: Part, batch: Sequence[Sample]) -> Sequence[float] | Scored:
+    try:
+        return part.reward(batch)
+    except RewardFailed as error:
+        raise RewardFailed(f"reward {part.name!r}: {error}") from error
+
+
+def _named(part: Part, given: Sequence[float] | Scored) -> dict[str, Sequence[float]]:
+    if not isinstance(given, Scored):
+        return {"": given}
+    if not given.parts:
+        raise RewardFailed(f"reward {part.name!r} gave no part")
+    for name in given.parts:
+        alone = not name and len(given.parts) == 1
+        if name == _SPREAD or not (alone or not any(plain_name("", name, dots=False))):
+            need = "a name has letters, digits, _ and -, and is none of the store's own"
+            raise RewardFailed(f"reward {part.name!r} gave a part named {name!r}: {need}")
+    spread = {} if given.disagreement is None else {_SPREAD: given.disagreement}
+    return {**given.parts, **spread}
+
+
+def _numbers(whose: str, given: Sequence[float], batch: Sequence[Sample]) -> np.ndarray:
+    """float32 [rows of the batch]."""
+    try:
+        with np.errstate(over="ignore"):
+            numbers = np.asarray(given, np.float32)
+    except (TypeError, ValueError) as error:
+        raise RewardFailed(f"{whose} gave {given!r:.80}: not one number per row ({error})") from error
+    if numbers.ndim == 0:
+        raise RewardFailed(f"{whose} gave {given!r:.80}: not one number per row")
+    if numbers.shape != (len(batch),):
+        came = f"{len(given)} scores" if numbers.ndim == 1 else f"an array {numbers.shape}"
+        first, last = batch[0].row, batch[-1].row
+        raise RewardFailed(f"{whose} gave {came} for {len(batch)} rows ({first} to {last})")
+    _check_finite(whose, numbers, batch)
+    return numbers
+
+
+def _check_finite(whose: str, numbers: np.ndarray, batch: Sequence[Sample]) -> None:
+    bad = np.flatnonzero(~np.isfinite(numbers))
     if bad.size:
-        first = int(bad[0])
-        raise ValueError(f"the reward of row {int(rollout.row[first])} is {scores[first]}, not a finite number")
-    return Scores(scores=scores)
+        sample = batch[int(bad[0])]
+        what = f"{numbers[bad[0]]}, not a finite float32"
+        where = f"prompt {sample.prompt[:60]!r}; {bad.size} such rows"
+        raise RewardFailed(f"{whose} of row {sample.row} is {what} ({where})")
+
+
+def _listed(named: Mapping[str, object]) -> str:
+    return ", ".join(map(repr, sorted(named)))

@@ -18,7 +18,7 @@ class PromptsConfig:
     are never trained on."""
 
     url: str = "???"
-    """fsspec URL or path of a .jsonl, .parquet or .tsv/.txt file."""
+    """fsspec URL or path of a .jsonl, .parquet or .tsv/.txt file; or `reasoning-gym:TASK?size=..&seed=..`."""
     format: Literal["plain", "chat"] = "plain"
     """plain: a text field; chat: a field holding a list of {role, content} messages, put through the chat template."""
     field: str = "prompt"

@@ -19,7 +19,8 @@ May import numpy and jaxtyping only.
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any, ClassVar
 
@@ -33,6 +34,10 @@ class FinishReason(IntEnum):
 
     STOP = 0
     LENGTH = 1
+
+
+_PART, _SPREAD = ("scores.", "disagreement.")
+"""What the names of the arrays of `Scores`' parts begin with."""
 
 
 class Record:
@@ -49,15 +54,21 @@ class Record:
         """The fields by name, in the order they are declared; these names are the Zarr array names."""
         return {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}  # type: ignore[arg-type]
 
+    @classmethod
+    def from_arrays(cls, arrays: Mapping[str, np.ndarray]) -> Any:
+        """The record that `arrays` gave."""
+        return cls(**arrays)
+
     def rows(self, index: slice | np.ndarray) -> Any:
         """The same record restricted to some rows."""
-        return type(self)(**{name: array[index] for name, array in self.arrays().items()})
+        return self.from_arrays({name: array[index] for name, array in self.arrays().items()})
 
 
 def concatenate(records: list[Any]) -> Any:
-    """Joins records of one type along `rows`, in the order given (the shards of a step)."""
+    """Joins records of one type along `rows`, in the order given (the shards of a step). Raises KeyError where one
+    lacks an array that the first has."""
     names = records[0].arrays().keys()
-    return type(records[0])(**{name: np.concatenate([r.arrays()[name] for r in records]) for name in names})
+    return records[0].from_arrays({name: np.concatenate([r.arrays()[name] for r in records]) for name in names})
 
 
 @jaxtyped(typechecker=beartype)
@@ -101,10 +112,31 @@ class Rollout(Record):
 @jaxtyped(typechecker=beartype)
 @dataclass(frozen=True)
 class Scores(Record):
-    """Output of `score`: one number per response, before any KL term."""
+    """Output of `score`: one number per response, before any KL term; the named parts that it is the weighted sum of;
+    and, of parts that an ensemble gave, how far its members are apart.
+
+    Parts have whatever names the config gives them, so each is an array of its own, named after it: `scores.NAME`,
+    `disagreement.NAME`."""
 
     KIND: ClassVar[str] = "scores"
     scores: Float32[np.ndarray, " rows"]
+    parts: Mapping[str, Float32[np.ndarray, " rows"]] = field(default_factory=dict)
+    disagreement: Mapping[str, Float32[np.ndarray, " rows"]] = field(default_factory=dict)
+    """Standard deviation over the members, by part."""
+
+    def arrays(self) -> dict[str, np.ndarray]:
+        """As they are stored."""
+        parts = {f"{_PART}{name}": array for name, array in self.parts.items()}
+        return {"scores": self.scores, **parts, **{f"{_SPREAD}{n}": array for n, array in self.disagreement.items()}}
+
+    @classmethod
+    def from_arrays(cls, arrays: Mapping[str, np.ndarray]) -> Any:
+        """Also of a run that stored the sum alone."""
+
+        def named(prefix: str) -> dict[str, np.ndarray]:
+            return {name.removeprefix(prefix): a for name, a in arrays.items() if name.startswith(prefix)}
+
+        return cls(arrays["scores"], named(_PART), named(_SPREAD))
 
 
 @jaxtyped(typechecker=beartype)

@@ -237,7 +237,7 @@ class RolloutStore:
                     f"array {name} of {address}: CRC-32 {found:08x}, committed as {commit.arrays[name].crc32:08x} "
                     f"({self._data.at(_group(address))}/{name})"
                 )
-        record = RECORD_TYPES[commit.kind](**arrays)
+        record = RECORD_TYPES[commit.kind].from_arrays(arrays)
         self._recent.put((address, commit.attempt), record)
         return record
 

@@ -1,4 +1,4 @@
-"""`stageline export RUN [--version V] [--to DIR]`: a version of the policy in Hugging Face layout.
+"""`stageline export RUN [--version V|best] [--to DIR]`: a version of the policy in Hugging Face layout.
 
 A version whose weights are nowhere any more is rebuilt from checkpoints and stored rollouts.
 """
@@ -9,6 +9,7 @@ import argparse
 import shutil
 import tempfile
 from pathlib import Path
+from typing import Literal
 
 from pipeline.cli.answers import print_line
 from pipeline.cli.exit_codes import DONE
@@ -18,6 +19,8 @@ from pipeline.config.errors import ConfigError
 from pipeline.config.paths import RunPaths
 from pipeline.config.run import RunConfig
 from pipeline.driver.results import open_history
+from pipeline.observe.evaluations import best_evaluation
+from pipeline.observe.history import History
 from pipeline.workers.parts import required
 from stages.models.protocol import Role
 
@@ -28,14 +31,16 @@ def command(options: argparse.Namespace) -> int:
     return DONE
 
 
-def export_version(config: RunConfig, version: int | None, to: Path | None) -> Path:
-    """Writes a version (default: the newest that an update has made) to a directory; returns it.
+def export_version(config: RunConfig, version: int | Literal["best"] | None, to: Path | None) -> Path:
+    """Writes a version to a directory; returns it. None: the newest that an update has made. "best": by the run's
+    evaluations so far.
 
     Raises:
         ConfigError: no such version, or the directory exists.
     """
-    newest = len(open_history(config).ledger.list("update_policy"))
-    version = newest if version is None else version
+    history = open_history(config)
+    newest = len(history.ledger.list("update_policy"))
+    version = newest if version is None else _best_version(config, history) if version == "best" else version
     if not 0 <= version <= newest:
         raise ConfigError("--version", f"given {version}; the run has versions 0 to {newest}")
     stored = RunPaths(config.run_dir).weights(version)
@@ -55,3 +60,16 @@ def export_version(config: RunConfig, version: int | None, to: Path | None) -> P
                 required(runtime.parts.updates).at(Role.POLICY, version).export(staged)()
         staged.rename(target)
     return target
+
+
+def _best_version(config: RunConfig, history: History) -> int:
+    """Raises ConfigError where there is none."""
+    evaluations, budget = history.evaluations(), config.evaluate.select.max_kl
+    best = best_evaluation(evaluations, budget)
+    if best is not None:
+        return best.version
+    if not evaluations:
+        raise ConfigError("--version", "given 'best'; the run has no evaluation (evaluate.every)")
+    found = ", ".join(f"v{e.version}: {'unknown' if e.kl is None else f'{e.kl:.3g}'}" for e in evaluations)
+    need = f"no evaluated version has a KL of at most {budget:g} (evaluate.select.max_kl); they have {found}"
+    raise ConfigError("--version", f"given 'best'; {need}")

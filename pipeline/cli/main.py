@@ -102,9 +102,13 @@ def _replay(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--shard", type=int, default=0)
 
 
+def _version(text: str) -> int | str:
+    return text if text == "best" else int(text)
+
+
 def _export(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run_dir", metavar="RUN")
-    parser.add_argument("--version", type=int, help="default: the newest")
+    parser.add_argument("--version", type=_version, help="a number, or `best` by the evaluations; default: the newest")
     parser.add_argument("--to", metavar="DIR", help="default: weights/vNNNNNN in the run's directory")
 
 

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from pipeline.config.loading import to_yaml
+from pipeline.config.placement import gang_of
 from pipeline.config.run import RunConfig
 from pipeline.workers.messages import WorkerSpec
 from pipeline.workers.runtime import StageRuntime
@@ -40,7 +41,7 @@ def runtime_for(config: RunConfig, roles: Role | Collection[Role], scratch: Path
     else."""
     held = [roles] if isinstance(roles, Role) else [*roles]
     only = copy.deepcopy(config)
-    gangs = [only.placement.roles[role.value] for role in held]
+    gangs = [gang_of(only.placement, role) for role in held]
     settings = only.placement.gangs[gangs[0]]
     one_rank = held_in_one_process(config, held)
     settings.workers, settings.layout, settings.offload = 1, LayoutConfig(), "none"

@@ -28,6 +28,7 @@ from pipeline.cli.replay_variant import train_variant
 from pipeline.cli.sources import saved_config
 from pipeline.config.errors import ConfigError
 from pipeline.config.paths import RunPaths
+from pipeline.config.placement import gang_of
 from pipeline.config.run import RunConfig
 from pipeline.driver.results import open_history
 from pipeline.graph.graph import STAGE_ROLES, UPDATE_STAGE, Node, canary_node, evaluate_nodes, evaluated, step_nodes
@@ -125,7 +126,7 @@ def replay_node(config: RunConfig, stage: str, step: int, shard: int) -> Replaye
         every = f"evaluate.every = {config.evaluate.every}"
         raise MissingOutput(f"{node.address} has no commit, and the run does not evaluate version {step} ({every})")
     version = _version_of(config, node, commit)
-    holder = config.placement.roles[Role.POLICY.value if stage in SAMPLING else node.role.value]
+    holder = gang_of(config.placement, Role.POLICY if stage in SAMPLING else node.role)
     one_rank = config.placement.gangs[holder].workers == 1 or node.role not in {*MODEL_ROLES, Role.GENERATE}
     one_rank = one_rank and repeats_bits(config.model)
     close = CLOSE[config.model.dtype]
@@ -144,10 +145,10 @@ def replay_node(config: RunConfig, stage: str, step: int, shard: int) -> Replaye
             with runtime_for(single, Role.POLICY, scratch) as runtime:
                 board = WeightBoard(RunPaths(single.run_dir).board(single.cluster.weights_dir))
                 publish(required(runtime.parts.updates).at(Role.POLICY, version), board, version)
-        gang = config.placement.roles[node.role.value]
+        gang = gang_of(config.placement, node.role)
         with runtime_for(single, node.role, scratch) as runtime:
             record = runtime.compute(Call(node.address, "replay", version, node.inputs, gang, "replay", 0)).record
-            repeats = stage not in SCORING or required(runtime.parts.scorer).reward.deterministic
+            repeats = stage not in SCORING or required(runtime.parts.scorer).deterministic
     assert record is not None
     if commit is None:
         return Replayed(node.address, [], 0.0, committed=False)

@@ -209,5 +209,5 @@ def _held_out_scores(plan: _Plan, whose: str) -> dict[int, float]:
         call = Call(Address("evaluate", version), "variant", version, (), gang, "variant", 0)
         rollout = runtime.compute(call).record
         assert isinstance(rollout, Rollout)
-        scores = scores_of(runtime.parts, rollout).scores
+        scores = scores_of(runtime.parts, rollout, held_out=True).scores
     return {int(prompt): float(score) for prompt, score in zip(rollout.prompt_index, scores, strict=True)}

@@ -36,9 +36,12 @@ DECIDES_NOTHING = (
     "placement.share_devices",
     "placement.gangs.*.weights_dir",
     "placement.gangs.*.offload",
+    "reward.parts.*.timeout_s",
+    "evaluate.reward.parts.*.timeout_s",
+    "evaluate.select.*",
 )
 """What a run is called, where it keeps its files, how it shows itself and warns, how long it waits, what it writes
-beside."""
+beside, which version it names the best."""
 MAY_CHANGE = {
     "model.path": "where the model is: its files must be the same",
     "model.reference_path": "likewise",

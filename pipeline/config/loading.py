@@ -22,6 +22,8 @@ from pipeline.config.errors import ConfigError
 from pipeline.config.run import RunConfig, validate
 
 _WAY_ON = "Put it back, or remove the file, which is then written anew from identity.json"
+MOVED = {"ppo.center_scores": ["reward.normalize.mean"]}
+"""Settings that are elsewhere since."""
 
 
 def load_config(files: Iterable[str | os.PathLike[str]], overrides: Iterable[str] = ()) -> RunConfig:
@@ -122,7 +124,9 @@ def _refuse_unknown_keys(source: Any, schema: Any, name: str, prefix: str = "") 
         if key not in schema.keys():  # noqa: SIM118  (`in` denies keys without a value)
             known = [str(k) for k in schema]
             deeper = [p for p in _paths(RunConfig) if p.startswith(prefix) and p.rpartition(".")[2] == key]
-            meant = deeper or [f"{prefix}{k}" for k in difflib.get_close_matches(key, known, n=3) or known]
+            meant = MOVED.get(path, deeper) or [
+                f"{prefix}{k}" for k in difflib.get_close_matches(key, known, n=3) or known
+            ]
             raise ConfigError(path, f"no such key (in {name}); did you mean {', '.join(meant)}?")
         if not OmegaConf.is_missing(source, key) and not OmegaConf.is_interpolation(source, key):
             _refuse_unknown_keys(source[key], schema._get_node(key), name, f"{path}.")

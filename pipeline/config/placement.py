@@ -41,18 +41,24 @@ class GangConfig:
 class PlacementConfig:
     gangs: dict[str, GangConfig] = field(default_factory=dict)
     roles: dict[str, str] = field(default_factory=dict)
-    """Each of generate, score, reference, policy, critic -> the name of a gang. Where no critic is trained
-    (ppo.advantage) critic may be left out, and is not read."""
+    """Each of generate, score, reference, policy, critic -> the name of a gang; and, where it is not to run beside
+    `score`, advantage. Where no critic is trained (ppo.advantage) critic may be left out, and is not read."""
     share_devices: bool = False
     """Where a host has fewer GPUs than its workers need, they may share: two gangs a GPU, and its memory. Ranks of one
     gang never do."""
+
+
+def gang_of(placement: PlacementConfig, role: Role) -> str:
+    """The gang that serves a role."""
+    roles = placement.roles
+    return roles.get(Role.ADVANTAGE, roles[Role.SCORE]) if role is Role.ADVANTAGE else roles[role]
 
 
 def placed_gangs(placement: PlacementConfig, *, critic: bool) -> list[Gang]:
     """The gangs with the roles that are placed on them. `critic`: whether one is trained; its role is left out where
     none is, and so are gangs that would have no other."""
     gangs = placement.gangs
-    roles = {Role(role): gang for role, gang in placement.roles.items() if critic or role != Role.CRITIC}
+    roles = {role: gang_of(placement, role) for role in Role if critic or role is not Role.CRITIC}
     return gangs_of(roles, {n: g.workers for n, g in gangs.items()}, {n: g.slots for n, g in gangs.items()})
 
 
@@ -80,7 +86,7 @@ def _role_problems(placement: PlacementConfig, *, critic: bool) -> Iterator[Prob
         if gang not in placement.gangs:
             yield Problem(key, gang, f"no such gang; placement.gangs has {choice}")
     for role in known:
-        if role not in placement.roles and (critic or role != Role.CRITIC):
+        if role not in placement.roles and role != Role.ADVANTAGE and (critic or role != Role.CRITIC):
             key = f"placement.roles.{role}"
             need = f"placed nowhere; set {key} to the name of a gang (placement.gangs has {choice})"
             yield Problem(key, None, need)

@@ -33,11 +33,11 @@ from stages.models.hf_files import Tokenizer, read_tokenizer
 from stages.models.layouts import blocks_problems, layout_problems
 from stages.models.protocol import Role
 from stages.models.spec import ModelSpec, layer_shapes
-from stages.prompts import PromptTable, tokenise
-from stages.rewards.registry import build_reward
+from stages.prompts import PromptTable, read_source, tokenise
+from stages.rewards.registry import UnfitReward, build_parts, close_parts
 from storage.errors import StoreError
 from storage.problems import plain_name
-from storage.prompts import PromptsError, load_texts
+from storage.prompts import PromptsError
 
 _CONTAINER_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
 """Files that hold a number where the container has a limit: of control groups 2 and 1."""
@@ -74,10 +74,7 @@ def preflight(config: RunConfig, saved: Path | None = None) -> Preflight:
     limits = memory_limits(config)
     for problem in memory_problems(planned_run(config, models, limits), limits):
         raise refusal(problem)
-    try:
-        build_reward(config.reward)
-    except ValueError as error:
-        raise ConfigError("reward", str(error)) from error
+    _check_rewards(config)
     try:
         tokenizer = read_tokenizer(config.model.path)
     except (OSError, ValueError) as error:
@@ -254,6 +251,15 @@ def _check_engine(config: RunConfig) -> None:
         raise ConfigError("engine.python", f"given {python!r}; {need}")
 
 
+def _check_rewards(config: RunConfig) -> None:
+    """Whether every part of both rewards can be built, a user's own included."""
+    for key, section in (("reward", config.reward), ("evaluate.reward", config.evaluate.reward)):
+        try:
+            close_parts(build_parts(section, key))
+        except UnfitReward as error:
+            raise refusal(error.problem) from error
+
+
 def _check_devices(config: RunConfig) -> None:
     """Whether every worker finds the GPUs that it needs on this host."""
     gangs = config.gangs()
@@ -295,7 +301,7 @@ def _prompts_of(config: RunConfig, tokenizer: Tokenizer, saved: Path | None) -> 
 
 def _read_prompts(config: RunConfig, tokenizer: Tokenizer) -> PromptTable:
     try:
-        return tokenise(load_texts(config.prompts), tokenizer, config.prompts, config.seed)
+        return tokenise(read_source(config.prompts), tokenizer, config.prompts, config.seed)
     except PromptsError as error:
         key, _, rest = str(error).partition(": ")
         raise ConfigError(key, rest) from error

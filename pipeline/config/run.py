@@ -28,7 +28,7 @@ from stages.models.hf_config import RANDOM_TINY
 from stages.models.protocol import Role
 from stages.models.sampling import SamplingConfig, sampling_problems
 from stages.ppo.config import GROUPED, PPOConfig, has_critic, ppo_problems, resolve_proximal
-from stages.rewards.protocol import RewardConfig
+from stages.rewards.config import RewardConfig, RewardPartsConfig, reward_problems, source_problems
 from storage.config import PromptsConfig, StorageConfig, prompts_problems, storage_problems
 from storage.problems import Problem, at_least, divides, local_directory, plain_name
 from storage.shards import Layout, Layouts
@@ -112,6 +112,12 @@ class RunConfig:
         """Processes of one replica of the engine."""
         return self.engine.tensor_parallel * self.engine.pipeline_parallel
 
+    @property
+    def held_out_reward(self) -> tuple[str, RewardPartsConfig]:
+        """What scores held-out responses, and its key path."""
+        given = self.evaluate.reward.given
+        return ("evaluate.reward", self.evaluate.reward) if given else ("reward", self.reward)
+
     def graph(self) -> GraphSpec:
         return GraphSpec(
             steps=self.steps,
@@ -151,6 +157,7 @@ def run_problems(config: RunConfig) -> Iterator[Problem]:
         *rollout_problems(config.rollout),
         *sampling_problems(config.sampling),
         *engine_problems(config.engine),
+        *reward_problems(config.reward),
         *ppo_problems(config.ppo),
         *placement_problems(config.placement, critic=config.has_critic),
         *evaluate_problems(config.evaluate),
@@ -175,6 +182,8 @@ def _own_problems(config: RunConfig) -> Iterator[Problem]:
 
 
 def _problems_across(config: RunConfig) -> Iterator[Problem]:
+    for section, parts in (("reward", config.reward), ("evaluate.reward", config.evaluate.reward)):
+        yield from source_problems(parts, section, config.prompts.url)
     yield from divides("ppo.minibatches", config.ppo.minibatches, "rollout.rows", config.rollout.rows)
     if config.ppo.advantage in GROUPED and config.rollout.responses_per_prompt < 2:
         need = (
@@ -192,6 +201,13 @@ def _problems_across(config: RunConfig) -> Iterator[Problem]:
         if held_out < 2:
             yield Problem("prompts.held_out", held_out, "evaluation (evaluate.every) needs 2 or more")
         yield from divides("evaluate.shards", config.evaluate.shards, "prompts.held_out", held_out)
+        heat = config.evaluate.temperature
+        if config.evaluate.select.max_kl is not None and heat not in (None, config.sampling.temperature):
+            need = (
+                f"must be null or sampling.temperature ({config.sampling.temperature:g}) under evaluate.select.max_kl: "
+                "else the KL of held-out responses is not the policy's"
+            )
+            yield Problem("evaluate.temperature", heat, need)
     for gang in config.gangs():
         if gang.ordered:
             yield from _gang_problems(config, gang)

@@ -21,6 +21,7 @@ from storage.problems import Problem
 MAY_DIFFER = {
     "name": "the variant's own; it must be given",
     "runs_dir": "where its directory is made",
+    "reward.normalize.*": "what is done with recorded scores before they are learnt from",
     "ppo.*": "KL, advantages, losses, epochs, minibatches",
     "placement.roles.critic": "none, or anywhere: it is trained in one process",
     "model.policy.*": "learning rate and the rest of the policy's optimizer",

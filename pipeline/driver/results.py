@@ -21,6 +21,7 @@ from pipeline.config.loading import config_hash, flatten
 from pipeline.config.paths import RunPaths
 from pipeline.config.run import RunConfig
 from pipeline.graph.graph import run_nodes
+from pipeline.observe.evaluations import best_evaluation
 from pipeline.observe.history import History
 from pipeline.observe.journal import journal_exists, read_events, run_starts
 from pipeline.observe.responses import Decode, response_pairs, samples_table
@@ -101,7 +102,9 @@ def summarise_run(config: RunConfig, history: History) -> Summary:
     parents = {node.address: node.parents for node in run_nodes(config.graph())}
     steps = [history.step_numbers(step) for step in history.steps_done()]
     events = read_events(paths.events) if journal_exists(paths.events) else ()
-    return summarise(events, steps, history.evaluations(), parents, software_versions())
+    evaluations = history.evaluations()
+    best = best_evaluation(evaluations, config.evaluate.select.max_kl)
+    return summarise(events, steps, evaluations, parents, software_versions(), best)
 
 
 def draw(config: RunConfig, history: History) -> list[Path]:
@@ -118,13 +121,17 @@ def draw(config: RunConfig, history: History) -> list[Path]:
     return [curves, timeline]
 
 
-def where_results_are(config: RunConfig) -> dict[str, Path | str]:
-    """Of a finished run, by what a person calls them: paths, and a command."""
+def where_results_are(config: RunConfig, summary: Summary) -> dict[str, Path | str]:
+    """Of a finished run, by what a person calls them: paths, and commands."""
     paths = RunPaths(config.run_dir)
     where: dict[str, Path | str] = {"summary": paths.summary}
     if config.tracking.plots:
         where |= {"learning curves": paths.plots / "curves.png", "timeline": paths.plots / "timeline.png"}
     where["weights"] = paths.weights(config.steps)
+    if summary.best is not None and summary.best.version != config.steps:
+        exported = paths.weights(summary.best.version)
+        command = f"stageline export {paths.root} --version best"
+        where["best weights"] = exported if exported.is_dir() else command
     where["rollouts"] = paths.rollouts
     if config.tracking.uri is not None:
         where["compare runs"] = how_to_open(config.tracking.uri)

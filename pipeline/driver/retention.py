@@ -9,6 +9,11 @@
 So a trainer that is lost, a version that must be published again, a checkpoint that turns out damaged and
 `resume --from-checkpoint` all find what they need.
 
+    exports: what `export.every` asks for, and the last ── the newest `storage.keep.exports` of them stay
+             under `storage.keep.rollouts` every version that is evaluated, since it could not be rebuilt later: one
+             that turns out not to be the best goes again
+             the best version so far stays, whatever is asked
+
 May import pipeline.config, pipeline.graph, pipeline.observe, pipeline.workers.updates and storage.
 """
 
@@ -16,7 +21,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
@@ -24,10 +29,10 @@ from pipeline.config.errors import ConfigError
 from pipeline.config.paths import RunPaths
 from pipeline.config.run import RunConfig
 from pipeline.graph.graph import GraphSpec, evaluate_nodes, evaluated, update_stages, window
+from pipeline.observe.evaluations import Evaluation, best_evaluation
 from pipeline.observe.history import History
 from pipeline.workers.updates import is_usable
 from storage.checkpoints import Checkpoints, version_of
-from storage.config import KeepConfig
 from storage.errors import StoreError
 from storage.retention import KEY
 
@@ -52,14 +57,17 @@ def first_kept(spec: GraphSpec, keep: int, over_until: int, saved: Collection[in
 class Retention:
     """Owns a thread, if there is anything to let go, in which files are looked for and removed."""
 
-    def __init__(self, keep: KeepConfig, paths: RunPaths, history: History, warn: Callable[[str], None]) -> None:
+    def __init__(self, config: RunConfig, history: History, warn: Callable[[str], None]) -> None:
         """`warn`: called in the caller's thread with what went wrong; nothing is let go then, and the run goes on."""
-        self._keep = keep
-        self._paths = paths
+        keep = self._keep = config.storage.keep
+        self._paths = paths = RunPaths(config.run_dir)
         self._history = history
         self._warn = warn
         self._warned: set[str] = set()
         self._checkpoints = Checkpoints(paths.checkpoints)
+        self._config = config
+        self._evaluations: dict[int, Evaluation] = {}
+        """Of those that are complete, by version."""
         self._sound: dict[int, bool] = {}
         """By version: every byte of the trained models' checkpoints was read once."""
         self._over_until = 0
@@ -101,8 +109,27 @@ class Retention:
     def _let_go(self, over_until: int) -> None:
         if self._keep.rollouts is not None:
             self._drop_rollouts(self._keep.rollouts, over_until)
+        last, every = self._history.spec.steps, self._config.export.every
+        directory = self._paths.weights(0).parent
+        if self._keep.rollouts is not None:
+            lost = self._evaluated().keys() - self._best()
+            drop_exports(directory, [v for v in lost if v != last and not (every and v % every == 0)])
         if self._keep.exports is not None:
-            drop_exports(self._paths.weights(0).parent, self._keep.exports)
+            newest = exported(directory)[-self._keep.exports :]
+            drop_exports(directory, set(exported(directory)) - {*newest} - self._best())
+
+    def _evaluated(self) -> Mapping[int, Evaluation]:
+        """The evaluations that are complete, by version."""
+        for version in self._history.evaluated_versions():
+            evaluation = None if version in self._evaluations else self._history.evaluation(version)
+            if evaluation is not None and evaluation.kl is not None:
+                self._evaluations[version] = evaluation
+        return self._evaluations
+
+    def _best(self) -> set[int]:
+        """The best version so far, if there is one."""
+        best = best_evaluation(self._evaluated().values(), self._config.evaluate.select.max_kl)
+        return set() if best is None else {best.version}
 
     def _drop_rollouts(self, keep: int, over_until: int) -> None:
         spec, before = self._history.spec, self._history.store.dropped_before()
@@ -119,14 +146,17 @@ class Retention:
         return self._sound[version]
 
 
-def drop_exports(directory: Path, keep: int) -> None:
-    """Removes all but the newest `keep` exported versions, and what an earlier call left half removed."""
-    if not directory.is_dir():
-        return
+def exported(directory: Path) -> list[int]:
+    """The versions that are exported there, the oldest first."""
+    found = directory.iterdir() if directory.is_dir() else ()
+    return sorted(version for path in found if (version := version_of(path)) is not None)
+
+
+def drop_exports(directory: Path, versions: Iterable[int]) -> None:
+    """Removes exported versions, and what an earlier call left half removed."""
     for left in directory.glob(f"{_LEAVING}*"):
         shutil.rmtree(left, ignore_errors=True)
-    versions = sorted(version for path in directory.iterdir() if (version := version_of(path)) is not None)
-    for version in versions[:-keep]:
+    for version in {*versions}.intersection(exported(directory)):
         leaving = directory / f"{_LEAVING}v{version:06d}"
         os.replace(directory / f"v{version:06d}", leaving)
         shutil.rmtree(leaving, ignore_errors=True)

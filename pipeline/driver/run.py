@@ -36,7 +36,7 @@ from pipeline.driver.session import interruptible, only_driver, published_weight
 from pipeline.graph.dispatch import Dispatch
 from pipeline.graph.flow import Flow
 from pipeline.graph.graph import Node, weight_readers
-from pipeline.observe.history import EVALUATION_METRIC, STEP_METRIC, History, alarm_text
+from pipeline.observe.history import EVALUATION_METRIC, STEP_METRIC, History, alarm_text, evaluation_metrics
 from pipeline.observe.journal import EventKind, Journal, run_starts
 from pipeline.observe.live import Progress
 from pipeline.observe.responses import Decode, response_pairs
@@ -80,7 +80,7 @@ def run(config: RunConfig, console: Console, *, resume: bool = False, from_check
             ready = prepare(config, checked, resume=resume, from_checkpoint=from_checkpoint)
         summary = _run_and_conclude(config, ready, console, decode, resume=resume)
     shown = response_pairs(ready.history, decode)[:SHOWN_RESPONSES]
-    console.print(end_of_run(summary, shown, where_results_are(config)))
+    console.print(end_of_run(summary, shown, where_results_are(config, summary)))
     return RunResult(summary, paths)
 
 
@@ -139,7 +139,7 @@ def _catch_up(history: History, tracker: Tracker, starts: Sequence[float]) -> li
     for version in history.evaluated_versions():
         evaluation = None if tracker.has(version, EVALUATION_METRIC) else history.evaluation(version)
         if evaluation is not None:
-            tracker.metrics(version, {EVALUATION_METRIC: evaluation.mean})
+            tracker.metrics(version, evaluation_metrics(evaluation))
     return steps
 
 
@@ -202,6 +202,8 @@ class _Driver:
         self._tracker = tracker
         self._began = time.time()
         self._tracked = set(tracked)
+        self._evaluated: set[int] = set()
+        """Versions whose evaluation was reported."""
         self._outcomes: dict[Address, Outcome] = {}
         """Of the open steps' nodes."""
         self._graph = config.graph()
@@ -221,7 +223,7 @@ class _Driver:
             self._alarms.look,
         )
         self._books = OpenBooks(self._graph, history.ledger)
-        self._retention = Retention(config.storage.keep, RunPaths(config.run_dir), history, self._warn)
+        self._retention = Retention(config, history, self._warn)
         self._flow = Flow(
             self._graph,
             dispatch,
@@ -257,11 +259,8 @@ class _Driver:
                 self._executor.take_weights(node.version)
         elif address.stage == "canary" and outcome.ref is not None:
             self._report_canary(address.step, outcome.ref.metrics)
-        elif address.stage == "evaluate_score":
-            evaluation = self._history.evaluation(address.step)
-            if evaluation is not None:
-                self._tracker.metrics(address.step, {EVALUATION_METRIC: evaluation.mean})
-                self._progress.evaluation(address.step, evaluation.mean)
+        elif address.stage in ("evaluate_score", "evaluate_reference"):
+            self._report_evaluation(address.step)
         self._flow.done(node)
 
     def _report_step(self, step: int) -> None:
@@ -276,6 +275,14 @@ class _Driver:
         self._tracker.metrics(step, metrics)
         self._progress.step(step, metrics)
         self._alarms.step(step, metrics)
+
+    def _report_evaluation(self, version: int) -> None:
+        """Once, when the last shard of a version's evaluation is scored and the reference has looked at it."""
+        evaluation = None if version in self._evaluated else self._history.evaluation(version)
+        if evaluation is not None and evaluation.kl is not None:
+            self._evaluated.add(version)
+            self._tracker.metrics(version, evaluation_metrics(evaluation))
+            self._progress.evaluation(version, evaluation.mean)
 
     def _report_canary(self, version: int, metrics: Mapping[str, float]) -> None:
         """Engine and trainer were compared at a version; loudly where they differ."""

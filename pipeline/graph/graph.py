@@ -43,7 +43,7 @@ STAGE_ROLES: dict[str, Role] = {
     "reference": Role.REFERENCE,
     "logprob": Role.POLICY,
     "value": Role.CRITIC,
-    "advantage": Role.SCORE,
+    "advantage": Role.ADVANTAGE,
     "update_policy": Role.POLICY,
     "update_critic": Role.CRITIC,
     "publish": Role.POLICY,
@@ -51,8 +51,10 @@ STAGE_ROLES: dict[str, Role] = {
     "canary": Role.GENERATE,
     "evaluate": Role.GENERATE,
     "evaluate_score": Role.SCORE,
+    "evaluate_reference": Role.REFERENCE,
 }
-"""Every stage, and the role whose gang runs it. `advantage` needs no model: it runs where scoring does."""
+"""Every stage, and the role whose gang runs it. `advantage` needs no model, and runs where scoring does unless it has a
+gang of its own: behind a slow scorer it would wait for scores of later steps."""
 
 
 UPDATE_STAGE = {Role.POLICY: "update_policy", Role.CRITIC: "update_critic"}
@@ -151,15 +153,17 @@ def publish_node(version: int) -> Node:
 
 
 def evaluate_nodes(spec: GraphSpec, version: int) -> list[Node]:
-    """Generation and scoring of the held-out prompts by version v, after the training generation that uses v. Under
-    `latest` after that of step v: before engines go on to the next version."""
+    """Generation of responses to the held-out prompts by version v, after the training generation that uses v (under
+    `latest` after that of step v: before engines go on to the next version); their scores, and the reference's
+    log-probs, which their KL is taken from."""
     nodes = []
     turn = version if spec.latest else version + spec.staleness
     for shard in range(spec.eval_shards):
         rollout = Address("evaluate", version, shard)
         publish = Address("publish", version)
         nodes.append(Node((turn, 10), rollout, (publish,), (), version))
-        nodes.append(Node((turn, 11), Address("evaluate_score", version, shard), (rollout,), (rollout,), version))
+        for stage in ("evaluate_score", "evaluate_reference"):
+            nodes.append(Node((turn, 11), Address(stage, version, shard), (rollout,), (rollout,), version))
     return nodes
 
 

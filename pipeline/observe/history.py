@@ -17,7 +17,8 @@ import numpy as np
 from pipeline.graph.graph import GraphSpec, step_nodes, update_stages
 from pipeline.observe.engine_metrics import is_count
 from pipeline.observe.engine_metrics import step_metrics as engine_metrics
-from pipeline.observe.summary import Evaluation, StepNumbers
+from pipeline.observe.evaluations import Evaluation
+from pipeline.observe.summary import StepNumbers
 from storage.address import Address, Ref
 from storage.ledger import Ledger
 from storage.records import Rollout, Scores
@@ -46,8 +47,8 @@ class History:
 
     def addresses(self, step: int) -> list[Address]:
         """Of a step's nodes, evaluations not included, and of its version's canary."""
-        others = ("evaluate", "evaluate_score", "canary")
-        addresses = [n.address for n in step_nodes(self.spec, step) if n.stage not in others]
+        nodes = step_nodes(self.spec, step)
+        addresses = [n.address for n in nodes if n.stage != "canary" and not n.stage.startswith("evaluate")]
         return addresses + ([Address("canary", step)] if self.spec.canaries else [])
 
     def commits(self, step: int, known: Mapping[Address, Ref] = _NONE) -> list[Ref]:
@@ -121,13 +122,31 @@ class History:
         return [*range(closed), *done]
 
     def evaluation(self, version: int) -> Evaluation | None:
-        """Scores by prompt of a version, or None while some are missing."""
-        parts = [Address(e, version, s) for e in ("evaluate", "evaluate_score") for s in range(self.spec.eval_shards)]
-        if any(self.ledger.find(address) is None for address in parts):
+        """Scores by prompt of a version, or None while some are missing; without a KL while the reference's log-probs
+        are."""
+        if not (self._has_all("evaluate", version) and self._has_all("evaluate_score", version)):
             return None
         rollouts, scores = self.evaluated(version)
         by_prompt = {int(p): float(s) for p, s in zip(rollouts.prompt_index, scores.scores, strict=True)}
-        return Evaluation(version, by_prompt, distinct_bigrams(rollouts))
+        return Evaluation(
+            version,
+            by_prompt,
+            distinct_bigrams(rollouts),
+            kl=self._kl(version, rollouts) if self._has_all("evaluate_reference", version) else None,
+            length=float(rollouts.response_lengths.mean()),
+            parts={name: float(part.mean(dtype=np.float64)) for name, part in scores.parts.items()},
+        )
+
+    def _has_all(self, stage: str, version: int) -> bool:
+        """Whether every shard of a stage of an evaluation has its commit."""
+        return all(self.ledger.find(Address(stage, version, s)) is not None for s in range(self.spec.eval_shards))
+
+    def _kl(self, version: int, rollouts: Rollout) -> float:
+        """Of what an evaluation sampled, to the reference, nats per response: the mean over responses of the sum over
+        sampled tokens of log mu - log pi_ref, float64. All tokens are of the version, so that no weights are needed."""
+        reference = self.store.read_step("evaluate_reference", version, self.spec.eval_shards)
+        difference = rollouts.sampler_logprobs.astype(np.float64) - reference.ref_logprobs
+        return float(np.where(rollouts.response_mask, difference, 0.0).sum(axis=1).mean())
 
     def evaluated(self, version: int) -> tuple[Rollout, Scores]:
         """Rows and scores of an evaluation."""
@@ -141,6 +160,13 @@ class History:
     def evaluated_versions(self) -> list[int]:
         """Versions of which some held-out rows have scores."""
         return sorted({address.step for address in self.ledger.addresses("evaluate_score")})
+
+
+def evaluation_metrics(evaluation: Evaluation) -> dict[str, float]:
+    """What is tracked of an evaluation: score, KL, length, and the mean of each part where there is more than one."""
+    found = {EVALUATION_METRIC: evaluation.mean, "eval/kl": evaluation.kl, "eval/length_mean": evaluation.length}
+    parts = evaluation.parts if len(evaluation.parts) > 1 else {}
+    return {n: v for n, v in found.items() if v is not None} | {f"eval/{n}/mean": v for n, v in parts.items()}
 
 
 def alarm_text(version: int, metrics: Mapping[str, float]) -> str | None:

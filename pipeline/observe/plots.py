@@ -26,6 +26,7 @@ STAGE_COLOURS = {
     "score": "#59A14F",
     "evaluate_score": "#B5D8AE",
     "reference": "#8CBF5A",
+    "evaluate_reference": "#CFE5B3",
     "logprob": "#F2B447",
     "value": "#D9933D",
     "advantage": "#B279A2",

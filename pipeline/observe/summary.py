@@ -17,7 +17,7 @@ A gang that trains and is **lost** trains again when the first update that began
 it is built, its models are back and the updates since their checkpoint have run again. The time in between is lost, as
 far as a driver was at work.
 
-May import the standard library, pipeline.observe.journal and storage.address.
+May import the standard library, pipeline.observe.{evaluations, journal} and storage.address.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 
+from pipeline.observe.evaluations import EvaluatedVersion, Evaluation, in_numbers
 from pipeline.observe.journal import Event, EventKind
 from storage.address import Address
 
@@ -63,21 +64,6 @@ class StepNumbers:
     """Sampled tokens."""
     staleness: Mapping[int, int]
     """Rows by staleness: version trained minus version that sampled."""
-
-
-@dataclass(frozen=True)
-class Evaluation:
-    """Scores of one version of the weights on the held-out prompts."""
-
-    version: int
-    scores: Mapping[int, float]
-    """By number of the prompt."""
-    distinct_bigrams: float | None = None
-    """Distinct / all bigrams over the responses: a repetitive policy has few."""
-
-    @property
-    def mean(self) -> float:
-        return math.fsum(self.scores.values()) / len(self.scores)
 
 
 @dataclass(frozen=True)
@@ -150,6 +136,10 @@ class Summary:
     """In which a trainer was lost and did not train again yet; losses that overlap count once."""
     alarms_by_rule: dict[str, int] = field(default_factory=dict)
     """How often each rule of `alarms` was raised."""
+    evaluations: tuple[EvaluatedVersion, ...] = ()
+    """By version."""
+    best: EvaluatedVersion | None = None
+    """The version with the highest held-out score, of those within `evaluate.select.max_kl`."""
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), indent=2) + "\n"
@@ -172,10 +162,11 @@ def summarise(
     evaluations: Sequence[Evaluation],
     parents: Mapping[Address, Sequence[Address]],
     software: Mapping[str, str],
+    best: Evaluation | None = None,
 ) -> Summary:
     """Sums up a run. `parents` is the graph: the nodes each node waits for. `evaluations` are ordered by version;
-    the first and the last are compared. `software` are the packages' versions. A step given twice (after a resume)
-    counts once, the last time."""
+    the first and the last are compared, `best` is one of them. `software` are the packages' versions. A step given
+    twice (after a resume) counts once, the last time."""
     log = list(events)
     all_boxes = boxes(log)
     segments = _segments(log)
@@ -212,6 +203,8 @@ def summarise(
         },
         trainer_losses=losses,
         trainer_lost_s=length(within(union(lost), segments)),
+        evaluations=tuple(map(in_numbers, evaluations)),
+        best=None if best is None else in_numbers(best),
     )
 
 

@@ -61,6 +61,12 @@ def summary_rows(summary: Summary) -> list[tuple[str, str]]:
         e = summary.eval
         t = f", paired t {e.paired_t:.1f}" if e.paired_t is not None else ""
         rows.append(("held-out reward", f"{e.before:.3f} → {e.after:.3f}  ({e.num_prompts} prompts{t})"))
+    if summary.best is not None:
+        best = summary.best
+        kl = "" if best.kl is None else f", KL {best.kl:.3f}"
+        rows.append(("best version", f"v{best.version}: held-out reward {best.reward:.3f}{kl}"))
+    elif summary.evaluations:
+        rows.append(("best version", "none: no evaluated version is within evaluate.select.max_kl"))
     if summary.reward:
         rows.append(("training reward", f"{summary.reward[0]:.3f} → {summary.reward[-1]:.3f}"))
     if summary.kl_final is not None:

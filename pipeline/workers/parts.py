@@ -36,7 +36,7 @@ from stages.models.hf_files import Tokenizer, read_tokenizer
 from stages.models.protocol import MODEL_ROLES, ModelHost, Rank, Role
 from stages.prompts import PromptTable
 from stages.publish import is_published
-from stages.rewards.protocol import Reward
+from stages.rewards.protocol import Closable, Part
 from storage.address import Address
 from storage.checkpoints import Checkpoints
 from storage.commits import Commit, Provenance, provenance_here
@@ -48,15 +48,26 @@ from storage.weights import WeightBoard
 RECENT_BYTES = 64 << 20
 """Of records that a worker keeps: `reference`, `logprob`, `value` and both updates of a step read the same rows."""
 
-Part = TypeVar("Part")
+Held = TypeVar("Held")
 
 
 @dataclass(frozen=True)
 class Scorer:
-    """What `score` needs."""
+    """Owns what `score` needs."""
 
-    reward: Reward
+    training: tuple[Part, ...]
+    held_out: tuple[Part, ...]
+    """What scores evaluations; the same as `training` where they have none of their own."""
     tokenizer: Tokenizer
+
+    @property
+    def deterministic(self) -> bool:
+        return all(part.reward.deterministic for part in (*self.training, *self.held_out))
+
+    def close(self) -> None:
+        for part in {id(part): part for part in (*self.training, *self.held_out)}.values():
+            if isinstance(part.reward, Closable):
+                part.reward.close()
 
 
 @dataclass(eq=False)
@@ -135,13 +146,15 @@ class WorkerParts:
         )
 
     def close(self) -> None:
+        if self.scorer is not None:
+            self.scorer.close()
         if self.engine is not None:
             self.engine.close()
         if self.updates is not None:
             self.updates.close()
 
 
-def required(part: Part | None) -> Part:
+def required(part: Held | None) -> Held:
     """A part that the role of the call needs."""
     assert part is not None, "this worker was built for other roles than the call's"
     return part
@@ -170,8 +183,7 @@ def build_parts(spec: WorkerSpec, *, same_layout: bool) -> WorkerParts:
     if gang.roles & {Role.GENERATE, Role.SCORE}:
         parts.prompts = PromptTable.load(paths.prompts)
     if Role.SCORE in gang.roles:
-        build_reward = importlib.import_module("stages.rewards.registry").build_reward
-        parts.scorer = Scorer(build_reward(config.reward), read_tokenizer(config.model.path))
+        parts.scorer = _build_scorer(config)
     if Role.GENERATE in gang.roles:
         in_flight = config.engine.update == "inflight"
         engine = _build_engine(config, spec)
@@ -185,6 +197,14 @@ def build_parts(spec: WorkerSpec, *, same_layout: bool) -> WorkerParts:
         parts.updates = _build_updates(parts, _build_host(config, spec, gang.roles & MODEL_ROLES), same_layout)
         parts.numerics |= parts.updates.host.numerics()
     return parts
+
+
+def _build_scorer(config: RunConfig) -> Scorer:
+    build_parts = importlib.import_module("stages.rewards.registry").build_parts
+    training: tuple[Part, ...] = build_parts(config.reward, "reward")
+    key, section = config.held_out_reward
+    held_out = training if section is config.reward else build_parts(section, key)
+    return Scorer(training, held_out, read_tokenizer(config.model.path))
 
 
 def _build_engine(config: RunConfig, spec: WorkerSpec) -> GenerationEngine:

@@ -52,8 +52,9 @@ def train_recorded(
         rollout: Rollout = concatenate(rollouts)
         reference = store.read_step("reference", step, config.rollout.shards)
         scores = store.read_step("score", step, config.rollout.shards)
+        normalize = config.reward.normalize
         advantages, state, metrics = advantage(
-            rollout, scores, reference, policy, values, config.ppo, step, config.staleness, state,
+            rollout, scores, reference, policy, values, config.ppo, step, config.staleness, state, normalize,
             config.rollout.responses_per_prompt,
         )  # fmt: skip
         found = {**metrics, "policy/proximal_recomputed": float(policy is not None)}

@@ -23,13 +23,15 @@ from storage.records import Advantages, PolicyLogprobs, ReferenceLogprobs, Rollo
 
 
 class Role(StrEnum):
-    """Who a model is in PPO. GENERATE and SCORE are roles of placement only: the host has the other three."""
+    """Who a model is in PPO. GENERATE, SCORE and ADVANTAGE are roles of placement only: the host has the other
+    three."""
 
     GENERATE = "generate"
     SCORE = "score"
     REFERENCE = "reference"
     POLICY = "policy"
     CRITIC = "critic"
+    ADVANTAGE = "advantage"
 
 
 MODEL_ROLES = frozenset({Role.REFERENCE, Role.POLICY, Role.CRITIC})

@@ -26,6 +26,24 @@ class KLConfig:
 
 
 @dataclass
+class NormalizeConfig:
+    """`reward.normalize`: what is done with scores before they are learnt from, by the mean and standard deviation of
+    all scores of the run so far, this step's included (state carried from step to step)."""
+
+    mean: bool = False
+    """Subtract the mean."""
+    scale: bool = False
+    """Divide by the standard deviation."""
+    clip: float | None = None
+    """Then bound scores to -clip .. clip; null: no bound."""
+
+
+def normalize_problems(config: NormalizeConfig) -> Iterator[Problem]:
+    """What of the section `reward.normalize` cannot work by itself."""
+    yield from above(0, {"reward.normalize.clip": config.clip}, ", or null for no bound")
+
+
+@dataclass
 class PPOConfig:
     advantage: Literal["gae", "group", "rloo", "reinforce_pp"] = "gae"
     """What a token's advantage is measured against. gae: the critic's values; the others train without a critic. group:
@@ -81,8 +99,6 @@ class PPOConfig:
     """Fixed score of a response that was cut; null: the reward's own."""
     mask_truncated: bool = False
     """Leave cut responses out of both losses (overlong filtering)."""
-    center_scores: bool = False
-    """Subtract the running mean of scores (state carried from step to step)."""
     kl: KLConfig = field(default_factory=KLConfig)
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import numpy as np
 from jaxtyping import Bool, Float, Int
 
-from storage.records import FinishReason, Rollout
+from storage.records import FinishReason, Rollout, Scores
 
 PerToken = Float[np.ndarray, "rows seq"]
 Mask = Bool[np.ndarray, "rows seq"]
@@ -31,6 +31,23 @@ def reward_metrics(scores: PerRow, shaped_scores: PerRow, kl_per_response: PerRo
         "reward/std": float(scores.std()),
         "reward/adjusted_mean": float((shaped_scores - kl_coef * kl_per_response).mean()),
     }
+
+
+def part_metrics(scores: Scores) -> dict[str, float]:
+    """Of each named part of the scores, before its weight: reward hacking shows as a sum that rises while a part falls.
+
+    reward/NAME/mean, reward/NAME/std     absent where the score is that part alone
+    reward/NAME/disagreement              of an ensemble: mean over rows of its members' standard deviation
+    """
+    if scores.num_rows == 0:
+        return {}
+    found: dict[str, float] = {}
+    alone = len(scores.parts) == 1 and all(np.array_equal(part, scores.scores) for part in scores.parts.values())
+    for name, part in scores.parts.items() if not alone else ():
+        numbers = part.astype(np.float64)
+        found |= {f"reward/{name}/mean": float(numbers.mean()), f"reward/{name}/std": float(numbers.std())}
+    spread = {f"reward/{name}/disagreement": float(s.mean()) for name, s in scores.disagreement.items()}
+    return {**found, **spread}
 
 
 def ref_kl_metrics(

@@ -1,13 +1,14 @@
 """From one score per response to one reward per token.
 
-The order in which a score is shaped: a cut response gets its fixed score, the running mean is subtracted from every
-score, the KL penalty is added per token, and (last) rewards are whitened if the config says so.
+The order in which a score is shaped: a cut response gets its fixed score, scores are normalised by the run's mean and
+spread, the KL penalty is added per token, and (last) rewards are whitened if the config says so.
 
 May import torch, jaxtyping, stages.ppo and the standard library.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -15,17 +16,23 @@ from beartype import beartype
 from jaxtyping import Bool, Float, jaxtyped
 from torch import Tensor
 
-from stages.ppo.config import KLConfig
+from stages.ppo.config import KLConfig, NormalizeConfig
 from stages.ppo.kl import token_kl
 from stages.ppo.masks import last_token_mask
 
 
 @dataclass(frozen=True)
-class RunningMean:
-    """Mean of all scores seen so far in the run, and how many they were."""
+class RunningMoments:
+    """Of all scores seen so far in the run: their mean, the sum of their squared distances from it, their number."""
 
     mean: float = 0.0
+    squares: float = 0.0
     count: int = 0
+
+    @property
+    def std(self) -> float:
+        """Standard deviation, divided by the number; 0 before the first score."""
+        return math.sqrt(self.squares / self.count) if self.count else 0.0
 
 
 @jaxtyped(typechecker=beartype)
@@ -39,13 +46,34 @@ def penalise_missing_eos(
 
 
 @jaxtyped(typechecker=beartype)
-def update_running_mean(state: RunningMean, scores: Float[Tensor, " rows"]) -> RunningMean:
-    """The running mean with this step's scores counted in:  m' = m + (sum(scores) - n*m) / (count + n)."""
+def update_running_moments(state: RunningMoments, scores: Float[Tensor, " rows"]) -> RunningMoments:
+    """The running moments with this step's n scores, of mean s, counted in:
+
+        m' = m + (sum(scores) - n*m) / (count + n)
+        q' = q + sum((scores - s)^2) + (s - m)^2 * count * n / (count + n)
+
+    (Chan, Golub and LeVeque 1983: no difference of large sums of squares.)
+    """
     n = scores.numel()
     if n == 0:
         return state
     count = state.count + n
-    return RunningMean(state.mean + (float(scores.sum()) - n * state.mean) / count, count)
+    mean = state.mean + (float(scores.sum()) - n * state.mean) / count
+    between = (float(scores.mean()) - state.mean) ** 2 * state.count * n / count
+    return RunningMoments(mean, state.squares + float((scores - scores.mean()).square().sum()) + between, count)
+
+
+@jaxtyped(typechecker=beartype)
+def normalise_scores(
+    scores: Float[Tensor, " rows"], moments: RunningMoments, cfg: NormalizeConfig
+) -> Float[Tensor, " rows"]:
+    """(score - mean) / std, bounded to -clip .. clip; each only if the config asks for it. Scores that have not varied
+    yet are not divided."""
+    if cfg.mean:
+        scores = scores - moments.mean
+    if cfg.scale and moments.std > 0:
+        scores = scores / moments.std
+    return scores if cfg.clip is None else scores.clamp(-cfg.clip, cfg.clip)
 
 
 @jaxtyped(typechecker=beartype)

@@ -1,27 +1,114 @@
-"""Rewards by name. May import stages.rewards."""
+"""Rewards by name, built when they are needed: some load libraries that take a second.
+
+    built-in kind      registry ──► `module:name` ──► made of `args`, in this process
+    module:function    a user's own ──► a process of its own (user.py)
+
+May import stages.rewards and storage.problems.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import importlib
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any
 
-from stages.rewards.protocol import Reward, RewardConfig
-from stages.rewards.rules import AnswerReward, CharacterReward, LengthReward
-from stages.rewards.vader import VaderReward
+from stages.rewards.config import RewardPartsConfig
+from stages.rewards.protocol import Closable, Part, Reward
+from stages.rewards.user import UserReward
+from storage.problems import Problem
 
-REWARDS: Mapping[str, Callable[..., Reward]] = {
-    "answer": AnswerReward,
-    "characters": CharacterReward,
-    "length": LengthReward,
-    "vader": VaderReward,
+REWARDS: dict[str, str] = {
+    "answer": "stages.rewards.rules:AnswerReward",
+    "characters": "stages.rewards.rules:CharacterReward",
+    "ensemble": "stages.rewards.ensemble:EnsembleReward",
+    "format": "stages.rewards.rules:FormatReward",
+    "length": "stages.rewards.rules:LengthReward",
+    "missing_eos": "stages.rewards.rules:MissingEosPenalty",
+    "overlong": "stages.rewards.rules:OverlongPenalty",
+    "reasoning_gym": "stages.rewards.reasoning:ReasoningReward",
+    "repetition": "stages.rewards.rules:RepetitionPenalty",
+    "vader": "stages.rewards.vader:VaderReward",
 }
-"""`reward.kind` -> what makes it from `reward.args`."""
+"""Kind -> `module:name` of what makes it from `args`."""
 
 
-def build_reward(config: RewardConfig) -> Reward:
-    """Raises ValueError for an unknown kind (listing the known) and for arguments it does not take."""
-    if config.kind not in REWARDS:
-        raise ValueError(f"reward.kind is {config.kind!r}; known are {', '.join(sorted(REWARDS))}")
+class UnfitReward(ValueError):
+    """Settings that make no reward: `problem` names the key, what was given and what would work."""
+
+    def __init__(self, problem: Problem) -> None:
+        super().__init__(f"{problem.key}: given {problem.given!r}; {problem.need}")
+        self.problem = problem
+
+
+def build_parts(config: RewardPartsConfig, key: str) -> tuple[Part, ...]:
+    """The parts of a section whose key path is `key`; `close_parts` ends them. Raises UnfitReward."""
+    with closing_on_error() as undo:
+        parts = []
+        for name, (where, part) in config.named(key).items():
+            reward = build_reward(part.kind, part.args, where, part.timeout_s)
+            undo.callback(close_reward, reward)
+            parts.append(Part(name, part.weight, reward))
+        return tuple(parts)
+
+
+def build_reward(kind: str, args: Mapping[str, Any], key: str, timeout_s: float = 60.0) -> Reward:
+    """The reward of a kind. `key`: path of its settings.
+
+    Raises:
+        UnfitReward: an unknown kind (with those that there are), arguments that it does not take (likewise), lacks or
+            cannot work with.
+    """
+    if ":" in kind:
+        reward = UserReward(kind, dict(args), timeout_s)
+        if reward.refusal is not None:
+            setting, need = reward.refusal
+            raise UnfitReward(Problem(f"{key}.{setting}", kind if setting == "kind" else dict(args), need))
+        return reward
+    if kind not in REWARDS:
+        need = f"known are {', '.join(sorted(REWARDS))}; and your own, as module:function or module:Class"
+        raise UnfitReward(Problem(f"{key}.kind", kind, need))
+    module, _, name = REWARDS[kind].partition(":")
+    make: Callable[..., Reward] = getattr(importlib.import_module(module), name)
+    _check_arguments(make, kind, args, key)
     try:
-        return REWARDS[config.kind](**config.args)
-    except TypeError as error:
-        raise ValueError(f"reward.args {dict(config.args)} do not fit reward.kind {config.kind!r}: {error}") from error
+        return make(**args)
+    except UnfitReward as error:  # of a reward that is made of others
+        inner = error.problem
+        raise UnfitReward(Problem(f"{key}.args.{inner.key}", inner.given, inner.need)) from error
+    except (ValueError, TypeError) as error:
+        raise UnfitReward(Problem(f"{key}.args", dict(args), str(error))) from error
+
+
+def close_parts(*groups: tuple[Part, ...]) -> None:
+    """Ends what the rewards of these parts hold. Twice is harmless."""
+    for parts in groups:
+        for part in parts:
+            close_reward(part.reward)
+
+
+def close_reward(reward: Reward) -> None:
+    """Ends what a reward holds, if it holds anything."""
+    if isinstance(reward, Closable):
+        reward.close()
+
+
+@contextmanager
+def closing_on_error() -> Iterator[ExitStack]:
+    """What is put on the stack is done if the block raises, and only then."""
+    with ExitStack() as undo:
+        yield undo
+        undo.pop_all()
+
+
+def _check_arguments(make: Callable[..., Reward], kind: str, args: Mapping[str, Any], key: str) -> None:
+    """Raises UnfitReward for an argument that there is not, and for one that must be given."""
+    taken = {n: p for n, p in inspect.signature(make).parameters.items() if not n.startswith("_")}
+    names = ", ".join(taken) or "no arguments"
+    for name, value in args.items():
+        if name not in taken:
+            raise UnfitReward(Problem(f"{key}.args.{name}", value, f"no such argument; {kind} takes {names}"))
+    for name, parameter in taken.items():
+        if parameter.default is parameter.empty and name not in args:
+            raise UnfitReward(Problem(f"{key}.args.{name}", None, f"must be given; {kind} takes {names}"))

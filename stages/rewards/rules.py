@@ -1,4 +1,4 @@
-"""Rewards that are a line of arithmetic on the text. Standard library only."""
+"""Rewards that are a line of arithmetic on the text or its tokens. Standard library only."""
 
 from __future__ import annotations
 
@@ -7,6 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from stages.rewards.protocol import Sample
+
+ANSWER_TAGS = r".*<answer>[^<]+</answer>\s*"
+"""A response that ends in its answer, in tags: what the prompts of `reasoning-gym` may ask for."""
+_NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
 
 
 @dataclass(frozen=True)
@@ -19,7 +23,7 @@ class CharacterReward:
 
     def __post_init__(self) -> None:
         if not self.characters:
-            raise ValueError("reward.args.characters is empty: name at least one character")
+            raise ValueError("characters is empty: name at least one character")
 
     def __call__(self, samples: Sequence[Sample]) -> list[float]:
         wanted = frozenset(self.characters)
@@ -35,7 +39,7 @@ class LengthReward:
 
     def __post_init__(self) -> None:
         if self.target < 1:
-            raise ValueError(f"reward.args.target is {self.target}: it must be at least 1 character")
+            raise ValueError(f"target is {self.target}: it must be at least 1 character")
 
     def __call__(self, samples: Sequence[Sample]) -> list[float]:
         return [max(0.0, 1.0 - abs(len(s.response) - self.target) / self.target) for s in samples]
@@ -54,5 +58,77 @@ class AnswerReward:
     def _right(self, sample: Sample) -> bool:
         if self.field not in sample.extra:
             raise ValueError(f"a prompt has no field {self.field!r} to check against: {sample.prompt[:60]!r}")
-        numbers = re.findall(r"-?\d+(?:\.\d+)?", sample.response.replace(",", ""))
-        return bool(numbers) and float(numbers[-1]) == float(sample.extra[self.field])
+        number = last_number(sample.response)
+        return number is not None and float(number) == float(sample.extra[self.field])
+
+
+@dataclass(frozen=True)
+class FormatReward:
+    """1 where the whole response matches `pattern` (Python's `re`, where a dot is also a line's end), else 0."""
+
+    pattern: str = ANSWER_TAGS
+    deterministic = True
+
+    def __post_init__(self) -> None:
+        try:
+            re.compile(self.pattern)
+        except re.error as error:
+            raise ValueError(f"pattern is {self.pattern!r}: not a regular expression ({error})") from error
+
+    def __call__(self, samples: Sequence[Sample]) -> list[float]:
+        pattern = re.compile(self.pattern, re.DOTALL)
+        return [float(pattern.fullmatch(sample.response) is not None) for sample in samples]
+
+
+@dataclass(frozen=True)
+class OverlongPenalty:
+    """0 up to `free` tokens, falling linearly to -1 at `most`, and -1 beyond: soft overlong punishment (DAPO, arXiv
+    2503.14476, eq. 13). A response's tokens are all that were sampled, its EOS included."""
+
+    free: int
+    most: int
+    deterministic = True
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.free < self.most:
+            raise ValueError(f"free is {self.free}, most is {self.most}: must be 0 <= free < most, in tokens")
+
+    def __call__(self, samples: Sequence[Sample]) -> list[float]:
+        over = (len(sample.response_ids) - self.free for sample in samples)
+        return [-min(1.0, max(0.0, tokens / (self.most - self.free))) for tokens in over]
+
+
+@dataclass(frozen=True)
+class RepetitionPenalty:
+    """-(1 - distinct / all n-grams of the response's tokens): 0 where none comes twice, near -1 where one is repeated
+    all along; 0 for a response of fewer than `n` tokens."""
+
+    n: int = 3
+    deterministic = True
+
+    def __post_init__(self) -> None:
+        if self.n < 1:
+            raise ValueError(f"n is {self.n}: must be 1 token or more")
+
+    def __call__(self, samples: Sequence[Sample]) -> list[float]:
+        return [self._penalty(sample.response_ids) for sample in samples]
+
+    def _penalty(self, ids: Sequence[int]) -> float:
+        grams = [tuple(ids[start : start + self.n]) for start in range(len(ids) - self.n + 1)]
+        return len(set(grams)) / len(grams) - 1 if grams else 0.0
+
+
+@dataclass(frozen=True)
+class MissingEosPenalty:
+    """-1 for a response that was cut by the length limit, else 0."""
+
+    deterministic = True
+
+    def __call__(self, samples: Sequence[Sample]) -> list[float]:
+        return [0.0 if sample.finished else -1.0 for sample in samples]
+
+
+def last_number(text: str) -> str | None:
+    """The last number in a text, without the commas that part thousands; None where there is none."""
+    numbers = _NUMBER.findall(text.replace(",", ""))
+    return numbers[-1] if numbers else None

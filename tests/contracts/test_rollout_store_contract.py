@@ -118,6 +118,21 @@ class StoreContract:
         assert np.isnan(root["step_000012/sampler_logprobs"][:ROWS]).all()
         assert (root["step_000012/tokens"][:ROWS] == -1).all()
 
+    def test_the_parts_of_a_score_are_arrays_under_their_names(self, store: RolloutStore) -> None:
+        def scores(shard: int) -> Scores:
+            one = np.full(ROWS, shard, np.float32)
+            return Scores(one * 3, {"a": one, "b.x": one + 1}, {"a": one / 2})
+
+        for shard in range(SHARDS):
+            store.write(Address("score", 4, shard), scores(shard), PROVENANCE)
+        assert_same(store.read(Address("score", 4, 1)), scores(1))
+        whole = store.read_step("score", 4, SHARDS)
+        assert (list(whole.parts), list(whole.disagreement)) == (["a", "b.x"], ["a"])
+        root = zarr.open_group(store.url, mode="r")["step_000004"]
+        names = {"scores", "scores.a", "scores.b.x", "disagreement.a"}
+        assert {name for name, _ in root.members()} == names
+        np.testing.assert_array_equal(root["scores.b.x"][:], whole.parts["b.x"])
+
     def test_shards_join_to_a_step(self, store: RolloutStore) -> None:
         for shard in (2, 0, 1):
             store.write(Address("generate", 0, shard), rollout(shard), PROVENANCE)

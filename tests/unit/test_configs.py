@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.config.loading import load_config, load_yaml, to_yaml
+from pipeline.config.placement import gang_of
 from pipeline.config.preflight import preflight
 from pipeline.graph.graph import run_nodes
 from tests.support.paths import ROOT
@@ -26,7 +27,7 @@ def test_a_shipped_config_loads_and_describes_a_run(path: Path) -> None:
     nodes = list(run_nodes(config.graph()))
     assert len({node.address for node in nodes}) == len(nodes)
     for node in nodes:
-        assert config.placement.roles[node.role.value] in config.placement.gangs
+        assert gang_of(config.placement, node.role) in config.placement.gangs
 
 
 @pytest.mark.parametrize("path", RUNS, ids=lambda path: path.stem)

@@ -29,6 +29,7 @@ ONLY_IN = {
     "gguf": "stages/models/assets.py",
     "triton": "stages/engines/embedded/kernels/cuda/triton_kernels.py",
     "vaderSentiment": "stages/rewards",
+    "reasoning_gym": "stages/rewards/reasoning.py",
 }
 """Library -> the one file or folder that imports it."""
 

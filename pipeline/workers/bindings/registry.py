@@ -28,6 +28,7 @@ STAGES: dict[str, Binding] = {
     "canary": Computed(canary_once),
     "evaluate": Computed(evaluate_shard),
     "evaluate_score": Computed(score_shard),
+    "evaluate_reference": Computed(reference_shard),
 }
 """Stage -> its binding: as many as `pipeline.graph.graph.STAGE_ROLES` has stages."""
 

@@ -15,16 +15,18 @@ from storage.records import Rollout, Scores
 
 
 def score_shard(parts: WorkerParts, call: Call) -> Output:
-    """One score for each response, sampled for training or for evaluation."""
-    record = scores_of(parts, parts.read(call.inputs[0]))
+    """A score for each response, sampled for training or for evaluation."""
+    record = scores_of(parts, parts.read(call.inputs[0]), held_out=call.address.stage.startswith("evaluate"))
     return Output(record, {"score/mean": float(record.scores.mean())})
 
 
-def scores_of(parts: WorkerParts, rollout: Rollout) -> Scores:
-    """One score for each of these rows."""
+def scores_of(parts: WorkerParts, rollout: Rollout, *, held_out: bool) -> Scores:
+    """A score for each of these rows. `held_out`: by what evaluations are scored by."""
     scorer, prompts = required(parts.scorer), required(parts.prompts)
     extras = [prompts.extra[i] for i in rollout.prompt_index]
-    return score(scorer.reward, scorer.tokenizer, rollout, extras)
+    messages = None if prompts.messages is None else [prompts.messages[i] for i in rollout.prompt_index]
+    rewards = scorer.held_out if held_out else scorer.training
+    return score(rewards, scorer.tokenizer, rollout, extras, messages)
 
 
 def advantage_step(parts: WorkerParts, call: Call) -> Output:
@@ -43,6 +45,7 @@ def advantage_step(parts: WorkerParts, call: Call) -> Output:
         step,
         config.staleness,
         before,
+        config.reward.normalize,
         config.rollout.responses_per_prompt,
     )
     return Output(record, {**metrics, "policy/proximal_recomputed": float(policy is not None)}, state)

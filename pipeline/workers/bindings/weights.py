@@ -1,6 +1,6 @@
 """What changes the run's weights or gives them away: updates, exactly once; and publications, again where need be.
 
-May import pipeline.workers, stages and storage.
+May import pipeline.config, pipeline.graph, pipeline.workers, stages and storage.
 """
 
 from __future__ import annotations
@@ -8,6 +8,8 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
+from pipeline.config.run import RunConfig
+from pipeline.graph.graph import evaluated
 from pipeline.workers.bindings.binding import Settled
 from pipeline.workers.messages import Call
 from pipeline.workers.parts import WorkerParts, required
@@ -59,8 +61,7 @@ def publish_version(parts: WorkerParts, call: Call) -> Settled:
     started = time.time()
     host = required(parts.updates).at(Role.POLICY, version)
     found = parts.find(call.address)
-    due = version == config.steps or bool(config.export.every and version % config.export.every == 0)
-    exported = bool(due and version) and _begin_export(parts, version)
+    exported = bool(version and _is_exported(config, version)) and _begin_export(parts, version)
     with parts.clock.bookkeeping():
         manifest = publish(host, parts.board, version)
         if manifest is not None and found is None:
@@ -79,6 +80,14 @@ def publish_version(parts: WorkerParts, call: Call) -> Settled:
     if version == config.steps:
         required(parts.updates).background.settle_all()
     return Settled(None if manifest is None else found, reused=False)
+
+
+def _is_exported(config: RunConfig, version: int) -> bool:
+    """Whether a version is written when it is published: the last, every so many; and, where what it could be rebuilt
+    from will be dropped, one that is evaluated, since it may turn out to be the best."""
+    if version == config.steps or (config.export.every and version % config.export.every == 0):
+        return True
+    return config.storage.keep.rollouts is not None and evaluated(config.graph(), version)
 
 
 def _begin_export(parts: WorkerParts, version: int) -> bool:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from stages.advantage import StalenessError, advantage
-from stages.ppo.config import KLConfig, PPOConfig
+from stages.ppo.config import KLConfig, NormalizeConfig, PPOConfig
 from storage.records import (
     Advantages,
     FinishReason,
@@ -67,15 +67,20 @@ def make_step(outside: float = 0.0, seed: int = 0) -> Step:
     )
 
 
-def run(records: Step, cfg: PPOConfig, state: dict | None = None) -> tuple[Advantages, dict, dict[str, float]]:
+AS_THEY_ARE, CENTRED = NormalizeConfig(), NormalizeConfig(mean=True)
+
+
+def run(
+    records: Step, cfg: PPOConfig, state: dict | None = None, normalize: NormalizeConfig = AS_THEY_ARE
+) -> tuple[Advantages, dict, dict[str, float]]:
     rollout, scores, reference, policy, values = records
     return advantage(
         rollout, scores, reference, policy if cfg.proximal == "recompute" else None, values, cfg, STEP, BOUND,
-        {} if state is None else state,
+        {} if state is None else state, normalize,
     )  # fmt: skip
 
 
-def expected_by_loops(records: Step, cfg: PPOConfig) -> dict[str, list[list[float]]]:
+def expected_by_loops(records: Step, cfg: PPOConfig, normalize: NormalizeConfig) -> dict[str, list[list[float]]]:
     rollout, scores, reference, policy, values = records
     mask = rollout.response_mask.tolist()
     kept = [[on and not (cfg.mask_truncated and cut) for on in row] for row, cut in zip(mask, CUT, strict=True)]
@@ -83,7 +88,7 @@ def expected_by_loops(records: Step, cfg: PPOConfig) -> dict[str, list[list[floa
         cfg.missing_eos_score if cut and cfg.missing_eos_score is not None else float(s)
         for s, cut in zip(scores.scores, CUT, strict=True)
     ]
-    if cfg.center_scores:
+    if normalize.mean:
         shaped = [s - sum(shaped) / len(shaped) for s in shaped]
     logprobs = policy.policy_logprobs if cfg.proximal == "recompute" else rollout.sampler_logprobs
     r = oracles.token_rewards(
@@ -114,7 +119,7 @@ def expected_by_loops(records: Step, cfg: PPOConfig) -> dict[str, list[list[floa
         PPOConfig(proximal="loglinear", kl=KLConfig(coef=0.5, where="loss")),
         PPOConfig(whiten_advantages=False, truncated="terminate", gamma=0.9),
         PPOConfig(whiten_rewards=True, kl=KLConfig(coef=0.5, estimator="k2")),
-        PPOConfig(missing_eos_score=-3.0, center_scores=True),
+        PPOConfig(missing_eos_score=-3.0),
         PPOConfig(mask_truncated=True, whiten_rewards=True),
         PPOConfig(lam=0.7, critic_lam=1.0),
         PPOConfig(lam=1.0, critic_lam=0.0, gamma=0.9, truncated="bootstrap", whiten_advantages=False),
@@ -133,8 +138,9 @@ def expected_by_loops(records: Step, cfg: PPOConfig) -> dict[str, list[list[floa
 )
 def test_against_loops(cfg: PPOConfig) -> None:
     records = make_step()
-    got, _, _ = run(records, cfg)
-    for name, expected in expected_by_loops(records, cfg).items():
+    normalize = NormalizeConfig(mean=cfg.missing_eos_score is not None)
+    got, _, _ = run(records, cfg, normalize=normalize)
+    for name, expected in expected_by_loops(records, cfg, normalize).items():
         rows = slice(None)
         if name in ("rewards", "returns") and cfg.mask_truncated and cfg.whiten_rewards:
             rows = ~CUT  # nothing reads the rewards and returns of a filtered row
@@ -142,12 +148,14 @@ def test_against_loops(cfg: PPOConfig) -> None:
 
 
 @pytest.mark.parametrize(
-    "cfg", [PPOConfig(), PPOConfig(mask_truncated=True, whiten_rewards=True, center_scores=True)], ids=["plain", "all"]
+    ("cfg", "normalize"),
+    [(PPOConfig(), NormalizeConfig()), (PPOConfig(mask_truncated=True, whiten_rewards=True), CENTRED)],
+    ids=["plain", "all"],
 )
-def test_nothing_outside_the_mask_is_read(cfg: PPOConfig) -> None:
+def test_nothing_outside_the_mask_is_read(cfg: PPOConfig, normalize: NormalizeConfig) -> None:
     """NaN in every float outside the mask, and in bootstrap values that must not be used: same bits everywhere, metrics
     and state included."""
-    clean, poisoned = run(make_step(), cfg), run(make_step(outside=np.nan), cfg)
+    clean, poisoned = (run(make_step(outside=o), cfg, normalize=normalize) for o in (0.0, np.nan))
     for name, array in clean[0].arrays().items():
         np.testing.assert_array_equal(array, poisoned[0].arrays()[name])
     assert clean[1:] == poisoned[1:]
@@ -271,14 +279,40 @@ def test_a_constant_coefficient_follows_the_config_not_the_state() -> None:
 
 
 def test_the_running_mean_of_scores_is_carried() -> None:
-    cfg = PPOConfig(center_scores=True, whiten_advantages=False, kl=KLConfig(coef=0.0))
+    cfg = PPOConfig(whiten_advantages=False, kl=KLConfig(coef=0.0))
     records = make_step()
     scores = records[1].scores.astype(np.float64)
-    got, state, _ = run(records, cfg, {"score_mean": 2.0, "score_count": 15})
+    got, state, _ = run(records, cfg, {"score_mean": 2.0, "score_count": 15}, CENTRED)
     mean = (2.0 * 15 + scores.sum()) / 20
     assert state["score_count"] == 20
     assert state["score_mean"] == pytest.approx(mean)
     np.testing.assert_allclose(got.rewards.sum(axis=1), scores - mean, atol=1e-6)
+
+
+def test_scores_are_normalised_over_all_that_the_run_has_seen() -> None:
+    """Two steps, the second by the state of the first as JSON has it: mean, spread and bound over both."""
+    cfg = PPOConfig(whiten_advantages=False, kl=KLConfig(coef=0.0))
+    normalize = NormalizeConfig(mean=True, scale=True, clip=1.0)
+    first, second = make_step(), make_step(seed=1)
+    _, state, _ = run(first, cfg, None, normalize)
+    got, _, _ = run(second, cfg, json.loads(json.dumps(state)), normalize)
+    seen = np.concatenate([first[1].scores, second[1].scores]).astype(np.float64)
+    expected = np.clip((second[1].scores - seen.mean()) / seen.std(), -1, 1)
+    np.testing.assert_allclose(got.rewards.sum(axis=1), expected, atol=1e-6)
+    assert np.abs(expected).max() == 1.0, "the bound is felt"
+
+
+def test_each_part_of_a_score_has_metrics_of_its_own() -> None:
+    """Reward hacking is a sum that rises while a part falls."""
+    rollout, scores, *others = make_step()
+    kind, brief = scores.scores * 2, np.arange(len(scores.scores), dtype=np.float32)
+    of_parts = Scores(kind + brief, {"kind": kind, "brief": brief}, {"kind": np.full_like(kind, 0.5)})
+    found = run((rollout, of_parts, *others), PPOConfig())[2]
+    assert found["reward/kind/mean"] == pytest.approx(float(kind.mean()))
+    assert found["reward/brief/std"] == pytest.approx(float(brief.std()))
+    assert found["reward/kind/disagreement"] == 0.5
+    alone = run((rollout, Scores(kind, {"kind": kind}), *others), PPOConfig())[2]
+    assert not [name for name in alone if name.startswith("reward/kind")], "it would say what reward/mean says"
 
 
 def test_metrics_keep_score_and_adjusted_reward_apart() -> None:

@@ -112,6 +112,26 @@ def test_a_table_survives_the_disk(tmp_path: Path) -> None:
     assert sorted(os.listdir(tmp_path)) == ["prompts.jsonl", "prompts.npz"]
 
 
+CHAT = PromptsConfig(url="x.jsonl", format="chat", held_out=1)
+
+
+def chats(*texts: str) -> PromptTable:
+    items = [PromptItem(None, [{"role": "user", "content": text}], {"n": len(text)}) for text in texts]
+    return tokenise(items, ByteTokenizer(), CHAT, seed=0)
+
+
+def test_messages_survive_the_disk_and_are_part_of_the_digest(tmp_path: Path) -> None:
+    first = chats("hi", "a\u2028b")
+    assert first.messages == [[{"role": "user", "content": "hi"}], [{"role": "user", "content": "a\u2028b"}]]
+    first.save(tmp_path / "prompts.npz")
+    again = PromptTable.load(tmp_path / "prompts.npz")
+    assert (again.messages, again.digest()) == (first.messages, first.digest())
+    assert replace(first, messages=first.messages[::-1]).digest() != first.digest()
+    (tmp_path / "prompts.chat.jsonl").unlink()
+    with pytest.raises(StoreError, match=r"prompts\.chat\.jsonl is missing"):
+        PromptTable.load(tmp_path / "prompts.npz")
+
+
 @pytest.mark.parametrize("lost", ["prompts.npz", "prompts.jsonl"])
 def test_a_table_that_is_lost_or_damaged_is_named(tmp_path: Path, lost: str) -> None:
     path = tmp_path / "prompts.npz"

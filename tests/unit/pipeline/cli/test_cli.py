@@ -35,7 +35,7 @@ def sources(tmp_path: Path) -> list[str]:
         ("placement.roles.critic=???", "placement.roles.critic", "all"),
         ("staleness=-1", "staleness", "0 is synchronous PPO"),
         ("runs_dir=/proc/runs", "runs_dir", "/proc/runs"),
-        ("reward.kind=magic", "reward", "vader"),
+        ("reward.kind=magic", "reward.kind", "vader"),
     ],
 )
 @pytest.mark.parametrize("command", ["run", "check"])

@@ -87,6 +87,7 @@ def test_flatten_gives_key_paths(base: Path) -> None:
         "placement.share_devices=true",
         "engine.silence_s=5",
         "placement.gangs.train.offload=gradients",
+        "evaluate={every: 0, select: {max_kl: null}}",
     ],
 )
 def test_the_digest_ignores_what_changes_no_result(base: Path, override: str) -> None:
@@ -130,6 +131,7 @@ REFUSED = {
     "placement.gangs.train.roles=x": ("placement.gangs.train.roles", "no such key", "placement.gangs.train.workers"),
     "ppo.kl.coeff=1": ("ppo.kl.coeff", "no such key", "ppo.kl.coef"),
     "placement.gangs.train.worker=2": ("placement.gangs.train.worker", "did you mean placement.gangs.train.workers?"),
+    "ppo.center_scores=true": ("ppo.center_scores", "did you mean reward.normalize.mean?"),
     # wrong types
     "steps=many": ("steps", "many", "Integer"),
     "ppo.clip=[1]": ("ppo.clip",),
@@ -362,6 +364,25 @@ REFUSED = {
     "ppo.advantage=reinforce_pp ppo.skip_equal_groups=true": ("ppo.skip_equal_groups", "ppo.advantage=group or rloo"),
     "ppo.skip_equal_groups=true": ("ppo.skip_equal_groups", "ppo.advantage=gae compares no groups: false"),
     "ppo.advantage=reinforce_pp placement.roles.critic=nobody": ("placement.roles.critic", "no such gang"),
+    # rewards, and which version is the best
+    "reward.kind=null": ("reward.args", "characters", "without reward.kind", "reward.parts.NAME.args"),
+    "reward={parts: {a: {kind: vader}}}": ("reward.kind", "short form of a single part"),
+    "reward={kind: null, parts: {a: {weight: 2}}}": ("reward.parts.a.kind", "has no value"),
+    "reward.normalize.clip=0": ("reward.normalize.clip", "above 0", "null"),
+    "reward.kind=reasoning_gym": ("reward.kind", "needs prompts.url=reasoning-gym:TASK", "prompts.jsonl"),
+    "evaluate.reward.kind=vader": ("evaluate.reward", "nothing is evaluated"),
+    "evaluate.select.max_kl=5": ("evaluate.select.max_kl", "nothing is evaluated"),
+    "evaluate.every=2 evaluate.select.max_kl=0": ("evaluate.select.max_kl", "above 0", "null"),
+    "evaluate.every=2 evaluate.select.max_kl=5 evaluate.temperature=0.5": (
+        "evaluate.temperature",
+        "sampling.temperature (1)",
+        "evaluate.select.max_kl",
+    ),
+    "evaluate={every: 2, reward: {parts: {a: {kind: vader, weight: 0}}}}": (
+        "evaluate.reward.parts",
+        "every weight is 0",
+    ),
+    "placement.roles.advantage=nowhere": ("placement.roles.advantage", "no such gang"),
     # not overrides at all
     "=1": ("=1", "key=value"),
 }
@@ -409,7 +430,7 @@ def test_without_a_critic_it_need_not_be_placed(tmp_path: Path) -> None:
         load(path)
 
 
-@pytest.mark.parametrize("role", list(Role))
+@pytest.mark.parametrize("role", [role for role in Role if role is not Role.ADVANTAGE])
 def test_a_role_placed_nowhere_is_refused(tmp_path: Path, role: Role) -> None:
     path = tmp_path / "c.yaml"
     gangs = ", ".join(f"{r}: all" for r in Role if r is not role)
@@ -425,7 +446,6 @@ def test_a_role_placed_nowhere_is_refused(tmp_path: Path, role: Role) -> None:
         "name": "name: base",
         "model.path": 'path: "random:tiny"',
         "prompts.url": "url: prompts.jsonl, ",
-        "reward.kind": "kind: characters, ",
     }.items(),
 )
 def test_a_missing_value_is_refused(tmp_path: Path, key: str, line: str) -> None:
@@ -435,6 +455,29 @@ def test_a_missing_value_is_refused(tmp_path: Path, key: str, line: str) -> None
     with pytest.raises(ConfigError, match=f"^{key}: has no value; set it .*{key}=") as refusal:
         load(path)
     assert refusal.value.key == key
+
+
+def test_a_run_needs_a_reward(tmp_path: Path) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text(BASE.replace("reward: {kind: characters, args: {characters: aeiou}}\n", ""))
+    with pytest.raises(ConfigError, match=r"^reward\.parts: given {}; a run needs a reward: reward\.kind=NAME"):
+        load(path)
+
+
+def test_advantage_is_where_score_is_unless_it_is_placed(base: Path) -> None:
+    gangs = {gang.name: gang.roles for gang in load(base).gangs()}
+    assert Role.ADVANTAGE in gangs["train"]
+    placed = load(base, "placement.gangs.collect={}", "placement.roles.advantage=collect")
+    gangs = {gang.name: gang.roles for gang in placed.gangs()}
+    assert gangs["collect"] == {Role.ADVANTAGE}
+    assert Role.ADVANTAGE not in gangs["train"]
+
+
+def test_evaluations_are_scored_by_their_own_reward_or_by_the_trainings(base: Path) -> None:
+    config = load(base)
+    assert config.held_out_reward == ("reward", config.reward)
+    config = load(base, "evaluate.every=2", "evaluate.reward.kind=vader")
+    assert config.held_out_reward == ("evaluate.reward", config.evaluate.reward)
 
 
 ONE_STEP, IN_LOSS = ("ppo.epochs=1", "ppo.minibatches=1"), "ppo.kl.where=loss"

@@ -12,6 +12,7 @@ import pytest
 from pipeline.config.errors import ConfigError
 from pipeline.config.loading import load_config
 from pipeline.config.paths import RunPaths
+from pipeline.config.run import RunConfig
 from pipeline.driver.results import open_history
 from pipeline.driver.retention import Retention, check_evaluations, drop_exports, first_kept
 from pipeline.graph.graph import GraphSpec
@@ -19,9 +20,9 @@ from pipeline.observe.history import History
 from storage.address import Address
 from storage.checkpoints import Checkpoints
 from storage.commits import provenance_here
-from storage.config import KeepConfig
+from storage.config import KeepConfig, StorageConfig
 from storage.ledger import Ledger
-from storage.records import Scores
+from storage.records import ReferenceLogprobs, Rollout, Scores
 from storage.rollouts import RolloutStore
 from storage.shards import Layout, Layouts
 from tests.support.configs import arguments, write_config
@@ -57,7 +58,7 @@ def paths(tmp_path: Path) -> RunPaths:
 def history(paths: RunPaths) -> History:
     """Of 20 steps, with a checkpoint of both models every 5."""
     ledger = Ledger(str(paths.ledger))
-    store = RolloutStore(str(paths.root), ledger, Layouts(Layout(1, 2, 3)))
+    store = RolloutStore(str(paths.root), ledger, Layouts(Layout(1, 2, 3), Layout(1, 2, 3)))
     for step in range(STEPS):
         store.write(Address("score", step), Scores(np.full(2, step, np.float32)), WHERE)
         for role in ("policy", "critic"):
@@ -74,10 +75,12 @@ def save(paths: RunPaths, role: str, version: int) -> None:
     checkpoints.finish(role, version, directory, {"digest": f"{role}{version}"})
 
 
-def let_go(keep: KeepConfig, paths: RunPaths, history: History) -> list[str]:
+def let_go(keep: KeepConfig, paths: RunPaths, history: History, max_kl: float | None = None) -> list[str]:
     """What a driver that has come to step 20 warns of."""
     warnings: list[str] = []
-    retention = Retention(keep, paths, history, warnings.append)
+    config = RunConfig(name=paths.root.name, runs_dir=str(paths.root.parent), storage=StorageConfig(keep=keep))
+    config.evaluate.select.max_kl = max_kl
+    retention = Retention(config, history, warnings.append)
     for step in range(STEPS + 1):
         retention.over_until(step)
     retention.finish()
@@ -139,9 +142,62 @@ def test_the_newest_exports_stay(paths: RunPaths, history: History) -> None:
         (exports / name / "model.safetensors").touch()
     assert let_go(KeepConfig(exports=2), paths, history) == []
     assert sorted(path.name for path in exports.iterdir()) == ["notes", "v000003", "v000010"]
-    drop_exports(exports, 2)
-    drop_exports(paths.root / "none", 1)
+    drop_exports(exports, [7])
+    drop_exports(paths.root / "none", [1])
     assert len(list(exports.iterdir())) == 3
+
+
+def evaluate(history: History, version: int, score: float, kl: float) -> None:
+    """Commits an evaluation of two rows of one token."""
+    mask = np.array([[False, True, False]] * 2)
+    rollout = Rollout(
+        row=np.arange(2),
+        prompt_index=np.arange(2),
+        tokens=np.ones((2, 3), np.int32),
+        prompt_lengths=np.ones(2, np.int32),
+        response_lengths=np.ones(2, np.int32),
+        response_mask=mask,
+        sampler_logprobs=np.where(mask, -1, 0).astype(np.float32),
+        token_versions=np.where(mask, version, -1).astype(np.int32),
+        finish_reason=np.zeros(2, np.int8),
+    )
+    records = {
+        "evaluate": rollout,
+        "evaluate_score": Scores(np.full(2, score, np.float32)),
+        "evaluate_reference": ReferenceLogprobs(np.where(mask, -1 - kl, 0).astype(np.float32)),
+    }
+    for stage, record in records.items():
+        history.store.write(Address(stage, version), record, WHERE)
+
+
+@pytest.mark.parametrize(
+    ("keep", "max_kl", "left"),
+    [
+        (KeepConfig(), None, [5, 10, 12, 15, 17]),  # all can be had again
+        (KeepConfig(rollouts=1), None, [10, 12, 17]),  # 5 and 15 are evaluated, and not the best
+        (
+            KeepConfig(rollouts=1),
+            4.0,
+            [5, 12, 17],
+        ),  # 10 and 15 are beyond the budget
+        (KeepConfig(rollouts=1), 0.5, [12, 17]),  # all are
+        (KeepConfig(exports=1), None, [10, 17]),
+        (KeepConfig(exports=2), 4.0, [5, 15, 17]),
+        (KeepConfig(rollouts=1, exports=1), None, [10, 17]),
+    ],
+)
+def test_the_best_version_stays(
+    paths: RunPaths, history: History, keep: KeepConfig, max_kl: float | None, left: list[int]
+) -> None:
+    """Version 17 is not evaluated to its end yet."""
+    for version, score, kl in ((5, 0.2, 1.0), (10, 0.9, 5.0), (15, 0.4, 9.0)):
+        evaluate(history, version, score, kl)
+    history.store.write(Address("evaluate_score", 17), Scores(np.full(2, 9.0, np.float32)), WHERE)
+    exports = paths.weights(0).parent
+    for version in (5, 10, 12, 15, 17):
+        paths.weights(version).mkdir(parents=True)
+    assert let_go(keep, paths, history, max_kl) == []
+    assert sorted(int(path.name[1:]) for path in exports.iterdir()) == left
 
 
 def test_evaluations_that_would_need_what_is_gone_are_refused(tmp_path: Path) -> None:

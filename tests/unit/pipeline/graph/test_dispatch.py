@@ -63,7 +63,7 @@ def pool(workers: int, slots: int = 1) -> Gang:
 
 
 def scorers(workers: int = 1) -> Gang:
-    return Gang("score", frozenset({Role.SCORE}), workers)
+    return Gang("score", frozenset({Role.SCORE, Role.ADVANTAGE}), workers)
 
 
 def trainer(workers: int = 1) -> Gang:

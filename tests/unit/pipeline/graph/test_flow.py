@@ -14,7 +14,7 @@ from storage.address import Address
 
 GANGS = (
     Gang("gen", frozenset({Role.GENERATE}), 1, 64),
-    Gang("score", frozenset({Role.SCORE}), 1),
+    Gang("score", frozenset({Role.SCORE, Role.ADVANTAGE}), 1),
     Gang("train", frozenset({Role.POLICY, Role.CRITIC, Role.REFERENCE}), 1),
 )
 

@@ -10,7 +10,7 @@ from storage.address import Address
 SPEC = GraphSpec(steps=2, shards=2, staleness=0, recompute_logprobs=False)
 GANGS = (
     Gang("gen", frozenset({Role.GENERATE}), 1),
-    Gang("score", frozenset({Role.SCORE}), 1),
+    Gang("score", frozenset({Role.SCORE, Role.ADVANTAGE}), 1),
     Gang("train", frozenset({Role.POLICY, Role.CRITIC, Role.REFERENCE}), 1),
 )
 

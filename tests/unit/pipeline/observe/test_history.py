@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 from pipeline.graph.graph import GraphSpec
-from pipeline.observe.history import History, alarm_text, distinct_bigrams
+from pipeline.observe.history import History, alarm_text, distinct_bigrams, evaluation_metrics
 from storage.address import Address
 from storage.commits import Commit, Provenance
 from storage.ledger import Ledger
-from storage.records import Rollout, Scores
+from storage.records import ReferenceLogprobs, Rollout, Scores
 from storage.rollouts import RolloutStore
 from storage.shards import Layout, Layouts
 
@@ -164,6 +164,27 @@ def test_an_evaluation_is_there_when_all_its_shards_are(history: History) -> Non
     assert (evaluation.version, evaluation.mean) == (2, 0.625)
     assert dict(evaluation.scores) == {7: 0.25, 3: 1.0}
     assert evaluation.distinct_bigrams == pytest.approx(2 / 6)  # 45 54 45, twice
+    assert (evaluation.kl, evaluation.length) == (None, 4.0), "the reference has not looked at it yet"
+    assert evaluation_metrics(evaluation) == {"eval/reward_mean": 0.625, "eval/length_mean": 4.0}
+
+
+def test_the_kl_of_an_evaluation_is_that_of_what_was_sampled(history: History) -> None:
+    """Four tokens a response, each of them 0.5 nats likelier to the sampler in one shard and 1.5 in the other."""
+    for shard, distance in enumerate([0.5, 1.5]):
+        rows = rollout([[4, 5, 4, 5]], [shard])
+        reference = np.where(rows.response_mask, rows.sampler_logprobs - np.float32(distance), 0)
+        scores = Scores(np.array([shard], np.float32), {"a": np.float32([1 + shard]), "b": np.float32([-1])})
+        history.store.write(Address("evaluate", 2, shard), rows, provenance(1.0))
+        history.store.write(Address("evaluate_score", 2, shard), scores, provenance(1.0))
+        record = ReferenceLogprobs(reference.astype(np.float32))
+        history.store.write(Address("evaluate_reference", 2, shard), record, provenance(1.0))
+    (evaluation,) = history.evaluations()
+    assert evaluation.kl == pytest.approx(4.0)
+    assert evaluation.parts == {"a": 1.5, "b": -1.0}
+    assert evaluation_metrics(evaluation) == {
+        "eval/reward_mean": 0.5, "eval/kl": pytest.approx(4.0), "eval/length_mean": 4.0, "eval/a/mean": 1.5,
+        "eval/b/mean": -1.0,
+    }  # fmt: skip
 
 
 def test_distinct_bigrams_by_hand() -> None:

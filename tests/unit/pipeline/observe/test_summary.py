@@ -10,8 +10,9 @@ import math
 
 import pytest
 
+from pipeline.observe.evaluations import Evaluation
 from pipeline.observe.journal import Event, EventKind
-from pipeline.observe.summary import Evaluation, StepNumbers, boxes, paired_t, summarise, union
+from pipeline.observe.summary import StepNumbers, boxes, paired_t, summarise, union
 from storage.address import Address
 
 GEN0, GEN1 = Address("generate", 0), Address("generate", 1)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from rich.console import Console, RenderableType
 
+from pipeline.observe.evaluations import EvaluatedVersion
 from pipeline.observe.responses import ResponsePair
 from pipeline.observe.summary import EvalSummary, StalenessSummary, Summary, TrainerLoss
 from pipeline.observe.tables import InspectRow, end_of_run, inspect_table, summary_rows
@@ -43,6 +44,15 @@ def test_summary_rows() -> None:
     assert by_rule["alarm: entropy"] == "2 times (events.jsonl says when and why)"
     alarmed = dict(summary_rows(dataclasses.replace(SUMMARY, alarms=2)))
     assert alarmed["alarms"] == "engine and trainer differed at 2 versions (mismatch/canary_mean_abs)"
+
+
+def test_the_best_version_is_named_with_its_price() -> None:
+    first, second = EvaluatedVersion(0, 0.1, 0.0, 8.0, {}), EvaluatedVersion(10, 0.48, 5.1, 9.0, {"a": 0.48})
+    both = dataclasses.replace(SUMMARY, evaluations=(first, second), best=second)
+    assert dict(summary_rows(both))["best version"] == "v10: held-out reward 0.480, KL 5.100"
+    none = dataclasses.replace(SUMMARY, evaluations=(first, second))
+    assert dict(summary_rows(none))["best version"].startswith("none: no evaluated version is within")
+    assert "best version" not in dict(summary_rows(SUMMARY))
 
 
 def test_end_of_run_shows_responses_as_they_are_and_paths() -> None:

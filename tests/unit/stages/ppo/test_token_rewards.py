@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
-from stages.ppo.config import KLConfig
-from stages.ppo.token_rewards import RunningMean, penalise_missing_eos, token_rewards, update_running_mean
+from stages.ppo.config import KLConfig, NormalizeConfig
+from stages.ppo.token_rewards import (
+    RunningMoments,
+    normalise_scores,
+    penalise_missing_eos,
+    token_rewards,
+    update_running_moments,
+)
 from tests.reference import oracles
 
 MASK = torch.tensor([[0, 1, 1, 1, 0], [0, 0, 0, 1, 1]], dtype=torch.bool)
@@ -44,7 +52,41 @@ def test_a_cut_response_gets_the_fixed_score() -> None:
 
 
 def test_running_mean_is_the_mean_of_everything_seen() -> None:
-    state = RunningMean()
+    """Of 1, 2, 6, 10: mean 4.75; squared distances 14.0625 + 7.5625 + 1.5625 + 27.5625 = 50.75."""
+    state = RunningMoments()
+    assert state.std == 0.0
     for batch in ([1.0, 2.0, 6.0], [10.0], []):
-        state = update_running_mean(state, torch.tensor(batch, dtype=torch.float64))
-    assert state == RunningMean(mean=pytest.approx(19 / 4), count=4)
+        state = update_running_moments(state, torch.tensor(batch, dtype=torch.float64))
+    assert state == RunningMoments(mean=pytest.approx(19 / 4), squares=pytest.approx(50.75), count=4)
+    assert state.std == pytest.approx(math.sqrt(50.75 / 4))
+
+
+def test_moments_of_numbers_far_from_zero_keep_their_spread() -> None:
+    """Where the difference of sums of squares would be 0 or negative."""
+    state = RunningMoments()
+    for batch in ([1e9, 1e9 + 1], [1e9 + 2]):
+        state = update_running_moments(state, torch.tensor(batch, dtype=torch.float64))
+    assert state.std == pytest.approx(math.sqrt(2 / 3), rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        (NormalizeConfig(), [2.0, -1.0]),
+        (NormalizeConfig(mean=True), [1.0, -2.0]),
+        (NormalizeConfig(scale=True), [0.5, -0.25]),
+        (NormalizeConfig(mean=True, scale=True, clip=0.4), [0.25, -0.4]),
+        (NormalizeConfig(clip=1.5), [1.5, -1.0]),
+    ],
+)
+def test_scores_are_normalised_by_hand(config: NormalizeConfig, expected: list[float]) -> None:
+    """By mean 1 and standard deviation 4."""
+    moments = RunningMoments(mean=1.0, squares=32.0, count=2)
+    assert normalise_scores(SCORES, moments, config).tolist() == expected
+
+
+def test_scores_that_have_not_varied_are_not_divided() -> None:
+    scores = torch.tensor([3.0, 3.0], dtype=torch.float64)
+    moments = update_running_moments(RunningMoments(), scores)
+    assert normalise_scores(scores, moments, NormalizeConfig(scale=True)).tolist() == [3.0, 3.0]
+    assert normalise_scores(scores, moments, NormalizeConfig(mean=True, scale=True)).tolist() == [0.0, 0.0]

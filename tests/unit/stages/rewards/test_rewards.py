@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import pytest
 from vaderSentiment.vaderSentiment import SentimentIntensityAnalyzer
 
 from stages.models.hf_files import ByteTokenizer
-from stages.rewards.protocol import RewardConfig, Sample
-from stages.rewards.registry import build_reward
-from stages.score import score
+from stages.rewards.config import PartConfig, RewardConfig, RewardPartsConfig, reward_problems
+from stages.rewards.protocol import Part, RewardFailed, Sample, Scored
+from stages.rewards.registry import UnfitReward, build_parts, build_reward
+from stages.score import score, token_batches
 from storage.records import FinishReason, Rollout
 
 
 def sample(response: str, prompt: str = "", **extra: object) -> Sample:
     return Sample(prompt, response, True, dict(extra))
+
+
+def make(kind: str, **args: Any) -> Any:
+    return build_reward(kind, args, "reward")
 
 
 def make_rollout(prompts: list[str], responses: list[bytes], finished: list[bool]) -> Rollout:
@@ -46,18 +52,27 @@ def make_rollout(prompts: list[str], responses: list[bytes], finished: list[bool
 class Recorder:
     """Keeps its samples and gives out fixed scores."""
 
-    scores: list[float]
+    scores: Any
     deterministic: bool = True
-    seen: Sequence[Sample] = ()
+    batch_tokens: int | None = None
+    calls: list[Sequence[Sample]] = field(default_factory=list)
 
-    def __call__(self, samples: Sequence[Sample]) -> list[float]:
-        self.seen = samples
+    def __call__(self, samples: Sequence[Sample]) -> Any:
+        self.calls.append(samples)
         return self.scores
+
+
+def scores_of(given: Any, rollout: Rollout, extras: Sequence[Mapping[str, Any]] | None = None) -> Any:
+    extras = [{} for _ in range(rollout.num_rows)] if extras is None else extras
+    return score([Part("only", 1.0, Recorder(given))], ByteTokenizer(), rollout, extras)
+
+
+TWO = make_rollout(["ab", "c"], [b"xyz\x02", b"w"], [True, False])
 
 
 def test_vader_scores_the_response_alone() -> None:
     """VADER's own paper gives 0.8316 for the first sentence's plain form; the prompt must not move it."""
-    reward = build_reward(RewardConfig("vader"))
+    reward = make("vader")
     text = "VADER is smart, handsome, and funny."
     scores = reward([sample(text), sample(text, prompt="A horrible, awful bore. "), sample("horrible"), sample("")])
     assert scores[0] == scores[1] == 0.8316
@@ -66,17 +81,17 @@ def test_vader_scores_the_response_alone() -> None:
 
 
 def test_characters() -> None:
-    reward = build_reward(RewardConfig("characters", {"characters": "ab"}))
+    reward = make("characters", characters="ab")
     assert reward([sample("abba"), sample("axbx"), sample("xyz"), sample("")]) == [1.0, 0.5, 0.0, 0.0]
 
 
 def test_length() -> None:
-    reward = build_reward(RewardConfig("length", {"target": 4}))
+    reward = make("length", target=4)
     assert reward([sample("x" * n) for n in (0, 1, 4, 6, 8, 20)]) == [0.0, 0.25, 1.0, 0.5, 0.0, 0.0]
 
 
 def test_answer() -> None:
-    reward = build_reward(RewardConfig("answer", {"field": "sum"}))
+    reward = make("answer", field="sum")
     texts = ["2 + 3 = 5", "it is 6", "so 1,005.0", "none", "-5"]
     wanted = ["5", 5, 1005, 5, "-5"]
     assert reward([sample(t, sum=w) for t, w in zip(texts, wanted, strict=True)]) == [1.0, 0.0, 1.0, 0.0, 1.0]
@@ -84,34 +99,131 @@ def test_answer() -> None:
         reward([sample("5")])
 
 
-def test_registry_refuses_what_it_does_not_know() -> None:
-    with pytest.raises(ValueError, match=r"reward\.kind is 'vadr'; known are answer, characters, length, vader"):
-        build_reward(RewardConfig("vadr"))
-    with pytest.raises(ValueError, match=r"reward\.args .*'letters'"):
-        build_reward(RewardConfig("characters", {"letters": "a"}))
-    with pytest.raises(ValueError, match=r"reward\.args\.target is 0"):
-        build_reward(RewardConfig("length", {"target": 0}))
+def test_format_is_of_the_whole_response() -> None:
+    texts = ["so\n<answer>5</answer>\n", "<answer>5</answer> or so", "<answer></answer>", "5", ""]
+    assert make("format")([sample(text) for text in texts]) == [1.0, 0.0, 0.0, 0.0, 0.0]
+    assert make("format", pattern=r"[a-z]+\.")([sample("yes."), sample("yes. No")]) == [1.0, 0.0]
 
 
-def test_score_shows_the_reward_each_text_without_special_tokens() -> None:
-    reward = Recorder([0.25, -1.5])
-    rollout = make_rollout(["ab", "c"], [b"xyz\x02", b"w"], [True, False])
-    scores = score(reward, ByteTokenizer(), rollout, [{"id": 1}, {}])
-    assert list(reward.seen) == [Sample("ab", "xyz", True, {"id": 1}), Sample("c", "w", False, {})]
+def test_overlong_falls_between_two_lengths() -> None:
+    """DAPO's equation 13 with L_max = 8 and a cache of 4 tokens."""
+    samples = [Sample("", "", response_ids=tuple(range(tokens))) for tokens in (0, 4, 5, 6, 8, 12)]
+    assert make("overlong", free=4, most=8)(samples) == [0.0, 0.0, -0.25, -0.5, -1.0, -1.0]
+
+
+def test_repetition_counts_n_grams_of_tokens() -> None:
+    """1 2 1 2 1 has the bigrams 12 21 12 21: 2 of 4 are distinct. 1 1 1 1 has one of three."""
+    ids = [(1, 2, 1, 2, 1), (1, 1, 1, 1), (1, 2, 3), (1,), ()]
+    found = make("repetition", n=2)([Sample("", "", response_ids=one) for one in ids])
+    assert found == pytest.approx([-0.5, -2 / 3, 0.0, 0.0, 0.0])
+
+
+def test_a_missing_eos_is_a_cut_response() -> None:
+    assert make("missing_eos")([Sample("", "x", finished=True), Sample("", "x", finished=False)]) == [0.0, -1.0]
+
+
+def test_parts_have_names_weights_and_settings_of_their_own() -> None:
+    config = RewardPartsConfig(
+        parts={"kind": PartConfig("vader"), "brief": PartConfig("length", weight=0.5, args={"target": 4})}
+    )
+    assert [(part.name, part.weight) for part in build_parts(config, "reward")] == [("kind", 1.0), ("brief", 0.5)]
+    (only,) = build_parts(RewardPartsConfig(kind="length", args={"target": 4}), "reward")
+    assert (only.name, only.weight) == ("length", 1.0)
+    config.parts["brief"].args = {"aim": 4}
+    with pytest.raises(UnfitReward, match=r"reward\.parts\.brief\.args\.aim: given 4; no such argument; length takes"):
+        build_parts(config, "reward")
+
+
+@pytest.mark.parametrize(
+    ("config", "key", "said"),
+    [
+        (RewardConfig(), "reward.parts", "needs a reward"),
+        (RewardConfig(args={"a": 1}), "reward.args", "nobody's"),
+        (RewardConfig(kind="vader", parts={"a": PartConfig("vader")}), "reward.kind", "short form"),
+        (RewardConfig(parts={"a": PartConfig("vader", weight=0.0)}), "reward.parts", "every weight is 0"),
+        (RewardConfig(parts={"a.b": PartConfig("vader")}), "reward.parts.a.b", "letters, digits"),
+        (RewardConfig(parts={"a": PartConfig("vader", weight=float("nan"))}), "reward.parts.a.weight", "finite"),
+        (RewardConfig(parts={"a": PartConfig("vader", timeout_s=0.0)}), "reward.parts.a.timeout_s", "above 0"),
+    ],
+)
+def test_settings_that_cannot_work_are_found_without_building_anything(
+    config: RewardConfig, key: str, said: str
+) -> None:
+    (problem,) = reward_problems(config)
+    assert problem.key == key
+    assert said in problem.need
+
+
+def test_score_shows_the_reward_all_of_a_row() -> None:
+    recorder = Recorder([0.25, -1.5])
+    asked = [[{"role": "user", "content": "ab"}], None]
+    scores = score([Part("only", 1.0, recorder)], ByteTokenizer(), TWO, [{"id": 1}, {}], asked)
+    said = {"role": "assistant", "content": "xyz"}
+    assert list(recorder.calls[0]) == [
+        Sample("ab", "xyz", True, {"id": 1}, 30, (97, 98), (120, 121, 122, 2), (asked[0][0], said)),  # type: ignore[index]
+        Sample("c", "w", False, {}, 31, (99,), (119,), ()),
+    ]
     assert scores.scores.dtype == np.float32
     np.testing.assert_array_equal(scores.scores, [0.25, -1.5])
+    np.testing.assert_array_equal(scores.parts["only"], [0.25, -1.5])
+
+
+def test_the_score_is_the_weighted_sum_of_the_parts() -> None:
+    """Parts of weight 0 are stored and count for nothing; a reward with several names its own; spread is kept apart."""
+    parts = [
+        Part("a", 2.0, Recorder([1.0, 2.0])),
+        Part("b", -0.5, Recorder(Scored({"x": [4.0, 0.0], "y": [2.0, 2.0]}, [0.1, 0.2]))),
+        Part("c", 0.0, Recorder([3e38, -3e38])),
+    ]
+    found = score(parts, ByteTokenizer(), TWO, [{}, {}])
+    np.testing.assert_array_equal(found.scores, [2.0 - 3.0, 4.0 - 1.0])
+    assert {name: array.tolist() for name, array in found.parts.items() if name != "c"} == {
+        "a": [1.0, 2.0], "b.x": [4.0, 0.0], "b.y": [2.0, 2.0],
+    }  # fmt: skip
+    np.testing.assert_array_equal(found.disagreement["b"], np.array([0.1, 0.2], np.float32))
+    names = ["scores", "scores.a", "scores.b.x", "scores.b.y", "scores.c", "disagreement.b"]
+    assert list(found.arrays()) == names
+
+
+def test_batches_are_full_and_within_the_budget() -> None:
+    assert list(token_batches([3, 1, 9, 2, 3], None)) == [[0, 1, 2, 3, 4]]
+    assert list(token_batches([3, 1, 9, 2, 3], 6)) == [[2], [0, 4], [3, 1]]
+    assert list(token_batches([], 6)) == []
+
+
+def test_a_reward_that_takes_so_many_tokens_is_called_with_no_more() -> None:
+    """Rows of 6 and 2 tokens under a budget of 7: one after the other, and each score in its row."""
+    recorder = Recorder([1.0], batch_tokens=7)
+    score([Part("only", 1.0, recorder)], ByteTokenizer(), TWO, [{}, {}])
+    assert [[s.row for s in call] for call in recorder.calls] == [[30], [31]]
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), 1e39])
 def test_score_refuses_what_is_not_finite(bad: float) -> None:
-    rollout = make_rollout(["ab", "c"], [b"x", b"w"], [True, True])
-    with np.errstate(over="ignore"), pytest.raises(ValueError, match="row 31 is"):
-        score(Recorder([0.0, bad]), ByteTokenizer(), rollout, [{}, {}])
+    with pytest.raises(RewardFailed, match=r"reward 'only' of row 31 is .*, not a finite float32 \(prompt 'c'; 1 such"):
+        scores_of([0.0, bad], TWO)
 
 
-def test_score_refuses_wrong_counts() -> None:
-    rollout = make_rollout(["ab", "c"], [b"x", b"w"], [True, True])
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ([0.0] * 3, "reward 'only' gave 3 scores for 2 rows (30 to 31)"),
+        ([], "gave 0 scores for 2 rows"),
+        ([[1.0], [2.0]], "gave an array (2, 1) for 2 rows"),
+        (["a", "b"], "gave ['a', 'b']: not one number per row"),
+        (None, "gave None: not one number per row"),
+        (Scored({}), "gave no part"),
+        (Scored({"x": [1.0]}), "part 'x' gave 1 scores for 2 rows"),
+        (Scored({"a/b": [1.0, 1.0]}), "gave a part named 'a/b'"),
+        (Scored({"": [1.0, 1.0]}, [0.0, float("nan")]), "of row 31 is nan"),
+    ],
+)
+def test_score_refuses_what_is_not_one_number_per_row(given: Any, said: str) -> None:
+    with pytest.raises(RewardFailed) as failure:
+        scores_of(given, TWO)
+    assert said in str(failure.value)
+
+
+def test_score_refuses_wrong_counts_of_extras() -> None:
     with pytest.raises(ValueError, match="1 extras were given for 2 rows"):
-        score(Recorder([0.0, 0.0]), ByteTokenizer(), rollout, [{}])
-    with pytest.raises(ValueError, match=r"3,.* for 2 rows"):
-        score(Recorder([0.0, 0.0, 0.0]), ByteTokenizer(), rollout, [{}, {}])
+        scores_of([0.0, 0.0], TWO, [{}])

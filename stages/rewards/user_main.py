@@ -1,0 +1,176 @@
+"""The process that a user's reward runs in: `python -m THIS_MODULE PIPE PARENT` (a file descriptor, a process id).
+
+    first message    {kind, args}      import the function, or make the object ──► ready, or what is wrong with which
+    each after it    {samples}         call it ──► its numbers, or what it raised and of which row
+
+The working directory comes first among the places that modules are imported from. It ends with the thread that started
+it, and when the pipe ends. Loads no other part of Stageline but the protocol of rewards.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import inspect
+import json
+import os
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
+from multiprocessing.connection import Connection
+from typing import Any
+
+from stages.rewards.protocol import Sample, Scored
+
+_PR_SET_PDEATHSIG = 1
+_SEARCH_S = 10.0
+"""For which of a batch's rows raises alone."""
+
+Function = Callable[[Sequence[Sample]], Any]
+
+
+class _Refused(Exception):
+    """(setting, need): what of kind or args does not work."""
+
+
+def main() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that owns this one
+    pipe, parent = Connection(int(sys.argv[1])), int(sys.argv[2])
+    _die_with(parent)
+    with suppress(EOFError, OSError):  # the parent has gone, or wants no more
+        start = json.loads(pipe.recv_bytes())
+        try:
+            function = _load(start["kind"], start["args"])
+        except _Refused as error:
+            setting, need = error.args
+            pipe.send_bytes(json.dumps({"refused": setting, "need": need}).encode())
+            return
+        owner = function.func if isinstance(function, partial) else function
+        ready = {
+            "deterministic": bool(getattr(owner, "deterministic", True)),
+            "batch_tokens": getattr(owner, "batch_tokens", None),
+        }
+        pipe.send_bytes(json.dumps(ready).encode())
+        while True:
+            samples = [_sample(fields) for fields in json.loads(pipe.recv_bytes())["samples"]]
+            pipe.send_bytes(json.dumps(_answer(function, samples)).encode())
+
+
+def _load(kind: str, args: Mapping[str, Any]) -> Function:
+    """The user's function with its arguments, or the object of their class. Raises _Refused."""
+    module_name, _, name = kind.partition(":")
+    try:
+        module = importlib.import_module(module_name)
+    except Exception as error:
+        if isinstance(error, ModuleNotFoundError) and error.name in (module_name, module_name.partition(".")[0]):
+            need = f"there is no module {module_name} in {os.getcwd()}, nor is one installed"
+        else:
+            need = f"importing {module_name} raised {_one_line(error)}"
+        raise _Refused("kind", need) from error
+    target = getattr(module, name, None)
+    if not callable(target):
+        own = [n for n, v in vars(module).items() if callable(v) and getattr(v, "__module__", None) == module_name]
+        need = f"{module.__name__} has no function or class {name!r}; it has {', '.join(own) or 'none'}"
+        raise _Refused("kind", need)
+    given = dict(args)
+    _check_arguments(kind, target, given)
+    if not inspect.isclass(target):
+        return partial(target, **given) if given else target
+    try:
+        made = target(**given)
+    except Exception as error:
+        raise _Refused("args", f"{name} raised {_one_line(error)}") from error
+    if not callable(made):
+        raise _Refused("kind", f"an object of class {name} cannot be called: it needs a method __call__(samples)")
+    return made
+
+
+def _check_arguments(kind: str, target: Function, given: Mapping[str, Any]) -> None:
+    """Raises _Refused for arguments that the function or class does not take, or lacks."""
+    try:
+        parameters = [*inspect.signature(target).parameters.values()]
+    except ValueError as error:
+        raise _Refused("kind", f"{kind} does not say which arguments it takes: write a function in Python") from error
+    if not inspect.isclass(target):
+        if not parameters:
+            raise _Refused("kind", f"{kind} takes no argument: the first is a list of samples")
+        parameters = parameters[1:]
+    names = [p.name for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    takes = f"{kind} takes {', '.join(names) or 'no arguments'}"
+    unknown = [n for n in given if n not in names and not any(p.kind is p.VAR_KEYWORD for p in parameters)]
+    missing = [p.name for p in parameters if p.name in names and p.default is p.empty and p.name not in given]
+    if unknown:
+        raise _Refused("args", f"no such argument: {', '.join(unknown)}; {takes}")
+    if missing:
+        raise _Refused("args", f"without {', '.join(missing)}, which must be given; {takes}")
+
+
+def _answer(function: Function, samples: Sequence[Sample]) -> dict[str, Any]:
+    """What the function gives, as JSON has it; or what it raised."""
+    try:
+        return _numbers(function(samples))
+    except Exception as error:
+        raised, row = error, None
+    if len(samples) == 1:
+        row = 0
+    until = time.monotonic() + _SEARCH_S
+    for number, sample in enumerate(samples if row is None else ()):
+        if time.monotonic() > until:
+            break
+        try:
+            function([sample])
+        except Exception as error:
+            raised, row = error, number
+            break
+    trace = "".join(traceback.format_exception(raised)[-4:]).rstrip()
+    return {"error": _one_line(raised), "row": row, "traceback": trace}
+
+
+def _numbers(given: Any) -> dict[str, Any]:
+    """Raises TypeError, saying what came, where these are not numbers."""
+    if isinstance(given, Scored):
+        spread = None if given.disagreement is None else _floats(given.disagreement)
+        return {"parts": {str(n): _floats(v) for n, v in given.parts.items()}, "disagreement": spread}
+    if isinstance(given, Mapping):
+        return {"parts": {str(name): _floats(values) for name, values in given.items()}, "disagreement": None}
+    return {"scores": _floats(given)}
+
+
+def _floats(given: Any) -> list[float]:
+    if isinstance(given, str | bytes) or not hasattr(given, "__iter__"):
+        raise TypeError(f"it gave {given!r:.80}: a list of one number per sample, or a dict of such lists, is needed")
+    numbers = []
+    for position, value in enumerate(given):
+        try:
+            numbers.append(float(value))
+        except (TypeError, ValueError):
+            raise TypeError(f"it gave {value!r:.80} for sample {position}: a number is needed") from None
+    return numbers
+
+
+def _sample(fields: dict[str, Any]) -> Sample:
+    """As it was before it became JSON."""
+    for name in ("prompt_ids", "response_ids", "messages"):
+        fields[name] = tuple(fields[name])
+    return Sample(**fields)
+
+
+def _one_line(error: BaseException) -> str:
+    return " ".join(f"{type(error).__name__}: {error}".split())
+
+
+def _die_with(parent: int) -> None:
+    """Also where this process is stopped, or stuck in a native call: Linux kills it when the thread that started it
+    ends. Elsewhere the pipe's end has to do."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:  # it ended before it was asked for
+            os._exit(1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,98 @@
+"""Rewards as a user writes them, good and bad."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from stages.rewards.protocol import Sample, Scored
+
+
+def vowels(samples: Sequence[Sample], gain: float = 1.0) -> list[float]:
+    return [gain * sum(c in "aeiou" for c in sample.response) for sample in samples]
+
+
+def two_parts(samples: Sequence[Sample]) -> dict[str, list[float]]:
+    return {"long": [float(len(s.response)) for s in samples], "done": [float(s.finished) for s in samples]}
+
+
+class Prefix:
+    """Counts what a response begins with."""
+
+    batch_tokens = 64
+
+    def __init__(self, text: str) -> None:
+        if not text:
+            raise ValueError("text is empty")
+        self.text = text
+
+    def __call__(self, samples: Sequence[Sample]) -> Scored:
+        return Scored({"": [float(s.response.startswith(self.text)) for s in samples]}, [0.25] * len(samples))
+
+
+class Fickle:
+    deterministic = False
+
+    def __call__(self, samples: Sequence[Sample]) -> list[float]:
+        return [time.time()] * len(samples)
+
+
+class Uncallable:
+    pass
+
+
+def seen(samples: Sequence[Sample]) -> list[float]:
+    """What a sample holds, as one number each: 1 where all of it came through."""
+    first = samples[0]
+    whole = (
+        first.prompt_ids == (97, 98)
+        and first.response_ids == (120, 2)
+        and first.extra == {"answer": "5", "more": [1, 2]}
+        and first.messages == ({"role": "user", "content": "ab"}, {"role": "assistant", "content": "x"})
+        and (first.row, first.finished, first.prompt, first.response) == (7, True, "ab", "x")
+    )
+    return [float(whole)] * len(samples)
+
+
+def divides(samples: Sequence[Sample]) -> list[float]:
+    return [1 / (len(sample.response) - 3) for sample in samples]
+
+
+def too_few(samples: Sequence[Sample]) -> list[float]:
+    return [1.0] * (len(samples) - 1)
+
+
+def not_a_number(samples: Sequence[Sample]) -> list[float]:
+    return [float("nan") if s.response == "xyz" else 0.0 for s in samples]
+
+
+def nothing(samples: Sequence[Sample]) -> None:
+    return None
+
+
+def texts(samples: Sequence[Sample]) -> list[str]:
+    return ["good" for _ in samples]
+
+
+def hangs(samples: Sequence[Sample]) -> list[float]:
+    time.sleep(3600)
+    return []
+
+
+def dies(samples: Sequence[Sample]) -> list[float]:
+    os._exit(7)
+
+
+def dies_once(samples: Sequence[Sample], flag: str) -> list[float]:
+    """As `vowels`, by a process that ends in the first batch of all."""
+    if not Path(flag).exists():
+        Path(flag).touch()
+        os._exit(7)
+    return vowels(samples)
+
+
+def process(samples: Sequence[Sample]) -> list[float]:
+    """The process that it runs in."""
+    return [float(os.getpid())] * len(samples)

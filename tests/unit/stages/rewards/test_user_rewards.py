@@ -1,0 +1,150 @@
+"""A user's own reward in a process of its own: what it is shown, what it may do wrong, and that it ends."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from stages.rewards.protocol import RewardFailed, Sample, Scored
+from stages.rewards.registry import UnfitReward, build_reward
+from stages.rewards.user import UserReward
+from tests.support.paths import ROOT
+from tests.support.waiting import until
+
+OWN = "tests.support.own_rewards"
+SAMPLES = [Sample("p", text, row=row) for row, text in enumerate(["ab", "xyz", "euoia"], start=30)]
+
+
+@contextmanager
+def reward(name: str, timeout_s: float = 60.0, **args: Any) -> Iterator[UserReward]:
+    made = build_reward(f"{OWN}:{name}", args, "reward", timeout_s)
+    assert isinstance(made, UserReward)
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+def test_a_function_a_class_and_named_parts() -> None:
+    with reward("vowels", gain=2.0) as vowels:
+        assert vowels(SAMPLES) == [2.0, 0.0, 10.0]
+        assert (vowels.deterministic, vowels.batch_tokens) == (True, None)
+    with reward("Prefix", text="x") as prefix:
+        assert prefix(SAMPLES) == Scored({"": [0.0, 1.0, 0.0]}, [0.25] * 3)
+        assert prefix.batch_tokens == 64
+    with reward("two_parts") as parts:
+        assert parts(SAMPLES) == Scored({"long": [2.0, 3.0, 5.0], "done": [1.0] * 3})
+    with reward("Fickle") as fickle:
+        assert not fickle.deterministic
+
+
+def test_it_sees_all_of_a_sample() -> None:
+    chat = ({"role": "user", "content": "ab"}, {"role": "assistant", "content": "x"})
+    sample = Sample("ab", "x", True, {"answer": "5", "more": [1, 2]}, 7, (97, 98), (120, 2), chat)
+    with reward("seen") as seen:
+        assert seen([sample]) == [1.0]
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("divides", ("raised ZeroDivisionError: division by zero", "row 31 (prompt 'p', response 'xyz')", "1 / (len(")),
+        ("nothing", ("it gave None", "one number per sample", "rows 30 to 32")),
+        ("texts", ("it gave 'good' for sample 0",)),
+        ("dies", ("ended with exit status 7", "rows 30 to 32 (a batch of 3)")),
+    ],
+)
+def test_what_goes_wrong_is_said_with_the_row(name: str, said: tuple[str, ...]) -> None:
+    with reward(name) as made:
+        with pytest.raises(RewardFailed) as failure:
+            made(SAMPLES)
+        for part in said:
+            assert part in str(failure.value)
+
+
+def test_a_batch_that_takes_too_long_is_ended_and_the_next_has_a_process_again() -> None:
+    with reward("hangs", timeout_s=0.2) as made:
+        for _ in range(2):
+            with pytest.raises(RewardFailed, match=r"took longer than 0\.2 s .*rows 30 to 32"):
+                made(SAMPLES)
+
+
+def test_a_process_that_was_killed_is_started_again() -> None:
+    """Between two batches and in the middle of one: the batch is asked again, of a new process."""
+    with reward("process") as made:
+        (first, *_) = made(SAMPLES)  # type: ignore[misc]
+        os.kill(int(first), signal.SIGKILL)
+        (second, *_) = made(SAMPLES)  # type: ignore[misc]
+        assert first != second != os.getpid()
+    assert not psutil.pid_exists(int(second))
+
+
+@pytest.mark.parametrize(
+    ("kind", "args", "key", "said"),
+    [
+        ("nowhere:score", {}, "reward.kind", "there is no module nowhere in"),
+        (f"{OWN}:vowls", {}, "reward.kind", "no function or class 'vowls'; it has vowels, two_parts, Prefix"),
+        (f"{OWN}:vowels", {"gian": 1}, "reward.args", "no such argument: gian; tests.support.own_rewards:vowels takes"),
+        (f"{OWN}:Prefix", {}, "reward.args", "without text, which must be given"),
+        (f"{OWN}:Uncallable", {}, "reward.kind", "needs a method __call__(samples)"),
+        ("math:hypot", {}, "reward.kind", "does not say which arguments it takes"),
+    ],
+)
+def test_what_cannot_be_called_is_refused(kind: str, args: dict[str, Any], key: str, said: str) -> None:
+    with pytest.raises(UnfitReward) as refusal:
+        build_reward(kind, args, "reward")
+    assert refusal.value.problem.key == key
+    assert said in str(refusal.value)
+
+
+def test_a_module_that_raises_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "broken_reward.py").write_text("import no_such_library\n")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UnfitReward, match=r"importing broken_reward raised ModuleNotFoundError.*no_such_library"):
+        build_reward("broken_reward:score", {}, "reward")
+
+
+OWNER = """
+import sys, time
+from stages.rewards.protocol import Sample
+from stages.rewards.registry import build_reward
+reward = build_reward("tests.support.own_rewards:{function}", {{}}, "reward", 60.0)
+print(reward._child._process.pid, flush=True)
+if {busy}:
+    reward([Sample("p", "r")])
+time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("state", ["idle", "busy", "stopped"])
+def test_the_process_ends_with_its_worker(state: str) -> None:
+    """A worker that is killed takes it along: idle, in the middle of a batch, or stopped."""
+    code = OWNER.format(function="hangs" if state == "busy" else "vowels", busy=state == "busy")
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    owner = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True)
+    assert owner.stdout is not None
+    child = psutil.Process(int(owner.stdout.readline()))
+    if state == "stopped":
+        child.suspend()
+    owner.kill()
+    owner.wait()
+    owner.stdout.close()
+    child.wait(30)
+    assert not child.is_running()
+
+
+def test_a_process_that_is_gone_is_closed_too() -> None:
+    with reward("process") as made:
+        (pid, *_) = made(SAMPLES)  # type: ignore[misc]
+        os.kill(int(pid), signal.SIGKILL)
+        until(lambda: not psutil.pid_exists(int(pid)))
+    made.close()

@@ -1,8 +1,8 @@
-"""The command line: `stageline run | resume | check | inspect | replay | export`.
+"""The command line: `stageline run | resume | worker | check | inspect | replay | export`.
 
-Exit codes: 0 done, 2 bad input, 3 a stage failed, 130 interrupted (and resumable). Each command has a file of its own,
-with a function `command(options)` that returns the exit code; it is imported when the command is called, since
-`stageline --help` must not wait for torch. May import the standard library.
+Exit codes: 0 done, 2 bad input, 3 a stage failed, 4 a worker's driver is gone, 130 interrupted (and resumable). Each
+command has a file of its own, with a function `command(options)` that returns the exit code; it is imported when the
+command is called, since `stageline --help` must not wait for torch. May import the standard library.
 """
 
 from __future__ import annotations
@@ -46,7 +46,8 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="stageline",
         description="RLHF-PPO as a workflow DAG: every stage a node, staleness an edge, every output an open data set.",
-        epilog="exit codes: 0 done, 2 bad input, 3 a stage failed, 130 interrupted (and resumable)",
+        epilog="exit codes: 0 done, 2 bad input, 3 a stage failed, 4 a worker's driver is gone, 130 interrupted (and "
+        "resumable)",
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, command in COMMANDS.items():
@@ -72,6 +73,23 @@ def _resume(parser: argparse.ArgumentParser) -> None:
         "--from-checkpoint",
         action="store_true",
         help="archive what was committed after the newest usable checkpoint, and make it anew on this machine",
+    )
+
+
+def _worker(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run_dir", nargs="?", metavar="RUN", help="the run's directory, as this host sees it")
+    parser.add_argument("--scheduler-file", metavar="FILE", help="instead of RUN: the file that the driver has written")
+    parser.add_argument("--gang", required=True, metavar="NAME", help="a gang of `placement.gangs`")
+    parser.add_argument("--index", required=True, type=int, help="its rank or replica, from 0")
+    parser.add_argument(
+        "--interface", metavar="NAME", help="network interface (default: that of the config, or of the route)"
+    )
+    parser.add_argument(
+        "--wait",
+        type=float,
+        default=300.0,
+        metavar="SECONDS",
+        help="for the driver to be there (default 300)",
     )
 
 
@@ -115,6 +133,9 @@ def _export(parser: argparse.ArgumentParser) -> None:
 COMMANDS = {
     "run": Command("pipeline.cli.run", "run a config to its last step", _run),
     "resume": Command("pipeline.cli.resume", "continue an interrupted run from its directory", _resume),
+    "worker": Command(
+        "pipeline.cli.worker", "be one worker, on this host, of a run with cluster.kind=attached", _worker
+    ),
     "check": Command("pipeline.cli.check", "say what a run would be refused for, or verify a run's directory", _check),
     "inspect": Command(
         "pipeline.cli.inspect_step",

@@ -21,9 +21,10 @@ from distributed.security import Security
 from pipeline.config.errors import ConfigError
 from pipeline.config.loading import load_config, to_yaml
 from pipeline.config.run import RunConfig
-from pipeline.driver.cluster import LocalWorkers, kill_workers, workers_by_address
+from pipeline.driver.cluster import kill_workers, workers_by_address
 from pipeline.driver.context import ExecutorSettings, StageFailed, WorkerKey
 from pipeline.driver.executor import Executor
+from pipeline.driver.local_workers import LocalWorkers
 from pipeline.graph.dispatch import Dispatch
 from pipeline.graph.flow import Flow
 from pipeline.graph.graph import Node, run_nodes
@@ -77,7 +78,6 @@ class Run:
         settings = ExecutorSettings(
             runtime="tests.support.noop_runtime:NoopRuntime",
             config_yaml=to_yaml(config),
-            rendezvous_dir=self.dir,
             start_timeout_s=60.0,
             deadline_s=deadline_s,
             attempts=attempts,
@@ -447,7 +447,8 @@ def test_a_replica_with_other_numerics_is_left_out_and_tried_again(start: Callab
     run.go()
     run.assert_whole()
     (warned,) = run.events(EventKind.WARNED)
-    assert "computes with others; it is tried again in 60 s" in str(warned.detail)
+    assert "computes with others (host " in str(warned.detail)
+    assert str(warned.detail).endswith("it is tried again in 60 s")
     assert {line[1] for line in run.log("runs") if line[0].startswith("generate/step_000000")} == {"generate-0"}
 
 

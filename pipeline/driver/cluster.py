@@ -202,6 +202,11 @@ class LocalWorkers:
         """Address of the Dask dashboard, where there is one."""
         return self.client.dashboard_link if self._has_dashboard else None
 
+    @property
+    def scheduler(self) -> Scheduler:
+        """Which runs in this process, in a thread of its own."""
+        return self._cluster.scheduler
+
     def close(self) -> None:
         """Ends every process at once, in the middle of whatever it does: what counts is committed, and a stage that
         hangs must not hold up the end of the run."""

@@ -5,10 +5,10 @@
 
     generate-commit-000003: waiting ─parents done─► queued ─a worker has it─► processing ─committed─► memory
 
-A marker is an entry among the scheduler's tasks that nobody computes: no worker hears of it, no client wants it, no task
-that runs depends on it. So it can hold up nothing, and nothing that dies or stops can hold it up; its state is what
-dispatch says. The tasks that compute (`attempts`) cannot carry these edges: Dask fetches what a task depends on, and
-computes it again when it is lost.
+A marker is an entry among the scheduler's tasks that nobody computes: no worker hears of it, no client wants it, and
+nothing that runs depends on it. So it can hold up nothing, and nothing that dies or stops can hold it up; its state is
+what dispatch says. The tasks that compute (`attempts`) cannot carry these edges: Dask fetches what a task depends on,
+and computes it again when it is lost.
 
 What leaves the window is forgotten. Dask does so for a task only when nothing depends on it, so that a chain of tasks
 over the whole run would never go; and it never forgets that a group of tasks depended on one that is gone, of which its

@@ -44,18 +44,25 @@ th { color: var(--dim); font-weight: normal; } tr + tr td { border-top: 1px soli
 .key { display: inline-block; width: 12px; height: 12px; border-radius: 2px; margin: 0 5px -1px 14px; }
 .key.waiting { background: var(--waiting); } .key.ready { background: var(--ready); }
 .key.running { background: var(--running); } .key.done { background: var(--done); }
-.alarm, .failed, .lost-note { color: var(--lost); } .over { color: var(--lost); }
+.alarm, .failed, .lost-note { color: var(--lost); } .over { opacity: .5; } h2 .dim { font-weight: normal; }
 """
 _SCRIPT = f"""
 const shown = document.getElementById("view");
+const scrolled = to => {{ const box = shown.querySelector(".scroll"); if (box) box.scrollLeft = to; }};
+let busy = false;
 async function look() {{
-  if (document.hidden) return;
+  if (document.hidden || busy) return;
+  busy = true;
   try {{
     const answer = await fetch(shown.dataset.from);
+    const at = shown.querySelector(".scroll")?.scrollLeft ?? 1e6;
     if (answer.ok) shown.innerHTML = await answer.text();
+    scrolled(at);
     shown.classList.toggle("over", !answer.ok);
   }} catch {{ shown.classList.add("over"); }}
+  busy = false;
 }}
+scrolled(1e6);
 setInterval(look, {1000 * REFRESH_S:.0f});
 """
 

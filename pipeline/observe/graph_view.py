@@ -20,7 +20,7 @@ from pipeline.observe.node_events import NodeEvents, Note
 from stages.models.protocol import Role
 from storage.address import Address
 
-PAST_STEPS = 8
+PAST_STEPS = 6
 """Steps that are over and still shown."""
 MOST_NODES = 4000
 """Of a page; where a step has more than a few hundred, fewer steps that are over are shown."""

@@ -7,6 +7,7 @@ import signal
 import socket
 import threading
 import urllib.error
+import urllib.parse
 import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -96,7 +97,7 @@ def visit(config: RunConfig, workers: LocalWorkers, stop: threading.Event) -> Se
     seen.log = get(f"{root}/stageline/logs/generate-0.log")[1]
     seen.answers["../config.yaml"] = get(f"{root}/stageline/logs/..%2Fconfig.yaml")[0]
     key = next(key for key in list(scheduler.tasks) if marker_stage(key) == "generate")
-    seen.answers["marker"] = get(f"{root}/info/task/{urllib.request.quote(str(key))}.html")[0]
+    seen.answers["marker"] = get(f"{root}/info/task/{urllib.parse.quote(str(key))}.html")[0]
     for task in list(scheduler.tasks.values()):
         if any(bool(marker_stage(parent.key)) != bool(marker_stage(task.key)) for parent in list(task.dependencies)):
             seen.mixed.append(task.key)

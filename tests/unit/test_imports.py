@@ -29,6 +29,8 @@ ONLY_IN = {
     "gguf": "stages/models/assets.py",
     "triton": "stages/engines/embedded/kernels/cuda/triton_kernels.py",
     "vaderSentiment": "stages/rewards",
+    "bokeh": "pipeline/driver/dask_pages.py",
+    "tornado": "pipeline/driver",
 }
 """Library -> the one file or folder that imports it."""
 

@@ -113,7 +113,7 @@ class GraphMarkers(SchedulerPlugin):
 
     def _add(self, address: Address, marker: Marker) -> None:
         task = self._scheduler.new_task(marker_key(address), None, "released")
-        task.priority = marker.priority
+        task.priority, task.who_has = marker.priority, set()  # Dask's page of a task lists who has it
         for parent in marker.parents:
             found = self._scheduler.tasks.get(marker_key(parent))
             if found is not None:

@@ -31,6 +31,7 @@ main { padding: 14px 22px; max-width: 1500px; }
 h1 { font-size: 19px; margin: 0; } h2 { font-size: 14px; margin: 20px 0 6px; }
 nav, .dim { color: var(--dim); } nav a { color: var(--edge); margin-right: 14px; } nav code { margin-right: 14px; }
 .scroll { overflow-x: auto; } .two { display: flex; flex-wrap: wrap; gap: 8px 40px; }
+.two > section { flex: 1 1 520px; max-width: 860px; }
 table { border-collapse: collapse; } td, th { text-align: left; padding: 3px 16px 3px 0; vertical-align: top; }
 th { color: var(--dim); font-weight: normal; } tr + tr td { border-top: 1px solid var(--line); }
 .row { fill: none; } .row.odd { fill: var(--odd); } text { fill: var(--fg); font-size: 12px; }

@@ -59,7 +59,7 @@ def _cell(nodes: Sequence[NodeView], states: Mapping[Address, NodeState], x: int
     top, high = y + 4, ROW_H - 8
     counts = Counter(node.state for node in nodes)
     said = ", ".join(f"{counts[state]} {state}" for state in _ORDER if counts[state])
-    parts = [f"<g><title>{escape(_told(nodes, states) if len(nodes) <= _SINGLE_CELLS else said)}</title>"]
+    parts = [f"<g><title>{escape(_description(nodes, states) if len(nodes) <= _SINGLE_CELLS else said)}</title>"]
     if len(nodes) <= _SINGLE_CELLS:
         wide = COLUMN_W / len(nodes)
         for i, node in enumerate(nodes):
@@ -84,12 +84,12 @@ def _cell_text(nodes: Sequence[NodeView], counts: Mapping[NodeState, int]) -> st
     return _seconds(max(taken)) if taken else ""
 
 
-def _told(nodes: Sequence[NodeView], states: Mapping[Address, NodeState]) -> str:
+def _description(nodes: Sequence[NodeView], states: Mapping[Address, NodeState]) -> str:
     """What a cell says when the mouse is over it."""
-    return "\n".join(_told_of(node, states) for node in nodes)
+    return "\n".join(_description_of(node, states) for node in nodes)
 
 
-def _told_of(node: NodeView, states: Mapping[Address, NodeState]) -> str:
+def _description_of(node: NodeView, states: Mapping[Address, NodeState]) -> str:
     text = f"{short(node.address)}: {node.state}, weights v{node.version}"
     if node.worker is not None:
         text += f", {node.worker}"

@@ -152,8 +152,8 @@ def past_steps(spec: GraphSpec, statuses: Sequence[NodeStatus], finished: bool) 
     """Nodes of the steps before the window, all done; parents before children. Of a run that is over: of its last."""
     end = spec.steps if finished or not statuses else first_open_step(statuses)
     per_step = max(1, len(step_nodes(spec, 1)))
-    room = max(0, MOST_NODES - len(statuses)) // per_step
-    steps = range(max(0, end - min(PAST_STEPS, room)), end)
+    most = max(0, MOST_NODES - len(statuses)) // per_step
+    steps = range(max(0, end - min(PAST_STEPS, most)), end)
     return [NodeStatus(node, NodeState.DONE) for step in steps for node in step_nodes(spec, step)]
 
 

@@ -28,6 +28,8 @@ from pipeline.graph.status import ROWS
 
 _ORDERS = 12
 """Nodes of a step have orders 0 to 11 (`graph.Node.priority`): where they stand in its column."""
+_SHIFT = 0.07
+"""Of every second one, so that an edge does not run through the nodes between its ends."""
 _SPREAD = 0.7
 """Of a row's height, over which the shards of a stage are spread."""
 
@@ -42,7 +44,7 @@ class StepLayout(GraphLayout):
             if stage is None or task is None or key in self.x:
                 continue
             turn, order = task.priority
-            self.x[key] = turn + order / _ORDERS
+            self.x[key] = turn + order / _ORDERS + _SHIFT * (order % 2)
             self.y[key] = -ROWS.index(stage) - _SPREAD * (1 - 1 / (1 + key[1]))
             self.index[key] = self.next_index
             self.next_index += 1

@@ -69,7 +69,8 @@ class NodeEvents:
         if event.stage is not None and event.step is not None:
             self._take_node(event, Address(event.stage, event.step, event.shard or 0))
         if event.kind in _NOTED:
-            where = [str(part) for part in (event.worker, event.stage, event.step) if part is not None]
+            step = None if event.step is None else f"step {event.step}" if event.stage is None else str(event.step)
+            where = [part for part in (event.worker, event.stage, step) if part is not None]
             text = ": ".join(part for part in (" ".join(where), event.detail or "") if part)
             self.notes.append(Note(event.t, _NOTED[event.kind], text))
 

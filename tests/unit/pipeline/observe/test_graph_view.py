@@ -82,7 +82,7 @@ def test_a_run_that_died_in_its_third_step(tmp_path: Path) -> None:
     assert gangs["engine"].wait == "generate 3.0 waits for a worker"
     assert [p.reward for p in view.points] == [0.0, 1.0]
     assert view.held_out == ((0, 0.25),), "that of version 2 is not complete"
-    assert [note.text for note in view.notes] == ["1: KL is high"]
+    assert [note.text for note in view.notes] == ["step 1: KL is high"]
     assert {one.version: one.readers for one in view.versions}[2][:2] == (
         Address("generate", 3),
         Address("generate", 3, 1),

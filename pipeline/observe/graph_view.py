@@ -5,7 +5,7 @@ ended. Pure functions; nothing here reads a clock or a file.
     flow ──readers──────────────┼──► graph_view ──► GraphView ──► graph_page (HTML)
     journal ──NodeEvents────────┘
 
-May import this folder, pipeline.graph and storage.address.
+May import this folder, pipeline.graph, stages.models.protocol.Role and storage.address.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
     ledger ──► Flow, Dispatch (as `resume` would begin) ──► states of nodes, waits, readers ──┐
     journal ──► who was in the middle of what, seconds, notes ────────────────────────────────┴──► GraphView
 
-May import this folder, pipeline.graph and storage.
+May import this folder, pipeline.graph, stages.models.protocol.Role and storage.
 """
 
 from __future__ import annotations

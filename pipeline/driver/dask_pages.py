@@ -5,7 +5,7 @@
     /groups   as Dask draws it, in an order of its own: Dask's asks `dask.order`, which takes no dependencies any more,
               and fails at the first group that comes before one it depends on
 
-Loads Bokeh. May import distributed, tornado and pipeline.driver.task_keys and pipeline.graph.
+Loads Bokeh. May import bokeh, distributed, tornado, pipeline.driver.task_keys and pipeline.graph.
 """
 
 from __future__ import annotations

@@ -49,16 +49,20 @@ TENTHS = 10
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--steps", type=int, default=1000, help="of the long run")
+    parser.add_argument(
+        "--dashboard", action="store_true", help="the long run with Dask's dashboard, and nobody looking"
+    )
     parser.add_argument("--workers", type=int, default=512, help="simulated ones of the wide run")
 
 
 # ---- long ------------------------------------------------------------------------------------------------------------
 
 
-def long_config(directory: Path, steps: int) -> RunConfig:
+def long_config(directory: Path, steps: int, dashboard: bool) -> RunConfig:
     changes = (
         f"runs_dir={directory}", "name=long", f"steps={steps}", "evaluate.every=0", "tracking.uri=null",
-        "tracking.plots=false", "cluster.dashboard=null", f"prompts.url={ROOT}/conf/data/tiny_prompts.jsonl",
+        "tracking.plots=false", f"cluster.dashboard={'127.0.0.1:0' if dashboard else 'null'}",
+        f"prompts.url={ROOT}/conf/data/tiny_prompts.jsonl",
     )  # fmt: skip
     return load_config([str(ROOT / "conf/run/tiny.yaml")], list(changes))
 
@@ -102,10 +106,10 @@ def run_long(config: RunConfig, samples: Samples, *, resume: bool) -> None:
         Flow.done = over  # type: ignore[method-assign]
 
 
-def measure_long(steps: int) -> tuple[dict[str, float], list[tuple[str, ...]]]:
+def measure_long(steps: int, dashboard: bool) -> tuple[dict[str, float], list[tuple[str, ...]]]:
     """Figures by name, and a row for each tenth."""
     with tempfile.TemporaryDirectory() as folder:
-        config = long_config(Path(folder), steps)
+        config = long_config(Path(folder), steps, dashboard)
         samples = Samples()
         run_long(config, samples, resume=False)
         ended = time.perf_counter()
@@ -244,7 +248,7 @@ def main() -> None:
     steps, workers = (20, 32) if options.quick else (options.steps, options.workers)
     with measured_load() as load:
         wide = measure_wide(workers, 2 if options.quick else 4)
-        long, rows = measure_long(steps)
+        long, rows = measure_long(steps, options.dashboard)
         figures = {**long, **wide, "limit/create_ms": create_ms()}
     notes = [f"{name}: {value:.4g}" for name, value in figures.items()]
     figures["others_load"] = load().others

@@ -1,4 +1,4 @@
-"""The command line: `stageline run | resume | worker | check | inspect | replay | export`.
+"""The command line: `stageline run | resume | worker | check | inspect | dashboard | replay | export`.
 
 Exit codes: 0 done, 2 bad input, 3 a stage failed, 4 a worker's driver is gone, 130 interrupted (and resumable). Each
 command has a file of its own, with a function `command(options)` that returns the exit code; it is imported when the
@@ -104,6 +104,11 @@ def _inspect(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rows", type=int, default=10, help="how many rows to show (default 10)")
 
 
+def _dashboard(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run_dir", metavar="RUN")
+    parser.add_argument("--port", type=int, help="default: 8788, or another one where that is taken")
+
+
 def _replay(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run_dir", metavar="RUN")
     parser.add_argument(
@@ -141,6 +146,9 @@ COMMANDS = {
         "pipeline.cli.inspect_step",
         "show the rows of a step: prompt, response, score, KL, version, advantage",
         _inspect,
+    ),
+    "dashboard": Command(
+        "pipeline.cli.dashboard", "serve the graph of a run that has ended as a page for a browser", _dashboard
     ),
     "replay": Command(
         "pipeline.cli.replay",

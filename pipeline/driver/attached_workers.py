@@ -95,6 +95,12 @@ class AttachedWorkers:
         """Address of the Dask dashboard, where there is one."""
         return None if self._dashboard is None else dashboard_link(self.client.dashboard_link, self._dashboard)
 
+    @property
+    def scheduler(self) -> Scheduler:
+        """Which runs in this process, in a thread of its own."""
+        found: Scheduler = self._cluster.scheduler
+        return found
+
     def close(self) -> None:
         """Has every worker end at once, in the middle of whatever it does, and removes the scheduler file."""
         self._stack.close()

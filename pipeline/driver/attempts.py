@@ -6,8 +6,8 @@
                   ├─── lost with its worker, or overdue ──► waits again in Dispatch, up to `cluster.attempts` times
                   └─── raised ──► the run ends; for what may pass (the store was away) the same, 2 s to 60 s later
 
-A node's Dask key is (stage, step, shard), so that the dashboard groups by stage; a later attempt adds its number,
-because a key whose old future is still held anywhere returns its old error. On a gang it is one task: rank 0 passes the
+A node's Dask key names its stage, step and shard (`task_keys`); a later attempt adds its number, because a key whose
+old future is still held anywhere returns its old error. On a gang it is one task: rank 0 passes the
 call on to its peers (`pipeline.workers.gang_calls`), and reports when all have done their part; what one of them raised
 is reported by itself, at once.
 
@@ -17,7 +17,7 @@ process that is stopped or does not let go of its interpreter; and whatever died
 ancestors. Dispatch has seen to the order, and the output is in the store. Lineage is cut every `LINEAGE` turns, too:
 Dask remembers all ancestors of a task that it remembers, and would hold the whole run.
 
-May import distributed, pipeline.driver.{context, supervision, verdict}, pipeline.workers and below.
+May import distributed, pipeline.driver.{context, supervision, task_keys, verdict}, pipeline.workers and below.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from distributed import Future
 
 from pipeline.driver.context import Context, StageFailed, WorkerKey
 from pipeline.driver.supervision import Supervision, restart_unit
+from pipeline.driver.task_keys import task_key
 from pipeline.driver.verdict import (
     LOST,
     PEER_GRACE_S,
@@ -149,8 +150,6 @@ class Attempts:
     def _submit_to(self, index: int, submit: Submit, name: str, num_ranks: int) -> Future:
         """Submits an attempt to one rank or replica."""
         node = submit.node
-        key: tuple[object, ...] = (node.address.stage, node.address.step, node.address.shard)
-        key += (name,) if submit.attempt else ()
         worker = self._supervision.spec((submit.gang, index))
         call = Call(
             address=node.address,
@@ -169,7 +168,7 @@ class Attempts:
             run_node_task,
             call,
             *edges(node, (submit.gang, index), self._attempts, self._results),
-            key=key,
+            key=task_key(node.address, name if submit.attempt else None),
             resources={pin(submit.gang, index): 1},
             priority=-(100 * node.turn + node.priority[1]),
             retries=0,

@@ -28,7 +28,7 @@ from types import TracebackType
 from typing import Any, Protocol, Self
 from urllib.parse import urlsplit
 
-from distributed import Client, scheduler
+from distributed import Client, Scheduler, scheduler
 from distributed.protocol.pickle import dumps
 
 _KILL_S = 5.0
@@ -44,6 +44,11 @@ class Cluster(Protocol):
     @property
     def dashboard(self) -> str | None:
         """Address of the Dask dashboard, where there is one."""
+        ...
+
+    @property
+    def scheduler(self) -> Scheduler:
+        """Which runs in this process, in a thread of its own."""
         ...
 
     def close(self) -> None:

@@ -84,6 +84,12 @@ class LocalWorkers:
         """Address of the Dask dashboard, where there is one."""
         return self.client.dashboard_link if self._has_dashboard else None
 
+    @property
+    def scheduler(self) -> Scheduler:
+        """Which runs in this process, in a thread of its own."""
+        found: Scheduler = self._cluster.scheduler
+        return found
+
     def close(self) -> None:
         """Ends every process at once, in the middle of whatever it does: what counts is committed, and a stage that
         hangs must not hold up the end of the run."""

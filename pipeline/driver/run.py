@@ -12,6 +12,7 @@ what it comes to in `results`. May import all of pipeline below the command line
 from __future__ import annotations
 
 import gc
+import importlib
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -32,13 +33,15 @@ from pipeline.driver.integrity import UnreadVersions, books_closed, check_made_a
 from pipeline.driver.preparation import PreparedRun, prepare
 from pipeline.driver.results import conclude, conclude_despite_error, open_tracker, where_results_are
 from pipeline.driver.retention import Retention
+from pipeline.driver.run_view import RunView
 from pipeline.driver.session import interruptible, only_driver, published_weights, worker_processes, writable
 from pipeline.graph.dispatch import Dispatch
 from pipeline.graph.flow import Flow
 from pipeline.graph.graph import Node, weight_readers
 from pipeline.observe.history import EVALUATION_METRIC, STEP_METRIC, History, alarm_text, evaluation_metrics
-from pipeline.observe.journal import EventKind, Journal, run_starts
+from pipeline.observe.journal import Event, EventKind, Journal, run_starts
 from pipeline.observe.live import Progress
+from pipeline.observe.node_events import NodeEvents
 from pipeline.observe.responses import Decode, response_pairs
 from pipeline.observe.summary import Summary
 from pipeline.observe.tables import end_of_run
@@ -118,14 +121,20 @@ def _run(config: RunConfig, ready: PreparedRun, console: Console, tracker: Track
         progress = Progress(
             config.name, config.steps, _links(config, workers), console=console, first_step=len(tracked)
         )
-        with progress, Journal(paths.events, progress.event) as journal:
+        seen = NodeEvents()
+
+        def heard(event: Event) -> None:
+            progress.event(event)
+            seen.take(event)
+
+        with progress, Journal(paths.events, heard) as journal:
             begun = ["resume" if resume else "start", f"ppo.proximal={config.ppo.proximal}"]
             begun += [*_without_critic(config), *ready.changed]
             journal.now(EventKind.RUN_STARTED, detail=", ".join(begun))
             for warning in ready.warnings:
                 journal.now(EventKind.WARNED, detail=warning)
             numerics = NumericsWatch(config, ready.identity, journal)
-            _Driver(config, ready, board, workers, numerics, journal, progress, tracker, tracked).run()
+            _Driver(config, ready, board, workers, numerics, journal, progress, tracker, tracked, seen).run()
             journal.now(EventKind.RUN_FINISHED)
 
 
@@ -147,10 +156,32 @@ def _links(config: RunConfig, workers: Cluster) -> dict[str, str]:
     """Where a person can watch the run."""
     links = {}
     if workers.dashboard is not None:
+        links["Graph"] = f"{workers.dashboard.removesuffix('/status')}/stageline"
         links["Dask dashboard"] = workers.dashboard
     if config.tracking.uri is not None:
         links["MLflow"] = how_to_open(config.tracking.uri)
     return links
+
+
+def _page(
+    config: RunConfig,
+    workers: Cluster,
+    dispatch: Dispatch,
+    flow: Flow,
+    history: History,
+    board: WeightBoard | None,
+    seen: NodeEvents,
+) -> RunView | None:
+    """The run's page on Dask's dashboard, where there is one."""
+    if workers.dashboard is None:
+        return None
+    root = workers.dashboard.removesuffix("/status")
+    links = {"Task stream": workers.dashboard, "Dask's graph": f"{root}/graph", "Groups": f"{root}/groups"}
+    if config.tracking.uri is not None:
+        links["MLflow"] = how_to_open(config.tracking.uri)
+    open_page = importlib.import_module("pipeline.driver.dashboard").open_page  # loads Bokeh
+    view: RunView = open_page(config, workers.scheduler, dispatch, flow, history.ledger, board, seen, links)
+    return view
 
 
 def _executor_settings(config: RunConfig) -> ExecutorSettings:
@@ -193,8 +224,9 @@ class _Driver:
         progress: Progress,
         tracker: Tracker,
         tracked: Iterable[int],
+        seen: NodeEvents,
     ) -> None:
-        """`tracked`: steps whose metrics the tracker has."""
+        """`tracked`: steps whose metrics the tracker has. `seen` takes every event of the journal."""
         history = self._history = ready.history
         self._mended = ready.mended
         self._unread = None if board is None else UnreadVersions(board)
@@ -221,7 +253,7 @@ class _Driver:
             self._node_done,
             self._worker_replaced,
             numerics.built,
-            self._alarms.look,
+            self._look,
         )
         self._books = OpenBooks(self._graph, history.ledger)
         self._retention = Retention(config, history, self._warn)
@@ -235,6 +267,7 @@ class _Driver:
             on_step=self._step_over,
             on_unread=self._version_unread,
         )
+        self._view = _page(config, workers, dispatch, self._flow, history, board, seen)
 
     def run(self) -> None:
         try:
@@ -245,6 +278,12 @@ class _Driver:
         finally:
             self._executor.close()
             self._retention.close()
+
+    def _look(self, now: float) -> None:
+        """About once a second."""
+        self._alarms.look(now)
+        if self._view is not None:
+            self._view.look()
 
     def _node_done(self, node: Node, outcome: Outcome) -> None:
         """A node has its commit: what it completes is reported, and the window may advance."""

@@ -15,7 +15,8 @@ others. A unit that is lost `cluster.attempts` times without finishing anything 
 built. That ends the run, unless it is a replica of a pool and another one is there or on its way: then the pool goes on
 without it, and it is tried again every `cluster.start_timeout_s`.
 
-May import distributed, pipeline.config, pipeline.driver.{cluster, context, verdict}, pipeline.workers and below.
+May import distributed, pipeline.config, pipeline.driver.{cluster, context, task_keys, verdict}, pipeline.workers and
+below.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from pipeline.config.errors import ConfigError
 from pipeline.config.identity import fingerprint
 from pipeline.driver.cluster import kill_workers, workers_by_address
 from pipeline.driver.context import Context, StageFailed, WorkerKey
+from pipeline.driver.task_keys import build_key
 from pipeline.driver.verdict import LOST, PEER_GRACE_S, describe, error_of
 from pipeline.graph.dispatch import Gang
 from pipeline.observe.journal import EventKind
@@ -360,7 +362,7 @@ class Supervision:
             work,
             spec,
             *more,
-            key=(what, spec.name, spec.incarnation, self._context.name),
+            key=build_key(spec.name, spec.incarnation, self._context.name, what),
             resources={pin_resource(spec.gang, spec.index): 1},
             priority=_FIRST,
             retries=0,

@@ -16,7 +16,7 @@ and with what is newest then if it is handed out again: one owner says so, and n
 Losing a worker resets its unfinished nodes, and whatever was already submitted on top of them, to waiting; finished
 nodes stay finished, since their output is in the store.
 
-May import pipeline.graph.{graph, waits}, stages.models.protocol.Role, storage.address and the standard library.
+May import pipeline.graph.{graph, status, waits}, stages.models.protocol.Role, storage.address and the standard library.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 from pipeline.graph.graph import Node
+from pipeline.graph.status import NodeStatus, node_state
 from pipeline.graph.waits import Wait, waits
 from stages.models.protocol import MODEL_ROLES, Role
 from storage.address import Address
@@ -268,6 +269,14 @@ class Dispatch:
         found = waits({address: entry.node for address, entry in left.items()}, submitted, gang_of)
         return {gang: wait for gang, wait in found.items() if self._gangs[gang].up}
 
+    def statuses(self) -> list[NodeStatus]:
+        """Every node in the window, in the order admitted."""
+        return [self._status(entry) for entry in self._entries.values()]
+
+    def is_up(self, gang: str) -> bool:
+        """Whether a gang (of a pool: any replica) takes work."""
+        return self._gangs[gang].up
+
     def idle(self, gang: str) -> bool:
         """Whether a gang is up, and nothing is handed out to it."""
         state = self._gangs[gang]
@@ -287,6 +296,13 @@ class Dispatch:
         return address not in self._entries or self._entries[address].state is _State.DONE
 
     # ---- how -----------------------------------------------------------------------------------------------------
+
+    def _status(self, entry: _Entry) -> NodeStatus:
+        submit, done = entry.submit, entry.state is _State.DONE
+        parents_done = all(map(self.is_done, entry.node.parents))
+        state = node_state(done, entry.state is _State.SUBMITTED, parents_done)
+        worker = None if submit is None else (submit.gang, submit.replica)
+        return NodeStatus(entry.node, state, worker, entry.losses)
 
     @staticmethod
     def _on(entry: _Entry, gang: str, replica: int) -> bool:

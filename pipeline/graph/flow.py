@@ -124,6 +124,11 @@ class Flow:
         return self._next == self._spec.steps and not self._open
 
     @property
+    def readers(self) -> dict[int, tuple[Address, ...]]:
+        """By version that somebody still has to read: who."""
+        return {version: tuple(sorted(left)) for version, left in sorted(self._readers.items())}
+
+    @property
     def steps_done(self) -> int:
         """Steps whose policy update is done."""
         return self._updated

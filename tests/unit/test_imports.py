@@ -30,6 +30,8 @@ ONLY_IN = {
     "triton": "stages/engines/embedded/kernels/cuda/triton_kernels.py",
     "vaderSentiment": "stages/rewards",
     "reasoning_gym": "stages/rewards/reasoning.py",
+    "bokeh": "pipeline/driver/dask_pages.py",
+    "tornado": "pipeline/driver",
 }
 """Library -> the one file or folder that imports it."""
 

@@ -1,0 +1,121 @@
+"""`stageline dashboard RUN`: the page `/stageline` of a run that has ended, or that another process runs, read from its
+directory whenever somebody looks."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from functools import partial
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+from pipeline.cli.answers import print_line
+from pipeline.cli.exit_codes import DONE
+from pipeline.cli.sources import saved_config
+from pipeline.config.errors import ConfigError
+from pipeline.config.paths import RunPaths
+from pipeline.config.run import RunConfig
+from pipeline.observe.graph_page import HEADERS, PATH, fragment, page
+from pipeline.observe.graph_view import Facts, GraphView
+from pipeline.observe.journal import journal_exists, read_events
+from pipeline.observe.log_files import log_end, log_names
+from pipeline.observe.recorded_view import recorded_view
+from pipeline.observe.tracking import how_to_open
+from storage.ledger import Ledger
+
+HOST = "127.0.0.1"
+PORT = 8788
+"""Unless it is taken: then any."""
+HTML, TEXT = "text/html; charset=utf-8", "text/plain; charset=utf-8"
+
+
+def command(options: argparse.Namespace) -> int:
+    with open_server(saved_config(options.run_dir), options.port) as server:
+        print_line(f"{options.run_dir}: http://{HOST}:{server.server_port}/{PATH} (Ctrl-C ends it)")
+        try:
+            server.serve_forever()
+        except KeyboardInterrupt:
+            return DONE
+    return DONE
+
+
+def open_server(config: RunConfig, port: int | None) -> ThreadingHTTPServer:
+    """A server of a run's page, listening; `port` None: `PORT`, or another one.
+
+    Raises:
+        ConfigError: the directory holds no journal, or the port cannot be had.
+    """
+    paths = RunPaths(config.run_dir)
+    if not journal_exists(paths.events):
+        raise ConfigError(str(paths.root), f"holds no journal ({paths.events.name}): this run never began")
+    if port is not None and not 0 <= port <= 65535:
+        raise ConfigError("--port", f"given {port}; a port is 0 (any that is free) to 65535")
+    handler = partial(_Handler, Recorded(config), paths.logs)
+    try:
+        return ThreadingHTTPServer((HOST, PORT if port is None else port), handler)
+    except OSError as error:
+        if port is None:
+            return ThreadingHTTPServer((HOST, 0), handler)
+        raise ConfigError("--port", f"given {port}; {error.strerror}: another, or 0 for any that is free") from error
+
+
+class Recorded:
+    """Owns the record of a run's directory as it was read last; it is read again when the journal has grown."""
+
+    def __init__(self, config: RunConfig) -> None:
+        self._config = config
+        self._paths = RunPaths(config.run_dir)
+        self._size = -1
+        self._view: GraphView | None = None
+
+    def __call__(self) -> GraphView:
+        size = self._paths.events.stat().st_size if self._paths.events.exists() else 0
+        if self._view is None or size != self._size:
+            self._view, self._size = view_of(self._config), size
+        return self._view
+
+
+def view_of(config: RunConfig) -> GraphView:
+    """The record of a run's directory."""
+    paths = RunPaths(config.run_dir)
+    links = {} if config.tracking.uri is None else {"MLflow": how_to_open(config.tracking.uri)}
+    facts = Facts(config.name, config.steps, config.staleness, tuple(links.items()), log_names(paths.logs))
+    return recorded_view(facts, config.graph(), config.gangs(), Ledger(str(paths.ledger)), read_events(paths.events))
+
+
+class _Handler(BaseHTTPRequestHandler):
+    """Answers as the page of a live run does (`driver.dashboard`)."""
+
+    def __init__(self, view: Callable[[], GraphView], logs: Path, *given: object) -> None:
+        self._view = view
+        self._logs = logs
+        super().__init__(*given)  # type: ignore[arg-type]
+
+    def do_GET(self) -> None:
+        path = unquote(urlsplit(self.path).path).removeprefix("/")
+        log = log_end(self._logs, path.removeprefix(f"{PATH}/logs/")) if path.startswith(f"{PATH}/logs/") else None
+        if path == PATH:
+            self._answer(page(self._view()), HTML)
+        elif path == f"{PATH}/view":
+            self._answer(fragment(self._view()), HTML)
+        elif log is not None:
+            self._answer(log, TEXT)
+        elif not path:
+            self.send_response(HTTPStatus.FOUND)
+            self.send_header("Location", f"/{PATH}")
+            self.end_headers()
+        else:
+            self.send_error(HTTPStatus.NOT_FOUND)
+
+    def _answer(self, text: str, kind: str) -> None:
+        body = text.encode()
+        self.send_response(HTTPStatus.OK)
+        for name, value in {**HEADERS, "Content-Type": kind, "Content-Length": str(len(body))}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *given: object) -> None:
+        """Says nothing: the terminal is the user's."""

@@ -1,0 +1,227 @@
+"""The record behind the page `/stageline`, from a ledger and a journal, and what the page makes of it."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Collection
+from dataclasses import replace
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+from pipeline.graph.dispatch import Gang
+from pipeline.graph.graph import GraphSpec, run_nodes
+from pipeline.graph.status import NodeState
+from pipeline.observe.graph_page import HEADERS, fragment, page
+from pipeline.observe.graph_svg import curve, grid
+from pipeline.observe.graph_view import PAST_STEPS, Facts, GraphView, Point, short
+from pipeline.observe.journal import Event, EventKind
+from pipeline.observe.log_files import log_end, log_names
+from pipeline.observe.node_events import NodeEvents, Note
+from pipeline.observe.recorded_view import MOST_POINTS, Curves, recorded_view
+from stages.models.protocol import Role
+from storage.address import Address
+from storage.commits import Commit, new_attempt, provenance_here
+from storage.ledger import Ledger
+
+SPEC = GraphSpec(steps=5, shards=2, staleness=1, eval_every=2)
+GANGS = (
+    Gang("engine", frozenset({Role.GENERATE}), 2, 2),
+    Gang("score", frozenset({Role.SCORE}), 1),
+    Gang("train", frozenset({Role.POLICY, Role.REFERENCE, Role.CRITIC}), 1),
+)
+FACTS = Facts("run", SPEC.steps, SPEC.staleness)
+EVIL = "<script>alert('x')</script>\"&"
+
+
+def commit(ledger: Ledger, address: Address, **metrics: float) -> None:
+    provenance = provenance_here(weight_versions=[0], seed=0, config_hash="x", worker="w", inputs=[])
+    ledger.commit(Commit(address, new_attempt(), None, 0, {}, provenance, 2.0, metrics))
+
+
+def recorded(folder: Path, done: Collection[Address], *events: Event, spec: GraphSpec = SPEC) -> GraphView:
+    """Of a run with these commits; the journal begins by saying that it began."""
+    ledger = Ledger(str(folder / "ledger"))
+    for address in done:
+        metrics = {"score/mean": 0.25} if address.stage == "evaluate_score" else {}
+        if address.stage == "advantage":
+            metrics = {"reward/mean": float(address.step), "kl/ref": 0.5}
+        commit(ledger, address, **metrics)
+    return recorded_view(FACTS, spec, GANGS, ledger, [Event(1.0, EventKind.RUN_STARTED), *events])
+
+
+def of_step(step: int) -> list[Address]:
+    """All nodes of the steps before this one."""
+    return [node.address for node in run_nodes(replace(SPEC, steps=step))]
+
+
+def state(view: GraphView, stage: str, step: int, shard: int = 0) -> NodeState:
+    return next(node.state for node in view.nodes if node.address == Address(stage, step, shard))
+
+
+# ---- a run's directory ---------------------------------------------------------------------------------------------
+
+
+def test_a_run_that_died_in_its_third_step(tmp_path: Path) -> None:
+    """Who resumes it begins with these nodes; what a worker was in the middle of is shown as running."""
+    done = [a for a in of_step(2) if a != Address("evaluate_score", 2)]
+    done += [Address("generate", 2, 0), Address("generate", 2, 1)]
+    begun = Event(5.0, EventKind.SUBMITTED, "score", 2, 1, gang="score", worker="score-0")
+    view = recorded(tmp_path, done, begun, Event(6.0, EventKind.ALARM, rule="kl", step=1, detail="KL is high"))
+    assert (view.live, view.finished, view.steps_done, view.at) == (False, False, 2, 6.0)
+    assert state(view, "generate", 2) is NodeState.DONE
+    assert state(view, "score", 2, 0) is NodeState.READY
+    assert state(view, "score", 2, 1) is NodeState.RUNNING
+    assert state(view, "generate", 3) is NodeState.READY, "weights v2 are published, as eta = 1 asks"
+    assert state(view, "generate", 4) is NodeState.WAITING
+    assert (Address("publish", 2), Address("generate", 3, 1)) in view.staleness_edges
+    assert (Address("publish", 3), Address("generate", 4, 0)) in view.staleness_edges
+    gangs = {gang.name: gang for gang in view.gangs}
+    assert gangs["score"].doing == (Address("score", 2, 1),)
+    assert gangs["engine"].wait == "generate 3.0 waits for a worker"
+    assert [p.reward for p in view.points] == [0.0, 1.0]
+    assert view.held_out == ((0, 0.25),), "that of version 2 is not complete"
+    assert [note.text for note in view.notes] == ["step 1: KL is high"]
+    assert {one.version: one.readers for one in view.versions}[2][:2] == (
+        Address("generate", 3),
+        Address("generate", 3, 1),
+    )
+
+
+def test_a_run_that_died_before_anything(tmp_path: Path) -> None:
+    view = recorded(tmp_path, [])
+    assert (view.steps_done, view.points, view.held_out) == (0, (), ())
+    assert state(view, "publish", 0) is NodeState.READY
+    assert state(view, "generate", 0) is NodeState.WAITING
+    assert {gang.name: gang.wait for gang in view.gangs}["engine"] == (
+        "generate 0.0 waits for publish 0.0 (waits for a worker)"
+    )
+    assert "No step is over yet" in fragment(view)
+
+
+def test_a_run_that_came_to_its_end(tmp_path: Path) -> None:
+    view = recorded(tmp_path, of_step(5), Event(9.0, EventKind.RUN_FINISHED))
+    assert (view.finished, view.steps_done) == (True, 5)
+    assert {node.state for node in view.nodes} == {NodeState.DONE}
+    assert {node.address for node in view.nodes} == set(of_step(5))
+    assert all(gang.wait is None and not gang.doing for gang in view.gangs)
+    assert [version for version, _ in view.held_out] == [0, 2, 4, 5]
+
+
+def test_only_the_last_steps_of_a_long_run_are_shown(tmp_path: Path) -> None:
+    spec = replace(SPEC, steps=30, eval_every=0)
+    done = [n.address for n in run_nodes(replace(spec, steps=20))]
+    view = recorded(tmp_path, done, spec=spec)
+    assert {n.turn for n in view.nodes} == set(range(20 - PAST_STEPS, 20 + 3))
+
+
+def test_a_long_curve_is_thinned_and_read_once(tmp_path: Path) -> None:
+    ledger = Ledger(str(tmp_path / "ledger"))
+    spec = GraphSpec(steps=2 * MOST_POINTS + 9, shards=1, staleness=0)
+    curves = Curves(spec, ledger)
+    for step in (0, 1, 2, 3):
+        commit(ledger, Address("advantage", step), **{"reward/mean": float(step), "kl/ref": 0.0})
+    assert [p.step for p in curves.points(4)] == [0, 1, 2, 3]
+    assert [p.step for p in curves.points(4, most_reads=0)] == [0, 1, 2, 3], "they are kept"
+    assert len(range(*slice((spec.steps - 1) % 3, spec.steps, 3).indices(spec.steps))) <= MOST_POINTS
+    assert all((spec.steps - 1 - p.step) % 3 == 0 for p in curves.points(spec.steps))
+
+
+# ---- the journal ---------------------------------------------------------------------------------------------------
+
+
+def test_events_of_a_node_and_of_its_loss() -> None:
+    seen, node = NodeEvents(), Address("generate", 0, 1)
+    place = {"stage": "generate", "step": 0, "shard": 1}
+    seen.take(Event(1.0, EventKind.SUBMITTED, worker="engine-1", **place))
+    assert (seen.begun[node].worker, seen.begun[node].since) == ("engine-1", 1.0)
+    seen.take(Event(2.0, EventKind.GANG_LOST, gang="engine", worker="engine-1", detail="its process ended"))
+    assert seen.begun == {}
+    seen.take(Event(3.0, EventKind.SUBMITTED, worker="engine-0", **place))
+    seen.take(Event(4.0, EventKind.FINISHED, worker="engine-0", rank=0, seconds=0.5, **place))
+    seen.take(Event(4.0, EventKind.FINISHED, worker="engine-1", rank=1, seconds=0.9, **place))
+    assert (seen.begun, seen.seconds[node], seen.workers[node]) == ({}, 0.5, "engine-0")
+    assert [(note.kind, note.text) for note in seen.notes] == [("lost", "engine-1: its process ended")]
+
+
+def test_what_is_remembered_is_bounded() -> None:
+    seen = NodeEvents()
+    for step in range(6000):
+        seen.take(Event(1.0, EventKind.SUBMITTED, "score", step, 0, worker="s"))
+        seen.take(Event(2.0, EventKind.FINISHED, "score", step, 0, worker="s", seconds=1.0))
+        seen.take(Event(2.0, EventKind.WARNED, detail=str(step)))
+    assert (len(seen.seconds), len(seen.workers), len(seen.notes), seen.begun) == (4096, 4096, 12, {})
+
+
+# ---- the page ------------------------------------------------------------------------------------------------------
+
+
+def drawn(text: str) -> ElementTree.Element:
+    return ElementTree.fromstring(text)
+
+
+def test_the_grid_has_a_cell_for_each_node_and_an_edge_for_each_bound(tmp_path: Path) -> None:
+    view = recorded(tmp_path, [*of_step(2), Address("generate", 2, 0)])
+    svg = drawn(grid(view))
+    cells = [e for e in svg.iter("rect") if e.get("class", "").split()[0] in set(NodeState)]
+    assert len(cells) == len(view.nodes)
+    edges = {(e.get("data-from"), e.get("data-to")) for e in svg.iter("path") if e.get("data-from")}
+    one_a_step = {(short(p), short(c)) for p, c in view.staleness_edges if c.shard == 0}
+    assert edges == one_a_step
+    assert ("publish 3.0", "generate 4.0") in edges
+    waiting = next(e for e in svg.iter("path") if e.get("data-from") == "publish 3.0")
+    assert waiting.get("class") == "edge waits"
+
+
+def test_many_shards_are_one_bar(tmp_path: Path) -> None:
+    view = recorded(tmp_path, [], spec=replace(SPEC, shards=40))
+    assert len(grid(view)) < 60_000
+    drawn(grid(view))
+
+
+def test_numbers_that_are_none_are_not_drawn() -> None:
+    assert curve("x", []) == ""
+    assert curve("x", [(0.0, math.nan)]) == ""
+    svg = drawn(curve("x", [(0.0, 1.0), (1.0, math.inf), (2.0, 3.0)]))
+    assert len(next(svg.iter("polyline")).get("points", "").split()) == 2
+
+
+def test_whatever_came_from_the_run_is_escaped(tmp_path: Path) -> None:
+    view = recorded(tmp_path, of_step(1))
+    facts = Facts(EVIL, 5, 1, ((EVIL, f"https://x/{EVIL}"), ("label", f"javascript:{EVIL}")), (f"{EVIL}.log",))
+    gangs = tuple(replace(gang, name=EVIL, wait=EVIL) for gang in view.gangs)
+    nodes = tuple(replace(node, worker=EVIL) for node in view.nodes)
+    notes = (Note(0.0, "alarm", EVIL), Note(0.0, EVIL, "text"))
+    view = replace(view, facts=facts, gangs=gangs, nodes=nodes, notes=notes)
+    text = page(view)
+    assert EVIL not in text
+    assert "alert('x')" not in text
+    assert text.count("<script>") == 1, "the page's own, which the policy names"
+    assert 'href="javascript' not in text
+    policy = HEADERS["Content-Security-Policy"]
+    assert "default-src 'none'" in policy
+    assert re.search(r"script-src 'sha256-[A-Za-z0-9+/=]{44}'", policy)
+
+
+@pytest.mark.parametrize("live", [True, False])
+def test_the_page_says_what_each_gang_waits_for(tmp_path: Path, live: bool) -> None:
+    view = replace(recorded(tmp_path, [Address("publish", 0)]), live=live, points=(Point(0, 0.5, 0.1),))
+    text = fragment(view)
+    assert ("idle: " in text) is live
+    assert "generate 0.0 waits for a worker" in text
+    assert "v0" in text
+
+
+def test_only_logs_are_served(tmp_path: Path) -> None:
+    logs = tmp_path / "logs"
+    assert log_names(logs) == ()
+    logs.mkdir()
+    (logs / "train-0.log").write_bytes(b"x" * 100_000 + b"end\xff")
+    (tmp_path / "config.yaml").write_text("secret")
+    assert log_names(logs) == ("train-0.log",)
+    assert (log_end(logs, "train-0.log") or "").endswith("end�")
+    assert len(log_end(logs, "train-0.log") or "") <= 64 << 10
+    assert log_end(logs, "../config.yaml") is None
+    assert log_end(logs, "other.log") is None

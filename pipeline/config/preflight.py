@@ -22,7 +22,7 @@ from pipeline.config.identity import FILE, Identity, edited, read_identity
 from pipeline.config.loading import config_hash, read_saved
 from pipeline.config.memory import GIB, MemoryLimits, PlannedRun, memory_problems
 from pipeline.config.paths import RunPaths
-from pipeline.config.role_models import read_model, role_models
+from pipeline.config.role_models import check_output_layer, read_model, role_models
 from pipeline.config.run import RunConfig
 from stages.engines.embedded.kernels.paging import block_bytes, blocks_for
 from stages.engines.embedded.ranks.sharding import check_division
@@ -169,6 +169,7 @@ def _check_writable(key: str, given: str, directory: Path) -> None:
 
 def _check_model(config: RunConfig) -> ModelSpec:
     model = read_model("model.path", config.model.path)
+    check_output_layer("model.path", config.model.path)
     for problem in blocks_problems(config.model, Role.POLICY, model):
         raise refusal(problem)
     return model

@@ -35,17 +35,17 @@ def new_head(hidden_size: int, seed: int) -> dict[str, Tensor]:
     }
 
 
+def is_classifier(path: str) -> bool:
+    """Whether a model's directory says that it holds a model with a head in place of the output layer."""
+    return any(name.endswith("ForSequenceClassification") for name in read_config(path).get("architectures") or ())
+
+
 def head_problem(path: str, spec: ModelSpec) -> str | None:
     """Why the head that a model's directory has cannot be a reward's; None where it can, or where there is none."""
-    found, wanted = tensor_shape(path, SCORE_WEIGHT), (1, spec.hidden_size)
+    found, wanted = tensor_shape(path, SCORE_WEIGHT) if is_classifier(path) else None, (1, spec.hidden_size)
     if found is None or found == wanted:
         return None
     return f"its {SCORE_WEIGHT} is {found}, and a reward model's head is {wanted}: one score for each row"
-
-
-def has_head(path: str) -> bool:
-    """Whether a model's directory holds a reward model."""
-    return tensor_shape(path, SCORE_WEIGHT) is not None
 
 
 def write_reward_model(directory: Path, source: str, trained: Mapping[str, Tensor]) -> None:

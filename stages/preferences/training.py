@@ -55,10 +55,10 @@ class PartFigures:
     margins: np.ndarray
     """float64 [pairs]: of the better row less of the worse."""
     metrics: dict[str, float]
-    """accuracy, accuracy_se, margin; under the Bradley-Terry loss loss and ece; with ratings correlation, and with their spread
-    best_accuracy."""
+    """accuracy, accuracy_se, margin; of Bradley-Terry scores loss and ece; with ratings correlation, and with their
+    spread best_accuracy."""
     reliability: Reliability | None
-    """Under the Bradley-Terry loss."""
+    """Of Bradley-Terry scores."""
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """What a run would be refused for that takes a look at the disk: model, prompts, reward, run directory. Nothing starts.
 
-May import torch, stages.models (spec, adapter_shapes, hf_files, layouts), stages.prompts, stages.rewards.registry,
+May import torch, stages.models (spec, hf_files, layouts), stages.prompts, stages.rewards.registry,
 storage; of stages.engines how a model is cut and how large its cache is.
 """
 
@@ -26,12 +26,11 @@ from pipeline.config.role_models import check_output_layer, read_model, role_mod
 from pipeline.config.run import RunConfig
 from stages.engines.embedded.kernels.paging import block_bytes, blocks_for
 from stages.engines.embedded.ranks.sharding import check_division
-from stages.models.adapter_shapes import target_parts
 from stages.models.hf_config import RANDOM_TINY
 from stages.models.hf_files import Tokenizer, read_tokenizer
-from stages.models.layouts import blocks_problems, layout_problems
+from stages.models.layouts import adapter_problems, blocks_problems, layout_problems
 from stages.models.protocol import Role
-from stages.models.spec import ModelSpec, layer_shapes
+from stages.models.spec import ModelSpec
 from stages.prompts import PromptTable, tokenise
 from stages.rewards.registry import build_reward
 from storage.errors import StoreError
@@ -64,7 +63,8 @@ def preflight(config: RunConfig, saved: Path | None = None) -> Preflight:
     models = role_models(config, model)
     for role, of_role in models.items():
         _check_layout(config, role, of_role)
-        _check_adapters(config, role, of_role)
+        for problem in adapter_problems(config.model.lora, role, of_role):
+            raise refusal(problem)
     _check_replicas(config, model)
     _check_devices(config)
     _check_cuda_only(config)
@@ -197,19 +197,6 @@ def _check_token_ids(config: RunConfig, model: ModelSpec) -> None:
         for token in tokens:
             if not 0 <= token < model.vocab_size:
                 raise ConfigError(key, f"given {token}; the model has token ids 0 to {model.vocab_size - 1}")
-
-
-def _check_adapters(config: RunConfig, role: Role, model: ModelSpec) -> None:
-    """Whether the adapters of a trained model have a lower rank than what they are added to can have."""
-    lora, shapes = config.model.lora, layer_shapes(model)
-    sizes = {part: min(shapes[part]) for part in target_parts(lora)}
-    part = min(sizes, key=sizes.__getitem__, default=None)
-    if role is Role.REFERENCE or part is None or lora.rank <= sizes[part]:
-        return
-    whose = "model" if role is Role.POLICY else role
-    outputs, inputs = shapes[part]
-    need = f"the {whose}'s {part} is {outputs} x {inputs}: at most {sizes[part]}, or without it in model.lora.targets"
-    raise ConfigError("model.lora.rank", f"given {lora.rank}; {need}")
 
 
 def _check_layout(config: RunConfig, role: Role, model: ModelSpec) -> None:

@@ -7,6 +7,7 @@ of a config.
 
 from __future__ import annotations
 
+import dataclasses
 from itertools import chain
 
 import torch
@@ -15,7 +16,7 @@ from pipeline.config.errors import ConfigError, refusal
 from pipeline.config.reward_model import RewardModelConfig
 from pipeline.config.role_models import read_model
 from stages.models.hf_files import read_tokenizer
-from stages.models.layouts import blocks_problems, layout_problems
+from stages.models.layouts import adapter_problems, blocks_problems, layout_problems
 from stages.models.protocol import Role
 from stages.models.reward_files import head_problem
 from stages.models.spec import ModelSpec
@@ -69,9 +70,12 @@ def read_parts(config: RewardModelConfig) -> TrainingParts:
 def _check_scorer(config: RewardModelConfig, spec: ModelSpec) -> None:
     model, key = config.trained_model(), "model.path"
     for problem in chain(
-        blocks_problems(model, Role.CRITIC, spec), layout_problems(model, Role.CRITIC, spec, config.layout)
+        blocks_problems(model, Role.CRITIC, spec),
+        adapter_problems(model.lora, Role.CRITIC, spec),
+        layout_problems(model, Role.CRITIC, spec, config.layout),
     ):
-        raise refusal(problem)
+        need = problem.need.replace(f"the {Role.CRITIC}", "the model")  # which it is to the trainer
+        raise refusal(dataclasses.replace(problem, need=need))
     wrong = head_problem(config.model.path, spec)
     if wrong is not None:
         raise ConfigError(key, f"given {config.model.path!r}; {wrong}")

@@ -51,8 +51,9 @@ def role_models(config: RunConfig, policy: ModelSpec) -> dict[Role, ModelSpec]:
     """The architecture of each role's model; `policy`: that of `model.path`.
 
     Raises:
-        ConfigError: another model is none, has a head that does not fit, has another vocabulary, is too short for a row, or, where blocks are frozen
-            and shared, has other blocks there; or `model.critic_blocks` does not suit the critic's.
+        ConfigError: another model is none, has a head that does not fit, has another vocabulary, is too short for a
+            row, or, where blocks are frozen and shared, has other blocks there; or `model.critic_blocks` does not suit
+            the critic's.
     """
     found = {role: policy for role in (Role.POLICY, Role.REFERENCE, Role.CRITIC)}
     for role in (Role.REFERENCE, Role.CRITIC):

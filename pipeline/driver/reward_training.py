@@ -17,6 +17,7 @@ import importlib
 import json
 import multiprocessing
 import os
+import shutil
 import time
 import uuid
 from collections.abc import Iterator, Mapping
@@ -87,8 +88,9 @@ def train(config: RewardModelConfig, console: Console) -> dict[str, Any]:
     parts = check_training(config)
     root = config.run_dir
     (root / "plots").mkdir(parents=True, exist_ok=True)
-    for left in root.glob("mlflow_spool*"):  # of a training that was interrupted
+    for left in root.glob("mlflow_spool*"):  # of a training that was interrupted, as is a half export
         left.unlink()
+    shutil.rmtree(root / f".{EXPORT}", ignore_errors=True)
     (root / "config.yaml").write_text(to_yaml(config))
     started, cpu = time.monotonic(), time.process_time()
     with _tracker(config, root) as tracker, _bar(console) as bar:

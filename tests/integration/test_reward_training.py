@@ -1,4 +1,5 @@
-"""`stageline reward train` from the command line: a tiny model learns, in every layout the same; what it leaves loads."""
+"""`stageline reward train` from the command line: a tiny model learns, in every layout the same; what it
+leaves loads."""
 
 from __future__ import annotations
 
@@ -42,10 +43,8 @@ def test_it_learns_and_what_it_leaves_loads(tmp_path: Path, capsys: pytest.Captu
     assert after["held_out"]["accuracy"] > 0.9
     assert after["held_out"]["loss"] < before["held_out"]["loss"]
     assert abs(after["normalisation"]["bias"] + after["normalisation"]["train_mean"]) < 1e-6
-    assert (after["best_step"], after["sizes"]["held_out"]) == (
-        after["best_step"],
-        {"rows": 96, "prompts": 48, "pairs": 48},
-    )
+    assert after["sizes"]["held_out"] == {"rows": 96, "prompts": 48, "pairs": 48}
+    assert 0 < after["best_step"] <= after["steps"]
     assert (run / "plots/reward_model.png").stat().st_size > 10_000
     assert not (untrained / "plots/reward_model.png").exists()
     assert "held out: accuracy" in capsys.readouterr().out
@@ -82,7 +81,7 @@ def test_a_training_that_was_interrupted_begins_anew(tmp_path: Path) -> None:
 @pytest.mark.processes
 @pytest.mark.parametrize(
     "layout",
-    ["{}", "{tensor: 2, sequence_parallel: true}", "{pipeline: 2}"],
+    ["{distributed_optimizer: true, recompute: full}", "{tensor: 2, sequence_parallel: true}", "{pipeline: 2}"],
     ids=["data parallel", "tensor parallel", "pipeline parallel"],
 )
 def test_a_layout_learns_the_same(tmp_path: Path, layout: str) -> None:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
+from dataclasses import fields, is_dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 from transformers import AutoModelForSequenceClassification, LlamaConfig
@@ -12,6 +15,7 @@ from pipeline.cli.main import main
 from pipeline.config.errors import ConfigError
 from pipeline.config.loading import load_config, load_reward_model_config
 from pipeline.config.preflight import preflight
+from pipeline.config.reward_model import RewardModelConfig
 from pipeline.config.reward_preflight import check_training
 from stages.models.hf_config import read_config
 from tests.support.configs import arguments, write_config
@@ -43,6 +47,7 @@ def test_tiny_passes_all_checks(monkeypatch: pytest.MonkeyPatch) -> None:
         ("optimizer.lr=-1", "optimizer.lr", "0 or more"),
         ("optimizer.min_lr=1", "optimizer.min_lr", "from 0 to optimizer.lr"),
         ("optimizer.reuse_forward=true", "optimizer.reuse_forward", "false"),
+        ("optimizer.micro_batch_rows=4", "optimizer.micro_batch_rows", "whole groups"),
         ("model.lora.targets=[all]", "model.lora.targets", "qkv"),
         ("workers=3 layout.tensor=2", "workers", "multiple"),
         ("layout.sequence_parallel=true", "layout.sequence_parallel", "layout.tensor of 2"),
@@ -50,7 +55,8 @@ def test_tiny_passes_all_checks(monkeypatch: pytest.MonkeyPatch) -> None:
         ("data.held_out=2", "data.held_out", "share"),
         ("name=a/b", "name", "letters"),
         ("model.path=nowhere", "model.path", "nowhere"),
-        ("model.frozen_blocks=4", "model.frozen_blocks", "at most 3"),
+        ("model.frozen_blocks=4", "model.frozen_blocks", "the model has 4 blocks: at most 3"),
+        ("model.lora.rank=33", "model.lora.rank", "at most 32"),
         ("workers=3 layout.pipeline=3", "layout.pipeline", "must divide"),
         ("data.max_tokens=1000", "data.max_tokens", "context is 256"),
         ("data.url=none.jsonl", "data.url", "cannot read none.jsonl"),
@@ -75,6 +81,21 @@ def test_a_refusal_is_one_message_and_exit_code_2(
     assert part in err
     assert err.count("\n") == 1
     assert [*tmp_path.iterdir()] == []
+
+
+def test_the_docs_have_exactly_the_keys_of_the_config() -> None:
+    text = (ROOT / "docs/reward_models.md").read_text("utf8")
+    documented = re.findall(r"^\| `([\w.]+)` \|.*\|.*\|.*\|$", text, re.MULTILINE)
+    assert sorted(documented) == sorted(keys(RewardModelConfig(), ""))
+
+
+def keys(config: Any, prefix: str) -> list[str]:
+    """Key paths of a config's leaves."""
+    found = []
+    for field in fields(config):
+        value = getattr(config, field.name)
+        found += keys(value, f"{prefix}{field.name}.") if is_dataclass(value) else [f"{prefix}{field.name}"]
+    return found
 
 
 def classifier(directory: Path, num_labels: int) -> str:

@@ -34,7 +34,7 @@ def oracle(scores: np.ndarray, groups: list[Group]) -> float:
 
 
 def test_two_pairs_by_hand() -> None:
-    """-ln sigma(ln 3) = ln(4/3) and -ln sigma(-ln 3) = ln 4; the gradient of a pair is -sigma(-margin) for the better."""
+    """-ln sigma(ln 3) = ln(4/3) and -ln sigma(-ln 3) = ln 4; a pair's gradient is -sigma(-margin) for the better."""
     scores = torch.tensor([math.log(3), 0.0], dtype=torch.float64, requires_grad=True)
     better, worse = torch.tensor([0, 1]), torch.tensor([1, 0])
     loss, stats = bradley_terry_loss(scores, better, worse, torch.tensor([0.75, 0.25], dtype=torch.float64))

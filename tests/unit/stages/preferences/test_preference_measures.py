@@ -65,7 +65,7 @@ def test_calibration_by_hand() -> None:
 
 
 def test_noise_limits_even_a_perfect_judge() -> None:
-    """Normal truths, normal errors: a judge who knows the truth agrees with the observed order as often as predicted."""
+    """Normal truths, normal errors: who knows the truth agrees with the observed order as often as predicted."""
     draw = np.random.default_rng(0)
     errors = draw.uniform(0.3, 0.9, 1500)
     truth = draw.normal(size=1500)

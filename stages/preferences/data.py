@@ -108,8 +108,7 @@ def tokenise_judgements(
         ratings = np.array([text.rating for text in rated])
         known = [text.standard_error for text in rated if text.standard_error is not None]
         errors = np.array(known) if known else None
-        measured = rated_pairs(ratings, np.arange(len(ratings)), config.min_gap)
-        measured = _some(measured, config.held_out_pairs, seed)
+        measured = drawn_pairs(ratings, config.min_gap, config.held_out_pairs, seed)
     else:
         measured = Pairs(*(np.array(side, np.int64) for side in zip(*pairs, strict=True)))
     if not len(measured):
@@ -122,6 +121,19 @@ def rated_pairs(ratings: np.ndarray, rows: np.ndarray, min_gap: float) -> Pairs:
     above = ratings[rows][:, None] - ratings[rows] >= min_gap
     better, worse = np.nonzero(above)
     return Pairs(rows[better], rows[worse])
+
+
+def drawn_pairs(ratings: np.ndarray, min_gap: float, most: int, seed: int) -> Pairs:
+    """At most so many of these pairs, drawn alike from all of them without making them: in a list of every row's worse
+    ones by rating, one list after another, a pair is a place."""
+    order = np.argsort(ratings, kind="stable")
+    num_worse = np.searchsorted(ratings[order], ratings - min_gap, side="right")
+    ends = num_worse.cumsum()
+    total = int(ends[-1])
+    draw = np.random.default_rng([seed, _PAIRS])
+    places = np.sort(draw.choice(total, most, replace=False, shuffle=False)) if total > most else np.arange(total)
+    better = np.searchsorted(ends, places, side="right")
+    return Pairs(better, order[places - (ends - num_worse)[better]])
 
 
 def epoch_groups(judged: JudgedRows, config: PreferencesConfig, *, seed: int, epoch: int) -> list[Group]:
@@ -182,9 +194,3 @@ def _continuation(tokenizer: Tokenizer, text: str) -> list[int]:
 
 def _texts(judgement: Judgement) -> list[str]:
     return [judgement.chosen, judgement.rejected] if isinstance(judgement, Comparison) else [judgement.text]
-
-
-def _some(pairs: Pairs, most: int, seed: int) -> Pairs:
-    if len(pairs) <= most:
-        return pairs
-    return pairs.chosen(np.sort(np.random.default_rng([seed, _PAIRS]).choice(len(pairs), most, replace=False)))

@@ -175,6 +175,8 @@ def summary_of(outcome: TrainingOutcome, parts: TrainingParts) -> dict[str, Any]
         name: {"rows": len(part.texts), "prompts": int(part.units.max()) + 1, "pairs": len(part.pairs)}
         for name, part in (("train", parts.train), ("validation", parts.validation), ("held_out", parts.held_out))
     }
+    if parts.train.ratings is not None:
+        del sizes["train"]["pairs"]  # every epoch has its own
     return {
         "steps": outcome.steps,
         "best_step": outcome.best_step,

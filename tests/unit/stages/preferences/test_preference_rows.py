@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from stages.models.hf_files import ByteTokenizer, Tokenizer
-from stages.preferences.data import JudgedRows, epoch_groups, step_groups, tokenise_judgements
+from stages.preferences.data import JudgedRows, drawn_pairs, epoch_groups, step_groups, tokenise_judgements
 from storage.preferences import Comparison, Judgement, PreferencesError, RatedText
 from storage.preferences_config import PreferencesConfig
 
@@ -86,6 +86,23 @@ def test_an_epoch_has_every_text_once_and_its_pairs_differ_enough() -> None:
     other = epoch_groups(found, config(kind="ratings", group_texts=8), seed=3, epoch=2)
     assert all(np.array_equal(a.rows, b.rows) for a, b in zip(groups, again, strict=True))
     assert any(not np.array_equal(a.rows, b.rows) for a, b in zip(groups, other, strict=True))
+
+
+def test_drawn_pairs_are_all_where_they_are_few_and_alike_where_they_are_many() -> None:
+    """Ties, gaps of just the least, rows in any order: the pairs of a double loop; and over many draws each of them is
+    drawn as often (30 of 100 draws of 3 of 10, a standard deviation of 4.6)."""
+    ratings = np.array([1.0, 3.0, 2.0, 0.5, 3.0, 1.5])
+    loop = {(i, j) for i in range(6) for j in range(6) if ratings[i] - ratings[j] >= 1}
+    found = drawn_pairs(ratings, 1.0, 1000, 0)
+    assert {*zip(found.better.tolist(), found.worse.tolist(), strict=True)} == loop
+    assert len(found) == len(loop) == 10
+    counts = dict.fromkeys(loop, 0)
+    for seed in range(100):
+        some = drawn_pairs(ratings, 1.0, 3, seed)
+        for pair in zip(some.better.tolist(), some.worse.tolist(), strict=True):
+            counts[pair] += 1
+    assert sum(counts.values()) == 300
+    assert all(abs(count - 30) < 4 * 4.6 for count in counts.values())
 
 
 def test_measured_pairs_are_drawn_among_all() -> None:

@@ -30,7 +30,7 @@ class PreferencesError(ValueError):
 
 
 @dataclass(frozen=True)
-class Comparison:
+class JudgedPair:
     """Two responses to one prompt, of which a person liked one better."""
 
     where: str
@@ -61,7 +61,7 @@ class RatedText:
         return self.text
 
 
-Judgement = Comparison | RatedText
+Judgement = JudgedPair | RatedText
 
 
 @dataclass(frozen=True)
@@ -129,7 +129,7 @@ def _fields(config: PreferencesConfig) -> Iterator[str]:
         yield from (field for field in ("spread", "raters") if getattr(config, field) is not None)
 
 
-def _comparison(config: PreferencesConfig, row: Row) -> Comparison:
+def _comparison(config: PreferencesConfig, row: Row) -> JudgedPair:
     where, _ = row
     prompt: Any = _field(config, row, "prompt")
     if config.format == "chat":
@@ -146,7 +146,7 @@ def _comparison(config: PreferencesConfig, row: Row) -> Comparison:
         raise PreferencesError(
             "data.chosen", f"{where}: {config.chosen!r} and {config.rejected!r} are the same text, {chosen!r:.80}"
         )
-    return Comparison(where, prompt, chosen, rejected)
+    return JudgedPair(where, prompt, chosen, rejected)
 
 
 def _response(config: PreferencesConfig, row: Row, field: str) -> str:

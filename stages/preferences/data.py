@@ -16,7 +16,7 @@ import numpy as np
 
 from stages.models.hf_files import Tokenizer
 from stages.models.reward_rows import TokenRows, ended
-from storage.preferences import Comparison, Judgement, PreferencesError, RatedText
+from storage.preferences import JudgedPair, Judgement, PreferencesError, RatedText
 from storage.preferences_config import PreferencesConfig
 
 _PAIRS, _EPOCH = 3, 4
@@ -193,4 +193,4 @@ def _continuation(tokenizer: Tokenizer, text: str) -> list[int]:
 
 
 def _texts(judgement: Judgement) -> list[str]:
-    return [judgement.chosen, judgement.rejected] if isinstance(judgement, Comparison) else [judgement.text]
+    return [judgement.chosen, judgement.rejected] if isinstance(judgement, JudgedPair) else [judgement.text]

@@ -11,7 +11,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from storage.preferences import Comparison, PreferencesError, RatedText, load_judgements, load_split
+from storage.preferences import JudgedPair, PreferencesError, RatedText, load_judgements, load_split
 from storage.preferences_config import PreferencesConfig, preferences_problems
 
 PAIR = {"prompt": "p", "chosen": "good", "rejected": "bad"}
@@ -29,7 +29,7 @@ def load(config: PreferencesConfig) -> list[Any]:
 
 def test_pairs(tmp_path: Path) -> None:
     url = written(tmp_path / "p.jsonl", PAIR, PAIR | {"prompt": "q", "n": 1})
-    assert load(PreferencesConfig(url=url))[1] == Comparison(f"{url} line 2", "q", "good", "bad")
+    assert load(PreferencesConfig(url=url))[1] == JudgedPair(f"{url} line 2", "q", "good", "bad")
 
 
 @pytest.mark.parametrize("response", ["4", [{"role": "assistant", "content": "4"}]])
@@ -37,7 +37,7 @@ def test_chats_in_parquet(tmp_path: Path, response: object) -> None:
     table = pyarrow.table({"prompt": [CHAT], "chosen": [response], "rejected": ["5"]})
     pyarrow.parquet.write_table(table, tmp_path / "p.parquet")
     url = str(tmp_path / "p.parquet")
-    assert load(PreferencesConfig(url=url, format="chat")) == [Comparison(f"{url} row 0", CHAT, "4", "5")]
+    assert load(PreferencesConfig(url=url, format="chat")) == [JudgedPair(f"{url} row 0", CHAT, "4", "5")]
 
 
 def test_ratings_in_columns(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from stages.models.hf_files import ByteTokenizer, Tokenizer
 from stages.preferences.data import JudgedRows, drawn_pairs, epoch_groups, step_groups, tokenise_judgements
-from storage.preferences import Comparison, Judgement, PreferencesError, RatedText
+from storage.preferences import JudgedPair, Judgement, PreferencesError, RatedText
 from storage.preferences_config import PreferencesConfig
 
 BYTES = ByteTokenizer()
@@ -32,7 +32,7 @@ def rows_of(found: JudgedRows) -> list[bytes]:
 def test_a_response_of_several_pairs_is_one_row() -> None:
     """a > b, a > c, b > c of one prompt: three rows; the same response to another prompt is another row."""
     pairs = [("p", "a", "b"), ("p", "a", "c"), ("p", "b", "c"), ("q", "a", "z")]
-    found = judged([Comparison(f"line {n}", *pair) for n, pair in enumerate(pairs)])
+    found = judged([JudgedPair(f"line {n}", *pair) for n, pair in enumerate(pairs)])
     assert rows_of(found) == [bytes([*text, EOS]) for text in (b"pa", b"pb", b"pc", b"qa", b"qz")]
     assert (found.pairs.better.tolist(), found.pairs.worse.tolist()) == ([0, 0, 1, 3], [1, 2, 2, 4])
     assert found.units.tolist() == [0, 0, 0, 1, 1]
@@ -42,7 +42,7 @@ def test_a_response_of_several_pairs_is_one_row() -> None:
 
 def test_a_chat_is_read_as_the_policy_would_continue_it() -> None:
     messages = [{"role": "user", "content": "2+2?"}]
-    found = judged([Comparison("line 1", messages, "4", "5")], format="chat")
+    found = judged([JudgedPair("line 1", messages, "4", "5")], format="chat")
     assert rows_of(found)[0] == b"user: 2+2?\nassistant: 4" + bytes([EOS])
 
 
@@ -54,13 +54,13 @@ class WithBeginning(ByteTokenizer):
 
 
 def test_a_beginning_is_there_once() -> None:
-    found = judged([Comparison("line 1", "p", "a", "b")], WithBeginning())
+    found = judged([JudgedPair("line 1", "p", "a", "b")], WithBeginning())
     assert rows_of(found)[0] == bytes([1, *b"pa", EOS])
 
 
 @pytest.mark.parametrize("too_long", ["error", "skip"])
 def test_a_long_row(too_long: str) -> None:
-    pairs: list[Judgement] = [Comparison("line 1", "p", "a", "b"), Comparison("line 2", "q", "a", "b" * 9)]
+    pairs: list[Judgement] = [JudgedPair("line 1", "p", "a", "b"), JudgedPair("line 2", "q", "a", "b" * 9)]
     if too_long == "skip":
         assert len(judged(pairs, max_tokens=8, too_long="skip").pairs) == 1
         return
@@ -70,7 +70,7 @@ def test_a_long_row(too_long: str) -> None:
 
 def test_texts_that_differ_in_no_token_are_refused() -> None:
     with pytest.raises(PreferencesError, match=r"data\.chosen: line 1: both responses are the same tokens"):
-        judged([Comparison("line 1", "p", "a\x00", "a")])
+        judged([JudgedPair("line 1", "p", "a\x00", "a")])
 
 
 def test_an_epoch_has_every_text_once_and_its_pairs_differ_enough() -> None:

@@ -87,10 +87,10 @@ def check_run_directory(config: RunConfig, *, resume: bool) -> None:
     """Refuses a directory that cannot be written, and one that holds a run: another one, or, unless it is to be
     resumed, any; where it is to be, an edited config, and a change that the run may not have. Creates nothing."""
     paths = RunPaths(config.run_dir)
-    _check_writable("runs_dir", config.runs_dir, paths.root)
+    check_writable("runs_dir", config.runs_dir, paths.root)
     for name, gang in config.placement.gangs.items():
         if gang.weights_dir is not None:
-            _check_writable(f"placement.gangs.{name}.weights_dir", gang.weights_dir, Path(gang.weights_dir))
+            check_writable(f"placement.gangs.{name}.weights_dir", gang.weights_dir, Path(gang.weights_dir))
     identity = read_identity(paths.root) if resume else None
     if identity is not None:
         _check_same_run(config, paths, identity)
@@ -153,7 +153,7 @@ def planned_run(config: RunConfig, models: Mapping[Role, ModelSpec], limits: Mem
     return PlannedRun(config, models[Role.POLICY], stored, limits.num_devices > 0, own)
 
 
-def _check_writable(key: str, given: str, directory: Path) -> None:
+def check_writable(key: str, given: str, directory: Path) -> None:
     """Whether a directory is, or can be, made and written to."""
     existing = next(path for path in (directory.absolute(), *directory.absolute().parents) if path.exists())
     try:

@@ -13,6 +13,7 @@ from itertools import chain
 import torch
 
 from pipeline.config.errors import ConfigError, refusal
+from pipeline.config.preflight import check_writable
 from pipeline.config.reward_model import RewardModelConfig
 from pipeline.config.role_models import read_model
 from stages.models.hf_files import read_tokenizer
@@ -39,6 +40,7 @@ def check_training(config: RewardModelConfig) -> TrainingParts:
             f"given {config.name!r}; {config.run_dir} holds a trained reward model already: choose another name=..., "
             "or remove that directory",
         )
+    check_writable("runs_dir", config.runs_dir, config.run_dir)
     gpus = torch.cuda.device_count()
     if gpus and config.workers > gpus:
         raise ConfigError("workers", f"given {config.workers}; this host has {gpus} GPUs, one for each rank")

@@ -18,6 +18,7 @@ import json
 import multiprocessing
 import os
 import shutil
+import sys
 import time
 import uuid
 from collections.abc import Iterator, Mapping
@@ -160,6 +161,7 @@ def _other_ranks(config: RewardModelConfig, rendezvous: str) -> Iterator[None]:
     context = multiprocessing.get_context("spawn")
     before = os.environ.get("OMP_NUM_THREADS")
     os.environ["OMP_NUM_THREADS"] = str(config.threads)
+    sys.warnoptions.append("ignore::UserWarning")  # of libraries: rank 0 says what is to be said
     try:
         processes: list[BaseProcess] = [
             context.Process(target=_rank_main, args=(config, index, rendezvous), daemon=True)
@@ -168,6 +170,7 @@ def _other_ranks(config: RewardModelConfig, rendezvous: str) -> Iterator[None]:
         for process in processes:
             process.start()
     finally:
+        sys.warnoptions.pop()
         if before is None:
             del os.environ["OMP_NUM_THREADS"]
         else:

@@ -3,7 +3,9 @@ leaves loads."""
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,8 @@ import torch
 from transformers import AutoModelForSequenceClassification
 
 from pipeline.cli.main import main
+from stages.ppo.stats import LossStats
+from stages.preferences.losses import LOSS
 from tests.support.paths import ROOT
 
 TINY = ROOT / "conf/reward/tiny.yaml"
@@ -109,3 +113,29 @@ def test_ratings_can_be_learnt_by_regression(tmp_path: Path) -> None:
     assert found["accuracy"] > 0.95
     assert 0.9 < found["best_accuracy"] <= 1
     assert "ece" not in found
+
+
+def test_a_full_disk_is_one_message_and_exit_code_3(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/runs/x/model")
+
+    monkeypatch.setattr("stages.models.reward_host.write_reward_model", full)
+    train(tmp_path, "run", "train.epochs=1", "tracking.plots=false", exit_code=3)
+    (said,) = capsys.readouterr().err.splitlines()
+    assert said == "failed /runs/x/model: No space left on device. Put this right; the training begins anew"
+    assert not (tmp_path / "run/model").exists()
+
+
+def test_gradients_that_are_not_finite_end_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(groups: object, num_rows: int) -> Any:
+        return lambda scores, rows: (scores.sum() * float("nan"), LossStats({LOSS: scores.sum().detach()}, {}))
+
+    monkeypatch.setattr("stages.preferences.training.pair_loss_of", broken)
+    train(tmp_path, "run", exit_code=3)
+    (said,) = capsys.readouterr().err.splitlines()
+    assert said.startswith("failed 3 optimizer steps in a row had a gradient that is not finite (train.max_skipped_")
+    assert "the last is step 3 of 88" in said

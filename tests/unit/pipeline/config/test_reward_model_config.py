@@ -61,6 +61,7 @@ def test_tiny_passes_all_checks(monkeypatch: pytest.MonkeyPatch) -> None:
         ("data.max_tokens=1000", "data.max_tokens", "context is 256"),
         ("data.url=none.jsonl", "data.url", "cannot read none.jsonl"),
         ("data.chosen=best", "data.chosen", "tiny_pairs.jsonl line 1: given 'best', available: prompt, chosen"),
+        ("runs_dir=/proc/runs", "runs_dir", "cannot write to /proc"),
         ("data.max_tokens=8", "data.max_tokens", "too_long=skip"),
         ("data.held_out_url=conf/data/tiny_pairs.jsonl", "data.held_out_url", "trained on too"),
     ],

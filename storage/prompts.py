@@ -6,23 +6,18 @@ Which prompts belong to a step is a pure function of (seed, step), so that a res
     epoch      0 0 0 0   0 1 1 1              epoch = position // n, n training prompts (here 5)
     prompt     permutation(seed, epoch)[position mod n]
 
-May import numpy, fsspec, pyarrow and storage only.
+May import numpy and storage only.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator
 from dataclasses import dataclass, field
-from pathlib import PurePosixPath
 from typing import Any
 
-import fsspec
 import numpy as np
-import pyarrow
-import pyarrow.parquet
 
 from storage.config import PromptsConfig
+from storage.row_files import RowsError, has_columns, read_rows
 
 _SPLIT, _EPOCH = 1, 2
 """Keep the two uses of one seed apart."""
@@ -45,10 +40,12 @@ class PromptItem:
 def load_texts(config: PromptsConfig) -> list[PromptItem]:
     """All prompts of a source, in its order; blank lines do not count. Raises PromptsError, naming URL, line (from 1)
     or row (from 0) and field."""
-    suffix = PurePosixPath(config.url).suffix
-    if suffix not in _READERS:
-        raise PromptsError(f"prompts.url: {config.url!r} ends in {suffix!r}, available: {', '.join(_READERS)}")
-    items = [_item(config, where, row) for where, row in _READERS[suffix](config)]
+    if has_columns(config.url) and not config.field.isdecimal():
+        raise PromptsError(f"prompts.field: {config.url}: must be a 0-based column number, given {config.field!r}")
+    try:
+        items = [_item(config, where, row) for where, row in read_rows(config.url)]
+    except RowsError as error:
+        raise PromptsError(f"prompts.url: {error}") from error
     if not items:
         raise PromptsError(f"prompts.url: {config.url} holds no prompts")
     return items
@@ -81,7 +78,7 @@ def _item(config: PromptsConfig, where: str, row: dict[str, Any]) -> PromptItem:
     value = row[config.field]
     extra = {name: other for name, other in row.items() if name != config.field}
     if config.format == "chat":
-        if not _is_chat(value):
+        if not is_chat(value):
             raise PromptsError(
                 f"prompts.format: {where}: chat needs {config.field!r} to be a list of objects with the texts role and "
                 f"content, given {value!r:.80}"
@@ -94,7 +91,8 @@ def _item(config: PromptsConfig, where: str, row: dict[str, Any]) -> PromptItem:
     return PromptItem(value, None, extra)
 
 
-def _is_chat(value: object) -> bool:
+def is_chat(value: object) -> bool:
+    """Whether a value of a row is a list of one or more messages."""
     return (
         isinstance(value, list)
         and len(value) > 0
@@ -102,58 +100,3 @@ def _is_chat(value: object) -> bool:
             isinstance(m, dict) and isinstance(m.get("role"), str) and isinstance(m.get("content"), str) for m in value
         )
     )
-
-
-def _jsonl(config: PromptsConfig) -> Iterator[tuple[str, dict[str, Any]]]:
-    for where, line in _lines(config):
-        try:
-            row = json.loads(line)
-        except ValueError as error:
-            raise PromptsError(f"prompts.url: {where}: not JSON ({error})") from error
-        if not isinstance(row, dict):
-            raise PromptsError(f"prompts.url: {where}: a line must hold an object, given {line!r:.80}")
-        yield where, row
-
-
-def _tsv(config: PromptsConfig) -> Iterator[tuple[str, dict[str, Any]]]:
-    if not config.field.isdecimal():
-        raise PromptsError(f"prompts.field: {config.url}: must be a 0-based column number, given {config.field!r}")
-    for where, line in _lines(config):
-        yield where, {str(number): cell for number, cell in enumerate(line.split("\t"))}
-
-
-def _parquet(config: PromptsConfig) -> Iterator[tuple[str, dict[str, Any]]]:
-    try:
-        with fsspec.open(config.url, "rb") as stream:
-            rows = pyarrow.parquet.read_table(stream).to_pylist()
-    except (OSError, ValueError, ImportError, pyarrow.ArrowException) as error:
-        raise PromptsError(f"prompts.url: cannot read {config.url}: {error}") from error
-    for number, row in enumerate(rows):
-        yield f"{config.url} row {number}", row
-
-
-def _lines(config: PromptsConfig) -> Iterator[tuple[str, str]]:
-    """(URL and line number, line) of the lines that are not blank."""
-    try:
-        with fsspec.open(config.url, "rb") as stream:
-            content: bytes = stream.read()
-    except (OSError, ValueError, ImportError) as error:
-        raise PromptsError(f"prompts.url: cannot read {config.url}: {error}") from error
-    # Split at newlines alone: str.splitlines would also split at characters that may stand inside a text.
-    for number, line in enumerate(content.split(b"\n"), start=1):
-        where = f"{config.url} line {number}"
-        try:
-            text = line.rstrip(b"\r").decode()
-        except UnicodeDecodeError as error:
-            raise PromptsError(f"prompts.url: {where}: not UTF-8 ({error.reason})") from error
-        if text.strip():
-            yield where, text
-
-
-_READERS = {
-    ".jsonl": _jsonl,
-    ".parquet": _parquet,
-    ".tsv": _tsv,
-    ".txt": _tsv,
-}
-"""Ending of a source's name -> what reads it."""

@@ -1,4 +1,4 @@
-"""The command line: `stageline run | resume | worker | check | inspect | dashboard | replay | export`.
+"""The command line: `stageline run | resume | worker | check | inspect | dashboard | replay | export | reward`.
 
 Exit codes: 0 done, 2 bad input, 3 a stage failed, 4 a worker's driver is gone, 130 interrupted (and resumable). Each
 command has a file of its own, with a function `command(options)` that returns the exit code; it is imported when the
@@ -135,6 +135,12 @@ def _export(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--to", metavar="DIR", help="default: weights/vNNNNNN in the run's directory")
 
 
+def _reward(parser: argparse.ArgumentParser) -> None:
+    actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
+    text = "learn a reward model from human judgements"
+    _run(actions.add_parser("train", help=text, description=text))
+
+
 COMMANDS = {
     "run": Command("pipeline.cli.run", "run a config to its last step", _run),
     "resume": Command("pipeline.cli.resume", "continue an interrupted run from its directory", _resume),
@@ -156,5 +162,6 @@ COMMANDS = {
         _replay,
     ),
     "export": Command("pipeline.cli.export", "write a version of the policy in Hugging Face layout", _export),
+    "reward": Command("pipeline.cli.reward", "train a reward model on human judgements", _reward),
 }
 """Name of a command -> where it is, and what it takes."""

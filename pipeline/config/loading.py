@@ -1,6 +1,6 @@
 """How a configuration is read: dataclass defaults <- YAML files in the order given <- `key=value`; and written.
 
-May import omegaconf, the schema of a run, its errors and pipeline.config.changes.
+May import omegaconf, the schemas of a run and of a reward model's training, errors and pipeline.config.changes.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from pipeline.config.changes import decides_nothing, sections, settings
 from pipeline.config.errors import ConfigError
+from pipeline.config.reward_model import RewardModelConfig, validate_reward_model
 from pipeline.config.run import RunConfig, validate
 
 _WAY_ON = "Put it back, or remove the file, which is then written anew from identity.json"
@@ -32,11 +33,26 @@ def load_config(files: Iterable[str | os.PathLike[str]], overrides: Iterable[str
     Raises:
         ConfigError: unreadable file, unknown key, wrong type, missing value, or a value that `validate` refuses.
     """
+    return _finish(_merged(RunConfig, files, overrides))
+
+
+def load_reward_model_config(
+    files: Iterable[str | os.PathLike[str]], overrides: Iterable[str] = ()
+) -> RewardModelConfig:
+    """The same of a reward model's training."""
+    config = _to_object(_merged(RewardModelConfig, files, overrides))
+    assert isinstance(config, RewardModelConfig)
+    validate_reward_model(config)
+    return config
+
+
+def _merged(schema: type, files: Iterable[str | os.PathLike[str]], overrides: Iterable[str]) -> Any:
+    """Defaults, files and overrides as one."""
     sources = [*map(_read_file, files), *map(_read_override, overrides)]
-    merged: Any = OmegaConf.structured(RunConfig)
+    merged: Any = OmegaConf.structured(schema)
     for name, source in sources:
-        merged = _merge(merged, name, source)
-    return _finish(merged)
+        merged = _merge(merged, name, source, schema)
+    return merged
 
 
 def load_yaml(text: str, overrides: Iterable[str] = (), *, where: str = "the saved config") -> RunConfig:
@@ -96,17 +112,17 @@ def _read_override(override: str) -> tuple[str, Any]:
         raise ConfigError(override, f"not an override that YAML can read: {error}") from error
 
 
-def _merge(merged: Any, name: str, source: Any) -> Any:
+def _merge(merged: Any, name: str, source: Any, whole: type = RunConfig) -> Any:
     if not isinstance(source, DictConfig):
         raise ConfigError(name, "a config file is a mapping of keys to values")
-    _refuse_unknown_keys(source, OmegaConf.structured(RunConfig), name)
+    _refuse_unknown_keys(source, OmegaConf.structured(whole), name, whole)
     try:
         return OmegaConf.merge(merged, source)
     except OmegaConfBaseException as error:
         raise ConfigError(_key_of(error), f"{_first_line(error)} (in {name})") from error
 
 
-def _refuse_unknown_keys(source: Any, schema: Any, name: str, prefix: str = "") -> None:
+def _refuse_unknown_keys(source: Any, schema: Any, name: str, whole: type, prefix: str = "") -> None:
     """Names the whole path of a key that no setting has, and the settings that are spelt most like it, or have its name
     in a section below."""
     if not isinstance(schema, DictConfig):
@@ -114,7 +130,7 @@ def _refuse_unknown_keys(source: Any, schema: Any, name: str, prefix: str = "") 
     if OmegaConf.get_type(schema) is dict:  # a mapping of names to sections, or to plain values
         section = schema._metadata.element_type
         for key in map(str, source) if isinstance(source, DictConfig) and is_dataclass(section) else ():
-            _refuse_unknown_keys(source[key], OmegaConf.structured(section), name, f"{prefix}{key}.")
+            _refuse_unknown_keys(source[key], OmegaConf.structured(section), name, whole, f"{prefix}{key}.")
         return
     if not isinstance(source, DictConfig):
         settings = ", ".join(map(str, schema))
@@ -123,13 +139,13 @@ def _refuse_unknown_keys(source: Any, schema: Any, name: str, prefix: str = "") 
         path = f"{prefix}{key}"
         if key not in schema.keys():  # noqa: SIM118  (`in` denies keys without a value)
             known = [str(k) for k in schema]
-            deeper = [p for p in _paths(RunConfig) if p.startswith(prefix) and p.rpartition(".")[2] == key]
+            deeper = [p for p in _paths(whole) if p.startswith(prefix) and p.rpartition(".")[2] == key]
             meant = MOVED.get(path, deeper) or [
                 f"{prefix}{k}" for k in difflib.get_close_matches(key, known, n=3) or known
             ]
             raise ConfigError(path, f"no such key (in {name}); did you mean {', '.join(meant)}?")
         if not OmegaConf.is_missing(source, key) and not OmegaConf.is_interpolation(source, key):
-            _refuse_unknown_keys(source[key], schema._get_node(key), name, f"{path}.")
+            _refuse_unknown_keys(source[key], schema._get_node(key), name, whole, f"{path}.")
 
 
 def _paths(section: Any, prefix: str = "") -> Iterator[str]:
@@ -142,26 +158,30 @@ def _paths(section: Any, prefix: str = "") -> Iterator[str]:
 
 
 def _finish(merged: Any) -> RunConfig:
-    try:
-        missing = sorted(OmegaConf.missing_keys(merged))
-        if missing:
-            raise ConfigError(missing[0], f"has no value; set it in the config file or as {missing[0]}=...")
-        OmegaConf.resolve(merged)
-        config: Any = OmegaConf.to_object(merged)
-    except OmegaConfBaseException as error:
-        raise ConfigError(_key_of(error), _first_line(error)) from error
+    config = _to_object(merged)
     assert isinstance(config, RunConfig)
     validate(config)
     config.ppo.proximal = config.proximal  # what is written down, hashed and given to workers is what is done
     return config
 
 
-def to_yaml(config: RunConfig) -> str:
+def _to_object(merged: Any) -> Any:
+    try:
+        missing = sorted(OmegaConf.missing_keys(merged))
+        if missing:
+            raise ConfigError(missing[0], f"has no value; set it in the config file or as {missing[0]}=...")
+        OmegaConf.resolve(merged)
+        return OmegaConf.to_object(merged)
+    except OmegaConfBaseException as error:
+        raise ConfigError(_key_of(error), _first_line(error)) from error
+
+
+def to_yaml(config: RunConfig | RewardModelConfig) -> str:
     """The resolved config, as it is kept in the run's directory."""
     return OmegaConf.to_yaml(OmegaConf.structured(config), sort_keys=False)
 
 
-def flatten(config: RunConfig) -> dict[str, str]:
+def flatten(config: RunConfig | RewardModelConfig) -> dict[str, str]:
     """Key paths and values as strings, for MLflow's parameters."""
     return {key: str(value) for key, value in settings(sections(config)).items() if value != {}}
 

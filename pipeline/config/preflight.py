@@ -1,7 +1,7 @@
 """What a run would be refused for that takes a look at the disk: model, prompts, reward, run directory. Nothing starts.
 
-May import torch, stages.models (spec, adapter_shapes, hf_files, layouts), stages.prompts, stages.rewards.registry,
-storage; of stages.engines how a model is cut, how large its cache is, and what another environment has.
+May import torch, stages.models (spec, hf_files, layouts), stages.prompts, stages.rewards.registry, storage; of
+stages.engines how a model is cut, how large its cache is, and what another environment has.
 """
 
 from __future__ import annotations
@@ -23,18 +23,17 @@ from pipeline.config.identity import FILE, Identity, edited, read_identity
 from pipeline.config.loading import config_hash, read_saved
 from pipeline.config.memory import GIB, MemoryLimits, PlannedRun, board_bytes, memory_problems
 from pipeline.config.paths import RunPaths
-from pipeline.config.role_models import read_model, role_models
+from pipeline.config.role_models import check_output_layer, read_model, role_models
 from pipeline.config.run import RunConfig
 from pipeline.config.tracking import SQLITE
 from stages.engines.embedded.kernels.paging import block_bytes, blocks_for
 from stages.engines.embedded.ranks.sharding import check_division
 from stages.engines.remote.environment import ENVIRONMENTS, environment_problem
-from stages.models.adapter_shapes import target_parts
 from stages.models.hf_config import RANDOM_TINY
 from stages.models.hf_files import Tokenizer, read_tokenizer
-from stages.models.layouts import blocks_problems, layout_problems
+from stages.models.layouts import adapter_problems, blocks_problems, layout_problems
 from stages.models.protocol import Role
-from stages.models.spec import ModelSpec, layer_shapes
+from stages.models.spec import ModelSpec
 from stages.prompts import PromptTable, read_source, tokenise
 from stages.rewards.registry import UnfitReward, build_parts, close_parts
 from storage.errors import StoreError
@@ -68,7 +67,8 @@ def preflight(config: RunConfig, saved: Path | None = None) -> Preflight:
     models = role_models(config, model)
     for role, of_role in models.items():
         _check_layout(config, role, of_role)
-        _check_adapters(config, role, of_role)
+        for problem in adapter_problems(config.model.lora, role, of_role):
+            raise refusal(problem)
     _check_replicas(config, model)
     _check_tracking(config)
     if config.cluster.kind == "local":  # other hosts are looked at when their workers join
@@ -93,10 +93,10 @@ def check_run_directory(config: RunConfig, *, resume: bool) -> None:
     for problem in plain_name("name", config.name):  # of a run that goes on: whatever its directory was moved to
         raise refusal(problem)
     paths = RunPaths(config.run_dir)
-    _check_writable("runs_dir", config.runs_dir, paths.root)
+    check_writable("runs_dir", config.runs_dir, paths.root)
     for name, gang in config.placement.gangs.items():
         if gang.weights_dir is not None:
-            _check_writable(f"placement.gangs.{name}.weights_dir", gang.weights_dir, Path(gang.weights_dir))
+            check_writable(f"placement.gangs.{name}.weights_dir", gang.weights_dir, Path(gang.weights_dir))
     identity = read_identity(paths.root) if resume else None
     if identity is not None:
         _check_same_run(config, paths, identity)
@@ -182,7 +182,7 @@ def _check_tracking(config: RunConfig) -> None:
     )
 
 
-def _check_writable(key: str, given: str, directory: Path) -> None:
+def check_writable(key: str, given: str, directory: Path) -> None:
     """Whether a directory is, or can be, made and written to."""
     existing = next(path for path in (directory.absolute(), *directory.absolute().parents) if path.exists())
     try:
@@ -198,6 +198,7 @@ def _check_writable(key: str, given: str, directory: Path) -> None:
 
 def _check_model(config: RunConfig) -> ModelSpec:
     model = read_model("model.path", config.model.path)
+    check_output_layer("model.path", config.model.path)
     for problem in blocks_problems(config.model, Role.POLICY, model):
         raise refusal(problem)
     return model
@@ -225,19 +226,6 @@ def _check_token_ids(config: RunConfig, model: ModelSpec) -> None:
         for token in tokens:
             if not 0 <= token < model.vocab_size:
                 raise ConfigError(key, f"given {token}; the model has token ids 0 to {model.vocab_size - 1}")
-
-
-def _check_adapters(config: RunConfig, role: Role, model: ModelSpec) -> None:
-    """Whether the adapters of a trained model have a lower rank than what they are added to can have."""
-    lora, shapes = config.model.lora, layer_shapes(model)
-    sizes = {part: min(shapes[part]) for part in target_parts(lora)}
-    part = min(sizes, key=sizes.__getitem__, default=None)
-    if role is Role.REFERENCE or part is None or lora.rank <= sizes[part]:
-        return
-    whose = "model" if role is Role.POLICY else role
-    outputs, inputs = shapes[part]
-    need = f"the {whose}'s {part} is {outputs} x {inputs}: at most {sizes[part]}, or without it in model.lora.targets"
-    raise ConfigError("model.lora.rank", f"given {lora.rank}; {need}")
 
 
 def _check_layout(config: RunConfig, role: Role, model: ModelSpec) -> None:

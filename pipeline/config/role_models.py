@@ -1,6 +1,6 @@
 """The models of policy, reference and critic, where the latter two are not the policy's: do they fit together?
 
-May import torch, stages.models (spec, hf_config, hf_files, layouts, protocol) and the schema of a run.
+May import torch, stages.models (spec, hf_config, hf_files, layouts, protocol, reward_files) and the schema of a run.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from stages.models.hf_config import RANDOM_TINY
 from stages.models.hf_files import read_some_weights, read_vocabulary
 from stages.models.layouts import blocks_problems
 from stages.models.protocol import Role
+from stages.models.reward_files import head_problem, is_classifier
 from stages.models.spec import EMBEDDING, ModelSpec, layer_and_part, read_spec, tensor_shapes
 
 
@@ -36,12 +37,23 @@ def read_model(key: str, path: str) -> ModelSpec:
     return model
 
 
+def check_output_layer(key: str, path: str) -> None:
+    """Raises ConfigError for a reward model where one is needed that gives tokens."""
+    if is_classifier(path):
+        raise ConfigError(
+            key,
+            f"given {path!r}; it is a reward model, which has no output layer: give the language model that it was "
+            "trained from (model.critic_path may be a reward model)",
+        )
+
+
 def role_models(config: RunConfig, policy: ModelSpec) -> dict[Role, ModelSpec]:
     """The architecture of each role's model, the critic's where one is trained; `policy`: that of `model.path`.
 
     Raises:
-        ConfigError: another model is none, has another vocabulary, is too short for a row, or, where blocks are frozen
-            and shared, has other blocks there; or `model.critic_blocks` does not suit the critic's.
+        ConfigError: another model is none, has a head that does not fit, has another vocabulary, is too short for a
+            row, or, where blocks are frozen and shared, has other blocks there; or `model.critic_blocks` does not suit
+            the critic's.
     """
     others = (Role.REFERENCE, Role.CRITIC) if config.has_critic else (Role.REFERENCE,)
     found = dict.fromkeys((Role.POLICY, *others), policy)
@@ -50,6 +62,11 @@ def role_models(config: RunConfig, policy: ModelSpec) -> dict[Role, ModelSpec]:
         if path == config.model.path:
             continue
         found[role] = other = read_model(key, path)
+        if role is Role.REFERENCE:
+            check_output_layer(key, path)
+        wrong = head_problem(path, other) if role is Role.CRITIC else None
+        if wrong is not None:
+            raise ConfigError(key, f"given {path!r}; {wrong}")
         _check_vocabulary(config, key, path, policy, other, exactly=role is Role.REFERENCE)
         if config.seq > other.max_positions:
             row = "a row of prompts.max_tokens + sampling.max_new_tokens"

@@ -1,7 +1,7 @@
 """The run's pictures as PNG: learning curves, and the timeline of stages by gang. The only module that imports
 matplotlib (Agg, no display); import it only where pictures are drawn.
 
-May import matplotlib, pipeline.observe.journal and pipeline.observe.summary.
+May import numpy, matplotlib, stages.preferences.measures, pipeline.observe.journal and pipeline.observe.summary.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
@@ -19,6 +20,7 @@ from matplotlib.ticker import MaxNLocator
 
 from pipeline.observe.journal import Event
 from pipeline.observe.summary import Box, boxes
+from stages.preferences.measures import Reliability
 
 STAGE_COLOURS = {
     "generate": "#4C78A8",
@@ -228,6 +230,41 @@ def plot_engine_costs(
     right.legend(frameon=False, fontsize=8, loc="best", handlelength=1.6)
     for ax in (left, right):
         _clean(ax, "both")
+    figure.suptitle(title, fontsize=12, color=INK)
+    figure.savefig(path)
+
+
+def plot_reward_model(
+    metrics: Mapping[int, Mapping[str, float]],
+    margins: np.ndarray,
+    calibration: Reliability | None,
+    path: Path,
+    title: str,
+) -> None:
+    """Draws a reward model's training: accuracy (or loss) by optimizer step, calibration on held-out pairs (under
+    Bradley–Terry) and their margins, the better row's score less the worse one's."""
+    figure = Figure(figsize=(12.6, 3.8), dpi=130, layout="constrained", facecolor="white")
+    FigureCanvasAgg(figure)
+    curves, right, last = figure.subplots(1, 3)
+    pairs = Panel("accuracy on pairs", (("train/accuracy", "training step"), ("validation/accuracy", "validation")))
+    errors = Panel("loss, and accuracy on pairs", (("train/loss", "loss"), ("validation/accuracy", "validation")))
+    _draw_panel(curves, pairs if calibration is not None else errors, metrics, ())
+    curves.set_xlabel("optimizer step", fontsize=9, color=INK)
+    if calibration is None:
+        right.set_visible(False)
+    else:
+        held = calibration.counts > 0
+        right.plot([0.5, 1], [0.5, 1], color=INK, lw=0.8, ls=(0, (4, 3)), alpha=0.55)
+        right.plot(calibration.confidence[held], calibration.accuracy[held], color="#4C78A8", lw=1.6, marker="o", ms=4)
+        right.set_title(f"Calibration (ECE {calibration.ece:.3f})", loc="left", fontsize=10, color=INK)
+        right.set_xlabel("probability of the order given", fontsize=9, color=INK)
+        right.set_ylabel("share of pairs ordered as judged", fontsize=9, color=INK)
+        _clean(right, "both")
+    last.hist(margins, bins=60, color="#4C78A8")
+    last.axvline(0.0, color=INK, lw=0.8, ls=(0, (4, 3)), alpha=0.55)
+    last.set_title("Held-out pairs by margin", loc="left", fontsize=10, color=INK)
+    last.set_xlabel("score of the better less that of the worse", fontsize=9, color=INK)
+    _clean(last, "y")
     figure.suptitle(title, fontsize=12, color=INK)
     figure.savefig(path)
 

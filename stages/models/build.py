@@ -41,7 +41,7 @@ from stages.models.parallel import ParallelRank
 from stages.models.products import Products
 from stages.models.protocol import Role
 from stages.models.rotary import rotary_frequencies
-from stages.models.spec import ModelSpec
+from stages.models.spec import SCORE_BIAS, SCORE_WEIGHT, ModelSpec
 from stages.models.trunk import Trunk
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -79,9 +79,9 @@ def build_trunk(blueprint: Blueprint, weights: Mapping[str, Tensor]) -> GPTModel
 def build_role(
     blueprint: Blueprint, role: Role, weights: Mapping[str, Tensor], shared: lora.FrozenWeights | None = None
 ) -> GPTModel:
-    """Policy, reference or critic as of version 0, filled: the critic starts from the policy with a zero head, so that
-    its first values are 0 everywhere and depend on no seed. `shared`: with LoRA, the frozen weights of the roles that
-    were built before, which get those of this one too."""
+    """Policy, reference or critic as of version 0, filled: a critic that starts from a reward model has its head too,
+    otherwise a zero one, so that its first values are 0 everywhere and depend on no seed. `shared`: with LoRA, the
+    frozen weights of the roles that were built before, which get those of this one too."""
     frozen = blueprint.model.frozen_blocks
     rank, tied = blueprint.parallel_rank, blueprint.spec.tied_embeddings and role is not Role.CRITIC
     model = _stage(
@@ -126,13 +126,13 @@ def load_weights(
     blueprint: Blueprint, weights: Mapping[str, Tensor], named: Iterable[tuple[str, int | None, Parameter]]
 ) -> None:
     """Copies whole Hugging Face tensors into this rank's part of parameters (`hf_conversion.named_by_block`); a
-    critic's head becomes zero, adapters what they start as. Raises ValueError, naming the tensor, where a shape
-    differs."""
+    critic's head becomes that of a reward model, or zero where the weights have none, adapters what they start as.
+    Raises ValueError, naming the tensor, where a shape differs."""
     rank, spec = blueprint.parallel_rank, blueprint.spec
     adapters: dict[int, dict[str, Tensor]] = {}
     for name, block, parameter in named:
         if name.startswith("output_layer.") and parameter.shape[0] == 1:
-            parameter.zero_()
+            _load_head(parameter, SCORE_WEIGHT if name.endswith(".weight") else SCORE_BIAS, weights)
             continue
         source = weights
         if ".lora." in name and block is not None:
@@ -146,6 +146,15 @@ def load_weights(
                 " config.json"
             )
         parameter.copy_(part)
+
+
+def _load_head(parameter: Parameter, name: str, weights: Mapping[str, Tensor]) -> None:
+    if name not in weights:
+        parameter.data.zero_()
+        return
+    if weights[name].shape != parameter.shape:
+        raise ValueError(f"{name} is {tuple(weights[name].shape)} in the model's files, not {tuple(parameter.shape)}")
+    parameter.data.copy_(weights[name])
 
 
 def _add_lora(model: GPTModel, blueprint: Blueprint, role: Role, shared: lora.FrozenWeights) -> None:

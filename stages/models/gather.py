@@ -42,6 +42,7 @@ def merged_tensors(model: GPTModel, blueprint: Blueprint) -> Iterator[tuple[str,
         yield from trained
         return
     adapters = dict(trained)
+    yield from ((name, tensor) for name, tensor in adapters.items() if ".lora_" not in name)  # a head
     adapted = {adapted_weight(name)[0] for name, _, p in named_by_block(model, 0) if p.requires_grad} & PARTS.keys()
     for name, block, parameter in named_by_block(model, blueprint.model.frozen_blocks):
         if name in adapted:

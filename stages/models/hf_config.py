@@ -13,6 +13,9 @@ from typing import Any
 RANDOM_TINY = "random:tiny"
 """Stands for a path wherever a model directory is read."""
 
+REWARD_BIAS = "reward_bias"
+"""Key of a reward model's config.json: what is added to the output of its head, which has no bias of its own."""
+
 _TINY_CONFIG: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",

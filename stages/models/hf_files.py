@@ -20,10 +20,10 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
-from stages.models.hf_config import RANDOM_TINY, read_config, read_eos_ids
-from stages.models.spec import EMBEDDING, LM_HEAD, read_spec, tensor_shapes
+from stages.models.hf_config import RANDOM_TINY, REWARD_BIAS, read_config, read_eos_ids
+from stages.models.spec import EMBEDDING, LM_HEAD, SCORE_BIAS, SCORE_WEIGHT, read_spec, tensor_shapes
 
-_COPIED_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja",
+COPIED_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja",
                  "generation_config.json", "vocab.json", "merges.txt", "tokenizer.model")  # fmt: skip
 """Beside config.json, what a written model takes over from the one it started as, where it is there."""
 _INDEX = "model.safetensors.index.json"
@@ -108,13 +108,25 @@ class HubTokenizer:
 
 def read_weights(path: str) -> dict[str, torch.Tensor]:
     """All tensors by Hugging Face name, in the dtype they are stored in; a tied `lm_head.weight` is usually not among
-    them. Raises FileNotFoundError with what was looked for."""
+    them. Of a reward model `SCORE_BIAS` is, which its config.json holds. Raises FileNotFoundError with what was looked
+    for."""
     if path == RANDOM_TINY:
         return _random_weights()
     weights: dict[str, torch.Tensor] = {}
     for file in weight_files(path):
         weights |= load_file(file)
+    if SCORE_WEIGHT in weights:
+        weights[SCORE_BIAS] = torch.tensor([read_config(path).get(REWARD_BIAS, 0.0)])
     return weights
+
+
+def tensor_shape(path: str, name: str) -> tuple[int, ...] | None:
+    """Shape of one of a model's tensors, without reading it; None where there is none of this name."""
+    for file in weight_files(path) if path != RANDOM_TINY else ():
+        with safe_open(file, framework="pt") as tensors:
+            if name in set(tensors.keys()):
+                return tuple(tensors.get_slice(name).get_shape())
+    return None
 
 
 def weight_files(path: str) -> list[Path]:
@@ -134,7 +146,7 @@ def file_digests(path: str) -> dict[str, str]:
     if path == RANDOM_TINY:
         return {RANDOM_TINY: "built in"}
     weights = weight_files(path)
-    others = (weights[0].parent / name for name in ("config.json", _INDEX, *_COPIED_FILES))
+    others = (weights[0].parent / name for name in ("config.json", _INDEX, *COPIED_FILES))
     return {file.name: _digest(file) for file in sorted({*weights, *(file for file in others if file.is_file())})}
 
 
@@ -198,7 +210,7 @@ def write_model(directory: Path, source: str, changed: Mapping[str, torch.Tensor
     )
     config = read_config(source) | {"dtype": dtype}
     (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-    for name in _COPIED_FILES if source != RANDOM_TINY else ():
+    for name in COPIED_FILES if source != RANDOM_TINY else ():
         if (Path(source) / name).is_file():
             shutil.copyfile(Path(source) / name, directory / name)
 

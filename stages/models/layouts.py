@@ -1,7 +1,7 @@
 """Which parallel layouts can hold a model, said once: for the checks before a run, for the layouts that they propose
 where memory is short, and for the ranks themselves.
 
-May import stages.models.{config, protocol, spec} and storage.problems.
+May import stages.models.{adapter_shapes, config, protocol, spec} and storage.problems.
 """
 
 from __future__ import annotations
@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from itertools import chain
 
-from stages.models.config import LayoutConfig, ModelConfig, recompute_problems
+from stages.models.adapter_shapes import target_parts
+from stages.models.config import LayoutConfig, LoraConfig, ModelConfig, recompute_problems
 from stages.models.protocol import Role
-from stages.models.spec import ModelSpec
+from stages.models.spec import ModelSpec, layer_shapes
 from storage.problems import Problem, at_least
 
 
@@ -36,6 +37,21 @@ def blocks_problems(model: ModelConfig, role: Role, spec: ModelSpec) -> Iterator
         yield Problem("model.frozen_blocks", frozen, need)
     elif role is Role.CRITIC and model.critic_blocks is not None and not 1 <= model.critic_blocks <= above:
         yield Problem("model.critic_blocks", model.critic_blocks, f"must be from 1 to {above}")
+
+
+def adapter_problems(lora: LoraConfig, role: Role, spec: ModelSpec) -> Iterator[Problem]:
+    """Whether the adapters of a trained model have a lower rank than what they are added to can have."""
+    shapes = layer_shapes(spec)
+    sizes = {part: min(shapes[part]) for part in target_parts(lora)}
+    part = min(sizes, key=sizes.__getitem__, default=None)
+    if role is Role.REFERENCE or part is None or lora.rank <= sizes[part]:
+        return
+    outputs, inputs = shapes[part]
+    need = (
+        f"the {_whose(role)}'s {part} is {outputs} x {inputs}: at most {sizes[part]}, or without it in "
+        "model.lora.targets"
+    )
+    yield Problem("model.lora.rank", lora.rank, need)
 
 
 def layout_problems(

@@ -1,0 +1,86 @@
+"""What a reward model's training would be refused for that takes a look at the disk: model, judgements, directory.
+Nothing starts.
+
+May import torch, stages.models (spec, hf_files, layouts, reward_files), stages.preferences, storage and the sections
+of a config.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from itertools import chain
+
+import torch
+
+from pipeline.config.errors import ConfigError, refusal
+from pipeline.config.preflight import check_writable
+from pipeline.config.reward_model import RewardModelConfig
+from pipeline.config.role_models import read_model
+from stages.models.hf_files import read_tokenizer
+from stages.models.layouts import adapter_problems, blocks_problems, layout_problems
+from stages.models.protocol import Role
+from stages.models.reward_files import head_problem
+from stages.models.spec import ModelSpec
+from stages.preferences.data import JudgedRows, tokenise_judgements
+from stages.preferences.training import TrainingParts, training_steps
+from storage.preferences import Judgement, PreferencesError, load_split
+
+EXPORT = "model"
+"""The trained model, in a training's directory."""
+
+
+def check_training(config: RewardModelConfig) -> TrainingParts:
+    """What a training needs, read and checked. Raises ConfigError, naming the key path, for the first thing that cannot
+    work."""
+    spec = read_model("model.path", config.model.path)
+    _check_scorer(config, spec)
+    if (config.run_dir / EXPORT).exists():
+        raise ConfigError(
+            "name",
+            f"given {config.name!r}; {config.run_dir} holds a trained reward model already: choose another name=..., "
+            "or remove that directory",
+        )
+    check_writable("runs_dir", config.runs_dir, config.run_dir)
+    gpus = torch.cuda.device_count()
+    if gpus and config.workers > gpus:
+        raise ConfigError("workers", f"given {config.workers}; this host has {gpus} GPUs, one for each rank")
+    try:
+        return read_parts(config)
+    except PreferencesError as error:
+        raise ConfigError(error.key, error.message) from error
+
+
+def read_parts(config: RewardModelConfig) -> TrainingParts:
+    """The judgements of a config as rows of tokens: a pure function of its files and the seed. Raises PreferencesError,
+    and ConfigError for a model without a usable tokenizer."""
+    try:
+        tokenizer = read_tokenizer(config.model.path)
+    except (OSError, ValueError) as error:
+        raise ConfigError("model.path", f"given {config.model.path!r}; no usable tokenizer there: {error}") from error
+    split = load_split(config.data, config.seed)
+
+    def tokenised(judgements: list[Judgement]) -> JudgedRows:
+        return tokenise_judgements(judgements, tokenizer, config.data, seed=config.seed)
+
+    parts = TrainingParts(*map(tokenised, (split.train, split.validation, split.held_out)))
+    if not any(training_steps(parts.train, config.data, config.train, config.seed)):
+        need = f"no group of data.group_texts = {config.data.group_texts} texts has a pair"
+        raise PreferencesError("data.min_gap", f"given {config.data.min_gap}; {need}")
+    return parts
+
+
+def _check_scorer(config: RewardModelConfig, spec: ModelSpec) -> None:
+    model, key = config.trained_model(), "model.path"
+    for problem in chain(
+        blocks_problems(model, Role.CRITIC, spec),
+        adapter_problems(model.lora, Role.CRITIC, spec),
+        layout_problems(model, Role.CRITIC, spec, config.layout),
+    ):
+        need = problem.need.replace(f"the {Role.CRITIC}", "the model")  # which it is to the trainer
+        raise refusal(dataclasses.replace(problem, need=need))
+    wrong = head_problem(config.model.path, spec)
+    if wrong is not None:
+        raise ConfigError(key, f"given {config.model.path!r}; {wrong}")
+    if config.data.max_tokens > spec.max_positions:
+        need = f"the model's context is {spec.max_positions}"
+        raise ConfigError("data.max_tokens", f"given {config.data.max_tokens}; {need}")

@@ -1,0 +1,243 @@
+"""The training of a reward model: a plain program, no graph. This process is rank 0; with `workers` of 2 or more it
+starts the others, which read the same files and make the same calls.
+
+    check ──► ranks join ──► steps, validations ──► best state ──► figures ──► export, summary, plot ──► MLflow
+                                 └ each: metrics, progress
+
+    RUN/config.yaml   RUN/model/ (Hugging Face)   RUN/summary.json   RUN/held_out.jsonl   RUN/plots/reward_model.png
+
+Nothing of it is resumed: a training that was interrupted begins anew.
+
+May import all of pipeline below the command line.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import multiprocessing
+import os
+import shutil
+import sys
+import time
+import uuid
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+from rich.progress import Progress as ProgressBar
+
+from pipeline.config.loading import flatten, to_yaml
+from pipeline.config.reward_model import RewardModelConfig
+from pipeline.config.reward_preflight import EXPORT, check_training, read_parts
+from pipeline.driver.context import StageFailed
+from pipeline.observe.tracking import MlflowTracker, NullTracker, Tracker, how_to_open
+from stages.models.errors import RanksMissing
+from stages.models.protocol import Rank
+from stages.models.reward_host import RewardModel
+from stages.preferences.training import (
+    PartFigures,
+    TrainingFailed,
+    TrainingOutcome,
+    TrainingParts,
+    TrainingProgress,
+    summary_of,
+    train_reward_model,
+    training_steps,
+)
+
+PLOT = "plots/reward_model.png"
+
+
+@dataclass
+class _Shown:
+    """Owns what is told while a training goes on: the bar of a terminal, lines elsewhere, metrics, the curves."""
+
+    console: Console
+    tracker: Tracker
+    bar: ProgressBar
+    started: float = field(default_factory=time.monotonic)
+    curves: dict[int, dict[str, float]] = field(default_factory=dict)
+    """Metrics by step."""
+    task: Any = None
+
+    def report(self, progress: TrainingProgress) -> None:
+        step, metrics = progress.step, progress.metrics
+        self.curves.setdefault(step, {}).update(metrics)
+        self.tracker.metrics(step, metrics)
+        if self.task is None:
+            self.task = self.bar.add_task("optimizer steps", total=progress.total_steps)
+        self.bar.update(self.task, completed=step)
+        if "validation/accuracy" in metrics:
+            text = " ".join(f"{name.partition('/')[2]} {value:.4f}" for name, value in metrics.items())
+            elapsed = time.monotonic() - self.started
+            self.console.print(f"step {step}/{progress.total_steps} ({elapsed:.0f} s): validation {text}", markup=False)
+
+
+def train(config: RewardModelConfig, console: Console) -> dict[str, Any]:
+    """Trains, exports and measures; returns the summary.
+
+    Raises:
+        ConfigError: something that cannot work; nothing was started.
+        StageFailed: gradients or scores were not finite, or a rank was lost.
+    """
+    parts = check_training(config)
+    root = config.run_dir
+    (root / "plots").mkdir(parents=True, exist_ok=True)
+    for left in root.glob("mlflow_spool*"):  # of a training that was interrupted, as is a half export
+        left.unlink()
+    shutil.rmtree(root / f".{EXPORT}", ignore_errors=True)
+    (root / "config.yaml").write_text(to_yaml(config))
+    started, cpu = time.monotonic(), time.process_time()
+    with _tracker(config, root) as tracker, _bar(console) as bar:
+        shown = _Shown(console, tracker, bar)
+        outcome = _train_here(config, parts, shown)
+        summary = summary_of(outcome, parts) | {
+            "seconds": round(time.monotonic() - started, 1),
+            "cpu_seconds": round(time.process_time() - cpu, 1),  # of rank 0
+            "model": str(root / EXPORT),
+        }
+        _write_results(config, parts, outcome, shown, summary)
+        tracker.metrics(outcome.steps, {f"held_out/{name}": value for name, value in outcome.held_out.metrics.items()})
+        for name in ("summary.json", *([PLOT] if config.tracking.plots else [])):
+            tracker.artifact(root / name, "")
+    _say(console, config, summary)
+    return summary
+
+
+def _train_here(config: RewardModelConfig, parts: TrainingParts, shown: _Shown) -> TrainingOutcome:
+    """Rank 0's part, with the other ranks beside it."""
+    rendezvous = config.run_dir.resolve() / f".rendezvous-{uuid.uuid4().hex}"
+    try:
+        with _other_ranks(config, f"file://{rendezvous}"):
+            return _train_rank(config, parts, 0, f"file://{rendezvous}", shown)
+    except (TrainingFailed, RanksMissing) as error:
+        raise StageFailed(str(error)) from error
+    finally:
+        rendezvous.unlink(missing_ok=True)
+
+
+def _train_rank(
+    config: RewardModelConfig, parts: TrainingParts, index: int, rendezvous: str, shown: _Shown | None
+) -> TrainingOutcome:
+    epochs = training_steps(parts.train, config.data, config.train, config.seed)
+    model = RewardModel(
+        config.trained_model(),
+        config.layout,
+        Rank(index, config.workers, rendezvous, config.threads, device=index),
+        seed=config.seed,
+        total_steps=sum(map(len, epochs)),
+    )
+    try:
+        with model.collectives_of("the training of the reward model"):
+            report = _silent if shown is None else shown.report
+            outcome = train_reward_model(model, parts, epochs, config.train, report)
+            staged = config.run_dir / f".{EXPORT}"
+            model.export(staged)
+            if index == 0:
+                staged.rename(config.run_dir / EXPORT)
+            return outcome
+    finally:
+        model.close()
+
+
+def _silent(_: TrainingProgress) -> None:
+    """What ranks other than 0 tell."""
+
+
+def _rank_main(config: RewardModelConfig, index: int, rendezvous: str) -> None:
+    """A process of its own."""
+    _train_rank(config, read_parts(config), index, rendezvous, None)
+
+
+@contextmanager
+def _other_ranks(config: RewardModelConfig, rendezvous: str) -> Iterator[None]:
+    """Ranks 1 and above, as processes that end with this one."""
+    context = multiprocessing.get_context("spawn")
+    before = os.environ.get("OMP_NUM_THREADS")
+    os.environ["OMP_NUM_THREADS"] = str(config.threads)
+    sys.warnoptions.append("ignore::UserWarning")  # of libraries: rank 0 says what is to be said
+    try:
+        processes: list[BaseProcess] = [
+            context.Process(target=_rank_main, args=(config, index, rendezvous), daemon=True)
+            for index in range(1, config.workers)
+        ]
+        for process in processes:
+            process.start()
+    finally:
+        sys.warnoptions.pop()
+        if before is None:
+            del os.environ["OMP_NUM_THREADS"]
+        else:
+            os.environ["OMP_NUM_THREADS"] = before
+    try:
+        yield
+        for process in processes:
+            process.join()
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+
+
+@contextmanager
+def _tracker(config: RewardModelConfig, root: Path) -> Iterator[Tracker]:
+    if config.tracking.uri is None:
+        yield NullTracker()
+        return
+    tags = {"stageline.kind": "reward model"}
+    settings = config.tracking
+    with MlflowTracker(
+        config.tracking.uri, settings.experiment, config.name, flatten(config), tags, root / "mlflow_spool.jsonl"
+    ) as tracker:
+        yield tracker
+
+
+@contextmanager
+def _bar(console: Console) -> Iterator[ProgressBar]:
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with ProgressBar(*columns, console=console, disable=not console.is_terminal) as bar:
+        yield bar
+
+
+def _write_results(
+    config: RewardModelConfig,
+    parts: TrainingParts,
+    outcome: TrainingOutcome,
+    shown: _Shown,
+    summary: Mapping[str, Any],
+) -> None:
+    root = config.run_dir
+    (root / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
+    held_out = parts.held_out
+    with (root / "held_out.jsonl").open("w", encoding="utf8") as stream:
+        for number, (text, score) in enumerate(zip(held_out.texts, outcome.held_out.scores.tolist(), strict=True)):
+            row: dict[str, Any] = {"text": text, "score": score}
+            if held_out.ratings is not None:
+                row["rating"] = float(held_out.ratings[number])
+            stream.write(json.dumps(row, ensure_ascii=False) + "\n")
+    if config.tracking.plots:
+        plots = importlib.import_module("pipeline.observe.plots")  # matplotlib takes its time to load
+        found: PartFigures = outcome.held_out
+        plots.plot_reward_model(shown.curves, found.margins, found.reliability, root / PLOT, config.name)
+
+
+def _say(console: Console, config: RewardModelConfig, summary: Mapping[str, Any]) -> None:
+    found, size = summary["held_out"], summary["sizes"]["held_out"]
+    lines = [
+        f"held out: accuracy {found['accuracy']:.4f} ± {found['accuracy_se']:.4f} on {size['pairs']} pairs of "
+        f"{size['prompts']} unseen prompts",
+        "".join(
+            f"{name} {found[name]:.4f}  " for name in ("ece", "margin", "correlation", "best_accuracy") if name in found
+        ),
+        f"the model is in {summary['model']}; {summary['seconds']:.0f} s",
+    ]
+    if config.tracking.uri is not None:
+        lines.append(f"MLflow: {how_to_open(config.tracking.uri)}")
+    for line in lines:
+        console.print(line, markup=False, highlight=False, soft_wrap=True)

@@ -1,0 +1,1 @@
+"""Reward models learnt from human judgements: data, losses, measures, the training loop."""

@@ -1,0 +1,196 @@
+"""From judgements to rows of tokens, pairs of them, and the groups that an optimizer step compares.
+
+    judgements ──► rows (each response or text once) ──► pairs: (better row, worse row)
+                                             └──► groups: a prompt's responses, or texts drawn together
+
+May import numpy, stages.models (hf_files' Tokenizer, reward_rows) and storage.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from stages.models.hf_files import Tokenizer
+from stages.models.reward_rows import TokenRows, ended
+from storage.preferences import JudgedPair, Judgement, PreferencesError, RatedText
+from storage.preferences_config import PreferencesConfig
+
+_PAIRS, _EPOCH = 3, 4
+"""Keep the uses of one seed apart."""
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """Row numbers: `better[p]` was judged above `worse[p]`."""
+
+    better: np.ndarray
+    worse: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.better)
+
+    def chosen(self, numbers: np.ndarray) -> Pairs:
+        return Pairs(self.better[numbers], self.worse[numbers])
+
+
+@dataclass(frozen=True)
+class JudgedRows:
+    """One part of a split."""
+
+    rows: TokenRows
+    pairs: Pairs
+    """Of ratings: those that are measured; what is trained on is drawn for every epoch."""
+    units: np.ndarray
+    """int64 [rows]: number of the row's prompt (of ratings: of itself)."""
+    texts: list[str]
+    ratings: np.ndarray | None = None
+    """float64 [rows]"""
+    standard_errors: np.ndarray | None = None
+    """float64 [rows], of the ratings."""
+
+
+@dataclass(frozen=True)
+class Group:
+    """Rows that are compared with one another, and how they were judged."""
+
+    rows: np.ndarray
+    pairs: Pairs
+
+
+def tokenise_judgements(
+    judgements: Sequence[Judgement], tokenizer: Tokenizer, config: PreferencesConfig, *, seed: int
+) -> JudgedRows:
+    """Rows of prompt, response and EOS (of ratings: text and EOS). Raises PreferencesError for a row that is too long
+    (unless those are left out), and where nothing is left, or no pair."""
+    kept: dict[tuple[int, ...], int] = {}
+    rows: list[tuple[int, ...]] = []
+    texts: list[str] = []
+    units: dict[str, int] = {}
+    of_rows: list[int] = []
+    pairs: list[tuple[int, int]] = []
+    rated: list[RatedText] = []
+    for judgement in judgements:
+        found = [list(tokens) for tokens in _token_rows(judgement, tokenizer)]
+        if any(len(row) > config.max_tokens for row in found):
+            if config.too_long == "skip":
+                continue
+            raise PreferencesError(
+                "data.max_tokens",
+                f"given {config.max_tokens}; {judgement.where} has {max(map(len, found))} tokens: raise it, or set "
+                "data.too_long=skip",
+            )
+        if len(set(map(tuple, found))) < len(found):
+            raise PreferencesError("data.chosen", f"{judgement.where}: both responses are the same tokens")
+        unit = units.setdefault(judgement.unit, len(units))
+        numbers = []
+        for row, text in zip(found, _texts(judgement), strict=True):
+            key = (unit, *row)
+            if key not in kept:
+                kept[key] = len(rows)
+                rows.append(tuple(row))
+                texts.append(text)
+                of_rows.append(unit)
+            numbers.append(kept[key])
+        if isinstance(judgement, RatedText):
+            rated.append(judgement)
+        else:
+            pairs.append((numbers[0], numbers[1]))
+    if not rows:
+        raise PreferencesError(
+            "data.url", f"{config.url} holds nothing of data.max_tokens = {config.max_tokens} or less"
+        )
+    ratings = errors = None
+    if rated:
+        ratings = np.array([text.rating for text in rated])
+        known = [text.standard_error for text in rated if text.standard_error is not None]
+        errors = np.array(known) if known else None
+        measured = drawn_pairs(ratings, config.min_gap, config.held_out_pairs, seed)
+    else:
+        measured = Pairs(*(np.array(side, np.int64) for side in zip(*pairs, strict=True)))
+    if not len(measured):
+        raise PreferencesError("data.min_gap", f"given {config.min_gap}; no two texts of a part differ by as much")
+    return JudgedRows(TokenRows.of(rows), measured, np.array(of_rows, np.int64), texts, ratings, errors)
+
+
+def rated_pairs(ratings: np.ndarray, rows: np.ndarray, min_gap: float) -> Pairs:
+    """All pairs of some rows whose ratings differ by `min_gap` or more, the better first."""
+    above = ratings[rows][:, None] - ratings[rows] >= min_gap
+    better, worse = np.nonzero(above)
+    return Pairs(rows[better], rows[worse])
+
+
+def drawn_pairs(ratings: np.ndarray, min_gap: float, most: int, seed: int) -> Pairs:
+    """At most so many of these pairs, drawn alike from all of them without making them: in a list of every row's worse
+    ones by rating, one list after another, a pair is a place."""
+    order = np.argsort(ratings, kind="stable")
+    num_worse = np.searchsorted(ratings[order], ratings - min_gap, side="right")
+    ends = num_worse.cumsum()
+    total = int(ends[-1])
+    draw = np.random.default_rng([seed, _PAIRS])
+    places = np.sort(draw.choice(total, most, replace=False, shuffle=False)) if total > most else np.arange(total)
+    better = np.searchsorted(ends, places, side="right")
+    return Pairs(better, order[places - (ends - num_worse)[better]])
+
+
+def epoch_groups(judged: JudgedRows, config: PreferencesConfig, *, seed: int, epoch: int) -> list[Group]:
+    """The groups of an epoch in the order in which they are trained on: a prompt's rows, or so many texts. A pure
+    function of its arguments. Groups without a pair are left out."""
+    draw = np.random.default_rng([seed, _EPOCH, epoch])
+    if judged.ratings is None:
+        groups = _prompt_groups(judged)
+        return [groups[number] for number in draw.permutation(len(groups))]
+    order = draw.permutation(len(judged.units))
+    texts = (np.sort(order[at : at + config.group_texts]) for at in range(0, len(order), config.group_texts))
+    drawn = (Group(rows, rated_pairs(judged.ratings, rows, config.min_gap)) for rows in texts)
+    return [group for group in drawn if len(group.pairs)]
+
+
+def _prompt_groups(judged: JudgedRows) -> list[Group]:
+    """One for each prompt; every prompt has a pair."""
+    of_pairs = judged.units[judged.pairs.better]
+    return [
+        Group(rows, judged.pairs.chosen(pairs))
+        for rows, pairs in zip(_by_number(judged.units), _by_number(of_pairs), strict=True)
+    ]
+
+
+def _by_number(numbers: np.ndarray) -> list[np.ndarray]:
+    """Indices of each number from 0 on, ascending."""
+    return np.split(np.argsort(numbers, kind="stable"), np.cumsum(np.bincount(numbers))[:-1])
+
+
+def step_groups(groups: Sequence[Group], rows_per_step: int) -> list[list[Group]]:
+    """Groups by optimizer step: one after another until a step has `rows_per_step` rows or more."""
+    steps: list[list[Group]] = []
+    num_rows = math.inf
+    for group in groups:
+        if num_rows >= rows_per_step:
+            steps.append([])
+            num_rows = 0
+        steps[-1].append(group)
+        num_rows += len(group.rows)
+    return steps
+
+
+def _token_rows(judgement: Judgement, tokenizer: Tokenizer) -> Iterator[list[int]]:
+    if isinstance(judgement, RatedText):
+        yield ended(tokenizer.encode(judgement.text), tokenizer.eos_ids)
+        return
+    prompt = judgement.prompt
+    start = tokenizer.encode(prompt) if isinstance(prompt, str) else tokenizer.apply_chat_template(prompt)
+    for response in (judgement.chosen, judgement.rejected):
+        yield ended(start + _continuation(tokenizer, response), tokenizer.eos_ids)
+
+
+def _continuation(tokenizer: Tokenizer, text: str) -> list[int]:
+    """Tokens of a text that stands after others: without what the tokenizer begins every text with."""
+    tokens, beginning = tokenizer.encode(text), tokenizer.encode("")
+    return tokens[len(beginning) :] if tokens[: len(beginning)] == beginning else tokens
+
+
+def _texts(judgement: Judgement) -> list[str]:
+    return [judgement.chosen, judgement.rejected] if isinstance(judgement, JudgedPair) else [judgement.text]

@@ -1,0 +1,211 @@
+"""The training of a reward model, as every rank of its gang runs it: epochs of optimizer steps, a validation now and
+then, the best state kept, and the figures on what was held out.
+
+    consumes   judged rows of training, validation and held-out set (the same on every rank)
+    reports    a `TrainingProgress` after every optimizer step and every validation; on every rank
+    returns    an `TrainingOutcome`, with the best state in the model
+
+May import numpy, stages.models.reward_host and this folder.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from stages.models.reward_host import GroupedRows, RewardModel
+from stages.preferences.config import RewardTrainingConfig
+from stages.preferences.data import Group, JudgedRows, epoch_groups, step_groups
+from stages.preferences.losses import LOSS, pair_loss_of, rating_loss_of
+from stages.preferences.measures import (
+    Reliability,
+    best_accuracy,
+    dyadic_standard_error,
+    reliability,
+    right_order,
+)
+from storage.preferences_config import PreferencesConfig
+
+
+class TrainingFailed(RuntimeError):
+    """A training that cannot go on; says at which step, and why."""
+
+
+@dataclass(frozen=True)
+class TrainingProgress:
+    """What has become of a training so far."""
+
+    step: int
+    """Optimizer steps made."""
+    total_steps: int
+    metrics: Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class PartFigures:
+    """A part's scores, and how they agree with people."""
+
+    scores: np.ndarray
+    """float32 [rows]"""
+    margins: np.ndarray
+    """float64 [pairs]: of the better row less of the worse."""
+    metrics: dict[str, float]
+    """accuracy, accuracy_se, margin; of Bradley-Terry scores loss and ece; with ratings correlation, and with their
+    spread best_accuracy."""
+    reliability: Reliability | None
+    """Of Bradley-Terry scores."""
+
+
+@dataclass(frozen=True)
+class TrainingOutcome:
+    """Of a whole training."""
+
+    best_step: int
+    """Optimizer steps that the state kept had made."""
+    steps: int
+    validation: PartFigures
+    held_out: PartFigures
+    bias: float
+    """What normalisation added to all scores."""
+    train_mean: float
+    train_std: float
+    """Of the training rows' scores, before that."""
+
+
+@dataclass(frozen=True)
+class TrainingParts:
+    """What a training reads."""
+
+    train: JudgedRows
+    validation: JudgedRows
+    held_out: JudgedRows
+
+
+def training_steps(
+    train: JudgedRows, data: PreferencesConfig, config: RewardTrainingConfig, seed: int
+) -> list[list[list[Group]]]:
+    """The groups of every optimizer step of every epoch: a pure function of its arguments."""
+    return [
+        step_groups(epoch_groups(train, data, seed=seed, epoch=epoch), config.rows_per_step)
+        for epoch in range(config.epochs)
+    ]
+
+
+def train_reward_model(
+    model: RewardModel,
+    parts: TrainingParts,
+    epochs: list[list[list[Group]]],
+    config: RewardTrainingConfig,
+    report: Callable[[TrainingProgress], None],
+) -> TrainingOutcome:
+    """Trains, keeps the state with the best validation accuracy (of equal ones the first), and measures it.
+
+    Raises:
+        TrainingFailed: `train.max_skipped_steps` gradients in a row were not finite, or scores are not.
+    """
+    total = sum(map(len, epochs))
+    best, best_step, step, worse, skipped = -math.inf, 0, 0, 0, 0
+    for groups, validates in _steps(epochs, config.validations_per_epoch):
+        metrics = model.train(step, _grouped(parts.train, groups, config))
+        metrics["loss"] = metrics.pop(LOSS)
+        step += 1
+        skipped = skipped + 1 if metrics["skipped_steps"] else 0
+        if skipped == config.max_skipped_steps:
+            raise TrainingFailed(
+                f"{skipped} optimizer steps in a row had a gradient that is not finite (train.max_skipped_steps), the "
+                f"last is step {step} of {total}: a lower optimizer.lr, or model.dtype=float32, may help"
+            )
+        report(TrainingProgress(step, total, {f"train/{name}": value for name, value in metrics.items()}))
+        if not validates:
+            continue
+        found = figures(model, parts.validation, config)
+        report(TrainingProgress(step, total, {f"validation/{name}": value for name, value in found.metrics.items()}))
+        worse += 1
+        if found.metrics["accuracy"] > best:
+            best, best_step, worse = found.metrics["accuracy"], step, 0
+            model.keep()
+        if worse == config.patience:
+            break
+    model.restore()
+    of_train = _finite(model.scores(parts.train.rows))
+    bias = -float(of_train.mean(dtype=np.float64)) if config.normalise else 0.0
+    model.shift(bias)
+    return TrainingOutcome(
+        best_step,
+        step,
+        figures(model, parts.validation, config),
+        figures(model, parts.held_out, config),
+        bias,
+        float(of_train.mean(dtype=np.float64)),
+        float(of_train.std(dtype=np.float64)),
+    )
+
+
+def figures(model: RewardModel, judged: JudgedRows, config: RewardTrainingConfig) -> PartFigures:
+    """How a model's scores agree with the judgements of a part (a collective call)."""
+    scores = _finite(model.scores(judged.rows))
+    better, worse = judged.pairs.better, judged.pairs.worse
+    margins = scores[better].astype(np.float64) - scores[worse]
+    right = right_order(margins)
+    units = judged.units
+    found: dict[str, float] = {
+        "accuracy": float(right.mean()),
+        "accuracy_se": dyadic_standard_error(right, units[better], units[worse]),
+        "margin": float(margins.mean()),
+    }
+    calibration = None
+    if config.loss == "bradley_terry":
+        calibration = reliability(margins)
+        found |= {"loss": float(np.logaddexp(0, -margins).mean()), "ece": calibration.ece}
+    if judged.ratings is not None:
+        found["correlation"] = float(np.corrcoef(scores, judged.ratings)[0, 1])
+        if judged.standard_errors is not None:
+            found["best_accuracy"] = best_accuracy(judged.ratings, judged.standard_errors, better, worse)
+    return PartFigures(scores, margins, found, calibration)
+
+
+def summary_of(outcome: TrainingOutcome, parts: TrainingParts) -> dict[str, Any]:
+    """What a training came to, for a file and for people."""
+    sizes = {
+        name: {"rows": len(part.texts), "prompts": int(part.units.max()) + 1, "pairs": len(part.pairs)}
+        for name, part in (("train", parts.train), ("validation", parts.validation), ("held_out", parts.held_out))
+    }
+    if parts.train.ratings is not None:
+        del sizes["train"]["pairs"]  # every epoch has its own
+    return {
+        "steps": outcome.steps,
+        "best_step": outcome.best_step,
+        "held_out": outcome.held_out.metrics,
+        "validation": outcome.validation.metrics,
+        "normalisation": {"bias": outcome.bias, "train_mean": outcome.train_mean, "train_std": outcome.train_std},
+        "sizes": sizes,
+    }
+
+
+def _steps(epochs: list[list[list[Group]]], validations: int) -> Iterator[tuple[list[Group], bool]]:
+    """Every optimizer step's groups, and whether a validation follows: evenly spread, and after each epoch."""
+    for steps in epochs:
+        after = {math.ceil(len(steps) * (number + 1) / validations) for number in range(validations)}
+        for number, groups in zip(itertools.count(1), steps):
+            yield groups, number in after
+
+
+def _grouped(train: JudgedRows, groups: list[Group], config: RewardTrainingConfig) -> GroupedRows:
+    if config.loss == "regression":
+        assert train.ratings is not None, "regression is refused for pairs"
+        loss = rating_loss_of(groups, train.ratings)
+    else:
+        loss = pair_loss_of(groups, len(train.texts))
+    return GroupedRows(train.rows, [group.rows for group in groups], loss)
+
+
+def _finite(scores: np.ndarray) -> np.ndarray:
+    bad = np.flatnonzero(~np.isfinite(scores))
+    if bad.size:
+        raise TrainingFailed(f"the score of {bad.size} rows is not finite: a lower optimizer.lr may help")
+    return scores

@@ -1,0 +1,89 @@
+"""Files that hold one row after another, read by fsspec URL: JSONL, Parquet and columns of text. Each row comes with
+where it is, for the message of whatever is wrong with it.
+
+May import fsspec and pyarrow only.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import PurePosixPath
+from typing import Any
+
+import fsspec
+import pyarrow
+import pyarrow.parquet
+
+Row = tuple[str, dict[str, Any]]
+"""(URL and line from 1 or row from 0, its fields by name or column number)."""
+
+
+class RowsError(ValueError):
+    """A file that cannot be read, or a line of it; says which and why."""
+
+
+def read_rows(url: str) -> Iterator[Row]:
+    """All rows of a file, in its order; blank lines do not count. Raises RowsError."""
+    suffix = PurePosixPath(url).suffix
+    if suffix not in READERS:
+        raise RowsError(f"{url!r} ends in {suffix!r}, available: {', '.join(READERS)}")
+    return READERS[suffix](url)
+
+
+def has_columns(url: str) -> bool:
+    """Whether the fields of a file's rows are named by 0-based column numbers."""
+    return READERS.get(PurePosixPath(url).suffix) is _columns
+
+
+def _jsonl(url: str) -> Iterator[Row]:
+    for where, line in _lines(url):
+        try:
+            row = json.loads(line)
+        except ValueError as error:
+            raise RowsError(f"{where}: not JSON ({error})") from error
+        if not isinstance(row, dict):
+            raise RowsError(f"{where}: a line must hold an object, given {line!r:.80}")
+        yield where, row
+
+
+def _columns(url: str) -> Iterator[Row]:
+    for where, line in _lines(url):
+        yield where, {str(number): cell for number, cell in enumerate(line.split("\t"))}
+
+
+def _parquet(url: str) -> Iterator[Row]:
+    try:
+        with fsspec.open(url, "rb") as stream:
+            rows = pyarrow.parquet.read_table(stream).to_pylist()
+    except (OSError, ValueError, ImportError, pyarrow.ArrowException) as error:
+        raise RowsError(f"cannot read {url}: {error}") from error
+    for number, row in enumerate(rows):
+        yield f"{url} row {number}", row
+
+
+def _lines(url: str) -> Iterator[tuple[str, str]]:
+    """(URL and line number, line) of the lines that are not blank."""
+    try:
+        with fsspec.open(url, "rb") as stream:
+            content: bytes = stream.read()
+    except (OSError, ValueError, ImportError) as error:
+        raise RowsError(f"cannot read {url}: {error}") from error
+    # Split at newlines alone: str.splitlines would also split at characters that may stand inside a text.
+    for number, line in enumerate(content.split(b"\n"), start=1):
+        where = f"{url} line {number}"
+        try:
+            text = line.rstrip(b"\r").decode()
+        except UnicodeDecodeError as error:
+            raise RowsError(f"{where}: not UTF-8 ({error.reason})") from error
+        if text.strip():
+            yield where, text
+
+
+READERS: Mapping[str, Callable[[str], Iterator[Row]]] = {
+    ".jsonl": _jsonl,
+    ".parquet": _parquet,
+    ".tsv": _columns,
+    ".txt": _columns,
+}
+"""Ending of a file's name -> what reads it."""

@@ -1,0 +1,131 @@
+"""Configs of reward models: those that ship load, and what cannot work is refused with its key."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoModelForSequenceClassification, LlamaConfig
+
+from pipeline.cli.main import main
+from pipeline.config.errors import ConfigError
+from pipeline.config.loading import load_config, load_reward_model_config
+from pipeline.config.preflight import preflight
+from pipeline.config.reward_model import RewardModelConfig
+from pipeline.config.reward_preflight import check_training
+from stages.models.hf_config import read_config
+from tests.support.configs import arguments, write_config
+from tests.support.paths import ROOT
+
+SHIPPED = sorted((ROOT / "conf/reward").glob("*.yaml"))
+TINY = ROOT / "conf/reward/tiny.yaml"
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
+def test_a_shipped_config_loads(path: Path) -> None:
+    assert load_reward_model_config([path], ["train.epochs=3"]).train.epochs == 3
+
+
+def test_tiny_passes_all_checks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    parts = check_training(load_reward_model_config([TINY], ["runs_dir=nowhere"]))
+    assert [len(part.pairs) for part in (parts.train, parts.validation, parts.held_out)] == [168, 24, 48]
+
+
+@pytest.mark.parametrize(
+    ("change", "key", "part"),
+    [
+        ("train.epoch=2", "train.epoch", "did you mean train.epochs"),
+        ("train.epochs=0", "train.epochs", "1 or more"),
+        ("train.rows_per_step=1", "train.rows_per_step", "2 or more"),
+        ("train.loss=regression", "train.loss", "pairs have no ratings"),
+        ("train.patience=0", "train.patience", "1 or more"),
+        ("optimizer.lr=-1", "optimizer.lr", "0 or more"),
+        ("optimizer.min_lr=1", "optimizer.min_lr", "from 0 to optimizer.lr"),
+        ("optimizer.reuse_forward=true", "optimizer.reuse_forward", "false"),
+        ("optimizer.micro_batch_rows=4", "optimizer.micro_batch_rows", "whole groups"),
+        ("model.lora.targets=[all]", "model.lora.targets", "qkv"),
+        ("workers=3 layout.tensor=2", "workers", "multiple"),
+        ("layout.sequence_parallel=true", "layout.sequence_parallel", "layout.tensor of 2"),
+        ("tracking.uri=file:///x", "tracking.uri", "sqlite"),
+        ("data.held_out=2", "data.held_out", "share"),
+        ("name=a/b", "name", "letters"),
+        ("model.path=nowhere", "model.path", "nowhere"),
+        ("model.frozen_blocks=4", "model.frozen_blocks", "the model has 4 blocks: at most 3"),
+        ("model.lora.rank=33", "model.lora.rank", "at most 32"),
+        ("workers=3 layout.pipeline=3", "layout.pipeline", "must divide"),
+        ("data.max_tokens=1000", "data.max_tokens", "context is 256"),
+        ("data.url=none.jsonl", "data.url", "cannot read none.jsonl"),
+        ("data.chosen=best", "data.chosen", "tiny_pairs.jsonl line 1: given 'best', available: prompt, chosen"),
+        ("runs_dir=/proc/runs", "runs_dir", "cannot write to /proc"),
+        ("data.max_tokens=8", "data.max_tokens", "too_long=skip"),
+        ("data.held_out_url=conf/data/tiny_pairs.jsonl", "data.held_out_url", "trained on too"),
+    ],
+)
+def test_a_refusal_is_one_message_and_exit_code_2(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    change: str,
+    key: str,
+    part: str,
+) -> None:
+    monkeypatch.chdir(ROOT)
+    assert main(["reward", "train", str(TINY), f"runs_dir={tmp_path}/runs", *change.split()]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith(f"refused {key}: ")
+    assert part in err
+    assert err.count("\n") == 1
+    assert [*tmp_path.iterdir()] == []
+
+
+def test_the_docs_have_exactly_the_keys_of_the_config() -> None:
+    text = (ROOT / "docs/reward_models.md").read_text("utf8")
+    documented = re.findall(r"^\| `([\w.]+)` \|.*\|.*\|.*\|$", text, re.MULTILINE)
+    assert sorted(documented) == sorted(keys(RewardModelConfig(), ""))
+
+
+def keys(config: Any, prefix: str) -> list[str]:
+    """Key paths of a config's leaves."""
+    found = []
+    for field in fields(config):
+        value = getattr(config, field.name)
+        found += keys(value, f"{prefix}{field.name}.") if is_dataclass(value) else [f"{prefix}{field.name}"]
+    return found
+
+
+def classifier(directory: Path, num_labels: int) -> str:
+    """A random one with so many outputs."""
+    config = LlamaConfig(**read_config("random:tiny") | {"num_labels": num_labels})
+    AutoModelForSequenceClassification.from_config(config).save_pretrained(directory)
+    saved = json.loads((directory / "config.json").read_text())
+    assert saved["architectures"] == ["LlamaForSequenceClassification"]
+    return str(directory)
+
+
+def test_a_head_that_does_not_fit_is_refused(tmp_path: Path) -> None:
+    """Of a reward model that is to learn on, and of one that a critic is to start from."""
+    path = classifier(tmp_path / "two", 2)
+    config = load_reward_model_config([TINY], [f"model.path={path}", f"runs_dir={tmp_path}"])
+    with pytest.raises(ConfigError, match=r"model\.path: .*score\.weight is \(2, 64\), .* \(1, 64\)"):
+        check_training(config)
+    write_config(tmp_path)
+    files, changes = arguments(tmp_path)[:1], arguments(tmp_path)[1:]
+    with pytest.raises(ConfigError, match=r"model\.critic_path: .*score\.weight is \(2, 64\)"):
+        preflight(load_config(files, [*changes, f"model.critic_path={path}"]))
+
+
+def test_a_reward_model_is_a_critic_but_no_policy_and_no_reference(tmp_path: Path) -> None:
+    path = classifier(tmp_path / "one", 1)
+    write_config(tmp_path)
+    files, changes = arguments(tmp_path)[:1], arguments(tmp_path)[1:]
+    preflight(load_config(files, [*changes, f"model.critic_path={path}"]))
+    for key in ("model.path", "model.reference_path"):
+        with pytest.raises(ConfigError, match=rf"{key.replace('.', '[.]')}: .*it is a reward model") as refused:
+            preflight(load_config(files, [*changes, f"{key}={path}"]))
+        assert refused.value.key == key

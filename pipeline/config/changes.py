@@ -27,6 +27,7 @@ DECIDES_NOTHING = (
     "tracking.*",
     "alarms.*",
     "cluster.*",
+    "slurm.*",
     "export.*",
     "checkpoint.*",
     "storage.*",
@@ -34,8 +35,8 @@ DECIDES_NOTHING = (
     "placement.gangs.*.weights_dir",
     "placement.gangs.*.offload",
 )
-"""What a run is called, where it keeps its files, how it shows itself and warns, how long it waits, what it writes
-beside."""
+"""What a run is called, where it keeps its files, how it shows itself and warns, where its processes are and how long
+it waits, what it writes beside."""
 MAY_CHANGE = {
     "model.path": "where the model is: its files must be the same",
     "model.reference_path": "likewise",

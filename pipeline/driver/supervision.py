@@ -29,7 +29,7 @@ from distributed.scheduler import KilledWorker
 from pipeline.config.errors import ConfigError
 from pipeline.config.identity import fingerprint
 from pipeline.driver.cluster import kill_workers, workers_by_address
-from pipeline.driver.context import Context, StageFailed, WorkerKey
+from pipeline.driver.context import Context, StageFailed, WorkerKey, WorkersMissing
 from pipeline.driver.verdict import LOST, PEER_GRACE_S, describe, error_of
 from pipeline.graph.dispatch import Gang
 from pipeline.observe.journal import EventKind
@@ -235,7 +235,7 @@ class Supervision:
             elif worker.error is not None:
                 raise self._not_built(key, worker.error)
             elif not worker.up:
-                failed = StageFailed(
+                failed = WorkersMissing(
                     f"worker {worker.spec.name} did not come up within cluster.start_timeout_s = "
                     f"{self._context.settings.start_timeout_s:g}{_see_log(worker)}"
                 )

@@ -9,7 +9,7 @@ or repeats anything. Why a process and not a thread: with the writer in a thread
 the interpreter lock for up to 146 ms at a time and used 3.1 s of the driver's CPU in 7 s; in a process of its own,
 3 ms and 0.09 s.
 
-May import the standard library and pipeline.observe.appending.
+May import the standard library, pipeline.observe.{appending, slurm_job}.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from types import TracebackType
 from typing import Any, Literal, Protocol
 
 from pipeline.observe.appending import LineFile
+from pipeline.observe.slurm_job import slurm_job
 
 LOG = logging.getLogger("stageline.tracking")
 
@@ -96,6 +97,10 @@ class Tracker(Protocol):
         """Delivers what is left within a bounded time and ends the run with `status`."""
         ...
 
+    def leave(self) -> None:
+        """Ends at once: the run is to go on, and what is not delivered yet then goes out."""
+        ...
+
 
 class _SeenMetrics:
     """Owns which metrics of which steps are in the spool: a bit for each name in a number for each step, since a run
@@ -142,6 +147,9 @@ class NullTracker:
     def close(self, status: RunStatus) -> None:
         pass
 
+    def leave(self) -> None:
+        pass
+
 
 class MlflowTracker:
     """Owns the open spool of a run and the writer process that delivers it.
@@ -173,14 +181,14 @@ class MlflowTracker:
                 self._metrics_seen.unseen(item["step"], item["values"])
         self._traces_seen = {item["step"] for _, item in earlier if item["kind"] == "trace"}
         keys = [item["key"] for _, item in earlier if item["kind"] == "open"]
-        slurm_job = os.environ.get("SLURM_JOB_ID")
+        job = slurm_job(os.environ)
         self._append(
             kind="open",
             key=keys[0] if keys else uuid.uuid4().hex,
             experiment=experiment,
             run_name=run_name,
             params=dict(params),
-            tags=dict(tags) | ({"slurm_job_id": slurm_job} if slurm_job else {}),
+            tags=dict(tags) | ({} if job is None else job.tags()),
         )
         self._writer = _Writer(uri, spool_path, close_timeout_s)
 
@@ -218,6 +226,12 @@ class MlflowTracker:
                 "or by pipeline.observe.tracking.deliver",
                 self.uri, delivery.left, self.spool_path,
             )  # fmt: skip
+
+    def leave(self) -> None:
+        if not self._closed:
+            self._closed = True
+            self._file.close()
+            self._writer.kill()
 
     def __enter__(self) -> MlflowTracker:
         return self
@@ -307,6 +321,15 @@ class _Writer:
                 self._delivery = Delivery(report["run_id"], report["left"])
         if self._delivery is None:
             LOG.warning("the MLflow writer ended early; see %s", self._spool_path.with_name("mlflow_writer.log"))
+
+    def kill(self) -> None:
+        """Ends it wherever it is: a delivery that was cut off is made again, which changes nothing."""
+        self._process.kill()
+        self._process.wait()
+        self._reports.join()
+        for pipe in (self._process.stdin, self._process.stdout):
+            if pipe is not None:
+                pipe.close()
 
     def finish(self) -> Delivery:
         if self._process.stdin is not None:

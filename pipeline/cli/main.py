@@ -1,8 +1,8 @@
 """The command line: `stageline run | resume | submit | …`, as `COMMANDS` has them.
 
 Exit codes: 0 done, 2 bad input, 3 a stage failed, 75 a job ended early, 130 interrupted (both resumable). Each command
-has a file of its own, with a function `command(options)` that returns the exit code; it is imported when the command is called, since
-`stageline --help` must not wait for torch. May import the standard library.
+has a file of its own, with a function `command(options)` that returns the exit code; it is imported when the command is
+called, since `stageline --help` must not wait for torch. May import the standard library.
 """
 
 from __future__ import annotations
@@ -12,10 +12,7 @@ import importlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-
 _EXIT_CODES = (
-    "exit codes: 0 done, 2 bad input, 3 a stage failed, 75 a job ended early, 130 interrupted (both resumable)"
-)
     "exit codes: 0 done, 2 bad input, 3 a stage failed, 75 a job ended early, 130 interrupted (both resumable)"
 )
 

@@ -15,9 +15,7 @@ from pipeline.config.errors import ConfigError
 
 _PATIENCE_S = 60.0
 """For a controller that is busy."""
-_OVER = frozenset(
-    ["COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMPTED", "OUT_OF_MEMORY", "DEADLINE", "BOOT_FAIL"]
-)
+_UNDER_WAY = frozenset({"PENDING", "CONFIGURING", "RUNNING", "SUSPENDED", "COMPLETING"})
 _KEYS = {
     "partition": "slurm.partition",
     "account": "slurm.account",
@@ -48,7 +46,7 @@ class JobState:
     @property
     def over(self) -> bool:
         """Whether Slurm will not run it any more."""
-        return self.state in _OVER
+        return self.state not in _UNDER_WAY
 
 
 def there() -> bool:

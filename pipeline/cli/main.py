@@ -39,10 +39,11 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """argparse takes key=value changes before an option or after it, but not both, nor after it alone."""
     parser = _parser()
     options, rest = parser.parse_known_args(arguments)
-    if rest and (not hasattr(options, "changes") or any(text.startswith("-") for text in rest)):
+    taken = getattr(options, "changes", getattr(options, "sources", None))
+    if rest and (taken is None or any(text.startswith("-") for text in rest)):
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
-    if rest:
-        options.changes += rest
+    if taken is not None:
+        taken += rest
     return options
 
 

@@ -11,6 +11,7 @@ import pytest
 
 from pipeline.config.placement import GangConfig
 from pipeline.config.run import RunConfig
+from pipeline.config.slurm import SlurmGangConfig
 from tests.support.paths import ROOT
 
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md"), ROOT / "slurm/README.md"])
@@ -32,7 +33,8 @@ def keys(config: Any, prefix: str) -> list[str]:
 def test_running_has_exactly_the_keys_of_the_config() -> None:
     text = (ROOT / "docs/running.md").read_text("utf8")
     documented = re.findall(r"^\| `([\w.]+)` \|.*\|.*\|.*\|$", text, re.MULTILINE)
-    assert sorted(documented) == sorted(keys(RunConfig(), "") + keys(GangConfig(), "placement.gangs.NAME."))
+    of_gangs = keys(GangConfig(), "placement.gangs.NAME.") + keys(SlurmGangConfig(), "slurm.gangs.NAME.")
+    assert sorted(documented) == sorted(keys(RunConfig(), "") + of_gangs)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())

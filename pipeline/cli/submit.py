@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 
 from pipeline.cli.answers import print_line
 from pipeline.cli.exit_codes import DONE
@@ -15,7 +16,7 @@ from pipeline.launch.submission import asked_for, run_script, submit_run
 
 
 def command(options: argparse.Namespace) -> int:
-    config = for_cluster(config_of(options.sources))
+    config = cluster_config(options.sources)
     if options.dry_run:
         print_line(run_script(config).rstrip("\n"))
         return DONE
@@ -28,8 +29,10 @@ def command(options: argparse.Namespace) -> int:
     return DONE
 
 
-def for_cluster(config: RunConfig) -> RunConfig:
-    """The config as a job runs it: with a directory that does not depend on where a process works."""
+def cluster_config(sources: Sequence[str]) -> RunConfig:
+    """The config that sources make, as a job runs it: with a directory that does not depend on where a process works.
+    Raises ConfigError."""
+    config = config_of(sources)
     config.runs_dir = str(config.run_dir.absolute().parent)
     return config
 

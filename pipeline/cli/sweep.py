@@ -17,7 +17,7 @@ from pipeline.cli.exit_codes import DONE, INTERRUPTED
 from pipeline.cli.job import begun
 from pipeline.cli.run import execute
 from pipeline.cli.sources import config_of
-from pipeline.cli.submit import check_for_cluster, for_cluster
+from pipeline.cli.submit import check_for_cluster, cluster_config
 from pipeline.config.errors import ConfigError
 from pipeline.config.loading import load_yaml, to_yaml
 from pipeline.config.paths import RunPaths
@@ -36,16 +36,14 @@ def command(options: argparse.Namespace) -> int:
     files = [source for source in options.sources if "=" not in source]
     fixed, axes = axes_of(changes)
     name = config_of([*files, *fixed, *(f"{key}={values[0]}" for key, values in axes.items())]).name
-    found = points(axes, name)
-    configs = [
-        for_cluster(config_of([*files, *fixed, *point.changes(), f"name={name}-{point.suffix}"])) for point in found
-    ]
-    folder = RunPaths(Path(configs[0].runs_dir) / f"{name}-sweep")
+    found, submits = points(axes, name), there() and not options.here
+    read = cluster_config if submits else config_of
+    configs = [read([*files, *fixed, *point.changes(), f"name={name}-{point.suffix}"]) for point in found]
     if options.dry_run:
         for config, point in zip(configs, found, strict=True):
             print_line(f"{config.run_dir}: {' '.join(point.changes())}")
         return DONE
-    submits = there() and not options.here
+    folder = RunPaths(configs[0].run_dir.with_name(f"{name}-sweep"))
     for config in configs:
         _refuse_shared_file(config, several_at_once=submits)
         check_for_cluster(config)

@@ -36,6 +36,8 @@ LOG = logging.getLogger("stageline.tracking")
 
 RunStatus = Literal["FINISHED", "FAILED", "KILLED"]
 
+LEAVE_S = 2.0
+"""Of `leave`: for a writer that has little left."""
 IMPORT_GRACE_S = 60.0
 """Added to the deadline of `close`: the writer may still be importing mlflow or creating the database."""
 WRITER_ENV = {
@@ -98,7 +100,7 @@ class Tracker(Protocol):
         ...
 
     def leave(self) -> None:
-        """Ends at once: the run is to go on, and what is not delivered yet then goes out."""
+        """Ends within seconds: the run is to go on, and what is not delivered yet goes out then."""
         ...
 
 
@@ -231,7 +233,7 @@ class MlflowTracker:
         if not self._closed:
             self._closed = True
             self._file.close()
-            self._writer.kill()
+            self._writer.finish(LEAVE_S)
 
     def __enter__(self) -> MlflowTracker:
         return self
@@ -286,6 +288,7 @@ class _Writer:
         self._timeout_s = timeout_s
         self._spool_path = spool_path
         self._delivery: Delivery | None = None
+        self._cut_off = False
         if uri.startswith("sqlite:///"):
             Path(uri.removeprefix("sqlite:///")).parent.mkdir(parents=True, exist_ok=True)
         root = str(Path(__file__).parents[2])
@@ -319,24 +322,18 @@ class _Writer:
                 LOG.warning(report["warning"])
             else:
                 self._delivery = Delivery(report["run_id"], report["left"])
-        if self._delivery is None:
+        if self._delivery is None and not self._cut_off:
             LOG.warning("the MLflow writer ended early; see %s", self._spool_path.with_name("mlflow_writer.log"))
 
-    def kill(self) -> None:
-        """Ends it wherever it is: a delivery that was cut off is made again, which changes nothing."""
-        self._process.kill()
-        self._process.wait()
-        self._reports.join()
-        for pipe in (self._process.stdin, self._process.stdout):
-            if pipe is not None:
-                pipe.close()
-
-    def finish(self) -> Delivery:
+    def finish(self, patience_s: float | None = None) -> Delivery:
+        """Has it deliver what is left, for `patience_s` (None: until it gives up by itself), and ends it: a delivery that
+        is cut off is made again, which changes nothing."""
         if self._process.stdin is not None:
             self._process.stdin.close()
         try:
-            self._process.wait(self._timeout_s + IMPORT_GRACE_S)
+            self._process.wait(self._timeout_s + IMPORT_GRACE_S if patience_s is None else patience_s)
         except subprocess.TimeoutExpired:
+            self._cut_off = patience_s is not None
             self._process.kill()
             self._process.wait()
         self._reports.join()

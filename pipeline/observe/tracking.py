@@ -326,8 +326,8 @@ class _Writer:
             LOG.warning("the MLflow writer ended early; see %s", self._spool_path.with_name("mlflow_writer.log"))
 
     def finish(self, patience_s: float | None = None) -> Delivery:
-        """Has it deliver what is left, for `patience_s` (None: until it gives up by itself), and ends it: a delivery that
-        is cut off is made again, which changes nothing."""
+        """Has it deliver what is left, for `patience_s` (None: until it gives up by itself), and ends it: a delivery
+        that is cut off is made again, which changes nothing."""
         if self._process.stdin is not None:
             self._process.stdin.close()
         try:

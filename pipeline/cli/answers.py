@@ -15,7 +15,7 @@ from rich.text import Text
 from pipeline.cli.exit_codes import BAD_INPUT, INTERRUPTED, STAGE_FAILED
 from pipeline.config.errors import ConfigError
 from pipeline.driver.context import StageFailed
-from pipeline.workers.updates import ReplayMismatch
+from pipeline.workers.errors import ReplayMismatch
 from storage.errors import StoreError
 
 

@@ -51,7 +51,7 @@ def export_version(config: RunConfig, version: int | None, to: Path | None) -> P
             shutil.copytree(stored, staged)
         else:
             staged.mkdir()
-            with runtime_for(alone(config, Path(scratch)), Role.POLICY, Path(scratch)) as runtime:
+            with runtime_for(alone(config, Path(scratch)), Role.POLICY) as runtime:
                 required(runtime.parts.updates).at(Role.POLICY, version).export(staged)()
         staged.rename(target)
     return target

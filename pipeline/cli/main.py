@@ -1,8 +1,9 @@
 """The command line: `stageline run | resume | submit | …`, as `COMMANDS` has them.
 
-Exit codes: 0 done, 2 bad input, 3 a stage failed, 75 a job ended early, 130 interrupted (both resumable). Each command
-has a file of its own, with a function `command(options)` that returns the exit code; it is imported when the command is
-called, since `stageline --help` must not wait for torch. May import the standard library.
+Exit codes: 0 done, 2 bad input, 3 a stage failed, 4 a worker's driver is gone, 75 a job ended early, 130 interrupted
+(both resumable). Each command has a file of its own, with a function `command(options)` that returns the exit code; it
+is imported when the command is called, since `stageline --help` must not wait for torch. May import the standard
+library.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 _EXIT_CODES = (
-    "exit codes: 0 done, 2 bad input, 3 a stage failed, 75 a job ended early, 130 interrupted (both resumable)"
+    "exit codes: 0 done, 2 bad input, 3 a stage failed, 4 a worker's driver is gone, 75 a job ended early, "
+    "130 interrupted (both resumable)"
 )
 
 
@@ -77,6 +79,23 @@ def _resume(parser: argparse.ArgumentParser) -> None:
         "--from-checkpoint",
         action="store_true",
         help="archive what was committed after the newest usable checkpoint, and make it anew on this machine",
+    )
+
+
+def _worker(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run_dir", nargs="?", metavar="RUN", help="the run's directory, as this host sees it")
+    parser.add_argument("--scheduler-file", metavar="FILE", help="instead of RUN: the file that the driver has written")
+    parser.add_argument("--gang", required=True, metavar="NAME", help="a gang of `placement.gangs`")
+    parser.add_argument("--index", required=True, type=int, help="its rank or replica, from 0")
+    parser.add_argument(
+        "--interface", metavar="NAME", help="network interface (default: that of the config, or of the route)"
+    )
+    parser.add_argument(
+        "--wait",
+        type=float,
+        default=300.0,
+        metavar="SECONDS",
+        help="for the driver to be there (default 300)",
     )
 
 
@@ -147,6 +166,9 @@ def _export(parser: argparse.ArgumentParser) -> None:
 COMMANDS = {
     "run": Command("pipeline.cli.run", "run a config to its last step", _run),
     "resume": Command("pipeline.cli.resume", "continue an interrupted run from its directory", _resume),
+    "worker": Command(
+        "pipeline.cli.worker", "be one worker, on this host, of a run with cluster.kind=attached", _worker
+    ),
     "submit": Command("pipeline.cli.submit", "have Slurm run a config, and go on with it after every requeue", _submit),
     "job": Command("pipeline.cli.job", "start a run or go on with it: what a cluster's job runs", _run),
     "status": Command("pipeline.cli.status", "how far a run is, and what becomes of its job", _status),

@@ -6,7 +6,6 @@ May import everything below.
 from __future__ import annotations
 
 import copy
-import uuid
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -35,7 +34,7 @@ def held_in_one_process(config: RunConfig, roles: Collection[Role]) -> bool:
 
 
 @contextmanager
-def runtime_for(config: RunConfig, roles: Role | Collection[Role], scratch: Path) -> Iterator[StageRuntime]:
+def runtime_for(config: RunConfig, roles: Role | Collection[Role]) -> Iterator[StageRuntime]:
     """A runtime in this process that holds what a role (or several, with the first one's threads) needs and nothing
     else."""
     held = [roles] if isinstance(roles, Role) else [*roles]
@@ -54,7 +53,6 @@ def runtime_for(config: RunConfig, roles: Role | Collection[Role], scratch: Path
         index=0,
         size=1,
         incarnation=0,
-        rendezvous=f"file://{scratch / uuid.uuid4().hex}",
         runtime="",
         config_yaml=to_yaml(only),
     )

@@ -132,7 +132,7 @@ def replay_node(config: RunConfig, stage: str, step: int, shard: int) -> Replaye
         scratch = Path(name)
         single = alone(config, scratch)
         if stage in UPDATE_STAGE.values():
-            with runtime_for(single, node.role, scratch) as runtime:
+            with runtime_for(single, node.role) as runtime:
                 updates = required(runtime.parts.updates)
                 if commit is None:
                     updates.train_alone(node.role, step)
@@ -140,11 +140,11 @@ def replay_node(config: RunConfig, stage: str, step: int, shard: int) -> Replaye
                 digests = updates.replay(node.role, step)
             return Replayed(node.address, [], 0.0 if one_rank else close, digests)
         if stage in SAMPLING:
-            with runtime_for(single, Role.POLICY, scratch) as runtime:
+            with runtime_for(single, Role.POLICY) as runtime:
                 board = WeightBoard(RunPaths(single.run_dir).board(single.cluster.weights_dir))
                 publish(required(runtime.parts.updates).at(Role.POLICY, version), board, version)
         gang = config.placement.roles[node.role.value]
-        with runtime_for(single, node.role, scratch) as runtime:
+        with runtime_for(single, node.role) as runtime:
             record = runtime.compute(Call(node.address, "replay", version, node.inputs, gang, "replay", 0)).record
             repeats = stage not in SCORING or required(runtime.parts.scorer).reward.deterministic
     assert record is not None

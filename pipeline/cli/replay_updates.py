@@ -93,5 +93,5 @@ def _replayed(config: RunConfig, role: Role, steps: range) -> Iterator[tuple[int
     print_line(f"{role}: from {f'the checkpoint of version {start}' if start else 'the start weights'}")
     with tempfile.TemporaryDirectory(prefix="stageline-replay-") as name:
         scratch = Path(name)
-        with runtime_for(alone(config, scratch), role, scratch) as runtime:
+        with runtime_for(alone(config, scratch), role) as runtime:
             yield from required(runtime.parts.updates).replay_all(role, steps)

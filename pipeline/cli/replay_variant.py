@@ -147,7 +147,7 @@ def _take_parents_weights(plan: _Plan) -> None:
     """What the variant starts from, if that is not version 0; and what it is compared with."""
     config = plan.board_of("parent")
     for role in TRAINED if plan.steps.start else (Role.POLICY,) if plan.compared else ():
-        with runtime_for(config, role, plan.scratch) as runtime:
+        with runtime_for(config, role) as runtime:
             updates = required(runtime.parts.updates)
             if plan.steps.start:
                 plan.checkpoint(role).mkdir()
@@ -159,7 +159,7 @@ def _take_parents_weights(plan: _Plan) -> None:
 def _train_and_export(plan: _Plan, tracker: Tracker) -> list[RecordedStep]:
     config, target = plan.board_of("variant"), RunPaths(plan.variant.run_dir).weights(plan.steps.stop)
     done = []
-    with runtime_for(config, TRAINED, plan.scratch) as runtime:
+    with runtime_for(config, TRAINED) as runtime:
         host = required(runtime.parts.updates).host
         for role in TRAINED if plan.steps.start else ():
             host.load(role, plan.checkpoint(role))
@@ -194,7 +194,7 @@ def _held_out_scores(plan: _Plan, whose: str) -> dict[int, float]:
     """By number of the prompt. Noise is keyed by prompt, so that the scores of two policies are paired."""
     config, version = plan.board_of(whose), plan.steps.stop
     gang = config.placement.roles[Role.GENERATE.value]
-    with runtime_for(config, (Role.GENERATE, Role.SCORE), plan.scratch) as runtime:
+    with runtime_for(config, (Role.GENERATE, Role.SCORE)) as runtime:
         call = Call(Address("evaluate", version), "variant", version, (), gang, "variant", 0)
         rollout = runtime.compute(call).record
         assert isinstance(rollout, Rollout)

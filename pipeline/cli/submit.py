@@ -30,9 +30,9 @@ def command(options: argparse.Namespace) -> int:
 
 
 def cluster_config(sources: Sequence[str]) -> RunConfig:
-    """The config that sources make, as a job runs it: with a directory that does not depend on where a process works.
-    Raises ConfigError."""
-    config = config_of(sources)
+    """The config that sources make, as a job runs it: with workers that join, and a directory that does not depend on
+    where a process works. Raises ConfigError."""
+    config = config_of([*sources, "cluster.kind=attached"])
     config.runs_dir = str(config.run_dir.absolute().parent)
     return config
 

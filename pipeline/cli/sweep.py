@@ -22,13 +22,12 @@ from pipeline.config.errors import ConfigError
 from pipeline.config.loading import load_yaml, to_yaml
 from pipeline.config.paths import RunPaths
 from pipeline.config.run import RunConfig
+from pipeline.config.tracking import SQLITE
 from pipeline.driver.results import open_history
 from pipeline.launch.commands import there
 from pipeline.launch.submission import array_script, asked_for, submit_array, submit_run
 from pipeline.launch.sweep import Point, axes_of, points
 from pipeline.observe.tracking import MlflowTracker, delivered_run_id
-
-_SQLITE = "sqlite:"
 
 
 def command(options: argparse.Namespace) -> int:
@@ -91,7 +90,7 @@ def _comparison(configs: Sequence[RunConfig], found: Sequence[Point], codes: dic
 def _refuse_shared_file(config: RunConfig, *, several_at_once: bool) -> None:
     """sqlite is for one writer at a time, and on a network filesystem not even for that."""
     uri = config.tracking.uri
-    if several_at_once and config.slurm.array_at_once != 1 and uri is not None and uri.startswith(_SQLITE):
+    if several_at_once and config.slurm.array_at_once != 1 and uri is not None and uri.startswith(SQLITE):
         raise ConfigError(
             "tracking.uri",
             f"given {uri!r}; the runs of a sweep write at the same time, from several nodes: a server (http://...), "

@@ -14,10 +14,28 @@ FEWEST_TO_GATHER = 3
 
 @dataclass
 class ClusterConfig:
+    kind: Literal["local", "attached"] = "local"
+    """Where workers come from. local: the driver starts them on its own host. attached: they are started elsewhere, by
+    `stageline worker`, on any hosts, and join."""
+    interface: str | None = None
+    """Attached: the network interface, of the same name on every host, that everything listens on and that gloo and
+    NCCL use; null: on each host the one by which it reaches the driver."""
+    host: str | None = None
+    """Attached: the address of the driver's host that the scheduler listens on; null: the interface's, or that of the
+    default route."""
+    port: int = 0
+    """Attached: the scheduler's; 0: any."""
+    scheduler_file: str | None = None
+    """Attached: where workers read how to join; null: in the run's directory, a new one for each attempt."""
+    arrival_timeout_s: float = 600.0
+    """Attached: for a worker to join, from the driver's start or from its loss. A replica that does not is left out; a
+    rank that does not ends the run, which can be resumed."""
+    clock_skew_s: float = 5.0
+    """Attached: by how much a host's clock may differ from the driver's."""
     dashboard: str | None = "127.0.0.1:8787"
     """Address of the Dask dashboard; null: none. Another port is taken if this one is in use."""
     start_timeout_s: float = 300.0
-    """For workers to come up and load their models."""
+    """For workers to load their models, once their process is there."""
     deadline_s: float = 1800.0
     """For one node; after it the worker is taken for lost."""
     collective_timeout_s: float = 300.0
@@ -50,6 +68,8 @@ def cluster_problems(config: ClusterConfig) -> Iterator[Problem]:
         "cluster.start_timeout_s": config.start_timeout_s,
         "cluster.deadline_s": config.deadline_s,
         "cluster.collective_timeout_s": config.collective_timeout_s,
+        "cluster.arrival_timeout_s": config.arrival_timeout_s,
+        "cluster.clock_skew_s": config.clock_skew_s,
     }
     yield from above(0, seconds, " seconds")
     limits = {
@@ -58,6 +78,8 @@ def cluster_problems(config: ClusterConfig) -> Iterator[Problem]:
     }
     yield from above(0, limits, ", or null for what there is")
     yield from local_directory("cluster.weights_dir", config.weights_dir)
+    yield from local_directory("cluster.scheduler_file", config.scheduler_file)
+    yield from _attached_problems(config)
     below = config.move_rows_below
     if below != 0 and below < FEWEST_TO_GATHER:
         yield Problem(
@@ -66,3 +88,22 @@ def cluster_problems(config: ClusterConfig) -> Iterator[Problem]:
             f"must be 0 (rows stay where they are) or {FEWEST_TO_GATHER} or more: two rows on two replicas are the "
             "fewest that can be brought together",
         )
+
+
+def _attached_problems(config: ClusterConfig) -> Iterator[Problem]:
+    """Of what only attached workers have."""
+    if not 0 <= config.port <= 65535:
+        yield Problem("cluster.port", config.port, "must be from 1 to 65535, or 0 for any")
+    if config.interface is not None and config.host is not None:
+        need = f"cluster.interface={config.interface} says it already: one of the two, or neither"
+        yield Problem("cluster.host", config.host, need)
+    if config.kind == "local":
+        given = {
+            "cluster.interface": config.interface,
+            "cluster.host": config.host,
+            "cluster.port": config.port or None,
+            "cluster.scheduler_file": config.scheduler_file,
+        }
+        for key, value in given.items():
+            if value is not None:
+                yield Problem(key, value, "needs cluster.kind=attached: local workers are reached by 127.0.0.1 alone")

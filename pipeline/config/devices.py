@@ -17,7 +17,7 @@ pipeline.graph.dispatch), stages.models.protocol and storage.problems.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from pipeline.graph.dispatch import Gang
@@ -90,6 +90,41 @@ def visible_devices(indices: Sequence[int], inherited: str | None) -> str:
     """`CUDA_VISIBLE_DEVICES` of a worker with these GPUs, counted among those that this process may see itself."""
     names = inherited.split(",") if inherited is not None else None
     return ",".join(str(index) if names is None else names[index].strip() for index in indices)
+
+
+def devices_of_joining(
+    gang: Gang,
+    replica_ranks: int,
+    seen: Sequence[str],
+    taken: Mapping[str, Collection[Worker]],
+    *,
+    share: bool,
+) -> tuple[int, ...] | str:
+    """The GPUs of a worker that joins from some host, as indices into those that it sees (by identity, so that two
+    workers which see the same one are known to); or what keeps it from having any. `taken`: who has each, of those that
+    joined before it. None where it needs none, or sees none at all."""
+    each = _devices_of_each(gang, replica_ranks)
+    if not each or not seen:
+        return ()
+    if len(seen) < each:
+        return f"it needs {each} GPUs and sees {len(seen)}"
+    free = [index for index, device in enumerate(seen) if not taken.get(device)]
+    if len(free) >= each:
+        return tuple(free[:each])
+    others = [i for i, device in enumerate(seen) if all(name != gang.name for name, _ in taken.get(device, ()))]
+    if share and len(others) >= each:
+        return tuple(sorted(others, key=lambda index: (len(taken.get(seen[index], ())), index))[:each])
+    holders = sorted({f"{name}-{index}" for device in seen for name, index in taken.get(device, ())})
+    return (
+        f"it needs {each} GPUs; of the {len(seen)} that it sees {len(free)} are free, others are {', '.join(holders)}'s"
+    )
+
+
+def _devices_of_each(gang: Gang, replica_ranks: int) -> int:
+    """GPUs that a worker of this gang needs, where there are any."""
+    if Role.GENERATE in gang.roles:
+        return replica_ranks
+    return 1 if gang.ordered else 0
 
 
 def _units(gangs: Sequence[Gang], replica_ranks: int, hosts: Mapping[Worker, str], host: str) -> list[_Unit]:

@@ -108,8 +108,12 @@ def published_bytes(run: PlannedRun) -> int:
     """In shared memory: versions that readers may still need, eta + 2, on each board of this host."""
     config = run.config
     boards = {config.weights_dir(config.placement.roles[role]) for role in (Role.POLICY, Role.GENERATE)}
-    version = DTYPE_BYTES[config.model.dtype] * _published_parameters(run)
-    return len(boards) * (config.staleness + 2) * version
+    return len(boards) * board_bytes(run)
+
+
+def board_bytes(run: PlannedRun) -> int:
+    """Of the versions that readers may still need, eta + 2, on one board."""
+    return (run.config.staleness + 2) * DTYPE_BYTES[run.config.model.dtype] * _published_parameters(run)
 
 
 def host_bytes(run: PlannedRun, workers: Iterable[WorkerMemory]) -> int:

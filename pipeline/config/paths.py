@@ -71,8 +71,9 @@ class RunPaths:
         return self.root / "logs"
 
     @property
-    def rendezvous(self) -> Path:
-        return self.root / "rendezvous"
+    def attached(self) -> Path:
+        """Of a run whose workers are attached: its scheduler file, for its user alone."""
+        return self.root / "attached"
 
     @property
     def samples(self) -> Path:

@@ -18,12 +18,14 @@ import torch
 from pipeline.config.changes import change_problems, sections
 from pipeline.config.devices import THIS_HOST, all_here, device_problems
 from pipeline.config.errors import ConfigError, refusal
+from pipeline.config.filesystems import network_filesystem
 from pipeline.config.identity import FILE, Identity, edited, read_identity
 from pipeline.config.loading import config_hash, read_saved
-from pipeline.config.memory import GIB, MemoryLimits, PlannedRun, memory_problems
+from pipeline.config.memory import GIB, MemoryLimits, PlannedRun, board_bytes, memory_problems
 from pipeline.config.paths import RunPaths
 from pipeline.config.role_models import read_model, role_models
 from pipeline.config.run import RunConfig
+from pipeline.config.tracking import SQLITE
 from stages.engines.embedded.kernels.paging import block_bytes, blocks_for
 from stages.engines.embedded.ranks.sharding import check_division
 from stages.models.adapter_shapes import target_parts
@@ -66,11 +68,13 @@ def preflight(config: RunConfig, saved: Path | None = None) -> Preflight:
         _check_layout(config, role, of_role)
         _check_adapters(config, role, of_role)
     _check_replicas(config, model)
-    _check_devices(config)
-    _check_cuda_only(config)
-    limits = memory_limits(config)
-    for problem in memory_problems(planned_run(config, models, limits), limits):
-        raise refusal(problem)
+    _check_tracking(config)
+    if config.cluster.kind == "local":  # other hosts are looked at when their workers join
+        _check_devices(config)
+        _check_cuda_only(config)
+        limits = memory_limits(config)
+        for problem in memory_problems(planned_run(config, models, limits), limits):
+            raise refusal(problem)
     try:
         build_reward(config.reward)
     except ValueError as error:
@@ -151,6 +155,29 @@ def planned_run(config: RunConfig, models: Mapping[Role, ModelSpec], limits: Mem
     stored = 0 if path == RANDOM_TINY else sum(file.stat().st_size for file in Path(path).glob("*.safetensors"))
     own = {role: spec for role, spec in models.items() if config.model.path_of(role) != path}
     return PlannedRun(config, models[Role.POLICY], stored, limits.num_devices > 0, own)
+
+
+def weights_bytes(config: RunConfig) -> int:
+    """What published weights take on each host that has any. For a config that `preflight` let pass."""
+    models = role_models(config, read_model("model.path", config.model.path))
+    return board_bytes(planned_run(config, models, memory_limits(config)))
+
+
+def _check_tracking(config: RunConfig) -> None:
+    """Whether a file of MLflow's that runs share is on a filesystem that hosts share: SQLite's locks do not hold there,
+    and one run's driver would write over another's."""
+    uri = config.tracking.uri
+    if config.cluster.kind == "local" or uri is None or not uri.startswith(SQLITE):
+        return
+    file = Path(uri.removeprefix(SQLITE)).absolute()
+    kind = network_filesystem(file)
+    if kind is None or file.is_relative_to(config.run_dir.absolute()):
+        return
+    raise ConfigError(
+        "tracking.uri",
+        f"given {uri!r}; it is a file for several runs on a filesystem for several hosts ({kind}), where SQLite cannot "
+        f"lock it: a server's URI (http://...), or a file of this run alone, {SQLITE}{config.run_dir}/mlflow.db",
+    )
 
 
 def _check_writable(key: str, given: str, directory: Path) -> None:

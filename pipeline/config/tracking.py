@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 from storage.problems import Problem
 
-_SCHEMES = ("sqlite:///", "http://", "https://")
+SQLITE = "sqlite:///"
+_SCHEMES = (SQLITE, "http://", "https://")
 
 
 @dataclass

@@ -34,10 +34,12 @@ class ExecutorSettings:
 
     runtime: str
     config_yaml: str
-    rendezvous_dir: Path
     start_timeout_s: float
     deadline_s: float
     attempts: int
+    arrival_timeout_s: float | None = None
+    """For a process that somebody else starts to be there; None: the driver starts them, and `start_timeout_s` is for
+    that, too."""
     ledger: str | None = None
     """URL of the ledger, from which a call that Dask runs again is answered; None: it fails, and is submitted again."""
     run_dir: Path | None = None
@@ -48,6 +50,8 @@ class ExecutorSettings:
     """When fewer rows are left on all replicas that generate, they move to fewer replicas; 0: never."""
     boards: Mapping[str, str] = field(default_factory=dict)
     """Directory of published weights on each gang's hosts; empty: there are none."""
+    boards_elsewhere: bool = False
+    """The driver sees none of them: workers release what is on their hosts, the publisher's as well."""
 
 
 @dataclass(frozen=True)

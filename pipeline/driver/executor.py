@@ -33,6 +33,7 @@ import uuid
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 from distributed import Client, Future
 
@@ -43,6 +44,7 @@ from pipeline.driver.supervision import Supervision
 from pipeline.graph.dispatch import Dispatch, Gang
 from pipeline.graph.graph import Node
 from pipeline.observe.journal import Journal
+from pipeline.workers.joining import REFUSALS, JoinRefused
 from pipeline.workers.messages import FAILURES, OUTCOMES, TAILS, MoveOver, Outcome, RankFailure, RowsNews
 from pipeline.workers.reports import failure_from_json, outcome_from_json, rows_from_json
 from storage.address import Address
@@ -91,7 +93,14 @@ class _RankFailed:
     failure: RankFailure
 
 
-_Notice = _Ended | _Reported | _Removed | _RowsReported | _RankFailed
+@dataclass(frozen=True)
+class _Refused:
+    """A worker wanted to join, and was refused."""
+
+    refusal: JoinRefused
+
+
+_Notice = _Ended | _Reported | _Removed | _RowsReported | _RankFailed | _Refused
 
 
 class Executor:
@@ -143,6 +152,7 @@ class Executor:
         self._client.subscribe_topic(OUTCOMES, self._on_outcome)
         self._client.subscribe_topic(FAILURES, self._on_failure)
         self._client.subscribe_topic(TAILS, self._on_rows)
+        self._client.subscribe_topic(REFUSALS, self._on_refusal)
         self._started = True
         self._supervision.start()
 
@@ -168,6 +178,8 @@ class Executor:
                             self._on_replaced()
                 case _Removed(process):
                     self._supervision.process_ended(process)
+                case _Refused(refusal):
+                    self._supervision.refused(refusal)
                 case _RankFailed(failure):
                     self._attempts.rank_failed(failure)
                 case _RowsReported(report):
@@ -198,7 +210,7 @@ class Executor:
         self._weights.remove()
         self._attempts.close()
         self._supervision.close()
-        for topic in (_PROCESSES, OUTCOMES, FAILURES, TAILS):
+        for topic in (_PROCESSES, OUTCOMES, FAILURES, TAILS, REFUSALS):
             self._client.unsubscribe_topic(topic)
         self._started = False
 
@@ -230,6 +242,10 @@ class Executor:
     def _on_failure(self, event: tuple[float, str]) -> None:
         """Takes a rank's report (called in the client's thread)."""
         self._notices.put(_RankFailed(failure_from_json(event[1])))
+
+    def _on_refusal(self, event: tuple[float, dict[str, Any]]) -> None:
+        """Takes the scheduler's report of a worker that it refused (called in the client's thread)."""
+        self._notices.put(_Refused(JoinRefused(**event[1])))
 
     def _on_rows(self, event: tuple[float, str]) -> None:
         """Takes a replica's report (called in the client's thread)."""

@@ -4,6 +4,7 @@ waited for, and none is needed for the run to go on: who needs a version fetches
     a version is published ──► fetch ──► readers elsewhere bring it to their hosts, before they need it
     nobody reads it any more ► release ► they remove their copies; a process built later is notified of all
     the run ends ────────────► remove ─► their hosts remove their boards
+                                         (of attached workers the publisher's host as well: no board is the driver's)
 
     replicas ──what rows they have──► Tails ──which go where──► the sources
     a shard whose rows are all elsewhere gives its slot up
@@ -47,6 +48,7 @@ class WeightOrders:
         self._client = context.client
         self._gangs = context.gangs
         self._boards = context.settings.boards
+        self._all_unseen = bool(self._boards) and context.settings.boards_elsewhere
         self._supervision = supervision
         self._pool = context.gang_with(Role.GENERATE)
         self._publisher = context.gang_with(Role.POLICY)
@@ -59,20 +61,28 @@ class WeightOrders:
         order_fetch(self._client, self._elsewhere(self._supervision.addresses()), version)
 
     def release(self, version: int) -> None:
-        """Has the copies of a version removed that other hosts have."""
+        """Has a version removed from the boards that the driver does not see."""
         self._unread.add(version)
-        order_release(self._client, self._elsewhere(self._supervision.addresses()), [version])
+        order_release(self._client, self._unseen(self._supervision.addresses()), [version])
 
     def worker_built(self, worker: WorkerKey) -> None:
         """A process that was built just now does not know which versions nobody reads."""
-        if worker[0] == self._pool and self._unread:
-            order_release(self._client, self._elsewhere(self._supervision.addresses()), self._unread)
+        if worker[0] in (self._pool, self._publisher) and self._unread:
+            order_release(self._client, self._unseen(self._supervision.addresses()), self._unread)
 
     def remove(self) -> None:
-        """Has other hosts remove their copies of weights, also those whose workers are just being built."""
+        """Has the boards removed that the driver does not see, also where workers are just being built."""
         if self._boards:
             there = {name: address for address, name in workers_by_address(self._client).items()}
-            remove_boards(self._client, self._elsewhere(there))
+            remove_boards(self._client, self._unseen(there))
+
+    def _unseen(self, addresses: Mapping[str, str]) -> list[str]:
+        """Of workers by name, the addresses of those on whose boards the driver does not act itself."""
+        elsewhere = self._elsewhere(addresses)
+        if not self._all_unseen:
+            return elsewhere
+        publisher, readers = addresses.get(worker_name(self._publisher, 0)), self._readers(addresses)
+        return list(dict.fromkeys([*readers, *([] if publisher is None else [publisher])]))
 
     def _elsewhere(self, addresses: Mapping[str, str]) -> list[str]:
         """Of workers by name, the addresses of those that read weights from another board than the publisher's: on
@@ -81,10 +91,13 @@ class WeightOrders:
             return []
         publisher = addresses.get(worker_name(self._publisher, 0))
         self._home = _host(publisher) if publisher is not None else self._home
-        names = [worker_name(self._pool, index) for index in range(self._gangs[self._pool].workers)]
         separate = self._boards[self._pool] != self._boards[self._publisher]
-        readers = [addresses[name] for name in names if name in addresses]
+        readers = self._readers(addresses)
         return [address for address in readers if separate or self._home not in (None, _host(address))]
+
+    def _readers(self, addresses: Mapping[str, str]) -> list[str]:
+        names = [worker_name(self._pool, index) for index in range(self._gangs[self._pool].workers)]
+        return [addresses[name] for name in names if name in addresses]
 
 
 class MigrationOrders:

@@ -56,8 +56,7 @@ def prepare(config: RunConfig, checked: Preflight, *, resume: bool, from_checkpo
     re_evaluated = any(change.startswith("evaluate.every=") for change in stated.changed)
     if re_evaluated:
         check_evaluations(config, history)
-    for directory in (paths.rendezvous, paths.plots):
-        directory.mkdir(exist_ok=True)
+    paths.plots.mkdir(exist_ok=True)
     warnings = list(stated.warnings)
     if not resume or checked.lost_prompts is not None:
         checked.prompts.save(paths.prompts)

@@ -26,7 +26,7 @@ from pipeline.config.preflight import check_run_directory, preflight
 from pipeline.config.run import RunConfig
 from pipeline.driver.alarms import Alarms
 from pipeline.driver.closing import OpenBooks, all_committed
-from pipeline.driver.cluster import LocalWorkers
+from pipeline.driver.cluster import Cluster
 from pipeline.driver.context import ExecutorSettings
 from pipeline.driver.executor import Executor
 from pipeline.driver.identity import NumericsWatch
@@ -169,7 +169,7 @@ def _catch_up(history: History, tracker: Tracker, starts: Sequence[float]) -> li
     return steps
 
 
-def _links(config: RunConfig, workers: LocalWorkers) -> dict[str, str]:
+def _links(config: RunConfig, workers: Cluster) -> dict[str, str]:
     """Where a person can watch the run."""
     links = {}
     if workers.dashboard is not None:
@@ -183,12 +183,12 @@ def _links(config: RunConfig, workers: LocalWorkers) -> dict[str, str]:
 
 
 def _executor_settings(config: RunConfig) -> ExecutorSettings:
-    paths = RunPaths(config.run_dir)
+    paths, attached = RunPaths(config.run_dir), config.cluster.kind == "attached"
     return ExecutorSettings(
         runtime="pipeline.workers.runtime:StageRuntime",
         config_yaml=to_yaml(config),
-        rendezvous_dir=paths.rendezvous,
         start_timeout_s=config.cluster.start_timeout_s,
+        arrival_timeout_s=config.cluster.arrival_timeout_s if attached else None,
         deadline_s=config.cluster.deadline_s,
         attempts=config.cluster.attempts,
         ledger=str(paths.ledger),
@@ -196,6 +196,7 @@ def _executor_settings(config: RunConfig) -> ExecutorSettings:
         log_dir=paths.logs,
         move_rows_below=config.cluster.move_rows_below,
         boards={gang.name: str(paths.board(config.weights_dir(gang.name))) for gang in config.gangs()},
+        boards_elsewhere=attached,
     )
 
 
@@ -206,8 +207,8 @@ class _Driver:
         self,
         config: RunConfig,
         ready: PreparedRun,
-        board: WeightBoard,
-        workers: LocalWorkers,
+        board: WeightBoard | None,
+        workers: Cluster,
         numerics: NumericsWatch,
         journal: Journal,
         progress: Progress,
@@ -217,7 +218,7 @@ class _Driver:
         """`tracked`: steps whose metrics the tracker has."""
         history = self._history = ready.history
         self._mended = ready.mended
-        self._unread = UnreadVersions(board)
+        self._unread = None if board is None else UnreadVersions(board)
         self._journal = journal
         self._progress = progress
         self._tracker = tracker
@@ -247,7 +248,7 @@ class _Driver:
             dispatch,
             first_step=self._books.first_step,
             committed=history.ledger.open_addresses(),
-            published=board.available(),
+            published=[] if board is None else board.available(),
             on_step=self._step_over,
             on_unread=self._version_unread,
         )
@@ -324,7 +325,8 @@ class _Driver:
 
     def _version_unread(self, version: int) -> None:
         """Every reader of a version of the weights is done."""
-        self._unread.release(version)
+        if self._unread is not None:
+            self._unread.release(version)
         self._executor.release_weights(version)
 
     def _warn(self, text: str) -> None:
@@ -333,5 +335,6 @@ class _Driver:
     def _worker_replaced(self) -> None:
         """A process that was lost is dead, and another is up: what it had committed is put in its place, what it read
         may be released."""
-        self._unread.retry()
+        if self._unread is not None:
+            self._unread.retry()
         self._history.store.recover(discard=False)

@@ -22,8 +22,11 @@ import torch
 
 from pipeline.config.errors import ConfigError
 from pipeline.config.paths import RunPaths
+from pipeline.config.preflight import weights_bytes
 from pipeline.config.run import RunConfig
-from pipeline.driver.cluster import LocalWorkers
+from pipeline.driver.attached_workers import AttachedWorkers
+from pipeline.driver.cluster import Cluster
+from pipeline.driver.local_workers import LocalWorkers
 from stages.models.protocol import Role
 from stages.publish import is_published
 from storage.ledger import Ledger
@@ -95,10 +98,14 @@ def interruptible(at_once: Collection[signal.Signals] = ()) -> Iterator[None]:
 
 
 @contextmanager
-def published_weights(config: RunConfig, ledger: Ledger) -> Iterator[WeightBoard]:
+def published_weights(config: RunConfig, ledger: Ledger) -> Iterator[WeightBoard | None]:
     """The board of published weights, which is that of the policy's gang (the driver runs on the host of its rank 0),
     less what is not this run's: a killed run whose directory was removed leaves its weights in memory under the same
-    name. In the end all boards of this host go; those of other hosts are removed by their workers."""
+    name. In the end all boards of this host go; those of other hosts are removed by their workers. None where workers
+    are attached, which have all boards on their hosts."""
+    if config.cluster.kind == "attached":
+        yield None
+        return
     paths = RunPaths(config.run_dir)
     boards = {gang.name: WeightBoard(paths.board(config.weights_dir(gang.name))) for gang in config.gangs()}
     with ExitStack() as stack:
@@ -110,10 +117,15 @@ def published_weights(config: RunConfig, ledger: Ledger) -> Iterator[WeightBoard
 
 
 @contextmanager
-def worker_processes(config: RunConfig) -> Iterator[LocalWorkers]:
-    """Worker processes that Ctrl-C does not reach: a terminal sends it to the whole process group, but only the driver
-    is to answer it, and to end them. They inherit the mask of the thread that starts them."""
+def worker_processes(config: RunConfig) -> Iterator[Cluster]:
+    """The run's cluster. Local worker processes are not reached by Ctrl-C: a terminal sends it to the whole process
+    group, but only the driver is to answer it, and to end them. They inherit the mask of the thread that starts
+    them."""
     logging.getLogger("distributed").setLevel(logging.ERROR)  # the executor says what is lost, in the run's words
+    if config.cluster.kind == "attached":
+        with AttachedWorkers(config, weights_bytes(config)) as attached:
+            yield attached
+        return
     sys.warnoptions.append("ignore:resource_tracker")  # it cleans up after killed workers; it need not say so
     resource_tracker.ensure_running()  # starting it later would lift the mask
     sys.warnoptions.pop()

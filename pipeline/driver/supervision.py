@@ -1,5 +1,7 @@
 """Whether every worker process is what it should be: builds, losses, suspects, deadlines.
 
+    awaited ──its process is there──► building
+
                   built              overdue, and others can do its work
     building ───────────────► up ─────────────────────────────────────────► suspect (gets no work)
      ▲ │ raised, not in time,  │ ▲                                            │ │ another deadline
@@ -33,7 +35,8 @@ from pipeline.driver.context import Context, StageFailed, WorkerKey, WorkersMiss
 from pipeline.driver.verdict import LOST, PEER_GRACE_S, describe, error_of
 from pipeline.graph.dispatch import Gang
 from pipeline.observe.journal import EventKind
-from pipeline.workers.entry import build_worker
+from pipeline.workers.entry import build_worker, open_meeting
+from pipeline.workers.joining import JoinRefused
 from pipeline.workers.messages import PEER_ERRORS, Built, MirrorSpec, WorkerLost, WorkerSpec, pin_resource, worker_name
 
 _ANSWER_S = 10.0
@@ -49,8 +52,10 @@ class _Worker:
     building: Future | None
     """None: it is left out, and not being tried again yet."""
     deadline: float
-    """While it is built: when that is overdue; before that: when it is tried again. Once it is up: when a suspect is
-    given up."""
+    """Until its process is there: when that is overdue; while it is built: when that is; where it is left out: when it
+    is tried again. Once it is up: when a suspect is given up."""
+    here: bool = False
+    """Its process is there: the scheduler knows it."""
     left_out: bool = False
     """Its pool goes on without it, until it is up."""
     up: bool = False
@@ -140,8 +145,8 @@ class Supervision:
     def start(self) -> None:
         """Begins to build every worker."""
         for gang in self._context.gangs.values():
-            for index in range(gang.workers):
-                self._build(gang, index, incarnation=0)
+            for unit in dict.fromkeys(tuple(restart_unit(gang, index)) for index in range(gang.workers)):
+                self._build(unit, incarnation=0)
 
     def build_ended(self, key: WorkerKey, future: Future) -> bool:
         """A build ended. Returns whether the process is built.
@@ -166,8 +171,10 @@ class Supervision:
             try:
                 self._on_built(key, built.numerics)
             except ConfigError as refused:
-                self._give_up(key, refused)
+                said = str(refused).removeprefix(f"{refused.key}: ")
+                self._give_up(key, ConfigError(refused.key, f"{said} (host {built.host})"))
                 return False
+            worker.here = True
             worker.left_out, worker.up, worker.address, worker.deadline = False, True, built.address, math.inf
             unit = restart_unit(self._context.gangs[key[0]], key[1])
             if all(self._workers[one].up for one in unit):
@@ -182,6 +189,21 @@ class Supervision:
         key = next((key for key, worker in self._workers.items() if worker.address == address), None)
         if key is not None:
             self.lost(key, "its process ended")
+
+    def refused(self, refusal: JoinRefused) -> None:
+        """A worker wanted to join an attached run, and was refused.
+
+        Raises:
+            ConfigError: its host is not fit, and nobody else can do its work.
+        """
+        key = refusal.gang, refusal.index
+        worker = self._workers.get(key)
+        name = worker_name(*key)
+        if refusal.fatal and worker is not None and not worker.here and worker.building is not None:
+            self._give_up(key, ConfigError("cluster.kind", f"given 'attached'; worker {name}: {refusal.text}"))
+            return
+        detail = f"a worker {name} was refused: {refusal.text}"
+        self._context.journal.now(EventKind.WARNED, gang=refusal.gang, worker=name, detail=detail)
 
     def made_progress(self, key: WorkerKey) -> None:
         """A worker finished a node."""
@@ -217,29 +239,25 @@ class Supervision:
             return
         self._on_down(key, False)
         self._end([self._workers[one] for one in unit])
-        for _, index in unit:
-            self._build(gang, index, worker.spec.incarnation + 1, left_out=worker.left_out)
+        self._build(unit, worker.spec.incarnation + 1, left_out=worker.left_out)
 
     def check_deadlines(self) -> None:
-        """Gives up a worker that does not come up, and a suspect that does not come back; tries one again that was
-        left out.
+        """Gives up a worker that does not come, or come up, and a suspect that does not come back; tries one again that
+        was left out.
 
         Raises:
             StageFailed: nobody else can do its work.
         """
+        self._look_for_processes()
         for key, worker in list(self._workers.items()):
             if worker.deadline > self._context.now() or self._workers[key] is not worker:
                 continue
             if worker.building is None:
-                self._build(self._context.gangs[key[0]], key[1], worker.spec.incarnation + 1, left_out=True)
+                self._build([key], worker.spec.incarnation + 1, left_out=True)
             elif worker.error is not None:
                 raise self._not_built(key, worker.error)
             elif not worker.up:
-                failed = WorkersMissing(
-                    f"worker {worker.spec.name} did not come up within cluster.start_timeout_s = "
-                    f"{self._context.settings.start_timeout_s:g}{_see_log(worker)}"
-                )
-                self._give_up(key, failed, at_once=True)
+                self._give_up(key, self._overdue(worker), at_once=True)
             else:
                 self.lost(key, "did not come back")
 
@@ -251,6 +269,27 @@ class Supervision:
         self._workers.clear()
 
     # ---- how -------------------------------------------------------------------------------------------------------
+
+    def _look_for_processes(self) -> None:
+        """Gives the workers whose processes have come in the meantime their time to be built."""
+        awaited = [worker for worker in self._workers.values() if worker.building is not None and not worker.here]
+        if not awaited:
+            return
+        names = set(workers_by_address(self._context.client).values())
+        for worker in awaited:
+            if worker.spec.name in names:
+                worker.here = True
+                if worker.error is None:
+                    worker.deadline = self._context.now() + self._context.settings.start_timeout_s
+
+    def _overdue(self, worker: _Worker) -> WorkersMissing:
+        settings, name = self._context.settings, worker.spec.name
+        if worker.here or settings.arrival_timeout_s is None:
+            limit = f"cluster.start_timeout_s = {settings.start_timeout_s:g}"
+            return WorkersMissing(f"worker {name} did not come up within {limit}{_see_log(worker)}")
+        command = f"stageline worker {settings.run_dir} --gang {worker.spec.gang} --index {worker.spec.index}"
+        limit = f"cluster.arrival_timeout_s = {settings.arrival_timeout_s:g}"
+        return WorkersMissing(f"worker {name} did not join within {limit}: `{command}` starts it, on any host")
 
     def _give_up(self, key: WorkerKey, why: Exception, *, at_once: bool = False) -> None:
         """A worker cannot be had. Its pool goes on without it, if another replica is there or on its way; it is tried
@@ -269,7 +308,7 @@ class Supervision:
         self._on_down(key, False)
         self._end([worker])
         if at_once:
-            self._build(gang, key[1], worker.spec.incarnation + 1, left_out=True)
+            self._build([key], worker.spec.incarnation + 1, left_out=True)
         else:
             self._workers[key] = _Worker(worker.spec, None, self._context.now() + again_s, left_out=True)
 
@@ -283,33 +322,44 @@ class Supervision:
         known = workers_by_address(client)
         kill_workers(client, [address for address, name in known.items() if name in names or address in addresses])
 
-    def _build(self, gang: Gang, index: int, incarnation: int, *, left_out: bool = False) -> None:
+    def _build(self, unit: Sequence[WorkerKey], incarnation: int, *, left_out: bool = False) -> None:
+        """Has workers built that are lost together, as soon as their processes are there. Of a gang of several ranks,
+        rank 0 first says where they meet."""
+        gang = self._context.gangs[unit[0][0]]
+        specs = [self._spec(gang, index, incarnation) for _, index in unit]
+        meeting = self._submit("meet", open_meeting, specs[0]) if len(unit) > 1 else None
+        settings = self._context.settings
+        limit_s = settings.start_timeout_s if settings.arrival_timeout_s is None else settings.arrival_timeout_s
+        for key, spec in zip(unit, specs, strict=True):
+            future = self._submit("build", build_worker, spec, *([] if meeting is None else [meeting]))
+            self._workers[key] = _Worker(spec, future, self._context.now() + limit_s, left_out=left_out)
+            self._context.watch(future, key, None)
+
+    def _spec(self, gang: Gang, index: int, incarnation: int) -> WorkerSpec:
         settings, name = self._context.settings, worker_name(gang.name, index)
-        # Absolute: torch takes the first part of a relative path for a host, and waits for ever.
-        rendezvous = settings.rendezvous_dir.resolve() / f"{gang.name}-{self._context.name}-{incarnation}"
-        spec = WorkerSpec(
+        return WorkerSpec(
             gang=gang.name,
             index=index,
             size=gang.workers if gang.ordered else 1,
             incarnation=incarnation,
-            rendezvous=f"file://{rendezvous}" if gang.ordered else f"file://{rendezvous}-{index}",
             runtime=settings.runtime,
             config_yaml=settings.config_yaml,
             log=str((settings.log_dir / f"{name}.log").resolve()) if settings.log_dir is not None else None,
             mirror=self._mirror(gang.name),
         )
-        future = self._context.client.submit(
-            build_worker,
+
+    def _submit(self, what: str, work: Callable[..., object], spec: WorkerSpec, *more: Future) -> Future:
+        """To the worker itself, ahead of nodes."""
+        return self._context.client.submit(
+            work,
             spec,
-            key=("build", spec.name, incarnation, self._context.name),
-            resources={pin_resource(gang.name, index): 1},
+            *more,
+            key=(what, spec.name, spec.incarnation, self._context.name),
+            resources={pin_resource(spec.gang, spec.index): 1},
             priority=_FIRST,
             retries=0,
             pure=False,
         )
-        key = gang.name, index
-        self._workers[key] = _Worker(spec, future, self._context.now() + settings.start_timeout_s, left_out)
-        self._context.watch(future, key, None)
 
     def _not_built(self, key: WorkerKey, error: BaseException) -> StageFailed:
         what = f"worker {self._workers[key].spec.name} could not be built:"

@@ -12,6 +12,7 @@ from __future__ import annotations
 import faulthandler
 import importlib
 import os
+import socket
 import sys
 import time
 from collections import OrderedDict
@@ -20,6 +21,7 @@ from pathlib import Path
 from typing import Protocol, runtime_checkable
 
 from distributed import get_worker
+from distributed.comm import get_address_host
 
 from pipeline.workers.gang_calls import PassedOn, open_for_calls, outliers
 from pipeline.workers.messages import OUTCOMES, Built, Call, Outcome, WorkerLost, WorkerSpec
@@ -70,13 +72,37 @@ class _Resident:
 
 
 _resident: _Resident | None = None
+_listening: socket.socket | None = None
+"""Of rank 0, until it is built: where the ranks of its gang will meet."""
+_MOST_RANKS = 4096
+"""That wait to be answered at once."""
 _REMEMBERED = 16384
 """Calls: the nodes of 8 turns (`attempts.LINEAGE`) of 256 shards on one worker, and some."""
 
 
-def build_worker(spec: WorkerSpec) -> Built:
-    """Makes this process what `spec` says; whatever it was before is closed."""
-    global _resident
+def open_meeting(spec: WorkerSpec) -> str:
+    """Rank 0's part before a gang is built: listens where its ranks will meet, on the address by which the others reach
+    it, and says where that is. They may come at once; they are answered when rank 0 is built."""
+    global _listening
+    if _listening is not None:
+        _listening.close()  # of an incarnation that was not built
+    host = get_address_host(get_worker().address)
+    family, shown = (socket.AF_INET6, f"[{host}]") if ":" in host else (socket.AF_INET, host)
+    _listening = socket.create_server((host, 0), family=family, backlog=_MOST_RANKS)
+    return f"tcp://{shown}:{_listening.getsockname()[1]}"
+
+
+def build_worker(spec: WorkerSpec, meeting: str | None = None) -> Built:
+    """Makes this process what `spec` says; whatever it was before is closed. `meeting`: where the ranks of its gang
+    meet, where it has several."""
+    global _resident, _listening
+    if meeting is not None:
+        spec = replace(spec, rendezvous=meeting)
+    if meeting is not None and spec.index == 0:
+        if _listening is None:
+            raise WorkerLost(spec.name, spec.incarnation)  # it is not the process that the others were told of
+        spec = replace(spec, listening=_listening.detach())
+        _listening = None
     if spec.log is not None:
         _write_to(Path(spec.log), f"---- {spec.name}, incarnation {spec.incarnation}, process {os.getpid()}")
     if _resident is not None:
@@ -95,7 +121,8 @@ def build_worker(spec: WorkerSpec) -> Built:
     if mirror is not None and isinstance(_resident.runtime, ReadsWeights):
         _resident.runtime.fetch_with(mirror)
     runtime = _resident.runtime
-    return Built(str(get_worker().address), runtime.numerics if isinstance(runtime, HasNumerics) else {})
+    numerics = runtime.numerics if isinstance(runtime, HasNumerics) else {}
+    return Built(str(get_worker().address), numerics, socket.gethostname())
 
 
 def _write_to(path: Path, headline: str) -> None:

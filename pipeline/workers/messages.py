@@ -1,6 +1,6 @@
 """What the driver sends to a worker and gets back: small, picklable, importable by the scheduler.
 
-May import the standard library, storage.address, storage.retries, stages.models.errors and
+May import the standard library, storage.address, storage.retries, stages.models.{errors, protocol} and
 stages.engines.embedded.migration.load.
 """
 
@@ -12,6 +12,7 @@ from enum import StrEnum
 
 from stages.engines.embedded.migration.load import EngineLoad, MigrationRequest
 from stages.models.errors import RanksMissing
+from stages.models.protocol import ALONE
 from storage.address import Address, Ref
 from storage.retries import may_pass
 
@@ -67,12 +68,14 @@ class WorkerSpec:
     """Ranks of the gang; 1 for a pool's replica."""
     incarnation: int
     """How often the gang (or replica) has been built before; a call of another incarnation is refused."""
-    rendezvous: str
-    """torch.distributed init method of this incarnation."""
     runtime: str
     """module:class of the runtime (`pipeline.workers.runtime:StageRuntime`; tests have others)."""
     config_yaml: str
     """The resolved config: workers read the same one as the driver."""
+    rendezvous: str = ALONE
+    """Where the ranks of this incarnation meet (`stages/models/meeting.py`); those of several at rank 0's address."""
+    listening: int | None = None
+    """Of rank 0, in its process: the descriptor of the socket that listens there."""
     log: str | None = None
     """File that the process appends its standard output and error to; None: it keeps those it has."""
     mirror: MirrorSpec | None = None
@@ -91,6 +94,8 @@ class Built:
     """Dask's, of the process; no later process will have it."""
     numerics: Mapping[str, str]
     """What the last bits of its results depend on, by name."""
+    host: str
+    """Where the process is, for people."""
 
 
 @dataclass(frozen=True)

@@ -41,7 +41,7 @@ from storage.checkpoints import Checkpoints
 from storage.ledger import Commit, Ledger, Provenance, provenance_here
 from storage.rollouts import RolloutStore
 from storage.weight_copies import is_copy
-from storage.weights import WeightBoard
+from storage.weights import Manifest, WeightBoard, owner_alive
 
 RECENT_BYTES = 64 << 20
 """Of records that a worker keeps: `reference`, `logprob`, `value` and both updates of a step read the same rows."""
@@ -159,11 +159,11 @@ def build_parts(spec: WorkerSpec, *, same_layout: bool) -> WorkerParts:
         paths=paths,
         ledger=ledger,
         store=RolloutStore(str(paths.root), ledger, config.layouts(), recent_bytes=RECENT_BYTES, durability=durability),
-        board=WeightBoard(paths.board(config.weights_dir(spec.gang))),
+        board=WeightBoard(paths.board(config.weights_dir(spec.gang)) if spec.mirror is None else spec.mirror.board),
         numerics=software() | machine_numerics(),
     )
-    # What a killed run left on this host; of weights that were published here, the driver judges.
-    parts.board.tidy(lambda manifest: not is_copy(manifest) or is_published(ledger, manifest))
+    # What a killed run left on this host. Weights may be on their way to their commit, as long as who wrote them lives.
+    parts.board.tidy(lambda manifest: is_published(ledger, manifest) or _being_published(parts.board, manifest))
     gang = next(g for g in config.gangs() if g.name == spec.gang)
     if gang.roles & {Role.GENERATE, Role.SCORE}:
         parts.prompts = PromptTable.load(paths.prompts)
@@ -183,6 +183,11 @@ def build_parts(spec: WorkerSpec, *, same_layout: bool) -> WorkerParts:
         parts.updates = _build_updates(parts, _build_host(config, spec, gang.roles & MODEL_ROLES), same_layout)
         parts.numerics |= parts.updates.host.numerics()
     return parts
+
+
+def _being_published(board: WeightBoard, manifest: Manifest) -> bool:
+    """Whether a version was written here by a process that lives, so that its commit may be yet to come."""
+    return not is_copy(manifest) and owner_alive(board.directory / manifest.file)
 
 
 def _build_engine(config: RunConfig, spec: WorkerSpec) -> GenerationEngine:
@@ -214,6 +219,7 @@ def _build_host(config: RunConfig, spec: WorkerSpec, roles: frozenset[Role]) -> 
             spec.rendezvous,
             settings.threads,
             collective_timeout_s=collective_timeout_s(config.cluster),
+            listening=spec.listening,
         ),
         seed=config.seed,
         total_steps=config.steps,

@@ -31,6 +31,7 @@ import torch.distributed as dist
 
 from pipeline.graph.graph import UPDATE_STAGE
 from pipeline.workers.background import BackgroundWriter
+from pipeline.workers.errors import ReplayMismatch
 from stages.models.errors import StateError
 from stages.models.protocol import ModelHost, Role
 from stages.update import update_critic, update_policy
@@ -40,10 +41,6 @@ from storage.errors import MissingOutput, StoreError
 from storage.ledger import Commit, Ledger
 from storage.records import Advantages
 from storage.rollouts import RolloutStore
-
-
-class ReplayMismatch(RuntimeError):
-    """An update run again from its stored inputs gave other weights than the ones that were committed."""
 
 
 def committed_meta(ledger: Ledger, role: Role, version: int) -> dict[str, Any] | None:

@@ -36,10 +36,14 @@ MODEL_ROLES = frozenset({Role.REFERENCE, Role.POLICY, Role.CRITIC})
 """Roles whose models the ranks of a gang hold together: every rank runs their nodes, in one order."""
 
 
+ALONE = "alone://"
+"""Where the ranks of a gang of one meet: nowhere."""
+
+
 @dataclass(frozen=True)
 class Rank:
-    """This process's place in its gang. `rendezvous` is a torch.distributed init method, a new one each time the gang
-    is built."""
+    """This process's place in its gang. `rendezvous` is where its ranks meet, a new one each time the gang is built:
+    `tcp://HOST:PORT` of rank 0, `ALONE`, or any other init method of torch.distributed."""
 
     index: int
     size: int
@@ -49,6 +53,8 @@ class Rank:
     """Of those GPUs that this process sees: its own. Not read where there are none."""
     collective_timeout_s: float = 600.0
     """After which a collective that other ranks do not come to is an error (`RanksMissing`)."""
+    listening: int | None = None
+    """Rank 0's under `tcp://`: the descriptor of the socket that listens there, which it takes over."""
 
 
 @dataclass(frozen=True)

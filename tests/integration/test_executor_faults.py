@@ -21,9 +21,10 @@ from distributed.security import Security
 from pipeline.config.errors import ConfigError
 from pipeline.config.loading import load_config, to_yaml
 from pipeline.config.run import RunConfig
-from pipeline.driver.cluster import LocalWorkers, kill_workers, workers_by_address
+from pipeline.driver.cluster import kill_workers, workers_by_address
 from pipeline.driver.context import ExecutorSettings, StageFailed, WorkerKey
 from pipeline.driver.executor import Executor
+from pipeline.driver.local_workers import LocalWorkers
 from pipeline.graph.dispatch import Dispatch
 from pipeline.graph.flow import Flow
 from pipeline.graph.graph import Node, run_nodes
@@ -77,7 +78,6 @@ class Run:
         settings = ExecutorSettings(
             runtime="tests.support.noop_runtime:NoopRuntime",
             config_yaml=to_yaml(config),
-            rendezvous_dir=self.dir,
             start_timeout_s=60.0,
             deadline_s=deadline_s,
             attempts=attempts,

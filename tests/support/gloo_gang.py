@@ -13,7 +13,14 @@ from stages.models.roll_call import RollCall
 
 
 def join(spec: WorkerSpec, collective_timeout_s: float) -> RollCall:
-    rank = Rank(spec.index, spec.size, spec.rendezvous, 1, collective_timeout_s=collective_timeout_s)
+    rank = Rank(
+        spec.index,
+        spec.size,
+        spec.rendezvous,
+        1,
+        collective_timeout_s=collective_timeout_s,
+        listening=spec.listening,
+    )
     roll_call = RollCall(rank)
     dist.init_process_group(
         "gloo", store=roll_call.store, rank=spec.index, world_size=spec.size, timeout=roll_call.timeout

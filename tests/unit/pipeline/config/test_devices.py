@@ -7,8 +7,8 @@ from collections.abc import Mapping
 import pytest
 
 from pipeline.config.devices import THIS_HOST, all_here, device_problems, plan_devices, visible_devices
-from pipeline.driver.cluster import worker_environment
 from pipeline.graph.dispatch import Gang
+from pipeline.workers.worker_process import worker_environment
 from stages.models.protocol import Role
 from storage.problems import Problem
 

@@ -357,3 +357,25 @@ def test_a_directory_that_holds_this_run_is_for_resume(folder: Path) -> None:
     with pytest.raises(ConfigError, match=f"`stageline resume {paths.root}` continues it"):
         check_run_directory(config, resume=False)
     check_run_directory(config, resume=True)
+
+
+@pytest.mark.parametrize("kind", ["nfs4", "lustre"])
+def test_a_file_of_mlflows_for_several_runs_and_hosts_is_refused(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """A server works, and so does a file of the run's own; local workers are of one host."""
+    monkeypatch.setattr("pipeline.config.preflight.network_filesystem", lambda path: kind)
+    shared = f"tracking.uri=sqlite:///{folder}/runs/mlflow.db"
+    with pytest.raises(ConfigError, match=rf"tracking\.uri: given .*\({kind}\).*a server's URI.*runs/small/mlflow\.db"):
+        preflight(load(folder, "cluster.kind=attached", shared))
+    preflight(load(folder, "cluster.kind=attached", f"tracking.uri=sqlite:///{folder}/runs/small/mlflow.db"))
+    preflight(load(folder, "cluster.kind=attached", "tracking.uri=http://n1:5000"))
+    preflight(load(folder, shared))
+
+
+def test_what_other_hosts_have_is_not_asked_of_this_one(folder: Path) -> None:
+    """Memory and devices are those of the workers' hosts."""
+    changes = ("cluster.host_memory_gb=0.001", "model.tf32=true")
+    with pytest.raises(ConfigError):
+        preflight(load(folder, *changes))
+    preflight(load(folder, *changes, "cluster.kind=attached"))

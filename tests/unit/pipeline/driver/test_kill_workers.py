@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from pipeline.driver import cluster
+from pipeline.workers.worker_process import remove_abandoned_scratch
 
 
 class GoneHost:
@@ -46,5 +47,5 @@ def test_the_scratch_of_drivers_that_are_dead_is_removed_and_no_other(tmp_path: 
     names = {f"stageline-dask-{os.getpid()}-a", "stageline-dask-x-a", "stageline-replay-1", "other"}
     for name in (*names, f"stageline-dask-{ended.pid}-a"):
         (tmp_path / name / "dask-scratch-space").mkdir(parents=True)
-    cluster.remove_abandoned_scratch(tmp_path)
+    remove_abandoned_scratch(tmp_path)
     assert {path.name for path in tmp_path.iterdir()} == names

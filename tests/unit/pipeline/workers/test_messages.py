@@ -14,7 +14,7 @@ from pipeline.workers.messages import Call, Outcome, WorkerLost, WorkerSpec, pin
 from storage.address import Address, Ref
 from storage.ledger import Commit, Ledger, provenance_here
 
-SPEC = WorkerSpec("train", 1, 2, 3, "file:///nowhere", "test_calls:Runtime", "name: x")
+SPEC = WorkerSpec("train", 1, 2, 3, "test_calls:Runtime", "name: x")
 CALL = Call(Address("value", 4, 2), "a0-x", 4, (Address("generate", 4, 2),), "train", "train-1", 3, sequence=7)
 
 

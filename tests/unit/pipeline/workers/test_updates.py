@@ -15,7 +15,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pipeline.workers.updates import ExactlyOnceUpdates, ReplayMismatch
+from pipeline.workers.errors import ReplayMismatch
+from pipeline.workers.updates import ExactlyOnceUpdates
 from stages.models.errors import StateError
 from stages.models.protocol import CriticBatch, PolicyBatch, Role
 from storage.address import Address

@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from pipeline.driver.cluster import _FORKSERVER_ENVIRONMENT
+from pipeline.workers.worker_process import FORKSERVER_ENVIRONMENT
 
 PAGE = os.sysconf("SC_PAGE_SIZE")
 BUFFER_BYTES, TIMES = 24 << 20, 20
@@ -37,6 +37,6 @@ def page_faults(environment: dict[str, str]) -> int:
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the settings are glibc's")
 def test_a_freed_buffer_is_used_again_without_faulting_its_pages_anew() -> None:
     """Setting one threshold alone switches off the adaptation of the other: every activation was mapped afresh."""
-    found = page_faults(_FORKSERVER_ENVIRONMENT)
+    found = page_faults(FORKSERVER_ENVIRONMENT)
     assert found < 1.5 * BUFFER_BYTES / PAGE
     assert page_faults({"MALLOC_TRIM_THRESHOLD_": "65536"}) > 0.5 * TIMES * found  # what it was

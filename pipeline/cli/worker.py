@@ -1,0 +1,41 @@
+"""`stageline worker RUN --gang NAME --index I`: one worker of an attached run, on this host."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from pathlib import Path
+
+from pipeline.cli.answers import complain, print_line
+from pipeline.cli.exit_codes import BAD_INPUT, DONE, DRIVER_LOST, INTERRUPTED, STAGE_FAILED
+from pipeline.workers.attached import Ending, WantedWorker, WorkerRefused, run_worker
+
+EXIT_CODES = {
+    Ending.RUN_OVER: DONE,
+    Ending.DRIVER_LOST: DRIVER_LOST,
+    Ending.TERMINATED: INTERRUPTED,
+    Ending.PROCESS_GONE: STAGE_FAILED,
+}
+
+
+def command(options: argparse.Namespace) -> int:
+    """Joins the run and works for it until either ends."""
+    run_dir, file = options.run_dir, options.scheduler_file
+    if (run_dir is None) == (file is None):
+        return complain("refused", "worker: give a run's directory or --scheduler-file, one of the two", BAD_INPUT)
+    if not (math.isfinite(options.wait) and options.wait >= 0):
+        return complain("refused", f"--wait: given {options.wait}; must be a number of seconds, 0 or more", BAD_INPUT)
+    wanted = WantedWorker(
+        gang=options.gang,
+        index=options.index,
+        run_dir=None if run_dir is None else Path(run_dir).absolute(),
+        file=None if file is None else Path(file).absolute(),
+        interface=options.interface,
+        wait_s=options.wait,
+    )
+    try:
+        ending = run_worker(wanted, print_line)
+    except WorkerRefused as error:
+        return complain("refused", f"{wanted.name}: {error}", BAD_INPUT)
+    print_line(f"{wanted.name}: {ending.value}")
+    return EXIT_CODES[ending]

@@ -1,0 +1,184 @@
+"""Workers on any hosts: the scheduler is here, and `stageline worker` joins from wherever it was started.
+
+    scheduler file: address, certificate ──► `stageline worker` on a host ──joins──► roster ──► its nanny registers
+
+Nothing is started here but the scheduler. May import dask and distributed, pipeline.config,
+pipeline.driver.{cluster, roster} and pipeline.workers.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import socket
+import tempfile
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import dask
+from distributed import Client, Scheduler, SpecCluster, Status
+from distributed.security import Security
+from distributed.utils import get_ip
+
+from pipeline.config.errors import ConfigError
+from pipeline.config.loading import to_yaml
+from pipeline.config.paths import RunPaths
+from pipeline.config.run import RunConfig
+from pipeline.driver.cluster import free_address, scheduler_extensions
+from pipeline.driver.roster import Roster
+from pipeline.workers.joining import JOIN, REFUSALS
+from pipeline.workers.network import family_of, interface_address, interfaces
+from pipeline.workers.scheduler_file import (
+    SchedulerFile,
+    file_of_attempt,
+    host_name,
+    newest_attempt,
+    write_scheduler_file,
+)
+from pipeline.workers.worker_process import DASK_SETTINGS, SCRATCH, remove_abandoned_scratch
+from storage.private import private_directory
+
+_ATTEMPTS = "attempts"
+"""File beside the scheduler file that says how many there were."""
+
+
+class AttachedWorkers:
+    """Owns the scheduler of a run whose workers join from outside, its scheduler file, and the client connected to
+    it."""
+
+    def __init__(self, config: RunConfig, board_bytes: int) -> None:
+        """`board_bytes`: of all versions of the weights that a host may have published at once.
+
+        Raises:
+            ConfigError: the interface or the address is not this host's, or the port is taken.
+        """
+        # For the whole process, and for good, as local workers have it.
+        logging.getLogger("distributed").setLevel(logging.CRITICAL)
+        host = listening_address(config.cluster.interface, config.cluster.host)
+        _check_port(host, config.cluster.port)
+        security = Security.temporary()
+        of_scheduler = {
+            "cls": Scheduler,
+            "options": {
+                "host": host,
+                "port": config.cluster.port,
+                "protocol": "tls://",
+                "security": security,
+                "dashboard_address": free_address(config.cluster.dashboard),
+                "dashboard": config.cluster.dashboard is not None,
+                "extensions": scheduler_extensions(),
+            },
+        }
+        with ExitStack() as stack:  # what is open is closed again if the rest cannot be opened
+            remove_abandoned_scratch(Path(tempfile.gettempdir()))
+            prefix = f"{SCRATCH}{os.getpid()}-"
+            scratch = stack.enter_context(tempfile.TemporaryDirectory(prefix=prefix, ignore_cleanup_errors=True))
+            stack.enter_context(dask.config.set({**DASK_SETTINGS, "temporary-directory": scratch}))
+            self._cluster = SpecCluster(
+                workers={}, scheduler=of_scheduler, security=security, silence_logs=logging.CRITICAL
+            )
+            stack.callback(self._cluster.close)
+            self._has_dashboard = config.cluster.dashboard is not None
+            self.client = stack.enter_context(Client(self._cluster))
+            self.file = _new_file(config, self._cluster.scheduler_address, security)
+            self._roster = Roster(config, self.file, board_bytes, self._report)
+            stack.callback(lambda: self.client.sync(self._roster.end, "the run has ended"))
+            self._cluster.scheduler.handlers[JOIN] = self._join
+            self.path = self._publish(config, stack)
+            self._stack = stack.pop_all()
+
+    @property
+    def dashboard(self) -> str | None:
+        """Address of the Dask dashboard, where there is one."""
+        return self.client.dashboard_link if self._has_dashboard else None
+
+    def close(self) -> None:
+        """Has every worker end at once, in the middle of whatever it does, and removes the scheduler file."""
+        self._stack.close()
+
+    async def _join(self, comm: Any, **message: Any) -> Status:
+        """The scheduler's handler: open as long as the worker is there."""
+        try:
+            await self._roster.serve(comm, message)
+        finally:
+            await comm.close()
+        return Status.dont_reply
+
+    def _report(self, refusal: dict[str, Any]) -> None:
+        self._cluster.scheduler.log_event(REFUSALS, refusal)
+
+    def _publish(self, config: RunConfig, stack: ExitStack) -> Path:
+        """Lets workers know where the scheduler is, until the end."""
+        folder = RunPaths(config.run_dir).attached
+        for left in folder.iterdir():  # of earlier attempts: nobody listens there any more
+            left.unlink(missing_ok=True)
+        (folder / _ATTEMPTS).write_text(str(self.file.attempt))
+        self.file.shared.write_text(self.file.nonce)
+        given = config.cluster.scheduler_file
+        path = file_of_attempt(config.run_dir, self.file.attempt) if given is None else Path(given)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_scheduler_file(path, self.file)
+        stack.callback(path.unlink, missing_ok=True)
+        return path
+
+    def __enter__(self) -> AttachedWorkers:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()
+
+
+def listening_address(interface: str | None, host: str | None) -> str:
+    """The address of this host that a scheduler listens on. Raises ConfigError where that is none of it."""
+    if interface is not None:
+        address = interface_address(interface)
+        if address is None:
+            need = f"host {host_name()} has no such interface with an address; it has {', '.join(interfaces())}"
+            raise ConfigError("cluster.interface", f"given {interface!r}; {need}")
+        return address
+    if host is None:
+        return str(get_ip())
+    try:
+        found = str(socket.getaddrinfo(host, None)[0][4][0])
+        with socket.socket(family_of(found)) as probe:
+            probe.bind((found, 0))
+    except OSError as error:
+        need = f"is no address of this host ({error}): a name or an address that workers reach it by"
+        raise ConfigError("cluster.host", f"given {host!r}; {need}") from error
+    return found
+
+
+def _check_port(host: str, port: int) -> None:
+    """Dask would say it in a traceback."""
+    with socket.socket(family_of(host)) as probe, suppress(OverflowError):
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            need = f"cannot listen there on host {host_name()} ({host}): {error.strerror}. Another, or 0 for any"
+            raise ConfigError("cluster.port", f"given {port}; {need}") from error
+
+
+def _new_file(config: RunConfig, address: str, security: Security) -> SchedulerFile:
+    """What workers of this attempt are told."""
+    run_dir = config.run_dir.resolve()
+    private_directory(RunPaths(run_dir).attached)
+    counted = RunPaths(run_dir).attached / _ATTEMPTS
+    before = int(counted.read_text()) if counted.is_file() else 0
+    attempt = 1 + max(newest_attempt(run_dir), before)
+    certificate = security.get_tls_config_for_role("scheduler")
+    return SchedulerFile(
+        attempt=attempt,
+        address=address,
+        host=host_name(),
+        process=os.getpid(),
+        run_dir=str(run_dir),
+        working_dir=os.getcwd(),
+        nonce=secrets.token_hex(16),
+        certificate=certificate["cert"],
+        key=certificate["key"],
+        config=to_yaml(config),
+    )

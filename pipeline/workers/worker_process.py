@@ -1,0 +1,170 @@
+"""A worker process, wherever it runs: what it is started with, and the nanny that starts it again when it dies.
+
+    driver, or `stageline worker` ──► forkserver (distributed imported; SIGINT blocked) ──fork──► worker processes
+      └ nannies
+
+May import dask and distributed, pipeline.config, pipeline.graph, pipeline.workers.messages and storage.processes.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import signal
+from multiprocessing import forkserver
+from pathlib import Path
+from typing import Any
+
+from distributed import worker
+from distributed.security import Security
+from distributed.utils import get_mp_context
+
+from pipeline.config.run import RunConfig
+from pipeline.graph.dispatch import Gang
+from pipeline.workers.messages import pin_resource, slot_resource, worker_name
+from stages.models.protocol import Role
+from storage.processes import process_alive
+
+DASK_SETTINGS: dict[str, Any] = {
+    "distributed.scheduler.work-stealing": False,
+    # A death fails what ran there at once: the driver decides what is lost, Dask must not run a collective again alone.
+    "distributed.scheduler.allowed-failures": 0,
+    "distributed.scheduler.worker-ttl": None,  # long native calls hold the GIL; `cluster.deadline_s` is our own
+    # Whoever is not registered so long after a death is closed for good, also if that was another, later death.
+    "distributed.deploy.lost-worker-timeout": "1000 days",
+    "distributed.worker.daemon": False,
+    # Processes fork from a clean one that has imported distributed (not torch): they start in a tenth of the time.
+    "distributed.worker.multiprocessing-method": "forkserver",
+    "distributed.worker.profile.enabled": False,
+    "distributed.worker.memory.target": False,
+    "distributed.worker.memory.spill": False,
+    "distributed.worker.memory.pause": False,
+    "distributed.worker.memory.terminate": False,
+    "distributed.comm.timeouts.connect": "60s",
+    "distributed.admin.tick.limit": "60s",
+    "distributed.admin.low-level-log-length": 100,  # of each of many logs that hold on to whole messages
+    "distributed.nanny.pre-spawn-environ": {},  # it would be set in the driver itself; see FORKSERVER_ENVIRONMENT
+}
+
+
+def _malloc_thresholds() -> tuple[int, int]:
+    """Bytes of an allocation from which glibc maps pages for it alone, and of free memory at the heap's end from which
+    it gives pages back. Both are as high as can be, for a step allocates and frees the same large buffers (activations,
+    gradients, logits) again and again: a page that was given back is faulted in and zeroed anew, which took a quarter
+    of a training step. Setting either switches off glibc's own adaptation of both (which stops at 32 MiB), so that both
+    are needed. The cost: what a process has freed stays with it, its resident memory is its peak.
+
+    glibc 2.36 is measured to take 1 GiB and 1 TiB; older ones may refuse more than 32 MiB and stay at 128 KiB."""
+    libc, version = platform.libc_ver()
+    current = libc == "glibc" and tuple(int(part) for part in version.split(".")[:2]) >= (2, 36)
+    return (1 << 30, 1 << 40) if current else (1 << 25, 1 << 25)
+
+
+_MMAP_THRESHOLD, _TRIM_THRESHOLD = _malloc_thresholds()
+FORKSERVER_ENVIRONMENT = {
+    # Dask runs tasks in threads of their own, whose heaps glibc limits to 64 MiB each: what is larger, or does not fit,
+    # would be mapped and unmapped every time
+    "MALLOC_ARENA_MAX": "1",
+    "MALLOC_MMAP_THRESHOLD_": str(_MMAP_THRESHOLD),
+    "MALLOC_TRIM_THRESHOLD_": str(_TRIM_THRESHOLD),
+    "OPENBLAS_NUM_THREADS": "1",  # numpy's, which is loaded before the fork; torch has `placement.gangs.*.threads`
+    "DASK_LOGGING__DISTRIBUTED": "warning",
+}
+SCRATCH = "stageline-dask-"
+"""Begins the name of a process's directory of Dask's in the temporary folder; its process id follows."""
+_ANY = 1_000_000.0
+"""Capacity of a pin that limits nothing: threads do."""
+
+
+def _worker_extensions() -> dict[str, Any]:
+    return {name: kind for name, kind in worker.DEFAULT_EXTENSIONS.items() if name != "spans"}
+
+
+def worker_environment(threads: int, shared: bool, gpus: str | None = None) -> dict[str, str]:
+    """Environment of a worker's process. Processes that share cores must not spin while they wait (5-17x slower).
+    `gpus`: `CUDA_VISIBLE_DEVICES`, so that whatever runs in the process finds its own devices alone, from 0 on; None:
+    as this process has it."""
+    return {
+        **({} if gpus is None else {"CUDA_VISIBLE_DEVICES": gpus}),
+        "OMP_NUM_THREADS": str(threads),
+        "MKL_NUM_THREADS": str(threads),
+        "OPENBLAS_NUM_THREADS": str(threads),
+        "OMP_WAIT_POLICY": "PASSIVE" if shared else "ACTIVE",
+        "TOKENIZERS_PARALLELISM": "false",
+        "HF_HUB_OFFLINE": "1",
+        "TRANSFORMERS_OFFLINE": "1",
+        "PYTHONPATH": os.pathsep.join(
+            p for p in (str(Path(__file__).resolve().parents[2]), os.environ.get("PYTHONPATH")) if p
+        ),
+    }
+
+
+def worker_resources(gang: Gang, index: int, waiting: int = 0) -> dict[str, float]:
+    """Dask resources of one worker: slots, and a pin for what needs no slot. `waiting`: shards that have no slot any
+    more, and wait for rows in other replicas."""
+    return {
+        slot_resource(gang.name, index): 1.0 if gang.ordered else float(gang.slots + waiting),
+        pin_resource(gang.name, index): _ANY,
+    }
+
+
+def worker_threads(gang: Gang, waiting: int = 0) -> int:
+    """Tasks a worker runs at once: one in an ordered gang; a replica's slots, those that `waiting` says, and one more
+    where it also scores."""
+    if gang.ordered:
+        return 1
+    return gang.slots + waiting + (1 if Role.GENERATE in gang.roles and gang.roles != {Role.GENERATE} else 0)
+
+
+def shares_cores(config: RunConfig) -> bool:
+    """Whether the run's workers compute with more than one thread together: on one host they share cores then, and must
+    not spin while they wait."""
+    threads = config.placement.gangs
+    return sum(threads[gang.name].threads * gang.workers * _processes(config, gang) for gang in config.gangs()) > 1
+
+
+def _processes(config: RunConfig, gang: Gang) -> int:
+    """That do maths in each worker: its own, and those that an engine starts (they inherit its environment)."""
+    return config.replica_ranks if Role.GENERATE in gang.roles else 1
+
+
+def nanny_options(
+    config: RunConfig, gang: Gang, index: int, security: Security, *, shared: bool, gpus: str | None
+) -> dict[str, Any]:
+    """Of the nanny of one worker, less where it listens. `shared`: other processes compute on its host too; `gpus`: as
+    `worker_environment` takes them."""
+    waiting = gang.slots if config.cluster.move_rows_below and Role.GENERATE in gang.roles else 0
+    return {
+        "name": worker_name(gang.name, index),
+        "protocol": "tls://",
+        "security": security,
+        "nthreads": worker_threads(gang, waiting),
+        "resources": worker_resources(gang, index, waiting),
+        "memory_limit": 0,
+        "extensions": _worker_extensions(),
+        "env": worker_environment(config.placement.gangs[gang.name].threads, shared, gpus),
+    }
+
+
+def remove_abandoned_scratch(folder: Path) -> None:
+    """Removes what drivers of this user that were killed have left of Dask's in the temporary folder."""
+    for path in folder.glob(f"{SCRATCH}*-*"):
+        owner = path.name.removeprefix(SCRATCH).partition("-")[0]
+        if owner.isdigit() and not process_alive(int(owner)) and path.lstat().st_uid == os.getuid():
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def start_forkserver() -> None:
+    """Starts the process that all workers are forked from, unless this one has it already. It has SIGINT blocked, and
+    so have they: Ctrl-C reaches the whole terminal, but it is the driver that must end the run."""
+    before = {name: os.environ.get(name) for name in FORKSERVER_ENVIRONMENT}
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        os.environ.update(FORKSERVER_ENVIRONMENT)
+        get_mp_context()  # tells the server what to import
+        forkserver.ensure_running()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        for name, value in before.items():
+            os.environ.pop(name) if value is None else os.environ.update({name: value})

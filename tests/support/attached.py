@@ -1,0 +1,90 @@
+"""An attached run as commands of their own: a driver, and `stageline worker` processes, each with a process group."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from pipeline.config.run import RunConfig
+from pipeline.workers.scheduler_file import file_of_attempt, newest_attempt
+from tests.support.waiting import PATIENCE_S
+
+ATTACHED = ("cluster.kind=attached", "cluster.host=127.0.0.1", "cluster.arrival_timeout_s=120")
+
+
+class Commands:
+    """Owns the processes that it starts."""
+
+    def __init__(self, folder: Path, prefix: Sequence[str] = ()) -> None:
+        """`folder`: for what they print. `prefix`: begins each command, where they run elsewhere than here."""
+        self.folder = folder
+        self.prefix = tuple(prefix)
+        self.started: dict[str, subprocess.Popen[bytes]] = {}
+
+    def start(self, name: str, *arguments: str, prefix: Sequence[str] | None = None) -> subprocess.Popen[bytes]:
+        """`stageline ARGUMENTS`, in a process group of its own; what it prints goes to the end of NAME.log."""
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "COLUMNS": "300"}
+        before = self.prefix if prefix is None else prefix
+        with (self.folder / f"{name}.log").open("ab") as log:
+            process = subprocess.Popen(
+                [*before, sys.executable, "-m", "pipeline.cli", *arguments],
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+        self.started[name] = process
+        return process
+
+    def worker(self, config: RunConfig, gang: str, index: int = 0, *more: str) -> subprocess.Popen[bytes]:
+        where = (str(config.run_dir), "--gang", gang, "--index", str(index))
+        return self.start(f"{gang}-{index}", "worker", *where, *more)
+
+    def workers(self, config: RunConfig) -> None:
+        """All of the run's."""
+        for gang in config.gangs():
+            for index in range(gang.workers):
+                self.worker(config, gang.name, index)
+
+    def exit_code(self, name: str) -> int:
+        return self.started[name].wait(PATIENCE_S)
+
+    def said(self, name: str) -> str:
+        return (self.folder / f"{name}.log").read_text()
+
+    def kill_group(self, name: str, number: int = signal.SIGKILL) -> None:
+        os.killpg(self.started[name].pid, number)
+
+    def close(self) -> None:
+        for process in self.started.values():
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+
+@contextmanager
+def commands(folder: Path) -> Iterator[Commands]:
+    owned = Commands(folder)
+    try:
+        yield owned
+    finally:
+        owned.close()
+
+
+def scheduler_file(config: RunConfig) -> Path | None:
+    """The newest of a run, once it is there."""
+    attempt = newest_attempt(config.run_dir)
+    return file_of_attempt(config.run_dir, attempt) if attempt else None
+
+
+def with_other_content(path: Path, to: Path, **changes: object) -> Path:
+    """A copy of a scheduler file that says something else."""
+    to.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    return to

@@ -27,7 +27,7 @@ from pipeline.config.errors import ConfigError
 from pipeline.config.loading import to_yaml
 from pipeline.config.paths import RunPaths
 from pipeline.config.run import RunConfig
-from pipeline.driver.cluster import free_address, scheduler_extensions
+from pipeline.driver.cluster import dashboard_link, free_address, scheduler_extensions
 from pipeline.driver.roster import Roster
 from pipeline.workers.joining import JOIN, REFUSALS
 from pipeline.workers.network import family_of, interface_address, interfaces
@@ -81,7 +81,7 @@ class AttachedWorkers:
                 workers={}, scheduler=of_scheduler, security=security, silence_logs=logging.CRITICAL
             )
             stack.callback(self._cluster.close)
-            self._has_dashboard = config.cluster.dashboard is not None
+            self._dashboard = config.cluster.dashboard
             self.client = stack.enter_context(Client(self._cluster))
             self.file = _new_file(config, self._cluster.scheduler_address, security)
             self._roster = Roster(config, self.file, board_bytes, self._report)
@@ -93,7 +93,7 @@ class AttachedWorkers:
     @property
     def dashboard(self) -> str | None:
         """Address of the Dask dashboard, where there is one."""
-        return self.client.dashboard_link if self._has_dashboard else None
+        return None if self._dashboard is None else dashboard_link(self.client.dashboard_link, self._dashboard)
 
     def close(self) -> None:
         """Has every worker end at once, in the middle of whatever it does, and removes the scheduler file."""

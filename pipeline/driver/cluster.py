@@ -26,6 +26,7 @@ from collections.abc import Iterable
 from contextlib import suppress
 from types import TracebackType
 from typing import Any, Protocol, Self
+from urllib.parse import urlsplit
 
 from distributed import Client, scheduler
 from distributed.protocol.pickle import dumps
@@ -72,6 +73,13 @@ def free_address(wanted: str | None) -> str:
         except OSError:
             return f"{host}:0"
     return f"{host}:{port}"
+
+
+def dashboard_link(link: str, wanted: str) -> str:
+    """The dashboard's address, as a URL. `link`: Dask's, which names the scheduler's host wherever the dashboard
+    listens; `wanted`: where that is."""
+    host, parts = wanted.rpartition(":")[0], urlsplit(link)
+    return link if host in ("", "0.0.0.0", "[::]") else parts._replace(netloc=f"{host}:{parts.port}").geturl()
 
 
 def kill_workers(client: Client, addresses: Iterable[str]) -> None:

@@ -12,6 +12,7 @@ import os
 import platform
 import shutil
 import signal
+import sys
 from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
@@ -160,11 +161,13 @@ def start_forkserver() -> None:
     so have they: Ctrl-C reaches the whole terminal, but it is the driver that must end the run."""
     before = {name: os.environ.get(name) for name in FORKSERVER_ENVIRONMENT}
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    sys.warnoptions.append("ignore:resource_tracker")  # it cleans up after killed workers; it need not say so
     try:
         os.environ.update(FORKSERVER_ENVIRONMENT)
         get_mp_context()  # tells the server what to import
         forkserver.ensure_running()
     finally:
+        sys.warnoptions.pop()
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         for name, value in before.items():
             os.environ.pop(name) if value is None else os.environ.update({name: value})

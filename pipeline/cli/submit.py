@@ -12,6 +12,7 @@ from pipeline.cli.sources import config_of
 from pipeline.config.paths import RunPaths
 from pipeline.config.preflight import check_run_directory, preflight
 from pipeline.config.run import RunConfig
+from pipeline.launch.commands import require
 from pipeline.launch.submission import asked_for, run_script, submit_run
 
 
@@ -20,6 +21,7 @@ def command(options: argparse.Namespace) -> int:
     if options.dry_run:
         print_line(run_script(config).rstrip("\n"))
         return DONE
+    require()
     check_for_cluster(config)
     submitted = submit_run(config)
     print_line(f"submitted job {submitted.job_id}: {asked_for(config)}")

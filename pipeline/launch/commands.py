@@ -17,8 +17,8 @@ _PATIENCE_S = 60.0
 """For a controller that is busy."""
 _UNDER_WAY = frozenset({"PENDING", "CONFIGURING", "RUNNING", "SUSPENDED", "COMPLETING"})
 _KEYS = {
-    "partition": "slurm.partition",
     "account": "slurm.account",
+    "partition": "slurm.partition",
     "qos": "slurm.qos",
     "feature": "slurm.constraint",
     "node configuration": "slurm.gangs",
@@ -54,17 +54,21 @@ def there() -> bool:
     return shutil.which("sbatch") is not None
 
 
-def submit(script: Path) -> str:
-    """Hands a script in; returns the job's number.
-
-    Raises:
-        ConfigError: there is no sbatch, or Slurm refuses the job: its own reason, and the setting that it is about.
-    """
+def require() -> None:
+    """Raises ConfigError where this host has none of Slurm's commands."""
     if not there():
         raise ConfigError(
             "submit",
             "no sbatch on the path: submit on a login node of the cluster (--dry-run prints the script without it)",
         )
+
+
+def submit(script: Path) -> str:
+    """Hands a script in; returns the job's number.
+
+    Raises:
+        ConfigError: Slurm refuses the job: its own reason, and the setting that it is about.
+    """
     done = _call("sbatch", "--parsable", str(script))
     if done.returncode:
         raise ConfigError(_key_of(done.stderr), f"Slurm refuses the job: {_said(done.stderr)} (its script: {script})")

@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 
 from pipeline.cli.main import main
+from pipeline.cli.sources import config_of
+from pipeline.config.loading import to_yaml
 from pipeline.config.paths import RunPaths
 from pipeline.launch.records import JobRecord, write_record
 from tests.support.configs import arguments, write_config
@@ -23,8 +25,9 @@ def sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 @pytest.fixture
 def submitted(sources: list[str], tmp_path: Path) -> RunPaths:
     """A run whose job is waiting, as far as this machine can tell."""
-    assert main(["submit", *sources]) == 2
     paths = RunPaths(tmp_path / "runs/small")
+    paths.job.mkdir(parents=True)
+    (paths.job / "config.yaml").write_text(to_yaml(config_of(sources)))
     write_record(paths.job, JobRecord("12", str(paths.job / "slurm-12.out"), 0.0, "me"))
     (paths.job / "slurm-12.out").write_text("one\ntwo\nthr")
     return paths
@@ -40,14 +43,17 @@ def test_a_dry_run_prints_the_script_and_writes_nothing(
     assert not (tmp_path / "runs").exists()
 
 
-def test_without_sbatch_nothing_is_submitted(sources: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_sbatch_nothing_is_submitted(
+    sources: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["submit", *sources]) == 2
     error = capsys.readouterr().err
     assert error.startswith("refused submit: no sbatch on the path: submit on a login node")
     assert error.count("\n") == 1
+    assert not (tmp_path / "runs").exists()
 
 
-@pytest.mark.parametrize("command", ["submit", "job", "sweep"])
+@pytest.mark.parametrize("command", ["job", "sweep"])
 def test_what_a_run_would_be_refused_for_is_refused_before(
     sources: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str
 ) -> None:

@@ -26,6 +26,8 @@ COMMANDS = ("sbatch", "srun", "squeue", "scancel", "scontrol", "sinfo")
 PACKAGES = "munge slurmctld slurmd slurm-client"
 """Of Debian and Ubuntu."""
 MOST_GPUS = 8
+_MARK = "TESTS_SLURM_NODE"
+"""In the environment of a node's slurmd, which the managers of its steps inherit and its jobs do not."""
 _SBIN = "/usr/sbin:/sbin"
 """Where daemons are, which a user's path need not name."""
 
@@ -131,9 +133,11 @@ class SlurmCluster:
         daemon = self._daemons.pop(f"slurmd {name}")
         daemon.kill()
         daemon.wait()
-        for pid in processes_with(f"{self.root}/spool/{name}", f"SLURMD_NODENAME={name}"):
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        here = f"SLURM_CONF={self.root}/slurm.conf\0"
+        for mark in (f"{_MARK}={name}\0", f"SLURMD_NODENAME={name}\0"):  # managers of steps; what these have started
+            for pid in processes_with(here, mark):
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
 
     def start_node(self, name: str) -> None:
         """A node, again."""
@@ -192,8 +196,9 @@ class SlurmCluster:
         with (self.root / f"log/{name.replace(' ', '.')}.log").open("ab") as log:
             program = _which(command)
             assert program is not None
+            environment = self.environment | {_MARK: name.partition(" ")[2]}
             self._daemons[name] = subprocess.Popen(
-                [program, *arguments], env=self.environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log
+                [program, *arguments], env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log
             )
 
     def _succeeds(self, *command: str) -> bool:
@@ -226,7 +231,7 @@ def processes_with(*needed: str) -> list[int]:
     for folder in Path("/proc").iterdir():
         if folder.name.isdigit():
             with suppress(OSError):
-                text = (folder / "cmdline").read_bytes() + b"\0" + (folder / "environ").read_bytes()
+                text = (folder / "cmdline").read_bytes() + b"\0" + (folder / "environ").read_bytes() + b"\0"
                 if text.strip(b"\0") and all(part.encode() in text for part in needed):
                     found.append(int(folder.name))
     return found

@@ -14,6 +14,7 @@ import signal
 import socket
 import subprocess
 import tempfile
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
@@ -26,6 +27,7 @@ COMMANDS = ("sbatch", "srun", "squeue", "scancel", "scontrol", "sinfo")
 PACKAGES = "munge slurmctld slurmd slurm-client"
 """Of Debian and Ubuntu."""
 MOST_GPUS = 8
+_FORGETS_S = 4.0
 _MARK = "TESTS_SLURM_NODE"
 """In the environment of a node's slurmd, which the managers of its steps inherit and its jobs do not."""
 _SBIN = "/usr/sbin:/sbin"
@@ -121,8 +123,15 @@ class SlurmCluster:
         first = self.call("scontrol", "--oneliner", "show", "job", job).splitlines()[0]
         return dict(part.split("=", 1) for part in first.split() if "=" in part)
 
+    def may_start(self, job: str, restarts: int) -> bool:
+        """Whether a job was requeued so often, its last attempt is gone, and slurmd has forgotten that it was killed,
+        for which Slurm waits two minutes."""
+        shown = self.show(job)
+        since = time.time() - time.mktime(time.strptime(shown["SubmitTime"], "%Y-%m-%dT%H:%M:%S"))
+        return shown["Restarts"] == str(restarts) and not self.processes() and since > _FORGETS_S
+
     def start_now(self, job: str) -> None:
-        """A requeued job waits two minutes; every component of a heterogeneous one."""
+        """Has a requeued job wait no longer; every component of a heterogeneous one."""
         for line in self.call("scontrol", "--oneliner", "show", "job", job).splitlines():
             number = line.split()[0].removeprefix("JobId=")
             self.call("scontrol", "update", f"JobId={number}", "StartTime=now", check=False)
@@ -190,7 +199,7 @@ class SlurmCluster:
         for node in self._nodes:
             self.start_node(node)
         idle = ("sinfo", "--noheader", "--Node", "--states=idle", "--format=%N")
-        until(lambda: len(self.call(*idle, check=False).split()) == len(self._nodes), "all nodes are idle")
+        until(lambda: len(self.call(*idle, check=False).split()) == len(self._nodes), "all nodes are idle", every_s=0.1)
 
     def _start(self, name: str, command: str, *arguments: str) -> None:
         with (self.root / f"log/{name.replace(' ', '.')}.log").open("ab") as log:

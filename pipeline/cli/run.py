@@ -33,7 +33,7 @@ def execute(
     try:
         run(config, output(), resume=resume, from_checkpoint=from_checkpoint, at_once=at_once)
     except EndedEarly:
-        return complain("ended early", f"what {paths.root} has committed stays", RESUMABLE)
+        return complain("ended early", f"{paths.root}: what is committed stays, and `stageline job` or `resume` goes on", RESUMABLE)
     except KeyboardInterrupt:
         print_line(f"interrupted; {_how_to_go_on(paths)}")
         return INTERRUPTED

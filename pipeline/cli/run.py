@@ -33,7 +33,7 @@ def execute(
     try:
         run(config, output(), resume=resume, from_checkpoint=from_checkpoint, at_once=at_once)
     except EndedEarly:
-        return complain("ended early", f"{paths.root}: what is committed stays, and `stageline job` or `resume` goes on", RESUMABLE)
+        return complain("ended early", f"{paths.root}: what is committed stays; started again it goes on", RESUMABLE)
     except KeyboardInterrupt:
         print_line(f"interrupted; {_how_to_go_on(paths)}")
         return INTERRUPTED

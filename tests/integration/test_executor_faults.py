@@ -447,7 +447,8 @@ def test_a_replica_with_other_numerics_is_left_out_and_tried_again(start: Callab
     run.go()
     run.assert_whole()
     (warned,) = run.events(EventKind.WARNED)
-    assert "computes with others; it is tried again in 60 s" in str(warned.detail)
+    assert "computes with others (host " in str(warned.detail)
+    assert str(warned.detail).endswith("it is tried again in 60 s")
     assert {line[1] for line in run.log("runs") if line[0].startswith("generate/step_000000")} == {"generate-0"}
 
 

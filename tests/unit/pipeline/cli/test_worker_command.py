@@ -1,0 +1,85 @@
+"""`stageline worker` where there is nothing to join: one message that names this host, and exit code 2."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+
+import pytest
+from distributed.security import Security
+
+from pipeline.cli.main import main
+from pipeline.config.loading import load_config, to_yaml
+from pipeline.workers.scheduler_file import SchedulerFile, file_of_attempt, host_name, write_scheduler_file
+from tests.support.configs import arguments, write_config
+
+WORKER = ("--gang", "all", "--index", "0", "--wait", "0")
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    """What a driver has left that was killed: nobody listens at its port any more."""
+    write_config(tmp_path)
+    source, *changes = arguments(tmp_path)
+    with socket.create_server(("127.0.0.1", 0)) as gone:
+        port = gone.getsockname()[1]
+    own = Security.temporary().get_tls_config_for_role("scheduler")
+    path = file_of_attempt(tmp_path / "run", 1)
+    path.parent.mkdir(parents=True)
+    config = to_yaml(load_config([source], changes))
+    told = SchedulerFile(
+        1, f"tls://127.0.0.1:{port}", "n1", 7, str(tmp_path / "run"), str(tmp_path), "", own["cert"], own["key"], config
+    )
+    write_scheduler_file(path, told)
+    return path
+
+
+def refused(capsys: pytest.CaptureFixture[str], *given: str) -> str:
+    assert main(["worker", *given]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("refused ")
+    assert err.count("\n") == 1, "one message, on one line"
+    return err
+
+
+def test_no_scheduler_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    said = refused(capsys, str(tmp_path), *WORKER)
+    assert f"all-0: host {host_name()}: there is no scheduler file in {tmp_path}/attached" in said
+    assert "cluster.kind=attached" in said
+    assert "(waited 0 s)" in said
+    elsewhere = str(tmp_path / "f.json")
+    assert f"no scheduler file in {tmp_path}" in refused(capsys, "--scheduler-file", elsewhere, *WORKER)
+
+
+def test_a_driver_that_is_gone(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    said = refused(capsys, "--scheduler-file", str(file), *WORKER)
+    assert "the driver does not answer at tls://127.0.0.1:" in said
+    assert "(process 7 on host n1)" in said
+
+
+@pytest.mark.parametrize(
+    ("gang", "index", "part"),
+    [("alll", "0", "the run has no gang 'alll'; it has all"), ("all", "1", "gang all has no index 1; it has 0 to 0")],
+)
+def test_a_worker_that_the_run_does_not_have(
+    file: Path, capsys: pytest.CaptureFixture[str], gang: str, index: str, part: str
+) -> None:
+    """Said without asking the driver."""
+    run_dir = str(file.parent.parent)
+    assert part in refused(capsys, run_dir, "--gang", gang, "--index", index, "--wait", "0")
+
+
+def test_what_is_no_scheduler_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "f.json").write_text("{}")
+    assert "f.json is no scheduler file" in refused(capsys, "--scheduler-file", str(tmp_path / "f.json"), *WORKER)
+
+
+@pytest.mark.parametrize("given", [(), ("RUN", "--scheduler-file", "f.json")])
+def test_one_of_the_two(given: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
+    assert "a run's directory or --scheduler-file, one of the two" in refused(capsys, *given, *WORKER)
+
+
+@pytest.mark.parametrize("seconds", ["-1", "nan"])
+def test_no_time_to_wait(seconds: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert f"--wait: given {float(seconds)}" in refused(capsys, "RUN", *WORKER[:4], f"--wait={seconds}")

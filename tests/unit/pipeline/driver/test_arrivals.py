@@ -1,0 +1,155 @@
+"""Workers that somebody else starts: how long they are waited for, from when they have time to be built, and who can do
+without them. No processes: a scheduler that knows what the test says, and a clock that it sets."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from pipeline.config.errors import ConfigError
+from pipeline.driver import supervision
+from pipeline.driver.context import Context, ExecutorSettings, StageFailed
+from pipeline.driver.supervision import Supervision
+from pipeline.graph.dispatch import Gang
+from pipeline.observe.journal import EventKind
+from pipeline.workers.entry import build_worker, open_meeting
+from pipeline.workers.joining import JoinRefused
+from stages.models.protocol import Role
+
+ARRIVAL_S, START_S = 100.0, 30.0
+
+
+class Pending:
+    """A future that does not end."""
+
+    status = "pending"
+
+    def __init__(self, key: tuple[Any, ...], arguments: tuple[Any, ...]) -> None:
+        self.key = key
+        self.arguments = arguments
+        self.released = False
+
+    def release(self) -> None:
+        self.released = True
+
+
+class Setting:
+    """Owns a supervision whose clock, scheduler and journal are the test's."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, arrival_s: float | None) -> None:
+        self.now = 0.0
+        self.there: set[str] = set()
+        """Names of the processes that the scheduler knows."""
+        self.submitted: list[tuple[Callable[..., Any], Pending]] = []
+        self.warned: list[str] = []
+        self.down: list[tuple[str, int]] = []
+        patch.setattr(supervision, "workers_by_address", lambda client: {f"at {name}": name for name in self.there})
+        patch.setattr(supervision, "kill_workers", lambda client, addresses: None)
+        gangs = {
+            "generate": Gang("generate", frozenset({Role.GENERATE}), workers=2, slots=1),
+            "train": Gang("train", frozenset({Role.POLICY, Role.CRITIC, Role.REFERENCE}), workers=2, slots=1),
+        }
+        context: Any = Context(
+            client=SimpleNamespace(submit=self.submit),
+            gangs=gangs,
+            dispatch=SimpleNamespace(worker_up=lambda *worker: None),
+            journal=SimpleNamespace(now=self.note),
+            settings=ExecutorSettings(
+                runtime="r",
+                config_yaml="",
+                start_timeout_s=START_S,
+                deadline_s=1.0,
+                attempts=3,
+                arrival_timeout_s=arrival_s,
+                run_dir=Path("runs/a"),
+            ),
+            name="x",
+            now=lambda: self.now,
+            watch=lambda *what: None,
+        )
+        self.supervision = Supervision(
+            context, lambda gang: None, lambda worker, suspect: self.down.append(worker), lambda worker, numerics: None
+        )
+        self.supervision.start()
+
+    def submit(self, work: Callable[..., Any], *arguments: Any, key: tuple[Any, ...], **rest: Any) -> Pending:
+        future = Pending(key, arguments)
+        self.submitted.append((work, future))
+        return future
+
+    def note(self, kind: EventKind, **what: Any) -> None:
+        if kind is EventKind.WARNED:
+            self.warned.append(what["detail"])
+
+    def look(self, at: float) -> None:
+        self.now = at
+        self.supervision.check_deadlines()
+
+
+@pytest.fixture
+def begin(monkeypatch: pytest.MonkeyPatch) -> Callable[[float | None], Setting]:
+    return lambda arrival_s: Setting(monkeypatch, arrival_s)
+
+
+def test_rank_0_says_where_its_gang_meets_before_any_rank_is_built(begin: Callable[..., Setting]) -> None:
+    setting = begin(ARRIVAL_S)
+    (meeting,) = [future for work, future in setting.submitted if work is open_meeting]
+    builds = {future.key[1]: future.arguments[1:] for work, future in setting.submitted if work is build_worker}
+    assert meeting.key[:2] == ("meet", "train-0")
+    assert builds == {"generate-0": (), "generate-1": (), "train-0": (meeting,), "train-1": (meeting,)}
+
+
+def test_a_process_has_its_time_from_when_it_is_there(begin: Callable[..., Setting]) -> None:
+    """Near the end of the time for it to come it comes; then it has all of the time to be built, and no more."""
+    setting = begin(ARRIVAL_S)
+    setting.there = {"generate-0"}
+    setting.look(1.0)
+    setting.there |= {"generate-1", "train-0", "train-1"}
+    setting.look(ARRIVAL_S - 1)
+    assert len(setting.warned) == 1
+    assert setting.warned[0].startswith(
+        "generate-0 is left out, the rest of generate goes on: worker generate-0 did not"
+    )
+    assert "cluster.start_timeout_s = 30" in setting.warned[0]
+
+
+@pytest.mark.parametrize("arrival_s", [ARRIVAL_S, None])
+def test_a_rank_that_does_not_come_ends_the_run_and_says_how_it_is_started(
+    begin: Callable[..., Setting], arrival_s: float | None
+) -> None:
+    setting = begin(arrival_s)
+    setting.there = {"generate-0", "generate-1"}
+    said = (
+        "train-0 did not join within cluster.arrival_timeout_s = 100: `stageline worker runs/a --gang train --index 0`"
+    )
+    if arrival_s is None:
+        said = "train-0 did not come up within cluster.start_timeout_s = 30"
+    with pytest.raises(StageFailed, match=said):
+        setting.look(ARRIVAL_S)
+
+
+def test_a_pool_goes_on_without_whom_does_not_come_and_waits_on(begin: Callable[..., Setting]) -> None:
+    setting = begin(ARRIVAL_S)
+    setting.there = {"generate-0", "train-0", "train-1"}
+    setting.look(ARRIVAL_S - START_S / 2)
+    assert not setting.warned
+    setting.look(ARRIVAL_S)
+    assert "generate-1 did not join within cluster.arrival_timeout_s = 100" in setting.warned[0]
+    assert setting.down == [("generate", 1)]
+    work, newest = setting.submitted[-1]
+    assert (work, newest.key[1:3]) == (build_worker, ("generate-1", 1)), "it gets work when it comes after all"
+
+
+def test_a_host_that_is_refused(begin: Callable[..., Setting]) -> None:
+    """A stranger is no matter; a replica's host is done without; a rank's ends the run, by the host's name."""
+    setting = begin(ARRIVAL_S)
+    setting.supervision.refused(JoinRefused("trian", 0, "host n1: the run has no gang 'trian'", fatal=False))
+    setting.supervision.refused(JoinRefused("generate", 0, "host n2: its clock", fatal=True))
+    assert ["host n1" in setting.warned[0], "host n2" in setting.warned[1]] == [True, True]
+    assert setting.warned[1].startswith("generate-0 is left out, the rest of generate goes on: ")
+    with pytest.raises(ConfigError, match=r"cluster\.kind: given 'attached'; worker train-1: host n3: its clock"):
+        setting.supervision.refused(JoinRefused("train", 1, "host n3: its clock", fatal=True))

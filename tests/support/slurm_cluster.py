@@ -26,6 +26,8 @@ DAEMONS = ("munged", "slurmctld", "slurmd")
 COMMANDS = ("sbatch", "srun", "squeue", "scancel", "scontrol", "sinfo")
 PACKAGES = "munge slurmctld slurmd slurm-client"
 """Of Debian and Ubuntu."""
+PARTITION, URGENT = "all", "urgent"
+"""Jobs of the second one have those of the first requeued where they need their nodes."""
 MOST_GPUS = 8
 _FORGETS_S = 4.0
 _MARK = "TESTS_SLURM_NODE"
@@ -58,6 +60,8 @@ GresTypes=gpu
 LaunchParameters=enable_nss_slurm
 SchedulerType=sched/backfill
 SchedulerParameters=batch_sched_delay=0,sched_interval=2,sched_min_interval=100000,bf_interval=2,bf_resolution=1
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
 MpiDefault=none
 ReturnToService=2
 InactiveLimit=0
@@ -185,7 +189,10 @@ class SlurmCluster:
             lines.append(f"NodeName={name} NodeHostname={host} NodeAddr=127.0.0.1 Port={own} {has}")
             if node.gpus:
                 gres.append(f"NodeName={name} Name=gpu File={self.root}/run/nvidia[0-{node.gpus - 1}]")
-        lines.append(f"PartitionName=all Nodes={','.join(self._nodes)} Default=YES MaxTime=60 DefaultTime=10 State=UP")
+        for partition, tier in ((PARTITION, 1), (URGENT, 2)):
+            default = "YES" if partition == PARTITION else "NO"
+            times = f"MaxTime=60 DefaultTime=10 State=UP PriorityTier={tier} Default={default}"
+            lines.append(f"PartitionName={partition} Nodes={','.join(self._nodes)} {times}")
         (self.root / "slurm.conf").write_text("\n".join(lines) + "\n")
         (self.root / "gres.conf").write_text("\n".join(gres) + "\n")
         (self.root / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\nCgroupAutomount=no\n")

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -136,9 +137,7 @@ def slurm_problems(config: SlurmConfig) -> Iterator[Problem]:
         yield from _word_problems({f"slurm.modules[{number}]": module})
     yield from _line_problems("slurm.environment", config.environment)
     yield from _option_problems("slurm.sbatch", config.sbatch)
-    if config.container_image is not None and "{image}" not in config.container_command:
-        need = "must name the image as {image}, for example: apptainer exec --nv {image}"
-        yield Problem("slurm.container_command", config.container_command, need)
+    yield from _command_problems(config)
     if config.template is not None and not Path(config.template).is_file():
         yield Problem("slurm.template", config.template, "no such file; null takes slurm/run.sbatch of Stageline")
     for name, gang in config.gangs.items():
@@ -189,6 +188,24 @@ def _gang_problems(key: str, gang: SlurmGangConfig) -> Iterator[Problem]:
     for name, value in of_nodes.items():
         if value and gang.nodes is None:
             yield Problem(f"{key}.{name}", value, f"is of nodes that are the gang's own: needs {key}.nodes")
+
+
+def _command_problems(config: SlurmConfig) -> Iterator[Problem]:
+    for key, line in {"slurm.command": config.command, "slurm.container_command": config.container_command}.items():
+        try:
+            words = shlex.split(line or "stageline")
+        except ValueError as error:
+            yield Problem(key, line, f"must be a command as a shell reads it ({error})")
+            return
+        if not words:
+            yield Problem(key, line, "must be a command")
+    if config.container_image is None:
+        return
+    if "{image}" not in config.container_command:
+        need = "must name the image as {image}, for example: apptainer exec --nv {image}"
+        yield Problem("slurm.container_command", config.container_command, need)
+    if config.command is None:
+        yield Problem("slurm.command", None, "must say what starts Stageline in slurm.container_image: stageline")
 
 
 def _time_problems(config: SlurmConfig) -> Iterator[Problem]:

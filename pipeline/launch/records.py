@@ -22,7 +22,6 @@ class JobRecord:
     """The file that it prints into."""
     submitted: float
     """Seconds since the epoch."""
-    user: str
 
 
 def write_record(folder: Path, record: JobRecord) -> None:

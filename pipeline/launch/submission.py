@@ -7,7 +7,6 @@ May import pipeline.config, pipeline.launch.{commands, records, script, shape} a
 
 from __future__ import annotations
 
-import getpass
 import shlex
 import time
 from collections.abc import Sequence
@@ -63,7 +62,7 @@ def submit_run(config: RunConfig) -> Submitted:
     script = _write(paths.job, _SCRIPT, run_script(config))
     job_id = _submit(script, config)
     output = paths.job / f"slurm-{job_id}.out"
-    write_record(paths.job, JobRecord(job_id, str(output), time.time(), getpass.getuser()))
+    write_record(paths.job, JobRecord(job_id, str(output), time.time()))
     return Submitted(job_id, output, script)
 
 
@@ -101,7 +100,7 @@ def submit_array(configs: Sequence[RunConfig], folder: Path, text: str) -> Submi
     job_id = _submit(script, configs[0])
     for task, paths in enumerate(roots):
         output = folder / f"slurm-{job_id}_{task}.out"
-        write_record(paths.job, JobRecord(f"{job_id}_{task}", str(output), time.time(), getpass.getuser()))
+        write_record(paths.job, JobRecord(f"{job_id}_{task}", str(output), time.time()))
     return Submitted(job_id, folder / f"slurm-{job_id}_N.out", script)
 
 

@@ -28,7 +28,7 @@ def submitted(sources: list[str], tmp_path: Path) -> RunPaths:
     paths = RunPaths(tmp_path / "runs/small")
     paths.job.mkdir(parents=True)
     (paths.job / "config.yaml").write_text(to_yaml(config_of(sources)))
-    write_record(paths.job, JobRecord("12", str(paths.job / "slurm-12.out"), 0.0, "me"))
+    write_record(paths.job, JobRecord("12", str(paths.job / "slurm-12.out"), 0.0))
     (paths.job / "slurm-12.out").write_text("one\ntwo\nthr")
     return paths
 

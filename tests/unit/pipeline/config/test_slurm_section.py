@@ -63,6 +63,8 @@ def test_what_cannot_work_is_refused(change: str, key: str, need: str) -> None:
     ("changes", "key", "need"),
     [
         (("slurm.container_image=a.sif", "slurm.container_command=run it"), "slurm.container_command", "as {image}"),
+        (("slurm.container_image=a.sif",), "slurm.command", "what starts Stageline in slurm.container_image"),
+        (('slurm.command="it\'s"',), "slurm.command", "a command as a shell reads it (No closing quotation)"),
         (("slurm.gangs={train: {nodes: 1, partition: p}}", "slurm.job=plain"), "slurm.job", "auto, or heterogeneous"),
         (
             ("engine.tensor_parallel=2", "slurm.gangs={generate: {gpus_per_worker: 1}}"),

@@ -8,7 +8,6 @@ import re
 import shlex
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Literal
 
 from pipeline.config.placement import PlacementConfig
@@ -138,8 +137,6 @@ def slurm_problems(config: SlurmConfig) -> Iterator[Problem]:
     yield from _line_problems("slurm.environment", config.environment)
     yield from _option_problems("slurm.sbatch", config.sbatch)
     yield from _command_problems(config)
-    if config.template is not None and not Path(config.template).is_file():
-        yield Problem("slurm.template", config.template, "no such file; null takes slurm/run.sbatch of Stageline")
     for name, gang in config.gangs.items():
         yield from _gang_problems(f"slurm.gangs.{name}", gang)
         own = [key for key in ("partition", "constraint", "sbatch") if getattr(gang, key)]

@@ -43,7 +43,7 @@ def render(config: RunConfig, place: JobPlace) -> str:
     """The script, which any shell can run and a person can read.
 
     Raises:
-        ConfigError: `slurm.template` lacks a word, or has one that is unknown.
+        ConfigError: `slurm.template` cannot be read, lacks a word, or has one that is unknown.
     """
     shape = job_shape(config)
     filled = {
@@ -57,7 +57,12 @@ def render(config: RunConfig, place: JobPlace) -> str:
         "RESTARTS": str(config.slurm.restarts),
     }
     template = TEMPLATE if config.slurm.template is None else Path(config.slurm.template)
-    text = template.read_text("utf8")
+    try:
+        text = template.read_text("utf8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            "slurm.template", f"given {str(template)!r}; cannot be read ({error}); null: {TEMPLATE}"
+        ) from error
     words = set(_WORD.findall(text))
     if words != filled.keys():
         lacks, strange = sorted(filled.keys() - words), sorted(words - filled.keys())

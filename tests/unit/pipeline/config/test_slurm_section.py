@@ -41,7 +41,6 @@ def test_time_limits_are_read_as_slurm_reads_them(limit: str, expected: float) -
         ("slurm.modules=['cuda; rm']", "slurm.modules[0]", "must be one word"),
         ("slurm.environment=['']", "slurm.environment[0]", "must be one line"),
         ("slurm.sbatch=[mem=0]", "slurm.sbatch[0]", "must be an option of sbatch"),
-        ("slurm.template=nowhere.sbatch", "slurm.template", "no such file"),
         ("slurm.gangs={trian: {}}", "slurm.gangs.trian", "placement.gangs has generate, score, train"),
         ("slurm.gangs={train: {nodes: 2}}", "slurm.gangs.train.nodes", "must divide the workers of train, which are 1"),
         ("slurm.gangs={score: {beside: train}}", "slurm.gangs.score.beside", "a gang with nodes of its own (none)"),

@@ -73,6 +73,8 @@ def test_a_container_is_around_whatever_is_started() -> None:
 
 def test_a_sites_own_template_must_have_every_word(tmp_path: Path) -> None:
     own = tmp_path / "own.sbatch"
+    with pytest.raises(ConfigError, match=r"^slurm\.template: given .*own\.sbatch'; cannot be read"):
+        render(load_config([TINY], [f"slurm.template={own}"]), PLACE)
     own.write_text(TEMPLATE.read_text("utf8").replace("@WORKERS@", "@WORKRES@"))
     config = load_config([TINY], [f"slurm.template={own}"])
     with pytest.raises(ConfigError, match=r"^slurm\.template: .*lacks WORKERS .*has WORKRES that mean nothing"):

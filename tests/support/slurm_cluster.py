@@ -205,7 +205,7 @@ class SlurmCluster:
         self._start("slurmctld", "slurmctld", "-D", "-i")
         for node in self._nodes:
             self.start_node(node)
-        idle = ("sinfo", "--noheader", "--Node", "--states=idle", "--format=%N")
+        idle = ("sinfo", "--noheader", "--Node", "--states=idle", f"--partition={PARTITION}", "--format=%N")
         until(lambda: len(self.call(*idle, check=False).split()) == len(self._nodes), "all nodes are idle", every_s=0.1)
 
     def _start(self, name: str, command: str, *arguments: str) -> None:

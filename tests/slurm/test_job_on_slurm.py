@@ -14,7 +14,7 @@ from pipeline.config.run import RunConfig
 from pipeline.launch.submission import Submitted, submit_run
 from tests.support import stand_in
 from tests.support.paths import TINY
-from tests.support.slurm_cluster import URGENT, SlurmCluster
+from tests.support.slurm_cluster import SCHEDULES_S, URGENT, SlurmCluster
 from tests.support.waiting import until
 
 pytestmark = pytest.mark.processes
@@ -74,7 +74,7 @@ def test_a_job_that_makes_room_goes_on_later(slurm: SlurmCluster, tmp_path: Path
     first = slurm.call("sbatch", "--parsable", *urgent).strip()
     until(lambda: slurm.state(first) == "COMPLETED", "the urgent job is done", every_s=0.1)
     until(lambda: slurm.may_start(job.job_id, restarts=1), "the other is requeued", every_s=0.1)
-    slurm.start_now(job.job_id)
+    until(lambda: slurm.started_now(job.job_id), "it is started", every_s=SCHEDULES_S)
     wait_for_output(job, "driver of attempt 1")
     end(config, 0)
     assert wait_for(slurm, job, "COMPLETED")["Restarts"] == "1"
@@ -89,7 +89,7 @@ def test_without_a_driver_the_job_is_requeued_and_when_it_is_cancelled_nothing_i
     wait_for_output(job, "requeued: workers or the driver were lost (restart 0)")
     (RunPaths(config.run_dir).root / "finish").unlink()
     until(lambda: slurm.may_start(job.job_id, restarts=1), "it is requeued", every_s=0.1)
-    slurm.start_now(job.job_id)
+    until(lambda: slurm.started_now(job.job_id), "it is started", every_s=SCHEDULES_S)
     wait_for_output(job, "driver of attempt 1")
     slurm.call("scancel", job.job_id)
     assert wait_for(slurm, job, "CANCELLED")["Restarts"] == "1"

@@ -24,7 +24,7 @@ from storage.address import Address
 from storage.ledger import Ledger
 from tests.support.run_results import outputs, process_id
 from tests.support.runs import QUIET, arguments, placement
-from tests.support.slurm_cluster import SlurmCluster, processes_with
+from tests.support.slurm_cluster import SCHEDULES_S, SlurmCluster, processes_with
 from tests.support.waiting import until
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(600)]
@@ -96,8 +96,7 @@ def wait_for_update(slurm: SlurmCluster, job: str, step: int, config: RunConfig)
 def requeued(slurm: SlurmCluster, job: str, times: int, config: RunConfig) -> None:
     """Waits until a job was requeued so often, and has it start again now and not in two minutes."""
     eventually(lambda: slurm.may_start(job, times), f"restart {times}: {printed(config)}")
-    slurm.start_now(job)
-    eventually(lambda: slurm.state(job) == "RUNNING", f"start {times}: {slurm.show(job)}")
+    until(lambda: slurm.started_now(job), f"start {times}: {slurm.show(job)}", every_s=SCHEDULES_S)
 
 
 def nodes_of_workers(run_dir: Path) -> dict[str, str]:

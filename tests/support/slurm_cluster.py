@@ -30,6 +30,8 @@ PARTITION, URGENT = "all", "urgent"
 """Jobs of the second one have those of the first requeued where they need their nodes."""
 MOST_GPUS = 8
 _FORGETS_S = 4.0
+SCHEDULES_S = 3.0
+"""Time in which what can start is started."""
 _MARK = "TESTS_SLURM_NODE"
 """In the environment of a node's slurmd, which the managers of its steps inherit and its jobs do not."""
 _SBIN = "/usr/sbin:/sbin"
@@ -123,22 +125,28 @@ class SlurmCluster:
         return self.show(job)["JobState"]
 
     def show(self, job: str) -> dict[str, str]:
-        """All that Slurm knows of a job, as `scontrol show job` has it."""
-        first = self.call("scontrol", "--oneliner", "show", "job", job).splitlines()[0]
-        return dict(part.split("=", 1) for part in first.split() if "=" in part)
+        """All that Slurm knows of a job, as `scontrol show job` has it; of the first component of a heterogeneous one."""
+        return self._components(job)[0]
 
     def may_start(self, job: str, restarts: int) -> bool:
         """Whether a job was requeued so often, its last attempt is gone, and slurmd has forgotten that it was killed,
         for which Slurm waits two minutes."""
-        shown = self.show(job)
-        since = time.time() - time.mktime(time.strptime(shown["SubmitTime"], "%Y-%m-%dT%H:%M:%S"))
-        return shown["Restarts"] == str(restarts) and not self.processes() and since > _FORGETS_S
+        shown = self._components(job)
+        submitted = max(time.mktime(time.strptime(one["SubmitTime"], "%Y-%m-%dT%H:%M:%S")) for one in shown)
+        requeued = all((one["JobState"], one["Restarts"]) == ("PENDING", str(restarts)) for one in shown)
+        return requeued and not self.processes() and time.time() - submitted > _FORGETS_S
 
-    def start_now(self, job: str) -> None:
-        """Has a requeued job wait no longer; every component of a heterogeneous one."""
-        for line in self.call("scontrol", "--oneliner", "show", "job", job).splitlines():
-            number = line.split()[0].removeprefix("JobId=")
+    def started_now(self, job: str) -> bool:
+        """Has a requeued job wait no longer, every component of a heterogeneous one; whether it runs. Not to be asked
+        more often than Slurm looks for what it can start."""
+        waiting = [one["JobId"] for one in self._components(job) if one["JobState"] == "PENDING"]
+        for number in waiting:
             self.call("scontrol", "update", f"JobId={number}", "StartTime=now", check=False)
+        return not waiting and self.state(job) == "RUNNING"
+
+    def _components(self, job: str) -> list[dict[str, str]]:
+        lines = self.call("scontrol", "--oneliner", "show", "job", job).splitlines()
+        return [dict(part.split("=", 1) for part in line.split() if "=" in part) for line in lines if line]
 
     def kill_node(self, name: str) -> None:
         """SIGKILL to a node's slurmd, to the managers of its steps, and to what they have started: as if its power had

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.processes
 def submitted(slurm: SlurmCluster, folder: Path, name: str, *changes: str) -> tuple[RunConfig, Submitted]:
     """A job of one node whose driver is there."""
     command = f"slurm.command='{sys.executable} {stand_in.__file__}'"
-    fixed = [f"runs_dir={folder}", f"name={name}", "slurm.gpus=false", command, *changes]
+    fixed = [f"runs_dir={folder}", f"name={name}", "slurm.gpus=false", "slurm.driver_cpus=1", command, *changes]
     config = load_config([TINY], fixed)
     job = submit_run(config)
     wait_for_output(job, "driver of attempt 0")

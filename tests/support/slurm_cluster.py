@@ -125,7 +125,7 @@ class SlurmCluster:
         return self.show(job)["JobState"]
 
     def show(self, job: str) -> dict[str, str]:
-        """All that Slurm knows of a job, as `scontrol show job` has it; of the first component of a heterogeneous one."""
+        """All that Slurm knows of a job, or of the first component of one, as `scontrol show job` has it."""
         return self._components(job)[0]
 
     def may_start(self, job: str, restarts: int) -> bool:

@@ -156,6 +156,8 @@ def test_a_run_that_is_requeued_again_and_again_is_the_same_run(
     wait_for_update(slurm, job, 0, config)
     os.kill(process_id(config, "generate-0"), signal.SIGSTOP)  # else it might be done before Slurm looks
     slurm.call("scontrol", "update", f"JobId={job}", "TimeLimit=2")
+    eventually(lambda: slurm.may_start(job, 1), f"restart 1: {printed(config)}")
+    slurm.call("scontrol", "update", f"JobId={job}", "TimeLimit=30")  # else its next attempt is over as soon
     requeued(slurm, job, 1, config)
     assert "Slurm wants the nodes back" in printed(config)
 

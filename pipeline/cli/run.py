@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import signal
+from collections.abc import Collection
 
 from pipeline.cli.answers import complain, output, print_line
-from pipeline.cli.exit_codes import DONE, INTERRUPTED, STAGE_FAILED
+from pipeline.cli.exit_codes import DONE, INTERRUPTED, RESUMABLE, STAGE_FAILED
 from pipeline.cli.sources import config_of
 from pipeline.config.paths import RunPaths
 from pipeline.config.run import RunConfig
-from pipeline.driver.context import StageFailed
+from pipeline.driver.context import StageFailed, WorkersMissing
 from pipeline.driver.run import run
+from pipeline.driver.session import EndedEarly
 from pipeline.observe.appending import AppendFailed
 from pipeline.observe.journal import journal_exists
 from storage.errors import StoreRefused
@@ -21,11 +24,16 @@ def command(options: argparse.Namespace) -> int:
     return execute(config_of(options.sources), resume=False)
 
 
-def execute(config: RunConfig, *, resume: bool, from_checkpoint: bool = False) -> int:
-    """Runs a config to its end; says how to go on where it stops before."""
+def execute(
+    config: RunConfig, *, resume: bool, from_checkpoint: bool = False, at_once: Collection[signal.Signals] = ()
+) -> int:
+    """Runs a config to its end; says how to go on where it stops before. `at_once`: signals that end it with exit code
+    75, as it does then where workers are missing."""
     paths = RunPaths(config.run_dir)
     try:
-        run(config, output(), resume=resume, from_checkpoint=from_checkpoint)
+        run(config, output(), resume=resume, from_checkpoint=from_checkpoint, at_once=at_once)
+    except EndedEarly:
+        return complain("ended early", f"{paths.root}: what is committed stays; started again it goes on", RESUMABLE)
     except KeyboardInterrupt:
         print_line(f"interrupted; {_how_to_go_on(paths)}")
         return INTERRUPTED
@@ -38,7 +46,8 @@ def execute(config: RunConfig, *, resume: bool, from_checkpoint: bool = False) -
         return complain("failed", f"{said}. {_how_to_go_on(paths)}", STAGE_FAILED)
     except StageFailed as error:
         where = f"What its worker printed is in {paths.logs}; {_how_to_go_on(paths)}"
-        return complain("failed", f"{error}. {where}", STAGE_FAILED)
+        may_come = bool(at_once) and isinstance(error, WorkersMissing)
+        return complain("failed", f"{error}. {where}", RESUMABLE if may_come else STAGE_FAILED)
     return DONE
 
 

@@ -22,6 +22,15 @@ def config_of(sources: Sequence[str]) -> RunConfig:
     return load_config(files, [source for source in sources if "=" in source])
 
 
+def submitted_config(run_dir: str) -> RunConfig:
+    """The config of a run that has begun, or that was submitted as a job and has not. Raises ConfigError, StoreError as
+    `saved_config`."""
+    paths = RunPaths(Path(run_dir))
+    submitted = paths.job / "config.yaml"
+    begun = paths.config.exists() or read_identity(paths.root) is not None
+    return load_config([submitted]) if submitted.exists() and not begun else saved_config(run_dir)
+
+
 def saved_config(run_dir: str, overrides: Sequence[str] = ()) -> RunConfig:
     """The config that a run's directory holds, with key=value changes. Raises ConfigError where there is none, or it is
     damaged; StoreError where only identity.json could say it, and is damaged too."""

@@ -28,6 +28,7 @@ DECIDES_NOTHING = (
     "tracking.*",
     "alarms.*",
     "cluster.*",
+    "slurm.*",
     "export.*",
     "checkpoint.*",
     "storage.*",
@@ -41,8 +42,8 @@ DECIDES_NOTHING = (
     "evaluate.reward.parts.*.timeout_s",
     "evaluate.select.*",
 )
-"""What a run is called, where it keeps its files, how it shows itself and warns, how long it waits, what it writes
-beside, which version it names the best."""
+"""What a run is called, where it keeps its files, how it shows itself and warns, where its processes are and how long
+it waits, what it writes beside, which version it names the best."""
 MAY_CHANGE = {
     "model.path": "where the model is: its files must be the same",
     "model.reference_path": "likewise",

@@ -87,6 +87,11 @@ class RunPaths:
     def mlflow_spool(self) -> Path:
         return self.root / "mlflow_spool.jsonl"
 
+    @property
+    def job(self) -> Path:
+        """What was submitted to a cluster: config, script, number, and what the job prints."""
+        return self.root / "job"
+
     def weights(self, version: int) -> Path:
         """The Hugging Face export of a version."""
         return self.root / "weights" / f"v{version:06d}"

@@ -19,6 +19,7 @@ from pipeline.config.export import ExportConfig, export_problems
 from pipeline.config.mismatch import BFLOAT16_ALARM_NATS, FLOAT32_ALARM_NATS, MismatchConfig, mismatch_problems
 from pipeline.config.placement import PlacementConfig, placed_gangs, placement_problems
 from pipeline.config.rollout import RolloutConfig, rollout_problems
+from pipeline.config.slurm import SlurmConfig, slurm_placement_problems, slurm_problems
 from pipeline.config.tracking import TrackingConfig, tracking_problems
 from pipeline.graph.dispatch import Gang
 from pipeline.graph.graph import GraphSpec
@@ -59,6 +60,7 @@ class RunConfig:
     export: ExportConfig = field(default_factory=ExportConfig)
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
+    slurm: SlurmConfig = field(default_factory=SlurmConfig)
     storage: StorageConfig = field(default_factory=StorageConfig)
 
     # ---- what follows from it ------------------------------------------------------------------------------------
@@ -167,6 +169,7 @@ def run_problems(config: RunConfig) -> Iterator[Problem]:
         *export_problems(config.export),
         *tracking_problems(config.tracking),
         *cluster_problems(config.cluster),
+        *slurm_problems(config.slurm),
         *storage_problems(config.storage),
     ]
     yield from alone or _problems_across(config)
@@ -192,6 +195,7 @@ def _problems_across(config: RunConfig) -> Iterator[Problem]:
         )
         yield Problem("rollout.responses_per_prompt", config.rollout.responses_per_prompt, need)
     yield from _reuse_problems(config)
+    yield from slurm_placement_problems(config.slurm, config.placement, config.replica_ranks)
     warmup = config.ppo.critic_warmup_steps
     if warmup >= config.steps:
         need = f"must be below steps = {config.steps}: in no other step is the policy trained"

@@ -16,6 +16,8 @@ class TrackingConfig:
     uri: str | None = "sqlite:///runs/mlflow.db"
     """MLflow's store or server; null: none."""
     experiment: str = "stageline"
+    parent: str | None = None
+    """MLflow's id of the run that this one is shown under; a sweep sets it."""
     plots: bool = True
 
 

@@ -24,6 +24,10 @@ class StageFailed(RuntimeError):
     """A stage raised, or a node or worker was lost too often; the run ends with exit code 3."""
 
 
+class WorkersMissing(StageFailed):
+    """A worker that nobody can do without is not there: on other nodes it may be."""
+
+
 @dataclass(frozen=True)
 class ExecutorSettings:
     """What of the config the executor needs."""

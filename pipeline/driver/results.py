@@ -51,6 +51,7 @@ def open_tracker(config: RunConfig) -> Tracker:
         "host": platform.node(),
         "config_hash": config_hash(config),
         "run_dir": str(paths.root.resolve()),
+        "mlflow.parentRunId": config.tracking.parent,
     }
     tracker = MlflowTracker(
         uri=config.tracking.uri,

@@ -13,8 +13,10 @@ from __future__ import annotations
 
 import gc
 import importlib
+import os
+import signal
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from rich.console import Console
@@ -34,7 +36,14 @@ from pipeline.driver.preparation import PreparedRun, prepare
 from pipeline.driver.results import conclude, conclude_despite_error, open_tracker, where_results_are
 from pipeline.driver.retention import Retention
 from pipeline.driver.run_view import RunView
-from pipeline.driver.session import interruptible, only_driver, published_weights, worker_processes, writable
+from pipeline.driver.session import (
+    EndedEarly,
+    interruptible,
+    only_driver,
+    published_weights,
+    worker_processes,
+    writable,
+)
 from pipeline.graph.dispatch import Dispatch
 from pipeline.graph.flow import Flow
 from pipeline.graph.graph import Node, weight_readers
@@ -43,6 +52,7 @@ from pipeline.observe.journal import Event, EventKind, Journal, run_starts
 from pipeline.observe.live import Progress
 from pipeline.observe.node_events import NodeEvents
 from pipeline.observe.responses import Decode, response_pairs
+from pipeline.observe.slurm_job import slurm_job, tunnel
 from pipeline.observe.summary import Summary
 from pipeline.observe.tables import end_of_run
 from pipeline.observe.tracking import RunStatus, Span, Tracker, how_to_open
@@ -61,15 +71,23 @@ class RunResult:
     paths: RunPaths
 
 
-def run(config: RunConfig, console: Console, *, resume: bool = False, from_checkpoint: bool = False) -> RunResult:
+def run(
+    config: RunConfig,
+    console: Console,
+    *,
+    resume: bool = False,
+    from_checkpoint: bool = False,
+    at_once: Collection[signal.Signals] = (),
+) -> RunResult:
     """Runs (or continues) a run to its last step. `from_checkpoint`: of one that is continued, what was committed after
-    its newest checkpoint is archived first, and made anew.
+    its newest checkpoint is archived first, and made anew. `at_once`: signals that end it with EndedEarly.
 
     Raises:
         ConfigError: something that cannot work; nothing was started.
         StageFailed: a stage raised, or workers were lost too often.
         AppendFailed: the journal or the spool of the tracking could not be written; likewise OSError for other files.
         KeyboardInterrupt: Ctrl-C or SIGTERM; what is committed stays, and `resume` goes on from there.
+        EndedEarly: likewise, and no summary was made of it.
     """
     paths = RunPaths(config.run_dir)
     check_run_directory(config, resume=resume)
@@ -78,7 +96,7 @@ def run(config: RunConfig, console: Console, *, resume: bool = False, from_check
     with writable(config):
         paths.root.mkdir(parents=True, exist_ok=True)
     gc.freeze()  # tokenizer and prompts live to the end: looking through them again and again stalls the loop by 0.2 s
-    with only_driver(paths), interruptible():
+    with only_driver(paths), interruptible(at_once):
         with writable(config):
             ready = prepare(config, checked, resume=resume, from_checkpoint=from_checkpoint)
         summary = _run_and_conclude(config, ready, console, decode, resume=resume)
@@ -90,20 +108,29 @@ def run(config: RunConfig, console: Console, *, resume: bool = False, from_check
 def _run_and_conclude(
     config: RunConfig, ready: PreparedRun, console: Console, decode: Decode, *, resume: bool
 ) -> Summary:
-    """Whatever ends the run, its summary and its tracking say how far it came."""
-    tracker, history = open_tracker(config), ready.history
-    status: RunStatus = "KILLED"
+    """Whatever ends the run, its summary and its tracking say how far it came; unless there is no time for it."""
+    tracker = open_tracker(config)
+    try:
+        return _run_to_conclusion(config, ready, console, tracker, decode, resume=resume)
+    except EndedEarly:
+        tracker.leave()
+        raise
+
+
+def _run_to_conclusion(
+    config: RunConfig, ready: PreparedRun, console: Console, tracker: Tracker, decode: Decode, *, resume: bool
+) -> Summary:
+    history = ready.history
     try:
         with books_closed(history):
             _run(config, ready, console, tracker, resume=resume)
-        status = "FINISHED"
-    except Exception:
-        status = "FAILED"
+    except EndedEarly:
         raise
-    finally:
-        if status != "FINISHED":
-            conclude_despite_error(config, history, tracker, status, decode, console)
-    return conclude(config, history, tracker, status, decode)
+    except BaseException as error:
+        status: RunStatus = "FAILED" if isinstance(error, Exception) else "KILLED"
+        conclude_despite_error(config, history, tracker, status, decode, console)
+        raise
+    return conclude(config, history, tracker, "FINISHED", decode)
 
 
 def _run(config: RunConfig, ready: PreparedRun, console: Console, tracker: Tracker, *, resume: bool) -> None:
@@ -158,6 +185,9 @@ def _links(config: RunConfig, workers: Cluster) -> dict[str, str]:
     if workers.dashboard is not None:
         links["Graph"] = f"{workers.dashboard.removesuffix('/status')}/stageline"
         links["Dask dashboard"] = workers.dashboard
+        job = slurm_job(os.environ)
+        if job is not None:
+            links["to see it from elsewhere"] = tunnel(workers.dashboard, job.submitted_from)
     if config.tracking.uri is not None:
         links["MLflow"] = how_to_open(config.tracking.uri)
     return links

@@ -14,7 +14,7 @@ import os
 import platform
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from multiprocessing import resource_tracker
 
@@ -72,15 +72,26 @@ def only_driver(paths: RunPaths) -> Iterator[None]:
         yield
 
 
+class EndedEarly(KeyboardInterrupt):
+    """Whoever runs the job wants its nodes back, now: what is committed stays, and nothing is made of it."""
+
+
 @contextmanager
-def interruptible() -> Iterator[None]:
-    """SIGTERM (Slurm's, before a time limit) interrupts like Ctrl-C; and Ctrl-C does so also where a shell started this
-    process in the background, with SIGINT ignored."""
+def interruptible(at_once: Collection[signal.Signals] = ()) -> Iterator[None]:
+    """SIGTERM interrupts like Ctrl-C; and Ctrl-C does so also where a shell started this process in the background,
+    with SIGINT ignored. Those that are to end it `at_once` raise EndedEarly instead, of which the first alone counts: a
+    cluster's manager may send several, to every process."""
 
     def interrupt(number: int, frame: object) -> None:
         raise KeyboardInterrupt
 
-    before = {number: signal.signal(number, interrupt) for number in (signal.SIGTERM, signal.SIGINT)}
+    def end(number: int, frame: object) -> None:
+        for other in at_once:
+            signal.signal(other, signal.SIG_IGN)
+        raise EndedEarly
+
+    handlers = dict.fromkeys((signal.SIGTERM, signal.SIGINT), interrupt) | dict.fromkeys(at_once, end)
+    before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
     try:
         yield
     finally:

@@ -32,7 +32,7 @@ from distributed.scheduler import KilledWorker
 from pipeline.config.errors import ConfigError
 from pipeline.config.identity import fingerprint
 from pipeline.driver.cluster import kill_workers, workers_by_address
-from pipeline.driver.context import Context, StageFailed, WorkerKey
+from pipeline.driver.context import Context, StageFailed, WorkerKey, WorkersMissing
 from pipeline.driver.task_keys import build_key
 from pipeline.driver.verdict import LOST, PEER_GRACE_S, describe, error_of
 from pipeline.graph.dispatch import Gang
@@ -290,14 +290,14 @@ class Supervision:
                 if worker.error is None:
                     worker.deadline = self._context.now() + self._context.settings.start_timeout_s
 
-    def _overdue(self, worker: _Worker) -> StageFailed:
+    def _overdue(self, worker: _Worker) -> WorkersMissing:
         settings, name = self._context.settings, worker.spec.name
         if worker.here or settings.arrival_timeout_s is None:
             limit = f"cluster.start_timeout_s = {settings.start_timeout_s:g}"
-            return StageFailed(f"worker {name} did not come up within {limit}{_see_log(worker)}")
+            return WorkersMissing(f"worker {name} did not come up within {limit}{_see_log(worker)}")
         command = f"stageline worker {settings.run_dir} --gang {worker.spec.gang} --index {worker.spec.index}"
         limit = f"cluster.arrival_timeout_s = {settings.arrival_timeout_s:g}"
-        return StageFailed(f"worker {name} did not join within {limit}: `{command}` starts it, on any host")
+        return WorkersMissing(f"worker {name} did not join within {limit}: `{command}` starts it, on any host")
 
     def _give_up(self, key: WorkerKey, why: Exception, *, at_once: bool = False) -> None:
         """A worker cannot be had. Its pool goes on without it, if another replica is there or on its way; it is tried

@@ -9,7 +9,7 @@ or repeats anything. Why a process and not a thread: with the writer in a thread
 the interpreter lock for up to 146 ms at a time and used 3.1 s of the driver's CPU in 7 s; in a process of its own,
 3 ms and 0.09 s.
 
-May import the standard library and pipeline.observe.appending.
+May import the standard library, pipeline.observe.{appending, slurm_job}.
 """
 
 from __future__ import annotations
@@ -30,11 +30,14 @@ from types import TracebackType
 from typing import Any, Literal, Protocol
 
 from pipeline.observe.appending import LineFile
+from pipeline.observe.slurm_job import slurm_job
 
 LOG = logging.getLogger("stageline.tracking")
 
 RunStatus = Literal["FINISHED", "FAILED", "KILLED"]
 
+LEAVE_S = 2.0
+"""Of `leave`: for a writer that has little left."""
 IMPORT_GRACE_S = 60.0
 """Added to the deadline of `close`: the writer may still be importing mlflow or creating the database."""
 WRITER_ENV = {
@@ -108,6 +111,10 @@ class Tracker(Protocol):
         """Delivers what is left within a bounded time and ends the run with `status`."""
         ...
 
+    def leave(self) -> None:
+        """Ends within seconds: the run is to go on, and what is not delivered yet goes out then."""
+        ...
+
 
 class _SeenMetrics:
     """Owns which metrics of which steps are in the spool: a bit for each name in a number for each step, since a run
@@ -154,6 +161,9 @@ class NullTracker:
     def close(self, status: RunStatus) -> None:
         pass
 
+    def leave(self) -> None:
+        pass
+
 
 class MlflowTracker:
     """Owns the open spool of a run and the writer process that delivers it.
@@ -185,14 +195,14 @@ class MlflowTracker:
                 self._metrics_seen.unseen(item["step"], item["values"])
         self._traces_seen = {item["step"] for _, item in earlier if item["kind"] == "trace"}
         keys = [item["key"] for _, item in earlier if item["kind"] == "open"]
-        slurm_job = os.environ.get("SLURM_JOB_ID")
+        job = slurm_job(os.environ)
         self._append(
             kind="open",
             key=keys[0] if keys else uuid.uuid4().hex,
             experiment=experiment,
             run_name=run_name,
             params=dict(params),
-            tags=dict(tags) | ({"slurm_job_id": slurm_job} if slurm_job else {}),
+            tags=dict(tags) | ({} if job is None else job.tags()),
         )
         self._writer = _Writer(uri, spool_path, close_timeout_s)
 
@@ -230,6 +240,12 @@ class MlflowTracker:
                 "or by pipeline.observe.tracking.deliver",
                 self.uri, delivery.left, self.spool_path,
             )  # fmt: skip
+
+    def leave(self) -> None:
+        if not self._closed:
+            self._closed = True
+            self._file.close()
+            self._writer.finish(LEAVE_S)
 
     def __enter__(self) -> MlflowTracker:
         return self
@@ -295,6 +311,7 @@ class _Writer:
         self._timeout_s = timeout_s
         self._spool_path = spool_path
         self._delivery: Delivery | None = None
+        self._cut_off = False
         if uri.startswith("sqlite:///"):
             Path(uri.removeprefix("sqlite:///")).parent.mkdir(parents=True, exist_ok=True)
         root = str(Path(__file__).parents[2])
@@ -328,15 +345,18 @@ class _Writer:
                 LOG.warning(report["warning"])
             else:
                 self._delivery = Delivery(report["run_id"], report["left"])
-        if self._delivery is None:
+        if self._delivery is None and not self._cut_off:
             LOG.warning("the MLflow writer ended early; see %s", self._spool_path.with_name("mlflow_writer.log"))
 
-    def finish(self) -> Delivery:
+    def finish(self, patience_s: float | None = None) -> Delivery:
+        """Has it deliver what is left, for `patience_s` (None: until it gives up by itself), and ends it: a delivery
+        that is cut off is made again, which changes nothing."""
         if self._process.stdin is not None:
             self._process.stdin.close()
         try:
-            self._process.wait(self._timeout_s + IMPORT_GRACE_S)
+            self._process.wait(self._timeout_s + IMPORT_GRACE_S if patience_s is None else patience_s)
         except subprocess.TimeoutExpired:
+            self._cut_off = patience_s is not None
             self._process.kill()
             self._process.wait()
         self._reports.join()

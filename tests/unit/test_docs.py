@@ -11,6 +11,7 @@ import pytest
 
 from pipeline.config.placement import GangConfig
 from pipeline.config.run import RunConfig
+from pipeline.config.slurm import SlurmGangConfig
 from stages.rewards.config import PartConfig
 from tests.support.paths import ROOT
 
@@ -33,7 +34,8 @@ def keys(config: Any, prefix: str) -> list[str]:
 def test_running_has_exactly_the_keys_of_the_config() -> None:
     text = (ROOT / "docs/running.md").read_text("utf8")
     documented = re.findall(r"^\| `([\w.]+)` \|.*\|.*\|.*\|$", text, re.MULTILINE)
-    named = keys(GangConfig(), "placement.gangs.NAME.") + keys(PartConfig(), "reward.parts.NAME.")
+    named = keys(GangConfig(), "placement.gangs.NAME.") + keys(SlurmGangConfig(), "slurm.gangs.NAME.")
+    named += keys(PartConfig(), "reward.parts.NAME.")
     assert sorted(documented) == sorted(keys(RunConfig(), "") + named)
 
 

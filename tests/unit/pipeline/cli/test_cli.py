@@ -125,7 +125,7 @@ def test_help_names_the_exit_codes(capsys: pytest.CaptureFixture[str]) -> None:
         main(["--help"])
     assert ended.value.code == 0
     out = " ".join(capsys.readouterr().out.split())
-    assert "0 done, 2 bad input, 3 a stage failed, 4 a worker's driver is gone, " in out
+    assert "0 done, 2 bad input, 3 a stage failed, 4 a worker's driver is gone, 75 a job ended early" in out
     assert "130 interrupted" in out
 
 

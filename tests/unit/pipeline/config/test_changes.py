@@ -106,7 +106,7 @@ def test_a_saved_config_comes_back_with_changes(tmp_path: Path) -> None:
     [
         (lambda text: text[: text.index("\nstaleness") + 5], "not readable as YAML"),
         (lambda text: text.partition("\nplacement:")[0], "it has no placement.gangs, placement."),
-        (lambda text: text.partition("\ncluster:")[0], "it has no cluster.dashboard, cluster."),
+        (lambda text: text.partition("\ncluster:")[0], "it has no cluster.kind, cluster."),
         (lambda text: "", "it has no name, runs_dir, "),
         (lambda text: "a: [", "not readable as YAML"),
         (lambda text: "\0" * 100, "not readable as YAML"),

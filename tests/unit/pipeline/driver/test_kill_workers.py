@@ -49,3 +49,10 @@ def test_the_scratch_of_drivers_that_are_dead_is_removed_and_no_other(tmp_path: 
         (tmp_path / name / "dask-scratch-space").mkdir(parents=True)
     remove_abandoned_scratch(tmp_path)
     assert {path.name for path in tmp_path.iterdir()} == names
+
+
+def test_a_dashboards_address_is_the_one_that_it_listens_on() -> None:
+    """Dask names the scheduler's host, which is not the loopback where workers are attached."""
+    link = "http://10.0.0.7:8787/status"
+    assert cluster.dashboard_link(link, "127.0.0.1:8080") == "http://127.0.0.1:8787/status"
+    assert cluster.dashboard_link(link, ":8787") == cluster.dashboard_link(link, "0.0.0.0:8787") == link

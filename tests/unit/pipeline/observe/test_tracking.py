@@ -161,6 +161,22 @@ def test_what_a_damaged_disk_gives_back_is_passed_over(tmp_path: Path) -> None:
         assert read_state(spool) == read
 
 
+def test_a_run_that_is_left_goes_on_later(tmp_path: Path, uri: str, caplog: pytest.LogCaptureFixture) -> None:
+    """A job whose nodes are wanted back has no time for a server that does not answer; nothing is lost by it."""
+    run_dir = tmp_path / "left"
+    with caplog.at_level(logging.WARNING, "stageline.tracking"):
+        tracker = _tracker(f"http://127.0.0.1:{_closed_port()}", run_dir, timeout_s=600.0)
+        _tell_step(tracker, 0)
+        tracker.leave()
+        tracker.leave()
+    assert "ended early" not in caplog.text
+    again = _tracker(uri, run_dir)
+    assert again.has(0, "reward")
+    again.close("FINISHED")
+    run = MlflowClient(uri).get_run((run_dir / "mlflow_run_id").read_text().strip())
+    assert (run.info.status, run.data.metrics["kl"]) == ("FINISHED", 0.25)
+
+
 def test_the_driver_never_imports_mlflow() -> None:
     code = "import sys, pipeline.observe.tracking; print('mlflow' in sys.modules)"
     done = subprocess.run(

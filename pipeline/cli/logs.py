@@ -1,0 +1,80 @@
+"""`stageline logs RUN [--gang NAME] [--index I] [--lines N] [--follow]`: what the job, or a gang's workers, print."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections import deque
+from collections.abc import Mapping
+from pathlib import Path
+
+from pipeline.cli.answers import print_line
+from pipeline.cli.exit_codes import DONE
+from pipeline.cli.sources import submitted_config
+from pipeline.config.errors import ConfigError
+from pipeline.config.paths import RunPaths
+from pipeline.launch.records import read_record
+from pipeline.workers.messages import worker_name
+
+_LOOK_S = 0.5
+
+
+def command(options: argparse.Namespace) -> int:
+    files = _files(options.run_dir, options.gang, options.index)
+    offsets = {name: _print_end(name, file, options.lines, len(files) > 1) for name, file in files.items()}
+    try:
+        while options.follow:
+            time.sleep(_LOOK_S)
+            for name, file in files.items():
+                offsets[name] = _print_from(name, file, offsets[name], len(files) > 1)
+    except KeyboardInterrupt:
+        return DONE
+    return DONE
+
+
+def _files(run_dir: str, gang: str | None, index: int | None) -> Mapping[str, Path]:
+    """Each with what it is called. Raises ConfigError for a gang, or a worker, that the run has not."""
+    config, paths = submitted_config(run_dir), RunPaths(Path(run_dir))
+    if gang is None:
+        record = read_record(paths.job)
+        if record is None:
+            raise ConfigError(run_dir, "was not submitted as a job; --gang NAME shows what a gang's workers print")
+        return {"job": Path(record.output)}
+    if gang not in config.placement.gangs:
+        raise ConfigError("--gang", f"given {gang!r}; the run has {', '.join(config.placement.gangs)}")
+    workers = range(config.placement.gangs[gang].workers)
+    if index is not None and index not in workers:
+        raise ConfigError("--index", f"given {index}; {gang} has workers 0 to {workers[-1]}")
+    names = [worker_name(gang, number) for number in workers if index in (None, number)]
+    return {name: paths.logs / f"{name}.log" for name in names}
+
+
+def _print_end(name: str, file: Path, lines: int, several: bool) -> int:
+    """The last lines of a file; returns where it ends."""
+    if not file.exists():
+        return 0
+    with file.open("rb") as content:
+        whole = deque((line for line in content if line.endswith(b"\n")), maxlen=lines)
+        content.seek(0)
+        end = sum(len(line) for line in content if line.endswith(b"\n"))
+    for line in whole:
+        _print(name, line, several)
+    return end
+
+
+def _print_from(name: str, file: Path, offset: int, several: bool) -> int:
+    """The whole lines from a place on; returns where they end. A file that has become shorter is read anew."""
+    if not file.exists():
+        return 0
+    with file.open("rb") as content:
+        content.seek(offset if file.stat().st_size >= offset else 0)
+        for line in content:
+            if not line.endswith(b"\n"):
+                return content.tell() - len(line)
+            _print(name, line, several)
+        return content.tell()
+
+
+def _print(name: str, line: bytes, several: bool) -> None:
+    text = line.decode(errors="replace").rstrip("\n")
+    print_line(f"{name} | {text}" if several else text)

@@ -1,0 +1,47 @@
+"""`stageline submit CONFIG... [key=value...] [--dry-run]`: has Slurm run a config; a requeue goes on where it was."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+
+from pipeline.cli.answers import print_line
+from pipeline.cli.exit_codes import DONE
+from pipeline.cli.job import begun
+from pipeline.cli.sources import config_of
+from pipeline.config.paths import RunPaths
+from pipeline.config.preflight import check_run_directory, preflight
+from pipeline.config.run import RunConfig
+from pipeline.launch.commands import require
+from pipeline.launch.submission import asked_for, run_script, submit_run
+
+
+def command(options: argparse.Namespace) -> int:
+    config = cluster_config(options.sources)
+    if options.dry_run:
+        print_line(run_script(config).rstrip("\n"))
+        return DONE
+    require()
+    check_for_cluster(config)
+    submitted = submit_run(config)
+    print_line(f"submitted job {submitted.job_id}: {asked_for(config)}")
+    print_line(f"  stageline status {config.run_dir}    what becomes of it")
+    print_line(f"  stageline logs {config.run_dir} --follow    what it prints ({submitted.output})")
+    print_line(f"  stageline cancel {config.run_dir}    ends it; submitted again it goes on")
+    return DONE
+
+
+def cluster_config(sources: Sequence[str]) -> RunConfig:
+    """The config that sources make, as a job runs it: with workers that join, and a directory that does not depend on
+    where a process works. Raises ConfigError."""
+    config = config_of([*sources, "cluster.kind=attached"])
+    config.runs_dir = str(config.run_dir.absolute().parent)
+    return config
+
+
+def check_for_cluster(config: RunConfig) -> None:
+    """Raises ConfigError for what the job would be refused for, as far as it shows on this host."""
+    paths = RunPaths(config.run_dir)
+    goes_on = begun(config)
+    check_run_directory(config, resume=goes_on)
+    preflight(config, paths.prompts if goes_on else None)

@@ -1,0 +1,132 @@
+"""Slurm's own commands, called as a person would. What they complain of is passed on in their words.
+
+May import pipeline.config.errors.
+"""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from pipeline.config.errors import ConfigError
+
+_PATIENCE_S = 60.0
+"""For a controller that is busy."""
+_UNDER_WAY = frozenset({"PENDING", "CONFIGURING", "RUNNING", "SUSPENDED", "COMPLETING"})
+_KEYS = {
+    "account": "slurm.account",
+    "partition": "slurm.partition",
+    "qos": "slurm.qos",
+    "feature": "slurm.constraint",
+    "node configuration": "slurm.gangs",
+    "time limit": "slurm.time_limit",
+    "gres": "slurm.gres",
+    "array": "slurm.array_at_once",
+}
+"""Words of Slurm's complaints -> the setting that they are about."""
+
+
+@dataclass(frozen=True)
+class JobState:
+    """What Slurm knows of a job."""
+
+    state: str
+    """PENDING, RUNNING, COMPLETED, …"""
+    reason: str
+    """Why it waits; None where it does not."""
+    nodes: str
+    restarts: int
+    run_time: str
+    time_limit: str
+    start: str
+
+    @property
+    def over(self) -> bool:
+        """Whether Slurm will not run it any more."""
+        return self.state not in _UNDER_WAY
+
+
+def there() -> bool:
+    """Whether this host has Slurm's commands."""
+    return shutil.which("sbatch") is not None
+
+
+def require() -> None:
+    """Raises ConfigError where this host has none of Slurm's commands."""
+    if not there():
+        raise ConfigError(
+            "submit",
+            "no sbatch on the path: submit on a login node of the cluster (--dry-run prints the script without it)",
+        )
+
+
+def submit(script: Path) -> str:
+    """Hands a script in; returns the job's number.
+
+    Raises:
+        ConfigError: Slurm refuses the job: its own reason, and the setting that it is about.
+    """
+    done = _call("sbatch", "--parsable", str(script))
+    if done.returncode:
+        raise ConfigError(_key_of(done.stderr), f"Slurm refuses the job: {_said(done.stderr)} (its script: {script})")
+    return done.stdout.strip().partition(";")[0]
+
+
+def job_state(job_id: str) -> JobState | None:
+    """What Slurm knows of a job; None where it has forgotten it, or there is no Slurm here."""
+    if not there():
+        return None
+    done = _call("scontrol", "--oneliner", "show", "job", job_id)
+    shown = [_fields(line) for line in done.stdout.splitlines() if line.startswith("JobId=")]
+    if done.returncode or not shown:
+        return None
+    first = shown[0]
+    nodes = [one["NodeList"] for one in shown if one.get("NodeList", "(null)") not in ("(null)", "")]
+    return JobState(
+        state=first["JobState"],
+        reason=first.get("Reason", "None"),
+        nodes=",".join(nodes),
+        restarts=int(first.get("Restarts", "0")),
+        run_time=first.get("RunTime", ""),
+        time_limit=first.get("TimeLimit", ""),
+        start=first.get("StartTime", ""),
+    )
+
+
+def cancel(job_id: str) -> None:
+    """Ends a job, or takes it out of the queue.
+
+    Raises:
+        ConfigError: Slurm refuses to, or there is none here.
+    """
+    if not there():
+        raise ConfigError("cancel", "no scancel on the path: cancel on a login node of the cluster")
+    done = _call("scancel", job_id)
+    if done.returncode:
+        raise ConfigError("cancel", f"Slurm refuses to: {_said(done.stderr)}")
+
+
+def _call(*command: str) -> subprocess.CompletedProcess[str]:
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=False, timeout=_PATIENCE_S)
+    except subprocess.TimeoutExpired:
+        return subprocess.CompletedProcess(command, 1, "", f"{command[0]} did not answer in {_PATIENCE_S:g} s")
+
+
+def _fields(line: str) -> Mapping[str, str]:
+    """Of a line of scontrol's."""
+    return dict(part.split("=", 1) for part in line.split() if "=" in part)
+
+
+def _said(complaint: str) -> str:
+    """Its lines as one, each without the command's name."""
+    lines: Sequence[str] = [line.partition("error: ")[2] or line for line in complaint.splitlines()]
+    return "; ".join(line.strip() for line in lines if line.strip()) or "it does not say why"
+
+
+def _key_of(complaint: str) -> str:
+    """The setting that a complaint is about, as far as its words tell."""
+    return next((key for word, key in _KEYS.items() if word in complaint.lower()), "slurm")

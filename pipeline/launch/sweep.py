@@ -1,0 +1,97 @@
+"""A sweep: the same run with every combination of some settings. Pure. May import pipeline.config."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from pipeline.config.errors import ConfigError
+from storage.problems import LONGEST_NAME
+
+_OPEN, _CLOSE = "[{(", "]})"
+
+
+@dataclass(frozen=True)
+class Point:
+    """One of the runs."""
+
+    suffix: str
+    """Of its name."""
+    settings: Mapping[str, str]
+    """What it differs in, by key."""
+
+    def changes(self) -> list[str]:
+        """As `key=value`."""
+        return [f"{key}={value}" for key, value in self.settings.items()]
+
+
+def axes_of(changes: Sequence[str]) -> tuple[list[str], dict[str, list[str]]]:
+    """Changes that hold for every run, and the values of those that differ: `seed=0,1` is two, `betas=[0.8, 0.9]` one.
+
+    Raises:
+        ConfigError: a setting is given twice, nothing differs, or a value is there twice.
+    """
+    fixed, axes = [], dict[str, list[str]]()
+    for change in changes:
+        key, _, text = change.partition("=")
+        values = list(_split(text))
+        if len(values) == 1:
+            fixed.append(change)
+        elif key in axes:
+            raise ConfigError(key, "is given twice")
+        elif len(set(values)) < len(values) or "" in values:
+            raise ConfigError(key, f"given {text!r}; the values of a sweep differ, and none is empty: seed=0,1")
+        else:
+            axes[key] = values
+    if not axes:
+        raise ConfigError("sweep", "nothing differs between the runs: give a setting several values, as in seed=0,1")
+    return fixed, axes
+
+
+def points(axes: Mapping[str, Sequence[str]], name: str) -> list[Point]:
+    """Every combination, the last setting's values changing fastest. `name`: of the run without them.
+
+    Raises:
+        ConfigError: two of them would have the same name, or one that is too long.
+    """
+    labels = {key: _label(key, [other for other in axes if other != key]) for key in axes}
+    found = []
+    for values in itertools.product(*axes.values()):
+        settings = dict(zip(axes, values, strict=True))
+        parts = [f"{labels[key]}{re.sub(r'[^A-Za-z0-9_.-]+', '_', value)}" for key, value in settings.items()]
+        found.append(Point("-".join(parts), settings))
+    if len({point.suffix for point in found}) < len(found):
+        raise ConfigError("sweep", f"values that differ in marks alone would name the same run: {found[0].suffix}, …")
+    longest = max((f"{name}-{point.suffix}" for point in found), key=len)
+    if len(longest) > LONGEST_NAME:
+        raise ConfigError(
+            "name", f"given {name!r}; a run of the sweep would be called {longest}: at most {LONGEST_NAME}"
+        )
+    return found
+
+
+def _label(key: str, others: Sequence[str]) -> str:
+    """The end of a key that no other of the sweep's has."""
+    parts = key.split(".")
+    ends = (".".join(parts[-length:]) for length in range(1, len(parts) + 1))
+    return next((end for end in ends if not any(f".{other}".endswith(f".{end}") for other in others)), key)
+
+
+def _split(text: str) -> Iterator[str]:
+    """At commas that are in no brackets and no quotes."""
+    depth, quote, start = 0, "", 0
+    for place, mark in enumerate(text):
+        if quote:
+            quote = "" if mark == quote else quote
+        elif mark in "'\"":
+            quote = mark
+        elif mark in _OPEN:
+            depth += 1
+        elif mark in _CLOSE:
+            depth -= 1
+        elif mark == "," and not depth:
+            yield text[start:place].strip()
+            start = place + 1
+    yield text[start:].strip()

@@ -1,0 +1,37 @@
+"""A sweep without Slurm: its runs one after the other, one MLflow experiment, a parent run, and a table."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from mlflow.tracking import MlflowClient
+
+from pipeline.cli.main import main
+from pipeline.observe.tracking import WRITER_ENV
+from tests.support.runs import ONE_GANG, arguments
+
+
+def test_runs_of_a_sweep_are_children_of_one_parent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, value in WRITER_ENV.items():
+        monkeypatch.setenv(name, value)
+    uri = f"sqlite:///{tmp_path}/mlflow.db"
+    file, *changes = arguments(tmp_path, "swept", ONE_GANG, "steps=1", "evaluate.every=1", "tracking.plots=false")
+    sweep = ["sweep", file, "--here", *changes, f"tracking.uri={uri}", "ppo.kl.coef=0.02,0.1"]
+    assert main(sweep) == 0
+    table = capsys.readouterr().out.splitlines()[-3:]
+    assert table[0].split() == ["ppo.kl.coef", "reward", "held-out"]
+    assert [row.split()[0] for row in table[1:]] == ["0.02", "0.1"]
+    assert main(sweep) == 0, "what is done is done again at once"
+
+    client = MlflowClient(uri)
+    (experiment,) = (e for e in client.search_experiments() if e.name == "stageline")
+    runs = {run.info.run_name: run for run in client.search_runs([experiment.experiment_id])}
+    assert runs.keys() == {"swept-sweep", "swept-coef0.02", "swept-coef0.1"}
+    parent = runs.pop("swept-sweep")
+    assert parent.data.params == {"ppo.kl.coef": "0.02, 0.1"}
+    assert {run.data.tags["mlflow.parentRunId"] for run in runs.values()} == {parent.info.run_id}
+    assert runs["swept-coef0.1"].data.params["ppo.kl.coef"] == "0.1"
+    assert {run.info.status for run in runs.values()} == {"FINISHED"}

@@ -1,0 +1,95 @@
+"""What the job's script does with what Slurm tells it, and with its driver's exit code. A stand-in takes the place of
+Stageline: a job is there in a second."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from pipeline.config.loading import load_config
+from pipeline.config.paths import RunPaths
+from pipeline.config.run import RunConfig
+from pipeline.launch.submission import Submitted, submit_run
+from tests.support import stand_in
+from tests.support.paths import TINY
+from tests.support.slurm_cluster import SCHEDULES_S, URGENT, SlurmCluster
+from tests.support.waiting import until
+
+pytestmark = pytest.mark.processes
+
+
+def submitted(slurm: SlurmCluster, folder: Path, name: str, *changes: str) -> tuple[RunConfig, Submitted]:
+    """A job of one node whose driver is there."""
+    command = f"slurm.command='{sys.executable} {stand_in.__file__}'"
+    fixed = [f"runs_dir={folder}", f"name={name}", "slurm.gpus=false", "slurm.driver_cpus=1", command, *changes]
+    config = load_config([TINY], fixed)
+    job = submit_run(config)
+    wait_for_output(job, "driver of attempt 0")
+    return config, job
+
+
+def wait_for_output(job: Submitted, text: str) -> None:
+    def printed() -> str:
+        return job.output.read_text() if job.output.exists() else ""
+
+    until(lambda: text in printed(), f"{text!r} in {printed()!r}", every_s=0.1)
+
+
+def end(config: RunConfig, code: int) -> None:
+    """The driver ends with an exit code."""
+    finish = RunPaths(config.run_dir).root / "finish"
+    finish.with_suffix(".new").write_text(str(code))
+    finish.with_suffix(".new").rename(finish)
+
+
+def wait_for(slurm: SlurmCluster, job: Submitted, state: str) -> dict[str, str]:
+    until(lambda: slurm.state(job.job_id) == state, f"job {job.job_id} is {state}", every_s=0.1)
+    until(lambda: not slurm.processes(), "nothing is left", every_s=0.1)
+    return slurm.show(job.job_id)
+
+
+@pytest.mark.parametrize(("code", "state"), [(0, "COMPLETED"), (2, "FAILED"), (3, "FAILED")])
+def test_what_another_attempt_would_not_change_ends_the_job(
+    slurm: SlurmCluster, tmp_path: Path, code: int, state: str
+) -> None:
+    config, job = submitted(slurm, tmp_path, "ends")
+    end(config, code)
+    shown = wait_for(slurm, job, state)
+    assert (shown["ExitCode"], shown["Restarts"]) == (f"{code}:0", "0")
+
+
+def test_a_job_is_not_requeued_for_ever(slurm: SlurmCluster, tmp_path: Path) -> None:
+    config, job = submitted(slurm, tmp_path, "again", "slurm.restarts=0")
+    end(config, 75)
+    assert wait_for(slurm, job, "FAILED")["Restarts"] == "0"
+    wait_for_output(job, "not requeued: restart 0 of 0 (slurm.restarts)")
+
+
+def test_a_job_that_makes_room_goes_on_later(slurm: SlurmCluster, tmp_path: Path) -> None:
+    """Preemption: Slurm requeues by itself."""
+    config, job = submitted(slurm, tmp_path, "preempted")
+    urgent = ("--nodes=3", "--exclusive", f"--partition={URGENT}", f"--output={tmp_path}/urgent.out", "--wrap=true")
+    first = slurm.call("sbatch", "--parsable", *urgent).strip()
+    until(lambda: slurm.state(first) == "COMPLETED", "the urgent job is done", every_s=0.1)
+    until(lambda: slurm.may_start(job.job_id, restarts=1), "the other is requeued", every_s=0.1)
+    until(lambda: slurm.started_now(job.job_id), "it is started", every_s=SCHEDULES_S)
+    wait_for_output(job, "driver of attempt 1")
+    end(config, 0)
+    assert wait_for(slurm, job, "COMPLETED")["Restarts"] == "1"
+    assert "Slurm said: end" in job.output.read_text()
+
+
+def test_without_a_driver_the_job_is_requeued_and_when_it_is_cancelled_nothing_is_left(
+    slurm: SlurmCluster, tmp_path: Path
+) -> None:
+    config, job = submitted(slurm, tmp_path, "lost")
+    end(config, 75)
+    wait_for_output(job, "requeued: workers or the driver were lost (restart 0)")
+    (RunPaths(config.run_dir).root / "finish").unlink()
+    until(lambda: slurm.may_start(job.job_id, restarts=1), "it is requeued", every_s=0.1)
+    until(lambda: slurm.started_now(job.job_id), "it is started", every_s=SCHEDULES_S)
+    wait_for_output(job, "driver of attempt 1")
+    slurm.call("scancel", job.job_id)
+    assert wait_for(slurm, job, "CANCELLED")["Restarts"] == "1"

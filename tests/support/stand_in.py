@@ -1,0 +1,35 @@
+"""In the place of `stageline`, for tests of a job's script: a driver that ends when it is told to, workers that end
+with it. `python stand_in.py job RUN/job/config.yaml`, `python stand_in.py worker RUN --gang NAME --index I`."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+
+def main(command: str, place: str, *_: str) -> None:
+    run = Path(place).parents[1] if command == "job" else Path(place)
+    attempt = os.environ.get("SLURM_RESTART_COUNT", "0")
+    if command == "worker":
+        print("worker there", flush=True)
+        while not (run / f"ended-{attempt}").exists():
+            time.sleep(0.05)
+        return
+    code = 75
+    try:
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+            signal.signal(number, lambda *_: sys.exit(75))
+        print(f"driver of attempt {attempt}", flush=True)
+        while not (run / "finish").exists():
+            time.sleep(0.05)
+        code = int((run / "finish").read_text())
+    finally:
+        (run / f"ended-{attempt}").touch()
+    sys.exit(code)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

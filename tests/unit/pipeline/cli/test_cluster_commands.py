@@ -1,0 +1,123 @@
+"""submit, job, status, logs, cancel and sweep on a machine without Slurm; `tests/slurm` has one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from pipeline.cli.main import main
+from pipeline.cli.sources import config_of
+from pipeline.config.loading import to_yaml
+from pipeline.config.paths import RunPaths
+from pipeline.launch.records import JobRecord, write_record
+from tests.support.configs import arguments, write_config
+
+
+@pytest.fixture
+def sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Of a run, where no command of Slurm's is on the path."""
+    monkeypatch.setenv("PATH", str(tmp_path / "nothing"))
+    write_config(tmp_path)
+    return arguments(tmp_path)
+
+
+@pytest.fixture
+def submitted(sources: list[str], tmp_path: Path) -> RunPaths:
+    """A run whose job is waiting, as far as this machine can tell."""
+    paths = RunPaths(tmp_path / "runs/small")
+    paths.job.mkdir(parents=True)
+    (paths.job / "config.yaml").write_text(to_yaml(config_of(sources)))
+    write_record(paths.job, JobRecord("12", str(paths.job / "slurm-12.out"), 0.0))
+    (paths.job / "slurm-12.out").write_text("one\ntwo\nthr")
+    return paths
+
+
+def test_a_dry_run_prints_the_script_and_writes_nothing(
+    sources: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["submit", sources[0], "--dry-run", *sources[1:]]) == 0
+    script = capsys.readouterr().out
+    assert script.startswith("#!/bin/bash\n")
+    assert f"run={tmp_path}/runs/small\n" in script
+    assert not (tmp_path / "runs").exists()
+
+
+def test_without_sbatch_nothing_is_submitted(
+    sources: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["submit", *sources]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("refused submit: no sbatch on the path: submit on a login node")
+    assert error.count("\n") == 1
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize("command", ["job", "sweep"])
+def test_what_a_run_would_be_refused_for_is_refused_before(
+    sources: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str
+) -> None:
+    sweep = ["seed=0,1"] * (command == "sweep")
+    assert main([command, *sources, "model.path=nowhere", *sweep]) == 2
+    assert capsys.readouterr().err.startswith("refused model.path: ")
+    assert not (tmp_path / "runs").exists()
+
+
+def test_status_of_a_run_that_has_not_begun(submitted: RunPaths, capsys: pytest.CaptureFixture[str]) -> None:
+    capsys.readouterr()
+    assert main(["status", str(submitted.root)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].split() == ["run", f"{submitted.root}:", "0", "of", "10", "steps"]
+    assert lines[1].split() == ["driver", "none"]
+    assert lines[2].split() == ["job", "12", "is", "not", "known", "to", "Slurm", "(any", "more)"]
+    assert lines[4] == f"goes on with `stageline submit {submitted.job}/config.yaml`"
+    assert main(["status", "--runs-dir", str(submitted.root.parent)]) == 0
+    assert capsys.readouterr().out.splitlines()[1].split() == ["small", "0/10", "12", "stopped"]
+
+
+def test_logs_are_the_ends_of_files(submitted: RunPaths, capsys: pytest.CaptureFixture[str]) -> None:
+    capsys.readouterr()
+    assert main(["logs", str(submitted.root), "--lines", "1"]) == 0
+    assert capsys.readouterr().out == "two\n", "whole lines alone"
+    submitted.logs.mkdir()
+    (submitted.logs / "all-0.log").write_text("built\n")
+    assert main(["logs", str(submitted.root), "--gang", "all"]) == 0
+    assert capsys.readouterr().out == "built\n"
+
+
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        (["logs", "RUN", "--gang", "non"], "refused --gang: given 'non'; the run has all"),
+        (["logs", "RUN", "--gang", "all", "--index", "3"], "refused --index: given 3; all has workers 0 to 0"),
+        (["cancel", "RUN"], "refused cancel: no scancel on the path"),
+        (["status", "nowhere"], "refused nowhere: holds no run"),
+        (["status", "--runs-dir", "nowhere"], "refused --runs-dir: given 'nowhere'; there is no run in it"),
+        (["cancel", "nowhere"], "refused nowhere: holds no run"),
+    ],
+)
+def test_what_is_not_there_is_refused(
+    submitted: RunPaths, capsys: pytest.CaptureFixture[str], command: list[str], message: str
+) -> None:
+    capsys.readouterr()
+    assert main([str(submitted.root) if word == "RUN" else word for word in command]) == 2
+    assert capsys.readouterr().err.startswith(message)
+
+
+def test_a_run_that_was_not_submitted_has_no_job(submitted: RunPaths, capsys: pytest.CaptureFixture[str]) -> None:
+    (submitted.job / "job.json").unlink()
+    for command in ("cancel", "logs"):
+        capsys.readouterr()
+        assert main([command, str(submitted.root)]) == 2
+        assert "was not submitted as a job" in capsys.readouterr().err
+
+
+def test_a_sweep_can_be_looked_at_before(sources: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["sweep", *sources, "--dry-run", "ppo.kl.coef=0.02,0.1", "seed=0,1"]) == 0
+    runs = [line.rpartition("/")[2] for line in capsys.readouterr().out.splitlines()]
+    assert runs == [
+        "small-coef0.02-seed0: ppo.kl.coef=0.02 seed=0",
+        "small-coef0.02-seed1: ppo.kl.coef=0.02 seed=1",
+        "small-coef0.1-seed0: ppo.kl.coef=0.1 seed=0",
+        "small-coef0.1-seed1: ppo.kl.coef=0.1 seed=1",
+    ]

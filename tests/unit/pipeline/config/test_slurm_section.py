@@ -1,0 +1,79 @@
+"""The section `slurm`: what of it cannot work, by its key and before anything is submitted."""
+
+from __future__ import annotations
+
+import pytest
+
+from pipeline.config.errors import ConfigError
+from pipeline.config.loading import load_config
+from pipeline.config.slurm import seconds
+from tests.support.paths import TINY
+
+
+@pytest.mark.parametrize(
+    ("limit", "expected"),
+    [
+        ("90:30", 90 * 60 + 30),
+        ("1:30:00", 5400),
+        ("2-0", 2 * 86400),
+        ("1-12:30", 36 * 3600 + 30 * 60),
+        ("0-00:00:10", 10),
+    ],
+)
+def test_time_limits_are_read_as_slurm_reads_them(limit: str, expected: float) -> None:
+    assert seconds(limit) == expected
+
+
+@pytest.mark.parametrize(
+    ("change", "key", "need"),
+    [
+        ("slurm.time_limit=tomorrow", "slurm.time_limit", "days-hours:minutes:seconds"),
+        ("slurm.time_limit=1:30:00", "slurm.time_limit", "in quotes"),  # YAML reads 5400
+        ("slurm.time_limit=0-00:02:00", "slurm.time_limit", "more than slurm.signal_lead_s = 180"),
+        ("slurm.signal_lead_s=0", "slurm.signal_lead_s", "must be 1 or more"),
+        ("slurm.signal_lead_s=70000", "slurm.signal_lead_s", "at most 65535"),
+        ("slurm.restarts=-1", "slurm.restarts", "must be 0 or more"),
+        ("slurm.driver_cpus=0", "slurm.driver_cpus", "must be 1 or more"),
+        ("slurm.array_at_once=0", "slurm.array_at_once", "must be 1 or more"),
+        ("slurm.account='a b'", "slurm.account", "must be one word"),
+        ("slurm.partition=$(id)", "slurm.partition", "must be one word"),
+        ("slurm.constraint='a b'", "slurm.constraint", "joined by & or |"),
+        ("slurm.modules=['cuda; rm']", "slurm.modules[0]", "must be one word"),
+        ("slurm.environment=['']", "slurm.environment[0]", "must be one line"),
+        ("slurm.sbatch=[mem=0]", "slurm.sbatch[0]", "must be an option of sbatch"),
+        ("slurm.gangs={trian: {}}", "slurm.gangs.trian", "placement.gangs has generate, score, train"),
+        ("slurm.gangs={train: {nodes: 2}}", "slurm.gangs.train.nodes", "must divide the workers of train, which are 1"),
+        ("slurm.gangs={score: {beside: train}}", "slurm.gangs.score.beside", "a gang with nodes of its own (none)"),
+        ("slurm.gangs={train: {nodes: 1, beside: score}}", "slurm.gangs.train.beside", "must be null where"),
+        ("slurm.gangs={train: {constraint: h100}}", "slurm.gangs.train.constraint", "needs slurm.gangs.train.nodes"),
+        ("slurm.gangs={train: {nodes: 0}}", "slurm.gangs.train.nodes", "must be 1 or more"),
+        ("slurm.gangs={train: {gpus_per_worker: -1}}", "slurm.gangs.train.gpus_per_worker", "must be 0 or more"),
+    ],
+)
+def test_what_cannot_work_is_refused(change: str, key: str, need: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        load_config([TINY], [change])
+    assert refused.value.key == key
+    assert "given" in str(refused.value)
+    assert need in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "key", "need"),
+    [
+        (("slurm.container_image=a.sif", "slurm.container_command=run it"), "slurm.container_command", "as {image}"),
+        (("slurm.container_image=a.sif",), "slurm.command", "what starts Stageline in slurm.container_image"),
+        (('slurm.command="it\'s"',), "slurm.command", "a command as a shell reads it (No closing quotation)"),
+        (("slurm.gangs={train: {nodes: 1, partition: p}}", "slurm.job=plain"), "slurm.job", "auto, or heterogeneous"),
+        (
+            ("engine.tensor_parallel=2", "slurm.gangs={generate: {gpus_per_worker: 1}}"),
+            "slurm.gangs.generate.gpus_per_worker",
+            "a worker of generate has 2 ranks",
+        ),
+    ],
+)
+def test_settings_that_do_not_go_together_are_refused(changes: tuple[str, ...], key: str, need: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        load_config([TINY], changes)
+    assert refused.value.key == key
+    assert need in str(refused.value)

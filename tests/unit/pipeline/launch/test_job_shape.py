@@ -1,0 +1,73 @@
+"""Which nodes a run asks for, counted by hand."""
+
+from __future__ import annotations
+
+import pytest
+
+from pipeline.config.loading import load_config
+from pipeline.config.run import RunConfig
+from pipeline.launch.shape import NodeGroup, Step, job_shape
+from tests.support.paths import TINY
+
+TWO_RANKS = ("placement.gangs.train.workers=2", "placement.gangs.train.threads=3", "slurm.driver_cpus=2")
+THREE_NODES = ("slurm.gangs={train: {nodes: 2}, generate: {nodes: 1}, score: {beside: generate}}",)
+
+
+def load(*changes: str) -> RunConfig:
+    return load_config([TINY], changes)
+
+
+def group(nodes: int, steps: tuple[Step, ...], cpus: int, gpus: int) -> NodeGroup:
+    return NodeGroup(nodes, steps, cpus, gpus, partition=None, constraint=None, sbatch=())
+
+
+def test_without_nodes_of_their_own_all_are_on_the_batch_node() -> None:
+    steps = (Step("generate", 1, 1, 1), Step("score", 1, 1, 0), Step("train", 2, 3, 1))
+    shape = job_shape(load(*TWO_RANKS))
+    assert shape.groups == (group(1, steps, cpus=1 + 1 + 2 * 3 + 2, gpus=1 + 2),)
+    assert not shape.heterogeneous
+
+
+def test_nodes_that_are_alike_make_a_plain_job_with_the_policys_first() -> None:
+    """The driver is beside the policy's rank 0, and has its CPUs there."""
+    train, engine, scorer = Step("train", 2, 3, 1), Step("generate", 1, 1, 1), Step("score", 1, 1, 0)
+    shape = job_shape(load(*TWO_RANKS, *THREE_NODES))
+    assert shape.groups == (group(2, (train,), cpus=3 + 2, gpus=1), group(1, (engine, scorer), cpus=2, gpus=1))
+    assert not shape.heterogeneous
+    assert (shape.nodes, [shape.first_node(one) for one in shape.groups]) == (3, [0, 2])
+
+
+@pytest.mark.parametrize(
+    "unlike",
+    [
+        "slurm.gangs.generate.gpus_per_worker=4",
+        "slurm.gangs.generate.constraint=h100",
+        "slurm.gangs.generate.partition=large",
+        "slurm.gangs.generate.sbatch=[--mem=0]",
+        "slurm.job=heterogeneous",
+    ],
+)
+def test_nodes_that_are_not_alike_make_a_heterogeneous_job(unlike: str) -> None:
+    assert job_shape(load(*TWO_RANKS, *THREE_NODES, unlike)).heterogeneous
+
+
+def test_a_plain_job_can_be_asked_for() -> None:
+    wanted = (*TWO_RANKS, *THREE_NODES, "slurm.gangs.generate.gpus_per_worker=4", "slurm.job=plain")
+    assert not job_shape(load(*wanted)).heterogeneous
+
+
+def test_gangs_without_nodes_share_the_batch_node_which_comes_first() -> None:
+    shape = job_shape(load(*TWO_RANKS, "slurm.gangs={generate: {nodes: 1}}"))
+    assert [[step.gang for step in one.steps] for one in shape.groups] == [["score", "train"], ["generate"]]
+
+
+def test_replicas_with_ranks_have_a_gpu_and_threads_for_each() -> None:
+    changes = ("engine.tensor_parallel=2", "placement.gangs.generate={workers: 4, threads: 3}")
+    shape = job_shape(load(*changes, "slurm.gangs={generate: {nodes: 2}}"))
+    engines = shape.groups[1]
+    assert engines.steps == (Step("generate", 4, cpus=6, gpus=2),)
+    assert (engines.nodes, engines.cpus, engines.gpus) == (2, 12, 4)
+
+
+def test_without_gpus_none_is_asked_for() -> None:
+    assert {one.gpus for one in job_shape(load(*THREE_NODES, *TWO_RANKS, "slurm.gpus=false")).groups} == {0}

@@ -1,0 +1,41 @@
+"""What Slurm's environment says of a job. The variables are those that Slurm 22.05 sets."""
+
+from __future__ import annotations
+
+import platform
+
+from pipeline.observe.slurm_job import SlurmJob, slurm_job, tunnel
+
+
+def test_outside_of_slurm_there_is_none() -> None:
+    assert slurm_job({"PATH": "/bin"}) is None
+
+
+def test_a_plain_job() -> None:
+    environment = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-3]", "SLURM_SUBMIT_HOST": "login"}
+    assert slurm_job(environment) == SlurmJob("7", "n[1-3]", 0, "login")
+
+
+def test_a_heterogeneous_one_that_was_requeued_has_the_nodes_of_all_components() -> None:
+    environment = {
+        "SLURM_JOB_ID": "1",
+        "SLURM_JOB_NODELIST": "n[1-2]",
+        "SLURM_HET_SIZE": "2",
+        "SLURM_JOB_NODELIST_HET_GROUP_0": "n[1-2]",
+        "SLURM_JOB_NODELIST_HET_GROUP_1": "n3",
+        "SLURM_RESTART_COUNT": "2",
+    }
+    job = slurm_job(environment)
+    assert job is not None
+    assert job.tags() == {"slurm_job_id": "1", "slurm_nodes": "n[1-2],n3", "slurm_restarts": "2"}
+
+
+def test_a_task_of_an_array_is_called_as_slurm_calls_it() -> None:
+    job = slurm_job({"SLURM_JOB_ID": "9", "SLURM_ARRAY_JOB_ID": "8", "SLURM_ARRAY_TASK_ID": "1"})
+    assert job is not None
+    assert job.job_id == "8_1"
+
+
+def test_the_tunnel_goes_through_the_login_host() -> None:
+    command = tunnel("http://127.0.0.1:8787/status", "login")
+    assert command == f"ssh -N -J login -L 8787:127.0.0.1:8787 {platform.node()}"

@@ -93,15 +93,11 @@ def advantage(
     shaped_scores, running = _shape_scores(scores, truncated, cfg, normalize, state)
     groups = _groups(rollout, loss_mask, responses_per_prompt) if cfg.advantage in GROUPED else None
     loss_mask = _without_equal_groups(loss_mask, shaped_scores, groups, cfg)
-    r = token_rewards(shaped_scores, log_policy, log_ref, mask, kl_coef, cfg.kl)
-    # Filtered rows take no part in the moments; their rewards, of no consequence, are dropped with them.
-    r = masked_whiten(r, loss_mask, keep_mean=True) if cfg.whiten_rewards else r
+    r = _whitened_rewards(token_rewards(shaped_scores, log_policy, log_ref, mask, kl_coef, cfg.kl), loss_mask, cfg)
     unwhitened, returns = _advantages_and_returns(r, values, mask, truncated, groups, cfg)
     a = masked_whiten(unwhitened, loss_mask) if whitens_advantages(cfg) else unwhitened
-
     found = {
         "kl/coef": kl_coef,
-        **measure.part_metrics(scores),
         **_reward_metrics(scores, shaped_scores, token_kl(log_policy, log_ref, cfg.kl.estimator), kl_coef),
         **_ref_kl_metrics(rollout, log_policy, log_ref, cfg),
         **measure.staleness_metrics(rollout.token_versions, rollout.response_mask, step, staleness_bound),
@@ -137,6 +133,11 @@ def _shape_scores(
     before = RunningMoments(*(state.get(name, 0) for name in ("score_mean", "score_squares", "score_count")))
     running = update_running_moments(before, shaped)
     return normalise_scores(shaped, running, normalize), running
+
+
+def _whitened_rewards(rewards: torch.Tensor, loss_mask: torch.Tensor, cfg: PPOConfig) -> torch.Tensor:
+    """Filtered rows take no part in the moments; their rewards, of no consequence, are dropped with them."""
+    return masked_whiten(rewards, loss_mask, keep_mean=True) if cfg.whiten_rewards else rewards
 
 
 def _record(
@@ -225,8 +226,9 @@ def _estimator_metrics(
 
 
 def _reward_metrics(scores: Scores, shaped_scores: torch.Tensor, kl: torch.Tensor, kl_coef: float) -> dict[str, float]:
-    """`kl`: of each token."""
-    return measure.reward_metrics(scores.scores, shaped_scores.numpy(), kl.sum(dim=1).numpy(), kl_coef)
+    """Of the scores, their parts, and what becomes of them. `kl`: of each token."""
+    found = measure.reward_metrics(scores.scores, shaped_scores.numpy(), kl.sum(dim=1).numpy(), kl_coef)
+    return measure.part_metrics(scores) | found
 
 
 def _ref_kl_metrics(

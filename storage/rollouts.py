@@ -263,13 +263,7 @@ class RolloutStore:
 
     def _absent(self, address: Address, what: str) -> StoreError:
         """Why a committed file is not there."""
-        before = self.dropped_before()
-        if dropped(address, before):
-            return DroppedOutput(
-                f"{what}: dropped by {KEY}, as are the arrays of all steps before {before}. A run that has to train on "
-                "them again goes on with `stageline resume RUN --from-checkpoint`"
-            )
-        return StoreError(f"{what} is committed but its file is missing")
+        return _why_absent(address, what, self.dropped_before())
 
     def plain_faults(self, commit: Commit) -> Iterator[str]:
         """What a plain Zarr reader does not find, or does not see as it was committed."""
@@ -297,11 +291,9 @@ class RolloutStore:
 
     def _plain(self, address: Address, name: str, num_rows: int) -> np.ndarray:
         """The rows of an output's array, as any Zarr reader sees them. Raises what Zarr raises (`_UNREADABLE`)."""
-        layout = self._layout(address)
-        shards = shards_of(layout, address, num_rows)
-        rows = slice(shards.start * layout.rows_per_shard, shards.stop * layout.rows_per_shard)
         options = {} if self._data.fs is None else {"storage_options": self._data.fs.storage_options}
-        return np.asarray(zarr.open_array(f"{self.url}/{_group(address)}/{name}", mode="r", **options)[rows])
+        array = zarr.open_array(f"{self.url}/{_group(address)}/{name}", mode="r", **options)
+        return np.asarray(array[_rows_of(self._layout(address), address, num_rows)])
 
     def keys_of(self, commit: Commit) -> tuple[str, ...]:
         """Where the files of a settled commit are, below the run's directory; none for one without arrays."""
@@ -362,6 +354,22 @@ class RolloutStore:
 
 
 _GROUP_METADATA = b'{\n  "attributes": {},\n  "zarr_format": 3,\n  "node_type": "group"\n}'
+
+
+def _why_absent(address: Address, what: str, before: int) -> StoreError:
+    """`before`: the arrays of the steps before this one were let go."""
+    if dropped(address, before):
+        return DroppedOutput(
+            f"{what}: dropped by {KEY}, as are the arrays of all steps before {before}. A run that has to train on them "
+            "again goes on with `stageline resume RUN --from-checkpoint`"
+        )
+    return StoreError(f"{what} is committed but its file is missing")
+
+
+def _rows_of(layout: Layout, address: Address, num_rows: int) -> slice:
+    """Where an output's rows, the padding of its last shard included, are in the step's array."""
+    shards = shards_of(layout, address, num_rows)
+    return slice(shards.start * layout.rows_per_shard, shards.stop * layout.rows_per_shard)
 
 
 def _group(address: Address) -> str:

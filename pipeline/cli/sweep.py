@@ -26,7 +26,7 @@ from pipeline.config.tracking import SQLITE
 from pipeline.driver.results import open_history
 from pipeline.launch.commands import there
 from pipeline.launch.submission import array_script, asked_for, submit_array, submit_run
-from pipeline.launch.sweep import Point, axes_of, points
+from pipeline.launch.sweep import SweepPoint, axes_of, points
 from pipeline.observe.tracking import MlflowTracker, delivered_run_id
 
 
@@ -62,7 +62,7 @@ def _submit(configs: Sequence[RunConfig], folder: Path) -> int:
     return DONE
 
 
-def _run_in_turn(configs: Sequence[RunConfig], found: Sequence[Point]) -> int:
+def _run_in_turn(configs: Sequence[RunConfig], found: Sequence[SweepPoint]) -> int:
     """Every run to its end; one that fails does not keep the others from theirs."""
     codes = {}
     for config in configs:
@@ -74,7 +74,7 @@ def _run_in_turn(configs: Sequence[RunConfig], found: Sequence[Point]) -> int:
     return max(codes.values())
 
 
-def _comparison(configs: Sequence[RunConfig], found: Sequence[Point], codes: dict[str, int]) -> Table:
+def _comparison(configs: Sequence[RunConfig], found: Sequence[SweepPoint], codes: dict[str, int]) -> Table:
     """What each run came to, beside what it differs in."""
     table = Table(*found[0].settings, "reward", "held-out", "", box=None, pad_edge=False)
     for config, point in zip(configs, found, strict=True):
@@ -98,7 +98,7 @@ def _refuse_shared_file(config: RunConfig, *, several_at_once: bool) -> None:
         )
 
 
-def _under_parent(configs: Sequence[RunConfig], found: Sequence[Point], folder: RunPaths) -> list[RunConfig]:
+def _under_parent(configs: Sequence[RunConfig], found: Sequence[SweepPoint], folder: RunPaths) -> list[RunConfig]:
     """The configs, with the parent run that MLflow has for them, which is made here.
 
     Raises:

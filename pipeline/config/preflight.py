@@ -107,7 +107,8 @@ def check_run_directory(config: RunConfig, *, resume: bool) -> None:
             f"given {config.name!r}; {paths.root} holds a run with another config ({paths.config}). Choose another "
             "name=..., or remove that directory",
         )
-    if not resume and any(path.exists() for path in (paths.events, paths.first_full_events, paths.ledger)):
+    begun = paths.events.exists() or paths.first_full_events.exists() or any(paths.ledger.glob("*"))
+    if not resume and begun:
         raise ConfigError(
             "name",
             f"given {config.name!r}; {paths.root} holds this run already: `stageline resume {paths.root}` continues "

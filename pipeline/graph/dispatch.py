@@ -16,17 +16,18 @@ and with what is newest then if it is handed out again: one owner says so, and n
 Losing a worker resets its unfinished nodes, and whatever was already submitted on top of them, to waiting; finished
 nodes stay finished, since their output is in the store.
 
-May import pipeline.graph.{graph, status, waits}, stages.models.protocol.Role, storage.address and the standard library.
+May import pipeline.graph.{graph, ready, status, waits}, stages.models.protocol.Role, storage.address and the standard
+library.
 """
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 from pipeline.graph.graph import Node
+from pipeline.graph.ready import ReadyNodes
 from pipeline.graph.status import NodeStatus, node_state
 from pipeline.graph.waits import Wait, waits
 from stages.models.protocol import MODEL_ROLES, Role
@@ -109,28 +110,6 @@ class _GangState:
     """Pools: FREE nodes out, by usable replica."""
 
 
-class _Ready:
-    """Owns the nodes of one gang and mode that wait for nothing but capacity, the most urgent first. A node that is
-    taken out stays in the heap until it comes up."""
-
-    def __init__(self) -> None:
-        self.nodes: dict[Address, Node] = {}
-        self._heap: list[Node] = []
-
-    def add(self, node: Node) -> None:
-        if node.address not in self.nodes:
-            self.nodes[node.address] = node
-            heapq.heappush(self._heap, node)
-
-    def discard(self, node: Node) -> None:
-        self.nodes.pop(node.address, None)
-
-    def first(self) -> Node | None:
-        while self._heap and self._heap[0].address not in self.nodes:
-            heapq.heappop(self._heap)
-        return self._heap[0] if self._heap else None
-
-
 class Dispatch:
     """Owns the state of every node in the driver's window.
 
@@ -141,7 +120,7 @@ class Dispatch:
         self._gang_of = {role: state for state in self._gangs.values() for role in state.gang.roles}
         self._entries: dict[Address, _Entry] = {}
         self._children: dict[Address, list[Address]] = {}
-        self._ready = {(name, mode): _Ready() for name in self._gangs for mode in Mode}
+        self._ready = {(name, mode): ReadyNodes() for name in self._gangs for mode in Mode}
         """Waiting nodes whose parents let them go, by gang and mode: all that `next_submits` has to look at."""
         self._readable: set[int] = set()
         """Versions of the weights."""

@@ -14,7 +14,7 @@ _OPEN, _CLOSE = "[{(", "]})"
 
 
 @dataclass(frozen=True)
-class Point:
+class SweepPoint:
     """One of the runs."""
 
     suffix: str
@@ -50,7 +50,7 @@ def axes_of(changes: Sequence[str]) -> tuple[list[str], dict[str, list[str]]]:
     return fixed, axes
 
 
-def points(axes: Mapping[str, Sequence[str]], name: str) -> list[Point]:
+def points(axes: Mapping[str, Sequence[str]], name: str) -> list[SweepPoint]:
     """Every combination, the last setting's values changing fastest. `name`: of the run without them.
 
     Raises:
@@ -61,7 +61,7 @@ def points(axes: Mapping[str, Sequence[str]], name: str) -> list[Point]:
     for values in itertools.product(*axes.values()):
         settings = dict(zip(axes, values, strict=True))
         parts = [f"{labels[key]}{re.sub(r'[^A-Za-z0-9_.-]+', '_', value)}" for key, value in settings.items()]
-        found.append(Point("-".join(parts), settings))
+        found.append(SweepPoint("-".join(parts), settings))
     if len({point.suffix for point in found}) < len(found):
         raise ConfigError("sweep", f"values that differ in marks alone would name the same run: {found[0].suffix}, …")
     longest = max((f"{name}-{point.suffix}" for point in found), key=len)

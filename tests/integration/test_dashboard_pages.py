@@ -22,7 +22,7 @@ from pipeline.cli.dashboard import open_server
 from pipeline.cli.main import main
 from pipeline.config.errors import ConfigError
 from pipeline.config.run import RunConfig
-from pipeline.driver.cluster import LocalWorkers
+from pipeline.driver.local_workers import LocalWorkers
 from pipeline.driver.session import worker_processes
 from pipeline.driver.task_keys import marker_key, marker_stage
 from storage.address import Address

@@ -248,7 +248,8 @@ def oracle(tied: bool, found: Any, untied: Path) -> dict[str, np.ndarray]:
     ref = prox + of_tokens(reference_noise)  # the reference is the policy as it starts
     ratio, w = (new - prox).exp(), (prox - mu).exp().clamp(max=2.0)
     entropy, k3 = -(logp.exp() * logp).sum(-1), (ref - new).exp() - 1 - (ref - new)
-    term = torch.max(-a * ratio, -a * ratio.clamp(0.8, 1.2)) * w - 0.01 * entropy + KL_COEF * k3
+    rho = (new - mu).exp().clamp(max=2.0).detach()
+    term = torch.max(-a * ratio, -a * ratio.clamp(0.8, 1.2)) * w - 0.01 * entropy + KL_COEF * rho * k3
     policy_loss = term[mask].mean()
 
     weight, bias = (torch.nn.Parameter(part.double()) for part in head())

@@ -10,7 +10,7 @@ from distributed.diagnostics.graph_layout import GraphLayout
 from distributed.diagnostics.progress import AllProgress, GroupTiming
 from distributed.diagnostics.task_stream import TaskStreamPlugin
 
-from pipeline.driver.cluster import _scheduler_extensions
+from pipeline.driver.cluster import scheduler_extensions
 from pipeline.driver.dask_pages import OrderedGroups, StepGraph
 from pipeline.driver.graph_markers import MOST_MARKERS, GraphMarkers, marker_states
 from pipeline.driver.task_keys import marker_key
@@ -65,7 +65,7 @@ def check(scheduler: Scheduler, statuses: list[NodeStatus]) -> None:
 def with_scheduler(use: Callable[[Scheduler, GraphMarkers], None]) -> None:
     async def main() -> None:
         address = {"host": "127.0.0.1", "port": 0, "dashboard_address": "127.0.0.1:0", "dashboard": False}
-        async with Scheduler(**address, extensions=_scheduler_extensions()) as scheduler:  # those of a run
+        async with Scheduler(**address, extensions=scheduler_extensions()) as scheduler:  # those of a run
             markers = GraphMarkers(scheduler)
             await asyncio.sleep(0)
             assert markers.name in scheduler.plugins

@@ -360,8 +360,8 @@ def _why_absent(address: Address, what: str, before: int) -> StoreError:
     """`before`: the arrays of the steps before this one were let go."""
     if dropped(address, before):
         return DroppedOutput(
-            f"{what}: dropped by {KEY}, as are the arrays of all steps before {before}. A run that has to train on them "
-            "again goes on with `stageline resume RUN --from-checkpoint`"
+            f"{what}: dropped by {KEY}, as are the arrays of all steps before {before}. A run that has to train on "
+            "them again goes on with `stageline resume RUN --from-checkpoint`"
         )
     return StoreError(f"{what} is committed but its file is missing")
 

@@ -1,4 +1,7 @@
-"""Nodes that could run now, in order of urgency. May import pipeline.graph.graph, storage.address and the standard library."""
+"""Nodes that could run now, in order of urgency.
+
+May import pipeline.graph.graph, storage.address and the standard library.
+"""
 
 from __future__ import annotations
 

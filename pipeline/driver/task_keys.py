@@ -15,7 +15,12 @@ from __future__ import annotations
 from storage.address import Address
 
 _COMMIT = "-commit"
-_NAMES = {"value": "value-forward", "canary": "canary-check", "canary_logprob": "canary_logprob-forward"}
+_NAMES = {
+    "value": "value-forward",
+    "canary": "canary-check",
+    "canary_logprob": "canary_logprob-forward",
+    "evaluate_reference": "evaluate_reference-model",
+}
 """Stages that are called something else than they are: Dask draws its colours from 18 by a hash of the name, and these
 would share another's."""
 

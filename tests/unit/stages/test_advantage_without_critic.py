@@ -62,7 +62,9 @@ def make_step(outside: float = 0.0) -> Step:
 
 def run(records: Step, cfg: PPOConfig, responses: int = RESPONSES) -> tuple[Advantages, dict[str, float]]:
     rollout, scores, reference, policy = records
-    got, _, found = advantage(rollout, scores, reference, policy, None, cfg, STEP, BOUND, {}, responses)
+    got, _, found = advantage(
+        rollout, scores, reference, policy, None, cfg, STEP, BOUND, {}, responses_per_prompt=responses
+    )
     return got, found
 
 
@@ -174,6 +176,17 @@ def test_values_belong_to_gae_alone() -> None:
     rollout, scores, reference, policy = make_step()
     values = Values(np.zeros_like(policy.entropy), np.zeros(len(SPANS), np.float32))
     with pytest.raises(ValueError, match="rloo with values"):
-        advantage(rollout, scores, reference, policy, values, PPOConfig(advantage="rloo"), STEP, BOUND, {}, RESPONSES)
+        advantage(
+            rollout,
+            scores,
+            reference,
+            policy,
+            values,
+            PPOConfig(advantage="rloo"),
+            STEP,
+            BOUND,
+            {},
+            responses_per_prompt=RESPONSES,
+        )
     with pytest.raises(ValueError, match="gae with no values"):
         run(make_step(), PPOConfig())

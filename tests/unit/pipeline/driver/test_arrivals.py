@@ -99,7 +99,7 @@ def test_rank_0_says_where_its_gang_meets_before_any_rank_is_built(begin: Callab
     setting = begin(ARRIVAL_S)
     (meeting,) = [future for work, future in setting.submitted if work is open_meeting]
     builds = {future.key[1]: future.arguments[1:] for work, future in setting.submitted if work is build_worker}
-    assert meeting.key[:2] == ("meet", "train-0")
+    assert meeting.key[:2] == ("meet-process", "train-0")
     assert builds == {"generate-0": (), "generate-1": (), "train-0": (meeting,), "train-1": (meeting,)}
 
 

@@ -22,7 +22,7 @@ from stages.models.protocol import Role
 
 GANGS = (
     Gang("engine", frozenset({Role.GENERATE}), 1, 2),
-    Gang("score", frozenset({Role.SCORE}), 1),
+    Gang("score", frozenset({Role.SCORE, Role.ADVANTAGE}), 1),
     Gang("train", frozenset({Role.POLICY, Role.REFERENCE, Role.CRITIC}), 1),
 )
 SPEC = GraphSpec(steps=12, shards=2, staleness=1, eval_every=3, canaries=True)

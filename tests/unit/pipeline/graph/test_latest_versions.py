@@ -14,7 +14,7 @@ from stages.models.protocol import Role
 from storage.address import Address
 
 OTHERS = (
-    Gang("score", frozenset({Role.SCORE}), 1),
+    Gang("score", frozenset({Role.SCORE, Role.ADVANTAGE}), 1),
     Gang("train", frozenset({Role.POLICY, Role.CRITIC, Role.REFERENCE}), 1),
 )
 READERS = ("generate", "evaluate", "canary")

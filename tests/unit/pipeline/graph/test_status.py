@@ -11,7 +11,7 @@ from storage.address import Address
 SPEC = GraphSpec(steps=2, shards=1, staleness=0)
 GANGS = (
     Gang("engine", frozenset({Role.GENERATE}), 1),
-    Gang("score", frozenset({Role.SCORE}), 1),
+    Gang("score", frozenset({Role.SCORE, Role.ADVANTAGE}), 1),
     Gang("train", frozenset({Role.POLICY, Role.REFERENCE, Role.CRITIC}), 1),
 )
 

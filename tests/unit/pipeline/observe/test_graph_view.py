@@ -29,7 +29,7 @@ from storage.ledger import Ledger
 SPEC = GraphSpec(steps=5, shards=2, staleness=1, eval_every=2)
 GANGS = (
     Gang("engine", frozenset({Role.GENERATE}), 2, 2),
-    Gang("score", frozenset({Role.SCORE}), 1),
+    Gang("score", frozenset({Role.SCORE, Role.ADVANTAGE}), 1),
     Gang("train", frozenset({Role.POLICY, Role.REFERENCE, Role.CRITIC}), 1),
 )
 FACTS = Facts("run", SPEC.steps, SPEC.staleness)

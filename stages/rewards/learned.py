@@ -26,7 +26,7 @@ from stages.models.protocol import ALONE, Rank
 from stages.models.reward_files import head_problem, is_classifier
 from stages.models.spec import SCORE_WEIGHT, read_spec
 from stages.rewards.protocol import Sample
-from stages.rewards.registry import UnfitReward
+from stages.rewards.registry import UnfitReward, closing_on_error
 from storage.problems import Problem
 
 DTYPES = ("float32", "bfloat16")
@@ -72,8 +72,7 @@ class _ProcessModels:
             del self._users[loading]
             self._models.pop(loading).close()
             if not self._models:
-                importlib.import_module("stages.models.parallel").leave()
-                self._membership = None
+                self._leave()
 
     def _load(self, loading: _Loading) -> Any:
         host = importlib.import_module("stages.models.reward_host")
@@ -83,9 +82,15 @@ class _ProcessModels:
             dtype=loading.dtype,  # type: ignore[arg-type]
             critic=OptimizerConfig(micro_batch_tokens=loading.micro_batch_tokens),
         )
-        if self._membership is None:
-            self._membership = importlib.import_module("stages.models.parallel").join(rank, LayoutConfig(), seed=0)
-        return host.RewardModel(model, LayoutConfig(), rank, seed=0, joined=self._membership)
+        with closing_on_error() as undo:
+            if self._membership is None:
+                self._membership = importlib.import_module("stages.models.parallel").join(rank, LayoutConfig(), seed=0)
+                undo.callback(self._leave)
+            return host.RewardModel(model, LayoutConfig(), rank, seed=0, joined=self._membership)
+
+    def _leave(self) -> None:
+        importlib.import_module("stages.models.parallel").leave()
+        self._membership = None
 
 
 _HERE = _ProcessModels()

@@ -2,6 +2,7 @@
 
     config        every setting, and the digest that its commits carry      resume: what may change is in `changes`
     model files   digests of weights, config and tokenizer, by role         the same, wherever they are now
+    reward models their files' digests, by the key of their arguments       the same, in the same place
     prompts       digest of the tokens and of what rewards are given        the same
     software      versions of what decides bits                             the same, or `cluster.same_numerics: warn`
     numerics      of each gang's workers: processor, compiler, kernels      likewise, whenever a gang is built
@@ -71,7 +72,8 @@ class Identity:
     """Of a run: what never changes, and what was stated in turn."""
 
     models: Mapping[str, Mapping[str, str]]
-    """By role (policy, reference, critic): name of a file -> its digest."""
+    """By role (policy, reference, critic), and of reward models by the key of their arguments: name of a file -> its
+    digest."""
     prompts: str
     statements: tuple[Statement, ...]
     numerics: tuple[GangNumerics, ...] = field(default=())

@@ -42,12 +42,22 @@ _HEAD_BYTES = 110 << 20
 """Of a learned draft head and its optimizer, at `_HEAD_HIDDEN`; see engine.md."""
 _HEAD_HIDDEN = 576
 PROCESS, READING, EXPORTING, OFFLOADED = "process", "reading weights", "exporting", "offloaded"
-_ON_HOST = (PROCESS, READING, EXPORTING, OFFLOADED)
+SCORERS = "reward models"
+_ON_HOST = (PROCESS, READING, EXPORTING, OFFLOADED, SCORERS)
 """What a worker with a GPU has in the host's memory."""
 _AFTER_READING = ("Adam moments", "activations", "logits", "trunk cache", "refit", "KV cache", "draft head")
 """What is not there yet while weights are read."""
 _BEFORE_EXPORTING = ("activations", "logits")
 """What is gone again while a version is written."""
+
+
+@dataclass(frozen=True)
+class PlannedScorer:
+    """A reward model."""
+
+    spec: ModelSpec
+    dtype: str
+    stored_bytes: int
 
 
 @dataclass(frozen=True)
@@ -61,6 +71,8 @@ class PlannedRun:
     on_gpus: bool
     own: Mapping[Role, ModelSpec] = field(default_factory=dict)
     """Architecture of the roles whose model is not the policy's."""
+    scorers: Sequence[PlannedScorer] = ()
+    """Reward models, which every worker that scores has all of, in its host's memory."""
 
 
 @dataclass(frozen=True)
@@ -92,7 +104,9 @@ class WorkerMemory:
 
     @property
     def beside_device(self) -> int:
-        return max(self._without(*self.items.keys() - {PROCESS, OFFLOADED, kind}) for kind in (READING, EXPORTING))
+        return max(
+            self._without(*self.items.keys() - {PROCESS, OFFLOADED, SCORERS, kind}) for kind in (READING, EXPORTING)
+        )
 
     def _without(self, *names: str) -> int:
         return sum(number for name, number in self.items.items() if name not in names)
@@ -228,6 +242,9 @@ def _items(run: PlannedRun, gang: Gang, index: int) -> dict[str, int]:
         items |= _engine_items(run)
     if gang.ordered or Role.GENERATE in gang.roles:
         items[READING] = run.stored_bytes
+    if Role.SCORE in gang.roles and run.scorers:  # which are then the only models of the gang
+        items[SCORERS] = sum(DTYPE_BYTES[scorer.dtype] * _parameters(scorer.spec) for scorer in run.scorers)
+        items[READING] = max(scorer.stored_bytes for scorer in run.scorers)
     if Role.POLICY in gang.roles and index == 0:  # the whole model: as it is stored, and as it is written
         items[EXPORTING] = run.stored_bytes + DTYPE_BYTES[run.config.model.dtype] * _parameters(run.spec)
     return {name: number for name, number in items.items() if number}

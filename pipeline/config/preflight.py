@@ -21,9 +21,9 @@ from pipeline.config.errors import ConfigError, refusal
 from pipeline.config.filesystems import network_filesystem
 from pipeline.config.identity import FILE, Identity, edited, read_identity
 from pipeline.config.loading import config_hash, read_saved
-from pipeline.config.memory import GIB, MemoryLimits, PlannedRun, board_bytes, memory_problems
+from pipeline.config.memory import GIB, MemoryLimits, PlannedRun, PlannedScorer, board_bytes, memory_problems
 from pipeline.config.paths import RunPaths
-from pipeline.config.role_models import check_output_layer, read_model, role_models
+from pipeline.config.role_models import check_output_layer, check_reward_models, read_model, role_models
 from pipeline.config.run import RunConfig
 from pipeline.config.tracking import SQLITE
 from stages.engines.embedded.kernels.paging import block_bytes, blocks_for
@@ -33,7 +33,7 @@ from stages.models.hf_config import RANDOM_TINY
 from stages.models.hf_files import Tokenizer, read_tokenizer
 from stages.models.layouts import adapter_problems, blocks_problems, layout_problems
 from stages.models.protocol import Role
-from stages.models.spec import ModelSpec
+from stages.models.spec import ModelSpec, read_spec
 from stages.prompts import PromptTable, read_source, tokenise
 from stages.rewards.registry import UnfitReward, build_parts, close_parts
 from storage.errors import StoreError
@@ -71,6 +71,7 @@ def preflight(config: RunConfig, saved: Path | None = None) -> Preflight:
             raise refusal(problem)
     _check_replicas(config, model)
     _check_tracking(config)
+    _check_rewards(config, model)
     if config.cluster.kind == "local":  # other hosts are looked at when their workers join
         _check_engine(config)
         _check_devices(config)
@@ -78,7 +79,6 @@ def preflight(config: RunConfig, saved: Path | None = None) -> Preflight:
         limits = memory_limits(config)
         for problem in memory_problems(planned_run(config, models, limits), limits):
             raise refusal(problem)
-    _check_rewards(config)
     try:
         tokenizer = read_tokenizer(config.model.path)
     except (OSError, ValueError) as error:
@@ -155,9 +155,20 @@ def memory_limits(config: RunConfig) -> MemoryLimits:
 def planned_run(config: RunConfig, models: Mapping[Role, ModelSpec], limits: MemoryLimits) -> PlannedRun:
     """The run as its memory is predicted from. `models`: of `role_models`."""
     path = config.model.path
-    stored = 0 if path == RANDOM_TINY else sum(file.stat().st_size for file in Path(path).glob("*.safetensors"))
     own = {role: spec for role, spec in models.items() if config.model.path_of(role) != path}
-    return PlannedRun(config, models[Role.POLICY], stored, limits.num_devices > 0, own)
+    scorers = {(str(args["path"]), str(args.get("dtype", "float32"))) for args in config.reward_models().values()}
+    return PlannedRun(
+        config,
+        models[Role.POLICY],
+        _stored_bytes(path),
+        limits.num_devices > 0,
+        own,
+        scorers=tuple(PlannedScorer(read_spec(path), dtype, _stored_bytes(path)) for path, dtype in sorted(scorers)),
+    )
+
+
+def _stored_bytes(path: str) -> int:
+    return 0 if path == RANDOM_TINY else sum(file.stat().st_size for file in Path(path).glob("*.safetensors"))
 
 
 def weights_bytes(config: RunConfig) -> int:
@@ -267,13 +278,14 @@ def _check_engine(config: RunConfig) -> None:
         raise ConfigError("engine.python", f"given {python!r}; {need}")
 
 
-def _check_rewards(config: RunConfig) -> None:
-    """Whether every part of both rewards can be built, a user's own included."""
+def _check_rewards(config: RunConfig, policy: ModelSpec) -> None:
+    """Whether every part of both rewards can be built, a user's own included, and reward models suit the policy."""
     for key, section in (("reward", config.reward), ("evaluate.reward", config.evaluate.reward)):
         try:
             close_parts(build_parts(section, key))
         except UnfitReward as error:
             raise refusal(error.problem) from error
+    check_reward_models(config, policy)
 
 
 def _check_devices(config: RunConfig) -> None:

@@ -1,4 +1,4 @@
-"""The models of policy, reference and critic, where the latter two are not the policy's: do they fit together?
+"""The models of policy, reference, critic and rewards, where they are not the policy's: do they fit together?
 
 May import torch, stages.models (spec, hf_config, hf_files, layouts, protocol, reward_files) and the schema of a run.
 """
@@ -17,7 +17,7 @@ from pipeline.config.run import RunConfig
 from stages.models.hf_config import RANDOM_TINY
 from stages.models.hf_files import read_some_weights, read_vocabulary
 from stages.models.layouts import blocks_problems
-from stages.models.protocol import Role
+from stages.models.protocol import MODEL_ROLES, Role
 from stages.models.reward_files import head_problem, is_classifier
 from stages.models.spec import EMBEDDING, ModelSpec, layer_and_part, read_spec, tensor_shapes
 
@@ -79,6 +79,33 @@ def role_models(config: RunConfig, policy: ModelSpec) -> dict[Role, ModelSpec]:
         for problem in blocks_problems(config.model, role, spec):
             raise refusal(problem)
     return found
+
+
+def check_reward_models(config: RunConfig, policy: ModelSpec) -> None:
+    """Whether each reward model can score this policy's rows, token by token. For rewards that can be built.
+
+    Raises:
+        ConfigError: one has another vocabulary than the policy, or is too short for a row and an EOS; or the gang that
+            scores holds another model or an engine.
+    """
+    for where, args in config.reward_models().items():
+        key, path = f"{where}.path", str(args["path"])
+        model = read_spec(path)
+        _check_vocabulary(config, key, path, policy, model, exactly=False)
+        if config.seq + 1 > model.max_positions:
+            row = "a row of prompts.max_tokens + sampling.max_new_tokens and an EOS"
+            raise ConfigError(
+                key, f"given {path!r}; {row} has {config.seq + 1} tokens, its context is {model.max_positions}"
+            )
+        gang = next(gang for gang in config.gangs() if Role.SCORE in gang.roles)
+        others = sorted(gang.roles & {Role.GENERATE, *MODEL_ROLES})
+        if others:
+            raise ConfigError(
+                "placement.roles.score",
+                f"given {gang.name!r}; {where.removesuffix('.args')} is a model of the scoring worker's own, whose "
+                f"process can have no other, and that gang has {', '.join(others)}: a gang of its own (gangs: "
+                "{score: {}}, roles: {score: score})",
+            )
 
 
 def _check_vocabulary(

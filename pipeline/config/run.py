@@ -5,10 +5,10 @@ May import pipeline.graph, the sections beside it and those of stages and storag
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from pipeline.config.alarms import AlarmsConfig, alarms_problems
 from pipeline.config.checkpoint import CheckpointConfig, checkpoint_problems
@@ -29,7 +29,13 @@ from stages.models.hf_config import RANDOM_TINY
 from stages.models.protocol import Role
 from stages.models.sampling import SamplingConfig, sampling_problems
 from stages.ppo.config import GROUPED, PPOConfig, has_critic, ppo_problems, resolve_proximal
-from stages.rewards.config import RewardConfig, RewardPartsConfig, reward_problems, source_problems
+from stages.rewards.config import (
+    RewardConfig,
+    RewardPartsConfig,
+    reward_model_parts,
+    reward_problems,
+    source_problems,
+)
 from storage.config import PromptsConfig, StorageConfig, prompts_problems, storage_problems
 from storage.problems import Problem, at_least, divides, local_directory, plain_name
 from storage.shards import Layout, Layouts
@@ -119,6 +125,11 @@ class RunConfig:
         """What scores held-out responses, and its key path."""
         given = self.evaluate.reward.given
         return ("evaluate.reward", self.evaluate.reward) if given else ("reward", self.reward)
+
+    def reward_models(self) -> dict[str, Mapping[str, Any]]:
+        """Arguments of every reward of kind `model`, by their key path; for parts that can be built."""
+        sections = (("reward", self.reward), ("evaluate.reward", self.evaluate.reward))
+        return {key: args for name, section in sections for key, args in reward_model_parts(section, name)}
 
     def graph(self) -> GraphSpec:
         return GraphSpec(

@@ -74,10 +74,10 @@ def state_again(config: RunConfig, prompts: PromptTable, ledger: Ledger, archive
     if identity is None:
         return _state_unseen(config, prompts, ledger)
     found = _model_files(config)
-    for role, stated in identity.models.items():
-        other = differences(stated, found[role])
+    for name, stated in identity.models.items():
+        other = differences(stated, found[name])
         if other:
-            key, path = _paths(config)[Role(role)]
+            key, path = _paths(config)[name]
             raise ConfigError(key, f"given {path!r}; its files are not those that the run began with: {_listed(other)}")
     if identity.prompts != prompts.digest():
         need = f"what is read there is not what {config.run_dir} began with, whose own copy (prompts.npz) is lost"
@@ -157,26 +157,27 @@ class NumericsWatch:
         write_identity(self._run_dir, self._identity)
 
 
-def _paths(config: RunConfig) -> dict[Role, tuple[str, str]]:
-    """By role of a model: the key that says where it is, and where."""
+def _paths(config: RunConfig) -> dict[str, tuple[str, str]]:
+    """By role of a model, and by the key of a reward model's arguments: the key that says where it is, and where."""
     model = config.model
-    found = {Role.POLICY: ("model.path", model.path)}
+    found = {str(Role.POLICY): ("model.path", model.path)}
     for role, key, path in (
         (Role.REFERENCE, "model.reference_path", model.reference_path),
         (Role.CRITIC, "model.critic_path", model.critic_path),
     ):
         if role is Role.CRITIC and not config.has_critic:
             continue
-        found[role] = found[Role.POLICY] if path is None else (key, path)
-    return found
+        found[str(role)] = found[str(Role.POLICY)] if path is None else (key, path)
+    rewards = {where: (f"{where}.path", str(args["path"])) for where, args in config.reward_models().items()}
+    return found | rewards
 
 
 def _model_files(config: RunConfig) -> dict[str, dict[str, str]]:
-    """Digests of the files of each role's model; a directory that several share is read once."""
+    """Digests of the files of each role's model and each reward's; a directory that several share is read once."""
     by_path: dict[str, dict[str, str]] = {}
     return {
-        str(role): by_path[path] if path in by_path else by_path.setdefault(path, file_digests(path))
-        for role, (_, path) in _paths(config).items()
+        name: by_path[path] if path in by_path else by_path.setdefault(path, file_digests(path))
+        for name, (_, path) in _paths(config).items()
     }
 
 

@@ -61,6 +61,10 @@ def summary_rows(summary: Summary) -> list[tuple[str, str]]:
         e = summary.eval
         t = f", paired t {e.paired_t:.1f}" if e.paired_t is not None else ""
         rows.append(("held-out reward", f"{e.before:.3f} → {e.after:.3f}  ({e.num_prompts} prompts{t})"))
+    if summary.evaluations and len(summary.evaluations[-1].parts) > 1:
+        first, last = summary.evaluations[0].parts, summary.evaluations[-1].parts
+        parts = (f"{name} {first[name]:.3f} → {mean:.3f}" for name, mean in last.items() if name in first)
+        rows.append(("held-out parts", ", ".join(parts)))
     if summary.best is not None:
         best = summary.best
         kl = "" if best.kl is None else f", KL {best.kl:.3f}"

@@ -59,18 +59,28 @@ class RewardModel:
     group. Every rank of the gang makes the same calls in the same order, and gets the whole answer."""
 
     def __init__(
-        self, model: ModelConfig, layout: LayoutConfig, rank: Rank, *, seed: int, total_steps: int | None = None
+        self,
+        model: ModelConfig,
+        layout: LayoutConfig,
+        rank: Rank,
+        *,
+        seed: int,
+        total_steps: int | None = None,
+        joined: parallel.ParallelRank | None = None,
     ) -> None:
         """Joins the gang and builds the model of `model.path`, whose head is drawn with the seed where its files hold
         none. `total_steps`: optimizer steps that it is to be trained for with `model.critic`, which the learning rate
-        depends on; None: it is not trained. Raises ValueError, naming the key, for a layout that cannot hold it."""
+        depends on; None: it is not trained. `joined`: a membership with this layout that the caller has, and ends
+        itself, so that a process can hold several models; None: this one joins. Raises ValueError, naming the key, for
+        a layout that cannot hold it."""
         spec = read_spec(model.path)
         check_layout(model, {_ROLE: spec}, layout, rank.size)
         set_numerics(model)
         self._total_steps = total_steps
         self._path = model.path
         self._config = model.critic
-        self._parallel_rank = parallel.join(rank, layout, seed)
+        self._joined_here = joined is None
+        self._parallel_rank = parallel.join(rank, layout, seed) if joined is None else joined
         device, dtype = self._parallel_rank.device, DTYPES[model.dtype]
         products = choose_products(model.products, dtype, device).products
         kernels = choose_kernels(model.kernels, dtype, device)
@@ -160,7 +170,8 @@ class RewardModel:
 
     def close(self) -> None:
         self._trainer = self._trunk = self._kept = None
-        parallel.leave()
+        if self._joined_here:
+            parallel.leave()
 
     def _read(self, batch: MicroBatch, hidden_NH: Tensor) -> Tensor:
         return last_scores(hidden_NH, batch, self._model.output_layer)

@@ -80,6 +80,21 @@ def source_problems(config: RewardPartsConfig, key: str, prompts_url: str) -> It
             yield Problem(f"{where}.kind", part.kind, need)
 
 
+def reward_model_parts(config: RewardPartsConfig, key: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """(key path of the arguments, the arguments) of every part that is a reward model, also within ensembles."""
+    for where, part in config.named(key).values():
+        yield from _models_of({"kind": part.kind, "args": part.args}, where)
+
+
+def _models_of(part: Mapping[str, Any], where: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    args = part.get("args", {})
+    if part.get("kind") == "model":
+        yield f"{where}.args", args
+    elif part.get("kind") == "ensemble":
+        for name, member in args.get("members", {}).items():
+            yield from _models_of(member, f"{where}.args.members.{name}")
+
+
 def parts_problems(config: RewardPartsConfig, key: str) -> Iterator[Problem]:
     """What of a section with parts, if any are given, cannot work by itself."""
     if config.kind is not None and config.parts:

@@ -26,6 +26,7 @@ REWARDS: dict[str, str] = {
     "format": "stages.rewards.rules:FormatReward",
     "length": "stages.rewards.rules:LengthReward",
     "missing_eos": "stages.rewards.rules:MissingEosPenalty",
+    "model": "stages.rewards.learned:ModelReward",
     "overlong": "stages.rewards.rules:OverlongPenalty",
     "reasoning_gym": "stages.rewards.reasoning:ReasoningReward",
     "repetition": "stages.rewards.rules:RepetitionPenalty",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -19,6 +19,7 @@ from stages.rewards.registry import REWARDS, UnfitReward, build_reward, close_re
 from stages.score import samples_of, score
 from storage.config import PromptsConfig
 from storage.records import FinishReason, Rollout, Scores
+from tests.support.reward_models import export_reward_model
 
 OWN = "tests.support.own_rewards"
 PROBLEMS = PromptsConfig(url="reasoning-gym:chain_sum?size=6&seed=3", max_tokens=200, held_out=1)
@@ -42,6 +43,7 @@ CASES = [
     Case("overlong", {"free": 4, "most": 12}, (("most", 4, "free is 4, most is 4"), ("free", -1, "free is -1"))),
     Case("repetition", {"n": 2}, (("n", 0, "n is 0"),)),
     Case("missing_eos"),
+    Case("model", {"path": "to be written"}, (("dtype", "int8", "float32 or bfloat16"), ("path", "gone", "no model"))),
     Case("vader"),
     Case("reasoning_gym", {"extract": "last_number"}, (("extract", "first", "tags, last_number, all"),)),
     Case(
@@ -86,8 +88,10 @@ def extras() -> list[dict[str, Any]]:
 
 
 @pytest.fixture(scope="module", params=CASES, ids=lambda case: case.kind)
-def case(request: pytest.FixtureRequest) -> Case:
+def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
     found: Case = request.param
+    if found.kind == "model":
+        return replace(found, args={"path": export_reward_model(tmp_path_factory.mktemp("reward") / "model")})
     return found
 
 

@@ -55,6 +55,16 @@ def test_the_best_version_is_named_with_its_price() -> None:
     assert "best version" not in dict(summary_rows(SUMMARY))
 
 
+def test_parts_of_a_score_are_shown_where_there_are_several() -> None:
+    """So that a learned reward that rises and a measured one that falls are seen side by side."""
+    first = EvaluatedVersion(0, 0.1, 0.0, 8.0, {"learned": 0.1, "vader": 0.25})
+    last = EvaluatedVersion(10, 0.48, 5.1, 9.0, {"learned": 0.48, "vader": -0.125})
+    several = dict(summary_rows(dataclasses.replace(SUMMARY, evaluations=(first, last))))
+    assert several["held-out parts"] == "learned 0.100 → 0.480, vader 0.250 → -0.125"
+    one = dataclasses.replace(first, parts={"learned": 0.1})
+    assert "held-out parts" not in dict(summary_rows(dataclasses.replace(SUMMARY, evaluations=(one, one))))
+
+
 def test_end_of_run_shows_responses_as_they_are_and_paths() -> None:
     """Model text may hold what rich takes for markup."""
     pairs = [ResponsePair("The film", "was [red]dull[/red]", -0.5, "was great", 0.75)]

@@ -1,0 +1,114 @@
+"""Reward models as rewards of a run: what preflight refuses, the memory that they are counted with, and that their
+files belong to what the run is."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from pipeline.config.errors import ConfigError
+from pipeline.config.identity import write_identity
+from pipeline.config.loading import load_config
+from pipeline.config.memory import host_bytes, workers_memory
+from pipeline.config.preflight import memory_limits, planned_run, preflight
+from pipeline.config.role_models import role_models
+from pipeline.config.run import RunConfig
+from pipeline.driver.identity import state, state_again
+from stages.models.spec import read_spec
+from storage.ledger import Ledger
+from tests.support.configs import arguments, write_config
+from tests.support.families import random_model
+from tests.support.reward_models import change_config, export_reward_model
+
+OWN_GANG = (
+    "placement.gangs.score={}",
+    "placement.roles={generate: all, score: score, reference: all, policy: all, critic: all}",
+)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    write_config(tmp_path)
+    export_reward_model(tmp_path / "model")
+    return tmp_path
+
+
+def load(folder: Path, *changes: str, path: str | None = None, own_gang: bool = True) -> RunConfig:
+    """With VADER as the reward and a reward model as a part of what scores evaluations."""
+    file, *fixed = arguments(folder)
+    part = f"{{kind: model, args: {{path: {path or folder / 'model'}}}}}"
+    parts = f"evaluate.reward.parts={{learned: {part}, mood: {{kind: vader, weight: 0}}}}"
+    return load_config([file], [*fixed, "evaluate.every=1", parts, *(OWN_GANG if own_gang else ()), *changes])
+
+
+def refusal_of(config: RunConfig) -> str:
+    with pytest.raises(ConfigError) as refused:
+        preflight(config)
+    return str(refused.value)
+
+
+def test_a_reward_model_in_a_gang_of_its_own_passes(folder: Path) -> None:
+    preflight(load(folder))
+
+
+def test_what_is_no_reward_model_is_refused_by_its_key(folder: Path) -> None:
+    said = refusal_of(load(folder, path="random:tiny"))
+    assert said.startswith("evaluate.reward.parts.learned.args.path: given 'random:tiny'; ")
+    assert "RUN/model, which `stageline reward train` exports" in said
+
+
+def test_a_gang_that_holds_other_models_is_refused(folder: Path) -> None:
+    said = refusal_of(load(folder, own_gang=False))
+    assert said.startswith("placement.roles.score: given 'all'; evaluate.reward.parts.learned is a model ")
+    assert "critic, generate, policy, reference: a gang of its own" in said
+
+
+def test_a_context_that_ends_before_a_row_and_its_eos_is_refused(folder: Path) -> None:
+    change_config(folder / "model", max_position_embeddings=17)
+    preflight(load(folder))
+    change_config(folder / "model", max_position_embeddings=16)
+    said = refusal_of(load(folder))
+    assert said.startswith("evaluate.reward.parts.learned.args.path: given ")
+    assert "has 17 tokens, its context is 16" in said
+
+
+def test_a_smaller_vocabulary_is_refused(folder: Path) -> None:
+    random_model("Llama 2", vocab_size=128).save_pretrained(folder / "start")
+    path = export_reward_model(folder / "other", source=str(folder / "start"))
+    said = refusal_of(load(folder, path=path))
+    assert said.startswith("evaluate.reward.parts.learned.args.path: given ")
+    assert "its vocabulary has 128 tokens, the policy ('random:tiny') needs 256 or more" in said
+
+
+def test_every_scoring_worker_is_counted_with_the_model(folder: Path) -> None:
+    def predicted(config: RunConfig) -> tuple[dict[str, int], int]:
+        spec = read_spec(config.model.path)
+        run = planned_run(config, role_models(config, spec), memory_limits(config))
+        workers = workers_memory(run)
+        (scoring,) = [worker for worker in workers if worker.worker == ("score", 0)]
+        return dict(scoring.items), host_bytes(run, workers)
+
+    items, total = predicted(load(folder))
+    stored = (folder / "model" / "model.safetensors").stat().st_size
+    assert items["reading weights"] == stored
+    assert 0.9 * stored < items["reward models"] < 1.2 * stored, "both are float32"
+    (folder / "model" / "config.json").rename(folder / "config.json")
+    without, before = predicted(load(folder, "evaluate.reward.parts.learned={kind: vader, args: {path: null}}"))
+    assert "reward models" not in without
+    assert total - before == items["reward models"] + stored
+
+
+def test_other_files_of_a_reward_model_are_another_run(folder: Path) -> None:
+    config = load(folder)
+    prompts, ledger = preflight(config).prompts, Ledger(f"{folder}/runs/small/ledger")
+    config.run_dir.mkdir(parents=True)
+    stated = state(config, prompts).identity
+    write_identity(config.run_dir, stated)
+    assert stated.models["evaluate.reward.parts.learned.args"].keys() == {"config.json", "model.safetensors"}
+    assert state_again(config, prompts, ledger).identity == stated
+    export_reward_model(folder / "model", seed=6)
+    with pytest.raises(ConfigError) as refused:
+        state_again(config, prompts, ledger)
+    assert refused.value.key == "evaluate.reward.parts.learned.args.path"
+    assert "its files are not those that the run began with: model.safetensors: " in str(refused.value)

@@ -1,0 +1,209 @@
+"""The reward of kind `model`: its scores are those of transformers and of the training's own held-out file; what is no
+reward model is refused with what would be one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForSequenceClassification
+
+from stages.models.hf_files import ByteTokenizer, write_model
+from stages.models.spec import SCORE_WEIGHT
+from stages.rewards.config import PartConfig, RewardPartsConfig, reward_model_parts
+from stages.rewards.learned import ModelReward
+from stages.rewards.protocol import Sample, Scored
+from stages.rewards.registry import UnfitReward, build_reward, close_reward
+from tests.support.families import random_model
+from tests.support.reward_models import change_config, export_reward_model
+
+TEXTS = [("a cold", " morning"), ("the", " end."), ("x", ""), ("a rather long opening of", " something else, for once")]
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return export_reward_model(tmp_path_factory.mktemp("reward") / "model")
+
+
+@pytest.fixture
+def make() -> Iterator[Callable[..., ModelReward]]:
+    """Rewards that end with the test; with the last of them this process is in no gang any more."""
+    made: list[ModelReward] = []
+
+    def one(path: str, **args: Any) -> ModelReward:
+        made.append(ModelReward(path, **args))
+        return made[-1]
+
+    yield one
+    for reward in made:
+        close_reward(reward)
+        close_reward(reward)
+    assert not dist.is_initialized()
+
+
+def samples() -> list[Sample]:
+    """Every other response ends in EOS, which is 2."""
+    encode = ByteTokenizer().encode
+    return [
+        Sample(prompt, text, prompt_ids=tuple(encode(prompt)), response_ids=(*encode(text), *([2] if row % 2 else [])))
+        for row, (prompt, text) in enumerate(TEXTS)
+    ]
+
+
+def by_transformers(path: str) -> np.ndarray:
+    model = AutoModelForSequenceClassification.from_pretrained(path).eval()
+    rows = [torch.tensor([[*(prompt + text).encode(), 2]]) for prompt, text in TEXTS]
+    with torch.no_grad():
+        logits = [model(row).logits[0, 0].item() for row in rows]
+    return np.array(logits) + model.config.reward_bias
+
+
+@pytest.mark.parametrize("batch_tokens", [None, 24, 4096])
+def test_scores_are_those_of_transformers_with_the_bias(
+    path: str, make: Callable[..., ModelReward], batch_tokens: int | None
+) -> None:
+    reward = make(path, batch_tokens=batch_tokens)
+    expected = by_transformers(path)
+    assert np.ptp(expected) > 0.3
+    np.testing.assert_allclose(reward(samples()), expected, atol=2e-5)
+    assert reward.deterministic is (batch_tokens is None)
+
+
+def test_a_row_by_itself_has_the_same_bits_in_any_company(path: str, make: Callable[..., ModelReward]) -> None:
+    reward = make(path, dtype="bfloat16")
+    together = reward(samples())
+    assert [reward([sample])[0] for sample in samples()] == together
+    assert reward(samples()[::-1]) == together[::-1]
+
+
+def test_a_process_holds_several_models_and_one_of_each(
+    tmp_path: Path, path: str, make: Callable[..., ModelReward]
+) -> None:
+    """Rewards of training and evaluation have the same; members of an ensemble others; each closes in any order."""
+    other = export_reward_model(tmp_path / "other", seed=6)
+    first, again, second = make(path), make(path), make(other)
+    scores = first(samples())
+    assert second(samples()) != scores
+    assert again(samples()) == scores
+    assert again._model is first._model
+    close_reward(first)
+    assert again(samples()) == scores
+
+
+def test_an_ensemble_of_reward_models_is_their_mean(tmp_path: Path, path: str) -> None:
+    other = export_reward_model(tmp_path / "other", seed=6)
+    members = {"a": {"kind": "model", "args": {"path": path}}, "b": {"kind": "model", "args": {"path": other}}}
+    reward = build_reward("ensemble", {"members": members}, "reward")
+    found = reward(samples())
+    close_reward(reward)
+    assert isinstance(found, Scored)
+    both = np.stack([by_transformers(path), by_transformers(other)])
+    np.testing.assert_allclose(found.parts[""], both.mean(axis=0), atol=2e-5)
+    assert found.disagreement is not None
+    np.testing.assert_allclose(found.disagreement, both.std(axis=0), atol=2e-5)
+
+
+def _language_model(directory: Path) -> None:
+    write_model(directory, "random:tiny", {}, "float32")
+
+
+def _two_labels(directory: Path) -> None:
+    export_reward_model(directory)
+    tensors = load_file(directory / "model.safetensors")
+    save_file(tensors | {SCORE_WEIGHT: tensors[SCORE_WEIGHT].repeat(2, 1)}, directory / "model.safetensors")
+
+
+def _no_head(directory: Path) -> None:
+    export_reward_model(directory)
+    tensors = load_file(directory / "model.safetensors")
+    save_file({n: t for n, t in tensors.items() if n != SCORE_WEIGHT}, directory / "model.safetensors")
+
+
+def _damaged(directory: Path) -> None:
+    export_reward_model(directory)
+    (directory / "model.safetensors").write_bytes(b"half")
+
+
+def _no_weights(directory: Path) -> None:
+    export_reward_model(directory)
+    (directory / "model.safetensors").unlink()
+
+
+def _no_json(directory: Path) -> None:
+    export_reward_model(directory)
+    (directory / "config.json").write_text("{")
+
+
+def _no_eos(directory: Path) -> None:
+    export_reward_model(directory)
+    change_config(directory, eos_token_id=None)
+
+
+def _unknown_family(directory: Path) -> None:
+    random_model("Llama 2").save_pretrained(directory)
+    change_config(directory, model_type="bert")
+
+
+@pytest.mark.parametrize(
+    ("write", "said"),
+    [
+        (lambda directory: None, "stageline reward train"),
+        (_language_model, "no model for sequence classification"),
+        (_two_labels, "one score for each row"),
+        (_no_head, f"its files have no {SCORE_WEIGHT}"),
+        (_damaged, "stageline reward train"),
+        (_no_weights, "stageline reward train"),
+        (_no_json, "stageline reward train"),
+        (_no_eos, "stageline reward train"),
+        (_unknown_family, "bert"),
+    ],
+    ids=lambda value: getattr(value, "__name__", None),
+)
+def test_what_is_no_reward_model_is_refused(tmp_path: Path, write: Callable[[Path], None], said: str) -> None:
+    directory = tmp_path / "model"
+    write(directory)
+    with pytest.raises(UnfitReward, match=r"^reward\.parts\.kind\.args\.path: given ") as refusal:
+        build_reward("model", {"path": str(directory)}, "reward.parts.kind")
+    assert refusal.value.problem.given == str(directory)
+    assert said in refusal.value.problem.need
+
+
+@pytest.mark.parametrize(
+    ("args", "key"),
+    [
+        ({"path": None}, "path"),
+        ({"path": "random:tiny"}, "path"),
+        ({"dtype": "int8"}, "dtype"),
+        ({"batch_tokens": 0}, "batch_tokens"),
+        ({"batch_tokens": True}, "batch_tokens"),
+        ({"batch_tokens": 2.5}, "batch_tokens"),
+    ],
+)
+def test_arguments_that_cannot_work_are_refused_by_name(path: str, args: Mapping[str, Any], key: str) -> None:
+    with pytest.raises(UnfitReward) as refusal:
+        build_reward("model", {"path": path, **args}, "reward")
+    assert refusal.value.problem.key == f"reward.args.{key}"
+
+
+def test_reward_models_are_found_in_ensembles_too() -> None:
+    inner = {
+        "kind": "ensemble",
+        "args": {"members": {"c": {"kind": "model", "args": {"path": "y"}}, "d": {"kind": "a"}}},
+    }
+    members = {"a": {"kind": "model", "args": {"path": "x"}}, "b": inner}
+    config = RewardPartsConfig(
+        parts={"kind": PartConfig("ensemble", args={"members": members}), "brief": PartConfig("length")}
+    )
+    assert dict(reward_model_parts(config, "reward")) == {
+        "reward.parts.kind.args.members.a.args": {"path": "x"},
+        "reward.parts.kind.args.members.b.args.members.c.args": {"path": "y"},
+    }
+    assert dict(reward_model_parts(RewardPartsConfig("model", {"path": "z"}), "reward")) == {
+        "reward.args": {"path": "z"}
+    }

@@ -107,12 +107,17 @@ def check_run_directory(config: RunConfig, *, resume: bool) -> None:
             f"given {config.name!r}; {paths.root} holds a run with another config ({paths.config}). Choose another "
             "name=..., or remove that directory",
         )
-    if not resume and any(path.exists() for path in (paths.events, paths.first_full_events, paths.ledger)):
+    if not resume and holds_run(paths):
         raise ConfigError(
             "name",
             f"given {config.name!r}; {paths.root} holds this run already: `stageline resume {paths.root}` continues "
             "it, another name=... starts a new one",
         )
+
+
+def holds_run(paths: RunPaths) -> bool:
+    """Whether a directory is that of a run that has begun."""
+    return any(path.exists() for path in (paths.events, paths.first_full_events, paths.ledger))
 
 
 def _check_same_run(config: RunConfig, paths: RunPaths, identity: Identity) -> None:

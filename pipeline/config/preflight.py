@@ -107,13 +107,17 @@ def check_run_directory(config: RunConfig, *, resume: bool) -> None:
             f"given {config.name!r}; {paths.root} holds a run with another config ({paths.config}). Choose another "
             "name=..., or remove that directory",
         )
-    begun = paths.events.exists() or paths.first_full_events.exists() or any(paths.ledger.glob("*"))
-    if not resume and begun:
+    if not resume and holds_run(paths):
         raise ConfigError(
             "name",
             f"given {config.name!r}; {paths.root} holds this run already: `stageline resume {paths.root}` continues "
             "it, another name=... starts a new one",
         )
+
+
+def holds_run(paths: RunPaths) -> bool:
+    """Whether a directory is that of a run that has begun. (An empty ledger may be a disk that waits for one.)"""
+    return paths.events.exists() or paths.first_full_events.exists() or any(paths.ledger.glob("*"))
 
 
 def _check_same_run(config: RunConfig, paths: RunPaths, identity: Identity) -> None:

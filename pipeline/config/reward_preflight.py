@@ -13,7 +13,8 @@ from itertools import chain
 import torch
 
 from pipeline.config.errors import ConfigError, refusal
-from pipeline.config.preflight import check_writable
+from pipeline.config.paths import RunPaths
+from pipeline.config.preflight import check_writable, holds_run
 from pipeline.config.reward_model import RewardModelConfig
 from pipeline.config.role_models import read_model
 from stages.models.hf_files import read_tokenizer
@@ -40,6 +41,9 @@ def check_training(config: RewardModelConfig) -> TrainingParts:
             f"given {config.name!r}; {config.run_dir} holds a trained reward model already: choose another name=..., "
             "or remove that directory",
         )
+    if holds_run(RunPaths(config.run_dir)):
+        need = f"{config.run_dir} holds a run: choose another name=..., or another runs_dir=..."
+        raise ConfigError("name", f"given {config.name!r}; {need}")
     check_writable("runs_dir", config.runs_dir, config.run_dir)
     gpus = torch.cuda.device_count()
     if gpus and config.workers > gpus:

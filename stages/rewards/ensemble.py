@@ -22,9 +22,10 @@ class EnsembleReward:
         with closing_on_error() as undo:
             self._members = []
             for name, member in members.items():
-                if "kind" not in member or member.keys() - {"kind", "args"}:
+                args = member.get("args", {})
+                if "kind" not in member or member.keys() - {"kind", "args"} or not isinstance(args, Mapping):
                     raise ValueError(f"members.{name} is {member!r}: it must have a kind, may have args, and no more")
-                reward = build_reward(str(member["kind"]), member.get("args", {}), f"members.{name}", timeout_s)
+                reward = build_reward(str(member["kind"]), args, f"members.{name}", timeout_s)
                 undo.callback(close_reward, reward)
                 self._members.append(reward)
         self.deterministic = all(member.deterministic for member in self._members)

@@ -3,7 +3,7 @@
     built-in kind      registry ──► `module:name` ──► made of `args`, in this process
     module:function    a user's own ──► a process of its own (user.py)
 
-May import stages.rewards and storage.problems.
+May import beartype, stages.rewards and storage.problems.
 """
 
 from __future__ import annotations
@@ -12,7 +12,10 @@ import importlib
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, Literal, get_origin
+
+from beartype import BeartypeConf
+from beartype.door import is_bearable
 
 from stages.rewards.config import RewardPartsConfig
 from stages.rewards.protocol import Closable, Part, Reward
@@ -33,6 +36,8 @@ REWARDS: dict[str, str] = {
     "vader": "stages.rewards.vader:VaderReward",
 }
 """Kind -> `module:name` of what makes it from `args`."""
+_NUMBERS = BeartypeConf(is_pep484_tower=True)
+"""An integer is a float too."""
 
 
 class UnfitReward(ValueError):
@@ -104,12 +109,15 @@ def closing_on_error() -> Iterator[ExitStack]:
 
 
 def _check_arguments(make: Callable[..., Reward], kind: str, args: Mapping[str, Any], key: str) -> None:
-    """Raises UnfitReward for an argument that there is not, and for one that must be given."""
-    taken = {n: p for n, p in inspect.signature(make).parameters.items() if not n.startswith("_")}
+    """Raises UnfitReward for an argument that there is not, for one of another type, and for one that must be given."""
+    taken = {n: p for n, p in inspect.signature(make, eval_str=True).parameters.items() if not n.startswith("_")}
     names = ", ".join(taken) or "no arguments"
     for name, value in args.items():
         if name not in taken:
             raise UnfitReward(Problem(f"{key}.args.{name}", value, f"no such argument; {kind} takes {names}"))
+        wanted = taken[name].annotation
+        if get_origin(wanted) is not Literal and not is_bearable(value, wanted, conf=_NUMBERS):
+            raise UnfitReward(Problem(f"{key}.args.{name}", value, f"must be {inspect.formatannotation(wanted)}"))
     for name, parameter in taken.items():
         if parameter.default is parameter.empty and name not in args:
             raise UnfitReward(Problem(f"{key}.args.{name}", None, f"must be given; {kind} takes {names}"))

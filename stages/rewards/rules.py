@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from stages.rewards.protocol import Sample
+from stages.rewards.protocol import RewardFailed, Sample
 
 ANSWER_TAGS = r".*<answer>[^<]+</answer>\s*"
 """A response that ends in its answer, in tags: what the prompts of `reasoning-gym` may ask for."""
@@ -57,9 +57,15 @@ class AnswerReward:
 
     def _right(self, sample: Sample) -> bool:
         if self.field not in sample.extra:
-            raise ValueError(f"a prompt has no field {self.field!r} to check against: {sample.prompt[:60]!r}")
-        number = last_number(sample.response)
-        return number is not None and float(number) == float(sample.extra[self.field])
+            need = f"a prompt has no field {self.field!r} to check against: {sample.prompt[:60]!r}"
+            raise RewardFailed(f"row {sample.row}: {need}")
+        number, answer = last_number(sample.response), sample.extra[self.field]
+        try:
+            wanted = float(str(answer).replace(",", ""))
+        except ValueError:
+            need = f"field {self.field!r} of its prompt is no number: {answer!r:.80}"
+            raise RewardFailed(f"row {sample.row}: {need} (prompt {sample.prompt[:60]!r})") from None
+        return number is not None and float(number) == wanted
 
 
 @dataclass(frozen=True)

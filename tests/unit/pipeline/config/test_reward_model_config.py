@@ -129,3 +129,11 @@ def test_a_reward_model_is_a_critic_but_no_policy_and_no_reference(tmp_path: Pat
         with pytest.raises(ConfigError, match=rf"{key.replace('.', '[.]')}: .*it is a reward model") as refused:
             preflight(load_config(files, [*changes, f"{key}={path}"]))
         assert refused.value.key == key
+
+
+def test_a_directory_that_holds_a_run_is_refused_and_stays_as_it_is(tmp_path: Path) -> None:
+    (tmp_path / "tiny").mkdir()
+    (tmp_path / "tiny/events.jsonl").write_text("{}\n")
+    config = load_reward_model_config([TINY], [f"runs_dir={tmp_path}", "name=tiny"])
+    with pytest.raises(ConfigError, match=r"name: given 'tiny'; .* holds a run: choose another name="):
+        check_training(config)

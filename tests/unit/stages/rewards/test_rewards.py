@@ -99,6 +99,30 @@ def test_answer() -> None:
         reward([sample("5")])
 
 
+def test_an_answer_to_check_against_is_a_number_also_one_with_commas() -> None:
+    assert make("answer")([sample("1000", answer="1,000")]) == [1]
+    said = r"row 0: field .answer. of its prompt is no number: .#### 72. \(prompt .six.\)"
+    with pytest.raises(RewardFailed, match=said):
+        make("answer")([sample("72", "six", answer="#### 72")])
+
+
+@pytest.mark.parametrize(
+    ("kind", "args", "key"),
+    [
+        ("characters", {"characters": 5}, "args.characters"),
+        ("repetition", {"n": 2.5}, "args.n"),
+        ("length", {"target": "5"}, "args.target"),
+        ("ensemble", {"members": ["vader", "vader"]}, "args.members"),
+        ("ensemble", {"members": {"a": {"kind": "vader", "args": None}, "b": {"kind": "vader"}}}, "args"),
+    ],
+)
+def test_an_argument_of_another_type_is_refused(kind: str, args: dict[str, Any], key: str) -> None:
+    with pytest.raises(UnfitReward) as refused:
+        make(kind, **args)
+    assert refused.value.problem.key == f"reward.{key}"
+    assert "must " in refused.value.problem.need
+
+
 def test_format_is_of_the_whole_response() -> None:
     texts = ["so\n<answer>5</answer>\n", "<answer>5</answer> or so", "<answer></answer>", "5", ""]
     assert make("format")([sample(text) for text in texts]) == [1.0, 0.0, 0.0, 0.0, 0.0]

@@ -45,15 +45,11 @@ def main() -> None:
         start = json.loads(pipe.recv_bytes())
         try:
             function = _load(start["kind"], start["args"])
+            ready = _about(function)
         except _Refused as error:
             setting, need = error.args
             pipe.send_bytes(json.dumps({"refused": setting, "need": need}).encode())
             return
-        owner = function.func if isinstance(function, partial) else function
-        ready = {
-            "deterministic": bool(getattr(owner, "deterministic", True)),
-            "batch_tokens": getattr(owner, "batch_tokens", None),
-        }
         pipe.send_bytes(json.dumps(ready).encode())
         while True:
             samples = [_sample(fields) for fields in json.loads(pipe.recv_bytes())["samples"]]
@@ -87,6 +83,15 @@ def _load(kind: str, args: Mapping[str, Any]) -> Function:
     if not callable(made):
         raise _Refused("kind", f"an object of class {name} cannot be called: it needs a method __call__(samples)")
     return made
+
+
+def _about(function: Function) -> dict[str, Any]:
+    """What it says of itself. Raises _Refused."""
+    owner = function.func if isinstance(function, partial) else function
+    budget = getattr(owner, "batch_tokens", None)
+    if budget is not None and not (isinstance(budget, int) and budget >= 1):
+        raise _Refused("kind", f"its batch_tokens is {budget!r}: must be an integer of 1 or more, or None")
+    return {"deterministic": bool(getattr(owner, "deterministic", True)), "batch_tokens": budget}
 
 
 def _check_arguments(kind: str, target: Function, given: Mapping[str, Any]) -> None:

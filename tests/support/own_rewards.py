@@ -43,6 +43,13 @@ class Uncallable:
     pass
 
 
+class OddBatches:
+    batch_tokens = "many"
+
+    def __call__(self, samples: Sequence[Sample]) -> list[float]:
+        return [0.0] * len(samples)
+
+
 def seen(samples: Sequence[Sample]) -> list[float]:
     """What a sample holds, as one number each: 1 where all of it came through."""
     first = samples[0]

@@ -96,6 +96,7 @@ def test_a_process_that_was_killed_is_started_again() -> None:
         (f"{OWN}:vowels", {"gian": 1}, "reward.args", "no such argument: gian; tests.support.own_rewards:vowels takes"),
         (f"{OWN}:Prefix", {}, "reward.args", "without text, which must be given"),
         (f"{OWN}:Uncallable", {}, "reward.kind", "needs a method __call__(samples)"),
+        (f"{OWN}:OddBatches", {}, "reward.kind", "batch_tokens is 'many': must be an integer of 1 or more"),
         ("math:hypot", {}, "reward.kind", "does not say which arguments it takes"),
     ],
 )

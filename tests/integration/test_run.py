@@ -240,7 +240,8 @@ def test_mlflow_has_the_run(overlapped: RunConfig) -> None:
     client = MlflowClient(overlapped.tracking.uri)
     experiment = client.get_experiment_by_name("stageline")
     assert experiment is not None
-    (run,) = client.search_runs([experiment.experiment_id])
+    own = f"attributes.run_name = '{overlapped.name}'"  # variants of it, which other tests train, are there too
+    (run,) = client.search_runs([experiment.experiment_id], own)
     assert run.info.status == "FINISHED"
     assert run.data.params == flatten(overlapped) | {"runs_dir": "runs"}
     assert {"git_commit", "host", "config_hash", "run_dir"} <= run.data.tags.keys()

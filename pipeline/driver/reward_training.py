@@ -190,8 +190,10 @@ def _tracker(config: RewardModelConfig, root: Path) -> Iterator[Tracker]:
     if config.tracking.uri is None:
         yield NullTracker()
         return
-    tags = {"stageline.kind": "reward model"}
     settings = config.tracking
+    tags = {"stageline.kind": "reward model"}
+    if settings.parent is not None:
+        tags["mlflow.parentRunId"] = settings.parent
     with MlflowTracker(
         config.tracking.uri, settings.experiment, config.name, flatten(config), tags, root / "mlflow_spool.jsonl"
     ) as tracker:

@@ -12,13 +12,11 @@ import logging
 import os
 import secrets
 import socket
-import tempfile
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-import dask
 from distributed import Client, Scheduler, SpecCluster, Status
 from distributed.security import Security
 from distributed.utils import get_ip
@@ -27,7 +25,7 @@ from pipeline.config.errors import ConfigError
 from pipeline.config.loading import to_yaml
 from pipeline.config.paths import RunPaths
 from pipeline.config.run import RunConfig
-from pipeline.driver.cluster import dashboard_link, free_address, scheduler_extensions
+from pipeline.driver.cluster import dashboard_link, scheduler_spec
 from pipeline.driver.roster import Roster
 from pipeline.workers.joining import JOIN, REFUSALS
 from pipeline.workers.network import family_of, interface_address, interfaces
@@ -38,7 +36,7 @@ from pipeline.workers.scheduler_file import (
     newest_attempt,
     write_scheduler_file,
 )
-from pipeline.workers.worker_process import DASK_SETTINGS, SCRATCH, remove_abandoned_scratch
+from pipeline.workers.worker_process import dask_settings
 from storage.private import private_directory
 
 _ATTEMPTS = "attempts"
@@ -60,23 +58,9 @@ class AttachedWorkers:
         host = listening_address(config.cluster.interface, config.cluster.host)
         _check_port(host, config.cluster.port)
         security = Security.temporary()
-        of_scheduler = {
-            "cls": Scheduler,
-            "options": {
-                "host": host,
-                "port": config.cluster.port,
-                "protocol": "tls://",
-                "security": security,
-                "dashboard_address": free_address(config.cluster.dashboard),
-                "dashboard": config.cluster.dashboard is not None,
-                "extensions": scheduler_extensions(),
-            },
-        }
+        of_scheduler = scheduler_spec(config, security, host, config.cluster.port)
         with ExitStack() as stack:  # what is open is closed again if the rest cannot be opened
-            remove_abandoned_scratch(Path(tempfile.gettempdir()))
-            prefix = f"{SCRATCH}{os.getpid()}-"
-            scratch = stack.enter_context(tempfile.TemporaryDirectory(prefix=prefix, ignore_cleanup_errors=True))
-            stack.enter_context(dask.config.set({**DASK_SETTINGS, "temporary-directory": scratch}))
+            stack.enter_context(dask_settings())
             self._cluster = SpecCluster(
                 workers={}, scheduler=of_scheduler, security=security, silence_logs=logging.CRITICAL
             )

@@ -13,7 +13,7 @@ its ports. So all of them speak TLS, and answer only who shows the run's own cer
 begins, lives in the memory of these processes (and, of an attached run, in its scheduler file, of mode 0600 in a folder
 of mode 0700) and ends with them.
 
-May import distributed.
+May import distributed and pipeline.config.run.
 """
 
 from __future__ import annotations
@@ -30,6 +30,9 @@ from urllib.parse import urlsplit
 
 from distributed import Client, Scheduler, scheduler
 from distributed.protocol.pickle import dumps
+from distributed.security import Security
+
+from pipeline.config.run import RunConfig
 
 _KILL_S = 5.0
 """Of the driver's time, for processes to be killed: a host that is gone answers nobody."""
@@ -67,6 +70,22 @@ def scheduler_extensions() -> dict[str, Any]:
     """Dask's, less those that are of no use here. Spans are kept for ever, and one begins whenever nothing is running:
     6 KB each in the scheduler, and counters for each in every worker, two a step."""
     return {name: kind for name, kind in scheduler.DEFAULT_EXTENSIONS.items() if name not in ("spans", "stealing")}
+
+
+def scheduler_spec(config: RunConfig, security: Security, host: str, port: int = 0) -> dict[str, Any]:
+    """A run's scheduler, for Dask's `SpecCluster`, in this process and listening there. `port` 0: any."""
+    return {
+        "cls": Scheduler,
+        "options": {
+            "host": host,
+            "port": port,
+            "protocol": "tls://",
+            "security": security,
+            "dashboard_address": free_address(config.cluster.dashboard),
+            "dashboard": config.cluster.dashboard is not None,
+            "extensions": scheduler_extensions(),
+        },
+    }
 
 
 def free_address(wanted: str | None) -> str:

@@ -13,25 +13,20 @@ from __future__ import annotations
 import logging
 import os
 import signal
-import tempfile
 from contextlib import ExitStack
-from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-import dask
 from distributed import Client, Nanny, Scheduler, SpecCluster
 from distributed.security import Security
 
 from pipeline.config.devices import THIS_HOST, all_here, plan_devices, visible_devices
 from pipeline.config.run import RunConfig
-from pipeline.driver.cluster import free_address, scheduler_extensions
+from pipeline.driver.cluster import scheduler_spec
 from pipeline.workers.messages import worker_name
 from pipeline.workers.worker_process import (
-    DASK_SETTINGS,
-    SCRATCH,
+    dask_settings,
     nanny_options,
-    remove_abandoned_scratch,
     shares_cores,
     start_forkserver,
 )
@@ -54,22 +49,9 @@ class LocalWorkers:
                 gpus = visible_devices(plan[gang.name, index], inherited) if num_gpus else None
                 options = nanny_options(config, gang, index, security, shared=shares_cores(config), gpus=gpus)
                 specs[worker_name(gang.name, index)] = {"cls": Nanny, "options": {"host": "127.0.0.1", **options}}
-        of_scheduler = {
-            "cls": Scheduler,
-            "options": {
-                "host": "127.0.0.1",
-                "protocol": "tls://",
-                "security": security,
-                "dashboard_address": free_address(config.cluster.dashboard),
-                "dashboard": config.cluster.dashboard is not None,
-                "extensions": scheduler_extensions(),
-            },
-        }
+        of_scheduler = scheduler_spec(config, security, "127.0.0.1")
         with ExitStack() as stack:  # what is open is closed again if the rest cannot be opened
-            remove_abandoned_scratch(Path(tempfile.gettempdir()))
-            prefix = f"{SCRATCH}{os.getpid()}-"
-            scratch = stack.enter_context(tempfile.TemporaryDirectory(prefix=prefix, ignore_cleanup_errors=True))
-            stack.enter_context(dask.config.set({**DASK_SETTINGS, "temporary-directory": scratch}))
+            stack.enter_context(dask_settings())
             start_forkserver()
             self._cluster = SpecCluster(
                 workers=specs, scheduler=of_scheduler, security=security, silence_logs=logging.CRITICAL

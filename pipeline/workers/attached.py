@@ -19,16 +19,14 @@ import fcntl
 import logging
 import os
 import signal
-import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 from typing import IO, Any
 
-import dask
 from distributed import Nanny
 from distributed.comm import Comm, connect, get_address_host
 from distributed.security import Security
@@ -49,10 +47,8 @@ from pipeline.workers.scheduler_file import (
     read_scheduler_file,
 )
 from pipeline.workers.worker_process import (
-    DASK_SETTINGS,
-    SCRATCH,
+    dask_settings,
     nanny_options,
-    remove_abandoned_scratch,
     shares_cores,
     start_forkserver,
 )
@@ -177,7 +173,7 @@ class _AttachedWorker:
         gpus = visible_devices(devices, os.environ.get("CUDA_VISIBLE_DEVICES")) if request.gpus else None
         shared = shares_cores(config)
         options = nanny_options(config, gang, self._wanted.index, security_of(file), shared=shared, gpus=gpus)
-        with _scratch(), _board_of_host(board):
+        with dask_settings(), _board_of_host(board):
             start_forkserver()
             nanny = Nanny(file.address, host=address, **options)
             try:
@@ -302,17 +298,6 @@ def _network_environment(address: str) -> dict[str, str]:
     name = interface_with(address)
     wanted = {"GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"} - os.environ.keys()
     return {} if name is None else dict.fromkeys(wanted, name)
-
-
-@contextmanager
-def _scratch() -> Iterator[None]:
-    """Dask's settings, and a directory for it that goes in the end."""
-    remove_abandoned_scratch(Path(tempfile.gettempdir()))
-    prefix = f"{SCRATCH}{os.getpid()}-"
-    with ExitStack() as stack:
-        scratch = stack.enter_context(tempfile.TemporaryDirectory(prefix=prefix, ignore_cleanup_errors=True))
-        stack.enter_context(dask.config.set({**DASK_SETTINGS, "temporary-directory": scratch}))
-        yield
 
 
 @contextmanager

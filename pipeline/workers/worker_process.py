@@ -13,10 +13,14 @@ import platform
 import shutil
 import signal
 import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
+import dask
 from distributed import worker
 from distributed.security import Security
 from distributed.utils import get_mp_context
@@ -27,7 +31,7 @@ from pipeline.workers.messages import pin_resource, slot_resource, worker_name
 from stages.models.protocol import Role
 from storage.processes import process_alive
 
-DASK_SETTINGS: dict[str, Any] = {
+_DASK_SETTINGS: dict[str, Any] = {
     "distributed.scheduler.work-stealing": False,
     # A death fails what ran there at once: the driver decides what is lost, Dask must not run a collective again alone.
     "distributed.scheduler.allowed-failures": 0,
@@ -72,7 +76,7 @@ FORKSERVER_ENVIRONMENT = {
     "OPENBLAS_NUM_THREADS": "1",  # numpy's, which is loaded before the fork; torch has `placement.gangs.*.threads`
     "DASK_LOGGING__DISTRIBUTED": "warning",
 }
-SCRATCH = "stageline-dask-"
+_SCRATCH = "stageline-dask-"
 """Begins the name of a process's directory of Dask's in the temporary folder; its process id follows."""
 _ANY = 1_000_000.0
 """Capacity of a pin that limits nothing: threads do."""
@@ -150,10 +154,23 @@ def nanny_options(
 
 def remove_abandoned_scratch(folder: Path) -> None:
     """Removes what drivers of this user that were killed have left of Dask's in the temporary folder."""
-    for path in folder.glob(f"{SCRATCH}*-*"):
-        owner = path.name.removeprefix(SCRATCH).partition("-")[0]
+    for path in folder.glob(f"{_SCRATCH}*-*"):
+        owner = path.name.removeprefix(_SCRATCH).partition("-")[0]
         if owner.isdigit() and not process_alive(int(owner)) and path.lstat().st_uid == os.getuid():
             shutil.rmtree(path, ignore_errors=True)
+
+
+@contextmanager
+def dask_settings() -> Iterator[None]:
+    """Within the block Dask's settings are a run's, with a directory of this process's own, which goes in the end; so
+    do those that killed ones have left."""
+    remove_abandoned_scratch(Path(tempfile.gettempdir()))
+    prefix = f"{_SCRATCH}{os.getpid()}-"
+    with (
+        tempfile.TemporaryDirectory(prefix=prefix, ignore_cleanup_errors=True) as scratch,
+        dask.config.set({**_DASK_SETTINGS, "temporary-directory": scratch}),
+    ):
+        yield
 
 
 def start_forkserver() -> None:

@@ -1,1 +1,2 @@
-"""C that is compiled on the machine it runs on: the compiler's call, and the numbers that all of it shares."""
+"""What is the machine's own: C that is compiled where it runs (the compiler's call, and the numbers that all of it
+shares), and processes that end with their parent."""

@@ -9,7 +9,6 @@ it, and when the pipe ends. Loads no other part of Stageline but the protocol of
 
 from __future__ import annotations
 
-import ctypes
 import importlib
 import inspect
 import json
@@ -24,9 +23,9 @@ from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
 
+from stages.native.parent import end_with_parent
 from stages.rewards.protocol import Sample, Scored
 
-_PR_SET_PDEATHSIG = 1
 _SEARCH_S = 10.0
 """For which of a batch's rows raises alone."""
 
@@ -40,7 +39,7 @@ class _Refused(Exception):
 def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that owns this one
     pipe, parent = Connection(int(sys.argv[1])), int(sys.argv[2])
-    _die_with(parent)
+    end_with_parent(parent)
     with suppress(EOFError, OSError):  # the parent has gone, or wants no more
         start = json.loads(pipe.recv_bytes())
         try:
@@ -166,15 +165,6 @@ def _sample(fields: dict[str, Any]) -> Sample:
 
 def _one_line(error: BaseException) -> str:
     return " ".join(f"{type(error).__name__}: {error}".split())
-
-
-def _die_with(parent: int) -> None:
-    """Also where this process is stopped, or stuck in a native call: Linux kills it when the thread that started it
-    ends. Elsewhere the pipe's end has to do."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:  # it ended before it was asked for
-            os._exit(1)
 
 
 if __name__ == "__main__":

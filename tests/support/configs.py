@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from dataclasses import fields, is_dataclass
 from pathlib import Path
+from typing import Any
 
 CONFIG = """
 name: small
@@ -28,3 +30,12 @@ def write_config(folder: Path) -> None:
     """Into c.yaml, beside prompts.jsonl with six prompts of 6 tokens."""
     (folder / "c.yaml").write_text(CONFIG)
     (folder / "prompts.jsonl").write_text("".join(json.dumps({"prompt": f"word {i}"}) + "\n" for i in range(6)))
+
+
+def keys(config: Any, prefix: str) -> list[str]:
+    """Key paths of a config's leaves."""
+    found = []
+    for field in fields(config):
+        value = getattr(config, field.name)
+        found += keys(value, f"{prefix}{field.name}.") if is_dataclass(value) else [f"{prefix}{field.name}"]
+    return found

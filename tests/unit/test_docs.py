@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import fields, is_dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -13,6 +11,7 @@ from pipeline.config.placement import GangConfig
 from pipeline.config.run import RunConfig
 from pipeline.config.slurm import SlurmGangConfig
 from stages.rewards.config import PartConfig
+from tests.support.configs import keys
 from tests.support.paths import ROOT
 
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md"), ROOT / "slurm/README.md"])
@@ -20,15 +19,6 @@ PATHS = re.compile(
     r"`((?:pipeline|stages|storage|conf|tests|benchmarks|requirements)/[\w./-]*\w)`"  # a file or folder in code quotes
     r"|\]\(([\w./-]+\.md)[#)]"  # a link to another page
 )
-
-
-def keys(config: Any, prefix: str) -> list[str]:
-    """Key paths of a config's leaves."""
-    found = []
-    for field in fields(config):
-        value = getattr(config, field.name)
-        found += keys(value, f"{prefix}{field.name}.") if is_dataclass(value) else [f"{prefix}{field.name}"]
-    return found
 
 
 def test_running_has_exactly_the_keys_of_the_config() -> None:

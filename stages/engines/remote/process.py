@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import IO
 
 import stages
-from stages.engines.remote.serving.parent import PARENT
 from stages.engines.remote.wire import Channel
 
 LAST_LINES = 15
@@ -46,8 +45,8 @@ class ServerProcess:
             with theirs:
                 kept = {name: value for name, value in os.environ.items() if name not in _NOT_PASSED_ON}
                 self.process = subprocess.Popen(
-                    [python, "-u", "-m", _SERVER, str(theirs.fileno())],
-                    env=kept | {"PYTHONPATH": os.pathsep.join(path), PARENT: str(os.getpid())},
+                    [python, "-u", "-m", _SERVER, str(theirs.fileno()), str(os.getpid())],
+                    env=kept | {"PYTHONPATH": os.pathsep.join(path)},
                     cwd=folder,
                     stdin=subprocess.DEVNULL,
                     stdout=output,

@@ -8,7 +8,6 @@ It lives as long as the thread that started it: when the commands end, so does i
 
 from __future__ import annotations
 
-import ctypes
 import os
 import signal
 import sys
@@ -33,13 +32,12 @@ from stages.engines.embedded.ranks.commands import (
 )
 from stages.engines.embedded.ranks.rank_model import RankModel, RankSpec
 from stages.engines.protocol import WeightsError
-
-_PR_SET_PDEATHSIG = 1
+from stages.native.parent import end_with_parent
 
 
 def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that owns this one
-    _die_with_parent()
+    end_with_parent()
     commands, weights = (Connection(int(number)) for number in sys.argv[1:3])
     with suppress(EOFError, ConnectionResetError):  # the parent has gone, or wants no more
         spec: RankSpec = commands.recv()
@@ -109,13 +107,6 @@ def _prepare(message: Prepare, weights: Connection, model: RankModel, prepared: 
     finally:
         model.end_threads()
     weights.send(None)
-
-
-def _die_with_parent() -> None:
-    """Also where this process is stopped, or stuck in a native call: Linux kills it when the thread that started it
-    ends. Elsewhere the connections' end has to do."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 if __name__ == "__main__":

@@ -3,11 +3,11 @@
     reader thread ──messages──► loop: rows in, a token for each, finished rows out ──► socket
     beat thread   ──once a second, whatever the loop is in the middle of──────────────► socket
 
-Started by `process.py` as `python -m stages.engines.remote.serving.server FD`, where FD is its end of a socket pair: no
-port, no path, no one else can connect. It ends when the other end closes, and (on Linux) with its parent whatever
-happens. What it prints goes to its log.
+Started by `process.py` as `python -m stages.engines.remote.serving.server FD PARENT`, where FD is its end of a socket
+pair (no port, no path, no one else can connect) and PARENT the process that starts it. It ends when the other end
+closes, and (on Linux) with its parent whatever happens. What it prints goes to its log.
 
-May import the standard library, numpy, msgpack, this folder and `remote.wire`.
+May import the standard library, numpy, msgpack, this folder, `remote.wire` and stages.native.parent.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from typing import Any
 import numpy as np
 
 from stages.engines.remote.serving.adapter import EngineAdapter, ServedRow, Settings
-from stages.engines.remote.serving.parent import end_with_parent
 from stages.engines.remote.serving.tensors import map_tensors
 from stages.engines.remote.wire import BEAT_S, PROTOCOL, Channel, pack_array
+from stages.native.parent import end_with_parent
 
 
 @dataclass
@@ -161,9 +161,9 @@ def _build(hello: Mapping[str, Any]) -> EngineAdapter:
     return kind(Settings(**hello["settings"]))
 
 
-def main(descriptor: int) -> int:
+def main(descriptor: int, parent: int) -> int:
     """Serves until the other end closes; 1 where the engine could not be started, or failed."""
-    end_with_parent()
+    end_with_parent(parent)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal; the driver ends the run
     channel = Channel(socket.socket(fileno=descriptor))
     closed = threading.Event()
@@ -198,7 +198,7 @@ def main(descriptor: int) -> int:
 if __name__ == "__main__":
     # Without waiting for threads and exit handlers of the engine: nothing here is left to be saved.
     sys.stderr.flush()
-    status = main(int(sys.argv[1]))
+    status = main(int(sys.argv[1]), int(sys.argv[2]))
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)

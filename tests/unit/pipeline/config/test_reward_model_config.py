@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import fields, is_dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 from transformers import AutoModelForSequenceClassification, LlamaConfig
@@ -18,7 +16,7 @@ from pipeline.config.preflight import preflight
 from pipeline.config.reward_model import RewardModelConfig
 from pipeline.config.reward_preflight import check_training
 from stages.models.hf_config import read_config
-from tests.support.configs import arguments, write_config
+from tests.support.configs import arguments, keys, write_config
 from tests.support.paths import ROOT
 
 SHIPPED = sorted((ROOT / "conf/reward").glob("*.yaml"))
@@ -88,15 +86,6 @@ def test_the_docs_have_exactly_the_keys_of_the_config() -> None:
     text = (ROOT / "docs/reward_models.md").read_text("utf8")
     documented = re.findall(r"^\| `([\w.]+)` \|.*\|.*\|.*\|$", text, re.MULTILINE)
     assert sorted(documented) == sorted(keys(RewardModelConfig(), ""))
-
-
-def keys(config: Any, prefix: str) -> list[str]:
-    """Key paths of a config's leaves."""
-    found = []
-    for field in fields(config):
-        value = getattr(config, field.name)
-        found += keys(value, f"{prefix}{field.name}.") if is_dataclass(value) else [f"{prefix}{field.name}"]
-    return found
 
 
 def classifier(directory: Path, num_labels: int) -> str:

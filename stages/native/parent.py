@@ -1,0 +1,20 @@
+"""A process that does not outlive the one that started it. May import the standard library."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+
+_PR_SET_PDEATHSIG = 1
+
+
+def end_with_parent(parent: int | None = None) -> None:
+    """From here on this process ends when the thread that started it does, also where it is stopped, or stuck in a
+    native call: Linux kills it. Elsewhere the end of its connection has to do. `parent`: the process that it must be a
+    child of; where that has ended before it could be asked for, this one ends at once."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if parent is not None and os.getppid() != parent:
+            os._exit(1)

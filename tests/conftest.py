@@ -29,7 +29,7 @@ from tests.support.paths import MOVIE_REVIEWS, ROOT, SMOLLM2
 
 pytest.register_assert_rewrite("tests.contracts.engine_contract", "tests.support.engines", "tests.support.runs")
 
-LONGEST_FIRST = ("slurm", "integration", "contracts")
+LONGEST_FIRST = ("slurm", "integration", "browser", "contracts")
 """Folders whose files take a minute: begun last, one of them would keep one process busy while the other is done."""
 
 

@@ -1,0 +1,33 @@
+"""One Chromium for all tests of this folder; skipped where the machine has none."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from playwright.sync_api import Browser, Page
+
+from tests.support.browser import chromium, missing
+
+
+@pytest.fixture(scope="session")
+def browser() -> Iterator[Browser]:
+    absent = missing()
+    if absent is not None:
+        pytest.skip(absent)
+    with chromium() as opened:
+        yield opened
+
+
+@pytest.fixture
+def page(browser: Browser) -> Iterator[Page]:
+    """Empty, in a context of its own; what goes wrong in its scripts fails the test."""
+    errors: list[str] = []
+    context = browser.new_context(viewport={"width": 1280, "height": 900})
+    try:
+        opened = context.new_page()
+        opened.on("pageerror", lambda error: errors.append(str(error)))
+        yield opened
+    finally:
+        context.close()
+    assert not errors, errors

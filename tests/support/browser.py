@@ -1,0 +1,32 @@
+"""Chromium, driven through the pages that people look at. The system's own: `make browser` installs Debian's."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from playwright.sync_api import Browser, sync_playwright
+
+NAMES = ("chromium", "chromium-browser", "google-chrome")
+
+
+def missing() -> str | None:
+    """What tests of pages need and this machine lacks."""
+    if any(map(shutil.which, NAMES)):
+        return None
+    return "tests of pages need Chromium (`make browser`, or on Debian: apt-get install chromium)"
+
+
+@contextmanager
+def chromium() -> Iterator[Browser]:
+    """A headless one. Its sandbox is off, since root may not have one, and its pages are the tests' own."""
+    path = next(filter(None, map(shutil.which, NAMES)))
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(
+            executable_path=path, args=["--no-sandbox", "--disable-dev-shm-usage", "--disable-gpu"]
+        )
+        try:
+            yield browser
+        finally:
+            browser.close()

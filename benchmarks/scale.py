@@ -34,8 +34,9 @@ from pipeline.config.loading import load_config
 from pipeline.config.run import RunConfig
 from pipeline.driver.context import ExecutorSettings
 from pipeline.driver.executor import Executor
-from pipeline.graph.dispatch import Dispatch, Gang
+from pipeline.graph.dispatch import Dispatch
 from pipeline.graph.flow import Flow
+from pipeline.graph.gangs import Gang
 from pipeline.graph.graph import GraphSpec, Node, run_nodes
 from pipeline.observe.journal import Journal
 from pipeline.workers.messages import OUTCOMES, Built, Call, Outcome, WorkerSpec

@@ -36,6 +36,7 @@ DECIDES_NOTHING = (
     "engine.start_s",
     "engine.silence_s",
     "placement.share_devices",
+    "placement.turns",
     "placement.gangs.*.weights_dir",
     "placement.gangs.*.offload",
     "reward.parts.*.timeout_s",

@@ -11,8 +11,11 @@ GPU, which NCCL refuses.
     (critic of 3: refused, it would share some of               a larger one on exactly those of another
      train's GPUs and not all)
 
+Gangs that have their devices in turn (`placement.turns`) are one for this: the one that needs the most GPUs has them
+counted out, and the others' workers are on the same ones, in order.
+
 Pure functions: how many GPUs a host has is asked by the caller. May import pipeline.config.placement (and below it
-pipeline.graph.dispatch), stages.models.protocol and storage.problems.
+pipeline.graph.gangs), stages.models.protocol and storage.problems.
 """
 
 from __future__ import annotations
@@ -20,13 +23,15 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from pipeline.graph.dispatch import Gang
+from pipeline.graph.gangs import Gang
 from stages.models.protocol import Role
 from storage.problems import Problem
 
 Worker = tuple[str, int]
 """Its gang's name, and its rank or replica."""
 THIS_HOST = "this host"
+Turns = Collection[Collection[str]]
+"""Groups of gangs, by name, that have the same devices in turn."""
 
 
 @dataclass(frozen=True)
@@ -49,12 +54,19 @@ def all_here(gangs: Sequence[Gang]) -> dict[Worker, str]:
 
 
 def device_problems(
-    gangs: Sequence[Gang], replica_ranks: int, hosts: Mapping[Worker, str], num_gpus: Mapping[str, int], *, share: bool
+    gangs: Sequence[Gang],
+    replica_ranks: int,
+    hosts: Mapping[Worker, str],
+    num_gpus: Mapping[str, int],
+    *,
+    share: bool,
+    turns: Turns = (),
 ) -> Iterator[Problem]:
     """What of a placement cannot have its GPUs. `hosts`: where each worker is; `num_gpus`: of each host, 0 where
-    everything is computed on CPUs; `replica_ranks`: of the engine; `share`: `placement.share_devices`."""
+    everything is computed on CPUs; `replica_ranks`: of the engine; `share`: `placement.share_devices`; `turns`:
+    `placement.turns`."""
     for host, available in num_gpus.items():
-        units = _units(gangs, replica_ranks, hosts, host) if available else []
+        units, _ = _in_turn(_units(gangs, replica_ranks, hosts, host) if available else [], turns)
         for unit in units:
             if unit.size > available:
                 yield _too_large(unit, host, available)
@@ -73,16 +85,23 @@ def device_problems(
 
 
 def plan_devices(
-    gangs: Sequence[Gang], replica_ranks: int, hosts: Mapping[Worker, str], num_gpus: Mapping[str, int]
+    gangs: Sequence[Gang],
+    replica_ranks: int,
+    hosts: Mapping[Worker, str],
+    num_gpus: Mapping[str, int],
+    turns: Turns = (),
 ) -> dict[Worker, tuple[int, ...]]:
     """The GPUs of each worker, as indices on its host; none where a worker needs none or its host has none. For what
     `device_problems` lets pass; GPUs are shared only where there are too few."""
     plan: dict[Worker, tuple[int, ...]] = dict.fromkeys(hosts, ())
     for host, available in num_gpus.items():
         if available:
-            assigned = _assigned(_units(gangs, replica_ranks, hosts, host), available)
+            units, followers = _in_turn(_units(gangs, replica_ranks, hosts, host), turns)
+            assigned = _assigned(units, available)
             assert not isinstance(assigned, _Unit), f"{assigned} was not refused"
             plan |= assigned
+            for leader, following in followers:
+                plan |= _after(leader, following, assigned)
     return plan
 
 
@@ -99,10 +118,14 @@ def devices_of_joining(
     taken: Mapping[str, Collection[Worker]],
     *,
     share: bool,
+    turns: Turns = (),
 ) -> tuple[int, ...] | str:
     """The GPUs of a worker that joins from some host, as indices into those that it sees (by identity, so that two
     workers which see the same one are known to); or what keeps it from having any. `taken`: who has each, of those that
-    joined before it. None where it needs none, or sees none at all."""
+    joined before it; one that others have which take turns with its gang counts as free. None where it needs none, or
+    sees none at all."""
+    alternating = {name for group in turns if gang.name in group for name in group} - {gang.name}
+    taken = {device: [one for one in holders if one[0] not in alternating] for device, holders in taken.items()}
     each = _devices_of_each(gang, replica_ranks)
     if not each or not seen:
         return ()
@@ -118,6 +141,32 @@ def devices_of_joining(
     return (
         f"it needs {each} GPUs; of the {len(seen)} that it sees {len(free)} are free, others are {', '.join(holders)}'s"
     )
+
+
+def _in_turn(units: Sequence[_Unit], turns: Turns) -> tuple[list[_Unit], list[tuple[str, list[_Unit]]]]:
+    """Of the units on a host: those that have GPUs counted out, and, by the gang whose GPUs they have in turn, the
+    others."""
+    own, followers = list(units), []
+    for group in turns:
+        sizes = {name: sum(unit.size for unit in units if unit.gang.name == name) for name in group}
+        leader = max(group, key=lambda name: sizes[name])
+        others = [unit for unit in own if unit.gang.name in group and unit.gang.name != leader]
+        own = [unit for unit in own if unit not in others]
+        followers += [(leader, [unit for unit in others if unit.gang.name == name]) for name in group if name != leader]
+    return own, followers
+
+
+def _after(
+    leader: str, following: Sequence[_Unit], assigned: Mapping[Worker, tuple[int, ...]]
+) -> dict[Worker, tuple[int, ...]]:
+    """The GPUs of the workers of a gang that has a leader's in turn."""
+    gpus = sorted({gpu for (gang, _), own in assigned.items() if gang == leader for gpu in own})
+    found, first = {}, 0
+    for unit in following:
+        for index in unit.indices:
+            found[unit.gang.name, index] = tuple(gpus[(first + n) % len(gpus)] for n in range(unit.each))
+            first += unit.each
+    return found
 
 
 def _devices_of_each(gang: Gang, replica_ranks: int) -> int:

@@ -8,7 +8,7 @@ On a host without GPUs everything lies in the host's memory. With GPUs what is c
 host has the processes, a copy of the weights while they are read, and the published versions.
 
 From above: the largest micro-batches that rows of any lengths make, every slot of every engine taken. May import the
-sections of the config, pipeline.graph.dispatch, stages.models.{config, layouts, memory, protocol, spec}, the paging of
+sections of the config, pipeline.graph.gangs, stages.models.{config, layouts, memory, protocol, spec}, the paging of
 stages.engines, storage.problems.
 """
 
@@ -23,12 +23,20 @@ import torch
 
 from pipeline.config.devices import Worker, plan_devices
 from pipeline.config.run import RunConfig
-from pipeline.graph.dispatch import Gang
+from pipeline.graph.gangs import Gang
 from stages.engines.embedded.kernels.paging import block_bytes, blocks_for
 from stages.models.adapter_shapes import target_parts
 from stages.models.config import LayoutConfig, OptimizerConfig
 from stages.models.layouts import layout_problems
-from stages.models.memory import DTYPE_BYTES, GangModels, MicroBatchSize, RowsSize, offloaded_bytes, rank_bytes
+from stages.models.memory import (
+    DTYPE_BYTES,
+    GRADIENTS,
+    GangModels,
+    MicroBatchSize,
+    RowsSize,
+    offloaded_bytes,
+    rank_bytes,
+)
 from stages.models.protocol import MODEL_ROLES, Role
 from stages.models.spec import EMBEDDING, ModelSpec, layer_and_part, tensor_shapes
 from storage.problems import Problem
@@ -108,6 +116,12 @@ class WorkerMemory:
             self._without(*self.items.keys() - {PROCESS, OFFLOADED, SCORERS, kind}) for kind in (READING, EXPORTING)
         )
 
+    @property
+    def resting(self) -> int:
+        """In the host's memory once it has left its device to another gang: all but what is made anew. It stays there,
+        since pinning memory takes longer than the copy."""
+        return self._without(*_ON_HOST, GRADIENTS, "activations", "logits", "trunk cache", "refit", "KV cache")
+
     def _without(self, *names: str) -> int:
         return sum(number for name, number in self.items.items() if name not in names)
 
@@ -132,7 +146,11 @@ def board_bytes(run: PlannedRun) -> int:
 
 def host_bytes(run: PlannedRun, workers: Iterable[WorkerMemory]) -> int:
     """Of the whole run in this host's memory."""
-    own = sum(worker.beside_device if run.on_gpus else worker.total for worker in workers)
+    turns = {name for group in run.config.placement.turns for name in group}
+    own = 0
+    for worker in workers:
+        own += worker.beside_device if run.on_gpus else worker.total
+        own += worker.resting if run.on_gpus and worker.worker[0] in turns else 0
     return own + published_bytes(run) + DRIVER_BYTES
 
 
@@ -191,14 +209,22 @@ def _by_device(config: RunConfig, workers: Sequence[WorkerMemory], num_devices: 
     """Of each GPU of this host: the bytes of the workers on it, and the gang that has the most."""
     gangs = {gang.name: gang for gang in config.gangs()}
     hosts = {worker.worker: "" for worker in workers}
-    plan = plan_devices(list(gangs.values()), config.replica_ranks, hosts, {"": num_devices})
+    turns = config.placement.turns
+    plan = plan_devices(list(gangs.values()), config.replica_ranks, hosts, {"": num_devices}, turns)
     loads: list[dict[str, int]] = [{} for _ in range(num_devices)]
     for worker in workers:
         own = plan[worker.worker]
         for number in own:
             load, name = loads[number], worker.worker[0]
             load[name] = load.get(name, 0) + worker.on_device // len(own)
-    return [(sum(load.values()), gangs[max(load, key=load.__getitem__)]) for load in loads if load]
+    return [(_at_once(load, turns), gangs[max(load, key=load.__getitem__)]) for load in loads if load]
+
+
+def _at_once(load: Mapping[str, int], turns: Sequence[Sequence[str]]) -> int:
+    """Bytes on a GPU, by gang, that are there at the same time: of gangs that take turns, the largest."""
+    alternating = {name for group in turns for name in group}
+    alone = sum(number for name, number in load.items() if name not in alternating)
+    return alone + sum(max((load.get(name, 0) for name in group), default=0) for group in turns)
 
 
 def _layouts(run: PlannedRun, gang: Gang) -> Iterator[LayoutConfig]:

@@ -1,6 +1,6 @@
 """The section `placement`: groups of worker processes, and which roles they serve.
 
-May import pipeline.graph.dispatch, stages.models (config, layouts, protocol) and storage.problems.
+May import pipeline.graph.gangs, stages.models (config, layouts, protocol) and storage.problems.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import os
 from collections.abc import Collection, Iterator
 from dataclasses import asdict, dataclass, field
 
-from pipeline.graph.dispatch import Gang, gangs_of
+from pipeline.graph.gangs import Gang, gangs_of
 from stages.models.config import LayoutConfig, Offload
 from stages.models.layouts import gang_problems
 from stages.models.protocol import MODEL_ROLES, Role
@@ -46,6 +46,9 @@ class PlacementConfig:
     share_devices: bool = False
     """Where a host has fewer GPUs than its workers need, they may share: two gangs a GPU, and its memory. Ranks of one
     gang never do."""
+    turns: list[list[str]] = field(default_factory=list)
+    """Groups of gangs that have the same devices in turn: while one of them has anything to do, the others have left
+    them. `[[generate, train]]`: generation and training on the same GPUs."""
 
 
 def gang_of(placement: PlacementConfig, role: Role) -> str:
@@ -71,6 +74,7 @@ def placement_problems(placement: PlacementConfig, *, critic: bool) -> Iterator[
         return
     for name in placement.gangs:
         yield from _gang_problems(placement, name)
+    yield from _turn_problems(placement)
     for gang in placed_gangs(placement, critic=critic):
         if gang.ordered:
             yield from _ordered_gang_problems(gang, placement.gangs[gang.name])
@@ -108,6 +112,26 @@ def _gang_problems(placement: PlacementConfig, name: str) -> Iterator[Problem]:
     yield from _weights_dir_problems(f"{key}.weights_dir", settings.weights_dir, roles)
     if MODEL_ROLES.isdisjoint(roles):
         yield from _unused_layout_problems(f"{key}.layout", settings.layout)
+
+
+def _turn_problems(placement: PlacementConfig) -> Iterator[Problem]:
+    """Of the groups that have devices in turn."""
+    seen: set[str] = set()
+    for number, group in enumerate(placement.turns):
+        key = f"placement.turns.{number}"
+        choice = ", ".join(placement.gangs)
+        if len(group) < 2:
+            yield Problem(key, group, f"two or more gangs take turns (placement.gangs has {choice})")
+        for name in group:
+            roles = {role for role, gang in placement.roles.items() if gang == name}
+            if name not in placement.gangs:
+                yield Problem(key, name, f"no such gang; placement.gangs has {choice}")
+            elif name in seen:
+                yield Problem(key, name, "is named twice: a gang takes turns in one group")
+            elif roles.isdisjoint({Role.GENERATE, *MODEL_ROLES}):
+                models = ", ".join(sorted(MODEL_ROLES))
+                yield Problem(key, name, f"has none of generate, {models}, and so no device: leave it out")
+            seen.add(name)
 
 
 def _unused_layout_problems(key: str, layout: LayoutConfig) -> Iterator[Problem]:

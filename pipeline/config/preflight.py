@@ -295,8 +295,9 @@ def _check_rewards(config: RunConfig, policy: ModelSpec) -> None:
 def _check_devices(config: RunConfig) -> None:
     """Whether every worker finds the GPUs that it needs on this host."""
     gangs = config.gangs()
-    share, gpus = config.placement.share_devices, {THIS_HOST: torch.cuda.device_count()}
-    for problem in device_problems(gangs, config.replica_ranks, all_here(gangs), gpus, share=share):
+    placement, gpus = config.placement, {THIS_HOST: torch.cuda.device_count()}
+    share, turns = placement.share_devices, placement.turns
+    for problem in device_problems(gangs, config.replica_ranks, all_here(gangs), gpus, share=share, turns=turns):
         raise refusal(problem)
 
 

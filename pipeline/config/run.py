@@ -21,7 +21,7 @@ from pipeline.config.placement import PlacementConfig, placed_gangs, placement_p
 from pipeline.config.rollout import RolloutConfig, rollout_problems
 from pipeline.config.slurm import SlurmConfig, slurm_placement_problems, slurm_problems
 from pipeline.config.tracking import TrackingConfig, tracking_problems
-from pipeline.graph.dispatch import Gang
+from pipeline.graph.gangs import Gang
 from pipeline.graph.graph import GraphSpec
 from stages.engines.config import OTHER_ENVIRONMENTS, EngineConfig, engine_problems
 from stages.models.config import ModelConfig, model_problems
@@ -153,6 +153,10 @@ class RunConfig:
 
     def gangs(self) -> list[Gang]:
         return placed_gangs(self.placement, critic=self.has_critic)
+
+    def takes_turns(self, gang: str) -> bool:
+        """Whether a gang has its devices in turn with others."""
+        return any(gang in group for group in self.placement.turns)
 
 
 def validate(config: RunConfig) -> None:

@@ -44,7 +44,8 @@ from pipeline.driver.verdict import (
     passes,
     verdict,
 )
-from pipeline.graph.dispatch import Mode, Submit
+from pipeline.graph.dispatch import Submit
+from pipeline.graph.gangs import Mode
 from pipeline.graph.graph import Node
 from pipeline.observe.journal import Event, EventKind
 from pipeline.workers.entry import run_node_task
@@ -387,9 +388,10 @@ class Attempts:
         self._context.journal.now(
             EventKind.FAILED, **_event_fields(address), gang=worker[0], attempt=attempt.name, detail=detail
         )
+        shares = dispatch.takes_turns(worker[0])  # a suspect would stay on devices that are another gang's next
         if attempt.ran_ahead:  # it waits for a parent's result, in a process that hangs: the store has it, too
             self._reset(dispatch.lost([address]))
-        elif attempt.submit.mode is not Mode.ORDERED and dispatch.others_up(*worker):
+        elif attempt.submit.mode is not Mode.ORDERED and dispatch.others_up(*worker) and not shares:
             self._supervision.suspect(worker)
         else:
             self._supervision.lost(worker, detail)

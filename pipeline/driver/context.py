@@ -11,7 +11,8 @@ from pathlib import Path
 
 from distributed import Client, Future
 
-from pipeline.graph.dispatch import Dispatch, Gang
+from pipeline.graph.dispatch import Dispatch
+from pipeline.graph.gangs import Gang
 from pipeline.observe.journal import Journal
 from stages.models.protocol import Role
 from storage.address import Address

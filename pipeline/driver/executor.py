@@ -10,7 +10,8 @@
     Executor ──► Attempts ──────────┬──► Supervision
       │          nodes' futures     │    builds of processes; losses, suspects
       ├────────► WeightOrders ──────┤      │
-      └────────► MigrationOrders ───┘      └── a worker is down ──► Attempts, MigrationOrders
+      ├────────► TurnOrders ────────┤      │
+      └────────► MigrationOrders ───┘      └── a worker is down ──► Attempts, MigrationOrders, TurnOrders
 
 What is lost and what is wrong: a worker that dies loses its unfinished nodes and they run again, up to
 `cluster.attempts` times; an exception that a stage raises is wrong, and ends the run. In a gang, a rank may raise
@@ -39,14 +40,25 @@ from distributed import Client, Future
 
 from pipeline.driver.attempts import Attempts
 from pipeline.driver.context import Context, ExecutorSettings, WorkerKey
-from pipeline.driver.orders import MigrationOrders, WeightOrders, mirror_spec
+from pipeline.driver.orders import MigrationOrders, TurnOrders, WeightOrders, mirror_spec
 from pipeline.driver.supervision import Supervision
-from pipeline.graph.dispatch import Dispatch, Gang
+from pipeline.graph.dispatch import Dispatch
+from pipeline.graph.gangs import Gang
 from pipeline.graph.graph import Node
 from pipeline.observe.journal import Journal
 from pipeline.workers.joining import REFUSALS, JoinRefused
-from pipeline.workers.messages import FAILURES, OUTCOMES, TAILS, MoveOver, Outcome, RankFailure, RowsNews
-from pipeline.workers.reports import failure_from_json, outcome_from_json, rows_from_json
+from pipeline.workers.messages import (
+    FAILURES,
+    OUTCOMES,
+    RESTED,
+    TAILS,
+    MoveOver,
+    Outcome,
+    RankFailure,
+    Rested,
+    RowsNews,
+)
+from pipeline.workers.reports import failure_from_json, outcome_from_json, rested_from_json, rows_from_json
 from storage.address import Address
 
 _LONGEST_LOOK_S = 5.0
@@ -87,6 +99,13 @@ class _RowsReported:
 
 
 @dataclass(frozen=True)
+class _RestReported:
+    """A worker has left its devices, or could not."""
+
+    report: Rested
+
+
+@dataclass(frozen=True)
 class _RankFailed:
     """A rank other than 0 reported what it raised."""
 
@@ -100,7 +119,7 @@ class _Refused:
     refusal: JoinRefused
 
 
-_Notice = _Ended | _Reported | _Removed | _RowsReported | _RankFailed | _Refused
+_Notice = _Ended | _Reported | _Removed | _RowsReported | _RestReported | _RankFailed | _Refused
 
 
 class Executor:
@@ -145,6 +164,7 @@ class Executor:
         self._attempts = Attempts(context, self._supervision, on_done)
         self._weights = WeightOrders(context, self._supervision)
         self._migration = MigrationOrders(context, self._supervision)
+        self._turns = TurnOrders(context, self._supervision)
 
     def start(self) -> None:
         """Begins to build every worker; each is given nodes as soon as it is up."""
@@ -152,6 +172,7 @@ class Executor:
         self._client.subscribe_topic(OUTCOMES, self._on_outcome)
         self._client.subscribe_topic(FAILURES, self._on_failure)
         self._client.subscribe_topic(TAILS, self._on_rows)
+        self._client.subscribe_topic(RESTED, self._on_rest)
         self._client.subscribe_topic(REFUSALS, self._on_refusal)
         self._started = True
         self._supervision.start()
@@ -165,6 +186,8 @@ class Executor:
         while not finished():
             for submit in self._dispatch.next_submits():
                 self._attempts.submit(submit)
+            if self._turns.pass_on():
+                continue
             self._migration.order_moves()
             match self._next_notice():
                 case _Reported(attempt, outcome):
@@ -184,10 +207,13 @@ class Executor:
                     self._attempts.rank_failed(failure)
                 case _RowsReported(report):
                     self._attempts.release_slots((report.gang, report.index), self._migration.reported(report))
+                case _RestReported(rested):
+                    self._turns.reported(rested)
             if self._now >= self._look_again:
                 self._look_again = self._now + self._longest_wait_s
                 self._supervision.check_deadlines()
                 self._attempts.check_deadlines()
+                self._turns.check_deadlines()
                 self._on_look(self._now)
 
     def release(self, addresses: Iterable[Address]) -> None:
@@ -214,13 +240,14 @@ class Executor:
         self._weights.remove()
         self._attempts.close()
         self._supervision.close()
-        for topic in (_PROCESSES, OUTCOMES, FAILURES, TAILS, REFUSALS):
+        for topic in (_PROCESSES, OUTCOMES, FAILURES, TAILS, RESTED, REFUSALS):
             self._client.unsubscribe_topic(topic)
         self._started = False
 
     def _worker_down(self, worker: WorkerKey, suspect: bool) -> None:
         self._attempts.worker_down(worker, suspect)
         self._migration.worker_down(worker)
+        self._turns.worker_down(worker)
 
     # ---- notices ---------------------------------------------------------------------------------------------------
 
@@ -254,6 +281,10 @@ class Executor:
     def _on_rows(self, event: tuple[float, str]) -> None:
         """Takes a replica's report (called in the client's thread)."""
         self._notices.put(_RowsReported(rows_from_json(event[1])))
+
+    def _on_rest(self, event: tuple[float, str]) -> None:
+        """Takes a worker's report (called in the client's thread)."""
+        self._notices.put(_RestReported(rested_from_json(event[1])))
 
     def _on_process(self, event: tuple[float, object]) -> None:
         """Takes the scheduler's report of a process that ended (called in the client's thread)."""

@@ -1,5 +1,6 @@
-"""Orders to workers that are no nodes: weights for other hosts, and rows that migrate between replicas. None of them is
-waited for, and none is needed for the run to go on: who needs a version fetches it, and rows that are not sent stay.
+"""Orders to workers that are no nodes: weights for other hosts, rows that migrate between replicas, devices that are to
+be left to others. But for the last, none is waited for, and none is needed for the run to go on: who needs a version
+fetches it, and rows that are not sent stay.
 
     a version is published ──► fetch ──► readers elsewhere bring it to their hosts, before they need it
                            └─► take ───► replicas whose engines update in flight load it, under the rows that they have
@@ -10,20 +11,25 @@ waited for, and none is needed for the run to go on: who needs a version fetches
     replicas ──what rows they have──► Tails ──which go where──► the sources
     a shard whose rows are all elsewhere gives its slot up
 
+    a gang's turn ends ──rest──► its workers leave their devices ──rested, all of them──► the next gang's turn
+
 May import pipeline.driver.{cluster, context, supervision}, pipeline.workers and below.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 from pipeline.driver.cluster import workers_by_address
 from pipeline.driver.context import Context, WorkerKey
-from pipeline.driver.supervision import Supervision
+from pipeline.driver.supervision import Supervision, restart_unit
 from pipeline.graph.tails import Tails
+from pipeline.graph.turns import Pass
 from pipeline.observe.journal import EventKind
-from pipeline.workers.messages import LONGEST_SILENCE_S, MirrorSpec, MoveOrder, MoveOver, RowsNews, worker_name
+from pipeline.workers.messages import LONGEST_SILENCE_S, MirrorSpec, MoveOrder, MoveOver, Rested, RowsNews, worker_name
 from pipeline.workers.refits import order_take
+from pipeline.workers.resting import order_rest
 from pipeline.workers.row_transfer import order_move
 from pipeline.workers.weight_transfer import order_fetch, order_release, remove_boards
 from stages.models.protocol import Role
@@ -149,6 +155,94 @@ class MigrationOrders:
         """A worker is lost, or not to be counted on."""
         if worker[0] == self._pool:
             self._tails.replica_lost(worker[1])
+
+
+@dataclass(eq=False)
+class _Leaving:
+    """A gang that is leaving its devices."""
+
+    to: Pass
+    number: int
+    since: float
+    workers: set[WorkerKey]
+    """Who has not left them yet."""
+
+
+class TurnOrders:
+    """Owns the turns that end: whose workers have not left their devices yet."""
+
+    def __init__(self, context: Context, supervision: Supervision) -> None:
+        self._context = context
+        self._supervision = supervision
+        self._leaving: list[_Leaving] = []
+        self._ordered = 0
+
+    def pass_on(self) -> bool:
+        """Has the workers of gangs whose turn ends leave their devices. Returns whether another gang's turn began, so
+        that there may be nodes to hand out."""
+        began = False
+        for one in self._context.dispatch.next_passes():
+            there = [key for key in self._workers_of(one.giver) if worker_name(*key) in self._supervision.addresses()]
+            self._leaving.append(_Leaving(one, self._ordered, self._context.now(), set(there)))
+            self._ordered += 1
+            self._order(self._leaving[-1])
+            began |= self._settle()  # of a gang that has no worker now, nobody is on the devices
+        return began
+
+    def reported(self, report: Rested) -> None:
+        """A worker has left its devices, or could not.
+
+        Raises:
+            StageFailed: it could not, too often.
+        """
+        worker = report.gang, report.index
+        if not self._supervision.is_present(worker, report.incarnation):
+            return
+        found = next((one for one in self._leaving if one.number == report.number and worker in one.workers), None)
+        if found is not None and report.error is not None:
+            self._supervision.lost(worker, f"did not leave its devices: {report.error}")
+        elif found is not None:
+            found.workers.discard(worker)
+            self._settle()
+
+    def worker_down(self, worker: WorkerKey) -> None:
+        """A worker is lost: what it had on its devices is gone, and the next process begins without."""
+        gang = self._context.gangs[worker[0]]
+        for one in self._leaving:
+            one.workers -= set(restart_unit(gang, worker[1]))
+        self._settle()
+
+    def check_deadlines(self) -> None:
+        """Sends orders again that may be lost, and gives up workers that do not answer.
+
+        Raises:
+            StageFailed: that has happened too often.
+        """
+        for one in list(self._leaving):
+            if self._context.now() - one.since < self._context.settings.deadline_s:
+                self._order(one)
+                continue
+            for worker in sorted(one.workers):
+                if worker in one.workers:  # of a gang, the first takes the others with it
+                    self._supervision.lost(worker, "did not leave its devices in time (cluster.deadline_s)")
+
+    def _order(self, leaving: _Leaving) -> None:
+        addresses = self._supervision.addresses()
+        names = [worker_name(*worker) for worker in sorted(leaving.workers)]
+        order_rest(self._context.client, [addresses[name] for name in names if name in addresses], leaving.number)
+
+    def _settle(self) -> bool:
+        """Those whom nobody is waited for any more: the next gang's turn."""
+        over = [one for one in self._leaving if not one.workers]
+        self._leaving = [one for one in self._leaving if one.workers]
+        for one in over:
+            self._context.dispatch.passed(one.to.giver)
+            detail = f"to {one.to.taker} after {self._context.now() - one.since:.3f} s"
+            self._context.journal.now(EventKind.DEVICES_PASSED, gang=one.to.giver, detail=detail)
+        return bool(over)
+
+    def _workers_of(self, gang: str) -> list[WorkerKey]:
+        return [(gang, index) for index in range(self._context.gangs[gang].workers)]
 
 
 def _host(address: str) -> str:

@@ -19,7 +19,7 @@ from typing import Any, Protocol
 from pipeline.config.devices import Worker, devices_of_joining
 from pipeline.config.paths import RunPaths
 from pipeline.config.run import RunConfig
-from pipeline.graph.dispatch import Gang
+from pipeline.graph.gangs import Gang
 from pipeline.workers.joining import JoinRefused, JoinRequest, versions_here
 from pipeline.workers.messages import worker_name
 from pipeline.workers.scheduler_file import SchedulerFile
@@ -129,8 +129,9 @@ class Roster:
         if alike is not None and bool(alike.gpus) != bool(request.gpus) and needs_gpus(gang):
             some = "sees GPUs" if request.gpus else "sees no GPU"
             return f"it {some}, unlike {worker_name(alike.gang, alike.index)} on host {alike.host}"
-        share = self._config.placement.share_devices
-        return devices_of_joining(gang, self._config.replica_ranks, request.gpus, self._taken(), share=share)
+        placement, ranks = self._config.placement, self._config.replica_ranks
+        share, turns = placement.share_devices, placement.turns
+        return devices_of_joining(gang, ranks, request.gpus, self._taken(), share=share, turns=turns)
 
     def _taken(self) -> Mapping[str, list[Worker]]:
         taken: dict[str, list[Worker]] = {}

@@ -272,7 +272,7 @@ class _Driver:
         self._graph = config.graph()
         self._mid_row = config.engine.update == "inflight"
         self._gang_of = {role: gang.name for gang in config.gangs() for role in gang.roles}
-        dispatch = Dispatch(config.gangs())
+        dispatch = Dispatch(config.gangs(), config.placement.turns)
         self._alarms = Alarms(config, dispatch, journal, progress, tracker)
         self._executor = Executor(
             workers.client,

@@ -18,8 +18,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from pipeline.driver.graph_markers import GraphMarkers, marker_states
-from pipeline.graph.dispatch import Dispatch, Gang
+from pipeline.graph.dispatch import Dispatch
 from pipeline.graph.flow import Flow
+from pipeline.graph.gangs import Gang
 from pipeline.graph.graph import GraphSpec
 from pipeline.observe.graph_view import Facts, GraphView, VersionView, node_views, past_steps
 from pipeline.observe.log_files import log_names

@@ -35,7 +35,7 @@ from pipeline.driver.cluster import kill_workers, workers_by_address
 from pipeline.driver.context import Context, StageFailed, WorkerKey, WorkersMissing
 from pipeline.driver.task_keys import build_key
 from pipeline.driver.verdict import LOST, PEER_GRACE_S, describe, error_of
-from pipeline.graph.dispatch import Gang
+from pipeline.graph.gangs import Gang
 from pipeline.observe.journal import EventKind
 from pipeline.workers.entry import build_worker, open_meeting
 from pipeline.workers.joining import JoinRefused

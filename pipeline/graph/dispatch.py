@@ -13,53 +13,28 @@ Three ways for a node to get a worker:
 A node that several versions of the weights would serve is handed out with the newest that can be read at that moment,
 and with what is newest then if it is handed out again: one owner says so, and no replica has to find out.
 
+Gangs that have their devices in turn (`turns`) are handed nodes in their turn only; the gang that has it keeps it until
+it has nothing out and nothing ready.
+
 Losing a worker resets its unfinished nodes, and whatever was already submitted on top of them, to waiting; finished
 nodes stay finished, since their output is in the store.
 
-May import pipeline.graph.{graph, ready, status, waits}, stages.models.protocol.Role, storage.address and the standard
-library.
+May import pipeline.graph.{gangs, graph, ready, status, turns, waits}, storage.address and the standard library.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
+from pipeline.graph.gangs import Gang, Mode
 from pipeline.graph.graph import Node
 from pipeline.graph.ready import ReadyNodes
 from pipeline.graph.status import NodeStatus, node_state
+from pipeline.graph.turns import Pass, Turns
 from pipeline.graph.waits import Wait, waits
-from stages.models.protocol import MODEL_ROLES, Role
 from storage.address import Address
-
-
-class Mode(StrEnum):
-    ORDERED = "ordered"
-    SLOT = "slot"
-    FREE = "free"
-
-
-@dataclass(frozen=True)
-class Gang:
-    """One gang as dispatch sees it."""
-
-    name: str
-    roles: frozenset[Role]
-    workers: int
-    """Ranks of an ordered gang, replicas of a pool."""
-    slots: int = 1
-    """Shards a replica of a pool works on at once."""
-
-    @property
-    def ordered(self) -> bool:
-        """Whether it holds a trained or a reference model: then its ranks act together."""
-        return bool(self.roles & MODEL_ROLES)
-
-    def mode(self, role: Role) -> Mode:
-        if self.ordered:
-            return Mode.ORDERED
-        return Mode.SLOT if role is Role.GENERATE else Mode.FREE
 
 
 @dataclass(frozen=True)
@@ -113,9 +88,11 @@ class _GangState:
 class Dispatch:
     """Owns the state of every node in the driver's window.
 
-    Feed it `admit`, `worker_up`, `worker_down`, `done`, `lost`; after each, carry out what `next_submits` returns."""
+    Feed it `admit`, `worker_up`, `worker_down`, `done`, `lost`, `passed`; after each, carry out what `next_submits` and
+    `next_passes` return."""
 
-    def __init__(self, gangs: Iterable[Gang]) -> None:
+    def __init__(self, gangs: Iterable[Gang], turns: Collection[Collection[str]] = ()) -> None:
+        """`turns`: groups of gangs that have the same devices in turn."""
         self._gangs = {gang.name: _GangState(gang) for gang in gangs}
         self._gang_of = {role: state for state in self._gangs.values() for role in state.gang.roles}
         self._entries: dict[Address, _Entry] = {}
@@ -124,6 +101,7 @@ class Dispatch:
         """Waiting nodes whose parents let them go, by gang and mode: all that `next_submits` has to look at."""
         self._readable: set[int] = set()
         """Versions of the weights."""
+        self._turns = Turns(turns)
 
     # ---- what happened -------------------------------------------------------------------------------------------
 
@@ -218,6 +196,7 @@ class Dispatch:
     def next_submits(self) -> list[Submit]:
         """Everything that can be handed out now, most urgent first; each is marked as submitted."""
         submits: list[Submit] = []
+        self._turns.take_free(self._first_ready)
         progress = True
         while progress:  # a node that was handed out may let FREE nodes follow
             progress = False
@@ -229,6 +208,18 @@ class Dispatch:
                     submits.append(self._hand_out(node))
                     progress = True
         return submits
+
+    def next_passes(self) -> list[Pass]:
+        """Turns on devices that end now: until `passed`, none of the gangs that share them gets a node."""
+        return self._turns.next_passes(self._at_work, self._first_ready)
+
+    def passed(self, giver: str) -> None:
+        """The workers of a gang have left the devices, as `next_passes` told them to."""
+        self._turns.passed(giver)
+
+    def takes_turns(self, gang: str) -> bool:
+        """Whether a gang has its devices in turn with others."""
+        return self._turns.shares(gang)
 
     def replicas_up(self, gang: str) -> frozenset[int]:
         """A pool's usable replicas."""
@@ -246,7 +237,8 @@ class Dispatch:
         submitted = {address for address, entry in left.items() if entry.state is _State.SUBMITTED}
         gang_of = {role: state.gang.name for role, state in self._gang_of.items()}
         found = waits({address: entry.node for address, entry in left.items()}, submitted, gang_of)
-        return {gang: wait for gang, wait in found.items() if self._gangs[gang].up}
+        up = {gang: wait for gang, wait in found.items() if self._gangs[gang].up}
+        return {gang: replace(wait, devices_of=self._turns.holder(gang)) for gang, wait in up.items()}
 
     def statuses(self) -> list[NodeStatus]:
         """Every node in the window, in the order admitted."""
@@ -258,8 +250,7 @@ class Dispatch:
 
     def idle(self, gang: str) -> bool:
         """Whether a gang is up, and nothing is handed out to it."""
-        state = self._gangs[gang]
-        return state.up and not state.out and not self.busy_replicas(gang) and not any(state.loads.values())
+        return self._gangs[gang].up and not self._at_work(gang)
 
     def busy_replicas(self, gang: str) -> frozenset[int]:
         """A pool's usable replicas that have shards; of an ordered gang none."""
@@ -316,9 +307,17 @@ class Dispatch:
             return True
         return state is _State.SUBMITTED and parent.node.turn == child.turn and self._mode(child) is Mode.FREE
 
-    @staticmethod
-    def _has_capacity(state: _GangState, mode: Mode) -> bool:
-        if not state.up:
+    def _at_work(self, gang: str) -> bool:
+        """Whether anything is handed out to a gang."""
+        state = self._gangs[gang]
+        return bool(state.out or self.busy_replicas(gang) or any(state.loads.values()))
+
+    def _first_ready(self, gang: str) -> Node | None:
+        """The most urgent of a gang's nodes that wait for nothing but a worker."""
+        return min((node for mode in Mode if (node := self._ready[gang, mode].first()) is not None), default=None)
+
+    def _has_capacity(self, state: _GangState, mode: Mode) -> bool:
+        if not state.up or not self._turns.has(state.gang.name):
             return False
         if mode is Mode.ORDERED:
             return len(state.out) < (1 if state.gang.workers > 1 else 2)
@@ -377,11 +376,3 @@ class Dispatch:
             state.slots[submit.replica] += 1
         elif submit.mode is Mode.FREE and submit.replica in state.loads:
             state.loads[submit.replica] -= 1
-
-
-def gangs_of(roles: Mapping[Role, str], workers: Mapping[str, int], slots: Mapping[str, int]) -> list[Gang]:
-    """The gangs that a placement describes: `roles` maps each role to a gang's name."""
-    names = sorted(set(roles.values()))
-    return [
-        Gang(name, frozenset(r for r, g in roles.items() if g == name), workers[name], slots[name]) for name in names
-    ]

@@ -26,8 +26,12 @@ class Wait:
     """Nodes that run now, from which that one comes, over however many others."""
     ready: tuple[Address, ...]
     """Likewise, nodes that wait for nothing but a worker."""
+    devices_of: str | None = None
+    """The gang whose turn it is on the devices that this one has in turn with it."""
 
     def __str__(self) -> str:
+        if self.devices_of is not None and self.ready == (self.node,):
+            return f"{self.node} waits for the devices, which are {self.devices_of}'s in turn"
         behind = [f"{address} (running)" for address in self.running]
         behind += [f"{address} (waiting for a worker)" for address in self.ready]
         return f"{self.node} waits for {', '.join(behind[:4])}{f' and {len(behind) - 4} more' if behind[4:] else ''}"

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from pipeline.config.errors import ConfigError
 from pipeline.config.run import RunConfig
 from pipeline.config.slurm import SlurmConfig, SlurmGangConfig, cpus_per_worker, gpus_per_worker
 from stages.models.protocol import Role
@@ -62,8 +63,15 @@ class JobShape:
 
 
 def job_shape(config: RunConfig) -> JobShape:
-    """What a run asks for. For a config that `run_problems` lets pass."""
+    """What a run asks for. For a config that `run_problems` lets pass. Raises ConfigError for gangs that are to have
+    their GPUs in turn: each step of a job has its own."""
     slurm, gangs = config.slurm, list(config.placement.gangs)
+    if config.placement.turns and slurm.gpus:
+        need = (
+            "the steps of a Slurm job have GPUs of their own, which no other step sees; leave it out, or, for a run on "
+            "CPUs, set slurm.gpus=false"
+        )
+        raise ConfigError("placement.turns", f"given {[list(group) for group in config.placement.turns]}; {need}")
     hosts = {gang: _host(slurm, gang) for gang in gangs}
     own = sorted({host for host in hosts.values() if host is not None}, key=lambda host: _rank(config, host, gangs))
     members = [[gang for gang in gangs if hosts[gang] == host] for host in own]

@@ -135,6 +135,8 @@ def short(address: Address) -> str:
 
 def wait_text(wait: Wait) -> str:
     """Why a gang has nothing to do, in short words."""
+    if wait.node in wait.ready and wait.devices_of is not None:
+        return f"{short(wait.node)} waits for {wait.devices_of}'s turn to end"
     if wait.node in wait.ready:
         return f"{short(wait.node)} waits for a worker"
     behind = [f"{short(address)} (running)" for address in wait.running]

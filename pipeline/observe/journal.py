@@ -50,6 +50,9 @@ class EventKind(StrEnum):
     version `step` of the weights; of others `rule` says which of `alarms.*`."""
     ROWS_MOVED = "rows_moved"
     """Rows left `worker` to go on in another replica; `detail` says how many and where to."""
+    DEVICES_PASSED = "devices_passed"
+    """The workers of `gang` have left the devices that it has in turn with others; `detail` says to whom, after how
+    long."""
     WARNED = "warned"
     """Something was not as it should be, and the run went on; `detail` says what."""
 

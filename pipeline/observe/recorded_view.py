@@ -11,8 +11,9 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field, replace
 
-from pipeline.graph.dispatch import Dispatch, Gang
+from pipeline.graph.dispatch import Dispatch
 from pipeline.graph.flow import Flow
+from pipeline.graph.gangs import Gang
 from pipeline.graph.graph import GraphSpec, evaluated
 from pipeline.graph.status import NodeState, NodeStatus
 from pipeline.observe.graph_view import (

@@ -35,7 +35,7 @@ from pipeline.config.devices import visible_devices
 from pipeline.config.loading import load_yaml
 from pipeline.config.paths import RunPaths
 from pipeline.config.run import RunConfig
-from pipeline.graph.dispatch import Gang
+from pipeline.graph.gangs import Gang
 from pipeline.workers.joining import JOIN, JoinRequest, look_at_host
 from pipeline.workers.messages import worker_name
 from pipeline.workers.network import interface_address, interface_with, interfaces, route_address

@@ -27,6 +27,7 @@ from pipeline.workers.gang_calls import PassedOn, open_for_calls, outliers
 from pipeline.workers.messages import OUTCOMES, Built, Call, Outcome, WorkerLost, WorkerSpec
 from pipeline.workers.refits import TakesWeights, open_for_refits
 from pipeline.workers.reports import outcome_to_json
+from pipeline.workers.resting import Rests, open_for_rest
 from pipeline.workers.row_transfer import HasRows, open_for_rows
 from pipeline.workers.weight_transfer import ReadsWeights, WeightMirror
 from storage.address import Address, Ref
@@ -119,6 +120,8 @@ def build_worker(spec: WorkerSpec, meeting: str | None = None) -> Built:
         open_for_rows(get_worker(), spec, _resident.runtime.rows)
     if spec.size > 1 and spec.index:
         open_for_calls(get_worker(), run_node)
+    if isinstance(_resident.runtime, Rests):
+        open_for_rest(get_worker(), spec, _resident.runtime)
     if isinstance(_resident.runtime, TakesWeights):
         open_for_refits(get_worker(), _resident.runtime)
     if mirror is not None and isinstance(_resident.runtime, ReadsWeights):

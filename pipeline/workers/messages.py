@@ -25,6 +25,10 @@ FAILURES = "stageline-failures"
 TAILS = "stageline-tails"
 """Dask topic on which replicas tell the driver of rows, as `reports.rows_to_json` writes it."""
 
+RESTED = "stageline-rested"
+"""Dask topic on which workers tell the driver that they have left their devices, as `reports.rested_to_json` writes
+it."""
+
 PEER_ERRORS = (RuntimeError, OSError)
 """What a collective raises when a peer is lost; also what much else raises."""
 
@@ -192,6 +196,19 @@ class RowsNews:
     here: EngineLoad
     away: tuple[Address, ...]
     """Nodes that run there and whose unfinished rows are all elsewhere."""
+
+
+@dataclass(frozen=True)
+class Rested:
+    """A worker says that it has left its devices to others; or why it could not."""
+
+    gang: str
+    index: int
+    incarnation: int
+    number: int
+    """Of the order."""
+    seconds: float
+    error: str | None
 
 
 @dataclass(frozen=True)

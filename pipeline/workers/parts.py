@@ -145,6 +145,13 @@ class WorkerParts:
             numerics=fingerprint(self.numerics),
         )
 
+    def rest(self) -> None:
+        """Leaves the devices to others, until the next call needs them."""
+        if self.engine is not None:
+            self.engine.rest()
+        if self.updates is not None:
+            self.updates.host.rest()
+
     def close(self) -> None:
         if self.scorer is not None:
             self.scorer.close()
@@ -196,6 +203,8 @@ def build_parts(spec: WorkerSpec, *, same_layout: bool) -> WorkerParts:
     if gang.ordered:
         parts.updates = _build_updates(parts, _build_host(config, spec, gang.roles & MODEL_ROLES), same_layout)
         parts.numerics |= parts.updates.host.numerics()
+    if config.takes_turns(spec.gang):
+        parts.rest()  # others may have the devices; the first call takes them
     return parts
 
 

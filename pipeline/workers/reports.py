@@ -10,7 +10,7 @@ import json
 from dataclasses import is_dataclass
 from typing import Any
 
-from pipeline.workers.messages import FailureKind, MoveOver, Outcome, RankFailure, RowsNews
+from pipeline.workers.messages import FailureKind, MoveOver, Outcome, RankFailure, Rested, RowsNews
 from stages.engines.embedded.migration.load import EngineLoad, RowLoad
 from storage.address import Address, Ref
 
@@ -84,6 +84,21 @@ def rows_from_json(text: str) -> RowsNews | MoveOver:
         raise ValueError(f"there is no {kind}")
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise BadReport(f"no report of rows: {type(error).__name__} {error} in {str(text)[:200]!r}") from error
+
+
+def rested_to_json(report: Rested) -> str:
+    """For the topic `RESTED`."""
+    return json.dumps(report, default=_fields)
+
+
+def rested_from_json(text: str) -> Rested:
+    """What `rested_to_json` wrote. Raises BadReport."""
+    try:
+        given = json.loads(text)
+        error = None if given["error"] is None else str(given["error"])
+        return Rested(**_replica(given), number=int(given["number"]), seconds=float(given["seconds"]), error=error)
+    except (KeyError, TypeError, ValueError) as error:
+        raise BadReport(f"no report of rest: {type(error).__name__} {error} in {str(text)[:200]!r}") from error
 
 
 def _fields(record: object) -> dict[str, Any]:

@@ -103,5 +103,9 @@ class StageRuntime:
         if self.parts.engine is not None:
             self.parts.engine.take(version)
 
+    def rest(self) -> None:
+        """See `Rests`."""
+        self.parts.rest()
+
     def close(self) -> None:
         self.parts.close()

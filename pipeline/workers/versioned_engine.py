@@ -56,6 +56,8 @@ class VersionedEngine:
         self._names: frozenset[str] = frozenset()
         """Of the tensors that the last version brought."""
         self._loading = False
+        self._asleep = False
+        """It has left its devices to others."""
         self._inside = 0
         """Shards, and groups of other replicas' rows."""
         self._exact = 0
@@ -88,6 +90,16 @@ class VersionedEngine:
             with self.at(version, Clock()):
                 pass
 
+    def rest(self) -> None:
+        """Gives up what the engine has on its devices, until a shard comes; nothing if it has. Raises RuntimeError
+        while shards are in it."""
+        with self._turn:
+            if self._inside or self._loading:
+                raise RuntimeError(f"{self._inside} shards are in the engine: it rests after them")
+            if not self._asleep:
+                self._engine.sleep()
+                self._asleep = True
+
     def _enter(self, version: int, clock: Clock, exact: bool) -> None:
         with self._turn:
             self._turn.wait_for(lambda: self._may_enter(version, exact))
@@ -98,17 +110,22 @@ class VersionedEngine:
             self._loading = True
         loaded = False
         try:
-            with clock.bookkeeping(), self._board.open(version) as lease:
-                lease.verify()  # nothing is sampled from weights that are not those that were published
-                self._check_names(version, lease.tensors.keys())
-                self._engine.load_weights(version, _tensors(lease))
-                self._names = frozenset(lease.tensors)
+            if self._asleep:
+                with clock.bookkeeping():
+                    self._engine.wake()
+                self._asleep = False
+            if not self._serves(version, exact):
+                with clock.bookkeeping(), self._board.open(version) as lease:
+                    lease.verify()  # nothing is sampled from weights that are not those that were published
+                    self._check_names(version, lease.tensors.keys())
+                    self._engine.load_weights(version, _tensors(lease))
+                    self._names = frozenset(lease.tensors)
+                self._version = version
             loaded = True
         finally:
             with self._turn:
                 self._loading = False
                 if loaded:
-                    self._version = version
                     self._inside += 1
                     self._exact += exact
                 self._turn.notify_all()
@@ -125,7 +142,9 @@ class VersionedEngine:
             )
 
     def _serves(self, version: int, exact: bool) -> bool:
-        """Whether the resident weights will do."""
+        """Whether the engine is awake, with weights that will do."""
+        if self._asleep:
+            return False
         return self._version is not None and (self._version == version if exact else self._version >= version)
 
     def _may_enter(self, version: int, exact: bool) -> bool:
@@ -173,7 +192,7 @@ class VersionedEngine:
         RequestError for what cannot be accepted."""
         with self._turn:
             versions = {one.version for one in migrated}
-            if self._loading or versions != {self._version}:
+            if self._loading or self._asleep or versions != {self._version}:
                 raise RequestError(
                     f"rows of versions {sorted(versions)} do not go on here: {self._version} is resident"
                 )

@@ -26,7 +26,7 @@ from distributed.security import Security
 from distributed.utils import get_mp_context
 
 from pipeline.config.run import RunConfig
-from pipeline.graph.dispatch import Gang
+from pipeline.graph.gangs import Gang
 from pipeline.workers.messages import pin_resource, slot_resource, worker_name
 from stages.models.protocol import Role
 from storage.processes import process_alive

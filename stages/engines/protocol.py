@@ -162,7 +162,8 @@ class GenerationEngine(Protocol):
         ...
 
     def sleep(self) -> None:
-        """Gives the KV cache's memory back; `wake` takes it again. Only without rows in flight."""
+        """Gives the KV cache's memory back, and on GPUs the weights' too; `wake` takes them again. Only without rows in
+        flight."""
         ...
 
     def wake(self) -> None: ...

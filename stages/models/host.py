@@ -6,7 +6,7 @@ May import numpy, torch, megatron.core, storage, stages.ppo and this folder.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
@@ -112,11 +112,11 @@ class MegatronHost:
         weights = read_weights(model.path) if read else {}
         kept = model.trunk_cache_mb << 20
         self._trunk = Trunk(build_trunk(self._blueprint, weights), kept) if model.frozen_blocks else None
-        self._trunk_counted = (0, 0)
         self._trainers: dict[Role, Trainer] = {}
         self._frozen: dict[str, FrozenWeights] = {}
         self._reference = self._build(Role.REFERENCE, weights) if Role.REFERENCE in roles else None
         self._reference_weights = Residence(self._reference.parameters if self._reference is not None else list)
+        self._all_weights = Residence(self._weights_of_all)
         for role, optimizer in ((Role.POLICY, model.policy), (Role.CRITIC, model.critic)):
             if role in roles:
                 self._put_to_sleep(but=role)
@@ -134,6 +134,7 @@ class MegatronHost:
     def ref_logprobs(self, rollout: Rollout) -> ReferenceLogprobs | None:
         if self._reference is None:
             raise StateError("the reference is not placed on this gang")
+        self._all_weights.wake()
         self._put_to_sleep(but=Role.REFERENCE)
         self._reference_weights.wake()
         found = self._logprobs(self._reference, rollout, self._blueprint.model.policy, "none")
@@ -191,14 +192,7 @@ class MegatronHost:
         return {} if work is None else work.metrics()
 
     def trunk_counts(self) -> dict[str, float]:
-        if self._trunk is None:
-            return {}
-        rows, computed = self._trunk_counted
-        self._trunk_counted = self._trunk.num_rows, self._trunk.num_computed
-        return {
-            "trunk/rows": float(self._trunk.num_rows - rows),
-            "trunk/computed_rows": float(self._trunk.num_computed - computed),
-        }
+        return {} if self._trunk is None else self._trunk.counts()
 
     def version(self, role: Role) -> int:
         return self._placed(role).version
@@ -245,10 +239,20 @@ class MegatronHost:
 
         return write
 
+    def rest(self) -> None:
+        for trainer in self._trainers.values():
+            trainer.drop_work()
+            if has_own_memory():
+                trainer.optimizer_state.sleep()  # while the weights are there to be told from it
+        if has_own_memory():
+            self._all_weights.sleep()  # of which several roles may share some
+            if self._trunk is not None:
+                self._trunk.forget()
+
     def close(self) -> None:
         self._trainers.clear()
         self._reference = self._trunk = None
-        self._reference_weights = Residence(list)
+        self._reference_weights = self._all_weights = Residence(list)
         parallel.leave()
 
     def _build(self, role: Role, weights: Mapping[str, Tensor]) -> GPTModel:
@@ -265,6 +269,7 @@ class MegatronHost:
     def _trainer(self, role: Role, *, whole: bool = False) -> Trainer:
         """Awake: its weights are on the device; with `whole` its optimizer's state too."""
         trainer = self._placed(role)
+        self._all_weights.wake()
         self._put_to_sleep(but=role)
         trainer.weights.wake()
         if whole:
@@ -280,6 +285,11 @@ class MegatronHost:
         for role, trainer in self._trainers.items():
             if role is not but:
                 trainer.sleep()
+
+    def _weights_of_all(self) -> Iterator[Tensor]:
+        models = [owner.model for owner in (self._trunk, *self._trainers.values()) if owner is not None]
+        models += [self._reference] if self._reference is not None else []
+        return (tensor for model in models for tensor in model.parameters())
 
     def _clean(self, role: Role, *, whole: bool = False) -> Trainer:
         trainer = self._trainer(role, whole=whole)

@@ -155,4 +155,9 @@ class ModelHost(Protocol):
         directory `adapter` inside."""
         ...
 
+    def rest(self) -> None:
+        """Leaves the devices to others: models and optimizers move to the host's memory, where that is another one, and
+        gradient buffers are given up, until a role is needed again. Nothing if it rests already."""
+        ...
+
     def close(self) -> None: ...

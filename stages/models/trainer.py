@@ -250,6 +250,12 @@ class Trainer:
         if self._scaler is not None:
             set_scale_state(self._scaler, self._first_scale)
 
+    def drop_work(self) -> None:
+        """Lets go of what only an update under way needs: gradient buffers, and forwards that were kept."""
+        self._forget_forwards()
+        self._optimizer.zero_grad()  # what refers to them
+        release(self._gradient_buffers())
+
     def sleep(self) -> None:
         """Everything to the host's memory, so that another role has the device. `weights` and `optimizer_state` wake
         alone: a forward pass needs no masters or moments."""

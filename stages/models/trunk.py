@@ -38,6 +38,7 @@ class Trunk:
         """[vocab / TP, hidden]: the embedding as a tied output layer."""
         self._rows: OrderedDict[bytes, Tensor] = OrderedDict()
         self._bytes = 0
+        self._counted = (0, 0)
 
     @torch.no_grad()
     def hidden(self, tokens_N: Tensor, lengths: np.ndarray) -> Tensor:
@@ -62,6 +63,19 @@ class Trunk:
             hidden_NH[start : start + length] = rows[key]
             self._keep(key, rows[key])
         return self._shard(hidden_NH)[:, None]
+
+    def counts(self) -> dict[str, float]:
+        """Rows asked for, and computed, since the last call, as metrics."""
+        (rows, computed), self._counted = self._counted, (self.num_rows, self.num_computed)
+        return {
+            "trunk/rows": float(self.num_rows - rows),
+            "trunk/computed_rows": float(self.num_computed - computed),
+        }
+
+    def forget(self) -> None:
+        """Lets go of all rows."""
+        self._rows.clear()
+        self._bytes = 0
 
     def _run(self, tokens_BT: Tensor) -> Tensor:
         """[B, T, H] of padded rows."""

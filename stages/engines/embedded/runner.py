@@ -40,6 +40,7 @@ from stages.engines.embedded.model.llama import (
 from stages.engines.embedded.sampling.draw import ban, forced_logprobs
 from stages.engines.weights import check_tensors
 from stages.models.hf_files import read_weights
+from stages.models.offload import Residence
 from stages.models.spec import ModelSpec, read_spec
 from stages.native.compile import NoNativeKernelsError
 
@@ -96,7 +97,7 @@ class Runner(Protocol):
     def awake(self) -> bool: ...
 
     def sleep(self) -> None:
-        """Gives the cache's memory back."""
+        """Gives the cache's memory back; on a CUDA device the weights' too, to the host's."""
         ...
 
     def wake(self) -> None: ...
@@ -151,6 +152,8 @@ class LocalRunner:
             capture = GraphCapture(device) if graphs else run_directly
             self._captured = CapturedBatches(self._whole_batch, max_seq, device, capture)
         self._refits = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._resident = Residence(lambda: all_tensors(self._weights))
+        """Of a CUDA device: on a CPU the host's memory is where they are."""
 
     def submit(self, batch: Batch) -> None:
         with torch.inference_mode(), torch.cuda.device(self._device) if self._refits else nullcontext():
@@ -222,15 +225,18 @@ class LocalRunner:
         return self._cache.allocated
 
     def sleep(self) -> None:
-        if self._captured is not None:
-            self._captured.clear()  # graphs read the memory that is given back
-        self._cache.release()
+        self.close()
+        if self._refits is not None:
+            self._resident.sleep()
 
     def wake(self) -> None:
+        self._resident.wake()
         self._cache.allocate()
 
     def close(self) -> None:
-        self.sleep()
+        if self._captured is not None:
+            self._captured.clear()  # graphs read the memory that is given back
+        self._cache.release()
 
 
 def all_tensors(weights: LlamaWeights) -> list[torch.Tensor]:

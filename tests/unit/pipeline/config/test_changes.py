@@ -30,6 +30,7 @@ def load(*overrides: str) -> RunConfig:
         "checkpoint.keep=7",
         "export.every=1",
         "placement.share_devices=true",
+        "placement.turns=[[generate,train]]",
         "placement.gangs.train.offload=gradients",
         "model.path=a/copy",
         "model.critic_path=a/copy",

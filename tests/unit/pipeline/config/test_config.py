@@ -85,6 +85,7 @@ def test_flatten_gives_key_paths(base: Path) -> None:
         "checkpoint.every=1",
         "placement.gangs.generate.weights_dir=/dev/shm/elsewhere",
         "placement.share_devices=true",
+        "placement.turns=[[generate,train]]",
         "engine.silence_s=5",
         "placement.gangs.train.offload=gradients",
         "evaluate={every: 0, select: {max_kl: null}}",
@@ -226,6 +227,14 @@ REFUSED = {
     "cluster.move_rows_below=-1": ("cluster.move_rows_below", "-1", "3 or more"),
     "cluster.move_rows_below=8": ("cluster.move_rows_below", "8", "workers of 2 or more (given 1)", "set it to 0"),
     # placement
+    "placement.turns=[[generate]]": ("placement.turns.0", "two or more gangs"),
+    "placement.turns=[[generate,trian]]": ("placement.turns.0", "'trian'", "no such gang", "generate, train"),
+    "placement.turns=[[generate,train],[train,generate]]": ("placement.turns.1", "is named twice"),
+    "placement.gangs.score.workers=1 placement.roles.score=score placement.turns=[[train,score]]": (
+        "placement.turns.0",
+        "'score'",
+        "no device",
+    ),
     "placement.roles.policy=tran": ("placement.roles.policy", "tran", "generate, train"),
     "placement.roles.judge=train": ("placement.roles.judge", "no such role", "reference"),
     "placement.roles.value=train": (

@@ -162,6 +162,22 @@ def test_gangs_that_share_a_gpu_share_its_memory(tmp_path: Path) -> None:
     assert float(shared.rpartition(" ")[2]) > float(apart.rpartition(" ")[2])
 
 
+def test_of_gangs_that_take_turns_the_largest_counts(tmp_path: Path) -> None:
+    """On each GPU; what has left it is in the host's memory, but for what is made anew."""
+    turns = "placement.turns=[[all,generate]]"
+    together = planned(tmp_path, "placement.share_devices=true", on_gpus=True)
+    in_turn = planned(tmp_path, turns, on_gpus=True)
+    workers = workers_memory(in_turn)
+    on_device = max(worker.on_device for worker in workers)
+    (problem,) = memory_problems(in_turn, MemoryLimits(math.inf, on_device - 1, 8))
+    assert f"would need {on_device / GIB:.2f} GiB" in problem.need
+    assert not list(memory_problems(in_turn, MemoryLimits(math.inf, on_device, 8)))
+    resting = sum(worker.resting for worker in workers if worker.worker[0] in ("all", "generate"))
+    assert host_bytes(in_turn, workers) - host_bytes(together, workers_memory(together)) == resting > 0
+    for worker in workers:
+        assert worker.resting <= worker.on_device
+
+
 def test_preflight_refuses_by_the_limit_that_is_given(tmp_path: Path) -> None:
     write_config(tmp_path)
     file, *own = arguments(tmp_path)

@@ -14,7 +14,7 @@ from pipeline.config.errors import ConfigError
 from pipeline.driver import supervision
 from pipeline.driver.context import Context, ExecutorSettings, StageFailed
 from pipeline.driver.supervision import Supervision
-from pipeline.graph.dispatch import Gang
+from pipeline.graph.gangs import Gang
 from pipeline.observe.journal import EventKind
 from pipeline.workers.entry import build_worker, open_meeting
 from pipeline.workers.joining import JoinRefused

@@ -13,7 +13,8 @@ from pipeline.driver.attempts import LINEAGE, Attempt, Result, edges
 from pipeline.driver.context import WorkerKey
 from pipeline.driver.supervision import restart_unit
 from pipeline.driver.verdict import Verdict, back_off_s, error_of_rank, passes, verdict
-from pipeline.graph.dispatch import Gang, Mode, Submit
+from pipeline.graph.dispatch import Submit
+from pipeline.graph.gangs import Gang, Mode
 from pipeline.graph.graph import Node
 from pipeline.workers.messages import Call, RankFailure, WorkerLost
 from stages.models.protocol import Role

@@ -14,8 +14,9 @@ from pipeline.driver.cluster import scheduler_extensions
 from pipeline.driver.dask_pages import OrderedGroups, StepGraph
 from pipeline.driver.graph_markers import MOST_MARKERS, GraphMarkers, marker_states
 from pipeline.driver.task_keys import marker_key
-from pipeline.graph.dispatch import Dispatch, Gang
+from pipeline.graph.dispatch import Dispatch
 from pipeline.graph.flow import Flow
+from pipeline.graph.gangs import Gang
 from pipeline.graph.graph import GraphSpec, Node, run_nodes, step_nodes
 from pipeline.graph.status import NodeState, NodeStatus
 from stages.models.protocol import Role

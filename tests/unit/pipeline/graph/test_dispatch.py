@@ -6,7 +6,8 @@ import random
 
 import pytest
 
-from pipeline.graph.dispatch import Dispatch, Gang, Mode, Submit, gangs_of
+from pipeline.graph.dispatch import Dispatch, Submit
+from pipeline.graph.gangs import Gang, Mode, gangs_of
 from pipeline.graph.graph import GraphSpec, Node, run_nodes
 from stages.models.protocol import Role
 from storage.address import Address

@@ -6,8 +6,9 @@ from collections.abc import Iterable
 
 import pytest
 
-from pipeline.graph.dispatch import Dispatch, Gang
+from pipeline.graph.dispatch import Dispatch
 from pipeline.graph.flow import Flow
+from pipeline.graph.gangs import Gang
 from pipeline.graph.graph import GraphSpec, Node, run_nodes
 from stages.models.protocol import Role
 from storage.address import Address

@@ -7,8 +7,9 @@ from collections.abc import Iterable, Mapping
 
 import pytest
 
-from pipeline.graph.dispatch import Dispatch, Gang
+from pipeline.graph.dispatch import Dispatch
 from pipeline.graph.flow import Flow
+from pipeline.graph.gangs import Gang
 from pipeline.graph.graph import GraphSpec, Node, generation_version, generation_versions, run_nodes, weight_readers
 from stages.models.protocol import Role
 from storage.address import Address

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from pipeline.graph.dispatch import Dispatch, Gang
+from pipeline.graph.dispatch import Dispatch
+from pipeline.graph.gangs import Gang
 from pipeline.graph.graph import GraphSpec, step_nodes
 from stages.models.protocol import Role
 from storage.address import Address

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from pipeline.config.errors import ConfigError
 from pipeline.config.loading import load_config
 from pipeline.config.run import RunConfig
 from pipeline.launch.shape import NodeGroup, Step, job_shape
@@ -71,3 +72,10 @@ def test_replicas_with_ranks_have_a_gpu_and_threads_for_each() -> None:
 
 def test_without_gpus_none_is_asked_for() -> None:
     assert {one.gpus for one in job_shape(load(*THREE_NODES, *TWO_RANKS, "slurm.gpus=false")).groups} == {0}
+
+
+def test_steps_of_a_job_have_no_gpus_in_turn() -> None:
+    turns = "placement.turns=[[generate,train]]"
+    with pytest.raises(ConfigError, match=r"placement\.turns: given \[\['generate', 'train'\]\].*slurm\.gpus=false"):
+        job_shape(load(turns))
+    assert job_shape(load(turns, "slurm.gpus=false")).nodes == 1

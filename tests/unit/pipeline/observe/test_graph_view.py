@@ -11,7 +11,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from pipeline.graph.dispatch import Gang
+from pipeline.graph.gangs import Gang
 from pipeline.graph.graph import GraphSpec, run_nodes
 from pipeline.graph.status import NodeState
 from pipeline.observe.graph_page import HEADERS, fragment, page

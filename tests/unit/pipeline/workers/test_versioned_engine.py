@@ -30,8 +30,10 @@ class FakeEngine:
         self.loads: list[int] = []
         self.tensors: Mapping[str, torch.Tensor] = {}
         self.refuse: int | None = None
+        self.asleep = False
 
     def load_weights(self, version: int, tensors: Mapping[str, torch.Tensor]) -> None:
+        assert not self.asleep
         assert self.inside == 0, f"version {version} was loaded under the feet of a shard of version {self.version}"
         if version == self.refuse:
             raise WeightsError("w holds NaN")
@@ -45,8 +47,13 @@ class FakeEngine:
     def stats(self) -> EngineStats:
         return EngineStats(0, 0, 0, 0.0, 0.0, 0, 0.0, 0.0)
 
-    def sleep(self) -> None: ...
-    def wake(self) -> None: ...
+    def sleep(self) -> None:
+        assert self.inside == 0
+        self.asleep = True
+
+    def wake(self) -> None:
+        self.asleep = False
+
     def close(self) -> None: ...
 
 
@@ -316,3 +323,26 @@ def test_weights_that_are_not_what_was_published_are_sampled_from_by_nobody(boar
     board.publish(1, {"w": np.full(3, 1, np.float32)})
     with engine.at(1, Clock()):
         assert fake.loads == [0, 1]
+
+
+def test_an_engine_that_rests_wakes_for_the_next_shard(board: WeightBoard) -> None:
+    fake = FakeEngine()
+    engine = VersionedEngine(fake, board)
+    engine.rest()
+    assert fake.asleep
+    with engine.at(1, Clock()):
+        assert not fake.asleep
+    engine.rest()
+    engine.rest()
+    assert fake.asleep
+    with engine.at(1, Clock()), engine.at(1, Clock()):
+        assert not fake.asleep
+    assert fake.loads == [1], "it has the weights still"
+
+
+def test_an_engine_with_a_shard_in_it_does_not_rest(board: WeightBoard) -> None:
+    fake = FakeEngine()
+    engine = VersionedEngine(fake, board)
+    with engine.at(0, Clock()), pytest.raises(RuntimeError, match="1 shards are in the engine"):
+        engine.rest()
+    assert not fake.asleep

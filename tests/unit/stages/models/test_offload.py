@@ -13,7 +13,7 @@ import torch
 
 from stages.models import gather
 from stages.models.checkpoint_shards import masters_of
-from stages.models.config import LayoutConfig, ModelConfig, OptimizerConfig
+from stages.models.config import LayoutConfig, ModelConfig, Offload, OptimizerConfig
 from stages.models.host import MegatronHost
 from stages.models.offload import Residence, allocate, release
 from stages.models.protocol import CriticBatch, PolicyBatch, Role
@@ -46,7 +46,7 @@ def model_config(dtype: Any = "bfloat16", frozen_blocks: int = 0) -> ModelConfig
     )
 
 
-def step(host: MegatronHost, number: int) -> list[np.ndarray]:
+def step(host: Any, number: int) -> list[np.ndarray]:
     """All nodes of a step, in an order that changes roles often; what they gave."""
     rng = np.random.default_rng([SEED, number])
     rollout = random_rollout(rng, ROWS, SEQ, version=number)
@@ -63,7 +63,18 @@ def step(host: MegatronHost, number: int) -> list[np.ndarray]:
     return [values.values, reference.ref_logprobs, policy.policy_logprobs]
 
 
-def nodes(host: MegatronHost, directory: Path) -> list[Any]:
+class Resting:
+    """Owns a host that leaves its devices before each thing that it is asked to do."""
+
+    def __init__(self, host: MegatronHost) -> None:
+        self._host = host
+
+    def __getattr__(self, name: str) -> Any:
+        self._host.rest()
+        return getattr(self._host, name)
+
+
+def nodes(host: Any, directory: Path) -> list[Any]:
     """Two steps, a checkpoint between them, the second step again from it, back to the start; all that was computed."""
     found: list[Any] = step(host, 0)
     for role in (Role.POLICY, Role.CRITIC):
@@ -94,6 +105,44 @@ def test_offloading_changes_no_bit(tmp_path: Path, layout: LayoutConfig, dtype: 
             found.append(nodes(host, tmp_path / offload))
     for other in found[1:]:
         np.testing.assert_equal(other, found[0])
+
+
+@pytest.mark.usefixtures("own_memory")
+@pytest.mark.parametrize("offload", ["none", "idle"])
+@pytest.mark.parametrize(("dtype", "frozen_blocks"), [("bfloat16", 0), ("float32", 2)])
+def test_resting_changes_no_bit(tmp_path: Path, offload: Offload, dtype: str, frozen_blocks: int) -> None:
+    found = []
+    for resting in (False, True):
+        directory = tmp_path / str(resting)
+        directory.mkdir()
+        with opened(directory, model_config(dtype, frozen_blocks), offload=offload) as host:
+            found.append(nodes(Resting(host) if resting else host, directory))
+    np.testing.assert_equal(found[1], found[0])
+
+
+@pytest.mark.usefixtures("own_memory")
+@pytest.mark.parametrize("offload", ["none", "idle"])
+def test_who_rests_has_nothing_on_the_device(tmp_path: Path, offload: Offload) -> None:
+    with opened(tmp_path, model_config(frozen_blocks=1), offload=offload) as host:
+        step(host, 0)
+        for _ in range(2):
+            host.rest()
+            assert [held(host, role) for role in (Role.POLICY, Role.CRITIC)] == [(0, 0, 0)] * 2
+            assert host._trunk is not None
+            assert host._reference is not None
+            assert _bytes([*host._trunk.model.parameters(), *host._reference.parameters()]) == 0
+        assert host.version(Role.POLICY) == 1
+        step(host, 1)
+
+
+def test_on_a_cpu_who_rests_gives_its_gradient_buffers_up(tmp_path: Path) -> None:
+    with opened(tmp_path, model_config()) as host:
+        step(host, 0)
+        weights, state, gradients = held(host, Role.POLICY)
+        assert gradients > 0
+        host.rest()
+        assert held(host, Role.POLICY) == (weights, state, 0)
+        step(host, 1)
 
 
 def held(host: MegatronHost, role: Role) -> tuple[int, int, int]:

@@ -1,0 +1,148 @@
+"""Gangs that have their devices in turn: who is handed nodes when, and which instructions pass the devices on."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from pipeline.graph.dispatch import Dispatch
+from pipeline.graph.gangs import Gang
+from pipeline.graph.graph import GraphSpec, run_nodes
+from pipeline.graph.turns import Pass
+from stages.models.protocol import Role
+from storage.address import Address
+
+GENERATE = Gang("generate", frozenset({Role.GENERATE}), workers=2, slots=1)
+SCORE = Gang("score", frozenset({Role.SCORE, Role.ADVANTAGE}), workers=1)
+TRAIN = Gang("train", frozenset({Role.POLICY, Role.CRITIC, Role.REFERENCE}), workers=2)
+GANGS = (GENERATE, SCORE, TRAIN)
+TURNS = (("generate", "train"),)
+
+
+class Played:
+    """Owns a run that is played through dispatch, with every node and every pass over when the player says so."""
+
+    def __init__(self, spec: GraphSpec, turns: tuple[tuple[str, ...], ...] = TURNS) -> None:
+        self.dispatch = Dispatch(GANGS, turns)
+        self.left = {node.address for node in run_nodes(spec)}
+        self.out: dict[Address, str] = {}
+        self.passing: list[str] = []
+        self.passes: list[Pass] = []
+        for gang in GANGS:
+            for worker in range(1 if gang.ordered else gang.workers):
+                self.dispatch.worker_up(gang.name, worker)
+        self.dispatch.admit(run_nodes(spec))
+
+    def go_on(self) -> None:
+        """Carries out what dispatch says, and asserts that nobody works on devices that another gang has."""
+        for submit in self.dispatch.next_submits():
+            self.out[submit.node.address] = submit.gang
+        for one in self.dispatch.next_passes():
+            assert one.giver not in self.out.values()
+            self.passes.append(one)
+            self.passing.append(one.giver)
+        assert not {"generate", "train"} <= set(self.out.values())
+        assert not self.passing or not {"generate", "train"} & set(self.out.values())
+
+    def finish(self, address: Address) -> None:
+        del self.out[address]
+        self.left.discard(address)
+        self.dispatch.done(address)
+
+    def play(self, choose: random.Random) -> None:
+        """To the end, in any order that can be."""
+        while self.left:
+            self.go_on()
+            events = [*sorted(self.out), *self.passing]
+            assert events, f"nothing goes on, and {len(self.left)} nodes are left: {self.dispatch.waits()}"
+            event = choose.choice(events)
+            if isinstance(event, str):
+                self.passing.remove(event)
+                self.dispatch.passed(event)
+            else:
+                self.finish(event)
+
+
+def generating(spec: GraphSpec) -> Played:
+    """A run in which version 0 is published, and the first shards are out."""
+    played = Played(spec)
+    played.go_on()
+    played.finish(Address("publish", 0))
+    played.go_on()
+    assert played.passes == [Pass("train", "generate")]
+    played.dispatch.passed("train")
+    played.passes, played.passing = [], []
+    played.go_on()
+    assert set(played.out.values()) - {"score"} == {"generate"}
+    return played
+
+
+def spec(staleness: int, **more: object) -> GraphSpec:
+    defaults = {"steps": 6, "shards": 3, "staleness": staleness, "eval_every": 3, "eval_shards": 2}
+    return GraphSpec(**{**defaults, **more})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("staleness", [0, 1, 3])
+@pytest.mark.parametrize("seed", range(8))
+def test_a_run_in_turns_ends_whatever_ends_when(staleness: int, seed: int) -> None:
+    played = Played(spec(staleness, recompute_logprobs=True, canaries=True))
+    played.play(random.Random(seed))
+    givers = [one.giver for one in played.passes]
+    assert givers[::2] == ["train"] * len(givers[::2]), "which publishes version 0"
+    assert givers[1::2] == ["generate"] * len(givers[1::2])
+
+
+def test_staleness_saves_turns() -> None:
+    """What may be generated ahead is, before the devices are passed on."""
+    passes = []
+    for staleness in (0, 3):
+        played = Played(spec(staleness, steps=12, eval_every=0))
+        played.play(random.Random(0))
+        passes.append(len(played.passes))
+    assert passes[1] < passes[0]
+
+
+def test_devices_are_passed_when_nothing_is_out_and_nothing_ready() -> None:
+    played = generating(spec(0, steps=2, shards=2, eval_every=0))
+    played.finish(Address("generate", 0, 0))
+    played.go_on()
+    assert not played.passes, "the other shard is still out"
+    assert played.dispatch.waits()["train"].devices_of == "generate"
+    played.finish(Address("generate", 0, 1))
+    played.go_on()
+    assert played.passes == [Pass("generate", "train")]
+    assert "train" not in played.out.values(), "its turn begins when the others have left"
+    played.dispatch.passed("generate")
+    played.passing = []
+    played.go_on()
+    assert "train" in played.out.values()
+    assert "generate" not in str(played.dispatch.waits().get("train"))
+
+
+def test_a_gang_that_lost_its_workers_keeps_its_turn_while_it_has_something_to_do() -> None:
+    played = generating(spec(0, steps=2, shards=2, eval_every=0))
+    for replica in (0, 1):
+        for address in played.dispatch.worker_down("generate", replica):
+            del played.out[address]
+    played.go_on()
+    assert not played.passes
+    played.dispatch.worker_up("generate", 1)
+    played.go_on()
+    assert set(played.out.values()) - {"score"} == {"generate"}
+
+
+def test_without_turns_gangs_work_at_the_same_time() -> None:
+    dispatch = Dispatch(GANGS)
+    assert not dispatch.takes_turns("train")
+    assert Dispatch(GANGS, TURNS).takes_turns("train")
+    assert not Dispatch(GANGS, TURNS).takes_turns("score")
+
+
+def test_a_wait_for_the_devices_names_who_has_them() -> None:
+    played = generating(spec(1, steps=3, shards=2, eval_every=0))
+    for shard in (0, 1):
+        played.finish(Address("generate", 0, shard))
+    played.go_on()
+    wait = played.dispatch.waits()["train"]
+    assert str(wait).endswith("waits for the devices, which are generate's in turn")

@@ -230,9 +230,9 @@ REFUSED = {
     "placement.turns=[[generate]]": ("placement.turns.0", "two or more gangs"),
     "placement.turns=[[generate,trian]]": ("placement.turns.0", "'trian'", "no such gang", "generate, train"),
     "placement.turns=[[generate,train],[train,generate]]": ("placement.turns.1", "is named twice"),
-    "placement.gangs.score.workers=1 placement.roles.score=score placement.turns=[[train,score]]": (
+    "placement={turns: [[train, scores]], gangs: {scores: {}}, roles: {score: scores}}": (
         "placement.turns.0",
-        "'score'",
+        "'scores'",
         "no device",
     ),
     "placement.roles.policy=tran": ("placement.roles.policy", "tran", "generate, train"),

@@ -388,10 +388,9 @@ class Attempts:
         self._context.journal.now(
             EventKind.FAILED, **_event_fields(address), gang=worker[0], attempt=attempt.name, detail=detail
         )
-        shares = dispatch.takes_turns(worker[0])  # a suspect would stay on devices that are another gang's next
         if attempt.ran_ahead:  # it waits for a parent's result, in a process that hangs: the store has it, too
             self._reset(dispatch.lost([address]))
-        elif attempt.submit.mode is not Mode.ORDERED and dispatch.others_up(*worker) and not shares:
+        elif attempt.submit.mode is not Mode.ORDERED and dispatch.can_spare(*worker):
             self._supervision.suspect(worker)
         else:
             self._supervision.lost(worker, detail)

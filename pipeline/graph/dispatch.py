@@ -147,9 +147,10 @@ class Dispatch:
         state.up = bool(state.slots)
         return self.lost([a for a, e in self._entries.items() if self._on(e, gang, worker)])
 
-    def others_up(self, gang: str, worker: int) -> bool:
-        """Whether a pool has another usable replica."""
-        return any(replica != worker for replica in self._gangs[gang].slots)
+    def can_spare(self, gang: str, worker: int) -> bool:
+        """Whether a pool has another usable replica, so that this one may stay where it is for a while; not where
+        another gang is to have its devices."""
+        return not self._turns.shares(gang) and any(replica != worker for replica in self._gangs[gang].slots)
 
     def release_slot(self, address: Address) -> None:
         """A node that is out does nothing any more but wait: its slot is free, though its attempt goes on."""
@@ -216,10 +217,6 @@ class Dispatch:
     def passed(self, giver: str) -> None:
         """The workers of a gang have left the devices, as `next_passes` told them to."""
         self._turns.passed(giver)
-
-    def takes_turns(self, gang: str) -> bool:
-        """Whether a gang has its devices in turn with others."""
-        return self._turns.shares(gang)
 
     def replicas_up(self, gang: str) -> frozenset[int]:
         """A pool's usable replicas."""

@@ -116,7 +116,7 @@ class MegatronHost:
         self._frozen: dict[str, FrozenWeights] = {}
         self._reference = self._build(Role.REFERENCE, weights) if Role.REFERENCE in roles else None
         self._reference_weights = Residence(self._reference.parameters if self._reference is not None else list)
-        self._all_weights = Residence(self._weights_of_all)
+        self._all_weights = Residence(lambda: _weights(self._reference, self._trunk, *self._trainers.values()))
         for role, optimizer in ((Role.POLICY, model.policy), (Role.CRITIC, model.critic)):
             if role in roles:
                 self._put_to_sleep(but=role)
@@ -134,7 +134,6 @@ class MegatronHost:
     def ref_logprobs(self, rollout: Rollout) -> ReferenceLogprobs | None:
         if self._reference is None:
             raise StateError("the reference is not placed on this gang")
-        self._all_weights.wake()
         self._put_to_sleep(but=Role.REFERENCE)
         self._reference_weights.wake()
         found = self._logprobs(self._reference, rollout, self._blueprint.model.policy, "none")
@@ -269,7 +268,6 @@ class MegatronHost:
     def _trainer(self, role: Role, *, whole: bool = False) -> Trainer:
         """Awake: its weights are on the device; with `whole` its optimizer's state too."""
         trainer = self._placed(role)
-        self._all_weights.wake()
         self._put_to_sleep(but=role)
         trainer.weights.wake()
         if whole:
@@ -277,7 +275,8 @@ class MegatronHost:
         return trainer
 
     def _put_to_sleep(self, *, but: Role) -> None:
-        """The other roles, where idle ones are to leave the device."""
+        """The other roles, where idle ones are to leave the device; what rested is back."""
+        self._all_weights.wake()
         if self._offload != "idle":
             return
         if but is not Role.REFERENCE:
@@ -285,11 +284,6 @@ class MegatronHost:
         for role, trainer in self._trainers.items():
             if role is not but:
                 trainer.sleep()
-
-    def _weights_of_all(self) -> Iterator[Tensor]:
-        models = [owner.model for owner in (self._trunk, *self._trainers.values()) if owner is not None]
-        models += [self._reference] if self._reference is not None else []
-        return (tensor for model in models for tensor in model.parameters())
 
     def _clean(self, role: Role, *, whole: bool = False) -> Trainer:
         trainer = self._trainer(role, whole=whole)
@@ -372,6 +366,13 @@ def _distribution(sampling: SamplingConfig, model: ModelConfig, spec: ModelSpec,
 
 def _named(role: Role, metrics: Mapping[str, float]) -> dict[str, float]:
     return {f"{role}/{name}": value for name, value in metrics.items()}
+
+
+def _weights(*owners: GPTModel | Trunk | Trainer | None) -> Iterator[Tensor]:
+    """Of models, and of what owns one."""
+    for owner in owners:
+        model = owner.model if isinstance(owner, Trunk | Trainer) else owner
+        yield from model.parameters() if model is not None else ()
 
 
 def _fill(array: np.ndarray, batch: MicroBatch, found: Tensor) -> None:

@@ -115,9 +115,9 @@ def test_lost_replica() -> None:
     machine = Machine(pool(2, slots=1), scorers(), trainer())
     machine.dispatch.admit(shards(3))
     machine.step()
-    assert machine.dispatch.others_up("gen", 0)
+    assert machine.dispatch.can_spare("gen", 0)
     assert machine.down("gen", 0) == {"generate 0.0"}
-    assert not machine.dispatch.others_up("gen", 1)
+    assert not machine.dispatch.can_spare("gen", 1)
     assert machine.step() == []
     assert machine.done("generate", 0, 1) == ["generate 0.0 > gen.1"], "older than shard 2"
     machine.dispatch.worker_up("gen", 0)

@@ -132,11 +132,15 @@ def test_a_gang_that_lost_its_workers_keeps_its_turn_while_it_has_something_to_d
     assert set(played.out.values()) - {"score"} == {"generate"}
 
 
-def test_without_turns_gangs_work_at_the_same_time() -> None:
-    dispatch = Dispatch(GANGS)
-    assert not dispatch.takes_turns("train")
-    assert Dispatch(GANGS, TURNS).takes_turns("train")
-    assert not Dispatch(GANGS, TURNS).takes_turns("score")
+def test_a_replica_that_takes_turns_cannot_be_spared() -> None:
+    """Overdue, it would stay on devices that another gang is to have."""
+    spared = []
+    for turns in ((), TURNS):
+        dispatch = Dispatch(GANGS, turns)
+        for replica in (0, 1):
+            dispatch.worker_up("generate", replica)
+        spared.append(dispatch.can_spare("generate", 0))
+    assert spared == [True, False]
 
 
 def test_a_wait_for_the_devices_names_who_has_them() -> None:

@@ -2,6 +2,7 @@
 
 32 uneven rows (prompts of 8 to 48 tokens, 16 to 128 new ones), 16 at a time, no end of sequence: every side makes the
 same number of tokens. Sides are taken in turn in every repeat, on all cores; a figure is the median of its repeats.
+With `--engines embedded,vllm` the sides are the engine and vLLM (`benchmarks/other_engines.py`) instead.
 
 The roofline: a pass over the weights cannot take less than its bytes / memory bandwidth, nor less than its arithmetic
 / the rate of a large matrix product, both measured in the same run, as the best that torch or the engine's own products
@@ -12,6 +13,7 @@ values not counted), so what an implementation adds counts against it.
 
 from __future__ import annotations
 
+import argparse
 import gc
 import os
 import random
@@ -20,7 +22,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,31 +31,23 @@ from transformers import AutoModelForCausalLM, GenerationConfig, LlamaConfig, Ll
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
 from benchmarks.harness import arguments, gemm_gflops, measured_load, report, write_json
+from benchmarks.other_engines import BOUNDARY, KEYED, Row, Side, run_rows, vllm_sides
 from stages.engines.config import EngineConfig
 from stages.engines.embedded.build import build_embedded
-from stages.engines.embedded.engine import EmbeddedEngine
 from stages.engines.embedded.kernels.cpu.native import load_native_kernels
 from stages.engines.embedded.runner import choose_kernels
-from stages.engines.protocol import EngineStats, Request
+from stages.engines.protocol import EngineStats
 from stages.models.hf_config import read_eos_ids
-from stages.models.sampling import SamplingConfig
 from stages.native.compile import NoNativeKernelsError
 
 CORES = os.cpu_count() or 1
 SLOTS = 16
 MODEL = Path("assets/smollm2-135m-instruct")
+MAX_SEQ = 192
 DTYPES = ("float32", "bfloat16")
 TIE = 1e-3
 """Logits that are no further apart may come in either order."""
 PADDED, CONTINUOUS, ENGINE = "transformers padded", "transformers continuous", "engine"
-
-
-@dataclass(frozen=True)
-class Prompt:
-    """A row of the workload: what is given, and how many tokens to make."""
-
-    tokens: list[int]
-    new: int
 
 
 @dataclass(frozen=True)
@@ -72,27 +66,17 @@ class Roofline:
         return stats.decode_steps * step_s + prompt_tokens * self.flops_per_token / self.flops_per_s
 
 
-def workload(num_rows: int, vocab: int, longest: int, seed: int = 0) -> list[Prompt]:
+def workload(num_rows: int, vocab: int, longest: int, seed: int = 0) -> list[Row]:
     """Uneven rows: 8 to 48 random prompt tokens, 16 to `longest` new ones."""
     rng = random.Random(seed)
     return [
-        Prompt([rng.randrange(3, vocab) for _ in range(rng.randint(8, 48))], rng.randint(16, longest))
+        Row([rng.randrange(3, vocab) for _ in range(rng.randint(8, 48))], rng.randint(16, longest))
         for _ in range(num_rows)
     ]
 
 
-def run_engine(engine: EmbeddedEngine, prompts: list[Prompt], sampled: bool) -> list[list[int]]:
-    """The rows' new tokens."""
-    requests = [
-        Request(i, 1, 1, tuple(p.tokens), 0, SamplingConfig(p.new, p.new, temperature=float(sampled)))
-        for i, p in enumerate(prompts)
-    ]
-    made = {completion.row: completion.tokens.tolist() for completion in engine.generate(requests)}
-    return [made[i] for i in range(len(prompts))]
-
-
 def run_padded(
-    model: LlamaForCausalLM, prompts: list[Prompt], sampled: bool, banned: list[int] | None = None
+    model: LlamaForCausalLM, prompts: list[Row], sampled: bool, banned: list[int] | None = None
 ) -> list[list[int]]:
     """Batches of SLOTS rows, left-padded, each as long as its longest row. The rows' new tokens. `banned`: never made;
     the engine does not make the end of sequence, which is no end here."""
@@ -118,7 +102,7 @@ def run_padded(
 
 
 def widest_tie(
-    model: LlamaForCausalLM, prompts: list[Prompt], ours: list[list[int]], theirs: list[list[int]]
+    model: LlamaForCausalLM, prompts: list[Row], ours: list[list[int]], theirs: list[list[int]]
 ) -> tuple[int, float]:
     """How many rows differ; and over those, at the first token that does, the largest distance between the logits of
     the two tokens that were chosen. Rounding may decide between logits that lie within 1e-3."""
@@ -132,7 +116,7 @@ def widest_tie(
     return differing, widest
 
 
-def run_continuous(model: LlamaForCausalLM, prompts: list[Prompt], sampled: bool) -> None:
+def run_continuous(model: LlamaForCausalLM, prompts: list[Row], sampled: bool) -> None:
     """transformers' own in-flight batching; raises RuntimeError where it fails."""
     model.set_attn_implementation("paged|sdpa")
     config = GenerationConfig(do_sample=sampled, eos_token_id=-1, pad_token_id=0, max_new_tokens=128)
@@ -227,9 +211,10 @@ def model_directory(quick: bool) -> Iterator[Path]:
 
 
 def compare(
-    path: Path, dtype: str, prompts: list[Prompt], repeats: int
+    path: Path, dtype: str, prompts: list[Row], repeats: int, engines: list[str]
 ) -> tuple[list[tuple[str, ...]], dict[str, float]]:
-    """All sides, greedy and sampled, with weights of one dtype: rows of the table, figures by name."""
+    """All sides, greedy and sampled, with weights of one dtype: rows of the table, figures by name. `engines`: those
+    that the engine is compared with; none: transformers."""
     model = AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, dtype)).eval()
     roofline = measure_roofline(model)
     num_new, num_prompt = sum(p.new for p in prompts), sum(len(p.tokens) for p in prompts)
@@ -237,18 +222,23 @@ def compare(
     settings = EngineConfig(slots=SLOTS, dtype=dtype)  # type: ignore[arg-type]
     kernels = choose_kernels(settings, torch.device("cpu"))
     started = time.perf_counter()
-    with closing(build_embedded(str(path), settings, max_seq=192, threads=CORES, device=torch.device("cpu"))) as engine:
+    with ExitStack() as stack:
+        engine = stack.enter_context(
+            closing(build_embedded(str(path), settings, max_seq=MAX_SEQ, threads=CORES, device=torch.device("cpu")))
+        )
         figures[f"{dtype}/cold_start_s"] = time.perf_counter() - started
-        sides: dict[str, Callable[[list[Prompt], bool], object]] = {
+        sides: dict[str, Side] = {
             PADDED: lambda p, sampled: run_padded(model, p, sampled),
             CONTINUOUS: lambda p, sampled: run_continuous(model, p, sampled),
-            ENGINE: lambda p, sampled: run_engine(engine, p, sampled),
         }
+        if "vllm" in engines:
+            sides = stack.enter_context(vllm_sides(path, dtype, slots=SLOTS, max_seq=MAX_SEQ, threads=CORES))
+        sides[ENGINE] = lambda p, sampled: run_rows(engine, p, sampled)
         for side in sides.values():
-            side([Prompt(p.tokens, 4) for p in prompts[:4]], True)
+            side([Row(p.tokens, 4) for p in prompts[:4]], True)
         if dtype == "float32":
             ends = list(read_eos_ids(str(path)))
-            ours, theirs = run_engine(engine, prompts, sampled=False), run_padded(model, prompts, False, ends)
+            ours, theirs = run_rows(engine, prompts, sampled=False), run_padded(model, prompts, False, ends)
             differing, widest = widest_tie(model, prompts, ours, theirs)
             assert widest < TIE, f"greedy tokens differ from transformers' where logits are {widest:.2e} apart"
             figures |= {f"{dtype}/greedy/rows_that_differ": differing, f"{dtype}/greedy/widest_tie": widest}
@@ -274,13 +264,24 @@ def compare(
                 rows.append((f"{dtype} {kind}", name, f"{rate[name]:.0f}", ratio, of_roofline, f"{max(others):.0%}"))
                 figures[f"{dtype}/{kind}/{name}/tokens_per_s"] = rate[name]
             figures[f"{dtype}/{kind}/roofline_share"] = share
+            if BOUNDARY in rate:
+                figures[f"{dtype}/{kind}/boundary_cost"] = rate[KEYED] / rate[BOUNDARY] - 1
     figures[f"{dtype}/read_gb_per_s"] = roofline.bytes_per_s / 1e9
     figures[f"{dtype}/gemm_gflops"] = roofline.flops_per_s / 1e9
     return rows, figures
 
 
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--engines", default="embedded", help="embedded: beside transformers; embedded,vllm: beside vLLM"
+    )
+
+
 def main() -> None:
-    options = arguments(__doc__ or "")
+    options = arguments(__doc__ or "", add_arguments)
+    engines = [name for name in options.engines.split(",") if name != "embedded"]
+    if unknown := [name for name in engines if name != "vllm"]:
+        raise SystemExit(f"--engines: given {unknown[0]!r}; the engines are embedded, vllm")
     torch.set_num_threads(CORES)
     repeats = 1 if options.quick else options.repeats
     rows: list[tuple[str, ...]] = []
@@ -288,11 +289,12 @@ def main() -> None:
     with model_directory(options.quick) as path, torch.inference_mode():
         prompts = workload(*((8, 4096, 24) if options.quick else (32, 16_000, 128)))
         for dtype in DTYPES:
-            more_rows, more_figures = compare(path, dtype, prompts, repeats)
+            more_rows, more_figures = compare(path, dtype, prompts, repeats, engines)
             rows += more_rows
             figures |= more_figures
             gc.collect()
     rates = {name: value for name, value in figures.items() if name.endswith(("gb_per_s", "gflops"))}
+    costs = [f"{name} {value:+.1%}" for name, value in figures.items() if name.endswith("boundary_cost")]
     machine = ", ".join(f"{name} {value:.0f}" for name, value in rates.items())
     report(
         f"generation: {len(prompts)} rows, {SLOTS} at a time, {CORES} threads",
@@ -300,6 +302,7 @@ def main() -> None:
         rows,
         [
             f"{repeats} repeats, medians; {machine}",
+            *(["seconds that the boundary adds: " + ", ".join(costs)] if costs else []),
             f"float32, greedy: {figures['float32/greedy/rows_that_differ']:.0f} of {len(prompts)} rows differ from "
             f"transformers', first where its logits are at most {figures['float32/greedy/widest_tie']:.1e} apart",
         ],

@@ -116,8 +116,13 @@ def draw(config: RunConfig, history: History) -> list[Path]:
     curves, timeline = paths.plots / "curves.png", paths.plots / "timeline.png"
     starts = run_starts(paths.events)
     metrics = {step: history.step_metrics(step, starts) for step in history.steps_done()}
-    held_out = [(evaluation.version, evaluation.mean) for evaluation in history.evaluations()]
-    plots.plot_curves(metrics, plots.CURVES, held_out, curves, config.name)
+    held_out: dict[str, list[tuple[int, float]]] = {}
+    for evaluation in history.evaluations():
+        means = {"reward/mean": evaluation.mean} | {f"reward/{name}/mean": v for name, v in evaluation.parts.items()}
+        for name, mean in means.items():
+            held_out.setdefault(name, []).append((evaluation.version, mean))
+    parts = list(dict.fromkeys([*config.reward.parts, *config.evaluate.reward.parts]))
+    plots.plot_curves(metrics, plots.panels_of(parts), held_out, curves, config.name)
     plots.plot_timeline(read_events(paths.events), timeline, config.name)
     return [curves, timeline]
 

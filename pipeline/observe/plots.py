@@ -106,6 +106,15 @@ CURVES = (
 """The learning curves of a run."""
 
 
+def panels_of(parts: Sequence[str]) -> tuple[Panel, ...]:
+    """`CURVES`, with the parts of the reward in a panel of their own where there are several: where a policy has found
+    a weakness of one, the sum rises and another falls."""
+    if len(parts) < 2:
+        return CURVES
+    first, *others = CURVES
+    return (first, Panel("parts of the reward", tuple((f"reward/{name}/mean", name) for name in parts)), *others)
+
+
 def lay_out(events: Iterable[Event]) -> Timeline:
     """Places every finished node: one lane per worker, grouped by gang in order of name; boxes of one worker that
     overlap go to rows of their own, first fit."""
@@ -176,14 +185,15 @@ def plot_timeline(events: Iterable[Event], path: Path, title: str) -> None:
 def plot_curves(
     step_metrics: Mapping[int, Mapping[str, float]],
     panels: Sequence[Panel],
-    held_out: Sequence[tuple[int, float]],
+    held_out: Mapping[str, Sequence[tuple[int, float]]],
     path: Path,
     title: str,
 ) -> None:
-    """Draws the learning curves as small multiples. `step_metrics[step][name]`; `held_out` are (version, mean score)
-    points, drawn into the first panel. Metrics that were never logged are left out, and panels with none of them."""
-    logged = {name for values in step_metrics.values() for name in values}
-    shown = [p for p in panels if any(name in logged for name, _ in p.metrics) or (held_out and p is panels[0])]
+    """Draws the learning curves as small multiples. `step_metrics[step][name]`; `held_out[name]` are (version, mean)
+    points of the same thing on held-out prompts. Metrics that were never logged are left out, and panels with none of
+    them."""
+    logged = {name for values in step_metrics.values() for name in values} | held_out.keys()
+    shown = [panel for panel in panels if any(name in logged for name, _ in panel.metrics)]
     columns = max(1, min(4, math.ceil(len(shown) / 2)))
     rows = max(1, math.ceil(len(shown) / columns))
     figure = Figure(figsize=(4.2 * columns, 2.9 * rows + 0.5), dpi=130, facecolor="white")
@@ -191,7 +201,7 @@ def plot_curves(
     FigureCanvasAgg(figure)
     axes = figure.subplots(rows, columns, squeeze=False).ravel()
     for ax, panel in zip(axes, shown, strict=False):
-        _draw_panel(ax, panel, step_metrics, held_out if panel is panels[0] else ())
+        _draw_panel(ax, panel, step_metrics, held_out)
     for ax in axes[len(shown) :]:
         ax.set_visible(False)
     figure.suptitle(title, fontsize=12, color=INK)
@@ -320,7 +330,7 @@ def _draw_panel(
     ax: Axes,
     panel: Panel,
     step_metrics: Mapping[int, Mapping[str, float]],
-    held_out: Sequence[tuple[int, float]],
+    held_out: Mapping[str, Sequence[tuple[int, float]]],
 ) -> None:
     colours = ("#4C78A8", "#D64550", "#59A14F", "#B279A2")
     num_lines = 0
@@ -333,10 +343,13 @@ def _draw_panel(
         steps, values = zip(*points, strict=True)
         style = "-" if num_lines == 1 else (0, (3, 2))  # a second line may lie on the first
         ax.plot(steps, values, color=colour, lw=1.6, ls=style, label=label, marker="o" if len(points) < 3 else None)
-    if held_out:
-        versions, means = zip(*held_out, strict=True)
-        ax.plot(versions, means, color="#D64550", lw=1.0, ls=":", marker="o", ms=5, label="held-out prompts", zorder=3)
-        num_lines += 1
+    for (name, label), colour in zip(panel.metrics, colours, strict=False):
+        if held_out.get(name):
+            alone = len(panel.metrics) == 1
+            colour, label = ("#D64550", "held-out prompts") if alone else (colour, f"{label}, held out")
+            versions, means = zip(*held_out[name], strict=True)
+            ax.plot(versions, means, color=colour, lw=1.0, ls=":", marker="o", ms=5, label=label, zorder=3)
+            num_lines += 1
     if panel.reference is not None:
         ax.axhline(panel.reference, color=INK, lw=0.8, ls=(0, (4, 3)), alpha=0.55, zorder=1)
     ax.set_title(panel.title, loc="left", fontsize=10, color=INK)

@@ -5,7 +5,16 @@ from pathlib import Path
 import pytest
 
 from pipeline.observe.journal import Event, EventKind
-from pipeline.observe.plots import DrawnBox, Panel, lay_out, middle_window, plot_curves, plot_timeline
+from pipeline.observe.plots import (
+    CURVES,
+    DrawnBox,
+    Panel,
+    lay_out,
+    middle_window,
+    panels_of,
+    plot_curves,
+    plot_timeline,
+)
 
 
 def _finished(stage: str, step: int, gang: str, worker: str, start: float, end: float, shard: int = 0) -> Event:
@@ -60,7 +69,15 @@ def test_timeline_is_written(tmp_path: Path, num_steps: int) -> None:
 def test_curves_are_written_with_gaps_and_missing_metrics(tmp_path: Path) -> None:
     panels = [Panel("Reward", (("reward", "training"),)), Panel("KL", (("kl", "KL"),), 0.0), Panel("X", (("x", "x"),))]
     metrics = {0: {"reward": 0.1}, 1: {"reward": float("nan"), "kl": 0.2}, 2: {"reward": 0.3, "kl": 0.4}}
-    plot_curves(metrics, panels, [(0, 0.1), (3, 0.4)], tmp_path / "curves.png", "run")
-    plot_curves({}, panels, [], tmp_path / "empty.png", "run")
+    held_out = {"reward/mean": [(0, 0.1), (3, 0.4)]}
+    plot_curves(metrics, panels, held_out, tmp_path / "curves.png", "run")
+    plot_curves({}, panels, {}, tmp_path / "empty.png", "run")
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
     assert (tmp_path / "empty.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_parts_of_a_reward_have_a_panel_of_their_own() -> None:
+    assert panels_of(["vader"]) == panels_of([]) == CURVES
+    first, second, *others = panels_of(["learned", "vader"])
+    assert (first, *others) == CURVES
+    assert second.metrics == (("reward/learned/mean", "learned"), ("reward/vader/mean", "vader"))

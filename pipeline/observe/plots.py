@@ -258,7 +258,7 @@ def plot_reward_model(
     curves, right, last = figure.subplots(1, 3)
     pairs = Panel("accuracy on pairs", (("train/accuracy", "training step"), ("validation/accuracy", "validation")))
     errors = Panel("loss, and accuracy on pairs", (("train/loss", "loss"), ("validation/accuracy", "validation")))
-    _draw_panel(curves, pairs if calibration is not None else errors, metrics, ())
+    _draw_panel(curves, pairs if calibration is not None else errors, metrics, {})
     curves.set_xlabel("optimizer step", fontsize=9, color=INK)
     if calibration is None:
         right.set_visible(False)

@@ -69,7 +69,7 @@ def test_timeline_is_written(tmp_path: Path, num_steps: int) -> None:
 def test_curves_are_written_with_gaps_and_missing_metrics(tmp_path: Path) -> None:
     panels = [Panel("Reward", (("reward", "training"),)), Panel("KL", (("kl", "KL"),), 0.0), Panel("X", (("x", "x"),))]
     metrics = {0: {"reward": 0.1}, 1: {"reward": float("nan"), "kl": 0.2}, 2: {"reward": 0.3, "kl": 0.4}}
-    held_out = {"reward/mean": [(0, 0.1), (3, 0.4)]}
+    held_out = {"reward": [(0, 0.1), (3, 0.4)]}
     plot_curves(metrics, panels, held_out, tmp_path / "curves.png", "run")
     plot_curves({}, panels, {}, tmp_path / "empty.png", "run")
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")

@@ -112,10 +112,10 @@ def _incomparable(run: int, first: Sameness, other: Sameness) -> list[LeftOut]:
 def _paired(
     run: int, sameness: tuple[Sameness, Sameness], held_out: tuple[HeldOutScores | None, HeldOutScores | None]
 ) -> PairedEvaluation | LeftOut:
-    what = "paired evaluation by prompt"
+    what = "scores by prompt"
     first, other = held_out
     if first is None or other is None:
-        which = "neither run has" if first is other else "the first run has not" if first is None else "this run has not"
+        which = "neither run has" if first is other else "the first run has not" if first is None else "it has not"
         return LeftOut(run, what, f"{which} been evaluated")
     if sameness[0].held_out_reward != sameness[1].held_out_reward:
         return LeftOut(run, what, "held-out scores are made by different rewards")

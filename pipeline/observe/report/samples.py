@@ -2,12 +2,12 @@
 before and after training. May import numpy, this folder, pipeline.observe.{history, responses} and storage.
 
 The sample is even over steps and rows; beside it are the extremes of the rows that were read (highest and lowest score,
-largest KL, largest mismatch), and they say so: an even sample of many rows shows none of them.
+largest KL, worst mismatches), and they say so: an even sample of many rows shows none of them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -88,8 +88,15 @@ class Samples:
     of_steps: int
 
 
-def sample(read: Sequence[StepRows], of_steps: int, decode: Decode, budget: SampleBudget) -> Samples:
-    """`read`: the steps whose rows were read, of `of_steps` that are stored."""
+def sample(
+    read: Sequence[StepRows],
+    of_steps: int,
+    decode: Decode,
+    budget: SampleBudget,
+    mismatched: Collection[tuple[int, int]] = (),
+) -> Samples:
+    """`read`: the steps whose rows were read, of `of_steps` that are stored. `mismatched`: (step, row) of the rows with
+    the largest mismatches, which are shown besides."""
     places = [(i, row) for i, step in enumerate(read) for row in range(step.rollout.num_rows)]
     if not places:
         return Samples([], 0, 0, of_steps)
@@ -97,6 +104,10 @@ def sample(read: Sequence[StepRows], of_steps: int, decode: Decode, budget: Samp
     mean_length = max(1.0, sum(lengths) / len(lengths))
     most = max(8, min(budget.rows, int(budget.tokens / mean_length)))
     extreme = _extremes(read, min(EXTREMES, most // 16))
+    numbers_of = {step.step: i for i, step in enumerate(read)}
+    for step, row in [pair for pair in mismatched if pair[0] in numbers_of][: most // 8]:
+        i = numbers_of[step]
+        extreme[i, int(np.flatnonzero(read[i].rollout.row == row)[0])] = "largest mismatch"
     even = [places[i] for i in evenly(len(places), most - len(extreme))]
     chosen = sorted({*even, *extreme})
     rows = [_row(read[i], row, extreme.get((i, row), ""), decode, budget.row_tokens) for i, row in chosen]
@@ -109,7 +120,6 @@ def _extremes(read: Sequence[StepRows], each: int) -> dict[tuple[int, int], str]
         ("lowest score", [None if s.scores is None else s.scores.scores for s in read], 1),
         ("highest score", [None if s.scores is None else s.scores.scores for s in read], -1),
         ("largest KL", [s.kl for s in read], -1),
-        ("largest mismatch", [None if s.mismatch is None else np.abs(s.mismatch).max(axis=1) for s in read], -1),
     ]
     found: dict[tuple[int, int], str] = {}
     for name, arrays, sign in columns:

@@ -80,7 +80,9 @@ def _sameness(config: RunConfig, identity: Identity | None) -> Sameness:
         tokenizer=_text(tokenizer or policy),
         reference=_text(reference),
         reward=_text([_scored_by(whole["reward"]), learned]),
-        held_out_reward=_text([_scored_by(whole["evaluate"]["reward"] if key != "reward" else whole["reward"]), learned]),
+        held_out_reward=_text(
+            [_scored_by(whole["evaluate"]["reward"] if key != "reward" else whole["reward"]), learned]
+        ),
         held_out_sampling=_text(sampling),
     )
 

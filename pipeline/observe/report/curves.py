@@ -83,7 +83,9 @@ class RunCurves:
     held_out: Sequence[HeldOutPoint]
 
 
-def run_curves(metrics: Mapping[int, Mapping[str, float]], of_steps: int, evaluations: Sequence[Evaluation]) -> RunCurves:
+def run_curves(
+    metrics: Mapping[int, Mapping[str, float]], of_steps: int, evaluations: Sequence[Evaluation]
+) -> RunCurves:
     """`metrics`: those of each step that is drawn. A metric that is 0 at all of them is of something that is off, and
     left out."""
     steps = sorted(metrics)

@@ -29,7 +29,8 @@ def run_facts(
         ("prompts", f"{s.get('prompts.url')}, {s.get('prompts.held_out')} held out"),
         ("score", _reward(s)),
         ("advantage", f"{s.get('ppo.advantage')}{critic}; KL coefficient {s.get('ppo.kl.coef')}"),
-        ("rollout", f"{s.get('rollout.rows')} rows a step in {s.get('rollout.shards')} shards, staleness ≤ {s.get('staleness')}"),
+        ("rollout", f"{s.get('rollout.rows')} rows a step in {s.get('rollout.shards')} shards"),
+        ("staleness", f"at most {s.get('staleness')} ({s.get('rollout.versions')} versions)"),
         ("sampling", f"up to {s.get('sampling.max_new_tokens')} tokens, temperature {s.get('sampling.temperature')}"),
         ("learning rate", f"{s.get('model.policy.lr')}, {s.get('model.policy.decay')}"),
         ("seed", _text(s.get("seed"))),
@@ -69,7 +70,7 @@ def _reward(settings: Mapping[str, Any]) -> str:
         return str(kind)
     parts = sorted({key.split(".")[2] for key in settings if key.startswith("reward.parts.") and key.count(".") > 2})
     weights = ((name, settings.get(f"reward.parts.{name}.weight")) for name in parts)
-    return " + ".join(f"{weight} × {name}" for name, weight in weights)
+    return " + ".join(f"{weight} * {name}" for name, weight in weights)
 
 
 def _clock(seconds: float) -> str:

@@ -134,12 +134,12 @@ def _metrics(
 
 
 def _versions(commits: Mapping[Address, Commit]) -> dict[Address, str]:
-    """Of the weights that took part in a node: "v3", or "v3–4" where they changed on the way."""
+    """Of the weights that took part in a node: "v3", or "v3-4" where they changed on the way."""
     found = {}
     for address, commit in commits.items():
         versions = commit.provenance.weight_versions
         if versions:
-            found[address] = "v" + "–".join(str(v) for v in dict.fromkeys((versions[0], versions[-1])))
+            found[address] = "v" + "-".join(str(v) for v in dict.fromkeys((versions[0], versions[-1])))
     return found
 
 
@@ -176,8 +176,13 @@ def _held_out(source: RunSource, evaluations: Sequence[Evaluation], most: int) -
         return None
     chosen = [pairs[i] for i in evenly(len(pairs), most)]
     short = [
-        replace(p, **{name: shortened(getattr(p, name), _LONGEST_TEXT) for name in ("prompt", "before", "after")})
-        for p in chosen
+        replace(
+            pair,
+            prompt=shortened(pair.prompt, _LONGEST_TEXT),
+            before=shortened(pair.before, _LONGEST_TEXT),
+            after=shortened(pair.after, _LONGEST_TEXT),
+        )
+        for pair in chosen
     ]
     return HeldOutPairs((evaluations[0].version, evaluations[-1].version), short, len(pairs))
 

@@ -32,7 +32,10 @@ def headlines(
     """Those that apply. `first`, `last`: rows of the first and the last finished step, where they are kept."""
     found = [*_held_out(evaluations), *_best(summary)]
     if summary.reward:
-        parts = (_plus_minus(summary.reward[0], _score_error(first)), _plus_minus(summary.reward[-1], _score_error(last)))
+        parts = (
+            _plus_minus(summary.reward[0], _score_error(first)),
+            _plus_minus(summary.reward[-1], _score_error(last)),
+        )
         found.append(Headline("score", "training score", " → ".join(parts), "first → last step, ± standard error"))
     if summary.kl_final is not None:
         error = None if last is None or last.kl is None else standard_error(last.kl)
@@ -45,14 +48,14 @@ def headlines(
         found.append(Headline("speed", "samples/s", f"{summary.samples_per_s:.2f}", speed))
     idle = ", ".join(f"{gang} {share:.0%}" for gang, share in sorted(summary.idle.items()))
     overlap = f"{summary.overlap_fraction:.0%}"
-    found.append(Headline("overlap", "overlap", overlap, f"of the time two gangs were busy; idle: {idle or '–'}"))
+    found.append(Headline("overlap", "overlap", overlap, f"of the time two gangs were busy; idle: {idle or '-'}"))
     versions = summary.versions.get("weights", 0)
     found.append(Headline("wall", "wall time", _clock(summary.wall_s), f"{summary.steps} steps, {versions} versions"))
     share = f"{summary.overhead_fraction:.1%}"
     found.append(Headline("bookkeeping", "bookkeeping", share, "store, ledger and driver, of the time"))
     if summary.trainer_losses:
         lost = f"{summary.trainer_lost_s:.1f} s until it trained again"
-        found.append(Headline("lost", "trainer lost", f"{len(summary.trainer_losses)}×", lost))
+        found.append(Headline("lost", "trainer lost", f"{len(summary.trainer_losses)} times", lost))
     alarms = summary.alarms + sum(summary.alarms_by_rule.values())
     if alarms:
         by = {"mismatch": summary.alarms, **summary.alarms_by_rule}
@@ -73,7 +76,7 @@ def _held_out(evaluations: Sequence[Evaluation]) -> list[Headline]:
     differences = [last.scores[p] - first.scores[p] for p in sorted(first.scores.keys() & last.scores.keys())]
     if differences:
         gain, t = sum(differences) / len(differences), paired_t(differences)
-        text = f"paired t {'–' if t is None else f'{t:.1f}'} over {len(differences)} prompts"
+        text = f"paired t {'-' if t is None else f'{t:.1f}'} over {len(differences)} prompts"
         found.append(Headline("gain", "held-out gain", _plus_minus(gain, standard_error(differences), sign=True), text))
     if last.kl is not None:
         found.append(Headline("held_out_kl", "held-out KL", f"{last.kl:.3f}", f"nats per response, v{last.version}"))

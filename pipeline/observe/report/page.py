@@ -27,7 +27,7 @@ MOST_BYTES = 5_000_000
 MOST_RUNS = 8
 """Of a page: as many as there are colours that can be told apart."""
 _ASSETS = Path(__file__).parent / "assets"
-_SCRIPTS = ("text.js", "dom.js", "frame.js", "curves.js", "bars.js", "timeline.js", "samples.js", "tables.js", "main.js")
+_SCRIPTS = ("text", "dom", "frame", "curves", "bars", "timeline", "samples", "tables", "main")
 _SMALLEST = 0.02
 """Of a budget: what is left of a page then does not depend on it."""
 
@@ -68,7 +68,7 @@ def contents(sources: Sequence[RunSource], gathered: Sequence[Gathered]) -> Page
 
 def page(shown: PageContents) -> bytes:
     """The HTML file."""
-    style, script = _asset("report.css"), "\n".join(_asset(name) for name in _SCRIPTS)
+    style, script = _asset("report.css"), "\n".join(_asset(f"{name}.js") for name in _SCRIPTS)
     policy = f"default-src 'none'; script-src {_digest(script)}; style-src {_digest(style)}; img-src data:"
     title = " · ".join(run.name for run in shown.runs)
     text = f"""<!doctype html>
@@ -78,7 +78,7 @@ def page(shown: PageContents) -> bytes:
 <meta http-equiv="Content-Security-Policy" content="{policy}">
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <meta name="color-scheme" content="light dark">
-<title>{escape(title)} – Stageline</title>
+<title>{escape(title)} - Stageline</title>
 <style>{style}</style>
 </head>
 <body>

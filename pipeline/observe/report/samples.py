@@ -149,7 +149,7 @@ def _row(step: StepRows, row: int, extreme: str, decode: Decode, most_tokens: in
         kl=None if step.kl is None else number(float(step.kl[row]), 4),
         length=length,
         cut=int(rollout.finish_reason[row]) == FinishReason.LENGTH,
-        versions="–".join(str(v) for v in dict.fromkeys((versions[0], versions[-1]))) if versions else "",
+        versions="-".join(str(v) for v in dict.fromkeys((versions[0], versions[-1]))) if versions else "",
         extreme=extreme,
         tokens=pieces(decode, rollout.tokens[row, shown].tolist()),
         log_ratio=by_token(step.log_ratio),

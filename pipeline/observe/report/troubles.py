@@ -1,5 +1,5 @@
-"""What went wrong in a run and how it went on: alarms, losses and recoveries, failed attempts, warnings. Pure functions.
-May import pipeline.observe.{journal, summary}.
+"""What went wrong in a run and how it went on: alarms, losses and recoveries, failed attempts, warnings. Pure
+functions. May import pipeline.observe.{journal, summary}.
 """
 
 from __future__ import annotations
@@ -63,7 +63,9 @@ def _rebuilt(events: Sequence[Event], losses: Sequence[TrainerLoss]) -> list[Tro
         if built is not None:
             lost_s = cost.get((event.gang or "", event.t))
             trains = "" if lost_s is None else f"; trained again {lost_s:.1f} s after the loss"
-            found.append(Trouble(built.t, "recovered", _where(built), f"built again in {built.t - event.t:.1f} s{trains}"))
+            found.append(
+                Trouble(built.t, "recovered", _where(built), f"built again in {built.t - event.t:.1f} s{trains}")
+            )
     return found
 
 

@@ -42,7 +42,7 @@ class PageContents:
 
 
 def report(sources: Sequence[RunSource], budget: SampleBudget | None = None, most_bytes: int = MOST_BYTES) -> bytes:
-    """The file, at most `most_bytes` long: of runs whose rows are long, fewer are shown. `sources`: 1 to `MOST_RUNS`."""
+    """The file, at most `most_bytes` long: where rows are long, fewer are shown. `sources`: 1 to `MOST_RUNS`."""
     whole = (budget or SampleBudget()).of(len(sources))
     factor = 1.0
     while True:

@@ -108,8 +108,9 @@ def sample(
     for step, row in [pair for pair in mismatched if pair[0] in numbers_of][: most // 8]:
         i = numbers_of[step]
         extreme[i, int(np.flatnonzero(read[i].rollout.row == row)[0])] = "largest mismatch"
-    even = [places[i] for i in evenly(len(places), most - len(extreme))]
-    chosen = sorted({*even, *extreme})
+    others = [place for place in places if place not in extreme]
+    even = [others[i] for i in evenly(len(others), most - len(extreme))]
+    chosen = sorted([*even, *extreme])
     rows = [_row(read[i], row, extreme.get((i, row), ""), decode, budget.row_tokens) for i, row in chosen]
     return Samples(rows, of_steps * read[0].rollout.num_rows, len(read), of_steps)
 

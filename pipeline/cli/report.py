@@ -26,7 +26,11 @@ _OF_SEVERAL = Path("report.html")
 def command(options: argparse.Namespace) -> int:
     configs = _runs(options.run_dirs)
     file = _out(options.out, configs)
-    print_line(f"report: {write_report(_labelled([_source(config) for config in configs]), file)}")
+    sources = _labelled([_source(config) for config in configs])
+    try:
+        print_line(f"report: {write_report(sources, file)}")
+    except OSError as error:
+        raise ConfigError("--out", f"cannot write {file}: {error.strerror}; give another file") from error
     return DONE
 
 

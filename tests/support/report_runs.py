@@ -32,6 +32,9 @@ STAGES = (("generate", "engine", 0.4), ("score", "judge", 0.1), ("reference", "t
 """(stage, gang, seconds) of a step, one after another."""
 
 
+SAME = Sameness("m", "t", "m", "r", "r", "s")
+
+
 @dataclass(frozen=True)
 class WrittenRun:
     """How a run is to be written."""
@@ -46,7 +49,7 @@ class WrittenRun:
     gain: float = 0.1
     """Of the score, from a step to the next."""
     settings: dict[str, object] = field(default_factory=dict)
-    sameness: Sameness = Sameness("m", "t", "m", "r", "r", "s")
+    sameness: Sameness = SAME
     events: tuple[Event, ...] = ()
     """Beside those of nodes."""
     done: int | None = None

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pipeline.observe.report.numbers import number, standard_error
+from pipeline.observe.report.redaction import without_credentials
 from pipeline.observe.report.source import Sameness
 from pipeline.observe.variants import Comparison, compare
 
@@ -91,7 +92,7 @@ def compare_runs(
 def config_differences(settings: Sequence[Mapping[str, Any]]) -> list[ConfigDifference]:
     """By key; where a run's directory lies is no difference."""
     keys = sorted(set().union(*settings) - _PLACE)
-    rows = [(key, [str(s[key]) if key in s else None for s in settings]) for key in keys]
+    rows = [(key, [without_credentials(str(s[key])) if key in s else None for s in settings]) for key in keys]
     return [ConfigDifference(key, values) for key, values in rows if len(set(values)) > 1]
 
 

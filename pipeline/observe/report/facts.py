@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pipeline.observe.journal import Event, EventKind
+from pipeline.observe.report.redaction import without_credentials
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,7 @@ def run_facts(
         ("workers' hosts", ", ".join(sorted(hosts))),
         ("software", ", ".join(f"{name} {version}" for name, version in software.items())),
     ]
-    return [Fact(label, value) for label, value in found if value]
+    return [Fact(label, without_credentials(value)) for label, value in found if value]
 
 
 def state_of(events: Sequence[Event], steps_done: int, steps: int) -> str:

@@ -21,6 +21,7 @@ from pipeline.observe.report.facts import Fact, run_facts, state_of
 from pipeline.observe.report.headline import Headline, headlines
 from pipeline.observe.report.mismatches import TokenMismatch, worst_mismatches
 from pipeline.observe.report.numbers import evenly, number
+from pipeline.observe.report.redaction import without_credentials
 from pipeline.observe.report.rows import StepRows, read_rows, stored_steps
 from pipeline.observe.report.samples import SampleBudget, Samples, sample, shortened
 from pipeline.observe.report.source import RunSource
@@ -33,6 +34,9 @@ from storage.errors import StoreError
 
 MOST_EXECUTIONS = 20_000
 """Of a timeline."""
+_MOST_READ_BYTES, _TOKEN_BYTES = 512 << 20, 64
+"""Of the rows that are read, all arrays of a token together."""
+_FEWEST_STEPS = 3
 _LONGEST_TEXT = 1600
 """Characters of a prompt or of a held-out response."""
 
@@ -77,7 +81,8 @@ class Gathered:
 
 
 def gather(source: RunSource, budget: SampleBudget, most_executions: int = MOST_EXECUTIONS) -> Gathered:
-    """Reads what the page shows. What of the run is damaged is left out, with a remark."""
+    """Reads what the page shows. A step whose rows cannot be read is left out, with a remark; raises StoreError where an
+    evaluation or a commit record is damaged."""
     history, events = source.history, source.events
     remarks = list(source.remarks)
     done = history.steps_done()
@@ -95,7 +100,7 @@ def gather(source: RunSource, budget: SampleBudget, most_executions: int = MOST_
         directory=source.directory,
         state=state_of(events, len(done), history.spec.steps),
         facts=run_facts(source.settings, events, source.software, hosts),
-        settings=[(key, str(value)) for key, value in source.settings.items()],
+        settings=[(key, without_credentials(str(value))) for key, value in source.settings.items()],
         headlines=headlines(
             source.summary, evaluations, by_step.get(done[0]) if done else None, by_step.get(done[-1]) if done else None
         ),
@@ -148,12 +153,21 @@ def _read(history: History, most: int) -> tuple[list[StepRows], int, list[str]]:
     steps, before = stored_steps(history), history.store.dropped_before()
     remarks = [f"the rows of steps before {before} were let go (storage.keep.rollouts)"] if before else []
     read = []
-    for step in [steps[i] for i in evenly(len(steps), most)]:
+    for step in [steps[i] for i in evenly(len(steps), min(most, _affordable(history, steps)))]:
         try:
             read.append(read_rows(history, step))
         except StoreError as error:
             remarks.append(f"the rows of step {step} cannot be read: {error}")
     return read, len(steps), remarks
+
+
+def _affordable(history: History, steps: Sequence[int]) -> int:
+    """Steps whose rows can be held at once; of a run whose steps are huge, a few."""
+    commit = history.ledger.find(Address("generate", steps[-1])) if steps else None
+    if commit is None:
+        return 0
+    rows, seq = commit.arrays["tokens"].shape
+    return max(_FEWEST_STEPS, _MOST_READ_BYTES // (rows * history.spec.shards * seq * _TOKEN_BYTES))
 
 
 def _absences(source: RunSource, evaluations: Sequence[Evaluation]) -> list[str]:

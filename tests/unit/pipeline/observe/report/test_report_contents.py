@@ -157,3 +157,19 @@ def test_few_steps_are_read_of_a_long_run(plain: RunSource) -> None:
     shown = gather(plain, SampleBudget(steps=3)).contents
     assert (shown.samples.read_steps, shown.samples.of_steps, shown.samples.of_rows) == (3, 4, 32)
     assert {row.step for row in shown.samples.rows} == {0, 2, 3}
+
+
+def test_no_password_is_in_a_report(tmp_path: Path) -> None:
+    settings = {"tracking.uri": "http://me:secret@host:5000/x", "prompts.url": "s3://bucket/a@b"}
+    began = Event(0.0, EventKind.RUN_STARTED, command="stageline run tracking.uri=https://secret@host")
+    source = write_run(tmp_path, WrittenRun(done=0, settings=settings, events=(began,)))
+    shown = gather(source, SampleBudget()).contents
+    assert dict(shown.settings)["tracking.uri"] == "http://***@host:5000/x"
+    assert dict(shown.settings)["prompts.url"] == "s3://bucket/a@b"
+    assert "stageline run tracking.uri=https://***@host" in [fact.value for fact in shown.facts]
+
+
+def test_of_huge_steps_few_are_held_at_once(plain: RunSource, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pipeline.observe.report.gather._MOST_READ_BYTES", 1)
+    shown = gather(plain, SampleBudget()).contents.samples
+    assert (shown.read_steps, shown.of_steps) == (3, 4)

@@ -15,10 +15,9 @@ from pipeline.observe.report.comparison import HeldOutScores, LeftOut, compare_r
 from pipeline.observe.report.page import embedded, report
 from pipeline.observe.report.samples import SampleBudget
 from pipeline.observe.report.source import RunSource, Sameness
-from tests.support.report_runs import WORDS, WrittenRun, write_run
+from tests.support.report_runs import SAME, WORDS, WrittenRun, write_run
 
 HOSTILE = "</script><script>alert(1)</script><!--<img src=x onerror=alert(1)>\x00\u2028\u202e\ud800"
-SAME = Sameness("m", "t", "m", "r", "r", "s")
 
 
 def contents_of(page: bytes) -> Any:
@@ -88,7 +87,7 @@ def held_out(version: int, scores: dict[str, float]) -> HeldOutScores:
 
 
 def test_runs_are_paired_by_the_text_of_their_prompts() -> None:
-    """b - a on the two prompts that both have: 0.2 and 0.4, so mean 0.3, sd 0.1414, t = 0.3 / (0.1414 / sqrt(2)) = 3."""
+    """b - a on the two prompts that both have: 0.2 and 0.4, so mean 0.3, sd 0.2 / sqrt(2), standard error 0.1, t 3."""
     scores = [held_out(4, {"x": 0.1, "y": 0.2, "z": 9.0}), held_out(6, {"y": 0.4, "x": 0.5})]
     (found,) = compare_runs([{}, {}], [SAME, replace(SAME, held_out_sampling="other")], scores).paired
     assert (found.versions, found.found.num_prompts) == ((4, 6), 2)

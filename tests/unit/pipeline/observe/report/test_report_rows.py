@@ -106,7 +106,7 @@ def torn(text: str) -> tuple[Callable[[list[int]], str], list[int]]:
     return decode, list(text.encode())
 
 
-@pytest.mark.parametrize("text", ["plain", "naïve – 日本", "\x02\x00", ""])
+@pytest.mark.parametrize("text", ["plain", "naïve 日本", "\x02\x00", ""])
 def test_pieces_are_the_whole_text(text: str) -> None:
     decoder, tokens = torn(text)
     found = pieces(decoder, tokens)

@@ -81,8 +81,8 @@ class Gathered:
 
 
 def gather(source: RunSource, budget: SampleBudget, most_executions: int = MOST_EXECUTIONS) -> Gathered:
-    """Reads what the page shows. A step whose rows cannot be read is left out, with a remark; raises StoreError where an
-    evaluation or a commit record is damaged."""
+    """Reads what the page shows. A step whose rows cannot be read is left out, with a remark. Raises StoreError where
+    an evaluation or a commit record is damaged."""
     history, events = source.history, source.events
     remarks = list(source.remarks)
     done = history.steps_done()

@@ -4,6 +4,6 @@
                   (one file each: what is gathered, as plain numbers)                        ├──► page: one file
     several RunSources ──► comparison ───────────────────────────────────────────────────────┘    of HTML
 
-Drawing is the browser's: `assets/` has its style and scripts, by hand, without a library. Whatever a run says is data
+Drawing is the browser's: `static/` has its style and scripts, by hand, without a library. Whatever a run says is data
 for them, never markup.
 """

@@ -1,4 +1,4 @@
-"""The page: contents as JSON beside the styles and scripts of `assets/`, in one HTML file that loads nothing.
+"""The page: contents as JSON beside the styles and scripts of `static/`, in one HTML file that loads nothing.
 
 Whatever came from a run is in the JSON alone, in which every `<` is written as an escape: no text of a run can end the
 element that it is in. The page's policy names the digest of its own script and forbids everything else, the network
@@ -26,7 +26,7 @@ MOST_BYTES = 5_000_000
 """Of the file."""
 MOST_RUNS = 8
 """Of a page: as many as there are colours that can be told apart."""
-_ASSETS = Path(__file__).parent / "assets"
+_STATIC = Path(__file__).parent / "static"
 _SCRIPTS = ("text", "dom", "frame", "curves", "bars", "timeline", "samples", "tables", "main")
 _SMALLEST = 0.02
 """Of a budget: what is left of a page then does not depend on it."""
@@ -68,7 +68,7 @@ def contents(sources: Sequence[RunSource], gathered: Sequence[Gathered]) -> Page
 
 def page(shown: PageContents) -> bytes:
     """The HTML file."""
-    style, script = _asset("report.css"), "\n".join(_asset(f"{name}.js") for name in _SCRIPTS)
+    style, script = _static("report.css"), "\n".join(_static(f"{name}.js") for name in _SCRIPTS)
     policy = f"default-src 'none'; script-src {_digest(script)}; style-src {_digest(style)}; img-src data:"
     title = " · ".join(run.name for run in shown.runs)
     text = f"""<!doctype html>
@@ -103,8 +103,8 @@ def _fields(value: Any) -> Any:
     return vars(value)
 
 
-def _asset(name: str) -> str:
-    return (_ASSETS / name).read_text("utf8")
+def _static(name: str) -> str:
+    return (_STATIC / name).read_text("utf8")
 
 
 def _digest(text: str) -> str:

@@ -148,6 +148,13 @@ def _dashboard(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--port", type=int, help="default: 8788, or another one where that is taken")
 
 
+def _report(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run_dirs", nargs="+", metavar="RUN", help="of several, each is compared with the first")
+    parser.add_argument(
+        "--out", metavar="FILE", help="default: report.html in the run's directory; of several runs, here"
+    )
+
+
 def _replay(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run_dir", metavar="RUN")
     parser.add_argument(
@@ -201,6 +208,7 @@ COMMANDS = {
     "dashboard": Command(
         "pipeline.cli.dashboard", "serve the graph of a run that has ended as a page for a browser", _dashboard
     ),
+    "report": Command("pipeline.cli.report", "write a run, or several beside one another, as one HTML file", _report),
     "replay": Command(
         "pipeline.cli.replay",
         "run a node, or a range of updates, again from stored inputs; or train a variant",

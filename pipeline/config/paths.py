@@ -66,6 +66,11 @@ class RunPaths:
         return self.root / "plots"
 
     @property
+    def report(self) -> Path:
+        """What the run came to, as one HTML file."""
+        return self.root / "report.html"
+
+    @property
     def logs(self) -> Path:
         """What each worker prints."""
         return self.root / "logs"

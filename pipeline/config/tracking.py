@@ -19,6 +19,8 @@ class TrackingConfig:
     parent: str | None = None
     """MLflow's id of the run that this one is shown under; a sweep sets it."""
     plots: bool = True
+    report: bool = True
+    """Whether `report.html` is written at the end."""
 
 
 def tracking_problems(config: TrackingConfig) -> Iterator[Problem]:

@@ -3,7 +3,8 @@ start sooner without.
 
     ledger, store ──History──┬──► summary.json
     events.jsonl ────────────┤    samples.json   ──► tracker (spool ──► MLflow)
-                             └──► plots/*.png
+                             ├──► plots/*.png
+                             └──► report.html
 
 May import pipeline.config, pipeline.observe and below.
 """
@@ -20,6 +21,7 @@ from rich.console import Console
 from pipeline.config.loading import config_hash, flatten
 from pipeline.config.paths import RunPaths
 from pipeline.config.run import RunConfig
+from pipeline.driver.reporting import report_source, write_report
 from pipeline.graph.graph import run_nodes
 from pipeline.observe.evaluations import best_evaluation
 from pipeline.observe.history import History
@@ -78,6 +80,9 @@ def conclude(config: RunConfig, history: History, tracker: Tracker, status: RunS
     if config.tracking.plots and history.steps_done():
         for plot in draw(config, history):
             tracker.artifact(plot, "plots")
+    if config.tracking.report:
+        written = write_report([report_source(config, history, summary)], paths.report)
+        tracker.artifact(written, "plots")
     tracker.close(status)
     return summary
 
@@ -133,6 +138,8 @@ def where_results_are(config: RunConfig, summary: Summary) -> dict[str, Path | s
     where: dict[str, Path | str] = {"summary": paths.summary}
     if config.tracking.plots:
         where |= {"learning curves": paths.plots / "curves.png", "timeline": paths.plots / "timeline.png"}
+    if config.tracking.report:
+        where["report"] = paths.report
     where["weights"] = paths.weights(config.steps)
     if summary.best is not None and summary.best.version != config.steps:
         exported = paths.weights(summary.best.version)

@@ -52,6 +52,7 @@ from pipeline.observe.journal import Event, EventKind, Journal, run_starts
 from pipeline.observe.live import Progress
 from pipeline.observe.node_events import NodeEvents
 from pipeline.observe.responses import Decode, response_pairs
+from pipeline.observe.revision import started_by
 from pipeline.observe.slurm_job import slurm_job, tunnel
 from pipeline.observe.summary import Summary
 from pipeline.observe.tables import end_of_run
@@ -157,7 +158,7 @@ def _run(config: RunConfig, ready: PreparedRun, console: Console, tracker: Track
         with progress, Journal(paths.events, heard) as journal:
             begun = ["resume" if resume else "start", f"ppo.proximal={config.ppo.proximal}"]
             begun += [*_without_critic(config), *ready.changed]
-            journal.now(EventKind.RUN_STARTED, detail=", ".join(begun))
+            journal.now(EventKind.RUN_STARTED, detail=", ".join(begun), **started_by())
             for warning in ready.warnings:
                 journal.now(EventKind.WARNED, detail=warning)
             numerics = NumericsWatch(config, ready.identity, journal)

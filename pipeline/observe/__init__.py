@@ -1,1 +1,2 @@
-"""What a run reports: journal, history, summary, plots, live display, tracking. Imports graph, stages and storage."""
+"""What a run reports: journal, history, summary, plots, report, live display, tracking. Imports graph, stages and
+storage."""

@@ -75,6 +75,10 @@ class Event:
     store_s: float | None = None
     detail: str | None = None
     rule: str | None = None
+    command: str | None = None
+    """RUN_STARTED: the command line; likewise `host`, the driver's, and `code`, the commit of what runs."""
+    host: str | None = None
+    code: str | None = None
     version: int | None = None
     """SUBMITTED, of `generate` under `rollout.versions: latest`: of the weights that it is to be sampled with."""
 

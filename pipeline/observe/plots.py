@@ -1,7 +1,7 @@
 """The run's pictures as PNG: learning curves, and the timeline of stages by gang. The only module that imports
 matplotlib (Agg, no display); import it only where pictures are drawn.
 
-May import numpy, matplotlib, stages.preferences.measures, pipeline.observe.journal and pipeline.observe.summary.
+May import numpy, matplotlib, stages.preferences.measures and pipeline.observe.{journal, lanes, summary}.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
 from pipeline.observe.journal import Event
-from pipeline.observe.summary import Box, boxes
+from pipeline.observe.lanes import first_fit
+from pipeline.observe.summary import boxes
 from stages.preferences.measures import Reliability
 
 STAGE_COLOURS = {
@@ -127,7 +128,7 @@ def lay_out(events: Iterable[Event]) -> Timeline:
     y = 0.0
     for gang in sorted({b.gang for b in drawn}):
         for worker in sorted({b.worker for b in drawn if b.gang == gang}):
-            rows = _first_fit([b for b in drawn if (b.gang, b.worker) == (gang, worker)])
+            rows = first_fit([b for b in drawn if (b.gang, b.worker) == (gang, worker)])
             for row in rows:
                 lanes.append(Lane(gang, worker, y))
                 placed += [
@@ -277,18 +278,6 @@ def plot_reward_model(
     _clean(last, "y")
     figure.suptitle(title, fontsize=12, color=INK)
     figure.savefig(path)
-
-
-def _first_fit(own: Sequence[Box]) -> list[list[Box]]:
-    """Splits one worker's boxes, sorted by start, into rows without overlap (times of one clock: 1 us of slack)."""
-    rows: list[list[Box]] = []
-    for box in own:
-        free = next((row for row in rows if row[-1].end_s <= box.start_s + 1e-6), None)
-        if free is None:
-            rows.append([box])
-        else:
-            free.append(box)
-    return rows
 
 
 def _draw_window(ax: Axes, timeline: Timeline, window: tuple[float, float], panel_width_px: int) -> None:

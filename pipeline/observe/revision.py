@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import platform
+import shlex
 import shutil
 import subprocess
+import sys
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -28,6 +30,14 @@ def git_commit() -> str:
 
     commit = git("rev-parse", "HEAD")
     return commit + ("+changes" if commit and git("status", "--porcelain", "--untracked-files=no") else "")
+
+
+def started_by() -> dict[str, str]:
+    """What a journal says of a driver that begins: its command line, its host, the code that runs."""
+    program, *arguments = sys.argv or [""]
+    named = "python -m pipeline.cli" if program.endswith("__main__.py") else Path(program).name
+    found = {"command": f"{named} {shlex.join(arguments)}".strip(), "host": platform.node(), "code": git_commit()}
+    return {key: value for key, value in found.items() if value}
 
 
 def software_versions() -> dict[str, str]:

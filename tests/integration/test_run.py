@@ -4,6 +4,7 @@ every command can read what it left."""
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import numpy as np
@@ -201,6 +202,19 @@ def test_the_summary_has_what_is_compared_between_runs(overlapped: RunConfig) ->
     assert summary["samples_per_s"] * summary["wall_s"] == pytest.approx(STEPS * overlapped.rollout.rows)
 
 
+def test_the_report_is_written_at_the_end(overlapped: RunConfig) -> None:
+    """What it shows is tested in tests/browser; here, that the whole run is in it, and who began it."""
+    text = RunPaths(overlapped.run_dir).report.read_text("utf8")
+    found = re.search(r'id="contents">(.*?)</script>', text, re.DOTALL)
+    assert found is not None
+    (shown,) = json.loads(found[1])["runs"]
+    assert shown["state"] == f"finished: {STEPS} steps"
+    assert shown["curves"]["steps"] == list(range(STEPS))
+    assert shown["samples"]["of_rows"] == STEPS * overlapped.rollout.rows
+    assert len(shown["timeline"]["step"]) == len(list(run_nodes(overlapped.graph())))
+    assert {fact["label"] for fact in shown["facts"]} >= {"command", "driver's host", "workers' hosts", "software"}
+
+
 def test_plain_zarr_opens_the_rollouts(overlapped: RunConfig) -> None:
     group = zarr.open_group(str(RunPaths(overlapped.run_dir).rollouts), mode="r")
     names = [f"step_{step:06d}" for step in range(STEPS)] + [f"evaluate_{version:06d}" for version in (0, 2, 4)]
@@ -259,7 +273,7 @@ def test_mlflow_has_the_run(overlapped: RunConfig) -> None:
     artifacts = {file.path for file in client.list_artifacts(run.info.run_id)}
     assert {"config.yaml", "summary.json", "samples.json", "plots"} <= artifacts
     plots = {file.path for file in client.list_artifacts(run.info.run_id, "plots")}
-    assert plots == {"plots/curves.png", "plots/timeline.png"}
+    assert plots == {"plots/curves.png", "plots/timeline.png", "plots/report.html"}
 
 
 def test_mlflow_has_a_trace_per_step_with_true_times(overlapped: RunConfig) -> None:

@@ -1,0 +1,76 @@
+"""`stageline report RUN [RUN...]`: a run, or several beside one another, as one HTML file that needs nothing else."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from pipeline.cli.answers import print_line
+from pipeline.cli.exit_codes import DONE
+from pipeline.cli.sources import saved_config
+from pipeline.config.errors import ConfigError
+from pipeline.config.paths import RunPaths
+from pipeline.config.run import RunConfig
+from pipeline.driver.reporting import report_source, write_report
+from pipeline.driver.results import open_history, summarise_run
+from pipeline.observe.journal import journal_exists
+from pipeline.observe.report.page import MOST_RUNS
+from pipeline.observe.report.source import RunSource
+
+_OF_SEVERAL = Path("report.html")
+"""In the working directory, unless `--out` says otherwise."""
+
+
+def command(options: argparse.Namespace) -> int:
+    configs = _runs(options.run_dirs)
+    file = _out(options.out, configs)
+    sources = _labelled([_source(config) for config in configs])
+    try:
+        print_line(f"report: {write_report(sources, file)}")
+    except OSError as error:
+        raise ConfigError("--out", f"cannot write {file}: {error.strerror}; give another file") from error
+    return DONE
+
+
+def _runs(run_dirs: Sequence[str]) -> list[RunConfig]:
+    """Raises ConfigError for what is no run, a run that never began, one that is given twice, and too many."""
+    if len(run_dirs) > MOST_RUNS:
+        raise ConfigError("RUN", f"given {len(run_dirs)} runs; a report has 1 to {MOST_RUNS}")
+    configs = [saved_config(run_dir) for run_dir in run_dirs]
+    seen: dict[Path, str] = {}
+    for run_dir, config in zip(run_dirs, configs, strict=True):
+        paths = RunPaths(config.run_dir)
+        if paths.root.resolve() in seen:
+            raise ConfigError(run_dir, f"is the same run as {seen[paths.root.resolve()]}; give each run once")
+        seen[paths.root.resolve()] = run_dir
+        if not journal_exists(paths.events):
+            raise ConfigError(run_dir, f"holds no journal ({paths.events.name}): this run never began")
+    return configs
+
+
+def _out(given: str | None, configs: Sequence[RunConfig]) -> Path:
+    """Where the file goes. Raises ConfigError where it cannot go there."""
+    if given is None:
+        return RunPaths(configs[0].run_dir).report if len(configs) == 1 else _OF_SEVERAL
+    file = Path(given)
+    if file.is_dir():
+        raise ConfigError("--out", f"given {given!r}, a directory; give a file, for example {file / 'report.html'}")
+    if not file.parent.is_dir():
+        raise ConfigError("--out", f"given {given!r}; there is no directory {file.parent}")
+    return file
+
+
+def _source(config: RunConfig) -> RunSource:
+    history = open_history(config)
+    return report_source(config, history, summarise_run(config, history))
+
+
+def _labelled(sources: Sequence[RunSource]) -> list[RunSource]:
+    """Runs of one name are told apart by where they are."""
+    names = [source.name for source in sources]
+    return [
+        source if names.count(source.name) == 1 else replace(source, name=f"{source.name} ({source.directory})")
+        for source in sources
+    ]

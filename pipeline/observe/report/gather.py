@@ -1,0 +1,215 @@
+"""Everything that the page shows of a run, read from its directory in one pass. May import this folder, storage and
+pipeline.observe.{evaluations, history, journal, responses}.
+
+    ledger ──► commits of the steps that are drawn ──► curves, versions of the timeline
+    store ───► rows of some steps, held-out rows ────► samples, mismatches, headline
+    journal ─────────────────────────────────────────► timeline, troubles, facts
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from pipeline.observe.evaluations import Evaluation
+from pipeline.observe.history import History
+from pipeline.observe.journal import EventKind
+from pipeline.observe.report.comparison import HeldOutScores
+from pipeline.observe.report.curves import MOST_POINTS, RunCurves, run_curves
+from pipeline.observe.report.facts import Fact, run_facts, state_of
+from pipeline.observe.report.headline import Headline, headlines
+from pipeline.observe.report.mismatches import TokenMismatch, worst_mismatches
+from pipeline.observe.report.numbers import evenly, number
+from pipeline.observe.report.redaction import without_credentials
+from pipeline.observe.report.rows import StepRows, read_rows, stored_steps
+from pipeline.observe.report.samples import SampleBudget, Samples, sample, shortened
+from pipeline.observe.report.source import RunSource
+from pipeline.observe.report.timeline import RunTimeline, run_timeline
+from pipeline.observe.report.troubles import RunTroubles, run_troubles
+from pipeline.observe.responses import ResponsePair, response_pairs
+from storage.address import Address
+from storage.commits import Commit
+from storage.errors import StoreError
+
+MOST_EXECUTIONS = 20_000
+"""Of a timeline."""
+_MOST_READ_BYTES, _TOKEN_BYTES = 512 << 20, 64
+"""Of the rows that are read, all arrays of a token together."""
+_FEWEST_STEPS = 3
+_LONGEST_TEXT = 1600
+"""Characters of a prompt or of a held-out response."""
+
+
+@dataclass(frozen=True)
+class HeldOutPairs:
+    """Held-out responses of the first and the last evaluated version."""
+
+    versions: tuple[int, int]
+    pairs: Sequence[ResponsePair]
+    of_pairs: int
+
+
+@dataclass(frozen=True)
+class RunContents:
+    """A run on the page."""
+
+    name: str
+    directory: str
+    state: str
+    facts: Sequence[Fact]
+    settings: Sequence[tuple[str, str]]
+    headlines: Sequence[Headline]
+    curves: RunCurves
+    timeline: RunTimeline | None
+    staleness: Mapping[str, int]
+    """Rows by staleness."""
+    stage_s: Mapping[str, float | None]
+    samples: Samples
+    held_out: HeldOutPairs | None
+    mismatches: Sequence[TokenMismatch] | None
+    troubles: RunTroubles
+    remarks: Sequence[str]
+
+
+@dataclass(frozen=True)
+class Gathered:
+    """A run's contents, and what runs are compared by."""
+
+    contents: RunContents
+    held_out: HeldOutScores | None
+
+
+def gather(source: RunSource, budget: SampleBudget, most_executions: int = MOST_EXECUTIONS) -> Gathered:
+    """Reads what the page shows. A step whose rows cannot be read is left out, with a remark. Raises StoreError where
+    an evaluation or a commit record is damaged."""
+    history, events = source.history, source.events
+    remarks = list(source.remarks)
+    done = history.steps_done()
+    evaluations = history.evaluations()
+    drawn = [done[i] for i in evenly(len(done), MOST_POINTS)]
+    commits = _commits(history, [*drawn, *([] if not done else [done[-1] + 1])])
+    read, stored, missing = _read(history, budget.steps)
+    remarks += missing + _absences(source, evaluations)
+    by_step = {rows.step: rows for rows in read}
+    troubles = run_troubles(events, source.summary.trainer_losses)
+    worst = worst_mismatches(read, source.decode)
+    hosts = Counter(commit.provenance.host for commit in commits.values())
+    contents = RunContents(
+        name=source.name,
+        directory=source.directory,
+        state=state_of(events, len(done), history.spec.steps),
+        facts=run_facts(source.settings, events, source.software, hosts),
+        settings=[(key, without_credentials(str(value))) for key, value in source.settings.items()],
+        headlines=headlines(
+            source.summary, evaluations, by_step.get(done[0]) if done else None, by_step.get(done[-1]) if done else None
+        ),
+        curves=run_curves(_metrics(source, drawn, commits), len(done), evaluations),
+        timeline=run_timeline(events, _versions(commits), troubles.shown, most_executions),
+        staleness=source.summary.staleness.histogram,
+        stage_s={stage: number(seconds) for stage, seconds in source.summary.stage_s.items()},
+        samples=sample(read, stored, source.decode, budget, {(one.step, one.row) for one in worst or ()}),
+        held_out=_held_out(source, evaluations, budget.held_out),
+        mismatches=worst,
+        troubles=troubles,
+        remarks=remarks,
+    )
+    return Gathered(contents, _held_out_scores(source, evaluations))
+
+
+def _commits(history: History, steps: Sequence[int]) -> dict[Address, Commit]:
+    """Of the nodes of some steps, canaries and evaluations of their versions included."""
+    spec = history.spec
+    found = {}
+    for step in steps:
+        evaluated = [Address(f"evaluate{part}", step, s) for part in ("", "_score") for s in range(spec.eval_shards)]
+        for address in {*history.addresses(step), *(evaluated if spec.eval_every else [])}:
+            commit = history.ledger.find(address)
+            if commit is not None:
+                found[address] = commit
+    return found
+
+
+def _metrics(
+    source: RunSource, steps: Sequence[int], commits: Mapping[Address, Commit]
+) -> dict[int, Mapping[str, float]]:
+    starts = [event.t for event in source.events if event.kind is EventKind.RUN_STARTED]
+    known = {address: commit.ref() for address, commit in commits.items()}
+    return {step: source.history.step_metrics(step, starts, known) for step in steps}
+
+
+def _versions(commits: Mapping[Address, Commit]) -> dict[Address, str]:
+    """Of the weights that took part in a node: "v3", or "v3-4" where they changed on the way."""
+    found = {}
+    for address, commit in commits.items():
+        versions = commit.provenance.weight_versions
+        if versions:
+            found[address] = "v" + "-".join(str(v) for v in dict.fromkeys((versions[0], versions[-1])))
+    return found
+
+
+def _read(history: History, most: int) -> tuple[list[StepRows], int, list[str]]:
+    """Rows of at most so many steps, how many steps are stored, and remarks on what is not."""
+    steps, before = stored_steps(history), history.store.dropped_before()
+    remarks = [f"the rows of steps before {before} were let go (storage.keep.rollouts)"] if before else []
+    read = []
+    for step in [steps[i] for i in evenly(len(steps), min(most, _affordable(history, steps)))]:
+        try:
+            read.append(read_rows(history, step))
+        except StoreError as error:
+            remarks.append(f"the rows of step {step} cannot be read: {error}")
+    return read, len(steps), remarks
+
+
+def _affordable(history: History, steps: Sequence[int]) -> int:
+    """Steps whose rows can be held at once; of a run whose steps are huge, a few."""
+    commit = history.ledger.find(Address("generate", steps[-1])) if steps else None
+    if commit is None:
+        return 0
+    rows, seq = commit.arrays["tokens"].shape
+    return max(_FEWEST_STEPS, _MOST_READ_BYTES // (rows * history.spec.shards * seq * _TOKEN_BYTES))
+
+
+def _absences(source: RunSource, evaluations: Sequence[Evaluation]) -> list[str]:
+    """What a reader may look for in vain, and why it is not there."""
+    spec, found = source.history.spec, []
+    if not source.summary.steps:
+        found.append("no step was finished: there are no curves")
+    if not evaluations:
+        found.append("no version was evaluated: there are no held-out scores (evaluate.every)")
+    if not spec.critic:
+        found.append(f"there is no critic (ppo.advantage={source.settings.get('ppo.advantage')}), so no values")
+    if not spec.recompute_logprobs:
+        found.append("the trainer's log-probs are not recomputed (ppo.proximal): there is no mismatch by token")
+    return found
+
+
+def _held_out(source: RunSource, evaluations: Sequence[Evaluation], most: int) -> HeldOutPairs | None:
+    pairs = response_pairs(source.history, source.decode)
+    if not pairs:
+        return None
+    chosen = [pairs[i] for i in evenly(len(pairs), most)]
+    short = [
+        replace(
+            pair,
+            prompt=shortened(pair.prompt, _LONGEST_TEXT),
+            before=shortened(pair.before, _LONGEST_TEXT),
+            after=shortened(pair.after, _LONGEST_TEXT),
+        )
+        for pair in chosen
+    ]
+    return HeldOutPairs((evaluations[0].version, evaluations[-1].version), short, len(pairs))
+
+
+def _held_out_scores(source: RunSource, evaluations: Sequence[Evaluation]) -> HeldOutScores | None:
+    if not evaluations:
+        return None
+    version = evaluations[-1].version
+    rollout, scores = source.history.evaluated(version)
+    seen: Counter[str] = Counter()
+    by_prompt = {}
+    for row in range(rollout.num_rows):
+        text = source.decode(rollout.tokens[row, : rollout.prompt_lengths[row]].tolist())
+        by_prompt[text, seen[text]] = float(scores.scores[row])
+        seen[text] += 1
+    return HeldOutScores(version, by_prompt)

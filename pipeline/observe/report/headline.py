@@ -1,0 +1,112 @@
+"""The numbers that a run is judged by, each with its uncertainty. Pure functions of what is given. May import this
+folder and pipeline.observe.{evaluations, summary}.
+
+Held-out scores are compared by prompt (the first evaluated version with the last), so that what differs between
+prompts is not counted as uncertainty: gain ± standard error of the differences, t = gain / standard error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from pipeline.observe.evaluations import Evaluation
+from pipeline.observe.report.numbers import standard_error
+from pipeline.observe.report.rows import StepRows
+from pipeline.observe.summary import Summary, paired_t
+
+
+@dataclass(frozen=True)
+class Headline:
+    """One number of a run, in words."""
+
+    key: str
+    label: str
+    value: str
+    detail: str = ""
+
+
+def headlines(
+    summary: Summary, evaluations: Sequence[Evaluation], first: StepRows | None, last: StepRows | None
+) -> list[Headline]:
+    """Those that apply. `first`, `last`: rows of the first and the last finished step, where they are kept."""
+    found = [*_held_out(evaluations), *_best(summary)]
+    if summary.reward:
+        parts = (
+            _plus_minus(summary.reward[0], _score_error(first)),
+            _plus_minus(summary.reward[-1], _score_error(last)),
+        )
+        found.append(Headline("score", "training score", " → ".join(parts), "first → last step, ± standard error"))
+    if summary.kl_final is not None:
+        error = None if last is None or last.kl is None else standard_error(last.kl)
+        value = _plus_minus(summary.kl_final, error)
+        found.append(Headline("kl", "KL to the reference", value, "nats per response, last step"))
+    if summary.steps:
+        mean, most = summary.staleness.mean, summary.staleness.max
+        found.append(Headline("staleness", "staleness", f"{mean:.2f}", f"versions, mean; at most {most}"))
+        speed = f"{summary.tokens_per_s:,.0f} sampled tokens/s"
+        found.append(Headline("speed", "samples/s", f"{summary.samples_per_s:.2f}", speed))
+    idle = ", ".join(f"{gang} {share:.0%}" for gang, share in sorted(summary.idle.items()))
+    overlap = f"{summary.overlap_fraction:.0%}"
+    found.append(Headline("overlap", "overlap", overlap, f"of the time two gangs were busy; idle: {idle or '-'}"))
+    versions = summary.versions.get("weights", 0)
+    found.append(Headline("wall", "wall time", _clock(summary.wall_s), f"{summary.steps} steps, {versions} versions"))
+    share = f"{summary.overhead_fraction:.1%}"
+    found.append(Headline("bookkeeping", "bookkeeping", share, "store, ledger and driver, of the time"))
+    if summary.trainer_losses:
+        lost = f"{summary.trainer_lost_s:.1f} s until it trained again"
+        found.append(Headline("lost", "trainer lost", f"{len(summary.trainer_losses)} times", lost))
+    alarms = summary.alarms + sum(summary.alarms_by_rule.values())
+    if alarms:
+        by = {"mismatch": summary.alarms, **summary.alarms_by_rule}
+        rules = ", ".join(f"{rule} {count}" for rule, count in by.items() if count)
+        found.append(Headline("alarms", "alarms", str(alarms), rules))
+    return found
+
+
+def _held_out(evaluations: Sequence[Evaluation]) -> list[Headline]:
+    if not evaluations:
+        return []
+    first, last = evaluations[0], evaluations[-1]
+    errors = [standard_error(list(e.scores.values())) for e in (first, last)]
+    if last is first:
+        return [Headline("held_out", "held-out score", _plus_minus(first.mean, errors[0]), _versions(first))]
+    value = f"{_plus_minus(first.mean, errors[0])} → {_plus_minus(last.mean, errors[1])}"
+    found = [Headline("held_out", "held-out score", value, f"v{first.version} → {_versions(last)}")]
+    differences = [last.scores[p] - first.scores[p] for p in sorted(first.scores.keys() & last.scores.keys())]
+    if differences:
+        gain, t = sum(differences) / len(differences), paired_t(differences)
+        text = f"paired t {'-' if t is None else f'{t:.1f}'} over {len(differences)} prompts"
+        found.append(Headline("gain", "held-out gain", _plus_minus(gain, standard_error(differences), sign=True), text))
+    if last.kl is not None:
+        found.append(Headline("held_out_kl", "held-out KL", f"{last.kl:.3f}", f"nats per response, v{last.version}"))
+    return found
+
+
+def _best(summary: Summary) -> list[Headline]:
+    best = summary.best
+    if best is None:
+        return []
+    kl = "" if best.kl is None else f", KL {best.kl:.3f}"
+    return [Headline("best", "best version", f"v{best.version}", f"held-out score {best.reward:.3f}{kl}")]
+
+
+def _versions(evaluation: Evaluation) -> str:
+    return f"v{evaluation.version}, {len(evaluation.scores)} prompts, ± standard error"
+
+
+def _score_error(rows: StepRows | None) -> float | None:
+    return None if rows is None or rows.scores is None else standard_error(rows.scores.scores)
+
+
+def _plus_minus(value: float, error: float | None, *, sign: bool = False) -> str:
+    shown = f"{value:+.3f}" if sign else f"{value:.3f}"
+    return shown if error is None else f"{shown} ± {error:.3f}"
+
+
+def _clock(seconds: float) -> str:
+    if seconds < 120:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes:02d} min" if hours else f"{minutes} min {rest:02d} s"

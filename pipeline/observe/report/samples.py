@@ -1,0 +1,168 @@
+"""Responses to look at: a sample of a run's rows with what every stage made of each token, and the held-out responses
+before and after training. May import numpy, this folder, pipeline.observe.{history, responses} and storage.
+
+The sample is even over steps and rows; beside it are the extremes of the rows that were read (highest and lowest score,
+largest KL, worst mismatches), and they say so: an even sample of many rows shows none of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from pipeline.observe.report.numbers import evenly, number, numbers
+from pipeline.observe.report.pieces import pieces
+from pipeline.observe.report.rows import StepRows
+from pipeline.observe.responses import Decode
+from storage.records import FinishReason
+
+EXTREMES = 8
+"""Rows of each kind of extreme."""
+_LONGEST_PROMPT = 1200
+"""Characters."""
+
+
+@dataclass(frozen=True)
+class SampleBudget:
+    """How much of a run goes into the page."""
+
+    rows: int = 512
+    steps: int = 128
+    """Whose rows are read."""
+    tokens: int = 40_000
+    """Over all rows."""
+    row_tokens: int = 400
+    """Of one response."""
+    held_out: int = 128
+    """Pairs of held-out responses."""
+
+    def of(self, runs: int) -> SampleBudget:
+        """Of one of several runs that share a page."""
+        return self.scaled(1 / runs)
+
+    def scaled(self, factor: float) -> SampleBudget:
+        return SampleBudget(
+            rows=max(16, int(self.rows * factor)),
+            steps=max(8, int(self.steps * factor)),
+            tokens=max(2000, int(self.tokens * factor)),
+            row_tokens=max(100, int(self.row_tokens * min(1.0, 2 * factor))),
+            held_out=max(16, int(self.held_out * factor)),
+        )
+
+
+@dataclass(frozen=True)
+class SampleRow:
+    """A response; arrays have an entry for each token that is shown, and are null where the run has no such number."""
+
+    step: int
+    row: int
+    prompt: str
+    score: float | None
+    parts: Mapping[str, float | None]
+    kl: float | None
+    """Nats over the response."""
+    length: int
+    """Sampled tokens; more than are shown where it is long."""
+    cut: bool
+    """Whether the length limit ended it."""
+    versions: str
+    extreme: str
+    """Why it is here beside the even sample; else empty."""
+    tokens: Sequence[str]
+    log_ratio: Sequence[float | None] | None
+    values: Sequence[float | None] | None
+    advantages: Sequence[float | None] | None
+    mismatch: Sequence[float | None] | None
+
+
+@dataclass(frozen=True)
+class Samples:
+    """Rows of a run, by step and row."""
+
+    rows: Sequence[SampleRow]
+    of_rows: int
+    """Of all its stored steps."""
+    read_steps: int
+    of_steps: int
+
+
+def sample(
+    read: Sequence[StepRows],
+    of_steps: int,
+    decode: Decode,
+    budget: SampleBudget,
+    mismatched: Collection[tuple[int, int]] = (),
+) -> Samples:
+    """`read`: the steps whose rows were read, of `of_steps` that are stored. `mismatched`: (step, row) of the rows with
+    the largest mismatches, which are shown besides."""
+    places = [(i, row) for i, step in enumerate(read) for row in range(step.rollout.num_rows)]
+    if not places:
+        return Samples([], 0, 0, of_steps)
+    lengths = [min(int(read[i].rollout.response_lengths[row]), budget.row_tokens) for i, row in places]
+    mean_length = max(1.0, sum(lengths) / len(lengths))
+    most = max(8, min(budget.rows, int(budget.tokens / mean_length)))
+    extreme = _extremes(read, min(EXTREMES, most // 16))
+    numbers_of = {step.step: i for i, step in enumerate(read)}
+    for step, row in [pair for pair in mismatched if pair[0] in numbers_of][: most // 8]:
+        i = numbers_of[step]
+        extreme[i, int(np.flatnonzero(read[i].rollout.row == row)[0])] = "largest mismatch"
+    others = [place for place in places if place not in extreme]
+    even = [others[i] for i in evenly(len(others), most - len(extreme))]
+    chosen = sorted([*even, *extreme])
+    rows = [_row(read[i], row, extreme.get((i, row), ""), decode, budget.row_tokens) for i, row in chosen]
+    return Samples(rows, of_steps * read[0].rollout.num_rows, len(read), of_steps)
+
+
+def _extremes(read: Sequence[StepRows], each: int) -> dict[tuple[int, int], str]:
+    """(number of the step, row) -> what it is the most extreme of."""
+    columns: list[tuple[str, list[np.ndarray | None], int]] = [
+        ("lowest score", [None if s.scores is None else s.scores.scores for s in read], 1),
+        ("highest score", [None if s.scores is None else s.scores.scores for s in read], -1),
+        ("largest KL", [s.kl for s in read], -1),
+    ]
+    found: dict[tuple[int, int], str] = {}
+    for name, arrays, sign in columns:
+        places = [(i, row) for i, array in enumerate(arrays) if array is not None for row in range(len(array))]
+        values = np.array([float(array[row]) for array in arrays if array is not None for row in range(len(array))])
+        for k in np.argsort(sign * values, kind="stable")[:each]:
+            found[places[k]] = name
+    return found
+
+
+def _row(step: StepRows, row: int, extreme: str, decode: Decode, most_tokens: int) -> SampleRow:
+    rollout = step.rollout
+    start, length = int(rollout.prompt_lengths[row]), int(rollout.response_lengths[row])
+    shown = slice(start, start + min(length, most_tokens))
+
+    def by_token(array: np.ndarray | None) -> list[float | None] | None:
+        return None if array is None else numbers(array[row, shown], 3)
+
+    versions = sorted({int(v) for v in rollout.token_versions[row][rollout.response_mask[row]]})
+    parts = step.scores.parts if step.scores is not None and len(step.scores.parts) > 1 else {}
+    return SampleRow(
+        step=step.step,
+        row=int(rollout.row[row]),
+        prompt=shortened(decode(rollout.tokens[row, :start].tolist()), _LONGEST_PROMPT),
+        score=None if step.scores is None else number(float(step.scores.scores[row]), 4),
+        parts={name: number(float(part[row]), 4) for name, part in parts.items()},
+        kl=None if step.kl is None else number(float(step.kl[row]), 4),
+        length=length,
+        cut=int(rollout.finish_reason[row]) == FinishReason.LENGTH,
+        versions="-".join(str(v) for v in dict.fromkeys((versions[0], versions[-1]))) if versions else "",
+        extreme=extreme,
+        tokens=pieces(decode, rollout.tokens[row, shown].tolist()),
+        log_ratio=by_token(step.log_ratio),
+        values=by_token(step.values),
+        advantages=by_token(step.advantages),
+        mismatch=by_token(step.mismatch),
+    )
+
+
+def shortened(text: str, most: int) -> str:
+    """Without its middle where it has more characters, and saying so: the end of a prompt is what was asked."""
+    if len(text) <= most:
+        return text
+    half = most // 2
+    return f"{text[:half]} […{len(text) - 2 * half:,} characters left out…] {text[-half:]}"

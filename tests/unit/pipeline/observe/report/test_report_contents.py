@@ -1,0 +1,175 @@
+"""What a report shows of a run: headline, curves, timeline, troubles, facts; and of runs that lack something."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from pipeline.observe.journal import Event, EventKind
+from pipeline.observe.report.facts import run_facts, state_of
+from pipeline.observe.report.gather import gather
+from pipeline.observe.report.samples import SampleBudget
+from pipeline.observe.report.source import RunSource
+from pipeline.observe.report.timeline import run_timeline
+from pipeline.observe.report.troubles import run_troubles
+from pipeline.observe.summary import TrainerLoss
+from storage.address import Address
+from tests.support.report_runs import WrittenRun, write_run
+
+
+def test_headline_by_hand(plain: RunSource) -> None:
+    """8 rows score 0.1 v + row / 100, and even ones 0.01 more after version 0. From v0 to v4: 0.4 and on even rows
+    0.41, so the differences have mean 0.405 and standard deviation 0.005 sqrt(8 / 7)."""
+    found = {h.key: h for h in gather(plain, SampleBudget()).contents.headlines}
+    error = np.std(np.arange(8) / 100, ddof=1) / np.sqrt(8)
+    assert found["held_out"].value.startswith(f"0.035 ± {error:.3f} → 0.440 ± ")
+    assert found["held_out"].detail == "v0 → v4, 8 prompts, ± standard error"
+    spread = 0.005 * np.sqrt(8 / 7) / np.sqrt(8)
+    assert found["gain"].value == f"+0.405 ± {spread:.3f}"
+    assert found["gain"].detail == f"paired t {0.405 / spread:.1f} over 8 prompts"
+    assert found["score"].value == f"0.035 ± {error:.3f} → 0.335 ± {error:.3f}"
+    assert found["kl"].value == "0.500 ± 0.000"  # the step's metric; every row comes to the same
+    assert found["staleness"].value == "0.75"
+
+
+def test_curves_have_a_number_for_each_step_and_nothing_of_what_is_off(plain: RunSource) -> None:
+    curves = gather(plain, SampleBudget()).contents.curves
+    assert (curves.steps, curves.of_steps) == ([0, 1, 2, 3], 4)
+    assert curves.metrics["reward/mean"] == [0.035, 0.135, 0.235, 0.335]
+    assert curves.metrics["part/tone"] == pytest.approx([0.0, 0.1, 0.2, 0.3])
+    assert "generate/rows_finished_elsewhere" not in curves.metrics
+    assert [(p.version, p.score) for p in curves.held_out] == [(0, 0.035), (2, 0.24), (4, 0.44)]
+
+
+def finished(stage: str, step: int, end: float, seconds: float, worker: str, shard: int = 0) -> Event:
+    return Event(end, EventKind.FINISHED, stage, step, shard, 0, worker.split("-")[0], worker, seconds=seconds)
+
+
+def test_a_timeline_is_columns_of_milliseconds() -> None:
+    """Two shards of generate side by side, so two lanes of one worker; a driver that began again is marked."""
+    events = [
+        Event(9.0, EventKind.RUN_STARTED),
+        finished("generate", 0, 12.0, 2.0, "engine-0"),
+        finished("generate", 0, 13.5, 2.5, "engine-0", shard=1),
+        finished("score", 0, 14.25, 0.25, "judge-0"),
+        Event(15.0, EventKind.RUN_STARTED, detail="resume"),
+    ]
+    found = run_timeline(events, {Address("generate", 0, 1): "v0"}, [], most=10)
+    assert found is not None
+    assert [(lane.gang, lane.worker) for lane in found.lanes] == [
+        ("engine", "engine-0"), ("engine", "engine-0"), ("judge", "judge-0")]  # fmt: skip
+    assert (found.start, found.duration_ms, found.of_executions) == (10.0, 4250, 3)
+    assert (found.lane, found.begin_ms, found.length_ms) == ([0, 1, 2], [0, 1000, 4000], [2000, 2500, 250])
+    assert [found.stages[i] for i in found.stage] == ["generate", "generate", "score"]
+    assert found.versions == ["", "v0", ""]
+    assert [(mark.ms, mark.kind, mark.text) for mark in found.marks] == [(5000, "resumed", "resume")]
+
+
+def test_of_a_long_timeline_the_first_and_the_last_are_drawn() -> None:
+    events = [finished("score", i, i + 1.0, 0.5, "judge-0") for i in range(1000)]
+    found = run_timeline(events, {}, [], most=10)
+    assert found is not None
+    assert (found.step, found.of_executions) == ([0, 1, 2, 3, 4, 995, 996, 997, 998, 999], 1000)
+    assert run_timeline([], {}, [], most=10) is None
+
+
+def test_a_loss_is_told_with_its_recovery() -> None:
+    events = [
+        Event(5.0, EventKind.GANG_LOST, gang="train", worker="train-0", detail="killed"),
+        Event(6.0, EventKind.WARNED, detail="a line is torn"),
+        Event(9.0, EventKind.GANG_BUILT, gang="train", worker="train-0"),
+        Event(9.5, EventKind.ALARM, rule="first_updates", step=2, detail="too far"),
+    ]
+    found = run_troubles(events, [TrainerLoss(5.0, "train", "killed", 4.0, 7.5)])
+    assert [(t.kind, t.where, t.text) for t in found.shown] == [
+        ("lost", "train-0", "killed"),
+        ("warning", "", "a line is torn"),
+        ("recovered", "train-0", "built again in 4.0 s; trained again 7.5 s after the loss"),
+        ("alarm", "step 2", "first_updates: too far"),
+    ]
+    few = run_troubles(events, [], most=2)
+    assert ([t.kind for t in few.shown], few.of_all) == (["lost", "alarm"], 4)
+
+
+def test_facts_say_who_began_the_run() -> None:
+    events = [
+        Event(0.0, EventKind.RUN_STARTED, command="stageline run a.yaml", host="box", code="abc"),
+        Event(60.0, EventKind.RUN_STARTED, command="stageline resume runs/a", host="box", code="abc"),
+    ]
+    settings = {"reward.parts.x.weight": 2.0, "reward.parts.x.kind": "k", "ppo.advantage": "rloo"}
+    found = {}
+    for fact in run_facts(settings, events, {}, {"node-1"}):
+        found.setdefault(fact.label, []).append(fact.value)
+    assert found["command"] == ["stageline run a.yaml", "stageline resume runs/a"]
+    assert (found["driver's host"], found["code"], found["workers' hosts"]) == (["box"], ["abc"], ["node-1"])
+    assert found["score"] == ["2.0 * x"]
+    assert found["started"] == ["1970-01-01 00:00:00 UTC"]
+    assert found["resumed"] == ["1970-01-01 00:01:00 UTC"]
+
+
+def test_how_far_a_run_came() -> None:
+    started, ended = Event(0.0, EventKind.RUN_STARTED), Event(1.0, EventKind.RUN_FINISHED)
+    assert state_of([started, ended], 4, 4) == "finished: 4 steps"
+    assert state_of([started, ended, started], 2, 4) == "not finished: 2 of 4 steps"
+
+
+def test_a_run_that_died_at_step_0(tmp_path: Path) -> None:
+    shown = gather(write_run(tmp_path, WrittenRun(done=0)), SampleBudget()).contents
+    assert shown.state == "not finished: 0 of 4 steps"
+    assert (shown.timeline, shown.held_out, shown.mismatches) == (None, None, None)
+    assert (shown.samples.rows, shown.curves.steps) == ([], [])
+    assert "no step was finished: there are no curves" in shown.remarks
+    assert any("no version was evaluated" in remark for remark in shown.remarks)
+
+
+def test_a_run_without_a_critic_says_so(tmp_path: Path) -> None:
+    shown = gather(
+        write_run(tmp_path, WrittenRun(steps=1, rows=2, critic=False, eval_every=0)), SampleBudget()
+    ).contents
+    assert {row.values is None for row in shown.samples.rows} == {True}
+    assert "there is no critic (ppo.advantage=rloo), so no values" in shown.remarks
+    assert shown.held_out is None
+
+
+def test_rows_that_were_let_go_are_missed_and_the_curves_are_not(tmp_path: Path) -> None:
+    source = write_run(tmp_path, WrittenRun(steps=2, eval_every=0))
+    source.history.store.drop(1)
+    shown = gather(source, SampleBudget()).contents
+    assert {row.step for row in shown.samples.rows} == {1}
+    assert shown.samples.of_rows == 8
+    assert shown.curves.steps == [0, 1]
+    assert "the rows of steps before 1 were let go (storage.keep.rollouts)" in shown.remarks
+
+
+def test_a_damaged_array_costs_its_step(tmp_path: Path) -> None:
+    source = write_run(tmp_path, WrittenRun(steps=2, eval_every=0))
+    for chunk in (tmp_path / "rollouts.zarr/step_000001/tokens/c").rglob("0"):
+        if chunk.is_file():
+            chunk.write_bytes(b"torn")
+    shown = gather(source, SampleBudget()).contents
+    assert {row.step for row in shown.samples.rows} == {0}
+    assert any(remark.startswith("the rows of step 1 cannot be read") for remark in shown.remarks)
+
+
+def test_few_steps_are_read_of_a_long_run(plain: RunSource) -> None:
+    shown = gather(plain, SampleBudget(steps=3)).contents
+    assert (shown.samples.read_steps, shown.samples.of_steps, shown.samples.of_rows) == (3, 4, 32)
+    assert {row.step for row in shown.samples.rows} == {0, 2, 3}
+
+
+def test_no_password_is_in_a_report(tmp_path: Path) -> None:
+    settings = {"tracking.uri": "http://me:secret@host:5000/x", "prompts.url": "s3://bucket/a@b"}
+    began = Event(0.0, EventKind.RUN_STARTED, command="stageline run tracking.uri=https://secret@host")
+    source = write_run(tmp_path, WrittenRun(done=0, settings=settings, events=(began,)))
+    shown = gather(source, SampleBudget()).contents
+    assert dict(shown.settings)["tracking.uri"] == "http://***@host:5000/x"
+    assert dict(shown.settings)["prompts.url"] == "s3://bucket/a@b"
+    assert "stageline run tracking.uri=https://***@host" in [fact.value for fact in shown.facts]
+
+
+def test_of_huge_steps_few_are_held_at_once(plain: RunSource, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pipeline.observe.report.gather._MOST_READ_BYTES", 1)
+    shown = gather(plain, SampleBudget()).contents.samples
+    assert (shown.read_steps, shown.of_steps) == (3, 4)

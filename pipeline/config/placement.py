@@ -6,8 +6,9 @@ May import pipeline.graph.dispatch, stages.models (config, layouts, protocol) an
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
+from typing import Any
 
 from pipeline.graph.dispatch import Gang, gangs_of
 from stages.models.config import LayoutConfig, Offload
@@ -46,6 +47,20 @@ class PlacementConfig:
     share_devices: bool = False
     """Where a host has fewer GPUs than its workers need, they may share: two gangs a GPU, and its memory. Ranks of one
     gang never do."""
+
+
+DEFAULT_PLACEMENT: Mapping[str, Any] = {
+    "gangs": {"generate": {"slots": 2}, "score": {}, "train": {}},
+    "roles": {
+        "generate": "generate",
+        "score": "score",
+        "reference": "train",
+        "policy": "train",
+        "critic": "train",
+    },
+}
+"""Where no role is placed: an engine with two shards in flight, a scorer, and one process for all that is trained. For
+one machine; what is given of the three gangs changes them."""
 
 
 def gang_of(placement: PlacementConfig, role: Role) -> str:

@@ -326,7 +326,7 @@ def test_replay_of_a_deterministic_stage_differs_by_nothing(
 ) -> None:
     before = sorted(path for path in overlapped.run_dir.rglob("*"))
     assert main(["replay", str(overlapped.run_dir), "--step", str(step), "--stage", stage]) == 0
-    assert "as expected: difference must be 0" in capsys.readouterr().out
+    assert "identical: difference must be 0" in capsys.readouterr().out
     assert sorted(path for path in overlapped.run_dir.rglob("*")) == before, "a replay writes nothing to the run"
 
 

@@ -9,10 +9,10 @@ import difflib
 import functools
 import types
 from collections.abc import Iterator
-from dataclasses import is_dataclass
+from dataclasses import field, is_dataclass, make_dataclass
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from omegaconf import DictConfig, ListConfig, OmegaConf
+from omegaconf import MISSING, DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from pipeline.config.errors import ConfigError
@@ -46,7 +46,9 @@ def is_setting(word: str, schema: type) -> bool:
     if head not in hints or head.startswith("_"):
         return False
     kind = hints[head]
-    return not rest or (is_setting(rest, kind) if is_dataclass(kind) else get_origin(kind) is dict)
+    if is_dataclass(kind) and isinstance(kind, type) and rest:
+        return is_setting(rest, kind)
+    return not rest or get_origin(kind) is dict
 
 
 def _unknown_keys(source: Any, schema: Any, name: str, whole: type, prefix: str = "") -> Iterator[ConfigError]:
@@ -78,11 +80,11 @@ def _unknown_keys(source: Any, schema: Any, name: str, whole: type, prefix: str 
 
 def _paths(section: Any, prefix: str = "") -> Iterator[str]:
     """Every key of a section and of those in it, mappings by name left out."""
-    for field, kind in _hints(section).items():
-        if not field.startswith("_"):
-            yield f"{prefix}{field}"
+    for name, kind in _hints(section).items():
+        if not name.startswith("_"):
+            yield f"{prefix}{name}"
             if is_dataclass(kind):
-                yield from _paths(kind, f"{prefix}{field}.")
+                yield from _paths(kind, f"{prefix}{name}.")
 
 
 def _leaves(source: DictConfig, prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -103,18 +105,22 @@ def _type_errors(key: str, value: Any, name: str, schema: type) -> Iterator[Conf
     nested: Any = value
     for part in reversed(inside):
         nested = {part: nested}
+    alone = make_dataclass("Setting", [(inside[0], _hints(section)[inside[0]], field(default=MISSING))])
+    kind, container = _type_of(key, schema), isinstance(value, DictConfig | ListConfig)
+    refused = "of another type" if kind in _WORDS and container else None  # omegaconf lets it pass in a new mapping
     try:
-        OmegaConf.merge(OmegaConf.structured(section), OmegaConf.create(nested))
+        OmegaConf.merge(OmegaConf.structured(alone), OmegaConf.create(nested))
     except OmegaConfBaseException as error:
-        given = OmegaConf.to_container(value) if isinstance(value, DictConfig | ListConfig) else value
+        refused = first_line(error)
+    if refused is not None:
+        given = OmegaConf.to_container(value) if container else value
         what = "no value given" if given is None else f"given {given!r}"
-        need = _need(_type_of(key, schema)) or first_line(error)
-        yield ConfigError(key, f"{what} (in {name}); must be {need}")
+        yield ConfigError(key, f"{what} (in {name}); must be {_need(kind) or refused}")
 
 
 def _innermost(key: str, schema: Any) -> tuple[Any, list[str]]:
-    """The smallest section that a key lies in, and the way to it from there: to build a whole config for each key would
-    take a second for a file."""
+    """The smallest section that a key lies in, and the way to it from there. (To build a whole config for each key
+    would take a second for a file.)"""
     parts = key.split(".")
     section, inside, kind = schema, parts, schema
     for number, part in enumerate(parts):

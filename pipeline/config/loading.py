@@ -110,22 +110,26 @@ def _merge(schema: type, sources: Sequence[tuple[str, Any]]) -> Any:
     merged: Any = OmegaConf.structured(schema)
     try:
         given = [source for _, source in sources if isinstance(source, DictConfig)]
-        merged = OmegaConf.merge(merged, *([_placed(given)] if schema is RunConfig else []), *given)
-        failed = len(given) < len(sources)
-    except OmegaConfBaseException:
-        failed = True
+        for source in [*([_placed(sources)] if schema is RunConfig else []), *given]:
+            merged = OmegaConf.merge(merged, source)  # all in one call leaves types of mappings unchecked
+        failed = "" if len(given) == len(sources) else "not a mapping"
+    except OmegaConfBaseException as error:
+        failed = first_line(error)
     if failed:
         errors = [error for name, source in sources for error in source_errors(source, name, schema)]
-        raise together(errors or [ConfigError("config", "these files and settings do not go together")])
+        raise together(errors or [ConfigError("config", f"these files and settings do not go together: {failed}")])
     return merged
 
 
-def _placed(sources: Sequence[DictConfig]) -> DictConfig:
-    """The default placement, which lies beneath what is given where nobody says which gang a role is on (but for
-    `advantage`, which none need say)."""
-    placements = [s.get("placement") for s in sources]
-    roles = [p.get("roles") for p in placements if isinstance(p, DictConfig)]
-    named = {str(role) for given in roles if isinstance(given, DictConfig) for role in given}
+def _placed(sources: Sequence[tuple[str, Any]]) -> DictConfig:
+    """The default placement, which lies beneath what is given unless a source has roles of its own: of those it must
+    have all, but for `advantage`. A single role that is changed (`placement.roles.critic=other`) is changed in it."""
+    named: set[str] = set()
+    for name, source in sources:
+        placement = source.get("placement") if isinstance(source, DictConfig) else None
+        roles = placement.get("roles") if isinstance(placement, DictConfig) else None
+        if isinstance(roles, DictConfig) and not name.startswith("placement.roles."):
+            named |= {*map(str, roles)}
     return OmegaConf.create({} if named - {"advantage"} else {"placement": DEFAULT_PLACEMENT})
 
 

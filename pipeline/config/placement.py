@@ -98,7 +98,7 @@ def _role_problems(placement: PlacementConfig, *, critic: bool) -> Iterator[Prob
         key = f"placement.roles.{role}"
         if role not in known:
             yield Problem(key, gang, f"no such role; the roles are {', '.join(known)}")
-        if gang not in placement.gangs:
+        if str(gang) not in placement.gangs:  # omegaconf lets a list pass for the first value of a mapping
             yield Problem(key, gang, f"no such gang; placement.gangs has {choice}")
     for role in known:
         if role not in placement.roles and role != Role.ADVANTAGE and (critic or role != Role.CRITIC):

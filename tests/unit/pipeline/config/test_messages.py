@@ -116,6 +116,7 @@ def test_one_error_stays_as_it_is_and_of_each_key_one_thing_is_said() -> None:
             "model.eos_token_ids: given ['a'] (in {}); must be a list, each of it a whole number",
         ),
         ("reward.args=3", "reward.args: given 3 (in {}); must be a mapping of names to settings"),
+        ("placement.roles.policy=[1]", "placement.roles.policy: given [1] (in {}); must be a text"),
         ("placement.gangs.train.slots=two", "placement.gangs.train.slots: given 'two' (in {}); must be a whole number"),
     ],
 )
@@ -224,7 +225,17 @@ def test_its_gangs_may_be_changed_one_by_one(base: Path) -> None:
     assert {"collect", "generate", "score", "train"} == collected.placement.gangs.keys()
 
 
-def test_whoever_places_a_role_places_all(base: Path) -> None:
+def test_a_single_role_may_be_placed_elsewhere(base: Path) -> None:
+    config = load(base, "placement.roles.critic=critic", "placement.gangs.critic={}")
+    assert config.placement.roles == {**DEFAULT_PLACEMENT["roles"], "critic": "critic"}
+    assert {"critic", "generate", "score", "train"} == config.placement.gangs.keys()
+    with pytest.raises(ConfigError, match=r"placement.roles.critic: given 'nowhere'; no such gang"):
+        load(base, "placement.roles.critic=nowhere")
+    with pytest.raises(ConfigError, match=r"placement.roles.policy: given \[1\]; no such gang"):
+        load(base, "placement={gangs: {all: {}}, roles: {policy: [1]}}")
+
+
+def test_whoever_places_roles_places_all(base: Path) -> None:
     one = "placement={gangs: {all: {}}, roles: {generate: all, score: all, reference: all, policy: all, critic: all}}"
     assert [*load(base, one).placement.gangs] == ["all"]
     with pytest.raises(ConfigError, match=r"placement.roles.score: given None; placed nowhere"):

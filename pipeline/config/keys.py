@@ -6,7 +6,6 @@ May import omegaconf and pipeline.config.errors.
 from __future__ import annotations
 
 import difflib
-import functools
 import types
 from collections.abc import Iterator
 from dataclasses import field, is_dataclass, make_dataclass
@@ -19,12 +18,15 @@ from pipeline.config.errors import ConfigError
 
 MOVED = {"ppo.center_scores": ["reward.normalize.mean"]}
 """Settings that are elsewhere since."""
+_HINTS: dict[Any, dict[str, Any]] = {}
 _WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}
 
 
-@functools.cache
 def _hints(section: Any) -> dict[str, Any]:
-    return get_type_hints(section)
+    """Setting -> type, of a section; kept, since they are looked up for every key."""
+    if section not in _HINTS:
+        _HINTS[section] = get_type_hints(section)
+    return _HINTS[section]
 
 
 def source_errors(source: Any, name: str, schema: type) -> list[ConfigError]:

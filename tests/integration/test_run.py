@@ -204,7 +204,8 @@ def test_the_summary_has_what_is_compared_between_runs(overlapped: RunConfig) ->
 def test_plain_zarr_opens_the_rollouts(overlapped: RunConfig) -> None:
     group = zarr.open_group(str(RunPaths(overlapped.run_dir).rollouts), mode="r")
     names = [f"step_{step:06d}" for step in range(STEPS)] + [f"evaluate_{version:06d}" for version in (0, 2, 4)]
-    assert sorted(group.keys()) == sorted(names)
+    assert sorted(group.group_keys()) == sorted(names)
+    assert sorted(group.array_keys()) == ["vocabulary_bytes", "vocabulary_offsets"]
     for step, rollout in enumerate(steps_of(overlapped, "generate")):
         for name, array in rollout.arrays().items():
             np.testing.assert_array_equal(np.asarray(group[f"step_{step:06d}/{name}"]), array)

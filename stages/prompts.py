@@ -20,7 +20,7 @@ from stages.rewards import reasoning
 from stages.rewards.config import REASONING_SCHEME
 from storage.config import PromptsConfig
 from storage.errors import StoreError
-from storage.prompts import PromptItem, PromptsError, batch_indices, load_texts, split
+from storage.prompts import PromptItem, PromptsError, batch_indices, held_out_by_default, load_texts, split
 from storage.records import PromptBatch
 
 EVALUATION_STEP = 2**31 - 1
@@ -107,8 +107,11 @@ def read_source(config: PromptsConfig) -> list[PromptItem]:
     return reasoning.problems(config) if config.url.startswith(REASONING_SCHEME) else load_texts(config)
 
 
-def tokenise(items: list[PromptItem], tokenizer: Tokenizer, config: PromptsConfig, seed: int) -> PromptTable:
-    """Tokens of all prompts of a source.
+def tokenise(
+    items: list[PromptItem], tokenizer: Tokenizer, config: PromptsConfig, seed: int, eval_shards: int = 1
+) -> PromptTable:
+    """Tokens of all prompts of a source. `eval_shards`: parts of the held-out ones, which a number that is left open
+    (`prompts.held_out`) is made to suit.
 
     Raises:
         PromptsError: a prompt longer than `prompts.max_tokens` (unless `too_long: skip`), or none that is usable.
@@ -137,7 +140,8 @@ def tokenise(items: list[PromptItem], tokenizer: Tokenizer, config: PromptsConfi
     tokens = np.full((len(kept), config.max_tokens), tokenizer.pad_id, np.int32)
     for row, (ids, _) in enumerate(kept):
         tokens[row, : len(ids)] = ids
-    train, held_out = split(len(kept), config.held_out, seed)
+    aside = held_out_by_default(len(kept), eval_shards) if config.held_out is None else config.held_out
+    train, held_out = split(len(kept), aside, seed)
     lengths = np.array([len(ids) for ids, _ in kept], np.int32)
     chat = [item.messages or [] for _, item in kept] if config.format == "chat" else None
     return PromptTable(tokens, lengths, train, held_out, tokenizer.pad_id, [item.extra for _, item in kept], chat)

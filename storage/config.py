@@ -18,18 +18,18 @@ class PromptsConfig:
     are never trained on."""
 
     url: str = "???"
-    """fsspec URL or path of a .jsonl, .parquet or .tsv/.txt file; or `reasoning-gym:TASK?size=..&seed=..`."""
+    """fsspec URL or path of a .jsonl, .csv, .parquet or .tsv/.txt file; or `reasoning-gym:TASK?size=..&seed=..`."""
     format: Literal["plain", "chat"] = "plain"
     """plain: a text field; chat: a field holding a list of {role, content} messages, put through the chat template."""
     field: str = "prompt"
-    """Field (JSONL, Parquet) or 0-based column number (TSV) that holds the prompt."""
+    """Field (JSONL, CSV, Parquet) or 0-based column number (TSV) that holds the prompt."""
     opening_tokens: int | None = None
     """Use only the first so many tokens of the text as the prompt, and skip shorter texts; null: all of it."""
     max_tokens: int = 64
     """Longest prompt; a longer one is refused (`too_long: error`) or left out (`skip`)."""
     too_long: Literal["error", "skip"] = "error"
-    held_out: int = 64
-    """Prompts set aside for evaluation."""
+    held_out: int | None = None
+    """Prompts set aside for evaluation; null: 64, or a tenth of all where these are fewer than 640."""
 
 
 def prompts_problems(config: PromptsConfig) -> Iterator[Problem]:

@@ -20,7 +20,7 @@ class PreferencesConfig:
     """pairs: a prompt, a chosen and a rejected response in each row; ratings: a text and its rating, of which texts
     whose ratings differ enough make pairs."""
     url: str = "???"
-    """fsspec URL or path of a .jsonl, .parquet or .tsv/.txt file."""
+    """fsspec URL or path of a .jsonl, .csv, .parquet or .tsv/.txt file."""
     held_out_url: str | None = None
     """A file of its own whose rows are held out; null: a share of `url`'s."""
     format: Literal["plain", "chat"] = "plain"
@@ -29,7 +29,7 @@ class PreferencesConfig:
     prompt: str = "prompt"
     chosen: str = "chosen"
     rejected: str = "rejected"
-    """Fields of pairs: names (JSONL, Parquet) or 0-based column numbers (TSV)."""
+    """Fields of pairs: names (JSONL, CSV, Parquet) or 0-based column numbers (TSV)."""
     text: str = "text"
     rating: str = "rating"
     """Fields of ratings."""

@@ -51,6 +51,17 @@ def load_texts(config: PromptsConfig) -> list[PromptItem]:
     return items
 
 
+HELD_OUT = 64
+"""Prompts that are set aside where nobody says how many, unless a tenth is less."""
+
+
+def held_out_by_default(num: int, shards: int) -> int:
+    """How many of `num` prompts are set aside where the config does not say: `HELD_OUT`, or a tenth of them, rounded
+    down to what `shards` parts can share; 2 or more, since an evaluation has a spread."""
+    most, least = min(HELD_OUT, num // 10), -(-2 // shards) * shards
+    return max(most - most % shards, least)
+
+
 def split(num: int, held_out: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
     """(training, held-out) prompt numbers, int64, disjoint and each ascending. Raises PromptsError where nothing would
     be left to train on."""

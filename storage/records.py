@@ -36,7 +36,7 @@ class FinishReason(IntEnum):
     LENGTH = 1
 
 
-_PART, _SPREAD = ("scores.", "disagreement.")
+SCORE_PREFIX, DISAGREEMENT_PREFIX = ("scores.", "disagreement.")
 """What the names of the arrays of `Scores`' parts begin with."""
 
 
@@ -126,8 +126,12 @@ class Scores(Record):
 
     def arrays(self) -> dict[str, np.ndarray]:
         """As they are stored."""
-        parts = {f"{_PART}{name}": array for name, array in self.parts.items()}
-        return {"scores": self.scores, **parts, **{f"{_SPREAD}{n}": array for n, array in self.disagreement.items()}}
+        parts = {f"{SCORE_PREFIX}{name}": array for name, array in self.parts.items()}
+        return {
+            "scores": self.scores,
+            **parts,
+            **{f"{DISAGREEMENT_PREFIX}{n}": array for n, array in self.disagreement.items()},
+        }
 
     @classmethod
     def from_arrays(cls, arrays: Mapping[str, np.ndarray]) -> Any:
@@ -136,7 +140,7 @@ class Scores(Record):
         def named(prefix: str) -> dict[str, np.ndarray]:
             return {name.removeprefix(prefix): a for name, a in arrays.items() if name.startswith(prefix)}
 
-        return cls(arrays["scores"], named(_PART), named(_SPREAD))
+        return cls(arrays["scores"], named(SCORE_PREFIX), named(DISAGREEMENT_PREFIX))
 
 
 @jaxtyped(typechecker=beartype)

@@ -1,11 +1,13 @@
-"""Files that hold one row after another, read by fsspec URL: JSONL, Parquet and columns of text. Each row comes with
-where it is, for the message of whatever is wrong with it.
+"""Files that hold one row after another, read by fsspec URL: JSONL, CSV, Parquet and columns of text. Each row comes
+with where it is, for the message of whatever is wrong with it.
 
 May import fsspec and pyarrow only.
 """
 
 from __future__ import annotations
 
+import csv
+import io
 import json
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import PurePosixPath
@@ -52,6 +54,33 @@ def _columns(url: str) -> Iterator[Row]:
         yield where, {str(number): cell for number, cell in enumerate(line.split("\t"))}
 
 
+def _csv(url: str) -> Iterator[Row]:
+    """Comma-separated, quoted as spreadsheets do (a quoted cell may hold commas and line ends); the first line names
+    the fields."""
+    reader = csv.reader(io.StringIO(_text(url), newline=""), strict=True)
+    names: list[str] = []
+    try:
+        for cells in reader:
+            where = f"{url} line {reader.line_num}"
+            if not any(cell.strip() for cell in cells):
+                continue
+            if not names:
+                names = _field_names(cells, where)
+            elif len(cells) != len(names):
+                raise RowsError(f"{where}: {len(cells)} cells, but the first line names {len(names)} fields")
+            else:
+                yield where, dict(zip(names, cells, strict=True))
+    except csv.Error as error:
+        raise RowsError(f"{url} line {reader.line_num}: not CSV ({error})") from error
+
+
+def _field_names(cells: list[str], where: str) -> list[str]:
+    names = [cell.strip() for cell in cells]
+    if "" in names or len({*names}) < len(names):
+        raise RowsError(f"{where}: the first line names the fields, each another: given {', '.join(names)}")
+    return names
+
+
 def _parquet(url: str) -> Iterator[Row]:
     try:
         with fsspec.open(url, "rb") as stream:
@@ -62,13 +91,26 @@ def _parquet(url: str) -> Iterator[Row]:
         yield f"{url} row {number}", row
 
 
-def _lines(url: str) -> Iterator[tuple[str, str]]:
-    """(URL and line number, line) of the lines that are not blank."""
+def _text(url: str) -> str:
+    """The whole file; a byte order mark, which spreadsheets write, is left out."""
+    try:
+        return _content(url).decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise RowsError(f"{url}: not UTF-8 ({error.reason} at byte {error.start})") from error
+
+
+def _content(url: str) -> bytes:
     try:
         with fsspec.open(url, "rb") as stream:
             content: bytes = stream.read()
     except (OSError, ValueError, ImportError) as error:
         raise RowsError(f"cannot read {url}: {error}") from error
+    return content
+
+
+def _lines(url: str) -> Iterator[tuple[str, str]]:
+    """(URL and line number, line) of the lines that are not blank."""
+    content = _content(url)
     # Split at newlines alone: str.splitlines would also split at characters that may stand inside a text.
     for number, line in enumerate(content.split(b"\n"), start=1):
         where = f"{url} line {number}"
@@ -81,6 +123,7 @@ def _lines(url: str) -> Iterator[tuple[str, str]]:
 
 
 READERS: Mapping[str, Callable[[str], Iterator[Row]]] = {
+    ".csv": _csv,
     ".jsonl": _jsonl,
     ".parquet": _parquet,
     ".tsv": _columns,

@@ -5,6 +5,8 @@ May import numpy, zarr and storage.address.
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +20,8 @@ from storage.address import Address
 
 CHUNK_ROWS = 16
 """Rows of an inner chunk: 1-row chunks are 6-9 times slower to read, and larger ones gain nothing."""
-_DIMENSIONS = ("rows", "seq")
+GROUP_METADATA = b'{\n  "attributes": {},\n  "zarr_format": 3,\n  "node_type": "group"\n}'
+_DIMENSIONS = ("row", "token")
 
 
 @dataclass(frozen=True)
@@ -69,6 +72,11 @@ class Template:
     def key(self, shard: int) -> str:
         return "/".join(["c", str(shard)] + ["0"] * (self.array.ndim - 1))
 
+    def described(self, attributes: Mapping[str, Any]) -> bytes:
+        """`metadata` with attributes."""
+        document = json.loads(self.metadata) | {"attributes": dict(attributes)}
+        return json.dumps(document, indent=2).encode()
+
     def _rows(self, shard: int) -> slice:
         return slice(shard * self.layout.rows_per_shard, (shard + 1) * self.layout.rows_per_shard)
 
@@ -93,6 +101,37 @@ def make_template(layout: Layout, dtype: str, ndim: int) -> Template:
         config={"write_empty_chunks": True},
     )
     return Template(array, memory, bytes(memory["zarr.json"].to_bytes()), layout)
+
+
+def group_metadata(attributes: Mapping[str, Any]) -> bytes:
+    """Of a group with attributes."""
+    return json.dumps(json.loads(GROUP_METADATA) | {"attributes": dict(attributes)}, indent=2).encode()
+
+
+def is_group(data: bytes | None) -> bool:
+    """Whether this is the metadata of a group, whatever its attributes say."""
+    try:
+        document = json.loads(data or b"")
+    except ValueError:
+        return False
+    return isinstance(document, dict) and document | {"attributes": {}} == json.loads(GROUP_METADATA)
+
+
+def encode_whole(array: np.ndarray, dimension: str, attributes: Mapping[str, Any]) -> dict[str, bytes]:
+    """The files of an array of one dimension, which is no step's: key -> content."""
+    memory: dict[str, Any] = {}
+    made = zarr.create_array(
+        MemoryStore(memory),
+        shape=array.shape,
+        chunks=array.shape,
+        dtype=array.dtype,
+        compressors=[BloscCodec(cname="lz4", clevel=5, shuffle="shuffle"), Crc32cCodec()],
+        dimension_names=(dimension,),
+        attributes=dict(attributes),
+        config={"write_empty_chunks": True},
+    )
+    made[:] = array
+    return {key: bytes(data.to_bytes()) for key, data in memory.items()}
 
 
 def shards_of(layout: Layout, address: Address, rows: int) -> range:

@@ -30,6 +30,12 @@ def command(options: argparse.Namespace) -> int:
     prompts = preflight(config).prompts
     _show_memory(config)
     train, held_out = len(prompts.train), len(prompts.held_out)
+    per_step = config.rollout.rows // config.rollout.responses_per_prompt
+    if per_step > train:
+        print_line(
+            f"note: a step has {per_step} prompts (rollout.rows={config.rollout.rows}), but there are {train} to train "
+            "on: every step repeats some"
+        )
     print_line(f"{options.target}: would run ({train} prompts to train on, {held_out} held out)")
     return DONE
 

@@ -1,6 +1,7 @@
-"""`stageline export RUN [--version V|best] [--to DIR]`: a version of the policy in Hugging Face layout.
+"""`stageline export RUN [--version V|best] [--to DIR]`: a version of the policy in Hugging Face layout. A version whose
+weights are nowhere any more is rebuilt from checkpoints and stored rollouts.
 
-A version whose weights are nowhere any more is rebuilt from checkpoints and stored rollouts.
+`stageline export RUN --rollouts FILE.parquet`: every row of the run as a table.
 """
 
 from __future__ import annotations
@@ -14,21 +15,52 @@ from typing import Literal
 from pipeline.cli.answers import print_line
 from pipeline.cli.exit_codes import DONE
 from pipeline.cli.one_process import alone, runtime_for
+from pipeline.cli.opened_run import opened
 from pipeline.cli.sources import saved_config
 from pipeline.config.errors import ConfigError
+from pipeline.config.loading import config_hash
 from pipeline.config.paths import RunPaths
 from pipeline.config.run import RunConfig
 from pipeline.driver.results import open_history
 from pipeline.observe.evaluations import best_evaluation
 from pipeline.observe.history import History
+from pipeline.observe.rollout_file import write_rows
+from pipeline.workers.model_card import write_model_card
 from pipeline.workers.parts import required
 from stages.models.protocol import Role
+from storage.errors import MissingOutput
 
 
 def command(options: argparse.Namespace) -> int:
+    if options.rollouts is not None:
+        if options.version is not None or options.to is not None:
+            raise ConfigError("--rollouts", "writes rows, and no version of the weights: leave --version and --to out")
+        written = export_rollouts(saved_config(options.run_dir), Path(options.rollouts))
+        print_line(f"wrote {options.rollouts}: {written} rows")
+        return DONE
     to = None if options.to is None else Path(options.to)
     print_line(f"wrote {export_version(saved_config(options.run_dir), options.version, to)}")
     return DONE
+
+
+def export_rollouts(config: RunConfig, path: Path) -> int:
+    """Writes every row of a run, with its text and numbers, to a Parquet file; returns how many.
+
+    Raises:
+        ConfigError: the file exists, has another ending, or its directory is not there.
+        MissingOutput: the run has no rows.
+    """
+    given = f"given {str(path)!r}"
+    if path.suffix != ".parquet":
+        raise ConfigError("--rollouts", f"{given}; a name that ends in .parquet: what is written is Parquet")
+    if path.exists():
+        raise ConfigError("--rollouts", f"{given}; it exists already")
+    if not path.absolute().parent.is_dir():
+        raise ConfigError("--rollouts", f"{given}; there is no directory {path.parent}")
+    run = opened(config)
+    if not run.steps:
+        raise MissingOutput(f"{config.run_dir} has no rollouts yet, or none any more (storage.keep.rollouts)")
+    return write_rows(path, run.history, run.steps, run.decode)
 
 
 def export_version(config: RunConfig, version: int | Literal["best"] | None, to: Path | None) -> Path:
@@ -58,6 +90,7 @@ def export_version(config: RunConfig, version: int | Literal["best"] | None, to:
             staged.mkdir()
             with runtime_for(alone(config, Path(scratch)), Role.POLICY) as runtime:
                 required(runtime.parts.updates).at(Role.POLICY, version).export(staged)()
+            write_model_card(staged, config, version, config_hash(config))
         staged.rename(target)
     return target
 

@@ -1,10 +1,12 @@
-"""`stageline inspect RUN --step N`: the rows of a step as a table."""
+"""`stageline inspect RUN [--step N]`: the rows of a step as a table; of the last one that has any by default."""
 
 from __future__ import annotations
 
 import argparse
+import math
+from collections.abc import Hashable, Mapping
+from typing import Any
 
-import numpy as np
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
@@ -16,16 +18,25 @@ from pipeline.config.errors import ConfigError
 from pipeline.config.run import RunConfig
 from pipeline.driver.results import open_history
 from pipeline.graph.graph import step_nodes
+from pipeline.observe.row_views import PART_COLUMN, row_table, shards_of_step
 from pipeline.observe.tables import InspectRow, inspect_table
 from stages.models.hf_files import read_tokenizer
-from storage.address import Address
 from storage.errors import DroppedOutput, MissingOutput
-from storage.records import Advantages, PolicyLogprobs, ReferenceLogprobs, Rollout, Scores
 
 
 def command(options: argparse.Namespace) -> int:
-    output().print(inspect_step(saved_config(options.run_dir), options.step, options.rows))
+    config = saved_config(options.run_dir)
+    step = last_step(config) if options.step is None else options.step
+    output().print(inspect_step(config, step, options.rows))
     return DONE
+
+
+def last_step(config: RunConfig) -> int:
+    """The newest step that has rows. Raises MissingOutput."""
+    steps = [address.step for address in open_history(config).ledger.addresses("generate")]
+    if not steps:
+        raise MissingOutput(f"{config.run_dir} has no rollouts yet")
+    return max(steps)
 
 
 def inspect_step(config: RunConfig, step: int, rows: int) -> RenderableType:
@@ -59,40 +70,30 @@ def inspect_step(config: RunConfig, step: int, rows: int) -> RenderableType:
 
 def step_rows(config: RunConfig, step: int) -> list[InspectRow]:
     """The rows of a step whose shard has been generated; what a stage has not made yet is None."""
-    history, shards = open_history(config), config.rollout.shards
     decode = read_tokenizer(config.model.path).decode
+    tables = [row_table(shard, decode) for shard in shards_of_step(open_history(config), step)]
+    return [_inspected(line) for table in tables for line in table.to_dict("records")]
 
-    def read(stage: str, shard: int = 0) -> object | None:
-        address = Address(stage, step, shard)
-        return history.store.read(address) if history.ledger.find(address) is not None else None
 
-    advantages = read("advantage")
-    of_step = advantages if isinstance(advantages, Advantages) else None
-    found: list[InspectRow] = []
-    for shard in range(shards):
-        rollout = read("generate", shard)
-        if not isinstance(rollout, Rollout):
-            continue
-        scores, reference = read("score", shard), read("reference", shard)
-        policy = read("logprob", shard)
-        for i in range(rollout.num_rows):
-            mask = rollout.response_mask[i]
-            start, length = int(rollout.prompt_lengths[i]), int(rollout.response_lengths[i])
-            versions = sorted({int(v) for v in rollout.token_versions[i][mask]})
-            kl = None
-            if isinstance(reference, ReferenceLogprobs):
-                ours = policy.policy_logprobs if isinstance(policy, PolicyLogprobs) else rollout.sampler_logprobs
-                kl = float(np.sum((ours[i] - reference.ref_logprobs[i])[mask], dtype=np.float64))
-            row = int(rollout.row[i])
-            found.append(
-                InspectRow(
-                    row=row,
-                    prompt=decode(rollout.tokens[i, :start].tolist()),
-                    response=decode(rollout.tokens[i, start : start + length].tolist()),
-                    score=float(scores.scores[i]) if isinstance(scores, Scores) else None,
-                    kl=kl,
-                    version="-".join(str(v) for v in dict.fromkeys((versions[0], versions[-1]))),
-                    advantage=None if of_step is None else float(of_step.advantages[row][mask].mean()),
-                )
-            )
-    return found
+def _inspected(line: Mapping[Hashable, Any]) -> InspectRow:
+    """`line`: of `row_table`."""
+
+    def number(name: str) -> float | None:
+        value = float(line[name])
+        return None if math.isnan(value) else value
+
+    parts = {str(name).removeprefix(PART_COLUMN): float(v) for name, v in line.items() if _is_part(name)}
+    return InspectRow(
+        row=int(line["row"]),
+        prompt=line["prompt"],
+        response=line["response"],
+        score=number("score"),
+        kl=number("kl"),
+        version="-".join(dict.fromkeys(str(line[name]) for name in ("version_first", "version_last"))),
+        advantage=number("advantage_mean"),
+        parts=parts,
+    )
+
+
+def _is_part(name: Hashable) -> bool:
+    return str(name).startswith(PART_COLUMN)

@@ -139,7 +139,7 @@ def _check(parser: argparse.ArgumentParser) -> None:
 
 def _inspect(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run_dir", metavar="RUN")
-    parser.add_argument("--step", type=int, required=True)
+    parser.add_argument("--step", type=int, help="default: the last that has rows")
     parser.add_argument("--rows", type=int, default=10, help="how many rows to show (default 10)")
 
 
@@ -179,6 +179,9 @@ def _export(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run_dir", metavar="RUN")
     parser.add_argument("--version", type=_version, help="a number, or `best` by the evaluations; default: the newest")
     parser.add_argument("--to", metavar="DIR", help="default: weights/vNNNNNN in the run's directory")
+    parser.add_argument(
+        "--rollouts", metavar="FILE.parquet", help="instead of weights: every row of the run, with its text and numbers"
+    )
 
 
 def _reward(parser: argparse.ArgumentParser) -> None:
@@ -214,7 +217,9 @@ COMMANDS = {
         "run a node, or a range of updates, again from stored inputs; or train a variant",
         _replay,
     ),
-    "export": Command("pipeline.cli.export", "write a version of the policy in Hugging Face layout", _export),
+    "export": Command(
+        "pipeline.cli.export", "write a version of the policy in Hugging Face layout, or all rows as Parquet", _export
+    ),
     "reward": Command("pipeline.cli.reward", "train a reward model on human judgements", _reward),
 }
 """Name of a command -> where it is, and what it takes."""

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -134,9 +135,15 @@ def earlier_graphs(config: RunConfig) -> list[GraphSpec]:
     except StoreError:
         return []  # `identity_proof` names it
     stated = [] if identity is None else [statement.config for statement in identity.statements]
-    shapes = {(int(one["steps"]), int(one["evaluate"]["every"])) for one in stated}
+    shapes = {(int(one["steps"]), _every(one)) for one in stated}
     spec = config.graph()
     return [replace(spec, steps=s, eval_every=every) for s, every in sorted(shapes - {(spec.steps, spec.eval_every)})]
+
+
+def _every(stated: Mapping[str, Any]) -> int:
+    """`GraphSpec.eval_every` of a stated config."""
+    every = stated["evaluate"]["every"]
+    return int(stated["steps"]) if every is None else int(every)
 
 
 def updates_proof(run: Evidence) -> Answer:
@@ -163,7 +170,7 @@ def rows_proof(run: Evidence) -> Answer:
     for address, found in run.rows.items():
         faults += found.prompt_faults
         seen.setdefault((address.stage, address.step), []).extend(found.numbers)
-    whole = {"generate": run.config.rollout.rows, "evaluate": run.config.prompts.held_out}
+    whole = {"generate": run.config.rollout.rows, "evaluate": run.config.held_out}
     shards = {"generate": run.config.rollout.shards, "evaluate": run.config.evaluate.shards}
     for (stage, step), rows in sorted(seen.items()):
         twice = sorted(row for row, number in Counter(rows).items() if number > 1)

@@ -74,6 +74,13 @@ class Replayed:
     """False: it had failed, and has run to its end now."""
 
     @property
+    def identical(self) -> bool:
+        """Bit for bit."""
+        if self.digests is not None:
+            return self.digests[0] == self.digests[1]
+        return all(d.differing == 0 for d in self.differences)
+
+    @property
     def as_expected(self) -> bool:
         if self.digests is not None:
             return self.digests[0] == self.digests[1] or self.tolerance > 0
@@ -96,7 +103,7 @@ class Replayed:
         expected = "difference must be 0"
         if self.tolerance:
             expected = f"another batch, layout or reward: floats may differ by {self.tolerance:g}, integers may not"
-        verdict = "as expected" if self.as_expected else "NOT as expected"
+        verdict = "identical" if self.identical else "as expected" if self.as_expected else "NOT as expected"
         return Group(table, Text(f"{verdict}: {expected}"))
 
 
@@ -123,7 +130,7 @@ def replay_node(config: RunConfig, stage: str, step: int, shard: int) -> Replaye
     history = open_history(config)
     commit = history.ledger.find(node.address)
     if commit is None and stage.startswith("evaluate") and not evaluated(config.graph(), step):
-        every = f"evaluate.every = {config.evaluate.every}"
+        every = f"evaluate.every = {'null' if config.evaluate.every is None else config.evaluate.every}"
         raise MissingOutput(f"{node.address} has no commit, and the run does not evaluate version {step} ({every})")
     version = _version_of(config, node, commit)
     holder = gang_of(config.placement, Role.POLICY if stage in SAMPLING else node.role)

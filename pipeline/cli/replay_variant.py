@@ -24,7 +24,7 @@ from pipeline.cli.answers import output, print_line
 from pipeline.cli.exit_codes import DONE
 from pipeline.cli.one_process import alone, runtime_for
 from pipeline.config.errors import ConfigError
-from pipeline.config.loading import to_yaml
+from pipeline.config.loading import config_hash, to_yaml
 from pipeline.config.paths import RunPaths
 from pipeline.config.run import RunConfig
 from pipeline.config.variants import variant_of
@@ -36,6 +36,7 @@ from pipeline.observe.tracking import RunStatus, Tracker, delivered_run_id
 from pipeline.observe.variants import Comparison, VariantSummary, compare, comparison_table
 from pipeline.workers.bindings.scoring import scores_of
 from pipeline.workers.messages import Call
+from pipeline.workers.model_card import write_model_card
 from pipeline.workers.parts import required
 from pipeline.workers.recorded import RecordedStep, train_recorded
 from stages.models.protocol import ModelHost, Role
@@ -65,7 +66,7 @@ class _Plan:
     @property
     def compared(self) -> bool:
         """Whether there are prompts to compare the policies on."""
-        return self.parent.prompts.held_out >= 2
+        return self.parent.held_out >= 2
 
     def board_of(self, whose: str) -> RunConfig:
         """The parent's or the variant's config for this process alone. It reads the parent's prompts and rollouts, and
@@ -181,6 +182,7 @@ def _train_and_export(plan: _Plan, tracker: Tracker) -> list[RecordedStep]:
             print_line(f"update {step.step + 1 - plan.steps.start}/{len(plan.steps)}  {'  '.join(numbers)}")
         target.mkdir(parents=True)
         host.export(target)()
+        write_model_card(target, plan.variant, plan.steps.stop, config_hash(plan.variant))
         if plan.compared:
             _publish(host, config, plan.steps.stop)
     return done

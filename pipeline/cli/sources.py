@@ -11,6 +11,7 @@ from pathlib import Path
 
 from pipeline.config.errors import ConfigError
 from pipeline.config.identity import FILE, read_identity
+from pipeline.config.keys import is_setting
 from pipeline.config.loading import load_config, load_yaml, read_saved
 from pipeline.config.paths import RunPaths
 from pipeline.config.run import RunConfig
@@ -19,7 +20,16 @@ from pipeline.config.run import RunConfig
 def config_of(sources: Sequence[str]) -> RunConfig:
     """The config that files and key=value changes make, each kind in the order given. Raises ConfigError."""
     files = [source for source in sources if "=" not in source]
+    _refuse_settings_as_files(files)
     return load_config(files, [source for source in sources if "=" in source])
+
+
+def _refuse_settings_as_files(files: Sequence[str]) -> None:
+    """`staleness 2` was meant as `staleness=2`. Raises ConfigError."""
+    for name, after in zip(files, [*files[1:], None], strict=True):
+        if not Path(name).exists() and is_setting(name, RunConfig):
+            value = after if after is not None and not Path(after).exists() else "..."
+            raise ConfigError(name, f"is a setting, and no file of that name is there; did you mean {name}={value}?")
 
 
 def submitted_config(run_dir: str) -> RunConfig:

@@ -22,8 +22,9 @@ class SelectConfig:
 
 @dataclass
 class EvaluateConfig:
-    every: int = 0
-    """Versions between evaluations; the first and the last are always evaluated. 0: never."""
+    every: int | None = None
+    """Versions between evaluations; the first and the last are always evaluated, and under null they alone. 0: never
+    any."""
     shards: int = 1
     temperature: float | None = None
     """null: as in training. Noise is keyed by prompt, so that two evaluations are paired."""
@@ -40,8 +41,8 @@ def evaluate_problems(config: EvaluateConfig) -> Iterator[Problem]:
         yield from at_least(0, {"evaluate.temperature": config.temperature})
     yield from parts_problems(config.reward, "evaluate.reward")
     yield from above(0, {"evaluate.select.max_kl": config.select.max_kl}, ", or null for no budget")
-    if not config.every:
-        idle = "nothing is evaluated: set evaluate.every, or leave it out"
+    if config.every == 0:
+        idle = "nothing is evaluated (evaluate.every=0): leave it out, or evaluate"
         if config.select.max_kl is not None:
             yield Problem("evaluate.select.max_kl", config.select.max_kl, idle)
         if config.reward.given:

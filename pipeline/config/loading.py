@@ -1,37 +1,37 @@
 """How a configuration is read: dataclass defaults <- YAML files in the order given <- `key=value`; and written.
 
-May import omegaconf, the schemas of a run and of a reward model's training, errors and pipeline.config.changes.
+May import omegaconf, the schemas of a run and of a reward model's training, and pipeline.config.{changes, errors, keys,
+placement}.
 """
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Iterator
-from dataclasses import is_dataclass
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from pipeline.config.changes import decides_nothing, sections, settings
-from pipeline.config.errors import ConfigError
+from pipeline.config.errors import ConfigError, together
+from pipeline.config.keys import first_line, source_errors
+from pipeline.config.placement import DEFAULT_PLACEMENT
 from pipeline.config.reward_model import RewardModelConfig, validate_reward_model
 from pipeline.config.run import RunConfig, validate
 
 _WAY_ON = "Put it back, or remove the file, which is then written anew from identity.json"
-MOVED = {"ppo.center_scores": ["reward.normalize.mean"]}
-"""Settings that are elsewhere since."""
 
 
 def load_config(files: Iterable[str | os.PathLike[str]], overrides: Iterable[str] = ()) -> RunConfig:
     """Merges defaults, YAML files in the order given and `key=value` overrides, and refuses what cannot work.
 
     Raises:
-        ConfigError: unreadable file, unknown key, wrong type, missing value, or a value that `validate` refuses.
+        ConfigError: unreadable file; every unknown key and wrong type; every missing value; or every value that
+            `validate` refuses.
     """
     return _finish(_merged(RunConfig, files, overrides))
 
@@ -48,20 +48,13 @@ def load_reward_model_config(
 
 def _merged(schema: type, files: Iterable[str | os.PathLike[str]], overrides: Iterable[str]) -> Any:
     """Defaults, files and overrides as one."""
-    sources = [*map(_read_file, files), *map(_read_override, overrides)]
-    merged: Any = OmegaConf.structured(schema)
-    for name, source in sources:
-        merged = _merge(merged, name, source, schema)
-    return merged
+    return _merge(schema, [*map(_read_file, files), *map(_read_override, overrides)])
 
 
 def load_yaml(text: str, overrides: Iterable[str] = (), *, where: str = "the saved config") -> RunConfig:
     """The config that `to_yaml` wrote, with `key=value` overrides. Raises ConfigError, naming `where`, if it is damaged
     or was written by a version with other settings."""
-    merged = _merge(OmegaConf.structured(RunConfig), where, _parse(text, where))
-    for name, source in map(_read_override, overrides):
-        merged = _merge(merged, name, source)
-    return _finish(merged)
+    return _finish(_merge(RunConfig, [(where, _parse(text, where)), *map(_read_override, overrides)]))
 
 
 def read_saved(path: Path, overrides: Iterable[str] = ()) -> RunConfig:
@@ -112,49 +105,32 @@ def _read_override(override: str) -> tuple[str, Any]:
         raise ConfigError(override, f"not an override that YAML can read: {error}") from error
 
 
-def _merge(merged: Any, name: str, source: Any, whole: type = RunConfig) -> Any:
-    if not isinstance(source, DictConfig):
-        raise ConfigError(name, "a config file is a mapping of keys to values")
-    _refuse_unknown_keys(source, OmegaConf.structured(whole), name, whole)
+def _merge(schema: type, sources: Sequence[tuple[str, Any]]) -> Any:
+    """Defaults and sources as one. Raises ConfigError for all that keeps them from being merged."""
+    merged: Any = OmegaConf.structured(schema)
     try:
-        return OmegaConf.merge(merged, source)
+        given = [source for _, source in sources if isinstance(source, DictConfig)]
+        for source in [*([_placed(sources)] if schema is RunConfig else []), *given]:
+            merged = OmegaConf.merge(merged, source)  # all in one call leaves types of mappings unchecked
+        failed = "" if len(given) == len(sources) else "not a mapping"
     except OmegaConfBaseException as error:
-        raise ConfigError(_key_of(error), f"{_first_line(error)} (in {name})") from error
+        failed = first_line(error)
+    if failed:
+        errors = [error for name, source in sources for error in source_errors(source, name, schema)]
+        raise together(errors or [ConfigError("config", f"these files and settings do not go together: {failed}")])
+    return merged
 
 
-def _refuse_unknown_keys(source: Any, schema: Any, name: str, whole: type, prefix: str = "") -> None:
-    """Names the whole path of a key that no setting has, and the settings that are spelt most like it, or have its name
-    in a section below."""
-    if not isinstance(schema, DictConfig):
-        return
-    if OmegaConf.get_type(schema) is dict:  # a mapping of names to sections, or to plain values
-        section = schema._metadata.element_type
-        for key in map(str, source) if isinstance(source, DictConfig) and is_dataclass(section) else ():
-            _refuse_unknown_keys(source[key], OmegaConf.structured(section), name, whole, f"{prefix}{key}.")
-        return
-    if not isinstance(source, DictConfig):
-        settings = ", ".join(map(str, schema))
-        raise ConfigError(prefix[:-1], f"given {source!r} (in {name}); it holds the settings {settings}")
-    for key in map(str, source):
-        path = f"{prefix}{key}"
-        if key not in schema.keys():  # noqa: SIM118  (`in` denies keys without a value)
-            known = [str(k) for k in schema]
-            deeper = [p for p in _paths(whole) if p.startswith(prefix) and p.rpartition(".")[2] == key]
-            meant = MOVED.get(path, deeper) or [
-                f"{prefix}{k}" for k in difflib.get_close_matches(key, known, n=3) or known
-            ]
-            raise ConfigError(path, f"no such key (in {name}); did you mean {', '.join(meant)}?")
-        if not OmegaConf.is_missing(source, key) and not OmegaConf.is_interpolation(source, key):
-            _refuse_unknown_keys(source[key], schema._get_node(key), name, whole, f"{path}.")
-
-
-def _paths(section: Any, prefix: str = "") -> Iterator[str]:
-    """Every key of a section and of those in it, mappings by name left out."""
-    for field, kind in get_type_hints(section).items():
-        if not field.startswith("_"):
-            yield f"{prefix}{field}"
-            if is_dataclass(kind):
-                yield from _paths(kind, f"{prefix}{field}.")
+def _placed(sources: Sequence[tuple[str, Any]]) -> DictConfig:
+    """The default placement, which lies beneath what is given unless a source has roles of its own: of those it must
+    have all, but for `advantage`. A single role that is changed (`placement.roles.critic=other`) is changed in it."""
+    named: set[str] = set()
+    for name, source in sources:
+        placement = source.get("placement") if isinstance(source, DictConfig) else None
+        roles = placement.get("roles") if isinstance(placement, DictConfig) else None
+        if isinstance(roles, DictConfig) and not name.startswith("placement.roles."):
+            named |= {*map(str, roles)}
+    return OmegaConf.create({} if named - {"advantage"} else {"placement": DEFAULT_PLACEMENT})
 
 
 def _finish(merged: Any) -> RunConfig:
@@ -169,11 +145,12 @@ def _to_object(merged: Any) -> Any:
     try:
         missing = sorted(OmegaConf.missing_keys(merged))
         if missing:
-            raise ConfigError(missing[0], f"has no value; set it in the config file or as {missing[0]}=...")
+            need = "has no value; set it in the config file or as"
+            raise together([ConfigError(key, f"{need} {key}=...") for key in missing])
         OmegaConf.resolve(merged)
         return OmegaConf.to_object(merged)
     except OmegaConfBaseException as error:
-        raise ConfigError(_key_of(error), _first_line(error)) from error
+        raise ConfigError(_key_of(error), first_line(error)) from error
 
 
 def to_yaml(config: RunConfig | RewardModelConfig) -> str:
@@ -195,10 +172,6 @@ def config_hash(config: RunConfig) -> str:
 
 def _key_of(error: OmegaConfBaseException) -> str:
     return str(getattr(error, "full_key", None) or getattr(error, "key", None) or "config")
-
-
-def _first_line(error: OmegaConfBaseException) -> str:
-    return str(getattr(error, "msg", None) or error).strip().splitlines()[0]
 
 
 def _one_line(error: Exception) -> str:

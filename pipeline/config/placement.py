@@ -6,8 +6,9 @@ May import pipeline.graph.gangs, stages.models (config, layouts, protocol) and s
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
+from typing import Any
 
 from pipeline.graph.gangs import Gang, gangs_of
 from stages.models.config import LayoutConfig, Offload
@@ -51,6 +52,20 @@ class PlacementConfig:
     them. `[[generate, train]]`: generation and training on the same GPUs."""
 
 
+DEFAULT_PLACEMENT: Mapping[str, Any] = {
+    "gangs": {"generate": {"slots": 2}, "score": {}, "train": {}},
+    "roles": {
+        "generate": "generate",
+        "score": "score",
+        "reference": "train",
+        "policy": "train",
+        "critic": "train",
+    },
+}
+"""Where no role is placed: an engine with two shards in flight, a scorer, and one process for all that is trained. For
+one machine; what is given of the three gangs changes them."""
+
+
 def gang_of(placement: PlacementConfig, role: Role) -> str:
     """The gang that serves a role."""
     roles = placement.roles
@@ -87,7 +102,7 @@ def _role_problems(placement: PlacementConfig, *, critic: bool) -> Iterator[Prob
         key = f"placement.roles.{role}"
         if role not in known:
             yield Problem(key, gang, f"no such role; the roles are {', '.join(known)}")
-        if gang not in placement.gangs:
+        if str(gang) not in placement.gangs:  # omegaconf lets a list pass for the first value of a mapping
             yield Problem(key, gang, f"no such gang; placement.gangs has {choice}")
     for role in known:
         if role not in placement.roles and role != Role.ADVANTAGE and (critic or role != Role.CRITIC):

@@ -9,15 +9,16 @@ from __future__ import annotations
 import math
 import os
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
 
 from pipeline.config.changes import change_problems, sections
 from pipeline.config.devices import THIS_HOST, all_here, device_problems
-from pipeline.config.errors import ConfigError, refusal
+from pipeline.config.errors import ConfigError, all_of, refusal
 from pipeline.config.filesystems import network_filesystem
 from pipeline.config.identity import FILE, Identity, edited, read_identity
 from pipeline.config.loading import config_hash, read_saved
@@ -58,32 +59,54 @@ def preflight(config: RunConfig, saved: Path | None = None) -> Preflight:
     """What a run needs, read and checked. `saved`: where a run that is continued has its prompts; they are its prompts,
     whatever has become of their source, which is read only where they are lost.
 
+    A number of held-out prompts that the config leaves open is set in it.
+
     Raises:
-        ConfigError: names the key path of the first thing that cannot work.
+        ConfigError: names the key path of everything that cannot work.
     """
     model = _check_model(config)
-    _check_context(config, model)
-    _check_token_ids(config, model)
+    _, tokenised, models, *_ = all_of(
+        lambda: _check_context(config, model),
+        lambda: _check_prompts(config, saved),
+        lambda: _check_roles(config, model),
+        lambda: _check_token_ids(config, model),
+        lambda: _check_replicas(config, model),
+        lambda: _check_tracking(config),
+        lambda: _check_rewards(config, model),
+        *(_checks_of_this_host(config) if config.cluster.kind == "local" else ()),
+    )
+    if config.cluster.kind == "local":
+        limits = memory_limits(config)
+        for problem in memory_problems(planned_run(config, models, limits), limits):
+            raise refusal(problem)
+    found: Preflight = tokenised
+    return found
+
+
+def _checks_of_this_host(config: RunConfig) -> Iterator[Callable[[], None]]:
+    """Other hosts are looked at when their workers join."""
+    for check in (_check_engine, _check_devices, _check_cuda_only):
+        yield partial(check, config)
+
+
+def _check_roles(config: RunConfig, model: ModelSpec) -> Mapping[Role, ModelSpec]:
+    """The models by role, if the layouts of their gangs can cut them."""
     models = role_models(config, model)
     for role, of_role in models.items():
         _check_layout(config, role, of_role)
         for problem in adapter_problems(config.model.lora, role, of_role):
             raise refusal(problem)
-    _check_replicas(config, model)
-    _check_tracking(config)
-    _check_rewards(config, model)
-    if config.cluster.kind == "local":  # other hosts are looked at when their workers join
-        _check_engine(config)
-        _check_devices(config)
-        _check_cuda_only(config)
-        limits = memory_limits(config)
-        for problem in memory_problems(planned_run(config, models, limits), limits):
-            raise refusal(problem)
+    return models
+
+
+def _check_prompts(config: RunConfig, saved: Path | None) -> Preflight:
+    """Tokenizer and prompts, read; and how many prompts are held out, where that is left open."""
     try:
         tokenizer = read_tokenizer(config.model.path)
     except (OSError, ValueError) as error:
         raise ConfigError("model.path", f"given {config.model.path!r}; no usable tokenizer there: {error}") from error
     prompts, lost = _prompts_of(config, tokenizer, saved)
+    config.prompts.held_out = len(prompts.held_out)
     return Preflight(tokenizer, prompts, lost)
 
 
@@ -98,6 +121,8 @@ def check_run_directory(config: RunConfig, *, resume: bool) -> None:
         if gang.weights_dir is not None:
             check_writable(f"placement.gangs.{name}.weights_dir", gang.weights_dir, Path(gang.weights_dir))
     identity = read_identity(paths.root) if resume else None
+    if config.prompts.held_out is None:
+        config.prompts.held_out = _held_out_before(paths, identity)
     if identity is not None:
         _check_same_run(config, paths, identity)
         return
@@ -113,6 +138,13 @@ def check_run_directory(config: RunConfig, *, resume: bool) -> None:
             f"given {config.name!r}; {paths.root} holds this run already: `stageline resume {paths.root}` continues "
             "it, another name=... starts a new one",
         )
+
+
+def _held_out_before(paths: RunPaths, identity: Identity | None) -> int | None:
+    """Of the run that a directory holds: how many prompts it has set aside; None where it holds none."""
+    if identity is not None:
+        return int(identity.latest.config["prompts"]["held_out"])
+    return read_saved(paths.config).prompts.held_out if paths.config.exists() else None
 
 
 def holds_run(paths: RunPaths) -> bool:
@@ -334,7 +366,8 @@ def _prompts_of(config: RunConfig, tokenizer: Tokenizer, saved: Path | None) -> 
 
 def _read_prompts(config: RunConfig, tokenizer: Tokenizer) -> PromptTable:
     try:
-        return tokenise(read_source(config.prompts), tokenizer, config.prompts, config.seed)
+        items = read_source(config.prompts)
+        return tokenise(items, tokenizer, config.prompts, config.seed, config.evaluate.shards)
     except PromptsError as error:
         key, _, rest = str(error).partition(": ")
         raise ConfigError(key, rest) from error

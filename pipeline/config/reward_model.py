@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from pipeline.config.errors import refusal
+from pipeline.config.errors import refusal, together
 from pipeline.config.tracking import TrackingConfig, tracking_problems
 from stages.models.config import LayoutConfig, LoraConfig, ModelConfig, OptimizerConfig, model_problems
 from stages.models.layouts import gang_problems
@@ -77,9 +77,10 @@ class RewardModelConfig:
 
 
 def validate_reward_model(config: RewardModelConfig) -> None:
-    """Raises ConfigError for the first value that cannot work. Reads no model and no data."""
-    for problem in reward_model_problems(config):
-        raise refusal(problem)
+    """Raises ConfigError with every value that cannot work. Reads no model and no data."""
+    problems = list(reward_model_problems(config))
+    if problems:
+        raise together([refusal(problem) for problem in problems])
 
 
 def reward_model_problems(config: RewardModelConfig) -> Iterator[Problem]:

@@ -13,7 +13,7 @@ from typing import Any, Literal
 from pipeline.config.alarms import AlarmsConfig, alarms_problems
 from pipeline.config.checkpoint import CheckpointConfig, checkpoint_problems
 from pipeline.config.cluster import ClusterConfig, cluster_problems
-from pipeline.config.errors import refusal
+from pipeline.config.errors import refusal, together
 from pipeline.config.evaluate import EvaluateConfig, evaluate_problems
 from pipeline.config.export import ExportConfig, export_problems
 from pipeline.config.mismatch import BFLOAT16_ALARM_NATS, FLOAT32_ALARM_NATS, MismatchConfig, mismatch_problems
@@ -86,7 +86,12 @@ class RunConfig:
 
     @property
     def eval_rows_per_shard(self) -> int:
-        return self.prompts.held_out // self.evaluate.shards
+        return self.held_out // self.evaluate.shards
+
+    @property
+    def held_out(self) -> int:
+        """Prompts that are set aside; 0 before `preflight` has counted them, where the config leaves it to that."""
+        return self.prompts.held_out or 0
 
     def weights_dir(self, gang: str) -> str | None:
         """Where a gang's host has published weights; None: in its shared memory."""
@@ -137,7 +142,7 @@ class RunConfig:
             shards=self.rollout.shards,
             staleness=self.staleness,
             recompute_logprobs=self.proximal == "recompute",
-            eval_every=self.evaluate.every,
+            eval_every=self.steps if self.evaluate.every is None else self.evaluate.every,
             eval_shards=self.evaluate.shards,
             canaries=self.mismatch.rows > 0,
             critic=self.has_critic,
@@ -146,8 +151,8 @@ class RunConfig:
 
     def layouts(self) -> Layouts:
         step = Layout(self.rollout.shards, self.rows_per_shard, self.seq)
-        held_out, shards = self.prompts.held_out, self.evaluate.shards
-        if not self.evaluate.every and (not held_out or held_out % shards):  # else it may have evaluated earlier
+        held_out, shards = self.held_out, self.evaluate.shards
+        if self.evaluate.every == 0 and (not held_out or held_out % shards):  # else it may have evaluated earlier
             return Layouts(step)
         return Layouts(step, Layout(self.evaluate.shards, self.eval_rows_per_shard, self.seq))
 
@@ -160,9 +165,10 @@ class RunConfig:
 
 
 def validate(config: RunConfig) -> None:
-    """Raises ConfigError for the first value that cannot work. Reads no model and no data: `preflight` does."""
-    for problem in run_problems(config):
-        raise refusal(problem)
+    """Raises ConfigError with every value that cannot work. Reads no model and no data: `preflight` does."""
+    problems = list(run_problems(config))
+    if problems:
+        raise together([refusal(problem) for problem in problems])
 
 
 def run_problems(config: RunConfig) -> Iterator[Problem]:
@@ -209,17 +215,20 @@ def _problems_across(config: RunConfig) -> Iterator[Problem]:
             "or ppo.advantage=reinforce_pp, which compares with the whole step"
         )
         yield Problem("rollout.responses_per_prompt", config.rollout.responses_per_prompt, need)
+    yield from _normalize_problems(config)
     yield from _reuse_problems(config)
     yield from slurm_placement_problems(config.slurm, config.placement, config.replica_ranks)
     warmup = config.ppo.critic_warmup_steps
     if warmup >= config.steps:
         need = f"must be below steps = {config.steps}: in no other step is the policy trained"
         yield Problem("ppo.critic_warmup_steps", warmup, need)
-    if config.evaluate.every:
+    if config.evaluate.every != 0:
         held_out = config.prompts.held_out
-        if held_out < 2:
-            yield Problem("prompts.held_out", held_out, "evaluation (evaluate.every) needs 2 or more")
-        yield from divides("evaluate.shards", config.evaluate.shards, "prompts.held_out", held_out)
+        if held_out is not None:
+            if held_out < 2:
+                need = "evaluation needs 2 or more (evaluate.every=0: none)"
+                yield Problem("prompts.held_out", held_out, need)
+            yield from divides("evaluate.shards", config.evaluate.shards, "prompts.held_out", held_out)
         heat = config.evaluate.temperature
         if config.evaluate.select.max_kl is not None and heat not in (None, config.sampling.temperature):
             need = (
@@ -251,6 +260,16 @@ def _problems_across(config: RunConfig) -> Iterator[Problem]:
         key = f"placement.gangs.{generating}.workers"
         need = f"needs {key} of 2 or more (given {workers}); with one replica set it to 0"
         yield Problem("cluster.move_rows_below", below, need)
+
+
+def _normalize_problems(config: RunConfig) -> Iterator[Problem]:
+    """Of an advantage that does not feel what is added to every score."""
+    if config.reward.normalize.mean and config.reward.normalize.clip is None and config.ppo.advantage in GROUPED:
+        need = (
+            f"ppo.advantage={config.ppo.advantage} subtracts the mean of each prompt's responses, so that another one "
+            "before it changes nothing: false, or a reward.normalize.clip, which is around that mean"
+        )
+        yield Problem("reward.normalize.mean", True, need)
 
 
 def _foreign_engine_problems(config: RunConfig) -> Iterator[Problem]:

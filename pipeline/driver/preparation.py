@@ -8,7 +8,11 @@ May import pipeline.config, pipeline.observe, the parts of pipeline.driver that 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
 
 from pipeline.config.identity import Identity, write_identity
 from pipeline.config.loading import to_yaml
@@ -21,7 +25,10 @@ from pipeline.driver.results import open_history
 from pipeline.driver.retention import check_evaluations
 from pipeline.driver.rewind import carry_out, plan_rewind
 from pipeline.observe.history import History
+from stages.models.hf_files import Tokenizer
 from storage import files
+from storage.store_root import write_root
+from storage.vocabulary import BYTES, OFFSETS, Vocabulary
 
 
 @dataclass(frozen=True)
@@ -73,4 +80,31 @@ def prepare(config: RunConfig, checked: Preflight, *, resume: bool, from_checkpo
     if re_evaluated:  # steps that were over are not any more
         history.ledger.reopen(history.ledger.addresses())
     mended = mend(history, paths)
+    write_root(root, store_attributes(config, stated.identity), _vocabulary(checked.tokenizer))
     return PreparedRun(history, stated.identity, mended, stated.changed, (*warnings, *mended.warnings))
+
+
+def store_attributes(config: RunConfig, identity: Identity) -> dict[str, Any]:
+    """What the rollout store says of itself to whoever opens it without this project: a function of the config, so that
+    a run that goes on writes the same."""
+    stated = identity.latest
+    return {
+        "title": f"rollouts of the Stageline run {config.name}",
+        "run": config.name,
+        "config_hash": stated.config_hash,
+        "seed": config.seed,
+        "staleness_bound": config.staleness,
+        "model": config.model.path,
+        "tokenizer": config.model.path,
+        "software": dict(stated.software),
+        "groups": "step_NNNNNN: the rows of a PPO step; evaluate_NNNNNN: held-out rows of that version of the weights",
+        "dimensions": "row: a prompt with one response; token: the prompt's tokens, the response's, padding",
+        "missing": "NaN, -1 or False where nothing is in place; ledger/ says what is committed",
+        "text": f"{BYTES}, {OFFSETS}: what each token stands for, unless the tokenizer has no such table",
+    }
+
+
+def _vocabulary(tokenizer: Tokenizer) -> Mapping[str, tuple[str, np.ndarray]]:
+    """None for a tokenizer whose tokens stand for something else in another place."""
+    tokens = tokenizer.token_bytes()
+    return {} if tokens is None else Vocabulary.of(tokens).arrays()

@@ -6,7 +6,7 @@ May import rich, pipeline.observe.responses and pipeline.observe.summary.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from rich.console import Group, RenderableType
@@ -42,6 +42,8 @@ class InspectRow:
     """Weights that sampled it: "3", or "3-4" when they changed on the way."""
     advantage: float | None
     """Mean over the sampled tokens."""
+    parts: Mapping[str, float] = field(default_factory=dict)
+    """Of the score, by name, before their weights."""
 
 
 def summary_table(summary: Summary) -> Table:
@@ -123,15 +125,18 @@ def end_of_run(summary: Summary, pairs: Sequence[ResponsePair], paths: Mapping[s
 
 
 def inspect_table(rows: Sequence[InspectRow], title: str) -> Table:
-    """The stored rows of a step."""
+    """The stored rows of a step; the parts of the scores where there are several."""
     table = Table(title=title, title_justify="left", title_style="bold", show_lines=True)
     table.add_column("row", justify="right")
     table.add_column("prompt", ratio=2, overflow="fold")
     table.add_column("response", ratio=3, overflow="fold")
-    for heading in ("score", "KL", "version", "advantage"):
-        table.add_column(heading, justify="right", no_wrap=True)
+    named = [*dict.fromkeys(name for r in rows for name in r.parts)]
+    parts = named if len(named) > 1 else []
+    for heading in ("score", *parts, "KL", "version", "advantage"):
+        table.add_column(Text(heading), justify="right", no_wrap=True)
     for r in rows:
-        numbers = (_number(r.score), _number(r.kl), r.version, _number(r.advantage))
+        of_parts = (_number(r.parts.get(name)) for name in parts)
+        numbers = (_number(r.score), *of_parts, _number(r.kl), r.version, _number(r.advantage))
         table.add_row(str(r.row), Text(r.prompt), Text(r.response), *numbers)
     return table
 

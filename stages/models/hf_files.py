@@ -1,8 +1,8 @@
 """A model directory in Hugging Face layout, read and written without building a model: weights and tokenizer. What its
 config.json says is read by `hf_config` and understood by `spec`.
 
-May import torch, safetensors, xxhash, transformers (for its tokenizers only), stages.models.hf_config and
-stages.models.spec.
+May import torch, safetensors, xxhash, transformers (for its tokenizers only), stages.models.hf_config,
+stages.models.spec and stages.models.tensor_files.
 """
 
 from __future__ import annotations
@@ -17,11 +17,12 @@ from typing import Any, Protocol
 import torch
 import xxhash
 from safetensors import safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
 from stages.models.hf_config import RANDOM_TINY, REWARD_BIAS, read_config, read_eos_ids
 from stages.models.spec import EMBEDDING, LM_HEAD, SCORE_BIAS, SCORE_WEIGHT, read_spec, tensor_shapes
+from stages.models.tensor_files import write_tensors
 
 COPIED_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja",
                  "generation_config.json", "vocab.json", "merges.txt", "tokenizer.model")  # fmt: skip
@@ -57,6 +58,11 @@ class Tokenizer(Protocol):
         """Tokens of the conversation up to where the assistant is to speak."""
         ...
 
+    def token_bytes(self) -> list[bytes] | None:
+        """The bytes that each token stands for, none for special tokens: joined, they are the text. None where what a
+        token stands for depends on its place (SentencePiece)."""
+        ...
+
 
 @dataclass(frozen=True)
 class ByteTokenizer:
@@ -75,6 +81,9 @@ class ByteTokenizer:
 
     def apply_chat_template(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
         return self.encode("".join(f"{m['role']}: {m['content']}\n" for m in messages) + "assistant: ")
+
+    def token_bytes(self) -> list[bytes] | None:
+        return [b"" if self._special(token) else bytes([token]) for token in range(self.vocab_size)]
 
     def _special(self, token: int) -> bool:
         return token == self.pad_id or token in self.eos_ids
@@ -104,6 +113,28 @@ class HubTokenizer:
                 [dict(m) for m in messages], tokenize=True, add_generation_prompt=True, return_dict=False
             )
         )
+
+    def token_bytes(self) -> list[bytes] | None:
+        backend = getattr(self.inner, "backend_tokenizer", None)
+        if backend is None or json.loads(backend.to_str())["decoder"].get("type") != "ByteLevel":
+            return None
+        byte_of = _bytes_of_characters()
+        added = self.inner.added_tokens_decoder
+        names = self.inner.convert_ids_to_tokens(list(range(self.vocab_size)))
+        return [
+            (b"" if added[token].special else added[token].content.encode())
+            if token in added
+            else bytes(byte_of[character] for character in name)
+            for token, name in enumerate(names)
+        ]
+
+
+def _bytes_of_characters() -> dict[str, int]:
+    """How byte-level BPE writes a byte as one character that can be seen (GPT-2): itself where it is printable Latin-1,
+    else the next of the characters from 256 on."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + n): byte for n, byte in enumerate(others)}
 
 
 def read_weights(path: str) -> dict[str, torch.Tensor]:
@@ -203,11 +234,7 @@ def write_model(directory: Path, source: str, changed: Mapping[str, torch.Tensor
     if read_spec(source).tied_embeddings:
         weights.pop(LM_HEAD, None)
     directory.mkdir(parents=True, exist_ok=True)
-    save_file(
-        {name: tensor.contiguous().cpu() for name, tensor in weights.items()},
-        directory / "model.safetensors",
-        metadata={"format": "pt"},
-    )
+    write_tensors(directory / "model.safetensors", weights)
     config = read_config(source) | {"dtype": dtype}
     (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     for name in COPIED_FILES if source != RANDOM_TINY else ():

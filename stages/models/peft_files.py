@@ -1,6 +1,6 @@
 """A policy's adapters as a directory that Hugging Face's peft loads over the start model.
 
-May import torch, safetensors, stages.models.{adapter_shapes, config, spec} and the standard library.
+May import torch, stages.models.{adapter_shapes, config, spec, tensor_files} and the standard library.
 """
 
 from __future__ import annotations
@@ -9,12 +9,12 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 
-from safetensors.torch import save_file
 from torch import Tensor
 
 from stages.models.adapter_shapes import target_parts
 from stages.models.config import ModelConfig
 from stages.models.spec import ModelSpec
+from stages.models.tensor_files import write_tensors
 
 ADAPTERS = "adapter"
 """Where they lie in a model's directory: beside its config.json, transformers would take them for changes to it."""
@@ -42,8 +42,5 @@ def write_adapters(directory: Path, model: ModelConfig, spec: ModelSpec, adapter
         "layers_pattern": "layers" if model.frozen_blocks else None,
     }
     (directory / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n")
-    save_file(
-        {_PREFIX + name: tensor.contiguous().cpu() for name, tensor in adapters.items()},
-        directory / "adapter_model.safetensors",
-        metadata={"format": "pt"},
-    )
+    named = {_PREFIX + name: tensor for name, tensor in adapters.items()}
+    write_tensors(directory / "adapter_model.safetensors", named)

@@ -1,7 +1,7 @@
 """A reward model's directory in Hugging Face layout: it loads with `AutoModelForSequenceClassification`, whose one
 logit is the score less `reward_bias` of its config.json (their heads have no bias).
 
-May import numpy, torch, safetensors and this folder.
+May import numpy, torch and this folder.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from stages.models.hf_config import RANDOM_TINY, REWARD_BIAS, read_config
 from stages.models.hf_files import COPIED_FILES, read_tokenizer, read_weights, tensor_shape
 from stages.models.spec import LM_HEAD, SCORE_BIAS, SCORE_WEIGHT, VALUE_HEAD_BIAS, VALUE_HEAD_WEIGHT, ModelSpec
+from stages.models.tensor_files import write_tensors
 
 _HEAD = 2
 """Keeps the numbers of a new head from the others that are drawn with a run's seed."""
@@ -57,11 +57,7 @@ def write_reward_model(directory: Path, source: str, trained: Mapping[str, Tenso
     weights = {name: t for name, t in read_weights(source).items() if name not in (LM_HEAD, SCORE_BIAS)}
     weights |= {name: tensor.float() for name, tensor in tensors.items()} | {SCORE_WEIGHT: head[SCORE_WEIGHT]}
     directory.mkdir(parents=True, exist_ok=True)
-    save_file(
-        {name: tensor.contiguous().cpu() for name, tensor in weights.items()},
-        directory / "model.safetensors",
-        metadata={"format": "pt"},
-    )
+    write_tensors(directory / "model.safetensors", weights)
     (directory / "config.json").write_text(json.dumps(_config(source, float(head[SCORE_BIAS])), indent=2) + "\n")
     for name in COPIED_FILES if source != RANDOM_TINY else ():
         if (Path(source) / name).is_file():

@@ -187,6 +187,9 @@ def _estimator_problems(config: PPOConfig) -> Iterator[Problem]:
     if config.skip_equal_groups and config.advantage not in GROUPED:
         need = f"{chosen} compares no groups: false, or ppo.advantage=group or rloo"
         yield Problem("ppo.skip_equal_groups", True, need)
+    if config.group_scale != "std" and config.advantage != "group":
+        need = f"{chosen} has no groups that it divides by: std, which does nothing, or ppo.advantage=group"
+        yield Problem("ppo.group_scale", config.group_scale, need)
     if has_critic(config):
         return
     if config.critic_warmup_steps:

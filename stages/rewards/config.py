@@ -20,6 +20,10 @@ REASONING_SCHEME = "reasoning-gym:"
 """What a prompt source begins with whose problems are made by seed (stages/rewards/reasoning.py)."""
 
 
+TIMEOUT_S = 60.0
+"""Of a user's own reward, where nothing is said."""
+
+
 @dataclass
 class PartConfig:
     """One part of a score."""
@@ -30,7 +34,7 @@ class PartConfig:
     weight: float = 1.0
     """Factor in the sum; 0: only measured."""
     args: dict[str, Any] = field(default_factory=dict)
-    timeout_s: float = 60.0
+    timeout_s: float = TIMEOUT_S
     """Of a user's own: the longest that a batch may take."""
 
 
@@ -108,6 +112,13 @@ def parts_problems(config: RewardPartsConfig, key: str) -> Iterator[Problem]:
         if not math.isfinite(part.weight):
             yield Problem(f"{key}.parts.{name}.weight", part.weight, "must be finite (0: only measured)")
         yield from above(0, {f"{key}.parts.{name}.timeout_s": part.timeout_s})
+        if ":" not in part.kind and part.timeout_s != TIMEOUT_S:
+            need = (
+                f"{part.kind} runs in the scoring worker itself, where nothing ends it: leave it out (it is for "
+                "rewards of your own, module:function"
+                + (", each member of an ensemble having its own in args)" if part.kind == "ensemble" else ")")
+            )
+            yield Problem(f"{key}.parts.{name}.timeout_s", part.timeout_s, need)
     if config.parts and not any(part.weight for part in config.parts.values()):
         weights = {name: part.weight for name, part in config.parts.items()}
         yield Problem(f"{key}.parts", weights, "every weight is 0, so that every score would be: set one that is not")

@@ -112,7 +112,7 @@ class StoreContract:
             whole = root[f"step_000012/{name}"]
             assert whole.shape == (SHARDS * ROWS, *array.shape[1:])
             assert whole.shards[0] == ROWS
-            assert whole.metadata.dimension_names == ("rows", "seq")[: array.ndim]
+            assert whole.metadata.dimension_names == ("row", "token")[: array.ndim]
             np.testing.assert_array_equal(whole[ROWS : 2 * ROWS], array, err_msg=name, strict=True)
         # What is not committed does not look like data.
         assert np.isnan(root["step_000012/sampler_logprobs"][:ROWS]).all()

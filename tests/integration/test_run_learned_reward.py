@@ -91,7 +91,7 @@ def test_a_run_is_scored_by_it_resumed_and_replayed(
     assert all(found["parts"].keys() == {"learned", "vowels"} for found in summary["evaluations"])
     capsys.readouterr()
     assert main(["replay", str(run), "--step", str(LAST), "--stage", "score"]) == 0
-    assert "as expected: difference must be 0" in capsys.readouterr().out
+    assert "identical: difference must be 0" in capsys.readouterr().out
 
 
 def test_a_run_with_other_files_of_the_model_does_not_go_on(

@@ -41,8 +41,7 @@ CHANGES = (*QUIET, "model.policy.decay=constant", "model.critic.decay=constant",
 def configured(folder: Path, name: str, *changes: str) -> RunConfig:
     """tiny.yaml with this reward, and a gang of its own for `advantage`."""
     text = re.sub(r"^reward: .*\n", REWARD.replace("FLAG", str(folder / "died")), TINY.read_text(), flags=re.MULTILINE)
-    text = text.replace("    train: {}\n", "    train: {}\n    collect: {}\n")
-    text = text.replace("score: score,", "score: score, advantage: collect,")
+    text += "placement: {gangs: {collect: {}}, roles: {advantage: collect}}\n"
     (folder / "rewarded.yaml").write_text(text)
     return load_config([folder / "rewarded.yaml"], [*arguments(folder, name)[1:], *CHANGES, *changes])
 
@@ -114,7 +113,7 @@ def test_replay_differs_by_nothing(
     rewarded: RunConfig, capsys: pytest.CaptureFixture[str], stage: str, step: int
 ) -> None:
     assert main(["replay", str(rewarded.run_dir), "--step", str(step), "--stage", stage]) == 0
-    assert "as expected: difference must be 0" in capsys.readouterr().out
+    assert "identical: difference must be 0" in capsys.readouterr().out
 
 
 def test_every_evaluation_has_kl_length_and_parts_and_the_best_is_named(

@@ -33,4 +33,4 @@ def test_a_run_with_three_models(folder: Path, tmp_path: Path, capsys: pytest.Ca
     assert first["update_critic/mfu"] > 0
     for stage in ("reference", "value", "update_critic"):
         assert main(["replay", str(config.run_dir), "--step", "1", "--stage", stage]) == 0
-        assert "as expected: difference must be 0" in capsys.readouterr().out
+        assert "identical: difference must be 0" in capsys.readouterr().out

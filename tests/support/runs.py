@@ -32,17 +32,9 @@ ONE_GANG = placement("{all: {}}", others="all")
 
 
 def arguments(folder: Path, name: str, *overrides: str) -> list[str]:
-    """Of `stageline run`, with all that it writes below `folder`. A gang that an override adds does not replace those
-    of the file: where there is a placement among them, the file is a copy of tiny.yaml that has none."""
-    file = TINY
-    if any(override.startswith("placement=") for override in overrides):
-        lines = TINY.read_text().splitlines()
-        start = lines.index("placement:")
-        end = next(i for i, line in enumerate(lines) if i > start and not line.startswith(" "))
-        file = folder / "unplaced.yaml"
-        file.write_text("\n".join(lines[:start] + lines[end:]) + "\n")
+    """Of `stageline run`, with all that it writes below `folder`."""
     fixed = (f"runs_dir={folder}/runs", f"name={name}", f"prompts.url={TINY_PROMPTS}", "cluster.dashboard=null")
-    return [str(file), *fixed, *overrides]
+    return [str(TINY), *fixed, *overrides]
 
 
 def configure(folder: Path, name: str, *overrides: str) -> RunConfig:

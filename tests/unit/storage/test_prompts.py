@@ -72,7 +72,12 @@ def test_any_filesystem() -> None:
         ("p.jsonl", "\n\n", "prompt", "plain", r"prompts\.url: .* holds no prompts"),
         ("p.tsv", "a\tb\nc", "1", "plain", r"prompts\.field: .*p\.tsv line 2: given '1', available: 0"),
         ("p.tsv", "a\tb", "prompt", "plain", r"prompts\.field: .*0-based column number, given 'prompt'"),
-        ("p.csv", "a,b", "0", "plain", r"prompts\.url: .*'\.csv', available: \.jsonl, \.parquet, \.tsv, \.txt"),
+        ("p.xml", "a,b", "0", "plain", r"prompts\.url: .*'\.xml', available: \.csv, \.jsonl, \.parquet, \.tsv, \.txt"),
+        ("p.csv", "a,b\nx,y\nz\n", "a", "plain", r"prompts\.url: .*csv line 3: 1 cells, but the first line names 2"),
+        ("p.csv", "a,a\nx,y\n", "a", "plain", r"prompts\.url: .*csv line 1: the first line names the fields"),
+        ("p.csv", 'a,b\n"x,y\n', "a", "plain", r"prompts\.url: .*p.csv line \d: not CSV"),
+        ("p.csv", "a,b\n", "a", "plain", "holds no prompts"),
+        ("p.csv", "a,b\nx,y\n", "c", "plain", r"prompts\.field: .*p.csv line 2: given 'c', available: a, b"),
         ("p.parquet", "not parquet", "prompt", "plain", r"prompts\.url: cannot read .*p\.parquet"),
     ],
 )  # fmt: skip
@@ -88,6 +93,14 @@ def test_errors_name_the_place(
 def test_a_source_that_cannot_be_opened(url: str) -> None:
     with pytest.raises(PromptsError, match=rf"prompts\.url: cannot read {url}"):
         load_texts(PromptsConfig(url, field="0"))
+
+
+def test_csv_is_what_a_spreadsheet_writes(tmp_path: Path) -> None:
+    """A byte order mark, quotes around commas and line ends, blank lines, and other fields for the reward."""
+    url = source(tmp_path / "p.csv", '\ufeffprompt,answer\r\n"one, two\nthree",3\r\n\r\n"say ""x""",\r\n')
+    items = load_texts(PromptsConfig(url))
+    assert [item.text for item in items] == ["one, two\nthree", 'say "x"']
+    assert [item.extra for item in items] == [{"answer": "3"}, {"answer": ""}]
 
 
 def test_split_is_a_partition_that_depends_on_the_seed_alone() -> None:

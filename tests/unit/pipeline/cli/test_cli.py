@@ -24,7 +24,7 @@ def sources(tmp_path: Path) -> list[str]:
     ("change", "key", "part"),
     [
         ("stalenes=1", "stalenes", "did you mean staleness"),
-        ("steps=many", "steps", "Integer"),
+        ("steps=many", "steps", "whole number"),
         ("missing.yaml", "missing.yaml", "no such config file"),
         ("model.path=nowhere", "model.path", "nowhere"),
         ("prompts.url=nowhere.jsonl", "prompts.url", "nowhere.jsonl"),

@@ -65,7 +65,7 @@ def test_what_was_read_is_handed_on(folder: Path) -> None:
         ("model.frozen_blocks=4", "model.frozen_blocks", ("given 4", "at most 3")),
         ("model.critic_blocks=5", "model.critic_blocks", ("given 5", "from 1 to 4")),
         ("prompts.url=gone.jsonl", "prompts.url", ("gone.jsonl",)),
-        ("prompts.url=prompts.csv", "prompts.url", (".csv", ".jsonl", ".parquet")),
+        ("prompts.url=prompts.xml", "prompts.url", (".xml", ".csv", ".jsonl", ".parquet")),
         ("prompts.field=text", "prompts.field", ("'text'", "prompt")),
         ("prompts.max_tokens=5", "prompts.max_tokens", ("given 5", "has 6 tokens", "prompts.too_long=skip")),
         ("prompts.max_tokens=249", "prompts.max_tokens", ("257 tokens", "context is 256", "at most 248")),

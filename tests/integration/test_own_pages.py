@@ -1,0 +1,108 @@
+"""docs/your-own.md and docs/tutorial.md, done word for word in an empty directory."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+
+from pipeline.cli.main import main
+from tests.support.paths import ROOT
+from tests.support.runs import QUIET
+
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(300)]
+
+FILES = {
+    "make_model.py", "make_questions.py", "make_chats.py", "my_rewards.py", "own.yaml", "chat.yaml",
+}  # fmt: skip
+HERE = (*QUIET, "cluster.dashboard=null")
+"""What a test leaves out of a run."""
+
+
+def run_script(path: Path) -> None:
+    exec(compile(path.read_text("utf8"), path.name, "exec"), {"__name__": "__main__"})
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An empty directory with the files of docs/your-own.md, and what its scripts make."""
+    folder = tmp_path_factory.mktemp("own")
+    text = (ROOT / "docs/your-own.md").read_text("utf8")
+    files = re.findall(r"^New file `([\w.]+)`:\n\n```\w+\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    for name, code in files:
+        (folder / name).write_text(code, "utf8")
+    assert {name for name, _ in files} == FILES
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        for script in sorted(folder.glob("make_*.py")):
+            run_script(script)
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def _in_folder(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(folder)
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [("own.yaml", "72 prompts to train on, 8 held out"), ("chat.yaml", "36 prompts to train on, 4 held")],
+)
+def test_every_config_of_the_page_would_run(config: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", config]) == 0
+    assert said in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (
+            "reward.args.least=2",
+            "reward.args: given {'least': 2}; no such argument: least; my_rewards:digits takes most",
+        ),
+        ("reward.kind=my_rewards:letters", "has no function or class 'letters'; it has digits, Wanted"),
+        ("reward.kind=their_rewards:x", "there is no module their_rewards in"),
+        ("prompts.field=prompt", "given 'prompt', available: question, answer"),
+        ("model.path=large-model", "large-model"),
+    ],
+)
+def test_what_is_wrong_is_said_by_key(change: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", "own.yaml", change]) == 2
+    found = capsys.readouterr().err
+    assert said in found
+    assert found.startswith(f"refused {change.partition('=')[0].removesuffix('.least')}: ")
+
+
+def test_the_tutorial_ends_in_a_compared_pair(capsys: pytest.CaptureFixture[str]) -> None:
+    text = (ROOT / "docs/tutorial.md").read_text("utf8")
+    blocks = re.findall(r"^```(python|)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    commands = []
+    for kind, code in blocks:
+        if kind == "python":
+            names: dict[str, Any] = {}
+            exec(compile(code, "docs/tutorial.md", "exec"), names)
+            assert {name: len(table) for name, table in names["last"].items()} == {"weak": 8, "strong": 8}
+            assert isinstance(names["difference"], pd.Series)
+            assert not names["difference"].isna().any()
+            continue
+        for line in code.splitlines():
+            program, *arguments = shlex.split(line)
+            commands.append(" ".join([program, *arguments[:1]]))
+            if program == "python":
+                run_script(Path(arguments[0]))
+                continue
+            assert program == "stageline"
+            assert main([*arguments, *HERE] if arguments[0] == "run" else arguments) == 0, line
+    assert commands == [
+        "python make_model.py", "python make_questions.py", "stageline check", "stageline run", "stageline run",
+        "stageline inspect", "stageline replay", "stageline check", "stageline export",
+    ]  # fmt: skip
+    out = capsys.readouterr().out
+    assert "own.yaml: would run (72 prompts to train on, 8 held out)" in out
+    assert "identical: difference must be 0" in out
+    assert "weak - strong: " in out
+    assert "model.safetensors" in {path.name for path in Path("weak-model").iterdir()}

@@ -1,0 +1,282 @@
+"""What a user is told: everything at once, in the words of the settings, and what was probably meant; and the defaults
+that a first config leans on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeline.cli.main import main
+from pipeline.cli.sources import config_of
+from pipeline.config.errors import ConfigError, all_of, together
+from pipeline.config.loading import config_hash, load_config, load_yaml, to_yaml
+from pipeline.config.placement import DEFAULT_PLACEMENT
+from pipeline.config.preflight import check_run_directory, preflight
+from pipeline.config.run import RunConfig
+from storage.prompts import held_out_by_default
+
+BASE = """
+name: base
+model: {path: "random:tiny"}
+prompts: {max_tokens: 8}
+rollout: {rows: 8}
+sampling: {max_new_tokens: 8}
+reward: {kind: characters, args: {characters: aeiou}}
+tracking: {uri: null}
+"""
+
+
+@pytest.fixture
+def base(tmp_path: Path) -> Path:
+    path = tmp_path / "base.yaml"
+    path.write_text(BASE)
+    return path
+
+
+def write_prompts(folder: Path, number: int) -> str:
+    path = folder / "prompts.csv"
+    path.write_text("prompt,answer\n" + "".join(f"word {i},{i}\n" for i in range(number)))
+    return f"prompts.url={path}"
+
+
+def load(base: Path, *overrides: str) -> RunConfig:
+    return load_config([base], ["prompts.url=x.csv", *overrides])
+
+
+# ---- everything at once ----------------------------------------------------------------------------------------------
+
+
+def test_unknown_keys_and_wrong_types_of_all_sources_are_said_at_once(base: Path, tmp_path: Path) -> None:
+    second = tmp_path / "second.yaml"
+    second.write_text("stepz: 3\nstaleness: many\nplacement: {gangs: {train: {worker: 2}}}\n")
+    with pytest.raises(ConfigError) as caught:
+        load_config([base, second], ["model.dtype=int8", "seed=1"])
+    lines = str(caught.value).splitlines()
+    assert [line.partition(":")[0] for line in lines] == [
+        "stepz", "placement.gangs.train.worker", "staleness", "model.dtype",
+    ]  # fmt: skip
+    assert caught.value.key == "stepz"
+
+
+def test_values_that_cannot_work_are_said_at_once(base: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load(base, "steps=0", "staleness=-1", "ppo.clip=2", "rollout.shards=3")
+    keys = [line.partition(":")[0] for line in str(caught.value).splitlines()]
+    assert keys == ["steps", "staleness", "rollout.shards", "ppo.clip"]
+
+
+def test_settings_without_a_value_are_said_at_once() -> None:
+    with pytest.raises(ConfigError, match=r"^model.path: has no value.*\nname: has no value.*\nprompts.url: has no"):
+        load_config([])
+
+
+def test_what_the_disk_refuses_is_said_at_once(base: Path, tmp_path: Path) -> None:
+    changes = ("prompts.field=question", "reward.args.limit=1", "sampling.suppress_token_ids=[999]")
+    config = load(base, write_prompts(tmp_path, 3), *changes)
+    with pytest.raises(ConfigError) as caught:
+        preflight(config)
+    said = str(caught.value)
+    assert "prompts.field" in said
+    assert "given 'question', available: prompt, answer" in said
+    assert "sampling.suppress_token_ids: given 999" in said
+    assert "reward.args.limit: given 1; no such argument; characters takes characters" in said
+
+
+def test_one_error_stays_as_it_is_and_of_each_key_one_thing_is_said() -> None:
+    one, other = ConfigError("a", "x"), ConfigError("b", "y")
+    assert str(together([one])) == "a: x"
+    assert str(together([one, other, ConfigError("a", "z")])) == "a: x\nb: y"
+
+    def refuse() -> Any:
+        raise other
+
+    assert all_of(lambda: 1, lambda: 2) == [1, 2]
+    with pytest.raises(ConfigError, match=r"^b: y$"):
+        all_of(lambda: 1, refuse)
+
+
+# ---- in the words of the settings ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("steps=ten", "steps: given 'ten' (in {}); must be a whole number"),
+        ("staleness=1.5", "staleness: given 1.5 (in {}); must be a whole number"),
+        ("name=", "name: no value given (in {}); must be a text"),
+        ("storage.fsync=perhaps", "storage.fsync: given 'perhaps' (in {}); must be true or false"),
+        ("model.policy.lr=much", "model.policy.lr: given 'much' (in {}); must be a number"),
+        ("model.dtype=int8", "model.dtype: given 'int8' (in {}); must be one of float32, bfloat16, float16"),
+        ("prompts.held_out=x", "prompts.held_out: given 'x' (in {}); must be a whole number, or null"),
+        ("tracking.uri=[1]", "tracking.uri: given [1] (in {}); must be a text, or null"),
+        (
+            "model.eos_token_ids=[a]",
+            "model.eos_token_ids: given ['a'] (in {}); must be a list, each of it a whole number",
+        ),
+        ("reward.args=3", "reward.args: given 3 (in {}); must be a mapping of names to settings"),
+        ("placement.roles.policy=[1]", "placement.roles.policy: given [1] (in {}); must be a text"),
+        ("placement.gangs.train.slots=two", "placement.gangs.train.slots: given 'two' (in {}); must be a whole number"),
+    ],
+)
+def test_wrong_types_are_said_in_words(base: Path, override: str, said: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load(base, override)
+    assert str(caught.value) == said.format(override)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("staleness", "2"), "staleness: is a setting, and no file of that name is there; did you mean staleness=2?"),
+        (
+            ("ppo.kl.coef",),
+            "ppo.kl.coef: is a setting, and no file of that name is there; did you mean ppo.kl.coef=...?",
+        ),
+        (("placement.gangs.train.workers", "2"), "did you mean placement.gangs.train.workers=2?"),
+        (("nowhere.yaml",), "nowhere.yaml: no such config file"),
+    ],
+)
+def test_a_setting_without_its_equals_sign_is_recognised(base: Path, words: tuple[str, ...], said: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        config_of([str(base), *words])
+    assert said in str(caught.value)
+
+
+def test_a_file_that_is_called_like_a_setting_is_a_file(base: Path, tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "steps").write_text("steps: 7\n")
+    assert config_of([str(base), "steps", "prompts.url=x.csv"]).steps == 7
+
+
+@pytest.mark.parametrize("name", ["..", "-x", "a/b", ".hidden", ""])
+def test_a_run_lies_inside_runs_dir(base: Path, name: str) -> None:
+    with pytest.raises(ConfigError, match=r"^name: "):
+        load(base, f"name='{name}'")
+
+
+RLOO = ("ppo.advantage=rloo", "rollout.responses_per_prompt=2")
+
+
+# ---- settings that would do nothing ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("overrides", "key", "need"),
+    [
+        (("ppo.group_scale=none",), "ppo.group_scale", "ppo.advantage=gae has no groups"),
+        ((*RLOO, "ppo.group_scale=none"), "ppo.group_scale", "=rloo has"),
+        ((*RLOO, "reward.normalize.mean=true"), "reward.normalize.mean", "subtracts the mean of each prompt's"),
+    ],
+)  # fmt: skip
+def test_a_setting_that_would_do_nothing_is_refused(
+    base: Path, overrides: tuple[str, ...], key: str, need: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load(base, *overrides)
+    assert caught.value.key == key
+    assert need in str(caught.value)
+
+
+def test_nothing_ends_a_reward_that_ships_with_stageline(base: Path) -> None:
+    base.write_text(BASE.replace("{kind: characters, args: {characters: aeiou}}", "{parts: {a: {kind: vader}}}"))
+    with pytest.raises(
+        ConfigError, match=r"reward.parts.a.timeout_s: given 5.0; vader runs in the scoring worker itself"
+    ):
+        load(base, "reward.parts.a.timeout_s=5")
+    load(base, "reward.parts.a.timeout_s=60")
+    base.write_text(BASE.replace("{kind: characters, args: {characters: aeiou}}", "{parts: {a: {kind: 'mine:score'}}}"))
+    load(base, "reward.parts.a.timeout_s=5")
+
+
+def test_the_same_where_it_does_something(base: Path) -> None:
+    grouped = ("ppo.advantage=group", "rollout.responses_per_prompt=4", "ppo.kl.where=loss")
+    load(base, *grouped, "ppo.group_scale=none")
+    load(base, *grouped, "reward.normalize={mean: true, clip: 2}")
+    load(base, "reward.normalize.mean=true")
+
+
+# ---- defaults --------------------------------------------------------------------------------------------------------
+
+
+def test_a_config_without_a_placement_has_the_default(base: Path) -> None:
+    config = load(base)
+    assert config.placement.roles == dict(DEFAULT_PLACEMENT["roles"])
+    assert {name: gang.slots for name, gang in config.placement.gangs.items()} == {
+        "generate": 2,
+        "score": 1,
+        "train": 1,
+    }
+    assert load_yaml(to_yaml(config)) == config
+    written = (
+        "placement={gangs: {generate: {slots: 2}, score: {}, train: {}}, roles: {generate: generate, score: score, "
+    )
+    written += "reference: train, policy: train, critic: train}}"
+    assert config_hash(load(base, written)) == config_hash(config), "said or not, it is the same run"
+
+
+def test_its_gangs_may_be_changed_one_by_one(base: Path) -> None:
+    config = load(base, "placement.gangs.generate.workers=2", "placement.gangs.train.threads=3")
+    gangs = config.placement.gangs
+    assert (gangs["generate"].workers, gangs["generate"].slots, gangs["train"].threads) == (2, 2, 3)
+    collected = load(base, "placement={gangs: {collect: {}}, roles: {advantage: collect}}")
+    assert collected.placement.roles["advantage"] == "collect"
+    assert {"collect", "generate", "score", "train"} == collected.placement.gangs.keys()
+
+
+def test_a_single_role_may_be_placed_elsewhere(base: Path) -> None:
+    config = load(base, "placement.roles.critic=critic", "placement.gangs.critic={}")
+    assert config.placement.roles == {**DEFAULT_PLACEMENT["roles"], "critic": "critic"}
+    assert {"critic", "generate", "score", "train"} == config.placement.gangs.keys()
+    with pytest.raises(ConfigError, match=r"placement.roles.critic: given 'nowhere'; no such gang"):
+        load(base, "placement.roles.critic=nowhere")
+    with pytest.raises(ConfigError, match=r"placement.roles.policy: given \[1\]; no such gang"):
+        load(base, "placement={gangs: {all: {}}, roles: {policy: [1]}}")
+
+
+def test_whoever_places_roles_places_all(base: Path) -> None:
+    one = "placement={gangs: {all: {}}, roles: {generate: all, score: all, reference: all, policy: all, critic: all}}"
+    assert [*load(base, one).placement.gangs] == ["all"]
+    with pytest.raises(ConfigError, match=r"placement.roles.score: given None; placed nowhere"):
+        load(base, "placement={gangs: {all: {}}, roles: {generate: all, policy: all, reference: all, critic: all}}")
+
+
+@pytest.mark.parametrize(
+    ("prompts", "shards", "held_out"), [(1000, 1, 64), (640, 1, 64), (80, 1, 8), (40, 3, 3), (5, 1, 2), (1000, 3, 63)]
+)
+def test_a_tenth_of_the_prompts_is_held_out(prompts: int, shards: int, held_out: int) -> None:
+    assert held_out_by_default(prompts, shards) == held_out
+
+
+def test_preflight_settles_how_many_are_held_out(base: Path, tmp_path: Path) -> None:
+    config = load(base, write_prompts(tmp_path, 40))
+    assert config.prompts.held_out is None
+    checked = preflight(config)
+    assert config.prompts.held_out == len(checked.prompts.held_out) == 4
+    assert config.layouts().evaluate is not None
+    assert len(checked.prompts.train) == 36
+    directory = tmp_path / "runs/base"
+    directory.mkdir(parents=True)
+    (directory / "config.yaml").write_text(to_yaml(config))
+    (directory / "events.jsonl").write_text("")
+    again = load(base, f"prompts.url={tmp_path}/prompts.csv", f"runs_dir={tmp_path}/runs")
+    with pytest.raises(ConfigError, match="holds this run already"):
+        check_run_directory(again, resume=False)
+
+
+def test_first_and_last_are_evaluated_unless_nothing_is(base: Path) -> None:
+    assert load(base, "steps=7").graph().eval_every == 7
+    assert load(base, "steps=7", "evaluate.every=0").graph().eval_every == 0
+    with pytest.raises(ConfigError, match=r"evaluate.select.max_kl: .*evaluate.every=0"):
+        load(base, "evaluate={every: 0, select: {max_kl: 1}}")
+
+
+def test_check_says_when_a_step_has_more_rows_than_there_are_prompts(
+    base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    changes = [write_prompts(tmp_path, 12), f"runs_dir={tmp_path}/runs"]
+    assert main(["check", str(base), *changes, "rollout.rows=32"]) == 0
+    assert "note: a step has 32 prompts (rollout.rows=32), but there are 10 to train on" in capsys.readouterr().out
+    assert main(["check", str(base), *changes]) == 0
+    assert "note:" not in capsys.readouterr().out

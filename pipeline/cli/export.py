@@ -39,7 +39,7 @@ def export_version(config: RunConfig, version: int | Literal["best"] | None, to:
         ConfigError: no such version, or the directory exists.
     """
     history = open_history(config)
-    newest = len(history.ledger.list("update_policy"))
+    newest = history.versions_made()
     version = newest if version is None else _best_version(config, history) if version == "best" else version
     if not 0 <= version <= newest:
         raise ConfigError("--version", f"given {version}; the run has versions 0 to {newest}")

@@ -22,6 +22,7 @@ from pipeline.driver.retention import check_evaluations
 from pipeline.driver.rewind import carry_out, plan_rewind
 from pipeline.observe.history import History
 from storage import files
+from storage.address import Address
 
 
 @dataclass(frozen=True)
@@ -47,8 +48,9 @@ def prepare(config: RunConfig, checked: Preflight, *, resume: bool, from_checkpo
     paths, history = RunPaths(config.run_dir), open_history(config)
     rewind = None
     warnings: list[str] = []
+    aside: dict[Address, str] = {}
     if from_checkpoint:
-        warnings += set_damaged_aside(history.ledger, paths)
+        aside = set_damaged_aside(history.ledger, paths)
         history.store.recover()
         rewind = plan_rewind(history, paths)
     if resume:
@@ -72,5 +74,5 @@ def prepare(config: RunConfig, checked: Preflight, *, resume: bool, from_checkpo
         warnings.append(str(rewind))
     if re_evaluated:  # steps that were over are not any more
         history.ledger.reopen(history.ledger.addresses())
-    mended = mend(history, paths)
+    mended = mend(history, paths, aside)
     return PreparedRun(history, stated.identity, mended, stated.changed, (*warnings, *mended.warnings))

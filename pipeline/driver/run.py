@@ -137,7 +137,7 @@ def _run(config: RunConfig, ready: PreparedRun, console: Console, tracker: Track
     """Starts the workers, runs the graph, and ends the workers."""
     paths, history = RunPaths(config.run_dir), ready.history
     tracked = _catch_up(history, tracker, run_starts(paths.events))
-    if all_committed(config.graph(), history.ledger):
+    if all_committed(config.graph(), history.ledger, ready.mended.outlived):
         for warning in ready.warnings:
             console.print(f"WARNING: {warning}", markup=False, highlight=False, soft_wrap=True)
         with published_weights(config, history.ledger):
@@ -285,13 +285,13 @@ class _Driver:
             numerics.built,
             self._look,
         )
-        self._books = OpenBooks(self._graph, history.ledger)
+        self._books = OpenBooks(self._graph, history.ledger, ready.mended.outlived)
         self._retention = Retention(config, history, self._warn)
         self._flow = Flow(
             self._graph,
             dispatch,
             first_step=self._books.first_step,
-            committed=history.ledger.addresses(from_step=self._books.first_step),
+            committed={*history.ledger.addresses(from_step=self._books.first_step), *ready.mended.outlived},
             published=[] if board is None else board.available(),
             made_with=ready.mended.made_with,
             on_step=self._step_over,

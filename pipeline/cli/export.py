@@ -23,6 +23,9 @@ from pipeline.observe.evaluations import best_evaluation
 from pipeline.observe.history import History
 from pipeline.workers.parts import required
 from stages.models.protocol import Role
+from storage.checkpoints import version_of
+from storage.errors import StoreError
+from storage.exports import export_faults, has_sums
 
 
 def command(options: argparse.Namespace) -> int:
@@ -37,6 +40,7 @@ def export_version(config: RunConfig, version: int | Literal["best"] | None, to:
 
     Raises:
         ConfigError: no such version, or the directory exists.
+        StoreError: it was exported before, and is not what it was.
     """
     history = open_history(config)
     newest = history.versions_made()
@@ -45,6 +49,8 @@ def export_version(config: RunConfig, version: int | Literal["best"] | None, to:
         raise ConfigError("--version", f"given {version}; the run has versions 0 to {newest}")
     stored = RunPaths(config.run_dir).weights(version)
     target = stored if to is None else to
+    if stored.is_dir() and has_sums(stored):
+        _check(stored, config.run_dir)
     if stored.is_dir() and target == stored:
         return stored
     if target.exists():
@@ -60,6 +66,12 @@ def export_version(config: RunConfig, version: int | Literal["best"] | None, to:
                 required(runtime.parts.updates).at(Role.POLICY, version).export(staged)()
         staged.rename(target)
     return target
+
+
+def _check(stored: Path, run_dir: Path) -> None:
+    for fault in export_faults(stored):
+        again = f"`stageline export {run_dir} --version {version_of(stored)}`"
+        raise StoreError(f"{fault}. Remove the directory {stored}; {again} then writes it anew from checkpoints")
 
 
 def _best_version(config: RunConfig, history: History) -> int:

@@ -1,6 +1,7 @@
 """The proofs of `stageline check RUN`: each takes what was read of a run, and gives what it counted and every problem.
 
-May import pipeline.config, pipeline.driver.integrity, pipeline.graph, pipeline.observe, stages and storage.
+May import pipeline.config, pipeline.driver.{integrity, retention}, pipeline.graph, pipeline.observe, stages and
+storage.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from pipeline.config.identity import identity_faults, read_identity
 from pipeline.config.paths import RunPaths
 from pipeline.config.run import RunConfig
 from pipeline.driver.integrity import lineage_faults
+from pipeline.driver.retention import exported
 from pipeline.graph.graph import GraphSpec, Node, generation_versions, made_from, update_stages
 from pipeline.observe.history import History
 from stages.models.protocol import Role
@@ -27,6 +29,7 @@ from storage.address import Address
 from storage.checkpoints import Checkpoints
 from storage.commits import Commit
 from storage.errors import StoreError
+from storage.exports import export_faults, has_sums
 from storage.records import PromptBatch, Rollout
 from storage.rollouts import dropped
 
@@ -300,3 +303,11 @@ def checkpoints_proof(run: Evidence) -> Answer:
                     f"{committed}"
                 )
     return f"{counted} checkpoints", faults
+
+
+def exports_proof(run: Evidence) -> Answer:
+    """Every file by its CRC. Those of earlier versions have no sums, and are counted as such."""
+    exports = [run.paths.weights(version) for version in exported(run.paths.weights(0).parent)]
+    summed = [directory for directory in exports if has_sums(directory)]
+    without = f", {len(exports) - len(summed)} of them without sums" if len(exports) > len(summed) else ""
+    return f"{len(exports)} exports{without}", [fault for directory in summed for fault in export_faults(directory)]

@@ -20,6 +20,7 @@ from pipeline.cli.proofs import (
     checkpoints_proof,
     commits_proof,
     earlier_graphs,
+    exports_proof,
     identity_proof,
     lineage_proof,
     plain_readers_proof,
@@ -148,6 +149,7 @@ PROOFS: dict[str, Callable[[Evidence], tuple[str, list[str]]]] = {
     "every output was made from the committed inputs that the graph says": lineage_proof,
     "every version of the weights goes back to version 0, update by update": weights_proof,
     "every checkpoint is what was saved, of the version that was committed": checkpoints_proof,
+    "every export is what was written, by its CRC-32": exports_proof,
 }
 """Claim -> what looks at it: (what was counted, every problem by name)."""
 

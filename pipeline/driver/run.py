@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import gc
 import importlib
-import os
 import signal
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -28,10 +27,11 @@ from pipeline.config.run import RunConfig
 from pipeline.driver.alarms import Alarms
 from pipeline.driver.closing import OpenBooks, all_committed
 from pipeline.driver.cluster import Cluster
-from pipeline.driver.context import ExecutorSettings
+from pipeline.driver.context import ExecutorSettings, StoredWrongly
 from pipeline.driver.executor import Executor
 from pipeline.driver.identity import NumericsWatch
 from pipeline.driver.integrity import UnreadVersions, books_closed, check_made_again
+from pipeline.driver.links import page_links, terminal_links
 from pipeline.driver.preparation import PreparedRun, prepare
 from pipeline.driver.results import conclude, conclude_despite_error, open_tracker, where_results_are
 from pipeline.driver.retention import Retention
@@ -52,12 +52,12 @@ from pipeline.observe.journal import Event, EventKind, Journal, run_starts
 from pipeline.observe.live import Progress
 from pipeline.observe.node_events import NodeEvents
 from pipeline.observe.responses import Decode, response_pairs
-from pipeline.observe.slurm_job import slurm_job, tunnel
 from pipeline.observe.summary import Summary
 from pipeline.observe.tables import end_of_run
-from pipeline.observe.tracking import RunStatus, Span, Tracker, how_to_open
+from pipeline.observe.tracking import RunStatus, Span, Tracker
 from pipeline.workers.messages import Outcome
 from storage.address import Address
+from storage.errors import StoreError, StoreRefused
 from storage.weights import WeightBoard
 
 SHOWN_RESPONSES = 3
@@ -84,7 +84,8 @@ def run(
 
     Raises:
         ConfigError: something that cannot work; nothing was started.
-        StageFailed: a stage raised, or workers were lost too often.
+        StageFailed: a stage raised, or workers were lost too often; or the driver found what is stored damaged.
+        StoreError: what is stored does not fit together; nothing was started.
         AppendFailed: the journal or the spool of the tracking could not be written; likewise OSError for other files.
         KeyboardInterrupt: Ctrl-C or SIGTERM; what is committed stays, and `resume` goes on from there.
         EndedEarly: likewise, and no summary was made of it.
@@ -115,6 +116,10 @@ def _run_and_conclude(
     except EndedEarly:
         tracker.leave()
         raise
+    except StoreRefused:  # says already what is to be done
+        raise
+    except StoreError as error:
+        raise StoredWrongly(str(error)) from error
 
 
 def _run_to_conclusion(
@@ -145,9 +150,8 @@ def _run(config: RunConfig, ready: PreparedRun, console: Console, tracker: Track
     with published_weights(config, history.ledger) as board, worker_processes(config) as workers:
         if workers.dashboard is not None:
             tracker.tags({"dashboard": workers.dashboard})
-        progress = Progress(
-            config.name, config.steps, _links(config, workers), console=console, first_step=len(tracked)
-        )
+        links = terminal_links(config, workers.dashboard)
+        progress = Progress(config.name, config.steps, links, console=console, first_step=len(tracked))
         seen = NodeEvents()
 
         def heard(event: Event) -> None:
@@ -179,20 +183,6 @@ def _catch_up(history: History, tracker: Tracker, starts: Sequence[float]) -> li
     return steps
 
 
-def _links(config: RunConfig, workers: Cluster) -> dict[str, str]:
-    """Where a person can watch the run."""
-    links = {}
-    if workers.dashboard is not None:
-        links["Graph"] = f"{workers.dashboard.removesuffix('/status')}/stageline"
-        links["Dask dashboard"] = workers.dashboard
-        job = slurm_job(os.environ)
-        if job is not None:
-            links["to see it from elsewhere"] = tunnel(workers.dashboard, job.submitted_from)
-    if config.tracking.uri is not None:
-        links["MLflow"] = how_to_open(config.tracking.uri)
-    return links
-
-
 def _page(
     config: RunConfig,
     workers: Cluster,
@@ -205,12 +195,10 @@ def _page(
     """The run's page on Dask's dashboard, where there is one."""
     if workers.dashboard is None:
         return None
-    root = workers.dashboard.removesuffix("/status")
-    links = {"Task stream": workers.dashboard, "Dask's graph": f"{root}/graph", "Groups": f"{root}/groups"}
-    if config.tracking.uri is not None:
-        links["MLflow"] = how_to_open(config.tracking.uri)
     open_page = importlib.import_module("pipeline.driver.dashboard").open_page  # loads Bokeh
-    view: RunView = open_page(config, workers.scheduler, dispatch, flow, history.ledger, board, seen, links)
+    view: RunView = open_page(
+        config, workers.scheduler, dispatch, flow, history.ledger, board, seen, page_links(config, workers.dashboard)
+    )
     return view
 
 

@@ -98,6 +98,7 @@ def run(
         paths.root.mkdir(parents=True, exist_ok=True)
     gc.freeze()  # tokenizer and prompts live to the end: looking through them again and again stalls the loop by 0.2 s
     with only_driver(paths), interruptible(at_once):
+        check_run_directory(config, resume=resume)  # another driver may have come and gone meanwhile
         with writable(config):
             ready = prepare(config, checked, resume=resume, from_checkpoint=from_checkpoint)
         summary = _run_and_conclude(config, ready, console, decode, resume=resume)

@@ -104,7 +104,7 @@ def verify_run(config: RunConfig) -> Verification:
     history, paths = open_history(config), RunPaths(config.run_dir)
     damaged: dict[Address, str] = {}
     commits: list[Commit] = []
-    for address in history.ledger.addresses():
+    for address in sorted(history.ledger.addresses(), key=lambda address: address.step):  # reads each segment once
         try:
             commit = history.ledger.find(address)
         except StoreError as error:
@@ -136,7 +136,7 @@ def verify_run(config: RunConfig) -> Verification:
         counted, faults = proof(evidence)
         proofs.append(Proof(claim, counted, tuple(faults)))
     notes = tuple(_notes(evidence, damaged))
-    return Verification(Counter(c.address.stage for c in commits), tuple(proofs), notes, len(nodes), len(lost))
+    return Verification(Counter(sorted(c.address.stage for c in commits)), tuple(proofs), notes, len(nodes), len(lost))
 
 
 PROOFS: dict[str, Callable[[Evidence], tuple[str, list[str]]]] = {

@@ -82,7 +82,8 @@ def mend(history: History, paths: RunPaths, before: Mapping[Address, str] = _NON
     lost = outlived(history, paths.checkpoints, set(ledger.addresses(from_step=closed)), closed)
     close_what_is_over(history.spec, ledger, lost)
     looked_at = ledger.addresses(from_step=ledger.closed_until())  # what is closed before was made from what is closed
-    commits = [commit for commit in map(ledger.find, looked_at) if commit is not None]
+    by_step = sorted(looked_at, key=lambda address: address.step)  # so that each segment among them is read once
+    commits = [commit for commit in map(ledger.find, by_step) if commit is not None]
     found = {commit.address: commit for commit in commits}
     inputs = [one for commit in commits for one in commit.provenance.inputs]
     for address in {one.address for one in inputs} - found.keys():

@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 
 from pipeline.cli.main import COMMANDS, main
+from pipeline.config.preflight import Preflight, preflight
+from pipeline.config.run import RunConfig
 from storage.errors import DamagedCommit, StoreRefused
 from tests.support.configs import arguments, write_config
 
@@ -166,6 +168,21 @@ def test_what_is_stored_wrongly_is_refused_before_a_run_has_started_and_a_failur
     assert main(["run", *sources]) == code
     (said,) = capsys.readouterr().err.splitlines()
     assert said.startswith(f"{what} score/step_000000/shard_0000.json: is not what was written")
+
+
+def test_a_run_that_came_and_went_while_this_one_was_checked_is_not_written_over(
+    sources: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another driver, with another config perhaps, had the directory's lock in between."""
+
+    def check(config: RunConfig, saved: Path | None = None) -> Preflight:
+        config.run_dir.mkdir(parents=True)
+        (config.run_dir / "events.jsonl").write_text("")
+        return preflight(config, saved)
+
+    monkeypatch.setattr("pipeline.driver.run.preflight", check)
+    assert main(["run", *sources]) == 2
+    assert "holds this run already" in capsys.readouterr().err
 
 
 def test_other_errors_of_the_system_are_not_hidden(sources: list[str], monkeypatch: pytest.MonkeyPatch) -> None:

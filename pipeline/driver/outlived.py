@@ -26,6 +26,8 @@ from storage.errors import DamagedCommit
 
 _MADE_FROM_EVALUATE = ("evaluate_score", "evaluate_reference")
 _OF_THE_POLICY = ("publish", "evaluate", "canary")
+_FROM_WEIGHTS = ("publish", "evaluate")
+"""Made from a version of the weights, and nothing else."""
 
 
 def outlived(
@@ -36,23 +38,26 @@ def outlived(
     before = history.store.dropped_before()
     if not before:
         return frozenset()
-    floors = {role: _floor(history, checkpoints, role, before) for role in update_stages(history.spec)}
+    saved = {role: _usable(history, checkpoints, role) for role in update_stages(history.spec)}
+    floors = {role: min((v for v in versions if v >= before), default=before) for role, versions in saved.items()}
+    there = {0, *saved[Role.POLICY]}  # whose weights need no update to run again
     found: set[Address] = set()
     for step in range(max(0, from_step - 1), min(max(floors.values()), history.spec.steps)):
         lost = {n.address for n in step_nodes(history.spec, step) if n.address not in committed}
-        for address in sorted(address for address in lost if from_step <= address.step < _floor_of(address, floors)):
-            if address.stage not in _MADE_FROM_EVALUATE or Address("evaluate", address.step, address.shard) in lost:
-                found.add(address)
+        gone = {a for a in lost if from_step <= a.step < _floor_of(a, floors)}
+        gone -= {a for a in gone if a.stage in _FROM_WEIGHTS and a.step in there}
+        found |= {
+            address
+            for address in gone
+            if address.stage not in _MADE_FROM_EVALUATE or Address("evaluate", address.step, address.shard) in gone
+        }
     return frozenset(found)
 
 
-def _floor(history: History, checkpoints: str | Path, role: Role, before: int) -> int:
-    """The oldest version of a model that can be had again without arrays of the steps `before` one."""
-    saved = Checkpoints(checkpoints).versions(role)
-    usable = (
-        v for v in saved if v >= before and _has_commit(history, Address(update_stages(history.spec)[role], v - 1))
-    )
-    return min(usable, default=before)
+def _usable(history: History, checkpoints: str | Path, role: Role) -> list[int]:
+    """Versions with a checkpoint that looks whole, and that the commit of an update vouches for."""
+    stage = update_stages(history.spec)[role]
+    return [v for v in Checkpoints(checkpoints).versions(role) if _has_commit(history, Address(stage, v - 1))]
 
 
 def _floor_of(address: Address, floors: dict[Role, int]) -> int:

@@ -198,13 +198,13 @@ def test_a_lost_shard_of_several_versions_is_refused(latest: History, paths: Run
 # ---- what was lost of steps whose arrays were let go --------------------------------------------------------------
 
 LONG = GraphSpec(steps=2 * SPAN + 12, shards=1, staleness=0, eval_every=6)
-DROPPED, SAVED = 2 * SPAN, (2 * SPAN + 2, 2 * SPAN + 6)
+DROPPED, SAVED = 2 * SPAN, (12, 2 * SPAN + 2, 2 * SPAN + 6)
 
 
 @pytest.fixture
 def lean(tmp_path: Path) -> History:
     """All of a run of 44 steps is committed, two segments are closed, the arrays of the steps before 32 were let go,
-    and there are checkpoints of versions 34 and 38."""
+    and there are checkpoints of versions 12 (`checkpoint.keep_every`), 34 and 38."""
     ledger = Ledger(str(tmp_path / "ledger"), Durability(fsync=False))
     store = RolloutStore(str(tmp_path), ledger, Layouts(Layout(1, 2, 3), Layout(1, 2, 3)))
     before: dict[str, Commit] = {}
@@ -272,11 +272,19 @@ def test_a_damaged_record_of_what_was_let_go_is_lost_and_nobody_needs_it(
 
 @pytest.mark.parametrize(
     "needed",
-    [Address("advantage", SAVED[0]), Address("update_critic", SAVED[0]), Address("evaluate_score", 6)],
+    [
+        Address("advantage", SAVED[1]),
+        Address("update_critic", SAVED[1]),
+        Address("evaluate_score", 6),
+        Address("evaluate", 0),
+        Address("evaluate", SAVED[0]),
+        Address("publish", SAVED[0]),
+    ],
     ids=str,
 )
 def test_what_a_recovery_may_need_runs_again(lean: History, paths: RunPaths, needed: Address) -> None:
-    """From the oldest checkpoint on updates may run again; and rows that were evaluated are never let go."""
+    """From the oldest checkpoint behind the gap on updates may run again; rows that were evaluated never go; and of a
+    version whose weights are there all else can be made."""
     flip(paths, needed)
     mended = mend(replace(lean, ledger=Ledger(str(paths.ledger))), paths)
     assert not mended.outlived

@@ -28,7 +28,9 @@ from pipeline.observe.rollout_file import write_rows
 from pipeline.workers.model_card import write_model_card
 from pipeline.workers.parts import required
 from stages.models.protocol import Role
-from storage.errors import MissingOutput
+from storage.checkpoints import version_of
+from storage.errors import MissingOutput, StoreError
+from storage.exports import export_faults, has_sums
 
 
 def command(options: argparse.Namespace) -> int:
@@ -69,14 +71,17 @@ def export_version(config: RunConfig, version: int | Literal["best"] | None, to:
 
     Raises:
         ConfigError: no such version, or the directory exists.
+        StoreError: it was exported before, and is not what it was.
     """
     history = open_history(config)
-    newest = len(history.ledger.list("update_policy"))
+    newest = history.versions_made()
     version = newest if version is None else _best_version(config, history) if version == "best" else version
     if not 0 <= version <= newest:
         raise ConfigError("--version", f"given {version}; the run has versions 0 to {newest}")
     stored = RunPaths(config.run_dir).weights(version)
     target = stored if to is None else to
+    if stored.is_dir() and has_sums(stored):
+        _check(stored, config.run_dir)
     if stored.is_dir() and target == stored:
         return stored
     if target.exists():
@@ -93,6 +98,12 @@ def export_version(config: RunConfig, version: int | Literal["best"] | None, to:
             write_model_card(staged, config, version, config_hash(config))
         staged.rename(target)
     return target
+
+
+def _check(stored: Path, run_dir: Path) -> None:
+    for fault in export_faults(stored):
+        again = f"`stageline export {run_dir} --version {version_of(stored)}`"
+        raise StoreError(f"{fault}. Remove the directory {stored}; {again} then writes it anew from checkpoints")
 
 
 def _best_version(config: RunConfig, history: History) -> int:

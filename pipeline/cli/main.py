@@ -1,7 +1,9 @@
 """The command line: `stageline run | resume | submit | …`, as `COMMANDS` has them.
 
-Exit codes: 0 done, 2 bad input, 3 a stage failed, 4 a worker's driver is gone, 75 a job ended early, 130 interrupted
-(both resumable). Each command has a file of its own, with a function `command(options)` that returns the exit code; it
+Exit codes: 0 done, 2 bad input (or `check` found a run not sound), 3 a stage failed, 4 a worker's driver is gone, 75 a
+job ended early, 130 interrupted (3, 75, 130: resumable).
+
+Each command has a file of its own, with a function `command(options)` that returns the exit code; it
 is imported when the command is called, since `stageline --help` must not wait for torch. May import the standard
 library.
 """
@@ -14,8 +16,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 _EXIT_CODES = (
-    "exit codes: 0 done, 2 bad input, 3 a stage failed, 4 a worker's driver is gone, 75 a job ended early, "
-    "130 interrupted (both resumable)"
+    "exit codes: 0 done, 2 bad input (nothing was started) or a run that `check` finds not sound, 3 a stage failed, or "
+    "what it has stored, 4 a worker's driver is gone, 75 a job ended early, 130 interrupted (3, 75, 130: resumable)"
 )
 
 

@@ -1,6 +1,7 @@
 """The proofs of `stageline check RUN`: each takes what was read of a run, and gives what it counted and every problem.
 
-May import pipeline.config, pipeline.driver.integrity, pipeline.graph, pipeline.observe, stages and storage.
+May import pipeline.config, pipeline.driver.{integrity, retention}, pipeline.graph, pipeline.observe, stages and
+storage.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from pipeline.config.identity import identity_faults, read_identity
 from pipeline.config.paths import RunPaths
 from pipeline.config.run import RunConfig
 from pipeline.driver.integrity import lineage_faults
+from pipeline.driver.retention import exported
 from pipeline.graph.graph import GraphSpec, Node, generation_versions, made_from, update_stages
 from pipeline.observe.history import History
 from stages.models.protocol import Role
@@ -28,6 +30,7 @@ from storage.address import Address
 from storage.checkpoints import Checkpoints
 from storage.commits import Commit
 from storage.errors import StoreError
+from storage.exports import export_faults, has_sums
 from storage.records import PromptBatch, Rollout
 from storage.rollouts import dropped
 
@@ -61,6 +64,8 @@ class Evidence:
     """Of `generate` and `evaluate`."""
     dropped_before: int = 0
     """Arrays of the steps before this one were let go, and are not looked at."""
+    outlived: frozenset[Address] = frozenset()
+    """Their records are lost, and nobody needs them any more: that they are not there is no fault."""
 
     @property
     def updates(self) -> Mapping[Role, str]:
@@ -154,8 +159,8 @@ def updates_proof(run: Evidence) -> Answer:
         steps = run.steps_of(stage)
         counted.append(f"{len(steps)} of the {role}")
         if steps != list(range(len(steps))):
-            missing = sorted(set(range(steps[-1])) - set(steps))
-            faults.append(f"{stage}: steps {missing} have no commit, though later ones do")
+            missing = [s for s in range(steps[-1]) if s not in steps and Address(stage, s) not in run.outlived]
+            faults += [f"{stage}: steps {missing} have no commit, though later ones do"] if missing else []
         for step in steps:
             if not run.commits[Address(stage, step)].digest:
                 faults.append(f"{Address(stage, step)}: has no digest of the weights that it made")
@@ -235,7 +240,10 @@ def lineage_proof(run: Evidence) -> Answer:
     for address, commit in run.commits.items():
         named = {one.address for one in commit.provenance.inputs}
         num += len(named)
-        faults += [f"{address}: was made from {a}, which has no commit" for a in sorted(named - run.commits.keys())]
+        faults += [
+            f"{address}: was made from {a}, which has no commit"
+            for a in sorted(named - run.commits.keys() - run.outlived)
+        ]
         node = run.nodes.get(address)
         if node is None:
             continue
@@ -258,7 +266,7 @@ def weights_proof(run: Evidence) -> Answer:
         steps = run.steps_of(stage)
         for step in steps[1:]:
             faults += _link_faults(run, Address(stage, step), Address(stage, step - 1))
-        chains.append(f"{role} v{len(steps)} to v0")
+        chains.append(f"{role} v{steps[-1] + 1 if steps else 0} to v0")
     published = run.steps_of("publish")
     for version in published:
         if version:
@@ -271,6 +279,8 @@ def weights_proof(run: Evidence) -> Answer:
 def _link_faults(run: Evidence, later: Address, earlier: Address) -> Iterator[str]:
     there = run.commits.get(earlier)
     named = [one.content for one in run.commits[later].provenance.inputs if one.address == earlier]
+    if there is None and earlier in run.outlived:
+        return
     if there is None:
         yield f"{later}: the version that it was made from has no commit ({earlier})"
     elif named != [there.content]:
@@ -289,7 +299,10 @@ def checkpoints_proof(run: Evidence) -> Answer:
             except StoreError as error:
                 faults.append(f"checkpoint v{version} of the {role}: {error}")
                 continue
-            commit = run.commits.get(Address(stage, version - 1))
+            made_by = Address(stage, version - 1)
+            commit = run.commits.get(made_by)
+            if commit is None and made_by in run.outlived:
+                continue  # nothing vouches for it any more, and nobody loads it
             if commit is None or commit.digest != meta.get("digest"):
                 committed = "nothing" if commit is None else commit.digest
                 faults.append(
@@ -297,3 +310,11 @@ def checkpoints_proof(run: Evidence) -> Answer:
                     f"{committed}"
                 )
     return f"{counted} checkpoints", faults
+
+
+def exports_proof(run: Evidence) -> Answer:
+    """Every file by its CRC. Those of earlier versions have no sums, and are counted as such."""
+    exports = [run.paths.weights(version) for version in exported(run.paths.weights(0).parent)]
+    summed = [directory for directory in exports if has_sums(directory)]
+    without = f", {len(exports) - len(summed)} of them without sums" if len(exports) > len(summed) else ""
+    return f"{len(exports)} exports{without}", [fault for directory in summed for fault in export_faults(directory)]

@@ -11,7 +11,7 @@ from pipeline.cli.exit_codes import DONE, INTERRUPTED, RESUMABLE, STAGE_FAILED
 from pipeline.cli.sources import config_of
 from pipeline.config.paths import RunPaths
 from pipeline.config.run import RunConfig
-from pipeline.driver.context import StageFailed, WorkersMissing
+from pipeline.driver.context import StageFailed, StoredWrongly, WorkersMissing
 from pipeline.driver.run import run
 from pipeline.driver.session import EndedEarly
 from pipeline.observe.appending import AppendFailed
@@ -44,6 +44,8 @@ def execute(
             raise
         said = refusal(error, str(error.filename or paths.root))
         return complain("failed", f"{said}. {_how_to_go_on(paths)}", STAGE_FAILED)
+    except StoredWrongly as error:
+        return complain("failed", f"{error}. {_how_to_go_on(paths)}", STAGE_FAILED)
     except StageFailed as error:
         where = f"What its worker printed is in {paths.logs}; {_how_to_go_on(paths)}"
         may_come = bool(at_once) and isinstance(error, WorkersMissing)

@@ -7,7 +7,7 @@ held to the same, as far as it came. May import everything below.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 from rich.console import Group, RenderableType
@@ -20,6 +20,7 @@ from pipeline.cli.proofs import (
     checkpoints_proof,
     commits_proof,
     earlier_graphs,
+    exports_proof,
     identity_proof,
     lineage_proof,
     plain_readers_proof,
@@ -31,6 +32,7 @@ from pipeline.cli.proofs import (
 )
 from pipeline.config.paths import RunPaths
 from pipeline.config.run import RunConfig
+from pipeline.driver.outlived import outlived
 from pipeline.driver.results import open_history
 from pipeline.graph.graph import run_nodes
 from pipeline.observe.history import History
@@ -63,6 +65,8 @@ class Verification:
     notes: tuple[str, ...]
     nodes: int
     """Of the whole run."""
+    outlived: int = 0
+    """Nodes whose records are lost, and which nobody needs any more."""
 
     @property
     def faults(self) -> list[str]:
@@ -86,6 +90,8 @@ class Verification:
             proofs.add_row("NO" if proof.faults else "yes", proof.claim, proof.counted)
         done = sum(self.commits.values())
         came = "all of them" if done >= self.nodes else "the run has not come to its end"
+        if self.outlived and done + self.outlived >= self.nodes:
+            came = f"all but {self.outlived} that nobody needs any more"
         lines = [f"{done} of {self.nodes} nodes have their commit: {came}", *self.notes]
         lines += [f"PROBLEM {fault}" for fault in self.faults]
         lines.append("sound" if self.sound else f"NOT sound: {len(self.faults)} problems")
@@ -96,25 +102,30 @@ def verify_run(config: RunConfig) -> Verification:
     """Reads everything a run has committed, twice (as Stageline does and as any Zarr reader does), and its
     checkpoints."""
     history, paths = open_history(config), RunPaths(config.run_dir)
-    damaged: list[str] = []
+    damaged: dict[Address, str] = {}
     commits: list[Commit] = []
-    for address in history.ledger.addresses():
+    for address in sorted(history.ledger.addresses(), key=lambda address: address.step):  # reads each segment once
         try:
             commit = history.ledger.find(address)
         except StoreError as error:
-            damaged.append(str(error))
+            damaged[address] = str(error)
             continue
         commits += [commit] if commit is not None else []
-    before, dropped_faults = _dropped_before(history)
+    before, lost, dropped_faults = _let_go(history, paths, {commit.address for commit in commits})
     present = [commit for commit in commits if not dropped(commit.address, before)]
     arrays_faults, rows = _read_arrays(config, history, present)
     nodes = {node.address: node for node in run_nodes(config.graph())}
     once = {node.address: node for graph in earlier_graphs(config) for node in run_nodes(graph)}
-    evidence = Evidence(config, paths, history, once | nodes, {c.address: c for c in commits}, rows, before)
+    evidence = Evidence(config, paths, history, once | nodes, {c.address: c for c in commits}, rows, before, lost)
     num_arrays = sum(len(commit.arrays) for commit in present)
     num_files = len(commits) + len(damaged)
     proofs = [
-        Proof("every commit record is what was written, by its checksum", f"{num_files} records", tuple(damaged)),
+        Proof(
+            "every commit record is what was written, by its checksum",
+            f"{num_files} records"
+            + (f", less {len(lost & damaged.keys())} that nobody needs" if lost & damaged.keys() else ""),
+            tuple(what for address, what in damaged.items() if address not in lost),
+        ),
         Proof(
             "every array is what was committed, by its CRC-32",
             f"{num_arrays} arrays",
@@ -124,8 +135,8 @@ def verify_run(config: RunConfig) -> Verification:
     for claim, proof in PROOFS.items():
         counted, faults = proof(evidence)
         proofs.append(Proof(claim, counted, tuple(faults)))
-    notes = tuple(_notes(evidence))
-    return Verification(Counter(c.address.stage for c in commits), tuple(proofs), notes, len(nodes))
+    notes = tuple(_notes(evidence, damaged))
+    return Verification(Counter(sorted(c.address.stage for c in commits)), tuple(proofs), notes, len(nodes), len(lost))
 
 
 PROOFS: dict[str, Callable[[Evidence], tuple[str, list[str]]]] = {
@@ -138,16 +149,20 @@ PROOFS: dict[str, Callable[[Evidence], tuple[str, list[str]]]] = {
     "every output was made from the committed inputs that the graph says": lineage_proof,
     "every version of the weights goes back to version 0, update by update": weights_proof,
     "every checkpoint is what was saved, of the version that was committed": checkpoints_proof,
+    "every export is what was written, by its CRC-32": exports_proof,
 }
 """Claim -> what looks at it: (what was counted, every problem by name)."""
 
 
-def _dropped_before(history: History) -> tuple[int, tuple[str, ...]]:
-    """The first step whose arrays were not let go, and what is wrong with the record of it."""
+def _let_go(
+    history: History, paths: RunPaths, committed: set[Address]
+) -> tuple[int, frozenset[Address], tuple[str, ...]]:
+    """The first step whose arrays were not let go; the nodes whose records are lost, or damaged, and which nobody needs
+    for that reason; and what is wrong with the record of it."""
     try:
-        return history.store.dropped_before(), ()
+        return history.store.dropped_before(), outlived(history, paths.checkpoints, committed), ()
     except StoreError as error:
-        return 0, (str(error),)
+        return 0, frozenset(), (str(error),)
 
 
 def _read_arrays(
@@ -174,8 +189,11 @@ def _read_arrays(
     return faults, rows
 
 
-def _notes(evidence: Evidence) -> Iterator[str]:
-    """What a person may want to know, and is no fault."""
+def _notes(evidence: Evidence, damaged: Mapping[Address, str]) -> Iterator[str]:
+    """What a person may want to know, and is no fault. `damaged`: records, and what is wrong with them."""
+    for address in sorted(evidence.outlived):
+        what = damaged.get(address, f"{address} has no commit record")
+        yield f"{what}; nobody needs it any more, since {KEY} has let go what it was made from"
     left = evidence.history.store.attempts()
     if left:
         names = ", ".join(f"{address} ({attempt})" for address, attempt in left[:3])

@@ -24,7 +24,14 @@ from pipeline.config.identity import FILE, Identity, edited, read_identity
 from pipeline.config.loading import config_hash, read_saved
 from pipeline.config.memory import GIB, MemoryLimits, PlannedRun, PlannedScorer, board_bytes, memory_problems
 from pipeline.config.paths import RunPaths
-from pipeline.config.role_models import check_output_layer, check_reward_models, read_model, role_models
+from pipeline.config.role_models import (
+    check_exported,
+    check_output_layer,
+    check_reward_models,
+    model_paths,
+    read_model,
+    role_models,
+)
 from pipeline.config.run import RunConfig
 from pipeline.config.tracking import SQLITE
 from stages.engines.embedded.kernels.paging import block_bytes, blocks_for
@@ -73,6 +80,7 @@ def preflight(config: RunConfig, saved: Path | None = None) -> Preflight:
         lambda: _check_replicas(config, model),
         lambda: _check_tracking(config),
         lambda: _check_rewards(config, model),
+        *(partial(check_exported, key, path) for path, key in model_paths(config).items()),
         *(_checks_of_this_host(config) if config.cluster.kind == "local" else ()),
     )
     if config.cluster.kind == "local":

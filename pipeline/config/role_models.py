@@ -1,6 +1,7 @@
 """The models of policy, reference, critic and rewards, where they are not the policy's: do they fit together?
 
-May import torch, stages.models (spec, hf_config, hf_files, layouts, protocol, reward_files) and the schema of a run.
+May import torch, stages.models (spec, hf_config, hf_files, layouts, protocol, reward_files), storage.exports and the
+schema of a run.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from stages.models.layouts import blocks_problems
 from stages.models.protocol import MODEL_ROLES, Role
 from stages.models.reward_files import head_problem, is_classifier
 from stages.models.spec import EMBEDDING, ModelSpec, layer_and_part, read_spec, tensor_shapes
+from storage.exports import RECORD, export_faults, has_sums
 
 
 def read_model(key: str, path: str) -> ModelSpec:
@@ -35,6 +37,26 @@ def read_model(key: str, path: str) -> ModelSpec:
     if path != RANDOM_TINY and not any(Path(path).glob("*.safetensors")):
         raise ConfigError(key, f"given {path!r}; it holds no .safetensors file")
     return model
+
+
+def model_paths(config: RunConfig) -> dict[str, str]:
+    """The directories that models are read from, and the key that names each first. For rewards that can be built."""
+    model = config.model
+    given = [("model.path", model.path), ("model.reference_path", model.reference_path)]
+    given += [("model.critic_path", model.critic_path)] if config.has_critic else []
+    given += [(f"{where}.path", str(args["path"])) for where, args in config.reward_models().items()]
+    found: dict[str, str] = {}
+    for key, path in given:
+        if path is not None and path != RANDOM_TINY:
+            found.setdefault(path, key)
+    return found
+
+
+def check_exported(key: str, path: str) -> None:
+    """Reads every byte of a model that this program has exported. Raises ConfigError where one is another now."""
+    for fault in export_faults(Path(path)) if has_sums(Path(path)) else ():
+        changed = f"If it was changed on purpose, remove {RECORD}, which has the sums"
+        raise ConfigError(key, f"given {path!r}; {fault}. Export it again. {changed}")
 
 
 def check_output_layer(key: str, path: str) -> None:

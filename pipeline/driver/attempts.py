@@ -17,19 +17,19 @@ process that is stopped or does not let go of its interpreter; and whatever died
 ancestors. Dispatch has seen to the order, and the output is in the store. Lineage is cut every `LINEAGE` turns, too:
 Dask remembers all ancestors of a task that it remembers, and would hold the whole run.
 
-May import distributed, pipeline.driver.{context, supervision, task_keys, verdict}, pipeline.workers and below.
+May import distributed, pipeline.driver.{context, edges, supervision, task_keys, verdict}, pipeline.workers and below.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from distributed import Future
 
 from pipeline.driver.context import Context, StageFailed, WorkerKey
+from pipeline.driver.edges import Attempt, Result, edges, fell_with_a_parent
 from pipeline.driver.supervision import Supervision, restart_unit
 from pipeline.driver.task_keys import task_key
 from pipeline.driver.verdict import (
@@ -53,60 +53,6 @@ from pipeline.workers.messages import Call, Outcome, RankFailure, pin_resource, 
 from stages.models.errors import RanksMissing
 from stages.models.protocol import MODEL_ROLES
 from storage.address import Address
-
-LINEAGE = 8
-"""Turns after which no result is an edge to the next turn."""
-_WITHOUT_RESULT = ("error", "cancelled", "lost")
-
-
-@dataclass
-class Attempt:
-    """One submission of a node, to rank 0 of a gang or to a replica."""
-
-    submit: Submit
-    name: str
-    future: Future
-    ran_ahead: bool
-    """Of its parents: it depends on their futures."""
-    ready: float | None
-    """When all its parents were done; None while they are not."""
-    num_ranks: int = 1
-    """That do it together; rank 0 has the future and reports for all of them."""
-    verdict_at: float = math.inf
-    """When the errors it has are taken for its own, and no longer for a peer's death."""
-    again_at: float = math.inf
-    """When its node is submitted again, after an error that may pass; until then it holds its slot."""
-    outcome: Outcome | None = None
-    errors: dict[int, BaseException] = field(default_factory=dict)
-    """By rank (or of the one replica, by its index)."""
-
-    @property
-    def worker(self) -> WorkerKey:
-        """Whose future it is: rank 0's, or a replica's."""
-        return self.submit.gang, self.submit.replica
-
-
-@dataclass(frozen=True)
-class Result:
-    """Of a finished node: its future, the worker whose that is, and the turn it ran in."""
-
-    future: Future
-    worker: WorkerKey
-    turn: int
-
-
-def edges(
-    child: Node, worker: WorkerKey, attempts: Mapping[Address, Attempt], results: Mapping[Address, Result]
-) -> list[Future]:
-    """The parents' futures that a child on this worker depends on (see the module's docstring for which, and why)."""
-    found = []
-    for parent in child.parents:
-        result = results.get(parent)
-        if parent in attempts:
-            found.append(attempts[parent].future)
-        elif result is not None and result.worker == worker and (child.turn % LINEAGE or result.turn == child.turn):
-            found += [result.future] if result.future.status not in _WITHOUT_RESULT else []
-    return found
 
 
 class Attempts:
@@ -205,7 +151,7 @@ class Attempts:
         error = error_of(future)
         attempt = self._attempts.get(address)
         if attempt is not None and attempt.future is future:
-            if attempt.outcome is None:
+            if attempt.outcome is None and not fell_with_a_parent(attempt, self._attempts):
                 attempt.errors[worker[1]] = error
                 self._judge(attempt)
             return

@@ -29,6 +29,10 @@ class WorkersMissing(StageFailed):
     """A worker that nobody can do without is not there: on other nodes it may be."""
 
 
+class StoredWrongly(StageFailed):
+    """What is stored was found damaged, or did not fit together, while the run went on."""
+
+
 @dataclass(frozen=True)
 class ExecutorSettings:
     """What of the config the executor needs."""

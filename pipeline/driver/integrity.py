@@ -6,26 +6,31 @@
     a process was built anew ──► what the one before had committed is moved into place
     the end ──► the same, and nothing is left of any attempt
 
-May import numpy, pipeline.config, pipeline.graph, pipeline.observe, pipeline.driver.context and storage.
+May import numpy, pipeline.config, pipeline.graph, pipeline.observe, pipeline.driver.{closing, context, outlived} and
+storage.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
 import numpy as np
 
 from pipeline.config.paths import RunPaths
+from pipeline.driver.closing import close_what_is_over
 from pipeline.driver.context import StageFailed
+from pipeline.driver.outlived import outlived
 from pipeline.graph.graph import generation_versions
 from pipeline.observe.history import History
 from storage.address import Address
 from storage.commits import Commit
 from storage.errors import DamagedCommit, StoreError
 from storage.ledger import Ledger
+from storage.retention import KEY
 from storage.weights import WeightBoard
 
 
@@ -39,26 +44,32 @@ class Mended:
     """Content by address: of outputs that have no commit, and that committed ones were made from."""
     made_with: Mapping[Address, int] = field(default_factory=dict)
     """Under `latest`, of the shards among these: the version that sampled them, which the graph does not say."""
+    outlived: frozenset[Address] = frozenset()
+    """Lost for good, and needed by nobody (`driver/outlived.py`): they count as done."""
 
 
-def set_damaged_aside(ledger: Ledger, paths: RunPaths) -> list[str]:
-    """Moves commit records that are not what was written out of the ledger, so that their nodes run again; says which.
+_NONE: Mapping[Address, str] = MappingProxyType({})
+
+
+def set_damaged_aside(ledger: Ledger, paths: RunPaths) -> dict[Address, str]:
+    """Moves commit records that are not what was written out of the ledger; says what was wrong, and where they are.
     For a driver that has no workers yet. Raises StoreError for a record of another format, and for a segment whose
     table of contents is damaged."""
-    warnings = []
+    aside = {}
     ledger.reopen_damaged()
     for address in ledger.open_addresses():  # what is closed is whole
         try:
             ledger.find(address)
         except DamagedCommit as error:
             place = ledger.set_aside(address, str(paths.damaged))
-            warnings.append(f"{error}. It was moved to {place}; {address} runs again")
-    return warnings
+            aside[address] = f"{error}. It was moved to {place}"
+    return aside
 
 
-def mend(history: History, paths: RunPaths) -> Mended:
+def mend(history: History, paths: RunPaths, before: Mapping[Address, str] = _NONE) -> Mended:
     """Sets damaged commit records aside, puts files that are committed in their places, and writes what plain Zarr
-    readers find them by where that is damaged. For a driver that has no workers yet.
+    readers find them by where that is damaged. For a driver that has no workers yet. `before`: what it has set aside
+    already.
 
     Raises:
         StoreError: a committed output was made from another input than the committed one; or from a shard that has no
@@ -66,19 +77,23 @@ def mend(history: History, paths: RunPaths) -> Mended:
             the first two cases but what is said above.
     """
     ledger = history.ledger
-    warnings = set_damaged_aside(ledger, paths)
+    aside = {**before, **set_damaged_aside(ledger, paths)}
+    closed = ledger.closed_until()
+    lost = outlived(history, paths.checkpoints, set(ledger.addresses(from_step=closed)), closed)
+    close_what_is_over(history.spec, ledger, lost)
     looked_at = ledger.addresses(from_step=ledger.closed_until())  # what is closed before was made from what is closed
-    commits = [commit for commit in map(ledger.find, looked_at) if commit is not None]
+    by_step = sorted(looked_at, key=lambda address: address.step)  # so that each segment among them is read once
+    commits = [commit for commit in map(ledger.find, by_step) if commit is not None]
     found = {commit.address: commit for commit in commits}
     inputs = [one for commit in commits for one in commit.provenance.inputs]
     for address in {one.address for one in inputs} - found.keys():
-        closed = ledger.find(address)
-        found |= {} if closed is None else {address: closed}
+        earlier = ledger.find(address)
+        found |= {} if earlier is None else {address: earlier}
     faults = list(lineage_faults(commits, found))
     if faults:
         more = f" (and {len(faults) - 1} more: `stageline check {paths.root}` lists them)" if len(faults) > 1 else ""
         raise StoreError(f"{paths.root} cannot go on: {faults[0]}{more}")
-    expected = {one.address: one.content for one in inputs if one.address not in found}
+    expected = {one.address: one.content for one in inputs if one.address not in {*found, *lost}}
     shards = [address for address in expected if address.stage == "generate"] if history.spec.latest else []
     made_with = {address: _sampled_with(history, address, paths) for address in shards}
     # What runs again may read a version whose publication is among the nodes of a step that is closed.
@@ -86,7 +101,15 @@ def mend(history: History, paths: RunPaths) -> Mended:
     history.ledger.reopen(Address("publish", step) for step in first_read)
     history.store.recover()
     history.store.restore_metadata(commits)
-    return Mended(tuple(warnings), expected, made_with)
+    warnings = [f"{what}; {_what_follows(address, lost)}" for address, what in aside.items()]
+    warnings += [f"{address} has no commit; {_what_follows(address, lost)}" for address in sorted(lost - aside.keys())]
+    return Mended(tuple(warnings), expected, made_with, lost)
+
+
+def _what_follows(address: Address, lost: Collection[Address]) -> str:
+    if address in lost:
+        return f"{address} is lost, and nobody needs it any more ({KEY} has let go what it was made from)"
+    return f"{address} runs again"
 
 
 def _sampled_with(history: History, address: Address, paths: RunPaths) -> int:

@@ -27,6 +27,7 @@ from pipeline.driver.rewind import carry_out, plan_rewind
 from pipeline.observe.history import History
 from stages.models.hf_files import Tokenizer
 from storage import files
+from storage.address import Address
 from storage.store_root import write_root
 from storage.vocabulary import BYTES, OFFSETS, Vocabulary
 
@@ -54,8 +55,9 @@ def prepare(config: RunConfig, checked: Preflight, *, resume: bool, from_checkpo
     paths, history = RunPaths(config.run_dir), open_history(config)
     rewind = None
     warnings: list[str] = []
+    aside: dict[Address, str] = {}
     if from_checkpoint:
-        warnings += set_damaged_aside(history.ledger, paths)
+        aside = set_damaged_aside(history.ledger, paths)
         history.store.recover()
         rewind = plan_rewind(history, paths)
     if resume:
@@ -79,7 +81,7 @@ def prepare(config: RunConfig, checked: Preflight, *, resume: bool, from_checkpo
         warnings.append(str(rewind))
     if re_evaluated:  # steps that were over are not any more
         history.ledger.reopen(history.ledger.addresses())
-    mended = mend(history, paths)
+    mended = mend(history, paths, aside)
     write_root(root, store_attributes(config, stated.identity), _vocabulary(checked.tokenizer))
     return PreparedRun(history, stated.identity, mended, stated.changed, (*warnings, *mended.warnings))
 

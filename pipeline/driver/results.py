@@ -24,7 +24,7 @@ from pipeline.config.run import RunConfig
 from pipeline.driver.reporting import report_source, write_report
 from pipeline.graph.graph import run_nodes
 from pipeline.observe.evaluations import best_evaluation
-from pipeline.observe.history import History
+from pipeline.observe.history import STEP_METRIC, History
 from pipeline.observe.journal import journal_exists, read_events, run_starts
 from pipeline.observe.responses import Decode, response_pairs, samples_table
 from pipeline.observe.revision import git_commit, software_versions
@@ -106,7 +106,7 @@ def summarise_run(config: RunConfig, history: History) -> Summary:
     """`summary.json` from a run's directory."""
     paths = RunPaths(config.run_dir)
     parents = {node.address: node.parents for node in run_nodes(config.graph())}
-    steps = [history.step_numbers(step) for step in history.steps_done()]
+    steps = [one for one in map(history.step_numbers, history.steps_done()) if one is not None]
     events = read_events(paths.events) if journal_exists(paths.events) else ()
     evaluations = history.evaluations()
     best = best_evaluation(evaluations, config.evaluate.select.max_kl)
@@ -120,7 +120,8 @@ def draw(config: RunConfig, history: History) -> list[Path]:
     plots: Any = importlib.import_module("pipeline.observe.plots")
     curves, timeline = paths.plots / "curves.png", paths.plots / "timeline.png"
     starts = run_starts(paths.events)
-    metrics = {step: history.step_metrics(step, starts) for step in history.steps_done()}
+    of_steps = {step: history.step_metrics(step, starts) for step in history.steps_done()}
+    metrics = {step: of_step for step, of_step in of_steps.items() if STEP_METRIC in of_step}  # else it is lost
     held_out: dict[str, list[tuple[int, float]]] = {}
     for evaluation in history.evaluations():
         means = {"reward/mean": evaluation.mean} | {f"reward/{name}/mean": v for name, v in evaluation.parts.items()}

@@ -166,7 +166,7 @@ def check_evaluations(config: RunConfig, history: History) -> None:
     """For a run that goes on with other evaluations than before. Raises ConfigError where a version that is past, and
     is to be evaluated, cannot be had any more."""
     before, saved = history.store.dropped_before(), Checkpoints(RunPaths(config.run_dir).checkpoints).versions("policy")
-    made, spec = len(history.ledger.addresses("update_policy")), config.graph()
+    made, spec = history.versions_made(), config.graph()
     asked = [version for version in range(1, made + 1) if evaluated(spec, version)]
     there = set(history.ledger.addresses())
     missing = [v for v in asked if not there.issuperset(node.address for node in evaluate_nodes(spec, v))]

@@ -8,7 +8,8 @@ them. It need not: a checkpoint has its weights as they are. What was committed 
 and is made anew. Nothing is deleted. Checkpoints and exports go first, then commits, children before parents: whoever
 dies over it leaves a run that is whole, and the command can be given again.
 
-May import pipeline.config, pipeline.graph, pipeline.observe, pipeline.workers.updates and below.
+May import pipeline.config, pipeline.graph, pipeline.observe, pipeline.driver.outlived, pipeline.workers.updates and
+below.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from pipeline.config.paths import RunPaths
+from pipeline.driver.outlived import outlived
 from pipeline.graph.graph import update_stages
 from pipeline.graph.rewind import SHARDED, can_go_back, made_anew
 from pipeline.observe.history import History
@@ -58,8 +60,10 @@ def plan_rewind(history: History, paths: RunPaths) -> Rewind:
     newest_first = sorted(saved, reverse=True)
     of_all = (v for v in newest_first if all(is_usable(checkpoints, ledger, role, v) for role in others))
     before = history.store.dropped_before()
+    lost = outlived(history, paths.checkpoints, committed)
     sampled = newest_sampled(history, committed) if history.spec.latest else {}
-    version = next((v for v in of_all if can_go_back(history.spec, committed, v, saved, before, sampled)), 0)
+    sampled = {address: newest for address, newest in sampled.items() if address not in lost}
+    version = next((v for v in of_all if can_go_back(history.spec, committed | lost, v, saved, before, sampled)), 0)
     later = [*_later(paths.checkpoints.glob("*/v*"), version), *_later(paths.weights(0).parent.glob("v*"), version)]
     name = time.strftime("%Y%m%dT%H%M%S")
     commits = made_anew(history.spec, committed, version, before, sampled)

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import gc
 import importlib
-import os
 import signal
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -28,10 +27,11 @@ from pipeline.config.run import RunConfig
 from pipeline.driver.alarms import Alarms
 from pipeline.driver.closing import OpenBooks, all_committed
 from pipeline.driver.cluster import Cluster
-from pipeline.driver.context import ExecutorSettings
+from pipeline.driver.context import ExecutorSettings, StoredWrongly
 from pipeline.driver.executor import Executor
 from pipeline.driver.identity import NumericsWatch
 from pipeline.driver.integrity import UnreadVersions, books_closed, check_made_again
+from pipeline.driver.links import page_links, terminal_links
 from pipeline.driver.preparation import PreparedRun, prepare
 from pipeline.driver.results import conclude, conclude_despite_error, open_tracker, where_results_are
 from pipeline.driver.retention import Retention
@@ -53,12 +53,12 @@ from pipeline.observe.live import Progress
 from pipeline.observe.node_events import NodeEvents
 from pipeline.observe.responses import Decode, response_pairs
 from pipeline.observe.revision import started_by
-from pipeline.observe.slurm_job import slurm_job, tunnel
 from pipeline.observe.summary import Summary
 from pipeline.observe.tables import end_of_run
-from pipeline.observe.tracking import RunStatus, Span, Tracker, how_to_open
+from pipeline.observe.tracking import RunStatus, Span, Tracker
 from pipeline.workers.messages import Outcome
 from storage.address import Address
+from storage.errors import StoreError, StoreRefused
 from storage.weights import WeightBoard
 
 SHOWN_RESPONSES = 3
@@ -85,7 +85,8 @@ def run(
 
     Raises:
         ConfigError: something that cannot work; nothing was started.
-        StageFailed: a stage raised, or workers were lost too often.
+        StageFailed: a stage raised, or workers were lost too often; or the driver found what is stored damaged.
+        StoreError: what is stored does not fit together; nothing was started.
         AppendFailed: the journal or the spool of the tracking could not be written; likewise OSError for other files.
         KeyboardInterrupt: Ctrl-C or SIGTERM; what is committed stays, and `resume` goes on from there.
         EndedEarly: likewise, and no summary was made of it.
@@ -98,6 +99,7 @@ def run(
         paths.root.mkdir(parents=True, exist_ok=True)
     gc.freeze()  # tokenizer and prompts live to the end: looking through them again and again stalls the loop by 0.2 s
     with only_driver(paths), interruptible(at_once):
+        check_run_directory(config, resume=resume)  # another driver may have come and gone meanwhile
         with writable(config):
             ready = prepare(config, checked, resume=resume, from_checkpoint=from_checkpoint)
         summary = _run_and_conclude(config, ready, console, decode, resume=resume)
@@ -116,6 +118,10 @@ def _run_and_conclude(
     except EndedEarly:
         tracker.leave()
         raise
+    except StoreRefused:  # says already what is to be done
+        raise
+    except StoreError as error:
+        raise StoredWrongly(str(error)) from error
 
 
 def _run_to_conclusion(
@@ -138,7 +144,7 @@ def _run(config: RunConfig, ready: PreparedRun, console: Console, tracker: Track
     """Starts the workers, runs the graph, and ends the workers."""
     paths, history = RunPaths(config.run_dir), ready.history
     tracked = _catch_up(history, tracker, run_starts(paths.events))
-    if all_committed(config.graph(), history.ledger):
+    if all_committed(config.graph(), history.ledger, ready.mended.outlived):
         for warning in ready.warnings:
             console.print(f"WARNING: {warning}", markup=False, highlight=False, soft_wrap=True)
         with published_weights(config, history.ledger):
@@ -146,9 +152,8 @@ def _run(config: RunConfig, ready: PreparedRun, console: Console, tracker: Track
     with published_weights(config, history.ledger) as board, worker_processes(config) as workers:
         if workers.dashboard is not None:
             tracker.tags({"dashboard": workers.dashboard})
-        progress = Progress(
-            config.name, config.steps, _links(config, workers), console=console, first_step=len(tracked)
-        )
+        links = terminal_links(config, workers.dashboard)
+        progress = Progress(config.name, config.steps, links, console=console, first_step=len(tracked))
         seen = NodeEvents()
 
         def heard(event: Event) -> None:
@@ -180,20 +185,6 @@ def _catch_up(history: History, tracker: Tracker, starts: Sequence[float]) -> li
     return steps
 
 
-def _links(config: RunConfig, workers: Cluster) -> dict[str, str]:
-    """Where a person can watch the run."""
-    links = {}
-    if workers.dashboard is not None:
-        links["Graph"] = f"{workers.dashboard.removesuffix('/status')}/stageline"
-        links["Dask dashboard"] = workers.dashboard
-        job = slurm_job(os.environ)
-        if job is not None:
-            links["to see it from elsewhere"] = tunnel(workers.dashboard, job.submitted_from)
-    if config.tracking.uri is not None:
-        links["MLflow"] = how_to_open(config.tracking.uri)
-    return links
-
-
 def _page(
     config: RunConfig,
     workers: Cluster,
@@ -206,12 +197,10 @@ def _page(
     """The run's page on Dask's dashboard, where there is one."""
     if workers.dashboard is None:
         return None
-    root = workers.dashboard.removesuffix("/status")
-    links = {"Task stream": workers.dashboard, "Dask's graph": f"{root}/graph", "Groups": f"{root}/groups"}
-    if config.tracking.uri is not None:
-        links["MLflow"] = how_to_open(config.tracking.uri)
     open_page = importlib.import_module("pipeline.driver.dashboard").open_page  # loads Bokeh
-    view: RunView = open_page(config, workers.scheduler, dispatch, flow, history.ledger, board, seen, links)
+    view: RunView = open_page(
+        config, workers.scheduler, dispatch, flow, history.ledger, board, seen, page_links(config, workers.dashboard)
+    )
     return view
 
 
@@ -286,13 +275,13 @@ class _Driver:
             numerics.built,
             self._look,
         )
-        self._books = OpenBooks(self._graph, history.ledger)
+        self._books = OpenBooks(self._graph, history.ledger, ready.mended.outlived)
         self._retention = Retention(config, history, self._warn)
         self._flow = Flow(
             self._graph,
             dispatch,
             first_step=self._books.first_step,
-            committed=history.ledger.addresses(from_step=self._books.first_step),
+            committed={*history.ledger.addresses(from_step=self._books.first_step), *ready.mended.outlived},
             published=[] if board is None else board.available(),
             made_with=ready.mended.made_with,
             on_step=self._step_over,

@@ -29,6 +29,7 @@ from pipeline.driver.cluster import Cluster
 from pipeline.driver.local_workers import LocalWorkers
 from stages.models.protocol import Role
 from stages.publish import is_published
+from storage.errors import StoreRefused
 from storage.ledger import Ledger
 from storage.weights import WeightBoard
 
@@ -43,6 +44,8 @@ def writable(config: RunConfig) -> Iterator[None]:
     """Around the first writes into a run's directory. Raises ConfigError where they cannot be made."""
     try:
         yield
+    except StoreRefused as error:
+        raise ConfigError("runs_dir", f"given {config.runs_dir!r}; {error}") from error
     except OSError as error:
         if error.errno not in DISK_FULL | _IN_THE_WAY:
             raise

@@ -20,9 +20,10 @@ from pipeline.observe.engine_metrics import step_metrics as engine_metrics
 from pipeline.observe.evaluations import Evaluation
 from pipeline.observe.summary import StepNumbers
 from storage.address import Address, Ref
+from storage.errors import DamagedCommit
 from storage.ledger import Ledger
 from storage.records import Rollout, Scores
-from storage.rollouts import RolloutStore
+from storage.rollouts import RolloutStore, dropped
 
 EVALUATION_METRIC = "eval/reward_mean"
 """Mean score of the held-out prompts, by version of the weights."""
@@ -57,8 +58,18 @@ class History:
         return [ref for ref in found if ref is not None]
 
     def _read(self, address: Address) -> Ref | None:
-        commit = self.ledger.find(address)
+        try:
+            commit = self.ledger.find(address)
+        except DamagedCommit:
+            if not dropped(address, self.store.dropped_before()):
+                raise
+            return None  # nobody needs it any more; `check` and the next driver name it
         return None if commit is None else commit.ref()
+
+    def versions_made(self) -> int:
+        """How many versions of the policy updates have made: the newest is this one. (A record in between may be
+        lost.)"""
+        return max((address.step + 1 for address in self.ledger.addresses("update_policy")), default=0)
 
     def step_metrics(
         self, step: int, starts: Iterable[float] = (), known: Mapping[Address, Ref] = _NONE
@@ -90,9 +101,11 @@ class History:
             metrics["throughput/tokens_per_s"] = metrics.get("generate/tokens", 0.0) / metrics["time/step_s"]
         return metrics
 
-    def step_numbers(self, step: int) -> StepNumbers:
-        """The step in the terms of `summary.json`."""
+    def step_numbers(self, step: int) -> StepNumbers | None:
+        """The step in the terms of `summary.json`; None where the records that have its numbers are lost."""
         metrics = self.step_metrics(step)
+        if not metrics.keys() >= {STEP_METRIC, "kl/ref", "generate/tokens"}:
+            return None
         fractions = {int(k.removeprefix(_FRACTION)): v for k, v in metrics.items() if k.startswith(_FRACTION)}
         staleness = Counter({age: round(fraction * self.rows) for age, fraction in fractions.items()})
         return StepNumbers(
@@ -115,11 +128,12 @@ class History:
         some of it may be gone, and about to be made again)."""
         updates = dict.fromkeys(update_stages(self.spec).values(), 1)
         needed = {**updates, "advantage": 1, "generate": self.spec.shards}
-        closed = self.ledger.closed_until()  # of these steps every record is there
-        there = Counter((address.step, address.stage) for address in self.ledger.addresses(from_step=closed))
+        # Of these steps every record is there, or was there once.
+        over = max(self.ledger.closed_until(), self.store.dropped_before())
+        there = Counter((address.step, address.stage) for address in self.ledger.addresses(from_step=over))
         steps = {step for step, _ in there}
         done = sorted(s for s in steps if all(there[s, stage] == number for stage, number in needed.items()))
-        return [*range(closed), *done]
+        return [*range(over), *done]
 
     def evaluation(self, version: int) -> Evaluation | None:
         """Scores by prompt of a version, or None while some are missing; without a KL while the reference's log-probs

@@ -53,6 +53,7 @@ from stages.ppo.config import PPOConfig
 from stages.ppo.masks import state_values
 from stages.ppo.micro_batches import minibatches
 from storage.checkpoints import FileSum
+from storage.exports import write_sums
 from storage.records import PolicyLogprobs, ReferenceLogprobs, Rollout, Values
 
 
@@ -235,6 +236,7 @@ class MegatronHost:
             write_model(directory, model.path, taken, model.dtype)
             if alone:
                 write_adapters(directory / ADAPTERS, model, self._blueprint.spec, alone)
+            write_sums(directory)
 
         return write
 

@@ -1,7 +1,7 @@
 """A reward model's directory in Hugging Face layout: it loads with `AutoModelForSequenceClassification`, whose one
 logit is the score less `reward_bias` of its config.json (their heads have no bias).
 
-May import numpy, torch and this folder.
+May import numpy, torch, storage.exports and this folder.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from stages.models.hf_config import RANDOM_TINY, REWARD_BIAS, read_config
 from stages.models.hf_files import COPIED_FILES, read_tokenizer, read_weights, tensor_shape
 from stages.models.spec import LM_HEAD, SCORE_BIAS, SCORE_WEIGHT, VALUE_HEAD_BIAS, VALUE_HEAD_WEIGHT, ModelSpec
 from stages.models.tensor_files import write_tensors
+from storage.exports import write_sums
 
 _HEAD = 2
 """Keeps the numbers of a new head from the others that are drawn with a run's seed."""
@@ -50,8 +51,8 @@ def head_problem(path: str, spec: ModelSpec) -> str | None:
 
 def write_reward_model(directory: Path, source: str, trained: Mapping[str, Tensor]) -> None:
     """Writes the model of `source` with its trained tensors (their head under a critic's names) changed: config,
-    weights, tokenizer. What was not trained keeps its bits and dtype; of what was, nothing is rounded. Makes the
-    directory."""
+    weights, tokenizer, and their sums. What was not trained keeps its bits and dtype; of what was, nothing is
+    rounded. Makes the directory."""
     tensors = dict(trained)
     head = {SCORE_WEIGHT: tensors.pop(VALUE_HEAD_WEIGHT), SCORE_BIAS: tensors.pop(VALUE_HEAD_BIAS)}
     weights = {name: t for name, t in read_weights(source).items() if name not in (LM_HEAD, SCORE_BIAS)}
@@ -62,6 +63,7 @@ def write_reward_model(directory: Path, source: str, trained: Mapping[str, Tenso
     for name in COPIED_FILES if source != RANDOM_TINY else ():
         if (Path(source) / name).is_file():
             shutil.copyfile(Path(source) / name, directory / name)
+    write_sums(directory)
 
 
 def _config(source: str, bias: float) -> dict[str, object]:

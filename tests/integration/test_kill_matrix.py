@@ -4,13 +4,15 @@ nobody touched."""
 
 from __future__ import annotations
 
+import shutil
 from collections import Counter
 from pathlib import Path
 
 import pytest
 
-from tests.support.kill_matrix import STRIKES_PER_RUN, compare, run_struck
-from tests.support.strikes import draw
+from pipeline.config.run import RunConfig
+from tests.support.kill_matrix import STRIKES_PER_RUN, Case, compare, run_struck
+from tests.support.strikes import DRIVER, GROUP, Strike, draw
 
 pytestmark = pytest.mark.processes
 
@@ -19,13 +21,37 @@ SAMPLE = 22
 process costs its deadline."""
 
 
-def test_killed_in_the_middle_and_nothing_is_lost(folder: Path) -> None:
-    reference, undisturbed = run_struck(folder, "undisturbed", 2, [])
+@pytest.fixture(scope="module")
+def reference(folder: Path) -> RunConfig:
+    config, undisturbed = run_struck(folder, "undisturbed", 2, [])
     assert undisturbed.faults == []
+    return config
+
+
+def test_killed_in_the_middle_and_nothing_is_lost(folder: Path, reference: RunConfig) -> None:
     config, struck = run_struck(folder, "struck", 2, draw(SAMPLE, STRIKES_PER_RUN))
     compare(struck, config, reference)
     assert struck.faults == [], str(struck)
     assert len(struck.fired) >= STRIKES_PER_RUN - 1, str(struck)
+
+
+def test_killed_while_a_checkpoint_is_gone_back_to_and_while_the_summary_is_written(
+    folder: Path, reference: RunConfig
+) -> None:
+    """Half of the commits are in the archive then; the same command again and again comes to the same run."""
+    older = folder / "older"
+    shutil.copytree(reference.run_dir, older)
+    for newest in older.glob("checkpoints/*/v000004"):
+        shutil.rmtree(newest)
+    strikes = [
+        Strike(DRIVER, "preparing", 20, GROUP),
+        Strike(DRIVER, "preparing", 9, DRIVER),
+        Strike(DRIVER, "concluding write", 1, GROUP),
+    ]
+    config, struck = run_struck(folder, "archived", 2, strikes, Case(made_from=older, resume=("--from-checkpoint",)))
+    compare(struck, config, reference)
+    assert struck.faults == [], str(struck)
+    assert len(struck.fired) >= len(strikes) - 1, str(struck)
 
 
 def test_a_seed_draws_the_same_strikes_again_and_seeds_go_round_all_processes() -> None:

@@ -99,3 +99,22 @@ def test_without_any_checkpoint_the_way_on_is_named_and_works(
     assert main(["resume", str(config.run_dir), "--from-checkpoint"]) == 0
     assert contents(config) == contents(whole)
     assert verify_run(config).faults == []
+
+
+def test_records_of_what_was_let_go_may_be_damaged(folder: Path, lean: RunConfig, whole: RunConfig) -> None:
+    """They cannot be made again, and nobody needs them: `check` names them, and the run goes on without them."""
+    config = configure(folder, "scratched", *CHANGES, *KEEP, f"steps={STEPS + 1}")
+    shutil.copytree(lean.run_dir, config.run_dir)
+    lost = [Address("generate", 1), Address("advantage", 3), Address("update_policy", 2), Address("publish", 4)]
+    for address in lost:
+        file = RunPaths(config.run_dir).ledger / f"{address}.json"
+        file.write_bytes(file.read_bytes().replace(b'"rows": ', b'"rows":  '))
+    for steps in (STEPS, STEPS + 1):
+        report = verify_run(configure(folder, "scratched", *CHANGES, *KEEP, f"steps={steps}"))
+        assert report.faults == []
+        named = [note for note in report.notes if "nobody needs it any more" in note]
+        assert [address for address in lost if any(str(address) in note for note in named)] == lost
+        assert main(["resume", str(config.run_dir), f"steps={STEPS + 1}"]) == 0
+    expected = contents(whole)
+    assert contents(config) == {address: expected[address] for address in expected if address not in lost}
+    assert main(["export", str(config.run_dir), "--to", str(folder / "scratched-export")]) == 0

@@ -6,6 +6,7 @@ from __future__ import annotations
 import io
 import json
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -13,8 +14,12 @@ from rich.console import Console
 
 import pipeline.driver.run
 from pipeline.cli.main import main
+from pipeline.cli.sources import saved_config
 from pipeline.cli.verification import verify_run
+from pipeline.config.errors import ConfigError
 from pipeline.config.paths import RunPaths
+from pipeline.config.preflight import preflight
+from pipeline.config.role_models import check_exported
 from pipeline.config.run import RunConfig
 from pipeline.driver.context import StageFailed
 from pipeline.driver.results import open_history
@@ -136,3 +141,51 @@ def test_a_process_that_dies_between_commit_and_rename_leaves_no_hole(
     assert (report.faults, report.notes) == ([], ())
     assert not (paths.root / "attempts").exists()
     assert outputs(config) == outputs(overlapped)
+
+
+@pytest.mark.parametrize("damage", ["flipped", "cut short", "config.json"])
+def test_an_export_that_is_not_what_was_written_is_named(
+    folder: Path, overlapped: RunConfig, capsys: pytest.CaptureFixture[str], damage: str
+) -> None:
+    """By `check`, by `export`, which would hand it out, and by a run that would start from it. Removed, it is written
+    anew from checkpoints."""
+    copy = folder / "runs" / f"export_{damage.replace(' ', '_')}"
+    shutil.copytree(overlapped.run_dir, copy)
+    config = saved_config(str(copy))
+    directory = RunPaths(config.run_dir).weights(2)
+    file = directory / ("config.json" if damage == "config.json" else "model.safetensors")
+    whole = file.read_bytes()
+    assert verify_run(config).faults == []
+    if damage == "flipped":
+        file.write_bytes(bytes([*whole[:-100], whole[-100] ^ 16, *whole[-99:]]))
+    else:
+        file.write_bytes(whole[:-100])
+    fault = f"{file}: is not what was exported" if damage == "flipped" else f"{file}: has {len(whole) - 100} bytes of"
+    (found,) = verify_run(config).faults
+    assert found.startswith(fault)
+    for where in ([], ["--to", str(folder / "handed out")]):
+        assert main(["export", str(config.run_dir), "--version", "2", *where]) == 2
+        assert fault in " ".join(capsys.readouterr().err.split())
+    assert not (folder / "handed out").exists()
+    with pytest.raises(ConfigError, match=re.escape(f"model.path: given {str(directory)!r}; {fault}")):
+        check_exported("model.path", str(directory))
+    shutil.rmtree(directory)
+    if damage == "flipped":
+        assert main(["export", str(config.run_dir), "--version", "2"]) == 0
+        assert file.read_bytes() == whole
+        assert verify_run(config).faults == []
+        check_exported("model.path", str(directory))
+
+
+def test_a_run_does_not_start_from_a_damaged_export(folder: Path, overlapped: RunConfig) -> None:
+    export = folder / "start"
+    shutil.copytree(RunPaths(overlapped.run_dir).weights(2), export)
+    config = configure(folder, "from_export", *QUIET, f"model.reference_path={export}")
+    preflight(config)
+    file = export / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-4] + b"\0\0\0\0")
+    fault = "model.safetensors: is not what was exported"
+    with pytest.raises(ConfigError, match=rf"model\.reference_path: given '\S+start'; \S+{fault}"):
+        preflight(config)
+    (export / "export.json").unlink()
+    preflight(config)  # somebody else's, of which nothing is known

@@ -10,13 +10,14 @@ from __future__ import annotations
 import argparse
 import hashlib
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,7 @@ from pipeline.driver.results import open_history
 from tests.support.paths import ROOT
 from tests.support.run_results import outputs
 from tests.support.runs import QUIET, arguments, configure, placement
-from tests.support.strikes import FOLDER, GROUP, Strike, draw, fired, write_plan
+from tests.support.strikes import DRIVER, FOLDER, GROUP, Strike, draw, fired, write_plan
 from tests.support.waiting import until
 
 STRIKES_PER_RUN = 5
@@ -63,8 +64,22 @@ class Struck:
         return "\n".join([*told, *(f"    FAULT {fault}" for fault in self.faults)])
 
 
-def configured(folder: Path, name: str, staleness: int) -> RunConfig:
-    return configure(folder, name, *_changes(staleness))
+@dataclass(frozen=True)
+class Case:
+    """What a run is like that is struck, where it is not simply started and resumed."""
+
+    changes: tuple[str, ...] = ()
+    made_from: Path | None = None
+    """The directory of a run to begin with a copy of; it is resumed then, and never started."""
+    resume: tuple[str, ...] = ()
+    """What every `resume` is given."""
+
+
+PLAIN = Case()
+
+
+def configured(folder: Path, name: str, staleness: int, *changes: str) -> RunConfig:
+    return configure(folder, name, *_changes(staleness), *changes)
 
 
 def _changes(staleness: int) -> tuple[str, ...]:
@@ -80,13 +95,19 @@ def come_to(config: RunConfig) -> dict[str, Any]:
     return outputs(config) | exports
 
 
-def run_struck(folder: Path, name: str, staleness: int, strikes: Sequence[Strike]) -> tuple[RunConfig, Struck]:
+def run_struck(
+    folder: Path, name: str, staleness: int, strikes: Sequence[Strike], case: Case = PLAIN
+) -> tuple[RunConfig, Struck]:
     """Runs to the end, through whatever the strikes do; what should not have been is in `faults`."""
-    config, struck = configured(folder, name, staleness), Struck(name, list(strikes))
+    config, struck = configured(folder, name, staleness, *case.changes), Struck(name, list(strikes))
     plan, began = folder / f"{name}.strikes", time.monotonic()
     write_plan(plan, strikes)
-    file, *changes = arguments(folder, name, *_changes(staleness))
+    file, *changes = arguments(folder, name, *_changes(staleness), *case.changes)
     command, sessions = ["run", file, *changes], []
+    resume = ["resume", str(config.run_dir), *case.resume]
+    if case.made_from is not None:
+        shutil.copytree(case.made_from, config.run_dir)
+        command = resume
     try:
         while not struck.codes or struck.codes[-1]:
             if len(struck.codes) > len(strikes) + 1:
@@ -98,7 +119,7 @@ def run_struck(folder: Path, name: str, staleness: int, strikes: Sequence[Strike
             if code not in (0, -signal.SIGKILL):
                 struck.faults.append(f"a driver ended with {code}: {said[-2000:]}")
             if Path(RunPaths(config.run_dir).config).exists():
-                command = ["resume", str(config.run_dir)]
+                command = resume
         for session in sessions:
             _look_for_orphans(session, struck)
     except AssertionError as error:
@@ -196,6 +217,47 @@ def run_matrix(folder: Path, kills: int, first_seed: int, stalenesses: Sequence[
     return results
 
 
+KEEP = ("storage.keep.rollouts=1", "storage.keep.exports=2", "checkpoint.keep_every=4", "export.every=1", "steps=9",
+        "model.policy.decay=constant", "model.critic.decay=constant")  # fmt: skip
+
+
+def run_aimed(folder: Path, every: int = 2) -> list[Struck]:
+    """Kills of the driver, by turns with all that it started, at its own writes: while a run is prepared, started and
+    resumed; while old rollouts and exports are let go; while its summary is written; and while `--from-checkpoint`
+    archives, where the same command is given again and again."""
+
+    def at(point: str, numbers: Iterable[int]) -> list[Strike]:
+        return [Strike(DRIVER, point, n, (DRIVER, GROUP)[i % 2]) for i, n in enumerate(numbers)]
+
+    references = {
+        name: run_struck(folder, f"reference-{name}", 0, [], Case(changes))[0]
+        for name, changes in {"plain": (), "keep": KEEP}.items()
+    }
+    plain = references["plain"].run_dir
+    gone_back = folder / "gone-back"
+    shutil.copytree(plain, gone_back)
+    for newest in gone_back.glob("checkpoints/*/v000004"):
+        shutil.rmtree(newest)
+    cases = {
+        "preparing": ("plain", at("preparing", range(1, 11, every)), PLAIN),
+        "letting-go": ("keep", at("letting go", range(1, 16, every)), Case(KEEP)),
+        "concluding": ("plain", at("concluding write", range(1, 4)), Case(made_from=plain)),
+        "archiving": (
+            "plain",
+            at("preparing", [*range(1, 24, 2 * every), *range(24, 56, 4 * every)]),
+            Case(made_from=gone_back, resume=("--from-checkpoint",)),
+        ),
+    }
+    results = []
+    for name, (reference, strikes, case) in cases.items():
+        config, struck = run_struck(folder, name, 0, strikes, case)
+        if not struck.codes[-1]:
+            compare(struck, config, references[reference])
+        print(struck, flush=True)
+        results.append(struck)
+    return results
+
+
 def report(results: Sequence[Struck]) -> str:
     """What was struck how often, and what was not as it should be."""
     strikes = [strike for struck in results for strike in struck.fired]
@@ -221,8 +283,12 @@ def main() -> int:
     parser.add_argument("--folder", type=Path, help="keep the runs there; default: a temporary folder")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="kill-matrix-") as temporary:
-        results = run_matrix(options.folder or Path(temporary), options.kills, options.seed, options.staleness)
+        folder = options.folder or Path(temporary)
+        results = run_matrix(folder, options.kills, options.seed, options.staleness)
+        aimed = run_aimed(folder)
     print(report(results))
+    print(f"Aimed at a driver's own writes: {report(aimed)}")
+    results += aimed
     return int(any(struck.faults for struck in results))
 
 

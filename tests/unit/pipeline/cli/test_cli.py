@@ -10,7 +10,9 @@ from pathlib import Path
 import pytest
 
 from pipeline.cli.main import COMMANDS, main
-from storage.errors import StoreRefused
+from pipeline.config.preflight import Preflight, preflight
+from pipeline.config.run import RunConfig
+from storage.errors import DamagedCommit, StoreRefused
 from tests.support.configs import arguments, write_config
 
 
@@ -125,7 +127,8 @@ def test_help_names_the_exit_codes(capsys: pytest.CaptureFixture[str]) -> None:
         main(["--help"])
     assert ended.value.code == 0
     out = " ".join(capsys.readouterr().out.split())
-    assert "0 done, 2 bad input, 3 a stage failed, 4 a worker's driver is gone, 75 a job ended early" in out
+    assert "0 done, 2 bad input (nothing was started) or a run that `check` finds not sound, 3 a stage failed" in out
+    assert "4 a worker's driver is gone, 75 a job ended early" in out
     assert "130 interrupted" in out
 
 
@@ -147,6 +150,39 @@ def test_a_full_disk_is_one_message_and_exit_code_3(
     assert main(["run", *sources]) == 3
     (said,) = capsys.readouterr().err.splitlines()
     assert said.startswith("failed /runs/x/events.jsonl: No space left on device (ENOSPC). What is committed is whole")
+
+
+@pytest.mark.parametrize(("when", "what", "code"), [("prepare", "refused", 2), ("_run_to_conclusion", "failed", 3)])
+def test_what_is_stored_wrongly_is_refused_before_a_run_has_started_and_a_failure_afterwards(
+    sources: list[str],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    when: str,
+    what: str,
+    code: int,
+) -> None:
+    def damaged(*_: object, **__: object) -> None:
+        raise DamagedCommit("score/step_000000/shard_0000.json: is not what was written")
+
+    monkeypatch.setattr(f"pipeline.driver.run.{when}", damaged)
+    assert main(["run", *sources]) == code
+    (said,) = capsys.readouterr().err.splitlines()
+    assert said.startswith(f"{what} score/step_000000/shard_0000.json: is not what was written")
+
+
+def test_a_run_that_came_and_went_while_this_one_was_checked_is_not_written_over(
+    sources: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another driver, with another config perhaps, had the directory's lock in between."""
+
+    def check(config: RunConfig, saved: Path | None = None) -> Preflight:
+        config.run_dir.mkdir(parents=True)
+        (config.run_dir / "events.jsonl").write_text("")
+        return preflight(config, saved)
+
+    monkeypatch.setattr("pipeline.driver.run.preflight", check)
+    assert main(["run", *sources]) == 2
+    assert "holds this run already" in capsys.readouterr().err
 
 
 def test_other_errors_of_the_system_are_not_hidden(sources: list[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import re
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 import pytest
 
-from pipeline.config.changes import MAY_CHANGE, change_problems, changes, sections
+from pipeline.config.changes import MAY_CHANGE, change_problems, changes, sections, settings
 from pipeline.config.errors import ConfigError
 from pipeline.config.loading import config_hash, flatten, load_config, read_saved, to_yaml
 from pipeline.config.run import RunConfig
-from tests.support.paths import TINY
+from tests.support.paths import ROOT, TINY
 
 CONSTANT = ("model.policy.decay=constant", "model.critic.decay=constant")
 
@@ -72,6 +74,45 @@ def test_what_may_not_is_named_with_both_values(change: str) -> None:
     assert problem.given == changed.after
     before_text = "null" if changed.before is None else repr(changed.before)
     assert f"the run has {before_text}" in problem.need
+
+
+def documented() -> list[str]:
+    """The keys that may change, as the table that users read has them, as patterns."""
+    text = (ROOT / "docs/running.md").read_text("utf8")
+    table = text.partition("### What may change on resume")[2].partition("Everything else")[0]
+    cells = [line.split("|")[1] for line in table.splitlines() if line.startswith("| ") and "`" in line.split("|")[1]]
+    named = re.findall(r"`([^`]+)`", " ".join(cells))
+    short = {"weights_dir", "offload", "workers", "slots"}
+    return [
+        f"placement.gangs.*.{key}" if key in short else f"*.parts.*.{key}" if key == "timeout_s" else key
+        for key in named
+    ]
+
+
+def other(value: object) -> object:
+    """Another value, of the same type where there is one: what the run had before."""
+    if isinstance(value, bool):
+        return not value
+    if isinstance(value, int | float):
+        return value - 1
+    return ["another"] if isinstance(value, list) else "another"
+
+
+@pytest.mark.parametrize("key", sorted(settings(sections(load(*CONSTANT)))))
+def test_every_key_may_change_or_is_named_as_the_docs_say(key: str) -> None:
+    """One key after another, all of them; the docs have the list that a user looks at."""
+    config = load(*CONSTANT)
+    stated = sections(config)
+    *above, last = key.split(".")
+    section = stated
+    for name in above:
+        section = section[name]
+    section[last] = other(section[last])
+    refused = [problem.key for problem in change_problems(stated, config)]
+    may = key in ("name", "runs_dir") or any(fnmatchcase(key, pattern) for pattern in documented())
+    if key in ("placement.gangs.train.workers", "placement.gangs.train.slots"):
+        may = False  # not of a pool
+    assert refused == ([] if may else [key])
 
 
 def test_the_ranks_of_a_gang_stay_as_many_as_they_are() -> None:

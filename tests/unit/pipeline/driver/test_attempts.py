@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from distributed.comm import CommClosedError
 
-from pipeline.driver.attempts import LINEAGE, Attempt, Result, edges
 from pipeline.driver.context import WorkerKey
+from pipeline.driver.edges import LINEAGE, Attempt, Result, edges
 from pipeline.driver.supervision import restart_unit
 from pipeline.driver.verdict import Verdict, back_off_s, error_of_rank, passes, verdict
 from pipeline.graph.dispatch import Submit

@@ -3,24 +3,28 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from pipeline.config.paths import RunPaths
+from pipeline.driver.closing import OpenBooks, all_committed
 from pipeline.driver.context import StageFailed
-from pipeline.driver.integrity import UnreadVersions, books_closed, check_made_again, mend
-from pipeline.driver.rewind import newest_sampled
-from pipeline.graph.graph import GraphSpec
+from pipeline.driver.integrity import UnreadVersions, books_closed, check_made_again, mend, set_damaged_aside
+from pipeline.driver.rewind import newest_sampled, plan_rewind
+from pipeline.graph.graph import GraphSpec, run_nodes, step_nodes
 from pipeline.observe.history import History
 from storage.address import Address
+from storage.checkpoints import Checkpoints
 from storage.commits import Commit, provenance_here
-from storage.errors import StoreError
+from storage.config import Durability
+from storage.errors import DamagedCommit, StoreError
 from storage.ledger import Ledger
 from storage.records import Rollout, Scores
 from storage.rollouts import RolloutStore
-from storage.segments import SPAN
+from storage.segments import SPAN, first_step, segment_key
 from storage.shards import Layout, Layouts
 from storage.weights import WeightBoard
 
@@ -189,3 +193,136 @@ def test_a_lost_shard_of_several_versions_is_refused(latest: History, paths: Run
     with pytest.raises(StoreError, match=rf"{SHARD} is lost, .* versions \[1, 2\], as they came .* --from-checkpoint"):
         mend(latest, paths)
     assert newest_sampled(latest, latest.ledger.addresses()) == {SHARD: None}
+
+
+# ---- what was lost of steps whose arrays were let go --------------------------------------------------------------
+
+LONG = GraphSpec(steps=2 * SPAN + 12, shards=1, staleness=0, eval_every=6)
+DROPPED, SAVED = 2 * SPAN, (12, 2 * SPAN + 2, 2 * SPAN + 6)
+
+
+@pytest.fixture
+def lean(tmp_path: Path) -> History:
+    """All of a run of 44 steps is committed, two segments are closed, the arrays of the steps before 32 were let go,
+    and there are checkpoints of versions 12 (`checkpoint.keep_every`), 34 and 38."""
+    ledger = Ledger(str(tmp_path / "ledger"), Durability(fsync=False))
+    store = RolloutStore(str(tmp_path), ledger, Layouts(Layout(1, 2, 3), Layout(1, 2, 3)))
+    before: dict[str, Commit] = {}
+    for node in run_nodes(LONG):
+        inputs = (
+            [before["advantage"]] if node.stage in ("advantage", "update_policy") and before.get("advantage") else []
+        )
+        before[node.stage] = store.commit_only(
+            node.address, provenance_here(inputs=inputs, seed=0, config_hash=""), digest=str(node.address)
+        )
+    books = OpenBooks(LONG, ledger)
+    for step in range(LONG.steps):
+        books.over(step, [node.address for node in step_nodes(LONG, step)])
+    assert ledger.closed_until() == 2 * SPAN
+    store.drop(DROPPED)
+    checkpoints = Checkpoints(RunPaths(tmp_path).checkpoints)
+    for role in ("policy", "critic"):
+        for version in SAVED:
+            place = checkpoints.begin(role, version)
+            (place / "model.bin").write_text("weights")
+            digest = ledger.get(Address(f"update_{role}", version - 1)).digest
+            checkpoints.finish(role, version, place, {"digest": digest})
+    return History(LONG, ledger, store, rows=2)
+
+
+def flip(paths: RunPaths, address: Address) -> None:
+    """Damages a record where it is: in its segment, or its file."""
+    file = paths.ledger / f"{address}.json"
+    if not file.exists():
+        file = paths.ledger / segment_key(first_step(address.step))
+    data = bytearray(file.read_bytes())
+    data[data.rindex(f'"digest": "{address}"'.encode()) + 12] ^= 1
+    file.write_bytes(bytes(data))
+
+
+OUTLIVED = (
+    Address("advantage", 3), Address("update_policy", 2), Address("publish", SPAN + 3), Address("evaluate", 6),
+    Address("generate", 2 * SPAN), Address("update_critic", 2 * SPAN), Address("publish", DROPPED + 1),
+)  # fmt: skip
+"""In the first segment, the second and none; of steps whose arrays are gone, and such as only the trainer is past."""
+
+
+@pytest.mark.parametrize("lost", OUTLIVED, ids=str)
+def test_a_damaged_record_of_what_was_let_go_is_lost_and_nobody_needs_it(
+    lean: History, paths: RunPaths, lost: Address
+) -> None:
+    """It cannot be made again, since its inputs are gone: the run goes on without it, from where it was."""
+    flip(paths, lost)
+    history = replace(lean, ledger=Ledger(str(paths.ledger)))
+    mended = mend(history, paths)
+    warning, *more = mended.warnings
+    assert str(lost) in warning
+    assert "is not what was written" in warning
+    assert warning.endswith("nobody needs it any more (storage.keep.rollouts has let go what it was made from)")
+    assert more == []
+    assert mended.outlived == {lost}
+    assert not mended.expected
+    assert history.ledger.closed_until() == 2 * SPAN, "what was closed is closed again"
+    assert all_committed(LONG, history.ledger, mended.outlived)
+    assert OpenBooks(LONG, history.ledger, mended.outlived).first_step == 2 * SPAN
+    again = mend(replace(lean, ledger=Ledger(str(paths.ledger))), paths)
+    assert len(again.warnings) == (lost.step >= 2 * SPAN), "of a closed step nobody asks any more"
+    assert {*range(DROPPED)} <= {*history.steps_done()}
+
+
+@pytest.mark.parametrize(
+    "needed",
+    [
+        Address("advantage", SAVED[1]),
+        Address("update_critic", SAVED[1]),
+        Address("evaluate_score", 6),
+        Address("evaluate", 0),
+        Address("evaluate", SAVED[0]),
+        Address("publish", SAVED[0]),
+    ],
+    ids=str,
+)
+def test_what_a_recovery_may_need_runs_again(lean: History, paths: RunPaths, needed: Address) -> None:
+    """From the oldest checkpoint behind the gap on updates may run again; rows that were evaluated never go; and of a
+    version whose weights are there all else can be made."""
+    flip(paths, needed)
+    mended = mend(replace(lean, ledger=Ledger(str(paths.ledger))), paths)
+    assert not mended.outlived
+    (warning,) = mended.warnings
+    assert warning.endswith(f"; {needed} runs again")
+
+
+def test_a_run_closes_its_books_without_what_is_lost(lean: History, paths: RunPaths) -> None:
+    """Also where the step had not been closed when its record was damaged."""
+    lost = Address("advantage", 2 * SPAN)
+    flip(paths, lost)
+    longer = replace(LONG, steps=3 * SPAN + 12)
+    history = replace(lean, spec=longer, ledger=Ledger(str(paths.ledger)))
+    mended = mend(history, paths)
+    books = OpenBooks(longer, history.ledger, mended.outlived)
+    for step in range(books.first_step, longer.steps):
+        for node in step_nodes(longer, step):
+            if node.address != lost:
+                history.store.commit_only(node.address, provenance_here(seed=0, config_hash=""))
+        books.over(step, [node.address for node in step_nodes(longer, step)])
+    assert history.ledger.closed_until() == 3 * SPAN
+    assert all_committed(longer, history.ledger)
+    assert history.versions_made() == longer.steps
+
+
+def test_a_run_goes_back_to_a_checkpoint_over_what_is_lost(lean: History, paths: RunPaths) -> None:
+    """Without its record a generation looks like one that has yet to read its version."""
+    flip(paths, Address("generate", 3))
+    history = replace(lean, ledger=Ledger(str(paths.ledger)))
+    assert set_damaged_aside(history.ledger, paths).keys() == {Address("generate", 3)}
+    assert plan_rewind(history, paths).version == SAVED[-1]
+
+
+def test_a_running_driver_passes_over_it(lean: History, paths: RunPaths) -> None:
+    """Its summary reads every step; only what may still be needed stops it."""
+    flip(paths, Address("score", 3))
+    history = replace(lean, ledger=Ledger(str(paths.ledger)))
+    assert history.step_numbers(3) is None, "no metrics here, and no error"
+    flip(paths, Address("score", DROPPED))
+    with pytest.raises(DamagedCommit):
+        history.step_numbers(DROPPED)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from pathlib import Path
 
 import pytest
@@ -15,6 +17,7 @@ from pipeline.driver.preparation import prepare
 from pipeline.driver.results import open_history
 from pipeline.driver.session import writable
 from pipeline.graph.graph import run_nodes
+from storage import files
 from storage.address import Address
 from storage.checkpoints import Checkpoints
 from storage.commits import provenance_here
@@ -87,3 +90,36 @@ def test_a_file_where_a_directory_must_be_is_refused_by_its_path(config: RunConf
     plots.write_text("")
     with pytest.raises(ConfigError, match=f"cannot write {plots}: File exists"), writable(config):
         prepare(config, begun, resume=True, from_checkpoint=False)
+
+
+@pytest.mark.parametrize("key", ["identity.json", "config.yaml"])
+def test_a_disk_without_room_is_a_refusal_before_anything_starts(
+    config: RunConfig, begun: Preflight, monkeypatch: pytest.MonkeyPatch, key: str
+) -> None:
+    """As the store says it: exit code 2, not 3, and the same command works once there is room."""
+    write_temporary = files._temporary
+
+    def full(root: files.Root, path: str, data: bytes) -> str:
+        if path.endswith(key):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), path)
+        return write_temporary(root, path, data)
+
+    config.steps = 5
+    config.model.policy.decay = config.model.critic.decay = "constant"
+    with monkeypatch.context() as disk:
+        disk.setattr(files, "_temporary", full)
+        with pytest.raises(ConfigError, match=rf"runs_dir: given .*{key}: No space left on device"), writable(config):
+            prepare(config, begun, resume=True, from_checkpoint=False)
+    assert updates(config) == [0, 1, 2, 3]
+    prepare(config, begun, resume=True, from_checkpoint=False)
+
+
+def test_files_with_a_time_in_the_future_go_back_to_the_same_checkpoint(config: RunConfig, begun: Preflight) -> None:
+    """The newest is the one of the highest version: clocks differ between hosts, and are set back."""
+    for file in config.run_dir.rglob("*"):
+        os.utime(file, (2**31, 2**31))
+    for file in RunPaths(config.run_dir).checkpoints.rglob("*v000004*"):
+        os.utime(file, (0, 0))
+    ready = prepare(config, begun, resume=True, from_checkpoint=True)
+    assert any("resumed from checkpoint v4: " in warning for warning in ready.warnings)
+    assert updates(config) == [0, 1, 2, 3]

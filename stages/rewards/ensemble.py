@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,9 @@ class EnsembleReward:
     """Owns its members. The score is their mean; the disagreement, their standard deviation (over the members, divided
     by their number), tells where a policy has gone to where they were not made for (Coste et al., arXiv 2310.02743)."""
 
-    def __init__(self, members: Mapping[str, Mapping[str, Any]], timeout_s: float = 60.0) -> None:
+    def __init__(
+        self, members: Mapping[str, Mapping[str, Any]], timeout_s: float = 60.0, _directory: Path | None = None
+    ) -> None:
         """`members`: name -> {kind, args}. `timeout_s`: of users' own among them."""
         if len(members) < 2:
             raise ValueError(f"members has {len(members)}: an ensemble has 2 or more, as NAME: {{kind: .., args: ..}}")
@@ -25,7 +28,7 @@ class EnsembleReward:
                 args = member.get("args", {})
                 if "kind" not in member or member.keys() - {"kind", "args"} or not isinstance(args, Mapping):
                     raise ValueError(f"members.{name} is {member!r}: it must have a kind, may have args, and no more")
-                reward = build_reward(str(member["kind"]), args, f"members.{name}", timeout_s)
+                reward = build_reward(str(member["kind"]), args, f"members.{name}", timeout_s, _directory)
                 undo.callback(close_reward, reward)
                 self._members.append(reward)
         self.deterministic = all(member.deterministic for member in self._members)

@@ -12,6 +12,7 @@ import importlib
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import Any, Literal, get_origin
 
 from beartype import BeartypeConf
@@ -27,7 +28,9 @@ REWARDS: dict[str, str] = {
     "characters": "stages.rewards.rules:CharacterReward",
     "ensemble": "stages.rewards.ensemble:EnsembleReward",
     "format": "stages.rewards.rules:FormatReward",
+    "judge": "stages.rewards.judges.rewards:JudgeReward",
     "length": "stages.rewards.rules:LengthReward",
+    "local_judge": "stages.rewards.judges.rewards:LocalJudgeReward",
     "missing_eos": "stages.rewards.rules:MissingEosPenalty",
     "model": "stages.rewards.learned:ModelReward",
     "overlong": "stages.rewards.rules:OverlongPenalty",
@@ -48,19 +51,22 @@ class UnfitReward(ValueError):
         self.problem = problem
 
 
-def build_parts(config: RewardPartsConfig, key: str) -> tuple[Part, ...]:
-    """The parts of a section whose key path is `key`; `close_parts` ends them. Raises UnfitReward."""
+def build_parts(config: RewardPartsConfig, key: str, directory: Path | None = None) -> tuple[Part, ...]:
+    """The parts of a section whose key path is `key`; `close_parts` ends them. `directory`: the run's, for what a
+    reward writes; None: nothing is written. Raises UnfitReward."""
     with closing_on_error() as undo:
         parts = []
         for name, (where, part) in config.named(key).items():
-            reward = build_reward(part.kind, part.args, where, part.timeout_s)
+            reward = build_reward(part.kind, part.args, where, part.timeout_s, directory)
             undo.callback(close_reward, reward)
             parts.append(Part(name, part.weight, reward))
         return tuple(parts)
 
 
-def build_reward(kind: str, args: Mapping[str, Any], key: str, timeout_s: float = 60.0) -> Reward:
-    """The reward of a kind. `key`: path of its settings.
+def build_reward(
+    kind: str, args: Mapping[str, Any], key: str, timeout_s: float = 60.0, directory: Path | None = None
+) -> Reward:
+    """The reward of a kind. `key`: path of its settings. `directory`: as of `build_parts`.
 
     Raises:
         UnfitReward: an unknown kind (with those that there are), arguments that it does not take (likewise), lacks or
@@ -78,8 +84,9 @@ def build_reward(kind: str, args: Mapping[str, Any], key: str, timeout_s: float 
     module, _, name = REWARDS[kind].partition(":")
     make: Callable[..., Reward] = getattr(importlib.import_module(module), name)
     _check_arguments(make, kind, args, key)
+    own = {"_directory": directory} if "_directory" in inspect.signature(make).parameters else {}
     try:
-        return make(**args)
+        return make(**args, **own)
     except UnfitReward as error:  # of a reward that is made of others
         inner = error.problem
         raise UnfitReward(Problem(f"{key}.args.{inner.key}", inner.given, inner.need)) from error

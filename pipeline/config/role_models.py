@@ -82,8 +82,8 @@ def role_models(config: RunConfig, policy: ModelSpec) -> dict[Role, ModelSpec]:
 
 
 def check_reward_models(config: RunConfig, policy: ModelSpec) -> None:
-    """Whether each reward model can score this policy's rows, token by token, and it, or a local judge, has a process to
-    itself. For rewards that can be built.
+    """Whether each reward model can score this policy's rows, token by token, and each, or a local judge, has a process
+    to itself. For rewards that can be built.
 
     Raises:
         ConfigError: one has another vocabulary than the policy, or is too short for a row and an EOS; or the gang that

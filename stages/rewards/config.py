@@ -112,9 +112,7 @@ def judge_problems(config: RewardPartsConfig, key: str, responses: int, deadline
             yield Problem(f"{where}.patience_s", waits[0], need)
 
 
-def _models_of(
-    part: Mapping[str, Any], where: str, kinds: tuple[str, ...]
-) -> Iterator[tuple[str, Mapping[str, Any]]]:
+def _models_of(part: Mapping[str, Any], where: str, kinds: tuple[str, ...]) -> Iterator[tuple[str, Mapping[str, Any]]]:
     args = part.get("args", {})
     if part.get("kind") in kinds:
         yield f"{where}.args", args

@@ -4,9 +4,9 @@
                         ▲        │ 429, 5xx, no connection, too slow, no JSON
                         └─ wait ─┘ as long as Retry-After says (all questions do), or longer each time
 
-The judge is given up when a request fails that would be tried again later than `patience_s` after its last answer; then nothing is scored, and what was
-answered until then is kept. The one place that imports aiohttp, when the first question is asked. May import
-stages.rewards.protocol and this folder.
+The judge is given up when a request fails that would be tried again later than `patience_s` after its last answer;
+then nothing is scored, and what was answered until then is kept. The one place that imports aiohttp, when the first
+question is asked. May import stages.rewards.protocol and this folder.
 """
 
 from __future__ import annotations
@@ -174,7 +174,9 @@ async def _request(session: Any, url: str, asked: Asked, limit_s: float, key: st
     wants = bool(asked.body.get("logprobs"))
     try:
         choice = json.loads(text)["choices"][0]
-        answer = Answer(_without(key, str(choice["message"].get("content") or "")), _likeliest(choice) if wants else None)
+        answer = Answer(
+            _without(key, str(choice["message"].get("content") or "")), _likeliest(choice) if wants else None
+        )
     except (ValueError, KeyError, IndexError, TypeError, AttributeError):
         return _Refusal(f"no chat completion, but {said}", None)
     if wants and answer.likeliest == ():

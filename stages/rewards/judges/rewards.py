@@ -1,8 +1,8 @@
-"""The rewards of kind `judge` and `local_judge`: the same rubric and the same verdicts, of a model behind an endpoint or
-in this process.
+"""The rewards of kind `judge` and `local_judge`: the same rubric and the same verdicts, of a model behind an endpoint
+or in this process.
 
-    rows ──► questions ──┬─ judge ────────► cache ─ what it lacks ─► endpoint ──► first token's likeliest, or text ──┐
-                         └─ local_judge ──► chat template ─► the model ─► the next token's likeliest ────────────────┴─► scores
+    rows ──► questions ──┬─ judge ──► cache ─ what it lacks ─► endpoint ──► first token's likeliest, or text ──┐
+                         └─ local_judge ──► chat template ──► model ──► the next token's likeliest ────────────┴─► scores
 
 May import jinja2 (its error), stages.models (hf_files, hf_config, reward_files, spec), stages.rewards and this folder;
 stages.models.reward_rows (Megatron) when rows are scored.
@@ -14,7 +14,7 @@ import importlib
 import os
 import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args
 from urllib.parse import urlsplit
@@ -249,7 +249,9 @@ def _refuse_odd_key(key_env: str | None) -> None:
     if not os.environ.get(key_env, "").strip():
         raise UnfitReward(Problem("key_env", key_env, "there is no such environment variable here, or it is empty"))
     if not os.environ[key_env].isprintable():
-        raise UnfitReward(Problem("key_env", key_env, "its value has characters that a header cannot have (a newline?)"))
+        raise UnfitReward(
+            Problem("key_env", key_env, "its value has characters that a header cannot have (a newline?)")
+        )
 
 
 def _model_problem(path: str) -> str | None:

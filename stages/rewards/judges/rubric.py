@@ -137,7 +137,9 @@ def _pieces(key: str, text: str, against: str | None) -> tuple[tuple[str, str | 
     missing = sorted(_given_fields(against) - {"prompt"} - named)
     if missing:
         mode = "graded" if against is None else "pairwise"
-        need = f"it lacks {{{'}, {'.join(missing)}}}, without which a {mode} judge (against: {against}) sees no response"
+        need = (
+            f"it lacks {{{'}, {'.join(missing)}}}, without which a {mode} judge (against: {against}) sees no response"
+        )
         raise _unfit(key, text, need)
     others = {"first", "second"} if against is None else {"response"}
     if others & named:

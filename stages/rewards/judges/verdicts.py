@@ -1,7 +1,7 @@
 """From a judge's answers to numbers. Pure; standard library and this folder only.
 
-    likelihood   sum over answers a of P(a) worth(a), P restricted to the answers, of the first token
-    text         the worth of the last word
+likelihood   sum over answers a of P(a) worth(a), P restricted to the answers, of the first token
+text         the worth of the last word
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Ask = Callable[[Sequence[Question]], Sequence[Answer]]
 
 
 @dataclass(frozen=True)
-class Comparison:
+class BothOrders:
     """How much better the first of two responses was found than the second, 0 to 1; None: no answer that counts."""
 
     first_shown_first: float | None
@@ -58,7 +58,7 @@ def grade(rubric: Rubric, ask: Ask, samples: Sequence[Sample]) -> list[float | N
     return [verdict(answer, rubric.answers) for answer in answers]
 
 
-def compare(rubric: Rubric, ask: Ask, pairs: Sequence[tuple[Sample, str, str]]) -> list[Comparison]:
+def compare(rubric: Rubric, ask: Ask, pairs: Sequence[tuple[Sample, str, str]]) -> list[BothOrders]:
     """A pairwise judge's verdicts on pairs of responses (row, one response, another), each asked in both orders: a
     judge favours one side whatever stands there (Zheng et al., arXiv 2306.05685)."""
     questions = [
@@ -68,7 +68,7 @@ def compare(rubric: Rubric, ask: Ask, pairs: Sequence[tuple[Sample, str, str]]) 
     ]
     found = [verdict(answer, rubric.answers) for answer in ask(questions)]
     return [
-        Comparison(ahead, None if behind is None else 1 - behind)
+        BothOrders(ahead, None if behind is None else 1 - behind)
         for ahead, behind in zip(found[::2], found[1::2], strict=True)
     ]
 

@@ -82,7 +82,10 @@ def test_likelihoods_are_asked_for_and_read() -> None:
     assert found == [pytest.approx(5 * p + 1 * (1 - p))]
     body = served.asked[0]
     assert (body["max_tokens"], body["logprobs"], body["top_logprobs"], body["temperature"]) == (1, True, 20, 0)
-    with serving(lambda body: completion("5")) as served, pytest.raises(RewardFailed, match="top_logprobs.*read: text"):
+    with (
+        serving(lambda body: completion("5")) as served,
+        pytest.raises(RewardFailed, match=r"top_logprobs.*read: text"),
+    ):
         judge_of(served, read="likelihood")(samples("a"))
 
 
@@ -129,19 +132,21 @@ def test_what_may_pass_is_tried_again(passing: Reply, tmp_path: Path) -> None:
 
 
 def test_what_cannot_pass_ends_it_at_once_and_names_the_row() -> None:
-    with serving(lambda body: Reply('{"error": "no such model"}', 404)) as served:
-        with pytest.raises(RewardFailed, match=r"refuses row 0 \(prompt 'p'\): HTTP 404: .*no such model"):
-            judge_of(served)(samples("a"))
+    refused = pytest.raises(RewardFailed, match=r"refuses row 0 \(prompt 'p'\): HTTP 404: .*no such model")
+    with serving(lambda body: Reply('{"error": "no such model"}', 404)) as served, refused:
+        judge_of(served)(samples("a"))
     assert len(served.asked) == 1
-    with serving(lambda body: Reply("", 302, {"Location": "http://elsewhere/"})) as served:
-        with pytest.raises(RewardFailed, match="HTTP 302"):
-            judge_of(served)(samples("a"))
+    elsewhere = Reply("", 302, {"Location": "http://elsewhere/"})
+    with serving(lambda body: elsewhere) as served, pytest.raises(RewardFailed, match="HTTP 302"):
+        judge_of(served)(samples("a"))
 
 
 def test_a_judge_that_asks_to_be_left_alone_for_too_long_is_given_up_at_once() -> None:
-    with serving(lambda body: Reply("quota", 429, {"Retry-After": "3600"})) as served:
-        with pytest.raises(RewardFailed, match=r"HTTP 429: quota\. It asks to be left alone for 3600 s\. Nothing is sco"):
-            judge_of(served, patience_s=30)(samples("a"))
+    with (
+        serving(lambda body: Reply("quota", 429, {"Retry-After": "3600"})) as served,
+        pytest.raises(RewardFailed, match=r"HTTP 429: quota\. It asks to be left alone for 3600 s\. Nothing is sco"),
+    ):
+        judge_of(served, patience_s=30)(samples("a"))
     assert len(served.asked) == 1
 
 
@@ -164,15 +169,16 @@ def test_a_judge_that_vanishes_is_waited_for_and_then_is_an_error(vanished: str)
     assert "has answered nothing for" in said
     assert "patience_s = 0.15" in said
     assert "row 0" in said or "row 1" in said
-    assert {"never there": "ClientConnector", "slow": "no answer within", "limits for ever": "HTTP 429"}[vanished] in said
+    assert {"never there": "ClientConnector", "slow": "no answer within", "limits for ever": "HTTP 429"}[
+        vanished
+    ] in said
 
 
 def test_answers_survive_and_only_the_rest_is_asked_again(tmp_path: Path) -> None:
     """The judge vanishes after two answers; a later process asks for the third alone, and then nothing."""
     refuse = Reply("gone", 410)
-    with serving(turns(by_length, by_length, refuse)) as served:
-        with pytest.raises(RewardFailed, match="HTTP 410"):
-            judge_of(served, cache=str(tmp_path), concurrency=1)(samples("a", "bb", "ccc"))
+    with serving(turns(by_length, by_length, refuse)) as served, pytest.raises(RewardFailed, match="HTTP 410"):
+        judge_of(served, cache=str(tmp_path), concurrency=1)(samples("a", "bb", "ccc"))
     with serving(by_length) as served:
         again = judge_of(served, cache=str(tmp_path))
         assert scores(again, "a", "bb", "ccc") == [1.0, 2.0, 3.0]
@@ -241,7 +247,7 @@ def test_retry_after_is_seconds_or_a_date(header: str, seconds: float | None) ->
 @pytest.fixture
 def no_key(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.delenv("JUDGE_KEY", raising=False)
-    yield
+    return
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from stages.rewards.judges.rubric import Question, Rubric, make_rubric
-from stages.rewards.judges.verdicts import Answer, Comparison, compare, scored, verdict
+from stages.rewards.judges.verdicts import Answer, BothOrders, compare, scored, verdict
 from stages.rewards.protocol import RewardFailed, Sample, Scored
 from stages.rewards.registry import UnfitReward
 
@@ -65,13 +65,17 @@ def test_a_question_has_the_rows_texts_and_the_prompts_fields() -> None:
 def test_a_chat_prompt_is_its_message_or_who_said_what() -> None:
     one = ({"role": "user", "content": "Hi?"}, {"role": "assistant", "content": "r"})
     more = ({"role": "user", "content": "Hi?"}, {"role": "assistant", "content": "Yes."}, *one)
-    texts = [rubric("{prompt}|{response}").question(Sample("t", "r", messages=m), {"response": "r"}) for m in (one, more)]
+    texts = [
+        rubric("{prompt}|{response}").question(Sample("t", "r", messages=m), {"response": "r"}) for m in (one, more)
+    ]
     assert texts[0].messages[0]["content"] == "Hi?|r"
     assert texts[1].messages[0]["content"] == "user: Hi?\n\nassistant: Yes.\n\nuser: Hi?|r"
 
 
 def test_grades_and_what_could_not_be_read() -> None:
-    found = scored(rubric(on_unparsed=-1.0), answering(good="5", odd="dunno"), [Sample("p", "good"), Sample("p", "odd")])
+    found = scored(
+        rubric(on_unparsed=-1.0), answering(good="5", odd="dunno"), [Sample("p", "good"), Sample("p", "odd")]
+    )
     assert found == Scored({"": [5.0, -1.0]}, None, {"unparsed": [0.0, 1.0]})
 
 
@@ -87,7 +91,7 @@ def test_each_pair_is_asked_in_both_orders() -> None:
 
     assert scored(made, always_a, [sample]) == Scored({"": [0.5]}, [0.5], {"unparsed": [0.0]})
     assert asked == ["p\nA: mine\nB: theirs\nWhich is better?", "p\nA: theirs\nB: mine\nWhich is better?"]
-    assert compare(made, always_a, [(sample, "x", "y")]) == [Comparison(1.0, 0.0)]
+    assert compare(made, always_a, [(sample, "x", "y")]) == [BothOrders(1.0, 0.0)]
 
 
 def test_against_the_group_a_row_is_worth_the_share_of_the_others_that_it_beats() -> None:

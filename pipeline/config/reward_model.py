@@ -16,7 +16,7 @@ from stages.models.config import LayoutConfig, LoraConfig, ModelConfig, Optimize
 from stages.models.layouts import gang_problems
 from stages.preferences.config import RewardTrainingConfig, training_problems
 from storage.preferences_config import PreferencesConfig, preferences_problems
-from storage.problems import Problem, at_least, local_directory, plain_name
+from storage.problems import Problem, above, at_least, local_directory, plain_name
 
 
 @dataclass
@@ -54,6 +54,8 @@ class RewardModelConfig:
     """Ranks: processes of this host."""
     threads: int = 1
     """Of each."""
+    collective_timeout_s: float = 600.0
+    """After which ranks that do not come to a collective end the training."""
     layout: LayoutConfig = field(default_factory=LayoutConfig)
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
 
@@ -88,6 +90,7 @@ def reward_model_problems(config: RewardModelConfig) -> Iterator[Problem]:
     yield from local_directory("runs_dir", config.runs_dir)
     yield from at_least(0, {"seed": config.seed})
     yield from at_least(1, {"workers": config.workers, "threads": config.threads})
+    yield from above(0, {"collective_timeout_s": config.collective_timeout_s}, " seconds")
     for problem in model_problems(config.trained_model()):
         yield Problem(problem.key.replace("model.critic.", "optimizer."), problem.given, _own_keys(problem.need))
     yield from preferences_problems(config.data)

@@ -36,11 +36,7 @@ def check_training(config: RewardModelConfig) -> TrainingParts:
     spec = read_model("model.path", config.model.path)
     _check_scorer(config, spec)
     if (config.run_dir / EXPORT).exists():
-        raise ConfigError(
-            "name",
-            f"given {config.name!r}; {config.run_dir} holds a trained reward model already: choose another name=..., "
-            "or remove that directory",
-        )
+        raise trained_already(config)
     if holds_run(RunPaths(config.run_dir)):
         need = f"{config.run_dir} holds a run: choose another name=..., or another runs_dir=..."
         raise ConfigError("name", f"given {config.name!r}; {need}")
@@ -52,6 +48,15 @@ def check_training(config: RewardModelConfig) -> TrainingParts:
         return read_parts(config)
     except PreferencesError as error:
         raise ConfigError(error.key, error.message) from error
+
+
+def trained_already(config: RewardModelConfig) -> ConfigError:
+    """The refusal of a directory in which there is nothing left to train."""
+    return ConfigError(
+        "name",
+        f"given {config.name!r}; {config.run_dir} holds a trained reward model already: choose another name=..., or "
+        "remove that directory",
+    )
 
 
 def read_parts(config: RewardModelConfig) -> TrainingParts:

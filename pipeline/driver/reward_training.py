@@ -33,9 +33,11 @@ from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemaini
 from rich.progress import Progress as ProgressBar
 
 from pipeline.config.loading import flatten, to_yaml
+from pipeline.config.paths import RunPaths
 from pipeline.config.reward_model import RewardModelConfig
-from pipeline.config.reward_preflight import EXPORT, check_training, read_parts
+from pipeline.config.reward_preflight import EXPORT, check_training, read_parts, trained_already
 from pipeline.driver.context import StageFailed
+from pipeline.driver.lock import only_driver
 from pipeline.observe.tracking import MlflowTracker, NullTracker, Tracker, how_to_open
 from stages.models.errors import RanksMissing
 from stages.models.protocol import Rank
@@ -87,7 +89,16 @@ def train(config: RewardModelConfig, console: Console) -> dict[str, Any]:
         StageFailed: gradients or scores were not finite, or a rank was lost.
     """
     parts = check_training(config)
+    config.run_dir.mkdir(parents=True, exist_ok=True)
+    with only_driver(RunPaths(config.run_dir)):
+        return _train_alone(config, parts, console)
+
+
+def _train_alone(config: RewardModelConfig, parts: TrainingParts, console: Console) -> dict[str, Any]:
+    """In a directory that no other process writes to."""
     root = config.run_dir
+    if (root / EXPORT).exists():  # since it was looked at
+        raise trained_already(config)
     (root / "plots").mkdir(parents=True, exist_ok=True)
     for left in root.glob("mlflow_spool*"):  # of a training that was interrupted, as is a half export
         left.unlink()
@@ -117,7 +128,7 @@ def _train_here(config: RewardModelConfig, parts: TrainingParts, shown: _Shown) 
         with _other_ranks(config, f"file://{rendezvous}"):
             return _train_rank(config, parts, 0, f"file://{rendezvous}", shown)
     except (TrainingFailed, RanksMissing) as error:
-        raise StageFailed(str(error)) from error
+        raise StageFailed(str(error).replace("cluster.collective_timeout_s", "collective_timeout_s")) from error
     finally:
         rendezvous.unlink(missing_ok=True)
 
@@ -129,7 +140,7 @@ def _train_rank(
     model = RewardModel(
         config.trained_model(),
         config.layout,
-        Rank(index, config.workers, rendezvous, config.threads, device=index),
+        Rank(index, config.workers, rendezvous, config.threads, index, config.collective_timeout_s),
         seed=config.seed,
         total_steps=sum(map(len, epochs)),
     )

@@ -1,8 +1,8 @@
 """The rewards of kind `judge` and `local_judge`: the same rubric and the same verdicts, of a model behind an endpoint
 or in this process.
 
-    rows ──► questions ──┬─ judge ──► cache ─ what it lacks ─► endpoint ──► first token's likeliest, or text ──┐
-                         └─ local_judge ──► chat template ──► model ──► the next token's likeliest ────────────┴─► scores
+    rows ──► questions ──┬─ judge ──► cache ─ what it lacks ─► endpoint ──► first token's likeliest, or text ─┐
+                         └─ local_judge ──► chat template ──► model ──► the next token's likeliest ───────────┴─► scores
 
 May import jinja2 (its error), stages.models (hf_files, hf_config, reward_files, spec), stages.rewards and this folder;
 stages.models.reward_rows (Megatron) when rows are scored.

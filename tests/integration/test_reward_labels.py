@@ -23,8 +23,8 @@ CONFIG = """\
 name: labelled
 judge:
   kind: judge
-  args: {url: "to be served", model: m, read: text, against: group, rubric: "{prompt}<<>>{first}<<>>{second}", on_unparsed: 0.5,
-         timeout_s: 2, patience_s: 2}
+  args: {url: "to be served", model: m, read: text, against: group, rubric: "{prompt}<<>>{first}<<>>{second}",
+         on_unparsed: 0.5, timeout_s: 2, patience_s: 2}
 """
 VOWELS = frozenset("aeiou")
 

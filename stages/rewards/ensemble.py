@@ -23,7 +23,7 @@ class EnsembleReward:
         if len(members) < 2:
             raise ValueError(f"members has {len(members)}: an ensemble has 2 or more, as NAME: {{kind: .., args: ..}}")
         with closing_on_error() as undo:
-            self._members = []
+            self._members, self._names = [], list(members)
             for name, member in members.items():
                 args = member.get("args", {})
                 if "kind" not in member or member.keys() - {"kind", "args"} or not isinstance(args, Mapping):
@@ -36,8 +36,15 @@ class EnsembleReward:
         self.batch_tokens = min(budgets, default=None)
 
     def __call__(self, samples: Sequence[Sample]) -> Scored:
-        scores = np.stack([_total(member(samples), len(samples)) for member in self._members])
-        return Scored({"": scores.mean(axis=0).tolist()}, scores.std(axis=0).tolist())
+        given = [member(samples) for member in self._members]
+        scores = np.stack([_total(one, len(samples)) for one in given])
+        measured = {
+            f"{name}-{of}": numbers
+            for name, one in zip(self._names, given, strict=True)
+            if isinstance(one, Scored)
+            for of, numbers in one.measured.items()
+        }
+        return Scored({"": scores.mean(axis=0).tolist()}, scores.std(axis=0).tolist(), measured)
 
     def close(self) -> None:
         for member in self._members:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -41,6 +42,8 @@ REWARDS: dict[str, str] = {
 """Kind -> `module:name` of what makes it from `args`."""
 _NUMBERS = BeartypeConf(is_pep484_tower=True)
 """An integer is a float too."""
+_SECRET = re.compile(r"(^|_)(key|apikey|secret|password|auth|authorization|bearer|token)($|_)", re.IGNORECASE)
+"""Names of arguments that somebody may have put a key into, which is then not shown."""
 
 
 class UnfitReward(ValueError):
@@ -121,7 +124,8 @@ def _check_arguments(make: Callable[..., Reward], kind: str, args: Mapping[str, 
     names = ", ".join(taken) or "no arguments"
     for name, value in args.items():
         if name not in taken:
-            raise UnfitReward(Problem(f"{key}.args.{name}", value, f"no such argument; {kind} takes {names}"))
+            shown = "(not shown)" if _SECRET.search(name) else value
+            raise UnfitReward(Problem(f"{key}.args.{name}", shown, f"no such argument; {kind} takes {names}"))
         wanted = taken[name].annotation
         if get_origin(wanted) is not Literal and not is_bearable(value, wanted, conf=_NUMBERS):
             raise UnfitReward(Problem(f"{key}.args.{name}", value, f"must be {inspect.formatannotation(wanted)}"))

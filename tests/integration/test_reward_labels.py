@@ -24,7 +24,7 @@ name: labelled
 judge:
   kind: judge
   args: {url: "to be served", model: m, read: text, against: group, rubric: "{prompt}<<>>{first}<<>>{second}",
-         on_unparsed: 0.5, timeout_s: 2, patience_s: 2}
+         on_unparsed: 0.5, timeout_s: 5, patience_s: 5}
 """
 VOWELS = frozenset("aeiou")
 

@@ -49,7 +49,7 @@ def test_a_judge_that_vanishes_stops_the_run_which_goes_on_where_it_was(
     with serving(judge) as served:
         args = (
             f"{{url: '{served.url}', model: m, read: text, on_unparsed: 0, key_env: TEST_JUDGE_KEY, concurrency: 4, "
-            "timeout_s: 2, patience_s: 2, rubric: '{prompt}|{response}'}"
+            "timeout_s: 5, patience_s: 5, rubric: '{prompt}|{response}'}"
         )
         text = re.sub(r"^reward: .*\n", f"reward: {{kind: judge, args: {args}}}\n", TINY.read_text(), flags=re.M)
         (folder / "judged.yaml").write_text(text)
@@ -58,7 +58,7 @@ def test_a_judge_that_vanishes_stops_the_run_which_goes_on_where_it_was(
         assert main(["run", *sources, mlflow, "tracking.plots=false"]) == 3
         shown = "".join(capsys.readouterr())
         assert "has answered nothing for" in shown
-        assert "patience_s = 2" in shown
+        assert "patience_s = 5" in shown
         run = folder / "runs" / "judged"
         assert kept(run) == ANSWERED
         gone = False

@@ -247,7 +247,8 @@ def _refuse_odd_key(key_env: str | None) -> None:
         need = "must be the name of an environment variable, and not the key itself"
         raise UnfitReward(Problem("key_env", "(not shown)", need))
     if not os.environ.get(key_env, "").strip():
-        raise UnfitReward(Problem("key_env", key_env, "there is no such environment variable here, or it is empty"))
+        shown = key_env if key_env.isupper() else "(not shown)"  # it may be the key itself
+        raise UnfitReward(Problem("key_env", shown, "there is no such environment variable here, or it is empty"))
     if not os.environ[key_env].isprintable():
         raise UnfitReward(
             Problem("key_env", key_env, "its value has characters that a header cannot have (a newline?)")

@@ -150,28 +150,35 @@ def test_a_judge_that_asks_to_be_left_alone_for_too_long_is_given_up_at_once() -
     assert len(served.asked) == 1
 
 
-@pytest.mark.parametrize("vanished", ["never there", "slow", "limits for ever"])
-def test_a_judge_that_vanishes_is_waited_for_and_then_is_an_error(vanished: str) -> None:
+@pytest.mark.parametrize(
+    ("vanished", "patience_s", "came"),
+    [
+        ("never there", 0.5, "ClientConnectorError"),
+        ("slow", 0.15, "no answer within 0.05 s"),
+        ("limits", 20, "HTTP 429"),
+    ],
+)
+def test_a_judge_that_vanishes_is_waited_for_and_then_is_an_error(vanished: str, patience_s: float, came: str) -> None:
     """Never a zero. The message names the limit, the row and what came last."""
     over = threading.Event()
+    limits = turns(*(Reply("later", 429, {"Retry-After": wait}) for wait in ("0.001", "0.001", "3600")))
 
     def judge(body: Mapping[str, Any]) -> Reply:
         if vanished == "slow":
             over.wait(30)
-        return Reply("later", 429, {"Retry-After": "0.01"})
+        return limits(body)
 
     with serving(judge) as served:
         url = "http://127.0.0.1:9/v1" if vanished == "never there" else served.url
+        timeout_s = 0.05 if vanished == "slow" else patience_s
         with pytest.raises(RewardFailed) as failed:
-            judge_of(url, timeout_s=0.05, patience_s=0.15)(samples("a", "b"))
+            judge_of(url, timeout_s=timeout_s, patience_s=patience_s)(samples("a", "b"))
         over.set()
     said = str(failed.value)
     assert "has answered nothing for" in said
-    assert "patience_s = 0.15" in said
+    assert f"patience_s = {patience_s:g}" in said
     assert "row 0" in said or "row 1" in said
-    assert {"never there": "ClientConnector", "slow": "no answer within", "limits for ever": "HTTP 429"}[
-        vanished
-    ] in said
+    assert came in said
 
 
 def test_answers_survive_and_only_the_rest_is_asked_again(tmp_path: Path) -> None:
@@ -260,6 +267,8 @@ def no_key(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         ({"url": "http://h/v1/chat/completions"}, r"args\.url: given .*; must be without /chat/completions"),
         ({"key_env": KEY}, r"args\.key_env: given '\(not shown\)'; must be the name of an environment variable"),
         ({"key_env": "JUDGE_KEY"}, r"args\.key_env: given 'JUDGE_KEY'; there is no such environment variable"),
+        ({"key_env": "abcdef0123"}, r"args\.key_env: given '\(not shown\)'; there is no such environment variable"),
+        ({"api_key": KEY}, r"args\.api_key: given '\(not shown\)'; no such argument; judge takes url"),
         ({"read": "tea leaves"}, r"args\.read: given 'tea leaves'; must be likelihood or text"),
         ({"concurrency": 0}, r"args\.concurrency: given 0"),
         ({"timeout_s": 0.0}, r"args\.timeout_s: given 0"),
@@ -274,6 +283,14 @@ def test_settings_that_cannot_work_are_refused_by_their_key(given: dict[str, Any
     with pytest.raises(UnfitReward, match=r"reward\.parts\.judge\." + said) as refused:
         build_reward("judge", args, "reward.parts.judge")
     assert KEY not in str(refused.value)
+
+
+def test_an_ensemble_of_judges_keeps_what_each_measured() -> None:
+    with serving(turns(completion("4"), completion("what?"))) as served:
+        args = {"url": served.url, "model": "m", "rubric": RUBRIC, "read": "text", "on_unparsed": 2.0}
+        members = {"a": {"kind": "judge", "args": args}, "b": {"kind": "judge", "args": args}}
+        given = build_reward("ensemble", {"members": members}, "reward")(samples("x"))
+    assert given == Scored({"": [3.0]}, [1.0], {"a-unparsed": [0.0], "b-unparsed": [1.0]})
 
 
 def test_the_stated_score_must_be_stated() -> None:

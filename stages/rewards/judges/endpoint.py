@@ -15,7 +15,9 @@ import asyncio
 import email.utils
 import importlib
 import json
+import math
 import os
+import sys
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -29,6 +31,7 @@ from stages.rewards.protocol import RewardFailed
 _AGAIN = frozenset({408, 425, 429, 500, 502, 503, 504})
 """HTTP statuses that may pass."""
 _SHORTEST_S, _LONGEST_S = 0.5, 30.0
+_SAID_EVERY_S = 10.0
 _SHOWN = 300
 """Characters of a server's message that a person is shown."""
 
@@ -80,6 +83,13 @@ class _Patience:
 
     def __init__(self, now: float, patience_s: float) -> None:
         self._patience_s, self.answered, self.quiet_until = patience_s, now, now
+        self._said = -math.inf
+
+    def say(self, now: float, text: str) -> None:
+        """In the worker's log, now and then: all questions meet the same."""
+        if now - self._said > _SAID_EVERY_S:
+            self._said = now
+            print(text, file=sys.stderr, flush=True)
 
     def left_s(self, now: float) -> float:
         return self.answered + self._patience_s - now
@@ -143,6 +153,7 @@ async def _until_answered(
                 f"{endpoint.patience_s:g}; the last that came of {asked.question}, attempt {attempts}: {outcome.why}."
                 f"{asks} Nothing is scored without it; all answers so far are kept"
             )
+        patience.say(now, f"judge at {endpoint.url}: {outcome.why}; {asked.question} is asked again in {wait_s:g} s")
         if outcome.wait_s is not None:
             patience.quiet_until = max(patience.quiet_until, now + wait_s)
         else:

@@ -20,8 +20,9 @@ from stages.rewards.judges.rubric import Rubric
 from stages.rewards.judges.verdicts import Ask, compare, grade
 from stages.rewards.protocol import Sample
 
-TIE, UNPARSED, EQUAL, BLANK = "ties", "unparsed", "equal", "blank"
-"""Why a pair has no label: margin too small, an answer that counts for nothing, the same text twice, an empty text."""
+TIE, UNPARSED, EQUAL, BLANK, ALONE = "ties", "unparsed", "equal", "blank", "alone"
+"""Why a pair has no label: margin too small, an answer that counts for nothing, the same text twice, an empty text; and a
+prompt with one response has no pair."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,7 @@ def pairs_of(
 ) -> tuple[list[tuple[int, int]], Counter[str]]:
     """Pairs of responses that can be compared, by their numbers: all of them, or `most` that are drawn; and how many
     cannot be. `number`: of the prompt in its source."""
-    dropped: Counter[str] = Counter()
+    dropped = Counter({ALONE: 1} if len(candidates.responses) < 2 else {})
     usable: list[tuple[int, int]] = []
     for one, other in combinations(range(len(candidates.responses)), 2):
         texts = candidates.responses[one].strip(), candidates.responses[other].strip()

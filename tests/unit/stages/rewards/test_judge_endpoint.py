@@ -123,12 +123,13 @@ def test_rubbish_is_counted_and_gets_the_stated_score() -> None:
     ],
     ids=lambda reply: f"{reply.status} {reply.body or 'cut'} {dict(reply.headers)}",
 )
-def test_what_may_pass_is_tried_again(passing: Reply, tmp_path: Path) -> None:
+def test_what_may_pass_is_tried_again(passing: Reply, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with serving(turns(passing, passing, by_length)) as served:
         assert scores(judge_of(served, cache=str(tmp_path)), "aa") == [2.0]
     assert len(served.asked) == 3
     (record,) = records(tmp_path)
     assert record["attempts"] == 3
+    assert capsys.readouterr().err.count("row 0 (prompt 'p') is asked again in ") == 1, "twice within 10 s is said once"
 
 
 def test_what_cannot_pass_ends_it_at_once_and_names_the_row() -> None:

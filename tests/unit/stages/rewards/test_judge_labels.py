@@ -40,6 +40,7 @@ def test_pairs_leave_out_what_cannot_be_compared() -> None:
     pairs, dropped = pairs_of(candidates("a", " a", "", "b"), 0, 0, None)
     assert pairs == [(0, 3), (1, 3)]
     assert dropped == Counter(blank=3, equal=1)
+    assert pairs_of(candidates("a"), 0, 0, None) == ([], Counter(alone=1))
 
 
 def test_drawn_pairs_depend_on_seed_and_prompt_alone() -> None:

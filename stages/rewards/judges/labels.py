@@ -21,8 +21,8 @@ from stages.rewards.judges.verdicts import Ask, compare, grade
 from stages.rewards.protocol import Sample
 
 TIE, UNPARSED, EQUAL, BLANK, ALONE = "ties", "unparsed", "equal", "blank", "alone"
-"""Why a pair has no label: margin too small, an answer that counts for nothing, the same text twice, an empty text; and a
-prompt with one response has no pair."""
+"""Why a pair has no label: margin too small, an answer that counts for nothing, the same text twice, an empty text;
+and a prompt with one response has no pair."""
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from stages.rewards.judges.rubric import Rubric
-from stages.rewards.judges.verdicts import Ask, compare, grade
+from stages.rewards.judges.verdicts import Ask, BothOrders, compare, grade
 from stages.rewards.protocol import Sample
 
 TIE, UNPARSED, EQUAL, BLANK, ALONE = "ties", "unparsed", "equal", "blank", "alone"
@@ -36,6 +36,21 @@ class Candidates:
     responses: list[str]
     extra: dict[str, Any] = field(default_factory=dict)
     """The prompt's own fields."""
+
+
+Asking = Sequence[tuple[Candidates, Sequence[tuple[int, int]]]]
+"""Prompts, each with the pairs of its responses, by their numbers."""
+
+
+@dataclass(frozen=True)
+class _Judged:
+    """A pair as it was judged."""
+
+    gap: float
+    """Above 0: the first is the better one."""
+    if_first: Mapping[str, float]
+    """What is written down of the judge's verdicts where the first is chosen."""
+    if_second: Mapping[str, float]
 
 
 def pairs_of(
@@ -62,7 +77,7 @@ def pairs_of(
 def label(
     rubric: Rubric,
     ask: Ask,
-    asked: Sequence[tuple[Candidates, Sequence[tuple[int, int]]]],
+    asked: Asking,
     min_margin: float,
     judge: str,
 ) -> list[tuple[list[dict[str, Any]], Counter[str]]]:
@@ -80,19 +95,18 @@ def label(
             if pair is None:
                 dropped[UNPARSED] += 1
                 continue
-            gap, named = pair
-            if abs(gap) <= min_margin:
+            if abs(pair.gap) <= min_margin:
                 dropped[TIE] += 1
                 continue
-            chosen, rejected = (one, other) if gap > 0 else (other, one)
+            chosen, rejected = (one, other) if pair.gap > 0 else (other, one)
             rows.append(
                 {
                     "prompt": candidates.prompt,
                     "chosen": candidates.responses[chosen],
                     "rejected": candidates.responses[rejected],
-                    "margin": round(abs(gap), 6),
+                    "margin": round(abs(pair.gap), 6),
                     "judge": judge,
-                    "verdicts": named(chosen == one),
+                    "verdicts": pair.if_first if pair.gap > 0 else pair.if_second,
                 }
             )
         found.append((rows, dropped))
@@ -105,47 +119,40 @@ def _sample(candidates: Candidates, response: str, number: int) -> Sample:
     return Sample(candidates.text, response, extra=candidates.extra, row=number, messages=messages)
 
 
-def _graded(rubric: Rubric, ask: Ask, asked: Sequence[tuple[Candidates, Sequence[tuple[int, int]]]]) -> list[list[Any]]:
-    """Of every pair (gap of the grades, how they are written down), or None."""
+def _graded(rubric: Rubric, ask: Ask, asked: Asking) -> list[list[_Judged | None]]:
+    """Of every pair, by a grade of each response; None: one of them could not be read."""
     places = [(number, response) for number, (_, pairs) in enumerate(asked) for response in sorted({*sum(pairs, ())})]
     samples = [_sample(asked[n][0], asked[n][0].responses[response], n) for n, response in places]
     grades = dict(zip(places, grade(rubric, ask, samples), strict=True))
 
-    def pair(number: int, one: int, other: int) -> Any:
-        first, second = grades[number, one], grades[number, other]
+    def pair(first: float | None, second: float | None) -> _Judged | None:
         if first is None or second is None:
             return None
-        in_order = {True: (first, second), False: (second, first)}
-        return first - second, lambda chosen_first: dict(
-            zip(("chosen", "rejected"), in_order[chosen_first], strict=True)
-        )
+        return _Judged(first - second, {"chosen": first, "rejected": second}, {"chosen": second, "rejected": first})
 
-    return [[pair(number, *of) for of in pairs] for number, (_, pairs) in enumerate(asked)]
+    return [
+        [pair(grades[number, one], grades[number, other]) for one, other in pairs]
+        for number, (_, pairs) in enumerate(asked)
+    ]
 
 
-def _compared(
-    rubric: Rubric, ask: Ask, asked: Sequence[tuple[Candidates, Sequence[tuple[int, int]]]]
-) -> list[list[Any]]:
-    """The same of shares in both orders."""
+def _compared(rubric: Rubric, ask: Ask, asked: Asking) -> list[list[_Judged | None]]:
+    """The same by the shares that both orders give."""
     questions = [
         (_sample(candidates, candidates.responses[one], number), candidates.responses[one], candidates.responses[other])
         for number, (candidates, pairs) in enumerate(asked)
         for one, other in pairs
     ]
-    answers = iter(compare(rubric, ask, questions))
+    verdicts = iter(compare(rubric, ask, questions))
+    return [[_of_orders(next(verdicts)) for _ in pairs] for _, pairs in asked]
 
-    def pair(ahead: float | None, behind: float | None) -> Any:
-        if ahead is None or behind is None:
-            return None
 
-        def named(chosen_first: bool) -> Mapping[str, float]:
-            first, last = (ahead, behind) if chosen_first else (1 - behind, 1 - ahead)
-            return {"chosen_shown_first": round(first, 6), "chosen_shown_last": round(last, 6)}
+def _of_orders(both: BothOrders) -> _Judged | None:
+    ahead, behind = both.first_shown_first, both.first_shown_last
+    if ahead is None or behind is None:
+        return None
 
-        return ahead + behind - 1, named
+    def named(shown_first: float, shown_last: float) -> dict[str, float]:
+        return {"chosen_shown_first": round(shown_first, 6), "chosen_shown_last": round(shown_last, 6)}
 
-    made = []
-    for _, pairs in asked:
-        both = [next(answers) for _ in pairs]
-        made.append([pair(one.first_shown_first, one.first_shown_last) for one in both])
-    return made
+    return _Judged(ahead + behind - 1, named(ahead, behind), named(1 - behind, 1 - ahead))

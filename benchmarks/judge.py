@@ -1,6 +1,7 @@
 """A judge that takes its time: does the graph hide it? Whole runs of the random tiny model through the real path,
 scored over HTTP by a server on loopback that waits as a remote one does; gangs of their own for generation, scoring,
-advantages and training.
+advantages and training. Few rows are decoded together and nothing but the policy is trained, so that generation or
+judging is what a step waits for, also on two cores.
 
     step time / the longer of generation and judging         1: the other is hidden altogether
 
@@ -41,15 +42,15 @@ LATENCIES_S = (0.1, 0.25, 0.6)
 """Of an answer, in the mean: judging is shorter than generation, about as long, and longer."""
 SPREAD = 0.3
 """An answer takes from 1 - SPREAD to 1 + SPREAD of that, by what is asked."""
-TRAINING = ("reference", "logprob", "value", "update_policy", "update_critic")
+TRAINING = ("reference", "logprob", "update_policy")
 CONFIG = f"""
-steps: 10
+steps: 8
 model: {{path: "random:tiny", policy: {{lr: 1.0e-3}}, critic: {{lr: 1.0e-3}}}}
 prompts: {{url: conf/data/tiny_prompts.jsonl, max_tokens: 16, too_long: skip, held_out: 8}}
 rollout: {{rows: {ROWS}, shards: {SHARDS}}}
-sampling: {{max_new_tokens: 160, min_new_tokens: 160}}
-engine: {{slots: 8, kv_budget_mb: 64}}
-ppo: {{epochs: 1, minibatches: 1}}
+sampling: {{max_new_tokens: 96, min_new_tokens: 96}}
+engine: {{slots: 4, kv_budget_mb: 64}}
+ppo: {{advantage: reinforce_pp, epochs: 1, minibatches: 1}}
 placement:
   gangs: {{generate: {{slots: 1}}, score: {{}}, collect: {{}}, train: {{}}}}
   roles: {{generate: generate, score: score, advantage: collect, reference: train, policy: train, critic: train}}
@@ -149,7 +150,7 @@ def _spans(ledger: Ledger, stages: Iterable[str], steps: Iterable[int]) -> Itera
 
 def main() -> None:
     options = arguments(__doc__ or "")
-    latencies, steps, repeats = (LATENCIES_S, 10, options.repeats) if not options.quick else ((0.3,), 5, 1)
+    latencies, steps, repeats = (LATENCIES_S, 8, options.repeats) if not options.quick else ((0.3,), 5, 1)
     found: dict[tuple[float, int], list[Measured]] = {}
     with tempfile.TemporaryDirectory(prefix="stageline-judge-") as scratch:
         for repeat in range(repeats):

@@ -46,13 +46,13 @@ def score(
     found: dict[str, np.ndarray] = {}
     spread: dict[str, np.ndarray] = {}
     for part in parts:
-        of_part = _scored(part, samples)
+        of_part, measured = _scored(part, samples)
         disagreement = of_part.pop(_SPREAD, None)
         if disagreement is not None:
             spread[part.name] = disagreement
         for name, numbers in of_part.items():
             found[f"{part.name}.{name}" if name else part.name] = numbers
-            if part.weight:
+            if part.weight and name not in measured:
                 total += part.weight * numbers.astype(np.float64)
     with np.errstate(over="ignore"):
         scores = total.astype(np.float32)
@@ -107,21 +107,25 @@ def token_batches(lengths: Sequence[int], budget: int | None) -> Iterator[list[i
         yield batch
 
 
-def _scored(part: Part, samples: Sequence[Sample]) -> dict[str, np.ndarray]:
+def _scored(part: Part, samples: Sequence[Sample]) -> tuple[dict[str, np.ndarray], set[str]]:
     """A part's numbers by the names that its reward gives them ("": the only one), float32 [rows]; an ensemble's
-    disagreement beside them."""
+    disagreement beside them. And which of them are only measured."""
     reward = part.reward
     budget = reward.batch_tokens if isinstance(reward, Batched) else None
     found: dict[str, np.ndarray] = {}
+    measured: set[str] = set()
     for rows in token_batches([len(s.prompt_ids) + len(s.response_ids) for s in samples], budget):
         batch = [samples[row] for row in rows]
-        named = _named(part, _call(part, batch))
+        given = _call(part, batch)
+        named = _named(part, given)
+        if isinstance(given, Scored):
+            measured |= given.measured.keys()
         if found and named.keys() != found.keys():
             raise RewardFailed(f"reward {part.name!r} gave {_listed(named)} and then {_listed(found)}")
         for name, numbers in named.items():
             array = _numbers(f"reward {part.name!r}" + (f", part {name!r}" if name else ""), numbers, batch)
             found.setdefault(name, np.zeros(len(samples), np.float32))[rows] = array
-    return found
+    return found, measured
 
 
 def _call(part: Part, batch: Sequence[Sample]) -> Sequence[float] | Scored:
@@ -136,13 +140,15 @@ def _named(part: Part, given: Sequence[float] | Scored) -> dict[str, Sequence[fl
         return {"": given}
     if not given.parts:
         raise RewardFailed(f"reward {part.name!r} gave no part")
-    for name in given.parts:
-        alone = not name and len(given.parts) == 1
+    if given.parts.keys() & given.measured.keys():
+        raise RewardFailed(f"reward {part.name!r} gave the same name to a part and to what is only measured")
+    for name in (*given.parts, *given.measured):
+        alone = not name and len(given.parts) == 1 and name in given.parts
         if name == _SPREAD or not (alone or not any(plain_name("", name, dots=False))):
             need = "a name has letters, digits, _ and -, and is none of the store's own"
             raise RewardFailed(f"reward {part.name!r} gave a part named {name!r}: {need}")
     spread = {} if given.disagreement is None else {_SPREAD: given.disagreement}
-    return {**given.parts, **spread}
+    return {**given.parts, **given.measured, **spread}
 
 
 def _numbers(whose: str, given: Sequence[float], batch: Sequence[Sample]) -> np.ndarray:

@@ -188,8 +188,12 @@ def _export(parser: argparse.ArgumentParser) -> None:
 
 def _reward(parser: argparse.ArgumentParser) -> None:
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
-    text = "learn a reward model from human judgements"
+    text = "learn a reward model from judgements, or from the scores of a larger one"
     _run(actions.add_parser("train", help=text, description=text))
+    text = "have a judge make a preference set: pairs of responses, the better one named"
+    label = actions.add_parser("label", help=text, description=text)
+    _run(label)
+    label.add_argument("--from", dest="source", metavar="RUN", help="label the responses of a run's rollouts")
 
 
 COMMANDS = {
@@ -222,6 +226,6 @@ COMMANDS = {
     "export": Command(
         "pipeline.cli.export", "write a version of the policy in Hugging Face layout, or all rows as Parquet", _export
     ),
-    "reward": Command("pipeline.cli.reward", "train a reward model on human judgements", _reward),
+    "reward": Command("pipeline.cli.reward", "train a reward model, or have a judge label responses", _reward),
 }
 """Name of a command -> where it is, and what it takes."""

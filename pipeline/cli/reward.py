@@ -1,33 +1,49 @@
-"""`stageline reward train CONFIG... [key=value...]`: a reward model learnt from human judgements."""
+"""`stageline reward train CONFIG... [key=value...]`: a reward model learnt from human judgements.
+`stageline reward label CONFIG... [key=value...] [--from RUN]`: a preference set that a judge makes."""
 
 from __future__ import annotations
 
 import argparse
 import importlib
 import warnings
+from collections.abc import Callable
+from pathlib import Path
 
 from pipeline.cli.answers import complain, output
 from pipeline.cli.exit_codes import DONE, STAGE_FAILED
-from pipeline.config.loading import load_reward_model_config
+from pipeline.cli.sources import saved_config
+from pipeline.config.loading import load_label_config, load_reward_model_config
 from pipeline.observe.appending import AppendFailed
 from storage.retries import REFUSING, TRANSIENT
-
-_AGAIN = "Put this right; the training begins anew"
 
 
 def command(options: argparse.Namespace) -> int:
     files = [source for source in options.sources if "=" not in source]
-    config = load_reward_model_config(files, [source for source in options.sources if "=" in source])
+    changes = [source for source in options.sources if "=" in source]
     # What megatron would rather have (Transformer Engine, Apex) is no news to whoever runs this; it says so on import.
     warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.core")
+    if options.action == "label":
+        return _label(files, changes, options.source)
+    config = load_reward_model_config(files, changes)
     train = importlib.import_module("pipeline.driver.reward_training").train
+    return _done(lambda: train(config, output()), config.run_dir, "Put this right; the training begins anew")
+
+
+def _label(files: list[str], changes: list[str], source: str | None) -> int:
+    config = load_label_config(files, [*changes, *([] if source is None else [f"responses.run={source}"])])
+    run = None if config.responses.run is None else saved_config(config.responses.run)
+    label = importlib.import_module("pipeline.driver.labelling").label_responses
+    return _done(lambda: label(config, run, output()), config.run_dir, "Put this right, and start it again to go on")
+
+
+def _done(act: Callable[[], object], run_dir: Path, way_on: str) -> int:
+    """The exit code, also where the disk says no."""
     try:
-        train(config, output())
+        act()
     except AppendFailed as error:
-        return complain("failed", f"{error}. {_AGAIN}", STAGE_FAILED)
+        return complain("failed", f"{error}. {way_on}", STAGE_FAILED)
     except OSError as error:
         if error.errno not in REFUSING | TRANSIENT:
             raise
-        where = error.filename or config.run_dir
-        return complain("failed", f"{where}: {error.strerror}. {_AGAIN}", STAGE_FAILED)
+        return complain("failed", f"{error.filename or run_dir}: {error.strerror}. {way_on}", STAGE_FAILED)
     return DONE

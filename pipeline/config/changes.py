@@ -18,6 +18,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
+from pipeline.config.labelling import LabelConfig
 from pipeline.config.reward_model import RewardModelConfig
 from pipeline.config.run import RunConfig
 from storage.problems import Problem
@@ -74,7 +75,7 @@ class Change:
         return f"{self.key}={_written(self.after)} (was {_written(self.before)})"
 
 
-def sections(config: RunConfig | RewardModelConfig) -> dict[str, Any]:
+def sections(config: RunConfig | RewardModelConfig | LabelConfig) -> dict[str, Any]:
     """A config as sections and keys, as JSON gives them back."""
     content = OmegaConf.to_container(OmegaConf.structured(config), enum_to_str=True)
     return dict(json.loads(json.dumps(content)))

@@ -1,7 +1,7 @@
 """How a configuration is read: dataclass defaults <- YAML files in the order given <- `key=value`; and written.
 
-May import omegaconf, the schemas of a run and of a reward model's training, and pipeline.config.{changes, errors, keys,
-placement}.
+May import omegaconf, the schemas of a run, of a reward model's training and of a labelling, and
+pipeline.config.{changes, errors, keys, placement}.
 """
 
 from __future__ import annotations
@@ -19,11 +19,17 @@ from omegaconf.errors import OmegaConfBaseException
 from pipeline.config.changes import decides_nothing, sections, settings
 from pipeline.config.errors import ConfigError, together
 from pipeline.config.keys import first_line, source_errors
+from pipeline.config.labelling import LabelConfig, validate_labelling
 from pipeline.config.placement import DEFAULT_PLACEMENT
 from pipeline.config.reward_model import RewardModelConfig, validate_reward_model
 from pipeline.config.run import RunConfig, validate
 
 _WAY_ON = "Put it back, or remove the file, which is then written anew from identity.json"
+_OTHER_PROGRAMS = {
+    "a reward model's training": {"data", "train", "optimizer"},
+    "a labelling": {"judge", "responses"},
+}
+"""What a directory may hold the config of, and the sections that tell it from a run's."""
 
 
 def load_config(files: Iterable[str | os.PathLike[str]], overrides: Iterable[str] = ()) -> RunConfig:
@@ -46,6 +52,14 @@ def load_reward_model_config(
     return config
 
 
+def load_label_config(files: Iterable[str | os.PathLike[str]], overrides: Iterable[str] = ()) -> LabelConfig:
+    """The same of a labelling."""
+    config = _to_object(_merged(LabelConfig, files, overrides))
+    assert isinstance(config, LabelConfig)
+    validate_labelling(config)
+    return config
+
+
 def _merged(schema: type, files: Iterable[str | os.PathLike[str]], overrides: Iterable[str]) -> Any:
     """Defaults, files and overrides as one."""
     return _merge(schema, [*map(_read_file, files), *map(_read_override, overrides)])
@@ -61,8 +75,8 @@ def read_saved(path: Path, overrides: Iterable[str] = ()) -> RunConfig:
     """The config in a run's directory, with `key=value` overrides.
 
     Raises:
-        ConfigError: it cannot be read, or lacks a setting: what was written has all of them, and the default of one
-            that a damaged file has lost is not what the run had.
+        ConfigError: it cannot be read, is that of another program, or lacks a setting: what was written has all of
+            them, and the default of one that a damaged file has lost is not what the run had.
     """
     where = str(path)
     try:
@@ -71,6 +85,10 @@ def read_saved(path: Path, overrides: Iterable[str] = ()) -> RunConfig:
         raise ConfigError(where, f"cannot be read: {_one_line(error)}. {_WAY_ON}") from error
     saved = _parse(text, where, f". {_WAY_ON}")
     content: Any = OmegaConf.to_container(saved) if isinstance(saved, DictConfig) else {}
+    for program, own in _OTHER_PROGRAMS.items():
+        if own <= content.keys():
+            need = f"{path.parent} is the directory of {program}: for a run choose another name=..., or runs_dir=..."
+            raise ConfigError(where, f"is not that of a run; {need}")
     there = [f"{key}." for key in settings(content)]
     lost = [key for key in settings(sections(RunConfig())) if not any(had.startswith(f"{key}.") for had in there)]
     if lost:
@@ -153,12 +171,12 @@ def _to_object(merged: Any) -> Any:
         raise ConfigError(_key_of(error), first_line(error)) from error
 
 
-def to_yaml(config: RunConfig | RewardModelConfig) -> str:
+def to_yaml(config: RunConfig | RewardModelConfig | LabelConfig) -> str:
     """The resolved config, as it is kept in the run's directory."""
     return OmegaConf.to_yaml(OmegaConf.structured(config), sort_keys=False)
 
 
-def flatten(config: RunConfig | RewardModelConfig) -> dict[str, str]:
+def flatten(config: RunConfig | RewardModelConfig | LabelConfig) -> dict[str, str]:
     """Key paths and values as strings, for MLflow's parameters."""
     return {key: str(value) for key, value in settings(sections(config)).items() if value != {}}
 

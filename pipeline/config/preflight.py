@@ -43,6 +43,7 @@ from stages.models.layouts import adapter_problems, blocks_problems, layout_prob
 from stages.models.protocol import Role
 from stages.models.spec import ModelSpec, read_spec
 from stages.prompts import PromptTable, read_source, tokenise
+from stages.rewards.protocol import ReadsFields
 from stages.rewards.registry import UnfitReward, build_parts, close_parts
 from storage.errors import StoreError
 from storage.problems import plain_name
@@ -72,14 +73,14 @@ def preflight(config: RunConfig, saved: Path | None = None) -> Preflight:
         ConfigError: names the key path of everything that cannot work.
     """
     model = _check_model(config)
-    _, tokenised, models, *_ = all_of(
+    _, tokenised, models, fields, *_ = all_of(
         lambda: _check_context(config, model),
         lambda: _check_prompts(config, saved),
         lambda: _check_roles(config, model),
+        lambda: _check_rewards(config, model),
         lambda: _check_token_ids(config, model),
         lambda: _check_replicas(config, model),
         lambda: _check_tracking(config),
-        lambda: _check_rewards(config, model),
         *(partial(check_exported, key, path) for path, key in model_paths(config).items()),
         *(_checks_of_this_host(config) if config.cluster.kind == "local" else ()),
     )
@@ -88,6 +89,7 @@ def preflight(config: RunConfig, saved: Path | None = None) -> Preflight:
         for problem in memory_problems(planned_run(config, models, limits), limits):
             raise refusal(problem)
     found: Preflight = tokenised
+    _check_fields(fields, found.prompts)
     return found
 
 
@@ -200,7 +202,7 @@ def planned_run(config: RunConfig, models: Mapping[Role, ModelSpec], limits: Mem
     """The run as its memory is predicted from. `models`: of `role_models`."""
     path = config.model.path
     own = {role: spec for role, spec in models.items() if config.model.path_of(role) != path}
-    scorers = {(str(args["path"]), str(args.get("dtype", "float32"))) for args in config.reward_models().values()}
+    scorers = {(str(args["path"]), str(args.get("dtype", "float32"))) for args in config.scoring_models().values()}
     return PlannedRun(
         config,
         models[Role.POLICY],
@@ -322,14 +324,31 @@ def _check_engine(config: RunConfig) -> None:
         raise ConfigError("engine.python", f"given {python!r}; {need}")
 
 
-def _check_rewards(config: RunConfig, policy: ModelSpec) -> None:
-    """Whether every part of both rewards can be built, a user's own included, and reward models suit the policy."""
+def _check_rewards(config: RunConfig, policy: ModelSpec) -> dict[str, frozenset[str]]:
+    """Whether every part of both rewards can be built, a user's own included, and reward models suit the policy.
+    Returns which fields of the prompts a part reads, by its key."""
+    fields: dict[str, frozenset[str]] = {}
     for key, section in (("reward", config.reward), ("evaluate.reward", config.evaluate.reward)):
         try:
-            close_parts(build_parts(section, key))
+            parts = build_parts(section, key)
         except UnfitReward as error:
             raise refusal(error.problem) from error
+        close_parts(parts)
+        keys = {name: where for name, (where, _) in section.named(key).items()}
+        fields |= {keys[part.name]: part.reward.fields for part in parts if isinstance(part.reward, ReadsFields)}
     check_reward_models(config, policy)
+    return fields
+
+
+def _check_fields(fields: Mapping[str, frozenset[str]], prompts: PromptTable) -> None:
+    """Whether every prompt has the fields that rewards read."""
+    for key, names in fields.items():
+        for number, extra in enumerate(prompts.extra):
+            missing = sorted(names - extra.keys())
+            if missing:
+                has = ", ".join(extra) or "no other fields"
+                need = f"reads the field {missing[0]!r} of the prompts, which prompt {number} lacks (it has {has})"
+                raise ConfigError(f"{key}.args", need)
 
 
 def _check_devices(config: RunConfig) -> None:

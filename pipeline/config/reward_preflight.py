@@ -17,11 +17,11 @@ from pipeline.config.paths import RunPaths
 from pipeline.config.preflight import check_writable, holds_run
 from pipeline.config.reward_model import RewardModelConfig
 from pipeline.config.role_models import read_model
-from stages.models.hf_files import read_tokenizer
+from stages.models.hf_files import read_tokenizer, read_vocabulary, tensor_shape
 from stages.models.layouts import adapter_problems, blocks_problems, layout_problems
 from stages.models.protocol import Role
-from stages.models.reward_files import head_problem
-from stages.models.spec import ModelSpec
+from stages.models.reward_files import head_problem, is_classifier
+from stages.models.spec import SCORE_WEIGHT, ModelSpec
 from stages.preferences.data import JudgedRows, tokenise_judgements
 from stages.preferences.training import TrainingParts, training_steps
 from storage.preferences import Judgement, PreferencesError, load_split
@@ -34,13 +34,15 @@ def check_training(config: RewardModelConfig) -> TrainingParts:
     """What a training needs, read and checked. Raises ConfigError, naming the key path, for the first thing that cannot
     work."""
     spec = read_model("model.path", config.model.path)
+    if config.model.blocks is not None:
+        if config.model.blocks > spec.num_layers:
+            raise ConfigError("model.blocks", f"given {config.model.blocks}; the model has {spec.num_layers}")
+        spec = dataclasses.replace(spec, num_layers=config.model.blocks)
     _check_scorer(config, spec)
+    for number, path in enumerate(config.teacher.paths):
+        _check_teacher(config, f"teacher.paths[{number}]", path, spec)
     if (config.run_dir / EXPORT).exists():
-        raise ConfigError(
-            "name",
-            f"given {config.name!r}; {config.run_dir} holds a trained reward model already: choose another name=..., "
-            "or remove that directory",
-        )
+        raise trained_already(config)
     if holds_run(RunPaths(config.run_dir)):
         need = f"{config.run_dir} holds a run: choose another name=..., or another runs_dir=..."
         raise ConfigError("name", f"given {config.name!r}; {need}")
@@ -52,6 +54,15 @@ def check_training(config: RewardModelConfig) -> TrainingParts:
         return read_parts(config)
     except PreferencesError as error:
         raise ConfigError(error.key, error.message) from error
+
+
+def trained_already(config: RewardModelConfig) -> ConfigError:
+    """The refusal of a directory in which there is nothing left to train."""
+    return ConfigError(
+        "name",
+        f"given {config.name!r}; {config.run_dir} holds a trained reward model already: choose another name=..., or "
+        "remove that directory",
+    )
 
 
 def read_parts(config: RewardModelConfig) -> TrainingParts:
@@ -71,6 +82,25 @@ def read_parts(config: RewardModelConfig) -> TrainingParts:
         need = f"no group of data.group_texts = {config.data.group_texts} texts has a pair"
         raise PreferencesError("data.min_gap", f"given {config.data.min_gap}; {need}")
     return parts
+
+
+def _check_teacher(config: RewardModelConfig, key: str, path: str, student: ModelSpec) -> None:
+    """Whether a reward model can score the student's rows, token by token, in the training's layout."""
+    spec = read_model(key, path)
+    wrong = head_problem(path, spec)
+    if not is_classifier(path) or tensor_shape(path, SCORE_WEIGHT) is None:
+        wrong = "it is no reward model: give RUN/model, which `stageline reward train` exports"
+    if wrong is None and config.data.max_tokens > spec.max_positions:
+        wrong = f"its context is {spec.max_positions}, data.max_tokens is {config.data.max_tokens}"
+    mine, its = read_vocabulary(config.model.path), read_vocabulary(path)
+    if wrong is None and (
+        spec.vocab_size < student.vocab_size or (mine is not None and its is not None and mine != its)
+    ):
+        wrong = f"its tokens are others than those of model.path ({config.model.path!r})"
+    if wrong is not None:
+        raise ConfigError(key, f"given {path!r}; {wrong}")
+    for problem in layout_problems(config.trained_model(path), Role.CRITIC, spec, config.layout):
+        raise ConfigError(key, f"given {path!r}; {problem.key} = {problem.given}: {problem.need}")
 
 
 def _check_scorer(config: RewardModelConfig, spec: ModelSpec) -> None:

@@ -104,7 +104,8 @@ def role_models(config: RunConfig, policy: ModelSpec) -> dict[Role, ModelSpec]:
 
 
 def check_reward_models(config: RunConfig, policy: ModelSpec) -> None:
-    """Whether each reward model can score this policy's rows, token by token. For rewards that can be built.
+    """Whether each reward model can score this policy's rows, token by token, and each, or a local judge, has a process
+    to itself. For rewards that can be built.
 
     Raises:
         ConfigError: one has another vocabulary than the policy, or is too short for a row and an EOS; or the gang that
@@ -119,6 +120,7 @@ def check_reward_models(config: RunConfig, policy: ModelSpec) -> None:
             raise ConfigError(
                 key, f"given {path!r}; {row} has {config.seq + 1} tokens, its context is {model.max_positions}"
             )
+    for where in config.scoring_models():
         gang = next(gang for gang in config.gangs() if Role.SCORE in gang.roles)
         others = sorted(gang.roles & {Role.GENERATE, *MODEL_ROLES})
         if others:

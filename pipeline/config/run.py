@@ -32,6 +32,7 @@ from stages.ppo.config import GROUPED, PPOConfig, has_critic, ppo_problems, reso
 from stages.rewards.config import (
     RewardConfig,
     RewardPartsConfig,
+    judge_problems,
     reward_model_parts,
     reward_problems,
     source_problems,
@@ -133,8 +134,15 @@ class RunConfig:
 
     def reward_models(self) -> dict[str, Mapping[str, Any]]:
         """Arguments of every reward of kind `model`, by their key path; for parts that can be built."""
+        return self._rewards_of(("model",))
+
+    def scoring_models(self) -> dict[str, Mapping[str, Any]]:
+        """The same of every reward that has a model in the scoring worker: judges too."""
+        return self._rewards_of(("model", "local_judge"))
+
+    def _rewards_of(self, kinds: tuple[str, ...]) -> dict[str, Mapping[str, Any]]:
         sections = (("reward", self.reward), ("evaluate.reward", self.evaluate.reward))
-        return {key: args for name, section in sections for key, args in reward_model_parts(section, name)}
+        return {key: args for name, section in sections for key, args in reward_model_parts(section, name, kinds)}
 
     def graph(self) -> GraphSpec:
         return GraphSpec(
@@ -208,6 +216,11 @@ def _own_problems(config: RunConfig) -> Iterator[Problem]:
 def _problems_across(config: RunConfig) -> Iterator[Problem]:
     for section, parts in (("reward", config.reward), ("evaluate.reward", config.evaluate.reward)):
         yield from source_problems(parts, section, config.prompts.url)
+    responses, deadline_s = config.rollout.responses_per_prompt, config.cluster.deadline_s
+    yield from judge_problems(config.reward, "reward", responses, deadline_s)
+    if config.evaluate.every:
+        key, held_out_reward = config.held_out_reward
+        yield from judge_problems(held_out_reward, key, 1, deadline_s)
     yield from divides("ppo.minibatches", config.ppo.minibatches, "rollout.rows", config.rollout.rows)
     if config.ppo.advantage in GROUPED and config.rollout.responses_per_prompt < 2:
         need = (

@@ -168,7 +168,7 @@ def _paths(config: RunConfig) -> dict[str, tuple[str, str]]:
         if role is Role.CRITIC and not config.has_critic:
             continue
         found[str(role)] = found[str(Role.POLICY)] if path is None else (key, path)
-    rewards = {where: (f"{where}.path", str(args["path"])) for where, args in config.reward_models().items()}
+    rewards = {where: (f"{where}.path", str(args["path"])) for where, args in config.scoring_models().items()}
     return found | rewards
 
 

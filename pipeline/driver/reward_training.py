@@ -13,6 +13,7 @@ May import all of pipeline below the command line.
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import json
 import multiprocessing
@@ -28,18 +29,25 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as ProgressBar
 
 from pipeline.config.loading import flatten, to_yaml
+from pipeline.config.paths import RunPaths
 from pipeline.config.reward_model import RewardModelConfig
-from pipeline.config.reward_preflight import EXPORT, check_training, read_parts
+from pipeline.config.reward_preflight import EXPORT, check_training, read_parts, trained_already
 from pipeline.driver.context import StageFailed
+from pipeline.driver.lock import only_driver
 from pipeline.observe.tracking import MlflowTracker, NullTracker, Tracker, how_to_open
+from stages.models.config import LoraConfig
 from stages.models.errors import RanksMissing
+from stages.models.parallel import ParallelRank, join, leave
 from stages.models.protocol import Rank
 from stages.models.reward_host import RewardModel
+from stages.models.reward_rows import TokenRows
+from stages.models.student_files import write_lowest_blocks
 from stages.preferences.training import (
     PartFigures,
     TrainingFailed,
@@ -47,11 +55,15 @@ from stages.preferences.training import (
     TrainingParts,
     TrainingProgress,
     summary_of,
+    taught,
     train_reward_model,
     training_steps,
 )
+from stages.rewards.resident import HERE, Holds, Loading
 
 PLOT = "plots/reward_model.png"
+_TIMED_ROWS, _TIMED_TOKENS = 1024, 4096
+"""Rows that teacher and student are timed on, at most, and tokens of a pass."""
 
 
 @dataclass
@@ -87,7 +99,16 @@ def train(config: RewardModelConfig, console: Console) -> dict[str, Any]:
         StageFailed: gradients or scores were not finite, or a rank was lost.
     """
     parts = check_training(config)
+    config.run_dir.mkdir(parents=True, exist_ok=True)
+    with only_driver(RunPaths(config.run_dir)):
+        return _train_alone(config, parts, console)
+
+
+def _train_alone(config: RewardModelConfig, parts: TrainingParts, console: Console) -> dict[str, Any]:
+    """In a directory that no other process writes to."""
     root = config.run_dir
+    if (root / EXPORT).exists():  # since it was looked at
+        raise trained_already(config)
     (root / "plots").mkdir(parents=True, exist_ok=True)
     for left in root.glob("mlflow_spool*"):  # of a training that was interrupted, as is a half export
         left.unlink()
@@ -102,6 +123,9 @@ def train(config: RewardModelConfig, console: Console) -> dict[str, Any]:
             "cpu_seconds": round(time.process_time() - cpu, 1),  # of rank 0
             "model": str(root / EXPORT),
         }
+        if config.teacher.paths:
+            summary["speed"] = speeds = _speeds(config, parts.held_out.rows)
+            tracker.metrics(outcome.steps, speeds)
         _write_results(config, parts, outcome, shown, summary)
         tracker.metrics(outcome.steps, {f"held_out/{name}": value for name, value in outcome.held_out.metrics.items()})
         for name in ("summary.json", *([PLOT] if config.tracking.plots else [])):
@@ -112,38 +136,80 @@ def train(config: RewardModelConfig, console: Console) -> dict[str, Any]:
 
 def _train_here(config: RewardModelConfig, parts: TrainingParts, shown: _Shown) -> TrainingOutcome:
     """Rank 0's part, with the other ranks beside it."""
+    if config.model.blocks is not None:
+        shutil.rmtree(config.start_path, ignore_errors=True)
+        write_lowest_blocks(Path(config.start_path), config.model.path, config.model.blocks)
     rendezvous = config.run_dir.resolve() / f".rendezvous-{uuid.uuid4().hex}"
     try:
         with _other_ranks(config, f"file://{rendezvous}"):
             return _train_rank(config, parts, 0, f"file://{rendezvous}", shown)
     except (TrainingFailed, RanksMissing) as error:
-        raise StageFailed(str(error)) from error
+        raise StageFailed(str(error).replace("cluster.collective_timeout_s", "collective_timeout_s")) from error
     finally:
         rendezvous.unlink(missing_ok=True)
+        if config.model.blocks is not None:
+            shutil.rmtree(config.start_path, ignore_errors=True)
 
 
 def _train_rank(
     config: RewardModelConfig, parts: TrainingParts, index: int, rendezvous: str, shown: _Shown | None
 ) -> TrainingOutcome:
     epochs = training_steps(parts.train, config.data, config.train, config.seed)
-    model = RewardModel(
-        config.trained_model(),
-        config.layout,
-        Rank(index, config.workers, rendezvous, config.threads, device=index),
-        seed=config.seed,
-        total_steps=sum(map(len, epochs)),
-    )
+    rank = Rank(index, config.workers, rendezvous, config.threads, index, config.collective_timeout_s)
+    joined = join(rank, config.layout, config.seed)
     try:
-        with model.collectives_of("the training of the reward model"):
+        with joined.roll_call.collectives_of("the training of the reward model"):
+            if config.teacher.paths:
+                parts = taught(parts, [_teacher(config, path, rank, joined) for path in config.teacher.paths])
+            model = RewardModel(
+                config.trained_model(config.start_path),
+                config.layout,
+                rank,
+                seed=config.seed,
+                total_steps=sum(map(len, epochs)),
+                joined=joined,
+            )
             report = _silent if shown is None else shown.report
             outcome = train_reward_model(model, parts, epochs, config.train, report)
             staged = config.run_dir / f".{EXPORT}"
             model.export(staged)
             if index == 0:
                 staged.rename(config.run_dir / EXPORT)
+            model.close()
             return outcome
     finally:
-        model.close()
+        leave()
+
+
+def _teacher(config: RewardModelConfig, path: str, rank: Rank, joined: ParallelRank) -> RewardModel:
+    """A reward model that is not trained, in the student's layout."""
+    model = dataclasses.replace(config.trained_model(path), dtype=config.teacher.dtype or config.model.dtype)
+    plain = dataclasses.replace(model, frozen_blocks=0, lora=LoraConfig())
+    return RewardModel(plain, config.layout, rank, seed=config.seed, joined=joined)
+
+
+def _speeds(config: RewardModelConfig, rows: TokenRows) -> dict[str, float]:
+    """CPU seconds that a row takes of the teacher (of several, all) and of the student that was exported, with the same
+    packing, in turns; and how many times faster the student is. In this process, alone."""
+    student = Loading(Holds.REWARD, str(config.run_dir / EXPORT), config.model.dtype, _TIMED_TOKENS)
+    dtype = config.teacher.dtype or config.model.dtype
+    teachers = [Loading(Holds.REWARD, path, dtype, _TIMED_TOKENS) for path in config.teacher.paths]
+    number = min(len(rows.lengths), _TIMED_ROWS)
+    spent = {loading: 0.0 for loading in (student, *teachers)}
+    models = {loading: HERE.take(loading) for loading in spent}
+    try:
+        chunks = [TokenRows(rows.tokens[part], rows.lengths[part]) for part in np.array_split(np.arange(number), 4)]
+        for timed in (False, True):  # the first time through, weights and buffers are touched
+            for chunk in chunks[:1] if not timed else chunks:
+                for loading, model in models.items():
+                    before = time.process_time()
+                    model.scores(chunk)
+                    spent[loading] += (time.process_time() - before) * timed
+    finally:
+        for loading in models:
+            HERE.give_back(loading)
+    per_row = {"student_cpu_s": spent[student] / number, "teacher_cpu_s": sum(spent[t] for t in teachers) / number}
+    return per_row | {"speed_up": per_row["teacher_cpu_s"] / per_row["student_cpu_s"]}
 
 
 def _silent(_: TrainingProgress) -> None:
@@ -229,6 +295,18 @@ def _write_results(
         plots.plot_reward_model(shown.curves, found.margins, found.reliability, root / PLOT, config.name)
 
 
+def _beside_teacher(summary: Mapping[str, Any]) -> list[str]:
+    """Of a student, for a person."""
+    if "speed" not in summary:
+        return []
+    found, speed = summary["held_out"], summary["speed"]
+    return [
+        f"beside its teacher: {found['accuracy_of_teachers']:.4f} of its accuracy {found['teacher_accuracy']:.4f}, "
+        f"agreement {found['agreement']:.4f}, spearman {found['spearman']:.4f}; {speed['student_cpu_s'] * 1e3:.2f} and "
+        f"{speed['teacher_cpu_s'] * 1e3:.2f} CPU ms a row: {speed['speed_up']:.1f} times as fast"
+    ]
+
+
 def _say(console: Console, config: RewardModelConfig, summary: Mapping[str, Any]) -> None:
     found, size = summary["held_out"], summary["sizes"]["held_out"]
     lines = [
@@ -237,6 +315,7 @@ def _say(console: Console, config: RewardModelConfig, summary: Mapping[str, Any]
         "".join(
             f"{name} {found[name]:.4f}  " for name in ("ece", "margin", "correlation", "best_accuracy") if name in found
         ),
+        *_beside_teacher(summary),
         f"the model is in {summary['model']}; {summary['seconds']:.0f} s",
     ]
     if config.tracking.uri is not None:

@@ -32,6 +32,7 @@ from pipeline.driver.executor import Executor
 from pipeline.driver.identity import NumericsWatch
 from pipeline.driver.integrity import UnreadVersions, books_closed, check_made_again
 from pipeline.driver.links import page_links, terminal_links
+from pipeline.driver.lock import only_driver
 from pipeline.driver.preparation import PreparedRun, prepare
 from pipeline.driver.results import conclude, conclude_despite_error, open_tracker, where_results_are
 from pipeline.driver.retention import Retention
@@ -39,7 +40,6 @@ from pipeline.driver.run_view import RunView
 from pipeline.driver.session import (
     EndedEarly,
     interruptible,
-    only_driver,
     published_weights,
     worker_processes,
     writable,

@@ -8,14 +8,11 @@ May import torch (to count GPUs) and all of pipeline below the command line.
 from __future__ import annotations
 
 import errno
-import fcntl
 import logging
-import os
-import platform
 import signal
 import sys
 from collections.abc import Collection, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from multiprocessing import resource_tracker
 
 import torch
@@ -52,27 +49,6 @@ def writable(config: RunConfig) -> Iterator[None]:
         where = f"cannot write {error.filename or 'there'}: {error.strerror}"
         need = f"{where}. Make room (or way), or give the right to write; what is committed stays"
         raise ConfigError("runs_dir", f"given {config.runs_dir!r}; {need}") from error
-
-
-@contextmanager
-def only_driver(paths: RunPaths) -> Iterator[None]:
-    """Keeps a second driver out of the run's directory. The system lets go of the lock when this process ends, however
-    it ends.
-
-    Raises:
-        ConfigError: another process is running the run.
-    """
-    with paths.lock.open("a+") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            lock.seek(0)
-            owner = lock.read().strip() or "another process"
-            raise ConfigError("name", f"given {paths.root.name!r}; {owner} is running {paths.root} now") from error
-        with suppress(OSError):  # for people only; a full disk has other ways to show itself
-            os.ftruncate(lock.fileno(), 0)
-            os.write(lock.fileno(), f"process {os.getpid()} on {platform.node()}".encode())
-        yield
 
 
 class EndedEarly(KeyboardInterrupt):

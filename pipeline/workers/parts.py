@@ -210,9 +210,9 @@ def build_parts(spec: WorkerSpec, *, same_layout: bool) -> WorkerParts:
 
 def _build_scorer(config: RunConfig) -> Scorer:
     build_parts = importlib.import_module("stages.rewards.registry").build_parts
-    training: tuple[Part, ...] = build_parts(config.reward, "reward")
+    training: tuple[Part, ...] = build_parts(config.reward, "reward", config.run_dir)
     key, section = config.held_out_reward
-    held_out = training if section is config.reward else build_parts(section, key)
+    held_out = training if section is config.reward else build_parts(section, key, config.run_dir)
     return Scorer(training, held_out, read_tokenizer(config.model.path))
 
 

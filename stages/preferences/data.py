@@ -51,6 +51,8 @@ class JudgedRows:
     """float64 [rows]"""
     standard_errors: np.ndarray | None = None
     """float64 [rows], of the ratings."""
+    targets: np.ndarray | None = None
+    """float64 [rows]: a teacher's scores."""
 
 
 @dataclass(frozen=True)

@@ -54,6 +54,17 @@ def dyadic_standard_error(values: np.ndarray, first: np.ndarray, second: np.ndar
     return float(math.sqrt(total) / len(values))
 
 
+def spearman(first: np.ndarray, second: np.ndarray) -> float:
+    """Rank correlation: Pearson's of the ranks, of equal numbers the mean of theirs."""
+    return float(np.corrcoef(_ranks(first), _ranks(second))[0, 1])
+
+
+def _ranks(values: np.ndarray) -> np.ndarray:
+    _, inverse, counts = np.unique(values, return_inverse=True, return_counts=True)
+    ends = counts.cumsum()
+    return (ends - (counts - 1) / 2)[inverse]
+
+
 def reliability(margins: np.ndarray) -> Reliability:
     """Of Bradley–Terry scores, whose sigma(|margin|) is the probability that they give their own order."""
     confidence = 1 / (1 + np.exp(-np.abs(margins)))

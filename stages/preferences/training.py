@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -28,6 +28,7 @@ from stages.preferences.measures import (
     dyadic_standard_error,
     reliability,
     right_order,
+    spearman,
 )
 from storage.preferences_config import PreferencesConfig
 
@@ -55,8 +56,8 @@ class PartFigures:
     margins: np.ndarray
     """float64 [pairs]: of the better row less of the worse."""
     metrics: dict[str, float]
-    """accuracy, accuracy_se, margin; of Bradley-Terry scores loss and ece; with ratings correlation, and with their
-    spread best_accuracy."""
+    """accuracy, accuracy_se, margin; of Bradley-Terry scores loss and ece; with a teacher agreement, spearman,
+    teacher_accuracy, accuracy_of_teachers; with ratings correlation, and with their spread best_accuracy."""
     reliability: Reliability | None
     """Of Bradley-Terry scores."""
 
@@ -162,11 +163,37 @@ def figures(model: RewardModel, judged: JudgedRows, config: RewardTrainingConfig
     if config.loss == "bradley_terry":
         calibration = reliability(margins)
         found |= {"loss": float(np.logaddexp(0, -margins).mean()), "ece": calibration.ece}
+    if judged.targets is not None:
+        found |= _beside_teacher(scores, judged, judged.targets)
     if judged.ratings is not None:
         found["correlation"] = float(np.corrcoef(scores, judged.ratings)[0, 1])
         if judged.standard_errors is not None:
             found["best_accuracy"] = best_accuracy(judged.ratings, judged.standard_errors, better, worse)
     return PartFigures(scores, margins, found, calibration)
+
+
+def _beside_teacher(scores: np.ndarray, judged: JudgedRows, targets: np.ndarray) -> dict[str, float]:
+    """A student beside its teacher: the share of the pairs that both order alike, the rank correlation over rows, and
+    their accuracies."""
+    better, worse = judged.pairs.better, judged.pairs.worse
+    of_student, of_teacher = (right_order(of[better].astype(np.float64) - of[worse]) for of in (scores, targets))
+    teacher = float(of_teacher.mean())
+    return {
+        "agreement": float((of_student == of_teacher).mean()),
+        "spearman": spearman(scores, targets),
+        "teacher_accuracy": teacher,
+        "accuracy_of_teachers": float(of_student.mean()) / teacher if teacher else math.inf,
+    }
+
+
+def taught(parts: TrainingParts, teachers: Sequence[RewardModel]) -> TrainingParts:
+    """With the teachers' mean scores of all rows (a collective call)."""
+
+    def scored(judged: JudgedRows) -> JudgedRows:
+        found = [_finite(teacher.scores(judged.rows)).astype(np.float64) for teacher in teachers]
+        return replace(judged, targets=np.mean(found, axis=0))
+
+    return TrainingParts(scored(parts.train), scored(parts.validation), scored(parts.held_out))
 
 
 def summary_of(outcome: TrainingOutcome, parts: TrainingParts) -> dict[str, Any]:
@@ -196,7 +223,10 @@ def _steps(epochs: list[list[list[Group]]], validations: int) -> Iterator[tuple[
 
 
 def _grouped(train: JudgedRows, groups: list[Group], config: RewardTrainingConfig) -> GroupedRows:
-    if config.loss == "regression":
+    if config.loss == "distill":
+        assert train.targets is not None, "distill is refused without a teacher"
+        loss = rating_loss_of(groups, train.targets)
+    elif config.loss == "regression":
         assert train.ratings is not None, "regression is refused for pairs"
         loss = rating_loss_of(groups, train.ratings)
     else:

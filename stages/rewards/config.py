@@ -16,6 +16,10 @@ from typing import Any
 from stages.ppo.config import NormalizeConfig, normalize_problems
 from storage.problems import Problem, above, plain_name
 
+JUDGES = ("judge", "local_judge")
+"""Kinds that ask a language model."""
+TIMEOUT_S, PATIENCE_S = 60.0, 300.0
+"""Of a judge: of one request, and how long it may answer nothing; where the config has none."""
 REASONING_SCHEME = "reasoning-gym:"
 """What a prompt source begins with whose problems are made by seed (stages/rewards/reasoning.py)."""
 
@@ -84,19 +88,41 @@ def source_problems(config: RewardPartsConfig, key: str, prompts_url: str) -> It
             yield Problem(f"{where}.kind", part.kind, need)
 
 
-def reward_model_parts(config: RewardPartsConfig, key: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """(key path of the arguments, the arguments) of every part that is a reward model, also within ensembles."""
+def reward_model_parts(
+    config: RewardPartsConfig, key: str, kinds: tuple[str, ...] = ("model",)
+) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """(key path of the arguments, the arguments) of every part that is a reward model, or of other `kinds`, also within
+    ensembles."""
     for where, part in config.named(key).values():
-        yield from _models_of({"kind": part.kind, "args": part.args}, where)
+        yield from _models_of({"kind": part.kind, "args": part.args}, where, kinds)
 
 
-def _models_of(part: Mapping[str, Any], where: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
+def judge_problems(config: RewardPartsConfig, key: str, responses: int, deadline_s: float) -> Iterator[Problem]:
+    """What of the section's judges cannot work in a run with so many responses to a prompt in what is scored, whose
+    nodes may take so long."""
+    for where, args in reward_model_parts(config, key, JUDGES):
+        if args.get("against") == "group" and responses < 2:
+            need = (
+                "compares the responses to a prompt, of which there is one here: rollout.responses_per_prompt of 2 or "
+                "more, and for evaluations, which sample one response, an evaluate.reward of its own"
+            )
+            yield Problem(f"{where}.against", "group", need)
+        waits = [args.get("patience_s", PATIENCE_S), args.get("timeout_s", TIMEOUT_S)]
+        if "url" in args and all(isinstance(s, int | float) for s in waits) and sum(waits) >= deadline_s:
+            need = (
+                f"with timeout_s = {waits[1]:g} must be less than cluster.deadline_s = {deadline_s:g}, after which the "
+                "node is taken for lost"
+            )
+            yield Problem(f"{where}.patience_s", waits[0], need)
+
+
+def _models_of(part: Mapping[str, Any], where: str, kinds: tuple[str, ...]) -> Iterator[tuple[str, Mapping[str, Any]]]:
     args = part.get("args", {})
-    if part.get("kind") == "model":
+    if part.get("kind") in kinds:
         yield f"{where}.args", args
     elif part.get("kind") == "ensemble":
         for name, member in args.get("members", {}).items():
-            yield from _models_of(member, f"{where}.args.members.{name}")
+            yield from _models_of(member, f"{where}.args.members.{name}", kinds)
 
 
 def parts_problems(config: RewardPartsConfig, key: str) -> Iterator[Problem]:

@@ -5,95 +5,27 @@ model with one score for a row.
 
 Settings are checked when the reward is built; the model itself is loaded with the first rows, in a process that scores.
 
-May import torch, safetensors, stages.models and stages.rewards; stages.models.reward_host (Megatron) when it is needed.
+May import safetensors, stages.models and stages.rewards.
 """
 
 from __future__ import annotations
 
 import importlib
-import threading
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
-import torch
 from safetensors import SafetensorError
 
-from stages.models.config import LayoutConfig, ModelConfig, OptimizerConfig
 from stages.models.hf_config import read_eos_ids
 from stages.models.hf_files import read_tokenizer, tensor_shape
-from stages.models.protocol import ALONE, Rank
 from stages.models.reward_files import head_problem, is_classifier
 from stages.models.spec import SCORE_WEIGHT, read_spec
 from stages.rewards.protocol import Sample
-from stages.rewards.registry import UnfitReward, closing_on_error
+from stages.rewards.registry import UnfitReward
+from stages.rewards.resident import DTYPES, EACH_ALONE, HERE, Holds, Loading
 from storage.problems import Problem
 
-DTYPES = ("float32", "bfloat16")
-_EACH_ALONE = 1
-"""Tokens of a micro-batch, at most: a longer row has one to itself."""
 _WANTED = "give the directory of a reward model: RUN/model, which `stageline reward train` exports"
-
-
-@dataclass(frozen=True)
-class _Loading:
-    """What a model is loaded as."""
-
-    path: str
-    dtype: str
-    micro_batch_tokens: int
-
-
-class _ProcessModels:
-    """Owns the reward models of this process, each loaded once whoever asks for it, and its membership of a process
-    group of one rank, which they share: Megatron keeps its groups in globals."""
-
-    def __init__(self) -> None:
-        self.lock = threading.RLock()
-        """Held while a model computes: threads of one process take turns."""
-        self._models: dict[_Loading, Any] = {}
-        self._users: dict[_Loading, int] = {}
-        self._membership: Any = None
-
-    def take(self, loading: _Loading) -> Any:
-        """The model (a `RewardModel`), until `give_back`."""
-        with self.lock:
-            if loading not in self._models:
-                self._models[loading] = self._load(loading)
-            self._users[loading] = self._users.get(loading, 0) + 1
-            return self._models[loading]
-
-    def give_back(self, loading: _Loading) -> None:
-        """The last user's ends the model, and the last model's the membership."""
-        with self.lock:
-            self._users[loading] -= 1
-            if self._users[loading]:
-                return
-            del self._users[loading]
-            self._models.pop(loading).close()
-            if not self._models:
-                self._leave()
-
-    def _load(self, loading: _Loading) -> Any:
-        host = importlib.import_module("stages.models.reward_host")
-        rank = Rank(0, 1, ALONE, torch.get_num_threads())
-        model = ModelConfig(
-            path=loading.path,
-            dtype=loading.dtype,  # type: ignore[arg-type]
-            critic=OptimizerConfig(micro_batch_tokens=loading.micro_batch_tokens),
-        )
-        with closing_on_error() as undo:
-            if self._membership is None:
-                self._membership = importlib.import_module("stages.models.parallel").join(rank, LayoutConfig(), seed=0)
-                undo.callback(self._leave)
-            return host.RewardModel(model, LayoutConfig(), rank, seed=0, joined=self._membership)
-
-    def _leave(self) -> None:
-        importlib.import_module("stages.models.parallel").leave()
-        self._membership = None
-
-
-_HERE = _ProcessModels()
 
 
 class ModelReward:
@@ -120,21 +52,21 @@ class ModelReward:
         self.batch_tokens = batch_tokens
         self.deterministic = batch_tokens is None
         self._eos_ids = read_eos_ids(path) or read_tokenizer(path).eos_ids
-        self._loading = _Loading(path, dtype, batch_tokens or _EACH_ALONE)
+        self._loading = Loading(Holds.REWARD, path, dtype, batch_tokens or EACH_ALONE)
         self._model: Any = None
 
     def __call__(self, samples: Sequence[Sample]) -> list[float]:
         rows = importlib.import_module("stages.models.reward_rows")
-        with _HERE.lock:
+        with HERE.lock:
             if self._model is None:
-                self._model = _HERE.take(self._loading)
+                self._model = HERE.take(self._loading)
             ids = [rows.ended([*sample.prompt_ids, *sample.response_ids], self._eos_ids) for sample in samples]
             return [float(score) for score in self._model.scores(rows.TokenRows.of(ids))]
 
     def close(self) -> None:
         if self._model is not None:
             self._model = None
-            _HERE.give_back(self._loading)
+            HERE.give_back(self._loading)
 
 
 def _path_problem(path: object) -> str | None:

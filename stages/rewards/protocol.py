@@ -44,6 +44,8 @@ class Scored:
     part may be empty: it is then that of the reward in the config."""
     disagreement: Sequence[float] | None = None
     """Of an ensemble: standard deviation over its members, per sample."""
+    measured: Mapping[str, Sequence[float]] = field(default_factory=dict)
+    """What is stored and logged as parts are, and counts for nothing."""
 
 
 class Reward(Protocol):
@@ -65,6 +67,16 @@ class Batched(Protocol):
     batch_tokens: int | None
     """Most tokens of a call, prompts and responses padded to the longest of its rows; a single row may have more. None:
     all rows of the shard."""
+
+
+@runtime_checkable
+class ReadsFields(Protocol):
+    """A reward that needs fields of the prompts."""
+
+    @property
+    def fields(self) -> frozenset[str]:
+        """Their names: every prompt must have them."""
+        ...
 
 
 @runtime_checkable

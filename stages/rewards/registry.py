@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import Any, Literal, get_origin
 
 from beartype import BeartypeConf
@@ -27,7 +29,9 @@ REWARDS: dict[str, str] = {
     "characters": "stages.rewards.rules:CharacterReward",
     "ensemble": "stages.rewards.ensemble:EnsembleReward",
     "format": "stages.rewards.rules:FormatReward",
+    "judge": "stages.rewards.judges.rewards:JudgeReward",
     "length": "stages.rewards.rules:LengthReward",
+    "local_judge": "stages.rewards.judges.rewards:LocalJudgeReward",
     "missing_eos": "stages.rewards.rules:MissingEosPenalty",
     "model": "stages.rewards.learned:ModelReward",
     "overlong": "stages.rewards.rules:OverlongPenalty",
@@ -38,6 +42,8 @@ REWARDS: dict[str, str] = {
 """Kind -> `module:name` of what makes it from `args`."""
 _NUMBERS = BeartypeConf(is_pep484_tower=True)
 """An integer is a float too."""
+_SECRET = re.compile(r"(^|_)(key|apikey|secret|password|auth|authorization|bearer|token)($|_)", re.IGNORECASE)
+"""Names of arguments that somebody may have put a key into, which is then not shown."""
 
 
 class UnfitReward(ValueError):
@@ -48,19 +54,22 @@ class UnfitReward(ValueError):
         self.problem = problem
 
 
-def build_parts(config: RewardPartsConfig, key: str) -> tuple[Part, ...]:
-    """The parts of a section whose key path is `key`; `close_parts` ends them. Raises UnfitReward."""
+def build_parts(config: RewardPartsConfig, key: str, directory: Path | None = None) -> tuple[Part, ...]:
+    """The parts of a section whose key path is `key`; `close_parts` ends them. `directory`: the run's, for what a
+    reward writes; None: nothing is written. Raises UnfitReward."""
     with closing_on_error() as undo:
         parts = []
         for name, (where, part) in config.named(key).items():
-            reward = build_reward(part.kind, part.args, where, part.timeout_s)
+            reward = build_reward(part.kind, part.args, where, part.timeout_s, directory)
             undo.callback(close_reward, reward)
             parts.append(Part(name, part.weight, reward))
         return tuple(parts)
 
 
-def build_reward(kind: str, args: Mapping[str, Any], key: str, timeout_s: float = 60.0) -> Reward:
-    """The reward of a kind. `key`: path of its settings.
+def build_reward(
+    kind: str, args: Mapping[str, Any], key: str, timeout_s: float = 60.0, directory: Path | None = None
+) -> Reward:
+    """The reward of a kind. `key`: path of its settings. `directory`: as of `build_parts`.
 
     Raises:
         UnfitReward: an unknown kind (with those that there are), arguments that it does not take (likewise), lacks or
@@ -78,8 +87,9 @@ def build_reward(kind: str, args: Mapping[str, Any], key: str, timeout_s: float 
     module, _, name = REWARDS[kind].partition(":")
     make: Callable[..., Reward] = getattr(importlib.import_module(module), name)
     _check_arguments(make, kind, args, key)
+    own = {"_directory": directory} if "_directory" in inspect.signature(make).parameters else {}
     try:
-        return make(**args)
+        return make(**args, **own)
     except UnfitReward as error:  # of a reward that is made of others
         inner = error.problem
         raise UnfitReward(Problem(f"{key}.args.{inner.key}", inner.given, inner.need)) from error
@@ -114,7 +124,8 @@ def _check_arguments(make: Callable[..., Reward], kind: str, args: Mapping[str, 
     names = ", ".join(taken) or "no arguments"
     for name, value in args.items():
         if name not in taken:
-            raise UnfitReward(Problem(f"{key}.args.{name}", value, f"no such argument; {kind} takes {names}"))
+            shown = "(not shown)" if _SECRET.search(name) else value
+            raise UnfitReward(Problem(f"{key}.args.{name}", shown, f"no such argument; {kind} takes {names}"))
         wanted = taken[name].annotation
         if get_origin(wanted) is not Literal and not is_bearable(value, wanted, conf=_NUMBERS):
             raise UnfitReward(Problem(f"{key}.args.{name}", value, f"must be {inspect.formatannotation(wanted)}"))

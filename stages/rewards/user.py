@@ -76,7 +76,9 @@ class UserReward:
                 + (self._rows(samples) if where is None else self._rows([samples[where]]))
                 + f"\n{answer['traceback']}"
             )
-        return Scored(answer["parts"], answer["disagreement"]) if "parts" in answer else list(answer["scores"])
+        if "parts" not in answer:
+            return list(answer["scores"])
+        return Scored(answer["parts"], answer["disagreement"], answer.get("measured", {}))
 
     def close(self) -> None:
         """Ends the process, in the middle of whatever it does. Twice is harmless."""

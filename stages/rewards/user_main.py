@@ -138,7 +138,8 @@ def _numbers(given: Any) -> dict[str, Any]:
     """Raises TypeError, saying what came, where these are not numbers."""
     if isinstance(given, Scored):
         spread = None if given.disagreement is None else _floats(given.disagreement)
-        return {"parts": {str(n): _floats(v) for n, v in given.parts.items()}, "disagreement": spread}
+        parts, measured = ({str(n): _floats(v) for n, v in of.items()} for of in (given.parts, given.measured))
+        return {"parts": parts, "disagreement": spread, "measured": measured}
     if isinstance(given, Mapping):
         return {"parts": {str(name): _floats(values) for name, values in given.items()}, "disagreement": None}
     return {"scores": _floats(given)}

@@ -19,6 +19,7 @@ from stages.rewards.registry import REWARDS, UnfitReward, build_reward, close_re
 from stages.score import samples_of, score
 from storage.config import PromptsConfig
 from storage.records import FinishReason, Rollout, Scores
+from tests.support.judge_server import asked_text, completion, serving
 from tests.support.reward_models import export_reward_model
 
 OWN = "tests.support.own_rewards"
@@ -38,6 +39,16 @@ class Case:
 CASES = [
     Case("answer", {"field": "answer"}),
     Case("characters", {"characters": "aeiou"}, (("characters", "", "characters is empty"),)),
+    Case(
+        "judge",
+        {"url": "to be served", "model": "m", "on_unparsed": 0.5, "rubric": "{response}", "read": "text"},
+        (("concurrency", 0, "concurrency"), ("rubric", "{first}", "lacks {response}")),
+    ),
+    Case(
+        "local_judge",
+        {"path": "random:tiny", "on_unparsed": 0.5, "rubric": "{response}", "answers": {"a": 1, "e": 0}},
+        (("path", "gone", "instruction-tuned"), ("answers", {"a": 1}, "two or more"), ("dtype", "int8", "bfloat16")),
+    ),
     Case("length", {"target": 5}, (("target", 0, "target is 0"),)),
     Case("format", {"pattern": ".*day"}, (("pattern", "(", "not a regular expression"),)),
     Case("overlong", {"free": 4, "most": 12}, (("most", 4, "free is 4, most is 4"), ("free", -1, "free is -1"))),
@@ -88,11 +99,15 @@ def extras() -> list[dict[str, Any]]:
 
 
 @pytest.fixture(scope="module", params=CASES, ids=lambda case: case.kind)
-def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
+def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Case]:
     found: Case = request.param
+    if found.kind == "judge":
+        with serving(lambda body: completion(str(1 + len(asked_text(body)) % 5))) as served:
+            yield replace(found, args=found.args | {"url": served.url})
+        return
     if found.kind == "model":
-        return replace(found, args={"path": export_reward_model(tmp_path_factory.mktemp("reward") / "model")})
-    return found
+        found = replace(found, args={"path": export_reward_model(tmp_path_factory.mktemp("reward") / "model")})
+    yield found
 
 
 @pytest.fixture(scope="module")
@@ -116,7 +131,8 @@ def test_every_row_gets_a_finite_number_and_the_parts_sum_up(part: Part) -> None
     found = scored(part)
     assert all(array.dtype == np.float32 and array.shape == (6,) for array in found.arrays().values())
     assert np.isfinite(np.stack([*found.arrays().values()])).all()
-    np.testing.assert_allclose(sum(found.parts.values()), found.scores, rtol=1e-6)
+    counted = [array for name, array in found.parts.items() if name != "part.unparsed"]  # which is only measured
+    np.testing.assert_allclose(sum(counted), found.scores, rtol=1e-6)
     assert all(name == "part" or name.startswith("part.") for name in found.parts)
     assert found.disagreement.keys() <= {"part"}
     assert all((spread >= 0).all() for spread in found.disagreement.values())

@@ -15,6 +15,9 @@ import torch
 from transformers import AutoModelForSequenceClassification
 
 from pipeline.cli.main import main
+from pipeline.config.paths import RunPaths
+from pipeline.driver.lock import only_driver
+from stages.models.errors import RanksMissing
 from stages.ppo.stats import LossStats
 from stages.preferences.losses import LOSS
 from tests.support.paths import ROOT
@@ -80,6 +83,27 @@ def test_a_training_that_was_interrupted_begins_anew(tmp_path: Path) -> None:
     again = train(tmp_path, "run", "train.epochs=1", "tracking.plots=false")
     assert summary_of(again)["held_out"] == summary["held_out"]
     np.testing.assert_array_equal(held_out(again)[1], scores)
+
+
+def test_two_trainings_do_not_share_a_directory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "run").mkdir()
+    with only_driver(RunPaths(tmp_path / "run")):
+        train(tmp_path, "run", exit_code=2)
+    said = capsys.readouterr().err
+    assert said.startswith(f"refused name: given 'run'; process {os.getpid()} on ")
+    assert f"is running {tmp_path / 'run'} now" in said
+    assert not (tmp_path / "run/config.yaml").exists()
+
+
+def test_ranks_that_do_not_come_are_said_with_the_trainings_own_key(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def missing(*_: object, **__: object) -> None:
+        raise RanksMissing("the training", (1,), "rank 1 did not come within cluster.collective_timeout_s = 600")
+
+    monkeypatch.setattr("pipeline.driver.reward_training.train_reward_model", missing)
+    train(tmp_path, "run", "collective_timeout_s=600", exit_code=3)
+    assert "rank 1 did not come within collective_timeout_s = 600" in capsys.readouterr().err
 
 
 @pytest.mark.processes

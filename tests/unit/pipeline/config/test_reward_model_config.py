@@ -11,7 +11,8 @@ from transformers import AutoModelForSequenceClassification, LlamaConfig
 
 from pipeline.cli.main import main
 from pipeline.config.errors import ConfigError
-from pipeline.config.loading import load_config, load_reward_model_config
+from pipeline.config.labelling import LabelConfig
+from pipeline.config.loading import load_config, load_label_config, load_reward_model_config, to_yaml
 from pipeline.config.preflight import preflight
 from pipeline.config.reward_model import RewardModelConfig
 from pipeline.config.reward_preflight import check_training
@@ -86,6 +87,33 @@ def test_the_docs_have_exactly_the_keys_of_the_config() -> None:
     text = (ROOT / "docs/reward_models.md").read_text("utf8")
     documented = re.findall(r"^\| `([\w.]+)` \|.*\|.*\|.*\|$", text, re.MULTILINE)
     assert sorted(documented) == sorted(keys(RewardModelConfig(), ""))
+
+
+def test_the_docs_have_exactly_the_keys_of_a_labelling() -> None:
+    text = (ROOT / "docs/judges.md").read_text("utf8")
+    documented = re.findall(r"^\| `([\w.]+)` \|.*\|.*\|.*\|$", text, re.MULTILINE)
+    of_runs = ("prompts.", "sampling.", "engine.")  # which docs/running.md has
+    assert sorted(documented) == sorted(key for key in keys(LabelConfig(), "") if not key.startswith(of_runs))
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "conf/label").glob("*.yaml")), ids=lambda path: path.stem)
+def test_a_shipped_labelling_loads(path: Path) -> None:
+    assert load_label_config([path], ["responses.url=x.jsonl"]).judge.kind == "judge"
+
+
+def test_a_run_in_its_directory_is_told_whose_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_config(tmp_path)
+    (tmp_path / "runs/small").mkdir(parents=True)
+    for made, whose in (
+        (load_reward_model_config([TINY]), "a reward model's training"),
+        (load_label_config([ROOT / "conf/label/kinder.yaml"], ["responses.url=x"]), "a labelling"),
+    ):
+        (tmp_path / "runs/small/config.yaml").write_text(to_yaml(made))
+        for command in (["run", *arguments(tmp_path)], ["resume", str(tmp_path / "runs/small")]):
+            assert main(command) == 2
+            said = capsys.readouterr().err
+            assert f"is the directory of {whose}: for a run choose another name=..." in said
+            assert "damaged" not in said
 
 
 def classifier(directory: Path, num_labels: int) -> str:

@@ -6,7 +6,7 @@ import math
 
 import numpy as np
 
-from stages.preferences.measures import best_accuracy, dyadic_standard_error, reliability, right_order
+from stages.preferences.measures import best_accuracy, dyadic_standard_error, reliability, right_order, spearman
 
 
 def by_double_loop(values: np.ndarray, first: np.ndarray, second: np.ndarray) -> float:
@@ -17,6 +17,13 @@ def by_double_loop(values: np.ndarray, first: np.ndarray, second: np.ndarray) ->
             if {first[p], second[p]} & {first[q], second[q]}:
                 total += errors[p] * errors[q]
     return math.sqrt(total) / len(values)
+
+
+def test_rank_correlation_gives_ties_their_mean_rank() -> None:
+    assert spearman(np.array([1.0, 5.0, 9.0]), np.array([-3.0, 0.0, 100.0])) == 1.0
+    ranks = [[1.0, 2.5, 2.5, 4.0], [4.0, 3.0, 1.5, 1.5]]
+    found = spearman(np.array([0.0, 7.0, 7.0, 9.0]), np.array([8.0, 6.0, 5.0, 5.0]))
+    assert abs(found - np.corrcoef(ranks)[0, 1]) < 1e-12
 
 
 def test_the_standard_error_knows_which_pairs_share_a_member() -> None:

@@ -209,6 +209,14 @@ def test_the_score_is_the_weighted_sum_of_the_parts() -> None:
     assert list(found.arrays()) == names
 
 
+def test_what_is_only_measured_is_kept_and_counts_for_nothing() -> None:
+    found = score(
+        [Part("a", 2.0, Recorder(Scored({"": [1.0, 2.0]}, None, {"odd": [9.0, 8.0]})))], ByteTokenizer(), TWO, [{}, {}]
+    )
+    assert found.scores.tolist() == [2.0, 4.0]
+    assert {name: array.tolist() for name, array in found.parts.items()} == {"a": [1.0, 2.0], "a.odd": [9.0, 8.0]}
+
+
 def test_batches_are_full_and_within_the_budget() -> None:
     assert list(token_batches([3, 1, 9, 2, 3], None)) == [[0, 1, 2, 3, 4]]
     assert list(token_batches([3, 1, 9, 2, 3], 6)) == [[2], [0, 4], [3, 1]]
@@ -237,6 +245,12 @@ def test_score_refuses_what_is_not_finite(bad: float) -> None:
         (["a", "b"], "gave ['a', 'b']: not one number per row"),
         (None, "gave None: not one number per row"),
         (Scored({}), "gave no part"),
+        (
+            Scored({"x": [1.0, 2.0]}, None, {"x": [1.0, 2.0]}),
+            "gave the same name to a part and to what is only measured",
+        ),
+        (Scored({"x": [1.0, 2.0]}, None, {"": [1.0, 2.0]}), "gave a part named ''"),
+        (Scored({"": [1.0, 2.0]}, None, {"y": [1.0]}), "part 'y' gave 1 scores for 2 rows"),
         (Scored({"x": [1.0]}), "part 'x' gave 1 scores for 2 rows"),
         (Scored({"a/b": [1.0, 1.0]}), "gave a part named 'a/b'"),
         (Scored({"": [1.0, 1.0]}, [0.0, float("nan")]), "of row 31 is nan"),

@@ -43,6 +43,8 @@ def test_a_function_a_class_and_named_parts() -> None:
         assert prefix.batch_tokens == 64
     with reward("two_parts") as parts:
         assert parts(SAMPLES) == Scored({"long": [2.0, 3.0, 5.0], "done": [1.0] * 3})
+    with reward("measures") as measures:
+        assert measures(SAMPLES) == Scored({"": [1.0] * 3}, None, {"length": [2.0, 3.0, 5.0]})
     with reward("Fickle") as fickle:
         assert not fickle.deterministic
 

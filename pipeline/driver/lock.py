@@ -1,0 +1,36 @@
+"""One process at a time in a directory of `runs_dir`: a run's driver, the training of a reward model, a labelling.
+
+May import pipeline.config.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import platform
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+
+from pipeline.config.errors import ConfigError
+from pipeline.config.paths import RunPaths
+
+
+@contextmanager
+def only_driver(paths: RunPaths) -> Iterator[None]:
+    """Keeps a second driver out of the run's directory. The system lets go of the lock when this process ends, however
+    it ends.
+
+    Raises:
+        ConfigError: another process is running the run.
+    """
+    with paths.lock.open("a+") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            lock.seek(0)
+            owner = lock.read().strip() or "another process"
+            raise ConfigError("name", f"given {paths.root.name!r}; {owner} is running {paths.root} now") from error
+        with suppress(OSError):  # for people only; a full disk has other ways to show itself
+            os.ftruncate(lock.fileno(), 0)
+            os.write(lock.fileno(), f"process {os.getpid()} on {platform.node()}".encode())
+        yield

@@ -1,0 +1,158 @@
+"""From a judge's verdicts to a preference set: rows of prompt, chosen and rejected response, as the training of a
+reward model reads them. Pure, but for the asking.
+
+    candidates of a prompt ──► pairs ──► judge, both orders (or a grade each) ──► label, or why there is none
+
+May import numpy and stages.rewards.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import combinations
+from typing import Any
+
+import numpy as np
+
+from stages.rewards.judges.rubric import Rubric
+from stages.rewards.judges.verdicts import Ask, BothOrders, compare, grade
+from stages.rewards.protocol import Sample
+
+TIE, UNPARSED, EQUAL, BLANK, ALONE = "ties", "unparsed", "equal", "blank", "alone"
+"""Why a pair has no label: margin too small, an answer that counts for nothing, the same text twice, an empty text;
+and a prompt with one response has no pair."""
+
+
+@dataclass(frozen=True)
+class Candidates:
+    """A prompt and some responses to it."""
+
+    prompt: str | list[dict[str, str]]
+    """A text, or chat messages."""
+    text: str
+    """The prompt as plain rewards see it."""
+    responses: list[str]
+    extra: dict[str, Any] = field(default_factory=dict)
+    """The prompt's own fields."""
+
+
+Asking = Sequence[tuple[Candidates, Sequence[tuple[int, int]]]]
+"""Prompts, each with the pairs of its responses, by their numbers."""
+
+
+@dataclass(frozen=True)
+class _Judged:
+    """A pair as it was judged."""
+
+    gap: float
+    """Above 0: the first is the better one."""
+    if_first: Mapping[str, float]
+    """What is written down of the judge's verdicts where the first is chosen."""
+    if_second: Mapping[str, float]
+
+
+def pairs_of(
+    candidates: Candidates, number: int, seed: int, most: int | None
+) -> tuple[list[tuple[int, int]], Counter[str]]:
+    """Pairs of responses that can be compared, by their numbers: all of them, or `most` that are drawn; and how many
+    cannot be. `number`: of the prompt in its source."""
+    dropped = Counter({ALONE: 1} if len(candidates.responses) < 2 else {})
+    usable: list[tuple[int, int]] = []
+    for one, other in combinations(range(len(candidates.responses)), 2):
+        texts = candidates.responses[one].strip(), candidates.responses[other].strip()
+        if not all(texts):
+            dropped[BLANK] += 1
+        elif texts[0] == texts[1]:
+            dropped[EQUAL] += 1
+        else:
+            usable.append((one, other))
+    if most is not None and len(usable) > most:
+        chosen = np.random.default_rng([seed, number]).choice(len(usable), most, replace=False)
+        usable = [usable[place] for place in np.sort(chosen)]
+    return usable, dropped
+
+
+def label(
+    rubric: Rubric,
+    ask: Ask,
+    asked: Asking,
+    min_margin: float,
+    judge: str,
+) -> list[tuple[list[dict[str, Any]], Counter[str]]]:
+    """Of each prompt its labelled pairs, and how many were dropped and why. The judge is asked for all at once.
+
+    The margin is the difference of two grades; of a pairwise judge |w - l| of the shares w and l = 1 - w that each
+    response has, in the mean over both orders. A pair is a tie unless it is above `min_margin`.
+    """
+    verdicts = _graded(rubric, ask, asked) if rubric.against is None else _compared(rubric, ask, asked)
+    found = []
+    for (candidates, pairs), of_prompt in zip(asked, verdicts, strict=True):
+        rows: list[dict[str, Any]] = []
+        dropped: Counter[str] = Counter()
+        for (one, other), pair in zip(pairs, of_prompt, strict=True):
+            if pair is None:
+                dropped[UNPARSED] += 1
+                continue
+            if abs(pair.gap) <= min_margin:
+                dropped[TIE] += 1
+                continue
+            chosen, rejected = (one, other) if pair.gap > 0 else (other, one)
+            rows.append(
+                {
+                    "prompt": candidates.prompt,
+                    "chosen": candidates.responses[chosen],
+                    "rejected": candidates.responses[rejected],
+                    "margin": round(abs(pair.gap), 6),
+                    "judge": judge,
+                    "verdicts": pair.if_first if pair.gap > 0 else pair.if_second,
+                }
+            )
+        found.append((rows, dropped))
+    return found
+
+
+def _sample(candidates: Candidates, response: str, number: int) -> Sample:
+    chat = candidates.prompt if isinstance(candidates.prompt, list) else []
+    messages = (*chat, {"role": "assistant", "content": response}) if chat else ()
+    return Sample(candidates.text, response, extra=candidates.extra, row=number, messages=messages)
+
+
+def _graded(rubric: Rubric, ask: Ask, asked: Asking) -> list[list[_Judged | None]]:
+    """Of every pair, by a grade of each response; None: one of them could not be read."""
+    places = [(number, response) for number, (_, pairs) in enumerate(asked) for response in sorted({*sum(pairs, ())})]
+    samples = [_sample(asked[n][0], asked[n][0].responses[response], n) for n, response in places]
+    grades = dict(zip(places, grade(rubric, ask, samples), strict=True))
+
+    def pair(first: float | None, second: float | None) -> _Judged | None:
+        if first is None or second is None:
+            return None
+        return _Judged(first - second, {"chosen": first, "rejected": second}, {"chosen": second, "rejected": first})
+
+    return [
+        [pair(grades[number, one], grades[number, other]) for one, other in pairs]
+        for number, (_, pairs) in enumerate(asked)
+    ]
+
+
+def _compared(rubric: Rubric, ask: Ask, asked: Asking) -> list[list[_Judged | None]]:
+    """The same by the shares that both orders give."""
+    questions = [
+        (_sample(candidates, candidates.responses[one], number), candidates.responses[one], candidates.responses[other])
+        for number, (candidates, pairs) in enumerate(asked)
+        for one, other in pairs
+    ]
+    verdicts = iter(compare(rubric, ask, questions))
+    return [[_of_orders(next(verdicts)) for _ in pairs] for _, pairs in asked]
+
+
+def _of_orders(both: BothOrders) -> _Judged | None:
+    ahead, behind = both.first_shown_first, both.first_shown_last
+    if ahead is None or behind is None:
+        return None
+
+    def named(shown_first: float, shown_last: float) -> dict[str, float]:
+        return {"chosen_shown_first": round(shown_first, 6), "chosen_shown_last": round(shown_last, 6)}
+
+    return _Judged(ahead + behind - 1, named(ahead, behind), named(1 - behind, 1 - ahead))

@@ -1,0 +1,269 @@
+"""The rewards of kind `judge` and `local_judge`: the same rubric and the same verdicts, of a model behind an endpoint
+or in this process.
+
+    rows ──► questions ──┬─ judge ──► cache ─ what it lacks ─► endpoint ──► first token's likeliest, or text ─┐
+                         └─ local_judge ──► chat template ──► model ──► the next token's likeliest ───────────┴─► scores
+
+May import jinja2 (its error), stages.models (hf_files, hf_config, reward_files, spec), stages.rewards and this folder;
+stages.models.reward_rows (Megatron) when rows are scored.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import re
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal, get_args
+from urllib.parse import urlsplit
+
+from jinja2 import TemplateError
+
+from stages.models.hf_config import RANDOM_TINY
+from stages.models.hf_files import read_tokenizer, weight_files
+from stages.models.reward_files import is_classifier
+from stages.models.spec import read_spec
+from stages.rewards.config import PATIENCE_S, TIMEOUT_S
+from stages.rewards.judges.answers import AnswerCache, question_key
+from stages.rewards.judges.endpoint import Asked, Endpoint, Received, ask_endpoint
+from stages.rewards.judges.rubric import GROUP, Question, make_rubric
+from stages.rewards.judges.verdicts import Answer, scored
+from stages.rewards.protocol import RewardFailed, Sample, Scored
+from stages.rewards.registry import UnfitReward
+from stages.rewards.resident import DTYPES, EACH_ALONE, HERE, Holds, Loading
+from storage.problems import Problem, above, at_least
+
+ANSWERS = "judge"
+"""Directory of a judge's answers, in a run's."""
+MOST_LIKELIEST = 20
+"""Tokens that servers name with their log-probs, at most, unless they are told otherwise."""
+Reads = Literal["likelihood", "text"]
+
+
+class JudgeReward:
+    """Owns a judge behind an endpoint: its cache of answers. The score is the grade, or how much better than others a
+    response was found; see `verdicts.scored`."""
+
+    deterministic = False
+    """A server's last bits depend on what else it computes; what the cache has is the same for ever."""
+    batch_tokens: int | None = None
+
+    def __init__(
+        self,
+        url: str,
+        model: str,
+        on_unparsed: float,
+        rubric: str | None = None,
+        rubric_file: str | None = None,
+        answers: dict[Any, float] | None = None,
+        against: str | None = None,
+        system: str | None = None,
+        read: Reads = "likelihood",
+        max_tokens: int = 512,
+        likeliest: int = MOST_LIKELIEST,
+        key_env: str | None = None,
+        concurrency: int = 16,
+        timeout_s: float = TIMEOUT_S,
+        patience_s: float = PATIENCE_S,
+        cache: str | None = None,
+        body: dict[str, Any] | None = None,
+        _directory: Path | None = None,
+    ) -> None:
+        """Raises UnfitReward, naming the argument.
+
+        Args:
+            url: of the API, up to and with its version: http://HOST:8000/v1.
+            model: as the server calls it.
+            on_unparsed, rubric, rubric_file, answers, against, system: see `make_rubric`.
+            read: the first token's likeliest, or the text that is answered.
+            max_tokens: of an answer that is read as text.
+            likeliest: how many tokens the server is asked for with their log-probs.
+            key_env: environment variable with the key that the server wants; None: it wants none.
+            concurrency: requests at once, of each scoring worker.
+            timeout_s: of a request. patience_s: how long the judge may answer nothing before the run stops.
+            cache: directory of its answers; None: `judge` in the run's, or none outside a run.
+            body: more fields of the request; null takes one out.
+        """
+        self.rubric = make_rubric(rubric, rubric_file, answers, on_unparsed, against, system)
+        _refuse_odd_url(url)
+        _refuse_odd_key(key_env)
+        if read not in get_args(Reads):
+            raise UnfitReward(Problem("read", read, f"must be {' or '.join(get_args(Reads))}"))
+        counts = {"max_tokens": max_tokens, "likeliest": likeliest, "concurrency": concurrency}
+        for problem in (*at_least(1, counts), *above(0, {"timeout_s": timeout_s}, " seconds")):
+            raise UnfitReward(problem)
+        if patience_s < timeout_s:
+            raise UnfitReward(Problem("patience_s", patience_s, f"must be timeout_s ({timeout_s:g}) or more"))
+        self._endpoint = Endpoint(url.rstrip("/"), key_env, concurrency, timeout_s, patience_s)
+        how = {"max_tokens": max_tokens}
+        if read == "likelihood":
+            how = {"max_tokens": 1, "logprobs": True, "top_logprobs": likeliest}
+        given = {"model": model, "temperature": 0, **how, **(body or {})}
+        self._body = {name: value for name, value in given.items() if value is not None}
+        own = None if _directory is None else _directory / ANSWERS
+        self._cache = AnswerCache(own if cache is None else Path(cache))
+
+    @property
+    def fields(self) -> frozenset[str]:
+        return self.rubric.fields
+
+    def __call__(self, samples: Sequence[Sample]) -> Scored:
+        return scored(self.rubric, self.ask, samples)
+
+    def ask(self, questions: Sequence[Question]) -> list[Answer]:
+        """Of what the cache lacks, the judge is asked; each question once. Raises RewardFailed."""
+        asked = [Asked(question, {**self._body, "messages": list(question.messages)}) for question in questions]
+        keys = [question_key(one.body) for one in asked]
+        self._cache.refresh()
+        missing = {key: one for key, one in zip(keys, asked, strict=True) if self._cache.find(key) is None}
+
+        def keep(key: str, received: Received) -> None:
+            about = {
+                "model": self._body["model"],
+                "messages": missing[key].body["messages"],
+                "time": round(time.time(), 3),
+                "seconds": received.seconds,
+                "attempts": received.attempts,
+            }
+            self._cache.add(key, received.answer, about)
+
+        found = ask_endpoint(self._endpoint, missing, keep) if missing else {}
+        return [found.get(key) or self._known(key) for key in keys]
+
+    def close(self) -> None:
+        self._cache.close()
+
+    def _known(self, key: str) -> Answer:
+        answer = self._cache.find(key)
+        assert answer is not None
+        return answer
+
+
+class LocalJudgeReward:
+    """Owns its use of a language model of this process as a judge. Its verdict is that of `JudgeReward` with
+    `read: likelihood` on a server with the same model: of the next token after the chat template."""
+
+    def __init__(
+        self,
+        path: str,
+        on_unparsed: float,
+        rubric: str | None = None,
+        rubric_file: str | None = None,
+        answers: dict[Any, float] | None = None,
+        against: str | None = None,
+        system: str | None = None,
+        likeliest: int = MOST_LIKELIEST,
+        dtype: str = "float32",
+        pass_tokens: int | None = None,
+    ) -> None:
+        """Raises UnfitReward, naming the argument.
+
+        Args:
+            path: the model's directory, with a chat template.
+            on_unparsed, rubric, rubric_file, answers, against, system: see `make_rubric`.
+            likeliest: among so many tokens an answer must be, to count.
+            dtype: of the forward.
+            pass_tokens: questions are packed into passes of so many tokens; None: each has a pass to itself, so that
+                its verdict is the same whatever is asked beside it.
+        """
+        self.rubric = make_rubric(rubric, rubric_file, answers, on_unparsed, against, system)
+        wrong = _model_problem(path)
+        if wrong is not None:
+            raise UnfitReward(Problem("path", path, wrong))
+        if dtype not in DTYPES:
+            raise UnfitReward(Problem("dtype", dtype, f"must be {' or '.join(DTYPES)}"))
+        counts = {"likeliest": likeliest, "pass_tokens": 1 if pass_tokens is None else pass_tokens}
+        for problem in at_least(1, counts):
+            raise UnfitReward(problem)
+        self._tokenizer = read_tokenizer(path)
+        first = [] if system is None else [{"role": "system", "content": system}]
+        try:
+            self._tokenizer.apply_chat_template([*first, {"role": "user", "content": "x"}])
+        except (ValueError, TemplateError) as error:
+            need = f"its chat template cannot say the rubric's messages ({error}): give an instruction-tuned model"
+            raise UnfitReward(Problem("path", path, need)) from error
+        self.deterministic = pass_tokens is None and against != GROUP
+        self._likeliest = likeliest
+        self._context = read_spec(path).max_positions
+        self._loading = Loading(Holds.LANGUAGE, path, dtype, pass_tokens or EACH_ALONE)
+        self._model: Any = None
+
+    @property
+    def fields(self) -> frozenset[str]:
+        return self.rubric.fields
+
+    def __call__(self, samples: Sequence[Sample]) -> Scored:
+        return scored(self.rubric, self.ask, samples)
+
+    def ask(self, questions: Sequence[Question]) -> list[Answer]:
+        """Raises RewardFailed for a question that is longer than the model's context."""
+        rows = [self._tokenizer.apply_chat_template(question.messages) for question in questions]
+        for question, row in zip(questions, rows, strict=True):
+            if len(row) > self._context:
+                need = f"its question has {len(row)} tokens, the judge's context is {self._context}"
+                raise RewardFailed(f"{question}: {need}")
+        of_rows = importlib.import_module("stages.models.reward_rows").TokenRows.of(rows)
+        with HERE.lock:
+            if self._model is None:
+                self._model = HERE.take(self._loading)
+            found = self._model.likeliest(of_rows, self._likeliest)
+        return [self._answer(likeliest) for likeliest in found]
+
+    def close(self) -> None:
+        if self._model is not None:
+            self._model = None
+            HERE.give_back(self._loading)
+
+    def _answer(self, likeliest: Sequence[tuple[int, float]]) -> Answer:
+        named = tuple((self._tokenizer.decode([token], skip_special=False), p) for token, p in likeliest)
+        return Answer(named[0][0], named)
+
+
+_KEY_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+
+
+def _refuse_odd_url(url: str) -> None:
+    try:
+        parts = urlsplit(url)
+        odd = parts.scheme not in ("http", "https") or not parts.hostname or (parts.port or 1) < 1
+    except ValueError:
+        odd = True
+    if odd:
+        need = "must be the URL of an API, up to and with its version: http://HOST:8000/v1"
+        raise UnfitReward(Problem("url", url if "@" not in url else "(not shown)", need))
+    if "@" in parts.netloc or parts.query or parts.fragment:
+        need = "must hold no user, password or query, since configs are logged: key_env names a variable with the key"
+        raise UnfitReward(Problem("url", "(not shown)", need))
+    if parts.path.rstrip("/").endswith("/chat/completions"):
+        raise UnfitReward(Problem("url", url, "must be without /chat/completions, which is added"))
+
+
+def _refuse_odd_key(key_env: str | None) -> None:
+    if key_env is None:
+        return
+    if not _KEY_NAME.fullmatch(key_env):
+        need = "must be the name of an environment variable, and not the key itself"
+        raise UnfitReward(Problem("key_env", "(not shown)", need))
+    if not os.environ.get(key_env, "").strip():
+        shown = key_env if key_env.isupper() else "(not shown)"  # it may be the key itself
+        raise UnfitReward(Problem("key_env", shown, "there is no such environment variable here, or it is empty"))
+    if not os.environ[key_env].isprintable():
+        raise UnfitReward(
+            Problem("key_env", key_env, "its value has characters that a header cannot have (a newline?)")
+        )
+
+
+def _model_problem(path: str) -> str | None:
+    """Why there is no language model at a path; None where there is one."""
+    try:
+        read_spec(path)
+        if path != RANDOM_TINY:
+            weight_files(path)
+        if is_classifier(path):
+            return "it is a reward model, which answers no questions: kind: model scores with it"
+        read_tokenizer(path)
+    except (OSError, ValueError) as error:
+        return f"{error}: give the directory of an instruction-tuned language model in Hugging Face layout"
+    return None

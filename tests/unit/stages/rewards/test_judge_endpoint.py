@@ -1,0 +1,299 @@
+"""The judge behind an endpoint, against a real server on loopback: what is sent, what is kept, and what becomes of a
+judge that answers rubbish, is slow, rate-limits or vanishes."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from stages.rewards.judges import endpoint
+from stages.rewards.judges.endpoint import retry_after_s
+from stages.rewards.judges.rewards import JudgeReward
+from stages.rewards.protocol import RewardFailed, Sample, Scored
+from stages.rewards.registry import UnfitReward, build_reward
+from tests.support.judge_server import Reply, Served, asked_text, completion, serving
+
+RUBRIC = "{prompt} -> {response}"
+KEY = "sk-very-secret-0123456789"
+LIKELIEST = [("5", -0.5), ("1", -1.5), ("the", -3.0)]
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(endpoint, "_SHORTEST_S", 0.002)
+
+
+def judge_of(served: Served | str, **given: Any) -> JudgeReward:
+    args = {"model": "m", "rubric": RUBRIC, "on_unparsed": -1.0, "read": "text", "timeout_s": 5, "patience_s": 20}
+    return JudgeReward(**args | {"url": served if isinstance(served, str) else served.url} | given)
+
+
+def samples(*responses: str) -> list[Sample]:
+    return [Sample("p", response, row=row) for row, response in enumerate(responses)]
+
+
+def scores(judge: JudgeReward, *responses: str) -> list[float]:
+    given = judge(samples(*responses))
+    assert isinstance(given, Scored)
+    return list(given.parts[""])
+
+
+def by_length(body: Mapping[str, Any]) -> Reply:
+    return completion(f"Grade: {min(5, len(asked_text(body).partition('-> ')[2]))}")
+
+
+def turns(*replies: Reply | Callable[[Mapping[str, Any]], Reply]) -> Callable[[Mapping[str, Any]], Reply]:
+    """One after another, whoever asks; the last for ever."""
+    left, lock = list(replies), threading.Lock()
+
+    def answer(body: Mapping[str, Any]) -> Reply:
+        with lock:
+            reply = left.pop(0) if len(left) > 1 else left[0]
+        return reply(body) if callable(reply) else reply
+
+    return answer
+
+
+def test_what_is_sent_and_what_comes_back() -> None:
+    with serving(by_length) as served:
+        judge = judge_of(served, system="Grade.", body={"seed": 3, "temperature": None})
+        assert scores(judge, "a", "bbb", "a") == [1.0, 3.0, 1.0]
+    assert len(served.asked) == 2, "the same question is asked once"
+    assert {body["messages"][1]["content"] for body in served.asked} == {"p -> a", "p -> bbb"}
+    body = served.asked[0]
+    assert {**body, "messages": body["messages"][:1]} == {
+        "model": "m",
+        "max_tokens": 512,
+        "seed": 3,
+        "messages": [{"role": "system", "content": "Grade."}],
+    }
+    assert "Authorization" not in served.headers[0]
+
+
+def test_likelihoods_are_asked_for_and_read() -> None:
+    with serving(lambda body: completion("5", LIKELIEST)) as served:
+        found = scores(judge_of(served, read="likelihood"), "a")
+    p = 1 / (1 + 2.718281828459045**-1)
+    assert found == [pytest.approx(5 * p + 1 * (1 - p))]
+    body = served.asked[0]
+    assert (body["max_tokens"], body["logprobs"], body["top_logprobs"], body["temperature"]) == (1, True, 20, 0)
+    with (
+        serving(lambda body: completion("5")) as served,
+        pytest.raises(RewardFailed, match=r"top_logprobs.*read: text"),
+    ):
+        judge_of(served, read="likelihood")(samples("a"))
+
+
+def test_no_more_requests_at_once_than_the_limit() -> None:
+    """Four must be there together before any is answered."""
+    together = threading.Barrier(4)
+
+    def judge(body: Mapping[str, Any]) -> Reply:
+        together.wait(10)
+        return by_length(body)
+
+    with serving(judge) as served:
+        assert scores(judge_of(served, concurrency=4), *map(str, range(100, 112))) == [3.0] * 12
+    assert served.most_at_once == 4
+
+
+def test_rubbish_is_counted_and_gets_the_stated_score() -> None:
+    with serving(turns(completion("no idea"), completion("4"))) as served:
+        found = judge_of(served, concurrency=1)(samples("a", "b"))
+    assert found == Scored({"": [-1.0, 4.0]}, None, {"unparsed": [1.0, 0.0]})
+
+
+@pytest.mark.parametrize(
+    "passing",
+    [
+        Reply("slow down", 429, {"Retry-After": "0.001"}),
+        Reply("slow down", 429),
+        Reply("loading", 503, {"Retry-After": "Thu, 01 Jan 1970 00:00:00 GMT"}),
+        Reply("<html>gateway</html>", 502),
+        Reply("", cut=True),
+        Reply("<html>hello</html>"),
+        Reply('{"choices": []}'),
+        Reply('{"error": "overloaded"}'),
+        Reply("[1]"),
+    ],
+    ids=lambda reply: f"{reply.status} {reply.body or 'cut'} {dict(reply.headers)}",
+)
+def test_what_may_pass_is_tried_again(passing: Reply, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with serving(turns(passing, passing, by_length)) as served:
+        assert scores(judge_of(served, cache=str(tmp_path)), "aa") == [2.0]
+    assert len(served.asked) == 3
+    (record,) = records(tmp_path)
+    assert record["attempts"] == 3
+    assert capsys.readouterr().err.count("row 0 (prompt 'p') is asked again in ") == 1, "twice within 10 s is said once"
+
+
+def test_what_cannot_pass_ends_it_at_once_and_names_the_row() -> None:
+    refused = pytest.raises(RewardFailed, match=r"refuses row 0 \(prompt 'p'\): HTTP 404: .*no such model")
+    with serving(lambda body: Reply('{"error": "no such model"}', 404)) as served, refused:
+        judge_of(served)(samples("a"))
+    assert len(served.asked) == 1
+    elsewhere = Reply("", 302, {"Location": "http://elsewhere/"})
+    with serving(lambda body: elsewhere) as served, pytest.raises(RewardFailed, match="HTTP 302"):
+        judge_of(served)(samples("a"))
+
+
+def test_a_judge_that_asks_to_be_left_alone_for_too_long_is_given_up_at_once() -> None:
+    with (
+        serving(lambda body: Reply("quota", 429, {"Retry-After": "3600"})) as served,
+        pytest.raises(RewardFailed, match=r"HTTP 429: quota\. It asks to be left alone for 3600 s\. Nothing is sco"),
+    ):
+        judge_of(served, patience_s=30)(samples("a"))
+    assert len(served.asked) == 1
+
+
+@pytest.mark.parametrize(
+    ("vanished", "patience_s", "came"),
+    [
+        ("never there", 0.5, "ClientConnectorError"),
+        ("slow", 0.15, "no answer within 0.05 s"),
+        ("limits", 20, "HTTP 429"),
+    ],
+)
+def test_a_judge_that_vanishes_is_waited_for_and_then_is_an_error(vanished: str, patience_s: float, came: str) -> None:
+    """Never a zero. The message names the limit, the row and what came last."""
+    over = threading.Event()
+    limits = turns(*(Reply("later", 429, {"Retry-After": wait}) for wait in ("0.001", "0.001", "3600")))
+
+    def judge(body: Mapping[str, Any]) -> Reply:
+        if vanished == "slow":
+            over.wait(30)
+        return limits(body)
+
+    with serving(judge) as served:
+        url = "http://127.0.0.1:9/v1" if vanished == "never there" else served.url
+        timeout_s = 0.05 if vanished == "slow" else patience_s
+        with pytest.raises(RewardFailed) as failed:
+            judge_of(url, timeout_s=timeout_s, patience_s=patience_s)(samples("a", "b"))
+        over.set()
+    said = str(failed.value)
+    assert "has answered nothing for" in said
+    assert f"patience_s = {patience_s:g}" in said
+    assert "row 0" in said or "row 1" in said
+    assert came in said
+
+
+def test_answers_survive_and_only_the_rest_is_asked_again(tmp_path: Path) -> None:
+    """The judge vanishes after two answers; a later process asks for the third alone, and then nothing."""
+    refuse = Reply("gone", 410)
+    with serving(turns(by_length, by_length, refuse)) as served, pytest.raises(RewardFailed, match="HTTP 410"):
+        judge_of(served, cache=str(tmp_path), concurrency=1)(samples("a", "bb", "ccc"))
+    with serving(by_length) as served:
+        again = judge_of(served, cache=str(tmp_path))
+        assert scores(again, "a", "bb", "ccc") == [1.0, 2.0, 3.0]
+        again.close()
+        assert len(served.asked) == 1
+        assert scores(judge_of(served, cache=str(tmp_path)), "a", "bb", "ccc") == [1.0, 2.0, 3.0]
+        assert len(served.asked) == 1
+        scores(judge_of(served, cache=str(tmp_path), model="other"), "a")
+        scores(judge_of(served, cache=str(tmp_path), system="Be kind."), "a")
+        assert len(served.asked) == 3, "another model, or another question, is no hit"
+    assert len(list(tmp_path.glob("answers-*.jsonl"))) == 4
+
+
+def test_a_torn_or_damaged_line_is_asked_again_and_others_answers_are_seen(tmp_path: Path) -> None:
+    with serving(by_length) as served:
+        first, second = (judge_of(served, cache=str(tmp_path), concurrency=1) for _ in range(2))
+        scores(first, "a", "bb")
+        (file,) = tmp_path.glob("answers-*.jsonl")
+        lines = file.read_text().splitlines(keepends=True)
+        file.write_text(lines[0] + lines[1][:40])
+        assert scores(second, "a", "bb") == [1.0, 2.0], "it was made before these answers were"
+        assert len(served.asked) == 3
+        file.write_text('{"key": 1}\n{"key": "x", "text": "5", "likeliest": [["a"]]}\nnonsense\n' + lines[0])
+        assert scores(judge_of(served, cache=str(tmp_path)), "a", "bb") == [1.0, 2.0]
+        assert len(served.asked) == 3
+        assert scores(first, "a", "bb", "ccc") == [1.0, 2.0, 3.0]
+        assert len(served.asked) == 4
+
+
+def test_the_key_is_sent_and_kept_nowhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a server that repeats it wherever it can."""
+    monkeypatch.setenv("JUDGE_KEY", KEY)
+    with serving(turns(completion(f"{KEY} 5"), Reply(f"bad key {KEY}", 401))) as served:
+        judge = judge_of(served, key_env="JUDGE_KEY", cache=str(tmp_path))
+        assert scores(judge, "a") == [5.0]
+        with pytest.raises(RewardFailed, match=r"HTTP 401: bad key \*\*\*") as failed:
+            judge(samples("b"))
+    assert served.headers[0]["Authorization"] == f"Bearer {KEY}"
+    assert KEY not in str(failed.value) + "".join(file.read_text() for file in tmp_path.iterdir())
+    assert KEY not in repr(judge.__dict__)
+
+
+def test_answers_are_kept_with_what_was_asked(tmp_path: Path) -> None:
+    with serving(lambda body: completion("5", LIKELIEST)) as served:
+        judge_of(served, read="likelihood", cache=str(tmp_path))(samples("é"))
+    (record,) = records(tmp_path)
+    assert record["model"] == "m"
+    assert record["messages"] == [{"role": "user", "content": "p -> é"}]
+    assert record["text"] == "5"
+    assert record["likeliest"] == [list(pair) for pair in LIKELIEST]
+    assert record["attempts"] == 1
+
+
+def records(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for file in sorted(folder.glob("answers-*.jsonl")) for line in file.open()]
+
+
+@pytest.mark.parametrize(
+    ("header", "seconds"),
+    [("3", 3.0), ("-1", 0.0), ("Thu, 01 Jan 1970 00:01:40 GMT", 60.0), ("soon", None), ("", None)],
+)
+def test_retry_after_is_seconds_or_a_date(header: str, seconds: float | None) -> None:
+    assert retry_after_s(header, now=40.0) == seconds
+
+
+@pytest.fixture
+def no_key(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.delenv("JUDGE_KEY", raising=False)
+    return
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"url": "localhost:8000"}, r"args\.url: given 'localhost:8000'; must be the URL of an API"),
+        ({"url": "http://h:99999/v1"}, r"args\.url: .*must be the URL"),
+        ({"url": f"http://me:{KEY}@h/v1"}, r"args\.url: given '\(not shown\)'; must hold no user, password or query"),
+        ({"url": f"http://h/v1?key={KEY}"}, r"args\.url: given '\(not shown\)'; must hold no user"),
+        ({"url": "http://h/v1/chat/completions"}, r"args\.url: given .*; must be without /chat/completions"),
+        ({"key_env": KEY}, r"args\.key_env: given '\(not shown\)'; must be the name of an environment variable"),
+        ({"key_env": "JUDGE_KEY"}, r"args\.key_env: given 'JUDGE_KEY'; there is no such environment variable"),
+        ({"key_env": "abcdef0123"}, r"args\.key_env: given '\(not shown\)'; there is no such environment variable"),
+        ({"api_key": KEY}, r"args\.api_key: given '\(not shown\)'; no such argument; judge takes url"),
+        ({"read": "tea leaves"}, r"args\.read: given 'tea leaves'; must be likelihood or text"),
+        ({"concurrency": 0}, r"args\.concurrency: given 0"),
+        ({"timeout_s": 0.0}, r"args\.timeout_s: given 0"),
+        ({"patience_s": 1.0, "timeout_s": 2.0}, r"args\.patience_s: given 1.0; must be timeout_s \(2\) or more"),
+        ({"rubric": "{prompt}"}, r"args\.rubric: "),
+        ({"answers": {"x": "y"}}, r"args\.answers: given .*must be"),
+    ],
+)
+@pytest.mark.usefixtures("no_key")
+def test_settings_that_cannot_work_are_refused_by_their_key(given: dict[str, Any], said: str) -> None:
+    args = {"url": "http://h/v1", "model": "m", "rubric": RUBRIC, "on_unparsed": 0.0} | given
+    with pytest.raises(UnfitReward, match=r"reward\.parts\.judge\." + said) as refused:
+        build_reward("judge", args, "reward.parts.judge")
+    assert KEY not in str(refused.value)
+
+
+def test_an_ensemble_of_judges_keeps_what_each_measured() -> None:
+    with serving(turns(completion("4"), completion("what?"))) as served:
+        args = {"url": served.url, "model": "m", "rubric": RUBRIC, "read": "text", "on_unparsed": 2.0}
+        members = {"a": {"kind": "judge", "args": args}, "b": {"kind": "judge", "args": args}}
+        given = build_reward("ensemble", {"members": members}, "reward")(samples("x"))
+    assert given == Scored({"": [3.0]}, [1.0], {"a-unparsed": [0.0], "b-unparsed": [1.0]})
+
+
+def test_the_stated_score_must_be_stated() -> None:
+    with pytest.raises(UnfitReward, match=r"args\.on_unparsed: given None; must be given"):
+        build_reward("judge", {"url": "http://h/v1", "model": "m", "rubric": RUBRIC}, "reward")

@@ -106,6 +106,8 @@ def train(config: RewardModelConfig, console: Console) -> dict[str, Any]:
         tracker.metrics(outcome.steps, {f"held_out/{name}": value for name, value in outcome.held_out.metrics.items()})
         for name in ("summary.json", *([PLOT] if config.tracking.plots else [])):
             tracker.artifact(root / name, "")
+        if config.tracking.register is not None:
+            tracker.model(config.tracking.register, root / EXPORT)
     _say(console, config, summary)
     return summary
 

@@ -20,8 +20,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
 from pipeline.config.loading import config_hash
 from pipeline.config.paths import RunPaths
 from pipeline.config.run import RunConfig
@@ -30,6 +28,7 @@ from pipeline.graph.graph import run_nodes
 from pipeline.observe.evaluations import best_evaluation
 from pipeline.observe.history import History
 from pipeline.observe.journal import journal_exists, read_events, run_starts
+from pipeline.observe.live import Screen
 from pipeline.observe.overlap import overlap_by_step
 from pipeline.observe.responses import Decode, response_pairs, samples_table
 from pipeline.observe.revision import git_commit, software_versions
@@ -158,7 +157,7 @@ def conclude_despite_error(
     history: History,
     tracker: Tracker,
     decode: Decode,
-    console: Console,
+    screen: Screen,
     error: BaseException,
 ) -> None:
     """`conclude` while an error is on its way out, which whatever goes wrong here (the same full disk, say) must not
@@ -168,10 +167,8 @@ def conclude_despite_error(
         conclude(config, history, tracker, status, decode, f"{type(error).__name__}: {error}".removesuffix(": "))
     except Exception as again:
         tracker.close(status)
-        console.print(
-            f"no summary could be made of what there is: {type(again).__name__}: {again}",
-            markup=False, highlight=False, soft_wrap=True,
-        )  # fmt: skip
+        text = f"no summary could be made of what there is: {type(again).__name__}: {again}"
+        screen.say("warning", text, text=text)
 
 
 def experiment_page(config: RunConfig) -> str | None:

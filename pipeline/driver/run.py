@@ -50,7 +50,7 @@ from pipeline.driver.session import (
 )
 from pipeline.driver.step_trace import previews, step_spans
 from pipeline.driver.system_metrics import SystemMetrics
-from pipeline.driver.watching import baseline, links, open_progress, page
+from pipeline.driver.watching import baseline, first_start, links, open_progress, page
 from pipeline.graph.dispatch import Dispatch
 from pipeline.graph.flow import Flow
 from pipeline.graph.graph import Node, weight_readers
@@ -58,7 +58,7 @@ from pipeline.observe.evaluations import Evaluation
 from pipeline.observe.graph_view import wait_text
 from pipeline.observe.history import EVALUATION_METRIC, STEP_METRIC, History, alarm_text, evaluation_metrics
 from pipeline.observe.journal import Event, EventKind, Journal, run_starts
-from pipeline.observe.live import Progress, Screen, print_json
+from pipeline.observe.live import Progress, Screen
 from pipeline.observe.losses import Losses
 from pipeline.observe.node_events import NodeEvents
 from pipeline.observe.responses import Decode, chosen, response_pairs
@@ -113,15 +113,9 @@ def run(
         summary = _run_and_conclude(config, ready, screen, decode, prompts, resume=resume)
     where = where_results_are(config, summary)
     if json_lines:
-        print_json(
-            console,
-            "done",
-            time.time(),
-            {"summary": asdict(summary), "paths": {label: str(path) for label, path in where.items()}},
-        )
-        return RunResult(summary, paths)
-    shown = chosen(response_pairs(ready.history, decode))
-    console.print(end_of_run(summary, shown, where))
+        screen.say("done", "", summary=asdict(summary), paths={label: str(path) for label, path in where.items()})
+    else:
+        console.print(end_of_run(summary, chosen(response_pairs(ready.history, decode)), where))
     return RunResult(summary, paths)
 
 
@@ -149,7 +143,7 @@ def _run_to_conclusion(
     except EndedEarly:
         raise
     except BaseException as error:
-        conclude_despite_error(config, history, tracker, decode, screen.console, error)
+        conclude_despite_error(config, history, tracker, decode, screen, error)
         raise
     return conclude(config, history, tracker, "FINISHED", decode)
 
@@ -160,7 +154,7 @@ def _run(config: RunConfig, ready: PreparedRun, screen: Screen, tracker: Tracker
     tracked = _catch_up(history, tracker, run_starts(paths.events))
     if all_committed(config.graph(), history.ledger):
         for warning in ready.warnings:
-            screen.console.print(f"WARNING: {warning}", markup=False, highlight=False, soft_wrap=True)
+            screen.say("warning", f"WARNING: {warning}", text=warning)
         with published_weights(config, history.ledger):
             return  # a driver that died at the run's end has left them in memory
     with published_weights(config, history.ledger) as board, worker_processes(config) as workers:
@@ -250,8 +244,7 @@ class _Driver:
         """`tracked`: steps whose metrics the tracker has. `seen` and `losses` take every event of the journal."""
         history = self._history = ready.history
         self._config = config
-        self._linked = config.tracking.uri is None
-        """Whether the address of the run's experiment was shown: it has one once the tracking has begun."""
+        self._linked = config.tracking.uri is None or experiment_page(config) is not None  # its address was shown
         self._mended = ready.mended
         self._unread = None if board is None else UnreadVersions(board)
         self._journal = journal
@@ -260,8 +253,7 @@ class _Driver:
         self._tracker = tracker
         self._began = time.time()
         self._tracked = set(tracked)
-        self._evaluated: set[int] = set()
-        """Versions whose evaluation was reported."""
+        self._evaluated: set[int] = set()  # versions whose evaluation was reported
         self._first_evaluation: Evaluation | None = None
         self._outcomes: dict[Address, Outcome] = {}
         """Of the open steps' nodes."""
@@ -294,8 +286,7 @@ class _Driver:
             on_unread=self._version_unread,
         )
         self._view = page(config, workers, dispatch, self._flow, history, board, seen)
-        began = min(run_starts(RunPaths(config.run_dir).events), default=self._began)
-        self._system = SystemMetrics(workers.scheduler, tracker, began)
+        self._system = SystemMetrics(workers.scheduler, tracker, first_start(config, self._began))
 
     def run(self) -> None:
         try:

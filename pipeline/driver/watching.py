@@ -10,6 +10,7 @@ import importlib
 import os
 from collections.abc import Mapping
 
+from pipeline.config.paths import RunPaths
 from pipeline.config.run import RunConfig
 from pipeline.driver.cluster import Cluster
 from pipeline.driver.results import watch_runs
@@ -17,6 +18,7 @@ from pipeline.driver.run_view import RunView
 from pipeline.graph.dispatch import Dispatch
 from pipeline.graph.flow import Flow
 from pipeline.observe.history import History
+from pipeline.observe.journal import run_starts
 from pipeline.observe.live import Progress, Screen
 from pipeline.observe.node_events import NodeEvents
 from pipeline.observe.slurm_job import slurm_job, tunnel
@@ -49,6 +51,11 @@ def open_progress(config: RunConfig, screen: Screen, links: Mapping[str, str], f
         together={gang.name for gang in gangs if gang.ordered},
         json_lines=screen.json_lines,
     )
+
+
+def first_start(config: RunConfig, now: float) -> float:
+    """When the run's first driver began, in seconds since the epoch; `now` where this is it."""
+    return min(run_starts(RunPaths(config.run_dir).events), default=now)
 
 
 def baseline(history: History) -> list[tuple[int, float]]:

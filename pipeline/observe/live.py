@@ -75,12 +75,14 @@ class Screen:
     console: Console
     json_lines: bool = False
     """To a program."""
+    now: Callable[[], float] = time.time
 
-
-def print_json(console: Console, kind: str, t: float, fields: Mapping[str, object]) -> None:
-    """One object on one line; what is no number (NaN) is null."""
-    text = json.dumps(_finite({"t": round(t, 3), "event": kind, **fields}), ensure_ascii=False, allow_nan=False)
-    console.print(text, markup=False, highlight=False, soft_wrap=True)
+    def say(self, kind: str, line: str | Text, **fields: object) -> None:
+        """A line: for people, or its fields for programs, as one object; what is no number (NaN) is null there."""
+        if self.json_lines:
+            about = _finite({"t": round(self.now(), 3), "event": kind, **fields})
+            line = json.dumps(about, ensure_ascii=False, allow_nan=False)
+        self.console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
 def _finite(value: object) -> object:
@@ -127,7 +129,7 @@ class Progress:
         self._loading = dict.fromkeys(self._gangs, self._started)
         """Workers that are not up, and since when."""
         self._waits: Mapping[str, str] = {}
-        self._json_lines = json_lines
+        self._screen = Screen(self._console, json_lines, now)
         terminal = self._console.is_terminal and not json_lines
         self._live = Live(get_renderable=self.render, console=self._console, refresh_per_second=4) if terminal else None
 
@@ -285,7 +287,4 @@ class Progress:
 
     def _tell(self, kind: str, line: str | Text, **fields: object) -> None:
         """A line: for people, or its fields for programs."""
-        if self._json_lines:
-            print_json(self._console, kind, self._now(), fields)
-        else:
-            self._console.print(line, markup=False, highlight=False, soft_wrap=True)
+        self._screen.say(kind, line, **fields)

@@ -64,3 +64,13 @@ def test_curves_are_written_with_gaps_and_missing_metrics(tmp_path: Path) -> Non
     plot_curves({}, panels, [], tmp_path / "empty.png", "run")
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
     assert (tmp_path / "empty.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_lost_worker_is_a_mark(tmp_path: Path) -> None:
+    log = [*_training(10), Event(1e9, EventKind.GANG_LOST, gang="train", worker="train-0")]
+    (left_s, worker), timeline = lay_out(log).losses[0], tmp_path / "timeline.png"
+    assert worker == "train-0"
+    origin = 1e9 - left_s
+    plot_timeline([*_training(10), Event(origin + 8.5, EventKind.GANG_LOST, gang="train", worker="t")], timeline, "run")
+    assert timeline.stat().st_size > 0
+    assert lay_out(_training(3)).losses == ()

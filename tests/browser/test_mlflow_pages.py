@@ -47,7 +47,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> RunConfig:
         pytest.skip(absent)
     folder = tmp_path_factory.mktemp("pages")
     changes = ("steps=2", "evaluate.every=1", "checkpoint.every=1", "tracking.plots=false", "cluster.dashboard=null")
-    return finish_in(folder, "shown", f"tracking.uri=sqlite:///{folder}/mlflow.db", *changes)
+    return finish_in(folder, "first-run", f"tracking.uri=sqlite:///{folder}/mlflow.db", *changes)
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +55,7 @@ def pages(finished: RunConfig) -> Iterator[Pages]:
     uri, folder = str(finished.tracking.uri), Path(finished.run_dir).parent
     (folder / "other").mkdir()
     spool = folder / "other/mlflow_spool.jsonl"
-    with MlflowTracker(uri, "stageline", "other", {"seed": "7"}, {}, spool) as other:
+    with MlflowTracker(uri, "stageline", "second-run", {"seed": "7"}, {}, spool) as other:
         for step in range(2):
             other.metrics(step, {"reward/mean": 0.125 * step, "kl/ref": 0.5})
     with socket.socket() as free:
@@ -69,7 +69,7 @@ def pages(finished: RunConfig) -> Iterator[Pages]:
         )  # fmt: skip
     try:
         until(lambda: _answers(f"http://127.0.0.1:{port}/health"), "MLflow answers", every_s=0.5)
-        run_id, other_id = (delivered_run_id(folder / name / spool.name, uri) for name in ("shown", "other"))
+        run_id, other_id = (delivered_run_id(folder / name / spool.name, uri) for name in ("first-run", "other"))
         assert run_id is not None
         assert other_id is not None
         yield Pages(f"http://127.0.0.1:{port}/#/experiments/1", run_id, other_id)
@@ -93,7 +93,7 @@ def _shows(page: Page, *texts: str) -> None:
 
 def test_the_printed_address_leads_to_training_runs(page: Page, pages: Pages) -> None:
     page.goto(f"{pages.experiment}/runs?workflowType=machine_learning")
-    _shows(page, "shown", "other", "2 matching runs")
+    _shows(page, "first-run", "second-run", "2 matching runs")
     assert "Evaluation runs" not in page.inner_text("body"), "that is the page of GenAI"
 
 
@@ -118,9 +118,9 @@ def test_responses_are_a_table(page: Page, pages: Pages) -> None:
 def test_two_runs_compare(page: Page, pages: Pages) -> None:
     runs = f'["{pages.run_id}","{pages.other_id}"]'
     page.goto(f'{pages.experiment.partition("#")[0]}#/compare-runs?runs={runs}&experiments=["1"]')
-    _shows(page, "Comparing 2 Runs", "shown", "other", "reward/mean")
+    _shows(page, "Comparing 2 Runs", "first-run", "second-run", "reward/mean")
 
 
 def test_a_trace_is_a_step(page: Page, pages: Pages) -> None:
     page.goto(pages.run("/traces"))
-    _shows(page, "shown · step 1 · v0")
+    _shows(page, "first-run · step 1 · v0")

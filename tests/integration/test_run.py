@@ -296,7 +296,7 @@ def test_mlflow_has_a_trace_per_step_with_true_times(overlapped: RunConfig) -> N
     assert {"generate s0", "generate s1", "advantage", "publish v3"} <= {span.name for span in spans["2"]}
     third = next(t for t in traces if t.info.tags["step"] == "2")
     assert third.info.request_preview == "overlapped · step 2 · v1"
-    assert third.info.response_preview.startswith("reward 0.")
+    assert str(third.info.response_preview).startswith("reward 0.")
     assert {s.name for s in third.data.spans if not s.outputs} == {"generate", "score", "train"}
     for span in (span for of_step in spans.values() for span in of_step):
         times = (span.start_time_ns / 1e9, (span.end_time_ns or 0) / 1e9)

@@ -118,7 +118,7 @@ def test_responses_are_a_table(page: Page, pages: Pages) -> None:
 def test_two_runs_compare(page: Page, pages: Pages) -> None:
     runs = f'["{pages.run_id}","{pages.other_id}"]'
     page.goto(f'{pages.experiment.partition("#")[0]}#/compare-runs?runs={runs}&experiments=["1"]')
-    _shows(page, "Comparing 2 Runs", "first-run", "second-run", "reward/mean")
+    _shows(page, "Comparing 2 Runs", "first-run", "second-run", "Overview/reward")
 
 
 def test_a_trace_is_a_step(page: Page, pages: Pages) -> None:

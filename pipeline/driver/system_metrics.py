@@ -6,21 +6,29 @@ cost but a look at what the scheduler has in this process's memory.
 What a worker's own children take (an engine in an environment of its own) is not in it. `gpu` is there where pynvml is
 installed; that part has been tested with made-up numbers only.
 
-May import distributed, psutil, pipeline.observe.tracking and the standard library.
+May import psutil, pipeline.observe.tracking and the standard library.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import psutil
-from distributed import Scheduler
 
 from pipeline.observe.tracking import Tracker
 
 EVERY_S = 10.0
+
+
+class WorkersSeen(Protocol):
+    """What of Dask's scheduler is looked at."""
+
+    @property
+    def workers(self) -> Mapping[str, Any]:
+        """By address, each with its `name` and its `metrics`."""
+        ...
 
 
 def gang_metrics(workers: Iterable[tuple[str, Mapping[str, Any]]]) -> dict[str, float]:
@@ -48,7 +56,7 @@ class SystemMetrics:
     """Owns the time of the last sample."""
 
     def __init__(
-        self, scheduler: Scheduler, tracker: Tracker, began: float, now: Callable[[], float] = time.time
+        self, scheduler: WorkersSeen, tracker: Tracker, began: float, now: Callable[[], float] = time.time
     ) -> None:
         """`began`: when the run's first driver did, which the samples' numbers count from, in whole seconds."""
         self._scheduler = scheduler

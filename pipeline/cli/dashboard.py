@@ -17,12 +17,12 @@ from pipeline.cli.sources import saved_config
 from pipeline.config.errors import ConfigError
 from pipeline.config.paths import RunPaths
 from pipeline.config.run import RunConfig
+from pipeline.driver.results import watch_runs
 from pipeline.observe.graph_page import HEADERS, PATH, fragment, page
 from pipeline.observe.graph_view import Facts, GraphView
 from pipeline.observe.journal import journal_exists, read_events
 from pipeline.observe.log_files import log_end, log_names
 from pipeline.observe.recorded_view import recorded_view
-from pipeline.observe.tracking import how_to_open
 from storage.ledger import Ledger
 
 HOST = "127.0.0.1"
@@ -80,7 +80,7 @@ class Recorded:
 def view_of(config: RunConfig) -> GraphView:
     """The record of a run's directory."""
     paths = RunPaths(config.run_dir)
-    links = {} if config.tracking.uri is None else {"MLflow": how_to_open(config.tracking.uri)}
+    links = watch_runs(config)
     facts = Facts(config.name, config.steps, config.staleness, tuple(links.items()), log_names(paths.logs))
     return recorded_view(facts, config.graph(), config.gangs(), Ledger(str(paths.ledger)), read_events(paths.events))
 

@@ -72,6 +72,17 @@ def _run(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _run_here(parser: argparse.ArgumentParser) -> None:
+    _run(parser)
+    _json_lines(parser)
+
+
+def _json_lines(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--json-lines", action="store_true", help="for programs: one JSON object a line (docs/running.md), no tables"
+    )
+
+
 def _resume(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run_dir", metavar="RUN", help="the run's directory, for example runs/demo")
     parser.add_argument(
@@ -82,6 +93,7 @@ def _resume(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="archive what was committed after the newest usable checkpoint, and make it anew on this machine",
     )
+    _json_lines(parser)
 
 
 def _worker(parser: argparse.ArgumentParser) -> None:
@@ -186,6 +198,11 @@ def _export(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _sync(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run_dir", metavar="RUN")
+    parser.add_argument("--to", metavar="URI", help="another MLflow, which gets the whole run (default: tracking.uri)")
+
+
 def _reward(parser: argparse.ArgumentParser) -> None:
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
     text = "learn a reward model from judgements, or from the scores of a larger one"
@@ -197,7 +214,7 @@ def _reward(parser: argparse.ArgumentParser) -> None:
 
 
 COMMANDS = {
-    "run": Command("pipeline.cli.run", "run a config to its last step", _run),
+    "run": Command("pipeline.cli.run", "run a config to its last step", _run_here),
     "resume": Command("pipeline.cli.resume", "continue an interrupted run from its directory", _resume),
     "worker": Command(
         "pipeline.cli.worker", "be one worker, on this host, of a run with cluster.kind=attached", _worker
@@ -226,6 +243,7 @@ COMMANDS = {
     "export": Command(
         "pipeline.cli.export", "write a version of the policy in Hugging Face layout, or all rows as Parquet", _export
     ),
+    "sync": Command("pipeline.cli.sync", "deliver to MLflow what of a run is not there yet", _sync),
     "reward": Command("pipeline.cli.reward", "train a reward model, or have a judge label responses", _reward),
 }
 """Name of a command -> where it is, and what it takes."""

@@ -32,7 +32,8 @@ from pipeline.driver.results import open_history, open_tracker
 from pipeline.driver.session import writable
 from pipeline.graph.graph import update_stages
 from pipeline.observe.revision import software_versions
-from pipeline.observe.tracking import RunStatus, Tracker, delivered_run_id
+from pipeline.observe.spool import delivered_run_id
+from pipeline.observe.tracking import RunStatus, Tracker
 from pipeline.observe.variants import Comparison, VariantSummary, compare, comparison_table
 from pipeline.workers.bindings.scoring import scores_of
 from pipeline.workers.messages import Call

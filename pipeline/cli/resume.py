@@ -11,4 +11,4 @@ from pipeline.cli.sources import saved_config
 
 def command(options: argparse.Namespace) -> int:
     config = saved_config(options.run_dir, options.changes)
-    return execute(config, resume=True, from_checkpoint=options.from_checkpoint)
+    return execute(config, resume=True, from_checkpoint=options.from_checkpoint, json_lines=options.json_lines)

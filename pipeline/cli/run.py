@@ -21,17 +21,22 @@ from storage.retries import REFUSING, TRANSIENT, refusal
 
 
 def command(options: argparse.Namespace) -> int:
-    return execute(config_of(options.sources), resume=False)
+    return execute(config_of(options.sources), resume=False, json_lines=options.json_lines)
 
 
 def execute(
-    config: RunConfig, *, resume: bool, from_checkpoint: bool = False, at_once: Collection[signal.Signals] = ()
+    config: RunConfig,
+    *,
+    resume: bool,
+    from_checkpoint: bool = False,
+    at_once: Collection[signal.Signals] = (),
+    json_lines: bool = False,
 ) -> int:
     """Runs a config to its end; says how to go on where it stops before. `at_once`: signals that end it with exit code
     75, as it does then where workers are missing."""
     paths = RunPaths(config.run_dir)
     try:
-        run(config, output(), resume=resume, from_checkpoint=from_checkpoint, at_once=at_once)
+        run(config, output(), resume=resume, from_checkpoint=from_checkpoint, at_once=at_once, json_lines=json_lines)
     except EndedEarly:
         return complain("ended early", f"{paths.root}: what is committed stays; started again it goes on", RESUMABLE)
     except KeyboardInterrupt:

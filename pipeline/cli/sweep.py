@@ -27,7 +27,8 @@ from pipeline.driver.results import open_history
 from pipeline.launch.commands import there
 from pipeline.launch.submission import array_script, asked_for, submit_array, submit_run
 from pipeline.launch.sweep import SweepPoint, axes_of, points
-from pipeline.observe.tracking import MlflowTracker, delivered_run_id
+from pipeline.observe.spool import delivered_run_id
+from pipeline.observe.tracking import MlflowTracker
 
 
 def command(options: argparse.Namespace) -> int:

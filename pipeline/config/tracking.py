@@ -18,6 +18,8 @@ class TrackingConfig:
     experiment: str = "stageline"
     parent: str | None = None
     """MLflow's id of the run that this one is shown under; a sweep sets it."""
+    register: str | None = None
+    """Registered model in MLflow that the last version's weights become a version of; null: none. Of a file only."""
     plots: bool = True
     report: bool = True
     """Whether `report.html` is written at the end."""
@@ -28,3 +30,10 @@ def tracking_problems(config: TrackingConfig) -> Iterator[Problem]:
     if config.uri is not None and not config.uri.startswith(_SCHEMES):
         need = "must begin with sqlite:/// (a file) or http:// or https:// (a server), or be null for no tracking"
         yield Problem("tracking.uri", config.uri, need)
+    if config.register is not None:
+        if not config.register or set(config.register) & set("/:"):
+            need = "must be a name without / and :, or null for no registered model"
+            yield Problem("tracking.register", config.register, need)
+        if config.uri is None or not config.uri.startswith(SQLITE):
+            need = "needs a tracking.uri of sqlite:///: a server takes no weights that lie on this host; or null"
+            yield Problem("tracking.register", config.register, need)

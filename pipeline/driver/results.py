@@ -6,32 +6,44 @@ start sooner without.
                              ├──► plots/*.png
                              └──► report.html
 
-May import pipeline.config, pipeline.observe and below.
+May import pipeline.config, pipeline.observe, pipeline.driver.tracked_config and below.
 """
 
 from __future__ import annotations
 
+import getpass
 import importlib
+import os
 import platform
+import shlex
+import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
-from pipeline.config.loading import config_hash, flatten
+from pipeline.config.loading import config_hash
 from pipeline.config.paths import RunPaths
 from pipeline.config.run import RunConfig
 from pipeline.driver.reporting import report_source, write_report
+from pipeline.driver.tracked_config import off_metrics, tracked_params
 from pipeline.graph.graph import run_nodes
 from pipeline.observe.evaluations import best_evaluation
 from pipeline.observe.history import STEP_METRIC, History
 from pipeline.observe.journal import journal_exists, read_events, run_starts
+from pipeline.observe.live import Screen
+from pipeline.observe.overlap import overlap_by_step
 from pipeline.observe.responses import Decode, response_pairs, samples_table
 from pipeline.observe.revision import git_commit, software_versions
+from pipeline.observe.run_note import result_text, run_note
+from pipeline.observe.slurm_job import slurm_job
+from pipeline.observe.spool import experiment_id
 from pipeline.observe.summary import Summary, summarise
-from pipeline.observe.tracking import MlflowTracker, NullTracker, RunStatus, Tracker, how_to_open
+from pipeline.observe.tracking import Dataset, MlflowTracker, NullTracker, RunStatus, Tracker, how_to_open
 from storage.ledger import Ledger
 from storage.rollouts import RolloutStore
+
+_CHANGED = "+changes"
+_NOTE = "mlflow.note.content"
 
 
 def open_history(config: RunConfig) -> History:
@@ -48,58 +60,133 @@ def open_tracker(config: RunConfig) -> Tracker:
     if config.tracking.uri is None:
         return NullTracker()
     paths = RunPaths(config.run_dir)
+    commit = git_commit()
+    resumes = len(run_starts(paths.events))
     tags = {
-        "git_commit": git_commit(),
         "host": platform.node(),
         "config_hash": config_hash(config),
         "run_dir": str(paths.root.resolve()),
+        "stageline.resumes": str(resumes) if resumes else None,
         "mlflow.parentRunId": config.tracking.parent,
+        "mlflow.user": _user(),
+        "mlflow.source.name": command_line(),
+        "mlflow.source.type": "LOCAL" if slurm_job(os.environ) is None else "JOB",
+        "mlflow.source.git.commit": commit.removesuffix(_CHANGED),
+        "mlflow.source.git.dirty": "true" if commit.endswith(_CHANGED) else None,
+        _NOTE: _note(config, commit, "running" if not resumes else f"running, resumed for the {resumes}. time"),
     }
     tracker = MlflowTracker(
         uri=config.tracking.uri,
         experiment=config.tracking.experiment,
         run_name=config.name,
-        params=flatten(config),
+        params=tracked_params(config),
         tags={name: value for name, value in tags.items() if value},
         spool_path=paths.mlflow_spool,
+        off=off_metrics(config),
     )
     tracker.artifact(paths.config, "")
     return tracker
 
 
-def conclude(config: RunConfig, history: History, tracker: Tracker, status: RunStatus, decode: Decode) -> Summary:
-    """Writes what the run came to so far, draws it, and ends the tracking."""
+def track_prompts(config: RunConfig, tracker: Tracker, digest: str, num_train: int, num_held_out: int) -> None:
+    """The prompts as datasets of the run: those it trains on and those held out. `digest`: of both."""
+    source, name = config.prompts.url, Path(config.prompts.url).name
+    tracker.dataset(Dataset(name, digest[:36], source, "training", num_train))
+    if num_held_out:
+        tracker.dataset(Dataset(f"{name} held out", digest[:36], source, "evaluation", num_held_out))
+
+
+def command_line() -> str:
+    """What started this process, as a person would type it."""
+    program = Path(sys.argv[0])
+    name = "stageline" if program.name in ("__main__.py", "stageline") else program.name
+    return shlex.join([name, *sys.argv[1:]])
+
+
+def _user() -> str | None:
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):  # a container may run under a number that has no name
+        return None
+
+
+def _note(config: RunConfig, commit: str, result: str) -> str:
+    kind = "" if config.has_critic else ", no critic"
+    what = f"PPO ({config.ppo.advantage}{kind}) on the task graph, staleness {config.staleness}, {config.steps} steps."
+    facts = {
+        "model": config.model.path,
+        "prompts": config.prompts.url,
+        "command": command_line(),
+        "host": platform.node(),
+        "commit": commit,
+        "directory": str(RunPaths(config.run_dir).root.resolve()),
+        "weights": str(RunPaths(config.run_dir).weights(config.steps)),
+    }
+    return run_note(what, facts, result)
+
+
+def conclude(
+    config: RunConfig, history: History, tracker: Tracker, status: RunStatus, decode: Decode, ended: str = ""
+) -> Summary:
+    """Writes what the run came to so far, draws it, and ends the tracking. `ended`: what ended it before its last
+    step."""
     paths = RunPaths(config.run_dir)
     summary = summarise_run(config, history)
     paths.summary.write_text(summary.to_json(), "utf8")
+    if config.tracking.uri is not None and journal_exists(paths.events):
+        for step, fraction in overlap_by_step(read_events(paths.events)).items():
+            tracker.metrics(step, {"overlap": fraction})
     tracker.artifact(paths.summary, "")
     pairs = response_pairs(history, decode)
     if pairs:
         paths.samples.write_text(samples_table(pairs), "utf8")
-        tracker.artifact(paths.samples, "")
+        tracker.table(paths.samples)
     if config.tracking.plots and history.steps_done():
         for plot in draw(config, history):
             tracker.artifact(plot, "plots")
     if config.tracking.report:
         written = write_report([report_source(config, history, summary)], paths.report)
         tracker.artifact(written, "plots")
+    note = _note(config, git_commit(), result_text(status, summary, ended))
+    tracker.tags({"stageline.ended": ended[:400] or status.lower(), _NOTE: note})
+    if status == "FINISHED":
+        tracker.tags({"stageline.weights": str(paths.weights(config.steps).resolve())})
+        if config.tracking.register is not None:
+            tracker.model(config.tracking.register, paths.weights(config.steps))
     tracker.close(status)
     return summary
 
 
 def conclude_despite_error(
-    config: RunConfig, history: History, tracker: Tracker, status: RunStatus, decode: Decode, console: Console
+    config: RunConfig,
+    history: History,
+    tracker: Tracker,
+    decode: Decode,
+    screen: Screen,
+    error: BaseException,
 ) -> None:
     """`conclude` while an error is on its way out, which whatever goes wrong here (the same full disk, say) must not
     replace."""
+    status: RunStatus = "FAILED" if isinstance(error, Exception) else "KILLED"
     try:
-        conclude(config, history, tracker, status, decode)
-    except Exception as error:
+        conclude(config, history, tracker, status, decode, f"{type(error).__name__}: {error}".removesuffix(": "))
+    except Exception as again:
         tracker.close(status)
-        console.print(
-            f"no summary could be made of what there is: {type(error).__name__}: {error}",
-            markup=False, highlight=False, soft_wrap=True,
-        )  # fmt: skip
+        text = f"no summary could be made of what there is: {type(again).__name__}: {again}"
+        screen.say("warning", text, text=text)
+
+
+def experiment_page(config: RunConfig) -> str | None:
+    """How to look at the run's experiment in MLflow; None where it has none, or none yet."""
+    uri = config.tracking.uri
+    number = None if uri is None else experiment_id(RunPaths(config.run_dir).mlflow_spool, uri)
+    return None if uri is None or number is None else how_to_open(uri, number)
+
+
+def watch_runs(config: RunConfig) -> Mapping[str, str]:
+    """How to look at the run in MLflow, by what a person calls it; empty where it is not tracked."""
+    uri = config.tracking.uri
+    return {} if uri is None else {"MLflow": experiment_page(config) or how_to_open(uri)}
 
 
 def summarise_run(config: RunConfig, history: History) -> Summary:
@@ -148,5 +235,5 @@ def where_results_are(config: RunConfig, summary: Summary) -> dict[str, Path | s
         where["best weights"] = exported if exported.is_dir() else command
     where["rollouts"] = paths.rollouts
     if config.tracking.uri is not None:
-        where["compare runs"] = how_to_open(config.tracking.uri)
+        where["compare runs"] = watch_runs(config)["MLflow"]
     return where

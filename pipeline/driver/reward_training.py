@@ -130,6 +130,8 @@ def _train_alone(config: RewardModelConfig, parts: TrainingParts, console: Conso
         tracker.metrics(outcome.steps, {f"held_out/{name}": value for name, value in outcome.held_out.metrics.items()})
         for name in ("summary.json", *([PLOT] if config.tracking.plots else [])):
             tracker.artifact(root / name, "")
+        if config.tracking.register is not None:
+            tracker.model(config.tracking.register, root / EXPORT)
     _say(console, config, summary)
     return summary
 

@@ -12,11 +12,10 @@ what it comes to in `results`. May import all of pipeline below the command line
 from __future__ import annotations
 
 import gc
-import importlib
 import signal
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 from rich.console import Console
 
@@ -31,12 +30,17 @@ from pipeline.driver.context import ExecutorSettings, StoredWrongly
 from pipeline.driver.executor import Executor
 from pipeline.driver.identity import NumericsWatch
 from pipeline.driver.integrity import UnreadVersions, books_closed, check_made_again
-from pipeline.driver.links import page_links, terminal_links
 from pipeline.driver.lock import only_driver
 from pipeline.driver.preparation import PreparedRun, prepare
-from pipeline.driver.results import conclude, conclude_despite_error, open_tracker, where_results_are
+from pipeline.driver.results import (
+    conclude,
+    conclude_despite_error,
+    experiment_page,
+    open_tracker,
+    track_prompts,
+    where_results_are,
+)
 from pipeline.driver.retention import Retention
-from pipeline.driver.run_view import RunView
 from pipeline.driver.session import (
     EndedEarly,
     interruptible,
@@ -44,24 +48,28 @@ from pipeline.driver.session import (
     worker_processes,
     writable,
 )
+from pipeline.driver.step_trace import previews, step_spans
+from pipeline.driver.system_metrics import SystemMetrics
+from pipeline.driver.watching import baseline, first_start, links, open_progress, page
 from pipeline.graph.dispatch import Dispatch
 from pipeline.graph.flow import Flow
 from pipeline.graph.graph import Node, weight_readers
+from pipeline.observe.evaluations import Evaluation
+from pipeline.observe.graph_view import wait_text
 from pipeline.observe.history import EVALUATION_METRIC, STEP_METRIC, History, alarm_text, evaluation_metrics
 from pipeline.observe.journal import Event, EventKind, Journal, run_starts
-from pipeline.observe.live import Progress
+from pipeline.observe.live import Progress, Screen
+from pipeline.observe.losses import Losses
 from pipeline.observe.node_events import NodeEvents
-from pipeline.observe.responses import Decode, response_pairs
+from pipeline.observe.responses import Decode, chosen, response_pairs
 from pipeline.observe.revision import started_by
 from pipeline.observe.summary import Summary
 from pipeline.observe.tables import end_of_run
-from pipeline.observe.tracking import RunStatus, Span, Tracker
+from pipeline.observe.tracking import Tracker
 from pipeline.workers.messages import Outcome
 from storage.address import Address
 from storage.errors import StoreError, StoreRefused
 from storage.weights import WeightBoard
-
-SHOWN_RESPONSES = 3
 
 
 @dataclass(frozen=True)
@@ -79,9 +87,11 @@ def run(
     resume: bool = False,
     from_checkpoint: bool = False,
     at_once: Collection[signal.Signals] = (),
+    json_lines: bool = False,
 ) -> RunResult:
     """Runs (or continues) a run to its last step. `from_checkpoint`: of one that is continued, what was committed after
     its newest checkpoint is archived first, and made anew. `at_once`: signals that end it with EndedEarly.
+    `json_lines`: what is shown is for a program.
 
     Raises:
         ConfigError: something that cannot work; nothing was started.
@@ -102,19 +112,26 @@ def run(
         check_run_directory(config, resume=resume)  # another driver may have come and gone meanwhile
         with writable(config):
             ready = prepare(config, checked, resume=resume, from_checkpoint=from_checkpoint)
-        summary = _run_and_conclude(config, ready, console, decode, resume=resume)
-    shown = response_pairs(ready.history, decode)[:SHOWN_RESPONSES]
-    console.print(end_of_run(summary, shown, where_results_are(config, summary)))
+        prompts = len(checked.prompts.train), len(checked.prompts.held_out)
+        screen = Screen(console, json_lines)
+        summary = _run_and_conclude(config, ready, screen, decode, prompts, resume=resume)
+    where = where_results_are(config, summary)
+    if json_lines:
+        screen.say("done", "", summary=asdict(summary), paths={label: str(path) for label, path in where.items()})
+    else:
+        console.print(end_of_run(summary, chosen(response_pairs(ready.history, decode)), where))
     return RunResult(summary, paths)
 
 
 def _run_and_conclude(
-    config: RunConfig, ready: PreparedRun, console: Console, decode: Decode, *, resume: bool
+    config: RunConfig, ready: PreparedRun, screen: Screen, decode: Decode, prompts: tuple[int, int], *, resume: bool
 ) -> Summary:
-    """Whatever ends the run, its summary and its tracking say how far it came; unless there is no time for it."""
+    """Whatever ends the run, its summary and its tracking say how far it came; unless there is no time for it.
+    `prompts`: how many are trained on, and held out."""
     tracker = open_tracker(config)
     try:
-        return _run_to_conclusion(config, ready, console, tracker, decode, resume=resume)
+        track_prompts(config, tracker, ready.identity.prompts, *prompts)
+        return _run_to_conclusion(config, ready, screen, tracker, decode, resume=resume)
     except EndedEarly:
         tracker.leave()
         raise
@@ -125,49 +142,50 @@ def _run_and_conclude(
 
 
 def _run_to_conclusion(
-    config: RunConfig, ready: PreparedRun, console: Console, tracker: Tracker, decode: Decode, *, resume: bool
+    config: RunConfig, ready: PreparedRun, screen: Screen, tracker: Tracker, decode: Decode, *, resume: bool
 ) -> Summary:
     history = ready.history
     try:
         with books_closed(history):
-            _run(config, ready, console, tracker, resume=resume)
+            _run(config, ready, screen, tracker, resume=resume)
     except EndedEarly:
         raise
     except BaseException as error:
-        status: RunStatus = "FAILED" if isinstance(error, Exception) else "KILLED"
-        conclude_despite_error(config, history, tracker, status, decode, console)
+        conclude_despite_error(config, history, tracker, decode, screen, error)
         raise
     return conclude(config, history, tracker, "FINISHED", decode)
 
 
-def _run(config: RunConfig, ready: PreparedRun, console: Console, tracker: Tracker, *, resume: bool) -> None:
+def _run(config: RunConfig, ready: PreparedRun, screen: Screen, tracker: Tracker, *, resume: bool) -> None:
     """Starts the workers, runs the graph, and ends the workers."""
     paths, history = RunPaths(config.run_dir), ready.history
     tracked = _catch_up(history, tracker, run_starts(paths.events))
     if all_committed(config.graph(), history.ledger, ready.mended.outlived):
         for warning in ready.warnings:
-            console.print(f"WARNING: {warning}", markup=False, highlight=False, soft_wrap=True)
+            screen.say("warning", f"WARNING: {warning}", text=warning)
         with published_weights(config, history.ledger):
             return  # a driver that died at the run's end has left them in memory
     with published_weights(config, history.ledger) as board, worker_processes(config) as workers:
         if workers.dashboard is not None:
             tracker.tags({"dashboard": workers.dashboard})
-        links = terminal_links(config, workers.dashboard)
-        progress = Progress(config.name, config.steps, links, console=console, first_step=len(tracked))
-        seen = NodeEvents()
+        progress = open_progress(config, screen, links(config, workers), len(tracked))
+        seen, losses = NodeEvents(), Losses()
 
         def heard(event: Event) -> None:
             progress.event(event)
             seen.take(event)
+            losses.take(event)
 
         with progress, Journal(paths.events, heard) as journal:
+            for version, mean in baseline(history):
+                progress.evaluation(version, mean)
             begun = ["resume" if resume else "start", f"ppo.proximal={config.ppo.proximal}"]
             begun += [*_without_critic(config), *ready.changed]
             journal.now(EventKind.RUN_STARTED, detail=", ".join(begun), **started_by())
             for warning in ready.warnings:
                 journal.now(EventKind.WARNED, detail=warning)
             numerics = NumericsWatch(config, ready.identity, journal)
-            _Driver(config, ready, board, workers, numerics, journal, progress, tracker, tracked, seen).run()
+            _Driver(config, ready, board, workers, numerics, journal, progress, tracker, tracked, seen, losses).run()
             journal.now(EventKind.RUN_FINISHED)
 
 
@@ -178,30 +196,14 @@ def _catch_up(history: History, tracker: Tracker, starts: Sequence[float]) -> li
     for step in steps:
         if not tracker.has(step, STEP_METRIC):
             tracker.metrics(step, history.step_metrics(step, starts))
+    first = None
     for version in history.evaluated_versions():
-        evaluation = None if tracker.has(version, EVALUATION_METRIC) else history.evaluation(version)
+        needed = first is None or not tracker.has(version, EVALUATION_METRIC)
+        evaluation = history.evaluation(version) if needed else None
         if evaluation is not None:
-            tracker.metrics(version, evaluation_metrics(evaluation))
+            first = first or evaluation
+            tracker.metrics(version, evaluation_metrics(evaluation, first))
     return steps
-
-
-def _page(
-    config: RunConfig,
-    workers: Cluster,
-    dispatch: Dispatch,
-    flow: Flow,
-    history: History,
-    board: WeightBoard | None,
-    seen: NodeEvents,
-) -> RunView | None:
-    """The run's page on Dask's dashboard, where there is one."""
-    if workers.dashboard is None:
-        return None
-    open_page = importlib.import_module("pipeline.driver.dashboard").open_page  # loads Bokeh
-    view: RunView = open_page(
-        config, workers.scheduler, dispatch, flow, history.ledger, board, seen, page_links(config, workers.dashboard)
-    )
-    return view
 
 
 def _executor_settings(config: RunConfig) -> ExecutorSettings:
@@ -245,24 +247,28 @@ class _Driver:
         tracker: Tracker,
         tracked: Iterable[int],
         seen: NodeEvents,
+        losses: Losses,
     ) -> None:
-        """`tracked`: steps whose metrics the tracker has. `seen` takes every event of the journal."""
+        """`tracked`: steps whose metrics the tracker has. `seen` and `losses` take every event of the journal."""
         history = self._history = ready.history
+        self._config = config
+        self._linked = config.tracking.uri is None or experiment_page(config) is not None  # its address was shown
         self._mended = ready.mended
         self._unread = None if board is None else UnreadVersions(board)
         self._journal = journal
         self._progress = progress
+        self._losses = losses
         self._tracker = tracker
         self._began = time.time()
         self._tracked = set(tracked)
-        self._evaluated: set[int] = set()
-        """Versions whose evaluation was reported."""
+        self._evaluated: set[int] = set()  # versions whose evaluation was reported
+        self._first_evaluation: Evaluation | None = None
         self._outcomes: dict[Address, Outcome] = {}
         """Of the open steps' nodes."""
         self._graph = config.graph()
         self._mid_row = config.engine.update == "inflight"
         self._gang_of = {role: gang.name for gang in config.gangs() for role in gang.roles}
-        dispatch = Dispatch(config.gangs(), config.placement.turns)
+        dispatch = self._dispatch = Dispatch(config.gangs(), config.placement.turns)
         self._alarms = Alarms(config, dispatch, journal, progress, tracker)
         self._executor = Executor(
             workers.client,
@@ -287,7 +293,8 @@ class _Driver:
             on_step=self._step_over,
             on_unread=self._version_unread,
         )
-        self._view = _page(config, workers, dispatch, self._flow, history, board, seen)
+        self._view = page(config, workers, dispatch, self._flow, history, board, seen)
+        self._system = SystemMetrics(workers.scheduler, tracker, first_start(config, self._began))
 
     def run(self) -> None:
         try:
@@ -302,6 +309,12 @@ class _Driver:
     def _look(self, now: float) -> None:
         """About once a second."""
         self._alarms.look(now)
+        self._system.look()
+        if not self._linked and (address := experiment_page(self._config)) is not None:
+            self._linked = True
+            self._progress.link("MLflow", address)
+        if self._progress.live:
+            self._progress.waits({gang: wait_text(wait) for gang, wait in self._dispatch.waits().items()})
         if self._view is not None:
             self._view.look()
 
@@ -332,8 +345,11 @@ class _Driver:
             return
         self._tracked.add(step)
         metrics = self._history.step_metrics(step, [self._began], known)
-        self._tracker.metrics(step, metrics)
+        lines, lost = self._losses.over(step, metrics)
+        self._tracker.metrics(step, metrics | lost)
         self._progress.step(step, metrics)
+        for line in lines:
+            self._progress.recovered(line)
         self._alarms.step(step, metrics)
 
     def _report_evaluation(self, version: int) -> None:
@@ -341,7 +357,8 @@ class _Driver:
         evaluation = None if version in self._evaluated else self._history.evaluation(version)
         if evaluation is not None and evaluation.kl is not None:
             self._evaluated.add(version)
-            self._tracker.metrics(version, evaluation_metrics(evaluation))
+            self._first_evaluation = self._first_evaluation or self._history.evaluation(0) or evaluation
+            self._tracker.metrics(version, evaluation_metrics(evaluation, self._first_evaluation))
             self._progress.evaluation(version, evaluation.mean)
 
     def _report_canary(self, version: int, metrics: Mapping[str, float]) -> None:
@@ -358,19 +375,7 @@ class _Driver:
         self._retention.over_until(self._books.over_until)
         self._executor.release([node.address for node in nodes])
         ran = [(node, self._outcomes.pop(node.address)) for node in nodes if node.address in self._outcomes]
-        spans = [
-            Span(
-                name=str(node.address),
-                stage=node.stage,
-                start_s=outcome.started,
-                end_s=outcome.finished,
-                gang=self._gang_of[node.role],
-                worker=outcome.worker,
-                attributes={"step": node.address.step, "shard": node.address.shard, "version": node.version},
-            )
-            for node, outcome in ran
-        ]
-        self._tracker.trace(step, spans)
+        self._tracker.trace(step, step_spans(ran, self._gang_of), *previews(self._config.name, step, ran))
 
     def _version_unread(self, version: int) -> None:
         """Every reader of a version of the weights is done."""

@@ -7,6 +7,7 @@ May import numpy, storage, pipeline.graph and this folder.
 from __future__ import annotations
 
 import itertools
+import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ from pipeline.graph.graph import GraphSpec, step_nodes, update_stages
 from pipeline.observe.engine_metrics import is_count
 from pipeline.observe.engine_metrics import step_metrics as engine_metrics
 from pipeline.observe.evaluations import Evaluation
-from pipeline.observe.summary import StepNumbers
+from pipeline.observe.summary import StepNumbers, paired_t
 from storage.address import Address, Ref
 from storage.errors import DamagedCommit
 from storage.ledger import Ledger
@@ -97,8 +98,8 @@ class History:
         after = published.get(step + 1)
         if before is not None and after is not None and not any(before.finished < t < after for t in starts):
             metrics["time/step_s"] = max(after - before.finished, 1e-9)
-            metrics["throughput/samples_per_s"] = self.rows / metrics["time/step_s"]
-            metrics["throughput/tokens_per_s"] = metrics.get("generate/tokens", 0.0) / metrics["time/step_s"]
+            metrics["samples_per_s"] = self.rows / metrics["time/step_s"]
+            metrics["tokens_per_s"] = metrics.get("generate/tokens", 0.0) / metrics["time/step_s"]
         return metrics
 
     def step_numbers(self, step: int) -> StepNumbers | None:
@@ -141,12 +142,13 @@ class History:
         if not (self._has_all("evaluate", version) and self._has_all("evaluate_score", version)):
             return None
         rollouts, scores = self.evaluated(version)
+        kl = self.evaluated_kl(version, rollouts)
         by_prompt = {int(p): float(s) for p, s in zip(rollouts.prompt_index, scores.scores, strict=True)}
         return Evaluation(
             version,
             by_prompt,
             distinct_bigrams(rollouts),
-            kl=self._kl(version, rollouts) if self._has_all("evaluate_reference", version) else None,
+            kl=None if kl is None else float(np.mean(kl)),
             length=float(rollouts.response_lengths.mean()),
             parts={name: float(part.mean(dtype=np.float64)) for name, part in scores.parts.items()},
         )
@@ -155,12 +157,16 @@ class History:
         """Whether every shard of a stage of an evaluation has its commit."""
         return all(self.ledger.find(Address(stage, version, s)) is not None for s in range(self.spec.eval_shards))
 
-    def _kl(self, version: int, rollouts: Rollout) -> float:
-        """Of what an evaluation sampled, to the reference, nats per response: the mean over responses of the sum over
-        sampled tokens of log mu - log pi_ref, float64. All tokens are of the version, so that no weights are needed."""
+    def evaluated_kl(self, version: int, rollouts: Rollout) -> list[float] | None:
+        """Of what an evaluation sampled, to the reference, nats by response: the sum over sampled tokens of log mu -
+        log pi_ref, float64. All tokens are of the version, so that no weights are needed. None where the reference has
+        not looked at all of it."""
+        if not self._has_all("evaluate_reference", version):
+            return None
         reference = self.store.read_step("evaluate_reference", version, self.spec.eval_shards)
         difference = rollouts.sampler_logprobs.astype(np.float64) - reference.ref_logprobs
-        return float(np.where(rollouts.response_mask, difference, 0.0).sum(axis=1).mean())
+        of_rows: list[float] = np.where(rollouts.response_mask, difference, 0.0).sum(axis=1).tolist()
+        return of_rows
 
     def evaluated(self, version: int) -> tuple[Rollout, Scores]:
         """Rows and scores of an evaluation."""
@@ -176,10 +182,16 @@ class History:
         return sorted({address.step for address in self.ledger.addresses("evaluate_score")})
 
 
-def evaluation_metrics(evaluation: Evaluation) -> dict[str, float]:
-    """What is tracked of an evaluation: score, KL, length, and the mean of each part where there is more than one."""
+def evaluation_metrics(evaluation: Evaluation, first: Evaluation | None = None) -> dict[str, float]:
+    """What is tracked of an evaluation: score, KL, length, the mean of each part where there is more than one; and
+    against the `first` one, on the prompts of both: the gain, and its t paired by prompt."""
     found = {EVALUATION_METRIC: evaluation.mean, "eval/kl": evaluation.kl, "eval/length_mean": evaluation.length}
     parts = evaluation.parts if len(evaluation.parts) > 1 else {}
+    if first is not None:
+        both = sorted(evaluation.scores.keys() & first.scores.keys())
+        differences = [evaluation.scores[p] - first.scores[p] for p in both]
+        if differences:
+            found |= {"eval/gain": math.fsum(differences) / len(differences), "eval/paired_t": paired_t(differences)}
     return {n: v for n, v in found.items() if v is not None} | {f"eval/{n}/mean": v for n, v in parts.items()}
 
 

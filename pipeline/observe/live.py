@@ -1,12 +1,23 @@
-"""What a person sees while a run goes on: a live panel on a terminal, one plain line per step elsewhere (CI logs).
+"""What a person sees while a run goes on: a live panel on a terminal, one plain line per step elsewhere (CI logs), or
+one JSON object a line for programs (`--json-lines`; docs/running.md has the fields).
 
-May import rich, pipeline.observe.journal.
+    loading models: train-0, 6 s
+    demo  step 12/100  ━━━━━━━────────────────  0:48 gone, 5:52 left
+    reward 0.21  ▂▃▂▄▅▆▇█   KL 0.8   2.1 responses/s   held-out 0.25 at v10 (v0: 0.12)
+    approx_kl 0.31 > 0.1                                                    (red)
+    generate   generate 13.0 (4 s), generate 13.1 (1 s)
+    train      idle: update_policy 12.0 waits for score 12.1 (running)
+
+May import rich, pipeline.observe.{health, journal}.
 """
 
 from __future__ import annotations
 
+import json
+import math
 import time
-from collections.abc import Callable, Mapping
+from collections import deque
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from types import TracebackType
 
@@ -16,10 +27,19 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from pipeline.observe.health import REMEMBERED, findings, sparkline
 from pipeline.observe.journal import Event, EventKind
 
-HEADLINE = (("reward/mean", "reward"), ("kl/ref", "KL"), ("staleness/max", "staleness"))
-"""(name of the step's metric, what it is called on screen)."""
+HEADLINE = (
+    ("reward/mean", "reward", ""),
+    ("kl/ref", "KL", ""),
+    ("staleness/max", "staleness", ""),
+    ("samples_per_s", "", " responses/s"),
+    ("tokens_per_s", "", " tokens/s"),
+)
+"""(name of the step's metric, what it is called on screen, its unit)."""
+_SHOWN_NODES = 3
+"""Of what a gang does; how many more is said."""
 
 
 @dataclass(frozen=True)
@@ -48,9 +68,35 @@ def clock(seconds: float | None) -> str:
     return f"{hours}:{m:02d}:{s:02d}" if hours else f"{m}:{s:02d}"
 
 
+@dataclass(frozen=True)
+class Screen:
+    """Where a run is shown, and to whom."""
+
+    console: Console
+    json_lines: bool = False
+    """To a program."""
+    now: Callable[[], float] = time.time
+
+    def say(self, kind: str, line: str | Text, **fields: object) -> None:
+        """A line: for people, or its fields for programs, as one object; what is no number (NaN) is null there."""
+        if self.json_lines:
+            about = _finite({"t": round(self.now(), 3), "event": kind, **fields})
+            line = json.dumps(about, ensure_ascii=False, allow_nan=False)
+        self.console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+def _finite(value: object) -> object:
+    if isinstance(value, Mapping):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
 class Progress:
     """Owns the live display of a run. `links` are shown as (label, address or command), e.g. the Dask dashboard and
-    how to open MLflow. `first_step` is where a resumed run goes on."""
+    how to open MLflow. `first_step` is where a resumed run goes on. `workers`: the gang of each worker that is to be
+    built; those of a gang in `together` are up when all are."""
 
     def __init__(
         self,
@@ -60,6 +106,9 @@ class Progress:
         console: Console | None = None,
         first_step: int = 0,
         now: Callable[[], float] = time.time,
+        workers: Mapping[str, str] | None = None,
+        together: Collection[str] = (),
+        json_lines: bool = False,
     ) -> None:
         self._run_name = run_name
         self._num_steps = num_steps
@@ -70,29 +119,40 @@ class Progress:
         self._started = self._last_step_at = now()
         self._begun = False
         self._durations_s: list[float] = []
-        self._metrics: dict[str, float] = {}
+        self._recent: deque[Mapping[str, float]] = deque(maxlen=REMEMBERED)
+        self._first_entropy: float | None = None
         self._held_out: list[tuple[int, float]] = []
         self._open: dict[tuple[str, str, int, int], Doing] = {}
-        self._workers: dict[str, str] = {}
-        self._live = (
-            Live(get_renderable=self.render, console=self._console, refresh_per_second=4)
-            if self._console.is_terminal
-            else None
-        )
+        self._gangs = dict(workers or {})
+        """Of each worker that is there or awaited."""
+        self._together = frozenset(together)
+        self._loading = dict.fromkeys(self._gangs, self._started)
+        """Workers that are not up, and since when."""
+        self._waits: Mapping[str, str] = {}
+        self._screen = Screen(self._console, json_lines, now)
+        terminal = self._console.is_terminal and not json_lines
+        self._live = Live(get_renderable=self.render, console=self._console, refresh_per_second=4) if terminal else None
+
+    @property
+    def live(self) -> bool:
+        """Whether there is a panel, which `waits` are for."""
+        return self._live is not None
 
     def event(self, event: Event) -> None:
         """Follows what each worker is doing: from the moment a node is handed to it, since the report that it has begun
         comes with its result. Nodes that run ahead of their parents are submitted without a worker, and not shown."""
         if event.kind is EventKind.SUBMITTED and not self._begun:
             self._begun, self._last_step_at = True, self._now()  # the workers' start is no part of the first step
+            if self._gangs and not self.live:
+                seconds = self._now() - self._started
+                self._tell("ready", f"ready after {seconds:.1f} s", seconds=round(seconds, 3))
         if event.kind is EventKind.WARNED:
-            self._print(f"WARNING: {event.detail}")
+            self._tell("warning", f"WARNING: {event.detail}", text=event.detail)
         if event.worker is None:
             return
         gang = event.gang or event.worker
-        self._workers[event.worker] = gang
-        if event.kind is EventKind.GANG_LOST:
-            self._open = {key: doing for key, doing in self._open.items() if key[0] != event.worker}
+        self._gangs[event.worker] = gang
+        self._follow_worker(event, gang, event.worker)
         if event.stage is None or event.step is None:
             return
         key = (event.worker, event.stage, event.step, event.shard or 0)
@@ -101,27 +161,60 @@ class Progress:
         elif event.kind in (EventKind.FINISHED, EventKind.FAILED):
             self._open.pop(key, None)
 
+    def _follow_worker(self, event: Event, gang: str, worker: str) -> None:
+        if event.kind is EventKind.GANG_LOST:
+            self._open = {key: doing for key, doing in self._open.items() if key[0] != worker}
+            self._loading = {**self._loading, worker: event.t}
+            text = f"{worker} lost at step {self._done}: {event.detail}"
+            self._tell("lost", text, worker=worker, step=self._done, text=event.detail)
+        elif event.kind is EventKind.GANG_BUILT:
+            up = {name for name in self._loading if self._gangs.get(name) == gang and gang in self._together} | {worker}
+            self._loading = {name: since for name, since in self._loading.items() if name not in up}
+
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         """A step is done."""
         now = self._now()
         self._durations_s.append(now - self._last_step_at)
         self._last_step_at = now
         self._done = step + 1
-        self._metrics = dict(metrics)
-        if self._live is None:
-            numbers = "  ".join(f"{label} {value}" for label, value in self._numbers())
-            left = clock(time_left(self._durations_s, self._num_steps - self._done))
-            self._print(f"step {self._done}/{self._num_steps}  {numbers}  {self._durations_s[-1]:.1f} s  left {left}")
+        self._recent.append(dict(metrics))
+        if self._first_entropy is None:
+            self._first_entropy = metrics.get("policy/entropy")
+        if not self.live:
+            red = findings(self._recent, self._first_entropy)
+            left_s = time_left(self._durations_s, self._num_steps - self._done)
+            numbers = "  ".join(f"{label} {value}".strip() for label, value in self._numbers())
+            text = (
+                f"step {self._done}/{self._num_steps}  {numbers}  {self._durations_s[-1]:.1f} s  left {clock(left_s)}"
+            )
+            self._tell(
+                "step", text + "".join(f"  !! {finding}" for finding in red), step=step, steps=self._num_steps,
+                seconds=round(self._durations_s[-1], 3), left_s=left_s, metrics=dict(metrics), unhealthy=red,
+            )  # fmt: skip
 
     def evaluation(self, version: int, mean: float) -> None:
-        """The held-out prompts were scored with weights of `version`."""
+        """The held-out prompts were scored with weights of `version`; of a run that goes on, also those of before."""
         self._held_out.append((version, mean))
-        if self._live is None:
-            self._print(f"held-out reward {mean:.4g} at version {version}")
+        if not self.live:
+            self._tell("evaluation", f"held-out reward {mean:.4g} at version {version}", version=version, reward=mean)
+
+    def waits(self, waits: Mapping[str, str]) -> None:
+        """What each idle gang waits for, by its name."""
+        self._waits = dict(waits)
+
+    def link(self, label: str, address: str) -> None:
+        """An address that became known."""
+        self._links[label] = address
+        if not self.live:
+            self._tell("link", f"{label}: {address}", label=label, address=address)
+
+    def recovered(self, text: str) -> None:
+        """What was lost is back."""
+        self._tell("recovered", text, text=text)
 
     def alarm(self, text: str) -> None:
         """Something is wrong that does not end the run: it stays on the screen, above the panel."""
-        self._console.print(Text(f"ALARM: {text}", style="bold red"), soft_wrap=True)
+        self._tell("alarm", Text(f"ALARM: {text}", style="bold red"), text=text)
 
     def render(self) -> RenderableType:
         """The live panel as it is now."""
@@ -136,17 +229,32 @@ class Progress:
             ProgressBar(total=self._num_steps, completed=self._done),
             f"{clock(elapsed)} gone, {clock(left)} left",
         )
-        numbers = Text("   ").join([Text.assemble((f"{label} ", "dim"), (v, "bold")) for label, v in self._numbers()])
-        parts: list[RenderableType] = [head, numbers, self._workers_table()]
-        parts += [Text(f"{label}: {address}", style="dim", overflow="fold") for label, address in self._links.items()]
+        parts: list[RenderableType] = [head]
+        if self._loading and not self._begun:
+            names = ", ".join(sorted(self._loading))
+            parts.append(Text(f"loading models: {names}, {elapsed:.0f} s", style="yellow", overflow="fold"))
+        rewards = [metrics["reward/mean"] for metrics in tuple(self._recent) if "reward/mean" in metrics]
+        numbers = [Text.assemble((f"{label} ", "dim"), (value, "bold")) for label, value in self._numbers()]
+        if len(rewards) > 1:
+            numbers.insert(1, Text(sparkline(rewards), style="green"))
+        parts += [Text("   ").join(numbers), self._gangs_table()]
+        red = findings(tuple(self._recent), self._first_entropy)
+        if red:
+            parts.insert(-1, Text("   ".join(red), style="bold red"))
+        parts += [
+            Text(f"{label}: {where}", style="dim", overflow="fold") for label, where in tuple(self._links.items())
+        ]
         return Group(*parts)
 
     def __enter__(self) -> Progress:
-        if self._live is None:
-            for label, address in self._links.items():
-                self._print(f"{label}: {address}")
-        else:
+        if self._live is not None:
             self._live.start()
+            return self
+        for label, address in self._links.items():
+            self._tell("link", f"{label}: {address}", label=label, address=address)
+        if self._loading:
+            names = sorted(self._loading)
+            self._tell("loading", f"loading models: {', '.join(names)}", workers=names)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
@@ -154,24 +262,29 @@ class Progress:
             self._live.stop()
 
     def _numbers(self) -> list[tuple[str, str]]:
-        shown = [(label, f"{self._metrics[name]:.4g}") for name, label in HEADLINE if name in self._metrics]
+        metrics = self._recent[-1] if self._recent else {}
+        shown = [(label, f"{metrics[name]:.4g}{unit}") for name, label, unit in HEADLINE if name in metrics]
         if self._held_out:
             (_, first), (version, last) = self._held_out[0], self._held_out[-1]
             before = f" (v0: {first:.4g})" if len(self._held_out) > 1 else ""
             shown.append(("held-out", f"{last:.4g} at v{version}{before}"))
         return shown
 
-    def _workers_table(self) -> Table:
+    def _gangs_table(self) -> Table:
+        """A line for each gang: what it does, else whether it loads, else what it waits for."""
         table = Table.grid(padding=(0, 2))
-        for worker, gang in sorted(self._workers.items(), key=lambda item: (item[1], item[0])):
-            doing = [d for key, d in self._open.items() if key[0] == worker]
-            what = ", ".join(
-                f"{d.stage} {d.step}.{d.shard} ({max(0.0, self._now() - d.since):.0f} s)"
-                for d in sorted(doing, key=lambda d: d.since)
-            )
-            now = Text(what) if what else Text("idle", style="dim")
-            table.add_row(Text(gang, style="cyan"), Text(worker, style="dim"), now)
+        running, loading, now = tuple(self._open.values()), self._loading, self._now()
+        for gang in sorted(set(tuple(self._gangs.values()))):
+            doing = sorted((d for d in running if d.gang == gang), key=lambda d: d.since)
+            said = [f"{d.stage} {d.step}.{d.shard} ({max(0.0, now - d.since):.0f} s)" for d in doing[:_SHOWN_NODES]]
+            said += [f"and {len(doing) - _SHOWN_NODES} more"] if doing[_SHOWN_NODES:] else []
+            away = {name: since for name, since in loading.items() if self._gangs.get(name) == gang}
+            said += [f"{name} loads models ({now - since:.0f} s)" for name, since in sorted(away.items())]
+            wait = f"idle: {self._waits[gang]}" if gang in self._waits else "idle"
+            what = Text(", ".join(said), overflow="fold") if said else Text(wait, style="dim", overflow="fold")
+            table.add_row(Text(gang, style="cyan"), what)
         return table
 
-    def _print(self, text: str) -> None:
-        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+    def _tell(self, kind: str, line: str | Text, **fields: object) -> None:
+        """A line: for people, or its fields for programs."""
+        self._screen.say(kind, line, **fields)

@@ -3,7 +3,8 @@ module that imports mlflow; started by `pipeline/observe/tracking.py`, imported 
 
     consumes   complete lines of the spool
     waits for  new lines, or a store that is down (backoff 1 s … 30 s; one warning until it is back)
-    ends       when its stdin is closed (the driver closed or died) and all is delivered, or TIMEOUT_S after that
+    ends       when its stdin is closed (the driver closed or died) and all is delivered, or TIMEOUT_S after that, or
+               soon where the store cannot be reached: `stageline sync` delivers the rest
 
 Each delivery moves an offset in `mlflow_spool.state.json`, written after the store has answered. A writer that dies
 between the two sends that delivery again, which changes nothing: MLflow's key of a metric includes its time stamp
@@ -27,7 +28,19 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from mlflow.entities import Metric, Param, Run, RunTag, Span, TraceInfo, TraceLocation, TraceState
+from mlflow.entities import (
+    Dataset,
+    DatasetInput,
+    InputTag,
+    Metric,
+    Param,
+    Run,
+    RunTag,
+    Span,
+    TraceInfo,
+    TraceLocation,
+    TraceState,
+)
 from mlflow.exceptions import MlflowException
 from mlflow.tracing.client import TracingClient
 from mlflow.tracing.constant import (
@@ -40,11 +53,13 @@ from mlflow.tracing.constant import (
 from mlflow.tracking import MlflowClient
 from sqlalchemy.exc import SQLAlchemyError
 
-from pipeline.observe.tracking import read_spool, read_state
+from pipeline.observe.spool import read_spool, read_state
 
 Item = dict[str, Any]
 
 POLL_S = 0.25
+DOWN_S = 3.0
+"""So long after the close a store that cannot be reached is tried."""
 MAX_METRICS = 1000
 MAX_PARAMS = 100
 MAX_VALUE = 6000
@@ -118,7 +133,14 @@ class SpoolWriter:
         if item["kind"] == "open":
             self._open(client, item)
         else:
-            send = {"trace": self._trace, "artifact": self._artifact, "tags": self._tags, "close": self._close}
+            send = {
+                "trace": self._trace,
+                "artifact": self._artifact,
+                "tags": self._tags,
+                "dataset": self._dataset,
+                "model": self._model,
+                "close": self._close,
+            }
             self._unless_refused(f"{item['kind']} {item.get('step', '')}", partial(send[item["kind"]], client, item))
         self._rest.popleft()
         self._state["rest"] = end
@@ -188,7 +210,8 @@ class SpoolWriter:
     def _experiment_id(self, client: MlflowClient, name: str) -> str:
         experiment = client.get_experiment_by_name(name)
         if experiment is None:
-            return str(client.create_experiment(name, _artifact_location(self._uri, name)))
+            tags = {"mlflow.experimentKind": "custom_model_development"}  # model training; not evaluations of GenAI
+            return str(client.create_experiment(name, _artifact_location(self._uri, name), tags))
         return str(experiment.experiment_id)
 
     def _trace(self, client: MlflowClient, item: Item) -> None:
@@ -196,18 +219,9 @@ class SpoolWriter:
         the exporter swallows errors, and because they accept trace ids that make a second delivery harmless."""
         name = f"step {item['step']}"
         otel_id = hashlib.sha256(f"{self._state['key']} {name}".encode()).hexdigest()[:32]
-        start = min(span["start_s"] for span in item["spans"])
-        end = max(span["end_s"] for span in item["spans"])
-        root = _span(otel_id, 0, name, start, end, {"step": item["step"]}, "CHAIN")
-        children = [
-            _span(
-                otel_id, index, span["name"], span["start_s"], span["end_s"],
-                {"stage": span["stage"], "gang": span["gang"], "worker": span["worker"], **span["attributes"]}, "TASK",
-            )
-            for index, span in enumerate(item["spans"], start=1)
-        ]  # fmt: skip
+        start, end = _extent(item["spans"])
         tracing = TracingClient(self._uri)
-        tracing.log_spans(self._state["experiment_id"], [root, *children])
+        tracing.log_spans(self._state["experiment_id"], _spans(otel_id, name, item))
         tracing.start_trace(
             TraceInfo(
                 trace_id=f"tr-{otel_id}",
@@ -215,6 +229,8 @@ class SpoolWriter:
                 request_time=int(start * 1000),
                 execution_duration=int((end - start) * 1000),
                 state=TraceState.OK,
+                request_preview=item.get("asked") or None,
+                response_preview=item.get("answered") or None,
                 trace_metadata={
                     TraceMetadataKey.SOURCE_RUN: str(self.run_id),
                     TRACE_SCHEMA_VERSION_KEY: str(TRACE_SCHEMA_VERSION),
@@ -222,6 +238,22 @@ class SpoolWriter:
                 tags={TraceTagKey.TRACE_NAME: name, "step": str(item["step"])},
             )
         )
+
+    def _dataset(self, client: MlflowClient, item: Item) -> None:
+        source = json.dumps({"url" if "://" in item["source"] else "uri": item["source"]})
+        dataset = Dataset(item["name"], item["digest"], "local", source, profile=item["profile"])
+        client.log_inputs(self.run_id, [DatasetInput(dataset, [InputTag("mlflow.data.context", item["context"])])])
+
+    def _model(self, client: MlflowClient, item: Item) -> None:
+        """A version of a registered model for each place that weights were exported to."""
+        try:
+            client.create_registered_model(item["name"])
+        except MlflowException as error:
+            if error.error_code != "RESOURCE_ALREADY_EXISTS":
+                raise
+        own = client.search_model_versions(f"name = '{item['name']}' and run_id = '{self.run_id}'")
+        if item["source"] not in {version.source for version in own}:
+            client.create_model_version(item["name"], item["source"], self.run_id)
 
     def _artifact(self, client: MlflowClient, item: Item) -> None:
         if Path(item["path"]).is_file():
@@ -254,21 +286,51 @@ def _artifact_location(uri: str, experiment: str) -> str | None:
     return (folder / experiment).as_uri()
 
 
-def _span(otel_id: str, index: int, name: str, start_s: float, end_s: float, attributes: Item, kind: str) -> Span:
-    """Span number `index` of a trace; number 0 is the root."""
+def _extent(spans: Iterable[Item]) -> tuple[float, float]:
+    """From the first start to the last end."""
+    times = [(span["start_s"], span["end_s"]) for span in spans]
+    return min(start for start, _ in times), max(end for _, end in times)
+
+
+def _spans(otel_id: str, name: str, item: Item) -> list[Span]:
+    """Span 0 is the step's, then each gang's, then the nodes' in their gangs. What a node read and made are addresses:
+    the arrays stay in the store."""
+    of_gang: dict[str, list[Item]] = {}
+    for span in item["spans"]:
+        of_gang.setdefault(span["gang"], []).append(span)
+    root = {"step": item["step"], _IN: item.get("asked", ""), _OUT: item.get("answered", "")}
+    made = [_span(otel_id, 0, None, name, _extent(item["spans"]), root, "CHAIN")]
+    gangs = {gang: number for number, gang in enumerate(of_gang, start=1)}
+    made += [_span(otel_id, n, 0, gang, _extent(of_gang[gang]), {"gang": gang}, "CHAIN") for gang, n in gangs.items()]
+    for gang, spans in of_gang.items():
+        for span in spans:
+            about = {"stage": span["stage"], "gang": gang, "worker": span["worker"], **span["attributes"]}
+            about |= {_IN: span.get("inputs", []), _OUT: span.get("output", "")}
+            times = span["start_s"], span["end_s"]
+            made.append(_span(otel_id, len(made), gangs[gang], span["name"], times, about, "TASK"))
+    return made
+
+
+_IN, _OUT = SpanAttributeKey.INPUTS, SpanAttributeKey.OUTPUTS
+
+
+def _span(
+    otel_id: str, index: int, parent: int | None, name: str, times: tuple[float, float], attributes: Item, kind: str
+) -> Span:
+    """Span number `index` of a trace."""
     return Span.from_dict(
         {
             "name": name,
             "trace_id": f"tr-{otel_id}",
             "span_id": f"{index + 1:016x}",
-            "parent_span_id": f"{1:016x}" if index else None,
-            "start_time_unix_nano": int(start_s * 1e9),
-            "end_time_unix_nano": int(end_s * 1e9),
+            "parent_span_id": None if parent is None else f"{parent + 1:016x}",
+            "start_time_unix_nano": int(times[0] * 1e9),
+            "end_time_unix_nano": int(times[1] * 1e9),
             "status": {"code": "STATUS_CODE_OK", "message": ""},
             "attributes": {
                 SpanAttributeKey.REQUEST_ID: json.dumps(f"tr-{otel_id}"),
                 SpanAttributeKey.SPAN_TYPE: json.dumps(kind),
-                **{key: json.dumps(value) for key, value in attributes.items()},
+                **{key: json.dumps(value) for key, value in attributes.items() if value not in ("", [])},
             },
             "events": [],
         }
@@ -280,12 +342,15 @@ def _print_report(report: Item) -> None:
 
 
 def serve(writer: SpoolWriter, uri: str, timeout_s: float, report: Callable[[Item], None]) -> None:
-    """Delivers until stdin is closed and nothing is left, or until `timeout_s` after the close."""
+    """Delivers until stdin is closed and nothing is left, or until `timeout_s` after the close; `DOWN_S` where the
+    store cannot be reached: nobody waits long for a server that does not answer."""
     deadline: float | None = None
+    closed_at = 0.0
     retry_at, backoff_s, down = 0.0, 1.0, False
     while True:
         if deadline is None and select.select([sys.stdin], [], [], POLL_S)[0]:
-            deadline = time.monotonic() + timeout_s  # end of file: nothing is ever written to this pipe
+            closed_at = time.monotonic()  # end of file: nothing is ever written to this pipe
+            deadline = closed_at + timeout_s
         closing = deadline is not None
         writer.read()
         if closing or time.monotonic() >= retry_at:
@@ -300,6 +365,8 @@ def serve(writer: SpoolWriter, uri: str, timeout_s: float, report: Callable[[Ite
                     first_line = str(error).splitlines()[0] if str(error) else type(error).__name__
                     report({"warning": f"MLflow at {uri} cannot be reached; the run goes on, its metrics are kept in "
                                        f"the spool and sent when it is back ({first_line[:300]})"})  # fmt: skip
+                if deadline is not None:
+                    deadline = min(deadline, closed_at + DOWN_S)
                 down = True
                 retry_at, backoff_s = time.monotonic() + backoff_s, min(2 * backoff_s, 30.0)
         if deadline is not None:

@@ -18,7 +18,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
-from pipeline.observe.journal import Event
+from pipeline.observe.journal import Event, EventKind
 from pipeline.observe.lanes import first_fit
 from pipeline.observe.summary import boxes
 from stages.preferences.measures import Reliability
@@ -72,6 +72,8 @@ class Timeline:
     lanes: list[Lane]
     boxes: list[DrawnBox]
     duration_s: float
+    losses: tuple[tuple[float, str], ...] = ()
+    """(seconds since the start of the first box, worker that was lost then)."""
 
 
 @dataclass(frozen=True)
@@ -119,7 +121,8 @@ def panels_of(parts: Sequence[str]) -> tuple[Panel, ...]:
 def lay_out(events: Iterable[Event]) -> Timeline:
     """Places every finished node: one lane per worker, grouped by gang in order of name; boxes of one worker that
     overlap go to rows of their own, first fit."""
-    drawn = boxes(events)
+    log = list(events)
+    drawn = boxes(log)
     if not drawn:
         return Timeline([], [], 0.0)
     origin = min(b.start_s for b in drawn)
@@ -138,7 +141,9 @@ def lay_out(events: Iterable[Event]) -> Timeline:
                 ]
                 y += 1.0
         y += 0.5
-    return Timeline(lanes, placed, max(b.end_s for b in drawn) - origin)
+    lost = [e for e in log if e.kind is EventKind.GANG_LOST]
+    losses = tuple((e.t - origin, e.worker or e.gang or "a worker") for e in lost)
+    return Timeline(lanes, placed, max(b.end_s for b in drawn) - origin, losses)
 
 
 def middle_window(timeline: Timeline, num_steps: int = 4) -> tuple[float, float]:
@@ -169,6 +174,11 @@ def plot_timeline(events: Iterable[Event], path: Path, title: str) -> None:
     windows.append((0.0, max(timeline.duration_s, 1e-3)))
     for ax, window in zip(axes, windows, strict=True):
         _draw_window(ax, timeline, window, panel_width_px=1550)
+        for left_s, worker in timeline.losses:
+            if window[0] <= left_s <= window[1]:
+                ax.axvline(left_s, color="#c00000", lw=1.2, ls="--")
+                at = ("data", "axes fraction")
+                ax.annotate(f"{worker} lost", (left_s, 1.0), xycoords=at, fontsize=7, color="#c00000")
     if zoomed:
         axes[0].set_title("Middle steps", loc="left", fontsize=10, color=INK)
         axes[1].set_title("Whole run (shaded: the steps above)", loc="left", fontsize=10, color=INK)

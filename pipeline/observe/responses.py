@@ -25,6 +25,9 @@ class ResponsePair:
     before_score: float
     after: str
     after_score: float
+    before_kl: float | None = None
+    """To the reference, nats over the response; None where the reference has not looked at it."""
+    after_kl: float | None = None
 
 
 def response_pairs(history: History, decode: Decode) -> list[ResponsePair]:
@@ -32,7 +35,9 @@ def response_pairs(history: History, decode: Decode) -> list[ResponsePair]:
     evaluations = history.evaluations()
     if len(evaluations) < 2:
         return []
-    (rows, scores), (rows_after, scores_after) = (history.evaluated(evaluations[i].version) for i in (0, -1))
+    versions = [evaluations[i].version for i in (0, -1)]
+    (rows, scores), (rows_after, scores_after) = map(history.evaluated, versions)
+    kl, kl_after = (history.evaluated_kl(v, r) for v, r in zip(versions, (rows, rows_after), strict=True))
     return [
         ResponsePair(
             prompt=decode(rows.tokens[row, : rows.prompt_lengths[row]].tolist()),
@@ -40,14 +45,24 @@ def response_pairs(history: History, decode: Decode) -> list[ResponsePair]:
             before_score=float(scores.scores[row]),
             after=_response(rows_after, row, decode),
             after_score=float(scores_after.scores[row]),
+            before_kl=None if kl is None else kl[row],
+            after_kl=None if kl_after is None else kl_after[row],
         )
         for row in range(rows.num_rows)
     ]
 
 
+def chosen(pairs: Sequence[ResponsePair]) -> list[ResponsePair]:
+    """Three of them by how much the score changed: the largest gain, the median, the largest loss (of fewer, all).
+    Fixed ones would look like failure, or like success, by chance."""
+    by_change = sorted(pairs, key=lambda pair: pair.before_score - pair.after_score)
+    places = dict.fromkeys((0, (len(by_change) - 1) // 2, len(by_change) - 1)) if by_change else ()
+    return [by_change[place] for place in places]
+
+
 def samples_table(pairs: Sequence[ResponsePair]) -> str:
     """The responses as a table that MLflow shows: pandas' "split" JSON."""
-    columns = ("prompt", "before", "before_score", "after", "after_score")
+    columns = ("prompt", "before", "before_score", "before_kl", "after", "after_score", "after_kl")
     rows = [[getattr(pair, column) for column in columns] for pair in pairs]
     return json.dumps({"columns": columns, "data": rows}, ensure_ascii=False, indent=1)
 

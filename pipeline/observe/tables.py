@@ -101,7 +101,8 @@ def summary_rows(summary: Summary) -> list[tuple[str, str]]:
 
 def responses_table(pairs: Sequence[ResponsePair]) -> Table:
     """Responses before and after training, side by side."""
-    table = Table(title="Responses to held-out prompts", title_justify="left", title_style="bold", show_lines=True)
+    title = "Responses to held-out prompts: the largest gain, the median change, the largest loss"
+    table = Table(title=title, title_justify="left", title_style="bold", show_lines=True)
     for heading in ("prompt", "before", "after"):
         table.add_column(heading, ratio=1, overflow="fold")
     for pair in pairs:

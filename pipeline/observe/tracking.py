@@ -9,7 +9,7 @@ or repeats anything. Why a process and not a thread: with the writer in a thread
 the interpreter lock for up to 146 ms at a time and used 3.1 s of the driver's CPU in 7 s; in a process of its own,
 3 ms and 0.09 s.
 
-May import the standard library, pipeline.observe.{appending, slurm_job}.
+May import the standard library, pipeline.observe.{appending, metric_catalogue, slurm_job, spool}.
 """
 
 from __future__ import annotations
@@ -23,14 +23,16 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Protocol
 
 from pipeline.observe.appending import LineFile
+from pipeline.observe.metric_catalogue import tracked
 from pipeline.observe.slurm_job import slurm_job
+from pipeline.observe.spool import read_spool
 
 LOG = logging.getLogger("stageline.tracking")
 
@@ -38,6 +40,8 @@ RunStatus = Literal["FINISHED", "FAILED", "KILLED"]
 
 LEAVE_S = 2.0
 """Of `leave`: for a writer that has little left."""
+ANNOUNCE_S = 2.0
+"""After which a person is told that `close` waits, and for what."""
 IMPORT_GRACE_S = 60.0
 """Added to the deadline of `close`: the writer may still be importing mlflow or creating the database."""
 WRITER_ENV = {
@@ -48,18 +52,6 @@ WRITER_ENV = {
     "MLFLOW_HTTP_REQUEST_TIMEOUT": "10",
     "OMP_NUM_THREADS": "1",
 }
-
-_FIELDS: dict[Any, set[str]] = {
-    "open": {"t", "key", "experiment", "run_name", "params", "tags"},
-    "metrics": {"t", "step", "values"},
-    "trace": {"t", "step", "spans"},
-    "artifact": {"t", "path", "artifact_dir"},
-    "tags": {"t", "values"},
-    "close": {"t", "status"},
-}
-"""Of a line of the spool, by its kind."""
-STATE_FIELDS = {"uri", "metrics", "rest", "run_id", "experiment_id", "open"}
-"""Of the writer's note: to where, how far each of the two queues is delivered, into which run, whether it is open."""
 
 
 @dataclass(frozen=True)
@@ -74,6 +66,22 @@ class Span:
     gang: str
     worker: str
     attributes: Mapping[str, str | int | float | bool] = field(default_factory=dict)
+    inputs: tuple[str, ...] = ()
+    """Addresses of what it read; the arrays stay in the store."""
+    output: str = ""
+    """Address of what it made."""
+
+
+@dataclass(frozen=True)
+class Dataset:
+    """Prompts that a run samples from."""
+
+    name: str
+    digest: str
+    source: str
+    """URL or path."""
+    context: Literal["training", "evaluation"]
+    num_rows: int
 
 
 @dataclass(frozen=True)
@@ -97,8 +105,21 @@ class Tracker(Protocol):
         """Whether a number need not be given (again)."""
         ...
 
-    def trace(self, step: int, spans: Sequence[Span]) -> None:
-        """The nodes of a step as one trace, with a root span `step N` around them."""
+    def trace(self, step: int, spans: Sequence[Span], asked: str = "", answered: str = "") -> None:
+        """The nodes of a step as one trace: a root span `step N`, a span for each gang in it, and in those the nodes.
+        `asked`, `answered`: what a list of traces shows of it."""
+        ...
+
+    def dataset(self, dataset: Dataset) -> None:
+        """Prompts of the run; giving them again changes nothing."""
+        ...
+
+    def table(self, local_path: Path) -> None:
+        """A file of pandas' "split" JSON, as a table that is compared between runs; giving it again replaces it."""
+        ...
+
+    def model(self, name: str, source: Path) -> None:
+        """Exported weights, as a new version of a registered model; giving them again changes nothing."""
         ...
 
     def artifact(self, local_path: Path, artifact_dir: str) -> None:
@@ -136,6 +157,11 @@ class _SeenMetrics:
         self._seen[step] = seen
         return new
 
+    @property
+    def names(self) -> Collection[str]:
+        """All that were given."""
+        return self._bit.keys()
+
     def has(self, step: int, name: str) -> bool:
         return name in self._bit and bool(self._seen.get(step, 0) >> self._bit[name] & 1)
 
@@ -149,7 +175,16 @@ class NullTracker:
     def has(self, step: int, name: str) -> bool:
         return True
 
-    def trace(self, step: int, spans: Sequence[Span]) -> None:
+    def trace(self, step: int, spans: Sequence[Span], asked: str = "", answered: str = "") -> None:
+        pass
+
+    def dataset(self, dataset: Dataset) -> None:
+        pass
+
+    def table(self, local_path: Path) -> None:
+        pass
+
+    def model(self, name: str, source: Path) -> None:
         pass
 
     def artifact(self, local_path: Path, artifact_dir: str) -> None:
@@ -169,8 +204,9 @@ class MlflowTracker:
     """Owns the open spool of a run and the writer process that delivers it.
 
     `spool_path` lies in the run's directory; a tracker opened on an existing spool continues the same MLflow run.
-    `uri` is an MLflow tracking URI (`sqlite:///…` or `http(s)://…`), `params` the flattened config. Used as a
-    context manager it closes the run as FINISHED, or as FAILED (KILLED on Ctrl-C) when left by an exception.
+    `uri` is an MLflow tracking URI (`sqlite:///…` or `http(s)://…`), `params` the flattened config; `off` are metrics
+    that say nothing under that config. What of the others goes out: `metric_catalogue.tracked`. Used as a context
+    manager it closes the run as FINISHED, or as FAILED (KILLED on Ctrl-C) when left by an exception.
     """
 
     def __init__(
@@ -182,11 +218,12 @@ class MlflowTracker:
         tags: Mapping[str, str],
         spool_path: Path,
         close_timeout_s: float = 60.0,
+        off: Collection[str] = (),
     ) -> None:
         self.uri = uri
         self.spool_path = spool_path
-        self._close_timeout_s = close_timeout_s
         self._closed = False
+        self._off = frozenset(off)
         self._file = LineFile(spool_path)
         earlier = read_spool(spool_path)
         self._metrics_seen = _SeenMetrics()
@@ -207,17 +244,31 @@ class MlflowTracker:
         self._writer = _Writer(uri, spool_path, close_timeout_s)
 
     def metrics(self, step: int, values: Mapping[str, float]) -> None:
-        new = self._metrics_seen.unseen(step, values)
+        given = tracked(values, self._off, self._metrics_seen.names)
+        new = self._metrics_seen.unseen(step, given)
         if new:
-            self._append(kind="metrics", step=step, values={name: float(values[name]) for name in new})
+            self._append(kind="metrics", step=step, values={name: float(given[name]) for name in new})
 
     def has(self, step: int, name: str) -> bool:
         return self._metrics_seen.has(step, name)
 
-    def trace(self, step: int, spans: Sequence[Span]) -> None:
+    def trace(self, step: int, spans: Sequence[Span], asked: str = "", answered: str = "") -> None:
         if spans and step not in self._traces_seen:
             self._traces_seen.add(step)
-            self._append(kind="trace", step=step, spans=[asdict(span) for span in spans])
+            as_given = [asdict(span) for span in spans]
+            self._append(kind="trace", step=step, spans=as_given, asked=asked, answered=answered)
+
+    def dataset(self, dataset: Dataset) -> None:
+        profile = json.dumps({"num_rows": dataset.num_rows})
+        fields = {name: value for name, value in asdict(dataset).items() if name != "num_rows"}
+        self._append(kind="dataset", **fields, profile=profile)
+
+    def table(self, local_path: Path) -> None:
+        self.artifact(local_path, "")
+        self.tags({"mlflow.loggedArtifacts": json.dumps([{"path": local_path.name, "type": "table"}])})
+
+    def model(self, name: str, source: Path) -> None:
+        self._append(kind="model", name=name, source=str(source.absolute()))
 
     def artifact(self, local_path: Path, artifact_dir: str) -> None:
         self._append(kind="artifact", path=str(local_path.absolute()), artifact_dir=artifact_dir)
@@ -236,9 +287,8 @@ class MlflowTracker:
             delivery = self._writer.finish()
         if delivery.left:
             LOG.warning(
-                "MLflow at %s: %d items not delivered; they are kept in %s and go out when the run is resumed "
-                "or by pipeline.observe.tracking.deliver",
-                self.uri, delivery.left, self.spool_path,
+                "MLflow at %s: %d items not delivered; they are kept, and `stageline sync %s` delivers them",
+                self.uri, delivery.left, self.spool_path.parent,
             )  # fmt: skip
 
     def leave(self) -> None:
@@ -264,50 +314,21 @@ def deliver(spool_path: Path, uri: str, timeout_s: float = 60.0) -> Delivery:
     return _Writer(uri, spool_path, timeout_s).finish()
 
 
-def delivered_run_id(spool_path: Path, uri: str) -> str | None:
-    """The MLflow run that a spool was delivered to at `uri`; None where it never was."""
-    state = read_state(spool_path)
-    run_id: str | None = state.get("run_id") if state.get("uri") == uri else None
-    return run_id
-
-
-def read_state(spool_path: Path) -> dict[str, Any]:
-    """What a spool's writer has noted of its deliveries; empty where there is no note, or a damaged one (after a power
-    cut, say): then all is delivered again, which changes nothing."""
-    try:
-        state = json.loads(spool_path.with_suffix(".state.json").read_bytes())
-    except (FileNotFoundError, ValueError):
-        return {}
-    return state if isinstance(state, dict) and state.keys() >= STATE_FIELDS else {}
-
-
-def how_to_open(uri: str) -> str:
-    """What a person types or opens to see the runs."""
-    return uri if uri.startswith("http") else f"mlflow ui --backend-store-uri {uri}"
-
-
-def read_spool(path: Path, offset: int = 0) -> list[tuple[int, dict[str, Any]]]:
-    """The complete lines of a spool from byte `offset` on, each with the byte offset of its end. A line that is
-    still being written is left for the next call; one that a damaged disk gives back as something else is lost."""
-    if not path.exists():
-        return []
-    items = []
-    with path.open("rb") as lines:
-        lines.seek(offset)
-        for line in lines:
-            if line.endswith(b"\n"):
-                offset += len(line)
-                with contextlib.suppress(ValueError, TypeError):
-                    item = json.loads(line)
-                    if isinstance(item, dict) and _FIELDS.get(item.get("kind"), {"?"}) <= item.keys():
-                        items.append((offset, item))
-    return items
+def how_to_open(uri: str, experiment: str | None = None) -> str:
+    """What a person types or opens to see the runs. Without `workflowType` MLflow's page takes every experiment for one
+    of GenAI evaluations, whatever its tags say; `experiment`: its number, where that is known."""
+    page = f"/#/experiments/{experiment}/runs?workflowType=machine_learning" if experiment is not None else ""
+    if uri.startswith("http"):
+        return f"{uri.rstrip('/')}{page}"
+    command = f"mlflow ui --backend-store-uri {uri}"
+    return f"{command}, then http://127.0.0.1:5000{page}" if page else command
 
 
 class _Writer:
     """Owns the writer process. Its stdin carries nothing: end of file tells it that the driver closed or died."""
 
     def __init__(self, uri: str, spool_path: Path, timeout_s: float) -> None:
+        self._uri = uri
         self._timeout_s = timeout_s
         self._spool_path = spool_path
         self._delivery: Delivery | None = None
@@ -354,7 +375,7 @@ class _Writer:
         if self._process.stdin is not None:
             self._process.stdin.close()
         try:
-            self._process.wait(self._timeout_s + IMPORT_GRACE_S if patience_s is None else patience_s)
+            self._wait(self._timeout_s + IMPORT_GRACE_S if patience_s is None else patience_s)
         except subprocess.TimeoutExpired:
             self._cut_off = patience_s is not None
             self._process.kill()
@@ -363,3 +384,13 @@ class _Writer:
         if self._process.stdout is not None:
             self._process.stdout.close()
         return self._delivery or Delivery(None, len(read_spool(self._spool_path)))
+
+    def _wait(self, most_s: float) -> None:
+        """Raises TimeoutExpired. Nobody is left to wonder what a wait is for."""
+        if most_s > ANNOUNCE_S:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(ANNOUNCE_S)
+                return
+            LOG.warning("MLflow at %s takes the rest of the run; at most %.0f s", self._uri, most_s - ANNOUNCE_S)
+            most_s -= ANNOUNCE_S
+        self._process.wait(most_s)

@@ -108,6 +108,8 @@ class ExactlyOnceUpdates:
         self._warn = warn
         self._damaged: dict[Role, set[int]] = {}
         """Versions whose checkpoints this process could not use."""
+        self._replayed: dict[Role, int] = {}
+        """Updates that ran again since the last new one."""
         self.background = BackgroundWriter()
 
     def agree(self, look: Callable[[], Any]) -> Any:
@@ -137,6 +139,7 @@ class ExactlyOnceUpdates:
             self._train(role, step)
             self._verify(commit, host.digest(role))
             host.mark_clean(role)
+            self._replayed[role] = self._replayed.get(role, 0) + 1
         return host
 
     def update(self, role: Role, step: int, commit: Callable[[dict[str, float], str], Commit]) -> Commit | None:
@@ -150,6 +153,8 @@ class ExactlyOnceUpdates:
         metrics = self._train(role, step)
         metrics |= {f"{UPDATE_STAGE[role]}/{name}": value for name, value in self.host.last_update(role).items()}
         metrics |= self.host.trunk_counts()
+        if role in self._replayed:
+            metrics[f"{role}/replayed_updates"] = float(self._replayed.pop(role))
         digest = self.host.digest(role)
         winner = self.agree(lambda: commit(metrics, digest))
         self._verify(winner, digest)

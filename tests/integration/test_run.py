@@ -17,12 +17,15 @@ from mlflow.tracking import MlflowClient
 
 from pipeline.cli.main import main
 from pipeline.cli.verification import verify_run
+from pipeline.config.identity import read_identity
 from pipeline.config.loading import flatten
 from pipeline.config.paths import RunPaths
 from pipeline.config.run import RunConfig
 from pipeline.driver.results import open_history
+from pipeline.driver.tracked_config import tracked_params
 from pipeline.graph.graph import run_nodes
 from pipeline.observe.journal import EventKind, read_events
+from pipeline.observe.metric_catalogue import find
 from stages.engines.config import EngineConfig
 from stages.engines.embedded.build import build_embedded
 from stages.engines.protocol import Request
@@ -251,6 +254,12 @@ def test_exported_weights_load_in_transformers(overlapped: RunConfig, tmp_path: 
     assert not torch.equal(versions[0], versions[1])
 
 
+def _prompts_digest(config: RunConfig) -> str:
+    identity = read_identity(config.run_dir)
+    assert identity is not None
+    return identity.prompts[:36]
+
+
 def test_mlflow_has_the_run(overlapped: RunConfig) -> None:
     client = MlflowClient(overlapped.tracking.uri)
     experiment = client.get_experiment_by_name("stageline")
@@ -258,14 +267,21 @@ def test_mlflow_has_the_run(overlapped: RunConfig) -> None:
     own = f"attributes.run_name = '{overlapped.name}'"  # variants of it, which other tests train, are there too
     (run,) = client.search_runs([experiment.experiment_id], own)
     assert run.info.status == "FINISHED"
-    assert run.data.params == flatten(overlapped) | {"runs_dir": "runs"}
-    assert {"git_commit", "host", "config_hash", "run_dir"} <= run.data.tags.keys()
+    assert run.data.params == tracked_params(overlapped) | {"runs_dir": "runs"}
+    assert run.data.params.items() <= (flatten(overlapped) | {"runs_dir": "runs"}).items()
+    assert {"host", "config_hash", "run_dir", "mlflow.user", "mlflow.source.name"} <= run.data.tags.keys()
+    assert run.data.tags["stageline.ended"] == "finished"
+    assert "**Result:** finished after 4 steps" in run.data.tags["mlflow.note.content"]
+    assert {d.dataset.digest for d in run.inputs.dataset_inputs} == {_prompts_digest(overlapped)}
     promised = {
-        "reward/mean", "kl/ref", "kl/coef", "staleness/max", "staleness/mean", "ess/fraction", "time/step_s",
-        "time/generate_s", "time/update_policy_s", "throughput/samples_per_s", "throughput/tokens_per_s",
+        "reward/mean", "kl/ref", "eval/gain", "staleness/max", "staleness/mean", "ess/fraction", "time/step_s",
+        "time/generate_s", "time/update_policy_s", "samples_per_s", "tokens_per_s", "overlap",
         "policy/clipfrac", "critic/explained_variance", "eval/reward_mean", "mismatch/canary_mean_abs",
     }  # fmt: skip
     assert promised <= run.data.metrics.keys()
+    strangers = {name for name in run.data.metrics if find(name) is None}
+    assert not strangers, "docs/metrics.md names every metric"
+    assert not {"kl/coef", "score/mean", "policy/skipped_steps", "mismatch/mean_abs"} & run.data.metrics.keys()
     assert [m.step for m in client.get_metric_history(run.info.run_id, "reward/mean")] == list(range(STEPS))
     assert [m.step for m in client.get_metric_history(run.info.run_id, "eval/reward_mean")] == [0, 2, 4]
     steps = open_history(overlapped)
@@ -283,18 +299,23 @@ def test_mlflow_has_a_trace_per_step_with_true_times(overlapped: RunConfig) -> N
     assert experiment is not None
     assert overlapped.tracking.uri is not None
     traces = TracingClient(overlapped.tracking.uri).search_traces(locations=[experiment.experiment_id])
-    spans = {t.info.tags["step"]: [s for s in t.data.spans if s.parent_id] for t in traces}
+    spans = {t.info.tags["step"]: [s for s in t.data.spans if s.outputs and s.parent_id] for t in traces}
     assert {"0", "1", "2", "3"} <= spans.keys()
     finished = {
         f"{Address(e.stage or '', e.step or 0, e.shard or 0)}": (e.t - (e.seconds or 0), e.t)
         for e in read_events(RunPaths(overlapped.run_dir).events)
         if e.kind is EventKind.FINISHED
     }
-    names = [span.name for of_step in spans.values() for span in of_step]
-    assert sorted(names) == sorted(finished)
+    outputs = [span.outputs for of_step in spans.values() for span in of_step]
+    assert sorted(outputs) == sorted(finished)
+    assert {"generate s0", "generate s1", "advantage", "publish v3"} <= {span.name for span in spans["2"]}
+    third = next(t for t in traces if t.info.tags["step"] == "2")
+    assert third.info.request_preview == "overlapped · step 2 · v1"
+    assert str(third.info.response_preview).startswith("reward 0.")
+    assert {s.name for s in third.data.spans if not s.outputs} == {"generate", "score", "train"}
     for span in (span for of_step in spans.values() for span in of_step):
         times = (span.start_time_ns / 1e9, (span.end_time_ns or 0) / 1e9)
-        assert times == pytest.approx(finished[span.name], abs=1e-3)
+        assert times == pytest.approx(finished[span.outputs], abs=1e-3)
     generated = finished["generate/step_000002/shard_0000"]
     assert generated[1] <= finished["update_policy/step_000002/shard_0000"][0]
 

@@ -168,6 +168,8 @@ REFUSED = {
     "model.critic.eps=0": ("model.critic.eps", "above 0"),
     "model.critic.weight_decay=-1": ("model.critic.weight_decay", "0 or more"),
     "cluster.deadline_s=0": ("cluster.deadline_s", "above 0"),
+    "tracking.register=a/b": ("tracking.register", "a/b", "without / and :", "null"),
+    "tracking.register=mine tracking.uri=http://host:5000": ("tracking.register", "mine", "sqlite:///"),
     "tracking.uri=mlruns": ("tracking.uri", "mlruns", "sqlite:///", "http://", "null"),
     "engine.tensor_parallel=0": ("engine.tensor_parallel", "0", "1 or more"),
     "engine.embedded.speculation.max_tokens=0": ("engine.embedded.speculation.max_tokens", "0", "1 or more"),

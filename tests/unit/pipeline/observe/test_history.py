@@ -85,8 +85,8 @@ def test_metrics_of_a_step(history: History) -> None:
             "time/update_policy_s": 2.5,
             "time/publish_s": 0.5,
             "time/step_s": 8.0,  # from the publication of version 1 to that of version 2
-            "throughput/samples_per_s": 2 / 8,
-            "throughput/tokens_per_s": 10.0,
+            "samples_per_s": 2 / 8,
+            "tokens_per_s": 10.0,
         }
     )
 
@@ -124,7 +124,7 @@ def test_a_step_that_a_stop_interrupted_has_no_step_time(history: History) -> No
     a_step(history)
     assert "time/step_s" in history.step_metrics(1, starts=[99.0, 108.5])
     interrupted = history.step_metrics(1, starts=[103.0])
-    assert not {"time/step_s", "throughput/samples_per_s", "throughput/tokens_per_s"} & interrupted.keys()
+    assert not {"time/step_s", "samples_per_s", "tokens_per_s"} & interrupted.keys()
     assert interrupted["time/update_policy_s"] == pytest.approx(2.5)
 
 

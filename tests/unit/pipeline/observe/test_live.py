@@ -1,6 +1,7 @@
 """What is shown while a run goes on, on a terminal and in a log."""
 
 import io
+import json
 
 from rich.console import Console
 
@@ -52,9 +53,70 @@ def test_the_panel_says_what_every_worker_does() -> None:
     assert "step 3/10" in text
     assert "held-out 0.5 at v3 (v0: 0.25)" in text
     lines = [line.split() for line in text.splitlines()]
-    assert ["generate", "g0", "generate", "4.1", "(4", "s)"] in lines
-    assert ["train", "t0", "idle"] in lines
+    assert ["generate", "generate", "4.1", "(4", "s)"] in lines
+    assert ["train", "idle"] in lines
     assert ["MLflow:", "mlflow", "ui"] in lines
+
+
+def test_the_panel_says_what_loads_what_waits_and_what_is_wrong() -> None:
+    out, now = io.StringIO(), _Clock()
+    console = Console(file=out, force_terminal=True, width=120, color_system=None)
+    workers = {"train-0": "train", "train-1": "train", "generate-0": "generate"}
+    progress = Progress("demo", 10, {}, console, now=now, workers=workers, together={"train"})
+
+    def shown() -> str:
+        console.print(progress.render())
+        text = out.getvalue()
+        out.seek(0)
+        out.truncate()
+        return text
+
+    now.t = 6.0
+    assert "loading models: generate-0, train-0, train-1, 6 s" in shown()
+    progress.event(Event(6.0, EventKind.GANG_BUILT, gang="train", worker="train-1"))  # the last rank
+    text = shown()
+    assert "loading models: generate-0, 6 s" in text
+    assert "generate-0 loads models (6 s)" in text
+    assert "idle" in text
+    progress.event(Event(7.0, EventKind.GANG_BUILT, gang="generate", worker="generate-0"))
+    progress.event(Event(7.0, EventKind.SUBMITTED, "generate", 0, 0, gang="generate", worker="generate-0"))
+    progress.waits({"train": "update_policy 0.0 waits for generate 0.0 (running)"})
+    assert "idle: update_policy 0.0 waits for generate 0.0 (running)" in shown()
+    for step, reward in enumerate((0.0, 0.5, 1.0)):
+        progress.step(step, {"reward/mean": reward, "policy/approx_kl": 3.36, "samples_per_s": 2.5})
+    text = shown()
+    assert "▁▅█" in text
+    assert "approx_kl 3.36 > 0.1" in text
+    assert "2.5 responses/s" in text
+    progress.event(Event(9.0, EventKind.GANG_LOST, gang="train", worker="train-0", detail="its process ended"))
+    assert "train-0 lost at step 3: its process ended" in out.getvalue()
+    now.t = 12.0
+    assert "train-0 loads models (3 s)" in shown()
+
+
+def test_for_programs_every_line_is_an_object() -> None:
+    out, now = io.StringIO(), _Clock()
+    workers = {"train-0": "train"}
+    console = Console(file=out, force_terminal=True, width=40)
+    with Progress("demo", 2, {"MLflow": "ui"}, console, now=now, workers=workers, json_lines=True) as progress:
+        now.t = 1.5
+        progress.event(Event(1.5, EventKind.SUBMITTED, "generate", 0, 0, gang="train", worker="train-0"))
+        progress.event(Event(1.6, EventKind.WARNED, detail="odd \x1b[31m"))
+        now.t = 3.0
+        progress.step(0, {"reward/mean": 0.5, "policy/ratio_max": float("nan")})
+        progress.evaluation(1, 0.25)
+        progress.alarm("kl: far")
+        progress.recovered("train-0 lost at step 0; 1 update replayed")
+    lines = [json.loads(line) for line in out.getvalue().splitlines()]
+    assert [line.pop("event") for line in lines] == [
+        "link", "loading", "ready", "warning", "step", "evaluation", "alarm", "recovered",
+    ]  # fmt: skip
+    assert lines[2] == {"t": 1.5, "seconds": 1.5}
+    assert lines[3] == {"t": 1.5, "text": "odd \x1b[31m"}
+    assert lines[4] == {
+        "t": 3.0, "step": 0, "steps": 2, "seconds": 1.5, "left_s": 1.5,
+        "metrics": {"reward/mean": 0.5, "policy/ratio_max": None}, "unhealthy": ["ratio_max nan > 100"],
+    }  # fmt: skip
 
 
 def test_the_start_of_the_workers_does_not_count_as_a_step() -> None:

@@ -81,3 +81,13 @@ def test_parts_of_a_reward_have_a_panel_of_their_own() -> None:
     first, second, *others = panels_of(["learned", "vader"])
     assert (first, *others) == CURVES
     assert second.metrics == (("reward/learned/mean", "learned"), ("reward/vader/mean", "vader"))
+
+
+def test_a_lost_worker_is_a_mark(tmp_path: Path) -> None:
+    log = [*_training(10), Event(1e9, EventKind.GANG_LOST, gang="train", worker="train-0")]
+    (left_s, worker), timeline = lay_out(log).losses[0], tmp_path / "timeline.png"
+    assert worker == "train-0"
+    origin = 1e9 - left_s
+    plot_timeline([*_training(10), Event(origin + 8.5, EventKind.GANG_LOST, gang="train", worker="t")], timeline, "run")
+    assert timeline.stat().st_size > 0
+    assert lay_out(_training(3)).losses == ()

@@ -10,7 +10,7 @@ import pytest
 
 from pipeline.graph.graph import GraphSpec
 from pipeline.observe.history import History
-from pipeline.observe.responses import ResponsePair, response_pairs, samples_table
+from pipeline.observe.responses import ResponsePair, chosen, response_pairs, samples_table
 from storage.address import Address
 from storage.commits import Provenance
 from storage.ledger import Ledger
@@ -63,9 +63,17 @@ def test_the_first_evaluation_is_paired_with_the_last(history: History) -> None:
     assert response_pairs(history, decode) == PAIRS
 
 
+def test_those_shown_are_chosen_by_how_much_the_score_changed() -> None:
+    pairs = [ResponsePair("p", "b", 0.0, "a", change) for change in (0.5, -1.0, 2.0, 0.25, 1.0)]
+    assert [pair.after_score for pair in chosen(pairs)] == [2.0, 0.5, -1.0]
+    assert [pair.after_score for pair in chosen(pairs[:2])] == [0.5, -1.0]
+    assert chosen(pairs[:1]) == pairs[:1]
+    assert chosen([]) == []
+
+
 def test_the_table_is_one_that_mlflow_reads() -> None:
     assert json.loads(samples_table(PAIRS)) == {
-        "columns": ["prompt", "before", "before_score", "after", "after_score"],
-        "data": [["a", "b", -0.5, "cde", 0.75], ["fg", "hi", 0.25, "é", 1.0]],
+        "columns": ["prompt", "before", "before_score", "before_kl", "after", "after_score", "after_kl"],
+        "data": [["a", "b", -0.5, None, "cde", 0.75, None], ["fg", "hi", 0.25, None, "é", 1.0, None]],
     }
     assert "é" in samples_table(PAIRS)

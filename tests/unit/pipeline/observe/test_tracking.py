@@ -12,16 +12,8 @@ import pytest
 from mlflow.tracing.client import TracingClient
 from mlflow.tracking import MlflowClient
 
-from pipeline.observe.tracking import (
-    WRITER_ENV,
-    MlflowTracker,
-    NullTracker,
-    Span,
-    deliver,
-    how_to_open,
-    read_spool,
-    read_state,
-)
+from pipeline.observe.spool import read_spool, read_state
+from pipeline.observe.tracking import WRITER_ENV, Dataset, MlflowTracker, NullTracker, Span, deliver, how_to_open
 from tests.support.paths import ROOT
 
 T0 = 1_700_000_000.0
@@ -44,10 +36,12 @@ def _tell_step(tracker: MlflowTracker, step: int) -> None:
     tracker.trace(
         step,
         [
-            Span(f"generate[{step + 1},0]", "generate", T0 + step, T0 + step + 2, "generate", "g0"),
+            Span(f"generate[{step + 1},0]", "generate", T0 + step, T0 + step + 2, "generate", "g0", {},
+                 (f"publish/step_{step:06d}",), f"generate/step_{step + 1:06d}"),
             Span(f"update_policy[{step}]", "update_policy", T0 + step + 1, T0 + step + 3, "train", "t0", {"rank": 0}),
         ],
-    )
+        "demo", "reward 1 KL 2",
+    )  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -77,7 +71,9 @@ def test_a_down_server_costs_one_warning_and_nothing_is_lost_or_sent_twice(
         tracker.close("FAILED")
     unreachable = [r.getMessage() for r in caplog.records if "cannot be reached" in r.getMessage()]
     assert len(unreachable) == 1
-    assert "8 items not delivered" in caplog.records[-1].getMessage()
+    last = caplog.records[-1].getMessage()
+    assert "8 items not delivered" in last
+    assert f"`stageline sync {run_dir}`" in last
 
     assert deliver(spool, uri).left == 0
     run_id = (run_dir / "mlflow_run_id").read_text().strip()
@@ -92,13 +88,20 @@ def test_a_down_server_costs_one_warning_and_nothing_is_lost_or_sent_twice(
     caplog.clear()
     artifact = tmp_path / "curves.txt"
     artifact.write_text("picture")
+    table = tmp_path / "samples.json"
+    table.write_text('{"columns": ["prompt"], "data": [["a"]]}')
     with caplog.at_level(logging.WARNING, "stageline.tracking"), _tracker(uri, run_dir, {"seed": "2"}) as resumed:
         for step in (2, 3):
             _tell_step(resumed, step)
         resumed.metrics(3, {"bad*name": 1.0, "good": 7.0})
         resumed.artifact(artifact, "plots")
         resumed.tags({"note": "resumed"})
-    assert [r.getMessage()[:29] for r in caplog.records] == ["MLflow refused metric bad*nam"]
+        for _ in range(2):
+            resumed.dataset(Dataset("prompts.jsonl", "d1", "/data/prompts.jsonl", "training", 60))
+            resumed.table(table)
+            resumed.model("tiny-chat", tmp_path)
+    said = [r.getMessage() for r in caplog.records if "takes the rest of the run" not in r.getMessage()]
+    assert [text[:29] for text in said] == ["MLflow refused metric bad*nam"]
     # A writer that died before it noted its progress delivers everything again: nothing may change.
     (run_dir / "mlflow_spool.state.json").unlink()
     again = deliver(spool, uri)
@@ -112,13 +115,26 @@ def test_a_down_server_costs_one_warning_and_nothing_is_lost_or_sent_twice(
     assert [f.path for f in client.list_artifacts(run_id, "plots")] == ["plots/curves.txt"]
     assert [r.info.run_id for r in client.search_runs([run.info.experiment_id])] == [run_id]
 
+    (data,) = run.inputs.dataset_inputs
+    assert (data.dataset.name, data.dataset.digest, data.tags[0].value) == ("prompts.jsonl", "d1", "training")
+    assert json.loads(data.dataset.profile) == {"num_rows": 60}
+    assert json.loads(run.data.tags["mlflow.loggedArtifacts"]) == [{"path": "samples.json", "type": "table"}]
+    assert "samples.json" in {file.path for file in client.list_artifacts(run_id)}
+    (version,) = client.search_model_versions("name = 'tiny-chat'")
+    assert (version.run_id, version.source) == (run_id, str(tmp_path))
+    experiment = client.get_experiment(run.info.experiment_id)
+    assert experiment.tags["mlflow.experimentKind"] == "custom_model_development"
+
     traces = TracingClient(uri).search_traces(locations=[run.info.experiment_id])
     assert sorted(t.info.tags["mlflow.traceName"] for t in traces) == ["step 0", "step 1", "step 2", "step 3"]
     assert {t.info.trace_metadata["mlflow.sourceRun"] for t in traces} == {run_id}
     spans = {s.name: s for t in traces for s in t.data.spans if t.info.tags["step"] == "1"}
     root, generate, update = spans["step 1"], spans["generate[2,0]"], spans["update_policy[1]"]
     assert root.parent_id is None
-    assert {generate.parent_id, update.parent_id} == {root.span_id}
+    assert (spans["generate"].parent_id, spans["train"].parent_id) == (root.span_id, root.span_id)
+    assert (generate.parent_id, update.parent_id) == (spans["generate"].span_id, spans["train"].span_id)
+    assert (generate.inputs, generate.outputs) == (["publish/step_000001"], "generate/step_000002")
+    assert {(t.info.request_preview, t.info.response_preview) for t in traces} == {("demo", "reward 1 KL 2")}
     assert (root.start_time_ns, root.end_time_ns) == (int((T0 + 1) * 1e9), int((T0 + 4) * 1e9))
     assert (generate.start_time_ns, generate.end_time_ns) == (int((T0 + 1) * 1e9), int((T0 + 3) * 1e9))
     assert update.start_time_ns < generate.end_time_ns, "generation of step 2 overlaps the training of step 1"
@@ -200,3 +216,6 @@ def test_no_uri_no_tracking(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 def test_how_to_open() -> None:
     assert how_to_open("sqlite:///runs/mlflow.db") == "mlflow ui --backend-store-uri sqlite:///runs/mlflow.db"
     assert how_to_open("http://host:5000") == "http://host:5000"
+    page = "/#/experiments/3/runs?workflowType=machine_learning"
+    assert how_to_open("http://host:5000/", "3") == f"http://host:5000{page}"
+    assert how_to_open("sqlite:///m.db", "3").endswith(f"m.db, then http://127.0.0.1:5000{page}")

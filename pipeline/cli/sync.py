@@ -1,0 +1,44 @@
+"""`stageline sync RUN [--to URI]`: delivers to MLflow what of a run's tracking is still in its spool."""
+
+from __future__ import annotations
+
+import argparse
+
+from pipeline.cli.answers import complain, print_line
+from pipeline.cli.exit_codes import DONE, STAGE_FAILED
+from pipeline.cli.sources import saved_config
+from pipeline.config.errors import ConfigError
+from pipeline.config.paths import RunPaths
+from pipeline.config.run import RunConfig
+from pipeline.driver.session import only_driver
+from pipeline.observe.spool import experiment_id
+from pipeline.observe.tracking import deliver, how_to_open
+
+DELIVER_S = 600.0
+
+
+def command(options: argparse.Namespace) -> int:
+    return sync(saved_config(options.run_dir), options.to)
+
+
+def sync(config: RunConfig, to: str | None) -> int:
+    """Delivers; returns the exit code. `to`: another store, which gets the whole run.
+
+    Raises:
+        ConfigError: the run was not tracked, is running, or there is nowhere to deliver to.
+    """
+    paths = RunPaths(config.run_dir)
+    if not paths.mlflow_spool.exists():
+        need = "holds no spool: the run was not tracked (tracking.uri=null), or has not begun"
+        raise ConfigError(str(paths.root), f"{paths.mlflow_spool} is not there; {paths.root.name} {need}")
+    uri = to or config.tracking.uri
+    if uri is None:
+        raise ConfigError("--to", "not given, and tracking.uri is null; a URI (sqlite:///..., http://...) would work")
+    if not uri.startswith(("sqlite:///", "http://", "https://")):
+        raise ConfigError("--to", f"given {uri!r}; must begin with sqlite:/// (a file) or http:// or https://")
+    with only_driver(paths):
+        delivery = deliver(paths.mlflow_spool, uri, DELIVER_S)
+    if delivery.left:
+        return complain("failed", f"{uri}: {delivery.left} items not delivered; they stay in the spool", STAGE_FAILED)
+    print_line(f"{paths.root}: all delivered; {how_to_open(uri, experiment_id(paths.mlflow_spool, uri))}")
+    return DONE

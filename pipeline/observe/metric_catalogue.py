@@ -1,0 +1,222 @@
+"""Every metric of a run: unit, what its x-axis counts, what is healthy; and which of them tracking gets. What each says
+is in docs/metrics.md; a test keeps list and page equal. Pure; standard library only.
+
+    a step's metrics ──► less duplicates, constants, zeros of what never happened ──► plus the overview ──► tracker
+
+A part of a name in angle brackets stands for any word: `time/<stage>_s`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from functools import cache
+
+STEP, VERSION, SECONDS = "step", "version", "seconds"
+"""What an x-axis counts: PPO steps (step i trains version i of the weights into i + 1), versions of the weights, or
+seconds since the run first began."""
+
+
+@dataclass(frozen=True)
+class Metric:
+    name: str
+    unit: str
+    axis: str
+    healthy: str
+    """Where a good run is; "-" where there is no such range."""
+
+
+OVERVIEW = {
+    "reward/mean": "Overview/reward",
+    "eval/reward_mean": "Overview/held_out_reward",
+    "eval/gain": "Overview/held_out_gain",
+    "kl/ref": "Overview/kl_to_reference",
+    "policy/entropy": "Overview/entropy",
+    "policy/approx_kl": "Overview/approx_kl",
+    "critic/explained_variance": "Overview/explained_variance",
+    "time/step_s": "Overview/step_seconds",
+    "samples_per_s": "Overview/samples_per_s",
+}
+"""Metrics that are given once more, under a heading that MLflow's page shows first: it sorts headings, capitals first,
+and opens only the first few."""
+NEVER = frozenset(
+    (
+        "score/mean",  # reward/mean says the same
+        "policy/proximal_recomputed", "mismatch/alarm_nats", "publish/bytes",  # the config says so
+        "update_policy/peak_tflops", "update_critic/peak_tflops",
+    )
+)  # fmt: skip
+"""Committed with a node, and not tracked: duplicates, and constants."""
+QUIET = frozenset(
+    (
+        "generate/fetch_s", "generate/fetched_bytes", "generate/preemptions", "generate/rows_finished_elsewhere",
+        "generate/shared_fraction", "group/skipped_rows", "kl/ref_capped_share", "mismatch/alarm",
+        *(f"policy/{what}_steps" for what in ("skipped", "empty", "stopped", "overflow")),
+        *(f"critic/{what}_steps" for what in ("skipped", "empty", "stopped", "overflow")),
+    )
+)  # fmt: skip
+"""Tracked from their first value other than 0 on: until then nothing of the kind has happened."""
+
+_TABLE = """
+Overview/reward | score | step | rises
+Overview/held_out_reward | score | version | rises
+Overview/held_out_gain | score | version | above 0
+Overview/kl_to_reference | nats/response | step | rises slowly
+Overview/entropy | nats/token | step | above 0.1
+Overview/approx_kl | nats/token | step | below 0.1
+Overview/explained_variance | fraction | step | 0.2 to 1
+Overview/step_seconds | s | step | steady
+Overview/samples_per_s | responses/s | step | steady
+samples_per_s | responses/s | step | steady
+tokens_per_s | tokens/s | step | steady
+overlap | fraction | step | above 0.3 for staleness >= 1
+advantage/mean | score | step | near 0
+advantage/std | score | step | above 0
+critic/clipfrac | fraction | step | below 0.3
+critic/empty_steps | count | step | 0
+critic/explained_variance | fraction | step | 0.2 to 1
+critic/grad_norm | - | step | steady
+critic/grad_norm_max | - | step | below 10 x the mean
+critic/loss | score² | step | falls, then steady
+critic/loss_scale | - | step | above its minimum
+critic/lr | - | step | as configured
+critic/mean | score | step | near `critic/return_mean`
+critic/optimizer_steps | count | step | epochs x minibatches
+critic/overflow_steps | count | step | rare
+critic/peak_memory_bytes | bytes | step | below the device's
+critic/replayed_updates | count | step | below `checkpoint.every`
+critic/return_mean | score | step | -
+critic/skipped_steps | count | step | 0
+critic/start_mean | score | step | near `critic/return_mean`
+critic/stopped_steps | count | step | 0
+ess/fraction | fraction | step | above 0.5
+eval/reward_mean | score | version | rises
+eval/gain | score | version | above 0
+eval/paired_t | - | version | above 2
+eval/kl | nats/response | version | below the budget
+eval/length_mean | tokens | version | steady
+eval/<part>/mean | score | version | -
+generate/acceptance/<kind> | fraction | step | above 0.3
+generate/busy_s | s | step | -
+generate/draft_length/<length> | fraction | step | -
+generate/drafted/<kind> | tokens | step | -
+generate/fetch_s | s | step | below 0.1 x `time/step_s`
+generate/fetched_bytes | bytes | step | -
+generate/kv_peak_fraction | fraction | step | below 1
+generate/occupancy | fraction | step | above 0.5
+generate/peak_memory_bytes | bytes | step | below the device's
+generate/preemptions | count | step | 0
+generate/prompt_tokens | tokens | step | -
+generate/refit_s | s | step | below 0.1 x `time/step_s`
+generate/rows_finished_elsewhere | rows | step | -
+generate/shared_fraction | fraction | step | -
+generate/tokens | tokens | step | -
+generate/tokens_per_busy_s | tokens/s | step | steady
+group/equal_fraction | fraction | step | below 0.5
+group/score_std | score | step | above 0
+group/skipped_rows | rows | step | -
+kl/coef | - | step | steady
+kl/prox_sampler | nats/token | step | below 0.1
+kl/ref | nats/response | step | rises slowly
+kl/ref_capped_share | fraction | step | below 0.05
+kl/ref_k3 | nats/response | step | near `kl/ref`
+kl/ref_per_token | nats/token | step | below 1
+kl/ref_sampler | nats/response | step | near `kl/ref`
+mismatch/alarm | 0 or 1 | version | 0
+mismatch/canary_k3 | nats/token | version | below 0.001
+mismatch/canary_max_abs | nats | version | below 0.5
+mismatch/canary_mean_abs | nats/token | version | below `mismatch.alarm_nats`
+mismatch/canary_moved | nats/token | version | above 0
+mismatch/exp_abs | - | step | below 1.05
+mismatch/exp_abs_all | - | step | below 1.5
+mismatch/fresh_fraction | fraction | step | -
+mismatch/mean_abs | nats/token | step | below 0.05
+mismatch/mean_abs_all | nats/token | step | below 0.3
+policy/approx_kl | nats/token | step | below 0.1
+policy/clipfrac | fraction | step | 0.02 to 0.3
+policy/dual_clipfrac | fraction | step | below 0.05
+policy/empty_steps | count | step | 0
+policy/entropy | nats/token | step | above 0.1
+policy/entropy_start | nats/token | step | above 0.1
+policy/grad_norm | - | step | steady
+policy/grad_norm_max | - | step | below 10 x the mean
+policy/kl_ref | nats/token | step | -
+policy/loss | - | step | -
+policy/loss_scale | - | step | above its minimum
+policy/lr | - | step | as configured
+policy/optimizer_steps | count | step | epochs x minibatches
+policy/overflow_steps | count | step | rare
+policy/peak_memory_bytes | bytes | step | below the device's
+policy/ratio_deviation_first | - | step | below 0.01
+policy/ratio_max | - | step | below 100
+policy/ratio_mean | - | step | 0.9 to 1.1
+policy/replayed_updates | count | step | below `checkpoint.every`
+policy/skipped_steps | count | step | 0
+policy/stopped_steps | count | step | 0
+policy/surrogate | - | step | -
+policy/weight_max | - | step | below 100
+policy/weight_mean | - | step | 0.9 to 1.1
+policy/weight_outside | fraction | step | below 0.05
+response/eos_fraction | fraction | step | near 1
+response/length_max | tokens | step | below `sampling.max_new_tokens`
+response/length_mean | tokens | step | steady
+response/truncated_fraction | fraction | step | below 0.2
+reward/adjusted_mean | score | step | rises
+reward/mean | score | step | rises
+reward/std | score | step | above 0
+reward/<part>/mean | score | step | -
+reward/<part>/std | score | step | -
+reward/<part>/disagreement | score | step | steady
+staleness/fraction_<age> | fraction | step | -
+staleness/max | versions | step | at most `staleness`
+staleness/mean | versions | step | at most `staleness`
+system/<gang>/cpu_percent | percent | seconds | up to 100 x threads x workers
+system/<gang>/memory_bytes | bytes | seconds | below the host's
+system/<gang>/gpu_percent | percent | seconds | up to 100
+system/<gang>/gpu_memory_bytes | bytes | seconds | below the GPU's
+system/driver/cpu_percent | percent | seconds | below 50
+system/driver/memory_bytes | bytes | seconds | steady
+time/<stage>_s | s | step | -
+time/step_s | s | step | steady
+trainer/lost_s | s | step | 0
+trunk/computed_rows | rows | step | -
+trunk/hit_rate | fraction | step | above 0.5
+trunk/rows | rows | step | -
+update_critic/mfu | fraction | step | -
+update_critic/tflops_per_s | TFLOP/s | step | -
+update_critic/tokens_per_s | tokens/s | step | steady
+update_policy/mfu | fraction | step | -
+update_policy/tflops_per_s | TFLOP/s | step | -
+update_policy/tokens_per_s | tokens/s | step | steady
+"""
+
+
+def _parse(table: str) -> tuple[Metric, ...]:
+    rows = (line.split(" | ") for line in table.strip().splitlines())
+    return tuple(Metric(*(cell.strip() for cell in row)) for row in rows)
+
+
+METRICS = _parse(_TABLE)
+"""In the order of docs/metrics.md: by group, the overview first."""
+_PATTERNS = tuple(
+    (re.compile(re.sub(r"<\w+>", "[^/]+", re.escape(metric.name).replace(r"\<", "<").replace(r"\>", ">"))), metric)
+    for metric in sorted(METRICS, key=lambda metric: "<" in metric.name)
+)
+
+
+@cache
+def find(name: str) -> Metric | None:
+    """What the catalogue says of a metric; None for a stranger."""
+    return next((metric for pattern, metric in _PATTERNS if pattern.fullmatch(name)), None)
+
+
+def tracked(values: Mapping[str, float], off: Collection[str], seen: Collection[str]) -> dict[str, float]:
+    """What of these a tracker gets, the overview first. `off`: names that say nothing under the run's config; `seen`:
+    names that it has had a value of."""
+    kept = {
+        name: value
+        for name, value in values.items()
+        if name not in NEVER and name not in off and (value != 0 or name not in QUIET or name in seen)
+    }
+    return {overview: kept[name] for name, overview in OVERVIEW.items() if name in kept} | kept

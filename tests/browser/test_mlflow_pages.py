@@ -1,0 +1,126 @@
+"""MLflow's pages of a finished tiny run beside another one, as an ML engineer opens them: the list, a run, its metrics
+and tables, two runs compared, a trace. What is asserted is text that a person reads, not where it stands."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from playwright.sync_api import Page, expect
+
+from pipeline.config.run import RunConfig
+from pipeline.observe.spool import delivered_run_id
+from pipeline.observe.tracking import WRITER_ENV, MlflowTracker
+from tests.support.browser import missing
+from tests.support.runs import finish_in
+from tests.support.waiting import until
+
+PATIENCE_MS = 30_000
+
+
+@dataclass(frozen=True)
+class Pages:
+    """Where MLflow shows two runs of one experiment."""
+
+    experiment: str
+    """Address of its pages."""
+    run_id: str
+    other_id: str
+
+    def run(self, tab: str = "") -> str:
+        return f"{self.experiment}/runs/{self.run_id}{tab}?workflowType=machine_learning"
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> RunConfig:
+    absent = missing()
+    if absent is not None:
+        pytest.skip(absent)
+    folder = tmp_path_factory.mktemp("pages")
+    changes = ("steps=2", "evaluate.every=1", "checkpoint.every=1", "tracking.plots=false", "cluster.dashboard=null")
+    return finish_in(folder, "first-run", f"tracking.uri=sqlite:///{folder}/mlflow.db", *changes)
+
+
+@pytest.fixture(scope="module")
+def pages(finished: RunConfig) -> Iterator[Pages]:
+    uri, folder = str(finished.tracking.uri), Path(finished.run_dir).parent
+    (folder / "other").mkdir()
+    spool = folder / "other/mlflow_spool.jsonl"
+    with MlflowTracker(uri, "stageline", "second-run", {"seed": "7"}, {}, spool) as other:
+        for step in range(2):
+            other.metrics(step, {"reward/mean": 0.125 * step, "kl/ref": 0.5})
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "mlflow", "ui", "--backend-store-uri", uri, "--workers", "1"]
+    with (folder / "ui.log").open("wb") as log:
+        server = subprocess.Popen(
+            [*command, "--host", "127.0.0.1", "--port", str(port)],
+            env=os.environ | WRITER_ENV, stdout=log, stderr=log, start_new_session=True,
+        )  # fmt: skip
+    try:
+        until(lambda: _answers(f"http://127.0.0.1:{port}/health"), "MLflow answers", every_s=0.5)
+        run_id, other_id = (delivered_run_id(folder / name / spool.name, uri) for name in ("first-run", "other"))
+        assert run_id is not None
+        assert other_id is not None
+        yield Pages(f"http://127.0.0.1:{port}/#/experiments/1", run_id, other_id)
+    finally:
+        os.killpg(server.pid, signal.SIGTERM)
+        server.wait()
+
+
+def _answers(address: str) -> bool:
+    try:
+        with urllib.request.urlopen(address, timeout=5.0) as answer:
+            return int(answer.status) == 200
+    except (urllib.error.URLError, ConnectionError, TimeoutError):
+        return False
+
+
+def _shows(page: Page, *texts: str) -> None:
+    for text in texts:
+        expect(page.get_by_text(text).first).to_be_visible(timeout=PATIENCE_MS)
+
+
+def test_the_printed_address_leads_to_training_runs(page: Page, pages: Pages) -> None:
+    page.goto(f"{pages.experiment}/runs?workflowType=machine_learning")
+    _shows(page, "first-run", "second-run", "2 matching runs")
+    assert "Evaluation runs" not in page.inner_text("body"), "that is the page of GenAI"
+
+
+def test_a_runs_page_says_what_it_is_and_what_it_came_to(page: Page, pages: Pages, finished: RunConfig) -> None:
+    page.goto(pages.run())
+    _shows(page, "staleness 1, 2 steps", "finished after 2 steps", "tiny_prompts.jsonl", "Finished")
+    assert "eval/gain" in page.inner_text("body")
+
+
+def test_metrics_open_on_the_overview(page: Page, pages: Pages) -> None:
+    page.goto(pages.run("/model-metrics"))
+    _shows(page, "held_out_reward", "kl_to_reference")
+    text = page.inner_text("body")
+    assert text.index("Overview\n") < text.index("advantage\n")
+
+
+def test_responses_are_a_table(page: Page, pages: Pages) -> None:
+    page.goto(pages.run("/artifacts/samples.json"))
+    _shows(page, "samples.json", "before_score", "after_kl")
+
+
+def test_two_runs_compare(page: Page, pages: Pages) -> None:
+    runs = f'["{pages.run_id}","{pages.other_id}"]'
+    page.goto(f'{pages.experiment.partition("#")[0]}#/compare-runs?runs={runs}&experiments=["1"]')
+    _shows(page, "Comparing 2 Runs", "first-run", "second-run", "Overview/reward")
+
+
+def test_a_trace_is_a_step(page: Page, pages: Pages) -> None:
+    page.goto(pages.run("/traces"))
+    _shows(page, "first-run · step 1 · v0")

@@ -1,0 +1,57 @@
+"""The list of metrics, its page, and the code that gives them agree."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from pipeline.observe.metric_catalogue import METRICS, NEVER, OVERVIEW, QUIET, SECONDS, STEP, VERSION, find, tracked
+from tests.support.paths import ROOT
+
+SOURCES = [*(ROOT / "stages").rglob("*.py"), *(ROOT / "pipeline").rglob("*.py")]
+GIVES = ("stages/ppo/metrics.py", "stages/ppo/losses.py", "stages/advantage.py", "pipeline/observe/history.py")
+
+
+def test_the_page_has_exactly_these_metrics() -> None:
+    page = (ROOT / "docs/metrics.md").read_text("utf8")
+    rows = re.findall(r"^\| `([\w/<>]+)` \| (.+?) \| (.+?) \| (.+?) \| (.+?) \|$", page, re.MULTILINE)
+    assert [row[:4] for row in rows] == [(m.name, m.unit, m.axis, m.healthy) for m in METRICS]
+    assert all(meaning.strip(" -") for *_, meaning in rows)
+
+
+def test_every_metric_is_given_somewhere() -> None:
+    code = "\n".join(path.read_text("utf8") for path in SOURCES if path.name != "metric_catalogue.py")
+    for metric in METRICS:
+        name = metric.name
+        if name in OVERVIEW.values():
+            continue
+        fixed = re.split(r"<\w+>", name)
+        role, _, word = name.partition("/")
+        by_role = role in ("policy", "critic", "update_policy", "update_critic") and re.search(rf'["/]{word}"', code)
+        assert by_role or all(f"{part}" in code for part in fixed if part != "/"), name
+
+
+@pytest.mark.parametrize("path", GIVES)
+def test_what_these_files_give_is_known(path: str) -> None:
+    groups = {metric.name.partition("/")[0] for metric in METRICS}
+    for name in re.findall(r'"([a-z_]+/[a-z0-9_]*[a-z0-9])"', (ROOT / path).read_text("utf8")):
+        if name.partition("/")[0] in groups:
+            assert find(name) is not None or name in NEVER, name
+
+
+def test_axes_and_lists_name_metrics() -> None:
+    assert {metric.axis for metric in METRICS} == {STEP, VERSION, SECONDS}
+    assert len({metric.name for metric in METRICS}) == len(METRICS)
+    assert all(find(name) for name in (*OVERVIEW, *OVERVIEW.values(), *QUIET))
+    assert not any(find(name) for name in NEVER)
+    assert find("time/generate_s") != find("time/step_s")
+    assert find("bogus/name") is None
+
+
+def test_what_is_tracked() -> None:
+    values = {"reward/mean": 0.5, "score/mean": 0.5, "kl/coef": 0.1, "policy/skipped_steps": 0.0, "own": 1.0}
+    assert tracked(values, {"kl/coef"}, ()) == {"Overview/reward": 0.5, "reward/mean": 0.5, "own": 1.0}
+    assert list(tracked(values, (), ())) == ["Overview/reward", "reward/mean", "kl/coef", "own"]
+    assert "policy/skipped_steps" in tracked(values | {"policy/skipped_steps": 1.0}, (), ())
+    assert tracked(values, (), {"policy/skipped_steps"})["policy/skipped_steps"] == 0.0, "from then on always"

@@ -10,7 +10,7 @@ from pipeline.cli.sources import saved_config
 from pipeline.config.errors import ConfigError
 from pipeline.config.paths import RunPaths
 from pipeline.config.run import RunConfig
-from pipeline.driver.session import only_driver
+from pipeline.driver.lock import only_driver
 from pipeline.observe.spool import experiment_id
 from pipeline.observe.tracking import deliver, how_to_open
 

@@ -15,8 +15,6 @@ import getpass
 import importlib
 import os
 import platform
-import shlex
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -33,7 +31,7 @@ from pipeline.observe.journal import journal_exists, read_events, run_starts
 from pipeline.observe.live import Screen
 from pipeline.observe.overlap import overlap_by_step
 from pipeline.observe.responses import Decode, response_pairs, samples_table
-from pipeline.observe.revision import git_commit, software_versions
+from pipeline.observe.revision import git_commit, software_versions, started_by
 from pipeline.observe.run_note import result_text, run_note
 from pipeline.observe.slurm_job import slurm_job
 from pipeline.observe.spool import experiment_id
@@ -69,7 +67,7 @@ def open_tracker(config: RunConfig) -> Tracker:
         "stageline.resumes": str(resumes) if resumes else None,
         "mlflow.parentRunId": config.tracking.parent,
         "mlflow.user": _user(),
-        "mlflow.source.name": command_line(),
+        "mlflow.source.name": started_by()["command"],
         "mlflow.source.type": "LOCAL" if slurm_job(os.environ) is None else "JOB",
         "mlflow.source.git.commit": commit.removesuffix(_CHANGED),
         "mlflow.source.git.dirty": "true" if commit.endswith(_CHANGED) else None,
@@ -96,13 +94,6 @@ def track_prompts(config: RunConfig, tracker: Tracker, digest: str, num_train: i
         tracker.dataset(Dataset(f"{name} held out", digest[:36], source, "evaluation", num_held_out))
 
 
-def command_line() -> str:
-    """What started this process, as a person would type it."""
-    program = Path(sys.argv[0])
-    name = "stageline" if program.name in ("__main__.py", "stageline") else program.name
-    return shlex.join([name, *sys.argv[1:]])
-
-
 def _user() -> str | None:
     try:
         return getpass.getuser()
@@ -116,7 +107,7 @@ def _note(config: RunConfig, commit: str, result: str) -> str:
     facts = {
         "model": config.model.path,
         "prompts": config.prompts.url,
-        "command": command_line(),
+        "command": started_by()["command"],
         "host": platform.node(),
         "commit": commit,
         "directory": str(RunPaths(config.run_dir).root.resolve()),

@@ -208,7 +208,7 @@ def _optimizer_problems(key: str, config: OptimizerConfig) -> Iterator[Problem]:
     if config.micro_batch_rows is not None:
         yield from at_least(1, {f"{key}.micro_batch_rows": config.micro_batch_rows})
     yield from at_least(0, {f"{key}.lr": config.lr})
-    if not config.min_lr >= 0 or config.min_lr > config.lr:
+    if not config.min_lr >= 0 or 0 <= config.lr < config.min_lr:
         yield Problem(f"{key}.min_lr", config.min_lr, f"must be from 0 to {key}.lr = {config.lr}: it is a rate itself")
     elif config.min_lr and config.decay == "constant":
         need = f"nothing decays under {key}.decay=constant: use 0, or decay=linear or cosine"

@@ -22,7 +22,8 @@ def export_reward_model(directory: Path, *, source: str = "random:tiny", seed: i
 
 
 def change_config(directory: str | Path, **changes: object) -> None:
-    """Of what config.json of an exported model says; None takes an entry out."""
+    """Of what config.json of an exported model says; None takes an entry out. On purpose: the sums of the export go."""
+    (Path(directory) / "export.json").unlink(missing_ok=True)
     file = Path(directory) / "config.json"
     content = json.loads(file.read_text()) | changes
     file.write_text(json.dumps({name: value for name, value in content.items() if value is not None}))

@@ -21,7 +21,7 @@ _PLACE = frozenset({"name", "runs_dir"})
 _SCORES = ("reward/*", "part/*", "score/*")
 _HELD_OUT = ("held_out/score", "held_out/part/*")
 _KL = ("kl/ref*", "held_out/kl")
-_TOKENS = ("response/*", "held_out/length", "policy/entropy*", "generate/tokens*", "throughput/tokens*")
+_TOKENS = ("response/*", "held_out/length", "policy/entropy*", "generate/tokens*", "tokens_per_s")
 
 
 @dataclass(frozen=True)

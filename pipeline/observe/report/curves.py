@@ -43,7 +43,7 @@ PANELS = (
     CurvePanel("Staleness", "versions", (("staleness/mean", "mean"), ("staleness/max", "max"))),
     CurvePanel("Effective sample size", "fraction", (("ess/fraction", "of the tokens"),), 1.0),
     CurvePanel("Prompts whose responses score alike", "fraction", (("group/equal_fraction", "of the prompts"),)),
-    CurvePanel("Speed", "samples/s", (("throughput/samples_per_s", "samples/s"),)),
+    CurvePanel("Speed", "samples/s", (("samples_per_s", "samples/s"),)),
     CurvePanel(
         "Seconds of a step",
         "s",

@@ -160,7 +160,7 @@ def _run(config: RunConfig, ready: PreparedRun, console: Console, tracker: Track
             journal.now(EventKind.RUN_STARTED, detail=", ".join(begun))
             for warning in ready.warnings:
                 journal.now(EventKind.WARNED, detail=warning)
-            numerics = NumericsWatch(config, ready.identity, journal)
+            numerics = NumericsWatch(config, ready.identity, journal, tracker.tags)
             _Driver(config, ready, board, workers, numerics, journal, progress, tracker, tracked, seen).run()
             journal.now(EventKind.RUN_FINISHED)
 

@@ -50,6 +50,9 @@ class EventKind(StrEnum):
     version `step` of the weights; of others `rule` says which of `alarms.*`."""
     ROWS_MOVED = "rows_moved"
     """Rows left `worker` to go on in another replica; `detail` says how many and where to."""
+    ENGINE = "engine"
+    """An engine of the run is built that is not yet known; `detail` says what it can do, and what the run may therefore
+    not prove."""
     WARNED = "warned"
     """Something was not as it should be, and the run went on; `detail` says what."""
 

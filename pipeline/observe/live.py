@@ -87,6 +87,8 @@ class Progress:
             self._begun, self._last_step_at = True, self._now()  # the workers' start is no part of the first step
         if event.kind is EventKind.WARNED:
             self._print(f"WARNING: {event.detail}")
+        if event.kind is EventKind.ENGINE:
+            self._print(f"{event.detail}")
         if event.worker is None:
             return
         gang = event.gang or event.worker

@@ -1,6 +1,6 @@
 """An engine whose weights change while shards come and go: who may be in it with which version.
 
-May import torch, storage, stages.engines and pipeline.workers.bookkeeping.
+May import numpy, torch, storage, stages.engines and pipeline.workers.bookkeeping.
 """
 
 from __future__ import annotations
@@ -10,20 +10,25 @@ import warnings
 from collections.abc import Callable, Collection, Iterator, Sequence, Set
 from contextlib import contextmanager
 
+import numpy as np
 import torch
 
 from pipeline.workers.bookkeeping import Clock
-from stages.engines.embedded.migration.load import EngineLoad, MigrationRequest
-from stages.engines.embedded.migration.protocol import IncomingRows, MigratableRows, MigratedRow
+from stages.engines.migration import IncomingRows, MigratableRows, MigratedRow
 from stages.engines.protocol import (
     Completion,
+    EngineLost,
     GenerationEngine,
     MappedTensors,
     RequestError,
     TensorPlace,
     WeightsError,
 )
-from storage.weights import BFLOAT16, WeightBoard, WeightLease
+from stages.engines.row_loads import EngineLoad, MigrationRequest
+from storage.weights import BFLOAT16, TensorInfo, WeightBoard, WeightLease
+
+_BFLOAT16_EXPONENT = np.uint16(0x7F80)
+"""All ones in a number that is not finite."""
 
 
 class VersionedEngine:
@@ -55,6 +60,8 @@ class VersionedEngine:
         self._version: int | None = None
         self._names: frozenset[str] = frozenset()
         """Of the tensors that the last version brought."""
+        self._spoilt: str | None = None
+        """Why no weights of the engine can be trusted."""
         self._loading = False
         self._inside = 0
         """Shards, and groups of other replicas' rows."""
@@ -99,9 +106,8 @@ class VersionedEngine:
         loaded = False
         try:
             with clock.bookkeeping(), self._board.open(version) as lease:
-                lease.verify()  # nothing is sampled from weights that are not those that were published
                 self._check_names(version, lease.tensors.keys())
-                self._engine.load_weights(version, _tensors(lease))
+                self._load(version, lease)
                 self._names = frozenset(lease.tensors)
             loaded = True
         finally:
@@ -112,6 +118,26 @@ class VersionedEngine:
                     self._inside += 1
                     self._exact += exact
                 self._turn.notify_all()
+
+    def _load(self, version: int, lease: WeightLease) -> None:
+        """Nothing is sampled from weights that are not those that were published. Their bytes are read here once, and
+        once by the engine: what takes them in also looks for numbers that are not finite, or where that is another
+        process, this one does while it sums them up. Raises EngineLost where a refit has failed half-way, and the
+        engine is of no use any more."""
+        if self._spoilt is not None:
+            raise EngineLost(self._spoilt)
+        can = self._engine.capabilities
+        elsewhere = "tensors" not in can.sources
+        lease.verify(*[_check_finite] if elsewhere else [])
+        try:
+            self._engine.load_weights(version, _tensors(lease, finite=elsewhere))
+        except WeightsError:
+            raise  # refused before anything was taken in
+        except Exception as error:
+            if can.failed_refit == "rebuild":
+                self._version = None  # nobody is let in any more
+                self._spoilt = f"version {version} of the weights came in half-way: {type(error).__name__}: {error}"
+            raise
 
     def _check_names(self, version: int, names: Set[str]) -> None:
         """A tensor that one version brings and the next does not would go on with the older one's numbers. Raises
@@ -204,7 +230,17 @@ class VersionedEngine:
         self._engine.close()
 
 
-def _tensors(lease: WeightLease) -> MappedTensors:
+def _check_finite(info: TensorInfo, numbers: np.ndarray) -> None:
+    """Raises WeightsError, naming the tensor, if one of these numbers of it is not finite."""
+    if info.dtype == BFLOAT16:
+        finite = bool(((numbers & _BFLOAT16_EXPONENT) != _BFLOAT16_EXPONENT).all())
+    else:
+        finite = bool(np.isfinite(numbers).all())
+    if not finite:
+        raise WeightsError(f"{info.name} has numbers that are not finite")
+
+
+def _tensors(lease: WeightLease, *, finite: bool) -> MappedTensors:
     """The mapped arrays as tensors, without a copy; they are read only, and so is what engines do with them."""
     infos = lease.manifest.tensors
     patterns = {info.name for info in infos if info.dtype == BFLOAT16}
@@ -212,4 +248,4 @@ def _tensors(lease: WeightLease) -> MappedTensors:
     with warnings.catch_warnings(action="ignore", category=UserWarning):
         tensors = {name: torch.from_numpy(array) for name, array in lease.tensors.items()}
     views = {name: t.view(torch.bfloat16) if name in patterns else t for name, t in tensors.items()}
-    return MappedTensors(views, places)
+    return MappedTensors(views, places, finite=finite)

@@ -20,14 +20,15 @@ import psutil
 import pytest
 from transformers import LlamaForCausalLM
 
+from stages.engines.capabilities import vllm_capabilities
 from stages.engines.config import EngineConfig
-from stages.engines.protocol import Capabilities, EngineLost, WeightsError
+from stages.engines.protocol import EngineLost, WeightsError
 from stages.engines.remote.build import build_remote
 from stages.engines.remote.client import RemoteEngine
 from tests.contracts.engine_contract import (
     MAX_SEQ,
-    EngineContract,
     assert_same_tokens,
+    contract_of,
     make_requests,
     random_llama,
     trained_tensors,
@@ -35,18 +36,17 @@ from tests.contracts.engine_contract import (
 from tests.support.engines import by_row
 
 SUPPORT = Path(__file__).resolve().parents[1] / "support"
-KEYED = Capabilities("keyed", "tokens", frozenset({"drain"}), "kept", sleeps=False)
 
 
 def make_served(path: Path, slots: int = 4, *, silence_s: float = 60.0, **more: Any) -> RemoteEngine:
     config = EngineConfig(python=sys.executable, slots=slots, silence_s=silence_s)
     settings = {"adapter": "served_llama:ServedLlama", "modules": SUPPORT, "extra": {}, **more}
     return cast(
-        RemoteEngine, build_remote(str(path), config, capabilities=KEYED, max_seq=MAX_SEQ, threads=1, **settings)
+        RemoteEngine, build_remote(str(path), config, stated=vllm_capabilities, max_seq=MAX_SEQ, threads=1, **settings)
     )
 
 
-class TestServedEngine(EngineContract):
+class TestServedEngine(contract_of(vllm_capabilities(EngineConfig(kind="vllm"), "cpu"))):
     @pytest.fixture(scope="class", params=[True], ids=["tied"])
     def model(self, request: pytest.FixtureRequest) -> LlamaForCausalLM:
         return random_llama(0, request.param)

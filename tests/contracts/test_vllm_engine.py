@@ -38,7 +38,7 @@ ROUNDING = 1e-4
 
 pytestmark = [
     pytest.mark.skipif(
-        environment_problem(PYTHON, *ENVIRONMENTS["vllm"]) is not None,
+        environment_problem(PYTHON, ENVIRONMENTS["vllm"]) is not None,
         reason="no environment with vLLM: make engine-vllm",
     ),
     pytest.mark.timeout(600),

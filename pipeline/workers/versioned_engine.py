@@ -128,7 +128,7 @@ class VersionedEngine:
             raise EngineLost(self._spoilt)
         can = self._engine.capabilities
         elsewhere = "tensors" not in can.sources
-        lease.verify(*[_check_finite] if elsewhere else [])
+        lease.verify(*[check_finite_numbers] if elsewhere else [])
         try:
             self._engine.load_weights(version, _tensors(lease, finite=elsewhere))
         except WeightsError:
@@ -230,8 +230,8 @@ class VersionedEngine:
         self._engine.close()
 
 
-def _check_finite(info: TensorInfo, numbers: np.ndarray) -> None:
-    """Raises WeightsError, naming the tensor, if one of these numbers of it is not finite."""
+def check_finite_numbers(info: TensorInfo, numbers: np.ndarray) -> None:
+    """For `WeightLease.verify`. Raises WeightsError, naming the tensor, if one of these numbers of it is not finite."""
     if info.dtype == BFLOAT16:
         finite = bool(((numbers & _BFLOAT16_EXPONENT) != _BFLOAT16_EXPONENT).all())
     else:

@@ -17,7 +17,7 @@ from transformers import LlamaForCausalLM
 
 from stages.engines.build import build_engine
 from stages.engines.config import EngineConfig
-from stages.engines.protocol import GenerationEngine, WeightsError
+from stages.engines.protocol import EngineLost, GenerationEngine, WeightsError
 from stages.engines.remote.environment import ENVIRONMENTS, environment_problem
 from tests.contracts.engine_contract import (
     MAX_SEQ,
@@ -125,3 +125,11 @@ def test_rows_that_nobody_waits_for_leave(engine: GenerationEngine) -> None:
     assert 4 <= stats.rows < 9
     assert 0 < stats.kv_peak_fraction <= 1
     assert 0 < stats.mean_occupancy <= 1
+
+
+def test_a_model_that_vllm_does_not_support_is_refused_in_its_own_words(tmp_path: Path) -> None:
+    """Heads of 8 dimensions: no attention of vLLM's on a CPU knows them."""
+    random_llama(0, True, 8).save_pretrained(tmp_path)
+    config = EngineConfig(kind="vllm", python=PYTHON, slots=4, kv_budget_mb=64)
+    with pytest.raises(EngineLost, match=r"(?s)vllm_adapter.* could not start: .*it said last:.*\n"):
+        build_engine(str(tmp_path), config, max_seq=MAX_SEQ, threads=1)

@@ -179,8 +179,14 @@ def main(descriptor: int, parent: int) -> int:
             messages: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
             threading.Thread(target=_read, args=(channel, messages), daemon=True).start()
             facts = {**machine_facts(), **ready.facts}
-            told = {"engine": ready.engine, "version": ready.version, "device": ready.device, "facts": facts}
-            channel.send("ready", protocol=PROTOCOL, **told)
+            channel.send(
+                "ready",
+                protocol=PROTOCOL,
+                engine=ready.engine,
+                version=ready.version,
+                device=ready.device,
+                facts=facts,
+            )
             Server(channel, adapter).run(messages)
         finally:
             adapter.close()

@@ -25,6 +25,7 @@ import time
 import uuid
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, closing
+from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 
@@ -251,7 +252,7 @@ def measure_elsewhere(path: Path, repeats: int) -> tuple[list[tuple[str, ...]], 
     for name, make in engines_elsewhere(path).items():
         with ExitStack() as stack:
             board = stack.enter_context(WeightBoard(f"/dev/shm/stageline-refit-{uuid.uuid4().hex[:8]}"))
-            num_bytes = [board.publish(version, tensors).num_bytes for version in (0, 1)][0]
+            num_bytes = max(board.publish(version, tensors).num_bytes for version in (0, 1))
             engine = stack.enter_context(closing(make()))
             whole = VersionedEngine(engine, board)
             lease = stack.enter_context(board.open(0))
@@ -262,7 +263,7 @@ def measure_elsewhere(path: Path, repeats: int) -> tuple[list[tuple[str, ...]], 
                     arms: dict[str, Callable[[], object]] = {
                         "copy": lambda: [np.copyto(target[key], array) for key, array in tensors.items()],
                         "sums": lease.verify,
-                        "sums and finiteness": lambda: lease.verify(check_finite_numbers),
+                        "sums and finiteness": partial(lease.verify, check_finite_numbers),
                         "whole": lambda turn=turn, whole=whole: enter_and_leave(whole, turn % 2),
                     }
                     for arm, run in arms.items():

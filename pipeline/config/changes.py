@@ -35,6 +35,7 @@ DECIDES_NOTHING = (
     "engine.python",
     "engine.start_s",
     "engine.silence_s",
+    "engine.tensorrt_llm.*",
     "placement.share_devices",
     "placement.gangs.*.weights_dir",
     "placement.gangs.*.offload",

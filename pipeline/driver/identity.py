@@ -15,12 +15,13 @@ May import pipeline.config, pipeline.observe, pipeline.driver.context and below.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from pipeline.config.changes import changes, sections
 from pipeline.config.errors import ConfigError
+from pipeline.config.guarantees import device_of, engine_line, unproven
 from pipeline.config.identity import (
     FILE,
     GangNumerics,
@@ -32,10 +33,12 @@ from pipeline.config.identity import (
     write_identity,
 )
 from pipeline.config.loading import config_hash
+from pipeline.config.placement import gang_of
 from pipeline.config.run import RunConfig
 from pipeline.driver.context import WorkerKey
 from pipeline.observe.journal import EventKind, Journal
 from pipeline.workers.messages import worker_name
+from stages.engines.capabilities import Device
 from stages.models.fingerprint import software
 from stages.models.hf_files import file_digests
 from stages.models.protocol import Role
@@ -124,7 +127,18 @@ def _state_unseen(config: RunConfig, prompts: PromptTable, ledger: Ledger) -> St
 class NumericsWatch:
     """Owns the numerics of a run's gangs: what they have had, in its identity, which it keeps written."""
 
-    def __init__(self, config: RunConfig, identity: Identity, journal: Journal) -> None:
+    def __init__(
+        self,
+        config: RunConfig,
+        identity: Identity,
+        journal: Journal,
+        tags: Callable[[Mapping[str, str]], None] = lambda values: None,
+    ) -> None:
+        """`tags`: puts what engines can do where runs are compared."""
+        self._config, self._tags = config, tags
+        self._engine_gang = gang_of(config.placement, Role.GENERATE)
+        self._engines: set[str] = set()
+        """Those that were said, by what they can do."""
         self._run_dir = Path(config.run_dir)
         self._mode = config.cluster.same_numerics
         self._identity = identity
@@ -139,6 +153,8 @@ class NumericsWatch:
         if not numerics:
             return
         gang, name = worker[0], worker_name(*worker)
+        if gang == self._engine_gang:
+            self._say_engine(device_of(numerics))
         versions = {item: numerics[item] for item in self._identity.latest.software if item in numerics}
         known = self._identity.numerics_of(gang)
         short = fingerprint(numerics)
@@ -155,6 +171,16 @@ class NumericsWatch:
         seen = GangNumerics(gang, short, dict(numerics), name, time.time(), len(self._identity.statements) - 1)
         self._identity = replace(self._identity, numerics=(*self._identity.numerics, seen))
         write_identity(self._run_dir, self._identity)
+
+    def _say_engine(self, device: Device) -> None:
+        """Once for each device: what the engine can do there, and what the run may therefore not prove."""
+        line, missing = engine_line(self._config, device), unproven(self._config, device)
+        if line in self._engines:
+            return
+        self._engines.add(line)
+        said = "; ".join(missing) or "nothing"
+        self._journal.now(EventKind.ENGINE, gang=self._engine_gang, detail=f"{line}. Not proven: {said}")
+        self._tags({"engine": line, "not_proven": said})
 
 
 def _paths(config: RunConfig) -> dict[str, tuple[str, str]]:

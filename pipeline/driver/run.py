@@ -184,7 +184,7 @@ def _run(config: RunConfig, ready: PreparedRun, screen: Screen, tracker: Tracker
             journal.now(EventKind.RUN_STARTED, detail=", ".join(begun), **started_by())
             for warning in ready.warnings:
                 journal.now(EventKind.WARNED, detail=warning)
-            numerics = NumericsWatch(config, ready.identity, journal)
+            numerics = NumericsWatch(config, ready.identity, journal, tracker.tags)
             _Driver(config, ready, board, workers, numerics, journal, progress, tracker, tracked, seen, losses).run()
             journal.now(EventKind.RUN_FINISHED)
 

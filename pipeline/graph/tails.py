@@ -5,7 +5,7 @@
 
 A decoding pass costs nearly the same for one row as for a few, so a pool whose last rows are spread over its replicas
 keeps all of them for what one could do. Events in, instructions out: no clock, no I/O, no Dask. May import
-stages.engines.embedded.migration.load and the standard library.
+stages.engines.row_loads and the standard library.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import math
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
-from stages.engines.embedded.migration.load import EngineLoad, MigrationRequest, RowLoad
+from stages.engines.row_loads import EngineLoad, MigrationRequest, RowLoad
 
 BANDWIDTH_PRIOR = 200e6
 """Bytes per second between two replicas, before any was measured: a slow network's."""

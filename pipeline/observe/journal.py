@@ -53,6 +53,9 @@ class EventKind(StrEnum):
     DEVICES_PASSED = "devices_passed"
     """The workers of `gang` have left the devices that it has in turn with others; `detail` says to whom, after how
     long."""
+    ENGINE = "engine"
+    """An engine of the run is built that is not yet known; `detail` says what it can do, and what the run may therefore
+    not prove."""
     WARNED = "warned"
     """Something was not as it should be, and the run went on; `detail` says what."""
 

@@ -148,6 +148,8 @@ class Progress:
                 self._tell("ready", f"ready after {seconds:.1f} s", seconds=round(seconds, 3))
         if event.kind is EventKind.WARNED:
             self._tell("warning", f"WARNING: {event.detail}", text=event.detail)
+        if event.kind is EventKind.ENGINE:
+            self._tell("engine", f"{event.detail}", text=event.detail)
         if event.worker is None:
             return
         gang = event.gang or event.worker

@@ -1,7 +1,7 @@
 """What the driver sends to a worker and gets back: small, picklable, importable by the scheduler.
 
 May import the standard library, storage.address, storage.retries, stages.models.{errors, protocol} and
-stages.engines.embedded.migration.load.
+stages.engines.row_loads.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
-from stages.engines.embedded.migration.load import EngineLoad, MigrationRequest
+from stages.engines.row_loads import EngineLoad, MigrationRequest
 from stages.models.errors import RanksMissing
 from stages.models.protocol import ALONE
 from storage.address import Address, Ref

@@ -30,7 +30,7 @@ from pipeline.workers.replica_rows import ReplicaRows
 from pipeline.workers.updates import ExactlyOnceUpdates
 from pipeline.workers.versioned_engine import VersionedEngine
 from pipeline.workers.weight_transfer import Fetcher
-from stages.engines.protocol import GenerationEngine, NamesKernels
+from stages.engines.protocol import GenerationEngine, NamesDevice, NamesKernels
 from stages.models.fingerprint import machine_numerics, software
 from stages.models.hf_files import Tokenizer, read_tokenizer
 from stages.models.protocol import MODEL_ROLES, ModelHost, Rank, Role
@@ -196,6 +196,8 @@ def build_parts(spec: WorkerSpec, *, same_layout: bool) -> WorkerParts:
         engine = _build_engine(config, spec)
         if isinstance(engine, NamesKernels):
             parts.numerics["engine.kernels"] = engine.kernels
+        if isinstance(engine, NamesDevice):
+            parts.numerics["engine.device"] = engine.device
         parts.engine = VersionedEngine(engine, parts.board, in_flight=in_flight, fetch=parts.fetch)
         if config.cluster.move_rows_below:
             silence_s = min(LONGEST_SILENCE_S, config.cluster.deadline_s / 4)

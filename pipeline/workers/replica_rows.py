@@ -11,9 +11,9 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
-from stages.engines.embedded.migration.load import EngineLoad, MigrationRequest, RowKey
-from stages.engines.embedded.migration.protocol import IncomingRows, MigratedRow, key_of
+from stages.engines.migration import IncomingRows, MigratedRow, key_of
 from stages.engines.protocol import Completion
+from stages.engines.row_loads import EngineLoad, MigrationRequest, RowKey
 from storage.address import Address
 
 

@@ -11,7 +11,7 @@ from dataclasses import is_dataclass
 from typing import Any
 
 from pipeline.workers.messages import FailureKind, MoveOver, Outcome, RankFailure, Rested, RowsNews
-from stages.engines.embedded.migration.load import EngineLoad, RowLoad
+from stages.engines.row_loads import EngineLoad, RowLoad
 from storage.address import Address, Ref
 
 

@@ -34,7 +34,7 @@ from distributed.protocol import to_serialize
 
 from pipeline.workers.messages import TAILS, MoveOrder, MoveOver, RowsNews, WorkerSpec
 from pipeline.workers.reports import rows_to_json
-from stages.engines.embedded.migration.load import EngineLoad, MigrationRequest
+from stages.engines.row_loads import EngineLoad, MigrationRequest
 from storage.address import Address
 
 MIGRATE, ACCEPT = "stageline_migrate_rows", "stageline_accept_rows"

@@ -1,6 +1,6 @@
 """An engine whose weights change while shards come and go: who may be in it with which version.
 
-May import torch, storage, stages.engines and pipeline.workers.bookkeeping.
+May import numpy, torch, storage, stages.engines and pipeline.workers.bookkeeping.
 """
 
 from __future__ import annotations
@@ -10,20 +10,26 @@ import warnings
 from collections.abc import Callable, Collection, Iterator, Sequence, Set
 from contextlib import contextmanager
 
+import numpy as np
 import torch
 
 from pipeline.workers.bookkeeping import Clock
-from stages.engines.embedded.migration.load import EngineLoad, MigrationRequest
-from stages.engines.embedded.migration.protocol import IncomingRows, MigratableRows, MigratedRow
+from stages.engines.migration import IncomingRows, MigratableRows, MigratedRow
 from stages.engines.protocol import (
+    NO_VERSION,
     Completion,
+    EngineLost,
     GenerationEngine,
     MappedTensors,
     RequestError,
     TensorPlace,
     WeightsError,
 )
-from storage.weights import BFLOAT16, WeightBoard, WeightLease
+from stages.engines.row_loads import EngineLoad, MigrationRequest
+from storage.weights import BFLOAT16, TensorInfo, WeightBoard, WeightLease
+
+_BFLOAT16_EXPONENT = np.uint16(0x7F80)
+"""All ones in a number that is not finite."""
 
 
 class VersionedEngine:
@@ -55,6 +61,8 @@ class VersionedEngine:
         self._version: int | None = None
         self._names: frozenset[str] = frozenset()
         """Of the tensors that the last version brought."""
+        self._spoilt: str | None = None
+        """Why no weights of the engine can be trusted."""
         self._loading = False
         self._asleep = False
         """It has left its devices to others."""
@@ -99,6 +107,8 @@ class VersionedEngine:
             if not self._asleep:
                 self._engine.sleep()
                 self._asleep = True
+                if self._engine.version == NO_VERSION:
+                    self._version = None
 
     def _enter(self, version: int, clock: Clock, exact: bool) -> None:
         with self._turn:
@@ -116,9 +126,8 @@ class VersionedEngine:
                 self._asleep = False
             if not self._serves(version, exact):
                 with clock.bookkeeping(), self._board.open(version) as lease:
-                    lease.verify()  # nothing is sampled from weights that are not those that were published
                     self._check_names(version, lease.tensors.keys())
-                    self._engine.load_weights(version, _tensors(lease))
+                    self._load(version, lease)
                     self._names = frozenset(lease.tensors)
                 self._version = version
             loaded = True
@@ -129,6 +138,28 @@ class VersionedEngine:
                     self._inside += 1
                     self._exact += exact
                 self._turn.notify_all()
+
+    def _load(self, version: int, lease: WeightLease) -> None:
+        """Nothing is sampled from weights that are not those that were published. Their bytes are read here once, and
+        once by the engine: what takes them in also looks for numbers that are not finite, or where that is another
+        process, this one does while it sums them up. Raises EngineLost where a refit has failed half-way, and the
+        engine is of no use any more."""
+        if self._spoilt is not None:
+            raise EngineLost(self._spoilt)
+        can = self._engine.capabilities
+        elsewhere = "tensors" not in can.sources
+        lease.verify(*[check_finite_numbers] if elsewhere else [])
+        half_way = can.failed_refit == "rebuild"
+        try:
+            self._engine.load_weights(version, _tensors(lease, finite=elsewhere))
+            half_way = False
+        except WeightsError:
+            half_way = False  # refused before anything was taken in
+            raise
+        finally:
+            if half_way:
+                self._version = None  # nobody is let in any more
+                self._spoilt = f"version {version} of the weights came in half-way: the engine must be built anew"
 
     def _check_names(self, version: int, names: Set[str]) -> None:
         """A tensor that one version brings and the next does not would go on with the older one's numbers. Raises
@@ -223,7 +254,17 @@ class VersionedEngine:
         self._engine.close()
 
 
-def _tensors(lease: WeightLease) -> MappedTensors:
+def check_finite_numbers(info: TensorInfo, numbers: np.ndarray) -> None:
+    """For `WeightLease.verify`. Raises WeightsError, naming the tensor, if one of these numbers of it is not finite."""
+    if info.dtype == BFLOAT16:
+        finite = bool(((numbers & _BFLOAT16_EXPONENT) != _BFLOAT16_EXPONENT).all())
+    else:
+        finite = bool(np.isfinite(numbers).all())
+    if not finite:
+        raise WeightsError(f"{info.name} has numbers that are not finite")
+
+
+def _tensors(lease: WeightLease, *, finite: bool) -> MappedTensors:
     """The mapped arrays as tensors, without a copy; they are read only, and so is what engines do with them."""
     infos = lease.manifest.tensors
     patterns = {info.name for info in infos if info.dtype == BFLOAT16}
@@ -231,4 +272,4 @@ def _tensors(lease: WeightLease) -> MappedTensors:
     with warnings.catch_warnings(action="ignore", category=UserWarning):
         tensors = {name: torch.from_numpy(array) for name, array in lease.tensors.items()}
     views = {name: t.view(torch.bfloat16) if name in patterns else t for name, t in tensors.items()}
-    return MappedTensors(views, places)
+    return MappedTensors(views, places, finite=finite)

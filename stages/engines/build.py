@@ -15,6 +15,7 @@ from stages.engines.protocol import GenerationEngine
 _BUILDERS = {
     "embedded": "stages.engines.embedded.build:build_embedded",
     "vllm": "stages.engines.remote.build:build_vllm",
+    "tensorrt_llm": "stages.engines.remote.build:build_tensorrt_llm",
 }
 """`engine.kind` -> what builds it, by `module:name`; called as `build_engine` is."""
 

@@ -11,8 +11,8 @@ from typing import Literal
 
 from storage.problems import Problem, above, at_least
 
-OTHER_ENVIRONMENTS = ("vllm",)
-"""Kinds of engines that live in a Python environment of their own."""
+OTHER_ENVIRONMENTS = {"vllm": "make engine-vllm", "tensorrt_llm": "make engine-trtllm"}
+"""Kinds of engines that live in a Python environment of their own, and what makes one."""
 
 
 @dataclass
@@ -65,11 +65,24 @@ class VllmConfig:
 
 
 @dataclass
+class TensorrtLlmConfig:
+    """What only TensorRT-LLM has."""
+
+    unload_engine_train: bool = False
+    """The engine can give its memory back while the trainer has the device: weights too, which are loaded again."""
+    bucket_mb: int = 1024
+    """New weights come in so many MB at a time, copied to every rank's device: what a refit takes of each."""
+    cache: str | None = None
+    """Folder in which what is compiled at the start is kept, for the next start with the same model, layout and
+    versions; null: ~/.cache/stageline/tensorrt_llm."""
+
+
+@dataclass
 class EngineConfig:
     """What every engine has a word for; then a section for each kind, of which the one that `kind` names is read."""
 
-    kind: Literal["embedded", "vllm"] = "embedded"
-    """`vllm`: vLLM, in a Python environment of its own (`engine.python`)."""
+    kind: Literal["embedded", "vllm", "tensorrt_llm"] = "embedded"
+    """`vllm`, `tensorrt_llm`: in a Python environment of its own (`engine.python`)."""
     python: str | None = None
     """Interpreter of the environment that the engine is installed in; for engines of other projects."""
     start_s: float = 600.0
@@ -94,6 +107,7 @@ class EngineConfig:
     ranks, each a process with a device (or the threads) of its own; its own process is the first."""
     embedded: EmbeddedConfig = field(default_factory=EmbeddedConfig)
     vllm: VllmConfig = field(default_factory=VllmConfig)
+    tensorrt_llm: TensorrtLlmConfig = field(default_factory=TensorrtLlmConfig)
 
 
 def engine_problems(config: EngineConfig) -> Iterator[Problem]:
@@ -103,6 +117,7 @@ def engine_problems(config: EngineConfig) -> Iterator[Problem]:
         "engine.kv_budget_mb": config.kv_budget_mb,
         "engine.tensor_parallel": config.tensor_parallel,
         "engine.pipeline_parallel": config.pipeline_parallel,
+        "engine.tensorrt_llm.bucket_mb": config.tensorrt_llm.bucket_mb,
     }
     yield from at_least(1, counts)
     yield from above(0, {"engine.start_s": config.start_s, "engine.silence_s": config.silence_s}, " seconds")
@@ -119,15 +134,13 @@ def _environment_problems(config: EngineConfig) -> Iterator[Problem]:
     """Of engines that live in a Python environment of their own, and of the one that does not."""
     if config.kind not in OTHER_ENVIRONMENTS:
         if config.python is not None:
-            need = f"engine.kind={config.kind} runs in this environment: null, or engine.kind=vllm"
+            need = f"engine.kind={config.kind} runs in this environment: null, or engine.kind=vllm or tensorrt_llm"
             yield Problem("engine.python", config.python, need)
         return
     if config.python is None:
-        need = f"must name the Python of an environment that has {config.kind} (`make engine-{config.kind}` makes one)"
+        made = OTHER_ENVIRONMENTS[config.kind]
+        need = f"must name the Python of an environment that has {config.kind} (`{made}` makes one)"
         yield Problem("engine.python", config.python, need)
-    if config.update == "inflight":
-        need = f"{config.kind} takes weights in after the rows in flight: must be drain (or engine.kind=embedded)"
-        yield Problem("engine.update", config.update, need)
 
 
 def speculation_problems(config: SpeculationConfig) -> Iterator[Problem]:

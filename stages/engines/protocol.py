@@ -8,22 +8,27 @@ accepted go on under the new weights, and accepts rows that ask for an older ver
 `Completion.versions` says which made which token.
 
 Law 4: the token at a position is argmax(log p + Gumbel noise keyed by (seed, step, row, position)), so a row's tokens
-do not depend on the batch it ran in or on the engine that ran it.
+do not depend on the batch it ran in or on the engine that ran it. An engine of which this (or anything else) does not
+hold says so in its `Capabilities` (capabilities.py), which is all that a run asks about an engine.
 
-May import numpy, torch, stages.models.sampling and storage.records.
+May import numpy, torch, stages.engines.capabilities, stages.models.sampling and storage.records.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Literal, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 import torch
 
+from stages.engines.capabilities import Capabilities, Device
 from stages.models.sampling import SamplingConfig
 from storage.records import FinishReason
+
+NO_VERSION = -1
+"""`GenerationEngine.version` of an engine that holds no weights."""
 
 
 class RequestError(ValueError):
@@ -38,21 +43,9 @@ class EngineLost(RuntimeError):
     """The engine has stopped, with the rows in it: it must be built anew."""
 
 
-@dataclass(frozen=True)
-class Capabilities:
-    """What a run may rely on; what it asks for beyond that is refused before it starts."""
-
-    draws: Literal["keyed", "seeded", "free"]
-    """`keyed`: law 4. `seeded`: tokens repeat for the same request in the same engine alone. `free`: they do not."""
-    invariance: Literal["bits", "tokens", "none"]
-    """What of a row is the same in any company: its log-probs to the last bit; its tokens, but for ties of rounding;
-    nothing."""
-    updates: frozenset[Literal["drain", "inflight"]]
-    """How new weights can come in (`engine.update`)."""
-    bad_weights: Literal["kept", "rebuild"]
-    """After weights that could not be loaded: the old ones go on, or the engine must be built anew."""
-    sleeps: bool
-    """`sleep` gives memory back."""
+class RowsLost(RuntimeError):
+    """Rows of a call were in another engine and came back unfinished, and the weights that they need are not resident
+    any more: the call is to be made again, with its version resident. Only of engines whose rows can migrate."""
 
 
 @dataclass(frozen=True)
@@ -72,9 +65,12 @@ class MappedTensors(dict[str, torch.Tensor]):
     """Owns views of files that hold tensors, by name, for `GenerationEngine.load_weights`; `places` says where they
     lie, for an engine in another process, which maps them itself."""
 
-    def __init__(self, tensors: Mapping[str, torch.Tensor], places: Mapping[str, TensorPlace]) -> None:
+    def __init__(
+        self, tensors: Mapping[str, torch.Tensor], places: Mapping[str, TensorPlace], *, finite: bool = False
+    ) -> None:
+        """`finite`: whoever made this has read all numbers, and they are."""
         super().__init__(tensors)
-        self.places = dict(places)
+        self.places, self.finite = dict(places), finite
 
 
 @dataclass(frozen=True)
@@ -152,18 +148,21 @@ class GenerationEngine(Protocol):
     capabilities: Capabilities
 
     def generate(self, requests: Iterable[Request]) -> Iterator[Completion]:
-        """Yields rows as they finish. Thread-safe. Raises RequestError before any row of the call runs."""
+        """Yields rows as they finish. Thread-safe. A response ends with the EOS that it contains, or at its length. An
+        iterator that is closed early takes its unfinished rows with it. Raises RequestError before any row of the call
+        runs; the iterator raises EngineLost (or another RuntimeError) if the engine stops, RowsLost, and
+        FloatingPointError for a row whose logits are not finite."""
         ...
 
     def load_weights(self, version: int, tensors: Mapping[str, torch.Tensor]) -> None:
         """Refits in place, by Hugging Face name; tensors that are not named keep their values. Drains first, and keeps
         rows that arrive meanwhile waiting; or swaps between two batches. All or nothing: on WeightsError the engine
-        goes on with the old weights."""
+        goes on with the old weights; on any other error as `Capabilities.failed_refit` says."""
         ...
 
     def sleep(self) -> None:
-        """Gives the KV cache's memory back, and on GPUs the weights' too; `wake` takes them again. Only without rows in
-        flight."""
+        """Gives memory back, that which `Capabilities.sleeps` names; `wake` takes it again. Only without rows in
+        flight. Where the weights go too no version is resident (`NO_VERSION`) until the next `load_weights`."""
         ...
 
     def wake(self) -> None: ...
@@ -178,3 +177,10 @@ class NamesKernels(Protocol):
     """An engine that says which of several kernels it computes with, whose last bits differ."""
 
     kernels: str
+
+
+@runtime_checkable
+class NamesDevice(Protocol):
+    """An engine that computes in another environment, and maybe on another device than this process would."""
+
+    device: Device

@@ -1,10 +1,11 @@
-"""What every engine refuses before a row runs. May import stages.engines.protocol."""
+"""What every engine refuses before a row runs. May import stages.engines.protocol and capabilities."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Set
 
+from stages.engines.capabilities import Capabilities
 from stages.engines.protocol import Request, RequestError
 
 
@@ -32,6 +33,21 @@ def check_request(request: Request, max_seq: int, vocab: int, eos_ids: Set[int])
         problem = "suppresses every token"
     elif request.forced:
         problem = _forced_problem(request, vocab, banned, eos_ids)
+    if problem is not None:
+        raise RequestError(f"row {request.row} {problem}")
+
+
+def check_ability(request: Request, can: Capabilities) -> None:
+    """Raises RequestError, naming the row, for a request that an engine with these capabilities cannot serve. A run
+    that would make such requests is refused before it starts (`pipeline/config/engine_needs.py`)."""
+    sampling, problem = request.sampling, None
+    if request.forced and not can.scores:
+        problem = "is given its tokens, which this engine cannot score"
+    elif can.distributions == "plain":
+        if sampling.temperature not in (0, 1):
+            problem = f"is drawn at temperature {sampling.temperature}; this engine's log-probs are those of 0 and 1"
+        elif sampling.suppress_token_ids or sampling.min_new_tokens:
+            problem = "has tokens that are not allowed, of which this engine's log-probs know nothing"
     if problem is not None:
         raise RequestError(f"row {request.row} {problem}")
 

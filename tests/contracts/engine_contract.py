@@ -1,4 +1,5 @@
-"""What every `GenerationEngine` must do: subclass `EngineContract` and say how to build the engine.
+"""What every `GenerationEngine` must do, in parts by what it says that it can (`Capabilities`): subclass
+`EngineContract`, or what `contract_of` puts together, and say how to build the engine.
 
 The oracle is transformers, on small random Llamas (tied and untied) that transformers itself initialised and saved.
 """
@@ -17,6 +18,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
+from stages.engines.capabilities import Capabilities
 from stages.engines.embedded.sampling.noise import gumbel, noise_keys
 from stages.engines.protocol import Completion, GenerationEngine, Request, RequestError, WeightsError
 from stages.models.sampling import SamplingConfig
@@ -115,8 +117,20 @@ def assert_same_tokens(got: dict[int, Completion], expected: dict[int, Completio
         np.testing.assert_allclose(completion.logprobs, expected[row].logprobs, atol=atol)
 
 
-class EngineContract:
-    """`make` builds an engine of version 0 over a Hugging Face directory, for MAX_SEQ tokens, float32."""
+class CoreContract:
+    """What every engine promises. `make` builds one of version 0 over a Hugging Face directory, for MAX_SEQ tokens,
+    float32."""
+
+    plain = False
+    """Whether rows may have no distribution but the softmax of the logits (`distributions: plain`)."""
+    knows_its_cache = True
+    """Whether it says how much of the memory of keys and values is taken."""
+
+    def requests(self, num: int, version: int = 0, **sampling: object) -> list[Request]:
+        """Those of `make_requests` that the engine can serve."""
+        if self.plain:
+            sampling = {"temperature": sampling.get("temperature", 1.0)}
+        return make_requests(num, version, **sampling)
 
     def make(self, path: Path, slots: int = 4) -> GenerationEngine:
         raise NotImplementedError
@@ -142,18 +156,180 @@ class EngineContract:
             yield engine
 
     def test_greedy_equals_transformers(self, engine: GenerationEngine, model: LlamaForCausalLM) -> None:
-        for request, completion in self._run(engine, make_requests(6, temperature=0.0)):
+        for request, completion in self._run(engine, self.requests(6, temperature=0.0)):
             prompt = torch.tensor([request.tokens])
             expected = model.generate(prompt, max_new_tokens=16, do_sample=False)[0, len(request.tokens) :]
             assert completion.tokens.tolist() == expected.tolist()
 
-    def test_logprobs_are_of_the_sampled_distribution(self, engine: GenerationEngine, model: LlamaForCausalLM) -> None:
-        requests = make_requests(6, temperature=0.7, suppress_token_ids=[5, 40, 41], min_new_tokens=6)
-        for request, completion in self._run(engine, requests):
-            expected = oracle_logprobs(model, request, completion.tokens)
+    def test_noise_differs_between_rows_steps_and_seeds(self, engine: GenerationEngine) -> None:
+        prompt, settings = (7, 8, 9), SamplingConfig(max_new_tokens=16, min_new_tokens=0 if self.plain else 16)
+        keys = [(0, 1, 1), (1, 1, 1), (0, 2, 1), (0, 1, 2)]
+        drawn = {
+            tuple(next(iter(engine.generate([Request(row, seed, step, prompt, 0, settings)]))).tokens.tolist())
+            for row, seed, step in keys
+        }
+        assert len(drawn) == len(keys)
+
+    def test_refit_becomes_the_new_model(self, engine: GenerationEngine, model: LlamaForCausalLM) -> None:
+        other = random_llama(1, model.config.tie_word_embeddings)
+        before = by_row(engine.generate(self.requests(4)))
+        engine.load_weights(7, trained_tensors(other))
+        assert engine.version == 7
+        changed = 0
+        for request, completion in self._run(engine, self.requests(4, version=7)):
+            expected = oracle_logprobs(other, request, completion.tokens)
             chosen = expected[range(len(completion.tokens)), completion.tokens.tolist()]
             np.testing.assert_allclose(completion.logprobs, chosen.numpy(), atol=1e-4)
-            assert not {5, 40, 41} & set(completion.tokens.tolist())
+            assert set(completion.versions.tolist()) == {7}
+            changed += completion.tokens.tolist() != before[request.row].tokens.tolist()
+        assert changed == 4
+
+    @pytest.mark.parametrize(
+        "part",
+        ["model.layers.2.", "self_attn.k_proj", "mlp.up_proj", "layernorm", "o_proj", "embed_tokens", "model.norm"],
+    )
+    def test_refit_of_some_tensors_leaves_the_others(
+        self, engine: GenerationEngine, model: LlamaForCausalLM, part: str
+    ) -> None:
+        """Also of one tensor out of several that an engine may have fused."""
+        tensors = trained_tensors(model)
+        new = {name: tensor for name, tensor in trained_tensors(random_llama(1, True)).items() if part in name}
+        assert new
+        mixed = random_llama(0, model.config.tie_word_embeddings)
+        mixed.load_state_dict(tensors | new, strict=False)
+        engine.load_weights(1, new)
+        for request, completion in self._run(engine, self.requests(3, version=1)):
+            expected = oracle_logprobs(mixed, request, completion.tokens)
+            chosen = expected[range(len(completion.tokens)), completion.tokens.tolist()]
+            np.testing.assert_allclose(completion.logprobs, chosen.numpy(), atol=1e-4)
+
+    def test_engine_keeps_no_view_of_the_tensors_it_was_given(
+        self, engine: GenerationEngine, model: LlamaForCausalLM
+    ) -> None:
+        tensors = trained_tensors(model)
+        engine.load_weights(1, tensors)
+        before = by_row(engine.generate(self.requests(4, version=1)))
+        for tensor in tensors.values():
+            tensor.zero_()
+        assert_same_tokens(by_row(engine.generate(self.requests(4, version=1))), before)
+
+    @pytest.mark.parametrize("fault", ["unknown", "shape", "nan"])
+    def test_bad_weights_change_nothing(self, engine: GenerationEngine, model: LlamaForCausalLM, fault: str) -> None:
+        before = by_row(engine.generate(self.requests(4)))
+        tensors = trained_tensors(random_llama(1, model.config.tie_word_embeddings))
+        name = "model.layers.1.mlp.down_proj.weight"  # in the middle: those before it are good
+        if fault == "unknown":
+            name = "model.layers.3.mlp.down_proj.weight"
+            tensors[name] = torch.zeros(36, 56)
+        elif fault == "shape":
+            tensors[name] = tensors[name].T.contiguous()
+        else:
+            tensors[name][3, 4] = float("nan")
+        with pytest.raises(WeightsError, match=name.replace(".", r"\.")):
+            engine.load_weights(1, tensors)
+        assert engine.version == 0
+        assert_same_tokens(by_row(engine.generate(self.requests(4))), before)
+
+    def test_load_waits_for_rows_in_flight(self, one_slot: GenerationEngine, model: LlamaForCausalLM) -> None:
+        """One slot and 6 rows: when the first is out, five are queued or in flight. They finish under version 0, and a
+        call that arrives while `load_weights` waits is served by version 1."""
+        other = trained_tensors(random_llama(1, model.config.tie_word_embeddings))
+        requests = self.requests(6, min_new_tokens=16)
+        engine = one_slot
+        with ThreadPoolExecutor(1) as thread:
+            expected = by_row(engine.generate(requests))
+            running = engine.generate(requests)
+            first = next(running)
+            loading = thread.submit(engine.load_weights, 1, other)
+            rest = by_row(running)
+            loading.result()
+        assert engine.version == 1
+        assert_same_tokens(rest | {first.row: first}, expected)
+        assert all(set(c.versions.tolist()) == {0} for c in rest.values())
+        after = by_row(engine.generate(self.requests(6, version=1)))
+        assert all(set(c.versions.tolist()) == {1} for c in after.values())
+
+    def test_load_returns_only_after_the_rows_in_flight(
+        self, one_slot: GenerationEngine, model: LlamaForCausalLM
+    ) -> None:
+        running = one_slot.generate(self.requests(6, min_new_tokens=16))
+        next(running)
+        one_slot.load_weights(1, trained_tensors(model))
+        assert one_slot.stats().rows == 6
+        assert len(by_row(running)) == 5
+
+    @pytest.mark.parametrize(
+        ("prompt", "settings", "message"),
+        [
+            ((), SamplingConfig(4), "empty prompt"),
+            ((3,) * 61, SamplingConfig(4), "61 prompt \\+ 4 new tokens.* 64"),
+            ((3, VOCAB), SamplingConfig(4), f"outside the vocabulary of {VOCAB}"),
+            ((3, -1), SamplingConfig(4), f"outside the vocabulary of {VOCAB}"),
+            ((3,), SamplingConfig(0), "max_new_tokens 0"),
+            ((3,), SamplingConfig(4, temperature=-0.5), "temperature -0.5"),
+            ((3,), SamplingConfig(4, temperature=float("nan")), "temperature nan"),
+            ((3,), SamplingConfig(4, min_new_tokens=5), "min_new_tokens 5"),
+            ((3,), SamplingConfig(4, suppress_token_ids=[VOCAB]), "suppresses token ids outside"),
+            ((3,), SamplingConfig(4, suppress_token_ids=list(range(VOCAB))), "suppresses every token"),
+        ],
+    )
+    def test_refuses_the_whole_call_for_a_bad_row(
+        self, engine: GenerationEngine, prompt: tuple[int, ...], settings: SamplingConfig, message: str
+    ) -> None:
+        with pytest.raises(RequestError, match=f"row 17 .*{message}"):
+            list(engine.generate([*self.requests(2), Request(17, 1, 1, prompt, 0, settings)]))
+        assert engine.stats().tokens == 0
+        assert len(by_row(engine.generate(self.requests(2)))) == 2
+
+    def test_refuses_a_version_that_is_not_resident(self, engine: GenerationEngine) -> None:
+        with pytest.raises(RequestError, match=r"row 0 asks for version 3 .* version 0 is resident"):
+            list(engine.generate(self.requests(1, version=3)))
+
+    def test_no_requests_no_rows(self, engine: GenerationEngine) -> None:
+        assert list(engine.generate([])) == []
+
+    def test_sleep_and_wake(self, engine: GenerationEngine) -> None:
+        before = by_row(engine.generate(self.requests(4)))
+        engine.sleep()
+        with pytest.raises(RuntimeError, match="asleep"):
+            list(engine.generate(self.requests(4)))
+        engine.wake()
+        assert_same_tokens(by_row(engine.generate(self.requests(4))), before)
+
+    def test_stats_count_since_the_last_call(self, engine: GenerationEngine, model: LlamaForCausalLM) -> None:
+        engine.stats()
+        completions = by_row(engine.generate(self.requests(4, min_new_tokens=16)))
+        stats = engine.stats()
+        assert (stats.rows, stats.tokens) == (4, sum(len(c.tokens) for c in completions.values()))
+        assert stats.tokens == 64 or self.plain
+        assert 0 < stats.mean_occupancy <= 1
+        assert (0 < stats.kv_peak_fraction <= 1) or not self.knows_its_cache
+        assert stats.busy_s > 0
+        assert engine.stats().tokens == 0
+        engine.load_weights(1, trained_tensors(model))
+        assert engine.stats().refit_s > 0
+
+    def test_close_stops_and_releases(self, path: Path) -> None:
+        num_threads = threading.active_count()
+        engine = self.make(path, slots=1)
+        running = engine.generate(self.requests(6, min_new_tokens=16))
+        next(running)
+        engine.close()
+        engine.close()
+        with pytest.raises(RuntimeError, match="stopped"):
+            list(running)
+        with pytest.raises(RuntimeError, match="stopped"):
+            engine.generate(self.requests(1))
+        assert threading.active_count() == num_threads
+
+    def _run(self, engine: GenerationEngine, requests: list[Request]) -> list[tuple[Request, Completion]]:
+        completions = by_row(engine.generate(requests))
+        assert sorted(completions) == [r.row for r in requests]
+        return [(r, completions[r.row]) for r in requests]
+
+
+class KeyedContract:
+    """`draws: keyed`, and tokens that are the same in any company (law 4)."""
 
     def test_token_is_argmax_of_logprob_plus_keyed_noise(
         self, engine: GenerationEngine, model: LlamaForCausalLM
@@ -175,6 +351,10 @@ class EngineContract:
         with ThreadPoolExecutor(3) as threads:
             parts = list(threads.map(lambda i: by_row(engine.generate(requests[i::3])), range(3)))
         assert_same_tokens(parts[0] | parts[1] | parts[2], together)
+
+
+class ScoringContract:
+    """`scores`: tokens that are given."""
 
     @pytest.mark.parametrize("temperature", [0.0, 0.7])
     def test_given_tokens_come_back_with_their_logprobs(
@@ -225,102 +405,17 @@ class EngineContract:
         with pytest.raises(RequestError, match=f"row 17 is given .*{message.removeprefix('given ')}"):
             list(engine.generate([Request(17, 1, 1, (3,), 0, settings, forced)]))
 
-    def test_noise_differs_between_rows_steps_and_seeds(self, engine: GenerationEngine) -> None:
-        prompt, settings = (7, 8, 9), SamplingConfig(max_new_tokens=16, min_new_tokens=16)
-        keys = [(0, 1, 1), (1, 1, 1), (0, 2, 1), (0, 1, 2)]
-        drawn = {
-            tuple(next(iter(engine.generate([Request(row, seed, step, prompt, 0, settings)]))).tokens.tolist())
-            for row, seed, step in keys
-        }
-        assert len(drawn) == len(keys)
 
-    def test_refit_becomes_the_new_model(self, engine: GenerationEngine, model: LlamaForCausalLM) -> None:
-        other = random_llama(1, model.config.tie_word_embeddings)
-        before = by_row(engine.generate(make_requests(4)))
-        engine.load_weights(7, trained_tensors(other))
-        assert engine.version == 7
-        changed = 0
-        for request, completion in self._run(engine, make_requests(4, version=7)):
-            expected = oracle_logprobs(other, request, completion.tokens)
+class AnyDistributionContract:
+    """`distributions: any`: temperature, suppressed tokens, minimum length."""
+
+    def test_logprobs_are_of_the_sampled_distribution(self, engine: GenerationEngine, model: LlamaForCausalLM) -> None:
+        requests = make_requests(6, temperature=0.7, suppress_token_ids=[5, 40, 41], min_new_tokens=6)
+        for request, completion in self._run(engine, requests):
+            expected = oracle_logprobs(model, request, completion.tokens)
             chosen = expected[range(len(completion.tokens)), completion.tokens.tolist()]
             np.testing.assert_allclose(completion.logprobs, chosen.numpy(), atol=1e-4)
-            assert set(completion.versions.tolist()) == {7}
-            changed += completion.tokens.tolist() != before[request.row].tokens.tolist()
-        assert changed == 4
-
-    @pytest.mark.parametrize(
-        "part",
-        ["model.layers.2.", "self_attn.k_proj", "mlp.up_proj", "layernorm", "o_proj", "embed_tokens", "model.norm"],
-    )
-    def test_refit_of_some_tensors_leaves_the_others(
-        self, engine: GenerationEngine, model: LlamaForCausalLM, part: str
-    ) -> None:
-        """Also of one tensor out of several that an engine may have fused."""
-        tensors = trained_tensors(model)
-        new = {name: tensor for name, tensor in trained_tensors(random_llama(1, True)).items() if part in name}
-        assert new
-        mixed = random_llama(0, model.config.tie_word_embeddings)
-        mixed.load_state_dict(tensors | new, strict=False)
-        engine.load_weights(1, new)
-        for request, completion in self._run(engine, make_requests(3, version=1)):
-            expected = oracle_logprobs(mixed, request, completion.tokens)
-            chosen = expected[range(len(completion.tokens)), completion.tokens.tolist()]
-            np.testing.assert_allclose(completion.logprobs, chosen.numpy(), atol=1e-4)
-
-    def test_engine_keeps_no_view_of_the_tensors_it_was_given(
-        self, engine: GenerationEngine, model: LlamaForCausalLM
-    ) -> None:
-        tensors = trained_tensors(model)
-        engine.load_weights(1, tensors)
-        before = by_row(engine.generate(make_requests(4, version=1)))
-        for tensor in tensors.values():
-            tensor.zero_()
-        assert_same_tokens(by_row(engine.generate(make_requests(4, version=1))), before)
-
-    @pytest.mark.parametrize("fault", ["unknown", "shape", "nan"])
-    def test_bad_weights_change_nothing(self, engine: GenerationEngine, model: LlamaForCausalLM, fault: str) -> None:
-        before = by_row(engine.generate(make_requests(4)))
-        tensors = trained_tensors(random_llama(1, model.config.tie_word_embeddings))
-        name = "model.layers.1.mlp.down_proj.weight"  # in the middle: those before it are good
-        if fault == "unknown":
-            name = "model.layers.3.mlp.down_proj.weight"
-            tensors[name] = torch.zeros(36, 56)
-        elif fault == "shape":
-            tensors[name] = tensors[name].T.contiguous()
-        else:
-            tensors[name][3, 4] = float("nan")
-        with pytest.raises(WeightsError, match=name.replace(".", r"\.")):
-            engine.load_weights(1, tensors)
-        assert engine.version == 0
-        assert_same_tokens(by_row(engine.generate(make_requests(4))), before)
-
-    def test_load_waits_for_rows_in_flight(self, one_slot: GenerationEngine, model: LlamaForCausalLM) -> None:
-        """One slot and 6 rows: when the first is out, five are queued or in flight. They finish under version 0, and a
-        call that arrives while `load_weights` waits is served by version 1."""
-        other = trained_tensors(random_llama(1, model.config.tie_word_embeddings))
-        requests = make_requests(6, min_new_tokens=16)
-        engine = one_slot
-        with ThreadPoolExecutor(1) as thread:
-            expected = by_row(engine.generate(requests))
-            running = engine.generate(requests)
-            first = next(running)
-            loading = thread.submit(engine.load_weights, 1, other)
-            rest = by_row(running)
-            loading.result()
-        assert engine.version == 1
-        assert_same_tokens(rest | {first.row: first}, expected)
-        assert all(set(c.versions.tolist()) == {0} for c in rest.values())
-        after = by_row(engine.generate(make_requests(6, version=1)))
-        assert all(set(c.versions.tolist()) == {1} for c in after.values())
-
-    def test_load_returns_only_after_the_rows_in_flight(
-        self, one_slot: GenerationEngine, model: LlamaForCausalLM
-    ) -> None:
-        running = one_slot.generate(make_requests(6, min_new_tokens=16))
-        next(running)
-        one_slot.load_weights(1, trained_tensors(model))
-        assert one_slot.stats().rows == 6
-        assert len(by_row(running)) == 5
+            assert not {5, 40, 41} & set(completion.tokens.tolist())
 
     def test_end_of_sequence_and_length(self, engine: GenerationEngine) -> None:
         def finish(allowed: set[int], min_new_tokens: int) -> Completion:
@@ -338,71 +433,16 @@ class EngineContract:
         assert late.finish_reason == (FinishReason.STOP if late.tokens[-1] == EOS else FinishReason.LENGTH)
         assert (late.tokens.dtype, late.logprobs.dtype, late.versions.dtype) == (np.int32, np.float32, np.int32)
 
-    @pytest.mark.parametrize(
-        ("prompt", "settings", "message"),
-        [
-            ((), SamplingConfig(4), "empty prompt"),
-            ((3,) * 61, SamplingConfig(4), "61 prompt \\+ 4 new tokens.* 64"),
-            ((3, VOCAB), SamplingConfig(4), f"outside the vocabulary of {VOCAB}"),
-            ((3, -1), SamplingConfig(4), f"outside the vocabulary of {VOCAB}"),
-            ((3,), SamplingConfig(0), "max_new_tokens 0"),
-            ((3,), SamplingConfig(4, temperature=-0.5), "temperature -0.5"),
-            ((3,), SamplingConfig(4, temperature=float("nan")), "temperature nan"),
-            ((3,), SamplingConfig(4, min_new_tokens=5), "min_new_tokens 5"),
-            ((3,), SamplingConfig(4, suppress_token_ids=[VOCAB]), "suppresses token ids outside"),
-            ((3,), SamplingConfig(4, suppress_token_ids=list(range(VOCAB))), "suppresses every token"),
-        ],
+
+class EngineContract(KeyedContract, ScoringContract, AnyDistributionContract, CoreContract):
+    """Of an engine that can do all of it."""
+
+
+def contract_of(can: Capabilities) -> type:
+    """The parts of the contract that an engine with these capabilities is held to."""
+    parts = (
+        *((KeyedContract,) if can.draws == "keyed" and can.invariance != "none" else ()),
+        *((ScoringContract,) if can.scores else ()),
+        *((AnyDistributionContract,) if can.distributions == "any" else ()),
     )
-    def test_refuses_the_whole_call_for_a_bad_row(
-        self, engine: GenerationEngine, prompt: tuple[int, ...], settings: SamplingConfig, message: str
-    ) -> None:
-        with pytest.raises(RequestError, match=f"row 17 .*{message}"):
-            list(engine.generate([*make_requests(2), Request(17, 1, 1, prompt, 0, settings)]))
-        assert engine.stats().tokens == 0
-        assert len(by_row(engine.generate(make_requests(2)))) == 2
-
-    def test_refuses_a_version_that_is_not_resident(self, engine: GenerationEngine) -> None:
-        with pytest.raises(RequestError, match=r"row 0 asks for version 3 .* version 0 is resident"):
-            list(engine.generate(make_requests(1, version=3)))
-
-    def test_no_requests_no_rows(self, engine: GenerationEngine) -> None:
-        assert list(engine.generate([])) == []
-
-    def test_sleep_and_wake(self, engine: GenerationEngine) -> None:
-        before = by_row(engine.generate(make_requests(4)))
-        engine.sleep()
-        with pytest.raises(RuntimeError, match="asleep"):
-            list(engine.generate(make_requests(4)))
-        engine.wake()
-        assert_same_tokens(by_row(engine.generate(make_requests(4))), before)
-
-    def test_stats_count_since_the_last_call(self, engine: GenerationEngine, model: LlamaForCausalLM) -> None:
-        engine.stats()
-        completions = by_row(engine.generate(make_requests(4, min_new_tokens=16)))
-        stats = engine.stats()
-        assert (stats.rows, stats.tokens) == (4, sum(len(c.tokens) for c in completions.values()))
-        assert stats.tokens == 64
-        assert 0 < stats.mean_occupancy <= 1
-        assert 0 < stats.kv_peak_fraction <= 1
-        assert stats.busy_s > 0
-        assert engine.stats().tokens == 0
-        engine.load_weights(1, trained_tensors(model))
-        assert engine.stats().refit_s > 0
-
-    def test_close_stops_and_releases(self, path: Path) -> None:
-        num_threads = threading.active_count()
-        engine = self.make(path, slots=1)
-        running = engine.generate(make_requests(6, min_new_tokens=16))
-        next(running)
-        engine.close()
-        engine.close()
-        with pytest.raises(RuntimeError, match="stopped"):
-            list(running)
-        with pytest.raises(RuntimeError, match="stopped"):
-            engine.generate(make_requests(1))
-        assert threading.active_count() == num_threads
-
-    def _run(self, engine: GenerationEngine, requests: list[Request]) -> list[tuple[Request, Completion]]:
-        completions = by_row(engine.generate(requests))
-        assert sorted(completions) == [r.row for r in requests]
-        return [(r, completions[r.row]) for r in requests]
+    return type("Contract", (*parts, CoreContract), {"plain": can.distributions == "plain"})

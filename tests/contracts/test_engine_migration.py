@@ -10,10 +10,10 @@ import pytest
 
 from stages.engines.build import build_engine
 from stages.engines.embedded.build import build_embedded
-from stages.engines.embedded.migration.load import MigrationRequest
 from stages.engines.embedded.migration.migrating_engine import MigratingEngine
-from stages.engines.embedded.migration.protocol import MigratableRows, key_of
+from stages.engines.migration import MigratableRows, key_of
 from stages.engines.protocol import GenerationEngine, Request
+from stages.engines.row_loads import MigrationRequest
 from stages.models.hf_config import RANDOM_TINY
 from stages.models.sampling import SamplingConfig
 from tests.contracts.embedded_engines import CPU

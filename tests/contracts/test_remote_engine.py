@@ -18,16 +18,18 @@ from typing import Any, cast
 
 import psutil
 import pytest
+import torch
 from transformers import LlamaForCausalLM
 
+from stages.engines.capabilities import vllm_capabilities
 from stages.engines.config import EngineConfig
-from stages.engines.protocol import Capabilities, EngineLost, WeightsError
+from stages.engines.protocol import EngineLost, NamesDevice, NamesKernels, WeightsError
 from stages.engines.remote.build import build_remote
 from stages.engines.remote.client import RemoteEngine
 from tests.contracts.engine_contract import (
     MAX_SEQ,
-    EngineContract,
     assert_same_tokens,
+    contract_of,
     make_requests,
     random_llama,
     trained_tensors,
@@ -35,18 +37,19 @@ from tests.contracts.engine_contract import (
 from tests.support.engines import by_row
 
 SUPPORT = Path(__file__).resolve().parents[1] / "support"
-KEYED = Capabilities("keyed", "tokens", frozenset({"drain"}), "kept", sleeps=False)
 
 
-def make_served(path: Path, slots: int = 4, *, silence_s: float = 60.0, **more: Any) -> RemoteEngine:
-    config = EngineConfig(python=sys.executable, slots=slots, silence_s=silence_s)
+def make_served(
+    path: Path, slots: int = 4, *, silence_s: float = 60.0, python: str = sys.executable, **more: Any
+) -> RemoteEngine:
+    config = EngineConfig(python=python, slots=slots, silence_s=silence_s)
     settings = {"adapter": "served_llama:ServedLlama", "modules": SUPPORT, "extra": {}, **more}
     return cast(
-        RemoteEngine, build_remote(str(path), config, capabilities=KEYED, max_seq=MAX_SEQ, threads=1, **settings)
+        RemoteEngine, build_remote(str(path), config, stated=vllm_capabilities, max_seq=MAX_SEQ, threads=1, **settings)
     )
 
 
-class TestServedEngine(EngineContract):
+class TestServedEngine(contract_of(vllm_capabilities(EngineConfig(kind="vllm"), "cpu"))):
     @pytest.fixture(scope="class", params=[True], ids=["tied"])
     def model(self, request: pytest.FixtureRequest) -> LlamaForCausalLM:
         return random_llama(0, request.param)
@@ -154,3 +157,40 @@ sys.stdin.read()
     client.wait()
     psutil.wait_procs([server], timeout=60)
     assert is_gone(server)
+
+
+def test_a_server_of_another_protocol_is_refused(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whichever side is the older one."""
+    older = tmp_path / "python"
+    older.write_text(f"#!{sys.executable}\n{OLDER_SERVER}", "utf8")
+    older.chmod(0o755)
+    with pytest.raises(EngineLost, match="speaks protocol 1, this side 2"):
+        make_served(path, python=str(older))
+    monkeypatch.setattr("stages.engines.remote.client.PROTOCOL", 3)
+    with pytest.raises(EngineLost, match="this server speaks protocol 2, the client 3"):
+        make_served(path)
+
+
+OLDER_SERVER = """
+import msgpack, socket, struct, sys
+connection = socket.socket(fileno=int(sys.argv[4]))
+body = msgpack.packb({"kind": "ready", "protocol": 1, "engine": "llama", "version": "1", "facts": {}})
+connection.sendall(struct.pack(">I", len(body)) + body)
+connection.recv(1)
+"""
+
+
+def test_a_python_that_is_not_there_is_named(path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="/nowhere/python"):
+        make_served(path, python="/nowhere/python")
+
+
+def test_what_the_last_bits_depend_on_is_the_servers_own(path: Path) -> None:
+    """It goes into the worker's numerics, and so into every commit's provenance."""
+    with closing(make_served(path)) as engine:
+        assert isinstance(engine, NamesKernels)
+        assert isinstance(engine, NamesDevice)
+        assert engine.device == "cpu"
+        facts = dict(fact.split(" ", 1) for fact in engine.kernels.split(", ")[1:])
+        assert facts["torch"] == torch.__version__
+        assert facts.keys() >= {"dtype", "environment", "machine", "python", "torch.build", "torch.cpu", "version"}

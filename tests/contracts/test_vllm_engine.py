@@ -17,7 +17,7 @@ from transformers import LlamaForCausalLM
 
 from stages.engines.build import build_engine
 from stages.engines.config import EngineConfig
-from stages.engines.protocol import GenerationEngine, WeightsError
+from stages.engines.protocol import EngineLost, GenerationEngine, WeightsError
 from stages.engines.remote.environment import ENVIRONMENTS, environment_problem
 from tests.contracts.engine_contract import (
     MAX_SEQ,
@@ -38,7 +38,7 @@ ROUNDING = 1e-4
 
 pytestmark = [
     pytest.mark.skipif(
-        environment_problem(PYTHON, *ENVIRONMENTS["vllm"]) is not None,
+        environment_problem(PYTHON, ENVIRONMENTS["vllm"]) is not None,
         reason="no environment with vLLM: make engine-vllm",
     ),
     pytest.mark.timeout(600),
@@ -125,3 +125,13 @@ def test_rows_that_nobody_waits_for_leave(engine: GenerationEngine) -> None:
     assert 4 <= stats.rows < 9
     assert 0 < stats.kv_peak_fraction <= 1
     assert 0 < stats.mean_occupancy <= 1
+
+
+def test_a_model_that_vllm_does_not_support_is_refused_in_its_own_words(tmp_path: Path) -> None:
+    """This side knows the family by its `model_type`; vLLM goes by the architecture's name."""
+    random_llama(0, True, HEAD_DIM).save_pretrained(tmp_path)
+    path = tmp_path / "config.json"
+    path.write_text(path.read_text("utf8").replace("LlamaForCausalLM", "NoSuchForCausalLM"), "utf8")
+    config = EngineConfig(kind="vllm", python=PYTHON, slots=4, kv_budget_mb=64)
+    with pytest.raises(EngineLost, match=r"(?s)vllm_adapter.* could not start: .*NoSuchForCausalLM.*it said last:"):
+        build_engine(str(tmp_path), config, max_seq=MAX_SEQ, threads=1)

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -16,8 +18,10 @@ from mlflow.tracing.client import TracingClient
 from mlflow.tracking import MlflowClient
 
 from pipeline.cli.main import main
+from pipeline.cli.replay import replay_node
 from pipeline.cli.verification import verify_run
-from pipeline.config.identity import read_identity
+from pipeline.config.errors import ConfigError
+from pipeline.config.identity import read_identity, write_identity
 from pipeline.config.loading import flatten
 from pipeline.config.paths import RunPaths
 from pipeline.config.run import RunConfig
@@ -26,6 +30,7 @@ from pipeline.driver.tracked_config import tracked_params
 from pipeline.graph.graph import run_nodes
 from pipeline.observe.journal import EventKind, read_events
 from pipeline.observe.metric_catalogue import find
+from stages.engines.capabilities import Capabilities, Device, embedded_capabilities
 from stages.engines.config import EngineConfig
 from stages.engines.embedded.build import build_embedded
 from stages.engines.protocol import Request
@@ -182,6 +187,37 @@ def test_every_node_is_in_the_journal(overlapped: RunConfig) -> None:
     assert [e.step for e in events if e.kind is EventKind.PUBLISHED] == list(range(STEPS + 1))
     assert {e.gang for e in events if e.kind is EventKind.GANG_BUILT} == {"generate", "score", "train"}
     assert not [e for e in events if e.kind in (EventKind.FAILED, EventKind.GANG_LOST)]
+    (said,) = [e.detail for e in events if e.kind is EventKind.ENGINE]
+    assert (said or "").startswith("engine embedded on cpu: ")
+    assert (said or "").endswith("Not proven: nothing")
+    assert any(note.startswith("engine embedded on cpu: ") for note in verify_run(overlapped).notes)
+
+
+def test_a_run_on_a_gpu_is_held_to_less(overlapped: RunConfig, tmp_path: Path) -> None:
+    """By what was stated of its workers, wherever it is looked at."""
+    copy = tmp_path / overlapped.name
+    shutil.copytree(overlapped.run_dir, copy)
+    config = replace(overlapped, runs_dir=str(tmp_path))
+    identity = read_identity(copy)
+    assert identity is not None
+    on_gpu = [replace(n, items={**n.items, "device": "H100"}) if n.gang == "generate" else n for n in identity.numerics]
+    write_identity(copy, replace(identity, numerics=tuple(on_gpu)))
+    again = replay_node(config, "generate", 0, 0)
+    assert again.tolerance > 0
+    assert any("tie of rounding" in line for line in again.unproven)
+    assert any(note.startswith("not proven: the run repeats to rounding") for note in verify_run(config).notes)
+
+
+def test_a_replay_of_draws_that_are_not_keyed_is_refused(
+    overlapped: RunConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def seeded(config: EngineConfig, device: Device) -> Capabilities:
+        return replace(embedded_capabilities(config, device), draws="seeded")
+
+    monkeypatch.setattr("stages.engines.capabilities.STATED", {"embedded": seeded})
+    for stage in ("generate", "evaluate"):
+        with pytest.raises(ConfigError, match=r"--stage: given .* draws are seeded.* What can be replayed: score"):
+            replay_node(overlapped, stage, 0, 0)
 
 
 def test_the_summary_has_what_is_compared_between_runs(overlapped: RunConfig) -> None:
@@ -270,6 +306,8 @@ def test_mlflow_has_the_run(overlapped: RunConfig) -> None:
     assert run.data.params == tracked_params(overlapped) | {"runs_dir": "runs"}
     assert run.data.params.items() <= (flatten(overlapped) | {"runs_dir": "runs"}).items()
     assert {"host", "config_hash", "run_dir", "mlflow.user", "mlflow.source.name"} <= run.data.tags.keys()
+    assert run.data.tags["engine"].startswith("engine embedded on cpu: draws keyed, the same in any company bits")
+    assert run.data.tags["not_proven"] == "nothing"
     assert run.data.tags["stageline.ended"] == "finished"
     assert "**Result:** finished after 4 steps" in run.data.tags["mlflow.note.content"]
     assert {d.dataset.digest for d in run.inputs.dataset_inputs} == {_prompts_digest(overlapped)}
@@ -375,6 +413,7 @@ def test_replay_of_sampling_gives_the_same_tokens(
     out = capsys.readouterr().out
     tokens = next(line.replace("│", " ").split() for line in out.splitlines() if " tokens " in line)
     assert tokens[2] == "0"
+    assert "as expected: difference must be 0" in out  # by what the engine can do on a CPU, log-probs too
 
 
 def test_replay_on_another_layout_says_so(ranks: RunConfig, capsys: pytest.CaptureFixture[str]) -> None:

@@ -16,7 +16,7 @@ from pipeline.workers.messages import WorkerSpec
 from pipeline.workers.runtime import StageRuntime
 from stages.engines.embedded.batch import Batch
 from stages.engines.embedded.migration.migrated_rows import AcceptedRows
-from stages.engines.embedded.migration.protocol import MigratedRow
+from stages.engines.migration import MigratedRow
 
 PASS_S = 0.01
 """Before a move: hundreds of passes give the driver seconds to order it."""

@@ -12,10 +12,10 @@ import torch
 
 from stages.engines.embedded.batch import Batch
 from stages.engines.embedded.build import build_embedded
-from stages.engines.embedded.migration.load import MigrationRequest
 from stages.engines.embedded.migration.migrating_engine import MigratingEngine
-from stages.engines.embedded.migration.protocol import MigratedRow, key_of
+from stages.engines.migration import MigratedRow, key_of
 from stages.engines.protocol import Completion, Request
+from stages.engines.row_loads import MigrationRequest
 from stages.models.hf_config import RANDOM_TINY
 from stages.models.sampling import SamplingConfig
 from tests.support.engine_settings import embedded

@@ -31,7 +31,7 @@ class ServedLlama:
         if self._fault.get("fault") == "start":
             print("there is not enough memory for anything")
             raise MemoryError("of 3 bytes, 4 are taken")
-        self.ready = Ready("llama", "1", {"torch": torch.__version__})
+        self.ready = Ready("llama", "1", {"dtype": settings.dtype}, "cpu")
 
     def add(self, row: ServedRow) -> None:
         self._rows[row.id] = (row, [], [])

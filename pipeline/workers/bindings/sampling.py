@@ -19,9 +19,8 @@ from pipeline.workers.messages import Call
 from pipeline.workers.parts import WorkerParts, required
 from pipeline.workers.weight_transfer import Fetched
 from stages.canary import CANARY_STEP, canary_rows, compared, engine_logprobs, sampled_by
-from stages.engines.embedded.migration.load import RowKey
-from stages.engines.embedded.migration.protocol import RowsLost
-from stages.engines.protocol import EngineStats, GenerationEngine
+from stages.engines.protocol import EngineStats, GenerationEngine, RowsLost
+from stages.engines.row_loads import RowKey
 from stages.generate import generate
 from stages.models.peak_memory import peak_bytes
 from stages.models.sampling import SamplingConfig
@@ -69,7 +68,8 @@ def canary_once(parts: WorkerParts, call: Call) -> Output:
     theirs = trainers.policy_logprobs if isinstance(trainers, PolicyLogprobs) else trainers.canary_policy_logprobs
     part = canary_rows(rollout, config.mismatch.rows, config.mismatch.tokens)
     record, found = compared(part.sampler_logprobs, part, theirs, rollout.num_rows)
-    if not sampled_by(part, call.version) or found[DIFFERENCE] > config.alarm_nats:
+    asked = not sampled_by(part, call.version) or found[DIFFERENCE] > config.alarm_nats
+    if asked and config.capabilities().scores:  # otherwise all rows are fresh: `RunConfig.has_canaries`
         keys = [(config.seed, CANARY_STEP, row) for row in part.row.tolist()]
         score = partial(engine_logprobs, part=part, sampling=config.sampling, seed=config.seed, version=call.version)
         logprobs, _ = _in_engine(parts, call, keys, score, exact=True)

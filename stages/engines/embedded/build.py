@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from stages.engines.capabilities import capabilities_of
 from stages.engines.config import EngineConfig
 from stages.engines.embedded.cache import BlockPool
 from stages.engines.embedded.engine import EmbeddedEngine
@@ -73,6 +74,7 @@ def build_embedded(
         engine = EmbeddedEngine(
             runner,
             scheduler,
+            capabilities=capabilities_of(config, "cuda" if device.type == "cuda" else "cpu"),
             max_seq=max_seq,
             threads=threads,
             eos_ids=eos_ids,

@@ -36,6 +36,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from stages.engines.capabilities import Capabilities
 from stages.engines.embedded.admission import Admission
 from stages.engines.embedded.batch import keep, lay_out
 from stages.engines.embedded.cache import BlockPool
@@ -46,7 +47,7 @@ from stages.engines.embedded.kernels.paging import BLOCK_TOKENS, blocks_for
 from stages.engines.embedded.rows import GenerateCall, Row
 from stages.engines.embedded.runner import Runner
 from stages.engines.embedded.scheduler import BATCH_PROMPT_TOKENS, Chunk, Scheduler
-from stages.engines.protocol import Capabilities, Completion, EngineStats, Request, RequestError
+from stages.engines.protocol import Completion, EngineStats, Request, RequestError
 from stages.engines.requests import check_request
 
 
@@ -59,6 +60,7 @@ class EmbeddedEngine:
         runner: Runner,
         scheduler: Scheduler,
         *,
+        capabilities: Capabilities,
         max_seq: int,
         threads: int,
         eos_ids: Set[int],
@@ -70,7 +72,7 @@ class EmbeddedEngine:
         depth, without rows. `max_seq`: longest prompt plus response, in tokens. `threads`: of torch, in the engine's
         own thread. `in_flight`: weights come in between two batches."""
         self.version, self.eos_ids, self.drafts = version, eos_ids, drafts
-        self.capabilities = Capabilities("keyed", "bits", frozenset({"drain", "inflight"}), "kept", sleeps=True)
+        self.capabilities = capabilities
         self.kernels, self.cache_shape, self.slots = runner.kernels, runner.cache_shape, scheduler.num_slots
         self._runner, self._scheduler = runner, scheduler
         self._observer: EngineObserver | None = None

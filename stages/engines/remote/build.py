@@ -12,21 +12,31 @@ from typing import Any
 
 import torch
 
+from stages.engines.capabilities import Capabilities, Device, tensorrt_llm_capabilities, vllm_capabilities
 from stages.engines.config import EngineConfig
-from stages.engines.protocol import Capabilities, GenerationEngine
+from stages.engines.protocol import GenerationEngine
 from stages.engines.remote.client import RemoteEngine, RemoteSettings
 from stages.engines.remote.process import ServerProcess
 from stages.engines.remote.weights import ModelFiles
 from stages.models.hf_config import read_eos_ids
 
-VLLM = Capabilities("keyed", "tokens", frozenset({"drain"}), "kept", sleeps=False)
-_VLLM_ADAPTER = "stages.engines.remote.serving.vllm_adapter:VllmAdapter"
+_VLLM = "stages.engines.remote.serving.vllm_adapter:VllmAdapter"
+_TENSORRT_LLM = "stages.engines.remote.serving.trtllm_adapter:TrtllmAdapter"
 
 
 def build_vllm(path: str, config: EngineConfig, **settings: Any) -> GenerationEngine:
     """vLLM, in the environment of `engine.python`; called as `build_engine` is, and raises what `build_remote` does."""
     extra = {"compile": config.vllm.compile, "prefix_caching": config.vllm.prefix_caching}
-    return build_remote(path, config, adapter=_VLLM_ADAPTER, capabilities=VLLM, extra=extra, **settings)
+    return build_remote(path, config, adapter=_VLLM, stated=vllm_capabilities, extra=extra, **settings)
+
+
+def build_tensorrt_llm(path: str, config: EngineConfig, **settings: Any) -> GenerationEngine:
+    """TensorRT-LLM, in the environment of `engine.python`; otherwise like `build_vllm`."""
+    own = config.tensorrt_llm
+    folder = Path(own.cache) if own.cache is not None else Path.home() / ".cache/stageline/tensorrt_llm"
+    extra = {"sleeps": own.unload_engine_train, "bucket_mb": own.bucket_mb, "cache": str(folder.absolute())}
+    settings = {"adapter": _TENSORRT_LLM, **settings}
+    return build_remote(path, config, stated=tensorrt_llm_capabilities, extra=extra, **settings)
 
 
 def build_remote(
@@ -34,7 +44,7 @@ def build_remote(
     config: EngineConfig,
     *,
     adapter: str,
-    capabilities: Capabilities,
+    stated: Callable[[EngineConfig, Device], Capabilities],
     extra: Mapping[str, Any],
     max_seq: int,
     threads: int,
@@ -47,12 +57,13 @@ def build_remote(
     modules: Path | None = None,
 ) -> GenerationEngine:
     """An engine behind `adapter` (`module:Class`), which is started in the environment of `engine.python` with `extra`.
+    `stated`: what it can do, on the device that it then says it computes on.
 
     `log`: where the server's output is appended; None: it is kept for errors only. `modules`: a folder that `adapter`
     may be imported from. Raises ValueError for settings that
     cannot work, OSError for an interpreter that cannot be run, EngineLost with the server's own last lines."""
     assert config.python is not None, "the config's checks have seen to it"
-    if migratable:
+    if migratable:  # a run's config is refused before: `pipeline/config/engine_needs.py`
         raise ValueError(f"rows of engine.kind={config.kind} cannot move between replicas (cluster.move_rows_below)")
     with ExitStack() as stack:
         files = ModelFiles(path)
@@ -63,7 +74,7 @@ def build_remote(
             files,
             RemoteSettings(
                 adapter=adapter,
-                capabilities=capabilities,
+                stated=lambda device: stated(config, device),
                 server={
                     "model": str(Path(path).resolve()),
                     "dtype": config.dtype,

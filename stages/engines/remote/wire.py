@@ -9,7 +9,7 @@
                        load      call, version, file, tensors: where each lies in the file; the whole model
                        sleep, wake, stats    call
                        close
-    server → client    ready     protocol, engine, version, vocab, facts: the answer to hello; or failed
+    server → client    ready     protocol, engine, version, device, facts: the answer to hello; or failed
                        row       id, tokens, logprobs, stop: a finished response, as soon as it is
                        broken    id, error: a row that failed alone
                        done      call, and what it gives; failed: call, error
@@ -30,7 +30,7 @@ from typing import Any
 import msgpack
 import numpy as np
 
-PROTOCOL = 1
+PROTOCOL = 2
 """Of this page; client and server must agree."""
 BEAT_S = 1.0
 _LENGTH = struct.Struct(">I")

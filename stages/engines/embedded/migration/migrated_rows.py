@@ -11,11 +11,11 @@ from itertools import count
 
 import numpy as np
 
-from stages.engines.embedded.migration.load import EngineLoad, RowLoad
-from stages.engines.embedded.migration.protocol import RowsLost, key_of
 from stages.engines.embedded.rows import GenerateCall, Row
 from stages.engines.embedded.scheduler import Chunk
-from stages.engines.protocol import Completion
+from stages.engines.migration import key_of
+from stages.engines.protocol import Completion, RowsLost
+from stages.engines.row_loads import EngineLoad, RowLoad
 
 _LEARNING_RATE = 0.2
 _BULK_TOKENS = 8

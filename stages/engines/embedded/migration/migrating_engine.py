@@ -13,7 +13,6 @@ from dataclasses import replace
 import torch
 
 from stages.engines.embedded.engine import EmbeddedEngine
-from stages.engines.embedded.migration.load import EngineLoad, MigrationRequest
 from stages.engines.embedded.migration.migrated_rows import (
     AcceptedRows,
     LoadWatch,
@@ -22,17 +21,12 @@ from stages.engines.embedded.migration.migrated_rows import (
     engine_load,
     may_move,
 )
-from stages.engines.embedded.migration.protocol import (
-    MigratedRow,
-    RowsLost,
-    check_migrated,
-    key_of,
-    pack_row,
-    unpack_row,
-)
+from stages.engines.embedded.migration.packing import check_migrated, pack_row, unpack_row
 from stages.engines.embedded.rows import GenerateCall, Row
 from stages.engines.embedded.scheduler import Chunk
-from stages.engines.protocol import Capabilities, Completion, EngineStats, Request
+from stages.engines.migration import MigratedRow, key_of
+from stages.engines.protocol import Capabilities, Completion, EngineStats, Request, RowsLost
+from stages.engines.row_loads import EngineLoad, MigrationRequest
 
 
 class MigratingEngine:

@@ -32,9 +32,10 @@ class Settings:
 
 @dataclass(frozen=True)
 class ServedRow:
-    """One response to make. The token at a position is the arg max of log p + noise keyed by (seed, step, row,
-    position), where p is the softmax of the logits less the banned tokens, over the temperature (0: the arg max, its
-    log-prob at temperature 1)."""
+    """One response to make. The token at a position is drawn from p, the softmax of the logits less the banned tokens,
+    over the temperature (0: the arg max, its log-prob at temperature 1): as the arg max of log p + noise keyed by
+    (seed, step, row, position), or otherwise, as the engine's `Capabilities.draws` say. Rows that an engine cannot make
+    by its capabilities (`distributions`, `scores`) do not come here."""
 
     id: int
     row: int
@@ -67,7 +68,9 @@ class Ready:
     engine: str
     version: str
     facts: Mapping[str, str]
-    """What the last bits of its results depend on."""
+    """What the last bits of its results depend on, beside the machine's own (`facts.py`)."""
+    device: str
+    """What it computes on: cpu or cuda."""
 
 
 class EngineAdapter(Protocol):
@@ -93,7 +96,8 @@ class EngineAdapter(Protocol):
         ...
 
     def sleep(self) -> None:
-        """Gives the cache's memory back, without rows in flight; `wake` takes it again."""
+        """Gives back the memory that `Capabilities.sleeps` says, without rows in flight; `wake` takes it again. Where
+        that is the weights' too, `load` follows before the next row."""
         ...
 
     def wake(self) -> None: ...

@@ -28,6 +28,7 @@ from typing import Any
 import numpy as np
 
 from stages.engines.remote.serving.adapter import EngineAdapter, ServedRow, Settings
+from stages.engines.remote.serving.facts import machine_facts
 from stages.engines.remote.serving.tensors import map_tensors
 from stages.engines.remote.wire import BEAT_S, PROTOCOL, Channel, pack_array
 from stages.native.parent import end_with_parent
@@ -177,8 +178,14 @@ def main(descriptor: int, parent: int) -> int:
             ready = adapter.ready
             messages: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
             threading.Thread(target=_read, args=(channel, messages), daemon=True).start()
+            facts = {**machine_facts(), **ready.facts}
             channel.send(
-                "ready", protocol=PROTOCOL, engine=ready.engine, version=ready.version, facts=dict(ready.facts)
+                "ready",
+                protocol=PROTOCOL,
+                engine=ready.engine,
+                version=ready.version,
+                device=ready.device,
+                facts=facts,
             )
             Server(channel, adapter).run(messages)
         finally:

@@ -24,6 +24,7 @@ import numpy as np
 import torch
 import vllm
 from vllm import LLM, SamplingParams
+from vllm.platforms import current_platform
 from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor, process_dict_updates
 
 from stages.engines.remote.serving.adapter import Finished, Ready, ServedRow, Settings
@@ -94,7 +95,8 @@ class VllmAdapter:
         self._preempted: dict[str, int] = {}
         """Times, by row."""
         self._tied = bool(getattr(self._llm.model_config.hf_config, "tie_word_embeddings", False))
-        self.ready = Ready("vllm", vllm.__version__, {"torch": torch.__version__, "dtype": settings.dtype})
+        facts = {"dtype": settings.dtype, "compile": str(settings.extra["compile"]), "slots": str(settings.slots)}
+        self.ready = Ready("vllm", vllm.__version__, facts, current_platform.device_type)
 
     def add(self, row: ServedRow) -> None:
         params = SamplingParams(

@@ -65,7 +65,9 @@ def test_a_refusal_is_one_message_and_exit_code_2(
 
 def test_check_says_what_would_run(sources: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check", *sources]) == 0
-    assert "would run (4 prompts to train on, 2 held out)" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "would run (4 prompts to train on, 2 held out)" in out
+    assert "engine embedded on" in out
     assert not (tmp_path / "runs").exists()
 
 

@@ -123,6 +123,35 @@ REFUSED = {
     "engine.kind=vllm engine.python=x model.path=x engine.update=inflight": ("engine.update", "must be drain"),
     "engine.kind=vllm engine.python=x": ("model.path", "given 'random:tiny'", "needs a Hugging Face directory"),
     "engine.kind=vllm engine.python=x model.path=x cluster.move_rows_below=4": ("cluster.move_rows_below", "must be 0"),
+    "engine.kind=tensorrt_llm model.path=x": ("engine.python", "given None", "make engine-trtllm"),
+    "engine.kind=tensorrt_llm engine.python=x model.path=x sampling.temperature=0.7": (
+        "sampling.temperature",
+        "given 0.7",
+        "must be 1 (or engine.kind=embedded or vllm)",
+    ),
+    "engine.kind=tensorrt_llm engine.python=x model.path=x sampling.min_new_tokens=2": (
+        "sampling.min_new_tokens",
+        "given 2",
+        "must be 0",
+    ),
+    "engine.kind=tensorrt_llm engine.python=x model.path=x evaluate.every=2 evaluate.temperature=0.5": (
+        "evaluate.temperature",
+        "given 0.5",
+        "must be 0, 1 or null",
+    ),
+    "engine.kind=tensorrt_llm engine.python=x model.path=x mismatch.stop=true": (
+        "mismatch.stop",
+        "cannot score given tokens",
+        "must be false, or staleness=0",
+    ),
+    "engine.kind=tensorrt_llm engine.python=x model.path=x engine.update=inflight rollout.versions=latest": (
+        "engine.update",
+        "must be drain (or engine.kind=embedded)",
+    ),
+    "engine.kind=tensorrt_llm engine.python=x": ("model.path", "given 'random:tiny'", "needs a Hugging Face directory"),
+    "engine.tensorrt_llm.bucket_mb=0": ("engine.tensorrt_llm.bucket_mb", "given 0", "1 or more"),
+    "engine.tensorrt_llm.speculation=ngram": ("engine.tensorrt_llm.speculation", "no such key"),
+    "engine.kind=tensorrt": ("engine.kind", "tensorrt", "tensorrt_llm"),
     "engine.silence_s=0": ("engine.silence_s", "given 0", "seconds"),
     # unknown keys, with the whole path and what is spelt alike
     "stalenes=1": ("stalenes", "no such key", "did you mean", "staleness"),
@@ -422,6 +451,12 @@ def test_what_cannot_work_is_refused_by_its_key(base: Path, changes: str) -> Non
         assert part in message
     keys = [line.partition(": ")[0] for line in message.splitlines()]
     assert len(keys) == len({*keys}), "a key is said once, and a message is one line"
+
+
+def test_an_engine_that_does_not_sleep_takes_no_turns(base: Path) -> None:
+    vllm = ("engine.kind=vllm", "engine.python=x", "model.path=x")
+    with pytest.raises(ConfigError, match=r"placement\.turns: .*gives no memory back.*engine\.kind=embedded"):
+        load(base, *vllm, "placement.turns=[[generate,train]]")
 
 
 REINFORCE = "ppo.advantage=reinforce_pp"

@@ -21,7 +21,7 @@ from pipeline.config.paths import RunPaths
 from pipeline.config.preflight import check_run_directory, memory_limits, planned_run, preflight
 from pipeline.config.role_models import role_models
 from pipeline.config.run import RunConfig
-from stages.engines.remote.environment import ENVIRONMENTS, environment_problem
+from stages.engines.remote.environment import ENVIRONMENTS, Environment, environment_problem
 from stages.models.config import LayoutConfig
 from stages.models.hf_config import read_config
 from stages.models.hf_files import read_weights
@@ -148,7 +148,7 @@ def test_gangs_that_need_more_gpus_than_there_are_are_refused(folder: Path, monk
 def test_an_environment_without_the_engine_is_refused(
     folder: Path, python: str, what: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(ENVIRONMENTS, "vllm", ("no_such_engine", ("no-such-engine",), ("1",)))
+    monkeypatch.setitem(ENVIRONMENTS, "vllm", Environment("no_such_engine", ("no-such-engine",), ("1",)))
     directory = model_directory(folder, weights=True)
     settings = (f"model.path={directory}", "sampling.max_new_tokens=8", "prompts.max_tokens=8", "engine.kind=vllm")
     with pytest.raises(ConfigError, match=r"engine\.python: .*" + re.escape(what)):
@@ -156,10 +156,11 @@ def test_an_environment_without_the_engine_is_refused(
 
 
 def test_an_engine_of_a_version_that_nobody_knows_is_refused() -> None:
-    assert environment_problem(sys.executable, "numpy", ["numpy"], [np.__version__]) is None
-    found = environment_problem(sys.executable, "numpy", ["numpy"], ["0.1"])
+    assert environment_problem(sys.executable, Environment("numpy", ("numpy",), (np.__version__,))) is None
+    found = environment_problem(sys.executable, Environment("numpy", ("numpy",), ("0.1",)))
     assert found == f"its environment has numpy {np.__version__}; the adapter knows 0.1"
-    assert "has numpy None" in str(environment_problem(sys.executable, "numpy", ["no-such-package"], ["0.1"]))
+    none = environment_problem(sys.executable, Environment("numpy", ("no-such-package",), ("0.1",)))
+    assert "has numpy None" in str(none)
 
 
 def test_a_cache_too_small_for_a_row_is_refused(folder: Path) -> None:

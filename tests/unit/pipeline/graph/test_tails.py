@@ -7,7 +7,7 @@ import random
 import pytest
 
 from pipeline.graph.tails import BANDWIDTH_PRIOR, HANDLING_S, Move, Tails, plan_moves
-from stages.engines.embedded.migration.load import EngineLoad, MigrationRequest, RowLoad
+from stages.engines.row_loads import EngineLoad, MigrationRequest, RowLoad
 
 MIB = 1 << 20
 SLOW = 1e6

@@ -16,9 +16,9 @@ from pipeline.workers.replica_rows import ReplicaRows
 from pipeline.workers.versioned_engine import VersionedEngine
 from stages.engines.config import EngineConfig
 from stages.engines.embedded.build import build_embedded
-from stages.engines.embedded.migration.load import EngineLoad, MigrationRequest
-from stages.engines.embedded.migration.protocol import RowsLost, key_of
-from stages.engines.protocol import Completion, Request, RequestError
+from stages.engines.migration import key_of
+from stages.engines.protocol import Completion, Request, RequestError, RowsLost
+from stages.engines.row_loads import EngineLoad, MigrationRequest
 from stages.models.hf_config import RANDOM_TINY
 from stages.models.sampling import SamplingConfig
 from storage.address import Address

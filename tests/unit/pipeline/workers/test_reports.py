@@ -19,7 +19,7 @@ from pipeline.workers.reports import (
     rows_from_json,
     rows_to_json,
 )
-from stages.engines.embedded.migration.load import EngineLoad, RowLoad
+from stages.engines.row_loads import EngineLoad, RowLoad
 from storage.address import Address, Ref
 
 HERE, THERE = Address("generate", 7, 3), Address("generate", 8)

@@ -13,7 +13,9 @@ import torch
 
 from pipeline.workers.bookkeeping import Clock
 from pipeline.workers.versioned_engine import VersionedEngine
-from stages.engines.protocol import Completion, EngineStats, Request, WeightsError
+from stages.engines.capabilities import capabilities_of
+from stages.engines.config import EngineConfig
+from stages.engines.protocol import Completion, EngineLost, EngineStats, MappedTensors, Request, WeightsError
 from stages.publish import publish
 from storage.errors import DamagedWeights, MissingOutput
 from storage.weights import WeightBoard
@@ -22,7 +24,7 @@ from storage.weights import WeightBoard
 class FakeEngine:
     """Owns a counter of who is inside, by version; `load_weights` fails if anybody is."""
 
-    keyed_noise = True
+    capabilities = capabilities_of(EngineConfig(), "cpu")
 
     def __init__(self) -> None:
         self.version = -1
@@ -346,3 +348,50 @@ def test_an_engine_with_a_shard_in_it_does_not_rest(board: WeightBoard) -> None:
     with engine.at(0, Clock()), pytest.raises(RuntimeError, match="1 shards are in the engine"):
         engine.rest()
     assert not fake.asleep
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_an_engine_elsewhere_is_spared_reading_what_was_read_for_the_sums(
+    board: WeightBoard, dtype: str, bad: float
+) -> None:
+    """Bytes are read here once, for sums and for what is not finite; an engine of this process looks itself."""
+    fake = FakeEngine()
+    fake.capabilities = capabilities_of(EngineConfig(kind="vllm"), "cpu")
+    given: list[MappedTensors] = []
+    fake.load_weights = lambda version, tensors: given.append(tensors)  # type: ignore[assignment, arg-type]
+    engine = VersionedEngine(fake, board)
+    numbers = torch.linspace(-3e30, 3e30, 200_001).to(getattr(torch, dtype))
+    spoilt = numbers.clone()
+    spoilt[150_000] = bad
+    for version, tensor in ((7, numbers), (8, spoilt)):
+        is_bfloat16 = dtype == "bfloat16"
+        array = tensor.view(torch.uint16).numpy() if is_bfloat16 else tensor.numpy()
+        board.publish(version, {"w": array}, {"w": "bfloat16"} if is_bfloat16 else {})
+    with engine.at(7, Clock()):
+        assert given[0].finite
+    with pytest.raises(WeightsError, match="w has numbers that are not finite"), engine.at(8, Clock()):
+        pass
+    assert len(given) == 1
+
+
+def test_an_engine_whose_refit_failed_half_way_serves_nobody(board: WeightBoard) -> None:
+    """Where it says that the old weights are gone then; otherwise they go on."""
+    for kind, serves in (("embedded", True), ("vllm", False)):
+        fake = FakeEngine()
+        fake.capabilities = capabilities_of(EngineConfig(kind=kind), "cpu")  # type: ignore[arg-type]
+        engine = VersionedEngine(fake, board)
+        with engine.at(0, Clock()):
+            pass
+        loaded, fake.load_weights = fake.load_weights, _fail  # type: ignore[assignment]
+        with pytest.raises(RuntimeError, match="out of memory"), engine.at(1, Clock()):
+            pass
+        fake.load_weights = loaded  # type: ignore[method-assign]
+        if serves:
+            with engine.at(0, Clock()):
+                assert fake.loads == [0]
+        else:
+            with pytest.raises(EngineLost, match=r"version 1 .* half-way: the engine must be built anew"):
+                engine.at(0, Clock()).__enter__()
+
+
+def _fail(version: int, tensors: Mapping[str, torch.Tensor]) -> None:
+    raise RuntimeError("out of memory")

@@ -16,10 +16,10 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from stages.engines.config import SpeculationConfig
-from stages.engines.embedded.migration.load import EngineLoad, MigrationRequest
 from stages.engines.embedded.migration.migrating_engine import MigratingEngine
-from stages.engines.embedded.migration.protocol import MigratableRows, MigratedRow, RowsLost, key_of
-from stages.engines.protocol import RequestError
+from stages.engines.migration import MigratableRows, MigratedRow, key_of
+from stages.engines.protocol import RequestError, RowsLost
+from stages.engines.row_loads import EngineLoad, MigrationRequest
 from stages.models.sampling import SamplingConfig
 from tests.support.engines import assert_same_bits, by_row
 from tests.support.migrating_engines import Gate, at_home, build, carry, engines, give, pause_after, requests

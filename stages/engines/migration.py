@@ -11,25 +11,21 @@
 A migrated row's tokens and log-probs are the bits that it would have had at home: noise is keyed by the row, and keys
 and values are copied, or computed again by kernels whose results depend on nothing but the row.
 
-May import numpy, stages.engines.protocol, stages.engines.embedded.rows.
+Not every engine can do this: `Capabilities.migration` says which, and the row's callers need not know
+(`RowsLost` is all that they see of it). May import numpy, stages.engines.protocol and row_loads.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence, Set
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 import numpy as np
 from jaxtyping import Float32, Int32
 
-from stages.engines.embedded.migration.load import EngineLoad, MigrationRequest, RowKey
-from stages.engines.embedded.rows import GenerateCall, Row
-from stages.engines.protocol import Completion, Request, RequestError
-
-
-class RowsLost(RuntimeError):
-    """Rows that were elsewhere came back unfinished, and the weights they need are not resident any more."""
+from stages.engines.protocol import Completion, Request
+from stages.engines.row_loads import EngineLoad, MigrationRequest, RowKey
 
 
 @dataclass(frozen=True, eq=False)
@@ -110,49 +106,3 @@ class MigratableRows(Protocol):
 
 def key_of(request: Request) -> RowKey:
     return request.seed, request.step, request.row
-
-
-def pack_row(row: Row, ticket: int, version: int, cache: np.ndarray | None) -> MigratedRow:
-    """A row as it travels."""
-    return MigratedRow(
-        ticket=ticket,
-        request=row.request,
-        version=version,
-        tokens=np.array(row.tokens[len(row.request.tokens) :], np.int32),
-        logprobs=np.array(row.logprobs, np.float32),
-        versions=np.array(row.versions, np.int32),
-        cache=cache,
-    )
-
-
-def unpack_row(migrated: MigratedRow, call: GenerateCall, eos_ids: Set[int]) -> Row:
-    """The row that `pack_row` packed, without its blocks."""
-    row = Row(migrated.request, call, eos_ids)
-    for token, logprob, version in zip(
-        migrated.tokens.tolist(), migrated.logprobs.tolist(), migrated.versions.tolist(), strict=True
-    ):
-        row.append(token, logprob, version)
-    return row
-
-
-def check_migrated(migrated: MigratedRow, version: int, cache_shape: tuple[int, int, int]) -> None:
-    """Raises RequestError, naming the row, if this engine cannot go on with it. `cache_shape`: layers, key/value heads,
-    head dimension."""
-    problem = None
-    layers, heads, dim = cache_shape
-    if migrated.version != version:
-        problem = f"goes on with version {migrated.version} of the weights; version {version} is resident"
-    elif (
-        not len(migrated.tokens)
-        == len(migrated.logprobs)
-        == len(migrated.versions)
-        < migrated.request.sampling.max_new_tokens
-    ):
-        problem = f"arrives with {len(migrated.tokens)} tokens of {migrated.request.sampling.max_new_tokens}"
-    elif migrated.cache is not None:
-        positions = migrated.cache.shape[3] if migrated.cache.ndim == 5 else 0
-        expected = (layers, 2, heads, positions, dim)
-        if migrated.cache.shape != expected or not 0 < positions < migrated.num_tokens:
-            problem = f"brings keys and values of shape {migrated.cache.shape}; here they are {expected}"
-    if problem is not None:
-        raise RequestError(f"row {migrated.request.row} {problem}")

@@ -1,0 +1,226 @@
+"""TensorRT-LLM as it is served. Checked against recorded signatures (tests/support/trtllm_stand_in); never run.
+
+    rows ──► AsyncLLM.generate_async, a task each ──► token ids, log-probs of the logits, a reason to finish
+    load ──► bucket by bucket: a copy on every device, its handles to `WorkerExtension.update_weights`; then None
+
+- **Its draws are its own**, by a seed for each row: law 4 does not hold, and it says so (`draws: seeded`). Log-probs
+  are those of the logits as they are. So a row is drawn at temperature 1 from all tokens (or is the arg max), and log
+  mu is right; anything else is refused before it comes here. Given tokens cannot be scored: nothing recorded does.
+- **No speculation**: log-probs beside it are refused or wrong, so it is not asked for.
+- **Weights** come in when no row is in flight, in place. A refit that fails half-way leaves mixed weights: whatever it
+  raises ends the server, and the replica is built anew. Without Ray no recorded version can do it.
+- **What is compiled** at the start is kept for the next one (`trtllm_api.keep_compiled`).
+
+May import the standard library, numpy, torch, this folder; tensorrt_llm through trtllm_api.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import importlib.metadata
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch.multiprocessing.reductions import reduce_tensor
+
+from stages.engines.remote.serving.adapter import Finished, Ready, ServedRow, Settings
+from stages.engines.remote.serving.trtllm_api import EXTENSION, buckets, find_api, keep_compiled
+
+_EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
+_POLL_S = 0.02
+"""Longest time without a look at what the client says."""
+_MOST_OF_FREE = 0.9
+"""Of a device's free memory that keys and values may take."""
+
+
+class TrtllmAdapter:
+    """Owns the engine, and the loop that its calls run in."""
+
+    def __init__(self, settings: Settings) -> None:
+        """Raises MissingFeatureError, or RuntimeError naming the version for what it refuses."""
+        self._settings, self._dtype = settings, getattr(torch, settings.dtype)
+        ranks = settings.tensor_parallel * settings.pipeline_parallel
+        visible = self.devices()
+        if len(visible) < ranks:
+            raise RuntimeError(f"TensorRT-LLM needs {ranks} GPUs for this layout; {len(visible)} are visible")
+        self._devices = dict(list(visible.items())[:ranks])
+        keep_compiled(settings.extra["cache"], self._cache_key())
+        self._api = find_api(sleeps=settings.extra["sleeps"])
+        self._loop = asyncio.new_event_loop()
+        self._tasks: dict[asyncio.Task[Finished], int] = {}
+        """Rows in flight, those that nobody waits for any more included, and their ids."""
+        self._has_weights = True
+        self._llm = self._loop.run_until_complete(self._start())
+        facts = {"dtype": settings.dtype, "slots": str(settings.slots), "ranks": str(ranks)}
+        self.ready = Ready("tensorrt_llm", self._api.version, facts, "cuda")
+
+    # ---- what a machine without a GPU replaces ----
+
+    def devices(self) -> dict[str, torch.device]:
+        """By the name that a rank finds its handles under."""
+        found = [torch.cuda.get_device_properties(number) for number in range(torch.cuda.device_count())]
+        return {f"GPU-{properties.uuid}": torch.device("cuda", number) for number, properties in enumerate(found)}
+
+    def free_bytes(self) -> int:
+        """Of the first device."""
+        return torch.cuda.mem_get_info(0)[0]
+
+    # ---- `EngineAdapter` ----
+
+    def add(self, row: ServedRow) -> None:
+        if not self._has_weights:
+            raise RuntimeError(f"TensorRT-LLM {self._api.version}: row {row.row} comes before the weights are back")
+        task = self._loop.create_task(self._serve(row))
+        self._tasks[task] = row.id
+
+    def abort(self, ids: Sequence[int]) -> None:
+        """No recorded call takes a row back: it runs to its end, and the server passes it over."""
+
+    def step(self) -> list[Finished]:
+        async def some() -> set[asyncio.Task[Finished]]:
+            done, _ = await asyncio.wait(self._tasks, timeout=_POLL_S, return_when=asyncio.FIRST_COMPLETED)
+            return done
+
+        done = self._loop.run_until_complete(some()) if self._tasks else set()
+        for task in done:
+            del self._tasks[task]
+        return [task.result() for task in done]
+
+    def load(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        while self._tasks:  # rows that were given up
+            self.step()
+        stream = dict(tensors)
+        if _HEAD not in stream:  # tied: named, or it may stay what it was
+            stream[_HEAD] = stream[_EMBEDDING]
+        most = self._settings.extra["bucket_mb"] << 20
+        for bucket in buckets(stream, self._dtype, most):
+            copies = {
+                name: {key: tensor.to(device, self._dtype) for key, tensor in bucket.items()}
+                for name, device in self._devices.items()
+            }  # they must live until every rank has taken its own in
+            handles = {name: [(key, reduce_tensor(t)) for key, t in own.items()] for name, own in copies.items()}
+            self._call("update_weights", handles)
+        self._call("update_weights", None)
+        self._has_weights = True
+
+    def sleep(self) -> None:
+        if self._api.sleep_tags:
+            self._has_weights = False
+            self._loop.run_until_complete(self._llm.release(list(self._api.sleep_tags)))
+
+    def wake(self) -> None:
+        if self._api.sleep_tags:
+            self._loop.run_until_complete(self._llm.resume(list(self._api.sleep_tags)))
+
+    def load_now(self) -> tuple[float, int]:
+        """Nothing recorded tells."""
+        return 0.0, 0
+
+    def close(self) -> None:
+        self._llm.shutdown()
+        self._loop.close()
+
+    # ---- how ----
+
+    async def _start(self) -> Any:
+        settings, api = self._settings, self._api
+        try:
+            llm = api.make_llm(
+                model=settings.model,
+                dtype=settings.dtype,
+                skip_tokenizer_init=True,
+                tensor_parallel_size=settings.tensor_parallel,
+                pipeline_parallel_size=settings.pipeline_parallel,
+                max_batch_size=settings.slots,
+                max_input_len=settings.max_seq,
+                max_seq_len=settings.max_seq,
+                kv_cache_config=self._kv_cache(),
+                ray_worker_extension_cls=EXTENSION,
+                **api.sleep_options,
+            )
+            if hasattr(llm, "__await__"):
+                llm = await llm
+            elif hasattr(llm, "setup_async"):
+                await llm.setup_async()
+        except (ValueError, TypeError) as error:
+            raise RuntimeError(f"TensorRT-LLM {api.version} refuses: {error}") from error
+        return llm
+
+    def _kv_cache(self) -> Any:
+        """`engine.kv_budget_mb` as a share of what is free once the weights are there: all that can be said."""
+        files = Path(self._settings.model).glob("*.safetensors")
+        ranks = self._settings.tensor_parallel * self._settings.pipeline_parallel
+        free = self.free_bytes() - sum(file.stat().st_size for file in files) // ranks
+        budget = (self._settings.kv_budget_mb << 20) // ranks
+        if budget > _MOST_OF_FREE * free:
+            raise RuntimeError(
+                f"engine.kv_budget_mb = {self._settings.kv_budget_mb}: of a device {max(0, free) >> 20} MB are free "
+                f"beside the weights, of which keys and values may take {_MOST_OF_FREE:.0%}"
+            )
+        return self._api.kv_cache_config(enable_block_reuse=True, free_gpu_memory_fraction=budget / free)
+
+    async def _serve(self, row: ServedRow) -> Finished:
+        version = self._api.version
+        if row.forced or row.suppress or row.min_new_tokens or row.temperature not in (0, 1):
+            raise RuntimeError(f"TensorRT-LLM {version}: row {row.row} asks for what its log-probs do not know")
+        end = row.stop[0] if row.stop else -1  # must be given where there is no tokenizer; `ignore_eos` passes it over
+        drawn = {"top_k": 1} if row.temperature == 0 else {"temperature": 1.0, "top_k": 0, "top_p": 1.0}
+        params = self._api.sampling_params(
+            max_tokens=row.max_new_tokens,
+            end_id=end,
+            pad_id=end,
+            ignore_eos=True,
+            stop_token_ids=list(row.stop),
+            include_stop_str_in_output=True,
+            detokenize=False,
+            seed=_seed(row),
+            logprobs=1,
+            **drawn,  # without top_k and top_p it would take the arg max
+        )
+        result = await self._llm.generate_async(list(row.tokens), params)
+        (response,) = result.outputs
+        tokens = [int(token) for token in response.token_ids]
+        ended = response.finish_reason
+        whole = len(tokens) == row.max_new_tokens if ended == "length" else bool(tokens) and tokens[-1] in row.stop
+        if ended not in ("stop", "length") or not whole:
+            raise RuntimeError(
+                f"TensorRT-LLM {version}: row {row.row} has {len(tokens)} of {row.max_new_tokens} tokens and ended by "
+                f"{ended!r}, with {tokens[-1:]}"
+            )
+        logprobs = _logprobs(response.logprobs, tokens, version)
+        return Finished(row.id, np.array(tokens, np.int32), np.array(logprobs, np.float32))
+
+    def _call(self, method: str, *arguments: Any) -> None:
+        """On every rank, to its end."""
+        self._loop.run_until_complete(self._llm.collective_rpc(method, args=arguments))
+
+    def _cache_key(self) -> dict[str, object]:
+        settings = self._settings
+        config = (Path(settings.model) / "config.json").read_bytes()
+        return {
+            "model": hashlib.sha256(config).hexdigest(),
+            "dtype": settings.dtype,
+            "layout": [settings.tensor_parallel, settings.pipeline_parallel, settings.slots, settings.max_seq],
+            "versions": [importlib.metadata.version("tensorrt-llm"), torch.__version__],
+            "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "none",
+        }
+
+
+def _seed(row: ServedRow) -> int:
+    """Of a row, by what keys its noise elsewhere: 63 bits."""
+    key = f"{row.seed} {row.step} {row.row}".encode()
+    return int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "big") >> 1
+
+
+def _logprobs(given: Sequence[Any], tokens: Sequence[int], version: str) -> list[float]:
+    """Of the tokens that were drawn. A step's mapping may name others first."""
+    if len(given) != len(tokens):
+        raise RuntimeError(f"TensorRT-LLM {version} gave {len(given)} log-probs of {len(tokens)} tokens")
+    return [
+        float(at) if isinstance(at, int | float) else float(at[token].logprob)
+        for at, token in zip(given, tokens, strict=True)
+    ]

@@ -15,8 +15,9 @@ from pipeline.cli.exit_codes import BAD_INPUT, DONE
 from pipeline.cli.sources import config_of, saved_config
 from pipeline.cli.verification import verify_run
 from pipeline.config.guarantees import engine_line, unproven
+from pipeline.config.host_limits import memory_limits, planned_run
 from pipeline.config.memory import DRIVER_BYTES, host_bytes, published_bytes, workers_memory
-from pipeline.config.preflight import check_run_directory, memory_limits, planned_run, preflight
+from pipeline.config.preflight import check_run_directory, preflight
 from pipeline.config.role_models import role_models
 from pipeline.config.run import RunConfig
 from pipeline.observe.tables import MemoryColumn, memory_table

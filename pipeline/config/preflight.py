@@ -6,8 +6,6 @@ stages.engines how a model is cut, how large its cache is, and what another envi
 
 from __future__ import annotations
 
-import math
-import os
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -20,9 +18,10 @@ from pipeline.config.changes import change_problems, sections
 from pipeline.config.devices import THIS_HOST, all_here, device_problems
 from pipeline.config.errors import ConfigError, all_of, refusal
 from pipeline.config.filesystems import network_filesystem
+from pipeline.config.host_limits import memory_limits, planned_run
 from pipeline.config.identity import FILE, Identity, edited, read_identity
 from pipeline.config.loading import config_hash, read_saved
-from pipeline.config.memory import GIB, MemoryLimits, PlannedRun, PlannedScorer, board_bytes, memory_problems
+from pipeline.config.memory import memory_problems
 from pipeline.config.paths import RunPaths
 from pipeline.config.role_models import (
     check_exported,
@@ -39,20 +38,16 @@ from stages.engines.config import OTHER_ENVIRONMENTS
 from stages.engines.embedded.kernels.paging import block_bytes, blocks_for
 from stages.engines.embedded.ranks.sharding import check_division
 from stages.engines.remote.environment import ENVIRONMENTS, environment_problem
-from stages.models.hf_config import RANDOM_TINY
 from stages.models.hf_files import Tokenizer, read_tokenizer
 from stages.models.layouts import adapter_problems, blocks_problems, layout_problems
 from stages.models.protocol import Role
-from stages.models.spec import ModelSpec, read_spec
+from stages.models.spec import ModelSpec
 from stages.prompts import PromptTable, read_source, tokenise
 from stages.rewards.protocol import ReadsFields
 from stages.rewards.registry import UnfitReward, build_parts, close_parts
 from storage.errors import StoreError
 from storage.problems import plain_name
 from storage.prompts import PromptsError
-
-_CONTAINER_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
-"""Files that hold a number where the container has a limit: of control groups 2 and 1."""
 
 
 @dataclass(frozen=True)
@@ -182,47 +177,6 @@ def _check_same_run(config: RunConfig, paths: RunPaths, identity: Identity) -> N
             problems[0].key,
             f"cannot change in a run that goes on ({listed}). Another name=... starts a new run with it",
         )
-
-
-def memory_limits(config: RunConfig) -> MemoryLimits:
-    """The memory of this host, or of the container that this process is in, and of its GPUs, unless the config says."""
-    given, num_devices = config.cluster, torch.cuda.device_count()
-    host, device = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), math.inf
-    for path in _CONTAINER_LIMITS:
-        text = path.read_text().strip() if path.is_file() else ""
-        host = min(host, int(text)) if text.isdigit() else host
-    if num_devices and given.device_memory_gb is None and torch.cuda.is_available():
-        device = min(torch.cuda.get_device_properties(number).total_memory for number in range(num_devices))
-    return MemoryLimits(
-        host=host if given.host_memory_gb is None else given.host_memory_gb * GIB,
-        device=device if given.device_memory_gb is None else given.device_memory_gb * GIB,
-        num_devices=num_devices,
-    )
-
-
-def planned_run(config: RunConfig, models: Mapping[Role, ModelSpec], limits: MemoryLimits) -> PlannedRun:
-    """The run as its memory is predicted from. `models`: of `role_models`."""
-    path = config.model.path
-    own = {role: spec for role, spec in models.items() if config.model.path_of(role) != path}
-    scorers = {(str(args["path"]), str(args.get("dtype", "float32"))) for args in config.scoring_models().values()}
-    return PlannedRun(
-        config,
-        models[Role.POLICY],
-        _stored_bytes(path),
-        limits.num_devices > 0,
-        own,
-        scorers=tuple(PlannedScorer(read_spec(path), dtype, _stored_bytes(path)) for path, dtype in sorted(scorers)),
-    )
-
-
-def _stored_bytes(path: str) -> int:
-    return 0 if path == RANDOM_TINY else sum(file.stat().st_size for file in Path(path).glob("*.safetensors"))
-
-
-def weights_bytes(config: RunConfig) -> int:
-    """What published weights take on each host that has any. For a config that `preflight` let pass."""
-    models = role_models(config, read_model("model.path", config.model.path))
-    return board_bytes(planned_run(config, models, memory_limits(config)))
 
 
 def _check_tracking(config: RunConfig) -> None:

@@ -18,8 +18,8 @@ from multiprocessing import resource_tracker
 import torch
 
 from pipeline.config.errors import ConfigError
+from pipeline.config.host_limits import weights_bytes
 from pipeline.config.paths import RunPaths
-from pipeline.config.preflight import weights_bytes
 from pipeline.config.run import RunConfig
 from pipeline.driver.attached_workers import AttachedWorkers
 from pipeline.driver.cluster import Cluster

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from pipeline.config.errors import ConfigError
+from pipeline.config.host_limits import memory_limits, planned_run
 from pipeline.config.loading import load_config
-from pipeline.config.preflight import memory_limits, planned_run, preflight
+from pipeline.config.preflight import preflight
 from pipeline.config.role_models import role_models
 from pipeline.config.run import RunConfig
 from pipeline.driver.identity import state

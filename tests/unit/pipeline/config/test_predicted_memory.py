@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from pipeline.config.errors import ConfigError
+from pipeline.config.host_limits import memory_limits
 from pipeline.config.loading import load_config
 from pipeline.config.memory import (
     DRIVER_BYTES,
@@ -24,7 +25,7 @@ from pipeline.config.memory import (
     published_bytes,
     workers_memory,
 )
-from pipeline.config.preflight import memory_limits, preflight
+from pipeline.config.preflight import preflight
 from stages.models.config import OptimizerConfig
 from stages.models.spec import ModelSpec
 from stages.ppo.micro_batches import micro_batches

@@ -14,11 +14,12 @@ import torch
 from safetensors.torch import save_file
 
 from pipeline.config.errors import ConfigError
+from pipeline.config.host_limits import memory_limits, planned_run
 from pipeline.config.identity import Identity, Statement, write_identity
 from pipeline.config.loading import load_config, to_yaml
 from pipeline.config.memory import workers_memory
 from pipeline.config.paths import RunPaths
-from pipeline.config.preflight import check_run_directory, memory_limits, planned_run, preflight
+from pipeline.config.preflight import check_run_directory, preflight
 from pipeline.config.role_models import role_models
 from pipeline.config.run import RunConfig
 from stages.engines.remote.environment import ENVIRONMENTS, Environment, environment_problem

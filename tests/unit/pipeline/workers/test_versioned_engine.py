@@ -348,6 +348,8 @@ def test_an_engine_with_a_shard_in_it_does_not_rest(board: WeightBoard) -> None:
     with engine.at(0, Clock()), pytest.raises(RuntimeError, match="1 shards are in the engine"):
         engine.rest()
     assert not fake.asleep
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 def test_an_engine_elsewhere_is_spared_reading_what_was_read_for_the_sums(

@@ -3,8 +3,8 @@
 The demo's model with longer responses, without evaluations; whole runs by the command line, arms in turn in every
 repeat. Resident memory of each worker is looked at ten times a second, and told apart by what its gang did just then
 (`events.jsonl`): while it worked, and while the other gang did. On a CPU an engine's cache and a trainer's gradient
-buffers are given up, and the weights stay; on GPUs these leave too (`stages/models/offload.py`). Both arms must end in the
-same weights.
+buffers are given up, and the weights stay; on GPUs these leave too (`stages/models/offload.py`). Both arms must end in
+the same weights.
 """
 
 from __future__ import annotations

@@ -113,7 +113,7 @@ def _candidates(config: LabelConfig, source: RunConfig | None) -> list[Candidate
         else:
             made = of_file(config) if config.responses.url else sampled(config)
         _replace(file, _lines(written(made)))
-    return read_back([json.loads(line) for line in file.read_text("utf8").splitlines()])
+    return read_back(_read(file))
 
 
 def _check_fields(rubric: Rubric, candidates: Sequence[Candidates]) -> None:
@@ -192,7 +192,11 @@ def _say(console: Console, summary: dict[str, Any]) -> None:
 
 
 def _read(file: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in file.read_text("utf8").splitlines()] if file.exists() else []
+    """A line ends at a newline alone: the other separators that Unicode has may stand in a text (U+0085, U+2028)."""
+    if not file.exists():
+        return []
+    with file.open(encoding="utf8") as lines:
+        return [json.loads(line) for line in lines]
 
 
 def _lines(rows: Iterable[dict[str, Any]]) -> str:

@@ -3,7 +3,7 @@
     responses of a run, a file or a policy ──► responses.jsonl ──► pairs ──► judge ──► verdicts.jsonl ──► pairs.jsonl
 
     RUN/config.yaml   RUN/responses.jsonl   RUN/verdicts.jsonl   RUN/judge/ (its answers)   RUN/pairs.jsonl
-    RUN/summary.json
+    RUN/summary.json  RUN/rubric.txt (of a rubric that is in a file)
 
 It may be interrupted anywhere and started again with the same config: responses are written whole or not at all, a
 prompt whose line is in verdicts.jsonl is not judged again, and pairs.jsonl, which is written last, says that all is
@@ -43,7 +43,7 @@ from stages.rewards.judges.verdicts import Ask
 from stages.rewards.protocol import RewardFailed
 from stages.rewards.registry import UnfitReward, build_reward, close_reward
 
-PAIRS, RESPONSES, VERDICTS = "pairs.jsonl", "responses.jsonl", "verdicts.jsonl"
+PAIRS, RESPONSES, VERDICTS, RUBRIC = "pairs.jsonl", "responses.jsonl", "verdicts.jsonl", "rubric.txt"
 
 
 class _Judge(Protocol):
@@ -70,6 +70,7 @@ def label_responses(config: LabelConfig, source: RunConfig | None, console: Cons
     root.mkdir(parents=True, exist_ok=True)
     try:
         with only_driver(RunPaths(root)):
+            _keep_rubric(config)
             _replace(root / "config.yaml", to_yaml(config))
             candidates = _candidates(config, source)
             _check_fields(cast(_Judge, reward).rubric, candidates)
@@ -95,6 +96,18 @@ def _check_directory(config: LabelConfig) -> None:
         if other:
             need = f"{root} was begun with {before.get(other[0])}: put it back, or choose another name=..."
             raise ConfigError(other[0], f"given {now.get(other[0])}; {need}")
+
+
+def _keep_rubric(config: LabelConfig) -> None:
+    """Of one that is in a file, whose text may have changed since: half of the pairs would be labelled by another."""
+    file = config.judge.args.get("rubric_file")
+    if file is None:
+        return
+    kept, text = config.run_dir / RUBRIC, Path(file).read_text("utf8")
+    if (config.run_dir / RESPONSES).exists() and kept.exists() and kept.read_text("utf8") != text:
+        need = f"its text is not the one that it was begun with ({kept}): put it back, or choose another name=..."
+        raise ConfigError("judge.args.rubric_file", f"given {str(file)!r}; {need}")
+    _replace(kept, text)
 
 
 _MAY = frozenset(

@@ -308,7 +308,7 @@ class Dispatch:
         return state is _State.SUBMITTED and parent.node.turn == child.turn and self._mode(child) is Mode.FREE
 
     def _at_work(self, gang: str) -> bool:
-        """Whether anything is handed out to a gang; a node without a slot counts, since its rows are in some replica."""
+        """Whether anything is handed out to a gang; a node without a slot counts: its rows are in some replica."""
         state = self._gangs[gang]
         return bool(state.out or state.waiting or self.busy_replicas(gang) or any(state.loads.values()))
 

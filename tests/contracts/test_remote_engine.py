@@ -40,7 +40,13 @@ SUPPORT = Path(__file__).resolve().parents[1] / "support"
 
 
 def make_served(
-    path: Path, slots: int = 4, *, silence_s: float = 60.0, start_s: float = 600.0, python: str = sys.executable, **more: Any
+    path: Path,
+    slots: int = 4,
+    *,
+    silence_s: float = 60.0,
+    start_s: float = 600.0,
+    python: str = sys.executable,
+    **more: Any,
 ) -> RemoteEngine:
     config = EngineConfig(python=python, slots=slots, silence_s=silence_s, start_s=start_s)
     settings = {"adapter": "served_llama:ServedLlama", "modules": SUPPORT, "extra": {}, **more}

@@ -72,8 +72,8 @@ class Identity:
     """Of a run: what never changes, and what was stated in turn."""
 
     models: Mapping[str, Mapping[str, str]]
-    """By role (policy, reference, critic), and of reward models by the key of their arguments: name of a file -> its
-    digest."""
+    """By role (policy, reference, critic), of reward models by the key of their arguments, of rubrics in files by their
+    own key: name of a file -> its digest."""
     prompts: str
     statements: tuple[Statement, ...]
     numerics: tuple[GangNumerics, ...] = field(default=())

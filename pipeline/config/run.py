@@ -31,6 +31,7 @@ from stages.models.protocol import Role
 from stages.models.sampling import SamplingConfig, sampling_problems
 from stages.ppo.config import GROUPED, PPOConfig, has_critic, ppo_problems, resolve_proximal
 from stages.rewards.config import (
+    JUDGES,
     RewardConfig,
     RewardPartsConfig,
     judge_problems,
@@ -152,6 +153,13 @@ class RunConfig:
     def scoring_models(self) -> dict[str, Mapping[str, Any]]:
         """The same of every reward that has a model in the scoring worker: judges too."""
         return self._rewards_of(("model", "local_judge"))
+
+    def rubric_files(self) -> dict[str, str]:
+        """The file of every judge whose rubric is in one, by the key path that names it."""
+        judges = self._rewards_of(JUDGES)
+        return {
+            f"{where}.rubric_file": str(args["rubric_file"]) for where, args in judges.items() if "rubric_file" in args
+        }
 
     def _rewards_of(self, kinds: tuple[str, ...]) -> dict[str, Mapping[str, Any]]:
         sections = (("reward", self.reward), ("evaluate.reward", self.evaluate.reward))

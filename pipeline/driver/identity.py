@@ -14,6 +14,7 @@ May import pipeline.config, pipeline.observe, pipeline.driver.context and below.
 
 from __future__ import annotations
 
+import hashlib
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -184,7 +185,8 @@ class NumericsWatch:
 
 
 def _paths(config: RunConfig) -> dict[str, tuple[str, str]]:
-    """By role of a model, and by the key of a reward model's arguments: the key that says where it is, and where."""
+    """By role of a model, and by the key of a reward model's arguments, or of a rubric's file: the key that says where
+    it is, and where."""
     model = config.model
     found = {str(Role.POLICY): ("model.path", model.path)}
     for role, key, path in (
@@ -195,12 +197,14 @@ def _paths(config: RunConfig) -> dict[str, tuple[str, str]]:
             continue
         found[str(role)] = found[str(Role.POLICY)] if path is None else (key, path)
     rewards = {where: (f"{where}.path", str(args["path"])) for where, args in config.scoring_models().items()}
-    return found | rewards
+    return found | rewards | {key: (key, file) for key, file in config.rubric_files().items()}
 
 
 def _model_files(config: RunConfig) -> dict[str, dict[str, str]]:
-    """Digests of the files of each role's model and each reward's; a directory that several share is read once."""
-    by_path: dict[str, dict[str, str]] = {}
+    """Digests of the files of each role's model and each reward's, and of rubrics; what several share is read once."""
+    by_path: dict[str, dict[str, str]] = {
+        file: {"rubric": hashlib.sha256(Path(file).read_bytes()).hexdigest()} for file in config.rubric_files().values()
+    }
     return {
         name: by_path[path] if path in by_path else by_path.setdefault(path, file_digests(path))
         for name, (_, path) in _paths(config).items()

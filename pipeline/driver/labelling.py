@@ -3,7 +3,7 @@
     responses of a run, a file or a policy ──► responses.jsonl ──► pairs ──► judge ──► verdicts.jsonl ──► pairs.jsonl
 
     RUN/config.yaml   RUN/responses.jsonl   RUN/verdicts.jsonl   RUN/judge/ (its answers)   RUN/pairs.jsonl
-    RUN/summary.json
+    RUN/summary.json  RUN/rubric.txt (of a rubric that is in a file)
 
 It may be interrupted anywhere and started again with the same config: responses are written whole or not at all, a
 prompt whose line is in verdicts.jsonl is not judged again, and pairs.jsonl, which is written last, says that all is
@@ -43,7 +43,7 @@ from stages.rewards.judges.verdicts import Ask
 from stages.rewards.protocol import RewardFailed
 from stages.rewards.registry import UnfitReward, build_reward, close_reward
 
-PAIRS, RESPONSES, VERDICTS = "pairs.jsonl", "responses.jsonl", "verdicts.jsonl"
+PAIRS, RESPONSES, VERDICTS, RUBRIC = "pairs.jsonl", "responses.jsonl", "verdicts.jsonl", "rubric.txt"
 
 
 class _Judge(Protocol):
@@ -70,6 +70,7 @@ def label_responses(config: LabelConfig, source: RunConfig | None, console: Cons
     root.mkdir(parents=True, exist_ok=True)
     try:
         with only_driver(RunPaths(root)):
+            _keep_rubric(config)
             _replace(root / "config.yaml", to_yaml(config))
             candidates = _candidates(config, source)
             _check_fields(cast(_Judge, reward).rubric, candidates)
@@ -97,6 +98,18 @@ def _check_directory(config: LabelConfig) -> None:
             raise ConfigError(other[0], f"given {now.get(other[0])}; {need}")
 
 
+def _keep_rubric(config: LabelConfig) -> None:
+    """Of one that is in a file, whose text may have changed since: half of the pairs would be labelled by another."""
+    file = config.judge.args.get("rubric_file")
+    if file is None:
+        return
+    kept, text = config.run_dir / RUBRIC, Path(file).read_text("utf8")
+    if (config.run_dir / RESPONSES).exists() and kept.exists() and kept.read_text("utf8") != text:
+        need = f"its text is not the one that it was begun with ({kept}): put it back, or choose another name=..."
+        raise ConfigError("judge.args.rubric_file", f"given {str(file)!r}; {need}")
+    _replace(kept, text)
+
+
 _MAY = frozenset(
     {"runs_dir", "threads", "prompts_at_once"}
     | {f"judge.args.{name}" for name in ("url", "key_env", "concurrency", "timeout_s", "patience_s", "cache")}
@@ -113,7 +126,7 @@ def _candidates(config: LabelConfig, source: RunConfig | None) -> list[Candidate
         else:
             made = of_file(config) if config.responses.url else sampled(config)
         _replace(file, _lines(written(made)))
-    return read_back([json.loads(line) for line in file.read_text("utf8").splitlines()])
+    return read_back(_read(file))
 
 
 def _check_fields(rubric: Rubric, candidates: Sequence[Candidates]) -> None:
@@ -192,7 +205,11 @@ def _say(console: Console, summary: dict[str, Any]) -> None:
 
 
 def _read(file: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in file.read_text("utf8").splitlines()] if file.exists() else []
+    """A line ends at a newline alone: the other separators that Unicode has may stand in a text (U+0085, U+2028)."""
+    if not file.exists():
+        return []
+    with file.open(encoding="utf8") as lines:
+        return [json.loads(line) for line in lines]
 
 
 def _lines(rows: Iterable[dict[str, Any]]) -> str:

@@ -83,6 +83,8 @@ class _GangState:
     """Pools: free slots by usable replica."""
     loads: dict[int, int] = field(default_factory=dict)
     """Pools: FREE nodes out, by usable replica."""
+    waiting: set[Address] = field(default_factory=set)
+    """Pools: handed out, and do nothing any more but wait for what other replicas make for them."""
 
 
 class Dispatch:
@@ -157,6 +159,7 @@ class Dispatch:
         entry = self._entries.get(address)
         if entry is not None and entry.state is _State.SUBMITTED:
             self._release_capacity(entry)
+            self._gang_of[entry.node.role].waiting.add(address)
 
     def done(self, address: Address) -> bool:
         """A node has its commit. False if it already was done (the second of two attempts)."""
@@ -305,9 +308,9 @@ class Dispatch:
         return state is _State.SUBMITTED and parent.node.turn == child.turn and self._mode(child) is Mode.FREE
 
     def _at_work(self, gang: str) -> bool:
-        """Whether anything is handed out to a gang."""
+        """Whether anything is handed out to a gang; a node without a slot counts: its rows are in some replica."""
         state = self._gangs[gang]
-        return bool(state.out or self.busy_replicas(gang) or any(state.loads.values()))
+        return bool(state.out or state.waiting or self.busy_replicas(gang) or any(state.loads.values()))
 
     def _first_ready(self, gang: str) -> Node | None:
         """The most urgent of a gang's nodes that wait for nothing but a worker."""
@@ -364,10 +367,13 @@ class Dispatch:
 
     def _release_capacity(self, entry: _Entry) -> None:
         submit = entry.submit
-        if submit is None or not entry.holds_capacity:
+        if submit is None:
+            return
+        state = self._gangs[submit.gang]
+        state.waiting.discard(entry.node.address)
+        if not entry.holds_capacity:
             return
         entry.holds_capacity = False
-        state = self._gangs[submit.gang]
         state.out.discard(entry.node.address)
         if submit.mode is Mode.SLOT and submit.replica in state.slots:
             state.slots[submit.replica] += 1

@@ -4,7 +4,7 @@
     the next call ──► what it needs is taken back to the devices, without being told
 
 The driver waits for `rested`: until then nobody else may have the devices. An order may be lost, and is sent again; one
-that was carried out is answered again, and changes nothing, however late it comes.
+that was carried out, or could not be, is answered again, and changes nothing, however late it comes.
 
 May import distributed, pipeline.workers.{messages, reports, weight_transfer}.
 """
@@ -40,12 +40,15 @@ def open_for_rest(worker: Worker, spec: WorkerSpec, runtime: Rests) -> None:
     """From now on this process carries out what the driver orders, in a thread of its own."""
     acting = threading.Lock()
     last = -1
+    error: str | None = None
+    """The last order's number, and why it could not be carried out."""
 
     def act(number: int) -> None:
-        nonlocal last
+        nonlocal last, error
         with acting:
-            started, error = time.monotonic(), None
+            started = time.monotonic()
             if number > last:
+                error = None
                 try:
                     runtime.rest()
                 except (RuntimeError, OSError) as raised:

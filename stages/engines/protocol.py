@@ -7,9 +7,12 @@ the rows of the older version have finished (drain). An engine that updates in f
 accepted go on under the new weights, and accepts rows that ask for an older version than the resident one:
 `Completion.versions` says which made which token.
 
-Law 4: the token at a position is argmax(log p + Gumbel noise keyed by (seed, step, row, position)), so a row's tokens
-do not depend on the batch it ran in or on the engine that ran it. An engine of which this (or anything else) does not
-hold says so in its `Capabilities` (capabilities.py), which is all that a run asks about an engine.
+p is the softmax of the logits without the suppressed tokens, without EOS before `min_new_tokens`, over the temperature
+(0: the arg max is taken; p is then that of temperature 1). Law 4: the token at a position, counted from the prompt's
+first token, is argmax(log p + Gumbel noise keyed by (seed, step, row, position)), the noise of
+stages/engines/embedded/sampling/noise.py, so a row's tokens do not depend on the batch it ran in or on the engine that
+ran it. An engine of which this (or anything else) does not hold says so in its `Capabilities` (capabilities.py), which
+is all that a run asks about an engine. `build_engine` (build.py) makes one of a config.
 
 May import numpy, torch, stages.engines.capabilities, stages.models.sampling and storage.records.
 """
@@ -99,7 +102,7 @@ class Completion:
     tokens: np.ndarray
     """int32 [new]: sampled tokens, the EOS included."""
     logprobs: np.ndarray
-    """float32 [new]: log mu of each."""
+    """float32 [new]: log mu of each: the log of p (see the module), given all tokens before it."""
     versions: np.ndarray
     """int32 [new]: weights that sampled each."""
     finish_reason: FinishReason
@@ -150,8 +153,9 @@ class GenerationEngine(Protocol):
     def generate(self, requests: Iterable[Request]) -> Iterator[Completion]:
         """Yields rows as they finish. Thread-safe. A response ends with the EOS that it contains, or at its length. An
         iterator that is closed early takes its unfinished rows with it. Raises RequestError before any row of the call
-        runs; the iterator raises EngineLost (or another RuntimeError) if the engine stops, RowsLost, and
-        FloatingPointError for a row whose logits are not finite."""
+        runs, also for a version that the resident weights will not do for, and RuntimeError asleep. The iterator raises
+        EngineLost (or another RuntimeError) if the engine stops, RowsLost, and FloatingPointError for a row whose
+        logits are not finite."""
         ...
 
     def load_weights(self, version: int, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -162,14 +166,21 @@ class GenerationEngine(Protocol):
 
     def sleep(self) -> None:
         """Gives memory back, that which `Capabilities.sleeps` names; `wake` takes it again. Only without rows in
-        flight. Where the weights go too no version is resident (`NO_VERSION`) until the next `load_weights`."""
+        flight: raises RuntimeError. Where the weights go too no version is resident (`NO_VERSION`) until the next
+        `load_weights`, which comes after `wake`."""
         ...
 
-    def wake(self) -> None: ...
+    def wake(self) -> None:
+        """Takes the memory again, of an engine that sleeps."""
+        ...
 
-    def stats(self) -> EngineStats: ...
+    def stats(self) -> EngineStats:
+        """Counts begin anew. Thread-safe, also beside rows."""
+        ...
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Ends it with all its processes; callers that wait get RuntimeError. Twice is harmless."""
+        ...
 
 
 @runtime_checkable

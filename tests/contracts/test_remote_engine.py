@@ -40,9 +40,15 @@ SUPPORT = Path(__file__).resolve().parents[1] / "support"
 
 
 def make_served(
-    path: Path, slots: int = 4, *, silence_s: float = 60.0, python: str = sys.executable, **more: Any
+    path: Path,
+    slots: int = 4,
+    *,
+    silence_s: float = 60.0,
+    start_s: float = 600.0,
+    python: str = sys.executable,
+    **more: Any,
 ) -> RemoteEngine:
-    config = EngineConfig(python=python, slots=slots, silence_s=silence_s)
+    config = EngineConfig(python=python, slots=slots, silence_s=silence_s, start_s=start_s)
     settings = {"adapter": "served_llama:ServedLlama", "modules": SUPPORT, "extra": {}, **more}
     return cast(
         RemoteEngine, build_remote(str(path), config, stated=vllm_capabilities, max_seq=MAX_SEQ, threads=1, **settings)
@@ -131,6 +137,23 @@ def test_a_lost_server_is_told_and_ended(path: Path, fault: str, reason: str) ->
 def test_an_engine_that_cannot_start_shows_its_last_lines(path: Path) -> None:
     with pytest.raises(EngineLost, match=r"(?s)MemoryError: of 3 bytes, 4 are taken.*not enough memory for anything"):
         make_served(path, extra={"fault": "start"})
+
+
+def test_an_engine_that_is_stuck_in_its_start_is_given_up(path: Path) -> None:
+    """Though its server says every second that it is there."""
+    with pytest.raises(EngineLost, match=r"did not come up in 3 s"):
+        make_served(path, extra={"fault": "stuck"}, start_s=3.0)
+
+
+def test_what_a_server_has_started_ends_with_it(path: Path, tmp_path: Path) -> None:
+    """Also where the server has ended already: ranks of a tensor-parallel engine are processes of its own."""
+    engine = make_served(path, extra={"fault": "helped"}, log=tmp_path / "log")
+    with closing(engine):
+        (helper,) = re.findall(r"helper (\d+)", (tmp_path / "log").read_text())
+        process = psutil.Process(int(helper))
+        server_of(engine).kill()
+    psutil.wait_procs([process], timeout=60)
+    assert is_gone(process)
 
 
 @pytest.mark.parametrize("adapter", ["no_such_module:Engine", "served_llama:NoSuchEngine"])

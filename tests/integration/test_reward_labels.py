@@ -186,3 +186,30 @@ def test_a_row_that_cannot_be_labelled_is_named(
     error = capsys.readouterr().err
     assert said in error
     assert "rows.jsonl" in error
+
+
+def test_texts_with_separators_of_unicode_are_read_back(tmp_path: Path, served: Served) -> None:
+    """U+0085 and U+2028 end no line of JSON, and stand in texts from the web."""
+    file = tmp_path / "responses.jsonl"
+    texts = ["xx\x85y", "aa\u2028e"]
+    file.write_text(json.dumps({"prompt": "p\u2029", "responses": texts}) + "\n")
+    assert main([*arguments(tmp_path, served.url), f"responses.url={file}"]) == 0
+    (row,) = pairs(tmp_path / "labelled")
+    assert (row["prompt"], row["chosen"], row["rejected"]) == ("p\u2029", texts[1], texts[0])
+
+
+def test_another_rubric_in_the_same_file_is_refused(
+    tmp_path: Path, served: Served, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Half of the pairs would be labelled by another standard than the others."""
+    rubric = tmp_path / "rubric.txt"
+    rubric.write_text("{prompt}<<>>{first}<<>>{second}")
+    given = (responses(tmp_path, 2), "judge.args.rubric=null", f"judge.args.rubric_file={rubric}")
+    assert main([*arguments(tmp_path, served.url, *given)]) == 0
+    (tmp_path / "labelled" / "pairs.jsonl").unlink()
+    rubric.write_text("Which is shorter? {prompt}<<>>{first}<<>>{second}")
+    capsys.readouterr()
+    assert main([*arguments(tmp_path, served.url, *given)]) == 2
+    said = " ".join(capsys.readouterr().err.split())
+    assert "judge.args.rubric_file: given" in said
+    assert "its text is not the one that" in said

@@ -7,6 +7,8 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
+import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -31,6 +33,10 @@ class ServedLlama:
         if self._fault.get("fault") == "start":
             print("there is not enough memory for anything")
             raise MemoryError("of 3 bytes, 4 are taken")
+        if self._fault.get("fault") == "stuck":
+            threading.Event().wait()
+        if self._fault.get("fault") == "helped":
+            print("helper", subprocess.Popen(["sleep", "600"]).pid, flush=True)
         self.ready = Ready("llama", "1", {"dtype": settings.dtype}, "cpu")
 
     def add(self, row: ServedRow) -> None:

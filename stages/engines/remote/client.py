@@ -15,6 +15,7 @@ import dataclasses
 import itertools
 import queue
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -186,8 +187,11 @@ class RemoteEngine:
             self._server.channel.send(
                 "hello", protocol=PROTOCOL, adapter=settings.adapter, settings=dict(settings.server)
             )
+            over = time.monotonic() + settings.start_s  # beats come also while the engine is stuck in its start
             message = self._server.channel.receive(settings.start_s)
             while message is not None and message["kind"] == "beat":
+                if time.monotonic() >= over:
+                    raise TimeoutError
                 message = self._server.channel.receive(settings.start_s)
         except TimeoutError as error:
             raise self._lost(f"did not come up in {settings.start_s:g} s") from error

@@ -11,7 +11,7 @@ import socket
 import subprocess
 import tempfile
 from collections import deque
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import IO
 
@@ -55,6 +55,7 @@ class ServerProcess:
                     start_new_session=True,  # so that what it starts is ended with it
                 )
             self.channel = Channel(ours)
+            self._closed = False
             self._stack = stack.pop_all()
 
     def last_lines(self) -> str:
@@ -74,8 +75,10 @@ class ServerProcess:
 
     def close(self) -> None:
         """Ends it at once, with all that it started; its memory is free when this returns. Twice is harmless."""
-        if self.process.poll() is None:
-            os.killpg(self.process.pid, signal.SIGKILL)
+        if not self._closed:
+            with suppress(ProcessLookupError, PermissionError):  # nothing of it is left
+                os.killpg(self.process.pid, signal.SIGKILL)  # also where it has ended itself: its ranks may go on
+        self._closed = True
         self.process.wait()
         self.channel.close()
         self._stack.close()

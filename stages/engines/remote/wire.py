@@ -3,16 +3,17 @@
     frame    4 bytes, big-endian: the length of what follows; one MessagePack map with the key "kind"
     arrays   {"dtype": numpy's name, "shape": [...], "data": bytes in C order, little-endian}
 
-    client → server    hello     protocol, adapter, model, settings: first, once
+    client → server    hello     protocol, adapter, settings: first, once
                        generate  rows: each with an `id` that no other has
                        abort     ids: nobody waits for these rows any more
-                       load      call, version, file, tensors: where each lies in the file; the whole model
+                       load      call, version, tensors: the file that each lies in, and where; the whole model
                        sleep, wake, stats    call
                        close
-    server → client    ready     protocol, engine, version, device, facts: the answer to hello; or failed
-                       row       id, tokens, logprobs, stop: a finished response, as soon as it is
+    server → client    ready     protocol, engine, version, device, facts: the answer to hello
+                       row       id, tokens, logprobs: a finished response, as soon as it is
                        broken    id, error: a row that failed alone
-                       done      call, and what it gives; failed: call, error
+                       done      call, and what it gives
+                       failed    error: the last word, at the start or later
                        beat      once a second, by a thread of its own
 
 Both sides import this file, each in its own Python environment. May import the standard library, numpy and msgpack.

@@ -28,12 +28,14 @@ from stages.rewards.judges.rubric import Question
 from stages.rewards.judges.verdicts import Answer
 from stages.rewards.protocol import RewardFailed
 
-_AGAIN = frozenset({408, 425, 429, 500, 502, 503, 504})
-"""HTTP statuses that may pass."""
+_AGAIN = frozenset({408, 425, 429, *range(500, 600)})
+"""HTTP statuses that may pass (gateways have their own beyond 504)."""
 _SHORTEST_S, _LONGEST_S = 0.5, 30.0
 _SAID_EVERY_S = 10.0
 _SHOWN = 300
 """Characters of a server's message that a person is shown."""
+_LARGEST = 16 << 20
+"""Bytes of an answer: more is none."""
 
 
 @dataclass(frozen=True)
@@ -145,7 +147,8 @@ async def _until_answered(
         if isinstance(outcome, Answer):
             patience.answered = now
             return Received(outcome, round(now - started, 3), attempts)
-        wait_s = min(_LONGEST_S, _SHORTEST_S * 2 ** (attempts - 1)) if outcome.wait_s is None else outcome.wait_s
+        longer_s = min(_LONGEST_S, _SHORTEST_S * 2.0 ** min(attempts - 1, 30))
+        wait_s = longer_s if outcome.wait_s is None else max(outcome.wait_s, _SHORTEST_S)
         if wait_s >= patience.left_s(now):
             asks = "" if outcome.wait_s is None else f" It asks to be left alone for {wait_s:g} s."
             raise RewardFailed(
@@ -170,13 +173,16 @@ async def _request(session: Any, url: str, asked: Asked, limit_s: float, key: st
             timeout=aiohttp.ClientTimeout(total=limit_s),
             allow_redirects=False,
         ) as response:
-            status, text, asks = response.status, await response.text(), response.headers.get("Retry-After")
+            status, asks = response.status, response.headers.get("Retry-After")
+            text = await _read_text(response)
     except TimeoutError:
         return _Refusal(f"no answer within {limit_s:g} s", None)
     except (aiohttp.ClientError, OSError) as error:
         return _Refusal(_without(key, f"{type(error).__name__}: {error}"), None)
     except ValueError as error:
         return _Refusal(_without(key, f"its answer is no text: {error}"), None)
+    if text is None:
+        return _Refusal(f"HTTP {status}, and more than {_LARGEST >> 20} MiB", None)
     said = f"HTTP {status}: {_without(key, ' '.join(text.split()))[:_SHOWN]}"
     if status in _AGAIN:
         return _Refusal(said, None if asks is None else retry_after_s(asks, time.time()))
@@ -188,12 +194,22 @@ async def _request(session: Any, url: str, asked: Asked, limit_s: float, key: st
         answer = Answer(
             _without(key, str(choice["message"].get("content") or "")), _likeliest(choice) if wants else None
         )
-    except (ValueError, KeyError, IndexError, TypeError, AttributeError):
+    except (ValueError, KeyError, IndexError, TypeError, AttributeError, OverflowError, RecursionError):
         return _Refusal(f"no chat completion, but {said}", None)
     if wants and answer.likeliest == ():
         need = "its server offers no top_logprobs, by which read: likelihood judges: read: text"
         raise RewardFailed(f"the judge at {url} answered {asked.question} without them: {need}")
     return answer
+
+
+async def _read_text(response: Any) -> str | None:
+    """None where it is larger than any answer. JSON is UTF-8; what comes with an error's status may be anything."""
+    data = bytearray()
+    async for part in response.content.iter_chunked(1 << 16):
+        data += part
+        if len(data) > _LARGEST:
+            return None
+    return data.decode("utf8", "strict" if response.status == 200 else "replace")
 
 
 def retry_after_s(header: str, now: float) -> float | None:
@@ -207,10 +223,17 @@ def retry_after_s(header: str, now: float) -> float | None:
 
 
 def _likeliest(choice: Mapping[str, Any]) -> tuple[tuple[str, float], ...]:
-    """Of the first token; empty where the server gave none."""
+    """Of the first token, those that it may be; empty where the server gave none. Raises ValueError for log-probs that
+    are no numbers."""
     content = (choice.get("logprobs") or {}).get("content") or ()
     top = content[0].get("top_logprobs") or () if content else ()
-    return tuple((str(one["token"]), float(one["logprob"])) for one in top)
+    named = [(str(one["token"]), float(one["logprob"])) for one in top]
+    if any(math.isnan(log_prob) or log_prob == math.inf for _, log_prob in named):
+        raise ValueError("log-probs that are no numbers")
+    possible = tuple((token, log_prob) for token, log_prob in named if log_prob > -math.inf)
+    if named and not possible:
+        raise ValueError("no token is possible")
+    return possible
 
 
 def _without(key: str | None, text: str) -> str:

@@ -91,8 +91,7 @@ class TrtllmAdapter:
         return [task.result() for task in done]
 
     def load(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        while self._tasks:  # rows that were given up
-            self.step()
+        self._drain()
         stream = dict(tensors)
         if _HEAD not in stream:  # tied: named, or it may stay what it was
             stream[_HEAD] = stream[_EMBEDDING]
@@ -109,6 +108,7 @@ class TrtllmAdapter:
 
     def sleep(self) -> None:
         if self._api.sleep_tags:
+            self._drain()
             self._has_weights = False
             self._loop.run_until_complete(self._llm.release(list(self._api.sleep_tags)))
 
@@ -125,6 +125,11 @@ class TrtllmAdapter:
         self._loop.close()
 
     # ---- how ----
+
+    def _drain(self) -> None:
+        """Rows that were given up read weights and cache to their end."""
+        while self._tasks:
+            self.step()
 
     async def _start(self) -> Any:
         settings, api = self._settings, self._api

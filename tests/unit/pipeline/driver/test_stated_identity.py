@@ -105,6 +105,20 @@ def test_a_model_may_lie_elsewhere_if_it_is_the_same(folder: Path) -> None:
     assert refused.value.key == "model.reference_path"
 
 
+def test_another_rubric_in_the_same_file_is_refused(folder: Path) -> None:
+    """Half of the steps would be judged by another standard than the others."""
+    rubric = folder / "rubric.txt"
+    rubric.write_text("How kind is {response}?")
+    args = f"{{url: 'http://h/v1', model: m, rubric_file: {rubric}, on_unparsed: 0}}"
+    config = load(folder, f"evaluate.reward.parts={{judged: {{kind: judge, weight: 1.0, args: {args}}}}}")
+    write_identity(config.run_dir, state(config, prompts()).identity)
+    assert state_again(config, prompts(), ledger(folder)).changed == ()
+    rubric.write_text("How short is {response}?")
+    with pytest.raises(ConfigError, match="its files are not those that the run began with: rubric: ") as refused:
+        state_again(config, prompts(), ledger(folder))
+    assert refused.value.key.endswith("judged.args.rubric_file")
+
+
 def test_other_prompts_are_refused(folder: Path) -> None:
     begin(folder)
     with pytest.raises(ConfigError, match=r"^prompts.url: .*is not what .* began with"):

@@ -132,6 +132,18 @@ def test_a_gang_that_lost_its_workers_keeps_its_turn_while_it_has_something_to_d
     assert set(played.out.values()) - {"score"} == {"generate"}
 
 
+def test_a_shard_whose_rows_are_in_another_replica_keeps_the_turn() -> None:
+    """It has no slot any more, and its rows are on the devices all the same."""
+    played = generating(spec(0, steps=2, shards=2, eval_every=0))
+    played.dispatch.release_slot(Address("generate", 0, 0))
+    played.finish(Address("generate", 0, 1))
+    played.go_on()  # the reference has the other shard to read
+    assert not played.passes
+    played.finish(Address("generate", 0, 0))
+    played.go_on()
+    assert played.passes == [Pass("generate", "train")]
+
+
 def test_a_replica_that_takes_turns_cannot_be_spared() -> None:
     """Overdue, it would stay on devices that another gang is to have."""
     spared = []

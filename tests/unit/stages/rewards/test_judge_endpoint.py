@@ -4,6 +4,7 @@ judge that answers rubbish, is slow, rate-limits or vanishes."""
 from __future__ import annotations
 
 import json
+import math
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -115,13 +116,17 @@ def test_rubbish_is_counted_and_gets_the_stated_score() -> None:
         Reply("slow down", 429),
         Reply("loading", 503, {"Retry-After": "Thu, 01 Jan 1970 00:00:00 GMT"}),
         Reply("<html>gateway</html>", 502),
+        Reply("overloaded", 529),
         Reply("", cut=True),
         Reply("<html>hello</html>"),
         Reply('{"choices": []}'),
         Reply('{"error": "overloaded"}'),
         Reply("[1]"),
+        Reply("[" * 100_000),
+        Reply("x" * (endpoint._LARGEST + 1)),
+        Reply("slow down", 429, {"Retry-After": "nan"}),
     ],
-    ids=lambda reply: f"{reply.status} {reply.body or 'cut'} {dict(reply.headers)}",
+    ids=lambda reply: f"{reply.status} {reply.body[:40] or 'cut'} {dict(reply.headers)}",
 )
 def test_what_may_pass_is_tried_again(passing: Reply, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with serving(turns(passing, passing, by_length)) as served:
@@ -130,6 +135,27 @@ def test_what_may_pass_is_tried_again(passing: Reply, tmp_path: Path, capsys: py
     (record,) = records(tmp_path)
     assert record["attempts"] == 3
     assert capsys.readouterr().err.count("row 0 (prompt 'p') is asked again in ") == 1, "twice within 10 s is said once"
+
+
+@pytest.mark.parametrize("odd", [math.nan, math.inf])
+def test_log_probs_that_are_no_numbers_are_no_answer(odd: float, tmp_path: Path) -> None:
+    """Kept, they would be met again by every resume."""
+    with serving(turns(completion("5", [("5", odd), ("1", -1.0)]), completion("5", LIKELIEST))) as served:
+        assert 3.9 < scores(judge_of(served, read="likelihood", cache=str(tmp_path)), "a")[0] < 4.0
+    assert len(records(tmp_path)) == 1
+
+
+def test_a_token_that_is_impossible_is_none_of_the_likeliest() -> None:
+    with serving(lambda body: completion("the", [("the", -0.1), ("5", -math.inf)])) as served:
+        assert scores(judge_of(served, read="likelihood"), "a") == [-1.0]
+
+
+def test_a_server_that_asks_for_no_pause_is_not_hammered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(endpoint, "_SHORTEST_S", 0.05)
+    busy = Reply("later", 429, {"Retry-After": "0"})
+    with serving(lambda body: busy) as served, pytest.raises(RewardFailed, match="HTTP 429"):
+        judge_of(served, timeout_s=0.3, patience_s=0.3)(samples("a"))
+    assert len(served.asked) <= 7
 
 
 def test_what_cannot_pass_ends_it_at_once_and_names_the_row() -> None:

@@ -109,6 +109,8 @@ class AsyncLLM:
     async def release(self, tags: list[str]) -> None:
         if not self._can_sleep:
             raise ValueError("enable_sleep is false")
+        if self._requests:
+            raise RuntimeError("rows are running")
         self._asleep |= {ExecutorMemoryType(tag).value for tag in tags}
         self._llama._weights = {name: torch.full_like(t, 1e4) for name, t in self._llama._weights.items()}
 

@@ -1,0 +1,14 @@
+"""A score or a KL in words: one way of writing them for tables, headlines and descriptions. Pure. Standard library
+only."""
+
+from __future__ import annotations
+
+_SMALLEST, _LARGEST = 0.0005, 1e6
+"""Between them three decimals say something and are not too many."""
+
+
+def three(value: float, *, sign: bool = False) -> str:
+    """With three decimals; what would be 0.000 though it is not, or have more than six digits before the point, with
+    three significant ones: 0.250, 3.1e-05, 1.25e+30, nan. `sign`: + in front of what is not negative."""
+    kind = ".3f" if value == 0 or _SMALLEST <= abs(value) < _LARGEST else ".3g"
+    return f"{value:{'+' if sign else ''}{kind}}"

@@ -99,7 +99,7 @@ def test_control_characters_of_a_response_reach_no_terminal() -> None:
 
 @pytest.mark.parametrize(
     ("value", "said"),
-    [(0.25, "0.250"), (-3.0, "-3.000"), (0.0, "0.000"), (3.1e-5, "3.1e-05"), (1.25e30, "1.25e+30"),
+    [(0.25, "0.250"), (-3.0, "-3.000"), (0.0, "0.000"), (-1e-8, "0.000"), (3.1e-5, "3.1e-05"), (1.25e30, "1.25e+30"),
      (999_999.0, "999999.000"), (float("nan"), "nan"), (float("-inf"), "-inf")],
 )  # fmt: skip
 def test_a_score_is_never_long_nor_rounded_away(value: float, said: str) -> None:

@@ -11,7 +11,7 @@ _NOTHING = 1e-6
 
 def three(value: float, *, sign: bool = False) -> str:
     """With three decimals; what would be 0.000 though it is more than rounding, or have more than six digits before
-    the point, with three significant ones: 0.250, 3.1e-05, 1.25e+30, nan. `sign`: + in front of what is not negative."""
+    the point, with three significant ones: 0.250, 3.1e-05, 1.25e+30, nan. `sign`: + in front of what is not below 0."""
     if abs(value) < _NOTHING:
         value = 0.0  # and not -0.000
     kind = ".3f" if value == 0 or _SMALLEST <= abs(value) < _LARGEST else ".3g"

@@ -15,6 +15,7 @@ from rich.text import Text
 from pipeline.cli.exit_codes import BAD_INPUT, INTERRUPTED, STAGE_FAILED
 from pipeline.config.errors import ConfigError
 from pipeline.driver.context import StageFailed
+from pipeline.observe.visible import visible
 from pipeline.workers.errors import ReplayMismatch
 from storage.errors import StoreError
 
@@ -37,11 +38,11 @@ def output() -> Console:
 
 
 def print_line(text: str) -> None:
-    """One line of output, as it is: no markup, and not folded."""
-    output().print(text, markup=False, highlight=False, soft_wrap=True)
+    """One line of output, as it is: no markup, and not folded; control characters can be seen, and do nothing."""
+    output().print(visible(text), markup=False, highlight=False, soft_wrap=True)
 
 
 def complain(what: str, text: str, code: int) -> int:
     """One message on stderr, on one line however long (a terminal folds it); returns the exit code."""
-    Console(stderr=True).print(Text.assemble((what, "bold red"), " ", text), soft_wrap=True)
+    Console(stderr=True).print(Text.assemble((what, "bold red"), " ", visible(text)), soft_wrap=True)
     return code

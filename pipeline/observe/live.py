@@ -8,7 +8,7 @@ one JSON object a line for programs (`--json-lines`; docs/running.md has the fie
     generate   generate 13.0 (4 s), generate 13.1 (1 s)
     train      idle: update_policy 12.0 waits for score 12.1 (running)
 
-May import rich, pipeline.observe.{health, journal}.
+May import rich, pipeline.observe.{health, journal, visible}.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from rich.text import Text
 
 from pipeline.observe.health import REMEMBERED, findings, sparkline
 from pipeline.observe.journal import Event, EventKind
+from pipeline.observe.visible import visible
 
 HEADLINE = (
     ("reward/mean", "reward", ""),
@@ -82,6 +83,8 @@ class Screen:
         if self.json_lines:
             about = _finite({"t": round(self.now(), 3), "event": kind, **fields})
             line = json.dumps(about, ensure_ascii=False, allow_nan=False)
+        elif isinstance(line, str):
+            line = visible(line)
         self.console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
@@ -216,7 +219,7 @@ class Progress:
 
     def alarm(self, text: str) -> None:
         """Something is wrong that does not end the run: it stays on the screen, above the panel."""
-        self._tell("alarm", Text(f"ALARM: {text}", style="bold red"), text=text)
+        self._tell("alarm", Text(visible(f"ALARM: {text}"), style="bold red"), text=text)
 
     def render(self) -> RenderableType:
         """The live panel as it is now."""

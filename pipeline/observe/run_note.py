@@ -1,12 +1,13 @@
 """What MLflow shows of a run as its description: what it is, how it was started, what it came to. Pure; markdown.
 
-May import pipeline.observe.summary and the standard library.
+May import pipeline.observe.{decimals, summary} and the standard library.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
+from pipeline.observe.decimals import three
 from pipeline.observe.summary import Summary
 
 
@@ -30,10 +31,10 @@ def result_text(status: str, summary: Summary | None, ended: str = "") -> str:
     parts = [f"{status.lower()} after {summary.steps} steps in {summary.wall_s:.0f} s{why}"]
     if summary.eval is not None:
         t = "" if summary.eval.paired_t is None else f", paired t {summary.eval.paired_t:.1f}"
-        change = f"{summary.eval.before:.3f} → {summary.eval.after:.3f}"
+        change = f"{three(summary.eval.before)} → {three(summary.eval.after)}"
         parts.append(f"held-out reward {change} ({summary.eval.num_prompts} prompts{t})")
     if summary.kl_final is not None:
-        parts.append(f"KL to the reference {summary.kl_final:.3f} nats per response")
+        parts.append(f"KL to the reference {three(summary.kl_final)} nats per response")
     if summary.steps:
         parts.append(f"{summary.samples_per_s:.2f} responses/s, overlap of gangs {summary.overlap_fraction:.0%}")
     if summary.trainer_losses:

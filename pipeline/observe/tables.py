@@ -1,6 +1,6 @@
 """The tables a person reads: at the end of a run, and from `stageline inspect`. Plain inputs, rich tables out.
 
-May import rich, pipeline.observe.responses and pipeline.observe.summary.
+May import rich and pipeline.observe.{decimals, responses, summary, visible}.
 """
 
 from __future__ import annotations
@@ -13,8 +13,10 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from pipeline.observe.decimals import three
 from pipeline.observe.responses import ResponsePair
 from pipeline.observe.summary import Summary
+from pipeline.observe.visible import visible
 
 
 @dataclass(frozen=True)
@@ -62,21 +64,21 @@ def summary_rows(summary: Summary) -> list[tuple[str, str]]:
     if summary.eval is not None:
         e = summary.eval
         t = f", paired t {e.paired_t:.1f}" if e.paired_t is not None else ""
-        rows.append(("held-out reward", f"{e.before:.3f} → {e.after:.3f}  ({e.num_prompts} prompts{t})"))
+        rows.append(("held-out reward", f"{three(e.before)} → {three(e.after)}  ({e.num_prompts} prompts{t})"))
     if summary.evaluations and len(summary.evaluations[-1].parts) > 1:
         first, last = summary.evaluations[0].parts, summary.evaluations[-1].parts
-        parts = (f"{name} {first[name]:.3f} → {mean:.3f}" for name, mean in last.items() if name in first)
+        parts = (f"{name} {three(first[name])} → {three(mean)}" for name, mean in last.items() if name in first)
         rows.append(("held-out parts", ", ".join(parts)))
     if summary.best is not None:
         best = summary.best
-        kl = "" if best.kl is None else f", KL {best.kl:.3f}"
-        rows.append(("best version", f"v{best.version}: held-out reward {best.reward:.3f}{kl}"))
+        kl = "" if best.kl is None else f", KL {three(best.kl)}"
+        rows.append(("best version", f"v{best.version}: held-out reward {three(best.reward)}{kl}"))
     elif summary.evaluations:
         rows.append(("best version", "none: no evaluated version is within evaluate.select.max_kl"))
     if summary.reward:
-        rows.append(("training reward", f"{summary.reward[0]:.3f} → {summary.reward[-1]:.3f}"))
+        rows.append(("training reward", f"{three(summary.reward[0])} → {three(summary.reward[-1])}"))
     if summary.kl_final is not None:
-        rows.append(("KL to the reference", f"{summary.kl_final:.3f} nats per response at the end"))
+        rows.append(("KL to the reference", f"{three(summary.kl_final)} nats per response at the end"))
     before, after = summary.distinct_bigrams["before"], summary.distinct_bigrams["after"]
     if before is not None and after is not None:
         rows.append(("distinct bigrams", f"{before:.1%} → {after:.1%} of the held-out responses"))
@@ -107,9 +109,9 @@ def responses_table(pairs: Sequence[ResponsePair]) -> Table:
         table.add_column(heading, ratio=1, overflow="fold")
     for pair in pairs:
         table.add_row(
-            Text(pair.prompt),
-            Text.assemble((f"{pair.before_score:+.3f} ", "bold"), pair.before),
-            Text.assemble((f"{pair.after_score:+.3f} ", "bold"), pair.after),
+            Text(visible(pair.prompt)),
+            Text.assemble((f"{three(pair.before_score, sign=True)} ", "bold"), visible(pair.before)),
+            Text.assemble((f"{three(pair.after_score, sign=True)} ", "bold"), visible(pair.after)),
         )
     return table
 
@@ -138,12 +140,12 @@ def inspect_table(rows: Sequence[InspectRow], title: str) -> Table:
     for r in rows:
         of_parts = (_number(r.parts.get(name)) for name in parts)
         numbers = (_number(r.score), *of_parts, _number(r.kl), r.version, _number(r.advantage))
-        table.add_row(str(r.row), Text(r.prompt), Text(r.response), *numbers)
+        table.add_row(str(r.row), Text(visible(r.prompt)), Text(visible(r.response)), *numbers)
     return table
 
 
 def _number(value: float | None) -> str:
-    return "-" if value is None else f"{value:.3f}"
+    return "-" if value is None else three(value)
 
 
 def memory_table(

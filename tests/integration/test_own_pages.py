@@ -99,10 +99,11 @@ def test_the_tutorial_ends_in_a_compared_pair(capsys: pytest.CaptureFixture[str]
             assert main([*arguments, *HERE] if arguments[0] == "run" else arguments) == 0, line
     assert commands == [
         "python make_model.py", "python make_questions.py", "stageline check", "stageline run", "stageline run",
-        "stageline inspect", "stageline replay", "stageline check", "stageline export",
+        "stageline inspect", "stageline replay", "stageline check", "stageline report", "stageline export",
     ]  # fmt: skip
     out = capsys.readouterr().out
     assert "own.yaml: would run (72 prompts to train on, 8 held out)" in out
     assert "identical: difference must be 0" in out
     assert "weak - strong: " in out
+    assert Path("pair.html").read_text("utf8").startswith("<!doctype html>")
     assert "model.safetensors" in {path.name for path in Path("weak-model").iterdir()}

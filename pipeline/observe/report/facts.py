@@ -11,6 +11,9 @@ from typing import Any
 from pipeline.observe.journal import Event, EventKind
 from pipeline.observe.report.redaction import without_credentials
 
+_MOST_FAILURES, _LONGEST = 3, 300
+"""The last ones, and so many characters of each: all of it is below, among what went wrong."""
+
 
 @dataclass(frozen=True)
 class Fact:
@@ -51,6 +54,21 @@ def state_of(events: Sequence[Event], steps_done: int, steps: int) -> str:
     if finished or steps_done == steps:
         return f"finished: {steps_done} steps"
     return f"not finished: {steps_done} of {steps} steps"
+
+
+def failures(events: Sequence[Event]) -> list[str]:
+    """What failed since the last driver began and was not made again: why a run that is not finished has ended."""
+    failed: dict[tuple[str | None, int | None, int], Event] = {}
+    for event in events:
+        node = (event.stage, event.step, event.shard or 0)
+        if event.kind is EventKind.RUN_STARTED:
+            failed.clear()
+        elif event.kind is EventKind.FAILED:
+            failed[node] = event
+        elif event.kind is EventKind.FINISHED:
+            failed.pop(node, None)
+    shown = [*failed.values()][-_MOST_FAILURES:]
+    return [f"{e.stage} of step {e.step} failed: {(e.detail or '').partition(chr(10))[0][:_LONGEST]}" for e in shown]
 
 
 def _times(events: Sequence[Event]) -> list[tuple[str, str]]:

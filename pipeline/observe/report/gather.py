@@ -17,7 +17,7 @@ from pipeline.observe.history import History
 from pipeline.observe.journal import EventKind
 from pipeline.observe.report.comparison import HeldOutScores
 from pipeline.observe.report.curves import MOST_POINTS, RunCurves, run_curves
-from pipeline.observe.report.facts import Fact, run_facts, state_of
+from pipeline.observe.report.facts import Fact, failures, run_facts, state_of
 from pipeline.observe.report.headline import Headline, headlines
 from pipeline.observe.report.mismatches import TokenMismatch, worst_mismatches
 from pipeline.observe.report.numbers import evenly, number
@@ -68,6 +68,7 @@ class RunContents:
     samples: Samples
     held_out: HeldOutPairs | None
     mismatches: Sequence[TokenMismatch] | None
+    """None where the trainer's log-probs are not recomputed; empty where no step has them yet."""
     troubles: RunTroubles
     remarks: Sequence[str]
 
@@ -84,7 +85,7 @@ def gather(source: RunSource, budget: SampleBudget, most_executions: int = MOST_
     """Reads what the page shows. A step whose rows cannot be read is left out, with a remark. Raises StoreError where
     an evaluation or a commit record is damaged."""
     history, events = source.history, source.events
-    remarks = list(source.remarks)
+    remarks = [*failures(events), *source.remarks]
     done = history.steps_done()
     evaluations = history.evaluations()
     drawn = [done[i] for i in evenly(len(done), MOST_POINTS)]
@@ -110,7 +111,7 @@ def gather(source: RunSource, budget: SampleBudget, most_executions: int = MOST_
         stage_s={stage: number(seconds) for stage, seconds in source.summary.stage_s.items()},
         samples=sample(read, stored, source.decode, budget, {(one.step, one.row) for one in worst or ()}),
         held_out=_held_out(source, evaluations, budget.held_out),
-        mismatches=worst,
+        mismatches=(worst or []) if history.spec.recompute_logprobs else None,
         troubles=troubles,
         remarks=remarks,
     )

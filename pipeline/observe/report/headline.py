@@ -1,5 +1,5 @@
 """The numbers that a run is judged by, each with its uncertainty. Pure functions of what is given. May import this
-folder and pipeline.observe.{evaluations, summary}.
+folder and pipeline.observe.{decimals, evaluations, summary}.
 
 Held-out scores are compared by prompt (the first evaluated version with the last), so that what differs between
 prompts is not counted as uncertainty: gain ± standard error of the differences, t = gain / standard error.
@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from pipeline.observe.decimals import three
 from pipeline.observe.evaluations import Evaluation
 from pipeline.observe.report.numbers import standard_error
 from pipeline.observe.report.rows import StepRows
@@ -79,7 +80,7 @@ def _held_out(evaluations: Sequence[Evaluation]) -> list[Headline]:
         text = f"paired t {'-' if t is None else f'{t:.1f}'} over {len(differences)} prompts"
         found.append(Headline("gain", "held-out gain", _plus_minus(gain, standard_error(differences), sign=True), text))
     if last.kl is not None:
-        found.append(Headline("held_out_kl", "held-out KL", f"{last.kl:.3f}", f"nats per response, v{last.version}"))
+        found.append(Headline("held_out_kl", "held-out KL", three(last.kl), f"nats per response, v{last.version}"))
     return found
 
 
@@ -87,8 +88,8 @@ def _best(summary: Summary) -> list[Headline]:
     best = summary.best
     if best is None:
         return []
-    kl = "" if best.kl is None else f", KL {best.kl:.3f}"
-    return [Headline("best", "best version", f"v{best.version}", f"held-out score {best.reward:.3f}{kl}")]
+    kl = "" if best.kl is None else f", KL {three(best.kl)}"
+    return [Headline("best", "best version", f"v{best.version}", f"held-out score {three(best.reward)}{kl}")]
 
 
 def _versions(evaluation: Evaluation) -> str:
@@ -100,8 +101,8 @@ def _score_error(rows: StepRows | None) -> float | None:
 
 
 def _plus_minus(value: float, error: float | None, *, sign: bool = False) -> str:
-    shown = f"{value:+.3f}" if sign else f"{value:.3f}"
-    return shown if error is None else f"{shown} ± {error:.3f}"
+    shown = three(value, sign=sign)
+    return shown if error is None else f"{shown} ± {three(error)}"
 
 
 def _clock(seconds: float) -> str:

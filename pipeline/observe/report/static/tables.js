@@ -32,7 +32,7 @@ function heldOut(run) {
 
 function mismatches(run, browser) {
   if (!run.mismatches) return note("The trainer's log-probs are not recomputed in this run (ppo.proximal), so that nothing is there to compare.");
-  if (!run.mismatches.length) return note("No tokens were read.");
+  if (!run.mismatches.length) return note("No step that was read has the trainer's log-probs.");
   const open = (one) => h("button", { type: "button", class: "link", onclick: () => browser.open(one.step, one.row) }, `step ${one.step}, row ${one.row}`);
   const inSample = (one) => run.samples.rows.some((row) => row.step === one.step && row.row === one.row);
   const rows = run.mismatches.map((one) => [

@@ -4,12 +4,15 @@ import dataclasses
 import io
 from pathlib import Path
 
+import pytest
 from rich.console import Console, RenderableType
 
+from pipeline.observe.decimals import three
 from pipeline.observe.evaluations import EvaluatedVersion
 from pipeline.observe.responses import ResponsePair
 from pipeline.observe.summary import EvalSummary, StalenessSummary, Summary, TrainerLoss
 from pipeline.observe.tables import InspectRow, end_of_run, inspect_table, summary_rows
+from pipeline.observe.visible import visible
 
 SUMMARY = Summary(
     steps=2, wall_s=10.0, samples_per_s=1.6, tokens_per_s=10.0, stage_s={"generate": 6.0, "update_policy": 7.0},
@@ -78,3 +81,27 @@ def test_inspect_rows() -> None:
     rows = [InspectRow(3, "p [b]", "r", 0.5, 1.25, "2-3", None)]
     cells = [c.strip() for c in _text(inspect_table(rows, "step 2")).splitlines()[4].strip("│").split("│")]
     assert cells == ["3", "p [b]", "r", "0.500", "1.250", "2-3", "-"]
+
+
+def test_control_characters_of_a_response_reach_no_terminal() -> None:
+    """It is untrusted: it must not colour, overwrite or turn what is around it."""
+    hostile = "a\x1b[31mred\x07 \x00 \x9b2J \u202eturned\u2066 \u2028 \x7f"
+    shown = "a␛[31mred␇ ␀ \\x9b2J \\u202eturned\\u2066 \\u2028 ␡"
+    assert visible(hostile) == shown
+    assert visible("two\nlines\tand é 漢 👩\u200d🚀") == "two\nlines\tand é 漢 👩\u200d🚀"
+    pairs = [ResponsePair(hostile, hostile, -0.5, hostile, 0.75)]
+    end = _text(end_of_run(SUMMARY, pairs, {}), width=400)
+    rows = _text(inspect_table([InspectRow(3, hostile, hostile, 0.5, 1.25, "2", None)], "step 2"), width=400)
+    for text, times in ((end, 3), (rows, 2)):
+        assert text.count(shown) == times
+        assert not set(text) & set(hostile) - set(shown)
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [(0.25, "0.250"), (-3.0, "-3.000"), (0.0, "0.000"), (-1e-8, "0.000"), (3.1e-5, "3.1e-05"), (1.25e30, "1.25e+30"),
+     (999_999.0, "999999.000"), (float("nan"), "nan"), (float("-inf"), "-inf")],
+)  # fmt: skip
+def test_a_score_is_never_long_nor_rounded_away(value: float, said: str) -> None:
+    assert three(value) == said
+    assert three(abs(value), sign=True).startswith("+") or value != value

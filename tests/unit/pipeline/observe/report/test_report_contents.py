@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from pipeline.observe.journal import Event, EventKind
-from pipeline.observe.report.facts import run_facts, state_of
+from pipeline.observe.report.facts import failures, run_facts, state_of
 from pipeline.observe.report.gather import gather
 from pipeline.observe.report.samples import SampleBudget
 from pipeline.observe.report.source import RunSource
@@ -115,10 +115,20 @@ def test_how_far_a_run_came() -> None:
     assert state_of([started, ended, started], 2, 4) == "not finished: 2 of 4 steps"
 
 
+def test_what_failed_and_was_not_made_again_is_said_first() -> None:
+    def event(t: float, kind: EventKind, stage: str, detail: str | None = None) -> Event:
+        return Event(t, kind, stage, 2, 1, detail=detail)
+
+    retried = [event(1.0, EventKind.FAILED, "score", "its worker died"), event(2.0, EventKind.FINISHED, "score")]
+    raised = event(3.0, EventKind.FAILED, "value", "ValueError: <b>\nTraceback")
+    assert failures([*retried, raised]) == ["value of step 2 failed: ValueError: <b>"]
+    assert failures([*retried, raised, Event(4.0, EventKind.RUN_STARTED)]) == []
+
+
 def test_a_run_that_died_at_step_0(tmp_path: Path) -> None:
     shown = gather(write_run(tmp_path, WrittenRun(done=0)), SampleBudget()).contents
     assert shown.state == "not finished: 0 of 4 steps"
-    assert (shown.timeline, shown.held_out, shown.mismatches) == (None, None, None)
+    assert (shown.timeline, shown.held_out, shown.mismatches) == (None, None, [])
     assert (shown.samples.rows, shown.curves.steps) == ([], [])
     assert "no step was finished: there are no curves" in shown.remarks
     assert any("no version was evaluated" in remark for remark in shown.remarks)

@@ -187,7 +187,8 @@ def test_a_run_that_is_requeued_again_and_again_is_the_same_run(
 def test_a_node_that_fails_is_replaced_and_a_cancelled_job_leaves_nothing(
     slurm: SlurmCluster, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    config, job = submitted(folder, "failing", "steps=60", "cluster.arrival_timeout_s=30", *QUIET)
+    """Slurm ends the ranks' step with the node: nobody waits until the rank is overdue."""
+    config, job = submitted(folder, "failing", "steps=60", "cluster.arrival_timeout_s=3600", *QUIET)
     wait_for_update(slurm, job, 0, config)
     slurm.kill_node("n2")
     eventually(lambda: slurm.show(job)["Restarts"] == "1", f"the gang cannot go on without its rank: {printed(config)}")

@@ -1,24 +1,23 @@
 """`python -m benchmarks.noop_driver COMMAND...`: `stageline COMMAND...`, whose stages compute nothing.
 
-Workers are as ever: the driver names the runtime that they are built with. What the driver's process takes (CPU seconds,
-all of its threads and Dask's scheduler among them; resident memory) is sampled with every node that is done, and written
-to `driver_cost.json` in the directory of the run.
+Workers are as ever: the driver names the runtime that they are built with. What the driver's process takes (CPU
+seconds, all of its threads and Dask's scheduler among them; resident memory) is sampled with every node that is done,
+and written to `driver_cost.json` in the run's directory.
 """
 
 from __future__ import annotations
 
+import importlib
 import json
 import sys
 import time
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import psutil
 
-import pipeline.driver.run
 from pipeline.cli.main import main
-from pipeline.config.run import RunConfig
-from pipeline.driver.context import ExecutorSettings
 from pipeline.graph.flow import Flow
 from pipeline.graph.graph import Node
 
@@ -27,40 +26,37 @@ FILE = "driver_cost.json"
 
 @dataclass
 class DriverCost:
-    """From one node that was done to another."""
+    """An entry for each node that was done."""
 
     at_s: list[float] = field(default_factory=list)
-    """Of the first node that was done, and of the newest: since the epoch."""
+    """Since the epoch."""
     cpu_s: list[float] = field(default_factory=list)
     """Of the driver's process until then."""
-    nodes: int = 0
-    """Done after the first one."""
     memory_bytes: int = 0
-    """Resident, at the newest."""
+    """Resident, at the end."""
 
     def take(self) -> None:
-        now, spent = time.time(), time.process_time()
-        if self.at_s:
-            self.at_s[1:], self.cpu_s[1:] = [now], [spent]
-            self.nodes += 1
-        else:
-            self.at_s, self.cpu_s = [now, now], [spent, spent]
+        self.at_s.append(time.time())
+        self.cpu_s.append(time.process_time())
 
 
 def command(arguments: list[str]) -> int:
     """Runs one of Stageline's commands; returns its exit code."""
-    settings, over, cost = pipeline.driver.run._executor_settings, Flow.done, DriverCost()
+    if arguments[:1] == ["worker"]:  # which needs no torch, and there are many
+        return main(arguments)
+    driver, over, cost = importlib.import_module("pipeline.driver.run"), Flow.done, DriverCost()
+    settings = driver._executor_settings
     run_dirs: list[Path] = []
 
-    def noop_settings(config: RunConfig) -> ExecutorSettings:
+    def noop_settings(config: Any) -> Any:
         run_dirs.append(config.run_dir)
-        return ExecutorSettings(**{**vars(settings(config)), "runtime": "benchmarks.noop_runtime:NoopRuntime"})
+        return replace(settings(config), runtime="benchmarks.noop_runtime:NoopRuntime")
 
     def counted(flow: Flow, node: Node) -> None:
         over(flow, node)
         cost.take()
 
-    pipeline.driver.run._executor_settings = noop_settings  # type: ignore[assignment]
+    vars(driver)["_executor_settings"] = noop_settings
     Flow.done = counted  # type: ignore[method-assign]
     code = main(arguments)
     if run_dirs:

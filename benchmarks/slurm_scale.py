@@ -1,20 +1,22 @@
-"""What the driver costs with many workers on Slurm: one job, one `srun` for a pool of many replicas, stages that compute
-nothing, through the real scripts, driver, TLS, ledger and journal.
+"""What the driver costs with many workers on Slurm: one job, one `srun` for a pool of many replicas, stages that
+compute nothing, through the real script, driver, TLS, ledger and journal.
 
 Needs a Slurm whose commands are on the path, and this directory on a filesystem that its nodes mount (`--runs-dir`).
 Reported, of one run:
 
-    wall time a node     from the first node that is done to the last, over the nodes in between: with the workers'
-                         processes on the machine of the driver, their time for joining, waiting and answering is in it
-    driver's CPU a node  CPU seconds of the driver's process in the same interval, over the same nodes
-    driver's memory      resident, after the last one
-    first node           from Slurm's start of the job (whole seconds) to the first node that is submitted; and until the
-                         last worker is built
+    wall time a node     from the last worker's build to the last node that is done, over the nodes in between: what
+                         workers take to answer is in it, and where they are on the driver's machine, whatever they do
+    driver's CPU a node  CPU seconds of the driver's process (its scheduler in it) in the same time, over the same nodes
+    driver's memory      resident, at the end
+    first node           from Slurm's start of the job (whole seconds) to the first node that is submitted; likewise
+                         until the last worker is built
+    others_load          of this machine's cores, in the five seconds before: the job's own processes are not ours
 """
 
 from __future__ import annotations
 
 import argparse
+import bisect
 import json
 import shlex
 import subprocess
@@ -28,13 +30,13 @@ from benchmarks.harness import arguments, measured_load, report, write_json
 from pipeline.config.loading import load_config, to_yaml
 from pipeline.config.paths import RunPaths
 from pipeline.config.run import RunConfig
-from pipeline.graph.graph import run_nodes
 from pipeline.launch.commands import cancel, job_state, require
 from pipeline.launch.submission import submit_run
-from pipeline.observe.journal import Event, EventKind, read_events
+from pipeline.observe.journal import EventKind, read_events
 
 ROOT = Path(__file__).resolve().parents[1]
 _LOOK_S = 1.0
+_BEFORE_S = 5.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -78,14 +80,13 @@ def run_on_slurm(config: RunConfig) -> float:
 
 
 def run_here(config: RunConfig) -> float:
-    """Runs it with workers of the driver's own; returns when its process was started."""
+    """Runs it with workers of the driver's own; returns when its process was started. Raises CalledProcessError."""
     file = RunPaths(config.run_dir).job / "config.yaml"
     file.parent.mkdir(parents=True)
     file.write_text(to_yaml(config))
     started = time.time()
-    done = subprocess.run([sys.executable, "-m", "benchmarks.noop_driver", "run", str(file)], cwd=ROOT, check=False)
-    if done.returncode:
-        raise SystemExit(done.returncode)
+    command = [sys.executable, "-m", "benchmarks.noop_driver", "run", str(file)]
+    subprocess.run(command, cwd=ROOT, stdout=subprocess.DEVNULL, check=True)
     return started
 
 
@@ -93,22 +94,24 @@ def figures_of(config: RunConfig, started: float, prefix: str) -> dict[str, floa
     """Of a run that was done. `started`: seconds since the epoch."""
     cost = noop_driver.DriverCost(**json.loads((config.run_dir / noop_driver.FILE).read_text()))
     events = list(read_events(RunPaths(config.run_dir).events))
-    wall, spent = cost.at_s[-1] - cost.at_s[0], cost.cpu_s[-1] - cost.cpu_s[0]
+    last_built = max(event.t for event in events if event.kind is EventKind.GANG_BUILT)
+    first = bisect.bisect(cost.at_s, last_built)
+    nodes = len(cost.at_s) - 1 - first
+    if nodes < 1:
+        raise SystemExit(f"all {len(cost.at_s)} nodes were done before the last worker was built: more --steps")
+    wall, spent = cost.at_s[-1] - cost.at_s[first], cost.cpu_s[-1] - cost.cpu_s[first]
     gang = config.placement.gangs["generate"]
     return {
         f"{prefix}/workers": float(gang.workers),
         f"{prefix}/steps": float(config.steps),
-        f"{prefix}/nodes": float(sum(1 for _ in run_nodes(config.graph()))),
-        f"{prefix}/wall_ms_per_node": 1e3 * wall / cost.nodes,
-        f"{prefix}/driver_cpu_ms_per_node": 1e3 * spent / cost.nodes,
+        f"{prefix}/nodes": float(len(cost.at_s)),
+        f"{prefix}/nodes_with_all_workers": float(nodes),
+        f"{prefix}/wall_ms_per_node": 1e3 * wall / nodes,
+        f"{prefix}/driver_cpu_ms_per_node": 1e3 * spent / nodes,
         f"{prefix}/driver_mb": cost.memory_bytes / 1e6,
-        f"{prefix}/first_node_s": _first(events, EventKind.SUBMITTED) - started,
-        f"{prefix}/last_built_s": max(event.t for event in events if event.kind is EventKind.GANG_BUILT) - started,
+        f"{prefix}/first_node_s": next(event.t for event in events if event.kind is EventKind.SUBMITTED) - started,
+        f"{prefix}/last_built_s": last_built - started,
     }
-
-
-def _first(events: list[Event], kind: EventKind) -> float:
-    return next(event.t for event in events if event.kind is kind)
 
 
 def main() -> None:
@@ -118,8 +121,9 @@ def main() -> None:
     options.runs_dir.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="slurm-scale-", dir=options.runs_dir.absolute()) as folder:
         with measured_load() as load:
-            config = noop_config(Path(folder), workers, nodes, steps, kind="attached")
-            figures = figures_of(config, run_on_slurm(config), "slurm")
+            time.sleep(_BEFORE_S)
+        config = noop_config(Path(folder), workers, nodes, steps, kind="attached")
+        figures = figures_of(config, run_on_slurm(config), "slurm")
         if options.local:
             config = noop_config(Path(folder), workers, nodes, steps, kind="local")
             figures |= figures_of(config, run_here(config), "local")

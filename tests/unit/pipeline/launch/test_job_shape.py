@@ -31,7 +31,11 @@ def test_without_nodes_of_their_own_all_are_on_the_batch_node() -> None:
 
 def test_nodes_that_are_alike_make_a_plain_job_with_the_policys_first() -> None:
     """The driver is beside the policy's rank 0, and has its CPUs there."""
-    train, engine, scorer = Step("train", True, 2, 3, 1), Step("generate", False, 1, 1, 1), Step("score", False, 1, 1, 0)
+    train, engine, scorer = (
+        Step("train", True, 2, 3, 1),
+        Step("generate", False, 1, 1, 1),
+        Step("score", False, 1, 1, 0),
+    )
     shape = job_shape(load(*TWO_RANKS, *THREE_NODES))
     assert shape.groups == (group(2, (train,), cpus=3 + 2, gpus=1), group(1, (engine, scorer), cpus=2, gpus=1))
     assert not shape.heterogeneous

@@ -55,7 +55,8 @@ def noop_config(folder: Path, workers: int, nodes: int, steps: int, *, kind: str
         "cluster.start_timeout_s=1200", "cluster.arrival_timeout_s=1200",
         f"prompts.url={ROOT}/conf/data/tiny_prompts.jsonl",
         f"placement.gangs.generate={{workers: {workers}, slots: 1}}", f"rollout={{rows: {workers}, shards: {workers}}}",
-        "ppo.minibatches=1", "slurm.gpus=false", f"slurm.gangs={{generate: {{nodes: {nodes}}}}}",
+        "ppo.minibatches=1", "slurm.gpus=false", "slurm.time_limit=0-01:00:00",
+        f"slurm.gangs={{generate: {{nodes: {nodes}}}}}",
         f"slurm.command='{shlex.quote(sys.executable)} -m benchmarks.noop_driver'",
     ]  # fmt: skip
     return load_config([str(ROOT / "conf/run/tiny.yaml")], changes)

@@ -150,7 +150,8 @@ def _workers(shape: JobShape) -> Iterator[str]:
             counts = f"--nodes={group.nodes} --ntasks={step.workers} --ntasks-per-node={step.workers // group.nodes}"
             # Steps that compute on CPUs share a node's: each would round its own up to whole cores.
             gpus = f"--exact --gpus-per-task={step.gpus}" if step.gpus else "--overlap --gres=none"
-            yield f"start {step.gang} {where} {counts} --cpus-per-task={step.cpus} {gpus}"
+            kind = "ranks" if step.ordered else "replicas"
+            yield f"{kind} {step.gang} {where} {counts} --cpus-per-task={step.cpus} {gpus}"
 
 
 def _sbatch_word(value: str) -> str:

@@ -23,6 +23,8 @@ class Step:
     """One gang's workers: what one srun starts."""
 
     gang: str
+    ordered: bool
+    """Its workers are ranks, of which none can go on without the others; else replicas."""
     workers: int
     cpus: int
     """Of a worker."""
@@ -65,7 +67,8 @@ class JobShape:
 def job_shape(config: RunConfig) -> JobShape:
     """What a run asks for. For a config that `run_problems` lets pass. Raises ConfigError for gangs that are to have
     their GPUs in turn: each step of a job has its own."""
-    slurm, gangs = config.slurm, list(config.placement.gangs)
+    slurm, used = config.slurm, {gang.name for gang in config.gangs()}
+    gangs = [gang for gang in config.placement.gangs if gang in used]  # a critic's may be there, and no critic
     if config.placement.turns and slurm.gpus:
         need = (
             "the steps of a Slurm job have GPUs of their own, which no other step sees; leave it out, or, for a run on "
@@ -73,7 +76,7 @@ def job_shape(config: RunConfig) -> JobShape:
         )
         raise ConfigError("placement.turns", f"given {[list(group) for group in config.placement.turns]}; {need}")
     hosts = {gang: _host(slurm, gang) for gang in gangs}
-    own = sorted({host for host in hosts.values() if host is not None}, key=lambda host: _rank(config, host, gangs))
+    own = sorted({host for host in hosts.values() if host is not None}, key=lambda host: _rank(config, host))
     members = [[gang for gang in gangs if hosts[gang] == host] for host in own]
     on_batch_node = [gang for gang in gangs if hosts[gang] is None]
     groups = [_group(config, None, on_batch_node)] * bool(on_batch_node)
@@ -90,18 +93,20 @@ def _host(slurm: SlurmConfig, gang: str) -> str | None:
     return gang if of_gang.nodes is not None else of_gang.beside
 
 
-def _rank(config: RunConfig, host: str, gangs: Sequence[str]) -> tuple[bool, int]:
+def _rank(config: RunConfig, host: str) -> tuple[bool, int]:
     """The policy's nodes come first: without a batch node of its own, the driver is beside the policy's rank 0."""
-    return host != config.placement.roles[Role.POLICY], gangs.index(host)
+    return host != config.placement.roles[Role.POLICY], list(config.placement.gangs).index(host)
 
 
 def _group(config: RunConfig, host: str | None, gangs: Sequence[str]) -> NodeGroup:
     slurm, ranks = config.slurm, config.replica_ranks
+    ordered = {gang.name: gang.ordered for gang in config.gangs()}
     of_host = SlurmGangConfig() if host is None else slurm.gangs[host]
     nodes = of_host.nodes or 1
     steps = tuple(
         Step(
             gang,
+            ordered[gang],
             config.placement.gangs[gang].workers,
             cpus_per_worker(slurm, config.placement, gang, ranks),
             gpus_per_worker(slurm, config.placement, gang, ranks),

@@ -7,9 +7,11 @@ May import pipeline.config, pipeline.launch.{commands, records, script, shape} a
 
 from __future__ import annotations
 
+import fcntl
 import shlex
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,6 +26,8 @@ from pipeline.launch.shape import NodeGroup, job_shape
 from storage import files
 
 _SCRIPT, _RUNS = "run.sbatch", "runs.txt"
+_LOCK = "submitting"
+"""Of whoever submits a run."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +49,7 @@ def run_script(config: RunConfig) -> str:
             name=config.name,
             run=shlex.quote(str(paths.root)),
             folder=Path.cwd(),
-            output=paths.job / "slurm-%j.out",
+            output=_pattern(paths.job, "slurm-%j.out"),
         ),
     )
 
@@ -57,12 +61,13 @@ def submit_run(config: RunConfig) -> Submitted:
         ConfigError: a job of the run is under way, or Slurm refuses this one.
     """
     paths = RunPaths(config.run_dir.absolute())
-    refuse_second_job(paths)
-    _keep_config(config)
-    script = _write(paths.job, _SCRIPT, run_script(config))
-    job_id = _submit(script, config)
-    output = paths.job / f"slurm-{job_id}.out"
-    write_record(paths.job, JobRecord(job_id, str(output), time.time()))
+    with _only_submitter([paths]):
+        refuse_second_job(paths)
+        _keep_config(config)
+        script = _write(paths.job, _SCRIPT, run_script(config))
+        job_id = _submit(script, config)
+        output = paths.job / f"slurm-{job_id}.out"
+        write_record(paths.job, JobRecord(job_id, str(output), time.time()))
     return Submitted(job_id, output, script)
 
 
@@ -75,7 +80,7 @@ def array_script(configs: Sequence[RunConfig], folder: Path) -> str | None:
         name=folder.name,
         run=f'$(sed -n "$((SLURM_ARRAY_TASK_ID + 1))p" {shlex.quote(str(folder / _RUNS))})',
         folder=Path.cwd(),
-        output=folder / "slurm-%A_%a.out",
+        output=_pattern(folder, "slurm-%A_%a.out"),
         array=f"0-{len(configs) - 1}" + (f"%{at_once}" if at_once else ""),
     )
     scripts = {render(config, place) for config in configs}
@@ -91,17 +96,34 @@ def submit_array(configs: Sequence[RunConfig], folder: Path, text: str) -> Submi
         ConfigError: as `submit_run`.
     """
     roots = [RunPaths(config.run_dir.absolute()) for config in configs]
-    for paths in roots:
-        refuse_second_job(paths)
-    for config in configs:
-        _keep_config(config)
-    _write(folder, _RUNS, "".join(f"{paths.root}\n" for paths in roots))
-    script = _write(folder, _SCRIPT, text)
-    job_id = _submit(script, configs[0])
-    for task, paths in enumerate(roots):
-        output = folder / f"slurm-{job_id}_{task}.out"
-        write_record(paths.job, JobRecord(f"{job_id}_{task}", str(output), time.time()))
+    with _only_submitter(roots):
+        for paths in roots:
+            refuse_second_job(paths)
+        for config in configs:
+            _keep_config(config)
+        _write(folder, _RUNS, "".join(f"{paths.root}\n" for paths in roots))
+        script = _write(folder, _SCRIPT, text)
+        job_id = _submit(script, configs[0])
+        for task, paths in enumerate(roots):
+            output = folder / f"slurm-{job_id}_{task}.out"
+            write_record(paths.job, JobRecord(f"{job_id}_{task}", str(output), time.time()))
     return Submitted(job_id, folder / f"slurm-{job_id}_N.out", script)
+
+
+@contextmanager
+def _only_submitter(runs: Sequence[RunPaths]) -> Iterator[None]:
+    """From the look for a job of these runs until theirs is written down. Raises ConfigError where another process is
+    submitting one of them at this moment."""
+    with ExitStack() as stack:
+        for paths in runs:
+            paths.job.mkdir(parents=True, exist_ok=True)
+            lock = stack.enter_context((paths.job / _LOCK).open("a"))
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                need = f"another process is submitting {paths.root} now; another name=... starts a new run"
+                raise ConfigError("name", f"given {paths.root.name!r}; {need}") from error
+        yield
 
 
 def refuse_second_job(paths: RunPaths) -> None:
@@ -127,6 +149,11 @@ def _described(group: NodeGroup, gres: str) -> str:
     number = f"{group.nodes} nodes with" if group.nodes > 1 else "a node with"
     each = " each" if group.nodes > 1 else ""
     return f"{number} {group.cpus} CPUs{gpus}{each} for {', '.join(step.gang for step in group.steps)}"
+
+
+def _pattern(folder: Path, name: str) -> Path:
+    """A file's name as sbatch reads it, to whom a % of the folder would mean something."""
+    return Path(str(folder).replace("%", "%%")) / name
 
 
 def _submit(script: Path, config: RunConfig) -> str:

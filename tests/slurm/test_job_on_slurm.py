@@ -60,6 +60,20 @@ def test_what_another_attempt_would_not_change_ends_the_job(
     assert (shown["ExitCode"], shown["Restarts"]) == (f"{code}:0", "0")
 
 
+def test_a_node_where_stageline_does_not_start_is_named(slurm: SlurmCluster, tmp_path: Path) -> None:
+    command = tmp_path / "stageline"
+    there = f"exec {sys.executable} {stand_in.__file__}"
+    lacking = "exec /nowhere/bin/python"
+    command.write_text(f'#!/bin/bash\n[ "$SLURMD_NODENAME" = n2 ] && {lacking}\n{there} "$@"\n')
+    command.chmod(0o755)
+    two = ("placement.gangs.train.workers=2", "slurm.gangs={train: {nodes: 2}}", "slurm.gpus=false")
+    config = load_config([TINY], [f"runs_dir={tmp_path}", "name=lacks", f"slurm.command={command}", *two])
+    job = submit_run(config)
+    assert wait_for(slurm, job, "FAILED")["ExitCode"] == "2:0"
+    wait_for_output(job, "node n2: Stageline does not start there: ")
+    assert "/nowhere/bin/python: No such file" in job.output.read_text()
+
+
 def test_a_job_is_not_requeued_for_ever(slurm: SlurmCluster, tmp_path: Path) -> None:
     config, job = submitted(slurm, tmp_path, "again", "slurm.restarts=0")
     end(config, 75)

@@ -22,6 +22,7 @@ from pipeline.launch.records import read_record
 from pipeline.observe.tracking import read_spool
 from storage.address import Address
 from storage.ledger import Ledger
+from tests.support.paths import ROOT
 from tests.support.run_results import outputs, process_id
 from tests.support.runs import QUIET, arguments, placement
 from tests.support.slurm_cluster import SCHEDULES_S, SlurmCluster, processes_with
@@ -186,7 +187,8 @@ def test_a_run_that_is_requeued_again_and_again_is_the_same_run(
 def test_a_node_that_fails_is_replaced_and_a_cancelled_job_leaves_nothing(
     slurm: SlurmCluster, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    config, job = submitted(folder, "failing", "steps=60", "cluster.arrival_timeout_s=30", *QUIET)
+    """Slurm ends the ranks' step with the node: nobody waits until the rank is overdue."""
+    config, job = submitted(folder, "failing", "steps=60", "cluster.arrival_timeout_s=3600", *QUIET)
     wait_for_update(slurm, job, 0, config)
     slurm.kill_node("n2")
     eventually(lambda: slurm.show(job)["Restarts"] == "1", f"the gang cannot go on without its rank: {printed(config)}")
@@ -204,6 +206,23 @@ def test_a_node_that_fails_is_replaced_and_a_cancelled_job_leaves_nothing(
     assert main(["status", run_dir]) == 0
     assert f"goes on with `stageline submit {run_dir}/job/config.yaml`" in capsys.readouterr().out
     assert main(["check", run_dir]) == 0
+
+
+@pytest.mark.smollm2
+def test_the_demo_runs_for_three_steps_on_two_nodes(
+    slurm: SlurmCluster, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A real model: as conf/run/demo.yaml has it, but for fewer rows."""
+    monkeypatch.chdir(ROOT)  # the config's paths begin there
+    few = ("rollout.rows=8", "prompts.held_out=8", "evaluate.every=0")
+    where = "slurm.gangs={train: {nodes: 1}, generate: {nodes: 1}, score: {beside: generate}}"
+    fixed = (f"runs_dir={folder}/runs", "name=smollm2", "cluster.dashboard=null", "slurm.gpus=false", where, *QUIET)
+    sources = ["conf/run/demo.yaml", "steps=3", *few, *fixed]
+    assert main(["submit", *sources]) == 0
+    config = load_config(sources[:1], sources[1:])
+    wait_for(slurm, job_of(config), "COMPLETED", config)
+    assert updated(config, 2)
+    assert main(["check", str(config.run_dir)]) == 0
 
 
 def test_a_sweep_is_an_array_of_runs(slurm: SlurmCluster, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

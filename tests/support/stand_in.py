@@ -10,7 +10,9 @@ import time
 from pathlib import Path
 
 
-def main(command: str, place: str, *_: str) -> None:
+def main(command: str, place: str, *options: str) -> None:
+    if "--help" in options:
+        return
     run = Path(place).parents[1] if command == "job" else Path(place)
     attempt = os.environ.get("SLURM_RESTART_COUNT", "0")
     if command == "worker":

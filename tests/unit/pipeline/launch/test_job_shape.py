@@ -23,7 +23,7 @@ def group(nodes: int, steps: tuple[Step, ...], cpus: int, gpus: int) -> NodeGrou
 
 
 def test_without_nodes_of_their_own_all_are_on_the_batch_node() -> None:
-    steps = (Step("generate", 1, 1, 1), Step("score", 1, 1, 0), Step("train", 2, 3, 1))
+    steps = (Step("generate", False, 1, 1, 1), Step("score", False, 1, 1, 0), Step("train", True, 2, 3, 1))
     shape = job_shape(load(*TWO_RANKS))
     assert shape.groups == (group(1, steps, cpus=1 + 1 + 2 * 3 + 2, gpus=1 + 2),)
     assert not shape.heterogeneous
@@ -31,7 +31,11 @@ def test_without_nodes_of_their_own_all_are_on_the_batch_node() -> None:
 
 def test_nodes_that_are_alike_make_a_plain_job_with_the_policys_first() -> None:
     """The driver is beside the policy's rank 0, and has its CPUs there."""
-    train, engine, scorer = Step("train", 2, 3, 1), Step("generate", 1, 1, 1), Step("score", 1, 1, 0)
+    train, engine, scorer = (
+        Step("train", True, 2, 3, 1),
+        Step("generate", False, 1, 1, 1),
+        Step("score", False, 1, 1, 0),
+    )
     shape = job_shape(load(*TWO_RANKS, *THREE_NODES))
     assert shape.groups == (group(2, (train,), cpus=3 + 2, gpus=1), group(1, (engine, scorer), cpus=2, gpus=1))
     assert not shape.heterogeneous
@@ -66,8 +70,22 @@ def test_replicas_with_ranks_have_a_gpu_and_threads_for_each() -> None:
     changes = ("engine.tensor_parallel=2", "placement.gangs.generate={workers: 4, threads: 3}")
     shape = job_shape(load(*changes, "slurm.gangs={generate: {nodes: 2}}"))
     engines = shape.groups[1]
-    assert engines.steps == (Step("generate", 4, cpus=6, gpus=2),)
+    assert engines.steps == (Step("generate", False, 4, cpus=6, gpus=2),)
     assert (engines.nodes, engines.cpus, engines.gpus) == (2, 12, 4)
+
+
+def test_a_critics_gang_is_not_asked_for_without_a_critic() -> None:
+    """It is not started; another gang may be beside it all the same."""
+    changes = (
+        "placement.gangs={critic: {}}",
+        "placement.roles.critic=critic",
+        "slurm.gangs={train: {nodes: 1}, critic: {nodes: 1}, generate: {beside: critic}, score: {beside: train}}",
+    )
+    steps = [[step.gang for step in one.steps] for one in job_shape(load(*changes)).groups]
+    assert steps == [["score", "train"], ["generate", "critic"]]
+    without = load(*changes, "ppo.advantage=reinforce_pp", "ppo.kl.where=loss")
+    steps = [[step.gang for step in one.steps] for one in job_shape(without).groups]
+    assert steps == [["score", "train"], ["generate"]]
 
 
 def test_without_gpus_none_is_asked_for() -> None:

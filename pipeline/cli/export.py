@@ -25,7 +25,7 @@ from pipeline.driver.results import open_history
 from pipeline.observe.evaluations import best_evaluation
 from pipeline.observe.history import History
 from pipeline.observe.rollout_file import write_rows
-from pipeline.workers.model_card import write_model_card
+from pipeline.workers.model_card import describe_export
 from pipeline.workers.parts import required
 from stages.models.protocol import Role
 from storage.checkpoints import version_of
@@ -95,7 +95,7 @@ def export_version(config: RunConfig, version: int | Literal["best"] | None, to:
             staged.mkdir()
             with runtime_for(alone(config, Path(scratch)), Role.POLICY) as runtime:
                 required(runtime.parts.updates).at(Role.POLICY, version).export(staged)()
-            write_model_card(staged, config, version, config_hash(config))
+            describe_export(staged, config, version, config_hash(config))
         staged.rename(target)
     return target
 

@@ -37,7 +37,7 @@ from pipeline.observe.tracking import RunStatus, Tracker
 from pipeline.observe.variants import Comparison, VariantSummary, compare, comparison_table
 from pipeline.workers.bindings.scoring import scores_of
 from pipeline.workers.messages import Call
-from pipeline.workers.model_card import write_model_card
+from pipeline.workers.model_card import describe_export
 from pipeline.workers.parts import required
 from pipeline.workers.recorded import RecordedStep, train_recorded
 from stages.models.protocol import ModelHost, Role
@@ -183,7 +183,7 @@ def _train_and_export(plan: _Plan, tracker: Tracker) -> list[RecordedStep]:
             print_line(f"update {step.step + 1 - plan.steps.start}/{len(plan.steps)}  {'  '.join(numbers)}")
         target.mkdir(parents=True)
         host.export(target)()
-        write_model_card(target, plan.variant, plan.steps.stop, config_hash(plan.variant))
+        describe_export(target, plan.variant, plan.steps.stop, config_hash(plan.variant))
         if plan.compared:
             _publish(host, config, plan.steps.stop)
     return done

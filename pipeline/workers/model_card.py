@@ -1,6 +1,7 @@
-"""The model card of an exported policy: what it is, by which run, as the Hugging Face hub shows it.
+"""What makes the export of a policy whole: its model card (what it is, by which run, as the Hugging Face hub shows it),
+and the sums of its files.
 
-May import pipeline.config.
+May import pipeline.config, stages.models.hf_config and storage.exports.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from pathlib import Path
 
 from pipeline.config.run import RunConfig
 from stages.models.hf_config import RANDOM_TINY
+from storage.exports import write_sums
 
 _CARD = """\
 ---
@@ -38,8 +40,8 @@ and limits are those of the model that it started from.
 """
 
 
-def write_model_card(directory: Path, config: RunConfig, version: int, config_hash: str) -> None:
-    """Writes README.md into an export."""
+def describe_export(directory: Path, config: RunConfig, version: int, config_hash: str) -> None:
+    """Writes README.md into an export whose files are there, and then the sums of them all: what makes it whole."""
     kl, base = config.ppo.kl, config.model.path
     parts = [f"{part.weight:g} · `{name}` (`{part.kind}`)" for name, (_, part) in config.reward.named("reward").items()]
     text = _CARD.format(
@@ -59,3 +61,4 @@ def write_model_card(directory: Path, config: RunConfig, version: int, config_ha
         dtype=config.model.dtype,
     )
     (directory / "README.md").write_text(text, "utf8")
+    write_sums(directory)

@@ -53,7 +53,6 @@ from stages.ppo.config import PPOConfig
 from stages.ppo.masks import state_values
 from stages.ppo.micro_batches import minibatches
 from storage.checkpoints import FileSum
-from storage.exports import write_sums
 from storage.records import PolicyLogprobs, ReferenceLogprobs, Rollout, Values
 
 
@@ -236,7 +235,6 @@ class MegatronHost:
             write_model(directory, model.path, taken, model.dtype)
             if alone:
                 write_adapters(directory / ADAPTERS, model, self._blueprint.spec, alone)
-            write_sums(directory)
 
         return write
 

@@ -41,9 +41,9 @@ def digests(config: RunConfig) -> dict[str, list[str | None]]:
 def test_a_stage_that_raises_ends_the_run_with_code_3(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     changes = ["reward={kind: answer, args: {field: solution}}", "evaluate.every=0", ONE_GANG, *QUIET]
     file, *changes = arguments(folder, "failing", *changes)
-    text = Path(file).read_text()
-    Path(file).write_text(text.replace("reward: {kind: characters, args: {characters: aeiou}}\n", ""))
-    assert main(["run", file, *changes]) == 3
+    own = folder / "failing.yaml"
+    own.write_text(Path(file).read_text().replace("reward: {kind: characters, args: {characters: aeiou}}\n", ""))
+    assert main(["run", str(own), *changes]) == 3
     err = capsys.readouterr().err
     assert err.startswith("failed score/step_000000/shard_000")
     assert "a prompt has no field 'solution'" in err

@@ -18,7 +18,7 @@ from pipeline.driver.context import StageFailed
 from pipeline.driver.results import open_history
 from pipeline.observe.journal import EventKind, read_events
 from storage.address import Address
-from tests.support.run_results import outputs, steps_of
+from tests.support.run_results import events_noted, outputs, steps_of
 from tests.support.runs import QUIET, configure, finish, use_runtime
 
 pytestmark = pytest.mark.processes
@@ -56,7 +56,7 @@ def test_a_shard_takes_newer_weights_than_its_edge_asks_for(late: RunConfig) -> 
 
 def test_it_is_as_sound_as_any_run(late: RunConfig) -> None:
     report = verify_run(late)
-    assert (report.faults, report.notes) == ([], ())
+    assert (report.faults, events_noted(report)) == ([], [])
 
 
 def test_check_knows_what_each_mode_allows(late: RunConfig, folder: Path) -> None:
@@ -93,7 +93,7 @@ def test_a_shard_that_is_made_anew_may_take_newer_weights(folder: Path, monkeypa
     rollout = open_history(config).store.read(Address("generate", 1))
     assert set(rollout.token_versions[rollout.response_mask].tolist()) == {1}
     report = verify_run(config)
-    assert (report.faults, report.notes) == ([], ())
+    assert (report.faults, events_noted(report)) == ([], [])
 
 
 def test_a_run_that_goes_on_keeps_what_is_committed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -115,7 +115,7 @@ def test_a_run_that_goes_on_keeps_what_is_committed(folder: Path, monkeypatch: p
     }
     assert again <= {max(e.step or 0 for e in events[:resumed] if e.kind is EventKind.PUBLISHED)}
     report = verify_run(config)
-    assert (report.faults, report.notes) == ([], ())
+    assert (report.faults, events_noted(report)) == ([], [])
 
 
 def test_rows_in_flight_take_weights_as_they_are_published(
@@ -136,7 +136,7 @@ def test_rows_in_flight_take_weights_as_they_are_published(
     metrics = open_history(config).step_metrics(1)
     assert 0 < metrics["staleness/mean"] < metrics["staleness/max"] == 1
     report = verify_run(config)
-    assert (report.faults, report.notes) == ([], ())
+    assert (report.faults, events_noted(report)) == ([], [])
     with pytest.raises(ConfigError, match=r"sampled by v0, v1 as they came in .* cannot be repeated"):
         replay_node(config, "generate", 1, 0)
     (RunPaths(config.run_dir).ledger / f"{Address('generate', 1)}.json").unlink()

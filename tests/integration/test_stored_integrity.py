@@ -25,7 +25,7 @@ from pipeline.driver.context import StageFailed
 from pipeline.driver.results import open_history
 from pipeline.observe.journal import EventKind, read_events
 from storage.address import Address
-from tests.support.run_results import outputs
+from tests.support.run_results import events_noted, outputs
 from tests.support.runs import QUIET, configure, finish, use_runtime
 
 pytestmark = pytest.mark.processes
@@ -90,7 +90,7 @@ def test_damaged_and_deleted_commits_are_named_and_made_again(
     assert len([path for path in paths.damaged.rglob("*") if path.is_file()]) == len(damaged)
     report = verify_run(config)
     assert report.faults == []
-    assert report.notes == (f"{len(damaged)} damaged commit records were set aside in {paths.damaged}",)
+    assert events_noted(report) == [f"{len(damaged)} damaged commit records were set aside in {paths.damaged}"]
     assert outputs(config) == outputs(overlapped)
 
 
@@ -138,7 +138,7 @@ def test_a_process_that_dies_between_commit_and_rename_leaves_no_hole(
     assert (paths.root / "died").exists()
     assert [e.gang for e in read_events(paths.events) if e.kind is EventKind.GANG_LOST] == ["generate"]
     report = verify_run(config)
-    assert (report.faults, report.notes) == ([], ())
+    assert (report.faults, events_noted(report)) == ([], [])
     assert not (paths.root / "attempts").exists()
     assert outputs(config) == outputs(overlapped)
 

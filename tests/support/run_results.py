@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from pipeline.cli.verification import Verification
 from pipeline.config.paths import RunPaths
 from pipeline.config.run import RunConfig
 from pipeline.driver.results import open_history
@@ -15,6 +16,11 @@ def outputs(config: RunConfig) -> dict[str, Any]:
     """The CRCs of all arrays, and the digests of all weights."""
     commits = Ledger(str(RunPaths(config.run_dir).ledger)).list()
     return {str(c.address): (c.digest, {name: a.crc32 for name, a in c.arrays.items()}) for c in commits}
+
+
+def events_noted(report: Verification) -> list[str]:
+    """Notes of `check` that are about what happened to the run, and not about what its engine can do."""
+    return [note for note in report.notes if not note.startswith(("engine ", "not proven: "))]
 
 
 def steps_of(config: RunConfig, stage: str) -> list[Rollout]:

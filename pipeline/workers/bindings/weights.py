@@ -12,7 +12,7 @@ from pipeline.config.run import RunConfig
 from pipeline.graph.graph import evaluated
 from pipeline.workers.bindings.binding import Settled
 from pipeline.workers.messages import Call
-from pipeline.workers.model_card import write_model_card
+from pipeline.workers.model_card import describe_export
 from pipeline.workers.parts import WorkerParts, required
 from stages.models.protocol import Role
 from stages.publish import publish
@@ -122,7 +122,7 @@ def _export(parts: WorkerParts, version: int) -> None:
     def work() -> None:
         write()
         if parts.spec.index == 0:
-            write_model_card(staged, parts.config, version, parts.config_hash)
+            describe_export(staged, parts.config, version, parts.config_hash)
             staged.rename(target)
 
     updates.background.submit(EXPORT, work)

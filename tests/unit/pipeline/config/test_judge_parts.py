@@ -36,9 +36,9 @@ def folder(tmp_path: Path) -> Path:
 def load(folder: Path, kind: str, args: dict[str, Any], *changes: str) -> RunConfig:
     file, *fixed = arguments(folder)
     parts = f"reward.parts={json.dumps({'judged': {'kind': kind, 'args': args}})}"
-    text = Path(file).read_text().replace("reward: {kind: characters, args: {characters: aeiou}}\n", "")
-    Path(file).write_text(text)
-    return load_config([file], [*fixed, parts, *changes])
+    own = folder / "judged.yaml"
+    own.write_text(Path(file).read_text().replace("reward: {kind: characters, args: {characters: aeiou}}\n", ""))
+    return load_config([own], [*fixed, parts, *changes])
 
 
 def refusal_of(folder: Path, kind: str, args: dict[str, Any], *changes: str) -> str:

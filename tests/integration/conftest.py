@@ -31,6 +31,7 @@ def _forkserver_with_imports() -> Iterator[None]:
         set_preload([*names, *IMPORTED])
 
     with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TEST_JUDGE_KEY", "sk-not-to-be-written")  # the server's environment is its processes'
         if not torch.cuda.is_available():
             patch.setattr(forkserver, "set_forkserver_preload", set_longer)
         yield

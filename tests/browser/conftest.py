@@ -1,4 +1,4 @@
-"""One Chromium for all tests of this folder; skipped where the machine has none."""
+"""One Chromium for the tests of a module; skipped where the machine has none."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from playwright.sync_api import Browser, Page
 from tests.support.browser import chromium, missing
 
 
-@pytest.fixture(scope="session")
+# By module: until playwright is closed its event loop is the thread's, and no other module's tests may meet it.
+@pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
     absent = missing()
     if absent is not None:

@@ -82,7 +82,8 @@ def test_a_job_is_not_requeued_for_ever(slurm: SlurmCluster, tmp_path: Path) -> 
 
 
 def test_a_job_that_makes_room_goes_on_later(slurm: SlurmCluster, tmp_path: Path) -> None:
-    """Preemption: Slurm requeues by itself."""
+    """Preemption: Slurm requeues by itself. It tells the script and the steps at once: either may be first to end the
+    driver, so what the script prints of it is left open."""
     config, job = submitted(slurm, tmp_path, "preempted")
     urgent = ("--nodes=3", "--exclusive", f"--partition={URGENT}", f"--output={tmp_path}/urgent.out", "--wrap=true")
     first = slurm.call("sbatch", "--parsable", *urgent).strip()
@@ -92,7 +93,6 @@ def test_a_job_that_makes_room_goes_on_later(slurm: SlurmCluster, tmp_path: Path
     wait_for_output(job, "driver of attempt 1")
     end(config, 0)
     assert wait_for(slurm, job, "COMPLETED")["Restarts"] == "1"
-    assert "Slurm said: end" in job.output.read_text()
 
 
 def test_without_a_driver_the_job_is_requeued_and_when_it_is_cancelled_nothing_is_left(

@@ -22,18 +22,11 @@ from pipeline.config.run import RunConfig
 from pipeline.driver.results import open_history
 from pipeline.observe.history import History
 from pipeline.observe.journal import run_starts
-from pipeline.observe.row_views import (
-    Decode,
-    row_table,
-    shards_of_evaluation,
-    shards_of_step,
-    step_arrays,
-    steps_there,
-    token_table,
-)
+from pipeline.observe.row_views import row_table, step_arrays, token_table
+from pipeline.observe.rows import shards_of_evaluation, shards_of_step, stored_steps
 from storage import files
 from storage.store_root import read_root_array
-from storage.vocabulary import BYTES, OFFSETS, Vocabulary
+from storage.vocabulary import BYTES, OFFSETS, Decode, Vocabulary
 
 
 @dataclass(frozen=True)
@@ -49,7 +42,7 @@ class OpenedRun:
     @property
     def steps(self) -> list[int]:
         """Those that have rows, and whose rows `storage.keep.rollouts` has not let go."""
-        return steps_there(self.history)
+        return stored_steps(self.history)
 
     def rows(self, steps: Iterable[int] | None = None) -> pd.DataFrame:
         """One line for each response that was trained on or will be. Numbers that are not there yet are NaN.

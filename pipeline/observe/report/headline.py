@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pipeline.observe.decimals import three
 from pipeline.observe.evaluations import Evaluation
 from pipeline.observe.report.numbers import standard_error
-from pipeline.observe.report.rows import StepRows
+from pipeline.observe.rows import StageRows
 from pipeline.observe.summary import Summary, paired_t
 
 
@@ -28,7 +28,7 @@ class Headline:
 
 
 def headlines(
-    summary: Summary, evaluations: Sequence[Evaluation], first: StepRows | None, last: StepRows | None
+    summary: Summary, evaluations: Sequence[Evaluation], first: StageRows | None, last: StageRows | None
 ) -> list[Headline]:
     """Those that apply. `first`, `last`: rows of the first and the last finished step, where they are kept."""
     found = [*_held_out(evaluations), *_best(summary)]
@@ -96,7 +96,7 @@ def _versions(evaluation: Evaluation) -> str:
     return f"v{evaluation.version}, {len(evaluation.scores)} prompts, ± standard error"
 
 
-def _score_error(rows: StepRows | None) -> float | None:
+def _score_error(rows: StageRows | None) -> float | None:
     return None if rows is None or rows.scores is None else standard_error(rows.scores.scores)
 
 

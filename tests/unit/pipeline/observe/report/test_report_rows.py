@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from pipeline.observe.report.mismatches import worst_mismatches
-from pipeline.observe.report.numbers import evenly, number, standard_error
+from pipeline.observe.report.numbers import evenly, number
 from pipeline.observe.report.pieces import pieces
 from pipeline.observe.report.samples import SampleBudget, sample, shortened
 from pipeline.observe.rows import StageRows
@@ -136,8 +136,6 @@ def test_words_whose_text_depends_on_the_one_before() -> None:
 
 def test_numbers_are_short_and_finite() -> None:
     assert [number(x) for x in (0.1234567, float("nan"), float("inf"), None)] == [0.12346, None, None, None]
-    assert standard_error([1.0, 2.0, 3.0, 4.0]) == pytest.approx(np.sqrt(5 / 3) / 2)
-    assert standard_error([1.0]) is None
 
 
 @pytest.mark.parametrize(

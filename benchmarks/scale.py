@@ -163,7 +163,7 @@ class SimulatedCluster:
     def submit(self, function: object, what: object, *edges: object, key: object, **options: object) -> SimulatedFuture:
         del function, edges, options
         if isinstance(what, WorkerSpec):
-            return SimulatedFuture(key, Built(f"simulated://{what.name}", {}))
+            return SimulatedFuture(key, Built(f"simulated://{what.name}", {}, host="simulated"))
         call = cast(Call, what)
         index = int(call.worker.rpartition("-")[2])
         now = time.time()

@@ -64,6 +64,24 @@ class StageRows:
         return None
 
 
+def no_rows() -> StageRows:
+    """None at all: tables of it have their columns."""
+    none, ints, floats = np.zeros((0, 1), bool), np.zeros((0, 1), np.int32), np.zeros((0, 1), np.float32)
+    number, whole = np.zeros(0, np.int32), np.zeros(0, np.int64)
+    rollout = Rollout(
+        row=whole,
+        prompt_index=whole,
+        tokens=ints,
+        prompt_lengths=number,
+        response_lengths=number,
+        response_mask=none,
+        sampler_logprobs=floats,
+        token_versions=ints,
+        finish_reason=np.zeros(0, np.int8),
+    )
+    return StageRows(0, 0, rollout)
+
+
 def stored_steps(history: History, *, whole: bool = False) -> list[int]:
     """Steps of which rows are committed and were not let go (`storage.keep.rollouts`), ascending; `whole`: those of
     which all rows are."""

@@ -11,6 +11,8 @@ import importlib
 import json
 import sys
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -40,11 +42,11 @@ class DriverCost:
         self.cpu_s.append(time.process_time())
 
 
-def command(arguments: list[str]) -> int:
-    """Runs one of Stageline's commands; returns its exit code."""
-    if arguments[:1] == ["worker"]:  # which needs no torch, and there are many
-        return main(arguments)
-    driver, over, cost = importlib.import_module("pipeline.driver.run"), Flow.done, DriverCost()
+@contextmanager
+def computing_nothing(node_done: Callable[[Node], None]) -> Iterator[list[Path]]:
+    """Drivers of this process build their workers with the runtime that computes nothing; `node_done` is called after
+    each node. Yields the directories of the runs that were started, as they come."""
+    driver, over = importlib.import_module("pipeline.driver.run"), Flow.done
     settings = driver._executor_settings
     run_dirs: list[Path] = []
 
@@ -52,13 +54,26 @@ def command(arguments: list[str]) -> int:
         run_dirs.append(config.run_dir)
         return replace(settings(config), runtime="benchmarks.noop_runtime:NoopRuntime")
 
-    def counted(flow: Flow, node: Node) -> None:
+    def told(flow: Flow, node: Node) -> None:
         over(flow, node)
-        cost.take()
+        node_done(node)
 
-    vars(driver)["_executor_settings"] = noop_settings
-    Flow.done = counted  # type: ignore[method-assign]
-    code = main(arguments)
+    try:
+        vars(driver)["_executor_settings"] = noop_settings
+        Flow.done = told  # type: ignore[method-assign]
+        yield run_dirs
+    finally:
+        vars(driver)["_executor_settings"] = settings
+        Flow.done = over  # type: ignore[method-assign]
+
+
+def command(arguments: list[str]) -> int:
+    """Runs one of Stageline's commands; returns its exit code."""
+    if arguments[:1] == ["worker"]:  # which needs no torch, and there are many
+        return main(arguments)
+    cost = DriverCost()
+    with computing_nothing(lambda node: cost.take()) as run_dirs:
+        code = main(arguments)
     if run_dirs:
         cost.memory_bytes = psutil.Process().memory_info().rss
         (run_dirs[0] / FILE).write_text(json.dumps(asdict(cost)))

@@ -30,6 +30,7 @@ from rich.console import Console
 
 import pipeline.driver.run
 from benchmarks.harness import arguments, measured_load, report, write_json
+from benchmarks.noop_driver import computing_nothing
 from pipeline.config.loading import load_config
 from pipeline.config.run import RunConfig
 from pipeline.driver.context import ExecutorSettings
@@ -85,26 +86,15 @@ class Samples:
 
 def run_long(config: RunConfig, samples: Samples, *, resume: bool) -> None:
     """The real driver, with the runtime that computes nothing."""
-    settings, over = pipeline.driver.run._executor_settings, Flow.done
     steps = itertools.count(1)
 
-    def noop_settings(config: RunConfig) -> ExecutorSettings:
-        given = vars(settings(config))
-        return ExecutorSettings(**{**given, "runtime": "benchmarks.noop_runtime:NoopRuntime"})
-
-    def counted(flow: Flow, node: Node) -> None:
-        over(flow, node)
+    def counted(node: Node) -> None:
         if node.stage == "update_critic" and next(steps) % max(1, config.steps // TENTHS) == 0:
             samples.take()
 
-    try:
-        pipeline.driver.run._executor_settings = noop_settings  # type: ignore[assignment]
-        Flow.done = counted  # type: ignore[method-assign]
+    with computing_nothing(counted):
         samples.take()
         pipeline.driver.run.run(config, Console(file=StringIO()), resume=resume)
-    finally:
-        pipeline.driver.run._executor_settings = settings
-        Flow.done = over  # type: ignore[method-assign]
 
 
 def measure_long(steps: int, dashboard: bool) -> tuple[dict[str, float], list[tuple[str, ...]]]:
@@ -173,7 +163,7 @@ class SimulatedCluster:
     def submit(self, function: object, what: object, *edges: object, key: object, **options: object) -> SimulatedFuture:
         del function, edges, options
         if isinstance(what, WorkerSpec):
-            return SimulatedFuture(key, Built(f"simulated://{what.name}", {}))
+            return SimulatedFuture(key, Built(f"simulated://{what.name}", {}, host="simulated"))
         call = cast(Call, what)
         index = int(call.worker.rpartition("-")[2])
         now = time.time()

@@ -9,13 +9,15 @@ character there. May import numpy.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 BYTES, OFFSETS = "vocabulary_bytes", "vocabulary_offsets"
 """Names of the arrays."""
+Decode = Callable[[Sequence[int]], str]
+"""Token ids -> their text: a tokenizer's, or a vocabulary's."""
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from rich.text import Text
 from pipeline.cli.exit_codes import BAD_INPUT, INTERRUPTED, STAGE_FAILED
 from pipeline.config.errors import ConfigError
 from pipeline.driver.context import StageFailed
+from pipeline.observe.plain import print_plain
 from pipeline.observe.visible import visible
 from pipeline.workers.errors import ReplayMismatch
 from storage.errors import StoreError
@@ -39,7 +40,7 @@ def output() -> Console:
 
 def print_line(text: str) -> None:
     """One line of output, as it is: no markup, and not folded; control characters can be seen, and do nothing."""
-    output().print(visible(text), markup=False, highlight=False, soft_wrap=True)
+    print_plain(output(), text)
 
 
 def complain(what: str, text: str, code: int) -> int:

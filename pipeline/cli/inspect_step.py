@@ -18,7 +18,8 @@ from pipeline.config.errors import ConfigError
 from pipeline.config.run import RunConfig
 from pipeline.driver.results import open_history
 from pipeline.graph.graph import step_nodes
-from pipeline.observe.row_views import PART_COLUMN, row_table, shards_of_step
+from pipeline.observe.row_views import PART_COLUMN, row_table
+from pipeline.observe.rows import shards_of_step
 from pipeline.observe.tables import InspectRow, inspect_table
 from stages.models.hf_files import read_tokenizer
 from storage.errors import DroppedOutput, MissingOutput

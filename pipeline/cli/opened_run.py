@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import importlib
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,18 +22,11 @@ from pipeline.config.run import RunConfig
 from pipeline.driver.results import open_history
 from pipeline.observe.history import History
 from pipeline.observe.journal import run_starts
-from pipeline.observe.row_views import (
-    Decode,
-    row_table,
-    shards_of_evaluation,
-    shards_of_step,
-    step_arrays,
-    steps_there,
-    token_table,
-)
+from pipeline.observe.row_views import row_table, step_arrays, token_table
+from pipeline.observe.rows import StageRows, no_rows, shards_of_evaluation, shards_of_step, stored_steps
 from storage import files
 from storage.store_root import read_root_array
-from storage.vocabulary import BYTES, OFFSETS, Vocabulary
+from storage.vocabulary import BYTES, OFFSETS, Decode, Vocabulary
 
 
 @dataclass(frozen=True)
@@ -49,7 +42,7 @@ class OpenedRun:
     @property
     def steps(self) -> list[int]:
         """Those that have rows, and whose rows `storage.keep.rollouts` has not let go."""
-        return steps_there(self.history)
+        return stored_steps(self.history)
 
     def rows(self, steps: Iterable[int] | None = None) -> pd.DataFrame:
         """One line for each response that was trained on or will be. Numbers that are not there yet are NaN.
@@ -60,20 +53,20 @@ class OpenedRun:
         advantage_mean over its tokens; reward_sum; trained_on. Raises StoreError for what is damaged.
         """
         shards = (shard for step in self._of(steps) for shard in shards_of_step(self.history, step))
-        return _joined(row_table(shard, self.decode) for shard in shards)
+        return self._joined(row_table, shards)
 
     def tokens(self, steps: Iterable[int] | None = None) -> pd.DataFrame:
         """One line for each sampled token: step, row, position in the response, token, text, version,
         sampler_logprob, policy_logprob, ref_logprob, log_ratio to the reference, entropy, value, reward, advantage,
         return."""
         shards = (shard for step in self._of(steps) for shard in shards_of_step(self.history, step))
-        return _joined(token_table(shard, self.decode) for shard in shards)
+        return self._joined(token_table, shards)
 
     def evaluations(self) -> pd.DataFrame:
         """One line for each held-out response: version, then as in `rows`, as far as that applies."""
         versions = sorted({address.step for address in self.history.ledger.addresses("evaluate")})
         shards = (shard for version in versions for shard in shards_of_evaluation(self.history, version))
-        table = _joined(row_table(shard, self.decode) for shard in shards)
+        table = self._joined(row_table, shards)
         unasked = ["shard", "version_first", "version_last", "entropy_mean", "value_mean", "reward_sum"]
         unasked += ["advantage_mean", "trained_on"]
         return table.drop(columns=unasked, errors="ignore").rename(columns={"step": "version"})
@@ -88,6 +81,11 @@ class OpenedRun:
         """Every stored array of these steps over (step, row, token), with the text of prompts and responses, in
         memory. (`xarray.open_datatree` of `rollouts.zarr` reads lazily, and sees what is in place there.)"""
         return step_arrays(self.history, self._of(steps), self.decode)
+
+    def _joined(self, table: Callable[[StageRows, Decode], pd.DataFrame], shards: Iterable[StageRows]) -> pd.DataFrame:
+        """The tables of all shards as one; of none, its columns."""
+        tables = [table(shard, self.decode) for shard in shards]
+        return pd.concat(tables or [table(no_rows(), self.decode)], ignore_index=True)
 
     def _of(self, steps: Iterable[int] | None) -> list[int]:
         there = self.steps
@@ -118,8 +116,3 @@ def text_of_tokens(config: RunConfig) -> Decode:
     tokenizers = importlib.import_module("stages.models.hf_files")  # torch and transformers take seconds to import
     decode: Decode = tokenizers.read_tokenizer(config.model.path).decode
     return decode
-
-
-def _joined(tables: Iterable[pd.DataFrame]) -> pd.DataFrame:
-    found = [*tables]
-    return pd.concat(found, ignore_index=True) if found else pd.DataFrame()

@@ -37,6 +37,7 @@ from pipeline.driver.candidates import of_file, of_run, read_back, sampled, writ
 from pipeline.driver.context import StageFailed
 from pipeline.driver.lock import only_driver
 from pipeline.observe.appending import LineFile
+from pipeline.observe.plain import print_plain
 from stages.rewards.judges.labels import TIE, Candidates, label, pairs_of
 from stages.rewards.judges.rubric import Rubric
 from stages.rewards.judges.verdicts import Ask
@@ -201,7 +202,7 @@ def _say(console: Console, summary: dict[str, Any]) -> None:
             1, f"no pair is left: another rubric or judge, a smaller min_margin (see {TIE}), or more responses"
         )
     for line in lines:
-        console.print(line, markup=False, highlight=False, soft_wrap=True)
+        print_plain(console, line)
 
 
 def _read(file: Path) -> list[dict[str, Any]]:

@@ -22,10 +22,10 @@ from pipeline.observe.history import History
 from pipeline.observe.journal import journal_exists, read_events
 from pipeline.observe.report.page import report
 from pipeline.observe.report.source import RunSource, Sameness
-from pipeline.observe.responses import Decode
 from pipeline.observe.summary import Summary
 from stages.models.hf_files import read_tokenizer
 from storage.errors import StoreError
+from storage.vocabulary import Decode
 
 _SAMPLING = ("sampling.", "evaluate.temperature", "seed")
 _TOKENIZER = ("token", "vocab", "merges")
@@ -96,5 +96,5 @@ def _text(value: object) -> str:
     return json.dumps(value, sort_keys=True)
 
 
-def _as_numbers(tokens: list[int]) -> str:
+def _as_numbers(tokens: Sequence[int]) -> str:
     return " ".join(map(str, tokens)) + " " if tokens else ""

@@ -30,7 +30,7 @@ from pipeline.observe.history import STEP_METRIC, History
 from pipeline.observe.journal import journal_exists, read_events, run_starts
 from pipeline.observe.live import Screen
 from pipeline.observe.overlap import overlap_by_step
-from pipeline.observe.responses import Decode, response_pairs, samples_table
+from pipeline.observe.responses import response_pairs, samples_table
 from pipeline.observe.revision import git_commit, software_versions, started_by
 from pipeline.observe.run_note import result_text, run_note
 from pipeline.observe.slurm_job import slurm_job
@@ -39,6 +39,7 @@ from pipeline.observe.summary import Summary, summarise
 from pipeline.observe.tracking import Dataset, MlflowTracker, NullTracker, RunStatus, Tracker, how_to_open
 from storage.ledger import Ledger
 from storage.rollouts import RolloutStore
+from storage.vocabulary import Decode
 
 _CHANGED = "+changes"
 _NOTE = "mlflow.note.content"

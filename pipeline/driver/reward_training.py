@@ -40,6 +40,7 @@ from pipeline.config.reward_model import RewardModelConfig
 from pipeline.config.reward_preflight import EXPORT, check_training, read_parts, trained_already
 from pipeline.driver.context import StageFailed
 from pipeline.driver.lock import only_driver
+from pipeline.observe.plain import print_plain
 from pipeline.observe.tracking import MlflowTracker, NullTracker, Tracker, how_to_open
 from stages.models.config import LoraConfig
 from stages.models.errors import RanksMissing
@@ -88,7 +89,7 @@ class _Shown:
         if "validation/accuracy" in metrics:
             text = " ".join(f"{name.partition('/')[2]} {value:.4f}" for name, value in metrics.items())
             elapsed = time.monotonic() - self.started
-            self.console.print(f"step {step}/{progress.total_steps} ({elapsed:.0f} s): validation {text}", markup=False)
+            print_plain(self.console, f"step {step}/{progress.total_steps} ({elapsed:.0f} s): validation {text}")
 
 
 def train(config: RewardModelConfig, console: Console) -> dict[str, Any]:
@@ -323,4 +324,4 @@ def _say(console: Console, config: RewardModelConfig, summary: Mapping[str, Any]
     if config.tracking.uri is not None:
         lines.append(f"MLflow: {how_to_open(config.tracking.uri)}")
     for line in lines:
-        console.print(line, markup=False, highlight=False, soft_wrap=True)
+        print_plain(console, line)

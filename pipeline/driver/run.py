@@ -61,7 +61,7 @@ from pipeline.observe.journal import Event, EventKind, Journal, run_starts
 from pipeline.observe.live import Progress, Screen
 from pipeline.observe.losses import Losses
 from pipeline.observe.node_events import NodeEvents
-from pipeline.observe.responses import Decode, chosen, response_pairs
+from pipeline.observe.responses import chosen, response_pairs
 from pipeline.observe.revision import started_by
 from pipeline.observe.summary import Summary
 from pipeline.observe.tables import end_of_run
@@ -69,6 +69,7 @@ from pipeline.observe.tracking import Tracker
 from pipeline.workers.messages import Outcome
 from storage.address import Address
 from storage.errors import StoreError, StoreRefused
+from storage.vocabulary import Decode
 from storage.weights import WeightBoard
 
 

@@ -1,5 +1,5 @@
-"""What an evaluation of a version of the policy comes to, and which version is the best: by held-out score, within a KL
-budget. Pure functions. Standard library only.
+"""What an evaluation of a version of the policy comes to, and which version is the best: by held-out reward, within a
+KL budget. Pure functions. Standard library only.
 """
 
 from __future__ import annotations

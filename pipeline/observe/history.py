@@ -7,7 +7,6 @@ May import numpy, storage, pipeline.graph and this folder.
 from __future__ import annotations
 
 import itertools
-import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -19,7 +18,8 @@ from pipeline.graph.graph import GraphSpec, step_nodes, update_stages
 from pipeline.observe.engine_metrics import is_count
 from pipeline.observe.engine_metrics import step_metrics as engine_metrics
 from pipeline.observe.evaluations import Evaluation
-from pipeline.observe.summary import StepNumbers, paired_t
+from pipeline.observe.paired import paired
+from pipeline.observe.summary import StepNumbers
 from storage.address import Address, Ref
 from storage.errors import DamagedCommit
 from storage.ledger import Ledger
@@ -187,11 +187,9 @@ def evaluation_metrics(evaluation: Evaluation, first: Evaluation | None = None) 
     against the `first` one, on the prompts of both: the gain, and its t paired by prompt."""
     found = {EVALUATION_METRIC: evaluation.mean, "eval/kl": evaluation.kl, "eval/length_mean": evaluation.length}
     parts = evaluation.parts if len(evaluation.parts) > 1 else {}
-    if first is not None:
-        both = sorted(evaluation.scores.keys() & first.scores.keys())
-        differences = [evaluation.scores[p] - first.scores[p] for p in both]
-        if differences:
-            found |= {"eval/gain": math.fsum(differences) / len(differences), "eval/paired_t": paired_t(differences)}
+    gain = None if first is None else paired(first.scores, evaluation.scores)
+    if gain is not None:
+        found |= {"eval/gain": gain.gain, "eval/paired_t": gain.t}
     return {n: v for n, v in found.items() if v is not None} | {f"eval/{n}/mean": v for n, v in parts.items()}
 
 

@@ -8,7 +8,7 @@ one JSON object a line for programs (`--json-lines`; docs/running.md has the fie
     generate   generate 13.0 (4 s), generate 13.1 (1 s)
     train      idle: update_policy 12.0 waits for score 12.1 (running)
 
-May import rich, pipeline.observe.{health, journal, visible}.
+May import rich, pipeline.observe.{health, journal, plain, visible}.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from rich.text import Text
 
 from pipeline.observe.health import REMEMBERED, findings, sparkline
 from pipeline.observe.journal import Event, EventKind
+from pipeline.observe.plain import plain
 from pipeline.observe.visible import visible
 
 HEADLINE = (
@@ -219,7 +220,7 @@ class Progress:
 
     def alarm(self, text: str) -> None:
         """Something is wrong that does not end the run: it stays on the screen, above the panel."""
-        self._tell("alarm", Text(visible(f"ALARM: {text}"), style="bold red"), text=text)
+        self._tell("alarm", plain(f"ALARM: {text}", "bold red"), text=text)
 
     def render(self) -> RenderableType:
         """The live panel as it is now."""
@@ -230,14 +231,14 @@ class Progress:
         elapsed = self._now() - self._started
         left = time_left(self._durations_s, self._num_steps - self._done)
         head.add_row(
-            Text(f"{self._run_name}  step {self._done}/{self._num_steps}", style="bold"),
+            plain(f"{self._run_name}  step {self._done}/{self._num_steps}", "bold"),
             ProgressBar(total=self._num_steps, completed=self._done),
             f"{clock(elapsed)} gone, {clock(left)} left",
         )
         parts: list[RenderableType] = [head]
         if self._loading and not self._begun:
             names = ", ".join(sorted(self._loading))
-            parts.append(Text(f"loading models: {names}, {elapsed:.0f} s", style="yellow", overflow="fold"))
+            parts.append(plain(f"loading models: {names}, {elapsed:.0f} s", "yellow"))
         rewards = [metrics["reward/mean"] for metrics in tuple(self._recent) if "reward/mean" in metrics]
         numbers = [Text.assemble((f"{label} ", "dim"), (value, "bold")) for label, value in self._numbers()]
         if len(rewards) > 1:
@@ -245,10 +246,8 @@ class Progress:
         parts += [Text("   ").join(numbers), self._gangs_table()]
         red = findings(tuple(self._recent), self._first_entropy)
         if red:
-            parts.insert(-1, Text("   ".join(red), style="bold red"))
-        parts += [
-            Text(f"{label}: {where}", style="dim", overflow="fold") for label, where in tuple(self._links.items())
-        ]
+            parts.insert(-1, plain("   ".join(red), "bold red"))
+        parts += [plain(f"{label}: {where}", "dim") for label, where in tuple(self._links.items())]
         return Group(*parts)
 
     def __enter__(self) -> Progress:
@@ -286,8 +285,7 @@ class Progress:
             away = {name: since for name, since in loading.items() if self._gangs.get(name) == gang}
             said += [f"{name} loads models ({now - since:.0f} s)" for name, since in sorted(away.items())]
             wait = f"idle: {self._waits[gang]}" if gang in self._waits else "idle"
-            what = Text(", ".join(said), overflow="fold") if said else Text(wait, style="dim", overflow="fold")
-            table.add_row(Text(gang, style="cyan"), what)
+            table.add_row(plain(gang, "cyan"), plain(", ".join(said)) if said else plain(wait, "dim"))
         return table
 
     def _tell(self, kind: str, line: str | Text, **fields: object) -> None:

@@ -19,7 +19,7 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
 from pipeline.observe.journal import Event, EventKind
-from pipeline.observe.lanes import first_fit
+from pipeline.observe.lanes import lanes_of, middle_window
 from pipeline.observe.summary import boxes
 from stages.preferences.measures import Reliability
 
@@ -42,13 +42,11 @@ STAGE_COLOURS = {
 OTHER_COLOUR = "#9D9D9D"
 INK, FAINT = "#22252B", "#D8DBE0"
 LANE_HEIGHT = 0.82
-WHOLE_RUN_STEPS = 5
-"""Runs longer than this get a second panel that shows their middle steps larger."""
 
 
 @dataclass(frozen=True)
-class Lane:
-    """A row of the timeline: one worker, or one of several rows of a worker that runs nodes side by side."""
+class DrawnLane:
+    """Where a lane is drawn."""
 
     gang: str
     worker: str
@@ -69,9 +67,11 @@ class DrawnBox:
 
 @dataclass(frozen=True)
 class Timeline:
-    lanes: list[Lane]
+    lanes: list[DrawnLane]
     boxes: list[DrawnBox]
     duration_s: float
+    middle_s: tuple[float, float] | None = None
+    """From and to which second of it the middle steps were trained; None where there are few steps."""
     losses: tuple[tuple[float, str], ...] = ()
     """(seconds since the start of the first box, worker that was lost then)."""
 
@@ -119,58 +119,45 @@ def panels_of(parts: Sequence[str]) -> tuple[Panel, ...]:
 
 
 def lay_out(events: Iterable[Event]) -> Timeline:
-    """Places every finished node: one lane per worker, grouped by gang in order of name; boxes of one worker that
-    overlap go to rows of their own, first fit."""
+    """Places every finished node in the lanes of pipeline/observe/lanes.py."""
     log = list(events)
     drawn = boxes(log)
     if not drawn:
         return Timeline([], [], 0.0)
-    origin = min(b.start_s for b in drawn)
-    lanes: list[Lane] = []
+    origin = drawn[0].start_s
+    placed_lanes: list[DrawnLane] = []
     placed: list[DrawnBox] = []
-    y = 0.0
-    for gang in sorted({b.gang for b in drawn}):
-        for worker in sorted({b.worker for b in drawn if b.gang == gang}):
-            rows = first_fit([b for b in drawn if (b.gang, b.worker) == (gang, worker)])
-            for row in rows:
-                lanes.append(Lane(gang, worker, y))
-                placed += [
-                    DrawnBox(a.stage, a.step, a.shard, y, b.start_s - origin, b.end_s - b.start_s)
-                    for b in row
-                    for a in [b.address]
-                ]
-                y += 1.0
-        y += 0.5
+    gangs: dict[str, int] = {}
+    for number, lane in enumerate(lanes_of(drawn)):
+        y = number + 0.5 * gangs.setdefault(lane.gang, len(gangs))
+        placed_lanes.append(DrawnLane(lane.gang, lane.worker, y))
+        placed += [
+            DrawnBox(a.stage, a.step, a.shard, y, box.start_s - origin, box.end_s - box.start_s)
+            for box in lane.boxes
+            for a in [box.address]
+        ]
     lost = [e for e in log if e.kind is EventKind.GANG_LOST]
-    losses = tuple((e.t - origin, e.worker or e.gang or "a worker") for e in lost)
-    return Timeline(lanes, placed, max(b.end_s for b in drawn) - origin, losses)
-
-
-def middle_window(timeline: Timeline, num_steps: int = 4) -> tuple[float, float]:
-    """The seconds in which the middle `num_steps` steps were trained: from the first update's start of the first of
-    them to the last update's end, and a little margin. The whole run if it has no updates."""
-    updates = [b for b in timeline.boxes if b.stage.startswith("update")]
-    trained = sorted({b.step for b in updates})
-    if len(trained) <= num_steps:
-        return 0.0, timeline.duration_s
-    first = (len(trained) - num_steps) // 2
-    shown = [b for b in updates if b.step in trained[first : first + num_steps]]
-    left, right = min(b.left_s for b in shown), max(b.left_s + b.width_s for b in shown)
-    margin = 0.04 * (right - left)
-    return max(0.0, left - margin), min(timeline.duration_s, right + margin)
+    window = middle_window(drawn)
+    return Timeline(
+        placed_lanes,
+        placed,
+        duration_s=max(box.end_s for box in drawn) - origin,
+        middle_s=None if window is None else (window[0] - origin, window[1] - origin),
+        losses=tuple((e.t - origin, e.worker or e.gang or "a worker") for e in lost),
+    )
 
 
 def plot_timeline(events: Iterable[Event], path: Path, title: str) -> None:
     """Draws which stage each worker ran when; the number in a box is its step."""
     timeline = lay_out(events)
     num_rows = len(timeline.lanes)
-    zoomed = len({b.step for b in timeline.boxes if b.stage.startswith("update")}) > WHOLE_RUN_STEPS
+    zoomed = timeline.middle_s is not None
     panel_height = 0.42 * max(num_rows, 2) + 0.7
     num_panels = 2 if zoomed else 1
     figure = Figure(figsize=(13, num_panels * panel_height + 1.5), dpi=130, layout="constrained", facecolor="white")
     FigureCanvasAgg(figure)
     axes = figure.subplots(num_panels, 1, squeeze=False)[:, 0]
-    windows = [middle_window(timeline)] if zoomed else []
+    windows = [] if timeline.middle_s is None else [timeline.middle_s]
     windows.append((0.0, max(timeline.duration_s, 1e-3)))
     for ax, window in zip(axes, windows, strict=True):
         _draw_window(ax, timeline, window, panel_width_px=1550)
@@ -320,7 +307,7 @@ def _draw_window(ax: Axes, timeline: Timeline, window: tuple[float, float], pane
     ax.tick_params(axis="y", length=0)
 
 
-def _lane_label(lane: Lane) -> str:
+def _lane_label(lane: DrawnLane) -> str:
     short = lane.worker if len(lane.worker) <= 24 else "…" + lane.worker[-23:]
     return lane.gang if lane.worker == lane.gang else short if short.startswith(lane.gang) else f"{lane.gang}  {short}"
 

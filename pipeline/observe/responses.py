@@ -6,14 +6,12 @@ May import storage and this folder.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pipeline.observe.history import History
 from storage.records import Rollout
-
-Decode = Callable[[list[int]], str]
-"""Of a tokenizer."""
+from storage.vocabulary import Decode
 
 
 @dataclass(frozen=True)

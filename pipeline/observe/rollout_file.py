@@ -1,7 +1,7 @@
 """A run's rows as one Parquet file, for people without Zarr: every column of `row_table`, and lists of the tokens with
 their numbers. A step is read, written as a row group, and forgotten, so that the memory is that of one step.
 
-May import numpy, pyarrow, storage, pipeline.observe.history and pipeline.observe.row_views.
+May import numpy, pyarrow, storage and pipeline.observe.{history, row_views, rows}.
 """
 
 from __future__ import annotations
@@ -15,17 +15,11 @@ import pyarrow
 import pyarrow.parquet
 
 from pipeline.observe.history import History
-from pipeline.observe.row_views import (
-    Decode,
-    ShardRows,
-    prompt_ids,
-    response_ids,
-    row_table,
-    score_column,
-    shards_of_step,
-)
+from pipeline.observe.row_views import prompt_ids, response_ids, row_table, score_column
+from pipeline.observe.rows import StageRows, shards_of_step
 from storage.address import Address
 from storage.records import Scores
+from storage.vocabulary import Decode
 
 _LISTS: Mapping[str, pyarrow.DataType] = {
     "prompt_ids": pyarrow.int32(),
@@ -87,7 +81,7 @@ def _schema(score_columns: Iterable[str]) -> pyarrow.Schema:
     return pyarrow.schema([*fields, *((name, pyarrow.list_(kind)) for name, kind in _LISTS.items())])
 
 
-def _whole_table(rows: ShardRows, decode: Decode, schema: pyarrow.Schema) -> pyarrow.Table:
+def _whole_table(rows: StageRows, decode: Decode, schema: pyarrow.Schema) -> pyarrow.Table:
     frame = row_table(rows, decode)
     columns: dict[str, Any] = {name: frame[name].to_numpy() for name in frame} | _lists(rows)
     missing = [None] * len(frame)
@@ -97,7 +91,7 @@ def _whole_table(rows: ShardRows, decode: Decode, schema: pyarrow.Schema) -> pya
     return pyarrow.Table.from_arrays(arrays, schema=schema)
 
 
-def _lists(rows: ShardRows) -> dict[str, list[Any]]:
+def _lists(rows: StageRows) -> dict[str, list[Any]]:
     """What a stage has not made yet is left out."""
     arrays = {column: rows.array(_FIELDS.get(column, column)) for column in _LISTS}
     made = {

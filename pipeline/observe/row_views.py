@@ -1,17 +1,15 @@
 """A run's rows as tables: what every stage made of each response, one line per row, per sampled token, per held-out
 prompt; and the arrays of its steps as one data set.
 
-Only what is committed is read, and each array is held to its CRC-32 (storage/rollouts.py): what a dead attempt left, or
-commits too late, is never seen. What a stage has not made yet is NaN. Everything is read step by step, so that whoever
-asks for a few steps needs the memory of these alone.
+What a stage has not made yet is NaN. Everything is read step by step, so that whoever asks for a few steps needs the
+memory of these alone.
 
-May import numpy, pandas, xarray, storage and pipeline.observe.history.
+May import numpy, pandas, xarray, storage and pipeline.observe.{history, rows}.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -19,22 +17,13 @@ import pandas as pd
 import xarray as xr
 
 from pipeline.observe.history import History
+from pipeline.observe.rows import StageRows
 from storage.address import Address
 from storage.commits import Commit
 from storage.descriptions import describe
-from storage.records import (
-    SCORE_PREFIX,
-    Advantages,
-    FinishReason,
-    PolicyLogprobs,
-    ReferenceLogprobs,
-    Rollout,
-    Scores,
-    Values,
-)
+from storage.records import SCORE_PREFIX, FinishReason, Rollout
+from storage.vocabulary import Decode
 
-Decode = Callable[[Sequence[int]], str]
-"""Token ids -> their text, without special tokens."""
 TOKEN_COLUMNS = {
     "sampler_logprob": "sampler_logprobs",
     "policy_logprob": "policy_logprobs",
@@ -52,76 +41,7 @@ OF_STEP = ("generate", "score", "reference", "logprob", "value", "advantage")
 """Stages whose arrays a step's group has."""
 
 
-@dataclass(frozen=True)
-class ShardRows:
-    """The rows of a shard, and what each stage has made of them so far."""
-
-    step: int
-    shard: int
-    rollout: Rollout
-    scores: Scores | None = None
-    reference: ReferenceLogprobs | None = None
-    policy: PolicyLogprobs | None = None
-    values: Values | None = None
-    advantages: Advantages | None = None
-
-    def log_ratio(self) -> np.ndarray | None:
-        """log pi(token) - log pi_ref(token), float32 [rows seq]. pi: the trainer's weights at the step's start, where
-        `logprob` asked them, else those that sampled the token."""
-        if self.reference is None:
-            return None
-        ours = self.rollout.sampler_logprobs if self.policy is None else self.policy.policy_logprobs
-        return np.asarray(ours - self.reference.ref_logprobs)
-
-    def array(self, name: str) -> np.ndarray | None:
-        """A field of the records by its name; None where it is not made yet."""
-        for record in (self.rollout, self.reference, self.policy, self.values, self.advantages):
-            if record is not None and name in record.arrays():
-                return np.asarray(record.arrays()[name])
-        return None
-
-
-def steps_there(history: History) -> list[int]:
-    """Steps of which rows are committed and were not let go (`storage.keep.rollouts`)."""
-    before = history.store.dropped_before()
-    return sorted({address.step for address in history.ledger.addresses("generate", before)})
-
-
-def shards_of_step(history: History, step: int) -> Iterator[ShardRows]:
-    """The shards of a step that have been generated. Raises StoreError where a committed array is not what was
-    committed, DroppedOutput where it was let go."""
-    advantages = _read(history, "advantage", step)
-    for shard in range(history.spec.shards):
-        rollout = _read(history, "generate", step, shard)
-        if rollout is not None:
-            yield ShardRows(
-                step,
-                shard,
-                rollout,
-                _read(history, "score", step, shard),
-                _read(history, "reference", step, shard),
-                _read(history, "logprob", step, shard),
-                _read(history, "value", step, shard),
-                None if advantages is None else advantages.rows(rollout.row),
-            )
-
-
-def shards_of_evaluation(history: History, version: int) -> Iterator[ShardRows]:
-    """Those of the held-out rows that a version of the weights sampled."""
-    for shard in range(history.spec.eval_shards):
-        rollout = _read(history, "evaluate", version, shard)
-        if rollout is not None:
-            scores = _read(history, "evaluate_score", version, shard)
-            yield ShardRows(version, shard, rollout, scores, _read(history, "evaluate_reference", version, shard))
-
-
-def _read(history: History, stage: str, step: int, shard: int = 0) -> Any:
-    """An output, or None where nothing is committed yet."""
-    address = Address(stage, step, shard)
-    return None if history.ledger.find(address) is None else history.store.read(address)
-
-
-def row_table(rows: ShardRows, decode: Decode) -> pd.DataFrame:
+def row_table(rows: StageRows, decode: Decode) -> pd.DataFrame:
     """One line for each row: where it is from, its text, and what it came to. Sums and means are over the sampled
     tokens, in float64; `kl` is the sum of the log-ratios to the reference, nats per response."""
     rollout, mask = rows.rollout, rows.rollout.response_mask
@@ -145,8 +65,8 @@ def row_table(rows: ShardRows, decode: Decode) -> pd.DataFrame:
     if rows.scores is not None:
         parts = {name: array for name, array in rows.scores.arrays().items() if name != "scores"}
         table |= {score_column(name): array for name, array in parts.items()}
-    ratio, trained = rows.log_ratio(), rows.array("loss_mask")
-    table["kl"] = _or_missing(None if ratio is None else _sum(ratio, mask), rollout)
+    trained = rows.array("loss_mask")
+    table["kl"] = _or_missing(rows.kl, rollout)
     for column, name in (("entropy_mean", "entropy"), ("value_mean", "values"), ("advantage_mean", "advantages")):
         array = rows.array(name)
         table[column] = _or_missing(None if array is None else _sum(array, mask) / lengths, rollout)
@@ -161,7 +81,7 @@ def score_column(array: str) -> str:
     return array.replace(SCORE_PREFIX, PART_COLUMN, 1)
 
 
-def token_table(rows: ShardRows, decode: Decode) -> pd.DataFrame:
+def token_table(rows: StageRows, decode: Decode) -> pd.DataFrame:
     """One line for each sampled token: its place in the response (from 0), what it is, and its numbers."""
     rollout = rows.rollout
     where, at = np.nonzero(rollout.response_mask)
@@ -175,7 +95,7 @@ def token_table(rows: ShardRows, decode: Decode) -> pd.DataFrame:
         "version": rollout.token_versions[where, at],
     }
     missing = np.full(len(where), np.nan, np.float32)
-    arrays = {column: rows.array(name) for column, name in TOKEN_COLUMNS.items()} | {"log_ratio": rows.log_ratio()}
+    arrays = {column: rows.array(name) for column, name in TOKEN_COLUMNS.items()} | {"log_ratio": rows.log_ratio}
     return pd.DataFrame(table | {n: missing if a is None else a[where, at] for n, a in arrays.items()})
 
 

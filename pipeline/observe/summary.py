@@ -17,7 +17,7 @@ A gang that trains and is **lost** trains again when the first update that began
 it is built, its models are back and the updates since their checkpoint have run again. The time in between is lost, as
 far as a driver was at work.
 
-May import the standard library, pipeline.observe.{evaluations, journal} and storage.address.
+May import the standard library, pipeline.observe.{evaluations, journal, paired} and storage.address.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from dataclasses import asdict, dataclass, field
 
 from pipeline.observe.evaluations import EvaluatedVersion, Evaluation, in_numbers
 from pipeline.observe.journal import Event, EventKind
+from pipeline.observe.paired import paired
 from storage.address import Address
 
 Interval = tuple[float, float]
@@ -81,7 +82,7 @@ class EvalSummary:
     num_prompts: int
     """Prompts in both evaluations."""
     paired_t: float | None
-    """mean / (sd / sqrt(n)) of the differences by prompt; None for fewer than two prompts or equal differences."""
+    """Of the differences by prompt; None for fewer than two prompts, or equal differences."""
 
 
 @dataclass(frozen=True)
@@ -139,7 +140,7 @@ class Summary:
     evaluations: tuple[EvaluatedVersion, ...] = ()
     """By version."""
     best: EvaluatedVersion | None = None
-    """The version with the highest held-out score, of those within `evaluate.select.max_kl`."""
+    """The version with the highest held-out reward, of those within `evaluate.select.max_kl`."""
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), indent=2) + "\n"
@@ -231,16 +232,6 @@ def _trains_again(gang: str, lost: float, all_boxes: Sequence[Box]) -> float:
     """When the first update that began on the gang after its loss was finished; infinite if there is none."""
     own = (b for b in all_boxes if b.gang == gang and b.address.stage in _UPDATES and b.start_s >= lost)
     return min((box.end_s for box in own), default=math.inf)
-
-
-def paired_t(differences: Sequence[float]) -> float | None:
-    """Student's t of paired differences: mean / (sd / sqrt(n)), sd with n - 1."""
-    n = len(differences)
-    if n < 2:
-        return None
-    mean = math.fsum(differences) / n
-    sd = math.sqrt(math.fsum((d - mean) ** 2 for d in differences) / (n - 1))
-    return mean / (sd / math.sqrt(n)) if sd > 0 else None
 
 
 def union(intervals: Iterable[Interval]) -> list[Interval]:
@@ -363,13 +354,5 @@ def _eval(evaluations: Sequence[Evaluation]) -> EvalSummary | None:
     """Compares the first with the last evaluation, on the prompts that both have."""
     if not evaluations:
         return None
-    before, after = evaluations[0].scores, evaluations[-1].scores
-    prompts = sorted(before.keys() & after.keys())
-    if not prompts:
-        return None
-    return EvalSummary(
-        before=math.fsum(before[p] for p in prompts) / len(prompts),
-        after=math.fsum(after[p] for p in prompts) / len(prompts),
-        num_prompts=len(prompts),
-        paired_t=paired_t([after[p] - before[p] for p in prompts]),
-    )
+    found = paired(evaluations[0].scores, evaluations[-1].scores)
+    return None if found is None else EvalSummary(found.before, found.after, found.num_prompts, found.t)

@@ -1,6 +1,6 @@
 """The tables a person reads: at the end of a run, and from `stageline inspect`. Plain inputs, rich tables out.
 
-May import rich and pipeline.observe.{decimals, responses, summary, visible}.
+May import rich and pipeline.observe.{decimals, plain, responses, summary, visible}.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from pipeline.observe.decimals import three
+from pipeline.observe.plain import plain
 from pipeline.observe.responses import ResponsePair
 from pipeline.observe.summary import Summary
 from pipeline.observe.visible import visible
@@ -54,7 +55,7 @@ def summary_table(summary: Summary) -> Table:
     table.add_column(style="dim")
     table.add_column()
     for label, value in summary_rows(summary):
-        table.add_row(label, Text(value))
+        table.add_row(plain(label), plain(value))
     return table
 
 
@@ -109,7 +110,7 @@ def responses_table(pairs: Sequence[ResponsePair]) -> Table:
         table.add_column(heading, ratio=1, overflow="fold")
     for pair in pairs:
         table.add_row(
-            Text(visible(pair.prompt)),
+            plain(pair.prompt),
             Text.assemble((f"{three(pair.before_score, sign=True)} ", "bold"), visible(pair.before)),
             Text.assemble((f"{three(pair.after_score, sign=True)} ", "bold"), visible(pair.after)),
         )
@@ -120,7 +121,7 @@ def end_of_run(summary: Summary, pairs: Sequence[ResponsePair], paths: Mapping[s
     """Everything that is printed when a run is done: numbers, responses, and where to look on."""
     where = Table.grid(padding=(0, 2))
     for label, path in paths.items():
-        where.add_row(Text(label, style="dim"), Text(str(path), overflow="fold"))
+        where.add_row(plain(label, "dim"), plain(path))
     parts: list[RenderableType] = [summary_table(summary)]
     if pairs:
         parts.append(responses_table(pairs))
@@ -136,11 +137,11 @@ def inspect_table(rows: Sequence[InspectRow], title: str) -> Table:
     named = [*dict.fromkeys(name for r in rows for name in r.parts)]
     parts = named if len(named) > 1 else []
     for heading in ("score", *parts, "KL", "version", "advantage"):
-        table.add_column(Text(heading), justify="right", no_wrap=True)
+        table.add_column(plain(heading), justify="right", no_wrap=True)
     for r in rows:
         of_parts = (_number(r.parts.get(name)) for name in parts)
         numbers = (_number(r.score), *of_parts, _number(r.kl), r.version, _number(r.advantage))
-        table.add_row(str(r.row), Text(visible(r.prompt)), Text(visible(r.response)), *numbers)
+        table.add_row(str(r.row), plain(r.prompt), plain(r.response), *numbers)
     return table
 
 

@@ -1,18 +1,17 @@
 """What a variant comes to: its steps, and its policy against its parent's on the held-out prompts. Pure functions.
 
-May import rich, the standard library and pipeline.observe.summary.
+May import rich, the standard library and pipeline.observe.paired.
 """
 
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 
 from rich.table import Table
 
-from pipeline.observe.summary import paired_t
+from pipeline.observe.paired import paired
 
 
 @dataclass(frozen=True)
@@ -25,7 +24,7 @@ class Comparison:
     variant: float
     difference: float
     paired_t: float | None
-    """mean / (sd / sqrt(n)) of the differences; None for fewer than two prompts or equal differences."""
+    """Of the differences (pipeline/observe/paired.py); None for fewer than two prompts or equal differences."""
     better: int
     """Prompts on which the variant scores higher."""
     worse: int
@@ -54,17 +53,18 @@ class VariantSummary:
 
 
 def compare(parent: Mapping[int, float], variant: Mapping[int, float]) -> Comparison:
-    """Of scores by prompt; both have the same prompts, of which there is at least one."""
-    differences = [variant[prompt] - parent[prompt] for prompt in sorted(parent)]
-    n = len(differences)
+    """Of scores by prompt, on the prompts of both. Raises ValueError where there is none."""
+    found = paired(parent, variant)
+    if found is None:
+        raise ValueError("no prompt is in both")
     return Comparison(
-        num_prompts=n,
-        parent=math.fsum(parent.values()) / n,
-        variant=math.fsum(variant.values()) / n,
-        difference=math.fsum(differences) / n,
-        paired_t=paired_t(differences),
-        better=sum(d > 0 for d in differences),
-        worse=sum(d < 0 for d in differences),
+        num_prompts=found.num_prompts,
+        parent=found.before,
+        variant=found.after,
+        difference=found.gain,
+        paired_t=found.t,
+        better=found.better,
+        worse=found.worse,
     )
 
 

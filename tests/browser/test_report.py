@@ -74,7 +74,7 @@ def test_what_a_run_came_to_is_read_at_once(opened: Open, one: Path) -> None:
 
 def test_curves_tell_a_step_in_all_panels_and_a_series_can_be_hidden(opened: Open, one: Path) -> None:
     page = opened(one)
-    score = page.locator(".panel", has_text="Score").first
+    score = page.locator(".panel", has_text="Reward").first
     picture = score.locator("svg")
     picture.focus()
     for _ in range(3):
@@ -93,8 +93,8 @@ def test_curves_tell_a_step_in_all_panels_and_a_series_can_be_hidden(opened: Ope
     expect(page.locator("#tip")).to_contain_text("0.44 ±")
 
 
-def test_parts_of_the_score_are_curves(opened: Open, one: Path) -> None:
-    panel = opened(one).locator(".panel", has_text="Parts of the score")
+def test_parts_of_the_reward_are_curves(opened: Open, one: Path) -> None:
+    panel = opened(one).locator(".panel", has_text="Parts of the reward")
     assert panel.get_by_role("button").all_text_contents()[:2] == ["length, training", "tone, training"]
 
 
@@ -156,7 +156,7 @@ def test_runs_beside_one_another(opened: Open, several: Path) -> None:
     expect(section.locator(".paired .value")).to_contain_text("+0.6")
     expect(section.locator(".left-out")).to_contain_text("the references are different models")
     expect(section.locator("table")).to_contain_text("seed")
-    score = page.locator(".panel", has_text="Score").nth(0)
+    score = page.locator(".panel", has_text="Reward").nth(0)
     assert score.get_by_role("button", name="training").count() == 2  # the third's scores are another reward's
     page.locator("#samples").get_by_role("tab").nth(2).click()
     expect(page.locator("#samples .sample").first).to_be_visible()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from pipeline.driver.results import open_history
 from stages.models.hf_files import ByteTokenizer
 from storage.address import Address
 from storage.commits import provenance_here
+from storage.ledger import Ledger
 from tests.support.paths import ROOT
 from tests.support.run_results import steps_of
 
@@ -79,6 +81,17 @@ def test_evaluations_and_metrics_are_those_of_the_summary(run: stageline.OpenedR
         assert means.score[found["version"]] == pytest.approx(found["reward"], abs=1e-6)
         assert means.kl[found["version"]] == pytest.approx(found["kl"], abs=1e-6)
     assert run.metrics()["reward/mean"].tolist() == pytest.approx(run.rows().groupby("step").score.mean().tolist())
+
+
+def test_where_nothing_is_committed_tables_have_their_columns(run: stageline.OpenedRun, tmp_path: Path) -> None:
+    """A run without evaluations, say."""
+    begun = replace(run, history=replace(run.history, ledger=Ledger(str(tmp_path))))
+    for empty, full in ((begun.rows(), run.rows()), (begun.evaluations(), run.evaluations())):
+        of_parts = [name for name in full.columns if name.startswith("score.")]
+        assert list(empty.columns) == [name for name in full.columns if name not in of_parts]
+        assert len(empty) == 0
+    assert list(begun.tokens().columns) == list(run.tokens().columns)
+    assert begun.evaluations().pivot(index="prompt_index", columns="version", values="score").empty
 
 
 def test_arrays_are_those_of_the_store(run: stageline.OpenedRun) -> None:

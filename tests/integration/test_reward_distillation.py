@@ -11,13 +11,9 @@ import pytest
 from transformers import AutoModelForSequenceClassification
 
 from pipeline.cli.main import main
-from stages.models.hf_files import ByteTokenizer
-from stages.rewards.learned import ModelReward
-from stages.rewards.protocol import Sample
-from stages.rewards.registry import close_reward
 from tests.support.families import random_model
 from tests.support.paths import ROOT
-from tests.support.reward_models import export_reward_model
+from tests.support.reward_models import assert_scores_are_the_trainings, export_reward_model
 
 TINY = ROOT / "conf/reward/tiny.yaml"
 PAIRS = ROOT / "conf/data/tiny_pairs.jsonl"
@@ -65,18 +61,7 @@ def test_a_student_learns_its_teachers_scores(
 
     model = AutoModelForSequenceClassification.from_pretrained(run / "model")
     assert model.config.num_hidden_layers == 2
-    of_text = {pair[s]: pair["prompt"] for pair in map(json.loads, PAIRS.open()) for s in ("chosen", "rejected")}
-    rows = [json.loads(line) for line in (run / "held_out.jsonl").read_text().splitlines()]
-    encode = ByteTokenizer().encode
-    samples = [
-        Sample("", "", prompt_ids=tuple(encode(of_text[row["text"]])), response_ids=tuple(encode(row["text"])))
-        for row in rows
-    ]
-    reward = ModelReward(str(run / "model"))
-    try:
-        np.testing.assert_allclose(reward(samples), [row["score"] for row in rows], atol=1e-5)
-    finally:
-        close_reward(reward)
+    assert_scores_are_the_trainings(run, PAIRS)
 
 
 @pytest.mark.processes

@@ -188,13 +188,20 @@ def test_a_row_that_cannot_be_labelled_is_named(
     assert "rows.jsonl" in error
 
 
-def test_texts_with_separators_of_unicode_are_read_back(tmp_path: Path, served: Served) -> None:
-    """U+0085 and U+2028 end no line of JSON, and stand in texts from the web."""
+def test_texts_with_separators_of_unicode_are_read_back_and_a_path_cannot_turn_what_is_said(
+    tmp_path: Path, served: Served, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """U+0085 and U+2028 end no line of JSON, and stand in texts from the web. U+202E turns the text behind it."""
+    tmp_path = tmp_path / "a\u202ec"
+    tmp_path.mkdir()
     file = tmp_path / "responses.jsonl"
     texts = ["xx\x85y", "aa\u2028e"]
     file.write_text(json.dumps({"prompt": "p\u2029", "responses": texts}) + "\n")
     assert main([*arguments(tmp_path, served.url), f"responses.url={file}"]) == 0
     (row,) = pairs(tmp_path / "labelled")
+    said = capsys.readouterr().out
+    assert "a\\u202ec" in said
+    assert "\u202e" not in said
     assert (row["prompt"], row["chosen"], row["rejected"]) == ("p\u2029", texts[1], texts[0])
 
 

@@ -123,8 +123,10 @@ def test_a_layout_learns_the_same(tmp_path: Path, layout: str) -> None:
         assert abs(summary_of(two)["held_out"][name] - value) < 1e-4, name
 
 
-def test_ratings_can_be_learnt_by_regression(tmp_path: Path) -> None:
-    """The rating is the share of vowels: scores come to correlate with it."""
+def test_ratings_can_be_learnt_by_regression(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The rating is the share of vowels: scores come to correlate with it. U+202E in its path turns nothing."""
+    tmp_path = tmp_path / "a\u202ec"
+    tmp_path.mkdir()
     pairs = [json.loads(line) for line in (ROOT / "conf/data/tiny_pairs.jsonl").read_text().splitlines()]
     texts = sorted({pair[side] for pair in pairs for side in ("chosen", "rejected")})
     rows = [{"text": text, "rating": sum(c in "aeiou" for c in text) / 2, "sd": 0.5, "n": 9} for text in texts]
@@ -132,6 +134,9 @@ def test_ratings_can_be_learnt_by_regression(tmp_path: Path) -> None:
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     data = f"data={{kind: ratings, url: {file}, spread: sd, raters: n}}"
     run = train(tmp_path, "ratings", data, f"data.url={file}", "train.loss=regression", "tracking.plots=true")
+    said = capsys.readouterr().out
+    assert "a\\u202ec" in said
+    assert "\u202e" not in said
     found = summary_of(run)["held_out"]
     assert found["correlation"] > 0.9
     assert found["accuracy"] > 0.95

@@ -15,10 +15,8 @@ from pipeline.cli.main import main
 from pipeline.config.loading import load_config
 from pipeline.config.paths import RunPaths
 from pipeline.driver.results import open_history
-from stages.models.hf_files import ByteTokenizer
-from stages.rewards.learned import ModelReward
-from stages.rewards.protocol import Sample
 from tests.support.paths import ROOT, TINY
+from tests.support.reward_models import assert_scores_are_the_trainings
 from tests.support.runs import QUIET, arguments
 
 pytestmark = pytest.mark.processes
@@ -50,18 +48,7 @@ def changes(folder: Path, trained: Path) -> list[str]:
 
 def test_scores_are_those_that_the_training_left(trained: Path) -> None:
     """Of the held-out rows, by prompt and response."""
-    of_text = {pair[s]: pair["prompt"] for pair in map(json.loads, PAIRS.open()) for s in ("chosen", "rejected")}
-    rows = [json.loads(line) for line in (trained / "held_out.jsonl").read_text().splitlines()]
-    encode = ByteTokenizer().encode
-    samples = [
-        Sample("", "", prompt_ids=tuple(encode(of_text[row["text"]])), response_ids=tuple(encode(row["text"])))
-        for row in rows
-    ]
-    reward = ModelReward(str(trained / "model"))
-    try:
-        np.testing.assert_allclose(reward(samples), [row["score"] for row in rows], atol=1e-5)
-    finally:
-        reward.close()
+    assert_scores_are_the_trainings(trained, PAIRS)
 
 
 def test_a_run_is_scored_by_it_resumed_and_replayed(

@@ -21,6 +21,13 @@ placement:
 """
 
 
+SCORES_APART = (
+    "placement.gangs.score={}",
+    "placement.roles={generate: all, score: score, reference: all, policy: all, critic: all}",
+)
+"""A gang of its own for what scores: models in it are counted there."""
+
+
 def arguments(folder: Path) -> list[str]:
     """Of `stageline run`, with the files that `write_config` writes."""
     return [str(folder / "c.yaml"), f"runs_dir={folder}/runs", f"prompts.url={folder}/prompts.jsonl"]

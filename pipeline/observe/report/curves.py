@@ -8,7 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from pipeline.observe.evaluations import Evaluation
-from pipeline.observe.report.numbers import number, standard_error
+from pipeline.observe.paired import standard_error
+from pipeline.observe.report.numbers import number
 
 MOST_POINTS = 400
 """Of a curve; of a longer run so many of its steps are drawn."""
@@ -26,8 +27,8 @@ class CurvePanel:
 
 
 PANELS = (
-    CurvePanel("Score", "score", (("reward/mean", "training"), ("held_out/score", "held-out"))),
-    CurvePanel("Parts of the score", "before weights", (("part/*", "training"), ("held_out/part/*", "held-out"))),
+    CurvePanel("Reward", "mean score", (("reward/mean", "training"), ("held_out/score", "held-out"))),
+    CurvePanel("Parts of the reward", "before weights", (("part/*", "training"), ("held_out/part/*", "held-out"))),
     CurvePanel("KL to the reference", "nats per response", (("kl/ref", "training"), ("held_out/kl", "held-out"))),
     CurvePanel("Entropy of the policy", "nats per token", (("policy/entropy_start", "at the step's start"),)),
     CurvePanel("Response length", "tokens", (("response/length_mean", "training"), ("held_out/length", "held-out"))),

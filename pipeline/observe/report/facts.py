@@ -31,7 +31,7 @@ def run_facts(
         ("model", _text(s.get("model.path"))),
         ("reference", _text(s.get("model.reference_path"))),
         ("prompts", f"{s.get('prompts.url')}, {s.get('prompts.held_out')} held out"),
-        ("score", _reward(s)),
+        ("reward", _reward(s)),
         ("advantage", f"{s.get('ppo.advantage')}{critic}; KL coefficient {s.get('ppo.kl.coef')}"),
         ("rollout", f"{s.get('rollout.rows')} rows a step in {s.get('rollout.shards')} shards"),
         ("staleness", f"at most {s.get('staleness')} ({s.get('rollout.versions')} versions)"),

@@ -1,5 +1,5 @@
 """Everything that the page shows of a run, read from its directory in one pass. May import this folder, storage and
-pipeline.observe.{evaluations, history, journal, responses}.
+pipeline.observe.{evaluations, history, journal, responses, rows}.
 
     ledger ──► commits of the steps that are drawn ──► curves, versions of the timeline
     store ───► rows of some steps, held-out rows ────► samples, mismatches, headline
@@ -22,12 +22,12 @@ from pipeline.observe.report.headline import Headline, headlines
 from pipeline.observe.report.mismatches import TokenMismatch, worst_mismatches
 from pipeline.observe.report.numbers import evenly, number
 from pipeline.observe.report.redaction import without_credentials
-from pipeline.observe.report.rows import StepRows, read_rows, stored_steps
 from pipeline.observe.report.samples import SampleBudget, Samples, sample, shortened
 from pipeline.observe.report.source import RunSource
 from pipeline.observe.report.timeline import RunTimeline, run_timeline
 from pipeline.observe.report.troubles import RunTroubles, run_troubles
 from pipeline.observe.responses import ResponsePair, response_pairs
+from pipeline.observe.rows import StageRows, stored_steps, whole_step
 from storage.address import Address
 from storage.commits import Commit
 from storage.errors import StoreError
@@ -149,14 +149,14 @@ def _versions(commits: Mapping[Address, Commit]) -> dict[Address, str]:
     return found
 
 
-def _read(history: History, most: int) -> tuple[list[StepRows], int, list[str]]:
+def _read(history: History, most: int) -> tuple[list[StageRows], int, list[str]]:
     """Rows of at most so many steps, how many steps are stored, and remarks on what is not."""
-    steps, before = stored_steps(history), history.store.dropped_before()
+    steps, before = stored_steps(history, whole=True), history.store.dropped_before()
     remarks = [f"the rows of steps before {before} were let go (storage.keep.rollouts)"] if before else []
     read = []
     for step in [steps[i] for i in evenly(len(steps), min(most, _affordable(history, steps)))]:
         try:
-            read.append(read_rows(history, step))
+            read.append(whole_step(history, step))
         except StoreError as error:
             remarks.append(f"the rows of step {step} cannot be read: {error}")
     return read, len(steps), remarks

@@ -1,8 +1,7 @@
 """The numbers that a run is judged by, each with its uncertainty. Pure functions of what is given. May import this
-folder and pipeline.observe.{decimals, evaluations, summary}.
+folder and pipeline.observe.{decimals, evaluations, paired, rows, summary}.
 
-Held-out scores are compared by prompt (the first evaluated version with the last), so that what differs between
-prompts is not counted as uncertainty: gain ± standard error of the differences, t = gain / standard error.
+Held-out scores are compared by prompt, the first evaluated version with the last (pipeline/observe/paired.py).
 """
 
 from __future__ import annotations
@@ -12,9 +11,9 @@ from dataclasses import dataclass
 
 from pipeline.observe.decimals import three
 from pipeline.observe.evaluations import Evaluation
-from pipeline.observe.report.numbers import standard_error
-from pipeline.observe.report.rows import StepRows
-from pipeline.observe.summary import Summary, paired_t
+from pipeline.observe.paired import paired, standard_error
+from pipeline.observe.rows import StageRows
+from pipeline.observe.summary import Summary
 
 
 @dataclass(frozen=True)
@@ -28,7 +27,7 @@ class Headline:
 
 
 def headlines(
-    summary: Summary, evaluations: Sequence[Evaluation], first: StepRows | None, last: StepRows | None
+    summary: Summary, evaluations: Sequence[Evaluation], first: StageRows | None, last: StageRows | None
 ) -> list[Headline]:
     """Those that apply. `first`, `last`: rows of the first and the last finished step, where they are kept."""
     found = [*_held_out(evaluations), *_best(summary)]
@@ -37,7 +36,7 @@ def headlines(
             _plus_minus(summary.reward[0], _score_error(first)),
             _plus_minus(summary.reward[-1], _score_error(last)),
         )
-        found.append(Headline("score", "training score", " → ".join(parts), "first → last step, ± standard error"))
+        found.append(Headline("score", "training reward", " → ".join(parts), "first → last step, ± standard error"))
     if summary.kl_final is not None:
         error = None if last is None or last.kl is None else standard_error(last.kl)
         value = _plus_minus(summary.kl_final, error)
@@ -69,16 +68,15 @@ def _held_out(evaluations: Sequence[Evaluation]) -> list[Headline]:
     if not evaluations:
         return []
     first, last = evaluations[0], evaluations[-1]
-    errors = [standard_error(list(e.scores.values())) for e in (first, last)]
+    errors = [standard_error(e.scores.values()) for e in (first, last)]
     if last is first:
-        return [Headline("held_out", "held-out score", _plus_minus(first.mean, errors[0]), _versions(first))]
+        return [Headline("held_out", "held-out reward", _plus_minus(first.mean, errors[0]), _versions(first))]
     value = f"{_plus_minus(first.mean, errors[0])} → {_plus_minus(last.mean, errors[1])}"
-    found = [Headline("held_out", "held-out score", value, f"v{first.version} → {_versions(last)}")]
-    differences = [last.scores[p] - first.scores[p] for p in sorted(first.scores.keys() & last.scores.keys())]
-    if differences:
-        gain, t = sum(differences) / len(differences), paired_t(differences)
-        text = f"paired t {'-' if t is None else f'{t:.1f}'} over {len(differences)} prompts"
-        found.append(Headline("gain", "held-out gain", _plus_minus(gain, standard_error(differences), sign=True), text))
+    found = [Headline("held_out", "held-out reward", value, f"v{first.version} → {_versions(last)}")]
+    change = paired(first.scores, last.scores)
+    if change is not None:
+        text = f"paired t {'-' if change.t is None else f'{change.t:.1f}'} over {change.num_prompts} prompts"
+        found.append(Headline("gain", "held-out gain", _plus_minus(change.gain, change.error, sign=True), text))
     if last.kl is not None:
         found.append(Headline("held_out_kl", "held-out KL", three(last.kl), f"nats per response, v{last.version}"))
     return found
@@ -89,14 +87,14 @@ def _best(summary: Summary) -> list[Headline]:
     if best is None:
         return []
     kl = "" if best.kl is None else f", KL {three(best.kl)}"
-    return [Headline("best", "best version", f"v{best.version}", f"held-out score {three(best.reward)}{kl}")]
+    return [Headline("best", "best version", f"v{best.version}", f"held-out reward {three(best.reward)}{kl}")]
 
 
 def _versions(evaluation: Evaluation) -> str:
     return f"v{evaluation.version}, {len(evaluation.scores)} prompts, ± standard error"
 
 
-def _score_error(rows: StepRows | None) -> float | None:
+def _score_error(rows: StageRows | None) -> float | None:
     return None if rows is None or rows.scores is None else standard_error(rows.scores.scores)
 
 

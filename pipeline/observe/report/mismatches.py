@@ -1,5 +1,5 @@
-"""The tokens on which trainer and sampler disagree most. Pure functions of rows that were read. May import numpy and
-this folder.
+"""The tokens on which trainer and sampler disagree most. Pure functions of rows that were read. May import numpy,
+pipeline.observe.rows, storage.vocabulary and this folder.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from pipeline.observe.report.numbers import number
-from pipeline.observe.report.rows import StepRows
-from pipeline.observe.responses import Decode
+from pipeline.observe.rows import StageRows
+from storage.vocabulary import Decode
 
 MOST = 20
 
@@ -33,7 +33,7 @@ class TokenMismatch:
     """Versions between the two; at 0 they should agree to rounding."""
 
 
-def worst_mismatches(read: Sequence[StepRows], decode: Decode, most: int = MOST) -> list[TokenMismatch] | None:
+def worst_mismatches(read: Sequence[StageRows], decode: Decode, most: int = MOST) -> list[TokenMismatch] | None:
     """By |log pi - log mu|, the largest first. None where the trainer's log-probs are not computed in this run."""
     steps = [step for step in read if step.mismatch is not None]
     if not steps:
@@ -50,15 +50,15 @@ def worst_mismatches(read: Sequence[StepRows], decode: Decode, most: int = MOST)
     return [_one(steps[i], row, t, decode) for _, i, row, t in sorted(found)[:most]]
 
 
-def _one(step: StepRows, row: int, t: int, decode: Decode) -> TokenMismatch:
+def _one(step: StageRows, row: int, t: int, decode: Decode) -> TokenMismatch:
     rollout = step.rollout
-    assert step.policy_logprobs is not None
+    assert step.policy is not None
     return TokenMismatch(
         step=step.step,
         row=int(rollout.row[row]),
         position=t - int(rollout.prompt_lengths[row]),
         token=decode([int(rollout.tokens[row, t])]),
         sampler=number(float(rollout.sampler_logprobs[row, t])),
-        policy=number(float(step.policy_logprobs[row, t])),
+        policy=number(float(step.policy.policy_logprobs[row, t])),
         staleness=step.step - int(rollout.token_versions[row, t]),
     )

@@ -1,12 +1,10 @@
-"""Numbers as they go into the page: finite or null, and no longer than a reader needs. Pure functions. May import
-numpy."""
+"""Numbers as they go into the page: finite or null, and no longer than a reader needs. Pure functions. Standard
+library only."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
-
-import numpy as np
+from collections.abc import Iterable
 
 
 def number(value: float | None, digits: int = 5) -> float | None:
@@ -27,9 +25,3 @@ def evenly(total: int, most: int) -> list[int]:
     if most < 2:
         return [total - 1] * most
     return [round(i * (total - 1) / (most - 1)) for i in range(most)]
-
-
-def standard_error(values: Sequence[float] | np.ndarray) -> float | None:
-    """Of the mean: sd / sqrt(n), sd with n - 1. None for fewer than two."""
-    array = np.asarray(values, np.float64)
-    return float(array.std(ddof=1) / math.sqrt(array.size)) if array.size > 1 else None

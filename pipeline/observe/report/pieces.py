@@ -1,10 +1,10 @@
-"""A response as one piece of text for each token. Pure functions; may import pipeline.observe.responses for a type."""
+"""A response as one piece of text for each token. Pure functions; may import storage.vocabulary for a type."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from pipeline.observe.responses import Decode
+from storage.vocabulary import Decode
 
 _TORN = "\N{REPLACEMENT CHARACTER}"
 _LONGEST_CHARACTER = 4

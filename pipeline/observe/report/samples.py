@@ -1,5 +1,5 @@
 """Responses to look at: a sample of a run's rows with what every stage made of each token, and the held-out responses
-before and after training. May import numpy, this folder, pipeline.observe.{history, responses} and storage.
+before and after training. May import numpy, this folder, pipeline.observe.{history, responses, rows} and storage.
 
 The sample is even over steps and rows; beside it are the extremes of the rows that were read (highest and lowest score,
 largest KL, worst mismatches), and they say so: an even sample of many rows shows none of them.
@@ -14,9 +14,9 @@ import numpy as np
 
 from pipeline.observe.report.numbers import evenly, number, numbers
 from pipeline.observe.report.pieces import pieces
-from pipeline.observe.report.rows import StepRows
-from pipeline.observe.responses import Decode
+from pipeline.observe.rows import StageRows
 from storage.records import FinishReason
+from storage.vocabulary import Decode
 
 EXTREMES = 8
 """Rows of each kind of extreme."""
@@ -89,7 +89,7 @@ class Samples:
 
 
 def sample(
-    read: Sequence[StepRows],
+    read: Sequence[StageRows],
     of_steps: int,
     decode: Decode,
     budget: SampleBudget,
@@ -115,7 +115,7 @@ def sample(
     return Samples(rows, of_steps * read[0].rollout.num_rows, len(read), of_steps)
 
 
-def _extremes(read: Sequence[StepRows], each: int) -> dict[tuple[int, int], str]:
+def _extremes(read: Sequence[StageRows], each: int) -> dict[tuple[int, int], str]:
     """(number of the step, row) -> what it is the most extreme of."""
     columns: list[tuple[str, list[np.ndarray | None], int]] = [
         ("lowest score", [None if s.scores is None else s.scores.scores for s in read], 1),
@@ -131,7 +131,7 @@ def _extremes(read: Sequence[StepRows], each: int) -> dict[tuple[int, int], str]
     return found
 
 
-def _row(step: StepRows, row: int, extreme: str, decode: Decode, most_tokens: int) -> SampleRow:
+def _row(step: StageRows, row: int, extreme: str, decode: Decode, most_tokens: int) -> SampleRow:
     rollout = step.rollout
     start, length = int(rollout.prompt_lengths[row]), int(rollout.response_lengths[row])
     shown = slice(start, start + min(length, most_tokens))
@@ -154,8 +154,8 @@ def _row(step: StepRows, row: int, extreme: str, decode: Decode, most_tokens: in
         extreme=extreme,
         tokens=pieces(decode, rollout.tokens[row, shown].tolist()),
         log_ratio=by_token(step.log_ratio),
-        values=by_token(step.values),
-        advantages=by_token(step.advantages),
+        values=by_token(step.array("values")),
+        advantages=by_token(step.array("advantages")),
         mismatch=by_token(step.mismatch),
     )
 

@@ -1,5 +1,5 @@
-"""A run as its report reads it: already open, and told what only the config knows. May import the journal, history,
-responses and summary beside this folder.
+"""A run as its report reads it: already open, and told what only the config knows. May import the journal, history
+and summary beside this folder, and storage.vocabulary.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from typing import Any
 
 from pipeline.observe.history import History
 from pipeline.observe.journal import Event
-from pipeline.observe.responses import Decode
 from pipeline.observe.summary import Summary
+from storage.vocabulary import Decode
 
 
 @dataclass(frozen=True)

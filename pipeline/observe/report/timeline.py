@@ -8,15 +8,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from pipeline.observe.journal import Event, EventKind
-from pipeline.observe.lanes import first_fit
+from pipeline.observe.lanes import lanes_of, middle_window
 from pipeline.observe.report.troubles import Trouble
-from pipeline.observe.summary import Box, boxes
+from pipeline.observe.summary import boxes
 from storage.address import Address
 
 
 @dataclass(frozen=True)
 class TimelineLane:
-    """A row of the picture: a worker, or one of several rows of a worker that runs nodes side by side."""
+    """A row of the picture."""
 
     gang: str
     worker: str
@@ -65,13 +65,8 @@ def run_timeline(
         return None
     kept = every if len(every) <= most else [*every[: most // 2], *every[len(every) - most // 2 :]]
     start, end = every[0].start_s, max(box.end_s for box in every)
-    lanes: list[TimelineLane] = []
-    placed: list[tuple[int, Box]] = []
-    for gang in sorted({box.gang for box in kept}):
-        for worker in sorted({box.worker for box in kept if box.gang == gang}):
-            for row in first_fit([box for box in kept if (box.gang, box.worker) == (gang, worker)]):
-                placed += [(len(lanes), box) for box in row]
-                lanes.append(TimelineLane(gang, worker))
+    lanes = lanes_of(kept)
+    placed = [(number, box) for number, lane in enumerate(lanes) for box in lane.boxes]
     stages = sorted({box.address.stage for box in kept})
     number = {stage: i for i, stage in enumerate(stages)}
 
@@ -83,7 +78,7 @@ def run_timeline(
         start=start,
         duration_ms=ms(end),
         window_ms=(ms(window[0]), ms(window[1])) if window is not None else (0, ms(end)),
-        lanes=lanes,
+        lanes=[TimelineLane(lane.gang, lane.worker) for lane in lanes],
         stages=stages,
         lane=[lane for lane, _ in placed],
         stage=[number[box.address.stage] for _, box in placed],
@@ -95,20 +90,6 @@ def run_timeline(
         marks=[*_starts(events, start), *(TimelineMark(ms(t.at), t.kind, t.text) for t in troubles)],
         of_executions=len(every),
     )
-
-
-def middle_window(drawn: Sequence[Box], num_steps: int = 4) -> tuple[float, float] | None:
-    """From the first update's start of the middle `num_steps` steps to the last one's end, and a little margin; None
-    where there are no more steps than that."""
-    updates = [box for box in drawn if box.address.stage.startswith("update")]
-    trained = sorted({box.address.step for box in updates})
-    if len(trained) <= num_steps:
-        return None
-    first = (len(trained) - num_steps) // 2
-    shown = [box for box in updates if box.address.step in trained[first : first + num_steps]]
-    left, right = min(box.start_s for box in shown), max(box.end_s for box in shown)
-    margin = 0.04 * (right - left)
-    return left - margin, right + margin
 
 
 def _starts(events: Sequence[Event], start: float) -> list[TimelineMark]:

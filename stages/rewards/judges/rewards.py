@@ -87,6 +87,7 @@ class JudgeReward:
             body: more fields of the request; null takes one out.
         """
         self.rubric = make_rubric(rubric, rubric_file, answers, on_unparsed, against, system)
+        self.fields = self.rubric.fields
         _refuse_odd_url(url)
         _refuse_odd_key(key_env)
         if read not in get_args(Reads):
@@ -104,10 +105,6 @@ class JudgeReward:
         self._body = {name: value for name, value in given.items() if value is not None}
         own = None if _directory is None else _directory / ANSWERS
         self._cache = AnswerCache(own if cache is None else Path(cache))
-
-    @property
-    def fields(self) -> frozenset[str]:
-        return self.rubric.fields
 
     def __call__(self, samples: Sequence[Sample]) -> Scored:
         return scored(self.rubric, self.ask, samples)
@@ -169,6 +166,7 @@ class LocalJudgeReward:
                 its verdict is the same whatever is asked beside it.
         """
         self.rubric = make_rubric(rubric, rubric_file, answers, on_unparsed, against, system)
+        self.fields = self.rubric.fields
         wrong = _model_problem(path)
         if wrong is not None:
             raise UnfitReward(Problem("path", path, wrong))
@@ -189,10 +187,6 @@ class LocalJudgeReward:
         self._context = read_spec(path).max_positions
         self._loading = Loading(Holds.LANGUAGE, path, dtype, pass_tokens or EACH_ALONE)
         self._model: Any = None
-
-    @property
-    def fields(self) -> frozenset[str]:
-        return self.rubric.fields
 
     def __call__(self, samples: Sequence[Sample]) -> Scored:
         return scored(self.rubric, self.ask, samples)

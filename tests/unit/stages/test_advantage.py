@@ -13,7 +13,6 @@ from stages.advantage import StalenessError, advantage
 from stages.ppo.config import KLConfig, NormalizeConfig, PPOConfig
 from storage.records import (
     Advantages,
-    FinishReason,
     PolicyLogprobs,
     ReferenceLogprobs,
     Rollout,
@@ -22,6 +21,7 @@ from storage.records import (
     concatenate,
 )
 from tests.reference import oracles
+from tests.support.sampled_rows import sampled_rows
 
 STEP, BOUND = 5, 2
 SPANS = [(1, 6), (2, 3), (3, 5), (6, 2), (4, 1)]
@@ -33,38 +33,14 @@ Step = tuple[Rollout, Scores, ReferenceLogprobs, PolicyLogprobs, Values]
 
 def make_step(outside: float = 0.0, seed: int = 0) -> Step:
     """The records of one step; `outside` fills every float outside the mask."""
-    rng = np.random.default_rng(seed)
-    rows = len(SPANS)
-    mask = np.zeros((rows, SEQ), dtype=bool)
-    for i, (start, length) in enumerate(SPANS):
-        mask[i, start : start + length] = True
-
-    def per_token(x: np.ndarray) -> np.ndarray:
-        return np.where(mask, x, outside).astype(np.float32)
-
-    mu = -rng.random((rows, SEQ)) - 0.1
-    rollout = Rollout(
-        row=100 + np.arange(rows), prompt_index=np.arange(rows), tokens=rng.integers(1, 9, (rows, SEQ), dtype=np.int32),
-        prompt_lengths=np.array([s for s, _ in SPANS], np.int32),
-        response_lengths=np.array([n for _, n in SPANS], np.int32), response_mask=mask,
-        sampler_logprobs=per_token(mu),
-        token_versions=np.where(mask, rng.integers(STEP - BOUND, STEP + 1, mask.shape), -1).astype(np.int32),
-        finish_reason=np.where(CUT, FinishReason.LENGTH, FinishReason.STOP).astype(np.int8),
-    )  # fmt: skip
-    policy = PolicyLogprobs(
-        policy_logprobs=per_token(mu + 0.1 * rng.normal(size=mask.shape)), entropy=per_token(rng.random(mask.shape))
-    )
+    rng, rows = np.random.default_rng(seed), len(SPANS)
+    made = sampled_rows(rng, SPANS, CUT, SEQ, (STEP - BOUND, STEP), range(rows), outside, first_row=100)
     values = Values(
-        values=per_token(rng.normal(size=mask.shape)),
+        values=made.by_token(rng.normal(size=(rows, SEQ))),
         bootstrap_values=np.where(CUT, rng.normal(size=rows), outside).astype(np.float32),
     )
-    return (
-        rollout,
-        Scores(scores=rng.normal(size=rows).astype(np.float32)),
-        ReferenceLogprobs(ref_logprobs=per_token(mu + 0.3 * rng.normal(size=mask.shape))),
-        policy,
-        values,
-    )
+    scores = Scores(scores=rng.normal(size=rows).astype(np.float32))
+    return made.rollout, scores, made.reference, made.policy, values
 
 
 AS_THEY_ARE, CENTRED = NormalizeConfig(), NormalizeConfig(mean=True)

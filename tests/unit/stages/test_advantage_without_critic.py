@@ -14,7 +14,6 @@ from stages.ppo.config import KLConfig, PPOConfig
 from stages.ppo.critic_free import GROUP_STD_EPS
 from storage.records import (
     Advantages,
-    FinishReason,
     PolicyLogprobs,
     ReferenceLogprobs,
     Rollout,
@@ -23,6 +22,7 @@ from storage.records import (
     concatenate,
 )
 from tests.reference import oracles
+from tests.support.sampled_rows import sampled_rows
 
 STEP, BOUND, SEQ, RESPONSES = 5, 2, 9, 4
 SPANS = [(1, 6), (2, 3), (3, 5), (6, 2), (4, 1), (1, 8), (2, 7), (3, 3)]
@@ -34,30 +34,9 @@ Step = tuple[Rollout, Scores, ReferenceLogprobs, PolicyLogprobs]
 
 
 def make_step(outside: float = 0.0) -> Step:
-    rng = np.random.default_rng(0)
-    rows = len(SPANS)
-    mask = np.zeros((rows, SEQ), dtype=bool)
-    for i, (start, length) in enumerate(SPANS):
-        mask[i, start : start + length] = True
-
-    def per_token(x: np.ndarray) -> np.ndarray:
-        return np.where(mask, x, outside).astype(np.float32)
-
-    mu = -rng.random((rows, SEQ)) - 0.1
-    rollout = Rollout(
-        row=np.arange(rows), prompt_index=np.repeat([7, 7], RESPONSES), tokens=rng.integers(1, 9, mask.shape, np.int32),
-        prompt_lengths=np.array([s for s, _ in SPANS], np.int32),
-        response_lengths=np.array([n for _, n in SPANS], np.int32), response_mask=mask, sampler_logprobs=per_token(mu),
-        token_versions=np.where(mask, rng.integers(STEP - BOUND, STEP + 1, mask.shape), -1).astype(np.int32),
-        finish_reason=np.where(CUT, FinishReason.LENGTH, FinishReason.STOP).astype(np.int8),
-    )  # fmt: skip
-    prox = per_token(mu + 0.1 * rng.normal(size=mask.shape))
-    return (
-        rollout,
-        Scores(scores=SCORES),
-        ReferenceLogprobs(ref_logprobs=per_token(mu + 0.3 * rng.normal(size=mask.shape))),
-        PolicyLogprobs(policy_logprobs=prox, entropy=per_token(rng.random(mask.shape))),
-    )
+    rng, prompts = np.random.default_rng(0), np.repeat([7, 7], RESPONSES).tolist()
+    made = sampled_rows(rng, SPANS, CUT, SEQ, (STEP - BOUND, STEP), prompts, outside)
+    return made.rollout, Scores(scores=SCORES), made.reference, made.policy
 
 
 def run(records: Step, cfg: PPOConfig, responses: int = RESPONSES) -> tuple[Advantages, dict[str, float]]:

@@ -16,15 +16,11 @@ from pipeline.config.role_models import role_models
 from pipeline.config.run import RunConfig
 from pipeline.driver.identity import state
 from stages.models.spec import read_spec
-from tests.support.configs import arguments, write_config
+from tests.support.configs import SCORES_APART, arguments, write_config
 
 GRADED: dict[str, Any] = {"url": "http://127.0.0.1:9/v1", "model": "m", "on_unparsed": 0, "rubric": "{response}"}
 PAIRWISE = GRADED | {"rubric": "{first} {second}", "against": "group"}
 LOCAL = {"path": "random:tiny", "on_unparsed": 0, "rubric": "{prompt} {response}"}
-OWN_GANG = (
-    "placement.gangs.score={}",
-    "placement.roles={generate: all, score: score, reference: all, policy: all, critic: all}",
-)
 
 
 @pytest.fixture
@@ -51,7 +47,7 @@ def test_judges_that_can_work_pass_and_none_is_asked(folder: Path) -> None:
     """Nothing listens at that port."""
     preflight(load(folder, "judge", GRADED, "evaluate.every=1"))
     preflight(load(folder, "judge", PAIRWISE, "rollout.responses_per_prompt=2"))
-    preflight(load(folder, "local_judge", LOCAL, *OWN_GANG))
+    preflight(load(folder, "local_judge", LOCAL, *SCORES_APART))
 
 
 def test_a_comparison_within_the_group_needs_one(folder: Path) -> None:
@@ -93,7 +89,7 @@ def test_fields_that_prompts_lack_are_refused(folder: Path) -> None:
 def test_a_local_judge_has_a_process_of_its_own_is_counted_and_held_to(folder: Path) -> None:
     said = refusal_of(folder, "local_judge", LOCAL)
     assert said.startswith("placement.roles.score: given 'all'; reward.parts.judged is a model of the scoring worker's")
-    config = load(folder, "local_judge", LOCAL, *OWN_GANG)
+    config = load(folder, "local_judge", LOCAL, *SCORES_APART)
     spec = read_spec("random:tiny")
     (scorer,) = planned_run(config, role_models(config, spec), memory_limits(config)).scorers
     assert scorer.spec == spec

@@ -18,14 +18,9 @@ from pipeline.config.run import RunConfig
 from pipeline.driver.identity import state, state_again
 from stages.models.spec import read_spec
 from storage.ledger import Ledger
-from tests.support.configs import arguments, write_config
+from tests.support.configs import SCORES_APART, arguments, write_config
 from tests.support.families import random_model
 from tests.support.reward_models import change_config, export_reward_model
-
-OWN_GANG = (
-    "placement.gangs.score={}",
-    "placement.roles={generate: all, score: score, reference: all, policy: all, critic: all}",
-)
 
 
 @pytest.fixture
@@ -40,7 +35,7 @@ def load(folder: Path, *changes: str, path: str | None = None, own_gang: bool = 
     file, *fixed = arguments(folder)
     part = f"{{kind: model, args: {{path: {path or folder / 'model'}}}}}"
     parts = f"evaluate.reward.parts={{learned: {part}, mood: {{kind: vader, weight: 0}}}}"
-    return load_config([file], [*fixed, "evaluate.every=1", parts, *(OWN_GANG if own_gang else ()), *changes])
+    return load_config([file], [*fixed, "evaluate.every=1", parts, *(SCORES_APART if own_gang else ()), *changes])
 
 
 def refusal_of(config: RunConfig) -> str:

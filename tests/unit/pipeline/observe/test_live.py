@@ -35,6 +35,33 @@ def test_one_plain_line_per_step_in_a_log() -> None:
     ]
 
 
+def test_the_panel_shows_control_characters_and_obeys_none() -> None:
+    """A path, an address or a node's name may hold what would colour, clear or turn the terminal."""
+    out = io.StringIO()
+    console = Console(file=out, force_terminal=True, width=100, color_system=None)
+    hostile = "[red]\x1b[2J\x9b31m\u202e\x07"
+    workers = {f"w{hostile}": f"g{hostile}"}
+    progress = Progress(f"n{hostile}", 10, {f"l{hostile}": f"/runs/{hostile}"}, console, workers=workers)
+    console.print(progress.render())
+    progress.event(Event(1.0, EventKind.GANG_BUILT, gang=f"g{hostile}", worker=f"w{hostile}"))
+    progress.waits({f"g{hostile}": f"waits for {hostile}"})
+    console.print(progress.render())
+    node = {"stage": f"s{hostile}", "step": 0, "gang": f"g{hostile}", "worker": f"w{hostile}"}
+    progress.event(Event(1.0, EventKind.STARTED, shard=0, **node))
+    console.print(progress.render())
+    shown = out.getvalue()
+    seen = "[red]␛[2J\\x9b31m\\u202e␇"
+    for text in (
+        f"n{seen}",
+        f"l{seen}: /runs/{seen}",
+        f"loading models: w{seen}",
+        f"idle: waits for {seen}",
+        f"s{seen} 0.0",
+    ):
+        assert text in shown
+    assert not any(character in shown for character in "\x1b\x9b\u202e\x07")
+
+
 def test_the_panel_says_what_every_worker_does() -> None:
     out, now = io.StringIO(), _Clock()
     console = Console(file=out, force_terminal=True, width=100, color_system=None)

@@ -10,7 +10,6 @@ from pipeline.observe.plots import (
     DrawnBox,
     Panel,
     lay_out,
-    middle_window,
     panels_of,
     plot_curves,
     plot_timeline,
@@ -56,8 +55,9 @@ def test_lanes_and_boxes() -> None:
 
 def test_window_on_the_middle_steps() -> None:
     """Of 10 steps, 3..6 are the middle: updates from 2 + 6 s to 4 + 12 s, with 4 % of margin."""
-    assert middle_window(lay_out(_training(10))) == pytest.approx((8 - 0.32, 16 + 0.32))
-    assert middle_window(lay_out(_training(3))) == (0.0, 8.0)
+    assert lay_out(_training(10)).middle_s == pytest.approx((8 - 0.32, 16 + 0.32))
+    short = lay_out(_training(3))
+    assert (short.middle_s, short.duration_s) == (None, 8.0)
 
 
 @pytest.mark.parametrize("num_steps", [0, 2, 10])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -51,7 +52,7 @@ def evaluate(history: History, version: int, texts: list[tuple[str, str]], score
     history.store.write(Address("evaluate_score", version), Scores(np.array(scores, np.float32)), provenance)
 
 
-def decode(ids: list[int]) -> str:
+def decode(ids: Sequence[int]) -> str:
     return "".join(map(chr, ids))
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from pipeline.observe.evaluations import Evaluation
 from pipeline.observe.journal import Event, EventKind
-from pipeline.observe.summary import StepNumbers, boxes, paired_t, summarise, union
+from pipeline.observe.summary import StepNumbers, boxes, summarise, union
 from storage.address import Address
 
 GEN0, GEN1 = Address("generate", 0), Address("generate", 1)
@@ -124,11 +124,6 @@ def test_ranks_of_a_node_count_once_by_stage() -> None:
              for r in range(2)]  # fmt: skip
     assert [b.rank for b in boxes(ranks)] == [0, 1]
     assert summarise(ranks, [], [], {}, {}).stage_s == {"value": 2.0}
-
-
-def test_paired_t_needs_spread() -> None:
-    assert paired_t([1.0]) is None
-    assert paired_t([1.0, 1.0]) is None
 
 
 def test_union() -> None:

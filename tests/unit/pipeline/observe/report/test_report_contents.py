@@ -104,7 +104,7 @@ def test_facts_say_who_began_the_run() -> None:
         found.setdefault(fact.label, []).append(fact.value)
     assert found["command"] == ["stageline run a.yaml", "stageline resume runs/a"]
     assert (found["driver's host"], found["code"], found["workers' hosts"]) == (["box"], ["abc"], ["node-1"])
-    assert found["score"] == ["2.0 * x"]
+    assert found["reward"] == ["2.0 * x"]
     assert found["started"] == ["1970-01-01 00:00:00 UTC"]
     assert found["resumed"] == ["1970-01-01 00:01:00 UTC"]
 

@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import pytest
 
 from pipeline.observe.report.mismatches import worst_mismatches
-from pipeline.observe.report.numbers import evenly, number, standard_error
+from pipeline.observe.report.numbers import evenly, number
 from pipeline.observe.report.pieces import pieces
-from pipeline.observe.report.rows import StepRows
 from pipeline.observe.report.samples import SampleBudget, sample, shortened
+from pipeline.observe.rows import StageRows
 from stages.models.hf_files import ByteTokenizer
-from storage.records import Rollout, Scores
+from storage.records import Advantages, PolicyLogprobs, ReferenceLogprobs, Rollout, Scores, Values
 
 
 def step_rows(
     *, policy: bool = True, critic: bool = True, step: int = 3, scores: tuple[float, ...] = (0.25, -0.5)
-) -> StepRows:
+) -> StageRows:
     """Two rows: prompt "ab", responses "cd" and "e" (of which the second was cut)."""
     mask = np.array([[0, 0, 1, 1], [0, 0, 1, 0]], bool)
     rollout = Rollout(
@@ -32,18 +32,21 @@ def step_rows(
         token_versions=np.array([[-1, -1, 2, 3], [-1, -1, 2, -1]], np.int32),
         finish_reason=np.array([0, 1], np.int8),
     )
-    return StepRows(
+    ours = np.array([[0, 0, -1.25, -2], [0, 0, -1.5, 0]], np.float32)
+    values = np.array([[0, 0, 0.5, 0.75], [0, 0, 0.25, 0]], np.float32)
+    return StageRows(
         step=step,
+        shard=0,
         rollout=rollout,
         scores=Scores(np.array(scores, np.float32)),
-        ref_logprobs=np.array([[0, 0, -1.5, -1.5], [0, 0, -1, 0]], np.float32),
-        policy_logprobs=np.array([[0, 0, -1.25, -2], [0, 0, -1.5, 0]], np.float32) if policy else None,
-        values=np.array([[0, 0, 0.5, 0.75], [0, 0, 0.25, 0]], np.float32) if critic else None,
-        advantages=np.array([[0, 0, 1, -1], [0, 0, 2, 0]], np.float32),
+        reference=ReferenceLogprobs(np.array([[0, 0, -1.5, -1.5], [0, 0, -1, 0]], np.float32)),
+        policy=PolicyLogprobs(ours, np.zeros_like(ours)) if policy else None,
+        values=Values(values, np.zeros(2, np.float32)) if critic else None,
+        advantages=Advantages(np.zeros_like(ours), np.array([[0, 0, 1, -1], [0, 0, 2, 0]], np.float32), ours, mask),
     )
 
 
-def decode(tokens: list[int]) -> str:
+def decode(tokens: Sequence[int]) -> str:
     return ByteTokenizer().decode(tokens, skip_special=False)
 
 
@@ -102,7 +105,7 @@ def test_worst_mismatches_by_size() -> None:
     assert [m.staleness for m in found] == [1, 3, 1]
 
 
-def torn(text: str) -> tuple[Callable[[list[int]], str], list[int]]:
+def torn(text: str) -> tuple[Callable[[Sequence[int]], str], list[int]]:
     return decode, list(text.encode())
 
 
@@ -133,8 +136,6 @@ def test_words_whose_text_depends_on_the_one_before() -> None:
 
 def test_numbers_are_short_and_finite() -> None:
     assert [number(x) for x in (0.1234567, float("nan"), float("inf"), None)] == [0.12346, None, None, None]
-    assert standard_error([1.0, 2.0, 3.0, 4.0]) == pytest.approx(np.sqrt(5 / 3) / 2)
-    assert standard_error([1.0]) is None
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,57 @@
+"""Two sets of scores on the same prompts, by hand; and that every reader of a run is told the same gain."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+from pipeline.observe.evaluations import Evaluation
+from pipeline.observe.history import evaluation_metrics
+from pipeline.observe.paired import paired, paired_t, standard_error
+from pipeline.observe.report.headline import headlines
+from pipeline.observe.summary import summarise
+
+BEFORE = {7: 0.0, 8: 0.25, 9: 0.5, 10: 1.0, 11: 5.0}
+AFTER = {7: 0.25, 8: 0.75, 9: 1.25, 10: 0.5, 12: -5.0}
+
+
+def test_prompts_of_both_are_compared() -> None:
+    """Prompts 7 to 10: differences 0.25, 0.5, 0.75, -0.5, mean 0.25, squared deviations 0 + 1 + 4 + 9 sixteenths: sd =
+    sqrt(0.875 / 3), error = sd / 2."""
+    found = paired(BEFORE, AFTER)
+    assert found is not None
+    assert (found.num_prompts, found.before, found.after, found.gain) == (4, 0.4375, 0.6875, 0.25)
+    assert (found.better, found.worse) == (3, 1)
+    assert found.error == pytest.approx(math.sqrt(0.875 / 3) / 2)
+    assert found.t == pytest.approx(0.25 / (math.sqrt(0.875 / 3) / 2))
+
+
+def test_no_prompt_in_both() -> None:
+    assert paired({1: 0.0}, {2: 0.0}) is None
+
+
+def test_t_needs_spread() -> None:
+    assert paired_t([1.0]) is None
+    assert paired_t([1.0, 1.0]) is None
+    one = paired({1: 0.0}, {1: 0.5})
+    assert one is not None
+    assert (one.gain, one.error, one.t) == (0.5, None, None)
+
+
+def test_standard_error_of_a_mean() -> None:
+    assert standard_error([1.0, 2.0, 3.0, 4.0]) == pytest.approx(math.sqrt(5 / 3) / 2)
+    assert standard_error(np.array([1.0, 2.0, 3.0, 4.0], np.float32)) == pytest.approx(math.sqrt(5 / 3) / 2)
+    assert standard_error([1.0]) is None
+
+
+def test_summary_metrics_and_report_tell_the_same_gain() -> None:
+    first, last = Evaluation(0, BEFORE), Evaluation(4, AFTER)
+    summary = summarise([], [], [first, last], {}, {})
+    metrics = evaluation_metrics(last, first)
+    (shown,) = (line for line in headlines(summary, [first, last], None, None) if line.key == "gain")
+    assert summary.eval is not None
+    assert summary.eval.after - summary.eval.before == metrics["eval/gain"] == 0.25
+    assert summary.eval.paired_t == metrics["eval/paired_t"]
+    assert (shown.value, shown.detail) == ("+0.250 ± 0.270", f"paired t {metrics['eval/paired_t']:.1f} over 4 prompts")

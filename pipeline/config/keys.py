@@ -112,7 +112,7 @@ def _type_errors(key: str, value: Any, name: str, schema: type) -> Iterator[Conf
     refused = "of another type" if kind in _WORDS and container else None  # omegaconf lets it pass in a new mapping
     try:
         OmegaConf.merge(OmegaConf.structured(alone), OmegaConf.create(nested))
-    except OmegaConfBaseException as error:
+    except (OmegaConfBaseException, TypeError) as error:  # the latter for a list in place of a mapping
         refused = first_line(error)
     if refused is not None:
         given = OmegaConf.to_container(value) if container else value
@@ -160,5 +160,5 @@ def _need(kind: Any) -> str:
     return "a mapping of names to settings" if origin is dict else _WORDS.get(kind, "")
 
 
-def first_line(error: OmegaConfBaseException) -> str:
+def first_line(error: Exception) -> str:
     return str(getattr(error, "msg", None) or error).strip().splitlines()[0]

@@ -131,7 +131,7 @@ def _merge(schema: type, sources: Sequence[tuple[str, Any]]) -> Any:
         for source in [*([_placed(sources)] if schema is RunConfig else []), *given]:
             merged = OmegaConf.merge(merged, source)  # all in one call leaves types of mappings unchecked
         failed = "" if len(given) == len(sources) else "not a mapping"
-    except OmegaConfBaseException as error:
+    except (OmegaConfBaseException, TypeError) as error:  # the latter for a list in place of a mapping
         failed = first_line(error)
     if failed:
         errors = [error for name, source in sources for error in source_errors(source, name, schema)]

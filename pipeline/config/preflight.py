@@ -285,7 +285,8 @@ def _check_engine(config: RunConfig) -> None:
 
 
 def _check_rewards(config: RunConfig, policy: ModelSpec) -> dict[str, frozenset[str]]:
-    """Whether every part of both rewards can be built, a user's own included, and reward models suit the policy.
+    """Whether every part of both rewards can be built, a user's own included, reward models suit the policy, and judges'
+    answers can be written down.
     Returns which fields of the prompts a part reads, by its key."""
     fields: dict[str, frozenset[str]] = {}
     for key, section in (("reward", config.reward), ("evaluate.reward", config.evaluate.reward)):
@@ -297,6 +298,8 @@ def _check_rewards(config: RunConfig, policy: ModelSpec) -> dict[str, frozenset[
         keys = {name: where for name, (where, _) in section.named(key).items()}
         fields |= {keys[part.name]: part.reward.fields for part in parts if isinstance(part.reward, ReadsFields)}
     check_reward_models(config, policy)
+    for key, directory in config.answer_caches().items():
+        check_writable(key, directory, Path(directory))
     return fields
 
 

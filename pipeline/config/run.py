@@ -154,6 +154,12 @@ class RunConfig:
         """The same of every reward that has a model in the scoring worker: judges too."""
         return self._rewards_of(("model", "local_judge"))
 
+    def answer_caches(self) -> dict[str, str]:
+        """The directory of every judge whose answers are kept elsewhere than in the run's, by the key path that names
+        it."""
+        judges = self._rewards_of(JUDGES)
+        return {f"{where}.cache": str(args["cache"]) for where, args in judges.items() if args.get("cache") is not None}
+
     def rubric_files(self) -> dict[str, str]:
         """The file of every judge whose rubric is in one, by the key path that names it."""
         judges = self._rewards_of(JUDGES)

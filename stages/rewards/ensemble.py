@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from stages.rewards.protocol import Batched, Sample, Scored
+from stages.rewards.protocol import Batched, ReadsFields, Sample, Scored
 from stages.rewards.registry import build_reward, close_reward, closing_on_error
 
 
@@ -34,6 +34,8 @@ class EnsembleReward:
         self.deterministic = all(member.deterministic for member in self._members)
         budgets = [m.batch_tokens for m in self._members if isinstance(m, Batched) and m.batch_tokens is not None]
         self.batch_tokens = min(budgets, default=None)
+        reading = [member.fields for member in self._members if isinstance(member, ReadsFields)]
+        self.fields = frozenset[str]().union(*reading)
 
     def __call__(self, samples: Sequence[Sample]) -> Scored:
         given = [member(samples) for member in self._members]

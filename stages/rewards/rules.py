@@ -52,6 +52,10 @@ class AnswerReward:
     field: str = "answer"
     deterministic = True
 
+    @property
+    def fields(self) -> frozenset[str]:
+        return frozenset({self.field})
+
     def __call__(self, samples: Sequence[Sample]) -> list[float]:
         return [float(self._right(sample)) for sample in samples]
 

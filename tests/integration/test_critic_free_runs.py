@@ -18,8 +18,10 @@ from pipeline.driver.results import open_history
 from pipeline.graph.graph import run_nodes
 from pipeline.observe.journal import EventKind, read_events
 from storage.address import Address
-from tests.support.run_results import steps_of
-from tests.support.runs import ONE_GANG, QUIET, finish_in
+from tests.support.kill_matrix import Case, run_struck
+from tests.support.run_results import outputs, steps_of
+from tests.support.runs import ONE_GANG, QUIET, finish_in, placement
+from tests.support.strikes import Strike
 
 pytestmark = pytest.mark.processes
 
@@ -107,6 +109,17 @@ def test_one_that_goes_on_ends_as_one_that_was_never_stopped(folder: Path, group
     assert main(["resume", str(shorter.run_dir), f"steps={STEPS}"]) == 0
     assert digests(shorter) == digests(grouped)
     assert main(["check", str(shorter.run_dir)]) == 0
+
+
+def test_killed_in_the_middle_it_ends_as_one_that_was_not(folder: Path, grouped: RunConfig) -> None:
+    """The scorer before its commit, and the trainer between two optimizer steps."""
+    gangs = placement("{generate: {workers: 1}, score: {}, train: {workers: 1}}", generate="generate", score="score",
+                      others="train")  # fmt: skip
+    strikes = [Strike("score-0", "commit", 2, "score-0"), Strike("train-0", "stepped", 2, "train-0")]
+    config, struck = run_struck(folder, "grouped-struck", 1, strikes, Case((gangs, *GRPO)))
+    assert struck.faults == [], str(struck)
+    assert struck.fired == strikes, str(struck)
+    assert outputs(config) == outputs(grouped)
 
 
 def test_updates_and_nodes_run_again(

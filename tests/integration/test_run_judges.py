@@ -1,11 +1,12 @@
-"""A run that a judge behind an endpoint scores: it vanishes, the run stops and goes on, and asks only what is missing;
-the key is written nowhere; replay asks nothing."""
+"""A run that a judge behind an endpoint scores: it vanishes, or whoever asks it is killed, and the run goes on, asks only
+what is missing, and ends as one that nothing happened to; the key is written nowhere; replay asks nothing."""
 
 from __future__ import annotations
 
 import json
 import re
 import threading
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -16,10 +17,14 @@ import pytest
 from pipeline.cli.main import main
 from pipeline.cli.verification import verify_run
 from pipeline.config.loading import load_config
+from pipeline.config.run import RunConfig
 from pipeline.driver.results import open_history
 from tests.support.judge_server import Reply, asked_text, completion, serving
+from tests.support.kill_matrix import Case, run_struck
 from tests.support.paths import TINY
-from tests.support.runs import arguments
+from tests.support.run_results import outputs
+from tests.support.runs import QUIET, arguments, finish, placement
+from tests.support.strikes import Strike
 
 pytestmark = pytest.mark.processes
 
@@ -29,12 +34,36 @@ ANSWERED = 20
 """Questions before the judge vanishes: in the second shard of the first step."""
 
 
-def grade_of(text: str) -> int:
-    return 1 + sum(map(ord, text)) % 5
+AT_ONCE = 4
+CHANGES = (f"steps={STEPS}", "evaluate.every=0")
+
+
+def graded(body: Mapping[str, Any]) -> Reply:
+    return completion(f"Grade: {1 + sum(map(ord, asked_text(body))) % 5}")
+
+
+def judged_by(folder: Path, name: str, url: str) -> Path:
+    """The tiny run with a judge for its reward, as a config file."""
+    args = (
+        f"{{url: '{url}', model: m, read: text, on_unparsed: 0, key_env: TEST_JUDGE_KEY, concurrency: {AT_ONCE}, "
+        "timeout_s: 4, patience_s: 5, rubric: '{prompt}|{response}'}"
+    )
+    text = re.sub(r"^reward: .*\n", f"reward: {{kind: judge, args: {args}}}\n", TINY.read_text(), flags=re.M)
+    file = folder / f"{name}.yaml"
+    file.write_text(text)
+    return file
+
+
+@pytest.fixture(scope="module")
+def undisturbed(folder: Path) -> RunConfig:
+    """By another judge that answers alike."""
+    with serving(graded) as served:
+        file = judged_by(folder, "calmly-judged", served.url)
+        return finish(load_config([file], [*arguments(folder, "calmly-judged")[1:], *CHANGES, *QUIET]))
 
 
 def test_a_judge_that_vanishes_stops_the_run_which_goes_on_where_it_was(
-    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    folder: Path, undisturbed: RunConfig, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TEST_JUDGE_KEY", KEY)
     left, lock, gone = ANSWERED, threading.Lock(), True
@@ -44,16 +73,11 @@ def test_a_judge_that_vanishes_stops_the_run_which_goes_on_where_it_was(
         with lock:
             left -= 1
             vanished = gone and left < 0
-        return Reply("", cut=True) if vanished else completion(f"Grade: {grade_of(asked_text(body))}")
+        return Reply("", cut=True) if vanished else graded(body)
 
     with serving(judge) as served:
-        args = (
-            f"{{url: '{served.url}', model: m, read: text, on_unparsed: 0, key_env: TEST_JUDGE_KEY, concurrency: 4, "
-            "timeout_s: 5, patience_s: 5, rubric: '{prompt}|{response}'}"
-        )
-        text = re.sub(r"^reward: .*\n", f"reward: {{kind: judge, args: {args}}}\n", TINY.read_text(), flags=re.M)
-        (folder / "judged.yaml").write_text(text)
-        sources = [str(folder / "judged.yaml"), *arguments(folder, "judged")[1:], f"steps={STEPS}", "evaluate.every=0"]
+        file = str(judged_by(folder, "judged", served.url))
+        sources = [file, *arguments(folder, "judged")[1:], *CHANGES]
         mlflow = f"tracking.uri=sqlite:///{folder}/judged.db"
         assert main(["run", *sources, mlflow, "tracking.plots=false"]) == 3
         shown = "".join(capsys.readouterr())
@@ -64,7 +88,7 @@ def test_a_judge_that_vanishes_stops_the_run_which_goes_on_where_it_was(
         gone = False
         before = len(served.asked)
         assert main(["resume", str(run)]) == 0
-        config = load_config([folder / "judged.yaml"], [*sources[1:], mlflow, "tracking.plots=false"])
+        config = load_config([file], [*sources[1:], mlflow, "tracking.plots=false"])
         distinct = {row["key"] for row in answers(run)}
         assert len(served.asked) - before == len(distinct) - ANSWERED
         assert served.headers[0]["Authorization"] == f"Bearer {KEY}"
@@ -78,6 +102,7 @@ def test_a_judge_that_vanishes_stops_the_run_which_goes_on_where_it_was(
             assert set(found.scores.tolist()) <= {1.0, 2.0, 3.0, 4.0, 5.0}
             assert history.step_metrics(step)["reward/judge.unparsed/mean"] == 0
         assert verify_run(config).faults == []
+        assert outputs(config) == outputs(undisturbed)
         asked = len(served.asked)
         capsys.readouterr()
         assert main(["replay", str(run), "--step", "1", "--stage", "score"]) == 0
@@ -86,6 +111,24 @@ def test_a_judge_that_vanishes_stops_the_run_which_goes_on_where_it_was(
     files = [file for file in folder.rglob("*") if file.is_file()]
     assert len(files) > 20
     assert [file for file in files if KEY.encode() in file.read_bytes()] == []
+
+
+def test_who_asks_is_killed_and_what_was_answered_is_not_asked_again(folder: Path, undisturbed: RunConfig) -> None:
+    """In the middle of a shard's questions, some of which are under way."""
+    gangs = placement("{generate: {workers: 1}, score: {}, train: {workers: 1}}", generate="generate", score="score",
+                      others="train")  # fmt: skip
+    strikes = [Strike("score-0", "answer kept", 5, "score-0")]
+    with serving(graded) as served:
+        case = Case((gangs, *CHANGES), config=judged_by(folder, "struck-judged", served.url))
+        config, struck = run_struck(folder, "struck-judged", 1, strikes, case)
+    assert struck.faults == [], str(struck)
+    assert struck.fired == strikes, str(struck)
+    assert outputs(config) == outputs(undisturbed)
+    held = [record["key"] for record in answers(config.run_dir)]
+    assert len(held) == len(set(held)), "no answer came twice to where answers are kept"
+    again = Counter(map(asked_text, served.asked))
+    assert set(again) == {record["messages"][-1]["content"] for record in answers(config.run_dir)}
+    assert len(served.asked) - len(again) <= AT_ONCE - 1, "what was under way, and no more"
 
 
 def answers(run: Path) -> list[dict[str, Any]]:

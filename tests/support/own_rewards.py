@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import signal
+import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -94,6 +96,22 @@ def hangs(samples: Sequence[Sample]) -> list[float]:
 
 def dies(samples: Sequence[Sample]) -> list[float]:
     os._exit(7)
+
+
+def crashes(samples: Sequence[Sample]) -> list[float]:
+    os.kill(os.getpid(), signal.SIGSEGV)
+    return []
+
+
+def leaves(samples: Sequence[Sample]) -> list[float]:
+    sys.exit("enough")
+
+
+def talks(samples: Sequence[Sample]) -> list[float]:
+    """More than any pipe holds, to both."""
+    for stream in (sys.stdout, sys.stderr):
+        print("x" * (1 << 21), file=stream, flush=True)
+    return [1.0] * len(samples)
 
 
 def dies_once(samples: Sequence[Sample], flag: str) -> list[float]:

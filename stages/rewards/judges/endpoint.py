@@ -19,7 +19,8 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Coroutine, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -100,15 +101,40 @@ class _Patience:
 def ask_endpoint(
     endpoint: Endpoint, asked: Mapping[str, Asked], keep: Callable[[str, Received], None]
 ) -> dict[str, Answer]:
-    """The answer to each question, by its key. `keep` is called with each as it comes.
+    """The answer to each question, by its key. `keep` is called with each as it comes. May be called where an event loop
+    runs, as in a notebook, and then stops it until all is answered.
 
     Raises RewardFailed, naming a row, where the judge refuses a request for good, or has answered nothing for
     `patience_s`.
     """
     try:
-        return asyncio.run(_ask_all(endpoint, asked, keep))
+        return _finished(_ask_all(endpoint, asked, keep))
     except ExceptionGroup as group:
         raise group.exceptions[0] from None
+
+
+def _finished(work: Coroutine[Any, Any, dict[str, Answer]]) -> dict[str, Answer]:
+    """What it comes to, in this thread, or in one beside it where this one has a loop already. What Ctrl-C does to the
+    waiting it does to the work."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return asyncio.run(work)
+    begun: Future[tuple[asyncio.AbstractEventLoop, asyncio.Task[Any]]] = Future()
+
+    async def cancellable() -> dict[str, Answer]:
+        task = asyncio.create_task(work)
+        begun.set_result((asyncio.get_running_loop(), task))
+        return await task
+
+    with ThreadPoolExecutor(1, "judge") as beside:
+        found = beside.submit(asyncio.run, cancellable())
+        try:
+            return found.result()
+        except KeyboardInterrupt:
+            loop, task = begun.result()
+            loop.call_soon_threadsafe(task.cancel)
+            raise
 
 
 async def _ask_all(

@@ -14,7 +14,7 @@ import importlib
 import os
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args
 from urllib.parse import urlsplit
@@ -93,8 +93,10 @@ class JudgeReward:
         if read not in get_args(Reads):
             raise UnfitReward(Problem("read", read, f"must be {' or '.join(get_args(Reads))}"))
         counts = {"max_tokens": max_tokens, "likeliest": likeliest, "concurrency": concurrency}
-        for problem in (*at_least(1, counts), *above(0, {"timeout_s": timeout_s}, " seconds")):
+        waits = {"timeout_s": timeout_s, "patience_s": patience_s}
+        for problem in (*at_least(1, counts), *above(0, waits, " seconds")):
             raise UnfitReward(problem)
+        _refuse_odd_body(body or {})
         if patience_s < timeout_s:
             raise UnfitReward(Problem("patience_s", patience_s, f"must be timeout_s ({timeout_s:g}) or more"))
         self._endpoint = Endpoint(url.rstrip("/"), key_env, concurrency, timeout_s, patience_s)
@@ -232,6 +234,20 @@ def _refuse_odd_url(url: str) -> None:
         raise UnfitReward(Problem("url", "(not shown)", need))
     if parts.path.rstrip("/").endswith("/chat/completions"):
         raise UnfitReward(Problem("url", url, "must be without /chat/completions, which is added"))
+
+
+_NOT_IN_BODY = {
+    "messages": "they are the rubric's, and `system`: leave it out",
+    "stream": "an answer is read whole: leave it out",
+    "n": "one answer is read: leave it out",
+}
+
+
+def _refuse_odd_body(body: Mapping[str, Any]) -> None:
+    """Fields that would be overwritten, or make an answer that cannot be read."""
+    for name, need in _NOT_IN_BODY.items():
+        if body.get(name):
+            raise UnfitReward(Problem(f"body.{name}", body[name], need))
 
 
 def _refuse_odd_key(key_env: str | None) -> None:

@@ -417,6 +417,8 @@ REFUSED = {
     # rewards, and which version is the best
     "reward.kind=null": ("reward.args", "characters", "without reward.kind", "reward.parts.NAME.args"),
     "reward={parts: {a: {kind: vader}}}": ("reward.kind", "short form of a single part"),
+    "reward={kind: null, parts: [vader]}": ("reward.parts", "given ['vader']", "a mapping of names to settings"),
+    "reward.args=[a]": ("reward.args", "given ['a']", "a mapping of names to settings"),
     "reward={kind: null, parts: {a: {weight: 2}}}": ("reward.parts.a.kind", "has no value"),
     "reward.normalize.clip=0": ("reward.normalize.clip", "above 0", "null"),
     "reward.kind=reasoning_gym": ("reward.kind", "needs prompts.url=reasoning-gym:TASK", "prompts.jsonl"),

@@ -86,6 +86,24 @@ def test_fields_that_prompts_lack_are_refused(folder: Path) -> None:
     assert "reads the field 'ideal' of the prompts, which prompt 0 lacks (it has answer)" in said
 
 
+@pytest.mark.parametrize(
+    ("kind", "args"),
+    [
+        ("answer", {}),
+        ("ensemble", {"members": {"a": {"kind": "answer"}, "b": {"kind": "judge", "args": GRADED}}}),
+    ],
+)
+def test_fields_are_looked_for_whoever_reads_them(folder: Path, kind: str, args: dict[str, Any]) -> None:
+    said = refusal_of(folder, kind, args)
+    assert said.startswith("reward.parts.judged.args: reads the field 'answer' of the prompts, which prompt 0 lacks")
+
+
+def test_a_place_for_answers_that_cannot_be_written_to_is_refused(folder: Path) -> None:
+    (folder / "file").touch()
+    said = refusal_of(folder, "judge", GRADED | {"cache": str(folder / "file" / "answers")})
+    assert said.startswith(f"reward.parts.judged.args.cache: given '{folder}/file/answers'; cannot write to")
+
+
 def test_a_local_judge_has_a_process_of_its_own_is_counted_and_held_to(folder: Path) -> None:
     said = refusal_of(folder, "local_judge", LOCAL)
     assert said.startswith("placement.roles.score: given 'all'; reward.parts.judged is a model of the scoring worker's")

@@ -85,6 +85,18 @@ def test_scores_are_normalised_by_hand(config: NormalizeConfig, expected: list[f
     assert normalise_scores(SCORES, moments, config).tolist() == expected
 
 
+@pytest.mark.parametrize("score", [-0.1, 0.7, 1 / 3])
+def test_responses_that_are_all_cut_have_no_spread(score: float) -> None:
+    """Of three times -0.1 in float64 the mean is not -0.1, nor is what a reward gives as -0.1, in float32: divided by
+    such a spread, scores were 1e15."""
+    given = torch.tensor([score, 5.0, 5.0], dtype=torch.float32).double()
+    shaped = penalise_missing_eos(given, torch.tensor([False, True, True]), score)
+    moments = update_running_moments(RunningMoments(), shaped)
+    assert moments.std == 0
+    assert normalise_scores(shaped, moments, NormalizeConfig(mean=True, scale=True)).tolist() == [0, 0, 0]
+    assert normalise_scores(shaped, moments, NormalizeConfig(scale=True)).tolist() == shaped.tolist()
+
+
 def test_scores_that_have_not_varied_are_not_divided() -> None:
     scores = torch.tensor([3.0, 3.0], dtype=torch.float64)
     moments = update_running_moments(RunningMoments(), scores)

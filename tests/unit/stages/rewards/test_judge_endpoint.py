@@ -3,8 +3,11 @@ judge that answers rubbish, is slow, rate-limits or vanishes."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 import math
+import os
+import signal
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -300,6 +303,9 @@ def no_key(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         ({"concurrency": 0}, r"args\.concurrency: given 0"),
         ({"timeout_s": 0.0}, r"args\.timeout_s: given 0"),
         ({"patience_s": 1.0, "timeout_s": 2.0}, r"args\.patience_s: given 1.0; must be timeout_s \(2\) or more"),
+        ({"patience_s": math.nan}, r"args\.patience_s: given nan; must be finite, and above 0 seconds"),
+        ({"body": {"stream": True}}, r"args\.body\.stream: given True; an answer is read whole: leave it out"),
+        ({"body": {"messages": ["x"]}}, r"args\.body\.messages: given .*they are the rubric's"),
         ({"rubric": "{prompt}"}, r"args\.rubric: "),
         ({"answers": {"x": "y"}}, r"args\.answers: given .*must be"),
     ],
@@ -318,6 +324,35 @@ def test_an_ensemble_of_judges_keeps_what_each_measured() -> None:
         members = {"a": {"kind": "judge", "args": args}, "b": {"kind": "judge", "args": args}}
         given = build_reward("ensemble", {"members": members}, "reward")(samples("x"))
     assert given == Scored({"": [3.0]}, [1.0], {"a-unparsed": [0.0], "b-unparsed": [1.0]})
+
+
+def test_it_is_asked_where_an_event_loop_runs_already() -> None:
+    """In a notebook, whose cells are run by one; what goes wrong is said as elsewhere."""
+
+    async def cell(url: str, response: str) -> list[float]:
+        return scores(judge_of(url), response)
+
+    with serving(turns(by_length, Reply("no such model", 404))) as served:
+        assert asyncio.run(cell(served.url, "aaa")) == [3.0]
+        with pytest.raises(RewardFailed, match="HTTP 404"):
+            asyncio.run(cell(served.url, "b"))
+
+
+def test_an_interrupt_where_an_event_loop_runs_ends_the_asking_too() -> None:
+    """Else a notebook would stand still for all of `patience_s`."""
+
+    def judge(body: Mapping[str, Any]) -> Reply:
+        os.kill(os.getpid(), signal.SIGINT)
+        return Reply("", cut=True)
+
+    async def cell(url: str) -> None:
+        judge_of(url, timeout_s=200, patience_s=200)(samples("a"))
+
+    loop = asyncio.new_event_loop()
+    with serving(judge) as served, pytest.raises(KeyboardInterrupt):
+        loop.run_until_complete(cell(served.url))
+    loop.close()
+    assert len(served.asked) == 1
 
 
 def test_the_stated_score_must_be_stated() -> None:

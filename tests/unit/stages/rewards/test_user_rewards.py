@@ -63,6 +63,8 @@ def test_it_sees_all_of_a_sample() -> None:
         ("nothing", ("it gave None", "one number per sample", "rows 30 to 32")),
         ("texts", ("it gave 'good' for sample 0",)),
         ("dies", ("ended with exit status 7", "rows 30 to 32 (a batch of 3)")),
+        ("crashes", ("was ended by SIGSEGV", "rows 30 to 32 (a batch of 3)")),
+        ("leaves", ("ended with exit status 1", "rows 30 to 32 (a batch of 3)")),
     ],
 )
 def test_what_goes_wrong_is_said_with_the_row(name: str, said: tuple[str, ...]) -> None:
@@ -78,6 +80,12 @@ def test_a_batch_that_takes_too_long_is_ended_and_the_next_has_a_process_again()
         for _ in range(2):
             with pytest.raises(RewardFailed, match=r"took longer than 0\.2 s .*rows 30 to 32"):
                 made(SAMPLES)
+
+
+def test_what_it_prints_stands_in_nobodys_way(capfd: pytest.CaptureFixture[str]) -> None:
+    with reward("talks") as made:
+        assert made(SAMPLES) == [1.0] * 3
+    assert [len(text.strip()) for text in capfd.readouterr()] == [1 << 21] * 2
 
 
 def test_a_process_that_was_killed_is_started_again() -> None:

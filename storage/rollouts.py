@@ -9,6 +9,7 @@ Writing is a write-ahead log of files (law 2):
     encode ──► attempt's files, synced ──► commit (exclusive create) ──won──► settle: rename each file to its chunk key
                                                  └──lost──► discard the attempt's files
 
+Settling may be left to a thread (`behind`) while the next node runs: the commit alone makes an output exist.
 A process that dies before the commit leaves files nobody looks at; one that dies after it leaves files that the commit
 names, so `read` finds them there and `recover` moves them: when a gang was lost, when a driver begins, when it ends.
 No array file is ever opened for writing in place, and a shard of an array is written by one attempt only. Zarr itself
@@ -35,6 +36,7 @@ import zarr
 
 from storage import files
 from storage.address import Address
+from storage.behind import Behind
 from storage.commits import ArrayInfo, Commit, Provenance, new_attempt
 from storage.config import Durability
 from storage.descriptions import describe
@@ -66,9 +68,11 @@ class RolloutStore:
         *,
         recent_bytes: int = 0,
         durability: Durability = files.DEFAULT,
+        behind: Behind | None = None,
     ) -> None:
         """`url`: the run's directory, a path or any fsspec URL; `rollouts.zarr/` and `attempts/` are made inside it.
-        `recent_bytes`: of the records read or written last that are kept, and then shared by all who read them."""
+        `recent_bytes`: of the records read or written last that are kept, and then shared by all who read them.
+        `behind`: settles what `write` commits; its owner closes it."""
         run = files.open_root(url, durability)
         self._data = run.below("rollouts.zarr")
         self._attempts = run.below("attempts")
@@ -76,6 +80,7 @@ class RolloutStore:
         self._ledger = ledger
         self._layouts = layouts
         self._recent = RecentRecords(recent_bytes)
+        self._behind = behind
         self._templates: dict[tuple[Layout, str, int], Template] = {}
         self._lock = threading.Lock()
 
@@ -107,8 +112,11 @@ class RolloutStore:
         # An exception here discards nothing: the commit may exist all the same, and `recover` will know.
         winner = self._ledger.commit(prepared)
         if winner.attempt == attempt:
-            self.settle(winner)
             self._recent.put((address, attempt), record)
+            if self._behind is None:
+                self.settle(winner)
+            else:
+                self._behind.submit(lambda: self.settle(winner))
         else:
             self._discard(address, attempt)
         return winner
@@ -143,19 +151,18 @@ class RolloutStore:
         files are removed. `Ledger.commit` and `settle` are the other thirds."""
         layout = self._layout(address)
         shards = shards_of(layout, address, record.num_rows)
-        infos = {}
+        infos, contents = {}, {}
+        for name, array in record.arrays().items():
+            if array.shape[1:] not in ((), (layout.seq,)):
+                raise ValueError(f"{record.KIND}.{name}: shape {array.shape}, but the layout's seq is {layout.seq}")
+            array = np.ascontiguousarray(array)
+            infos[name] = ArrayInfo(array.dtype.name, array.shape, zlib.crc32(array.data))
+            template = self._template(layout, array.dtype.name, array.ndim)
+            for shard, block in zip(shards, np.split(array, len(shards)), strict=True):
+                contents[_in_attempt(f"{name}/{template.key(shard)}")] = template.encode(block)
         with ExitStack() as undo:
             undo.callback(self._discard, address, attempt)
-            for name, array in record.arrays().items():
-                if array.shape[1:] not in ((), (layout.seq,)):
-                    raise ValueError(f"{record.KIND}.{name}: shape {array.shape}, but the layout's seq is {layout.seq}")
-                array = np.ascontiguousarray(array)
-                infos[name] = ArrayInfo(array.dtype.name, array.shape, zlib.crc32(array.data))
-                template = self._template(layout, array.dtype.name, array.ndim)
-                for shard, block in zip(shards, np.split(array, len(shards)), strict=True):
-                    with self._lock:
-                        data = template.encode(shard, block)
-                    files.write(self._attempts, f"{_attempt_key(address, attempt)}/{name}/{template.key(shard)}", data)
+            files.write_together(self._attempts, _attempt_key(address, attempt), contents)
             undo.pop_all()
         return Commit(
             address, attempt, record.KIND, record.num_rows, infos, provenance, time.time(), metrics or {}, state or {}
@@ -165,12 +172,11 @@ class RolloutStore:
         """Last third of `write`: moves a committed attempt's files to their chunk keys. Harmless at any time after the
         commit, by any number of processes at once."""
         group, source = _group(commit.address), _attempt_key(commit.address, commit.attempt)
-        for key, metadata in self._metadata(commit).items():
-            if not files.exists(self._data, key):
-                self._write_metadata(key, metadata)
+        metadata = self._metadata(commit)
+        _write_metadata(self._run, {key: data for key, data in metadata.items() if not files.exists(self._data, key)})
         for name, template, shard in self._blocks(commit):
             key = f"{name}/{template.key(shard)}"
-            files.move(self._run, f"attempts/{source}/{key}", f"rollouts.zarr/{group}/{key}")
+            files.move(self._run, f"attempts/{source}/{_in_attempt(key)}", f"rollouts.zarr/{group}/{key}")
         files.remove_tree(self._attempts, source)
 
     def recover(self, *, discard: bool = True) -> int:
@@ -195,7 +201,7 @@ class RolloutStore:
             for key, data in {} if dropped(commit.address, before) else self._metadata(commit).items():
                 there = files.read(self._data, key)
                 if there != data and not (data == GROUP_METADATA and is_group(there)):
-                    self._write_metadata(key, data)
+                    _write_metadata(self._run, {key: data})
 
     def attempts(self) -> list[tuple[Address, str]]:
         """Attempts that have files which are not in their place: under way, or of processes that died."""
@@ -226,8 +232,7 @@ class RolloutStore:
             if data is None:
                 raise self._absent(address, f"array {name} of {address}: shard {shard} ({where})")
             try:
-                with self._lock:
-                    blocks.setdefault(name, []).append(template.decode(shard, data))
+                blocks.setdefault(name, []).append(template.decode(data))
             except (ValueError, RuntimeError) as error:
                 what = f"array {name} of {address}: shard {shard} does not decode ({where}: {error})"
                 raise StoreError(what) from error
@@ -341,19 +346,23 @@ class RolloutStore:
         final = f"{_group(commit.address)}/{key}"
         data = files.read(self._data, final)
         if data is None:
-            data = files.read(self._attempts, f"{_attempt_key(commit.address, commit.attempt)}/{key}")
+            data = files.read(self._attempts, f"{_attempt_key(commit.address, commit.attempt)}/{_in_attempt(key)}")
         return files.read(self._data, final) if data is None else data
-
-    def _write_metadata(self, key: str, data: bytes) -> None:
-        """Whoever comes first, and in a race several, writes the same bytes. Temporary files are kept out of the
-        hierarchy, since Zarr warns of files that it does not know."""
-        scratch = f"metadata-{new_attempt()}"
-        files.write(self._attempts, f"{scratch}/zarr.json", data)
-        files.move(self._run, f"attempts/{scratch}/zarr.json", f"rollouts.zarr/{key}")
-        files.remove_tree(self._attempts, scratch)
 
     def _discard(self, address: Address, attempt: str) -> None:
         files.remove_tree(self._attempts, _attempt_key(address, attempt))
+
+
+def _write_metadata(run: files.Root, contents: Mapping[str, bytes]) -> None:
+    """Whoever comes first, and in a race several, writes the same bytes. Temporary files are kept out of the hierarchy,
+    since Zarr warns of files that it does not know."""
+    if not contents:
+        return
+    scratch = f"attempts/metadata-{new_attempt()}"
+    files.write_together(run, scratch, {_in_attempt(key): data for key, data in contents.items()})
+    for key in contents:
+        files.move(run, f"{scratch}/{_in_attempt(key)}", f"rollouts.zarr/{key}")
+    files.remove_tree(run, scratch)
 
 
 def _why_absent(address: Address, what: str, before: int) -> StoreError:
@@ -379,6 +388,11 @@ def _group(address: Address) -> str:
 def dropped(address: Address, before: int) -> bool:
     """Whether an output's arrays, if it has any, were let go, where those of all steps `before` one were."""
     return address.step < before and not address.stage.startswith(EVALUATE)
+
+
+def _in_attempt(key: str) -> str:
+    """The name of a file in its attempt's directory, which has no others in it: one directory is one sync."""
+    return key.replace("/", ".")
 
 
 def _attempt_key(address: Address, attempt: str) -> str:

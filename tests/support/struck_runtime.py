@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from typing import Any
+from typing import IO, Any
 
 import stages.models.host
 from pipeline.config.loading import load_yaml
@@ -48,15 +48,16 @@ def _patch(striker: Striker) -> None:
     _around(Checkpoints, "finish", striker, before="checkpoint finish")
     _around(stages.models.host, "write_snapshot", striker, after="snapshot written")
     _around(stages.models.host, "write_model", striker, before="export")
-    temporary = files._temporary
+    fill = files._fill
 
-    def torn(root: files.Root, path: str, data: bytes) -> str:
+    def torn(stream: IO[bytes], data: bytes) -> None:
         if striker.due("file"):
-            temporary(root, path, data[: len(data) // 2])
+            fill(stream, data[: len(data) // 2])
             striker.strike()
-        return temporary(root, path, data)
+            stream.seek(0)
+        fill(stream, data)
 
-    files._temporary = torn
+    files._fill = torn
 
 
 def _around(owner: Any, name: str, striker: Striker, *, before: str = "", after: str = "") -> None:

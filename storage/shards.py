@@ -18,7 +18,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import google_crc32c
 import numpy as np
@@ -33,7 +33,8 @@ CHUNK_ROWS = 16
 """Rows of an inner chunk: 1-row chunks are 6-9 times slower to read, and larger ones gain nothing."""
 GROUP_METADATA = b'{\n  "attributes": {},\n  "zarr_format": 3,\n  "node_type": "group"\n}'
 _DIMENSIONS = ("row", "token")
-_COMPRESSOR, _LEVEL = "lz4", 5
+_COMPRESSOR: Final = "lz4"
+_LEVEL = 5
 _INDEX = np.dtype("<u8")
 _SUM_BYTES = 4
 

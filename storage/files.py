@@ -13,7 +13,7 @@ import os
 import re
 import shutil
 import uuid
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
@@ -114,8 +114,9 @@ def write_together(root: Root, directory: str, contents: Mapping[str, bytes]) ->
     patiently(act, path, root.durability.patience_s)
 
 
-def write_new(root: Root, key: str, data: bytes) -> bool:
-    """Creates the file if, and only if, it does not exist; of several racing callers one gets True.
+def write_new(root: Root, key: str, data: bytes, before: Callable[[], None] | None = None) -> bool:
+    """Creates the file if, and only if, it does not exist; of several racing callers one gets True. `before`: is over
+    when the file gets its name, and runs while its content is synced; where it raises, there is no file.
 
     Locally a hard link of a complete, synced file, which is atomic also on NFS and Lustre; remotely fsspec's
     `mode="create"` (a conditional PUT on S3 and GCS).
@@ -123,12 +124,15 @@ def write_new(root: Root, key: str, data: bytes) -> bool:
     path = root.at(key)
     patience_s = root.durability.patience_s
     if root.fs is None:
-        temporary = patiently(lambda: _temporary(root, path, data), path, patience_s)
-        try:
+        with ExitStack() as undo:
+
+            def draft() -> str:
+                made = patiently(lambda: _temporary(root, path, data), path, patience_s)
+                undo.callback(_unlink_if_there, made)
+                return made
+
+            temporary = draft() if before is None else _beside(before, draft)
             return patiently(lambda: _link(root, temporary, path), path, patience_s)
-        finally:
-            with suppress(OSError):  # one that stays is no file of the store, and is removed at the run's end
-                os.unlink(temporary)
 
     def create() -> bool:
         root.fs.makedirs(os.path.dirname(path), exist_ok=True)
@@ -138,6 +142,8 @@ def write_new(root: Root, key: str, data: bytes) -> bool:
             return False
         return True
 
+    if before is not None:
+        before()
     return patiently(create, path, patience_s)
 
 
@@ -264,6 +270,19 @@ def _sync_together(descriptors: Sequence[int]) -> None:
     with ThreadPoolExecutor(min(len(descriptors), _MOST_SYNCS)) as threads:
         for _ in threads.map(os.fsync, descriptors):
             pass  # an error of any is raised here
+
+
+def _beside(one: Callable[[], None], other: Callable[[], str]) -> str:
+    """Does both at once; what `other` gives. Raises what either did, once both are over."""
+    with ThreadPoolExecutor(1) as thread:
+        made = thread.submit(other)
+        one()
+    return made.result()
+
+
+def _unlink_if_there(path: str) -> None:
+    with suppress(OSError):  # one that stays is no file of the store, and is removed at the run's end
+        os.unlink(path)
 
 
 _TEMPORARY = re.compile(r"\..+\.[0-9a-f]{12}")

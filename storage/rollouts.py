@@ -36,8 +36,9 @@ import zarr
 
 from storage import files
 from storage.address import Address
+from storage.attempts import attempt_key, encode_record, in_attempt, of_attempt_key, write_metadata
 from storage.behind import Behind
-from storage.commits import ArrayInfo, Commit, Provenance, new_attempt
+from storage.commits import Commit, Provenance, new_attempt
 from storage.config import Durability
 from storage.descriptions import describe
 from storage.errors import DroppedOutput, MissingOutput, StoreError
@@ -54,7 +55,6 @@ EVALUATE = "evaluate"
 _UNREADABLE = (OSError, ValueError, RuntimeError, KeyError)
 """What Zarr raises for an array that is not there, or not sound."""
 _STEP_GROUP = re.compile(r"step_(\d{6,})")
-_ATTEMPT = re.compile(r"(?P<stage>.+?)-(?P<step>\d{6,})-(?P<shard>\d{4,})-(?P<attempt>[^/]+)")
 
 
 class RolloutStore:
@@ -108,9 +108,9 @@ class RolloutStore:
         check_finite(record)
         check_logprobs(record, mask)
         attempt = attempt or new_attempt()
-        prepared = self.prepare(address, record, provenance, attempt=attempt, metrics=metrics, state=state)
-        # An exception here discards nothing: the commit may exist all the same, and `recover` will know.
-        winner = self._ledger.commit(prepared)
+        prepared, contents = self._encode(address, record, provenance, attempt, metrics, state)
+        # An exception of the commit itself discards nothing: it may exist all the same, and `recover` will know.
+        winner = self._ledger.commit(prepared, before=lambda: self._write_attempt(prepared, contents))
         if winner.attempt == attempt:
             self._recent.put((address, attempt), record)
             if self._behind is None:
@@ -149,34 +149,19 @@ class RolloutStore:
     ) -> Commit:
         """First third of `write`: the attempt's files, and the commit that would make them exist; on an exception the
         files are removed. `Ledger.commit` and `settle` are the other thirds."""
-        layout = self._layout(address)
-        shards = shards_of(layout, address, record.num_rows)
-        infos, contents = {}, {}
-        for name, array in record.arrays().items():
-            if array.shape[1:] not in ((), (layout.seq,)):
-                raise ValueError(f"{record.KIND}.{name}: shape {array.shape}, but the layout's seq is {layout.seq}")
-            array = np.ascontiguousarray(array)
-            infos[name] = ArrayInfo(array.dtype.name, array.shape, zlib.crc32(array.data))
-            template = self._template(layout, array.dtype.name, array.ndim)
-            for shard, block in zip(shards, np.split(array, len(shards)), strict=True):
-                contents[_in_attempt(f"{name}/{template.key(shard)}")] = template.encode(block)
-        with ExitStack() as undo:
-            undo.callback(self._discard, address, attempt)
-            files.write_together(self._attempts, _attempt_key(address, attempt), contents)
-            undo.pop_all()
-        return Commit(
-            address, attempt, record.KIND, record.num_rows, infos, provenance, time.time(), metrics or {}, state or {}
-        )
+        prepared, contents = self._encode(address, record, provenance, attempt, metrics, state)
+        self._write_attempt(prepared, contents)
+        return prepared
 
     def settle(self, commit: Commit) -> None:
         """Last third of `write`: moves a committed attempt's files to their chunk keys. Harmless at any time after the
         commit, by any number of processes at once."""
-        group, source = _group(commit.address), _attempt_key(commit.address, commit.attempt)
+        group, source = _group(commit.address), attempt_key(commit.address, commit.attempt)
         metadata = self._metadata(commit)
-        _write_metadata(self._run, {key: data for key, data in metadata.items() if not files.exists(self._data, key)})
+        write_metadata(self._run, {key: data for key, data in metadata.items() if not files.exists(self._data, key)})
         for name, template, shard in self._blocks(commit):
             key = f"{name}/{template.key(shard)}"
-            files.move(self._run, f"attempts/{source}/{_in_attempt(key)}", f"rollouts.zarr/{group}/{key}")
+            files.move(self._run, f"attempts/{source}/{in_attempt(key)}", f"rollouts.zarr/{group}/{key}")
         files.remove_tree(self._attempts, source)
 
     def recover(self, *, discard: bool = True) -> int:
@@ -201,13 +186,12 @@ class RolloutStore:
             for key, data in {} if dropped(commit.address, before) else self._metadata(commit).items():
                 there = files.read(self._data, key)
                 if there != data and not (data == GROUP_METADATA and is_group(there)):
-                    _write_metadata(self._run, {key: data})
+                    write_metadata(self._run, {key: data})
 
     def attempts(self) -> list[tuple[Address, str]]:
         """Attempts that have files which are not in their place: under way, or of processes that died."""
         directories = sorted({key.split("/", 1)[0] for key in files.keys(self._attempts)})
-        matches = filter(None, map(_ATTEMPT.fullmatch, directories))
-        return [(Address(m["stage"], int(m["step"]), int(m["shard"])), m["attempt"]) for m in matches]
+        return [found for found in map(of_attempt_key, directories) if found is not None]
 
     def close_books(self) -> None:
         """For a driver at the end, when every node has its commit and no worker is there: all that is committed is in
@@ -230,7 +214,8 @@ class RolloutStore:
             key = f"{name}/{template.key(shard)}"
             data, where = self._chunk(commit, key), self._data.at(f"{_group(address)}/{key}")
             if data is None:
-                raise self._absent(address, f"array {name} of {address}: shard {shard} ({where})")
+                what = f"array {name} of {address}: shard {shard} ({where})"
+                raise _why_absent(address, what, self.dropped_before())
             try:
                 blocks.setdefault(name, []).append(template.decode(data))
             except (ValueError, RuntimeError) as error:
@@ -267,10 +252,6 @@ class RolloutStore:
         """Arrays of this step and later ones are about to be made anew: of them, none counts as let go any more."""
         if step < self.dropped_before():
             write_dropped(self._run, step)
-
-    def _absent(self, address: Address, what: str) -> StoreError:
-        """Why a committed file is not there."""
-        return _why_absent(address, what, self.dropped_before())
 
     def plain_faults(self, commit: Commit) -> Iterator[str]:
         """What a plain Zarr reader does not find, or does not see as it was committed."""
@@ -346,23 +327,34 @@ class RolloutStore:
         final = f"{_group(commit.address)}/{key}"
         data = files.read(self._data, final)
         if data is None:
-            data = files.read(self._attempts, f"{_attempt_key(commit.address, commit.attempt)}/{_in_attempt(key)}")
+            data = files.read(self._attempts, f"{attempt_key(commit.address, commit.attempt)}/{in_attempt(key)}")
         return files.read(self._data, final) if data is None else data
 
+    def _encode(
+        self,
+        address: Address,
+        record: Record,
+        provenance: Provenance,
+        attempt: str,
+        metrics: Mapping[str, float] | None,
+        state: Mapping[str, Any] | None,
+    ) -> tuple[Commit, dict[str, bytes]]:
+        """The commit of a record, and the files of its attempt: name -> content."""
+        layout = self._layout(address)
+        shards = shards_of(layout, address, record.num_rows)
+        infos, contents = encode_record(record, layout, shards, self._template)
+        about = (address, attempt, record.KIND, record.num_rows, infos, provenance)
+        return Commit(*about, time.time(), metrics or {}, state or {}), contents
+
+    def _write_attempt(self, prepared: Commit, contents: Mapping[str, bytes]) -> None:
+        """On an exception the files are removed."""
+        with ExitStack() as undo:
+            undo.callback(self._discard, prepared.address, prepared.attempt)
+            files.write_together(self._attempts, attempt_key(prepared.address, prepared.attempt), contents)
+            undo.pop_all()
+
     def _discard(self, address: Address, attempt: str) -> None:
-        files.remove_tree(self._attempts, _attempt_key(address, attempt))
-
-
-def _write_metadata(run: files.Root, contents: Mapping[str, bytes]) -> None:
-    """Whoever comes first, and in a race several, writes the same bytes. Temporary files are kept out of the hierarchy,
-    since Zarr warns of files that it does not know."""
-    if not contents:
-        return
-    scratch = f"attempts/metadata-{new_attempt()}"
-    files.write_together(run, scratch, {_in_attempt(key): data for key, data in contents.items()})
-    for key in contents:
-        files.move(run, f"{scratch}/{_in_attempt(key)}", f"rollouts.zarr/{key}")
-    files.remove_tree(run, scratch)
+        files.remove_tree(self._attempts, attempt_key(address, attempt))
 
 
 def _why_absent(address: Address, what: str, before: int) -> StoreError:
@@ -388,12 +380,3 @@ def _group(address: Address) -> str:
 def dropped(address: Address, before: int) -> bool:
     """Whether an output's arrays, if it has any, were let go, where those of all steps `before` one were."""
     return address.step < before and not address.stage.startswith(EVALUATE)
-
-
-def _in_attempt(key: str) -> str:
-    """The name of a file in its attempt's directory, which has no others in it: one directory is one sync."""
-    return key.replace("/", ".")
-
-
-def _attempt_key(address: Address, attempt: str) -> str:
-    return f"{address.stage}-{address.step:06d}-{address.shard:04d}-{attempt}"

@@ -39,7 +39,8 @@ class StruckRuntime(StageRuntime):
 def _patch(striker: Striker) -> None:
     """Where a process of any kind can be struck: in the middle of a file, between it and its commit, between that and
     the move into place, between two optimizer steps, while weights or a checkpoint are written."""
-    _around(Ledger, "commit", striker, before="commit", after="committed")
+    _around(files, "_link", striker, before="commit")
+    _around(Ledger, "commit", striker, after="committed")
     _around(files, "move", striker, before="move")
     _around(Trainer, "_step", striker, before="minibatch", after="stepped")
     _around(WeightBoard, "_new_file", striker, after="board")

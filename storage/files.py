@@ -13,11 +13,12 @@ import os
 import re
 import shutil
 import uuid
-from collections.abc import Iterable, Iterator
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import fsspec
 
@@ -97,8 +98,25 @@ def write(root: Root, key: str, data: bytes) -> None:
     patiently(act, path, root.durability.patience_s)
 
 
-def write_new(root: Root, key: str, data: bytes) -> bool:
-    """Creates the file if, and only if, it does not exist; of several racing callers one gets True.
+def write_together(root: Root, directory: str, contents: Mapping[str, bytes]) -> None:
+    """Creates or replaces files in one directory that nobody looks into before this returns: by then all are whole and
+    synced. The disk is waited for once, not once for each file and each name."""
+    path = root.at(directory)
+
+    def act() -> None:
+        if root.fs is None:
+            _fill_together(root, path, contents)
+            return
+        root.fs.makedirs(path, exist_ok=True)
+        for name, data in contents.items():
+            root.fs.pipe_file(f"{path}/{name}", data)
+
+    patiently(act, path, root.durability.patience_s)
+
+
+def write_new(root: Root, key: str, data: bytes, before: Callable[[], None] | None = None) -> bool:
+    """Creates the file if, and only if, it does not exist; of several racing callers one gets True. `before`: is over
+    when the file gets its name, and runs while its content is synced; where it raises, there is no file.
 
     Locally a hard link of a complete, synced file, which is atomic also on NFS and Lustre; remotely fsspec's
     `mode="create"` (a conditional PUT on S3 and GCS).
@@ -106,12 +124,15 @@ def write_new(root: Root, key: str, data: bytes) -> bool:
     path = root.at(key)
     patience_s = root.durability.patience_s
     if root.fs is None:
-        temporary = patiently(lambda: _temporary(root, path, data), path, patience_s)
-        try:
+        with ExitStack() as undo:
+
+            def draft() -> str:
+                made = patiently(lambda: _temporary(root, path, data), path, patience_s)
+                undo.callback(_unlink_if_there, made)
+                return made
+
+            temporary = draft() if before is None else _beside(before, draft)
             return patiently(lambda: _link(root, temporary, path), path, patience_s)
-        finally:
-            with suppress(OSError):  # one that stays is no file of the store, and is removed at the run's end
-                os.unlink(temporary)
 
     def create() -> bool:
         root.fs.makedirs(os.path.dirname(path), exist_ok=True)
@@ -121,6 +142,8 @@ def write_new(root: Root, key: str, data: bytes) -> bool:
             return False
         return True
 
+    if before is not None:
+        before()
     return patiently(create, path, patience_s)
 
 
@@ -220,6 +243,48 @@ def _sync_directory_of(root: Root, path: str) -> None:
         sync_directory(os.path.dirname(path))
 
 
+def _fill_together(root: Root, path: str, contents: Mapping[str, bytes]) -> None:
+    os.makedirs(path, exist_ok=True)
+    with ExitStack() as opened:
+        streams = [opened.enter_context(open(f"{path}/{name}", "wb")) for name in contents]
+        for stream, data in zip(streams, contents.values(), strict=True):
+            _fill(stream, data)
+        if root.durability.fsync:
+            _sync_together([stream.fileno() for stream in streams])
+            sync_directory(path)
+
+
+def _fill(stream: IO[bytes], data: bytes) -> None:
+    stream.write(data)
+    stream.flush()
+
+
+_MOST_SYNCS = 8
+"""At once: a filesystem with a journal writes down together what is asked for together."""
+
+
+def _sync_together(descriptors: Sequence[int]) -> None:
+    if len(descriptors) == 1:
+        os.fsync(descriptors[0])
+        return
+    with ThreadPoolExecutor(min(len(descriptors), _MOST_SYNCS)) as threads:
+        for _ in threads.map(os.fsync, descriptors):
+            pass  # an error of any is raised here
+
+
+def _beside(one: Callable[[], None], other: Callable[[], str]) -> str:
+    """Does both at once; what `other` gives. Raises what either did, once both are over."""
+    with ThreadPoolExecutor(1) as thread:
+        made = thread.submit(other)
+        one()
+    return made.result()
+
+
+def _unlink_if_there(path: str) -> None:
+    with suppress(OSError):  # one that stays is no file of the store, and is removed at the run's end
+        os.unlink(path)
+
+
 _TEMPORARY = re.compile(r"\..+\.[0-9a-f]{12}")
 
 
@@ -230,8 +295,7 @@ def _temporary(root: Root, path: str, data: bytes) -> str:
     temporary = f"{directory}/.{name}.{uuid.uuid4().hex[:12]}"
     try:
         with open(temporary, "xb") as stream:
-            stream.write(data)
-            stream.flush()
+            _fill(stream, data)
             if root.durability.fsync:
                 os.fsync(stream.fileno())
     except OSError:

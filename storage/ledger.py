@@ -17,7 +17,7 @@ import re
 import threading
 import uuid
 from collections import OrderedDict
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 
 from storage import files
 from storage.address import Address
@@ -80,11 +80,12 @@ class Ledger:
             raise MissingOutput(f"nothing is committed at {address} (looked for {self._root.at(_key(address))})")
         return found
 
-    def commit(self, commit: Commit) -> Commit:
+    def commit(self, commit: Commit, before: Callable[[], None] | None = None) -> Commit:
         """Makes an output exist. Returns the winner: `commit`, or the one that was there first, in which case the
-        caller discards its own output. Raises ValueError for a commit that cannot be written as JSON."""
+        caller discards its own output. `before`: writes the output, and is done before that exists; where it raises,
+        nothing is committed. Raises ValueError for a commit that cannot be written as JSON."""
         data = encode(commit)
-        if files.write_new(self._root, _key(commit.address), data):
+        if files.write_new(self._root, _key(commit.address), data, before):
             if self._closed(commit.address) is None:
                 return commit
             files.remove(self._root, _key(commit.address))  # its step is long over: the file was free again

@@ -9,6 +9,7 @@ Writing is a write-ahead log of files (law 2):
     encode ──► attempt's files, synced ──► commit (exclusive create) ──won──► settle: rename each file to its chunk key
                                                  └──lost──► discard the attempt's files
 
+Settling may be left to a thread (`behind`) while the next node runs: the commit alone makes an output exist.
 A process that dies before the commit leaves files nobody looks at; one that dies after it leaves files that the commit
 names, so `read` finds them there and `recover` moves them: when a gang was lost, when a driver begins, when it ends.
 No array file is ever opened for writing in place, and a shard of an array is written by one attempt only. Zarr itself
@@ -35,7 +36,9 @@ import zarr
 
 from storage import files
 from storage.address import Address
-from storage.commits import ArrayInfo, Commit, Provenance, new_attempt
+from storage.attempts import attempt_key, encode_record, in_attempt, of_attempt_key, write_metadata
+from storage.behind import Behind
+from storage.commits import Commit, Provenance, new_attempt
 from storage.config import Durability
 from storage.descriptions import describe
 from storage.errors import DroppedOutput, MissingOutput, StoreError
@@ -52,7 +55,6 @@ EVALUATE = "evaluate"
 _UNREADABLE = (OSError, ValueError, RuntimeError, KeyError)
 """What Zarr raises for an array that is not there, or not sound."""
 _STEP_GROUP = re.compile(r"step_(\d{6,})")
-_ATTEMPT = re.compile(r"(?P<stage>.+?)-(?P<step>\d{6,})-(?P<shard>\d{4,})-(?P<attempt>[^/]+)")
 
 
 class RolloutStore:
@@ -66,9 +68,11 @@ class RolloutStore:
         *,
         recent_bytes: int = 0,
         durability: Durability = files.DEFAULT,
+        behind: Behind | None = None,
     ) -> None:
         """`url`: the run's directory, a path or any fsspec URL; `rollouts.zarr/` and `attempts/` are made inside it.
-        `recent_bytes`: of the records read or written last that are kept, and then shared by all who read them."""
+        `recent_bytes`: of the records read or written last that are kept, and then shared by all who read them.
+        `behind`: settles what `write` commits; its owner closes it."""
         run = files.open_root(url, durability)
         self._data = run.below("rollouts.zarr")
         self._attempts = run.below("attempts")
@@ -76,6 +80,7 @@ class RolloutStore:
         self._ledger = ledger
         self._layouts = layouts
         self._recent = RecentRecords(recent_bytes)
+        self._behind = behind
         self._templates: dict[tuple[Layout, str, int], Template] = {}
         self._lock = threading.Lock()
 
@@ -103,12 +108,15 @@ class RolloutStore:
         check_finite(record)
         check_logprobs(record, mask)
         attempt = attempt or new_attempt()
-        prepared = self.prepare(address, record, provenance, attempt=attempt, metrics=metrics, state=state)
-        # An exception here discards nothing: the commit may exist all the same, and `recover` will know.
-        winner = self._ledger.commit(prepared)
+        prepared, contents = self._encode(address, record, provenance, attempt, metrics, state)
+        # An exception of the commit itself discards nothing: it may exist all the same, and `recover` will know.
+        winner = self._ledger.commit(prepared, before=lambda: self._write_attempt(prepared, contents))
         if winner.attempt == attempt:
-            self.settle(winner)
             self._recent.put((address, attempt), record)
+            if self._behind is None:
+                self.settle(winner)
+            else:
+                self._behind.submit(lambda: self.settle(winner))
         else:
             self._discard(address, attempt)
         return winner
@@ -141,36 +149,19 @@ class RolloutStore:
     ) -> Commit:
         """First third of `write`: the attempt's files, and the commit that would make them exist; on an exception the
         files are removed. `Ledger.commit` and `settle` are the other thirds."""
-        layout = self._layout(address)
-        shards = shards_of(layout, address, record.num_rows)
-        infos = {}
-        with ExitStack() as undo:
-            undo.callback(self._discard, address, attempt)
-            for name, array in record.arrays().items():
-                if array.shape[1:] not in ((), (layout.seq,)):
-                    raise ValueError(f"{record.KIND}.{name}: shape {array.shape}, but the layout's seq is {layout.seq}")
-                array = np.ascontiguousarray(array)
-                infos[name] = ArrayInfo(array.dtype.name, array.shape, zlib.crc32(array.data))
-                template = self._template(layout, array.dtype.name, array.ndim)
-                for shard, block in zip(shards, np.split(array, len(shards)), strict=True):
-                    with self._lock:
-                        data = template.encode(shard, block)
-                    files.write(self._attempts, f"{_attempt_key(address, attempt)}/{name}/{template.key(shard)}", data)
-            undo.pop_all()
-        return Commit(
-            address, attempt, record.KIND, record.num_rows, infos, provenance, time.time(), metrics or {}, state or {}
-        )
+        prepared, contents = self._encode(address, record, provenance, attempt, metrics, state)
+        self._write_attempt(prepared, contents)
+        return prepared
 
     def settle(self, commit: Commit) -> None:
         """Last third of `write`: moves a committed attempt's files to their chunk keys. Harmless at any time after the
         commit, by any number of processes at once."""
-        group, source = _group(commit.address), _attempt_key(commit.address, commit.attempt)
-        for key, metadata in self._metadata(commit).items():
-            if not files.exists(self._data, key):
-                self._write_metadata(key, metadata)
+        group, source = _group(commit.address), attempt_key(commit.address, commit.attempt)
+        metadata = self._metadata(commit)
+        write_metadata(self._run, {key: data for key, data in metadata.items() if not files.exists(self._data, key)})
         for name, template, shard in self._blocks(commit):
             key = f"{name}/{template.key(shard)}"
-            files.move(self._run, f"attempts/{source}/{key}", f"rollouts.zarr/{group}/{key}")
+            files.move(self._run, f"attempts/{source}/{in_attempt(key)}", f"rollouts.zarr/{group}/{key}")
         files.remove_tree(self._attempts, source)
 
     def recover(self, *, discard: bool = True) -> int:
@@ -195,13 +186,12 @@ class RolloutStore:
             for key, data in {} if dropped(commit.address, before) else self._metadata(commit).items():
                 there = files.read(self._data, key)
                 if there != data and not (data == GROUP_METADATA and is_group(there)):
-                    self._write_metadata(key, data)
+                    write_metadata(self._run, {key: data})
 
     def attempts(self) -> list[tuple[Address, str]]:
         """Attempts that have files which are not in their place: under way, or of processes that died."""
         directories = sorted({key.split("/", 1)[0] for key in files.keys(self._attempts)})
-        matches = filter(None, map(_ATTEMPT.fullmatch, directories))
-        return [(Address(m["stage"], int(m["step"]), int(m["shard"])), m["attempt"]) for m in matches]
+        return [found for found in map(of_attempt_key, directories) if found is not None]
 
     def close_books(self) -> None:
         """For a driver at the end, when every node has its commit and no worker is there: all that is committed is in
@@ -224,10 +214,10 @@ class RolloutStore:
             key = f"{name}/{template.key(shard)}"
             data, where = self._chunk(commit, key), self._data.at(f"{_group(address)}/{key}")
             if data is None:
-                raise self._absent(address, f"array {name} of {address}: shard {shard} ({where})")
+                what = f"array {name} of {address}: shard {shard} ({where})"
+                raise _why_absent(address, what, self.dropped_before())
             try:
-                with self._lock:
-                    blocks.setdefault(name, []).append(template.decode(shard, data))
+                blocks.setdefault(name, []).append(template.decode(data))
             except (ValueError, RuntimeError) as error:
                 what = f"array {name} of {address}: shard {shard} does not decode ({where}: {error})"
                 raise StoreError(what) from error
@@ -262,10 +252,6 @@ class RolloutStore:
         """Arrays of this step and later ones are about to be made anew: of them, none counts as let go any more."""
         if step < self.dropped_before():
             write_dropped(self._run, step)
-
-    def _absent(self, address: Address, what: str) -> StoreError:
-        """Why a committed file is not there."""
-        return _why_absent(address, what, self.dropped_before())
 
     def plain_faults(self, commit: Commit) -> Iterator[str]:
         """What a plain Zarr reader does not find, or does not see as it was committed."""
@@ -341,19 +327,34 @@ class RolloutStore:
         final = f"{_group(commit.address)}/{key}"
         data = files.read(self._data, final)
         if data is None:
-            data = files.read(self._attempts, f"{_attempt_key(commit.address, commit.attempt)}/{key}")
+            data = files.read(self._attempts, f"{attempt_key(commit.address, commit.attempt)}/{in_attempt(key)}")
         return files.read(self._data, final) if data is None else data
 
-    def _write_metadata(self, key: str, data: bytes) -> None:
-        """Whoever comes first, and in a race several, writes the same bytes. Temporary files are kept out of the
-        hierarchy, since Zarr warns of files that it does not know."""
-        scratch = f"metadata-{new_attempt()}"
-        files.write(self._attempts, f"{scratch}/zarr.json", data)
-        files.move(self._run, f"attempts/{scratch}/zarr.json", f"rollouts.zarr/{key}")
-        files.remove_tree(self._attempts, scratch)
+    def _encode(
+        self,
+        address: Address,
+        record: Record,
+        provenance: Provenance,
+        attempt: str,
+        metrics: Mapping[str, float] | None,
+        state: Mapping[str, Any] | None,
+    ) -> tuple[Commit, dict[str, bytes]]:
+        """The commit of a record, and the files of its attempt: name -> content."""
+        layout = self._layout(address)
+        shards = shards_of(layout, address, record.num_rows)
+        infos, contents = encode_record(record, layout, shards, self._template)
+        about = (address, attempt, record.KIND, record.num_rows, infos, provenance)
+        return Commit(*about, time.time(), metrics or {}, state or {}), contents
+
+    def _write_attempt(self, prepared: Commit, contents: Mapping[str, bytes]) -> None:
+        """On an exception the files are removed."""
+        with ExitStack() as undo:
+            undo.callback(self._discard, prepared.address, prepared.attempt)
+            files.write_together(self._attempts, attempt_key(prepared.address, prepared.attempt), contents)
+            undo.pop_all()
 
     def _discard(self, address: Address, attempt: str) -> None:
-        files.remove_tree(self._attempts, _attempt_key(address, attempt))
+        files.remove_tree(self._attempts, attempt_key(address, attempt))
 
 
 def _why_absent(address: Address, what: str, before: int) -> StoreError:
@@ -379,7 +380,3 @@ def _group(address: Address) -> str:
 def dropped(address: Address, before: int) -> bool:
     """Whether an output's arrays, if it has any, were let go, where those of all steps `before` one were."""
     return address.step < before and not address.stage.startswith(EVALUATE)
-
-
-def _attempt_key(address: Address, attempt: str) -> str:
-    return f"{address.stage}-{address.step:06d}-{address.shard:04d}-{attempt}"

@@ -138,6 +138,12 @@ def workers_by_address(client: Client) -> dict[str, str]:
     return {address: str(info["name"]) for address, info in workers.items()}
 
 
+def heartbeats(client: Client) -> dict[str, float]:
+    """When each worker process that the scheduler knows last said that it lives, by name and the scheduler's clock."""
+    workers = client.scheduler_info(n_workers=-1)["workers"]
+    return {str(info["name"]): float(info["last_seen"]) for info in workers.values()}
+
+
 def _kill_process(dask_worker: Any) -> None:
     if dask_worker.pid is not None:
         os.kill(dask_worker.pid, signal.SIGKILL)

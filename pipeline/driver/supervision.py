@@ -13,10 +13,10 @@
 What is lost together is a restart unit: one replica, or all ranks of an ordered gang, since none can go on without the
 others. A unit that is lost `cluster.attempts` times without finishing anything is given up, like one that cannot be
 built. That ends the run, unless it is a replica of a pool and another one is there or on its way: then the pool goes on
-without it, and it is tried again every `cluster.start_timeout_s`.
+without it, and it is tried again every `cluster.start_timeout_s`. One whose heartbeats end while it is built is lost.
 
-May import distributed, pipeline.config, pipeline.driver.{cluster, context, task_keys, verdict}, pipeline.workers and
-below.
+May import distributed, pipeline.config, pipeline.driver.{cluster, context, silence, task_keys, verdict},
+pipeline.workers and below.
 """
 
 from __future__ import annotations
@@ -31,8 +31,9 @@ from distributed.scheduler import KilledWorker
 
 from pipeline.config.errors import ConfigError
 from pipeline.config.identity import fingerprint
-from pipeline.driver.cluster import kill_workers, workers_by_address
+from pipeline.driver.cluster import heartbeats, kill_workers, workers_by_address
 from pipeline.driver.context import Context, StageFailed, WorkerKey, WorkersMissing
+from pipeline.driver.silence import Silences, stopped
 from pipeline.driver.task_keys import build_key
 from pipeline.driver.verdict import LOST, PEER_GRACE_S, describe, error_of
 from pipeline.graph.gangs import Gang
@@ -95,6 +96,7 @@ class Supervision:
         self._mirror = mirror
         self._on_down = on_down
         self._workers: dict[WorkerKey, _Worker] = {}
+        self._silences = Silences()
         self._losses: dict[WorkerKey, int] = {}
         """How often each restart unit, by its first worker, was lost since it last finished a node."""
 
@@ -279,16 +281,19 @@ class Supervision:
     # ---- how -------------------------------------------------------------------------------------------------------
 
     def _look_for_processes(self) -> None:
-        """Gives the workers whose processes have come in the meantime their time to be built."""
-        awaited = [worker for worker in self._workers.values() if worker.building is not None and not worker.here]
-        if not awaited:
-            return
-        names = set(workers_by_address(self._context.client).values())
-        for worker in awaited:
-            if worker.spec.name in names:
-                worker.here = True
-                if worker.error is None:
-                    worker.deadline = self._context.now() + self._context.settings.start_timeout_s
+        """Gives the workers whose processes have come in the meantime their time to be built; one that is stopped while
+        it is built is lost (which may raise StageFailed)."""
+        awaited = {key: one for key, one in self._workers.items() if one.building is not None and not one.up}
+        now, start_s = self._context.now(), self._context.settings.start_timeout_s
+        silences = self._silences.look(heartbeats(self._context.client), now) if awaited else {}
+        for key, worker in awaited.items():
+            silent_s = silences.get(worker.spec.name)
+            if silent_s is None or worker.error is not None or self._workers[key] is not worker:
+                continue
+            if not worker.here:
+                worker.here, worker.deadline = True, now + start_s
+            elif stopped(silent_s, start_s):
+                self.lost(key, f"it said nothing for {silent_s:.0f} s while it was built")
 
     def _overdue(self, worker: _Worker) -> WorkersMissing:
         settings, name = self._context.settings, worker.spec.name

@@ -38,6 +38,7 @@ from stages.prompts import PromptTable
 from stages.publish import is_published
 from stages.rewards.protocol import Closable, Part
 from storage.address import Address
+from storage.behind import Behind
 from storage.checkpoints import Checkpoints
 from storage.commits import Commit, Provenance, provenance_here
 from storage.ledger import Ledger
@@ -81,6 +82,8 @@ class WorkerParts:
     ledger: Ledger
     store: RolloutStore
     board: WeightBoard
+    behind: Behind
+    """Moves committed arrays into their place while the next node computes."""
     clock: Clock = field(default_factory=Clock)
     prompts: PromptTable | None = None
     scorer: Scorer | None = None
@@ -157,8 +160,11 @@ class WorkerParts:
             self.scorer.close()
         if self.engine is not None:
             self.engine.close()
-        if self.updates is not None:
-            self.updates.close()
+        try:
+            self.behind.close()
+        finally:
+            if self.updates is not None:
+                self.updates.close()
 
 
 def required(part: Held | None) -> Held:
@@ -173,14 +179,18 @@ def build_parts(spec: WorkerSpec, *, same_layout: bool) -> WorkerParts:
     torch.set_num_threads(config.placement.gangs[spec.gang].threads)
     paths = RunPaths(config.run_dir)
     durability = config.storage.durability(unseen=True)
-    ledger = Ledger(str(paths.ledger), durability)
+    ledger, behind = Ledger(str(paths.ledger), durability), Behind()
+    store = RolloutStore(
+        str(paths.root), ledger, config.layouts(), recent_bytes=RECENT_BYTES, durability=durability, behind=behind
+    )
     parts = WorkerParts(
         spec=spec,
         config=config,
         config_hash=config_hash(config),
         paths=paths,
         ledger=ledger,
-        store=RolloutStore(str(paths.root), ledger, config.layouts(), recent_bytes=RECENT_BYTES, durability=durability),
+        store=store,
+        behind=behind,
         board=WeightBoard(paths.board(config.weights_dir(spec.gang)) if spec.mirror is None else spec.mirror.board),
         numerics=software() | machine_numerics(),
     )

@@ -81,7 +81,7 @@ def _drawn(chance: random.Random, target: str) -> Strike:
         return Strike(who, "concluding", 1, target)
     points = _POINTS[who] if who in _POINTS else _POINTS[who.partition("-")[0]]
     point = chance.choice(sorted(points))
-    # One that is stopped while it is built is not missed before cluster.start_timeout_s, and then ends the run.
+    # One that is stopped while it is built is missed after a third of cluster.start_timeout_s: 100 s.
     stops = target != GROUP and chance.random() < 0.125 and point != "built"
     return Strike(who, point, chance.randint(1, points[point]), target, "SIGSTOP" if stops else "SIGKILL")
 

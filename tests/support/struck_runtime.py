@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from typing import Any
+from typing import IO, Any
 
 import stages.models.host
 from pipeline.config.loading import load_yaml
@@ -40,7 +40,8 @@ class StruckRuntime(StageRuntime):
 def _patch(striker: Striker) -> None:
     """Where a process of any kind can be struck: in the middle of a file, between it and its commit, between that and
     the move into place, between two optimizer steps, while weights or a checkpoint are written."""
-    _around(Ledger, "commit", striker, before="commit", after="committed")
+    _around(files, "_link", striker, before="commit")
+    _around(Ledger, "commit", striker, after="committed")
     _around(files, "move", striker, before="move")
     _around(Trainer, "_step", striker, before="minibatch", after="stepped")
     _around(WeightBoard, "_new_file", striker, after="board")
@@ -50,15 +51,16 @@ def _patch(striker: Striker) -> None:
     _around(stages.models.host, "write_snapshot", striker, after="snapshot written")
     _around(stages.models.host, "write_model", striker, before="export")
     _around(AnswerCache, "add", striker, after="answer kept")
-    temporary = files._temporary
+    fill = files._fill
 
-    def torn(root: files.Root, path: str, data: bytes) -> str:
+    def torn(stream: IO[bytes], data: bytes) -> None:
         if striker.due("file"):
-            temporary(root, path, data[: len(data) // 2])
+            fill(stream, data[: len(data) // 2])
             striker.strike()
-        return temporary(root, path, data)
+            stream.seek(0)
+        fill(stream, data)
 
-    files._temporary = torn
+    files._fill = torn
 
 
 def _around(owner: Any, name: str, striker: Striker, *, before: str = "", after: str = "") -> None:

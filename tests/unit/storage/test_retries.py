@@ -152,3 +152,33 @@ def test_temporaries_of_dead_processes_go(tmp_path: Path) -> None:
     (tmp_path / "stage" / ".hidden").write_bytes(b"somebody's")
     assert files.remove_temporaries(root) == 2
     assert sorted(path.name for path in (tmp_path / "stage").iterdir()) == [".hidden", "kept.json"]
+
+
+def test_what_comes_before_a_commit_is_over_when_it_exists(tmp_path: Path) -> None:
+    ledger, mine, seen = Ledger(str(tmp_path)), commit(), []
+    assert ledger.commit(mine, before=lambda: seen.append(ledger.find(mine.address))) == mine
+    assert seen == [None]
+    assert ledger.find(mine.address) == mine
+
+
+def test_where_what_comes_before_fails_nothing_is_committed(tmp_path: Path) -> None:
+    def broken() -> None:
+        raise StoreRefused("full")
+
+    ledger, mine = Ledger(str(tmp_path)), commit()
+    with pytest.raises(StoreRefused, match="full"):
+        ledger.commit(mine, before=broken)
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
+    assert ledger.commit(mine) == mine
+
+
+def test_files_that_are_written_together_are_whole_whatever_call_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, slept: list[float]
+) -> None:
+    """A sync that failed once may have lost what was written: the second try writes all again."""
+    contents = {f"{number}": bytes([number]) * 1000 for number in range(5)}
+    with monkeypatch.context() as patch:
+        failed = every_call_once(patch, ["fsync"], errno.EIO, after=False)
+        files.write_together(files.open_root(str(tmp_path)), "attempt", contents)
+        assert failed == ["fsync"]
+    assert {path.name: path.read_bytes() for path in (tmp_path / "attempt").iterdir()} == contents

@@ -44,11 +44,16 @@ class Setting:
         self.now = 0.0
         self.there: set[str] = set()
         """Names of the processes that the scheduler knows."""
+        self.stopped: set[str] = set()
+        """Names of those whose heartbeats have ended."""
         self.submitted: list[tuple[Callable[..., Any], Pending]] = []
         self.warned: list[str] = []
+        self.lost: list[str] = []
         self.down: list[tuple[str, int]] = []
         patch.setattr(supervision, "workers_by_address", lambda client: {f"at {name}": name for name in self.there})
-        patch.setattr(supervision, "kill_workers", lambda client, addresses: None)
+        patch.setattr(supervision, "heartbeats", self.heartbeats)
+        self.killed: list[str] = []
+        patch.setattr(supervision, "kill_workers", lambda client, addresses: self.killed.extend(addresses))
         gangs = {
             "generate": Gang("generate", frozenset({Role.GENERATE}), workers=2, slots=1),
             "train": Gang("train", frozenset({Role.POLICY, Role.CRITIC, Role.REFERENCE}), workers=2, slots=1),
@@ -76,6 +81,9 @@ class Setting:
         )
         self.supervision.start()
 
+    def heartbeats(self, client: object) -> dict[str, float]:
+        return {name: 0.5 if name in self.stopped else 1.0 + self.now for name in self.there}
+
     def submit(self, work: Callable[..., Any], *arguments: Any, key: tuple[Any, ...], **rest: Any) -> Pending:
         future = Pending(key, arguments)
         self.submitted.append((work, future))
@@ -84,6 +92,8 @@ class Setting:
     def note(self, kind: EventKind, **what: Any) -> None:
         if kind is EventKind.WARNED:
             self.warned.append(what["detail"])
+        if kind is EventKind.GANG_LOST:
+            self.lost.append(what["detail"])
 
     def look(self, at: float) -> None:
         self.now = at
@@ -115,6 +125,24 @@ def test_a_process_has_its_time_from_when_it_is_there(begin: Callable[..., Setti
         "generate-0 is left out, the rest of generate goes on: worker generate-0 did not"
     )
     assert "cluster.start_timeout_s = 30" in setting.warned[0]
+
+
+def test_a_process_that_is_stopped_while_it_is_built_is_missed_before_its_time_is_over(
+    begin: Callable[..., Setting],
+) -> None:
+    """Its heartbeats end; its gang is built anew, and the run goes on. One that is slow has some all the time."""
+    setting = begin(None)
+    setting.there = {"generate-0", "generate-1", "train-0", "train-1"}
+    setting.look(1.0)
+    setting.stopped = {"train-1"}
+    setting.look(2.0)
+    setting.look(21.0)
+    assert setting.killed == []
+    setting.look(23.0)
+    assert sorted(setting.killed) == ["at train-0", "at train-1"]
+    assert setting.lost == ["it said nothing for 21 s while it was built"]
+    builds = [future.key[1:3] for work, future in setting.submitted if work is build_worker]
+    assert builds[-2:] == [("train-0", 1), ("train-1", 1)]
 
 
 @pytest.mark.parametrize("arrival_s", [ARRIVAL_S, None])

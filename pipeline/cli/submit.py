@@ -12,14 +12,19 @@ from pipeline.cli.sources import config_of
 from pipeline.config.paths import RunPaths
 from pipeline.config.preflight import check_run_directory, preflight
 from pipeline.config.run import RunConfig
+from pipeline.driver.results import open_history
 from pipeline.launch.commands import require
 from pipeline.launch.submission import asked_for, run_script, submit_run
+from pipeline.observe.journal import EventKind, journal_exists, read_events
 
 
 def command(options: argparse.Namespace) -> int:
     config = cluster_config(options.sources)
     if options.dry_run:
         print_line(run_script(config).rstrip("\n"))
+        return DONE
+    if finished(config):
+        print_line(f"nothing to submit: {config.run_dir} is done, {config.steps} of {config.steps} steps")
         return DONE
     require()
     check_for_cluster(config)
@@ -29,6 +34,16 @@ def command(options: argparse.Namespace) -> int:
     print_line(f"  stageline logs {config.run_dir} --follow    what it prints ({submitted.output})")
     print_line(f"  stageline cancel {config.run_dir}    ends it; submitted again it goes on")
     return DONE
+
+
+def finished(config: RunConfig) -> bool:
+    """Whether the run has come to its end, with as many steps as the config has."""
+    paths = RunPaths(config.run_dir)
+    if not (journal_exists(paths.events) and paths.ledger.exists()):
+        return False
+    ends = (EventKind.RUN_STARTED, EventKind.RUN_FINISHED)
+    last = [event.kind for event in read_events(paths.events) if event.kind in ends][-1:]
+    return last == [EventKind.RUN_FINISHED] and len(open_history(config).steps_done()) >= config.steps
 
 
 def cluster_config(sources: Sequence[str]) -> RunConfig:

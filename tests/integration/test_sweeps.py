@@ -25,6 +25,10 @@ def test_runs_of_a_sweep_are_children_of_one_parent(
     assert table[0].split() == ["ppo.kl.coef", "reward", "held-out"]
     assert [row.split()[0] for row in table[1:]] == ["0.02", "0.1"]
     assert main(sweep) == 0, "what is done is done again at once"
+    capsys.readouterr()
+    done = tmp_path / "runs/swept-coef0.1"
+    assert main(["submit", f"{done}/config.yaml"]) == 0
+    assert capsys.readouterr().out == f"nothing to submit: {done} is done, 1 of 1 steps\n"
 
     client = MlflowClient(uri)
     (experiment,) = (e for e in client.search_experiments() if e.name == "stageline")

@@ -3,6 +3,8 @@ Stageline: a job is there in a second."""
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
 from pathlib import Path
 
@@ -14,7 +16,8 @@ from pipeline.config.run import RunConfig
 from pipeline.launch.submission import Submitted, submit_run
 from tests.support import stand_in
 from tests.support.paths import TINY
-from tests.support.slurm_cluster import SCHEDULES_S, URGENT, SlurmCluster
+from tests.support.runs import ONE_GANG, placement
+from tests.support.slurm_cluster import SCHEDULES_S, URGENT, SlurmCluster, processes_with
 from tests.support.waiting import until
 
 pytestmark = pytest.mark.processes
@@ -72,6 +75,40 @@ def test_a_node_where_stageline_does_not_start_is_named(slurm: SlurmCluster, tmp
     assert wait_for(slurm, job, "FAILED")["ExitCode"] == "2:0"
     wait_for_output(job, "node n2: Stageline does not start there: ")
     assert "/nowhere/bin/python: No such file" in job.output.read_text()
+
+
+def test_a_worker_that_is_killed_is_started_again(slurm: SlurmCluster, tmp_path: Path) -> None:
+    config, job = submitted(slurm, tmp_path, "killed", ONE_GANG)
+    wait_for_output(job, "worker there")
+    killed = until(lambda: processes_with(f"{stand_in.__file__}\0worker", "\0--index\0"), "a worker")[0]
+    os.kill(killed, signal.SIGKILL)
+    wait_for_output(job, "worker all 0 ended with 137: started again\n")
+    until(lambda: job.output.read_text().count("worker there\n") == 2, "another", every_s=0.1)
+    end(config, 0)
+    assert wait_for(slurm, job, "COMPLETED")["ExitCode"] == "0:0"
+
+
+def test_whose_batch_node_fails_is_requeued(slurm: SlurmCluster, tmp_path: Path) -> None:
+    """Slurm takes the node out of the one job and leaves that running; of the other, whose first component it was, it
+    requeues this component alone."""
+    engines = placement("{train: {}, engines: {workers: 2}}", generate="engines", score="engines", others="train")
+    where = "slurm.gangs={train: {nodes: 1, sbatch: [--nodelist=n1]}, engines: {nodes: 2}}"
+    component = (engines, where, "slurm.job=heterogeneous")
+    ranks = placement("{train: {workers: 2}, engines: {}}", generate="engines", score="engines", others="train")
+    plain = (ranks, "slurm.gangs={train: {nodes: 2}}", "slurm.job=plain")
+    config, job = submitted(slurm, tmp_path, "headless", *component)
+    _, last = submitted(slurm, tmp_path, "given-up", "slurm.restarts=0", *plain)
+    assert [slurm.show(one.job_id)["BatchHost"] for one in (job, last)] == ["n1", "n1"]
+    slurm.kill_node("n1")
+    until(lambda: slurm.state(last.job_id) == "CANCELLED", "no restart is left", every_s=0.25)
+    until(lambda: slurm.may_start(job.job_id, restarts=1), "it is requeued, all of it", every_s=0.25)
+    wait_for_output(job, "requeued: the batch node n1 failed (restart 0)\n")
+    wait_for_output(last, "cancelled: the batch node n1 failed in restart 0 of 0 (slurm.restarts)\n")
+    slurm.start_node("n1")
+    until(lambda: slurm.started_now(job.job_id), "it is started", every_s=SCHEDULES_S)
+    wait_for_output(job, "driver of attempt 1")
+    end(config, 0)
+    assert wait_for(slurm, job, "COMPLETED")["Restarts"] == "1"
 
 
 def test_a_job_is_not_requeued_for_ever(slurm: SlurmCluster, tmp_path: Path) -> None:

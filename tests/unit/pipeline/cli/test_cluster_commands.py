@@ -85,6 +85,37 @@ def test_logs_are_the_ends_of_files(submitted: RunPaths, capsys: pytest.CaptureF
     assert capsys.readouterr().out == "built\n"
 
 
+def test_logs_are_followed_until_they_are_interrupted(
+    submitted: RunPaths, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A line once it is whole; a worker's file once it is there; from the beginning where a file became shorter."""
+    output, log = submitted.job / "slurm-12.out", submitted.logs / "all-0.log"
+    submitted.logs.mkdir()
+    happens = iter(
+        [
+            lambda: output.write_text("one\ntwo\nthree\nfo"),
+            lambda: output.write_text("one\ntwo\nthree\nfour\n"),
+            lambda: output.write_text("five\n"),
+            None,
+            lambda: log.write_text("built\n"),
+            None,
+        ]
+    )
+
+    def next_look(_: float) -> None:
+        change = next(happens)
+        if change is None:
+            raise KeyboardInterrupt
+        change()
+
+    monkeypatch.setattr("pipeline.cli.logs.time.sleep", next_look)
+    capsys.readouterr()
+    assert main(["logs", str(submitted.root), "--follow", "--lines", "1"]) == 0
+    assert capsys.readouterr().out == "two\nthree\nfour\nfive\n"
+    assert main(["logs", str(submitted.root), "--gang", "all", "--follow"]) == 0
+    assert capsys.readouterr().out == "built\n"
+
+
 @pytest.mark.parametrize(
     ("command", "message"),
     [

@@ -15,7 +15,7 @@ import getpass
 import importlib
 import os
 import platform
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ from pipeline.driver.reporting import report_source, write_report
 from pipeline.driver.tracked_config import off_metrics, tracked_params
 from pipeline.graph.graph import run_nodes
 from pipeline.observe.evaluations import best_evaluation
-from pipeline.observe.history import STEP_METRIC, History
+from pipeline.observe.history import EVALUATION_METRIC, STEP_METRIC, History, evaluation_metrics
 from pipeline.observe.journal import journal_exists, read_events, run_starts
 from pipeline.observe.live import Screen
 from pipeline.observe.overlap import overlap_by_step
@@ -115,6 +115,23 @@ def _note(config: RunConfig, commit: str, result: str) -> str:
         "weights": str(RunPaths(config.run_dir).weights(config.steps)),
     }
     return run_note(what, facts, result)
+
+
+def catch_up(history: History, tracker: Tracker, starts: Sequence[float]) -> list[int]:
+    """Tracks what earlier drivers left: one may have been killed before it had reported all of it. Returns the
+    steps."""
+    steps = history.steps_done()
+    for step in steps:
+        if not tracker.has(step, STEP_METRIC):
+            tracker.metrics(step, history.step_metrics(step, starts))
+    first = None
+    for version in history.evaluated_versions():
+        needed = first is None or not tracker.has(version, EVALUATION_METRIC)
+        evaluation = history.evaluation(version) if needed else None
+        if evaluation is not None:
+            first = first or evaluation
+            tracker.metrics(version, evaluation_metrics(evaluation, first))
+    return steps
 
 
 def conclude(

@@ -14,7 +14,7 @@ from __future__ import annotations
 import gc
 import signal
 import time
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 
 from rich.console import Console
@@ -26,13 +26,14 @@ from pipeline.config.run import RunConfig
 from pipeline.driver.alarms import Alarms
 from pipeline.driver.closing import OpenBooks, all_committed
 from pipeline.driver.cluster import Cluster
-from pipeline.driver.context import ExecutorSettings, StoredWrongly
+from pipeline.driver.context import ExecutorSettings, StoredWrongly, WorkersMissing
 from pipeline.driver.executor import Executor
 from pipeline.driver.identity import NumericsWatch
 from pipeline.driver.integrity import UnreadVersions, books_closed, check_made_again
 from pipeline.driver.lock import only_driver
 from pipeline.driver.preparation import PreparedRun, prepare
 from pipeline.driver.results import (
+    catch_up,
     conclude,
     conclude_despite_error,
     experiment_page,
@@ -56,7 +57,7 @@ from pipeline.graph.flow import Flow
 from pipeline.graph.graph import Node, weight_readers
 from pipeline.observe.evaluations import Evaluation
 from pipeline.observe.graph_view import wait_text
-from pipeline.observe.history import EVALUATION_METRIC, STEP_METRIC, History, alarm_text, evaluation_metrics
+from pipeline.observe.history import alarm_text, evaluation_metrics
 from pipeline.observe.journal import Event, EventKind, Journal, run_starts
 from pipeline.observe.live import Progress, Screen
 from pipeline.observe.losses import Losses
@@ -91,7 +92,8 @@ def run(
     json_lines: bool = False,
 ) -> RunResult:
     """Runs (or continues) a run to its last step. `from_checkpoint`: of one that is continued, what was committed after
-    its newest checkpoint is archived first, and made anew. `at_once`: signals that end it with EndedEarly.
+    its newest checkpoint is archived first, and made anew. `at_once`: signals that end it with EndedEarly, in a job
+    that is started again: neither then nor where workers are missing is time spent on what the run came to so far.
     `json_lines`: what is shown is for a program.
 
     Raises:
@@ -115,7 +117,8 @@ def run(
             ready = prepare(config, checked, resume=resume, from_checkpoint=from_checkpoint)
         prompts = len(checked.prompts.train), len(checked.prompts.held_out)
         screen = Screen(console, json_lines)
-        summary = _run_and_conclude(config, ready, screen, decode, prompts, resume=resume)
+        goes_on = (EndedEarly, WorkersMissing) if at_once else (EndedEarly,)
+        summary = _run_and_conclude(config, ready, screen, decode, prompts, goes_on, resume=resume)
     where = where_results_are(config, summary)
     if json_lines:
         screen.say("done", "", summary=asdict(summary), paths={label: str(path) for label, path in where.items()})
@@ -125,15 +128,22 @@ def run(
 
 
 def _run_and_conclude(
-    config: RunConfig, ready: PreparedRun, screen: Screen, decode: Decode, prompts: tuple[int, int], *, resume: bool
+    config: RunConfig,
+    ready: PreparedRun,
+    screen: Screen,
+    decode: Decode,
+    prompts: tuple[int, int],
+    goes_on: tuple[type[BaseException], ...],
+    *,
+    resume: bool,
 ) -> Summary:
-    """Whatever ends the run, its summary and its tracking say how far it came; unless there is no time for it.
-    `prompts`: how many are trained on, and held out."""
+    """Whatever ends the run, its summary and its tracking say how far it came; unless it `goes_on` elsewhere, and there
+    is no time for it. `prompts`: how many are trained on, and held out."""
     tracker = open_tracker(config)
     try:
         track_prompts(config, tracker, ready.identity.prompts, *prompts)
-        return _run_to_conclusion(config, ready, screen, tracker, decode, resume=resume)
-    except EndedEarly:
+        return _run_to_conclusion(config, ready, screen, tracker, decode, goes_on, resume=resume)
+    except goes_on:
         tracker.leave()
         raise
     except StoreRefused:  # says already what is to be done
@@ -143,13 +153,20 @@ def _run_and_conclude(
 
 
 def _run_to_conclusion(
-    config: RunConfig, ready: PreparedRun, screen: Screen, tracker: Tracker, decode: Decode, *, resume: bool
+    config: RunConfig,
+    ready: PreparedRun,
+    screen: Screen,
+    tracker: Tracker,
+    decode: Decode,
+    goes_on: tuple[type[BaseException], ...],
+    *,
+    resume: bool,
 ) -> Summary:
     history = ready.history
     try:
         with books_closed(history):
             _run(config, ready, screen, tracker, resume=resume)
-    except EndedEarly:
+    except goes_on:
         raise
     except BaseException as error:
         conclude_despite_error(config, history, tracker, decode, screen, error)
@@ -160,7 +177,7 @@ def _run_to_conclusion(
 def _run(config: RunConfig, ready: PreparedRun, screen: Screen, tracker: Tracker, *, resume: bool) -> None:
     """Starts the workers, runs the graph, and ends the workers."""
     paths, history = RunPaths(config.run_dir), ready.history
-    tracked = _catch_up(history, tracker, run_starts(paths.events))
+    tracked = catch_up(history, tracker, run_starts(paths.events))
     if all_committed(config.graph(), history.ledger, ready.mended.outlived):
         for warning in ready.warnings:
             screen.say("warning", f"WARNING: {warning}", text=warning)
@@ -188,23 +205,6 @@ def _run(config: RunConfig, ready: PreparedRun, screen: Screen, tracker: Tracker
             numerics = NumericsWatch(config, ready.identity, journal, tracker.tags)
             _Driver(config, ready, board, workers, numerics, journal, progress, tracker, tracked, seen, losses).run()
             journal.now(EventKind.RUN_FINISHED)
-
-
-def _catch_up(history: History, tracker: Tracker, starts: Sequence[float]) -> list[int]:
-    """Tracks what earlier drivers left: one may have been killed before it had reported all of it. Returns the
-    steps."""
-    steps = history.steps_done()
-    for step in steps:
-        if not tracker.has(step, STEP_METRIC):
-            tracker.metrics(step, history.step_metrics(step, starts))
-    first = None
-    for version in history.evaluated_versions():
-        needed = first is None or not tracker.has(version, EVALUATION_METRIC)
-        evaluation = history.evaluation(version) if needed else None
-        if evaluation is not None:
-            first = first or evaluation
-            tracker.metrics(version, evaluation_metrics(evaluation, first))
-    return steps
 
 
 def _executor_settings(config: RunConfig) -> ExecutorSettings:

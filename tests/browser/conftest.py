@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 from playwright.sync_api import Browser, Page
 
-from tests.support.browser import chromium, missing
+from tests.support.browser import chromium, empty_page, missing, wide_context
 
 
 # By module: until playwright is closed its event loop is the thread's, and no other module's tests may meet it.
@@ -23,12 +23,5 @@ def browser() -> Iterator[Browser]:
 @pytest.fixture
 def page(browser: Browser) -> Iterator[Page]:
     """Empty, in a context of its own; what goes wrong in its scripts fails the test."""
-    errors: list[str] = []
-    context = browser.new_context(viewport={"width": 1280, "height": 900})
-    try:
-        opened = context.new_page()
-        opened.on("pageerror", lambda error: errors.append(str(error)))
+    with wide_context(browser) as context, empty_page(context) as opened:
         yield opened
-    finally:
-        context.close()
-    assert not errors, errors

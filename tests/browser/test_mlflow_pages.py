@@ -15,16 +15,18 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from playwright.sync_api import Page, expect
+from playwright.sync_api import Browser, BrowserContext, Page, expect
 
 from pipeline.config.run import RunConfig
 from pipeline.observe.spool import delivered_run_id
 from pipeline.observe.tracking import WRITER_ENV, MlflowTracker
-from tests.support.browser import missing
+from tests.support.browser import empty_page, missing, wide_context
 from tests.support.runs import finish_in
 from tests.support.waiting import until
 
 PATIENCE_MS = 30_000
+NO_JOBS = {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
+"""Else the server starts six consumers of jobs of GenAI, for tens of seconds of CPU, and waits for them at its end."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +67,7 @@ def pages(finished: RunConfig) -> Iterator[Pages]:
     with (folder / "ui.log").open("wb") as log:
         server = subprocess.Popen(
             [*command, "--host", "127.0.0.1", "--port", str(port)],
-            env=os.environ | WRITER_ENV, stdout=log, stderr=log, start_new_session=True,
+            env=os.environ | WRITER_ENV | NO_JOBS, stdout=log, stderr=log, start_new_session=True,
         )  # fmt: skip
     try:
         until(lambda: _answers(f"http://127.0.0.1:{port}/health"), "MLflow answers", every_s=0.5)
@@ -74,8 +76,21 @@ def pages(finished: RunConfig) -> Iterator[Pages]:
         assert other_id is not None
         yield Pages(f"http://127.0.0.1:{port}/#/experiments/1", run_id, other_id)
     finally:
-        os.killpg(server.pid, signal.SIGTERM)
+        os.killpg(server.pid, signal.SIGKILL)  # asked to end it waits for the browser's connections
         server.wait()
+
+
+@pytest.fixture(scope="module")
+def context(browser: Browser) -> Iterator[BrowserContext]:
+    """One for all pages here, so that MLflow's scripts, of megabytes, are loaded once."""
+    with wide_context(browser) as opened:
+        yield opened
+
+
+@pytest.fixture
+def page(context: BrowserContext) -> Iterator[Page]:
+    with empty_page(context) as opened:
+        yield opened
 
 
 def _answers(address: str) -> bool:

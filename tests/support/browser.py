@@ -6,7 +6,7 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from playwright.sync_api import Browser, sync_playwright
+from playwright.sync_api import Browser, BrowserContext, Page, sync_playwright
 
 NAMES = ("chromium", "chromium-browser", "google-chrome")
 
@@ -30,3 +30,26 @@ def chromium() -> Iterator[Browser]:
             yield browser
         finally:
             browser.close()
+
+
+@contextmanager
+def wide_context(browser: Browser) -> Iterator[BrowserContext]:
+    """Cookies and a cache of its own; pages of 1280 x 900."""
+    context = browser.new_context(viewport={"width": 1280, "height": 900})
+    try:
+        yield context
+    finally:
+        context.close()
+
+
+@contextmanager
+def empty_page(context: BrowserContext) -> Iterator[Page]:
+    """What goes wrong in its scripts is raised as AssertionError at the end."""
+    errors: list[str] = []
+    page = context.new_page()
+    page.on("pageerror", lambda error: errors.append(str(error)))
+    try:
+        yield page
+    finally:
+        page.close()
+    assert not errors, errors

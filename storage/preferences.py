@@ -139,7 +139,10 @@ def _comparison(config: PreferencesConfig, row: Row) -> JudgedPair:
         prompt = [{"role": m["role"], "content": m["content"]} for m in prompt]
     elif not isinstance(prompt, str) or not prompt.strip():
         raise PreferencesError(
-            "data.prompt", f"{where}: {config.prompt!r} must be a text that is not blank, given {prompt!r:.80}"
+            "data.prompt",
+            f"{where}: {config.prompt!r} must be a text that is not blank"
+            + (" (conversations: data.format=chat)" if is_chat(prompt) else "")
+            + f", given {prompt!r:.80}",
         )
     chosen, rejected = (_response(config, row, field) for field in ("chosen", "rejected"))
     if chosen == rejected:
@@ -157,8 +160,9 @@ def _response(config: PreferencesConfig, row: Row, field: str) -> str:
         value = value[0]["content"]
     if not isinstance(value, str) or not value.strip():
         kind = "a text" if config.format == "plain" else "a text, or a list of one message of the assistant,"
+        hint = " (conversations: data.format=chat)" if config.format == "plain" and is_chat(value) else ""
         raise PreferencesError(
-            f"data.{field}", f"{where}: {name!r} must be {kind} that is not blank, given {value!r:.80}"
+            f"data.{field}", f"{where}: {name!r} must be {kind} that is not blank{hint}, given {value!r:.80}"
         )
     return value
 

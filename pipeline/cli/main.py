@@ -206,9 +206,15 @@ def _sync(parser: argparse.ArgumentParser) -> None:
 def _reward(parser: argparse.ArgumentParser) -> None:
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
     text = "learn a reward model from judgements, or from the scores of a larger one"
-    _run(actions.add_parser("train", help=text, description=text))
+    ships = (
+        "Configs that ship: conf/reward/. Every key: docs/reward_models.md. It ends with RUN/model, for kind: model."
+    )
+    _run(actions.add_parser("train", help=text, description=text, epilog=ships))
     text = "have a judge make a preference set: pairs of responses, the better one named"
-    label = actions.add_parser("label", help=text, description=text)
+    ships = (
+        "A config that ships: conf/label/. Every key: docs/judges.md. It ends with RUN/pairs.jsonl, for reward train."
+    )
+    label = actions.add_parser("label", help=text, description=text, epilog=ships)
     _run(label)
     label.add_argument("--from", dest="source", metavar="RUN", help="label the responses of a run's rollouts")
 

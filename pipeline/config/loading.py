@@ -6,10 +6,11 @@ pipeline.config.{changes, errors, keys, placement}.
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,12 @@ _OTHER_PROGRAMS = {
     "a labelling": {"judge", "responses"},
 }
 """What a directory may hold the config of, and the sections that tell it from a run's."""
+_COMMANDS: dict[type, tuple[str, str]] = {
+    RunConfig: ("a run", "stageline run"),
+    RewardModelConfig: ("a reward model's training", "stageline reward train"),
+    LabelConfig: ("a labelling", "stageline reward label"),
+}
+"""What a file may be the config of, and which command reads it."""
 
 
 def load_config(files: Iterable[str | os.PathLike[str]], overrides: Iterable[str] = ()) -> RunConfig:
@@ -107,7 +114,7 @@ def _parse(text: str, where: str, way_on: str = "") -> Any:
 def _read_file(file: str | os.PathLike[str]) -> tuple[str, Any]:
     path = Path(file)
     if not path.is_file():
-        raise ConfigError(str(path), "no such config file; `ls conf/run` shows the ones that ship with Stageline")
+        raise ConfigError(str(path), "no such config file; `ls conf/*` shows the ones that ship with Stageline")
     try:
         return str(path), OmegaConf.load(path)
     except Exception as error:  # yaml's errors have no common public base that omegaconf re-exports
@@ -134,9 +141,23 @@ def _merge(schema: type, sources: Sequence[tuple[str, Any]]) -> Any:
     except (OmegaConfBaseException, TypeError) as error:  # the latter for a list in place of a mapping
         failed = first_line(error)
     if failed:
+        meant = [error for name, source in sources for error in _of_another_command(source, name, schema)]
         errors = [error for name, source in sources for error in source_errors(source, name, schema)]
-        raise together(errors or [ConfigError("config", f"these files and settings do not go together: {failed}")])
+        raise together(
+            meant or errors or [ConfigError("config", f"these files and settings do not go together: {failed}")]
+        )
     return merged
+
+
+def _of_another_command(source: Any, name: str, schema: type) -> Iterator[ConfigError]:
+    """A file whose sections are those of another command's config, and of no other."""
+    if not isinstance(source, DictConfig) or "=" in name:
+        return
+    sections_of = {kind: {field.name for field in dataclasses.fields(kind)} for kind in _COMMANDS}
+    given = {*map(str, source)}
+    for kind, (what, command) in _COMMANDS.items():
+        if kind is not schema and given <= sections_of[kind] and not given <= sections_of[schema]:
+            yield ConfigError(name, f"is the config of {what}: `{command} {name}`")
 
 
 def _placed(sources: Sequence[tuple[str, Any]]) -> DictConfig:

@@ -285,8 +285,8 @@ def _check_engine(config: RunConfig) -> None:
 
 
 def _check_rewards(config: RunConfig, policy: ModelSpec) -> dict[str, frozenset[str]]:
-    """Whether every part of both rewards can be built, a user's own included, reward models suit the policy, and judges'
-    answers can be written down.
+    """Whether every part of both rewards can be built, a user's own included, reward models suit the policy, and
+    judges' answers can be written down.
     Returns which fields of the prompts a part reads, by its key."""
     fields: dict[str, frozenset[str]] = {}
     for key, section in (("reward", config.reward), ("evaluate.reward", config.evaluate.reward)):

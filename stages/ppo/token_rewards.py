@@ -39,8 +39,8 @@ class RunningMoments:
 def penalise_missing_eos(
     scores: Float[Tensor, " rows"], truncated: Bool[Tensor, " rows"], missing_eos_score: float | None
 ) -> Float[Tensor, " rows"]:
-    """Replaces the score of every cut response by `missing_eos_score`, if there is one: rounded to float32, as scores
-    are stored. Else one that a reward gives too, -0.1 say, would differ from it by rounding, and a constant would have a
+    """Replaces the score of every cut response by `missing_eos_score`, if there is one: in float32, as scores are
+    stored. Else a score of -0.1 that a reward gives would differ from it by rounding, and a constant would have a
     spread, by which it is divided."""
     if missing_eos_score is None:
         return scores

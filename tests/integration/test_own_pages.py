@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 from pathlib import Path
@@ -17,7 +18,8 @@ from tests.support.runs import QUIET
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(300)]
 
 FILES = {
-    "make_model.py", "make_questions.py", "make_chats.py", "my_rewards.py", "own.yaml", "chat.yaml",
+    "make_model.py", "make_questions.py", "make_chats.py", "make_pairs.py", "my_rewards.py", "own.yaml", "chat.yaml",
+    "liked.yaml",
 }  # fmt: skip
 HERE = (*QUIET, "cluster.dashboard=null")
 """What a test leaves out of a run."""
@@ -75,6 +77,21 @@ def test_what_is_wrong_is_said_by_key(change: str, said: str, capsys: pytest.Cap
     found = capsys.readouterr().err
     assert said in found
     assert found.startswith(f"refused {change.partition('=')[0].removesuffix('.least')}: ")
+
+
+def test_a_reward_model_of_ones_own_pairs(capsys: pytest.CaptureFixture[str]) -> None:
+    """As the page has it, plain and chat: right of nearly all pairs that it has not seen, and fit for a run."""
+    text = (ROOT / "docs/your-own.md").read_text("utf8")
+    blocks = re.findall(r"^```(\w*)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    lines = [line for kind, code in blocks if not kind for line in code.splitlines()]
+    for line in lines:
+        program, *arguments = shlex.split(line)
+        assert program == "stageline"
+        assert main([*arguments, *QUIET] if arguments[0] == "reward" else arguments) == 0, line
+    assert [" ".join(line.split()[1:3]) for line in lines] == ["reward train", "reward train", "check own.yaml"]
+    for name in ("liked", "liked-chat"):
+        assert json.loads(Path(f"runs/{name}/summary.json").read_text())["held_out"]["accuracy"] > 0.9
+    assert "own.yaml: would run" in capsys.readouterr().out
 
 
 def test_the_tutorial_ends_in_a_compared_pair(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,5 +1,5 @@
-"""A run that a judge behind an endpoint scores: it vanishes, or whoever asks it is killed, and the run goes on, asks only
-what is missing, and ends as one that nothing happened to; the key is written nowhere; replay asks nothing."""
+"""A run that a judge behind an endpoint scores: it vanishes, or whoever asks it is killed, and the run goes on, asks
+only what is missing, and ends as one that nothing happened to; the key is written nowhere; replay asks nothing."""
 
 from __future__ import annotations
 

@@ -101,8 +101,8 @@ class _Patience:
 def ask_endpoint(
     endpoint: Endpoint, asked: Mapping[str, Asked], keep: Callable[[str, Received], None]
 ) -> dict[str, Answer]:
-    """The answer to each question, by its key. `keep` is called with each as it comes. May be called where an event loop
-    runs, as in a notebook, and then stops it until all is answered.
+    """The answer to each question, by its key. `keep` is called with each as it comes. May be called where an event
+    loop runs, as in a notebook, which then stands still until all is answered.
 
     Raises RewardFailed, naming a row, where the judge refuses a request for good, or has answered nothing for
     `patience_s`.

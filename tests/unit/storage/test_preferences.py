@@ -71,6 +71,15 @@ def test_a_chat_must_be_one(tmp_path: Path) -> None:
         load(PreferencesConfig(url=url, format="chat"))
 
 
+@pytest.mark.parametrize("field", ["prompt", "chosen"])
+def test_a_chat_that_is_read_as_plain_is_told_the_format(tmp_path: Path, field: str) -> None:
+    url = written(tmp_path / "p.jsonl", PAIR | {field: [{"role": "user", "content": "a"}]})
+    with pytest.raises(
+        PreferencesError, match=rf"data\.{field}: .* line 1: .* \(conversations: data\.format=chat\), given"
+    ):
+        load(PreferencesConfig(url=url))
+
+
 @pytest.mark.parametrize(
     ("change", "key", "message"),
     [

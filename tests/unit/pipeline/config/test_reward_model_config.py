@@ -116,6 +116,23 @@ def test_a_run_in_its_directory_is_told_whose_it_is(tmp_path: Path, capsys: pyte
             assert "damaged" not in said
 
 
+@pytest.mark.parametrize(
+    ("command", "config", "said"),
+    [
+        ("run", "reward/tiny", "is the config of a reward model's training: `stageline reward train"),
+        ("check", "label/kinder", "is the config of a labelling: `stageline reward label"),
+        ("reward train", "run/tiny", "is the config of a run: `stageline run"),
+        ("reward label", "reward/tiny", "is the config of a reward model's training: `stageline reward train"),
+    ],
+)
+def test_a_config_of_another_command_is_told_so(
+    capsys: pytest.CaptureFixture[str], command: str, config: str, said: str
+) -> None:
+    file = str(ROOT / f"conf/{config}.yaml")
+    assert main([*command.split(), file, "name=x"]) == 2
+    assert capsys.readouterr().err == f"refused {file}: {said} {file}`\n"
+
+
 def classifier(directory: Path, num_labels: int) -> str:
     """A random one with so many outputs."""
     config = LlamaConfig(**read_config("random:tiny") | {"num_labels": num_labels})

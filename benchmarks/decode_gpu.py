@@ -222,7 +222,9 @@ def make_engine(path: Path, plan: Plan, cost: Cost, **settings: Any) -> Embedded
         kv_budget_mb=budget,
         embedded=EmbeddedConfig(**settings),
     )
-    return build_embedded(str(path), config, max_seq=plan.max_seq, threads=1, device=DEVICE)
+    engine = build_embedded(str(path), config, max_seq=plan.max_seq, threads=1, device=DEVICE)
+    assert isinstance(engine, EmbeddedEngine)
+    return engine
 
 
 def run_engine(engine: EmbeddedEngine, rows: np.ndarray, new: int) -> None:

@@ -21,7 +21,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -76,7 +76,7 @@ def workload(num_rows: int, vocab: int, longest: int, seed: int = 0) -> list[Row
 
 
 def run_padded(
-    model: LlamaForCausalLM, prompts: list[Row], sampled: bool, banned: list[int] | None = None
+    model: LlamaForCausalLM, prompts: Sequence[Row], sampled: bool, banned: list[int] | None = None
 ) -> list[list[int]]:
     """Batches of SLOTS rows, left-padded, each as long as its longest row. The rows' new tokens. `banned`: never made;
     the engine does not make the end of sequence, which is no end here."""
@@ -84,7 +84,7 @@ def run_padded(
     for start in range(0, len(prompts), SLOTS):
         batch = prompts[start : start + SLOTS]
         width = max(len(p.tokens) for p in batch)
-        ids = torch.tensor([[0] * (width - len(p.tokens)) + p.tokens for p in batch])
+        ids = torch.tensor([[0] * (width - len(p.tokens)) + [*p.tokens] for p in batch])
         mask = torch.tensor([[0] * (width - len(p.tokens)) + [1] * len(p.tokens) for p in batch])
         new = max(p.new for p in batch)
         out = model.generate(
@@ -102,7 +102,7 @@ def run_padded(
 
 
 def widest_tie(
-    model: LlamaForCausalLM, prompts: list[Row], ours: list[list[int]], theirs: list[list[int]]
+    model: LlamaForCausalLM, prompts: Sequence[Row], ours: list[list[int]], theirs: list[list[int]]
 ) -> tuple[int, float]:
     """How many rows differ; and over those, at the first token that does, the largest distance between the logits of
     the two tokens that were chosen. Rounding may decide between logits that lie within 1e-3."""
@@ -111,12 +111,12 @@ def widest_tie(
         at = next((i for i, (a, b) in enumerate(zip(mine, other, strict=True)) if a != b), None)
         if at is not None:
             differing += 1
-            logits = model(torch.tensor([prompt.tokens + mine[:at]])).logits[0, -1]
+            logits = model(torch.tensor([*prompt.tokens, *mine[:at]])).logits[0, -1]
             widest = max(widest, abs(float(logits[mine[at]] - logits[other[at]])))
     return differing, widest
 
 
-def run_continuous(model: LlamaForCausalLM, prompts: list[Row], sampled: bool) -> None:
+def run_continuous(model: LlamaForCausalLM, prompts: Sequence[Row], sampled: bool) -> None:
     """transformers' own in-flight batching; raises RuntimeError where it fails."""
     model.set_attn_implementation("paged|sdpa")
     config = GenerationConfig(do_sample=sampled, eos_token_id=-1, pad_token_id=0, max_new_tokens=128)
@@ -218,7 +218,8 @@ def compare(
     model = AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, dtype)).eval()
     roofline = measure_roofline(model)
     num_new, num_prompt = sum(p.new for p in prompts), sum(len(p.tokens) for p in prompts)
-    rows, figures = [], {}
+    rows: list[tuple[str, ...]] = []
+    figures: dict[str, float] = {}
     settings = EngineConfig(slots=SLOTS, dtype=dtype)  # type: ignore[arg-type]
     kernels = choose_kernels(settings, torch.device("cpu"))
     started = time.perf_counter()

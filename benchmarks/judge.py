@@ -137,8 +137,10 @@ def measure(folder: Path, name: str, url: str, staleness: int, steps: int) -> Me
     assert last is not None
     num = steps - WARM_UP_STEPS
     measured = range(WARM_UP_STEPS, steps)
-    busy = [busy_s(_spans(ledger, stages, measured)) / num for stages in (("generate",), ("score",), TRAINING)]
-    return Measured((last.finished - first.finished) / num, *busy, load().others)
+    generating, judging, training = (
+        busy_s(_spans(ledger, stages, measured)) / num for stages in (("generate",), ("score",), TRAINING)
+    )
+    return Measured((last.finished - first.finished) / num, generating, judging, training, load().others)
 
 
 def _spans(ledger: Ledger, stages: Iterable[str], steps: Iterable[int]) -> Iterator[tuple[float, float]]:

@@ -217,7 +217,8 @@ def report_recomputation(
     rows = []
     size = MicroBatchSize(MICRO_ROWS * (PROMPT + NEW), MICRO_ROWS * NEW)
     for (dtype, name), found in seconds.items():
-        gang = GangModels(read_spec(base.path), replace(base, dtype=dtype), ARMS[name], ROLES, 1)
+        config = replace(base, dtype=dtype)  # type: ignore[arg-type]
+        gang = GangModels(read_spec(base.path), config, ARMS[name], ROLES, 1)
         predicted = kept_bytes(gang, Role.POLICY, size, 0)
         clock, cpu = (statistics.median(times) for times in zip(*found, strict=True))
         _, cpu_of_none = (statistics.median(times) for times in zip(*seconds[dtype, "none"], strict=True))

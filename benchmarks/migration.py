@@ -32,6 +32,7 @@ from pipeline.workers.reports import rows_from_json
 from pipeline.workers.row_transfer import open_for_rows, order_move
 from stages.engines.config import EngineConfig
 from stages.engines.embedded.build import build_embedded
+from stages.engines.embedded.migration.migrating_engine import MigratingEngine
 from stages.engines.embedded.scheduler import BATCH_PROMPT_TOKENS
 from stages.engines.migration import IncomingRows, MigratedRow
 from stages.engines.protocol import Request
@@ -55,7 +56,9 @@ class Replica:
 
     def __init__(self, path: str, max_seq: int) -> None:
         config = EngineConfig(slots=SLOTS, dtype="bfloat16", kv_budget_mb=1024)
-        self.engine = build_embedded(path, config, max_seq=max_seq, threads=1, migratable=True)
+        engine = build_embedded(path, config, max_seq=max_seq, threads=1, migratable=True)
+        assert isinstance(engine, MigratingEngine)
+        self.engine = engine
         self.watch_load, self.deliver = self.engine.watch_load, self.engine.deliver
         self.give_back, self.wanted = self.engine.give_back, self.engine.wanted
         self.asked: list[float] = []
@@ -243,10 +246,8 @@ def main() -> None:
             transfer = statistics.median(m.transfer for m in moved)
             one_pass = statistics.median(m.one_pass for m in moved)
             mib = moved[0].num_bytes / 2**20
-            columns = (f"{mib:.1f}", carried * 1e3, transfer * 1e3, fed * 1e3, one_pass * 1e3)
-            rows.append(
-                (str(length), *(c if isinstance(c, str) else f"{c:.1f}" for c in columns), f"{fed / carried:.1f}")
-            )
+            cells = (mib, carried * 1e3, transfer * 1e3, fed * 1e3, one_pass * 1e3, fed / carried)
+            rows.append((str(length), *(f"{cell:.1f}" for cell in cells)))
             figures |= {
                 f"{length}/carried_s": carried,
                 f"{length}/transfer_s": transfer,

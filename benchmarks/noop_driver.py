@@ -54,8 +54,8 @@ def computing_nothing(node_done: Callable[[Node], None]) -> Iterator[list[Path]]
         run_dirs.append(config.run_dir)
         return replace(settings(config), runtime="benchmarks.noop_runtime:NoopRuntime")
 
-    def told(flow: Flow, node: Node) -> None:
-        over(flow, node)
+    def told(self: Flow, node: Node) -> None:
+        over(self, node)
         node_done(node)
 
     try:

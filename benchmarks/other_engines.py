@@ -43,7 +43,7 @@ Side = Callable[[Sequence[Row], bool], object]
 def vllm_python() -> str:
     """The interpreter of vLLM's environment, which `make engine-vllm` makes if it is not there."""
     python = os.environ.get("STAGELINE_VLLM_PYTHON", str(ROOT / ".engines/vllm/bin/python"))
-    if environment_problem(python, *ENVIRONMENTS["vllm"]) is not None:
+    if environment_problem(python, ENVIRONMENTS["vllm"]) is not None:
         print("making vLLM's environment: some minutes, once", file=sys.stderr, flush=True)
         subprocess.run(["make", "engine-vllm"], cwd=ROOT, check=True)
         python = str(ROOT / ".engines/vllm/bin/python")

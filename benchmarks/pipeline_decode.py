@@ -85,6 +85,7 @@ def main() -> None:
             engine = build_embedded(
                 path, settings, max_seq=PROMPT + new, threads=side.threads, device=torch.device("cpu")
             )
+            assert isinstance(engine, EmbeddedEngine)
             engines[side.name] = stack.enter_context(closing(engine))
             # before the next engine is built: what a thread's first product finds set, it keeps as number of threads
             run(engine, vocab, NUM_ROWS[0], 2)

@@ -189,19 +189,19 @@ def main() -> None:
     for arm in arms:
         least = least_seconds(arm, figures[f"gemm_gflops/{arm.dtype}"])
         seconds = {
-            side: statistics.median(m.step_s for m in measured)
-            for (name, side), measured in found.items()
+            side: statistics.median(m.step_s for m in of_side)
+            for (name, side), of_side in found.items()
             if name == arm.name
         }
         for side, step_s in seconds.items():
-            measured = found[arm.name, side]
+            repeated = found[arm.name, side]
             speed = step_s / seconds["ours"]
-            load = max(m.others for m in measured)
+            load = max(m.others for m in repeated)
             rows.append((arm.name, side, f"{step_s:.2f}", f"{speed:.2f}", f"{least / step_s:.0%}", f"{load:.0%}"))
             figures[f"{arm.name}/{side}/step_s"] = step_s
-            for stage in measured[0].stages:
-                figures[f"{arm.name}/{side}/{stage}_s"] = statistics.median(m.stages[stage] for m in measured)
-            split = {stage: figures[f"{arm.name}/{side}/{stage}_s"] for stage in measured[0].stages}
+            for stage in repeated[0].stages:
+                figures[f"{arm.name}/{side}/{stage}_s"] = statistics.median(m.stages[stage] for m in repeated)
+            split = {stage: figures[f"{arm.name}/{side}/{stage}_s"] for stage in repeated[0].stages}
             notes.append(f"{arm.name}, {side}: " + ", ".join(f"{stage} {s:.2f}" for stage, s in split.items()))
     title = f"PPO step, {ROWS} x ({PROMPT} + {NEW}) tokens, {options.threads} threads"
     report(title, ("arm", "side", "s/step", "x ours", "of the limit", "others' load"), rows, notes)

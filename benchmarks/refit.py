@@ -97,6 +97,7 @@ def measure(path: Path, dtype: str, repeats: int) -> tuple[list[tuple[str, ...]]
     seconds: dict[str, list[float]] = {}
     started = time.perf_counter()
     with closing(build_embedded(str(path), settings, max_seq=MAX_SEQ, threads=CORES, device=CPU)) as engine:
+        assert isinstance(engine, EmbeddedEngine)
         cold = time.perf_counter() - started
         runner = LocalRunner(str(path), settings, max_seq=MAX_SEQ, device=CPU)
         version = 0
@@ -105,10 +106,10 @@ def measure(path: Path, dtype: str, repeats: int) -> tuple[list[tuple[str, ...]]
                 for kind, given in (("all", tensors), (f"{NUM_BLOCKS} blocks", few)):
                     version += 2
                     arms: dict[str, Callable[[], float]] = {
-                        "copy": lambda given=given: copy_seconds(given, target),
-                        "pack": lambda given=given: seconds_of(lambda: runner.prepare(given)),
-                        "load": lambda given=given, v=version: seconds_of(lambda: engine.load_weights(v, given)),
-                        "load while decoding": lambda given=given, v=version: load_while_decoding(engine, v + 1, given),
+                        "copy": partial(copy_seconds, given, target),
+                        "pack": partial(seconds_of, partial(runner.prepare, given)),
+                        "load": partial(seconds_of, partial(engine.load_weights, version, given)),
+                        "load while decoding": partial(load_while_decoding, engine, version + 1, given),
                     }
                     for arm, run in arms.items():
                         seconds.setdefault(f"{kind}/{arm}", []).append(run())
@@ -165,6 +166,15 @@ def socket_seconds(address: tuple[str, int], num_bytes: int, target: Path) -> fl
     return seconds
 
 
+def copy_arrays(arrays: Mapping[str, np.ndarray], target: Mapping[str, np.ndarray]) -> None:
+    for name, array in arrays.items():
+        np.copyto(target[name], array)
+
+
+def fetch_seconds(client: Client, directory: str) -> float:
+    return float(client.submit(fetch, directory, resources={"here": 1}, pure=False).result())
+
+
 def measure_fetch(path: Path, repeats: int) -> tuple[list[tuple[str, ...]], dict[str, float]]:
     """Rows of the table and figures by name, for both types of published weights; arms in turn in every repeat."""
     weights = read_weights(str(path))
@@ -172,7 +182,8 @@ def measure_fetch(path: Path, repeats: int) -> tuple[list[tuple[str, ...]], dict
         "float32": {name: tensor.float().numpy() for name, tensor in weights.items()},
         "bfloat16": {name: tensor.bfloat16().view(torch.uint16).numpy() for name, tensor in weights.items()},
     }
-    rows, figures = [], {}
+    rows: list[tuple[str, ...]] = []
+    figures: dict[str, float] = {}
     for dtype, tensors in published.items():
         with ExitStack() as stack:
             here, there = (
@@ -191,15 +202,11 @@ def measure_fetch(path: Path, repeats: int) -> tuple[list[tuple[str, ...]], dict
             process.start()
             stack.callback(process.terminate)
             arms: dict[str, Callable[[], float]] = {
-                "copy": lambda target=target, tensors=tensors: seconds_of(
-                    lambda: [np.copyto(target[name], array) for name, array in tensors.items()]
+                "copy": partial(seconds_of, partial(copy_arrays, tensors, target)),
+                "socket": partial(
+                    socket_seconds, listener.getsockname(), manifest.file_bytes, here.directory / "plain"
                 ),
-                "socket": lambda listener=listener, manifest=manifest, here=here: socket_seconds(
-                    listener.getsockname(), manifest.file_bytes, here.directory / "plain"
-                ),
-                "fetch": lambda client=client, here=here: client.submit(
-                    fetch, str(here.directory), resources={"here": 1}, pure=False
-                ).result(),
+                "fetch": partial(fetch_seconds, client, str(here.directory)),
             }
             seconds: dict[str, list[float]] = {arm: [] for arm in arms}
             with measured_load() as load:
@@ -248,7 +255,8 @@ def measure_elsewhere(path: Path, repeats: int) -> tuple[list[tuple[str, ...]], 
     """Board -> engine in another process, as a worker does it (`VersionedEngine`); arms in turn in every repeat."""
     tensors = {name: tensor.float().numpy() for name, tensor in read_weights(str(path)).items()}
     target = {name: np.zeros_like(array) for name, array in tensors.items()}
-    rows, figures = [], {}
+    rows: list[tuple[str, ...]] = []
+    figures: dict[str, float] = {}
     for name, make in engines_elsewhere(path).items():
         with ExitStack() as stack:
             board = stack.enter_context(WeightBoard(f"/dev/shm/stageline-refit-{uuid.uuid4().hex[:8]}"))
@@ -261,10 +269,10 @@ def measure_elsewhere(path: Path, repeats: int) -> tuple[list[tuple[str, ...]], 
                 for turn in range(1 + repeats):
                     engine.stats()
                     arms: dict[str, Callable[[], object]] = {
-                        "copy": lambda: [np.copyto(target[key], array) for key, array in tensors.items()],
+                        "copy": partial(copy_arrays, tensors, target),
                         "sums": lease.verify,
                         "sums and finiteness": partial(lease.verify, check_finite_numbers),
-                        "whole": lambda turn=turn, whole=whole: enter_and_leave(whole, turn % 2),
+                        "whole": partial(enter_and_leave, whole, turn % 2),
                     }
                     for arm, run in arms.items():
                         seconds.setdefault(arm, []).append(seconds_of(run))

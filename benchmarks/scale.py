@@ -112,7 +112,7 @@ def measure_long(steps: int, dashboard: bool) -> tuple[dict[str, float], list[tu
         size = sum((Path(at) / name).stat().st_size for at, _, names in os.walk(folder) for name in names)
     per_tenth = nodes / TENTHS
     ms = [1e3 * (b - a) / per_tenth for a, b in itertools.pairwise(samples.at_s)]
-    rows = [
+    rows: list[tuple[str, ...]] = [
         (f"steps to {steps * (i + 1) // TENTHS}", f"{ms[i]:.2f}", f"{samples.driver[i + 1] / 1e6:.0f}",
          f"{samples.workers[i + 1] / 1e6:.0f}")
         for i in range(len(ms))
@@ -190,7 +190,7 @@ def measure_wide(workers: int, steps: int) -> dict[str, float]:
     with tempfile.TemporaryDirectory() as folder:
         journal = Journal(Path(folder) / "events.jsonl")
         dispatch = Dispatch(gangs)
-        settings = ExecutorSettings("simulated", "", Path(folder), 60.0, 60.0, 3)
+        settings = ExecutorSettings("simulated", "", start_timeout_s=60.0, deadline_s=60.0, attempts=3)
         done: list[Node] = []
 
         def node_done(node: Node, outcome: Outcome) -> None:

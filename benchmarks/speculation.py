@@ -33,6 +33,7 @@ from stages.engines.embedded.drafts.calibration import make_student
 from stages.engines.embedded.drafts.costs import expected_speed
 from stages.engines.embedded.drafts.draft_head import KIND, LearnedDrafter
 from stages.engines.embedded.drafts.drafters import Drafter, NgramDrafter
+from stages.engines.embedded.drafts.speculation import Speculation
 from stages.engines.embedded.engine import EmbeddedEngine
 from stages.engines.embedded.runner import choose_kernels
 from stages.engines.protocol import Request
@@ -132,6 +133,7 @@ class Bench:
             engine = build_embedded(
                 self.path, self.settings, max_seq=256, threads=CORES, device=CPU, drafters=drafters, eos_token_ids=[0]
             )
+            assert isinstance(engine, EmbeddedEngine)
             self.engines[side] = self._stack.enter_context(closing(engine))
 
     def close(self) -> None:
@@ -225,7 +227,7 @@ def main() -> None:
             kinds = ", ".join(f"{k} {stats.accepted_tokens.get(k, 0)}/{n}" for k, n in stats.drafted_tokens.items())
             notes.append(f"{side}: accepted/drafted {kinds}; lengths {dict(sorted(stats.draft_lengths.items()))}")
         speculation = bench.engines["learned"].drafts
-        assert speculation is not None
+        assert isinstance(speculation, Speculation)
         acceptance, costs = speculation.acceptance(KIND), speculation.costs
         drafting = speculation.drafting[bench.head]
         notes.append(f"head: acceptance by position {[round(a, 2) for a in acceptance]}")

@@ -114,7 +114,7 @@ def zarr_side() -> Side:
 
     def read(path: Path, rollout: Rollout) -> Arrays:
         group = zarr.open_group(str(path), mode="r")
-        return {name: np.asarray(group[name][:]) for name in rollout.arrays()}
+        return {name: np.asarray(group[name]) for name in rollout.arrays()}
 
     return Side(write, read)
 

@@ -112,7 +112,7 @@ def _note(config: RunConfig, commit: str, result: str) -> str:
         "host": platform.node(),
         "commit": commit,
         "directory": str(RunPaths(config.run_dir).root.resolve()),
-        "weights": str(RunPaths(config.run_dir).weights(config.steps)),
+        "weights": str(RunPaths(config.run_dir).weights(config.steps).resolve()),
     }
     return run_note(what, facts, result)
 

@@ -363,9 +363,11 @@ class _Driver:
             self._progress.evaluation(version, evaluation.mean)
 
     def _report_canary(self, version: int, metrics: Mapping[str, float]) -> None:
-        """Engine and trainer were compared at a version; loudly where they differ."""
-        self._tracker.metrics(version, metrics)
+        """Engine and trainer were compared at a version; loudly where they differ. What says that all is well goes out
+        with the version's step, if that is to come: MLflow's pages put first the metric that they were first given."""
         text = alarm_text(version, metrics)
+        if text is not None or version in self._tracked or version == self._config.steps:
+            self._tracker.metrics(version, metrics)
         if text is not None:
             self._journal.now(EventKind.ALARM, stage="canary", step=version, detail=text)
             self._progress.alarm(text)

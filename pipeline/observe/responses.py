@@ -60,7 +60,7 @@ def chosen(pairs: Sequence[ResponsePair]) -> list[ResponsePair]:
 
 def samples_table(pairs: Sequence[ResponsePair]) -> str:
     """The responses as a table that MLflow shows: pandas' "split" JSON."""
-    columns = ("prompt", "before", "before_score", "before_kl", "after", "after_score", "after_kl")
+    columns = ("prompt", "before", "after", "before_score", "after_score", "before_kl", "after_kl")
     rows = [[getattr(pair, column) for column in columns] for pair in pairs]
     return json.dumps({"columns": columns, "data": rows}, ensure_ascii=False, indent=1)
 

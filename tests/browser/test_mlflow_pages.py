@@ -3,6 +3,7 @@ and tables, two runs compared, a trace. What is asserted is text that a person r
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
@@ -26,7 +27,7 @@ from tests.support.waiting import until
 
 PATIENCE_MS = 30_000
 NO_JOBS = {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
-"""Else the server starts six consumers of jobs of GenAI, for tens of seconds of CPU, and waits for them at its end."""
+"""Else the server starts a runner of GenAI's jobs and seven consumers, processes of Python each."""
 
 
 @dataclass(frozen=True)
@@ -134,6 +135,15 @@ def test_two_runs_compare(page: Page, pages: Pages) -> None:
     runs = f'["{pages.run_id}","{pages.other_id}"]'
     page.goto(f'{pages.experiment.partition("#")[0]}#/compare-runs?runs={runs}&experiments=["1"]')
     _shows(page, "Comparing 2 Runs", "first-run", "second-run", "Overview/reward")
+
+
+def test_a_run_gives_first_what_is_to_be_compared_first(finished: RunConfig) -> None:
+    """MLflow's page that compares runs draws the metric that they gave first."""
+    lines = (Path(finished.run_dir) / "mlflow_spool.jsonl").read_text().splitlines()
+    given = [name for item in map(json.loads, lines) if item["kind"] == "metrics" for name in item["values"]]
+    of_models = [name for name in given if not name.startswith("system/")]  # those have a tab of their own
+    assert of_models[0] in ("Overview/held_out_reward", "Overview/reward")
+    assert "mismatch/canary_mean_abs" in of_models
 
 
 def test_a_trace_is_a_step(page: Page, pages: Pages) -> None:

@@ -44,6 +44,9 @@ function perRun(page, build) {
   return h("div", {}, h("div", { class: "tabs", role: "tablist" }, tabs), shown);
 }
 
+/** A number and its uncertainty on one line. */
+const together = (text) => text.replaceAll(" ± ", "\u00a0±\u00a0");
+
 function headlines(page) {
   const first = ["held_out", "gain", "kl", "score", "staleness", "speed", "overlap", "wall"];
   const keys = [...new Set(page.runs.flatMap((run) => run.headlines.map((one) => one.key)))];
@@ -51,7 +54,7 @@ function headlines(page) {
   if (page.runs.length === 1) {
     const run = page.runs[0];
     const card = (one) => h("div", { class: "card" },
-      h("p", { class: "label" }, one.label), h("p", { class: "value" }, one.value), h("p", { class: "detail" }, one.detail));
+      h("p", { class: "label" }, one.label), h("p", { class: "value" }, together(one.value)), h("p", { class: "detail" }, one.detail));
     const line = (one) => [one.label, h("b", {}, one.value), one.detail];
     const rest = keys.filter((key) => !first.includes(key)).map((key) => line(of(run, key)));
     return h("div", {},
@@ -59,7 +62,7 @@ function headlines(page) {
       table(["", "", ""], rest, { class: "plain" }));
   }
   const ordered = [...first.filter((key) => keys.includes(key)), ...keys.filter((key) => !first.includes(key))];
-  const cell = (one) => (one ? [h("b", {}, one.value), h("div", { class: "detail" }, one.detail)] : "–");
+  const cell = (one) => (one ? [h("b", {}, together(one.value)), h("div", { class: "detail" }, one.detail)] : "–");
   const label = (key) => page.runs.map((run) => of(run, key)).find(Boolean).label;
   const rows = ordered.map((key) => [label(key), ...page.runs.map((run) => cell(of(run, key)))]);
   return table(["", ...page.runs.map((run, i) => [swatch(COLOURS[i]), ...visible(run.name)])], rows, { class: "plain" });

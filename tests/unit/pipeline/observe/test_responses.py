@@ -74,7 +74,7 @@ def test_those_shown_are_chosen_by_how_much_the_score_changed() -> None:
 
 def test_the_table_is_one_that_mlflow_reads() -> None:
     assert json.loads(samples_table(PAIRS)) == {
-        "columns": ["prompt", "before", "before_score", "before_kl", "after", "after_score", "after_kl"],
-        "data": [["a", "b", -0.5, None, "cde", 0.75, None], ["fg", "hi", 0.25, None, "é", 1.0, None]],
+        "columns": ["prompt", "before", "after", "before_score", "after_score", "before_kl", "after_kl"],
+        "data": [["a", "b", "cde", -0.5, 0.75, None, None], ["fg", "hi", "é", 0.25, 1.0, None, None]],
     }
     assert "é" in samples_table(PAIRS)

@@ -158,11 +158,12 @@ class SimulatedCluster:
 
     def __init__(self) -> None:
         self._topics: dict[str, Callable[[tuple[float, object]], None]] = {}
-        self.outcomes: deque[bytes] = deque()
+        self._names: list[str] = []
 
     def submit(self, function: object, what: object, *edges: object, key: object, **options: object) -> SimulatedFuture:
         del function, edges, options
         if isinstance(what, WorkerSpec):
+            self._names.append(what.name)
             return SimulatedFuture(key, Built(f"simulated://{what.name}", {}, host="simulated"))
         call = cast(Call, what)
         index = int(call.worker.rpartition("-")[2])
@@ -170,6 +171,11 @@ class SimulatedCluster:
         outcome = Outcome(call.address, Ref(call.address, call.attempt), call.worker, index, now, now, 0.0, False)
         self._topics[OUTCOMES]((now, outcome_to_json(call.attempt, outcome)))
         return SimulatedFuture(key, None)
+
+    def scheduler_info(self, n_workers: int) -> dict[str, dict[str, dict[str, object]]]:
+        """Every worker lives."""
+        del n_workers
+        return {"workers": {f"simulated://{name}": {"name": name, "last_seen": time.time()} for name in self._names}}
 
     def subscribe_topic(self, topic: str, handler: Callable[[tuple[float, object]], None]) -> None:
         self._topics[topic] = handler

@@ -12,19 +12,20 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 
 from pipeline.cli.main import main
 from pipeline.cli.verification import verify_run
 from pipeline.config.loading import load_config
+from pipeline.config.paths import RunPaths
 from pipeline.config.run import RunConfig
 from pipeline.driver.results import open_history
+from pipeline.observe.journal import EventKind, read_events
 from tests.support.judge_server import Reply, asked_text, completion, serving
-from tests.support.kill_matrix import Case, run_struck
 from tests.support.paths import TINY
-from tests.support.run_results import outputs
-from tests.support.runs import QUIET, arguments, finish, placement
-from tests.support.strikes import Strike
+from tests.support.run_results import outputs, process_id
+from tests.support.runs import QUIET, arguments, finish
 
 pytestmark = pytest.mark.processes
 
@@ -114,21 +115,34 @@ def test_a_judge_that_vanishes_stops_the_run_which_goes_on_where_it_was(
 
 
 def test_who_asks_is_killed_and_what_was_answered_is_not_asked_again(folder: Path, undisturbed: RunConfig) -> None:
-    """In the middle of a shard's questions, some of which are under way."""
-    gangs = placement("{generate: {workers: 1}, score: {}, train: {workers: 1}}", generate="generate", score="score",
-                      others="train")  # fmt: skip
-    strikes = [Strike("score-0", "answer kept", 5, "score-0")]
-    with serving(graded) as served:
-        case = Case((gangs, *CHANGES), config=judged_by(folder, "struck-judged", served.url))
-        config, struck = run_struck(folder, "struck-judged", 1, strikes, case)
-    assert struck.faults == [], str(struck)
-    assert struck.fired == strikes, str(struck)
+    """In the middle of the second shard's questions, some of which are under way."""
+    lock, killed, before = threading.Lock(), threading.Event(), set[str]()
+
+    def judge(body: Mapping[str, Any]) -> Reply:
+        with lock:
+            if not killed.is_set() and kept(config.run_dir) >= ANSWERED:
+                killed.set()
+                scorer = psutil.Process(process_id(config, "score-0"))
+                scorer.kill()
+                psutil.wait_procs([scorer], timeout=60)
+                before.update(record["messages"][-1]["content"] for record in answers(config.run_dir))
+        return graded(body)
+
+    with serving(judge) as served:
+        file = judged_by(folder, "struck-judged", served.url)
+        config = load_config([file], [*arguments(folder, "struck-judged")[1:], *CHANGES, *QUIET])
+        finish(config)
     assert outputs(config) == outputs(undisturbed)
-    held = [record["key"] for record in answers(config.run_dir)]
-    assert len(held) == len(set(held)), "no answer came twice to where answers are kept"
-    again = Counter(map(asked_text, served.asked))
-    assert set(again) == {record["messages"][-1]["content"] for record in answers(config.run_dir)}
-    assert len(served.asked) - len(again) <= AT_ONCE - 1, "what was under way, and no more"
+    assert verify_run(config).faults == []
+    lost = [event.gang for event in read_events(RunPaths(config.run_dir).events) if event.kind is EventKind.GANG_LOST]
+    assert lost == ["score"]
+    held = [record["messages"][-1]["content"] for record in answers(config.run_dir)]
+    asked = Counter(map(asked_text, served.asked))
+    assert len(before) >= ANSWERED
+    assert {asked[text] for text in before} == {1}
+    assert asked.keys() == set(held)
+    assert len(held) == len(asked), "none came twice to where they are kept"
+    assert len(served.asked) - len(asked) <= AT_ONCE, "what was under way, and no more"
 
 
 def answers(run: Path) -> list[dict[str, Any]]:
@@ -136,4 +150,4 @@ def answers(run: Path) -> list[dict[str, Any]]:
 
 
 def kept(run: Path) -> int:
-    return len(answers(run))
+    return sum(file.read_bytes().count(b"\n") for file in (run / "judge").glob("answers-*.jsonl"))

@@ -3,6 +3,7 @@ the best version, which stays when the rest goes."""
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 from pathlib import Path
@@ -11,8 +12,10 @@ import numpy as np
 import pytest
 import zarr
 
+from pipeline.cli.export import export_version
 from pipeline.cli.main import main
 from pipeline.cli.verification import verify_run
+from pipeline.config.errors import ConfigError
 from pipeline.config.loading import load_config
 from pipeline.config.paths import RunPaths
 from pipeline.config.run import RunConfig
@@ -104,6 +107,8 @@ def test_a_resumed_run_is_the_run_that_never_stopped(folder: Path, rewarded: Run
     config = finish(configured(folder, "stopped", "steps=2"))
     assert main(["resume", str(config.run_dir), f"steps={STEPS}"]) == 0
     assert outputs(config) == outputs(rewarded)
+    ours, its = (json.loads(RunPaths(run.run_dir).summary.read_text()) for run in (config, rewarded))
+    assert (ours["best"], ours["evaluations"]) == (its["best"], its["evaluations"])
 
 
 @pytest.mark.parametrize(
@@ -134,6 +139,15 @@ def test_every_evaluation_has_kl_length_and_parts_and_the_best_is_named(
     assert summary["best"]["version"] == best.version
     assert main(["export", str(rewarded.run_dir), "--version", "best", "--to", str(tmp_path / "best")]) == 0
     assert (tmp_path / "best" / "config.json").is_file()
+
+
+def test_no_version_is_the_best_where_all_are_over_the_budget(rewarded: RunConfig, tmp_path: Path) -> None:
+    config = copy.deepcopy(rewarded)
+    config.evaluate.select.max_kl = -1.0
+    said = r"given 'best'; no evaluated version has a KL of at most -1 .*; they have v0: .*, v2: .*, v4: "
+    with pytest.raises(ConfigError, match=said):
+        export_version(config, "best", tmp_path / "none")
+    assert not (tmp_path / "none").exists()
 
 
 def test_the_best_version_stays_when_exports_and_rollouts_go(folder: Path) -> None:

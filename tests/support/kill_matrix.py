@@ -25,13 +25,12 @@ from typing import Any
 import psutil
 
 from pipeline.cli.verification import verify_run
-from pipeline.config.loading import load_config
 from pipeline.config.paths import RunPaths
 from pipeline.config.run import RunConfig
 from pipeline.driver.results import open_history
-from tests.support.paths import ROOT, TINY
+from tests.support.paths import ROOT
 from tests.support.run_results import outputs
-from tests.support.runs import QUIET, arguments, placement
+from tests.support.runs import QUIET, arguments, configure, placement
 from tests.support.strikes import DRIVER, FOLDER, GROUP, Strike, draw, fired, write_plan
 from tests.support.waiting import until
 
@@ -74,16 +73,17 @@ class Case:
     """The directory of a run to begin with a copy of; it is resumed then, and never started."""
     resume: tuple[str, ...] = ()
     """What every `resume` is given."""
-    config: Path = TINY
 
 
 PLAIN = Case()
 
 
-def _sources(folder: Path, name: str, staleness: int, case: Case) -> list[str]:
-    """Of `stageline run`."""
-    changes = (*_CHANGES, f"staleness={staleness}", *case.changes)
-    return [str(case.config), *arguments(folder, name, *changes)[1:]]
+def configured(folder: Path, name: str, staleness: int, *changes: str) -> RunConfig:
+    return configure(folder, name, *_changes(staleness), *changes)
+
+
+def _changes(staleness: int) -> tuple[str, ...]:
+    return (*_CHANGES, f"staleness={staleness}")
 
 
 def come_to(config: RunConfig) -> dict[str, Any]:
@@ -99,10 +99,10 @@ def run_struck(
     folder: Path, name: str, staleness: int, strikes: Sequence[Strike], case: Case = PLAIN
 ) -> tuple[RunConfig, Struck]:
     """Runs to the end, through whatever the strikes do; what should not have been is in `faults`."""
-    file, *changes = _sources(folder, name, staleness, case)
-    config, struck = load_config([file], changes), Struck(name, list(strikes))
+    config, struck = configured(folder, name, staleness, *case.changes), Struck(name, list(strikes))
     plan, began = folder / f"{name}.strikes", time.monotonic()
     write_plan(plan, strikes)
+    file, *changes = arguments(folder, name, *_changes(staleness), *case.changes)
     command, sessions = ["run", file, *changes], []
     resume = ["resume", str(config.run_dir), *case.resume]
     if case.made_from is not None:

@@ -12,7 +12,6 @@ from pipeline.config.paths import RunPaths
 from pipeline.workers.messages import WorkerSpec
 from pipeline.workers.runtime import StageRuntime
 from stages.models.trainer import Trainer
-from stages.rewards.judges.answers import AnswerCache
 from storage import files
 from storage.checkpoints import Checkpoints
 from storage.ledger import Ledger
@@ -50,7 +49,6 @@ def _patch(striker: Striker) -> None:
     _around(Checkpoints, "finish", striker, before="checkpoint finish")
     _around(stages.models.host, "write_snapshot", striker, after="snapshot written")
     _around(stages.models.host, "write_model", striker, before="export")
-    _around(AnswerCache, "add", striker, after="answer kept")
     fill = files._fill
 
     def torn(stream: IO[bytes], data: bytes) -> None:

@@ -148,7 +148,7 @@ class _AttachedWorker:
             try:
                 file = read_scheduler_file(path)
                 _gang_of(load_yaml(file.config), self._wanted)
-                return file, await connect(file.address, timeout=_CONNECT_S, **_arguments(security_of(file)))
+                return file, await connect(file.address, timeout=_CONNECT_S, **_arguments(file, path))
             except FileNotFoundError:
                 why = f"there is no scheduler file in {path.parent}: has the run begun, with cluster.kind=attached, "
                 why += "and is this directory on a filesystem that the driver's host mounts, too?"
@@ -249,8 +249,16 @@ def security_of(file: SchedulerFile) -> Security:
     return Security(require_encryption=True, tls_ca_file=file.certificate, **both)
 
 
-def _arguments(security: Security) -> dict[str, Any]:
-    return dict(security.get_connection_args("worker"))
+def _arguments(file: SchedulerFile, path: Path) -> dict[str, Any]:
+    """Of a connection to the scheduler. Raises WorkerRefused where there is no certificate, or none that is one."""
+    refused = f"host {host_name()}: the certificate in {path} cannot be used"
+    try:
+        arguments = dict(security_of(file).get_connection_args("worker"))
+    except OSError as error:  # of ssl; a key that is no PEM is taken for a file's name
+        raise WorkerRefused(f"{refused}: {error}") from error
+    if arguments["ssl_context"] is None:
+        raise WorkerRefused(f"{refused}: it is empty")
+    return arguments
 
 
 def _newest_file(run_dir: Path | None) -> Path:

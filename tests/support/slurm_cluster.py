@@ -72,7 +72,6 @@ MinJobAge=3600
 SlurmctldTimeout=30
 SlurmdTimeout=10
 TCPTimeout=5
-MessageTimeout=6
 JobRequeue=1
 MaxArraySize=1001
 AccountingStorageType=accounting_storage/none

@@ -11,6 +11,7 @@ from distributed.security import Security
 from pipeline.cli.main import main
 from pipeline.config.loading import load_config, to_yaml
 from pipeline.workers.scheduler_file import SchedulerFile, file_of_attempt, host_name, write_scheduler_file
+from tests.support.attached import with_other_content
 from tests.support.configs import arguments, write_config
 
 WORKER = ("--gang", "all", "--index", "0", "--wait", "0")
@@ -56,6 +57,21 @@ def test_a_driver_that_is_gone(file: Path, capsys: pytest.CaptureFixture[str]) -
     said = refused(capsys, "--scheduler-file", str(file), *WORKER)
     assert "the driver does not answer at tls://127.0.0.1:" in said
     assert "(process 7 on host n1)" in said
+
+
+@pytest.mark.parametrize(
+    ("key", "content"),
+    [
+        ("certificate", ""),
+        ("key", ""),
+        ("certificate", "-----BEGIN CERTIFICATE-----\nabc\n-----END CERTIFICATE-----\n"),
+    ],
+)
+def test_no_certificate(file: Path, capsys: pytest.CaptureFixture[str], key: str, content: str) -> None:
+    """Another than the driver's: tests/integration/test_attached_workers.py."""
+    bare = with_other_content(file, file.with_name("bare.json"), **{key: content})
+    said = refused(capsys, "--scheduler-file", str(bare), *WORKER)
+    assert f"all-0: host {host_name()}: the certificate in {bare} cannot be used: " in said
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,9 @@
 """The few file operations that the ledger and the rollout store are built from, on a local path or any fsspec URL.
 
 Local files are written to a temporary name, synced and then given their name (rename or hard link), so that a name
-always means the whole content, also after SIGKILL or a power cut (the latter unless `Durability.fsync` is off). On an
-object store a PUT has that property already. Errors that may pass are tried again (`storage/retries.py`).
+always means the whole content, also after SIGKILL or a power cut (the latter unless `Durability.fsync` is off). Those
+of a directory that nobody looks into yet are written and synced all together. On an object store a PUT has that
+property already. Errors that may pass are tried again (`storage/retries.py`).
 
 May import fsspec, storage.{config, retries} and the standard library.
 """

@@ -1,4 +1,4 @@
-"""One Slurm for all tests of this folder, with three nodes of four CPUs; skipped where the machine has none."""
+"""One Slurm for all tests of this folder, with four nodes of four CPUs; skipped where the machine has none."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from tests.support.paths import ROOT
 from tests.support.slurm_cluster import Node, SlurmCluster, missing
 
-NODES = ("n1", "n2", "n3")
+NODES = ("n1", "n2", "n3", "n4")
 
 
 @pytest.fixture(scope="session")

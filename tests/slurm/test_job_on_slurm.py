@@ -92,10 +92,10 @@ def test_whose_batch_node_fails_is_requeued(slurm: SlurmCluster, tmp_path: Path)
     """Slurm takes the node out of the one job and leaves that running; of the other, whose first component it was, it
     requeues this component alone."""
     engines = placement("{train: {}, engines: {workers: 2}}", generate="engines", score="engines", others="train")
-    where = "slurm.gangs={train: {nodes: 1, sbatch: [--nodelist=n1]}, engines: {nodes: 2}}"
+    where = "slurm.gangs={train: {nodes: 1}, engines: {nodes: 2}}"
     component = (engines, where, "slurm.job=heterogeneous")
     ranks = placement("{train: {workers: 2}, engines: {}}", generate="engines", score="engines", others="train")
-    plain = (ranks, "slurm.gangs={train: {nodes: 2}}", "slurm.job=plain")
+    plain = (ranks, "slurm.gangs={train: {nodes: 2}}", "slurm.sbatch=[--nodelist=n1]", "slurm.job=plain")
     config, job = submitted(slurm, tmp_path, "headless", *component)
     _, last = submitted(slurm, tmp_path, "given-up", "slurm.restarts=0", *plain)
     assert [slurm.show(one.job_id)["BatchHost"] for one in (job, last)] == ["n1", "n1"]
@@ -104,11 +104,11 @@ def test_whose_batch_node_fails_is_requeued(slurm: SlurmCluster, tmp_path: Path)
     until(lambda: slurm.may_start(job.job_id, restarts=1), "it is requeued, all of it", every_s=0.25)
     wait_for_output(job, "requeued: the batch node n1 failed (restart 0)\n")
     wait_for_output(last, "cancelled: the batch node n1 failed in restart 0 of 0 (slurm.restarts)\n")
-    slurm.start_node("n1")
-    until(lambda: slurm.started_now(job.job_id), "it is started", every_s=SCHEDULES_S)
+    until(lambda: slurm.started_now(job.job_id), "it is started, on other nodes", every_s=SCHEDULES_S)
     wait_for_output(job, "driver of attempt 1")
     end(config, 0)
     assert wait_for(slurm, job, "COMPLETED")["Restarts"] == "1"
+    slurm.start_node("n1")  # not before: Slurm would still have it kill what it has of this job
 
 
 def test_a_job_is_not_requeued_for_ever(slurm: SlurmCluster, tmp_path: Path) -> None:
@@ -122,7 +122,7 @@ def test_a_job_that_makes_room_goes_on_later(slurm: SlurmCluster, tmp_path: Path
     """Preemption: Slurm requeues by itself. It tells the script and the steps at once: either may be first to end the
     driver, so what the script prints of it is left open."""
     config, job = submitted(slurm, tmp_path, "preempted")
-    urgent = ("--nodes=3", "--exclusive", f"--partition={URGENT}", f"--output={tmp_path}/urgent.out", "--wrap=true")
+    urgent = ("--nodes=4", "--exclusive", f"--partition={URGENT}", f"--output={tmp_path}/urgent.out", "--wrap=true")
     first = slurm.call("sbatch", "--parsable", *urgent).strip()
     until(lambda: slurm.state(first) == "COMPLETED", "the urgent job is done", every_s=0.1)
     until(lambda: slurm.may_start(job.job_id, restarts=1), "the other is requeued", every_s=0.1)

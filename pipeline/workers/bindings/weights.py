@@ -65,7 +65,11 @@ def publish_version(parts: WorkerParts, call: Call) -> Settled:
     exported = bool(version and _is_exported(config, version)) and _begin_export(parts, version)
     with parts.clock.bookkeeping():
         manifest = publish(host, parts.board, version)
-        if manifest is not None and found is None:
+    if version == config.steps:  # nobody would make good what is owed after this commit: a resume has no node left
+        _write_exports(parts, version, exported)
+        required(parts.updates).background.settle_all()
+    if manifest is not None and found is None:
+        with parts.clock.bookkeeping():
             found = parts.store.commit_only(
                 call.address,
                 parts.provenance(call, started, (version,)),
@@ -73,14 +77,19 @@ def publish_version(parts: WorkerParts, call: Call) -> Settled:
                 metrics={"publish/bytes": float(manifest.num_bytes)},
                 digest=manifest.digest,
             )
+    if version != config.steps:
+        _write_exports(parts, version, exported)
+    return Settled(None if manifest is None else found, reused=False)
+
+
+def _write_exports(parts: WorkerParts, version: int, exported: bool) -> None:
+    """Begins to write what has been begun: this version's export, and those that dead processes owe."""
     if exported:
         _export(parts, version)
+    if exported or version == parts.config.steps:
         # the export before this one, if there was any, is over: whatever has begun is a dead process's
         for owed in required(parts.updates).agree(lambda: _begun_exports(parts, version)):
             _export(parts, owed)
-    if version == config.steps:
-        required(parts.updates).background.settle_all()
-    return Settled(None if manifest is None else found, reused=False)
 
 
 def _is_exported(config: RunConfig, version: int) -> bool:

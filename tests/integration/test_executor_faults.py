@@ -25,6 +25,7 @@ from pipeline.driver.cluster import kill_workers, workers_by_address
 from pipeline.driver.context import ExecutorSettings, StageFailed, WorkerKey
 from pipeline.driver.executor import Executor
 from pipeline.driver.local_workers import LocalWorkers
+from pipeline.driver.silence import Silences
 from pipeline.graph.dispatch import Dispatch
 from pipeline.graph.flow import Flow
 from pipeline.graph.graph import Node, run_nodes
@@ -108,8 +109,10 @@ class Run:
             raise ConfigError("cluster.same_numerics", self.refused[worker])
 
     def start_timeout_is_over(self) -> None:
-        """By the driver's clock, for whoever is being built and whoever is waited for now."""
-        self.executor._now += self.executor._supervision._context.settings.start_timeout_s + 1
+        """By the driver's clock, for whoever is being built or waited for now; nobody was silent meanwhile."""
+        supervision = self.executor._supervision
+        self.executor._now += supervision._context.settings.start_timeout_s + 1
+        supervision._silences = Silences()
 
     def everyone_is_up(self) -> bool:
         """Before that, a start timeout that is over leaves out who is still being built, with a warning."""

@@ -39,16 +39,13 @@ def digests(config: RunConfig) -> dict[str, list[str | None]]:
 
 
 def test_a_stage_that_raises_ends_the_run_with_code_3(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    changes = ["reward={kind: answer, args: {field: solution}}", "evaluate.every=0", ONE_GANG, *QUIET]
-    file, *changes = arguments(folder, "failing", *changes)
-    own = folder / "failing.yaml"
-    own.write_text(Path(file).read_text().replace("reward: {kind: characters, args: {characters: aeiou}}\n", ""))
-    assert main(["run", str(own), *changes]) == 3
+    reward = ("reward.kind=tests.support.own_rewards:broken", f"reward.args={{gain: 2, while_there: {folder}}}")
+    assert main(["run", *arguments(folder, "raises", *reward, "evaluate.every=0", ONE_GANG, *QUIET)]) == 3
     err = capsys.readouterr().err
     assert err.startswith("failed score/step_000000/shard_000")
-    assert "a prompt has no field 'solution'" in err
-    assert f"{folder}/runs/failing/logs" in err
-    paths = RunPaths(folder / "runs" / "failing")
+    assert "no gain of 2 today" in err
+    assert f"{folder}/runs/raises/logs" in err
+    paths = RunPaths(folder / "runs" / "raises")
     assert not paths.board(None).exists()
     summary = json.loads(paths.summary.read_text())
     assert (summary["steps"], summary["reward"], summary["eval"]) == (0, [], None)
@@ -57,7 +54,7 @@ def test_a_stage_that_raises_ends_the_run_with_code_3(folder: Path, capsys: pyte
     said = re.search(r"Its inputs: (\S+); weights v0\. To run it alone: `stageline (replay .* --stage score.*?)`", err)
     assert said is not None, err
     assert said[1].startswith("generate/step_000000/shard_000")
-    with pytest.raises(Exception, match="a prompt has no field 'solution'"):
+    with pytest.raises(Exception, match="no gain of 2 today"):
         main(said[2].split())
 
 

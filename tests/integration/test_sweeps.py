@@ -9,7 +9,7 @@ from mlflow.tracking import MlflowClient
 
 from pipeline.cli.main import main
 from pipeline.observe.tracking import WRITER_ENV
-from tests.support.runs import ONE_GANG, arguments
+from tests.support.runs import ONE_GANG, QUIET, arguments
 
 
 def test_runs_of_a_sweep_are_children_of_one_parent(
@@ -39,3 +39,22 @@ def test_runs_of_a_sweep_are_children_of_one_parent(
     assert {run.data.tags["mlflow.parentRunId"] for run in runs.values()} == {parent.info.run_id}
     assert runs["swept-coef0.1"].data.params["ppo.kl.coef"] == "0.1"
     assert {run.info.status for run in runs.values()} == {"FINISHED"}
+
+
+def test_a_run_of_a_sweep_that_fails_leaves_the_others_their_end_and_goes_on_later(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flag = tmp_path / "broken"
+    flag.touch()
+    reward = ("reward.kind=tests.support.own_rewards:broken", f"reward.args.while_there={flag}")
+    file, *changes = arguments(tmp_path, "swept", ONE_GANG, "steps=1", *reward, *QUIET)
+    sweep = ["sweep", file, "--here", *changes, "reward.args.gain=1,2,3"]
+    assert main(sweep) == 3
+    said = capsys.readouterr()
+    assert "no gain of 2 today" in said.out + said.err
+    ends = [row.split()[1:] for row in said.out.splitlines()[-3:]]
+    assert [len(end) for end in ends] == [2, 5, 2]
+    assert ends[1] == ["-", "-", "exit", "code", "3"]
+    flag.unlink()
+    assert main(sweep) == 0
+    assert [len(row.split()) for row in capsys.readouterr().out.splitlines()[-3:]] == [3, 3, 3]

@@ -27,6 +27,13 @@ def slurm() -> Iterator[SlurmCluster]:
         yield cluster
 
 
+@pytest.fixture(autouse=True)
+def nothing_of_the_test_before(slurm: SlurmCluster) -> Iterator[None]:
+    """A test that fails leaves its jobs and dead nodes to none of the others."""
+    yield
+    slurm.recover()
+
+
 @pytest.fixture(scope="session")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("slurm-runs")

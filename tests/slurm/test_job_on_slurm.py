@@ -99,6 +99,9 @@ def test_whose_batch_node_fails_is_requeued(slurm: SlurmCluster, tmp_path: Path)
     config, job = submitted(slurm, tmp_path, "headless", *component)
     _, last = submitted(slurm, tmp_path, "given-up", "slurm.restarts=0", *plain)
     assert [slurm.show(one.job_id)["BatchHost"] for one in (job, last)] == ["n1", "n1"]
+    for one in (job, last):
+        watch = (str(one.output), "the batch node $host failed", "SLURMD_NODENAME=n2")
+        until(lambda watch=watch: processes_with(*watch), "another node watches", every_s=0.1)
     slurm.kill_node("n1")
     until(lambda: slurm.state(last.job_id) == "CANCELLED", "no restart is left", every_s=0.25)
     until(lambda: slurm.may_start(job.job_id, restarts=1), "it is requeued, all of it", every_s=0.25)
@@ -108,7 +111,6 @@ def test_whose_batch_node_fails_is_requeued(slurm: SlurmCluster, tmp_path: Path)
     wait_for_output(job, "driver of attempt 1")
     end(config, 0)
     assert wait_for(slurm, job, "COMPLETED")["Restarts"] == "1"
-    slurm.start_node("n1")  # not before: Slurm would still have it kill what it has of this job
 
 
 def test_a_job_is_not_requeued_for_ever(slurm: SlurmCluster, tmp_path: Path) -> None:

@@ -122,6 +122,13 @@ def dies_once(samples: Sequence[Sample], flag: str) -> list[float]:
     return vowels(samples)
 
 
+def broken(samples: Sequence[Sample], characters: str, gain: float, while_there: str) -> list[float]:
+    """Counts characters; a gain of 2 is refused for as long as a file is there."""
+    if gain == 2 and Path(while_there).exists():
+        raise ValueError("no gain of 2 today")
+    return [gain * sum(c in characters for c in sample.response) for sample in samples]
+
+
 def process(samples: Sequence[Sample]) -> list[float]:
     """The process that it runs in."""
     return [float(os.getpid())] * len(samples)

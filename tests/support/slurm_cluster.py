@@ -164,6 +164,18 @@ class SlurmCluster:
         """A node, again."""
         self._start(f"slurmd {name}", "slurmd", "-D", "-N", name)
 
+    def recover(self) -> None:
+        """Ends what is left of jobs and starts the nodes that are down: for whoever comes next, whatever became of the
+        test before."""
+        left = self.call("squeue", "--noheader", "--format=%i").split()
+        if left:
+            self.call("scancel", "--full", *left, check=False)
+            until(lambda: not self.processes(), "no job is left", every_s=0.1)
+        for name in self._nodes:
+            if f"slurmd {name}" not in self._daemons:
+                self.start_node(name)
+        self._wait_for_nodes()
+
     def processes(self) -> list[int]:
         """Of all jobs: what was started with this Slurm's configuration in its environment by a step."""
         return processes_with(f"SLURM_CONF={self.root}/slurm.conf", "SLURM_JOB_ID=")
@@ -213,6 +225,9 @@ class SlurmCluster:
         self._start("slurmctld", "slurmctld", "-D", "-i")
         for node in self._nodes:
             self.start_node(node)
+        self._wait_for_nodes()
+
+    def _wait_for_nodes(self) -> None:
         idle = ("sinfo", "--noheader", "--Node", "--states=idle", f"--partition={PARTITION}", "--format=%N")
         until(lambda: len(self.call(*idle, check=False).split()) == len(self._nodes), "all nodes are idle", every_s=0.1)
 

@@ -11,6 +11,7 @@ May import pipeline.config, pipeline.observe, pipeline.driver.tracked_config and
 
 from __future__ import annotations
 
+import gc
 import getpass
 import importlib
 import os
@@ -203,10 +204,16 @@ def summarise_run(config: RunConfig, history: History) -> Summary:
     paths = RunPaths(config.run_dir)
     parents = {node.address: node.parents for node in run_nodes(config.graph())}
     steps = [one for one in map(history.step_numbers, history.steps_done()) if one is not None]
-    events = read_events(paths.events) if journal_exists(paths.events) else ()
     evaluations = history.evaluations()
     best = best_evaluation(evaluations, config.evaluate.select.max_kl)
-    return summarise(events, steps, evaluations, parents, software_versions(), best)
+    collects = gc.isenabled()
+    gc.disable()  # a long run has a million events, none of them garbage before the end
+    try:
+        events = read_events(paths.events) if journal_exists(paths.events) else ()
+        return summarise(events, steps, evaluations, parents, software_versions(), best)
+    finally:
+        if collects:
+            gc.enable()
 
 
 def draw(config: RunConfig, history: History) -> list[Path]:

@@ -32,6 +32,8 @@ _NONE: Mapping[Address, Ref] = MappingProxyType({})
 STEP_METRIC = "reward/mean"
 """Every step has it."""
 _FRACTION = "staleness/fraction_"
+_NUMBERED = ("generate", "advantage")
+"""Stages whose records have what a step is summed up by."""
 _TRUNK_ROWS, _TRUNK_COMPUTED = "trunk/rows", "trunk/computed_rows"
 _TOTALS = ("generate/tokens", "generate/rows_finished_elsewhere", _TRUNK_ROWS, _TRUNK_COMPUTED)
 """Metrics of shards that are summed; of the others a step has the mean."""
@@ -55,7 +57,10 @@ class History:
 
     def commits(self, step: int, known: Mapping[Address, Ref] = _NONE) -> list[Ref]:
         """References to the commits that are there of `addresses`. Those that are `known` are not read."""
-        found = (known.get(address) or self._read(address) for address in self.addresses(step))
+        return self._found(self.addresses(step), known)
+
+    def _found(self, addresses: Iterable[Address], known: Mapping[Address, Ref] = _NONE) -> list[Ref]:
+        found = (known.get(address) or self._read(address) for address in addresses)
         return [ref for ref in found if ref is not None]
 
     def _read(self, address: Address) -> Ref | None:
@@ -103,18 +108,20 @@ class History:
         return metrics
 
     def step_numbers(self, step: int) -> StepNumbers | None:
-        """The step in the terms of `summary.json`; None where the records that have its numbers are lost."""
-        metrics = self.step_metrics(step)
+        """The step in the terms of `summary.json`; None where the records that have its numbers are lost. Of a step's
+        records only those are read: a run may have ten thousand steps."""
+        commits = self._found(address for address in self.addresses(step) if address.stage in _NUMBERED)
+        metrics = {name: value for commit in commits for name, value in commit.metrics.items()}
         if not metrics.keys() >= {STEP_METRIC, "kl/ref", "generate/tokens"}:
             return None
         fractions = {int(k.removeprefix(_FRACTION)): v for k, v in metrics.items() if k.startswith(_FRACTION)}
         staleness = Counter({age: round(fraction * self.rows) for age, fraction in fractions.items()})
         return StepNumbers(
             step=step,
-            reward=metrics["reward/mean"],
+            reward=metrics[STEP_METRIC],
             kl=metrics["kl/ref"],
             num_samples=self.rows,
-            num_tokens=int(metrics["generate/tokens"]),
+            num_tokens=int(sum(commit.metrics.get("generate/tokens", 0.0) for commit in commits)),
             staleness=staleness,
         )
 

@@ -20,8 +20,8 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from types import TracebackType
-from typing import IO, Any
+from types import NoneType, TracebackType
+from typing import IO
 
 from pipeline.observe.appending import AppendFailed, LineFile
 
@@ -92,17 +92,17 @@ class Event:
     def from_json(line: str) -> Event:
         """Raises ValueError, KeyError, TypeError or AttributeError for a line that is no event."""
         fields = json.loads(line)
-        event = Event(kind=EventKind(fields.pop("kind")), **fields)
-        for name, kinds in _NUMBERS.items():
-            if not isinstance(getattr(event, name), kinds):
-                raise TypeError(f"{name}: {getattr(event, name)!r}")
-        return event
+        kind = EventKind(fields.pop("kind"))
+        for name, value in fields.items():
+            if name in _NUMBERS and not isinstance(value, _NUMBERS[name]):
+                raise TypeError(f"{name}: {value!r}")
+        return Event(kind=kind, **fields)
 
 
-_NUMBERS: dict[str, Any] = {
-    "t": int | float,
-    **dict.fromkeys(("step", "shard", "rank"), int | None),
-    **dict.fromkeys(("seconds", "store_s"), int | float | None),
+_NUMBERS: dict[str, tuple[type, ...]] = {
+    "t": (float, int),
+    **dict.fromkeys(("step", "shard", "rank"), (int, NoneType)),
+    **dict.fromkeys(("seconds", "store_s"), (float, int, NoneType)),
 }
 """Fields of an event that are computed with, and what they may be."""
 

@@ -320,9 +320,9 @@ def test_a_run_goes_back_to_a_checkpoint_over_what_is_lost(lean: History, paths:
 
 def test_a_running_driver_passes_over_it(lean: History, paths: RunPaths) -> None:
     """Its summary reads every step; only what may still be needed stops it."""
-    flip(paths, Address("score", 3))
+    flip(paths, Address("generate", 3))
     history = replace(lean, ledger=Ledger(str(paths.ledger)))
     assert history.step_numbers(3) is None, "no metrics here, and no error"
-    flip(paths, Address("score", DROPPED))
+    flip(paths, Address("generate", DROPPED))
     with pytest.raises(DamagedCommit):
         history.step_numbers(DROPPED)

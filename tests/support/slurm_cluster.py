@@ -15,7 +15,7 @@ import socket
 import subprocess
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -150,15 +150,17 @@ class SlurmCluster:
 
     def kill_node(self, name: str) -> None:
         """SIGKILL to a node's slurmd, to the managers of its steps, and to what they have started: as if its power had
-        failed."""
+        failed. All are stopped before the first is killed, or a job's script would see its driver die, and act."""
         daemon = self._daemons.pop(f"slurmd {name}")
+        here = f"SLURM_CONF={self.root}/slurm.conf\0"
+        marks = (f"{_MARK}={name}\0", f"SLURMD_NODENAME={name}\0")  # managers of steps; what these have started
+        stopped: set[int] = set()
+        while running := {pid for mark in marks for pid in processes_with(here, mark)} - stopped:
+            _signal(running, signal.SIGSTOP)
+            stopped |= running
+        _signal(stopped, signal.SIGKILL)
         daemon.kill()
         daemon.wait()
-        here = f"SLURM_CONF={self.root}/slurm.conf\0"
-        for mark in (f"{_MARK}={name}\0", f"SLURMD_NODENAME={name}\0"):  # managers of steps; what these have started
-            for pid in processes_with(here, mark):
-                with suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
 
     def start_node(self, name: str) -> None:
         """A node, again."""
@@ -262,6 +264,12 @@ class SlurmCluster:
 
 
 _MUNGE_FILES = {"key": "munge/munge.key", "pid": "run/munged.pid", "log": "log/munged.log", "seed": "munge/seed"}
+
+
+def _signal(pids: Iterable[int], number: signal.Signals) -> None:
+    for pid in pids:
+        with suppress(ProcessLookupError):
+            os.kill(pid, number)
 
 
 def processes_with(*needed: str) -> list[int]:

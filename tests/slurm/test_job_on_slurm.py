@@ -17,7 +17,7 @@ from pipeline.launch.submission import Submitted, submit_run
 from tests.support import stand_in
 from tests.support.paths import TINY
 from tests.support.runs import ONE_GANG, placement
-from tests.support.slurm_cluster import SCHEDULES_S, URGENT, SlurmCluster, processes_with
+from tests.support.slurm_cluster import SCHEDULES_S, UNRELIABLE, URGENT, SlurmCluster, processes_with
 from tests.support.waiting import until
 
 pytestmark = pytest.mark.processes
@@ -88,6 +88,7 @@ def test_a_worker_that_is_killed_is_started_again(slurm: SlurmCluster, tmp_path:
     assert wait_for(slurm, job, "COMPLETED")["ExitCode"] == "0:0"
 
 
+@pytest.mark.skipif("STAGELINE_BATCH_NODE" not in os.environ, reason=UNRELIABLE)
 def test_whose_batch_node_fails_is_requeued(slurm: SlurmCluster, tmp_path: Path) -> None:
     """Slurm takes the node out of the one job and leaves that running; of the other, whose first component it was, it
     requeues this component alone."""

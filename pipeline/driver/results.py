@@ -11,7 +11,6 @@ May import pipeline.config, pipeline.observe, pipeline.driver.tracked_config and
 
 from __future__ import annotations
 
-import gc
 import getpass
 import importlib
 import os
@@ -206,14 +205,8 @@ def summarise_run(config: RunConfig, history: History) -> Summary:
     steps = [one for one in map(history.step_numbers, history.steps_done()) if one is not None]
     evaluations = history.evaluations()
     best = best_evaluation(evaluations, config.evaluate.select.max_kl)
-    collects = gc.isenabled()
-    gc.disable()  # a long run has a million events, none of them garbage before the end
-    try:
-        events = read_events(paths.events) if journal_exists(paths.events) else ()
-        return summarise(events, steps, evaluations, parents, software_versions(), best)
-    finally:
-        if collects:
-            gc.enable()
+    events = read_events(paths.events) if journal_exists(paths.events) else ()
+    return summarise(events, steps, evaluations, parents, software_versions(), best)
 
 
 def draw(config: RunConfig, history: History) -> list[Path]:

@@ -37,7 +37,7 @@ _MARK = "TESTS_SLURM_NODE"
 _SBIN = "/usr/sbin:/sbin"
 """Where daemons are, which a user's path need not name."""
 
-UNRELIABLE = "a batch node's loss is unseen in one of some runs, why is not known: STAGELINE_BATCH_NODE=1 runs this"
+UNRELIABLE = "a batch node's loss goes unseen in some runs, why is not known: STAGELINE_BATCH_NODE=1 runs this"
 
 _CONFIGURATION = """\
 ClusterName=tests

@@ -1,6 +1,6 @@
 # Stageline's commands. `make help` lists them.
 #
-# PYTHON  the interpreter that .venv is made with (3.11 or newer)
+# PYTHON  the interpreter that .venv is made with (3.11 or newer), and an engine's environment (TensorRT-LLM's: 3.12, 3.10)
 # TORCH   what pip installs as torch, first and by exact version; TORCH=system takes the torch that PYTHON has already.
 #         .venv remembers a choice that is not the default; another choice makes another .venv
 # PY      another interpreter that has everything: nothing is installed then (`make lint PY=python3`)
@@ -96,6 +96,9 @@ $(ENGINES)/vllm/.made: Makefile
 engine-trtllm: $(ENGINES)/trtllm/.made  ## TensorRT-LLM in .engines/trtllm, for Linux with NVIDIA GPUs (never run)
 
 $(ENGINES)/trtllm/.made: Makefile
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info[:2] not in ((3, 10), (3, 12)))' || \
+	  { echo "TensorRT-LLM is there for Python 3.10 and 3.12 alone, and $(PYTHON) is none of them:" \
+	    "make engine-trtllm PYTHON=python3.12" >&2; exit 1; }
 	rm -rf $(@D)
 	$(PYTHON) -m venv $(@D)
 	$(@D)/bin/pip install --quiet --disable-pip-version-check --extra-index-url https://pypi.nvidia.com $(TRTLLM) ray msgpack jaxtyping

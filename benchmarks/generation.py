@@ -31,7 +31,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig, LlamaConfig, Ll
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
 from benchmarks.harness import arguments, gemm_gflops, measured_load, report, write_json
-from benchmarks.other_engines import BOUNDARY, KEYED, Row, Side, run_rows, vllm_sides
+from benchmarks.other_engines import BOUNDARY, KEYED, OWN, Row, Side, run_rows, vllm_sides
 from stages.engines.config import EngineConfig
 from stages.engines.embedded.build import build_embedded
 from stages.engines.embedded.kernels.cpu.native import load_native_kernels
@@ -266,7 +266,8 @@ def compare(
                 figures[f"{dtype}/{kind}/{name}/tokens_per_s"] = rate[name]
             figures[f"{dtype}/{kind}/roofline_share"] = share
             if BOUNDARY in rate:
-                figures[f"{dtype}/{kind}/boundary_cost"] = rate[KEYED] / rate[BOUNDARY] - 1
+                figures[f"{dtype}/{kind}/lost_to_boundary"] = 1 - rate[BOUNDARY] / rate[KEYED]
+                figures[f"{dtype}/{kind}/lost_to_draws_and_boundary"] = 1 - rate[BOUNDARY] / rate[OWN]
     figures[f"{dtype}/read_gb_per_s"] = roofline.bytes_per_s / 1e9
     figures[f"{dtype}/gemm_gflops"] = roofline.flops_per_s / 1e9
     return rows, figures
@@ -295,7 +296,7 @@ def main() -> None:
             figures |= more_figures
             gc.collect()
     rates = {name: value for name, value in figures.items() if name.endswith(("gb_per_s", "gflops"))}
-    costs = [f"{name} {value:+.1%}" for name, value in figures.items() if name.endswith("boundary_cost")]
+    lost = [f"{name} {value:+.1%}" for name, value in figures.items() if "/lost_to_" in name]
     machine = ", ".join(f"{name} {value:.0f}" for name, value in rates.items())
     report(
         f"generation: {len(prompts)} rows, {SLOTS} at a time, {CORES} threads",
@@ -303,7 +304,7 @@ def main() -> None:
         rows,
         [
             f"{repeats} repeats, medians; {machine}",
-            *(["seconds that the boundary adds: " + ", ".join(costs)] if costs else []),
+            *(["of tokens/s, " + ", ".join(lost)] if lost else []),
             f"float32, greedy: {figures['float32/greedy/rows_that_differ']:.0f} of {len(prompts)} rows differ from "
             f"transformers', first where its logits are at most {figures['float32/greedy/widest_tie']:.1e} apart",
         ],

@@ -11,8 +11,10 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +23,7 @@ from stages.engines.build import build_engine
 from stages.engines.config import EngineConfig, VllmConfig
 from stages.engines.protocol import GenerationEngine, Request
 from stages.engines.remote.environment import ENVIRONMENTS, environment_problem
+from stages.engines.remote.process import LAST_LINES
 from stages.models.sampling import SamplingConfig
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -67,7 +70,7 @@ def vllm_sides(path: Path, dtype: str, *, slots: int, max_seq: int, threads: int
     config = EngineConfig(kind="vllm", python=python, dtype=dtype, slots=slots, kv_budget_mb=KV_BUDGET_MB)  # type: ignore[arg-type]
     with ExitStack() as stack:
         sides: dict[str, Side] = {
-            name: stack.enter_context(_process(python, {**job, "draws": draws}))
+            name: stack.enter_context(vllm_process(python, {**job, "draws": draws}))
             for name, draws in ((OWN, "own"), (KEYED, "keyed"))
         }
         engine = stack.enter_context(closing(build_engine(str(path), config, max_seq=max_seq, threads=threads)))
@@ -85,43 +88,50 @@ def run_rows(engine: GenerationEngine, rows: Sequence[Row], sampled: bool) -> li
 
 
 @contextmanager
-def _process(python: str, job: dict[str, Any]) -> Iterator[Side]:
-    """A vLLM that makes rows in its own process when it is told to."""
+def vllm_process(python: str, job: dict[str, Any]) -> Iterator[Side]:
+    """A vLLM that makes rows in its own process when it is told to. Raises RuntimeError, with its last lines, where it
+    ends."""
     read, write = os.pipe()
     with os.fdopen(write, "w") as stream:
         stream.write(json.dumps(job))
     environment = {**os.environ, "OMP_NUM_THREADS": str(job["threads"]), "PYTHONPATH": ""}
-    process = subprocess.Popen(
-        [python, str(ROOT / "benchmarks/peers/vllm_generate.py"), f"/dev/fd/{read}"],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        pass_fds=[read],
-        env=environment,
-        text=True,
-    )
-    os.close(read)
-    assert process.stdin is not None
-    assert process.stdout is not None
-    ask, answers = process.stdin, process.stdout
+    with tempfile.TemporaryFile("w+", errors="replace") as said:
+        process = subprocess.Popen(
+            [python, str(ROOT / "benchmarks/peers/vllm_generate.py"), f"/dev/fd/{read}"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=said,
+            pass_fds=[read],
+            env=environment,
+            text=True,
+        )
+        os.close(read)
+        assert process.stdin is not None
+        assert process.stdout is not None
+        ask, answers = process.stdin, process.stdout
 
-    def answer() -> dict[str, Any]:
-        line = answers.readline()
-        if not line:
-            raise RuntimeError(f"vLLM's process ended with {process.wait()}: run {' '.join(map(str, process.args))}")  # type: ignore[arg-type]
-        found: dict[str, Any] = json.loads(line)
-        return found
+        def answer() -> dict[str, Any]:
+            line = answers.readline()
+            if not line:
+                status = process.wait()
+                said.seek(0)
+                last = "".join(deque(said, LAST_LINES))
+                raise RuntimeError(f"vLLM's process ended with {status}; it said last:\n{last}")
+            found: dict[str, Any] = json.loads(line)
+            return found
 
-    def generate(rows: Sequence[Row], sampled: bool) -> None:
-        given = [{"tokens": list(row.tokens), "new": row.new, "temperature": float(sampled)} for row in rows]
-        print(json.dumps({"rows": given}), file=ask, flush=True)
-        made, wanted = answer()["tokens"], sum(row.new for row in rows)
-        assert made == wanted, f"vLLM made {made} tokens instead of {wanted}"
+        def generate(rows: Sequence[Row], sampled: bool) -> None:
+            given = [{"tokens": list(row.tokens), "new": row.new, "temperature": float(sampled)} for row in rows]
+            with suppress(BrokenPipeError):  # then there is no answer, which says why
+                print(json.dumps({"rows": given}), file=ask, flush=True)
+            made, wanted = answer()["tokens"], sum(row.new for row in rows)
+            assert made == wanted, f"vLLM made {made} tokens instead of {wanted}"
 
-    try:
-        answer()
-        yield generate
-    finally:
-        ask.close()
-        process.terminate()
-        process.wait()
+        try:
+            answer()
+            yield generate
+        finally:
+            with suppress(BrokenPipeError):
+                ask.close()
+            process.terminate()
+            process.wait()

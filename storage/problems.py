@@ -54,8 +54,8 @@ def _finite(value: float) -> str:
 
 
 def divides(key: str, part: int, whole_key: str, whole: int) -> Iterator[Problem]:
-    """A `part` of 1 or more that does not divide the `whole`."""
-    if part >= 1 and whole % part:
+    """A `part` of 1 or more that does not divide the `whole`, which is 1 or more too: else it is what is wrong."""
+    if part >= 1 and whole >= 1 and whole % part:
         divisors = ", ".join(str(number) for number in range(1, whole + 1) if whole % number == 0)
         yield Problem(key, part, f"must divide {whole_key} = {whole}: one of {divisors}")
 

@@ -62,7 +62,7 @@ def _csv(url: str) -> Iterator[Row]:
     try:
         for cells in reader:
             where = f"{url} line {reader.line_num}"
-            if not any(cell.strip() for cell in cells):
+            if not cells:  # a blank line; one of blank cells is a row, and refused as such where its text is needed
                 continue
             if not names:
                 names = _field_names(cells, where)

@@ -43,6 +43,11 @@ def print_line(text: str) -> None:
     print_plain(output(), text)
 
 
+def note(text: str) -> None:
+    """One line on stderr: what is no part of the output, and no error."""
+    Console(stderr=True).print(Text(visible(text)), soft_wrap=True)
+
+
 def complain(what: str, text: str, code: int) -> int:
     """One message on stderr, on one line however long (a terminal folds it); returns the exit code."""
     Console(stderr=True).print(Text.assemble((what, "bold red"), " ", visible(text)), soft_wrap=True)

@@ -17,7 +17,7 @@ from pipeline.cli.verification import verify_run
 from pipeline.config.guarantees import engine_line, unproven
 from pipeline.config.host_limits import memory_limits, planned_run
 from pipeline.config.memory import DRIVER_BYTES, host_bytes, published_bytes, workers_memory
-from pipeline.config.preflight import check_run_directory, preflight
+from pipeline.config.preflight import check_run
 from pipeline.config.role_models import role_models
 from pipeline.config.run import RunConfig
 from pipeline.observe.tables import MemoryColumn, memory_table
@@ -31,8 +31,7 @@ def command(options: argparse.Namespace) -> int:
         output().print(report.render(), crop=False)  # a problem is one line, however long
         return DONE if report.sound else BAD_INPUT
     config = config_of([options.target, *options.more])
-    check_run_directory(config, resume=False)
-    prompts = preflight(config).prompts
+    prompts = check_run(config, resume=False).prompts
     _show_memory(config)
     _show_engine(config)
     train, held_out = len(prompts.train), len(prompts.held_out)

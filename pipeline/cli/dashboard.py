@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -17,6 +18,7 @@ from pipeline.cli.sources import saved_config
 from pipeline.config.errors import ConfigError
 from pipeline.config.paths import RunPaths
 from pipeline.config.run import RunConfig
+from pipeline.driver.lock import is_driven
 from pipeline.driver.results import watch_runs
 from pipeline.observe.graph_page import HEADERS, PATH, fragment, page
 from pipeline.observe.graph_view import Facts, GraphView
@@ -74,7 +76,7 @@ class Recorded:
         size = self._paths.events.stat().st_size if self._paths.events.exists() else 0
         if self._view is None or size != self._size:
             self._view, self._size = view_of(self._config), size
-        return self._view
+        return replace(self._view, driven=is_driven(self._paths))
 
 
 def view_of(config: RunConfig) -> GraphView:

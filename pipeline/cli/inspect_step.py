@@ -17,6 +17,7 @@ from pipeline.cli.sources import saved_config
 from pipeline.config.errors import ConfigError
 from pipeline.config.run import RunConfig
 from pipeline.driver.results import open_history
+from pipeline.driver.step_trace import span_name
 from pipeline.graph.graph import step_nodes
 from pipeline.observe.row_views import PART_COLUMN, row_table
 from pipeline.observe.rows import shards_of_step
@@ -27,6 +28,8 @@ from storage.errors import DroppedOutput, MissingOutput
 
 def command(options: argparse.Namespace) -> int:
     config = saved_config(options.run_dir)
+    if options.rows < 1:
+        raise ConfigError("--rows", f"given {options.rows}; must be 1 or more")
     step = last_step(config) if options.step is None else options.step
     output().print(inspect_step(config, step, options.rows))
     return DONE
@@ -58,14 +61,14 @@ def inspect_step(config: RunConfig, step: int, rows: int) -> RenderableType:
         shown = inspect_table(step_rows(config, step)[:rows], f"step {step} of {config.name}")
     except DroppedOutput as error:
         shown = Text(f"rows of step {step}: {error}")
-    nodes = Table(title="nodes", title_justify="left")
+    nodes = Table(title=f"nodes of step {step}", title_justify="left")
     for heading in ("node", "worker", "attempt", "weights", "seconds"):
-        nodes.add_column(heading)
+        nodes.add_column(heading, overflow="fold")
     order = {node.address: i for i, node in enumerate(step_nodes(config.graph(), step))}
     for c in sorted(commits, key=lambda c: order[c.address]):
         versions = ", ".join(f"v{v}" for v in c.provenance.weight_versions) or "-"
         seconds = f"{c.finished - c.provenance.started:.3f}"
-        nodes.add_row(str(c.address), c.provenance.worker, c.attempt, versions, seconds)
+        nodes.add_row(span_name(c.address), c.provenance.worker, c.attempt, versions, seconds)
     return Group(shown, nodes)
 
 

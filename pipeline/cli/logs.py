@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Mapping
 from pathlib import Path
 
-from pipeline.cli.answers import print_line
+from pipeline.cli.answers import note, print_line
 from pipeline.cli.exit_codes import DONE
 from pipeline.cli.sources import submitted_config
 from pipeline.config.errors import ConfigError
@@ -20,7 +20,13 @@ _LOOK_S = 0.5
 
 
 def command(options: argparse.Namespace) -> int:
+    if options.lines < 0:
+        raise ConfigError("--lines", f"given {options.lines}; must be 0 or more")
     files = _files(options.run_dir, options.gang, options.index)
+    for name, file in files.items():
+        if not file.exists() or file.stat().st_size == 0:
+            say_so = "waiting for it" if options.follow else "--follow waits for it"
+            note(f"{name} has printed nothing yet ({file}); {say_so}")
     offsets = {name: _print_end(name, file, options.lines, len(files) > 1) for name, file in files.items()}
     try:
         while options.follow:
@@ -36,6 +42,8 @@ def _files(run_dir: str, gang: str | None, index: int | None) -> Mapping[str, Pa
     """Each with what it is called. Raises ConfigError for a gang, or a worker, that the run has not."""
     config, paths = submitted_config(run_dir), RunPaths(Path(run_dir))
     if gang is None:
+        if index is not None:
+            raise ConfigError("--index", f"given {index}; needs --gang NAME: a job's output is one")
         record = read_record(paths.job)
         if record is None:
             raise ConfigError(run_dir, "was not submitted as a job; --gang NAME shows what a gang's workers print")
@@ -53,11 +61,15 @@ def _print_end(name: str, file: Path, lines: int, several: bool) -> int:
     """The last lines of a file; returns where it ends."""
     if not file.exists():
         return 0
+    last: deque[bytes] = deque(maxlen=lines)
+    end = 0
     with file.open("rb") as content:
-        whole = deque((line for line in content if line.endswith(b"\n")), maxlen=lines)
-        content.seek(0)
-        end = sum(len(line) for line in content if line.endswith(b"\n"))
-    for line in whole:
+        for line in content:
+            if not line.endswith(b"\n"):
+                break  # it is being written, and what is added to it meanwhile would be taken for another
+            last.append(line)
+            end += len(line)
+    for line in last:
         _print(name, line, several)
     return end
 

@@ -16,7 +16,7 @@ from pipeline.config.run import RunConfig
 from pipeline.driver.reporting import report_source, write_report
 from pipeline.driver.results import open_history, summarise_run
 from pipeline.observe.journal import journal_exists
-from pipeline.observe.report.page import MOST_RUNS
+from pipeline.observe.report.page import MOST_RUNS, is_report
 from pipeline.observe.report.source import RunSource
 
 _OF_SEVERAL = Path("report.html")
@@ -51,15 +51,27 @@ def _runs(run_dirs: Sequence[str]) -> list[RunConfig]:
 
 
 def _out(given: str | None, configs: Sequence[RunConfig]) -> Path:
-    """Where the file goes. Raises ConfigError where it cannot go there."""
-    if given is None:
-        return RunPaths(configs[0].run_dir).report if len(configs) == 1 else _OF_SEVERAL
-    file = Path(given)
+    """Where the file goes. Raises ConfigError where it cannot go there, and where something else than a report is."""
+    if given is None and len(configs) == 1:
+        return RunPaths(configs[0].run_dir).report
+    file = _OF_SEVERAL if given is None else Path(given)
     if file.is_dir():
-        raise ConfigError("--out", f"given {given!r}, a directory; give a file, for example {file / 'report.html'}")
+        raise ConfigError("--out", f"given {str(file)!r}, a directory; give a file, for example {file / 'report.html'}")
     if not file.parent.is_dir():
         raise ConfigError("--out", f"given {given!r}; there is no directory {file.parent}")
+    if file.suffix != ".html":
+        raise ConfigError("--out", f"given {given!r}; must end in .html, for example {file.with_suffix('.html')}")
+    if file.exists() and not _is_report(file):
+        need = f"{file} is there, and is no report of this version of Stageline: give another file"
+        raise ConfigError("--out", f"{'not given' if given is None else f'given {given!r}'}; {need}")
     return file
+
+
+def _is_report(file: Path) -> bool:
+    try:
+        return is_report(file)
+    except OSError:  # what cannot be read is not known to be one
+        return False
 
 
 def _source(config: RunConfig) -> RunSource:

@@ -11,16 +11,20 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from rich.markup import escape
 from rich.table import Table
 
 from pipeline.cli.answers import output, print_line
 from pipeline.cli.exit_codes import DONE
+from pipeline.cli.job import begun
 from pipeline.cli.sources import submitted_config
-from pipeline.config.errors import ConfigError
+from pipeline.config.errors import ConfigError, OtherProgramsConfig
 from pipeline.config.paths import RunPaths
 from pipeline.driver.results import open_history
 from pipeline.launch.commands import JobState, job_state
 from pipeline.launch.records import JobRecord, read_record
+from pipeline.observe.visible import visible
+from storage.errors import StoreError
 from storage.processes import process_alive
 
 
@@ -34,8 +38,12 @@ class RunState:
     steps: int
     driver: str | None
     """Who runs it now, in its own words; None: nobody."""
+    begun: bool
     record: JobRecord | None
     job: JobState | None
+    """None: Slurm does not know it any more, or there is none here; or `unknown`."""
+    unknown: str | None
+    """Why nobody knows what becomes of the job."""
 
 
 def command(options: argparse.Namespace) -> int:
@@ -45,10 +53,13 @@ def command(options: argparse.Namespace) -> int:
             print_line(f"{label:<8}{text}")
         return DONE
     folder = Path(options.runs_dir)
-    found = sorted(path for path in folder.iterdir() if _is_run(path)) if folder.is_dir() else []
-    if not found:
+    rows = [_row(path) for path in sorted(folder.iterdir()) if _is_run(path)] if folder.is_dir() else []
+    table = Table("run", "steps", "job", "state", box=None, pad_edge=False)
+    for row in filter(None, rows):
+        table.add_row(*row)
+    if not table.rows:
         raise ConfigError("--runs-dir", f"given {options.runs_dir!r}; there is no run in it")
-    output().print(_table([run_state(str(path)) for path in found]))
+    output().print(table)
     return DONE
 
 
@@ -56,10 +67,14 @@ def run_state(run_dir: str) -> RunState:
     """Of the run in a directory. Raises ConfigError where there is none."""
     config, paths = submitted_config(run_dir), RunPaths(Path(run_dir))
     done = len(open_history(config).steps_done()) if paths.ledger.exists() else 0
-    record = read_record(paths.job)
-    job = None if record is None else job_state(record.job_id)
-    driver = _driver(paths.lock, running=job is not None and job.state == "RUNNING")
-    return RunState(config.name, done, config.steps, driver, record, job)
+    record, job, unknown = read_record(paths.job), None, None
+    if record is not None:
+        try:
+            job = job_state(record.job_id)
+        except ConfigError as error:
+            unknown = str(error).removeprefix(f"{error.key}: ")
+    driver = _driver(paths.lock, running=unknown is not None or (job is not None and job.state == "RUNNING"))
+    return RunState(config.name, done, config.steps, driver, begun(config), record, job, unknown)
 
 
 def _is_run(path: Path) -> bool:
@@ -69,7 +84,7 @@ def _is_run(path: Path) -> bool:
 
 def _driver(lock: Path, *, running: bool) -> str | None:
     """Who runs the run now, by what the last driver wrote into its lock (which is not touched: a driver that starts
-    must find it free). `running`: whether Slurm says that its job is; of another host nothing else tells."""
+    must find it free). `running`: whether its job is, as far as Slurm tells; of another host nothing else does."""
     said = lock.read_text("utf8").strip() if lock.exists() else ""
     match = re.fullmatch(r"process (\d+) on (.*)", said)
     if match is None:
@@ -81,9 +96,12 @@ def _driver(lock: Path, *, running: bool) -> str | None:
 def _lines(state: RunState, paths: RunPaths) -> list[tuple[str, str]]:
     lines = [("run", f"{paths.root}: {state.done} of {state.steps} steps"), ("driver", state.driver or "none")]
     if state.record is not None:
-        lines += [("job", f"{state.record.job_id} {_job_text(state.job)}"), ("output", state.record.output)]
-    if state.driver is None and state.done < state.steps and (state.job is None or state.job.over):
-        how = f"stageline submit {paths.job}/config.yaml" if state.record else f"stageline resume {paths.root}"
+        job = state.unknown or _job_text(state.job)
+        lines += [("job", f"{state.record.job_id} {job}"), ("output", state.record.output)]
+    may_run = state.driver or state.unknown or (state.job is not None and not state.job.over)
+    if not may_run and state.done < state.steps:
+        resumes = state.begun and state.record is None
+        how = f"stageline resume {paths.root}" if resumes else f"stageline submit {paths.job}/config.yaml"
         lines.append(("goes on", f"with `{how}`"))
     return lines
 
@@ -103,10 +121,15 @@ def _job_text(job: JobState | None) -> str:
     return " ".join(parts) + (f", requeued {job.restarts} times" if job.restarts else "")
 
 
-def _table(states: list[RunState]) -> Table:
-    table = Table("run", "steps", "job", "state", box=None, pad_edge=False)
-    for state in states:
-        number = "" if state.record is None else state.record.job_id
-        running = "running" if state.driver else "done" if state.done == state.steps else "stopped"
-        table.add_row(state.name, f"{state.done}/{state.steps}", number, _job_text(state.job) if state.job else running)
-    return table
+def _row(path: Path) -> tuple[str, str, str, str] | None:
+    """Of the table; None for the directory of another program. One that is damaged says nothing of the others."""
+    try:
+        state = run_state(str(path))
+    except OtherProgramsConfig:
+        return None
+    except (ConfigError, StoreError) as error:
+        return path.name, "", "", f"damaged: {escape(visible(str(error)))}"
+    number = "" if state.record is None else state.record.job_id
+    here = "running" if state.driver else "done" if state.done == state.steps else "stopped"
+    job = None if state.job is None else _job_text(state.job)
+    return state.name, f"{state.done}/{state.steps}", number, state.unknown or job or here

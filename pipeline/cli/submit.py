@@ -9,8 +9,9 @@ from pipeline.cli.answers import print_line
 from pipeline.cli.exit_codes import DONE
 from pipeline.cli.job import begun
 from pipeline.cli.sources import config_of
+from pipeline.config.errors import ConfigError
 from pipeline.config.paths import RunPaths
-from pipeline.config.preflight import check_run_directory, preflight
+from pipeline.config.preflight import check_run
 from pipeline.config.run import RunConfig
 from pipeline.driver.results import open_history
 from pipeline.launch.commands import require
@@ -51,12 +52,15 @@ def cluster_config(sources: Sequence[str]) -> RunConfig:
     where a process works. Raises ConfigError."""
     config = config_of([*sources, "cluster.kind=attached"])
     config.runs_dir = str(config.run_dir.absolute().parent)
+    if config.cluster.scheduler_file is not None:
+        raise ConfigError(
+            "cluster.scheduler_file",
+            f"given {config.cluster.scheduler_file!r}; a job's workers look for it in the run's directory, where each "
+            "attempt has its own: null",
+        )
     return config
 
 
 def check_for_cluster(config: RunConfig) -> None:
     """Raises ConfigError for what the job would be refused for, as far as it shows on this host."""
-    paths = RunPaths(config.run_dir)
-    goes_on = begun(config)
-    check_run_directory(config, resume=goes_on)
-    preflight(config, paths.prompts if goes_on else None)
+    check_run(config, resume=begun(config))

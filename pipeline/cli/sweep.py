@@ -1,23 +1,22 @@
 """`stageline sweep CONFIG... key=value,value...`: a run of each combination; with Slurm an array of them, else in turn.
 
 All are runs of one MLflow experiment, under a parent run that holds what they differ in. Called again it goes on with
-those that are not done.
+those that are not done, and of which no job is under way.
 """
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from pathlib import Path
 
 from rich.table import Table
 
-from pipeline.cli.answers import output, print_line
-from pipeline.cli.exit_codes import DONE, INTERRUPTED
+from pipeline.cli.answers import complain, output, print_line
+from pipeline.cli.exit_codes import BAD_INPUT, DONE, INTERRUPTED
 from pipeline.cli.job import begun
 from pipeline.cli.run import execute
 from pipeline.cli.sources import config_of
-from pipeline.cli.submit import check_for_cluster, cluster_config
+from pipeline.cli.submit import check_for_cluster, cluster_config, finished
 from pipeline.config.errors import ConfigError
 from pipeline.config.loading import load_yaml, to_yaml
 from pipeline.config.paths import RunPaths
@@ -25,7 +24,7 @@ from pipeline.config.run import RunConfig
 from pipeline.config.tracking import SQLITE
 from pipeline.driver.results import open_history
 from pipeline.launch.commands import there
-from pipeline.launch.submission import array_script, asked_for, submit_array, submit_run
+from pipeline.launch.submission import array_script, asked_for, submit_array, submit_run, under_way
 from pipeline.launch.sweep import SweepPoint, axes_of, points
 from pipeline.observe.spool import delivered_run_id
 from pipeline.observe.tracking import MlflowTracker
@@ -44,22 +43,45 @@ def command(options: argparse.Namespace) -> int:
             print_line(f"{config.run_dir}: {' '.join(point.changes())}")
         return DONE
     folder = RunPaths(configs[0].run_dir.with_name(f"{name}-sweep"))
+    if submits:
+        return _submit(configs, found, folder)
     for config in configs:
-        _refuse_shared_file(config, several_at_once=submits)
+        check_for_cluster(config)
+    return _run_in_turn(_under_parent(configs, found, folder), found)
+
+
+def _submit(configs: Sequence[RunConfig], found: Sequence[SweepPoint], folder: RunPaths) -> int:
+    """Has Slurm run those that are neither done nor under way; one that it refuses keeps no other from its job."""
+    done = {config.name: f"done, {config.steps} of {config.steps} steps" for config in configs if finished(config)}
+    jobs = {config.name: under_way(config) for config in configs if config.name not in done}
+    for config in configs:
+        why = done.get(config.name) or jobs[config.name]
+        if why is not None:
+            print_line(f"left out {config.run_dir}: {why}")
+    configs = [config for config in configs if config.name in jobs and jobs[config.name] is None]
+    if not configs:
+        return DONE
+    text = array_script(configs, folder.job)
+    _refuse_several_at_once(configs[0], array=text is not None, others=any(jobs.values()))
+    for config in configs:
         check_for_cluster(config)
     configs = _under_parent(configs, found, folder)
-    return _submit(configs, folder.job) if submits else _run_in_turn(configs, found)
-
-
-def _submit(configs: Sequence[RunConfig], folder: Path) -> int:
-    text = array_script(configs, folder)
+    codes = [DONE]
     if text is None:
-        for config in configs:
-            print_line(f"submitted job {submit_run(config).job_id}: {config.run_dir}")
+        codes = [_submit_one(config) for config in configs]
     else:
-        array = submit_array(configs, folder, text)
+        array = submit_array(configs, folder.job, text)
         print_line(f"submitted job {array.job_id}, an array of {len(configs)} with {asked_for(configs[0])} each")
     print_line(f"  stageline status --runs-dir {configs[0].runs_dir}    what becomes of them")
+    return max(codes)
+
+
+def _submit_one(config: RunConfig) -> int:
+    """The exit code of a run's own job."""
+    try:
+        print_line(f"submitted job {submit_run(config).job_id}: {config.run_dir}")
+    except ConfigError as error:
+        return complain("refused", f"{config.run_dir}: {error}", BAD_INPUT)
     return DONE
 
 
@@ -88,10 +110,19 @@ def _comparison(configs: Sequence[RunConfig], found: Sequence[SweepPoint], codes
     return table
 
 
-def _refuse_shared_file(config: RunConfig, *, several_at_once: bool) -> None:
-    """sqlite is for one writer at a time, and on a network filesystem not even for that."""
-    uri = config.tracking.uri
-    if several_at_once and config.slurm.array_at_once != 1 and uri is not None and uri.startswith(SQLITE):
+def _refuse_several_at_once(config: RunConfig, *, array: bool, others: bool) -> None:
+    """What cannot be where the runs of a sweep go on at the same time. `array`: they are the tasks of one; `others`: a
+    job of another run of the sweep is under way.
+
+    Raises:
+        ConfigError: fewer at once are asked for than Slurm can be told; or MLflow's sqlite, which is for one writer at
+            a time, and on a network filesystem not even for that.
+    """
+    at_once, uri = config.slurm.array_at_once, config.tracking.uri
+    if at_once is not None and not array:
+        need = "the runs are a job each, since they are heterogeneous or ask for different nodes, and Slurm starts all"
+        raise ConfigError("slurm.array_at_once", f"given {at_once}; {need} for which there is room: null")
+    if (at_once != 1 or others) and uri is not None and uri.startswith(SQLITE):
         raise ConfigError(
             "tracking.uri",
             f"given {uri!r}; the runs of a sweep write at the same time, from several nodes: a server (http://...), "
@@ -115,7 +146,7 @@ def _under_parent(configs: Sequence[RunConfig], found: Sequence[SweepPoint], fol
         experiment=config.tracking.experiment,
         run_name=folder.root.name,
         params=values,
-        tags={"stageline.sweep": f"{len(configs)} runs"},
+        tags={"stageline.sweep": f"{len(found)} runs"},
         spool_path=folder.mlflow_spool,
     )
     tracker.close("FINISHED")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 
 from pipeline.cli.answers import complain, print_line
 from pipeline.cli.exit_codes import DONE, STAGE_FAILED
@@ -10,6 +11,7 @@ from pipeline.cli.sources import saved_config
 from pipeline.config.errors import ConfigError
 from pipeline.config.paths import RunPaths
 from pipeline.config.run import RunConfig
+from pipeline.config.tracking import SQLITE
 from pipeline.driver.lock import only_driver
 from pipeline.observe.spool import experiment_id
 from pipeline.observe.tracking import deliver, how_to_open
@@ -25,7 +27,8 @@ def sync(config: RunConfig, to: str | None) -> int:
     """Delivers; returns the exit code. `to`: another store, which gets the whole run.
 
     Raises:
-        ConfigError: the run was not tracked, is running, or there is nowhere to deliver to.
+        ConfigError: the run was not tracked, is running, or there is nowhere to deliver to. A file of MLflow's may be
+            made anew; the directory that it is to lie in may not, since it is more likely misspelt.
     """
     paths = RunPaths(config.run_dir)
     if not paths.mlflow_spool.exists():
@@ -36,6 +39,10 @@ def sync(config: RunConfig, to: str | None) -> int:
         raise ConfigError("--to", "not given, and tracking.uri is null; a URI (sqlite:///..., http://...) would work")
     if not uri.startswith(("sqlite:///", "http://", "https://")):
         raise ConfigError("--to", f"given {uri!r}; must begin with sqlite:/// (a file) or http:// or https://")
+    folder = Path(uri.removeprefix(SQLITE)).parent
+    if uri.startswith(SQLITE) and not folder.is_dir():
+        key, need = "--to" if to else "tracking.uri", "; --to sqlite:///... names another file" if not to else ""
+        raise ConfigError(key, f"given {uri!r}; there is no directory {folder} (from {Path.cwd()}){need}")
     with only_driver(paths):
         delivery = deliver(paths.mlflow_spool, uri, DELIVER_S)
     if delivery.left:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
 from storage.problems import Problem, above, at_least, local_directory
 
+_ADDRESS = re.compile(r"[^\s/:\[\]]*:(\d{1,5})")
+_HIGHEST_PORT = 65535
 FEWEST_TO_GATHER = 3
 """The smallest `move_rows_below` at which anything can move: fewer rows than that are two, on two replicas."""
 
@@ -79,6 +82,7 @@ def cluster_problems(config: ClusterConfig) -> Iterator[Problem]:
     yield from above(0, limits, ", or null for what there is")
     yield from local_directory("cluster.weights_dir", config.weights_dir)
     yield from local_directory("cluster.scheduler_file", config.scheduler_file)
+    yield from _dashboard_problems(config.dashboard)
     yield from _attached_problems(config)
     below = config.move_rows_below
     if below != 0 and below < FEWEST_TO_GATHER:
@@ -90,10 +94,17 @@ def cluster_problems(config: ClusterConfig) -> Iterator[Problem]:
         )
 
 
+def _dashboard_problems(given: str | None) -> Iterator[Problem]:
+    address = None if given is None else _ADDRESS.fullmatch(given)
+    if given is not None and (address is None or int(address[1]) > _HIGHEST_PORT):
+        need = f"must be HOST:PORT, as in 127.0.0.1:8787, with a port from 0 (any) to {_HIGHEST_PORT}; or null for none"
+        yield Problem("cluster.dashboard", given, need)
+
+
 def _attached_problems(config: ClusterConfig) -> Iterator[Problem]:
     """Of what only attached workers have."""
-    if not 0 <= config.port <= 65535:
-        yield Problem("cluster.port", config.port, "must be from 1 to 65535, or 0 for any")
+    if not 0 <= config.port <= _HIGHEST_PORT:
+        yield Problem("cluster.port", config.port, f"must be from 1 to {_HIGHEST_PORT}, or 0 for any")
     if config.interface is not None and config.host is not None:
         need = f"cluster.interface={config.interface} says it already: one of the two, or neither"
         yield Problem("cluster.host", config.host, need)

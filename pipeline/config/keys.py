@@ -77,6 +77,12 @@ def _unknown_keys(source: Any, schema: Any, name: str, whole: type, prefix: str 
             ]
             yield ConfigError(path, f"no such key (in {name}); did you mean {', '.join(meant)}?")
         elif not OmegaConf.is_missing(source, key) and not OmegaConf.is_interpolation(source, key):
+            kind = _type_of(path, whole)
+            if _is_single(kind) and isinstance(source[key], DictConfig):
+                given: Any = OmegaConf.to_container(source[key])
+                hint = "; YAML takes a text that ends in : for a mapping" if [*given.values()] == [None] else ""
+                yield ConfigError(path, f"given {given!r} (in {name}); must be {_need(kind)}{hint}")
+                continue
             yield from _unknown_keys(source[key], schema._get_node(key), name, whole, f"{path}.")
 
 
@@ -145,6 +151,13 @@ def _type_of(key: str, schema: Any) -> Any:
         else:
             return None
     return kind
+
+
+def _is_single(kind: Any) -> bool:
+    """Whether a setting of this type is one value."""
+    if get_origin(kind) in (Union, types.UnionType):
+        return all(map(_is_single, get_args(kind)))
+    return kind in _WORDS or kind is type(None) or get_origin(kind) is Literal
 
 
 def _need(kind: Any) -> str:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pipeline.config.errors import refusal
+from pipeline.config.errors import refusal, together
 from stages.engines.config import OTHER_ENVIRONMENTS, EngineConfig, engine_problems
 from stages.models.sampling import SamplingConfig, sampling_problems
 from stages.rewards.config import JUDGES
@@ -75,9 +75,10 @@ class LabelConfig:
 
 
 def validate_labelling(config: LabelConfig) -> None:
-    """Raises ConfigError for the first value that cannot work. Reads no data."""
-    for problem in labelling_problems(config):
-        raise refusal(problem)
+    """Raises ConfigError with every value that cannot work. Reads no data."""
+    problems = list(labelling_problems(config))
+    if problems:
+        raise together([refusal(problem) for problem in problems])
 
 
 def labelling_problems(config: LabelConfig) -> Iterator[Problem]:

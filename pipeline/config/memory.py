@@ -7,13 +7,16 @@
 On a host without GPUs everything lies in the host's memory. With GPUs what is computed with lies in theirs, and the
 host has the processes, a copy of the weights while they are read, and the published versions.
 
-From above: the largest micro-batches that rows of any lengths make, every slot of every engine taken. May import the
-sections of the config, pipeline.graph.gangs, stages.models.{config, layouts, memory, protocol, spec}, the paging of
-stages.engines, storage.problems.
+From above: the largest micro-batches that rows of any lengths make, every slot of every engine taken. What differs
+from one engine to another is in its capabilities (`EngineMemory`).
+
+May import the sections of the config, pipeline.graph.gangs, stages.models.{config, layouts, memory, protocol, spec},
+stages.engines (capabilities, the paging), storage.problems.
 """
 
 from __future__ import annotations
 
+import bisect
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -24,6 +27,7 @@ import torch
 from pipeline.config.devices import Worker, plan_devices
 from pipeline.config.run import RunConfig
 from pipeline.graph.gangs import Gang
+from stages.engines.capabilities import EngineMemory
 from stages.engines.embedded.kernels.paging import block_bytes, blocks_for
 from stages.models.adapter_shapes import target_parts
 from stages.models.config import LayoutConfig, OptimizerConfig
@@ -50,8 +54,9 @@ _HEAD_BYTES = 110 << 20
 """Of a learned draft head and its optimizer, at `_HEAD_HIDDEN`; see engine.md."""
 _HEAD_HIDDEN = 576
 PROCESS, READING, EXPORTING, OFFLOADED = "process", "reading weights", "exporting", "offloaded"
-SCORERS = "reward models"
-_ON_HOST = (PROCESS, READING, EXPORTING, OFFLOADED, SCORERS)
+ENGINE_PROCESSES, SCORERS = "engine's processes", "reward models"
+_STAYING_ON_HOST = (PROCESS, ENGINE_PROCESSES, OFFLOADED, SCORERS)
+_ON_HOST = (*_STAYING_ON_HOST, READING, EXPORTING)
 """What a worker with a GPU has in the host's memory."""
 _AFTER_READING = ("Adam moments", "activations", "logits", "trunk cache", "refit", "KV cache", "draft head")
 """What is not there yet while weights are read."""
@@ -112,9 +117,7 @@ class WorkerMemory:
 
     @property
     def beside_device(self) -> int:
-        return max(
-            self._without(*self.items.keys() - {PROCESS, OFFLOADED, SCORERS, kind}) for kind in (READING, EXPORTING)
-        )
+        return max(self._without(*self.items.keys() - {*_STAYING_ON_HOST, kind}) for kind in (READING, EXPORTING))
 
     @property
     def resting(self) -> int:
@@ -175,12 +178,28 @@ def fitting_layouts(run: PlannedRun, limits: MemoryLimits, gang: Gang) -> list[L
     found, placement = [], run.config.placement
     for layout in _layouts(run, gang):
         gangs = {**placement.gangs, gang.name: replace(placement.gangs[gang.name], layout=layout)}
-        other = replace(run, config=replace(run.config, placement=replace(placement, gangs=gangs)))
-        workers = workers_memory(other)
-        devices = _by_device(other.config, workers, limits.num_devices)
-        if host_bytes(other, workers) <= limits.host and all(need <= limits.device for need, _ in devices):
+        if _fits(replace(run, config=replace(run.config, placement=replace(placement, gangs=gangs))), limits):
             found.append(layout)
     return found
+
+
+def fitting_cache_mb(run: PlannedRun, limits: MemoryLimits) -> int:
+    """The largest `engine.kv_budget_mb`, up to the one that is given, with which the run is predicted to fit; 0: none
+    that holds a row."""
+    config = run.config
+
+    def too_much(megabytes: int) -> bool:
+        engine = replace(config.engine, kv_budget_mb=megabytes)
+        return not _fits(replace(run, config=replace(config, engine=engine)), limits)
+
+    most = bisect.bisect_left(range(config.engine.kv_budget_mb + 1), True, key=too_much) - 1
+    return most if most << 20 >= _row_cache_bytes(run) else 0
+
+
+def _fits(run: PlannedRun, limits: MemoryLimits) -> bool:
+    workers = workers_memory(run)
+    devices = _by_device(run.config, workers, limits.num_devices)
+    return host_bytes(run, workers) <= limits.host and all(need <= limits.device for need, _ in devices)
 
 
 def describe_layout(layout: LayoutConfig) -> str:
@@ -193,10 +212,15 @@ def describe_layout(layout: LayoutConfig) -> str:
 
 
 def _problem(run: PlannedRun, limits: MemoryLimits, gang: Gang, where: str, need: int, limit: float) -> Problem:
-    key, given = f"placement.gangs.{gang.name}", run.config.placement.gangs[gang.name]
+    """`gang`: the one that takes the most."""
+    key, given, engine = f"placement.gangs.{gang.name}", run.config.placement.gangs[gang.name], run.config.engine
     kind = "host" if where == "this host" else "device"
     predicted = f"{where} would need {need / GIB:.2f} GiB and has {limit / GIB:.2f} (cluster.{kind}_memory_gb)"
     fitting = [describe_layout(layout) for layout in fitting_layouts(run, limits, gang)] if gang.ordered else []
+    cache_mb = fitting_cache_mb(run, limits) if _engine_memory(run).reserves_cache else 0
+    if cache_mb and (Role.GENERATE in gang.roles or not fitting):
+        what = f"{predicted}; {engine.kind} takes all of its cache at its start: at most {cache_mb} fits"
+        return Problem("engine.kv_budget_mb", engine.kv_budget_mb, what)
     if fitting:
         what = f"{predicted}; it fits with {' or '.join(fitting[:3])}"
         return Problem(f"{key}.layout", describe_layout(given.layout), what)
@@ -304,23 +328,38 @@ def largest_micro_batch(optimizer: OptimizerConfig, config: RunConfig) -> MicroB
 
 
 def _engine_items(run: PlannedRun) -> dict[str, int]:
-    """Of one replica, all of its ranks together; every further rank is a process."""
-    config, spec, engine = run.config, run.spec, run.config.engine
-    number = DTYPE_BYTES[engine.dtype]
-    packed = _parameters(spec)
-    if spec.tied_embeddings:
-        packed += spec.vocab_size * spec.hidden_size  # the output layer's own copy
-    block = block_bytes(spec.num_layers, spec.num_kv_heads, spec.head_dim, getattr(torch, engine.dtype))
-    cache = min(engine.kv_budget_mb << 20, engine.slots * blocks_for(config.seq) * block)
+    """Of one replica, all of its ranks together."""
+    config, spec, engine, memory = run.config, run.spec, run.config.engine, _engine_memory(run)
+    number, ranks = DTYPE_BYTES[engine.dtype], config.replica_ranks
+    output_layer = spec.vocab_size * spec.hidden_size
+    packed = _parameters(spec) + (output_layer if spec.tied_embeddings else 0)  # which has a copy of its own
+    refit = number * _published_parameters(run)
+    if memory.refit_bytes is not None:  # in place, of the whole model
+        refit = min(number * _parameters(spec), ranks * max(memory.refit_bytes, number * output_layer))
+    budget = engine.kv_budget_mb << 20
     drafts = engine.embedded.speculation
     head = (drafts.head_memory_mb << 20) + _HEAD_BYTES * spec.hidden_size // _HEAD_HIDDEN
+    processes = (ranks - 1) * PROCESS_BYTES
+    if memory.process_bytes:  # the server, and its ranks where they are several
+        processes = memory.process_bytes * (1 if ranks == 1 else ranks + 1)
     return {
         "engine weights": number * packed,
-        "refit": number * _published_parameters(run),
-        "KV cache": cache,
+        "refit": refit,
+        "KV cache": budget if memory.reserves_cache else min(budget, engine.slots * _row_cache_bytes(run)),
         "draft head": head if drafts.drafter in ("learned", "both") else 0,
-        "engine ranks": (config.replica_ranks - 1) * PROCESS_BYTES,
+        ENGINE_PROCESSES: processes,
     }
+
+
+def _engine_memory(run: PlannedRun) -> EngineMemory:
+    return run.config.capabilities("cuda" if run.on_gpus else "cpu").memory
+
+
+def _row_cache_bytes(run: PlannedRun) -> int:
+    """Of the keys and values of one row, as long as rows can get."""
+    spec = run.spec
+    dtype = getattr(torch, run.config.engine.dtype)
+    return blocks_for(run.config.seq) * block_bytes(spec.num_layers, spec.num_kv_heads, spec.head_dim, dtype)
 
 
 def _parameters(spec: ModelSpec) -> int:

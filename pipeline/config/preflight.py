@@ -1,13 +1,14 @@
 """What a run would be refused for that takes a look at the disk: model, prompts, reward, run directory. Nothing starts.
 
-May import torch, stages.models (spec, hf_files, layouts), stages.prompts, stages.rewards.registry, storage; of
-stages.engines how a model is cut, how large its cache is, and what another environment has.
+May import torch, stages.models (spec, hf_files, layouts), stages.prompts, stages.rewards.{config, registry}, storage;
+of stages.engines how a model is cut, how large its cache is, and what another environment has.
 """
 
 from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -16,7 +17,7 @@ import torch
 
 from pipeline.config.changes import change_problems, sections
 from pipeline.config.devices import THIS_HOST, all_here, device_problems
-from pipeline.config.errors import ConfigError, all_of, refusal
+from pipeline.config.errors import ConfigError, all_of, refusal, refusals, together
 from pipeline.config.filesystems import network_filesystem
 from pipeline.config.host_limits import memory_limits, planned_run
 from pipeline.config.identity import FILE, Identity, edited, read_identity
@@ -43,11 +44,12 @@ from stages.models.layouts import adapter_problems, blocks_problems, layout_prob
 from stages.models.protocol import Role
 from stages.models.spec import ModelSpec
 from stages.prompts import PromptTable, read_source, tokenise
+from stages.rewards.config import RewardPartsConfig
 from stages.rewards.protocol import ReadsFields
 from stages.rewards.registry import UnfitReward, build_parts, close_parts
 from storage.errors import StoreError
 from storage.problems import plain_name
-from storage.prompts import PromptsError
+from storage.prompts import PromptItem, PromptsError
 
 
 @dataclass(frozen=True)
@@ -60,6 +62,14 @@ class Preflight:
     """What is wrong with the prompts of a run that is continued, where they had to be read from their source again."""
 
 
+def check_run(config: RunConfig, *, resume: bool) -> Preflight:
+    """`check_run_directory` and `preflight`, and at once what both refuse."""
+    saved = RunPaths(config.run_dir).prompts if resume else None
+    directory = partial(check_run_directory, config, resume=resume)
+    checked: Preflight = all_of(directory, lambda: preflight(config, saved))[1]
+    return checked
+
+
 def preflight(config: RunConfig, saved: Path | None = None) -> Preflight:
     """What a run needs, read and checked. `saved`: where a run that is continued has its prompts; they are its prompts,
     whatever has become of their source, which is read only where they are lost.
@@ -69,7 +79,16 @@ def preflight(config: RunConfig, saved: Path | None = None) -> Preflight:
     Raises:
         ConfigError: names the key path of everything that cannot work.
     """
-    model = _check_model(config)
+    others = (
+        lambda: _check_tracking(config),
+        *(partial(check_exported, key, path) for path, key in model_paths(config).items()),
+        *(_checks_of_this_host(config) if config.cluster.kind == "local" else ()),
+    )
+    try:
+        model = _check_model(config)
+    except ConfigError as error:
+        source = [partial(_read_items, config)] if saved is None else []
+        raise together([error, *refusals(*source, lambda: _check_rewards(config, None), *others)]) from error
     _, tokenised, models, fields, *_ = all_of(
         lambda: _check_context(config, model),
         lambda: _check_prompts(config, saved),
@@ -77,9 +96,7 @@ def preflight(config: RunConfig, saved: Path | None = None) -> Preflight:
         lambda: _check_rewards(config, model),
         lambda: _check_token_ids(config, model),
         lambda: _check_replicas(config, model),
-        lambda: _check_tracking(config),
-        *(partial(check_exported, key, path) for path, key in model_paths(config).items()),
-        *(_checks_of_this_host(config) if config.cluster.kind == "local" else ()),
+        *others,
     )
     if config.cluster.kind == "local":
         limits = memory_limits(config)
@@ -284,23 +301,28 @@ def _check_engine(config: RunConfig) -> None:
         raise ConfigError("engine.python", f"given {python!r}; {need}")
 
 
-def _check_rewards(config: RunConfig, policy: ModelSpec) -> dict[str, frozenset[str]]:
-    """Whether every part of both rewards can be built, a user's own included, reward models suit the policy, and
-    judges' answers can be written down.
+def _check_rewards(config: RunConfig, policy: ModelSpec | None) -> dict[str, frozenset[str]]:
+    """Whether every part of both rewards can be built, a user's own included, reward models suit the policy (where that
+    is known), and judges' answers can be written down.
     Returns which fields of the prompts a part reads, by its key."""
-    fields: dict[str, frozenset[str]] = {}
-    for key, section in (("reward", config.reward), ("evaluate.reward", config.evaluate.reward)):
-        try:
-            parts = build_parts(section, key)
-        except UnfitReward as error:
-            raise refusal(error.problem) from error
-        close_parts(parts)
-        keys = {name: where for name, (where, _) in section.named(key).items()}
-        fields |= {keys[part.name]: part.reward.fields for part in parts if isinstance(part.reward, ReadsFields)}
-    check_reward_models(config, policy)
+    sections = {"reward": config.reward, "evaluate.reward": config.evaluate.reward}
+    of_sections = all_of(*(partial(_check_parts, section, key) for key, section in sections.items()))
+    fields = {key: names for found in of_sections for key, names in found.items()}
+    if policy is not None:
+        check_reward_models(config, policy)
     for key, directory in config.answer_caches().items():
         check_writable(key, directory, Path(directory))
     return fields
+
+
+def _check_parts(section: RewardPartsConfig, key: str) -> dict[str, frozenset[str]]:
+    try:
+        parts = build_parts(section, key)
+    except UnfitReward as error:
+        raise refusal(error.problem) from error
+    close_parts(parts)
+    keys = {name: where for name, (where, _) in section.named(key).items()}
+    return {keys[part.name]: part.reward.fields for part in parts if isinstance(part.reward, ReadsFields)}
 
 
 def _check_fields(fields: Mapping[str, frozenset[str]], prompts: PromptTable) -> None:
@@ -355,9 +377,20 @@ def _prompts_of(config: RunConfig, tokenizer: Tokenizer, saved: Path | None) -> 
 
 
 def _read_prompts(config: RunConfig, tokenizer: Tokenizer) -> PromptTable:
-    try:
-        items = read_source(config.prompts)
+    items = _read_items(config)
+    with _of_prompts():
         return tokenise(items, tokenizer, config.prompts, config.seed, config.evaluate.shards)
+
+
+def _read_items(config: RunConfig) -> list[PromptItem]:
+    with _of_prompts():
+        return read_source(config.prompts)
+
+
+@contextmanager
+def _of_prompts() -> Iterator[None]:
+    try:
+        yield
     except PromptsError as error:
         key, _, rest = str(error).partition(": ")
         raise ConfigError(key, rest) from error

@@ -25,7 +25,7 @@ from pipeline.config.tracking import TrackingConfig, tracking_problems
 from pipeline.graph.gangs import Gang
 from pipeline.graph.graph import GraphSpec
 from stages.engines.capabilities import Capabilities, Device, capabilities_of
-from stages.engines.config import EngineConfig, engine_problems
+from stages.engines.config import OTHER_ENVIRONMENTS, EngineConfig, engine_problems
 from stages.models.config import ModelConfig, model_problems
 from stages.models.protocol import Role
 from stages.models.sampling import SamplingConfig, sampling_problems
@@ -124,6 +124,11 @@ class RunConfig:
         return capabilities_of(self.engine, device)
 
     @property
+    def engine_start_s(self) -> float:
+        """For an engine of another environment to come up, before its worker's time is over."""
+        return self.engine.start_s or 0.8 * self.cluster.start_timeout_s
+
+    @property
     def has_canaries(self) -> bool:
         """Whether engine and trainer are compared at every version. An engine that cannot score what it is given has
         said what is compared only where no row is stale."""
@@ -208,7 +213,12 @@ def validate(config: RunConfig) -> None:
 
 def run_problems(config: RunConfig) -> Iterator[Problem]:
     """What cannot work: of the run's own settings, of each section, and, where all of these can, across sections."""
-    alone = [
+    yield from section_problems(config) or _problems_across(config)
+
+
+def section_problems(config: RunConfig) -> list[Problem]:
+    """What cannot work whatever other sections say."""
+    return [
         *_own_problems(config),
         *model_problems(config.model),
         *prompts_problems(config.prompts),
@@ -228,7 +238,6 @@ def run_problems(config: RunConfig) -> Iterator[Problem]:
         *slurm_problems(config.slurm),
         *storage_problems(config.storage),
     ]
-    yield from alone or _problems_across(config)
 
 
 def _own_problems(config: RunConfig) -> Iterator[Problem]:
@@ -238,6 +247,8 @@ def _own_problems(config: RunConfig) -> Iterator[Problem]:
     if config.staleness < 0:
         yield Problem("staleness", config.staleness, "0 is synchronous PPO, 1 or more overlaps")
     yield from at_least(0, {"seed": config.seed})
+    if config.seed >= 2**63:
+        yield Problem("seed", config.seed, "a number of 64 bits with its sign: must be below 2^63")
 
 
 def _problems_across(config: RunConfig) -> Iterator[Problem]:
@@ -312,7 +323,11 @@ def _normalize_problems(config: RunConfig) -> Iterator[Problem]:
 
 
 def _engine_problems(config: RunConfig) -> Iterator[Problem]:
-    """Of what the run asks for, what its engine cannot do."""
+    """Of what the run asks for, what its engine cannot do; and of the time that it is given, what it cannot have."""
+    start_s, limit_s = config.engine.start_s, config.cluster.start_timeout_s
+    if config.engine.kind in OTHER_ENVIRONMENTS and start_s is not None and start_s >= limit_s:
+        need = f"must be below cluster.start_timeout_s = {limit_s:g}, which would end the start first; or null"
+        yield Problem("engine.start_s", start_s, need)
     yield from engine_needs(
         EngineNeeds(
             engine=config.engine,

@@ -16,6 +16,37 @@ from storage.problems import Problem, at_least
 
 _LONGEST_LEAD_S = 65535
 _TIME = re.compile(r"(?:(?P<days>\d+)-)?(?P<parts>\d+(?::\d+){0,2})")
+_WRITTEN = {
+    "--account": "slurm.account",
+    "-A": "slurm.account",
+    "--array": "slurm.array_at_once",
+    "-a": "slurm.array_at_once",
+    "--constraint": "slurm.constraint",
+    "-C": "slurm.constraint",
+    "--cpus-per-task": "cpus_per_worker in slurm.gangs",
+    "-c": "cpus_per_worker in slurm.gangs",
+    "--gres": "slurm.gres",
+    "--job-name": "name",
+    "-J": "name",
+    "--no-kill": None,
+    "-k": None,
+    "--no-requeue": None,
+    "--nodes": "nodes in slurm.gangs",
+    "-N": "nodes in slurm.gangs",
+    "--ntasks-per-node": "workers in placement.gangs",
+    "--open-mode": None,
+    "--output": None,
+    "-o": None,
+    "--partition": "slurm.partition",
+    "-p": "slurm.partition",
+    "--qos": "slurm.qos",
+    "-q": "slurm.qos",
+    "--requeue": None,
+    "--signal": "slurm.signal_lead_s",
+    "--time": "slurm.time_limit",
+    "-t": "slurm.time_limit",
+}
+"""Options of sbatch that the script has by itself -> what decides them; None: nothing."""
 _WORD = re.compile(r"[^\s'\"`$\\;&|<>]+")
 """An argument that a shell and a line of sbatch take as it is."""
 
@@ -51,7 +82,8 @@ class SlurmConfig:
     signal_lead_s: int = 180
     """Before the time limit: when the run is ended, to be requeued. Slurm may be a minute early."""
     restarts: int = 20
-    """How often a job is requeued whose driver died, or whose workers were lost too often."""
+    """Of a job, for whatever reason (time limits and preemption count): after so many it is not requeued any more where
+    its driver died, its batch node failed, or workers are missing."""
     job: Literal["auto", "plain", "heterogeneous"] = "auto"
     """auto: heterogeneous where gangs need different nodes."""
     gpus: bool = True
@@ -70,7 +102,7 @@ class SlurmConfig:
     container_command: str = "apptainer exec --nv {image}"
     """What runs a command in the image, wherever there is one."""
     sbatch: list[str] = field(default_factory=list)
-    """More options of sbatch, for the whole job."""
+    """More options of sbatch, for the whole job: for every component where it is heterogeneous."""
     template: str | None = None
     """The script's; null: slurm/run.sbatch of Stageline."""
     array_at_once: int | None = None
@@ -189,8 +221,10 @@ def _gang_problems(key: str, gang: SlurmGangConfig) -> Iterator[Problem]:
 
 def _command_problems(config: SlurmConfig) -> Iterator[Problem]:
     for key, line in {"slurm.command": config.command, "slurm.container_command": config.container_command}.items():
+        if line is None:
+            continue
         try:
-            words = shlex.split(line or "stageline")
+            words = shlex.split(line)
         except ValueError as error:
             yield Problem(key, line, f"must be a command as a shell reads it ({error})")
             return
@@ -247,3 +281,10 @@ def _option_problems(key: str, options: list[str]) -> Iterator[Problem]:
             yield Problem(
                 f"{key}[{number}]", option, "must be an option of sbatch, as it is on the command line: --mem=0"
             )
+            continue
+        for word in option.split():
+            name = word.partition("=")[0] if word.startswith("--") else word[:2]
+            if name in _WRITTEN:
+                where = _WRITTEN[name]
+                need = "and must be as it is" if where is None else f"as {where} says"
+                yield Problem(f"{key}[{number}]", option, f"{name} is in the script already, {need}")

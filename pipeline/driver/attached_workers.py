@@ -3,7 +3,7 @@
     scheduler file: address, certificate ──► `stageline worker` on a host ──joins──► roster ──► its nanny registers
 
 Nothing is started here but the scheduler. May import dask and distributed, pipeline.config,
-pipeline.driver.{cluster, roster} and pipeline.workers.
+pipeline.driver.{cluster, roster}, pipeline.workers and storage.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import logging
 import os
 import secrets
 import socket
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -31,16 +31,23 @@ from pipeline.workers.joining import JOIN, REFUSALS
 from pipeline.workers.network import family_of, interface_address, interfaces
 from pipeline.workers.scheduler_file import (
     SchedulerFile,
+    driver_answers,
     file_of_attempt,
     host_name,
     newest_attempt,
+    read_scheduler_file,
+    remove_scheduler_file,
     write_scheduler_file,
 )
 from pipeline.workers.worker_process import dask_settings
+from storage import files
+from storage.errors import StoreError
 from storage.private import private_directory
 
 _ATTEMPTS = "attempts"
 """File beside the scheduler file that says how many there were."""
+_FILE_KEY = "cluster.scheduler_file"
+_OWN_FILE = "A file of this run's own, in a directory that can be written; null for one in the run's directory"
 
 
 class AttachedWorkers:
@@ -51,12 +58,16 @@ class AttachedWorkers:
         """`board_bytes`: of all versions of the weights that a host may have published at once.
 
         Raises:
-            ConfigError: the interface or the address is not this host's, or the port is taken.
+            ConfigError: the interface or the address is not this host's, the port is taken, or the scheduler file
+                cannot be where the config says.
         """
         # For the whole process, and for good, as local workers have it.
         logging.getLogger("distributed").setLevel(logging.CRITICAL)
         host = listening_address(config.cluster.interface, config.cluster.host)
         _check_port(host, config.cluster.port)
+        if config.cluster.scheduler_file is not None:
+            make_way(config.cluster.scheduler_file)
+        attempt = begin_attempt(config.run_dir)
         security = Security.temporary()
         of_scheduler = scheduler_spec(config, security, host, config.cluster.port)
         with ExitStack() as stack:  # what is open is closed again if the rest cannot be opened
@@ -67,7 +78,7 @@ class AttachedWorkers:
             stack.callback(self._cluster.close)
             self._dashboard = config.cluster.dashboard
             self.client = stack.enter_context(Client(self._cluster))
-            self.file = _new_file(config, self._cluster.scheduler_address, security)
+            self.file = _new_file(config, attempt, self._cluster.scheduler_address, security)
             self._roster = Roster(config, self.file, board_bytes, self._report)
             stack.callback(lambda: self.client.sync(self._roster.end, "the run has ended"))
             self._cluster.scheduler.handlers[JOIN] = self._join
@@ -102,16 +113,16 @@ class AttachedWorkers:
 
     def _publish(self, config: RunConfig, stack: ExitStack) -> Path:
         """Lets workers know where the scheduler is, until the end."""
-        folder = RunPaths(config.run_dir).attached
-        for left in folder.iterdir():  # of earlier attempts: nobody listens there any more
-            left.unlink(missing_ok=True)
-        (folder / _ATTEMPTS).write_text(str(self.file.attempt))
         self.file.shared.write_text(self.file.nonce)
         given = config.cluster.scheduler_file
-        path = file_of_attempt(config.run_dir, self.file.attempt) if given is None else Path(given)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_scheduler_file(path, self.file)
-        stack.callback(path.unlink, missing_ok=True)
+        path = file_of_attempt(config.run_dir, self.file.attempt) if given is None else Path(given).absolute()
+        try:
+            write_scheduler_file(path, self.file)
+        except OSError as error:
+            if given is None:
+                raise
+            raise ConfigError(_FILE_KEY, f"given {given!r}; it cannot be written: {error}. {_OWN_FILE}") from error
+        stack.callback(remove_scheduler_file, path, self.file.nonce)
         return path
 
     def __enter__(self) -> AttachedWorkers:
@@ -143,7 +154,7 @@ def listening_address(interface: str | None, host: str | None) -> str:
 
 def _check_port(host: str, port: int) -> None:
     """Dask would say it in a traceback."""
-    with socket.socket(family_of(host)) as probe, suppress(OverflowError):
+    with socket.socket(family_of(host)) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((host, port))
@@ -152,13 +163,50 @@ def _check_port(host: str, port: int) -> None:
             raise ConfigError("cluster.port", f"given {port}; {need}") from error
 
 
-def _new_file(config: RunConfig, address: str, security: Security) -> SchedulerFile:
+def make_way(given: str) -> None:
+    """Removes what a driver that is gone left under the scheduler file's name. Raises ConfigError where another driver
+    is there, or no such file can be written."""
+    path = Path(given).absolute()
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if not os.access(path.parent, os.W_OK | os.X_OK):
+            raise StoreError(f"{path.parent} cannot be written")
+        left = read_scheduler_file(path)
+        if driver_answers(left):
+            who = f"process {left.process} on host {left.host}"
+            raise StoreError(f"the driver of {left.run_dir} has it ({who})")
+        remove_scheduler_file(path, left.nonce)
+    except FileNotFoundError:
+        return
+    except (OSError, StoreError) as error:
+        raise ConfigError(_FILE_KEY, f"given {given!r}; {error}. {_OWN_FILE}") from error
+
+
+def begin_attempt(run_dir: Path) -> int:
+    """Counts an attempt at a run, and removes what earlier ones left, whose drivers are gone, before anybody listens: a
+    worker must not ask this attempt's driver with the certificate of the last. Raises OSError and StoreError."""
+    folder = RunPaths(run_dir.resolve()).attached
+    private_directory(folder)
+    attempt = 1 + max(newest_attempt(run_dir), _counted(folder / _ATTEMPTS))
+    files.write(files.open_root(str(folder)), _ATTEMPTS, str(attempt).encode())
+    for left in folder.iterdir():
+        if left.name != _ATTEMPTS:
+            left.unlink(missing_ok=True)
+    return attempt
+
+
+def _counted(attempts: Path) -> int:
+    """What is written there; 0 for what was cut off on a full disk: the newest scheduler file counts, too, and a number
+    that comes twice only names a file."""
+    try:
+        return int(attempts.read_text())
+    except (FileNotFoundError, ValueError):
+        return 0
+
+
+def _new_file(config: RunConfig, attempt: int, address: str, security: Security) -> SchedulerFile:
     """What workers of this attempt are told."""
     run_dir = config.run_dir.resolve()
-    private_directory(RunPaths(run_dir).attached)
-    counted = RunPaths(run_dir).attached / _ATTEMPTS
-    before = int(counted.read_text()) if counted.is_file() else 0
-    attempt = 1 + max(newest_attempt(run_dir), before)
     certificate = security.get_tls_config_for_role("scheduler")
     return SchedulerFile(
         attempt=attempt,

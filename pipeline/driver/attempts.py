@@ -88,8 +88,7 @@ class Attempts:
         future = self._submit_to(index, submit, name, num_ranks)
         ahead = not self._parents_done(node)
         self._attempts[address] = Attempt(submit, name, future, ahead, None if ahead else context.now(), num_ranks)
-        # A FREE node may wait there for its parents: nothing that the worker is doing.
-        at = None if submit.mode is Mode.FREE else worker_name(submit.gang, index)
+        at = worker_name(submit.gang, index)
         what = {"gang": submit.gang, "worker": at, "attempt": name, "version": node.chosen_version}
         context.journal.now(EventKind.SUBMITTED, **_event_fields(address), **what)
         context.watch(future, (submit.gang, index), address)
@@ -117,7 +116,8 @@ class Attempts:
             *edges(node, (submit.gang, index), self._attempts, self._results),
             key=task_key(node.address, name if submit.attempt else None),
             resources={pin(submit.gang, index): 1},
-            priority=-(100 * node.turn + node.priority[1]),
+            # of equals Dask begins the last first; dispatch takes it that shards come in their order (`graph.queues`)
+            priority=-(100 * node.turn + node.priority[1] + node.address.shard / 2**20),
             retries=0,
             pure=False,
         )

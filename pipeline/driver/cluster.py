@@ -13,12 +13,13 @@ its ports. So all of them speak TLS, and answer only who shows the run's own cer
 begins, lives in the memory of these processes (and, of an attached run, in its scheduler file, of mode 0600 in a folder
 of mode 0700) and ends with them.
 
-May import distributed and pipeline.config.run.
+May import distributed and pipeline.config.{errors, run}.
 """
 
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import signal
 import socket
@@ -32,6 +33,7 @@ from distributed import Client, Scheduler, scheduler
 from distributed.protocol.pickle import dumps
 from distributed.security import Security
 
+from pipeline.config.errors import ConfigError
 from pipeline.config.run import RunConfig
 
 _KILL_S = 5.0
@@ -89,12 +91,16 @@ def scheduler_spec(config: RunConfig, security: Security, host: str, port: int =
 
 
 def free_address(wanted: str | None) -> str:
-    """The dashboard's address, with any port where that one is taken (Dask would warn)."""
+    """The dashboard's address, with any port where that one is taken (Dask would warn), or is the system's. Raises
+    ConfigError where the host is none of this one's."""
     host, _, port = (wanted or "127.0.0.1:0").rpartition(":")
     with socket.socket() as probe:
         try:
             probe.bind((host, int(port)))
-        except OSError:
+        except OSError as error:
+            if error.errno not in (errno.EADDRINUSE, errno.EACCES):
+                need = f"{host} is no address of this host ({error}): 127.0.0.1, or 0.0.0.0 for all that it has"
+                raise ConfigError("cluster.dashboard", f"given {wanted!r}; {need}") from error
             return f"{host}:0"
     return f"{host}:{port}"
 

@@ -3,7 +3,7 @@
     driver's thread, once a second:  dispatch ──marker_states──► wanted ──► the scheduler's loop
     scheduler's loop:                wanted ──difference──► tasks are added, change their state, are forgotten
 
-    generate-commit-000003: waiting ─parents done─► queued ─a worker has it─► processing ─committed─► memory
+    generate-commit-000003: waiting ─parents done─► queued ─a worker begins it─► processing ─committed─► memory
 
 A marker is an entry among the scheduler's tasks that nobody computes: no worker hears of it, no client wants it, and
 nothing that runs depends on it. So it can hold up nothing, and nothing that dies or stops can hold it up; its state is
@@ -28,8 +28,8 @@ from distributed.diagnostics.plugin import SchedulerPlugin
 from distributed.scheduler import TaskGroup, TaskState
 
 from pipeline.driver.task_keys import marker_key
-from pipeline.graph.graph import GraphSpec, step_nodes
-from pipeline.graph.status import NodeState, NodeStatus
+from pipeline.graph.graph import GraphSpec
+from pipeline.graph.status import NodeState, NodeStatus, with_steps_over
 from storage.address import Address
 
 MOST_MARKERS = 2000
@@ -37,6 +37,7 @@ MOST_MARKERS = 2000
 _DASK_STATE = {
     NodeState.WAITING: "waiting",
     NodeState.READY: "queued",
+    NodeState.QUEUED: "queued",
     NodeState.RUNNING: "processing",
     NodeState.DONE: "memory",
 }
@@ -53,17 +54,21 @@ class Marker:
     priority: tuple[int, int]
 
 
-def marker_states(spec: GraphSpec, statuses: Sequence[NodeStatus]) -> dict[Address, Marker]:
-    """Markers of the window, and of the eta + 1 steps before it, on whose publications the window's generation depends;
-    parents before children. None where there would be more than `MOST_MARKERS`."""
+def marker_states(spec: GraphSpec, statuses: Sequence[NodeStatus], admitted: int) -> dict[Address, Marker]:
+    """Markers of the window, whose steps end before `admitted`, and of the eta + 1 steps before it, on whose
+    publications the window's generation depends; parents before children. None where the window alone has more nodes
+    than `MOST_MARKERS`."""
     if not statuses or len(statuses) > MOST_MARKERS:
         return {}
-    first = max(0, min(status.node.turn for status in statuses))
-    before = [node for step in range(max(0, first - spec.staleness - 1), first) for node in step_nodes(spec, step)]
-    past = [NodeStatus(node, NodeState.DONE) for node in before] if len(before) + len(statuses) <= MOST_MARKERS else []
+    shown = with_steps_over(spec, statuses, admitted, spec.staleness + 1, MOST_MARKERS)
+    last = spec.steps - 1  # evaluations of the last versions serve no step: they stand in the last one's column
     return {
-        status.node.address: Marker(_DASK_STATE[status.state], status.node.parents, status.node.priority)
-        for status in (*past, *statuses)
+        status.node.address: Marker(
+            _DASK_STATE[status.state],
+            status.node.parents,
+            (min(status.node.turn, last), status.node.priority[1]),
+        )
+        for status in shown
     }
 
 

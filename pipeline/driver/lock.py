@@ -8,8 +8,10 @@ from __future__ import annotations
 import fcntl
 import os
 import platform
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from typing import IO
 
 from pipeline.config.errors import ConfigError
 from pipeline.config.paths import RunPaths
@@ -25,7 +27,7 @@ def only_driver(paths: RunPaths) -> Iterator[None]:
     """
     with paths.lock.open("a+") as lock:
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _take(lock)
         except BlockingIOError as error:
             lock.seek(0)
             owner = lock.read().strip() or "another process"
@@ -34,3 +36,24 @@ def only_driver(paths: RunPaths) -> Iterator[None]:
             os.ftruncate(lock.fileno(), 0)
             os.write(lock.fileno(), f"process {os.getpid()} on {platform.node()}".encode())
         yield
+
+
+def is_driven(paths: RunPaths) -> bool:
+    """Whether a process is at work in the directory now."""
+    if not paths.lock.exists():
+        return False
+    with paths.lock.open() as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+    return False
+
+
+def _take(lock: IO[str], looks: int = 3, pause_s: float = 0.05) -> None:
+    """Raises BlockingIOError where another process has it; one that only looks (`is_driven`) has it for an instant."""
+    for _ in range(looks - 1):
+        with suppress(BlockingIOError):
+            return fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        time.sleep(pause_s)
+    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -8,7 +8,9 @@ May import pipeline.config, pipeline.observe and below.
 
 from __future__ import annotations
 
+import importlib
 import json
+import os
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -23,7 +25,6 @@ from pipeline.observe.journal import journal_exists, read_events
 from pipeline.observe.report.page import report
 from pipeline.observe.report.source import RunSource, Sameness
 from pipeline.observe.summary import Summary
-from stages.models.hf_files import read_tokenizer
 from storage.errors import StoreError
 from storage.vocabulary import Decode
 
@@ -32,16 +33,23 @@ _TOKENIZER = ("token", "vocab", "merges")
 
 
 def write_report(sources: Sequence[RunSource], file: Path) -> Path:
-    """One HTML file of one run or of several; returns it. Raises OSError."""
-    file.write_bytes(report(sources))
+    """One HTML file of one run or of several, in place of what is there; returns it. Raises OSError."""
+    staged = file.with_name(f".{file.name}.{os.getpid()}")
+    try:
+        staged.write_bytes(report(sources))
+        staged.replace(file)
+    except BaseException:
+        staged.unlink(missing_ok=True)
+        raise
     return file
 
 
 def report_source(config: RunConfig, history: History, summary: Summary) -> RunSource:
     """A run's directory as its report reads it."""
     paths, remarks = RunPaths(config.run_dir), []
+    tokenizers = importlib.import_module("stages.models.hf_files")  # torch and transformers take seconds to import
     try:
-        decode: Decode = partial(read_tokenizer(config.model.path).decode, skip_special=False)
+        decode: Decode = partial(tokenizers.read_tokenizer(config.model.path).decode, skip_special=False)
     except (OSError, ValueError) as error:
         decode = _as_numbers
         reason = str(error).splitlines()[0]

@@ -30,9 +30,10 @@ from pipeline.observe.history import EVALUATION_METRIC, STEP_METRIC, History, ev
 from pipeline.observe.journal import journal_exists, read_events, run_starts
 from pipeline.observe.live import Screen
 from pipeline.observe.overlap import overlap_by_step
+from pipeline.observe.redaction import without_credentials
 from pipeline.observe.responses import response_pairs, samples_table
-from pipeline.observe.revision import git_commit, software_versions, started_by
-from pipeline.observe.run_note import result_text, run_note
+from pipeline.observe.revision import git_commit, short_command, software_versions, started_by
+from pipeline.observe.run_note import code, result_text, run_note
 from pipeline.observe.slurm_job import slurm_job
 from pipeline.observe.spool import experiment_id
 from pipeline.observe.summary import Summary, summarise
@@ -42,7 +43,8 @@ from storage.rollouts import RolloutStore
 from storage.vocabulary import Decode
 
 _CHANGED = "+changes"
-_NOTE = "mlflow.note.content"
+_NOTE, _ENDED = "mlflow.note.content", "stageline.ended"
+_GONE = "killed, or left to go on: its driver ended without closing it"
 
 
 def open_history(config: RunConfig) -> History:
@@ -61,18 +63,21 @@ def open_tracker(config: RunConfig) -> Tracker:
     paths = RunPaths(config.run_dir)
     commit = git_commit()
     resumes = len(run_starts(paths.events))
+    running = f"running, resumed for the {resumes}. time" if resumes else "running"
+    gone = f"{_GONE}; {code(f'stageline resume {paths.root}')} goes on with it"
     tags = {
         "host": platform.node(),
         "config_hash": config_hash(config),
         "run_dir": str(paths.root.resolve()),
         "stageline.resumes": str(resumes) if resumes else None,
+        _ENDED: "not yet" if resumes else None,  # it says why an earlier driver did
         "mlflow.parentRunId": config.tracking.parent,
         "mlflow.user": _user(),
-        "mlflow.source.name": started_by()["command"],
+        "mlflow.source.name": short_command(),
         "mlflow.source.type": "LOCAL" if slurm_job(os.environ) is None else "JOB",
         "mlflow.source.git.commit": commit.removesuffix(_CHANGED),
         "mlflow.source.git.dirty": "true" if commit.endswith(_CHANGED) else None,
-        _NOTE: _note(config, commit, "running" if not resumes else f"running, resumed for the {resumes}. time"),
+        _NOTE: _note(config, commit, running),
     }
     tracker = MlflowTracker(
         uri=config.tracking.uri,
@@ -82,14 +87,15 @@ def open_tracker(config: RunConfig) -> Tracker:
         tags={name: value for name, value in tags.items() if value},
         spool_path=paths.mlflow_spool,
         off=off_metrics(config),
+        if_abandoned={_ENDED: _GONE, _NOTE: _note(config, commit, gone)},
     )
-    tracker.artifact(paths.config, "")
+    tracker.artifact(_config_to_show(paths), "")
     return tracker
 
 
 def track_prompts(config: RunConfig, tracker: Tracker, digest: str, num_train: int, num_held_out: int) -> None:
     """The prompts as datasets of the run: those it trains on and those held out. `digest`: of both."""
-    source, name = config.prompts.url, Path(config.prompts.url).name
+    source, name = without_credentials(config.prompts.url), Path(config.prompts.url).name
     tracker.dataset(Dataset(name, digest[:36], source, "training", num_train))
     if num_held_out:
         tracker.dataset(Dataset(f"{name} held out", digest[:36], source, "evaluation", num_held_out))
@@ -102,8 +108,20 @@ def _user() -> str | None:
         return None
 
 
+def _config_to_show(paths: RunPaths) -> Path:
+    """The run's config, as a file that others may read."""
+    text = paths.config.read_text("utf8")
+    shown = without_credentials(text)
+    if shown == text:
+        return paths.config
+    copy = paths.root / "without_passwords" / paths.config.name
+    copy.parent.mkdir(exist_ok=True)
+    copy.write_text(shown, "utf8")
+    return copy
+
+
 def _note(config: RunConfig, commit: str, result: str) -> str:
-    kind = "" if config.has_critic else ", no critic"
+    kind, weights = "" if config.has_critic else ", no critic", RunPaths(config.run_dir).weights(config.steps)
     what = f"PPO ({config.ppo.advantage}{kind}) on the task graph, staleness {config.staleness}, {config.steps} steps."
     facts = {
         "model": config.model.path,
@@ -112,9 +130,9 @@ def _note(config: RunConfig, commit: str, result: str) -> str:
         "host": platform.node(),
         "commit": commit,
         "directory": str(RunPaths(config.run_dir).root.resolve()),
-        "weights": str(RunPaths(config.run_dir).weights(config.steps).resolve()),
+        "weights": str(weights.resolve()) if weights.is_dir() else "",
     }
-    return run_note(what, facts, result)
+    return without_credentials(run_note(what, facts, result))
 
 
 def catch_up(history: History, tracker: Tracker, starts: Sequence[float]) -> list[int]:
@@ -157,7 +175,7 @@ def conclude(
         written = write_report([report_source(config, history, summary)], paths.report)
         tracker.artifact(written, "plots")
     note = _note(config, git_commit(), result_text(status, summary, ended))
-    tracker.tags({"stageline.ended": ended[:400] or status.lower(), _NOTE: note})
+    tracker.tags({_ENDED: ended[:400] or status.lower(), _NOTE: note})
     if status == "FINISHED":
         tracker.tags({"stageline.weights": str(paths.weights(config.steps).resolve())})
         if config.tracking.register is not None:

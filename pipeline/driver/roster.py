@@ -70,22 +70,24 @@ class Roster:
 
     async def serve(self, connection: Connection, message: dict[str, Any]) -> None:
         """Answers a request, and, where the worker joins, returns when its connection ends."""
-        request = JoinRequest.of(message)
         now = time.time()
-        refused = self._stranger(request)
+        try:
+            request = JoinRequest.of(message)
+        except TypeError as error:
+            await self._refuse(connection, self._of_other_version(message, error))
+            return
+        refused = self._stranger(request.gang, request.index, request.host)
         if refused is None:
             worker = request.gang, request.index
             unfit = [*host_problems(request, self._config, now, versions_here(), self._board_bytes_of(request))]
             unfit += [] if unfit else await self._directory_problems(request)
             gpus = self._gpus_for(request)
             unfit += [gpus] if isinstance(gpus, str) else []
-            refused = self._stranger(request)  # another may have come meanwhile
+            refused = self._stranger(*worker, request.host)  # another may have come meanwhile
             if refused is None and unfit:
                 refused = JoinRefused(*worker, f"host {request.host}: {unfit[0]}", fatal=True)
         if refused is not None:
-            self._report(asdict(refused))
-            with suppress(OSError):
-                await connection.write({"refused": refused.text})
+            await self._refuse(connection, refused)
             return
         assert not isinstance(gpus, str)
         self._joined[worker] = _Joined(connection, request, tuple(request.gpus[index] for index in gpus))
@@ -105,19 +107,32 @@ class Roster:
             with suppress(OSError):
                 await joined.connection.write({"over": why})
 
-    def _stranger(self, request: JoinRequest) -> JoinRefused | None:
-        """Why this is no worker that the run is waiting for."""
-        name, gang = worker_name(request.gang, request.index), self._gangs.get(request.gang)
-        where = f"host {request.host}"
-        text = None
+    async def _refuse(self, connection: Connection, refused: JoinRefused) -> None:
+        self._report(asdict(refused))
+        with suppress(OSError):
+            await connection.write({"refused": refused.text})
+
+    def _of_other_version(self, message: Mapping[str, Any], error: TypeError) -> JoinRefused:
+        """Of a worker that does not say what one of this version says."""
+        gang, index, host = str(message.get("gang")), message.get("index"), message.get("host")
+        index, versions = index if isinstance(index, int) else -1, message.get("versions")
+        differ = version_problems(versions if isinstance(versions, dict) else {}, versions_here())
+        why = next(differ, f"its request is none of this version of Stageline: {error}")
+        stranger = self._stranger(gang, index, str(host))
+        return stranger or JoinRefused(gang, index, f"host {host}: {why}", fatal=True)
+
+    def _stranger(self, name: str, index: int, host: str) -> JoinRefused | None:
+        """Why a worker of a gang of that name, on that host, is none that the run is waiting for."""
+        gang, text = self._gangs.get(name), None
         if gang is None:
-            text = f"{where}: the run has no gang {request.gang!r}; it has {', '.join(sorted(self._gangs))}"
-        elif not 0 <= request.index < gang.workers:
-            text = f"{where}: gang {gang.name} has no index {request.index}; it has 0 to {gang.workers - 1}"
-        elif (request.gang, request.index) in self._joined:
-            there = self._joined[request.gang, request.index].request
-            text = f"{where}: {name} is there already: process {there.process} on host {there.host}"
-        return None if text is None else JoinRefused(request.gang, request.index, text, fatal=False)
+            text = f"host {host}: the run has no gang {name!r}; it has {', '.join(sorted(self._gangs))}"
+        elif not 0 <= index < gang.workers:
+            text = f"host {host}: gang {name} has no index {index}; it has 0 to {gang.workers - 1}"
+        elif (name, index) in self._joined:
+            there = self._joined[name, index].request
+            who = worker_name(name, index)
+            text = f"host {host}: {who} is there already: process {there.process} on host {there.host}"
+        return None if text is None else JoinRefused(name, index, text, fatal=False)
 
     def _board_bytes_of(self, request: JoinRequest) -> int:
         """What must fit into the shared memory of this worker's host."""
@@ -170,6 +185,7 @@ def host_problems(
 ) -> Iterator[str]:
     """What of a worker's host does not fit the run. `now`: the driver's clock; `versions`: what it has; `board_bytes`:
     what published weights will take there."""
+    yield from version_problems(request.versions, versions)
     if request.shared:
         yield request.shared
     skew = request.clock - now
@@ -179,12 +195,17 @@ def host_problems(
             f"its clock is {abs(skew):.1f} s {side} the driver's, and cluster.clock_skew_s is "
             f"{config.cluster.clock_skew_s:g}: set it by NTP"
         )
-    others = [f"{name} {request.versions.get(name)} (the driver: {versions[name]})" for name in versions]
-    differ = [text for name, text in zip(versions, others, strict=True) if request.versions.get(name) != versions[name]]
-    if differ:
-        yield f"it has other versions than the driver: {'; '.join(differ)}. Use one environment on all hosts"
     if request.board_free < board_bytes:
         yield (
             f"published weights will take {board_bytes / GIB:.2f} GiB (staleness + 2 versions) and its shared memory "
             f"has {request.board_free / GIB:.2f}: make /dev/shm larger, or set cluster.weights_dir"
         )
+
+
+def version_problems(theirs: Mapping[str, object], ours: Mapping[str, str]) -> Iterator[str]:
+    """What a worker's host has in another version than the driver, by package."""
+    differ = [
+        f"{name} {theirs.get(name)} (the driver: {ours[name]})" for name in ours if theirs.get(name) != ours[name]
+    ]
+    if differ:
+        yield f"it has other versions than the driver: {'; '.join(differ)}. Use one environment on all hosts"

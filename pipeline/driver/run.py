@@ -12,6 +12,7 @@ what it comes to in `results`. May import all of pipeline below the command line
 from __future__ import annotations
 
 import gc
+import os
 import signal
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -21,7 +22,7 @@ from rich.console import Console
 
 from pipeline.config.loading import to_yaml
 from pipeline.config.paths import RunPaths
-from pipeline.config.preflight import check_run_directory, preflight
+from pipeline.config.preflight import check_run, check_run_directory
 from pipeline.config.run import RunConfig
 from pipeline.driver.alarms import Alarms
 from pipeline.driver.closing import OpenBooks, all_committed
@@ -51,19 +52,20 @@ from pipeline.driver.session import (
 )
 from pipeline.driver.step_trace import previews, step_spans
 from pipeline.driver.system_metrics import SystemMetrics
-from pipeline.driver.watching import baseline, first_start, links, open_progress, page
+from pipeline.driver.watching import at_work, baseline, first_start, links, open_progress, page
 from pipeline.graph.dispatch import Dispatch
 from pipeline.graph.flow import Flow
 from pipeline.graph.graph import Node, weight_readers
 from pipeline.observe.evaluations import Evaluation
-from pipeline.observe.graph_view import wait_text
 from pipeline.observe.history import alarm_text, evaluation_metrics
 from pipeline.observe.journal import Event, EventKind, Journal, run_starts
 from pipeline.observe.live import Progress, Screen
 from pipeline.observe.losses import Losses
 from pipeline.observe.node_events import NodeEvents
+from pipeline.observe.recorded_view import ordered
 from pipeline.observe.responses import chosen, response_pairs
 from pipeline.observe.revision import started_by
+from pipeline.observe.slurm_job import dashboard_tags
 from pipeline.observe.summary import Summary
 from pipeline.observe.tables import end_of_run
 from pipeline.observe.tracking import Tracker
@@ -105,8 +107,7 @@ def run(
         EndedEarly: likewise, and no summary was made of it.
     """
     paths = RunPaths(config.run_dir)
-    check_run_directory(config, resume=resume)
-    checked = preflight(config, paths.prompts if resume else None)
+    checked = check_run(config, resume=resume)
     decode: Decode = checked.tokenizer.decode
     with writable(config):
         paths.root.mkdir(parents=True, exist_ok=True)
@@ -185,9 +186,9 @@ def _run(config: RunConfig, ready: PreparedRun, screen: Screen, tracker: Tracker
             return  # a driver that died at the run's end has left them in memory
     with published_weights(config, history.ledger) as board, worker_processes(config) as workers:
         if workers.dashboard is not None:
-            tracker.tags({"dashboard": workers.dashboard})
+            tracker.tags(dashboard_tags(workers.dashboard, os.environ))
         progress = open_progress(config, screen, links(config, workers), len(tracked))
-        seen, losses = NodeEvents(), Losses()
+        seen, losses = NodeEvents(ordered(config.gangs())), Losses()
 
         def heard(event: Event) -> None:
             progress.event(event)
@@ -258,7 +259,7 @@ class _Driver:
         self._unread = None if board is None else UnreadVersions(board)
         self._journal = journal
         self._progress = progress
-        self._losses = losses
+        self._seen, self._losses = seen, losses
         self._tracker = tracker
         self._began = time.time()
         self._tracked = set(tracked)
@@ -315,7 +316,7 @@ class _Driver:
             self._linked = True
             self._progress.link("MLflow", address)
         if self._progress.live:
-            self._progress.waits({gang: wait_text(wait) for gang, wait in self._dispatch.waits().items()})
+            self._progress.gangs(at_work(self._config, self._dispatch, self._flow, self._seen))
         if self._view is not None:
             self._view.look()
 
@@ -378,7 +379,9 @@ class _Driver:
         self._retention.over_until(self._books.over_until)
         self._executor.release([node.address for node in nodes])
         ran = [(node, self._outcomes.pop(node.address)) for node in nodes if node.address in self._outcomes]
-        self._tracker.trace(step, step_spans(ran, self._gang_of), *previews(self._config.name, step, ran))
+        if ran:  # else an earlier driver ran them all
+            asked, answered = previews(self._config.name, step, ran, self._history)
+            self._tracker.trace(step, step_spans(ran, self._gang_of), asked, answered)
 
     def _version_unread(self, version: int) -> None:
         """Every reader of a version of the weights is done."""

@@ -22,7 +22,7 @@ from pipeline.graph.dispatch import Dispatch
 from pipeline.graph.flow import Flow
 from pipeline.graph.gangs import Gang
 from pipeline.graph.graph import GraphSpec
-from pipeline.observe.graph_view import Facts, GraphView, VersionView, node_views, past_steps
+from pipeline.observe.graph_view import Facts, GraphView, VersionView, node_views, shown_steps
 from pipeline.observe.log_files import log_names
 from pipeline.observe.node_events import NodeEvents
 from pipeline.observe.recorded_view import Curves, gang_views, role_gangs
@@ -71,21 +71,22 @@ class RunView:
 
     def look(self) -> None:
         """Called about once a second in the driver's thread: markers follow, and whoever looks gets a new record."""
-        statuses = self._dispatch.statuses()
-        self._markers.show(marker_states(self._spec, statuses))
+        statuses, admitted = self._dispatch.statuses(), self._flow.admitted
+        self._markers.show(marker_states(self._spec, statuses, admitted))
         if time.monotonic() - self._asked > _ASKED_S:
             return
-        statuses = [*past_steps(self._spec, statuses, self._flow.finished), *statuses]
-        nodes = node_views(statuses, role_gangs(self._gangs), self._events)
+        shown = shown_steps(self._spec, statuses, admitted)
+        nodes = node_views(shown, role_gangs(self._gangs), self._events, admitted)
         done = self._flow.steps_done
         self._latest = GraphView(
             facts=replace(self._facts, logs=log_names(self._logs)),
             live=True,
+            driven=True,
             finished=self._flow.finished,
             at=time.time(),
             steps_done=done,
             nodes=nodes,
-            gangs=gang_views(self._gangs, self._dispatch, nodes),
+            gangs=gang_views(self._gangs, nodes, self._dispatch.waits(), self._dispatch.is_up),
             versions=self._versions(),
             points=self._curves.points(done, _READS),
             held_out=self._curves.held_out(done),

@@ -40,6 +40,7 @@ from pipeline.graph.gangs import Gang
 from pipeline.observe.journal import EventKind
 from pipeline.workers.entry import build_worker, open_meeting
 from pipeline.workers.joining import JoinRefused
+from pipeline.workers.last_words import with_last_words
 from pipeline.workers.messages import PEER_ERRORS, Built, MirrorSpec, WorkerLost, WorkerSpec, pin_resource, worker_name
 
 _ANSWER_S = 10.0
@@ -238,6 +239,7 @@ class Supervision:
         unit = restart_unit(gang, key[1])
         if worker.host and self._context.settings.arrival_timeout_s is not None:  # it need not be the driver's
             why = f"{why} (host {worker.host})"
+        why = with_last_words(why, worker.spec.log)
         losses = self._losses[unit[0]] = self._losses.get(unit[0], 0) + 1
         self._context.journal.now(EventKind.GANG_LOST, gang=gang.name, worker=worker.spec.name, detail=why)
         if losses >= self._context.settings.attempts:
@@ -375,8 +377,7 @@ class Supervision:
         )
 
     def _not_built(self, key: WorkerKey, error: BaseException) -> StageFailed:
-        what = f"worker {self._workers[key].spec.name} could not be built:"
-        return self.failure(what, key[0], {key[1]: error})
+        return self.failure(f"worker {self._workers[key].spec.name} could not be built:", key[0], {key[1]: error})
 
 
 def _see_log(worker: _Worker) -> str:

@@ -1,6 +1,6 @@
 """What of a run's config tracking gets, and what of its metrics says nothing under that config. Pure functions.
 
-May import pipeline.config, pipeline.observe.metric_catalogue, stages.models.protocol.Role and the standard library.
+May import pipeline.config, pipeline.observe.redaction, stages.models.protocol.Role and the standard library.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 from pipeline.config.loading import flatten
 from pipeline.config.run import RunConfig
+from pipeline.observe.redaction import without_credentials
 from stages.models.protocol import Role
 
 
@@ -34,9 +35,10 @@ def _off(config: RunConfig) -> Iterator[str]:
 
 
 def tracked_params(config: RunConfig) -> dict[str, str]:
-    """The config's settings less those that the run does not read."""
+    """The config's settings less those that the run does not read, and without passwords in URLs."""
     unread = tuple(_unread(config))
-    return {key: value for key, value in flatten(config).items() if not key.startswith(unread)}
+    read = {key: value for key, value in flatten(config).items() if not key.startswith(unread)}
+    return {key: without_credentials(value) for key, value in read.items()}
 
 
 def _unread(config: RunConfig) -> Iterator[str]:

@@ -17,10 +17,13 @@ from pipeline.driver.results import watch_runs
 from pipeline.driver.run_view import RunView
 from pipeline.graph.dispatch import Dispatch
 from pipeline.graph.flow import Flow
+from pipeline.graph.status import NodeState
+from pipeline.observe.graph_view import GangView, node_views
 from pipeline.observe.history import History
 from pipeline.observe.journal import run_starts
 from pipeline.observe.live import Progress, Screen
 from pipeline.observe.node_events import NodeEvents
+from pipeline.observe.recorded_view import gang_views, ordered, role_gangs
 from pipeline.observe.slurm_job import slurm_job, tunnel
 from pipeline.workers.messages import worker_name
 from storage.weights import WeightBoard
@@ -48,7 +51,7 @@ def open_progress(config: RunConfig, screen: Screen, links: Mapping[str, str], f
         console=screen.console,
         first_step=first_step,
         workers={worker_name(gang.name, index): gang.name for gang in gangs for index in range(gang.workers)},
-        together={gang.name for gang in gangs if gang.ordered},
+        together=ordered(gangs),
         json_lines=screen.json_lines,
     )
 
@@ -63,6 +66,14 @@ def baseline(history: History) -> list[tuple[int, float]]:
     versions = history.evaluated_versions()
     found = (history.evaluation(version) for version in dict.fromkeys((*versions[:1], *versions[-1:])))
     return [(evaluation.version, evaluation.mean) for evaluation in found if evaluation is not None]
+
+
+def at_work(config: RunConfig, dispatch: Dispatch, flow: Flow, seen: NodeEvents) -> tuple[GangView, ...]:
+    """What each gang does, or waits for, now."""
+    gangs = config.gangs()
+    busy = [status for status in dispatch.statuses() if status.state in (NodeState.RUNNING, NodeState.QUEUED)]
+    nodes = node_views(busy, role_gangs(gangs), seen, flow.admitted)
+    return gang_views(gangs, nodes, dispatch.waits(), dispatch.is_up)
 
 
 def page(

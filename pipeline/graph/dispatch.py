@@ -19,7 +19,7 @@ it has nothing out and nothing ready.
 Losing a worker resets its unfinished nodes, and whatever was already submitted on top of them, to waiting; finished
 nodes stay finished, since their output is in the store.
 
-May import pipeline.graph.{gangs, graph, ready, status, turns, waits}, storage.address and the standard library.
+May import pipeline.graph.{gangs, graph, queues, ready, status, turns, waits}, storage.address and the standard library.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from enum import StrEnum
 
 from pipeline.graph.gangs import Gang, Mode
 from pipeline.graph.graph import Node
+from pipeline.graph.queues import WorkerQueues
 from pipeline.graph.ready import ReadyNodes
 from pipeline.graph.status import NodeStatus, node_state
 from pipeline.graph.turns import Pass, Turns
@@ -104,6 +105,7 @@ class Dispatch:
         self._readable: set[int] = set()
         """Versions of the weights."""
         self._turns = Turns(turns)
+        self._queues = WorkerQueues()
 
     # ---- what happened -------------------------------------------------------------------------------------------
 
@@ -160,6 +162,7 @@ class Dispatch:
         if entry is not None and entry.state is _State.SUBMITTED:
             self._release_capacity(entry)
             self._gang_of[entry.node.role].waiting.add(address)
+            self._queues.step_aside(address)
 
     def done(self, address: Address) -> bool:
         """A node has its commit. False if it already was done (the second of two attempts)."""
@@ -167,6 +170,7 @@ class Dispatch:
         if entry.state is _State.DONE:
             return False
         self._release_capacity(entry)
+        self._queues.done(address)
         self._set(entry, _State.DONE)
         return True
 
@@ -183,6 +187,7 @@ class Dispatch:
                 continue
             self._release_capacity(entry)
             entry.submit = None
+            self._queues.lost(entry.node.address)
             self._set(entry, _State.WAITING)
             reset.append(entry.node.address)
             stack += [c for c in self._children.get(entry.node.address, ()) if c in self._entries]
@@ -233,10 +238,10 @@ class Dispatch:
 
     def waits(self) -> dict[str, Wait]:
         """By gang that is up, has nodes left and runs none: what it waits for."""
-        left = {address: entry for address, entry in self._entries.items() if entry.state is not _State.DONE}
-        submitted = {address for address, entry in left.items() if entry.state is _State.SUBMITTED}
+        left = {address: entry.node for address, entry in self._entries.items() if entry.state is not _State.DONE}
+        running = {address for address in left if self._queues.is_running(address)}
         gang_of = {role: state.gang.name for role, state in self._gang_of.items()}
-        found = waits({address: entry.node for address, entry in left.items()}, submitted, gang_of)
+        found = waits(left, running, self._queues.before, gang_of)
         up = {gang: wait for gang, wait in found.items() if self._gangs[gang].up}
         return {gang: replace(wait, devices_of=self._turns.holder(gang)) for gang, wait in up.items()}
 
@@ -270,7 +275,8 @@ class Dispatch:
     def _status(self, entry: _Entry) -> NodeStatus:
         submit, done = entry.submit, entry.state is _State.DONE
         parents_done = all(map(self.is_done, entry.node.parents))
-        state = node_state(done, entry.state is _State.SUBMITTED, parents_done)
+        running = self._queues.is_running(entry.node.address)
+        state = node_state(done, entry.state is _State.SUBMITTED, parents_done, running)
         worker = None if submit is None else (submit.gang, submit.replica)
         return NodeStatus(entry.node, state, worker, entry.losses)
 
@@ -355,6 +361,8 @@ class Dispatch:
         entry.attempts += 1
         entry.holds_capacity = True
         self._set(entry, _State.SUBMITTED)
+        unfinished = [p for p in node.parents if not self.is_done(p)] if mode is Mode.FREE else ()
+        self._queues.hand_out(given, (state.gang.name, replica), state.gang.threads, unfinished)
         return entry.submit
 
     def _version_for(self, node: Node) -> int:

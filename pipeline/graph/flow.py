@@ -124,6 +124,11 @@ class Flow:
         return self._next == self._spec.steps and not self._open
 
     @property
+    def admitted(self) -> int:
+        """Steps that the window has reached."""
+        return self._next
+
+    @property
     def readers(self) -> dict[int, tuple[Address, ...]]:
         """By version that somebody still has to read: who."""
         return {version: tuple(sorted(left)) for version, left in sorted(self._readers.items())}

@@ -34,6 +34,14 @@ class Gang:
         """Whether it holds a trained or a reference model: then its ranks act together."""
         return bool(self.roles & MODEL_ROLES)
 
+    @property
+    def threads(self) -> int:
+        """Nodes that one of its workers runs at once: one in an ordered gang; a replica's slots, and one more where it
+        also scores."""
+        if self.ordered:
+            return 1
+        return self.slots + (1 if Role.GENERATE in self.roles and self.roles != {Role.GENERATE} else 0)
+
     def mode(self, role: Role) -> Mode:
         if self.ordered:
             return Mode.ORDERED

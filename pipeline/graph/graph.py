@@ -192,6 +192,11 @@ def _canaries_of(spec: GraphSpec, step: int) -> list[Node]:
     return [canary_node(spec, version) for version in versions if _canary_step(spec, version) == step]
 
 
+def step_of(node: Node) -> int:
+    """The step among whose `step_nodes` it is. (An evaluation's turn is a later one.)"""
+    return max(0, node.version - 1 if node.stage.startswith("evaluate") else node.turn)
+
+
 def step_nodes(spec: GraphSpec, step: int) -> list[Node]:
     """All nodes of PPO step i, parents before children, with the publication of version i + 1 and its evaluation (and,
     for step 0, those of version 0)."""

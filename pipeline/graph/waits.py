@@ -1,14 +1,15 @@
 """What an idle gang waits for: a pure function of the nodes that are not done. No clock, no I/O, no Dask.
 
     idle gang ──► its most urgent node ──► parents that are not done ──► theirs ──► ... ──► nodes that run
-                                                                                   └──────► nodes that wait for a worker
+                                           (of one that is queued:                 └──────► nodes that wait for a worker
+                                           what its worker does first)
 
 May import pipeline.graph.graph, stages.models.protocol.Role, storage.address and the standard library.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Set
+from collections.abc import Callable, Iterable, Mapping, Set
 from dataclasses import dataclass
 
 from pipeline.graph.graph import Node
@@ -23,7 +24,7 @@ class Wait:
     node: Address
     """What it would do next."""
     running: tuple[Address, ...]
-    """Nodes that run now, from which that one comes, over however many others."""
+    """Nodes that run now, from which that one comes, over however many others; or which a worker does before those."""
     ready: tuple[Address, ...]
     """Likewise, nodes that wait for nothing but a worker."""
     devices_of: str | None = None
@@ -37,11 +38,18 @@ class Wait:
         return f"{self.node} waits for {', '.join(behind[:4])}{f' and {len(behind) - 4} more' if behind[4:] else ''}"
 
 
-def waits(unfinished: Mapping[Address, Node], submitted: Set[Address], gang_of: Mapping[Role, str]) -> dict[str, Wait]:
-    """By gang that has nodes left and runs none. `submitted`: handed out; one that was handed out ahead of its parents
-    does not run yet. A parent that is not among the `unfinished` is done."""
-    parents = {address: [p for p in node.parents if p in unfinished] for address, node in unfinished.items()}
-    running = {address for address in submitted if address in unfinished and not parents[address]}
+def waits(
+    unfinished: Mapping[Address, Node],
+    running: Set[Address],
+    before: Callable[[Address], Iterable[Address]],
+    gang_of: Mapping[Role, str],
+) -> dict[str, Wait]:
+    """By gang that has nodes left and runs none. `before(address)`: what a worker runs now, before that node, which it
+    was handed too. A parent that is not among the `unfinished` is done."""
+    parents = {
+        address: [p for p in node.parents if p in unfinished] or [*before(address)]
+        for address, node in unfinished.items()
+    }
     busy = {gang_of[unfinished[address].role] for address in running}
     first: dict[str, Node] = {}
     for node in unfinished.values():

@@ -5,6 +5,7 @@ May import pipeline.config.errors.
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 from collections.abc import Mapping, Sequence
@@ -15,7 +16,24 @@ from pipeline.config.errors import ConfigError
 
 _PATIENCE_S = 60.0
 """For a controller that is busy."""
-_UNDER_WAY = frozenset({"PENDING", "CONFIGURING", "RUNNING", "SUSPENDED", "COMPLETING"})
+_OVER = frozenset(
+    {
+        "BOOT_FAIL",
+        "CANCELLED",
+        "COMPLETED",
+        "DEADLINE",
+        "FAILED",
+        "NODE_FAIL",
+        "OUT_OF_MEMORY",
+        "PREEMPTED",
+        "REVOKED",
+        "TIMEOUT",
+    }
+)
+"""States after which nothing comes. A job that Slurm is about to requeue is never seen in one: it is COMPLETING until
+it is PENDING."""
+_FORGOTTEN = ("Invalid job id", "not found")
+"""In scontrol's answer: of a job, and of an array's task."""
 _KEYS = {
     "account": "slurm.account",
     "partition": "slurm.partition",
@@ -46,7 +64,7 @@ class JobState:
     @property
     def over(self) -> bool:
         """Whether Slurm will not run it any more."""
-        return self.state not in _UNDER_WAY
+        return self.state in _OVER
 
 
 def there() -> bool:
@@ -71,18 +89,24 @@ def submit(script: Path) -> str:
     """
     done = _call("sbatch", "--parsable", str(script))
     if done.returncode:
-        raise ConfigError(_key_of(done.stderr), f"Slurm refuses the job: {_said(done.stderr)} (its script: {script})")
+        raise ConfigError(_key_of(done.stderr), f"Slurm refuses the job: {_said(done.stderr)}")
     return done.stdout.strip().partition(";")[0]
 
 
 def job_state(job_id: str) -> JobState | None:
-    """What Slurm knows of a job; None where it has forgotten it, or there is no Slurm here."""
+    """What Slurm knows of a job; None where it has forgotten it, or there is no Slurm here.
+
+    Raises:
+        ConfigError: Slurm does not answer, which says nothing of the job.
+    """
     if not there():
         return None
     done = _call("scontrol", "--oneliner", "show", "job", job_id)
     shown = [_fields(line) for line in done.stdout.splitlines() if line.startswith("JobId=")]
-    if done.returncode or not shown:
-        return None
+    if not shown:
+        if any(words in f"{done.stdout}{done.stderr}" for words in _FORGOTTEN):
+            return None
+        raise ConfigError("slurm", f"Slurm does not answer: {_said(done.stderr)}")
     first = shown[0]
     nodes = [one["NodeList"] for one in shown if one.get("NodeList", "(null)") not in ("(null)", "")]
     return JobState(
@@ -123,7 +147,7 @@ def _fields(line: str) -> Mapping[str, str]:
 
 def _said(complaint: str) -> str:
     """Its lines as one, each without the command's name."""
-    lines: Sequence[str] = [line.partition("error: ")[2] or line for line in complaint.splitlines()]
+    lines: Sequence[str] = [re.sub(r"^(?:.*?\b(?:error|fatal)|\w+): ", "", line) for line in complaint.splitlines()]
     return "; ".join(line.strip() for line in lines if line.strip()) or "it does not say why"
 
 

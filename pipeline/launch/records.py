@@ -20,8 +20,6 @@ class JobRecord:
     """With the number of its task, where it is one of an array: 12_3."""
     output: str
     """The file that it prints into."""
-    submitted: float
-    """Seconds since the epoch."""
 
 
 def write_record(folder: Path, record: JobRecord) -> None:
@@ -40,6 +38,7 @@ def read_record(folder: Path) -> JobRecord | None:
     if not path.is_file():
         return None
     try:
-        return JobRecord(**json.loads(path.read_text("utf8")))
-    except (ValueError, TypeError) as error:
+        content = json.loads(path.read_text("utf8"))
+        return JobRecord(content["job_id"], content["output"])
+    except (ValueError, TypeError, KeyError) as error:
         raise StoreError(f"{path} is not what was written: {error}") from error

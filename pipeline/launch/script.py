@@ -55,6 +55,7 @@ def render(config: RunConfig, place: JobPlace) -> str:
         "ENVIRONMENT": "\n".join(_environment(config.slurm)),
         "WORKERS": "\n".join(_workers(shape)),
         "RESTARTS": str(config.slurm.restarts),
+        "LEAD": str(config.slurm.signal_lead_s),
     }
     template = TEMPLATE if config.slurm.template is None else Path(config.slurm.template)
     try:
@@ -104,6 +105,8 @@ def _directives(slurm: SlurmConfig, shape: JobShape, place: JobPlace) -> Iterato
     for number, group in enumerate(shape.groups):
         if number:
             yield "#SBATCH hetjob"
+            # again, since some options (--exclusive) are those of a component alone
+            yield from (f"#SBATCH {option}" for option in slurm.sbatch)
         yield from _of_nodes(slurm, group)
 
 
@@ -155,5 +158,8 @@ def _workers(shape: JobShape) -> Iterator[str]:
 
 
 def _sbatch_word(value: str) -> str:
-    """sbatch takes quotes as a shell does."""
-    return f'"{value}"' if re.search(r"[\s&|()\[\]*]", value) else value
+    """sbatch takes quotes, and a # outside of them, as a shell does; of a dollar sign it makes nothing."""
+    if re.fullmatch(r"[\w@%+=:,./-]*", value):
+        return value
+    escaped = re.sub(r'(["\\])', r"\\\1", value)
+    return f'"{escaped}"'

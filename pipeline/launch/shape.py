@@ -94,8 +94,9 @@ def _host(slurm: SlurmConfig, gang: str) -> str | None:
 
 
 def _rank(config: RunConfig, host: str) -> tuple[bool, int]:
-    """The policy's nodes come first: without a batch node of its own, the driver is beside the policy's rank 0."""
-    return host != config.placement.roles[Role.POLICY], list(config.placement.gangs).index(host)
+    """The policy's nodes come first: without a batch node of its own, the driver is beside the policy's ranks."""
+    policy = _host(config.slurm, config.placement.roles[Role.POLICY])
+    return host != policy, list(config.placement.gangs).index(host)
 
 
 def _group(config: RunConfig, host: str | None, gangs: Sequence[str]) -> NodeGroup:

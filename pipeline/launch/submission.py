@@ -8,9 +8,9 @@ May import pipeline.config, pipeline.launch.{commands, records, script, shape} a
 from __future__ import annotations
 
 import fcntl
+import re
 import shlex
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +25,7 @@ from pipeline.launch.script import JobPlace, render
 from pipeline.launch.shape import NodeGroup, job_shape
 from storage import files
 
-_SCRIPT, _RUNS = "run.sbatch", "runs.txt"
+_SCRIPT, _CONFIG = "run.sbatch", "config.yaml"
 _LOCK = "submitting"
 """Of whoever submits a run."""
 
@@ -62,23 +62,24 @@ def submit_run(config: RunConfig) -> Submitted:
     """
     paths = RunPaths(config.run_dir.absolute())
     with _only_submitter([paths]):
-        refuse_second_job(paths)
-        _keep_config(config)
-        script = _write(paths.job, _SCRIPT, run_script(config))
-        job_id = _submit(script, config)
+        _refuse_second_job(config)
+        script = paths.job / _SCRIPT
+        job_id = _submit({paths.job / _CONFIG: to_yaml(config), script: run_script(config)}, script, config)
         output = paths.job / f"slurm-{job_id}.out"
-        write_record(paths.job, JobRecord(job_id, str(output), time.time()))
+        write_record(paths.job, JobRecord(job_id, str(output)))
     return Submitted(job_id, output, script)
 
 
 def array_script(configs: Sequence[RunConfig], folder: Path) -> str | None:
     """The script of runs that are the tasks of one array, kept in `folder`; None where they cannot be: Slurm has no
-    arrays of heterogeneous jobs, and tasks are alike."""
+    arrays of heterogeneous jobs, and tasks are alike. The runs are named in it, since a task may start long after
+    another array of the same sweep was submitted, and Slurm keeps each array's script."""
     at_once = configs[0].slurm.array_at_once
+    runs = "".join(f"    {shlex.quote(str(config.run_dir.absolute()))}\n" for config in configs)
     place = JobPlace(
-        title=f"The runs in {folder / _RUNS}, one for each task.",
-        name=folder.name,
-        run=f'$(sed -n "$((SLURM_ARRAY_TASK_ID + 1))p" {shlex.quote(str(folder / _RUNS))})',
+        title=f"The runs of {folder.parent.name} of Stageline, one for each task.",
+        name=folder.parent.name,
+        run=f'$(runs=(\n{runs}); echo "${{runs[SLURM_ARRAY_TASK_ID]}}")',
         folder=Path.cwd(),
         output=_pattern(folder, "slurm-%A_%a.out"),
         array=f"0-{len(configs) - 1}" + (f"%{at_once}" if at_once else ""),
@@ -97,16 +98,14 @@ def submit_array(configs: Sequence[RunConfig], folder: Path, text: str) -> Submi
     """
     roots = [RunPaths(config.run_dir.absolute()) for config in configs]
     with _only_submitter(roots):
-        for paths in roots:
-            refuse_second_job(paths)
         for config in configs:
-            _keep_config(config)
-        _write(folder, _RUNS, "".join(f"{paths.root}\n" for paths in roots))
-        script = _write(folder, _SCRIPT, text)
-        job_id = _submit(script, configs[0])
+            _refuse_second_job(config)
+        script = folder / _SCRIPT
+        kept = {paths.job / _CONFIG: to_yaml(config) for paths, config in zip(roots, configs, strict=True)}
+        job_id = _submit(kept | {script: text}, script, configs[0])
         for task, paths in enumerate(roots):
             output = folder / f"slurm-{job_id}_{task}.out"
-            write_record(paths.job, JobRecord(f"{job_id}_{task}", str(output), time.time()))
+            write_record(paths.job, JobRecord(f"{job_id}_{task}", str(output)))
     return Submitted(job_id, folder / f"slurm-{job_id}_N.out", script)
 
 
@@ -126,16 +125,24 @@ def _only_submitter(runs: Sequence[RunPaths]) -> Iterator[None]:
         yield
 
 
-def refuse_second_job(paths: RunPaths) -> None:
-    """Raises ConfigError where a job of the run waits or runs."""
-    record = read_record(paths.job)
+def under_way(config: RunConfig) -> str | None:
+    """What becomes of the run's job, for a person; None where none waits or runs.
+
+    Raises:
+        ConfigError: Slurm does not say.
+        StoreError: the job's record is damaged.
+    """
+    record = read_record(RunPaths(config.run_dir).job)
     state = None if record is None else job_state(record.job_id)
-    if record is not None and state is not None and not state.over:
-        raise ConfigError(
-            "name",
-            f"given {paths.root.name!r}; job {record.job_id} of {paths.root} is {state.state.lower()} already: "
-            f"`stageline cancel {paths.root}` ends it, another name=... starts a new run",
-        )
+    return None if record is None or state is None or state.over else f"job {record.job_id} is {state.state.lower()}"
+
+
+def _refuse_second_job(config: RunConfig) -> None:
+    """Raises ConfigError where a job of the run waits or runs, and as `under_way`."""
+    job, root = under_way(config), config.run_dir.absolute()
+    if job is not None:
+        need = f"`stageline cancel {root}` ends it, another name=... starts a new run"
+        raise ConfigError("name", f"given {root.name!r}; of {root} {job} already: {need}")
 
 
 def asked_for(config: RunConfig) -> str:
@@ -152,22 +159,41 @@ def _described(group: NodeGroup, gres: str) -> str:
 
 
 def _pattern(folder: Path, name: str) -> Path:
-    """A file's name as sbatch reads it, to whom a % of the folder would mean something."""
+    """A file's name as sbatch reads it, to whom a % of the folder would mean something. Raises ConfigError for a folder
+    that sbatch cannot be told: it reads lines, and after a \\ no other mark."""
+    if re.search(r"[\\\n\r]", str(folder)):
+        need = "Slurm writes no output below a directory with a \\ or the end of a line in its name"
+        raise ConfigError("runs_dir", f"given {str(folder)!r}; {need}")
     return Path(str(folder).replace("%", "%%")) / name
 
 
-def _submit(script: Path, config: RunConfig) -> str:
+def _submit(kept: Mapping[Path, str], script: Path, config: RunConfig) -> str:
+    """Has Slurm take a script, beside which files are kept that the job reads as soon as it starts."""
+    with _put_back(list(kept)):
+        for path, text in kept.items():
+            _write(path, text.encode())
+        try:
+            return submit(script)
+        except ConfigError as error:
+            said = error.args[0].partition(": ")[2]
+            raise ConfigError(error.key, f"{said}; asked for: {asked_for(config)}") from error
+
+
+@contextmanager
+def _put_back(paths: Sequence[Path]) -> Iterator[None]:
+    """Files are as they were where what is done with them fails: what was refused is not what the run goes on with."""
+    before = {path: path.read_bytes() if path.exists() else None for path in paths}
     try:
-        return submit(script)
-    except ConfigError as error:
-        raise ConfigError(error.key, f"{error.args[0].partition(': ')[2]}; asked for: {asked_for(config)}") from error
+        yield
+    except BaseException:
+        for path, content in before.items():
+            if content is None:
+                path.unlink(missing_ok=True)
+            else:
+                _write(path, content)
+        raise
 
 
-def _keep_config(config: RunConfig) -> None:
-    _write(RunPaths(config.run_dir.absolute()).job, "config.yaml", to_yaml(config))
-
-
-def _write(folder: Path, name: str, text: str) -> Path:
-    folder.mkdir(parents=True, exist_ok=True)
-    files.write(files.open_root(str(folder)), name, text.encode())
-    return folder / name
+def _write(path: Path, content: bytes) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    files.write(files.open_root(str(path.parent)), path.name, content)

@@ -1,4 +1,4 @@
-"""A sweep: the same run with every combination of some settings. Pure. May import pipeline.config."""
+"""A sweep: the same run with every combination of some settings. Pure. May import omegaconf and pipeline.config."""
 
 from __future__ import annotations
 
@@ -7,10 +7,14 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from omegaconf import OmegaConf
+
 from pipeline.config.errors import ConfigError
 from storage.problems import LONGEST_NAME
 
 _OPEN, _CLOSE = "[{(", "]})"
+_IN_COMMON = ("name", "runs_dir")
+"""What, as all of the section `tracking`, the runs of a sweep cannot differ in."""
 
 
 @dataclass(frozen=True)
@@ -31,17 +35,22 @@ def axes_of(changes: Sequence[str]) -> tuple[list[str], dict[str, list[str]]]:
     """Changes that hold for every run, and the values of those that differ: `seed=0,1` is two, `betas=[0.8, 0.9]` one.
 
     Raises:
-        ConfigError: a setting is given twice, nothing differs, or a value is there twice.
+        ConfigError: a setting is given twice, nothing differs, a value is there twice, or one that the runs of a sweep
+            have in common differs.
     """
-    fixed, axes = [], dict[str, list[str]]()
+    fixed, axes, keys = [], dict[str, list[str]](), set[str]()
     for change in changes:
         key, _, text = change.partition("=")
+        if key in keys:
+            raise ConfigError(key, "is given twice")
+        keys.add(key)
         values = list(_split(text))
         if len(values) == 1:
             fixed.append(change)
-        elif key in axes:
-            raise ConfigError(key, "is given twice")
-        elif len(set(values)) < len(values) or "" in values:
+        elif key in _IN_COMMON or key.startswith("tracking."):
+            need = "the runs of a sweep are in one directory and one experiment, and named after what they differ in"
+            raise ConfigError(key, f"given {text!r}; {need}: one value")
+        elif "" in values or len({_meaning(value) for value in values}) < len(values):
             raise ConfigError(key, f"given {text!r}; the values of a sweep differ, and none is empty: seed=0,1")
         else:
             axes[key] = values
@@ -70,6 +79,14 @@ def points(axes: Mapping[str, Sequence[str]], name: str) -> list[SweepPoint]:
             "name", f"given {name!r}; a run of the sweep would be called {longest}: at most {LONGEST_NAME}"
         )
     return found
+
+
+def _meaning(value: str) -> str:
+    """As a config has it: 0 and 00 are one number. What YAML cannot read is refused with the config."""
+    try:
+        return repr(OmegaConf.to_container(OmegaConf.from_dotlist([f"value={value}"]), resolve=False))
+    except Exception:  # yaml's errors have no common public base that omegaconf re-exports
+        return value
 
 
 def _label(key: str, others: Sequence[str]) -> str:

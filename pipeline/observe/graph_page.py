@@ -14,29 +14,35 @@ from html import escape
 from urllib.parse import quote
 
 from pipeline.graph.status import NodeState
-from pipeline.observe.graph_svg import curve, grid
-from pipeline.observe.graph_view import GangView, GraphView, VersionView, short
+from pipeline.observe.graph_svg import curve, grid, stage_labels
+from pipeline.observe.graph_view import GangView, GraphView, VersionView, short, work_text
 
 PATH = "stageline"
 """Of the page, below the server's root; links on it are relative to that."""
 REFRESH_S = 1.0
 """Between two looks of an open page; one that nobody sees does not look."""
+_SHOWN_NODES = 8
+"""Of what a gang does; how many more is said."""
 _STYLE = """
 :root { --bg: #fff; --fg: #1f2937; --dim: #6b7280; --line: #e5e7eb; --odd: #f9fafb; --edge: #7c3aed;
-  --waiting: #e5e7eb; --ready: #fcd34d; --running: #3b82f6; --done: #86c79b; --lost: #dc2626; --in: #1f2937; }
+  --waiting: #e5e7eb; --ready: #fcd34d; --queued: #bfdbfe; --running: #3b82f6;
+  --done: #86c79b; --lost: #dc2626; --in: #1f2937; }
 @media (prefers-color-scheme: dark) { :root { --bg: #14181f; --fg: #e5e7eb; --dim: #9ca3af; --line: #2c3440;
-  --odd: #191e27; --edge: #a78bfa; --waiting: #323a46; --ready: #b98a1c; --done: #2f7d4f; --in: #f3f4f6; } }
+  --odd: #191e27; --edge: #a78bfa; --waiting: #323a46; --ready: #b98a1c; --queued: #1e4976;
+  --done: #2f7d4f; --in: #f3f4f6; } }
 body { margin: 0; font: 14px/1.45 system-ui, sans-serif; background: var(--bg); color: var(--fg); }
 main { padding: 14px 22px; max-width: 1500px; }
 h1 { font-size: 19px; margin: 0; } h2 { font-size: 14px; margin: 20px 0 6px; }
 nav, .dim { color: var(--dim); } nav a { color: var(--edge); margin-right: 14px; } nav code { margin-right: 14px; }
-.scroll { overflow-x: auto; } .two { display: flex; flex-wrap: wrap; gap: 8px 40px; }
+.graph { display: flex; } .stages { flex: none; } .scroll { overflow-x: auto; min-width: 0; }
+.two { display: flex; flex-wrap: wrap; gap: 8px 40px; }
 .two > section { flex: 1 1 520px; max-width: 860px; }
 table { border-collapse: collapse; } td, th { text-align: left; padding: 3px 16px 3px 0; vertical-align: top; }
 th { color: var(--dim); font-weight: normal; } tr + tr td { border-top: 1px solid var(--line); }
 .row { fill: none; } .row.odd { fill: var(--odd); } text { fill: var(--fg); font-size: 12px; }
 .head, .in { text-anchor: middle; } .head { fill: var(--dim); } .in { font-size: 11px; fill: var(--in); }
-.waiting { fill: var(--waiting); } .ready { fill: var(--ready); } .running { fill: var(--running); }
+.waiting { fill: var(--waiting); } .ready { fill: var(--ready); } .queued { fill: var(--queued); }
+.running { fill: var(--running); }
 .done { fill: var(--done); } .lost { stroke: var(--lost); stroke-width: 2; }
 .edge { fill: none; stroke: var(--edge); stroke-width: 1.6; opacity: .75; } .tip { fill: var(--edge); }
 .edge.waits { stroke-dasharray: 5 4; }
@@ -44,6 +50,7 @@ th { color: var(--dim); font-weight: normal; } tr + tr td { border-top: 1px soli
 .line { fill: none; stroke: var(--running); stroke-width: 1.8; } .dot { fill: var(--edge); }
 .key { display: inline-block; width: 12px; height: 12px; border-radius: 2px; margin: 0 5px -1px 14px; }
 .key.waiting { background: var(--waiting); } .key.ready { background: var(--ready); }
+.key.queued { background: var(--queued); }
 .key.running { background: var(--running); } .key.done { background: var(--done); }
 .alarm, .failed, .lost-note { color: var(--lost); } .over { opacity: .5; } h2 .dim { font-weight: normal; }
 """
@@ -56,7 +63,9 @@ async function look() {{
   busy = true;
   try {{
     const answer = await fetch(shown.dataset.from);
-    const at = shown.querySelector(".scroll")?.scrollLeft ?? 1e6;
+    const box = shown.querySelector(".scroll");
+    const atEnd = !box || box.scrollLeft + box.clientWidth >= box.scrollWidth - 2;
+    const at = atEnd ? 1e6 : box.scrollLeft;
     if (answer.ok) shown.innerHTML = await answer.text();
     scrolled(at);
     shown.classList.toggle("over", !answer.ok);
@@ -97,20 +106,20 @@ def fragment(view: GraphView) -> str:
     rewards = [(float(point.step), point.reward) for point in view.points]
     divergences = [(float(point.step), point.kl) for point in view.points]
     held_out = [(float(version), mean) for version, mean in view.held_out]
-    dots = "; dots: held-out" if held_out else ""
+    graph = f"<div class=graph>{stage_labels(view)}<div class=scroll>{grid(view)}</div></div>"
     sections = [
         f"<h1>{escape(facts.name)} <span class=dim>step {view.steps_done} of {facts.steps}, {_state(view)}</span></h1>",
         f"<nav>{_links(view)}</nav>",
         f"<h2>Graph <span class=dim>staleness bound {facts.staleness}: generation waits for the weights along the "
         f"violet edges</span>{_legend(view)}</h2>",
-        f"<div class=scroll>{grid(view)}</div>" if view.nodes else "<p class=dim>No step is open.</p>",
+        graph if view.nodes else "<p class=dim>No step is open.</p>",
         "<div class=two>",
         f"<section><h2>Gangs</h2>{_gangs(view)}</section>",
         f"<section><h2>Weights {'in memory' if view.live else 'still to be read'}</h2>{_versions(view.versions)}",
         "</section>",
         "</div><div class=two>",
-        f"<section><h2>Learning</h2>{curve(f'reward by step{dots}', rewards, held_out)}"
-        f"{curve('KL by step, nats a response', divergences)}"
+        f"<section><h2>Learning</h2>{curve('reward', rewards, held_out, dots_name='held-out')}"
+        f"{curve('KL', divergences, unit=' nats a response')}"
         f"{'' if rewards or held_out else '<p class=dim>No step is over yet.</p>'}</section>",
         f"<section><h2>Told</h2>{_notes(view)}</section></div>",
     ]
@@ -121,7 +130,9 @@ def _state(view: GraphView) -> str:
     clock = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(view.at))
     if view.finished:
         return f"finished {clock}"
-    return f"running, {clock}" if view.live else f"not finished; latest event {clock}"
+    if view.live:
+        return f"running, {clock}"
+    return f"{'running in another process' if view.driven else 'not finished'}; latest event {clock}"
 
 
 def _links(view: GraphView) -> str:
@@ -138,7 +149,8 @@ def _links(view: GraphView) -> str:
 def _legend(view: GraphView) -> str:
     words = {
         NodeState.DONE: "committed",
-        NodeState.RUNNING: "running" if view.live else "running when the driver ended",
+        NodeState.RUNNING: "running" if view.driven else "running when the driver ended",
+        NodeState.QUEUED: "queued on a busy worker",
         NodeState.READY: "ready, waits for a worker",
         NodeState.WAITING: "waits for parents",
     }
@@ -146,14 +158,12 @@ def _legend(view: GraphView) -> str:
 
 
 def _gangs(view: GraphView) -> str:
-    since = {node.address: node.since for node in view.nodes if node.since is not None}
-
     def does(gang: GangView) -> str:
         if gang.doing:
-            return ", ".join(short(a) + (f" ({view.at - since[a]:.1f} s)" if a in since else "") for a in gang.doing)
+            return work_text(gang, view.at, _SHOWN_NODES)
         if not gang.up:
             return "not up"
-        return f"idle: {gang.wait}" if view.live and gang.wait else gang.wait or "nothing left to do"
+        return f"idle: {gang.wait}" if view.driven and gang.wait else gang.wait or "nothing left to do"
 
     rows = [
         f"<tr><td>{escape(gang.name)}</td><td class=dim>{gang.workers} x {escape(', '.join(gang.roles))}</td>"

@@ -15,11 +15,30 @@ from pipeline.graph.status import NodeState
 from pipeline.observe.graph_view import GraphView, NodeView, short, stages_of
 from storage.address import Address
 
-LABEL_W, COLUMN_W, GAP, ROW_H, HEAD_H = 118, 92, 22, 26, 26
+LABEL_W, COLUMN_W, GAP, ROW_H, HEAD_H = 128, 92, 22, 26, 26
 """Pixels: of the stages' names, a step's column, the space between two columns, a row, the steps' numbers."""
 _SINGLE_CELLS = 12
 """Up to so many shards have a rectangle each; more are drawn as one bar."""
-_ORDER = (NodeState.DONE, NodeState.RUNNING, NodeState.READY, NodeState.WAITING)
+_ORDER = (NodeState.DONE, NodeState.RUNNING, NodeState.QUEUED, NodeState.READY, NodeState.WAITING)
+
+
+def stage_labels(view: GraphView) -> str:
+    """The stages' names, to stand beside the `grid` while that is scrolled."""
+    stages = stages_of(view.nodes)
+    parts = _rows(stages, "stages", LABEL_W)
+    for i, stage in enumerate(stages):
+        parts.append(f'<text class="stage" x="6" y="{HEAD_H + i * ROW_H + 17}">{escape(stage)}</text>')
+    return "".join([*parts, "</svg>"])
+
+
+def _rows(stages: Sequence[str], kind: str, width: int) -> list[str]:
+    """The beginning of a drawing with a row for each stage, every second one shaded."""
+    height = HEAD_H + len(stages) * ROW_H + 6
+    parts = [f'<svg class="{kind}" width="{width}" height="{height}" viewBox="0 0 {width} {height}" role="img">']
+    for i in range(len(stages)):
+        shade = " odd" if i % 2 else ""
+        parts.append(f'<rect class="row{shade}" x="0" y="{HEAD_H + i * ROW_H}" width="{width}" height="{ROW_H}"/>')
+    return parts
 
 
 def grid(view: GraphView) -> str:
@@ -30,14 +49,9 @@ def grid(view: GraphView) -> str:
     for node in view.nodes:
         cells[node.turn, node.address.stage].append(node)
     turns = sorted({node.turn for node in view.nodes})
-    x_of = {turn: LABEL_W + i * (COLUMN_W + GAP) for i, turn in enumerate(turns)}
+    x_of = {turn: i * (COLUMN_W + GAP) for i, turn in enumerate(turns)}
     y_of = {stage: HEAD_H + i * ROW_H for i, stage in enumerate(stages)}
-    width, height = LABEL_W + len(turns) * (COLUMN_W + GAP), HEAD_H + len(stages) * ROW_H + 6
-    parts = [f'<svg class="grid" width="{width}" height="{height}" viewBox="0 0 {width} {height}" role="img">', _ARROW]
-    for i, stage in enumerate(stages):
-        shade = " odd" if i % 2 else ""
-        parts.append(f'<rect class="row{shade}" x="0" y="{y_of[stage]}" width="{width}" height="{ROW_H}"/>')
-        parts.append(f'<text class="stage" x="6" y="{y_of[stage] + 17}">{escape(stage)}</text>')
+    parts = [*_rows(stages, "grid", len(turns) * (COLUMN_W + GAP)), _ARROW]
     for turn in turns:
         head = "start" if turn < 0 else f"step {turn}"
         parts.append(f'<text class="head" x="{x_of[turn] + COLUMN_W / 2}" y="17">{head}</text>')
@@ -132,9 +146,16 @@ def _staleness_edges(view: GraphView, x_of: Mapping[int, int], y_of: Mapping[str
     return parts
 
 
-def curve(title: str, points: Sequence[tuple[float, float]], dots: Sequence[tuple[float, float]] = ()) -> str:
-    """A line of (x, y) with its least and greatest value, and dots of another series on the same axes. Numbers that are
-    not finite are left out; empty without any."""
+def curve(
+    name: str,
+    points: Sequence[tuple[float, float]],
+    dots: Sequence[tuple[float, float]] = (),
+    *,
+    unit: str = "",
+    dots_name: str = "",
+) -> str:
+    """A line of (step, y) with its least and greatest value, and dots of another series on the same axes; of both the
+    last value is said. Numbers that are not finite are left out; empty without any."""
     line = [(x, y) for x, y in points if math.isfinite(y)]
     extra = [(x, y) for x, y in dots if math.isfinite(y)]
     both = line + extra
@@ -150,11 +171,12 @@ def curve(title: str, points: Sequence[tuple[float, float]], dots: Sequence[tupl
         return f"{left + across * (width - left - 12):.1f},{top + (1 - up) * (height - top - 22):.1f}"
 
     parts = [f'<svg class="curve" width="{width}" height="{height}" viewBox="0 0 {width} {height}" role="img">']
-    now = f": {line[-1][1]:.4g}" if line else ""
-    parts.append(f'<text class="title" x="6" y="14">{escape(title)}{now}</text>')
+    said = [f"{name} {line[-1][1]:.4g}{unit}"] if line else []
+    said += [f"{dots_name} {extra[-1][1]:.4g} (dots)"] if extra else []
+    parts.append(f'<text class="title" x="6" y="14">{escape(" · ".join(said))}</text>')
     parts.append(f'<text class="tick" x="{left - 6}" y="{top + 6}">{high:.3g}</text>')
     parts.append(f'<text class="tick" x="{left - 6}" y="{height - 20}">{low:.3g}</text>')
-    parts.append(f'<text class="low" x="{left}" y="{height - 5}">{first:g}</text>')
+    parts.append(f'<text class="low" x="{left}" y="{height - 5}">step {first:g}</text>')
     parts.append(f'<text class="tick" x="{width - 6}" y="{height - 5}">{last:g}</text>')
     parts.append(f'<polyline class="line" points="{" ".join(at(x, y) for x, y in line)}"/>')
     for x, y in [*extra, *(line[-1:] if len(line) == 1 else [])]:

@@ -13,8 +13,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from pipeline.graph.graph import GraphSpec, step_nodes
-from pipeline.graph.status import ROWS, NodeState, NodeStatus
+from pipeline.graph.gangs import Gang
+from pipeline.graph.graph import GraphSpec
+from pipeline.graph.status import ROWS, NodeState, NodeStatus, with_steps_over
 from pipeline.graph.waits import Wait
 from pipeline.observe.node_events import NodeEvents, Note
 from stages.models.protocol import Role
@@ -33,7 +34,7 @@ class NodeView:
     address: Address
     turn: int
     """The step whose progress it serves, the column: `publish` of version v stands in that of step v - 1, which made
-    it."""
+    it. What serves a step that is not there (yet) stands in the last column."""
     state: NodeState
     gang: str
     version: int
@@ -41,11 +42,20 @@ class NodeView:
     parents: tuple[Address, ...]
     worker: str | None = None
     since: float | None = None
-    """RUNNING: when it was handed to its worker, seconds since the epoch."""
+    """RUNNING: when its worker began it, seconds since the epoch, as far as that is known (`NodeEvents.begun`)."""
     seconds: float | None = None
     """DONE: how long it took, where that is known."""
     losses: int = 0
     """How often it was lost with its worker."""
+
+
+@dataclass(frozen=True)
+class Doing:
+    """A node that a worker is at."""
+
+    address: Address
+    since: float | None
+    """Seconds since the epoch."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +66,10 @@ class GangView:
     roles: tuple[str, ...]
     workers: int
     up: bool
-    doing: tuple[Address, ...]
+    doing: tuple[Doing, ...]
+    """The longest first."""
+    queued: int
+    """Nodes that could run, behind those."""
     wait: str | None
     """Of an idle gang that has nodes left."""
 
@@ -101,6 +114,8 @@ class GraphView:
     facts: Facts
     live: bool
     """Told by the driver; else read from the run's directory."""
+    driven: bool
+    """A driver is at work on the run."""
     finished: bool
     at: float
     """When, in seconds since the epoch: now (live), or the latest event."""
@@ -145,50 +160,60 @@ def wait_text(wait: Wait) -> str:
     return f"{short(wait.node)} waits for {', '.join(behind[:3])}{more}"
 
 
-def first_open_step(statuses: Iterable[NodeStatus]) -> int:
-    """The oldest step that is not over."""
-    return max(0, min((status.node.turn for status in statuses), default=0))
+def work_text(gang: GangView, at: float, most: int) -> str:
+    """What a gang does, `most` nodes by name, with the seconds until `at` that they have taken; empty where it does
+    nothing."""
+    said = [
+        short(one.address) + ("" if one.since is None else f" ({max(0.0, at - one.since):.0f} s)")
+        for one in gang.doing[:most]
+    ]
+    said += [f"and {len(gang.doing) - most} more"] if gang.doing[most:] else []
+    said += [f"{gang.queued} queued"] if gang.queued else []
+    return ", ".join(said)
 
 
-def past_steps(spec: GraphSpec, statuses: Sequence[NodeStatus], finished: bool) -> list[NodeStatus]:
-    """Nodes of the steps before the window, all done; parents before children. Of a run that is over: of its last."""
-    end = spec.steps if finished or not statuses else first_open_step(statuses)
-    per_step = max(1, len(step_nodes(spec, 1)))
-    most = max(0, MOST_NODES - len(statuses)) // per_step
-    steps = range(max(0, end - min(PAST_STEPS, most)), end)
-    return [NodeStatus(node, NodeState.DONE) for step in steps for node in step_nodes(spec, step)]
+def shown_steps(spec: GraphSpec, statuses: Sequence[NodeStatus], admitted: int) -> list[NodeStatus]:
+    """Nodes of the window, whose steps end before `admitted`, and of the columns before it; parents before children. Of
+    a run that is over: of its last. A column's evaluations are among the nodes of steps before it."""
+    first = max(0, min((status.node.turn for status in statuses), default=admitted) - PAST_STEPS)
+    nodes = with_steps_over(spec, statuses, admitted, PAST_STEPS + spec.staleness + 1, MOST_NODES)
+    return [status for status in nodes if status.node.turn >= first or not first]
 
 
-def node_views(statuses: Iterable[NodeStatus], gang_of: Mapping[Role, str], events: NodeEvents) -> tuple[NodeView, ...]:
-    """Cells of nodes, with what the journal said of them."""
-    return tuple(_node_view(status, gang_of[status.node.role], events) for status in statuses)
+def node_views(
+    statuses: Sequence[NodeStatus], gang_of: Mapping[Role, Gang], events: NodeEvents, admitted: int
+) -> tuple[NodeView, ...]:
+    """Cells of nodes, with what the journal said of them; `admitted`: the steps that there are by now."""
+    return tuple(_node_view(status, gang_of[status.node.role], events, admitted - 1) for status in statuses)
 
 
-def _node_view(status: NodeStatus, gang: str, events: NodeEvents) -> NodeView:
+def _node_view(status: NodeStatus, gang: Gang, events: NodeEvents, last: int) -> NodeView:
     node, address = status.node, status.node.address
-    begun = events.begun.get(address) if status.state is NodeState.RUNNING else None
-    worker = begun.worker if begun is not None else events.workers.get(address)
+    running, done = status.state is NodeState.RUNNING, status.state is NodeState.DONE
+    out, ended = events.out.get(address) if running else None, events.ended.get(address) if done else None
+    worker = out or ended
     return NodeView(
         address=address,
-        turn=node.turn,
+        turn=min(node.turn, last),
         state=status.state,
-        gang=gang,
+        gang=gang.name,
         version=node.version,
         parents=node.parents,
-        worker=worker if status.state in (NodeState.RUNNING, NodeState.DONE) else None,
-        since=None if begun is None else begun.since,
-        seconds=events.seconds.get(address) if status.state is NodeState.DONE else None,
+        worker=None if worker is None else worker.worker,
+        since=events.begun(address, node.parents, gang.threads) if running else None,
+        seconds=None if ended is None else ended.seconds,
         losses=status.losses,
     )
 
 
-def gang_view(
-    name: str, roles: Iterable[Role], workers: int, up: bool, nodes: Iterable[NodeView], wait: Wait | None
-) -> GangView:
+def gang_view(gang: Gang, up: bool, nodes: Iterable[NodeView], wait: Wait | None) -> GangView:
     """A gang, with its running nodes among those given."""
-    doing = tuple(node.address for node in nodes if node.gang == name and node.state is NodeState.RUNNING)
+    own = [node for node in nodes if node.gang == gang.name]
+    running = [Doing(node.address, node.since) for node in own if node.state is NodeState.RUNNING]
+    doing = tuple(sorted(running, key=lambda one: one.since or 0.0))
+    queued = sum(node.state is NodeState.QUEUED for node in own)
     text = None if doing or wait is None else wait_text(wait)
-    return GangView(name, tuple(sorted(role.value for role in roles)), workers, up, doing, text)
+    return GangView(gang.name, tuple(sorted(r.value for r in gang.roles)), gang.workers, up, doing, queued, text)
 
 
 def stages_of(nodes: Iterable[NodeView]) -> list[str]:

@@ -33,7 +33,7 @@ class EventKind(StrEnum):
     RUN_STARTED = "run_started"
     RUN_FINISHED = "run_finished"
     SUBMITTED = "submitted"
-    """The driver handed a node to Dask (t: driver's clock)."""
+    """The driver handed a node to `worker`, where it may be queued (t: driver's clock)."""
     STARTED = "started"
     """The stage began on a worker (t: worker's clock)."""
     FINISHED = "finished"

@@ -6,9 +6,10 @@ one JSON object a line for programs (`--json-lines`; docs/running.md has the fie
     reward 0.21  ▂▃▂▄▅▆▇█   KL 0.8   2.1 responses/s   held-out 0.25 at v10 (v0: 0.12)
     approx_kl 0.31 > 0.1                                                    (red)
     generate   generate 13.0 (4 s), generate 13.1 (1 s)
+    score      score 12.1 (2 s), 3 queued
     train      idle: update_policy 12.0 waits for score 12.1 (running)
 
-May import rich, pipeline.observe.{health, journal, plain, visible}.
+May import rich, pipeline.observe.{graph_view, health, journal, plain, visible}.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import json
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 
@@ -27,6 +28,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from pipeline.observe.graph_view import GangView, work_text
 from pipeline.observe.health import REMEMBERED, findings, sparkline
 from pipeline.observe.journal import Event, EventKind
 from pipeline.observe.plain import plain
@@ -42,17 +44,6 @@ HEADLINE = (
 """(name of the step's metric, what it is called on screen, its unit)."""
 _SHOWN_NODES = 3
 """Of what a gang does; how many more is said."""
-
-
-@dataclass(frozen=True)
-class Doing:
-    """A node that a worker was handed and has not ended."""
-
-    gang: str
-    stage: str
-    step: int
-    shard: int
-    since: float
 
 
 def time_left(durations_s: list[float], steps_left: int) -> float | None:
@@ -126,25 +117,23 @@ class Progress:
         self._recent: deque[Mapping[str, float]] = deque(maxlen=REMEMBERED)
         self._first_entropy: float | None = None
         self._held_out: list[tuple[int, float]] = []
-        self._open: dict[tuple[str, str, int, int], Doing] = {}
         self._gangs = dict(workers or {})
         """Of each worker that is there or awaited."""
         self._together = frozenset(together)
         self._loading = dict.fromkeys(self._gangs, self._started)
         """Workers that are not up, and since when."""
-        self._waits: Mapping[str, str] = {}
+        self._views: Mapping[str, GangView] = {}
         self._screen = Screen(self._console, json_lines, now)
         terminal = self._console.is_terminal and not json_lines
         self._live = Live(get_renderable=self.render, console=self._console, refresh_per_second=4) if terminal else None
 
     @property
     def live(self) -> bool:
-        """Whether there is a panel, which `waits` are for."""
+        """Whether there is a panel, which `gangs` are for."""
         return self._live is not None
 
     def event(self, event: Event) -> None:
-        """Follows what each worker is doing: from the moment a node is handed to it, since the report that it has begun
-        comes with its result. Nodes that run ahead of their parents are submitted without a worker, and not shown."""
+        """Follows which workers are there, and says what somebody should know."""
         if event.kind is EventKind.SUBMITTED and not self._begun:
             self._begun, self._last_step_at = True, self._now()  # the workers' start is no part of the first step
             if self._gangs and not self.live:
@@ -154,22 +143,12 @@ class Progress:
             self._tell("warning", f"WARNING: {event.detail}", text=event.detail)
         if event.kind is EventKind.ENGINE:
             self._tell("engine", f"{event.detail}", text=event.detail)
-        if event.worker is None:
-            return
-        gang = event.gang or event.worker
-        self._gangs[event.worker] = gang
-        self._follow_worker(event, gang, event.worker)
-        if event.stage is None or event.step is None:
-            return
-        key = (event.worker, event.stage, event.step, event.shard or 0)
-        if event.kind in (EventKind.SUBMITTED, EventKind.STARTED):
-            self._open[key] = Doing(gang, event.stage, event.step, event.shard or 0, event.t)
-        elif event.kind in (EventKind.FINISHED, EventKind.FAILED):
-            self._open.pop(key, None)
+        if event.worker is not None:
+            gang = self._gangs[event.worker] = event.gang or event.worker
+            self._follow_worker(event, gang, event.worker)
 
     def _follow_worker(self, event: Event, gang: str, worker: str) -> None:
         if event.kind is EventKind.GANG_LOST:
-            self._open = {key: doing for key, doing in self._open.items() if key[0] != worker}
             self._loading = {**self._loading, worker: event.t}
             text = f"{worker} lost at step {self._done}: {event.detail}"
             self._tell("lost", text, worker=worker, step=self._done, text=event.detail)
@@ -204,9 +183,9 @@ class Progress:
         if not self.live:
             self._tell("evaluation", f"held-out reward {mean:.4g} at version {version}", version=version, reward=mean)
 
-    def waits(self, waits: Mapping[str, str]) -> None:
-        """What each idle gang waits for, by its name."""
-        self._waits = dict(waits)
+    def gangs(self, views: Sequence[GangView]) -> None:
+        """What each gang does, or waits for, now."""
+        self._views = {view.name: view for view in views}
 
     def link(self, label: str, address: str) -> None:
         """An address that became known."""
@@ -277,14 +256,14 @@ class Progress:
     def _gangs_table(self) -> Table:
         """A line for each gang: what it does, else whether it loads, else what it waits for."""
         table = Table.grid(padding=(0, 2))
-        running, loading, now = tuple(self._open.values()), self._loading, self._now()
-        for gang in sorted(set(tuple(self._gangs.values()))):
-            doing = sorted((d for d in running if d.gang == gang), key=lambda d: d.since)
-            said = [f"{d.stage} {d.step}.{d.shard} ({max(0.0, now - d.since):.0f} s)" for d in doing[:_SHOWN_NODES]]
-            said += [f"and {len(doing) - _SHOWN_NODES} more"] if doing[_SHOWN_NODES:] else []
+        views, loading, now = self._views, self._loading, self._now()
+        for gang in sorted({*tuple(self._gangs.values()), *views}):
+            view = views.get(gang)
+            work = work_text(view, now, _SHOWN_NODES) if view is not None else ""
             away = {name: since for name, since in loading.items() if self._gangs.get(name) == gang}
+            said = [work] if work else []
             said += [f"{name} loads models ({now - since:.0f} s)" for name, since in sorted(away.items())]
-            wait = f"idle: {self._waits[gang]}" if gang in self._waits else "idle"
+            wait = f"idle: {view.wait}" if view is not None and view.wait else "idle"
             table.add_row(plain(gang, "cyan"), plain(", ".join(said)) if said else plain(wait, "dim"))
         return table
 

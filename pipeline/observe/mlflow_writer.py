@@ -117,8 +117,10 @@ class SpoolWriter:
                 self._pop(self._client)
 
     def abandon(self) -> None:
-        """Marks as KILLED a run whose driver went away without closing it."""
+        """Marks as KILLED a run whose driver went away without closing it, with the tags that it left for that."""
         if self._client is not None and self._state["open"]:
+            tags = self._state.get("if_abandoned", {})
+            self._client.log_batch(self.run_id, tags=[RunTag(name, value) for name, value in tags.items()])
             self._client.set_terminated(self.run_id, "KILLED")
             self._state["open"] = False
             self._save()
@@ -198,6 +200,7 @@ class SpoolWriter:
             client.log_batch(run_id, params=new[start : start + MAX_PARAMS])
         client.log_batch(run_id, tags=[RunTag(name, value) for name, value in tags.items()])
         self._state |= {"run_id": run_id, "experiment_id": run.info.experiment_id, "key": item["key"], "open": True}
+        self._state["if_abandoned"] = item.get("if_abandoned", {})
         self._spool.with_name("mlflow_run_id").write_text(run_id + "\n")
 
     def _find_run(self, client: MlflowClient, item: Item) -> Run | None:
@@ -359,12 +362,14 @@ def serve(writer: SpoolWriter, uri: str, timeout_s: float, report: Callable[[Ite
                 if closing:
                     writer.abandon()
                     return
+                if down:
+                    report({"down": False})
                 backoff_s, down = 1.0, False
             except STORE_ERRORS as error:
                 if not down:
                     first_line = str(error).splitlines()[0] if str(error) else type(error).__name__
-                    report({"warning": f"MLflow at {uri} cannot be reached; the run goes on, its metrics are kept in "
-                                       f"the spool and sent when it is back ({first_line[:300]})"})  # fmt: skip
+                    report({"down": True, "warning": f"MLflow at {uri} cannot be reached; what it has not taken stays "
+                                                     f"in the spool ({first_line[:300]})"})  # fmt: skip
                 if deadline is not None:
                     deadline = min(deadline, closed_at + DOWN_S)
                 down = True

@@ -8,14 +8,16 @@ May import this folder, pipeline.graph, stages.models.protocol.Role and storage.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 from pipeline.graph.dispatch import Dispatch
 from pipeline.graph.flow import Flow
 from pipeline.graph.gangs import Gang
-from pipeline.graph.graph import GraphSpec, evaluated
+from pipeline.graph.graph import GraphSpec, Node, evaluated
 from pipeline.graph.status import NodeState, NodeStatus
+from pipeline.graph.waits import Wait, waits
 from pipeline.observe.graph_view import (
     Facts,
     GangView,
@@ -25,7 +27,7 @@ from pipeline.observe.graph_view import (
     VersionView,
     gang_view,
     node_views,
-    past_steps,
+    shown_steps,
 )
 from pipeline.observe.journal import Event
 from pipeline.observe.node_events import NodeEvents
@@ -38,21 +40,13 @@ MOST_POINTS = 400
 
 
 def gang_views(
-    gangs: Iterable[Gang], dispatch: Dispatch, nodes: Collection[NodeView], up: bool | None = None
+    gangs: Iterable[Gang],
+    nodes: Collection[NodeView],
+    waits: Mapping[str, Wait],
+    is_up: Callable[[str], bool] = lambda name: True,
 ) -> tuple[GangView, ...]:
-    """Every gang as dispatch has it. `up`: None where dispatch is to say."""
-    waits = dispatch.waits()
-    return tuple(
-        gang_view(
-            gang.name,
-            gang.roles,
-            gang.workers,
-            dispatch.is_up(gang.name) if up is None else up,
-            nodes,
-            waits.get(gang.name),
-        )
-        for gang in gangs
-    )
+    """Every gang, with its nodes among those given; `waits` and `is_up` by a gang's name."""
+    return tuple(gang_view(gang, is_up(gang.name), nodes, waits.get(gang.name)) for gang in gangs)
 
 
 @dataclass
@@ -91,8 +85,9 @@ class Curves:
 def recorded_view(
     facts: Facts, spec: GraphSpec, gangs: Collection[Gang], ledger: Ledger, events: Iterable[Event]
 ) -> GraphView:
-    """The run as it would be found by whoever resumes it; what was under way when its driver ended is RUNNING."""
-    seen = NodeEvents()
+    """The run as it would be found by whoever resumes it, if no driver is at work on it; what was under way at the
+    journal's end is RUNNING or QUEUED."""
+    seen = NodeEvents(ordered(gangs))
     for event in events:
         seen.take(event)
     dispatch = Dispatch(gangs)
@@ -110,17 +105,19 @@ def recorded_view(
         on_unread=lambda version: None,
     )
     flow.advance()
-    statuses = [_as_seen(status, seen) for status in dispatch.statuses()]
-    nodes = node_views([*past_steps(spec, statuses, flow.finished), *statuses], role_gangs(gangs), seen)
+    gang_of = role_gangs(gangs)
+    statuses = _as_seen(dispatch.statuses(), gang_of, seen)
+    nodes = node_views(shown_steps(spec, statuses, flow.admitted), gang_of, seen, flow.admitted)
     curves = Curves(spec, ledger)
     return GraphView(
         facts=facts,
         live=False,
+        driven=False,
         finished=flow.finished,
         at=seen.last,
         steps_done=flow.steps_done,
         nodes=nodes,
-        gangs=gang_views(gangs, dispatch, nodes),
+        gangs=gang_views(gangs, nodes, _waits_as_seen(statuses, gang_of, seen)),
         versions=tuple(VersionView(v, None, readers) for v, readers in flow.readers.items() if v in published),
         points=curves.points(flow.steps_done),
         held_out=curves.held_out(flow.steps_done),
@@ -128,11 +125,45 @@ def recorded_view(
     )
 
 
-def _as_seen(status: NodeStatus, seen: NodeEvents) -> NodeStatus:
-    begun = status.node.address in seen.begun and status.state is NodeState.READY
-    return replace(status, state=NodeState.RUNNING) if begun else status
+def _as_seen(statuses: Iterable[NodeStatus], gang_of: Mapping[Role, Gang], seen: NodeEvents) -> list[NodeStatus]:
+    """With the nodes that workers had: each ran as many as it has threads, those first that it could begin first."""
+    statuses = list(statuses)
+    had: defaultdict[str, list[tuple[float, Node]]] = defaultdict(list)
+    for status in statuses:
+        node, out = status.node, seen.out.get(status.node.address)
+        if out is not None and status.state is NodeState.READY:
+            had[out.worker].append((seen.begun(node.address, node.parents, 1) or out.at, node))
+    states: dict[Address, NodeState] = {}
+    for nodes in had.values():
+        for i, (_, node) in enumerate(sorted(nodes)):
+            running = i < gang_of[node.role].threads
+            states[node.address] = NodeState.RUNNING if running else NodeState.QUEUED
+    return [replace(one, state=states.get(one.node.address, one.state)) for one in statuses]
 
 
-def role_gangs(gangs: Iterable[Gang]) -> dict[Role, str]:
-    """Name of the gang that has a role, by role."""
-    return {role: gang.name for gang in gangs for role in gang.roles}
+def _waits_as_seen(statuses: Collection[NodeStatus], gang_of: Mapping[Role, Gang], seen: NodeEvents) -> dict[str, Wait]:
+    """What idle gangs wait for, as `Dispatch.waits` has it of a run that goes on."""
+    running: defaultdict[str, list[Address]] = defaultdict(list)
+    worker_of: dict[Address, str] = {}
+    for status in statuses:
+        address = status.node.address
+        if status.state is NodeState.RUNNING:
+            running[seen.out[address].worker].append(address)
+        elif status.state is NodeState.QUEUED:
+            worker_of[address] = seen.out[address].worker
+    return waits(
+        {status.node.address: status.node for status in statuses if status.state is not NodeState.DONE},
+        {address for addresses in running.values() for address in addresses},
+        lambda address: running[worker_of[address]] if address in worker_of else (),
+        {role: gang.name for role, gang in gang_of.items()},
+    )
+
+
+def role_gangs(gangs: Iterable[Gang]) -> dict[Role, Gang]:
+    """The gang that has a role, by role."""
+    return {role: gang for gang in gangs for role in gang.roles}
+
+
+def ordered(gangs: Iterable[Gang]) -> frozenset[str]:
+    """Names of the gangs whose workers act together, are lost together and come up together."""
+    return frozenset(gang.name for gang in gangs if gang.ordered)

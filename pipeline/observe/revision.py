@@ -40,6 +40,14 @@ def started_by() -> dict[str, str]:
     return {key: value for key, value in found.items() if value}
 
 
+def short_command() -> str:
+    """What this process does, without a `/`, after which MLflow's page begins to show a source: `stageline run
+    demo.yaml`, `stageline resume demo`."""
+    program, *arguments = sys.argv or [""]
+    words = (Path(word).name for word in arguments if "=" not in word and not word.startswith("-"))
+    return " ".join(["stageline" if program.endswith("__main__.py") else Path(program).name, *words])
+
+
 def software_versions() -> dict[str, str]:
     """Versions of `SOFTWARE` and of Python."""
     return {package: _installed(package) for package in SOFTWARE} | {"python": platform.python_version()}

@@ -52,3 +52,9 @@ def tunnel(dashboard: str, login: str | None) -> str:
     address = urlsplit(dashboard)
     through = "" if login is None else f"-J {login} "
     return f"ssh -N {through}-L {address.port}:{address.hostname}:{address.port} {platform.node()}"
+
+
+def dashboard_tags(dashboard: str, environment: Mapping[str, str]) -> dict[str, str]:
+    """For the run's tracking: where its dashboard is, and, of a job, how it is reached from elsewhere."""
+    job, tags = slurm_job(environment), {"dashboard": dashboard}
+    return tags if job is None else tags | {"dashboard_tunnel": tunnel(dashboard, job.submitted_from)}

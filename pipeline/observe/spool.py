@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 _FIELDS: dict[Any, set[str]] = {
-    "open": {"t", "key", "experiment", "run_name", "params", "tags"},
+    "open": {"t", "key", "experiment", "run_name", "params", "tags"},  # and in new spools: if_abandoned
     "metrics": {"t", "step", "values"},
     "trace": {"t", "step", "spans"},  # and in new spools: asked, answered
     "dataset": {"t", "name", "digest", "source", "context", "profile"},

@@ -219,7 +219,9 @@ class MlflowTracker:
         spool_path: Path,
         close_timeout_s: float = 60.0,
         off: Collection[str] = (),
+        if_abandoned: Mapping[str, str] | None = None,
     ) -> None:
+        """`if_abandoned`: tags that the run is given where its driver goes away without closing it."""
         self.uri = uri
         self.spool_path = spool_path
         self._closed = False
@@ -240,6 +242,7 @@ class MlflowTracker:
             run_name=run_name,
             params=dict(params),
             tags=dict(tags) | ({} if job is None else job.tags()),
+            if_abandoned=dict(if_abandoned or {}),
         )
         self._writer = _Writer(uri, spool_path, close_timeout_s)
 
@@ -333,18 +336,13 @@ class _Writer:
         self._spool_path = spool_path
         self._delivery: Delivery | None = None
         self._cut_off = False
+        self._down = False  # the store, as far as the writer has told
         if uri.startswith("sqlite:///"):
             Path(uri.removeprefix("sqlite:///")).parent.mkdir(parents=True, exist_ok=True)
         root = str(Path(__file__).parents[2])
         path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
-        arguments = [
-            sys.executable,
-            "-m",
-            "pipeline.observe.mlflow_writer",
-            uri,
-            str(spool_path.absolute()),
-            str(timeout_s),
-        ]
+        arguments = [sys.executable, "-m", "pipeline.observe.mlflow_writer"]
+        arguments += [uri, str(spool_path.absolute()), str(timeout_s)]
         with spool_path.with_name("mlflow_writer.log").open("ab") as log:
             self._process = subprocess.Popen(
                 arguments,
@@ -362,9 +360,10 @@ class _Writer:
             raise RuntimeError("the writer was started without a pipe for its reports")
         for line in self._process.stdout:
             report = json.loads(line)
+            self._down = report.get("down", self._down)
             if "warning" in report:
                 LOG.warning(report["warning"])
-            else:
+            elif "left" in report:
                 self._delivery = Delivery(report["run_id"], report["left"])
         if self._delivery is None and not self._cut_off:
             LOG.warning("the MLflow writer ended early; see %s", self._spool_path.with_name("mlflow_writer.log"))
@@ -391,6 +390,10 @@ class _Writer:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(ANNOUNCE_S)
                 return
-            LOG.warning("MLflow at %s takes the rest of the run; at most %.0f s", self._uri, most_s - ANNOUNCE_S)
+            if not self._down:  # else the writer has said so, and gives up in a moment
+                LOG.warning(
+                    "MLflow at %s takes the rest of the run; at most %.0f s, and a few where it cannot be reached",
+                    self._uri, most_s - ANNOUNCE_S,
+                )  # fmt: skip
             most_s -= ANNOUNCE_S
         self._process.wait(most_s)

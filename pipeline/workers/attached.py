@@ -8,8 +8,8 @@
 Nothing outlives it: the worker process ends when this one does, however that ends, and this one ends when the driver
 does. The last worker of a run on a host removes the host's board of published weights.
 
-May import dask and distributed, pipeline.config, storage.weights and, of this folder, joining, messages, network,
-scheduler_file and worker_process.
+May import dask and distributed, pipeline.config, storage.{errors, weights} and, of this folder, joining, messages,
+network, scheduler_file and worker_process.
 """
 
 from __future__ import annotations
@@ -18,7 +18,9 @@ import asyncio
 import fcntl
 import logging
 import os
+import re
 import signal
+import ssl
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -29,9 +31,11 @@ from typing import IO, Any
 
 from distributed import Nanny
 from distributed.comm import Comm, connect, get_address_host
+from distributed.comm.core import FatalCommClosedError
 from distributed.security import Security
 
 from pipeline.config.devices import visible_devices
+from pipeline.config.errors import ConfigError
 from pipeline.config.loading import load_yaml
 from pipeline.config.paths import RunPaths
 from pipeline.config.run import RunConfig
@@ -52,8 +56,10 @@ from pipeline.workers.worker_process import (
     shares_cores,
     start_forkserver,
 )
+from storage.errors import StoreError
 from storage.weights import WeightBoard
 
+_PEM = re.compile(r"\s*-----BEGIN [A-Z ]+-----\n")
 _LOOK_S = 0.2
 """Between looks at what is not there yet."""
 _CONNECT_S = 5.0
@@ -98,8 +104,9 @@ def run_worker(wanted: WantedWorker, say: Callable[[str], None]) -> Ending:
     """Joins a run as one of its workers, until either ends. `say` is given what a person should read.
 
     Raises:
-        WorkerRefused: there is no such run, or it does not want this worker or this host.
-        StoreError: the scheduler file is another user's, or none.
+        WorkerRefused: there is no such run, its scheduler file is another user's or none, or it does not want this
+            worker or this host.
+        StoreError: this host's GPUs cannot be asked for.
     """
     # Dask's own messages are of no use to anybody here; the driver's journal says what is lost.
     logging.getLogger("distributed").setLevel(logging.CRITICAL)
@@ -146,15 +153,23 @@ class _AttachedWorker:
         while True:
             path = self._wanted.file or _newest_file(self._wanted.run_dir)
             try:
-                file = read_scheduler_file(path)
-                _gang_of(load_yaml(file.config), self._wanted)
-                return file, await connect(file.address, timeout=_CONNECT_S, **_arguments(file, path))
+                file = _read(path)
             except FileNotFoundError:
                 why = f"there is no scheduler file in {path.parent}: has the run begun, with cluster.kind=attached, "
                 why += "and is this directory on a filesystem that the driver's host mounts, too?"
-            except OSError as error:
-                why = f"the driver does not answer at {file.address} (process {file.process} on host {file.host}): "
-                why += f"{error}"
+            except OSError as error:  # of a network filesystem, and may pass
+                why = f"{path} cannot be read: {error.strerror}"
+            else:
+                _gang_of(_config_of(file, path), self._wanted)
+                try:
+                    return file, await connect(file.address, timeout=_CONNECT_S, **_arguments(file, path))
+                except OSError as error:
+                    why = f"the driver does not answer at {file.address} (process {file.process} on host {file.host}): "
+                    why += f"{error}"
+                    # Of a run's directory a later attempt's file would count; a file of its own is what it is.
+                    if isinstance(error, FatalCommClosedError) and path == self._wanted.file and _still(file, path):
+                        need = f"who listens there has another certificate than {path}"
+                        raise WorkerRefused(f"host {host_name()}: {why}: {need}") from error
             if time.monotonic() > give_up:
                 raise WorkerRefused(f"host {host_name()}: {why} (waited {self._wanted.wait_s:g} s)")
             await asyncio.sleep(_LOOK_S)
@@ -164,8 +179,8 @@ class _AttachedWorker:
         config = load_yaml(file.config)
         gang = _gang_of(config, self._wanted)
         board = RunPaths(Path(file.run_dir)).board(config.weights_dir(gang.name))
-        request = await asyncio.to_thread(look_at_host, file, gang.name, self._wanted.index, board)
         address = _own_address(file, self._wanted.interface or config.cluster.interface)
+        request = await asyncio.to_thread(look_at_host, file, gang.name, self._wanted.index, board)
         devices = await self._ask(comm, request)
         if devices is None:
             return Ending.TERMINATED if self._terminated.is_set() else Ending.DRIVER_LOST
@@ -250,15 +265,48 @@ def security_of(file: SchedulerFile) -> Security:
 
 
 def _arguments(file: SchedulerFile, path: Path) -> dict[str, Any]:
-    """Of a connection to the scheduler. Raises WorkerRefused where there is no certificate, or none that is one."""
-    refused = f"host {host_name()}: the certificate in {path} cannot be used"
+    """Of a connection to the scheduler. Raises WorkerRefused where certificate or key is missing, or none."""
+
+    def refused(part: str, why: object) -> WorkerRefused:
+        return WorkerRefused(f"host {host_name()}: the {part} in {path} cannot be used: {why}")
+
+    for part, text in (("certificate", file.certificate), ("key", file.key)):
+        if not _PEM.match(str(text)):  # Dask would take it for the name of a file
+            raise refused(part, "it is no PEM" if text else "it is empty")
     try:
-        arguments = dict(security_of(file).get_connection_args("worker"))
-    except OSError as error:  # of ssl; a key that is no PEM is taken for a file's name
-        raise WorkerRefused(f"{refused}: {error}") from error
-    if arguments["ssl_context"] is None:
-        raise WorkerRefused(f"{refused}: it is empty")
-    return arguments
+        ssl.create_default_context(cadata=file.certificate)
+    except (OSError, ValueError) as error:
+        raise refused("certificate", error) from error
+    try:
+        return dict(security_of(file).get_connection_args("worker"))
+    except OSError as error:
+        raise refused("key", error) from error
+
+
+def _read(path: Path) -> SchedulerFile:
+    """Raises WorkerRefused for what is none, or another user's; OSError where there is none yet, or it may be readable
+    soon."""
+    try:
+        return read_scheduler_file(path)
+    except StoreError as error:
+        raise WorkerRefused(f"host {host_name()}: {error}") from error
+
+
+def _still(file: SchedulerFile, path: Path) -> bool:
+    """Whether a scheduler file says what it said. If so, who answers with another certificate is not the next attempt's
+    driver: that one removes what is left before it listens."""
+    try:
+        return read_scheduler_file(path) == file
+    except (OSError, StoreError):
+        return False
+
+
+def _config_of(file: SchedulerFile, path: Path) -> RunConfig:
+    try:
+        return load_yaml(file.config)
+    except ConfigError as error:
+        first = error.each[0]  # the others say no more of why, and a worker's refusal is one line
+        raise WorkerRefused(f"host {host_name()}: the config in {path} is none of this version's: {first}") from error
 
 
 def _newest_file(run_dir: Path | None) -> Path:
@@ -271,10 +319,12 @@ def _gang_of(config: RunConfig, wanted: WantedWorker) -> Gang:
     """Raises WorkerRefused for a worker that the run does not have."""
     gangs = {gang.name: gang for gang in config.gangs()}
     if wanted.gang not in gangs:
-        raise WorkerRefused(f"the run has no gang {wanted.gang!r}; it has {', '.join(sorted(gangs))}")
+        has = ", ".join(sorted(gangs))
+        raise WorkerRefused(f"host {host_name()}: the run has no gang {wanted.gang!r}; it has {has}")
     workers = gangs[wanted.gang].workers
     if not 0 <= wanted.index < workers:
-        raise WorkerRefused(f"gang {wanted.gang} has no index {wanted.index}; it has 0 to {workers - 1}")
+        need = f"gang {wanted.gang} has no index {wanted.index}; it has 0 to {workers - 1}"
+        raise WorkerRefused(f"host {host_name()}: {need}")
     return gangs[wanted.gang]
 
 

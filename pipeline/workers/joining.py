@@ -64,7 +64,10 @@ class JoinRequest:
 
     @classmethod
     def of(cls, message: dict[str, Any]) -> JoinRequest:
-        """What `message` gave. Raises TypeError for anything else."""
+        """What `message` gave. Raises TypeError where something of it is missing."""
+        missing = [field.name for field in fields(cls) if field.name not in message]
+        if missing:
+            raise TypeError(f"it does not say {', '.join(missing)}")
         return cls(**{field.name: message[field.name] for field in fields(cls)})
 
 
@@ -99,12 +102,13 @@ def look_at_host(file: SchedulerFile, gang: str, index: int, board: Path) -> Joi
         index=index,
         host=host_name(),
         process=os.getpid(),
-        clock=time.time(),
         versions=versions_here(),
         gpus=gpu_identities(),
         shared=_look_at_directory(file, wrote),
         wrote=wrote,
         board_free=_free_bytes(board),
+        # Last: what is above may take longer than clocks may differ by, and the driver compares when it hears of it.
+        clock=time.time(),
     )
 
 

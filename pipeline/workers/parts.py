@@ -12,7 +12,8 @@ import os
 import sys
 import threading
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -25,6 +26,7 @@ from pipeline.config.paths import RunPaths
 from pipeline.config.run import RunConfig
 from pipeline.graph.graph import STAGE_ROLES, made_from
 from pipeline.workers.bookkeeping import Clock
+from pipeline.workers.last_words import forget_last_words, leave_last_words
 from pipeline.workers.messages import LONGEST_SILENCE_S, Call, WorkerSpec
 from pipeline.workers.replica_rows import ReplicaRows
 from pipeline.workers.updates import ExactlyOnceUpdates
@@ -234,15 +236,16 @@ def _being_published(board: WeightBoard, manifest: Manifest) -> bool:
 
 
 def _build_engine(config: RunConfig, spec: WorkerSpec) -> GenerationEngine:
+    forget_last_words(spec.log)
     make = importlib.import_module("stages.engines.build").build_engine
     engine: GenerationEngine = make(
         config.model.path,
-        config.engine,
+        replace(config.engine, start_s=config.engine_start_s),
         max_seq=config.seq,
         threads=config.placement.gangs[spec.gang].threads,
         eos_token_ids=config.model.eos_token_ids,
         migratable=config.cluster.move_rows_below > 0,
-        on_lost=_end_process,
+        on_lost=partial(_end_process, spec.log),
         log=Path(spec.log) if spec.log is not None else None,
     )
     return engine
@@ -295,7 +298,8 @@ def _build_updates(parts: WorkerParts, host: ModelHost, same_layout: bool) -> Ex
     )
 
 
-def _end_process(reason: str) -> None:
+def _end_process(log: str | None, reason: str) -> None:
     """A replica that has lost a rank is lost as a whole: as if its own process had died, it is built anew."""
     print(f"{reason}: its replica ends", file=sys.stderr, flush=True)
+    leave_last_words(log, reason)
     os._exit(1)

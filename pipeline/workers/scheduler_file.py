@@ -14,14 +14,19 @@ import json
 import os
 import re
 import socket
+import ssl
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from pipeline.config.paths import RunPaths
 from storage.errors import StoreError
 
 _NAME = re.compile(r"scheduler-(\d+)\.json")
 _FORMAT = 1
+_ANSWER_S = 5.0
+"""For a driver to answer."""
 
 
 @dataclass(frozen=True)
@@ -75,25 +80,65 @@ def newest_attempt(run_dir: Path) -> int:
 
 
 def write_scheduler_file(path: Path, content: SchedulerFile) -> None:
-    """Under its name from the moment on when all of it is there; for this user's eyes alone. Raises OSError."""
+    """Under its name from the moment on when all of it is there; for this user's eyes alone. Raises OSError,
+    FileExistsError where there is a file of that name; then nothing is left of this one, which holds a key."""
     staged = path.with_name(f".{path.name}.{os.getpid()}")
     staged.unlink(missing_ok=True)
     descriptor = os.open(staged, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    with os.fdopen(descriptor, "w") as stream:
-        stream.write(json.dumps({"format": _FORMAT, **asdict(content)}))
-        stream.flush()
-        os.fsync(stream.fileno())
-    staged.replace(path)
+    try:
+        with os.fdopen(descriptor, "w") as stream:
+            stream.write(json.dumps({"format": _FORMAT, **asdict(content)}))
+            stream.flush()
+            os.fsync(stream.fileno())
+        _link(staged, path)
+    finally:
+        staged.unlink(missing_ok=True)
+
+
+def _link(staged: Path, path: Path) -> None:
+    try:
+        os.link(staged, path)
+    except FileExistsError:
+        if not staged.samefile(path):  # it is where a server's answer was lost, and the link asked for again
+            raise
+
+
+def remove_scheduler_file(path: Path, nonce: str) -> None:
+    """Removes the file that holds this nonce; another driver's, under the same name, stays. Raises OSError."""
+    with suppress(FileNotFoundError, StoreError):
+        if read_scheduler_file(path).nonce == nonce:
+            path.unlink()
+
+
+def driver_answers(file: SchedulerFile) -> bool:
+    """Whether the driver that wrote this is there: at its address is who has the certificate's key, or who takes a
+    connection and says nothing, as a stopped process does. Waits up to 10 s."""
+    address = urlsplit(file.address)
+    try:
+        context = ssl.create_default_context(cadata=file.certificate)
+        context.check_hostname = False
+        context.verify_flags &= ~ssl.VERIFY_X509_STRICT  # Dask's certificates lack what that asks for
+        with socket.create_connection((address.hostname, address.port), _ANSWER_S) as connection:
+            try:
+                context.wrap_socket(connection).close()
+            except TimeoutError:
+                return True
+    except (OSError, ValueError):  # nobody listens there, or another; or what is written there is no address
+        return False
+    return True
 
 
 def read_scheduler_file(path: Path) -> SchedulerFile:
-    """Raises FileNotFoundError where there is none (yet), and StoreError where it is no scheduler file, or another
-    user's: whoever wrote it decides what this process will run."""
-    with path.open() as stream:
-        owner = os.fstat(stream.fileno()).st_uid
-        if owner != os.geteuid():
-            raise StoreError(f"{path} belongs to user {owner}, and this process to {os.geteuid()}: it is not used")
-        text = stream.read()
+    """Raises FileNotFoundError where there is none (yet), and StoreError where it is no scheduler file, cannot be read,
+    or is another user's: whoever wrote it decides what this process will run."""
+    try:
+        with path.open("rb") as stream:
+            _check_owner(path, os.fstat(stream.fileno()))
+            text = stream.read()
+    except (PermissionError, IsADirectoryError, NotADirectoryError) as error:
+        if isinstance(error, PermissionError):
+            _check_owner(*_what_can_be_seen(path))
+        raise StoreError(f"{path} cannot be read: {error.strerror}") from error
     try:
         document = json.loads(text)
         if document.pop("format", None) != _FORMAT:
@@ -101,3 +146,16 @@ def read_scheduler_file(path: Path) -> SchedulerFile:
         return SchedulerFile(**document)
     except (ValueError, TypeError, AttributeError) as error:
         raise StoreError(f"{path} is no scheduler file: {error}") from error
+
+
+def _check_owner(path: Path, found: os.stat_result) -> None:
+    if found.st_uid != os.geteuid():
+        raise StoreError(f"{path} belongs to user {found.st_uid}, and this process to {os.geteuid()}: it is not used")
+
+
+def _what_can_be_seen(path: Path) -> tuple[Path, os.stat_result]:
+    """The file, or the nearest directory above it that may be looked at."""
+    for above in (path, *path.parents):
+        with suppress(PermissionError):
+            return above, above.stat()
+    raise PermissionError(path)

@@ -3,7 +3,8 @@
     driver, or `stageline worker` ──► forkserver (distributed imported; SIGINT blocked) ──fork──► worker processes
       └ nannies
 
-May import dask and distributed, pipeline.config, pipeline.graph, pipeline.workers.messages and storage.processes.
+May import dask and distributed, pipeline.config, pipeline.graph, pipeline.workers.messages,
+stages.engines.remote.process and storage.processes.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from distributed.utils import get_mp_context
 from pipeline.config.run import RunConfig
 from pipeline.graph.gangs import Gang
 from pipeline.workers.messages import pin_resource, slot_resource, worker_name
+from stages.engines.remote.process import SCRATCH as ENGINE_SCRATCH
 from stages.models.protocol import Role
 from storage.processes import process_alive
 
@@ -77,7 +79,8 @@ FORKSERVER_ENVIRONMENT = {
     "DASK_LOGGING__DISTRIBUTED": "warning",
 }
 _SCRATCH = "stageline-dask-"
-"""Begins the name of a process's directory of Dask's in the temporary folder; its process id follows."""
+"""Begins the name of a process's directory of Dask's in the temporary folder; its process id follows, as that of the
+worker does in `ENGINE_SCRATCH`."""
 _ANY = 1_000_000.0
 """Capacity of a pin that limits nothing: threads do."""
 
@@ -115,11 +118,8 @@ def worker_resources(gang: Gang, index: int, waiting: int = 0) -> dict[str, floa
 
 
 def worker_threads(gang: Gang, waiting: int = 0) -> int:
-    """Tasks a worker runs at once: one in an ordered gang; a replica's slots, those that `waiting` says, and one more
-    where it also scores."""
-    if gang.ordered:
-        return 1
-    return gang.slots + waiting + (1 if Role.GENERATE in gang.roles and gang.roles != {Role.GENERATE} else 0)
+    """Tasks a worker runs at once: nodes, and in a pool those that `waiting` says."""
+    return gang.threads if gang.ordered else gang.threads + waiting
 
 
 def shares_cores(config: RunConfig) -> bool:
@@ -153,9 +153,10 @@ def nanny_options(
 
 
 def remove_abandoned_scratch(folder: Path) -> None:
-    """Removes what drivers of this user that were killed have left of Dask's in the temporary folder."""
-    for path in folder.glob(f"{_SCRATCH}*-*"):
-        owner = path.name.removeprefix(_SCRATCH).partition("-")[0]
+    """Removes what drivers of this user that were killed have left of Dask's in the temporary folder, and what their
+    workers have of engines' (which is seldom more than a link: `stages/engines/remote/guard.py`)."""
+    for path in (*folder.glob(f"{_SCRATCH}*-*"), *folder.glob(f"{ENGINE_SCRATCH}*-*")):
+        owner = path.name.removeprefix(_SCRATCH).removeprefix(ENGINE_SCRATCH).partition("-")[0]
         if owner.isdigit() and not process_alive(int(owner)) and path.lstat().st_uid == os.getuid():
             shutil.rmtree(path, ignore_errors=True)
 

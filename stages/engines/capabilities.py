@@ -20,6 +20,21 @@ from typing import Literal
 from stages.engines.config import EngineConfig
 
 Device = Literal["cpu", "cuda"]
+_SERVER_BYTES = 950 << 20
+"""Of vLLM's CPU build, mostly libraries: 660 MiB measured with a tiny model, 820 to 910 with SmolLM2. Others were never
+measured."""
+
+
+@dataclass(frozen=True)
+class EngineMemory:
+    """What its memory is, where that does not follow from its settings alone: for what a run is predicted to take."""
+
+    reserves_cache: bool = False
+    """All of `engine.kv_budget_mb` is taken at the start, whatever the rows need of it."""
+    refit_bytes: int | None = None
+    """Of new weights beside the old ones, on each rank, or the largest tensor where that is more; None: all of them."""
+    process_bytes: int = 0
+    """Of each process of its own environment, without weights and cache; 0: it computes in Stageline's processes."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +68,7 @@ class Capabilities:
     """Drafts go together with right log-probs."""
     devices: frozenset[Device]
     """What it runs on."""
+    memory: EngineMemory = EngineMemory()
     measured: bool = True
     """Whether what is said here was ever seen on this device; otherwise it is what the engine is built for."""
 
@@ -90,21 +106,26 @@ def embedded_capabilities(config: EngineConfig, device: Device) -> Capabilities:
     )
 
 
+_VLLM_SLEEPS: Mapping[int, Literal["cache", "weights"]] = {1: "cache", 2: "weights"}
+"""By `engine.vllm.sleep_level`, where the platform can (the server refuses it elsewhere)."""
+
+
 def vllm_capabilities(config: EngineConfig, device: Device) -> Capabilities:
     """Draws are ours (`serving/vllm_adapter.py`); sums depend on a row's company. vLLM refuses drafts beside a logits
-    processor, and has no in-flight update that was looked at."""
+    processor. With pipeline stages batches are under way between its steps, where weights cannot change."""
     return Capabilities(
         draws="keyed",
         invariance="tokens",
         distributions="any",
         scores=True,
-        updates=frozenset({"drain"}),
+        updates=frozenset({"drain"} if config.pipeline_parallel > 1 else {"drain", "inflight"}),
         sources=frozenset({"mapped"}),
         failed_refit="rebuild",
         migration=False,
-        sleeps="nothing",
+        sleeps=_VLLM_SLEEPS.get(config.vllm.sleep_level, "nothing"),
         speculation=False,
         devices=frozenset({"cpu", "cuda"}),
+        memory=EngineMemory(reserves_cache=True, refit_bytes=0, process_bytes=_SERVER_BYTES),
         measured=device == "cpu" and config.tensor_parallel * config.pipeline_parallel == 1,
     )
 
@@ -124,6 +145,9 @@ def tensorrt_llm_capabilities(config: EngineConfig, device: Device) -> Capabilit
         sleeps="weights" if config.tensorrt_llm.unload_engine_train else "nothing",
         speculation=False,
         devices=frozenset({"cuda"}),
+        memory=EngineMemory(
+            reserves_cache=True, refit_bytes=config.tensorrt_llm.bucket_mb << 20, process_bytes=_SERVER_BYTES
+        ),
         measured=False,
     )
 

@@ -5,14 +5,19 @@ May import the standard library and storage.problems.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, field
-from typing import Literal
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal
 
 from storage.problems import Problem, above, at_least
 
 OTHER_ENVIRONMENTS = {"vllm": "make engine-vllm", "tensorrt_llm": "make engine-trtllm"}
 """Kinds of engines that live in a Python environment of their own, and what makes one."""
+_FEWEST_BEATS = 5
+"""Of the one a second of an engine's process, that must be missing before it is lost: less is a busy machine's."""
 
 
 @dataclass
@@ -62,6 +67,9 @@ class VllmConfig:
     """vLLM compiles the model (minutes at every start, where its cache is cold) instead of running it as it is."""
     prefix_caching: bool = True
     """Rows of one prompt share its keys and values."""
+    sleep_level: int = 0
+    """What vLLM gives back while others have its device. 0: nothing. 1: the cache, and weights go to the host's memory.
+    2: weights too, which are loaded again. Only where vLLM can sleep: not on a CPU."""
 
 
 @dataclass
@@ -79,17 +87,21 @@ class TensorrtLlmConfig:
 
 @dataclass
 class EngineConfig:
-    """What every engine has a word for; then a section for each kind, of which the one that `kind` names is read."""
+    """What every engine has a word for; then a section for each kind, of which only the one that `kind` names may have
+    other values than the defaults."""
 
     kind: Literal["embedded", "vllm", "tensorrt_llm"] = "embedded"
     """`vllm`, `tensorrt_llm`: in a Python environment of its own (`engine.python`)."""
     python: str | None = None
-    """Interpreter of the environment that the engine is installed in; for engines of other projects."""
-    start_s: float = 600.0
-    """For such an engine to come up with its model."""
+    """Interpreter of the environment that the engine is installed in; for engines of other projects. Where a config is
+    read a relative path becomes an absolute one, and a name without a folder what is found for it."""
+    start_s: float | None = None
+    """For such an engine to come up with its model; null: 4/5 of `cluster.start_timeout_s`, which ends the whole
+    worker's start, and cannot say why."""
     silence_s: float = 60.0
     """Longest time without a word from such an engine's process, which says something every second; then it is taken
-    for lost, and its replica is built anew."""
+    for lost, and its replica is built anew. While it starts, 30 s if that is more. An engine that hangs in a process
+    that still speaks is found by `cluster.deadline_s`."""
     slots: int = 16
     """Rows decoded together at most."""
     dtype: Literal["float32", "bfloat16"] = "float32"
@@ -120,8 +132,12 @@ def engine_problems(config: EngineConfig) -> Iterator[Problem]:
         "engine.tensorrt_llm.bucket_mb": config.tensorrt_llm.bucket_mb,
     }
     yield from at_least(1, counts)
-    yield from above(0, {"engine.start_s": config.start_s, "engine.silence_s": config.silence_s}, " seconds")
+    yield from above(0, {"engine.start_s": config.start_s}, " seconds, or null")
+    yield from at_least(_FEWEST_BEATS, {"engine.silence_s": config.silence_s}, " seconds: it says something in each")
+    if config.vllm.sleep_level not in (0, 1, 2):
+        yield Problem("engine.vllm.sleep_level", config.vllm.sleep_level, "vLLM has levels 1 and 2: must be 0, 1 or 2")
     yield from _environment_problems(config)
+    yield from _other_kinds_problems(config)
     yield from speculation_problems(config.embedded.speculation)
     groups = config.embedded.pipeline_groups
     most = config.slots if config.pipeline_parallel > 1 else 1
@@ -137,10 +153,39 @@ def _environment_problems(config: EngineConfig) -> Iterator[Problem]:
             need = f"engine.kind={config.kind} runs in this environment: null, or engine.kind=vllm or tensorrt_llm"
             yield Problem("engine.python", config.python, need)
         return
-    if config.python is None:
+    if not config.python:
         made = OTHER_ENVIRONMENTS[config.kind]
         need = f"must name the Python of an environment that has {config.kind} (`{made}` makes one)"
         yield Problem("engine.python", config.python, need)
+
+
+def _other_kinds_problems(config: EngineConfig) -> Iterator[Problem]:
+    """Of settings that the engine does not have, and would leave out without a word."""
+    defaults = EngineConfig()
+    for kind in ("embedded", "vllm", "tensorrt_llm"):
+        if kind != config.kind:
+            given, without = (_leaves(f"engine.{kind}", asdict(getattr(one, kind))) for one in (config, defaults))
+            for key, value in given.items():
+                if value != without[key]:
+                    need = f"only engine.kind={kind} has it: leave it at {without[key]} with engine.kind={config.kind}"
+                    yield Problem(key, value, need)
+
+
+def _leaves(key: str, section: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings by their whole keys."""
+    found: dict[str, Any] = {}
+    for name, value in section.items():
+        found |= _leaves(f"{key}.{name}", value) if isinstance(value, Mapping) else {f"{key}.{name}": value}
+    return found
+
+
+def interpreter(python: str) -> str:
+    """`engine.python` as it works in any working directory; what is not found stays as it is. Links are not followed:
+    an interpreter knows its environment by the path that it is called by."""
+    if os.path.dirname(python):
+        return str(Path(python).absolute())
+    found = shutil.which(python)
+    return python if found is None else str(Path(found).absolute())
 
 
 def speculation_problems(config: SpeculationConfig) -> Iterator[Problem]:

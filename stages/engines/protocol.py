@@ -151,17 +151,18 @@ class GenerationEngine(Protocol):
     capabilities: Capabilities
 
     def generate(self, requests: Iterable[Request]) -> Iterator[Completion]:
-        """Yields rows as they finish. Thread-safe. A response ends with the EOS that it contains, or at its length. An
-        iterator that is closed early takes its unfinished rows with it. Raises RequestError before any row of the call
-        runs, also for a version that the resident weights will not do for, and RuntimeError asleep. The iterator raises
-        EngineLost (or another RuntimeError) if the engine stops, RowsLost, and FloatingPointError for a row whose
-        logits are not finite."""
+        """A generator, which yields rows as they finish. Thread-safe. A response ends with the EOS that it contains, or
+        at its length. A generator that is closed early, also before its first row, takes its unfinished rows with it.
+        Raises RequestError before any row of the call runs, also for a version that the resident weights will not do
+        for, and RuntimeError asleep. The generator raises EngineLost (or another RuntimeError) if the engine stops,
+        RowsLost, and FloatingPointError for a row whose logits are not finite."""
         ...
 
     def load_weights(self, version: int, tensors: Mapping[str, torch.Tensor]) -> None:
         """Refits in place, by Hugging Face name; tensors that are not named keep their values. Drains first, and keeps
         rows that arrive meanwhile waiting; or swaps between two batches. All or nothing: on WeightsError the engine
-        goes on with the old weights; on any other error as `Capabilities.failed_refit` says."""
+        goes on with the old weights; on any other error as `Capabilities.failed_refit` says. Raises RuntimeError
+        asleep."""
         ...
 
     def sleep(self) -> None:

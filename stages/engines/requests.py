@@ -1,12 +1,16 @@
-"""What every engine refuses before a row runs. May import stages.engines.protocol and capabilities."""
+"""What every engine does with a call before a row runs: what it refuses, and that it can be given up from then on.
+
+May import stages.engines.protocol and capabilities.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Set
+from collections.abc import Iterator, Set
+from typing import cast
 
 from stages.engines.capabilities import Capabilities
-from stages.engines.protocol import Request, RequestError
+from stages.engines.protocol import Completion, Request, RequestError
 
 
 def check_request(request: Request, max_seq: int, vocab: int, eos_ids: Set[int]) -> None:
@@ -15,7 +19,10 @@ def check_request(request: Request, max_seq: int, vocab: int, eos_ids: Set[int])
     prompt, new = len(request.tokens), sampling.max_new_tokens
     banned = set(sampling.suppress_token_ids)
     problem = None
-    if prompt == 0:
+    odd = [name for name in ("row", "seed", "step") if not -(2**63) <= getattr(request, name) < 2**63]
+    if odd:
+        problem = f"has {odd[0]} {getattr(request, odd[0])}, which must be a number of 64 bits, with its sign"
+    elif prompt == 0:
         problem = "has an empty prompt"
     elif new <= 0:
         problem = f"has max_new_tokens {new}, which must be positive"
@@ -50,6 +57,13 @@ def check_ability(request: Request, can: Capabilities) -> None:
             problem = "has tokens that are not allowed, of which this engine's log-probs know nothing"
     if problem is not None:
         raise RequestError(f"row {request.row} {problem}")
+
+
+def begun(results: Iterator[Completion | None]) -> Iterator[Completion]:
+    """A generator, past the None that it yields first: one that has not begun leaves its `finally` out when it is
+    closed, and so would keep its rows."""
+    next(results)
+    return cast(Iterator[Completion], results)
 
 
 def _forced_problem(request: Request, vocab: int, banned: Set[int], eos_ids: Set[int]) -> str | None:

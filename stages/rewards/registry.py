@@ -76,6 +76,9 @@ def build_reward(
             cannot work with.
     """
     if ":" in kind:
+        if not all(word.isidentifier() for word in kind.replace(":", ".", 1).split(".")):
+            need = "a reward of your own is module:function or module:Class, and a module is named as in an import"
+            raise UnfitReward(Problem(f"{key}.kind", kind, need))
         reward = UserReward(kind, dict(args), timeout_s)
         if reward.refusal is not None:
             setting, need = reward.refusal

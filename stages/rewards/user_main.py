@@ -21,6 +21,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from multiprocessing.connection import Connection
+from types import ModuleType
 from typing import Any
 
 from stages.native.parent import end_with_parent
@@ -28,6 +29,8 @@ from stages.rewards.protocol import Sample, Scored
 
 _SEARCH_S = 10.0
 """For which of a batch's rows raises alone."""
+_MOST_NAMES = 10
+"""Of a module, in a message."""
 
 Function = Callable[[Sequence[Sample]], Any]
 
@@ -68,8 +71,7 @@ def _load(kind: str, args: Mapping[str, Any]) -> Function:
         raise _Refused("kind", need) from error
     target = getattr(module, name, None)
     if not callable(target):
-        own = [n for n, v in vars(module).items() if callable(v) and getattr(v, "__module__", None) == module_name]
-        need = f"{module.__name__} has no function or class {name!r}; it has {', '.join(own) or 'none'}"
+        need = f"{module_name} has no function or class {name!r}; it has {_own_names(module)}"
         raise _Refused("kind", need)
     given = dict(args)
     _check_arguments(kind, target, given)
@@ -82,6 +84,14 @@ def _load(kind: str, args: Mapping[str, Any]) -> Function:
     if not callable(made):
         raise _Refused("kind", f"an object of class {name} cannot be called: it needs a method __call__(samples)")
     return made
+
+
+def _own_names(module: ModuleType) -> str:
+    """What a module defines for others that can be called."""
+    own = [n for n, v in vars(module).items() if callable(v) and getattr(v, "__module__", None) == module.__name__]
+    public = [name for name in own if not name.startswith("_")]
+    others = f" and {len(public) - _MOST_NAMES} others" if len(public) > _MOST_NAMES else ""
+    return ", ".join(public[:_MOST_NAMES]) + others or "none"
 
 
 def _about(function: Function) -> dict[str, Any]:
@@ -99,6 +109,7 @@ def _check_arguments(kind: str, target: Function, given: Mapping[str, Any]) -> N
         parameters = [*inspect.signature(target).parameters.values()]
     except ValueError as error:
         raise _Refused("kind", f"{kind} does not say which arguments it takes: write a function in Python") from error
+    first = parameters[0].name if parameters else ""
     if not inspect.isclass(target):
         if not parameters:
             raise _Refused("kind", f"{kind} takes no argument: the first is a list of samples")
@@ -109,6 +120,9 @@ def _check_arguments(kind: str, target: Function, given: Mapping[str, Any]) -> N
     missing = [p.name for p in parameters if p.name in names and p.default is p.empty and p.name not in given]
     if unknown:
         raise _Refused("args", f"no such argument: {', '.join(unknown)}; {takes}")
+    if missing and not inspect.isclass(target):
+        called = f"a reward function is called with one list of `Sample`, as its first argument ({first})"
+        raise _Refused("args", f"{called}, and with args: without {', '.join(missing)}, which must be given; {takes}")
     if missing:
         raise _Refused("args", f"without {', '.join(missing)}, which must be given; {takes}")
 

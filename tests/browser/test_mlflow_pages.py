@@ -3,8 +3,10 @@ and tables, two runs compared, a trace. What is asserted is text that a person r
 
 from __future__ import annotations
 
+import io
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -16,13 +18,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from mlflow.tracking import MlflowClient
 from playwright.sync_api import Browser, BrowserContext, Page, expect
 
+from pipeline.config.paths import RunPaths
 from pipeline.config.run import RunConfig
-from pipeline.observe.spool import delivered_run_id
+from pipeline.observe.spool import delivered_run_id, read_state
 from pipeline.observe.tracking import WRITER_ENV, MlflowTracker
 from tests.support.browser import empty_page, missing, wide_context
-from tests.support.runs import finish_in
+from tests.support.runs import arguments, configure, finish_in
 from tests.support.waiting import until
 
 PATIENCE_MS = 30_000
@@ -36,25 +40,52 @@ class Pages:
 
     experiment: str
     """Address of its pages."""
+    printed: str
+    """The address that the run printed, with this server's port in place of MLflow's usual one."""
     run_id: str
     other_id: str
 
-    def run(self, tab: str = "") -> str:
-        return f"{self.experiment}/runs/{self.run_id}{tab}?workflowType=machine_learning"
+    def run(self, tab: str = "", run_id: str | None = None) -> str:
+        return f"{self.experiment}/runs/{run_id or self.run_id}{tab}?workflowType=machine_learning"
 
 
 @pytest.fixture(scope="module")
-def finished(tmp_path_factory: pytest.TempPathFactory) -> RunConfig:
+def printed() -> io.StringIO:
+    """By the finished run."""
+    return io.StringIO()
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory, printed: io.StringIO) -> RunConfig:
     absent = missing()
     if absent is not None:
         pytest.skip(absent)
     folder = tmp_path_factory.mktemp("pages")
     changes = ("steps=2", "evaluate.every=1", "checkpoint.every=1", "tracking.plots=false", "cluster.dashboard=null")
-    return finish_in(folder, "first-run", f"tracking.uri=sqlite:///{folder}/mlflow.db", *changes)
+    return finish_in(folder, "first-run", f"tracking.uri=sqlite:///{folder}/mlflow.db", *changes, printed=printed)
 
 
 @pytest.fixture(scope="module")
-def pages(finished: RunConfig) -> Iterator[Pages]:
+def killed(finished: RunConfig) -> RunConfig:
+    """Its driver was killed when MLflow had its first numbers."""
+    folder, uri = Path(finished.run_dir).parents[1], str(finished.tracking.uri)
+    changes = ("steps=5000", f"tracking.uri={uri}", "tracking.experiment=killed")
+    config = configure(folder, "killed-run", *changes)
+    spool = RunPaths(config.run_dir).mlflow_spool
+    with (folder / "killed.log").open("wb") as log:
+        command = [sys.executable, "-m", "pipeline.cli", "run", *arguments(folder, "killed-run", *changes)]
+        driver = subprocess.Popen(command, stdout=log, stderr=log)
+    try:
+        until(lambda: read_state(spool).get("metrics"), "MLflow has its metrics", every_s=0.1)
+    finally:
+        driver.kill()
+        driver.wait()
+    until(lambda: not read_state(spool)["open"], "its writer ends it", every_s=0.1)
+    return config
+
+
+@pytest.fixture(scope="module")
+def pages(finished: RunConfig, printed: io.StringIO) -> Iterator[Pages]:
     uri, folder = str(finished.tracking.uri), Path(finished.run_dir).parent
     (folder / "other").mkdir()
     spool = folder / "other/mlflow_spool.jsonl"
@@ -75,7 +106,10 @@ def pages(finished: RunConfig) -> Iterator[Pages]:
         run_id, other_id = (delivered_run_id(folder / name / spool.name, uri) for name in ("first-run", "other"))
         assert run_id is not None
         assert other_id is not None
-        yield Pages(f"http://127.0.0.1:{port}/#/experiments/1", run_id, other_id)
+        here = f"http://127.0.0.1:{port}"
+        address = re.search(r"then http://127\.0\.0\.1:5000(/#/\S+)", printed.getvalue())
+        assert address is not None
+        yield Pages(f"{here}/#/experiments/1", f"{here}{address[1]}", run_id, other_id)
     finally:
         os.killpg(server.pid, signal.SIGKILL)  # asked to end it waits for the browser's connections
         server.wait()
@@ -108,7 +142,7 @@ def _shows(page: Page, *texts: str) -> None:
 
 
 def test_the_printed_address_leads_to_training_runs(page: Page, pages: Pages) -> None:
-    page.goto(f"{pages.experiment}/runs?workflowType=machine_learning")
+    page.goto(pages.printed)
     _shows(page, "first-run", "second-run", "2 matching runs")
     assert "Evaluation runs" not in page.inner_text("body"), "that is the page of GenAI"
 
@@ -117,6 +151,20 @@ def test_a_runs_page_says_what_it_is_and_what_it_came_to(page: Page, pages: Page
     page.goto(pages.run())
     _shows(page, "staleness 1, 2 steps", "finished after 2 steps", "tiny_prompts.jsonl", "Finished")
     assert "eval/gain" in page.inner_text("body")
+
+
+def test_a_killed_runs_page_says_so(page: Page, pages: Pages, killed: RunConfig) -> None:
+    spool = RunPaths(killed.run_dir).mlflow_spool
+    run_id, experiment = delivered_run_id(spool, str(killed.tracking.uri)), read_state(spool)["experiment_id"]
+    server = pages.experiment.partition("#")[0]
+    page.goto(f"{server}#/experiments/{experiment}/runs/{run_id}?workflowType=machine_learning")
+    _shows(page, "its driver ended without closing it", f"stageline resume {killed.run_dir}", "Killed")
+    text = page.inner_text("body")
+    assert "running" not in text.partition("Result:")[2].partition("\n")[0]
+    assert "weights/v" not in text, "it has exported none"
+    assert "stageline run tiny.yaml" in text, "the source, by its short name"
+    tags = MlflowClient(killed.tracking.uri).get_run(str(run_id)).data.tags
+    assert tags["stageline.ended"].startswith("killed")
 
 
 def test_metrics_open_on_the_overview(page: Page, pages: Pages) -> None:

@@ -3,6 +3,7 @@ hand, since a page is the same whoever made its run."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -135,11 +136,23 @@ def test_samples_pass_filters_and_tokens_tell_their_numbers(opened: Open, one: P
 
 def test_a_mismatch_leads_to_its_row(opened: Open, one: Path) -> None:
     page = opened(one)
-    page.locator("#mismatches button.link").first.click()
+    found, low = page.locator("#samples .found"), page.get_by_label("score at least")
+    low.fill("0.1")
+    link = page.locator("#mismatches button.link").first
+    link.click()
     shown = page.locator("#samples .sample")
     expect(shown).to_have_count(1)
     expect(shown).to_contain_text("step 3")
     expect(shown.locator(".response")).to_be_focused()
+    expect(low).to_have_value("")
+    expect(found).to_have_text(re.compile(r"row \d of step 3 ✕"))
+    low.fill("0.36")  # a filter is of all rows again
+    expect(found).to_have_text("2 of 32 rows pass")
+    link.click()
+    found.get_by_role("button", name="all rows").click()
+    expect(found).to_have_text("")
+    expect(low).to_have_value("")
+    assert shown.count() > 1
 
 
 def test_a_loss_and_its_recovery_are_told(opened: Open, one: Path) -> None:
@@ -175,6 +188,13 @@ def test_hostile_text_runs_no_script_and_is_seen(opened: Open, several: Path) ->
     expect(page.locator("#tip")).to_contain_text("</script>")
     assert page.evaluate("window.hacked") is None
     assert page.locator("img").count() == 0
+
+
+def test_what_cannot_be_paired_has_no_heading(opened: Open, tmp_path: Path) -> None:
+    sources = [write_run(tmp_path / name, WrittenRun(name, steps=2, eval_every=0)) for name in ("a", "b")]
+    (tmp_path / "report.html").write_bytes(report(sources))
+    section = opened(tmp_path / "report.html").locator("#comparison")
+    expect(section.locator("h3")).to_have_text(["Not compared", "Config keys that differ"])
 
 
 def test_a_run_that_died_at_step_0_opens(opened: Open, tmp_path: Path) -> None:

@@ -6,9 +6,10 @@ The oracle is transformers, on small random Llamas (tied and untied) that transf
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
@@ -55,6 +56,23 @@ def random_llama(seed: int, tied: bool, head_dim: int = 8) -> LlamaForCausalLM:
             if "norm" in name:
                 parameter.uniform_(0.5, 1.5)
     return model
+
+
+BAD_TOKEN = 7
+
+
+def overflow_after(model: LlamaForCausalLM) -> None:
+    """Changes finite weights so that a product overflows in the first block for rows that have BAD_TOKEN, and for no
+    other: it alone has a number in hidden channel 0, which one feature of the MLP reads and multiplies with 3e38."""
+    with torch.no_grad():
+        model.model.embed_tokens.weight[:, 0] = 0.0
+        model.model.embed_tokens.weight[BAD_TOKEN, 0] = 100.0
+        first = model.model.layers[0]
+        first.self_attn.o_proj.weight[0] = 0.0
+        for product in (first.mlp.gate_proj, first.mlp.up_proj):
+            product.weight[0] = 0.0
+            product.weight[0, 0] = 10.0
+        first.mlp.down_proj.weight[:, 0] = 3e38
 
 
 def trained_tensors(model: LlamaForCausalLM) -> dict[str, torch.Tensor]:
@@ -117,12 +135,91 @@ def assert_same_tokens(got: dict[int, Completion], expected: dict[int, Completio
         np.testing.assert_allclose(completion.logprobs, expected[row].logprobs, atol=atol)
 
 
+def assert_a_row_fails_alone(engine: GenerationEngine, model: LlamaForCausalLM) -> None:
+    """Under weights that make rows with BAD_TOKEN fail: such a row's call ends with an error that names it; calls of
+    others go on, and later rows that get its part of the cache find nothing of it there, nor do those of the next
+    weights, which are `model`'s."""
+    overflowing = copy.deepcopy(model)
+    overflow_after(overflowing)
+    can, version = engine.capabilities, engine.version + 1
+    sampling = SamplingConfig(1, temperature=0.0)  # no good row reads BAD_TOKEN, which it may draw
+    if can.distributions == "any":
+        sampling = SamplingConfig(20, 20, temperature=0.0, suppress_token_ids=[BAD_TOKEN])
+
+    def rows(numbers: Iterable[int]) -> list[Request]:
+        return [Request(row, 0, 0, (11, 12 + row, 13), version, sampling) for row in numbers]
+
+    def assert_fails(row: int, prompt: tuple[int, ...], *beside: Request, **changes: object) -> None:
+        request = dataclasses.replace(Request(row, 0, 0, prompt, version, sampling), **changes)
+        with pytest.raises(FloatingPointError, match=f"row {row}:? .*not finite"):
+            list(engine.generate([request, *beside]))
+
+    def assert_of(found: Mapping[int, Completion], requests: list[Request], weights: LlamaForCausalLM) -> None:
+        for request in requests:
+            completion = found[request.row]
+            read = np.append(completion.tokens[:-1], 0)  # whatever the last one is, nothing follows it
+            expected = oracle_logprobs(weights, request, read)
+            assert completion.tokens.tolist() == expected.argmax(-1).tolist()
+            np.testing.assert_allclose(completion.logprobs, expected.max(-1).values.numpy(), atol=1e-4)
+
+    engine.load_weights(version, trained_tensors(overflowing))
+    others = engine.generate(rows(range(4)))
+    assert_fails(77, (*range(20, 50), BAD_TOKEN), *rows([78]))
+    if can.scores:  # one that fails at its sixth token, long after others have begun to share batches with it
+        late = (6, 5, 6, 5, BAD_TOKEN, *[5] * 15)
+        assert_fails(76, (5, 6, 5), sampling=SamplingConfig(20, 20), forced=late)
+    found = by_row(others)
+    for row in range(80, 83):  # the same prompt again: nothing of it is shared
+        assert_fails(row, (*range(20, 50), BAD_TOKEN))
+        found |= by_row(engine.generate(rows(range(4 * (row - 79), 4 * (row - 78)))))
+    assert_of(found, rows(range(16)), overflowing)
+    version += 1
+    engine.load_weights(version, trained_tensors(model))
+    assert_of(by_row(engine.generate(rows(range(16)))), rows(range(16)), model)
+
+
+def uneven_requests() -> list[Request]:
+    """300 rows of 30 to 42 tokens."""
+    lengths = [30 + i % 13 for i in range(300)]
+    return [Request(i, 11, 3, (3 + i % 90, 5), 0, SamplingConfig(n, n, temperature=0.8)) for i, n in enumerate(lengths)]
+
+
+def assert_updates_in_flight(engine: GenerationEngine, old: LlamaForCausalLM, new: LlamaForCausalLM) -> None:
+    """Of an engine with eight slots that updates in flight, with the weights of `old` as version 0. Rows go on under
+    the new weights, from the same tokens: every token is the draw of one whole version, the one that is recorded, as an
+    oracle that is fed the row under that version's weights finds. Rows of uneven length, so that the eight in flight
+    are never all between two rows."""
+    requests = uneven_requests()
+    running = engine.generate(requests)
+    done = next(running)
+    engine.load_weights(1, trained_tensors(new))
+    assert engine.version == 1
+    rows = by_row(running) | {done.row: done}
+    assert len(rows) == 300
+    assert set(done.versions.tolist()) == {0}
+    assert set(rows[299].versions.tolist()) == {1}
+    both = [c for c in rows.values() if len(set(c.versions.tolist())) == 2]
+    assert 1 <= len(both) <= 8
+    for completion in [*both, done, rows[299]]:
+        assert (np.diff(completion.versions) >= 0).all()
+        request, num = requests[completion.row], len(completion.tokens)
+        noise = gumbel(noise_keys(11, 3, request.row, 2 + np.arange(num)), VOCAB, torch.device("cpu"))
+        for version, model in ((0, old), (1, new)):
+            logprobs = oracle_logprobs(model, request, completion.tokens)
+            made = completion.versions == version
+            chosen = logprobs[range(num), completion.tokens.tolist()].numpy()
+            np.testing.assert_allclose(completion.logprobs[made], chosen[made], atol=1e-4)
+            np.testing.assert_array_equal(completion.tokens[made], (logprobs + noise).argmax(-1).numpy()[made])
+
+
 class CoreContract:
     """What every engine promises. `make` builds one of version 0 over a Hugging Face directory, for MAX_SEQ tokens,
     float32."""
 
     plain = False
     """Whether rows may have no distribution but the softmax of the logits (`distributions: plain`)."""
+    head_dim = 8
+    """Of the model: one that the engine's attention knows."""
     knows_its_cache = True
     """Whether it says how much of the memory of keys and values is taken."""
 
@@ -135,9 +232,13 @@ class CoreContract:
     def make(self, path: Path, slots: int = 4) -> GenerationEngine:
         raise NotImplementedError
 
+    def llama(self, seed: int, like: LlamaForCausalLM) -> LlamaForCausalLM:
+        """Another model of this shape."""
+        return random_llama(seed, like.config.tie_word_embeddings, self.head_dim)
+
     @pytest.fixture(scope="class", params=[True, False], ids=["tied", "untied"])
     def model(self, request: pytest.FixtureRequest) -> LlamaForCausalLM:
-        return random_llama(0, request.param)
+        return random_llama(0, request.param, self.head_dim)
 
     @pytest.fixture(scope="class")
     def path(self, model: LlamaForCausalLM, tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -171,7 +272,7 @@ class CoreContract:
         assert len(drawn) == len(keys)
 
     def test_refit_becomes_the_new_model(self, engine: GenerationEngine, model: LlamaForCausalLM) -> None:
-        other = random_llama(1, model.config.tie_word_embeddings)
+        other = self.llama(1, model)
         before = by_row(engine.generate(self.requests(4)))
         engine.load_weights(7, trained_tensors(other))
         assert engine.version == 7
@@ -193,9 +294,13 @@ class CoreContract:
     ) -> None:
         """Also of one tensor out of several that an engine may have fused."""
         tensors = trained_tensors(model)
-        new = {name: tensor for name, tensor in trained_tensors(random_llama(1, True)).items() if part in name}
+        new = {
+            name: tensor
+            for name, tensor in trained_tensors(random_llama(1, True, self.head_dim)).items()
+            if part in name
+        }
         assert new
-        mixed = random_llama(0, model.config.tie_word_embeddings)
+        mixed = self.llama(0, model)
         mixed.load_state_dict(tensors | new, strict=False)
         engine.load_weights(1, new)
         for request, completion in self._run(engine, self.requests(3, version=1)):
@@ -216,7 +321,7 @@ class CoreContract:
     @pytest.mark.parametrize("fault", ["unknown", "shape", "nan"])
     def test_bad_weights_change_nothing(self, engine: GenerationEngine, model: LlamaForCausalLM, fault: str) -> None:
         before = by_row(engine.generate(self.requests(4)))
-        tensors = trained_tensors(random_llama(1, model.config.tie_word_embeddings))
+        tensors = trained_tensors(self.llama(1, model))
         name = "model.layers.1.mlp.down_proj.weight"  # in the middle: those before it are good
         if fault == "unknown":
             name = "model.layers.3.mlp.down_proj.weight"
@@ -233,7 +338,7 @@ class CoreContract:
     def test_load_waits_for_rows_in_flight(self, one_slot: GenerationEngine, model: LlamaForCausalLM) -> None:
         """One slot and 6 rows: when the first is out, five are queued or in flight. They finish under version 0, and a
         call that arrives while `load_weights` waits is served by version 1."""
-        other = trained_tensors(random_llama(1, model.config.tie_word_embeddings))
+        other = trained_tensors(self.llama(1, model))
         requests = self.requests(6, min_new_tokens=16)
         engine = one_slot
         with ThreadPoolExecutor(1) as thread:
@@ -285,14 +390,29 @@ class CoreContract:
         with pytest.raises(RequestError, match=r"row 0 asks for version 3 .* version 0 is resident"):
             list(engine.generate(self.requests(1, version=3)))
 
+    def test_a_row_that_fails_fails_alone(self, engine: GenerationEngine, model: LlamaForCausalLM) -> None:
+        assert_a_row_fails_alone(engine, model)
+
     def test_no_requests_no_rows(self, engine: GenerationEngine) -> None:
         assert list(engine.generate([])) == []
 
-    def test_sleep_and_wake(self, engine: GenerationEngine) -> None:
+    def test_an_iterator_closed_before_its_first_row_takes_its_rows_with_it(
+        self, one_slot: GenerationEngine, model: LlamaForCausalLM
+    ) -> None:
+        one_slot.stats()
+        results = one_slot.generate(self.requests(12, min_new_tokens=16))
+        assert isinstance(results, Generator)
+        results.close()
+        one_slot.load_weights(1, trained_tensors(model))  # when no row is in flight
+        assert one_slot.stats().rows < 12
+
+    def test_sleep_and_wake(self, engine: GenerationEngine, model: LlamaForCausalLM) -> None:
         before = by_row(engine.generate(self.requests(4)))
         engine.sleep()
         with pytest.raises(RuntimeError, match="asleep"):
             list(engine.generate(self.requests(4)))
+        with pytest.raises(RuntimeError, match="asleep"):
+            engine.load_weights(1, trained_tensors(model))
         engine.wake()
         assert_same_tokens(by_row(engine.generate(self.requests(4))), before)
 
@@ -434,6 +554,39 @@ class AnyDistributionContract:
         assert (late.tokens.dtype, late.logprobs.dtype, late.versions.dtype) == (np.int32, np.float32, np.int32)
 
 
+class InFlightContract:
+    """`updates: inflight`, of an engine that draws by law 4. `make_in_flight` builds one with `engine.update: inflight`
+    and eight slots; otherwise as `CoreContract.make`."""
+
+    def make_in_flight(self, path: Path) -> GenerationEngine:
+        raise NotImplementedError
+
+    @pytest.fixture(scope="class")
+    def in_flight(self, path: Path) -> Iterator[GenerationEngine]:
+        with closing(self.make_in_flight(path)) as engine:
+            yield engine
+
+    def test_updates_in_flight(self, in_flight: GenerationEngine, model: LlamaForCausalLM) -> None:
+        """Then without rows, and with weights that are refused; prompts of older weights are not in the cache."""
+        engine = in_flight
+        other = self.llama(1, model)
+        assert_updates_in_flight(engine, model, other)
+        tensors = trained_tensors(model)
+        tensors["model.norm.weight"] = torch.full_like(tensors["model.norm.weight"], torch.nan)
+        with pytest.raises(WeightsError, match=r"model\.norm\.weight"):
+            engine.load_weights(2, tensors)
+        for version, weights in ((1, other), (3, model)):
+            if version == 3:
+                engine.load_weights(3, trained_tensors(model))
+            assert engine.version == version
+            requests = greedy_requests()  # which ask for version 0 or newer
+            found = by_row(engine.generate(requests))
+            assert_greedy_of(weights, found, requests)
+            assert all(set(completion.versions.tolist()) == {version} for completion in found.values())
+        with pytest.raises(RequestError, match="version 3 is resident"):
+            engine.generate(make_requests(1, version=4))
+
+
 class EngineContract(KeyedContract, ScoringContract, AnyDistributionContract, CoreContract):
     """Of an engine that can do all of it."""
 
@@ -444,5 +597,6 @@ def contract_of(can: Capabilities) -> type:
         *((KeyedContract,) if can.draws == "keyed" and can.invariance != "none" else ()),
         *((ScoringContract,) if can.scores else ()),
         *((AnyDistributionContract,) if can.distributions == "any" else ()),
+        *((InFlightContract,) if "inflight" in can.updates and can.draws == "keyed" else ()),
     )
     return type("Contract", (*parts, CoreContract), {"plain": can.distributions == "plain"})

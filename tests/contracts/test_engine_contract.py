@@ -20,7 +20,7 @@ from stages.models.hf_config import RANDOM_TINY
 from stages.models.hf_files import read_tokenizer
 from stages.models.sampling import SamplingConfig
 from stages.native.compile import NoNativeKernelsError
-from tests.contracts.embedded_engines import CPU, check_a_row_fails_alone, check_update_in_flight, make_engine
+from tests.contracts.embedded_engines import CPU, check_update_in_flight, make_engine
 from tests.contracts.engine_contract import (
     EngineContract,
     assert_close_in_bfloat16,
@@ -250,11 +250,6 @@ def test_a_failed_engine_notifies_its_callers(monkeypatch: pytest.MonkeyPatch) -
         assert isinstance(caught.value.__cause__, OSError)
         with pytest.raises(RuntimeError, match="engine has stopped: OSError: the machine is on fire"):
             engine.load_weights(2, {})
-
-
-@pytest.mark.parametrize("kernels", KERNELS)
-def test_a_row_that_fails_fails_alone(kernels: str, tmp_path: Path) -> None:
-    check_a_row_fails_alone(tmp_path, kernels=kernels)
 
 
 @pytest.mark.smollm2

@@ -14,7 +14,7 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import psutil
 import pytest
@@ -24,8 +24,9 @@ from transformers import LlamaForCausalLM
 from stages.engines.capabilities import vllm_capabilities
 from stages.engines.config import EngineConfig
 from stages.engines.protocol import EngineLost, NamesDevice, NamesKernels, WeightsError
-from stages.engines.remote.build import build_remote
+from stages.engines.remote.build import build_remote, build_vllm
 from stages.engines.remote.client import RemoteEngine
+from stages.engines.remote.wire import PROTOCOL
 from tests.contracts.engine_contract import (
     MAX_SEQ,
     assert_same_tokens,
@@ -46,9 +47,10 @@ def make_served(
     silence_s: float = 60.0,
     start_s: float = 600.0,
     python: str = sys.executable,
+    update: Literal["drain", "inflight"] = "drain",
     **more: Any,
 ) -> RemoteEngine:
-    config = EngineConfig(python=python, slots=slots, silence_s=silence_s, start_s=start_s)
+    config = EngineConfig(python=python, slots=slots, silence_s=silence_s, start_s=start_s, update=update)
     settings = {"adapter": "served_llama:ServedLlama", "modules": SUPPORT, "extra": {}, **more}
     return cast(
         RemoteEngine, build_remote(str(path), config, stated=vllm_capabilities, max_seq=MAX_SEQ, threads=1, **settings)
@@ -62,6 +64,9 @@ class TestServedEngine(contract_of(vllm_capabilities(EngineConfig(kind="vllm"), 
 
     def make(self, path: Path, slots: int = 4) -> RemoteEngine:
         return make_served(path, slots)
+
+    def make_in_flight(self, path: Path) -> RemoteEngine:
+        return make_served(path, 8, update="inflight")
 
 
 @pytest.fixture(scope="module")
@@ -187,10 +192,10 @@ def test_a_server_of_another_protocol_is_refused(path: Path, tmp_path: Path, mon
     older = tmp_path / "python"
     older.write_text(f"#!{sys.executable}\n{OLDER_SERVER}", "utf8")
     older.chmod(0o755)
-    with pytest.raises(EngineLost, match="speaks protocol 1, this side 2"):
+    with pytest.raises(EngineLost, match=f"speaks protocol 1, this side {PROTOCOL}"):
         make_served(path, python=str(older))
-    monkeypatch.setattr("stages.engines.remote.client.PROTOCOL", 3)
-    with pytest.raises(EngineLost, match="this server speaks protocol 2, the client 3"):
+    monkeypatch.setattr("stages.engines.remote.client.PROTOCOL", PROTOCOL + 1)
+    with pytest.raises(EngineLost, match=f"this server speaks protocol {PROTOCOL}, the client {PROTOCOL + 1}"):
         make_served(path)
 
 
@@ -201,6 +206,12 @@ body = msgpack.packb({"kind": "ready", "protocol": 1, "engine": "llama", "versio
 connection.sendall(struct.pack(">I", len(body)) + body)
 connection.recv(1)
 """
+
+
+def test_rows_longer_than_the_model_has_positions_are_refused_before_a_server_starts(path: Path) -> None:
+    config = EngineConfig(kind="vllm", python="/nowhere/python")
+    with pytest.raises(ValueError, match=r"max_seq is 129; .*/llama.* has positions for 128 tokens"):
+        build_vllm(str(path), config, max_seq=129, threads=1)
 
 
 def test_a_python_that_is_not_there_is_named(path: Path) -> None:

@@ -1,7 +1,8 @@
 """The adapter of TensorRT-LLM, against its recorded interface (tests/support/trtllm_stand_in); and against the real
 one, which it has never met, where STAGELINE_TRTLLM_PYTHON names the Python of an environment that has it:
 
-    make test-trtllm      or: STAGELINE_TRTLLM_PYTHON=PYTHON python -m pytest tests/contracts/test_trtllm_engine.py
+    make test-trtllm PYTHON=python3.12
+    STAGELINE_TRTLLM_PYTHON=PYTHON python -m pytest tests/contracts/test_trtllm_engine.py
 
 The first tests share one engine: they are the smoke test. The class at the end is the whole contract, as far as the
 engine says that it goes, with an engine for each test: an hour or more.
@@ -9,12 +10,17 @@ engine says that it goes, with an engine for each test: an hour or more.
 
 from __future__ import annotations
 
+import asyncio
 import os
+import subprocess
 import sys
+import weakref
 from collections.abc import Iterator
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
-from typing import cast
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -27,6 +33,9 @@ from stages.engines.config import EngineConfig, TensorrtLlmConfig
 from stages.engines.protocol import NO_VERSION, EngineLost, GenerationEngine, RequestError, WeightsError
 from stages.engines.remote.build import build_tensorrt_llm
 from stages.engines.remote.client import RemoteEngine
+from stages.engines.remote.serving import trtllm_adapter
+from stages.engines.remote.serving.adapter import Settings
+from stages.engines.remote.serving.trtllm_adapter import TrtllmAdapter
 from stages.engines.remote.serving.trtllm_api import buckets
 from tests.contracts.engine_contract import (
     EOS,
@@ -39,6 +48,7 @@ from tests.contracts.engine_contract import (
     trained_tensors,
 )
 from tests.support.engines import by_row
+from tests.support.paths import ROOT
 
 STAND_IN = Path(__file__).resolve().parents[1] / "support/trtllm_stand_in"
 PYTHON = os.environ.get("STAGELINE_TRTLLM_PYTHON")
@@ -173,9 +183,10 @@ def test_weights_that_were_given_back_are_loaded_before_the_next_row(
     [
         ("bare", r"MissingFeatureError: TensorRT-LLM 1\.3\.0 has no AsyncLLM"),
         ("old,bare", r"MissingFeatureError: TensorRT-LLM 1\.2\.1 has no AsyncLLM"),
+        ("rayless", r"RuntimeError: TensorRT-LLM 1\.3\.0: .*async_llm cannot be imported: No module named 'ray'"),
     ],
 )
-def test_a_version_that_lacks_something_is_named(
+def test_what_a_version_or_its_environment_lacks_is_named(
     path: Path, changes: str, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("STAND_IN_TRTLLM", changes)
@@ -206,14 +217,81 @@ def test_a_block_stays_in_one_bucket() -> None:
     assert [len(b) for b in buckets(tensors, torch.float32, 1)] == [1, 3, 3, 3, 1]
 
 
+def bare_adapter(dtype: str = "bfloat16", **settings: object) -> TrtllmAdapter:
+    """Without an engine, with two devices that there are not; what it calls is for the test to say."""
+    adapter = object.__new__(TrtllmAdapter)
+    adapter._settings = Settings("m", dtype, 64, 4, 64, 2, 1, 1, settings)
+    adapter._api = cast(Any, SimpleNamespace(version="1.3.0", kv_cache_config=dict))
+    adapter._dtype, adapter._tasks, adapter._asleep = getattr(torch, dtype), {}, False
+    adapter._devices = {f"GPU-{number}": torch.device("cuda", number) for number in range(2)}
+    return adapter
+
+
+def test_a_refit_has_one_bucket_on_a_device_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    adapter, calls = bare_adapter(bucket_mb=1), []
+    alive: list[weakref.ref[torch.Tensor]] = []
+    most = 0
+
+    def to(tensor: torch.Tensor, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
+        nonlocal most
+        copy = torch.empty(tensor.shape, dtype=dtype)
+        alive.append(weakref.ref(copy))
+        most = max(most, sum(c.numel() * c.itemsize for ref in alive if (c := ref()) is not None))
+        return copy
+
+    monkeypatch.setattr(torch.Tensor, "to", to)
+    monkeypatch.setattr(trtllm_adapter, "reduce_tensor", lambda tensor: ("handle", tensor.shape))
+    monkeypatch.setattr(adapter, "_call", lambda method, handles: calls.append(handles))
+    tensors = {f"model.layers.{i}.w": torch.zeros(1 << 19) for i in range(5)}
+    adapter.load({**tensors, "lm_head.weight": torch.zeros(8)})
+    assert [handles is None for handles in calls] == [False] * 6 + [True]
+    assert most == 2 * (1 << 20), "a bucket on each of two devices"
+
+
+def test_weights_that_come_while_it_is_asleep_are_refused_by_name() -> None:
+    adapter = bare_adapter(bucket_mb=1)
+    adapter._asleep = True
+    with pytest.raises(RuntimeError, match=r"TensorRT-LLM 1\.3\.0 is asleep: wake it"):
+        adapter.load({})
+
+
+def test_the_caches_share_is_of_what_is_free_beside_the_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the engine's dtype, whatever the files have; on the device that has the least."""
+    free = {0: 300 << 20, 1: 200 << 20}
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free[device.index], 1 << 30))
+    found = bare_adapter(parameters=40 << 20)._kv_cache()
+    assert found == {"enable_block_reuse": True, "free_gpu_memory_fraction": 32 / (200 - 40)}
+    with pytest.raises(RuntimeError, match=r"engine\.kv_budget_mb = 64: of a device 20 MB are free"):
+        bare_adapter(parameters=180 << 20)._kv_cache()
+
+
+@pytest.mark.parametrize(("max_seq", "tokens_of_a_pass"), [(64, 8192), (20_000, 20_000)])
+def test_the_longest_prompt_fits_a_pass(max_seq: int, tokens_of_a_pass: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """TensorRT-LLM feeds 8192 tokens in a pass, unless it is told otherwise, and a prompt whole."""
+    asked: dict[str, Any] = {}
+    adapter = bare_adapter(parameters=0)
+    adapter._settings = replace(adapter._settings, max_seq=max_seq)
+    api = SimpleNamespace(version="1.3.0", kv_cache_config=dict, sleep_options={}, make_llm=asked.update)
+    adapter._api = cast(Any, api)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1 << 30, 1 << 30))
+    asyncio.run(adapter._start())
+    assert (asked["max_input_len"], asked["max_num_tokens"]) == (max_seq, tokens_of_a_pass)
+
+
+@pytest.mark.skipif(sys.version_info[:2] in ((3, 10), (3, 12)), reason="TensorRT-LLM has wheels for this Python")
+def test_an_environment_of_a_python_without_wheels_is_refused_before_anything_is_installed(tmp_path: Path) -> None:
+    given = ["make", "engine-trtllm", f"PYTHON={sys.executable}", f"ENGINES={tmp_path}/engines"]
+    made = subprocess.run(given, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert made.returncode != 0
+    assert "make engine-trtllm PYTHON=python3.12" in made.stderr
+    assert not (tmp_path / "engines").exists()
+
+
 @needs_trtllm
 @pytest.mark.timeout(1800)
 class TestTrtllmEngine(contract_of(tensorrt_llm_capabilities(EngineConfig(kind="tensorrt_llm"), "cuda"))):
+    head_dim = HEAD_DIM
     knows_its_cache = False
-
-    @pytest.fixture(scope="class", params=[True, False], ids=["tied", "untied"])
-    def model(self, request: pytest.FixtureRequest) -> LlamaForCausalLM:
-        return random_llama(0, request.param, HEAD_DIM)
 
     def make(self, path: Path, slots: int = 4) -> GenerationEngine:
         return real(path, slots)

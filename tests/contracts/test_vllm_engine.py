@@ -8,20 +8,25 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import closing
-from dataclasses import replace
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 import pytest
 from transformers import LlamaForCausalLM
 
 from stages.engines.build import build_engine
+from stages.engines.capabilities import vllm_capabilities
 from stages.engines.config import EngineConfig
-from stages.engines.protocol import EngineLost, GenerationEngine, WeightsError
+from stages.engines.protocol import EngineLost, GenerationEngine, Request
+from stages.engines.remote.client import RemoteEngine
 from stages.engines.remote.environment import ENVIRONMENTS, environment_problem
+from stages.engines.remote.weights import ModelFiles
+from stages.models.sampling import SamplingConfig
 from tests.contracts.engine_contract import (
     MAX_SEQ,
     assert_same_tokens,
+    contract_of,
     make_requests,
     oracle_logprobs,
     random_llama,
@@ -45,86 +50,83 @@ pytestmark = [
 ]
 
 
-@pytest.fixture(scope="module", params=[True, False], ids=["tied", "untied"])
-def model(request: pytest.FixtureRequest) -> LlamaForCausalLM:
-    return random_llama(0, request.param, HEAD_DIM)
+def make_vllm(path: Path, slots: int = 4, **config: object) -> GenerationEngine:
+    settings = EngineConfig(kind="vllm", python=PYTHON, slots=slots, kv_budget_mb=64, **config)  # type: ignore[arg-type]
+    return build_engine(str(path), settings, max_seq=MAX_SEQ, threads=1)
 
 
-@pytest.fixture(scope="module")
-def path(model: LlamaForCausalLM, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("llama")
-    model.save_pretrained(directory)
-    return directory
+class TestVllmEngine(contract_of(vllm_capabilities(EngineConfig(kind="vllm"), "cpu"))):
+    """One engine for all tests of a model, but where other slots are needed; each gets it with the model as it was."""
+
+    head_dim = HEAD_DIM
+
+    def make(self, path: Path, slots: int = 4) -> GenerationEngine:
+        return make_vllm(path, slots)
+
+    def make_in_flight(self, path: Path) -> GenerationEngine:
+        return make_vllm(path, 8, update="inflight")
+
+    @pytest.fixture(scope="class")
+    def shared(self, path: Path) -> Iterator[RemoteEngine]:
+        with closing(cast(RemoteEngine, self.make(path))) as engine:
+            yield engine
+
+    @pytest.fixture
+    def engine(self, shared: RemoteEngine, path: Path, model: LlamaForCausalLM) -> Iterator[GenerationEngine]:
+        shared.stats()
+        yield shared
+        if shared.version:
+            shared.load_weights(0, trained_tensors(model))
+            shared._files = ModelFiles(str(path))  # what its own files say is true again
+
+    @pytest.fixture
+    def one_slot(self, engine: GenerationEngine) -> GenerationEngine:
+        """Four: of the tests' six rows two are left when the first is out, as rows of one length end together."""
+        return engine
+
+    @pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0])
+    def test_tokens_and_logprobs_are_the_embedded_engines(
+        self, engine: GenerationEngine, path: Path, temperature: float
+    ) -> None:
+        """Law 4 across engines: suppression, minimum length, temperature, end of sequence."""
+        requests = make_requests(9, temperature=temperature, suppress_token_ids=[5, 40, 41], min_new_tokens=6)
+        with closing(build_engine(str(path), EngineConfig(slots=4), max_seq=MAX_SEQ, threads=1)) as embedded:
+            expected = by_row(embedded.generate(requests))
+        assert_same_tokens(by_row(engine.generate(requests)), expected, ROUNDING)
+
+    def test_rows_that_nobody_waits_for_leave(self, engine: GenerationEngine) -> None:
+        running = engine.generate(make_requests(9, min_new_tokens=16))
+        next(running)
+        running.close()
+        engine.stats()
+        assert len(by_row(engine.generate(make_requests(4)))) == 4
+        stats = engine.stats()
+        assert 4 <= stats.rows < 9
+        assert 0 < stats.kv_peak_fraction <= 1
+        assert 0 < stats.mean_occupancy <= 1
 
 
-@pytest.fixture(scope="module")
-def engine(path: Path) -> Iterator[GenerationEngine]:
-    config = EngineConfig(kind="vllm", python=PYTHON, slots=4, kv_budget_mb=64)
-    with closing(build_engine(str(path), config, max_seq=MAX_SEQ, threads=1)) as engine:
-        yield engine
-
-
-@pytest.fixture(scope="module")
-def embedded(path: Path) -> Iterator[GenerationEngine]:
-    with closing(build_engine(str(path), EngineConfig(slots=4), max_seq=MAX_SEQ, threads=1)) as engine:
-        yield engine
-
-
-@pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0])
-def test_tokens_and_logprobs_are_the_embedded_engines(
-    engine: GenerationEngine, embedded: GenerationEngine, temperature: float
-) -> None:
-    """Law 4 across engines: suppression, minimum length, temperature, end of sequence."""
-    requests = make_requests(9, temperature=temperature, suppress_token_ids=[5, 40, 41], min_new_tokens=6)
-    assert_same_tokens(by_row(engine.generate(requests)), by_row(embedded.generate(requests)), ROUNDING)
-
-
-def test_given_tokens_come_back_with_their_logprobs(engine: GenerationEngine, model: LlamaForCausalLM) -> None:
-    drawn = by_row(engine.generate(make_requests(3, temperature=0.7, suppress_token_ids=[5])))
-    again = [
-        replace(
-            request,
-            sampling=replace(request.sampling, max_new_tokens=len(drawn[request.row].tokens)),
-            forced=tuple(drawn[request.row].tokens.tolist()),
-        )
-        for request in make_requests(3, temperature=0.7, suppress_token_ids=[5])
-    ]
-    assert_same_tokens(by_row(engine.generate(again)), drawn, ROUNDING)
-
-
-def test_refit_is_the_new_model_and_bad_weights_change_nothing(
-    engine: GenerationEngine, model: LlamaForCausalLM
-) -> None:
-    """The head too, where it is tied; and the prefix cache is forgotten."""
-    before = by_row(engine.generate(make_requests(4, version=engine.version)))
-    bad = trained_tensors(model)
-    bad["model.layers.1.mlp.down_proj.weight"][3, 4] = float("nan")
-    with pytest.raises(WeightsError, match=r"model\.layers\.1\.mlp\.down_proj\.weight"):
-        engine.load_weights(5, bad)
-    assert_same_tokens(by_row(engine.generate(make_requests(4, version=engine.version))), before, ROUNDING)
-    for version, seed in ((7, 1), (8, 0)):
-        other = random_llama(seed, model.config.tie_word_embeddings, HEAD_DIM)
-        engine.load_weights(version, trained_tensors(other))
-        requests = make_requests(4, version=version)
-        found = by_row(engine.generate(requests))
-        for request in requests:
-            completion = found[request.row]
-            expected = oracle_logprobs(other, request, completion.tokens)
-            chosen = expected[range(len(completion.tokens)), completion.tokens.tolist()]
-            np.testing.assert_allclose(completion.logprobs, chosen.numpy(), atol=1e-4)
-    assert_same_tokens(found, before, ROUNDING)
-
-
-def test_rows_that_nobody_waits_for_leave(engine: GenerationEngine) -> None:
-    running = engine.generate(make_requests(9, version=engine.version, min_new_tokens=16))
-    next(running)
-    running.close()
-    engine.stats()
-    assert len(by_row(engine.generate(make_requests(4, version=engine.version)))) == 4
-    stats = engine.stats()
-    assert 4 <= stats.rows < 9
-    assert 0 < stats.kv_peak_fraction <= 1
-    assert 0 < stats.mean_occupancy <= 1
+def test_prompts_of_older_weights_are_not_shared(tmp_path: Path) -> None:
+    """vLLM shares blocks of 128 tokens. A row in flight and a new one have the prompt of a row that has finished."""
+    old, new = random_llama(0, True, HEAD_DIM), random_llama(1, True, HEAD_DIM)
+    old.config.max_position_embeddings = 300
+    old.save_pretrained(tmp_path)
+    prompt = tuple(range(3, 93)) * 3
+    sampling = SamplingConfig(20, 20, temperature=0.0)
+    requests = [Request(row, 0, 0, prompt, 0, sampling) for row in range(4)]
+    settings = EngineConfig(kind="vllm", python=PYTHON, slots=1, kv_budget_mb=64, update="inflight")
+    with closing(build_engine(str(tmp_path), settings, max_seq=290, threads=1)) as engine:
+        running = engine.generate(requests[:3])
+        found = [next(running)]
+        engine.load_weights(1, trained_tensors(new))
+        found += [*running, *engine.generate(requests[3:])]
+    for completion in found:
+        for version, model in ((0, old), (1, new)):
+            expected = oracle_logprobs(model, requests[0], completion.tokens)
+            made = completion.versions == version
+            np.testing.assert_array_equal(completion.tokens[made], expected.argmax(-1).numpy()[made])
+            np.testing.assert_allclose(completion.logprobs[made], expected.max(-1).values.numpy()[made], atol=ROUNDING)
+    assert [set(completion.versions.tolist()) for completion in (found[0], found[3])] == [{0}, {1}]
 
 
 def test_a_model_that_vllm_does_not_support_is_refused_in_its_own_words(tmp_path: Path) -> None:
@@ -132,6 +134,5 @@ def test_a_model_that_vllm_does_not_support_is_refused_in_its_own_words(tmp_path
     random_llama(0, True, HEAD_DIM).save_pretrained(tmp_path)
     path = tmp_path / "config.json"
     path.write_text(path.read_text("utf8").replace("LlamaForCausalLM", "NoSuchForCausalLM"), "utf8")
-    config = EngineConfig(kind="vllm", python=PYTHON, slots=4, kv_budget_mb=64)
     with pytest.raises(EngineLost, match=r"(?s)vllm_adapter.* could not start: .*NoSuchForCausalLM.*it said last:"):
-        build_engine(str(tmp_path), config, max_seq=MAX_SEQ, threads=1)
+        make_vllm(tmp_path)

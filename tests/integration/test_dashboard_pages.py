@@ -18,11 +18,13 @@ import pytest
 from distributed import Scheduler
 
 import pipeline.driver.run
-from pipeline.cli.dashboard import open_server
+from pipeline.cli.dashboard import Recorded, open_server
 from pipeline.cli.main import main
 from pipeline.config.errors import ConfigError
+from pipeline.config.paths import RunPaths
 from pipeline.config.run import RunConfig
 from pipeline.driver.local_workers import LocalWorkers
+from pipeline.driver.lock import only_driver
 from pipeline.driver.session import worker_processes
 from pipeline.driver.task_keys import marker_key, marker_stage
 from storage.address import Address
@@ -176,13 +178,23 @@ def test_the_same_page_of_a_run_that_has_ended(live: tuple[RunConfig, Seen]) -> 
             assert "step 12 of 12, finished" in page
             assert 'data-from="publish 11.0" data-to="generate 11.0"' not in page
             assert 'data-from="publish 10.0" data-to="generate 11.0"' in page
-            assert "reward by step" in page
+            assert "reward 0." in page
             assert get(f"{root}/stageline/logs/train-0.log")[0] == 200
             assert get(f"{root}/stageline/logs/..%2Fconfig.yaml")[0] == 404
             assert get(f"{root}/config.yaml")[0] == 404
         finally:
             server.shutdown()
             thread.join()
+
+
+def test_the_page_knows_of_a_driver_elsewhere(live: tuple[RunConfig, Seen]) -> None:
+    """The journal has not grown since the last look, so that the record is the same."""
+    config, _ = live
+    look = Recorded(config)
+    assert not look().driven
+    with only_driver(RunPaths(config.run_dir)):
+        assert look().driven
+    assert not look().driven
 
 
 def test_dashboard_refuses_what_is_no_run_and_a_port_that_is_taken(

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -119,6 +121,18 @@ def test_xarray_opens_the_store_in_one_call(run: stageline.OpenedRun, overlapped
 def test_the_vocabulary_is_enough_without_the_tokenizer(run: stageline.OpenedRun, monkeypatch: Any) -> None:
     monkeypatch.setattr("stages.models.hf_files.read_tokenizer", lambda path: pytest.fail("asked for"))
     assert stageline.open_run(run.path).rows([0]).response.tolist() == run.rows([0]).response.tolist()
+
+
+def test_no_torch_is_loaded(run: stageline.OpenedRun) -> None:
+    """A notebook that reads a run waits for neither torch nor the tokenizer's libraries."""
+    code = (
+        "import sys, stageline\n"
+        f"run = stageline.open_run({str(run.path)!r})\n"
+        "tables = run.rows(), run.tokens([0]), run.evaluations(), run.metrics(), run.arrays([0])\n"
+        "print({'torch', 'transformers'} & sys.modules.keys() or 'none')"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout == "none\n"
 
 
 def test_what_is_not_committed_is_not_seen(copied: Path) -> None:

@@ -378,14 +378,19 @@ def test_check_finds_a_flipped_bit(synchronous: RunConfig, capsys: pytest.Captur
 def test_inspect_shows_rows(
     overlapped: RunConfig, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setenv("COLUMNS", "80")  # as through a pipe
     assert main(["inspect", str(overlapped.run_dir), "--step", "1", "--rows", "2"]) == 0
     out = capsys.readouterr().out
     for heading in ("prompt", "response", "score", "KL", "version", "advantage"):
         assert heading in out
-    assert "update_policy/step_000001/shard_0000 │ train-0" in out
+    assert "nodes of step 1" in out
+    assert re.search(r"generate s1 +│ generate-0", out)
+    assert re.search(r"update_policy +│ train-0", out)
+    assert "…" not in out, "nothing is cut"
     assert main(["inspect", str(overlapped.run_dir), "--step", "4"]) == 2
     assert "--step: given 4; the run has steps 0 to 3" in capsys.readouterr().err
+    assert main(["inspect", str(overlapped.run_dir), "--rows", "-2"]) == 2
+    assert "--rows: given -2; must be 1 or more" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -42,9 +42,12 @@ def servers() -> list[psutil.Process]:
 
 
 @pytest.mark.smollm2
-@pytest.mark.parametrize(("number", "staleness"), [(signal.SIGKILL, 0), (signal.SIGSTOP, 1)])
+@pytest.mark.parametrize(
+    ("number", "staleness", "reason"),
+    [(signal.SIGKILL, 0, "ended with status -9"), (signal.SIGSTOP, 1, "said nothing for 10 s")],
+)
 def test_a_lost_server_is_replaced_and_its_shard_made_again(
-    number: signal.Signals, staleness: int, tmp_path: Path
+    number: signal.Signals, staleness: int, reason: str, tmp_path: Path
 ) -> None:
     config = with_vllm(tmp_path, "struck", staleness)
     paths = RunPaths(config.run_dir)
@@ -69,6 +72,7 @@ def test_a_lost_server_is_replaced_and_its_shard_made_again(
     assert not servers()
     lost = [event for event in read_events(paths.events) if event.kind is EventKind.GANG_LOST]
     assert [event.gang for event in lost] == ["generate"]
+    assert reason in (lost[0].detail or "")
     ledger = Ledger(str(paths.ledger))
     for step in range(config.steps):
         if not staleness:

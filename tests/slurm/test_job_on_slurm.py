@@ -10,14 +10,15 @@ from pathlib import Path
 
 import pytest
 
+from pipeline.config.errors import ConfigError
 from pipeline.config.loading import load_config
 from pipeline.config.paths import RunPaths
 from pipeline.config.run import RunConfig
-from pipeline.launch.submission import Submitted, submit_run
+from pipeline.launch.submission import Submitted, array_script, submit_array, submit_run
 from tests.support import stand_in
 from tests.support.paths import TINY
 from tests.support.runs import ONE_GANG, placement
-from tests.support.slurm_cluster import SCHEDULES_S, UNRELIABLE, URGENT, SlurmCluster, processes_with
+from tests.support.slurm_cluster import SCHEDULES_S, URGENT, SlurmCluster, processes_with
 from tests.support.waiting import until
 
 pytestmark = pytest.mark.processes
@@ -25,12 +26,18 @@ pytestmark = pytest.mark.processes
 
 def submitted(slurm: SlurmCluster, folder: Path, name: str, *changes: str) -> tuple[RunConfig, Submitted]:
     """A job of one node whose driver is there."""
-    command = f"slurm.command='{sys.executable} {stand_in.__file__}'"
-    fixed = [f"runs_dir={folder}", f"name={name}", "slurm.gpus=false", "slurm.driver_cpus=1", command, *changes]
-    config = load_config([TINY], fixed)
+    config = of_stand_in(folder, name, *changes)
     job = submit_run(config)
     wait_for_output(job, "driver of attempt 0")
     return config, job
+
+
+def of_stand_in(folder: Path, name: str, *changes: str) -> RunConfig:
+    command = f"slurm.command='{sys.executable} {stand_in.__file__}'"
+    fixed = [f"name={name}", "slurm.gpus=false", "slurm.driver_cpus=1", command, *changes]
+    config = load_config([TINY], fixed)
+    config.runs_dir = str(folder)
+    return config
 
 
 def wait_for_output(job: Submitted, text: str) -> None:
@@ -80,7 +87,8 @@ def test_a_node_where_stageline_does_not_start_is_named(slurm: SlurmCluster, tmp
 def test_a_worker_that_is_killed_is_started_again(slurm: SlurmCluster, tmp_path: Path) -> None:
     config, job = submitted(slurm, tmp_path, "killed", ONE_GANG)
     wait_for_output(job, "worker there")
-    killed = until(lambda: processes_with(f"{stand_in.__file__}\0worker", "\0--index\0"), "a worker")[0]
+    mine = (f"{stand_in.__file__}\0worker", str(tmp_path), "\0--index\0")
+    killed = until(lambda: processes_with(*mine), "a worker")[0]
     os.kill(killed, signal.SIGKILL)
     wait_for_output(job, "worker all 0 ended with 137: started again\n")
     until(lambda: job.output.read_text().count("worker there\n") == 2, "another", every_s=0.1)
@@ -88,7 +96,6 @@ def test_a_worker_that_is_killed_is_started_again(slurm: SlurmCluster, tmp_path:
     assert wait_for(slurm, job, "COMPLETED")["ExitCode"] == "0:0"
 
 
-@pytest.mark.skipif("STAGELINE_BATCH_NODE" not in os.environ, reason=UNRELIABLE)
 def test_whose_batch_node_fails_is_requeued(slurm: SlurmCluster, tmp_path: Path) -> None:
     """Slurm takes the node out of the one job and leaves that running; of the other, whose first component it was, it
     requeues this component alone."""
@@ -147,3 +154,70 @@ def test_without_a_driver_the_job_is_requeued_and_when_it_is_cancelled_nothing_i
     wait_for_output(job, "driver of attempt 1")
     slurm.call("scancel", job.job_id)
     assert wait_for(slurm, job, "CANCELLED")["Restarts"] == "1"
+
+
+def test_lines_of_the_environment_change_nothing_of_what_follows(slurm: SlurmCluster, tmp_path: Path) -> None:
+    lines = "slurm.environment=['set -eu', 'set -o pipefail', 'trap \"exit 9\" EXIT ERR', 'run=/elsewhere']"
+    config, job = submitted(slurm, tmp_path, "careful", lines)
+    end(config, 75)
+    wait_for_output(job, "requeued: workers or the driver were lost (restart 0)")
+    slurm.call("scancel", job.job_id)
+    wait_for(slurm, job, "CANCELLED")
+
+
+def test_who_is_told_before_the_driver_is_there_is_requeued(slurm: SlurmCluster, tmp_path: Path) -> None:
+    """As by the time limit, where loading modules takes long."""
+    wait = f"touch {tmp_path}/waits; until [ -e {tmp_path}/go ]; do sleep 0.1; done"
+    job = submit_run(of_stand_in(tmp_path, "early", f"slurm.environment=['{wait}']"))
+    until((tmp_path / "waits").exists, "the environment is being made", every_s=0.1)
+    slurm.call("scancel", "--batch", "--signal=USR1", job.job_id)
+    until(lambda: slurm.state(job.job_id) == "RUNNING", "it goes on", every_s=0.1)
+    (tmp_path / "go").touch()
+    wait_for_output(job, "requeued: Slurm wants the nodes back (restart 0)")
+    assert "driver of attempt" not in job.output.read_text()
+    slurm.call("scancel", job.job_id)
+    wait_for(slurm, job, "CANCELLED")
+
+
+def test_a_time_limit_without_room_for_the_signal_is_refused(slurm: SlurmCluster, tmp_path: Path) -> None:
+    """The partition's default: Slurm would tell the job at once, and again after each requeue."""
+    job = submit_run(of_stand_in(tmp_path, "brief", "slurm.signal_lead_s=60000"))
+    shown = wait_for(slurm, job, "FAILED")
+    assert (shown["ExitCode"], shown["Restarts"]) == ("2:0", "0")
+    wait_for_output(job, "slurm.time_limit (null: the partition's) must be more than slurm.signal_lead_s = 60000 sec")
+
+
+def test_an_output_file_may_have_any_name_but_a_few(slurm: SlurmCluster, tmp_path: Path) -> None:
+    config, job = submitted(slurm, tmp_path / 'it\'s "one" #1 of 50%j $HOME', "odd")
+    end(config, 0)
+    assert wait_for(slurm, job, "COMPLETED")["ExitCode"] == "0:0"
+
+
+def test_a_task_is_requeued_without_the_others_of_its_array(slurm: SlurmCluster, tmp_path: Path) -> None:
+    """The last one has the number of the array, by which Slurm would requeue those too that are done."""
+    configs = [of_stand_in(tmp_path, name) for name in ("first", "last")]
+    text = array_script(configs, tmp_path / "few-sweep/job")
+    assert text is not None
+    array = submit_array(configs, tmp_path / "few-sweep/job", text)
+    first, last = (
+        Submitted(f"{array.job_id}_{task}", array.output.with_name(f"slurm-{array.job_id}_{task}.out"), array.script)
+        for task in range(2)
+    )
+    for task in (first, last):
+        wait_for_output(task, "driver of attempt 0")
+    assert slurm.show(last.job_id)["JobId"] == array.job_id
+    end(configs[0], 0)
+    until(lambda: slurm.state(first.job_id) == "COMPLETED", "the first is done", every_s=0.1)
+    end(configs[1], 75)
+    until(lambda: slurm.may_start(last.job_id, restarts=1), "the last is requeued", every_s=0.1)
+    assert (slurm.state(first.job_id), slurm.show(first.job_id)["Restarts"]) == ("COMPLETED", "0")
+    slurm.call("scancel", array.job_id)
+
+
+def test_a_job_that_is_held_is_not_over(slurm: SlurmCluster, tmp_path: Path) -> None:
+    config, job = submitted(slurm, tmp_path, "held")
+    slurm.call("scontrol", "requeuehold", "State=SpecialExit", job.job_id)
+    until(lambda: slurm.state(job.job_id) == "SPECIAL_EXIT", "it is held", every_s=0.1)
+    with pytest.raises(ConfigError, match=rf"job {job.job_id} is special_exit already"):
+        submit_run(config)
+    slurm.call("scancel", job.job_id)

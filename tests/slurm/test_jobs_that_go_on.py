@@ -16,7 +16,7 @@ from pipeline.config.run import RunConfig
 from pipeline.observe.tracking import read_spool
 from tests.support.run_results import outputs, process_id
 from tests.support.runs import QUIET
-from tests.support.slurm_cluster import UNRELIABLE, SlurmCluster, processes_with
+from tests.support.slurm_cluster import SlurmCluster, processes_with
 from tests.support.slurm_runs import (
     STEPS,
     WHERE,
@@ -101,7 +101,6 @@ def test_a_run_that_is_requeued_again_and_again_is_the_same_run(
     eventually(lambda: nothing_left(slurm, config), "nothing is left")
 
 
-@pytest.mark.skipif("STAGELINE_BATCH_NODE" not in os.environ, reason=UNRELIABLE)
 def test_a_run_whose_batch_node_fails_is_the_same_run(
     slurm: SlurmCluster, folder: Path, undisturbed: RunConfig
 ) -> None:

@@ -42,17 +42,17 @@ def configure(folder: Path, name: str, *overrides: str) -> RunConfig:
     return load_config([file], changes)
 
 
-def finish(config: RunConfig) -> RunConfig:
-    """Runs to the end, with the driver in this process."""
-    pipeline.driver.run.run(config, Console(file=io.StringIO()))
+def finish(config: RunConfig, printed: io.StringIO | None = None) -> RunConfig:
+    """Runs to the end, with the driver in this process. `printed`: takes what it prints, not folded."""
+    pipeline.driver.run.run(config, Console(file=printed or io.StringIO(), width=1000))
     return config
 
 
-def finish_in(folder: Path, name: str, *overrides: str) -> RunConfig:
+def finish_in(folder: Path, name: str, *overrides: str, printed: io.StringIO | None = None) -> RunConfig:
     """The same with `folder` as working directory and a relative runs_dir, as the shipped configs have; returns the
     config with an absolute one."""
     with chdir(folder):
-        finish(configure(folder, name, *overrides, "runs_dir=runs"))
+        finish(configure(folder, name, *overrides, "runs_dir=runs"), printed)
     return configure(folder, name, *overrides)
 
 

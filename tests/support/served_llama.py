@@ -33,6 +33,8 @@ class ServedLlama:
         if self._fault.get("fault") == "start":
             print("there is not enough memory for anything")
             raise MemoryError("of 3 bytes, 4 are taken")
+        if self._fault.get("at") == 0:
+            self._fail()
         if self._fault.get("fault") == "stuck":
             threading.Event().wait()
         if self._fault.get("fault") == "helped":
@@ -64,6 +66,9 @@ class ServedLlama:
 
     def load(self, tensors: Mapping[str, torch.Tensor]) -> None:
         self._weights = {name: tensor.float().clone() for name, tensor in tensors.items()}
+
+    def made(self) -> dict[int, int]:
+        return {number: len(made) for number, (_, made, _) in self._rows.items()}
 
     def sleep(self) -> None:
         pass

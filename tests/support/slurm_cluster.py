@@ -20,6 +20,8 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
+
 from tests.support.waiting import until
 
 DAEMONS = ("munged", "slurmctld", "slurmd")
@@ -36,8 +38,6 @@ _MARK = "TESTS_SLURM_NODE"
 """In the environment of a node's slurmd, which the managers of its steps inherit and its jobs do not."""
 _SBIN = "/usr/sbin:/sbin"
 """Where daemons are, which a user's path need not name."""
-
-UNRELIABLE = "a batch node's loss goes unseen in some runs, why is not known: STAGELINE_BATCH_NODE=1 runs this"
 
 _CONFIGURATION = """\
 ClusterName=tests
@@ -152,7 +152,9 @@ class SlurmCluster:
 
     def kill_node(self, name: str) -> None:
         """SIGKILL to a node's slurmd, to the managers of its steps, and to what they have started: as if its power had
-        failed. All are stopped before the first is killed, or a job's script would see its driver die, and act."""
+        failed. All are stopped before the first is killed, or a job's script would see its driver die, and act; and
+        children are killed before their parents, since the kernel continues what is stopped when its parent's end
+        leaves its process group an orphan: srun's second process then cancels the step on all nodes."""
         daemon = self._daemons.pop(f"slurmd {name}")
         here = f"SLURM_CONF={self.root}/slurm.conf\0"
         marks = (f"{_MARK}={name}\0", f"SLURMD_NODENAME={name}\0")  # managers of steps; what these have started
@@ -160,7 +162,7 @@ class SlurmCluster:
         while running := {pid for mark in marks for pid in processes_with(here, mark)} - stopped:
             _signal(running, signal.SIGSTOP)
             stopped |= running
-        _signal(stopped, signal.SIGKILL)
+        _signal(sorted(stopped, key=_depth, reverse=True), signal.SIGKILL)
         daemon.kill()
         daemon.wait()
 
@@ -272,6 +274,13 @@ def _signal(pids: Iterable[int], number: signal.Signals) -> None:
     for pid in pids:
         with suppress(ProcessLookupError):
             os.kill(pid, number)
+
+
+def _depth(pid: int) -> int:
+    """Of a process below init; 0 where it is gone."""
+    with suppress(psutil.NoSuchProcess):
+        return len(psutil.Process(pid).parents())
+    return 0
 
 
 def processes_with(*needed: str) -> list[int]:

@@ -117,6 +117,10 @@ def test_storage_loads_without_torch_and_dask() -> None:
     assert modules_after(f"import {', '.join(storage)}") & {"torch", "dask", "distributed"} == set()
 
 
+def test_who_reads_a_run_waits_for_no_torch() -> None:
+    assert modules_after("import stageline") & {"torch", "transformers", "megatron", "dask", "distributed"} == set()
+
+
 def test_the_scheduler_side_loads_without_torch() -> None:
     """Dask's scheduler process unpickles tasks, so it imports these."""
     assert (

@@ -1,6 +1,6 @@
 """Several runs beside one another: which settings differ, what of their numbers can be compared, and how each does
 against the first on the prompts that both were evaluated on. Pure functions. May import this folder and
-pipeline.observe.{paired, variants}.
+pipeline.observe.{paired, redaction, variants}.
 
 Runs that are too different are no error: what cannot be compared is left out, and why is said.
 """
@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from pipeline.observe.paired import standard_error
+from pipeline.observe.redaction import without_credentials
 from pipeline.observe.report.numbers import number
-from pipeline.observe.report.redaction import without_credentials
 from pipeline.observe.report.source import Sameness
 from pipeline.observe.variants import Comparison, compare
 

@@ -1,5 +1,5 @@
 """What a run is, in a few lines: for who opens its report a year later. Pure functions. May import this folder and
-pipeline.observe.journal."""
+pipeline.observe.{journal, redaction}."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pipeline.observe.journal import Event, EventKind
-from pipeline.observe.report.redaction import without_credentials
+from pipeline.observe.redaction import without_credentials
 
 _MOST_FAILURES, _LONGEST = 3, 300
 """The last ones, and so many characters of each: all of it is below, among what went wrong."""
@@ -53,11 +53,18 @@ def state_of(events: Sequence[Event], steps_done: int, steps: int) -> str:
             finished = event.kind is EventKind.RUN_FINISHED
     if finished or steps_done == steps:
         return f"finished: {steps_done} steps"
-    return f"not finished: {steps_done} of {steps} steps"
+    given_up = _failed(events, (EventKind.SUBMITTED, EventKind.FINISHED))  # what is tried again has not ended the run
+    return f"{'failed' if given_up else 'not finished'}: {steps_done} of {steps} steps"
 
 
 def failures(events: Sequence[Event]) -> list[str]:
     """What failed since the last driver began and was not made again: why a run that is not finished has ended."""
+    shown = _failed(events, (EventKind.FINISHED,))[-_MOST_FAILURES:]
+    return [f"{e.stage} of step {e.step} failed: {(e.detail or '').partition(chr(10))[0][:_LONGEST]}" for e in shown]
+
+
+def _failed(events: Sequence[Event], undone_by: Collection[EventKind]) -> list[Event]:
+    """By node the last failure since a driver began, unless something came after it that undoes it."""
     failed: dict[tuple[str | None, int | None, int], Event] = {}
     for event in events:
         node = (event.stage, event.step, event.shard or 0)
@@ -65,10 +72,9 @@ def failures(events: Sequence[Event]) -> list[str]:
             failed.clear()
         elif event.kind is EventKind.FAILED:
             failed[node] = event
-        elif event.kind is EventKind.FINISHED:
+        elif event.kind in undone_by:
             failed.pop(node, None)
-    shown = [*failed.values()][-_MOST_FAILURES:]
-    return [f"{e.stage} of step {e.step} failed: {(e.detail or '').partition(chr(10))[0][:_LONGEST]}" for e in shown]
+    return [*failed.values()]
 
 
 def _times(events: Sequence[Event]) -> list[tuple[str, str]]:

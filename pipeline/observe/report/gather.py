@@ -1,5 +1,5 @@
 """Everything that the page shows of a run, read from its directory in one pass. May import this folder, storage and
-pipeline.observe.{evaluations, history, journal, responses, rows}.
+pipeline.observe.{evaluations, history, journal, redaction, responses, rows}.
 
     ledger ──► commits of the steps that are drawn ──► curves, versions of the timeline
     store ───► rows of some steps, held-out rows ────► samples, mismatches, headline
@@ -15,13 +15,13 @@ from dataclasses import dataclass, replace
 from pipeline.observe.evaluations import Evaluation
 from pipeline.observe.history import History
 from pipeline.observe.journal import EventKind
+from pipeline.observe.redaction import without_credentials
 from pipeline.observe.report.comparison import HeldOutScores
 from pipeline.observe.report.curves import MOST_POINTS, RunCurves, run_curves
 from pipeline.observe.report.facts import Fact, failures, run_facts, state_of
 from pipeline.observe.report.headline import Headline, headlines
 from pipeline.observe.report.mismatches import TokenMismatch, worst_mismatches
 from pipeline.observe.report.numbers import evenly, number
-from pipeline.observe.report.redaction import without_credentials
 from pipeline.observe.report.samples import SampleBudget, Samples, sample, shortened
 from pipeline.observe.report.source import RunSource
 from pipeline.observe.report.timeline import RunTimeline, run_timeline
@@ -177,7 +177,8 @@ def _absences(source: RunSource, evaluations: Sequence[Evaluation]) -> list[str]
     if not source.summary.steps:
         found.append("no step was finished: there are no curves")
     if not evaluations:
-        found.append("no version was evaluated: there are no held-out scores (evaluate.every)")
+        why = "before this was written" if spec.eval_every else "(evaluate.every=0)"
+        found.append(f"no version was evaluated {why}: there are no held-out scores")
     if not spec.critic:
         found.append(f"there is no critic (ppo.advantage={source.settings.get('ppo.advantage')}), so no values")
     if not spec.recompute_logprobs:

@@ -26,6 +26,12 @@ MOST_BYTES = 5_000_000
 """Of the file."""
 MOST_RUNS = 8
 """Of a page: as many as there are colours that can be told apart."""
+_BEGINNING = """<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="generator" content="Stageline report">
+"""
 _STATIC = Path(__file__).parent / "static"
 _SCRIPTS = ("text", "dom", "frame", "curves", "bars", "timeline", "samples", "tables", "main")
 _SMALLEST = 0.02
@@ -71,11 +77,7 @@ def page(shown: PageContents) -> bytes:
     style, script = _static("report.css"), "\n".join(_static(f"{name}.js") for name in _SCRIPTS)
     policy = f"default-src 'none'; script-src {_digest(script)}; style-src {_digest(style)}; img-src data:"
     title = " · ".join(run.name for run in shown.runs)
-    text = f"""<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta http-equiv="Content-Security-Policy" content="{policy}">
+    text = f"""{_BEGINNING}<meta http-equiv="Content-Security-Policy" content="{policy}">
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <meta name="color-scheme" content="light dark">
 <title>{escape(title)} - Stageline</title>
@@ -89,6 +91,12 @@ def page(shown: PageContents) -> bytes:
 </html>
 """
     return text.encode("utf8", "backslashreplace")  # half a surrogate pair becomes JSON's own escape
+
+
+def is_report(file: Path) -> bool:
+    """Whether a file is one that `page` made, as far as its beginning tells. Raises OSError."""
+    with file.open("rb") as content:
+        return content.read(len(_BEGINNING)) == _BEGINNING.encode()
 
 
 def embedded(shown: Any) -> str:

@@ -48,7 +48,7 @@ from stages.engines.embedded.rows import GenerateCall, Row
 from stages.engines.embedded.runner import Runner
 from stages.engines.embedded.scheduler import BATCH_PROMPT_TOKENS, Chunk, Scheduler
 from stages.engines.protocol import Completion, EngineStats, Request, RequestError
-from stages.engines.requests import check_request
+from stages.engines.requests import begun, check_request
 
 
 class EmbeddedEngine:
@@ -223,10 +223,11 @@ class EmbeddedEngine:
                         f"version {self.version} is resident"
                     )
             self._admission.accept([Row(request, call, self.eos_ids) for request in rows])
-        return self._results(call, len(rows))
+        return begun(self._results(call, len(rows)))
 
-    def _results(self, call: GenerateCall, num_rows: int) -> Iterator[Completion]:
+    def _results(self, call: GenerateCall, num_rows: int) -> Iterator[Completion | None]:
         try:
+            yield None
             for _ in range(num_rows):
                 result = call.results.get()
                 if result is None:
@@ -241,6 +242,7 @@ class EmbeddedEngine:
     def load_weights(self, version: int, tensors: Mapping[str, torch.Tensor]) -> None:
         """See `GenerationEngine`. The new tensors are packed beside the old ones while rows still run."""
         with self._load_lock:
+            self.check_awake()
             started = time.perf_counter()
             try:
                 new = self._runner.prepare(tensors)

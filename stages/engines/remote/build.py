@@ -1,10 +1,12 @@
 """Engines of other projects, in Python environments of their own.
 
-May import torch (for types), stages.engines, stages.models.hf_config and storage.
+May import torch (for types), stages.engines, stages.models (hf_config, spec) and storage.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -13,20 +15,23 @@ from typing import Any
 import torch
 
 from stages.engines.capabilities import Capabilities, Device, tensorrt_llm_capabilities, vllm_capabilities
-from stages.engines.config import EngineConfig
+from stages.engines.config import EngineConfig, interpreter
 from stages.engines.protocol import GenerationEngine
 from stages.engines.remote.client import RemoteEngine, RemoteSettings
 from stages.engines.remote.process import ServerProcess
 from stages.engines.remote.weights import ModelFiles
 from stages.models.hf_config import read_eos_ids
+from stages.models.spec import read_spec, tensor_shapes
 
 _VLLM = "stages.engines.remote.serving.vllm_adapter:VllmAdapter"
+_START_S = 600.0
+"""`engine.start_s` where no run says how long its workers have."""
 _TENSORRT_LLM = "stages.engines.remote.serving.trtllm_adapter:TrtllmAdapter"
 
 
 def build_vllm(path: str, config: EngineConfig, **settings: Any) -> GenerationEngine:
     """vLLM, in the environment of `engine.python`; called as `build_engine` is, and raises what `build_remote` does."""
-    extra = {"compile": config.vllm.compile, "prefix_caching": config.vllm.prefix_caching}
+    extra = dataclasses.asdict(config.vllm)
     return build_remote(path, config, adapter=_VLLM, stated=vllm_capabilities, extra=extra, **settings)
 
 
@@ -34,7 +39,12 @@ def build_tensorrt_llm(path: str, config: EngineConfig, **settings: Any) -> Gene
     """TensorRT-LLM, in the environment of `engine.python`; otherwise like `build_vllm`."""
     own = config.tensorrt_llm
     folder = Path(own.cache) if own.cache is not None else Path.home() / ".cache/stageline/tensorrt_llm"
-    extra = {"sleeps": own.unload_engine_train, "bucket_mb": own.bucket_mb, "cache": str(folder.absolute())}
+    extra = {
+        "sleeps": own.unload_engine_train,
+        "bucket_mb": own.bucket_mb,
+        "cache": str(folder.absolute()),
+        "parameters": sum(map(math.prod, tensor_shapes(read_spec(path)).values())),
+    }
     settings = {"adapter": _TENSORRT_LLM, **settings}
     return build_remote(path, config, stated=tensorrt_llm_capabilities, extra=extra, **settings)
 
@@ -60,14 +70,14 @@ def build_remote(
     `stated`: what it can do, on the device that it then says it computes on.
 
     `log`: where the server's output is appended; None: it is kept for errors only. `modules`: a folder that `adapter`
-    may be imported from. Raises ValueError for settings that
-    cannot work, OSError for an interpreter that cannot be run, EngineLost with the server's own last lines."""
+    may be imported from. Raises ValueError for settings that cannot work, OSError for an interpreter that cannot be
+    run, EngineLost with the server's own last lines."""
     assert config.python is not None, "the config's checks have seen to it"
     if migratable:  # a run's config is refused before: `pipeline/config/engine_needs.py`
         raise ValueError(f"rows of engine.kind={config.kind} cannot move between replicas (cluster.move_rows_below)")
+    files = _model_files(path, max_seq)
     with ExitStack() as stack:
-        files = ModelFiles(path)
-        server = ServerProcess(config.python, log, modules)
+        server = ServerProcess(interpreter(config.python), log, modules)
         stack.callback(server.close)
         engine = RemoteEngine(
             server,
@@ -89,11 +99,20 @@ def build_remote(
                 max_seq=max_seq,
                 slots=config.slots,
                 eos_ids=frozenset(eos_token_ids or read_eos_ids(path)),
-                start_s=config.start_s,
+                start_s=_START_S if config.start_s is None else config.start_s,
                 silence_s=config.silence_s,
+                in_flight=config.update == "inflight",
             ),
             version=version,
             on_lost=on_lost,
         )
         stack.pop_all()
     return engine
+
+
+def _model_files(path: str, max_seq: int) -> ModelFiles:
+    """Raises ValueError for a model with positions for fewer tokens than `max_seq`."""
+    files = ModelFiles(path)
+    if not 0 < max_seq <= files.spec.max_positions:
+        raise ValueError(f"max_seq is {max_seq}; {path!r} has positions for {files.spec.max_positions} tokens")
+    return files

@@ -3,10 +3,14 @@
     callers' threads ──rows──► socket ──► server ──finished rows──► reader thread ──► each caller's queue
 
 Weights do not go through the socket: the server maps the file that they lie in (`protocol.MappedTensors`), or one that
-the client writes for tensors that lie in none. New weights come in when no row is in flight (drain).
+the client writes for tensors that lie in none. New weights come in when no row is in flight (drain), or between two
+steps of the engine (inflight).
 
-A server that ends, says nothing for `silence_s`, or fails, is gone for good: whoever waits gets EngineLost, and so does
-`on_lost`. May import numpy, torch, storage.weights, stages.engines, stages.models.
+A server that ends, says nothing for `silence_s`, fails, or says what the protocol does not have, is gone for good:
+whoever waits gets EngineLost, and so does `on_lost`. One whose loop hangs, while the process goes on to say that it is
+there, is not noticed here: it takes whoever waits for its rows (`cluster.deadline_s`).
+
+May import numpy, torch, storage.weights, stages.engines, stages.models.
 """
 
 from __future__ import annotations
@@ -21,16 +25,19 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 
 from stages.engines.capabilities import Capabilities, Device
 from stages.engines.protocol import NO_VERSION, Completion, EngineLost, EngineStats, Request, RequestError
+from stages.engines.remote.answers import ServerReady, read_id, read_ready, read_row, read_stats
 from stages.engines.remote.process import ServerProcess
 from stages.engines.remote.weights import ModelFiles
-from stages.engines.remote.wire import PROTOCOL, ProtocolError, unpack_array
-from stages.engines.requests import check_ability, check_request
+from stages.engines.remote.wire import PROTOCOL, ProtocolError, frame
+from stages.engines.requests import begun, check_ability, check_request
 from storage.records import FinishReason
+
+_START_SILENCE_S = 30.0
+"""Of a server that starts, silence counts from here on: libraries that are loaded, cold, hold its interpreter."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +55,10 @@ class RemoteSettings:
     start_s: float
     """Until the engine has loaded its model."""
     silence_s: float
-    """Longest time without a word from the server, which says something every second."""
+    """Longest time without a word from the server, which says something every second; while it starts, 30 s if that is
+    more."""
+    in_flight: bool = False
+    """Rows go on under new weights."""
 
 
 @dataclass(eq=False)
@@ -76,6 +86,8 @@ class RemoteEngine:
         self.version, self.engine = version, ""
         self._server, self._files, self._settings, self._on_lost = server, files, settings, on_lost
         self._ids = itertools.count()
+        self._given = 0
+        """Ids of rows that the server has heard of are below."""
         self._calls: dict[int, _Call] = {}
         """Of each row in flight."""
         self._answers: dict[int, queue.SimpleQueue[dict[str, Any] | EngineLost]] = {}
@@ -88,8 +100,8 @@ class RemoteEngine:
             stack.callback(server.close)
             ready = self._start()
             stack.pop_all()
-        self.engine, self.kernels = f"{ready['engine']} {ready['version']}", _facts(ready)
-        self.device: Device = "cuda" if ready["device"] == "cuda" else "cpu"
+        self.engine, self.kernels = f"{ready.engine} {ready.version}", str(ready)
+        self.device: Device = ready.device
         self.capabilities = settings.stated(self.device)
         self._thread = threading.Thread(target=self._hear, name="remote-engine", daemon=True)
         self._thread.start()
@@ -105,34 +117,34 @@ class RemoteEngine:
             check_request(request, self._settings.max_seq, self._files.vocab, self._settings.eos_ids)
             check_ability(request, self.capabilities)
         call = _Call({next(self._ids): request for request in rows}, queue.SimpleQueue())
+        message = frame("generate", rows=[self._on_the_wire(i, r) for i, r in call.requests.items()])
         with self._changed:
             self._changed.wait_for(lambda: not self._loading or self._failure is not None)
             self._check_running()
             for request in rows:
-                if request.version != self.version:
+                older = request.version < self.version and not self._settings.in_flight
+                if older or request.version > self.version:
                     raise RequestError(
                         f"row {request.row} asks for version {request.version} of the weights; "
                         f"version {self.version} is resident"
                     )
-            self._calls.update(dict.fromkeys(call.requests, call))
             if rows:
-                self._send("generate", rows=[self._on_the_wire(i, r) for i, r in call.requests.items()])
-        return self._results(call, len(rows))
+                self._calls.update(dict.fromkeys(call.requests, call))
+                self._given = max(self._given, 1 + max(call.requests))
+                self._send(message)
+        return begun(self._results(call, len(rows)))
 
     def load_weights(self, version: int, tensors: Mapping[str, torch.Tensor]) -> None:
         """See `GenerationEngine`. What cannot be loaded is refused before the server hears of it; should the server
         fail over it all the same, it is lost."""
+        with self._changed:
+            self._check_running()
         with self._load_lock, self._files.complete(tensors) as places:
-            with self._changed:
-                self._loading = True
-                try:
-                    self._changed.wait_for(lambda: not self._calls or self._failure is not None)
-                    if self._failure is not None:
-                        raise self._stopped()
-                except BaseException:
-                    self._loading = False
-                    raise
             try:
+                with self._changed:
+                    self._loading = not self._settings.in_flight
+                    self._changed.wait_for(lambda: not (self._loading and self._calls) or self._failure is not None)
+                    self._check_running()
                 self._ask("load", version=version, tensors=[dataclasses.asdict(place) for place in places])
                 self.version = version
             finally:
@@ -156,20 +168,7 @@ class RemoteEngine:
             self._asleep = False
 
     def stats(self) -> EngineStats:
-        counted = self._ask("stats")
-        steps = counted["steps"]
-        return EngineStats(
-            tokens=counted["tokens"],
-            rows=counted["rows"],
-            decode_steps=steps,
-            mean_occupancy=min(1.0, counted["in_flight"] / (steps * self._settings.slots)) if steps else 0.0,
-            kv_peak_fraction=counted["kv_peak"],
-            preemptions=counted["preemptions"],
-            refit_s=counted["refit_s"],
-            busy_s=counted["busy_s"],
-            prompt_tokens=counted["prompt_tokens"],
-            rank_busy_s=(counted["busy_s"],),
-        )
+        return read_stats(self._ask("stats"), self._settings.slots)
 
     def close(self) -> None:
         """Ends the server at once; callers that still wait get EngineLost. Twice is harmless."""
@@ -180,30 +179,42 @@ class RemoteEngine:
 
     # ---- the connection ----
 
-    def _start(self) -> Mapping[str, Any]:
+    def _start(self) -> ServerReady:
         """What the server says when it is up."""
         settings = self._settings
         try:
-            self._server.channel.send(
-                "hello", protocol=PROTOCOL, adapter=settings.adapter, settings=dict(settings.server)
-            )
-            over = time.monotonic() + settings.start_s  # beats come also while the engine is stuck in its start
-            message = self._server.channel.receive(settings.start_s)
-            while message is not None and message["kind"] == "beat":
-                if time.monotonic() >= over:
-                    raise TimeoutError
-                message = self._server.channel.receive(settings.start_s)
+            hello = {"version": self.version, "adapter": settings.adapter, "settings": dict(settings.server)}
+            self._server.channel.send("hello", protocol=PROTOCOL, **hello)
+            message = self._first_answer()
+            if message is None:
+                raise ConnectionResetError
+            if message["kind"] == "failed":
+                raise self._lost(f"could not start: {message.get('error')}")
+            if message.get("protocol") != PROTOCOL:
+                raise self._lost(f"speaks protocol {message.get('protocol')}, this side {PROTOCOL}")
+            return read_ready(message)
         except TimeoutError as error:
-            raise self._lost(f"did not come up in {settings.start_s:g} s") from error
-        except (OSError, ProtocolError) as error:
+            raise self._lost(str(error)) from error
+        except OSError as error:
+            raise self._lost(f"ended at its start {self._server.how_it_ended()}") from error
+        except ProtocolError as error:
             raise self._lost(f"cannot be talked to: {error}") from error
-        if message is None:
-            raise self._lost(f"ended at its start {self._server.how_it_ended()}")
-        if message["kind"] == "failed":
-            raise self._lost(f"could not start: {message['error']}")
-        if message.get("protocol") != PROTOCOL:
-            raise self._lost(f"speaks protocol {message.get('protocol')}, this side {PROTOCOL}")
-        return message
+
+    def _first_answer(self) -> dict[str, Any] | None:
+        """To hello: the first message that is no beat. Those come also while the engine is stuck in its start. Raises
+        TimeoutError, saying what took too long."""
+        settings, begun_at = self._settings, time.monotonic()
+        silence_s = max(settings.silence_s, _START_SILENCE_S)
+        while (left_s := begun_at + settings.start_s - time.monotonic()) > 0:
+            try:
+                message = self._server.channel.receive(min(silence_s, left_s))
+            except TimeoutError as error:
+                if silence_s < left_s:
+                    raise TimeoutError(f"said nothing for {silence_s:g} s while it started") from error
+                break
+            if message is None or message["kind"] != "beat":
+                return message
+        raise TimeoutError(f"did not come up in {settings.start_s:g} s")
 
     def _hear(self) -> None:
         """The reader thread, until the server is gone."""
@@ -211,60 +222,76 @@ class RemoteEngine:
             reason = self._take_messages()
         except TimeoutError:
             reason = f"said nothing for {self._settings.silence_s:g} s"
-        except (OSError, ProtocolError) as error:
+        except Exception as error:  # whatever it is: nobody else would tell those who wait
             reason = f"cannot be talked to: {error}"
         lost = self._lost(reason)
-        if not self._closing:
-            self._server.close()
-            if self._on_lost is not None:
-                self._on_lost(str(lost))  # first: where that ends this process, no stage is seen to fail
-        with self._changed:
-            self._failure = lost
-            for call in set(self._calls.values()):
-                call.results.put(self._stopped())
-            for answer in self._answers.values():
-                answer.put(self._stopped())
-            self._changed.notify_all()
+        try:
+            if not self._closing:
+                self._server.close()
+                if self._on_lost is not None:
+                    self._on_lost(self._said_of_it(reason))  # first: it may end this process, and no stage fails
+        finally:
+            with self._changed:
+                self._failure = lost
+                for call in set(self._calls.values()):
+                    call.results.put(self._stopped())
+                for answer in self._answers.values():
+                    answer.put(self._stopped())
+                self._changed.notify_all()
 
     def _take_messages(self) -> str:
-        """Returns why there are no more."""
+        """Returns why there are no more. Raises ProtocolError for what this side cannot have been told."""
         while True:
             message = self._server.channel.receive(self._settings.silence_s)
             if message is None:
                 return f"ended {self._server.how_it_ended()}"
             kind = message["kind"]
             if kind == "failed":
-                return f"failed: {message['error']}"
+                return f"failed: {message.get('error')}"
             if kind in ("row", "broken"):
                 self._deliver(message)
             elif kind == "done":
-                self._answers[message["call"]].put(message)
+                self._answer(message)
+            elif kind != "beat":
+                raise ProtocolError(f"a message of kind {kind!r:.80}")
+
+    def _answer(self, message: dict[str, Any]) -> None:
+        number = read_id(message, "call")
+        if number not in self._answers:
+            raise ProtocolError(f"an answer to call {number}, which nobody waits for")
+        self._answers[number].put(message)
 
     def _deliver(self, message: Mapping[str, Any]) -> None:
+        number = read_id(message, "id")
         with self._changed:
-            call = self._calls.pop(message["id"], None)
+            call = self._calls.get(number)
+            if call is None:
+                if not 0 <= number < self._given:
+                    raise ProtocolError(f"a row with the id {number}, which none has")
+                return  # it was given up while it finished
+            request = call.requests[number]
+            result = self._result(request, message)
+            del self._calls[number], call.requests[number]
             if not self._calls:
                 self._changed.notify_all()
-        if call is None:
-            return  # it was given up while it finished
-        request = call.requests.pop(message["id"])
+        call.results.put(result)
+
+    def _result(self, request: Request, message: Mapping[str, Any]) -> Completion | FloatingPointError:
         if message["kind"] == "broken":
-            call.results.put(FloatingPointError(f"row {request.row} {message['error']}"))
-            return
-        tokens = unpack_array(message["tokens"])
+            return FloatingPointError(f"row {request.row} {message.get('error')}")
+        tokens, logprobs, versions = read_row(message, request.sampling.max_new_tokens)
         stopped = len(tokens) > 0 and int(tokens[-1]) in self._settings.eos_ids and not request.forced
-        call.results.put(
-            Completion(
-                row=request.row,
-                tokens=tokens,
-                logprobs=unpack_array(message["logprobs"]),
-                versions=np.full(len(tokens), request.version, np.int32),
-                finish_reason=FinishReason.STOP if stopped else FinishReason.LENGTH,
-            )
+        return Completion(
+            row=request.row,
+            tokens=tokens,
+            logprobs=logprobs,
+            versions=versions,
+            finish_reason=FinishReason.STOP if stopped else FinishReason.LENGTH,
         )
 
-    def _results(self, call: _Call, num_rows: int) -> Iterator[Completion]:
+    def _results(self, call: _Call, num_rows: int) -> Iterator[Completion | None]:
         try:
+            yield None
             for _ in range(num_rows):
                 result = call.results.get()
                 if isinstance(result, Exception):
@@ -278,17 +305,18 @@ class RemoteEngine:
         with self._changed:
             left = [i for i in call.requests if self._calls.pop(i, None) is not None]
             if left and self._failure is None:
-                self._send("abort", ids=left)
+                self._send(frame("abort", ids=left))
             self._changed.notify_all()
 
     def _ask(self, kind: str, **fields: Any) -> dict[str, Any]:
         """The server's answer to a call."""
         number, answer = next(self._ids), queue.SimpleQueue[dict[str, Any] | EngineLost]()
+        message = frame(kind, call=number, **fields)
         with self._changed:
             if self._failure is not None:
                 raise self._stopped()
             self._answers[number] = answer
-            self._send(kind, call=number, **fields)
+            self._send(message)
         found = answer.get()
         with self._changed:
             del self._answers[number]
@@ -296,10 +324,10 @@ class RemoteEngine:
             raise found
         return found
 
-    def _send(self, kind: str, **fields: Any) -> None:
+    def _send(self, message: bytes) -> None:
         """While `_changed` is held, which is let go until it is known why the server is gone."""
         try:
-            self._server.channel.send(kind, **fields)
+            self._server.channel.send_frame(message)
         except OSError as error:
             self._changed.wait_for(lambda: self._failure is not None)
             raise self._stopped() from error
@@ -315,8 +343,11 @@ class RemoteEngine:
         return EngineLost(f"the engine has stopped: {self._failure}" if not self._closing else "the engine has stopped")
 
     def _lost(self, what: str) -> EngineLost:
+        return EngineLost(f"{self._said_of_it(what)}; it said last:{self._server.last_lines()}")
+
+    def _said_of_it(self, what: str) -> str:
         who = f"{self.engine} ({self._settings.adapter})" if self.engine else self._settings.adapter
-        return EngineLost(f"the server of {who} {what}; it said last:{self._server.last_lines()}")
+        return f"the server of {who} {what}"
 
     def _on_the_wire(self, number: int, request: Request) -> dict[str, Any]:
         """The fields of `serving.adapter.ServedRow`."""
@@ -334,9 +365,3 @@ class RemoteEngine:
             "stop": sorted(self._settings.eos_ids),
             "forced": list(request.forced),
         }
-
-
-def _facts(ready: Mapping[str, Any]) -> str:
-    """What the last bits of its results depend on."""
-    facts = {"version": ready["version"], **ready["facts"]}
-    return ", ".join([str(ready["engine"]), *(f"{name} {value}" for name, value in sorted(facts.items()))])

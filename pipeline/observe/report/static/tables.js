@@ -83,9 +83,10 @@ function comparison(page) {
     : note("None: the runs have the same config.");
   const left = found.left_out.map((one) => h("li", {}, ...name(one.run), h("span", {}, `: ${one.what} are left out, since ${one.why}.`)));
   return h("div", {},
-    h("h3", {}, "Paired evaluation by prompt"),
-    note("Scores of the last evaluated versions on the prompts that both runs were evaluated on; differences are against the first run. t = mean / standard error of the differences."),
-    h("div", { class: "panels" }, found.paired.map((one) => paired(page, one))),
+    found.paired.length ? [
+      h("h3", {}, "Paired evaluation by prompt"),
+      note("Scores of the last evaluated versions on the prompts that both runs were evaluated on; differences are against the first run. t = mean / standard error of the differences."),
+      h("div", { class: "panels" }, found.paired.map((one) => paired(page, one)))] : null,
     left.length ? [h("h3", {}, "Not compared"), h("ul", { class: "left-out" }, left)] : null,
     h("h3", {}, "Config keys that differ"), differences);
 }

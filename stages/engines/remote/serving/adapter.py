@@ -91,8 +91,13 @@ class EngineAdapter(Protocol):
         ...
 
     def load(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Takes the weights of the whole model in, without rows in flight; the tensors are mapped, read only, and gone
-        when it returns. Whatever was cached under the old ones is forgotten."""
+        """Takes the weights of the whole model in; the tensors are mapped, read only, and gone when it returns.
+        Whatever was cached under the old ones is forgotten. Rows in flight, which there are only where
+        `Capabilities.updates` has `inflight`, go on from the tokens that they have."""
+        ...
+
+    def made(self) -> Mapping[int, int]:
+        """How many tokens of its response each row in flight has, by id. Asked of an engine that updates in flight."""
         ...
 
     def sleep(self) -> None:

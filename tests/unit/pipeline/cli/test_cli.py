@@ -182,7 +182,7 @@ def test_a_run_that_came_and_went_while_this_one_was_checked_is_not_written_over
         (config.run_dir / "events.jsonl").write_text("")
         return preflight(config, saved)
 
-    monkeypatch.setattr("pipeline.driver.run.preflight", check)
+    monkeypatch.setattr("pipeline.config.preflight.preflight", check)
     assert main(["run", *sources]) == 2
     assert "holds this run already" in capsys.readouterr().err
 

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import io
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from pipeline.cli.main import main
 from pipeline.cli.sources import config_of
-from pipeline.config.loading import to_yaml
+from pipeline.config.loading import load_reward_model_config, to_yaml
 from pipeline.config.paths import RunPaths
 from pipeline.launch.records import JobRecord, write_record
 from tests.support.configs import arguments, write_config
+from tests.support.fake_slurm import FakeSlurm
+from tests.support.paths import ROOT
+
+REWARD = ROOT / "conf/reward/tiny.yaml"
 
 
 @pytest.fixture
@@ -28,7 +34,7 @@ def submitted(sources: list[str], tmp_path: Path) -> RunPaths:
     paths = RunPaths(tmp_path / "runs/small")
     paths.job.mkdir(parents=True)
     (paths.job / "config.yaml").write_text(to_yaml(config_of(sources)))
-    write_record(paths.job, JobRecord("12", str(paths.job / "slurm-12.out"), 0.0))
+    write_record(paths.job, JobRecord("12", str(paths.job / "slurm-12.out")))
     (paths.job / "slurm-12.out").write_text("one\ntwo\nthr")
     return paths
 
@@ -116,9 +122,56 @@ def test_logs_are_followed_until_they_are_interrupted(
     assert capsys.readouterr().out == "built\n"
 
 
+def test_what_is_written_while_the_end_is_read_is_followed(
+    submitted: RunPaths, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    output = submitted.job / "slurm-12.out"
+
+    class Opened(io.BufferedReader):
+        """Another process writes as soon as the end of the file was read."""
+
+        def __next__(self) -> bytes:
+            try:
+                return super().__next__()
+            except StopIteration:
+                with io.FileIO(output, "a") as other:
+                    other.write(b"three\n" if output.stat().st_size == 8 else b"")
+                raise
+
+    original = Path.open
+
+    def opened(path: Path, mode: str = "r", *rest: Any, **named: Any) -> Any:
+        return Opened(io.FileIO(path)) if (path, mode) == (output, "rb") else original(path, mode, *rest, **named)
+
+    looks = iter([True])
+
+    def next_look(_: float) -> None:
+        if not next(looks, False):
+            raise KeyboardInterrupt
+
+    output.write_text("one\ntwo\n")
+    monkeypatch.setattr("pipeline.cli.logs.time.sleep", next_look)
+    monkeypatch.setattr(Path, "open", opened)
+    capsys.readouterr()
+    assert main(["logs", str(submitted.root), "--follow"]) == 0
+    assert capsys.readouterr().out == "one\ntwo\nthree\n"
+
+
+def test_logs_of_what_has_not_begun_say_so(submitted: RunPaths, capsys: pytest.CaptureFixture[str]) -> None:
+    (submitted.job / "slurm-12.out").unlink()
+    capsys.readouterr()
+    for command, name in (([], "job"), (["--gang", "all"], "all-0")):
+        assert main(["logs", str(submitted.root), *command]) == 0
+        out, err = capsys.readouterr()
+        assert out == ""
+        assert err.startswith(f"{name} has printed nothing yet ({submitted.root}")
+
+
 @pytest.mark.parametrize(
     ("command", "message"),
     [
+        (["logs", "RUN", "--lines", "-1"], "refused --lines: given -1; must be 0 or more"),
+        (["logs", "RUN", "--index", "5"], "refused --index: given 5; needs --gang NAME"),
         (["logs", "RUN", "--gang", "non"], "refused --gang: given 'non'; the run has all"),
         (["logs", "RUN", "--gang", "all", "--index", "3"], "refused --index: given 3; all has workers 0 to 0"),
         (["cancel", "RUN"], "refused cancel: no scancel on the path"),
@@ -141,6 +194,57 @@ def test_a_run_that_was_not_submitted_has_no_job(submitted: RunPaths, capsys: py
         capsys.readouterr()
         assert main([command, str(submitted.root)]) == 2
         assert "was not submitted as a job" in capsys.readouterr().err
+
+
+def test_a_job_whose_files_are_of_another_program_is_no_run(
+    submitted: RunPaths, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And a run that is damaged says nothing of the others."""
+    runs = submitted.root.parent
+    for name, text in {"model": to_yaml(load_reward_model_config([REWARD])), "torn": "steps: 3\n"}.items():
+        (runs / name).mkdir()
+        (runs / name / "config.yaml").write_text(text)
+    capsys.readouterr()
+    assert main(["status", "--runs-dir", str(runs)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1].split() == ["small", "0/10", "12", "stopped"]
+    assert lines[2].startswith("torn ")
+    assert "damaged: " in lines[2]
+    assert not any("model" in line.split()[:1] for line in lines)
+
+
+def test_while_slurm_does_not_answer_nothing_is_advised(
+    submitted: RunPaths, fake_slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fake_slurm.answer_nothing()
+    for command in (["status", str(submitted.root)], ["status", "--runs-dir", str(submitted.root.parent)]):
+        capsys.readouterr()
+        assert main(command) == 0
+        out = " ".join(capsys.readouterr().out.split())
+        assert "12 Slurm does not answer: Unable to contact slurm" in out
+        assert "goes on" not in out
+    assert main(["cancel", str(submitted.root)]) == 2
+    assert "Slurm does not answer" in capsys.readouterr().err
+
+
+def test_a_run_that_waits_for_its_first_job_is_submitted_not_resumed(
+    submitted: RunPaths, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As where sbatch was interrupted."""
+    (submitted.job / "job.json").unlink()
+    capsys.readouterr()
+    assert main(["status", str(submitted.root)]) == 0
+    assert f"goes on with `stageline submit {submitted.job}/config.yaml`" in capsys.readouterr().out
+
+
+def test_what_was_refused_is_no_run(
+    sources: list[str], tmp_path: Path, fake_slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fake_slurm.refuse("sbatch: error: no")
+    assert main(["submit", *sources]) == 2
+    assert capsys.readouterr().err.startswith("refused slurm: Slurm refuses the job: no; asked for: a node with ")
+    assert main(["status", str(tmp_path / "runs/small")]) == 2
+    assert "holds no run" in capsys.readouterr().err
 
 
 def test_a_sweep_can_be_looked_at_before(sources: list[str], capsys: pytest.CaptureFixture[str]) -> None:

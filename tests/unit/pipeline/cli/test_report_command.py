@@ -84,6 +84,44 @@ def test_a_file_that_cannot_be_written_is_refused(
     assert "cannot write /proc/report.html" in refused(capsys, runs[0], "--out", "/proc/report.html")
 
 
+def test_only_a_report_is_written_over(
+    runs: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = Path(runs[0]) / "config.yaml"
+    before = config.read_bytes()
+    assert "must end in .html, for example" in refused(capsys, runs[0], "--out", str(config))
+    page = tmp_path / "report.html"
+    page.write_text("<!doctype html>\n<html lang='en'>mine</html>", "utf8")
+    assert "no report of this version of Stageline" in refused(capsys, runs[0], "--out", str(page))
+    monkeypatch.chdir(tmp_path)
+    assert "not given; report.html is there, and is no report" in refused(capsys, *runs)
+    assert config.read_bytes() == before
+    assert "mine" in page.read_text("utf8")
+    page.unlink()
+    assert main(["report", *runs]) == 0
+    assert main(["report", runs[0], "--out", str(page)]) == 0, "a report takes the place of a report"
+    assert re.search(r"<title>a - Stageline</title>", page.read_text("utf8"))
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".report")] == []
+
+
+def test_a_report_that_fails_leaves_the_old_one(
+    runs: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page = tmp_path / "pair.html"
+    assert main(["report", *runs, "--out", str(page)]) == 0
+    before = page.read_bytes()
+
+    def full(path: Path, content: bytes) -> int:
+        with path.open("wb") as file:
+            file.write(content[:10])
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_bytes", full)
+    assert main(["report", runs[0], "--out", str(page)]) == 2
+    assert page.read_bytes() == before
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".pair")] == []
+
+
 def test_runs_of_one_name_are_told_apart(runs: list[str], tmp_path: Path) -> None:
     twin = tmp_path / "elsewhere" / "a"
     twin.parent.mkdir()

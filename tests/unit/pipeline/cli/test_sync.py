@@ -34,6 +34,15 @@ def test_what_cannot_be_delivered_is_refused(tmp_path: Path, tracked: RunConfig)
         command.sync(tracked, None)
 
 
+def test_a_misspelt_path_becomes_no_database(tmp_path: Path, tracked: RunConfig) -> None:
+    with pytest.raises(ConfigError, match=r"--to: given 'sqlite:.*no/m\.db'; there is no directory .*no \(from /"):
+        command.sync(tracked, f"sqlite:///{tmp_path}/no/m.db")
+    tracked.tracking.uri = f"sqlite:///{tmp_path}/gone/m.db"
+    with pytest.raises(ConfigError, match=r"tracking\.uri: .*gone \(from .*\); --to sqlite:///\.\.\. names another"):
+        command.sync(tracked, None)
+    assert not {"no", "gone"} & {path.name for path in tmp_path.iterdir()}
+
+
 def test_a_run_that_goes_on_delivers_by_itself(tracked: RunConfig) -> None:
     with RunPaths(tracked.run_dir).lock.open("a+") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)

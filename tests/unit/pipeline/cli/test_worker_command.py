@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
+import threading
 from pathlib import Path
 
 import pytest
+from distributed.core import Server
 from distributed.security import Security
 
 from pipeline.cli.main import main
@@ -63,15 +66,50 @@ def test_a_driver_that_is_gone(file: Path, capsys: pytest.CaptureFixture[str]) -
     ("key", "content"),
     [
         ("certificate", ""),
-        ("key", ""),
+        ("certificate", "c"),
         ("certificate", "-----BEGIN CERTIFICATE-----\nabc\n-----END CERTIFICATE-----\n"),
+        ("key", ""),
+        ("key", "k"),
+        ("key", "-----BEGIN RSA PRIVATE KEY-----\nabc\n-----END RSA PRIVATE KEY-----\n"),
     ],
 )
 def test_no_certificate(file: Path, capsys: pytest.CaptureFixture[str], key: str, content: str) -> None:
     """Another than the driver's: tests/integration/test_attached_workers.py."""
     bare = with_other_content(file, file.with_name("bare.json"), **{key: content})
     said = refused(capsys, "--scheduler-file", str(bare), *WORKER)
-    assert f"all-0: host {host_name()}: the certificate in {bare} cannot be used: " in said
+    assert f"all-0: host {host_name()}: the {key} in {bare} cannot be used: " in said
+
+
+def test_another_certificate_than_who_listens_has(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Ends at once: a file of one's own says tomorrow what it says today."""
+    other = Security.temporary()
+    ready, over = threading.Event(), threading.Event()
+    address = []
+
+    async def listen() -> None:
+        async with Server({}, connection_args={}) as server:
+            await server.listen("tls://127.0.0.1:0", **other.get_listen_args("scheduler"))
+            address.append(server.address)
+            ready.set()
+            await asyncio.to_thread(over.wait)
+
+    listening = threading.Thread(target=asyncio.run, args=(listen(),))
+    listening.start()
+    try:
+        ready.wait()
+        elsewhere = with_other_content(file, file.with_name("other.json"), address=address[0])
+        said = refused(capsys, "--scheduler-file", str(elsewhere), *WORKER[:4], "--wait", "1e9")
+    finally:
+        over.set()
+        listening.join()
+    assert f"all-0: host {host_name()}: the driver does not answer at {address[0]}" in said
+    assert f"who listens there has another certificate than {elsewhere}" in said
+
+
+def test_a_config_of_another_version(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    other = with_other_content(file, file.with_name("other.json"), config="nonsense: 1")
+    said = refused(capsys, "--scheduler-file", str(other), *WORKER)
+    assert f"host {host_name()}: the config in {other} is none of this version's: " in said
 
 
 @pytest.mark.parametrize(
@@ -83,12 +121,17 @@ def test_a_worker_that_the_run_does_not_have(
 ) -> None:
     """Said without asking the driver."""
     run_dir = str(file.parent.parent)
-    assert part in refused(capsys, run_dir, "--gang", gang, "--index", index, "--wait", "0")
+    said = refused(capsys, run_dir, "--gang", gang, "--index", index, "--wait", "0")
+    assert f"host {host_name()}: {part}" in said
 
 
 def test_what_is_no_scheduler_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "f.json").write_text("{}")
-    assert "f.json is no scheduler file" in refused(capsys, "--scheduler-file", str(tmp_path / "f.json"), *WORKER)
+    path = tmp_path / "f.json"
+    path.write_text("{}")
+    here = f"host {host_name()}: {path}"
+    assert f"{here} is no scheduler file" in refused(capsys, "--scheduler-file", str(path), *WORKER)
+    assert f"{here}/x cannot be read: Not a" in refused(capsys, "--scheduler-file", f"{path}/x", *WORKER)
+    assert f"{here}/attached/scheduler-000000.json cannot be read" in refused(capsys, str(path), *WORKER)
 
 
 @pytest.mark.parametrize("given", [(), ("RUN", "--scheduler-file", "f.json")])

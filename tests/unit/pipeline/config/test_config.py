@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 from pathlib import Path
 
 import pytest
@@ -56,6 +57,33 @@ def test_round_trip(base: Path) -> None:
     again = load_yaml(to_yaml(config))
     assert again == config
     assert to_yaml(again) == to_yaml(config)
+
+
+def test_an_engines_python_works_in_any_working_directory(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Links stay as they are: by its own path an interpreter knows its environment. A resume reads what was saved."""
+    python = tmp_path / "venv/bin/python"
+    python.parent.mkdir(parents=True)
+    python.symlink_to(sys.executable)
+    vllm = ("engine.kind=vllm", "model.path=x")
+    monkeypatch.chdir(tmp_path)
+    config = load(base, *vllm, "engine.python=venv/bin/python")
+    assert config.engine.python == str(python)
+    monkeypatch.chdir(tmp_path / "venv")
+    assert load_yaml(to_yaml(config)).engine.python == str(python)
+    assert load_yaml(to_yaml(config), ["engine.python=bin/python"]).engine.python == str(python)
+    monkeypatch.setenv("PATH", str(python.parent))
+    assert load(base, *vllm, "engine.python=python").engine.python == str(python)
+    assert load(base, *vllm, "engine.python=nowhere").engine.python == "nowhere"  # which `preflight` cannot run
+
+
+def test_an_engine_has_less_time_to_start_than_its_worker(base: Path) -> None:
+    """Else nobody would hear what kept it."""
+    vllm = ("engine.kind=vllm", "model.path=x", "engine.python=x")
+    assert load(base, *vllm).engine_start_s == 240
+    assert load(base, *vllm, "cluster.start_timeout_s=1000").engine_start_s == 800
+    assert load(base, *vllm, "engine.start_s=299").engine_start_s == 299
 
 
 def test_what_follows_from_a_config(base: Path) -> None:
@@ -119,8 +147,37 @@ def test_a_run_may_be_prolonged_only_where_no_learning_rate_depends_on_its_end(b
 REFUSED = {
     # engines of other projects
     "engine.kind=vllm model.path=x": ("engine.python", "given None", "make engine-vllm"),
+    "engine.kind=vllm model.path=x engine.python=''": ("engine.python", "given ''", "make engine-vllm"),
     "engine.python=x": ("engine.python", "given 'x'", "null, or engine.kind=vllm"),
-    "engine.kind=vllm engine.python=x model.path=x engine.update=inflight": ("engine.update", "must be drain"),
+    "engine.kind=vllm engine.python=x model.path=x engine.start_s=300": (
+        "engine.start_s",
+        "given 300.0",
+        "below cluster.start_timeout_s = 300",
+        "or null",
+    ),
+    "engine.silence_s=4.5": ("engine.silence_s", "given 4.5", "5 or more seconds"),
+    "engine.kind=vllm engine.python=x model.path=x engine.embedded.speculation.drafter=ngram": (
+        "engine.embedded.speculation.drafter",
+        "given 'ngram'",
+        "only engine.kind=embedded has it",
+        "leave it at none",
+    ),
+    "engine.kind=vllm engine.python=x model.path=x engine.tensorrt_llm.bucket_mb=7": (
+        "engine.tensorrt_llm.bucket_mb",
+        "given 7",
+        "leave it at 1024 with engine.kind=vllm",
+    ),
+    "engine.kind=vllm engine.python=x model.path=x engine.vllm.sleep_level=3": (
+        "engine.vllm.sleep_level",
+        "given 3",
+        "must be 0, 1 or 2",
+    ),
+    "engine.vllm.compile=true": ("engine.vllm.compile", "given True", "only engine.kind=vllm has it"),
+    "seed=9223372036854775808": ("seed", "64 bits"),
+    "engine.kind=vllm engine.python=x model.path=x engine.update=inflight engine.pipeline_parallel=2": (
+        "engine.update",
+        "must be drain (or engine.kind=embedded)",
+    ),
     "engine.kind=vllm engine.python=x": ("model.path", "given 'random:tiny'", "needs a Hugging Face directory"),
     "engine.kind=vllm engine.python=x model.path=x cluster.move_rows_below=4": ("cluster.move_rows_below", "must be 0"),
     "engine.kind=tensorrt_llm model.path=x": ("engine.python", "given None", "make engine-trtllm"),
@@ -146,7 +203,7 @@ REFUSED = {
     ),
     "engine.kind=tensorrt_llm engine.python=x model.path=x engine.update=inflight rollout.versions=latest": (
         "engine.update",
-        "must be drain (or engine.kind=embedded)",
+        "must be drain (or engine.kind=embedded or vllm)",
     ),
     "engine.kind=tensorrt_llm engine.python=x": ("model.path", "given 'random:tiny'", "needs a Hugging Face directory"),
     "engine.tensorrt_llm.bucket_mb=0": ("engine.tensorrt_llm.bucket_mb", "given 0", "1 or more"),
@@ -231,6 +288,8 @@ REFUSED = {
     "cluster.kind=attached cluster.host=a cluster.interface=b": ("cluster.host", "'a'", "cluster.interface=b"),
     "cluster.kind=attached cluster.arrival_timeout_s=0": ("cluster.arrival_timeout_s", "above 0"),
     "cluster.kind=attached cluster.clock_skew_s=0": ("cluster.clock_skew_s", "above 0"),
+    "cluster.dashboard=foo": ("cluster.dashboard", "'foo'", "must be HOST:PORT, as in 127.0.0.1:8787"),
+    "cluster.dashboard=127.0.0.1:70000": ("cluster.dashboard", "'127.0.0.1:70000'", "a port from 0 (any) to 65535"),
     "cluster.kind=remote": ("cluster.kind", "remote", "attached"),
     "cluster.interface=eth0": ("cluster.interface", "'eth0'", "needs cluster.kind=attached"),
     "cluster.host=n1": ("cluster.host", "'n1'", "needs cluster.kind=attached"),

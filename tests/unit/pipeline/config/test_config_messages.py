@@ -13,7 +13,7 @@ from pipeline.cli.sources import config_of
 from pipeline.config.errors import ConfigError, all_of, together
 from pipeline.config.loading import config_hash, load_config, load_yaml, to_yaml
 from pipeline.config.placement import DEFAULT_PLACEMENT
-from pipeline.config.preflight import check_run_directory, preflight
+from pipeline.config.preflight import check_run, check_run_directory, preflight
 from pipeline.config.run import RunConfig
 from storage.prompts import held_out_by_default
 
@@ -55,7 +55,7 @@ def test_unknown_keys_and_wrong_types_of_all_sources_are_said_at_once(base: Path
         load_config([base, second], ["model.dtype=int8", "seed=1"])
     lines = str(caught.value).splitlines()
     assert [line.partition(":")[0] for line in lines] == [
-        "stepz", "placement.gangs.train.worker", "staleness", "model.dtype",
+        "stepz", "placement.gangs.train.worker", "staleness", "model.dtype", "prompts.url",
     ]  # fmt: skip
     assert caught.value.key == "stepz"
 
@@ -65,6 +65,24 @@ def test_values_that_cannot_work_are_said_at_once(base: Path) -> None:
         load(base, "steps=0", "staleness=-1", "ppo.clip=2", "rollout.shards=3")
     keys = [line.partition(":")[0] for line in str(caught.value).splitlines()]
     assert keys == ["steps", "staleness", "rollout.shards", "ppo.clip"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "keys"),
+    [
+        (("steps=ten", "staleness=-1", "rollout.rows=0"), ["steps", "staleness", "rollout.rows"]),
+        (("stepz=3", "ppo.clip=2"), ["stepz", "ppo.clip"]),
+        (("rollout.shards=two", "rollout.rows=3"), ["rollout.shards"]),  # it is not the default that does not divide
+        (("rollout=5", "ppo.minibatches=7", "ppo.clip=2"), ["rollout", "ppo.clip"]),
+        (("rollout.rows=-3",), ["rollout.rows"]),
+        (("seed=${nope}", "steps=x"), ["steps", "seed"]),
+    ],
+)
+def test_values_are_looked_at_beside_what_is_refused(base: Path, overrides: tuple[str, ...], keys: list[str]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load(base, *overrides)
+    assert [line.partition(":")[0] for line in str(caught.value).splitlines()] == keys
+    assert [error.key for error in caught.value.each] == keys
 
 
 def test_settings_without_a_value_are_said_at_once() -> None:
@@ -82,6 +100,18 @@ def test_what_the_disk_refuses_is_said_at_once(base: Path, tmp_path: Path) -> No
     assert "given 'question', available: prompt, answer" in said
     assert "sampling.suppress_token_ids: given 999" in said
     assert "reward.args.limit: given 1; no such argument; characters takes characters" in said
+
+
+def test_a_model_that_is_not_there_hides_nothing_else(base: Path, tmp_path: Path) -> None:
+    """Nor does a name that is taken; and what follows from either is not said."""
+    changes = (f"runs_dir={tmp_path}", "name=a", "model.path=/nope", "prompts.url=nope", "reward.kind=nope")
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a/events.jsonl").touch()
+    with pytest.raises(ConfigError) as caught:
+        check_run(load(base, *changes, "evaluate.reward.kind=nope"), resume=False)
+    assert {error.key for error in caught.value.each} == {
+        "name", "model.path", "prompts.url", "reward.kind", "evaluate.reward.kind",
+    }  # fmt: skip
 
 
 def test_one_error_stays_as_it_is_and_of_each_key_one_thing_is_said() -> None:
@@ -115,6 +145,12 @@ def test_one_error_stays_as_it_is_and_of_each_key_one_thing_is_said() -> None:
             "model.eos_token_ids=[a]",
             "model.eos_token_ids: given ['a'] (in {}); must be a list, each of it a whole number",
         ),
+        (
+            "reward.kind=mine:",
+            "reward.kind: given {{'mine': None}} (in {}); must be a text, or null; YAML takes a text that ends in : "
+            "for a mapping",
+        ),
+        ("name={a: 1}", "name: given {{'a': 1}} (in {}); must be a text"),
         ("reward.args=3", "reward.args: given 3 (in {}); must be a mapping of names to settings"),
         ("placement.roles.policy=[1]", "placement.roles.policy: given [1] (in {}); must be a text"),
         ("placement.gangs.train.slots=two", "placement.gangs.train.slots: given 'two' (in {}); must be a whole number"),

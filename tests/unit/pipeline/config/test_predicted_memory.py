@@ -18,6 +18,7 @@ from pipeline.config.memory import (
     PROCESS_BYTES,
     MemoryLimits,
     PlannedRun,
+    fitting_cache_mb,
     fitting_layouts,
     host_bytes,
     largest_micro_batch,
@@ -177,6 +178,53 @@ def test_of_gangs_that_take_turns_the_largest_counts(tmp_path: Path) -> None:
     assert host_bytes(in_turn, workers) - host_bytes(together, workers_memory(together)) == resting > 0
     for worker in workers:
         assert worker.resting <= worker.on_device
+
+
+VLLM = ("engine.kind=vllm", "engine.python=x", "model.path=x", "engine.slots=2")
+
+
+def test_vllm_takes_its_whole_cache_in_a_process_more(tmp_path: Path) -> None:
+    """A row has a block of 16 tokens at most; the embedded engine takes what its slots can fill of the budget."""
+    ours, theirs = (items(planned(tmp_path, "engine.slots=2", *own), "generate") for own in ((), VLLM))
+    assert ours["KV cache"] == 2 * 16 * 2 * 32 * 8 * 128 * 2
+    assert theirs["KV cache"] == 512 << 20
+    assert "engine's processes" not in ours
+    assert theirs["engine's processes"] > PROCESS_BYTES
+    assert theirs["process"] == ours["process"]
+    assert theirs["engine weights"] == ours["engine weights"]
+    assert ours["refit"] == 2 * PARAMETERS, "packed beside the old ones"
+    assert theirs["refit"] == 2 * 128256 * 4096, "in place, one after another"
+
+
+def test_a_process_of_an_engines_own_is_in_the_hosts_memory(tmp_path: Path) -> None:
+    ours, theirs = (planned(tmp_path, *own, on_gpus=True) for own in ((), VLLM))
+    one = items(theirs, "generate")["engine's processes"]
+    assert host_bytes(theirs, workers_memory(theirs)) - host_bytes(ours, workers_memory(ours)) == 2 * one
+    wide = planned(tmp_path, *VLLM, "engine.tensor_parallel=2", on_gpus=True)
+    assert items(wide, "generate")["engine's processes"] == 3 * one, "a server, and its ranks"
+
+
+def test_tensorrt_llm_takes_its_whole_cache_and_a_bucket(tmp_path: Path) -> None:
+    own = ("engine.kind=tensorrt_llm", "engine.python=x", "model.path=x", "sampling.min_new_tokens=0")
+    found = items(planned(tmp_path, *own, "engine.tensorrt_llm.bucket_mb=2048", on_gpus=True), "generate")
+    assert (found["KV cache"], found["refit"]) == (512 << 20, 2048 << 20)
+
+
+def test_a_cache_that_is_taken_whole_and_does_not_fit_is_refused_by_its_key(tmp_path: Path) -> None:
+    """Where the embedded engine would take what it needs."""
+    large = "engine.kv_budget_mb=3000000"
+    run, usual = planned(tmp_path, *VLLM, large), planned(tmp_path, *VLLM)
+    limits = MemoryLimits(host_bytes(usual, workers_memory(usual)) + 20 * GIB, math.inf, 0)
+    (problem,) = memory_problems(run, limits)
+    most = fitting_cache_mb(run, limits)
+    assert most > 10 * 1024, "of 20 GiB, for each of two replicas"
+    assert (problem.key, problem.given) == ("engine.kv_budget_mb", 3000000)
+    assert problem.need.endswith(f"vllm takes all of its cache at its start: at most {most} fits")
+    assert not [*memory_problems(planned(tmp_path, *VLLM, f"engine.kv_budget_mb={most}"), limits)]
+    assert [*memory_problems(planned(tmp_path, *VLLM, f"engine.kv_budget_mb={most + 1}"), limits)]
+    assert not [*memory_problems(planned(tmp_path, large), limits)]
+    (problem,) = memory_problems(run, MemoryLimits(GIB, math.inf, 0))
+    assert problem.key != "engine.kv_budget_mb", "no cache fits"
 
 
 def test_preflight_refuses_by_the_limit_that_is_given(tmp_path: Path) -> None:

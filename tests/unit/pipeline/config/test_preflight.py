@@ -160,6 +160,8 @@ def test_an_engine_of_a_version_that_nobody_knows_is_refused() -> None:
     assert environment_problem(sys.executable, Environment("numpy", ("numpy",), (np.__version__,))) is None
     found = environment_problem(sys.executable, Environment("numpy", ("numpy",), ("0.1",)))
     assert found == f"its environment has numpy {np.__version__}; the adapter knows 0.1"
+    lacks = environment_problem(sys.executable, Environment("numpy", ("numpy",), ("0.1",), beside=("no_such_ray",)))
+    assert lacks == "its environment lacks no_such_ray"
     none = environment_problem(sys.executable, Environment("numpy", ("no-such-package",), ("0.1",)))
     assert "has numpy None" in str(none)
 

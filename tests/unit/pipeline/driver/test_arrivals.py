@@ -18,6 +18,7 @@ from pipeline.graph.gangs import Gang
 from pipeline.observe.journal import EventKind
 from pipeline.workers.entry import build_worker, open_meeting
 from pipeline.workers.joining import JoinRefused
+from pipeline.workers.last_words import leave_last_words
 from stages.models.protocol import Role
 
 ARRIVAL_S, START_S = 100.0, 30.0
@@ -40,7 +41,7 @@ class Pending:
 class Setting:
     """Owns a supervision whose clock, scheduler and journal are the test's."""
 
-    def __init__(self, patch: pytest.MonkeyPatch, arrival_s: float | None) -> None:
+    def __init__(self, patch: pytest.MonkeyPatch, arrival_s: float | None, log_dir: Path | None = None) -> None:
         self.now = 0.0
         self.there: set[str] = set()
         """Names of the processes that the scheduler knows."""
@@ -71,6 +72,7 @@ class Setting:
                 attempts=3,
                 arrival_timeout_s=arrival_s,
                 run_dir=Path("runs/a"),
+                log_dir=log_dir,
             ),
             name="x",
             now=lambda: self.now,
@@ -101,8 +103,8 @@ class Setting:
 
 
 @pytest.fixture
-def begin(monkeypatch: pytest.MonkeyPatch) -> Callable[[float | None], Setting]:
-    return lambda arrival_s: Setting(monkeypatch, arrival_s)
+def begin(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Setting]:
+    return lambda *given: Setting(monkeypatch, *given)
 
 
 def test_rank_0_says_where_its_gang_meets_before_any_rank_is_built(begin: Callable[..., Setting]) -> None:
@@ -143,6 +145,16 @@ def test_a_process_that_is_stopped_while_it_is_built_is_missed_before_its_time_i
     assert setting.lost == ["it said nothing for 21 s while it was built"]
     builds = [future.key[1:3] for work, future in setting.submitted if work is build_worker]
     assert builds[-2:] == [("train-0", 1), ("train-1", 1)]
+
+
+def test_why_a_process_ended_itself_is_said_once(begin: Callable[..., Setting], tmp_path: Path) -> None:
+    """By Dask's news alone it would only have ended."""
+    setting = begin(None, tmp_path)
+    leave_last_words(str(tmp_path / "generate-1.log"), "the server of vllm said\nnothing for 60 s")
+    for _ in range(2):
+        setting.supervision.lost(("generate", 1), "its process ended")
+    assert setting.lost == ["its process ended: the server of vllm said nothing for 60 s", "its process ended"]
+    assert not [*tmp_path.iterdir()]
 
 
 @pytest.mark.parametrize("arrival_s", [ARRIVAL_S, None])

@@ -1,14 +1,17 @@
-"""Where the scheduler of attached workers listens: addresses and ports that cannot be had are refused by their keys."""
+"""Where the scheduler of attached workers listens, and where its file is: what cannot be had is refused by its key."""
 
 from __future__ import annotations
 
 import socket
+from pathlib import Path
 
 import pytest
 
 from pipeline.config.errors import ConfigError
-from pipeline.driver.attached_workers import _check_port, listening_address
+from pipeline.driver.attached_workers import _check_port, begin_attempt, listening_address, make_way
+from pipeline.driver.cluster import free_address
 from pipeline.workers.network import interface_with, interfaces
+from pipeline.workers.scheduler_file import SchedulerFile, file_of_attempt, write_scheduler_file
 
 
 def test_an_interface_stands_for_its_address() -> None:
@@ -41,3 +44,57 @@ def test_a_port_that_is_taken_is_refused() -> None:
             ConfigError, match=rf"cluster\.port: given {port}; cannot listen there on host .*127\.0\.0\.1"
         ):
             _check_port("127.0.0.1", port)
+
+
+def test_a_dashboard_that_cannot_be_here_is_refused() -> None:
+    assert free_address(None).startswith("127.0.0.1:")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        assert free_address(f"127.0.0.1:{taken.getsockname()[1]}") == "127.0.0.1:0"
+    with pytest.raises(ConfigError, match=r"cluster\.dashboard: given '192\.0\.2\.1:1'; 192\.0\.2\.1 is no address"):
+        free_address("192.0.2.1:1")
+
+
+def left_by_a_driver(path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_scheduler_file(path, SchedulerFile(3, "tls://127.0.0.1:1", "n1", 7, "/runs/a", "/", "n", "c", "k", ""))
+
+
+def test_a_scheduler_file_takes_the_place_of_one_whose_driver_is_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "new" / "file.json"
+    make_way(str(path))
+    left_by_a_driver(path)
+    monkeypatch.setattr("pipeline.driver.attached_workers.driver_answers", lambda file: True)
+    need = r"cluster\.scheduler_file: given .*; the driver of /runs/a has it \(process 7 on host n1\)\. A file of this"
+    with pytest.raises(ConfigError, match=need):
+        make_way(str(path))
+    monkeypatch.undo()
+    assert path.exists()
+    make_way(str(path))
+    assert not path.exists()
+
+
+def test_a_scheduler_file_that_cannot_be_written_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    mine = tmp_path / "mine.yaml"
+    mine.write_text("steps: 1")
+    for path, why in (
+        (tmp_path, "cannot be read: Is a directory"),
+        (mine, "is no scheduler file"),
+        (mine / "sub" / "f.json", "Not a directory"),
+    ):
+        with pytest.raises(ConfigError, match=f"cluster.scheduler_file: given '{path}'; .*{why}"):
+            make_way(str(path))
+    assert mine.read_text() == "steps: 1"
+    monkeypatch.setattr("os.access", lambda *_: False)
+    with pytest.raises(ConfigError, match=f"{tmp_path} cannot be written"):
+        make_way(str(tmp_path / "f.json"))
+
+
+@pytest.mark.parametrize("counted", [b"", b"x", b"\xff"])
+def test_attempts_are_counted_also_where_the_count_was_cut_off(tmp_path: Path, counted: bytes) -> None:
+    assert [begin_attempt(tmp_path) for _ in range(2)] == [1, 2]
+    left_by_a_driver(file_of_attempt(tmp_path, 2))
+    (tmp_path / "attached" / "attempts").write_bytes(counted)
+    assert begin_attempt(tmp_path) == 3
+    assert [one.name for one in (tmp_path / "attached").iterdir()] == ["attempts"]

@@ -17,9 +17,10 @@ from pipeline.driver.task_keys import marker_key
 from pipeline.graph.dispatch import Dispatch
 from pipeline.graph.flow import Flow
 from pipeline.graph.gangs import Gang
-from pipeline.graph.graph import GraphSpec, Node, run_nodes, step_nodes
+from pipeline.graph.graph import GraphSpec, Node, run_nodes, step_nodes, step_of
 from pipeline.graph.status import NodeState, NodeStatus
 from stages.models.protocol import Role
+from storage.address import Address
 
 GANGS = (
     Gang("engine", frozenset({Role.GENERATE}), 1, 2),
@@ -27,11 +28,12 @@ GANGS = (
     Gang("train", frozenset({Role.POLICY, Role.REFERENCE, Role.CRITIC}), 1),
 )
 SPEC = GraphSpec(steps=12, shards=2, staleness=1, eval_every=3, canaries=True)
-STATES = {"waiting": "waiting", "ready": "queued", "running": "processing", "done": "memory"}
+STATES = {"waiting": "waiting", "ready": "queued", "queued": "queued", "running": "processing", "done": "memory"}
 
 
-def simulate(look: Callable[[Dispatch], None], spec: GraphSpec = SPEC) -> None:
-    """A whole run without workers; `look` is called after each node that is done."""
+def simulate(look: Callable[[Dispatch, int], None], spec: GraphSpec = SPEC, last: str = "") -> None:
+    """A whole run without workers; `look` is called after each node that is done, with the steps admitted by then.
+    Nodes of the stage `last` end when no other runs."""
     dispatch = Dispatch(GANGS)
     for gang in GANGS:
         dispatch.worker_up(gang.name, 0)
@@ -39,10 +41,11 @@ def simulate(look: Callable[[Dispatch], None], spec: GraphSpec = SPEC) -> None:
     flow.advance()
     while not flow.finished:
         dispatch.next_submits()
-        running = next(s.node for s in dispatch.statuses() if s.state is NodeState.RUNNING)
+        nodes = [s.node for s in dispatch.statuses() if s.state is NodeState.RUNNING]
+        running = min(nodes, key=lambda node: node.stage == last)
         dispatch.done(running.address)
         flow.done(running)
-        look(dispatch)
+        look(dispatch, flow.admitted)
 
 
 def check(scheduler: Scheduler, statuses: list[NodeStatus]) -> None:
@@ -83,9 +86,9 @@ def test_markers_have_the_graphs_edges_and_dispatchs_states_and_keep_nothing() -
         for page in pages:
             scheduler.add_plugin(page, name=type(page).__name__)
 
-        def look(dispatch: Dispatch) -> None:
+        def look(dispatch: Dispatch, admitted: int) -> None:
             statuses = dispatch.statuses()
-            markers._apply(marker_states(SPEC, statuses))
+            markers._apply(marker_states(SPEC, statuses, admitted))
             check(scheduler, statuses)
             sizes.append((len(scheduler.tasks), len(scheduler.task_groups), len(scheduler.task_prefixes)))
 
@@ -106,8 +109,8 @@ def test_every_staleness_edge_is_seen() -> None:
     seen: set[tuple[object, object]] = set()
 
     def use(scheduler: Scheduler, markers: GraphMarkers) -> None:
-        def look(dispatch: Dispatch) -> None:
-            markers._apply(marker_states(SPEC, dispatch.statuses()))
+        def look(dispatch: Dispatch, admitted: int) -> None:
+            markers._apply(marker_states(SPEC, dispatch.statuses(), admitted))
             for task in scheduler.tasks.values():
                 seen.update((parent.key, task.key) for parent in task.dependencies)
 
@@ -120,14 +123,42 @@ def test_every_staleness_edge_is_seen() -> None:
     assert seen == wanted
 
 
+def test_a_step_that_ends_before_an_older_one_keeps_its_edges() -> None:
+    """Where evaluating takes longer than training, the step that made the version ends after those that follow it."""
+    over_early: set[int] = set()
+    missing: list[Address] = []
+
+    def look(dispatch: Dispatch, admitted: int) -> None:
+        statuses = dispatch.statuses()
+        markers = marker_states(SPEC, statuses, admitted)
+        open_steps = {step_of(status.node) for status in statuses}
+        over_early.update(set(range(min(open_steps, default=admitted), admitted)) - open_steps)
+        waiting = [marker for marker in markers.values() if marker.state != "memory"]
+        wanted = [parent for marker in waiting for parent in marker.parents if parent.stage == "publish"]
+        missing.extend(parent for parent in wanted if parent not in markers)
+        if markers:
+            at = {address.step for address in markers if address.stage == "advantage"}
+            assert at == set(range(min(at), admitted))
+
+    simulate(look, last="evaluate")
+    assert over_early, "the run is one of those"
+    assert missing == []
+
+
+def test_no_marker_stands_behind_the_last_step() -> None:
+    nodes = [NodeStatus(node, NodeState.RUNNING) for node in step_nodes(SPEC, SPEC.steps - 1)]
+    markers = marker_states(SPEC, nodes, SPEC.steps)
+    assert max(marker.priority[0] for marker in markers.values()) == SPEC.steps - 1
+
+
 def test_dasks_pages_draw_them() -> None:
     """The two pages that have places of our own; Dask's page of groups fails on any graph like ours."""
 
     def use(scheduler: Scheduler, markers: GraphMarkers) -> None:
         graph, groups = StepGraph(scheduler), OrderedGroups(scheduler)
 
-        def look(dispatch: Dispatch) -> None:
-            markers._apply(marker_states(SPEC, dispatch.statuses()))
+        def look(dispatch: Dispatch, admitted: int) -> None:
+            markers._apply(marker_states(SPEC, dispatch.statuses(), admitted))
             graph.update()
             groups.update()
             assert set(graph.layout.x) == set(scheduler.tasks)
@@ -154,7 +185,7 @@ def test_a_page_that_raises_leaves_the_markers_whole() -> None:
         scheduler.add_plugin(broken, name="broken")
         for _ in range(200):
             try:
-                markers._apply(marker_states(SPEC, nodes))
+                markers._apply(marker_states(SPEC, nodes, 2))
             except KeyError:
                 continue
             break
@@ -170,5 +201,5 @@ def test_a_page_that_raises_leaves_the_markers_whole() -> None:
 def test_a_window_too_large_for_the_page_has_none() -> None:
     spec = GraphSpec(steps=3, shards=MOST_MARKERS // 4, staleness=1)
     nodes: list[Node] = list(run_nodes(spec))
-    assert marker_states(spec, [NodeStatus(node, NodeState.WAITING) for node in nodes]) == {}
-    assert marker_states(spec, []) == {}
+    assert marker_states(spec, [NodeStatus(node, NodeState.WAITING) for node in nodes], 3) == {}
+    assert marker_states(spec, [], 3) == {}

@@ -44,8 +44,9 @@ def test_a_host_that_is_gone_costs_a_bounded_time_and_gets_no_work(
 def test_the_scratch_of_drivers_that_are_dead_is_removed_and_no_other(tmp_path: Path) -> None:
     with subprocess.Popen([sys.executable, "-c", ""]) as ended:
         ended.wait()
-    names = {f"stageline-dask-{os.getpid()}-a", "stageline-dask-x-a", "stageline-replay-1", "other"}
-    for name in (*names, f"stageline-dask-{ended.pid}-a"):
+    names = {"stageline-dask-x-a", "stageline-replay-1", "other"}
+    names |= {f"stageline-{whose}-{os.getpid()}-a" for whose in ("dask", "engine")}
+    for name in (*names, f"stageline-dask-{ended.pid}-a", f"stageline-engine-{ended.pid}-a"):
         (tmp_path / name / "dask-scratch-space").mkdir(parents=True)
     remove_abandoned_scratch(tmp_path)
     assert {path.name for path in tmp_path.iterdir()} == names

@@ -142,6 +142,27 @@ def test_a_host_that_is_not_fit(tmp_path: Path, changes: dict[str, Any], said: s
     assert not [*host_problems(setting.request("train", 0, clock=96.0), setting.config, 100.0, versions_here(), 0)]
 
 
+@pytest.mark.parametrize("slow", ["gpu_identities", "_look_at_directory", "_free_bytes"])
+def test_a_hosts_clock_is_read_after_all_that_takes_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, slow: str
+) -> None:
+    """To ask for GPUs loads torch, the run's directory may be far away: neither is the clock's fault."""
+    setting, now, answer = (
+        Setting(tmp_path),
+        [100.0],
+        {"gpu_identities": [], "_look_at_directory": "", "_free_bytes": GIB},
+    )
+
+    def take_long(*_: object) -> object:
+        now[0] += 60
+        return answer[slow]
+
+    monkeypatch.setattr("pipeline.workers.joining.time.time", lambda: now[0])
+    monkeypatch.setattr(f"pipeline.workers.joining.{slow}", take_long)
+    request = setting.request("train", 0)
+    assert [*host_problems(request, setting.config, now[0], versions_here(), 0)] == []
+
+
 def test_a_host_that_is_not_fit_is_refused_by_name_and_the_executor_hears_of_it(tmp_path: Path) -> None:
     async def work(setting: Setting) -> None:
         async with setting.joining("generate", 1, host="n7", board_free=0) as (_, answer):
@@ -151,6 +172,34 @@ def test_a_host_that_is_not_fit_is_refused_by_name_and_the_executor_hears_of_it(
     asyncio.run(work(setting))
     (refusal,) = setting.reported
     assert (refusal["gang"], refusal["index"], refusal["fatal"]) == ("generate", 1, True)
+
+
+@pytest.mark.parametrize(
+    ("index", "versions", "said", "fatal"),
+    [
+        (
+            0,
+            {"stageline": "0.0.1"},
+            "host n7: it has other versions than the driver: stageline 0.0.1 (the driver: ",
+            True,
+        ),
+        (0, {}, "host n7: its request is none of this version of Stageline: it does not say board_free", True),
+        (2, {"stageline": "0.0.1"}, "host n7: gang train has no index 2", False),
+    ],
+)
+def test_a_worker_that_says_other_things_is_of_another_version(
+    tmp_path: Path, index: int, versions: dict[str, str], said: str, fatal: bool
+) -> None:
+    async def work(setting: Setting) -> None:
+        link, message = Link(), setting.request("train", 0, host="n7").message()
+        message |= {"index": index, "versions": other(**versions)}
+        del message["board_free"]
+        await setting.roster.serve(link, message)
+        assert said in link.answers.get_nowait()["refused"]
+
+    setting = Setting(tmp_path)
+    asyncio.run(work(setting))
+    assert [(one["gang"], one["index"], one["fatal"]) for one in setting.reported] == [("train", index, fatal)]
 
 
 @pytest.mark.parametrize(

@@ -1,9 +1,17 @@
 """What of a config tracking gets: what the run reads; and which metrics say nothing under it."""
 
+import sys
 from pathlib import Path
+from typing import Any
 
-from pipeline.config.loading import flatten
+import pytest
+
+from pipeline.config.loading import flatten, to_yaml
+from pipeline.config.paths import RunPaths
+from pipeline.driver import results
 from pipeline.driver.tracked_config import off_metrics, tracked_params
+from pipeline.observe.journal import EventKind, Journal
+from pipeline.observe.tracking import Dataset, NullTracker
 from tests.support.runs import configure, placement
 
 THREE = placement("{generate: {slots: 2}, score: {}, train: {}}", generate="generate", score="score", others="train")
@@ -19,6 +27,59 @@ def test_metrics_that_say_nothing(tmp_path: Path) -> None:
     synchronous = off_metrics(configure(tmp_path, "c", "staleness=0"))
     assert {"staleness/max", "mismatch/mean_abs_all"} <= synchronous
     assert "mismatch/mean_abs" not in synchronous
+
+
+class _KeepingTracker(NullTracker):
+    """What it is given."""
+
+    def __init__(self, **given: Any) -> None:
+        self.given: list[Any] = [given]
+        self.artifacts: list[Path] = []
+
+    def dataset(self, dataset: Dataset) -> None:
+        self.given.append(dataset)
+
+    def artifact(self, local_path: Path, artifact_dir: str) -> None:
+        self.artifacts.append(local_path)
+
+
+def test_no_password_is_tracked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    secret = "https://me:secret@host"
+    config = configure(tmp_path, "a", f"tracking.uri={secret}/mlflow", f"prompts.url={secret}/prompts.jsonl")
+    monkeypatch.setattr(sys, "argv", ["stageline", "run", "c.yaml", f"prompts.url={secret}/prompts.jsonl"])
+    monkeypatch.setattr(results, "MlflowTracker", _KeepingTracker)
+    paths = RunPaths(config.run_dir)
+    paths.root.mkdir(parents=True)
+    paths.config.write_text(to_yaml(config), "utf8")
+    tracker = results.open_tracker(config)
+    assert isinstance(tracker, _KeepingTracker)
+    results.track_prompts(config, tracker, "digest", 3, 2)
+    opened, *datasets = tracker.given
+    assert opened.pop("uri") == config.tracking.uri  # where it goes, and is not shown
+    assert "secret" not in f"{opened}"
+    assert {data.source for data in datasets} == {"https://***@host/prompts.jsonl"}
+    assert [path.name for path in tracker.artifacts] == ["config.yaml"]
+    assert "secret" not in tracker.artifacts[0].read_text("utf8")
+    assert opened["tags"]["mlflow.source.name"] == "stageline run c.yaml"
+    assert "| weights |" not in opened["tags"]["mlflow.note.content"], "nothing is exported yet"
+    assert opened["if_abandoned"]["stageline.ended"].startswith("killed")
+    assert "stageline.ended" not in opened["tags"]
+
+
+def test_a_resumed_run_has_not_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = configure(tmp_path, "a", "tracking.uri=http://host")
+    monkeypatch.setattr(results, "MlflowTracker", _KeepingTracker)
+    paths = RunPaths(config.run_dir)
+    paths.root.mkdir(parents=True)
+    paths.config.write_text(to_yaml(config), "utf8")
+    with Journal(paths.events) as journal:
+        journal.now(EventKind.RUN_STARTED)
+    tracker = results.open_tracker(config)
+    assert isinstance(tracker, _KeepingTracker)
+    (opened,) = tracker.given
+    assert (opened["tags"]["stageline.ended"], opened["tags"]["stageline.resumes"]) == ("not yet", "1")
+    assert "**Result:** running, resumed for the 1. time" in opened["tags"]["mlflow.note.content"]
+    assert "**Result:** killed" in opened["if_abandoned"]["mlflow.note.content"]
 
 
 def test_parameters_that_the_run_reads(tmp_path: Path) -> None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from pipeline.graph.dispatch import Dispatch
 from pipeline.graph.gangs import Gang
 from pipeline.graph.graph import GraphSpec, step_nodes
+from pipeline.graph.status import NodeState
 from stages.models.protocol import Role
 from storage.address import Address
 
@@ -59,6 +62,28 @@ def test_a_chain_is_followed_to_its_ends() -> None:
     assert wait.node == Address("update_policy", 0)
     assert (wait.running, wait.ready) == ((Address("score", 0, 1),), ())
     assert str(wait) == ("update_policy/step_000000/shard_0000 waits for score/step_000000/shard_0001 (running)")
+
+
+def test_what_a_worker_does_before_is_what_is_waited_for() -> None:
+    """The next step's score began while this step's advantages still lacked the critic's values: they come after it, on
+    the same worker, and that score is what keeps the trainer."""
+    spec = replace(SPEC, shards=1, staleness=1)
+    dispatch = Dispatch(GANGS)
+    for gang in GANGS:
+        dispatch.worker_up(gang.name, 0)
+    for step in (0, 1):
+        dispatch.admit(step_nodes(spec, step))
+    finish(dispatch, Address("publish", 0))
+    for stage in ("generate", "score"):
+        finish(dispatch, Address(stage, 0))
+    finish(dispatch, Address("generate", 1))
+    for step in (0, 1):
+        finish(dispatch, Address("reference", step))
+    finish(dispatch, Address("value", 0))
+    states = {status.node.address: status.state for status in dispatch.statuses()}
+    assert states[Address("advantage", 0)] is NodeState.QUEUED
+    wait = dispatch.waits()["train"]
+    assert (wait.node, wait.running, wait.ready) == (Address("update_policy", 0), (Address("score", 1),), ())
 
 
 def test_a_node_without_a_worker_is_where_a_chain_ends() -> None:

@@ -66,6 +66,14 @@ def test_gangs_without_nodes_share_the_batch_node_which_comes_first() -> None:
     assert [[step.gang for step in one.steps] for one in shape.groups] == [["score", "train"], ["generate"]]
 
 
+def test_the_nodes_that_the_policy_is_on_come_first_also_where_they_are_another_gangs() -> None:
+    gangs = "slurm.gangs={generate: {nodes: 1}, score: {nodes: 1}, train: {beside: score}}"
+    assert [[step.gang for step in one.steps] for one in job_shape(load(gangs)).groups] == [
+        ["score", "train"],
+        ["generate"],
+    ]
+
+
 def test_replicas_with_ranks_have_a_gpu_and_threads_for_each() -> None:
     changes = ("engine.tensor_parallel=2", "placement.gangs.generate={workers: 4, threads: 3}")
     shape = job_shape(load(*changes, "slurm.gangs={generate: {nodes: 2}}"))

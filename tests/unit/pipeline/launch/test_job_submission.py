@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -10,8 +11,14 @@ import pytest
 from pipeline.config.errors import ConfigError
 from pipeline.config.loading import load_config
 from pipeline.config.paths import RunPaths
-from pipeline.launch.submission import run_script, submit_run
+from pipeline.config.run import RunConfig
+from pipeline.launch.submission import array_script, run_script, submit_array, submit_run
+from tests.support.fake_slurm import FakeSlurm
 from tests.support.paths import TINY
+
+
+def of(folder: Path, *changes: str) -> RunConfig:
+    return load_config([TINY], [f"runs_dir={folder}", *changes])
 
 
 def test_of_two_that_submit_a_run_at_once_one_is_refused(tmp_path: Path) -> None:
@@ -32,3 +39,66 @@ def test_marks_of_a_directory_mean_nothing_to_sbatch(tmp_path: Path) -> None:
     script = run_script(load_config([TINY], [f"runs_dir={folder}"]))
     assert f'#SBATCH --output="{tmp_path}/100%%j of it/tiny/job/slurm-%j.out"' in script
     assert f"run='{folder}/tiny'" in script
+
+
+@pytest.mark.parametrize("mark", ["\\", "\n"])
+def test_a_directory_that_sbatch_cannot_be_told_is_refused(tmp_path: Path, mark: str) -> None:
+    config = of(tmp_path)
+    config.runs_dir = f"{tmp_path}/a{mark}b"
+    with pytest.raises(ConfigError, match=r"^runs_dir: given .*Slurm writes no output below"):
+        run_script(config)
+
+
+def test_each_array_names_its_runs_itself(tmp_path: Path, fake_slurm: FakeSlurm) -> None:
+    """A task of the first may start after the second was submitted."""
+    folder = tmp_path / "tiny-sweep/job"
+    for names in (("a", "b"), ("c", "it's")):
+        configs = [load_config([TINY], [f"runs_dir={tmp_path}"]) for _ in names]
+        for config, name in zip(configs, names, strict=True):
+            config.name = name
+        text = array_script(configs, folder)
+        assert text is not None
+        submit_array(configs, folder, text)
+    first, second = fake_slurm.scripts()
+    ran = "#SBATCH --job-name=tiny-sweep\n"
+    assert ran in first
+    for script, expected in ((first, ["a", "b"]), (second, ["c", "it's"])):
+        start = script.index("run=$(")
+        lines = script[start : script.index("stageline=(", start)]
+        for task, name in enumerate(expected):
+            done = subprocess.run(
+                ["bash", "-c", f'{lines}echo "$run"'],
+                env={"SLURM_ARRAY_TASK_ID": str(task)},
+                capture_output=True,
+                text=True,
+                check=True,
+            )
+            assert done.stdout == f"{tmp_path}/{name}\n"
+
+
+def test_what_is_refused_leaves_what_was_there(tmp_path: Path, fake_slurm: FakeSlurm) -> None:
+    """Else a run that goes on would go on with it."""
+    job = RunPaths(of(tmp_path).run_dir).job
+    fake_slurm.refuse("sbatch: error: no")
+    with pytest.raises(ConfigError, match=r"^slurm: Slurm refuses the job: no; asked for: a node with"):
+        submit_run(of(tmp_path))
+    assert [path.name for path in job.iterdir()] == ["submitting"]
+    (fake_slurm.folder / "refuse").unlink()
+    submit_run(of(tmp_path))
+    kept = {name: (job / name).read_text() for name in ("config.yaml", "run.sbatch", "job.json")}
+    fake_slurm.refuse("sbatch: error: no")
+    with pytest.raises(ConfigError, match="Slurm refuses the job"):
+        submit_run(of(tmp_path, "slurm.partition=nowhere"))
+    assert {name: (job / name).read_text() for name in kept} == kept
+
+
+def test_a_second_job_is_refused_while_nobody_knows_of_the_first(tmp_path: Path, fake_slurm: FakeSlurm) -> None:
+    config = of(tmp_path)
+    job = submit_run(config)
+    fake_slurm.job_is(job.job_id, "SPECIAL_EXIT")
+    with pytest.raises(ConfigError, match=r"^name: given 'tiny'; of .*/tiny job 1 is special_exit already: `stageline"):
+        submit_run(config)
+    fake_slurm.answer_nothing()
+    with pytest.raises(ConfigError, match=r"^slurm: Slurm does not answer"):
+        submit_run(config)
+    assert len(fake_slurm.scripts()) == 1

@@ -12,15 +12,24 @@ from xml.etree import ElementTree
 import pytest
 
 from pipeline.graph.gangs import Gang
-from pipeline.graph.graph import GraphSpec, run_nodes
-from pipeline.graph.status import NodeState
+from pipeline.graph.graph import GraphSpec, run_nodes, step_nodes
+from pipeline.graph.status import NodeState, NodeStatus
 from pipeline.observe.graph_page import HEADERS, fragment, page
-from pipeline.observe.graph_svg import curve, grid
-from pipeline.observe.graph_view import PAST_STEPS, Facts, GraphView, Point, short
+from pipeline.observe.graph_svg import curve, grid, stage_labels
+from pipeline.observe.graph_view import (
+    PAST_STEPS,
+    Doing,
+    Facts,
+    GraphView,
+    Point,
+    node_views,
+    short,
+    shown_steps,
+)
 from pipeline.observe.journal import Event, EventKind
 from pipeline.observe.log_files import log_end, log_names
 from pipeline.observe.node_events import NodeEvents, Note
-from pipeline.observe.recorded_view import MOST_POINTS, Curves, recorded_view
+from pipeline.observe.recorded_view import MOST_POINTS, Curves, recorded_view, role_gangs
 from stages.models.protocol import Role
 from storage.address import Address
 from storage.commits import Commit, new_attempt, provenance_here
@@ -79,7 +88,7 @@ def test_a_run_that_died_in_its_third_step(tmp_path: Path) -> None:
     assert (Address("publish", 2), Address("generate", 3, 1)) in view.staleness_edges
     assert (Address("publish", 3), Address("generate", 4, 0)) in view.staleness_edges
     gangs = {gang.name: gang for gang in view.gangs}
-    assert gangs["score"].doing == (Address("score", 2, 1),)
+    assert gangs["score"].doing == (Doing(Address("score", 2, 1), 5.0),)
     assert gangs["engine"].wait == "generate 3.0 waits for a worker"
     assert [p.reward for p in view.points] == [0.0, 1.0]
     assert view.held_out == ((0, 0.25),), "that of version 2 is not complete"
@@ -117,6 +126,62 @@ def test_only_the_last_steps_of_a_long_run_are_shown(tmp_path: Path) -> None:
     assert {n.turn for n in view.nodes} == set(range(20 - PAST_STEPS, 20 + 3))
 
 
+def test_what_a_dead_run_was_doing_and_what_was_queued(tmp_path: Path) -> None:
+    """Both shards were handed to the scorer ahead of their generation; it had begun the first when the driver died."""
+    done = [*of_step(2), Address("generate", 2, 0), Address("generate", 2, 1)]
+    scorer = {"gang": "score", "worker": "score-0"}
+    events = [Event(1.0 + shard, EventKind.SUBMITTED, "score", 2, shard, **scorer) for shard in (0, 1)]
+    events.append(Event(3.0, EventKind.SUBMITTED, "advantage", 2, 0, **scorer))
+    engine = {"gang": "engine", "worker": "engine-0"}
+    events += [Event(5.0 + s, EventKind.FINISHED, "generate", 2, s, seconds=1.0, **engine) for s in (0, 1)]
+    view = recorded(tmp_path, done, *events)
+    assert state(view, "score", 2, 0) is NodeState.RUNNING
+    assert state(view, "score", 2, 1) is NodeState.QUEUED
+    assert state(view, "advantage", 2) is NodeState.WAITING
+    [score] = [gang for gang in view.gangs if gang.name == "score"]
+    assert (score.doing, score.queued) == ((Doing(Address("score", 2, 0), 5.0),), 1)
+    assert "score 2.0 (1 s), 1 queued" in fragment(view)
+    [train] = [gang for gang in view.gangs if gang.name == "train"]
+    assert train.wait == "reference 2.0 waits for a worker"
+    more = [*done, *(Address(stage, 2, s) for stage in ("reference", "logprob", "value") for s in (0, 1))]
+    view = recorded(tmp_path / "later", more, *events)
+    [train] = [gang for gang in view.gangs if gang.name == "train"]
+    assert train.wait == "update_policy 2.0 waits for score 2.0 (running)"
+    assert "running when the driver ended" in fragment(view)
+
+
+def test_a_driver_elsewhere_is_not_a_dead_one(tmp_path: Path) -> None:
+    view = recorded(tmp_path, of_step(2))
+    assert "not finished; latest event" in fragment(view)
+    driven = fragment(replace(view, driven=True))
+    assert "running in another process; latest event" in driven
+    assert "not finished" not in driven
+    assert "driver ended" not in driven
+
+
+def test_every_column_is_a_step_of_the_run_and_has_its_evaluations(tmp_path: Path) -> None:
+    """Those of the last versions serve no step that there is: they stand with the last."""
+    spec = replace(SPEC, steps=12, eval_every=1)
+    view = recorded(tmp_path, [n.address for n in run_nodes(spec)], spec=spec)
+    columns = {turn: [n.address for n in view.nodes if n.turn == turn] for turn in {n.turn for n in view.nodes}}
+    assert set(columns) == set(range(12 - PAST_STEPS, 12))
+    assert [sum(a.stage == "evaluate" for a in columns[turn]) for turn in sorted(columns)] == [1] * 5 + [3]
+    assert Address("evaluate", 12) in columns[11]
+    early = recorded(tmp_path / "early", [], spec=spec)
+    assert {n.turn for n in early.nodes} == {-1, 0, 1, 2}, "the start's weights, and the steps of the window"
+
+
+def test_a_step_that_ended_before_an_older_one_is_shown() -> None:
+    """Evaluations hold steps 5 and 7 open; 6 is over."""
+    spec = replace(SPEC, steps=12)
+    statuses = [NodeStatus(node, NodeState.WAITING) for step in (5, 7, 8) for node in step_nodes(spec, step)]
+    nodes = node_views(shown_steps(spec, statuses, 9), role_gangs(GANGS), NodeEvents(), 9)
+    assert {node.turn for node in nodes} == set(range(-1, 9))
+    there = {node.address: node for node in nodes}
+    assert there[Address("generate", 6)].state is NodeState.DONE
+    assert there[Address("publish", 7)].state is NodeState.DONE
+
+
 def test_a_long_curve_is_thinned_and_read_once(tmp_path: Path) -> None:
     ledger = Ledger(str(tmp_path / "ledger"))
     spec = GraphSpec(steps=2 * MOST_POINTS + 9, shards=1, staleness=0)
@@ -136,14 +201,45 @@ def test_events_of_a_node_and_of_its_loss() -> None:
     seen, node = NodeEvents(), Address("generate", 0, 1)
     place = {"stage": "generate", "step": 0, "shard": 1}
     seen.take(Event(1.0, EventKind.SUBMITTED, worker="engine-1", **place))
-    assert (seen.begun[node].worker, seen.begun[node].since) == ("engine-1", 1.0)
+    assert (seen.out[node].worker, seen.begun(node, (), 2)) == ("engine-1", 1.0)
     seen.take(Event(2.0, EventKind.GANG_LOST, gang="engine", worker="engine-1", detail="its process ended"))
-    assert seen.begun == {}
+    assert seen.out == {}
+    seen.take(Event(2.5, EventKind.GANG_BUILT, gang="engine", worker="engine-1"))
     seen.take(Event(3.0, EventKind.SUBMITTED, worker="engine-0", **place))
     seen.take(Event(4.0, EventKind.FINISHED, worker="engine-0", rank=0, seconds=0.5, **place))
     seen.take(Event(4.0, EventKind.FINISHED, worker="engine-1", rank=1, seconds=0.9, **place))
-    assert (seen.begun, seen.seconds[node], seen.workers[node]) == ({}, 0.5, "engine-0")
-    assert [(note.kind, note.text) for note in seen.notes] == [("lost", "engine-1: its process ended")]
+    assert (seen.out, seen.ended[node].seconds, seen.ended[node].worker) == ({}, 0.5, "engine-0")
+    assert [(note.kind, note.text) for note in seen.notes] == [
+        ("lost", "engine-1: its process ended"),
+        ("recovered", "engine-1: built again in 0.5 s"),
+    ]
+
+
+def test_a_gang_is_lost_and_recovers_as_one() -> None:
+    """Rank 1 is lost, and the last to be built is rank 0; a pool's replica comes up for the first time meanwhile."""
+    seen = NodeEvents(together={"train"})
+    seen.take(Event(1.0, EventKind.SUBMITTED, "logprob", 0, 0, gang="train", worker="train-0"))
+    seen.take(Event(2.0, EventKind.GANG_LOST, gang="train", worker="train-1", detail="killed"))
+    assert seen.out == {}
+    seen.take(Event(2.0, EventKind.GANG_LOST, gang="engine", worker="engine-1", detail="killed"))
+    seen.take(Event(3.0, EventKind.GANG_BUILT, gang="engine", worker="engine-0"))
+    seen.take(Event(6.0, EventKind.GANG_BUILT, gang="train", worker="train-0"))
+    seen.take(Event(7.0, EventKind.GANG_BUILT, gang="train", worker="train-0"))
+    recovered = [note.text for note in seen.notes if note.kind == "recovered"]
+    assert recovered == ["train-1: built again in 4.0 s"]
+
+
+def test_a_node_begins_when_it_can() -> None:
+    """Handed out ahead of its parent, and queued behind another on a worker with one thread."""
+    seen, node, parents = NodeEvents(), Address("score", 0, 1), (Address("generate", 0, 1),)
+    scorer = {"gang": "score", "worker": "score-0"}
+    assert seen.begun(node, parents, 1) is None
+    for shard in (0, 1):
+        seen.take(Event(1.0, EventKind.SUBMITTED, "score", 0, shard, **scorer))
+    seen.take(Event(4.0, EventKind.FINISHED, "generate", 0, 1, gang="engine", worker="engine-0", seconds=3.0))
+    seen.take(Event(6.0, EventKind.FINISHED, "score", 0, 0, seconds=2.0, **scorer))
+    assert seen.begun(node, parents, threads=1) == 6.0
+    assert seen.begun(node, parents, threads=2) == 4.0, "the other may have run beside it"
 
 
 def test_what_is_remembered_is_bounded() -> None:
@@ -152,7 +248,7 @@ def test_what_is_remembered_is_bounded() -> None:
         seen.take(Event(1.0, EventKind.SUBMITTED, "score", step, 0, worker="s"))
         seen.take(Event(2.0, EventKind.FINISHED, "score", step, 0, worker="s", seconds=1.0))
         seen.take(Event(2.0, EventKind.WARNED, detail=str(step)))
-    assert (len(seen.seconds), len(seen.workers), len(seen.notes), seen.begun) == (4096, 4096, 12, {})
+    assert (len(seen.ended), len(seen.notes), seen.out) == (4096, 12, {})
 
 
 # ---- the page ------------------------------------------------------------------------------------------------------
@@ -182,10 +278,29 @@ def test_many_shards_are_one_bar(tmp_path: Path) -> None:
 
 
 def test_numbers_that_are_none_are_not_drawn() -> None:
-    assert curve("x", []) == ""
+    assert curve("x", [], dots_name="y") == ""
     assert curve("x", [(0.0, math.nan)]) == ""
     svg = drawn(curve("x", [(0.0, 1.0), (1.0, math.inf), (2.0, 3.0)]))
     assert len(next(svg.iter("polyline")).get("points", "").split()) == 2
+
+
+def test_a_curve_says_which_number_is_which() -> None:
+    def title(svg: str) -> str:
+        return next(e.text or "" for e in drawn(svg).iter("text") if e.get("class") == "title")
+
+    rewards, held_out = [(0.0, 0.5), (1.0, 0.8)], [(0.0, 0.4), (2.0, 0.775)]
+    assert title(curve("reward", rewards, held_out, dots_name="held-out")) == "reward 0.8 · held-out 0.775 (dots)"
+    assert title(curve("reward", [], held_out, dots_name="held-out")) == "held-out 0.775 (dots)"
+    assert title(curve("KL", rewards, unit=" nats a response")) == "KL 0.8 nats a response"
+
+
+def test_the_stages_names_stand_beside_what_is_scrolled(tmp_path: Path) -> None:
+    view = recorded(tmp_path, of_step(1))
+    names = [e.text for e in drawn(stage_labels(view)).iter("text")]
+    assert names[:3] == ["publish", "generate", "score"]
+    assert not [e for e in drawn(grid(view)).iter("text") if e.get("class") == "stage"]
+    text = fragment(view)
+    assert text.index('class="stages"') < text.index("<div class=scroll>") < text.index('class="grid"')
 
 
 def test_whatever_came_from_the_run_is_escaped(tmp_path: Path) -> None:
@@ -207,7 +322,7 @@ def test_whatever_came_from_the_run_is_escaped(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("live", [True, False])
 def test_the_page_says_what_each_gang_waits_for(tmp_path: Path, live: bool) -> None:
-    view = replace(recorded(tmp_path, [Address("publish", 0)]), live=live, points=(Point(0, 0.5, 0.1),))
+    view = replace(recorded(tmp_path, [Address("publish", 0)]), live=live, driven=live, points=(Point(0, 0.5, 0.1),))
     text = fragment(view)
     assert ("idle: " in text) is live
     assert "generate 0.0 waits for a worker" in text

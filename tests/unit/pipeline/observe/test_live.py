@@ -5,8 +5,10 @@ import json
 
 from rich.console import Console
 
+from pipeline.observe.graph_view import Doing, GangView
 from pipeline.observe.journal import Event, EventKind
 from pipeline.observe.live import Progress, clock, time_left
+from storage.address import Address
 
 
 class _Clock:
@@ -17,6 +19,10 @@ class _Clock:
 
     def __call__(self) -> float:
         return self.t
+
+
+def gang(name: str, *doing: Doing, queued: int = 0, wait: str | None = None) -> GangView:
+    return GangView(name, (), 1, True, doing, queued, wait)
 
 
 def test_one_plain_line_per_step_in_a_log() -> None:
@@ -44,10 +50,9 @@ def test_the_panel_shows_control_characters_and_obeys_none() -> None:
     progress = Progress(f"n{hostile}", 10, {f"l{hostile}": f"/runs/{hostile}"}, console, workers=workers)
     console.print(progress.render())
     progress.event(Event(1.0, EventKind.GANG_BUILT, gang=f"g{hostile}", worker=f"w{hostile}"))
-    progress.waits({f"g{hostile}": f"waits for {hostile}"})
+    progress.gangs([gang(f"g{hostile}", wait=f"waits for {hostile}")])
     console.print(progress.render())
-    node = {"stage": f"s{hostile}", "step": 0, "gang": f"g{hostile}", "worker": f"w{hostile}"}
-    progress.event(Event(1.0, EventKind.STARTED, shard=0, **node))
+    progress.gangs([gang(f"g{hostile}", Doing(Address(f"s{hostile}", 0), 1.0))])
     console.print(progress.render())
     shown = out.getvalue()
     seen = "[red]␛[2J\\x9b31m\\u202e␇"
@@ -62,17 +67,14 @@ def test_the_panel_shows_control_characters_and_obeys_none() -> None:
     assert not any(character in shown for character in "\x1b\x9b\u202e\x07")
 
 
-def test_the_panel_says_what_every_worker_does() -> None:
+def test_the_panel_says_what_every_gang_does() -> None:
     out, now = io.StringIO(), _Clock()
     console = Console(file=out, force_terminal=True, width=100, color_system=None)
     progress = Progress("demo", 10, {"MLflow": "mlflow ui"}, console, first_step=3, now=now)
-    node = {"stage": "generate", "step": 4, "gang": "generate", "worker": "g0"}
-    for shard in (0, 1):
-        progress.event(Event(1.0, EventKind.STARTED, shard=shard, **node))
-    progress.event(Event(2.0, EventKind.FINISHED, shard=0, **node))
-    progress.event(Event(1.0, EventKind.STARTED, "update_policy", 3, 0, 0, "train", "t0"))
-    progress.event(Event(3.0, EventKind.FAILED, "update_policy", 3, 0, 0, "train", "t0"))
     now.t = 5.0
+    shards = [Doing(Address("generate", 4, shard), 1.0 + shard) for shard in range(5)]
+    score = gang("score", Doing(Address("score", 3, 1), 3.0), queued=2)
+    progress.gangs([gang("generate", *shards), score, gang("train")])
     progress.evaluation(0, 0.25)
     progress.evaluation(3, 0.5)
     console.print(progress.render())
@@ -80,7 +82,8 @@ def test_the_panel_says_what_every_worker_does() -> None:
     assert "step 3/10" in text
     assert "held-out 0.5 at v3 (v0: 0.25)" in text
     lines = [line.split() for line in text.splitlines()]
-    assert ["generate", "generate", "4.1", "(4", "s)"] in lines
+    assert "generate 4.0 (4 s), generate 4.1 (3 s), generate 4.2 (2 s), and 2 more" in text
+    assert "score 3.1 (2 s), 2 queued" in text
     assert ["train", "idle"] in lines
     assert ["MLflow:", "mlflow", "ui"] in lines
 
@@ -107,7 +110,7 @@ def test_the_panel_says_what_loads_what_waits_and_what_is_wrong() -> None:
     assert "idle" in text
     progress.event(Event(7.0, EventKind.GANG_BUILT, gang="generate", worker="generate-0"))
     progress.event(Event(7.0, EventKind.SUBMITTED, "generate", 0, 0, gang="generate", worker="generate-0"))
-    progress.waits({"train": "update_policy 0.0 waits for generate 0.0 (running)"})
+    progress.gangs([gang("train", wait="update_policy 0.0 waits for generate 0.0 (running)")])
     assert "idle: update_policy 0.0 waits for generate 0.0 (running)" in shown()
     for step, reward in enumerate((0.0, 0.5, 1.0)):
         progress.step(step, {"reward/mean": reward, "policy/approx_kl": 3.36, "samples_per_s": 2.5})
@@ -156,25 +159,6 @@ def test_the_start_of_the_workers_does_not_count_as_a_step() -> None:
     now.t = 32.0
     progress.step(0, {})
     assert out.getvalue().split("  ")[-2:] == ["2.0 s", "left 0:06\n"]
-
-
-def test_what_a_worker_was_handed_is_what_it_does() -> None:
-    """The report that a node has begun comes with its result: the panel goes by the submission."""
-    progress = Progress("demo", 10, {}, Console(file=io.StringIO()), now=_Clock())
-    node = {"stage": "generate", "step": 2, "gang": "generate"}
-
-    def doing() -> set[tuple[str, int]]:
-        return {(worker, shard) for worker, _, _, shard in progress._open}
-
-    progress.event(Event(0.0, EventKind.SUBMITTED, shard=0, worker="g0", **node))
-    progress.event(Event(0.0, EventKind.SUBMITTED, shard=1, worker="g1", **node))
-    progress.event(Event(0.0, EventKind.SUBMITTED, "score", 2, 0, gang="score"))  # runs ahead: no worker, not shown
-    assert doing() == {("g0", 0), ("g1", 1)}
-    progress.event(Event(1.0, EventKind.GANG_LOST, gang="generate", worker="g1"))
-    assert doing() == {("g0", 0)}
-    progress.event(Event(2.0, EventKind.STARTED, shard=0, worker="g0", **node))
-    progress.event(Event(3.0, EventKind.FINISHED, shard=0, worker="g0", **node))
-    assert doing() == set()
 
 
 def test_the_live_display_starts_and_stops() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import platform
 
-from pipeline.observe.slurm_job import SlurmJob, slurm_job, tunnel
+from pipeline.observe.slurm_job import SlurmJob, dashboard_tags, slurm_job, tunnel
 
 
 def test_outside_of_slurm_there_is_none() -> None:
@@ -39,3 +39,10 @@ def test_a_task_of_an_array_is_called_as_slurm_calls_it() -> None:
 def test_the_tunnel_goes_through_the_login_host() -> None:
     command = tunnel("http://127.0.0.1:8787/status", "login")
     assert command == f"ssh -N -J login -L 8787:127.0.0.1:8787 {platform.node()}"
+
+
+def test_the_tags_of_a_job_say_how_its_dashboard_is_reached() -> None:
+    address = "http://127.0.0.1:8787/status"
+    assert dashboard_tags(address, {}) == {"dashboard": address}
+    in_job = dashboard_tags(address, {"SLURM_JOB_ID": "7", "SLURM_SUBMIT_HOST": "login"})
+    assert in_job == {"dashboard": address, "dashboard_tunnel": tunnel(address, "login")}

@@ -71,6 +71,9 @@ def test_a_down_server_costs_one_warning_and_nothing_is_lost_or_sent_twice(
         tracker.close("FAILED")
     unreachable = [r.getMessage() for r in caplog.records if "cannot be reached" in r.getMessage()]
     assert len(unreachable) == 1
+    assert "stays in the spool" in unreachable[0]
+    announced = [r.getMessage() for r in caplog.records if "takes the rest" in r.getMessage()]
+    assert all("a few where it cannot be reached" in text for text in announced)
     last = caplog.records[-1].getMessage()
     assert "8 items not delivered" in last
     assert f"`stageline sync {run_dir}`" in last
@@ -143,13 +146,15 @@ def test_a_down_server_costs_one_warning_and_nothing_is_lost_or_sent_twice(
 
 def test_a_killed_drivers_run_is_marked_killed_and_a_torn_line_is_cut(tmp_path: Path, uri: str) -> None:
     spool = tmp_path / "mlflow_spool.jsonl"
-    opened = {"t": T0, "kind": "open", "key": "k", "experiment": "other", "run_name": "r", "params": {}, "tags": {}}
+    opened = {"t": T0, "kind": "open", "key": "k", "experiment": "other", "run_name": "r", "params": {}}
+    opened |= {"tags": {"note": "running", "host": "here"}, "if_abandoned": {"note": "killed"}}
     metrics = {"t": T0, "kind": "metrics", "step": 0, "values": {"reward": 1.0}}
     spool.write_text(json.dumps(opened) + "\n" + json.dumps(metrics) + "\n" + '{"t": 1, "kind": "met')
     run_id = deliver(spool, uri).run_id
     assert run_id is not None
     run = MlflowClient(uri).get_run(run_id)
     assert (run.info.status, run.data.metrics) == ("KILLED", {"reward": 1.0})
+    assert (run.data.tags["note"], run.data.tags["host"]) == ("killed", "here")
     with _tracker(uri, tmp_path) as resumed:
         resumed.metrics(0, {"reward": 9.0})  # known: the first value stays
         resumed.metrics(1, {"reward": 2.0})

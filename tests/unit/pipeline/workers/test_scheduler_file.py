@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
-import json
+import dataclasses
+import errno
+import os
+import socket
+import ssl
 import stat
+import threading
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
+from distributed.security import Security
 
 from pipeline.workers.scheduler_file import (
     SchedulerFile,
+    driver_answers,
     file_of_attempt,
     newest_attempt,
     read_scheduler_file,
+    remove_scheduler_file,
     write_scheduler_file,
 )
 from storage.errors import StoreError
@@ -23,12 +32,30 @@ CONTENT = SchedulerFile(3, "tls://n1:1", "n1", 7, "/runs/a", "/runs", "nonce", "
 
 def test_what_is_written_is_read_and_for_this_user_alone(tmp_path: Path) -> None:
     path = tmp_path / "scheduler.json"
-    path.write_text("older")
-    path.chmod(0o644)
     write_scheduler_file(path, CONTENT)
     assert read_scheduler_file(path) == CONTENT
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     assert [one.name for one in tmp_path.iterdir()] == ["scheduler.json"]
+
+
+def test_where_it_cannot_be_written_no_key_is_left(tmp_path: Path) -> None:
+    there = tmp_path / "scheduler.json"
+    there.mkdir()
+    with pytest.raises(FileExistsError):
+        write_scheduler_file(there, CONTENT)
+    assert [one.name for one in tmp_path.iterdir()] == ["scheduler.json"]
+
+
+def test_one_of_another_driver_is_neither_written_over_nor_removed(tmp_path: Path) -> None:
+    path = tmp_path / "scheduler.json"
+    write_scheduler_file(path, CONTENT)
+    with pytest.raises(FileExistsError):
+        write_scheduler_file(path, dataclasses.replace(CONTENT, nonce="other"))
+    remove_scheduler_file(path, "other")
+    assert read_scheduler_file(path) == CONTENT
+    remove_scheduler_file(path, CONTENT.nonce)
+    remove_scheduler_file(path, CONTENT.nonce)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_the_newest_attempt_counts(tmp_path: Path) -> None:
@@ -41,10 +68,12 @@ def test_the_newest_attempt_counts(tmp_path: Path) -> None:
     assert newest_attempt(tmp_path) == 10
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", "{}", json.dumps({"format": 1, "attempt": 1}), '{"format": 99}'])
-def test_what_is_none_is_refused(tmp_path: Path, text: str) -> None:
+@pytest.mark.parametrize(
+    "content", [b"", b"{", b"[]", b"{}", b'{"format": 1, "attempt": 1}', b'{"format": 99}', b"\x7fELF\xff\xfe"]
+)
+def test_what_is_none_is_refused(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "scheduler.json"
-    path.write_text(text)
+    path.write_bytes(content)
     with pytest.raises(StoreError, match=r"scheduler\.json is no scheduler file"):
         read_scheduler_file(path)
 
@@ -56,3 +85,66 @@ def test_another_users_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr("os.geteuid", lambda: owner + 1)
     with pytest.raises(StoreError, match=f"belongs to user {owner}, and this process to {owner + 1}"):
         read_scheduler_file(path)
+
+
+def test_what_cannot_be_read_is_refused_by_name(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for path, why in ((tmp_path, "Is a directory"), (tmp_path / "file" / "x", "Not a directory")):
+        with pytest.raises(StoreError, match=f"{path} cannot be read: {why}"):
+            read_scheduler_file(path)
+
+
+def test_another_users_that_may_not_be_opened_is_told_from_ones_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of mode 0600, in a folder that may be entered, or of mode 0700, which may not."""
+
+    def denied(*_: object, **__: object) -> Any:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    path = tmp_path / "scheduler.json"
+    write_scheduler_file(path, CONTENT)
+    monkeypatch.setattr("pathlib.Path.open", denied)
+    with pytest.raises(StoreError, match=r"scheduler\.json cannot be read: Permission denied"):
+        read_scheduler_file(path)
+    monkeypatch.setattr("os.geteuid", lambda: os.getuid() + 1)
+    with pytest.raises(StoreError, match=f"{path} belongs to user {os.getuid()}, and this process to"):
+        read_scheduler_file(path)
+    stat_of = Path.stat
+    monkeypatch.setattr("pathlib.Path.stat", lambda self, **given: denied() if self == path else stat_of(self, **given))
+    with pytest.raises(StoreError, match=f"{tmp_path} belongs to user {os.getuid()}, and this process to"):
+        read_scheduler_file(path)
+
+
+def test_a_driver_is_there_if_it_has_the_certificates_key(tmp_path: Path) -> None:
+    """Or takes connections and is stopped; not if nobody listens, or another."""
+    ours, others = (Security.temporary().get_tls_config_for_role("scheduler") for _ in range(2))
+
+    def served(certificate: dict[str, str] | None) -> bool:
+        with socket.create_server(("127.0.0.1", 0)) as listening:
+            address = f"tls://127.0.0.1:{listening.getsockname()[1]}"
+            file = dataclasses.replace(CONTENT, address=address, certificate=ours["cert"])
+            if certificate is None:
+                return driver_answers(file)
+            context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+            for part in ("cert", "key"):
+                (tmp_path / part).write_text(certificate[part])
+            context.load_cert_chain(tmp_path / "cert", tmp_path / "key")
+
+            def answer() -> None:
+                with suppress(OSError), context.wrap_socket(listening.accept()[0], server_side=True) as connection:
+                    connection.recv(1)
+
+            answering = threading.Thread(target=answer)
+            answering.start()
+            found = driver_answers(file)
+            answering.join()
+            return found
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("pipeline.workers.scheduler_file._ANSWER_S", 0.1)
+        assert served(None)
+    assert served(ours)
+    assert not served(others)
+    assert not driver_answers(dataclasses.replace(CONTENT, certificate=ours["cert"], address="tls://127.0.0.1:1"))
+    assert not driver_answers(CONTENT)

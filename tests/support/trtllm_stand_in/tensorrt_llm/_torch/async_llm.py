@@ -18,7 +18,9 @@ from tensorrt_llm._torch.virtual_memory import ExecutorMemoryType
 from tensorrt_llm.sampling_params import SamplingParams
 
 if "bare" in CHANGES:
-    raise ImportError("this version has none")
+    raise ModuleNotFoundError(f"No module named {__name__!r}", name=__name__)
+if "rayless" in CHANGES:
+    raise ModuleNotFoundError("No module named 'ray'", name="ray")
 FAULT = next((int(word.partition("=")[2]) for word in CHANGES if word.startswith("fault=")), None)
 
 
@@ -66,6 +68,7 @@ class AsyncLLM:
         if not Path(os.environ["TRITON_CACHE_DIR"]).is_dir():
             raise ValueError("nowhere to compile")
         self._max_input, self._max_seq = kwargs.get("max_input_len", 1024), kwargs["max_seq_len"]
+        self._max_fed = None if kwargs.get("enable_chunked_prefill") else kwargs.get("max_num_tokens", 8192)
         extra: dict[str, Any] = {}
         settings = Settings(model, dtype, self._max_seq, kwargs["max_batch_size"], 0, 1, 1, 1, extra)
         self._llama = ServedLlama(settings)
@@ -103,6 +106,8 @@ class AsyncLLM:
             raise RuntimeError("not ready, in the middle of a refit, or asleep")
         if len(inputs) > self._max_input or len(inputs) + sampling_params.max_tokens > self._max_seq:
             raise ValueError("The sum of prompt length and max_tokens is too large")
+        if self._max_fed is not None and len(inputs) > self._max_fed:
+            raise ValueError(f"The prompt length ({len(inputs)}) should not exceed max_num_tokens ({self._max_fed})")
         self._requests += 1
         return asyncio.ensure_future(self._run(list(inputs), sampling_params))
 

@@ -113,6 +113,10 @@ def test_how_far_a_run_came() -> None:
     started, ended = Event(0.0, EventKind.RUN_STARTED), Event(1.0, EventKind.RUN_FINISHED)
     assert state_of([started, ended], 4, 4) == "finished: 4 steps"
     assert state_of([started, ended, started], 2, 4) == "not finished: 2 of 4 steps"
+    failed, again = (Event(2.0, kind, "score", 2, 1) for kind in (EventKind.FAILED, EventKind.SUBMITTED))
+    assert state_of([started, failed], 2, 4) == "failed: 2 of 4 steps"
+    assert state_of([started, failed, again], 2, 4) == "not finished: 2 of 4 steps", "it is tried again"
+    assert state_of([started, failed, started], 2, 4) == "not finished: 2 of 4 steps"
 
 
 def test_what_failed_and_was_not_made_again_is_said_first() -> None:
@@ -131,7 +135,9 @@ def test_a_run_that_died_at_step_0(tmp_path: Path) -> None:
     assert (shown.timeline, shown.held_out, shown.mismatches) == (None, None, [])
     assert (shown.samples.rows, shown.curves.steps) == ([], [])
     assert "no step was finished: there are no curves" in shown.remarks
-    assert any("no version was evaluated" in remark for remark in shown.remarks)
+    assert "no version was evaluated before this was written: there are no held-out scores" in shown.remarks
+    never = gather(write_run(tmp_path / "never", WrittenRun(eval_every=0)), SampleBudget()).contents
+    assert "no version was evaluated (evaluate.every=0): there are no held-out scores" in never.remarks
 
 
 def test_a_run_without_a_critic_says_so(tmp_path: Path) -> None:

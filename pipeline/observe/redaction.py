@@ -1,4 +1,4 @@
-"""What a report must not carry: a file that is mailed shows no password. Pure. Standard library only."""
+"""What a report or a tracker must not carry: others read them, and see no password. Pure. Standard library only."""
 
 from __future__ import annotations
 

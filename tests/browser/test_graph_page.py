@@ -1,0 +1,78 @@
+"""The page `/stageline` in Chromium: what is in view when it is opened, and while it is looked at."""
+
+from __future__ import annotations
+
+from playwright.sync_api import Page, Route
+
+from pipeline.graph.gangs import Gang
+from pipeline.graph.graph import GraphSpec, step_nodes
+from pipeline.graph.status import NodeState, NodeStatus
+from pipeline.observe import graph_page
+from pipeline.observe.graph_view import Facts, GraphView, gang_view, node_views, shown_steps
+from pipeline.observe.node_events import NodeEvents
+from pipeline.observe.recorded_view import role_gangs
+from stages.models.protocol import Role
+
+SPEC = GraphSpec(steps=40, shards=2, staleness=2, eval_every=2)
+GANGS = (
+    Gang("engine", frozenset({Role.GENERATE}), 1, 2),
+    Gang("score", frozenset({Role.SCORE, Role.ADVANTAGE}), 1),
+    Gang("train", frozenset({Role.POLICY, Role.REFERENCE, Role.CRITIC}), 1),
+)
+ROOT = "http://run.test"
+
+
+def view(admitted: int) -> GraphView:
+    """Of a run in step 20: one score runs, one is queued."""
+    states = {("score", 20, 0): NodeState.RUNNING, ("score", 20, 1): NodeState.QUEUED}
+    statuses = [
+        NodeStatus(node, states.get((node.stage, node.address.step, node.address.shard), NodeState.WAITING))
+        for step in range(20, admitted)
+        for node in step_nodes(SPEC, step)
+    ]
+    nodes = node_views(shown_steps(SPEC, statuses, admitted), role_gangs(GANGS), NodeEvents(), admitted)
+    gangs = tuple(gang_view(gang, True, nodes, None) for gang in GANGS)
+    facts = Facts("run", SPEC.steps, SPEC.staleness)
+    return GraphView(facts, True, True, False, 0.0, admitted - 4, nodes, gangs, (), (), (), ())
+
+
+def opened(page: Page) -> None:
+    """The page with the headers that it is served with; whoever looks again finds it a step further."""
+
+    def answer(route: Route) -> None:
+        again = route.request.url.endswith("/view")
+        body = graph_page.fragment(view(25)) if again else graph_page.page(view(24))
+        route.fulfill(body=body, headers={**graph_page.HEADERS, "Content-Type": "text/html; charset=utf-8"})
+
+    page.route(f"{ROOT}/**", answer)
+    page.goto(f"{ROOT}/{graph_page.PATH}")
+
+
+def assert_in_view(page: Page, head: str) -> None:
+    box = page.get_by_text(head, exact=True).bounding_box()
+    assert box is not None
+    assert 0 <= box["x"] < box["x"] + box["width"] <= 1280
+
+
+def test_stages_and_the_newest_steps_are_in_view_on_opening(page: Page) -> None:
+    opened(page)
+    box = page.locator(".scroll")
+    assert box.evaluate("box => box.scrollWidth > box.clientWidth"), "more columns than the window has room for"
+    left = box.bounding_box()
+    assert left is not None
+    for stage in ("publish", "generate", "evaluate_reference"):
+        label = page.get_by_text(stage, exact=True).first.bounding_box()
+        assert label is not None
+        assert 0 <= label["x"] < label["x"] + label["width"] <= left["x"]
+    assert_in_view(page, "step 23")
+    page.get_by_text("step 21 of 40").wait_for()
+    assert_in_view(page, "step 24")
+
+
+def test_a_look_later_it_has_gone_on_and_who_scrolled_stays_there(page: Page) -> None:
+    opened(page)
+    page.locator(".scroll").evaluate("box => { box.scrollLeft = 10 }")
+    page.get_by_text("step 21 of 40").wait_for()
+    assert page.locator(".scroll").evaluate("box => box.scrollLeft") == 10
+    assert page.get_by_text("score 20.0, 1 queued").is_visible()
+    assert page.locator("rect.queued").count() == 1

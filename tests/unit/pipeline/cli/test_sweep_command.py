@@ -1,0 +1,96 @@
+"""`stageline sweep` where Slurm's commands are stand-ins; `tests/slurm` has its own Slurm."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from pipeline.cli.main import main
+from pipeline.config.paths import RunPaths
+from pipeline.launch.records import read_record
+from tests.support.configs import arguments, write_config
+from tests.support.fake_slurm import FakeSlurm
+
+HETEROGENEOUS = (
+    "placement.gangs={engines: {}}",
+    "placement.roles={generate: engines, score: all, reference: all, policy: all, critic: all}",
+    "slurm.gangs={engines: {nodes: 1}}",
+    "slurm.job=heterogeneous",
+)
+"""Each run of a sweep is a job of its own."""
+
+
+@pytest.fixture
+def sources(tmp_path: Path) -> list[str]:
+    write_config(tmp_path)
+    return [*arguments(tmp_path), "slurm.gpus=false"]
+
+
+def job_of(folder: Path, run: str) -> str | None:
+    record = read_record(RunPaths(folder / "runs" / run).job)
+    return None if record is None else record.job_id
+
+
+def test_what_is_done_or_under_way_is_left_out(
+    sources: list[str],
+    tmp_path: Path,
+    fake_slurm: FakeSlurm,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert main(["sweep", *sources, "seed=0,1,2"]) == 0
+    assert "submitted job 1, an array of 3" in capsys.readouterr().out
+    fake_slurm.job_is("1_1", "PENDING")
+    monkeypatch.setattr("pipeline.cli.sweep.finished", lambda config: config.name == "small-seed0")
+    assert main(["sweep", *sources, "seed=0,1,2"]) == 0
+    out = capsys.readouterr().out
+    assert f"left out {tmp_path}/runs/small-seed0: done, 10 of 10 steps\n" in out
+    assert f"left out {tmp_path}/runs/small-seed1: job 1_1 is pending\n" in out
+    assert "submitted job 2, an array of 1" in out
+    assert [job_of(tmp_path, f"small-seed{seed}") for seed in range(3)] == ["1_0", "1_1", "2_0"]
+    fake_slurm.job_is("2_0", "RUNNING")
+    assert main(["sweep", *sources, "seed=0,1,2"]) == 0
+    assert "submitted" not in capsys.readouterr().out
+
+
+def test_a_run_that_slurm_refuses_keeps_no_other_from_its_job(
+    sources: list[str], tmp_path: Path, fake_slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["sweep", *sources, *HETEROGENEOUS, "slurm.driver_cpus=1,2,3"]) == 0
+    assert len(re.findall("submitted job", capsys.readouterr().out)) == 3
+    sbatch = fake_slurm.folder / "commands/sbatch"
+    refusing = 'grep -q "cpus-per-task=3$" "$2" && { echo no >&2; exit 1; }\nfor script'
+    sbatch.write_text(sbatch.read_text().replace("for script", refusing))
+    assert main(["sweep", *sources, *HETEROGENEOUS, "slurm.driver_cpus=1,2,3"]) == 2
+    said = capsys.readouterr()
+    assert len(re.findall("submitted job", said.out)) == 2
+    assert f"refused {tmp_path}/runs/small-driver_cpus2: slurm: Slurm refuses the job: no" in said.err
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (("tracking.uri=sqlite:///TMP/m.db",), "refused tracking.uri: given 'sqlite:"),
+        ((*HETEROGENEOUS, "tracking.uri=sqlite:///TMP/m.db"), "refused tracking.uri: given 'sqlite:"),
+        (
+            (*HETEROGENEOUS, "tracking.uri=sqlite:///TMP/m.db", "slurm.array_at_once=1"),
+            "refused slurm.array_at_once: given 1; the runs are a job each",
+        ),
+        (("cluster.scheduler_file=TMP/f.json",), "refused cluster.scheduler_file: given "),
+    ],
+)
+def test_what_cannot_be_is_refused_before_anything_is_submitted(
+    sources: list[str],
+    tmp_path: Path,
+    fake_slurm: FakeSlurm,
+    capsys: pytest.CaptureFixture[str],
+    changes: tuple[str, ...],
+    message: str,
+) -> None:
+    given = [change.replace("TMP", str(tmp_path)) for change in changes]
+    assert main(["sweep", *sources, *given, "seed=0,1"]) == 2
+    assert capsys.readouterr().err.startswith(message)
+    assert fake_slurm.scripts() == []
+    assert not (tmp_path / "runs").exists()

@@ -21,13 +21,13 @@ from tests.support.slurm_runs import (
     PLACED,
     eventually,
     job_of,
-    nothing_left,
     printed,
     requeued,
     submitted,
     updated,
     wait_for,
     wait_for_update,
+    wait_until_nothing_is_left,
 )
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(600)]
@@ -49,7 +49,7 @@ def test_a_node_that_fails_is_replaced_and_a_cancelled_job_leaves_nothing(
     assert main(["submit", f"{run_dir}/job/config.yaml"]) == 2, "a second job of the same run"
     assert f"job {job} is running already" in capsys.readouterr().err
     assert main(["cancel", run_dir]) == 0
-    eventually(lambda: nothing_left(slurm, config), "nothing is left")
+    wait_until_nothing_is_left(slurm, config)
     wait_for(slurm, job, "CANCELLED", config)
     capsys.readouterr()
     assert main(["status", run_dir]) == 0

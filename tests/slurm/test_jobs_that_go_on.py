@@ -23,13 +23,13 @@ from tests.support.slurm_runs import (
     eventually,
     job_of,
     nodes_of_workers,
-    nothing_left,
     printed,
     requeued,
     submitted,
     updated,
     wait_for,
     wait_for_update,
+    wait_until_nothing_is_left,
 )
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(600)]
@@ -51,7 +51,7 @@ def test_a_submitted_run_is_done_and_says_where_to_look(
 ) -> None:
     run_dir, job = str(undisturbed.run_dir), job_of(undisturbed)
     assert main(["check", run_dir]) == 0
-    eventually(lambda: nothing_left(slurm, undisturbed), "nothing is left")
+    wait_until_nothing_is_left(slurm, undisturbed)
     assert re.search(r"ssh -N -J \S+ -L \d+:127\.0\.0\.1:\d+ \S+", printed(undisturbed)), printed(undisturbed)
     opened = [item for _, item in read_spool(RunPaths(undisturbed.run_dir).mlflow_spool) if item["kind"] == "open"]
     tags = opened[0]["tags"]
@@ -98,7 +98,7 @@ def test_a_run_that_is_requeued_again_and_again_is_the_same_run(
     assert slurm.show(job)["Restarts"] == "3", "a rank that dies is built again within the job"
     assert outputs(config) == outputs(undisturbed)
     assert main(["check", str(config.run_dir)]) == 0
-    eventually(lambda: nothing_left(slurm, config), "nothing is left")
+    wait_until_nothing_is_left(slurm, config)
 
 
 def test_a_run_whose_batch_node_fails_is_the_same_run(
@@ -115,4 +115,4 @@ def test_a_run_whose_batch_node_fails_is_the_same_run(
     assert (slurm.show(job)["BatchHost"], slurm.show(job)["Restarts"]) == ("n2", "1")
     assert outputs(config) == outputs(undisturbed)
     assert main(["check", str(config.run_dir)]) == 0
-    eventually(lambda: nothing_left(slurm, config), "nothing is left")
+    wait_until_nothing_is_left(slurm, config)

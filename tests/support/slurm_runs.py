@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from pipeline.cli.main import main
 from pipeline.config.loading import load_config
@@ -102,6 +105,21 @@ def nodes_of_workers(run_dir: Path) -> dict[str, str]:
     return found
 
 
-def nothing_left(slurm: SlurmCluster, config: RunConfig) -> bool:
-    """Whether no process of any job and no published weights of the run are on this machine any more."""
-    return not slurm.processes() and not list(Path("/dev/shm").glob(f"stageline-{config.name}-*"))
+def wait_until_nothing_is_left(slurm: SlurmCluster, config: RunConfig) -> None:
+    """Until no process of any job and no published weights of the run are on this machine any more; with what is left,
+    where something stays."""
+    try:
+        eventually(lambda: not left(slurm, config), "nothing is left")
+    except AssertionError as error:
+        raise AssertionError(f"{error}; left are {left(slurm, config)}, and the job printed:\n{printed(config)}") from None
+
+
+def left(slurm: SlurmCluster, config: RunConfig) -> list[str]:
+    """Processes of any job, by number, parent and command line, and the files of the run's published weights."""
+    processes = []
+    for pid in slurm.processes():
+        with suppress(OSError, psutil.NoSuchProcess):
+            words = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+            processes.append(f"process {pid}, of {psutil.Process(pid).ppid()}: {words}")
+    board = RunPaths(config.run_dir).board(config.cluster.weights_dir)  # another run's may have its name, not its hash
+    return processes + [str(path) for path in (*board.parent.glob(f"{board.name}*"), *board.glob("*"))]

@@ -72,7 +72,7 @@ def run_state(run_dir: str) -> RunState:
         try:
             job = job_state(record.job_id)
         except ConfigError as error:
-            unknown = str(error).removeprefix(f"{error.key}: ")
+            unknown = error.message
     driver = _driver(paths.lock, running=unknown is not None or (job is not None and job.state == "RUNNING"))
     return RunState(config.name, done, config.steps, driver, begun(config), record, job, unknown)
 

@@ -18,6 +18,11 @@ class ConfigError(ValueError):
         self._alone, self._others = message, tuple(others)
 
     @property
+    def message(self) -> str:
+        """All that it says, less the first error's key."""
+        return str(self).removeprefix(f"{self.key}: ")
+
+    @property
     def each(self) -> list[ConfigError]:
         """The errors that this one stands for."""
         return [ConfigError(self.key, self._alone), *self._others] if self._others else [self]
@@ -38,7 +43,7 @@ def together(errors: Sequence[ConfigError]) -> ConfigError:
     for error in (one for several in errors for one in several.each):
         by_key.setdefault(error.key, error)
     first, *others = by_key.values()
-    return ConfigError(first.key, str(first).removeprefix(f"{first.key}: "), others) if others else first
+    return ConfigError(first.key, first.message, others) if others else first
 
 
 def all_of(*checks: Callable[[], Any]) -> list[Any]:

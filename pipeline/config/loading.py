@@ -244,9 +244,8 @@ def _finish(config: Any) -> RunConfig:
     validate(config)
     config.ppo.proximal = config.proximal  # what is written down, hashed and given to workers is what is done
     if config.engine.python is not None:
-        config.engine.python = interpreter(
-            config.engine.python
-        )  # workers, and a resume, have other working directories
+        # Workers, and a resume, have other working directories.
+        config.engine.python = interpreter(config.engine.python)
     return config
 
 

@@ -193,7 +193,7 @@ def fitting_cache_mb(run: PlannedRun, limits: MemoryLimits) -> int:
         return not _fits(replace(run, config=replace(config, engine=engine)), limits)
 
     most = bisect.bisect_left(range(config.engine.kv_budget_mb + 1), True, key=too_much) - 1
-    return most if most << 20 >= _row_cache_bytes(run) else 0
+    return most if most << 20 >= row_cache_bytes(config, run.spec) else 0
 
 
 def _fits(run: PlannedRun, limits: MemoryLimits) -> bool:
@@ -345,7 +345,7 @@ def _engine_items(run: PlannedRun) -> dict[str, int]:
     return {
         "engine weights": number * packed,
         "refit": refit,
-        "KV cache": budget if memory.reserves_cache else min(budget, engine.slots * _row_cache_bytes(run)),
+        "KV cache": budget if memory.reserves_cache else min(budget, engine.slots * row_cache_bytes(config, run.spec)),
         "draft head": head if drafts.drafter in ("learned", "both") else 0,
         ENGINE_PROCESSES: processes,
     }
@@ -355,11 +355,10 @@ def _engine_memory(run: PlannedRun) -> EngineMemory:
     return run.config.capabilities("cuda" if run.on_gpus else "cpu").memory
 
 
-def _row_cache_bytes(run: PlannedRun) -> int:
-    """Of the keys and values of one row, as long as rows can get."""
-    spec = run.spec
-    dtype = getattr(torch, run.config.engine.dtype)
-    return blocks_for(run.config.seq) * block_bytes(spec.num_layers, spec.num_kv_heads, spec.head_dim, dtype)
+def row_cache_bytes(config: RunConfig, spec: ModelSpec) -> int:
+    """Of the policy's keys and values of one row, as long as rows can get."""
+    dtype = getattr(torch, config.engine.dtype)
+    return blocks_for(config.seq) * block_bytes(spec.num_layers, spec.num_kv_heads, spec.head_dim, dtype)
 
 
 def _parameters(spec: ModelSpec) -> int:

@@ -22,7 +22,7 @@ from pipeline.config.filesystems import network_filesystem
 from pipeline.config.host_limits import memory_limits, planned_run
 from pipeline.config.identity import FILE, Identity, edited, read_identity
 from pipeline.config.loading import config_hash, read_saved
-from pipeline.config.memory import memory_problems
+from pipeline.config.memory import memory_problems, row_cache_bytes
 from pipeline.config.paths import RunPaths
 from pipeline.config.role_models import (
     check_exported,
@@ -36,7 +36,6 @@ from pipeline.config.run import RunConfig
 from pipeline.config.tracking import SQLITE
 from stages.engines.capabilities import Device, able
 from stages.engines.config import OTHER_ENVIRONMENTS
-from stages.engines.embedded.kernels.paging import block_bytes, blocks_for
 from stages.engines.embedded.ranks.sharding import check_division
 from stages.engines.remote.environment import ENVIRONMENTS, environment_problem
 from stages.models.hf_files import Tokenizer, read_tokenizer
@@ -275,8 +274,7 @@ def _check_replicas(config: RunConfig, model: ModelSpec) -> None:
     except ValueError as error:
         key, _, rest = str(error).partition(": ")
         raise ConfigError(key, rest) from error
-    per_block = block_bytes(model.num_layers, model.num_kv_heads, model.head_dim, getattr(torch, engine.dtype))
-    row_bytes = blocks_for(config.seq) * per_block
+    row_bytes = row_cache_bytes(config, model)
     if engine.kv_budget_mb * 2**20 < row_bytes:
         raise ConfigError(
             "engine.kv_budget_mb",
@@ -372,8 +370,7 @@ def _prompts_of(config: RunConfig, tokenizer: Tokenizer, saved: Path | None) -> 
     try:
         return _read_prompts(config, tokenizer), lost
     except ConfigError as error:
-        reason = str(error).removeprefix(f"{error.key}: ")
-        raise ConfigError(error.key, f"{reason}; and of the run's own: {lost}") from error
+        raise ConfigError(error.key, f"{error.message}; and of the run's own: {lost}") from error
 
 
 def _read_prompts(config: RunConfig, tokenizer: Tokenizer) -> PromptTable:

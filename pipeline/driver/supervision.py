@@ -178,8 +178,7 @@ class Supervision:
             try:
                 self._on_built(key, built.numerics)
             except ConfigError as refused:
-                said = str(refused).removeprefix(f"{refused.key}: ")
-                self._give_up(key, ConfigError(refused.key, f"{said} (host {built.host})"))
+                self._give_up(key, ConfigError(refused.key, f"{refused.message} (host {built.host})"))
                 return False
             worker.here = True
             worker.left_out, worker.up, worker.address, worker.deadline = False, True, built.address, math.inf

@@ -175,8 +175,7 @@ def _submit(kept: Mapping[Path, str], script: Path, config: RunConfig) -> str:
         try:
             return submit(script)
         except ConfigError as error:
-            said = error.args[0].partition(": ")[2]
-            raise ConfigError(error.key, f"{said}; asked for: {asked_for(config)}") from error
+            raise ConfigError(error.key, f"{error.message}; asked for: {asked_for(config)}") from error
 
 
 @contextmanager

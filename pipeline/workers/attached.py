@@ -6,28 +6,27 @@
                      the connection ends, the run is over, SIGTERM or SIGINT ──► the process is killed, this one ends
 
 Nothing outlives it: the worker process ends when this one does, however that ends, and this one ends when the driver
-does. The last worker of a run on a host removes the host's board of published weights.
+does. The last worker of a run on a host removes the host's board of published weights (host_boards.py).
 
-May import dask and distributed, pipeline.config, storage.{errors, weights} and, of this folder, joining, messages,
-network, scheduler_file and worker_process.
+May import dask and distributed, pipeline.config, storage.errors and, of this folder, host_boards, joining,
+messages, network, scheduler_file and worker_process.
 """
 
 from __future__ import annotations
 
 import asyncio
-import fcntl
 import logging
 import os
 import re
 import signal
 import ssl
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from distributed import Nanny
 from distributed.comm import Comm, connect, get_address_host
@@ -40,6 +39,7 @@ from pipeline.config.loading import load_yaml
 from pipeline.config.paths import RunPaths
 from pipeline.config.run import RunConfig
 from pipeline.graph.gangs import Gang
+from pipeline.workers.host_boards import board_of_host
 from pipeline.workers.joining import JOIN, JoinRequest, look_at_host
 from pipeline.workers.messages import worker_name
 from pipeline.workers.network import interface_address, interface_with, interfaces, route_address
@@ -57,7 +57,6 @@ from pipeline.workers.worker_process import (
     start_forkserver,
 )
 from storage.errors import StoreError
-from storage.weights import WeightBoard
 
 _PEM = re.compile(r"\s*-----BEGIN [A-Z ]+-----\n")
 _LOOK_S = 0.2
@@ -188,7 +187,7 @@ class _AttachedWorker:
         gpus = visible_devices(devices, os.environ.get("CUDA_VISIBLE_DEVICES")) if request.gpus else None
         shared = shares_cores(config)
         options = nanny_options(config, gang, self._wanted.index, security_of(file), shared=shared, gpus=gpus)
-        with dask_settings(), _board_of_host(board):
+        with dask_settings(), board_of_host(board):
             start_forkserver()
             nanny = Nanny(file.address, host=address, **options)
             try:
@@ -356,31 +355,3 @@ def _network_environment(address: str) -> dict[str, str]:
     name = interface_with(address)
     wanted = {"GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"} - os.environ.keys()
     return {} if name is None else dict.fromkeys(wanted, name)
-
-
-@contextmanager
-def _board_of_host(board: Path) -> Iterator[None]:
-    """Around a worker: the last one of the run on this host, by a lock that all share, removes the host's board. The
-    system lets go of the lock of one that is killed."""
-    board.parent.mkdir(parents=True, exist_ok=True)
-    path = board.with_name(f"{board.name}.workers")
-    with _shared_lock(path) as shared:
-        try:
-            yield
-        finally:
-            fcntl.flock(shared, fcntl.LOCK_UN)  # of two that end at once, one must find the other gone
-            with suppress(BlockingIOError):
-                fcntl.flock(shared, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                WeightBoard(board).close()
-                path.unlink(missing_ok=True)
-
-
-def _shared_lock(path: Path) -> IO[str]:
-    """A file of that name that this process and others hold a lock on."""
-    while True:
-        held = path.open("a")
-        fcntl.flock(held, fcntl.LOCK_SH)
-        with suppress(FileNotFoundError):
-            if os.fstat(held.fileno()).st_ino == path.stat().st_ino:
-                return held
-        held.close()  # whoever was the last had removed it in the meantime

@@ -111,7 +111,8 @@ def wait_until_nothing_is_left(slurm: SlurmCluster, config: RunConfig) -> None:
     try:
         eventually(lambda: not left(slurm, config), "nothing is left")
     except AssertionError as error:
-        raise AssertionError(f"{error}; left are {left(slurm, config)}, and the job printed:\n{printed(config)}") from None
+        said = f"{error}; left are {left(slurm, config)}, and the job printed:\n{printed(config)}"
+        raise AssertionError(said) from None
 
 
 def left(slurm: SlurmCluster, config: RunConfig) -> list[str]:

@@ -69,7 +69,7 @@ def test_a_down_server_costs_one_warning_and_nothing_is_lost_or_sent_twice(
         # Each call has left its line by the time it returns, whatever the writer is doing: the calls wait for nothing.
         assert [item["kind"] for _, item in read_spool(spool)] == ["open"] + ["metrics", "trace"] * 3
         tracker.close("FAILED")
-    unreachable = [r.getMessage() for r in caplog.records if "cannot be reached" in r.getMessage()]
+    unreachable = [r.getMessage() for r in caplog.records if "cannot be reached;" in r.getMessage()]
     assert len(unreachable) == 1
     assert "stays in the spool" in unreachable[0]
     announced = [r.getMessage() for r in caplog.records if "takes the rest" in r.getMessage()]

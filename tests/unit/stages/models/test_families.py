@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from pathlib import Path
 
@@ -73,6 +74,7 @@ def gradients(host: MegatronHost, rollout: Rollout) -> dict[str, torch.Tensor]:
 def test_logprobs_and_gradients_equal_transformers(tmp_path: Path, family: str) -> None:
     theirs = random_model(family)
     theirs.save_pretrained(tmp_path / "model")
+    rounded = copy.deepcopy(theirs)  # how far float32 is off on this processor, which differs from one to another
     theirs.double()  # so that the difference is our rounding alone
     rollout = rollout_of(0)
     with opened(tmp_path, ModelConfig(path=str(tmp_path / "model"))) as host:
@@ -84,14 +86,18 @@ def test_logprobs_and_gradients_equal_transformers(tmp_path: Path, family: str) 
     errors = np.abs(found.policy_logprobs[:, 1:] - expected.detach().numpy())[mask]
     assert errors.max() < 5e-6, errors.max()
     expected[torch.from_numpy(mask)].sum().backward()
+    logprobs_of(rounded, rollout)[torch.from_numpy(mask)].sum().backward()
     wanted = {name: parameter.grad for name, parameter in theirs.named_parameters()}
     assert ours.keys() == wanted.keys()
-    for name, gradient in wanted.items():
-        assert gradient is not None
-        assert gradient.abs().max() > 1e-3, f"{name}: nothing is tested"
-        # transformers' own gradients in float32 are up to 1.8e-6 from these
-        error = float((ours[name] - gradient).norm() / gradient.norm())
-        assert error < 2e-6, (name, error)
+    assert all(gradient.abs().max() > 1e-3 for gradient in wanted.values()), "nothing is tested"
+
+    def error(found: torch.Tensor, name: str) -> float:
+        return float((found - wanted[name]).norm() / wanted[name].norm())
+
+    their_error = max(error(parameter.grad, name) for name, parameter in rounded.named_parameters())
+    assert their_error < 2e-6
+    for name in wanted:
+        assert error(ours[name], name) < 2 * their_error, (name, their_error)
 
 
 def update(host: MegatronHost, rollout: Rollout) -> None:

@@ -10,6 +10,7 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -338,8 +339,11 @@ def test_it_is_asked_where_an_event_loop_runs_already() -> None:
             asyncio.run(cell(served.url, "b"))
 
 
-def test_an_interrupt_where_an_event_loop_runs_ends_the_asking_too() -> None:
+def test_an_interrupt_where_an_event_loop_runs_ends_the_asking_too(request: pytest.FixtureRequest) -> None:
     """Else a notebook would stand still for all of `patience_s`."""
+    # Who starts the tests in the background of a script has them ignore SIGINT.
+    request.addfinalizer(partial(signal.signal, signal.SIGINT, signal.getsignal(signal.SIGINT)))
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
     def judge(body: Mapping[str, Any]) -> Reply:
         os.kill(os.getpid(), signal.SIGINT)

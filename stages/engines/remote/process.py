@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import IO
 
 import stages
+import storage
 from stages.engines.remote import guard
 from stages.engines.remote.wire import Channel
 
@@ -45,8 +46,9 @@ class ServerProcess:
         with ExitStack() as stack:
             prefix = f"{SCRATCH}{os.getpid()}-"
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix=prefix, ignore_cleanup_errors=True)))
-            # Of this project `stages` alone, not what happens to be installed beside it here.
-            (folder / "stages").symlink_to(Path(stages.__file__).parent)
+            # Of this project these alone, not what is installed beside them (of `storage` the draw needs `private`).
+            for package in (stages, storage):
+                (folder / package.__name__).symlink_to(Path(str(package.__file__)).parent)
             path = [str(folder), *([str(modules)] if modules is not None else [])]
             self._log = log or folder / "log"
             output: IO[bytes] = stack.enter_context(self._log.open("ab"))

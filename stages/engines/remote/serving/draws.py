@@ -1,21 +1,42 @@
 """The draw by law 4, for engines whose own draws are not keyed: from a batch's logits to tokens and log-probs.
 
-Runs in the engine's own Python environment. May import numpy, torch, this folder and stages.engines.embedded.sampling.
+Runs in the engine's own Python environment. May import numpy, torch, this folder, stages.engines.embedded.{sampling,
+kernels.cpu} and stages.native.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
 
+from stages.engines.embedded.kernels.cpu.native import load_native_kernels
 from stages.engines.embedded.sampling.draw import ban, forced_logprobs, sample
 from stages.engines.embedded.sampling.noise import noise_keys
 from stages.engines.remote.serving.adapter import ServedRow
+from stages.native.compile import NoNativeKernelsError
+
+Choose = Callable[[torch.Tensor, list[float], np.ndarray], tuple[torch.Tensor, torch.Tensor]]
+"""Of logits [rows, vocab], temperatures and keys [rows]: tokens and log-probs, as `sampling.draw.sample` has them."""
 
 
-def draw(logits: torch.Tensor, rows: Sequence[ServedRow], made: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
+@functools.cache
+def fastest_choice(device: str) -> tuple[str, Choose]:
+    """The name and the function of what picks tokens fastest on a type of device: the embedded engine's C on a CPU with
+    a compiler, torch elsewhere."""
+    if device == "cpu":
+        try:
+            return "native", load_native_kernels().choose
+        except NoNativeKernelsError as error:
+            print(f"tokens are drawn by torch, which is slower: {error}", flush=True)
+    return "torch", sample
+
+
+def draw(
+    logits: torch.Tensor, rows: Sequence[ServedRow], made: Sequence[int], choose: Choose = sample
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Tokens [rows] and their log-probs [rows], of logits [rows, vocab] in float32, which it overwrites. `made`: tokens
     that each row has of its response already."""
     pairs = list(zip(rows, made, strict=True))
@@ -29,7 +50,7 @@ def draw(logits: torch.Tensor, rows: Sequence[ServedRow], made: Sequence[int]) -
         np.array([row.row for row in rows]),
         np.array([len(row.tokens) + n for row, n in pairs]),
     )
-    tokens, logprobs = sample(logits, temperatures, keys)
+    tokens, logprobs = choose(logits.contiguous(), temperatures, keys)  # an engine may have padded the vocabulary
     for i, token in forced.items():
         tokens[i], logprobs[i] = token, given[i]
     return tokens, logprobs

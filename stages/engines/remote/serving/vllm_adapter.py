@@ -38,7 +38,7 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor, process_dict_updates
 
 from stages.engines.remote.serving.adapter import Finished, Ready, ServedRow, Settings
-from stages.engines.remote.serving.draws import draw
+from stages.engines.remote.serving.draws import draw, fastest_choice
 
 _ROW = "stageline_row"
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -58,6 +58,7 @@ class KeyedDraws(LogitsProcessor):
     def __init__(self, vllm_config: Any, device: torch.device, is_pin_memory: bool) -> None:
         self._drawing: dict[int, tuple[ServedRow, list[int]]] = {}
         """By index in the batch: what is drawn for it, and the response so far, which vLLM goes on filling."""
+        _, self._choose = fastest_choice(device.type)
 
     def is_argmax_invariant(self) -> bool:
         return False
@@ -73,7 +74,8 @@ class KeyedDraws(LogitsProcessor):
         drawn = sorted(self._drawing.items())
         indices = torch.tensor([index for index, _ in drawn], device=logits.device)
         part = logits if len(drawn) == len(logits) else logits[indices]
-        tokens, logprobs = draw(part, [row for _, (row, _) in drawn], [len(output) for _, (_, output) in drawn])
+        rows, made = [row for _, (row, _) in drawn], [len(output) for _, (_, output) in drawn]
+        tokens, logprobs = draw(part, rows, made, self._choose)
         part.fill_(float("-inf")).scatter_(1, tokens[:, None], logprobs[:, None])
         if part is not logits:
             logits[indices] = part
@@ -121,8 +123,10 @@ class VllmAdapter:
         self._preempted: dict[str, int] = {}
         """Times, by row."""
         self._tied = bool(getattr(self._llm.model_config.hf_config, "tie_word_embeddings", False))
+        device = current_platform.device_type
         facts = {"dtype": settings.dtype, "compile": str(settings.extra["compile"]), "slots": str(settings.slots)}
-        self.ready = Ready("vllm", vllm.__version__, facts, current_platform.device_type)
+        facts["draws"], _ = fastest_choice(device)
+        self.ready = Ready("vllm", vllm.__version__, facts, device)
 
     def add(self, row: ServedRow) -> None:
         params = SamplingParams(

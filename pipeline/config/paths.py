@@ -6,9 +6,6 @@ import hashlib
 from dataclasses import dataclass
 from pathlib import Path
 
-BOARD_PREFIX = "stageline-"
-"""Of the names of directories of published weights."""
-
 
 @dataclass(frozen=True)
 class RunPaths:
@@ -108,4 +105,4 @@ class RunPaths:
         """The directory of published weights: memory, not disk, unless the config says otherwise. Named by the run's
         place, so that a resumed run finds what a crashed one left."""
         name = hashlib.sha256(str(self.root.resolve()).encode()).hexdigest()[:12]
-        return Path(weights_dir or "/dev/shm") / f"{BOARD_PREFIX}{self.root.name}-{name}"
+        return Path(weights_dir or "/dev/shm") / f"stageline-{self.root.name}-{name}"

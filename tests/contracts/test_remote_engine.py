@@ -26,6 +26,7 @@ from stages.engines.config import EngineConfig
 from stages.engines.protocol import EngineLost, NamesDevice, NamesKernels, WeightsError
 from stages.engines.remote.build import build_remote, build_vllm
 from stages.engines.remote.client import RemoteEngine
+from stages.engines.remote.process import SCRATCH
 from stages.engines.remote.wire import PROTOCOL
 from tests.contracts.engine_contract import (
     MAX_SEQ,
@@ -228,3 +229,5 @@ def test_what_the_last_bits_depend_on_is_the_servers_own(path: Path) -> None:
         facts = dict(fact.split(" ", 1) for fact in engine.kernels.split(", ")[1:])
         assert facts["torch"] == torch.__version__
         assert facts.keys() >= {"dtype", "environment", "machine", "python", "torch.build", "torch.cpu", "version"}
+        assert facts["draws"] == "native"
+        assert SCRATCH in facts["storage"], "the server has what the draw needs of this project, and not by chance"

@@ -17,8 +17,9 @@ import torch
 from safetensors.torch import load_file
 from torch.nn import functional
 
+import storage
 from stages.engines.remote.serving.adapter import Finished, Ready, ServedRow, Settings
-from stages.engines.remote.serving.draws import draw
+from stages.engines.remote.serving.draws import draw, fastest_choice
 
 
 class ServedLlama:
@@ -39,7 +40,9 @@ class ServedLlama:
             threading.Event().wait()
         if self._fault.get("fault") == "helped":
             print("helper", subprocess.Popen(["sleep", "600"]).pid, flush=True)
-        self.ready = Ready("llama", "1", {"dtype": settings.dtype}, "cpu")
+        draws, self._choose = fastest_choice("cpu")
+        facts = {"dtype": settings.dtype, "draws": draws, "storage": str(storage.__file__)}
+        self.ready = Ready("llama", "1", facts, "cpu")
 
     def add(self, row: ServedRow) -> None:
         self._rows[row.id] = (row, [], [])
@@ -54,7 +57,8 @@ class ServedLlama:
             self._fail()
         running = list(self._rows.values())[: self._slots]
         logits = torch.stack([self._logits([*row.tokens, *made]) for row, made, _ in running])
-        tokens, logprobs = draw(logits, [row for row, _, _ in running], [len(made) for _, made, _ in running])
+        rows, lengths = [row for row, _, _ in running], [len(made) for _, made, _ in running]
+        tokens, logprobs = draw(logits, rows, lengths, self._choose)
         finished = []
         for (row, made, made_logprobs), token, logprob in zip(running, tokens, logprobs, strict=True):
             made.append(int(token))

@@ -1,4 +1,4 @@
-"""Boards of published weights that the attached workers of a host share: the last one removes them, or the next."""
+"""Boards of published weights that the attached workers of a host share: the last one removes them."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.workers.host_boards import board_of_host, remove_abandoned_boards
+from pipeline.workers.host_boards import board_of_host
 from storage.weights import WeightBoard
 from tests.support.processes import start_python
 
-BOARD = "stageline-run-0123456789ab"
+BOARD, VERSION = "stageline-run-0123456789ab", "v000001-1-a.bin"
 WORKER = """
 import sys
 from pathlib import Path
@@ -19,7 +19,7 @@ from pipeline.workers.host_boards import board_of_host
 from storage.weights import WeightBoard
 board = Path(sys.argv[1])
 with board_of_host(board):
-    WeightBoard(board).directory.joinpath("v000001-1-a.bin").touch()
+    WeightBoard(board).directory.joinpath(sys.argv[2]).touch()
     print("there", flush=True)
     input()
 """
@@ -35,27 +35,17 @@ def test_the_last_worker_removes_the_board_and_its_lock(tmp_path: Path) -> None:
 
 
 @pytest.mark.processes
-def test_what_killed_workers_leave_the_next_worker_of_any_run_removes(tmp_path: Path) -> None:
+def test_what_a_killed_worker_leaves_its_next_one_finds_and_the_last_one_removes(tmp_path: Path) -> None:
     board, other = tmp_path / BOARD, tmp_path / "stageline-other-ba9876543210"
-    with start_python(WORKER, board) as worker:
+    with start_python(WORKER, board, VERSION) as worker:
         assert worker.stdout is not None
         assert worker.stdout.readline() == "there\n"
-        with board_of_host(other):
-            assert board.is_dir(), "its worker lives"
         worker.kill()
-    assert board.is_dir()
     with board_of_host(other):
-        assert [path.name for path in tmp_path.iterdir()] == [f"{other.name}.workers"]
-
-
-def test_boards_of_local_runs_and_what_is_no_lock_stay(tmp_path: Path) -> None:
-    local, linked, target = (tmp_path / f"stageline-{name}-0123456789ab" for name in ("local", "linked", "target"))
-    for board in (local, linked, target):
-        WeightBoard(board)
-    (tmp_path / "elsewhere").touch()
-    linked.with_name(f"{linked.name}.workers").symlink_to(tmp_path / "elsewhere")
-    remove_abandoned_boards(tmp_path)
-    assert all(board.is_dir() for board in (local, linked, target))
+        assert (board / VERSION).exists(), "the run may go on, and its next worker here have use for it"
+    with board_of_host(board):
+        assert (board / VERSION).exists()
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_worker_whose_lock_is_gone_leaves_the_board_to_those_that_came_after(tmp_path: Path) -> None:

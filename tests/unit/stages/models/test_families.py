@@ -95,7 +95,7 @@ def test_logprobs_and_gradients_equal_transformers(tmp_path: Path, family: str) 
         return float((found - wanted[name]).norm() / wanted[name].norm())
 
     their_error = max(error(parameter.grad, name) for name, parameter in rounded.named_parameters())
-    assert their_error < 2e-6
+    assert their_error < 1e-5, "float32 is no yardstick"
     for name in wanted:
         assert error(ours[name], name) < 2 * their_error, (name, their_error)
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import math
 import os
 import random
 import statistics
@@ -210,6 +211,15 @@ def model_directory(quick: bool) -> Iterator[Path]:
         yield Path(path)
 
 
+def lost_share(slower: Sequence[float], beside: Sequence[float]) -> tuple[float, float | None]:
+    """What share of `beside`'s rate `slower` loses, and the standard error: from the geometric mean over repeats of a
+    repeat's own ratio, since a machine's speed drifts by more than what is looked for. Seconds, in the repeats' order;
+    one repeat alone has no error."""
+    logs = [math.log(b / s) for s, b in zip(slower, beside, strict=True)]
+    error = statistics.stdev(logs) / math.sqrt(len(logs)) if len(logs) > 1 else None
+    return 1 - math.exp(statistics.fmean(logs)), error
+
+
 def compare(
     path: Path, dtype: str, prompts: list[Row], repeats: int, engines: list[str]
 ) -> tuple[list[tuple[str, ...]], dict[str, float]]:
@@ -256,18 +266,21 @@ def compare(
                         seconds[name].append(time.perf_counter() - started)
                     others.append(load().others)
                     print(f"{dtype} {name}: {num_new / seconds[name][-1]:.0f} tok/s", file=sys.stderr, flush=True)
-            share = roofline.seconds(engine.stats(), num_prompt) / seconds[ENGINE][-1]
+            of_limit = roofline.seconds(engine.stats(), num_prompt) / seconds[ENGINE][-1]
             rate = {name: num_new / statistics.median(s) for name, s in seconds.items()}
             kind = "sampled" if sampled else "greedy"
             for name in sides:
                 ratio = f"{rate[ENGINE] / rate[name]:.2f}"
-                of_roofline = f"{share:.0%}" if name == ENGINE else ""
+                of_roofline = f"{of_limit:.0%}" if name == ENGINE else ""
                 rows.append((f"{dtype} {kind}", name, f"{rate[name]:.0f}", ratio, of_roofline, f"{max(others):.0%}"))
                 figures[f"{dtype}/{kind}/{name}/tokens_per_s"] = rate[name]
-            figures[f"{dtype}/{kind}/roofline_share"] = share
+            figures[f"{dtype}/{kind}/roofline_share"] = of_limit
             if BOUNDARY in rate:
-                figures[f"{dtype}/{kind}/lost_to_boundary"] = 1 - rate[BOUNDARY] / rate[KEYED]
-                figures[f"{dtype}/{kind}/lost_to_draws_and_boundary"] = 1 - rate[BOUNDARY] / rate[OWN]
+                for what, beside in (("boundary", KEYED), ("draws_and_boundary", OWN)):
+                    share, error = lost_share(seconds[BOUNDARY], seconds[beside])
+                    figures[f"{dtype}/{kind}/lost_to_{what}"] = share
+                    if error is not None:
+                        figures[f"{dtype}/{kind}/lost_to_{what}/error"] = error
     figures[f"{dtype}/read_gb_per_s"] = roofline.bytes_per_s / 1e9
     figures[f"{dtype}/gemm_gflops"] = roofline.flops_per_s / 1e9
     return rows, figures

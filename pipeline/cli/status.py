@@ -6,8 +6,7 @@ Reads the run's directory and asks Slurm, where there is one; starts and changes
 from __future__ import annotations
 
 import argparse
-import platform
-import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,12 +19,12 @@ from pipeline.cli.job import begun
 from pipeline.cli.sources import submitted_config
 from pipeline.config.errors import ConfigError, OtherProgramsConfig
 from pipeline.config.paths import RunPaths
+from pipeline.driver.lock import last_driver
 from pipeline.driver.results import open_history
 from pipeline.launch.commands import JobState, job_state
 from pipeline.launch.records import JobRecord, read_record
 from pipeline.observe.visible import visible
 from storage.errors import StoreError
-from storage.processes import process_alive
 
 
 @dataclass(frozen=True)
@@ -53,7 +52,8 @@ def command(options: argparse.Namespace) -> int:
             print_line(f"{label:<8}{text}")
         return DONE
     folder = Path(options.runs_dir)
-    rows = [_row(path) for path in sorted(folder.iterdir()) if _is_run(path)] if folder.is_dir() else []
+    slurm = _Slurm()
+    rows = [_row(path, slurm) for path in sorted(folder.iterdir()) if _is_run(path)] if folder.is_dir() else []
     table = Table("run", "steps", "job", "state", box=None, pad_edge=False)
     for row in filter(None, rows):
         table.add_row(*row)
@@ -63,34 +63,40 @@ def command(options: argparse.Namespace) -> int:
     return DONE
 
 
-def run_state(run_dir: str) -> RunState:
-    """Of the run in a directory. Raises ConfigError where there is none."""
+class _Slurm:
+    """Slurm, asked of many jobs: once it does not answer it is not asked again, each time of which would be waited for
+    as long."""
+
+    def __init__(self) -> None:
+        self._silent: ConfigError | None = None
+
+    def job_state(self, job_id: str) -> JobState | None:
+        if self._silent is not None:
+            raise self._silent
+        try:
+            return job_state(job_id)
+        except ConfigError as error:
+            self._silent = error
+            raise
+
+
+def run_state(run_dir: str, ask: Callable[[str], JobState | None] = job_state) -> RunState:
+    """Of the run in a directory; `ask` tells what becomes of its job. Raises ConfigError where there is no run."""
     config, paths = submitted_config(run_dir), RunPaths(Path(run_dir))
     done = len(open_history(config).steps_done()) if paths.ledger.exists() else 0
     record, job, unknown = read_record(paths.job), None, None
     if record is not None:
         try:
-            job = job_state(record.job_id)
+            job = ask(record.job_id)
         except ConfigError as error:
             unknown = error.message
-    driver = _driver(paths.lock, running=unknown is not None or (job is not None and job.state == "RUNNING"))
+    driver = last_driver(paths, elsewhere=unknown is not None or (job is not None and job.state == "RUNNING"))
     return RunState(config.name, done, config.steps, driver, begun(config), record, job, unknown)
 
 
 def _is_run(path: Path) -> bool:
     paths = RunPaths(path)
     return (paths.config.exists() or (paths.job / "config.yaml").exists()) and not paths.variant.exists()
-
-
-def _driver(lock: Path, *, running: bool) -> str | None:
-    """Who runs the run now, by what the last driver wrote into its lock (which is not touched: a driver that starts
-    must find it free). `running`: whether its job is, as far as Slurm tells; of another host nothing else does."""
-    said = lock.read_text("utf8").strip() if lock.exists() else ""
-    match = re.fullmatch(r"process (\d+) on (.*)", said)
-    if match is None:
-        return None
-    there = process_alive(int(match[1])) if match[2] == platform.node() else running
-    return said if there else None
 
 
 def _lines(state: RunState, paths: RunPaths) -> list[tuple[str, str]]:
@@ -121,10 +127,10 @@ def _job_text(job: JobState | None) -> str:
     return " ".join(parts) + (f", requeued {job.restarts} times" if job.restarts else "")
 
 
-def _row(path: Path) -> tuple[str, str, str, str] | None:
+def _row(path: Path, slurm: _Slurm) -> tuple[str, str, str, str] | None:
     """Of the table; None for the directory of another program. One that is damaged says nothing of the others."""
     try:
-        state = run_state(str(path))
+        state = run_state(str(path), slurm.job_state)
     except OtherProgramsConfig:
         return None
     except (ConfigError, StoreError) as error:

@@ -1,6 +1,6 @@
 """One process at a time in a directory of `runs_dir`: a run's driver, the training of a reward model, a labelling.
 
-May import pipeline.config.
+May import pipeline.config and storage.processes.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import fcntl
 import os
 import platform
+import re
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -15,6 +16,7 @@ from typing import IO
 
 from pipeline.config.errors import ConfigError
 from pipeline.config.paths import RunPaths
+from storage.processes import process_alive
 
 
 @contextmanager
@@ -36,6 +38,17 @@ def only_driver(paths: RunPaths) -> Iterator[None]:
             os.ftruncate(lock.fileno(), 0)
             os.write(lock.fileno(), f"process {os.getpid()} on {platform.node()}".encode())
         yield
+
+
+def last_driver(paths: RunPaths, *, elsewhere: bool) -> str | None:
+    """Who runs the run now, by what the last driver wrote into its lock, which is not touched: a driver that starts
+    must find it free. None where that process is gone. `elsewhere`: what to believe of a process on another host."""
+    said = paths.lock.read_text("utf8").strip() if paths.lock.exists() else ""
+    match = re.fullmatch(r"process (\d+) on (.*)", said)
+    if match is None:
+        return None
+    there = process_alive(int(match[1])) if match[2] == platform.node() else elsewhere
+    return said if there else None
 
 
 def is_driven(paths: RunPaths) -> bool:

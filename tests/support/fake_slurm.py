@@ -20,7 +20,7 @@ class FakeSlurm:
             "sbatch": "for script; do :; done; [ ! -e refuse ] || { cat refuse >&2; exit 1; }\n"
             "ls scripts 2>/dev/null | wc -l >last; mkdir -p scripts; job=$(($(<last) + 1))\n"
             'cp "$script" scripts/$job; echo $job',
-            "scontrol": "for job; do :; done; [ ! -e down ] || { cat down >&2; exit 1; }\n"
+            "scontrol": "for job; do :; done; echo $job >>asked; [ ! -e down ] || { cat down >&2; exit 1; }\n"
             'cat "job-$job" 2>/dev/null || { echo "slurm_load_jobs error: Invalid job id specified" >&2; exit 1; }',
             "scancel": 'echo "$*" >>cancelled',
         }
@@ -41,6 +41,10 @@ class FakeSlurm:
     def job_is(self, job: str, state: str) -> None:
         """What scontrol says of a job from now on."""
         (self.folder / f"job-{job}").write_text(f"JobId={job} JobState={state} Reason=None Restarts=0 NodeList=n1\n")
+
+    def asked(self) -> list[str]:
+        """The jobs that scontrol was asked of, in turn."""
+        return (self.folder / "asked").read_text().split()
 
     def scripts(self) -> list[str]:
         """That were submitted, in turn."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -225,6 +226,19 @@ def test_while_slurm_does_not_answer_nothing_is_advised(
         assert "goes on" not in out
     assert main(["cancel", str(submitted.root)]) == 2
     assert "Slurm does not answer" in capsys.readouterr().err
+
+
+def test_slurm_that_does_not_answer_is_asked_once_for_all_runs(
+    submitted: RunPaths, fake_slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each time might be waited for a minute."""
+    other = submitted.root.with_name("other")
+    shutil.copytree(submitted.root, other)
+    fake_slurm.answer_nothing()
+    capsys.readouterr()
+    assert main(["status", "--runs-dir", str(submitted.root.parent)]) == 0
+    assert capsys.readouterr().out.count("Slurm does not answer") == 2
+    assert len(fake_slurm.asked()) == 1
 
 
 def test_a_run_that_waits_for_its_first_job_is_submitted_not_resumed(

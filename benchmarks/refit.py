@@ -39,6 +39,7 @@ from pipeline.workers.bookkeeping import Clock
 from pipeline.workers.messages import MirrorSpec
 from pipeline.workers.versioned_engine import VersionedEngine, check_finite_numbers
 from pipeline.workers.weight_transfer import WeightMirror
+from pipeline.workers.worker_process import FORKSERVER_ENVIRONMENT
 from stages.engines.build import build_engine
 from stages.engines.capabilities import vllm_capabilities
 from stages.engines.config import EngineConfig
@@ -257,6 +258,7 @@ def measure_elsewhere(path: Path, repeats: int) -> tuple[list[tuple[str, ...]], 
     target = {name: np.zeros_like(array) for name, array in tensors.items()}
     rows: list[tuple[str, ...]] = []
     figures: dict[str, float] = {}
+    os.environ.update(FORKSERVER_ENVIRONMENT)  # which a worker has, and its servers inherit; this process is made
     for name, make in engines_elsewhere(path).items():
         with ExitStack() as stack:
             board = stack.enter_context(WeightBoard(f"/dev/shm/stageline-refit-{uuid.uuid4().hex[:8]}"))

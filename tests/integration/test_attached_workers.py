@@ -26,7 +26,7 @@ from tests.support.run_results import outputs, process_id
 from tests.support.runs import QUIET, arguments, configure, finish, placement
 from tests.support.waiting import until
 
-pytestmark = pytest.mark.processes
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(600)]
 
 STEPS = "steps=6"
 GANGS = placement(

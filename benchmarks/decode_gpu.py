@@ -39,12 +39,12 @@ from stages.engines.config import EmbeddedConfig, EngineConfig
 from stages.engines.embedded.batch import Batch
 from stages.engines.embedded.build import build_embedded
 from stages.engines.embedded.engine import EmbeddedEngine
+from stages.engines.embedded.kernels.blocks import BLOCK_TOKENS, blocks_for
 from stages.engines.embedded.kernels.cuda.graphs import GraphCapture, size_for
-from stages.engines.embedded.kernels.paging import BLOCK_TOKENS, blocks_for
 from stages.engines.embedded.kernels.protocol import Tokens
-from stages.engines.embedded.model.llama import logits
+from stages.engines.embedded.model import logits
 from stages.engines.embedded.runner import LocalRunner
-from stages.engines.embedded.sampling.noise import noise_keys
+from stages.engines.embedded.sampling import noise_keys
 from stages.engines.protocol import Request
 from stages.models.sampling import SamplingConfig
 from stages.models.spec import spec_of, tensor_shapes
@@ -214,10 +214,10 @@ def prompts(batch: int, plan: Plan, vocab: int) -> np.ndarray:
 
 
 def make_engine(path: Path, plan: Plan, cost: Cost, **settings: Any) -> EmbeddedEngine:
-    slots = max(plan.batches)
-    budget = 64 + slots * blocks_for(plan.max_seq) * BLOCK_TOKENS * cost.per_position * 2 // 2**20
+    max_rows = max(plan.batches)
+    budget = 64 + max_rows * blocks_for(plan.max_seq) * BLOCK_TOKENS * cost.per_position * 2 // 2**20
     config = EngineConfig(
-        slots=slots,
+        max_rows=max_rows,
         dtype=plan.dtype,  # type: ignore[arg-type]
         kv_budget_mb=budget,
         embedded=EmbeddedConfig(**settings),

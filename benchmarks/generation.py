@@ -38,7 +38,7 @@ from stages.engines.embedded.build import build_embedded
 from stages.engines.embedded.kernels.cpu.native import load_native_kernels
 from stages.engines.embedded.runner import choose_kernels
 from stages.engines.protocol import EngineStats
-from stages.models.hf_config import read_eos_ids
+from stages.models.spec import read_eos_ids
 from stages.native.compile import NoNativeKernelsError
 
 CORES = os.cpu_count() or 1
@@ -230,7 +230,7 @@ def compare(
     num_new, num_prompt = sum(p.new for p in prompts), sum(len(p.tokens) for p in prompts)
     rows: list[tuple[str, ...]] = []
     figures: dict[str, float] = {}
-    settings = EngineConfig(slots=SLOTS, dtype=dtype)  # type: ignore[arg-type]
+    settings = EngineConfig(max_rows=SLOTS, dtype=dtype)  # type: ignore[arg-type]
     kernels = choose_kernels(settings, torch.device("cpu"))
     started = time.perf_counter()
     with ExitStack() as stack:
@@ -243,7 +243,7 @@ def compare(
             CONTINUOUS: lambda p, sampled: run_continuous(model, p, sampled),
         }
         if "vllm" in engines:
-            sides = stack.enter_context(vllm_sides(path, dtype, slots=SLOTS, max_seq=MAX_SEQ, threads=CORES))
+            sides = stack.enter_context(vllm_sides(path, dtype, max_rows=SLOTS, max_seq=MAX_SEQ, threads=CORES))
         sides[ENGINE] = lambda p, sampled: run_rows(engine, p, sampled)
         for side in sides.values():
             side([Row(p.tokens, 4) for p in prompts[:4]], True)

@@ -23,7 +23,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from pipeline.observe.revision import git_commit
+from pipeline.observe.provenance import git_commit
 
 PACKAGES = ("torch", "triton", "megatron-core", "transformers", "dask", "zarr")
 

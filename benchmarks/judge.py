@@ -49,10 +49,10 @@ model: {{path: "random:tiny", policy: {{lr: 1.0e-3}}, critic: {{lr: 1.0e-3}}}}
 prompts: {{url: conf/data/tiny_prompts.jsonl, max_tokens: 16, too_long: skip, held_out: 8}}
 rollout: {{rows: {ROWS}, shards: {SHARDS}}}
 sampling: {{max_new_tokens: 96, min_new_tokens: 96}}
-engine: {{slots: 4, kv_budget_mb: 64}}
+engine: {{max_rows: 4, kv_budget_mb: 64}}
 ppo: {{advantage: reinforce_pp, epochs: 1, minibatches: 1}}
 placement:
-  gangs: {{generate: {{slots: 1}}, score: {{}}, collect: {{}}, train: {{}}}}
+  gangs: {{generate: {{concurrent_shards: 1}}, score: {{}}, collect: {{}}, train: {{}}}}
   roles: {{generate: generate, score: score, advantage: collect, reference: train, policy: train, critic: train}}
 tracking: {{uri: null, plots: false}}
 cluster: {{dashboard: null}}

@@ -1,7 +1,7 @@
 """Rows that move between two replicas: what a move costs, and what it gains in a long tail.
 
 Two worker processes with an engine each (bfloat16, one thread), on this machine, over Dask's connections, with the code
-that a run moves rows with (`pipeline.workers.row_transfer`, `pipeline.graph.tails`).
+that a run moves rows with (`pipeline.workers.row_migration`, `pipeline.graph.migration`).
 
 1. A row of so many tokens moves: from when it is asked for until the target has computed its next token. With its keys
    and values, or fed again. Beside it what of that was the transfer, and what the plan would choose.
@@ -25,20 +25,19 @@ from typing import Any
 from distributed import Client, LocalCluster, get_worker
 
 from benchmarks.harness import arguments, measured_load, report, write_json
-from pipeline.graph.tails import Tails
-from pipeline.workers.messages import TAILS, MoveOrder, MoveOver, RowsNews, WorkerSpec
+from pipeline.graph.migration import MigrationPlanner
+from pipeline.workers.messages import MIGRATIONS, MigrationDone, MigrationOrder, RowsReport, WorkerSpec, rows_from_json
 from pipeline.workers.replica_rows import ReplicaRows
-from pipeline.workers.reports import rows_from_json
-from pipeline.workers.row_transfer import open_for_rows, order_move
+from pipeline.workers.row_migration import open_for_rows, order_migration
 from stages.engines.config import EngineConfig
 from stages.engines.embedded.build import build_embedded
-from stages.engines.embedded.migration.migrating_engine import MigratingEngine
+from stages.engines.embedded.migration import MigratingEngine
 from stages.engines.embedded.scheduler import BATCH_PROMPT_TOKENS
 from stages.engines.migration import IncomingRows, MigratedRow
 from stages.engines.protocol import Request
 from stages.engines.row_loads import MigrationRequest
-from stages.models.hf_config import RANDOM_TINY
 from stages.models.sampling import SamplingConfig
+from stages.models.spec import RANDOM_TINY
 
 MODEL = Path("assets/smollm2-135m-instruct")
 SLOTS, BELOW = 16, 5
@@ -55,12 +54,11 @@ class Replica:
     """Owns the engine of a worker process; stands for `VersionedEngine`, with one version only."""
 
     def __init__(self, path: str, max_seq: int) -> None:
-        config = EngineConfig(slots=SLOTS, dtype="bfloat16", kv_budget_mb=1024)
+        config = EngineConfig(max_rows=SLOTS, dtype="bfloat16", kv_budget_mb=1024)
         engine = build_embedded(path, config, max_seq=max_seq, threads=1, migratable=True)
         assert isinstance(engine, MigratingEngine)
         self.engine = engine
-        self.watch_load, self.deliver = self.engine.watch_load, self.engine.deliver
-        self.give_back, self.wanted = self.engine.give_back, self.engine.wanted
+        self.migratable, self.watch_load = self.engine, self.engine.watch_load
         self.asked: list[float] = []
         """When rows were asked for."""
         self.passes: list[float] = []
@@ -129,7 +127,7 @@ class Pair:
 
     client: Client
     addresses: list[str]
-    news: queue.SimpleQueue[RowsNews | MoveOver | None] = field(default_factory=queue.SimpleQueue)
+    news: queue.SimpleQueue[RowsReport | MigrationDone | None] = field(default_factory=queue.SimpleQueue)
     """What they said; None: the rows that were started on one are done."""
 
     def call(self, index: int, function: Any, *args: Any) -> Any:
@@ -156,13 +154,13 @@ def move_one(pair: Pair, number: int, length: int, with_cache: bool) -> Moved:
     row = request(number, length - SETTLED, CAPACITY)
     pair.call(1, clear)
     pair.call(0, start, [row], SETTLED)
-    order_move(
+    order_migration(
         pair.client,
         pair.addresses[0],
-        MoveOrder(number, "bench", 0, 0, pair.addresses[1], (MigrationRequest((1, 1, number), with_cache),)),
+        MigrationOrder(number, "bench", 0, 0, pair.addresses[1], (MigrationRequest((1, 1, number), with_cache),)),
     )
     over = pair.news.get()
-    while not isinstance(over, MoveOver):
+    while not isinstance(over, MigrationDone):
         over = pair.news.get()
     assert over.num_rows == 1, over
     pair.call(0, finish)
@@ -177,7 +175,7 @@ def run_tail(pair: Pair, number: int, tail: Sequence[Sequence[int]], below: int)
     """(seconds until a replica was free, seconds until all rows were done, rows that moved)"""
     while not pair.news.empty():
         pair.news.get()
-    tails = Tails(below)
+    tails = MigrationPlanner(below)
     began = time.perf_counter()
     for index, lengths in enumerate(tail):
         rows = [request(number + 100 * index + i, 32, new) for i, new in enumerate(lengths)]
@@ -190,17 +188,19 @@ def run_tail(pair: Pair, number: int, tail: Sequence[Sequence[int]], below: int)
         news = pair.news.get()
         if news is None:
             running -= 1
-        elif isinstance(news, MoveOver):
+        elif isinstance(news, MigrationDone):
             tails.arrived(news.number, news.num_bytes, news.seconds)
             moved += news.num_rows
         else:
             tails.update_load(news.index, news.here)
             if not free and not news.here.rows:
                 free = time.perf_counter() - began
-        for order, move in tails.next_moves([0, 1], []):
+        for order, move in tails.next_migrations([0, 1], []):
             target = pair.addresses[move.target]
-            order_move(
-                pair.client, pair.addresses[move.source], MoveOrder(order, "bench", move.source, 0, target, move.rows)
+            order_migration(
+                pair.client,
+                pair.addresses[move.source],
+                MigrationOrder(order, "bench", move.source, 0, target, move.rows),
             )
     return free, max(end.result() for end in ends) - began, moved
 
@@ -212,7 +212,7 @@ def two_replicas(path: str, max_seq: int) -> Iterator[Pair]:
         Client(cluster) as client,
     ):
         pair = Pair(client, sorted(client.scheduler_info(n_workers=-1)["workers"]))
-        client.subscribe_topic(TAILS, lambda event: pair.news.put(rows_from_json(event[1])))
+        client.subscribe_topic(MIGRATIONS, lambda event: pair.news.put(rows_from_json(event[1])))
         for index in range(2):
             pair.call(index, build, index, path, max_seq)
         yield pair

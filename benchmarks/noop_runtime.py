@@ -8,8 +8,8 @@ import time
 from pipeline.config.loading import load_yaml
 from pipeline.config.paths import RunPaths
 from pipeline.config.run import RunConfig
-from pipeline.workers.entry import CallResult
-from pipeline.workers.messages import Call, WorkerSpec
+from pipeline.workers.entry import Runtime
+from pipeline.workers.messages import Call, Outcome, WorkerSpec
 from storage.commits import Commit, new_attempt, provenance_here
 from storage.ledger import Ledger
 
@@ -19,7 +19,7 @@ METRICS = {
 }
 
 
-class NoopRuntime:
+class NoopRuntime(Runtime):
     """Owns nothing: a rank of a gang neither meets its peers nor trains."""
 
     def __init__(self, spec: WorkerSpec) -> None:
@@ -27,19 +27,15 @@ class NoopRuntime:
         self._spec = spec
         self._ledger = Ledger(str(RunPaths(config.run_dir).ledger))
 
-    def run(self, call: Call) -> CallResult:
+    def run(self, call: Call) -> Outcome:
         started = time.time()
         found = self._ledger.find(call.address)
-        if found is None and self._spec.index and self._spec.size > 1:
-            return CallResult(None, 0.0, False)
-        if found is None:
+        if found is None and (self._spec.index == 0 or self._spec.size == 1):
             provenance = provenance_here(
                 weight_versions=[call.version], seed=0, config_hash="noop", worker=self._spec.name, started=started
             )
             metrics = METRICS.get(call.address.stage, {})
             commit = Commit(call.address, new_attempt(), None, 0, {}, provenance, time.time(), metrics)
             found = self._ledger.commit(commit)
-        return CallResult(found.ref(), 0.0, False)
-
-    def close(self) -> None:
-        pass
+        ref = None if found is None else found.ref()
+        return Outcome(call.address, ref, self._spec.name, self._spec.index, started, time.time(), 0.0)

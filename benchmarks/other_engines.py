@@ -22,7 +22,7 @@ from typing import Any
 from stages.engines.build import build_engine
 from stages.engines.config import EngineConfig, VllmConfig
 from stages.engines.protocol import GenerationEngine, Request
-from stages.engines.remote.environment import ENVIRONMENTS, environment_problem
+from stages.engines.remote.environments import ENVIRONMENTS, environment_problem
 from stages.engines.remote.process import LAST_LINES
 from stages.models.sampling import SamplingConfig
 
@@ -54,20 +54,20 @@ def vllm_python() -> str:
 
 
 @contextmanager
-def vllm_sides(path: Path, dtype: str, *, slots: int, max_seq: int, threads: int) -> Iterator[dict[str, Side]]:
+def vllm_sides(path: Path, dtype: str, *, max_rows: int, max_seq: int, threads: int) -> Iterator[dict[str, Side]]:
     """By name; all three are up, and wait."""
     python, own = vllm_python(), VllmConfig()
     job = {
         "model": str(path.resolve()),
         "dtype": dtype,
         "max_seq": max_seq,
-        "slots": slots,
+        "max_rows": max_rows,
         "threads": threads,
         "kv_budget_mb": KV_BUDGET_MB,
         "eager": not own.compile,
         "stageline": str(ROOT),
     }
-    config = EngineConfig(kind="vllm", python=python, dtype=dtype, slots=slots, kv_budget_mb=KV_BUDGET_MB)  # type: ignore[arg-type]
+    config = EngineConfig(kind="vllm", python=python, dtype=dtype, max_rows=max_rows, kv_budget_mb=KV_BUDGET_MB)  # type: ignore[arg-type]
     with ExitStack() as stack:
         sides: dict[str, Side] = {
             name: stack.enter_context(vllm_process(python, {**job, "draws": draws}))

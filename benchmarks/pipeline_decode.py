@@ -26,9 +26,8 @@ from stages.engines.config import EmbeddedConfig, EngineConfig
 from stages.engines.embedded.build import build_embedded
 from stages.engines.embedded.engine import EmbeddedEngine
 from stages.engines.protocol import Request
-from stages.models.hf_config import RANDOM_TINY
 from stages.models.sampling import SamplingConfig
-from stages.models.spec import read_spec
+from stages.models.spec import RANDOM_TINY, read_spec
 
 NUM_ROWS, PROMPT = (16, 64), 16
 ONE_GROUP = "2 stages, 1 group"
@@ -77,7 +76,7 @@ def main() -> None:
         engines: dict[str, EmbeddedEngine] = {}
         for side in SIDES:
             settings = EngineConfig(
-                slots=max(NUM_ROWS),
+                max_rows=max(NUM_ROWS),
                 tensor_parallel=side.tensor,
                 pipeline_parallel=side.pipeline,
                 embedded=EmbeddedConfig(pipeline_groups=side.groups),

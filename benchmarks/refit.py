@@ -48,7 +48,7 @@ from stages.engines.embedded.engine import EmbeddedEngine
 from stages.engines.embedded.runner import LocalRunner
 from stages.engines.protocol import GenerationEngine, Request
 from stages.engines.remote.build import build_remote
-from stages.models.hf_files import read_weights
+from stages.models.hf_weights import read_weights
 from stages.models.sampling import SamplingConfig
 from storage.weights import BFLOAT16, WeightBoard
 
@@ -77,7 +77,7 @@ def copy_seconds(tensors: Mapping[str, torch.Tensor], target: Mapping[str, torch
 
 
 def load_while_decoding(engine: EmbeddedEngine, version: int, tensors: Mapping[str, torch.Tensor]) -> float:
-    """Seconds of `load_weights` beside as many rows as there are slots, which then run to their end."""
+    """Seconds of `load_weights` beside as many rows as there can be, which then run to their end."""
     sampling = SamplingConfig(NEW_TOKENS, NEW_TOKENS)
     engine.stats()
     running = engine.generate(Request(i, 1, 1, (5, 6, 7 + i), engine.version, sampling) for i in range(SLOTS))
@@ -94,7 +94,7 @@ def measure(path: Path, dtype: str, repeats: int) -> tuple[list[tuple[str, ...]]
     tensors = {name: tensor.float() for name, tensor in read_weights(str(path)).items()}
     few = {n: t for n, t in tensors.items() if n.startswith(tuple(f"model.layers.{i}." for i in range(NUM_BLOCKS)))}
     target = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
-    settings = EngineConfig(slots=SLOTS, dtype=dtype, update="inflight")  # type: ignore[arg-type]
+    settings = EngineConfig(max_rows=SLOTS, dtype=dtype, update="inflight")  # type: ignore[arg-type]
     seconds: dict[str, list[float]] = {}
     started = time.perf_counter()
     with closing(build_embedded(str(path), settings, max_seq=MAX_SEQ, threads=CORES, device=CPU)) as engine:
@@ -128,7 +128,7 @@ def measure(path: Path, dtype: str, repeats: int) -> tuple[list[tuple[str, ...]]
 
 def open_mirror(board: str) -> None:
     worker = get_worker()
-    worker.mirror = WeightMirror(worker, MirrorSpec(board, "there", patience_s=60.0, silence_s=30.0))
+    worker.mirror = WeightMirror(worker, MirrorSpec(board, "there", timeout_s=60.0, silence_s=30.0))
     worker.mirror.open()
 
 
@@ -231,7 +231,7 @@ def engines_elsewhere(path: Path) -> dict[str, Callable[[], GenerationEngine]]:
     made: dict[str, Callable[[], GenerationEngine]] = {
         "stand-in": lambda: build_remote(
             str(path),
-            EngineConfig(python=sys.executable, slots=SLOTS),
+            EngineConfig(python=sys.executable, max_rows=SLOTS),
             adapter="served_llama:ServedLlama",
             stated=vllm_capabilities,
             extra={},
@@ -242,7 +242,7 @@ def engines_elsewhere(path: Path) -> dict[str, Callable[[], GenerationEngine]]:
     }
     python = os.environ.get("STAGELINE_VLLM_PYTHON")
     if python is not None:
-        config = EngineConfig(kind="vllm", python=python, slots=SLOTS)
+        config = EngineConfig(kind="vllm", python=python, max_rows=SLOTS)
         made["vllm"] = lambda: build_engine(str(path), config, max_seq=MAX_SEQ, threads=1)
     return made
 
@@ -268,13 +268,13 @@ def measure_elsewhere(path: Path, repeats: int) -> tuple[list[tuple[str, ...]], 
             lease = stack.enter_context(board.open(0))
             seconds: dict[str, list[float]] = {}
             with measured_load() as load:
-                for turn in range(1 + repeats):
+                for repeat in range(1 + repeats):
                     engine.stats()
                     arms: dict[str, Callable[[], object]] = {
                         "copy": partial(copy_arrays, tensors, target),
                         "sums": lease.verify,
                         "sums and finiteness": partial(lease.verify, check_finite_numbers),
-                        "whole": partial(enter_and_leave, whole, turn % 2),
+                        "whole": partial(enter_and_leave, whole, repeat % 2),
                     }
                     for arm, run in arms.items():
                         seconds.setdefault(arm, []).append(seconds_of(run))

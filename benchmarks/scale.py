@@ -36,11 +36,9 @@ from pipeline.driver.context import ExecutorSettings
 from pipeline.driver.executor import Executor
 from pipeline.graph.dispatch import Dispatch
 from pipeline.graph.flow import Flow
-from pipeline.graph.gangs import Gang
-from pipeline.graph.graph import GraphSpec, Node, run_nodes
+from pipeline.graph.graph import Gang, GraphSpec, Node, run_nodes
 from pipeline.observe.journal import Journal
-from pipeline.workers.messages import OUTCOMES, Built, Call, Outcome, WorkerSpec
-from pipeline.workers.reports import outcome_to_json
+from pipeline.workers.messages import OUTCOMES, Built, Call, Outcome, WorkerSpec, outcome_to_json
 from stages.models.protocol import Role
 from storage.address import Ref
 
@@ -167,7 +165,7 @@ class SimulatedCluster:
         call = cast(Call, what)
         index = int(call.worker.rpartition("-")[2])
         now = time.time()
-        outcome = Outcome(call.address, Ref(call.address, call.attempt), call.worker, index, now, now, 0.0, False)
+        outcome = Outcome(call.address, Ref(call.address, call.attempt), call.worker, index, now, now, 0.0)
         self._topics[OUTCOMES]((now, outcome_to_json(call.attempt, outcome)))
         return SimulatedFuture(key, None)
 

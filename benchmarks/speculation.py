@@ -37,9 +37,9 @@ from stages.engines.embedded.drafts.speculation import Speculation
 from stages.engines.embedded.engine import EmbeddedEngine
 from stages.engines.embedded.runner import choose_kernels
 from stages.engines.protocol import Request
-from stages.models.hf_config import RANDOM_TINY
 from stages.models.hf_files import Tokenizer, read_tokenizer
 from stages.models.sampling import SamplingConfig
+from stages.models.spec import RANDOM_TINY
 
 CORES = os.cpu_count() or 1
 CPU = torch.device("cpu")
@@ -114,10 +114,10 @@ class Bench:
         self.reviews = (
             [line.split("\t")[2] for line in REVIEWS.read_text("utf8").splitlines()] if REVIEWS.exists() else ["a"]
         )
-        self.settings = EngineConfig(slots=max(options.rows), dtype=options.dtype)
+        self.settings = EngineConfig(max_rows=max(options.rows), dtype=options.dtype)
         self.kernels = choose_kernels(self.settings, CPU)
         self.head = Trained(
-            make_student(SpeculationConfig(), self.path, CPU),
+            make_student(self.path, CPU),
             self.kernels,
             getattr(torch, options.dtype),
             options.branches,

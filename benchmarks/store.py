@@ -29,11 +29,11 @@ import zarr
 from benchmarks.harness import arguments, measured_load, report, write_json
 from storage.address import Address
 from storage.commits import provenance_here
-from storage.config import Durability
+from storage.config import Durability, Layout, Layouts
 from storage.ledger import Ledger
 from storage.records import Rollout
 from storage.rollouts import RolloutStore
-from storage.shards import CHUNK_ROWS, Layout, Layouts
+from storage.shards import CHUNK_ROWS
 
 SEQ, VOCABULARY = 1024, 49_152
 

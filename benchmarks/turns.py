@@ -1,4 +1,4 @@
-"""The same run with engine and trainer side by side, and with their devices in turn (`placement.turns`).
+"""The same run with engine and trainer side by side, and with their devices in turn (`placement.device_sharing`).
 
 The demo's model with longer responses, without evaluations; whole runs by the command line, arms in turn in every
 repeat. Resident memory of each worker is looked at ten times a second, and told apart by what its gang did just then
@@ -31,7 +31,7 @@ from storage.ledger import Ledger
 ROOT = Path(__file__).resolve().parents[1]
 GANGS = ("generate", "train")
 WHEN = ("working", "waiting")
-ARMS = {"side by side": "placement.turns=[]", "in turns": "placement.turns=[[generate,train]]"}
+ARMS = {"side by side": "placement.device_sharing=[]", "in turns": "placement.device_sharing=[[generate,train]]"}
 LOOK_S = 0.1
 
 

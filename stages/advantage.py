@@ -8,8 +8,6 @@
 A pure function, computed in float64. It sees the whole step, since whitening, groups of responses to one prompt, the
 running moments of scores and the KL controller are defined over the step and not over a shard. What passes from step to
 step is `state`: small, JSON, and part of every checkpoint because it is part of the stage's output.
-
-May import numpy, torch, storage and stages.ppo.
 """
 
 from __future__ import annotations
@@ -21,16 +19,16 @@ import numpy as np
 import torch
 
 from stages.ppo import metrics as measure
-from stages.ppo.config import GROUPED, NormalizeConfig, PPOConfig, has_critic, whitens_advantages
-from stages.ppo.critic_free import (
+from stages.ppo.advantages import (
     Groups,
     equal_groups,
+    gae,
     group_advantages,
     group_std,
     leave_one_out_advantages,
     rewards_to_go,
 )
-from stages.ppo.gae import gae
+from stages.ppo.config import GROUPED, NormalizeConfig, PPOConfig, has_critic, whitens_advantages
 from stages.ppo.kl import next_kl_coef, token_kl
 from stages.ppo.masks import masked_whiten
 from stages.ppo.token_rewards import (
@@ -63,24 +61,26 @@ def advantage(
     normalize: NormalizeConfig = _AS_THEY_ARE,
     responses_per_prompt: int = 1,
 ) -> tuple[Advantages, dict[str, Any], dict[str, float]]:
-    """Advantages of every row of the step, the state for the next step, and the step's metrics.
+    """Return the advantages of every row of the step, the state for the next step, and the step's metrics.
 
     Args:
         policy: None under `proximal: loglinear | sampler`; the KL term then uses sampler_logprobs.
-        values: None where no critic is trained (`cfg.advantage`).
+        values: None if no critic is trained (`cfg.advantage`).
         staleness_bound: eta; every sampled token has step - eta <= version <= step.
-        state: what the same stage of the step before returned; empty at step 0. Keys: kl_coef (of this step),
-            step_kl_coef (of the step before), score_mean, score_squares, score_count.
-        normalize: what is done with scores before they become rewards.
-        responses_per_prompt: of `rollout.responses_per_prompt`; rows n k to (n + 1) k - 1 of the step are one prompt's.
+        state: the state from the step before; empty at step 0. Keys: kl_coef (of this step), step_kl_coef (of the step
+            before), score_mean, score_squares, score_count.
+        normalize: how scores are normalised before they become rewards.
+        responses_per_prompt: `rollout.responses_per_prompt`; rows n k to (n + 1) k - 1 of the step have the same
+            prompt.
 
     Returns:
-        (advantages, state, metrics). `metrics["kl/coef"]` and `state["step_kl_coef"]` are the beta THIS step uses,
-        `state["kl_coef"]` the next's.
+        (advantages, state, metrics). `metrics["kl/coef"]` and `state["step_kl_coef"]` are the beta of THIS step,
+            `state["kl_coef"]` that of the next.
 
     Raises:
         StalenessError: see there.
-        ValueError: records that do not belong together or to `cfg`, or rows that are no whole groups where it has any.
+        ValueError: records that do not belong together or to `cfg`, or rows that are not whole groups if it needs
+            groups.
     """
     _check(rollout, scores, reference, policy, values, cfg)
     check_staleness(rollout, step, staleness_bound)
@@ -111,8 +111,7 @@ def advantage(
 
 
 def check_staleness(rollout: Rollout, step: int, bound: int) -> None:
-    """Asserts step - bound <= version <= step for every sampled token. Raises StalenessError naming the first row that
-    breaks it."""
+    """Raise StalenessError, naming the first row, unless step - bound <= version <= step for every sampled token."""
     staleness = step - rollout.token_versions.astype(np.int64)
     bad = rollout.response_mask & ((staleness < 0) | (staleness > bound) | (rollout.token_versions < 0))
     if bad.any():
@@ -127,8 +126,7 @@ def check_staleness(rollout: Rollout, step: int, bound: int) -> None:
 def _shape_scores(
     scores: Scores, truncated: torch.Tensor, cfg: PPOConfig, normalize: NormalizeConfig, state: Mapping[str, Any]
 ) -> tuple[torch.Tensor, RunningMoments]:
-    """Scores by the rules of their own (missing EOS, normalising), and the running moments with this step's counted
-    in."""
+    """Return the shaped scores (missing EOS, normalising), and the running moments including this step."""
     shaped = penalise_missing_eos(torch.tensor(scores.scores).double(), truncated, cfg.missing_eos_score)
     before = RunningMoments(*(state.get(name, 0) for name in ("score_mean", "score_squares", "score_count")))
     running = update_running_moments(before, shaped)
@@ -153,8 +151,8 @@ def _record(
 
 
 def _groups(rollout: Rollout, loss_mask: torch.Tensor, responses_per_prompt: int) -> Groups:
-    """By row number: a prompt may be drawn twice in a step. Rows that the loss leaves out count in no group: a score
-    that is not to be trained on is nothing to compare with. Raises ValueError for rows that are not whole groups."""
+    """Return the groups by row number, since a prompt may be drawn twice in a step. Rows that the loss leaves out do
+    not count in their group. Raises ValueError for rows that are not whole groups."""
     first, number = np.unique(rollout.row // responses_per_prompt, return_inverse=True)
     for index in range(len(first)):
         prompts = rollout.prompt_index[number == index]
@@ -169,7 +167,7 @@ def _groups(rollout: Rollout, loss_mask: torch.Tensor, responses_per_prompt: int
 def _without_equal_groups(
     loss_mask: torch.Tensor, shaped_scores: torch.Tensor, groups: Groups | None, cfg: PPOConfig
 ) -> torch.Tensor:
-    """The mask, where that is asked for without responses that all score alike."""
+    """Return the loss mask, without groups of equal scores if the config says so."""
     if groups is None or not cfg.skip_equal_groups:
         return loss_mask
     return loss_mask & ~equal_groups(shaped_scores, groups)[groups.number][:, None]
@@ -183,7 +181,7 @@ def _advantages_and_returns(
     groups: Groups | None,
     cfg: PPOConfig,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Advantages by the policy's lambda, returns by the critic's; without a critic see `_without_critic`."""
+    """Return advantages by the policy's lambda and returns by the critic's. Without a critic see `_without_critic`."""
     if values is None:
         return _without_critic(r, mask, groups, cfg)
     v, v_end = _float64(values.values, mask), torch.tensor(values.bootstrap_values).double()
@@ -196,7 +194,7 @@ def _advantages_and_returns(
 def _without_critic(
     r: torch.Tensor, mask: torch.Tensor, groups: Groups | None, cfg: PPOConfig
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Advantages by `cfg.advantage`, and rewards to go as returns. `groups`: None under `reinforce_pp`."""
+    """Return advantages by `cfg.advantage`, and rewards to go as returns. `groups`: None under `reinforce_pp`."""
     to_go = rewards_to_go(r, mask, cfg.gamma)
     if groups is None:
         return to_go, to_go
@@ -215,7 +213,7 @@ def _estimator_metrics(
     groups: Groups | None,
     loss_mask: torch.Tensor,
 ) -> dict[str, float]:
-    """Of the critic or of the groups, where there are any."""
+    """Return the metrics of the critic or of the groups."""
     if values is not None:
         return measure.value_metrics(values.values, returns.numpy(), loss_mask.numpy())
     if groups is None:
@@ -226,7 +224,7 @@ def _estimator_metrics(
 
 
 def _reward_metrics(scores: Scores, shaped_scores: torch.Tensor, kl: torch.Tensor, kl_coef: float) -> dict[str, float]:
-    """Of the scores, their parts, and what becomes of them. `kl`: of each token."""
+    """Return the metrics of the scores, their parts and the rewards. `kl`: of each token."""
     found = measure.reward_metrics(scores.scores, shaped_scores.numpy(), kl.sum(dim=1).numpy(), kl_coef)
     return measure.part_metrics(scores) | found
 
@@ -234,13 +232,13 @@ def _reward_metrics(scores: Scores, shaped_scores: torch.Tensor, kl: torch.Tenso
 def _ref_kl_metrics(
     rollout: Rollout, log_policy: torch.Tensor, log_ref: torch.Tensor, cfg: PPOConfig
 ) -> dict[str, float]:
-    """`log_policy`: log pi_prox, or log mu where no proximal policy was computed."""
+    """Return the metrics of the KL. `log_policy`: log pi_prox, or log mu if no proximal policy was computed."""
     log_mu, mask = rollout.sampler_logprobs, rollout.response_mask
     return measure.ref_kl_metrics(log_policy.numpy(), log_mu, log_ref.numpy(), mask, cfg.correction_cap)
 
 
 def _state(kl_coef: float, next_coef: float, running: RunningMoments) -> dict[str, Any]:
-    """What the step's update is given, and the next step's node."""
+    """Return the input of the step's update, and the state for the next step."""
     return {
         "step_kl_coef": kl_coef,
         "kl_coef": next_coef,
@@ -251,7 +249,7 @@ def _state(kl_coef: float, next_coef: float, running: RunningMoments) -> dict[st
 
 
 def _policy_metrics(rollout: Rollout, policy: PolicyLogprobs | None, step: int) -> dict[str, float]:
-    """Of the proximal policy, where it was computed."""
+    """Return the metrics of the proximal policy, if it was computed."""
     if policy is None:
         return {}
     mask = rollout.response_mask
@@ -271,7 +269,7 @@ def _check(
     values: Values | None,
     cfg: PPOConfig,
 ) -> None:
-    """Raises ValueError on records that do not belong together."""
+    """Raise ValueError for records that do not belong together."""
     for record in (scores, reference, policy, values):
         if record is not None and record.num_rows != rollout.num_rows:
             raise ValueError(f"{record.KIND} has {record.num_rows} rows, the rollout {rollout.num_rows}")
@@ -283,5 +281,5 @@ def _check(
 
 
 def _float64(x: np.ndarray, mask: torch.Tensor) -> torch.Tensor:
-    """As a float64 tensor, zero outside the mask."""
+    """Return a float64 tensor that is zero outside the mask."""
     return torch.where(mask, torch.tensor(x).double(), 0)

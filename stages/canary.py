@@ -2,8 +2,6 @@
 
 Under staleness no row is fresh, so that an engine which did not take its weights, or not all of them, looks like one
 that is merely behind. These rows tell the two apart: whatever version sampled them, both score them with version v.
-
-May import numpy, storage, stages.engines.protocol, stages.models (its protocol and sampling) and stages.ppo.metrics.
 """
 
 from __future__ import annotations
@@ -22,8 +20,12 @@ CANARY_STEP = 2**31 - 2
 """Stands for the step in the keys of these rows: no step of a run has it, and evaluations have another."""
 
 
-def canary_rows(rollout: Rollout, rows: int, tokens: int) -> Rollout:
-    """The first `rows` rows of a shard, as if nothing had been sampled in them but the first `tokens` tokens."""
+CANARY_TOKENS = 8
+"""Sampled tokens that are compared per row."""
+
+
+def canary_rows(rollout: Rollout, rows: int, tokens: int = CANARY_TOKENS) -> Rollout:
+    """Return the first `rows` rows of a shard, cut to their first `tokens` sampled tokens."""
     part: Rollout = rollout.rows(slice(rows))
     mask = part.response_mask & (part.response_mask.cumsum(axis=1) <= tokens)
     return dataclasses.replace(
@@ -35,14 +37,16 @@ def canary_rows(rollout: Rollout, rows: int, tokens: int) -> Rollout:
     )
 
 
-def canary_logprob(models: ModelHost, rollout: Rollout, *, rows: int, tokens: int) -> CanaryPolicyLogprobs | None:
-    """What the resident policy says of the canary tokens of a shard; None on ranks other than 0."""
+def canary_logprob(
+    models: ModelHost, rollout: Rollout, *, rows: int, tokens: int = CANARY_TOKENS
+) -> CanaryPolicyLogprobs | None:
+    """Return the resident policy's log-probs of a shard's canary tokens; None on ranks other than 0."""
     found = models.policy_logprobs(canary_rows(rollout, rows, tokens))
     return None if found is None else CanaryPolicyLogprobs(_all_rows(found.policy_logprobs, rollout.num_rows))
 
 
 def canary_requests(rollout: Rollout, sampling: SamplingConfig, *, seed: int, version: int) -> list[Request]:
-    """Has an engine score the sampled tokens of these rows with weights `version`."""
+    """Have an engine score the sampled tokens of these rows with weights `version`."""
     requests = []
     for i, (prompt, new) in enumerate(
         zip(rollout.prompt_lengths.tolist(), rollout.response_lengths.tolist(), strict=True)
@@ -57,19 +61,20 @@ def canary_requests(rollout: Rollout, sampling: SamplingConfig, *, seed: int, ve
 
 
 def sampled_by(part: Rollout, version: int) -> bool:
-    """Whether one version sampled all that counts of these rows, as every version does without staleness: its engine
-    has said then what it would be asked now, and need not be asked again if the trainer agrees. (If not, it is: a run
-    that is resumed after an alarm has other engines.)"""
+    """Return True if one version sampled all that counts of these rows, as always without staleness. Then the engine
+    has already given the answer, and need not be asked again if the trainer agrees. (If the trainer differs it is
+    asked: a run that is resumed after an alarm has other engines.)"""
     return bool((part.token_versions[part.response_mask] == version).all())
 
 
 def engine_logprobs(
     engine: GenerationEngine, part: Rollout, sampling: SamplingConfig, *, seed: int, version: int
 ) -> np.ndarray:
-    """What an engine with weights `version` resident says of the sampled tokens of these rows: float32 [rows, seq].
+    """Return the log-probs of the sampled tokens of these rows by an engine with weights `version`: float32 [rows,
+    seq].
 
     Raises:
-        RuntimeError: the engine gave other tokens back, or made them with other weights.
+        RuntimeError: the engine returned other tokens, or used other weights.
     """
     requests = canary_requests(part, sampling, seed=seed, version=version)
     by_row = {completion.row: completion for completion in engine.generate(requests)}
@@ -87,8 +92,8 @@ def engine_logprobs(
 def compared(
     engine: np.ndarray, part: Rollout, policy_logprobs: np.ndarray, num_rows: int
 ) -> tuple[CanaryLogprobs, dict[str, float]]:
-    """The record for a shard of `num_rows`, and how far an engine's log-probs of the canary rows `part` are from what
-    the trainer said of them at the same version: `policy_logprobs` [rows, seq]."""
+    """Return the record for a shard of `num_rows`, and the distance between an engine's log-probs of the canary rows
+    `part` and the trainer's at the same version: `policy_logprobs` [rows, seq]."""
     metrics = canary_metrics(engine, policy_logprobs[: part.num_rows], part.sampler_logprobs, part.response_mask)
     return CanaryLogprobs(_all_rows(engine, num_rows)), metrics
 

@@ -1,7 +1,4 @@
-"""The `generate` stage: prompts of a shard to sampled responses, by whatever engine there is.
-
-May import numpy, storage, stages.models.sampling and stages.engines.protocol.
-"""
+"""The `generate` stage: prompts of a shard to sampled responses, by whatever engine there is."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""From a prompt source to the prompts of each shard: tokenised once, then drawn by a pure function of (seed, step).
-
-May import numpy, storage, stages.models.hf_files and of stages.rewards a source that is computed.
-"""
+"""From a prompt source to the prompts of each shard: tokenised once, then drawn by a pure function of (seed, step)."""
 
 from __future__ import annotations
 
@@ -41,13 +38,13 @@ class PromptTable:
     """int64: prompt numbers set aside for evaluation."""
     pad_id: int
     extra: list[dict[str, Any]]
-    """The source's other fields, for the reward."""
+    """Other fields of the source, for the reward."""
     messages: list[list[dict[str, str]]] | None = None
-    """Of a chat source: each prompt's, for the reward."""
+    """For a chat source: each prompt's messages, for the reward."""
 
     def save(self, path: Path) -> None:
-        """Writes `path` (.npz), its neighbour .jsonl with the extra fields, and for a chat source .chat.jsonl with the
-        messages; `path` last and in one piece, so that it exists only where all are whole."""
+        """Write `path` (.npz), beside it .jsonl with the extra fields, and for a chat source .chat.jsonl with the
+        messages. `path` is written last and atomically, so it exists only if all are whole."""
         path.with_suffix(".jsonl").write_text("".join(json.dumps(e, default=str) + "\n" for e in self.extra), "utf8")
         if self.messages is not None:
             path.with_suffix(".chat.jsonl").write_text("".join(json.dumps(m) + "\n" for m in self.messages), "utf8")
@@ -66,7 +63,7 @@ class PromptTable:
 
     @staticmethod
     def load(path: Path) -> PromptTable:
-        """What `save` wrote. Raises StoreError, naming the file, where one of the two is missing or damaged."""
+        """Return the table that `save` wrote. Raises StoreError, naming the file, if one is missing or damaged."""
         extras = path.with_suffix(".jsonl")
         extra = _read_lines(extras)
         try:
@@ -83,7 +80,8 @@ class PromptTable:
         return table
 
     def digest(self) -> str:
-        """Of all that a run takes from it, shortened SHA-256; tells whether a source was read the same again."""
+        """Return a shortened SHA-256 of everything that a run uses of it. It shows whether a source was read the same
+        again."""
         found = hashlib.sha256(json.dumps([self.pad_id, self.extra], default=str, sort_keys=True).encode())
         if self.messages is not None:
             found.update(json.dumps(self.messages, sort_keys=True).encode())
@@ -93,7 +91,7 @@ class PromptTable:
 
 
 def _read_lines(path: Path) -> list[Any]:
-    """What each line of a file holds, as JSON. Raises StoreError, naming it."""
+    """Return the JSON value of each line of a file. Raises StoreError, naming it."""
     try:
         return [json.loads(line) for line in path.read_text("utf8").removesuffix("\n").split("\n")]
     except FileNotFoundError as error:
@@ -103,7 +101,7 @@ def _read_lines(path: Path) -> list[Any]:
 
 
 def read_source(config: PromptsConfig) -> list[PromptItem]:
-    """All prompts of a source: a file's, or problems that are made by seed. Raises PromptsError."""
+    """Return all prompts of a source: a file's, or problems that are made by seed. Raises PromptsError."""
     return reasoning.problems(config) if config.url.startswith(REASONING_SCHEME) else load_texts(config)
 
 

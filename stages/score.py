@@ -1,9 +1,7 @@
 """The `score` stage: responses to one number each, by the parts that the config names, and each part's own.
 
-    rollout ──► samples ──┬─► part a: all rows, or batches under a budget of tokens ──► [rows] ──┐
-                          └─► part b                                                   [rows] ──┴─ weights ──► scores
-
-May import numpy, storage, stages.models.hf_files (the tokenizer's protocol), stages.rewards.protocol.
+rollout ──► samples ──┬─► part a: all rows, or batches under a budget of tokens ──► [rows] ──┐
+                      └─► part b                                                   [rows] ──┴─ weights ──► scores
 """
 
 from __future__ import annotations
@@ -28,15 +26,15 @@ def score(
     extras: Sequence[Mapping[str, Any]],
     messages: Sequence[Sequence[Mapping[str, str]] | None] | None = None,
 ) -> Scores:
-    """Scores every row:  score = sum over parts of weight x part  (in float64, stored in float32).
+    """Score every row:  score = sum over parts of weight x part  (in float64, stored in float32).
 
     Args:
-        extras: the prompt's own fields in its source, per row (empty mappings where it has none).
-        messages: those of chat prompts, per row; None where a prompt is plain, or all are.
+        extras: other fields of the prompt in its source, per row (empty mappings if it has none).
+        messages: messages of chat prompts, per row; None for a plain prompt, or if all are plain.
 
     Raises:
-        RewardFailed: a part gave another number of scores than there are rows, one that is not a finite float32, or
-            raised; names the part and the row.
+        RewardFailed: a part returned a wrong number of scores, one that is not a finite float32, or raised; names the
+            part and the row.
         ValueError: the number of extras is not that of rows.
     """
     if len(extras) != rollout.num_rows:
@@ -66,7 +64,7 @@ def samples_of(
     extras: Sequence[Mapping[str, Any]],
     messages: Sequence[Sequence[Mapping[str, str]] | None] | None = None,
 ) -> list[Sample]:
-    """What rewards see of each row."""
+    """Return the rows as rewards see them."""
     samples = []
     for i, extra in enumerate(extras):
         start = int(rollout.prompt_lengths[i])
@@ -91,9 +89,9 @@ def samples_of(
 
 
 def token_batches(lengths: Sequence[int], budget: int | None) -> Iterator[list[int]]:
-    """Rows in batches of at most `budget` tokens, counted as rows x the longest of them; the longest rows come first,
-    so that a scorer's memory is at its peak in the first call. A row that is longer than the budget is alone. None: one
-    batch of all rows, in their order."""
+    """Return batches of at most `budget` tokens, counted as rows x the longest of them. The longest rows come first, so
+    that a scorer's memory peaks in its first call. A row longer than the budget is alone. None: one batch of all rows,
+    in their order."""
     if budget is None:
         yield list(range(len(lengths)))
         return
@@ -108,8 +106,8 @@ def token_batches(lengths: Sequence[int], budget: int | None) -> Iterator[list[i
 
 
 def _scored(part: Part, samples: Sequence[Sample]) -> tuple[dict[str, np.ndarray], set[str]]:
-    """A part's numbers by the names that its reward gives them ("": the only one), float32 [rows]; an ensemble's
-    disagreement beside them. And which of them are only measured."""
+    """Return a part's numbers by the names that its reward gives them ("": the only one), float32 [rows]; an ensemble's
+    disagreement; and which of them are only measured."""
     reward = part.reward
     budget = reward.batch_tokens if isinstance(reward, Batched) else None
     found: dict[str, np.ndarray] = {}
@@ -132,7 +130,7 @@ def _call(part: Part, batch: Sequence[Sample]) -> Sequence[float] | Scored:
     try:
         return part.reward(batch)
     except RewardFailed as error:
-        raise RewardFailed(f"reward {part.name!r}: {error}") from error
+        raise type(error)(f"reward {part.name!r}: {error}") from error
 
 
 def _named(part: Part, given: Sequence[float] | Scored) -> dict[str, Sequence[float]]:
@@ -144,7 +142,7 @@ def _named(part: Part, given: Sequence[float] | Scored) -> dict[str, Sequence[fl
         raise RewardFailed(f"reward {part.name!r} gave the same name to a part and to what is only measured")
     for name in (*given.parts, *given.measured):
         alone = not name and len(given.parts) == 1 and name in given.parts
-        if name == _SPREAD or not (alone or not any(plain_name("", name, dots=False))):
+        if name == _SPREAD or not (alone or plain_name(dots=False).holds(name)):
             need = "a name has letters, digits, _ and -, and is none of the store's own"
             raise RewardFailed(f"reward {part.name!r} gave a part named {name!r}: {need}")
     spread = {} if given.disagreement is None else {_SPREAD: given.disagreement}
@@ -152,7 +150,7 @@ def _named(part: Part, given: Sequence[float] | Scored) -> dict[str, Sequence[fl
 
 
 def _numbers(whose: str, given: Sequence[float], batch: Sequence[Sample]) -> np.ndarray:
-    """float32 [rows of the batch]."""
+    """Return float32 [rows of the batch]."""
     try:
         with np.errstate(over="ignore"):
             numbers = np.asarray(given, np.float32)

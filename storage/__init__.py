@@ -1,1 +1,2 @@
-"""What is written down: records, rollouts, commits, weights, prompts. Imports numpy and no torch, no Dask."""
+"""Everything that a run writes down: records, rollouts, commits, weights, prompts. Imports numpy, but no torch and no
+Dask."""

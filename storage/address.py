@@ -1,7 +1,4 @@
-"""Where a stage's output lives, and the small reference to it that travels along the graph's edges.
-
-May import the standard library only.
-"""
+"""The address of a stage's output, and the small reference to an output that travels along the graph's edges."""
 
 from __future__ import annotations
 
@@ -12,8 +9,8 @@ from typing import Any
 
 @dataclass(frozen=True, order=True)
 class Address:
-    """The one address of an output within a run: (stage, step, shard). For `publish`, `canary` and `evaluate`, `step`
-    is the version of the weights. Stages that have one node a step have shard 0."""
+    """The address of an output within a run: (stage, step, shard). For `publish`, `canary` and `evaluate`, `step` is
+    the version of the weights. Stages with one node per step have shard 0."""
 
     stage: str
     step: int
@@ -25,15 +22,15 @@ class Address:
 
 @dataclass(frozen=True)
 class Ref:
-    """What a node returns and an edge carries: an address that has a commit record, and nothing large."""
+    """A reference to a committed output. Nodes return it and edges carry it, instead of the data."""
 
     address: Address
     attempt: str
-    """Name of the attempt whose output was committed."""
+    """Name of the committed attempt."""
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """Scalars the stage measured, for the driver."""
+    """Numbers that the stage measured, for the driver."""
     state: Mapping[str, Any] = field(default_factory=dict)
-    """Small JSON state handed to the same stage of the next step (the KL controller's)."""
+    """Small JSON state for the same stage of the next step (for example the KL controller's)."""
     started: float = 0.0
-    """When the work began; seconds since the epoch, as is `finished`."""
+    """Start of the work, in seconds since the epoch; `finished` is its end."""
     finished: float = 0.0

@@ -1,15 +1,19 @@
-"""Directories of checkpoints, each made whole by a manifest and a rename, both last.
+"""Directories of checkpoints. A manifest and then a rename, both last, make a checkpoint complete.
 
-    <root>/policy/v000012/checkpoint.json + whatever the model wrote
-    <root>/policy/.v000012-<host>-<pid>-<hex>/     one being written, or left by a process that died
+    <root>/policy/v000012/checkpoint.json + the model's files
+    <root>/policy/.v000012-<host>-<pid>-<hex>/     being written, or left by a process that died
 
-The manifest has the size and CRC-32 of every file, a digest of itself, and what its writer says of the content. A
-reader goes through `newest_first` and takes the first that `verify` finds nothing wrong with.
+The manifest has the size and CRC-32 of every file, a digest of itself, and what the writer says about the content. A
+reader goes through `newest_first` and takes the first version in which `verify` finds no fault.
 
-Local paths only (a node's disk, or a filesystem that all nodes mount): Megatron writes its checkpoints with file calls
-of its own, many ranks into one directory.
+Only local paths work (a node's disk, or a filesystem that all nodes mount): Megatron writes its checkpoints with its
+own file calls, from many ranks into one directory.
 
-May import the standard library and storage only.
+An exported model has a similar record beside its files, written last:
+
+    export.json   {"format": 1, "files": {"model.safetensors": {"bytes": ..., "crc32": ...}, ...}, "checksum": "..."}
+
+A directory without this record is somebody else's model, or the export of an earlier version. It cannot be checked.
 """
 
 from __future__ import annotations
@@ -23,17 +27,17 @@ import socket
 import sys
 import uuid
 import zlib
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from storage.commits import checksum
 from storage.config import Durability
 from storage.errors import StoreError
-from storage.files import DEFAULT, sync_directory
-from storage.processes import process_alive
-from storage.retries import patiently
+from storage.files import DEFAULT, retried, sync_directory
+from storage.host import process_alive
 
 FORMAT = 2
 
@@ -43,31 +47,31 @@ _BLOCK_BYTES = 1 << 20
 
 
 def version_of(directory: Path) -> int | None:
-    """The version that a directory is named after, as those of checkpoints and exports are; None for another's."""
+    """Return the version in the name of a checkpoint's or export's directory, or None for another name."""
     match = _VERSION.fullmatch(directory.name)
     return int(match[1]) if match else None
 
 
 @dataclass(frozen=True)
 class FileSum:
-    """What tells whether a file is the one that was written."""
+    """Size and checksum of a file as it was written."""
 
     bytes: int
     crc32: int
 
 
 class Checkpoints:
-    """Owns nothing but names below `root`; any process may use the same root."""
+    """The checkpoints below `root`. Holds no handle; any number of processes may use the same root."""
 
     def __init__(self, root: str | Path, durability: Durability = DEFAULT) -> None:
         self.root = Path(root)
-        self._fsync, self._patience_s = durability.fsync, durability.patience_s
+        self._fsync, self._retry_s = durability.fsync, durability.retry_s
 
     def begin(self, role: str, version: int) -> Path:
-        """A new, empty directory to save into. In a gang rank 0 calls this and tells the others."""
+        """Return a new, empty directory to save into. In a gang rank 0 calls this and sends the path to the others."""
         owner = f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
         path = self.root / role / f".v{version:06d}-{owner}"
-        patiently(lambda: path.mkdir(parents=True, exist_ok=True), str(path), self._patience_s)
+        retried(lambda: path.mkdir(parents=True, exist_ok=True), str(path), self._retry_s)
         return path
 
     def finish(
@@ -78,10 +82,10 @@ class Checkpoints:
         meta: Mapping[str, Any],
         sums: Mapping[str, FileSum] | None = None,
     ) -> Path:
-        """Makes `path` (from `begin`) the checkpoint of a version, once all ranks have written; returns its place. If
-        that version is there already it is kept, and `path` is discarded. `meta` is JSON that `verify` gives back.
-        `sums`: of every file by its path below `path`, which must be on the disk (see `sum_file`); None: all of them
-        are read here. Raises StoreError where the files are not those of `sums`."""
+        """Turn `path` (from `begin`) into the checkpoint of a version, after all ranks have written, and return its
+        place. If the version exists already, keep it and discard `path`. `meta` is JSON that `verify` returns later.
+        `sums` has the sum of every file by its path below `path`, and the files must be on the disk (see `sum_file`);
+        with None all files are read here. Raises StoreError if the files are not those of `sums`."""
         if sums is None:
             files = sorted(p for p in path.rglob("*") if p.is_file())
             sums = {file.relative_to(path).as_posix(): sum_file(file, fsync=self._fsync) for file in files}
@@ -116,25 +120,26 @@ class Checkpoints:
         return target
 
     def place(self, role: str, version: int) -> Path:
-        """Where the checkpoint of a version is, if there is one."""
+        """Return the place of a version's checkpoint, whether it exists or not."""
         return self.root / role / f"v{version:06d}"
 
     def newest_first(self, role: str, at_most: int) -> list[int]:
-        """Versions no newer than `at_most` that were saved, newest first, whatever has become of their files since."""
+        """Return the saved versions up to `at_most`, newest first. Their files may have been damaged since."""
         found = (version_of(path.parent) for path in (self.root / role).glob(f"v*/{_MANIFEST}"))
         return sorted((version for version in found if version is not None and version <= at_most), reverse=True)
 
     def versions(self, role: str) -> list[int]:
-        """Versions with a complete checkpoint, ascending: the manifest can be read and every file has its size."""
+        """Return the versions with a complete checkpoint, ascending: the manifest can be read and every file has its
+        size."""
         found = reversed(self.newest_first(role, at_most=sys.maxsize))
         return [version for version in found if _looks_whole(self.place(role, version))]
 
     def verify(
         self, role: str, version: int, share: tuple[int, int] = (0, 1), expected: Mapping[str, Any] | None = None
     ) -> dict[str, Any]:
-        """Reads every byte and returns the `meta` that was saved; with `share` (i, n) every n-th file from the i-th on,
-        so that n processes read all of them. `expected`: what its `meta` must say, by name. Raises StoreError, saying
-        what, where anything is missing, is not what was saved, or was saved as something else."""
+        """Read every byte and return the saved `meta`. With `share` (i, n) read only every n-th file from the i-th on,
+        so that n processes together read all files. `expected`: values that `meta` must have, by name. Raises
+        StoreError, naming the fault, if a file is missing, has changed, or was saved with other values."""
         path = self.place(role, version)
         document = _read(path)
         if (document.get("role"), document.get("version")) != (role, version):
@@ -147,15 +152,15 @@ class Checkpoints:
         if fault is not None:
             raise StoreError(fault)
         for name, entry in list(document["files"].items())[share[0] :: share[1]]:
-            found = patiently(partial(sum_file, path / name), str(path / name), self._patience_s)
+            found = retried(partial(sum_file, path / name), str(path / name), self._retry_s)
             if found.crc32 != entry["crc32"]:
                 raise StoreError(f"{path}/{name}: is not what was saved")
         return meta
 
     def prune(self, role: str, keep: int, damaged: Collection[int] = (), every: int | None = None) -> list[int]:
-        """Removes all but the newest `keep` complete checkpoints, of which the versions `damaged` are none, and those
-        of versions that are multiples of `every`; and directories that dead processes of this host began. Returns the
-        versions removed. Raises ValueError for keep < 1."""
+        """Remove old checkpoints and return their versions. Keep the newest `keep` complete ones (the versions
+        `damaged` do not count) and every version that is a multiple of `every`. Also remove directories that dead
+        processes of this host began. Raises ValueError for keep < 1."""
         if keep < 1:
             raise ValueError(f"keep must be at least 1, given {keep}")
         complete = [version for version in self.versions(role) if version not in damaged]
@@ -179,7 +184,7 @@ def _is_multiple(version: int, every: int | None) -> bool:
 
 
 def sum_file(file: Path, *, fsync: bool = False) -> FileSum:
-    """Size and CRC-32 of a file, which with `fsync` is on the disk when this returns."""
+    """Return size and CRC-32 of a file. With `fsync` the file is on the disk when this returns."""
     total = size = 0
     with file.open("rb") as stream:
         while block := stream.read(_BLOCK_BYTES):
@@ -190,7 +195,7 @@ def sum_file(file: Path, *, fsync: bool = False) -> FileSum:
 
 
 def _looks_whole(path: Path) -> bool:
-    """Whether the manifest can be read and all of its files have their sizes."""
+    """Return True if the manifest can be read and all of its files have their sizes."""
     try:
         return _faulty_size(path, _read(path)) is None
     except StoreError:
@@ -198,7 +203,7 @@ def _looks_whole(path: Path) -> bool:
 
 
 def _faulty_size(path: Path, document: Mapping[str, Any]) -> str | None:
-    """Which file is missing or has another size, if any."""
+    """Return which file is missing or has another size, or None."""
     for name, entry in document["files"].items():
         try:
             size = (path / name).stat().st_size
@@ -210,7 +215,7 @@ def _faulty_size(path: Path, document: Mapping[str, Any]) -> str | None:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """The manifest. Raises StoreError where it is missing, is not whole, or is of another format."""
+    """Return the manifest. Raises StoreError if it is missing, damaged or of another format."""
     manifest = path / _MANIFEST
     try:
         document = json.loads(manifest.read_bytes())
@@ -231,6 +236,56 @@ def _digest(document: Mapping[str, Any]) -> str:
 
 
 def _discard(path: Path) -> None:
-    """The manifest goes first, so that what is half removed is not taken for a checkpoint."""
+    """Remove a checkpoint, manifest first, so that a half-removed directory is not taken for a checkpoint."""
     (path / _MANIFEST).unlink(missing_ok=True)
     shutil.rmtree(path, ignore_errors=True)
+
+
+# ---- exports ---------------------------------------------------------------------------------------------
+
+RECORD = "export.json"
+EXPORT_FORMAT = 1
+
+
+def write_sums(directory: Path) -> None:
+    """Write the record of all files below a directory. Call it after they are all written."""
+    files = sorted(path for path in directory.rglob("*") if path.is_file() and path != directory / RECORD)
+    sums = {file.relative_to(directory).as_posix(): asdict(sum_file(file)) for file in files}
+    document = {"format": EXPORT_FORMAT, "files": sums, "checksum": _checksum(sums)}
+    (directory / RECORD).write_text(json.dumps(document, indent=1) + "\n")
+
+
+def has_sums(directory: Path) -> bool:
+    """Return True if the directory has the record, damaged or not."""
+    return (directory / RECORD).exists()
+
+
+def export_faults(directory: Path) -> Iterator[str]:
+    """Return the faults of an exported directory that has the record. Reads every byte. Additional files
+    are no fault."""
+    try:
+        document = json.loads((directory / RECORD).read_bytes())
+        sums, stated, form = document["files"], document["checksum"], document["format"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        yield f"{directory / RECORD}: cannot be read ({type(error).__name__}: {error})"
+        return
+    if form != EXPORT_FORMAT:
+        yield f"{directory / RECORD}: format {form!r}, this version reads {FORMAT}"
+        return
+    if stated != _checksum(sums):
+        yield f"{directory / RECORD}: is not what was written (it does not have its checksum)"
+        return
+    for name, entry in sums.items():
+        try:
+            found = asdict(sum_file(directory / name))
+        except OSError as error:
+            yield f"{directory / name}: cannot be read ({error.strerror})"
+            continue
+        if found["bytes"] != entry["bytes"]:
+            yield f"{directory / name}: has {found['bytes']} bytes of {entry['bytes']}"
+        elif found != entry:
+            yield f"{directory / name}: is not what was exported"
+
+
+def _checksum(sums: object) -> str:
+    return checksum(json.dumps(sums, sort_keys=True).encode())

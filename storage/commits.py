@@ -1,19 +1,20 @@
-"""The record of one output: what there is, what it was made from, by whom and when; and its JSON.
+"""The commit record of one output: what it is, what it was made from, by whom and when; and its JSON.
 
-JSON has no NaN or infinity, so a metric that is not finite is written as the string "NaN", "Infinity" or "-Infinity"
-and read back as that float; `state` must be finite, since the next step computes with it.
+JSON has no NaN or infinity. A metric that is not finite is written as the string "NaN", "Infinity" or "-Infinity" and
+read back as that float. `state` must be finite, because the next step computes with it.
 
-Two sums tell what a record is. `checksum`, its last field, is over all bytes of the file before it: a record that was
-damaged, or changed by hand, is none. `content` is over what other nodes compute with (arrays, state, digest; not who
-made it, when, how fast): a record names its inputs by it, so that an output that was lost and made again the same is
+A record has two sums. `checksum`, its last field, covers all earlier bytes of the file, so a damaged or edited record
+is detected. `content` covers what other nodes compute with: arrays, state, digest, but not who made it, when, or how
+fast. A record names its inputs by their `content`, so an output that was lost and made again with the same content is
 the same input.
 
-May import the standard library and storage.{address, checksum, errors}.
+Standard library only.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 import math
 import os
@@ -25,20 +26,19 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from storage.address import Address, Ref
-from storage.checksum import checksum
 from storage.errors import DamagedCommit, StoreError
 
 FORMAT = 2
-"""Version of the file format; a reader refuses any other."""
+"""Version of the file format. A reader refuses any other."""
 
 _CHECKSUM = b',\n "checksum": "%s"\n}\n'
-"""How a record ends; the sum is over all bytes before this."""
+"""The end of a record. The sum covers all bytes before it."""
 _NO_SUM = b"0" * 32
 
 
 @dataclass(frozen=True)
 class ArrayInfo:
-    """One committed array: its type, and the CRC-32 of its bytes in C order, little-endian."""
+    """Type of a committed array, and the CRC-32 of its bytes in C order, little-endian."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -47,35 +47,36 @@ class ArrayInfo:
 
 @dataclass(frozen=True)
 class Input:
-    """An output that was read: where, which attempt's, and what it was."""
+    """An output that a node read: its address, its attempt and its content."""
 
     address: Address
     attempt: str
     content: str
-    """`Commit.content` of it."""
+    """Its `Commit.content`."""
 
 
 @dataclass(frozen=True)
 class Provenance:
-    """What a node knows about its work before the work is done; `provenance_here` fills in this process."""
+    """What a node knows about its work before the work is done. `provenance_here` fills in this process."""
 
     inputs: tuple[Input, ...]
     weight_versions: tuple[int, ...]
-    """Versions of the weights that took part, ascending; empty for none."""
+    """Versions of the weights that were used, ascending; empty if none."""
     seed: int
     config_hash: str
     worker: str
     host: str
     pid: int
     started: float
-    """Seconds since the epoch, as is `finished`."""
+    """Seconds since the epoch; `finished` too."""
     numerics: str = ""
-    """Fingerprint of what computed it: processor, compiler, kernels, versions (the whole is in the run's identity)."""
+    """Fingerprint of what computed the output: processor, compiler, kernels, versions. The run's identity has the full
+    text."""
 
 
 @dataclass(frozen=True)
 class Commit:
-    """The record of one output. `kind`, `rows` and `arrays` describe the stored record; stages that store no arrays
+    """The record of one output. `kind`, `rows` and `arrays` describe the stored record. Stages without arrays
     (`update_policy`, `publish`) have kind None, 0 rows and no arrays."""
 
     address: Address
@@ -86,27 +87,27 @@ class Commit:
     provenance: Provenance
     finished: float
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """For people: nothing is computed from them."""
+    """Metrics for people. Nothing is computed from them."""
     state: Mapping[str, Any] = field(default_factory=dict)
     digest: str | None = None
-    """Of the weights that an update made, or that were published."""
+    """Digest of the weights that an update made or a publish published."""
 
     @property
     def content(self) -> str:
-        """SHA-256, shortened, of what other nodes compute with: kind, rows, arrays, state, digest. Two outputs with the
-        same content are the same input."""
+        """Return the shortened SHA-256 of what other nodes compute with: kind, rows, arrays, state, digest. Two outputs
+        with the same content are the same input."""
         arrays = [(name, info.dtype, info.shape, info.crc32) for name, info in sorted(self.arrays.items())]
         parts = [str(self.address), self.kind, self.rows, arrays, dict(self.state), self.digest]
         return checksum(json.dumps(parts, sort_keys=True, allow_nan=False).encode())
 
     def ref(self) -> Ref:
-        """What travels along the edges of the graph."""
+        """Return the reference that travels along the graph's edges."""
         times = self.provenance.started, self.finished
         return Ref(self.address, self.attempt, dict(self.metrics), dict(self.state), *times)
 
 
 def new_attempt(number: int = 0) -> str:
-    """A name for an attempt that no other has: "a<number>-<8 hex digits>"; `number` is for people (retries)."""
+    """Return a unique name for an attempt: "a<number>-<8 hex digits>". People read `number` as the count of retries."""
     return f"a{number}-{uuid.uuid4().hex[:8]}"
 
 
@@ -120,7 +121,7 @@ def provenance_here(
     started: float | None = None,
     numerics: str = "",
 ) -> Provenance:
-    """Provenance of work done by this process, begun at `started` (default: now)."""
+    """Return the provenance of work done by this process, begun at `started` (default: now)."""
     return Provenance(
         inputs=tuple(Input(c.address, c.attempt, c.content) for c in inputs),
         weight_versions=tuple(sorted({int(v) for v in weight_versions})),
@@ -135,7 +136,7 @@ def provenance_here(
 
 
 def encode(commit: Commit) -> bytes:
-    """The record as JSON bytes. Raises ValueError, naming the address, for a state that JSON cannot hold."""
+    """Return the record as JSON bytes. Raises ValueError, naming the address, if the state does not fit into JSON."""
     document = {"format": FORMAT, **dataclasses.asdict(commit)}
     document["metrics"] = {name: _write_float(value) for name, value in commit.metrics.items()}
     try:
@@ -146,7 +147,7 @@ def encode(commit: Commit) -> bytes:
 
 
 def decode(data: bytes, where: str = "commit record") -> Commit:
-    """The inverse of `encode`.
+    """Return the commit that `encode` wrote.
 
     Raises:
         DamagedCommit: naming `where`; not JSON, or not what was written.
@@ -182,7 +183,7 @@ def decode(data: bytes, where: str = "commit record") -> Commit:
 
 
 def is_whole(data: bytes) -> bool:
-    """Whether a record's bytes have its checksum."""
+    """Return True if a record's bytes match its checksum."""
     size = len(_CHECKSUM % _NO_SUM)
     return data[-size:] == _CHECKSUM % checksum(data[:-size]).encode()
 
@@ -195,9 +196,17 @@ def _write_float(value: float) -> float | str:
 
 
 def _checked(kind: type[Any], value: Any, where: str) -> dict[str, Any]:
-    """`value` if it is an object with exactly the fields of the dataclass `kind`."""
+    """Return `value` if it is an object with exactly the fields of the dataclass `kind`."""
     names = {f.name for f in dataclasses.fields(kind)}
     given = set(value) if isinstance(value, dict) else set()
     if given != names:
         raise StoreError(f"{where}: unknown {sorted(given - names)}, missing {sorted(names - given)}")
     return dict(value)
+
+
+# ---- checksum --------------------------------------------------------------------------------------------
+
+
+def checksum(data: bytes) -> str:
+    """Return 32 hexadecimal digits of the SHA-256. They detect damage, not forgery."""
+    return hashlib.sha256(data).hexdigest()[:32]

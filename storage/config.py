@@ -1,7 +1,4 @@
-"""Settings of prompt sources and of what is written down, and what of them cannot work.
-
-May import the standard library and storage.problems.
-"""
+"""Settings of prompts, of human judgements and of storage, and their checks."""
 
 from __future__ import annotations
 
@@ -9,13 +6,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
-from storage.problems import Problem, at_least
+from storage.problems import Problem, above, at_least, between, setting
 
 
 @dataclass
 class PromptsConfig:
-    """Where prompts come from. Rows are held out for evaluation by a seeded permutation of the whole source, so they
-    are never trained on."""
+    """The source of the prompts. A seeded permutation of the whole source decides which rows are held out for
+    evaluation; they are never trained on."""
 
     url: str = "???"
     """fsspec URL or path of a .jsonl, .csv, .parquet or .tsv/.txt file; or `reasoning-gym:TASK?size=..&seed=..`."""
@@ -23,64 +20,144 @@ class PromptsConfig:
     """plain: a text field; chat: a field holding a list of {role, content} messages, put through the chat template."""
     field: str = "prompt"
     """Field (JSONL, CSV, Parquet) or 0-based column number (TSV) that holds the prompt."""
-    opening_tokens: int | None = None
+    opening_tokens: int | None = setting(None, at_least(1))
     """Use only the first so many tokens of the text as the prompt, and skip shorter texts; null: all of it."""
-    max_tokens: int = 64
-    """Longest prompt; a longer one is refused (`too_long: error`) or left out (`skip`)."""
+    max_tokens: int = setting(64, at_least(1))
+    """Longest prompt in tokens. A longer prompt is refused (`too_long: error`) or left out (`skip`)."""
     too_long: Literal["error", "skip"] = "error"
-    held_out: int | None = None
-    """Prompts set aside for evaluation; null: 64, or a tenth of all where these are fewer than 640."""
+    """What to do with a prompt that is longer than `max_tokens`."""
+    held_out: int | None = setting(None, at_least(0))
+    """Prompts set aside for evaluation; null: 64, or a tenth of all if there are fewer than 640."""
 
 
 def prompts_problems(config: PromptsConfig) -> Iterator[Problem]:
-    """What of the section `prompts` cannot work by itself."""
-    yield from at_least(1, {"prompts.max_tokens": config.max_tokens})
-    yield from at_least(0, {"prompts.held_out": config.held_out})
-    if config.opening_tokens is not None and not 1 <= config.opening_tokens <= config.max_tokens:
-        need = f"must be from 1 to prompts.max_tokens = {config.max_tokens}"
+    """Yield the problems of section `prompts` by itself."""
+    if config.opening_tokens is not None and config.opening_tokens > config.max_tokens:
+        need = f"must be at most prompts.max_tokens = {config.max_tokens}"
         yield Problem("prompts.opening_tokens", config.opening_tokens, need)
+
+
+RETRY_S = 60.0
+"""Seconds for which transient errors of the filesystem (a stale handle, a time-out) are retried, and a commit that must
+exist is waited for. A full disk or a missing permission is an error at once."""
 
 
 @dataclass(frozen=True)
 class Durability:
-    """How hard a store tries: what of `StorageConfig` it needs, and how long it waits for what must be there."""
+    """The part of `StorageConfig` that a store needs: whether it syncs, and how long it retries."""
 
     fsync: bool = True
-    patience_s: float = 60.0
-    """For errors that may pass."""
+    retry_s: float = RETRY_S
+    """Seconds for which transient errors are retried."""
     unseen_s: float = 0.0
-    """For commits that the caller knows to exist, and this host may not see yet."""
+    """Seconds to wait for commits that exist, but that this host may not see yet."""
 
 
 @dataclass
 class KeepConfig:
-    """What a run keeps of what it has written, once nothing can need it any more; null: everything. Commit records,
-    evaluations, attempts and what was archived or set aside always stay."""
+    """What a run keeps of its own output after nothing needs it any more; null: everything. Commit records,
+    evaluations, attempts and archived files always stay."""
 
-    rollouts: int | None = None
-    """Arrays of the last so many steps; more where a recovery may need them."""
-    exports: int | None = None
-    """Versions in Hugging Face layout, the newest."""
+    rollouts: int | None = setting(None, at_least(1))
+    """Number of last steps whose arrays stay; more if a recovery may need them."""
+    exports: int | None = setting(None, at_least(1))
+    """Number of newest versions that stay in Hugging Face layout."""
 
 
 @dataclass
 class StorageConfig:
-    """How commits, rollouts and checkpoints are written and read."""
+    """Settings for writing and reading commits, rollouts and checkpoints."""
 
     fsync: bool = True
-    """Whether what is written is on the disk before it counts. Without, a killed process still loses nothing; a power
-    cut may leave files that are not what was committed (found when they are read)."""
-    patience_s: float = 60.0
-    """How long an error of the filesystem that may pass (a stale handle, a time-out) is tried again, and a commit that
-    must be there is waited for, before that is an error. No space, no permission: an error at once."""
+    """Sync files to the disk before they count. Without it a killed process still loses nothing, but a power cut may
+    leave files that differ from what was committed (detected when they are read)."""
     keep: KeepConfig = field(default_factory=KeepConfig)
 
     def durability(self, *, unseen: bool = False) -> Durability:
-        """For stores. `unseen`: for a process that is only asked to read what is committed."""
-        return Durability(self.fsync, self.patience_s, self.patience_s if unseen else 0.0)
+        """Return the store's settings. `unseen`: for a process that only reads what is known to be committed."""
+        return Durability(self.fsync, unseen_s=RETRY_S if unseen else 0.0)
 
 
-def storage_problems(config: StorageConfig) -> Iterator[Problem]:
-    """What of the section `storage` cannot work by itself."""
-    yield from at_least(0, {"storage.patience_s": config.patience_s})
-    yield from at_least(1, {"storage.keep.rollouts": config.keep.rollouts, "storage.keep.exports": config.keep.exports})
+# ---- preferences config ----------------------------------------------------------------------------------
+
+
+@dataclass
+class PreferencesConfig:
+    """The source of the judgements, and how they are split. Each prompt (for ratings: each text) is in
+    one part only."""
+
+    kind: Literal["pairs", "ratings"] = "pairs"
+    """pairs: each row has a prompt, a chosen and a rejected response; ratings: each row has a text and its rating, and
+    texts with sufficiently different ratings make pairs."""
+    url: str = "???"
+    """fsspec URL or path of a .jsonl, .csv, .parquet or .tsv/.txt file."""
+    held_out_url: str | None = None
+    """A separate file with the held-out rows; null: a share of `url`."""
+    format: Literal["plain", "chat"] = "plain"
+    """For pairs: the prompt is a text, or a list of {role, content} messages; a response is a text, or, in a chat, a
+    list with one message of the assistant."""
+    prompt: str = "prompt"
+    """For pairs: field of the prompt, a name (JSONL, CSV, Parquet) or a 0-based column number (TSV)."""
+    chosen: str = "chosen"
+    """For pairs: field of the chosen response."""
+    rejected: str = "rejected"
+    """For pairs: field of the rejected response."""
+    text: str = "text"
+    """For ratings: field of the text."""
+    rating: str = "rating"
+    """For ratings: field of the rating."""
+    spread: str | None = None
+    """For ratings: the field with the standard deviation among the raters of a text; null: not known."""
+    raters: str | None = None
+    """For ratings: the field with the number of raters."""
+    min_gap: float = setting(1.0, above(0, ": of equal ratings none is the better"))
+    """For ratings: smallest difference between the two ratings of a pair."""
+    group_texts: int = setting(16, at_least(2, ": a text is compared with others"))
+    """For ratings: texts in a group. Groups are drawn anew for every epoch, and the texts of a group are compared with
+    one another."""
+    validation: float = setting(0.1, between(0, 1, " (0.1 is usual)", ends=False))
+    """Share of the prompts (texts) for choosing the best state."""
+    held_out: float = 0.2
+    """Share of the prompts (texts) for the final figures only."""
+    held_out_pairs: int = setting(20000, at_least(1))
+    """For ratings: most pairs drawn from the held-out texts, and from the validation texts."""
+    max_tokens: int = setting(512, at_least(3, ": a prompt, a response and its end"))
+    """Longest row in tokens: prompt, response and end."""
+    too_long: Literal["error", "skip"] = "error"
+    """Refuse a longer row (error), or leave its pair out (skip)."""
+
+
+def preferences_problems(config: PreferencesConfig) -> Iterator[Problem]:
+    """Yield the problems of section `data` by itself."""
+    if config.held_out_url is None:
+        yield from between(0, 1, " (0.2 is usual)", ends=False).problems({"data.held_out": config.held_out})
+        if config.validation < 1 and config.held_out < 1 <= config.validation + config.held_out:
+            need = f"with data.validation = {config.validation} nothing is left"
+            yield Problem("data.held_out", config.held_out, need)
+    if config.kind == "ratings" and config.format == "chat":
+        yield Problem("data.format", config.format, "ratings are of texts: plain")
+    if (config.spread is None) != (config.raters is None):
+        missing = "data.raters" if config.raters is None else "data.spread"
+        yield Problem(missing, None, "the noise of a rating takes both spread and raters, or name neither")
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Shape of a group's arrays: num_shards × rows_per_shard rows of seq tokens. A record has the rows of one shard or
+    of all shards."""
+
+    num_shards: int
+    rows_per_shard: int
+    seq: int
+
+    @property
+    def num_rows(self) -> int:
+        return self.num_shards * self.rows_per_shard
+
+
+@dataclass(frozen=True)
+class Layouts:
+    """The layout of the steps' groups and that of the evaluations' groups (None: the run has none)."""
+
+    step: Layout
+    evaluate: Layout | None = None

@@ -1,31 +1,31 @@
-"""What can be wrong with something that was written down. Standard library only."""
+"""Errors of stored data. Standard library only."""
 
 from __future__ import annotations
 
 
 class StoreError(Exception):
-    """Stored bytes that are torn, damaged, missing or of another format; the message names what and where."""
+    """Stored bytes are torn, damaged, missing or of another format. The message names the file and the fault."""
 
 
 class MissingOutput(StoreError):
-    """No commit record at an address, so there is no output."""
+    """There is no commit record at an address, so there is no output."""
 
 
 class DroppedOutput(StoreError):
-    """The arrays of a committed output were let go, as `storage.keep.rollouts` says; its commit record stays."""
+    """The arrays of a committed output were deleted under `storage.keep.rollouts`. The commit record is still there."""
 
 
 class DamagedWeights(StoreError):
-    """A copy of published weights is not what was published."""
+    """A copy of published weights differs from what was published."""
 
 
 class StoreUnavailable(StoreError):
-    """The filesystem gives an error that may pass, and gave it for as long as it was to be waited for."""
+    """The filesystem kept giving a transient error for as long as it was retried."""
 
 
 class StoreRefused(StoreError):
-    """The filesystem does not take what is to be written, and will not by itself: full, read only, not permitted."""
+    """The filesystem refuses a write for good: full, read only, not permitted."""
 
 
 class DamagedCommit(StoreError):
-    """A commit record is not what was written, so nothing that it says counts."""
+    """A commit record differs from what was written, so it is ignored."""

@@ -1,46 +1,54 @@
-"""The few file operations that the ledger and the rollout store are built from, on a local path or any fsspec URL.
+"""File operations for the ledger and the rollout store, on a local path or any fsspec URL.
 
-Local files are written to a temporary name, synced and then given their name (rename or hard link), so that a name
-always means the whole content, also after SIGKILL or a power cut (the latter unless `Durability.fsync` is off). Those
-of a directory that nobody looks into yet are written and synced all together. On an object store a PUT has that
-property already. Errors that may pass are tried again (`storage/retries.py`).
+A local file is written under a temporary name, synced, and then renamed or hard-linked. So a name always means the
+whole content, even after SIGKILL or a power cut (the latter unless `Durability.fsync` is off). Files of a new directory
+are written and synced all together. An object store's PUT has this property already.
 
-May import fsspec, storage.{config, retries} and the standard library.
+Errors of the filesystem:
+
+    ESTALE, EIO, EAGAIN, ETIMEDOUT, ...   retried after 0.05 s to 2 s until `retry_s` is spent; reported on stderr
+    ENOSPC, EDQUOT, EROFS, EACCES, ...    StoreRefused, naming the path: waiting does not help
+    file not found, file exists           answers, not faults: passed on
+
+Every retried operation must be harmless when repeated, even if the first try succeeded and only its answer was lost.
 """
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import shutil
+import sys
+import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, TypeVar
 
 import fsspec
 
 from storage.config import Durability
-from storage.retries import patiently
+from storage.errors import StoreRefused, StoreUnavailable
 
 DEFAULT = Durability()
 
 
 @dataclass(frozen=True)
 class Root:
-    """A directory, local or remote; `key`s are "/"-separated paths below it."""
+    """A directory, local or remote. A `key` is a "/"-separated path below it."""
 
     fs: Any
-    """fsspec filesystem of a remote root; None for a local one, which is served by `os` alone."""
+    """fsspec filesystem of a remote root; None for a local root, which only needs `os`."""
     path: str
     durability: Durability = DEFAULT
 
     @property
     def url(self) -> str:
-        """What another library needs to open this directory."""
+        """URL with which another library opens this directory."""
         return self.path if self.fs is None else str(self.fs.unstrip_protocol(self.path))
 
     def at(self, key: str) -> str:
@@ -51,7 +59,7 @@ class Root:
 
 
 def open_root(url: str, durability: Durability = DEFAULT) -> Root:
-    """`url` is a path, `file://...`, or the URL of any fsspec filesystem; nothing is created yet."""
+    """Return the root at `url`: a path, `file://...`, or the URL of any fsspec filesystem. Creates nothing yet."""
     fs, path = fsspec.core.url_to_fs(url)
     if "file" in ((fs.protocol,) if isinstance(fs.protocol, str) else fs.protocol):
         return Root(None, str(Path(path).absolute()), durability)
@@ -59,12 +67,12 @@ def open_root(url: str, durability: Durability = DEFAULT) -> Root:
 
 
 def read(root: Root, key: str) -> bytes | None:
-    """The whole content, or None where there is no such file."""
+    """Return the whole content, or None if there is no such file."""
     path = root.at(key)
     try:
         if root.fs is None:
-            return patiently(lambda: Path(path).read_bytes(), path, root.durability.patience_s)
-        return patiently(lambda: bytes(root.fs.cat_file(path)), path, root.durability.patience_s)
+            return retried(lambda: Path(path).read_bytes(), path, root.durability.retry_s)
+        return retried(lambda: bytes(root.fs.cat_file(path)), path, root.durability.retry_s)
     except (FileNotFoundError, NotADirectoryError):
         return None
 
@@ -74,8 +82,8 @@ def exists(root: Root, key: str) -> bool:
 
 
 def look_again(root: Root, key: str) -> None:
-    """Has the system forget that it saw no such file: a network filesystem asks its server again once the file's
-    directory has been listed."""
+    """Make the system forget that a file was missing. A network filesystem asks its server again after the file's
+    directory was listed."""
     if root.fs is None:
         with suppress(OSError):
             os.listdir(os.path.dirname(root.at(key)))
@@ -83,25 +91,25 @@ def look_again(root: Root, key: str) -> None:
         root.fs.invalidate_cache()
 
 
-def write(root: Root, key: str, data: bytes) -> None:
-    """Creates or replaces, whole or not at all."""
+def write(root: Root, key: str, data: bytes, *, private: bool = False) -> None:
+    """Create or replace a file atomically. `private`: only this user may read the local file (mode 0600)."""
     path = root.at(key)
 
     def act() -> None:
         if root.fs is None:
-            temporary = _temporary(root, path, data)
+            temporary = _temporary(root, path, data, private=private)
             os.replace(temporary, path)
             _sync_directory_of(root, path)
         else:
             root.fs.makedirs(os.path.dirname(path), exist_ok=True)
             root.fs.pipe_file(path, data)
 
-    patiently(act, path, root.durability.patience_s)
+    retried(act, path, root.durability.retry_s)
 
 
 def write_together(root: Root, directory: str, contents: Mapping[str, bytes]) -> None:
-    """Creates or replaces files in one directory that nobody looks into before this returns: by then all are whole and
-    synced. The disk is waited for once, not once for each file and each name."""
+    """Create or replace files of one directory that nobody reads before this returns. Then all are whole and synced.
+    The disk is waited for once, not once for each file and each name."""
     path = root.at(directory)
 
     def act() -> None:
@@ -112,28 +120,28 @@ def write_together(root: Root, directory: str, contents: Mapping[str, bytes]) ->
         for name, data in contents.items():
             root.fs.pipe_file(f"{path}/{name}", data)
 
-    patiently(act, path, root.durability.patience_s)
+    retried(act, path, root.durability.retry_s)
 
 
 def write_new(root: Root, key: str, data: bytes, before: Callable[[], None] | None = None) -> bool:
-    """Creates the file if, and only if, it does not exist; of several racing callers one gets True. `before`: is over
-    when the file gets its name, and runs while its content is synced; where it raises, there is no file.
+    """Create the file only if it does not exist. Of several racing callers one gets True. `before` runs while the
+    content is synced and ends before the file gets its name; if it raises, there is no file.
 
-    Locally a hard link of a complete, synced file, which is atomic also on NFS and Lustre; remotely fsspec's
+    A local file gets its name by a hard link, which is atomic on NFS and Lustre too; a remote one by fsspec's
     `mode="create"` (a conditional PUT on S3 and GCS).
     """
     path = root.at(key)
-    patience_s = root.durability.patience_s
+    retry_s = root.durability.retry_s
     if root.fs is None:
         with ExitStack() as undo:
 
             def draft() -> str:
-                made = patiently(lambda: _temporary(root, path, data), path, patience_s)
+                made = retried(lambda: _temporary(root, path, data), path, retry_s)
                 undo.callback(_unlink_if_there, made)
                 return made
 
             temporary = draft() if before is None else _beside(before, draft)
-            return patiently(lambda: _link(root, temporary, path), path, patience_s)
+            return retried(lambda: _link(root, temporary, path), path, retry_s)
 
     def create() -> bool:
         root.fs.makedirs(os.path.dirname(path), exist_ok=True)
@@ -145,11 +153,11 @@ def write_new(root: Root, key: str, data: bytes, before: Callable[[], None] | No
 
     if before is not None:
         before()
-    return patiently(create, path, patience_s)
+    return retried(create, path, retry_s)
 
 
 def move(root: Root, source: str, target: str) -> bool:
-    """Renames a file, replacing `target`; False where `source` is gone (another process moved it first)."""
+    """Rename a file, replacing `target`. Return False if another process has already moved `source`."""
 
     def act() -> bool:
         try:
@@ -163,11 +171,11 @@ def move(root: Root, source: str, target: str) -> bool:
             return False
         return True
 
-    return patiently(act, root.at(target), root.durability.patience_s)
+    return retried(act, root.at(target), root.durability.retry_s)
 
 
 def remove(root: Root, key: str) -> None:
-    """Removes a file; nothing if it is gone."""
+    """Remove a file if it exists."""
 
     def act() -> None:
         try:
@@ -175,11 +183,11 @@ def remove(root: Root, key: str) -> None:
         except FileNotFoundError:
             return
 
-    patiently(act, root.at(key), root.durability.patience_s)
+    retried(act, root.at(key), root.durability.retry_s)
 
 
 def remove_tree(root: Root, key: str) -> None:
-    """Removes a directory and all below it; nothing if it is gone."""
+    """Remove a directory and everything below it, if it exists."""
     if root.fs is None:
         shutil.rmtree(root.at(key), ignore_errors=True)
         return
@@ -190,14 +198,14 @@ def remove_tree(root: Root, key: str) -> None:
 
 
 def remove_empty(root: Root, keys: Iterable[str]) -> None:
-    """Removes directories that are empty, and leaves those that are not. (Object stores have none.)"""
+    """Remove those of the directories that are empty. (Object stores have none.)"""
     for key in keys if root.fs is None else ():
         with suppress(OSError):
             os.rmdir(root.at(key))
 
 
 def keys(root: Root) -> Iterator[str]:
-    """Keys of all files below the root, sorted; temporaries of `write` and `write_new` left out."""
+    """Return the keys of all files below the root, sorted, without temporary files."""
     if root.fs is None:
         paths = [os.path.join(d, name) for d, _, names in os.walk(root.path) for name in names]
     else:
@@ -209,7 +217,8 @@ def keys(root: Root) -> Iterator[str]:
 
 
 def names(root: Root) -> list[str]:
-    """Names of the files and directories right below the root, sorted; none where there is no such directory."""
+    """Return the names of the files and directories directly below the root, sorted; empty if there is no such
+    directory."""
     try:
         if root.fs is None:
             return sorted(os.listdir(root.path))
@@ -219,8 +228,8 @@ def names(root: Root) -> list[str]:
 
 
 def remove_temporaries(root: Root) -> int:
-    """Removes what processes that died in `write` or `write_new` left below a local root; returns how many. Only for a
-    root that nobody writes to."""
+    """Remove the temporary files of processes that died in `write` or `write_new`, below a local root that nobody
+    writes to. Return their number."""
     if root.fs is not None:
         return 0
     left = [f"{d}/{name}" for d, _, names in os.walk(root.path) for name in names if _TEMPORARY.fullmatch(name)]
@@ -231,7 +240,7 @@ def remove_temporaries(root: Root) -> int:
 
 
 def sync_directory(path: str) -> None:
-    """Makes the names inside a local directory survive a power cut."""
+    """Make the names in a local directory survive a power cut."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -261,7 +270,7 @@ def _fill(stream: IO[bytes], data: bytes) -> None:
 
 
 _MOST_SYNCS = 8
-"""At once: a filesystem with a journal writes down together what is asked for together."""
+"""Most syncs at once. A journalling filesystem writes together what is asked for together."""
 
 
 def _sync_together(descriptors: Sequence[int]) -> None:
@@ -274,7 +283,7 @@ def _sync_together(descriptors: Sequence[int]) -> None:
 
 
 def _beside(one: Callable[[], None], other: Callable[[], str]) -> str:
-    """Does both at once; what `other` gives. Raises what either did, once both are over."""
+    """Run both at once and return the result of `other`. Raises what either raised, after both have ended."""
     with ThreadPoolExecutor(1) as thread:
         made = thread.submit(other)
         one()
@@ -289,13 +298,13 @@ def _unlink_if_there(path: str) -> None:
 _TEMPORARY = re.compile(r"\..+\.[0-9a-f]{12}")
 
 
-def _temporary(root: Root, path: str, data: bytes) -> str:
-    """A complete, synced file beside `path`, under a name that no other call uses."""
+def _temporary(root: Root, path: str, data: bytes, *, private: bool = False) -> str:
+    """Return a complete, synced file beside `path`, under a unique name."""
     directory, name = os.path.split(path)
     os.makedirs(directory, exist_ok=True)
     temporary = f"{directory}/.{name}.{uuid.uuid4().hex[:12]}"
     try:
-        with open(temporary, "xb") as stream:
+        with open(temporary, "xb", opener=_open_private if private else None) as stream:
             _fill(stream, data)
             if root.durability.fsync:
                 os.fsync(stream.fileno())
@@ -306,8 +315,12 @@ def _temporary(root: Root, path: str, data: bytes) -> str:
     return temporary
 
 
+def _open_private(path: str, flags: int) -> int:
+    return os.open(path, flags, 0o600)
+
+
 def _link(root: Root, temporary: str, path: str) -> bool:
-    """Gives a temporary file its name, unless another file has it."""
+    """Give a temporary file its name, unless another file has it."""
     try:
         os.link(temporary, path)
     except FileExistsError:
@@ -316,3 +329,78 @@ def _link(root: Root, temporary: str, path: str) -> bool:
             return False
     _sync_directory_of(root, path)
     return True
+
+
+# ---- retries ---------------------------------------------------------------------------------------------
+
+TRANSIENT = frozenset(
+    {
+        errno.EAGAIN, errno.EBUSY, errno.EINTR, errno.EIO, errno.ENOLCK, errno.EREMOTEIO, errno.ESTALE, errno.ETIMEDOUT,
+        errno.ECONNABORTED, errno.ECONNREFUSED, errno.ECONNRESET, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ENOTCONN,
+        errno.EPIPE, errno.ESHUTDOWN,
+    }
+)  # fmt: skip
+"""Errors of a network filesystem, or of a disk behind it, that may pass."""
+REFUSING = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EFBIG, errno.EMFILE})
+"""Errors that stay until a person acts."""
+
+_SHORTEST_S, _LONGEST_S = 0.05, 2.0
+
+Answer = TypeVar("Answer")
+
+
+def retried(act: Callable[[], Answer], path: str, retry_s: float) -> Answer:
+    """Return `act()`, which works on `path`, and retry it while it raises transient errors.
+
+    Raises:
+        StoreRefused: full, read only, not permitted.
+        StoreUnavailable: the same transient error for longer than `retry_s`.
+        OSError: every other.
+    """
+    give_up: float | None = None
+    pause_s = _SHORTEST_S
+    while True:
+        try:
+            return act()
+        except OSError as error:
+            if error.errno in REFUSING:
+                raise refusal(error, path) from error
+            if error.errno not in TRANSIENT:
+                raise
+            now = time.monotonic()
+            give_up = now + retry_s if give_up is None else give_up
+            if now + pause_s > give_up:
+                raise StoreUnavailable(f"{path}: {_said(error)}, still so after {retry_s:g} s of trying") from error
+            print(f"{path}: {_said(error)}; trying again in {pause_s:g} s", file=sys.stderr, flush=True)
+        time.sleep(pause_s)
+        pause_s = min(2 * pause_s, _LONGEST_S)
+
+
+def may_pass(error: BaseException) -> bool:
+    """Return True if the same work may succeed later: after StoreUnavailable, or an OSError of `TRANSIENT` that was not
+    retried."""
+    return isinstance(error, StoreUnavailable) or (isinstance(error, OSError) and error.errno in TRANSIENT)
+
+
+def until_seen(look: Callable[[], Answer | None], retry_s: float) -> Answer | None:
+    """Return the first result of `look()` that is not None, or None after `retry_s`. A network filesystem may report
+    a file of another host as missing for a while."""
+    found, pause_s, waited_s = look(), _SHORTEST_S, 0.0
+    while found is None and waited_s < retry_s:
+        time.sleep(pause_s)
+        waited_s += pause_s
+        pause_s = min(2 * pause_s, _LONGEST_S)
+        found = look()
+    return found
+
+
+def refusal(error: OSError, path: str) -> StoreRefused:
+    """Return the error of `REFUSING` as a message for the person who must act."""
+    return StoreRefused(
+        f"{path}: {_said(error)}. What is committed is whole and stays; put this right, and the run can be resumed"
+    )
+
+
+def _said(error: OSError) -> str:
+    name = errno.errorcode.get(error.errno or 0, "")
+    return f"{os.strerror(error.errno)} ({name})" if error.errno else str(error)

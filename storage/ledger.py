@@ -1,31 +1,37 @@
-"""The commit ledger: one small JSON file per output, whose existence makes the output exist (law 2).
+"""The commit ledger: one small JSON file per output. An output exists if, and only if, this file exists (law 2).
 
     node  ──► output bytes under the attempt's own name ──► `Ledger.commit` (exclusive create) ──► winner | loser
     reader ─► `Ledger.find(address)` ──► Commit: what there is, and what it was made from
 
-Files are `<stage>/step_000012/shard_0003.json` below the ledger's URL, in strict JSON (`storage/commits.py`). Those of
-steps that are long over are kept many to a file, in segments (`storage/segments.py`); `find` looks there too, so that
-nobody need know.
+Files are `<stage>/step_000012/shard_0003.json` below the ledger's URL, in strict JSON (`storage/commits.py`).
 
-May import the standard library and storage only.
+Old steps lie in segments, `SPAN` steps to a file. A run of 10,000 steps has 150,000 records. As single files they take
+minutes to list and read on a network filesystem, and every resume reads them.
+
+    closed/steps_000016.segment     a line of JSON: the place of each record, and a checksum of the line
+                                    the records as they were written, one after the other
+
+A segment is made once, from records that all exist, before their files are removed, and never changes. A reader that
+does not find a file looks into the segment.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import threading
 import uuid
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 
 from storage import files
 from storage.address import Address
-from storage.commits import Commit, decode, encode, is_whole
+from storage.commits import Commit, checksum, decode, encode, is_whole
 from storage.config import Durability
 from storage.errors import DamagedCommit, MissingOutput, StoreError
-from storage.retries import until_seen
-from storage.segments import SPAN, Segment, decode_segment, encode_segment, first_step, segment_key, segment_of
+from storage.files import until_seen
 
 _SEGMENTS_KEPT = 2
 _KEY = re.compile(r"(?P<stage>[^/]+)/step_(?P<step>\d{6,})/shard_(?P<shard>\d{4,})\.json")
@@ -34,11 +40,11 @@ _KEY = re.compile(r"(?P<stage>[^/]+)/step_(?P<step>\d{6,})/shard_(?P<shard>\d{4,
 Commits = list[Commit]
 Addresses = list[Address]
 Keys = list[str]
-"""Named, because `Ledger.list` hides the builtin inside the class."""
+"""An alias, because `Ledger.list` hides the builtin inside the class."""
 
 
 class Ledger:
-    """Owns no handle, and keeps nothing but what it read of segments, which never change: every call asks the
+    """The ledger of a run. Holds no handle and caches only segments, which never change. Every call asks the
     filesystem, so all processes see the same ledger."""
 
     def __init__(self, url: str, durability: Durability = files.DEFAULT) -> None:
@@ -50,8 +56,7 @@ class Ledger:
         self._reading = threading.Lock()
 
     def find(self, address: Address) -> Commit | None:
-        """The commit at an address, or None. Raises DamagedCommit, naming the file, for what is not the record that was
-        written."""
+        """Return the commit at an address, or None. Raises DamagedCommit, naming the file, if the record is damaged."""
         key, data = _key(address), files.read(self._root, _key(address))
         if data is None:
             key, data = segment_key(first_step(address.step)), self._closed(address)
@@ -64,7 +69,7 @@ class Ledger:
         return commit
 
     def await_seen(self, address: Address) -> Commit | None:
-        """`find` for an address where there should be a commit: one that this host does not see yet is waited for
+        """Return `find(address)`, waiting for a commit that exists but that this host may not see yet
         (`Durability.unseen_s`)."""
 
         def look() -> Commit | None:
@@ -74,16 +79,16 @@ class Ledger:
         return self.find(address) or until_seen(look, self._root.durability.unseen_s)
 
     def get(self, address: Address) -> Commit:
-        """`await_seen` for an address where there must be a commit. Raises MissingOutput, and what `find` does."""
+        """Return the commit at an address that must have one. Raises MissingOutput, and what `find` raises."""
         found = self.await_seen(address)
         if found is None:
             raise MissingOutput(f"nothing is committed at {address} (looked for {self._root.at(_key(address))})")
         return found
 
     def commit(self, commit: Commit, before: Callable[[], None] | None = None) -> Commit:
-        """Makes an output exist. Returns the winner: `commit`, or the one that was there first, in which case the
-        caller discards its own output. `before`: writes the output, and is done before that exists; where it raises,
-        nothing is committed. Raises ValueError for a commit that cannot be written as JSON."""
+        """Make an output exist. Return the winner: `commit`, or an earlier commit; then the caller discards its own
+        output. `before` writes the output, and ends before the commit exists; if it raises, nothing is committed.
+        Raises ValueError for a commit that cannot be written as JSON."""
         data = encode(commit)
         if files.write_new(self._root, _key(commit.address), data, before):
             if self._closed(commit.address) is None:
@@ -95,12 +100,13 @@ class Ledger:
         return winner
 
     def list(self, stage: str | None = None) -> Commits:
-        """All commits, or one stage's, ordered by (stage, step, shard)."""
+        """Return all commits, or those of one stage, ordered by (stage, step, shard)."""
         commits = [self.find(address) for address in self.addresses(stage)]
         return [commit for commit in commits if commit is not None]
 
     def addresses(self, stage: str | None = None, from_step: int = 0) -> Addresses:
-        """Where there are records, sound or not, in the order of `list`; no segment before `from_step` is read."""
+        """Return the addresses of all records, damaged ones included, in the order of `list`. Segments before
+        `from_step` are not read."""
         keys = list(files.keys(self._root))
         found = set(_addresses_of(keys))
         for first in map(segment_of, keys):
@@ -109,11 +115,11 @@ class Ledger:
         return sorted(address for address in found if stage in (None, address.stage) and address.step >= from_step)
 
     def open_addresses(self) -> Addresses:
-        """Where there are records outside segments, in the order of `list`."""
+        """Return the addresses of records outside segments, in the order of `list`."""
         return sorted(_addresses_of(files.keys(self._root)))
 
     def closed_until(self) -> int:
-        """The step before which all records are in segments."""
+        """Return the first step that has records outside segments."""
         firsts = {segment_of(key) for key in files.keys(self._root)}
         step = 0
         while step in firsts:
@@ -121,8 +127,8 @@ class Ledger:
         return step
 
     def close(self, first: int, addresses: Collection[Address]) -> None:
-        """Moves the records of the `SPAN` steps from `first` on, which are all there, into their segment. For the
-        driver, when no node of these steps can be under way any more but one whose output does not count."""
+        """Move the records of the `SPAN` steps from `first` on into their segment. All of them must exist. For the
+        driver, when no node of these steps can still be running, except one whose output no longer counts."""
         if self._segment(first) is None:
             records = {address: files.read(self._root, _key(address)) for address in addresses}
             missing = [str(address) for address, data in records.items() if data is None]
@@ -133,14 +139,14 @@ class Ledger:
         self._remove_closed(addresses)
 
     def reopen(self, addresses: Iterable[Address]) -> None:
-        """Gives the records of the segments that hold these addresses files of their own again. For a driver while no
-        worker is there, as is `reopen_damaged`."""
+        """Write the records of the segments that hold these addresses as single files again. For a driver without
+        workers."""
         for first in sorted({first_step(address.step) for address in addresses}):
             self._reopen(first)
 
     def reopen_damaged(self) -> None:
-        """The same for segments in which a record is damaged, so that it can be set aside. Raises DamagedCommit where a
-        segment's table of contents is."""
+        """Do the same for segments with a damaged record, so that it can be set aside. For a driver without workers.
+        Raises DamagedCommit if a segment's table of contents is damaged."""
         for first in list(map(segment_of, files.keys(self._root))):
             segment = self._segment(first) if first is not None else None
             if first is None or segment is None:
@@ -158,7 +164,7 @@ class Ledger:
             self._of_stage.clear()
 
     def _closed(self, address: Address) -> bytes | None:
-        """The record of an address whose step is closed."""
+        """Return the record of an address whose step is in a segment."""
         return None if (segment := self._segment(first_step(address.step))) is None else segment.record(address)
 
     def _segment(self, first: int) -> Segment | None:
@@ -175,7 +181,7 @@ class Ledger:
             return found
 
     def _closed_addresses(self, first: int, stage: str | None) -> Iterable[Address]:
-        """Of a segment's records; those of one stage are few, and are kept."""
+        """Return the addresses in a segment, cached by stage."""
         if (first, stage) not in self._of_stage:
             segment = self._segment(first)
             places = segment.places.keys() if segment is not None else ()
@@ -185,19 +191,19 @@ class Ledger:
         return self._of_stage[first, stage]
 
     def _remove_closed(self, addresses: Iterable[Address]) -> None:
-        """Removes the files of records that are in segments."""
+        """Remove the files of records that are in segments."""
         keys = [_key(address) for address in addresses if self._closed(address) is not None]
         for key in keys:
             files.remove(self._root, key)
         files.remove_empty(self._root, {os.path.dirname(key) for key in keys})
 
-    def strangers(self) -> Keys:
-        """Keys of files in the ledger's directory that are not in a record's place."""
+    def unknown_files(self) -> Keys:
+        """Return the keys of files in the ledger's directory that are not records."""
         return [key for key in files.keys(self._root) if not _KEY.fullmatch(key) and segment_of(key) is None]
 
     def set_aside(self, address: Address, url: str) -> str:
-        """Moves the record at an address, whatever it is, to a name of its own below the directory `url`, so that the
-        address has no commit; returns its new place. For a driver while no worker is there."""
+        """Move the record at an address to a unique name below the directory `url` and return its new place. Afterwards
+        the address has no commit. For a driver without workers."""
         aside = files.open_root(url, self._root.durability)
         key = f"{_key(address)}.{uuid.uuid4().hex[:8]}"
         data = files.read(self._root, _key(address))
@@ -207,17 +213,86 @@ class Ledger:
         return aside.at(key)
 
     def tidy(self) -> int:
-        """Removes what processes that died over a commit, or over closing steps, left; returns how many temporaries.
-        For a driver while no worker is there."""
+        """Remove what processes left that died while they committed or closed steps. Return the number of temporary
+        files. For a driver without workers."""
         self._remove_closed(self.open_addresses())
         return files.remove_temporaries(self._root)
 
 
 def _addresses_of(keys: Iterable[str]) -> Iterator[Address]:
-    """Where the records lie that have files of their own."""
+    """Return the addresses of the records that are single files."""
     for match in filter(None, map(_KEY.fullmatch, keys)):
         yield Address(match["stage"], int(match["step"]), int(match["shard"]))
 
 
 def _key(address: Address) -> str:
     return f"{address}.json"
+
+
+# ---- segments --------------------------------------------------------------------------------------------
+
+SPAN = 16
+"""Steps in a segment. With 64 shards a segment has some 18 MB."""
+FORMAT = 1
+_SEGMENT = re.compile(r"closed/steps_(\d{6,})\.segment")
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A segment as it was read. Its records are checked when they are decoded."""
+
+    places: Mapping[Address, tuple[int, int]]
+    """Start and end of each record in `data`."""
+    data: bytes
+
+    def record(self, address: Address) -> bytes | None:
+        place = self.places.get(address)
+        return None if place is None else self.data[slice(*place)]
+
+
+def first_step(step: int) -> int:
+    """Return the first step of the segment that a step belongs to."""
+    return step // SPAN * SPAN
+
+
+def segment_key(first: int) -> str:
+    """Return the key of the segment that begins with a step."""
+    return f"closed/steps_{first:06d}.segment"
+
+
+def segment_of(key: str) -> int | None:
+    """Return the first step of the segment with this key, or None for another file's key."""
+    match = _SEGMENT.fullmatch(key)
+    return int(match[1]) if match else None
+
+
+def encode_segment(records: Mapping[Address, bytes]) -> bytes:
+    """Return the content of a segment's file."""
+    places, at = [], 0
+    for address, record in sorted(records.items()):
+        places.append([address.stage, address.step, address.shard, at, at + len(record)])
+        at += len(record)
+    listed = json.dumps(places, separators=(",", ":"))
+    head = json.dumps({"format": FORMAT, "checksum": checksum(listed.encode()), "records": listed}) + "\n"
+    return head.encode() + b"".join(record for _, record in sorted(records.items()))
+
+
+def decode_segment(data: bytes, where: str) -> Segment:
+    """Return the segment that `encode_segment` wrote.
+
+    Raises:
+        DamagedCommit: naming `where`, if its table of contents is not what was written.
+        StoreError: naming `where`, if it is of another format.
+    """
+    line = data.find(b"\n") + 1
+    try:
+        head = json.loads(data[:line])
+        listed, stated, form = head["records"], head["checksum"], head["format"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise DamagedCommit(f"{where}: is not what was written ({error})") from error
+    if checksum(str(listed).encode()) != stated:
+        raise DamagedCommit(f"{where}: is not what was written (its table of contents does not have its checksum)")
+    if form != FORMAT:
+        raise StoreError(f"{where}: format {form!r}, this version reads {FORMAT}")
+    places = {Address(stage, step, shard): (line + a, line + b) for stage, step, shard, a, b in json.loads(listed)}
+    return Segment(places, data)

@@ -1,8 +1,5 @@
-"""Human judgements as they are read: comparisons of two responses to a prompt, and rated texts; what of a source cannot
-be learnt from; and which prompts are trained on, validated with and held out.
-
-May import numpy and storage only.
-"""
+"""Human judgements: comparisons of two responses to a prompt, and rated texts. Reads them, refuses what cannot be
+learnt from, and splits them into training, validation and held-out set."""
 
 from __future__ import annotations
 
@@ -14,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from storage.preferences_config import PreferencesConfig
+from storage.config import PreferencesConfig
 from storage.prompts import is_chat
 from storage.row_files import Row, RowsError, has_columns, read_rows
 
@@ -22,7 +19,7 @@ _SPLIT = 1
 
 
 class PreferencesError(ValueError):
-    """Judgements that cannot be learnt from: `key` is the setting's path, the message names file, line and field."""
+    """Judgements that cannot be used. `key` is the setting's path; the message names file, line and field."""
 
     def __init__(self, key: str, message: str) -> None:
         super().__init__(f"{key}: {message}")
@@ -31,7 +28,7 @@ class PreferencesError(ValueError):
 
 @dataclass(frozen=True)
 class JudgedPair:
-    """Two responses to one prompt, of which a person liked one better."""
+    """Two responses to one prompt. A person preferred one of them."""
 
     where: str
     prompt: str | list[dict[str, str]]
@@ -41,20 +38,20 @@ class JudgedPair:
 
     @property
     def unit(self) -> str:
-        """What must not be in two parts of a split."""
+        """Return what must not be in two parts of a split: the prompt."""
         return json.dumps(self.prompt, sort_keys=True)
 
 
 @dataclass(frozen=True)
 class RatedText:
-    """A text and what people made of it."""
+    """A text and its rating by people."""
 
     where: str
     text: str
     rating: float
-    """The mean of those who rated it."""
+    """Mean over the raters."""
     standard_error: float | None
-    """Of that mean."""
+    """Standard error of that mean."""
 
     @property
     def unit(self) -> str:
@@ -66,7 +63,7 @@ Judgement = JudgedPair | RatedText
 
 @dataclass(frozen=True)
 class Split:
-    """Judgements of training, validation and held-out set: no unit is in two of them."""
+    """Judgements of the training, validation and held-out set. No unit is in two of them."""
 
     train: list[Judgement]
     validation: list[Judgement]
@@ -74,7 +71,7 @@ class Split:
 
 
 def load_split(config: PreferencesConfig, seed: int) -> Split:
-    """All judgements of a source, split by unit with a permutation of the seed. Raises PreferencesError."""
+    """Return all judgements of a source, split by unit with a permutation of the seed. Raises PreferencesError."""
     judgements = load_judgements(config, "data.url", config.url)
     parts = {"validation": config.validation}
     given: list[Judgement] | None = None
@@ -102,7 +99,7 @@ def load_split(config: PreferencesConfig, seed: int) -> Split:
 
 
 def load_judgements(config: PreferencesConfig, key: str, url: str) -> list[Judgement]:
-    """All judgements of a file; `key`: of the setting that names it. Raises PreferencesError."""
+    """Return all judgements of a file. `key` is the path of the setting that names it. Raises PreferencesError."""
     if has_columns(url):
         for field in _fields(config):
             given = getattr(config, field)
@@ -121,7 +118,7 @@ def load_judgements(config: PreferencesConfig, key: str, url: str) -> list[Judge
 
 
 def _fields(config: PreferencesConfig) -> Iterator[str]:
-    """Settings that name the fields of a row which are read."""
+    """Return the settings that name the fields of a row."""
     if config.kind == "pairs":
         yield from ("prompt", "chosen", "rejected")
     else:
@@ -153,7 +150,7 @@ def _comparison(config: PreferencesConfig, row: Row) -> JudgedPair:
 
 
 def _response(config: PreferencesConfig, row: Row, field: str) -> str:
-    """A response's text; in a chat it may be a list of one message of the assistant."""
+    """Return a response's text. In a chat it may be a list with one message of the assistant."""
     where, _ = row
     value, name = _field(config, row, field), getattr(config, field)
     if config.format == "chat" and is_chat(value) and len(value) == 1 and value[0]["role"] == "assistant":
@@ -205,7 +202,7 @@ def _field(config: PreferencesConfig, row: Row, field: str) -> Any:
 
 
 def _refuse_repeated(judgements: Sequence[Judgement]) -> None:
-    """A text with two ratings would be compared with itself."""
+    """Raise PreferencesError for a text with two ratings: it would be compared with itself."""
     first: dict[str, Judgement] = {}
     for judgement in judgements:
         other = first.setdefault(judgement.unit, judgement)

@@ -1,20 +1,24 @@
-"""What of a config cannot work: the form in which every section's checks say it, and the checks that several share.
+"""Declare the settings of a config with the values that they take, and report the values that cannot work.
 
-A section's checks are a pure function beside its dataclass, `NAME_problems(config)`, that yields a `Problem` for each
-value that cannot work. Standard library only.
+A section is a dataclass. Each of its settings states the constraints on its own value (`setting`), and
+`setting_problems` checks them all. Rules between several settings are pure functions beside the dataclass,
+`NAME_problems(config)`, that yield a `Problem` for each value that cannot work. Standard library only.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Mapping
+from copy import copy
+from dataclasses import dataclass, field, fields, is_dataclass
+from typing import Any
 
 LONGEST_NAME = 100
-"""Characters: a name becomes part of longer file names, of which most filesystems take 255 bytes."""
+"""Characters of a name. It becomes part of longer file names, of which most filesystems take 255 bytes."""
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 _URL_SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
+_CONSTRAINTS = "constraints"
 
 
 @dataclass(frozen=True)
@@ -22,58 +26,107 @@ class Problem:
     """A value that cannot work."""
 
     key: str
-    """Path of the setting, as a user writes it: `engine.slots`."""
+    """Path of the setting, as a user writes it: `engine.max_rows`."""
     given: object
     need: str
     """What would work."""
 
 
-def at_least(least: int, values: Mapping[str, float | None], hint: str = "") -> Iterator[Problem]:
-    """Of numbers by their keys: those below `least`, and those that are not finite. None is no number."""
-    for key, value in values.items():
-        if value is not None and not (math.isfinite(value) and value >= least):
-            yield Problem(key, value, f"must be {_finite(value)}{least} or more{hint}")
+@dataclass(frozen=True)
+class Constraint:
+    """The values that a setting takes."""
+
+    need: str
+    """Continues "must be": `1 or more`."""
+    holds: Callable[[Any], bool]
+    """Return True for a value that works. It is never called with None: the type says whether null is allowed."""
+    of_elements: bool = False
+    """True: the constraint is on each element of a list."""
+
+    def problems(self, values: Mapping[str, Any]) -> Iterator[Problem]:
+        """Yield a problem for each of these values, by key path, that does not work."""
+        if self.of_elements:
+            values = {f"{key}[{number}]": one for key, value in values.items() for number, one in enumerate(value)}
+        for key, value in values.items():
+            if value is None:
+                continue
+            infinite = isinstance(value, float) and not math.isfinite(value)
+            if infinite or not self.holds(value):
+                need = self.need if not infinite or self.need.startswith("finite") else f"finite, and {self.need}"
+                yield Problem(key, value, f"must be {need}")
 
 
-def above(bound: int, values: Mapping[str, float | None], hint: str = "") -> Iterator[Problem]:
-    """Of numbers by their keys: those not above `bound`, and those that are not finite. None is no number."""
-    for key, value in values.items():
-        if value is not None and not (math.isfinite(value) and value > bound):
-            yield Problem(key, value, f"must be {_finite(value)}above {bound}{hint}")
+def at_least(least: float, hint: str = "") -> Constraint:
+    """Return the constraint on a finite number of `least` or more. `hint` follows it in the message."""
+    return Constraint(f"{least} or more{hint}", lambda value: value >= least)
 
 
-def finite(values: Mapping[str, float | None], hint: str = "") -> Iterator[Problem]:
-    """Of numbers by their keys: infinities, and what is no number at all. None is none of them."""
-    for key, value in values.items():
-        if value is not None and not math.isfinite(value):
-            yield Problem(key, value, f"must be finite{hint}")
+def above(bound: float, hint: str = "") -> Constraint:
+    """Return the constraint on a finite number above `bound`."""
+    return Constraint(f"above {bound}{hint}", lambda value: value > bound)
 
 
-def _finite(value: float) -> str:
-    return "" if math.isfinite(value) else "finite, and "
+def between(least: float, most: float, hint: str = "", *, ends: bool = True) -> Constraint:
+    """Return the constraint on a number from `least` to `most`; without these two if `ends` is False."""
+    if ends:
+        return Constraint(f"from {least} to {most}{hint}", lambda value: least <= value <= most)
+    return Constraint(f"between {least} and {most}{hint}", lambda value: least < value < most)
+
+
+def finite(hint: str = "") -> Constraint:
+    """Return the constraint on a finite number."""
+    return Constraint(f"finite{hint}", math.isfinite)
+
+
+def plain_name(*, dots: bool = True) -> Constraint:
+    """Return the constraint on a name that becomes part of a file name and of a command: it has no separator, is not
+    hidden, and does not look like an option."""
+    marks = "._-, and begins with none of . and -" if dots else "_-, and does not begin with - (dots part keys)"
+    return Constraint(
+        f"a name of up to {LONGEST_NAME} letters, digits and {marks}",
+        lambda name: bool(_NAME.fullmatch(name) and len(name) <= LONGEST_NAME and (dots or "." not in name)),
+    )
+
+
+def local_directory() -> Constraint:
+    """Return the constraint on a path that is no URL. A URL would become a local directory named `s3:`."""
+    need = "a directory on this host, or on a filesystem that is mounted here (NFS, Lustre, a bucket through FUSE)"
+    return Constraint(f"{need}: URLs are not supported", lambda path: not _URL_SCHEME.match(path))
+
+
+def setting(default: Any, *constraints: Constraint) -> Any:
+    """Declare a setting of a section with its default (a copy of it, if it can change) and its constraints."""
+    metadata = {_CONSTRAINTS: constraints}
+    if isinstance(default, list | dict):
+        return field(default_factory=lambda: copy(default), metadata=metadata)
+    return field(default=default, metadata=metadata)
+
+
+def constraints_of(section: Any) -> dict[str, tuple[Constraint, ...]]:
+    """Return the constraints of each setting of a section (a dataclass or an instance), by name."""
+    return {one.name: one.metadata.get(_CONSTRAINTS, ()) for one in fields(section)}
+
+
+def setting_problems(section: Any, key: str = "") -> Iterator[Problem]:
+    """Yield the problems of every single setting of a section and of the sections in it. `key`: the section's path."""
+    for name, constraints in constraints_of(section).items():
+        path, value = f"{key}.{name}" if key else name, getattr(section, name)
+        for constraint in constraints:
+            yield from constraint.problems({path: value})
+        inside = value if isinstance(value, Mapping) else {"": value}
+        for part, one in inside.items():
+            if is_dataclass(one):
+                yield from setting_problems(one, f"{path}.{part}" if part else path)
+
+
+def mentions(problem: Problem, keys: Collection[str]) -> bool:
+    """Return True if a problem is about one of these settings or names it."""
+    about = "|".join(rf"(?<![\w.]){re.escape(key)}(?!\w)" for key in keys)
+    return bool(keys) and re.search(about, f"{problem.key}: {problem.need}") is not None
 
 
 def divides(key: str, part: int, whole_key: str, whole: int) -> Iterator[Problem]:
-    """A `part` of 1 or more that does not divide the `whole`, which is 1 or more too: else it is what is wrong."""
+    """Yield a problem if `part` does not divide `whole`. Both must be 1 or more; otherwise that is the problem."""
     if part >= 1 and whole >= 1 and whole % part:
         divisors = ", ".join(str(number) for number in range(1, whole + 1) if whole % number == 0)
         yield Problem(key, part, f"must divide {whole_key} = {whole}: one of {divisors}")
-
-
-def plain_name(key: str, name: str, *, dots: bool = True) -> Iterator[Problem]:
-    """A name that is to be one component of file names, and of commands, and can be neither: with a separator, hidden,
-    or taken for an option."""
-    allowed = _NAME.fullmatch(name) and len(name) <= LONGEST_NAME and (dots or "." not in name)
-    if not allowed:
-        marks = "._-, and begins with none of . and -" if dots else "_-, and does not begin with - (dots part keys)"
-        yield Problem(key, name, f"a name has up to {LONGEST_NAME} characters, which are letters, digits and {marks}")
-
-
-def local_directory(key: str, given: str | None) -> Iterator[Problem]:
-    """A URL where only a directory of this host's filesystem works: it would become a local directory `s3:`."""
-    if given is not None and (scheme := _URL_SCHEME.match(given)):
-        need = (
-            f"{scheme[0]} is not supported: a directory on this host, or on a filesystem that is mounted here (NFS, "
-            "Lustre, a bucket through FUSE)"
-        )
-        yield Problem(key, given, need)

@@ -1,12 +1,10 @@
-"""Prompt sources: reading them, holding some out, and which prompts a step trains on.
+"""Prompt sources: reading them, holding some prompts out, and choosing a step's prompts.
 
-Which prompts belong to a step is a pure function of (seed, step), so that a resumed run needs no cursor:
+The prompts of a step are a pure function of (seed, step), so a resumed run needs no cursor:
 
     position   0 1 2 3 | 4 5 6 7 | ...        rows of step s: positions s·rows .. (s+1)·rows − 1
     epoch      0 0 0 0   0 1 1 1              epoch = position // n, n training prompts (here 5)
     prompt     permutation(seed, epoch)[position mod n]
-
-May import numpy and storage only.
 """
 
 from __future__ import annotations
@@ -20,11 +18,12 @@ from storage.config import PromptsConfig
 from storage.row_files import RowsError, has_columns, read_rows
 
 _SPLIT, _EPOCH = 1, 2
-"""Keep the two uses of one seed apart."""
+"""Constants that keep the two uses of one seed apart."""
 
 
 class PromptsError(ValueError):
-    """A prompt source or setting that cannot work; names the key path, what was given and what would work."""
+    """A prompt source or setting that cannot work. The message names the key path, what was given and
+    what would work."""
 
 
 @dataclass(frozen=True)
@@ -34,12 +33,12 @@ class PromptItem:
     text: str | None
     messages: list[dict[str, str]] | None
     extra: dict[str, Any] = field(default_factory=dict)
-    """The row's other fields, by name or column number: what a reward may need (an answer, a rating)."""
+    """The row's other fields, by name or column number, for rewards that need them (an answer, a rating)."""
 
 
 def load_texts(config: PromptsConfig) -> list[PromptItem]:
-    """All prompts of a source, in its order; blank lines do not count. Raises PromptsError, naming URL, line (from 1)
-    or row (from 0) and field."""
+    """Return all prompts of a source in its order; blank lines do not count. Raises PromptsError, naming URL, line
+    (from 1) or row (from 0) and field."""
     if has_columns(config.url) and not config.field.isdecimal():
         raise PromptsError(f"prompts.field: {config.url}: must be a 0-based column number, given {config.field!r}")
     try:
@@ -52,19 +51,19 @@ def load_texts(config: PromptsConfig) -> list[PromptItem]:
 
 
 HELD_OUT = 64
-"""Prompts that are set aside where nobody says how many, unless a tenth is less."""
+"""Default number of prompts that are set aside, unless a tenth is less."""
 
 
 def held_out_by_default(num: int, shards: int) -> int:
-    """How many of `num` prompts are set aside where the config does not say: `HELD_OUT`, or a tenth of them, rounded
-    down to what `shards` parts can share; 2 or more, since an evaluation has a spread."""
+    """Return how many of `num` prompts to set aside if the config does not say: `HELD_OUT`, or a tenth rounded down to
+    a multiple of `shards`, and at least 2, since an evaluation has a spread."""
     most, least = min(HELD_OUT, num // 10), -(-2 // shards) * shards
     return max(most - most % shards, least)
 
 
 def split(num: int, held_out: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """(training, held-out) prompt numbers, int64, disjoint and each ascending. Raises PromptsError where nothing would
-    be left to train on."""
+    """Return (training, held-out) prompt numbers, int64, disjoint and each ascending. Raises PromptsError if no
+    training prompt would be left."""
     if not 0 <= held_out < num:
         raise PromptsError(f"prompts.held_out: given {held_out}, the source has {num} prompts: 0..{num - 1} would work")
     order = np.random.default_rng([seed, _SPLIT]).permutation(num)
@@ -72,8 +71,8 @@ def split(num: int, held_out: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def batch_indices(train_indices: np.ndarray, seed: int, step: int, rows: int) -> np.ndarray:
-    """Prompt numbers of the rows of a step, int64 [rows]. Every prompt comes once per epoch; a step may end one epoch
-    and begin the next, or span several."""
+    """Return the prompt numbers of a step's rows, int64 [rows]. Every prompt comes once per epoch. A step may span two
+    or more epochs."""
     num = len(train_indices)
     epochs, offsets = np.divmod(np.arange(step * rows, (step + 1) * rows), num)
     chosen = np.empty(rows, np.int64)
@@ -103,7 +102,7 @@ def _item(config: PromptsConfig, where: str, row: dict[str, Any]) -> PromptItem:
 
 
 def is_chat(value: object) -> bool:
-    """Whether a value of a row is a list of one or more messages."""
+    """Return True if a value is a non-empty list of messages."""
     return (
         isinstance(value, list)
         and len(value) > 0

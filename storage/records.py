@@ -1,9 +1,9 @@
-"""The records that travel between stages, one frozen dataclass of numpy arrays per stage output.
+"""The records that travel between stages: one frozen dataclass of numpy arrays per stage output.
 
-One alignment for all of them: `rows` is the batch axis of a shard (or of a whole step), `seq` = max_prompt_tokens +
-max_new_tokens is the token axis. A row holds its prompt at 0..prompt_length-1, its response right after, and padding
-to the end. **Index t of every per-token array belongs to `tokens[:, t]`**, and is zero where it has no meaning
-(outside `response_mask`), never NaN.
+All records have the same alignment. `rows` is the batch axis of a shard (or of a whole step). `seq` = max_prompt_tokens
++ max_new_tokens is the token axis. A row holds its prompt at 0..prompt_length-1, its response directly after it, and
+padding to the end. **Index t of every per-token array belongs to `tokens[:, t]`**. Where it has no meaning (outside
+`response_mask`) it is zero, never NaN.
 
 A worked example, max_prompt_tokens = 3, max_new_tokens = 4, prompt "a b", response "c d EOS":
 
@@ -13,7 +13,16 @@ A worked example, max_prompt_tokens = 3, max_new_tokens = 4, prompt "a b", respo
     values            0  0  v2 v3 v4 0  0     v2 = V(a b): the state BEFORE token 2
     bootstrap_values  V(a b c d E), used only when the response was cut by the length limit
 
-May import numpy and jaxtyping only.
+Before a commit every record is checked: numbers that are not finite, or log-probs that were never filled in, would be
+trained on silently.
+
+Every stored array has attributes that any Zarr reader shows. They follow the CF conventions where these have a term,
+and depend only on the array's name, so that all processes write the same.
+
+    long_name             meaning of the array
+    units                 nat (natural logarithms), token, 1 (a plain number)
+    ancillary_variables   the mask that is True where the array has meaning; elsewhere it is zero
+    flag_values, flag_meanings   for an array of codes
 """
 
 from __future__ import annotations
@@ -22,6 +31,7 @@ import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
+from types import MappingProxyType
 from typing import Any, ClassVar
 
 import numpy as np
@@ -30,43 +40,43 @@ from jaxtyping import Bool, Float32, Int8, Int32, Int64, jaxtyped
 
 
 class FinishReason(IntEnum):
-    """Why a response ended: an end-of-sequence token was sampled (and is included), or the length limit cut it."""
+    """Why a response ended: an end-of-sequence token was sampled (and is included), or the length limit was reached."""
 
     STOP = 0
     LENGTH = 1
 
 
 SCORE_PREFIX, DISAGREEMENT_PREFIX = ("scores.", "disagreement.")
-"""What the names of the arrays of `Scores`' parts begin with."""
+"""Prefixes of the array names of `Scores`' parts."""
 
 
 class Record:
-    """What every record shares: a row count, its fields by name, slicing and joining along `rows`."""
+    """Base of all records: a row count, the fields by name, selecting and joining along `rows`."""
 
     KIND: ClassVar[str]
 
     @property
     def num_rows(self) -> int:
-        """Number of rows held."""
+        """Number of rows."""
         return int(next(iter(self.arrays().values())).shape[0])
 
     def arrays(self) -> dict[str, np.ndarray]:
-        """The fields by name, in the order they are declared; these names are the Zarr array names."""
+        """Return the fields by name, in the order of declaration. These are the names of the Zarr arrays."""
         return {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}  # type: ignore[arg-type]
 
     @classmethod
     def from_arrays(cls, arrays: Mapping[str, np.ndarray]) -> Any:
-        """The record that `arrays` gave."""
+        """Return the record with these arrays."""
         return cls(**arrays)
 
     def rows(self, index: slice | np.ndarray) -> Any:
-        """The same record restricted to some rows."""
+        """Return the record of some rows."""
         return self.from_arrays({name: array[index] for name, array in self.arrays().items()})
 
 
 def concatenate(records: list[Any]) -> Any:
-    """Joins records of one type along `rows`, in the order given (the shards of a step). Raises KeyError where one
-    lacks an array that the first has."""
+    """Join records of one type along `rows`, in the given order (the shards of a step). Raises KeyError if one lacks an
+    array of the first."""
     names = records[0].arrays().keys()
     return records[0].from_arrays({name: np.concatenate([r.arrays()[name] for r in records]) for name in names})
 
@@ -74,11 +84,11 @@ def concatenate(records: list[Any]) -> Any:
 @jaxtyped(typechecker=beartype)
 @dataclass(frozen=True)
 class PromptBatch(Record):
-    """The prompts of a shard: what `generate` reads. Never stored; a pure function of (seed, step, shard)."""
+    """The prompts of a shard, the input of `generate`. Never stored; a pure function of (seed, step, shard)."""
 
     KIND: ClassVar[str] = "prompts"
     row: Int64[np.ndarray, " rows"]
-    """Number of the row within its step: with (seed, step) the key of its sampling noise."""
+    """Number of the row within its step. With (seed, step) it is the key of the row's sampling noise."""
     prompt_index: Int64[np.ndarray, " rows"]
     """Number of the prompt in its source."""
     tokens: Int32[np.ndarray, "rows prompt_seq"]
@@ -102,9 +112,9 @@ class Rollout(Record):
     response_mask: Bool[np.ndarray, "rows seq"]
     """True where the token was sampled."""
     sampler_logprobs: Float32[np.ndarray, "rows seq"]
-    """log mu(token): under the distribution that was sampled, by the weights of `token_versions`."""
+    """log mu(token): under the distribution that was sampled from, by the weights of `token_versions`."""
     token_versions: Int32[np.ndarray, "rows seq"]
-    """Version of the weights that sampled each token; -1 where nothing was sampled."""
+    """Version of the weights that sampled each token; -1 elsewhere."""
     finish_reason: Int8[np.ndarray, " rows"]
     """A `FinishReason`."""
 
@@ -112,11 +122,11 @@ class Rollout(Record):
 @jaxtyped(typechecker=beartype)
 @dataclass(frozen=True)
 class Scores(Record):
-    """Output of `score`: one number per response, before any KL term; the named parts that it is the weighted sum of;
-    and, of parts that an ensemble gave, how far its members are apart.
+    """Output of `score`: one number per response, before any KL term; the named parts whose weighted sum it is; and the
+    disagreement of ensembles.
 
-    Parts have whatever names the config gives them, so each is an array of its own, named after it: `scores.NAME`,
-    `disagreement.NAME`."""
+    Parts have the names that the config gives them. Each is an array of its own: `scores.NAME`, `disagreement.NAME`.
+    """
 
     KIND: ClassVar[str] = "scores"
     scores: Float32[np.ndarray, " rows"]
@@ -125,7 +135,7 @@ class Scores(Record):
     """Standard deviation over the members, by part."""
 
     def arrays(self) -> dict[str, np.ndarray]:
-        """As they are stored."""
+        """Return the arrays as they are stored."""
         parts = {f"{SCORE_PREFIX}{name}": array for name, array in self.parts.items()}
         return {
             "scores": self.scores,
@@ -135,7 +145,7 @@ class Scores(Record):
 
     @classmethod
     def from_arrays(cls, arrays: Mapping[str, np.ndarray]) -> Any:
-        """Also of a run that stored the sum alone."""
+        """Return the record with these arrays. Older runs stored only the sum."""
 
         def named(prefix: str) -> dict[str, np.ndarray]:
             return {name.removeprefix(prefix): a for name, a in arrays.items() if name.startswith(prefix)}
@@ -146,7 +156,7 @@ class Scores(Record):
 @jaxtyped(typechecker=beartype)
 @dataclass(frozen=True)
 class ReferenceLogprobs(Record):
-    """Output of `reference`: log pi_ref(token) by the frozen start policy."""
+    """Output of `reference`: log pi_ref(token) of the frozen start policy."""
 
     KIND: ClassVar[str] = "reference"
     ref_logprobs: Float32[np.ndarray, "rows seq"]
@@ -155,18 +165,18 @@ class ReferenceLogprobs(Record):
 @jaxtyped(typechecker=beartype)
 @dataclass(frozen=True)
 class PolicyLogprobs(Record):
-    """Output of `logprob`: the proximal policy, the trainer's weights at the start of the step."""
+    """Output of `logprob`: log-probs of the proximal policy, the trainer's weights at the start of the step."""
 
     KIND: ClassVar[str] = "policy"
     policy_logprobs: Float32[np.ndarray, "rows seq"]
     entropy: Float32[np.ndarray, "rows seq"]
-    """Entropy of the next-token distribution that token t was drawn from, in nats."""
+    """Entropy in nats of the next-token distribution at token t."""
 
 
 @jaxtyped(typechecker=beartype)
 @dataclass(frozen=True)
 class Values(Record):
-    """Output of `value`: the critic at the start of the step, on states before each sampled token."""
+    """Output of `value`: the critic's values at the start of the step, of the states before each sampled token."""
 
     KIND: ClassVar[str] = "values"
     values: Float32[np.ndarray, "rows seq"]
@@ -177,17 +187,18 @@ class Values(Record):
 @jaxtyped(typechecker=beartype)
 @dataclass(frozen=True)
 class Advantages(Record):
-    """Output of `advantage`, over the rows of the whole step: what the two updates train on."""
+    """Output of `advantage`, over the rows of the whole step: the training data of the two updates."""
 
     KIND: ClassVar[str] = "advantages"
     rewards: Float32[np.ndarray, "rows seq"]
     """Per-token reward: -beta * KL estimate, plus the score at the last sampled token."""
     advantages: Float32[np.ndarray, "rows seq"]
-    """By the estimator of `ppo.advantage`; whitened over the sampled tokens of the step if the config says so."""
+    """Advantages by the estimator `ppo.advantage`, whitened over the sampled tokens of the step if the config says so.
+    """
     returns: Float32[np.ndarray, "rows seq"]
-    """Unwhitened advantages + values: the critic's targets. Without a critic the discounted rewards to go."""
+    """Unwhitened advantages + values: the critic's targets. Without a critic: discounted rewards to go."""
     loss_mask: Bool[np.ndarray, "rows seq"]
-    """Sampled tokens that take part in the losses (response_mask less rows that are filtered out)."""
+    """True for sampled tokens that take part in the losses (response_mask without filtered rows)."""
 
 
 @jaxtyped(typechecker=beartype)
@@ -202,7 +213,7 @@ class CanaryPolicyLogprobs(Record):
 @jaxtyped(typechecker=beartype)
 @dataclass(frozen=True)
 class CanaryLogprobs(Record):
-    """Output of `canary`: an engine's log-probs of the same tokens, by the same version of the weights."""
+    """Output of `canary`: an engine's log-probs of the same tokens, with the same version of the weights."""
 
     KIND: ClassVar[str] = "canary"
     canary_logprobs: Float32[np.ndarray, "rows seq"]
@@ -220,3 +231,95 @@ STORED: tuple[type[Record], ...] = (
 )
 """Records that the rollout store writes and reads."""
 RECORD_TYPES: dict[str, type[Record]] = {record.KIND: record for record in STORED}
+
+
+# ---- validation ------------------------------------------------------------------------------------------
+
+
+def check_finite(record: Record) -> None:
+    """Raise ValueError, naming field and row, if a float array holds NaN or infinity."""
+    for name, array in record.arrays().items():
+        if not np.issubdtype(array.dtype, np.floating):
+            continue
+        bad = ~np.isfinite(array).reshape(len(array), -1).all(axis=1)
+        if bad.any():
+            row = int(np.argmax(bad))
+            value = array[row].ravel()[~np.isfinite(array[row].ravel())][0]
+            raise ValueError(f"{record.KIND}.{name}: row {row} holds {value} ({int(bad.sum())} such rows)")
+
+
+def check_logprobs(record: Record, mask: np.ndarray | None) -> None:
+    """Raise ValueError, naming field and row, if an array named `*_logprobs` is zero on all sampled tokens of a row.
+    `mask` (bool, rows × seq) is the response_mask. A Rollout has its own. Without a mask nothing is checked."""
+    if isinstance(record, Rollout):
+        mask = record.response_mask
+    if mask is None:
+        return
+    for name, array in record.arrays().items():
+        if not name.endswith("_logprobs"):
+            continue
+        if mask.shape != array.shape:
+            raise ValueError(f"{record.KIND}.{name}: shape {array.shape}, but the mask's is {mask.shape}")
+        empty = mask.any(axis=1) & ~((array != 0) & mask).any(axis=1)
+        if empty.any():
+            row = int(np.argmax(empty))
+            raise ValueError(
+                f"{record.KIND}.{name}: row {row} is zero on all of its {int(mask[row].sum())} sampled tokens "
+                f"({int(empty.sum())} such rows)"
+            )
+
+
+# ---- descriptions ----------------------------------------------------------------------------------------
+
+Attributes = dict[str, Any]
+_MASK = "response_mask"
+
+
+def _array(long_name: str, units: str = "1", mask: str | None = None, **more: Any) -> Attributes:
+    return {"long_name": long_name, "units": units} | ({"ancillary_variables": mask} if mask else {}) | more
+
+
+DESCRIPTIONS = MappingProxyType(
+    {
+        "row": _array("number of the row within its step, or within its evaluation"),
+        "prompt_index": _array("number of the prompt in its source"),
+        "tokens": _array("token ids: prompt, response, padding"),
+        "prompt_lengths": _array("length of the prompt", "token"),
+        "response_lengths": _array("sampled tokens of the response, the end-of-sequence token included", "token"),
+        "response_mask": _array("whether the token was sampled"),
+        "sampler_logprobs": _array("log-probability of the token when it was sampled, by the engine", "nat", _MASK),
+        "token_versions": _array("version of the weights that sampled the token; -1: none did", mask=_MASK),
+        "finish_reason": _array(
+            "why the response ended: an end-of-sequence token, or the length limit",
+            flag_values=[reason.value for reason in FinishReason],
+            flag_meanings=" ".join(reason.name.lower() for reason in FinishReason),
+        ),
+        "scores": _array("score of the response: the weighted sum of its parts, before any KL term"),
+        "ref_logprobs": _array("log-probability of the token by the frozen reference", "nat", _MASK),
+        "policy_logprobs": _array(
+            "log-probability of the token by the trainer's weights at the start of the step", "nat", _MASK
+        ),
+        "entropy": _array("entropy of the distribution that the token was drawn from, by the trainer", "nat", _MASK),
+        "values": _array("critic's value of the state before the token", mask=_MASK),
+        "bootstrap_values": _array("critic's value of the state after the last sampled token"),
+        "rewards": _array("reward of the token: KL penalty, and the score at the last one", mask=_MASK),
+        "advantages": _array("advantage of the token", mask="loss_mask"),
+        "returns": _array("the critic's target before the token", mask=_MASK),
+        "loss_mask": _array("whether the token takes part in the losses"),
+        "vocabulary_bytes": _array("UTF-8 bytes of every token, one token after the other; of special tokens none"),
+        "vocabulary_offsets": _array("token t is vocabulary_bytes[vocabulary_offsets[t] : vocabulary_offsets[t + 1]]"),
+        "canary_policy_logprobs": _array("canary: log-probability of the token by the trainer", "nat"),
+        "canary_logprobs": _array("canary: log-probability of the same token by an engine", "nat"),
+    }
+)
+"""Attributes by the name of the array."""
+
+
+def describe(name: str) -> Attributes:
+    """Return the attributes of an array, found by prefix for the parts of a score. None if it is not described."""
+    if name.startswith(SCORE_PREFIX):
+        return _array(f"part {name.removeprefix(SCORE_PREFIX)} of the score, before its weight")
+    if name.startswith(DISAGREEMENT_PREFIX):
+        part = name.removeprefix(DISAGREEMENT_PREFIX)
+        return _array(f"standard deviation of part {part} of the score over the members of its ensemble")
+    return dict(DESCRIPTIONS.get(name, {}))

@@ -1,30 +1,22 @@
-"""Which arrays of a run were let go: a record beside them, written before the first file goes.
-
-    dropped.json   {"format": 1, "rollouts_before": 30, "by": "storage.keep.rollouts", "checksum": "..."}
-
-Of steps before that one the commit records stay, and the arrays are gone or about to go; evaluations are not among
-them. A reader that misses a file looks here, and says "dropped" instead of "missing".
-
-May import storage.{checksum, errors, files}.
-"""
+"""The record of arrays that were deleted (`dropped.json`), written before the first file goes."""
 
 from __future__ import annotations
 
 import json
 
 from storage import files
-from storage.checksum import checksum
+from storage.commits import checksum
 from storage.errors import StoreError
 
 DROPPED = "dropped.json"
 FORMAT = 1
 KEY = "storage.keep.rollouts"
-"""The setting that lets rollouts go."""
+"""The setting under which rollouts are deleted."""
 
 
 def read_dropped(run: files.Root) -> int:
-    """The first step whose arrays were not dropped; 0 where none were. Raises StoreError for a record that is not what
-    was written, or of another format."""
+    """Return the first step whose arrays were not deleted; 0 if none were. Raises StoreError for a damaged record or
+    one of another format."""
     data = files.read(run, DROPPED)
     if data is None:
         return 0
@@ -41,7 +33,7 @@ def read_dropped(run: files.Root) -> int:
 
 
 def write_dropped(run: files.Root, before: int) -> None:
-    """States that arrays of steps before this one are gone or about to go."""
+    """Record that the arrays of the steps before this one are deleted or about to be."""
     document = {"format": FORMAT, "rollouts_before": before, "by": KEY, "checksum": _sum(before)}
     files.write(run, DROPPED, (json.dumps(document, indent=1) + "\n").encode())
 

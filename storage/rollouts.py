@@ -2,23 +2,35 @@
 
     rollouts.zarr/step_000012/tokens/c/3/0     tokens of shard 3 of step 12 (all stages of a step share its group)
     rollouts.zarr/evaluate_000012/...          the rows that `evaluate` sampled with version 12 of the weights
-    attempts/generate-000012-0003-a0-1f6c2a9b/ what one attempt has written and not yet moved into place
+    attempts/generate-000012-0003-a0-1f6c2a9b/ files of one attempt that are not yet in their place
 
 Writing is a write-ahead log of files (law 2):
 
     encode ──► attempt's files, synced ──► commit (exclusive create) ──won──► settle: rename each file to its chunk key
                                                  └──lost──► discard the attempt's files
 
-Settling may be left to a thread (`behind`) while the next node runs: the commit alone makes an output exist.
-A process that dies before the commit leaves files nobody looks at; one that dies after it leaves files that the commit
-names, so `read` finds them there and `recover` moves them: when a gang was lost, when a driver begins, when it ends.
-No array file is ever opened for writing in place, and a shard of an array is written by one attempt only. Zarr itself
-would answer a missing shard with fill values: `read` raises instead, and checks the CRC-32 of every array against the
+    attempts/generate-000012-0003-a0-1f6c2a9b/tokens.c.3.0 ──► rollouts.zarr/step_000012/tokens/c/3/0
+
+A thread may settle (`writeback`) while the next node runs, because the commit alone makes an output exist. A process
+that dies before the commit leaves files that nobody reads. A process that dies after it leaves files that the commit
+names: `read` finds them in the attempt, and `recover` moves them (after the loss of a gang, and at the start and end of
+a driver). No array file is ever opened for writing in place, and each shard of an array is written by one attempt only.
+
+Zarr answers a missing shard with fill values. `read` raises instead, and checks the CRC-32 of every array against the
 commit. Plain readers see the fill value (NaN, -1, False) where nothing is committed yet.
 
-One record kind is written by one stage: all stages of a step share a group, and fields are named by the records.
+All stages of a step share a group, so each kind of record is written by one stage only; the records' fields name the
+arrays.
 
-May import numpy, zarr and storage.
+Each process keeps the records that it read or wrote last, so that stages of one worker do not read the same rows again.
+Committed records never change, so a kept record is as good as the file.
+
+Arrays of old steps may be deleted (`storage.keep.rollouts`). A record, written before the first file goes, says so:
+
+    dropped.json   {"format": 1, "rollouts_before": 30, "by": "storage.keep.rollouts", "checksum": "..."}
+
+Commit records of those steps stay, and so do all evaluations. A reader that misses a file looks here and reports
+"dropped" instead of "missing".
 """
 
 from __future__ import annotations
@@ -27,7 +39,8 @@ import re
 import threading
 import time
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -36,29 +49,26 @@ import zarr
 
 from storage import files
 from storage.address import Address
-from storage.attempts import attempt_key, encode_record, in_attempt, of_attempt_key, write_metadata
-from storage.behind import Behind
-from storage.commits import Commit, Provenance, new_attempt
-from storage.config import Durability
-from storage.descriptions import describe
+from storage.commits import ArrayInfo, Commit, Provenance, new_attempt
+from storage.config import Durability, Layout, Layouts
 from storage.errors import DroppedOutput, MissingOutput, StoreError
 from storage.ledger import Ledger
-from storage.recent import RecentRecords
-from storage.records import RECORD_TYPES, Record, concatenate
+from storage.records import RECORD_TYPES, Record, check_finite, check_logprobs, concatenate, describe
 from storage.retention import KEY, read_dropped, write_dropped
-from storage.shards import GROUP_METADATA, Layout, Layouts, Template, is_group, make_template, shards_of
-from storage.validation import check_finite, check_logprobs
+from storage.shards import GROUP_METADATA, Template, is_group, make_template, shards_of
+from storage.writeback import Writeback
 
 EVALUATE = "evaluate"
-"""Stages whose names begin so have groups, and a layout, of their own: one group per evaluated version."""
+"""Stages whose names begin with this have their own groups and layout: one group per evaluated version."""
 
 _UNREADABLE = (OSError, ValueError, RuntimeError, KeyError)
-"""What Zarr raises for an array that is not there, or not sound."""
+"""Errors that Zarr raises for a missing or damaged array."""
 _STEP_GROUP = re.compile(r"step_(\d{6,})")
 
 
 class RolloutStore:
-    """Owns this process's encoders (not picklable: each process makes its own store); threads may share it."""
+    """The store of a run in this process. Each process makes its own, because its encoders cannot be pickled. Threads
+    may share it."""
 
     def __init__(
         self,
@@ -68,11 +78,14 @@ class RolloutStore:
         *,
         recent_bytes: int = 0,
         durability: Durability = files.DEFAULT,
-        behind: Behind | None = None,
+        writeback: Writeback | None = None,
     ) -> None:
-        """`url`: the run's directory, a path or any fsspec URL; `rollouts.zarr/` and `attempts/` are made inside it.
-        `recent_bytes`: of the records read or written last that are kept, and then shared by all who read them.
-        `behind`: settles what `write` commits; its owner closes it."""
+        """Open the store in the run's directory `url` (a path or any fsspec URL); `rollouts.zarr/` and `attempts/` are
+        created in it.
+
+        `recent_bytes`: size of the cache of records, which readers share. `writeback`: settles what `write` commits;
+        its owner closes it.
+        """
         run = files.open_root(url, durability)
         self._data = run.below("rollouts.zarr")
         self._attempts = run.below("attempts")
@@ -80,13 +93,13 @@ class RolloutStore:
         self._ledger = ledger
         self._layouts = layouts
         self._recent = RecentRecords(recent_bytes)
-        self._behind = behind
+        self._writeback = writeback
         self._templates: dict[tuple[Layout, str, int], Template] = {}
         self._lock = threading.Lock()
 
     @property
     def url(self) -> str:
-        """What `zarr.open_group` takes."""
+        """Return the URL for `zarr.open_group`."""
         return self._data.url
 
     def write(
@@ -100,9 +113,9 @@ class RolloutStore:
         metrics: Mapping[str, float] | None = None,
         state: Mapping[str, Any] | None = None,
     ) -> Commit:
-        """Stores and commits a record. Returns the winning commit, which is another attempt's where that came first.
+        """Store and commit a record. Return the winning commit, which may be an earlier one of another attempt.
 
-        Raises ValueError for rows or seq other than the layout's, NaN or infinity (naming field and row), and
+        Raises ValueError if rows or seq differ from the layout's, for NaN or infinity (naming field and row), and for
         `*_logprobs` that are zero on all sampled tokens of a row (`mask`: response_mask, rows × seq).
         """
         check_finite(record)
@@ -113,10 +126,10 @@ class RolloutStore:
         winner = self._ledger.commit(prepared, before=lambda: self._write_attempt(prepared, contents))
         if winner.attempt == attempt:
             self._recent.put((address, attempt), record)
-            if self._behind is None:
+            if self._writeback is None:
                 self.settle(winner)
             else:
-                self._behind.submit(lambda: self.settle(winner))
+                self._writeback.submit(lambda: self.settle(winner))
         else:
             self._discard(address, attempt)
         return winner
@@ -131,7 +144,7 @@ class RolloutStore:
         state: Mapping[str, Any] | None = None,
         digest: str | None = None,
     ) -> Commit:
-        """Commits an output that has no arrays (an update, a publish); returns the winner."""
+        """Commit an output without arrays (an update, a publish). Return the winning commit."""
         commit = Commit(
             address, attempt or new_attempt(), None, 0, {}, provenance, time.time(), metrics or {}, state or {}, digest
         )
@@ -147,15 +160,15 @@ class RolloutStore:
         metrics: Mapping[str, float] | None = None,
         state: Mapping[str, Any] | None = None,
     ) -> Commit:
-        """First third of `write`: the attempt's files, and the commit that would make them exist; on an exception the
-        files are removed. `Ledger.commit` and `settle` are the other thirds."""
+        """Do the first third of `write`: write the attempt's files and return the commit that would make them exist. On
+        an exception the files are removed. `Ledger.commit` and `settle` are the other thirds."""
         prepared, contents = self._encode(address, record, provenance, attempt, metrics, state)
         self._write_attempt(prepared, contents)
         return prepared
 
     def settle(self, commit: Commit) -> None:
-        """Last third of `write`: moves a committed attempt's files to their chunk keys. Harmless at any time after the
-        commit, by any number of processes at once."""
+        """Do the last third of `write`: move a committed attempt's files to their chunk keys. Harmless at any time
+        after the commit, and by any number of processes at once."""
         group, source = _group(commit.address), attempt_key(commit.address, commit.attempt)
         metadata = self._metadata(commit)
         write_metadata(self._run, {key: data for key, data in metadata.items() if not files.exists(self._data, key)})
@@ -165,9 +178,9 @@ class RolloutStore:
         files.remove_tree(self._attempts, source)
 
     def recover(self, *, discard: bool = True) -> int:
-        """Finishes what dead processes left: settles committed attempts, discards those that lost (unless `discard` is
-        off: their processes may be alive, and would miss their files). Attempts whose address has no commit stay, since
-        their process may be about to commit. Returns how many it settled. Raises DamagedCommit."""
+        """Finish the work of dead processes: settle committed attempts and discard those that lost. Without `discard`
+        the losers stay: their processes may be alive and need the files. Attempts at an address without a commit stay
+        too, since their process may be about to commit. Return the number of settled attempts. Raises DamagedCommit."""
         settled, before = 0, self.dropped_before()
         for address, attempt in self.attempts():
             commit = self._ledger.find(address)
@@ -179,8 +192,8 @@ class RolloutStore:
         return settled
 
     def restore_metadata(self, commits: Iterable[Commit]) -> None:
-        """Writes what plain readers find these arrays by where it is missing or damaged. For a driver without workers;
-        reading a committed array does not need it."""
+        """Write the missing or damaged metadata by which plain readers find these arrays. `read` does not need it. For
+        a driver without workers."""
         before = self.dropped_before()
         for commit in commits:
             for key, data in {} if dropped(commit.address, before) else self._metadata(commit).items():
@@ -189,20 +202,20 @@ class RolloutStore:
                     write_metadata(self._run, {key: data})
 
     def attempts(self) -> list[tuple[Address, str]]:
-        """Attempts that have files which are not in their place: under way, or of processes that died."""
+        """Return the attempts with files that are not in their place: running, or of processes that died."""
         directories = sorted({key.split("/", 1)[0] for key in files.keys(self._attempts)})
         return [found for found in map(of_attempt_key, directories) if found is not None]
 
-    def close_books(self) -> None:
-        """For a driver at the end, when every node has its commit and no worker is there: all that is committed is in
-        its place, and nothing else is left of any attempt."""
+    def finalise(self) -> None:
+        """Move everything that is committed to its place and remove all attempts. For a driver at the end, when every
+        node has its commit and no worker is there."""
         self.recover()
         files.remove_tree(self._run, "attempts")
 
     def read(self, address: Address) -> Any:
-        """The committed record, of the type that was written. Raises MissingOutput where nothing is committed,
-        DroppedOutput where its arrays were let go, and StoreError, naming array and address, where an array is missing
-        or is not what was committed."""
+        """Return the committed record, in the type that was written. Raises MissingOutput if nothing is committed,
+        DroppedOutput if the arrays were deleted, and StoreError, naming array and address, if an array is missing or
+        damaged."""
         commit = self._ledger.get(address)
         if commit.kind is None:
             raise MissingOutput(f"{address} was committed without arrays")
@@ -234,12 +247,12 @@ class RolloutStore:
         return record
 
     def dropped_before(self) -> int:
-        """The first step whose arrays were not let go; 0 where none were. Raises StoreError."""
+        """Return the first step whose arrays were not deleted; 0 if none were. Raises StoreError."""
         return read_dropped(self._run)
 
     def drop(self, before: int) -> int:
-        """Lets go the arrays of all steps before this one, evaluations excepted; their commits stay. For a driver, when
-        nothing can read them any more. Returns of how many steps there was something."""
+        """Delete the arrays of all earlier steps, except evaluations. Commits stay. Return the number of steps that had
+        any. For a driver, when nothing can read the arrays any more."""
         if before > self.dropped_before():
             write_dropped(self._run, before)
         steps = [int(match[1]) for match in map(_STEP_GROUP.fullmatch, files.names(self._data)) if match]
@@ -249,12 +262,12 @@ class RolloutStore:
         return len(gone)
 
     def make_anew(self, step: int) -> None:
-        """Arrays of this step and later ones are about to be made anew: of them, none counts as let go any more."""
+        """Forget that arrays of this step and later ones were deleted: they are about to be made again."""
         if step < self.dropped_before():
             write_dropped(self._run, step)
 
     def plain_faults(self, commit: Commit) -> Iterator[str]:
-        """What a plain Zarr reader does not find, or does not see as it was committed."""
+        """Return what a plain Zarr reader does not find, or reads differently from what was committed."""
         for key in ("zarr.json", f"{_group(commit.address)}/zarr.json") if commit.arrays else ():
             if not is_group(files.read(self._data, key)):
                 yield f"{self._data.at(key)}: is not what was written: plain Zarr does not find the arrays below it"
@@ -269,27 +282,27 @@ class RolloutStore:
             if crc32 != info.crc32 or array.dtype.name != info.dtype:
                 yield f"{where}: plain Zarr sees other numbers than the committed ones (CRC-32 {crc32:08x})"
 
-    def unvouched(self, address: Address, name: str) -> np.ndarray | None:
-        """What is in the place of an array of a shard whose commit is lost: nothing vouches for it. None where plain
-        Zarr reads nothing."""
+    def read_uncommitted(self, address: Address, name: str) -> np.ndarray | None:
+        """Return the array of a shard whose commit is lost, unchecked. None if plain Zarr reads nothing."""
         try:
             return self._plain(address, name, self._layout(address).rows_per_shard)
         except _UNREADABLE:
             return None
 
     def _plain(self, address: Address, name: str, num_rows: int) -> np.ndarray:
-        """The rows of an output's array, as any Zarr reader sees them. Raises what Zarr raises (`_UNREADABLE`)."""
+        """Return the rows of an output's array as any Zarr reader sees them. Raises what Zarr raises
+        (`_UNREADABLE`)."""
         options = {} if self._data.fs is None else {"storage_options": self._data.fs.storage_options}
         array = zarr.open_array(f"{self.url}/{_group(address)}/{name}", mode="r", **options)
         return np.asarray(array[_rows_of(self._layout(address), address, num_rows)])
 
     def keys_of(self, commit: Commit) -> tuple[str, ...]:
-        """Where the files of a settled commit are, below the run's directory; none for one without arrays."""
+        """Return the keys of a settled commit's files, below the run's directory; empty for a commit without arrays."""
         group = _group(commit.address)
         return tuple(f"rollouts.zarr/{group}/{name}/{t.key(shard)}" for name, t, shard in self._blocks(commit))
 
     def read_step(self, stage: str, step: int, num_shards: int) -> Any:
-        """The records of shards 0..num_shards-1, joined along the rows."""
+        """Return the records of shards 0..num_shards-1, joined along the rows."""
         return concatenate([self.read(Address(stage, step, shard)) for shard in range(num_shards)])
 
     def _layout(self, address: Address) -> Layout:
@@ -307,7 +320,7 @@ class RolloutStore:
             return self._templates[key]
 
     def _blocks(self, commit: Commit) -> Iterator[tuple[str, Template, int]]:
-        """(array name, template, shard) of every file of a commit."""
+        """Yield (array name, template, shard) for every file of a commit."""
         layout = self._layout(commit.address)
         for name, info in commit.arrays.items():
             template = self._template(layout, info.dtype, len(info.shape))
@@ -315,15 +328,15 @@ class RolloutStore:
                 yield name, template, shard
 
     def _metadata(self, commit: Commit) -> dict[str, bytes]:
-        """What plain readers find a commit's arrays by: key -> content."""
+        """Return the metadata by which plain readers find a commit's arrays: key -> content."""
         group = _group(commit.address)
         found = {"zarr.json": GROUP_METADATA, f"{group}/zarr.json": GROUP_METADATA} if commit.arrays else {}
         arrays = {name: template for name, template, _ in self._blocks(commit)}
         return found | {f"{group}/{name}/zarr.json": t.described(describe(name)) for name, t in arrays.items()}
 
     def _chunk(self, commit: Commit, key: str) -> bytes | None:
-        """A committed file: in its place, or still where the attempt wrote it. The place is asked again at the end,
-        since the file may have moved between the two looks."""
+        """Return a committed file from its place, or from the attempt. Asks for the place again at the end, since the
+        file may have moved between the two looks."""
         final = f"{_group(commit.address)}/{key}"
         data = files.read(self._data, final)
         if data is None:
@@ -339,7 +352,7 @@ class RolloutStore:
         metrics: Mapping[str, float] | None,
         state: Mapping[str, Any] | None,
     ) -> tuple[Commit, dict[str, bytes]]:
-        """The commit of a record, and the files of its attempt: name -> content."""
+        """Return the commit of a record, and the files of its attempt: name -> content."""
         layout = self._layout(address)
         shards = shards_of(layout, address, record.num_rows)
         infos, contents = encode_record(record, layout, shards, self._template)
@@ -347,7 +360,7 @@ class RolloutStore:
         return Commit(*about, time.time(), metrics or {}, state or {}), contents
 
     def _write_attempt(self, prepared: Commit, contents: Mapping[str, bytes]) -> None:
-        """On an exception the files are removed."""
+        """Write an attempt's files. On an exception remove them."""
         with ExitStack() as undo:
             undo.callback(self._discard, prepared.address, prepared.attempt)
             files.write_together(self._attempts, attempt_key(prepared.address, prepared.attempt), contents)
@@ -358,7 +371,7 @@ class RolloutStore:
 
 
 def _why_absent(address: Address, what: str, before: int) -> StoreError:
-    """`before`: the arrays of the steps before this one were let go."""
+    """Return the error for a missing array. `before`: the first step whose arrays were not deleted."""
     if dropped(address, before):
         return DroppedOutput(
             f"{what}: dropped by {KEY}, as are the arrays of all steps before {before}. A run that has to train on "
@@ -368,7 +381,7 @@ def _why_absent(address: Address, what: str, before: int) -> StoreError:
 
 
 def _rows_of(layout: Layout, address: Address, num_rows: int) -> slice:
-    """Where an output's rows, the padding of its last shard included, are in the step's array."""
+    """Return the slice of an output's rows in the step's array, including the padding of its last shard."""
     shards = shards_of(layout, address, num_rows)
     return slice(shards.start * layout.rows_per_shard, shards.stop * layout.rows_per_shard)
 
@@ -378,5 +391,92 @@ def _group(address: Address) -> str:
 
 
 def dropped(address: Address, before: int) -> bool:
-    """Whether an output's arrays, if it has any, were let go, where those of all steps `before` one were."""
+    """Return True if an output's arrays, if it has any, were deleted together with those of all steps before
+    `before`."""
     return address.step < before and not address.stage.startswith(EVALUATE)
+
+
+# ---- attempts --------------------------------------------------------------------------------------------
+
+_KEY = re.compile(r"(?P<stage>.+?)-(?P<step>\d{6,})-(?P<shard>\d{4,})-(?P<attempt>[^/]+)")
+
+
+def attempt_key(address: Address, attempt: str) -> str:
+    """Return the name of an attempt's directory."""
+    return f"{address.stage}-{address.step:06d}-{address.shard:04d}-{attempt}"
+
+
+def of_attempt_key(name: str) -> tuple[Address, str] | None:
+    """Return the address and attempt of an attempt's directory; None for another name."""
+    match = _KEY.fullmatch(name)
+    return match and (Address(match["stage"], int(match["step"]), int(match["shard"])), match["attempt"])
+
+
+def in_attempt(key: str) -> str:
+    """Return the name of a file in its attempt's directory. The directory is flat, so that one sync covers it."""
+    return key.replace("/", ".")
+
+
+def encode_record(
+    record: Record, layout: Layout, shards: Sequence[int], template_of: Callable[[Layout, str, int], Template]
+) -> tuple[dict[str, ArrayInfo], dict[str, bytes]]:
+    """Return (the commit's description of a record's arrays, the attempt's files by name). `template_of(layout, dtype,
+    ndim)` encodes an array. Raises ValueError for an array that does not fit the layout."""
+    infos, contents = {}, {}
+    for name, given in record.arrays().items():
+        if given.shape[1:] not in ((), (layout.seq,)):
+            raise ValueError(f"{record.KIND}.{name}: shape {given.shape}, but the layout's seq is {layout.seq}")
+        array = np.ascontiguousarray(given)
+        infos[name] = ArrayInfo(array.dtype.name, array.shape, zlib.crc32(array.data))
+        template = template_of(layout, array.dtype.name, array.ndim)
+        for shard, block in zip(shards, np.split(array, len(shards)), strict=True):
+            contents[in_attempt(f"{name}/{template.key(shard)}")] = template.encode(block)
+    return infos, contents
+
+
+def write_metadata(run: files.Root, contents: Mapping[str, bytes]) -> None:
+    """Write the metadata by which plain readers find arrays. Several processes may race, and write the same bytes.
+    Temporary files stay outside the hierarchy, since Zarr warns about unknown files."""
+    if not contents:
+        return
+    scratch = f"attempts/metadata-{new_attempt()}"
+    files.write_together(run, scratch, {in_attempt(key): data for key, data in contents.items()})
+    for key in contents:
+        files.move(run, f"{scratch}/{in_attempt(key)}", f"rollouts.zarr/{key}")
+    files.remove_tree(run, scratch)
+
+
+# ---- recent ----------------------------------------------------------------------------------------------
+
+Key = tuple[Address, str]
+"""An output and the attempt that was committed."""
+
+
+class RecentRecords:
+    """A cache of up to `max_bytes` of records. The least recently used record is dropped first. Threads may share
+    it."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self._records: OrderedDict[Key, tuple[Record, int]] = OrderedDict()
+        self._bytes = 0
+        self._lock = threading.Lock()
+
+    def get(self, key: Key) -> Record | None:
+        with self._lock:
+            if key not in self._records:
+                return None
+            self._records.move_to_end(key)
+            return self._records[key][0]
+
+    def put(self, key: Key, record: Record) -> None:
+        """Keep a record, unless it is larger than the cache. Nobody may write to it any more."""
+        size = sum(array.nbytes for array in record.arrays().values())
+        with self._lock:
+            if size > self._max_bytes or key in self._records:
+                return
+            self._records[key] = (record, size)
+            self._bytes += size
+            while self._bytes > self._max_bytes:
+                _, (_, dropped) = self._records.popitem(last=False)
+                self._bytes -= dropped

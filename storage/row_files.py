@@ -1,8 +1,5 @@
-"""Files that hold one row after another, read by fsspec URL: JSONL, CSV, Parquet and columns of text. Each row comes
-with where it is, for the message of whatever is wrong with it.
-
-May import fsspec and pyarrow only.
-"""
+"""Files of rows, read by fsspec URL: JSONL, CSV, Parquet and columns of text. Each row comes with its place, for error
+messages."""
 
 from __future__ import annotations
 
@@ -18,15 +15,15 @@ import pyarrow
 import pyarrow.parquet
 
 Row = tuple[str, dict[str, Any]]
-"""(URL and line from 1 or row from 0, its fields by name or column number)."""
+"""(URL and line from 1 or row from 0, fields by name or column number)."""
 
 
 class RowsError(ValueError):
-    """A file that cannot be read, or a line of it; says which and why."""
+    """A file or a line that cannot be read. The message names it and the reason."""
 
 
 def read_rows(url: str) -> Iterator[Row]:
-    """All rows of a file, in its order; blank lines do not count. Raises RowsError."""
+    """Yield all rows of a file in its order; blank lines do not count. Raises RowsError."""
     suffix = PurePosixPath(url).suffix
     if suffix not in READERS:
         raise RowsError(f"{url!r} ends in {suffix!r}, available: {', '.join(READERS)}")
@@ -34,7 +31,7 @@ def read_rows(url: str) -> Iterator[Row]:
 
 
 def has_columns(url: str) -> bool:
-    """Whether the fields of a file's rows are named by 0-based column numbers."""
+    """Return True if the fields of a file's rows are named by 0-based column numbers."""
     return READERS.get(PurePosixPath(url).suffix) is _columns
 
 
@@ -55,8 +52,8 @@ def _columns(url: str) -> Iterator[Row]:
 
 
 def _csv(url: str) -> Iterator[Row]:
-    """Comma-separated, quoted as spreadsheets do (a quoted cell may hold commas and line ends); the first line names
-    the fields."""
+    """Read comma-separated values, quoted as spreadsheets do (a quoted cell may hold commas and line ends). The first
+    line names the fields."""
     reader = csv.reader(io.StringIO(_text(url), newline=""), strict=True)
     names: list[str] = []
     try:
@@ -92,7 +89,7 @@ def _parquet(url: str) -> Iterator[Row]:
 
 
 def _text(url: str) -> str:
-    """The whole file; a byte order mark, which spreadsheets write, is left out."""
+    """Return the whole file without the byte order mark that spreadsheets write."""
     try:
         return _content(url).decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -109,7 +106,7 @@ def _content(url: str) -> bytes:
 
 
 def _lines(url: str) -> Iterator[tuple[str, str]]:
-    """(URL and line number, line) of the lines that are not blank."""
+    """Yield (URL and line number, line) for the lines that are not blank."""
     content = _content(url)
     # Split at newlines alone: str.splitlines would also split at characters that may stand inside a text.
     for number, line in enumerate(content.split(b"\n"), start=1):
@@ -129,4 +126,4 @@ READERS: Mapping[str, Callable[[str], Iterator[Row]]] = {
     ".tsv": _columns,
     ".txt": _columns,
 }
-"""Ending of a file's name -> what reads it."""
+"""Readers by the ending of the file's name."""

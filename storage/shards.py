@@ -1,21 +1,20 @@
-"""How an array of the rollout store is laid out, and one shard of it encoded and decoded (one file each).
+"""The layout of an array of the rollout store, and the codec of its shards (one file each).
 
-Zarr is asked for an array's metadata, and for whatever a plain reader does. The shards themselves are encoded and
-decoded here, by the codecs that Zarr itself uses and to the same bytes: through Zarr an array of some hundred numbers
-takes a millisecond, most of it spent on handing work to an event loop and threads of its own.
+Zarr writes an array's metadata, and everything else that plain readers need. The shards are encoded and decoded here,
+with Zarr's own codecs and to the same bytes. Through Zarr an array of some hundred numbers takes a millisecond, mostly
+for handing work to its event loop and threads.
 
     shard file = inner chunk 0 | inner chunk 1 | … | index | CRC-32C of the index
     inner chunk = Blosc (LZ4, shuffled) of the rows' bytes, little-endian | CRC-32C of that
     index       = (offset, bytes) of every inner chunk, each a little-endian uint64
 
 https://zarr-specs.readthedocs.io/en/latest/v3/codecs/sharding-indexed/index.html
-
-May import numpy, numcodecs, google_crc32c, zarr and storage.address.
 """
 
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
@@ -23,11 +22,13 @@ from typing import Any, Final
 import google_crc32c
 import numpy as np
 import zarr
+from numcodecs import blosc
 from numcodecs.blosc import Blosc
 from zarr.codecs import BloscCodec, Crc32cCodec
 from zarr.storage import MemoryStore
 
 from storage.address import Address
+from storage.config import Layout
 
 CHUNK_ROWS = 16
 """Rows of an inner chunk: 1-row chunks are 6-9 times slower to read, and larger ones gain nothing."""
@@ -36,35 +37,16 @@ _DIMENSIONS = ("row", "token")
 _COMPRESSOR: Final = "lz4"
 _LEVEL = 5
 _INDEX = np.dtype("<u8")
+# numcodecs guards Blosc's state by a lock between processes, which share no such state. Its semaphore has a name in
+# shared memory, which stays there if the process is killed. A lock between threads does as well.
+blosc._MUTEX, blosc._MUTEX_IS_INIT = threading.Lock(), True
 _SUM_BYTES = 4
 
 
 @dataclass(frozen=True)
-class Layout:
-    """Shape of a group's arrays: num_shards × rows_per_shard rows of seq tokens. A record has the rows of one shard, or
-    of all of them."""
-
-    num_shards: int
-    rows_per_shard: int
-    seq: int
-
-    @property
-    def num_rows(self) -> int:
-        return self.num_shards * self.rows_per_shard
-
-
-@dataclass(frozen=True)
-class Layouts:
-    """The layout of the steps' groups and that of the evaluations' groups (None: this run has none)."""
-
-    step: Layout
-    evaluate: Layout | None = None
-
-
-@dataclass(frozen=True)
 class Template:
-    """An array of a group: encodes and decodes one shard at a time, in any number of threads. Made once per field and
-    process, since asking Zarr for the metadata takes milliseconds."""
+    """An array of a group. It encodes and decodes one shard at a time, in any number of threads. Made once per field
+    and process, since Zarr's metadata takes milliseconds."""
 
     metadata: bytes
     dtype: np.dtype[Any]
@@ -75,7 +57,7 @@ class Template:
     """Inner chunks of a shard, one after another along the rows."""
 
     def encode(self, block: np.ndarray) -> bytes:
-        """The file of a shard; `block`: its rows."""
+        """Return the file of a shard with the rows `block`."""
         compressor = Blosc(_COMPRESSOR, _LEVEL, Blosc.SHUFFLE, typesize=self.dtype.itemsize)
         chunks = [_with_sum(compressor.encode(part)) for part in np.split(self._as_stored(block), self.num_chunks)]
         sizes = np.array([len(chunk) for chunk in chunks], _INDEX)
@@ -83,8 +65,7 @@ class Template:
         return b"".join([*chunks, _with_sum(index.tobytes())])
 
     def decode(self, data: bytes) -> np.ndarray:
-        """The rows of a shard from its file, in an array of their own. Raises ValueError or RuntimeError for what is
-        not whole."""
+        """Return the rows of a shard's file, in a new array. Raises ValueError or RuntimeError for a damaged file."""
         index_bytes = 2 * _INDEX.itemsize * self.num_chunks
         index = np.frombuffer(_checked(data[-index_bytes - _SUM_BYTES :], "its index"), _INDEX)
         if index.size != 2 * self.num_chunks:
@@ -102,12 +83,12 @@ class Template:
         return "/".join(["c", str(shard)] + ["0"] * (len(self.chunk) - 1))
 
     def described(self, attributes: Mapping[str, Any]) -> bytes:
-        """`metadata` with attributes."""
+        """Return `metadata` with attributes."""
         document = json.loads(self.metadata) | {"attributes": dict(attributes)}
         return json.dumps(document, indent=2).encode()
 
     def _as_stored(self, block: np.ndarray) -> np.ndarray:
-        """Raises ValueError for other rows than a shard's."""
+        """Return the rows as they are stored. Raises ValueError if their shape is not a shard's."""
         shape = (self.chunk[0] * self.num_chunks, *self.chunk[1:])
         if block.shape != shape:
             raise ValueError(f"rows of shape {block.shape}, but a shard's is {shape}")
@@ -119,7 +100,7 @@ def _with_sum(data: bytes) -> bytes:
 
 
 def _checked(data: bytes, what: str) -> bytes:
-    """`data` without its sum. Raises ValueError."""
+    """Return `data` without its checksum. Raises ValueError if the checksum is wrong."""
     body, expected = data[:-_SUM_BYTES], int.from_bytes(data[-_SUM_BYTES:], "little")
     found = google_crc32c.value(body)
     if len(data) < _SUM_BYTES or found != expected:
@@ -128,7 +109,7 @@ def _checked(data: bytes, what: str) -> bytes:
 
 
 def make_template(layout: Layout, dtype: str, ndim: int) -> Template:
-    """An array of this dtype and so many dimensions (rows, or rows × seq), with what plain readers need to open it."""
+    """Return the template of an array of this dtype and number of dimensions (rows, or rows × seq)."""
     rows = layout.rows_per_shard
     inner = max(n for n in range(1, min(CHUNK_ROWS, rows) + 1) if rows % n == 0)
     rest = (layout.seq,) * (ndim - 1)
@@ -153,12 +134,12 @@ def _compressors() -> list[Any]:
 
 
 def group_metadata(attributes: Mapping[str, Any]) -> bytes:
-    """Of a group with attributes."""
+    """Return the metadata of a group with attributes."""
     return json.dumps(json.loads(GROUP_METADATA) | {"attributes": dict(attributes)}, indent=2).encode()
 
 
 def is_group(data: bytes | None) -> bool:
-    """Whether this is the metadata of a group, whatever its attributes say."""
+    """Return True for the metadata of a group, whatever its attributes are."""
     try:
         document = json.loads(data or b"")
     except ValueError:
@@ -167,7 +148,7 @@ def is_group(data: bytes | None) -> bool:
 
 
 def encode_whole(array: np.ndarray, dimension: str, attributes: Mapping[str, Any]) -> dict[str, bytes]:
-    """The files of an array of one dimension, which is no step's: key -> content."""
+    """Return the files of a one-dimensional array that belongs to no step: key -> content."""
     memory: dict[str, Any] = {}
     made = zarr.create_array(
         MemoryStore(memory),
@@ -184,7 +165,7 @@ def encode_whole(array: np.ndarray, dimension: str, attributes: Mapping[str, Any
 
 
 def shards_of(layout: Layout, address: Address, rows: int) -> range:
-    """Shards of the arrays that a record of so many rows fills."""
+    """Return the shards of the arrays that a record of so many rows fills."""
     if rows == layout.rows_per_shard and address.shard < layout.num_shards:
         return range(address.shard, address.shard + 1)
     if rows == layout.num_rows and address.shard == 0:

@@ -1,15 +1,14 @@
-"""Versions of weights that travel from one host's board to another's, in pieces and in order.
+"""Versions of weights that are sent from one host's board to another's, in pieces and in order.
 
     sending board                                  receiving board
     v000012-….bin ──► OutgoingVersion ──pieces──►  IncomingVersion ──► v000012-<pid>-<hex>.copy: only appended to
                                                                        v000012-<pid>-<hex>.copy.manifest: from the start
                                                    `finish` links ───► v000012.json
 
-The manifest is linked when all bytes are there and every tensor has its CRC-32, so half a version exists for no reader.
-The length of a `.copy` says how much of it has arrived: other processes can hand it on meanwhile. One process of a host
-receives a version (`receiving`); `v000012.lock`, which it holds, is let go of by the system however it ends.
-
-May import numpy, xxhash and storage only.
+The manifest is linked after all bytes have arrived and every tensor's sum was checked, so no reader sees half a
+version. The length of a `.copy` says how much of it has arrived; other processes can already forward that part. One
+process of a host receives a version (`receiving`). It holds `v000012.lock`, which the system releases however the
+process ends.
 """
 
 from __future__ import annotations
@@ -21,79 +20,85 @@ import mmap
 import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from types import TracebackType
 
 import xxhash
 
 from storage.errors import DamagedWeights, MissingOutput, StoreError
+from storage.locks import is_named, open_lock, take_lock
 from storage.weights import Manifest, WeightBoard, owner_alive, stem, unique_name
 
 _COPY, _STAGED = ".copy", ".copy.manifest"
 
 
 @contextmanager
-def receiving(board: WeightBoard, version: int, *, wait: bool = True) -> Iterator[bool]:
-    """Whether the caller is the one of its host who receives a version, until the block ends; with `wait` it always
-    becomes so. Whoever waited should look whether the version has come."""
+def receiving(board: WeightBoard, version: int, *, wait_s: float) -> Iterator[bool]:
+    """Yield True if this process is the one of its host that receives a version, until the block ends. If another one
+    is, yield False for `wait_s` 0; otherwise wait for the lock, and the caller should then look whether the version has
+    arrived.
+
+    Raises:
+        StoreError: nothing has arrived for `wait_s`, and the named process still holds the lock.
+    """
     path = board.directory / f"{stem(version)}.lock"
-    while True:
-        lock = os.open(path, os.O_CREAT | os.O_RDWR, 0o644)
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-            if _is_named(lock, path):
+    arrived = partial(_arrived, board, version)
+    with ExitStack() as stack:
+        while True:
+            lock = stack.enter_context(open_lock(path))
+            if not wait_s:
+                try:
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except BlockingIOError:
+                    yield False
+                    return
+            else:
+                take_lock(lock, path, wait_s, progress=arrived)
+            if is_named(lock, path):
                 break
-        except BlockingIOError:
-            os.close(lock)
-            yield False
-            return
-        except BaseException:
-            os.close(lock)
-            raise
-        os.close(lock)  # whoever had it removed the file when done with it
-    try:
+            stack.pop_all().close()  # whoever had it removed the file when done with it
+        stack.callback(path.unlink, missing_ok=True)
         for left in board.directory.glob(f"{stem(version)}-*{_COPY}*"):  # by holders before, who died
             manifest = board.manifest(version)
             if manifest is None or left.name != manifest.file:
                 left.unlink(missing_ok=True)
         yield True
-    finally:
-        path.unlink(missing_ok=True)
-        os.close(lock)
 
 
-def _is_named(file: int, path: os.PathLike[str]) -> bool:
-    """Whether an open file is the one that a path names now."""
-    try:
-        return os.path.samestat(os.fstat(file), os.stat(path))
-    except FileNotFoundError:
-        return False
+def _arrived(board: WeightBoard, version: int) -> int:
+    """Return the number of bytes of a version that have arrived."""
+    total = 0
+    for copy in board.directory.glob(f"{stem(version)}-*{_COPY}"):
+        with contextlib.suppress(FileNotFoundError):
+            total += copy.stat().st_size
+    return total
 
 
 def is_copy(manifest: Manifest) -> bool:
-    """Whether a version came from another host."""
+    """Return True if a version came from another host."""
     return manifest.file.endswith(_COPY)
 
 
 class IncomingVersion:
-    """Owns the files of a version that arrives; closed before `finish`, it leaves nothing. For whoever holds
+    """The files of a version that is arriving. If it is closed before `finish`, it leaves nothing. For the holder of
     `receiving`."""
 
     def __init__(self, board: WeightBoard, manifest: Manifest) -> None:
-        """`manifest`: the sender's. Raises OSError where there is no space."""
+        """Create the files. `manifest`: the sender's. Raises OSError if there is no space."""
         name = unique_name(manifest.version)
         self.manifest = dataclasses.replace(manifest, file=f"{name}{_COPY}")
         self.num_bytes = 0
-        """That have arrived."""
+        """Bytes that have arrived."""
         self._board = board
         self._data, self._staged = board.directory / f"{name}{_COPY}", board.directory / f"{name}{_STAGED}"
         self._tensors = sorted(manifest.tensors, key=lambda tensor: tensor.offset)
         self._checked = 0
-        """Tensors that are whole."""
+        """Number of tensors that have arrived and were checked."""
         self._sum = xxhash.xxh3_64()
-        """Of what has arrived of the next."""
+        """Running sum of the next tensor."""
         self._checker = ThreadPoolExecutor(1, "weights-checker")
-        """Checking takes time, and goes on beside writing."""
+        """Thread for the sums, so that checking overlaps writing."""
         self._file = -1
         try:
             self._file = os.open(self._data, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_APPEND, 0o644)
@@ -109,8 +114,8 @@ class IncomingVersion:
         return self.num_bytes == self.manifest.file_bytes
 
     def append(self, piece: memoryview) -> None:
-        """Takes the next bytes. Raises DamagedWeights, naming the tensor, where a sum is not the manifest's, or for
-        more bytes than there are; OSError when the memory is full."""
+        """Append the next bytes. Raises DamagedWeights, naming the tensor, if a sum differs from the manifest's or
+        there are too many bytes; OSError if the memory is full."""
         if self.num_bytes + piece.nbytes > self.manifest.file_bytes:
             raise DamagedWeights(
                 f"weights v{self.manifest.version}: more than {self.manifest.file_bytes} bytes arrived"
@@ -125,7 +130,7 @@ class IncomingVersion:
         self.num_bytes += piece.nbytes
 
     def _check(self, piece: memoryview) -> None:
-        """Carries the sums on over the bytes that follow those that have arrived."""
+        """Continue the sums over the bytes that arrived."""
         end = self.num_bytes + piece.nbytes
         while self._checked < len(self._tensors):
             tensor = self._tensors[self._checked]
@@ -141,7 +146,7 @@ class IncomingVersion:
             self._checked, self._sum = self._checked + 1, xxhash.xxh3_64()
 
     def finish(self) -> Manifest:
-        """Makes the version exist. Raises StoreError where bytes are missing."""
+        """Make the version exist. Raises StoreError if bytes are missing."""
         if not self.complete:
             raise StoreError(
                 f"weights v{self.manifest.version}: {self.num_bytes} of {self.manifest.file_bytes} bytes arrived"
@@ -168,11 +173,11 @@ class IncomingVersion:
 
 
 class OutgoingVersion:
-    """Owns an open file of a version that a board has, or is receiving. It needs no lease: what is released meanwhile
-    can be read to its end."""
+    """An open file of a version that a board has, or is receiving. It needs no lease: an open file can be read to its
+    end after the version was released."""
 
     def __init__(self, board: WeightBoard, version: int, digest: str | None = None) -> None:
-        """`digest`: take no other. Raises MissingOutput where there is nothing to send."""
+        """Open a version. `digest`: accept no other content. Raises MissingOutput if there is nothing to send."""
         whole = board.manifest(version)
         found = [whole] if whole is not None else []
         for staged in filter(owner_alive, board.directory.glob(f"{stem(version)}-*{_STAGED}")):
@@ -188,7 +193,7 @@ class OutgoingVersion:
         raise MissingOutput(f"weights v{version} are not in {board.directory}, nor on their way there")
 
     def num_ready(self) -> int:
-        """Bytes that can be read now. Raises MissingOutput if no more will come."""
+        """Return the number of bytes that can be read now. Raises MissingOutput if no more will arrive."""
         there = os.fstat(self._file)
         if there.st_size < self.manifest.file_bytes and (there.st_nlink == 0 or not owner_alive(self._path)):
             there = os.fstat(self._file)  # its receiver may have finished it, and ended, since we looked
@@ -197,8 +202,8 @@ class OutgoingVersion:
         return there.st_size
 
     def read(self, offset: int, nbytes: int) -> memoryview:
-        """Bytes that are ready, mapped without a copy; they stay valid after `close`. `offset` must be a multiple of
-        the system's page."""
+        """Return bytes that are ready, mapped without a copy. They stay valid after `close`. `offset` must be a
+        multiple of the page size."""
         return memoryview(mmap.mmap(self._file, nbytes, prot=mmap.PROT_READ, offset=offset))
 
     def close(self) -> None:

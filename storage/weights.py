@@ -1,21 +1,19 @@
-"""Versions of named tensors in shared memory: written once by a publisher, mapped without a copy by readers.
+"""Versions of named tensors in shared memory. A publisher writes each version once; readers map it without a copy.
 
-In the board's directory (on tmpfs, e.g. /dev/shm/stageline-NAME, for shared memory; any local one works), which its
-user alone can enter:
+The board's directory lies on tmpfs (e.g. /dev/shm/stageline-NAME; any local directory works), and only its user can
+enter it:
 
     v000012-<pid>-<hex>.bin        the tensors' bytes, each at a multiple of 64
     v000012.json                   the manifest, linked to this name last: it makes the version exist
     v000012.lease.<pid>-<uuid>     one per open lease; counts while its process lives
     spare.bin                      memory of the version released last, for the next one
 
-A version that was published on another host has a `.copy` in place of its `.bin` (`storage/weight_copies.py`).
-The manifest names the .bin it belongs to, so that two publishers of one version cannot mix their files. A publisher
-that was killed half-way leaves a .bin that no manifest names; the next publish of that version removes it. Publisher
-and readers must see each other's pids (one host, one pid namespace).
+A version that was published on another host has a `.copy` instead of a `.bin` (`storage/weight_copies.py`). The
+manifest names its .bin, so that two publishers of one version cannot mix their files. A publisher that was killed may
+leave a .bin without a manifest; the next publish of that version removes it. Publisher and readers must see each
+other's pids (one host, one pid namespace).
 
-bfloat16, which numpy lacks, is held as its bit pattern in uint16 and marked "bfloat16" in the manifest.
-
-May import numpy, xxhash and storage only.
+numpy has no bfloat16, so it is stored as its bit pattern in uint16 and marked "bfloat16" in the manifest.
 """
 
 from __future__ import annotations
@@ -39,15 +37,14 @@ import numpy as np
 import xxhash
 
 from storage.errors import DamagedWeights, MissingOutput, StoreError
-from storage.private import private_directory
-from storage.processes import process_alive
-from storage.retries import patiently
+from storage.files import retried
+from storage.host import private_directory, process_alive
 
 FORMAT = 2
 BFLOAT16 = "bfloat16"
 
 _ALIGNMENT = 64
-"""Bytes; a cache line, and enough for every vector load."""
+"""Bytes: a cache line, and enough for every vector load."""
 _PIECE_BYTES = 1 << 18
 _MANIFEST = re.compile(r"v(\d{6,})\.json")
 _OF_VERSION = re.compile(r"v(\d{6,})-")
@@ -56,7 +53,7 @@ _OWNER = re.compile(r"v\d{6,}(?:-|\.lease\.)(\d+)-.+")
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """Where a tensor is: `nbytes` bytes in C order from `offset` on."""
+    """Place of a tensor: `nbytes` bytes in C order from `offset`."""
 
     name: str
     dtype: str
@@ -65,18 +62,19 @@ class TensorInfo:
     offset: int
     nbytes: int
     xxh3: int
-    """XXH3-64 of the bytes: the next generation waits for the sums, and CRC-32 takes seven times as long."""
+    """XXH3-64 of the bytes. The next generation waits for the sums, and CRC-32 takes seven times as long."""
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a version consists of."""
+    """Description of a version."""
 
     version: int
     file: str
     tensors: tuple[TensorInfo, ...]
     digest: str
-    """SHA-256 over every tensor's name, type, shape and sum: tells versions apart, not a defence against forgery."""
+    """SHA-256 over every tensor's name, type, shape and sum. It tells versions apart; it does not protect from forgery.
+    """
 
     @property
     def num_bytes(self) -> int:
@@ -84,7 +82,7 @@ class Manifest:
 
     @property
     def file_bytes(self) -> int:
-        """Length of the file: tensors, gaps, and what an empty one is filled up with, since it could not be mapped."""
+        """Return the length of the file: tensors, gaps, and padding for an empty version, which could not be mapped."""
         return max(mmap.PAGESIZE, *(tensor.offset + tensor.nbytes for tensor in self.tensors), 0)
 
     def to_json(self) -> str:
@@ -92,7 +90,7 @@ class Manifest:
 
     @classmethod
     def from_json(cls, text: str) -> Manifest:
-        """What `to_json` wrote. Raises StoreError for another format."""
+        """Return the manifest that `to_json` wrote. Raises StoreError for another format."""
         document = json.loads(text)
         if document.pop("format", None) != FORMAT:
             raise StoreError(f"a manifest of weights: this version reads format {FORMAT}")
@@ -101,8 +99,8 @@ class Manifest:
 
 
 class WeightLease:
-    """Owns a reader's claim on a version: until it is closed, `WeightBoard.release` keeps the version's files. Arrays
-    taken from `tensors` stay valid even longer, since a mapping outlives its file's name."""
+    """A reader's claim on a version. Until it is closed, `WeightBoard.release` keeps the version's files. Arrays from
+    `tensors` stay valid even longer, since a mapping outlives its file's name."""
 
     def __init__(self, manifest: Manifest, tensors: dict[str, np.ndarray], lease: Path) -> None:
         self.manifest = manifest
@@ -112,14 +110,15 @@ class WeightLease:
 
     @property
     def file(self) -> Path:
-        """That the tensors lie in."""
+        """Return the file of the tensors."""
         return self._lease.with_name(self.manifest.file)
 
     def verify(self, look: Callable[[TensorInfo, np.ndarray], None] = lambda info, numbers: None) -> None:
-        """Reads every byte, once. Raises DamagedWeights, naming tensor and file, where a sum is not the manifest's.
+        """Read every byte once. Raises DamagedWeights, naming tensor and file, if a sum differs from the manifest's.
 
-        `look`: sees all numbers of a tensor, a flat piece at a time, while they are in the processor's cache; what it
-        raises goes through."""
+        `look` sees all numbers of a tensor, in flat pieces, while they are in the processor's cache. Its exceptions
+        pass through.
+        """
         for info in self.manifest.tensors:
             seen = xxhash.xxh3_64()
             for piece in _pieces(self.tensors[info.name]):
@@ -142,34 +141,34 @@ class WeightLease:
 
 
 class WeightBoard:
-    """Owns a directory of versions; any number of processes of one host and user use it, and one of them closes it."""
+    """A directory of versions. Any number of processes of one host and user share it; one of them closes it."""
 
     def __init__(self, directory: str | Path) -> None:
-        """Raises StoreError, naming the directory, if it is another user's: its name can be guessed."""
+        """Raises StoreError, naming the directory, if another user owns it: its name can be guessed."""
         self.directory = Path(directory)
         private_directory(self.directory)
 
     def publish(
         self, version: int, tensors: Mapping[str, np.ndarray], dtypes: Mapping[str, str] | None = None
     ) -> Manifest:
-        """Writes a version. `dtypes` says "bfloat16" for tensors that are bit patterns in uint16.
+        """Write a version. `dtypes` is "bfloat16" for tensors that are bit patterns in uint16.
 
-        Publishing a version again with the same tensors returns what is there. Raises ValueError for other tensors,
-        and for a dtype that its array cannot hold; StoreRefused when the memory is full, leaving nothing.
+        Publishing a version again with the same tensors returns the existing one. Raises ValueError for other tensors,
+        and for a dtype that does not fit its array; StoreRefused if the memory is full, leaving nothing.
         """
         infos = _describe(tensors, dtypes or {})
         digest = _digest(infos)
         existing = self.manifest(version)
         if existing is None:
             where = str(self.directory / stem(version))
-            existing = patiently(lambda: self._write(Manifest(version, "", infos, digest), tensors), where, 0.0)
+            existing = retried(lambda: self._write(Manifest(version, "", infos, digest), tensors), where, 0.0)
         if existing.digest != digest:
             raise ValueError(f"weights v{version} are published already, with other tensors ({existing.digest[:12]}…)")
         return existing
 
     def open(self, version: int) -> WeightLease:
-        """Maps a version and holds it until the lease is closed. Raises MissingOutput for a version that is not (or no
-        longer) there, and StoreError for a file shorter than its manifest says."""
+        """Map a version and hold it until the lease is closed. Raises MissingOutput for a version that does not exist
+        (any more), and StoreError for a file shorter than its manifest says."""
         lease = self.directory / f"{stem(version)}.lease.{os.getpid()}-{uuid.uuid4().hex}"
         # The lease comes first: a `release` that does not see it has removed the manifest or the file before we look.
         lease.touch()
@@ -187,25 +186,25 @@ class WeightBoard:
         return opened
 
     def manifest(self, version: int) -> Manifest | None:
-        """A version's manifest, or None where it does not exist."""
+        """Return a version's manifest, or None if it does not exist."""
         try:
             return Manifest.from_json(self._manifest_path(version).read_text())
         except FileNotFoundError:
             return None
 
     def has(self, version: int) -> bool:
-        """Whether a version exists here."""
+        """Return True if a version exists here."""
         return self._manifest_path(version).exists()
 
     def available(self) -> list[int]:
-        """Published versions, ascending."""
+        """Return the published versions, ascending."""
         matches = (_MANIFEST.fullmatch(path.name) for path in self.directory.glob("v*.json"))
         return sorted(int(match[1]) for match in matches if match)
 
     def release(self, version: int) -> bool:
-        """Removes a version, and leases of dead processes; the memory of one that was published here is kept for the
-        next. False, and nothing removed, while a lease is held by a process that lives; True also where there is
-        nothing to remove."""
+        """Remove a version and the leases of dead processes. The memory of a version that was published here is kept
+        for the next one. Return False, and remove nothing, while a living process holds a lease; return True also if
+        there is nothing to remove."""
         for lease in self.directory.glob(f"{stem(version)}.lease.*"):
             if owner_alive(lease):
                 return False
@@ -222,7 +221,7 @@ class WeightBoard:
         return True
 
     def tidy(self, wanted: Callable[[Manifest], bool]) -> None:
-        """Releases the versions that are not `wanted`, and removes what dead processes were in the middle of."""
+        """Release the versions that are not `wanted`, and remove what dead processes left unfinished."""
         for version in self.available():
             manifest = self.manifest(version)
             if manifest is not None and not wanted(manifest):
@@ -231,7 +230,7 @@ class WeightBoard:
             self.remove_torn(version)
 
     def close(self) -> None:
-        """Removes the directory, leases or not; mapped arrays stay valid."""
+        """Remove the directory, leases or not. Mapped arrays stay valid."""
         shutil.rmtree(self.directory, ignore_errors=True)
 
     def __enter__(self) -> WeightBoard:
@@ -241,7 +240,7 @@ class WeightBoard:
         self.close()
 
     def _write(self, manifest: Manifest, tensors: Mapping[str, np.ndarray]) -> Manifest:
-        """Returns the manifest that exists in the end: this one, or that of a publisher who was faster."""
+        """Write a version and return the manifest that exists then: this one, or that of a faster publisher."""
         self.remove_torn(manifest.version)
         unique = unique_name(manifest.version)
         manifest = dataclasses.replace(manifest, file=f"{unique}.bin")
@@ -263,8 +262,8 @@ class WeightBoard:
         return winner
 
     def _new_file(self, path: Path) -> IO[bytes]:
-        """A file to write into: the spare one, if there is one, whose memory need not be found and zeroed page by page
-        (which takes longer than writing), else an empty one. Two publishers cannot get the same."""
+        """Return a file to write into: the spare one if there is one, else an empty one. The pages of the spare need
+        not be found and zeroed, which takes longer than writing. Two publishers cannot get the same file."""
         try:
             self._spare.rename(path)
         except FileNotFoundError:
@@ -273,12 +272,12 @@ class WeightBoard:
 
     @property
     def _spare(self) -> Path:
-        """The file of the version that was released last: nobody reads it any more."""
+        """Return the file of the version that was released last. Nobody reads it any more."""
         return self.directory / "spare.bin"
 
     def link(self, staged: Path, manifest: Manifest) -> Manifest:
-        """Makes a version exist whose file is complete and whose manifest is the file `staged`. Returns the manifest
-        that exists in the end: another one's, if that was faster."""
+        """Make a version exist whose file is complete and whose manifest is the file `staged`. Return the manifest that
+        exists then: this one, or that of a faster publisher."""
         try:
             os.link(staged, self._manifest_path(manifest.version))
         except FileExistsError:
@@ -292,7 +291,7 @@ class WeightBoard:
         return self.directory / f"{stem(version)}.json"
 
     def remove_torn(self, version: int) -> None:
-        """Removes what dead publishers of a version left behind."""
+        """Remove the files that dead publishers of a version left."""
         manifest = self.manifest(version)
         for path in self.directory.glob(f"{stem(version)}-*"):
             if (manifest is None or path.name != manifest.file) and not owner_alive(path):
@@ -300,17 +299,17 @@ class WeightBoard:
 
 
 def stem(version: int) -> str:
-    """What the names of all files of a version begin with."""
+    """Return the beginning of the names of all files of a version."""
     return f"v{version:06d}"
 
 
 def unique_name(version: int) -> str:
-    """Of the files of one attempt of this process at a version, less what comes after the dot."""
+    """Return a unique name, without its ending, for the files of one attempt of this process at a version."""
     return f"{stem(version)}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
 
 
 def owner_alive(path: Path) -> bool:
-    """Whether the process whose id is in the file's name lives."""
+    """Return True if the process whose id is in the file's name lives."""
     match = _OWNER.fullmatch(path.name)
     return match is not None and process_alive(int(match[1]))
 
@@ -336,14 +335,14 @@ def _digest(infos: tuple[TensorInfo, ...]) -> str:
 
 
 def _pieces(array: np.ndarray) -> Iterator[np.ndarray]:
-    """A tensor's numbers, flat and in C order, as many at a time as stay in a core's cache."""
+    """Yield a tensor's numbers, flat and in C order, in pieces that fit into a core's cache."""
     flat = np.ascontiguousarray(array).reshape(-1)
     step = max(1, _PIECE_BYTES // flat.itemsize)
     return (flat[start : start + step] for start in range(0, flat.size, step))
 
 
 def _bytes(array: np.ndarray) -> memoryview:
-    """The array's bytes in C order; no copy where it is contiguous."""
+    """Return the array's bytes in C order, without a copy if it is contiguous."""
     return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
 
 

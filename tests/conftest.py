@@ -1,9 +1,9 @@
-"""What all tests share: one thread per process, no hub, skips that say what is missing, and the order in which several
-processes take the files.
+"""Settings of all tests: one thread per process, no hub, skips that name what is missing, tiers, the order of files.
 
-`make test` runs two processes of pytest side by side (`-n 2 --dist loadfile`): each takes the next file as soon as it
-has done its last one, and a file's tests stay in one process, so that its fixtures are made once. No test may count on
-having the machine to itself. `python -m pytest` alone runs everything in one process.
+`make test` runs the quick tests, `make test-all` also those marked `full`. Both run two processes of pytest side by
+side (`-n 2 --dist loadfile`). A process takes the next file when it is done with one. A file's tests stay in one
+process, so that its fixtures are made once. No test may count on having the machine to itself, and every file closes
+what it opens (`tests/support/leaks.py` checks it). `python -m pytest` alone runs all tests in one process.
 """
 
 from __future__ import annotations
@@ -27,24 +27,43 @@ import pytest
 
 from tests.support.paths import MOVIE_REVIEWS, ROOT, SMOLLM2
 
+pytest_plugins = ("tests.support.leaks",)
 pytest.register_assert_rewrite("tests.contracts.engine_contract", "tests.support.engines", "tests.support.runs")
 
 LONGEST_FIRST = ("slurm", "integration", "browser", "contracts")
-"""Folders whose files take a minute: begun last, one of them would keep one process busy while the other is done."""
+"""Folders whose files take a minute each. They start first, so that no process is left alone with one at the end."""
+FULL = ("slurm", "browser", "gpu", "integration")
+"""Folders whose tests are marked `full`, except QUICK_RUNS."""
+FULL_FILES = (
+    "test_engine_drafts.py", "test_engine_families.py", "test_engine_migration.py", "test_engine_ranks.py",
+)  # fmt: skip
+"""Other files whose tests are marked `full`: the engine's contract in every layout, family and kind of drafts."""
+QUICK_RUNS = (
+    "test_ended_early.py", "test_extending.py", "test_foreign_runs.py", "test_full_disks.py", "test_listening.py",
+    "test_open_data.py", "test_run.py", "test_run_checkpoints.py", "test_worker_ports.py",
+)  # fmt: skip
+"""Integration tests that `make test` has too: whole runs with all stages, resume, refusals and reading of results."""
 
 
+@pytest.hookimpl(tryfirst=True)  # before `-m` selects by marker
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if hasattr(config, "workerinput"):  # one of several processes
-        items.sort(key=_turn)
+        items.sort(key=_position)
     absent = [
         str(path.relative_to(ROOT)) for path in (SMOLLM2 / "model.safetensors", MOVIE_REVIEWS) if not path.exists()
     ]
     no_assets = pytest.mark.skip(reason=f"{', '.join(absent)} not there: run `make assets`")
     for item in items:
+        if item.path.name in FULL_FILES or (_folder(item) in FULL and item.path.name not in QUICK_RUNS):
+            item.add_marker(pytest.mark.full)
         if absent and item.get_closest_marker("smollm2"):
             item.add_marker(no_assets)
 
 
-def _turn(item: pytest.Item) -> int:
-    folder = item.path.relative_to(ROOT / "tests").parts[0]
+def _folder(item: pytest.Item) -> str:
+    return item.path.relative_to(ROOT / "tests").parts[0]
+
+
+def _position(item: pytest.Item) -> int:
+    folder = _folder(item)
     return LONGEST_FIRST.index(folder) if folder in LONGEST_FIRST else len(LONGEST_FIRST)

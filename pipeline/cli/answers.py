@@ -1,28 +1,84 @@
-"""What a user sees of a command: its output, one message where something is wrong, and an exit code.
-
-May import everything below.
-"""
+"""Arguments and answers that all commands share: exit codes, output, one message for an error, and reading a config or
+a run."""
 
 from __future__ import annotations
 
 import argparse
+import errno
+import json
+import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from pathlib import Path
+from typing import Any, TextIO, cast
 
 from rich.console import Console
 from rich.text import Text
 
-from pipeline.cli.exit_codes import BAD_INPUT, INTERRUPTED, STAGE_FAILED
 from pipeline.config.errors import ConfigError
-from pipeline.driver.context import StageFailed
-from pipeline.observe.plain import print_plain
-from pipeline.observe.visible import visible
-from pipeline.workers.errors import ReplayMismatch
+from pipeline.config.identity import FILE, read_identity
+from pipeline.config.loading import is_setting, load_config, load_yaml, read_saved
+from pipeline.config.paths import RunPaths
+from pipeline.config.run import RunConfig
+from pipeline.config.trust import refuse_foreign
+from pipeline.driver.errors import StageFailed
+from pipeline.observe.journal import journal_exists
+from pipeline.observe.text import print_plain, visible
+from pipeline.workers.messages import ReplayMismatch
 from storage.errors import StoreError
+from storage.redaction import redacted_text
+
+WORKING = frozenset({"run", "resume", "job", "worker", "sweep", "reward"})
+"""Commands that continue normally if nobody reads their output any more. The others end."""
 
 
 def exit_code(command: Callable[[argparse.Namespace], int], options: argparse.Namespace) -> int:
-    """What a command returns, or, where it fails of what a user can cause, one message and the code for it."""
+    """Return the command's exit code. If it fails for a reason that a user can cause, print one message and return the
+    code of that failure."""
+    if options.command in WORKING:
+        with lasting_streams():
+            return _exit_code(command, options)
+    return _exit_code(command, options)
+
+
+@contextmanager
+def lasting_streams() -> Iterator[None]:
+    """Within the block, do not fail if the terminal was closed or the reader of the output has ended."""
+    out, err = (cast(TextIO, _LastingStream(stream)) for stream in (sys.stdout, sys.stderr))
+    with redirect_stdout(out), redirect_stderr(err):
+        yield
+
+
+class _LastingStream:
+    """A stream that switches to the null device when its reader is gone."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        self._attempt(lambda: self._stream.write(text))
+        return len(text)
+
+    def flush(self) -> None:
+        self._attempt(self._stream.flush)
+
+    def _attempt(self, act: Callable[[], object]) -> None:
+        try:
+            act()
+        except OSError as error:
+            if error.errno not in (errno.EIO, errno.EPIPE):
+                raise
+            # The descriptor itself: what native code prints, and Python at its end, goes there too.
+            null = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(null, self._stream.fileno())
+            os.close(null)
+
+
+def _exit_code(command: Callable[[argparse.Namespace], int], options: argparse.Namespace) -> int:
     try:
         return command(options)
     except (ConfigError, StoreError) as error:
@@ -34,21 +90,100 @@ def exit_code(command: Callable[[argparse.Namespace], int], options: argparse.Na
 
 
 def output() -> Console:
-    """Where a command prints what it was asked for."""
+    """Return the console for a command's output."""
     return Console(file=sys.stdout)
 
 
 def print_line(text: str) -> None:
-    """One line of output, as it is: no markup, and not folded; control characters can be seen, and do nothing."""
+    """Print one line of output as it is: without markup and without folding. Control characters are shown and have no
+    effect."""
     print_plain(output(), text)
 
 
 def note(text: str) -> None:
-    """One line on stderr: what is no part of the output, and no error."""
-    Console(stderr=True).print(Text(visible(text)), soft_wrap=True)
+    """Print one line on stderr: neither output nor an error."""
+    Console(stderr=True).print(Text(visible(redacted_text(text))), soft_wrap=True)
 
 
 def complain(what: str, text: str, code: int) -> int:
-    """One message on stderr, on one line however long (a terminal folds it); returns the exit code."""
-    Console(stderr=True).print(Text.assemble((what, "bold red"), " ", visible(text)), soft_wrap=True)
+    """Print one message on stderr, on one line however long, and return the exit code."""
+    Console(stderr=True).print(Text.assemble((what, "bold red"), " ", visible(redacted_text(text))), soft_wrap=True)
     return code
+
+
+# ---- exit codes ------------------------------------------------------------------------------------------
+
+DONE = 0
+BAD_INPUT = 2
+"""Refused before anything started: a config, an argument, a directory or its content cannot be used. For `stageline
+check RUN`: the run has faults."""
+STAGE_FAILED = 3
+"""A started run ended before its last step because of a stage, a disk or damaged files. It can be resumed. For
+`replay`: other weights."""
+INTERRUPTED = 130
+DRIVER_LOST = 4
+"""For `stageline worker`: the driver disappeared. Another worker of the same kind may join the next driver."""
+RESUMABLE = 75
+"""For a cluster's job (EX_TEMPFAIL of sysexits.h): it ended early and goes on when it is started again."""
+
+
+# ---- sources ---------------------------------------------------------------------------------------------
+
+
+def config_of(sources: Sequence[str]) -> RunConfig:
+    """Return the config of files and key=value overrides, each kind in the order given. Raises ConfigError."""
+    files = [source for source in sources if "=" not in source]
+    _refuse_settings_as_files(files)
+    return load_config(files, [source for source in sources if "=" in source])
+
+
+def _refuse_settings_as_files(files: Sequence[str]) -> None:
+    """Raise ConfigError for `staleness 2` where `staleness=2` was meant."""
+    for name, after in zip(files, [*files[1:], None], strict=True):
+        if not Path(name).exists() and is_setting(name, RunConfig):
+            value = after if after is not None and not Path(after).exists() else "..."
+            raise ConfigError(name, f"is a setting, and no file of that name is there; did you mean {name}={value}?")
+
+
+def submitted_config(run_dir: str) -> RunConfig:
+    """Return the config of a run that has begun, or that was only submitted as a job. Raises what `saved_config`
+    raises."""
+    paths = RunPaths(Path(run_dir))
+    submitted = paths.job / "config.yaml"
+    begun = paths.config.exists() or read_identity(paths.root) is not None
+    return load_config([submitted]) if submitted.exists() and not begun else saved_config(run_dir)
+
+
+def trusted_config(run_dir: str, overrides: Sequence[str] = ()) -> RunConfig:
+    """Return `saved_config` of a run that this process will compute with. Raises ConfigError also if another account
+    can change it."""
+    refuse_foreign(Path(run_dir))
+    return saved_config(run_dir, overrides)
+
+
+def saved_config(run_dir: str, overrides: Sequence[str] = ()) -> RunConfig:
+    """Return the config in a run's directory, with key=value changes. Raises ConfigError if there is none or it is
+    damaged; StoreError if only identity.json could have it, and that is damaged too."""
+    paths = RunPaths(Path(run_dir))
+    if paths.variant.exists():
+        raise ConfigError(
+            run_dir,
+            f"holds a variant, trained on the rollouts that another run recorded ({paths.variant}): it has no ledger "
+            f"and no rollouts of its own. What it came to is in {paths.summary}",
+        )
+    identity = None if os.access(paths.config, os.R_OK) else read_identity(paths.root)
+    if identity is not None:  # config.yaml is lost, or another user's: what it held is stated, but for its secrets
+        config = load_yaml(json.dumps(identity.latest.config), overrides, where=f"{paths.root}/{FILE}")
+    elif paths.config.is_file():
+        config = read_saved(paths.config, overrides)
+    else:
+        raise ConfigError(run_dir, "holds no run (no config.yaml in it); give a run's directory, for example runs/demo")
+    config.runs_dir = str(paths.root.resolve().parent)  # the directory may have been moved or be seen from elsewhere
+    config.name = paths.root.resolve().name
+    return config
+
+
+def begun(config: RunConfig) -> bool:
+    """Return True if an earlier driver has begun the run, however far it came."""
+    paths = RunPaths(config.run_dir)
+    return (paths.root / FILE).exists() or paths.config.exists() or journal_exists(paths.events)

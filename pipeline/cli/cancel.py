@@ -1,17 +1,14 @@
-"""`stageline cancel RUN`: ends the run's job, or takes it out of the queue. What is committed stays."""
+"""`stageline cancel RUN`: end the run's job, or take it out of the queue. Committed outputs stay."""
 
 from __future__ import annotations
 
 import argparse
 from pathlib import Path
 
-from pipeline.cli.answers import print_line
-from pipeline.cli.exit_codes import DONE
-from pipeline.cli.sources import submitted_config
+from pipeline.cli.answers import DONE, print_line, submitted_config
 from pipeline.config.errors import ConfigError
 from pipeline.config.paths import RunPaths
-from pipeline.launch.commands import cancel, job_state
-from pipeline.launch.records import read_record
+from pipeline.launch.commands import cancel, job_state, read_record
 
 
 def command(options: argparse.Namespace) -> int:

@@ -1,5 +1,5 @@
-"""`stageline dashboard RUN`: the page `/stageline` of a run that has ended, or that another process runs, read from its
-directory whenever somebody looks."""
+"""`stageline dashboard RUN`: serve the page `/stageline` of a run that has ended, or that another process drives. Every
+request reads the run's directory."""
 
 from __future__ import annotations
 
@@ -12,24 +12,21 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
-from pipeline.cli.answers import print_line
-from pipeline.cli.exit_codes import DONE
-from pipeline.cli.sources import saved_config
+from pipeline.cli.answers import DONE, print_line, saved_config
 from pipeline.config.errors import ConfigError
 from pipeline.config.paths import RunPaths
 from pipeline.config.run import RunConfig
-from pipeline.driver.lock import is_driven
 from pipeline.driver.results import watch_runs
 from pipeline.observe.graph_page import HEADERS, PATH, fragment, page
-from pipeline.observe.graph_view import Facts, GraphView
+from pipeline.observe.graph_view import Facts, GraphView, recorded_view
 from pipeline.observe.journal import journal_exists, read_events
 from pipeline.observe.log_files import log_end, log_names
-from pipeline.observe.recorded_view import recorded_view
 from storage.ledger import Ledger
+from storage.locks import holder
 
 HOST = "127.0.0.1"
 PORT = 8788
-"""Unless it is taken: then any."""
+"""Default port. If it is taken, any other is used."""
 HTML, TEXT = "text/html; charset=utf-8", "text/plain; charset=utf-8"
 
 
@@ -44,10 +41,10 @@ def command(options: argparse.Namespace) -> int:
 
 
 def open_server(config: RunConfig, port: int | None) -> ThreadingHTTPServer:
-    """A server of a run's page, listening; `port` None: `PORT`, or another one.
+    """Return a listening server of a run's page. `port` None: `PORT`, or another one if it is taken.
 
     Raises:
-        ConfigError: the directory holds no journal, or the port cannot be had.
+        ConfigError: the directory holds no journal, or the port is not free.
     """
     paths = RunPaths(config.run_dir)
     if not journal_exists(paths.events):
@@ -64,7 +61,7 @@ def open_server(config: RunConfig, port: int | None) -> ThreadingHTTPServer:
 
 
 class Recorded:
-    """Owns the record of a run's directory as it was read last; it is read again when the journal has grown."""
+    """The cached record of a run's directory. It is read again when the journal has grown."""
 
     def __init__(self, config: RunConfig) -> None:
         self._config = config
@@ -76,11 +73,11 @@ class Recorded:
         size = self._paths.events.stat().st_size if self._paths.events.exists() else 0
         if self._view is None or size != self._size:
             self._view, self._size = view_of(self._config), size
-        return replace(self._view, driven=is_driven(self._paths))
+        return replace(self._view, driven=holder(self._paths.lock) is not None)
 
 
 def view_of(config: RunConfig) -> GraphView:
-    """The record of a run's directory."""
+    """Read the record of a run's directory."""
     paths = RunPaths(config.run_dir)
     links = watch_runs(config)
     facts = Facts(config.name, config.steps, config.staleness, tuple(links.items()), log_names(paths.logs))
@@ -88,7 +85,7 @@ def view_of(config: RunConfig) -> GraphView:
 
 
 class _Handler(BaseHTTPRequestHandler):
-    """Answers as the page of a live run does (`driver.dashboard`)."""
+    """Answers requests like the page of a live run (`driver.dashboard`)."""
 
     def __init__(self, view: Callable[[], GraphView], logs: Path, *given: object) -> None:
         self._view = view
@@ -120,4 +117,4 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, format: str, *given: object) -> None:
-        """Says nothing: the terminal is the user's."""
+        """Print nothing: the terminal belongs to the user."""

@@ -1,7 +1,7 @@
-"""`stageline export RUN [--version V|best] [--to DIR]`: a version of the policy in Hugging Face layout. A version whose
-weights are nowhere any more is rebuilt from checkpoints and stored rollouts.
+"""`stageline export RUN [--version V|best] [--to DIR]`: write a version of the policy in Hugging Face layout. A version
+whose weights were deleted is rebuilt from checkpoints and stored rollouts.
 
-`stageline export RUN --rollouts FILE.parquet`: every row of the run as a table.
+`stageline export RUN --rollouts FILE.parquet`: write every row of the run as a table.
 """
 
 from __future__ import annotations
@@ -12,11 +12,9 @@ import tempfile
 from pathlib import Path
 from typing import Literal
 
-from pipeline.cli.answers import print_line
-from pipeline.cli.exit_codes import DONE
+from pipeline.cli.answers import DONE, print_line, saved_config, trusted_config
 from pipeline.cli.one_process import alone, runtime_for
 from pipeline.cli.opened_run import opened
-from pipeline.cli.sources import saved_config
 from pipeline.config.errors import ConfigError
 from pipeline.config.loading import config_hash
 from pipeline.config.paths import RunPaths
@@ -24,13 +22,12 @@ from pipeline.config.run import RunConfig
 from pipeline.driver.results import open_history
 from pipeline.observe.evaluations import best_evaluation
 from pipeline.observe.history import History
-from pipeline.observe.rollout_file import write_rows
-from pipeline.workers.model_card import describe_export
+from pipeline.observe.rows import write_rows
+from pipeline.workers.exports import describe_export
 from pipeline.workers.parts import required
 from stages.models.protocol import Role
-from storage.checkpoints import version_of
+from storage.checkpoints import export_faults, has_sums, version_of
 from storage.errors import MissingOutput, StoreError
-from storage.exports import export_faults, has_sums
 
 
 def command(options: argparse.Namespace) -> int:
@@ -41,15 +38,15 @@ def command(options: argparse.Namespace) -> int:
         print_line(f"wrote {options.rollouts}: {written} rows")
         return DONE
     to = None if options.to is None else Path(options.to)
-    print_line(f"wrote {export_version(saved_config(options.run_dir), options.version, to)}")
+    print_line(f"wrote {export_version(trusted_config(options.run_dir), options.version, to)}")
     return DONE
 
 
 def export_rollouts(config: RunConfig, path: Path) -> int:
-    """Writes every row of a run, with its text and numbers, to a Parquet file; returns how many.
+    """Write every row of a run, with text and numbers, to a Parquet file. Return the number of rows.
 
     Raises:
-        ConfigError: the file exists, has another ending, or its directory is not there.
+        ConfigError: the file exists, has another ending, or its directory does not exist.
         MissingOutput: the run has no rows.
     """
     given = f"given {str(path)!r}"
@@ -66,12 +63,12 @@ def export_rollouts(config: RunConfig, path: Path) -> int:
 
 
 def export_version(config: RunConfig, version: int | Literal["best"] | None, to: Path | None) -> Path:
-    """Writes a version to a directory; returns it. None: the newest that an update has made. "best": by the run's
+    """Write a version to a directory and return the directory. None: the newest version. "best": the best by the run's
     evaluations so far.
 
     Raises:
         ConfigError: no such version, or the directory exists.
-        StoreError: it was exported before, and is not what it was.
+        StoreError: it was exported before, and the export is damaged.
     """
     history = open_history(config)
     newest = history.versions_made()
@@ -107,7 +104,7 @@ def _check(stored: Path, run_dir: Path) -> None:
 
 
 def _best_version(config: RunConfig, history: History) -> int:
-    """Raises ConfigError where there is none."""
+    """Return the best version by the run's evaluations. Raises ConfigError if there is none."""
     evaluations, budget = history.evaluations(), config.evaluate.select.max_kl
     best = best_evaluation(evaluations, budget)
     if best is not None:

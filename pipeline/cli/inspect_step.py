@@ -1,4 +1,4 @@
-"""`stageline inspect RUN [--step N]`: the rows of a step as a table; of the last one that has any by default."""
+"""`stageline inspect RUN [--step N]`: print the rows of a step as a table; default: the last step that has any."""
 
 from __future__ import annotations
 
@@ -11,16 +11,13 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from pipeline.cli.answers import output
-from pipeline.cli.exit_codes import DONE
-from pipeline.cli.sources import saved_config
+from pipeline.cli.answers import DONE, output, saved_config
 from pipeline.config.errors import ConfigError
 from pipeline.config.run import RunConfig
 from pipeline.driver.results import open_history
-from pipeline.driver.step_trace import span_name
+from pipeline.driver.tracked import span_name
 from pipeline.graph.graph import step_nodes
-from pipeline.observe.row_views import PART_COLUMN, row_table
-from pipeline.observe.rows import shards_of_step
+from pipeline.observe.rows import PART_COLUMN, row_table, shards_of_step
 from pipeline.observe.tables import InspectRow, inspect_table
 from stages.models.hf_files import read_tokenizer
 from storage.errors import DroppedOutput, MissingOutput
@@ -36,7 +33,7 @@ def command(options: argparse.Namespace) -> int:
 
 
 def last_step(config: RunConfig) -> int:
-    """The newest step that has rows. Raises MissingOutput."""
+    """Return the newest step that has rows. Raises MissingOutput."""
     steps = [address.step for address in open_history(config).ledger.addresses("generate")]
     if not steps:
         raise MissingOutput(f"{config.run_dir} has no rollouts yet")
@@ -44,11 +41,12 @@ def last_step(config: RunConfig) -> int:
 
 
 def inspect_step(config: RunConfig, step: int, rows: int) -> RenderableType:
-    """Rows of a step with what the stages made of them, and the step's nodes: who ran them, from what, how long.
+    """Return a table of a step's rows with the results of the stages, and one of the step's nodes: worker, inputs,
+    duration.
 
     Raises:
         ConfigError: no such step.
-        MissingOutput: nothing of the step is there yet.
+        MissingOutput: the step has no output yet.
     """
     if not 0 <= step < config.steps:
         raise ConfigError("--step", f"given {step}; the run has steps 0 to {config.steps - 1}")
@@ -73,14 +71,14 @@ def inspect_step(config: RunConfig, step: int, rows: int) -> RenderableType:
 
 
 def step_rows(config: RunConfig, step: int) -> list[InspectRow]:
-    """The rows of a step whose shard has been generated; what a stage has not made yet is None."""
+    """Return the rows of a step's generated shards. Results that do not exist yet are None."""
     decode = read_tokenizer(config.model.path).decode
     tables = [row_table(shard, decode) for shard in shards_of_step(open_history(config), step)]
     return [_inspected(line) for table in tables for line in table.to_dict("records")]
 
 
 def _inspected(line: Mapping[Hashable, Any]) -> InspectRow:
-    """`line`: of `row_table`."""
+    """Return a row for the table. `line`: a line of `row_table`."""
 
     def number(name: str) -> float | None:
         value = float(line[name])

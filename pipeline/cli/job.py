@@ -1,7 +1,7 @@
-"""`stageline job CONFIG... [key=value...]`: what a job of a cluster runs, again and again, until the run is done.
+"""`stageline job CONFIG... [key=value...]`: the command of a cluster's job, repeated until the run is done.
 
-The first time it starts the run, afterwards it goes on with it. A manager that wants the nodes back sends SIGTERM,
-SIGINT or SIGUSR1: then it ends at once, without a summary and plots, with exit code 75.
+The first time it starts the run, later it resumes it. A cluster manager that wants the nodes back sends SIGTERM,
+SIGINT, SIGHUP or SIGUSR1. Then the command ends at once with exit code 75, without summary and plots.
 """
 
 from __future__ import annotations
@@ -9,22 +9,15 @@ from __future__ import annotations
 import argparse
 import signal
 
+from pipeline.cli.answers import begun, config_of
 from pipeline.cli.run import execute
-from pipeline.cli.sources import config_of
-from pipeline.config.identity import FILE
-from pipeline.config.paths import RunPaths
-from pipeline.config.run import RunConfig
-from pipeline.observe.journal import journal_exists
-
-AT_ONCE = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+from pipeline.config.trust import refuse_foreign
+from pipeline.workers.worker_process import ending_signals
 
 
 def command(options: argparse.Namespace) -> int:
     config = config_of(options.sources)
-    return execute(config, resume=begun(config), at_once=AT_ONCE)
-
-
-def begun(config: RunConfig) -> bool:
-    """Whether an earlier driver has begun the run, however far it came."""
-    paths = RunPaths(config.run_dir)
-    return (paths.root / FILE).exists() or paths.config.exists() or journal_exists(paths.events)
+    goes_on = begun(config)
+    if goes_on:
+        refuse_foreign(config.run_dir)
+    return execute(config, resume=goes_on, at_once=ending_signals() | {signal.SIGUSR1})

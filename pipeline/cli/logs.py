@@ -1,4 +1,5 @@
-"""`stageline logs RUN [--gang NAME] [--index I] [--lines N] [--follow]`: what the job, or a gang's workers, print."""
+"""`stageline logs RUN [--gang NAME] [--index I] [--lines N] [--follow]`: print the output of the job or of a gang's
+workers."""
 
 from __future__ import annotations
 
@@ -8,12 +9,10 @@ from collections import deque
 from collections.abc import Mapping
 from pathlib import Path
 
-from pipeline.cli.answers import note, print_line
-from pipeline.cli.exit_codes import DONE
-from pipeline.cli.sources import submitted_config
+from pipeline.cli.answers import DONE, note, print_line, submitted_config
 from pipeline.config.errors import ConfigError
 from pipeline.config.paths import RunPaths
-from pipeline.launch.records import read_record
+from pipeline.launch.commands import read_record
 from pipeline.workers.messages import worker_name
 
 _LOOK_S = 0.5
@@ -39,7 +38,7 @@ def command(options: argparse.Namespace) -> int:
 
 
 def _files(run_dir: str, gang: str | None, index: int | None) -> Mapping[str, Path]:
-    """Each with what it is called. Raises ConfigError for a gang, or a worker, that the run has not."""
+    """Return the log files, each with a label. Raises ConfigError if the run has no such gang or worker."""
     config, paths = submitted_config(run_dir), RunPaths(Path(run_dir))
     if gang is None:
         if index is not None:
@@ -58,7 +57,7 @@ def _files(run_dir: str, gang: str | None, index: int | None) -> Mapping[str, Pa
 
 
 def _print_end(name: str, file: Path, lines: int, several: bool) -> int:
-    """The last lines of a file; returns where it ends."""
+    """Print the last lines of a file. Return the offset of its end."""
     if not file.exists():
         return 0
     last: deque[bytes] = deque(maxlen=lines)
@@ -75,7 +74,8 @@ def _print_end(name: str, file: Path, lines: int, several: bool) -> int:
 
 
 def _print_from(name: str, file: Path, offset: int, several: bool) -> int:
-    """The whole lines from a place on; returns where they end. A file that has become shorter is read anew."""
+    """Print the whole lines from an offset on. Return the offset of their end. A file that became shorter is read from
+    its beginning."""
     if not file.exists():
         return 0
     with file.open("rb") as content:

@@ -1,11 +1,10 @@
-"""The command line: `stageline run | resume | submit | …`, as `COMMANDS` has them.
+"""The command line: `stageline run | resume | submit | …` (see `COMMANDS`).
 
-Exit codes: 0 done, 2 bad input (or `check` found a run not sound), 3 a stage failed, 4 a worker's driver is gone, 75 a
-job ended early, 130 interrupted (3, 75, 130: resumable).
+Exit codes: 0 done, 2 bad input (or `check` found faults in a run), 3 a stage failed, 4 a worker's driver disappeared,
+75 a job ended early, 130 interrupted (3, 75, 130: resumable).
 
-Each command has a file of its own, with a function `command(options)` that returns the exit code; it
-is imported when the command is called, since `stageline --help` must not wait for torch. May import the standard
-library.
+Each command has its own file with a function `command(options)` that returns the exit code. The file is imported when
+the command is called, so that `stageline --help` does not wait for torch.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ class Command:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs one command; returns its exit code."""
+    """Run one command and return its exit code."""
     options = _parse(arguments)
     module = importlib.import_module(COMMANDS[options.command].module)
     exit_code = importlib.import_module("pipeline.cli.answers").exit_code
@@ -40,7 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """argparse takes key=value changes before an option or after it, but not both, nor after it alone."""
+    """Parse arguments. argparse alone takes key=value changes before an option or after it, but not both."""
     parser = _parser()
     options, rest = parser.parse_known_args(arguments)
     taken = getattr(options, "changes", getattr(options, "sources", None))
@@ -127,6 +126,18 @@ def _sweep(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--dry-run", action="store_true", help="print the runs, and start nothing")
     parser.add_argument("--here", action="store_true", help="in turn on this host, also where there is Slurm")
+
+
+def _may_requeue(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run_dir", metavar="RUN")
+    parser.add_argument("--job", required=True, metavar="ID", help="Slurm's number of the job")
+    parser.add_argument("--restart", required=True, type=int, metavar="N", help="the attempt: requeues before it")
+    parser.add_argument("--because", required=True, metavar="TEXT", help="why it ended, unless that is noted already")
+    parser.add_argument("--lost", action="store_true", help="its driver, workers or batch node were lost")
+    parser.add_argument("--restarts", required=True, type=int, metavar="N", help="slurm.restarts")
+    parser.add_argument(
+        "--without-progress", required=True, type=int, metavar="N", help="slurm.requeues_without_progress"
+    )
 
 
 def _status(parser: argparse.ArgumentParser) -> None:
@@ -227,6 +238,9 @@ COMMANDS = {
     ),
     "submit": Command("pipeline.cli.submit", "have Slurm run a config, and go on with it after every requeue", _submit),
     "job": Command("pipeline.cli.job", "start a run or go on with it: what a cluster's job runs", _run),
+    "may-requeue": Command(
+        "pipeline.cli.may_requeue", "say whether a cluster's job may be requeued: what its script asks", _may_requeue
+    ),
     "status": Command("pipeline.cli.status", "how far a run is, and what becomes of its job", _status),
     "logs": Command("pipeline.cli.logs", "what a run's job prints, or the workers of a gang", _logs),
     "cancel": Command("pipeline.cli.cancel", "end a run's job", _cancel),
@@ -252,4 +266,4 @@ COMMANDS = {
     "sync": Command("pipeline.cli.sync", "deliver to MLflow what of a run is not there yet", _sync),
     "reward": Command("pipeline.cli.reward", "train a reward model, or have a judge label responses", _reward),
 }
-"""Name of a command -> where it is, and what it takes."""
+"""Module and arguments of each command, by name."""

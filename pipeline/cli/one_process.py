@@ -1,7 +1,4 @@
-"""A run's stages in this process alone: what `replay` and `export` compute with. Nothing is written to the run.
-
-May import everything below.
-"""
+"""Run stages in this process alone, for `replay` and `export`. Writes nothing to the run."""
 
 from __future__ import annotations
 
@@ -12,6 +9,7 @@ from pathlib import Path
 
 from pipeline.config.loading import to_yaml
 from pipeline.config.placement import gang_of
+from pipeline.config.preflight import check_secrets
 from pipeline.config.run import RunConfig
 from pipeline.workers.messages import WorkerSpec
 from pipeline.workers.runtime import StageRuntime
@@ -20,7 +18,7 @@ from stages.models.protocol import MODEL_ROLES, Role
 
 
 def alone(config: RunConfig, scratch: Path) -> RunConfig:
-    """The config for this process alone: published weights in a place of its own."""
+    """Return the config for this process alone, with its own place for published weights."""
     single = copy.deepcopy(config)
     single.cluster.weights_dir = str(scratch / "board")
     for gang in single.placement.gangs.values():
@@ -29,26 +27,28 @@ def alone(config: RunConfig, scratch: Path) -> RunConfig:
 
 
 def held_in_one_process(config: RunConfig, roles: Collection[Role]) -> bool:
-    """Whether the run held the models of each of these roles in one process, too: sums may then have the same bits."""
+    """Return True if the run, too, held the models of each of these roles in one process. Then sums may have the same
+    bits."""
     gangs = [config.placement.gangs[config.placement.roles[role.value]] for role in roles if role in MODEL_ROLES]
     return all(gang.workers == 1 for gang in gangs)
 
 
 @contextmanager
 def runtime_for(config: RunConfig, roles: Role | Collection[Role]) -> Iterator[StageRuntime]:
-    """A runtime in this process that holds what a role (or several, with the first one's threads) needs and nothing
-    else."""
+    """Return a runtime in this process with only what these roles need. The first role decides the
+    number of threads."""
+    check_secrets(config)
     held = [roles] if isinstance(roles, Role) else [*roles]
     only = copy.deepcopy(config)
     gangs = [gang_of(only.placement, role) for role in held]
     settings = only.placement.gangs[gangs[0]]
     one_rank = held_in_one_process(config, held)
     settings.workers, settings.layout, settings.offload = 1, LayoutConfig(), "none"
-    only.cluster.move_rows_below = 0  # there is no other replica
+    only.cluster.migrate_rows_below = 0  # there is no other replica
     only.placement.gangs = {"replay": settings, "elsewhere": copy.deepcopy(settings)}
     only.placement.roles = {r.value: "replay" if r in held else "elsewhere" for r in Role}
-    only.placement.gangs["replay"].slots = 1
-    only.placement.gangs["elsewhere"].slots = 1
+    only.placement.gangs["replay"].concurrent_shards = 1
+    only.placement.gangs["elsewhere"].concurrent_shards = 1
     spec = WorkerSpec(
         gang="replay",
         index=0,

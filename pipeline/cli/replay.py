@@ -1,58 +1,97 @@
-"""`stageline replay RUN --step N --stage STAGE [--shard S]`: one node again, and the difference. (With
-`--updates A:B` a range of updates: `replay_updates`; with changes of the config, too, a variant: `replay_variant`.)
-
-It runs in this process, from its stored inputs.
+"""`stageline replay RUN --step N --stage STAGE [--shard S]`: run one node again from its stored inputs, and show the
+difference.
 
 Nothing is written to the run. Weights that a node needs are rebuilt from checkpoints and stored rollouts (law 3), so a
-replay works also long after the run. A gang of several ranks is replayed on one: its sums may then differ in the last
-bits, which the answer says; its checkpoints load in one rank as well.
+replay works long after the run. A gang of several ranks is replayed on one rank, so sums may differ in the last bits;
+the answer says so.
+
+`stageline replay RUN --updates A:B`: run updates A to B - 1 of all trained models again, from the stored rollouts.
+
+    start weights, or the newest checkpoint at or before A ──► updates to A ──► update A ──► ... ──► update B - 1
+                                                                                 └ digest beside the committed one
+
+The models are updated one after the other: every input of an update (rollouts, advantages, values, log-probs) is
+stored, so no model needs another. Last bits may differ for a gang of several ranks, and on devices that do not repeat
+their bits; the answer says so.
+
+`stageline replay RUN --updates A:B key=value... name=...`: train a variant on the rollouts that RUN recorded.
+
+    parent   version A of the trained models ──► where the variant starts
+    stored   generate, score, reference of A to B - 1 ──► logprob, value, advantage, updates with the variant's models
+    then     version B of the parent's policy, and the variant's: held-out prompts, same noise, paired
+
+If the variant trains without a critic (`ppo.advantage`), value and the critic's updates are left out. The parent is
+only read. The variant has its own directory and MLflow run, which name the parent. It has no rollouts of its own and
+cannot be resumed: the directory of an interrupted variant is removed, and the variant starts again.
+
+All of this happens in this process.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+import re
 import tempfile
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from pipeline.cli.answers import output
-from pipeline.cli.exit_codes import DONE, STAGE_FAILED
-from pipeline.cli.one_process import alone, runtime_for
-from pipeline.cli.replay_updates import replay_updates, update_range
-from pipeline.cli.replay_variant import train_variant
-from pipeline.cli.sources import saved_config
+from pipeline.cli.answers import DONE, STAGE_FAILED, output, print_line, trusted_config
+from pipeline.cli.one_process import alone, held_in_one_process, runtime_for
 from pipeline.config.errors import ConfigError
-from pipeline.config.guarantees import devices_of, replay_problem
 from pipeline.config.identity import fingerprint, read_identity
+from pipeline.config.loading import config_hash, variant_of, write_config
 from pipeline.config.paths import RunPaths
 from pipeline.config.placement import gang_of
+from pipeline.config.preflight import devices_of, replay_problem
 from pipeline.config.run import RunConfig
-from pipeline.driver.results import open_history
-from pipeline.graph.graph import STAGE_ROLES, UPDATE_STAGE, Node, canary_node, evaluate_nodes, evaluated, step_nodes
+from pipeline.driver.results import open_history, open_tracker
+from pipeline.driver.session import writable
+from pipeline.graph.graph import (
+    STAGE_ROLES,
+    UPDATE_STAGE,
+    GraphSpec,
+    Node,
+    canary_node,
+    evaluate_nodes,
+    evaluated,
+    step_nodes,
+    update_stages,
+)
 from pipeline.observe.journal import read_events
+from pipeline.observe.provenance import software_versions
+from pipeline.observe.tracking import RunStatus, Tracker, delivered_run_id
+from pipeline.observe.variants import Comparison, VariantSummary, compare, comparison_table
+from pipeline.workers.exports import describe_export
 from pipeline.workers.messages import Call
 from pipeline.workers.parts import required
+from pipeline.workers.recorded import RecordedStep, train_recorded
+from pipeline.workers.stages import scores_of
 from stages.models.numerics import repeats_bits
-from stages.models.protocol import MODEL_ROLES, Role
+from stages.models.protocol import MODEL_ROLES, ModelHost, Role
 from stages.publish import publish
 from storage.address import Address
+from storage.checkpoints import Checkpoints
 from storage.commits import Commit
 from storage.errors import MissingOutput
-from storage.records import Record
+from storage.records import Record, Rollout
+from storage.rollouts import KEY
 from storage.weights import WeightBoard
 
 SAMPLING = ("generate", "evaluate", "canary")
-"""Stages of the engine: of most, log-probs may differ in the last bits, by which rows shared a batch."""
+"""Stages of the engine. The rows that shared a batch may change the last bits of most engines' log-probs."""
 DRAWING = ("generate", "evaluate")
-"""Of these, those whose tokens an engine draws."""
+"""Those in which the engine draws tokens."""
 SCORING = ("score", "evaluate_score")
 CLOSE = {"float32": 1e-3, "bfloat16": 0.1, "float16": 0.02}
-"""By the models' dtype: the largest difference of a log-prob, value or score where last bits may differ."""
+"""Largest difference of a log-prob, value or score if last bits may differ, by the models' dtype."""
 
 
 @dataclass(frozen=True)
@@ -66,22 +105,22 @@ class ArrayDifference:
 
 @dataclass(frozen=True)
 class Replayed:
-    """A node's stored output against the one made now."""
+    """A node's stored output beside its replayed output."""
 
     address: Address
     differences: list[ArrayDifference]
     tolerance: float
-    """The largest difference that a float may show; whole numbers (tokens, versions) must be equal always."""
+    """Largest allowed difference of a float. Whole numbers (tokens, versions) must always be equal."""
     digests: tuple[str, str] | None = None
-    """Of an update: the committed weights, and these."""
+    """For an update: digests of the committed weights and of these."""
     committed: bool = True
-    """False: it had failed, and has run to its end now."""
+    """False if the node had failed, and succeeded now."""
     unproven: tuple[str, ...] = ()
-    """What this may not prove, since the engine cannot do it."""
+    """What the replay cannot prove because of the engine."""
 
     @property
     def identical(self) -> bool:
-        """Bit for bit."""
+        """Return True if both outputs are the same bit for bit."""
         if self.digests is not None:
             return self.digests[0] == self.digests[1]
         return all(d.differing == 0 for d in self.differences)
@@ -114,23 +153,23 @@ class Replayed:
 
 
 def command(options: argparse.Namespace) -> int:
-    config = saved_config(options.run_dir)
+    config = trusted_config(options.run_dir)
     if options.updates is not None and options.stage is None and options.step is None:
         steps = update_range(config, options.updates)
         return train_variant(config, steps, options.changes) if options.changes else replay_updates(config, steps)
     if options.updates is not None or options.changes or None in (options.stage, options.step):
-        raise ConfigError("replay", "give --step and --stage for one node, or --updates A:B [key=value...] for updates")
+        raise ConfigError("replay", "give --step and --stage for one node, or --updates A:B [changes] for updates")
     result = replay_node(config, options.stage, options.step, options.shard)
     output().print(result.render())
     return DONE if result.as_expected else STAGE_FAILED
 
 
 def replay_node(config: RunConfig, stage: str, step: int, shard: int) -> Replayed:
-    """Runs a committed node again; or one that failed, which raises what it raised then.
+    """Run a committed node again, or a failed one, which raises its error again.
 
     Raises:
         ConfigError: no such stage, step or shard.
-        MissingOutput: an input has no commit; or the run has no such evaluation.
+        MissingOutput: an input has no commit, or the run has no such evaluation.
     """
     node = _find_node(config, stage, step, shard)
     history = open_history(config)
@@ -169,13 +208,13 @@ def replay_node(config: RunConfig, stage: str, step: int, shard: int) -> Replaye
         return Replayed(node.address, [], 0.0, committed=False)
     bits = stage not in SAMPLING or (same_machine and _invariance(config) == {"bits"})
     exact = one_rank and repeats and bits
-    differences = compare(history.store.read(node.address), record)
+    differences = compare_outputs(history.store.read(node.address), record)
     return Replayed(node.address, differences, 0.0 if exact else close, unproven=unproven_here)
 
 
 def _check_draws(config: RunConfig, stage: str, commit: Commit | None) -> tuple[str, ...]:
-    """What the replay of a stage may not prove with the run's engine. Raises ConfigError where it would prove
-    nothing. A shard that failed is no matter: it has nothing to be compared with."""
+    """Return what the replay of a stage cannot prove with the run's engine. Raises ConfigError if it would prove
+    nothing. A shard that failed is exempt: there is nothing to compare it with."""
     if stage not in DRAWING or commit is None:
         return ()
     problem = replay_problem(config.capabilities())
@@ -189,12 +228,12 @@ def _check_draws(config: RunConfig, stage: str, commit: Commit | None) -> tuple[
 
 
 def _invariance(config: RunConfig) -> set[str]:
-    """What of a row was the same in any company, where the run's engines ran."""
+    """Return which properties of a row did not depend on its batch, on the devices of the run's engines."""
     return {config.capabilities(d).invariance for d in devices_of(config, read_identity(config.run_dir))}
 
 
 def _find_node(config: RunConfig, stage: str, step: int, shard: int) -> Node:
-    """The node of the run's graph. Raises ConfigError."""
+    """Return the node of the run's graph. Raises ConfigError."""
     if stage not in STAGE_ROLES or stage == "publish":
         known = ", ".join(s for s in STAGE_ROLES if s != "publish")
         raise ConfigError("--stage", f"given {stage!r}; must be one of {known}")
@@ -215,8 +254,8 @@ def _find_node(config: RunConfig, stage: str, step: int, shard: int) -> Node:
 
 
 def _version_of(config: RunConfig, node: Node, commit: Commit | None) -> int:
-    """The version of the weights that a node had: of a shard that was sampled, what its commit names; of one that
-    failed under `latest`, what it was handed out with last. Raises ConfigError where there were several."""
+    """Return the version of the weights that a node used: for a sampled shard from its commit; for one that failed
+    under `latest`, the version that it was last submitted with. Raises ConfigError if there were several."""
     if commit is not None and node.stage in SAMPLING:
         return _sampled_version(commit, node.address.shard)
     if commit is not None or node.newest is None:
@@ -228,7 +267,7 @@ def _version_of(config: RunConfig, node: Node, commit: Commit | None) -> int:
 
 
 def _sampled_version(commit: Commit, shard: int) -> int:
-    """The one version that sampled a shard. Raises ConfigError where there were several."""
+    """Return the one version that sampled a shard. Raises ConfigError if there were several."""
     versions = commit.provenance.weight_versions
     if len(versions) > 1:
         named = ", ".join(f"v{v}" for v in versions)
@@ -240,8 +279,8 @@ def _sampled_version(commit: Commit, shard: int) -> int:
     return versions[0]
 
 
-def compare(stored: Record, made: Record) -> list[ArrayDifference]:
-    """Array by array: how many elements differ, and by how much at most."""
+def compare_outputs(stored: Record, made: Record) -> list[ArrayDifference]:
+    """Compare array by array: number of different elements, and the largest difference."""
     differences = []
     for name, array in stored.arrays().items():
         other = made.arrays()[name]
@@ -249,3 +288,259 @@ def compare(stored: Record, made: Record) -> list[ArrayDifference]:
         differing, largest = int((array != other).sum()), float(delta.max(initial=0.0))
         differences.append(ArrayDifference(name, array.size, differing, largest, array.dtype.kind == "f"))
     return differences
+
+
+# ---- replay updates --------------------------------------------------------------------------------------
+
+_TRAINING = ("generate", "score", "reference", "logprob", "value", "advantage", "update_policy", "update_critic")
+"""Stages that a step needs before its updates can run again."""
+_RANGE = re.compile(r"(\d+):(\d+)")
+
+
+def update_range(config: RunConfig, text: str) -> range:
+    """Return the steps of "A:B": A to B - 1. Raises ConfigError for another form, for steps with a missing output,
+    naming it, and for steps whose rollouts were deleted."""
+    match = _RANGE.fullmatch(text)
+    steps = range(int(match[1]), int(match[2])) if match else range(0)
+    if not steps:
+        raise ConfigError("--updates", f"given {text!r}; write A:B for updates A to B - 1, for example 0:40")
+    history = open_history(config)
+    there = set(history.ledger.addresses())
+    spec = config.graph()
+    whole = next((step for step in range(spec.steps) if _missing(spec, step, there)), spec.steps)
+    if steps.stop > spec.steps:
+        raise ConfigError("--updates", f"given {text!r}; the run has updates 0:{whole}")
+    for step in steps:
+        missing = _missing(spec, step, there)
+        if missing:
+            raise ConfigError("--updates", f"given {text!r}; {missing[0]} is not there (from 0 on it has 0:{whole})")
+    first = min(_start(config, role, steps.start) for role in update_stages(spec))
+    before = history.store.dropped_before()
+    if first < before:
+        need = (
+            f"they would be trained from version {first}, and the rollouts before step {before} were dropped by {KEY}"
+        )
+        raise ConfigError("--updates", f"given {text!r}; {need}. Updates from a later checkpoint on can be")
+    return steps
+
+
+def _start(config: RunConfig, role: Role, version: int) -> int:
+    """Return the version of the newest checkpoint at or before a version; 0 if there is none."""
+    saved = Checkpoints(RunPaths(config.run_dir).checkpoints, config.storage.durability())
+    return next(iter(saved.newest_first(str(role), version)), 0)
+
+
+def _missing(spec: GraphSpec, step: int, there: set[Address]) -> list[Address]:
+    nodes = (node for node in step_nodes(spec, step) if node.stage in _TRAINING)
+    return [node.address for node in nodes if node.address not in there]
+
+
+def replay_updates(config: RunConfig, steps: range) -> int:
+    """Run the updates again. Print each digest beside the committed one, and at the end "identical" or the first
+    difference. Return the exit code.
+
+    Raises:
+        MissingOutput: an input of an update between the checkpoint and the range is missing.
+        ReplayMismatch: an update between the checkpoint and the range gave other weights.
+    """
+    differing: list[Address] = []
+    trained = update_stages(config.graph())
+    for role, stage in trained.items():
+        for step, committed, made in _replayed(config, role, steps):
+            same = "same" if committed == made else "DIFFERS"
+            print_line(f"{Address(stage, step)}  committed {committed}  replayed {made}  {same}")
+            if committed != made:
+                differing.append(Address(stage, step))
+    if not differing:
+        print_line(f"identical: updates {steps.start}:{steps.stop} of {' and '.join(trained)}, in this process")
+        return DONE
+    first = min(differing, key=lambda address: address.step)
+    if held_in_one_process(config, [*trained]) and repeats_bits(config.model):
+        print_line(f"first difference: {first}")
+        return STAGE_FAILED
+    print_line(
+        f"first difference: {first}; another layout, or a device that does not repeat its bits: digests may differ"
+    )
+    return DONE
+
+
+def _replayed(config: RunConfig, role: Role, steps: range) -> Iterator[tuple[int, str, str]]:
+    """See `ExactlyOnceUpdates.replay_all`."""
+    start = _start(config, role, steps.start)
+    print_line(f"{role}: from {f'the checkpoint of version {start}' if start else 'the start weights'}")
+    with tempfile.TemporaryDirectory(prefix="stageline-replay-") as name:
+        scratch = Path(name)
+        with runtime_for(alone(config, scratch), role) as runtime:
+            yield from required(runtime.parts.updates).replay_all(role, steps)
+
+
+# ---- replay variant --------------------------------------------------------------------------------------
+
+_SHOWN = ("reward/mean", "kl/ref", "policy/approx_kl", "critic/explained_variance")
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """A variant that can begin. `scratch` holds what one runtime passes to the next."""
+
+    parent: RunConfig
+    variant: RunConfig
+    steps: range
+    scratch: Path
+    changed: Sequence[str]
+
+    @property
+    def trained(self) -> tuple[Role, ...]:
+        """Return the roles that the variant trains."""
+        return tuple(update_stages(self.variant.graph()))
+
+    @property
+    def compared(self) -> bool:
+        """Return True if there are prompts to compare the policies on."""
+        return self.parent.held_out >= 2
+
+    def board_of(self, whose: str) -> RunConfig:
+        """Return the parent's or the variant's config for this process alone. It reads the parent's prompts and
+        rollouts, and has its own published weights."""
+        config = alone(self.variant if whose == "variant" else self.parent, self.scratch / whose)
+        config.runs_dir, config.name = self.parent.runs_dir, self.parent.name
+        config.evaluate.shards = 1
+        return config
+
+    def checkpoint(self, role: Role) -> Path:
+        return self.scratch / f"start-{role}"
+
+
+def train_variant(parent: RunConfig, steps: range, overrides: Sequence[str]) -> int:
+    """Train, export and compare a variant. Return the exit code.
+
+    Raises:
+        ConfigError: a setting on which the rollouts depend differs; the directory exists; or the variant needs a critic
+            of a version that the parent, which has no critic, cannot give.
+        MissingOutput, StoreError: a recorded output is missing or damaged.
+        ReplayMismatch: this machine does not reproduce the parent's weights.
+    """
+    variant, changes = variant_of(parent, overrides)
+    if steps.start and variant.has_critic and not parent.has_critic:
+        need = f"the run trained no critic that ppo.advantage={variant.ppo.advantage} could start from: begin at 0"
+        raise ConfigError("--updates", f"given '{steps.start}:{steps.stop}'; {need}")
+    paths = RunPaths(variant.run_dir)
+    if paths.root.exists():
+        raise ConfigError("name", f"given {variant.name!r}; {paths.root} exists already: choose another name=...")
+    changed = [str(change) for change in changes]
+    with writable(variant):
+        paths.root.mkdir(parents=True)
+        born = {"parent": str(parent.run_dir.resolve()), "updates": [steps.start, steps.stop], "changed": changed}
+        paths.variant.write_text(json.dumps(born, indent=2) + "\n", "utf8")
+        write_config(paths.config, variant)
+    tracker = open_tracker(variant)
+    tracker.tags(_tags(parent, variant, steps))
+    status: RunStatus = "KILLED"
+    try:
+        with tempfile.TemporaryDirectory(prefix="stageline-variant-") as scratch:
+            comparison = _train(_Plan(parent, variant, steps, Path(scratch), changed), tracker)
+        status = "FINISHED"
+    except Exception:
+        status = "FAILED"
+        raise
+    finally:
+        tracker.close(status)
+    if comparison is None:
+        print_line("not compared: the run has fewer than two held-out prompts (prompts.held_out)")
+    else:
+        output().print(comparison_table(comparison, parent.name, variant.name))
+    print_line(f"weights {paths.weights(steps.stop)}, summary {paths.summary}")
+    return DONE
+
+
+def _tags(parent: RunConfig, variant: RunConfig, steps: range) -> dict[str, str]:
+    """Return the tags that name the parent, including MLflow's own tag if both runs are in the same store."""
+    tags = {"stageline.parent": str(parent.run_dir.resolve()), "stageline.updates": f"{steps.start}:{steps.stop}"}
+    uri = variant.tracking.uri
+    run_id = None if uri is None else delivered_run_id(RunPaths(parent.run_dir).mlflow_spool, uri)
+    return tags if run_id is None else {**tags, "mlflow.parentRunId": run_id, "stageline.parent_run_id": run_id}
+
+
+def _train(plan: _Plan, tracker: Tracker) -> Comparison | None:
+    """Do everything between making the directory and printing the tables."""
+    paths = RunPaths(plan.variant.run_dir)
+    _take_parents_weights(plan)
+    done = _train_and_export(plan, tracker)
+    comparison = None
+    if plan.compared:
+        comparison = compare(*(_held_out_scores(plan, whose) for whose in ("parent", "variant")))
+        named = {"parent": comparison.parent, "variant": comparison.variant, "difference": comparison.difference}
+        tracker.metrics(plan.steps.stop, {f"held_out/{name}": number for name, number in named.items()})
+    summary = VariantSummary(
+        parent=str(plan.parent.run_dir.resolve()),
+        updates=(plan.steps.start, plan.steps.stop),
+        changed=plan.changed,
+        steps=[{"step": s.step, "digests": s.digests, "metrics": s.metrics} for s in done],
+        weights=str(paths.weights(plan.steps.stop)),
+        comparison=comparison,
+        versions=software_versions(),
+    )
+    paths.summary.write_text(summary.to_json(), "utf8")
+    tracker.artifact(paths.summary, "")
+    return comparison
+
+
+def _take_parents_weights(plan: _Plan) -> None:
+    """Rebuild the weights that the variant starts from (unless that is version 0), and those that
+    it is compared with."""
+    config = plan.board_of("parent")
+    for role in plan.trained if plan.steps.start else (Role.POLICY,) if plan.compared else ():
+        with runtime_for(config, role) as runtime:
+            updates = required(runtime.parts.updates)
+            if plan.steps.start:
+                plan.checkpoint(role).mkdir()
+                updates.at(role, plan.steps.start).save(role, plan.checkpoint(role))()
+            if role is Role.POLICY and plan.compared:
+                _publish(updates.at(role, plan.steps.stop), config, plan.steps.stop)
+
+
+def _train_and_export(plan: _Plan, tracker: Tracker) -> list[RecordedStep]:
+    config, target = plan.board_of("variant"), RunPaths(plan.variant.run_dir).weights(plan.steps.stop)
+    done = []
+    with runtime_for(config, plan.trained) as runtime:
+        host = required(runtime.parts.updates).host
+        for role in plan.trained if plan.steps.start else ():
+            host.load(role, plan.checkpoint(role))
+        for step in train_recorded(host, runtime.parts.store, config, plan.steps, _state(plan)):
+            done.append(step)
+            tracker.metrics(step.step, step.metrics)
+            numbers = (f"{name} {step.metrics[name]:.4g}" for name in _SHOWN if name in step.metrics)
+            print_line(f"update {step.step + 1 - plan.steps.start}/{len(plan.steps)}  {'  '.join(numbers)}")
+        target.mkdir(parents=True)
+        host.export(target)()
+        describe_export(target, plan.variant, plan.steps.stop, config_hash(plan.variant))
+        if plan.compared:
+            _publish(host, config, plan.steps.stop)
+    return done
+
+
+def _state(plan: _Plan) -> Mapping[str, Any]:
+    """Return the state of the parent's step before the first one. A KL coefficient of the parent's controller is
+    dropped if the variant has another controller."""
+    if not plan.steps.start:
+        return {}
+    state = dict(open_history(plan.parent).ledger.get(Address("advantage", plan.steps.start - 1)).state)
+    if plan.variant.ppo.kl != plan.parent.ppo.kl:
+        state.pop("kl_coef", None)
+    return state
+
+
+def _publish(host: ModelHost, config: RunConfig, version: int) -> None:
+    publish(host, WeightBoard(RunPaths(config.run_dir).board(config.cluster.weights_dir)), version)
+
+
+def _held_out_scores(plan: _Plan, whose: str) -> dict[int, float]:
+    """Return scores by the number of the prompt. Noise is keyed by prompt, so the scores of two policies are paired."""
+    config, version = plan.board_of(whose), plan.steps.stop
+    gang = config.placement.roles[Role.GENERATE.value]
+    with runtime_for(config, (Role.GENERATE, Role.SCORE)) as runtime:
+        call = Call(Address("evaluate", version), "variant", version, (), gang, "variant", 0)
+        rollout = runtime.compute(call).record
+        assert isinstance(rollout, Rollout)
+        scores = scores_of(runtime.parts, rollout, held_out=True).scores
+    return {int(prompt): float(score) for prompt, score in zip(rollout.prompt_index, scores, strict=True)}

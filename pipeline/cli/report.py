@@ -1,4 +1,4 @@
-"""`stageline report RUN [RUN...]`: a run, or several beside one another, as one HTML file that needs nothing else."""
+"""`stageline report RUN [RUN...]`: write a run, or several side by side, as one self-contained HTML file."""
 
 from __future__ import annotations
 
@@ -7,20 +7,17 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from pipeline.cli.answers import print_line
-from pipeline.cli.exit_codes import DONE
-from pipeline.cli.sources import saved_config
+from pipeline.cli.answers import DONE, print_line, saved_config
 from pipeline.config.errors import ConfigError
 from pipeline.config.paths import RunPaths
 from pipeline.config.run import RunConfig
-from pipeline.driver.reporting import report_source, write_report
-from pipeline.driver.results import open_history, summarise_run
+from pipeline.driver.results import open_history, report_source, summarise_run, write_report
 from pipeline.observe.journal import journal_exists
 from pipeline.observe.report.page import MOST_RUNS, is_report
 from pipeline.observe.report.source import RunSource
 
 _OF_SEVERAL = Path("report.html")
-"""In the working directory, unless `--out` says otherwise."""
+"""Default file for several runs, in the working directory."""
 
 
 def command(options: argparse.Namespace) -> int:
@@ -35,7 +32,8 @@ def command(options: argparse.Namespace) -> int:
 
 
 def _runs(run_dirs: Sequence[str]) -> list[RunConfig]:
-    """Raises ConfigError for what is no run, a run that never began, one that is given twice, and too many."""
+    """Return the configs of the runs. Raises ConfigError for a directory without a run, a run that never began, a run
+    given twice, and too many runs."""
     if len(run_dirs) > MOST_RUNS:
         raise ConfigError("RUN", f"given {len(run_dirs)} runs; a report has 1 to {MOST_RUNS}")
     configs = [saved_config(run_dir) for run_dir in run_dirs]
@@ -51,7 +49,7 @@ def _runs(run_dirs: Sequence[str]) -> list[RunConfig]:
 
 
 def _out(given: str | None, configs: Sequence[RunConfig]) -> Path:
-    """Where the file goes. Raises ConfigError where it cannot go there, and where something else than a report is."""
+    """Return the path of the file. Raises ConfigError if it cannot be written, or if another kind of file is there."""
     if given is None and len(configs) == 1:
         return RunPaths(configs[0].run_dir).report
     file = _OF_SEVERAL if given is None else Path(given)
@@ -80,7 +78,7 @@ def _source(config: RunConfig) -> RunSource:
 
 
 def _labelled(sources: Sequence[RunSource]) -> list[RunSource]:
-    """Runs of one name are told apart by where they are."""
+    """Label runs of the same name by their directories."""
     names = [source.name for source in sources]
     return [
         source if names.count(source.name) == 1 else replace(source, name=f"{source.name} ({source.directory})")

@@ -1,5 +1,5 @@
-"""`stageline reward train CONFIG... [key=value...]`: a reward model learnt from human judgements.
-`stageline reward label CONFIG... [key=value...] [--from RUN]`: a preference set that a judge makes."""
+"""`stageline reward train CONFIG... [key=value...]`: train a reward model from human judgements. `stageline reward
+label CONFIG... [key=value...] [--from RUN]`: have a judge make a preference set."""
 
 from __future__ import annotations
 
@@ -9,12 +9,10 @@ import warnings
 from collections.abc import Callable
 from pathlib import Path
 
-from pipeline.cli.answers import complain, output
-from pipeline.cli.exit_codes import DONE, STAGE_FAILED
-from pipeline.cli.sources import saved_config
+from pipeline.cli.answers import DONE, STAGE_FAILED, complain, output, saved_config
 from pipeline.config.loading import load_label_config, load_reward_model_config
-from pipeline.observe.appending import AppendFailed
-from storage.retries import REFUSING, TRANSIENT
+from pipeline.observe.journal import AppendFailed
+from storage.files import REFUSING, TRANSIENT
 
 
 def command(options: argparse.Namespace) -> int:
@@ -37,7 +35,7 @@ def _label(files: list[str], changes: list[str], source: str | None) -> int:
 
 
 def _done(act: Callable[[], object], run_dir: Path, way_on: str) -> int:
-    """The exit code, also where the disk says no."""
+    """Return the exit code, also if the disk refuses to be written."""
     try:
         act()
     except AppendFailed as error:

@@ -1,4 +1,4 @@
-"""`stageline run CONFIG... [key=value...]`: a run from its first step to its last."""
+"""`stageline run CONFIG... [key=value...]`: run from the first step to the last."""
 
 from __future__ import annotations
 
@@ -6,18 +6,15 @@ import argparse
 import signal
 from collections.abc import Collection
 
-from pipeline.cli.answers import complain, output, print_line
-from pipeline.cli.exit_codes import DONE, INTERRUPTED, RESUMABLE, STAGE_FAILED
-from pipeline.cli.sources import config_of
+from pipeline.cli.answers import DONE, INTERRUPTED, RESUMABLE, STAGE_FAILED, complain, config_of, output, print_line
 from pipeline.config.paths import RunPaths
 from pipeline.config.run import RunConfig
-from pipeline.driver.context import StageFailed, StoredWrongly, WorkersMissing
+from pipeline.driver.errors import StageFailed, StoredWrongly, WorkersMissing
 from pipeline.driver.run import run
 from pipeline.driver.session import EndedEarly
-from pipeline.observe.appending import AppendFailed
-from pipeline.observe.journal import journal_exists
+from pipeline.observe.journal import AppendFailed, journal_exists
 from storage.errors import StoreRefused
-from storage.retries import REFUSING, TRANSIENT, refusal
+from storage.files import REFUSING, TRANSIENT, refusal
 
 
 def command(options: argparse.Namespace) -> int:
@@ -32,8 +29,8 @@ def execute(
     at_once: Collection[signal.Signals] = (),
     json_lines: bool = False,
 ) -> int:
-    """Runs a config to its end; says how to go on where it stops before. `at_once`: signals that end it with exit code
-    75, as it does then where workers are missing."""
+    """Run a config to its end. If it stops earlier, print how to go on. `at_once`: signals that end it with exit code
+    75, which it then also returns if workers are missing."""
     paths = RunPaths(config.run_dir)
     try:
         run(config, output(), resume=resume, from_checkpoint=from_checkpoint, at_once=at_once, json_lines=json_lines)

@@ -1,6 +1,6 @@
-"""`stageline status [RUN] [--runs-dir DIR]`: how far a run is and what becomes of its job; without RUN, of every run.
+"""`stageline status [RUN] [--runs-dir DIR]`: show how far a run is and the state of its job; without RUN, of every run.
 
-Reads the run's directory and asks Slurm, where there is one; starts and changes nothing.
+Reads the run's directory and asks Slurm, if there is one. Starts and changes nothing.
 """
 
 from __future__ import annotations
@@ -13,36 +13,37 @@ from pathlib import Path
 from rich.markup import escape
 from rich.table import Table
 
-from pipeline.cli.answers import output, print_line
-from pipeline.cli.exit_codes import DONE
-from pipeline.cli.job import begun
-from pipeline.cli.sources import submitted_config
+from pipeline.cli.answers import DONE, begun, output, print_line, submitted_config
 from pipeline.config.errors import ConfigError, OtherProgramsConfig
 from pipeline.config.paths import RunPaths
-from pipeline.driver.lock import last_driver
-from pipeline.driver.results import open_history
-from pipeline.launch.commands import JobState, job_state
-from pipeline.launch.records import JobRecord, read_record
-from pipeline.observe.visible import visible
+from pipeline.config.run import RunConfig
+from pipeline.graph.graph import steps_done
+from pipeline.launch.commands import JobRecord, JobState, job_state, read_record
+from pipeline.observe.text import visible
+from storage import files
 from storage.errors import StoreError
+from storage.ledger import Ledger
+from storage.locks import holder
+from storage.retention import read_dropped
 
 
 @dataclass(frozen=True)
 class RunState:
-    """What is known of a run, from outside."""
+    """The state of a run as seen from outside."""
 
     name: str
     done: int
-    """Steps."""
+    """Finished steps."""
     steps: int
     driver: str | None
-    """Who runs it now, in its own words; None: nobody."""
+    """Description of the process that drives it now; None: there is none."""
     begun: bool
     record: JobRecord | None
     job: JobState | None
-    """None: Slurm does not know it any more, or there is none here; or `unknown`."""
+    """State of its job. None if Slurm is absent or has forgotten the job, or if `unknown` says why
+    it cannot be asked."""
     unknown: str | None
-    """Why nobody knows what becomes of the job."""
+    """Why the job's state is unknown."""
 
 
 def command(options: argparse.Namespace) -> int:
@@ -64,8 +65,7 @@ def command(options: argparse.Namespace) -> int:
 
 
 class _Slurm:
-    """Slurm, asked of many jobs: once it does not answer it is not asked again, each time of which would be waited for
-    as long."""
+    """Asks Slurm about many jobs. After one time-out it does not ask again, since every question would wait as long."""
 
     def __init__(self) -> None:
         self._silent: ConfigError | None = None
@@ -81,17 +81,24 @@ class _Slurm:
 
 
 def run_state(run_dir: str, ask: Callable[[str], JobState | None] = job_state) -> RunState:
-    """Of the run in a directory; `ask` tells what becomes of its job. Raises ConfigError where there is no run."""
+    """Return the state of the run in a directory; `ask` returns the state of its job. Raises ConfigError if there is no
+    run."""
     config, paths = submitted_config(run_dir), RunPaths(Path(run_dir))
-    done = len(open_history(config).steps_done()) if paths.ledger.exists() else 0
+    done = len(_steps_done(config, paths)) if paths.ledger.exists() else 0
     record, job, unknown = read_record(paths.job), None, None
     if record is not None:
         try:
             job = ask(record.job_id)
         except ConfigError as error:
             unknown = error.message
-    driver = last_driver(paths, elsewhere=unknown is not None or (job is not None and job.state == "RUNNING"))
-    return RunState(config.name, done, config.steps, driver, begun(config), record, job, unknown)
+    return RunState(config.name, done, config.steps, holder(paths.lock), begun(config), record, job, unknown)
+
+
+def _steps_done(config: RunConfig, paths: RunPaths) -> list[int]:
+    """Return the steps that are done, read without the store: importing Zarr takes longer than the rest."""
+    ledger = Ledger(str(paths.ledger), config.storage.durability())
+    over = max(ledger.closed_until(), read_dropped(files.open_root(str(paths.root), config.storage.durability())))
+    return steps_done(config.graph(), over, ledger.addresses(from_step=over))
 
 
 def _is_run(path: Path) -> bool:
@@ -128,7 +135,8 @@ def _job_text(job: JobState | None) -> str:
 
 
 def _row(path: Path, slurm: _Slurm) -> tuple[str, str, str, str] | None:
-    """Of the table; None for the directory of another program. One that is damaged says nothing of the others."""
+    """Return a row of the table; None for a directory that is not a run's. A damaged run does not
+    disturb the others."""
     try:
         state = run_state(str(path), slurm.job_state)
     except OtherProgramsConfig:

@@ -1,18 +1,16 @@
-"""`stageline submit CONFIG... [key=value...] [--dry-run]`: has Slurm run a config; a requeue goes on where it was."""
+"""`stageline submit CONFIG... [key=value...] [--dry-run]`: have Slurm run a config. A requeued job resumes the run."""
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
 
-from pipeline.cli.answers import print_line
-from pipeline.cli.exit_codes import DONE
-from pipeline.cli.job import begun
-from pipeline.cli.sources import config_of
+from pipeline.cli.answers import DONE, begun, config_of, print_line
 from pipeline.config.errors import ConfigError
 from pipeline.config.paths import RunPaths
 from pipeline.config.preflight import check_run
 from pipeline.config.run import RunConfig
+from pipeline.config.trust import refuse_foreign
 from pipeline.driver.results import open_history
 from pipeline.launch.commands import require
 from pipeline.launch.submission import asked_for, run_script, submit_run
@@ -38,7 +36,7 @@ def command(options: argparse.Namespace) -> int:
 
 
 def finished(config: RunConfig) -> bool:
-    """Whether the run has come to its end, with as many steps as the config has."""
+    """Return True if the run has done as many steps as the config has."""
     paths = RunPaths(config.run_dir)
     if not (journal_exists(paths.events) and paths.ledger.exists()):
         return False
@@ -48,8 +46,8 @@ def finished(config: RunConfig) -> bool:
 
 
 def cluster_config(sources: Sequence[str]) -> RunConfig:
-    """The config that sources make, as a job runs it: with workers that join, and a directory that does not depend on
-    where a process works. Raises ConfigError."""
+    """Return the config as a job runs it: with attached workers, and a directory that does not depend on the working
+    directory. Raises ConfigError."""
     config = config_of([*sources, "cluster.kind=attached"])
     config.runs_dir = str(config.run_dir.absolute().parent)
     if config.cluster.scheduler_file is not None:
@@ -62,5 +60,6 @@ def cluster_config(sources: Sequence[str]) -> RunConfig:
 
 
 def check_for_cluster(config: RunConfig) -> None:
-    """Raises ConfigError for what the job would be refused for, as far as it shows on this host."""
+    """Raise ConfigError for everything for which the job would be refused, as far as this host can tell."""
+    refuse_foreign(config.run_dir)  # a requeued job would go on with it
     check_run(config, resume=begun(config))

@@ -1,7 +1,8 @@
-"""`stageline sweep CONFIG... key=value,value...`: a run of each combination; with Slurm an array of them, else in turn.
+"""`stageline sweep CONFIG... key=value,value...`: run each combination, with Slurm as a job array, else one after the
+other.
 
-All are runs of one MLflow experiment, under a parent run that holds what they differ in. Called again it goes on with
-those that are not done, and of which no job is under way.
+All are runs of one MLflow experiment, under a parent run that holds what they differ in. Calling it again continues the
+runs that are not done and have no job.
 """
 
 from __future__ import annotations
@@ -11,23 +12,19 @@ from collections.abc import Sequence
 
 from rich.table import Table
 
-from pipeline.cli.answers import complain, output, print_line
-from pipeline.cli.exit_codes import BAD_INPUT, DONE, INTERRUPTED
-from pipeline.cli.job import begun
+from pipeline.cli.answers import BAD_INPUT, DONE, INTERRUPTED, begun, complain, config_of, output, print_line
 from pipeline.cli.run import execute
-from pipeline.cli.sources import config_of
 from pipeline.cli.submit import check_for_cluster, cluster_config, finished
 from pipeline.config.errors import ConfigError
 from pipeline.config.loading import load_yaml, to_yaml
 from pipeline.config.paths import RunPaths
 from pipeline.config.run import RunConfig
-from pipeline.config.tracking import SQLITE
+from pipeline.config.sections import SQLITE
 from pipeline.driver.results import open_history
 from pipeline.launch.commands import there
 from pipeline.launch.submission import array_script, asked_for, submit_array, submit_run, under_way
 from pipeline.launch.sweep import SweepPoint, axes_of, points
-from pipeline.observe.spool import delivered_run_id
-from pipeline.observe.tracking import MlflowTracker
+from pipeline.observe.tracking import MlflowTracker, delivered_run_id
 
 
 def command(options: argparse.Namespace) -> int:
@@ -51,7 +48,8 @@ def command(options: argparse.Namespace) -> int:
 
 
 def _submit(configs: Sequence[RunConfig], found: Sequence[SweepPoint], folder: RunPaths) -> int:
-    """Has Slurm run those that are neither done nor under way; one that it refuses keeps no other from its job."""
+    """Have Slurm run those that are neither done nor running. A refused one does not keep the
+    others from their jobs."""
     done = {config.name: f"done, {config.steps} of {config.steps} steps" for config in configs if finished(config)}
     jobs = {config.name: under_way(config) for config in configs if config.name not in done}
     for config in configs:
@@ -77,7 +75,7 @@ def _submit(configs: Sequence[RunConfig], found: Sequence[SweepPoint], folder: R
 
 
 def _submit_one(config: RunConfig) -> int:
-    """The exit code of a run's own job."""
+    """Submit a run as its own job and return the exit code."""
     try:
         print_line(f"submitted job {submit_run(config).job_id}: {config.run_dir}")
     except ConfigError as error:
@@ -86,7 +84,7 @@ def _submit_one(config: RunConfig) -> int:
 
 
 def _run_in_turn(configs: Sequence[RunConfig], found: Sequence[SweepPoint]) -> int:
-    """Every run to its end; one that fails does not keep the others from theirs."""
+    """Run them one after the other. A failed run does not stop the others."""
     codes = {}
     for config in configs:
         print_line(f"---- {config.name}")
@@ -98,7 +96,7 @@ def _run_in_turn(configs: Sequence[RunConfig], found: Sequence[SweepPoint]) -> i
 
 
 def _comparison(configs: Sequence[RunConfig], found: Sequence[SweepPoint], codes: dict[str, int]) -> Table:
-    """What each run came to, beside what it differs in."""
+    """Return a table of the runs' results beside the settings in which they differ."""
     table = Table(*found[0].settings, "reward", "held-out", "", box=None, pad_edge=False)
     for config, point in zip(configs, found, strict=True):
         history = open_history(config)
@@ -111,12 +109,12 @@ def _comparison(configs: Sequence[RunConfig], found: Sequence[SweepPoint], codes
 
 
 def _refuse_several_at_once(config: RunConfig, *, array: bool, others: bool) -> None:
-    """What cannot be where the runs of a sweep go on at the same time. `array`: they are the tasks of one; `others`: a
-    job of another run of the sweep is under way.
+    """Refuse what cannot work if the runs of a sweep run at the same time. `array`: they are tasks of one job array;
+    `others`: a job of another run of the sweep exists.
 
     Raises:
-        ConfigError: fewer at once are asked for than Slurm can be told; or MLflow's sqlite, which is for one writer at
-            a time, and on a network filesystem not even for that.
+        ConfigError: fewer at once are asked for than Slurm can be told; or MLflow uses sqlite, which allows one writer
+            at a time, and on a network filesystem not even that.
     """
     at_once, uri = config.slurm.array_at_once, config.tracking.uri
     if at_once is not None and not array:
@@ -131,10 +129,10 @@ def _refuse_several_at_once(config: RunConfig, *, array: bool, others: bool) -> 
 
 
 def _under_parent(configs: Sequence[RunConfig], found: Sequence[SweepPoint], folder: RunPaths) -> list[RunConfig]:
-    """The configs, with the parent run that MLflow has for them, which is made here.
+    """Return the configs with their parent run in MLflow, which is created here.
 
     Raises:
-        ConfigError: MLflow cannot be reached, so that there would be no parent.
+        ConfigError: MLflow cannot be reached, so there would be no parent.
     """
     config = configs[0]
     if config.tracking.uri is None:

@@ -1,34 +1,31 @@
-"""`stageline sync RUN [--to URI]`: delivers to MLflow what of a run's tracking is still in its spool."""
+"""`stageline sync RUN [--to URI]`: deliver the rest of a run's tracking spool to MLflow."""
 
 from __future__ import annotations
 
 import argparse
 from pathlib import Path
 
-from pipeline.cli.answers import complain, print_line
-from pipeline.cli.exit_codes import DONE, STAGE_FAILED
-from pipeline.cli.sources import saved_config
+from pipeline.cli.answers import DONE, STAGE_FAILED, complain, print_line, trusted_config
 from pipeline.config.errors import ConfigError
 from pipeline.config.paths import RunPaths
 from pipeline.config.run import RunConfig
-from pipeline.config.tracking import SQLITE
-from pipeline.driver.lock import only_driver
-from pipeline.observe.spool import experiment_id
-from pipeline.observe.tracking import deliver, how_to_open
+from pipeline.config.sections import SQLITE
+from pipeline.driver.session import only_driver
+from pipeline.observe.tracking import deliver, experiment_id, how_to_open
 
 DELIVER_S = 600.0
 
 
 def command(options: argparse.Namespace) -> int:
-    return sync(saved_config(options.run_dir), options.to)
+    return sync(trusted_config(options.run_dir), options.to)
 
 
 def sync(config: RunConfig, to: str | None) -> int:
-    """Delivers; returns the exit code. `to`: another store, which gets the whole run.
+    """Deliver the spool and return the exit code. `to`: another store, which gets the whole run.
 
     Raises:
-        ConfigError: the run was not tracked, is running, or there is nowhere to deliver to. A file of MLflow's may be
-            made anew; the directory that it is to lie in may not, since it is more likely misspelt.
+        ConfigError: the run was not tracked, is running, or there is no store. A new database file may be created, but
+            not its directory, since that is more likely a spelling mistake.
     """
     paths = RunPaths(config.run_dir)
     if not paths.mlflow_spool.exists():

@@ -1,56 +1,340 @@
-"""`stageline check RUN`: what is proven of a finished or dead run from what it wrote down, with counts.
+"""`stageline check RUN`: verify a finished or dead run from its files.
 
-Each proof is a function of the run that looks at everything of one kind and names every problem. A run that died is
-held to the same, as far as it came. May import everything below.
+Each proof is a function that checks all records of one kind and returns its counts and every problem. A dead run must
+pass the same proofs for the steps that it reached.
 """
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
 
+import numpy as np
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from pipeline.cli.proofs import (
-    Evidence,
-    RowsFound,
-    checkpoints_proof,
-    commits_proof,
-    earlier_graphs,
-    exports_proof,
-    identity_proof,
-    lineage_proof,
-    plain_readers_proof,
-    rows_found,
-    rows_proof,
-    staleness_proof,
-    updates_proof,
-    weights_proof,
-)
-from pipeline.config.guarantees import devices_of, engine_line, unproven
-from pipeline.config.identity import read_identity
+from pipeline.config.changes import sections
+from pipeline.config.identity import identity_faults, read_identity
 from pipeline.config.paths import RunPaths
+from pipeline.config.preflight import devices_of, engine_line, unproven
 from pipeline.config.run import RunConfig
-from pipeline.driver.outlived import outlived
+from pipeline.driver.integrity import expendable, lineage_faults
 from pipeline.driver.results import open_history
-from pipeline.graph.graph import run_nodes
+from pipeline.driver.retention import exported
+from pipeline.graph.graph import GraphSpec, Node, generation_versions, made_from, run_nodes, update_stages
 from pipeline.observe.history import History
-from stages.prompts import PromptTable
+from stages.models.checkpoint_metadata import pickle_fault
+from stages.models.protocol import Role
+from stages.prompts import PromptTable, held_out_prompts, training_prompts
 from storage import files
 from storage.address import Address
+from storage.checkpoints import Checkpoints, export_faults, has_sums
 from storage.commits import Commit
 from storage.errors import StoreError
-from storage.records import Rollout
-from storage.retention import KEY
-from storage.rollouts import dropped
+from storage.records import PromptBatch, Rollout
+from storage.rollouts import KEY, dropped
+
+Answer = tuple[str, list[str]]
+"""Counts, and every problem."""
+
+
+@dataclass(frozen=True)
+class RowsFound:
+    """What is kept of a rollout after it was read. The rollouts of a long run do not fit into memory."""
+
+    numbers: tuple[int, ...]
+    tokens: int
+    """Sampled tokens."""
+    prompt_faults: tuple[str, ...]
+    version_faults: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """Everything that was read of a run."""
+
+    config: RunConfig
+    paths: RunPaths
+    history: History
+    nodes: Mapping[Address, Node]
+    """Nodes of the whole run, and of the evaluations that were once planned."""
+    commits: Mapping[Address, Commit]
+    """Sound commits."""
+    rows: Mapping[Address, RowsFound]
+    """Rows of `generate` and `evaluate`."""
+    dropped_before: int = 0
+    """Arrays of earlier steps were deleted and are not checked."""
+    expendable: frozenset[Address] = frozenset()
+    """Nodes whose records are lost and that nothing needs any more. They are no faults."""
+
+    @property
+    def updates(self) -> Mapping[Role, str]:
+        """Return the update stage of each trained role."""
+        return update_stages(self.config.graph())
+
+    def steps_of(self, stage: str) -> list[int]:
+        return sorted({address.step for address in self.commits if address.stage == stage})
+
+
+def rows_found(config: RunConfig, table: PromptTable | None, commit: Commit, rollout: Rollout) -> RowsFound:
+    """Check a rollout's rows. `table`: the run's prompts; None if they cannot be read."""
+    sampled = rollout.token_versions[rollout.response_mask]
+    prompts: tuple[str, ...] = (f"{commit.address}: the run's prompts cannot be read",)
+    if table is not None:
+        prompts = tuple(_prompt_faults(commit.address, rollout, _prompts_of(config, table, commit.address)))
+    versions = tuple(_version_faults(config, commit, sampled))
+    return RowsFound(tuple(rollout.row.tolist()), sampled.size, prompts, versions)
+
+
+def _version_faults(config: RunConfig, commit: Commit, sampled: np.ndarray) -> Iterator[str]:
+    """Return faults in the versions of sampled tokens. `sampled`: the version of each."""
+    address, named, step = commit.address, commit.provenance.weight_versions, commit.address.step
+    evaluation = address.stage == "evaluate"
+    allowed = range(step, step + 1) if evaluation else generation_versions(config.graph(), step)
+    versions = np.unique(sampled).tolist()
+    if versions and not (versions[0] in allowed and versions[-1] in allowed):
+        found = f"{versions[0]} to {versions[-1]}"
+        yield f"{address}: tokens of versions {found}, allowed are {allowed[0]} to {allowed[-1]}"
+    if len(versions) > 1 and config.engine.update == "drain":
+        yield f"{address}: tokens of versions {versions}, though engine.update=drain keeps a shard to one"
+    if tuple(versions) != named:
+        yield f"{address}: its commit names versions {named}, its tokens others"
+
+
+def plain_readers_proof(run: Evidence) -> Answer:
+    """Any Zarr reader sees what was committed: every file is in its place, and no metadata is missing."""
+    stored = [c for c in run.commits.values() if c.kind is not None and not dropped(c.address, run.dropped_before)]
+    faults = dict.fromkeys(fault for commit in stored for fault in run.history.store.plain_faults(commit))
+    return f"{sum(len(commit.arrays) for commit in stored)} arrays", list(faults)
+
+
+def commits_proof(run: Evidence) -> Answer:
+    """Each address has one record, and each record belongs to a node of the graph."""
+    strange = sorted(address for address in run.commits if address not in run.nodes)
+    faults = [f"{address}: is committed, and no node of this run" for address in strange]
+    faults += [f"{run.paths.ledger}/{key}: is no commit record's place" for key in run.history.ledger.unknown_files()]
+    seeds = {commit.provenance.seed for commit in run.commits.values()} - {run.config.seed}
+    faults += [f"commits were made with seed {seed}, the run has {run.config.seed}" for seed in sorted(seeds)]
+    return f"{len(run.commits)} commits", faults
+
+
+def identity_proof(evidence: Evidence) -> Answer:
+    """Configs, prompts and numerics are those that identity.json lists."""
+    try:
+        identity = read_identity(evidence.paths.root)
+    except StoreError as error:
+        return "0 statements", [str(error)]
+    faults = list(identity_faults(identity, sections(evidence.config), evidence.commits.values()))
+    number = 0 if identity is None else len(identity.statements)
+    with suppress(StoreError):  # prompts that cannot be read are named where rows are looked at
+        if identity is not None and PromptTable.load(evidence.paths.prompts).digest() != identity.prompts:
+            faults.append(f"{evidence.paths.prompts} or its .jsonl is not what was written")
+    return f"{number} statements", faults
+
+
+def earlier_graphs(config: RunConfig) -> list[GraphSpec]:
+    """Yield the earlier graphs of a run that was resumed with more steps or other evaluations. (Its last version then
+    was evaluated as a last version.)"""
+    try:
+        identity = read_identity(config.run_dir)
+    except StoreError:
+        return []  # `identity_proof` names it
+    stated = [] if identity is None else [statement.config for statement in identity.statements]
+    shapes = {(int(one["steps"]), _every(one)) for one in stated}
+    spec = config.graph()
+    return [replace(spec, steps=s, eval_every=every) for s, every in sorted(shapes - {(spec.steps, spec.eval_every)})]
+
+
+def _every(stated: Mapping[str, Any]) -> int:
+    """Return `GraphSpec.eval_every` of a stated config."""
+    every = stated["evaluate"]["every"]
+    return int(stated["steps"]) if every is None else int(every)
+
+
+def updates_proof(run: Evidence) -> Answer:
+    """The steps of each model's updates are 0, 1, 2, ..., and each update has the digest of its weights."""
+    counted: list[str] = []
+    faults: list[str] = []
+    for role, stage in run.updates.items():
+        steps = run.steps_of(stage)
+        counted.append(f"{len(steps)} of the {role}")
+        if steps != list(range(len(steps))):
+            missing = [s for s in range(steps[-1]) if s not in steps and Address(stage, s) not in run.expendable]
+            faults += [f"{stage}: steps {missing} have no commit, though later ones do"] if missing else []
+        for step in steps:
+            if not run.commits[Address(stage, step)].digest:
+                faults.append(f"{Address(stage, step)}: has no digest of the weights that it made")
+    return ", ".join(counted), faults
+
+
+def rows_proof(run: Evidence) -> Answer:
+    """The rows of each step and each evaluation are numbered without gaps and repetitions if all shards exist, and each
+    row has the prompt that the schedule gives it."""
+    faults: list[str] = []
+    seen: dict[tuple[str, int], list[int]] = {}
+    for address, found in run.rows.items():
+        faults += found.prompt_faults
+        seen.setdefault((address.stage, address.step), []).extend(found.numbers)
+    whole = {"generate": run.config.rollout.rows, "evaluate": run.config.held_out}
+    shards = {"generate": run.config.rollout.shards, "evaluate": run.config.evaluate.shards}
+    for (stage, step), rows in sorted(seen.items()):
+        twice = sorted(row for row, number in Counter(rows).items() if number > 1)
+        if twice:
+            faults.append(f"{stage} of step {step}: rows {twice} are there twice")
+        complete = all(Address(stage, step, shard) in run.rows for shard in range(shards[stage]))
+        skipped = sorted(set(range(whole[stage])) - set(rows)) if complete else []
+        if skipped:
+            faults.append(f"{stage} of step {step}: rows {skipped} are left out")
+    trained = {step for stage in run.updates.values() for step in run.steps_of(stage)}
+    for address in (Address("generate", step, s) for step in sorted(trained) for s in range(shards["generate"])):
+        if address not in run.rows and not dropped(address, run.dropped_before):
+            faults.append(f"{address}: was trained on, and is not there (or not sound)")
+    num = sum(len(rows) for rows in seen.values())
+    steps, evaluations = len(run.steps_of("generate")), len(run.steps_of("evaluate"))
+    return f"{num} rows of {steps} steps and {evaluations} evaluations", faults
+
+
+def _prompts_of(config: RunConfig, table: PromptTable, address: Address) -> PromptBatch:
+    if address.stage == "evaluate":
+        return held_out_prompts(table, shard=address.shard, shards=config.evaluate.shards)
+    return training_prompts(
+        table,
+        seed=config.seed,
+        step=address.step,
+        shard=address.shard,
+        rows=config.rollout.rows,
+        shards=config.rollout.shards,
+        responses_per_prompt=config.rollout.responses_per_prompt,
+    )
+
+
+def _prompt_faults(address: Address, rollout: Rollout, prompts: PromptBatch) -> Iterator[str]:
+    for name, found, expected in (
+        ("row", rollout.row, prompts.row),
+        ("prompt_index", rollout.prompt_index, prompts.prompt_index),
+        ("prompt_lengths", rollout.prompt_lengths, prompts.prompt_lengths),
+    ):
+        if not np.array_equal(found, expected):
+            at = int(np.argmax(found != expected))
+            yield f"{address}: {name} {found[at]} at row {at}, the schedule says {expected[at]}"
+            return
+    width = prompts.tokens.shape[1]
+    inside = np.arange(width) < prompts.prompt_lengths[:, None]
+    other = (rollout.tokens[:, :width] != prompts.tokens) & inside
+    if other.any():
+        yield f"{address}: the prompt of row {int(np.argmax(other.any(axis=1)))} has other tokens than the schedule's"
+
+
+def staleness_proof(run: Evidence) -> Answer:
+    """Every sampled token of step i is of version max(0, i - eta), or under `latest` of a newer one up to i. An
+    evaluation is of its one version."""
+    tokens = sum(found.tokens for found in run.rows.values())
+    faults = [fault for found in run.rows.values() for fault in found.version_faults]
+    mode = run.config.rollout.versions
+    return f"{tokens} tokens, {mode} versions, staleness bound {run.config.staleness}", faults
+
+
+def lineage_proof(run: Evidence) -> Answer:
+    """Each commit names the inputs that its node has in the graph, with the content that is committed there now."""
+    faults, num = list(lineage_faults(run.commits.values(), run.commits)), 0
+    for address, commit in run.commits.items():
+        named = {one.address for one in commit.provenance.inputs}
+        num += len(named)
+        faults += [
+            f"{address}: was made from {a}, which has no commit"
+            for a in sorted(named - run.commits.keys() - run.expendable)
+        ]
+        node = run.nodes.get(address)
+        if node is None:
+            continue
+        expected = set(made_from(address, node.inputs, commit.provenance.weight_versions))
+        faults += [f"{address}: does not name {a}, which the graph has it read" for a in sorted(expected - named)]
+        odd = sorted(named - expected)
+        faults += [f"{address}: was made from {a}, which the graph does not have it read" for a in odd]
+        if node.role in (Role.POLICY, Role.CRITIC) and commit.provenance.weight_versions != (node.version,):
+            versions = commit.provenance.weight_versions
+            faults.append(f"{address}: was made with versions {versions} of the weights, the graph says {node.version}")
+    return f"{num} inputs of {len(run.commits)} commits", faults
+
+
+def weights_proof(run: Evidence) -> Answer:
+    """The publication of version v names the update that made v, by its digest, and that update names the one before,
+    down to the start weights."""
+    faults: list[str] = []
+    chains: list[str] = []
+    for role, stage in run.updates.items():
+        steps = run.steps_of(stage)
+        for step in steps[1:]:
+            faults += _link_faults(run, Address(stage, step), Address(stage, step - 1))
+        chains.append(f"{role} v{steps[-1] + 1 if steps else 0} to v0")
+    published = run.steps_of("publish")
+    for version in published:
+        if version:
+            faults += _link_faults(run, Address("publish", version), Address("update_policy", version - 1))
+        if not run.commits[Address("publish", version)].digest:
+            faults.append(f"{Address('publish', version)}: has no digest of what was published")
+    return f"{', '.join(chains)}; {len(published)} publications", faults
+
+
+def _link_faults(run: Evidence, later: Address, earlier: Address) -> Iterator[str]:
+    there = run.commits.get(earlier)
+    named = [one.content for one in run.commits[later].provenance.inputs if one.address == earlier]
+    if there is None and earlier in run.expendable:
+        return
+    if there is None:
+        yield f"{later}: the version that it was made from has no commit ({earlier})"
+    elif named != [there.content]:
+        yield f"{later}: does not go back to {earlier} as it is committed (digest {there.digest})"
+
+
+def checkpoints_proof(run: Evidence) -> Answer:
+    """Every byte of a checkpoint has its CRC, its pickles hold only data, and it has the digest that the update of that
+    version committed. A run resumes from the checkpoint before a damaged one."""
+    checkpoints, faults, counted = Checkpoints(Path(run.paths.checkpoints)), [], 0
+    for role, stage in run.updates.items():
+        for version in checkpoints.newest_first(role, at_most=sys.maxsize):
+            counted += 1
+            try:
+                meta = checkpoints.verify(role, version)
+                fault = pickle_fault(checkpoints.place(role, version))
+            except StoreError as error:
+                fault = str(error)
+            if fault is not None:
+                faults.append(f"checkpoint v{version} of the {role}: {fault}")
+                continue
+            made_by = Address(stage, version - 1)
+            commit = run.commits.get(made_by)
+            if commit is None and made_by in run.expendable:
+                continue  # nothing vouches for it any more, and nobody loads it
+            if commit is None or commit.digest != meta.get("digest"):
+                committed = "nothing" if commit is None else commit.digest
+                faults.append(
+                    f"checkpoint v{version} of the {role}: has weights of digest {meta.get('digest')}, committed is "
+                    f"{committed}"
+                )
+    return f"{counted} checkpoints", faults
+
+
+def exports_proof(run: Evidence) -> Answer:
+    """Every file of an export has its CRC. Exports of earlier versions have no sums; they are counted."""
+    exports = [run.paths.weights(version) for version in exported(run.paths.weights(0).parent)]
+    summed = [directory for directory in exports if has_sums(directory)]
+    without = f", {len(exports) - len(summed)} of them without sums" if len(exports) > len(summed) else ""
+    return f"{len(exports)} exports{without}", [fault for directory in summed for fault in export_faults(directory)]
+
+
+# ---- verification ----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Proof:
-    """What was looked at, how much of it there was, and what is wrong with it."""
+    """A claim that was checked, how much was checked, and the faults."""
 
     claim: str
     counted: str
@@ -59,16 +343,16 @@ class Proof:
 
 @dataclass(frozen=True)
 class Verification:
-    """All proofs of a run, and what is no fault but should be known."""
+    """All proofs of a run, and notes that are no faults."""
 
     commits: Counter[str]
-    """By stage."""
+    """Commits by stage."""
     proofs: tuple[Proof, ...]
     notes: tuple[str, ...]
     nodes: int
-    """Of the whole run."""
-    outlived: int = 0
-    """Nodes whose records are lost, and which nobody needs any more."""
+    """Nodes of the whole run."""
+    expendable: int = 0
+    """Nodes whose records are lost and that nothing needs any more."""
 
     @property
     def faults(self) -> list[str]:
@@ -92,8 +376,8 @@ class Verification:
             proofs.add_row("NO" if proof.faults else "yes", proof.claim, proof.counted)
         done = sum(self.commits.values())
         came = "all of them" if done >= self.nodes else "the run has not come to its end"
-        if self.outlived and done + self.outlived >= self.nodes:
-            came = f"all but {self.outlived} that nobody needs any more"
+        if self.expendable and done + self.expendable >= self.nodes:
+            came = f"all but {self.expendable} that nobody needs any more"
         lines = [f"{done} of {self.nodes} nodes have their commit: {came}", *self.notes]
         lines += [f"PROBLEM {fault}" for fault in self.faults]
         lines.append("sound" if self.sound else f"NOT sound: {len(self.faults)} problems")
@@ -101,7 +385,7 @@ class Verification:
 
 
 def verify_run(config: RunConfig) -> Verification:
-    """Reads everything a run has committed, twice (as Stageline does and as any Zarr reader does), and its
+    """Read everything that a run has committed, twice (as Stageline does and as any Zarr reader does), and its
     checkpoints."""
     history, paths = open_history(config), RunPaths(config.run_dir)
     damaged: dict[Address, str] = {}
@@ -153,16 +437,16 @@ PROOFS: dict[str, Callable[[Evidence], tuple[str, list[str]]]] = {
     "every checkpoint is what was saved, of the version that was committed": checkpoints_proof,
     "every export is what was written, by its CRC-32": exports_proof,
 }
-"""Claim -> what looks at it: (what was counted, every problem by name)."""
+"""Claim -> function that returns counts and problems."""
 
 
 def _let_go(
     history: History, paths: RunPaths, committed: set[Address]
 ) -> tuple[int, frozenset[Address], tuple[str, ...]]:
-    """The first step whose arrays were not let go; the nodes whose records are lost, or damaged, and which nobody needs
-    for that reason; and what is wrong with the record of it."""
+    """Return the first step whose arrays were not deleted; the nodes whose records are lost or damaged and no longer
+    needed because of that; and the faults of the deletion's record."""
     try:
-        return history.store.dropped_before(), outlived(history, paths.checkpoints, committed), ()
+        return history.store.dropped_before(), expendable(history, paths.checkpoints, committed), ()
     except StoreError as error:
         return 0, frozenset(), (str(error),)
 
@@ -170,7 +454,7 @@ def _let_go(
 def _read_arrays(
     config: RunConfig, history: History, commits: list[Commit]
 ) -> tuple[list[str], dict[Address, RowsFound]]:
-    """Everything that has arrays, read as stages read it: what is wrong, and what the rollouts' rows are like."""
+    """Read everything that has arrays as stages read it. Return the faults and a summary of the rollouts' rows."""
     faults: list[str] = []
     rows: dict[Address, RowsFound] = {}
     table: PromptTable | None = None
@@ -192,7 +476,7 @@ def _read_arrays(
 
 
 def _unproven(evidence: Evidence) -> Iterator[str]:
-    """What these proofs say nothing about, by what the run's engines can do where they ran."""
+    """Return what these proofs leave open because of the run's engines."""
     try:
         identity = read_identity(evidence.paths.root)
     except StoreError:
@@ -203,9 +487,9 @@ def _unproven(evidence: Evidence) -> Iterator[str]:
 
 
 def _notes(evidence: Evidence, damaged: Mapping[Address, str]) -> Iterator[str]:
-    """What a person may want to know, and is no fault. `damaged`: records, and what is wrong with them."""
+    """Return notes for a person that are no faults. `damaged`: records and their faults."""
     yield from _unproven(evidence)
-    for address in sorted(evidence.outlived):
+    for address in sorted(evidence.expendable):
         what = damaged.get(address, f"{address} has no commit record")
         yield f"{what}; nobody needs it any more, since {KEY} has let go what it was made from"
     left = evidence.history.store.attempts()

@@ -1,4 +1,4 @@
-"""`stageline worker RUN --gang NAME --index I`: one worker of an attached run, on this host."""
+"""`stageline worker RUN --gang NAME --index I`: run one worker of an attached run on this host."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ import argparse
 import math
 from pathlib import Path
 
-from pipeline.cli.answers import complain, print_line
-from pipeline.cli.exit_codes import BAD_INPUT, DONE, DRIVER_LOST, INTERRUPTED, STAGE_FAILED
+from pipeline.cli.answers import BAD_INPUT, DONE, DRIVER_LOST, INTERRUPTED, STAGE_FAILED, complain, print_line
 from pipeline.workers.attached import Ending, WantedWorker, WorkerRefused, run_worker
 
 EXIT_CODES = {
@@ -19,7 +18,7 @@ EXIT_CODES = {
 
 
 def command(options: argparse.Namespace) -> int:
-    """Joins the run and works for it until either ends."""
+    """Join the run and work for it until either ends."""
     run_dir, file = options.run_dir, options.scheduler_file
     if (run_dir is None) == (file is None):
         return complain("refused", "worker: give a run's directory or --scheduler-file, one of the two", BAD_INPUT)

@@ -1,11 +1,11 @@
-"""What of a run's config may change when the run goes on, and what may not: the one list of it.
+"""The settings that may change when a run is resumed. This is the only list of them.
 
-    decides nothing        left out of the config's digest; may change
-    may change all the same   in the digest; each for its own reason
-    a number that may grow    `steps`, and a pool's workers and slots either way
-    everything else        decides what is computed: another value is another run
+    DECIDES_NOTHING        left out of the config's digest; may change
+    MAY_CHANGE             in the digest; may change, each for its own reason
+    steps                  may grow; OF_POOLS, a pool's workers and concurrent_shards, may grow or shrink
+    everything else        decides what is computed: another value needs another run
 
-Keys are patterns of `fnmatch`. May import omegaconf, pipeline.graph.dispatch, the schema of a run and storage.problems.
+Keys are patterns of `fnmatch`.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from pipeline.config.labelling import LabelConfig
-from pipeline.config.reward_model import RewardModelConfig
+from pipeline.config.reward_model import LabelConfig, RewardModelConfig
 from pipeline.config.run import RunConfig
 from storage.problems import Problem
+from storage.redaction import redacted
 
 DECIDES_NOTHING = (
     "name",
@@ -35,18 +35,20 @@ DECIDES_NOTHING = (
     "storage.*",
     "engine.python",
     "engine.start_s",
-    "engine.silence_s",
     "engine.tensorrt_llm.*",
     "placement.share_devices",
-    "placement.turns",
+    "placement.device_sharing",
     "placement.gangs.*.weights_dir",
     "placement.gangs.*.offload",
-    "reward.parts.*.timeout_s",
-    "evaluate.reward.parts.*.timeout_s",
+    *(
+        f"{section}.{key}"
+        for section in ("reward", "evaluate.reward")
+        for key in ("trust_answers", *(f"parts.*.{of}" for of in ("timeout_s", "network", "environment", "writes")))
+    ),
     "evaluate.select.*",
 )
-"""What a run is called, where it keeps its files, how it shows itself and warns, where its processes are and how long
-it waits, what it writes beside, which version it names the best."""
+"""Settings that do not change what is computed: names, directories, tracking, alarms, processes, timeouts, exports, the
+choice of the best version. (Judges' budgets belong here too; their keys depend on the parts.)"""
 MAY_CHANGE = {
     "model.path": "where the model is: its files must be the same",
     "model.reference_path": "likewise",
@@ -57,16 +59,16 @@ MAY_CHANGE = {
     "mismatch.alarm_nats": "when somebody is told",
     "mismatch.stop": "likewise",
 }
-"""What is in the digest, and may change: why."""
-OF_POOLS = ("placement.gangs.*.workers", "placement.gangs.*.slots")
-"""May change where the gang is a pool: what a row becomes does not depend on the replica or on the rows beside it."""
+"""Settings in the digest that may change -> the reason."""
+OF_POOLS = ("placement.gangs.*.workers", "placement.gangs.*.concurrent_shards")
+"""Settings that may change if the gang is a pool: a row's result does not depend on its replica or on other rows."""
 _WHERE = frozenset({"name", "runs_dir"})
-"""What a run's directory says by where it lies, whatever was written into it."""
+"""Settings that follow from the place of a run's directory, whatever its files say."""
 
 
 @dataclass(frozen=True)
 class Change:
-    """A setting with another value than before; None where one of the two has no such key."""
+    """A setting whose value has changed; None on a side that lacks the key."""
 
     key: str
     before: Any
@@ -77,13 +79,13 @@ class Change:
 
 
 def sections(config: RunConfig | RewardModelConfig | LabelConfig) -> dict[str, Any]:
-    """A config as sections and keys, as JSON gives them back."""
+    """Return a config as nested sections and keys, with values as JSON reads them back."""
     content = OmegaConf.to_container(OmegaConf.structured(config), enum_to_str=True)
     return dict(json.loads(json.dumps(content)))
 
 
 def settings(content: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Key paths and values of nested sections; an empty section is a value."""
+    """Return the key paths and values of nested sections. An empty section is a value."""
     flat: dict[str, Any] = {}
     for key, value in content.items():
         if isinstance(value, Mapping) and value:
@@ -94,22 +96,24 @@ def settings(content: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[Change]:
-    """Between two configs as `sections` has them, by key; where the run's directory lies is none."""
-    old, new = settings(before), settings(after)
+    """Return the changes between two configs in the form of `sections`, by key. The directory's place and secrets are
+    ignored: a secret decides nothing, and recorded configs have none."""
+    old, new = settings(redacted(before)), settings(redacted(after))
     keys = sorted((old.keys() | new.keys()) - _WHERE)
     return [Change(key, old.get(key), new.get(key)) for key in keys if old.get(key) != new.get(key)]
 
 
 def decides_nothing(key: str, config: RunConfig) -> bool:
-    """Whether a setting is left out of the digest of this config. `steps` is where no learning rate depends on it."""
+    """Return True if a setting is left out of the digest of this config. `steps` is left out if no learning rate
+    depends on it."""
     if key == "steps":
         trained = [config.model.policy, *([config.model.critic] if config.has_critic else [])]
         return all(optimizer.decay == "constant" for optimizer in trained)
-    return any(fnmatchcase(key, pattern) for pattern in DECIDES_NOTHING)
+    return any(fnmatchcase(key, pattern) for pattern in DECIDES_NOTHING) or key in config.judge_budgets()
 
 
 def change_problems(before: Mapping[str, Any], config: RunConfig) -> Iterator[Problem]:
-    """What keeps a run that was stated as `before` from going on as `config`."""
+    """Yield a problem for each change that keeps a run recorded as `before` from being resumed as `config`."""
     pools = {gang.name for gang in config.gangs() if not gang.ordered}
     for change in changes(before, sections(config)):
         key = change.key

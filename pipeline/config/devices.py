@@ -1,21 +1,20 @@
-"""Which GPUs each worker has, counted out before anything starts, so that no two meet on one by accident.
+"""Assign GPUs to workers before anything starts, so that no two workers share a GPU by accident.
 
-What needs GPUs: every rank of a gang one, every replica of the engine as many as it has ranks. Rewards need none. What
-is placed together is a *unit*: the ranks of a gang on one host, or one replica. Two ranks of a unit are never on one
-GPU, which NCCL refuses.
+Each rank of a gang needs one GPU, each replica of the engine as many as it has ranks, and rewards none. A *unit* is
+placed together: the ranks of a gang on one host, or one replica. Two ranks of a unit never share a GPU, which NCCL
+would refuse.
 
                 GPU     0    1    2    3
     train (4 ranks)     0    1    2    3                        the larger units first, each on GPUs of its own
-    generate (2)        0    1                                  and where none are left, if sharing is asked for:
-    critic (2)                    0    1                        a unit of one GPU on the least used
-    (critic of 3: refused, it would share some of               a larger one on exactly those of another
+    generate (2)        0    1                                  if no GPUs are left and sharing is allowed:
+    critic (2)                    0    1                        a unit of one GPU goes to the least used one,
+    (critic of 3: refused, it would share some of               a larger unit to exactly the GPUs of another unit
      train's GPUs and not all)
 
-Gangs that have their devices in turn (`placement.turns`) are one for this: the one that needs the most GPUs has them
-counted out, and the others' workers are on the same ones, in order.
+Gangs that share devices (`placement.device_sharing`) count as one: the gang that needs the most GPUs gets them, and the
+workers of the others use the same GPUs, in order.
 
-Pure functions: how many GPUs a host has is asked by the caller. May import pipeline.config.placement (and below it
-pipeline.graph.gangs), stages.models.protocol and storage.problems.
+Pure functions: the caller passes the number of GPUs of each host.
 """
 
 from __future__ import annotations
@@ -23,15 +22,15 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from pipeline.graph.gangs import Gang
-from stages.models.protocol import Role
+from pipeline.graph.graph import Gang
+from stages.models.protocol import MODEL_ROLES, Role
 from storage.problems import Problem
 
 Worker = tuple[str, int]
-"""Its gang's name, and its rank or replica."""
+"""(Name of the gang, rank or replica)."""
 THIS_HOST = "this host"
-Turns = Collection[Collection[str]]
-"""Groups of gangs, by name, that have the same devices in turn."""
+DeviceSharing = Collection[Collection[str]]
+"""Groups of names of gangs that take turns on the same devices."""
 
 
 @dataclass(frozen=True)
@@ -41,15 +40,23 @@ class _Unit:
     gang: Gang
     indices: tuple[int, ...]
     each: int
-    """GPUs of a worker."""
+    """GPUs per worker."""
 
     @property
     def size(self) -> int:
         return len(self.indices) * self.each
 
 
+def gpus_per_worker(roles: Collection[str], replica_ranks: int) -> int:
+    """Return the number of GPUs that a worker with these roles computes on, unless everything runs on CPUs.
+    `replica_ranks`: ranks of one engine."""
+    if Role.GENERATE in roles:
+        return replica_ranks
+    return 0 if MODEL_ROLES.isdisjoint(roles) else 1
+
+
 def all_here(gangs: Sequence[Gang]) -> dict[Worker, str]:
-    """Every worker on this host."""
+    """Return a mapping that places every worker on this host."""
     return {(gang.name, index): THIS_HOST for gang in gangs for index in range(gang.workers)}
 
 
@@ -60,13 +67,19 @@ def device_problems(
     num_gpus: Mapping[str, int],
     *,
     share: bool,
-    turns: Turns = (),
+    device_sharing: DeviceSharing = (),
 ) -> Iterator[Problem]:
-    """What of a placement cannot have its GPUs. `hosts`: where each worker is; `num_gpus`: of each host, 0 where
-    everything is computed on CPUs; `replica_ranks`: of the engine; `share`: `placement.share_devices`; `turns`:
-    `placement.turns`."""
+    """Yield the problems of a placement that cannot get its GPUs.
+
+    Args:
+        hosts: the host of each worker.
+        num_gpus: GPUs of each host; 0 if everything is computed on CPUs.
+        replica_ranks: ranks of one engine.
+        share: `placement.share_devices`.
+        device_sharing: `placement.device_sharing`.
+    """
     for host, available in num_gpus.items():
-        units, _ = _in_turn(_units(gangs, replica_ranks, hosts, host) if available else [], turns)
+        units, _ = _in_turn(_units(gangs, replica_ranks, hosts, host) if available else [], device_sharing)
         for unit in units:
             if unit.size > available:
                 yield _too_large(unit, host, available)
@@ -89,14 +102,14 @@ def plan_devices(
     replica_ranks: int,
     hosts: Mapping[Worker, str],
     num_gpus: Mapping[str, int],
-    turns: Turns = (),
+    device_sharing: DeviceSharing = (),
 ) -> dict[Worker, tuple[int, ...]]:
-    """The GPUs of each worker, as indices on its host; none where a worker needs none or its host has none. For what
-    `device_problems` lets pass; GPUs are shared only where there are too few."""
+    """Return the GPUs of each worker, as indices on its host; empty if the worker needs none or the host has none. For
+    placements that `device_problems` accepts. GPUs are shared only if there are too few."""
     plan: dict[Worker, tuple[int, ...]] = dict.fromkeys(hosts, ())
     for host, available in num_gpus.items():
         if available:
-            units, followers = _in_turn(_units(gangs, replica_ranks, hosts, host), turns)
+            units, followers = _in_turn(_units(gangs, replica_ranks, hosts, host), device_sharing)
             assigned = _assigned(units, available)
             assert not isinstance(assigned, _Unit), f"{assigned} was not refused"
             plan |= assigned
@@ -106,7 +119,8 @@ def plan_devices(
 
 
 def visible_devices(indices: Sequence[int], inherited: str | None) -> str:
-    """`CUDA_VISIBLE_DEVICES` of a worker with these GPUs, counted among those that this process may see itself."""
+    """Return `CUDA_VISIBLE_DEVICES` for a worker with these GPUs, as indices into those visible to this process.
+    `inherited`: this process's own `CUDA_VISIBLE_DEVICES`."""
     names = inherited.split(",") if inherited is not None else None
     return ",".join(str(index) if names is None else names[index].strip() for index in indices)
 
@@ -118,15 +132,19 @@ def devices_of_joining(
     taken: Mapping[str, Collection[Worker]],
     *,
     share: bool,
-    turns: Turns = (),
+    device_sharing: DeviceSharing = (),
 ) -> tuple[int, ...] | str:
-    """The GPUs of a worker that joins from some host, as indices into those that it sees (by identity, so that two
-    workers which see the same one are known to); or what keeps it from having any. `taken`: who has each, of those that
-    joined before it; one that others have which take turns with its gang counts as free. None where it needs none, or
-    sees none at all."""
-    alternating = {name for group in turns if gang.name in group for name in group} - {gang.name}
+    """Return the GPUs of a worker that joins from some host, as indices into `seen`, or the reason why it can have
+    none. The result is empty if the worker needs no GPUs or sees none.
+
+    Args:
+        seen: identities of the GPUs that the worker sees. Two workers may see the same GPU.
+        taken: the workers that joined earlier, by their GPUs. A GPU counts as free if only gangs that take turns with
+            this worker's gang hold it.
+    """
+    alternating = {name for group in device_sharing if gang.name in group for name in group} - {gang.name}
     taken = {device: [one for one in holders if one[0] not in alternating] for device, holders in taken.items()}
-    each = _devices_of_each(gang, replica_ranks)
+    each = gpus_per_worker(gang.roles, replica_ranks)
     if not each or not seen:
         return ()
     if len(seen) < each:
@@ -143,11 +161,13 @@ def devices_of_joining(
     )
 
 
-def _in_turn(units: Sequence[_Unit], turns: Turns) -> tuple[list[_Unit], list[tuple[str, list[_Unit]]]]:
-    """Of the units on a host: those that have GPUs counted out, and, by the gang whose GPUs they have in turn, the
-    others."""
+def _in_turn(
+    units: Sequence[_Unit], device_sharing: DeviceSharing
+) -> tuple[list[_Unit], list[tuple[str, list[_Unit]]]]:
+    """Divide the units of a host into those that get GPUs of their own, and the others as (leading gang, units of a
+    gang that takes turns on the leader's GPUs)."""
     own, followers = list(units), []
-    for group in turns:
+    for group in device_sharing:
         sizes = {name: sum(unit.size for unit in units if unit.gang.name == name) for name in group}
         leader = max(group, key=lambda name: sizes[name])
         others = [unit for unit in own if unit.gang.name in group and unit.gang.name != leader]
@@ -159,7 +179,7 @@ def _in_turn(units: Sequence[_Unit], turns: Turns) -> tuple[list[_Unit], list[tu
 def _after(
     leader: str, following: Sequence[_Unit], assigned: Mapping[Worker, tuple[int, ...]]
 ) -> dict[Worker, tuple[int, ...]]:
-    """The GPUs of the workers of a gang that has a leader's in turn."""
+    """Return the GPUs of the workers of a gang that takes turns on a leader's GPUs."""
     gpus = sorted({gpu for (gang, _), own in assigned.items() if gang == leader for gpu in own})
     found, first = {}, 0
     for unit in following:
@@ -169,18 +189,11 @@ def _after(
     return found
 
 
-def _devices_of_each(gang: Gang, replica_ranks: int) -> int:
-    """GPUs that a worker of this gang needs, where there are any."""
-    if Role.GENERATE in gang.roles:
-        return replica_ranks
-    return 1 if gang.ordered else 0
-
-
 def _units(gangs: Sequence[Gang], replica_ranks: int, hosts: Mapping[Worker, str], host: str) -> list[_Unit]:
     units = []
     for gang in gangs:
         here = tuple(index for index in range(gang.workers) if hosts[gang.name, index] == host)
-        each = replica_ranks if Role.GENERATE in gang.roles else 1
+        each = gpus_per_worker(gang.roles, replica_ranks)
         if gang.ordered and here:
             units.append(_Unit(gang, here, each))
         elif Role.GENERATE in gang.roles:
@@ -189,7 +202,7 @@ def _units(gangs: Sequence[Gang], replica_ranks: int, hosts: Mapping[Worker, str
 
 
 def _assigned(units: Sequence[_Unit], available: int) -> dict[Worker, tuple[int, ...]] | _Unit:
-    """The GPUs of each worker, or the unit that cannot have any."""
+    """Return the GPUs of each worker, or the first unit that cannot be placed."""
     load = [0] * available
     found: dict[Worker, tuple[int, ...]] = {}
     taken: list[tuple[int, ...]] = []
@@ -226,7 +239,7 @@ def _too_large(unit: _Unit, host: str, available: int) -> Problem:
 
 
 def _too_many(units: Sequence[_Unit], host: str, available: int) -> Problem:
-    """Names the gang with the most."""
+    """Return the problem of too many workers. It names the gang that needs the most GPUs."""
     by_gang: dict[str, int] = {}
     for unit in units:
         by_gang[unit.gang.name] = by_gang.get(unit.gang.name, 0) + unit.size

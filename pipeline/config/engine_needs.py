@@ -1,7 +1,6 @@
-"""What a run asks of its engine, held against what such an engine can do (`Capabilities`): what is refused.
+"""Check a run's requirements against the capabilities of its engine (`Capabilities`).
 
-What is not refused and yet not so good is in `guarantees.py`. May import stages.engines.capabilities, the sections'
-records, storage.problems; nothing heavy.
+`preflight.py` tells which guarantees an accepted run lacks.
 """
 
 from __future__ import annotations
@@ -11,33 +10,33 @@ from dataclasses import dataclass
 
 from stages.engines.capabilities import Capabilities, able, capabilities_of
 from stages.engines.config import EngineConfig
-from stages.models.hf_config import RANDOM_TINY
 from stages.models.sampling import SamplingConfig
+from stages.models.spec import RANDOM_TINY
 from storage.problems import Problem
 
 PLAIN_TEMPERATURES = (0.0, 1.0)
-"""At which a draw is from the softmax of the logits as they are, or is their arg max."""
+"""Temperatures at which a token is drawn from the softmax of the unscaled logits (1) or is their arg max (0)."""
 
 
 @dataclass(frozen=True)
 class EngineNeeds:
-    """What of a run's config asks something of its engine."""
+    """The parts of a run's config that require something of its engine."""
 
     engine: EngineConfig
     model_path: str
     sampling: SamplingConfig
     evaluated_at: float | None
-    """Temperature of evaluations; None: there are none, or they are sampled as training is."""
+    """Temperature of evaluations; None: there are no evaluations, or they use training's."""
     moves_rows: int
-    """`cluster.move_rows_below`."""
+    """`cluster.migrate_rows_below`."""
     stops_at_mismatch: bool
-    """An alarm at stale rows is to end the run."""
+    """True if an alarm at stale rows ends the run."""
     takes_turns: bool = False
-    """Others are to have its devices in turn with it."""
+    """True if other gangs take turns on the engine's devices."""
 
 
 def engine_needs(needs: EngineNeeds) -> Iterator[Problem]:
-    """What the engine cannot do; what it can be asked does not depend on the device."""
+    """Yield the requirements that the engine cannot meet. The capabilities checked do not depend on the device."""
     can = capabilities_of(needs.engine, "cpu")
     update = needs.engine.update
     if update not in can.updates:
@@ -46,7 +45,7 @@ def engine_needs(needs: EngineNeeds) -> Iterator[Problem]:
         yield _problem(needs, "engine.update", update, need)
     if needs.moves_rows and not can.migration:
         need = f"its rows cannot move between replicas: must be 0{_or(needs, lambda c: c.migration)}"
-        yield _problem(needs, "cluster.move_rows_below", needs.moves_rows, need)
+        yield _problem(needs, "cluster.migrate_rows_below", needs.moves_rows, need)
     if needs.model_path == RANDOM_TINY and "tensors" not in can.sources:
         need = "it reads the model itself: needs a Hugging Face directory"
         yield _problem(needs, "model.path", needs.model_path, need)
@@ -54,14 +53,14 @@ def engine_needs(needs: EngineNeeds) -> Iterator[Problem]:
         yield from _plain_problems(needs)
     if needs.takes_turns and can.sleeps == "nothing":
         need = f"it gives no memory back while others have its devices{_or(needs, lambda c: c.sleeps != 'nothing')}"
-        yield _problem(needs, "placement.turns", "its gang", need)
+        yield _problem(needs, "placement.device_sharing", "its gang", need)
     if needs.stops_at_mismatch and not can.scores:
         need = "it cannot score given tokens, so stale rows have no canaries to stop at: must be false, or staleness=0"
         yield _problem(needs, "mismatch.stop", True, need)
 
 
 def _plain_problems(needs: EngineNeeds) -> Iterator[Problem]:
-    """Of an engine whose log-probs are the logits', whatever is done to these before the draw."""
+    """Yield the problems of an engine whose log-probs ignore changes of the logits before the draw."""
     sampling, other = needs.sampling, _or(needs, lambda c: c.distributions == "any")
     if sampling.temperature != 1:
         need = f"its log-probs are those of temperature 1, whatever it draws at: must be 1{other}"
@@ -82,6 +81,6 @@ def _problem(needs: EngineNeeds, key: str, given: object, need: str) -> Problem:
 
 
 def _or(needs: EngineNeeds, can: Callable[[Capabilities], bool]) -> str:
-    """The other way out."""
+    """Return the part of a message that suggests other engines, or ""."""
     others = able(needs.engine, "cpu", can)
     return f" (or engine.kind={' or '.join(others)})" if others else ""

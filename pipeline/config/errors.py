@@ -1,4 +1,4 @@
-"""How a configuration is refused. May import storage.problems."""
+"""`ConfigError`, and functions that turn problems into errors and report several errors as one."""
 
 from __future__ import annotations
 
@@ -6,20 +6,21 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from storage.problems import Problem
+from storage.redaction import redacted
 
 
 class ConfigError(ValueError):
     """A configuration that cannot work: `key` is the path, the message says what was given and what would work."""
 
     def __init__(self, key: str, message: str, others: Sequence[ConfigError] = ()) -> None:
-        """`others`: further errors, whose messages this one's has below its own."""
+        """`others`: further errors; their messages follow below this one's."""
         super().__init__("\n".join([f"{key}: {message}", *map(str, others)]))
         self.key = key
         self._alone, self._others = message, tuple(others)
 
     @property
     def message(self) -> str:
-        """All that it says, less the first error's key."""
+        """The whole message without the first error's key."""
         return str(self).removeprefix(f"{self.key}: ")
 
     @property
@@ -29,16 +30,18 @@ class ConfigError(ValueError):
 
 
 class OtherProgramsConfig(ConfigError):
-    """What a directory holds is the config of another program than a run."""
+    """Error: a directory holds the config of another program, not a run's."""
 
 
 def refusal(problem: Problem) -> ConfigError:
-    """The error that names a problem."""
-    return ConfigError(problem.key, f"given {problem.given!r}; {problem.need}")
+    """Return the error of a problem, without secrets in the given value."""
+    [given] = redacted({problem.key: problem.given}).values()
+    return ConfigError(problem.key, f"given {given!r}; {problem.need}")
 
 
 def together(errors: Sequence[ConfigError]) -> ConfigError:
-    """Several errors as one, a line each; its key is the first one's. Of each key the first thing is said."""
+    """Return several errors as one, a line each. Its key is the first error's. Only the first error of each key is
+    kept."""
     by_key: dict[str, ConfigError] = {}
     for error in (one for several in errors for one in several.each):
         by_key.setdefault(error.key, error)
@@ -47,7 +50,7 @@ def together(errors: Sequence[ConfigError]) -> ConfigError:
 
 
 def all_of(*checks: Callable[[], Any]) -> list[Any]:
-    """What these checks return. Raises ConfigError with what all of those say that refuse."""
+    """Run all checks and return their results. Raises ConfigError with the errors of all checks that fail."""
     results, errors = _tried(checks)
     if errors:
         raise together(errors)
@@ -55,7 +58,7 @@ def all_of(*checks: Callable[[], Any]) -> list[Any]:
 
 
 def refusals(*checks: Callable[[], Any]) -> list[ConfigError]:
-    """What those of these checks say that refuse."""
+    """Run all checks and return the errors of those that fail."""
     return _tried(checks)[1]
 
 

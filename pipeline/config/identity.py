@@ -1,16 +1,15 @@
-"""What a run is: stated once when it starts, in `identity.json` of its directory, and compared ever after.
+"""A run's identity: written to `identity.json` when the run starts, and compared whenever it is resumed.
 
-    config        every setting, and the digest that its commits carry      resume: what may change is in `changes`
-    model files   digests of weights, config and tokenizer, by role         the same, wherever they are now
-    reward models their files' digests, by the key of their arguments       the same, in the same place
-    prompts       digest of the tokens and of what rewards are given        the same
-    software      versions of what decides bits                             the same, or `cluster.same_numerics: warn`
+    recorded      content                                                   required on resume
+    config        every setting, and the digest that its commits carry      only the changes that `changes.py` allows
+    model files   digests of weights, config and tokenizer, by role         the same files, in any place
+    reward models their files' digests, by the key of their arguments       the same files, in the same place
+    prompts       digest of the tokens and of the rewards' fields           the same
+    software      versions of the software that decides bits                the same, or `cluster.same_numerics: warn`
     numerics      of each gang's workers: processor, compiler, kernels      likewise, whenever a gang is built
 
-A driver that finds something else, and may go on, adds a statement; nothing is ever taken out. So the file says under
-which configs, and on what, each commit of the run was made.
-
-May import this folder, storage and the standard library.
+A driver that finds an allowed difference appends a statement; nothing is ever removed. So the file tells under which
+configs and on which numerics each commit was made.
 """
 
 from __future__ import annotations
@@ -26,6 +25,7 @@ from pipeline.config.changes import Change, changes
 from storage import files
 from storage.commits import Commit
 from storage.errors import StoreError
+from storage.redaction import redacted
 
 FORMAT = 1
 FILE = "identity.json"
@@ -34,21 +34,22 @@ _WAY_ON = "Put it back, or remove it: a run whose commits are all of its config 
 
 @dataclass(frozen=True)
 class Statement:
-    """What a driver stated: the first, when the run started; a later one, when something had changed."""
+    """A driver's record of the run: the first at its start, a later one after each change."""
 
     time: float
     """Seconds since the epoch."""
     why: str
     config: Mapping[str, Any]
-    """Resolved, as sections and keys."""
+    """Resolved, as sections and keys; written and compared without secrets."""
     config_hash: str
-    """What commits carry that were made under it."""
+    """Digest of the config, as commits made under it carry it."""
     software: Mapping[str, str]
-    """Name -> version, of what decides bits."""
+    """Name -> version of the software that decides bits."""
     changed: tuple[str, ...] = ()
-    """Against the statement before, for people."""
+    """Differences from the statement before, for people."""
     anew: bool = False
-    """What was committed after a checkpoint was archived: what computed it is no measure for what comes."""
+    """True if the commits after a checkpoint were archived. Workers are then no longer compared with the numerics
+    recorded before."""
 
 
 @dataclass(frozen=True)
@@ -57,23 +58,23 @@ class GangNumerics:
 
     gang: str
     fingerprint: str
-    """The short form: what commits carry."""
+    """Short form, as commits carry it."""
     items: Mapping[str, str]
-    """What it is the digest of."""
+    """Items that the fingerprint is the digest of."""
     worker: str
-    """The first that had it."""
+    """First worker with this fingerprint."""
     time: float
     statement: int
-    """Number of the statement under which it was seen first."""
+    """Number of the statement under which the fingerprint was first seen."""
 
 
 @dataclass(frozen=True)
 class Identity:
-    """Of a run: what never changes, and what was stated in turn."""
+    """The constant part of a run's identity and its statements in order."""
 
     models: Mapping[str, Mapping[str, str]]
-    """By role (policy, reference, critic), of reward models by the key of their arguments, of rubrics in files by their
-    own key: name of a file -> its digest."""
+    """{name of a file: its digest} by role (policy, reference, critic), by the key of a reward model's arguments, or by
+    the key of a rubric's file."""
     prompts: str
     statements: tuple[Statement, ...]
     numerics: tuple[GangNumerics, ...] = field(default=())
@@ -84,21 +85,21 @@ class Identity:
 
     @property
     def config_hashes(self) -> frozenset[str]:
-        """Of all configs that the run has had."""
+        """Digests of all configs that the run has had."""
         return frozenset(statement.config_hash for statement in self.statements)
 
     def stated(self, statement: Statement) -> Identity:
-        """With one more statement."""
+        """Return the identity with one more statement."""
         return replace(self, statements=(*self.statements, statement))
 
     def numerics_of(self, gang: str) -> list[GangNumerics]:
-        """What a gang's workers have had since the run was last begun anew, oldest first."""
+        """Return the numerics of a gang's workers since the last statement with `anew`, oldest first."""
         since = max((number for number, statement in enumerate(self.statements) if statement.anew), default=0)
         return [known for known in self.numerics if known.gang == gang and known.statement >= since]
 
 
 def read_identity(run_dir: Path) -> Identity | None:
-    """None where there is none. Raises StoreError for a file that is not what was written."""
+    """Return the identity of a run, or None if there is no file. Raises StoreError if the file is damaged."""
     path = run_dir / FILE
     where = f"{path} is not what was written"
     data = files.read(files.open_root(str(run_dir)), FILE)
@@ -118,21 +119,22 @@ def read_identity(run_dir: Path) -> Identity | None:
 
 
 def write_identity(run_dir: Path, identity: Identity) -> None:
-    """Whole or not at all. Raises OSError."""
-    document = {"format": FORMAT, **asdict(identity)}
+    """Write the file atomically and without secrets, since others may read it. Raises OSError."""
+    stated = tuple(replace(one, config=redacted(one.config)) for one in identity.statements)
+    document = {"format": FORMAT, **asdict(replace(identity, statements=stated))}
     document["digest"] = _digest(json.loads(json.dumps(document)))
     files.write(files.open_root(str(run_dir)), FILE, (json.dumps(document, indent=1) + "\n").encode())
 
 
 def edited(identity: Identity, saved: Mapping[str, Any]) -> list[Change]:
-    """What the config in a run's directory has otherwise than was stated. A driver that dies between stating a change
-    and writing the config leaves the one before."""
+    """Return the differences of the saved config from the last statement. The config of the statement before is allowed
+    too: a driver may die between writing the statement and the config."""
     found = [changes(statement.config, saved) for statement in identity.statements[-2:]]
     return [] if [] in found else found[-1]
 
 
 def differences(stated: Mapping[str, str], found: Mapping[str, str]) -> list[str]:
-    """The items in which two mappings differ, each with both values."""
+    """Return the items in which two mappings differ, each with both values."""
     names = sorted(stated.keys() | found.keys())
     return [
         f"{name}: {found.get(name, 'none')} (was {stated.get(name, 'none')})"
@@ -142,12 +144,12 @@ def differences(stated: Mapping[str, str], found: Mapping[str, str]) -> list[str
 
 
 def fingerprint(items: Mapping[str, str]) -> str:
-    """The short form of numerics."""
+    """Return the short form of numerics."""
     return hashlib.sha256(json.dumps(dict(items), sort_keys=True).encode()).hexdigest()[:12]
 
 
 def identity_faults(identity: Identity | None, saved: Mapping[str, Any], commits: Iterable[Commit]) -> Iterator[str]:
-    """What of a run's directory is not of the run that was stated. `saved`: its config, as sections."""
+    """Yield the contradictions between a run's directory and its identity. `saved`: its config, as sections."""
     if identity is None:
         yield f"{FILE} is missing: nothing says which config, models and prompts the commits were made with"
         return

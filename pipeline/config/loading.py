@@ -1,62 +1,244 @@
-"""How a configuration is read: dataclass defaults <- YAML files in the order given <- `key=value`; and written.
+"""Read and write configurations.
 
-May import omegaconf, the schemas of a run, of a reward model's training and of a labelling,
-pipeline.config.{changes, errors, keys, placement}, stages.engines.config and storage.problems.
+A config is merged from dataclass defaults <- YAML files in the order given <- `key=value` overrides. A source is one
+file or one override. `source_errors` finds unknown keys and values of a wrong type in a source; the loaders report all
+errors at once.
+
+The last part is about variants, which are trained on another run's recorded rollouts. `MAY_DIFFER` lists the settings
+(patterns of `fnmatch`) in which a variant may differ from its parent:
+
+    rollouts, scores, the reference's log-probs    taken as recorded: the settings that they depend on are the parent's
+    log-probs and values at the step's start       computed again, by the variant's own policy and critic
+    advantages, both updates                       computed again
 """
 
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import hashlib
 import json
 import os
-import re
+import types
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import field, is_dataclass, make_dataclass
+from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import MISSING, DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from pipeline.config.changes import decides_nothing, sections, settings
+from pipeline.config.changes import Change, changes, decides_nothing, sections, settings
 from pipeline.config.errors import ConfigError, OtherProgramsConfig, all_of, refusal, together
-from pipeline.config.keys import first_line, source_errors
-from pipeline.config.labelling import LabelConfig, labelling_problems, validate_labelling
 from pipeline.config.placement import DEFAULT_PLACEMENT
-from pipeline.config.reward_model import RewardModelConfig, reward_model_problems, validate_reward_model
-from pipeline.config.run import RunConfig, section_problems, validate
-from stages.engines.config import interpreter
-from storage.problems import Problem
+from pipeline.config.reward_model import (
+    LabelConfig,
+    RewardModelConfig,
+    labelling_problems,
+    reward_model_problems,
+    validate_labelling,
+    validate_reward_model,
+)
+from pipeline.config.run import RunConfig, run_problems, validate
+from stages.engines.config import interpreter, made_interpreter
+from storage import files
+from storage.config import Durability
+from storage.problems import Problem, mentions
+from storage.redaction import redacted
+
+MOVED = {"ppo.center_scores": ["reward.normalize.mean"]}
+"""Former key -> its current keys."""
+_HINTS: dict[Any, dict[str, Any]] = {}
+_WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}
+
+
+def _hints(section: Any) -> dict[str, Any]:
+    """Return the type of each setting of a section. Cached, because it is looked up for every key."""
+    if section not in _HINTS:
+        _HINTS[section] = get_type_hints(section)
+    return _HINTS[section]
+
+
+def source_errors(source: Any, name: str, schema: type) -> list[ConfigError]:
+    """Return all errors that keep a source from being merged: unknown keys and values of a wrong type. `name`: the
+    source's name for users."""
+    if not isinstance(source, DictConfig):
+        return [ConfigError(name, "a config file is a mapping of keys to values")]
+    unknown = list(_unknown_keys(source, OmegaConf.structured(schema), name, schema))
+    prefixes = tuple(f"{error.key}." for error in unknown)
+    leaves = ((key, value) for key, value in _leaves(source) if not f"{key}.".startswith(prefixes))
+    return [*unknown, *(e for key, value in leaves for e in _type_errors(key, value, name, schema))]
+
+
+def is_setting(word: str, schema: type) -> bool:
+    """Return True if this is the key path of a setting or a section. A key below a mapping of names always counts,
+    because the names are only known from a config."""
+    hints = _hints(schema)
+    head, _, rest = word.partition(".")
+    if head not in hints or head.startswith("_"):
+        return False
+    kind = hints[head]
+    if is_dataclass(kind) and isinstance(kind, type) and rest:
+        return is_setting(rest, kind)
+    return not rest or get_origin(kind) is dict
+
+
+def _unknown_keys(source: Any, schema: Any, name: str, whole: type, prefix: str = "") -> Iterator[ConfigError]:
+    """Yield an error for each unknown key. It names the whole path and suggests settings: those of the same name in
+    sections below, else those spelt most alike."""
+    if not isinstance(schema, DictConfig):
+        return
+    if OmegaConf.get_type(schema) is dict:  # a mapping of names to sections, or to plain values
+        section = schema._metadata.element_type
+        for key in map(str, source) if isinstance(source, DictConfig) and is_dataclass(section) else ():
+            yield from _unknown_keys(source[key], OmegaConf.structured(section), name, whole, f"{prefix}{key}.")
+        return
+    if not isinstance(source, DictConfig):
+        settings = ", ".join(map(str, schema))
+        yield ConfigError(prefix[:-1], f"given {source!r} (in {name}); it holds the settings {settings}")
+        return
+    for key in map(str, source):
+        path = f"{prefix}{key}"
+        if key not in schema.keys():  # noqa: SIM118  (`in` denies keys without a value)
+            known = [str(k) for k in schema]
+            deeper = [p for p in _paths(whole) if p.startswith(prefix) and p.rpartition(".")[2] == key]
+            meant = MOVED.get(path, deeper) or [
+                f"{prefix}{k}" for k in difflib.get_close_matches(key, known, n=3) or known
+            ]
+            yield ConfigError(path, f"no such key (in {name}); did you mean {', '.join(meant)}?")
+        elif not OmegaConf.is_missing(source, key) and not OmegaConf.is_interpolation(source, key):
+            kind = _type_of(path, whole)
+            if _is_single(kind) and isinstance(source[key], DictConfig):
+                given: Any = OmegaConf.to_container(source[key])
+                hint = "; YAML takes a text that ends in : for a mapping" if [*given.values()] == [None] else ""
+                yield ConfigError(path, f"given {given!r} (in {name}); must be {_need(kind)}{hint}")
+                continue
+            yield from _unknown_keys(source[key], schema._get_node(key), name, whole, f"{path}.")
+
+
+def _paths(section: Any, prefix: str = "") -> Iterator[str]:
+    """Yield every key of a section and of its nested sections, except keys below mappings of names."""
+    for name, kind in _hints(section).items():
+        if not name.startswith("_"):
+            yield f"{prefix}{name}"
+            if is_dataclass(kind):
+                yield from _paths(kind, f"{prefix}{name}.")
+
+
+def _leaves(source: DictConfig, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key in map(str, source):
+        path = f"{prefix}{key}"
+        if OmegaConf.is_missing(source, key) or OmegaConf.is_interpolation(source, key):
+            continue
+        value = source[key]
+        if isinstance(value, DictConfig) and len(value):
+            yield from _leaves(value, f"{path}.")
+        else:
+            yield path, value
+
+
+def _type_errors(key: str, value: Any, name: str, schema: type) -> Iterator[ConfigError]:
+    """Yield an error if one value cannot be merged; it says what the setting takes."""
+    section, inside = _innermost(key, schema)
+    nested: Any = value
+    for part in reversed(inside):
+        nested = {part: nested}
+    alone = make_dataclass("Setting", [(inside[0], _hints(section)[inside[0]], field(default=MISSING))])
+    kind, container = _type_of(key, schema), isinstance(value, DictConfig | ListConfig)
+    refused = "of another type" if kind in _WORDS and container else None  # omegaconf lets it pass in a new mapping
+    try:
+        OmegaConf.merge(OmegaConf.structured(alone), OmegaConf.create(nested))
+    except (OmegaConfBaseException, TypeError) as error:  # the latter for a list in place of a mapping
+        refused = first_line(error)
+    if refused is not None:
+        given = OmegaConf.to_container(value) if container else value
+        what = "no value given" if given is None else f"given {given!r}"
+        yield ConfigError(key, f"{what} (in {name}); must be {_need(kind) or refused}")
+
+
+def _innermost(key: str, schema: Any) -> tuple[Any, list[str]]:
+    """Return the innermost section that contains a key, and the key's path within it. (Building a whole config for each
+    key would take a second per file.)"""
+    parts = key.split(".")
+    section, inside, kind = schema, parts, schema
+    for number, part in enumerate(parts):
+        if is_dataclass(kind):
+            section, inside = kind, parts[number:]
+            kind = _hints(kind).get(part)
+        else:
+            kind = get_args(kind)[1] if get_origin(kind) is dict else None
+    return section, inside
+
+
+def _type_of(key: str, schema: Any) -> Any:
+    """Return the type of a setting; None below a mapping of plain values."""
+    kind = schema
+    for part in key.split("."):
+        if is_dataclass(kind):
+            kind = _hints(kind).get(part)
+        elif get_origin(kind) is dict:
+            kind = get_args(kind)[1]
+        else:
+            return None
+    return kind
+
+
+def _is_single(kind: Any) -> bool:
+    """Return True if a setting of this type is a single value."""
+    if get_origin(kind) in (Union, types.UnionType):
+        return all(map(_is_single, get_args(kind)))
+    return kind in _WORDS or kind is type(None) or get_origin(kind) is Literal
+
+
+def _need(kind: Any) -> str:
+    """Return the values that a setting of this type takes, in words; "" if there are no words for the type."""
+    origin, arguments = get_origin(kind), get_args(kind)
+    if origin is Literal:
+        return f"one of {', '.join(map(str, arguments))}"
+    if origin in (Union, types.UnionType):
+        return ", or ".join("null" if a is type(None) else _need(a) for a in arguments)
+    if origin in (list, tuple):
+        one = _WORDS.get(arguments[0], "") if arguments else ""
+        return f"a list, each of it {one}" if one else "a list"
+    return "a mapping of names to settings" if origin is dict else _WORDS.get(kind, "")
+
+
+def first_line(error: Exception) -> str:
+    return str(getattr(error, "msg", None) or error).strip().splitlines()[0]
+
+
+# ---- Loading and writing ---------------------------------------------------------------------------------
 
 _WAY_ON = "Put it back, or remove the file, which is then written anew from identity.json"
 _OTHER_PROGRAMS = {
     "a reward model's training": {"data", "train", "optimizer"},
     "a labelling": {"judge", "responses"},
 }
-"""What a directory may hold the config of, and the sections that tell it from a run's."""
+"""Other programs whose config a directory may hold -> sections that only their configs have."""
 _COMMANDS: dict[type, tuple[str, str]] = {
     RunConfig: ("a run", "stageline run"),
     RewardModelConfig: ("a reward model's training", "stageline reward train"),
     LabelConfig: ("a labelling", "stageline reward label"),
 }
-"""What a file may be the config of, and which command reads it."""
+"""Class of a config -> its program, and the command that reads it."""
 _PROBLEMS: dict[type, Callable[[Any], Iterable[Problem]]] = {
-    RunConfig: section_problems,
+    RunConfig: run_problems,
     RewardModelConfig: reward_model_problems,
     LabelConfig: labelling_problems,
 }
-"""What cannot work of a config by itself."""
+"""Class of a config -> the function that returns its problems."""
 Source = tuple[str, Any]
-"""(what a user knows it by, its content as omegaconf has it)."""
+"""(name for users, content as an omegaconf object)."""
 
 
 def load_config(files: Iterable[str | os.PathLike[str]], overrides: Iterable[str] = ()) -> RunConfig:
-    """Merges defaults, YAML files in the order given and `key=value` overrides, and refuses what cannot work.
+    """Return the run's config: defaults, YAML files in the order given and `key=value` overrides, merged and validated.
 
     Raises:
-        ConfigError: unreadable files; or every unknown key, wrong type, missing value and value that cannot work by
-            itself; or, where there is none of these, what does not go together.
+        ConfigError: a file is unreadable; or lists every unknown key, wrong type, missing value, value that cannot
+            work and contradiction between settings.
     """
     return _finish(_loaded(RunConfig, _sources(files, overrides)))
 
@@ -64,7 +246,7 @@ def load_config(files: Iterable[str | os.PathLike[str]], overrides: Iterable[str
 def load_reward_model_config(
     files: Iterable[str | os.PathLike[str]], overrides: Iterable[str] = ()
 ) -> RewardModelConfig:
-    """The same of a reward model's training."""
+    """Return the config of a reward model's training. Otherwise as `load_config`."""
     config = _loaded(RewardModelConfig, _sources(files, overrides))
     assert isinstance(config, RewardModelConfig)
     validate_reward_model(config)
@@ -72,7 +254,7 @@ def load_reward_model_config(
 
 
 def load_label_config(files: Iterable[str | os.PathLike[str]], overrides: Iterable[str] = ()) -> LabelConfig:
-    """The same of a labelling."""
+    """Return the config of a labelling. Otherwise as `load_config`."""
     config = _loaded(LabelConfig, _sources(files, overrides))
     assert isinstance(config, LabelConfig)
     validate_labelling(config)
@@ -85,18 +267,18 @@ def _sources(files: Iterable[str | os.PathLike[str]], overrides: Iterable[str]) 
 
 
 def load_yaml(text: str, overrides: Iterable[str] = (), *, where: str = "the saved config") -> RunConfig:
-    """The config that `to_yaml` wrote, with `key=value` overrides. Raises ConfigError, naming `where`, if it is damaged
-    or was written by a version with other settings."""
+    """Return the config that `to_yaml` wrote, with `key=value` overrides. Raises ConfigError, naming `where`, if the
+    text is damaged or was written by a version with other settings."""
     return _finish(_loaded(RunConfig, [(where, _parse(text, where)), *_sources([], overrides)]))
 
 
 def read_saved(path: Path, overrides: Iterable[str] = ()) -> RunConfig:
-    """The config in a run's directory, with `key=value` overrides.
+    """Return the config in a run's directory, with `key=value` overrides.
 
     Raises:
-        OtherProgramsConfig: it is that of another program.
-        ConfigError: it cannot be read, or lacks a setting: what was written has all of them, and the default of one
-            that a damaged file has lost is not what the run had.
+        OtherProgramsConfig: it is the config of another program.
+        ConfigError: it cannot be read, or lacks a setting. A written config has all settings, so a missing one means
+            damage, and its default may not be the run's value.
     """
     where = str(path)
     try:
@@ -144,15 +326,15 @@ def _read_override(override: str) -> tuple[str, Any]:
 
 
 def _loaded(schema: type, sources: Sequence[Source]) -> Any:
-    """The config of defaults and sources. Raises ConfigError for all that keeps them from being merged, all that has
-    no value, and then also for all else that cannot work, whatever stands in the place of those."""
+    """Return the config merged from defaults and sources. Raises ConfigError with all errors of the merge and all
+    missing values, and beside them the other problems that can already be seen (`_wrong_beside`)."""
     merged, errors = _merge(schema, sources)
     try:
         missing = sorted(OmegaConf.missing_keys(merged))
-    except OmegaConfBaseException as error:  # a reference to what there is not
+    except OmegaConfBaseException as error:  # a reference to a missing key
         raise together([*errors, ConfigError(_key_of(error), first_line(error))]) from error
     for key in missing:
-        if not any(key in str(error) for error in errors):  # it was refused, or was meant by what was
+        if not any(key in str(error) for error in errors):  # an error about it was found already, or suggests it
             errors.append(ConfigError(key, f"has no value; set it in the config file or as {key}=..."))
     if errors:
         raise together([*errors, *_wrong_beside(schema, merged, missing, [error.key for error in errors])])
@@ -160,7 +342,7 @@ def _loaded(schema: type, sources: Sequence[Source]) -> Any:
 
 
 def _merge(schema: type, sources: Sequence[Source]) -> tuple[Any, list[ConfigError]]:
-    """Defaults and sources as one, without what keeps them from being merged; and that, if anything."""
+    """Return defaults and sources, merged without the keys that cannot be merged, and the errors of those keys."""
     try:
         return _in_turn(schema, sources), []
     except (OmegaConfBaseException, TypeError) as error:  # the latter for a list in place of a mapping
@@ -182,7 +364,7 @@ def _merge(schema: type, sources: Sequence[Source]) -> tuple[Any, list[ConfigErr
 
 
 def _in_turn(schema: type, sources: Sequence[Source]) -> Any:
-    """Raises OmegaConfBaseException or TypeError."""
+    """Merge the sources one after the other. Raises OmegaConfBaseException or TypeError."""
     merged: Any = OmegaConf.structured(schema)
     for _, source in [*([("", _placed(sources))] if schema is RunConfig else []), *sources]:
         if not isinstance(source, DictConfig):
@@ -192,7 +374,7 @@ def _in_turn(schema: type, sources: Sequence[Source]) -> Any:
 
 
 def _without(content: Any, keys: Collection[str], prefix: str = "") -> Any:
-    """A mapping less some key paths."""
+    """Return a nested mapping without some key paths."""
     return {
         key: _without(value, keys, f"{prefix}{key}.") if isinstance(value, dict) else value
         for key, value in content.items()
@@ -201,23 +383,22 @@ def _without(content: Any, keys: Collection[str], prefix: str = "") -> Any:
 
 
 def _wrong_beside(schema: type, merged: Any, missing: Sequence[str], refused: Sequence[str]) -> Iterator[ConfigError]:
-    """What cannot work by itself beside what is `refused`; nothing that has to do with that, whose place a default or
-    an earlier source's value has taken."""
+    """Yield the problems of the other settings, so that a user sees them together with those of the `refused` ones.
+    Problems that name a refused or missing key are left out: the value checked is only a default or an earlier
+    source's."""
     for key in missing:
-        OmegaConf.update(merged, key, "given")  # all that have no default are texts
+        OmegaConf.update(merged, key, "given")  # all settings without a default are texts
     try:
         config = _to_object(merged)
-    except ConfigError:  # a reference to what was refused
+    except ConfigError:  # a reference to a refused key
         return
-    about = re.compile("|".join(rf"(?<![\w.]){re.escape(key)}(?!\w)" for key in [*refused, *missing]))
     for problem in _PROBLEMS[schema](config):
-        error = refusal(problem)
-        if not about.search(str(error)):
-            yield error
+        if not mentions(problem, [*refused, *missing]):
+            yield refusal(problem)
 
 
 def _of_another_command(source: Any, name: str, schema: type) -> Iterator[ConfigError]:
-    """A file whose sections are those of another command's config, and of no other."""
+    """Yield an error if a file is the config of another command: all its sections belong there, and not all here."""
     if not isinstance(source, DictConfig) or "=" in name:
         return
     sections_of = {kind: {field.name for field in dataclasses.fields(kind)} for kind in _COMMANDS}
@@ -228,8 +409,9 @@ def _of_another_command(source: Any, name: str, schema: type) -> Iterator[Config
 
 
 def _placed(sources: Sequence[Source]) -> DictConfig:
-    """The default placement, which lies beneath what is given unless a source has roles of its own: of those it must
-    have all, but for `advantage`. A single role that is changed (`placement.roles.critic=other`) is changed in it."""
+    """Return the default placement to merge the sources into. It is empty if a source has `placement.roles` of its own,
+    which must then name all roles except `advantage`. A single role's override (`placement.roles.critic=other`) changes
+    the default."""
     named: set[str] = set()
     for name, source in sources:
         placement = source.get("placement") if isinstance(source, DictConfig) else None
@@ -241,8 +423,10 @@ def _placed(sources: Sequence[Source]) -> DictConfig:
 
 def _finish(config: Any) -> RunConfig:
     assert isinstance(config, RunConfig)
+    if config.engine.python is None:
+        config.engine.python = made_interpreter(config.engine.kind)
     validate(config)
-    config.ppo.proximal = config.proximal  # what is written down, hashed and given to workers is what is done
+    config.ppo.proximal = config.proximal  # write, hash and send to workers the resolved value, not "auto"
     if config.engine.python is not None:
         # Workers, and a resume, have other working directories.
         config.engine.python = interpreter(config.engine.python)
@@ -258,19 +442,29 @@ def _to_object(merged: Any) -> Any:
 
 
 def to_yaml(config: RunConfig | RewardModelConfig | LabelConfig) -> str:
-    """The resolved config, as it is kept in the run's directory."""
+    """Return the resolved config with its secrets, as workers get it. `write_config` writes it to a file."""
     return OmegaConf.to_yaml(OmegaConf.structured(config), sort_keys=False)
 
 
+def write_config(
+    path: Path, config: RunConfig | RewardModelConfig | LabelConfig, durability: Durability = files.DEFAULT
+) -> None:
+    """Write the resolved config atomically. The file may hold secrets, so no other user may read it."""
+    root = files.open_root(str(path.parent), durability)
+    files.write(root, path.name, to_yaml(config).encode(), private=True)
+
+
 def flatten(config: RunConfig | RewardModelConfig | LabelConfig) -> dict[str, str]:
-    """Key paths and values as strings, for MLflow's parameters."""
-    return {key: str(value) for key, value in settings(sections(config)).items() if value != {}}
+    """Return key paths and values as strings, without secrets, for MLflow's parameters."""
+    return {key: str(value) for key, value in settings(redacted(sections(config))).items() if value != {}}
 
 
 def config_hash(config: RunConfig) -> str:
-    """Digest of everything that decides what is computed: two runs with the same digest may share a directory. What is
-    left out is said in `changes`."""
-    content = {key: value for key, value in settings(sections(config)).items() if not decides_nothing(key, config)}
+    """Return a digest of all settings that decide what is computed. Two runs with the same digest may share a
+    directory. `changes.py` lists the settings that are left out. Secrets are left out too: they may be exchanged, and a
+    public digest could reveal them."""
+    stated = settings(redacted(sections(config)))
+    content = {key: value for key, value in stated.items() if not decides_nothing(key, config)}
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
 
 
@@ -280,3 +474,42 @@ def _key_of(error: OmegaConfBaseException) -> str:
 
 def _one_line(error: Exception) -> str:
     return " ".join(str(error).split())
+
+
+# ---- Variants: training on another run's rollouts --------------------------------------------------------
+
+MAY_DIFFER = {
+    "name": "the variant's own; it must be given",
+    "runs_dir": "where its directory is made",
+    "reward.normalize.*": "what is done with recorded scores before they are learnt from",
+    "ppo.*": "KL, advantages, losses, epochs, minibatches",
+    "placement.roles.critic": "none, or anywhere: it is trained in one process",
+    "model.policy.*": "learning rate and the rest of the policy's optimizer",
+    "model.critic.*": "likewise of the critic's",
+    "model.loss_scale.*": "of float16",
+    "tracking.*": "where its MLflow run is kept",
+}
+"""Pattern of keys in which a variant may differ -> what they decide."""
+
+
+def variant_of(parent: RunConfig, overrides: Sequence[str]) -> tuple[RunConfig, list[Change]]:
+    """Return the parent's config with `key=value` overrides, and the changes without name and directory. Raises
+    ConfigError for a key that a variant cannot change, and if it has no name of its own."""
+    variant = load_yaml(to_yaml(parent), overrides)
+    changed = changes(sections(parent), sections(variant))
+    for problem in variant_problems(changed):
+        raise refusal(problem)
+    if variant.run_dir.resolve() == parent.run_dir.resolve():
+        raise ConfigError("name", f"given {variant.name!r}, the run's own; a variant needs another: name=...")
+    return variant, changed
+
+
+def variant_problems(changed: Sequence[Change]) -> Iterator[Problem]:
+    """Yield a problem for each change that a variant may not have."""
+    for change in changed:
+        if not any(fnmatchcase(change.key, pattern) for pattern in MAY_DIFFER):
+            need = (
+                f"the run's rollouts were recorded with {change.before!r} and are taken as they are; a variant may "
+                f"differ in {', '.join(MAY_DIFFER)}"
+            )
+            yield Problem(change.key, change.after, need)

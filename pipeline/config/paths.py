@@ -1,8 +1,9 @@
-"""Where a run keeps what. Standard library only."""
+"""The files of a run's directory, and the kind of filesystem that a path is on. Standard library only."""
 
 from __future__ import annotations
 
 import hashlib
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,7 +28,7 @@ class RunPaths:
 
     @property
     def damaged(self) -> Path:
-        """Commit records that were not what had been written, moved here when the run was resumed."""
+        """Damaged commit records, moved here when the run was resumed."""
         return self.root / "damaged"
 
     @property
@@ -40,7 +41,7 @@ class RunPaths:
 
     @property
     def archive(self) -> Path:
-        """What a run had committed before it went back to a checkpoint, by the time when it did."""
+        """Commits that were archived when the run went back to a checkpoint, by the time of going back."""
         return self.root / "archive"
 
     @property
@@ -58,7 +59,7 @@ class RunPaths:
 
     @property
     def variant(self) -> Path:
-        """Of a variant, which has no rollouts of its own: whose it was trained on, and what it differs in."""
+        """A variant's parent run, whose rollouts it was trained on, and its changes of the config."""
         return self.root / "variant.json"
 
     @property
@@ -67,17 +68,17 @@ class RunPaths:
 
     @property
     def report(self) -> Path:
-        """What the run came to, as one HTML file."""
+        """The report of the run: one HTML file."""
         return self.root / "report.html"
 
     @property
     def logs(self) -> Path:
-        """What each worker prints."""
+        """The output of each worker."""
         return self.root / "logs"
 
     @property
     def attached(self) -> Path:
-        """Of a run whose workers are attached: its scheduler file, for its user alone."""
+        """The scheduler file of a run with attached workers; private to its user."""
         return self.root / "attached"
 
     @property
@@ -94,7 +95,7 @@ class RunPaths:
 
     @property
     def job(self) -> Path:
-        """What was submitted to a cluster: config, script, number, and what the job prints."""
+        """A submitted job: config, script, number, and the job's output."""
         return self.root / "job"
 
     def weights(self, version: int) -> Path:
@@ -106,3 +107,30 @@ class RunPaths:
         place, so that a resumed run finds what a crashed one left."""
         name = hashlib.sha256(str(self.root.resolve()).encode()).hexdigest()[:12]
         return Path(weights_dir or "/dev/shm") / f"stageline-{self.root.name}-{name}"
+
+
+# ---- Filesystems -----------------------------------------------------------------------------------------
+
+MOUNTS = Path("/proc/self/mountinfo")
+_NETWORK = re.compile(
+    r"nfs\d?|lustre|gpfs|beegfs\w*|ceph|cifs|smb\d?|9p|afs|pvfs2|orangefs|wekafs|panfs|glusterfs|gfs2|ocfs2|virtiofs|fuse\..*"
+)
+"""Types that several hosts can mount at once. A program serves `fuse.*`, mostly from another host."""
+
+
+def network_filesystem(path: Path, mounts: str | None = None) -> str | None:
+    """Return the type of the filesystem of a path, which need not exist yet, if several hosts can mount that type.
+    Return None otherwise, or if the system does not tell. `mounts`: the text of /proc/self/mountinfo."""
+    if mounts is None:
+        mounts = MOUNTS.read_text("utf8", "replace") if MOUNTS.is_file() else ""
+    resolved = path.resolve()
+    longest, found = -1, None
+    for line in mounts.splitlines():
+        before, _, after = line.partition(" - ")
+        fields, kind = before.split(), after.split()[:1]
+        if len(fields) < 5 or not kind:
+            continue
+        point = Path(re.sub(r"\\(\d{3})", lambda octal: chr(int(octal[1], 8)), fields[4]))
+        if resolved.is_relative_to(point) and len(point.parts) >= longest:  # a later mount hides an earlier one
+            longest, found = len(point.parts), kind[0]
+    return found if found is not None and _NETWORK.fullmatch(found) else None

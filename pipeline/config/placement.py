@@ -1,7 +1,4 @@
-"""The section `placement`: groups of worker processes, and which roles they serve.
-
-May import pipeline.graph.gangs, stages.models (config, layouts, protocol) and storage.problems.
-"""
+"""The section `placement`: groups of worker processes, and which roles they serve."""
 
 from __future__ import annotations
 
@@ -10,11 +7,11 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from pipeline.graph.gangs import Gang, gangs_of
+from pipeline.graph.graph import Gang, gangs_of
 from stages.models.config import LayoutConfig, Offload
 from stages.models.layouts import gang_problems
 from stages.models.protocol import MODEL_ROLES, Role
-from storage.problems import Problem, at_least, local_directory, plain_name
+from storage.problems import Constraint, Problem, at_least, local_directory, plain_name, setting
 
 
 @dataclass
@@ -22,38 +19,46 @@ class GangConfig:
     """Processes that serve some roles. A gang with `policy`, `critic` or `reference` acts as one parallel group of
     `workers` ranks; any other gang is a pool of `workers` independent replicas."""
 
-    workers: int = 1
-    threads: int = 1
-    """CPU threads of each worker's maths; of each rank's, where a replica has several (engine.tensor_parallel,
+    workers: int = setting(1, at_least(1))
+    """Processes."""
+    threads: int = setting(1, at_least(1))
+    """CPU threads of each worker's computation; of each rank if a replica has several (engine.tensor_parallel,
     engine.pipeline_parallel)."""
-    slots: int = 1
+    concurrent_shards: int = setting(1, at_least(1))
     """Pools: shards that a replica works on at once."""
     layout: LayoutConfig = field(default_factory=LayoutConfig)
     offload: Offload = "none"
-    """What of a gang's models leaves its devices while it is not needed. gradients: gradient buffers outside their
-    model's update. idle: also policy, critic and reference but the one that works; to the host's memory, on GPUs
-    only."""
-    weights_dir: str | None = None
-    """Directory for published weights on this gang's host; null: `cluster.weights_dir`'s. A gang with another one than
-    the policy's has copies of its own, as on another host."""
+    """Parts of the gang's models that leave its devices while they are not needed. gradients: gradient buffers outside
+    their model's update. idle: also those of policy, critic and reference that are idle; they move to the host's
+    memory, on GPUs only."""
+    weights_dir: str | None = setting(
+        None,
+        local_directory(),
+        Constraint(
+            "an absolute path, best in memory (/dev/shm/NAME), or null for cluster.weights_dir's", os.path.isabs
+        ),
+    )
+    """Directory for published weights on this gang's host; null: `cluster.weights_dir`. If it differs from the policy
+    gang's directory, the gang gets copies of its own, as on another host."""
 
 
 @dataclass
 class PlacementConfig:
     gangs: dict[str, GangConfig] = field(default_factory=dict)
+    """Gangs by name."""
     roles: dict[str, str] = field(default_factory=dict)
-    """Each of generate, score, reference, policy, critic -> the name of a gang; and, where it is not to run beside
-    `score`, advantage. Where no critic is trained (ppo.advantage) critic may be left out, and is not read."""
+    """Each of generate, score, reference, policy, critic -> the name of a gang. `advantage` runs beside `score` unless
+    it is given. Without a critic (ppo.advantage) `critic` is not read and may be left out."""
     share_devices: bool = False
-    """Where a host has fewer GPUs than its workers need, they may share: two gangs a GPU, and its memory. Ranks of one
-    gang never do."""
-    turns: list[list[str]] = field(default_factory=list)
-    """Groups of gangs that have the same devices in turn: while one of them has anything to do, the others have left
-    them. `[[generate, train]]`: generation and training on the same GPUs."""
+    """True: if a host has fewer GPUs than its workers need, gangs may share a GPU and its memory. Ranks of one gang
+    never share one."""
+    device_sharing: list[list[str]] = field(default_factory=list)
+    """Groups of gangs that take turns on the same devices: while one has work, the others have released them.
+    `[[generate, train]]`: generation and training on the same GPUs."""
 
 
 DEFAULT_PLACEMENT: Mapping[str, Any] = {
-    "gangs": {"generate": {"slots": 2}, "score": {}, "train": {}},
+    "gangs": {"generate": {"concurrent_shards": 2}, "score": {}, "train": {}},
     "roles": {
         "generate": "generate",
         "score": "score",
@@ -62,27 +67,27 @@ DEFAULT_PLACEMENT: Mapping[str, Any] = {
         "critic": "train",
     },
 }
-"""Where no role is placed: an engine with two shards in flight, a scorer, and one process for all that is trained. For
-one machine; what is given of the three gangs changes them."""
+"""Placement if the config places no role, for one machine: an engine with two shards in flight, a scorer, and one
+process for all training. Settings that are given for the three gangs change them."""
 
 
 def gang_of(placement: PlacementConfig, role: Role) -> str:
-    """The gang that serves a role."""
+    """Return the name of the gang that serves a role."""
     roles = placement.roles
     return roles.get(Role.ADVANTAGE, roles[Role.SCORE]) if role is Role.ADVANTAGE else roles[role]
 
 
 def placed_gangs(placement: PlacementConfig, *, critic: bool) -> list[Gang]:
-    """The gangs with the roles that are placed on them. `critic`: whether one is trained; its role is left out where
-    none is, and so are gangs that would have no other."""
+    """Return the gangs with the roles placed on them. If `critic` is False, its role is left out, and so are gangs
+    without any other role."""
     gangs = placement.gangs
     roles = {role: gang_of(placement, role) for role in Role if critic or role is not Role.CRITIC}
-    return gangs_of(roles, {n: g.workers for n, g in gangs.items()}, {n: g.slots for n, g in gangs.items()})
+    return gangs_of(roles, {n: g.workers for n, g in gangs.items()}, {n: g.concurrent_shards for n, g in gangs.items()})
 
 
 def placement_problems(placement: PlacementConfig, *, critic: bool) -> Iterator[Problem]:
-    """What of the section cannot work by itself; a gang is looked at where every role has one. `critic`: whether one is
-    trained."""
+    """Yield the section's problems that do not involve other sections. Gangs are checked only if every role has one.
+    `critic`: True if a critic is trained."""
     misplaced = [*_role_problems(placement, critic=critic)]
     yield from misplaced
     if misplaced:
@@ -113,16 +118,10 @@ def _role_problems(placement: PlacementConfig, *, critic: bool) -> Iterator[Prob
 
 def _gang_problems(placement: PlacementConfig, name: str) -> Iterator[Problem]:
     key, settings = f"placement.gangs.{name}", placement.gangs[name]
-    yield from plain_name(key, name, dots=False)
+    yield from plain_name(dots=False).problems({key: name})
     roles = [role for role, gang in placement.roles.items() if gang == name]
     if not roles:
         yield Problem(key, name, "no role is placed on it; place one or remove the gang")
-    counts = {
-        f"{key}.workers": settings.workers,
-        f"{key}.threads": settings.threads,
-        f"{key}.slots": settings.slots,
-    }
-    yield from at_least(1, counts)
     yield from _offload_problems(f"{key}.offload", settings.offload, roles)
     yield from _weights_dir_problems(f"{key}.weights_dir", settings.weights_dir, roles)
     if MODEL_ROLES.isdisjoint(roles):
@@ -130,10 +129,10 @@ def _gang_problems(placement: PlacementConfig, name: str) -> Iterator[Problem]:
 
 
 def _turn_problems(placement: PlacementConfig) -> Iterator[Problem]:
-    """Of the groups that have devices in turn."""
+    """Yield the problems of `device_sharing`."""
     seen: set[str] = set()
-    for number, group in enumerate(placement.turns):
-        key = f"placement.turns.{number}"
+    for number, group in enumerate(placement.device_sharing):
+        key = f"placement.device_sharing.{number}"
         choice = ", ".join(placement.gangs)
         if len(group) < 2:
             yield Problem(key, group, f"two or more gangs take turns (placement.gangs has {choice})")
@@ -150,7 +149,7 @@ def _turn_problems(placement: PlacementConfig) -> Iterator[Problem]:
 
 
 def _unused_layout_problems(key: str, layout: LayoutConfig) -> Iterator[Problem]:
-    """Of a pool, which has no model that a layout could cut."""
+    """Yield a problem for each layout setting of a pool, which has no model to divide."""
     for name, default in asdict(LayoutConfig()).items():
         given = getattr(layout, name)
         if given != default:
@@ -171,20 +170,14 @@ def _offload_problems(key: str, given: str, roles: Collection[str]) -> Iterator[
 
 
 def _weights_dir_problems(key: str, given: str | None, roles: Collection[str]) -> Iterator[Problem]:
-    if given is None:
-        return
-    yield from local_directory(key, given)
-    if not os.path.isabs(given):
-        need = "must be an absolute path, best in memory (/dev/shm/NAME), or null for cluster.weights_dir's"
-        yield Problem(key, given, need)
     using = (Role.GENERATE, Role.POLICY)
-    if set(using).isdisjoint(roles):
+    if given is not None and set(using).isdisjoint(roles):
         need = f"that gang has none of the roles that read or publish weights ({', '.join(using)}): leave it null"
         yield Problem(key, given, need)
 
 
 def _ordered_gang_problems(gang: Gang, settings: GangConfig) -> Iterator[Problem]:
-    """Of a gang whose workers act as one parallel group."""
+    """Yield the problems of a gang whose workers act as one parallel group."""
     key = f"placement.gangs.{gang.name}"
     yield from gang_problems(settings.layout, gang.workers, f"{key}.")
     if Role.GENERATE in gang.roles and gang.workers > 1:
@@ -194,6 +187,6 @@ def _ordered_gang_problems(gang: Gang, settings: GangConfig) -> Iterator[Problem
             f"that gang's {gang.workers} ranks act together, but an engine runs in one process: give it a gang of its "
             "own",
         )
-    if settings.slots != 1:
-        need = "slots are for pools; a gang that trains works on one node at a time: 1"
-        yield Problem(f"{key}.slots", settings.slots, need)
+    if settings.concurrent_shards != 1:
+        need = "only a pool works on several shards at once, and this gang trains: 1"
+        yield Problem(f"{key}.concurrent_shards", settings.concurrent_shards, need)

@@ -1,7 +1,11 @@
-"""What a run would be refused for that takes a look at the disk: model, prompts, reward, run directory. Nothing starts.
+"""Checks of a run before it starts that read the disk: model, prompts, reward, run directory. Nothing is started.
 
-May import torch, stages.models (spec, hf_files, layouts), stages.prompts, stages.rewards.{config, registry}, storage;
-of stages.engines how a model is cut, how large its cache is, and what another environment has.
+The first part tells which guarantees a run lacks because of its engine:
+
+    Capabilities of the engine, on the device of its workers ──► sentences
+                                                                   ├─► line and event at the start, tag in MLflow
+                                                                   ├─► `stageline check CONFIG` and `check RUN`
+                                                                   └─► beside the verdict of `stageline replay`
 """
 
 from __future__ import annotations
@@ -9,21 +13,19 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
-import torch
-
-from pipeline.config.changes import change_problems, sections
+from pipeline.config.changes import change_problems, sections, settings
 from pipeline.config.devices import THIS_HOST, all_here, device_problems
 from pipeline.config.errors import ConfigError, all_of, refusal, refusals, together
-from pipeline.config.filesystems import network_filesystem
-from pipeline.config.host_limits import memory_limits, planned_run
 from pipeline.config.identity import FILE, Identity, edited, read_identity
 from pipeline.config.loading import config_hash, read_saved
-from pipeline.config.memory import memory_problems, row_cache_bytes
-from pipeline.config.paths import RunPaths
+from pipeline.config.memory import gpus_here, memory_limits, memory_problems, planned_run, row_cache_bytes
+from pipeline.config.open_files import descriptors_needed, most_descriptors
+from pipeline.config.paths import RunPaths, network_filesystem
+from pipeline.config.placement import gang_of
 from pipeline.config.role_models import (
     check_exported,
     check_output_layer,
@@ -33,53 +35,144 @@ from pipeline.config.role_models import (
     role_models,
 )
 from pipeline.config.run import RunConfig
-from pipeline.config.tracking import SQLITE
-from stages.engines.capabilities import Device, able
+from pipeline.config.sections import SQLITE
+from stages.engines.capabilities import Capabilities, Device, able
 from stages.engines.config import OTHER_ENVIRONMENTS
-from stages.engines.embedded.ranks.sharding import check_division
-from stages.engines.remote.environment import ENVIRONMENTS, environment_problem
+from stages.engines.embedded.division import check_division
+from stages.engines.remote.environments import ENVIRONMENTS, environment_problem
 from stages.models.hf_files import Tokenizer, read_tokenizer
 from stages.models.layouts import adapter_problems, blocks_problems, layout_problems
 from stages.models.protocol import Role
 from stages.models.spec import ModelSpec
 from stages.prompts import PromptTable, read_source, tokenise
 from stages.rewards.config import RewardPartsConfig
-from stages.rewards.protocol import ReadsFields
+from stages.rewards.protocol import Confined, ReadsFields
 from stages.rewards.registry import UnfitReward, build_parts, close_parts
 from storage.errors import StoreError
 from storage.problems import plain_name
 from storage.prompts import PromptItem, PromptsError
+from storage.redaction import MARK, marked
+
+DEVICE_ITEM, ENGINE_DEVICE_ITEM = "device", "engine.device"
+"""Keys of a worker's numerics: the first is present if the worker has a GPU (stages/models/weights.py); the second is
+reported by an engine in an environment of its own."""
+
+
+def device_of(numerics: Mapping[str, str]) -> Device:
+    """Return the device that the engine of a worker with these numerics computes on."""
+    return "cuda" if numerics.get(ENGINE_DEVICE_ITEM) == "cuda" or DEVICE_ITEM in numerics else "cpu"
+
+
+def devices_of(config: RunConfig, identity: Identity | None) -> list[Device]:
+    """Return the devices that a run's engines have computed on, as recorded in its identity; CPU if none is."""
+    gang = gang_of(config.placement, Role.GENERATE)
+    known = [] if identity is None else identity.numerics_of(gang)
+    found: list[Device] = sorted({device_of(one.items) for one in known})
+    return found or ["cpu"]
+
+
+def engine_line(config: RunConfig, device: Device) -> str:
+    """Return the engine, what it can do, and the Python that it runs in if that is not ours."""
+    elsewhere = f"; its Python is {config.engine.python}" if config.engine.python else ""
+    return f"engine {config.engine.kind} on {device}: {config.capabilities(device)}{elsewhere}"
+
+
+def unproven(config: RunConfig, device: Device) -> list[str]:
+    """Return a sentence, with its reason, for each guarantee that a run of this config lacks."""
+    can = config.capabilities(device)
+    return [*_of_draws(can), *_of_weights(config), *_of_canaries(config, can), *_of_corrections(config, can)]
+
+
+def replay_problem(can: Capabilities) -> str | None:
+    """Return why the tokens of a shard cannot be drawn again, or None if they can."""
+    if can.draws == "keyed":
+        return None
+    how = "repeat in the same engine alone" if can.draws == "seeded" else "never repeat"
+    return f"its draws are {can.draws}, not keyed by the row: they {how}"
+
+
+def _of_draws(can: Capabilities) -> Iterator[str]:
+    problem = replay_problem(can)
+    if problem is not None:
+        yield f"generate and evaluate cannot be replayed, and shards that are made anew have other tokens: {problem}"
+        yield "evaluations of two versions are paired by prompt alone, not by noise: differences are known less well"
+    elif can.invariance != "bits":
+        yield (
+            "the run repeats to rounding, not to the bit: the engine's sums depend on which rows run together, so a "
+            "token may differ, and all after it, where two candidates lie within rounding"
+        )
+
+
+def _of_weights(config: RunConfig) -> Iterator[str]:
+    if config.engine.update == "inflight":
+        yield "shards of several versions cannot be replayed: weights came in as they were published (inflight)"
+    elif config.rollout.versions == "latest" and config.staleness:
+        yield "which version sampled a shard depends on when nodes ended (rollout.versions=latest)"
+
+
+def _of_canaries(config: RunConfig, can: Capabilities) -> Iterator[str]:
+    if config.mismatch.rows and not config.has_canaries:
+        yield (
+            "that the engine has taken its weights is not proven: it cannot score tokens that it is given, and under "
+            "staleness no row is fresh (no canaries; staleness=0 has them)"
+        )
+
+
+def _of_corrections(config: RunConfig, can: Capabilities) -> Iterator[str]:
+    """Yield a sentence if the difference of engine and trainer is not corrected. Law 5: mu is the engine's policy,
+    pi_prox the trainer's, and the weight w = pi_prox / mu corrects their difference."""
+    if config.ppo.anchor == "proximal" and config.ppo.correction == "none":
+        stale = " and of stale rows" if config.staleness else ""
+        yield f"the difference of engine and trainer{stale} is not corrected for (ppo.correction=none)"
+
+
+# ---- Checks before a run starts --------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Preflight:
-    """What was read on the way, so that a run need not read it again."""
+    """Results of the checks, so that the run need not read them again."""
 
     tokenizer: Tokenizer
     prompts: PromptTable
     lost_prompts: str | None = None
-    """What is wrong with the prompts of a run that is continued, where they had to be read from their source again."""
+    """Damage of a resumed run's saved prompts, if they had to be read from their source again."""
+    sandboxes: Mapping[str, Mapping[str, str | None]] = field(default_factory=dict)
+    """Key of each reward part that runs code in a sandbox -> {files, network, processes: the mechanism that protects it
+    on this host, or None}."""
 
 
 def check_run(config: RunConfig, *, resume: bool) -> Preflight:
-    """`check_run_directory` and `preflight`, and at once what both refuse."""
+    """Run `check_secrets`, then `check_run_directory` and `preflight`; report the errors of the last two together."""
     saved = RunPaths(config.run_dir).prompts if resume else None
     directory = partial(check_run_directory, config, resume=resume)
+    check_secrets(config)
     checked: Preflight = all_of(directory, lambda: preflight(config, saved))[1]
     return checked
 
 
-def preflight(config: RunConfig, saved: Path | None = None) -> Preflight:
-    """What a run needs, read and checked. `saved`: where a run that is continued has its prompts; they are its prompts,
-    whatever has become of their source, which is read only where they are lost.
+def check_secrets(config: RunConfig) -> None:
+    """Raise ConfigError if the config lacks secrets because it was read from identity.json, which has none."""
+    if lost := marked(settings(sections(config))):
+        need = "it is a secret, and config.yaml, which had it, is gone or another user's: give it again, as key=value"
+        raise ConfigError(lost[0], f"given {MARK}; {need}")
 
-    A number of held-out prompts that the config leaves open is set in it.
+
+def preflight(config: RunConfig, saved: Path | None = None) -> Preflight:
+    """Read and check everything that a run needs.
+
+    Sets `prompts.held_out` in the config if the config leaves it open.
+
+    Args:
+        saved: file of a resumed run's prompts. They stay its prompts even if their source has changed; the source is
+            read only if the file is lost.
 
     Raises:
-        ConfigError: names the key path of everything that cannot work.
+        ConfigError: names the key paths of the settings that cannot work.
     """
     others = (
         lambda: _check_tracking(config),
+        lambda: _check_descriptors(config),
         *(partial(check_exported, key, path) for path, key in model_paths(config).items()),
         *(_checks_of_this_host(config) if config.cluster.kind == "local" else ()),
     )
@@ -88,7 +181,7 @@ def preflight(config: RunConfig, saved: Path | None = None) -> Preflight:
     except ConfigError as error:
         source = [partial(_read_items, config)] if saved is None else []
         raise together([error, *refusals(*source, lambda: _check_rewards(config, None), *others)]) from error
-    _, tokenised, models, fields, *_ = all_of(
+    _, tokenised, models, rewards, *_ = all_of(
         lambda: _check_context(config, model),
         lambda: _check_prompts(config, saved),
         lambda: _check_roles(config, model),
@@ -102,18 +195,30 @@ def preflight(config: RunConfig, saved: Path | None = None) -> Preflight:
         for problem in memory_problems(planned_run(config, models, limits), limits):
             raise refusal(problem)
     found: Preflight = tokenised
-    _check_fields(fields, found.prompts)
-    return found
+    _check_fields({part.key: part.fields for part in rewards}, found.prompts)
+    return replace(found, sandboxes={part.key: part.protections for part in rewards if part.protections})
 
 
 def _checks_of_this_host(config: RunConfig) -> Iterator[Callable[[], None]]:
-    """Other hosts are looked at when their workers join."""
+    """Yield the checks of this host. Other hosts are checked when their workers join."""
     for check in (_check_engine, _check_devices, _check_cuda_only):
         yield partial(check, config)
 
 
+def _check_descriptors(config: RunConfig) -> None:
+    """Raise ConfigError if the workers need more open files than this account may have."""
+    needed, allowed = descriptors_needed(config), most_descriptors()
+    if needed > allowed:
+        workers = sum(gang.workers for gang in config.gangs())
+        raise ConfigError(
+            "placement.gangs",
+            f"given {workers} workers; a process of the run then has up to {needed} files open, and this account may "
+            f"have {allowed} (`ulimit -Hn`). Fewer workers, or a higher limit",
+        )
+
+
 def _check_roles(config: RunConfig, model: ModelSpec) -> Mapping[Role, ModelSpec]:
-    """The models by role, if the layouts of their gangs can cut them."""
+    """Return the model of each role. Raises ConfigError if its gang's layout cannot divide it."""
     models = role_models(config, model)
     for role, of_role in models.items():
         _check_layout(config, role, of_role)
@@ -123,7 +228,7 @@ def _check_roles(config: RunConfig, model: ModelSpec) -> Mapping[Role, ModelSpec
 
 
 def _check_prompts(config: RunConfig, saved: Path | None) -> Preflight:
-    """Tokenizer and prompts, read; and how many prompts are held out, where that is left open."""
+    """Read the tokenizer and the prompts, and choose how many prompts to hold out if the config does not say."""
     try:
         tokenizer = read_tokenizer(config.model.path)
     except (OSError, ValueError) as error:
@@ -134,9 +239,12 @@ def _check_prompts(config: RunConfig, saved: Path | None) -> Preflight:
 
 
 def check_run_directory(config: RunConfig, *, resume: bool) -> None:
-    """Refuses a directory that cannot be written, and one that holds a run: another one, or, unless it is to be
-    resumed, any; where it is to be, an edited config, and a change that the run may not have. Creates nothing."""
-    for problem in plain_name("name", config.name):  # of a run that goes on: whatever its directory was moved to
+    """Raise ConfigError if the run's directory cannot be written to, or holds another run, or holds this run and
+    `resume` is False. On resume also refuse an edited config file and changes that the run may not have. Creates
+    nothing."""
+    for problem in plain_name().problems(
+        {"name": config.name}
+    ):  # a resumed run is named by its directory, which may have moved
         raise refusal(problem)
     paths = RunPaths(config.run_dir)
     check_writable("runs_dir", config.runs_dir, paths.root)
@@ -164,19 +272,19 @@ def check_run_directory(config: RunConfig, *, resume: bool) -> None:
 
 
 def _held_out_before(paths: RunPaths, identity: Identity | None) -> int | None:
-    """Of the run that a directory holds: how many prompts it has set aside; None where it holds none."""
+    """Return how many prompts the run in a directory holds out, or None if there is no run."""
     if identity is not None:
         return int(identity.latest.config["prompts"]["held_out"])
     return read_saved(paths.config).prompts.held_out if paths.config.exists() else None
 
 
 def holds_run(paths: RunPaths) -> bool:
-    """Whether a directory is that of a run that has begun. (An empty ledger may be a disk that waits for one.)"""
+    """Return True if a directory holds a run that has begun. (An empty ledger may be a disk mounted for a new run.)"""
     return paths.events.exists() or paths.first_full_events.exists() or any(paths.ledger.glob("*"))
 
 
 def _check_same_run(config: RunConfig, paths: RunPaths, identity: Identity) -> None:
-    """Whether a run may go on with this config, and its directory holds the one that it was stated with."""
+    """Raise ConfigError if config.yaml was edited, or if this config changes a setting that a resumed run must keep."""
     if paths.config.exists():
         found = edited(identity, sections(read_saved(paths.config)))
         if found:
@@ -196,8 +304,8 @@ def _check_same_run(config: RunConfig, paths: RunPaths, identity: Identity) -> N
 
 
 def _check_tracking(config: RunConfig) -> None:
-    """Whether a file of MLflow's that runs share is on a filesystem that hosts share: SQLite's locks do not hold there,
-    and one run's driver would write over another's."""
+    """Raise ConfigError if several runs share an MLflow file on a network filesystem. SQLite's locks do not work there,
+    and one driver would overwrite the records of another."""
     uri = config.tracking.uri
     if config.cluster.kind == "local" or uri is None or not uri.startswith(SQLITE):
         return
@@ -213,7 +321,7 @@ def _check_tracking(config: RunConfig) -> None:
 
 
 def check_writable(key: str, given: str, directory: Path) -> None:
-    """Whether a directory is, or can be, made and written to."""
+    """Raise ConfigError if a directory, or its nearest existing parent, cannot be written to."""
     existing = next(path for path in (directory.absolute(), *directory.absolute().parents) if path.exists())
     try:
         with tempfile.TemporaryFile(dir=existing):
@@ -259,7 +367,7 @@ def _check_token_ids(config: RunConfig, model: ModelSpec) -> None:
 
 
 def _check_layout(config: RunConfig, role: Role, model: ModelSpec) -> None:
-    """Whether the layout of the gang that holds a role can cut the role's model."""
+    """Raise ConfigError if the layout of the role's gang cannot divide the role's model."""
     gang = config.placement.roles[role]
     layout, prefix = config.placement.gangs[gang].layout, f"placement.gangs.{gang}."
     for problem in layout_problems(config.model, role, model, layout, prefix):
@@ -267,7 +375,7 @@ def _check_layout(config: RunConfig, role: Role, model: ModelSpec) -> None:
 
 
 def _check_replicas(config: RunConfig, model: ModelSpec) -> None:
-    """Whether an engine's ranks can share this model and keep a row of it."""
+    """Raise ConfigError if an engine's ranks cannot divide this model, or its cache cannot hold one row."""
     engine = config.engine
     try:
         check_division(model, engine.tensor_parallel, engine.pipeline_parallel)
@@ -279,15 +387,15 @@ def _check_replicas(config: RunConfig, model: ModelSpec) -> None:
         raise ConfigError(
             "engine.kv_budget_mb",
             f"given {engine.kv_budget_mb}; the keys and values of one row of {config.seq} tokens (prompts.max_tokens + "
-            f"sampling.max_new_tokens) take {-(-row_bytes // 2**20)}, and of all engine.slots "
-            f"{-(-engine.slots * row_bytes // 2**20)}",
+            f"sampling.max_new_tokens) take {-(-row_bytes // 2**20)}, and of all engine.max_rows "
+            f"{-(-engine.max_rows * row_bytes // 2**20)}",
         )
 
 
 def _check_engine(config: RunConfig) -> None:
-    """Whether the engine runs on what this host has, and the environment of one of another project has it."""
+    """Raise ConfigError if the engine does not run on this host's devices, or is missing from its own environment."""
     kind, python = config.engine.kind, config.engine.python
-    device: Device = "cuda" if torch.cuda.device_count() else "cpu"
+    device: Device = "cuda" if gpus_here() else "cpu"
     if device not in config.capabilities(device).devices:
         others = " or ".join(able(config.engine, device, lambda can: device in can.devices))
         raise ConfigError("engine.kind", f"given {kind!r}; it needs a GPU, and this host has none: {others}")
@@ -299,32 +407,45 @@ def _check_engine(config: RunConfig) -> None:
         raise ConfigError("engine.python", f"given {python!r}; {need}")
 
 
-def _check_rewards(config: RunConfig, policy: ModelSpec | None) -> dict[str, frozenset[str]]:
-    """Whether every part of both rewards can be built, a user's own included, reward models suit the policy (where that
-    is known), and judges' answers can be written down.
-    Returns which fields of the prompts a part reads, by its key."""
+@dataclass(frozen=True)
+class _BuiltPart:
+    key: str
+    fields: frozenset[str]
+    """Fields of the prompts that the part reads."""
+    protections: Mapping[str, str | None]
+
+
+def _check_rewards(config: RunConfig, policy: ModelSpec | None) -> list[_BuiltPart]:
+    """Build every part of both rewards, including the user's own. Raises ConfigError if that fails, if a reward model
+    does not suit the policy (unless that is None), or if a judge's answers cannot be stored."""
     sections = {"reward": config.reward, "evaluate.reward": config.evaluate.reward}
     of_sections = all_of(*(partial(_check_parts, section, key) for key, section in sections.items()))
-    fields = {key: names for found in of_sections for key, names in found.items()}
     if policy is not None:
         check_reward_models(config, policy)
     for key, directory in config.answer_caches().items():
         check_writable(key, directory, Path(directory))
-    return fields
+    return [part for found in of_sections for part in found]
 
 
-def _check_parts(section: RewardPartsConfig, key: str) -> dict[str, frozenset[str]]:
+def _check_parts(section: RewardPartsConfig, key: str) -> list[_BuiltPart]:
     try:
         parts = build_parts(section, key)
     except UnfitReward as error:
         raise refusal(error.problem) from error
     close_parts(parts)
     keys = {name: where for name, (where, _) in section.named(key).items()}
-    return {keys[part.name]: part.reward.fields for part in parts if isinstance(part.reward, ReadsFields)}
+    return [
+        _BuiltPart(
+            keys[part.name],
+            part.reward.fields if isinstance(part.reward, ReadsFields) else frozenset(),
+            part.reward.protections if isinstance(part.reward, Confined) else {},
+        )
+        for part in parts
+    ]
 
 
 def _check_fields(fields: Mapping[str, frozenset[str]], prompts: PromptTable) -> None:
-    """Whether every prompt has the fields that rewards read."""
+    """Raise ConfigError if a prompt lacks a field that a reward reads."""
     for key, names in fields.items():
         for number, extra in enumerate(prompts.extra):
             missing = sorted(names - extra.keys())
@@ -335,17 +456,19 @@ def _check_fields(fields: Mapping[str, frozenset[str]], prompts: PromptTable) ->
 
 
 def _check_devices(config: RunConfig) -> None:
-    """Whether every worker finds the GPUs that it needs on this host."""
+    """Raise ConfigError if this host has too few GPUs for the workers."""
     gangs = config.gangs()
-    placement, gpus = config.placement, {THIS_HOST: torch.cuda.device_count()}
-    share, turns = placement.share_devices, placement.turns
-    for problem in device_problems(gangs, config.replica_ranks, all_here(gangs), gpus, share=share, turns=turns):
+    placement, gpus = config.placement, {THIS_HOST: gpus_here()}
+    share, device_sharing = placement.share_devices, placement.device_sharing
+    for problem in device_problems(
+        gangs, config.replica_ranks, all_here(gangs), gpus, share=share, device_sharing=device_sharing
+    ):
         raise refusal(problem)
 
 
 def _check_cuda_only(config: RunConfig) -> None:
-    """What means nothing where everything is computed on CPUs."""
-    if torch.cuda.device_count():
+    """Raise ConfigError for settings that need a GPU if this host has none."""
+    if gpus_here():
         return
     if config.model.tf32:
         need = "TF32 is how NVIDIA GPUs may multiply float32, and this host has none: false"
@@ -357,7 +480,7 @@ def _check_cuda_only(config: RunConfig) -> None:
 
 
 def _prompts_of(config: RunConfig, tokenizer: Tokenizer, saved: Path | None) -> tuple[PromptTable, str | None]:
-    """A run's prompts, and what is wrong with those that it has saved, where they must be read from their source."""
+    """Return a run's prompts, and the damage of its saved prompts if they had to be read from their source."""
     if saved is None:
         return _read_prompts(config, tokenizer), None
     try:

@@ -1,6 +1,7 @@
-"""The configuration of a reward model's training, and what of it cannot work. It shares sections with a run's.
+"""The configurations of a reward model's training and of labelling, and their problems.
 
-May import the sections beside it and those of stages and storage; nothing heavy.
+In a labelling a judge makes a preference set from prompts and responses. Both configurations share sections with a
+run's.
 """
 
 from __future__ import annotations
@@ -8,57 +9,65 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from pipeline.config.errors import refusal, together
-from pipeline.config.tracking import TrackingConfig, tracking_problems
+from pipeline.config.sections import TrackingConfig, tracking_problems
+from stages.engines.config import OTHER_ENVIRONMENTS, EngineConfig, engine_problems
 from stages.models.config import LayoutConfig, LoraConfig, ModelConfig, OptimizerConfig, model_problems
 from stages.models.layouts import gang_problems
-from stages.preferences.config import RewardTrainingConfig, TeacherConfig, teacher_problems, training_problems
-from storage.preferences_config import PreferencesConfig, preferences_problems
-from storage.problems import Problem, above, at_least, local_directory, plain_name
+from stages.models.sampling import SamplingConfig, sampling_problems
+from stages.preferences.config import RewardTrainingConfig, TeacherConfig, teacher_problems
+from stages.rewards.config import JUDGES
+from storage.config import PreferencesConfig, PromptsConfig, preferences_problems, prompts_problems
+from storage.problems import Problem, above, at_least, local_directory, plain_name, setting, setting_problems
 
 
 @dataclass
 class ScorerConfig:
-    """The causal language model that gets a scalar head, or a reward model that learns on."""
+    """The model to train: a causal language model that gets a scalar head, or a reward model that is trained
+    further."""
 
     path: str = "???"
     """A directory in Hugging Face layout (a family of `stages.models.spec`), or `random:tiny`."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Of forward and backward; master weights and optimizer state are float32."""
-    blocks: int | None = None
-    """Lowest blocks that the scorer consists of: a student that is smaller than what it starts from; null: all."""
-    frozen_blocks: int = 0
-    """Lowest blocks, and the embeddings, that are not trained: computed once per row and kept."""
-    trunk_cache_mb: int = 1024
-    """Of the frozen blocks' outputs kept on a rank."""
+    """Dtype of forward and backward; master weights and optimizer state are float32."""
+    blocks: int | None = setting(None, at_least(1))
+    """Number of lowest blocks that the scorer keeps, for a student smaller than its start model; null: all."""
+    frozen_blocks: int = setting(0, at_least(0))
+    """Number of lowest blocks that are not trained, nor are the embeddings; their outputs are computed once per row and
+    kept."""
+    trunk_cache_mb: int = setting(1024, at_least(0))
+    """Memory for the frozen blocks' outputs on a rank."""
     lora: LoraConfig = field(default_factory=LoraConfig)
     products: Literal["auto", "torch", "onednn"] = "auto"
+    """As `model.products` of a run."""
     kernels: Literal["auto", "native", "torch"] = "auto"
-    """As in a run's `model`."""
+    """As `model.kernels` of a run."""
 
 
 @dataclass
 class RewardModelConfig:
-    """A training."""
+    """A reward model's training."""
 
-    name: str = "???"
-    runs_dir: str = "runs"
-    seed: int = 0
-    """Of the split, the groups and the head."""
+    name: str = setting("???", plain_name())
+    """Name of its directory."""
+    runs_dir: str = setting("runs", local_directory())
+    """Directory of that directory."""
+    seed: int = setting(0, at_least(0))
+    """Seed of the split, the groups and the head."""
     model: ScorerConfig = field(default_factory=ScorerConfig)
     data: PreferencesConfig = field(default_factory=PreferencesConfig)
     train: RewardTrainingConfig = field(default_factory=RewardTrainingConfig)
     teacher: TeacherConfig = field(default_factory=TeacherConfig)
     optimizer: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(lr=2e-4))
     """Steps are optimizer steps here."""
-    workers: int = 1
+    workers: int = setting(1, at_least(1))
     """Ranks: processes of this host."""
-    threads: int = 1
-    """Of each."""
-    collective_timeout_s: float = 600.0
-    """After which ranks that do not come to a collective end the training."""
+    threads: int = setting(1, at_least(1))
+    """CPU threads of each rank."""
+    collective_timeout_s: float = setting(600.0, above(0, " seconds"))
+    """Seconds after which a rank that is missing from a collective ends the training."""
     layout: LayoutConfig = field(default_factory=LayoutConfig)
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
 
@@ -68,11 +77,11 @@ class RewardModelConfig:
 
     @property
     def start_path(self) -> str:
-        """Where the model that is trained starts from: of a student the directory of its blocks."""
+        """Directory of the start model; for a student, the directory of its blocks."""
         return self.model.path if self.model.blocks is None else str(self.run_dir / ".student")
 
     def trained_model(self, path: str | None = None) -> ModelConfig:
-        """The model as the trainer knows it: a critic. `path`: in place of `model.path`."""
+        """Return the model's config for the trainer, which treats it as a critic. `path` replaces `model.path`."""
         model = self.model
         return ModelConfig(
             path=model.path if path is None else path,
@@ -87,25 +96,19 @@ class RewardModelConfig:
 
 
 def validate_reward_model(config: RewardModelConfig) -> None:
-    """Raises ConfigError with every value that cannot work. Reads no model and no data."""
+    """Raise ConfigError with every value that cannot work. Reads no model and no data."""
     problems = list(reward_model_problems(config))
     if problems:
         raise together([refusal(problem) for problem in problems])
 
 
 def reward_model_problems(config: RewardModelConfig) -> Iterator[Problem]:
-    """What cannot work: of the training's own settings, of each section, and across them."""
-    yield from plain_name("name", config.name)
-    yield from local_directory("runs_dir", config.runs_dir)
-    yield from at_least(0, {"seed": config.seed})
-    yield from at_least(1, {"workers": config.workers, "threads": config.threads})
-    yield from above(0, {"collective_timeout_s": config.collective_timeout_s}, " seconds")
+    """Yield the problems of the training's own settings, of each section, and across them."""
+    yield from setting_problems(config)
     for problem in model_problems(config.trained_model()):
         yield Problem(problem.key.replace("model.critic.", "optimizer."), problem.given, _own_keys(problem.need))
     yield from preferences_problems(config.data)
-    yield from training_problems(config.train)
     yield from teacher_problems(config.teacher, config.train.loss)
-    yield from at_least(1, {"model.blocks": config.model.blocks})
     yield from gang_problems(config.layout, config.workers)
     yield from tracking_problems(config.tracking)
     if config.optimizer.reuse_forward:
@@ -119,3 +122,100 @@ def reward_model_problems(config: RewardModelConfig) -> Iterator[Problem]:
 
 def _own_keys(need: str) -> str:
     return need.replace("model.critic.", "optimizer.")
+
+
+# ---- Labelling -------------------------------------------------------------------------------------------
+
+
+@dataclass
+class JudgeConfig:
+    """The judge that labels."""
+
+    kind: str = "???"
+    """`judge` or `local_judge`."""
+    args: dict[str, Any] = field(default_factory=dict)
+    """Arguments, the same as those of a reward of that kind."""
+
+
+@dataclass
+class ResponsesConfig:
+    """The responses to label: exactly one of `run`, `url` and `model`."""
+
+    run: str | None = None
+    """A run's directory; the responses of its rollouts are labelled, by prompt. `--from RUN` sets it."""
+    last_steps: int | None = setting(None, at_least(1))
+    """Number of the run's last steps to take responses from; null: all."""
+    url: str | None = None
+    """A .jsonl or .parquet file: rows with a prompt (a text, or messages) and a list of responses."""
+    prompt: str = "prompt"
+    """Field of that file that holds the prompt."""
+    responses: str = "responses"
+    """Field of that file that holds the responses."""
+    model: str | None = None
+    """Policy that samples responses to `prompts`: a directory in Hugging Face layout, or random:tiny."""
+    per_prompt: int = setting(4, at_least(2, ": one is compared with another"))
+    """Responses sampled per prompt."""
+
+
+@dataclass
+class LabelConfig:
+    """A labelling."""
+
+    name: str = setting("???", plain_name())
+    """Name of its directory."""
+    runs_dir: str = setting("runs", local_directory())
+    """Directory of that directory."""
+    seed: int = setting(0, at_least(0))
+    """Seed of the sampling and of the choice of pairs."""
+    judge: JudgeConfig = field(default_factory=JudgeConfig)
+    responses: ResponsesConfig = field(default_factory=ResponsesConfig)
+    prompts: PromptsConfig = field(default_factory=lambda: PromptsConfig(url="", held_out=0))
+    """Prompts to sample responses for."""
+    sampling: SamplingConfig = field(default_factory=SamplingConfig)
+    engine: EngineConfig = field(default_factory=EngineConfig)
+    pairs_per_prompt: int | None = setting(None, at_least(1))
+    """Most pairs per prompt that the judge compares, drawn from all pairs; null: all."""
+    min_margin: float = setting(0.0, at_least(0))
+    """Pairs with a margin not above this are ties and left out."""
+    prompts_at_once: int = setting(64, at_least(1))
+    """Prompts whose questions are asked together and whose labels are then written together."""
+    threads: int = setting(1, at_least(1))
+    """CPU threads."""
+
+    @property
+    def run_dir(self) -> Path:
+        return Path(self.runs_dir) / self.name
+
+
+def validate_labelling(config: LabelConfig) -> None:
+    """Raise ConfigError with every value that cannot work. Reads no data."""
+    problems = list(labelling_problems(config))
+    if problems:
+        raise together([refusal(problem) for problem in problems])
+
+
+def labelling_problems(config: LabelConfig) -> Iterator[Problem]:
+    """Yield the problems of the labelling's own settings and of each section."""
+    sampled = ("prompts.", "sampling.", "engine.")
+    yield from (one for one in setting_problems(config) if config.responses.model or not one.key.startswith(sampled))
+    if config.judge.kind not in JUDGES:
+        yield Problem("judge.kind", config.judge.kind, f"must be {' or '.join(JUDGES)}")
+    if config.judge.args.get("against") not in (None, "group"):
+        need = "responses are compared with one another: group, or null (each is graded)"
+        yield Problem("judge.args.against", config.judge.args["against"], need)
+    given = {name: getattr(config.responses, name) for name in ("run", "url", "model")}
+    named = [name for name, value in given.items() if value]
+    if len(named) != 1:
+        need = "give one of responses.run (or --from RUN), responses.url and responses.model"
+        yield Problem("responses", {name: value for name, value in given.items() if value}, need)
+    if config.responses.model:
+        if not config.prompts.url:
+            yield Problem("prompts.url", config.prompts.url, "responses.model needs prompts to answer")
+        yield from prompts_problems(config.prompts)
+        yield from sampling_problems(config.sampling)
+        yield from engine_problems(config.engine)
+        if config.engine.kind in OTHER_ENVIRONMENTS:
+            yield Problem("engine.kind", config.engine.kind, "labelling samples with the embedded engine")
+    elif config.prompts.url:
+        need = f"of responses.model alone: responses.{named[0] if named else 'url'} brings its own prompts"
+        yield Problem("prompts.url", config.prompts.url, need)

@@ -1,26 +1,19 @@
-"""What a reward model's training would be refused for that takes a look at the disk: model, judgements, directory.
-Nothing starts.
-
-May import torch, stages.models (spec, hf_files, layouts, reward_files), stages.preferences, storage and the sections
-of a config.
-"""
+"""Checks of a reward model's training before it starts that read the disk: model, judgements, directory."""
 
 from __future__ import annotations
 
 import dataclasses
 from itertools import chain
 
-import torch
-
 from pipeline.config.errors import ConfigError, refusal
+from pipeline.config.memory import gpus_here
 from pipeline.config.paths import RunPaths
 from pipeline.config.preflight import check_writable, holds_run
 from pipeline.config.reward_model import RewardModelConfig
 from pipeline.config.role_models import read_model
-from stages.models.hf_files import read_tokenizer, read_vocabulary, tensor_shape
+from stages.models.hf_files import head_problem, is_classifier, read_tokenizer, read_vocabulary, tensor_shape
 from stages.models.layouts import adapter_problems, blocks_problems, layout_problems
 from stages.models.protocol import Role
-from stages.models.reward_files import head_problem, is_classifier
 from stages.models.spec import SCORE_WEIGHT, ModelSpec
 from stages.preferences.data import JudgedRows, tokenise_judgements
 from stages.preferences.training import TrainingParts, training_steps
@@ -31,8 +24,8 @@ EXPORT = "model"
 
 
 def check_training(config: RewardModelConfig) -> TrainingParts:
-    """What a training needs, read and checked. Raises ConfigError, naming the key path, for the first thing that cannot
-    work."""
+    """Read and check everything that a training needs. Raises ConfigError, naming the key path, for the first
+    problem."""
     spec = read_model("model.path", config.model.path)
     if config.model.blocks is not None:
         if config.model.blocks > spec.num_layers:
@@ -47,7 +40,7 @@ def check_training(config: RewardModelConfig) -> TrainingParts:
         need = f"{config.run_dir} holds a run: choose another name=..., or another runs_dir=..."
         raise ConfigError("name", f"given {config.name!r}; {need}")
     check_writable("runs_dir", config.runs_dir, config.run_dir)
-    gpus = torch.cuda.device_count()
+    gpus = gpus_here()
     if gpus and config.workers > gpus:
         raise ConfigError("workers", f"given {config.workers}; this host has {gpus} GPUs, one for each rank")
     try:
@@ -57,7 +50,7 @@ def check_training(config: RewardModelConfig) -> TrainingParts:
 
 
 def trained_already(config: RewardModelConfig) -> ConfigError:
-    """The refusal of a directory in which there is nothing left to train."""
+    """Return the error for a directory whose reward model is already trained."""
     return ConfigError(
         "name",
         f"given {config.name!r}; {config.run_dir} holds a trained reward model already: choose another name=..., or "
@@ -66,8 +59,8 @@ def trained_already(config: RewardModelConfig) -> ConfigError:
 
 
 def read_parts(config: RewardModelConfig) -> TrainingParts:
-    """The judgements of a config as rows of tokens: a pure function of its files and the seed. Raises PreferencesError,
-    and ConfigError for a model without a usable tokenizer."""
+    """Return the judgements of a config as rows of tokens: a pure function of its files and the seed. Raises
+    PreferencesError, and ConfigError for a model without a usable tokenizer."""
     try:
         tokenizer = read_tokenizer(config.model.path)
     except (OSError, ValueError) as error:
@@ -85,7 +78,7 @@ def read_parts(config: RewardModelConfig) -> TrainingParts:
 
 
 def _check_teacher(config: RewardModelConfig, key: str, path: str, student: ModelSpec) -> None:
-    """Whether a reward model can score the student's rows, token by token, in the training's layout."""
+    """Raise ConfigError if a reward model cannot score the student's rows, token by token, in the training's layout."""
     spec = read_model(key, path)
     wrong = head_problem(path, spec)
     if not is_classifier(path) or tensor_shape(path, SCORE_WEIGHT) is None:

@@ -1,31 +1,23 @@
-"""The models of policy, reference, critic and rewards, where they are not the policy's: do they fit together?
-
-May import torch, stages.models (spec, hf_config, hf_files, layouts, protocol, reward_files), storage.exports and the
-schema of a run.
-"""
+"""Checks that the models of reference, critic and rewards fit the policy's model, if they are other models."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping
+from importlib import import_module
 from pathlib import Path
-
-import torch
 
 from pipeline.config.errors import ConfigError, refusal
 from pipeline.config.run import RunConfig
-from stages.models.hf_config import RANDOM_TINY
-from stages.models.hf_files import read_some_weights, read_vocabulary
+from stages.models.hf_files import head_problem, is_classifier, read_vocabulary
 from stages.models.layouts import blocks_problems
 from stages.models.protocol import MODEL_ROLES, Role
-from stages.models.reward_files import head_problem, is_classifier
-from stages.models.spec import EMBEDDING, ModelSpec, layer_and_part, read_spec, tensor_shapes
-from storage.exports import RECORD, export_faults, has_sums
+from stages.models.spec import EMBEDDING, RANDOM_TINY, ModelSpec, layer_and_part, read_spec, tensor_shapes
+from storage.checkpoints import RECORD, export_faults, has_sums
 
 
 def read_model(key: str, path: str) -> ModelSpec:
-    """The architecture of a model that can be used. Raises ConfigError, naming `key`."""
+    """Return a model's architecture. Raises ConfigError, naming `key`, if the model cannot be used."""
     try:
         model = read_spec(path)
     except FileNotFoundError as error:
@@ -40,7 +32,8 @@ def read_model(key: str, path: str) -> ModelSpec:
 
 
 def model_paths(config: RunConfig) -> dict[str, str]:
-    """The directories that models are read from, and the key that names each first. For rewards that can be built."""
+    """Return the directories that models are read from, each with the first key that names it. Needs rewards that can
+    be built."""
     model = config.model
     given = [("model.path", model.path), ("model.reference_path", model.reference_path)]
     given += [("model.critic_path", model.critic_path)] if config.has_critic else []
@@ -53,14 +46,14 @@ def model_paths(config: RunConfig) -> dict[str, str]:
 
 
 def check_exported(key: str, path: str) -> None:
-    """Reads every byte of a model that this program has exported. Raises ConfigError where one is another now."""
+    """Read every byte of a model that this program exported. Raises ConfigError if any has changed."""
     for fault in export_faults(Path(path)) if has_sums(Path(path)) else ():
         changed = f"If it was changed on purpose, remove {RECORD}, which has the sums"
         raise ConfigError(key, f"given {path!r}; {fault}. Export it again. {changed}")
 
 
 def check_output_layer(key: str, path: str) -> None:
-    """Raises ConfigError for a reward model where one is needed that gives tokens."""
+    """Raise ConfigError if the model is a reward model, which has no output layer."""
     if is_classifier(path):
         raise ConfigError(
             key,
@@ -70,12 +63,12 @@ def check_output_layer(key: str, path: str) -> None:
 
 
 def role_models(config: RunConfig, policy: ModelSpec) -> dict[Role, ModelSpec]:
-    """The architecture of each role's model, the critic's where one is trained; `policy`: that of `model.path`.
+    """Return the architecture of each role's model; the critic's only if one is trained. `policy`: that of
+    `model.path`.
 
     Raises:
-        ConfigError: another model is none, has a head that does not fit, has another vocabulary, is too short for a
-            row, or, where blocks are frozen and shared, has other blocks there; or `model.critic_blocks` does not suit
-            the critic's.
+        ConfigError: a model of another role cannot be read, has an unfit head, another vocabulary, a context too short
+            for a row, or other blocks where frozen blocks are shared; or `model.critic_blocks` does not fit the critic.
     """
     others = (Role.REFERENCE, Role.CRITIC) if config.has_critic else (Role.REFERENCE,)
     found = dict.fromkeys((Role.POLICY, *others), policy)
@@ -104,12 +97,12 @@ def role_models(config: RunConfig, policy: ModelSpec) -> dict[Role, ModelSpec]:
 
 
 def check_reward_models(config: RunConfig, policy: ModelSpec) -> None:
-    """Whether each reward model can score this policy's rows, token by token, and each, or a local judge, has a process
-    to itself. For rewards that can be built.
+    """Check that each reward model can score this policy's rows, token by token, and that the process of a reward model
+    or local judge holds no other model. Needs rewards that can be built.
 
     Raises:
-        ConfigError: one has another vocabulary than the policy, or is too short for a row and an EOS; or the gang that
-            scores holds another model or an engine.
+        ConfigError: a vocabulary differs from the policy's; a context is too short for a row and an EOS; or the gang
+            that scores holds another model or an engine.
     """
     for where, args in config.reward_models().items():
         key, path = f"{where}.path", str(args["path"])
@@ -135,8 +128,8 @@ def check_reward_models(config: RunConfig, policy: ModelSpec) -> None:
 def _check_vocabulary(
     config: RunConfig, key: str, path: str, policy: ModelSpec, other: ModelSpec, *, exactly: bool
 ) -> None:
-    """Whether the policy's tokens mean the same to another model; `exactly`: and it has no others, since its
-    distribution is over all of them."""
+    """Raise ConfigError if another model's vocabulary lacks a token of the policy or numbers it differently. `exactly`:
+    more tokens are refused too, since the model's distribution is over all of them."""
     mine, theirs = policy.vocab_size, other.vocab_size
     if theirs < mine or (exactly and theirs != mine):
         need = f"{mine}" if exactly else f"{mine} or more"
@@ -146,7 +139,7 @@ def _check_vocabulary(
         )
     own, its = read_vocabulary(config.model.path), read_vocabulary(path)
     if own is None or its is None:
-        return  # a model without a tokenizer of its own says no more than its size
+        return  # without a tokenizer only the size of the vocabulary is known
     other_ids = [token for token, number in own.items() if its.get(token) != number]
     if other_ids:
         token = min(other_ids, key=own.__getitem__)
@@ -158,7 +151,7 @@ def _check_vocabulary(
 
 
 def _check_trunk(config: RunConfig, key: str, path: str, policy: ModelSpec, other: ModelSpec) -> None:
-    """Whether the frozen blocks that all roles share are the same in both models."""
+    """Raise ConfigError if the frozen blocks that all roles share differ between the models."""
     frozen, own_path = config.model.frozen_blocks, config.model.path
     shared = f"model.frozen_blocks = {frozen} are shared with the policy ({own_path!r})"
     hint = f"use a model with the same lowest blocks, or model.frozen_blocks=0, or {key}=null"
@@ -166,7 +159,8 @@ def _check_trunk(config: RunConfig, key: str, path: str, policy: ModelSpec, othe
     if alike != policy or other.num_layers <= frozen:
         raise ConfigError(key, f"given {path!r}; {shared}, but its architecture is another: {hint}")
     names = [name for name in tensor_shapes(policy) if _is_frozen(name, frozen)]
-    difference = _first_difference(read_some_weights(own_path, names), read_some_weights(path, names))
+    # Loads torch, which takes seconds, and few runs get here.
+    difference = import_module("stages.models.hf_weights").first_difference(own_path, path, names)
     if difference is not None:
         raise ConfigError(key, f"given {path!r}; {shared}, but its {difference} is another: {hint}")
 
@@ -174,12 +168,3 @@ def _check_trunk(config: RunConfig, key: str, path: str, policy: ModelSpec, othe
 def _is_frozen(name: str, frozen_blocks: int) -> bool:
     layer = layer_and_part(name)
     return name == EMBEDDING or (layer is not None and layer[0] < frozen_blocks)
-
-
-def _first_difference(mine: Mapping[str, torch.Tensor], theirs: Mapping[str, torch.Tensor]) -> str | None:
-    """Name of the first tensor that the other lacks or has other numbers in."""
-    for name, tensor in mine.items():
-        other = theirs.get(name)
-        if other is None or not torch.equal(tensor.float(), other.float()):
-            return name
-    return None

@@ -1,18 +1,17 @@
-"""The section `slurm`: what `stageline submit` asks a cluster for. May import pipeline.config.placement, stages.models
-(protocol) and storage.problems.
-"""
+"""The section `slurm`: the resources and options of the job that `stageline submit` submits."""
 
 from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
+from pipeline.config.devices import gpus_per_worker
 from pipeline.config.placement import PlacementConfig
-from stages.models.protocol import MODEL_ROLES, Role
-from storage.problems import Problem, at_least
+from stages.models.protocol import Role
+from storage.problems import Constraint, Problem, at_least, between, setting
 
 _LONGEST_LEAD_S = 65535
 _TIME = re.compile(r"(?:(?P<days>\d+)-)?(?P<parts>\d+(?::\d+){0,2})")
@@ -46,88 +45,113 @@ _WRITTEN = {
     "--time": "slurm.time_limit",
     "-t": "slurm.time_limit",
 }
-"""Options of sbatch that the script has by itself -> what decides them; None: nothing."""
-_WORD = re.compile(r"[^\s'\"`$\\;&|<>]+")
-"""An argument that a shell and a line of sbatch take as it is."""
+"""Options of sbatch that the script sets itself -> the setting that decides them; None: they are fixed."""
+_UNQUOTED = re.compile(r"[^\s'\"`$\\;&|<>]+")
+_FEATURES = re.compile(r"[\w.,:*&|()\[\]-]+")
+"""Slurm joins features with & and |, so the script quotes the line."""
+
+
+def _is_word(value: str) -> bool:
+    return _UNQUOTED.fullmatch(value) is not None
+
+
+def _is_line(value: str) -> bool:
+    return "\n" not in value and bool(value.strip())
+
+
+_WORD = Constraint("one word, without spaces and without marks that a shell reads", _is_word)
+_CONSTRAINT = Constraint(
+    "features, joined by & or |, without spaces", lambda value: _FEATURES.fullmatch(value) is not None
+)
+_WORDS = Constraint(_WORD.need, _is_word, of_elements=True)
+_LINES = Constraint("one line, and not empty", _is_line, of_elements=True)
+_OPTIONS = Constraint(
+    "one option of sbatch, as it is on the command line: --mem=0",
+    lambda value: _is_line(value) and value.startswith("-"),
+    of_elements=True,
+)
 
 
 @dataclass
 class SlurmGangConfig:
-    """Where a gang's workers are, and what each of them has."""
+    """The nodes of a gang's workers, and the resources of each worker."""
 
-    nodes: int | None = None
-    """Nodes of their own, over which they are spread evenly; null: beside another gang, or on the batch node."""
+    nodes: int | None = setting(None, at_least(1))
+    """Number of the gang's own nodes; its workers are spread over them evenly. null: beside another gang, or on the
+    batch node."""
     beside: str | None = None
-    """The gang on whose nodes they are, spread likewise."""
-    gpus_per_worker: int | None = None
-    """null: one for each rank that holds a model, as many for a replica as its engine has ranks, none for scorers."""
-    cpus_per_worker: int | None = None
-    """null: `placement.gangs.NAME.threads`, for each rank of a replica."""
-    partition: str | None = None
-    """Of these nodes; null: `slurm.partition`."""
-    constraint: str | None = None
-    """Likewise; null: `slurm.constraint`."""
-    sbatch: list[str] = field(default_factory=list)
+    """Gang whose nodes the workers share, also spread evenly."""
+    gpus_per_worker: int | None = setting(None, at_least(0))
+    """null: one per rank that holds a model, one per engine rank of a replica, none for scorers."""
+    cpus_per_worker: int | None = setting(None, at_least(1))
+    """null: `placement.gangs.NAME.threads`, times the ranks of a replica."""
+    partition: str | None = setting(None, _WORD)
+    """Partition of these nodes; null: `slurm.partition`."""
+    constraint: str | None = setting(None, _CONSTRAINT)
+    """Constraint of these nodes; null: `slurm.constraint`."""
+    sbatch: list[str] = setting([], _OPTIONS)
     """Options of sbatch for these nodes: `--mem=0`."""
 
 
 @dataclass
 class SlurmConfig:
-    account: str | None = None
-    partition: str | None = None
-    qos: str | None = None
-    constraint: str | None = None
+    account: str | None = setting(None, _WORD)
+    """Account that the job is charged to; null: the user's default."""
+    partition: str | None = setting(None, _WORD)
+    """Partition of the nodes; null: the cluster's default."""
+    qos: str | None = setting(None, _WORD)
+    """Quality of service; null: the account's default."""
+    constraint: str | None = setting(None, _CONSTRAINT)
+    """Features that the nodes must have."""
     time_limit: str | None = None
     """As Slurm writes it: days-hours:minutes:seconds, or in quotes hours:minutes:seconds; null: the partition's."""
-    signal_lead_s: int = 180
-    """Before the time limit: when the run is ended, to be requeued. Slurm may be a minute early."""
-    restarts: int = 20
-    """Of a job, for whatever reason (time limits and preemption count): after so many it is not requeued any more where
-    its driver died, its batch node failed, or workers are missing."""
+    signal_lead_s: int = setting(180, between(1, _LONGEST_LEAD_S))
+    """Seconds before the time limit at which the run is stopped, to be requeued. Slurm may be a minute early."""
+    restarts: int = setting(20, at_least(0))
+    """Attempts at a job that may lose their driver, workers or batch node; the job ends after one more. Time limits and
+    preemption do not count."""
+    requeues_without_progress: int = setting(3, at_least(1))
+    """Requeues in a row, for any reason, without a new commit; the job ends after these."""
     job: Literal["auto", "plain", "heterogeneous"] = "auto"
-    """auto: heterogeneous where gangs need different nodes."""
+    """Kind of job. auto: heterogeneous if gangs need different nodes."""
     gpus: bool = True
     """false: everything is computed on CPUs."""
-    gres: str = "gpu"
-    """What a GPU is called: `gpu`, or with its kind `gpu:h100`."""
-    driver_cpus: int = 2
-    """Of the batch node, for driver and scheduler."""
-    modules: list[str] = field(default_factory=list)
-    """Loaded with `module load`, in this order."""
-    environment: list[str] = field(default_factory=list)
-    """Lines of shell, run before anything else of the job."""
+    gres: str = setting("gpu", _WORD)
+    """Slurm's name of a GPU: `gpu`, or with its kind `gpu:h100`."""
+    driver_cpus: int = setting(2, at_least(1))
+    """CPUs of the batch node for driver and scheduler."""
+    modules: list[str] = setting([], _WORDS)
+    """Modules that `module load` loads, in this order."""
+    environment: list[str] = setting([], _LINES)
+    """Lines of shell that run before anything else in the job."""
     command: str | None = None
-    """What starts Stageline on a node; null: the Python that submits."""
+    """Command that starts Stageline on a node; null: the Python that submits."""
     container_image: str | None = None
-    container_command: str = "apptainer exec --nv {image}"
-    """What runs a command in the image, wherever there is one."""
-    sbatch: list[str] = field(default_factory=list)
-    """More options of sbatch, for the whole job: for every component where it is heterogeneous."""
+    """Image in which `apptainer exec --nv` runs `slurm.command`, which must be given; null: no container."""
+    sbatch: list[str] = setting([], _OPTIONS)
+    """More options of sbatch for the whole job; in a heterogeneous job, for every component."""
     template: str | None = None
-    """The script's; null: slurm/run.sbatch of Stageline."""
-    array_at_once: int | None = None
-    """Of a sweep: runs that may go on at the same time; null: all."""
+    """Template of the script; null: Stageline's slurm/run.sbatch."""
+    array_at_once: int | None = setting(None, at_least(1))
+    """Runs of a sweep that may be active at once; null: all."""
     gangs: dict[str, SlurmGangConfig] = field(default_factory=dict)
+    """Nodes and resources by gang."""
 
 
-def gpus_per_worker(config: SlurmConfig, placement: PlacementConfig, gang: str, replica_ranks: int) -> int:
-    """GPUs that a worker is given."""
+def gpus_of_worker(config: SlurmConfig, placement: PlacementConfig, gang: str, replica_ranks: int) -> int:
+    """Return the number of GPUs that a worker is given."""
     given = _of(config, gang).gpus_per_worker
     if not config.gpus:
         return 0
-    return gpus_needed(placement, gang, replica_ranks) if given is None else given
+    return gpus_per_worker(_roles(placement, gang), replica_ranks) if given is None else given
 
 
-def gpus_needed(placement: PlacementConfig, gang: str, replica_ranks: int) -> int:
-    """GPUs that a worker computes on, where it is not all done on CPUs. `replica_ranks`: of an engine."""
-    roles = {role for role, name in placement.roles.items() if name == gang}
-    if Role.GENERATE in roles:
-        return replica_ranks
-    return 0 if MODEL_ROLES.isdisjoint(roles) else 1
+def _roles(placement: PlacementConfig, gang: str) -> set[str]:
+    return {role for role, name in placement.roles.items() if name == gang}
 
 
 def cpus_per_worker(config: SlurmConfig, placement: PlacementConfig, gang: str, replica_ranks: int) -> int:
-    """CPUs that a worker is given."""
+    """Return the number of CPUs that a worker is given."""
     given = _of(config, gang).cpus_per_worker
     if given is not None:
         return given
@@ -136,8 +160,9 @@ def cpus_per_worker(config: SlurmConfig, placement: PlacementConfig, gang: str, 
 
 
 def seconds(limit: str) -> float:
-    """A time limit as Slurm reads it: M:S, H:M:S, D-H, D-H:M, D-H:M:S. Raises ValueError for anything else, and for a
-    bare number: YAML makes one of 1:30:00 without quotes, and Slurm would read its seconds as minutes."""
+    """Return the seconds of a time limit in Slurm's notation: M:S, H:M:S, D-H, D-H:M, D-H:M:S. Raises ValueError for
+    anything else and for a bare number: YAML turns an unquoted 1:30:00 into seconds, which Slurm would read as
+    minutes."""
     match = _TIME.fullmatch(limit)
     if match is None or limit.isdigit():
         raise ValueError(limit)
@@ -152,21 +177,8 @@ def seconds(limit: str) -> float:
 
 
 def slurm_problems(config: SlurmConfig) -> Iterator[Problem]:
-    """What of the section cannot work by itself."""
-    words = {"account": config.account, "partition": config.partition, "qos": config.qos, "gres": config.gres}
-    yield from _word_problems({f"slurm.{name}": value for name, value in words.items()})
-    yield from _constraint_problems("slurm.constraint", config.constraint)
+    """Yield the section's problems that do not involve other sections."""
     yield from _time_problems(config)
-    counts = {
-        "slurm.restarts": (0, config.restarts),
-        "slurm.driver_cpus": (1, config.driver_cpus),
-        "slurm.array_at_once": (1, config.array_at_once),
-    }
-    for key, (least, value) in counts.items():
-        yield from at_least(least, {key: value})
-    for number, module in enumerate(config.modules):
-        yield from _word_problems({f"slurm.modules[{number}]": module})
-    yield from _line_problems("slurm.environment", config.environment)
     yield from _option_problems("slurm.sbatch", config.sbatch)
     yield from _command_problems(config)
     for name, gang in config.gangs.items():
@@ -180,7 +192,7 @@ def slurm_problems(config: SlurmConfig) -> Iterator[Problem]:
 
 
 def slurm_placement_problems(config: SlurmConfig, placement: PlacementConfig, replica_ranks: int) -> Iterator[Problem]:
-    """What of the section does not suit the placement."""
+    """Yield the problems of this section with the placement."""
     choice = ", ".join(placement.gangs)
     for name, gang in config.gangs.items():
         key = f"slurm.gangs.{name}"
@@ -196,7 +208,7 @@ def slurm_placement_problems(config: SlurmConfig, placement: PlacementConfig, re
         if nodes is not None and workers % nodes:
             where = f"slurm.gangs.{host}.nodes"
             yield Problem(where, nodes, f"must divide the workers of {name}, which are {workers}")
-        needed, given = gpus_needed(placement, name, replica_ranks), gang.gpus_per_worker
+        needed, given = gpus_per_worker(_roles(placement, name), replica_ranks), gang.gpus_per_worker
         if config.gpus and given is not None and 0 < given < needed:
             yield Problem(f"{key}.gpus_per_worker", given, f"a worker of {name} has {needed} ranks: {needed}, or null")
 
@@ -206,12 +218,8 @@ def _of(config: SlurmConfig, gang: str) -> SlurmGangConfig:
 
 
 def _gang_problems(key: str, gang: SlurmGangConfig) -> Iterator[Problem]:
-    yield from at_least(1, {f"{key}.nodes": gang.nodes, f"{key}.cpus_per_worker": gang.cpus_per_worker})
-    yield from at_least(0, {f"{key}.gpus_per_worker": gang.gpus_per_worker})
     if gang.nodes is not None and gang.beside is not None:
         yield Problem(f"{key}.beside", gang.beside, f"must be null where {key}.nodes is given")
-    yield from _word_problems({f"{key}.partition": gang.partition})
-    yield from _constraint_problems(f"{key}.constraint", gang.constraint)
     yield from _option_problems(f"{key}.sbatch", gang.sbatch)
     of_nodes: dict[str, object] = {"partition": gang.partition, "constraint": gang.constraint, "sbatch": gang.sbatch}
     for name, value in of_nodes.items():
@@ -220,29 +228,19 @@ def _gang_problems(key: str, gang: SlurmGangConfig) -> Iterator[Problem]:
 
 
 def _command_problems(config: SlurmConfig) -> Iterator[Problem]:
-    for key, line in {"slurm.command": config.command, "slurm.container_command": config.container_command}.items():
-        if line is None:
-            continue
+    if config.command is not None:
         try:
-            words = shlex.split(line)
+            words = shlex.split(config.command)
         except ValueError as error:
-            yield Problem(key, line, f"must be a command as a shell reads it ({error})")
-            return
-        if not words:
-            yield Problem(key, line, "must be a command")
-    if config.container_image is None:
-        return
-    if "{image}" not in config.container_command:
-        need = "must name the image as {image}, for example: apptainer exec --nv {image}"
-        yield Problem("slurm.container_command", config.container_command, need)
-    if config.command is None:
+            yield Problem("slurm.command", config.command, f"must be a command as a shell reads it ({error})")
+        else:
+            if not words:
+                yield Problem("slurm.command", config.command, "must be a command")
+    elif config.container_image is not None:
         yield Problem("slurm.command", None, "must say what starts Stageline in slurm.container_image: stageline")
 
 
 def _time_problems(config: SlurmConfig) -> Iterator[Problem]:
-    yield from at_least(1, {"slurm.signal_lead_s": config.signal_lead_s})
-    if config.signal_lead_s > _LONGEST_LEAD_S:
-        yield Problem("slurm.signal_lead_s", config.signal_lead_s, f"Slurm takes at most {_LONGEST_LEAD_S}")
     if config.time_limit is None:
         return
     try:
@@ -256,32 +254,9 @@ def _time_problems(config: SlurmConfig) -> Iterator[Problem]:
         yield Problem("slurm.time_limit", config.time_limit, need)
 
 
-def _word_problems(values: Mapping[str, str | None]) -> Iterator[Problem]:
-    for key, value in values.items():
-        if value is not None and not _WORD.fullmatch(value):
-            yield Problem(key, value, "must be one word, without spaces and without marks that a shell reads")
-
-
-def _constraint_problems(key: str, value: str | None) -> Iterator[Problem]:
-    """Slurm joins features with & and |: the line is quoted for it."""
-    if value is not None and not re.fullmatch(r"[\w.,:*&|()\[\]-]+", value):
-        yield Problem(key, value, "must be features, joined by & or |, without spaces")
-
-
-def _line_problems(key: str, lines: list[str]) -> Iterator[Problem]:
-    for number, line in enumerate(lines):
-        if "\n" in line or not line.strip():
-            yield Problem(f"{key}[{number}]", line, "must be one line, and not empty")
-
-
 def _option_problems(key: str, options: list[str]) -> Iterator[Problem]:
-    yield from _line_problems(key, options)
+    """Yield a problem for each option that the script sets itself."""
     for number, option in enumerate(options):
-        if not option.startswith("-"):
-            yield Problem(
-                f"{key}[{number}]", option, "must be an option of sbatch, as it is on the command line: --mem=0"
-            )
-            continue
         for word in option.split():
             name = word.partition("=")[0] if word.startswith("--") else word[:2]
             if name in _WRITTEN:

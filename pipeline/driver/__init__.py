@@ -1,1 +1,1 @@
-"""The process that drives a run: the run, the executor, the cluster of workers. Imports workers and below."""
+"""The process that drives a run: the run itself, the executor, and the cluster of workers."""

@@ -1,17 +1,20 @@
-"""Alarms of a run: what the rules raise reaches everybody who should know, and may end the run.
+"""Alarms of a run: rules find them, `Alarms` reports them to the journal, the display and MLflow, and may end the run.
 
-    a step's metrics, every look of the loop ──► rules ──► journal, display, MLflow's tag ──► `alarms.stop`: it ends
+    a step's metrics ──► rules that hold ──► steps in a row ──► enough: an alarm ─┬─► journal, display, MLflow's tags
+    workers without progress ──► since when ──► too long: an alarm ───────────────┴─► listed in `alarms.stop`: run ends
 
-May import pipeline.config, pipeline.graph.dispatch, pipeline.observe, pipeline.driver.{alarm_rules, context}.
+The rules are pure functions, without clock or I/O. A rule that keeps holding raises no second alarm. It can raise one
+again after a step at which it did not hold. A step without the rule's metric does not change the count.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
 
 from pipeline.config.run import RunConfig
-from pipeline.driver.alarm_rules import Alarm, Quiet, count, heard, look, step_rules
-from pipeline.driver.context import StageFailed
+from pipeline.config.sections import AlarmsConfig
+from pipeline.driver.errors import StageFailed
 from pipeline.graph.dispatch import Dispatch
 from pipeline.observe.journal import EventKind, Journal
 from pipeline.observe.live import Progress
@@ -19,13 +22,18 @@ from pipeline.observe.tracking import Tracker
 from pipeline.workers.messages import worker_name
 from stages.models.protocol import Role
 
+FIRST_STEPS = 3
+"""Number of steps, from the run's first, that the rule first_updates looks at."""
+FIRST_APPROX_KL, FIRST_RATIO = 0.2, 20.0
+"""Its limits on `policy/approx_kl` (nats per token) and `policy/ratio_max` of one update."""
+
 
 class AlarmStop(StageFailed):
-    """An alarm of `alarms.stop`: what is committed stays, and the run can be resumed."""
+    """An alarm that `alarms.stop` lists ended the run. Commits stay, and the run can be resumed."""
 
 
 class Alarms:
-    """Owns what a run's rules have seen so far."""
+    """Owns the state of a run's alarm rules."""
 
     def __init__(
         self, config: RunConfig, dispatch: Dispatch, journal: Journal, progress: Progress, tracker: Tracker
@@ -42,23 +50,23 @@ class Alarms:
         self._idle = self._silent = Quiet()
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """A step is over. Raises AlarmStop."""
+        """Check the rules about a step that is over. Raises AlarmStop."""
         rules = step_rules(step, metrics, self._limits, self._bound)
         self._in_a_row, alarms = count(self._in_a_row, step, rules)
         for alarm in alarms:
             self._raise(alarm)
 
     def finished(self, worker: str) -> None:
-        """A worker has finished a node."""
+        """Record that a worker finished a node."""
         self._silent = heard(self._silent, worker)
 
     def look(self, now: float) -> None:
-        """Time has gone on; `now` in seconds, of a clock that stands still while the driver does. Raises AlarmStop."""
+        """Check the rules about time. `now`: seconds, of a clock that stops with the driver. Raises AlarmStop."""
         if self._limits.trainer_idle_s is not None:
             idle = [self._trainer] if self._dispatch.idle(self._trainer) else []
             self._idle, overdue = look(self._idle, now, idle, self._limits.trainer_idle_s)
             wait = self._dispatch.waits().get(self._trainer) if overdue else None
-            if wait is not None:  # at a run's end it has no node left
+            if wait is not None:  # None at a run's end, when the gang has no node left
                 limit = f"{self._limits.trainer_idle_s:g} s (alarms.trainer_idle_s)"
                 self._raise(Alarm("trainer_idle", f"gang {self._trainer} has had nothing to do for {limit}: {wait}"))
         if self._limits.engine_silent_s is not None:
@@ -75,3 +83,86 @@ class Alarms:
         self._tracker.tags({f"alarm.{alarm.rule}": alarm.text})
         if alarm.rule in self._limits.stop:
             raise AlarmStop(f"{text}. That ends the run (alarms.stop)")
+
+
+# ---- Rules -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Alarm:
+    rule: str
+    text: str
+    step: int | None = None
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A rule about steps, evaluated for one step."""
+
+    name: str
+    holds: bool
+    steps: int
+    """Number of steps in a row after which it is an alarm."""
+    text: str
+
+
+@dataclass(frozen=True)
+class Quiet:
+    """Names without progress: since when (in seconds of one clock), and which were already reported as too long."""
+
+    since: Mapping[str, float] = field(default_factory=dict)
+    reported: frozenset[str] = frozenset()
+
+
+def step_rules(step: int, metrics: Mapping[str, float], limits: AlarmsConfig, staleness: int) -> list[Rule]:
+    """Return the rules whose metrics the step has. `staleness`: the bound, in versions."""
+    rules = []
+    stale = metrics.get("staleness/mean")
+    if limits.staleness_steps is not None and stale is not None and staleness > 0:
+        text = f"every token was at the staleness bound of {staleness} versions (staleness/mean)"
+        rules.append(Rule("staleness", stale >= staleness, limits.staleness_steps, text))
+    entropy = metrics.get("policy/entropy")
+    if limits.entropy_below is not None and entropy is not None:
+        text = f"policy/entropy is {entropy:.3g} nats a token, below {limits.entropy_below:g} (alarms.entropy_below)"
+        rules.append(Rule("entropy", not entropy >= limits.entropy_below, limits.steps, text))
+    kl = metrics.get("kl/ref_per_token")
+    if limits.kl_above is not None and kl is not None:
+        text = f"kl/ref_per_token is {kl:.3g} nats, above {limits.kl_above:g} (alarms.kl_above)"
+        rules.append(Rule("kl", not kl <= limits.kl_above, limits.steps, text))
+    explained = metrics.get("critic/explained_variance")
+    if limits.critic_steps is not None and explained is not None:
+        text = f"critic/explained_variance is {explained:.3g}: the critic is worse than a constant"
+        rules.append(Rule("critic", not explained >= 0, limits.critic_steps, text))
+    moved, ratio = metrics.get("policy/approx_kl"), metrics.get("policy/ratio_max")
+    if step < FIRST_STEPS and moved is not None and ratio is not None:
+        far = not (moved <= FIRST_APPROX_KL and ratio <= FIRST_RATIO)
+        text = (
+            f"update {step} moved the policy by {moved:.3g} nats a token (policy/approx_kl; {FIRST_APPROX_KL} is much) "
+            f"with a largest ratio of {ratio:.3g} ({FIRST_RATIO:g} is much): is the learning rate too high?"
+        )
+        rules.append(Rule("first_updates", far, 1, text))
+    return rules
+
+
+def count(before: Mapping[str, int], step: int, rules: Collection[Rule]) -> tuple[dict[str, int], list[Alarm]]:
+    """Return the number of steps in a row, with this one, in which each rule held; and the alarms of this step."""
+    after = {**before, **{rule.name: before.get(rule.name, 0) + 1 if rule.holds else 0 for rule in rules}}
+    alarms = []
+    for rule in rules:
+        if after[rule.name] == rule.steps:
+            times = f", {rule.steps} steps in a row" if rule.steps > 1 else ""
+            alarms.append(Alarm(rule.name, f"{rule.text}{times}", step))
+    return after, alarms
+
+
+def look(before: Quiet, now: float, quiet: Collection[str], limit_s: float) -> tuple[Quiet, list[str]]:
+    """Return the state after this check, and the names that have now been quiet for `limit_s` seconds."""
+    since = {name: before.since.get(name, now) for name in quiet}
+    overdue = [name for name in sorted(since) if now - since[name] >= limit_s and name not in before.reported]
+    return Quiet(since, (before.reported & since.keys()) | set(overdue)), overdue
+
+
+def heard(before: Quiet, name: str) -> Quiet:
+    """Return the state after `name` made progress."""
+    since = {other: t for other, t in before.since.items() if other != name}
+    return Quiet(since, before.reported - {name})

@@ -1,34 +1,47 @@
-"""Workers on any hosts: the scheduler is here, and `stageline worker` joins from wherever it was started.
+"""Workers on any hosts: the driver starts only the scheduler, and `stageline worker` joins from other hosts.
 
-    scheduler file: address, certificate ──► `stageline worker` on a host ──joins──► roster ──► its nanny registers
+    scheduler file (address, certificate) ──► `stageline worker` ──joins──► WorkerRegistry ──► its nanny registers
 
-Nothing is started here but the scheduler. May import dask and distributed, pipeline.config,
-pipeline.driver.{cluster, roster}, pipeline.workers and storage.
+`WorkerRegistry` decides who may join, in the scheduler's thread. `pipeline/workers/attached.py` has the worker's side.
+
+    JoinRequest ──► does the run wait for this worker? ──► is its host fit? ──► free GPUs ──► joined
+                          │ no: refused, a warning                │ no: refused; the executor gives it up
 """
 
 from __future__ import annotations
 
-import logging
+import asyncio
 import os
 import secrets
 import socket
-from contextlib import ExitStack
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, suppress
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import Any
+from typing import Any, Protocol
 
-from distributed import Client, Scheduler, SpecCluster, Status
+from distributed import Status
 from distributed.security import Security
 from distributed.utils import get_ip
 
+from pipeline.config.devices import Worker, devices_of_joining, gpus_per_worker
 from pipeline.config.errors import ConfigError
 from pipeline.config.loading import to_yaml
 from pipeline.config.paths import RunPaths
 from pipeline.config.run import RunConfig
-from pipeline.driver.cluster import dashboard_link, scheduler_spec
-from pipeline.driver.roster import Roster
-from pipeline.workers.joining import JOIN, REFUSALS
-from pipeline.workers.network import family_of, interface_address, interfaces
+from pipeline.driver.cluster import Cluster
+from pipeline.workers.attached import (
+    JOIN,
+    REFUSALS,
+    JoinRefused,
+    JoinRequest,
+    family_of,
+    interface_address,
+    interfaces,
+    versions_here,
+)
+from pipeline.workers.messages import worker_name
 from pipeline.workers.scheduler_file import (
     SchedulerFile,
     driver_answers,
@@ -39,71 +52,48 @@ from pipeline.workers.scheduler_file import (
     remove_scheduler_file,
     write_scheduler_file,
 )
-from pipeline.workers.worker_process import dask_settings
+from stages.models.protocol import Role
 from storage import files
 from storage.errors import StoreError
-from storage.private import private_directory
+from storage.host import private_directory
 
 _ATTEMPTS = "attempts"
-"""File beside the scheduler file that says how many there were."""
+"""File in the run's `attached` directory that counts the attempts at the run."""
+_CLOCK_SKEW_S = 5.0
+"""Seconds by which a host's clock may differ from the driver's."""
 _FILE_KEY = "cluster.scheduler_file"
 _OWN_FILE = "A file of this run's own, in a directory that can be written; null for one in the run's directory"
 
 
-class AttachedWorkers:
-    """Owns the scheduler of a run whose workers join from outside, its scheduler file, and the client connected to
-    it."""
+class AttachedWorkers(Cluster):
+    """A cluster whose workers join from other hosts. Owns the run's scheduler file."""
 
     def __init__(self, config: RunConfig, board_bytes: int) -> None:
-        """`board_bytes`: of all versions of the weights that a host may have published at once.
+        """`board_bytes`: bytes of all versions of the weights that can be published on a host at the same time.
 
         Raises:
-            ConfigError: the interface or the address is not this host's, the port is taken, or the scheduler file
-                cannot be where the config says.
+            ConfigError: the interface or address is not this host's, the port is taken, or the scheduler file cannot
+                be at the configured place.
         """
-        # For the whole process, and for good, as local workers have it.
-        logging.getLogger("distributed").setLevel(logging.CRITICAL)
         host = listening_address(config.cluster.interface, config.cluster.host)
         _check_port(host, config.cluster.port)
         if config.cluster.scheduler_file is not None:
             make_way(config.cluster.scheduler_file)
         attempt = begin_attempt(config.run_dir)
         security = Security.temporary()
-        of_scheduler = scheduler_spec(config, security, host, config.cluster.port)
-        with ExitStack() as stack:  # what is open is closed again if the rest cannot be opened
-            stack.enter_context(dask_settings())
-            self._cluster = SpecCluster(
-                workers={}, scheduler=of_scheduler, security=security, silence_logs=logging.CRITICAL
-            )
-            stack.callback(self._cluster.close)
-            self._dashboard = config.cluster.dashboard
-            self.client = stack.enter_context(Client(self._cluster))
+        super().__init__(config, security, host, config.cluster.port)
+        with self._stack.pop_all() as stack:  # closes the cluster if a later part fails
             self.file = _new_file(config, attempt, self._cluster.scheduler_address, security)
-            self._roster = Roster(config, self.file, board_bytes, self._report)
-            stack.callback(lambda: self.client.sync(self._roster.end, "the run has ended"))
+            self._registry = WorkerRegistry(config, self.file, board_bytes, self._report)
+            stack.callback(lambda: self.client.sync(self._registry.end, "the run has ended"))
             self._cluster.scheduler.handlers[JOIN] = self._join
             self.path = self._publish(config, stack)
             self._stack = stack.pop_all()
 
-    @property
-    def dashboard(self) -> str | None:
-        """Address of the Dask dashboard, where there is one."""
-        return None if self._dashboard is None else dashboard_link(self.client.dashboard_link, self._dashboard)
-
-    @property
-    def scheduler(self) -> Scheduler:
-        """Which runs in this process, in a thread of its own."""
-        found: Scheduler = self._cluster.scheduler
-        return found
-
-    def close(self) -> None:
-        """Has every worker end at once, in the middle of whatever it does, and removes the scheduler file."""
-        self._stack.close()
-
     async def _join(self, comm: Any, **message: Any) -> Status:
-        """The scheduler's handler: open as long as the worker is there."""
+        """Serve a worker's connection, as a handler of the scheduler. Returns when the worker is gone."""
         try:
-            await self._roster.serve(comm, message)
+            await self._registry.serve(comm, message)
         finally:
             await comm.close()
         return Status.dont_reply
@@ -112,7 +102,7 @@ class AttachedWorkers:
         self._cluster.scheduler.log_event(REFUSALS, refusal)
 
     def _publish(self, config: RunConfig, stack: ExitStack) -> Path:
-        """Lets workers know where the scheduler is, until the end."""
+        """Write the scheduler file, which is removed when the cluster closes. Return its path."""
         self.file.shared.write_text(self.file.nonce)
         given = config.cluster.scheduler_file
         path = file_of_attempt(config.run_dir, self.file.attempt) if given is None else Path(given).absolute()
@@ -125,15 +115,9 @@ class AttachedWorkers:
         stack.callback(remove_scheduler_file, path, self.file.nonce)
         return path
 
-    def __enter__(self) -> AttachedWorkers:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        self.close()
-
 
 def listening_address(interface: str | None, host: str | None) -> str:
-    """The address of this host that a scheduler listens on. Raises ConfigError where that is none of it."""
+    """Return the address that the scheduler listens on. Raises ConfigError if it is not an address of this host."""
     if interface is not None:
         address = interface_address(interface)
         if address is None:
@@ -153,7 +137,7 @@ def listening_address(interface: str | None, host: str | None) -> str:
 
 
 def _check_port(host: str, port: int) -> None:
-    """Dask would say it in a traceback."""
+    """Raise ConfigError if the port cannot be used. Dask would only show a traceback."""
     with socket.socket(family_of(host)) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -164,8 +148,8 @@ def _check_port(host: str, port: int) -> None:
 
 
 def make_way(given: str) -> None:
-    """Removes what a driver that is gone left under the scheduler file's name. Raises ConfigError where another driver
-    is there, or no such file can be written."""
+    """Remove the scheduler file that a dead driver left at the configured path. Raises ConfigError if another driver
+    uses it, or the file cannot be written."""
     path = Path(given).absolute()
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -183,8 +167,9 @@ def make_way(given: str) -> None:
 
 
 def begin_attempt(run_dir: Path) -> int:
-    """Counts an attempt at a run, and removes what earlier ones left, whose drivers are gone, before anybody listens: a
-    worker must not ask this attempt's driver with the certificate of the last. Raises OSError and StoreError."""
+    """Return the number of a new attempt at a run. Remove what earlier attempts left, whose drivers are gone, before
+    the scheduler listens: no worker may join this attempt with the certificate of an earlier one. Raises OSError and
+    StoreError."""
     folder = RunPaths(run_dir.resolve()).attached
     private_directory(folder)
     attempt = 1 + max(newest_attempt(run_dir), _counted(folder / _ATTEMPTS))
@@ -196,8 +181,8 @@ def begin_attempt(run_dir: Path) -> int:
 
 
 def _counted(attempts: Path) -> int:
-    """What is written there; 0 for what was cut off on a full disk: the newest scheduler file counts, too, and a number
-    that comes twice only names a file."""
+    """Return the number in the file, or 0 if the file is missing or was cut off on a full disk. That is safe: the
+    newest scheduler file counts too, and a repeated number only repeats a file name."""
     try:
         return int(attempts.read_text())
     except (FileNotFoundError, ValueError):
@@ -205,7 +190,7 @@ def _counted(attempts: Path) -> int:
 
 
 def _new_file(config: RunConfig, attempt: int, address: str, security: Security) -> SchedulerFile:
-    """What workers of this attempt are told."""
+    """Return the scheduler file of this attempt."""
     run_dir = config.run_dir.resolve()
     certificate = security.get_tls_config_for_role("scheduler")
     return SchedulerFile(
@@ -220,3 +205,181 @@ def _new_file(config: RunConfig, attempt: int, address: str, security: Security)
         key=certificate["key"],
         config=to_yaml(config),
     )
+
+
+# ---- Registry of joined workers --------------------------------------------------------------------------
+
+_SEEN_WITHIN_S = 10.0
+"""Seconds for a file that a worker's host wrote to appear on this host."""
+_LOOK_S = 0.1
+GIB = 1 << 30
+
+
+class Connection(Protocol):
+    """The part of a Dask connection that we use."""
+
+    async def read(self) -> Any: ...
+
+    async def write(self, message: Any) -> Any: ...
+
+    def abort(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class _Joined:
+    """A joined worker, whose connection is open."""
+
+    connection: Connection
+    request: JoinRequest
+    gpus: tuple[str, ...]
+    """Identities of the GPUs that it was given."""
+
+
+class WorkerRegistry:
+    """Owns the connections of the workers that have joined."""
+
+    def __init__(
+        self, config: RunConfig, file: SchedulerFile, board_bytes: int, report: Callable[[dict[str, Any]], None]
+    ) -> None:
+        """`board_bytes`: bytes of all versions of the weights that can be published on a host at the same time.
+        `report`: called with each refusal."""
+        self._config = config
+        self._file = file
+        self._board_bytes = board_bytes
+        self._report = report
+        self._gangs = {gang.name: gang for gang in config.gangs()}
+        self._joined: dict[Worker, _Joined] = {}
+
+    async def serve(self, connection: Connection, message: dict[str, Any]) -> None:
+        """Answer a join request. If the worker joins, return when its connection ends."""
+        now = time.time()
+        try:
+            request = JoinRequest.of(message)
+        except TypeError as error:
+            await self._refuse(connection, self._of_other_version(message, error))
+            return
+        refused = self._stranger(request.gang, request.index, request.host)
+        if refused is None:
+            worker = request.gang, request.index
+            unfit = [*host_problems(request, self._config, now, versions_here(), self._board_bytes_of(request))]
+            unfit += [] if unfit else await self._directory_problems(request)
+            gpus = self._gpus_for(request)
+            unfit += [gpus] if isinstance(gpus, str) else []
+            refused = self._stranger(*worker, request.host)  # another worker may have joined meanwhile
+            if refused is None and unfit:
+                refused = JoinRefused(*worker, f"host {request.host}: {unfit[0]}", fatal=True)
+        if refused is not None:
+            await self._refuse(connection, refused)
+            return
+        assert not isinstance(gpus, str)
+        self._joined[worker] = _Joined(connection, request, tuple(request.gpus[index] for index in gpus))
+        try:
+            await connection.write({"devices": list(gpus)})
+            while True:
+                await connection.read()  # no message comes: wait for the connection to end
+        except OSError:
+            pass
+        finally:
+            if self._joined[worker].connection is connection:
+                del self._joined[worker]
+
+    async def end(self, why: str) -> None:
+        """Tell every worker to end, with all processes that it started."""
+        for joined in list(self._joined.values()):
+            with suppress(OSError):
+                await joined.connection.write({"over": why})
+
+    async def _refuse(self, connection: Connection, refused: JoinRefused) -> None:
+        self._report(asdict(refused))
+        with suppress(OSError):
+            await connection.write({"refused": refused.text})
+
+    def _of_other_version(self, message: Mapping[str, Any], error: TypeError) -> JoinRefused:
+        """Return the refusal of a worker whose request does not have this version's format."""
+        gang, index, host = str(message.get("gang")), message.get("index"), message.get("host")
+        index, versions = index if isinstance(index, int) else -1, message.get("versions")
+        differ = version_problems(versions if isinstance(versions, dict) else {}, versions_here())
+        why = next(differ, f"its request is none of this version of Stageline: {error}")
+        stranger = self._stranger(gang, index, str(host))
+        return stranger or JoinRefused(gang, index, f"host {host}: {why}", fatal=True)
+
+    def _stranger(self, name: str, index: int, host: str) -> JoinRefused | None:
+        """Return a refusal if the run does not wait for this worker of this gang, else None."""
+        gang, text = self._gangs.get(name), None
+        if gang is None:
+            text = f"host {host}: the run has no gang {name!r}; it has {', '.join(sorted(self._gangs))}"
+        elif not 0 <= index < gang.workers:
+            text = f"host {host}: gang {name} has no index {index}; it has 0 to {gang.workers - 1}"
+        elif (name, index) in self._joined:
+            there = self._joined[name, index].request
+            who = worker_name(name, index)
+            text = f"host {host}: {who} is there already: process {there.process} on host {there.host}"
+        return None if text is None else JoinRefused(name, index, text, fatal=False)
+
+    def _board_bytes_of(self, request: JoinRequest) -> int:
+        """Return the bytes of weights that must fit into the shared memory of this worker's host."""
+        return 0 if self._gangs[request.gang].roles.isdisjoint({Role.GENERATE, Role.POLICY}) else self._board_bytes
+
+    def _gpus_for(self, request: JoinRequest) -> tuple[int, ...] | str:
+        gang = self._gangs[request.gang]
+        alike = next((one.request for (name, _), one in self._joined.items() if name == gang.name), None)
+        placement, ranks = self._config.placement, self._config.replica_ranks
+        if alike is not None and bool(alike.gpus) != bool(request.gpus) and gpus_per_worker(gang.roles, ranks):
+            some = "sees GPUs" if request.gpus else "sees no GPU"
+            return f"it {some}, unlike {worker_name(alike.gang, alike.index)} on host {alike.host}"
+        share, device_sharing = placement.share_devices, placement.device_sharing
+        return devices_of_joining(gang, ranks, request.gpus, self._taken(), share=share, device_sharing=device_sharing)
+
+    def _taken(self) -> Mapping[str, list[Worker]]:
+        taken: dict[str, list[Worker]] = {}
+        for worker, joined in self._joined.items():
+            for gpu in joined.gpus:
+                taken.setdefault(gpu, []).append(worker)
+        return taken
+
+    async def _directory_problems(self, request: JoinRequest) -> list[str]:
+        """Return the problem, if any, that keeps this host from reading the file that the worker wrote."""
+        root = files.open_root(str(RunPaths(self._config.run_dir).attached))
+        give_up = time.monotonic() + _SEEN_WITHIN_S
+        while True:
+            try:
+                found = await asyncio.to_thread(files.read, root, request.wrote)
+                if found is not None and found.decode() == self._file.nonce:
+                    await asyncio.to_thread(files.remove, root, request.wrote)
+                    return []
+            except (OSError, StoreError) as error:
+                return [f"what it wrote to the run's directory cannot be read: {error}"]
+            if time.monotonic() > give_up:
+                return [
+                    f"what it wrote to {self._file.run_dir} was not seen by the driver's host within "
+                    f"{_SEEN_WITHIN_S:g} s: both must mount the same filesystem"
+                ]
+            await asyncio.sleep(_LOOK_S)
+
+
+def host_problems(
+    request: JoinRequest, config: RunConfig, now: float, versions: Mapping[str, str], board_bytes: int
+) -> Iterator[str]:
+    """Yield the problems of a worker's host for this run. `now`: the driver's time. `versions`: the driver's versions.
+    `board_bytes`: bytes that published weights will take on the host."""
+    yield from version_problems(request.versions, versions)
+    if request.shared:
+        yield request.shared
+    skew = request.clock - now
+    if abs(skew) > _CLOCK_SKEW_S:
+        side = "ahead of" if skew > 0 else "behind"
+        yield (f"its clock is {abs(skew):.1f} s {side} the driver's, more than {_CLOCK_SKEW_S:g} s: set it by NTP")
+    if request.board_free < board_bytes:
+        yield (
+            f"published weights will take {board_bytes / GIB:.2f} GiB (staleness + 2 versions) and its shared memory "
+            f"has {request.board_free / GIB:.2f}: make /dev/shm larger, or set cluster.weights_dir"
+        )
+
+
+def version_problems(theirs: Mapping[str, object], ours: Mapping[str, str]) -> Iterator[str]:
+    """Yield a text that names the packages whose versions differ from the driver's, if there are any."""
+    differ = [
+        f"{name} {theirs.get(name)} (the driver: {ours[name]})" for name in ours if theirs.get(name) != ours[name]
+    ]
+    if differ:
+        yield f"it has other versions than the driver: {'; '.join(differ)}. Use one environment on all hosts"

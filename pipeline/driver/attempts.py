@@ -1,40 +1,41 @@
-"""Attempts at nodes: how they are submitted, what they depend on, what became of them, and when they run again.
+"""Attempts at nodes: submit them, give them their Dask dependencies, judge their results, and run them again.
 
-    submit ──► under way ──rank 0 reported─────► done: its future is a result, until `release`
+    submit ──► running ──rank 0 reported───────► done: its future is kept as a result, until `release`
                   │ │
-                  │ └─ its worker is a suspect ──► abandoned: it runs elsewhere too; whichever commits first counts
+                  │ └─ its worker is a suspect ──► abandoned: the node also runs elsewhere; the first commit counts
                   ├─── lost with its worker, or overdue ──► waits again in Dispatch, up to `cluster.attempts` times
-                  └─── raised ──► the run ends; for what may pass (the store was away) the same, 2 s to 60 s later
+                  └─── raised ──► the run ends; after a transient error (store away) it is tried again first
 
-A node's Dask key names its stage, step and shard (`task_keys`); a later attempt adds its number, because a key whose
-old future is still held anywhere returns its old error. On a gang it is one task: rank 0 passes the
-call on to its peers (`pipeline.workers.gang_calls`), and reports when all have done their part; what one of them raised
-is reported by itself, at once.
+A node's Dask key names its stage, step and shard (`graph_markers.task_key`). A later attempt adds its number, because a
+key whose old future is still held anywhere returns its old error. On a gang a node is one task: rank 0 passes the call
+on to its peers (`pipeline.workers.gang_calls`) and reports when all have done their part. A rank that raises reports
+that at once, by itself.
 
-A parent's future is passed as an argument if it is still under way (a FREE node runs ahead of it), or if its result
-lies in the very process that the child runs in. Not otherwise: Dask would fetch the result, and wait for ever for a
-process that is stopped or does not let go of its interpreter; and whatever died would be computed again with all its
-ancestors. Dispatch has seen to the order, and the output is in the store. Lineage is cut every `LINEAGE` turns, too:
-Dask remembers all ancestors of a task that it remembers, and would hold the whole run.
-
-May import distributed, pipeline.driver.{context, edges, supervision, task_keys, verdict}, pipeline.workers and below.
+A parent's future becomes a Dask dependency in two cases: the parent is still running (a FREE node is submitted before
+its parents are done), or its result lies in the process that runs the child. In all other cases Dask would fetch the
+result, and wait for ever for a process that is stopped or does not release its interpreter lock. It would also compute
+lost results again with all their ancestors. Neither is needed: Dispatch keeps the order, and the output is in the
+store. In every `LINEAGE`-th step, results of other steps are not passed: Dask remembers all ancestors of a task that it
+remembers, and would hold the whole run. If a parent raises, Dask raises the same error in a dependent child, before
+the child begins.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from distributed import Future
 
-from pipeline.driver.context import Context, StageFailed, WorkerKey
-from pipeline.driver.edges import Attempt, Result, edges, fell_with_a_parent
-from pipeline.driver.supervision import Supervision, restart_unit
-from pipeline.driver.task_keys import task_key
-from pipeline.driver.verdict import (
+from pipeline.driver.context import Context, WorkerKey
+from pipeline.driver.errors import StageFailed
+from pipeline.driver.graph_markers import task_key
+from pipeline.driver.supervision import (
     LOST,
     PEER_GRACE_S,
+    Supervision,
     Verdict,
     back_off_s,
     describe,
@@ -42,22 +43,87 @@ from pipeline.driver.verdict import (
     error_of_rank,
     how_to_repeat,
     passes,
+    restart_unit,
     verdict,
 )
 from pipeline.graph.dispatch import Submit
-from pipeline.graph.gangs import Mode
-from pipeline.graph.graph import Node
+from pipeline.graph.graph import Mode, Node
 from pipeline.observe.journal import Event, EventKind
 from pipeline.workers.entry import run_node_task
 from pipeline.workers.messages import Call, Outcome, RankFailure, pin_resource, slot_resource, worker_name
-from stages.models.errors import RanksMissing
-from stages.models.protocol import MODEL_ROLES
+from stages.models.protocol import MODEL_ROLES, RanksMissing
+from stages.rewards.protocol import BudgetSpent
 from storage.address import Address
+
+LINEAGE = 8
+"""In every step whose number is a multiple of this, no result of another step becomes a dependency."""
+_WITHOUT_RESULT = ("error", "cancelled", "lost")
+
+
+@dataclass
+class Attempt:
+    """One submission of a node, to rank 0 of a gang or to a replica."""
+
+    submit: Submit
+    name: str
+    future: Future
+    ran_ahead: bool
+    """True if it was submitted before its parents were done, and depends on their futures."""
+    ready: float | None
+    """Time at which all its parents were done; None before."""
+    num_ranks: int = 1
+    """Number of ranks that run it together. Rank 0 has the future and reports for all of them."""
+    verdict_at: float = math.inf
+    """Time from which its errors count as its own, and no longer as signs of a peer's death."""
+    again_at: float = math.inf
+    """Time at which its node is submitted again, after a transient error. Until then it holds its slot."""
+    outcome: Outcome | None = None
+    errors: dict[int, BaseException] = field(default_factory=dict)
+    """Errors by rank, or by the index of the one replica."""
+
+    @property
+    def worker(self) -> WorkerKey:
+        """The worker that runs its future: rank 0 or a replica."""
+        return self.submit.gang, self.submit.replica
+
+
+@dataclass(frozen=True)
+class Result:
+    """The result of a finished node: its future, the worker that holds it, and the step it was scheduled in."""
+
+    future: Future
+    worker: WorkerKey
+    scheduled_step: int
+
+
+def edges(
+    child: Node, worker: WorkerKey, attempts: Mapping[Address, Attempt], results: Mapping[Address, Result]
+) -> list[Future]:
+    """Return the parents' futures that a child on this worker depends on (the module docstring says which and why)."""
+    found = []
+    for parent in child.parents:
+        result = results.get(parent)
+        if parent in attempts:
+            found.append(attempts[parent].future)
+        elif (
+            result is not None
+            and result.worker == worker
+            and (child.scheduled_step % LINEAGE or result.scheduled_step == child.scheduled_step)
+        ):
+            found += [result.future] if result.future.status not in _WITHOUT_RESULT else []
+    return found
+
+
+def fell_with_a_parent(attempt: Attempt, attempts: Mapping[Address, Attempt]) -> bool:
+    """Return True if the error of an attempt that ran ahead is a parent's that is not judged yet. Then the node never
+    began, and runs again together with the parent."""
+    parents = (attempts.get(parent) for parent in attempt.submit.node.parents) if attempt.ran_ahead else ()
+    return any(p is not None and p.outcome is None and p.future.status == "error" for p in parents)
 
 
 class Attempts:
-    """Owns the futures of nodes: under way, abandoned on a suspect worker, and of results that later nodes are run
-    beside."""
+    """Owns the futures of nodes: running attempts, attempts abandoned on a suspect worker, and results that later nodes
+    may depend on."""
 
     def __init__(self, context: Context, supervision: Supervision, on_done: Callable[[Node, Outcome], None]) -> None:
         """`on_done(node, outcome)` is called once for each node that has its commit, with rank 0's outcome."""
@@ -66,13 +132,11 @@ class Attempts:
         self._on_done = on_done
         self._attempts: dict[Address, Attempt] = {}
         self._abandoned: dict[WorkerKey, dict[Address, Attempt]] = {}
-        """By suspect worker: attempts that were given up and have not come back."""
+        """Attempts that were given up and have not ended, by suspect worker."""
         self._results: dict[Address, Result] = {}
 
-    # ---- out -------------------------------------------------------------------------------------------------------
-
     def submit(self, submit: Submit) -> None:
-        """Carries out an instruction of Dispatch.
+        """Submit a node to Dask, as Dispatch says.
 
         Raises:
             StageFailed: the node was lost too often.
@@ -94,7 +158,7 @@ class Attempts:
         context.watch(future, (submit.gang, index), address)
 
     def _submit_to(self, index: int, submit: Submit, name: str, num_ranks: int) -> Future:
-        """Submits an attempt to one rank or replica."""
+        """Submit an attempt to one rank or replica."""
         node = submit.node
         worker = self._supervision.spec((submit.gang, index))
         call = Call(
@@ -116,8 +180,8 @@ class Attempts:
             *edges(node, (submit.gang, index), self._attempts, self._results),
             key=task_key(node.address, name if submit.attempt else None),
             resources={pin(submit.gang, index): 1},
-            # of equals Dask begins the last first; dispatch takes it that shards come in their order (`graph.queues`)
-            priority=-(100 * node.turn + node.priority[1] + node.address.shard / 2**20),
+            # Dask runs the last of equal priority first; Dispatch expects shards in order (`graph.display`)
+            priority=-(100 * node.scheduled_step + node.priority[1] + node.address.shard / 2**20),
             retries=0,
             pure=False,
         )
@@ -125,10 +189,10 @@ class Attempts:
     def _parents_done(self, node: Node) -> bool:
         return all(self._context.dispatch.is_done(parent) for parent in node.parents)
 
-    # ---- what happened ---------------------------------------------------------------------------------------------
+    # ---- Events ----------------------------------------------------------------------------------------------------
 
     def reported(self, name: str, outcome: Outcome) -> None:
-        """A worker reported that it finished its part of the attempt called `name`."""
+        """Handle the report that a worker finished the attempt called `name`."""
         attempt = self._attempts.get(outcome.address)
         if attempt is not None and attempt.name == name:
             attempt.outcome = outcome
@@ -141,10 +205,10 @@ class Attempts:
                 return
 
     def future_ended(self, worker: WorkerKey, address: Address, future: Future) -> None:
-        """A node's future ended: with an error, or else its outcome has been reported.
+        """Handle the end of a node's future. Without an error do nothing, since the outcome is reported separately.
 
         Raises:
-            StageFailed: with an error of the stage's own.
+            StageFailed: the stage itself failed.
         """
         if future.status == "finished":
             return
@@ -160,10 +224,10 @@ class Attempts:
             self._came_back(worker, abandoned, None)
 
     def rank_failed(self, failure: RankFailure) -> None:
-        """A rank other than 0 raised, or is lost.
+        """Handle the error or loss of a rank other than 0.
 
         Raises:
-            StageFailed: with an error of the stage's own.
+            StageFailed: the stage itself failed.
         """
         attempt = self._attempts.get(failure.address)
         if attempt is not None and attempt.name == failure.attempt:
@@ -171,8 +235,8 @@ class Attempts:
             self._judge(attempt)
 
     def worker_down(self, worker: WorkerKey, suspect: bool) -> None:
-        """A worker gets no more work. What it had runs again; a suspect's attempts are abandoned, but listened to. One
-        that is lost takes all that its restart unit had with it, results too."""
+        """Make the nodes of a worker that gets no more work run again. A suspect's attempts are abandoned, but their
+        outcomes still count. With a lost worker, all attempts and results of its restart unit are lost."""
         reset = self._context.dispatch.worker_down(*worker)
         if suspect:
             self._reset(reset, abandon_on=worker)
@@ -185,17 +249,17 @@ class Attempts:
         self.release([address for address, result in self._results.items() if result.worker in unit])
 
     def release_slots(self, worker: WorkerKey, addresses: Iterable[Address]) -> None:
-        """These nodes do nothing any more but wait on that worker, if they are still there."""
+        """Release the slots of nodes that only wait for rows on other replicas, if they still run on that worker."""
         for address in addresses:
             attempt = self._attempts.get(address)
             if attempt is not None and attempt.worker == worker:
                 self._context.dispatch.release_slot(address)
 
     def check_deadlines(self) -> None:
-        """Decides on attempts whose errors stayed unclear, and on those that are overdue.
+        """Submit nodes again whose back-off is over. Judge attempts whose errors stayed unclear, and overdue ones.
 
         Raises:
-            StageFailed: an error is taken for the stage's own.
+            StageFailed: the stage itself failed.
         """
         for address, attempt in list(self._attempts.items()):
             if self._attempts.get(address) is not attempt:
@@ -208,21 +272,19 @@ class Attempts:
                 self._overdue(address, attempt)
 
     def release(self, addresses: Iterable[Address]) -> None:
-        """Lets go of the results of nodes that no later node depends on."""
+        """Release the results of nodes that no later node depends on."""
         for address in addresses:
             if address in self._results:
                 self._results.pop(address).future.release()
 
     def close(self) -> None:
-        """Lets go of everything that is out; what a stage is in the middle of ends with its process."""
+        """Release all futures. A running stage ends with its process."""
         abandoned = [attempt for of_worker in self._abandoned.values() for attempt in of_worker.values()]
         for attempt in [*self._attempts.values(), *abandoned]:
             attempt.future.release()
         self._attempts.clear()
         self._abandoned.clear()
         self.release(list(self._results))
-
-    # ---- how -------------------------------------------------------------------------------------------------------
 
     def _judge(self, attempt: Attempt) -> None:
         match verdict(attempt.num_ranks, attempt.outcome is not None, attempt.errors.values()):
@@ -236,9 +298,9 @@ class Attempts:
     def _done(self, attempt: Attempt) -> None:
         node, gang, journal = attempt.submit.node, attempt.submit.gang, self._context.journal
         other = self._attempts.pop(node.address, attempt)
-        if other is not attempt:  # `attempt` had been given up, and was the first to finish after all
+        if other is not attempt:  # `attempt` was abandoned, but finished first
             other.future.release()
-        self._results[node.address] = Result(attempt.future, attempt.worker, node.turn)
+        self._results[node.address] = Result(attempt.future, attempt.worker, node.scheduled_step)
         self._context.dispatch.done(node.address)
         first, index = attempt.outcome, attempt.submit.replica
         assert first is not None, f"{node.address} is done, and nobody reported it"
@@ -258,7 +320,7 @@ class Attempts:
         self._on_done(node, first)
 
     def _failed(self, attempt: Attempt) -> None:
-        """Has run again what was lost, or raised what may pass; raises StageFailed for what is wrong."""
+        """Run again what was lost or raised a transient error. Raise StageFailed for any other error."""
         address, gang = attempt.submit.node.address, attempt.submit.gang
         for index, error in attempt.errors.items():
             detail = describe(error)[:500]
@@ -269,19 +331,22 @@ class Attempts:
         for dead in filter(None, map(self._supervision.worker_of, lost)):
             self._supervision.lost(dead, f"{address}: {type(lost[0]).__name__}")
         if self._attempts.get(address) is not attempt:
-            return  # it was among what its worker had
+            return  # reset together with its worker
         missing = next((error for error in lost if isinstance(error, RanksMissing)), None)
         if missing is not None:
             self._supervision.lost((gang, missing.ranks[0]), str(missing))
-        elif attempt.num_ranks > 1:  # its workers are well, but some may have begun, and wait for the rest
+        elif attempt.num_ranks > 1:  # live ranks may have begun, and wait for the others
             self._supervision.lost((gang, 0), f"{address}: {type(lost[0]).__name__} on a part of its ranks")
         else:
             self._reset(self._context.dispatch.lost([address]))
 
     def _raised(self, attempt: Attempt) -> None:
-        """A stage raised. What may pass is tried again: by a replica or a single rank after a while, by a gang when it
-        is built anew, since its other ranks may be in the middle of a collective."""
+        """Try again after a transient error of a stage: on a replica or a single rank after a back-off, on a gang after
+        it was built again, since its other ranks may be in a collective. Raise StageFailed for any other error."""
         node, gang, dispatch = attempt.submit.node, attempt.submit.gang, self._context.dispatch
+        spent = next((error for error in attempt.errors.values() if isinstance(error, BudgetSpent)), None)
+        if spent is not None:
+            raise StageFailed(f"{node.address}: {spent}. That ends the run; a larger budget lets it go on") from spent
         times = dispatch.losses(node.address) + 1
         if times >= self._context.settings.attempts or not all(map(passes, attempt.errors.values())):
             repeat = how_to_repeat(node, self._context.settings.run_dir)
@@ -294,8 +359,8 @@ class Attempts:
         self._context.journal.now(EventKind.WARNED, **_event_fields(node.address), gang=gang, detail=detail)
 
     def _came_back(self, worker: WorkerKey, attempt: Attempt, outcome: Outcome | None) -> None:
-        """An abandoned attempt ended, well (then the node is done, whichever attempt committed first) or not. Its
-        worker is alive after all, and gets work again when it owes nothing more."""
+        """Handle the end of an abandoned attempt. With an outcome the node is done, whichever attempt committed first.
+        Its worker is alive, and gets work again once it has no abandoned attempts left."""
         node, abandoned = attempt.submit.node, self._abandoned[worker]
         del abandoned[node.address]
         if not abandoned:
@@ -308,7 +373,7 @@ class Attempts:
             attempt.future.release()
 
     def _reset(self, addresses: Iterable[Address], abandon_on: WorkerKey | None = None) -> None:
-        """Lets go of attempts that were given up; those on the worker `abandon_on` are listened to all the same."""
+        """Release attempts that were given up. Keep those on `abandon_on`, since their outcomes still count."""
         for address in addresses:
             attempt = self._attempts.pop(address)
             if attempt.worker == abandon_on:
@@ -317,8 +382,9 @@ class Attempts:
                 attempt.future.release()
 
     def _due(self, attempt: Attempt) -> float:
-        """When an attempt is overdue. A node in a slot begins when it is submitted; others wait for their parents, and
-        behind the nodes before them on the same worker, so they are overdue when it finishes nothing."""
+        """Return the time at which an attempt is overdue. A node in a slot begins when it is submitted. Other nodes
+        queue behind earlier ones on the same worker, so their time counts from the worker's last progress. No time
+        counts before all parents are done."""
         if attempt.again_at < math.inf or (attempt.ready is None and not self._parents_done(attempt.submit.node)):
             return math.inf
         if attempt.ready is None:
@@ -334,7 +400,7 @@ class Attempts:
         self._context.journal.now(
             EventKind.FAILED, **_event_fields(address), gang=worker[0], attempt=attempt.name, detail=detail
         )
-        if attempt.ran_ahead:  # it waits for a parent's result, in a process that hangs: the store has it, too
+        if attempt.ran_ahead:  # it may wait for a result in a hung process; the store has it too
             self._reset(dispatch.lost([address]))
         elif attempt.submit.mode is not Mode.ORDERED and dispatch.can_spare(*worker):
             self._supervision.suspect(worker)

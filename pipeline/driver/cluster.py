@@ -1,6 +1,5 @@
-"""The cluster of a run as its driver sees it: workers that are there or come, and how they are ended. Two owners make
-one: `local_workers` starts the processes itself, `attached_workers` waits for those that `stageline worker` starts on
-any host.
+"""The Dask cluster of a run, as its driver sees it. `LocalWorkers` starts the worker processes itself;
+`attached_workers.AttachedWorkers` waits for those that `stageline worker` starts on any host.
 
     local                                            attached
     driver: scheduler, nannies                       driver: scheduler, bound to an interface
@@ -8,74 +7,50 @@ any host.
               ▼                                                │
             worker processes, on 127.0.0.1                   host: `stageline worker`: a nanny ──fork──► worker process
 
-Whoever can talk to a scheduler or worker of Dask's can have it run anything, and every user of a host can connect to
-its ports. So all of them speak TLS, and answer only who shows the run's own certificate: it is made when the driver
-begins, lives in the memory of these processes (and, of an attached run, in its scheduler file, of mode 0600 in a folder
-of mode 0700) and ends with them.
-
-May import distributed and pipeline.config.{errors, run}.
+Anyone who can talk to a Dask scheduler or worker can make it run any code, and every user of a host can connect to its
+ports. So all of them use TLS and accept only the run's own certificate. The driver makes it when it starts. It exists
+only in the memory of these processes and, in an attached run, in the scheduler file (mode 0600, in a folder of mode
+0700).
 """
 
 from __future__ import annotations
 
 import asyncio
 import errno
+import logging
 import os
 import signal
 import socket
 from collections.abc import Iterable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import Any, Self
 from urllib.parse import urlsplit
 
-from distributed import Client, Scheduler, scheduler
+from distributed import Client, Nanny, Scheduler, SpecCluster, scheduler
 from distributed.protocol.pickle import dumps
 from distributed.security import Security
 
+from pipeline.config.devices import THIS_HOST, all_here, plan_devices, visible_devices
 from pipeline.config.errors import ConfigError
+from pipeline.config.open_files import allow_descriptors, descriptors_needed
 from pipeline.config.run import RunConfig
+from pipeline.workers.messages import worker_name
+from pipeline.workers.worker_process import dask_settings, nanny_options, shares_cores, start_forkserver
+from stages.native.loopback import loopback_only
 
 _KILL_S = 5.0
-"""Of the driver's time, for processes to be killed: a host that is gone answers nobody."""
-
-
-class Cluster(Protocol):
-    """Owns a run's scheduler and the client connected to it, and the workers as far as this process starts them."""
-
-    @property
-    def client(self) -> Client: ...
-
-    @property
-    def dashboard(self) -> str | None:
-        """Address of the Dask dashboard, where there is one."""
-        ...
-
-    @property
-    def scheduler(self) -> Scheduler:
-        """Which runs in this process, in a thread of its own."""
-        ...
-
-    def close(self) -> None:
-        """Ends every worker at once, in the middle of whatever it does: what counts is committed, and a stage that
-        hangs must not hold up the end of the run."""
-        ...
-
-    def __enter__(self) -> Self: ...
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
-    ) -> None: ...
+"""Longest time that the driver waits for processes to be killed. A host that is gone never answers."""
 
 
 def scheduler_extensions() -> dict[str, Any]:
-    """Dask's, less those that are of no use here. Spans are kept for ever, and one begins whenever nothing is running:
-    6 KB each in the scheduler, and counters for each in every worker, two a step."""
+    """Return Dask's scheduler extensions without those that we do not use. Spans are never deleted, and a new one
+    begins whenever nothing is running: two a step, each with 6 KB in the scheduler and counters in every worker."""
     return {name: kind for name, kind in scheduler.DEFAULT_EXTENSIONS.items() if name not in ("spans", "stealing")}
 
 
-def scheduler_spec(config: RunConfig, security: Security, host: str, port: int = 0) -> dict[str, Any]:
-    """A run's scheduler, for Dask's `SpecCluster`, in this process and listening there. `port` 0: any."""
+def scheduler_spec(config: RunConfig, security: Security, host: str, port: int) -> dict[str, Any]:
+    """Return the spec, for Dask's `SpecCluster`, of a scheduler in this process. `port` 0: any free port."""
     return {
         "cls": Scheduler,
         "options": {
@@ -91,8 +66,8 @@ def scheduler_spec(config: RunConfig, security: Security, host: str, port: int =
 
 
 def free_address(wanted: str | None) -> str:
-    """The dashboard's address, with any port where that one is taken (Dask would warn), or is the system's. Raises
-    ConfigError where the host is none of this one's."""
+    """Return the dashboard's address, with port 0 (any) if its port is taken (Dask would warn) or reserved for the
+    system. Raises ConfigError if the address is not one of this host."""
     host, _, port = (wanted or "127.0.0.1:0").rpartition(":")
     with socket.socket() as probe:
         try:
@@ -106,22 +81,21 @@ def free_address(wanted: str | None) -> str:
 
 
 def dashboard_link(link: str, wanted: str) -> str:
-    """The dashboard's address, as a URL. `link`: Dask's, which names the scheduler's host wherever the dashboard
-    listens; `wanted`: where that is."""
+    """Return the dashboard's URL. `link`: Dask's URL, which always names the scheduler's host. `wanted`: the address
+    that the dashboard listens on."""
     host, parts = wanted.rpartition(":")[0], urlsplit(link)
     return link if host in ("", "0.0.0.0", "[::]") else parts._replace(netloc=f"{host}:{parts.port}").geturl()
 
 
 def kill_workers(client: Client, addresses: Iterable[str]) -> None:
-    """Ends processes, whatever state they are in (also stopped, also stuck in a collective), and waits until the
-    scheduler has seen it, lest it send them work; their nannies start new ones. Unknown addresses are passed over:
-    those have ended. One that the scheduler still believes in after `_KILL_S` (its host is gone) gets no work any
-    more."""
+    """Kill processes in any state (stopped, stuck in a collective). Wait until the scheduler has noticed, so that it
+    sends them no work. Their nannies start new ones. Unknown addresses are ignored, since those processes have ended. A
+    process that the scheduler still lists after `_KILL_S` (its host is gone) gets no work any more."""
     client.run_on_scheduler(_kill_and_wait, sorted(addresses))
 
 
 async def _kill_and_wait(addresses: list[str], dask_scheduler: Any) -> None:
-    """Runs in the scheduler, whose list of workers cannot change between a look and the message."""
+    """Run in the scheduler, so that its list of workers cannot change between the look-up and the message."""
     here = [address for address in addresses if address in dask_scheduler.workers]
     message = {"op": "run", "function": dumps(_kill_process), "args": dumps(()), "kwargs": dumps({}), "wait": True}
     with suppress(TimeoutError):
@@ -132,20 +106,20 @@ async def _kill_and_wait(addresses: list[str], dask_scheduler: Any) -> None:
                 await asyncio.sleep(0.01)
     for address in here:
         if address in dask_scheduler.workers:
-            # Every task names a resource. Removing the worker would have it end for good, with its nanny, if it is
-            # there after all; so it can be killed later, and come back.
+            # Every task needs a resource, so the worker gets no tasks without one. Removing the worker instead would
+            # end it for good, with its nanny, if it is alive after all. This way it can be killed later and restart.
             for resource in dask_scheduler.workers[address].resources:
                 dask_scheduler.resources[resource][address] = 0
 
 
 def workers_by_address(client: Client) -> dict[str, str]:
-    """Names of the worker processes that the scheduler knows, by their addresses."""
+    """Return the names of the worker processes that the scheduler knows, by address."""
     workers = client.scheduler_info(n_workers=-1)["workers"]
     return {address: str(info["name"]) for address, info in workers.items()}
 
 
 def heartbeats(client: Client) -> dict[str, float]:
-    """When each worker process that the scheduler knows last said that it lives, by name and the scheduler's clock."""
+    """Return the last heartbeat of each worker process, by name, in seconds of the scheduler's clock."""
     workers = client.scheduler_info(n_workers=-1)["workers"]
     return {str(info["name"]): float(info["last_seen"]) for info in workers.values()}
 
@@ -153,3 +127,82 @@ def heartbeats(client: Client) -> dict[str, float]:
 def _kill_process(dask_worker: Any) -> None:
     if dask_worker.pid is not None:
         os.kill(dask_worker.pid, signal.SIGKILL)
+
+
+class Cluster:
+    """Owns a run's scheduler, the client connected to it, and the workers that this process starts."""
+
+    def __init__(
+        self, config: RunConfig, security: Security, host: str, port: int = 0, workers: dict[str, Any] | None = None
+    ) -> None:
+        """`host`, `port`: the scheduler's address; port 0: any free port. `workers`: Dask's specs of the workers."""
+        # Applies to the whole process, until its end: the journal reports losses, and Dask's threads log after closing.
+        logging.getLogger("distributed").setLevel(logging.CRITICAL)
+        self._dashboard = config.cluster.dashboard
+        of_scheduler = scheduler_spec(config, security, host, port)
+        with ExitStack() as stack:  # closes what was opened if a later part fails
+            stack.enter_context(dask_settings())
+            allow_descriptors(descriptors_needed(config))
+            if workers:
+                start_forkserver()
+            self._cluster = SpecCluster(
+                workers=workers or {}, scheduler=of_scheduler, security=security, silence_logs=logging.CRITICAL
+            )
+            stack.callback(self._close_cluster)
+            self.client = stack.enter_context(Client(self._cluster))
+            self._stack = stack.pop_all()
+
+    @property
+    def dashboard(self) -> str | None:
+        """Address of the Dask dashboard; None if there is none."""
+        return None if self._dashboard is None else dashboard_link(self.client.dashboard_link, self._dashboard)
+
+    @property
+    def scheduler(self) -> Scheduler:
+        """The scheduler, which runs in this process, in its own thread."""
+        found: Scheduler = self._cluster.scheduler
+        return found
+
+    def close(self) -> None:
+        """End every worker at once, whatever it is doing: all results that count are committed, and a hung stage must
+        not delay the end of the run."""
+        self._stack.close()
+
+    def _close_cluster(self) -> None:
+        for nanny in self._cluster.workers.values():
+            nanny.close_gracefully()  # from here on the nanny does not restart its process
+            if nanny.pid is not None:
+                os.kill(nanny.pid, signal.SIGKILL)
+        self._cluster.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()
+
+
+class LocalWorkers(Cluster):
+    """A cluster whose worker processes are all on this host.
+
+    Each rank or replica is one Dask worker, under a nanny that starts it again when it dies. Everything listens on
+    127.0.0.1.
+
+        driver ──► forkserver (distributed imported; signals blocked) ─fork──► worker processes
+          └ threads: scheduler, nannies
+    """
+
+    def __init__(self, config: RunConfig, num_gpus: int = 0) -> None:
+        """`num_gpus`: number of this host's GPUs to divide among the workers."""
+        gangs = config.gangs()
+        plan = plan_devices(gangs, config.replica_ranks, all_here(gangs), {THIS_HOST: num_gpus})
+        inherited = os.environ.get("CUDA_VISIBLE_DEVICES")
+        security = Security.temporary()
+        specs: dict[str, Any] = {}
+        for gang in gangs:
+            for index in range(gang.workers):
+                gpus = visible_devices(plan[gang.name, index], inherited) if num_gpus else None
+                options = nanny_options(config, gang, index, security, shared=shares_cores(config), gpus=gpus)
+                options["env"] |= loopback_only()
+                specs[worker_name(gang.name, index)] = {"cls": Nanny, "options": {"host": "127.0.0.1", **options}}
+        super().__init__(config, security, "127.0.0.1", workers=specs)

@@ -1,29 +1,39 @@
-"""A run's page on Dask's own dashboard: `/stageline`, beside `/status` and `/graph`.
+"""The run's page on Dask's dashboard, and our versions of two of Dask's own pages.
 
     GET /stageline             the page (observe.graph_page)
-    GET /stageline/view        the part of it that changes, once a second while somebody looks
+    GET /stageline/view        its changing part, once a second while a browser shows the page
     GET /stageline/logs/NAME   the end of a worker's log
+    /graph                     only the markers, with a column per step and a row per stage. Dask puts each task one
+                               column to the right of its dependencies, and tasks without any into one endless column
+    /groups                    Dask's drawing, in another order. Dask calls `dask.order` without dependencies, and fails
+                               at the first group that comes before one that it depends on
 
-Loads Bokeh, by Dask's pages: imported only where there is a dashboard. May import distributed, tornado,
-pipeline.config, pipeline.driver.{dask_pages, graph_markers, run_view}, pipeline.graph, pipeline.observe and storage.
+Loads Bokeh, so it is imported only if there is a dashboard.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from graphlib import TopologicalSorter
 from pathlib import Path
 from typing import Any
 
+from bokeh.models import FixedTicker
 from distributed import Scheduler
+from distributed.dashboard.components import add_periodic_callback
+from distributed.dashboard.components.scheduler import BOKEH_THEME, TaskGraph, TaskGroupGraph, env
+from distributed.dashboard.core import BokehApplication
 from distributed.dashboard.scheduler import template_variables
+from distributed.diagnostics.graph_layout import GraphLayout
 from tornado import web
+from tornado.ioloop import IOLoop
 
 from pipeline.config.paths import RunPaths
 from pipeline.config.run import RunConfig
-from pipeline.driver.dask_pages import add_pages
-from pipeline.driver.graph_markers import GraphMarkers
+from pipeline.driver.graph_markers import GraphMarkers, marker_stage
 from pipeline.driver.run_view import RunView
 from pipeline.graph.dispatch import Dispatch
+from pipeline.graph.display import ROWS
 from pipeline.graph.flow import Flow
 from pipeline.observe.graph_page import HEADERS, PATH, fragment, page
 from pipeline.observe.graph_view import Facts
@@ -34,7 +44,7 @@ from storage.weights import WeightBoard
 
 
 class _Handler(web.RequestHandler):
-    """Answers from the record of a run."""
+    """Base of handlers that answer from the view of a run."""
 
     def initialize(self, view: RunView) -> None:
         self._view = view
@@ -46,7 +56,7 @@ class _Handler(web.RequestHandler):
 
 class _Page(_Handler):
     async def get(self) -> None:
-        """The page, whole."""
+        """Send the whole page."""
         view = await self._view.fresh()
         if view is None:
             raise web.HTTPError(503, reason="The workers are being started")
@@ -55,7 +65,7 @@ class _Page(_Handler):
 
 class _Fragment(_Handler):
     async def get(self) -> None:
-        """What changes of it."""
+        """Send the changing part of the page."""
         view = await self._view.fresh()
         if view is None:
             raise web.HTTPError(503, reason="The workers are being started")
@@ -63,7 +73,7 @@ class _Fragment(_Handler):
 
 
 class _Log(web.RequestHandler):
-    """Answers with the end of a log that lies in the run's directory."""
+    """Sends the end of a log in the run's directory."""
 
     def initialize(self, directory: Path) -> None:
         self._directory = directory
@@ -74,7 +84,7 @@ class _Log(web.RequestHandler):
         self.set_header("Content-Type", "text/plain; charset=utf-8")
 
     def get(self, name: str) -> None:
-        """Plain text; only of a file that is named among the logs."""
+        """Send a log's end as plain text, or 404 if it is not one of the run's logs."""
         text = log_end(self._directory, name)
         if text is None:
             raise web.HTTPError(404)
@@ -91,8 +101,8 @@ def open_page(
     events: NodeEvents,
     links: Mapping[str, str],
 ) -> RunView:
-    """Puts a run on the dashboard of a scheduler in this process: its markers, its page, and a tab for that on Dask's
-    pages. `events` is given the journal's events as they are written; `links` are shown on the page."""
+    """Add a run to the dashboard of a scheduler in this process: its markers, its page, and a tab for the page.
+    `events` receives the journal's events as they are written. The page shows `links`."""
     logs = RunPaths(config.run_dir).logs
     facts = Facts(config.name, config.steps, config.staleness, tuple(links.items()))
     markers = GraphMarkers(scheduler)
@@ -110,3 +120,104 @@ def _add_page(scheduler: Scheduler, view: RunView, logs: Path) -> None:
     scheduler.http_application.add_handlers(".*", routes)
     template_variables(scheduler)["pages"].append(PATH)
     add_pages(scheduler)
+
+
+# ---- Our versions of Dask's pages ------------------------------------------------------------------------
+
+_ORDERS = 12
+"""Number of orders of a step's nodes (`graph.Node.priority`), which give their place in the step's column."""
+_SHIFT = 0.07
+"""Shift of every second node, so that no edge crosses the nodes between its ends."""
+_SPREAD = 0.7
+"""Part of a row's height over which the shards of a stage are spread."""
+
+
+class StepLayout(GraphLayout):
+    """Owns the places of markers, and the changes that the page must still draw."""
+
+    def update_graph(self, scheduler: Scheduler, *, tasks: Any = None, **given: Any) -> None:
+        """Give new markers a place. Ignore other tasks."""
+        for key in tasks or ():
+            stage, task = marker_stage(key), scheduler.tasks.get(key)
+            if stage is None or task is None or key in self.x:
+                continue
+            scheduled_step, order = task.priority
+            self.x[key] = scheduled_step + order / _ORDERS + _SHIFT * (order % 2)
+            self.y[key] = -ROWS.index(stage) - _SPREAD * (1 - 1 / (1 + key[1]))
+            self.index[key] = self.next_index
+            self.next_index += 1
+            self.new.append(key)
+            for parent in task.dependencies:
+                self.index_edge[parent.key, key] = self.next_edge_index
+                self.next_edge_index += 1
+                self.new_edges.append((parent.key, key))
+
+    def transition(self, key: Any, start: str, finish: str, *args: Any, **given: Any) -> None:
+        """Handle a marker's change of state. Ignore other tasks."""
+        if key in self.index:
+            super().transition(key, start, finish, *args, **given)
+
+
+class StepGraph(TaskGraph):
+    """Owns one view of the graph: Dask's drawing, with our places."""
+
+    layout: GraphLayout
+
+    def __init__(self, scheduler: Scheduler, **given: Any) -> None:
+        super().__init__(scheduler, **given)
+        scheduler.remove_plugin(name=self.layout.name)
+        self.layout = StepLayout(scheduler)
+        scheduler.add_plugin(self.layout)
+        self.root.xaxis.visible = self.root.yaxis.visible = True
+        self.root.xaxis.axis_label = "step"
+        self.root.yaxis.ticker = FixedTicker(ticks=[-row for row in range(len(ROWS))])
+        self.root.yaxis.major_label_overrides = {-row: stage for row, stage in enumerate(ROWS)}
+
+
+class OrderedGroups(TaskGroupGraph):
+    """Owns one view of the groups: Dask's drawing, in an order that the dependencies allow."""
+
+    def update_layout(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Return each group's place, one column to the right of its dependencies, and the arrows that end there."""
+        groups = self.scheduler.task_groups
+        needs = {
+            name: {other.name for other in group.dependencies if other.name != name and other.name in groups}
+            for name, group in groups.items()
+        }
+        x: dict[str, int] = {}
+        height: dict[int, int] = {}
+        nodes, arrows = {}, {}
+        for name in TopologicalSorter(needs).static_order():
+            x[name] = 1 + max((x[other] for other in needs[name]), default=-1)
+            height[x[name]] = height.get(x[name], -1) + 1
+            nodes[name] = {"x": x[name], "y": height[x[name]]}
+            arrows[name] = {"nstart": needs[name], "nend": [name] * len(needs[name])}
+        return nodes, arrows
+
+
+def _document(kind: Callable[..., Any], title: str, page: str) -> Callable[..., None]:
+    def fill(scheduler: Scheduler, extra: Any, doc: Any) -> None:
+        component = kind(scheduler, sizing_mode="stretch_both")
+        component.update()
+        doc.title = title
+        add_periodic_callback(doc, component, 200)
+        doc.add_root(component.root)
+        doc.template = env.get_template(page)
+        doc.template_variables.update(extra)
+        doc.theme = BOKEH_THEME
+
+    return fill
+
+
+def add_pages(scheduler: Scheduler) -> None:
+    """Put these pages before Dask's of the same name. Must be called in the scheduler's loop."""
+    pages = {
+        "/graph": _document(StepGraph, "Dask: Task Graph", "simple.html"),
+        "/groups": _document(OrderedGroups, "Dask: Task Groups Graph", "simple.html"),
+        "/individual-graph": _document(StepGraph, "Dask: Task Graph", "simple.html"),
+        "/individual-groups": _document(OrderedGroups, "Dask: Task Groups Graph", "simple.html"),
+    }
+    application = BokehApplication(pages, scheduler, prefix="", template_variables=template_variables(scheduler))
+    application.initialize(IOLoop.current())
+    application.start()
+    scheduler.http_application.applications.insert(0, application)

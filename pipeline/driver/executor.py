@@ -1,29 +1,27 @@
-"""Runs the graph on Dask: the one loop that submits, waits, loses and submits again.
+"""Run the graph on Dask: one loop that submits nodes, waits for them, and submits lost ones again.
 
     driver thread, one loop:
-      consumes         notices: a worker reported an outcome, a replica its rows, a future ended, a process ended
-      waits for        the next notice, but only until somebody should look at the deadlines
-      is unblocked by  Dask's client thread, which puts notices into a queue and does nothing else
+      consumes         notices: a worker's outcome, a replica's rows, a future that ended, a process that ended
+      waits for        the next notice, or until the next check of the deadlines
+      is unblocked by  Dask's client thread, which only puts notices into a queue
       carries out      the instructions of Dispatch, which decides what runs next
-      reports to       Dispatch, the journal, and the run's own callback
+      reports to       Dispatch, the journal, and the run's callbacks
 
     Executor ──► Attempts ──────────┬──► Supervision
-      │          nodes' futures     │    builds of processes; losses, suspects
+      │          nodes' futures     │    worker builds, losses, suspects
       ├────────► WeightOrders ──────┤      │
-      ├────────► TurnOrders ────────┤      │
-      └────────► MigrationOrders ───┘      └── a worker is down ──► Attempts, MigrationOrders, TurnOrders
+      ├────────► DeviceOrders ──────┤      │
+      └────────► MigrationOrders ───┘      └── a worker is down ──► Attempts, MigrationOrders, DeviceOrders
 
-What is lost and what is wrong: a worker that dies loses its unfinished nodes and they run again, up to
-`cluster.attempts` times; an exception that a stage raises is wrong, and ends the run. In a gang, a rank may raise
-because a peer died: then the verdict waits for `PEER_GRACE_S` for the news of a death.
+When a worker dies, its unfinished nodes are lost and run again, up to `cluster.attempts` times. An exception raised by
+a stage ends the run, unless it is transient (then `attempts` tries again). A rank of a gang may raise because a peer
+died. So the driver waits `PEER_GRACE_S` for news of such a death before it blames the stage.
 
-A worker that is overdue (stopped, hung) is killed, if nobody else can do its work. Otherwise it is *suspect*: its
-shards run elsewhere at once. When all that it had come back, finding commits and discarding their own, it gets work
-again; if they do not within another deadline, it is killed.
+A worker that is overdue (stopped, hung) is killed if no other worker can do its work. Otherwise it becomes a *suspect*:
+its shards run elsewhere at once, and whichever attempt at a node commits first counts. The suspect gets work again when
+all its old attempts have ended. If they do not end within another deadline, it is killed.
 
-Time is counted by a clock that stands still while the driver does (a suspended job must not find every deadline past).
-
-May import distributed, pipeline.driver.{attempts, context, orders, supervision}, pipeline.workers and below.
+The driver's clock stops while the driver is suspended. So deadlines do not expire while a job is suspended.
 """
 
 from __future__ import annotations
@@ -40,36 +38,38 @@ from distributed import Client, Future
 
 from pipeline.driver.attempts import Attempts
 from pipeline.driver.context import Context, ExecutorSettings, WorkerKey
-from pipeline.driver.orders import MigrationOrders, TurnOrders, WeightOrders, mirror_spec
+from pipeline.driver.orders import DeviceOrders, MigrationOrders, WeightOrders, mirror_spec
 from pipeline.driver.supervision import Supervision
 from pipeline.graph.dispatch import Dispatch
-from pipeline.graph.gangs import Gang
-from pipeline.graph.graph import Node
+from pipeline.graph.graph import Gang, Node
 from pipeline.observe.journal import Journal
-from pipeline.workers.joining import REFUSALS, JoinRefused
+from pipeline.workers.attached import REFUSALS, JoinRefused
 from pipeline.workers.messages import (
     FAILURES,
+    MIGRATIONS,
     OUTCOMES,
-    RESTED,
-    TAILS,
-    MoveOver,
+    SLEEP_REPORTS,
+    MigrationDone,
     Outcome,
     RankFailure,
-    Rested,
-    RowsNews,
+    RowsReport,
+    SleepReport,
+    failure_from_json,
+    outcome_from_json,
+    rows_from_json,
+    sleep_report_from_json,
 )
-from pipeline.workers.reports import failure_from_json, outcome_from_json, rested_from_json, rows_from_json
 from storage.address import Address
 
 _LONGEST_LOOK_S = 5.0
-"""The most that the driver's clock advances from one look to the next."""
+"""The most that the driver's clock advances between two notices. It hides time in which the driver was suspended."""
 _PROCESSES = "all"
-"""Dask's topic on which the scheduler reports processes that ended."""
+"""Topic on which Dask's scheduler reports processes that ended."""
 
 
 @dataclass(frozen=True)
 class _Ended:
-    """A future ended; `address` is None for a build."""
+    """The end of a future. `address` is None for a worker's build."""
 
     future: Future
     worker: WorkerKey
@@ -78,7 +78,7 @@ class _Ended:
 
 @dataclass(frozen=True)
 class _Reported:
-    """A worker finished a call."""
+    """The outcome of a finished call."""
 
     attempt: str
     outcome: Outcome
@@ -86,44 +86,44 @@ class _Reported:
 
 @dataclass(frozen=True)
 class _Removed:
-    """A worker process ended, by its Dask address."""
+    """The end of a worker process, by its Dask address."""
 
     process: str
 
 
 @dataclass(frozen=True)
 class _RowsReported:
-    """A replica reported its rows."""
+    """A replica's report of its rows or of a migration."""
 
-    report: RowsNews | MoveOver
+    report: RowsReport | MigrationDone
 
 
 @dataclass(frozen=True)
-class _RestReported:
-    """A worker has left its devices, or could not."""
+class _SleepReported:
+    """A worker's report that it freed its devices, or failed to."""
 
-    report: Rested
+    report: SleepReport
 
 
 @dataclass(frozen=True)
 class _RankFailed:
-    """A rank other than 0 reported what it raised."""
+    """An error on a rank other than 0."""
 
     failure: RankFailure
 
 
 @dataclass(frozen=True)
 class _Refused:
-    """A worker wanted to join, and was refused."""
+    """The refusal of a worker that asked to join."""
 
     refusal: JoinRefused
 
 
-_Notice = _Ended | _Reported | _Removed | _RowsReported | _RestReported | _RankFailed | _Refused
+_Notice = _Ended | _Reported | _Removed | _RowsReported | _SleepReported | _RankFailed | _Refused
 
 
 class Executor:
-    """Owns the futures of a run, through its parts, from `start` to `close`."""
+    """Owns the futures of a run from `start` to `close`, through its parts."""
 
     def __init__(
         self,
@@ -137,10 +137,15 @@ class Executor:
         on_built: Callable[[WorkerKey, Mapping[str, str]], None] = lambda worker, numerics: None,
         on_look: Callable[[float], None] = lambda now: None,
     ) -> None:
-        """`on_done(node, outcome)` is called when a node has its commit, with rank 0's outcome; `on_replaced()` when a
-        worker's process was lost, and the next one is built; `on_built(worker, numerics)` when a worker is built, with
-        what the last bits of its results depend on; `on_look(now)` about once a second, with the executor's clock. What
-        these raise ends the run."""
+        """An exception raised by a callback ends the run.
+
+        Args:
+            on_done: called with a node that has its commit, and rank 0's outcome.
+            on_replaced: called when the successor of a lost worker process is built.
+            on_built: called when a worker is built, with its numerics: the facts that the last bits of its results
+                depend on.
+            on_look: called about once a second with the executor's time.
+        """
         self._client = client
         self._dispatch = dispatch
         self._on_replaced = on_replaced
@@ -164,29 +169,29 @@ class Executor:
         self._attempts = Attempts(context, self._supervision, on_done)
         self._weights = WeightOrders(context, self._supervision)
         self._migration = MigrationOrders(context, self._supervision)
-        self._turns = TurnOrders(context, self._supervision)
+        self._device_sharing = DeviceOrders(context, self._supervision)
 
     def start(self) -> None:
-        """Begins to build every worker; each is given nodes as soon as it is up."""
+        """Begin to build every worker. Each gets nodes as soon as it is up."""
         self._client.subscribe_topic(_PROCESSES, self._on_process)
         self._client.subscribe_topic(OUTCOMES, self._on_outcome)
         self._client.subscribe_topic(FAILURES, self._on_failure)
-        self._client.subscribe_topic(TAILS, self._on_rows)
-        self._client.subscribe_topic(RESTED, self._on_rest)
+        self._client.subscribe_topic(MIGRATIONS, self._on_rows)
+        self._client.subscribe_topic(SLEEP_REPORTS, self._on_sleep)
         self._client.subscribe_topic(REFUSALS, self._on_refusal)
         self._started = True
         self._supervision.start()
 
     def run(self, finished: Callable[[], bool]) -> None:
-        """Hands out nodes until `finished()`.
+        """Hand out nodes until `finished()` is true.
 
         Raises:
-            StageFailed: a stage raised, or a node or a worker was lost too often.
+            StageFailed: a stage raised, or a node or worker was lost too often.
         """
         while not finished():
             for submit in self._dispatch.next_submits():
                 self._attempts.submit(submit)
-            if self._turns.pass_on():
+            if self._device_sharing.pass_on():
                 continue
             self._migration.order_moves()
             match self._next_notice():
@@ -207,52 +212,52 @@ class Executor:
                     self._attempts.rank_failed(failure)
                 case _RowsReported(report):
                     self._attempts.release_slots((report.gang, report.index), self._migration.reported(report))
-                case _RestReported(rested):
-                    self._turns.reported(rested)
+                case _SleepReported(rested):
+                    self._device_sharing.reported(rested)
             if self._now >= self._look_again:
                 self._look_again = self._now + self._longest_wait_s
                 self._supervision.check_deadlines()
                 self._attempts.check_deadlines()
-                self._turns.check_deadlines()
+                self._device_sharing.check_deadlines()
                 self._on_look(self._now)
 
     def release(self, addresses: Iterable[Address]) -> None:
-        """Lets go of the results of nodes that no later node depends on."""
+        """Release the results of nodes that no later node depends on."""
         self._attempts.release(addresses)
 
     def fetch_weights(self, version: int) -> None:
-        """Has a version brought to the hosts that will read it, before they need it."""
+        """Copy a version of the weights to the hosts that will read it, before they need it. Does not wait."""
         self._weights.fetch(version)
 
     def take_weights(self, version: int) -> None:
-        """Has replicas take a version now, for the rows that they have in flight."""
+        """Make replicas load a version now, for the rows that they have in flight. Does not wait."""
         self._weights.take(version)
 
     def release_weights(self, version: int) -> None:
-        """Has the copies of a version removed that other hosts have."""
+        """Remove the copies of a version that other hosts have. Does not wait."""
         self._weights.release(version)
 
     def close(self) -> None:
-        """Lets go of everything that is out; what a stage is in the middle of ends with its process. Other hosts remove
-        their copies of weights."""
+        """Release all futures, and make other hosts remove their copies of weights. A running stage ends with its
+        process."""
         if not self._started:
             return
         self._weights.remove()
         self._attempts.close()
         self._supervision.close()
-        for topic in (_PROCESSES, OUTCOMES, FAILURES, TAILS, RESTED, REFUSALS):
+        for topic in (_PROCESSES, OUTCOMES, FAILURES, MIGRATIONS, SLEEP_REPORTS, REFUSALS):
             self._client.unsubscribe_topic(topic)
         self._started = False
 
     def _worker_down(self, worker: WorkerKey, suspect: bool) -> None:
         self._attempts.worker_down(worker, suspect)
         self._migration.worker_down(worker)
-        self._turns.worker_down(worker)
+        self._device_sharing.worker_down(worker)
 
-    # ---- notices ---------------------------------------------------------------------------------------------------
+    # ---- Notices ---------------------------------------------------------------------------------------------------
 
     def _next_notice(self) -> _Notice | None:
-        """What happened next; None if nothing does before somebody should look at the deadlines."""
+        """Return the next notice, or None if there is none before the next deadline check. Advance the clock."""
         try:
             notice = self._notices.get(timeout=self._longest_wait_s)
         except queue.Empty:
@@ -267,27 +272,27 @@ class Executor:
         future.add_done_callback(lambda _: self._notices.put(notice))
 
     def _on_outcome(self, event: tuple[float, str]) -> None:
-        """Takes a worker's report (called in the client's thread)."""
+        """Queue a worker's outcome (called in the client's thread)."""
         self._notices.put(_Reported(*outcome_from_json(event[1])))
 
     def _on_failure(self, event: tuple[float, str]) -> None:
-        """Takes a rank's report (called in the client's thread)."""
+        """Queue a rank's error (called in the client's thread)."""
         self._notices.put(_RankFailed(failure_from_json(event[1])))
 
     def _on_refusal(self, event: tuple[float, dict[str, Any]]) -> None:
-        """Takes the scheduler's report of a worker that it refused (called in the client's thread)."""
+        """Queue the scheduler's report of a worker that it refused (called in the client's thread)."""
         self._notices.put(_Refused(JoinRefused(**event[1])))
 
     def _on_rows(self, event: tuple[float, str]) -> None:
-        """Takes a replica's report (called in the client's thread)."""
+        """Queue a replica's report (called in the client's thread)."""
         self._notices.put(_RowsReported(rows_from_json(event[1])))
 
-    def _on_rest(self, event: tuple[float, str]) -> None:
-        """Takes a worker's report (called in the client's thread)."""
-        self._notices.put(_RestReported(rested_from_json(event[1])))
+    def _on_sleep(self, event: tuple[float, str]) -> None:
+        """Queue a worker's sleep report (called in the client's thread)."""
+        self._notices.put(_SleepReported(sleep_report_from_json(event[1])))
 
     def _on_process(self, event: tuple[float, object]) -> None:
-        """Takes the scheduler's report of a process that ended (called in the client's thread)."""
+        """Queue the scheduler's report of a process that ended (called in the client's thread)."""
         message = event[1]
         if isinstance(message, dict) and message.get("action") == "remove-worker":
             self._notices.put(_Removed(str(message["worker"])))

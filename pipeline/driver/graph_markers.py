@@ -1,20 +1,13 @@
-"""The graph of the window as Dask's dashboard sees it: a marker for each node, with all of its edges.
+"""Show the graph on Dask's dashboard: one marker task per node of the window, with all edges. Also the keys of tasks.
 
     driver's thread, once a second:  dispatch ──marker_states──► wanted ──► the scheduler's loop
-    scheduler's loop:                wanted ──difference──► tasks are added, change their state, are forgotten
+    scheduler's loop:                wanted ──difference──► markers are added, change their state, are removed
 
     generate-commit-000003: waiting ─parents done─► queued ─a worker begins it─► processing ─committed─► memory
 
-A marker is an entry among the scheduler's tasks that nobody computes: no worker hears of it, no client wants it, and
-nothing that runs depends on it. So it can hold up nothing, and nothing that dies or stops can hold it up; its state is
-what dispatch says. The tasks that compute (`attempts`) cannot carry these edges: Dask fetches what a task depends on,
-and computes it again when it is lost.
-
-What leaves the window is forgotten. Dask does so for a task only when nothing depends on it, so that a chain of tasks
-over the whole run would never go; and it never forgets that a group of tasks depended on one that is gone, of which its
-page of groups then fails. Here both are let go.
-
-May import distributed, pipeline.driver.task_keys, pipeline.graph and storage.address.
+A marker is a task in the scheduler's table that is never computed: no worker or client knows it, and no real task
+depends on it. So it cannot block anything, and lost workers cannot block it. Its state comes from Dispatch. The real
+tasks (`attempts`) cannot carry these edges, since Dask fetches what a task depends on, and computes it again when lost.
 """
 
 from __future__ import annotations
@@ -27,13 +20,12 @@ from distributed import Scheduler
 from distributed.diagnostics.plugin import SchedulerPlugin
 from distributed.scheduler import TaskGroup, TaskState
 
-from pipeline.driver.task_keys import marker_key
+from pipeline.graph.display import NodeState, NodeStatus, with_steps_over
 from pipeline.graph.graph import GraphSpec
-from pipeline.graph.status import NodeState, NodeStatus, with_steps_over
 from storage.address import Address
 
 MOST_MARKERS = 2000
-"""More make Dask's page slow; a window of more nodes has none."""
+"""Largest window that gets markers. More markers make Dask's page slow."""
 _DASK_STATE = {
     NodeState.WAITING: "waiting",
     NodeState.READY: "queued",
@@ -46,53 +38,57 @@ _STIMULUS = "stageline-markers"
 
 @dataclass(frozen=True)
 class Marker:
-    """What the marker of a node should be."""
+    """The wanted state of a node's marker."""
 
     state: str
-    """Dask's word."""
+    """Dask's name of the state."""
     parents: tuple[Address, ...]
     priority: tuple[int, int]
 
 
 def marker_states(spec: GraphSpec, statuses: Sequence[NodeStatus], admitted: int) -> dict[Address, Marker]:
-    """Markers of the window, whose steps end before `admitted`, and of the eta + 1 steps before it, on whose
-    publications the window's generation depends; parents before children. None where the window alone has more nodes
-    than `MOST_MARKERS`."""
+    """Return the markers of the window, whose steps end before `admitted`, and of the eta + 1 steps before it, on whose
+    publications the window's generation depends. Parents come before children. Empty if the window alone has more than
+    `MOST_MARKERS` nodes."""
     if not statuses or len(statuses) > MOST_MARKERS:
         return {}
     shown = with_steps_over(spec, statuses, admitted, spec.staleness + 1, MOST_MARKERS)
-    last = spec.steps - 1  # evaluations of the last versions serve no step: they stand in the last one's column
+    last = spec.steps - 1  # evaluations of the last versions belong to no step: show them in its column
     return {
         status.node.address: Marker(
             _DASK_STATE[status.state],
             status.node.parents,
-            (min(status.node.turn, last), status.node.priority[1]),
+            (min(status.node.scheduled_step, last), status.node.priority[1]),
         )
         for status in shown
     }
 
 
 class GraphMarkers(SchedulerPlugin):
-    """Owns the markers in a scheduler of this process. Dask calls `transition`; all else is called by the run."""
+    """Owns the markers in a scheduler of this process. Dask calls `transition`; the run calls the other methods.
+
+    Markers outside the window are removed here. Dask would remove a task only when nothing depends on it, and so would
+    keep a chain of tasks over the whole run. Dask also keeps dependencies of a group on removed groups, and then its
+    page of groups fails. They are removed here too."""
 
     name = "stageline-markers"
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
         self._wanted: Mapping[Address, Marker] = {}
-        """The driver's thread: what was asked for last."""
+        """The last wanted markers. Used by the driver's thread."""
         self._shown: dict[Address, TaskState] = {}
-        """The scheduler's loop: the markers that are there."""
+        """The markers that exist. Used by the scheduler's loop."""
         scheduler.loop.add_callback(scheduler.add_plugin, self, name=self.name)
 
     def show(self, wanted: Mapping[Address, Marker]) -> None:
-        """Has the scheduler's loop make the markers these, parents before children; returns at once."""
+        """Replace the scheduler's markers, parents first. Does not wait."""
         if wanted != self._wanted:
             self._wanted = wanted
             self._scheduler.loop.add_callback(self._apply, wanted)
 
     def transition(self, key: Any, start: str, finish: str, *args: Any, **kwargs: Any) -> None:
-        """A task of any kind changes its state: with the last of a group, groups that depend on it forget it."""
+        """Drop the other groups' dependency on a group when its last task is forgotten."""
         del start, args, kwargs
         if finish != "forgotten":
             return
@@ -101,11 +97,11 @@ class GraphMarkers(SchedulerPlugin):
             for other in self._scheduler.task_groups.values():
                 other.dependencies.discard(group)
 
-    # ---- in the scheduler's loop -----------------------------------------------------------------------------------
+    # ---- In the scheduler's loop -----------------------------------------------------------------------------------
 
     def _apply(self, wanted: Mapping[Address, Marker]) -> None:
-        """`_shown` says at every moment what is there: what a page of Dask's raises ends one call, and the next goes
-        on."""
+        """Make the markers match `wanted`. `_shown` is correct at every moment, so if one of Dask's pages raises, the
+        next call continues."""
         new = [address for address in wanted if address not in self._shown]
         for address in new:
             self._add(address, wanted[address])
@@ -118,7 +114,7 @@ class GraphMarkers(SchedulerPlugin):
 
     def _add(self, address: Address, marker: Marker) -> None:
         task = self._scheduler.new_task(marker_key(address), None, "released")
-        task.priority, task.who_has = marker.priority, set()  # Dask's page of a task lists who has it
+        task.priority, task.who_has = marker.priority, set()  # Dask's page of a task reads `who_has`
         for parent in marker.parents:
             found = self._scheduler.tasks.get(marker_key(parent))
             if found is not None:
@@ -126,7 +122,7 @@ class GraphMarkers(SchedulerPlugin):
         self._shown[address] = task
 
     def _announce(self, new: Sequence[Address]) -> None:
-        """Tells Dask's pages, as the scheduler does of tasks that are submitted."""
+        """Announce new markers to Dask's pages, as the scheduler does with submitted tasks."""
         tasks = [self._shown[address] for address in new]
         for plugin in list(self._scheduler.plugins.values()):
             plugin.update_graph(
@@ -143,7 +139,7 @@ class GraphMarkers(SchedulerPlugin):
         task = self._shown[address]
         if state == task.state:
             return
-        # Pages that draw durations take what goes from one to the other at once for computed, and want to know when.
+        # Pages that draw durations take a change from processing to memory for a computation, and need its times.
         if task.state == "processing" and state == "memory":
             self._move(address, "released")
         before, task.state = task.state, state
@@ -154,7 +150,7 @@ class GraphMarkers(SchedulerPlugin):
         scheduler, task = self._scheduler, self._shown.pop(address)
         before, task.state = task.state, "forgotten"
         try:
-            self._tell(task, before)  # while its edges are there, as Dask does
+            self._tell(task, before)  # before its edges are removed, as Dask does
         finally:
             for child in task.dependents:
                 child.dependencies.discard(task)
@@ -166,12 +162,57 @@ class GraphMarkers(SchedulerPlugin):
                 del scheduler.task_groups[task.group.name]
 
     def _tell(self, task: TaskState, before: str) -> None:
-        """Dask's pages, of a change; they look again where the counter has moved."""
+        """Announce a change to Dask's pages, which update when the counter has changed."""
         self._scheduler.transition_counter += 1
         for plugin in list(self._scheduler.plugins.values()):
             plugin.transition(task.key, before, task.state, stimulus_id=_STIMULUS)
 
 
 def _all_forgotten(group: TaskGroup) -> bool:
-    """Whether the scheduler drops the group now."""
+    """Return True if the scheduler drops the group now."""
     return all(number == 0 or state == "forgotten" for state, number in group.states.items())
+
+
+# ---- Task keys -------------------------------------------------------------------------------------------
+#
+#     ("generate-000003", 1)          the task that computes shard 1 of step 3; a later attempt adds its name
+#     ("generate-commit-000003", 1)   its marker, which shows if it has its commit
+#
+# Dask takes the part before the number as the task's name, for counts and colours, and the whole first part as its
+# group. So there is one group for each stage of a step. Groups named by the stage alone would depend on each other in
+# circles, which Dask's page of groups cannot draw.
+
+_COMMIT = "-commit"
+_NAMES = {
+    "value": "value-forward",
+    "canary": "canary-check",
+    "canary_logprob": "canary_logprob-forward",
+    "evaluate_reference": "evaluate_reference-model",
+}
+"""Other names for some stages. Dask picks one of 18 colours by a hash of the name, and under their own names these
+stages would share a colour with another."""
+
+
+def task_key(address: Address, attempt: str | None = None) -> tuple[object, ...]:
+    """Return the key of an attempt at a node. `attempt`: its name, for all but the first attempt."""
+    name = _NAMES.get(address.stage, address.stage)
+    key = f"{name}-{address.step:06d}", address.shard
+    return key if attempt is None else (*key, attempt)
+
+
+def marker_key(address: Address) -> tuple[str, int]:
+    """Return the key of a node's marker."""
+    return f"{address.stage}{_COMMIT}-{address.step:06d}", address.shard
+
+
+def marker_stage(key: object) -> str | None:
+    """Return the stage of a marker's key, or None for another task's key."""
+    match key:
+        case (str(group), int(_)) if (name := group.rpartition("-")[0]).endswith(_COMMIT):
+            return name.removesuffix(_COMMIT)
+    return None
+
+
+def build_key(worker: str, incarnation: int, executor: str, what: str = "build") -> tuple[object, ...]:
+    """Return the key of a worker's build, or of another task (`what`) that precedes it."""
+    return f"{what}-process", worker, incarnation, executor

@@ -1,15 +1,13 @@
-"""A run's identity as the driver states and compares it.
+"""A run's identity: the driver writes it at the start, and compares it at each resume and with each worker.
 
-    start    ──► what the run is: config, model files, prompts, software ──► identity.json
-    resume   ──► the same? ──no, and it may not change──► refused, naming what differs
-                     │ yes, or it may
-                     └► what changed is stated, and said
-    a worker is built ──► its numerics against its gang's, now and before; its software against the driver's
+    start    ──► config, model files, prompts, software ──► identity.json
+    resume   ──► unchanged? ──no, in a way that is not allowed──► refused, naming the difference
+                     │ yes, or in an allowed way
+                     └► the changes are written and reported
+    a worker is built ──► compare its numerics with its gang's (present and earlier), its software with the driver's
 
-A node runs on any worker of its gang, so that these must compute the same bits; a generating gang on other processors
-than the training one is no matter, as long as each stays what it is.
-
-May import pipeline.config, pipeline.observe, pipeline.driver.context and below.
+A node may run on any worker of its gang, so all workers of a gang must compute the same bits. Different gangs may run
+on different processors, as long as each gang's stay the same.
 """
 
 from __future__ import annotations
@@ -22,7 +20,6 @@ from pathlib import Path
 
 from pipeline.config.changes import changes, sections
 from pipeline.config.errors import ConfigError
-from pipeline.config.guarantees import device_of, engine_line, unproven
 from pipeline.config.identity import (
     FILE,
     GangNumerics,
@@ -35,14 +32,15 @@ from pipeline.config.identity import (
 )
 from pipeline.config.loading import config_hash
 from pipeline.config.placement import gang_of
+from pipeline.config.preflight import device_of, engine_line, unproven
 from pipeline.config.run import RunConfig
 from pipeline.driver.context import WorkerKey
 from pipeline.observe.journal import EventKind, Journal
 from pipeline.workers.messages import worker_name
 from stages.engines.capabilities import Device
-from stages.models.fingerprint import software
 from stages.models.hf_files import file_digests
 from stages.models.protocol import Role
+from stages.models.weights import software
 from stages.prompts import PromptTable
 from storage.ledger import Ledger
 
@@ -52,26 +50,28 @@ FROM_CHECKPOINT = "`stageline resume RUN --from-checkpoint`"
 
 @dataclass(frozen=True)
 class Stated:
-    """The identity of a run that starts or goes on, and what a person should know of it."""
+    """The identity of a run that starts or resumes, with notes for the user."""
 
     identity: Identity
     changed: tuple[str, ...] = ()
-    """Settings that a run goes on with otherwise than before."""
+    """Settings that a resumed run has changed."""
     warnings: tuple[str, ...] = ()
 
 
 def state(config: RunConfig, prompts: PromptTable) -> Stated:
-    """Of a run that starts; not written yet."""
+    """Return the identity of a run that starts. Writes nothing."""
     first = Statement(time.time(), "started", sections(config), config_hash(config), software())
     return Stated(Identity(_model_files(config), prompts.digest(), (first,)))
 
 
 def state_again(config: RunConfig, prompts: PromptTable, ledger: Ledger, archived: str | None = None) -> Stated:
-    """Of a run that goes on: what it was, and what has changed since. `archived`: what is said where it goes on from a
-    checkpoint, and what came after that is archived.
+    """Return the identity of a run that resumes, with what has changed since.
+
+    Args:
+        archived: the reason to state if the run resumes from a checkpoint, and later commits are archived.
 
     Raises:
-        ConfigError: models, prompts or software are others than the run's.
+        ConfigError: models, prompts or software differ from the run's.
         StoreError: identity.json is damaged.
     """
     identity = read_identity(config.run_dir)
@@ -94,7 +94,8 @@ def state_again(config: RunConfig, prompts: PromptTable, ledger: Ledger, archive
         if config.cluster.same_numerics == "refuse":
             raise ConfigError(KEY, f"given 'refuse'; the software is not what the run was computed with: {_way(other)}")
         warnings = (f"other software: {_listed(other)}. Updates that run again may differ ({KEY}=warn)",)
-    if not changed and not other and archived is None:
+    same_digest = latest.config_hash == config_hash(config)  # differs if an earlier version hashed secrets too
+    if not changed and not other and archived is None and same_digest:
         return Stated(identity)
     statement = Statement(
         time=time.time(),
@@ -109,7 +110,7 @@ def state_again(config: RunConfig, prompts: PromptTable, ledger: Ledger, archive
 
 
 def _state_unseen(config: RunConfig, prompts: PromptTable, ledger: Ledger) -> Stated:
-    """Of a run whose identity.json is gone: its commits must at least be this config's."""
+    """Return the identity of a run whose identity.json is gone. Its commits must at least be of this config."""
     stated, made = state(config, prompts), {commit.provenance.config_hash for commit in ledger.list()}
     others = sorted(made - {stated.identity.latest.config_hash})
     if others:
@@ -126,7 +127,7 @@ def _state_unseen(config: RunConfig, prompts: PromptTable, ledger: Ledger) -> St
 
 
 class NumericsWatch:
-    """Owns the numerics of a run's gangs: what they have had, in its identity, which it keeps written."""
+    """Owns the run's identity while it runs, and writes every new numerics of a gang into it."""
 
     def __init__(
         self,
@@ -135,21 +136,22 @@ class NumericsWatch:
         journal: Journal,
         tags: Callable[[Mapping[str, str]], None] = lambda values: None,
     ) -> None:
-        """`tags`: puts what engines can do where runs are compared."""
+        """`tags`: sets tags in tracking, where users compare the engines' capabilities."""
         self._config, self._tags = config, tags
         self._engine_gang = gang_of(config.placement, Role.GENERATE)
         self._engines: set[str] = set()
-        """Those that were said, by what they can do."""
+        """Lines of capabilities that were already reported."""
         self._run_dir = Path(config.run_dir)
         self._mode = config.cluster.same_numerics
         self._identity = identity
         self._journal = journal
 
     def built(self, worker: WorkerKey, numerics: Mapping[str, str]) -> None:
-        """A worker is built. Under `cluster.same_numerics: warn` others than its gang's are written down and said.
+        """Compare a new worker's numerics with its gang's. Under `cluster.same_numerics: warn` record and report a
+        difference.
 
         Raises:
-            ConfigError: they are others, under `refuse`.
+            ConfigError: the numerics differ, under `refuse`.
         """
         if not numerics:
             return
@@ -174,7 +176,7 @@ class NumericsWatch:
         write_identity(self._run_dir, self._identity)
 
     def _say_engine(self, device: Device) -> None:
-        """Once for each device: what the engine can do there, and what the run may therefore not prove."""
+        """Report, once per device, the engine's capabilities there, and what the run therefore may not prove."""
         line, missing = engine_line(self._config, device), unproven(self._config, device)
         if line in self._engines:
             return
@@ -185,8 +187,8 @@ class NumericsWatch:
 
 
 def _paths(config: RunConfig) -> dict[str, tuple[str, str]]:
-    """By role of a model, and by the key of a reward model's arguments, or of a rubric's file: the key that says where
-    it is, and where."""
+    """Return (config key of the path, path) of each model and rubric file. They are named by a model's role, or by the
+    config key of a reward model's arguments or of a rubric file."""
     model = config.model
     found = {str(Role.POLICY): ("model.path", model.path)}
     for role, key, path in (
@@ -201,7 +203,7 @@ def _paths(config: RunConfig) -> dict[str, tuple[str, str]]:
 
 
 def _model_files(config: RunConfig) -> dict[str, dict[str, str]]:
-    """Digests of the files of each role's model and each reward's, and of rubrics; what several share is read once."""
+    """Return the digests of the files of each model and rubric, by the names of `_paths`. Read shared files once."""
     by_path: dict[str, dict[str, str]] = {
         file: {"rubric": hashlib.sha256(Path(file).read_bytes()).hexdigest()} for file in config.rubric_files().values()
     }
@@ -212,7 +214,7 @@ def _model_files(config: RunConfig) -> dict[str, dict[str, str]]:
 
 
 def _way(other: list[str]) -> str:
-    """What differs, and the ways on."""
+    """Return a text with the differences, and the ways to continue."""
     return (
         f"{_listed(other)}. Go back to that; or set {KEY}=warn, with which updates that run again may differ; or have "
         f"what came after the newest checkpoint computed anew, here: {FROM_CHECKPOINT}"

@@ -1,63 +1,77 @@
-"""What a driver sees to before, during and after a run, so that what is stored is whole.
+"""Keep the stored data of a run whole: repair it before a resume, check it during the run, clean up at the end.
 
-    resume ──► commit records that are damaged ──► set aside in damaged/; their nodes run again, and must come to what
-                                                   later outputs were made from
-               outputs whose inputs are others now ──► refused, by name
-    a process was built anew ──► what the one before had committed is moved into place
-    the end ──► the same, and nothing is left of any attempt
+    resume ──► damaged commit records ──► set aside in damaged/; their nodes run again, and must produce the content
+                                          that later outputs were made from
+               outputs whose inputs have changed ──► StoreError that names them
+    a worker process was replaced ──► what the old one had committed is moved into place
+    the end ──► the same, and all leftovers of attempts are removed
 
-May import numpy, pipeline.config, pipeline.graph, pipeline.observe, pipeline.driver.{closing, context, outlived} and
-storage.
+Three parts follow: `mend` and its checks, `expendable` (lost outputs that the run no longer needs), and the rewind to
+the newest checkpoint (`stageline resume RUN --from-checkpoint`).
 """
 
 from __future__ import annotations
 
+import os
 import sys
+import time
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from types import MappingProxyType
 
 import numpy as np
 
 from pipeline.config.paths import RunPaths
-from pipeline.driver.closing import close_what_is_over
-from pipeline.driver.context import StageFailed
-from pipeline.driver.outlived import outlived
-from pipeline.graph.graph import generation_versions
+from pipeline.driver.errors import StageFailed
+from pipeline.driver.retention import close_what_is_over
+from pipeline.graph.graph import (
+    SHARDED,
+    STAGE_ROLES,
+    can_go_back,
+    generation_versions,
+    made_anew,
+    step_nodes,
+    update_stages,
+)
 from pipeline.observe.history import History
+from pipeline.workers.updates import is_usable
+from stages.models.protocol import Role
+from storage import files
 from storage.address import Address
+from storage.checkpoints import Checkpoints, version_of
 from storage.commits import Commit
 from storage.errors import DamagedCommit, StoreError
 from storage.ledger import Ledger
-from storage.retention import KEY
+from storage.rollouts import KEY
 from storage.weights import WeightBoard
 
 
 @dataclass(frozen=True)
-class Mended:
-    """What an earlier driver left, once all of it that counts is sound."""
+class Repairs:
+    """The result of repairing what an earlier driver left."""
 
     warnings: tuple[str, ...] = ()
-    """Records that were set aside."""
+    """Texts about records that were set aside, and about lost outputs."""
     expected: Mapping[Address, str] = field(default_factory=dict)
-    """Content by address: of outputs that have no commit, and that committed ones were made from."""
+    """Content, by address, of outputs that lost their commit although committed outputs were made from them."""
     made_with: Mapping[Address, int] = field(default_factory=dict)
-    """Under `latest`, of the shards among these: the version that sampled them, which the graph does not say."""
-    outlived: frozenset[Address] = frozenset()
-    """Lost for good, and needed by nobody (`driver/outlived.py`): they count as done."""
+    """Under `latest`: the version that sampled each generated shard among `expected`, which the graph does not say."""
+    expendable: frozenset[Address] = frozenset()
+    """Lost outputs that no node needs any more. They count as done."""
 
 
 _NONE: Mapping[Address, str] = MappingProxyType({})
 
 
 def set_damaged_aside(ledger: Ledger, paths: RunPaths) -> dict[Address, str]:
-    """Moves commit records that are not what was written out of the ledger; says what was wrong, and where they are.
-    For a driver that has no workers yet. Raises StoreError for a record of another format, and for a segment whose
-    table of contents is damaged."""
+    """Move damaged commit records out of the ledger. Return, by address, what was wrong and where the record is now.
+    Call it before workers start. Raises StoreError for a record of another format, and for a segment whose table of
+    contents is damaged."""
     aside = {}
     ledger.reopen_damaged()
-    for address in ledger.open_addresses():  # what is closed is whole
+    for address in ledger.open_addresses():  # closed records are whole
         try:
             ledger.find(address)
         except DamagedCommit as error:
@@ -66,23 +80,22 @@ def set_damaged_aside(ledger: Ledger, paths: RunPaths) -> dict[Address, str]:
     return aside
 
 
-def mend(history: History, paths: RunPaths, before: Mapping[Address, str] = _NONE) -> Mended:
-    """Sets damaged commit records aside, puts files that are committed in their places, and writes what plain Zarr
-    readers find them by where that is damaged. For a driver that has no workers yet. `before`: what it has set aside
-    already.
+def mend(history: History, paths: RunPaths, before: Mapping[Address, str] = _NONE) -> Repairs:
+    """Set damaged commit records aside, move committed files into place, and restore damaged Zarr metadata. Call it
+    before workers start. `before`: records that were set aside already.
 
     Raises:
-        StoreError: a committed output was made from another input than the committed one; or from a shard that has no
-            commit, and nobody knows which versions sampled it; or a record is of another format. Nothing was changed in
-            the first two cases but what is said above.
+        StoreError: a committed output was made from another input than the committed one, or from a shard without a
+            commit whose sampling versions are unknown, or a record has another format. In the first two cases nothing
+            was changed except that damaged records were set aside.
     """
     ledger = history.ledger
     aside = {**before, **set_damaged_aside(ledger, paths)}
     closed = ledger.closed_until()
-    lost = outlived(history, paths.checkpoints, set(ledger.addresses(from_step=closed)), closed)
+    lost = expendable(history, paths.checkpoints, set(ledger.addresses(from_step=closed)), closed)
     close_what_is_over(history.spec, ledger, lost)
-    looked_at = ledger.addresses(from_step=ledger.closed_until())  # what is closed before was made from what is closed
-    by_step = sorted(looked_at, key=lambda address: address.step)  # so that each segment among them is read once
+    looked_at = ledger.addresses(from_step=ledger.closed_until())  # closed records have closed inputs
+    by_step = sorted(looked_at, key=lambda address: address.step)  # reads each segment once
     commits = [commit for commit in map(ledger.find, by_step) if commit is not None]
     found = {commit.address: commit for commit in commits}
     inputs = [one for commit in commits for one in commit.provenance.inputs]
@@ -96,14 +109,14 @@ def mend(history: History, paths: RunPaths, before: Mapping[Address, str] = _NON
     expected = {one.address: one.content for one in inputs if one.address not in {*found, *lost}}
     shards = [address for address in expected if address.stage == "generate"] if history.spec.latest else []
     made_with = {address: _sampled_with(history, address, paths) for address in shards}
-    # What runs again may read a version whose publication is among the nodes of a step that is closed.
+    # A node that runs again may read a version whose publication belongs to a closed step.
     first_read = (max(0, address.step - history.spec.staleness - 1) for address in expected)
     history.ledger.reopen(Address("publish", step) for step in first_read)
     history.store.recover()
     history.store.restore_metadata(commits)
     warnings = [f"{what}; {_what_follows(address, lost)}" for address, what in aside.items()]
     warnings += [f"{address} has no commit; {_what_follows(address, lost)}" for address in sorted(lost - aside.keys())]
-    return Mended(tuple(warnings), expected, made_with, lost)
+    return Repairs(tuple(warnings), expected, made_with, lost)
 
 
 def _what_follows(address: Address, lost: Collection[Address]) -> str:
@@ -113,9 +126,13 @@ def _what_follows(address: Address, lost: Collection[Address]) -> str:
 
 
 def _sampled_with(history: History, address: Address, paths: RunPaths) -> int:
-    """The one version that sampled a shard whose commit is lost, as its tokens have it; what it comes to with that
-    version is compared with what was made from it. Raises StoreError where that is not to be had."""
-    allowed, there = generation_versions(history.spec, address.step), history.store.unvouched(address, "token_versions")
+    """Return the version that sampled a shard whose commit is lost, read from its stored tokens. The shard is sampled
+    again with it, and compared with what later outputs were made from. Raises StoreError unless there is exactly one
+    such version."""
+    allowed, there = (
+        generation_versions(history.spec, address.step),
+        history.store.read_uncommitted(address, "token_versions"),
+    )
     found = [] if there is None else [v for v in np.unique(there).tolist() if v in allowed]
     if len(found) != 1:
         several = f"versions {found}, as they came" if found else "a version that nobody knows any more"
@@ -128,8 +145,8 @@ def _sampled_with(history: History, address: Address, paths: RunPaths) -> int:
 
 
 def lineage_faults(commits: Iterable[Commit], found: Mapping[Address, Commit]) -> Iterator[str]:
-    """Outputs that were made from another input than the one that is committed now; inputs that have no commit are not
-    among these."""
+    """Yield a text for each output that was made from another input than the one that is committed now. Inputs without
+    a commit are ignored."""
     for commit in commits:
         for one in commit.provenance.inputs:
             there = found.get(one.address)
@@ -140,11 +157,11 @@ def lineage_faults(commits: Iterable[Commit], found: Mapping[Address, Commit]) -
                 )
 
 
-def check_made_again(history: History, mended: Mended, address: Address) -> None:
-    """A node has its commit. Raises StageFailed where later outputs were made from another one."""
-    if address not in mended.expected:
+def check_made_again(history: History, repairs: Repairs, address: Address) -> None:
+    """Raise StageFailed if later outputs were made from another content than this node's new commit has."""
+    if address not in repairs.expected:
         return
-    content, expected = history.ledger.get(address).content, mended.expected[address]
+    content, expected = history.ledger.get(address).content, repairs.expected[address]
     if content != expected:
         raise StageFailed(
             f"{address} was made again, and is not what committed outputs were made from: content {content}, theirs is "
@@ -153,33 +170,183 @@ def check_made_again(history: History, mended: Mended, address: Address) -> None
 
 
 @contextmanager
-def books_closed(history: History) -> Iterator[None]:
-    """Around the workers of a run: when the block ends all of them have. What they committed is in its place then, and,
-    if the block ended well, nothing else is left of any attempt."""
+def finalised(history: History) -> Iterator[None]:
+    """Clean up the store after the workers of a run, which all end with this block. Move what they committed into
+    place. If the block ended without an error, also remove all leftovers of attempts."""
     try:
         yield
     except BaseException:
         try:
             history.store.recover()
-        except (StoreError, OSError) as error:  # must not replace what is on its way out
+        except (StoreError, OSError) as error:  # must not replace the error being raised
             print(f"not all committed files could be moved into place: {error}", file=sys.stderr, flush=True)
         raise
-    history.store.close_books()
+    history.store.finalise()
     history.ledger.tidy()
 
 
 class UnreadVersions:
-    """Owns the published versions that nobody reads any more and whose memory a lease still holds."""
+    """Owns the published versions that no open node reads, but that a lease still keeps in memory."""
 
     def __init__(self, board: WeightBoard) -> None:
         self._board = board
         self._held: set[int] = set()
 
     def release(self, version: int) -> None:
-        """Releases a version now, or when its last lease is gone; those that waited too, if they can be."""
+        """Release a version now, or when its last lease is gone. Also release earlier ones whose leases are gone."""
         self._held.add(version)
         self.retry()
 
     def retry(self) -> None:
-        """To be called when leases may be gone: a version was released, a process died."""
+        """Release what can be released. Call it when leases may be gone: after a release or a process's death."""
         self._held = {version for version in sorted(self._held) if not self._board.release(version)}
+
+
+# ---- Lost outputs that the run no longer needs -----------------------------------------------------------
+#
+#     steps:   0 ·········· 29 │ 30 ······· 41 │ 42 ─► oldest checkpoint whose updates can run again
+#              arrays deleted  │  arrays kept  │  anything lost from here on runs again
+#              └─── cannot be made again: ─────┘
+#                   counts as done, with a warning
+#
+# Under `storage.keep.rollouts` an old output cannot be made again, since its inputs are deleted. It is not needed
+# either, since no update before the oldest checkpoint runs again. Without that setting everything can be made again
+# from the start, and no output is expendable.
+
+_MADE_FROM_EVALUATE = ("evaluate_score", "evaluate_reference")
+_OF_THE_POLICY = ("publish", "evaluate", "canary")
+_FROM_WEIGHTS = ("publish", "evaluate")
+"""Stages whose only input is a version of the weights."""
+
+
+def expendable(
+    history: History, checkpoints: str | Path, committed: Collection[Address], from_step: int = 0
+) -> frozenset[Address]:
+    """Return the nodes of `from_step` and later that are not `committed`, cannot be made again, and are not needed.
+    `checkpoints`: the run's directory of checkpoints. Raises StoreError if it is not known which rollouts were
+    deleted."""
+    before = history.store.dropped_before()
+    if not before:
+        return frozenset()
+    saved = {role: _usable(history, checkpoints, role) for role in update_stages(history.spec)}
+    floors = {role: min((v for v in versions if v >= before), default=before) for role, versions in saved.items()}
+    there = {0, *saved[Role.POLICY]}  # versions that exist without running an update again
+    found: set[Address] = set()
+    for step in range(max(0, from_step - 1), min(max(floors.values()), history.spec.steps)):
+        lost = {n.address for n in step_nodes(history.spec, step) if n.address not in committed}
+        gone = {a for a in lost if from_step <= a.step < _floor_of(a, floors)}
+        gone -= {a for a in gone if a.stage in _FROM_WEIGHTS and a.step in there}
+        found |= {
+            address
+            for address in gone
+            if address.stage not in _MADE_FROM_EVALUATE or Address("evaluate", address.step, address.shard) in gone
+        }
+    return frozenset(found)
+
+
+def _usable(history: History, checkpoints: str | Path, role: Role) -> list[int]:
+    """Return the versions with a checkpoint that looks complete, and with the commit of the update that made it."""
+    stage = update_stages(history.spec)[role]
+    return [v for v in Checkpoints(checkpoints).versions(role) if _has_commit(history, Address(stage, v - 1))]
+
+
+def _floor_of(address: Address, floors: dict[Role, int]) -> int:
+    role = Role.POLICY if address.stage in _OF_THE_POLICY else STAGE_ROLES[address.stage]
+    return floors.get(role, min(floors.values()))
+
+
+def _has_commit(history: History, address: Address) -> bool:
+    try:
+        return history.ledger.find(address) is not None
+    except DamagedCommit:
+        return False
+
+
+# ---- Rewind to a checkpoint ------------------------------------------------------------------------------
+#
+# A run whose updates give other weights when they run again (another processor, another torch) cannot replay them. But
+# a checkpoint has the weights themselves. So everything committed after the newest usable checkpoint moves, unchanged,
+# into
+#
+#     archive/20260131T120000/{ledger,rollouts.zarr,checkpoints,weights}/...
+#
+# and is computed again. Nothing is deleted. Checkpoints and exports move first, then commits, children before parents.
+# A process that dies in between leaves a consistent run, and the command can be repeated.
+
+
+@dataclass(frozen=True)
+class Rewind:
+    """A return to a version, with everything that moves into the archive."""
+
+    version: int
+    commits: tuple[Address, ...]
+    """Commits to move, children before parents."""
+    directories: tuple[Path, ...]
+    """Checkpoints and exports of later versions."""
+    archive: Path
+
+    def __str__(self) -> str:
+        start = f"checkpoint v{self.version}" if self.version else "its start (no checkpoint can be used)"
+        return f"resumed from {start}: {len(self.commits)} commits after it are in {self.archive}"
+
+
+def plan_rewind(history: History, paths: RunPaths) -> Rewind:
+    """Return the rewind to the newest version from which the run can continue and of which every trained model has a
+    sound checkpoint. Without one, to the start. Moves nothing."""
+    checkpoints = Checkpoints(paths.checkpoints)
+    committed = set(history.ledger.addresses())
+    ledger = history.ledger
+    saved = {v for v in checkpoints.versions(Role.POLICY) if is_usable(checkpoints, ledger, Role.POLICY, v)}
+    others = update_stages(history.spec).keys() - {Role.POLICY}
+    newest_first = sorted(saved, reverse=True)
+    of_all = (v for v in newest_first if all(is_usable(checkpoints, ledger, role, v) for role in others))
+    before = history.store.dropped_before()
+    lost = expendable(history, paths.checkpoints, committed)
+    sampled = newest_sampled(history, committed) if history.spec.latest else {}
+    sampled = {address: newest for address, newest in sampled.items() if address not in lost}
+    version = next((v for v in of_all if can_go_back(history.spec, committed | lost, v, saved, before, sampled)), 0)
+    later = [*_later(paths.checkpoints.glob("*/v*"), version), *_later(paths.weights(0).parent.glob("v*"), version)]
+    name = time.strftime("%Y%m%dT%H%M%S")
+    commits = made_anew(history.spec, committed, version, before, sampled)
+    return Rewind(version, tuple(commits), tuple(sorted(later)), paths.archive / name)
+
+
+def carry_out(rewind: Rewind, history: History, paths: RunPaths) -> None:
+    """Move the rewind's files and commits into the archive. Raises OSError."""
+    for directory in rewind.directories:
+        target = rewind.archive / directory.relative_to(paths.root)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        os.replace(directory, target)
+    history.ledger.reopen(rewind.commits)
+    run = files.open_root(str(paths.root))
+    archive = rewind.archive.relative_to(paths.root).as_posix()
+    for address in rewind.commits:
+        try:
+            commit = history.ledger.find(address)
+        except DamagedCommit:  # `mend` sets it aside, and its node runs again
+            continue
+        if commit is None:
+            continue
+        for key in (f"{paths.ledger.name}/{address}.json", *history.store.keys_of(commit)):
+            files.move(run, key, f"{archive}/{key}")
+    history.store.make_anew(rewind.version)
+
+
+def newest_sampled(history: History, committed: Collection[Address]) -> dict[Address, int | None]:
+    """Return the newest version that sampled each shard. None for a shard whose commit is lost or damaged although
+    outputs were made from it."""
+    found: dict[Address, int | None] = {}
+    for address in {replace(a, stage="generate") for a in committed if a.stage in SHARDED}:
+        try:
+            commit = history.ledger.find(address)
+        except DamagedCommit:
+            commit = None
+        found[address] = None if commit is None else max(commit.provenance.weight_versions)
+    return found
+
+
+def _later(directories: Iterator[Path], version: int) -> Iterator[Path]:
+    for directory in directories:
+        found = version_of(directory)
+        if found is not None and found > version:
+            yield directory

@@ -1,65 +1,74 @@
-"""`stageline reward label`: a preference set from prompts, responses and a judge. A plain program, no graph.
+"""`stageline reward label`: make a preference set from prompts, responses and a judge. A plain program without a graph.
 
     responses of a run, a file or a policy ──► responses.jsonl ──► pairs ──► judge ──► verdicts.jsonl ──► pairs.jsonl
 
     RUN/config.yaml   RUN/responses.jsonl   RUN/verdicts.jsonl   RUN/judge/ (its answers)   RUN/pairs.jsonl
-    RUN/summary.json  RUN/rubric.txt (of a rubric that is in a file)
+    RUN/summary.json  RUN/rubric.txt (if the rubric comes from a file)
 
-It may be interrupted anywhere and started again with the same config: responses are written whole or not at all, a
-prompt whose line is in verdicts.jsonl is not judged again, and pairs.jsonl, which is written last, says that all is
-done.
-
-May import all of pipeline below the command line.
+It may be interrupted anywhere and started again with the same config. Responses are written whole or not at all. A
+prompt whose line is in verdicts.jsonl is not judged again. pairs.jsonl is written last, and marks the end. Prompts and
+responses come from a run's rollouts, from a file, or are sampled here.
 """
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, cast
 
+import numpy as np
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as ProgressBar
 
 from pipeline.config.errors import ConfigError, refusal
-from pipeline.config.labelling import LabelConfig
-from pipeline.config.loading import flatten, load_label_config, to_yaml
+from pipeline.config.loading import flatten, load_label_config, write_config
 from pipeline.config.paths import RunPaths
 from pipeline.config.preflight import check_writable, holds_run
+from pipeline.config.reward_model import LabelConfig
 from pipeline.config.reward_preflight import EXPORT
+from pipeline.config.role_models import check_output_layer, read_model
 from pipeline.config.run import RunConfig
-from pipeline.driver.candidates import of_file, of_run, read_back, sampled, written
-from pipeline.driver.context import StageFailed
-from pipeline.driver.lock import only_driver
-from pipeline.observe.appending import LineFile
-from pipeline.observe.plain import print_plain
+from pipeline.driver.errors import StageFailed
+from pipeline.driver.results import open_history
+from pipeline.driver.session import interruptible, only_driver
+from pipeline.observe.journal import LineFile
+from pipeline.observe.text import print_plain
+from stages.generate import generate
+from stages.models.hf_files import Tokenizer, read_tokenizer
+from stages.prompts import PromptTable, read_source, tokenise
+from stages.rewards.config import JUDGE_BUDGET, undelimited
 from stages.rewards.judges.labels import TIE, Candidates, label, pairs_of
-from stages.rewards.judges.rubric import Rubric
-from stages.rewards.judges.verdicts import Ask
-from stages.rewards.protocol import RewardFailed
+from stages.rewards.judges.rubric import Ask, Rubric
+from stages.rewards.protocol import BudgetSpent, Counts, RewardFailed
 from stages.rewards.registry import UnfitReward, build_reward, close_reward
+from storage.address import Address
+from storage.errors import DroppedOutput
+from storage.prompts import PromptsError, is_chat
+from storage.records import PromptBatch
+from storage.row_files import Row, RowsError, read_rows
 
 PAIRS, RESPONSES, VERDICTS, RUBRIC = "pairs.jsonl", "responses.jsonl", "verdicts.jsonl", "rubric.txt"
 
 
 class _Judge(Protocol):
-    """What `judge` and `local_judge` have beside a reward's call."""
+    """The attributes of `judge` and `local_judge` beside a reward's call."""
 
     rubric: Rubric
     ask: Ask
 
 
 def label_responses(config: LabelConfig, source: RunConfig | None, console: Console) -> dict[str, Any]:
-    """Labels, writes the pairs, and returns the summary. `source`: the run of `responses.run`.
+    """Label the responses, write the pairs, and return the summary. `source`: the run of `responses.run`.
 
     Raises:
-        ConfigError: something that cannot work; nothing was asked.
-        StageFailed: the judge refuses, or has vanished; what it answered is kept.
+        ConfigError: the config cannot work; the judge was not asked.
+        StageFailed: the judge refuses, cannot be reached, or its budget is spent. Its answers so far are kept.
     """
     root = config.run_dir
     _check_directory(config)
@@ -70,12 +79,16 @@ def label_responses(config: LabelConfig, source: RunConfig | None, console: Cons
     torch.set_num_threads(config.threads)
     root.mkdir(parents=True, exist_ok=True)
     try:
-        with only_driver(RunPaths(root)):
+        with only_driver(RunPaths(root)), interruptible():
             _keep_rubric(config)
-            _replace(root / "config.yaml", to_yaml(config))
+            write_config(root / "config.yaml", config)
             candidates = _candidates(config, source)
             _check_fields(cast(_Judge, reward).rubric, candidates)
+            if config.judge.args.get("delimit") is False:
+                print_plain(console, f"WARNING: {undelimited('judge.args')}")
             return _label_all(config, cast(_Judge, reward), candidates, console)
+    except BudgetSpent as error:
+        raise StageFailed(f"{error}. Start it again with a larger budget to go on") from error
     except RewardFailed as error:
         raise StageFailed(f"{error}. Start it again with the same config to go on") from error
     finally:
@@ -100,7 +113,8 @@ def _check_directory(config: LabelConfig) -> None:
 
 
 def _keep_rubric(config: LabelConfig) -> None:
-    """Of one that is in a file, whose text may have changed since: half of the pairs would be labelled by another."""
+    """Copy a rubric file into the directory. Raise ConfigError if its text has changed since labelling began, because
+    some pairs would then be labelled by another rubric."""
     file = config.judge.args.get("rubric_file")
     if file is None:
         return
@@ -113,13 +127,16 @@ def _keep_rubric(config: LabelConfig) -> None:
 
 _MAY = frozenset(
     {"runs_dir", "threads", "prompts_at_once"}
-    | {f"judge.args.{name}" for name in ("url", "key_env", "concurrency", "timeout_s", "patience_s", "cache")}
+    | {
+        f"judge.args.{name}"
+        for name in ("url", "key_env", "concurrency", "timeout_s", "retry_s", "cache", *JUDGE_BUDGET)
+    }
 )
-"""Settings that no label depends on."""
+"""Settings on which no label depends."""
 
 
 def _candidates(config: LabelConfig, source: RunConfig | None) -> list[Candidates]:
-    """As they were written down, or made and written down now."""
+    """Return the candidates of responses.jsonl. If it does not exist, make them and write it first."""
     file = config.run_dir / RESPONSES
     if not file.exists():
         if source is not None:
@@ -166,6 +183,7 @@ def _label_all(
     verdicts = sorted(_read(root / VERDICTS), key=lambda row: row["number"])
     rows = [row for of_prompt in verdicts for row in of_prompt["rows"]]
     summary = _summary(config, candidates, rows, sum((Counter(v["dropped"]) for v in verdicts), Counter()))
+    summary["judge"] = dict(judge.counts()) if isinstance(judge, Counts) else {}
     _replace(root / "summary.json", json.dumps(summary, indent=2) + "\n")
     _replace(root / PAIRS, _lines(rows))
     _say(console, summary)
@@ -175,7 +193,8 @@ def _label_all(
 def _summary(
     config: LabelConfig, candidates: Sequence[Candidates], rows: Sequence[dict[str, Any]], dropped: Counter[str]
 ) -> dict[str, Any]:
-    """How many pairs there are, why others are none; of a pairwise judge how often the two orders agree."""
+    """Return the summary: the number of pairs, and of dropped ones by reason. For a pairwise judge, also how often both
+    orders agree."""
     both = [row["verdicts"] for row in rows if "chosen_shown_first" in row["verdicts"]]
     agree = [min(one["chosen_shown_first"], one["chosen_shown_last"]) > 0.5 for one in both]
     return {
@@ -206,7 +225,7 @@ def _say(console: Console, summary: dict[str, Any]) -> None:
 
 
 def _read(file: Path) -> list[dict[str, Any]]:
-    """A line ends at a newline alone: the other separators that Unicode has may stand in a text (U+0085, U+2028)."""
+    """Read the rows of a file. Only a newline ends a line: texts may contain other separators (U+0085, U+2028)."""
     if not file.exists():
         return []
     with file.open(encoding="utf8") as lines:
@@ -218,7 +237,136 @@ def _lines(rows: Iterable[dict[str, Any]]) -> str:
 
 
 def _replace(file: Path, text: str) -> None:
-    """Whole or not at all."""
+    """Write the file whole or not at all."""
     staged = file.with_name(f".{file.name}")
     staged.write_text(text, "utf8")
     os.replace(staged, file)
+
+
+# ---- Candidates: prompts with their responses ------------------------------------------------------------
+
+_ROWS_AT_ONCE = 1024
+"""Rows that one call of the engine samples."""
+
+
+def of_run(source: RunConfig, last_steps: int | None) -> list[Candidates]:
+    """Return the responses of a run's rollouts by prompt, without duplicates. Raises ConfigError if there are none."""
+    history, tokenizer = open_history(source), read_tokenizer(source.model.path)
+    table = PromptTable.load(RunPaths(source.run_dir).prompts)
+    shards = range(source.rollout.shards)
+    steps = [
+        step
+        for step in range(source.steps)
+        if all(history.ledger.find(Address("generate", step, shard)) is not None for shard in shards)
+    ]
+    texts: dict[int, dict[str, None]] = {}
+    dropped = 0
+    for step in steps if last_steps is None else steps[-last_steps:]:
+        try:
+            rollout = history.store.read_step("generate", step, source.rollout.shards)
+        except DroppedOutput:
+            dropped += 1
+            continue
+        for i, index in enumerate(rollout.prompt_index.tolist()):
+            start = int(rollout.prompt_lengths[i])
+            ids = rollout.tokens[i, start : start + int(rollout.response_lengths[i])].tolist()
+            texts.setdefault(index, {})[tokenizer.decode(ids)] = None
+    if not texts:
+        need = (
+            f"it has no rollouts ({dropped} steps were not kept: storage.keep.rollouts)" if dropped else "it has none"
+        )
+        raise ConfigError("responses.run", f"given {str(source.run_dir)!r}; {need}")
+    return [_of_table(table, tokenizer, index, list(texts[index])) for index in sorted(texts)]
+
+
+def of_file(config: LabelConfig) -> list[Candidates]:
+    """Read rows with a prompt and a list of responses. Raises ConfigError that names file, line and field."""
+    given = config.responses
+    assert given.url is not None
+    try:
+        found = [_of_row(config, row) for row in read_rows(given.url)]
+    except RowsError as error:
+        raise ConfigError("responses.url", str(error)) from error
+    if not found:
+        raise ConfigError("responses.url", f"{given.url} holds no prompts")
+    return found
+
+
+def sampled(config: LabelConfig) -> list[Candidates]:
+    """Sample `per_prompt` responses to each prompt with the embedded engine. A pure function of config and model."""
+    path, per_prompt = config.responses.model, config.responses.per_prompt
+    assert path is not None
+    spec = read_model("responses.model", path)
+    check_output_layer("responses.model", path)
+    try:
+        tokenizer = read_tokenizer(path)
+        table = tokenise(read_source(config.prompts), tokenizer, config.prompts, config.seed)
+    except PromptsError as error:
+        key, _, rest = str(error).partition(": ")
+        raise ConfigError(key, rest) from error
+    except (OSError, ValueError) as error:
+        raise ConfigError("responses.model", f"given {path!r}; no usable tokenizer there: {error}") from error
+    seq = config.prompts.max_tokens + config.sampling.max_new_tokens
+    if seq > spec.max_positions:
+        need = f"with sampling.max_new_tokens a row has {seq} tokens, the model's context is {spec.max_positions}"
+        raise ConfigError("prompts.max_tokens", f"given {config.prompts.max_tokens}; {need}")
+    build = importlib.import_module("stages.engines.build").build_engine
+    engine = build(path, config.engine, max_seq=seq, threads=config.threads)
+    found: dict[int, list[str]] = {}
+    try:
+        indices = np.repeat(np.sort(np.concatenate([table.train, table.held_out])), per_prompt)
+        for start in range(0, len(indices), _ROWS_AT_ONCE):
+            part = indices[start : start + _ROWS_AT_ONCE]
+            rows = np.arange(start, start + len(part), dtype=np.int64)
+            batch = PromptBatch(rows, part.astype(np.int64), table.tokens[part], table.lengths[part])
+            rollout = generate(
+                engine,
+                batch,
+                seed=config.seed,
+                step=0,
+                version=0,
+                sampling=config.sampling,
+                seq=seq,
+                pad_id=table.pad_id,
+            )
+            for i, index in enumerate(part.tolist()):
+                first = int(rollout.prompt_lengths[i])
+                ids = rollout.tokens[i, first : first + int(rollout.response_lengths[i])].tolist()
+                found.setdefault(index, []).append(tokenizer.decode(ids))
+    finally:
+        engine.close()
+    return [_of_table(table, tokenizer, index, responses) for index, responses in found.items()]
+
+
+def _of_table(table: PromptTable, tokenizer: Tokenizer, index: int, responses: list[str]) -> Candidates:
+    text = tokenizer.decode(table.tokens[index, : int(table.lengths[index])].tolist())
+    prompt: str | list[dict[str, str]] = text if table.messages is None else table.messages[index]
+    return Candidates(prompt, text, responses, table.extra[index])
+
+
+def _of_row(config: LabelConfig, row: Row) -> Candidates:
+    where, fields = row
+    given = config.responses
+    for key, name in (("prompt", given.prompt), ("responses", given.responses)):
+        if name not in fields:
+            raise ConfigError(f"responses.{key}", f"{where}: given {name!r}, available: {', '.join(fields)}")
+    prompt, responses = fields[given.prompt], fields[given.responses]
+    if not is_chat(prompt) and not (isinstance(prompt, str) and prompt.strip()):
+        need = f"{given.prompt!r} must be a text that is not blank, or a list of messages"
+        raise ConfigError("responses.prompt", f"{where}: {need}, given {prompt!r:.80}")
+    if not isinstance(responses, list) or len(responses) < 2 or not all(isinstance(text, str) for text in responses):
+        need = f"{given.responses!r} must be a list of two texts or more"
+        raise ConfigError("responses.responses", f"{where}: {need}, given {responses!r:.80}")
+    extra: Mapping[str, Any] = {name: v for name, v in fields.items() if name not in (given.prompt, given.responses)}
+    text = prompt if isinstance(prompt, str) else "\n".join(message["content"] for message in prompt)
+    return Candidates(prompt, text, list(responses), dict(extra))
+
+
+def written(candidates: list[Candidates]) -> Iterator[dict[str, Any]]:
+    """Yield candidates as rows of a file that `read_back` reads."""
+    for one in candidates:
+        yield {"prompt": one.prompt, "text": one.text, "responses": one.responses, "extra": one.extra}
+
+
+def read_back(rows: list[dict[str, Any]]) -> list[Candidates]:
+    return [Candidates(row["prompt"], row["text"], row["responses"], row["extra"]) for row in rows]

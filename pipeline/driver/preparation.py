@@ -1,9 +1,9 @@
-"""A run's directory before its workers start: what the run is, what workers read, and order after an earlier driver.
+"""Prepare a run's directory before its workers start: identity, files that workers read, repairs of stored data.
 
-    --from-checkpoint: what comes after it is archived ──► identity: stated, or the same as before ──► config, prompts
-        ──► damaged records set aside, committed files put in their places
+    plan the rewind (--from-checkpoint) ──► state the identity, or compare it ──► write identity, config, prompts
+        ──► archive what the rewind moves ──► set damaged records aside, move committed files into place
 
-May import pipeline.config, pipeline.observe, the parts of pipeline.driver that it calls, and below.
+`prepare` does all of it, in this order.
 """
 
 from __future__ import annotations
@@ -15,46 +15,44 @@ from typing import Any
 import numpy as np
 
 from pipeline.config.identity import Identity, write_identity
-from pipeline.config.loading import to_yaml
+from pipeline.config.loading import write_config
 from pipeline.config.paths import RunPaths
 from pipeline.config.preflight import Preflight
 from pipeline.config.run import RunConfig
 from pipeline.driver.identity import state, state_again
-from pipeline.driver.integrity import Mended, mend, set_damaged_aside
+from pipeline.driver.integrity import Repairs, carry_out, mend, plan_rewind, set_damaged_aside
 from pipeline.driver.results import open_history
 from pipeline.driver.retention import check_evaluations
-from pipeline.driver.rewind import carry_out, plan_rewind
 from pipeline.observe.history import History
 from stages.models.hf_files import Tokenizer
 from storage import files
 from storage.address import Address
-from storage.store_root import write_root
-from storage.vocabulary import BYTES, OFFSETS, Vocabulary
+from storage.rollout_root import BYTES, OFFSETS, Vocabulary, write_root
 
 
 @dataclass(frozen=True)
 class PreparedRun:
-    """A run that can start or go on."""
+    """A run whose workers can start."""
 
     history: History
     identity: Identity
-    mended: Mended
+    repairs: Repairs
     changed: tuple[str, ...]
-    """Settings that it goes on with otherwise than before."""
+    """Settings that a resumed run has changed."""
     warnings: tuple[str, ...]
-    """What a person should know."""
+    """Warnings for the user."""
 
 
 def prepare(config: RunConfig, checked: Preflight, *, resume: bool, from_checkpoint: bool) -> PreparedRun:
-    """Everything that precedes the workers.
+    """Do everything that precedes the start of the workers.
 
     Raises:
-        ConfigError: the run would go on with what it did not begin with.
-        StoreError: what is stored does not fit together.
+        ConfigError: a resumed run has changed in a way that is not allowed.
+        StoreError: the stored data is inconsistent.
     """
     paths, history = RunPaths(config.run_dir), open_history(config)
     rewind = None
-    warnings: list[str] = []
+    warnings = config.judge_notes()
     aside: dict[Address, str] = {}
     if from_checkpoint:
         aside = set_damaged_aside(history.ledger, paths)
@@ -75,20 +73,20 @@ def prepare(config: RunConfig, checked: Preflight, *, resume: bool, from_checkpo
         warnings.append(f"{checked.lost_prompts}: the prompts were read from {config.prompts.url} again")
     write_identity(paths.root, stated.identity)
     root = files.open_root(str(paths.root), config.storage.durability())
-    files.write(root, paths.config.name, to_yaml(config).encode())
+    write_config(paths.config, config, config.storage.durability())
     if rewind is not None:
         carry_out(rewind, history, paths)
         warnings.append(str(rewind))
-    if re_evaluated:  # steps that were over are not any more
+    if re_evaluated:  # new evaluations open steps that were over
         history.ledger.reopen(history.ledger.addresses())
-    mended = mend(history, paths, aside)
+    repairs = mend(history, paths, aside)
     write_root(root, store_attributes(config, stated.identity), _vocabulary(checked.tokenizer))
-    return PreparedRun(history, stated.identity, mended, stated.changed, (*warnings, *mended.warnings))
+    return PreparedRun(history, stated.identity, repairs, stated.changed, (*warnings, *repairs.warnings))
 
 
 def store_attributes(config: RunConfig, identity: Identity) -> dict[str, Any]:
-    """What the rollout store says of itself to whoever opens it without this project: a function of the config, so that
-    a run that goes on writes the same."""
+    """Return the attributes that explain the rollout store to people who open it without Stageline. They depend only on
+    config and identity, so a resumed run writes the same."""
     stated = identity.latest
     return {
         "title": f"rollouts of the Stageline run {config.name}",
@@ -107,6 +105,6 @@ def store_attributes(config: RunConfig, identity: Identity) -> dict[str, Any]:
 
 
 def _vocabulary(tokenizer: Tokenizer) -> Mapping[str, tuple[str, np.ndarray]]:
-    """None for a tokenizer whose tokens stand for something else in another place."""
+    """Return the arrays of token texts. Empty if a token's text depends on its place."""
     tokens = tokenizer.token_bytes()
     return {} if tokens is None else Vocabulary.of(tokens).arrays()

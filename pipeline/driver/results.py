@@ -1,46 +1,71 @@
-"""What a run comes to, where its config says that it is kept and tracked. Loads no Dask: commands that only read a run
-start sooner without.
+"""Results of a run: summary, samples, plots, report and tracking. Loads no Dask, so commands that only read a run start
+faster.
 
     ledger, store ──History──┬──► summary.json
     events.jsonl ────────────┤    samples.json   ──► tracker (spool ──► MLflow)
                              ├──► plots/*.png
                              └──► report.html
 
-May import pipeline.config, pipeline.observe, pipeline.driver.tracked_config and below.
+    config.yaml, identity.json ──► settings, keys that tell which runs can be compared ─┐
+    ledger, store, events.jsonl ────────────────────────────────────────────────────────┴──► RunSource ──► report.html
 """
 
 from __future__ import annotations
 
 import getpass
 import importlib
+import json
 import os
 import platform
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from omegaconf import OmegaConf
+
+from pipeline.config.changes import sections, settings
+from pipeline.config.identity import Identity, read_identity
 from pipeline.config.loading import config_hash
 from pipeline.config.paths import RunPaths
 from pipeline.config.run import RunConfig
-from pipeline.driver.reporting import report_source, write_report
-from pipeline.driver.tracked_config import off_metrics, tracked_params
+from pipeline.driver.tracked import off_metrics, tracked_params
 from pipeline.graph.graph import run_nodes
 from pipeline.observe.evaluations import best_evaluation
 from pipeline.observe.history import EVALUATION_METRIC, STEP_METRIC, History, evaluation_metrics
 from pipeline.observe.journal import journal_exists, read_events, run_starts
 from pipeline.observe.live import Screen
-from pipeline.observe.overlap import overlap_by_step
-from pipeline.observe.redaction import without_credentials
-from pipeline.observe.responses import response_pairs, samples_table
-from pipeline.observe.revision import git_commit, short_command, software_versions, started_by
-from pipeline.observe.run_note import code, result_text, run_note
-from pipeline.observe.slurm_job import slurm_job
-from pipeline.observe.spool import experiment_id
+from pipeline.observe.provenance import (
+    code,
+    git_commit,
+    result_text,
+    run_note,
+    short_command,
+    slurm_job,
+    software_versions,
+    started_by,
+)
+from pipeline.observe.report.page import report
+from pipeline.observe.report.source import RunSource, Sameness
+from pipeline.observe.rows import response_pairs, samples_table
 from pipeline.observe.summary import Summary, summarise
-from pipeline.observe.tracking import Dataset, MlflowTracker, NullTracker, RunStatus, Tracker, how_to_open
+from pipeline.observe.timeline import overlap_by_step
+from pipeline.observe.tracking import (
+    Dataset,
+    MlflowTracker,
+    NullTracker,
+    RunStatus,
+    Tracker,
+    experiment_id,
+    how_to_open,
+)
+from stages.models.hf_files import read_tokenizer
+from storage.errors import StoreError
 from storage.ledger import Ledger
+from storage.redaction import redacted, redacted_text
+from storage.rollout_root import Decode
 from storage.rollouts import RolloutStore
-from storage.vocabulary import Decode
 
 _CHANGED = "+changes"
 _NOTE, _ENDED = "mlflow.note.content", "stageline.ended"
@@ -48,7 +73,7 @@ _GONE = "killed, or left to go on: its driver ended without closing it"
 
 
 def open_history(config: RunConfig) -> History:
-    """The ledger and store of a run's directory."""
+    """Open the ledger and store of a run's directory."""
     paths = RunPaths(config.run_dir)
     durability = config.storage.durability()
     ledger = Ledger(str(paths.ledger), durability)
@@ -57,7 +82,7 @@ def open_history(config: RunConfig) -> History:
 
 
 def open_tracker(config: RunConfig) -> Tracker:
-    """Of a run that begins or goes on; `conclude` closes it."""
+    """Open tracking for a run that starts or resumes. `conclude` closes it."""
     if config.tracking.uri is None:
         return NullTracker()
     paths = RunPaths(config.run_dir)
@@ -70,7 +95,7 @@ def open_tracker(config: RunConfig) -> Tracker:
         "config_hash": config_hash(config),
         "run_dir": str(paths.root.resolve()),
         "stageline.resumes": str(resumes) if resumes else None,
-        _ENDED: "not yet" if resumes else None,  # it says why an earlier driver did
+        _ENDED: "not yet" if resumes else None,  # replaces the reason why an earlier driver ended
         "mlflow.parentRunId": config.tracking.parent,
         "mlflow.user": _user(),
         "mlflow.source.name": short_command(),
@@ -89,13 +114,14 @@ def open_tracker(config: RunConfig) -> Tracker:
         off=off_metrics(config),
         if_abandoned={_ENDED: _GONE, _NOTE: _note(config, commit, gone)},
     )
-    tracker.artifact(_config_to_show(paths), "")
+    tracker.artifact(_config_to_show(config, paths), "")
     return tracker
 
 
 def track_prompts(config: RunConfig, tracker: Tracker, digest: str, num_train: int, num_held_out: int) -> None:
-    """The prompts as datasets of the run: those it trains on and those held out. `digest`: of both."""
-    source, name = without_credentials(config.prompts.url), Path(config.prompts.url).name
+    """Track the training and held-out prompts as datasets of the run. `digest`: of all prompts together."""
+    source = redacted_text(config.prompts.url)
+    name = Path(source).name
     tracker.dataset(Dataset(name, digest[:36], source, "training", num_train))
     if num_held_out:
         tracker.dataset(Dataset(f"{name} held out", digest[:36], source, "evaluation", num_held_out))
@@ -104,19 +130,15 @@ def track_prompts(config: RunConfig, tracker: Tracker, digest: str, num_train: i
 def _user() -> str | None:
     try:
         return getpass.getuser()
-    except (KeyError, OSError):  # a container may run under a number that has no name
+    except (KeyError, OSError):  # a container may run under a user id without a name
         return None
 
 
-def _config_to_show(paths: RunPaths) -> Path:
-    """The run's config, as a file that others may read."""
-    text = paths.config.read_text("utf8")
-    shown = without_credentials(text)
-    if shown == text:
-        return paths.config
-    copy = paths.root / "without_passwords" / paths.config.name
+def _config_to_show(config: RunConfig, paths: RunPaths) -> Path:
+    """Write the config without secrets, as a file that others may read, and return it."""
+    copy = paths.root / "without_secrets" / paths.config.name
     copy.parent.mkdir(exist_ok=True)
-    copy.write_text(shown, "utf8")
+    copy.write_text(OmegaConf.to_yaml(redacted(sections(config)), sort_keys=False), "utf8")
     return copy
 
 
@@ -132,12 +154,11 @@ def _note(config: RunConfig, commit: str, result: str) -> str:
         "directory": str(RunPaths(config.run_dir).root.resolve()),
         "weights": str(weights.resolve()) if weights.is_dir() else "",
     }
-    return without_credentials(run_note(what, facts, result))
+    return run_note(what, facts, result)
 
 
 def catch_up(history: History, tracker: Tracker, starts: Sequence[float]) -> list[int]:
-    """Tracks what earlier drivers left: one may have been killed before it had reported all of it. Returns the
-    steps."""
+    """Track metrics that earlier drivers did not report before they ended. Return the steps that are done."""
     steps = history.steps_done()
     for step in steps:
         if not tracker.has(step, STEP_METRIC):
@@ -155,8 +176,8 @@ def catch_up(history: History, tracker: Tracker, starts: Sequence[float]) -> lis
 def conclude(
     config: RunConfig, history: History, tracker: Tracker, status: RunStatus, decode: Decode, ended: str = ""
 ) -> Summary:
-    """Writes what the run came to so far, draws it, and ends the tracking. `ended`: what ended it before its last
-    step."""
+    """Write the run's results so far, draw the plots, and close tracking. `ended`: the reason if it ended before its
+    last step."""
     paths = RunPaths(config.run_dir)
     summary = summarise_run(config, history)
     paths.summary.write_text(summary.to_json(), "utf8")
@@ -192,32 +213,42 @@ def conclude_despite_error(
     screen: Screen,
     error: BaseException,
 ) -> None:
-    """`conclude` while an error is on its way out, which whatever goes wrong here (the same full disk, say) must not
-    replace."""
+    """Call `conclude` while `error` is being raised. A second error (from the same full disk, say) becomes a note of
+    `error`, and does not replace it."""
     status: RunStatus = "FAILED" if isinstance(error, Exception) else "KILLED"
-    try:
-        conclude(config, history, tracker, status, decode, f"{type(error).__name__}: {error}".removesuffix(": "))
-    except Exception as again:
+    ended = f"{type(error).__name__}: {error}".removesuffix(": ")
+    with noting(error, screen, "no summary could be made of what there is"):
+        conclude(config, history, tracker, status, decode, ended)
+    with noting(error, screen, "the tracking could not be closed"):
         tracker.close(status)
-        text = f"no summary could be made of what there is: {type(again).__name__}: {again}"
+
+
+@contextmanager
+def noting(error: BaseException, screen: Screen, what: str) -> Iterator[None]:
+    """Turn an exception of the block into a warning and a note of `error`, which is being raised."""
+    try:
+        yield
+    except Exception as again:
+        text = f"{what}: {type(again).__name__}: {again}"
+        error.add_note(text)
         screen.say("warning", text, text=text)
 
 
 def experiment_page(config: RunConfig) -> str | None:
-    """How to look at the run's experiment in MLflow; None where it has none, or none yet."""
+    """Return how to open the run's experiment in MLflow, or None if the run has none, or none yet."""
     uri = config.tracking.uri
     number = None if uri is None else experiment_id(RunPaths(config.run_dir).mlflow_spool, uri)
     return None if uri is None or number is None else how_to_open(uri, number)
 
 
 def watch_runs(config: RunConfig) -> Mapping[str, str]:
-    """How to look at the run in MLflow, by what a person calls it; empty where it is not tracked."""
+    """Return how to open the run in MLflow, under the label to show. Empty if it is not tracked."""
     uri = config.tracking.uri
     return {} if uri is None else {"MLflow": experiment_page(config) or how_to_open(uri)}
 
 
 def summarise_run(config: RunConfig, history: History) -> Summary:
-    """`summary.json` from a run's directory."""
+    """Return the content of `summary.json`, computed from a run's directory."""
     paths = RunPaths(config.run_dir)
     parents = {node.address: node.parents for node in run_nodes(config.graph())}
     steps = [one for one in map(history.step_numbers, history.steps_done()) if one is not None]
@@ -228,14 +259,14 @@ def summarise_run(config: RunConfig, history: History) -> Summary:
 
 
 def draw(config: RunConfig, history: History) -> list[Path]:
-    """The learning curves and the stage timeline, as PNG files in the run's directory."""
+    """Draw the learning curves and the stage timeline as PNG files in the run's directory, and return their paths."""
     paths = RunPaths(config.run_dir)
-    # matplotlib takes a second to import: not before the end
+    # imported late, since matplotlib takes a second
     plots: Any = importlib.import_module("pipeline.observe.plots")
     curves, timeline = paths.plots / "curves.png", paths.plots / "timeline.png"
     starts = run_starts(paths.events)
     of_steps = {step: history.step_metrics(step, starts) for step in history.steps_done()}
-    metrics = {step: of_step for step, of_step in of_steps.items() if STEP_METRIC in of_step}  # else it is lost
+    metrics = {step: of_step for step, of_step in of_steps.items() if STEP_METRIC in of_step}  # otherwise it is lost
     held_out: dict[str, list[tuple[int, float]]] = {}
     for evaluation in history.evaluations():
         means = {"reward/mean": evaluation.mean} | {f"reward/{name}/mean": v for name, v in evaluation.parts.items()}
@@ -248,7 +279,7 @@ def draw(config: RunConfig, history: History) -> list[Path]:
 
 
 def where_results_are(config: RunConfig, summary: Summary) -> dict[str, Path | str]:
-    """Of a finished run, by what a person calls them: paths, and commands."""
+    """Return the paths of a finished run's results, or commands that show them, by the label to show."""
     paths = RunPaths(config.run_dir)
     where: dict[str, Path | str] = {"summary": paths.summary}
     if config.tracking.plots:
@@ -264,3 +295,84 @@ def where_results_are(config: RunConfig, summary: Summary) -> dict[str, Path | s
     if config.tracking.uri is not None:
         where["compare runs"] = watch_runs(config)["MLflow"]
     return where
+
+
+# ---- Report ----------------------------------------------------------------------------------------------
+
+_SAMPLING = ("sampling.", "evaluate.temperature", "seed")
+_TOKENIZER = ("token", "vocab", "merges")
+
+
+def write_report(sources: Sequence[RunSource], file: Path) -> Path:
+    """Write one HTML report of one or several runs, replacing the file, and return its path. Raises OSError."""
+    staged = file.with_name(f".{file.name}.{os.getpid()}")
+    try:
+        staged.write_bytes(report(sources))
+        staged.replace(file)
+    except BaseException:
+        staged.unlink(missing_ok=True)
+        raise
+    return file
+
+
+def report_source(config: RunConfig, history: History, summary: Summary) -> RunSource:
+    """Read a run's directory for its report."""
+    paths, remarks = RunPaths(config.run_dir), []
+    try:
+        decode: Decode = partial(read_tokenizer(config.model.path).decode, skip_special=False)
+    except (OSError, ValueError) as error:
+        decode = _as_numbers
+        reason = str(error).splitlines()[0]
+        remarks.append(f"the tokenizer of {config.model.path} cannot be read ({reason}): tokens are shown as numbers")
+    try:
+        identity = read_identity(paths.root)
+    except StoreError as error:
+        identity = None
+        remarks.append(str(error))
+    return RunSource(
+        name=config.name,
+        directory=str(paths.root.resolve()),
+        settings=settings(redacted(sections(config))),
+        history=history,
+        summary=summary,
+        events=list(read_events(paths.events)) if journal_exists(paths.events) else [],
+        decode=decode,
+        sameness=_sameness(config, identity),
+        software=identity.latest.software if identity is not None else {},
+        remarks=tuple(remarks),
+    )
+
+
+def _sameness(config: RunConfig, identity: Identity | None) -> Sameness:
+    """Return the keys that tell if runs can be compared: digests of the run's identity, or model paths without one."""
+    models: Mapping[str, Mapping[str, str]] = identity.models if identity is not None else {}
+    flat, whole = settings(sections(config)), sections(config)
+    policy = models.get("policy", {"path": config.model.path})
+    reference = models.get("reference", {"path": config.model.reference_path or config.model.path})
+    tokenizer = {name: digest for name, digest in policy.items() if any(part in name for part in _TOKENIZER)}
+    key, _ = config.held_out_reward
+    learned = {name: digests for name, digests in models.items() if "." in name}
+    sampling = {name: value for name, value in flat.items() if name.startswith(_SAMPLING)}
+    return Sameness(
+        model=_text(policy),
+        tokenizer=_text(tokenizer or policy),
+        reference=_text(reference),
+        reward=_text([_scored_by(whole["reward"]), learned]),
+        held_out_reward=_text(
+            [_scored_by(whole["evaluate"]["reward"] if key != "reward" else whole["reward"]), learned]
+        ),
+        held_out_sampling=_text(sampling),
+    )
+
+
+def _scored_by(section: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of a reward that decide its scores, without those of later processing."""
+    return {key: section.get(key) for key in ("kind", "args", "parts")}
+
+
+def _text(value: object) -> str:
+    return json.dumps(value, sort_keys=True)
+
+
+def _as_numbers(tokens: Sequence[int]) -> str:
+    return " ".join(map(str, tokens)) + " " if tokens else ""

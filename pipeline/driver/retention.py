@@ -1,26 +1,27 @@
-"""Lets go what `storage.keep` does not ask to be kept, behind the run.
+"""Free storage during a run: delete what `storage.keep` does not keep, and compact the ledger of finished steps.
 
-    steps:   0 ······ 29 │ 30 ············· 44 │ 45 46 47
-             arrays gone │ kept: a recovery may │ in the window
-                         │ train on them again  └─ over_until
-                         └─ `first_kept`: an older one of two sound checkpoints of each trained model, none newer than
-                            the oldest version of the weights that an open node may read
+    rollouts: 0 ········ 29 │ 30 ·············· 44 │ 45 46 47
+              arrays gone   │ kept: a recovery may │ in the window
+                            │ train on them again  └─ over_until
+                            └─ `first_kept`: the older of two sound checkpoints of each trained model, both no newer
+                               than the oldest version of the weights that an open node may read
 
-So a trainer that is lost, a version that must be published again, a checkpoint that turns out damaged and
-`resume --from-checkpoint` all find what they need.
+    ledger:   0 ···· 15 │ 16 ···· 31 │ 32 ··· 44 45 46 47
+                closed  │    open    │  over ─┘   └─ in the window
+                        └─ closed (moved into a segment) when the steps up to 31 + margin are over
 
-    exports: what `export.every` asks for, and the last ── the newest `storage.keep.exports` of them stay
-             under `storage.keep.rollouts` every version that is evaluated, since it could not be rebuilt later: one
-             that turns out not to be the best goes again
-             the best version so far stays, whatever is asked
+Exports: `export.every` and the end of the run export versions, of which the newest `storage.keep.exports` stay. Under
+`storage.keep.rollouts` every evaluated version is exported too, since it could not be rebuilt later; it is deleted
+again unless it is the best. The best version so far always stays.
 
-May import pipeline.config, pipeline.graph, pipeline.observe, pipeline.workers.updates and storage.
+Deletions run in a thread of `Retention`. Segments are closed in the driver's thread.
 """
 
 from __future__ import annotations
 
 import os
 import shutil
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -28,25 +29,31 @@ from pathlib import Path
 from pipeline.config.errors import ConfigError
 from pipeline.config.paths import RunPaths
 from pipeline.config.run import RunConfig
-from pipeline.graph.graph import GraphSpec, evaluate_nodes, evaluated, update_stages, window
+from pipeline.graph.graph import GraphSpec, evaluate_nodes, evaluated, step_nodes, update_stages, window
 from pipeline.observe.evaluations import Evaluation, best_evaluation
 from pipeline.observe.history import History
 from pipeline.workers.updates import is_usable
+from storage.address import Address
 from storage.checkpoints import Checkpoints, version_of
 from storage.errors import StoreError
-from storage.retention import KEY
+from storage.ledger import SPAN, Ledger, first_step
+from storage.rollouts import KEY
 
 _LEAVING = ".leaving-"
-"""Of an export that is being removed: it has no version's name any more."""
+"""Prefix of an export that is being removed, so that it no longer has a version's name."""
 
 
 def first_kept(spec: GraphSpec, keep: int, over_until: int, saved: Collection[int]) -> int:
-    """The first step whose rollouts must stay. `over_until`: before it every node of every step is done. `saved`:
-    versions that every trained model has a sound checkpoint of.
+    """Return the first step whose rollouts must stay, so that a lost trainer, a version that must be published again, a
+    damaged checkpoint and `resume --from-checkpoint` all find the data that they need.
 
-    Nodes of the steps from `over_until` on read versions from `over_until` - eta on. What recovers the oldest of them
-    begins at a checkpoint that is no newer; of those, one may turn out damaged, so that the one before it is the floor.
-    The margin is that of the ledger's books: an attempt that does not count any more may still be reading.
+    Nodes from step `over_until` on read versions from `over_until` - eta on. To make the oldest of them again, a
+    recovery begins at a checkpoint that is no newer. That one may be damaged, so the checkpoint before it is the floor.
+    The margin is the same as for closing the ledger: an outdated attempt may still be reading.
+
+    Args:
+        over_until: all nodes of all earlier steps are done.
+        saved: versions of which every trained model has a sound checkpoint.
     """
     usable = sorted(version for version in saved if version <= over_until - spec.staleness)
     if not usable:
@@ -55,10 +62,10 @@ def first_kept(spec: GraphSpec, keep: int, over_until: int, saved: Collection[in
 
 
 class Retention:
-    """Owns a thread, if there is anything to let go, in which files are looked for and removed."""
+    """Owns the thread that finds and deletes files, if `storage.keep` asks for it."""
 
     def __init__(self, config: RunConfig, history: History, warn: Callable[[str], None]) -> None:
-        """`warn`: called in the caller's thread with what went wrong; nothing is let go then, and the run goes on."""
+        """`warn`: called in the caller's thread with each new error. The run continues without the deletion."""
         keep = self._keep = config.storage.keep
         self._paths = paths = RunPaths(config.run_dir)
         self._history = history
@@ -67,16 +74,16 @@ class Retention:
         self._checkpoints = Checkpoints(paths.checkpoints)
         self._config = config
         self._evaluations: dict[int, Evaluation] = {}
-        """Of those that are complete, by version."""
+        """Complete evaluations, by version."""
         self._sound: dict[int, bool] = {}
-        """By version: every byte of the trained models' checkpoints was read once."""
+        """Result of reading every byte of the trained models' checkpoints, by version."""
         self._over_until = 0
         self._pass: Future[None] | None = None
         asked = keep.rollouts is not None or keep.exports is not None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="retention") if asked else None
 
     def over_until(self, step: int) -> None:
-        """Every node of the steps before this one is done. Returns at once."""
+        """Record that all nodes of the steps before this one are done, and begin to delete. Does not wait."""
         self._over_until = step
         if self._thread is None or (self._pass is not None and not self._pass.done()):
             return
@@ -84,14 +91,14 @@ class Retention:
         self._pass = self._thread.submit(self._let_go, step)
 
     def finish(self) -> None:
-        """For a run that has come to its end: waits until all is gone that goes."""
+        """Delete what may go at the end of a run, and wait for it."""
         if self._thread is not None:
             self._settle()
             self._pass = self._thread.submit(self._let_go, self._over_until)
             self._settle()
 
     def close(self) -> None:
-        """Waits for what is being removed."""
+        """Wait for deletions in progress."""
         if self._thread is not None:
             self._thread.shutdown()
 
@@ -119,7 +126,7 @@ class Retention:
             drop_exports(directory, set(exported(directory)) - {*newest} - self._best())
 
     def _evaluated(self) -> Mapping[int, Evaluation]:
-        """The evaluations that are complete, by version."""
+        """Return the complete evaluations, by version."""
         for version in self._history.evaluated_versions():
             evaluation = None if version in self._evaluations else self._history.evaluation(version)
             if evaluation is not None and evaluation.kl is not None:
@@ -127,14 +134,14 @@ class Retention:
         return self._evaluations
 
     def _best(self) -> set[int]:
-        """The best version so far, if there is one."""
+        """Return the best version so far, or an empty set."""
         best = best_evaluation(self._evaluated().values(), self._config.evaluate.select.max_kl)
         return set() if best is None else {best.version}
 
     def _drop_rollouts(self, keep: int, over_until: int) -> None:
         spec, before = self._history.spec, self._history.store.dropped_before()
         saved = sorted(set.intersection(*(set(self._checkpoints.versions(role)) for role in update_stages(spec))))
-        if first_kept(spec, keep, over_until, saved) > before:  # else there is no need to read them
+        if first_kept(spec, keep, over_until, saved) > before:  # avoids reading checkpoints for nothing
             until = first_kept(spec, keep, over_until, [version for version in saved if self._is_sound(version)])
             if until > before:
                 self._history.store.drop(until)
@@ -147,13 +154,13 @@ class Retention:
 
 
 def exported(directory: Path) -> list[int]:
-    """The versions that are exported there, the oldest first."""
+    """Return the versions that are exported in a directory, oldest first."""
     found = directory.iterdir() if directory.is_dir() else ()
     return sorted(version for path in found if (version := version_of(path)) is not None)
 
 
 def drop_exports(directory: Path, versions: Iterable[int]) -> None:
-    """Removes exported versions, and what an earlier call left half removed."""
+    """Remove exported versions, and leftovers of an earlier, interrupted call."""
     for left in directory.glob(f"{_LEAVING}*"):
         shutil.rmtree(left, ignore_errors=True)
     for version in {*versions}.intersection(exported(directory)):
@@ -163,8 +170,7 @@ def drop_exports(directory: Path, versions: Iterable[int]) -> None:
 
 
 def check_evaluations(config: RunConfig, history: History) -> None:
-    """For a run that goes on with other evaluations than before. Raises ConfigError where a version that is past, and
-    is to be evaluated, cannot be had any more."""
+    """Raise ConfigError if a resumed run asks to evaluate an earlier version that cannot be made again."""
     before, saved = history.store.dropped_before(), Checkpoints(RunPaths(config.run_dir).checkpoints).versions("policy")
     made, spec = history.versions_made(), config.graph()
     asked = [version for version in range(1, made + 1) if evaluated(spec, version)]
@@ -178,3 +184,73 @@ def check_evaluations(config: RunConfig, history: History) -> None:
             f"given {config.evaluate.every}; {named} would have to be made again from rollouts that {KEY} has dropped "
             f"(all before step {before})",
         )
+
+
+# ---- Compacting the ledger -------------------------------------------------------------------------------
+
+
+def all_committed(spec: GraphSpec, ledger: Ledger, expendable: Collection[Address] = frozenset()) -> bool:
+    """Return True if every node of the run, except the expendable ones, has its commit."""
+    first = ledger.closed_until()
+    # Read closed records too: a segment before closed ones may have been reopened.
+    there = {*ledger.addresses(from_step=first), *expendable}
+    nodes = (node for step in range(max(0, first - 1), spec.steps) for node in step_nodes(spec, step))
+    return all(node.address.step < first or node.address in there for node in nodes)
+
+
+def close_what_is_over(spec: GraphSpec, ledger: Ledger, expendable: Collection[Address]) -> None:
+    """Close segments again that were opened for a damaged record, if that record is expendable. Call it before workers
+    start; the run then begins after these segments, as before."""
+    if not expendable:
+        return
+    while True:
+        first = ledger.closed_until()
+        there = {*ledger.addresses(from_step=first), *expendable}
+        over = range(max(0, first - 1), first + SPAN + _margin(spec))
+        nodes = [node.address for step in over if step < spec.steps for node in step_nodes(spec, step)]
+        if over.stop > spec.steps or any(first <= address.step and address not in there for address in nodes):
+            return
+        closed = (address for address in nodes if first <= address.step < first + SPAN)
+        ledger.close(first, [address for address in closed if address not in expendable])
+
+
+def _margin(spec: GraphSpec) -> int:
+    """Return the number of steps that must be over after a segment before it is closed.
+
+    Results of late attempts at its nodes have not counted for long by then, and a resumed run finds all versions of the
+    weights that it may still need among the open steps."""
+    return 2 * window(spec)
+
+
+class LedgerCompactor:
+    """Owns the list of records that are in no segment yet, from the first open step on."""
+
+    def __init__(self, spec: GraphSpec, ledger: Ledger, expendable: Collection[Address] = frozenset()) -> None:
+        """`expendable`: nodes that count as done, and have no record."""
+        self._ledger = ledger
+        self._outlived = expendable
+        self._margin = _margin(spec)
+        self.first_step = ledger.closed_until()
+        """First open step. All earlier steps are over and closed."""
+        self._over: set[int] = set()
+        self._next_over = self.first_step
+        self._addresses: defaultdict[int, list[Address]] = defaultdict(list)
+
+    @property
+    def over_until(self) -> int:
+        """First step that is not over."""
+        return self._next_over
+
+    def over(self, step: int, addresses: Iterable[Address]) -> None:
+        """Record that all nodes of a step are done, and close the segments that can be closed. `addresses`: the step's
+        nodes, some of which (a publication, an evaluation) are numbered as a later step's."""
+        for address in addresses:
+            if address.step >= self.first_step and address not in self._outlived:
+                self._addresses[first_step(address.step)].append(address)
+        self._over.add(step)
+        while self._next_over in self._over:
+            self._over.remove(self._next_over)
+            self._next_over += 1
+        while self.first_step + SPAN + self._margin <= self._next_over:
+            self._ledger.close(self.first_step, self._addresses.pop(self.first_step))
+            self.first_step += SPAN

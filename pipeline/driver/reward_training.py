@@ -1,14 +1,12 @@
-"""The training of a reward model: a plain program, no graph. This process is rank 0; with `workers` of 2 or more it
-starts the others, which read the same files and make the same calls.
+"""Train a reward model: a plain program without a graph. This process is rank 0. With `workers` of 2 or more it starts
+the other ranks, which read the same files and make the same calls.
 
-    check ──► ranks join ──► steps, validations ──► best state ──► figures ──► export, summary, plot ──► MLflow
+    check ──► ranks join ──► steps, validations ──► best state ──► measure ──► export, summary, plot ──► MLflow
                                  └ each: metrics, progress
 
     RUN/config.yaml   RUN/model/ (Hugging Face)   RUN/summary.json   RUN/held_out.jsonl   RUN/plots/reward_model.png
 
-Nothing of it is resumed: a training that was interrupted begins anew.
-
-May import all of pipeline below the command line.
+It cannot be resumed: an interrupted training starts from the beginning.
 """
 
 from __future__ import annotations
@@ -34,21 +32,19 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as ProgressBar
 
-from pipeline.config.loading import flatten, to_yaml
+from pipeline.config.loading import flatten, write_config
 from pipeline.config.paths import RunPaths
 from pipeline.config.reward_model import RewardModelConfig
 from pipeline.config.reward_preflight import EXPORT, check_training, read_parts, trained_already
-from pipeline.driver.context import StageFailed
-from pipeline.driver.lock import only_driver
-from pipeline.observe.plain import print_plain
+from pipeline.driver.errors import StageFailed
+from pipeline.driver.session import interruptible, only_driver
+from pipeline.observe.text import print_plain
 from pipeline.observe.tracking import MlflowTracker, NullTracker, Tracker, how_to_open
 from stages.models.config import LoraConfig
-from stages.models.errors import RanksMissing
+from stages.models.hf_weights import write_lowest_blocks
 from stages.models.parallel import ParallelRank, join, leave
-from stages.models.protocol import Rank
-from stages.models.reward_host import RewardModel
-from stages.models.reward_rows import TokenRows
-from stages.models.student_files import write_lowest_blocks
+from stages.models.protocol import Rank, RanksMissing
+from stages.models.reward_model import RewardModel, TokenRows
 from stages.preferences.training import (
     PartFigures,
     TrainingFailed,
@@ -60,16 +56,16 @@ from stages.preferences.training import (
     train_reward_model,
     training_steps,
 )
-from stages.rewards.resident import HERE, Holds, Loading
+from stages.rewards.learned import HERE, Holds, Loading
 
 PLOT = "plots/reward_model.png"
 _TIMED_ROWS, _TIMED_TOKENS = 1024, 4096
-"""Rows that teacher and student are timed on, at most, and tokens of a pass."""
+"""Most rows on which teacher and student are timed, and tokens of a pass."""
 
 
 @dataclass
 class _Shown:
-    """Owns what is told while a training goes on: the bar of a terminal, lines elsewhere, metrics, the curves."""
+    """Owns the display of a training: the terminal's progress bar, lines of text, metrics, and the curves."""
 
     console: Console
     tracker: Tracker
@@ -93,28 +89,28 @@ class _Shown:
 
 
 def train(config: RewardModelConfig, console: Console) -> dict[str, Any]:
-    """Trains, exports and measures; returns the summary.
+    """Train, export and measure a reward model. Return the summary.
 
     Raises:
-        ConfigError: something that cannot work; nothing was started.
+        ConfigError: the config cannot work; nothing was started.
         StageFailed: gradients or scores were not finite, or a rank was lost.
     """
     parts = check_training(config)
     config.run_dir.mkdir(parents=True, exist_ok=True)
-    with only_driver(RunPaths(config.run_dir)):
+    with only_driver(RunPaths(config.run_dir)), interruptible():
         return _train_alone(config, parts, console)
 
 
 def _train_alone(config: RewardModelConfig, parts: TrainingParts, console: Console) -> dict[str, Any]:
-    """In a directory that no other process writes to."""
+    """Train while holding the directory's lock."""
     root = config.run_dir
-    if (root / EXPORT).exists():  # since it was looked at
+    if (root / EXPORT).exists():  # may have appeared since the check
         raise trained_already(config)
     (root / "plots").mkdir(parents=True, exist_ok=True)
-    for left in root.glob("mlflow_spool*"):  # of a training that was interrupted, as is a half export
+    for left in root.glob("mlflow_spool*"):  # an interrupted training leaves spools and a partial export
         left.unlink()
     shutil.rmtree(root / f".{EXPORT}", ignore_errors=True)
-    (root / "config.yaml").write_text(to_yaml(config))
+    write_config(root / "config.yaml", config)
     started, cpu = time.monotonic(), time.process_time()
     with _tracker(config, root) as tracker, _bar(console) as bar:
         shown = _Shown(console, tracker, bar)
@@ -138,7 +134,7 @@ def _train_alone(config: RewardModelConfig, parts: TrainingParts, console: Conso
 
 
 def _train_here(config: RewardModelConfig, parts: TrainingParts, shown: _Shown) -> TrainingOutcome:
-    """Rank 0's part, with the other ranks beside it."""
+    """Run rank 0, with the other ranks as processes."""
     if config.model.blocks is not None:
         shutil.rmtree(config.start_path, ignore_errors=True)
         write_lowest_blocks(Path(config.start_path), config.model.path, config.model.blocks)
@@ -161,7 +157,7 @@ def _train_rank(
     rank = Rank(index, config.workers, rendezvous, config.threads, index, config.collective_timeout_s)
     joined = join(rank, config.layout, config.seed)
     try:
-        with joined.roll_call.collectives_of("the training of the reward model"):
+        with joined.missing_ranks.collectives_of("the training of the reward model"):
             if config.teacher.paths:
                 parts = taught(parts, [_teacher(config, path, rank, joined) for path in config.teacher.paths])
             model = RewardModel(
@@ -185,15 +181,15 @@ def _train_rank(
 
 
 def _teacher(config: RewardModelConfig, path: str, rank: Rank, joined: ParallelRank) -> RewardModel:
-    """A reward model that is not trained, in the student's layout."""
+    """Return a teacher: a reward model that is not trained, in the student's layout."""
     model = dataclasses.replace(config.trained_model(path), dtype=config.teacher.dtype or config.model.dtype)
     plain = dataclasses.replace(model, frozen_blocks=0, lora=LoraConfig())
     return RewardModel(plain, config.layout, rank, seed=config.seed, joined=joined)
 
 
 def _speeds(config: RewardModelConfig, rows: TokenRows) -> dict[str, float]:
-    """CPU seconds that a row takes of the teacher (of several, all) and of the student that was exported, with the same
-    packing, in turns; and how many times faster the student is. In this process, alone."""
+    """Return the CPU seconds per row of the teacher (of several, their sum) and of the exported student, and how many
+    times faster the student is. Time them alternately, with the same packing, in this process alone."""
     student = Loading(Holds.REWARD, str(config.run_dir / EXPORT), config.model.dtype, _TIMED_TOKENS)
     dtype = config.teacher.dtype or config.model.dtype
     teachers = [Loading(Holds.REWARD, path, dtype, _TIMED_TOKENS) for path in config.teacher.paths]
@@ -202,7 +198,7 @@ def _speeds(config: RewardModelConfig, rows: TokenRows) -> dict[str, float]:
     models = {loading: HERE.take(loading) for loading in spent}
     try:
         chunks = [TokenRows(rows.tokens[part], rows.lengths[part]) for part in np.array_split(np.arange(number), 4)]
-        for timed in (False, True):  # the first time through, weights and buffers are touched
+        for timed in (False, True):  # the first pass touches weights and buffers, and is not timed
             for chunk in chunks[:1] if not timed else chunks:
                 for loading, model in models.items():
                     before = time.process_time()
@@ -216,21 +212,21 @@ def _speeds(config: RewardModelConfig, rows: TokenRows) -> dict[str, float]:
 
 
 def _silent(_: TrainingProgress) -> None:
-    """What ranks other than 0 tell."""
+    """Report nothing: for ranks other than 0."""
 
 
 def _rank_main(config: RewardModelConfig, index: int, rendezvous: str) -> None:
-    """A process of its own."""
+    """Run one rank, as the main function of its process."""
     _train_rank(config, read_parts(config), index, rendezvous, None)
 
 
 @contextmanager
 def _other_ranks(config: RewardModelConfig, rendezvous: str) -> Iterator[None]:
-    """Ranks 1 and above, as processes that end with this one."""
+    """Run ranks 1 and above as processes that end with this block."""
     context = multiprocessing.get_context("spawn")
     before = os.environ.get("OMP_NUM_THREADS")
     os.environ["OMP_NUM_THREADS"] = str(config.threads)
-    sys.warnoptions.append("ignore::UserWarning")  # of libraries: rank 0 says what is to be said
+    sys.warnoptions.append("ignore::UserWarning")  # warnings of libraries: rank 0 shows them
     try:
         processes: list[BaseProcess] = [
             context.Process(target=_rank_main, args=(config, index, rendezvous), daemon=True)
@@ -293,13 +289,13 @@ def _write_results(
                 row["rating"] = float(held_out.ratings[number])
             stream.write(json.dumps(row, ensure_ascii=False) + "\n")
     if config.tracking.plots:
-        plots = importlib.import_module("pipeline.observe.plots")  # matplotlib takes its time to load
+        plots = importlib.import_module("pipeline.observe.plots")  # matplotlib loads slowly
         found: PartFigures = outcome.held_out
         plots.plot_reward_model(shown.curves, found.margins, found.reliability, root / PLOT, config.name)
 
 
 def _beside_teacher(summary: Mapping[str, Any]) -> list[str]:
-    """Of a student, for a person."""
+    """Return a line that compares a student with its teacher, if there is one."""
     if "speed" not in summary:
         return []
     found, speed = summary["held_out"], summary["speed"]

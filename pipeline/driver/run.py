@@ -2,11 +2,11 @@
 
     preflight ──► run directory ──► workers ──► flow ◄──► dispatch ◄──► executor ──► workers end ──► summary, plots,
                                                  │ on a step:    metrics, progress                     MLflow
-                                                 │ on a version nobody reads any more: release its weights
+                                                 │ on a version that no open node reads: release its weights
                                                  └ on an evaluation: held-out reward
 
-Everything here runs in the driver's process and thread; stages run in workers. What is around a run is in `session`,
-what it comes to in `results`. May import all of pipeline below the command line.
+Everything here runs in the driver's process and thread. Stages run in workers. `session` has the lock, the signals and
+the worker processes; `results` has the summary, the report and the tracking.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import os
 import signal
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 
 from rich.console import Console
@@ -25,60 +26,58 @@ from pipeline.config.paths import RunPaths
 from pipeline.config.preflight import check_run, check_run_directory
 from pipeline.config.run import RunConfig
 from pipeline.driver.alarms import Alarms
-from pipeline.driver.closing import OpenBooks, all_committed
 from pipeline.driver.cluster import Cluster
-from pipeline.driver.context import ExecutorSettings, StoredWrongly, WorkersMissing
+from pipeline.driver.context import ExecutorSettings
+from pipeline.driver.errors import StoredWrongly, WorkersMissing
 from pipeline.driver.executor import Executor
 from pipeline.driver.identity import NumericsWatch
-from pipeline.driver.integrity import UnreadVersions, books_closed, check_made_again
-from pipeline.driver.lock import only_driver
+from pipeline.driver.integrity import UnreadVersions, check_made_again, finalised
 from pipeline.driver.preparation import PreparedRun, prepare
 from pipeline.driver.results import (
     catch_up,
     conclude,
     conclude_despite_error,
     experiment_page,
+    noting,
     open_tracker,
     track_prompts,
     where_results_are,
 )
-from pipeline.driver.retention import Retention
+from pipeline.driver.retention import LedgerCompactor, Retention, all_committed
+from pipeline.driver.run_view import at_work, baseline, first_start, links, open_progress, page
 from pipeline.driver.session import (
     EndedEarly,
     interruptible,
+    only_driver,
     published_weights,
     worker_processes,
     writable,
 )
-from pipeline.driver.step_trace import previews, step_spans
-from pipeline.driver.system_metrics import SystemMetrics
-from pipeline.driver.watching import at_work, baseline, first_start, links, open_progress, page
+from pipeline.driver.tracked import SystemMetrics, previews, step_spans
 from pipeline.graph.dispatch import Dispatch
 from pipeline.graph.flow import Flow
 from pipeline.graph.graph import Node, weight_readers
 from pipeline.observe.evaluations import Evaluation
+from pipeline.observe.graph_view import ordered
 from pipeline.observe.history import alarm_text, evaluation_metrics
 from pipeline.observe.journal import Event, EventKind, Journal, run_starts
 from pipeline.observe.live import Progress, Screen
-from pipeline.observe.losses import Losses
-from pipeline.observe.node_events import NodeEvents
-from pipeline.observe.recorded_view import ordered
-from pipeline.observe.responses import chosen, response_pairs
-from pipeline.observe.revision import started_by
-from pipeline.observe.slurm_job import dashboard_tags
+from pipeline.observe.node_events import NodeEvents, WorkerLosses
+from pipeline.observe.provenance import dashboard_tags, started_by
+from pipeline.observe.rows import chosen, response_pairs
 from pipeline.observe.summary import Summary
 from pipeline.observe.tables import end_of_run
 from pipeline.observe.tracking import Tracker
 from pipeline.workers.messages import Outcome
 from storage.address import Address
 from storage.errors import StoreError, StoreRefused
-from storage.vocabulary import Decode
+from storage.rollout_root import Decode
 from storage.weights import WeightBoard
 
 
 @dataclass(frozen=True)
 class RunResult:
-    """What a finished run leaves: its numbers and where things are."""
+    """The summary of a finished run, and the paths of its files."""
 
     summary: Summary
     paths: RunPaths
@@ -93,27 +92,30 @@ def run(
     at_once: Collection[signal.Signals] = (),
     json_lines: bool = False,
 ) -> RunResult:
-    """Runs (or continues) a run to its last step. `from_checkpoint`: of one that is continued, what was committed after
-    its newest checkpoint is archived first, and made anew. `at_once`: signals that end it with EndedEarly, in a job
-    that is started again: neither then nor where workers are missing is time spent on what the run came to so far.
-    `json_lines`: what is shown is for a program.
+    """Run (or continue) a run to its last step.
+
+    Args:
+        from_checkpoint: with `resume`, first archive what was committed after the newest checkpoint, and compute it
+            again.
+        at_once: signals that end the run with EndedEarly, for a job that is started again. With them, no summary is
+            made after such a signal or if workers are missing.
+        json_lines: show progress for a program.
 
     Raises:
-        ConfigError: something that cannot work; nothing was started.
-        StageFailed: a stage raised, or workers were lost too often; or the driver found what is stored damaged.
-        StoreError: what is stored does not fit together; nothing was started.
-        AppendFailed: the journal or the spool of the tracking could not be written; likewise OSError for other files.
-        KeyboardInterrupt: Ctrl-C or SIGTERM; what is committed stays, and `resume` goes on from there.
-        EndedEarly: likewise, and no summary was made of it.
+        ConfigError: the config cannot work; nothing was started.
+        StageFailed: a stage raised, workers were lost too often, or stored data was found damaged.
+        StoreError: the stored data is inconsistent; nothing was started.
+        AppendFailed: the journal or the tracking spool could not be written. For other files: OSError.
+        KeyboardInterrupt: Ctrl-C or SIGTERM. Commits stay, and `resume` continues from them.
+        EndedEarly: like KeyboardInterrupt, but without a summary.
     """
     paths = RunPaths(config.run_dir)
     checked = check_run(config, resume=resume)
     decode: Decode = checked.tokenizer.decode
     with writable(config):
         paths.root.mkdir(parents=True, exist_ok=True)
-    gc.freeze()  # tokenizer and prompts live to the end: looking through them again and again stalls the loop by 0.2 s
-    with only_driver(paths), interruptible(at_once):
-        check_run_directory(config, resume=resume)  # another driver may have come and gone meanwhile
+    with only_driver(paths), interruptible(at_once), _not_collected():
+        check_run_directory(config, resume=resume)  # another driver may have run since the first check
         with writable(config):
             ready = prepare(config, checked, resume=resume, from_checkpoint=from_checkpoint)
         prompts = len(checked.prompts.train), len(checked.prompts.held_out)
@@ -128,6 +130,17 @@ def run(
     return RunResult(summary, paths)
 
 
+@contextmanager
+def _not_collected() -> Iterator[None]:
+    """Exclude the objects that exist now from garbage collection: tokenizer and prompts live to the end of the run, and
+    each pass over them stalls the loop by 0.2 s."""
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+
+
 def _run_and_conclude(
     config: RunConfig,
     ready: PreparedRun,
@@ -138,16 +151,17 @@ def _run_and_conclude(
     *,
     resume: bool,
 ) -> Summary:
-    """Whatever ends the run, its summary and its tracking say how far it came; unless it `goes_on` elsewhere, and there
-    is no time for it. `prompts`: how many are trained on, and held out."""
+    """Run; then write the summary and close tracking however the run ends, unless another job will continue it
+    (`goes_on`: the exceptions that say so). `prompts`: numbers of training and held-out prompts."""
     tracker = open_tracker(config)
     try:
         track_prompts(config, tracker, ready.identity.prompts, *prompts)
         return _run_to_conclusion(config, ready, screen, tracker, decode, goes_on, resume=resume)
-    except goes_on:
-        tracker.leave()
+    except goes_on as error:
+        with noting(error, screen, "the tracking could not be left"):
+            tracker.leave()
         raise
-    except StoreRefused:  # says already what is to be done
+    except StoreRefused:  # its text already says what to do
         raise
     except StoreError as error:
         raise StoredWrongly(str(error)) from error
@@ -165,7 +179,7 @@ def _run_to_conclusion(
 ) -> Summary:
     history = ready.history
     try:
-        with books_closed(history):
+        with finalised(history):
             _run(config, ready, screen, tracker, resume=resume)
     except goes_on:
         raise
@@ -176,19 +190,19 @@ def _run_to_conclusion(
 
 
 def _run(config: RunConfig, ready: PreparedRun, screen: Screen, tracker: Tracker, *, resume: bool) -> None:
-    """Starts the workers, runs the graph, and ends the workers."""
+    """Start the workers, run the graph, and end the workers."""
     paths, history = RunPaths(config.run_dir), ready.history
     tracked = catch_up(history, tracker, run_starts(paths.events))
-    if all_committed(config.graph(), history.ledger, ready.mended.outlived):
+    if all_committed(config.graph(), history.ledger, ready.repairs.expendable):
         for warning in ready.warnings:
             screen.say("warning", f"WARNING: {warning}", text=warning)
         with published_weights(config, history.ledger):
-            return  # a driver that died at the run's end has left them in memory
+            return  # remove weights left in memory by a driver that died at the run's end
     with published_weights(config, history.ledger) as board, worker_processes(config) as workers:
         if workers.dashboard is not None:
             tracker.tags(dashboard_tags(workers.dashboard, os.environ))
         progress = open_progress(config, screen, links(config, workers), len(tracked))
-        seen, losses = NodeEvents(ordered(config.gangs())), Losses()
+        seen, losses = NodeEvents(ordered(config.gangs())), WorkerLosses()
 
         def heard(event: Event) -> None:
             progress.event(event)
@@ -220,14 +234,14 @@ def _executor_settings(config: RunConfig) -> ExecutorSettings:
         ledger=str(paths.ledger),
         run_dir=paths.root,
         log_dir=paths.logs,
-        move_rows_below=config.cluster.move_rows_below,
+        migrate_rows_below=config.cluster.migrate_rows_below,
         boards={gang.name: str(paths.board(config.weights_dir(gang.name))) for gang in config.gangs()},
         boards_elsewhere=attached,
     )
 
 
 def _without_critic(config: RunConfig) -> Iterator[str]:
-    """What a person should know of a run that has none."""
+    """Yield notes for the journal if the run has no critic."""
     if not config.has_critic:
         yield f"ppo.advantage={config.ppo.advantage} (no critic)"
         unused = sorted(config.placement.gangs.keys() - {gang.name for gang in config.gangs()})
@@ -249,13 +263,13 @@ class _Driver:
         tracker: Tracker,
         tracked: Iterable[int],
         seen: NodeEvents,
-        losses: Losses,
+        losses: WorkerLosses,
     ) -> None:
-        """`tracked`: steps whose metrics the tracker has. `seen` and `losses` take every event of the journal."""
+        """`tracked`: steps whose metrics the tracker already has. `seen` and `losses` receive every journal event."""
         history = self._history = ready.history
         self._config = config
-        self._linked = config.tracking.uri is None or experiment_page(config) is not None  # its address was shown
-        self._mended = ready.mended
+        self._linked = config.tracking.uri is None or experiment_page(config) is not None  # no address left to show
+        self._repairs = ready.repairs
         self._unread = None if board is None else UnreadVersions(board)
         self._journal = journal
         self._progress = progress
@@ -266,11 +280,11 @@ class _Driver:
         self._evaluated: set[int] = set()  # versions whose evaluation was reported
         self._first_evaluation: Evaluation | None = None
         self._outcomes: dict[Address, Outcome] = {}
-        """Of the open steps' nodes."""
+        """Outcomes of the open steps' nodes."""
         self._graph = config.graph()
         self._mid_row = config.engine.update == "inflight"
         self._gang_of = {role: gang.name for gang in config.gangs() for role in gang.roles}
-        dispatch = self._dispatch = Dispatch(config.gangs(), config.placement.turns)
+        dispatch = self._dispatch = Dispatch(config.gangs(), config.placement.device_sharing)
         self._alarms = Alarms(config, dispatch, journal, progress, tracker)
         self._executor = Executor(
             workers.client,
@@ -283,15 +297,15 @@ class _Driver:
             numerics.built,
             self._look,
         )
-        self._books = OpenBooks(self._graph, history.ledger, ready.mended.outlived)
+        self._compactor = LedgerCompactor(self._graph, history.ledger, ready.repairs.expendable)
         self._retention = Retention(config, history, self._warn)
         self._flow = Flow(
             self._graph,
             dispatch,
-            first_step=self._books.first_step,
-            committed={*history.ledger.addresses(from_step=self._books.first_step), *ready.mended.outlived},
+            first_step=self._compactor.first_step,
+            committed={*history.ledger.addresses(from_step=self._compactor.first_step), *ready.repairs.expendable},
             published=[] if board is None else board.available(),
-            made_with=ready.mended.made_with,
+            made_with=ready.repairs.made_with,
             on_step=self._step_over,
             on_unread=self._version_unread,
         )
@@ -309,7 +323,7 @@ class _Driver:
             self._retention.close()
 
     def _look(self, now: float) -> None:
-        """About once a second."""
+        """Check the alarms and update the displays, about once a second."""
         self._alarms.look(now)
         self._system.look()
         if not self._linked and (address := experiment_page(self._config)) is not None:
@@ -321,9 +335,9 @@ class _Driver:
             self._view.look()
 
     def _node_done(self, node: Node, outcome: Outcome) -> None:
-        """A node has its commit: what it completes is reported, and the window may advance."""
+        """Report what a committed node completes, and advance the window."""
         address = node.address
-        check_made_again(self._history, self._mended, address)
+        check_made_again(self._history, self._repairs, address)
         self._outcomes[address] = outcome
         self._alarms.finished(outcome.worker)
         if address.stage in ("update_policy", "update_critic", "publish"):
@@ -339,7 +353,7 @@ class _Driver:
         self._flow.done(node)
 
     def _report_step(self, step: int) -> None:
-        """Once, when the updates and the publication of a step are committed."""
+        """Report a step's metrics, once, when its updates and its publication are committed."""
         if step in self._tracked:
             return
         known = {address: o.ref for address, o in self._outcomes.items() if o.ref is not None}
@@ -355,7 +369,7 @@ class _Driver:
         self._alarms.step(step, metrics)
 
     def _report_evaluation(self, version: int) -> None:
-        """Once, when the last shard of a version's evaluation is scored and the reference has looked at it."""
+        """Report a version's evaluation, once, when all its shards have scores and reference log-probs."""
         evaluation = None if version in self._evaluated else self._history.evaluation(version)
         if evaluation is not None and evaluation.kl is not None:
             self._evaluated.add(version)
@@ -364,8 +378,9 @@ class _Driver:
             self._progress.evaluation(version, evaluation.mean)
 
     def _report_canary(self, version: int, metrics: Mapping[str, float]) -> None:
-        """Engine and trainer were compared at a version; loudly where they differ. What says that all is well goes out
-        with the version's step, if that is to come: MLflow's pages put first the metric that they were first given."""
+        """Report how far engine and trainer differ at a version, with an alarm if they differ too much. Without an
+        alarm the metrics wait for the version's step, if that is still to come, because MLflow's pages list first the
+        metric that was logged first."""
         text = alarm_text(version, metrics)
         if text is not None or version in self._tracked or version == self._config.steps:
             self._tracker.metrics(version, metrics)
@@ -374,17 +389,17 @@ class _Driver:
             self._progress.alarm(text)
 
     def _step_over(self, step: int, nodes: list[Node]) -> None:
-        """Every node of a step is done: its trace goes out, its results are let go, its books may be closed."""
-        self._books.over(step, [node.address for node in nodes])
-        self._retention.over_until(self._books.over_until)
+        """Track the trace of a step whose nodes are all done, release its results, and compact its ledger records."""
+        self._compactor.over(step, [node.address for node in nodes])
+        self._retention.over_until(self._compactor.over_until)
         self._executor.release([node.address for node in nodes])
         ran = [(node, self._outcomes.pop(node.address)) for node in nodes if node.address in self._outcomes]
-        if ran:  # else an earlier driver ran them all
+        if ran:  # empty if an earlier driver ran them all
             asked, answered = previews(self._config.name, step, ran, self._history)
             self._tracker.trace(step, step_spans(ran, self._gang_of), asked, answered)
 
     def _version_unread(self, version: int) -> None:
-        """Every reader of a version of the weights is done."""
+        """Release a version of the weights, since all its readers are done."""
         if self._unread is not None:
             self._unread.release(version)
         self._executor.release_weights(version)
@@ -393,8 +408,8 @@ class _Driver:
         self._journal.now(EventKind.WARNED, detail=text)
 
     def _worker_replaced(self) -> None:
-        """A process that was lost is dead, and another is up: what it had committed is put in its place, what it read
-        may be released."""
+        """Release versions that a dead worker still held, and move what it had committed into place. Its replacement is
+        up."""
         if self._unread is not None:
             self._unread.retry()
         self._history.store.recover(discard=False)

@@ -1,45 +1,64 @@
-"""What people may see of a run while it goes on: the record behind the page, and the markers on Dask's dashboard.
+"""Live views of a run: the state behind its page on Dask's dashboard, the markers, the links, and the terminal display.
 
     driver's thread, once a second:   look() ──► markers
-                                        └── if somebody asked in the last seconds ──► GraphView
-    the dashboard's loop:             await fresh() ──► asks, and waits for the next look
+                                        └── if the page was requested in the last seconds ──► GraphView
+    the dashboard's loop:             await fresh() ──► requests a view, and waits for the next look()
 
-Only the driver's thread touches dispatch, flow, ledger and board; what crosses over is a frozen record.
-
-May import pipeline.driver.graph_markers, pipeline.graph, pipeline.observe and storage.
+Only the driver's thread reads dispatch, flow, ledger and board. The dashboard's loop gets a frozen `GraphView`.
 """
 
 from __future__ import annotations
 
 import asyncio
+import importlib
+import os
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
 
+from pipeline.config.paths import RunPaths
+from pipeline.config.run import RunConfig
+from pipeline.driver.cluster import Cluster
 from pipeline.driver.graph_markers import GraphMarkers, marker_states
+from pipeline.driver.results import watch_runs
 from pipeline.graph.dispatch import Dispatch
+from pipeline.graph.display import NodeState
 from pipeline.graph.flow import Flow
-from pipeline.graph.gangs import Gang
-from pipeline.graph.graph import GraphSpec
-from pipeline.observe.graph_view import Facts, GraphView, VersionView, node_views, shown_steps
+from pipeline.graph.graph import Gang, GraphSpec
+from pipeline.observe.graph_view import (
+    Curves,
+    Facts,
+    GangView,
+    GraphView,
+    VersionView,
+    gang_views,
+    node_views,
+    ordered,
+    role_gangs,
+    shown_steps,
+)
+from pipeline.observe.history import History
+from pipeline.observe.journal import run_starts
+from pipeline.observe.live import Progress, Screen
 from pipeline.observe.log_files import log_names
 from pipeline.observe.node_events import NodeEvents
-from pipeline.observe.recorded_view import Curves, gang_views, role_gangs
+from pipeline.observe.provenance import slurm_job, tunnel
+from pipeline.workers.messages import worker_name
 from storage.address import Address
 from storage.ledger import Ledger
 from storage.weights import WeightBoard
 
 _ASKED_S = 5.0
-"""So long after somebody looked a record is made at each look."""
+"""Seconds after a request during which each `look` makes a new view."""
 _PATIENCE_S = 3.0
-"""Of a page, for the driver's next look."""
+"""Longest time that a request waits for the driver's next `look`."""
 _READS = 64
-"""Commits that one look reads for the curves, at most: a long run that is resumed has many."""
+"""Most commits that one `look` reads for the curves, since a long run that is resumed has many."""
 
 
 class RunView:
-    """Owns the newest record of a run."""
+    """Owns the newest view of a run."""
 
     def __init__(
         self,
@@ -70,7 +89,7 @@ class RunView:
         self._latest: GraphView | None = None
 
     def look(self) -> None:
-        """Called about once a second in the driver's thread: markers follow, and whoever looks gets a new record."""
+        """Update the markers, and make a new view if one was requested. The driver's thread calls it once a second."""
         statuses, admitted = self._dispatch.statuses(), self._flow.admitted
         self._markers.show(marker_states(self._spec, statuses, admitted))
         if time.monotonic() - self._asked > _ASKED_S:
@@ -95,15 +114,15 @@ class RunView:
         self._made = time.monotonic()
 
     async def fresh(self) -> GraphView | None:
-        """The record of the driver's next look; where that does not come soon, the last one (its time says how old it
-        is). None where there is none yet: the workers are only being started."""
+        """Return the view of the driver's next `look`. If that does not come soon, return the last view, whose time
+        says how old it is. None while the workers are being started."""
         self._asked = asked = time.monotonic()
         while self._made < asked - 1.0 and time.monotonic() < asked + _PATIENCE_S:
             await asyncio.sleep(0.05)
         return self._latest
 
     def _versions(self) -> tuple[VersionView, ...]:
-        """None where the weights are on other hosts only."""
+        """Return the published versions. Empty if weights are on other hosts only."""
         if self._board is None:
             return ()
         readers, there = self._flow.readers, self._board.available()
@@ -118,3 +137,74 @@ class RunView:
 
 
 _NOBODY: tuple[Address, ...] = ()
+
+
+# ---- Links and display -----------------------------------------------------------------------------------
+
+
+def links(config: RunConfig, workers: Cluster) -> dict[str, str]:
+    """Return the addresses at which the run can be watched, by the label to show."""
+    found = {}
+    if workers.dashboard is not None:
+        found["Graph"] = f"{workers.dashboard.removesuffix('/status')}/stageline"
+        found["Dask dashboard"] = workers.dashboard
+        job = slurm_job(os.environ)
+        if job is not None:
+            found["to see it from elsewhere"] = tunnel(workers.dashboard, job.submitted_from)
+    return found | dict(watch_runs(config))
+
+
+def open_progress(config: RunConfig, screen: Screen, links: Mapping[str, str], first_step: int) -> Progress:
+    """Open the terminal display of the run, with the workers that will start. `first_step`: number of steps done."""
+    gangs = config.gangs()
+    return Progress(
+        config.name,
+        config.steps,
+        links,
+        console=screen.console,
+        first_step=first_step,
+        workers={worker_name(gang.name, index): gang.name for gang in gangs for index in range(gang.workers)},
+        together=ordered(gangs),
+        json_lines=screen.json_lines,
+    )
+
+
+def first_start(config: RunConfig, now: float) -> float:
+    """Return the start of the run's first driver, in seconds since the epoch. `now` if this is the first."""
+    return min(run_starts(RunPaths(config.run_dir).events), default=now)
+
+
+def baseline(history: History) -> list[tuple[int, float]]:
+    """Return (version, mean score) of the first and the latest evaluated version of a resumed run."""
+    versions = history.evaluated_versions()
+    found = (history.evaluation(version) for version in dict.fromkeys((*versions[:1], *versions[-1:])))
+    return [(evaluation.version, evaluation.mean) for evaluation in found if evaluation is not None]
+
+
+def at_work(config: RunConfig, dispatch: Dispatch, flow: Flow, seen: NodeEvents) -> tuple[GangView, ...]:
+    """Return what each gang is doing or waiting for."""
+    gangs = config.gangs()
+    busy = [status for status in dispatch.statuses() if status.state in (NodeState.RUNNING, NodeState.QUEUED)]
+    nodes = node_views(busy, role_gangs(gangs), seen, flow.admitted)
+    return gang_views(gangs, nodes, dispatch.waits(), dispatch.is_up)
+
+
+def page(
+    config: RunConfig,
+    workers: Cluster,
+    dispatch: Dispatch,
+    flow: Flow,
+    history: History,
+    board: WeightBoard | None,
+    seen: NodeEvents,
+) -> RunView | None:
+    """Add the run's page to Dask's dashboard. Return None if there is no dashboard."""
+    if workers.dashboard is None:
+        return None
+    root = workers.dashboard.removesuffix("/status")
+    others = {"Task stream": workers.dashboard, "Dask's graph": f"{root}/graph", "Groups": f"{root}/groups"}
+    open_page = importlib.import_module("pipeline.driver.dashboard").open_page  # loads Bokeh
+    view: RunView = open_page(
+        config, workers.scheduler, dispatch, flow, history.ledger, board, seen, others | dict(watch_runs(config))
+    )
+    return view

@@ -1,8 +1,9 @@
-"""What is around a run while it goes on: the lock, the signals, the worker processes, the boards of published weights.
+"""Context managers around a run: the lock, the signals, the boards of published weights, the worker processes.
 
     only_driver ──► interruptible ──► published_weights ──► worker_processes ──► the run
 
-May import torch (to count GPUs) and all of pipeline below the command line.
+The lock allows one process at a time in a directory of `runs_dir`: a run's driver, a reward model's training, or a
+labelling.
 """
 
 from __future__ import annotations
@@ -10,35 +11,35 @@ from __future__ import annotations
 import errno
 import logging
 import signal
-import sys
 from collections.abc import Collection, Iterator
 from contextlib import ExitStack, contextmanager
-from multiprocessing import resource_tracker
 
 import torch
 
 from pipeline.config.errors import ConfigError
-from pipeline.config.host_limits import weights_bytes
+from pipeline.config.memory import weights_bytes
 from pipeline.config.paths import RunPaths
 from pipeline.config.run import RunConfig
 from pipeline.driver.attached_workers import AttachedWorkers
-from pipeline.driver.cluster import Cluster
-from pipeline.driver.local_workers import LocalWorkers
+from pipeline.driver.cluster import Cluster, LocalWorkers
+from pipeline.workers.attached import board_of_host
+from pipeline.workers.worker_process import OF_TERMINAL, ending_signals
 from stages.models.protocol import Role
 from stages.publish import is_published
-from storage.errors import StoreRefused
+from storage.errors import StoreError, StoreRefused
 from storage.ledger import Ledger
+from storage.locks import HeldByAnother, held
 from storage.weights import WeightBoard
 
 DISK_FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS})
-"""Of an OSError: the disk is full, or the user's share of it, or it cannot be written any more."""
+"""Error numbers: the disk is full, the user's quota is used up, or the file system is read-only."""
 _IN_THE_WAY = frozenset({errno.EACCES, errno.EPERM, errno.EEXIST, errno.ENOTDIR, errno.EISDIR})
-"""There is no right to write, or a file where a directory must be."""
+"""Error numbers: no permission to write, or a file in place of a directory (or the reverse)."""
 
 
 @contextmanager
 def writable(config: RunConfig) -> Iterator[None]:
-    """Around the first writes into a run's directory. Raises ConfigError where they cannot be made."""
+    """Raise ConfigError if the first writes into a run's directory, made in this block, fail."""
     try:
         yield
     except StoreRefused as error:
@@ -52,16 +53,19 @@ def writable(config: RunConfig) -> Iterator[None]:
 
 
 class EndedEarly(KeyboardInterrupt):
-    """Whoever runs the job wants its nodes back, now: what is committed stays, and nothing is made of it."""
+    """Interrupt of a job that must free its nodes at once. Commits stay; no summary is made."""
 
 
 @contextmanager
 def interruptible(at_once: Collection[signal.Signals] = ()) -> Iterator[None]:
-    """SIGTERM interrupts like Ctrl-C; and Ctrl-C does so also where a shell started this process in the background,
-    with SIGINT ignored. Those that are to end it `at_once` raise EndedEarly instead, of which the first alone counts: a
-    cluster's manager may send several, to every process."""
+    """Make SIGTERM and SIGHUP interrupt like Ctrl-C. Ctrl-C also works if a shell started this process in the
+    background with SIGINT ignored. Only the first SIGHUP counts: a closed terminal sends one, and its shell another.
+    The signals in `at_once` raise EndedEarly instead. Only the first of them counts: a cluster's manager may send
+    several, to every process."""
 
     def interrupt(number: int, frame: object) -> None:
+        if number == signal.SIGHUP:
+            signal.signal(number, signal.SIG_IGN)
         raise KeyboardInterrupt
 
     def end(number: int, frame: object) -> None:
@@ -69,7 +73,7 @@ def interruptible(at_once: Collection[signal.Signals] = ()) -> Iterator[None]:
             signal.signal(other, signal.SIG_IGN)
         raise EndedEarly
 
-    handlers = dict.fromkeys((signal.SIGTERM, signal.SIGINT), interrupt) | dict.fromkeys(at_once, end)
+    handlers = dict.fromkeys(ending_signals(), interrupt) | dict.fromkeys(at_once, end)
     before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
     try:
         yield
@@ -80,10 +84,12 @@ def interruptible(at_once: Collection[signal.Signals] = ()) -> Iterator[None]:
 
 @contextmanager
 def published_weights(config: RunConfig, ledger: Ledger) -> Iterator[WeightBoard | None]:
-    """The board of published weights, which is that of the policy's gang (the driver runs on the host of its rank 0),
-    less what is not this run's: a killed run whose directory was removed leaves its weights in memory under the same
-    name. In the end all boards of this host go; those of other hosts are removed by their workers. None where workers
-    are attached, which have all boards on their hosts."""
+    """Yield the board of published weights: that of the policy's gang, whose rank 0 runs on the driver's host. Yield
+    None if workers are attached, since all boards are then on their hosts.
+
+    First remove weights that are not this run's: a killed run whose directory was removed leaves its weights in memory
+    under the same name. Boards of dead runs go too (`pipeline/workers/attached.py`). At the end remove all boards of
+    this host; workers remove those of other hosts."""
     if config.cluster.kind == "attached":
         yield None
         return
@@ -91,6 +97,7 @@ def published_weights(config: RunConfig, ledger: Ledger) -> Iterator[WeightBoard
     boards = {gang.name: WeightBoard(paths.board(config.weights_dir(gang.name))) for gang in config.gangs()}
     with ExitStack() as stack:
         for board in boards.values():
+            stack.enter_context(board_of_host(board.directory))
             stack.enter_context(board)
         board = boards[config.placement.roles[Role.POLICY]]
         board.tidy(lambda manifest: is_published(ledger, manifest))
@@ -99,21 +106,36 @@ def published_weights(config: RunConfig, ledger: Ledger) -> Iterator[WeightBoard
 
 @contextmanager
 def worker_processes(config: RunConfig) -> Iterator[Cluster]:
-    """The run's cluster. Local worker processes are not reached by Ctrl-C: a terminal sends it to the whole process
-    group, but only the driver is to answer it, and to end them. They inherit the mask of the thread that starts
-    them."""
-    logging.getLogger("distributed").setLevel(logging.ERROR)  # the executor says what is lost, in the run's words
+    """Yield the run's cluster. Block the terminal's signals in local worker processes, which inherit the signal mask of
+    the thread that starts them: the terminal signals the whole process group, but only the driver must react, and end
+    the workers."""
+    logging.getLogger("distributed").setLevel(logging.ERROR)  # the executor reports losses itself
     if config.cluster.kind == "attached":
         with AttachedWorkers(config, weights_bytes(config)) as attached:
             yield attached
         return
-    sys.warnoptions.append("ignore:resource_tracker")  # it cleans up after killed workers; it need not say so
-    resource_tracker.ensure_running()  # starting it later would lift the mask
-    sys.warnoptions.pop()
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, OF_TERMINAL)
     try:
         with LocalWorkers(config, torch.cuda.device_count()) as workers:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
             yield workers
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+@contextmanager
+def only_driver(paths: RunPaths) -> Iterator[None]:
+    """Keep a second driver, on this host or another, out of the run's directory (`storage/locks.py`).
+
+    Raises:
+        ConfigError: another process is running the run, or the lock is another user's.
+    """
+    with ExitStack() as stack:
+        try:
+            stack.enter_context(held(paths.lock))
+        except HeldByAnother as error:
+            need = f"{error} is running {paths.root} now: wait for its end, or end it there"
+            raise ConfigError("name", f"given {paths.root.name!r}; {need}") from error
+        except StoreError as error:
+            raise ConfigError("name", f"given {paths.root.name!r}; {error}") from error
+        yield

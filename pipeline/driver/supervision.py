@@ -1,47 +1,182 @@
-"""Whether every worker process is what it should be: builds, losses, suspects, deadlines.
+"""Supervise the worker processes (builds, losses, suspects, deadlines), and classify the errors of attempts.
 
-    awaited ──its process is there──► building
+    awaited ──its process joins──► building
 
                   built              overdue, and others can do its work
     building ───────────────► up ─────────────────────────────────────────► suspect (gets no work)
-     ▲ │ raised, not in time,  │ ▲                                            │ │ another deadline
-     │ │ or other numerics     │ └────────── all that it had came back ───────┘ │
-     │ ▼                       ▼ died; or overdue, and nobody else can          ▼
-    left out, or the       lost: killed, and built anew ◄───────────────────────┘
+     ▲ │ raised, too late,     │ ▲                                            │ │ another deadline
+     │ │ or other numerics     │ └────────── all its old attempts ended ──────┘ │
+     │ ▼                       ▼ died; or overdue, and no other can do it       ▼
+    left out, or the       lost: killed, and built again ◄──────────────────────┘
     run ends
 
-What is lost together is a restart unit: one replica, or all ranks of an ordered gang, since none can go on without the
-others. A unit that is lost `cluster.attempts` times without finishing anything is given up, like one that cannot be
-built. That ends the run, unless it is a replica of a pool and another one is there or on its way: then the pool goes on
-without it, and it is tried again every `cluster.start_timeout_s`. One whose heartbeats end while it is built is lost.
-
-May import distributed, pipeline.config, pipeline.driver.{cluster, context, silence, task_keys, verdict},
-pipeline.workers and below.
+A restart unit is lost as a whole: one replica, or all ranks of an ordered gang, since no rank can go on without the
+others. A unit is given up if it cannot be built, or is lost `cluster.attempts` times without finishing a node. That
+ends the run, unless it is a replica of a pool and another replica is up or still being built: then the pool goes on
+without it, and it is tried again every `cluster.start_timeout_s`. A worker whose heartbeats stop while it is built is
+lost.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import CancelledError
 from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
 
 from distributed import Future
-from distributed.scheduler import KilledWorker
+from distributed.comm import CommClosedError
+from distributed.scheduler import KilledWorker, NoValidWorkerError, NoWorkerError
 
 from pipeline.config.errors import ConfigError
 from pipeline.config.identity import fingerprint
 from pipeline.driver.cluster import heartbeats, kill_workers, workers_by_address
-from pipeline.driver.context import Context, StageFailed, WorkerKey, WorkersMissing
-from pipeline.driver.silence import Silences, stopped
-from pipeline.driver.task_keys import build_key
-from pipeline.driver.verdict import LOST, PEER_GRACE_S, describe, error_of
-from pipeline.graph.gangs import Gang
+from pipeline.driver.context import Context, WorkerKey
+from pipeline.driver.errors import StageFailed, WorkersMissing
+from pipeline.driver.graph_markers import build_key
+from pipeline.graph.graph import Gang, Node
 from pipeline.observe.journal import EventKind
+from pipeline.workers.attached import JoinRefused, with_exit_reason
 from pipeline.workers.entry import build_worker, open_meeting
-from pipeline.workers.joining import JoinRefused
-from pipeline.workers.last_words import with_last_words
-from pipeline.workers.messages import PEER_ERRORS, Built, MirrorSpec, WorkerLost, WorkerSpec, pin_resource, worker_name
+from pipeline.workers.messages import (
+    PEER_ERRORS,
+    Built,
+    FailureKind,
+    MirrorSpec,
+    RankFailure,
+    WorkerLost,
+    WorkerSpec,
+    pin_resource,
+    worker_name,
+)
+from stages.models.protocol import RanksMissing
+from storage.files import may_pass
+
+LOST = (KilledWorker, WorkerLost, RanksMissing, CancelledError, CommClosedError, NoWorkerError, NoValidWorkerError)
+"""Errors of a future whose process, or a peer's, is lost. The stage is not to blame."""
+_LONGEST_BACK_OFF_S = 60.0
+PEER_GRACE_S = 5.0
+"""Seconds to wait for news of a peer's death, before one of `PEER_ERRORS` counts as the process's own error."""
+
+
+class RankError(Exception):
+    """An error of a rank other than 0. Only its class name and text reach the driver."""
+
+    def __init__(self, name: str, text: str, passing: bool = False) -> None:
+        super().__init__(name, text)
+        self.name = name
+        self.text = text
+        self.passing = passing
+        """True if a later attempt may succeed."""
+
+
+class DisturbedRank(RankError, RuntimeError):
+    """An error that a rank would also raise if a peer had died."""
+
+
+class Verdict(StrEnum):
+    """State of an attempt, from the reports and errors of its ranks."""
+
+    OPEN = "open"
+    """Ranks are still running, and none has failed."""
+    UNCLEAR = "unclear"
+    """A rank raised an error that it would also raise if a peer had died. News of a death may still arrive."""
+    DONE = "done"
+    FAILED = "failed"
+
+
+def verdict(num_ranks: int, reported: bool, errors: Collection[BaseException]) -> Verdict:
+    """Return the state of an attempt on `num_ranks` ranks. `reported`: rank 0 reported that all ranks did their part.
+    `errors`: one for each rank that raised."""
+    if reported:
+        return Verdict.DONE
+    if not errors:
+        return Verdict.OPEN
+    own = any(isinstance(error, LOST) or not isinstance(error, PEER_ERRORS) for error in errors)
+    return Verdict.FAILED if own or len(errors) == num_ranks else Verdict.UNCLEAR
+
+
+def error_of(future: Future) -> BaseException:
+    """Return the error of a future that ended without a result."""
+    if future.status == "error":
+        return future.exception()
+    return CancelledError(f"{future.key} was {future.status}")
+
+
+def error_of_rank(failure: RankFailure) -> BaseException:
+    """Return a rank's reported error, as a class that `verdict` knows."""
+    match failure.kind:
+        case FailureKind.LOST:
+            return WorkerLost(failure.worker, failure.incarnation)
+        case FailureKind.MISSING:
+            return RanksMissing(str(failure.address), failure.missing, failure.text)
+        case FailureKind.PEER:
+            return DisturbedRank(failure.error, failure.text, failure.passing)
+        case FailureKind.OWN:
+            return RankError(failure.error, failure.text, failure.passing)
+
+
+def passes(error: BaseException) -> bool:
+    """Return True if a later attempt may succeed, since the stage is not to blame."""
+    return error.passing if isinstance(error, RankError) else may_pass(error)
+
+
+def back_off_s(times: int) -> float:
+    """Return the seconds to wait after the `times`-th transient error of a node."""
+    return min(_LONGEST_BACK_OFF_S, 2.0**times)
+
+
+def describe(error: BaseException) -> str:
+    """Return the error's class and text, whichever rank raised it."""
+    if isinstance(error, RankError):
+        return f"{error.name}: {error.text}"
+    return f"{type(error).__name__}: {error}"
+
+
+def how_to_repeat(node: Node, run_dir: Path | None) -> str:
+    """Return a hint for people: the inputs of a failed node, and the command that runs it alone."""
+    address, inputs = node.address, ", ".join(map(str, node.inputs)) or "none but the prompts"
+    made_from = f"Its inputs: {inputs}; weights v{node.version}"
+    if run_dir is None or address.stage == "publish":
+        return made_from
+    shard = f" --shard {address.shard}" if address.shard else ""
+    command = f"stageline replay {run_dir} --step {address.step} --stage {address.stage}{shard}"
+    return f"{made_from}. To run it alone: `{command}`"
+
+
+# ---- Heartbeats ------------------------------------------------------------------------------------------
+
+_SHORTEST_S = 20.0
+"""Shortest time without heartbeats after which a process counts as stopped. Imports and other native code that holds
+Python's lock can delay heartbeats."""
+
+
+class HeartbeatWatch:
+    """Owns the time at which the last heartbeat of each process changed. Heartbeats carry the scheduler's clock and are
+    only compared with each other; `now` is the driver's clock."""
+
+    def __init__(self) -> None:
+        self._heard: dict[str, tuple[float, float]] = {}
+
+    def look(self, heartbeats: Mapping[str, float], now: float) -> dict[str, float]:
+        """Return the seconds since each process's last new heartbeat, by name. `heartbeats`: the latest of each."""
+        before = self._heard
+        self._heard = {
+            name: before[name] if name in before and before[name][0] == heartbeat else (heartbeat, now)
+            for name, heartbeat in heartbeats.items()
+        }
+        return {name: now - since for name, (_, since) in self._heard.items()}
+
+
+def stopped(silent_s: float, start_timeout_s: float) -> bool:
+    """Return True if a process that is being built counts as stopped, well before its start timeout is over. A slow
+    process still sends heartbeats."""
+    return silent_s > max(start_timeout_s / 3, _SHORTEST_S)
+
+
+# ---- Supervision -----------------------------------------------------------------------------------------
 
 _ANSWER_S = 10.0
 _FIRST = 1
@@ -50,36 +185,37 @@ _FIRST = 1
 
 @dataclass
 class _Worker:
-    """One incarnation of a worker process as the driver knows it."""
+    """One incarnation of a worker process, as the driver sees it."""
 
     spec: WorkerSpec
     building: Future | None
-    """None: it is left out, and not being tried again yet."""
+    """None while it is left out and waits to be tried again."""
     deadline: float
-    """Until its process is there: when that is overdue; while it is built: when that is; where it is left out: when it
-    is tried again. Once it is up: when a suspect is given up."""
+    """Time at which its process is overdue to join; while it is built, the build is overdue; while it is left out, it
+    is tried again; while it is up, a suspect is given up."""
     here: bool = False
-    """Its process is there: the scheduler knows it."""
+    """True if the scheduler knows its process."""
     left_out: bool = False
-    """Its pool goes on without it, until it is up."""
+    """True while its pool goes on without it."""
     up: bool = False
     address: str | None = None
-    """Dask's; known once it is built."""
+    """Dask address, known once it is built."""
     host: str = ""
-    """Where it is; known likewise."""
+    """Its host, known once it is built."""
     progress: float = 0.0
-    """When it last finished something."""
+    """Time at which it last finished a node."""
     error: BaseException | None = None
-    """Of a build that may have failed because a peer died."""
+    """Error of a build that may have failed because a peer died."""
 
 
 def restart_unit(gang: Gang, index: int) -> list[WorkerKey]:
-    """The workers that are lost, and built anew, together with this one: all ranks of an ordered gang."""
+    """Return the workers that are lost and built again together with this one: all ranks of an ordered gang, or one
+    replica."""
     return [(gang.name, i) for i in (range(gang.workers) if gang.ordered else (index,))]
 
 
 class Supervision:
-    """Owns the builds of all worker processes, and what is known of each process."""
+    """Owns the builds and the state of all worker processes."""
 
     def __init__(
         self,
@@ -88,46 +224,51 @@ class Supervision:
         on_down: Callable[[WorkerKey, bool], None],
         on_built: Callable[[WorkerKey, Mapping[str, str]], None],
     ) -> None:
-        """`mirror(gang)` says what its workers must know of weights on other hosts. `on_down(worker, suspect)` is
-        called when a worker is to get no more work: it is a suspect, or its restart unit is about to be killed.
-        `on_built(worker, numerics)`: before it gets any; a worker that it refuses (ConfigError) is one that cannot be
-        built."""
+        """Start with no workers.
+
+        Args:
+            mirror: returns what a gang's workers must know of weights on other hosts.
+            on_down: called with (worker, suspect) when a worker must get no more work, because it is a suspect or its
+                restart unit is about to be killed.
+            on_built: called with (worker, numerics) before a worker gets work. If it raises ConfigError, the worker
+                counts as one that cannot be built.
+        """
         self._context = context
         self._on_built = on_built
         self._mirror = mirror
         self._on_down = on_down
         self._workers: dict[WorkerKey, _Worker] = {}
-        self._silences = Silences()
+        self._heartbeats = HeartbeatWatch()
         self._losses: dict[WorkerKey, int] = {}
-        """How often each restart unit, by its first worker, was lost since it last finished a node."""
+        """Number of losses of each restart unit since it last finished a node, by its first worker."""
 
-    # ---- what is known ---------------------------------------------------------------------------------------------
+    # ---- Queries ---------------------------------------------------------------------------------------------------
 
     def spec(self, worker: WorkerKey) -> WorkerSpec:
-        """Of its present incarnation."""
+        """Return the spec of the worker's present incarnation."""
         return self._workers[worker].spec
 
     def address(self, worker: WorkerKey) -> str:
-        """Dask address of a worker that is up."""
+        """Return the Dask address of a worker that is up."""
         address = self._workers[worker].address
         assert address is not None, f"{worker} is not up"
         return address
 
     def addresses(self) -> dict[str, str]:
-        """Of the workers that are built, by name."""
+        """Return the Dask addresses of the workers that are built, by name."""
         return {w.spec.name: w.address for w in self._workers.values() if w.address is not None}
 
     def is_present(self, worker: WorkerKey, incarnation: int) -> bool:
-        """Whether this incarnation is the worker's present one: what an earlier one reports does not count."""
+        """Return True if this is the worker's present incarnation. Reports of earlier ones do not count."""
         known = self._workers.get(worker)
         return known is not None and known.spec.incarnation == incarnation
 
     def last_progress(self, worker: WorkerKey) -> float:
-        """When its process last finished a node; 0 if it has not."""
+        """Return the time at which the worker's process last finished a node, or 0 if it has not."""
         return self._workers[worker].progress
 
     def worker_of(self, error: BaseException) -> WorkerKey | None:
-        """The worker that an error of `LOST` says is lost, if it is not being replaced already."""
+        """Return the worker that an error of `LOST` names. None if it names no present incarnation."""
         for key, worker in self._workers.items():
             if worker.building is None:
                 continue
@@ -138,8 +279,8 @@ class Supervision:
         return None
 
     def failure(self, what: str, gang: str, errors: Mapping[int, BaseException], hint: str = "") -> StageFailed:
-        """The end of the run, with the error that a collective did not raise, if there is one, and a hint of what to do
-        about it. `errors`: by index."""
+        """Return the StageFailed that ends the run. Of `errors` (by rank or replica index) it names one that is not in
+        `PEER_ERRORS`, if there is one. `hint` says what to do about it."""
         index = next((i for i, e in errors.items() if not isinstance(e, PEER_ERRORS)), min(errors))
         error = errors[index]
         said = f"{what} {describe(error)}{_see_log(self._workers[gang, index])}"
@@ -147,26 +288,26 @@ class Supervision:
         failed.__cause__ = error
         return failed
 
-    # ---- what happened ---------------------------------------------------------------------------------------------
+    # ---- Events ----------------------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Begins to build every worker."""
+        """Begin to build every worker."""
         for gang in self._context.gangs.values():
             for unit in dict.fromkeys(tuple(restart_unit(gang, index)) for index in range(gang.workers)):
                 self._build(unit, incarnation=0)
 
     def build_ended(self, key: WorkerKey, future: Future) -> bool:
-        """A build ended. Returns whether the process is built.
+        """Handle the end of a build. Return True if the worker is built.
 
         Raises:
-            StageFailed: it cannot be, and nobody else can do its work.
-            ConfigError: likewise, by `on_built`.
+            StageFailed: the worker cannot be built, and no other can do its work.
+            ConfigError: `on_built` refused the worker, and no other can do its work.
         """
         worker = self._workers[key]
         if worker.building is None or worker.building is not future:
             return False
         built = _build_result(future)
-        future.release()  # a result still wanted would be computed again in a process that came back
+        future.release()  # otherwise Dask would compute it again in a process that comes back
         if isinstance(built, LOST):
             self.lost(key, f"while it was built: {type(built).__name__}")
         elif isinstance(built, BaseException):
@@ -193,16 +334,16 @@ class Supervision:
         return False
 
     def process_ended(self, address: str) -> None:
-        """The scheduler lost sight of a process, by its Dask address."""
+        """Handle the end of a process, by its Dask address."""
         key = next((key for key, worker in self._workers.items() if worker.address == address), None)
         if key is not None:
             self.lost(key, "its process ended")
 
     def refused(self, refusal: JoinRefused) -> None:
-        """A worker wanted to join an attached run, and was refused.
+        """Handle the refusal of a worker that asked to join an attached run.
 
         Raises:
-            ConfigError: its host is not fit, and nobody else can do its work.
+            ConfigError: its host is unfit, and no other worker can do its work.
         """
         key = refusal.gang, refusal.index
         worker = self._workers.get(key)
@@ -214,31 +355,31 @@ class Supervision:
         self._context.journal.now(EventKind.WARNED, gang=refusal.gang, worker=name, detail=detail)
 
     def made_progress(self, key: WorkerKey) -> None:
-        """A worker finished a node."""
+        """Record that a worker finished a node."""
         self._workers[key].progress = self._context.now()
         self._losses.pop((key[0], 0) if self._context.gangs[key[0]].ordered else key, None)
 
     def suspect(self, key: WorkerKey) -> None:
-        """A worker is overdue, and others do its work. Until `trust` it gets none; it has another deadline for that."""
+        """Give an overdue worker no work until `trust`, which must come within another deadline. Others do its work."""
         self._workers[key].deadline = self._context.now() + self._context.settings.deadline_s
         self._on_down(key, True)
 
     def trust(self, key: WorkerKey) -> None:
-        """All that a suspect had came back: it gets work again."""
+        """Give a suspect work again, since all its old attempts have ended."""
         self._workers[key].deadline = math.inf
         self._context.dispatch.worker_up(*key)
 
     def lost(self, key: WorkerKey, why: str) -> None:
-        """A process died, or must: what it had is reset, and its restart unit is built anew.
+        """Kill the restart unit of a process that died or must die, reset its nodes, and build it again.
 
         Raises:
-            StageFailed: that has happened too often, and nobody else can do its work.
+            StageFailed: it was lost too often, and no other can do its work.
         """
         gang, worker = self._context.gangs[key[0]], self._workers[key]
         unit = restart_unit(gang, key[1])
-        if worker.host and self._context.settings.arrival_timeout_s is not None:  # it need not be the driver's
+        if worker.host and self._context.settings.arrival_timeout_s is not None:  # may differ from the driver's
             why = f"{why} (host {worker.host})"
-        why = with_last_words(why, worker.spec.log)
+        why = with_exit_reason(why, worker.spec.log)
         losses = self._losses[unit[0]] = self._losses.get(unit[0], 0) + 1
         self._context.journal.now(EventKind.GANG_LOST, gang=gang.name, worker=worker.spec.name, detail=why)
         if losses >= self._context.settings.attempts:
@@ -253,11 +394,11 @@ class Supervision:
         self._build(unit, worker.spec.incarnation + 1, left_out=worker.left_out)
 
     def check_deadlines(self) -> None:
-        """Gives up a worker that does not come, or come up, and a suspect that does not come back; tries one again that
-        was left out.
+        """Give up workers that are overdue to join or to be built, and overdue suspects. Build left-out workers again
+        when their time has come.
 
         Raises:
-            StageFailed: nobody else can do its work.
+            StageFailed: no other worker can do the work.
         """
         self._look_for_processes()
         for key, worker in list(self._workers.items()):
@@ -273,20 +414,18 @@ class Supervision:
                 self.lost(key, "did not come back")
 
     def close(self) -> None:
-        """Lets go of builds; processes are ended by whoever started them."""
+        """Release the builds. Does not end processes: their owner does."""
         for worker in self._workers.values():
             if worker.building is not None:
                 worker.building.release()
         self._workers.clear()
 
-    # ---- how -------------------------------------------------------------------------------------------------------
-
     def _look_for_processes(self) -> None:
-        """Gives the workers whose processes have come in the meantime their time to be built; one that is stopped while
-        it is built is lost (which may raise StageFailed)."""
+        """Start the build deadline of each worker whose process has joined. Treat a worker as lost if its heartbeats
+        stop while it is built (which may raise StageFailed)."""
         awaited = {key: one for key, one in self._workers.items() if one.building is not None and not one.up}
         now, start_s = self._context.now(), self._context.settings.start_timeout_s
-        silences = self._silences.look(heartbeats(self._context.client), now) if awaited else {}
+        silences = self._heartbeats.look(heartbeats(self._context.client), now) if awaited else {}
         for key, worker in awaited.items():
             silent_s = silences.get(worker.spec.name)
             if silent_s is None or worker.error is not None or self._workers[key] is not worker:
@@ -306,11 +445,11 @@ class Supervision:
         return WorkersMissing(f"worker {name} did not join within {limit}: `{command}` starts it, on any host")
 
     def _give_up(self, key: WorkerKey, why: Exception, *, at_once: bool = False) -> None:
-        """A worker cannot be had. Its pool goes on without it, if another replica is there or on its way; it is tried
-        again after `cluster.start_timeout_s`, or at once: that build begins when its process is there.
+        """Leave a worker out, if another replica of its pool is up or being built. Build it again after
+        `cluster.start_timeout_s`, or `at_once`: that build begins when its process joins.
 
         Raises:
-            Exception: `why`, where nobody else can do its work.
+            Exception: `why`, if no other worker can do its work.
         """
         gang, worker, again_s = self._context.gangs[key[0]], self._workers[key], self._context.settings.start_timeout_s
         others = [self._workers[gang.name, i] for i in range(gang.workers) if i != key[1]]
@@ -327,7 +466,7 @@ class Supervision:
             self._workers[key] = _Worker(worker.spec, None, self._context.now() + again_s, left_out=True)
 
     def _end(self, lost: Sequence[_Worker]) -> None:
-        """Lets go of these workers' builds and kills their processes."""
+        """Release these workers' builds and kill their processes."""
         for one in lost:
             if one.building is not None:
                 one.building.release()
@@ -337,8 +476,8 @@ class Supervision:
         kill_workers(client, [address for address, name in known.items() if name in names or address in addresses])
 
     def _build(self, unit: Sequence[WorkerKey], incarnation: int, *, left_out: bool = False) -> None:
-        """Has workers built that are lost together, as soon as their processes are there. Of a gang of several ranks,
-        rank 0 first says where they meet."""
+        """Submit the builds of a restart unit. They run as soon as the processes have joined. In a gang of several
+        ranks, rank 0 first publishes where the ranks meet."""
         gang = self._context.gangs[unit[0][0]]
         specs = [self._spec(gang, index, incarnation) for _, index in unit]
         meeting = self._submit("meet", open_meeting, specs[0]) if len(unit) > 1 else None
@@ -363,7 +502,7 @@ class Supervision:
         )
 
     def _submit(self, what: str, work: Callable[..., object], spec: WorkerSpec, *more: Future) -> Future:
-        """To the worker itself, ahead of nodes."""
+        """Submit work to one worker, ahead of nodes."""
         return self._context.client.submit(
             work,
             spec,
@@ -384,7 +523,7 @@ def _see_log(worker: _Worker) -> str:
 
 
 def _build_result(future: Future) -> Built | BaseException:
-    """The process that was built, or why there is none."""
+    """Return what the worker reported of itself, or the error of its build."""
     if future.status != "finished":
         return error_of(future)
     try:

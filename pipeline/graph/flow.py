@@ -1,7 +1,4 @@
-"""Moves the rolling window along the run: which steps are open, when one is over, which weights nobody needs any more.
-
-May import this folder and storage.address.
-"""
+"""Move the rolling window along the run: open steps, close finished ones, release weights that nobody needs."""
 
 from __future__ import annotations
 
@@ -28,8 +25,8 @@ _NONE: Mapping[Address, int] = MappingProxyType({})
 
 
 class Flow:
-    """Owns the window: eta + 2 steps counted from the oldest whose policy update is not done. A step stays open until
-    all its nodes are (an evaluation may lag behind)."""
+    """Owns the window: eta + 2 steps, counted from the oldest step whose policy update is not done. A step stays open
+    until all its nodes are done; an evaluation may keep it open while later steps end."""
 
     def __init__(
         self,
@@ -43,11 +40,17 @@ class Flow:
         on_step: Callable[[int, list[Node]], None],
         on_unread: Callable[[int], None],
     ) -> None:
-        """`first_step`: before it every step is over, and every address of a lower step committed. `committed`: outputs
-        from there on that an earlier attempt at this run left. `published`: versions whose weights are
-        readable now. `made_with`: of shards that have no commit and that committed outputs were made from, the version
-        that sampled them, and has to again. `on_step(step, nodes)` is called when every node of a step is done,
-        `on_unread(version)` when every reader of a version is."""
+        """Start an empty window.
+
+        Args:
+            first_step: every earlier step is over and all its nodes are committed.
+            committed: outputs of `first_step` and later that an earlier driver of this run left.
+            published: versions whose weights are readable now.
+            made_with: shards that lost their commit although committed outputs were made from them, with the version
+                that sampled them. They must be sampled with that version again.
+            on_step: called with a step and its nodes when every node of the step is done.
+            on_unread: called with a version when all its readers are done.
+        """
         self._spec = spec
         self._dispatch = dispatch
         self._committed = set(committed)
@@ -59,17 +62,17 @@ class Flow:
         self._step_of: dict[Address, int] = {}
         self._first = self._updated = self._next = first_step
         self._reopened: set[Address] = set()
-        """Without a commit, though an update that read them has one: a trainer that goes back needs them."""
+        """Nodes without a commit that a committed update has read. A trainer that goes back needs them."""
         self._readers: dict[int, set[Address]] = {}
-        """By version: nodes that may read it and have no commit. From the admission of its publication on."""
+        """Nodes without a commit that may read a version, by version, from the admission of its publication on."""
         self._awaited: set[int] = set()
         """Versions in the window that are not published yet."""
         self._made_with = made_with
         self._newest = max((address.step for address in self._committed if address.stage == "publish"), default=0)
-        """Of the versions that had been published."""
+        """Newest version that had been published when this driver started."""
 
     def advance(self) -> None:
-        """Admits every step that the window reaches."""
+        """Admit every step that the window reaches."""
         while self._next < min(self._spec.steps, self._updated + window(self._spec)):
             step, nodes = self._next, step_nodes(self._spec, self._next)
             self._reopened |= reopened(nodes, self._committed)
@@ -89,15 +92,15 @@ class Flow:
                 self._settle(node)
 
     def done(self, node: Node) -> None:
-        """A node has its commit."""
+        """Record that a node has its commit."""
         if node.stage == "publish":
             self._published.add(node.version)
         self._settle(node)
         self.advance()
 
     def _settle(self, node: Node) -> None:
-        """What a commit completes: a reader of weights, an update, a step. Admits nothing: `advance` does that in a
-        loop, for a resumed run may find thousands of steps committed."""
+        """Update the window after a commit: readers of weights, updates, finished steps. Admits nothing: `advance` does
+        that in a loop, because a resumed run may find thousands of committed steps."""
         step = self._step_of.pop(node.address)
         self._reopened.discard(node.address)
         if node.stage == "update_policy":
@@ -111,7 +114,7 @@ class Flow:
             if node.version in self._published:
                 self._dispatch.can_read(node.version)
             self._awaited.discard(node.version)
-            self._let_go(node.version)
+            self._release_if_unread(node.version)
         self._left[step].discard(node.address)
         if not self._left[step]:
             del self._left[step]
@@ -125,29 +128,29 @@ class Flow:
 
     @property
     def admitted(self) -> int:
-        """Steps that the window has reached."""
+        """Number of steps that the window has reached."""
         return self._next
 
     @property
     def readers(self) -> dict[int, tuple[Address, ...]]:
-        """By version that somebody still has to read: who."""
+        """The nodes that have yet to read each version."""
         return {version: tuple(sorted(left)) for version, left in sorted(self._readers.items())}
 
     @property
     def steps_done(self) -> int:
-        """Steps whose policy update is done."""
+        """Number of steps whose policy update is done."""
         return self._updated
 
     def _read(self, version: int, reader: Address) -> None:
-        """A node that might have read a version, or did, has its commit."""
+        """Record that a possible reader of a version has its commit."""
         self._readers.get(version, set()).discard(reader)
         if max(version - 1, 0) < self._first:  # its publication is among the steps that are over
             self._on_unread(version)
         else:
-            self._let_go(version)
+            self._release_if_unread(version)
 
-    def _let_go(self, version: int) -> None:
-        """Once all its readers are done; under `latest` that may be before it is published."""
+    def _release_if_unread(self, version: int) -> None:
+        """Release a version if all its readers are done. Under `latest` that may be before it is published."""
         if self._readers.get(version, True) or version in self._awaited:
             return
         del self._readers[version]
@@ -156,8 +159,8 @@ class Flow:
         self._on_unread(version)
 
     def _resumed(self, node: Node) -> Node:
-        """As the node is in a run that goes on: a shard that another version could sample waits for one that had been
-        published, and one that has to become what it was takes the version that it was sampled with."""
+        """Return the node as a resumed run needs it. A shard that several versions may sample waits for one that had
+        been published. A shard that must come out as before gets the version that sampled it."""
         if node.newest is None or self._has_commit(node.address):
             return node
         if node.address in self._made_with:
@@ -177,5 +180,5 @@ class Flow:
         return all(map(self._has_commit, resumed_weight_readers(self._spec, node.version, self._newest)))
 
     def _has_commit(self, address: Address) -> bool:
-        """Whether an earlier attempt at this run left an output there."""
+        """Return True if an earlier driver of this run left an output at the address."""
         return address.step < self._first or address in self._committed

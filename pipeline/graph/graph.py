@@ -1,6 +1,6 @@
-"""The graph of a run as plain data: which nodes a step has, what each depends on. No Dask, no clock, no I/O.
+"""The graph of a run as plain data: the nodes of each step and their edges. No Dask, no clock, no I/O.
 
-Three interpreters read the same nodes: the executor runs them, `replay` runs one of them, `docs/` draws them.
+The executor runs these nodes, `replay` runs one of them again, and `check` compares a run's directory with them.
 
     step i:   weights v(i-eta) --> generate[i,s] --+--> score[i,s] ------+
                                    (shard s)       +--> reference[i,s] --+
@@ -8,33 +8,42 @@ Three interpreters read the same nodes: the executor runs them, `replay` runs on
               update_critic[i-1] -------------------+--> value[i,s] ------+                   +--> update_critic[i]    |
                                                                                                  publish v(i+1) <----+
 
-Without a critic (`ppo.advantage`) there are no `value` and no `update_critic` nodes; without `ppo.proximal: recompute`
-no `logprob` nodes.
+A run without a critic (`ppo.advantage`) has no `value` and no `update_critic` nodes. A run without
+`ppo.proximal: recompute` has no `logprob` nodes.
 
-**The staleness bound is an edge**: `generate[i]` depends on `publish[max(0, i - eta)]`, and on nothing newer. With
-eta = 0 that is synchronous PPO. Version v of the weights is what v updates have made. A shard of `generate[i]` is
-sampled with the version that the edge names; under `latest`, where the edge is the same, with the newest that is
-published when it is handed out, i at most (`Dispatch` says which).
+**The staleness bound is an edge**: `generate[i]` depends on `publish[max(0, i - eta)]` and on nothing newer. With
+eta = 0 this is synchronous PPO. Version v of the weights is the result of v updates. Under `rollout.versions: exact`, a
+shard of `generate[i]` is sampled with the version that the edge names. Under `latest` the edge is the same, and the
+shard is sampled with the newest version that is published when `Dispatch` hands it out, at most version i.
 
-Edges that are not data: `update_policy[i] <- publish[i]` (the trainer must have given version i away before it trains
-it into i + 1), `advantage[i] <- advantage[i-1]` (the KL controller's state), `evaluate` nodes beside the generation
-that uses the same version.
+Some edges order nodes without carrying data: `update_policy[i] <- publish[i]` (the trainer publishes version i before
+it trains it into i + 1) and `advantage[i] <- advantage[i-1]` (the state of the KL controller).
 
-**Canaries** hang beside all this. `canary[v]` has an engine that holds version v score a few rows of `generate[v, 0]`,
-whatever version sampled them, and compares with what the trainer said of them at version v: `logprob[v, 0]`, or, where
-there are no logprob nodes, `canary_logprob[v]`, a forward of those few rows that the trainer makes before it trains v.
-So the trainer never waits for an engine; and `canary[v]` comes after the last generation that uses an older version, so
-that no engine is made to change weights for it before its time.
+**Canaries** compare engine and trainer. In `canary[v]` an engine that holds version v scores a few rows of
+`generate[v, 0]`, whichever version sampled them. The result is compared with the trainer's log-probs at version v:
+`logprob[v, 0]`, or `canary_logprob[v]` in a run without logprob nodes (a forward pass over those few rows before v is
+trained). So the trainer never waits for an engine. `canary[v]` runs after the last generation that uses an older
+version, so no engine changes its weights early because of it. All later canaries also read `canary[0]`, which says how
+far engine and trainer may differ.
 
-May import the standard library, `stages.models.protocol.Role` and `storage.address`.
+The last part says which commits stay valid if a run goes back to an older version of its weights:
+
+    update_policy[v], update_critic[v] and later ──► everything that depends on them ──► computed again
+    all other commits stay valid, rows that older versions generated ahead included
+
+Going back to version v needs the weights of v (a checkpoint, or the start weights). It also needs every older version
+that a node has yet to read, from a checkpoint too, because no update before v runs again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Set
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass, replace
+from enum import StrEnum
+from types import MappingProxyType
 
-from stages.models.protocol import Role
+from stages.models.protocol import MODEL_ROLES, Role
 from storage.address import Address
 
 STAGE_ROLES: dict[str, Role] = {
@@ -53,12 +62,12 @@ STAGE_ROLES: dict[str, Role] = {
     "evaluate_score": Role.SCORE,
     "evaluate_reference": Role.REFERENCE,
 }
-"""Every stage, and the role whose gang runs it. `advantage` needs no model, and runs where scoring does unless it has a
-gang of its own: behind a slow scorer it would wait for scores of later steps."""
+"""The role whose gang runs each stage. `advantage` needs no model. It runs in the scoring gang unless it has a gang of
+its own: behind a slow scorer it would wait for scores of later steps."""
 
 
 UPDATE_STAGE = {Role.POLICY: "update_policy", Role.CRITIC: "update_critic"}
-"""By role that is trained: the stage that does it."""
+"""The stage that trains each role."""
 
 
 @dataclass(frozen=True, order=True)
@@ -70,12 +79,12 @@ class Node:
     address: Address
     parents: tuple[Address, ...]
     inputs: tuple[Address, ...]
-    """The parents whose stored output the node reads; the rest only order it."""
+    """The parents whose stored output the node reads. The other parents only order it."""
     version: int
-    """Version of the weights it needs: the policy's, or the critic's for value nodes. As a node is handed out: the one
-    it is to use."""
+    """Version of the weights it needs: the critic's for value nodes, else the policy's. In a node that is handed out:
+    the version to use."""
     newest: int | None = None
-    """Of `generate` under `latest`: the newest version that will do as well, `version` being the oldest."""
+    """Newest version that a `generate` node may use under `latest`; `version` is the oldest."""
 
     @property
     def stage(self) -> str:
@@ -87,91 +96,93 @@ class Node:
 
     @property
     def chosen_version(self) -> int | None:
-        """Of a node that is handed out: the version that it was given, where several would do."""
+        """Version that a node was handed out with, if several were allowed; else None."""
         return None if self.newest is None else self.version
 
     @property
-    def turn(self) -> int:
-        """The step whose progress it serves."""
+    def scheduled_step(self) -> int:
+        """Step whose progress the node serves. For an evaluation this is a later step than its address names."""
         return self.priority[0]
 
 
 @dataclass(frozen=True)
 class GraphSpec:
-    """What the shape of the graph depends on."""
+    """The settings that determine the shape of the graph."""
 
     steps: int
     shards: int
     staleness: int
-    """The bound eta, in versions."""
+    """The staleness bound eta, in versions."""
     recompute_logprobs: bool = True
-    """`ppo.proximal: recompute`; otherwise there are no logprob nodes."""
+    """True under `ppo.proximal: recompute`; else there are no logprob nodes."""
     eval_every: int = 0
-    """Evaluate versions 0, k, 2k, ... and the last; 0: none."""
+    """Evaluate versions 0, k, 2k, ... and the last; 0 evaluates none."""
     eval_shards: int = 1
     canaries: bool = False
-    """Compare engine and trainer at every version that is trained."""
+    """True if engine and trainer are compared at every version that is trained."""
     critic: bool = True
-    """`ppo.advantage: gae`; otherwise there are no nodes of a critic."""
+    """True under `ppo.advantage: gae`; else there are no critic nodes."""
     latest: bool = False
-    """Shards are sampled with the newest version that there is when they start, within the bound."""
+    """True if a shard uses the newest version within the bound that is published when it starts."""
 
 
 def update_stages(spec: GraphSpec) -> dict[Role, str]:
-    """`UPDATE_STAGE` of the roles that the run trains."""
+    """Return `UPDATE_STAGE` of the roles that the run trains."""
     return {role: stage for role, stage in UPDATE_STAGE.items() if spec.critic or role is not Role.CRITIC}
 
 
 def generation_version(spec: GraphSpec, step: int) -> int:
-    """Version that generates step i, or the oldest that may: max(0, i - eta)."""
+    """Return the oldest version that may generate step i: max(0, i - eta)."""
     return max(0, step - spec.staleness)
 
 
 def generation_versions(spec: GraphSpec, step: int) -> range:
-    """Versions that may generate step i: max(0, i - eta), and under `latest` all that are newer, up to i."""
+    """Return the versions that may generate step i: max(0, i - eta), and under `latest` all newer ones up to i."""
     oldest = generation_version(spec, step)
     return range(oldest, (step if spec.latest else oldest) + 1)
 
 
 def resumed_generation_version(spec: GraphSpec, step: int, newest: int) -> int:
-    """Version that the generation of step i waits for in a run that goes on when `newest` had been published: under
-    `latest` that one, so that none that is older need be published again for it."""
+    """Return the version that the generation of step i waits for in a resumed run. `newest` is the newest version that
+    had been published. Under `latest` the result is `newest` itself where the bound allows it, so that no older version
+    has to be published again."""
     allowed = generation_versions(spec, step)
     return max(allowed[0], min(allowed[-1], newest))
 
 
 def evaluated(spec: GraphSpec, version: int) -> bool:
-    """Whether version v is evaluated."""
+    """Return True if version v is evaluated."""
     return spec.eval_every > 0 and (version % spec.eval_every == 0 or version == spec.steps)
 
 
 def publish_node(version: int) -> Node:
-    """`publish[v]`: makes version v readable; v = 0 are the start weights. Ordered right after the policy's update,
-    before the critic's: the next generation waits for it."""
+    """Return `publish[v]`, which makes version v readable (v = 0: the start weights). It runs right after the policy's
+    update and before the critic's, because the next generation waits for it."""
     parents = (Address("update_policy", version - 1),) if version else ()
     return Node((version - 1, 7), Address("publish", version), parents, (), version)
 
 
 def evaluate_nodes(spec: GraphSpec, version: int) -> list[Node]:
-    """Generation of responses to the held-out prompts by version v, after the training generation that uses v (under
-    `latest` after that of step v: before engines go on to the next version); their scores, and the reference's
-    log-probs, which their KL is taken from."""
+    """Return the nodes that evaluate version v on the held-out prompts: generation, scores, and the reference's
+    log-probs for the KL. They run after the training generation that uses v. Under `latest` they run after the
+    generation of step v, before the engines load the next version."""
     nodes = []
-    turn = version if spec.latest else version + spec.staleness
+    scheduled_step = version if spec.latest else version + spec.staleness
     for shard in range(spec.eval_shards):
         rollout = Address("evaluate", version, shard)
         publish = Address("publish", version)
-        nodes.append(Node((turn, 10), rollout, (publish,), (), version))
+        nodes.append(Node((scheduled_step, 10), rollout, (publish,), (), version))
         for stage in ("evaluate_score", "evaluate_reference"):
-            nodes.append(Node((turn, 11), Address(stage, version, shard), (rollout,), (rollout,), version))
+            nodes.append(Node((scheduled_step, 11), Address(stage, version, shard), (rollout,), (rollout,), version))
     return nodes
 
 
 def canary_node(spec: GraphSpec, version: int) -> Node:
-    """The comparison of an engine with the trainer at a version that is trained."""
+    """Return `canary[v]`, which compares an engine with the trainer at version v."""
     rollout = Address("generate", version)
     trainers = Address("logprob" if spec.recompute_logprobs else "canary_logprob", version)
-    inputs, step = (rollout, trainers), _canary_step(spec, version)
+    first = (Address("canary", 0),) if version else ()
+    inputs, step = (rollout, trainers, *first), _canary_step(spec, version)
     parents = {*inputs, Address("publish", version)}
     if generation_version(spec, step) < version and not spec.latest:
         parents |= {Address("generate", step, s) for s in range(spec.shards)}
@@ -179,27 +190,27 @@ def canary_node(spec: GraphSpec, version: int) -> Node:
 
 
 def _canary_step(spec: GraphSpec, version: int) -> int:
-    """The step among whose nodes a canary is: the last that an older version generates, or its own (always under
-    `latest`, where engines go on as soon as they can)."""
+    """Return the step that lists `canary[v]`: the last step that an older version generates, or v itself (always under
+    `latest`, where engines load a new version as soon as they can)."""
     if spec.latest:
         return version
     return min(version + max(spec.staleness - 1, 0), spec.steps - 1) if version else 0
 
 
 def _canaries_of(spec: GraphSpec, step: int) -> list[Node]:
-    """The canaries among a step's nodes; in the run's last step there may be several."""
+    """Return the canaries that a step lists. The last step of a run may list several."""
     versions = range(max(0, step - spec.staleness), step + 1) if spec.canaries else ()
     return [canary_node(spec, version) for version in versions if _canary_step(spec, version) == step]
 
 
 def step_of(node: Node) -> int:
-    """The step among whose `step_nodes` it is. (An evaluation's turn is a later one.)"""
-    return max(0, node.version - 1 if node.stage.startswith("evaluate") else node.turn)
+    """Return the step whose `step_nodes` contain the node."""
+    return max(0, node.version - 1 if node.stage.startswith("evaluate") else node.scheduled_step)
 
 
 def step_nodes(spec: GraphSpec, step: int) -> list[Node]:
-    """All nodes of PPO step i, parents before children, with the publication of version i + 1 and its evaluation (and,
-    for step 0, those of version 0)."""
+    """Return all nodes of PPO step i, parents before children. They include the publication and the evaluation of
+    version i + 1; step 0 also has those of version 0."""
     i = step
     nodes: list[Node] = []
     if i == 0:
@@ -244,9 +255,9 @@ def step_nodes(spec: GraphSpec, step: int) -> list[Node]:
 
 
 def made_from(address: Address, inputs: Iterable[Address], weight_versions: Iterable[int]) -> tuple[Address, ...]:
-    """Everything that an output was made from: the stored `inputs` of its node, the state that was handed on, and, for
-    each version of the weights that took part, what made that version: a publication where an engine read it, an update
-    where a trainer held it. Version 0 of a trainer is the config's model."""
+    """Return the addresses that an output was computed from: the stored `inputs` of its node, the state of the step
+    before, and the origin of every version of the weights that it used. An engine's version comes from a publication, a
+    trainer's from an update. Version 0 of a trainer is the config's model and has no address."""
     found = list(inputs)
     if address.stage == "advantage" and address.step:
         found.append(Address("advantage", address.step - 1))
@@ -263,11 +274,11 @@ _TRAINED_FROM = {
     Role.POLICY: ("generate", "reference", "logprob", "advantage", "update_policy"),
     Role.CRITIC: ("generate", "value", "advantage", "update_critic"),
 }
-"""By role: the stages that must have their commits before its update can run again."""
+"""The stages whose commits a role's update needs before it can run again."""
 
 
 def reopened(nodes: Iterable[Node], committed: Set[Address]) -> set[Address]:
-    """Of the nodes of one step: those that lost their commits after an update had read them."""
+    """Return the nodes of one step that lost their commits after an update had read them."""
     nodes = list(nodes)
     return {
         node.address
@@ -279,14 +290,14 @@ def reopened(nodes: Iterable[Node], committed: Set[Address]) -> set[Address]:
 
 
 def _updated(update: Node, committed: Set[Address]) -> bool:
-    """Whether an update, or the one after it, is committed."""
+    """Return True if this update or the next one of the same stage is committed."""
     after = Address(update.stage, update.address.step + 1)
     return update.address in committed or after in committed
 
 
 def after_reopened(node: Node, missing: Iterable[Address]) -> Node:
-    """The node, behind those of the `missing` outputs that its model may have to be trained from again: updates in
-    between are committed, so nothing else would hold it back."""
+    """Return the node with extra parents: those of the `missing` outputs that its model may have to be trained from
+    again. The updates in between are committed, so no other edge would make the node wait for them."""
     if node.role not in _TRAINED_FROM:
         return node
     needs = _TRAINED_FROM[node.role]
@@ -294,37 +305,161 @@ def after_reopened(node: Node, missing: Iterable[Address]) -> Node:
     return replace(node, parents=(*node.parents, *sorted(waits))) if waits else node
 
 
+def steps_done(spec: GraphSpec, over: int, later: Iterable[Address]) -> list[int]:
+    """Return the steps whose updates, advantages and generated shards are committed.
+
+    Args:
+        over: every earlier step is done.
+        later: the committed addresses of step `over` and later.
+    """
+    needed = {**dict.fromkeys(update_stages(spec).values(), 1), "advantage": 1, "generate": spec.shards}
+    there = Counter((address.step, address.stage) for address in later)
+    steps = sorted({step for step, _ in there})
+    return [*range(over), *(s for s in steps if all(there[s, stage] == count for stage, count in needed.items()))]
+
+
 def run_nodes(spec: GraphSpec) -> Iterator[Node]:
-    """Every node of the run, step by step."""
+    """Yield every node of the run, step by step."""
     for step in range(spec.steps):
         yield from step_nodes(spec, step)
 
 
 def window(spec: GraphSpec) -> int:
-    """How many steps the driver keeps in flight: eta + 2. Step i + eta + 1 can start generating only when step i is
-    published, so a wider window would hold nodes that cannot run."""
+    """Return the number of steps that the driver keeps in flight: eta + 2. Step i + eta + 1 cannot generate before
+    step i is published, so a wider window would only hold nodes that cannot run."""
     return spec.staleness + 2
 
 
 def weight_readers(spec: GraphSpec, version: int) -> list[Address]:
-    """The nodes that may read the published version v: when all have committed, v can be released. Under `latest` a
-    node may turn out to have read another, so that v is kept for as long as it is without."""
-    newest = version + spec.staleness  # the step that no older one may generate; of version 0 also all before that
+    """Return the nodes that may read the published version v. When all of them have their commits, v can be released.
+    Under `latest` a node counts as a reader until its commit, although it may read another version."""
+    newest = version + spec.staleness  # no older version may generate this step; version 0 also generates all before
     steps = range(version if spec.latest or not version else newest, min(newest + 1, spec.steps))
     return [*(Address("generate", i, s) for i in steps for s in range(spec.shards)), *_own_readers(spec, version)]
 
 
 def resumed_weight_readers(spec: GraphSpec, version: int, newest: int) -> list[Address]:
-    """Of `weight_readers`, those that need v itself in a run that goes on when `newest` had been published: if any has
-    no commit, and v is not there, it must be published again."""
+    """Return the readers that need version v itself in a resumed run, where `newest` had been published. If one of them
+    has no commit and v is gone, v must be published again."""
     steps = range(version, min(version + spec.staleness + 1, spec.steps))
     needing = [i for i in steps if resumed_generation_version(spec, i, newest) == version]
     return [*(Address("generate", i, s) for i in needing for s in range(spec.shards)), *_own_readers(spec, version)]
 
 
 def _own_readers(spec: GraphSpec, version: int) -> list[Address]:
-    """Those that any other version would be of no use to."""
+    """Return the readers of version v that cannot use another version."""
     readers = [Address("evaluate", version, s) for s in range(spec.eval_shards)] if evaluated(spec, version) else []
     if spec.canaries and version < spec.steps:
         readers.append(Address("canary", version))
     return readers
+
+
+# ---- Gangs: groups of worker processes, as the graph sees them -------------------------------------------------
+
+
+class Mode(StrEnum):
+    """How a gang takes the nodes of a stage; `pipeline/graph/dispatch.py` explains each."""
+
+    ORDERED = "ordered"
+    SLOT = "slot"
+    FREE = "free"
+
+
+@dataclass(frozen=True)
+class Gang:
+    """A group of worker processes and the roles it serves."""
+
+    name: str
+    roles: frozenset[Role]
+    workers: int
+    """Ranks of an ordered gang, replicas of a pool."""
+    concurrent_shards: int = 1
+    """Shards that a replica of a pool works on at once."""
+
+    @property
+    def ordered(self) -> bool:
+        """True if the gang holds a trained or a reference model, so that its ranks act together."""
+        return bool(self.roles & MODEL_ROLES)
+
+    @property
+    def threads(self) -> int:
+        """Nodes that one worker runs at once: one in an ordered gang; in a pool its concurrent shards, plus one
+        if it also scores."""
+        if self.ordered:
+            return 1
+        return self.concurrent_shards + (1 if Role.GENERATE in self.roles and self.roles != {Role.GENERATE} else 0)
+
+    def mode(self, role: Role) -> Mode:
+        if self.ordered:
+            return Mode.ORDERED
+        return Mode.SLOT if role is Role.GENERATE else Mode.FREE
+
+
+def gangs_of(roles: Mapping[Role, str], workers: Mapping[str, int], concurrent_shards: Mapping[str, int]) -> list[Gang]:
+    """Return the gangs of a placement. `roles` maps each role to a gang's name."""
+    names = sorted(set(roles.values()))
+    return [
+        Gang(name, frozenset(r for r, g in roles.items() if g == name), workers[name], concurrent_shards[name])
+        for name in names
+    ]
+
+
+# ---- Going back to an older version ----------------------------------------------------------------------------
+
+SHARDED = ("generate", "score", "reference", "logprob", "value")
+ADVANTAGE = "advantage"
+_NONE: Mapping[Address, int | None] = MappingProxyType({})
+
+
+def made_anew(
+    spec: GraphSpec,
+    committed: Collection[Address],
+    version: int,
+    dropped_before: int = 0,
+    sampled: Mapping[Address, int | None] = _NONE,
+) -> list[Address]:
+    """Return the commits that are no longer valid after going back to `version`, children before parents.
+
+    Args:
+        dropped_before: arrays of the steps before this one were deleted; their shards are computed again if they would
+            be trained on again.
+        sampled: under `latest`, the newest version that each shard was sampled with, from its commit; None if that is
+            unknown, so that the shard will come out differently.
+    """
+    nodes = list(run_nodes(spec))
+    children: dict[Address, list[Address]] = {}
+    for node in nodes:
+        for parent in node.parents:
+            children.setdefault(parent, []).append(node.address)
+    found = {Address(stage, step) for stage in UPDATE_STAGE.values() for step in range(version, spec.steps)}
+    for step in range(version, min(dropped_before, spec.steps)):
+        found |= {Address(stage, step, s) for stage in SHARDED for s in range(spec.shards)} | {Address(ADVANTAGE, step)}
+    found |= {address for address, newest in sampled.items() if newest is None or newest > version}
+    stack = list(found)
+    while stack:
+        fresh = [child for child in children.get(stack.pop(), ()) if child not in found]
+        found.update(fresh)
+        stack += fresh
+    order = [node.address for node in nodes]
+    # Commits of an earlier, shorter config: an evaluation of the version that was the last one then, for example.
+    strange = sorted(set(committed).difference(order))
+    order += [address for address in strange if address.step > version]
+    found.update(strange)
+    return [address for address in reversed(order) if address in found and address in committed]
+
+
+def can_go_back(
+    spec: GraphSpec,
+    committed: Collection[Address],
+    version: int,
+    saved: Collection[int],
+    dropped_before: int = 0,
+    sampled: Mapping[Address, int | None] = _NONE,
+) -> bool:
+    """Return True if the run can go back to `version`: every older version that is still needed is `saved` or is the
+    start version, and no earlier update was trained on a shard that would come out differently."""
+    if any(newest is None and address.step < version for address, newest in sampled.items()):
+        return False
+    standing = set(committed).difference(made_anew(spec, committed, version, dropped_before, sampled))
+    needed = (v for v in range(1, version) if not standing.issuperset(resumed_weight_readers(spec, v, version)))
+    return all(v in saved for v in needed)

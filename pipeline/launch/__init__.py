@@ -1,1 +1,1 @@
-"""How a run comes onto a cluster: what it asks Slurm for, the script, and what becomes of it."""
+"""Submission of runs to Slurm: the job's shape, its script, Slurm's commands, and requeues."""

@@ -1,18 +1,21 @@
 """Slurm's own commands, called as a person would. What they complain of is passed on in their words.
 
-May import pipeline.config.errors.
+What is kept of a job beside its run: `job/job.json`.
 """
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 import subprocess
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from pipeline.config.errors import ConfigError
+from storage import files
+from storage.errors import StoreError
 
 _PATIENCE_S = 60.0
 """For a controller that is busy."""
@@ -49,12 +52,12 @@ _KEYS = {
 
 @dataclass(frozen=True)
 class JobState:
-    """What Slurm knows of a job."""
+    """Slurm's state of a job."""
 
     state: str
     """PENDING, RUNNING, COMPLETED, …"""
     reason: str
-    """Why it waits; None where it does not."""
+    """Reason for which the job waits; None if it does not."""
     nodes: str
     restarts: int
     run_time: str
@@ -63,17 +66,17 @@ class JobState:
 
     @property
     def over(self) -> bool:
-        """Whether Slurm will not run it any more."""
+        """True if Slurm will not run the job any more."""
         return self.state in _OVER
 
 
 def there() -> bool:
-    """Whether this host has Slurm's commands."""
+    """Return True if this host has Slurm's commands."""
     return shutil.which("sbatch") is not None
 
 
 def require() -> None:
-    """Raises ConfigError where this host has none of Slurm's commands."""
+    """Raise ConfigError if this host lacks Slurm's commands."""
     if not there():
         raise ConfigError(
             "submit",
@@ -82,7 +85,7 @@ def require() -> None:
 
 
 def submit(script: Path) -> str:
-    """Hands a script in; returns the job's number.
+    """Submit a script and return the job's number.
 
     Raises:
         ConfigError: Slurm refuses the job: its own reason, and the setting that it is about.
@@ -94,7 +97,7 @@ def submit(script: Path) -> str:
 
 
 def job_state(job_id: str) -> JobState | None:
-    """What Slurm knows of a job; None where it has forgotten it, or there is no Slurm here.
+    """Return Slurm's state of a job, or None if Slurm has forgotten the job or this host has no Slurm.
 
     Raises:
         ConfigError: Slurm does not answer, which says nothing of the job.
@@ -121,7 +124,7 @@ def job_state(job_id: str) -> JobState | None:
 
 
 def cancel(job_id: str) -> None:
-    """Ends a job, or takes it out of the queue.
+    """End a job, or remove it from the queue.
 
     Raises:
         ConfigError: Slurm refuses to, or there is none here.
@@ -152,5 +155,42 @@ def _said(complaint: str) -> str:
 
 
 def _key_of(complaint: str) -> str:
-    """The setting that a complaint is about, as far as its words tell."""
+    """Return the setting that an error message is about, as far as its words tell."""
     return next((key for word, key in _KEYS.items() if word in complaint.lower()), "slurm")
+
+
+# ---- records ---------------------------------------------------------------------------------------------
+
+_FILE = "job.json"
+
+
+@dataclass(frozen=True)
+class JobRecord:
+    """The newest job of a run."""
+
+    job_id: str
+    """The job's number; of a task of an array with the task's number: 12_3."""
+    output: str
+    """File of the job's output."""
+
+
+def write_record(folder: Path, record: JobRecord) -> None:
+    """Write the record atomically. Raises OSError."""
+    folder.mkdir(parents=True, exist_ok=True)
+    files.write(files.open_root(str(folder)), _FILE, (json.dumps(asdict(record), indent=1) + "\n").encode())
+
+
+def read_record(folder: Path) -> JobRecord | None:
+    """Return the record in a run's `job/`, or None if the run was never submitted.
+
+    Raises:
+        StoreError: it is damaged.
+    """
+    path = folder / _FILE
+    if not path.is_file():
+        return None
+    try:
+        content = json.loads(path.read_text("utf8"))
+        return JobRecord(content["job_id"], content["output"])
+    except (ValueError, TypeError, KeyError) as error:
+        raise StoreError(f"{path} is not what was written: {error}") from error

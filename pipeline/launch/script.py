@@ -1,6 +1,12 @@
-"""The sbatch script of a run or of a sweep, from a template (`slurm/run.sbatch`) whose `@WORDS@` are filled in.
+"""The sbatch script of a run or of a sweep: a template (`slurm/run.sbatch`) whose `@WORDS@` are filled in.
 
-Pure, but for the template that is read. May import pipeline.config and pipeline.launch.shape.
+The job's shape is its groups of nodes and the group that each gang's workers run on:
+
+    gangs without nodes of their own ───────► the batch node ─┐
+    a gang with slurm.gangs.NAME.nodes ─┬───► so many nodes ──┴─► alike? ──yes──► a plain job, groups side by side
+    and those beside it ────────────────┘                           └─────no───► a heterogeneous one, a component each
+
+Pure.
 """
 
 from __future__ import annotations
@@ -8,14 +14,14 @@ from __future__ import annotations
 import re
 import shlex
 import sys
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from pipeline.config.errors import ConfigError
 from pipeline.config.run import RunConfig
-from pipeline.config.slurm import SlurmConfig
-from pipeline.launch.shape import JobShape, NodeGroup, Step, job_shape
+from pipeline.config.slurm import SlurmConfig, SlurmGangConfig, cpus_per_worker, gpus_of_worker
+from stages.models.protocol import Role
 
 TEMPLATE = Path(__file__).resolve().parents[2] / "slurm/run.sbatch"
 _WORD = re.compile(r"@([A-Z]+)@")
@@ -23,24 +29,24 @@ _WORD = re.compile(r"@([A-Z]+)@")
 
 @dataclass(frozen=True)
 class JobPlace:
-    """What of a script is not in the config."""
+    """The parts of a script that are not in the config."""
 
     title: str
-    """In the comment at its top."""
+    """Title in the comment at the top."""
     name: str
-    """Slurm's, of the job."""
+    """Slurm's name of the job."""
     run: str
     """The run's directory, as an expression of the shell."""
     folder: Path
-    """Where the job works: relative paths of the config begin there."""
+    """Working directory of the job; relative paths of the config begin there."""
     output: Path
-    """Of the job, as a pattern of sbatch's."""
+    """File of the job's output, as a pattern of sbatch."""
     array: str | None = None
-    """Of a sweep: its tasks, as sbatch writes them."""
+    """Tasks of a sweep, in sbatch's notation."""
 
 
 def render(config: RunConfig, place: JobPlace) -> str:
-    """The script, which any shell can run and a person can read.
+    """Return the script.
 
     Raises:
         ConfigError: `slurm.template` cannot be read, lacks a word, or has one that is unknown.
@@ -55,6 +61,7 @@ def render(config: RunConfig, place: JobPlace) -> str:
         "ENVIRONMENT": "\n".join(_environment(config.slurm)),
         "WORKERS": "\n".join(_workers(shape)),
         "RESTARTS": str(config.slurm.restarts),
+        "IDLE": str(config.slurm.requeues_without_progress),
         "LEAD": str(config.slurm.signal_lead_s),
     }
     template = TEMPLATE if config.slurm.template is None else Path(config.slurm.template)
@@ -73,12 +80,11 @@ def render(config: RunConfig, place: JobPlace) -> str:
 
 
 def start_command(slurm: SlurmConfig) -> list[str]:
-    """What starts Stageline on a node."""
+    """Return the command that starts Stageline on a node."""
     command = [sys.executable, "-m", "pipeline.cli"] if slurm.command is None else shlex.split(slurm.command)
     if slurm.container_image is None:
         return command
-    container = [part.replace("{image}", slurm.container_image) for part in shlex.split(slurm.container_command)]
-    return [*container, *command]
+    return ["apptainer", "exec", "--nv", slurm.container_image, *command]
 
 
 def _directives(slurm: SlurmConfig, shape: JobShape, place: JobPlace) -> Iterator[str]:
@@ -163,3 +169,116 @@ def _sbatch_word(value: str) -> str:
         return value
     escaped = re.sub(r'(["\\])', r"\\\1", value)
     return f'"{escaped}"'
+
+
+# ---- shape -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Step:
+    """The workers of one gang, which one srun starts."""
+
+    gang: str
+    ordered: bool
+    """True if the workers are ranks, none of which can continue without the others; else they are replicas."""
+    workers: int
+    cpus: int
+    """Of a worker."""
+    gpus: int
+    """Likewise."""
+
+
+@dataclass(frozen=True)
+class NodeGroup:
+    """Nodes that are alike, and the workers on them."""
+
+    nodes: int
+    steps: tuple[Step, ...]
+    cpus: int
+    """Of a node."""
+    gpus: int
+    """Likewise."""
+    partition: str | None
+    constraint: str | None
+    sbatch: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class JobShape:
+    """The groups of nodes. The first contains the batch node."""
+
+    groups: tuple[NodeGroup, ...]
+    heterogeneous: bool
+    """True if each group is a component of a heterogeneous job; else the groups follow each other in one list of
+    nodes."""
+
+    @property
+    def nodes(self) -> int:
+        return sum(group.nodes for group in self.groups)
+
+    def first_node(self, group: NodeGroup) -> int:
+        """Of a plain job: where in its list of nodes a group begins."""
+        return sum(other.nodes for other in self.groups[: self.groups.index(group)])
+
+
+def job_shape(config: RunConfig) -> JobShape:
+    """What a run asks for. For a config that `run_problems` lets pass. Raises ConfigError for gangs that are to have
+    their GPUs in turn: each step of a job has its own."""
+    slurm, used = config.slurm, {gang.name for gang in config.gangs()}
+    gangs = [gang for gang in config.placement.gangs if gang in used]  # a critic's may be there, and no critic
+    if config.placement.device_sharing and slurm.gpus:
+        need = (
+            "the steps of a Slurm job have GPUs of their own, which no other step sees; leave it out, or, for a run on "
+            "CPUs, set slurm.gpus=false"
+        )
+        raise ConfigError(
+            "placement.device_sharing", f"given {[list(group) for group in config.placement.device_sharing]}; {need}"
+        )
+    hosts = {gang: _host(slurm, gang) for gang in gangs}
+    own = sorted({host for host in hosts.values() if host is not None}, key=lambda host: _rank(config, host))
+    members = [[gang for gang in gangs if hosts[gang] == host] for host in own]
+    on_batch_node = [gang for gang in gangs if hosts[gang] is None]
+    groups = [_group(config, None, on_batch_node)] * bool(on_batch_node)
+    groups += [_group(config, host, of_host) for host, of_host in zip(own, members, strict=True)]
+    groups[0] = replace(groups[0], cpus=groups[0].cpus + slurm.driver_cpus)
+    alike = len({(group.gpus, group.partition, group.constraint, group.sbatch) for group in groups}) == 1
+    heterogeneous = len(groups) > 1 and (slurm.job == "heterogeneous" or (slurm.job == "auto" and not alike))
+    return JobShape(tuple(groups), heterogeneous)
+
+
+def _host(slurm: SlurmConfig, gang: str) -> str | None:
+    """Return the gang whose nodes a gang runs on; None: the batch node."""
+    of_gang = slurm.gangs.get(gang) or SlurmGangConfig()
+    return gang if of_gang.nodes is not None else of_gang.beside
+
+
+def _rank(config: RunConfig, host: str) -> tuple[bool, int]:
+    """The policy's nodes come first: without a batch node of its own, the driver is beside the policy's ranks."""
+    policy = _host(config.slurm, config.placement.roles[Role.POLICY])
+    return host != policy, list(config.placement.gangs).index(host)
+
+
+def _group(config: RunConfig, host: str | None, gangs: Sequence[str]) -> NodeGroup:
+    slurm, ranks = config.slurm, config.replica_ranks
+    ordered = {gang.name: gang.ordered for gang in config.gangs()}
+    of_host = SlurmGangConfig() if host is None else slurm.gangs[host]
+    nodes = of_host.nodes or 1
+    steps = tuple(
+        Step(
+            gang,
+            ordered[gang],
+            config.placement.gangs[gang].workers,
+            cpus_per_worker(slurm, config.placement, gang, ranks),
+            gpus_of_worker(slurm, config.placement, gang, ranks),
+        )
+        for gang in gangs
+    )
+    return NodeGroup(
+        nodes=nodes,
+        steps=steps,
+        cpus=sum(step.cpus * step.workers // nodes for step in steps),
+        gpus=sum(step.gpus * step.workers // nodes for step in steps),
+        partition=of_host.partition or slurm.partition,
+        constraint=of_host.constraint or slurm.constraint,
+        sbatch=tuple(of_host.sbatch),
+    )

@@ -1,8 +1,6 @@
-"""Hands a run, or several of one kind, to Slurm.
+"""Submit a run, or several runs as one array, to Slurm.
 
-    config ──► job/config.yaml (resolved, as the run will have it) ──► job/run.sbatch ──► sbatch ──► job/job.json
-
-May import pipeline.config, pipeline.launch.{commands, records, script, shape} and storage.files.
+config ──► job/config.yaml (resolved, as the run will have it) ──► job/run.sbatch ──► sbatch ──► job/job.json
 """
 
 from __future__ import annotations
@@ -19,11 +17,10 @@ from pipeline.config.errors import ConfigError
 from pipeline.config.loading import to_yaml
 from pipeline.config.paths import RunPaths
 from pipeline.config.run import RunConfig
-from pipeline.launch.commands import job_state, submit
-from pipeline.launch.records import JobRecord, read_record, write_record
-from pipeline.launch.script import JobPlace, render
-from pipeline.launch.shape import NodeGroup, job_shape
+from pipeline.launch.commands import JobRecord, job_state, read_record, submit, write_record
+from pipeline.launch.script import JobPlace, NodeGroup, job_shape, render
 from storage import files
+from storage.locks import lock_holder, open_lock
 
 _SCRIPT, _CONFIG = "run.sbatch", "config.yaml"
 _LOCK = "submitting"
@@ -32,7 +29,7 @@ _LOCK = "submitting"
 
 @dataclass(frozen=True)
 class Submitted:
-    """A job that Slurm has taken."""
+    """A job that Slurm has accepted."""
 
     job_id: str
     output: Path
@@ -40,7 +37,7 @@ class Submitted:
 
 
 def run_script(config: RunConfig) -> str:
-    """The script of a run's own job."""
+    """Return the script of a run's own job."""
     paths = RunPaths(config.run_dir.absolute())
     return render(
         config,
@@ -55,7 +52,7 @@ def run_script(config: RunConfig) -> str:
 
 
 def submit_run(config: RunConfig) -> Submitted:
-    """Has Slurm run a config as a job of its own.
+    """Submit a config as a job of its own.
 
     Raises:
         ConfigError: a job of the run is under way, or Slurm refuses this one.
@@ -91,7 +88,7 @@ def array_script(configs: Sequence[RunConfig], folder: Path) -> str | None:
 
 
 def submit_array(configs: Sequence[RunConfig], folder: Path, text: str) -> Submitted:
-    """Has Slurm run configs as the tasks of one array, with the script that `array_script` made of them.
+    """Submit configs as the tasks of one array, with the script that `array_script` returned for them.
 
     Raises:
         ConfigError: as `submit_run`.
@@ -116,11 +113,12 @@ def _only_submitter(runs: Sequence[RunPaths]) -> Iterator[None]:
     with ExitStack() as stack:
         for paths in runs:
             paths.job.mkdir(parents=True, exist_ok=True)
-            lock = stack.enter_context((paths.job / _LOCK).open("a"))
+            lock = stack.enter_context(open_lock(paths.job / _LOCK))
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError as error:
-                need = f"another process is submitting {paths.root} now; another name=... starts a new run"
+                who = lock_holder(paths.job / _LOCK) or "another process"
+                need = f"{who} is submitting {paths.root} now; another name=... starts a new run"
                 raise ConfigError("name", f"given {paths.root.name!r}; {need}") from error
         yield
 
@@ -146,7 +144,7 @@ def _refuse_second_job(config: RunConfig) -> None:
 
 
 def asked_for(config: RunConfig) -> str:
-    """The nodes that a run asks for, for a person."""
+    """Return a text about the nodes that a run asks for."""
     shape = job_shape(config)
     return ", ".join(_described(group, config.slurm.gres) for group in shape.groups)
 
@@ -195,4 +193,4 @@ def _put_back(paths: Sequence[Path]) -> Iterator[None]:
 
 def _write(path: Path, content: bytes) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    files.write(files.open_root(str(path.parent)), path.name, content)
+    files.write(files.open_root(str(path.parent)), path.name, content, private=True)  # keys, in the environment's lines

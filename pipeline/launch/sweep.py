@@ -1,4 +1,4 @@
-"""A sweep: the same run with every combination of some settings. Pure. May import omegaconf and pipeline.config."""
+"""A sweep: one run for every combination of some settings. Pure functions."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from omegaconf import OmegaConf
 
 from pipeline.config.errors import ConfigError
 from storage.problems import LONGEST_NAME
+from storage.redaction import redacted
 
 _OPEN, _CLOSE = "[{(", "]})"
 _IN_COMMON = ("name", "runs_dir")
@@ -19,12 +20,12 @@ _IN_COMMON = ("name", "runs_dir")
 
 @dataclass(frozen=True)
 class SweepPoint:
-    """One of the runs."""
+    """One run of a sweep."""
 
     suffix: str
     """Of its name."""
     settings: Mapping[str, str]
-    """What it differs in, by key."""
+    """Settings of this run that differ within the sweep, by key."""
 
     def changes(self) -> list[str]:
         """As `key=value`."""
@@ -50,6 +51,8 @@ def axes_of(changes: Sequence[str]) -> tuple[list[str], dict[str, list[str]]]:
         elif key in _IN_COMMON or key.startswith("tracking."):
             need = "the runs of a sweep are in one directory and one experiment, and named after what they differ in"
             raise ConfigError(key, f"given {text!r}; {need}: one value")
+        elif redacted({key: text}) != {key: text}:
+            raise ConfigError(key, "a run of a sweep is named after what it differs in, and no name may hold a secret")
         elif "" in values or len({_meaning(value) for value in values}) < len(values):
             raise ConfigError(key, f"given {text!r}; the values of a sweep differ, and none is empty: seed=0,1")
         else:
@@ -60,7 +63,7 @@ def axes_of(changes: Sequence[str]) -> tuple[list[str], dict[str, list[str]]]:
 
 
 def points(axes: Mapping[str, Sequence[str]], name: str) -> list[SweepPoint]:
-    """Every combination, the last setting's values changing fastest. `name`: of the run without them.
+    """Return every combination; the last setting's values change fastest. `name`: name of the run without them.
 
     Raises:
         ConfigError: two of them would have the same name, or one that is too long.

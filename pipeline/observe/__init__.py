@@ -1,2 +1,1 @@
-"""What a run reports: journal, history, summary, plots, report, live display, tracking. Imports graph, stages and
-storage."""
+"""The journal of a run and what is made from it: history, summary, plots, report, live display and tracking."""

@@ -1,10 +1,8 @@
-"""What a generation engine counted, as metrics: counts that add up over shards and replicas, and what a step's say.
+"""Metrics of the generation engines: the counts that are committed with each shard, and the metrics of a step.
 
-Shards share engines, and an engine counts for whoever runs in it: what it counted since it was last asked goes to the
-shard that asks. So a single shard's numbers mean little, and only counts are committed; ratios are made of their sums.
-An evaluation that runs beside a step takes its share of the counts with it.
-
-May import the standard library, and for types stages.engines.protocol.
+Several shards share an engine, which does not count per shard: a shard gets everything that the engine counted since
+the last reading. So a single shard's numbers mean little. Only counts are committed, which add up over shards and
+replicas, and ratios are computed from their sums. An evaluation that runs beside a step takes part of the counts.
 """
 
 from __future__ import annotations
@@ -22,8 +20,10 @@ _KV_PEAK, _PEAK_BYTES = "engine/kv_peak_fraction", "engine/peak_bytes"
 
 
 def counts(stats: EngineStats, fetch_s: float = 0.0, fetched_bytes: int = 0, peak_bytes: int = 0) -> dict[str, float]:
-    """Metrics to commit with a shard. `fetch_s`, `fetched_bytes`: of weights that came from another host;
-    `peak_bytes`: the most memory that the replica's process has taken so far."""
+    """Return the metrics to commit with a shard.
+
+    `fetch_s` and `fetched_bytes` are the seconds and bytes of fetching weights from another host. `peak_bytes` is the
+    peak memory of the replica's process so far."""
     return {
         "engine/tokens": float(stats.tokens),
         "engine/busy_s": stats.busy_s,
@@ -44,17 +44,19 @@ def counts(stats: EngineStats, fetch_s: float = 0.0, fetched_bytes: int = 0, pea
 
 
 def is_count(name: str) -> bool:
-    """Whether a committed metric is one of `counts`."""
+    """Return True if a committed metric is one of `counts`."""
     return name.startswith(_COUNT)
 
 
 def step_metrics(shards: Iterable[Mapping[str, float]]) -> dict[str, float]:
-    """What the counts of a step's shards come to; empty where there are none.
+    """Return the metrics of a step from the counts of its shards; empty if there are none.
 
-    tokens_per_busy_s: of one replica while it has rows. occupancy: rows in flight / slots, of the mean decode step.
-    shared_fraction: of prompt tokens, those that another row's keys served. acceptance: accepted / drafted tokens.
-    draft_length: how often a decoding row had so many drafted tokens in a pass, as a fraction. fetch_s: seconds
-    in which weights came from another host, ahead of time or not."""
+    tokens_per_busy_s: tokens per second of one replica while it has rows.
+    occupancy: rows in flight / max_rows, averaged over the decode steps.
+    shared_fraction: the fraction of prompt tokens whose keys were shared with another row.
+    acceptance: accepted / drafted tokens.
+    draft_length: the fraction of a decoding row's passes with this number of drafted tokens.
+    fetch_s: seconds of fetching weights from another host, prefetching included."""
     total: dict[str, float] = {}
     for shard in shards:
         for name, value in shard.items():
@@ -67,12 +69,12 @@ def step_metrics(shards: Iterable[Mapping[str, float]]) -> dict[str, float]:
     metrics = {
         "generate/busy_s": total["engine/busy_s"],
         "generate/refit_s": total["engine/refit_s"],
-        "generate/fetch_s": total.get(_FETCH_S, 0.0),  # not in runs of before
+        "generate/fetch_s": total.get(_FETCH_S, 0.0),  # older runs do not have it
         "generate/fetched_bytes": total.get(_FETCHED_BYTES, 0.0),
         "generate/tokens_per_busy_s": _ratio(total["engine/tokens"], total["engine/busy_s"]),
         "generate/occupancy": _ratio(total["engine/full_decode_steps"], total["engine/decode_steps"]),
         "generate/kv_peak_fraction": total[_KV_PEAK],
-        "generate/peak_memory_bytes": total.get(_PEAK_BYTES, 0.0),  # not in runs of before
+        "generate/peak_memory_bytes": total.get(_PEAK_BYTES, 0.0),  # older runs do not have it
         "generate/preemptions": total["engine/preemptions"],
         "generate/prompt_tokens": total["engine/prompt_tokens"],
         "generate/shared_fraction": _ratio(total["engine/shared_tokens"], prompts),

@@ -1,12 +1,71 @@
-"""What an evaluation of a version of the policy comes to, and which version is the best: by held-out reward, within a
-KL budget. Pure functions. Standard library only.
+"""Evaluations on the held-out prompts: a paired comparison of two policies, and the choice of the best version.
+
+The comparison pairs the scores by prompt, so the differences between prompts do not add to its error:
+
+    gain = mean of (after - before)      error = sd / sqrt(n)      t = gain / error      sd with n - 1
+
+The best version has the highest held-out reward within a KL budget. Pure functions; standard library only.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class PairedScores:
+    """The comparison of two sets of scores, on the prompts that both have."""
+
+    num_prompts: int
+    before: float
+    """Mean score."""
+    after: float
+    gain: float
+    """Mean of after - before."""
+    error: float | None
+    """Standard error of the gain; None for fewer than two prompts."""
+    t: float | None
+    """gain / error; None for fewer than two prompts or equal differences."""
+    better: int
+    """Prompts whose score rose."""
+    worse: int
+
+
+def paired(before: Mapping[int, float], after: Mapping[int, float]) -> PairedScores | None:
+    """Compare scores by prompt. Return None if no prompt is in both."""
+    prompts = sorted(before.keys() & after.keys())
+    n = len(prompts)
+    if not n:
+        return None
+    differences = [after[p] - before[p] for p in prompts]
+    return PairedScores(
+        num_prompts=n,
+        before=math.fsum(before[p] for p in prompts) / n,
+        after=math.fsum(after[p] for p in prompts) / n,
+        gain=math.fsum(differences) / n,
+        error=standard_error(differences),
+        t=paired_t(differences),
+        better=sum(d > 0 for d in differences),
+        worse=sum(d < 0 for d in differences),
+    )
+
+
+def paired_t(differences: Sequence[float]) -> float | None:
+    """Return Student's t of paired differences: mean / standard error. None for fewer than two or equal differences."""
+    error = standard_error(differences)
+    return math.fsum(differences) / len(differences) / error if error else None
+
+
+def standard_error(values: Iterable[float]) -> float | None:
+    """Return the standard error of the mean: sd / sqrt(n), sd with n - 1. None for fewer than two values."""
+    numbers = [float(value) for value in values]
+    n = len(numbers)
+    if n < 2:
+        return None
+    mean = math.fsum(numbers) / n
+    return math.sqrt(math.fsum((number - mean) ** 2 for number in numbers) / (n - 1) / n)
 
 
 @dataclass(frozen=True)
@@ -15,16 +74,16 @@ class Evaluation:
 
     version: int
     scores: Mapping[int, float]
-    """By number of the prompt."""
+    """Score by prompt number."""
     distinct_bigrams: float | None = None
-    """Distinct / all bigrams over the responses: a repetitive policy has few."""
+    """Distinct / all bigrams over the responses; low for a repetitive policy."""
     kl: float | None = None
-    """KL of what was sampled to the reference, nats per response: mean of the sum over tokens of log mu - log pi_ref.
-    None where the reference has not looked at the responses yet."""
+    """KL of the sampled responses to the reference, nats per response: mean of the sum over tokens of
+    log mu - log pi_ref. None until the reference has scored the responses."""
     length: float | None = None
-    """Sampled tokens per response, EOS included."""
+    """Mean sampled tokens per response, EOS included."""
     parts: Mapping[str, float] = field(default_factory=dict)
-    """By name of a part of the score: its mean, before its weight."""
+    """Mean of each part of the score before weighting, by name."""
 
     @property
     def mean(self) -> float:
@@ -33,7 +92,7 @@ class Evaluation:
 
 @dataclass(frozen=True)
 class EvaluatedVersion:
-    """An evaluation in numbers."""
+    """An evaluation reduced to its means."""
 
     version: int
     reward: float
@@ -43,13 +102,14 @@ class EvaluatedVersion:
 
 
 def in_numbers(e: Evaluation) -> EvaluatedVersion:
-    """As `summary.json` has it."""
+    """Return the numbers of an evaluation for `summary.json`."""
     return EvaluatedVersion(e.version, e.mean, e.kl, e.length, dict(e.parts))
 
 
 def best_evaluation(evaluations: Iterable[Evaluation], max_kl: float | None) -> Evaluation | None:
-    """The evaluation with the highest mean score of those whose KL is at most `max_kl` (None: whatever it is); of
-    equals the oldest, which is nearest to the reference. None where none is within the budget; one whose KL is not
-    known is not."""
+    """Return the evaluation with the highest mean score among those with a KL of at most `max_kl` (None: no limit).
+
+    Ties go to the oldest version, which is nearest to the reference. An evaluation with unknown KL is not within a
+    budget. Return None if no evaluation is within it."""
     within = [e for e in evaluations if max_kl is None or (e.kl is not None and e.kl <= max_kl)]
     return max(within, key=lambda e: (e.mean, -e.version), default=None)

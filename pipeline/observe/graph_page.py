@@ -1,28 +1,32 @@
-"""The page `/stageline` as HTML: one renderer for a run that goes on and for one that has ended. A page, and the part
-of it that is fetched again while somebody looks. Whatever came from the run is escaped; the page loads nothing from
-elsewhere, and its one script is named in its policy.
+"""The page `/stageline` as HTML, for running and for ended runs.
 
-May import pipeline.observe.{graph_svg, graph_view} and pipeline.graph.
+`page` renders the whole page. `fragment` renders the part that an open page fetches again every second. The last part
+draws the SVGs: the grid of steps and stages with the staleness edges, and the curves. Pure functions of `GraphView`.
+All text from the run is escaped, the page loads nothing from other hosts, and its content security policy allows only
+its own script, by hash.
 """
 
 from __future__ import annotations
 
 import base64
 import hashlib
+import math
 import time
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
 from html import escape
 from urllib.parse import quote
 
-from pipeline.graph.status import NodeState
-from pipeline.observe.graph_svg import curve, grid, stage_labels
-from pipeline.observe.graph_view import GangView, GraphView, VersionView, short, work_text
+from pipeline.graph.display import NodeState
+from pipeline.observe.graph_view import GangView, GraphView, NodeView, VersionView, short, stages_of, work_text
+from storage.address import Address
 
 PATH = "stageline"
-"""Of the page, below the server's root; links on it are relative to that."""
+"""Path of the page below the server's root, to which its links are relative."""
 REFRESH_S = 1.0
-"""Between two looks of an open page; one that nobody sees does not look."""
+"""Seconds between two fetches of an open page. A hidden page does not fetch."""
 _SHOWN_NODES = 8
-"""Of what a gang does; how many more is said."""
+"""Most nodes shown by name per gang; the others are counted."""
 _STYLE = """
 :root { --bg: #fff; --fg: #1f2937; --dim: #6b7280; --line: #e5e7eb; --odd: #f9fafb; --edge: #7c3aed;
   --waiting: #e5e7eb; --ready: #fcd34d; --queued: #bfdbfe; --running: #3b82f6;
@@ -87,11 +91,11 @@ HEADERS = {
     "X-Content-Type-Options": "nosniff",
     "Cache-Control": "no-store",
 }
-"""Sent with each answer: no other script runs, whatever a run's name or a worker's message says."""
+"""Headers of each response. No other script runs, even if a run's name or a worker's message contains one."""
 
 
 def page(view: GraphView) -> str:
-    """The whole page; it fetches the `fragment` again from `PATH`/view."""
+    """Return the whole page. It fetches the `fragment` again from `PATH`/view."""
     return (
         '<!DOCTYPE html><html lang="en"><head><meta charset="utf-8">'
         f"<title>{escape(view.facts.name)} - Stageline</title><style>{_STYLE}</style></head><body><main>"
@@ -101,7 +105,7 @@ def page(view: GraphView) -> str:
 
 
 def fragment(view: GraphView) -> str:
-    """What changes: all that is shown of a run."""
+    """Return the part of the page that changes: the whole content."""
     facts = view.facts
     rewards = [(float(point.step), point.reward) for point in view.points]
     divergences = [(float(point.step), point.kl) for point in view.points]
@@ -121,7 +125,7 @@ def fragment(view: GraphView) -> str:
         f"<section><h2>Learning</h2>{curve('reward', rewards, held_out, dots_name='held-out')}"
         f"{curve('KL', divergences, unit=' nats a response')}"
         f"{'' if rewards or held_out else '<p class=dim>No step is over yet.</p>'}</section>",
-        f"<section><h2>Told</h2>{_notes(view)}</section></div>",
+        f"<section><h2>Events</h2>{_notes(view)}</section></div>",
     ]
     return "".join(sections)
 
@@ -196,3 +200,178 @@ def _notes(view: GraphView) -> str:
         for note in reversed(view.notes)
     ]
     return f"<table>{''.join(rows)}</table>"
+
+
+# ---- SVG drawings ----------------------------------------------------------------------------------------
+
+LABEL_W, COLUMN_W, GAP, ROW_H, HEAD_H = 128, 92, 22, 26, 26
+"""Sizes in pixels: width of the stage names, width of a column, gap between columns, height of a row and of the step
+numbers."""
+_SINGLE_CELLS = 12
+"""Most shards with a rectangle each; more are drawn as one bar."""
+_ORDER = (NodeState.DONE, NodeState.RUNNING, NodeState.QUEUED, NodeState.READY, NodeState.WAITING)
+
+
+def stage_labels(view: GraphView) -> str:
+    """Return the drawing of the stage names. It stays in place while the `grid` beside it is scrolled."""
+    stages = stages_of(view.nodes)
+    parts = _rows(stages, "stages", LABEL_W)
+    for i, stage in enumerate(stages):
+        parts.append(f'<text class="stage" x="6" y="{HEAD_H + i * ROW_H + 17}">{escape(stage)}</text>')
+    return "".join([*parts, "</svg>"])
+
+
+def _rows(stages: Sequence[str], kind: str, width: int) -> list[str]:
+    """Return the start of a drawing with a row per stage, every second row shaded."""
+    height = HEAD_H + len(stages) * ROW_H + 6
+    parts = [f'<svg class="{kind}" width="{width}" height="{height}" viewBox="0 0 {width} {height}" role="img">']
+    for i in range(len(stages)):
+        shade = " odd" if i % 2 else ""
+        parts.append(f'<rect class="row{shade}" x="0" y="{HEAD_H + i * ROW_H}" width="{width}" height="{ROW_H}"/>')
+    return parts
+
+
+def grid(view: GraphView) -> str:
+    """Return the grid: steps from left to right, stages from top to bottom. A cell shows the states of its shards, and
+    an edge leads from each publication to the generation that waits for it."""
+    stages = stages_of(view.nodes)
+    cells: defaultdict[tuple[int, str], list[NodeView]] = defaultdict(list)
+    for node in view.nodes:
+        cells[node.scheduled_step, node.address.stage].append(node)
+    columns = sorted({node.scheduled_step for node in view.nodes})
+    x_of = {scheduled_step: i * (COLUMN_W + GAP) for i, scheduled_step in enumerate(columns)}
+    y_of = {stage: HEAD_H + i * ROW_H for i, stage in enumerate(stages)}
+    parts = [*_rows(stages, "grid", len(columns) * (COLUMN_W + GAP)), _ARROW]
+    for scheduled_step in columns:
+        head = "start" if scheduled_step < 0 else f"step {scheduled_step}"
+        parts.append(f'<text class="head" x="{x_of[scheduled_step] + COLUMN_W / 2}" y="17">{head}</text>')
+    states = {node.address: node.state for node in view.nodes}
+    for (scheduled_step, stage), nodes in cells.items():
+        parts.append(_cell(nodes, states, x_of[scheduled_step], y_of[stage]))
+    parts += _staleness_edges(view, x_of, y_of)
+    return "".join([*parts, "</svg>"])
+
+
+_ARROW = (
+    '<defs><marker id="arrow" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="6" markerHeight="6" orient="auto">'
+    '<path d="M0,0 L8,4 L0,8 z" class="tip"/></marker></defs>'
+)
+
+
+def _cell(nodes: Sequence[NodeView], states: Mapping[Address, NodeState], x: int, y: int) -> str:
+    """Return the cell of one stage of one step."""
+    top, high = y + 4, ROW_H - 8
+    counts = Counter(node.state for node in nodes)
+    said = ", ".join(f"{counts[state]} {state}" for state in _ORDER if counts[state])
+    parts = [f"<g><title>{escape(_description(nodes, states) if len(nodes) <= _SINGLE_CELLS else said)}</title>"]
+    if len(nodes) <= _SINGLE_CELLS:
+        wide = COLUMN_W / len(nodes)
+        for i, node in enumerate(nodes):
+            lost = " lost" if node.losses else ""
+            parts.append(_rect(x + i * wide, top, wide - (1 if len(nodes) > 1 else 0), high, node.state + lost))
+    else:
+        at = float(x)
+        for state in _ORDER:
+            wide = COLUMN_W * counts[state] / len(nodes)
+            if wide:
+                parts.append(_rect(at, top, wide, high, state))
+            at += wide
+    text = _cell_text(nodes, counts)
+    parts.append(f'<text class="in" x="{x + COLUMN_W / 2}" y="{top + 13}">{text}</text></g>')
+    return "".join(parts)
+
+
+def _cell_text(nodes: Sequence[NodeView], counts: Mapping[NodeState, int]) -> str:
+    if counts.get(NodeState.DONE, 0) < len(nodes):
+        return f"{counts.get(NodeState.DONE, 0)}/{len(nodes)}" if len(nodes) > 1 else ""
+    taken = [node.seconds for node in nodes if node.seconds is not None]
+    return _seconds(max(taken)) if taken else ""
+
+
+def _description(nodes: Sequence[NodeView], states: Mapping[Address, NodeState]) -> str:
+    """Return the tooltip of a cell."""
+    return "\n".join(_description_of(node, states) for node in nodes)
+
+
+def _description_of(node: NodeView, states: Mapping[Address, NodeState]) -> str:
+    text = f"{short(node.address)}: {node.state}, weights v{node.version}"
+    if node.worker is not None:
+        text += f", {node.worker}"
+    if node.seconds is not None:
+        text += f", {_seconds(node.seconds)}"
+    left = [short(p) for p in node.parents if states.get(p, NodeState.DONE) is not NodeState.DONE]
+    if node.state is NodeState.WAITING and left:
+        text += f", for {', '.join(left[:6])}" + (" ..." if left[6:] else "")
+    return text + (f", lost {node.losses} times" if node.losses else "")
+
+
+def _rect(x: float, y: float, width: float, height: float, kind: str) -> str:
+    return f'<rect class="{kind}" x="{x:.1f}" y="{y}" width="{width:.1f}" height="{height}" rx="2"/>'
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds * 1e3:.0f} ms" if seconds < 1 else f"{seconds:.1f} s"
+
+
+def _staleness_edges(view: GraphView, x_of: Mapping[int, int], y_of: Mapping[str, int]) -> list[str]:
+    """Return one edge per publication and step that waits for it, not one per shard."""
+    nodes = {node.address: node for node in view.nodes}
+    ends: dict[tuple[Address, int], list[NodeView]] = {}
+    for publication, generation in view.staleness_edges:
+        child = nodes[generation]
+        ends.setdefault((publication, child.scheduled_step), []).append(child)
+    parts = []
+    for (publication, scheduled_step), children in ends.items():
+        x0, y0 = x_of[nodes[publication].scheduled_step] + COLUMN_W, y_of["publish"] + ROW_H / 2
+        x1, y1 = x_of[scheduled_step] - 1, y_of["generate"] + ROW_H / 2
+        waits = nodes[publication].state is not NodeState.DONE
+        kind = "edge waits" if waits else "edge"
+        names = f"generate of step {scheduled_step} waits for weights v{publication.step}" + (
+            ", not published yet" * waits
+        )
+        bend = max(12.0, (x1 - x0) / 3)
+        curve = f"M{x0},{y0} C{x0 + bend:.1f},{y0} {x1 - bend:.1f},{y1} {x1},{y1}"
+        parts.append(
+            f'<path class="{kind}" d="{curve}" marker-end="url(#arrow)" data-from="{escape(short(publication))}" '
+            f'data-to="{escape(short(children[0].address))}"><title>{names}</title></path>'
+        )
+    return parts
+
+
+def curve(
+    name: str,
+    points: Sequence[tuple[float, float]],
+    dots: Sequence[tuple[float, float]] = (),
+    *,
+    unit: str = "",
+    dots_name: str = "",
+) -> str:
+    """Return the drawing of a line of (step, y) with its minimum and maximum, and of another series as dots on the same
+    axes. The title has the last value of both. Values that are not finite are skipped; empty if there are no others."""
+    line = [(x, y) for x, y in points if math.isfinite(y)]
+    extra = [(x, y) for x, y in dots if math.isfinite(y)]
+    both = line + extra
+    if not both:
+        return ""
+    width, height, left, top = 430, 120, 58, 22
+    xs, ys = [x for x, _ in both], [y for _, y in both]
+    low, high, first, last = min(ys), max(ys), min(xs), max(xs)
+
+    def at(x: float, y: float) -> str:
+        across = (x - first) / (last - first) if last > first else 0.5
+        up = (y - low) / (high - low) if high > low else 0.5
+        return f"{left + across * (width - left - 12):.1f},{top + (1 - up) * (height - top - 22):.1f}"
+
+    parts = [f'<svg class="curve" width="{width}" height="{height}" viewBox="0 0 {width} {height}" role="img">']
+    said = [f"{name} {line[-1][1]:.4g}{unit}"] if line else []
+    said += [f"{dots_name} {extra[-1][1]:.4g} (dots)"] if extra else []
+    parts.append(f'<text class="title" x="6" y="14">{escape(" · ".join(said))}</text>')
+    parts.append(f'<text class="tick" x="{left - 6}" y="{top + 6}">{high:.3g}</text>')
+    parts.append(f'<text class="tick" x="{left - 6}" y="{height - 20}">{low:.3g}</text>')
+    parts.append(f'<text class="low" x="{left}" y="{height - 5}">step {first:g}</text>')
+    parts.append(f'<text class="tick" x="{width - 6}" y="{height - 5}">{last:g}</text>')
+    parts.append(f'<polyline class="line" points="{" ".join(at(x, y) for x, y in line)}"/>')
+    for x, y in [*extra, *(line[-1:] if len(line) == 1 else [])]:
+        cx, cy = at(x, y).split(",")
+        parts.append(f'<circle class="dot" cx="{cx}" cy="{cy}" r="3.5"><title>{x:g}: {y:.4g}</title></circle>')
+    return "".join([*parts, "</svg>"])

@@ -1,102 +1,109 @@
-"""The graph of a run at one moment, as a frozen record: what the page `/stageline` shows, live or of a run that has
-ended. Pure functions; nothing here reads a clock or a file.
+"""The state of a run's graph at one moment, as a frozen record for the page `/stageline`. No clock and no files.
+
+A running driver makes the record from its own state:
 
     dispatch ──statuses, waits──┐
-    flow ──readers──────────────┼──► graph_view ──► GraphView ──► graph_page (HTML)
+    flow ──readers──────────────┼──► GraphView ──► graph_page (HTML)
     journal ──NodeEvents────────┘
 
-May import this folder, pipeline.graph, stages.models.protocol.Role and storage.address.
+Without a driver, `recorded_view` makes it from the run's directory:
+
+    ledger ──► Flow, Dispatch (as `resume` would start them) ──► states of nodes, waits, readers ──┐
+    journal ──► nodes in progress, seconds, notes ─────────────────────────────────────────────────┴──► GraphView
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
-from pipeline.graph.gangs import Gang
-from pipeline.graph.graph import GraphSpec
-from pipeline.graph.status import ROWS, NodeState, NodeStatus, with_steps_over
-from pipeline.graph.waits import Wait
+from pipeline.graph.dispatch import Dispatch
+from pipeline.graph.display import ROWS, NodeState, NodeStatus, Wait, waits, with_steps_over
+from pipeline.graph.flow import Flow
+from pipeline.graph.graph import Gang, GraphSpec, Node, evaluated
+from pipeline.observe.journal import Event
 from pipeline.observe.node_events import NodeEvents, Note
 from stages.models.protocol import Role
 from storage.address import Address
+from storage.ledger import Ledger
 
 PAST_STEPS = 6
-"""Steps that are over and still shown."""
+"""Number of finished steps that are shown."""
 MOST_NODES = 4000
-"""Of a page; where a step has more than a few hundred, fewer steps that are over are shown."""
+"""Most nodes on a page. If a step has more than a few hundred nodes, fewer finished steps are shown."""
 
 
 @dataclass(frozen=True)
 class NodeView:
-    """One cell's node."""
+    """One node of a cell."""
 
     address: Address
-    turn: int
-    """The step whose progress it serves, the column: `publish` of version v stands in that of step v - 1, which made
-    it. What serves a step that is not there (yet) stands in the last column."""
+    scheduled_step: int
+    """The column: the step whose progress the node serves. `publish` of version v is in the column of step v - 1, which
+    made the version. A node of a step that is not admitted (yet) is in the last column."""
     state: NodeState
     gang: str
     version: int
-    """Of the weights that it needs."""
+    """Version of the weights that it needs."""
     parents: tuple[Address, ...]
     worker: str | None = None
     since: float | None = None
-    """RUNNING: when its worker began it, seconds since the epoch, as far as that is known (`NodeEvents.begun`)."""
+    """Start time of a RUNNING node, seconds since the epoch, if known (`NodeEvents.begun`)."""
     seconds: float | None = None
-    """DONE: how long it took, where that is known."""
+    """Duration of a DONE node, if known."""
     losses: int = 0
-    """How often it was lost with its worker."""
+    """Number of times it was lost with its worker."""
 
 
 @dataclass(frozen=True)
 class Doing:
-    """A node that a worker is at."""
+    """A node that a worker is running."""
 
     address: Address
     since: float | None
-    """Seconds since the epoch."""
+    """Start time, seconds since the epoch."""
 
 
 @dataclass(frozen=True)
 class GangView:
-    """What a gang does, or what it waits for."""
+    """The work of a gang, or what it waits for."""
 
     name: str
     roles: tuple[str, ...]
     workers: int
     up: bool
     doing: tuple[Doing, ...]
-    """The longest first."""
+    """Running nodes, the longest-running first."""
     queued: int
-    """Nodes that could run, behind those."""
+    """Number of nodes that are queued behind the running ones."""
     wait: str | None
-    """Of an idle gang that has nodes left."""
+    """What the gang waits for, if it is idle and has nodes left."""
 
 
 @dataclass(frozen=True)
 class VersionView:
-    """Published weights that are in memory."""
+    """A published version of the weights that is in memory (live), or still to be read (recorded)."""
 
     version: int
     num_bytes: int | None
     readers: tuple[Address, ...]
-    """Nodes that have still to read them."""
+    """Nodes that have yet to read it."""
 
 
 @dataclass(frozen=True)
 class Point:
-    """What a step's rows came to."""
+    """Mean reward and KL of a step."""
 
     step: int
     reward: float
     kl: float
-    """To the reference, nats a response."""
+    """KL to the reference, nats per response."""
 
 
 @dataclass(frozen=True)
 class Facts:
-    """What of a run is not in its graph."""
+    """Facts about a run that are not in its graph."""
 
     name: str
     steps: int
@@ -109,30 +116,30 @@ class Facts:
 
 @dataclass(frozen=True)
 class GraphView:
-    """A run at one moment."""
+    """The state of a run at one moment."""
 
     facts: Facts
     live: bool
-    """Told by the driver; else read from the run's directory."""
+    """True if the driver made this record, False if it was read from the run's directory."""
     driven: bool
-    """A driver is at work on the run."""
+    """True if a driver is running."""
     finished: bool
     at: float
-    """When, in seconds since the epoch: now (live), or the latest event."""
+    """Time of this state, seconds since the epoch: now (live), or the latest event."""
     steps_done: int
     nodes: tuple[NodeView, ...]
-    """Of the steps in the window and of some before, parents before children."""
+    """Nodes of the open steps and of some before, parents first."""
     gangs: tuple[GangView, ...]
     versions: tuple[VersionView, ...]
     points: tuple[Point, ...]
     held_out: tuple[tuple[int, float], ...]
     """(version, mean score of the held-out prompts)."""
     notes: tuple[Note, ...]
-    """The latest last."""
+    """Notes in order of time, the latest last."""
 
     @property
     def staleness_edges(self) -> tuple[tuple[Address, Address], ...]:
-        """(publication, generation that waits for it) among the nodes shown: the bound of the run."""
+        """The (publish, generate) pairs of shown nodes that the staleness bound connects."""
         shown = {node.address for node in self.nodes}
         return tuple(
             (parent, node.address)
@@ -144,12 +151,12 @@ class GraphView:
 
 
 def short(address: Address) -> str:
-    """`generate 7.1`: stage, step (or version) and shard."""
+    """Return an address as `generate 7.1`: stage, step (or version) and shard."""
     return f"{address.stage} {address.step}.{address.shard}"
 
 
 def wait_text(wait: Wait) -> str:
-    """Why a gang has nothing to do, in short words."""
+    """Return in a few words what an idle gang waits for."""
     if wait.node in wait.ready and wait.devices_of is not None:
         return f"{short(wait.node)} waits for {wait.devices_of}'s turn to end"
     if wait.node in wait.ready:
@@ -161,8 +168,8 @@ def wait_text(wait: Wait) -> str:
 
 
 def work_text(gang: GangView, at: float, most: int) -> str:
-    """What a gang does, `most` nodes by name, with the seconds until `at` that they have taken; empty where it does
-    nothing."""
+    """Return the running nodes of a gang, at most `most` by name, with their seconds until `at`, and the number of
+    queued nodes. Empty if the gang has none."""
     said = [
         short(one.address) + ("" if one.since is None else f" ({max(0.0, at - one.since):.0f} s)")
         for one in gang.doing[:most]
@@ -173,17 +180,18 @@ def work_text(gang: GangView, at: float, most: int) -> str:
 
 
 def shown_steps(spec: GraphSpec, statuses: Sequence[NodeStatus], admitted: int) -> list[NodeStatus]:
-    """Nodes of the window, whose steps end before `admitted`, and of the columns before it; parents before children. Of
-    a run that is over: of its last. A column's evaluations are among the nodes of steps before it."""
-    first = max(0, min((status.node.turn for status in statuses), default=admitted) - PAST_STEPS)
+    """Return the nodes of the open steps, which end before `admitted`, and of some columns before; parents first.
+
+    For a finished run these are the last columns. The evaluations of a column are among the nodes of earlier steps."""
+    first = max(0, min((status.node.scheduled_step for status in statuses), default=admitted) - PAST_STEPS)
     nodes = with_steps_over(spec, statuses, admitted, PAST_STEPS + spec.staleness + 1, MOST_NODES)
-    return [status for status in nodes if status.node.turn >= first or not first]
+    return [status for status in nodes if status.node.scheduled_step >= first or not first]
 
 
 def node_views(
     statuses: Sequence[NodeStatus], gang_of: Mapping[Role, Gang], events: NodeEvents, admitted: int
 ) -> tuple[NodeView, ...]:
-    """Cells of nodes, with what the journal said of them; `admitted`: the steps that there are by now."""
+    """Return the views of nodes, with the data of the journal. `admitted`: number of steps admitted so far."""
     return tuple(_node_view(status, gang_of[status.node.role], events, admitted - 1) for status in statuses)
 
 
@@ -194,7 +202,7 @@ def _node_view(status: NodeStatus, gang: Gang, events: NodeEvents, last: int) ->
     worker = out or ended
     return NodeView(
         address=address,
-        turn=min(node.turn, last),
+        scheduled_step=min(node.scheduled_step, last),
         state=status.state,
         gang=gang.name,
         version=node.version,
@@ -207,7 +215,7 @@ def _node_view(status: NodeStatus, gang: Gang, events: NodeEvents, last: int) ->
 
 
 def gang_view(gang: Gang, up: bool, nodes: Iterable[NodeView], wait: Wait | None) -> GangView:
-    """A gang, with its running nodes among those given."""
+    """Return the view of a gang. Its running and queued nodes are taken from `nodes`."""
     own = [node for node in nodes if node.gang == gang.name]
     running = [Doing(node.address, node.since) for node in own if node.state is NodeState.RUNNING]
     doing = tuple(sorted(running, key=lambda one: one.since or 0.0))
@@ -217,6 +225,144 @@ def gang_view(gang: Gang, up: bool, nodes: Iterable[NodeView], wait: Wait | None
 
 
 def stages_of(nodes: Iterable[NodeView]) -> list[str]:
-    """Rows of the page."""
+    """Return the rows of the page: the stages that occur."""
     there = {node.address.stage for node in nodes}
     return [stage for stage in ROWS if stage in there]
+
+
+# ---- view of a run's directory ---------------------------------------------------------------------------
+
+MOST_POINTS = 400
+"""Most points of a curve; a longer run is sampled at that many steps."""
+
+
+def gang_views(
+    gangs: Iterable[Gang],
+    nodes: Collection[NodeView],
+    waits: Mapping[str, Wait],
+    is_up: Callable[[str], bool] = lambda name: True,
+) -> tuple[GangView, ...]:
+    """Return the view of every gang. `waits` and `is_up` take a gang's name."""
+    return tuple(gang_view(gang, is_up(gang.name), nodes, waits.get(gang.name)) for gang in gangs)
+
+
+@dataclass
+class Curves:
+    """The points of the curves, with a cache: each commit is read from the ledger once."""
+
+    spec: GraphSpec
+    ledger: Ledger
+    _points: dict[int, Point] = field(default_factory=dict)
+    _held_out: dict[int, float] = field(default_factory=dict)
+
+    def points(self, steps_done: int, most_reads: int = MOST_POINTS) -> tuple[Point, ...]:
+        """Return points of the steps before `steps_done`, evenly spaced if there are many. Reads at most `most_reads`
+        steps that are not in the cache."""
+        stride = max(1, -(-steps_done // MOST_POINTS))
+        wanted = range((steps_done - 1) % stride, steps_done, stride)
+        self._points = {step: point for step, point in self._points.items() if step in wanted}
+        for step in [step for step in reversed(wanted) if step not in self._points][:most_reads]:
+            commit = self.ledger.find(Address("advantage", step))
+            if commit is not None and "reward/mean" in commit.metrics:
+                metrics = commit.metrics
+                self._points[step] = Point(step, metrics["reward/mean"], metrics.get("kl/ref", float("nan")))
+        return tuple(self._points[step] for step in sorted(self._points))
+
+    def held_out(self, newest: int) -> tuple[tuple[int, float], ...]:
+        """Return (version, mean score) of the evaluated versions up to `newest` whose shards are all scored."""
+        for version in range(newest + 1):
+            if evaluated(self.spec, version) and version not in self._held_out:
+                shards = [Address("evaluate_score", version, s) for s in range(self.spec.eval_shards)]
+                found = [self.ledger.find(address) for address in shards]
+                scores = [c.metrics["score/mean"] for c in found if c is not None and "score/mean" in c.metrics]
+                if len(scores) == len(shards):
+                    self._held_out[version] = sum(scores) / len(scores)
+        return tuple(sorted(self._held_out.items()))
+
+
+def recorded_view(
+    facts: Facts, spec: GraphSpec, gangs: Collection[Gang], ledger: Ledger, events: Iterable[Event]
+) -> GraphView:
+    """Return the state of a run without a driver, as `resume` would find it. Nodes in progress at the end of the
+    journal are RUNNING or QUEUED."""
+    seen = NodeEvents(ordered(gangs))
+    for event in events:
+        seen.take(event)
+    dispatch = Dispatch(gangs)
+    for gang in gangs:
+        dispatch.worker_up(gang.name, 0)
+    committed = set(ledger.open_addresses())
+    published = {address.step for address in committed if address.stage == "publish"}
+    flow = Flow(
+        spec,
+        dispatch,
+        first_step=ledger.closed_until(),
+        committed=committed,
+        published=published,
+        on_step=lambda step, nodes: None,
+        on_unread=lambda version: None,
+    )
+    flow.advance()
+    gang_of = role_gangs(gangs)
+    statuses = _as_seen(dispatch.statuses(), gang_of, seen)
+    nodes = node_views(shown_steps(spec, statuses, flow.admitted), gang_of, seen, flow.admitted)
+    curves = Curves(spec, ledger)
+    return GraphView(
+        facts=facts,
+        live=False,
+        driven=False,
+        finished=flow.finished,
+        at=seen.last,
+        steps_done=flow.steps_done,
+        nodes=nodes,
+        gangs=gang_views(gangs, nodes, _waits_as_seen(statuses, gang_of, seen)),
+        versions=tuple(VersionView(v, None, readers) for v, readers in flow.readers.items() if v in published),
+        points=curves.points(flow.steps_done),
+        held_out=curves.held_out(flow.steps_done),
+        notes=tuple(seen.notes),
+    )
+
+
+def _as_seen(statuses: Iterable[NodeStatus], gang_of: Mapping[Role, Gang], seen: NodeEvents) -> list[NodeStatus]:
+    """Return the statuses with the nodes that workers had as RUNNING or QUEUED. A worker ran as many nodes as it has
+    threads, those with the earliest possible start first."""
+    statuses = list(statuses)
+    had: defaultdict[str, list[tuple[float, Node]]] = defaultdict(list)
+    for status in statuses:
+        node, out = status.node, seen.out.get(status.node.address)
+        if out is not None and status.state is NodeState.READY:
+            had[out.worker].append((seen.begun(node.address, node.parents, 1) or out.at, node))
+    states: dict[Address, NodeState] = {}
+    for nodes in had.values():
+        for i, (_, node) in enumerate(sorted(nodes)):
+            running = i < gang_of[node.role].threads
+            states[node.address] = NodeState.RUNNING if running else NodeState.QUEUED
+    return [replace(one, state=states.get(one.node.address, one.state)) for one in statuses]
+
+
+def _waits_as_seen(statuses: Collection[NodeStatus], gang_of: Mapping[Role, Gang], seen: NodeEvents) -> dict[str, Wait]:
+    """Return what idle gangs wait for, as `Dispatch.waits` does for a live run."""
+    running: defaultdict[str, list[Address]] = defaultdict(list)
+    worker_of: dict[Address, str] = {}
+    for status in statuses:
+        address = status.node.address
+        if status.state is NodeState.RUNNING:
+            running[seen.out[address].worker].append(address)
+        elif status.state is NodeState.QUEUED:
+            worker_of[address] = seen.out[address].worker
+    return waits(
+        {status.node.address: status.node for status in statuses if status.state is not NodeState.DONE},
+        {address for addresses in running.values() for address in addresses},
+        lambda address: running[worker_of[address]] if address in worker_of else (),
+        {role: gang.name for role, gang in gang_of.items()},
+    )
+
+
+def role_gangs(gangs: Iterable[Gang]) -> dict[Role, Gang]:
+    """Return the gang of each role."""
+    return {role: gang for gang in gangs for role in gang.roles}
+
+
+def ordered(gangs: Iterable[Gang]) -> frozenset[str]:
+    """Return the names of the gangs whose workers run every node together, and are lost and built together."""
+    return frozenset(gang.name for gang in gangs if gang.ordered)

@@ -1,7 +1,6 @@
-"""What a run has to say for itself, read from its ledger and store: metrics of a step, scores of an evaluation.
+"""The results of a run, read from its ledger and store: metrics of steps and scores of evaluations.
 
-The live run, `resume`, `inspect` and the report all read here, so that they cannot disagree.
-May import numpy, storage, pipeline.graph and this folder.
+The live run, `resume`, `inspect` and the report all read through `History`, so their numbers agree.
 """
 
 from __future__ import annotations
@@ -14,11 +13,10 @@ from types import MappingProxyType
 
 import numpy as np
 
-from pipeline.graph.graph import GraphSpec, step_nodes, update_stages
+from pipeline.graph.graph import GraphSpec, step_nodes, steps_done, update_stages
 from pipeline.observe.engine_metrics import is_count
 from pipeline.observe.engine_metrics import step_metrics as engine_metrics
-from pipeline.observe.evaluations import Evaluation
-from pipeline.observe.paired import paired
+from pipeline.observe.evaluations import Evaluation, paired
 from pipeline.observe.summary import StepNumbers
 from storage.address import Address, Ref
 from storage.errors import DamagedCommit
@@ -30,13 +28,15 @@ EVALUATION_METRIC = "eval/reward_mean"
 """Mean score of the held-out prompts, by version of the weights."""
 _NONE: Mapping[Address, Ref] = MappingProxyType({})
 STEP_METRIC = "reward/mean"
-"""Every step has it."""
+"""A metric that every step has."""
 _FRACTION = "staleness/fraction_"
 _NUMBERED = ("generate", "advantage")
-"""Stages whose records have what a step is summed up by."""
+"""Stages whose commits contain the numbers in `StepNumbers`."""
 _TRUNK_ROWS, _TRUNK_COMPUTED = "trunk/rows", "trunk/computed_rows"
 _TOTALS = ("generate/tokens", "generate/rows_finished_elsewhere", _TRUNK_ROWS, _TRUNK_COMPUTED)
-"""Metrics of shards that are summed; of the others a step has the mean."""
+"""Metrics that are summed over the shards."""
+_SO_FAR = "judge/"
+"""Prefix of metrics that only grow: a step gets the maximum of its shards. All other metrics are averaged."""
 
 
 @dataclass(frozen=True)
@@ -47,16 +47,16 @@ class History:
     ledger: Ledger
     store: RolloutStore
     rows: int
-    """Rows of a step."""
+    """Rows per step."""
 
     def addresses(self, step: int) -> list[Address]:
-        """Of a step's nodes, evaluations not included, and of its version's canary."""
+        """Return the addresses of a step's nodes without evaluations, and of the canary of its version."""
         nodes = step_nodes(self.spec, step)
         addresses = [n.address for n in nodes if n.stage != "canary" and not n.stage.startswith("evaluate")]
         return addresses + ([Address("canary", step)] if self.spec.canaries else [])
 
     def commits(self, step: int, known: Mapping[Address, Ref] = _NONE) -> list[Ref]:
-        """References to the commits that are there of `addresses`. Those that are `known` are not read."""
+        """Return references to the existing commits of a step. References in `known` are not read again."""
         return self._found(self.addresses(step), known)
 
     def _found(self, addresses: Iterable[Address], known: Mapping[Address, Ref] = _NONE) -> list[Ref]:
@@ -69,20 +69,21 @@ class History:
         except DamagedCommit:
             if not dropped(address, self.store.dropped_before()):
                 raise
-            return None  # nobody needs it any more; `check` and the next driver name it
+            return None  # it is not needed any more; `check` and the next driver report it
         return None if commit is None else commit.ref()
 
     def versions_made(self) -> int:
-        """How many versions of the policy updates have made: the newest is this one. (A record in between may be
+        """Return the newest version of the policy, which is the number of updates. (A commit in between may be
         lost.)"""
         return max((address.step + 1 for address in self.ledger.addresses("update_policy")), default=0)
 
     def step_metrics(
         self, step: int, starts: Iterable[float] = (), known: Mapping[Address, Ref] = _NONE
     ) -> dict[str, float]:
-        """Every metric of a step: those its stages measured, `time/<stage>_s` summed over shards, and throughput.
-        `starts`: when drivers started; a step during which one did has no step time, since the run stood still.
-        `known`: references that need not be read again."""
+        """Return all metrics of a step: those of its stages, `time/<stage>_s` summed over shards, and throughput.
+
+        `starts`: start times of drivers. A step during which a driver started has no step time, because the run was
+        stopped in between. `known`: references that need not be read again."""
         commits = self.commits(step, known)
         metrics: dict[str, float] = {}
         seconds: defaultdict[str, float] = defaultdict(float)
@@ -94,7 +95,8 @@ class History:
                 if not is_count(name):
                     shards[name].append(value)
         for name, values in shards.items():
-            metrics[name] = float(np.sum(values) if name in _TOTALS else np.mean(values))
+            combine = np.sum if name in _TOTALS else np.max if name.startswith(_SO_FAR) else np.mean
+            metrics[name] = float(combine(values))
         metrics |= seconds | engine_metrics(counted)
         if metrics.get(_TRUNK_ROWS):
             metrics["trunk/hit_rate"] = 1 - metrics[_TRUNK_COMPUTED] / metrics[_TRUNK_ROWS]
@@ -108,8 +110,8 @@ class History:
         return metrics
 
     def step_numbers(self, step: int) -> StepNumbers | None:
-        """The step in the terms of `summary.json`; None where the records that have its numbers are lost. Of a step's
-        records only those are read: a run may have ten thousand steps."""
+        """Return the numbers of a step for `summary.json`; None if the commits that contain them are lost. No other
+        commits of the step are read, because a run may have ten thousand steps."""
         commits = self._found(address for address in self.addresses(step) if address.stage in _NUMBERED)
         metrics = {name: value for commit in commits for name, value in commit.metrics.items()}
         if not metrics.keys() >= {STEP_METRIC, "kl/ref", "generate/tokens"}:
@@ -126,26 +128,19 @@ class History:
         )
 
     def step_over(self, step: int, known: Mapping[Address, Ref] = _NONE) -> bool:
-        """Whether all trained models are updated and the policy's next version is published."""
+        """Return True if all trained models are updated and the next version of the policy is published."""
         updates = (Address(stage, step) for stage in update_stages(self.spec).values())
         ends = (*updates, Address("publish", step + 1))
         return all(address in known or self.ledger.find(address) is not None for address in ends)
 
     def steps_done(self) -> list[int]:
-        """Steps whose updates are committed, and what a step's numbers are taken from (of a run that is resumed
-        some of it may be gone, and about to be made again)."""
-        updates = dict.fromkeys(update_stages(self.spec).values(), 1)
-        needed = {**updates, "advantage": 1, "generate": self.spec.shards}
-        # Of these steps every record is there, or was there once.
+        """Return the steps whose updates are committed, and the outputs from which their numbers are computed."""
         over = max(self.ledger.closed_until(), self.store.dropped_before())
-        there = Counter((address.step, address.stage) for address in self.ledger.addresses(from_step=over))
-        steps = {step for step, _ in there}
-        done = sorted(s for s in steps if all(there[s, stage] == number for stage, number in needed.items()))
-        return [*range(over), *done]
+        return steps_done(self.spec, over, self.ledger.addresses(from_step=over))
 
     def evaluation(self, version: int) -> Evaluation | None:
-        """Scores by prompt of a version, or None while some are missing; without a KL while the reference's log-probs
-        are."""
+        """Return the evaluation of a version, or None while scores are missing. Its KL is None while log-probs of the
+        reference are missing."""
         if not (self._has_all("evaluate", version) and self._has_all("evaluate_score", version)):
             return None
         rollouts, scores = self.evaluated(version)
@@ -161,13 +156,14 @@ class History:
         )
 
     def _has_all(self, stage: str, version: int) -> bool:
-        """Whether every shard of a stage of an evaluation has its commit."""
+        """Return True if every shard of an evaluation's stage has a commit."""
         return all(self.ledger.find(Address(stage, version, s)) is not None for s in range(self.spec.eval_shards))
 
     def evaluated_kl(self, version: int, rollouts: Rollout) -> list[float] | None:
-        """Of what an evaluation sampled, to the reference, nats by response: the sum over sampled tokens of log mu -
-        log pi_ref, float64. All tokens are of the version, so that no weights are needed. None where the reference has
-        not looked at all of it."""
+        """Return the KL to the reference per response of an evaluation, in nats: the sum over the sampled tokens of
+        log mu - log pi_ref, in float64. None until the reference has scored all shards.
+
+        All tokens are sampled with this version, so no importance weights are needed."""
         if not self._has_all("evaluate_reference", version):
             return None
         reference = self.store.read_step("evaluate_reference", version, self.spec.eval_shards)
@@ -176,22 +172,22 @@ class History:
         return of_rows
 
     def evaluated(self, version: int) -> tuple[Rollout, Scores]:
-        """Rows and scores of an evaluation."""
+        """Return the rows and scores of an evaluation."""
         num = self.spec.eval_shards
         return self.store.read_step("evaluate", version, num), self.store.read_step("evaluate_score", version, num)
 
     def evaluations(self) -> list[Evaluation]:
-        """All complete evaluations by version."""
+        """Return all complete evaluations, in order of version."""
         return [e for e in map(self.evaluation, self.evaluated_versions()) if e is not None]
 
     def evaluated_versions(self) -> list[int]:
-        """Versions of which some held-out rows have scores."""
+        """Return the versions with scores for at least one shard of the held-out rows."""
         return sorted({address.step for address in self.ledger.addresses("evaluate_score")})
 
 
 def evaluation_metrics(evaluation: Evaluation, first: Evaluation | None = None) -> dict[str, float]:
-    """What is tracked of an evaluation: score, KL, length, the mean of each part where there is more than one; and
-    against the `first` one, on the prompts of both: the gain, and its t paired by prompt."""
+    """Return the tracked metrics of an evaluation: score, KL, length, and the mean of each part if there are several.
+    With `first`, also the gain over that evaluation on the prompts of both, and its t paired by prompt."""
     found = {EVALUATION_METRIC: evaluation.mean, "eval/kl": evaluation.kl, "eval/length_mean": evaluation.length}
     parts = evaluation.parts if len(evaluation.parts) > 1 else {}
     gain = None if first is None else paired(first.scores, evaluation.scores)
@@ -201,17 +197,19 @@ def evaluation_metrics(evaluation: Evaluation, first: Evaluation | None = None) 
 
 
 def alarm_text(version: int, metrics: Mapping[str, float]) -> str | None:
-    """What a person is told of a canary's metrics; None where all is well."""
+    """Return the alarm for a canary's metrics, or None if they are in order."""
     if not metrics.get("mismatch/alarm"):
         return None
-    return (
-        f"engine and trainer differ by {metrics['mismatch/canary_mean_abs']:.3g} nats a token at version {version} of "
-        f"the weights, above {metrics['mismatch/alarm_nats']:g} (mismatch.alarm_nats): has the engine taken them?"
-    )
+    difference, limit = metrics["mismatch/canary_mean_abs"], metrics["mismatch/alarm_nats"]
+    text = f"engine and trainer differ by {difference:.3g} nats a token at version {version} of the weights"
+    if difference <= limit:
+        moved = metrics["mismatch/canary_moved"]
+        return f"{text}, and the engine has moved by {moved:.3g} since older weights: it seems to have those still"
+    return f"{text}, above {limit:.3g} (mismatch.alarm_nats): has the engine taken them?"
 
 
 def distinct_bigrams(rollout: Rollout) -> float | None:
-    """Distinct / all bigrams of tokens over the responses of a record; None where no response has two tokens."""
+    """Return distinct / all bigrams of tokens over the responses; None if no response has two tokens."""
     bigrams: list[tuple[int, int]] = []
     for row in range(rollout.num_rows):
         start = int(rollout.prompt_lengths[row])

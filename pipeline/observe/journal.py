@@ -1,29 +1,32 @@
-"""The run's journal: one JSON line per event in `events.jsonl`, from which timeline, report and summary are drawn.
+"""The journal of a run: one JSON line per event. Timeline, report and summary are made from it.
 
     events-000001.jsonl, events-000002.jsonl, ...    full parts, in order; never written again
-    events.jsonl                                     the newest part, which is appended to
+    events.jsonl                                     the newest part, open for appending
 
-The driver is the only writer; worker times travel in the nodes' results. A line that a crash has torn, or that a
-damaged disk gives back, costs what it said and no more: readers put a warning in its place.
+The driver is the only writer; the workers' times travel in the results of the nodes. If a crash or a damaged disk
+corrupts a line, only that event is lost: readers yield a warning instead of it.
 
-May import the standard library and pipeline.observe.appending.
+`LineFile` appends whole lines to a file for one process at a time (the journal, and the spool of the tracking). On
+opening it truncates an incomplete last line. If an append fails, on a full disk say, it truncates the partial line and
+raises AppendFailed. Standard library only.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
 from types import NoneType, TracebackType
 from typing import IO
 
-from pipeline.observe.appending import AppendFailed, LineFile
+from storage.redaction import redacted
 
 PART_BYTES = 64 << 20
 """Size at which `events.jsonl` becomes a numbered part."""
@@ -37,27 +40,27 @@ class EventKind(StrEnum):
     STARTED = "started"
     """The stage began on a worker (t: worker's clock)."""
     FINISHED = "finished"
-    """The stage's output was committed (t: worker's clock); `seconds` and, of those, `store_s` spent on store and
+    """The stage's output was committed (t: worker's clock). The stage took `seconds`, `store_s` of them in store and
     ledger."""
     FAILED = "failed"
-    """An attempt was lost or raised; `detail` says why."""
+    """An attempt was lost or raised an error; `detail` says why."""
     PUBLISHED = "published"
     """Weights of version `step` became readable."""
     GANG_BUILT = "gang_built"
     GANG_LOST = "gang_lost"
     ALARM = "alarm"
-    """Something that somebody should look at now; `detail` says what. Of stage `canary`: engine and trainer differ at
-    version `step` of the weights; of others `rule` says which of `alarms.*`."""
+    """Something needs attention now; `detail` says what. With stage `canary`, engine and trainer differ at version
+    `step` of the weights; otherwise `rule` names the rule of `alarms.*`."""
     ROWS_MOVED = "rows_moved"
-    """Rows left `worker` to go on in another replica; `detail` says how many and where to."""
+    """Rows migrated from `worker` to another replica; `detail` says how many and to which."""
     DEVICES_PASSED = "devices_passed"
-    """The workers of `gang` have left the devices that it has in turn with others; `detail` says to whom, after how
-    long."""
+    """The workers of `gang` released the devices that it shares with other gangs; `detail` says to which gang, and
+    after how long."""
     ENGINE = "engine"
-    """An engine of the run is built that is not yet known; `detail` says what it can do, and what the run may therefore
-    not prove."""
+    """An engine was built that the journal does not have yet; `detail` says what it supports, and which guarantees
+    the run therefore lacks."""
     WARNED = "warned"
-    """Something was not as it should be, and the run went on; `detail` says what."""
+    """Something was wrong and the run continued; `detail` says what."""
 
 
 @dataclass(frozen=True)
@@ -67,10 +70,11 @@ class Event:
     kind: EventKind
     stage: str | None = None
     step: int | None = None
-    """For publish and evaluate: the version of the weights."""
+    """The step, or for publish and evaluate the version of the weights."""
     shard: int | None = None
     rank: int | None = None
-    """STARTED, FINISHED of a gang's node: always 0, and others only where they differ from it by more than a tenth."""
+    """The rank in STARTED and FINISHED of a gang's node. Rank 0 is always there, other ranks only if their times differ
+    from it by more than a tenth."""
     gang: str | None = None
     worker: str | None = None
     attempt: str | None = None
@@ -79,18 +83,18 @@ class Event:
     detail: str | None = None
     rule: str | None = None
     command: str | None = None
-    """RUN_STARTED: the command line; likewise `host`, the driver's, and `code`, the commit of what runs."""
+    """The command line, in RUN_STARTED; likewise `host` (the driver's host) and `code` (the commit of the code)."""
     host: str | None = None
     code: str | None = None
     version: int | None = None
-    """SUBMITTED, of `generate` under `rollout.versions: latest`: of the weights that it is to be sampled with."""
+    """The version of the weights to sample with, in SUBMITTED of `generate` under `rollout.versions: latest`."""
 
     def to_json(self) -> str:
         return json.dumps({k: v for k, v in vars(self).items() if v is not None}, separators=(",", ":"))
 
     @staticmethod
     def from_json(line: str) -> Event:
-        """Raises ValueError, KeyError, TypeError or AttributeError for a line that is no event."""
+        """Parse a line. Raises ValueError, KeyError, TypeError or AttributeError if it is not an event."""
         fields = json.loads(line)
         kind = EventKind(fields.pop("kind"))
         for name, value in fields.items():
@@ -104,37 +108,40 @@ _NUMBERS: dict[str, tuple[type, ...]] = {
     **dict.fromkeys(("step", "shard", "rank"), (int, NoneType)),
     **dict.fromkeys(("seconds", "store_s"), (float, int, NoneType)),
 }
-"""Fields of an event that are computed with, and what they may be."""
+"""Types of the fields of an event that are used in computations."""
 
 
 class Journal:
-    """Owns the open `events.jsonl` of a run; appends, so that a resumed run continues it. `listener` gets
-    every event too (the progress display)."""
+    """The open `events.jsonl` of a run. It is appended to, so a resumed run continues it. `listener` also gets every
+    event (the progress display)."""
 
     def __init__(
         self, path: Path, listener: Callable[[Event], None] = lambda event: None, *, part_bytes: int = PART_BYTES
     ) -> None:
-        """A last line that a crash cut short is cut off. Raises AppendFailed, as `append` does."""
+        """Open the file and truncate an incomplete last line. Raises AppendFailed."""
         self.path = path
         self._listener = listener
         self._part_bytes = part_bytes
         self._file = LineFile(path)
 
     def append(self, event: Event) -> None:
-        """Writes an event, whole or not at all. Raises AppendFailed, for a full disk say."""
+        """Write an event whole or not at all, with secrets redacted. Raises AppendFailed, for a full disk say."""
+        if event.detail is not None or event.command is not None:
+            event = replace(event, detail=redacted(event.detail), command=redacted(event.command))
         self._file.append(event.to_json())
         if self._file.size >= self._part_bytes:
             self._begin_part()
         self._listener(event)
 
     def now(self, kind: EventKind, **fields: object) -> Event:
-        """Appends an event that happens now, by the driver's clock."""
+        """Append an event with the current time of the driver's clock."""
         event = Event(t=time.time(), kind=kind, **fields)  # type: ignore[arg-type]
         self.append(event)
         return event
 
     def _begin_part(self) -> None:
-        """The file gets the next number; whoever reads it goes on reading it. Raises AppendFailed."""
+        """Rename the file to the next numbered part and open a new one. Open readers keep their file. Raises
+        AppendFailed."""
         self._file.close()
         numbers = [number for number, _ in _parts(self.path)]
         try:
@@ -154,14 +161,15 @@ class Journal:
 
 
 def journal_exists(path: Path) -> bool:
-    """Whether a run has a journal: a driver may have died before it had begun the part after the last full one."""
+    """Return True if a run has a journal: `events.jsonl` or, if the driver died between two parts, numbered parts."""
     return path.exists() or bool(_parts(path))
 
 
 def read_events(path: Path) -> Iterator[Event]:
-    """The events of a run in the order written, through all parts. A last line without an end, which is torn or still
-    being written, is left out; in place of another that is no event comes a `WARNED`, of the time of the event before
-    it. Raises FileNotFoundError where there is no journal."""
+    """Yield the events of all parts in the order written.
+
+    Skip a last line without a newline: it is incomplete or still being written. For any other line that is not an
+    event, yield a `WARNED` with the time of the event before it. Raises FileNotFoundError if there is no journal."""
     before = 0.0
     with ExitStack() as stack:
         parts = _open_parts(path, stack)
@@ -178,8 +186,10 @@ def read_events(path: Path) -> Iterator[Event]:
 
 
 def _open_parts(path: Path, stack: ExitStack) -> list[tuple[Path, IO[bytes]]]:
-    """Every part in order, open. The newest is opened first: it may become a numbered part meanwhile, and is then
-    among those that are found; whether it did, its inode tells."""
+    """Open every part, in order.
+
+    The newest part is opened first. If the driver renames it to a numbered part meanwhile, the search finds it again;
+    the comparison of inodes detects this."""
     newest = stack.enter_context(path.open("rb")) if path.exists() or not _parts(path) else None
     parts: list[tuple[Path, IO[bytes]]] = []
     for _, part in _parts(path):
@@ -191,7 +201,7 @@ def _open_parts(path: Path, stack: ExitStack) -> list[tuple[Path, IO[bytes]]]:
 
 
 def _parts(path: Path) -> list[tuple[int, Path]]:
-    """Number and place of the full parts, in order."""
+    """Return number and path of each full part, in order."""
     pattern = re.compile(re.escape(path.stem) + r"-(\d{6,})" + re.escape(path.suffix))
     found = path.parent.iterdir() if path.parent.is_dir() else ()
     return sorted((int(match[1]), part) for part in found if (match := pattern.fullmatch(part.name)))
@@ -202,10 +212,10 @@ def _part(path: Path, number: int) -> Path:
 
 
 def run_starts(path: Path) -> list[float]:
-    """When each driver of a run started, in seconds since the epoch; empty where there is no journal yet."""
+    """Return the start time of each driver of a run, in seconds since the epoch; empty if there is no journal yet."""
     if not journal_exists(path):
         return []
-    with ExitStack() as stack:  # a long run's journal has a million lines, and these are a handful
+    with ExitStack() as stack:  # a long run's journal has a million lines: parse only these few
         started = f'"{EventKind.RUN_STARTED.value}"'.encode()
         lines = [line for _, part in _open_parts(path, stack) for line in part if started in line]
     events = (event for event in map(_whole_event, lines) if event is not None)
@@ -213,8 +223,75 @@ def run_starts(path: Path) -> list[float]:
 
 
 def _whole_event(line: bytes) -> Event | None:
-    """The event of a line; None for one that is none."""
+    """Return the event of a line, or None if the line is not an event."""
     try:
         return Event.from_json(line.decode())
     except (ValueError, KeyError, TypeError, AttributeError):
         return None
+
+
+# ---- appending lines -------------------------------------------------------------------------------------
+
+
+class AppendFailed(RuntimeError):
+    """A line could not be written; the message names the file and the reason. The file keeps its earlier lines, and
+    the commits of the run stay."""
+
+
+class LineFile:
+    """A file of lines that is open for appending."""
+
+    def __init__(self, path: Path) -> None:
+        """Open or create the file and truncate an incomplete last line. Raises AppendFailed."""
+        self.path = path
+        try:
+            self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+            self._end = _whole_bytes(self._descriptor)
+            os.truncate(self._descriptor, self._end)
+        except OSError as error:
+            raise self._failure(error) from error
+
+    def append(self, text: str) -> None:
+        """Write one line whole or not at all; `text` contains no newline. Raises AppendFailed."""
+        data = (text + "\n").encode()
+        try:
+            written = 0
+            while written < len(data):
+                written += os.pwrite(self._descriptor, data[written:], self._end + written)
+        except OSError as error:
+            with contextlib.suppress(OSError):  # else the next opening truncates the line
+                os.truncate(self._descriptor, self._end)
+            raise self._failure(error) from error
+        self._end += len(data)
+
+    @property
+    def size(self) -> int:
+        """Bytes of all whole lines."""
+        return self._end
+
+    def close(self) -> None:
+        """Close the file. A second call does nothing."""
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+    def __enter__(self) -> LineFile:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()
+
+    def _failure(self, error: OSError) -> AppendFailed:
+        return AppendFailed(f"cannot write to {self.path}: {error.strerror or error}")
+
+
+def _whole_bytes(descriptor: int, block: int = 1 << 16) -> int:
+    """Return the length of a file up to and including its last newline. The search runs from the end."""
+    end = os.fstat(descriptor).st_size
+    while end > 0:
+        start = max(0, end - block)
+        newline = os.pread(descriptor, end - start, start).rfind(b"\n")
+        if newline >= 0:
+            return start + newline + 1
+        end = start
+    return 0

@@ -1,5 +1,5 @@
-"""What a person sees while a run goes on: a live panel on a terminal, one plain line per step elsewhere (CI logs), or
-one JSON object a line for programs (`--json-lines`; docs/running.md has the fields).
+"""The display of a running run: a live panel on a terminal, one plain line per step elsewhere (CI logs), or one JSON
+object per line for programs (`--json-lines`; docs/running.md lists the fields).
 
     loading models: train-0, 6 s
     demo  step 12/100  ━━━━━━━────────────────  0:48 gone, 5:52 left
@@ -8,8 +8,6 @@ one JSON object a line for programs (`--json-lines`; docs/running.md has the fie
     generate   generate 13.0 (4 s), generate 13.1 (1 s)
     score      score 12.1 (2 s), 3 queued
     train      idle: update_policy 12.0 waits for score 12.1 (running)
-
-May import rich, pipeline.observe.{graph_view, health, journal, plain, visible}.
 """
 
 from __future__ import annotations
@@ -29,10 +27,10 @@ from rich.table import Table
 from rich.text import Text
 
 from pipeline.observe.graph_view import GangView, work_text
-from pipeline.observe.health import REMEMBERED, findings, sparkline
 from pipeline.observe.journal import Event, EventKind
-from pipeline.observe.plain import plain
-from pipeline.observe.visible import visible
+from pipeline.observe.metric_catalogue import REMEMBERED, findings, sparkline
+from pipeline.observe.text import plain, visible
+from storage.redaction import redacted, redacted_text
 
 HEADLINE = (
     ("reward/mean", "reward", ""),
@@ -41,19 +39,19 @@ HEADLINE = (
     ("samples_per_s", "", " responses/s"),
     ("tokens_per_s", "", " tokens/s"),
 )
-"""(name of the step's metric, what it is called on screen, its unit)."""
+"""(name of the step's metric, its label on the screen, its unit)."""
 _SHOWN_NODES = 3
-"""Of what a gang does; how many more is said."""
+"""Most nodes shown by name per gang; the others are counted."""
 
 
 def time_left(durations_s: list[float], steps_left: int) -> float | None:
-    """Seconds to go: the mean of the last five steps times the steps left. None before the first step."""
+    """Return the seconds left: the mean of the last five steps times the steps left. None before the first step."""
     recent = durations_s[-5:]
     return sum(recent) / len(recent) * steps_left if recent else None
 
 
 def clock(seconds: float | None) -> str:
-    """h:mm:ss, or m:ss below an hour; "-" for None."""
+    """Format seconds as h:mm:ss, or m:ss below an hour; "-" for None."""
     if seconds is None:
         return "-"
     minutes, s = divmod(round(seconds), 60)
@@ -63,20 +61,20 @@ def clock(seconds: float | None) -> str:
 
 @dataclass(frozen=True)
 class Screen:
-    """Where a run is shown, and to whom."""
+    """The console on which a run is shown."""
 
     console: Console
     json_lines: bool = False
-    """To a program."""
+    """True if a program reads the output."""
     now: Callable[[], float] = time.time
 
     def say(self, kind: str, line: str | Text, **fields: object) -> None:
-        """A line: for people, or its fields for programs, as one object; what is no number (NaN) is null there."""
+        """Print a line, or for programs one JSON object of its fields. NaN and infinity become null in JSON."""
         if self.json_lines:
-            about = _finite({"t": round(self.now(), 3), "event": kind, **fields})
+            about = redacted(_finite({"t": round(self.now(), 3), "event": kind, **fields}))
             line = json.dumps(about, ensure_ascii=False, allow_nan=False)
         elif isinstance(line, str):
-            line = visible(line)
+            line = visible(redacted_text(line))
         self.console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
@@ -89,9 +87,11 @@ def _finite(value: object) -> object:
 
 
 class Progress:
-    """Owns the live display of a run. `links` are shown as (label, address or command), e.g. the Dask dashboard and
-    how to open MLflow. `first_step` is where a resumed run goes on. `workers`: the gang of each worker that is to be
-    built; those of a gang in `together` are up when all are."""
+    """The live display of a run.
+
+    `links`: label -> address or command, e.g. the Dask dashboard and how to open MLflow. `first_step`: the step at
+    which a resumed run continues. `workers`: the gang of each worker that will be built. A gang in `together` comes up
+    with all its workers at once."""
 
     def __init__(
         self,
@@ -118,10 +118,10 @@ class Progress:
         self._first_entropy: float | None = None
         self._held_out: list[tuple[int, float]] = []
         self._gangs = dict(workers or {})
-        """Of each worker that is there or awaited."""
+        """Gang of each worker that is up or expected."""
         self._together = frozenset(together)
         self._loading = dict.fromkeys(self._gangs, self._started)
-        """Workers that are not up, and since when."""
+        """Workers that are not up, with the time since when."""
         self._views: Mapping[str, GangView] = {}
         self._screen = Screen(self._console, json_lines, now)
         terminal = self._console.is_terminal and not json_lines
@@ -129,13 +129,13 @@ class Progress:
 
     @property
     def live(self) -> bool:
-        """Whether there is a panel, which `gangs` are for."""
+        """True if there is a live panel, which shows the views passed to `gangs`."""
         return self._live is not None
 
     def event(self, event: Event) -> None:
-        """Follows which workers are there, and says what somebody should know."""
+        """Update the state of the workers, and print warnings and messages of the event."""
         if event.kind is EventKind.SUBMITTED and not self._begun:
-            self._begun, self._last_step_at = True, self._now()  # the workers' start is no part of the first step
+            self._begun, self._last_step_at = True, self._now()  # the first step does not include the workers' start
             if self._gangs and not self.live:
                 seconds = self._now() - self._started
                 self._tell("ready", f"ready after {seconds:.1f} s", seconds=round(seconds, 3))
@@ -157,7 +157,7 @@ class Progress:
             self._loading = {name: since for name, since in self._loading.items() if name not in up}
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """A step is done."""
+        """Show a finished step."""
         now = self._now()
         self._durations_s.append(now - self._last_step_at)
         self._last_step_at = now
@@ -178,31 +178,31 @@ class Progress:
             )  # fmt: skip
 
     def evaluation(self, version: int, mean: float) -> None:
-        """The held-out prompts were scored with weights of `version`; of a run that goes on, also those of before."""
+        """Show the mean score of an evaluated version. A resumed run passes its earlier evaluations too."""
         self._held_out.append((version, mean))
         if not self.live:
             self._tell("evaluation", f"held-out reward {mean:.4g} at version {version}", version=version, reward=mean)
 
     def gangs(self, views: Sequence[GangView]) -> None:
-        """What each gang does, or waits for, now."""
+        """Show the current work of each gang, or what it waits for."""
         self._views = {view.name: view for view in views}
 
     def link(self, label: str, address: str) -> None:
-        """An address that became known."""
+        """Show a new address."""
         self._links[label] = address
         if not self.live:
             self._tell("link", f"{label}: {address}", label=label, address=address)
 
     def recovered(self, text: str) -> None:
-        """What was lost is back."""
+        """Report that a lost worker trains again."""
         self._tell("recovered", text, text=text)
 
     def alarm(self, text: str) -> None:
-        """Something is wrong that does not end the run: it stays on the screen, above the panel."""
+        """Print an alarm. It stays on the screen above the panel, and the run continues."""
         self._tell("alarm", plain(f"ALARM: {text}", "bold red"), text=text)
 
     def render(self) -> RenderableType:
-        """The live panel as it is now."""
+        """Return the current live panel."""
         head = Table.grid(padding=(0, 2), expand=True)
         head.add_column(no_wrap=True)
         head.add_column(ratio=1)
@@ -254,7 +254,8 @@ class Progress:
         return shown
 
     def _gangs_table(self) -> Table:
-        """A line for each gang: what it does, else whether it loads, else what it waits for."""
+        """Return a table with one line per gang: its work and the workers that load models, or else what it waits
+        for."""
         table = Table.grid(padding=(0, 2))
         views, loading, now = self._views, self._loading, self._now()
         for gang in sorted({*tuple(self._gangs.values()), *views}):
@@ -268,5 +269,4 @@ class Progress:
         return table
 
     def _tell(self, kind: str, line: str | Text, **fields: object) -> None:
-        """A line: for people, or its fields for programs."""
         self._screen.say(kind, line, **fields)

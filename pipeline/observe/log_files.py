@@ -1,4 +1,4 @@
-"""What workers have printed, for who looks at a run in a browser. Standard library only."""
+"""The log files of the workers, read for the page of a run. Standard library only."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ _SHOWN_BYTES = 64 << 10
 
 
 def log_names(directory: Path) -> tuple[str, ...]:
-    """The log files of a run."""
+    """Return the names of a run's log files."""
     return tuple(sorted(path.name for path in directory.glob("*.log"))) if directory.is_dir() else ()
 
 
 def log_end(directory: Path, name: str) -> str | None:
-    """The last 64 KiB of one of them as text; None where none has that name."""
+    """Return the last 64 KiB of a log file as text, or None if no log file has that name."""
     if name not in log_names(directory):
         return None
     with (directory / name).open("rb") as log:

@@ -1,21 +1,24 @@
-"""Every metric of a run: unit, what its x-axis counts, what is healthy; and which of them tracking gets. What each says
-is in docs/metrics.md; a test keeps list and page equal. Pure; standard library only.
+"""The catalogue of all metrics: unit, x-axis and healthy range, and the selection for the tracking.
 
-    a step's metrics ──► less duplicates, constants, zeros of what never happened ──► plus the overview ──► tracker
+docs/metrics.md explains each metric; a test keeps list and page equal. In a name, a part in angle brackets stands for
+any word: `time/<stage>_s`.
 
-A part of a name in angle brackets stands for any word: `time/<stage>_s`.
+    a step's metrics ──► without duplicates, constants, zeros of rare events ──► plus the overview ──► tracker
+
+`findings` returns the unhealthy numbers that the display shows in red. Alarms (`alarms.*`) are for problems that need
+attention at once. Pure functions; standard library only.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 
 STEP, VERSION, SECONDS = "step", "version", "seconds"
-"""What an x-axis counts: PPO steps (step i trains version i of the weights into i + 1), versions of the weights, or
-seconds since the run first began."""
+"""Units of the x-axis: PPO steps (step i trains version i of the weights into i + 1), versions of the weights, or
+seconds since the first start of the run."""
 
 
 @dataclass(frozen=True)
@@ -24,7 +27,7 @@ class Metric:
     unit: str
     axis: str
     healthy: str
-    """Where a good run is; "-" where there is no such range."""
+    """Range of a healthy run; "-" if there is none."""
 
 
 OVERVIEW = {
@@ -38,16 +41,16 @@ OVERVIEW = {
     "time/step_s": "Overview/step_seconds",
     "samples_per_s": "Overview/samples_per_s",
 }
-"""Metrics that are given once more, under a heading that MLflow's page shows first: it sorts headings, capitals first,
-and opens only the first few."""
+"""Metrics that are logged a second time under a heading that MLflow's page shows first. It sorts headings with capitals
+first, and opens only the first few."""
 NEVER = frozenset(
     (
-        "score/mean",  # reward/mean says the same
-        "policy/proximal_recomputed", "mismatch/alarm_nats", "publish/bytes",  # the config says so
+        "score/mean",  # the same as reward/mean
+        "policy/proximal_recomputed", "mismatch/alarm_nats", "publish/bytes",  # in the config
         "update_policy/peak_tflops", "update_critic/peak_tflops",
     )
 )  # fmt: skip
-"""Committed with a node, and not tracked: duplicates, and constants."""
+"""Metrics that are committed with a node but not tracked: duplicates and constants."""
 QUIET = frozenset(
     (
         "generate/fetch_s", "generate/fetched_bytes", "generate/preemptions", "generate/rows_finished_elsewhere",
@@ -56,7 +59,7 @@ QUIET = frozenset(
         *(f"critic/{what}_steps" for what in ("skipped", "empty", "stopped", "overflow")),
     )
 )  # fmt: skip
-"""Tracked from their first value other than 0 on: until then nothing of the kind has happened."""
+"""Metrics that are tracked only from their first value other than 0: before that, the event has not happened."""
 
 _TABLE = """
 Overview/reward | score | step | rises
@@ -165,9 +168,12 @@ response/truncated_fraction | fraction | step | below 0.2
 reward/adjusted_mean | score | step | rises
 reward/mean | score | step | rises
 reward/std | score | step | above 0
+reward/<part>.stopped/mean | fraction | step | near 0
 reward/<part>/mean | score | step | -
 reward/<part>/std | score | step | -
 reward/<part>/disagreement | score | step | steady
+judge/<part>/requests | count | step | below `max_requests`
+judge/<part>/cost | as `max_cost` | step | below `max_cost`
 staleness/fraction_<age> | fraction | step | -
 staleness/max | versions | step | at most `staleness`
 staleness/mean | versions | step | at most `staleness`
@@ -198,7 +204,7 @@ def _parse(table: str) -> tuple[Metric, ...]:
 
 
 METRICS = _parse(_TABLE)
-"""In the order of docs/metrics.md: by group, the overview first."""
+"""All metrics in the order of docs/metrics.md: by group, the overview first."""
 _PATTERNS = tuple(
     (re.compile(re.sub(r"<\w+>", "[^/]+", re.escape(metric.name).replace(r"\<", "<").replace(r"\>", ">"))), metric)
     for metric in sorted(METRICS, key=lambda metric: "<" in metric.name)
@@ -207,16 +213,71 @@ _PATTERNS = tuple(
 
 @cache
 def find(name: str) -> Metric | None:
-    """What the catalogue says of a metric; None for a stranger."""
+    """Return the catalogue's entry of a metric, or None if it has none."""
     return next((metric for pattern, metric in _PATTERNS if pattern.fullmatch(name)), None)
 
 
 def tracked(values: Mapping[str, float], off: Collection[str], seen: Collection[str]) -> dict[str, float]:
-    """What of these a tracker gets, the overview first. `off`: names that say nothing under the run's config; `seen`:
-    names that it has had a value of."""
+    """Return the metrics to track, the overview first.
+
+    `off`: names without meaning under the run's config. `seen`: names that were tracked before."""
     kept = {
         name: value
         for name, value in values.items()
         if name not in NEVER and name not in off and (value != 0 or name not in QUIET or name in seen)
     }
     return {overview: kept[name] for name, overview in OVERVIEW.items() if name in kept} | kept
+
+
+# ---- unhealthy numbers -----------------------------------------------------------------------------------
+
+APPROX_KL = 0.1
+"""Most nats per token by which one update may move the policy."""
+RATIO = 100.0
+ENTROPY = 0.1
+"""Lowest entropy, nats per token."""
+COLLAPSE = 0.2
+"""Lowest entropy as a fraction of the first one."""
+CRITIC_STEPS = 5
+"""Number of steps in a row with a negative explained variance."""
+REMEMBERED = 50
+"""Most steps to keep for `findings`."""
+
+
+def findings(recent: Sequence[Mapping[str, float]], first_entropy: float | None = None) -> list[str]:
+    """Return the unhealthy numbers of the last of these steps, each in a few words with its limit. NaN is unhealthy.
+
+    `first_entropy`: entropy of the first step seen."""
+    if not recent:
+        return []
+    last, found = recent[-1], []
+    limits = (("policy/approx_kl", "approx_kl", APPROX_KL), ("policy/ratio_max", "ratio_max", RATIO))
+    for name, label, limit in limits:
+        if name in last and not last[name] <= limit:
+            found.append(f"{label} {last[name]:.4g} > {limit:g}")
+    entropy = last.get("policy/entropy")
+    if entropy is not None:
+        floor = max(ENTROPY, COLLAPSE * first_entropy) if first_entropy is not None else ENTROPY
+        if not entropy >= floor:
+            found.append(f"entropy {entropy:.3g} < {floor:.3g}: collapsing")
+    explained = [m["critic/explained_variance"] for m in recent if "critic/explained_variance" in m][-CRITIC_STEPS:]
+    if len(explained) == CRITIC_STEPS and not any(value >= 0 for value in explained):
+        found.append(f"explained variance {explained[-1]:.2f} < 0 for {CRITIC_STEPS} steps")
+    return found
+
+
+def sparkline(values: Sequence[float], width: int = 40) -> str:
+    """Return the last values as small columns: a flat line if all are equal, a blank for NaN or infinity."""
+    shown = list(values)[-width:]
+    finite = [value for value in shown if value - value == 0]
+    if not finite:
+        return " " * len(shown)
+    low, span = min(finite), max(finite) - min(finite)
+    ticks = "▁▂▃▄▅▆▇█"
+
+    def tick(value: float) -> str:
+        if value - value != 0:
+            return " "
+        return ticks[3] if span == 0 else ticks[min(7, int(8 * (value - low) / span))]
+
+    return "".join(map(tick, shown))

@@ -1,20 +1,20 @@
-"""The process that carries a run's spool to MLflow: `python -m THIS_MODULE URI SPOOL TIMEOUT_S`. The only
-module that imports mlflow; started by `pipeline/observe/tracking.py`, imported by nobody else.
+"""The process that delivers a run's spool to MLflow: `python -m THIS_MODULE SPOOL TIMEOUT_S REPORTS`, with the URI as
+the first line of stdin. Only this module imports mlflow. `pipeline/observe/tracking.py` starts it.
 
-    consumes   complete lines of the spool
+    reads      complete lines of the spool
     waits for  new lines, or a store that is down (backoff 1 s … 30 s; one warning until it is back)
-    ends       when its stdin is closed (the driver closed or died) and all is delivered, or TIMEOUT_S after that, or
-               soon where the store cannot be reached: `stageline sync` delivers the rest
+    ends       after stdin is closed (the driver closed or died), when all is delivered or after TIMEOUT_S; earlier
+               if the store cannot be reached (`stageline sync` delivers the remaining items)
 
-Each delivery moves an offset in `mlflow_spool.state.json`, written after the store has answered. A writer that dies
-between the two sends that delivery again, which changes nothing: MLflow's key of a metric includes its time stamp
-(taken when it was spooled), traces have ids derived from the spool's key and the step, and the run is found again by
-that key. Reports to the driver are JSON lines on stdout.
+After the store has answered, the writer advances an offset in `mlflow_spool.state.json`. If it dies in between, that
+delivery is repeated, which changes nothing: a metric's key in MLflow includes its time stamp (taken when it was
+spooled), trace ids are derived from the spool's key and the step, and the run is found by that key. Reports to the
+driver are JSON lines on the descriptor REPORTS, because MLflow writes to stdout and stderr, which go to a log.
 """
 
 from __future__ import annotations
 
-import fcntl
+import contextlib
 import hashlib
 import json
 import logging
@@ -53,13 +53,17 @@ from mlflow.tracing.constant import (
 from mlflow.tracking import MlflowClient
 from sqlalchemy.exc import SQLAlchemyError
 
-from pipeline.observe.spool import read_spool, read_state
+from pipeline.observe.tracking import read_spool, read_state
+from storage.locks import open_lock, take_lock
+from storage.redaction import redacted, redacted_text, split_credentials
 
 Item = dict[str, Any]
 
 POLL_S = 0.25
 DOWN_S = 3.0
-"""So long after the close a store that cannot be reached is tried."""
+"""Seconds after the close for which an unreachable store is retried."""
+WINDOW_BYTES = 1 << 20
+"""Bytes of the spool that are read ahead of the delivery."""
 MAX_METRICS = 1000
 MAX_PARAMS = 100
 MAX_VALUE = 6000
@@ -69,16 +73,16 @@ STORE_ERRORS = (MlflowException, OSError, SQLAlchemyError)
 
 
 class SpoolWriter:
-    """Owns the delivery of one spool to one store: the cursors, and the MLflow run they belong to."""
+    """The delivery of one spool to one store: the cursors and the MLflow run."""
 
     def __init__(self, uri: str, spool: Path, report: Callable[[Item], None]) -> None:
         self._uri = uri
         self._spool = spool
         self._state_path = spool.with_suffix(".state.json")
         self._report = report
-        state = read_state(spool)
-        if state.get("uri") != uri:  # another store has nothing of this run yet
-            state = {"uri": uri, "metrics": 0, "rest": 0, "run_id": None, "experiment_id": None, "open": False}
+        state, shown = read_state(spool), redacted_text(uri)
+        if state.get("uri") != shown:  # another store has nothing of this run yet
+            state = {"uri": shown, "metrics": 0, "rest": 0, "run_id": None, "experiment_id": None, "open": False}
         self._state: Item = state
         self._read_to = min(state["metrics"], state["rest"])
         self._metrics: deque[tuple[int, Item]] = deque()
@@ -90,25 +94,33 @@ class SpoolWriter:
         run_id: str | None = self._state["run_id"]
         return run_id
 
-    @property
-    def left(self) -> int:
-        return len(self._metrics) + len(self._rest)
+    def count_left(self) -> int:
+        """Return the number of items in the spool that are not delivered."""
+        start = min(self._state["metrics"], self._state["rest"])
+        return sum(end > self._state[_lane(item)] for end, item in read_spool(self._spool, start))
 
-    def read(self) -> None:
-        """Takes up the lines appended since the last call. Metrics are coalesced across the other kinds of items,
-        so they have a queue and a cursor of their own."""
-        for end, item in read_spool(self._spool, self._read_to):
-            self._read_to = end
-            lane = "metrics" if item["kind"] == "metrics" else "rest"
-            if end > self._state[lane]:
-                (self._metrics if lane == "metrics" else self._rest).append((end, item))
+    def _read(self) -> bool:
+        """Read about WINDOW_BYTES of the spool if both queues are empty. Return True if there are items to deliver.
+
+        Metrics have a queue and a cursor of their own, because they are batched across the other kinds of items."""
+        if not (self._metrics or self._rest):
+            first = self._read_to
+            for end, item in read_spool(self._spool, self._read_to):
+                self._read_to = end
+                if end > self._state[_lane(item)]:
+                    (self._metrics if _lane(item) == "metrics" else self._rest).append((end, item))
+                    if end - first > WINDOW_BYTES:
+                        break
+                else:
+                    first = end
+        return bool(self._metrics or self._rest)
 
     def deliver(self) -> None:
-        """Sends all that has been read. Raises one of STORE_ERRORS when the store cannot be reached; what was sent
-        until then stays sent."""
+        """Send all items of the spool. Raises one of STORE_ERRORS if the store cannot be reached; the items sent before
+        that stay delivered."""
         if self._client is None:
             self._client = MlflowClient(self._uri)
-        while self.left:
+        while self._read():
             if self.run_id is None or self._opens_next():
                 self._pop(self._client)
             elif self._metrics:
@@ -117,7 +129,7 @@ class SpoolWriter:
                 self._pop(self._client)
 
     def abandon(self) -> None:
-        """Marks as KILLED a run whose driver went away without closing it, with the tags that it left for that."""
+        """Mark the run as KILLED and set its `if_abandoned` tags, if the driver ended without closing it."""
         if self._client is not None and self._state["open"]:
             tags = self._state.get("if_abandoned", {})
             self._client.log_batch(self.run_id, tags=[RunTag(name, value) for name, value in tags.items()])
@@ -126,7 +138,8 @@ class SpoolWriter:
             self._save()
 
     def _opens_next(self) -> bool:
-        """A tracker's first item goes before its metrics: it makes the run RUNNING again."""
+        """Return True if an `open` item is next. It is sent before later metrics, because it sets the run to
+        RUNNING."""
         before = not self._metrics or (bool(self._rest) and self._rest[0][0] < self._metrics[0][0])
         return bool(self._rest) and self._rest[0][1]["kind"] == "open" and before
 
@@ -170,11 +183,11 @@ class SpoolWriter:
         except MlflowException as error:
             if not _refused(error):
                 raise
-            for metric in batch:  # one bad name must not cost the others
+            for metric in batch:  # one bad name must not lose the others
                 self._unless_refused(f"metric {metric.key}", partial(client.log_batch, self.run_id, metrics=[metric]))
 
     def _unless_refused(self, what: str, send: Callable[[], None]) -> None:
-        """An item that the store will never take is dropped with a warning, so that it does not hold up the rest."""
+        """Send an item. If the store refuses it for good, report a warning and drop it, so that it blocks no others."""
         try:
             send()
         except MlflowException as error:
@@ -183,7 +196,7 @@ class SpoolWriter:
             self._report({"warning": f"MLflow refused {what.strip()}: {error.message}"})
 
     def _open(self, client: MlflowClient, item: Item) -> None:
-        """Makes or continues the run: the one known to this store, else the one tagged with the spool's key."""
+        """Create the run or continue it: the run id in the state file, else the run tagged with the spool's key."""
         tags = {**item["tags"], SPOOL_TAG: item["key"]}
         run = self._find_run(client, item)
         if run is None:
@@ -194,7 +207,7 @@ class SpoolWriter:
         run_id = run.info.run_id
         params = {name: value[:MAX_VALUE] for name, value in item["params"].items()}
         new = [Param(name, value) for name, value in params.items() if name not in run.data.params]
-        # A param can be written once; what a resume changed is kept as a tag.
+        # A param can be written only once, so a param that a resume changed becomes a tag.
         tags |= {f"resumed.{name}": v for name, v in params.items() if run.data.params.get(name, v) != v}
         for start in range(0, len(new), MAX_PARAMS):
             client.log_batch(run_id, params=new[start : start + MAX_PARAMS])
@@ -204,7 +217,7 @@ class SpoolWriter:
         self._spool.with_name("mlflow_run_id").write_text(run_id + "\n")
 
     def _find_run(self, client: MlflowClient, item: Item) -> Run | None:
-        if self.run_id is not None:  # a resume may name another experiment: the run stays where it is
+        if self.run_id is not None:  # even if the resumed config names another experiment
             return client.get_run(self.run_id)
         experiment_id = self._experiment_id(client, item["experiment"])
         found = client.search_runs([experiment_id], f"tags.`{SPOOL_TAG}` = '{item['key']}'", max_results=1)
@@ -213,13 +226,14 @@ class SpoolWriter:
     def _experiment_id(self, client: MlflowClient, name: str) -> str:
         experiment = client.get_experiment_by_name(name)
         if experiment is None:
-            tags = {"mlflow.experimentKind": "custom_model_development"}  # model training; not evaluations of GenAI
+            tags = {"mlflow.experimentKind": "custom_model_development"}  # model training, not GenAI evaluations
             return str(client.create_experiment(name, _artifact_location(self._uri, name), tags))
         return str(experiment.experiment_id)
 
     def _trace(self, client: MlflowClient, item: Item) -> None:
-        """One trace per step. `log_spans` and `start_trace` are what MLflow's exporter calls, used directly because
-        the exporter swallows errors, and because they accept trace ids that make a second delivery harmless."""
+        """Send the trace of a step, with `log_spans` and `start_trace`, which MLflow's exporter calls too. The exporter
+        is not used because it swallows errors. These functions accept a trace id, so a repeated delivery is
+        harmless."""
         name = f"step {item['step']}"
         otel_id = hashlib.sha256(f"{self._state['key']} {name}".encode()).hexdigest()[:32]
         start, end = _extent(item["spans"])
@@ -248,7 +262,7 @@ class SpoolWriter:
         client.log_inputs(self.run_id, [DatasetInput(dataset, [InputTag("mlflow.data.context", item["context"])])])
 
     def _model(self, client: MlflowClient, item: Item) -> None:
-        """A version of a registered model for each place that weights were exported to."""
+        """Register the exported weights as a model version, once for each path."""
         try:
             client.create_registered_model(item["name"])
         except MlflowException as error:
@@ -277,12 +291,17 @@ class SpoolWriter:
         new.replace(self._state_path)
 
 
+def _lane(item: Item) -> str:
+    """Return the queue of an item, by the name of its cursor."""
+    return "metrics" if item["kind"] == "metrics" else "rest"
+
+
 def _refused(error: MlflowException) -> bool:
     return bool(error.get_http_status_code() == 400)
 
 
 def _artifact_location(uri: str, experiment: str) -> str | None:
-    """Beside a sqlite file (MLflow's own default is the current directory); a server decides by itself."""
+    """Return a directory beside a sqlite file (MLflow's default is the current directory), or None for a server."""
     if not uri.startswith("sqlite:///"):
         return None
     folder = Path(uri.removeprefix("sqlite:///")).absolute().parent / "mlflow_artifacts"
@@ -290,14 +309,14 @@ def _artifact_location(uri: str, experiment: str) -> str | None:
 
 
 def _extent(spans: Iterable[Item]) -> tuple[float, float]:
-    """From the first start to the last end."""
+    """Return the first start and the last end."""
     times = [(span["start_s"], span["end_s"]) for span in spans]
     return min(start for start, _ in times), max(end for _, end in times)
 
 
 def _spans(otel_id: str, name: str, item: Item) -> list[Span]:
-    """Span 0 is the step's, then each gang's, then the nodes' in their gangs. What a node read and made are addresses:
-    the arrays stay in the store."""
+    """Return the spans of a step: first the step's, then one per gang, then the nodes below their gangs. Inputs and
+    outputs of a node are addresses: the arrays stay in the store."""
     of_gang: dict[str, list[Item]] = {}
     for span in item["spans"]:
         of_gang.setdefault(span["gang"], []).append(span)
@@ -320,7 +339,7 @@ _IN, _OUT = SpanAttributeKey.INPUTS, SpanAttributeKey.OUTPUTS
 def _span(
     otel_id: str, index: int, parent: int | None, name: str, times: tuple[float, float], attributes: Item, kind: str
 ) -> Span:
-    """Span number `index` of a trace."""
+    """Return span number `index` of a trace."""
     return Span.from_dict(
         {
             "name": name,
@@ -340,22 +359,32 @@ def _span(
     )
 
 
-def _print_report(report: Item) -> None:
-    print(json.dumps(report), flush=True)
+def _write_report(descriptor: int, report: Item) -> None:
+    with contextlib.suppress(BrokenPipeError):  # the driver was killed
+        os.write(descriptor, f"{json.dumps(redacted(report))}\n".encode())
+
+
+def _without_credentials(uri: str) -> str:
+    """Return the URI without user and password. They go into the environment variables that MLflow reads, so that its
+    links and errors do not show them."""
+    bare, user, password = split_credentials(uri)
+    if not (user and password):
+        return uri
+    os.environ |= {"MLFLOW_TRACKING_USERNAME": user, "MLFLOW_TRACKING_PASSWORD": password}
+    return bare
 
 
 def serve(writer: SpoolWriter, uri: str, timeout_s: float, report: Callable[[Item], None]) -> None:
-    """Delivers until stdin is closed and nothing is left, or until `timeout_s` after the close; `DOWN_S` where the
-    store cannot be reached: nobody waits long for a server that does not answer."""
+    """Deliver until stdin is closed and all items are sent, or until `timeout_s` after the close (`DOWN_S` if the store
+    cannot be reached)."""
     deadline: float | None = None
     closed_at = 0.0
     retry_at, backoff_s, down = 0.0, 1.0, False
     while True:
         if deadline is None and select.select([sys.stdin], [], [], POLL_S)[0]:
-            closed_at = time.monotonic()  # end of file: nothing is ever written to this pipe
+            closed_at = time.monotonic()  # end of file: after the URI nothing is written to stdin
             deadline = closed_at + timeout_s
         closing = deadline is not None
-        writer.read()
         if closing or time.monotonic() >= retry_at:
             try:
                 writer.deliver()
@@ -381,15 +410,21 @@ def serve(writer: SpoolWriter, uri: str, timeout_s: float, report: Callable[[Ite
 
 
 def main(arguments: Iterable[str]) -> int:
-    uri, spool, timeout_s = arguments
-    os.nice(10)  # never in the way of the stages
+    spool, timeout_s, descriptor = arguments
+    os.set_inheritable(int(descriptor), False)
+    report = partial(_write_report, int(descriptor))
+    uri = _without_credentials(sys.stdin.readline().rstrip("\n"))
+    os.nice(10)  # the stages have priority
     logging.basicConfig(stream=sys.stderr, level=logging.WARNING)
-    with Path(spool).with_suffix(".lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # the writer of an earlier attempt may still be draining this spool
-        writer = SpoolWriter(uri, Path(spool), _print_report)
-        serve(writer, uri, float(timeout_s), _print_report)
-        _print_report({"run_id": writer.run_id, "left": writer.left})
-    return 0 if writer.left == 0 else 1
+    path = Path(spool).with_suffix(".lock")
+    with open_lock(path) as lock:
+        # The writer of an earlier attempt may still deliver this spool, at most for this time.
+        take_lock(lock, path, 2 * float(timeout_s) + DOWN_S)
+        writer = SpoolWriter(uri, Path(spool), report)
+        serve(writer, uri, float(timeout_s), report)
+        left = writer.count_left()
+        report({"run_id": writer.run_id, "left": left})
+    return 0 if left == 0 else 1
 
 
 if __name__ == "__main__":

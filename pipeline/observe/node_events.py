@@ -1,20 +1,22 @@
-"""What the journal says of single nodes, gangs and troubles, folded event by event: for who watches a run, or looks at
-one that has ended.
+"""State that is computed from the journal, event by event, for the live display and for the page of an ended run.
 
-May import pipeline.observe.journal and storage.address.
+`NodeEvents` tracks which nodes are handed out or finished, and collects notes. `WorkerLosses` tracks lost trainers
+until they train again, for the messages above the display and the metrics of a step:
+
+    GANG_LOST ──► lost ──GANG_BUILT──► built ──an update ends──► trained ──a step is over──► reported
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Collection, Iterable
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field, replace
 
 from pipeline.observe.journal import Event, EventKind
 from storage.address import Address
 
 _REMEMBERED = 4096
-"""Nodes: more than a page shows of any run."""
+"""Number of finished nodes to keep: more than a page shows."""
 _NOTES = 12
 _NOTED = {
     EventKind.ALARM: "alarm",
@@ -27,7 +29,7 @@ _NOTED = {
 
 @dataclass(frozen=True)
 class Note:
-    """Something that a person may want to know."""
+    """A message for the page."""
 
     at: float
     """Seconds since the epoch."""
@@ -37,7 +39,7 @@ class Note:
 
 @dataclass(frozen=True)
 class HandedOut:
-    """A node that was handed to a worker and has not ended. It may have been queued there."""
+    """A node that was handed to a worker and has not ended; it may be queued there."""
 
     gang: str | None
     worker: str
@@ -47,38 +49,38 @@ class HandedOut:
 
 @dataclass(frozen=True)
 class Ended:
-    """A node that has its commit."""
+    """A node whose output is committed."""
 
     worker: str
     at: float
     """Seconds since the epoch."""
     seconds: float
-    """How long it took."""
+    """Duration."""
 
 
 @dataclass
 class NodeEvents:
-    """Owns the fold: give it every event in order."""
+    """State of nodes and workers. `take` must get every event, in order."""
 
     together: Collection[str] = ()
     """Gangs whose workers are lost and built together."""
     out: dict[Address, HandedOut] = field(default_factory=dict)
     ended: OrderedDict[Address, Ended] = field(default_factory=OrderedDict)
-    """The last nodes."""
+    """The nodes that finished last."""
     notes: deque[Note] = field(default_factory=lambda: deque(maxlen=_NOTES))
     last: float = 0.0
     """Time of the latest event, seconds since the epoch."""
     finished: bool = False
-    """Whether the last driver came to the run's end."""
+    """True if the last driver finished the run."""
     _free_since: dict[str, float] = field(default_factory=dict)
-    """By worker: when it ended a node last."""
+    """Time at which each worker last finished a node."""
     _lost: dict[str, tuple[str | None, float]] = field(default_factory=dict)
-    """By worker that is not back: its gang, and when it was lost."""
+    """Gang and time of the loss, by lost worker that is not built again."""
 
     def begun(self, address: Address, parents: Iterable[Address], threads: int) -> float | None:
-        """When a worker that runs `threads` nodes at once began a node, in seconds since the epoch: at the earliest
-        when it was handed it, its parents were done and, with one thread, nothing else ran there. None where the
-        journal says nothing of it."""
+        """Return the earliest time at which a worker with `threads` threads can have started a node, in seconds since
+        the epoch: the node is handed out, its parents are done and, with one thread, the worker is free. None if the
+        journal has no such node in progress."""
         out = self.out.get(address)
         if out is None:
             return None
@@ -87,7 +89,7 @@ class NodeEvents:
         return max(times)
 
     def take(self, event: Event) -> None:
-        """Goes on by one event."""
+        """Update the state with one event."""
         self.last = max(self.last, event.t)
         if event.kind in (EventKind.RUN_STARTED, EventKind.RUN_FINISHED):
             self.finished = event.kind is EventKind.RUN_FINISHED
@@ -110,7 +112,7 @@ class NodeEvents:
                 self.out[address] = HandedOut(event.gang, event.worker, event.t)
         elif event.kind in (EventKind.FINISHED, EventKind.FAILED):
             self.out.pop(address, None)
-        # Of a gang rank 0 comes first, and others only where they differ.
+        # Of a gang, rank 0 comes first; other ranks are there only if their times differ.
         if event.kind is EventKind.FINISHED and event.worker is not None and address not in self.ended:
             self.ended[address] = Ended(event.worker, event.t, event.seconds or 0.0)
             self._free_since[event.worker] = event.t
@@ -118,7 +120,7 @@ class NodeEvents:
                 self.ended.popitem(last=False)
 
     def _take_worker(self, event: Event) -> None:
-        """Workers were lost with what they had, or are back."""
+        """Remove a lost worker's nodes, or note that a worker is built again."""
 
         def concerned(gang: str | None, worker: str | None) -> bool:
             return gang == event.gang if event.gang in self.together else worker == event.worker
@@ -131,3 +133,65 @@ class NodeEvents:
             if concerned(gang, worker):
                 del self._lost[worker]
                 self.notes.append(Note(event.t, "recovered", f"{worker}: built again in {event.t - at:.1f} s"))
+
+
+# ---- lost trainers ---------------------------------------------------------------------------------------
+
+_UPDATES = frozenset({"update_policy", "update_critic"})
+
+
+@dataclass(frozen=True)
+class WorkerLoss:
+    """The loss of a worker of a training gang."""
+
+    worker: str
+    at: float
+    """Time of the loss; all times are in seconds since the epoch."""
+    built: float | None = None
+    trained: float | None = None
+
+
+@dataclass
+class WorkerLosses:
+    """Losses of training gangs that do not train again yet. `take` must get every event, in order."""
+
+    step: int = 0
+    """The step that is being trained."""
+    _open: dict[str, WorkerLoss] = field(default_factory=dict)
+    """Losses by gang. If a gang is lost several times before it trains again, the first loss counts."""
+    _trainers: set[str] = field(default_factory=set)
+
+    def take(self, event: Event) -> None:
+        """Update the state with one event."""
+        gang = event.gang
+        if gang is None:
+            return
+        if event.stage in _UPDATES:
+            self._trainers.add(gang)
+        loss = self._open.get(gang)
+        if event.kind is EventKind.GANG_LOST and gang in self._trainers and loss is None:
+            self._open[gang] = WorkerLoss(event.worker or gang, event.t)
+        elif event.kind is EventKind.GANG_BUILT and loss is not None and loss.built is None:
+            self._open[gang] = replace(loss, built=event.t)
+        elif (
+            event.kind is EventKind.FINISHED and event.stage in _UPDATES and loss is not None and loss.built is not None
+        ):
+            begun = event.t - (event.seconds or 0.0)
+            if begun >= loss.at and loss.trained is None:
+                self._open[gang] = replace(loss, trained=event.t)
+
+    def over(self, step: int, metrics: Mapping[str, float]) -> tuple[list[str], dict[str, float]]:
+        """Close a step: return messages about the trainers that train again, and the metrics of their losses."""
+        lost_at, self.step = self.step, step + 1
+        back = {gang: loss for gang, loss in self._open.items() if loss.trained is not None}
+        self._open = {gang: loss for gang, loss in self._open.items() if gang not in back}
+        replayed = sum(metrics.get(f"{role}/replayed_updates", 0.0) for role in ("policy", "critic"))
+        lines = [_line(loss, lost_at, int(replayed)) for loss in back.values()]
+        seconds = sum(loss.trained - loss.at for loss in back.values() if loss.trained is not None)
+        return lines, {"trainer/lost_s": seconds} if back else {}
+
+
+def _line(loss: WorkerLoss, step: int, replayed: int) -> str:
+    built = "" if loss.built is None else f"rebuilt in {loss.built - loss.at:.0f} s, "
+    updates = f"{replayed} update{'' if replayed == 1 else 's'} replayed"
+    return f"{loss.worker} lost at step {step}; {built}{updates}"

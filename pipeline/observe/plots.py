@@ -1,7 +1,6 @@
-"""The run's pictures as PNG: learning curves, and the timeline of stages by gang. The only module that imports
-matplotlib (Agg, no display); import it only where pictures are drawn.
+"""PNG plots: the learning curves and the timeline of a run, the costs of an engine, and the training of a reward model.
 
-May import numpy, matplotlib, stages.preferences.measures and pipeline.observe.{journal, lanes, summary}.
+Only this module imports matplotlib (Agg, no display); import it only to draw.
 """
 
 from __future__ import annotations
@@ -19,9 +18,9 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
 from pipeline.observe.journal import Event, EventKind
-from pipeline.observe.lanes import lanes_of, middle_window
 from pipeline.observe.summary import boxes
-from stages.preferences.measures import Reliability
+from pipeline.observe.timeline import lanes_of, middle_window
+from stages.preferences.losses import Reliability
 
 STAGE_COLOURS = {
     "generate": "#4C78A8",
@@ -46,7 +45,7 @@ LANE_HEIGHT = 0.82
 
 @dataclass(frozen=True)
 class DrawnLane:
-    """Where a lane is drawn."""
+    """Position of a lane."""
 
     gang: str
     worker: str
@@ -71,20 +70,20 @@ class Timeline:
     boxes: list[DrawnBox]
     duration_s: float
     middle_s: tuple[float, float] | None = None
-    """From and to which second of it the middle steps were trained; None where there are few steps."""
+    """Start and end of the training of the middle steps, in seconds; None if there are few steps."""
     losses: tuple[tuple[float, str], ...] = ()
-    """(seconds since the start of the first box, worker that was lost then)."""
+    """(seconds since the start of the first box, lost worker)."""
 
 
 @dataclass(frozen=True)
 class Panel:
-    """One small picture of the learning curves: `metrics` are drawn against the step."""
+    """One panel of the learning curves: `metrics` over the steps."""
 
     title: str
     metrics: tuple[tuple[str, str], ...]
     """(name of the metric, its label)."""
     reference: float | None = None
-    """A value worth a dashed line: what a healthy run stays at."""
+    """The value of a healthy run, drawn as a dashed line."""
 
 
 CURVES = (
@@ -110,8 +109,8 @@ CURVES = (
 
 
 def panels_of(parts: Sequence[str]) -> tuple[Panel, ...]:
-    """`CURVES`, with the parts of the reward in a panel of their own where there are several: where a policy has found
-    a weakness of one, the sum rises and another falls."""
+    """Return `CURVES`, with a panel for the parts of the reward if there are several. If the policy exploits a weakness
+    of one part, the sum rises while another part falls."""
     if len(parts) < 2:
         return CURVES
     first, *others = CURVES
@@ -119,7 +118,7 @@ def panels_of(parts: Sequence[str]) -> tuple[Panel, ...]:
 
 
 def lay_out(events: Iterable[Event]) -> Timeline:
-    """Places every finished node in the lanes of pipeline/observe/lanes.py."""
+    """Return the positions of all finished nodes, in the lanes of pipeline/observe/timeline.py."""
     log = list(events)
     drawn = boxes(log)
     if not drawn:
@@ -148,7 +147,7 @@ def lay_out(events: Iterable[Event]) -> Timeline:
 
 
 def plot_timeline(events: Iterable[Event], path: Path, title: str) -> None:
-    """Draws which stage each worker ran when; the number in a box is its step."""
+    """Draw the stages that each worker ran over time. The number in a box is its step."""
     timeline = lay_out(events)
     num_rows = len(timeline.lanes)
     zoomed = timeline.middle_s is not None
@@ -187,9 +186,10 @@ def plot_curves(
     path: Path,
     title: str,
 ) -> None:
-    """Draws the learning curves as small multiples. `step_metrics[step][name]`; `held_out[name]` are (version, mean)
-    points of the same thing on held-out prompts. Metrics that were never logged are left out, and panels with none of
-    them."""
+    """Draw the learning curves as small multiples.
+
+    `step_metrics[step][name]` are the values, `held_out[name]` the (version, mean) points of the same metric on the
+    held-out prompts. Metrics that were never logged are skipped, and so are panels without metrics."""
     logged = {name for values in step_metrics.values() for name in values} | held_out.keys()
     shown = [panel for panel in panels if any(name in logged for name, _ in panel.metrics)]
     columns = max(1, min(4, math.ceil(len(shown) / 2)))
@@ -211,9 +211,11 @@ def plot_curves(
 def plot_engine_costs(
     pass_seconds: Mapping[int, float], speeds: Mapping[int, Sequence[float]], path: Path, title: str
 ) -> None:
-    """Draws what an engine chooses draft lengths by: measured seconds of a pass by its number of tokens, and for each
-    number of rows in flight (the keys of `speeds`) the tokens per second expected of drafts of 0, 1, 2, ... tokens, as
-    a multiple of no drafts; a dot marks the best."""
+    """Draw the measurements by which an engine chooses draft lengths.
+
+    Left: measured seconds of a pass by its number of tokens. Right: expected tokens per second with drafts of
+    0, 1, 2, ... tokens, relative to no drafts, for each number of rows in flight (the keys of `speeds`). A dot marks
+    the best."""
     figure = Figure(figsize=(11, 4.2), dpi=130, layout="constrained", facecolor="white")
     FigureCanvasAgg(figure)
     left, right = figure.subplots(1, 2)
@@ -249,8 +251,8 @@ def plot_reward_model(
     path: Path,
     title: str,
 ) -> None:
-    """Draws a reward model's training: accuracy (or loss) by optimizer step, calibration on held-out pairs (under
-    Bradley–Terry) and their margins, the better row's score less the worse one's."""
+    """Draw the training of a reward model: accuracy (or loss) by optimizer step, calibration on held-out pairs (under
+    Bradley–Terry), and margins of the held-out pairs (score of the better row minus that of the worse)."""
     figure = Figure(figsize=(12.6, 3.8), dpi=130, layout="constrained", facecolor="white")
     FigureCanvasAgg(figure)
     curves, right, last = figure.subplots(1, 3)
@@ -289,10 +291,10 @@ def _draw_window(ax: Axes, timeline: Timeline, window: tuple[float, float], pane
                        edgecolors="white", linewidth=0.7 if widest > 4 else 0.0, zorder=2)  # fmt: skip
         spans = [(b, max(b.left_s, left), min(b.left_s + b.width_s, right)) for b in row]
         fitting = [(b, lo, hi) for b, lo, hi in spans if (hi - lo) * px_per_s > 9 * len(str(b.step)) + 2]
-        # boxes that the window's edge cuts do not vote
+        # Boxes cut by the window's edge do not count.
         whole = [b for b in row if b.left_s >= left and b.left_s + b.width_s <= right]
         if len(fitting) < 0.9 * len(whole):
-            continue  # numbers in a few boxes only would read as if they meant something
+            continue  # numbers in only a few boxes would be misleading
         for b, lo, hi in fitting:
             ax.text((lo + hi) / 2, y, str(b.step), ha="center", va="center", fontsize=8, color=_ink_on(colour),
                     zorder=3, clip_on=True)  # fmt: skip
@@ -327,7 +329,7 @@ def _draw_panel(
             continue
         num_lines += 1
         steps, values = zip(*points, strict=True)
-        style = "-" if num_lines == 1 else (0, (3, 2))  # a second line may lie on the first
+        style = "-" if num_lines == 1 else (0, (3, 2))  # dashed, because a second line may cover the first
         ax.plot(steps, values, color=colour, lw=1.6, ls=style, label=label, marker="o" if len(points) < 3 else None)
     for (name, label), colour in zip(panel.metrics, colours, strict=False):
         if held_out.get(name):
@@ -356,6 +358,6 @@ def _clean(ax: Axes, grid: str) -> None:
 
 
 def _ink_on(colour: str) -> str:
-    """Black or white, whichever reads better on `colour` (relative luminance, Rec. 709)."""
+    """Return the ink colour or white, whichever is more readable on `colour` (relative luminance, Rec. 709)."""
     r, g, b = (int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5))
     return INK if 0.2126 * r + 0.7152 * g + 0.0722 * b > 0.6 else "white"

@@ -1,23 +1,20 @@
-"""What a run comes to in numbers: `summary.json`, computed from the journal's events and the numbers of each step.
-Pure functions; no clock, no I/O.
+"""The summary of a run (`summary.json`), computed from the journal's events and the numbers of each step. Pure
+functions: no clock, no I/O.
 
-Definitions. A **box** is one execution of a node on one rank: [finished - seconds, finished]. A gang is **busy** while
-any of its boxes is open, and **computing** while any of its boxes is open and not yet in its last `store_s` seconds
-(a stage's time on store and ledger counts as its end). The **busiest gang** is the one busy longest: it is the one that
-sets the step time.
+A **box** is one execution of a node on one rank: [finished - seconds, finished]. A gang is **busy** while one of its
+boxes is open. It is **computing** while a box is open and not in its last `store_s` seconds (the time on store and
+ledger counts as the end of a box). The **busiest gang** is busy for the longest time, so it sets the step time.
 
     overhead_fraction = (A + B) / wall
       A  time the busiest gang is busy but not computing                     (store, ledger)
       B  time the busiest gang is idle although its next box was ready       (scheduling, tracking, the driver)
 
-A box is ready when its node's last parent finished; a node without (recorded) parents, when it was submitted. Waiting
-for another gang's result is therefore no overhead, but shows in `idle`.
+A box is ready when its node's last parent finished, or when the node was submitted if no parent is recorded. So
+waiting for another gang's result is not overhead; it counts in `idle`.
 
-A gang that trains and is **lost** trains again when the first update that began on it afterwards is finished: by then
-it is built, its models are back and the updates since their checkpoint have run again. The time in between is lost, as
-far as a driver was at work.
-
-May import the standard library, pipeline.observe.{evaluations, journal, paired} and storage.address.
+A training gang that is **lost** trains again when the first update that started after the loss has finished. By then
+the gang is built, its models are restored and the updates since their checkpoint have run again. The time in between
+is lost time, except while no driver ran.
 """
 
 from __future__ import annotations
@@ -29,9 +26,8 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 
-from pipeline.observe.evaluations import EvaluatedVersion, Evaluation, in_numbers
+from pipeline.observe.evaluations import EvaluatedVersion, Evaluation, in_numbers, paired
 from pipeline.observe.journal import Event, EventKind
-from pipeline.observe.paired import paired
 from storage.address import Address
 
 Interval = tuple[float, float]
@@ -53,7 +49,7 @@ class Box:
 
 @dataclass(frozen=True)
 class StepNumbers:
-    """What the driver knows of a finished PPO step."""
+    """Numbers of a finished PPO step."""
 
     step: int
     reward: float
@@ -64,7 +60,7 @@ class StepNumbers:
     num_tokens: int
     """Sampled tokens."""
     staleness: Mapping[int, int]
-    """Rows by staleness: version trained minus version that sampled."""
+    """Number of rows by staleness: version trained minus version that sampled."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +68,7 @@ class StalenessSummary:
     max: int
     mean: float
     histogram: dict[str, int]
-    """Rows by staleness."""
+    """Number of rows by staleness."""
 
 
 @dataclass(frozen=True)
@@ -82,21 +78,21 @@ class EvalSummary:
     num_prompts: int
     """Prompts in both evaluations."""
     paired_t: float | None
-    """Of the differences by prompt; None for fewer than two prompts, or equal differences."""
+    """Paired t of the differences by prompt; None for fewer than two prompts or equal differences."""
 
 
 @dataclass(frozen=True)
 class TrainerLoss:
-    """A gang that trains was lost."""
+    """The loss of a gang that trains."""
 
     t: float
-    """When, in seconds since the epoch."""
+    """Time of the loss, seconds since the epoch."""
     gang: str
     reason: str
     built_s: float | None
-    """Until it was built again; None if it was not."""
+    """Seconds until it was built again; None if it was not."""
     lost_s: float | None
-    """Until it trained again; None if it did not."""
+    """Seconds until it trained again; None if it did not."""
 
 
 @dataclass(frozen=True)
@@ -105,49 +101,49 @@ class Summary:
 
     steps: int
     wall_s: float
-    """From the first submission to the last finish; the time between a stop and a resume is left out."""
+    """Seconds from the first submission to the last finish, without the time between a stop and a resume."""
     samples_per_s: float
     tokens_per_s: float
     stage_s: dict[str, float]
-    """Seconds by stage, summed over its nodes (rank 0's where a node has ranks); nodes that overlap count each."""
+    """Seconds by stage, summed over its nodes (rank 0 only). Nodes that overlap in time count separately."""
     overhead_fraction: float
     staleness: StalenessSummary
     eval: EvalSummary | None
     reward: list[float]
-    """By step."""
+    """Mean score by step."""
     kl: list[float]
-    """By step, nats per response."""
+    """KL to the reference by step, nats per response."""
     versions: dict[str, str | int]
-    """Versions of the weights published (`weights`, version 0 included), and of the software that ran."""
-    # Beyond what is compared between runs:
+    """Number of published versions of the weights (`weights`, version 0 included), and versions of the software."""
+    # The fields below are not compared between runs.
     overlap_fraction: float
-    """Part of the wall time in which at least two gangs were busy."""
+    """Fraction of the wall time in which at least two gangs were busy."""
     busiest_gang: str | None
     idle: dict[str, float]
-    """By gang: part of the wall time that its workers ran nothing (mean over workers)."""
+    """Fraction of the wall time in which workers ran nothing, by gang (mean over its workers)."""
     alarms: int
-    """Versions at which engine and trainer differed (`mismatch.alarm_nats`)."""
+    """Number of versions at which engine and trainer differed (`mismatch.alarm_nats`)."""
     kl_final: float | None
-    """KL to the reference of the last step, nats per response."""
+    """KL to the reference in the last step, nats per response."""
     distinct_bigrams: dict[str, float | None]
-    """Of the held-out responses, `before` and `after`."""
+    """Distinct / all bigrams of the held-out responses, `before` and `after`."""
     trainer_losses: tuple[TrainerLoss, ...] = ()
-    """In the order of time."""
+    """Losses in order of time."""
     trainer_lost_s: float = 0.0
-    """In which a trainer was lost and did not train again yet; losses that overlap count once."""
+    """Seconds in which a trainer was lost and not yet training again; losses that overlap count once."""
     alarms_by_rule: dict[str, int] = field(default_factory=dict)
-    """How often each rule of `alarms` was raised."""
+    """Number of alarms by rule of `alarms`."""
     evaluations: tuple[EvaluatedVersion, ...] = ()
-    """By version."""
+    """Evaluations in order of version."""
     best: EvaluatedVersion | None = None
-    """The version with the highest held-out reward, of those within `evaluate.select.max_kl`."""
+    """The version with the highest held-out reward within `evaluate.select.max_kl`."""
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), indent=2) + "\n"
 
 
 def boxes(events: Iterable[Event]) -> list[Box]:
-    """The executions that finished, in order of their start."""
+    """Return the finished executions, sorted by start."""
     found = []
     for e in events:
         if e.kind is EventKind.FINISHED and e.stage is not None and e.step is not None and e.seconds is not None:
@@ -165,9 +161,11 @@ def summarise(
     software: Mapping[str, str],
     best: Evaluation | None = None,
 ) -> Summary:
-    """Sums up a run. `parents` is the graph: the nodes each node waits for. `evaluations` are ordered by version;
-    the first and the last are compared, `best` is one of them. `software` are the packages' versions. A step given
-    twice (after a resume) counts once, the last time."""
+    """Return the summary of a run.
+
+    `parents` is the graph: the parents of each node. `evaluations` are ordered by version; the first and the last are
+    compared, and `best` is one of them. `software` is the versions of the packages. A step given twice (after a
+    resume) counts once, with its last numbers."""
     log = list(events)
     all_boxes = boxes(log)
     segments = _segments(log)
@@ -212,7 +210,7 @@ def summarise(
 def trainer_losses(
     log: Sequence[Event], all_boxes: Sequence[Box], segments: Sequence[Interval]
 ) -> tuple[TrainerLoss, ...]:
-    """What losing its trainers cost a run. `segments`: when a driver was at work."""
+    """Return the losses of trainers and their cost in time. `segments`: the periods in which a driver worked."""
 
     def seconds(start: float, end: float) -> float | None:
         return length(within([(start, end)], segments)) if end < math.inf else None
@@ -229,13 +227,13 @@ def trainer_losses(
 
 
 def _trains_again(gang: str, lost: float, all_boxes: Sequence[Box]) -> float:
-    """When the first update that began on the gang after its loss was finished; infinite if there is none."""
+    """Return the end of the first update that started on the gang after its loss; infinity if there is none."""
     own = (b for b in all_boxes if b.gang == gang and b.address.stage in _UPDATES and b.start_s >= lost)
     return min((box.end_s for box in own), default=math.inf)
 
 
 def union(intervals: Iterable[Interval]) -> list[Interval]:
-    """The same set of times as disjoint intervals, in order."""
+    """Merge intervals into disjoint ones, in order."""
     merged: list[Interval] = []
     for start, end in sorted(intervals):
         if merged and start <= merged[-1][1]:
@@ -246,7 +244,7 @@ def union(intervals: Iterable[Interval]) -> list[Interval]:
 
 
 def within(intervals: Iterable[Interval], limits: Sequence[Interval]) -> list[Interval]:
-    """What of the intervals lies within the limits."""
+    """Return the parts of the intervals that lie within the limits."""
     pairs = itertools.product(intervals, limits)
     cut = ((max(start, first), min(end, last)) for (start, end), (first, last) in pairs)
     return [(start, end) for start, end in cut if end > start]
@@ -261,8 +259,8 @@ def _ratio(part: float, whole: float) -> float:
 
 
 def _segments(log: Sequence[Event]) -> list[Interval]:
-    """The periods in which a driver worked: cut at each `run_started`, from the first submission (or start) in it to
-    its last finish."""
+    """Return the periods in which a driver worked. Each `run_started` begins a new period, which lasts from its first
+    submission (or start) to its last finish."""
     working = {EventKind.SUBMITTED, EventKind.STARTED, EventKind.FINISHED, EventKind.FAILED}
     groups: list[list[float]] = [[]]
     for e in log:
@@ -288,7 +286,7 @@ def _overhead_s(
     parents: Mapping[Address, Sequence[Address]],
     segments: Sequence[Interval],
 ) -> float:
-    """A + B of the module's definition, for the boxes `own` of the busiest gang."""
+    """Return A + B as defined in the module's docstring. `own`: the boxes of the busiest gang."""
     busy = union((b.start_s, b.end_s) for b in own)
     computing = union((b.start_s, b.end_s - b.store_s) for b in own)
     submitted = {
@@ -351,7 +349,7 @@ def _staleness(steps: Sequence[StepNumbers]) -> StalenessSummary:
 
 
 def _eval(evaluations: Sequence[Evaluation]) -> EvalSummary | None:
-    """Compares the first with the last evaluation, on the prompts that both have."""
+    """Compare the first evaluation with the last, on the prompts that both have."""
     if not evaluations:
         return None
     found = paired(evaluations[0].scores, evaluations[-1].scores)

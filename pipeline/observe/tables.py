@@ -1,56 +1,54 @@
-"""The tables a person reads: at the end of a run, and from `stageline inspect`. Plain inputs, rich tables out.
-
-May import rich and pipeline.observe.{decimals, plain, responses, summary, visible}.
-"""
+"""Tables for the terminal: the end of a run, `stageline inspect`, and the predicted memory. Returns rich tables."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from pipeline.observe.decimals import three
-from pipeline.observe.plain import plain
-from pipeline.observe.responses import ResponsePair
-from pipeline.observe.summary import Summary
-from pipeline.observe.visible import visible
+from pipeline.observe.text import plain, three, visible
+
+if TYPE_CHECKING:  # they load pandas and Zarr, and `stageline check` prints a table too
+    from pipeline.observe.rows import ResponsePair
+    from pipeline.observe.summary import Summary
 
 
 @dataclass(frozen=True)
 class MemoryColumn:
-    """What one worker of a gang is predicted to take, in bytes."""
+    """Predicted memory of one worker of a gang, in bytes."""
 
     gang: str
     workers: int
     items: Mapping[str, int]
     total: int
-    """Less than the sum of its items where two of them are never there together."""
+    """Less than the sum of the items if some are never in memory at the same time."""
 
 
 @dataclass(frozen=True)
 class InspectRow:
-    """One stored response with what the stages made of it; None where a stage has no output yet."""
+    """One stored response with its numbers; None if a stage has no output yet."""
 
     row: int
     prompt: str
     response: str
     score: float | None
     kl: float | None
-    """To the reference, nats over the response."""
+    """KL to the reference, nats per response."""
     version: str
-    """Weights that sampled it: "3", or "3-4" when they changed on the way."""
+    """Version of the weights that sampled it: "3", or "3-4" if it changed during the response."""
     advantage: float | None
     """Mean over the sampled tokens."""
     parts: Mapping[str, float] = field(default_factory=dict)
-    """Of the score, by name, before their weights."""
+    """Parts of the score before weighting, by name."""
 
 
 def summary_table(summary: Summary) -> Table:
-    """What the run came to."""
+    """Return the table of a run's results."""
     table = Table(title="Result", title_justify="left", show_header=False, title_style="bold")
     table.add_column(style="dim")
     table.add_column()
@@ -60,7 +58,7 @@ def summary_table(summary: Summary) -> Table:
 
 
 def summary_rows(summary: Summary) -> list[tuple[str, str]]:
-    """(label, text) rows of the end table; those that do not apply are left out."""
+    """Return the (label, text) rows of the result table that apply to this run."""
     rows: list[tuple[str, str]] = []
     if summary.eval is not None:
         e = summary.eval
@@ -103,7 +101,7 @@ def summary_rows(summary: Summary) -> list[tuple[str, str]]:
 
 
 def responses_table(pairs: Sequence[ResponsePair]) -> Table:
-    """Responses before and after training, side by side."""
+    """Return a table of the responses before and after training, side by side."""
     title = "Responses to held-out prompts: the largest gain, the median change, the largest loss"
     table = Table(title=title, title_justify="left", title_style="bold", show_lines=True)
     for heading in ("prompt", "before", "after"):
@@ -118,7 +116,7 @@ def responses_table(pairs: Sequence[ResponsePair]) -> Table:
 
 
 def end_of_run(summary: Summary, pairs: Sequence[ResponsePair], paths: Mapping[str, Path | str]) -> RenderableType:
-    """Everything that is printed when a run is done: numbers, responses, and where to look on."""
+    """Return the output at the end of a run: numbers, responses, and the paths to its files and pages."""
     where = Table.grid(padding=(0, 2))
     for label, path in paths.items():
         where.add_row(plain(label, "dim"), plain(path))
@@ -129,7 +127,7 @@ def end_of_run(summary: Summary, pairs: Sequence[ResponsePair], paths: Mapping[s
 
 
 def inspect_table(rows: Sequence[InspectRow], title: str) -> Table:
-    """The stored rows of a step; the parts of the scores where there are several."""
+    """Return a table of the stored rows of a step, with the parts of the score if there are several."""
     table = Table(title=title, title_justify="left", title_style="bold", show_lines=True)
     table.add_column("row", justify="right")
     table.add_column("prompt", ratio=2, overflow="fold")
@@ -152,7 +150,7 @@ def _number(value: float | None) -> str:
 def memory_table(
     columns: Sequence[MemoryColumn], shared: Mapping[str, int], host_bytes: float, limit_bytes: float
 ) -> RenderableType:
-    """The memory of a run before it starts: of each gang the largest worker, of the host what all of them share."""
+    """Return the predicted memory of a run: the largest worker of each gang, and the memory of this host."""
     table = Table(title="predicted memory of a worker, MiB", title_justify="left")
     table.add_column("")
     for column in columns:

@@ -1,15 +1,13 @@
-"""Experiment tracking from the driver's side: everything is appended to a spool file, and a process of its own
-(`pipeline/observe/mlflow_writer.py`, the only module that imports mlflow) carries the spool to MLflow.
+"""Experiment tracking in the driver. The driver appends items to a spool file, and a separate process delivers them to
+MLflow (`pipeline/observe/mlflow_writer.py`, the only module that imports mlflow).
 
     driver loop ── one appended line per call ──► mlflow_spool.jsonl ──► writer process ──► sqlite or server
-                                                       (offsets delivered: mlflow_spool.state.json)
+                                                       (delivered offsets: mlflow_spool.state.json)
 
-The spool is the queue, so a call never waits for MLflow, and neither a server that is down nor a killed driver loses
-or repeats anything. Why a process and not a thread: with the writer in a thread, importing mlflow and logging held
-the interpreter lock for up to 146 ms at a time and used 3.1 s of the driver's CPU in 7 s; in a process of its own,
-3 ms and 0.09 s.
-
-May import the standard library, pipeline.observe.{appending, metric_catalogue, slurm_job, spool}.
+The spool is the queue, so a call never waits for MLflow. Nothing is lost or repeated if the server is down or the
+driver is killed. The writer is a process and not a thread because of the interpreter lock: a writer thread held it for
+up to 146 ms at a time (importing mlflow, logging) and used 3.1 s of the driver's CPU in 7 s. As a process it takes
+3 ms and 0.09 s. The last part reads the spool and the state file.
 """
 
 from __future__ import annotations
@@ -23,25 +21,25 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, Protocol
+from typing import IO, Any, Literal, Protocol
 
-from pipeline.observe.appending import LineFile
+from pipeline.observe.journal import LineFile
 from pipeline.observe.metric_catalogue import tracked
-from pipeline.observe.slurm_job import slurm_job
-from pipeline.observe.spool import read_spool
+from pipeline.observe.provenance import slurm_job
+from storage.redaction import redacted, redacted_text
 
 LOG = logging.getLogger("stageline.tracking")
 
 RunStatus = Literal["FINISHED", "FAILED", "KILLED"]
 
 LEAVE_S = 2.0
-"""Of `leave`: for a writer that has little left."""
+"""Time limit of `leave`: enough for a writer that has few items left."""
 ANNOUNCE_S = 2.0
-"""After which a person is told that `close` waits, and for what."""
+"""Seconds after which `close` logs that it is waiting for MLflow."""
 IMPORT_GRACE_S = 60.0
 """Added to the deadline of `close`: the writer may still be importing mlflow or creating the database."""
 WRITER_ENV = {
@@ -56,7 +54,7 @@ WRITER_ENV = {
 
 @dataclass(frozen=True)
 class Span:
-    """One node of a PPO step as it ran; spans of different gangs overlap in time."""
+    """One executed node of a PPO step. Spans of different gangs overlap in time."""
 
     name: str
     stage: str
@@ -67,14 +65,14 @@ class Span:
     worker: str
     attributes: Mapping[str, str | int | float | bool] = field(default_factory=dict)
     inputs: tuple[str, ...] = ()
-    """Addresses of what it read; the arrays stay in the store."""
+    """Addresses of the inputs; the arrays stay in the store."""
     output: str = ""
-    """Address of what it made."""
+    """Address of the output."""
 
 
 @dataclass(frozen=True)
 class Dataset:
-    """Prompts that a run samples from."""
+    """The prompts that a run samples from."""
 
     name: str
     digest: str
@@ -86,59 +84,60 @@ class Dataset:
 
 @dataclass(frozen=True)
 class Delivery:
-    """What a writer achieved when it ended."""
+    """The state of the delivery when the writer ended."""
 
     run_id: str | None
-    """The MLflow run; None if the store was never reached."""
+    """The id of the MLflow run; None if the store was never reached."""
     left: int
-    """Items of the spool still undelivered."""
+    """Undelivered items of the spool."""
 
 
 class Tracker(Protocol):
-    """What the driver reports of a run. No method waits for the tracking server, `close` excepted."""
+    """The driver's interface to experiment tracking. Only `close` and `leave` wait for the tracking server."""
 
     def metrics(self, step: int, values: Mapping[str, float]) -> None:
-        """Numbers of a step. The first value given for a (step, name) stays; a resume may give it again."""
+        """Log metrics of a step. The first value of a (step, name) is kept, so a resumed run may log it again."""
         ...
 
     def has(self, step: int, name: str) -> bool:
-        """Whether a number need not be given (again)."""
+        """Return True if the metric of this step need not be logged (again)."""
         ...
 
     def trace(self, step: int, spans: Sequence[Span], asked: str = "", answered: str = "") -> None:
-        """The nodes of a step as one trace: a root span `step N`, a span for each gang in it, and in those the nodes.
-        `asked`, `answered`: what a list of traces shows of it."""
+        """Log the nodes of a step as one trace: a root span `step N`, a span for each gang, and the nodes below them.
+        `asked` and `answered` are the request and response that a list of traces shows."""
         ...
 
     def dataset(self, dataset: Dataset) -> None:
-        """Prompts of the run; giving them again changes nothing."""
+        """Log the prompts of the run. Logging them again changes nothing."""
         ...
 
     def table(self, local_path: Path) -> None:
-        """A file of pandas' "split" JSON, as a table that is compared between runs; giving it again replaces it."""
+        """Log a file of pandas' "split" JSON as a table to compare between runs. Logging it again replaces it."""
         ...
 
     def model(self, name: str, source: Path) -> None:
-        """Exported weights, as a new version of a registered model; giving them again changes nothing."""
+        """Log exported weights as a new version of a registered model. Logging them again changes nothing."""
         ...
 
     def artifact(self, local_path: Path, artifact_dir: str) -> None:
-        """A file to keep with the run; its content is read when it is delivered."""
+        """Log a file to keep with the run. Its content is read at delivery."""
         ...
 
     def tags(self, values: Mapping[str, str]) -> None: ...
 
     def close(self, status: RunStatus) -> None:
-        """Delivers what is left within a bounded time and ends the run with `status`."""
+        """Deliver the remaining items within a bounded time and end the run with `status`."""
         ...
 
     def leave(self) -> None:
-        """Ends within seconds: the run is to go on, and what is not delivered yet goes out then."""
+        """Stop within seconds without ending the run, because another process will continue it. That process delivers
+        the remaining items."""
         ...
 
 
 class _SeenMetrics:
-    """Owns which metrics of which steps are in the spool: a bit for each name in a number for each step, since a run
+    """The (step, metric name) pairs that are in the spool: one integer per step with one bit per name, because a run
     has hundreds of names and tens of thousands of steps."""
 
     def __init__(self) -> None:
@@ -146,7 +145,7 @@ class _SeenMetrics:
         self._seen: dict[int, int] = {}
 
     def unseen(self, step: int, names: Iterable[str]) -> list[str]:
-        """Those of the names that were not given with this step before; from now on they were."""
+        """Return the names that are new for this step, and mark them as seen."""
         before = seen = self._seen.get(step, 0)
         new = []
         for name in names:
@@ -159,7 +158,7 @@ class _SeenMetrics:
 
     @property
     def names(self) -> Collection[str]:
-        """All that were given."""
+        """All metric names seen so far."""
         return self._bit.keys()
 
     def has(self, step: int, name: str) -> bool:
@@ -167,7 +166,7 @@ class _SeenMetrics:
 
 
 class NullTracker:
-    """Tracking switched off (`tracking.uri: null`)."""
+    """A tracker that does nothing (`tracking.uri: null`)."""
 
     def metrics(self, step: int, values: Mapping[str, float]) -> None:
         pass
@@ -201,12 +200,12 @@ class NullTracker:
 
 
 class MlflowTracker:
-    """Owns the open spool of a run and the writer process that delivers it.
+    """The open spool of a run and the writer process that delivers it.
 
-    `spool_path` lies in the run's directory; a tracker opened on an existing spool continues the same MLflow run.
-    `uri` is an MLflow tracking URI (`sqlite:///…` or `http(s)://…`), `params` the flattened config; `off` are metrics
-    that say nothing under that config. What of the others goes out: `metric_catalogue.tracked`. Used as a context
-    manager it closes the run as FINISHED, or as FAILED (KILLED on Ctrl-C) when left by an exception.
+    `spool_path` is in the run's directory; a tracker on an existing spool continues the same MLflow run. `uri` is an
+    MLflow tracking URI (`sqlite:///…` or `http(s)://…`), `params` the flattened config. `off` are the metrics that mean
+    nothing under this config; `metric_catalogue.tracked` selects among the others. As a context manager it closes the
+    run as FINISHED, as FAILED after an exception, or as KILLED after Ctrl-C.
     """
 
     def __init__(
@@ -221,28 +220,33 @@ class MlflowTracker:
         off: Collection[str] = (),
         if_abandoned: Mapping[str, str] | None = None,
     ) -> None:
-        """`if_abandoned`: tags that the run is given where its driver goes away without closing it."""
-        self.uri = uri
+        """Open the spool and start the writer.
+
+        `if_abandoned`: tags to set if the driver ends without closing the run."""
+        self.uri = redacted_text(uri)
         self.spool_path = spool_path
         self._closed = False
         self._off = frozenset(off)
         self._file = LineFile(spool_path)
-        earlier = read_spool(spool_path)
         self._metrics_seen = _SeenMetrics()
-        for _, item in earlier:
+        self._traces_seen: set[int] = set()
+        key = None
+        for _, item in read_spool(spool_path):
             if item["kind"] == "metrics":
                 self._metrics_seen.unseen(item["step"], item["values"])
-        self._traces_seen = {item["step"] for _, item in earlier if item["kind"] == "trace"}
-        keys = [item["key"] for _, item in earlier if item["kind"] == "open"]
+            elif item["kind"] == "trace":
+                self._traces_seen.add(item["step"])
+            elif item["kind"] == "open":
+                key = key or item["key"]
         job = slurm_job(os.environ)
         self._append(
             kind="open",
-            key=keys[0] if keys else uuid.uuid4().hex,
+            key=key or uuid.uuid4().hex,
             experiment=experiment,
             run_name=run_name,
-            params=dict(params),
-            tags=dict(tags) | ({} if job is None else job.tags()),
-            if_abandoned=dict(if_abandoned or {}),
+            params=redacted(params),
+            tags=redacted(dict(tags) | ({} if job is None else job.tags())),
+            if_abandoned=redacted(if_abandoned or {}),
         )
         self._writer = _Writer(uri, spool_path, close_timeout_s)
 
@@ -277,7 +281,7 @@ class MlflowTracker:
         self._append(kind="artifact", path=str(local_path.absolute()), artifact_dir=artifact_dir)
 
     def tags(self, values: Mapping[str, str]) -> None:
-        self._append(kind="tags", values=dict(values))
+        self._append(kind="tags", values=redacted(values))
 
     def close(self, status: RunStatus) -> None:
         if self._closed:
@@ -312,14 +316,19 @@ class MlflowTracker:
 
 
 def deliver(spool_path: Path, uri: str, timeout_s: float = 60.0) -> Delivery:
-    """Carries what is left in a spool to `uri`: items already delivered there are not sent again, and a `uri` that
-    this spool was never delivered to gets the whole run. Waits at most `timeout_s` (and the writer's start)."""
+    """Deliver the remaining items of a spool to `uri`.
+
+    Items that were delivered there are not sent again. A `uri` to which this spool was never delivered gets the whole
+    run. Waits for at most `timeout_s` and the writer's start."""
     return _Writer(uri, spool_path, timeout_s).finish()
 
 
 def how_to_open(uri: str, experiment: str | None = None) -> str:
-    """What a person types or opens to see the runs. Without `workflowType` MLflow's page takes every experiment for one
-    of GenAI evaluations, whatever its tags say; `experiment`: its number, where that is known."""
+    """Return the address to open, or the command to type, to see the runs; secrets of the URI are redacted.
+
+    `experiment` is the experiment's number, if known. Without `workflowType` MLflow's page shows every experiment as
+    one of GenAI evaluations, regardless of its tags."""
+    uri = redacted_text(uri)
     page = f"/#/experiments/{experiment}/runs?workflowType=machine_learning" if experiment is not None else ""
     if uri.startswith("http"):
         return f"{uri.rstrip('/')}{page}"
@@ -328,37 +337,50 @@ def how_to_open(uri: str, experiment: str | None = None) -> str:
 
 
 class _Writer:
-    """Owns the writer process. Its stdin carries nothing: end of file tells it that the driver closed or died."""
+    """The writer process and its two pipes.
+
+    stdin            one line with the URI, which may contain a password; end of file means that the driver is gone
+    a second pipe    reports of the writer, one JSON object per line; its descriptor is an argument
+    stdout, stderr   go to mlflow_writer.log, which only this user may read: MLflow's output may contain anything
+    """
 
     def __init__(self, uri: str, spool_path: Path, timeout_s: float) -> None:
-        self._uri = uri
+        self._uri = redacted_text(uri)
         self._timeout_s = timeout_s
         self._spool_path = spool_path
         self._delivery: Delivery | None = None
         self._cut_off = False
-        self._down = False  # the store, as far as the writer has told
+        self._down = False  # the store cannot be reached, by the writer's last report
         if uri.startswith("sqlite:///"):
             Path(uri.removeprefix("sqlite:///")).parent.mkdir(parents=True, exist_ok=True)
         root = str(Path(__file__).parents[2])
         path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
         arguments = [sys.executable, "-m", "pipeline.observe.mlflow_writer"]
-        arguments += [uri, str(spool_path.absolute()), str(timeout_s)]
-        with spool_path.with_name("mlflow_writer.log").open("ab") as log:
-            self._process = subprocess.Popen(
-                arguments,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=log,
-                env=os.environ | WRITER_ENV | {"PYTHONPATH": path},
-                start_new_session=True,  # Ctrl-C stops the driver, which then closes the run
-            )
+        ours, theirs = os.pipe()
+        arguments += [str(spool_path.absolute()), str(timeout_s), str(theirs)]
+        self._reports_from = os.fdopen(ours)
+        try:
+            with _private_log(spool_path.with_name("mlflow_writer.log")) as log:
+                self._process = subprocess.Popen(
+                    arguments,
+                    stdin=subprocess.PIPE,
+                    stdout=log,
+                    stderr=log,
+                    pass_fds=[theirs],
+                    env=os.environ | WRITER_ENV | {"PYTHONPATH": path},
+                    start_new_session=True,  # Ctrl-C stops the driver, which then closes the run
+                )
+        finally:
+            os.close(theirs)
+        if self._process.stdin is not None:
+            with contextlib.suppress(BrokenPipeError):  # it ended at once; `_listen` warns about that
+                self._process.stdin.write(f"{uri}\n".encode())
+                self._process.stdin.flush()
         self._reports = threading.Thread(target=self._listen, name="mlflow-writer-reports", daemon=True)
         self._reports.start()
 
     def _listen(self) -> None:
-        if self._process.stdout is None:
-            raise RuntimeError("the writer was started without a pipe for its reports")
-        for line in self._process.stdout:
+        for line in self._reports_from:
             report = json.loads(line)
             self._down = report.get("down", self._down)
             if "warning" in report:
@@ -368,32 +390,100 @@ class _Writer:
         if self._delivery is None and not self._cut_off:
             LOG.warning("the MLflow writer ended early; see %s", self._spool_path.with_name("mlflow_writer.log"))
 
-    def finish(self, patience_s: float | None = None) -> Delivery:
-        """Has it deliver what is left, for `patience_s` (None: until it gives up by itself), and ends it: a delivery
-        that is cut off is made again, which changes nothing."""
+    def finish(self, timeout_s: float | None = None) -> Delivery:
+        """Let the writer deliver the remaining items for at most `timeout_s` (None: until it gives up), then end it.
+        An interrupted delivery is repeated later, which changes nothing."""
         if self._process.stdin is not None:
             self._process.stdin.close()
         try:
-            self._wait(self._timeout_s + IMPORT_GRACE_S if patience_s is None else patience_s)
+            self._wait(self._timeout_s + IMPORT_GRACE_S if timeout_s is None else timeout_s)
         except subprocess.TimeoutExpired:
-            self._cut_off = patience_s is not None
+            self._cut_off = timeout_s is not None
             self._process.kill()
             self._process.wait()
         self._reports.join()
-        if self._process.stdout is not None:
-            self._process.stdout.close()
-        return self._delivery or Delivery(None, len(read_spool(self._spool_path)))
+        self._reports_from.close()
+        return self._delivery or Delivery(None, sum(1 for _ in read_spool(self._spool_path)))
 
     def _wait(self, most_s: float) -> None:
-        """Raises TimeoutExpired. Nobody is left to wonder what a wait is for."""
+        """Wait for the writer to end, and log a long wait with its reason. Raises TimeoutExpired."""
         if most_s > ANNOUNCE_S:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(ANNOUNCE_S)
                 return
-            if not self._down:  # else the writer has said so, and gives up in a moment
+            if not self._down:  # else the writer has warned already, and gives up soon
                 LOG.warning(
                     "MLflow at %s takes the rest of the run; at most %.0f s, and a few where it cannot be reached",
                     self._uri, most_s - ANNOUNCE_S,
                 )  # fmt: skip
             most_s -= ANNOUNCE_S
         self._process.wait(most_s)
+
+
+def _private_log(path: Path) -> IO[bytes]:
+    """Open a log for appending that only this user may read, also if it was there before."""
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    os.fchmod(descriptor, 0o600)
+    return os.fdopen(descriptor, "ab")
+
+
+# ---- spool -----------------------------------------------------------------------------------------------
+
+_FIELDS: dict[Any, set[str]] = {
+    "open": {"t", "key", "experiment", "run_name", "params", "tags"},  # and in new spools: if_abandoned
+    "metrics": {"t", "step", "values"},
+    "trace": {"t", "step", "spans"},  # and in new spools: asked, answered
+    "dataset": {"t", "name", "digest", "source", "context", "profile"},
+    "model": {"t", "name", "source"},
+    "artifact": {"t", "path", "artifact_dir"},
+    "tags": {"t", "values"},
+    "close": {"t", "status"},
+}
+"""Fields of a spool item, by its kind."""
+STATE_FIELDS = {"uri", "metrics", "rest", "run_id", "experiment_id", "open"}
+"""Fields of the writer's state file: the URI (without secrets), the delivered offset of each of the two queues, the
+MLflow run and its experiment, and whether the run is open."""
+
+
+def delivered_run_id(spool_path: Path, uri: str) -> str | None:
+    """Return the MLflow run to which a spool was delivered at `uri`; None if it never was."""
+    state = read_state(spool_path)
+    run_id: str | None = state.get("run_id") if state.get("uri") == redacted_text(uri) else None
+    return run_id
+
+
+def read_state(spool_path: Path) -> dict[str, Any]:
+    """Return the content of the writer's state file; empty if the file is missing or damaged (by a power cut, say).
+    Without it everything is delivered again, which changes nothing."""
+    try:
+        state = json.loads(spool_path.with_suffix(".state.json").read_bytes())
+    except (FileNotFoundError, ValueError):
+        return {}
+    if not isinstance(state, dict) or not state.keys() >= STATE_FIELDS:
+        return {}
+    return state | {"uri": redacted_text(str(state["uri"]))}  # state files of earlier versions contain passwords
+
+
+def experiment_id(spool_path: Path, uri: str) -> str | None:
+    """Return MLflow's number of the run's experiment; None if the spool was never delivered to `uri`."""
+    state = read_state(spool_path)
+    number = state.get("experiment_id") if state.get("uri") == redacted_text(uri) else None
+    return None if number is None else str(number)
+
+
+def read_spool(path: Path, offset: int = 0) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yield the complete items of a spool from byte `offset` on, each with the byte offset of its end.
+
+    Items are read one at a time, because the spool of a long run does not fit into memory. A line that is still being
+    written is left for the next call. A line that is not an item (a damaged disk) is skipped."""
+    if not path.exists():
+        return
+    with path.open("rb") as lines:
+        lines.seek(offset)
+        for line in lines:
+            if line.endswith(b"\n"):
+                offset += len(line)
+                with contextlib.suppress(ValueError, TypeError):
+                    item = json.loads(line)
+                    if isinstance(item, dict) and _FIELDS.get(item.get("kind"), {"?"}) <= item.keys():
+                        yield offset, item

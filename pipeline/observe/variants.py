@@ -1,7 +1,5 @@
-"""What a variant comes to: its steps, and its policy against its parent's on the held-out prompts. Pure functions.
-
-May import rich, the standard library and pipeline.observe.paired.
-"""
+"""The results of a variant of a run: its steps, and its policy against the parent's on the held-out prompts. Pure
+functions."""
 
 from __future__ import annotations
 
@@ -11,12 +9,13 @@ from dataclasses import asdict, dataclass
 
 from rich.table import Table
 
-from pipeline.observe.paired import paired
+from pipeline.observe.evaluations import paired
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """Two policies on the same prompts, sampled with the same noise. Differences: variant minus parent, by prompt."""
+    """Comparison of two policies on the same prompts, sampled with the same noise. Differences are variant minus
+    parent, per prompt."""
 
     num_prompts: int
     parent: float
@@ -24,7 +23,8 @@ class Comparison:
     variant: float
     difference: float
     paired_t: float | None
-    """Of the differences (pipeline/observe/paired.py); None for fewer than two prompts or equal differences."""
+    """Paired t of the differences (pipeline/observe/evaluations.py); None for fewer than two prompts or equal
+    differences."""
     better: int
     """Prompts on which the variant scores higher."""
     worse: int
@@ -35,25 +35,25 @@ class VariantSummary:
     """The content of a variant's `summary.json`."""
 
     parent: str
-    """The run's directory."""
+    """Directory of the parent run."""
     updates: tuple[int, int]
-    """First step, and the one after the last."""
+    """First step, and one past the last."""
     changed: Sequence[str]
     steps: Sequence[Mapping[str, object]]
-    """By step: number, digests of the trained models after it, metrics."""
+    """One record per step: number, digests of the trained models after it, metrics."""
     weights: str
-    """The exported policy."""
+    """Path of the exported policy."""
     comparison: Comparison | None
-    """None where the run has fewer than two held-out prompts."""
+    """None if the run has fewer than two held-out prompts."""
     versions: Mapping[str, str]
-    """Of the software that ran."""
+    """Versions of the software."""
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), indent=2) + "\n"
 
 
 def compare(parent: Mapping[int, float], variant: Mapping[int, float]) -> Comparison:
-    """Of scores by prompt, on the prompts of both. Raises ValueError where there is none."""
+    """Compare scores by prompt, on the prompts that both have. Raises ValueError if there are none."""
     found = paired(parent, variant)
     if found is None:
         raise ValueError("no prompt is in both")
@@ -69,7 +69,7 @@ def compare(parent: Mapping[int, float], variant: Mapping[int, float]) -> Compar
 
 
 def comparison_table(found: Comparison, parent: str, variant: str) -> Table:
-    """For people."""
+    """Return the comparison as a table for the terminal."""
     title = f"held-out reward ({found.num_prompts} prompts, same noise)"
     table = Table(title=title, title_justify="left", title_style="bold", show_header=False)
     table.add_row(f"parent ({parent})", f"{found.parent:.4f}")

@@ -3,31 +3,67 @@
     scheduler file? ──► connect ──► join (joining.py) ──► nanny ──fork──► worker process, which the nanny starts again
         │ none yet, or nobody listens there:                │                            when it dies
         └── look again until the deadline                   │
-                     the connection ends, the run is over, SIGTERM or SIGINT ──► the process is killed, this one ends
+                     the connection ends, the run is over, a signal comes  ──► the process is killed, this one ends
 
 Nothing outlives it: the worker process ends when this one does, however that ends, and this one ends when the driver
 does. The last worker of a run on a host removes the host's board of published weights (host_boards.py).
 
-May import dask and distributed, pipeline.config, storage.errors and, of this folder, host_boards, joining,
-messages, network, scheduler_file and worker_process.
+How a worker on any host joins an attached run: what it says of itself and its host, and what it is answered.
+
+    `stageline worker`                                        the driver's scheduler
+      looks at its host ──JoinRequest──────────────────────►  judges it (driver/roster.py)
+                        ◄──{"devices": ...} or {"refused": why}──
+      starts its nanny  ◄════ the connection stays open ════► whoever's end goes, goes for the other, too
+                        ◄──{"over": why}──────────────────    the run has ended
+
+Boards of published weights on a host: who uses them, and who removes them.
+
+    stageline-NAME-HASH         the board (storage/weights.py)
+    stageline-NAME-HASH.lock    locked by every process that uses the board, as long as it lives: a local run's driver,
+                                each attached worker. Its text is the lock file of an attached run's driver
+
+The system lets go of a lock when its owner dies, however that goes. The last user that ends by itself removes the
+board. A board whose users were all killed is removed by the next user of any board beside it, if its run is dead:
+
+- A local run is dead if nobody has the board's lock, because its driver would have it.
+- An attached run's driver lives on any host. It may start workers here again, and they need the board: so the run is
+  dead only if nobody has the driver's lock either (storage/locks.py).
+
+A new user takes the lock of its own board before it looks at others, so no run removes its own.
+
+Network interfaces and addresses of this host.
+
+Why a worker's process has ended itself, in a file beside its log: Dask tells the driver that it did, and not why.
+
+Standard library only.
 """
 
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import logging
 import os
+import platform
 import re
+import shutil
 import signal
+import socket
 import ssl
+import stat
+import subprocess
+import sys
 import time
-from collections.abc import Callable
-from contextlib import suppress
-from dataclasses import dataclass
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, fields
 from enum import Enum
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
+import psutil
 from distributed import Nanny
 from distributed.comm import Comm, connect, get_address_host
 from distributed.comm.core import FatalCommClosedError
@@ -36,13 +72,11 @@ from distributed.security import Security
 from pipeline.config.devices import visible_devices
 from pipeline.config.errors import ConfigError
 from pipeline.config.loading import load_yaml
+from pipeline.config.open_files import allow_descriptors, descriptors_of_worker
 from pipeline.config.paths import RunPaths
 from pipeline.config.run import RunConfig
-from pipeline.graph.gangs import Gang
-from pipeline.workers.host_boards import board_of_host
-from pipeline.workers.joining import JOIN, JoinRequest, look_at_host
+from pipeline.graph.graph import Gang
 from pipeline.workers.messages import worker_name
-from pipeline.workers.network import interface_address, interface_with, interfaces, route_address
 from pipeline.workers.scheduler_file import (
     SchedulerFile,
     file_of_attempt,
@@ -50,13 +84,10 @@ from pipeline.workers.scheduler_file import (
     newest_attempt,
     read_scheduler_file,
 )
-from pipeline.workers.worker_process import (
-    dask_settings,
-    nanny_options,
-    shares_cores,
-    start_forkserver,
-)
+from pipeline.workers.worker_process import dask_settings, ending_signals, nanny_options, shares_cores, start_forkserver
+from storage import files
 from storage.errors import StoreError
+from storage.locks import holder, is_named, open_lock, take_lock
 
 _PEM = re.compile(r"\s*-----BEGIN [A-Z ]+-----\n")
 _LOOK_S = 0.2
@@ -122,7 +153,7 @@ class _AttachedWorker:
 
     async def run(self) -> Ending:
         loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for number in ending_signals():
             loop.add_signal_handler(number, self._terminated.set)
         finding = asyncio.ensure_future(self._find())
         if not await self._before_signal(finding):
@@ -178,16 +209,18 @@ class _AttachedWorker:
         config = load_yaml(file.config)
         gang = _gang_of(config, self._wanted)
         board = RunPaths(Path(file.run_dir)).board(config.weights_dir(gang.name))
-        address = _own_address(file, self._wanted.interface or config.cluster.interface)
+        interface = self._wanted.interface or config.cluster.interface
+        address = _own_address(file, interface)
         request = await asyncio.to_thread(look_at_host, file, gang.name, self._wanted.index, board)
         devices = await self._ask(comm, request)
         if devices is None:
             return Ending.TERMINATED if self._terminated.is_set() else Ending.DRIVER_LOST
-        os.environ.update(_network_environment(address))
+        os.environ.update(_network_environment(address, given=interface is not None))
         gpus = visible_devices(devices, os.environ.get("CUDA_VISIBLE_DEVICES")) if request.gpus else None
         shared = shares_cores(config)
         options = nanny_options(config, gang, self._wanted.index, security_of(file), shared=shared, gpus=gpus)
-        with dask_settings(), board_of_host(board):
+        with dask_settings(), board_of_host(board, RunPaths(Path(file.run_dir)).lock):
+            allow_descriptors(descriptors_of_worker(gang))
             start_forkserver()
             nanny = Nanny(file.address, host=address, **options)
             try:
@@ -350,8 +383,274 @@ def _own_address(file: SchedulerFile, interface: str | None) -> str:
     return found
 
 
-def _network_environment(address: str) -> dict[str, str]:
-    """The interface that gloo and NCCL use, unless that is set already: the one that has the address."""
+def _network_environment(address: str, *, given: bool) -> dict[str, str]:
+    """Return the environment under which gloo and NCCL use the interface that has an address. What is set already
+    stays, unless the interface was `given`: then everything of the run is on that one."""
     name = interface_with(address)
-    wanted = {"GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"} - os.environ.keys()
+    wanted = {"GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"} - (set() if given else os.environ.keys())
     return {} if name is None else dict.fromkeys(wanted, name)
+
+
+# ---- joining ---------------------------------------------------------------------------------------------
+
+JOIN = "stageline_join"
+"""Name of the scheduler's handler."""
+REFUSALS = "stageline-refusals"
+"""Dask topic on which the scheduler reports workers that it refused: `JoinRefused` as a dict."""
+_MUST_AGREE = ("stageline", "dask", "distributed", "msgpack", "cloudpickle")
+"""Packages that two processes which exchange objects must have in one version, beside Python's."""
+_GPU_IDENTITIES = (
+    "import torch; [print(torch.cuda.get_device_properties(i).uuid) for i in range(torch.cuda.device_count())]"
+)
+
+
+@dataclass(frozen=True)
+class JoinRequest:
+    """What a worker says when it joins."""
+
+    gang: str
+    index: int
+    host: str
+    process: int
+    """Of `stageline worker`, on its host."""
+    clock: float
+    """Seconds since the epoch, on its host."""
+    versions: dict[str, str]
+    gpus: list[str]
+    """Identities of those that it sees, in its order."""
+    shared: str
+    """What is wrong with the run's directory as its host sees it; empty: nothing."""
+    wrote: str
+    """Name of the file that it wrote there, for the driver to read."""
+    board_free: int
+    """Bytes that are free, or the run's own already, where its host has published weights."""
+
+    def message(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def of(cls, message: dict[str, Any]) -> JoinRequest:
+        """What `message` gave. Raises TypeError where something of it is missing."""
+        missing = [field.name for field in fields(cls) if field.name not in message]
+        if missing:
+            raise TypeError(f"it does not say {', '.join(missing)}")
+        return cls(**{field.name: message[field.name] for field in fields(cls)})
+
+
+@dataclass(frozen=True)
+class JoinRefused:
+    """A worker was refused."""
+
+    gang: str
+    index: int
+    text: str
+    """Why, with the host's name."""
+    fatal: bool
+    """It would be the run's worker, and its host is not fit; otherwise nobody misses it."""
+
+
+def versions_here() -> dict[str, str]:
+    """Of what two processes that exchange objects must have alike."""
+    found = {"python": platform.python_version()}
+    for package in _MUST_AGREE:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            found[package] = "not installed"
+    return found
+
+
+def look_at_host(file: SchedulerFile, gang: str, index: int, board: Path) -> JoinRequest:
+    """What this host is, for a worker that joins from it. `board`: where it has published weights."""
+    wrote = f"from-{gang}-{index}-{uuid.uuid4().hex[:8]}"
+    return JoinRequest(
+        gang=gang,
+        index=index,
+        host=host_name(),
+        process=os.getpid(),
+        versions=versions_here(),
+        gpus=gpu_identities(),
+        shared=_look_at_directory(file, wrote),
+        wrote=wrote,
+        board_free=_free_bytes(board),
+        # Last: what is above may take longer than clocks may differ by, and the driver compares when it hears of it.
+        clock=time.time(),
+    )
+
+
+def gpu_identities() -> list[str]:
+    """Of the GPUs that this process may see, in its order. Asked in a process of its own: this one holds no device."""
+    if not any(Path("/dev").glob("nvidia[0-9]*")):
+        return []
+    done = subprocess.run([sys.executable, "-c", _GPU_IDENTITIES], capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise StoreError(f"host {host_name()}: its GPUs cannot be asked for: {done.stderr.strip()[-500:]}")
+    return done.stdout.split()
+
+
+def _look_at_directory(file: SchedulerFile, wrote: str) -> str:
+    """Whether this host sees the driver's directory: reads there, writes there, and an exclusive create is one."""
+    folder = RunPaths(Path(file.run_dir)).attached
+    root = files.open_root(str(folder))
+    try:
+        found = files.read(root, file.shared.name)
+        if found is None or found.decode() != file.nonce:
+            return (
+                f"{file.shared} is not what the driver wrote: is {file.run_dir} on a filesystem that both hosts mount?"
+            )
+        if files.write_new(root, file.shared.name, b""):
+            return f"an exclusive create of {file.shared} succeeded, and the file was there: commits need it to fail"
+        files.write(root, wrote, file.nonce.encode())
+    except (OSError, StoreError) as error:
+        return f"{folder} cannot be read and written: {error}"
+    return ""
+
+
+def _free_bytes(board: Path) -> int:
+    existing = next(path for path in (board, *board.parents) if path.exists())
+    space = os.statvfs(existing)
+    own = sum(path.stat().st_size for path in board.glob("v*.bin")) if board.is_dir() else 0
+    return space.f_bavail * space.f_frsize + own
+
+
+# ---- host boards -----------------------------------------------------------------------------------------
+
+BOARD_PREFIX = "stageline-"
+_LOCK = ".lock"
+_REMOVAL_S = 120.0
+"""For a last worker to remove the board."""
+
+
+@contextmanager
+def board_of_host(board: Path, driver_lock: Path | None = None) -> Iterator[None]:
+    """Uses a board until the block ends, and removes what dead runs left beside it. `driver_lock`: of an attached run.
+
+    Raises:
+        StoreError: the board's lock is another user's.
+    """
+    board.parent.mkdir(parents=True, exist_ok=True)
+    path = board.with_name(f"{board.name}{_LOCK}")
+    with _shared_lock(path) as lock:
+        if driver_lock is not None and not lock.read():
+            lock.write(str(driver_lock.resolve()))
+            lock.flush()
+        _remove_boards_of_dead_runs(board.parent)
+        try:
+            yield
+        finally:
+            fcntl.flock(lock, fcntl.LOCK_UN)  # of two that end at once, one must find the other gone
+            _remove_if_unused(lock, path)
+
+
+def _remove_boards_of_dead_runs(folder: Path) -> None:
+    for path in folder.glob(f"{BOARD_PREFIX}*{_LOCK}"):
+        with suppress(OSError):  # gone meanwhile, another user's, or the driver's filesystem is away: it stays
+            found = path.lstat()
+            if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid():
+                continue
+            with path.open("r+") as lock:
+                driver_lock = lock.read()
+                if not driver_lock or _is_dead(Path(driver_lock)):
+                    _remove_if_unused(lock, path)
+
+
+def _is_dead(driver_lock: Path) -> bool:
+    """Return True if nobody drives an attached run. A filesystem that is not mounted here says nothing of its runs."""
+    return driver_lock.parents[1].is_dir() and holder(driver_lock) is None
+
+
+def _remove_if_unused(lock: IO[str], path: Path) -> None:
+    """Removes a board and its lock, unless a process has the lock."""
+    with suppress(BlockingIOError):
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if is_named(lock, path):  # else another removed it, and the board is theirs who came after that
+            shutil.rmtree(path.with_name(path.name.removesuffix(_LOCK)), ignore_errors=True)
+            path.unlink(missing_ok=True)
+
+
+def _shared_lock(path: Path) -> IO[str]:
+    """Return a file of that name that this process and others hold a lock on. Raises StoreError if another process
+    keeps it."""
+    while True:
+        held = open_lock(path)
+        try:
+            take_lock(held, path, _REMOVAL_S, shared=True)
+        except BaseException:
+            held.close()
+            raise
+        if is_named(held, path):
+            return held
+        held.close()  # the last user had removed it in the meantime
+
+
+# ---- network ---------------------------------------------------------------------------------------------
+
+
+def interface_address(interface: str) -> str | None:
+    """Of an interface: its IPv4 address, or its IPv6 address where it has no other; None where there is neither."""
+    found = psutil.net_if_addrs().get(interface, [])
+    for family in (socket.AF_INET, socket.AF_INET6):
+        for address in found:
+            if address.family == family:
+                return str(address.address)
+    return None
+
+
+def interfaces() -> list[str]:
+    """Those that have an address."""
+    return sorted(name for name in psutil.net_if_addrs() if interface_address(name) is not None)
+
+
+def interface_with(address: str) -> str | None:
+    """The interface that has an address; None where none has."""
+    names = (name for name, found in psutil.net_if_addrs().items() if any(one.address == address for one in found))
+    return next(names, None)
+
+
+def route_address(host: str) -> str:
+    """The address of this host by which another one is reached. Raises OSError where there is no route."""
+    with socket.socket(family_of(host), socket.SOCK_DGRAM) as probe:
+        probe.connect((host, 1))  # sends nothing: asks for the route
+        return str(probe.getsockname()[0])
+
+
+def family_of(host: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in host else socket.AF_INET
+
+
+# ---- last words ------------------------------------------------------------------------------------------
+
+_LONGEST = 500
+"""Characters: it becomes part of an event."""
+
+
+def write_exit_reason(log: str | None, words: str) -> None:
+    """`log`: the process's; None: it has none, and leaves nothing."""
+    if log is not None:
+        with suppress(OSError):  # a full disk does not keep it from ending
+            _beside(log).write_text(" ".join(words.split())[:_LONGEST], "utf8")
+
+
+def with_exit_reason(why: str, log: str | None) -> str:
+    """What the driver knows of an end, with what was left, which goes; or as it is, where nothing was."""
+    words = "" if log is None else _take(_beside(log))
+    return f"{why}: {words}" if words else why
+
+
+def clear_exit_reason(log: str | None) -> None:
+    """Of an earlier process, which no driver has read: they are not the next one's."""
+    if log is not None:
+        _take(_beside(log))
+
+
+def _take(file: Path) -> str:
+    try:
+        words = file.read_text("utf8")
+        file.unlink()
+    except (OSError, UnicodeDecodeError):
+        return ""
+    return words
+
+
+def _beside(log: str) -> Path:
+    return Path(f"{log}.last_words")

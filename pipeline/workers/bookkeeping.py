@@ -1,7 +1,4 @@
-"""What a stage spends on the store and the ledger, and on new weights: measured separately from its own work.
-
-Standard library only.
-"""
+"""Measure the time that a stage spends on the store, the ledger and new weights. Standard library only."""
 
 from __future__ import annotations
 
@@ -12,12 +9,13 @@ from contextlib import contextmanager
 
 
 class Clock(threading.local):
-    """Owns the seconds that this thread's call spends on bookkeeping."""
+    """Counts the seconds that this thread's call spends on bookkeeping."""
 
     seconds: float = 0.0
 
     @contextmanager
     def bookkeeping(self) -> Iterator[None]:
+        """Count the seconds of the block."""
         started = time.perf_counter()
         try:
             yield

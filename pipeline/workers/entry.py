@@ -1,10 +1,7 @@
-"""What runs inside a Dask worker: build this process into a rank or a replica, then run nodes.
+"""Entry points in a Dask worker: build the process into a rank or a replica, then run nodes.
 
-The process holds one runtime in a module global, because a Dask task is a plain function and models outlive tasks. A
-process that died and came back holds none: its calls raise WorkerLost, and the driver builds it again.
-
-May import distributed, this folder and storage; the runtime's class is named by the driver and imported here, so that
-the scheduler, which must import this module too, needs no torch.
+The runtime is a module global, because a Dask task is a plain function and models outlive tasks. A process that died
+and was started again has no runtime: its calls raise WorkerLost, and the driver builds it again.
 """
 
 from __future__ import annotations
@@ -14,54 +11,56 @@ import importlib
 import os
 import socket
 import sys
-import time
 from collections import OrderedDict
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Protocol, runtime_checkable
+from typing import TYPE_CHECKING
 
 from distributed import get_worker
 from distributed.comm import get_address_host
 
 from pipeline.workers.gang_calls import PassedOn, open_for_calls, outliers
-from pipeline.workers.messages import OUTCOMES, Built, Call, Outcome, WorkerLost, WorkerSpec
-from pipeline.workers.refits import TakesWeights, open_for_refits
-from pipeline.workers.reports import outcome_to_json
-from pipeline.workers.resting import Rests, open_for_rest
-from pipeline.workers.row_transfer import HasRows, open_for_rows
-from pipeline.workers.weight_transfer import ReadsWeights, WeightMirror
+from pipeline.workers.messages import OUTCOMES, Built, Call, Outcome, WorkerLost, WorkerSpec, outcome_to_json
+from pipeline.workers.orders import accept_refit_orders, accept_sleep_orders
+from pipeline.workers.row_migration import open_for_rows
+from pipeline.workers.weight_transfer import Fetcher, WeightMirror
 from storage.address import Address, Ref
 from storage.ledger import Ledger
 
-
-@dataclass(frozen=True)
-class CallResult:
-    """What a runtime reports of one call."""
-
-    ref: Ref | None
-    """None on ranks other than 0."""
-    store_s: float
-    """Seconds spent on reading and writing store, ledger, weights and checkpoints."""
-    reused: bool
-    """The output was already committed."""
-    warnings: tuple[str, ...] = ()
-    """What was not as it should be, and did not keep the call from its end."""
+if TYPE_CHECKING:  # they import torch, which the driver does not load
+    from pipeline.workers.replica_rows import ReplicaRows
 
 
-class Runtime(Protocol):
-    """Owns everything a worker process holds for its roles."""
+class Runtime:
+    """Runs the calls of a worker process. `WorkerSpec.runtime` names the subclass; its constructor takes the spec. A
+    subclass without an engine or models needs `run` alone."""
 
-    def run(self, call: Call) -> CallResult: ...
-
-    def close(self) -> None: ...
-
-
-@runtime_checkable
-class HasNumerics(Protocol):
-    """A runtime that says what the last bits of its results depend on."""
+    def run(self, call: Call) -> Outcome:
+        """Run a node, or find its commit."""
+        raise NotImplementedError
 
     @property
-    def numerics(self) -> dict[str, str]: ...
+    def numerics(self) -> dict[str, str]:
+        """Everything that the last bits of its results depend on, by name."""
+        return {}
+
+    @property
+    def rows(self) -> ReplicaRows | None:
+        """The rows of a replica, if they may migrate to others."""
+        return None
+
+    def fetch_with(self, fetcher: Fetcher) -> None:
+        """Fetch versions of the weights that this host lacks with `fetcher`, from now on."""
+
+    def take_weights(self, version: int) -> None:
+        """Load a version for the rows in flight, if there are any and the engine updates in flight. Raises StoreError
+        and OSError if the version cannot be read."""
+
+    def sleep(self) -> None:
+        """Free the devices until the next call. Does nothing if they are free. Raises RuntimeError during a call."""
+
+    def close(self) -> None:
+        """End every process and thread that this runtime started."""
 
 
 @dataclass(frozen=True)
@@ -114,21 +113,17 @@ def build_worker(spec: WorkerSpec, meeting: str | None = None) -> Built:
     if mirror is not None:
         mirror.open()  # before the models are loaded: other hosts may wait for what this one's board has
     module, _, name = spec.runtime.partition(":")
-    factory = getattr(importlib.import_module(module), name)
-    _resident = _Resident(spec, factory(spec))
-    if isinstance(_resident.runtime, HasRows) and _resident.runtime.rows is not None:
-        open_for_rows(get_worker(), spec, _resident.runtime.rows)
+    runtime: Runtime = getattr(importlib.import_module(module), name)(spec)
+    _resident = _Resident(spec, runtime)
+    if runtime.rows is not None:
+        open_for_rows(get_worker(), spec, runtime.rows)
     if spec.size > 1 and spec.index:
         open_for_calls(get_worker(), run_node)
-    if isinstance(_resident.runtime, Rests):
-        open_for_rest(get_worker(), spec, _resident.runtime)
-    if isinstance(_resident.runtime, TakesWeights):
-        open_for_refits(get_worker(), _resident.runtime)
-    if mirror is not None and isinstance(_resident.runtime, ReadsWeights):
-        _resident.runtime.fetch_with(mirror)
-    runtime = _resident.runtime
-    numerics = runtime.numerics if isinstance(runtime, HasNumerics) else {}
-    return Built(str(get_worker().address), numerics, socket.gethostname())
+    accept_sleep_orders(get_worker(), spec, runtime.sleep)
+    accept_refit_orders(get_worker(), runtime.take_weights)
+    if mirror is not None:
+        runtime.fetch_with(mirror)
+    return Built(str(get_worker().address), runtime.numerics, socket.gethostname())
 
 
 def _write_to(path: Path, headline: str) -> None:
@@ -184,16 +179,4 @@ def run_node(call: Call) -> Outcome:
     resident.begun[call.address, call.attempt] = None
     if len(resident.begun) > _REMEMBERED:
         resident.begun.popitem(last=False)
-    started = time.time()
-    result = resident.runtime.run(call)
-    return Outcome(
-        address=call.address,
-        ref=result.ref,
-        worker=resident.spec.name,
-        index=resident.spec.index,
-        started=started,
-        finished=time.time(),
-        store_s=result.store_s,
-        reused=result.reused,
-        warnings=result.warnings,
-    )
+    return resident.runtime.run(call)

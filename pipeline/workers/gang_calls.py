@@ -1,14 +1,11 @@
-"""A gang's calls: the driver gives a call to rank 0, which passes it on to its peers, over Dask's connections between
-the processes.
+"""Calls of a gang: the driver sends a call to rank 0, which forwards it to the other ranks over Dask connections.
 
     driver ──task──► rank 0 ──call──► rank 1 … n: run it in the thread that runs tasks
            ◄─outcome─       ◄─outcome─
-           ◄─────────── failure ──────    of a peer, at once: rank 0 may wait for it in a collective
+           ◄─────────── failure ──────    sent at once: rank 0 may wait for this rank in a collective
 
-So a node of a gang of hundreds of ranks costs the scheduler one task. Rank 0 is done when all are; of its peers'
-outcomes it reports those that stand out.
-
-May import distributed, pipeline.workers.{messages, reports} and stages.models.errors (which loads nothing).
+So the scheduler has one task per node, even for a gang of hundreds of ranks. Rank 0 ends when all ranks have ended. It
+reports only the outcomes of other ranks that differ from its own.
 """
 
 from __future__ import annotations
@@ -23,20 +20,19 @@ from typing import Any
 
 from distributed import Worker
 
-from pipeline.workers.messages import FAILURES, Call, Outcome, RankFailure, WorkerLost, worker_name
-from pipeline.workers.reports import failure_to_json
+from pipeline.workers.messages import FAILURES, Call, Outcome, RankFailure, WorkerLost, failure_to_json, worker_name
 
 RUN = "stageline_run_call"
-"""Name of the handler."""
+"""Name of the Dask handler."""
 _TOLERANCE_S = 0.1
 
 
 class PeerFailed(RuntimeError):
-    """What rank 0 raises where it did its own part, and a peer did not: the driver knows the peer's error already."""
+    """Another rank failed, and rank 0 did not. The driver already has the other rank's error."""
 
 
 def open_for_calls(worker: Worker, run: Callable[[Call], Outcome]) -> None:
-    """From now on this process runs what its rank 0 passes on, one call after the other."""
+    """Let rank 0 run calls in this process, one after another."""
 
     async def answer(call: bytes) -> dict[str, bytes]:
         sent: Call = pickle.loads(call)
@@ -44,7 +40,7 @@ def open_for_calls(worker: Worker, run: Callable[[Call], Outcome]) -> None:
         await asyncio.wait([running])
         error = running.exception()
         if error is not None:
-            traceback.print_exception(error)  # into its log, as Dask does with what a task raises
+            traceback.print_exception(error)  # into the log, as Dask does for tasks
             _report(worker, sent, error)
             return {}
         return {"outcome": pickle.dumps(running.result())}
@@ -53,7 +49,7 @@ def open_for_calls(worker: Worker, run: Callable[[Call], Outcome]) -> None:
 
 
 class PassedOn:
-    """Owns the requests of one call to the gang's other ranks (none, where the gang has one), until `outcomes`."""
+    """One call's requests to the gang's other ranks, if there are any."""
 
     def __init__(self, worker: Worker, call: Call) -> None:
         loop = worker.loop.asyncio_loop
@@ -63,7 +59,7 @@ class PassedOn:
         ]
 
     def outcomes(self) -> list[Outcome]:
-        """Those of the peers, by rank, as soon as all are there. Raises PeerFailed where one is not."""
+        """Wait for the other ranks and return their outcomes, by rank. Raises PeerFailed if a rank failed."""
         found = [asked.result() for asked in self._asked]
         failed = [index for index, outcome in enumerate(found, 1) if outcome is None]
         if failed:
@@ -72,15 +68,15 @@ class PassedOn:
 
 
 def peers_call(call: Call, index: int) -> Call:
-    """The call as it is for another rank."""
+    """Return the call for another rank."""
     return replace(call, worker=worker_name(call.gang, index), peers=())
 
 
 async def _ask(worker: Worker, address: str, call: Call) -> Outcome | None:
-    """What a peer made of a call; None where that is an error, which the driver knows then."""
+    """Run the call on another rank and return its outcome; None if it failed, which is then reported to the driver."""
     try:
         answer: dict[str, Any] = await getattr(worker.rpc(address), RUN)(call=pickle.dumps(call))
-    except (OSError, AttributeError):  # the process is gone; or it has come back, and is not this rank yet
+    except (OSError, AttributeError):  # the process has died, or was restarted and is not built yet
         _report(worker, call, WorkerLost(call.worker, call.incarnation))
         return None
     return pickle.loads(answer["outcome"]) if "outcome" in answer else None
@@ -91,8 +87,8 @@ def _report(worker: Worker, call: Call, error: BaseException) -> None:
 
 
 def outliers(first: Outcome, others: Sequence[Outcome]) -> tuple[Outcome, ...]:
-    """Of the peers' outcomes those that have something to say: a warning, or a beginning or an end that is apart from
-    rank 0's by more than a tenth of its seconds (and 0.1 s)."""
+    """Return the outcomes with a warning, and those that started or finished more than a tenth of rank 0's seconds (and
+    0.1 s) apart from rank 0's."""
     tolerance_s = max(_TOLERANCE_S, 0.1 * (first.finished - first.started))
     return tuple(other for other in others if _stands_out(first, tolerance_s, other))
 

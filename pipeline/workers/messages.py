@@ -1,20 +1,23 @@
 """What the driver sends to a worker and gets back: small, picklable, importable by the scheduler.
 
-May import the standard library, storage.address, storage.retries, stages.models.{errors, protocol} and
-stages.engines.row_loads.
+What workers report to the driver, as text: JSON of nothing but numbers, strings and lists, so that reading a report
+runs nothing. (What the driver sends to a worker is a task, which runs there in any case.)
+
+What a command says to its user though a worker raised it; loads nothing.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, is_dataclass
 from enum import StrEnum
+from typing import Any
 
-from stages.engines.row_loads import EngineLoad, MigrationRequest
-from stages.models.errors import RanksMissing
-from stages.models.protocol import ALONE
+from stages.engines.row_loads import EngineLoad, MigrationRequest, RowLoad
+from stages.models.protocol import ALONE, RanksMissing
 from storage.address import Address, Ref
-from storage.retries import may_pass
+from storage.files import may_pass
 
 OUTCOMES = "stageline-outcomes"
 """Dask topic on which workers report outcomes to the driver, as `reports.outcome_to_json` writes them."""
@@ -22,10 +25,10 @@ OUTCOMES = "stageline-outcomes"
 FAILURES = "stageline-failures"
 """Dask topic on which ranks other than 0 report what they raised: `RankFailure` as JSON (`reports`)."""
 
-TAILS = "stageline-tails"
+MIGRATIONS = "stageline-tails"
 """Dask topic on which replicas tell the driver of rows, as `reports.rows_to_json` writes it."""
 
-RESTED = "stageline-rested"
+SLEEP_REPORTS = "stageline-rested"
 """Dask topic on which workers tell the driver that they have left their devices, as `reports.rested_to_json` writes
 it."""
 
@@ -55,7 +58,7 @@ class MirrorSpec:
     """Directory of the host's board."""
     publisher: str
     """Name of the worker that publishes."""
-    patience_s: float
+    timeout_s: float
     """Without a byte of a version that is needed, before that is an error."""
     silence_s: float
     """Of a worker that sends, before another is asked."""
@@ -74,10 +77,10 @@ class WorkerSpec:
     """How often the gang (or replica) has been built before; a call of another incarnation is refused."""
     runtime: str
     """module:class of the runtime (`pipeline.workers.runtime:StageRuntime`; tests have others)."""
-    config_yaml: str
+    config_yaml: str = field(repr=False)
     """The resolved config: workers read the same one as the driver."""
     rendezvous: str = ALONE
-    """Where the ranks of this incarnation meet (`stages/models/meeting.py`); those of several at rank 0's address."""
+    """Where the ranks of this incarnation meet (`stages/models/parallel.py`); those of several at rank 0's address."""
     listening: int | None = None
     """Of rank 0, in its process: the descriptor of the socket that listens there."""
     log: str | None = None
@@ -123,23 +126,22 @@ class Call:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a worker reports of a call; `ref` is None on ranks other than 0."""
+    """The result of one call on one worker, as a runtime returns it and the driver receives it."""
 
     address: Address
     ref: Ref | None
+    """Reference to the commit; None on ranks other than 0."""
     worker: str
     index: int
     started: float
     """Seconds since the epoch, the worker's clock."""
     finished: float
     store_s: float
-    """Of it, spent on reading and writing store, ledger, weights and checkpoints."""
-    reused: bool
-    """The output was already committed."""
+    """Seconds of the call spent on reading and writing the store, ledger, weights and checkpoints."""
     warnings: tuple[str, ...] = ()
-    """What was not as it should be, and did not keep the call from its end."""
+    """Problems that did not make the call fail."""
     peers: tuple[Outcome, ...] = ()
-    """Rank 0's: of the gang's other ranks, whose part is done too, the outcomes that stand out (`gang_calls`)."""
+    """Outcomes of other ranks that differ noticeably from rank 0's (`gang_calls.outliers`). Only rank 0 has any."""
 
 
 class FailureKind(StrEnum):
@@ -187,7 +189,7 @@ class RankFailure:
 
 
 @dataclass(frozen=True)
-class RowsNews:
+class RowsReport:
     """A replica says what rows it has in flight."""
 
     gang: str
@@ -199,7 +201,7 @@ class RowsNews:
 
 
 @dataclass(frozen=True)
-class Rested:
+class SleepReport:
     """A worker says that it has left its devices to others; or why it could not."""
 
     gang: str
@@ -212,7 +214,7 @@ class Rested:
 
 
 @dataclass(frozen=True)
-class MoveOrder:
+class MigrationOrder:
     """The driver's order to a replica: send these rows to another."""
 
     number: int
@@ -226,7 +228,7 @@ class MoveOrder:
 
 
 @dataclass(frozen=True)
-class MoveOver:
+class MigrationDone:
     """A replica says that an order is carried out: its rows were accepted, or have come back."""
 
     number: int
@@ -240,13 +242,13 @@ class MoveOver:
     seconds: float
     """From the first byte to the answer."""
     away: tuple[Address, ...]
-    """As in `RowsNews`."""
+    """As in `RowsReport`."""
     refusal: str | None = None
     """Why the rows were not accepted."""
 
 
 def slot_resource(gang: str, index: int) -> str:
-    """Dask resource of a worker's slots. It pins a task to one worker of a gang and, unlike an address, outlives the
+    """Dask resource of a worker's max_rows. It pins a task to one worker of a gang and, unlike an address, outlives the
     process."""
     return f"{gang}.{index}"
 
@@ -258,3 +260,153 @@ def pin_resource(gang: str, index: int) -> str:
 
 def worker_name(gang: str, index: int) -> str:
     return f"{gang}-{index}"
+
+
+# ---- reports ---------------------------------------------------------------------------------------------
+
+
+class BadReport(ValueError):
+    """A text that is no report of a worker; says what is the matter."""
+
+
+def outcome_to_json(attempt: str, outcome: Outcome) -> str:
+    """For the topic `OUTCOMES`. Raises TypeError for a reference whose state is not JSON."""
+    return json.dumps({"attempt": attempt, "outcome": outcome}, default=_fields)
+
+
+def outcome_from_json(text: str) -> tuple[str, Outcome]:
+    """What `outcome_to_json` wrote: the attempt and its outcome. Raises BadReport."""
+    try:
+        document = json.loads(text)
+        given = document["outcome"]
+        return str(document["attempt"]), _outcome(given)
+    except (KeyError, TypeError, ValueError) as error:
+        raise BadReport(f"no outcome of a call: {type(error).__name__} {error} in {str(text)[:200]!r}") from error
+
+
+def failure_to_json(failure: RankFailure) -> str:
+    """For the topic `FAILURES`."""
+    return json.dumps(failure, default=_fields)
+
+
+def failure_from_json(text: str) -> RankFailure:
+    """What `failure_to_json` wrote. Raises BadReport."""
+    try:
+        given = json.loads(text)
+        return RankFailure(
+            address=_address(given["address"]),
+            attempt=str(given["attempt"]),
+            worker=str(given["worker"]),
+            incarnation=int(given["incarnation"]),
+            index=int(given["index"]),
+            kind=FailureKind(given["kind"]),
+            error=str(given["error"]),
+            text=str(given["text"]),
+            missing=tuple(map(int, given["missing"])),
+            passing=bool(given["passing"]),
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        raise BadReport(f"no failure of a rank: {type(error).__name__} {error} in {str(text)[:200]!r}") from error
+
+
+def rows_to_json(report: RowsReport | MigrationDone) -> str:
+    """For the topic `MIGRATIONS`."""
+    return json.dumps({type(report).__name__: report}, default=_fields)
+
+
+def rows_from_json(text: str) -> RowsReport | MigrationDone:
+    """What `rows_to_json` wrote. Raises BadReport."""
+    try:
+        ((kind, given),) = json.loads(text).items()
+        match kind:
+            case "RowsReport":
+                return RowsReport(**_replica(given), here=_load(given["here"]), away=_addresses(given["away"]))
+            case "MigrationDone":
+                return MigrationDone(
+                    **_replica(given),
+                    number=int(given["number"]),
+                    num_rows=int(given["num_rows"]),
+                    num_bytes=int(given["num_bytes"]),
+                    seconds=float(given["seconds"]),
+                    away=_addresses(given["away"]),
+                    refusal=None if given["refusal"] is None else str(given["refusal"]),
+                )
+        raise ValueError(f"there is no {kind}")
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise BadReport(f"no report of rows: {type(error).__name__} {error} in {str(text)[:200]!r}") from error
+
+
+def sleep_report_to_json(report: SleepReport) -> str:
+    """For the topic `SLEEP_REPORTS`."""
+    return json.dumps(report, default=_fields)
+
+
+def sleep_report_from_json(text: str) -> SleepReport:
+    """What `sleep_report_to_json` wrote. Raises BadReport."""
+    try:
+        given = json.loads(text)
+        error = None if given["error"] is None else str(given["error"])
+        return SleepReport(**_replica(given), number=int(given["number"]), seconds=float(given["seconds"]), error=error)
+    except (KeyError, TypeError, ValueError) as error:
+        raise BadReport(f"no report of rest: {type(error).__name__} {error} in {str(text)[:200]!r}") from error
+
+
+def _fields(record: object) -> dict[str, Any]:
+    if not is_dataclass(record):
+        raise TypeError(f"{type(record).__name__} is not JSON: {record!r}")
+    return vars(record)
+
+
+def _address(given: dict[str, Any]) -> Address:
+    return Address(str(given["stage"]), int(given["step"]), int(given["shard"]))
+
+
+def _addresses(given: list[dict[str, Any]]) -> tuple[Address, ...]:
+    return tuple(map(_address, given))
+
+
+def _outcome(given: dict[str, Any]) -> Outcome:
+    return Outcome(
+        address=_address(given["address"]),
+        ref=None if given["ref"] is None else _ref(given["ref"]),
+        worker=str(given["worker"]),
+        index=int(given["index"]),
+        started=float(given["started"]),
+        finished=float(given["finished"]),
+        store_s=float(given["store_s"]),
+        warnings=tuple(map(str, given["warnings"])),
+        peers=tuple(map(_outcome, given["peers"])),
+    )
+
+
+def _ref(given: dict[str, Any]) -> Ref:
+    metrics = {str(name): float(value) for name, value in given["metrics"].items()}
+    times = float(given["started"]), float(given["finished"])
+    return Ref(_address(given["address"]), str(given["attempt"]), metrics, dict(given["state"]), *times)
+
+
+def _replica(given: dict[str, Any]) -> dict[str, Any]:
+    return {"gang": str(given["gang"]), "index": int(given["index"]), "incarnation": int(given["incarnation"])}
+
+
+def _load(given: dict[str, Any]) -> EngineLoad:
+    return EngineLoad(
+        version=int(given["version"]),
+        max_rows=int(given["max_rows"]),
+        rows=tuple(map(_row, given["rows"])),
+        position_bytes=int(given["position_bytes"]),
+        pass_s=float(given["pass_s"]),
+        prefill_s=float(given["prefill_s"]),
+    )
+
+
+def _row(given: dict[str, Any]) -> RowLoad:
+    seed, step, row = map(int, given["key"])
+    return RowLoad((seed, step, row), int(given["tokens"]), int(given["cached"]), int(given["left"]))
+
+
+# ---- errors ----------------------------------------------------------------------------------------------
+
+
+class ReplayMismatch(RuntimeError):
+    """An update run again from its stored inputs gave other weights than the ones that were committed."""

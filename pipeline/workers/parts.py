@@ -1,8 +1,5 @@
 """What a worker process holds: an engine for `generate`, a reward and a tokenizer for `score`, a model host for
 `policy`, `critic` and `reference`; and what every stage needs beside them. It builds what its gang's roles need.
-
-May import pipeline.config, pipeline.graph, this folder, storage and stages; engines, models and rewards are imported
-when a role needs them: each costs seconds.
 """
 
 from __future__ import annotations
@@ -19,34 +16,34 @@ from typing import Any, TypeVar
 
 import torch
 
-from pipeline.config.cluster import collective_timeout_s
 from pipeline.config.identity import fingerprint
 from pipeline.config.loading import config_hash, load_yaml
 from pipeline.config.paths import RunPaths
 from pipeline.config.run import RunConfig
+from pipeline.config.sections import collective_timeout_s
 from pipeline.graph.graph import STAGE_ROLES, made_from
+from pipeline.workers.attached import clear_exit_reason, write_exit_reason
 from pipeline.workers.bookkeeping import Clock
-from pipeline.workers.last_words import forget_last_words, leave_last_words
 from pipeline.workers.messages import LONGEST_SILENCE_S, Call, WorkerSpec
 from pipeline.workers.replica_rows import ReplicaRows
 from pipeline.workers.updates import ExactlyOnceUpdates
 from pipeline.workers.versioned_engine import VersionedEngine
 from pipeline.workers.weight_transfer import Fetcher
 from stages.engines.protocol import GenerationEngine, NamesDevice, NamesKernels
-from stages.models.fingerprint import machine_numerics, software
 from stages.models.hf_files import Tokenizer, read_tokenizer
 from stages.models.protocol import MODEL_ROLES, ModelHost, Rank, Role
+from stages.models.weights import machine_numerics, software
 from stages.prompts import PromptTable
 from stages.publish import is_published
 from stages.rewards.protocol import Closable, Part
 from storage.address import Address
-from storage.behind import Behind
 from storage.checkpoints import Checkpoints
 from storage.commits import Commit, Provenance, provenance_here
 from storage.ledger import Ledger
 from storage.rollouts import RolloutStore
 from storage.weight_copies import is_copy
 from storage.weights import Manifest, WeightBoard, owner_alive
+from storage.writeback import Writeback
 
 RECENT_BYTES = 64 << 20
 """Of records that a worker keeps: `reference`, `logprob`, `value` and both updates of a step read the same rows."""
@@ -84,7 +81,7 @@ class WorkerParts:
     ledger: Ledger
     store: RolloutStore
     board: WeightBoard
-    behind: Behind
+    writeback: Writeback
     """Moves committed arrays into their place while the next node computes."""
     clock: Clock = field(default_factory=Clock)
     prompts: PromptTable | None = None
@@ -97,7 +94,7 @@ class WorkerParts:
     fetcher: Fetcher | None = None
     """Brings versions that this host lacks, from others."""
     numerics: dict[str, str] = field(default_factory=dict)
-    """What the last bits of this worker's results depend on: see stages/models/fingerprint.py."""
+    """What the last bits of this worker's results depend on: see stages/models/weights.py."""
     warnings: list[str] = field(default_factory=list)
     """What a person should read and the driver has not been told yet."""
 
@@ -150,12 +147,12 @@ class WorkerParts:
             numerics=fingerprint(self.numerics),
         )
 
-    def rest(self) -> None:
+    def sleep(self) -> None:
         """Leaves the devices to others, until the next call needs them."""
         if self.engine is not None:
-            self.engine.rest()
+            self.engine.sleep()
         if self.updates is not None:
-            self.updates.host.rest()
+            self.updates.host.sleep()
 
     def close(self) -> None:
         if self.scorer is not None:
@@ -163,7 +160,7 @@ class WorkerParts:
         if self.engine is not None:
             self.engine.close()
         try:
-            self.behind.close()
+            self.writeback.close()
         finally:
             if self.updates is not None:
                 self.updates.close()
@@ -181,9 +178,9 @@ def build_parts(spec: WorkerSpec, *, same_layout: bool) -> WorkerParts:
     torch.set_num_threads(config.placement.gangs[spec.gang].threads)
     paths = RunPaths(config.run_dir)
     durability = config.storage.durability(unseen=True)
-    ledger, behind = Ledger(str(paths.ledger), durability), Behind()
+    ledger, writeback = Ledger(str(paths.ledger), durability), Writeback()
     store = RolloutStore(
-        str(paths.root), ledger, config.layouts(), recent_bytes=RECENT_BYTES, durability=durability, behind=behind
+        str(paths.root), ledger, config.layouts(), recent_bytes=RECENT_BYTES, durability=durability, writeback=writeback
     )
     parts = WorkerParts(
         spec=spec,
@@ -192,7 +189,7 @@ def build_parts(spec: WorkerSpec, *, same_layout: bool) -> WorkerParts:
         paths=paths,
         ledger=ledger,
         store=store,
-        behind=behind,
+        writeback=writeback,
         board=WeightBoard(paths.board(config.weights_dir(spec.gang)) if spec.mirror is None else spec.mirror.board),
         numerics=software() | machine_numerics(),
     )
@@ -211,14 +208,14 @@ def build_parts(spec: WorkerSpec, *, same_layout: bool) -> WorkerParts:
         if isinstance(engine, NamesDevice):
             parts.numerics["engine.device"] = engine.device
         parts.engine = VersionedEngine(engine, parts.board, in_flight=in_flight, fetch=parts.fetch)
-        if config.cluster.move_rows_below:
+        if config.cluster.migrate_rows_below:
             silence_s = min(LONGEST_SILENCE_S, config.cluster.deadline_s / 4)
-            parts.rows = ReplicaRows(parts.engine, config.cluster.move_rows_below, silence_s)
+            parts.rows = ReplicaRows(parts.engine, config.cluster.migrate_rows_below, silence_s)
     if gang.ordered:
         parts.updates = _build_updates(parts, _build_host(config, spec, gang.roles & MODEL_ROLES), same_layout)
         parts.numerics |= parts.updates.host.numerics()
     if config.takes_turns(spec.gang):
-        parts.rest()  # others may have the devices; the first call takes them
+        parts.sleep()  # others may have the devices; the first call takes them
     return parts
 
 
@@ -236,7 +233,7 @@ def _being_published(board: WeightBoard, manifest: Manifest) -> bool:
 
 
 def _build_engine(config: RunConfig, spec: WorkerSpec) -> GenerationEngine:
-    forget_last_words(spec.log)
+    clear_exit_reason(spec.log)
     make = importlib.import_module("stages.engines.build").build_engine
     engine: GenerationEngine = make(
         config.model.path,
@@ -244,7 +241,7 @@ def _build_engine(config: RunConfig, spec: WorkerSpec) -> GenerationEngine:
         max_seq=config.seq,
         threads=config.placement.gangs[spec.gang].threads,
         eos_token_ids=config.model.eos_token_ids,
-        migratable=config.cluster.move_rows_below > 0,
+        migratable=config.cluster.migrate_rows_below > 0,
         on_lost=partial(_end_process, spec.log),
         log=Path(spec.log) if spec.log is not None else None,
     )
@@ -301,5 +298,5 @@ def _build_updates(parts: WorkerParts, host: ModelHost, same_layout: bool) -> Ex
 def _end_process(log: str | None, reason: str) -> None:
     """A replica that has lost a rank is lost as a whole: as if its own process had died, it is built anew."""
     print(f"{reason}: its replica ends", file=sys.stderr, flush=True)
-    leave_last_words(log, reason)
+    write_exit_reason(log, reason)
     os._exit(1)

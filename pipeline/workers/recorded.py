@@ -4,8 +4,7 @@
                                           └ sampler_logprobs and token_versions as recorded: the correction is theirs
 
 Everything of a step happens in this process and in the pipeline's order, shard by shard where the pipeline has shards:
-a variant that differs in nothing ends in its parent's bits. May import pipeline.config, pipeline.graph, stages and
-storage.
+a variant that differs in nothing ends in its parent's bits.
 """
 
 from __future__ import annotations
@@ -17,10 +16,9 @@ from typing import Any
 from pipeline.config.run import RunConfig
 from pipeline.graph.graph import update_stages
 from stages.advantage import advantage
-from stages.logprob import logprob
+from stages.forward import logprob, value
 from stages.models.protocol import ModelHost
 from stages.update import update_critic, update_policy
-from stages.value import value
 from storage.address import Address
 from storage.records import PolicyLogprobs, Rollout, Values, concatenate
 from storage.rollouts import RolloutStore

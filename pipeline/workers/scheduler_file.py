@@ -5,7 +5,7 @@
       shared-000001                 in which every worker must read what the file says
 
 Whoever can read it can join, and have every worker run anything. The driver removes it when it ends in order; what a
-killed driver left, the next one removes. May import the standard library, pipeline.config.paths and storage.
+killed driver left, the next one removes.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import re
 import socket
 import ssl
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -46,9 +46,9 @@ class SchedulerFile:
     """The driver's, which relative paths of the config begin at."""
     nonce: str
     """What `shared-NNNNNN` in the run's directory holds."""
-    certificate: str
-    key: str
-    config: str
+    certificate: str = field(repr=False)
+    key: str = field(repr=False)
+    config: str = field(repr=False)
     """The resolved config, as YAML."""
 
     @property

@@ -15,8 +15,6 @@ leaves nothing that counts.
 
 In a gang every rank does this together; rank 0's view of ledger and checkpoints decides and is broadcast, since two
 ranks could look at different moments.
-
-May import torch.distributed, pipeline.graph, pipeline.workers.background, stages and storage.
 """
 
 from __future__ import annotations
@@ -30,10 +28,10 @@ from typing import Any
 import torch.distributed as dist
 
 from pipeline.graph.graph import UPDATE_STAGE
-from pipeline.workers.background import BackgroundWriter
-from pipeline.workers.errors import ReplayMismatch
-from stages.models.errors import StateError
-from stages.models.protocol import ModelHost, Role
+from pipeline.workers.exports import BackgroundWriter
+from pipeline.workers.messages import ReplayMismatch
+from stages.models.checkpoint_metadata import pickle_fault
+from stages.models.protocol import ModelHost, Role, StateError
 from stages.update import update_critic, update_policy
 from storage.address import Address
 from storage.checkpoints import Checkpoints
@@ -52,7 +50,8 @@ def committed_meta(ledger: Ledger, role: Role, version: int) -> dict[str, Any] |
 
 
 def is_usable(checkpoints: Checkpoints, ledger: Ledger, role: Role, version: int) -> bool:
-    """Whether every byte of a checkpoint is what was saved, and its weights are those that were committed."""
+    """Return True if every byte of a checkpoint is what was saved, its weights are those that were committed, and its
+    pickles hold nothing but data."""
     expected = committed_meta(ledger, role, version)
     if expected is None:
         return False
@@ -60,7 +59,7 @@ def is_usable(checkpoints: Checkpoints, ledger: Ledger, role: Role, version: int
         checkpoints.verify(role, version, expected=expected)
     except StoreError:
         return False
-    return True
+    return pickle_fault(checkpoints.place(role, version)) is None
 
 
 def _meta(digest: str) -> dict[str, Any]:

@@ -1,7 +1,4 @@
-"""An engine whose weights change while shards come and go: who may be in it with which version.
-
-May import numpy, torch, storage, stages.engines and pipeline.workers.bookkeeping.
-"""
+"""A lock around an engine: shards of one version of the weights share it, and other versions wait."""
 
 from __future__ import annotations
 
@@ -17,7 +14,6 @@ from pipeline.workers.bookkeeping import Clock
 from stages.engines.migration import IncomingRows, MigratableRows, MigratedRow
 from stages.engines.protocol import (
     NO_VERSION,
-    Completion,
     EngineLost,
     GenerationEngine,
     MappedTensors,
@@ -33,16 +29,16 @@ _BFLOAT16_EXPONENT = np.uint16(0x7F80)
 
 
 class VersionedEngine:
-    """Owns an engine, and says which shards may be in it together.
+    """Owns an engine and decides which shards may use it together.
 
-    Shards of the resident version share the engine; the first of another version waits until they have left, or wait
-    for nothing but rows that other replicas finish for them; it loads its weights and lets its own kind in. Dispatch
-    hands out the oldest step first, so versions seldom go back and forth.
+    Shards of the resident version share the engine. A shard of another version waits until they have left, or wait only
+    for rows in other replicas. Then it loads its weights, and shards of its version may enter. Dispatch runs the oldest
+    step first, so versions seldom alternate.
 
-    With an engine that updates in flight, a shard asks for the oldest version that it may be sampled with: a newer one
-    that is resident will do, and the first shard that asks for a newer one, or the driver's order (`take`), loads it
-    while the others' rows go on. No version is newer than a row's step: the step's update waits for the row.
-    Evaluations take one version only."""
+    If the engine updates in flight, a shard names the oldest version that it may be sampled with, and a newer resident
+    version will do. The first shard that needs a newer version, or the driver's order (`take`), loads it while the
+    other rows continue. No version is newer than a row's step, since the step's update waits for the row. Evaluations
+    need exactly one version."""
 
     def __init__(
         self,
@@ -52,7 +48,7 @@ class VersionedEngine:
         in_flight: bool = False,
         fetch: Callable[[int], None] = lambda version: None,
     ) -> None:
-        """`fetch(version)`: brings a version that the board lacks, if there is anywhere to bring it from."""
+        """`fetch(version)`: copies a version that the board lacks from another host, if there is one."""
         self._engine = engine
         self._in_flight = in_flight
         self._fetch = fetch
@@ -60,28 +56,28 @@ class VersionedEngine:
         self._board = board
         self._version: int | None = None
         self._names: frozenset[str] = frozenset()
-        """Of the tensors that the last version brought."""
+        """Names of the tensors in the last version."""
         self._spoilt: str | None = None
-        """Why no weights of the engine can be trusted."""
+        """Why the engine cannot be used any more."""
         self._loading = False
         self._asleep = False
-        """It has left its devices to others."""
+        """True while it has freed its devices."""
         self._inside = 0
-        """Shards, and groups of other replicas' rows."""
+        """Number of shards, and of groups of other replicas' rows, in the engine."""
         self._exact = 0
-        """Of those, the ones that take one version only."""
+        """Number of those that need exactly one version."""
         self._turn = threading.Condition()
-        """Held for moments only: the engine's own thread takes it, too."""
+        """Never held for long: the engine's thread takes it too."""
 
     @contextmanager
     def at(self, version: int, clock: Clock, *, exact: bool = False) -> Iterator[GenerationEngine]:
-        """The engine with the weights of `version` resident until the block ends, or until all rows that the block has
-        in the engine have left it for other replicas. Where the engine updates in flight: of `version` or newer, and
-        they may change under way, unless the block needs them `exact`. Raises DamagedWeights, and the weights
-        stay as they were, where the version on the board is not what was published."""
+        """Return the engine with the weights of `version`. They stay until the block ends, or until all of its rows
+        have left for other replicas. If the engine updates in flight and not `exact`, a newer version will do and the
+        weights may change within the block. Raises DamagedWeights, and keeps the old weights, if the version on the
+        board is not what was published."""
         exact = exact or not self._in_flight
         if not self._serves(version, exact) and not self._board.has(version):
-            with clock.bookkeeping():  # before its turn comes: the others need not wait for the transfer
+            with clock.bookkeeping():  # before its turn, so that other shards do not wait for the transfer
                 self._fetch(version)
         self._enter(version, clock, exact)
         try:
@@ -90,17 +86,17 @@ class VersionedEngine:
             self._leave(exact)
 
     def take(self, version: int) -> None:
-        """Loads a version for the rows in flight, where the engine updates so; those that take one version only are
-        waited for. Without rows nothing is done: the next shard brings its version. Raises what `at` does."""
+        """Load a version for the rows in flight, if the engine updates in flight. Waits for shards that need exactly
+        one version. Does nothing without rows: the next shard loads its version. Raises the errors of `at`."""
         with self._turn:
             wanted = self._in_flight and self._inside > 0
         if wanted:
             with self.at(version, Clock()):
                 pass
 
-    def rest(self) -> None:
-        """Gives up what the engine has on its devices, until a shard comes; nothing if it has. Raises RuntimeError
-        while shards are in it."""
+    def sleep(self) -> None:
+        """Free the engine's devices until the next shard. Does nothing if they are free. Raises RuntimeError while
+        shards are in the engine."""
         with self._turn:
             if self._inside or self._loading:
                 raise RuntimeError(f"{self._inside} shards are in the engine: it rests after them")
@@ -140,10 +136,9 @@ class VersionedEngine:
                 self._turn.notify_all()
 
     def _load(self, version: int, lease: WeightLease) -> None:
-        """Nothing is sampled from weights that are not those that were published. Their bytes are read here once, and
-        once by the engine: what takes them in also looks for numbers that are not finite, or where that is another
-        process, this one does while it sums them up. Raises EngineLost where a refit has failed half-way, and the
-        engine is of no use any more."""
+        """Verify the published weights and load them. The bytes are read once here and once by the engine, which also
+        checks that all numbers are finite. If the engine is another process, this one checks it while it computes the
+        checksum. Raises EngineLost after a refit that failed half-way, which makes the engine unusable."""
         if self._spoilt is not None:
             raise EngineLost(self._spoilt)
         can = self._engine.capabilities
@@ -154,16 +149,16 @@ class VersionedEngine:
             self._engine.load_weights(version, _tensors(lease, finite=elsewhere))
             half_way = False
         except WeightsError:
-            half_way = False  # refused before anything was taken in
+            half_way = False  # refused before anything was loaded
             raise
         finally:
             if half_way:
-                self._version = None  # nobody is let in any more
+                self._version = None  # no shard may enter any more
                 self._spoilt = f"version {version} of the weights came in half-way: the engine must be built anew"
 
     def _check_names(self, version: int, names: Set[str]) -> None:
-        """A tensor that one version brings and the next does not would go on with the older one's numbers. Raises
-        WeightsError, naming the tensor."""
+        """Raise WeightsError, naming a tensor, unless this version has the same tensors as the last. A missing tensor
+        would keep its old numbers."""
         odd = names ^ self._names if self._names else frozenset()
         if odd:
             name = min(odd)
@@ -173,13 +168,13 @@ class VersionedEngine:
             )
 
     def _serves(self, version: int, exact: bool) -> bool:
-        """Whether the engine is awake, with weights that will do."""
+        """Return True if the engine is awake with weights that will do."""
         if self._asleep:
             return False
         return self._version is not None and (self._version == version if exact else self._version >= version)
 
     def _may_enter(self, version: int, exact: bool) -> bool:
-        """Whether the resident weights will do, or may be exchanged for others now."""
+        """Return True if the resident weights will do or may be replaced now."""
         if self._loading:
             return False
         if self._serves(version, exact) or (not exact and self._exact == 0):
@@ -192,35 +187,36 @@ class VersionedEngine:
             self._exact -= exact
             self._turn.notify_all()
 
-    # ---- rows that migrate; only of engines that have `MigratableRows` ----
+    # ---- rows that migrate ----
 
     @property
-    def _rows(self) -> MigratableRows:
+    def migratable(self) -> MigratableRows:
+        """The engine, if its rows can migrate. `watch_load`, `migrate_out` and `migrate_in` are called here instead."""
         assert self._movable is not None, "this engine's rows cannot migrate"
         return self._movable
 
     def watch_load(self, below: int, listener: Callable[[EngineLoad], None]) -> None:
-        """See `MigratableRows`. To be called before rows migrate: it is also how whoever waits here hears that the last
-        row of a call has finished at home."""
+        """See `MigratableRows`. Call this before rows migrate: it also wakes shards that wait here for another version
+        when the last row of a call has finished here."""
 
         def listen(here: EngineLoad) -> None:
-            with self._turn:  # a call may have come to wait for rows elsewhere only
+            with self._turn:  # all unfinished rows of a call may be elsewhere now
                 self._turn.notify_all()
             listener(here)
 
-        self._rows.watch_load(below, listen)
+        self.migratable.watch_load(below, listen)
 
     def migrate_out(self, rows: Collection[MigrationRequest]) -> list[MigratedRow]:
         """See `MigratableRows`."""
-        migrated = self._rows.migrate_out(rows)
+        migrated = self.migratable.migrate_out(rows)
         with self._turn:
             self._turn.notify_all()
         return migrated
 
     @contextmanager
     def migrate_in(self, migrated: Sequence[MigratedRow]) -> Iterator[IncomingRows]:
-        """Other replicas' rows, whose version stays resident until the block ends (or they have left again). Raises
-        RequestError for what cannot be accepted."""
+        """Continue rows of another replica. Their version stays resident until the block ends or they have left again.
+        Raises RequestError for rows that cannot be accepted."""
         with self._turn:
             versions = {one.version for one in migrated}
             if self._loading or self._asleep or versions != {self._version}:
@@ -230,7 +226,7 @@ class VersionedEngine:
             self._inside += 1
             self._exact += not self._in_flight
         try:
-            incoming = self._rows.migrate_in(migrated)
+            incoming = self.migratable.migrate_in(migrated)
             try:
                 yield incoming
             finally:
@@ -238,24 +234,12 @@ class VersionedEngine:
         finally:
             self._leave(not self._in_flight)
 
-    def deliver(self, ticket: int, completion: Completion) -> None:
-        """See `MigratableRows`."""
-        self._rows.deliver(ticket, completion)
-
-    def give_back(self, tickets: Collection[int]) -> None:
-        """See `MigratableRows`."""
-        self._rows.give_back(tickets)
-
-    def wanted(self, tickets: Collection[int]) -> set[int]:
-        """See `MigratableRows`."""
-        return self._rows.wanted(tickets)
-
     def close(self) -> None:
         self._engine.close()
 
 
 def check_finite_numbers(info: TensorInfo, numbers: np.ndarray) -> None:
-    """For `WeightLease.verify`. Raises WeightsError, naming the tensor, if one of these numbers of it is not finite."""
+    """Raise WeightsError, naming the tensor, if one of its numbers is not finite. For `WeightLease.verify`."""
     if info.dtype == BFLOAT16:
         finite = bool(((numbers & _BFLOAT16_EXPONENT) != _BFLOAT16_EXPONENT).all())
     else:
@@ -265,7 +249,7 @@ def check_finite_numbers(info: TensorInfo, numbers: np.ndarray) -> None:
 
 
 def _tensors(lease: WeightLease, *, finite: bool) -> MappedTensors:
-    """The mapped arrays as tensors, without a copy; they are read only, and so is what engines do with them."""
+    """Return the mapped arrays as tensors, without a copy. They are read-only."""
     infos = lease.manifest.tensors
     patterns = {info.name for info in infos if info.dtype == BFLOAT16}
     places = {info.name: TensorPlace(info.name, str(lease.file), info.offset, info.shape, info.dtype) for info in infos}

@@ -20,8 +20,6 @@ goes on where it stopped. The tree is in the publisher's memory only and may be 
 The driver notifies readers of a new version when it is published, so that it has often come when it is needed, and
 when nobody reads a version any more. Either message may be lost: a version is fetched when it is needed, and a
 copy that stayed goes with the board's directory.
-
-May import distributed, pipeline.workers.messages and storage.
 """
 
 from __future__ import annotations
@@ -32,7 +30,7 @@ import time
 from collections.abc import AsyncIterator, Iterable, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 from distributed import Client, Status, Worker
 from distributed.comm import Comm, connect
@@ -74,13 +72,6 @@ class Fetcher(Protocol):
     def fetch(self, version: int) -> None: ...
 
     def fetched(self) -> Fetched: ...
-
-
-@runtime_checkable
-class ReadsWeights(Protocol):
-    """A runtime that may need weights which its host lacks."""
-
-    def fetch_with(self, fetcher: Fetcher) -> None: ...
 
 
 class _SourceLost(Exception):
@@ -218,7 +209,8 @@ class WeightMirror:
 
     def _fetch(self, version: int, *, wait: bool) -> None:
         while not self._board.has(version):
-            with receiving(self._board, version, wait=wait) as ours:
+            wait_s = 2 * self._spec.timeout_s if wait else 0.0  # who has the turn gives up before
+            with receiving(self._board, version, wait_s=wait_s) as ours:
                 if not ours:
                     return
                 if not self._board.has(version):
@@ -228,7 +220,7 @@ class WeightMirror:
     async def _bring(self, version: int) -> None:
         """Asks until it has come; whatever arrived from a source that was lost, the next one need not send."""
         started = time.perf_counter()
-        give_up, furthest, pause_s = time.monotonic() + self._spec.patience_s, 0, _SHORTEST_PAUSE_S
+        give_up, furthest, pause_s = time.monotonic() + self._spec.timeout_s, 0, _SHORTEST_PAUSE_S
         incoming: IncomingVersion | None = None
         may_redirect = True
         self._arriving.add(version)
@@ -250,11 +242,11 @@ class WeightMirror:
                     incoming, may_redirect, reason = None, False, str(error)
                 if incoming is not None and incoming.num_bytes > furthest:
                     furthest, pause_s = incoming.num_bytes, _SHORTEST_PAUSE_S
-                    give_up = time.monotonic() + self._spec.patience_s
+                    give_up = time.monotonic() + self._spec.timeout_s
                 if time.monotonic() > give_up:
                     raise StoreError(
                         f"weights v{version} did not come from {self._spec.publisher}: nothing for "
-                        f"{self._spec.patience_s:g} s (cluster.start_timeout_s, or a third of cluster.deadline_s, if "
+                        f"{self._spec.timeout_s:g} s (cluster.start_timeout_s, or a third of cluster.deadline_s, if "
                         f"that is less); last: {reason}"
                     )
                 await asyncio.sleep(pause_s)

@@ -1,10 +1,7 @@
 """A worker process, wherever it runs: what it is started with, and the nanny that starts it again when it dies.
 
-    driver, or `stageline worker` ──► forkserver (distributed imported; SIGINT blocked) ──fork──► worker processes
-      └ nannies
-
-May import dask and distributed, pipeline.config, pipeline.graph, pipeline.workers.messages,
-stages.engines.remote.process and storage.processes.
+driver, or `stageline worker` ──► forkserver (distributed imported; signals blocked) ─fork──► worker processes
+  └ nannies
 """
 
 from __future__ import annotations
@@ -17,21 +14,22 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from multiprocessing import forkserver
+from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
 from typing import Any
 
 import dask
-from distributed import worker
+from distributed import nanny, worker
 from distributed.security import Security
 from distributed.utils import get_mp_context
 
 from pipeline.config.run import RunConfig
-from pipeline.graph.gangs import Gang
+from pipeline.graph.graph import Gang
 from pipeline.workers.messages import pin_resource, slot_resource, worker_name
+from pipeline.workers.pipe_queue import Queues
 from stages.engines.remote.process import SCRATCH as ENGINE_SCRATCH
 from stages.models.protocol import Role
-from storage.processes import process_alive
+from storage.host import process_alive
 
 _DASK_SETTINGS: dict[str, Any] = {
     "distributed.scheduler.work-stealing": False,
@@ -41,6 +39,7 @@ _DASK_SETTINGS: dict[str, Any] = {
     # Whoever is not registered so long after a death is closed for good, also if that was another, later death.
     "distributed.deploy.lost-worker-timeout": "1000 days",
     "distributed.worker.daemon": False,
+    "distributed.worker.http.routes": [],  # it has neither TLS nor a password
     # Processes fork from a clean one that has imported distributed (not torch): they start in a tenth of the time.
     "distributed.worker.multiprocessing-method": "forkserver",
     "distributed.worker.profile.enabled": False,
@@ -81,6 +80,9 @@ FORKSERVER_ENVIRONMENT = {
 _SCRATCH = "stageline-dask-"
 """Begins the name of a process's directory of Dask's in the temporary folder; its process id follows, as that of the
 worker does in `ENGINE_SCRATCH`."""
+OF_TERMINAL = frozenset({signal.SIGINT, signal.SIGHUP})
+"""Signals that a terminal sends to every process of a command (Ctrl-C, and when it is closed), and that the driver must
+answer alone."""
 _ANY = 1_000_000.0
 """Capacity of a pin that limits nothing: threads do."""
 
@@ -109,10 +111,10 @@ def worker_environment(threads: int, shared: bool, gpus: str | None = None) -> d
 
 
 def worker_resources(gang: Gang, index: int, waiting: int = 0) -> dict[str, float]:
-    """Dask resources of one worker: slots, and a pin for what needs no slot. `waiting`: shards that have no slot any
-    more, and wait for rows in other replicas."""
+    """Return the Dask resources of one worker: a slot per concurrent shard, and a pin for nodes that need no slot.
+    `waiting`: shards that wait for rows in other replicas and have no slot."""
     return {
-        slot_resource(gang.name, index): 1.0 if gang.ordered else float(gang.slots + waiting),
+        slot_resource(gang.name, index): 1.0 if gang.ordered else float(gang.concurrent_shards + waiting),
         pin_resource(gang.name, index): _ANY,
     }
 
@@ -139,7 +141,7 @@ def nanny_options(
 ) -> dict[str, Any]:
     """Of the nanny of one worker, less where it listens. `shared`: other processes compute on its host too; `gpus`: as
     `worker_environment` takes them."""
-    waiting = gang.slots if config.cluster.move_rows_below and Role.GENERATE in gang.roles else 0
+    waiting = gang.concurrent_shards if config.cluster.migrate_rows_below and Role.GENERATE in gang.roles else 0
     return {
         "name": worker_name(gang.name, index),
         "protocol": "tls://",
@@ -147,6 +149,7 @@ def nanny_options(
         "nthreads": worker_threads(gang, waiting),
         "resources": worker_resources(gang, index, waiting),
         "memory_limit": 0,
+        "dashboard_address": "127.0.0.1:0",  # Dask's HTTP server, without pages: `_DASK_SETTINGS`
         "extensions": _worker_extensions(),
         "env": worker_environment(config.placement.gangs[gang.name].threads, shared, gpus),
     }
@@ -174,15 +177,24 @@ def dask_settings() -> Iterator[None]:
         yield
 
 
+def ending_signals() -> frozenset[signal.Signals]:
+    """Return the signals that end a driver or a `stageline worker`: all but a hang-up that `nohup` has it ignore."""
+    ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    return frozenset({signal.SIGTERM, signal.SIGINT} | (set() if ignored else {signal.SIGHUP}))
+
+
 def start_forkserver() -> None:
-    """Starts the process that all workers are forked from, unless this one has it already. It has SIGINT blocked, and
-    so have they: Ctrl-C reaches the whole terminal, but it is the driver that must end the run."""
+    """Starts the process that all workers are forked from, unless this one has it already. Signals of the terminal are
+    blocked in it and in them."""
     before = {name: os.environ.get(name) for name in FORKSERVER_ENVIRONMENT}
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, OF_TERMINAL)
     sys.warnoptions.append("ignore:resource_tracker")  # it cleans up after killed workers; it need not say so
     try:
+        resource_tracker.ensure_running()  # which lifts the mask
+        signal.pthread_sigmask(signal.SIG_BLOCK, OF_TERMINAL)
         os.environ.update(FORKSERVER_ENVIRONMENT)
         get_mp_context()  # tells the server what to import
+        nanny.get_mp_context = Queues  # named semaphores would outlive a kill of the whole process group
         forkserver.ensure_running()
     finally:
         sys.warnoptions.pop()

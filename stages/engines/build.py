@@ -1,5 +1,4 @@
-"""kind -> engine: the one place that knows which engines there are. May import torch (for types), stages.engines.config
-and protocol; an engine's own folder is imported when its kind is asked for."""
+"""kind -> engine: the one place that knows which engines there are."""
 
 from __future__ import annotations
 

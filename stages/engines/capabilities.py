@@ -1,14 +1,12 @@
 """What each engine can do: the one thing that a run asks before it relies on an engine. Nobody asks for `engine.kind`.
 
     config, device ──► Capabilities ──┬─► checks: what a run asks for beyond them is refused before anything starts
-                                      ├─► pipeline/config/guarantees.py: what a run may then not prove, and says so
+                                      ├─► pipeline/config/preflight.py: what a run may then not prove, and says so
                                       └─► workers, replay: how weights are read, what a repetition may be held to
 
 They are stated here, engine by engine, as a function of the settings and of the device that the engine computes on; an
 engine that is built says the same (`GenerationEngine.capabilities`). What was never measured is stated as the weaker of
 what it may be.
-
-May import the standard library and stages.engines.config.
 """
 
 from __future__ import annotations

@@ -1,18 +1,17 @@
-"""Rows that leave one engine and go on in another: what travels, and what an engine must do for it.
+"""Rows that leave one engine and continue in another: their record, and the methods of an engine that can do this.
 
     source                                             target
     ──────                                             ──────
-    migrate_out: out of the batch, between two batches
-               callers keep waiting             ─────► migrate_in: into the batch (keys imported, or fed again)
-               in the meantime: refit, sleep                      drawn on with the same noise
-    deliver:   the caller gets its row          ◄───── (ticket, Completion) as each finishes
-    give_back: the target is gone, the rows go on here
+    migrate_out: removes rows between two batches
+                 callers keep waiting           ─────► migrate_in: adds them (keys imported, or computed again),
+                 the engine may refit or sleep                     sampled with the same noise
+    deliver:     returns a row to its caller    ◄───── (ticket, Completion) as each finishes
+    give_back:   the target is lost, the rows continue here
 
-A migrated row's tokens and log-probs are the bits that it would have had at home: noise is keyed by the row, and keys
-and values are copied, or computed again by kernels whose results depend on nothing but the row.
+A migrated row's tokens and log-probs have the same bits as without the migration: noise is keyed by the row, and keys
+and values are copied, or computed again by kernels whose results depend only on the row.
 
-Not every engine can do this: `Capabilities.migration` says which, and the row's callers need not know
-(`RowsLost` is all that they see of it). May import numpy, stages.engines.protocol and row_loads.
+`Capabilities.migration` says which engines can do this. The callers of the rows notice nothing, apart from `RowsLost`.
 """
 
 from __future__ import annotations
@@ -30,13 +29,13 @@ from stages.engines.row_loads import EngineLoad, MigrationRequest, RowKey
 
 @dataclass(frozen=True, eq=False)
 class MigratedRow:
-    """A row on its way: all that another engine needs to go on with it."""
+    """Everything that another engine needs to continue a row."""
 
     ticket: int
-    """Names the row in the engine that gave it."""
+    """The row's number in the engine that it left."""
     request: Request
     version: int
-    """Weights that it goes on with."""
+    """Version of the weights to continue with."""
     tokens: Int32[np.ndarray, " new"]
     """Sampled so far."""
     logprobs: Float32[np.ndarray, " new"]
@@ -51,58 +50,59 @@ class MigratedRow:
 
 
 class IncomingRows(Protocol):
-    """Owns rows that came from another engine, until they are finished."""
+    """Owns rows from another engine until they are finished."""
 
     def __iter__(self) -> Iterator[tuple[int, Completion | None]]:
-        """(ticket, completion) of each as it finishes; None: it cannot be finished here after all. Raises RuntimeError
-        if the engine stops."""
+        """Yield (ticket, completion) as each row finishes; None if it cannot be finished here after all. Raises
+        RuntimeError if the engine stops."""
         ...
 
     def drop(self, tickets: Iterable[int]) -> None:
-        """Nobody waits for these any more."""
+        """Stop these rows: their callers have left."""
         ...
 
     def close(self) -> None:
-        """Nobody waits for any of them."""
+        """Stop all rows."""
         ...
 
 
 @runtime_checkable
 class MigratableRows(Protocol):
-    """An engine whose rows can migrate. All methods are thread-safe."""
+    """The methods of an engine whose rows can migrate. All are thread-safe."""
 
     @property
     def num_calls_migrated(self) -> int:
-        """Calls of `generate` (and `migrate_in`) whose unfinished rows are all elsewhere."""
+        """Number of calls of `generate` and `migrate_in` whose unfinished rows are all in other engines."""
         ...
 
     def watch_load(self, below: int, listener: Callable[[EngineLoad], None]) -> None:
-        """From now on `listener` hears (in the engine's thread) of every change in the number of rows here while it is
-        under `below`, and when it no longer is."""
+        """Call `listener` in the engine's thread at each change of the number of rows here while it is under `below`,
+        and when it reaches `below` again."""
         ...
 
     def migrate_out(self, rows: Collection[MigrationRequest]) -> list[MigratedRow]:
-        """Takes rows out. Those that are not here (any more), that are nearly done, or whose caller went away are
-        passed over. Until they are delivered or given back they do not count as in flight."""
+        """Take rows out. Skips rows that are not here, are nearly done, or have lost their caller. The rows do not
+        count as in flight until they are delivered or given back."""
         ...
 
     def migrate_in(self, migrated: Sequence[MigratedRow]) -> IncomingRows:
-        """Goes on with another engine's rows; without a free slot they wait. Raises RequestError, and takes none, for
-        rows that it cannot serve: another version than the resident one, another model's keys, too long."""
+        """Continue another engine's rows; they wait for free slots. Raises RequestError, and takes none, if a row needs
+        another version, has another model's keys, or is too long."""
         ...
 
     def deliver(self, ticket: int, completion: Completion) -> None:
-        """A row that was given away is finished: its caller gets it, if it still waits."""
+        """Return a finished row that was taken out to its caller, if the caller still waits."""
         ...
 
     def give_back(self, tickets: Collection[int]) -> None:
-        """Rows that were given away go on here after all. Where their weights are gone their callers get RowsLost."""
+        """Continue rows that were taken out. If their weights are gone, their callers get RowsLost."""
         ...
 
     def wanted(self, tickets: Collection[int]) -> set[int]:
-        """Those of the given-away rows that somebody still waits for."""
+        """Return the rows that were taken out and whose callers still wait."""
         ...
 
 
 def key_of(request: Request) -> RowKey:
+    """Return the row's key."""
     return request.seed, request.step, request.row

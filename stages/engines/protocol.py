@@ -10,24 +10,28 @@ accepted go on under the new weights, and accepts rows that ask for an older ver
 p is the softmax of the logits without the suppressed tokens, without EOS before `min_new_tokens`, over the temperature
 (0: the arg max is taken; p is then that of temperature 1). Law 4: the token at a position, counted from the prompt's
 first token, is argmax(log p + Gumbel noise keyed by (seed, step, row, position)), the noise of
-stages/engines/embedded/sampling/noise.py, so a row's tokens do not depend on the batch it ran in or on the engine that
+stages/engines/embedded/sampling.py, so a row's tokens do not depend on the batch it ran in or on the engine that
 ran it. An engine of which this (or anything else) does not hold says so in its `Capabilities` (capabilities.py), which
 is all that a run asks about an engine. `build_engine` (build.py) makes one of a config.
 
-May import numpy, torch, stages.engines.capabilities, stages.models.sampling and storage.records.
+What every engine does with a call before a row runs: what it refuses, and that it can be given up from then on.
+
+What every engine refuses of new weights before it takes any of them in.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+import math
+from collections.abc import Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass, field
-from typing import Protocol, runtime_checkable
+from typing import Protocol, cast, runtime_checkable
 
 import numpy as np
 import torch
 
 from stages.engines.capabilities import Capabilities, Device
 from stages.models.sampling import SamplingConfig
+from stages.models.spec import EMBEDDING, LM_HEAD, ModelSpec, tensor_shapes
 from storage.records import FinishReason
 
 NO_VERSION = -1
@@ -116,7 +120,7 @@ class EngineStats:
     rows: int
     decode_steps: int
     mean_occupancy: float
-    """Rows in flight per decode step / slots."""
+    """Rows in flight per decode step / max_rows."""
     kv_peak_fraction: float
     preemptions: int
     """Rows sent back for want of KV memory; they were resumed."""
@@ -196,3 +200,101 @@ class NamesDevice(Protocol):
     """An engine that computes in another environment, and maybe on another device than this process would."""
 
     device: Device
+
+
+# ---- requests --------------------------------------------------------------------------------------------
+
+
+def check_request(request: Request, max_seq: int, vocab: int, eos_ids: Set[int]) -> None:
+    """Raises RequestError, naming the row, for a request that no version of the weights could serve."""
+    sampling = request.sampling
+    prompt, new = len(request.tokens), sampling.max_new_tokens
+    banned = set(sampling.suppress_token_ids)
+    problem = None
+    odd = [name for name in ("row", "seed", "step") if not -(2**63) <= getattr(request, name) < 2**63]
+    if odd:
+        problem = f"has {odd[0]} {getattr(request, odd[0])}, which must be a number of 64 bits, with its sign"
+    elif prompt == 0:
+        problem = "has an empty prompt"
+    elif new <= 0:
+        problem = f"has max_new_tokens {new}, which must be positive"
+    elif prompt + new > max_seq:
+        problem = f"takes {prompt} prompt + {new} new tokens; the engine was built for {max_seq}"
+    elif not (math.isfinite(sampling.temperature) and sampling.temperature >= 0):
+        problem = f"has temperature {sampling.temperature}, which must be finite and not negative"
+    elif not 0 <= sampling.min_new_tokens <= new:
+        problem = f"has min_new_tokens {sampling.min_new_tokens}, which must be 0 to max_new_tokens ({new})"
+    elif not all(0 <= token < vocab for token in request.tokens):
+        problem = f"has token ids outside the vocabulary of {vocab}"
+    elif not all(0 <= token < vocab for token in banned):
+        problem = f"suppresses token ids outside the vocabulary of {vocab}"
+    elif len(banned | eos_ids if sampling.min_new_tokens else banned) >= vocab:
+        problem = "suppresses every token"
+    elif request.forced:
+        problem = _forced_problem(request, vocab, banned, eos_ids)
+    if problem is not None:
+        raise RequestError(f"row {request.row} {problem}")
+
+
+def check_ability(request: Request, can: Capabilities) -> None:
+    """Raises RequestError, naming the row, for a request that an engine with these capabilities cannot serve. A run
+    that would make such requests is refused before it starts (`pipeline/config/engine_needs.py`)."""
+    sampling, problem = request.sampling, None
+    if request.forced and not can.scores:
+        problem = "is given its tokens, which this engine cannot score"
+    elif can.distributions == "plain":
+        if sampling.temperature not in (0, 1):
+            problem = f"is drawn at temperature {sampling.temperature}; this engine's log-probs are those of 0 and 1"
+        elif sampling.suppress_token_ids or sampling.min_new_tokens:
+            problem = "has tokens that are not allowed, of which this engine's log-probs know nothing"
+    if problem is not None:
+        raise RequestError(f"row {request.row} {problem}")
+
+
+def begun(results: Iterator[Completion | None]) -> Iterator[Completion]:
+    """A generator, past the None that it yields first: one that has not begun leaves its `finally` out when it is
+    closed, and so would keep its rows."""
+    next(results)
+    return cast(Iterator[Completion], results)
+
+
+def _forced_problem(request: Request, vocab: int, banned: Set[int], eos_ids: Set[int]) -> str | None:
+    """What is wrong with the tokens that a response is to consist of."""
+    forced, sampling = request.forced, request.sampling
+    if len(forced) != sampling.max_new_tokens:
+        return f"is given {len(forced)} tokens of its response, and max_new_tokens {sampling.max_new_tokens}"
+    if not all(0 <= token < vocab for token in forced):
+        return f"is given tokens of its response outside the vocabulary of {vocab}"
+    if not banned.isdisjoint(forced) or not eos_ids.isdisjoint(forced[: sampling.min_new_tokens]):
+        return "is given tokens of its response that cannot be sampled there"
+    return None
+
+
+# ---- weights ---------------------------------------------------------------------------------------------
+
+
+def check_tensors(spec: ModelSpec, tensors: Mapping[str, torch.Tensor], *, complete: bool) -> None:
+    """Raises WeightsError naming the first tensor that is unknown or misshapen, or (`complete`) missing. That all
+    numbers are finite is seen when they are packed, so that they are read once. A tied `lm_head.weight` may come along
+    if it is the embedding that also comes."""
+    expected = tensor_shapes(spec)
+    for name, tensor in tensors.items():
+        if name == LM_HEAD and spec.tied_embeddings:
+            if EMBEDDING not in tensors or not torch.equal(tensor, tensors[EMBEDDING]):
+                raise WeightsError(f"{LM_HEAD} is tied to {EMBEDDING} in this model and must come with it, equal to it")
+        elif name not in expected:
+            raise WeightsError(f"{name} is no tensor of this model ({spec.num_layers} blocks)")
+        elif tuple(tensor.shape) != expected[name]:
+            raise WeightsError(f"{name} has shape {tuple(tensor.shape)}, this model's is {expected[name]}")
+        elif not tensor.is_floating_point():
+            raise WeightsError(f"{name} is {tensor.dtype}, not a floating-point tensor")
+    missing = [name for name in expected if name not in tensors]
+    if complete and missing:
+        raise WeightsError(f"{missing[0]} is missing (and {len(missing) - 1} more)")
+
+
+def check_finite(tensors: Mapping[str, torch.Tensor]) -> None:
+    """Reads every number. Raises WeightsError, naming the first tensor that has one which is not finite."""
+    for name, tensor in tensors.items():
+        if not torch.isfinite(tensor).all():
+            raise WeightsError(f"{name} has numbers that are not finite")

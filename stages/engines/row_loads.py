@@ -1,6 +1,6 @@
-"""What an engine says of its rows in flight, and what it is asked to give away.
+"""Records for planning migrations: an engine's rows in flight, and the rows that it shall give away.
 
-Standard library only: whoever decides on migrations needs no torch.
+Standard library only: the driver, which plans migrations, does not load torch.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 RowKey = tuple[int, int, int]
-"""(seed, step, row): what the noise of a row is keyed by, and what rows are named by."""
+"""(seed, step, row): a row's name, and the key of its noise."""
 
 
 @dataclass(frozen=True)
@@ -17,34 +17,34 @@ class RowLoad:
 
     key: RowKey
     tokens: int
-    """Prompt and response so far."""
+    """Tokens of the prompt and of the response so far."""
     cached: int
-    """Positions whose keys and values it holds."""
+    """Positions whose keys and values are cached."""
     left: int
-    """Tokens that it may still get: it may end sooner."""
+    """Most tokens that it may still get."""
 
 
 @dataclass(frozen=True)
 class EngineLoad:
-    """What an engine has in flight, and what it has measured."""
+    """The rows that an engine has in flight, and its measured speed."""
 
     version: int
-    slots: int
+    max_rows: int
     rows: tuple[RowLoad, ...]
     position_bytes: int
-    """Of keys and values, all layers."""
+    """Bytes of one position's keys and values in all layers."""
     pass_s: float
-    """Seconds of a pass with rows that decode, lately; 0 before the first."""
+    """Recent seconds of a pass that decodes rows; 0 before the first."""
     prefill_s: float
-    """Seconds per token that is fed in bulk, lately; 0 before the first."""
+    """Recent seconds per prefilled token; 0 before the first."""
 
 
 @dataclass(frozen=True)
 class MigrationRequest:
-    """A row to be given away."""
+    """A row that an engine shall give away."""
 
     key: RowKey
     with_cache: bool
-    """Whether its keys and values travel, or it is fed again."""
+    """True: send its keys and values. False: the target computes them again."""
     min_left: int = 0
-    """It stays if it can get fewer tokens than these: by the time it is asked for it may be nearly done."""
+    """The row stays if it can get fewer tokens than this: it may be nearly done by then."""

@@ -1,2 +1,2 @@
-"""A model's architecture and files; the trained models and the reference, held by megatron-core: the only folder that
-imports it."""
+"""Architecture and files of models, and the policy, critic, reference and reward models, which megatron-core runs. Only
+this folder imports megatron-core."""

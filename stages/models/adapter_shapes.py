@@ -1,7 +1,5 @@
-"""Names and sizes of LoRA's adapters, as Hugging Face's peft has them: an A [rank, inputs] and a B [outputs, rank] of
-every projection, queries, keys, values, gate and up each of their own.
-
-May import stages.models.config, stages.models.spec and the standard library.
+"""Names and shapes of LoRA's adapters as in Hugging Face's peft: an A [rank, inputs] and a B [outputs, rank] for every
+projection. Queries, keys, values, gate and up are separate projections.
 """
 
 from __future__ import annotations
@@ -28,20 +26,20 @@ TARGET_PARTS = {
     "fc1": (GATE_PROJ, UP_PROJ),
     "fc2": (DOWN_PROJ,),
 }
-"""The projections of a layer that a target of `model.lora.targets` has."""
+"""Projections of a layer by target of `model.lora.targets`."""
 SPLIT_BY_ROWS = ("qkv", "fc1")
-"""Targets whose outputs tensor-parallel ranks share, and B with them; of the others they share inputs and A."""
+"""Targets whose outputs, and so B, tensor parallelism cuts. For the others it cuts the inputs and A."""
 SIDES = ("lora_A", "lora_B")
 
 
 def target_parts(lora: LoraConfig) -> Iterator[str]:
-    """Projections of a layer that have adapters; none without LoRA."""
+    """Yield the projections of a layer that have adapters, none without LoRA."""
     for target in lora.targets if lora.rank else ():
         yield from TARGET_PARTS[target]
 
 
 def adapter_shapes(spec: ModelSpec, lora: LoraConfig, layer: int) -> dict[str, tuple[int, int]]:
-    """Both sides of every adapter of a layer by peft's name (without its `base_model.model.`)."""
+    """Return the shapes of A and B of a layer's adapters by peft's name (without its `base_model.model.`)."""
     found: dict[str, tuple[int, int]] = {}
     for part in target_parts(lora):
         outputs, inputs = layer_shapes(spec)[part]
@@ -51,7 +49,8 @@ def adapter_shapes(spec: ModelSpec, lora: LoraConfig, layer: int) -> dict[str, t
 
 
 def adapter_parameters(spec: ModelSpec, lora: LoraConfig, tensor: int) -> int:
-    """Of one block's adapters on one of `tensor` ranks, which the model's sizes (padded ones, if need be) divide."""
+    """Return the number of parameters in one block's adapters on one of `tensor` ranks. `spec` has sizes that divide
+    over the ranks (`spec.padded`)."""
     shapes, total = layer_shapes(spec), 0
     for target in lora.targets if lora.rank else ():
         for part in TARGET_PARTS[target]:

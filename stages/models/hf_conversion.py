@@ -1,12 +1,11 @@
-"""From Hugging Face's model to Megatron's and back: configuration, tensor names, tensor- and pipeline-parallel cuts.
+"""Convert between Hugging Face's and Megatron's models: configuration, tensor names, and tensor-parallel parts.
 
-Megatron fuses what Hugging Face keeps separate. Its `linear_qkv` holds, for each group of queries that share a key, the
-group's queries, the key and the value; `linear_fc1` holds gate and up, each cut over the tensor-parallel ranks first.
-An adapter's B has the rows of the fused weight, its A what the parts have of their own, one below the other.
-What does not divide over the ranks is filled up with zeros (see `padding`), which no Hugging Face tensor has.
-A *block* is numbered as Hugging Face numbers layers, from 0 at the bottom of the whole model.
+Megatron fuses tensors that Hugging Face keeps separate. Its `linear_qkv` holds, for each group of queries that share a
+key, the group's queries, the key and the value. `linear_fc1` holds gate and up; each is cut over the tensor-parallel
+ranks first. An adapter's B has the rows of the fused weight; its A is the stack of the parts' As.
 
-May import torch, megatron.core, stages.models.padding and stages.models.spec.
+Sizes that do not divide over the ranks are padded with zeros (see `spec.padded`). Hugging Face tensors have no padding.
+*Blocks* are numbered like Hugging Face's layers, from 0 at the bottom of the whole model.
 """
 
 from __future__ import annotations
@@ -19,7 +18,6 @@ import torch.nn.functional as F
 from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 
-from stages.models.padding import padded
 from stages.models.spec import (
     DOWN_PROJ,
     EMBEDDING,
@@ -41,35 +39,36 @@ from stages.models.spec import (
     VALUE_HEAD_WEIGHT,
     ModelSpec,
     layer_tensor,
+    padded,
 )
 
 Gather = Callable[[Tensor], list[Tensor]]
-"""All tensor-parallel ranks' parts of a tensor, in rank order."""
+"""Returns all tensor-parallel ranks' parts of a tensor, in rank order."""
 
 _QKV = {
     "self_attention.linear_qkv.weight": (Q_PROJ, K_PROJ, V_PROJ),
     "self_attention.linear_qkv.bias": (Q_BIAS, K_BIAS, V_BIAS),
 }
-"""In the order of `linear_qkv`."""
+"""Hugging Face's projections, in the order of `linear_qkv`."""
 PARTS = {
     "self_attention.linear_qkv.weight": _QKV["self_attention.linear_qkv.weight"],
     "self_attention.linear_proj.weight": (O_PROJ,),
     "mlp.linear_fc1.weight": (GATE_PROJ, UP_PROJ),
     "mlp.linear_fc2.weight": (DOWN_PROJ,),
 }
-"""What Hugging Face has in place of a linear's weight, in its order."""
+"""Hugging Face's parts of a linear's weight, in its order."""
 _NORMS = {
     "input_layernorm.weight": INPUT_NORM,
     "self_attention.q_layernorm.weight": Q_NORM,
     "self_attention.k_layernorm.weight": K_NORM,
     "pre_mlp_layernorm.weight": POST_ATTENTION_NORM,
 }
-"""Whole on every rank."""
+"""Norms, which are whole on every rank."""
 
 
 def transformer_kwargs(spec: ModelSpec) -> dict[str, Any]:
-    """The part of Megatron's TransformerConfig that the architecture decides (not the number of layers: a stage may
-    hold a part of the blocks). Megatron's fusions stay off: they need kernels that a CPU lacks."""
+    """Return the settings of Megatron's TransformerConfig that the architecture decides, except the number of layers,
+    since a stage may hold a part of the blocks. Megatron's fusions are off: they need kernels that a CPU lacks."""
     return {
         "hidden_size": spec.hidden_size,
         "ffn_hidden_size": spec.intermediate_size,
@@ -80,7 +79,7 @@ def transformer_kwargs(spec: ModelSpec) -> dict[str, Any]:
         "layernorm_epsilon": spec.norm_eps,
         "activation_func": F.silu,
         "gated_linear_unit": True,
-        "use_te_activation_func": True,  # not Transformer Engine's: what layers.block_spec puts there
+        "use_te_activation_func": True,  # not Transformer Engine's: layers.block_spec sets it
         "add_bias_linear": False,
         "add_qkv_bias": spec.qkv_bias,
         "qk_layernorm": spec.qk_norm,
@@ -97,8 +96,8 @@ def transformer_kwargs(spec: ModelSpec) -> dict[str, Any]:
 
 
 def named_by_block(model: GPTModel, first_block: int) -> Iterator[tuple[str, int | None, torch.nn.Parameter]]:
-    """(name within its block or model, block, parameter) of every parameter of a stage whose lowest block, on the
-    first pipeline stage, is `first_block` of the whole model."""
+    """Yield (name within its block or model, block, parameter) for every parameter of a pipeline stage. `first_block`:
+    number in the whole model of the first stage's lowest block."""
     blocks = {str(i): first_block + layer.layer_number - 1 for i, layer in enumerate(model.decoder.layers)}
     for name, parameter in model.named_parameters():
         if name.startswith("decoder.layers."):
@@ -121,11 +120,12 @@ SPLIT_AXES = {
     "mlp.linear_fc1.lora.B": 0,
     "mlp.linear_fc2.lora.A": 1,
 }
-"""Axis along which tensor-parallel ranks share a parameter; the others are whole on each."""
+"""Axis along which tensor parallelism cuts a parameter. Parameters not listed are whole on each rank."""
 
 
 def adapted_weight(name: str) -> tuple[str, str]:
-    """(the weight that an adapter's A or B belongs to, what its parts' names have after them), or (name, "")."""
+    """Return (the weight that an adapter's A or B belongs to, the suffix of its parts' names); for other names
+    (name, "")."""
     linear, found, side = name.partition(".lora.")
     return (f"{linear}.weight", f".lora_{side}") if found else (name, "")
 
@@ -133,8 +133,8 @@ def adapted_weight(name: str) -> tuple[str, str]:
 def from_hf(
     name: str, block: int | None, tensors: Mapping[str, Tensor], spec: ModelSpec, tp_rank: int, tp_size: int
 ) -> Tensor:
-    """This tensor-parallel rank's part of a Megatron parameter, from whole Hugging Face tensors. Raises KeyError with
-    the Hugging Face name where one is missing."""
+    """Return this tensor-parallel rank's part of a Megatron parameter, cut from whole Hugging Face tensors. Raises
+    KeyError with the Hugging Face name of a missing tensor."""
     wide = padded(spec, tp_size)
     more_neurons = wide.intermediate_size - spec.intermediate_size
     weight, suffix = adapted_weight(name)
@@ -174,7 +174,8 @@ def from_hf(
 def to_hf(
     name: str, block: int | None, parameter: Tensor, spec: ModelSpec, gather: Gather
 ) -> Iterator[tuple[str, Tensor]]:
-    """The whole Hugging Face tensors that a Megatron parameter holds; views of it where its memory allows."""
+    """Yield the names and whole Hugging Face tensors that a Megatron parameter holds. They are views of it if
+    possible."""
     weight, suffix = adapted_weight(name)
 
     def of_block(part: str) -> str:
@@ -216,7 +217,7 @@ def to_hf(
 
 
 def _with_zeros(tensor: Tensor, axis: int, count: int) -> Tensor:
-    """The tensor with so many more entries along an axis, all 0."""
+    """Return the tensor with `count` zeros appended along an axis."""
     if count == 0:
         return tensor
     shape = [*tensor.shape]

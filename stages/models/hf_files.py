@@ -1,43 +1,31 @@
-"""A model directory in Hugging Face layout, read and written without building a model: weights and tokenizer. What its
-config.json says is read by `hf_config` and understood by `spec`.
-
-May import torch, safetensors, xxhash, transformers (for its tokenizers only), stages.models.hf_config,
-stages.models.spec and stages.models.tensor_files.
+"""The files of a model directory in Hugging Face layout: tokenizer, digests, shapes of tensors. Loads no torch, so that
+commands that only check a model answer at once. `spec` reads its config.json, `hf_weights` reads and writes weights.
 """
 
 from __future__ import annotations
 
 import json
-import shutil
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any, Protocol
 
-import torch
 import xxhash
 from safetensors import safe_open
-from safetensors.torch import load_file
-from transformers import AutoTokenizer
 
-from stages.models.hf_config import RANDOM_TINY, REWARD_BIAS, read_config, read_eos_ids
-from stages.models.spec import EMBEDDING, LM_HEAD, SCORE_BIAS, SCORE_WEIGHT, read_spec, tensor_shapes
-from stages.models.tensor_files import write_tensors
+from stages.models.spec import RANDOM_TINY, SCORE_WEIGHT, ModelSpec, read_config, read_eos_ids
 
 COPIED_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja",
                  "generation_config.json", "vocab.json", "merges.txt", "tokenizer.model")  # fmt: skip
-"""Beside config.json, what a written model takes over from the one it started as, where it is there."""
+"""Files beside config.json that are copied from the start model into a written one, if they exist."""
 _INDEX = "model.safetensors.index.json"
 _BLOCK_BYTES = 1 << 22
 _VOCABULARY_FILES = ("tokenizer.json", "vocab.json", "tokenizer.model")
-_TINY_SEED = 20_24
-_TINY_LINEAR_STD = 0.1
-_TINY_EMBEDDING_STD = 0.2
-"""The final norm makes the hidden state's RMS 1, so logits have a standard deviation of about 0.2 * sqrt(64) = 1.6."""
 
 
 class Tokenizer(Protocol):
-    """What the stages use of a tokenizer."""
+    """The part of a tokenizer that the stages use."""
 
     @property
     def vocab_size(self) -> int: ...
@@ -47,7 +35,7 @@ class Tokenizer(Protocol):
 
     @property
     def pad_id(self) -> int:
-        """Never one of `eos_ids`."""
+        """The padding token, never one of `eos_ids`."""
         ...
 
     def encode(self, text: str) -> list[int]: ...
@@ -55,18 +43,19 @@ class Tokenizer(Protocol):
     def decode(self, ids: Sequence[int], skip_special: bool = True) -> str: ...
 
     def apply_chat_template(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
-        """Tokens of the conversation up to where the assistant is to speak."""
+        """Return the tokens of the conversation, up to the start of the assistant's next message."""
         ...
 
     def token_bytes(self) -> list[bytes] | None:
-        """The bytes that each token stands for, none for special tokens: joined, they are the text. None where what a
-        token stands for depends on its place (SentencePiece)."""
+        """Return the bytes of each token, none for special tokens. Joined, they are the text. None if a token's text
+        depends on its position (SentencePiece)."""
         ...
 
 
 @dataclass(frozen=True)
 class ByteTokenizer:
-    """`random:tiny`'s: one token per UTF-8 byte. NUL and STX, which text does not hold, are pad and EOS."""
+    """The tokenizer of `random:tiny`: one token per UTF-8 byte. NUL and STX, which text does not contain, are pad and
+    EOS."""
 
     vocab_size: int = 256
     eos_ids: tuple[int, ...] = (2,)
@@ -91,7 +80,7 @@ class ByteTokenizer:
 
 @dataclass(frozen=True)
 class HubTokenizer:
-    """A transformers tokenizer behind the small protocol."""
+    """A transformers tokenizer behind the `Tokenizer` protocol."""
 
     inner: Any
     eos_ids: tuple[int, ...]
@@ -130,38 +119,38 @@ class HubTokenizer:
 
 
 def _bytes_of_characters() -> dict[str, int]:
-    """How byte-level BPE writes a byte as one character that can be seen (GPT-2): itself where it is printable Latin-1,
-    else the next of the characters from 256 on."""
+    """Return the byte of each character by which byte-level BPE (GPT-2) writes bytes visibly. A printable Latin-1
+    character stands for itself. The other bytes get the characters from 256 on, in order."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(256 + n): byte for n, byte in enumerate(others)}
 
 
-def read_weights(path: str) -> dict[str, torch.Tensor]:
-    """All tensors by Hugging Face name, in the dtype they are stored in; a tied `lm_head.weight` is usually not among
-    them. Of a reward model `SCORE_BIAS` is, which its config.json holds. Raises FileNotFoundError with what was looked
-    for."""
-    if path == RANDOM_TINY:
-        return _random_weights()
-    weights: dict[str, torch.Tensor] = {}
-    for file in weight_files(path):
-        weights |= load_file(file)
-    if SCORE_WEIGHT in weights:
-        weights[SCORE_BIAS] = torch.tensor([read_config(path).get(REWARD_BIAS, 0.0)])
-    return weights
-
-
 def tensor_shape(path: str, name: str) -> tuple[int, ...] | None:
-    """Shape of one of a model's tensors, without reading it; None where there is none of this name."""
+    """Return the shape of one of a model's tensors without reading it, or None if it has no tensor of this name."""
     for file in weight_files(path) if path != RANDOM_TINY else ():
-        with safe_open(file, framework="pt") as tensors:
+        with safe_open(file, framework="numpy") as tensors:
             if name in set(tensors.keys()):
                 return tuple(tensors.get_slice(name).get_shape())
     return None
 
 
+def is_classifier(path: str) -> bool:
+    """Return True if a model directory's config.json names a model with a head in place of the output layer."""
+    return any(name.endswith("ForSequenceClassification") for name in read_config(path).get("architectures") or ())
+
+
+def head_problem(path: str, spec: ModelSpec) -> str | None:
+    """Return why a model directory's head cannot be a reward model's. None if it can, or if there is no head."""
+    found, wanted = tensor_shape(path, SCORE_WEIGHT) if is_classifier(path) else None, (1, spec.hidden_size)
+    if found is None or found == wanted:
+        return None
+    return f"its {SCORE_WEIGHT} is {found}, and a reward model's head is {wanted}: one score for each row"
+
+
 def weight_files(path: str) -> list[Path]:
-    """The safetensors files of a model directory. Raises FileNotFoundError with what was looked for."""
+    """Return the safetensors files of a model directory. Raises FileNotFoundError with the paths that were looked
+    for."""
     directory = Path(path)
     whole, index = directory / "model.safetensors", directory / _INDEX
     if whole.is_file():
@@ -172,8 +161,8 @@ def weight_files(path: str) -> list[Path]:
 
 
 def file_digests(path: str) -> dict[str, str]:
-    """XXH3 of every file that a model is read from, by name: weights, config and tokenizer. It tells accidents, not
-    forgers. Raises what `read_weights` raises."""
+    """Return the XXH3 hash of every file that a model is read from, by name: weights, config and tokenizer. It detects
+    accidental changes, not forgery. Raises what `read_weights` raises."""
     if path == RANDOM_TINY:
         return {RANDOM_TINY: "built in"}
     weights = weight_files(path)
@@ -189,34 +178,22 @@ def _digest(file: Path) -> str:
     return found.hexdigest()
 
 
-def read_some_weights(path: str, names: Collection[str]) -> dict[str, torch.Tensor]:
-    """Those of a model's tensors that have these names, in the order of the names; no others are read. Raises what
-    `read_weights` raises."""
-    if path == RANDOM_TINY:
-        weights = _random_weights()
-        return {name: weights[name] for name in names if name in weights}
-    found: dict[str, torch.Tensor] = {}
-    for file in weight_files(path):
-        with safe_open(file, framework="pt") as tensors:
-            found |= {name: tensors.get_tensor(name) for name in set(names) & set(tensors.keys())}
-    return {name: found[name] for name in names if name in found}
-
-
 def read_vocabulary(path: str) -> dict[str, int] | None:
-    """Token -> id of a model's tokenizer; None where its directory has none."""
+    """Return the ids of a tokenizer's tokens by token, or None if the model's directory has no tokenizer."""
     if path == RANDOM_TINY:
         return {f"<0x{byte:02X}>": byte for byte in range(256)}
     if not any((Path(path) / name).is_file() for name in _VOCABULARY_FILES):
         return None
-    return dict(AutoTokenizer.from_pretrained(path).get_vocab())
+    return dict(_load_tokenizer(path).get_vocab())
 
 
 def read_tokenizer(path: str) -> Tokenizer:
-    """The tokenizer of a model. Raises ValueError where pad is missing or is an EOS: padding must be recognisable."""
+    """Return the tokenizer of a model. Raises ValueError if pad is missing or is an EOS, since padding must be
+    recognisable."""
     if path == RANDOM_TINY:
         return ByteTokenizer()
     eos_ids = read_eos_ids(path)
-    inner = AutoTokenizer.from_pretrained(path)
+    inner = _load_tokenizer(path)
     if not eos_ids:
         eos_ids = (int(inner.eos_token_id),)
     if inner.pad_token_id is None or int(inner.pad_token_id) in eos_ids:
@@ -227,29 +204,6 @@ def read_tokenizer(path: str) -> Tokenizer:
     return HubTokenizer(inner, eos_ids, int(inner.pad_token_id))
 
 
-def write_model(directory: Path, source: str, changed: Mapping[str, torch.Tensor], dtype: str) -> None:
-    """Writes the model of `source`, a path that can be read from, with some of its tensors changed and all of the dtype
-    named: config, weights, tokenizer. It loads with `AutoModelForCausalLM.from_pretrained`. Makes the directory."""
-    weights = {name: tensor.to(getattr(torch, dtype)) for name, tensor in read_weights(source).items()} | dict(changed)
-    if read_spec(source).tied_embeddings:
-        weights.pop(LM_HEAD, None)
-    directory.mkdir(parents=True, exist_ok=True)
-    write_tensors(directory / "model.safetensors", weights)
-    config = read_config(source) | {"dtype": dtype}
-    (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-    for name in COPIED_FILES if source != RANDOM_TINY else ():
-        if (Path(source) / name).is_file():
-            shutil.copyfile(Path(source) / name, directory / name)
-
-
-def _random_weights() -> dict[str, torch.Tensor]:
-    """The same float32 numbers on every call: linears and embeddings normal, norms 1."""
-    generator = torch.Generator().manual_seed(_TINY_SEED)
-
-    def made(name: str, shape: tuple[int, ...]) -> torch.Tensor:
-        if len(shape) == 1:
-            return torch.ones(shape)
-        std = _TINY_EMBEDDING_STD if name == EMBEDDING else _TINY_LINEAR_STD
-        return torch.randn(shape, generator=generator) * std
-
-    return {name: made(name, shape) for name, shape in tensor_shapes(read_spec(RANDOM_TINY)).items()}
+def _load_tokenizer(path: str) -> Any:
+    transformers = import_module("transformers")  # loads torch, and the tokenizer of `random:tiny` needs neither
+    return transformers.AutoTokenizer.from_pretrained(path)

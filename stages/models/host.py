@@ -1,13 +1,10 @@
-"""The models of one rank of a gang behind the `ModelHost` protocol.
-
-May import numpy, torch, megatron.core, storage, stages.ppo and this folder.
-"""
+"""The models of one rank of a gang behind the `ModelHost` protocol."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -17,37 +14,25 @@ import torch.distributed as dist
 from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 
-from stages.models import gather, minibatch_losses, parallel
+from stages.models import minibatches as minibatch_losses
+from stages.models import parallel
+from stages.models import weights as gather
 from stages.models.build import DTYPES, Blueprint, build_role, build_trunk, output_weight, reset_role
-from stages.models.checkpoint_files import write_snapshot
+from stages.models.checkpoints import write_snapshot
 from stages.models.config import LayoutConfig, ModelConfig, Offload, OptimizerConfig
-from stages.models.errors import StateError
-from stages.models.forward import (
-    KeptForwards,
-    MicroBatch,
-    head_values,
-    response_logprobs,
-    run_forward,
-)
-from stages.models.hf_config import read_eos_ids
-from stages.models.hf_files import read_weights, write_model
-from stages.models.kernels.choice import choose_kernels
+from stages.models.forward import KeptForwards, MicroBatch, Trunk, head_values, response_logprobs, run_forward
+from stages.models.hf_weights import read_weights, write_model
+from stages.models.kernels.native import choose_kernels
 from stages.models.layouts import check_layout
-from stages.models.lora import FrozenWeights
-from stages.models.minibatch_losses import MinibatchLoss
-from stages.models.numerics import set_numerics
+from stages.models.lora import ADAPTERS, FrozenWeights, write_adapters
+from stages.models.minibatches import MinibatchLoss, peak_of_a_rank, rank_micro_batches, work_of
+from stages.models.numerics import choose_products, peak_bytes, set_numerics
 from stages.models.offload import Residence, has_own_memory
-from stages.models.padding import padded
-from stages.models.peak_memory import peak_bytes
-from stages.models.peft_files import ADAPTERS, write_adapters
-from stages.models.products import choose_products
-from stages.models.protocol import MODEL_ROLES, CriticBatch, PolicyBatch, Rank, Role
-from stages.models.rank_share import peak_of_a_rank, rank_micro_batches, work_of
+from stages.models.protocol import MODEL_ROLES, CriticBatch, PolicyBatch, Rank, Role, StateError
 from stages.models.sampling import SamplingConfig
-from stages.models.spec import ModelSpec, read_spec
+from stages.models.spec import ModelSpec, padded, read_eos_ids, read_spec
 from stages.models.token_logprobs import Distribution, Entropy
 from stages.models.trainer import Minibatch, Trainer, UpdateLimits, learning_rate
-from stages.models.trunk import Trunk
 from stages.models.work import UpdateWork, synchronise
 from stages.ppo.config import PPOConfig
 from stages.ppo.masks import state_values
@@ -57,8 +42,8 @@ from storage.records import PolicyLogprobs, ReferenceLogprobs, Rollout, Values
 
 
 class MegatronHost:
-    """Owns this rank's models, their optimizers and its membership of the gang's process group. Implements ModelHost:
-    see stages/models/protocol.py for what each method promises."""
+    """Owns this rank's models, their optimizers and its membership of the gang's process group. Implements ModelHost;
+    stages/models/protocol.py says what each method promises."""
 
     def __init__(
         self,
@@ -74,8 +59,10 @@ class MegatronHost:
         offload: Offload = "none",
         fsync: bool = True,
     ) -> None:
-        """Joins the gang and builds the roles placed on it; blocks until every rank has come. `fsync`: what `save`
-        writes is on the disk when it is done. Raises ValueError, naming the key, for settings that cannot work."""
+        """Join the gang and build the roles placed on it. Block until every rank has joined.
+
+        `fsync`: sync the files that `save` writes to the disk. Raises ValueError, naming the key, for settings that
+        cannot work."""
         if sampling.temperature <= 0:
             raise ValueError(f"sampling.temperature = {sampling.temperature}: training needs one above 0")
         spec = read_spec(model.path)
@@ -90,21 +77,25 @@ class MegatronHost:
         if offload == "idle" and not has_own_memory():
             raise ValueError("offload = idle needs a GPU: a CPU's memory is the host's. Use none or gradients")
         set_numerics(model)
+        self._trainers: dict[Role, Trainer] = {}
         self._parallel_rank = parallel.join(rank, layout, seed)
-        # of CPU tensors, for the threads that write checkpoints: the ranks' other calls must not get in between
-        self._writers = dist.new_group(backend="gloo")
-        self._threads = rank.threads
-        self.product_choice = choose_products(model.products, DTYPES[model.dtype], self._parallel_rank.device)
-        """What the gang multiplies with; the last bits of a run depend on it."""
-        self._kernels = choose_kernels(model.kernels, DTYPES[model.dtype], self._parallel_rank.device)
-        self._blueprint = Blueprint(
-            model, spec, layout, self._parallel_rank, self._kernels, self.product_choice.products, seed
-        )
-        self._blueprints = {role: replace(self._blueprint, spec=of_role) for role, of_role in specs.items()}
-        self._offload = offload
-        self._build_models(roles)
-        self._peak_flops = rank.size * peak_of_a_rank(self._blueprint) if self._trainers else 0.0
-        self._last_updates: dict[Role, UpdateWork] = {}
+        with ExitStack() as undo:  # if the models cannot be built, the process leaves the gang
+            undo.callback(self.close)
+            # a group of its own for the threads that write checkpoints: their collectives must not mix with other calls
+            self._writers = dist.new_group(backend="gloo")
+            self._threads = rank.threads
+            self.product_choice = choose_products(model.products, DTYPES[model.dtype], self._parallel_rank.device)
+            """The implementation of matrix products. The last bits of a run depend on it."""
+            self._kernels = choose_kernels(model.kernels, DTYPES[model.dtype], self._parallel_rank.device)
+            self._blueprint = Blueprint(
+                model, spec, layout, self._parallel_rank, self._kernels, self.product_choice.products, seed
+            )
+            self._blueprints = {role: replace(self._blueprint, spec=of_role) for role, of_role in specs.items()}
+            self._offload = offload
+            self._build_models(roles)
+            self._peak_flops = rank.size * peak_of_a_rank(self._blueprint) if self._trainers else 0.0
+            self._last_updates: dict[Role, UpdateWork] = {}
+            undo.pop_all()
 
     def _build_models(self, roles: frozenset[Role]) -> None:
         model = self._blueprint.model
@@ -112,7 +103,6 @@ class MegatronHost:
         weights = read_weights(model.path) if read else {}
         kept = model.trunk_cache_mb << 20
         self._trunk = Trunk(build_trunk(self._blueprint, weights), kept) if model.frozen_blocks else None
-        self._trainers: dict[Role, Trainer] = {}
         self._frozen: dict[str, FrozenWeights] = {}
         self._reference = self._build(Role.REFERENCE, weights) if Role.REFERENCE in roles else None
         self._reference_weights = Residence(self._reference.parameters if self._reference is not None else list)
@@ -124,7 +114,7 @@ class MegatronHost:
                 self._trainers[role] = Trainer(role, built, optimizer, self._blueprints[role], self._offload)
 
     def collectives_of(self, where: str) -> AbstractContextManager[None]:
-        return self._parallel_rank.roll_call.collectives_of(where)
+        return self._parallel_rank.missing_ranks.collectives_of(where)
 
     def policy_logprobs(self, rollout: Rollout) -> PolicyLogprobs | None:
         trainer = self._clean(Role.POLICY)
@@ -238,24 +228,26 @@ class MegatronHost:
 
         return write
 
-    def rest(self) -> None:
+    def sleep(self) -> None:
         for trainer in self._trainers.values():
             trainer.drop_work()
             if has_own_memory():
-                trainer.optimizer_state.sleep()  # while the weights are there to be told from it
+                trainer.optimizer_state.sleep()  # before the weights: it compares its tensors' addresses with theirs
         if has_own_memory():
-            self._all_weights.sleep()  # of which several roles may share some
+            self._all_weights.sleep()  # all roles at once, since roles may share weights
             if self._trunk is not None:
                 self._trunk.forget()
 
     def close(self) -> None:
+        for trainer in self._trainers.values():
+            trainer.close()
         self._trainers.clear()
         self._reference = self._trunk = None
         self._reference_weights = self._all_weights = Residence(list)
         parallel.leave()
 
     def _build(self, role: Role, weights: Mapping[str, Tensor]) -> GPTModel:
-        """A role's model as of version 0; `weights`: those of `model.path`."""
+        """Return a role's model at version 0. `weights`: the weights of `model.path`."""
         path = self._paths[role]
         own = weights if path == self._paths[Role.POLICY] else read_weights(path)
         return build_role(self._blueprints[role], role, weights=own, shared=self._frozen.setdefault(path, {}))
@@ -266,7 +258,7 @@ class MegatronHost:
         return self._trainers[role]
 
     def _trainer(self, role: Role, *, whole: bool = False) -> Trainer:
-        """Awake: its weights are on the device; with `whole` its optimizer's state too."""
+        """Return the role's trainer with its weights on the device; with `whole` its optimizer state too."""
         trainer = self._placed(role)
         self._put_to_sleep(but=role)
         trainer.weights.wake()
@@ -275,7 +267,7 @@ class MegatronHost:
         return trainer
 
     def _put_to_sleep(self, *, but: Role) -> None:
-        """The other roles, where idle ones are to leave the device; what rested is back."""
+        """Bring the weights back to the device after `sleep`. Under `offload = idle` offload all other roles."""
         self._all_weights.wake()
         if self._offload != "idle":
             return
@@ -299,7 +291,7 @@ class MegatronHost:
         entropy: Entropy,
         kept: KeptForwards | None = None,
     ) -> tuple[np.ndarray, ...] | None:
-        """(log-probs, entropies) [rows, seq] on rank 0."""
+        """Return (log-probs, entropies) [rows, seq] on rank 0, None on the other ranks."""
 
         def read(batch: MicroBatch, hidden: Tensor) -> tuple[Tensor, Tensor]:
             weight = output_weight(model, self._trunk)
@@ -316,8 +308,8 @@ class MegatronHost:
         return gather.collect_rows(self._parallel_rank, logprobs, entropies)
 
     def _update(self, role: Role, step: int, batch: PolicyBatch | CriticBatch, loss: MinibatchLoss) -> dict[str, float]:
-        """Trains version `step` on all rows of the batch; not the policy's while the critic warms up. Adds the largest
-        peak of the ranks' processes, so far, to the metrics."""
+        """Train version `step` on all rows of the batch. While the critic warms up, the policy only advances its
+        version. The metrics include the largest peak memory of the ranks' processes so far."""
         trainer = self._clean(role, whole=True)
         if trainer.version != step:
             raise StateError(f"{role} is at version {trainer.version}; update {step} needs version {step}")
@@ -355,7 +347,7 @@ class MegatronHost:
 
 
 def _distribution(sampling: SamplingConfig, model: ModelConfig, spec: ModelSpec, layout: LayoutConfig) -> Distribution:
-    """What tokens are drawn from; tokens that only fill the vocabulary up to equal parts cannot be."""
+    """Return the distribution that tokens are sampled from. It suppresses the tokens that pad the vocabulary."""
     return Distribution(
         temperature=sampling.temperature,
         suppressed=(*sampling.suppress_token_ids, *range(spec.vocab_size, padded(spec, layout.tensor).vocab_size)),
@@ -369,13 +361,13 @@ def _named(role: Role, metrics: Mapping[str, float]) -> dict[str, float]:
 
 
 def _weights(*owners: GPTModel | Trunk | Trainer | None) -> Iterator[Tensor]:
-    """Of models, and of what owns one."""
+    """Yield the parameters of models, and of the models that trunks and trainers own."""
     for owner in owners:
         model = owner.model if isinstance(owner, Trunk | Trainer) else owner
         yield from model.parameters() if model is not None else ()
 
 
 def _fill(array: np.ndarray, batch: MicroBatch, found: Tensor) -> None:
-    """Writes a micro-batch's rows into an array [rows, seq]."""
+    """Write a micro-batch's rows into an array [rows, seq]."""
     width = min(array.shape[1], found.shape[1])
     array[batch.rows, :width] = found[:, :width].cpu().numpy()

@@ -1,24 +1,40 @@
-"""The pieces that replace Megatron's own in its transformer layer, and the layer specification made of them.
+"""Modules that replace Megatron's own in its transformer layer, the layer specification, and the rotary frequencies,
+which trainer and engines share.
 
-Suffixes: N tokens of all rows, one after another; B rows of one length, T tokens of each; K heads, G groups of them
-that share keys and values, D head dimension, H hidden, F features.
+Shape suffixes of modules: N tokens of all rows, one after another; B rows of one length, T tokens of each; K heads, G
+groups of them that share keys and values, D head dimension, H hidden size, F features.
 
-May import torch, megatron.core and this folder.
+On a CPU the parallel linears and the embedding are replaced too. Megatron's compute a weight's gradient as a tensor of
+the weight's dtype, and a hook adds it to the parameter's float32 `main_grad`: three passes over memory as large as the
+model for every micro-batch. Here the product adds to `main_grad` directly (in bfloat16, whose products torch rounds to
+bfloat16, with one more pass). Shape suffixes of linears: N rows, K inputs, M outputs.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from jaxtyping import Float32
 from megatron.core import tensor_parallel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.parallel_state import get_tensor_model_parallel_rank
-from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
-from megatron.core.tensor_parallel.mappings import all_gather_last_dim_from_tensor_parallel_region
+from megatron.core.tensor_parallel import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    VocabParallelEmbedding,
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+    reduce_from_tensor_model_parallel_region,
+)
+from megatron.core.tensor_parallel.mappings import (
+    all_gather_last_dim_from_tensor_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
+)
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.module import MegatronModule
@@ -28,17 +44,17 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.nn import Parameter
 
-from stages.models.kernels.composed import rotate
 from stages.models.kernels.protocol import BlockKernels, HeadSizes
-from stages.models.linears import CpuColumnLinear, CpuRowLinear
+from stages.models.kernels.torch_kernels import rotate
+from stages.models.numerics import Products, input_gradient, multiply, weight_gradient
 from stages.models.packing import Packing
-from stages.models.products import Products
+from stages.models.spec import ModelSpec
 
 _AddToResidual = Callable[[tuple[Tensor, Tensor | None], Tensor, float], Tensor]
 
 
 class RMSNorm(torch.nn.RMSNorm):
-    """RMSNorm from the float32 residual stream to the dtype of the linear layers. It may run on a sequence-parallel
+    """RMSNorm from the float32 residual stream to the dtype of the linear layers. It can run on a sequence-parallel
     shard, which Megatron's torch norm refuses."""
 
     def __init__(
@@ -47,8 +63,8 @@ class RMSNorm(torch.nn.RMSNorm):
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
         self.epsilon = eps
         self.kernels = kernels
-        # each rank sees a part of the sequence only: finalize_model_grads adds up the marked gradients over TP (and
-        # those of q_layernorm and k_layernorm, of which each rank sees its heads only, by their names)
+        # each rank has only a part of the sequence: finalize_model_grads adds up the marked gradients over TP. (It
+        # finds q_layernorm and k_layernorm, whose input is only the rank's heads, by their names.)
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, x: Tensor) -> Tensor:
@@ -56,15 +72,15 @@ class RMSNorm(torch.nn.RMSNorm):
 
 
 class UnroundedRMSNorm(RMSNorm):
-    """The norm before the output layer or the head, which are multiplied in float32, and of queries and keys, which
-    attention takes as they come."""
+    """RMSNorm that keeps its input's dtype: before the output layer or the head, which multiply in float32, and for
+    queries and keys."""
 
     def forward(self, x: Tensor) -> Tensor:
         return self.kernels.norm(x, self.weight, self.epsilon, x.dtype)
 
 
 class Gate(torch.nn.Module):
-    """silu(gate) * up, where Megatron's MLP lets a module take both."""
+    """silu(gate) * up, as the activation module of Megatron's MLP, which gets both."""
 
     def __init__(self, config: TransformerConfig, *, kernels: BlockKernels) -> None:
         super().__init__()
@@ -75,7 +91,7 @@ class Gate(torch.nn.Module):
 
 
 class PackedAttention(SelfAttention):
-    """Megatron's self-attention over packed rows: heads are taken apart and turned in one kernel."""
+    """Megatron's self-attention over packed rows. One kernel splits the heads and applies the rotary embedding."""
 
     def __init__(self, *args: Any, kernels: BlockKernels, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -95,7 +111,7 @@ class PackedAttention(SelfAttention):
         groups = self.num_query_groups_per_partition
         sizes = HeadSizes(groups, self.num_attention_heads_per_partition // groups, self.hidden_size_per_attention_head)
         sharing = max(1, self.world_size // self.config.num_query_groups)
-        if sharing > 1:  # ranks of a group of queries split them and all have its key and value
+        if sharing > 1:  # the ranks of one group split its queries, and each has its key and value
             tensor_rank = get_tensor_model_parallel_rank()
             qkv_N1F = all_gather_last_dim_from_tensor_parallel_region(qkv_N1F)
             qkv_N1F = qkv_N1F.chunk(self.config.num_query_groups, -1)[tensor_rank // sharing]
@@ -116,15 +132,15 @@ class PackedAttention(SelfAttention):
 
 
 class CausalAttention(MegatronModule):
-    """Causal attention by torch's fused kernel, grouped queries included. Rows of one length, which packing puts beside
-    one another, are computed together; no mask is needed, since no token is padding."""
+    """Causal attention by torch's fused kernel, with grouped queries. Rows of the same length are adjacent and are
+    computed together. No mask is needed, since no token is padding."""
 
     def __init__(self, config: TransformerConfig, softmax_scale: float | None = None, **_: Any) -> None:
         super().__init__(config)
         self.scale = softmax_scale
 
     def forward(self, query_NKD: Tensor, key_NGD: Tensor, value_NGD: Tensor, packing: Packing) -> Tensor:
-        """[N, all heads' dimensions]."""
+        """Return [N, K * D]."""
         parts = []
         for start, rows, length in packing.runs:
             q_BKTD, k_BGTD, v_BGTD = (
@@ -139,10 +155,11 @@ class CausalAttention(MegatronModule):
 
 
 class HiddenOutput(torch.nn.Module):
-    """Stands where GPTModel has its output layer and hands the hidden states on, the sequence made whole: `forward.py`
-    picks the few positions that are asked for before it multiplies with the vocabulary. Holds the output layer's own
-    parameters, if it has any: `weight` [vocab / TP, H] of an output layer that is not the embedding, or `weight`
-    [1, H] and `bias` [1] of a critic's head."""
+    """Replacement of GPTModel's output layer, which returns the hidden states of the whole sequence: `forward.py`
+    selects the few positions it needs before it multiplies with the vocabulary.
+
+    It holds the output layer's own parameters, if any: `weight` [vocab / TP, H] of an output layer that is not the
+    embedding, or `weight` [1, H] and `bias` [1] of a critic's head."""
 
     def __init__(self, *, sequence_parallel: bool, weight: Parameter | None, bias: Parameter | None = None) -> None:
         super().__init__()
@@ -152,16 +169,17 @@ class HiddenOutput(torch.nn.Module):
 
     def forward(self, hidden_N1H: Tensor, weight: Tensor | None = None, **_: Any) -> tuple[Tensor, None]:
         if self.sequence_parallel:
-            # every TP rank goes on with the whole sequence alike, so that its gradient is already the full one
+            # every TP rank computes the same from the whole sequence, so each already has the full gradient
             hidden_N1H = gather_from_sequence_parallel_region(hidden_N1H, tensor_parallel_output_grad=False)
         return hidden_N1H, None
 
 
 def residual_add(kernels: BlockKernels) -> Callable[[bool, bool], _AddToResidual]:
-    """Megatron's bias-dropout-add without bias and dropout, and with the residual stream kept in its own dtype.
+    """Return the replacement of Megatron's bias-dropout-add: no bias, no dropout, and the residual stream keeps its
+    dtype.
 
-    Under bfloat16 the stream stays float32 (Megatron's own would round it to bfloat16): rounding it in every block is
-    most of the error of the log-probs.
+    Under bfloat16 the stream stays float32. Megatron's own would round it to bfloat16 in every block, which is most of
+    the error of the log-probs.
     """
 
     def add(output_and_bias: tuple[Tensor, Tensor | None], residual: Tensor, dropout: float) -> Tensor:
@@ -173,8 +191,8 @@ def residual_add(kernels: BlockKernels) -> Callable[[bool, bool], _AddToResidual
 def block_spec(
     num_blocks: int, products: Products, kernels: BlockKernels, device: torch.device, *, qk_norm: bool = False
 ) -> BlockSubmodules:
-    """Specification of `num_blocks` Llama blocks and a final norm, computed by `kernels`, whose linears multiply by
-    `products` on a CPU and are Megatron's own on CUDA. `qk_norm`: see `ModelSpec`."""
+    """Return the specification of `num_blocks` Llama blocks and a final norm, computed by `kernels`. On a CPU the
+    linears multiply by `products`; on CUDA they are Megatron's own. `qk_norm`: see `ModelSpec`."""
     layer = get_gpt_layer_local_spec(normalization="RMSNorm")
     parts = layer.submodules
     by_kernels = {"kernels": kernels}
@@ -189,8 +207,133 @@ def block_spec(
     mlp.submodules.activation_func = ModuleSpec(Gate, params=by_kernels)
     if device.type == "cpu":
         given: dict[str, Any] = {"products": products, "kernels": kernels}
-        # Megatron calls this one, and builds the others from specifications
+        # Megatron calls linear_qkv, but builds the others from specifications
         attention.submodules.linear_qkv = partial(CpuColumnLinear, **given)
         attention.submodules.linear_proj = mlp.submodules.linear_fc2 = ModuleSpec(CpuRowLinear, params=given)
         mlp.submodules.linear_fc1 = ModuleSpec(CpuColumnLinear, params=given)
     return BlockSubmodules(layer_specs=[layer] * num_blocks, layer_norm=ModuleSpec(UnroundedRMSNorm, params=by_kernels))
+
+
+# ---- linears and embedding on a CPU ----------------------------------------------------------------------
+
+
+class CpuColumnLinear(ColumnParallelLinear):
+    """Megatron's column-parallel linear. Under sequence parallelism it keeps the gathered input for the backward pass;
+    Megatron's gathers it again."""
+
+    def __init__(self, *args: Any, products: Products, kernels: BlockKernels, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.products, self.kernels = products, kernels
+
+    def _forward_impl(self, input: Tensor, weight: Tensor, **options: Any) -> Tensor:
+        if options["sequence_parallel"]:
+            input = gather_from_sequence_parallel_region(input, group=options["tp_group"])
+        elif options["allreduce_dgrad"]:
+            input = copy_to_tensor_model_parallel_region(input, group=options["tp_group"])
+        return _with_bias(cpu_linear(input, weight, self.products, self.kernels), options["bias"])
+
+
+class CpuRowLinear(RowParallelLinear):
+    """Megatron's row-parallel linear."""
+
+    def __init__(self, *args: Any, products: Products, kernels: BlockKernels, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.products, self.kernels = products, kernels
+
+    def _forward_impl(self, input: Tensor, weight: Tensor, **options: Any) -> Tensor:
+        return _with_bias(cpu_linear(input, weight, self.products, self.kernels), options["bias"])
+
+
+class CpuEmbedding(VocabParallelEmbedding):
+    """Megatron's vocabulary-parallel embedding. Its gradient is added only to the used rows of `main_grad`; torch's
+    gradient is a tensor as large as the vocabulary."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        inside = (tokens >= self.vocab_start_index) & (tokens < self.vocab_end_index)
+        rows = torch.where(inside, tokens - self.vocab_start_index, 0)
+        embedded = _Embedding.apply(self.weight, rows, inside)
+        if self.reduce_scatter_embeddings:
+            return reduce_scatter_to_sequence_parallel_region(embedded.transpose(0, 1).contiguous())
+        return reduce_from_tensor_model_parallel_region(embedded)
+
+
+class _Embedding(torch.autograd.Function):
+    """Rows of the weight, with zeros for tokens of other ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, weight_VH: Tensor, rows: Tensor, inside: Tensor) -> Tensor:
+        ctx.save_for_backward(rows, inside)
+        ctx.shape, ctx.dtype, ctx.main_grad = weight_VH.shape, weight_VH.dtype, getattr(weight_VH, "main_grad", None)
+        return weight_VH[rows] * inside[..., None]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, None]:
+        rows, inside = ctx.saved_tensors
+        total_VH = ctx.main_grad if ctx.main_grad is not None else torch.zeros(ctx.shape)
+        # sequential, in the order of the tokens: the same bits every time
+        total_VH.index_add_(0, rows[inside], grad[inside].float())
+        return (total_VH.to(ctx.dtype) if ctx.main_grad is None else None), None, None
+
+
+def cpu_linear(x_NK: Tensor, weight_MK: Tensor, products: Products, kernels: BlockKernels) -> Tensor:
+    """Return x @ weight.T, differentiable. x may have more axes before its last."""
+    product: Tensor = _Linear.apply(x_NK, weight_MK, products, kernels)
+    return product
+
+
+class _Linear(torch.autograd.Function):
+    """x @ weight.T. The gradient of a weight with a `main_grad` is added there and not returned. The input is kept only
+    if the weight needs a gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x_NK: Tensor, weight_MK: Tensor, products: Products, kernels: BlockKernels) -> Tensor:
+        ctx.save_for_backward(x_NK if ctx.needs_input_grad[1] else None, weight_MK)
+        ctx.products, ctx.kernels, ctx.main_grad = products, kernels, getattr(weight_MK, "main_grad", None)
+        return multiply(x_NK, weight_MK, products)
+
+    @staticmethod
+    def backward(ctx: Any, grad_NM: Tensor) -> tuple[Tensor | None, ...]:
+        x_NK, weight_MK = ctx.saved_tensors
+        needs_x, needs_weight = ctx.needs_input_grad[:2]
+        weight_grad_MK = None
+        if needs_weight and ctx.main_grad is None:
+            weight_grad_MK = weight_gradient(grad_NM, x_NK, ctx.products)
+        elif needs_weight:
+            add_weight_gradient(ctx.main_grad, grad_NM, x_NK, ctx.products, ctx.kernels)
+        return input_gradient(grad_NM, weight_MK, ctx.products) if needs_x else None, weight_grad_MK, None, None
+
+
+def add_weight_gradient(
+    total_MK: Tensor, grad_NM: Tensor, x_NK: Tensor, products: Products, kernels: BlockKernels
+) -> None:
+    """Add grad.T @ x to `total` (float32). All rows of grad and x are flattened to one axis."""
+    if grad_NM.dtype == torch.float32 and products is Products.TORCH:
+        total_MK.addmm_(grad_NM.flatten(0, -2).T, x_NK.flatten(0, -2))
+    else:
+        kernels.accumulate(total_MK, weight_gradient(grad_NM, x_NK, products))
+
+
+def _with_bias(product: Tensor, bias: Tensor | None) -> Tensor:
+    return product if bias is None else product + bias
+
+
+# ---- rotary embedding ------------------------------------------------------------------------------------
+
+
+def rotary_frequencies(spec: ModelSpec) -> Float32[torch.Tensor, " D//2"]:
+    """Return the radians per token of each pair of a head's numbers, on the CPU. With d = head_dim and i < d/2:
+
+        f_i = theta^(-2i / d)                                                       (Su et al. 2021)
+
+    and under `rope_scaling` (Llama 3.1), with L the positions of the original training and lo, hi its factors,
+
+        s_i = clip((L f_i / 2 pi - lo) / (hi - lo), 0, 1)            f'_i = f_i (s_i + (1 - s_i) / factor)
+    """
+    exponents = torch.arange(0, spec.head_dim, 2, dtype=torch.float32) / spec.head_dim
+    frequencies = 1.0 / spec.rope_theta**exponents
+    scaling = spec.rope_scaling
+    if scaling is None:
+        return frequencies
+    waves = scaling.original_max_positions * frequencies / (2 * math.pi)
+    kept = ((waves - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)).clamp(0, 1)
+    return frequencies * (kept + (1 - kept) / scaling.factor)

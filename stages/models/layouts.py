@@ -1,7 +1,5 @@
-"""Which parallel layouts can hold a model, said once: for the checks before a run, for the layouts that they propose
-where memory is short, and for the ranks themselves.
-
-May import stages.models.{adapter_shapes, config, protocol, spec} and storage.problems.
+"""Check whether a parallel layout can hold a model. The checks before a run use it, their proposals of other layouts
+when memory is short, and the ranks themselves.
 """
 
 from __future__ import annotations
@@ -13,13 +11,12 @@ from stages.models.adapter_shapes import target_parts
 from stages.models.config import LayoutConfig, LoraConfig, ModelConfig, recompute_problems
 from stages.models.protocol import Role
 from stages.models.spec import ModelSpec, layer_shapes
-from storage.problems import Problem, at_least
+from storage.problems import Problem
 
 
 def gang_problems(layout: LayoutConfig, num_ranks: int, prefix: str = "") -> Iterator[Problem]:
-    """What of a layout cannot work on so many ranks, whatever they hold. `prefix`: of the keys, the gang's."""
-    parts = {f"{prefix}layout.tensor": layout.tensor, f"{prefix}layout.pipeline": layout.pipeline}
-    yield from at_least(1, parts)
+    """Yield the problems of a layout on `num_ranks` ranks that do not depend on the models. `prefix`: config key of the
+    gang, put before the keys of the problems."""
     group = layout.tensor * layout.pipeline
     if group >= 1 and num_ranks % group:
         need = f"must be a multiple of layout.tensor x layout.pipeline = {group}"
@@ -30,7 +27,7 @@ def gang_problems(layout: LayoutConfig, num_ranks: int, prefix: str = "") -> Ite
 
 
 def blocks_problems(model: ModelConfig, role: Role, spec: ModelSpec) -> Iterator[Problem]:
-    """Whether a role's model has the blocks that are to be frozen, and trained."""
+    """Yield a problem if a role's model has too few blocks for those to be frozen and trained."""
     frozen, above = model.frozen_blocks, spec.num_layers - model.frozen_blocks
     if not 0 <= frozen < spec.num_layers:
         need = f"the {_whose(role)} has {spec.num_layers} blocks: at most {spec.num_layers - 1}"
@@ -40,7 +37,7 @@ def blocks_problems(model: ModelConfig, role: Role, spec: ModelSpec) -> Iterator
 
 
 def adapter_problems(lora: LoraConfig, role: Role, spec: ModelSpec) -> Iterator[Problem]:
-    """Whether the adapters of a trained model have a lower rank than what they are added to can have."""
+    """Yield a problem if `model.lora.rank` is above the largest possible rank of a weight that it adapts."""
     shapes = layer_shapes(spec)
     sizes = {part: min(shapes[part]) for part in target_parts(lora)}
     part = min(sizes, key=sizes.__getitem__, default=None)
@@ -57,7 +54,7 @@ def adapter_problems(lora: LoraConfig, role: Role, spec: ModelSpec) -> Iterator[
 def layout_problems(
     model: ModelConfig, role: Role, spec: ModelSpec, layout: LayoutConfig, prefix: str = ""
 ) -> Iterator[Problem]:
-    """Whether a layout can cut a role's model, whose blocks are as they should be."""
+    """Yield the problems of cutting a role's model by a layout. `blocks_problems` has none for the model."""
     heads, key = spec.num_heads, f"{prefix}layout.pipeline"
     if layout.tensor > heads:
         need = f"the {_whose(role)} has {heads} query heads: at most {heads}"
@@ -74,7 +71,7 @@ def layout_problems(
 
 
 def check_layout(model: ModelConfig, specs: Mapping[Role, ModelSpec], layout: LayoutConfig, num_ranks: int) -> None:
-    """Raises ValueError, naming the key, for a layout that does not fit the gang or cannot hold its roles' models."""
+    """Raise ValueError, naming the key, for a layout that does not fit the gang or cannot hold its roles' models."""
     of_roles = (
         chain(blocks_problems(model, role, spec), layout_problems(model, role, spec, layout))
         for role, spec in specs.items()

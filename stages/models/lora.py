@@ -1,25 +1,28 @@
-"""LoRA (Hu et al. 2021): low-rank adapters on a block's parallel linears, over weights that no one trains.
+"""LoRA (Hu et al. 2021): low-rank adapters on a block's parallel linears, whose own weights are frozen.
 
     y = x W^T + (alpha / rank) (x A^T) B^T      W frozen; at version 0 A [rank, inputs] normal, B [outputs, rank] zero
 
-Policy, critic and reference are the same W: the reference has no adapters, the policy and the critic each their own.
-Megatron fuses queries, keys and values, and gate and up. Each of them has an A of its own, as in peft, whose users'
-ranks and learning rates carry over and which reads what is exported; one A for all of a fused linear would be fewer
-numbers under the same rank. The As lie one below the other, so that x is multiplied once; B lies as W does, row by row,
-and is cut, padded, saved and named by what does that for W.
+Policy, critic and reference share W. Policy and critic have adapters of their own, the reference has none.
+
+Megatron fuses queries, keys and values into one linear, and gate and up into another. Each part has its own A, as in
+peft: so ranks and learning rates known from peft apply, and peft reads the exported files. (One A per fused linear
+would have fewer parameters at the same rank.) The As are stacked, so that x is multiplied once. B has the rows of W in
+the same order, and the code that cuts, pads, saves and names W does the same for B.
 
     tensor parallelism      A                                       B                                    exchanged
     rows of W (qkv, fc1)    whole on each rank                      cut                                  x A^T: rank
     columns (proj, fc2)     cut                                     whole on each rank                   x A^T: rank
 
-May import numpy, torch, megatron.core and this folder.
+`write_adapters` writes a policy's adapters as a directory that Hugging Face's peft loads over the start model.
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
 import math
 from collections.abc import Callable, Mapping
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -35,13 +38,14 @@ from megatron.core.tensor_parallel.mappings import reduce_scatter_to_sequence_pa
 from torch import Tensor
 from torch.nn import Module, Parameter
 
-from stages.models.adapter_shapes import SIDES, SPLIT_BY_ROWS, TARGET_PARTS, adapter_shapes
-from stages.models.config import LoraConfig
+from stages.models.adapter_shapes import SIDES, SPLIT_BY_ROWS, TARGET_PARTS, adapter_shapes, target_parts
+from stages.models.config import LoraConfig, ModelConfig
 from stages.models.hf_conversion import PARTS, SPLIT_AXES, from_hf, named_by_block
+from stages.models.hf_weights import write_tensors
 from stages.models.kernels.protocol import BlockKernels
-from stages.models.linears import cpu_linear
+from stages.models.layers import cpu_linear
+from stages.models.numerics import Products
 from stages.models.parallel import ParallelRank
-from stages.models.products import Products
 from stages.models.protocol import Role
 from stages.models.spec import ModelSpec, layer_shapes, layer_tensor
 
@@ -51,17 +55,17 @@ LINEARS = {
     "fc1": "mlp.linear_fc1",
     "fc2": "mlp.linear_fc2",
 }
-"""Megatron's linear, within a block, by its name in `model.lora.targets`."""
+"""Name of Megatron's linear within a block, by target of `model.lora.targets`."""
 
 FrozenWeights = dict[tuple[str, int | None], Parameter]
-"""A rank's frozen parameters by (name within the block or model, block), which the roles' models share."""
+"""The frozen parameters of a rank that the roles' models share, by (name within the block or model, block)."""
 
 _Multiply = Callable[[Tensor, Tensor], Tensor]
 
 
 class Adapter(Module):
-    """What LoRA adds to a linear's output. Holds A [parts * rank, inputs], of which this rank has some inputs where
-    tensor parallelism cuts them, and B [outputs, rank], of which it has some outputs where it cuts those."""
+    """The low-rank product that LoRA adds to a linear's output, with A [parts * rank, inputs] and B [outputs, rank]. If
+    tensor parallelism cuts the linear's inputs or outputs, it holds this rank's part of them."""
 
     def __init__(
         self,
@@ -74,24 +78,29 @@ class Adapter(Module):
         by_rows: bool,
         sharded: bool,
     ) -> None:
-        """`part_M`: which of the weight's `parts` each of its rows belongs to; `by_rows`: tensor parallelism cuts
-        outputs; `sharded`: each rank sees a part of the sequence."""
+        """Create the adapter without values.
+
+        Args:
+            part_M: the part, out of `parts`, that each row of the weight belongs to.
+            by_rows: tensor parallelism cuts the outputs.
+            sharded: each rank has only a part of the sequence (sequence parallelism).
+        """
         super().__init__()
         outputs, inputs = weight_MK.shape
         self.scale, self.parts = lora.alpha / lora.rank, parts
         self.by_rows, self.sharded, self.multiply = by_rows, sharded, multiply
         self.A = Parameter(weight_MK.new_empty(parts * lora.rank, inputs))
         self.B = Parameter(weight_MK.new_empty(outputs, lora.rank))
-        # of B repeated once for every part's A, what belongs to another part
+        # B is repeated once per part's A; this marks the entries that belong to another part
         other_MR = part_M[:, None] != torch.arange(parts).repeat_interleave(lora.rank)
         self.other_MR = other_MR.to(weight_MK.device)
-        # of the side that is whole on each rank, which sees a part of the sequence only, Megatron adds the gradients up
+        # one side is whole on each rank; if ranks have only parts of the sequence, Megatron adds its gradients up
         (self.A if by_rows else self.B).sequence_parallel = sharded  # type: ignore[attr-defined]
 
     def forward(self, x_N1K: Tensor) -> Tensor:
         inner_N1R = self.multiply(x_N1K, self.A)
         if self.by_rows:
-            # back to this rank's outputs; in the backward pass the ranks' gradients are added up
+            # A is whole on each rank, B has the rank's outputs; the backward pass adds the ranks' gradients up
             exchange = gather_from_sequence_parallel_region if self.sharded else copy_to_tensor_model_parallel_region
         else:
             exchange = (
@@ -110,7 +119,7 @@ def add_adapters(
     products: Products,
     kernels: BlockKernels,
 ) -> None:
-    """Gives the target linears of every block of a model an adapter each, whose weights are not yet set."""
+    """Add an adapter without values to each target linear of every block."""
 
     def multiply(x: Tensor, weight: Tensor) -> Tensor:
         return F.linear(x, weight) if x.is_cuda else cpu_linear(x, weight, products, kernels)
@@ -133,15 +142,14 @@ def add_adapters(
 
 
 def freeze(model: GPTModel, role: Role) -> None:
-    """Leaves adapters and a critic's head to be trained."""
+    """Freeze everything but adapters and a critic's head."""
     for name, parameter in model.named_parameters():
         is_head = role is Role.CRITIC and name.startswith("output_layer.")
         parameter.requires_grad_(".lora." in name or is_head)
 
 
 def share_frozen(model: GPTModel, first_block: int, shared: FrozenWeights) -> None:
-    """Puts the frozen parameters that another model has already in place of the model's own; `shared` gets those that
-    none had."""
+    """Replace the model's frozen parameters by those in `shared`, and add to `shared` those that it lacks."""
     keys = {p: (name, block) for name, block, p in named_by_block(model, first_block) if not p.requires_grad}
     for module in model.modules():
         for attribute, parameter in list(module.named_parameters(recurse=False)):
@@ -150,8 +158,8 @@ def share_frozen(model: GPTModel, first_block: int, shared: FrozenWeights) -> No
 
 
 def let_gradients_pass(model: GPTModel) -> None:
-    """Has the embedding's output ask for a gradient while one is computed: Megatron's recomputation gives none to what
-    lies inside where nothing that comes in asks for it."""
+    """Make the embedding's output require a gradient in training: Megatron's recomputation gives no gradients to the
+    adapters inside it if no input requires one."""
 
     def ask(_: Module, __: object, hidden: Tensor) -> Tensor:
         return hidden.requires_grad_() if torch.is_grad_enabled() else hidden
@@ -161,8 +169,8 @@ def let_gradients_pass(model: GPTModel) -> None:
 
 
 def initial_adapters(spec: ModelSpec, lora: LoraConfig, layer: int, seed: int) -> dict[str, Tensor]:
-    """A layer's adapters of version 0 by Hugging Face name, whole: B zero, A normal with the variance of peft's uniform
-    numbers, 1 / (3 inputs). A function of seed and name, whatever the layout."""
+    """Return a layer's whole adapters of version 0 by Hugging Face name: B zero, A normal with the variance of peft's
+    uniform numbers, 1 / (3 inputs). They depend on seed and name only, not on the layout."""
     return {
         name: _drawn(f"{seed} {name}", shape) if f".{SIDES[0]}." in name else torch.zeros(shape)
         for name, shape in adapter_shapes(spec, lora, layer).items()
@@ -170,8 +178,8 @@ def initial_adapters(spec: ModelSpec, lora: LoraConfig, layer: int, seed: int) -
 
 
 def merge(weight_MK: Tensor, name: str, adapters: Mapping[str, Tensor], lora: LoraConfig) -> Tensor:
-    """W + (alpha / rank) B A of a whole Hugging Face tensor, computed in float32 and rounded once to W's dtype. Whole,
-    so that its bits are the same in every layout."""
+    """Return W + (alpha / rank) B A of a whole Hugging Face tensor, computed in float32 and rounded once to W's dtype.
+    The tensor is whole so that its bits are the same in every layout."""
     part = name.removesuffix(".weight")
     a_RK, b_MR = (adapters[f"{part}.{side}.weight"].float() for side in SIDES)
     return torch.addmm(weight_MK.float(), b_MR, a_RK, alpha=lora.alpha / lora.rank).to(weight_MK.dtype)
@@ -186,8 +194,8 @@ def _add_adapter(
 
 
 def _part_of_rows(name: str, spec: ModelSpec, rank: ParallelRank) -> Tensor:
-    """Which of a fused weight's parts each of this rank's rows belongs to, found by cutting the parts' numbers as the
-    weight itself is cut."""
+    """Return the part that each of this rank's rows of a fused weight belongs to. To find it, a tensor of part numbers
+    is cut as the weight is."""
     shapes = layer_shapes(spec)
     numbers = {
         layer_tensor(0, part): torch.full((shapes[part][0], 1), number, dtype=torch.int64)
@@ -197,6 +205,39 @@ def _part_of_rows(name: str, spec: ModelSpec, rank: ParallelRank) -> Tensor:
 
 
 def _drawn(key: str, shape: tuple[int, int]) -> Tensor:
-    """[rank, inputs], by numpy's generator, whose numbers are the same on every processor."""
+    """Return random numbers [rank, inputs] from numpy's generator, which gives the same ones on every processor."""
     generator = np.random.default_rng(list(hashlib.blake2b(key.encode(), digest_size=16).digest()))
     return torch.from_numpy(generator.standard_normal(shape, np.float32)) / math.sqrt(3 * shape[1])
+
+
+# ---- files for peft --------------------------------------------------------------------------------------
+
+ADAPTERS = "adapter"
+"""Subdirectory of a model's directory for the adapters. Beside config.json transformers would apply them to the
+model."""
+_PREFIX = "base_model.model."
+
+
+def write_adapters(directory: Path, model: ModelConfig, spec: ModelSpec, adapters: Mapping[str, Tensor]) -> None:
+    """Write adapters (by the names of `adapter_shapes`) so that `PeftModel.from_pretrained(start_model, directory)` is
+    the policy. Create the directory."""
+    directory.mkdir(parents=True, exist_ok=True)
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": model.path,
+        "r": model.lora.rank,
+        "lora_alpha": model.lora.alpha,
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+        "init_lora_weights": True,
+        "use_rslora": False,
+        "target_modules": sorted(part.rpartition(".")[2] for part in target_parts(model.lora)),
+        "layers_to_transform": [*range(model.frozen_blocks, spec.num_layers)] if model.frozen_blocks else None,
+        "layers_pattern": "layers" if model.frozen_blocks else None,
+    }
+    (directory / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n")
+    named = {_PREFIX + name: tensor for name, tensor in adapters.items()}
+    write_tensors(directory / "adapter_model.safetensors", named)

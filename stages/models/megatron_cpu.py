@@ -1,11 +1,9 @@
-"""Lets megatron-core 0.16 run on a torch without CUDA; does nothing where CUDA exists, so both take one code path.
+"""Make megatron-core 0.16 run on a torch without CUDA. With CUDA it changes nothing, so both use the same code.
 
-megatron-core asks for CUDA devices, generators and tensor type names by name. On a machine without CUDA `install`
-gives its modules a view of torch in which these are the CPU's. Everybody else in the process keeps the real torch, but
-for two methods of Tensor: `cuda` returns the tensor, and `type` without arguments says "torch.cuda.FloatTensor". Call
-it in worker processes only.
-
-May import torch and megatron.core.
+megatron-core asks for CUDA devices, generators and tensor type names by name. On a machine without CUDA `install` gives
+its modules a copy of the torch module in which these are the CPU's. All other code in the process keeps the real torch,
+except for two methods of Tensor: `cuda` returns the tensor, and `type` without arguments returns
+"torch.cuda.FloatTensor". Call `install` in worker processes only.
 """
 
 from __future__ import annotations
@@ -20,12 +18,11 @@ import torch
 from megatron.core.tensor_parallel import random as megatron_random
 
 FACTORIES = ("tensor", "zeros", "ones", "empty", "full", "empty_like", "zeros_like", "arange")
-"""torch functions that megatron-core calls with device="cuda" spelled out."""
+"""torch functions that megatron-core calls with device="cuda"."""
 
 
 def install() -> None:
-    """Patches megatron-core's modules, those imported so far, once; a second call and a call on a machine with CUDA do
-    nothing."""
+    """Patch megatron-core's modules imported so far. A second call, or a call with CUDA, does nothing."""
     if torch.cuda.is_available() or hasattr(torch.Tensor.type, "__wrapped__"):
         return
     cpu = torch.device("cpu")
@@ -33,7 +30,7 @@ def install() -> None:
         torch.cuda,
         current_device=lambda: cpu,
         synchronize=lambda device=None: None,
-        # the CPU's generator stands in for the device's
+        # the CPU's generator replaces the device's
         get_rng_state=lambda device="cuda": torch.get_rng_state(),
         set_rng_state=lambda state, device="cuda": torch.set_rng_state(state),
         manual_seed=torch.manual_seed,
@@ -49,7 +46,7 @@ def install() -> None:
 
 
 def _view(module: ModuleType, **changes: Any) -> ModuleType:
-    """A module with the same contents, some of them changed."""
+    """Return a copy of a module with some of its contents replaced."""
     view = ModuleType(module.__name__, module.__doc__)
     view.__dict__.update(module.__dict__)
     view.__dict__.update(changes)
@@ -57,7 +54,7 @@ def _view(module: ModuleType, **changes: Any) -> ModuleType:
 
 
 def _on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """The factory with device="cuda" read as the CPU."""
+    """Return the factory with device="cuda" replaced by the CPU."""
 
     @functools.wraps(factory)
     def create(*args: Any, **kwargs: Any) -> torch.Tensor:
@@ -70,7 +67,8 @@ def _on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]
 
 
 def _cuda_type_name(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Tensor.type that names CPU tensors "torch.cuda.FloatTensor": megatron-core's optimizers compare this name."""
+    """Return a Tensor.type that calls CPU tensors "torch.cuda.FloatTensor": megatron-core's optimizers compare this
+    name."""
 
     @functools.wraps(original)
     def type_name(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:

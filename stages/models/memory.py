@@ -1,21 +1,18 @@
-"""Bytes that the models of one rank take, from the architecture and the layout alone: nothing is built.
+r"""Predict the memory that the models of one rank take, in bytes, from the architecture and the layout alone.
 
-    parameters       all of this rank's parts of the models that are placed on the gang
-    gradients        float32, of every trained parameter; whole on each data-parallel rank
-    masters          float32 copies of 16-bit parameters                \\  over the data-parallel ranks
-    Adam moments     two float32 numbers of every trained parameter     /   with the distributed optimizer
-    activations      what a block keeps for the backward pass (`block_activations`), x blocks x micro-batches in flight
-    logits           blocks of the vocabulary kept and worked on, and the output layer's gradient
+    parameters       this rank's parts of all models that are placed on the gang
+    gradients        float32, for every trained parameter; whole on each data-parallel rank
+    masters          float32 copies of 16-bit parameters                \  divided over the data-parallel ranks
+    Adam moments     two float32 numbers for every trained parameter    /   with the distributed optimizer
+    activations      kept for the backward pass: per block (`block_activations`) x blocks x micro-batches in flight
+    logits           kept logits, the blocks of the vocabulary at work, and the output layer's gradient
     trunk cache      hidden states of the frozen blocks
 
-Of policy and critic on one gang only one trains at a time: the larger of their activations counts, beside what the
-other keeps of all rows for its own update (`reuse_forward`). With LoRA adapters and the critic's head alone are
-trained, and what is frozen is there once for all roles. Not counted: fragmentation, temporaries of the optimizer's step
-(a tensor or two), weights merged with adapters while a version is published, when there are no activations, what the
-communication library holds.
-
-May import stages.models.{adapter_shapes, config, padding, protocol, spec} and the standard library: the checks before
-a run read it.
+On one gang policy and critic train in turn. So the larger of their activations counts, plus the activations that the
+other keeps of all rows for its own update (`reuse_forward`). With LoRA only adapters and the critic's head are trained,
+and all roles share the frozen weights. Not counted: fragmentation, temporaries of the optimizer's step (a tensor or
+two), weights merged with adapters while a version is published (there are no activations then), and the communication
+library's memory.
 """
 
 from __future__ import annotations
@@ -25,67 +22,66 @@ from dataclasses import dataclass, field, replace
 
 from stages.models.adapter_shapes import TARGET_PARTS, adapter_parameters
 from stages.models.config import LayoutConfig, ModelConfig, Offload
-from stages.models.padding import padded
 from stages.models.protocol import Role
-from stages.models.spec import ModelSpec, layer_shapes
+from stages.models.spec import ModelSpec, layer_shapes, padded
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 GRADIENTS = "gradients"
 
 LOGITS_BLOCK_BYTES = {"cpu": 1 << 21, "cuda": 1 << 28}
-"""Of logits worked on at a time: on a CPU few enough to stay in its cache, on a GPU enough to fill it."""
+"""Size of a block of logits: on a CPU small enough for its cache, on a GPU large enough to keep it busy."""
 LOGITS_MIN_BLOCK = 512
-"""Tokens of a block at least, however many rows it has: narrower products are slow."""
+"""Fewest vocabulary tokens of a block, however many rows it has: narrower products are slow."""
 LOGITS_KEPT_BYTES = 1 << 27
-"""Of a micro-batch's logits kept from the forward to the backward pass: those of 680 tokens at a vocabulary of 49k.
-Making them again costs a third of the output layer's time in float32."""
+"""Logits of a micro-batch that are kept from the forward to the backward pass: 680 tokens at a vocabulary of 49k.
+To compute them again costs a third of the output layer's time in float32."""
 
 _SPLIT = tuple(part for parts in TARGET_PARTS.values() for part in parts)
-"""Parts of a layer that tensor-parallel ranks share, its projections; the norms are whole on each."""
+"""Projections of a layer, which tensor parallelism splits. The norms are whole on each rank."""
 
 
 @dataclass(frozen=True)
 class MicroBatchSize:
-    """The largest micro-batch: the most that one can have of either."""
+    """Upper bounds of a micro-batch's size."""
 
     tokens: int
-    """Of all rows."""
+    """Most tokens of all rows together."""
     sampled: int
-    """Those that go through the output layer."""
+    """Most tokens that go through the output layer."""
 
 
 @dataclass(frozen=True)
 class RowsSize:
-    """Rows that are kept."""
+    """Numbers of the rows whose hidden states or activations are kept."""
 
     width: int
-    """Tokens of a row, at most."""
+    """Most tokens of a row."""
     of_step: int
     """Rows of a step."""
     of_run: int
-    """Of the whole run, whose hidden states the trunk's cache fills up with."""
+    """Rows of the whole run, which fill the trunk's cache."""
 
 
 @dataclass(frozen=True)
 class GangModels:
-    """Models that the ranks of a gang hold, and how."""
+    """The models that the ranks of a gang hold, and their layout."""
 
     spec: ModelSpec
     model: ModelConfig
     layout: LayoutConfig
     roles: frozenset[Role]
-    """Those of policy, critic and reference that are placed on the gang."""
+    """Roles among policy, critic and reference that are placed on the gang."""
     data_ranks: int
     offload: Offload = "none"
     own: Mapping[Role, ModelSpec] = field(default_factory=dict)
-    """Architecture of the roles whose model is not the policy's (`model.reference_path`, `model.critic_path`)."""
+    """Architecture of each role with a model of its own (`model.reference_path`, `model.critic_path`)."""
 
     def spec_of(self, role: Role) -> ModelSpec:
         return self.own.get(role, self.spec)
 
     def num_blocks(self, role: Role) -> int:
-        """Of a role above the frozen ones, on all pipeline stages."""
+        """Return the number of a role's blocks above the frozen ones, over all pipeline stages."""
         return self.model.own_blocks(self.spec_of(role).num_layers, is_critic=role is Role.CRITIC)
 
     @property
@@ -99,16 +95,16 @@ class GangModels:
 
 @dataclass(frozen=True)
 class ParameterCount:
-    """Of one rank's part of a model, or of what is trained of it."""
+    """Parameter counts of one rank's part of a model, or of its trained part."""
 
     of_dtype: int
-    """In `model.dtype`."""
+    """Parameters in `model.dtype`."""
     float32: int = 0
-    """Always float32: the critic's head."""
+    """Parameters that are always float32: the critic's head."""
 
 
 def block_parameters(spec: ModelSpec, tensor: int) -> int:
-    """Of one transformer block on one of `tensor` ranks, with the zeros that make it divide."""
+    """Return the parameters of one transformer block on one of `tensor` ranks, including padding."""
     total = 0
     for part, shape in layer_shapes(padded(spec, tensor)).items():
         number = 1
@@ -119,7 +115,7 @@ def block_parameters(spec: ModelSpec, tensor: int) -> int:
 
 
 def role_parameters(gang: GangModels, role: Role, stage: int) -> ParameterCount:
-    """Of a role's model above the frozen blocks, on one tensor-parallel rank of a pipeline stage."""
+    """Return the parameters of a role's model above the frozen blocks, on one tensor-parallel rank of a stage."""
     spec, layout, frozen = gang.spec_of(role), gang.layout, gang.model.frozen_blocks
     blocks = gang.num_blocks(role)
     first, last = stage == 0, stage == layout.pipeline - 1
@@ -129,14 +125,14 @@ def role_parameters(gang: GangModels, role: Role, stage: int) -> ParameterCount:
     if last:
         number += spec.hidden_size  # the final norm
     if last and role is not Role.CRITIC:
-        # a tied output layer is the embedding: on the first stage, in the trunk, or a copy on the last stage
+        # a tied output layer is the embedding: the first stage's, the trunk's, or a copy on the last stage
         own = not spec.tied_embeddings or (layout.pipeline > 1 and not frozen)
         number += vocabulary if own else 0
     return ParameterCount(number, spec.hidden_size + 1 if last and role is Role.CRITIC else 0)
 
 
 def trained_parameters(gang: GangModels, role: Role, stage: int) -> ParameterCount:
-    """What is trained of them: all, or with LoRA the adapters and a critic's head."""
+    """Return the trained parameters of a role's model: all of them, or with LoRA the adapters and a critic's head."""
     whole = role_parameters(gang, role, stage)
     if not gang.model.lora.rank:
         return whole
@@ -147,9 +143,11 @@ def trained_parameters(gang: GangModels, role: Role, stage: int) -> ParameterCou
 
 
 def _held_parameters(gang: GangModels, stage: int) -> int:
-    """In `model.dtype`, of all roles above the frozen blocks. With LoRA a block, the embedding and the norm that
-    several roles of one model have are there once; under pipeline parallelism a shorter critic has other blocks on a
-    stage."""
+    """Return the parameters in `model.dtype` of all roles above the frozen blocks.
+
+    With LoRA the roles of one model share blocks, embedding and norm, which count once. Under pipeline parallelism a
+    critic with fewer blocks has other blocks on a stage than the policy.
+    """
     shared = gang.roles - gang.own.keys() if gang.model.lora.rank else frozenset()
     alone = sum(role_parameters(gang, role, stage).of_dtype for role in gang.roles - shared)
     adapters = sum(trained_parameters(gang, role, stage).of_dtype for role in gang.trained if gang.model.lora.rank)
@@ -158,13 +156,13 @@ def _held_parameters(gang: GangModels, stage: int) -> int:
     for role in shared:
         here = gang.num_blocks(role) // gang.layout.pipeline
         blocks |= {*range(stage * here, (stage + 1) * here)}
-        # the most that a role has beside its blocks is the policy's or the reference's, of which a critic's is a part
+        # beside its blocks, policy or reference has the most; a critic's other parameters are among them
         beside = max(beside, role_parameters(gang, role, stage).of_dtype - here * per_block)
     return alone + beside + len(blocks) * per_block + adapters
 
 
 def trunk_parameters(gang: GangModels) -> int:
-    """Of the frozen blocks, which all roles share."""
+    """Return the parameters of the frozen blocks and the embedding, which all roles share."""
     spec, frozen = gang.spec, gang.model.frozen_blocks
     if not frozen:
         return 0
@@ -173,8 +171,8 @@ def trunk_parameters(gang: GangModels) -> int:
 
 
 def state_bytes(gang: GangModels, stage: int) -> dict[str, int]:
-    """Parameters, gradients, masters and moments of a rank of a pipeline stage, where it computes: the most at a time,
-    if some of them leave it in between (`offload`)."""
+    """Return the most bytes of parameters, gradients, masters and moments that are on a rank's device at one time. It
+    depends on `offload`."""
     whole, alone = (
         _state_bytes(gang, stage),
         [_state_bytes(replace(gang, roles=frozenset({role})), stage) for role in gang.roles],
@@ -187,7 +185,7 @@ def state_bytes(gang: GangModels, stage: int) -> dict[str, int]:
 
 
 def offloaded_bytes(gang: GangModels, stage: int) -> int:
-    """In the host's memory: copies of all roles' parameters, masters and moments, kept when they have been needed."""
+    """Return the bytes of the host copies of all roles' parameters, masters and moments. The host keeps its buffers."""
     if gang.offload != "idle":
         return 0
     kept = (_state_bytes(replace(gang, roles=frozenset({role})), stage) for role in gang.roles)
@@ -196,8 +194,8 @@ def offloaded_bytes(gang: GangModels, stage: int) -> int:
 
 
 def _state_bytes(gang: GangModels, stage: int) -> dict[str, int]:
-    """Of all roles, with nothing offloaded. With the distributed optimizer Megatron pads its buffers to multiples of
-    the data-parallel size, which is not counted."""
+    """Return the bytes of all roles together with nothing offloaded. With the distributed optimizer Megatron pads its
+    buffers to multiples of the data-parallel size; this is not counted."""
     wide = gang.dtype_bytes == 4
     shards = gang.data_ranks if gang.layout.distributed_optimizer else 1
     trained = [trained_parameters(gang, role, stage) for role in gang.trained]
@@ -212,13 +210,16 @@ def _state_bytes(gang: GangModels, stage: int) -> dict[str, int]:
 
 
 def block_activations(spec: ModelSpec, layout: LayoutConfig, dtype_bytes: int) -> float:
-    """Bytes that a transformer block keeps of a token for the backward pass, on a CPU (plain torch, which CUDA takes,
-    keeps up to half more). By tensor, with h the hidden size, f the MLP's, q and k the widths of queries and of keys,
-    d = `dtype_bytes`; on a rank of several its part of the padded model:
+    """Return the bytes per token that a transformer block keeps for the backward pass on a CPU. (On CUDA plain torch
+    keeps up to half more.)
 
-        norms (2)      4 h of the residual stream, 4 of a scale, d h handed to the linears
-        attention      4 (q + 2 k) of the heads taken apart, 4 q of its output and 4 a head; d q of it rounded, if it is
-        MLP            2 d f of gate and up, d f of their product
+    By tensor, with h the hidden size, f the MLP's width, q and k the widths of queries and of keys, d = `dtype_bytes`;
+    with several tensor-parallel ranks, this rank's part of the padded model:
+
+        norms (2)      4 h for the residual stream, 4 for a scale, d h for the input of the linears
+        attention      4 (q + 2 k) for the split heads, 4 q for its output and 4 per head; in 16 bits d q for the
+                       rounded output
+        MLP            2 d f for gate and up, d f for their product
     """
     spec, sequence = padded(spec, layout.tensor), layout.tensor if layout.sequence_parallel else 1
     if layout.recompute == "full":
@@ -227,7 +228,7 @@ def block_activations(spec: ModelSpec, layout: LayoutConfig, dtype_bytes: int) -
     norms = 2 * (spec.hidden_size * (4 + dtype_bytes) + 4) / sequence
     output = 4 * spec.q_size
     attended = 4 * spec.num_heads + (output if dtype_bytes < 4 else 0)
-    keys = max(spec.kv_size, spec.head_dim * layout.tensor)  # a head is never split: ranks may have the same
+    keys = max(spec.kv_size, spec.head_dim * layout.tensor)  # a head is never split: several ranks may hold the same
     attention = 4 * (spec.q_size + 2 * keys) + dtype_bytes * spec.q_size
     mlp = 3 * spec.intermediate_size * dtype_bytes
     split = attention + (0 if "core_attn" in recomputed else attended) + (0 if "mlp" in recomputed else mlp)
@@ -235,8 +236,8 @@ def block_activations(spec: ModelSpec, layout: LayoutConfig, dtype_bytes: int) -
 
 
 def adapter_activations(gang: GangModels, role: Role) -> float:
-    """Bytes that a block keeps of a token with adapters beyond those without: each adapter's x A^T, but not the input
-    of a linear that has none, whose frozen weight needs no gradient."""
+    """Return the bytes per token that adapters add to a block's activations. Each adapter keeps x A^T. A linear without
+    an adapter does not keep its input, since its frozen weight needs no gradient; so the result may be negative."""
     layout, lora = gang.layout, gang.model.lora
     spec = padded(gang.spec_of(role), layout.tensor)
     if not lora.rank or layout.recompute == "full":
@@ -255,35 +256,35 @@ def adapter_activations(gang: GangModels, role: Role) -> float:
 
 
 def activation_bytes(gang: GangModels, role: Role, batch: MicroBatchSize, stage: int) -> int:
-    """What a stage keeps of all micro-batches in flight for the backward pass, of which stage s of p of a pipeline has
-    p - s (1F1B), and what it makes again of one block at a time."""
+    """Return the activation bytes of a stage: of all micro-batches in flight, p - s on stage s of p (1F1B), and of the
+    one block that is recomputed at a time."""
     again = _recomputed(gang.spec_of(role), gang.layout, gang.dtype_bytes) * batch.tokens
     return round(kept_bytes(gang, role, batch, stage) * (gang.layout.pipeline - stage) + again)
 
 
 def kept_bytes(gang: GangModels, role: Role, batch: MicroBatchSize, stage: int) -> float:
-    """What a stage keeps of a micro-batch for the backward pass, the logits aside."""
+    """Return the bytes that a stage keeps of one micro-batch for the backward pass, without logits."""
     spec, layout = gang.spec_of(role), gang.layout
     blocks = gang.num_blocks(role)
     sequence = layout.tensor if layout.sequence_parallel else 1
     per_block = block_activations(spec, layout, gang.dtype_bytes) + adapter_activations(gang, role)
     per_token = blocks // layout.pipeline * per_block
     if stage == layout.pipeline - 1:
-        per_token += 4 * spec.hidden_size / sequence + 4  # what the final norm reads, and its scale
+        per_token += 4 * spec.hidden_size / sequence + 4  # the final norm's input and its scale
     if not stage and not (gang.model.frozen_blocks or gang.model.lora.rank):
-        per_token += 9  # token ids, and whether they are this rank's
+        per_token += 9  # token ids, and a flag for those of this rank's vocabulary
     return per_token * batch.tokens
 
 
 def _recomputed(spec: ModelSpec, layout: LayoutConfig, dtype_bytes: int) -> float:
-    """Of a token, what the backward pass makes again of the block that it is at."""
+    """Return the bytes per token that the backward pass recomputes in the block it has reached."""
     whole = LayoutConfig(layout.tensor, layout.pipeline, layout.sequence_parallel)
     return block_activations(spec, whole, dtype_bytes) - block_activations(spec, layout, dtype_bytes)
 
 
 def logits_bytes(gang: GangModels, batch: MicroBatchSize, device: str) -> int:
-    """Of the output layer and its softmax, in the policy's backward pass: logits kept, two blocks at work, the hidden
-    states and their gradient, and a block's of the layer's before it is added to the others."""
+    """Return the bytes of the output layer and its softmax in the policy's backward pass: kept logits, two blocks at
+    work, hidden states and their gradient, and one block's gradient of the layer before it is added up."""
     spec = gang.spec
     vocabulary = padded(spec, gang.layout.tensor).vocab_size // gang.layout.tensor
     whole = 4 * batch.sampled * vocabulary
@@ -294,14 +295,15 @@ def logits_bytes(gang: GangModels, batch: MicroBatchSize, device: str) -> int:
 
 
 def trunk_cache_bytes(gang: GangModels, rows: int, width: int) -> int:
-    """Of the hidden states of so many rows, of which each data-parallel rank keeps its own."""
+    """Return the bytes of a rank's trunk cache after `rows` rows, of which each data-parallel rank keeps its share."""
     if not gang.model.frozen_blocks:
         return 0
     return min(gang.model.trunk_cache_mb << 20, -(-rows // gang.data_ranks) * width * 4 * gang.spec.hidden_size)
 
 
 def held_bytes(gang: GangModels, role: Role, rows: RowsSize, stage: int) -> float:
-    """What a role keeps of all rows of a step from its forward to its update (`reuse_forward`)."""
+    """Return the bytes that a role keeps of all rows of a step from its forward pass to its update
+    (`reuse_forward`)."""
     config = gang.model.critic if role is Role.CRITIC else gang.model.policy
     tokens = -(-rows.of_step // gang.data_ranks) * rows.width
     return kept_bytes(gang, role, MicroBatchSize(tokens, sampled=0), stage) if config.reuse_forward else 0
@@ -310,7 +312,7 @@ def held_bytes(gang: GangModels, role: Role, rows: RowsSize, stage: int) -> floa
 def rank_bytes(
     gang: GangModels, batches: Mapping[Role, MicroBatchSize], stage: int, *, rows: RowsSize, device: str
 ) -> dict[str, int]:
-    """All of it for a rank of a pipeline stage, by what it is for. `batches`: each trained role's."""
+    """Return all bytes of a rank of a pipeline stage, by purpose. `batches`: micro-batch size of each trained role."""
     last = stage == gang.layout.pipeline - 1
     held = {role: held_bytes(gang, role, rows, stage) for role in gang.trained}
     working: dict[Role, tuple[int, int]] = {}

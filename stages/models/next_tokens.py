@@ -1,9 +1,7 @@
-"""A language model of one process that says which tokens may come next: a row's likeliest, with their log-probs. In
-Megatron it is what a reference is, and is built by the same code.
+"""A language model of one process that returns a row's likeliest next tokens with their log-probs. It is built by the
+same code as a reference model.
 
-    NextTokens(model, rank, joined=...).likeliest(rows, number)
-
-May import numpy, torch, megatron.core and this folder.
+    NextTokens(model, joined, max_tokens).likeliest(rows, number)
 """
 
 from __future__ import annotations
@@ -17,12 +15,11 @@ from stages.models import parallel
 from stages.models.build import DTYPES, Blueprint, build_role, output_weight
 from stages.models.config import LayoutConfig, ModelConfig
 from stages.models.forward import MicroBatch, run_forward
-from stages.models.hf_files import read_weights
-from stages.models.kernels.choice import choose_kernels
-from stages.models.numerics import set_numerics
-from stages.models.products import choose_products
+from stages.models.hf_weights import read_weights
+from stages.models.kernels.native import choose_kernels
+from stages.models.numerics import choose_products, set_numerics
 from stages.models.protocol import Role
-from stages.models.reward_rows import TokenRows, score_micro_batches
+from stages.models.reward_model import TokenRows, score_micro_batches
 from stages.models.spec import read_spec
 
 
@@ -30,8 +27,8 @@ class NextTokens:
     """Owns a resident language model."""
 
     def __init__(self, model: ModelConfig, joined: parallel.ParallelRank, max_tokens: int) -> None:
-        """Builds the model of `model.path` for a gang of one rank, which the caller has joined and ends itself.
-        `max_tokens`: of a forward pass, but for a row that has more."""
+        """Build the model of `model.path` for a gang of one rank, which the caller has joined and leaves itself.
+        `max_tokens`: most tokens of a forward pass, unless one row is longer."""
         spec = read_spec(model.path)
         set_numerics(model)
         device, dtype = joined.device, DTYPES[model.dtype]
@@ -42,7 +39,7 @@ class NextTokens:
         self._model = build_role(self._blueprint, Role.REFERENCE, read_weights(model.path))
 
     def likeliest(self, rows: TokenRows, number: int) -> list[list[tuple[int, float]]]:
-        """Of each row the `number` likeliest next tokens, the likeliest first: (token, log-prob)."""
+        """Return each row's `number` likeliest next tokens as (token, log-prob), the likeliest first."""
         batches = score_micro_batches(rows, self._blueprint, self._max_tokens)
         number = min(number, self._blueprint.spec.vocab_size)
         found: list[list[tuple[int, float]]] = [[] for _ in rows.lengths]
@@ -60,5 +57,5 @@ class NextTokens:
         return found
 
     def close(self) -> None:
-        """Nothing else holds the model; the caller's membership is its own."""
+        """Free the model. The caller's membership of the gang stays."""
         del self._model

@@ -1,28 +1,171 @@
-"""How a process multiplies on CUDA: float32 products as TF32 or not, and the same bits in every run or not.
+"""Choose how a process multiplies matrices, and compute the products.
 
-On a CPU neither is a question: there is no TF32, and the same calls on the same threads give the same bits. What is set
-here is the process's, an engine's in it too. Written for CUDA, and never run on a device.
+**On a CPU** float32 products use torch's BLAS (MKL) or oneDNN. On AMD processors MKL takes its AVX2 path, and oneDNN is
+2-4x as fast in the forward and both backward products; on Intel processors MKL is as fast or faster. The two differ in
+the last bits, and a replayed update is compared by digest. So every rank of a gang, and every later start on such a
+machine, must choose the same. Therefore the processor's vendor decides and not a measurement, which would depend on the
+machine's load; the times are measured once and only recorded. bfloat16 products always use oneDNN, CUDA's cuBLAS.
 
-May import torch and stages.models.config.
+**On CUDA** `set_numerics` sets TF32 and determinism for the whole process, including an engine in it. (Never run on a
+device.) A CPU has no TF32, and the same calls on the same threads give the same bits.
+
+Shape suffixes: N rows, K inputs, M outputs.
 """
 
 from __future__ import annotations
 
+import logging
 import os
-from typing import Any
+import resource
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
+from torch import Tensor
 
 from stages.models.config import ModelConfig
 
+LOG = logging.getLogger("stageline.products")
+
+MEASURED_SHAPE = (256, 512, 512)
+"""Rows, inputs and outputs of the measured products: a millisecond each."""
+
+
+class Products(StrEnum):
+    """The library for float32 matrix products on a CPU."""
+
+    TORCH = "torch"
+    ONEDNN = "onednn"
+
+
+@dataclass(frozen=True)
+class ProductChoice:
+    """A gang's library for matrix products, the reason, and the times measured when it was chosen."""
+
+    products: Products
+    reason: str
+    milliseconds: Mapping[str, float]
+    """Best time of several on rank 0, by "torch forward", "onednn weight_gradient" and so on. Empty without a
+    choice."""
+
+
+def choose_products(
+    asked: Literal["auto", "torch", "onednn"], dtype: torch.dtype, device: torch.device
+) -> ProductChoice:
+    """Return the gang's choice, which rank 0 makes and broadcasts. Block until every rank takes part. Raises
+    ValueError, naming the key, for `onednn` if it cannot be used."""
+    has_choice = dtype == torch.float32 and device.type == "cpu" and torch.backends.mkldnn.is_available()
+    if asked == "onednn" and not has_choice:
+        raise ValueError(
+            f"model.products = onednn needs float32 on a CPU and a torch with oneDNN; here {dtype}, {device}"
+        )
+    choice = None
+    if dist.get_rank() == 0:
+        products, reason = choose_by_vendor(_cpu_vendor()) if has_choice else (Products.TORCH, "no other")
+        if asked != "auto":
+            products, reason = Products(asked), "model.products"
+        choice = ProductChoice(products, reason, measure() if has_choice else {})
+        LOG.info("float32 products by %s (%s); milliseconds: %s", products, reason, choice.milliseconds)
+    answer = [choice]
+    dist.broadcast_object_list(answer)
+    assert answer[0] is not None
+    return answer[0]
+
+
+def choose_by_vendor(vendor: str) -> tuple[Products, str]:
+    """Return the library for a processor vendor, and the reason."""
+    return Products.ONEDNN if vendor == "AuthenticAMD" else Products.TORCH, f"processor {vendor or 'unknown'}"
+
+
+def rows_multiple(dtype: torch.dtype, device: torch.device) -> int:
+    """Return the multiple that the number of tokens in a product is rounded up to. On a CPU torch caches its code for
+    every shape of a 16-bit product, some 0.5 MiB each, without limit: with rows of all lengths a trainer grew by 600
+    MiB in 150 updates."""
+    return 64 if device.type == "cpu" and dtype.itemsize < 4 else 1
+
+
+def multiply(x_NK: Tensor, weight_MK: Tensor, products: Products) -> Tensor:
+    """Return x @ weight.T, where x may have more axes before its last."""
+    if products is Products.TORCH:
+        # as one matrix: with more axes matmul checks gradients and strides to choose between two products
+        return torch.mm(x_NK.flatten(0, -2), weight_MK.T).view(*x_NK.shape[:-1], len(weight_MK))
+    return torch.ops.mkldnn._linear_pointwise(x_NK, weight_MK, None, "none", [], "")
+
+
+def multiply_bfloat16(x_NK: Tensor, weight_MK: Tensor) -> Tensor:
+    """Return x @ weight.T of float32 tensors that hold bfloat16 values, summed in float32 without rounding.
+
+    oneDNN multiplies them as bfloat16, several times as fast if the processor can. (torch's product of bfloat16 tensors
+    rounds its result.) The setting applies to the whole process: other threads' float32 products would be rounded
+    meanwhile, but a rank's process has none.
+    """
+    matmul: Any = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
+    before = matmul.fp32_precision
+    matmul.fp32_precision = "bf16"
+    try:
+        return torch.matmul(x_NK, weight_MK.T)
+    finally:
+        matmul.fp32_precision = before
+
+
+def input_gradient(grad_NM: Tensor, weight_MK: Tensor, products: Products) -> Tensor:
+    """Return grad @ weight, where grad may have more axes before its last."""
+    return multiply(grad_NM, weight_MK.T, products)
+
+
+def weight_gradient(grad_NM: Tensor, x_NK: Tensor, products: Products) -> Tensor:
+    """Return grad.T @ x, with all rows of grad and x flattened to one axis."""
+    grad_MN, x_KN = grad_NM.flatten(0, -2).T, x_NK.flatten(0, -2).T
+    if not grad_MN.numel():
+        return grad_MN.new_zeros(grad_MN.shape[0], x_KN.shape[0])  # oneDNN refuses empty products
+    return multiply(grad_MN, x_KN, products)
+
+
+def measure() -> dict[str, float]:
+    """Return the milliseconds of each product by each library in this process: the best of several runs, in turns."""
+    rows, inputs, outputs = MEASURED_SHAPE
+    # not random: the process's generator belongs to the run
+    x_NK, weight_MK, grad_NM = torch.ones(rows, inputs), torch.ones(outputs, inputs), torch.ones(rows, outputs)
+    candidates: dict[str, Callable[[], Tensor]] = {}
+    for products in Products:
+        candidates[f"{products} forward"] = partial(multiply, x_NK, weight_MK, products)
+        candidates[f"{products} input_gradient"] = partial(input_gradient, grad_NM, weight_MK, products)
+        candidates[f"{products} weight_gradient"] = partial(weight_gradient, grad_NM, x_NK, products)
+    best = dict.fromkeys(candidates, float("inf"))
+    for _ in range(5):
+        for name, product in candidates.items():
+            start = time.perf_counter()
+            product()
+            best[name] = min(best[name], 1000 * (time.perf_counter() - start))
+    return {name: round(ms, 3) for name, ms in best.items()}
+
+
+def _cpu_vendor() -> str:
+    """Return `vendor_id` of the first processor, "" if the system does not report it."""
+    listing = Path("/proc/cpuinfo")
+    if not listing.is_file():
+        return ""
+    names = (line.partition(":") for line in listing.read_text("utf8").splitlines())
+    return next((value.strip() for name, _, value in names if name.strip() == "vendor_id"), "")
+
+
+# ---- CUDA ------------------------------------------------------------------------------------------------
+
 ENVIRONMENT = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NCCL_ALGO": "Ring"}
-"""What libraries read before their first call, unless it is set already: cuBLAS repeats its bits only with a fixed
-workspace, NCCL only with one algorithm (NVLS sums in the switch, in the order of arrival)."""
+"""Variables that libraries read before their first call, set unless they are set already. cuBLAS repeats its bits only
+with a fixed workspace, NCCL only with one algorithm (NVLS sums in the switch, in the order of arrival)."""
 
 
 def set_numerics(model: ModelConfig) -> None:
-    """Makes the process multiply as the config asks. Before the first product and before NCCL's groups are made. Raises
-    ValueError, naming the key, for TF32 without CUDA."""
+    """Set up the process's products as the config says. Call it before the first product and before NCCL's groups are
+    created. Raises ValueError, naming the key, for TF32 without CUDA."""
     if not torch.cuda.is_available():
         if model.tf32:
             raise ValueError("model.tf32 = True: float32 products of NVIDIA GPUs; this process has none")
@@ -32,11 +175,20 @@ def set_numerics(model: ModelConfig) -> None:
     if model.deterministic:
         for name, value in ENVIRONMENT.items():
             os.environ.setdefault(name, value)
-        # nothing here reads memory that it has not written, and filling all of it costs a pass
+        # nothing here reads uninitialised memory, and filling it costs a pass over it
         settings: Any = torch.utils.deterministic
         settings.fill_uninitialized_memory = False
 
 
 def repeats_bits(model: ModelConfig) -> bool:
-    """Whether an update that runs again here has the same digest."""
+    """Return True if a repeated update has the same digest in this process."""
     return model.deterministic or not torch.cuda.is_available()
+
+
+def peak_bytes() -> int:
+    """Return this process's peak memory: on CUDA torch's allocations on the device; otherwise the resident set, which
+    includes libraries and mapped pages of files."""
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated()
+    largest = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return largest if sys.platform == "darwin" else 1024 * largest

@@ -1,15 +1,13 @@
-"""Where the memory of a gang's models lies while they do nothing (`placement.gangs.NAME.offload`).
+"""Move idle models between the device and the host's memory (`placement.gangs.NAME.offload`).
 
     none         everything stays on the device
-    gradients    gradient buffers exist during their model's update only
-    idle         and of the gang's roles only the one at work is on the device: of the policy or critic its weights, for
-                 an update or a checkpoint its masters and moments too; what is not lies in (pinned) host memory
+    gradients    gradient buffers exist only during their model's update
+    idle         as `gradients`, and only the role at work is on the device: the weights, and for an update or a
+                 checkpoint the master weights and moments; the rest is in (pinned) host memory
 
-What comes and goes is the storage under tensors, never a tensor: Megatron's buffers, the parameters and `main_grad`s
-that are views of them, the optimizer's keys stay the objects that they are, and see the same bits when the storage is
-back. On CUDA written and never run; the mechanism is the same on a CPU, where the tests move storages.
-
-May import torch.
+Only the storage under a tensor is freed and allocated again, never the tensor. So Megatron's buffers, the parameters
+and `main_grad`s that are views of them, and the optimizer's keys stay the same objects, and see the same bits when the
+storage is back. Never run on CUDA; the tests move storages on a CPU, where the mechanism is the same.
 """
 
 from __future__ import annotations
@@ -21,23 +19,23 @@ from torch import Tensor, UntypedStorage
 
 
 def has_own_memory() -> bool:
-    """Whether what is moved to the host leaves memory free where models are computed."""
+    """Return True if the models' device has memory of its own, so that moving them to the host frees it."""
     return torch.cuda.is_available()
 
 
 class Residence:
-    """Owns the host's copies of what lies under some tensors, and those tensors' storages while they sleep. To read a
-    sleeping tensor is an error that nothing catches: wake first."""
+    """Owns the host copies of some tensors' storages while these are offloaded. Nothing catches a read of an offloaded
+    tensor: call `wake` first."""
 
     def __init__(self, tensors: Callable[[], Iterable[Tensor]]) -> None:
-        """`tensors`: asked anew each time, since an optimizer makes its state with the first step."""
+        """`tensors` is called on every `sleep`, since an optimizer creates its state in its first step."""
         self._tensors = tensors
         self._asleep: list[tuple[UntypedStorage, Tensor]] = []
         self._copies: list[Tensor] = []
-        """Kept while awake, too: pinning memory takes longer than the copy."""
+        """Host buffers. They are kept after `wake` too: pinning memory takes longer than the copy."""
 
     def sleep(self) -> None:
-        """Copies to the host and frees; nothing if asleep already."""
+        """Copy the storages to the host and free them. Do nothing if they are offloaded already."""
         if self._asleep:
             return
         spare, self._copies = self._copies, []
@@ -55,7 +53,7 @@ class Residence:
         _give_back(self._asleep[0][0].device if self._asleep else torch.device("cpu"))
 
     def wake(self) -> None:
-        """Brings everything back, bit for bit; nothing if awake already."""
+        """Bring all storages back, bit for bit. Do nothing if none is offloaded."""
         for storage, copy in self._asleep:
             storage.resize_(copy.nbytes)
             _bytes(storage).copy_(copy, non_blocking=True)
@@ -63,7 +61,7 @@ class Residence:
 
 
 def storages(tensors: Iterable[Tensor]) -> Iterator[UntypedStorage]:
-    """What lies under some tensors, each storage once, none that is empty."""
+    """Yield the tensors' storages, each once, without empty ones."""
     seen = {}
     for tensor in tensors:
         storage = tensor.untyped_storage()
@@ -73,7 +71,7 @@ def storages(tensors: Iterable[Tensor]) -> Iterator[UntypedStorage]:
 
 
 def release(buffers: Iterable[Tensor]) -> None:
-    """Frees what lies under whole buffers, whose contents are not needed again."""
+    """Free the storages of whole buffers whose contents are not needed again."""
     device = torch.device("cpu")
     for buffer in buffers:
         device = buffer.device
@@ -82,7 +80,7 @@ def release(buffers: Iterable[Tensor]) -> None:
 
 
 def allocate(buffers: Iterable[Tensor]) -> None:
-    """Undoes `release`, where that was done; what the buffers hold then is undefined."""
+    """Allocate the storages of released buffers again. Their contents are undefined."""
     for buffer in buffers:
         if buffer.untyped_storage().nbytes() != buffer.nbytes:
             buffer.untyped_storage().resize_(buffer.nbytes)
@@ -93,7 +91,7 @@ def _bytes(storage: UntypedStorage) -> Tensor:
 
 
 def _give_back(device: torch.device) -> None:
-    """To the device, where another process may need it."""
+    """Return cached memory to the device, since another process may need it."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         torch.cuda.empty_cache()

@@ -1,7 +1,4 @@
-"""Rows of a micro-batch one after another, without padding: where each begins, and what attention needs of that.
-
-May import torch, megatron.core and stages.models.kernels.protocol.
-"""
+"""Describe packed rows, the rows of a micro-batch one after another without padding, for Megatron and attention."""
 
 from __future__ import annotations
 
@@ -18,18 +15,18 @@ from stages.models.kernels.protocol import RotaryAngles
 
 @dataclass
 class Packing(PackedSeqParams):
-    """Megatron's description of packed rows, which it hands to every block, with ours beside it: see `pack`."""
+    """Megatron's description of packed rows, which it passes to every block, with fields of our own. See `pack`."""
 
     positions: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
     """int64: the position of each token within its row."""
     runs: tuple[tuple[int, int, int], ...] = ()
-    """(first token, rows, length) of rows of one length that lie side by side."""
+    """(first token, number of rows, length) of each run of adjacent rows of the same length."""
     _of_frequencies: Tensor | None = None
     _angles: RotaryAngles | None = None
 
     def angles(self, frequencies_P11D: Tensor) -> RotaryAngles:
-        """Cosines and sines of Megatron's rotary frequencies [positions, 1, 1, head dimension], which are the same for
-        every block of a model: made once."""
+        """Return cosines and sines of Megatron's rotary frequencies [positions, 1, 1, head dimension]. They are
+        computed once, since they are the same for every block of a model."""
         if self._angles is None or self._of_frequencies is not frequencies_P11D:
             half_PD = frequencies_P11D[:, 0, 0].chunk(2, -1)[0].float()
             self._angles = RotaryAngles(half_PD.cos(), half_PD.sin(), self.positions)
@@ -38,7 +35,7 @@ class Packing(PackedSeqParams):
 
 
 def pack(lengths: Sequence[int], device: torch.device) -> Packing:
-    """The packing of rows of these lengths, in this order; rows of one length should lie side by side."""
+    """Return the packing of rows of these lengths, in this order. Rows of the same length should be adjacent."""
     runs, start = [], 0
     for length, alike in groupby(lengths):
         rows = len(list(alike))

@@ -1,30 +1,54 @@
-"""This process's rank in each of Megatron's parallel groups, which are made and unmade here.
+"""Create and destroy Megatron's parallel groups in this process. Megatron keeps its groups in globals, so a process has
+one layout at a time.
 
-Megatron keeps its groups in globals of the process, so that a process has one layout at a time.
+**Rendezvous.** The ranks of a gang connect to a key-value store in rank 0's process. No shared filesystem is needed.
 
-May import torch, megatron.core and this folder.
+    rank 0 listens ──► tcp://ADDRESS:PORT, given to the others ──► every rank: `store_of` ──► notes (`RollCall`),
+       └── its own `store_of` serves there                                                      process groups
+
+The store listens on the one address of rank 0's host that the other ranks use; on one host that is loopback. It has no
+authentication: like the sockets of gloo and NCCL it trusts its network.
+
+**Missing ranks.** A failed collective does not say which rank hangs. So every rank that sees a collective fail writes a
+note into the store. A rank that hangs or has died writes none.
+
+    rank 0   at update_policy[3] ──► all_reduce ──time-out──► "gave up" ──┐ each waits for the others' notes
+    rank 1   at update_policy[3] ──► all_reduce ──time-out──► "gave up" ──┤
+    rank 2   at logprob[3, 1]        hangs                                └─► RanksMissing: 2, last at logprob[3, 1]
+
+With gloo the error is raised where the collective was called. With NCCL the watchdog ends the process after the same
+time unless the call raises first; then nothing names the missing rank (never run on GPUs).
 """
 
 from __future__ import annotations
 
+import gc
+import os
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from ipaddress import ip_address
+from queue import Empty, SimpleQueue
+from threading import Thread
+from typing import Any
+from urllib.parse import urlsplit
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
 from stages.models import megatron_cpu
 from stages.models.config import LayoutConfig
-from stages.models.errors import StateError
-from stages.models.protocol import Rank
-from stages.models.roll_call import RollCall
+from stages.models.protocol import ALONE, Rank, RanksMissing, StateError
+from stages.native.loopback import loopback_only
 
 
 @dataclass(frozen=True)
 class ParallelRank:
-    """A rank of a gang by its numbers in the tensor (TP), pipeline (PP) and data-parallel (DP) groups."""
+    """A rank of a gang: its indices in the tensor (TP), pipeline (PP) and data-parallel (DP) groups."""
 
     tensor_rank: int
     tensor_size: int
@@ -33,7 +57,7 @@ class ParallelRank:
     data_rank: int
     data_size: int
     device: torch.device
-    roll_call: RollCall
+    missing_ranks: RollCall
 
     @property
     def first_stage(self) -> bool:
@@ -45,50 +69,200 @@ class ParallelRank:
 
     @property
     def is_output_rank(self) -> bool:
-        """Of the ranks that compute the same outputs (the tensor-parallel ones), the one that hands them on."""
+        """True for the one of the tensor-parallel ranks, which all compute the same outputs, that passes them on."""
         return self.last_stage and self.tensor_rank == 0
 
 
 def join(rank: Rank, layout: LayoutConfig, seed: int) -> ParallelRank:
-    """Joins the gang's process group and makes Megatron's groups. Blocks until all ranks have come.
+    """Join the gang's process group and create Megatron's groups. Block until all ranks have joined.
 
     Raises StateError if this process already belongs to a gang.
     """
     if dist.is_initialized():
         raise StateError("this process already belongs to a gang: close its model host first")
     megatron_cpu.install()
+    if is_on_one_host(rank):
+        os.environ.update(loopback_only())  # Megatron creates its groups without an address
     torch.set_num_threads(rank.threads)
     cuda = torch.cuda.is_available()
     if cuda:
         torch.cuda.set_device(rank.device)
-    roll_call = RollCall(rank)
-    dist.init_process_group(
-        "nccl" if cuda else "gloo",
-        store=roll_call.store,
-        rank=rank.index,
-        world_size=rank.size,
-        timeout=roll_call.timeout,
-    )
-    parallel_state.initialize_model_parallel(
-        tensor_model_parallel_size=layout.tensor,
-        pipeline_model_parallel_size=layout.pipeline,
-        distributed_timeout_minutes=roll_call.timeout / timedelta(minutes=1),
-    )
-    model_parallel_cuda_manual_seed(seed, force_reset_rng=True)  # sequence parallelism asks for its generators
-    return ParallelRank(
-        tensor_rank=parallel_state.get_tensor_model_parallel_rank(),
-        tensor_size=layout.tensor,
-        pipeline_rank=parallel_state.get_pipeline_model_parallel_rank(),
-        pipeline_size=layout.pipeline,
-        data_rank=parallel_state.get_data_parallel_rank(),
-        data_size=parallel_state.get_data_parallel_world_size(),
-        device=torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu"),
-        roll_call=roll_call,
-    )
+    missing_ranks = RollCall(rank)
+    with ExitStack() as undo:  # if joining fails, the process belongs to no gang
+        undo.callback(leave)
+        dist.init_process_group(
+            "nccl" if cuda else "gloo",
+            store=missing_ranks.store,
+            rank=rank.index,
+            world_size=rank.size,
+            timeout=missing_ranks.timeout,
+        )
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=layout.tensor,
+            pipeline_model_parallel_size=layout.pipeline,
+            distributed_timeout_minutes=missing_ranks.timeout / timedelta(minutes=1),
+        )
+        model_parallel_cuda_manual_seed(seed, force_reset_rng=True)  # sequence parallelism needs its generators
+        joined = ParallelRank(
+            tensor_rank=parallel_state.get_tensor_model_parallel_rank(),
+            tensor_size=layout.tensor,
+            pipeline_rank=parallel_state.get_pipeline_model_parallel_rank(),
+            pipeline_size=layout.pipeline,
+            data_rank=parallel_state.get_data_parallel_rank(),
+            data_size=parallel_state.get_data_parallel_world_size(),
+            device=torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu"),
+            missing_ranks=missing_ranks,
+        )
+        undo.pop_all()
+    return joined
 
 
 def leave() -> None:
-    """Unmakes the groups, so that the process can join another gang."""
-    if dist.is_initialized():
+    """Destroy the groups and close their connections, so that the process can join another gang."""
+    if not dist.is_initialized():
+        return
+    try:
         parallel_state.destroy_model_parallel()
+    finally:
         dist.destroy_process_group()
+        # A group closes its sockets when nothing refers to it any more. Megatron does not clear two of its globals and
+        # a cache, and its modules have cyclic references.
+        parallel_state._INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP = None
+        parallel_state._INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP_GLOO = None
+        RotaryEmbedding.forward.cache_clear()
+        gc.collect()
+
+
+# ---- rendezvous ------------------------------------------------------------------------------------------
+
+
+def store_of(rank: Rank) -> Any:
+    """Return the store of the rank's gang, from which process groups can be created. Wait until rank 0 serves it."""
+    if rank.rendezvous == ALONE:
+        assert rank.size == 1, f"{rank.size} ranks cannot meet: {rank.rendezvous}"
+        return dist.HashStore()
+    address = urlsplit(rank.rendezvous)
+    if address.scheme != "tcp":
+        store, _, _ = next(dist.rendezvous(rank.rendezvous, rank.index, rank.size))
+        return store
+    host, port = str(address.hostname), int(address.port or 0)
+    if rank.listening is None:
+        return dist.TCPStore(host, port, None, False)
+    return dist.TCPStore(host, port, None, True, wait_for_workers=False, master_listen_fd=rank.listening)
+
+
+def is_on_one_host(rank: Rank) -> bool:
+    """Return True if the gang's rendezvous is local, so that all ranks are on this host."""
+    address = urlsplit(rank.rendezvous)
+    return address.scheme != "tcp" or ip_address(str(address.hostname)).is_loopback
+
+
+# ---- missing ranks ---------------------------------------------------------------------------------------
+
+_MEETING_S = 86_400.0
+"""Time-out for all ranks to join. It is long because the process that starts them has a deadline and ends them."""
+_LONGEST_ANSWER_S = 30.0
+"""Longest wait for the other ranks to see the same collective, or one that waits for it, fail."""
+_ANSWER_S = 2.0
+"""Additional wait for rank 0's process, which keeps the notes, to answer."""
+
+
+class RollCall:
+    """Owns this rank's notes in its gang's store."""
+
+    def __init__(self, rank: Rank) -> None:
+        """Connect to the store and block until every rank of the gang has joined."""
+        self._index, self._size, self._timeout_s = rank.index, rank.size, rank.collective_timeout_s
+        self.store: Any
+        """The gang's store, from which process groups can be created."""
+        self.store = store_of(rank)
+        self._notes: Any = dist.PrefixStore("missing_ranks", self.store)
+        self._note("came", "")
+        self._notes.wait([f"came/{index}" for index in range(self._size)], timedelta(seconds=_MEETING_S))
+
+    @property
+    def timeout(self) -> timedelta:
+        """Time-out of every collective of the gang."""
+        return timedelta(seconds=self._timeout_s)
+
+    @contextmanager
+    def collectives_of(self, where: str) -> Iterator[None]:
+        """Return a context for collectives. `where` names the node they belong to.
+
+        Raises:
+            RanksMissing: a collective failed, and not every rank has seen it fail.
+        """
+        if self._size == 1:
+            yield
+            return
+        self._note("at", where)
+        try:
+            yield
+        except RuntimeError as error:
+            if not _is_of_a_collective(error):
+                raise
+            try:
+                found = self._call_the_roll(where)
+            except dist.DistNetworkError:  # rank 0, which keeps the notes, has ended; the driver sees that by itself
+                raise error from None
+            if found is None:
+                raise
+            raise found from error
+
+    def _call_the_roll(self, where: str) -> RanksMissing | None:
+        """Return an error with the ranks that have not seen a collective fail, or None if all have. Rank 0's process
+        keeps the notes: if it does not answer, rank 0 is the missing one. Raises DistNetworkError if it has ended."""
+        answer: SimpleQueue[RanksMissing | dist.DistNetworkError | None] = SimpleQueue()
+
+        def ask() -> None:
+            try:
+                self._note("gave_up", where)
+                missing = self._silent_ranks()
+                answer.put(RanksMissing(where, missing, self._detail(missing)) if missing else None)
+            except dist.DistNetworkError as error:
+                answer.put(error)
+
+        Thread(target=ask, name="roll-call", daemon=True).start()
+        try:
+            found = answer.get(timeout=min(self._timeout_s, _LONGEST_ANSWER_S) + _ANSWER_S)
+        except Empty:
+            return RanksMissing(
+                where, (0,), self._said((0,), ["0 (which keeps the gang's notes, and does not answer)"])
+            )
+        if isinstance(found, dist.DistNetworkError):
+            raise found
+        return found
+
+    def _silent_ranks(self) -> tuple[int, ...]:
+        """Return the ranks without a note that a collective failed for them too, after waiting for the notes."""
+        notes = {index: f"gave_up/{index}" for index in range(self._size)}
+        try:
+            self._notes.wait([*notes.values()], timedelta(seconds=min(self._timeout_s, _LONGEST_ANSWER_S)))
+        except dist.DistNetworkError:
+            raise
+        except RuntimeError:  # time-out: a file store raises a RuntimeError, and a DistStoreError is one
+            pass
+        return tuple(index for index, note in notes.items() if not self._notes.check([note]))
+
+    def _detail(self, missing: tuple[int, ...]) -> str:
+        return self._said(missing, [f"{index} (last seen at {self._last_seen(index)})" for index in missing])
+
+    def _said(self, missing: tuple[int, ...], last: list[str]) -> str:
+        ranks = "rank" if len(last) == 1 else "ranks"
+        return (
+            f"{ranks} {', '.join(last)} of {self._size} did not come to a collective: not within "
+            f"cluster.collective_timeout_s = {self._timeout_s:g}, or ended before"
+        )
+
+    def _last_seen(self, index: int) -> str:
+        note = f"at/{index}"
+        return self._notes.get(note).decode() if self._notes.check([note]) else "the gang's start"
+
+    def _note(self, kind: str, text: str) -> None:
+        self._notes.set(f"{kind}/{self._index}", text)
+
+
+def _is_of_a_collective(error: RuntimeError) -> bool:
+    """Return True if torch.distributed raised the error. gloo's are plain RuntimeErrors that begin with gloo's source
+    file."""
+    return isinstance(error, dist.DistError) or "/gloo/" in str(error).partition("]")[0]

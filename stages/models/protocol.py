@@ -1,10 +1,9 @@
-"""What the stages ask of the trained models, whatever framework holds them; implemented by `stages/models/host.py`.
+"""The protocol between the stages and the trained models, independent of the framework that holds the models.
+`stages/models/host.py` implements it. The errors are at the end. Standard library only.
 
 A *gang* is the set of processes (ranks) that hold one parallel group. Every rank of a gang makes the same calls in the
-same order; arguments are whole (all rows), each rank works on its share, and the answer is complete on rank 0 and None
-on the others.
-
-May import numpy, jaxtyping, the standard library and storage.
+same order. Every rank gets all rows as arguments and works on its share. The result is complete on rank 0 and None on
+the others.
 """
 
 from __future__ import annotations
@@ -14,17 +13,17 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-import numpy as np
+if TYPE_CHECKING:  # everything that reads a config imports `Role`, and importing the records takes half a second
+    import numpy as np
 
-from storage.checkpoints import FileSum
-from storage.records import Advantages, PolicyLogprobs, ReferenceLogprobs, Rollout, Values
+    from storage.checkpoints import FileSum
+    from storage.records import Advantages, PolicyLogprobs, ReferenceLogprobs, Rollout, Values
 
 
 class Role(StrEnum):
-    """Who a model is in PPO. GENERATE, SCORE and ADVANTAGE are roles of placement only: the host has the other
-    three."""
+    """A role in PPO. A model host has models for REFERENCE, POLICY and CRITIC; the others only name placements."""
 
     GENERATE = "generate"
     SCORE = "score"
@@ -35,33 +34,33 @@ class Role(StrEnum):
 
 
 MODEL_ROLES = frozenset({Role.REFERENCE, Role.POLICY, Role.CRITIC})
-"""Roles whose models the ranks of a gang hold together: every rank runs their nodes, in one order."""
+"""Roles whose models the ranks of a gang hold together. Every rank runs their nodes, in the same order."""
 
 
 ALONE = "alone://"
-"""Where the ranks of a gang of one meet: nowhere."""
+"""The rendezvous of a gang of one rank, which needs none."""
 
 
 @dataclass(frozen=True)
 class Rank:
-    """This process's place in its gang. `rendezvous` is where its ranks meet, a new one each time the gang is built:
-    `tcp://HOST:PORT` of rank 0, `ALONE`, or any other init method of torch.distributed."""
+    """This process's rank in its gang. `rendezvous` is where the ranks connect, a new one each time the gang is built:
+    `tcp://ADDRESS:PORT` of rank 0, `ALONE`, or any other init method of torch.distributed."""
 
     index: int
     size: int
     rendezvous: str
     threads: int
     device: int = 0
-    """Of those GPUs that this process sees: its own. Not read where there are none."""
+    """Index of this process's GPU among the GPUs it sees. Not read without GPUs."""
     collective_timeout_s: float = 600.0
-    """After which a collective that other ranks do not come to is an error (`RanksMissing`)."""
+    """Longest wait of a collective for ranks that do not join it; then it raises an error (`RanksMissing`)."""
     listening: int | None = None
-    """Rank 0's under `tcp://`: the descriptor of the socket that listens there, which it takes over."""
+    """On rank 0 under `tcp://`: file descriptor of the listening socket, which the rank takes over."""
 
 
 @dataclass(frozen=True)
 class PolicyBatch:
-    """All rows of a step, as `update_policy` trains on them."""
+    """All rows of a step, the input of `update_policy`."""
 
     rollout: Rollout
     advantages: Advantages
@@ -69,12 +68,12 @@ class PolicyBatch:
     """None under `ppo.proximal: loglinear | sampler`."""
     reference: ReferenceLogprobs
     kl_coef: float
-    """Used where `ppo.kl.where` is `loss`."""
+    """Coefficient used if `ppo.kl.where` is `loss`."""
 
 
 @dataclass(frozen=True)
 class CriticBatch:
-    """All rows of a step, as `update_critic` trains on them."""
+    """All rows of a step, the input of `update_critic`."""
 
     rollout: Rollout
     advantages: Advantages
@@ -82,17 +81,17 @@ class CriticBatch:
 
 
 class ModelHost(Protocol):
-    """Owns this rank's models. The resident policy and critic each have a version (what v updates have made) and a
-    `dirty` flag: set from the first optimizer step of an update until `mark_clean`; on a dirty model everything but
-    `load` raises."""
+    """Owns this rank's models. The resident policy and critic each have a version (the number of updates made) and a
+    `dirty` flag, set from the first optimizer step of an update until `mark_clean` or `load`. Calls that run, train,
+    save or export a dirty model raise StateError."""
 
     def collectives_of(self, where: str) -> AbstractContextManager[None]:
-        """Around calls that all ranks make: says what they belong to. Raises RanksMissing, naming it and the ranks, for
-        a collective that not every rank came to."""
+        """Return a context for calls that all ranks make. `where` names the node they belong to. Raises RanksMissing,
+        with `where` and the ranks, if some ranks do not join a collective."""
         ...
 
     def numerics(self) -> dict[str, str]:
-        """What computes here, of several that differ in the last bits: kernels and products by name."""
+        """Return the names of the kernels and of the matrix products in use. They decide the last bits of results."""
         ...
 
     def policy_logprobs(self, rollout: Rollout) -> PolicyLogprobs | None: ...
@@ -102,21 +101,24 @@ class ModelHost(Protocol):
     def values(self, rollout: Rollout) -> Values | None: ...
 
     def update_policy(self, step: int, batch: PolicyBatch) -> dict[str, float]:
-        """Trains version `step` into `step + 1` and leaves the model dirty: the caller commits, then `mark_clean`s.
-        Deterministic: same weights, same batch, same layout, same bits (CPU). Raises StateError on another version, and
-        NonFiniteGradientsError after `ppo.max_skipped_steps` optimizer steps in a row without a finite gradient."""
+        """Train version `step` into `step + 1` and return metrics. The model is dirty afterwards: the caller commits
+        and then calls `mark_clean`.
+
+        Deterministic on a CPU: the same weights, batch and layout give the same bits. Raises StateError on another
+        version, and NonFiniteGradientsError after `ppo.max_skipped_steps` optimizer steps in a row without a finite
+        gradient."""
         ...
 
     def update_critic(self, step: int, batch: CriticBatch) -> dict[str, float]: ...
 
     def last_update(self, role: Role) -> dict[str, float]:
-        """How fast the role's last update was: tokens_per_s, tflops_per_s, peak_tflops, mfu. Empty where it has trained
-        on nothing."""
+        """Return the speed of the role's last update: tokens_per_s, tflops_per_s, peak_tflops, mfu. Empty if there
+        was none or it trained on no rows."""
         ...
 
     def trunk_counts(self) -> dict[str, float]:
-        """Since the last call, on this rank: rows that the frozen blocks were asked for (`trunk/rows`) and those that
-        had to be computed (`trunk/computed_rows`). Empty without frozen blocks."""
+        """Return this rank's counts since the last call: rows requested from the frozen blocks (`trunk/rows`) and rows
+        that had to be computed (`trunk/computed_rows`). Empty without frozen blocks."""
         ...
 
     def version(self, role: Role) -> int: ...
@@ -126,38 +128,67 @@ class ModelHost(Protocol):
     def mark_clean(self, role: Role) -> None: ...
 
     def digest(self, role: Role) -> str:
-        """Hex digest of the role's trained weights, the same whatever the layout; on every rank."""
+        """Return a hex digest of the role's trained weights, on every rank. It does not depend on the layout."""
         ...
 
     def save(self, role: Role, directory: Path) -> Callable[[], Mapping[str, FileSum] | None]:
-        """Takes a copy of weights, optimizer and version. The function returned writes it into the directory, which
-        exists and is empty: every rank calls it, with the calls of one host one after another and in the order of the
-        copies, in any thread and whatever else the ranks do meanwhile, but before the role is saved again. On rank 0
-        it gives the sums of all files once every rank has written, on others None."""
+        """Copy weights, optimizer state and version, and return a function that writes the copy into the directory.
+
+        The directory exists and is empty. Every rank calls the function before the role is saved again, in any thread
+        and whatever else the rank does meanwhile. One host's functions are called one at a time, in the order of the
+        copies. When every rank has written, the function returns the checksums of all files on rank 0, None on the
+        others."""
         ...
 
     def load(self, role: Role, directory: Path | None) -> None:
-        """From `save`'s directory, bit for bit, in whatever layout that was written; or, with None, back to version 0
-        as built from the config and the run's seed. Raises StateError, on every rank, for another model's checkpoint;
-        the role is then dirty, or as it was."""
+        """Restore a checkpoint that `save` wrote in any layout, bit for bit; with None go back to version 0, built from
+        the config and the run's seed. Raises StateError on every rank for another model's checkpoint; the role is then
+        dirty, or as it was."""
         ...
 
     def trained_weights(self) -> Mapping[str, np.ndarray] | None:
-        """The policy's trained tensors (those that `frozen_blocks` does not freeze; with LoRA those that have adapters,
-        merged) by Hugging Face name, float32 (or
-        the model's dtype as its bit pattern: see storage.weights); views where possible, valid until the next
-        update (of a gang whose idle roles leave the device: until the next call)."""
+        """Return the policy's trained tensors by Hugging Face name: those that `frozen_blocks` does not freeze; with
+        LoRA those that have adapters, merged.
+
+        They are float32, or the model's dtype as its bit pattern (see storage.weights). They are views where possible,
+        valid until the next update, or under `offload = idle` until the next call."""
         ...
 
     def export(self, directory: Path) -> Callable[[], None]:
-        """Takes a copy of the policy. The function returned writes the whole of it in Hugging Face layout, on rank 0,
-        in any thread: it loads with AutoModelForCausalLM.from_pretrained. With LoRA its adapters, for peft, lie in a
-        directory `adapter` inside."""
+        """Copy the policy and return a function that writes it in Hugging Face layout on rank 0, in any thread.
+        AutoModelForCausalLM.from_pretrained loads the directory. With LoRA the adapters, in peft's format, are in its
+        subdirectory `adapter`."""
         ...
 
-    def rest(self) -> None:
-        """Leaves the devices to others: models and optimizers move to the host's memory, where that is another one, and
-        gradient buffers are given up, until a role is needed again. Nothing if it rests already."""
+    def sleep(self) -> None:
+        """Free the devices for others until a role is needed again: free gradient buffers and, on a GPU, move models
+        and optimizers to the host's memory. A second call does nothing."""
         ...
 
     def close(self) -> None: ...
+
+
+class StateError(RuntimeError):
+    """An error for a resident model that is not the one the call needs: another version, dirty, closed, not placed
+    here, or another model's checkpoint. The message names the role and both versions."""
+
+
+class NonFiniteGradientsError(RuntimeError):
+    """An error for too many optimizer steps in a row without a finite gradient. The message names the step, the
+    minibatch, its rows, and the losses and gradients that were not finite."""
+
+
+class RanksMissing(RuntimeError):
+    """An error for ranks that did not join a collective in time, or have ended. Earlier results are right, but the gang
+    must be rebuilt."""
+
+    def __init__(self, where: str, ranks: tuple[int, ...], detail: str) -> None:
+        super().__init__(where, ranks, detail)
+        self.where = where
+        """Name of the node that the collective belonged to."""
+        self.ranks = ranks
+        """The missing ranks, ascending."""
+        self.detail = detail
+
+    def __str__(self) -> str:
+        return f"{self.where}: {self.detail}"

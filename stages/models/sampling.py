@@ -1,36 +1,29 @@
-"""The distribution that tokens are drawn from: one for the engines that draw and for the trainer that scores what was
-drawn.
-
-May import the standard library and storage.problems.
+"""Settings of the distribution that tokens are sampled from. The engines sample from it, and the trainer computes
+log-probs under it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-from storage.problems import Problem, at_least
+from storage.problems import Problem, at_least, setting
 
 
 @dataclass
 class SamplingConfig:
-    max_new_tokens: int = 64
-    min_new_tokens: int = 0
+    max_new_tokens: int = setting(64, at_least(1))
+    """Longest response. A response that reaches it without EOS counts as cut."""
+    min_new_tokens: int = setting(0, at_least(0))
     """EOS cannot be sampled before this many tokens."""
-    temperature: float = 1.0
-    """Divides the logits here and in every log-prob of the run. 0: greedy (evaluation only)."""
-    suppress_token_ids: list[int] = field(default_factory=list)
-    """Tokens never sampled; the trainer's distributions exclude them too."""
+    temperature: float = setting(1.0, at_least(0))
+    """Divisor of the logits, in sampling and in every log-prob of the run. 0: greedy (evaluation only)."""
+    suppress_token_ids: list[int] = setting([])
+    """Tokens that are never sampled. The trainer's distributions exclude them too."""
 
 
 def sampling_problems(config: SamplingConfig) -> Iterator[Problem]:
-    """What of the section `sampling` cannot work by itself."""
-    yield from at_least(1, {"sampling.max_new_tokens": config.max_new_tokens})
-    not_negative: dict[str, float] = {
-        "sampling.min_new_tokens": config.min_new_tokens,
-        "sampling.temperature": config.temperature,
-    }
-    yield from at_least(0, not_negative)
+    """Yield the problems of section `sampling` that do not depend on other sections."""
     if config.temperature == 0:
         need = "training needs a distribution: above 0 (evaluate.temperature=0 evaluates greedily)"
         yield Problem("sampling.temperature", config.temperature, need)

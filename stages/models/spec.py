@@ -1,37 +1,39 @@
-"""A model's architecture: sizes, features, and the tensors by Hugging Face name. One description for all who need one.
+"""Describe a model's architecture once for all users: sizes, features, and tensors by Hugging Face name.
 
     config.json ──spec_of──► ModelSpec ──┬─► the trainer: build, layers, hf_conversion (Megatron's blocks)
-                                         ├─► the embedded engine: model/llama, ranks/sharding
+                                         ├─► the embedded engine: model, ranks/rank_model
                                          └─► the checks before a run: pipeline/config/preflight
 
-A family whose models are computed as Llama's are, or with features that others here have (biases of queries, keys and
-values; norms of queries and keys), is added by an entry of `FAMILIES`. One with a feature of its own needs three things
-more: a field of `ModelSpec` for the feature, its tensors in `layer_shapes`, and code in the two implementations,
-Megatron's blocks and the engine's. Until then `spec_of` refuses it.
+To add a family that computes as Llama does, or with features that are already here (biases of queries, keys and values;
+norms of queries and keys), add an entry to `FAMILIES`. A new feature also needs a field of `ModelSpec`, its tensors in
+`layer_shapes`, and code in both implementations: Megatron's blocks and the engine. `spec_of` refuses other models.
 
-May import stages.models.hf_config and the standard library: no torch, no Megatron.
+The file also has the padding that makes a model divide over tensor-parallel ranks (`padded`), the readers of a Hugging
+Face directory's small JSON files, and `random:tiny`, a small random Llama that needs no files.
+
+Standard library only, so that no command has to wait for torch or transformers.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
-
-from stages.models.hf_config import read_config
 
 
 @dataclass(frozen=True)
 class Family:
-    """How the models of one `model_type` are computed, where families differ."""
+    """The properties of one `model_type` in which families differ."""
 
     only: Mapping[str, Any]
-    """Keys of a config.json that decide how the model is computed, and the one value of each that is supported; where
-    the key is missing or null it has that value."""
+    """Keys of a config.json that decide how the model is computed, each with its only supported value. A missing or
+    null key counts as that value."""
     needs: tuple[str, ...] = ()
-    """Keys that must be there: transformers would fill them in with the numbers of one model of the family."""
+    """Required keys: transformers would fill them in with the numbers of one model of the family."""
     windowed: bool = False
-    """`sliding_window`, unless it is null, bounds how far back a token sees: rows up to that length are seen whole."""
+    """True if `sliding_window`, unless it is null, limits attention. Then only rows up to that length are supported."""
     qkv_bias: bool = False
     qk_norm: bool = False
     """See `ModelSpec`."""
@@ -49,20 +51,20 @@ FAMILIES: Mapping[str, Family] = {
         qk_norm=True,
     ),
 }
-"""By `model_type`: llama is Llama 2 and 3.x, qwen2 is Qwen 2 and 2.5."""
+"""Families by `model_type`: llama is Llama 2 and 3.x, qwen2 is Qwen 2 and 2.5."""
 
 EMBEDDING = "model.embed_tokens.weight"
 """[vocab_size, hidden_size]"""
 FINAL_NORM = "model.norm.weight"
 LM_HEAD = "lm_head.weight"
-"""[vocab_size, hidden_size]; in a model with tied embeddings there is none, or a copy of the embedding."""
+"""[vocab_size, hidden_size]. A model with tied embeddings has none, or a copy of the embedding."""
 VALUE_HEAD_WEIGHT = "value_head.weight"
-"""[1, hidden_size]: the critic's, for which Hugging Face's causal models have no name."""
+"""[1, hidden_size]: the critic's head, for which Hugging Face's causal models have no name."""
 VALUE_HEAD_BIAS = "value_head.bias"
 SCORE_WEIGHT = "score.weight"
-"""[1, hidden_size]: a reward model's head, as Hugging Face's models for sequence classification have it."""
+"""[1, hidden_size]: a reward model's head, by the name in Hugging Face's models for sequence classification."""
 SCORE_BIAS = "score.bias"
-"""[1]: what those lack. It is kept in config.json (`hf_config.REWARD_BIAS`), and read as if it were a tensor."""
+"""[1]: the head's bias, which those models lack. config.json keeps it (`REWARD_BIAS`); it is read like a tensor."""
 
 INPUT_NORM = "input_layernorm"
 Q_PROJ, K_PROJ, V_PROJ = "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"
@@ -72,16 +74,17 @@ O_PROJ = "self_attn.o_proj"
 POST_ATTENTION_NORM = "post_attention_layernorm"
 GATE_PROJ, UP_PROJ = "mlp.gate_proj", "mlp.up_proj"
 DOWN_PROJ = "mlp.down_proj"
-"""The parts of a layer, bottom to top: see `layer_tensor`."""
+"""The parts of a layer from bottom to top: see `layer_tensor`."""
 
 _LAYERS = "model.layers."
 
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """Llama 3.1's change of the rotary frequencies (rope type `llama3`): waves longer than `original_max_positions` /
-    `low_freq_factor` tokens become `factor` times as long, those shorter than `original_max_positions` /
-    `high_freq_factor` stay, and those between change by degrees. See `stages.models.rotary`."""
+    """Llama 3.1's change of the rotary frequencies (rope type `llama3`), see `stages.models.layers`.
+
+    Wavelengths above `original_max_positions` / `low_freq_factor` tokens become `factor` times as long. Those below
+    `original_max_positions` / `high_freq_factor` stay. Those between change gradually."""
 
     factor: float
     low_freq_factor: float
@@ -91,36 +94,37 @@ class RopeScaling:
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """The numbers that make a decoder with RMS norms, rotary positions, grouped-query attention and a gated MLP."""
+    """The sizes and features of a decoder with RMS norms, rotary positions, grouped-query attention and a gated MLP."""
 
     num_layers: int
     hidden_size: int
     intermediate_size: int
-    """Of the MLP."""
+    """Width of the MLP."""
     num_heads: int
     num_kv_heads: int
     head_dim: int
     vocab_size: int
     max_positions: int
-    """Tokens of the longest sequence; where a token sees only so many before it, no more than those."""
+    """Tokens of the longest sequence, at most the sliding window if there is one."""
     norm_eps: float
     rope_theta: float
     tied_embeddings: bool
-    """The output layer is the embedding."""
+    """True if the output layer is the embedding."""
     rope_scaling: RopeScaling | None = None
     qkv_bias: bool = False
-    """The projections to queries, keys and values have biases."""
+    """True if the projections to queries, keys and values have biases."""
     qk_norm: bool = False
-    """Every query and key head goes through an RMS norm before it is turned; all heads of a layer share two weights."""
+    """True if every query and key head goes through an RMS norm before the rotary embedding. The heads of a layer share
+    one weight for queries and one for keys."""
 
     @property
     def q_size(self) -> int:
-        """Width of all queries of a token."""
+        """Width of all queries of a token together."""
         return self.num_heads * self.head_dim
 
     @property
     def kv_size(self) -> int:
-        """Width of all keys, or values, of a token."""
+        """Width of all keys, or of all values, of a token together."""
         return self.num_kv_heads * self.head_dim
 
     @property
@@ -130,13 +134,13 @@ class ModelSpec:
 
 
 def read_spec(path: str) -> ModelSpec:
-    """The architecture of the model in a directory. Raises what `read_config` and `spec_of` raise."""
+    """Return the architecture of the model in a directory. Raises what `read_config` and `spec_of` raise."""
     return spec_of(read_config(path))
 
 
 def spec_of(config: Mapping[str, Any]) -> ModelSpec:
-    """The architecture that a config.json describes. Raises ValueError, naming its key, for what is not supported or is
-    missing."""
+    """Return the architecture that a config.json describes. Raises ValueError, naming the key, for a missing key or an
+    unsupported value."""
     name: str = config.get("model_type", "")
     if name not in FAMILIES:
         known = ", ".join(map(repr, sorted(FAMILIES)))
@@ -175,20 +179,21 @@ def spec_of(config: Mapping[str, Any]) -> ModelSpec:
 
 
 def _max_positions(config: Mapping[str, Any], family: Family) -> int:
-    """In a row no longer than the sliding window every token sees all before it, as if there were none."""
+    """Return the longest supported row. Up to the sliding window's length, rows are computed as if there were none."""
     positions = int(config["max_position_embeddings"])
     window = config["sliding_window"] if family.windowed else None
     return positions if window is None else min(positions, int(window))
 
 
 def _rope(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """What a config.json says of the rotary embedding, under the key of today or the older one."""
+    """Return the rotary embedding's settings, from the current key of config.json or the older one."""
     found: Mapping[str, Any] = config.get("rope_scaling") or config.get("rope_parameters") or {}
     return found
 
 
 def _rope_scaling(rope: Mapping[str, Any]) -> RopeScaling | None:
-    """Raises ValueError for another rotary embedding (yarn, linear, ...), and for one of a part of each head."""
+    """Return the scaling, or None for plain rotary embedding. Raises ValueError for other kinds (yarn, linear, ...) and
+    for rotary embedding of a part of each head."""
     kind = rope.get("rope_type", rope.get("type", "default"))
     if rope.get("partial_rotary_factor", 1.0) != 1.0:
         given = rope["partial_rotary_factor"]
@@ -206,7 +211,7 @@ def _rope_scaling(rope: Mapping[str, Any]) -> RopeScaling | None:
 
 
 def tensor_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
-    """Every tensor of the model by Hugging Face name, from the bottom up; without `LM_HEAD` where it is tied."""
+    """Return the shape of every tensor by Hugging Face name, from the bottom up, without a tied `LM_HEAD`."""
     shapes: dict[str, tuple[int, ...]] = {EMBEDDING: (spec.vocab_size, spec.hidden_size)}
     for layer in range(spec.num_layers):
         shapes |= {layer_tensor(layer, part): size for part, size in layer_shapes(spec).items()}
@@ -217,7 +222,7 @@ def tensor_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
 
 
 def layer_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
-    """Every tensor of a layer by the name of its part."""
+    """Return the shape of every tensor of a layer by the name of its part."""
     shapes: dict[str, tuple[int, ...]] = {
         INPUT_NORM: (spec.hidden_size,),
         Q_PROJ: (spec.q_size, spec.hidden_size),
@@ -237,14 +242,107 @@ def layer_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
 
 
 def layer_tensor(layer: int, part: str) -> str:
-    """Hugging Face's name of a part of a layer; layers count from 0 at the bottom. A part is a weight unless it says
-    that it is a bias."""
+    """Return Hugging Face's name of a part of a layer. Layers count from 0 at the bottom. A part is a weight unless its
+    name ends in `.bias`."""
     return f"{_LAYERS}{layer}.{part}" if part.endswith(".bias") else f"{_LAYERS}{layer}.{part}.weight"
 
 
 def layer_and_part(name: str) -> tuple[int, str] | None:
-    """The reverse; None for a tensor that is of no layer."""
+    """Return the layer and the part that `layer_tensor` named, or None for a tensor outside the layers."""
     if not name.startswith(_LAYERS):
         return None
     layer, _, part = name.removeprefix(_LAYERS).partition(".")
     return int(layer), part.removesuffix(".weight")
+
+
+# ---- padding ---------------------------------------------------------------------------------------------
+
+
+def padded(spec: ModelSpec, tensor: int) -> ModelSpec:
+    """Return the spec with zeros added, so that `tensor` ranks hold equal parts; for 1 rank the spec itself.
+
+        vocabulary   rows of embedding and output layer; their logits are excluded from every softmax
+        MLP          rows of gate and up, columns of down
+        attention    whole groups of queries with their key and value: rows of q, k, v, columns of o
+
+    The added weights are zero at the start and stay exactly zero without a mask. A padded unit outputs zero, so the
+    weights that read it have a zero gradient. Those weights are zero, so the unit's own weights have a zero gradient.
+    AdamW leaves a zero with a zero gradient at zero, and it adds nothing to the gradient norm. (It would not work to
+    add queries to a group of real ones: they read that group's values, and the gradient of their columns of o is not
+    zero.) Padding exists only within a rank: `hf_conversion` adds it on reading and removes it on writing.
+    """
+    groups = spec.num_kv_heads if _divides(spec, tensor) else _multiple(spec.num_kv_heads, tensor)
+    return replace(
+        spec,
+        num_heads=spec.num_heads // spec.num_kv_heads * groups,
+        num_kv_heads=groups,
+        intermediate_size=_multiple(spec.intermediate_size, tensor),
+        vocab_size=_multiple(spec.vocab_size, tensor),
+    )
+
+
+def _divides(spec: ModelSpec, tensor: int) -> bool:
+    """Return True if heads need no padding. Either every rank has the same number of whole groups. Or there are fewer
+    groups than ranks, and, as Megatron does it, the ranks of a group share its key and value and split its queries;
+    then they must hold equal parts of the fused projection."""
+    if spec.num_kv_heads % tensor == 0:
+        return True
+    fused = spec.q_size + 2 * spec.kv_size
+    return tensor % spec.num_kv_heads == spec.num_heads % tensor == fused % tensor == 0
+
+
+def _multiple(size: int, of: int) -> int:
+    return -(-size // of) * of
+
+
+# ---- JSON files of a model directory ---------------------------------------------------------------------
+
+RANDOM_TINY = "random:tiny"
+"""Name of the small random Llama. It can be given wherever a model directory is read."""
+
+REWARD_BIAS = "reward_bias"
+"""Key of a reward model's config.json: the number added to the output of its head, which has no bias of its own."""
+
+_TINY_CONFIG: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 256,
+    "hidden_size": 64,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "intermediate_size": 176,
+    "max_position_embeddings": 256,
+    "rms_norm_eps": 1e-5,
+    "rope_parameters": {"rope_theta": 10000.0, "rope_type": "default"},
+    "tie_word_embeddings": True,
+    "attention_bias": False,
+    "mlp_bias": False,
+    "hidden_act": "silu",
+    "bos_token_id": None,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+    "dtype": "float32",
+}
+
+
+def read_config(path: str) -> dict[str, Any]:
+    """Return the contents of `config.json`. Raises FileNotFoundError with the path that was looked for."""
+    if path == RANDOM_TINY:
+        return json.loads(json.dumps(_TINY_CONFIG))  # a copy that the caller may change
+    file = Path(path) / "config.json"
+    if not file.is_file():
+        raise FileNotFoundError(f"no model at {path!r}: no {file} (give a Hugging Face directory, or {RANDOM_TINY!r})")
+    return dict(json.loads(file.read_text()))
+
+
+def read_eos_ids(path: str) -> tuple[int, ...]:
+    """Return the model's end-of-sequence tokens, from generation_config.json if it names any, else from config.json."""
+    generation = Path(path) / "generation_config.json"
+    found = json.loads(generation.read_text()).get("eos_token_id") if generation.is_file() else None
+    if found is None:
+        found = read_config(path).get("eos_token_id")
+    if found is None:
+        return ()
+    return tuple(int(i) for i in (found if isinstance(found, list) else [found]))

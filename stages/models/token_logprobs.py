@@ -1,18 +1,18 @@
-"""From hidden states to the log-probs of sampled tokens and the entropies of their distributions: the output layer and
-its softmax, a block of the vocabulary at a time.
+"""Compute log-probs of sampled tokens and entropies of their distributions from hidden states: the output layer and its
+softmax, one block of the vocabulary at a time.
 
     block b of the vocabulary:   logits = hidden @ weight_b.T  ─► max, sum exp, ... per token   (forward)
                                  logits ─► their gradient G    ─► hidden' += G @ weight_b, weight_b' = G.T @ hidden
 
-so that [tokens, vocabulary] never exists whole. The backward pass makes the logits of a block again, which is one
-product in four; as many blocks as fit in `KEPT_BYTES` are kept from the forward pass instead.
+So the matrix [tokens, vocabulary] never exists as a whole. The backward pass computes the logits of a block again, one
+product in four, except for the blocks that fit into `KEPT_BYTES`, which are kept from the forward pass.
 
-A distribution is the sampler's own (temperature, suppressed tokens, no EOS before `min_new_tokens`). Under bfloat16 the
-operands of every product are bfloat16 and logits are float32, as in the engine: rounded, logits of 20 would be
-multiples of 1/16, and another distribution. Suffixes: N sampled tokens of the micro-batch, H hidden, V this
-tensor-parallel rank's part of the vocabulary, W tokens of a block, K blocks.
+The distribution is the sampler's (temperature, suppressed tokens, no EOS before `min_new_tokens`). Under bfloat16 the
+operands of every product are bfloat16 and logits are float32, as in the engine. With rounded logits, those near 20
+would be multiples of 1/16, which is another distribution.
 
-May import torch, megatron.core, stages.ppo and this folder.
+Shape suffixes: N sampled tokens of the micro-batch, H hidden size, V this tensor-parallel rank's part of the
+vocabulary, W tokens of a block, K blocks.
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ from megatron.core import parallel_state
 from torch import Tensor
 
 from stages.models.kernels.protocol import BlockKernels
-from stages.models.linears import add_weight_gradient
+from stages.models.layers import add_weight_gradient
 from stages.models.memory import LOGITS_BLOCK_BYTES as BLOCK_BYTES
 from stages.models.memory import LOGITS_KEPT_BYTES as KEPT_BYTES
 from stages.models.memory import LOGITS_MIN_BLOCK as MIN_BLOCK
-from stages.models.products import Products, input_gradient, multiply, multiply_bfloat16
+from stages.models.numerics import Products, input_gradient, multiply, multiply_bfloat16
 
 EXCLUDED = -1e30
-"""Logit of a token that cannot be sampled: its probability is exactly 0, and 0 times this is 0 (times -inf: NaN)."""
+"""Logit of a token that cannot be sampled. Its probability is exactly 0, and 0 times this is 0 (0 times -inf: NaN)."""
 
 Entropy = Literal["none", "value", "gradient"]
-"""What is asked of the entropies: nothing (they are 0), their values, or values that a gradient flows back from."""
+"""Which entropies to compute: none (they are 0), values, or values with a gradient."""
 
 
 @dataclass(frozen=True)
 class Distribution:
-    """The distribution that tokens are sampled from, given logits."""
+    """The settings that turn logits into the distribution that tokens are sampled from."""
 
     temperature: float
     suppressed: tuple[int, ...]
@@ -61,9 +61,12 @@ def token_logprobs(
     *,
     entropy: Entropy,
 ) -> tuple[Tensor, Tensor]:
-    """(log-prob of every token, entropy in nats of the distribution it was drawn from), float32 [N] each, from the
-    hidden states that predict them. `index_N` counts tokens within their response. Vocabulary-parallel: each
-    tensor-parallel rank multiplies with its part of the output layer and all get the same answer."""
+    """Return (log-prob of every token, entropy in nats of the distribution it was sampled from), float32 [N] each,
+    given the hidden states that predict them.
+
+    `index_N`: index of each token in its response. It is vocabulary-parallel: each tensor-parallel rank multiplies with
+    its part of the output layer, and all ranks get the same result.
+    """
     first_token = parallel_state.get_tensor_model_parallel_rank() * weight_VH.shape[0]
     logprobs_N, entropy_N = _TokenLogprobs.apply(
         hidden_NH,
@@ -79,8 +82,8 @@ def token_logprobs(
 
 
 class _TokenLogprobs(torch.autograd.Function):
-    """(log softmax(logits)[target], entropy) of logits = hidden @ weight.T, whose vocabulary is spread over the
-    tensor-parallel ranks; all ranks get the same outputs and the same gradient of hidden.
+    """(log softmax(logits)[target], entropy) of logits = hidden @ weight.T. The tensor-parallel ranks share the
+    vocabulary; all of them get the same outputs and the same gradient of hidden.
 
         dlogp/dz_j = 1[j = target] - p_j            dH/dz_j = -p_j (log p_j + H)
     """
@@ -97,13 +100,13 @@ class _TokenLogprobs(torch.autograd.Function):
         kernels: BlockKernels,
         entropy: Entropy,
     ) -> tuple[Tensor, Tensor]:
-        """`target_N` and the distribution's tokens count from this rank's first token (a target of another rank lies
-        outside 0..V-1); `early_N`: the response may not end here."""
+        """Compute both outputs. `target_N` and the distribution's tokens count from this rank's first token, so a
+        target of another rank is outside 0..V-1. `early_N`: True where the response must not end."""
         blocks = _blocks(len(target_N), weight_VH.shape[0], hidden_NH.device)
         operand_NH = _operand(hidden_NH, weight_VH)
         kept_bytes = KEPT_BYTES if any(ctx.needs_input_grad) else 0
         kept: list[Tensor] = []
-        # of each block's logits z: the largest, and sums of exp(z - largest) and of exp(z - largest) (z - largest)
+        # per block of logits z: the largest z, and sums of exp(z - largest) and of exp(z - largest) (z - largest)
         largest_KN = torch.empty(len(blocks), len(target_N), device=hidden_NH.device)
         sums_KN, weighted_KN = torch.empty_like(largest_KN), torch.zeros_like(largest_KN)
         target_logit_N = torch.zeros_like(largest_KN[0])
@@ -143,12 +146,12 @@ class _TokenLogprobs(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_logprob_N: Tensor, grad_entropy_N: Tensor) -> tuple[Tensor | None, ...]:
         hidden_NH, weight_VH, target_N, early_N, log_total_N, entropy_N = ctx.saved_tensors
-        kept, ctx.kept = ctx.kept, []  # their memory is written over; a second backward makes them anew
+        kept, ctx.kept = ctx.kept, []  # their memory is overwritten; a second backward computes them again
         operand_NH = _operand(hidden_NH, weight_VH)
         factor_NH = hidden_NH.to(weight_VH.dtype)
         needs_hidden, needs_weight = ctx.needs_input_grad[:2]
         grad_hidden_NH = torch.zeros_like(hidden_NH, dtype=torch.float32) if needs_hidden else None
-        # where Megatron collects the gradient, or one to return
+        # Megatron's gradient buffer, or a new tensor to return
         total_VH = ctx.main_grad
         if needs_weight and total_VH is None:
             total_VH = torch.zeros_like(weight_VH, dtype=torch.float32)
@@ -181,13 +184,13 @@ class _TokenLogprobs(torch.autograd.Function):
 
 
 def _blocks(num_tokens: int, width: int, device: torch.device) -> list[slice]:
-    """The vocabulary in blocks, alike in the forward and the backward pass."""
+    """Return the blocks of the vocabulary, the same in the forward and the backward pass."""
     size = max(MIN_BLOCK, BLOCK_BYTES[device.type] // (4 * max(1, num_tokens)))
     return [slice(start, min(start + size, width)) for start in range(0, width, size)]
 
 
 def _operand(hidden_NH: Tensor, weight_VH: Tensor) -> Tensor:
-    """The hidden states as `_logits` multiplies them: rounded to the weight's dtype."""
+    """Return the hidden states as `_logits` needs them: rounded to the weight's dtype."""
     rounded_NH = hidden_NH.to(weight_VH.dtype)
     return rounded_NH if rounded_NH.is_cuda else rounded_NH.float()
 
@@ -195,8 +198,8 @@ def _operand(hidden_NH: Tensor, weight_VH: Tensor) -> Tensor:
 def _logits(
     operand_NH: Tensor, weight_WH: Tensor, early_N: Tensor, distribution: Distribution, products: Products
 ) -> Tensor:
-    """float32 logits [N, W] of one block, of the distribution that tokens are sampled from (its tokens counted from the
-    block's first)."""
+    """Return the float32 logits [N, W] of one block of the vocabulary, after temperature and exclusions. The
+    distribution's tokens count from the block's first."""
     if weight_WH.dtype == torch.bfloat16 and not weight_WH.is_cuda:
         z_NW = multiply_bfloat16(operand_NH, weight_WH.float())
     elif operand_NH.dtype == torch.float32:
@@ -213,7 +216,7 @@ def _logits(
 
 
 def _add_product(sum_NH: Tensor, grad_NW: Tensor, weight_WH: Tensor, products: Products) -> None:
-    """sum += grad @ weight, the sum in float32."""
+    """Add grad @ weight to `sum_NH` in float32."""
     if grad_NW.dtype == torch.float32 and products is Products.TORCH:
         sum_NH.addmm_(grad_NW, weight_WH)
     else:
@@ -221,13 +224,13 @@ def _add_product(sum_NH: Tensor, grad_NW: Tensor, weight_WH: Tensor, products: P
 
 
 def _inside(target_N: Tensor, block: slice) -> tuple[Tensor, Tensor]:
-    """(whether each target lies in the block, its column there or 0)."""
+    """Return (True for each target in the block, its column in the block or 0)."""
     inside_N = (target_N >= block.start) & (target_N < block.stop)
     return inside_N, torch.where(inside_N, target_N - block.start, 0)
 
 
 def _cut(distribution: Distribution, block: slice) -> Distribution:
-    """The distribution with its tokens counted from the block's first, those of other blocks left out."""
+    """Return the distribution with tokens counted from the block's first, without tokens of other blocks."""
 
     def local(tokens: Sequence[int]) -> tuple[int, ...]:
         return tuple(t - block.start for t in tokens if block.start <= t < block.stop)
@@ -236,13 +239,13 @@ def _cut(distribution: Distribution, block: slice) -> Distribution:
 
 
 def _shifted(distribution: Distribution, first_token: int) -> Distribution:
-    """The distribution with its tokens counted from this rank's first."""
+    """Return the distribution with tokens counted from this rank's first."""
     suppressed, eos = ([t - first_token for t in tokens] for tokens in (distribution.suppressed, distribution.eos))
     return replace(distribution, suppressed=tuple(suppressed), eos=tuple(eos))
 
 
 def _over_ranks(partial: Tensor, operation: Any) -> Tensor:
-    """The tensor-parallel ranks' parts reduced to one, the same on each."""
+    """Reduce the tensor-parallel ranks' parts to one tensor, the same on each rank."""
     group = parallel_state.get_tensor_model_parallel_group()
     if group.size() > 1:
         dist.all_reduce(partial, op=operation, group=group)

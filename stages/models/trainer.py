@@ -1,14 +1,22 @@
-"""Trains one model, policy or critic: Megatron's gradient buffers and optimizer, the epochs and minibatches of one PPO
-step, and what is saved of it.
+"""Train one model, policy or critic: Megatron's gradient buffers and optimizer, the minibatches of one PPO step, and
+the state that a checkpoint saves.
 
-May import numpy, torch, megatron.core, stages.ppo and this folder.
+Under float16, whose smallest number is 6e-8, the loss is multiplied by a loss scale before the backward pass, so that
+small gradients are not rounded to 0. The gradients are divided by it in float32 before anything reads them.
+
+    gradients finite    step; after GROWTH_INTERVAL of them in a row   scale' = 2 scale
+    not finite          no step                                          scale' = max(scale / 2, minimum)
+
+(Micikevicius et al. 2018, as in Megatron's DynamicGradScaler.) While the scale is above its minimum, a gradient that is
+not finite is taken to be an overflow that the scale caused. The scale decides the bits of the next update, so a
+checkpoint includes its state.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,59 +25,68 @@ import numpy as np
 import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.models.gpt import GPTModel
+from megatron.core.optimizer import MegatronOptimizer, get_megatron_optimizer
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
-from megatron.core.optimizer import get_megatron_optimizer
+from megatron.core.optimizer.grad_scaler import DynamicGradScaler
+from megatron.core.optimizer.optimizer import MixedPrecisionOptimizer
 from torch import Tensor
 from torch.nn import Parameter
 
-from stages.models import gather
+from stages.models import weights as gather
 from stages.models.build import Blueprint
-from stages.models.checkpoint_files import Snapshot, read_common, read_state, snapshot
-from stages.models.checkpoint_shards import MOMENTS, masters_of, sharded_state, torch_optimizer
-from stages.models.config import Offload, OptimizerConfig
-from stages.models.errors import NonFiniteGradientsError
-from stages.models.forward import KeptForwards, MicroBatch, run_backward
-from stages.models.loss_scale import at_minimum, scale_state, scaler_of, scaler_options, set_scale_state
+from stages.models.checkpoints import (
+    MOMENTS,
+    Snapshot,
+    masters_of,
+    read_common,
+    read_state,
+    sharded_state,
+    snapshot,
+    torch_optimizer,
+)
+from stages.models.config import LossScaleConfig, Offload, OptimizerConfig
+from stages.models.forward import KeptForwards, MicroBatch, Trunk, run_backward
 from stages.models.offload import Residence, allocate, release, storages
-from stages.models.protocol import Role
-from stages.models.trunk import Trunk
-from stages.ppo.stats import LossStats
+from stages.models.protocol import NonFiniteGradientsError, Role
+from stages.ppo.losses import LossStats
 
 Loss = Callable[[MicroBatch, Tensor], tuple[Tensor, LossStats]]
-"""(this micro-batch's share of the minibatch's loss, its stats) from a micro-batch and its hidden states [N, H]."""
+"""Computes (this micro-batch's share of the minibatch's loss, its stats) from a micro-batch and its hidden states
+[N, H]."""
 
 
 @dataclass(frozen=True)
 class Minibatch:
-    """What one optimizer step trains on. Every rank of the gang has the same number of them, in the same order."""
+    """The rows of one optimizer step. Every rank of the gang has the same number of minibatches in the same order."""
 
     rows: np.ndarray
-    """All ranks' rows, as indices into the arrays of the step."""
+    """Rows of all ranks, as indices into the arrays of the step."""
     row_numbers: np.ndarray
-    """Of every row of the step: its number in the run (`Rollout.row`)."""
+    """Number in the run (`Rollout.row`) of every row of the step."""
     micro_batches: list[MicroBatch]
-    """This rank's share; at least one, unless the minibatch is empty."""
+    """This rank's share: at least one, unless the minibatch is empty."""
     loss: Callable[[int], Loss]
-    """The loss, from the number of optimizer steps that the update made before."""
+    """The loss, given the number of optimizer steps that the update has made so far."""
     empty: bool
-    """Nothing of the loss depends on any row of any rank: not one of their tokens counts."""
+    """True if no token of any rank's rows counts in the loss."""
 
 
 @dataclass(frozen=True)
 class UpdateLimits:
-    """What ends an update early."""
+    """The conditions that end an update early."""
 
     max_skipped_steps: int | None
-    """Optimizer steps in a row without a finite gradient, over PPO steps too, that are an error."""
+    """Number of consecutive optimizer steps without a finite gradient, counted across PPO steps, that is an error."""
     target_kl: float | None = None
-    """The approx_kl of a minibatch above which the update ends before that minibatch's optimizer step."""
+    """If a minibatch's approx_kl is above this, the update ends before that minibatch's optimizer step."""
 
 
 def learning_rate(config: OptimizerConfig, step: int, total_steps: int) -> float:
-    """Learning rate of PPO step `step` (from 0), a closed form, so that a resumed or replayed step needs no history.
+    """Return the learning rate of PPO step `step` (from 0). It is a closed form: a resumed or replayed step needs no
+    history.
 
-    warm-up:  lr * (step + 1) / warmup_steps                        for step < warmup_steps; afterwards, with
-              x = (step - warmup_steps) / (total_steps - warmup_steps) from 0 to 1 one step past the last:
+    warm-up:  lr * (step + 1) / warmup_steps    for step < warmup_steps
+    Later steps use x = (step - warmup_steps) / (total_steps - warmup_steps), which is 1 one step past the last:
     linear:   min_lr + (lr - min_lr) * (1 - x)
     cosine:   min_lr + (lr - min_lr) * (1 + cos(pi * x)) / 2        (Loshchilov & Hutter 2017, without restarts)
     constant: lr
@@ -131,31 +148,43 @@ class Trainer:
             model.config.grad_scale_func = self._optimizer.scale_loss
             self._first_scale = scale_state(self._scaler)
         for group in self._adam.param_groups:
-            # one pass over memory instead of a dozen; Megatron does not hand the flag on
+            # fused: one pass over memory instead of a dozen; Megatron does not pass the flag on
             group["foreach"], group["fused"] = False, True
         self.weights = Residence(model.parameters)
         self.optimizer_state = Residence(self._beside_weights)
-        """Masters and moments."""
+        """Master weights and moments."""
         self._keeps_gradients = offload == "none"
         self._release_gradients()
+
+    def close(self) -> None:
+        """Drop the cyclic references between Megatron's objects. They run through torch's own memory, which Python's
+        collector does not see, and would keep the gang's connections open."""
+        self._ddp.grad_accs.clear()
+        self.model.config.grad_scale_func = None
 
     def train(
         self, step: int, lr: float, trunk: Trunk | None, minibatches: Sequence[Minibatch], limits: UpdateLimits
     ) -> tuple[list[list[LossStats]], dict[str, float]]:
-        """One PPO step: an optimizer step per minibatch, in order, making version `step` into `step + 1`.
+        """Run one PPO step: one optimizer step per minibatch, in order. It turns version `step` into `step + 1`.
 
-        An empty minibatch makes no step: AdamW's momentum and decay would move the weights without a gradient. Nor does
-        one whose gradient is not finite; and one whose approx_kl is above `limits.target_kl` ends the update. Each is
-        decided alike on all ranks: by the rows, which every rank knows, and by the gradient's norm and the approx_kl
-        over all of them.
+        - An empty minibatch makes no optimizer step: AdamW's momentum and decay would move the weights without a
+          gradient.
+        - A minibatch whose gradient is not finite makes no optimizer step.
+        - A minibatch whose approx_kl is above `limits.target_kl` ends the update.
 
-        Returns the stats of every micro-batch of this rank by minibatch that was computed (no micro-batches but on the
-        last pipeline stage), and the optimizer's metrics: lr, mean and largest grad_norm of the steps taken, and what
-        became of the minibatches: optimizer_steps, skipped_steps (not finite), empty_steps, stopped_steps (by
-        `target_kl`: the one that was above it and those after it); under float16 overflow_steps (not finite, where the
-        loss scale could still be lowered: no skipped_steps), and the loss_scale that is left.
+        All ranks decide alike: every rank knows all rows, and the gradient norm and the approx_kl are taken over all
+        ranks.
 
-        Raises NonFiniteGradientsError at `limits.max_skipped_steps`, on every rank.
+        Returns:
+            The stats of this rank's micro-batches, one list per computed minibatch; the lists are empty except on the
+            last pipeline stage.
+            The optimizer's metrics: lr; mean and largest grad_norm of the steps taken; optimizer_steps; skipped_steps
+            (gradient not finite); empty_steps; stopped_steps (the minibatch above `target_kl` and those after it).
+            Under float16 also overflow_steps (gradient not finite while the loss scale could still be lowered; not
+            counted as skipped) and the loss_scale at the end.
+
+        Raises:
+            NonFiniteGradientsError: `limits.max_skipped_steps` was reached; raised on every rank.
         """
         self._set_learning_rate(lr)
         stats: list[list[LossStats]] = []
@@ -201,13 +230,14 @@ class Trainer:
         }
 
     def advance(self, step: int) -> dict[str, float]:
-        """Makes version `step` into `step + 1` with the same weights and optimizer state; the metrics of `train`."""
+        """Turn version `step` into `step + 1` without training, and return the metrics. Weights and optimizer state
+        stay as they are."""
         self._reach(step + 1)
         return {"lr": 0.0, "optimizer_steps": 0.0}
 
     def snapshot(self) -> Snapshot:
-        """A copy of what this rank is to write of a checkpoint: weights, masters, moments, counters. The one before
-        it, whose memory it takes, must have been written."""
+        """Return a copy of this rank's part of a checkpoint: weights, master weights, moments, counters. It reuses the
+        memory of the previous snapshot, which must have been written by now."""
         (inner,) = self._optimizer.chained_optimizers
         steps = {float(state["step"]) for state in self._adam.state.values()}
         assert len(steps) <= 1, f"AdamW has made {steps} steps with different parameters"
@@ -222,11 +252,11 @@ class Trainer:
         return self._snapshot
 
     def load(self, directory: Path) -> None:
-        """Restores what a snapshot held, bit for bit, whatever layout took it. Raises StateError, having changed
-        nothing that counts, for a checkpoint of another architecture or of another program."""
+        """Restore a snapshot bit for bit, whatever the layout it was taken in. Raises StateError for a checkpoint of
+        another architecture or of another program, and then leaves the model's state as it was."""
         common = read_common(directory, self._architecture)
         (inner,) = self._optimizer.chained_optimizers
-        self.dirty = True  # until all of it is there
+        self.dirty = True  # until everything is loaded
         self._forget_forwards()
         self._adam.state.clear()
         for master in masters_of(inner) if common["adam_steps"] is not None else ():
@@ -242,7 +272,8 @@ class Trainer:
             set_scale_state(self._scaler, common["loss_scale"])
 
     def restart(self) -> None:
-        """Back to version 0 after the model's weights were put back: fresh master weights, empty optimizer state."""
+        """Go back to version 0: fresh master weights and an empty optimizer state. The caller has already put back the
+        model's weights."""
         self._optimizer.reload_model_params()
         self._forget_forwards()
         self._adam.state.clear()
@@ -251,21 +282,21 @@ class Trainer:
             set_scale_state(self._scaler, self._first_scale)
 
     def drop_work(self) -> None:
-        """Lets go of what only an update under way needs: gradient buffers, and forwards that were kept."""
+        """Free the gradient buffers and the kept forwards."""
         self._forget_forwards()
-        self._optimizer.zero_grad()  # what refers to them
+        self._optimizer.zero_grad()  # drops its references to the buffers
         release(self._gradient_buffers())
 
     def sleep(self) -> None:
-        """Everything to the host's memory, so that another role has the device. `weights` and `optimizer_state` wake
-        alone: a forward pass needs no masters or moments."""
+        """Move everything to the host's memory to free the device for another role. `weights` and `optimizer_state`
+        are brought back separately: a forward pass needs no master weights or moments."""
         self._release_gradients()
-        self.optimizer_state.sleep()  # while the weights are there to be told from it
+        self.optimizer_state.sleep()  # before the weights: it compares its tensors' addresses with theirs
         self.weights.sleep()
 
     def _reach(self, version: int) -> None:
-        """The role has this version, which is not committed; forwards of the one before that no minibatch took (all
-        were empty, or the role was not trained) would serve nothing any more."""
+        """Set the version and mark it uncommitted. Drop the previous version's forwards that no minibatch used, because
+        all minibatches were empty or the role was not trained."""
         self._forget_forwards()
         self.version, self.dirty = version, True
 
@@ -289,11 +320,12 @@ class Trainer:
 
     def _release_gradients(self) -> None:
         if not self._keeps_gradients:
-            self._optimizer.zero_grad()  # what refers to them
+            self._optimizer.zero_grad()  # drops its references to the buffers
             release(self._gradient_buffers())
 
     def _beside_weights(self) -> Iterator[Tensor]:
-        """What the optimizer holds and the model does not: in float32 the weights are their own masters."""
+        """Yield the optimizer's tensors that are not the model's weights. (In float32 the weights are their own master
+        weights.)"""
         (inner,) = self._optimizer.chained_optimizers
         weights = {storage.data_ptr() for storage in storages(self.model.parameters())}
         masters = [master.tensor for master in masters_of(inner)]
@@ -302,7 +334,7 @@ class Trainer:
 
     @property
     def _architecture(self) -> dict[str, Any]:
-        """All that decides which tensors there are, and none of what decides where they lie."""
+        """The settings that decide which tensors exist, without those that decide how ranks share them."""
         blueprint = self._blueprint
         found = dataclasses.asdict(blueprint.spec) | {
             "role": str(self.role),
@@ -317,15 +349,19 @@ class Trainer:
         return found
 
     def _set_learning_rate(self, lr: float) -> None:
-        """And the weight decay, as Megatron's scheduler would: norms and biases do not decay."""
+        """Set the learning rate and, as Megatron's scheduler does, the weight decay: norms and biases do not decay."""
         for group in self._adam.param_groups:
             group["lr"] = lr
             group["weight_decay"] = self.config.weight_decay * group["wd_mult"]
 
     def _step(self) -> tuple[float, bool]:
-        """One optimizer step with the gradients in the buffers, unscaled and clipped to the global norm; without a step
-        if that is not finite. (The norm, whether a loss scale that has been lowered now made it so): over all ranks
-        alike."""
+        """Unscale the gradients in the buffers, clip them to the global norm, and make one optimizer step. If the norm
+        is not finite, make no step.
+
+        Returns:
+            The norm, and True if the gradients overflowed and the loss scale could still be lowered (it now has been).
+            Both are the same on all ranks.
+        """
         can_be_lowered = self._scaler is not None and not at_minimum(self._scaler)
         overflow = bool(self._optimizer.prepare_grads()) and can_be_lowered
         norm = float(self._optimizer.get_grad_norm())
@@ -337,12 +373,12 @@ class Trainer:
         return norm, overflow
 
     def _approx_kl(self, stats: list[LossStats]) -> float:
-        """That of a minibatch from those of this rank's micro-batches and of the other ranks' (a collective call)."""
+        """Return a minibatch's approx_kl: the sum over all micro-batches of all ranks (a collective call)."""
         return gather.sum_over_ranks(self._rank, [float(s.sums[f"{self.role}/approx_kl"]) for s in stats])
 
     def _not_finite(self, minibatch: Minibatch, stats: list[LossStats], norm: float) -> str:
-        """What of a minibatch was not finite, the same on every rank (a collective call): the micro-batches' losses
-        and the parameters' gradients that were not, and the minibatch's rows."""
+        """Return the text that says which losses and which parameters' gradients of a minibatch were not finite, with
+        the minibatch's rows. It is the same on every rank (a collective call)."""
         bad_rows = {
             int(row)
             for micro, of_micro in zip(minibatch.micro_batches if stats else [], stats, strict=True)
@@ -363,7 +399,7 @@ class Trainer:
 
 
 def _norm_metrics(norms: Sequence[float]) -> dict[str, float]:
-    """Of the optimizer steps that were made, one norm each."""
+    """Return the gradient metrics, given one norm per optimizer step."""
     return {
         "grad_norm": sum(norms) / max(1, len(norms)),
         "grad_norm_max": max(norms, default=0.0),
@@ -372,12 +408,60 @@ def _norm_metrics(norms: Sequence[float]) -> dict[str, float]:
 
 
 def _scale_gradients(parameters: Sequence[Parameter], factor: float) -> None:
-    """Clips by the global norm: in place (Megatron's own makes new gradients where it has no CUDA kernel)."""
+    """Clip gradients in place. (Without a CUDA kernel Megatron's own clipping allocates new gradients.)"""
     if factor < 1:
         torch._foreach_mul_([p.grad for p in parameters if p.grad is not None], factor)
 
 
 def _listed(items: Sequence[object], most: int = 64) -> str:
-    """At most so many of them, and how many more there are."""
+    """Return a text that lists the first `most` items and the number of the others."""
     more = f" and {len(items) - most} more" if len(items) > most else ""
     return ", ".join(map(str, items[:most])) + more
+
+
+# ---- loss scale ------------------------------------------------------------------------------------------
+
+
+GROWTH_INTERVAL = 1000
+"""Number of consecutive optimizer steps with finite gradients after which the loss scale is doubled."""
+
+
+def scaler_options(config: LossScaleConfig, dtype: torch.dtype) -> dict[str, Any]:
+    """Return the loss-scale settings of Megatron's optimizer for a model of this dtype."""
+    if dtype is not torch.float16:
+        return {}
+    return {
+        "fp16": True,
+        "initial_loss_scale": config.initial,
+        "min_loss_scale": config.minimum,
+        "loss_scale_window": GROWTH_INTERVAL,
+        "hysteresis": 1,  # every overflow lowers the scale: a second try at the same scale would cost a minibatch
+    }
+
+
+def scaler_of(optimizer: MegatronOptimizer) -> DynamicGradScaler | None:
+    """Return the gradient scaler of one Megatron optimizer (not of a chain), or None unless the dtype is float16."""
+    scaler = optimizer.grad_scaler if isinstance(optimizer, MixedPrecisionOptimizer) else None
+    assert scaler is None or isinstance(scaler, DynamicGradScaler)
+    return scaler
+
+
+def at_minimum(scaler: DynamicGradScaler) -> bool:
+    """Return True if the scale cannot be lowered further."""
+    return bool(scaler.scale <= scaler.min_scale)
+
+
+def scale_state(scaler: DynamicGradScaler) -> dict[str, float]:
+    """Return the scaler's state as plain numbers."""
+    return {name: float(value) for name, value in scaler.state_dict().items()}
+
+
+def set_scale_state(scaler: DynamicGradScaler, state: Mapping[str, float]) -> None:
+    """Restore the state that `scale_state` returned."""
+    scaler.load_state_dict(
+        {
+            "scale": torch.full_like(scaler.scale, state["scale"]),
+            "growth_tracker": int(state["growth_tracker"]),
+            "hysteresis_tracker": int(state["hysteresis_tracker"]),
+        }
+    )

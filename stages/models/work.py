@@ -1,9 +1,7 @@
-"""What an update computes, in floating-point operations, and how much of what the hardware can do that is.
+"""Count an update's floating-point operations, and compare their rate with the hardware's peak.
 
-Counted is what the mathematics needs, not what is done: activations that are computed again and padding count nothing,
-and neither do frozen blocks, whose outputs are kept. So a layout that recomputes has a lower share, not a higher rate.
-
-May import numpy, torch, stages.models (products and spec) and the standard library.
+The count is what the mathematics needs. Recomputed activations, padding and frozen blocks (whose outputs are kept) do
+not count. So recomputation lowers the utilisation instead of raising the rate.
 """
 
 from __future__ import annotations
@@ -15,11 +13,11 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from stages.models.products import Products, multiply
+from stages.models.numerics import Products, multiply
 from stages.models.spec import ModelSpec, layer_shapes
 
 _MEASURED = {"cpu": 768, "cuda": 8192}
-"""Rows, inputs and outputs of the product that is measured: some ten milliseconds on a core, two on a large GPU."""
+"""Rows, inputs and outputs of the measured product: some ten milliseconds on a core, two on a large GPU."""
 _REPEATS = 4
 
 
@@ -28,15 +26,15 @@ class UpdateWork:
     """One update of a model, over all ranks of its gang."""
 
     tokens: int
-    """Of prompts and responses, as often as they went through the model."""
+    """Tokens of prompts and responses, counted each time they went through the model."""
     flops: float
     seconds: float
     peak_flops: float
-    """Per second, of all ranks together."""
+    """Peak operations per second of all ranks together."""
 
     def metrics(self) -> dict[str, float]:
-        """tokens_per_s; tflops_per_s; mfu, model FLOPs utilisation (Chowdhery et al. 2022, appendix B): the share of
-        `peak_tflops`."""
+        """Return tokens_per_s, tflops_per_s, peak_tflops and mfu, the model FLOPs utilisation (Chowdhery et al. 2022,
+        appendix B): tflops_per_s / peak_tflops."""
         return {
             "tokens_per_s": self.tokens / self.seconds,
             "tflops_per_s": self.flops / self.seconds / 1e12,
@@ -46,7 +44,7 @@ class UpdateWork:
 
 
 def matrix_numbers(spec: ModelSpec) -> int:
-    """In the matrices of one block."""
+    """Return the number of weights in the matrices of one block."""
     return sum(math.prod(shape) for shape in layer_shapes(spec).values() if len(shape) > 1)
 
 
@@ -60,20 +58,20 @@ def update_flops(
     output_trained: bool,
     adapters: int | None = None,
 ) -> float:
-    """Operations of a forward and a backward pass through the trained blocks, for rows of these lengths.
+    """Return the operations of a forward and a backward pass through the trained blocks, for rows of these lengths.
 
-        6 P N            P numbers in the matrices of the blocks, N tokens: a product forward, two backward, and a
-                         multiplication and an addition for each number; with adapters of A numbers in a block, which
-                         alone are trained, (4 P + 6 A) N
-        6 B q sum n^2    attention of B blocks with queries of width q over rows of n tokens, of which a token sees
-                         half: 2 q n^2 forward, for scores and values, and twice that backward
-        6 h o M          an output layer of width o after M tokens; 4 h o M where it is not trained
+        6 P N            P weights in the matrices of the blocks, N tokens: one product forward, two backward, each
+                         with a multiplication and an addition per weight. If only adapters are trained, with A weights
+                         in the blocks: (4 P + 6 A) N
+        6 B q sum n^2    attention of B blocks with queries of width q over rows of n tokens; on average a token sees
+                         half of them: 2 q n^2 forward, for scores and values, and twice that backward
+        6 h o M          an output layer of width o at M tokens; 4 h o M if it is not trained
 
     Args:
-        blocks: those that are trained; frozen ones below them are computed once per row, elsewhere.
-        outputs: o, the vocabulary, or 1 for a critic's head.
-        num_outputs: M, tokens after which the output layer is computed.
-        adapters: A, of LoRA; None: the matrices themselves are trained.
+        blocks: number of trained blocks; the frozen ones below are computed once per row, elsewhere.
+        outputs: o, the vocabulary size, or 1 for a critic's head.
+        num_outputs: M, the number of tokens at which the output layer is computed.
+        adapters: LoRA's weights per block; None: the matrices themselves are trained.
     """
     n = lengths.astype(np.float64)
     numbers = matrix_numbers(spec)
@@ -83,13 +81,13 @@ def update_flops(
 
 
 def measured_peak(dtype: torch.dtype, device: torch.device, products: Products = Products.TORCH) -> float:
-    """Operations per second of a large product in this process, with its threads: the best of several. It stands for
-    what the hardware can do; other load on it makes it too low."""
+    """Return the operations per second of a large product in this process, with its threads: the best of several. It
+    estimates the hardware's peak; other load on the machine makes it too low."""
     size = _MEASURED[device.type]
-    generator = torch.Generator(device).manual_seed(0)  # of its own: the process's random numbers are a run's
+    generator = torch.Generator(device).manual_seed(0)  # the process's own generator belongs to the run
     a, b = (torch.randn(size, size, generator=generator, device=device).to(dtype) for _ in range(2))
     best = math.inf
-    for _ in range(1 + _REPEATS):  # the first one prepares
+    for _ in range(1 + _REPEATS):  # the first is a warm-up
         synchronise(device)
         started = time.perf_counter()
         multiply(a, b, products)
@@ -99,6 +97,6 @@ def measured_peak(dtype: torch.dtype, device: torch.device, products: Products =
 
 
 def synchronise(device: torch.device) -> None:
-    """Waits for what a GPU was given to do."""
+    """Wait until a GPU has finished its work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)

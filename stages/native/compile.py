@@ -7,7 +7,8 @@ a name), it is in the temporary folder.
 
 $CC names another compiler, $STAGELINE_CFLAGS more flags (the tests' sanitizers).
 
-May import the standard library and storage.private.
+What is given to kernels in C is looked at before its address is passed on: C would read and write whatever lies
+there.
 """
 
 from __future__ import annotations
@@ -24,8 +25,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
+import torch
+from torch import Tensor
+
 from storage.errors import StoreError
-from storage.private import private_directory
+from storage.host import private_directory
 
 _NUMBERS = Path(__file__).with_name("numbers.h")
 _FLAGS = ("-O3", "-march=native", "-fopenmp", "-fno-math-errno", "-fno-trapping-math", "-shared", "-fPIC")
@@ -37,9 +41,9 @@ class NoNativeKernelsError(RuntimeError):
 
 
 def build_library(name: str, folder: Path, sources: Sequence[str], headers: Sequence[str] = ()) -> Path:
-    """The path of a library made of the sources in a folder, which may include the headers there and `numbers.h`;
-    compiled under another name and moved, so that several processes may do this at once. Raises
-    NoNativeKernelsError, also where the cache folder is another user's."""
+    """Return the path of a library made from the sources in a folder, which may include the headers there and
+    `numbers.h`. It is compiled under another name and moved, so several processes may do this at once. Raises
+    NoNativeKernelsError, also if the cache folder is another user's."""
     compiler, release = _compiler(), compiler_version()
     if compiler is None or release is None:
         raise NoNativeKernelsError("there is no C compiler (cc, or what $CC names)")
@@ -66,13 +70,13 @@ def build_library(name: str, folder: Path, sources: Sequence[str], headers: Sequ
 
 
 def compiler_flags() -> tuple[str, ...]:
-    """That everything is compiled with."""
+    """Return the compiler's flags."""
     return (*_FLAGS, *os.environ.get("STAGELINE_CFLAGS", "").split())
 
 
 def compiler_version() -> str | None:
-    """What the C compiler says that it is, on one line; None where there is none. (Another one may lie behind the same
-    path after an upgrade.)"""
+    """Return the C compiler's version on one line; None if there is none. (After an upgrade another compiler may lie
+    behind the same path.)"""
     compiler = _compiler()
     return None if compiler is None else _version_of(compiler)
 
@@ -97,9 +101,9 @@ def load_library(
     headers: Sequence[str],
     records: Mapping[str, type[ctypes.Structure]],
 ) -> ctypes.CDLL:
-    """`build_library`'s, loaded. `records`: by their names in C, the structs that are passed to it; each `struct NAME`
-    comes with a function `layout_NAME` (`numbers.h`: LAYOUT). Raises NoNativeKernelsError; RuntimeError where a record
-    here is laid out otherwise than there."""
+    """Load the library of `build_library`. `records`: by their names in C, the structs that are passed to it; each
+    `struct NAME` has a function `layout_NAME` (`numbers.h`: LAYOUT). Raises NoNativeKernelsError; RuntimeError if a
+    record has another layout here than there."""
     try:
         library = ctypes.CDLL(str(build_library(name, folder, sources, headers)))
     except OSError as error:
@@ -115,7 +119,8 @@ def load_library(
 
 
 def cache_folder() -> Path:
-    """Where libraries are kept: this user's alone. Raises NoNativeKernelsError if there is no such place."""
+    """Return the folder of the libraries, which only this user can enter. Raises NoNativeKernelsError if there is no
+    such place."""
     problems = []
     for folder in _candidates():
         try:
@@ -137,10 +142,45 @@ def _candidates() -> Iterator[Path]:
 
 
 def _processor() -> str:
-    """What -march=native depends on, where it can be read: a shared cache folder may serve unlike machines."""
+    """Return what -march=native depends on, if it can be read: a shared cache folder may serve different machines."""
     cpuinfo = Path("/proc/cpuinfo")
     if not cpuinfo.is_file():
         return f"{platform.machine()} {platform.processor()}"
     wanted = ("model name", "flags", "Features", "CPU part")
     lines = cpuinfo.read_text("utf8", "replace").splitlines()
     return "\n".join(sorted({line for line in lines if line.startswith(wanted)}))
+
+
+# ---- arguments -------------------------------------------------------------------------------------------
+
+KINDS = {torch.float32: 0, torch.bfloat16: 1}
+"""numbers.h: FLOAT32, BFLOAT16."""
+_FLOAT32 = (torch.float32,)
+
+
+def kind_of(dtype: torch.dtype) -> int:
+    """Return the dtype's number in C. Raises ValueError if C does not know it."""
+    kind = KINDS.get(dtype)
+    if kind is None:
+        raise ValueError(f"native kernels compute in float32 and bfloat16, not in {dtype}")
+    return kind
+
+
+def expect(name: str, tensor: Tensor, shape: Sequence[int], dtypes: Sequence[torch.dtype] = _FLOAT32) -> None:
+    """Raise ValueError, naming the tensor, unless it is contiguous, on the CPU, of this shape and one of `dtypes`."""
+    if (
+        tensor.dtype in dtypes
+        and tensor.shape == tuple(shape)
+        and tensor.is_contiguous()
+        and tensor.device.type == "cpu"
+    ):
+        return
+    given = f"{list(tensor.shape)} {tensor.dtype}{'' if tensor.is_contiguous() else ', not contiguous'}"
+    wanted = f"{list(shape)} {' or '.join(map(str, dtypes))}, contiguous, on cpu"
+    raise ValueError(f"native kernels: {name} is {given} on {tensor.device}; wanted: {wanted}")
+
+
+def require(holds: bool, what: str) -> None:
+    """Raise ValueError with this text unless it holds."""
+    if not holds:
+        raise ValueError(f"native kernels: {what}")

@@ -1,4 +1,4 @@
-"""A process that does not outlive the one that started it. May import the standard library."""
+"""A process that does not outlive the one that started it."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ import sys
 _PR_SET_PDEATHSIG = 1
 
 
-def end_with_parent(parent: int | None = None) -> None:
+def end_with_parent(parent: int | None = None, by: signal.Signals = signal.SIGKILL) -> None:
     """From here on this process ends when the thread that started it does, also where it is stopped, or stuck in a
     native call: Linux kills it. Elsewhere the end of its connection has to do. `parent`: the process that it must be a
-    child of; where that has ended before it could be asked for, this one ends at once."""
+    child of; where that has ended before it could be asked for, this one ends at once. `by`: the signal that it is
+    sent, for a process that has something to end first."""
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, by)
         if parent is not None and os.getppid() != parent:
             os._exit(1)

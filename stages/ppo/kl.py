@@ -2,8 +2,6 @@
 
 All estimate KL(pi || pi_ref) from tokens drawn from pi, with d_t = log pi(token t) - log pi_ref(token t).
 Source of k1, k2, k3: J. Schulman, "Approximating KL divergence", 2020.
-
-May import torch, jaxtyping, stages.ppo.config and the standard library.
 """
 
 from __future__ import annotations

@@ -18,11 +18,12 @@ makes the loss infinite.
 Sources: Schulman et al. 2017 (clip), Yu et al. 2025 (DAPO: clip_high), Ye et al. 2019 (dual clip), Hilton et al. 2022
 and AReaL, Fu et al. 2025 (decoupled objective).
 
-May import torch, jaxtyping, stages.ppo and the standard library.
+What a loss reports beside its value, in a form that can be combined over micro-batches and ranks.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -33,7 +34,6 @@ from torch import Tensor
 
 from stages.ppo.config import PPOConfig
 from stages.ppo.kl import token_kl_loss
-from stages.ppo.stats import LossStats
 
 LARGEST_LOG_RATIO = 80.0
 """exp(80) = 5.5e34: float32 ends at exp(88.7), and a clip that is met far below."""
@@ -285,3 +285,34 @@ def _outside_cap(w: Tensor, cfg: PPOConfig) -> Tensor:
 def _masked_max(x: Tensor, mask: Tensor) -> Tensor:
     """Largest entry of the (positive) x inside the mask; 0 if the mask is empty."""
     return torch.where(mask, x.detach(), 0).max()
+
+
+# ---- stats -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class LossStats:
+    """Detached scalars of one micro-batch.
+
+    `sums` were weighted as the loss was (`masks.token_weights` over the whole minibatch): ADD them over micro-batches
+    and ranks to get the minibatch's mean. `maxima` combine by MAX. Nothing else combines correctly.
+    """
+
+    sums: Mapping[str, Tensor]
+    maxima: Mapping[str, Tensor]
+
+
+def merge_stats(parts: Sequence[LossStats]) -> LossStats:
+    """The stats of a minibatch from those of its micro-batches (or of its ranks' shares). Needs at least one part."""
+    return LossStats(
+        sums={name: torch.stack([p.sums[name] for p in parts]).sum() for name in parts[0].sums},
+        maxima={name: torch.stack([p.maxima[name] for p in parts]).amax() for name in parts[0].maxima},
+    )
+
+
+def summarise_stats(minibatches: Sequence[LossStats]) -> dict[str, float]:
+    """Metrics of a whole update from its minibatches: the mean of each sum, the largest of each maximum. Needs at least
+    one minibatch."""
+    means = {n: float(torch.stack([m.sums[n] for m in minibatches]).mean()) for n in minibatches[0].sums}
+    maxima = {n: float(torch.stack([m.maxima[n] for m in minibatches]).amax()) for n in minibatches[0].maxima}
+    return means | maxima

@@ -9,8 +9,6 @@ Two ideas carry the rest of this folder:
   only decides in which order the sum is taken.
 
 Masks are applied by selection (`torch.where`), never by multiplication: 0 * NaN is NaN.
-
-May import torch, jaxtyping and the standard library.
 """
 
 from __future__ import annotations

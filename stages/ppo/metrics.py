@@ -2,8 +2,6 @@
 
 Every metric is taken over sampled tokens (or over responses) only. A metric that is undefined for a step (the mismatch
 on fresh tokens when every token is stale, say) is absent, never NaN and never a made-up zero.
-
-May import numpy, jaxtyping, storage and the standard library.
 """
 
 from __future__ import annotations

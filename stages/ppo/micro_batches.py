@@ -2,8 +2,6 @@
 micro-batches (one forward each).
 
 Only `minibatches` changes what is learnt; the rest of this file changes speed (see `stages.ppo.masks`).
-
-May import numpy, jaxtyping and the standard library.
 """
 
 from __future__ import annotations

@@ -2,8 +2,6 @@
 
 The order in which a score is shaped: a cut response gets its fixed score, scores are normalised by the run's mean and
 spread, the KL penalty is added per token, and (last) rewards are whitened if the config says so.
-
-May import torch, jaxtyping, stages.ppo and the standard library.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How a reward model is trained, and what of that cannot work. May import the standard library and storage.problems."""
+"""Settings of a reward model's training, and their checks."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
-from storage.problems import Problem, at_least
+from storage.problems import Problem, at_least, setting
 
 
 @dataclass
@@ -14,47 +14,36 @@ class RewardTrainingConfig:
     """Loss and length of a training."""
 
     loss: Literal["bradley_terry", "regression", "distill"] = "bradley_terry"
-    """bradley_terry: chosen above rejected; regression: the score is the rating (of ratings only); distill: the score
-    is that of `teacher`, whatever the judgements say, which are then only what both are measured by."""
-    epochs: int = 1
-    """Passes over the training rows: more than one or two overfit a model of pairs (Ouyang et al. 2022)."""
-    rows_per_step: int = 64
-    """Rows of an optimizer step, at least: groups that are compared are never cut."""
-    validations_per_epoch: int = 1
-    patience: int | None = None
+    """bradley_terry: the chosen response scores above the rejected one. regression: the score is the rating (ratings
+    only). distill: the score is the teacher's; the judgements only measure both."""
+    epochs: int = setting(1, at_least(1))
+    """Passes over the training rows. More than one or two overfit a model of pairs (Ouyang et al. 2022)."""
+    rows_per_step: int = setting(64, at_least(2, ": one pair has two"))
+    """Fewest rows of an optimizer step. Groups that are compared are never divided."""
+    validations_per_epoch: int = setting(1, at_least(1))
+    """Validations per epoch, evenly spread; the last one ends the epoch."""
+    patience: int | None = setting(None, at_least(1))
     """Validations in a row without a better one after which training ends; null: never before the last epoch."""
     normalise: bool = True
-    """Whether the bias is set at the end so that the training rows' scores have mean 0."""
-    max_skipped_steps: int = 3
-    """Optimizer steps in a row without a finite gradient that are an error."""
+    """Set the bias at the end so that the scores of the training rows have mean 0."""
+    max_skipped_steps: int = setting(3, at_least(1))
+    """Number of optimizer steps in a row with a gradient that is not finite at which the training fails."""
 
 
 @dataclass
 class TeacherConfig:
-    """Whose scores are learnt under `train.loss: distill`."""
+    """The reward models whose scores are learnt under `train.loss: distill`."""
 
     paths: list[str] = field(default_factory=list)
-    """Directories of reward models, whose mean score it is."""
+    """Directories of reward models. The mean of their scores is learnt."""
     dtype: Literal["float32", "bfloat16"] | None = None
-    """Of their forward; null: `model.dtype`."""
+    """Dtype of their forward passes; null: `model.dtype`."""
 
 
 def teacher_problems(config: TeacherConfig, loss: str) -> Iterator[Problem]:
-    """What of the section `teacher` does not suit the loss."""
+    """Return the problems of section `teacher` under this loss."""
     if loss == "distill" and not config.paths:
         yield Problem("teacher.paths", config.paths, "train.loss=distill needs a teacher: [RUN/model], or several")
     if loss != "distill" and config.paths:
         need = f"a teacher's scores are learnt by train.loss=distill (given {loss}); or teacher.paths=[]"
         yield Problem("teacher.paths", config.paths, need)
-
-
-def training_problems(config: RewardTrainingConfig) -> Iterator[Problem]:
-    """What of the section `train` cannot work by itself."""
-    values = {
-        "train.epochs": config.epochs,
-        "train.validations_per_epoch": config.validations_per_epoch,
-        "train.patience": config.patience,
-        "train.max_skipped_steps": config.max_skipped_steps,
-    }
-    yield from at_least(1, values)
-    yield from at_least(2, {"train.rows_per_step": config.rows_per_step}, ": one pair has two")

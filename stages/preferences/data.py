@@ -1,9 +1,7 @@
 """From judgements to rows of tokens, pairs of them, and the groups that an optimizer step compares.
 
-    judgements ──► rows (each response or text once) ──► pairs: (better row, worse row)
-                                             └──► groups: a prompt's responses, or texts drawn together
-
-May import numpy, stages.models (hf_files' Tokenizer, reward_rows) and storage.
+judgements ──► rows (each response or text once) ──► pairs: (better row, worse row)
+                                         └──► groups: a prompt's responses, or texts drawn together
 """
 
 from __future__ import annotations
@@ -15,9 +13,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from stages.models.hf_files import Tokenizer
-from stages.models.reward_rows import TokenRows, ended
+from stages.models.reward_model import TokenRows, ended
+from storage.config import PreferencesConfig
 from storage.preferences import JudgedPair, Judgement, PreferencesError, RatedText
-from storage.preferences_config import PreferencesConfig
 
 _PAIRS, _EPOCH = 3, 4
 """Keep the uses of one seed apart."""

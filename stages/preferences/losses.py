@@ -6,13 +6,15 @@ With K responses to a prompt compared in all C(K, 2) pairs, as one group (Ouyang
 
 Both losses are sums of weight * term with weights over the whole minibatch: add them over micro-batches and ranks.
 
-May import numpy, torch, jaxtyping, stages.models.reward_host (the row that is none), stages.ppo.stats and
-stages.preferences.data.
+How well scores agree with people: accuracy on pairs and how sure that number is, calibration, margin, and what the
+noise of the ratings leaves to be had. Pure, in float64.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -21,8 +23,8 @@ from beartype import beartype
 from jaxtyping import Float, Int, jaxtyped
 from torch import Tensor
 
-from stages.models.reward_host import NO_ROW, ScoreLoss
-from stages.ppo.stats import LossStats
+from stages.models.reward_model import NO_ROW, ScoreLoss
+from stages.ppo.losses import LossStats
 from stages.preferences.data import Group
 
 LOSS = "critic/loss"
@@ -97,3 +99,90 @@ def _positions(rows: np.ndarray, num_rows: int) -> np.ndarray:
     real = rows != NO_ROW
     position[rows[real]] = np.flatnonzero(real)
     return position
+
+
+# ---- measures --------------------------------------------------------------------------------------------
+
+NUM_BINS = 10
+
+
+@dataclass(frozen=True)
+class Reliability:
+    """Pairs by how sure the model is of its order, from 0.5 to 1 in equal steps. A bin without pairs has NaN."""
+
+    confidence: np.ndarray
+    """[bins]: mean of sigma(|margin|)."""
+    accuracy: np.ndarray
+    counts: np.ndarray
+
+    @property
+    def ece(self) -> float:
+        """Expected calibration error: mean over pairs of |accuracy - confidence| of their bin (Guo et al. 2017)."""
+        held = self.counts > 0
+        gaps = np.abs(self.accuracy - self.confidence)[held]
+        return float((gaps * self.counts[held]).sum() / self.counts.sum())
+
+
+def right_order(margins: np.ndarray) -> np.ndarray:
+    """1 where a pair's margin (better less worse) is above 0, 0 below, a half for a tie."""
+    return (margins > 0) + 0.5 * (margins == 0)
+
+
+def dyadic_standard_error(values: np.ndarray, first: np.ndarray, second: np.ndarray) -> float:
+    """Standard error of the mean of pairs' values, where pairs that share a member are not independent: that of
+    dyadic clusters (Aronow, Samii and Assenova 2015, equation 3):
+
+        Var = 1 / P^2  sum over pairs p, q with a common member of  e_p e_q,     e = value - mean
+
+    `first`, `second`: int [pairs], each pair's members; the same number for a pair within one cluster (a prompt). A
+    negative sum, which few pairs can give, counts as that of independent pairs."""
+    errors = values - values.mean()
+    size = int(max(first.max(), second.max())) + 1
+    distinct = first != second
+    sums = np.bincount(first, errors, size) + np.bincount(second[distinct], errors[distinct], size)
+    total = (sums**2).sum() - (errors[distinct] ** 2).sum()
+    if total <= 0:
+        total = (errors**2).sum()
+    return float(math.sqrt(total) / len(values))
+
+
+def spearman(first: np.ndarray, second: np.ndarray) -> float:
+    """Rank correlation: Pearson's of the ranks, of equal numbers the mean of theirs."""
+    return float(np.corrcoef(_ranks(first), _ranks(second))[0, 1])
+
+
+def _ranks(values: np.ndarray) -> np.ndarray:
+    _, inverse, counts = np.unique(values, return_inverse=True, return_counts=True)
+    ends = counts.cumsum()
+    return (ends - (counts - 1) / 2)[inverse]
+
+
+def reliability(margins: np.ndarray) -> Reliability:
+    """Of Bradley–Terry scores, whose sigma(|margin|) is the probability that they give their own order."""
+    confidence = 1 / (1 + np.exp(-np.abs(margins)))
+    bins = np.minimum(((confidence - 0.5) * 2 * NUM_BINS).astype(int), NUM_BINS - 1)
+    counts = np.bincount(bins, minlength=NUM_BINS)
+    with np.errstate(invalid="ignore"):
+        sure, right = (np.bincount(bins, of, NUM_BINS) / counts for of in (confidence, right_order(margins)))
+    return Reliability(sure, right, counts)
+
+
+def best_accuracy(ratings: np.ndarray, standard_errors: np.ndarray, better: np.ndarray, worse: np.ndarray) -> float:
+    """What a judge would reach on pairs of noisy ratings who knew what everybody, not these few people, thinks of each
+    text: the mean probability that the true means are in the observed order.
+
+    A text's true mean is normal around m over texts, with what the ratings' variance has beyond their errors:
+
+        tau^2 = max(0, var(ratings) - mean(se^2)),   b = tau^2 / (tau^2 + se^2)
+        true | rating ~ N(m + b (rating - m), b se^2)
+    """
+    variance = standard_errors**2
+    tau2 = max(0.0, float(ratings.var() - variance.mean()))
+    with np.errstate(invalid="ignore"):
+        share = np.where(tau2 + variance > 0, tau2 / (tau2 + variance), 1.0)
+    means = ratings.mean() + share * (ratings - ratings.mean())
+    posterior = share * variance
+    gap, spread = means[better] - means[worse], np.sqrt(posterior[better] + posterior[worse])
+    with np.errstate(divide="ignore", invalid="ignore"):
+        z = np.where(spread > 0, gap / spread, np.sign(gap) * np.inf)
+    return float(np.mean([0.5 * (1 + math.erf(value / math.sqrt(2))) for value in z]))

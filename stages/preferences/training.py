@@ -4,8 +4,6 @@ then, the best state kept, and the figures on what was held out.
     consumes   judged rows of training, validation and held-out set (the same on every rank)
     reports    a `TrainingProgress` after every optimizer step and every validation; on every rank
     returns    an `TrainingOutcome`, with the best state in the model
-
-May import numpy, stages.models.reward_host and this folder.
 """
 
 from __future__ import annotations
@@ -18,19 +16,21 @@ from typing import Any
 
 import numpy as np
 
-from stages.models.reward_host import GroupedRows, RewardModel
+from stages.models.reward_model import GroupedRows, RewardModel
 from stages.preferences.config import RewardTrainingConfig
 from stages.preferences.data import Group, JudgedRows, epoch_groups, step_groups
-from stages.preferences.losses import LOSS, pair_loss_of, rating_loss_of
-from stages.preferences.measures import (
+from stages.preferences.losses import (
+    LOSS,
     Reliability,
     best_accuracy,
     dyadic_standard_error,
+    pair_loss_of,
+    rating_loss_of,
     reliability,
     right_order,
     spearman,
 )
-from storage.preferences_config import PreferencesConfig
+from storage.config import PreferencesConfig
 
 
 class TrainingFailed(RuntimeError):

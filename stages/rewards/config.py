@@ -1,31 +1,27 @@
-"""Settings of rewards: what a score is made of, and what of that cannot work by itself. Builds no reward.
+"""Settings of rewards, and their checks. Builds no reward.
 
-    training     `reward`            the weighted sum of its parts is what is learnt from
-    evaluation   `evaluate.reward`   what held-out responses are scored by; where it is empty: `reward`
-
-May import stages.ppo.config and storage.problems.
+training     `reward`            the policy learns from the weighted sum of its parts
+evaluation   `evaluate.reward`   scores held-out responses; if it is empty, `reward` does
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from stages.ppo.config import NormalizeConfig, normalize_problems
-from storage.problems import Problem, above, plain_name
+from stages.ppo.config import NormalizeConfig
+from storage.problems import Problem, above, finite, plain_name, setting
 
 JUDGES = ("judge", "local_judge")
 """Kinds that ask a language model."""
-TIMEOUT_S, PATIENCE_S = 60.0, 300.0
-"""Of a judge: of one request, and how long it may answer nothing; where the config has none."""
+JUDGE_BUDGET = ("max_requests", "max_cost", "prompt_price", "completion_price")
+"""Arguments of a judge that say how much may be asked, and decide no score."""
+TIMEOUT_S, RETRY_S = 60.0, 300.0
+"""Default seconds of one request to a judge or of a batch in a user's own reward, and of the longest silence of a
+judge."""
 REASONING_SCHEME = "reasoning-gym:"
-"""What a prompt source begins with whose problems are made by seed (stages/rewards/reasoning.py)."""
-
-
-TIMEOUT_S = 60.0
-"""Of a user's own reward, where nothing is said."""
+"""Prefix of prompt sources whose problems are made by seed (stages/rewards/reasoning.py)."""
 
 
 @dataclass
@@ -35,20 +31,46 @@ class PartConfig:
     kind: str = "???"
     """Name of a registered reward (stages/rewards/registry.py), or the user's own as `module:function` or
     `module:Class`, from the working directory or an installed package."""
-    weight: float = 1.0
+    weight: float = setting(1.0, finite(" (0: only measured)"))
     """Factor in the sum; 0: only measured."""
     args: dict[str, Any] = field(default_factory=dict)
-    timeout_s: float = TIMEOUT_S
-    """Of a user's own: the longest that a batch may take."""
+    """Arguments of the reward."""
+    timeout_s: float = setting(TIMEOUT_S, above(0))
+    """Seconds for a batch in your own reward. Rewards that ship with Stageline have no such limit; `format` and
+    `reasoning_gym` have `args.timeout_s` for one answer."""
+    network: bool = False
+    """For your own reward: it may use the network."""
+    environment: list[str] = field(default_factory=list)
+    """For your own reward: names of further environment variables that it gets."""
+    writes: list[str] = field(default_factory=list)
+    """For your own reward: files and folders that it may write, besides a scratch folder."""
+
+
+@dataclass(frozen=True)
+class Allowed:
+    """Permissions that the config gives the code of a part, beyond those of every sandbox."""
+
+    network: bool = False
+    environment: tuple[str, ...] = ()
+    writes: tuple[str, ...] = ()
+    trust_answers: bool = False
+
+
+NOTHING = Allowed()
 
 
 @dataclass
 class RewardPartsConfig:
-    """What a score is the weighted sum of: `parts`, or, for one part of weight 1, its `kind` and `args` right here."""
+    """The parts of a score, their weighted sum. For one part of weight 1, `kind` and `args` may stand here instead."""
 
     kind: str | None = None
+    """Kind of the only part, in the short form. Its name is its kind."""
     args: dict[str, Any] = field(default_factory=dict)
+    """Arguments of the only part, in the short form."""
     parts: dict[str, PartConfig] = field(default_factory=dict)
+    """Parts by name; the score is their weighted sum."""
+    trust_answers: bool = False
+    """Let code that may evaluate sampled text score it also where the kernel cannot confine that code."""
 
     @property
     def given(self) -> bool:
@@ -69,7 +91,7 @@ class RewardConfig(RewardPartsConfig):
 
 
 def reward_problems(config: RewardConfig) -> Iterator[Problem]:
-    """What of the section `reward` cannot work by itself."""
+    """Yield the problems of section `reward` by itself."""
     if not config.given:
         need = (
             "a run needs a reward: reward.kind=NAME for one part, or reward.parts={NAME: {kind: .., weight: .., args: "
@@ -77,11 +99,10 @@ def reward_problems(config: RewardConfig) -> Iterator[Problem]:
         )
         yield Problem("reward.parts", {}, need)
     yield from parts_problems(config, "reward")
-    yield from normalize_problems(config.normalize)
 
 
 def source_problems(config: RewardPartsConfig, key: str, prompts_url: str) -> Iterator[Problem]:
-    """Whether the prompts are what the parts check answers of."""
+    """Yield a problem for each part that needs answers which the prompts do not have."""
     for where, part in config.named(key).values():
         if part.kind == "reasoning_gym" and not prompts_url.startswith(REASONING_SCHEME):
             need = f"needs prompts.url={REASONING_SCHEME}TASK (given {prompts_url!r}); `answer` is for any source"
@@ -91,15 +112,15 @@ def source_problems(config: RewardPartsConfig, key: str, prompts_url: str) -> It
 def reward_model_parts(
     config: RewardPartsConfig, key: str, kinds: tuple[str, ...] = ("model",)
 ) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """(key path of the arguments, the arguments) of every part that is a reward model, or of other `kinds`, also within
-    ensembles."""
+    """Yield (key path of the arguments, the arguments) of every part that is a reward model, or of another of `kinds`,
+    inside ensembles too."""
     for where, part in config.named(key).values():
         yield from _models_of({"kind": part.kind, "args": part.args}, where, kinds)
 
 
 def judge_problems(config: RewardPartsConfig, key: str, responses: int, deadline_s: float) -> Iterator[Problem]:
-    """What of the section's judges cannot work in a run with so many responses to a prompt in what is scored, whose
-    nodes may take so long."""
+    """Yield the problems of the section's judges in a run with this number of responses to a scored prompt and this
+    deadline of a node."""
     for where, args in reward_model_parts(config, key, JUDGES):
         if args.get("against") == "group" and responses < 2:
             need = (
@@ -107,13 +128,28 @@ def judge_problems(config: RewardPartsConfig, key: str, responses: int, deadline
                 "more, and for evaluations, which sample one response, an evaluate.reward of its own"
             )
             yield Problem(f"{where}.against", "group", need)
-        waits = [args.get("patience_s", PATIENCE_S), args.get("timeout_s", TIMEOUT_S)]
+        waits = [args.get("retry_s", RETRY_S), args.get("timeout_s", TIMEOUT_S)]
         if "url" in args and all(isinstance(s, int | float) for s in waits) and sum(waits) >= deadline_s:
             need = (
                 f"with timeout_s = {waits[1]:g} must be less than cluster.deadline_s = {deadline_s:g}, after which the "
                 "node is taken for lost"
             )
-            yield Problem(f"{where}.patience_s", waits[0], need)
+            yield Problem(f"{where}.retry_s", waits[0], need)
+
+
+def judge_notes(config: RewardPartsConfig, key: str) -> Iterator[str]:
+    """Yield notes for a person about the section's judges."""
+    for where, args in reward_model_parts(config, key, JUDGES):
+        if args.get("delimit") is False:
+            yield undelimited(where)
+
+
+def undelimited(where: str) -> str:
+    """Return the note about a judge with `delimit: false` in the arguments at this key path."""
+    return (
+        f"{where}.delimit is false: the judge cannot tell a response from its rubric, unless the rubric has delimiters "
+        "of its own that no response can hold (docs/judges.md)"
+    )
 
 
 def _models_of(part: Mapping[str, Any], where: str, kinds: tuple[str, ...]) -> Iterator[tuple[str, Mapping[str, Any]]]:
@@ -126,7 +162,7 @@ def _models_of(part: Mapping[str, Any], where: str, kinds: tuple[str, ...]) -> I
 
 
 def parts_problems(config: RewardPartsConfig, key: str) -> Iterator[Problem]:
-    """What of a section with parts, if any are given, cannot work by itself."""
+    """Yield the problems of a section with parts, if there are any."""
     if config.kind is not None and config.parts:
         need = f"{key}.kind is the short form of a single part: give either that or {key}.parts"
         yield Problem(f"{key}.kind", config.kind, need)
@@ -134,17 +170,22 @@ def parts_problems(config: RewardPartsConfig, key: str) -> Iterator[Problem]:
         need = f"without {key}.kind they are nobody's: set it, or {key}.parts.NAME.args"
         yield Problem(f"{key}.args", config.args, need)
     for name, part in config.parts.items():
-        yield from plain_name(f"{key}.parts.{name}", name, dots=False)
-        if not math.isfinite(part.weight):
-            yield Problem(f"{key}.parts.{name}.weight", part.weight, "must be finite (0: only measured)")
-        yield from above(0, {f"{key}.parts.{name}.timeout_s": part.timeout_s})
+        yield from plain_name(dots=False).problems({f"{key}.parts.{name}": name})
         if ":" not in part.kind and part.timeout_s != TIMEOUT_S:
             need = (
-                f"{part.kind} runs in the scoring worker itself, where nothing ends it: leave it out (it is for "
-                "rewards of your own, module:function"
-                + (", each member of an ensemble having its own in args)" if part.kind == "ensemble" else ")")
+                f"{part.kind} has no time-out for a batch: leave it out (it is for rewards of your own, module:function"
+                + {
+                    "ensemble": ", each member of an ensemble having its own in args)",
+                    "format": "; args.timeout_s bounds one answer)",
+                    "reasoning_gym": "; args.timeout_s bounds one answer)",
+                }.get(part.kind, ")")
             )
             yield Problem(f"{key}.parts.{name}.timeout_s", part.timeout_s, need)
+        if ":" not in part.kind and part.kind != "ensemble":
+            for setting in ("network", "environment", "writes"):
+                if given := getattr(part, setting):
+                    need = f"{part.kind} needs none: it is for rewards of your own (module:function)"
+                    yield Problem(f"{key}.parts.{name}.{setting}", given, need)
     if config.parts and not any(part.weight for part in config.parts.values()):
         weights = {name: part.weight for name, part in config.parts.items()}
         yield Problem(f"{key}.parts", weights, "every weight is 0, so that every score would be: set one that is not")

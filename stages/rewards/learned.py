@@ -1,36 +1,41 @@
-"""A reward from a reward model in Hugging Face layout: what `stageline reward train` exports, or any causal language
-model with one score for a row.
+"""Rewards from reward models in Hugging Face layout: exports of `stageline reward train`, or any causal language model
+with one score for a row; and the mean of several.
 
-    a row's token ids, as they were sampled ──► + EOS, where they do not end in one ──► the head at the last token
+    a row's token ids, as they were sampled ──► + EOS, if they do not end in one ──► the head at the last token
 
-Settings are checked when the reward is built; the model itself is loaded with the first rows, in a process that scores.
-
-May import safetensors, stages.models and stages.rewards.
+Settings are checked when the reward is built. The model itself is loaded with the first rows, in a process that scores,
+once for all its users.
 """
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Sequence
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
 from typing import Any
 
+import numpy as np
+import torch
 from safetensors import SafetensorError
 
-from stages.models.hf_config import read_eos_ids
-from stages.models.hf_files import read_tokenizer, tensor_shape
-from stages.models.reward_files import head_problem, is_classifier
-from stages.models.spec import SCORE_WEIGHT, read_spec
-from stages.rewards.protocol import Sample
-from stages.rewards.registry import UnfitReward
-from stages.rewards.resident import DTYPES, EACH_ALONE, HERE, Holds, Loading
+from stages.models.config import LayoutConfig, ModelConfig, OptimizerConfig
+from stages.models.hf_files import head_problem, is_classifier, read_tokenizer, tensor_shape
+from stages.models.protocol import ALONE, Rank
+from stages.models.spec import SCORE_WEIGHT, read_eos_ids, read_spec
+from stages.rewards.config import NOTHING, Allowed
+from stages.rewards.protocol import Batched, Confined, Counts, ReadsFields, Sample, Scored
+from stages.rewards.registry import UnfitReward, build_reward, close_reward, closing_on_error
 from storage.problems import Problem
 
 _WANTED = "give the directory of a reward model: RUN/model, which `stageline reward train` exports"
 
 
 class ModelReward:
-    """Owns its use of a reward model of this process. The score of prompt, response and EOS is the model's, bias
-    included, of the token ids that were sampled."""
+    """A reward model of this process. The score is the model's, bias included, of the sampled token ids of prompt,
+    response and EOS."""
 
     def __init__(self, path: str, dtype: str = "float32", batch_tokens: int | None = None) -> None:
         """Raises UnfitReward, naming the argument.
@@ -38,8 +43,8 @@ class ModelReward:
         Args:
             path: the model's directory.
             dtype: of its forward.
-            batch_tokens: rows are packed into passes of so many tokens; None: each row has a pass to itself, so that
-                its score is the same whatever is scored beside it.
+            batch_tokens: rows are packed into passes of so many tokens; None: one row a pass, so that its score does
+                not depend on other rows.
         """
         wrong = _path_problem(path)
         if wrong is not None:
@@ -56,7 +61,7 @@ class ModelReward:
         self._model: Any = None
 
     def __call__(self, samples: Sequence[Sample]) -> list[float]:
-        rows = importlib.import_module("stages.models.reward_rows")
+        rows = importlib.import_module("stages.models.reward_model")
         with HERE.lock:
             if self._model is None:
                 self._model = HERE.take(self._loading)
@@ -85,3 +90,155 @@ def _path_problem(path: object) -> str | None:
     except (OSError, ValueError, SafetensorError) as error:
         return f"{error}. To score with a model {_WANTED}"
     return wrong
+
+
+# ---- resident --------------------------------------------------------------------------------------------
+
+DTYPES = ("float32", "bfloat16")
+EACH_ALONE = 1
+"""Tokens of a micro-batch, at most: a longer row has one to itself."""
+
+
+class Holds(StrEnum):
+    """Key of a loaded model."""
+
+    REWARD = "reward model"
+    """A `RewardModel`."""
+    LANGUAGE = "language model"
+    """A `NextTokens`."""
+
+
+@dataclass(frozen=True)
+class Loading:
+    """A model, and how it is loaded."""
+
+    holds: Holds
+    path: str
+    dtype: str
+    micro_batch_tokens: int
+
+
+class _ProcessModels:
+    """The scoring models of this process, each loaded once for all its users, and the process group of one rank that
+    they share, since Megatron keeps its groups in globals."""
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        """Held while a model computes: threads of one process take turns."""
+        self._models: dict[Loading, Any] = {}
+        self._users: dict[Loading, int] = {}
+        self._membership: Any = None
+
+    def take(self, loading: Loading) -> Any:
+        """Return the model. The caller gives it back with `give_back`."""
+        with self.lock:
+            if loading not in self._models:
+                self._models[loading] = self._load(loading)
+            self._users[loading] = self._users.get(loading, 0) + 1
+            return self._models[loading]
+
+    def give_back(self, loading: Loading) -> None:
+        """Give a model back. Its last user unloads it; the last model leaves the process group."""
+        with self.lock:
+            self._users[loading] -= 1
+            if self._users[loading]:
+                return
+            del self._users[loading]
+            self._models.pop(loading).close()
+            if not self._models:
+                self._leave()
+
+    def _load(self, loading: Loading) -> Any:
+        rank = Rank(0, 1, ALONE, torch.get_num_threads())
+        model = ModelConfig(
+            path=loading.path,
+            dtype=loading.dtype,  # type: ignore[arg-type]
+            critic=OptimizerConfig(micro_batch_tokens=loading.micro_batch_tokens),
+        )
+        with closing_on_error() as undo:
+            if self._membership is None:
+                self._membership = importlib.import_module("stages.models.parallel").join(rank, LayoutConfig(), seed=0)
+                undo.callback(self._leave)
+            if loading.holds is Holds.LANGUAGE:
+                make = importlib.import_module("stages.models.next_tokens").NextTokens
+                return make(model, self._membership, loading.micro_batch_tokens)
+            host = importlib.import_module("stages.models.reward_model")
+            return host.RewardModel(model, LayoutConfig(), rank, seed=0, joined=self._membership)
+
+    def _leave(self) -> None:
+        importlib.import_module("stages.models.parallel").leave()
+        self._membership = None
+
+
+HERE = _ProcessModels()
+"""This process's."""
+
+
+# ---- ensemble --------------------------------------------------------------------------------------------
+
+
+class EnsembleReward:
+    """An ensemble. The score is the mean of its members. The disagreement, their standard deviation (divided by their
+    number), shows where a policy has left the region that they were made for (Coste et al., arXiv 2310.02743)."""
+
+    def __init__(
+        self,
+        members: Mapping[str, Mapping[str, Any]],
+        timeout_s: float = 60.0,
+        _directory: Path | None = None,
+        _allowed: Allowed = NOTHING,
+    ) -> None:
+        """`members`: name -> {kind, args}. `timeout_s`: for users' own rewards among them."""
+        if len(members) < 2:
+            raise ValueError(f"members has {len(members)}: an ensemble has 2 or more, as NAME: {{kind: .., args: ..}}")
+        with closing_on_error() as undo:
+            self._members, self._names = [], list(members)
+            for name, member in members.items():
+                args = member.get("args", {})
+                if "kind" not in member or member.keys() - {"kind", "args"} or not isinstance(args, Mapping):
+                    raise ValueError(f"members.{name} is {member!r}: it must have a kind, may have args, and no more")
+                kind, where = str(member["kind"]), f"members.{name}"
+                reward = build_reward(kind, args, where, timeout_s, _directory, _allowed)
+                undo.callback(close_reward, reward)
+                self._members.append(reward)
+        self.deterministic = all(member.deterministic for member in self._members)
+        budgets = [m.batch_tokens for m in self._members if isinstance(m, Batched) and m.batch_tokens is not None]
+        self.batch_tokens = min(budgets, default=None)
+        reading = [member.fields for member in self._members if isinstance(member, ReadsFields)]
+        self.fields = frozenset[str]().union(*reading)
+        confined = [member.protections for member in self._members if isinstance(member, Confined)]
+        self.protections = {name: how for one in confined for name, how in one.items()}
+        self.protections |= {name: None for one in confined for name, how in one.items() if how is None}
+
+    def __call__(self, samples: Sequence[Sample]) -> Scored:
+        given = [member(samples) for member in self._members]
+        scores = np.stack([_total(one, len(samples)) for one in given])
+        measured = {
+            f"{name}-{of}": numbers
+            for name, one in zip(self._names, given, strict=True)
+            if isinstance(one, Scored)
+            for of, numbers in one.measured.items()
+        }
+        return Scored({"": scores.mean(axis=0).tolist()}, scores.std(axis=0).tolist(), measured)
+
+    def counts(self) -> Mapping[str, float]:
+        """Return the sums of what the members count."""
+        total: dict[str, float] = {}
+        for member in self._members:
+            for name, value in member.counts().items() if isinstance(member, Counts) else ():
+                total[name] = total.get(name, 0) + value
+        return total
+
+    def close(self) -> None:
+        for member in self._members:
+            close_reward(member)
+
+
+def _total(given: Sequence[float] | Scored, rows: int) -> np.ndarray:
+    """Return a member's numbers, float64 [rows]. Raises ValueError for another number of them."""
+    parts = given.parts.values() if isinstance(given, Scored) else [given]
+    arrays = [np.asarray(part, np.float64) for part in parts]
+    for array in arrays:
+        if array.shape != (rows,):
+            raise ValueError(f"a member gave {array.shape} scores for {rows} rows")
+    return np.sum(arrays, axis=0)

@@ -4,28 +4,22 @@
 
 names a task, how many problems and of which seed, the task's own settings, and what is said after each question. A
 prompt's fields say which problem it is; the scorer makes the problem again from them, since what a task knows of a
-problem (fractions, graphs, boards) is not always what JSON gives back.
-
-The one place that imports reasoning_gym, which takes a second: when it is needed. May import stages.rewards and
-storage.
+problem (fractions, graphs, boards) is not always what JSON gives back. Scorers run in a sandbox (reasoning_tasks.py).
 """
 
 from __future__ import annotations
 
 import dataclasses
 import difflib
-import functools
-import importlib
 import json
-import random
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 from urllib.parse import parse_qsl
 
-from stages.rewards.config import REASONING_SCHEME
-from stages.rewards.protocol import RewardFailed, Sample
-from stages.rewards.rules import last_number
+from stages.rewards.config import NOTHING, REASONING_SCHEME, Allowed
+from stages.rewards.protocol import Sample, Scored
+from stages.rewards.reasoning_tasks import Extract, known_tasks, make_task
+from stages.rewards.sandbox.answers import ANSWER_S, STOPPED, AnswerScorer
 from storage.config import PromptsConfig
 from storage.prompts import PromptItem, PromptsError
 
@@ -33,56 +27,45 @@ INSTRUCTIONS = {
     "none": "",
     "tags": "\nGive the final answer between <answer> and </answer>, and nothing after it.",
 }
-"""What may be said after a question: `instruction=`; any other text is said as it is."""
-Extract = Literal["tags", "last_number", "all"]
+"""Named texts that may follow a question: `instruction=`; any other text is used as it is."""
 
 
-@dataclass(frozen=True)
 class ReasoningReward:
-    """What the task's own scorer makes of the response's answer: 1 for the right one, 0 for none; some tasks give a
-    part for what is nearly right. For prompts of `reasoning-gym:`."""
+    """The task's own score of the response's answer: 1 for the right one, 0 for none; some tasks give partial scores.
+    For prompts of `reasoning-gym:`.
 
-    extract: Extract = "tags"
-    """What of a response is its answer: the last text between <answer> and </answer>, its last number, or all of it."""
+    The scorer runs in a process of its own: many of the library's scorers evaluate the answer as Python.
+    """
+
     deterministic = True
 
-    def __post_init__(self) -> None:
-        if self.extract not in get_args(Extract):
-            raise ValueError(f"extract is {self.extract!r}: must be one of {', '.join(get_args(Extract))}")
+    def __init__(self, extract: Extract = "tags", timeout_s: float = ANSWER_S, _allowed: Allowed = NOTHING) -> None:
+        """`extract`: which part of a response is its answer: the last text between <answer> and </answer>, its last
+        number, or all of it. `timeout_s`: for one answer; a slower one is wrong. Raises UnconfinedAnswers if this host
+        cannot confine evaluated text, unless it is trusted."""
+        if extract not in get_args(Extract):
+            raise ValueError(f"extract is {extract!r}: must be one of {', '.join(get_args(Extract))}")
+        args = {"extract": extract}
+        trust = _allowed.trust_answers
+        self._scorer = AnswerScorer("stages.rewards.reasoning_tasks:Answers", args, timeout_s, trust=trust)
+        self.protections = self._scorer.protections
 
-    def __call__(self, samples: Sequence[Sample]) -> list[float]:
-        return [self._score(sample) for sample in samples]
+    def __call__(self, samples: Sequence[Sample]) -> Scored:
+        for sample in samples:
+            if not {"task", "index", "settings"} <= sample.extra.keys():
+                need = f"no problem of reasoning-gym (prompts.url={REASONING_SCHEME}TASK): {sample.prompt[:60]!r}"
+                raise ValueError(f"row {sample.row} is {need}")
+        asked = [{"row": s.row, "response": s.response, "problem": s.extra} for s in samples]
+        scores, stopped = self._scorer(asked)
+        return Scored({"": scores}, None, {STOPPED: stopped})
 
-    def _score(self, sample: Sample) -> float:
-        if not {"task", "index", "settings"} <= sample.extra.keys():
-            need = f"no problem of reasoning-gym (prompts.url={REASONING_SCHEME}TASK): {sample.prompt[:60]!r}"
-            raise ValueError(f"row {sample.row} is {need}")
-        task = _task(sample.extra["task"], json.dumps(sample.extra["settings"], sort_keys=True))
-        problem = _problem(task, int(sample.extra["index"]))
-        if str(problem["answer"]) != sample.extra["answer"]:
-            name = f"{sample.extra['task']} {sample.extra['index']}"
-            need = f"its answer is {problem['answer']!r} here and was {sample.extra['answer']!r}: another reasoning-gym"
-            raise RewardFailed(f"row {sample.row}: problem {name} is not what the run's prompts were made of; {need}")
-        state = random.getstate()  # a scorer may draw, or seed
-        try:
-            return float(task.score_answer(self._answer(sample.response), problem))
-        finally:
-            random.setstate(state)
-
-    def _answer(self, response: str) -> str | None:
-        match self.extract:
-            case "tags":
-                found: str | None = importlib.import_module("reasoning_gym.utils").extract_answer(response)
-                return found
-            case "last_number":
-                return last_number(response)
-            case "all":
-                return response.strip()
+    def close(self) -> None:
+        self._scorer.close()
 
 
 def problems(config: PromptsConfig) -> list[PromptItem]:
-    """The prompts of a `reasoning-gym:` source. Each has the fields answer, task, index, settings. Raises PromptsError,
-    naming what there is, for a task or a setting that there is not."""
+    """Return the prompts of a `reasoning-gym:` source. Each has the fields answer, task, index, settings. Raises
+    PromptsError, naming the known ones, for an unknown task or setting."""
     name, _, query = config.url.removeprefix(REASONING_SCHEME).partition("?")
     pairs = parse_qsl(query, keep_blank_values=True)
     settings = {key: _value(text) for key, text in pairs if key != "instruction"}
@@ -90,7 +73,7 @@ def problems(config: PromptsConfig) -> list[PromptItem]:
     settings = {"seed": 0, "size": 500} | settings
     _check(config.url, name, settings)
     try:
-        task = _task(name, json.dumps(settings, sort_keys=True))
+        task = make_task(name, json.dumps(settings, sort_keys=True))
         made = [task[index] for index in range(int(settings["size"]))]
     except (AssertionError, ValueError, TypeError) as error:  # what the library's own checks raise
         why = str(error) or type(error).__name__
@@ -105,7 +88,7 @@ def problems(config: PromptsConfig) -> list[PromptItem]:
 
 
 def _check(url: str, name: str, settings: Mapping[str, Any]) -> None:
-    tasks = importlib.import_module("reasoning_gym.factory").DATASETS
+    tasks = known_tasks()
     if name not in tasks:
         near = difflib.get_close_matches(name, tasks, n=5, cutoff=0.4)
         some = f"near it: {', '.join(near)}; " if near else ""
@@ -120,20 +103,8 @@ def _check(url: str, name: str, settings: Mapping[str, Any]) -> None:
         raise PromptsError(f"prompts.url: given {url!r}; size must be 1 or more, seed a whole number")
 
 
-@functools.lru_cache(maxsize=8)
-def _task(name: str, settings: str) -> Any:
-    """A task with its settings (JSON)."""
-    return importlib.import_module("reasoning_gym").create_dataset(name, **json.loads(settings))
-
-
-@functools.lru_cache(maxsize=4096)
-def _problem(task: Any, index: int) -> Mapping[str, Any]:
-    problem: Mapping[str, Any] = task[index]
-    return problem
-
-
 def _value(text: str) -> Any:
-    """A number, a truth value or a list where it is one, as JSON writes them; else the text."""
+    """Return the number, truth value or list that a text is in JSON, or the text."""
     try:
         return json.loads(text)
     except ValueError:

@@ -1,15 +1,14 @@
 """Rewards by name, built when they are needed: some load libraries that take a second.
 
-    built-in kind      registry ──► `module:name` ──► made of `args`, in this process
-    module:function    a user's own ──► a process of its own (user.py)
-
-May import beartype, stages.rewards and storage.problems.
+built-in kind      registry ──► `module:name` ──► made of `args`, in this process
+module:function    a user's own ──► a process of its own (user.py)
 """
 
 from __future__ import annotations
 
 import importlib
 import inspect
+import os
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -19,15 +18,17 @@ from typing import Any, Literal, get_origin
 from beartype import BeartypeConf
 from beartype.door import is_bearable
 
-from stages.rewards.config import RewardPartsConfig
+from stages.rewards.config import NOTHING, Allowed, RewardPartsConfig
 from stages.rewards.protocol import Closable, Part, Reward
+from stages.rewards.sandbox.answers import UnconfinedAnswers
+from stages.rewards.sandbox.process import Confinement
 from stages.rewards.user import UserReward
 from storage.problems import Problem
 
 REWARDS: dict[str, str] = {
     "answer": "stages.rewards.rules:AnswerReward",
     "characters": "stages.rewards.rules:CharacterReward",
-    "ensemble": "stages.rewards.ensemble:EnsembleReward",
+    "ensemble": "stages.rewards.learned:EnsembleReward",
     "format": "stages.rewards.rules:FormatReward",
     "judge": "stages.rewards.judges.rewards:JudgeReward",
     "length": "stages.rewards.rules:LengthReward",
@@ -37,9 +38,11 @@ REWARDS: dict[str, str] = {
     "overlong": "stages.rewards.rules:OverlongPenalty",
     "reasoning_gym": "stages.rewards.reasoning:ReasoningReward",
     "repetition": "stages.rewards.rules:RepetitionPenalty",
-    "vader": "stages.rewards.vader:VaderReward",
+    "vader": "stages.rewards.rules:VaderReward",
 }
 """Kind -> `module:name` of what makes it from `args`."""
+KEYS = "attached"
+"""Folder in a run's directory with the keys of its workers (pipeline/config/paths.py)."""
 _NUMBERS = BeartypeConf(is_pep484_tower=True)
 """An integer is a float too."""
 _SECRET = re.compile(r"(^|_)(key|apikey|secret|password|auth|authorization|bearer|token)($|_)", re.IGNORECASE)
@@ -55,31 +58,44 @@ class UnfitReward(ValueError):
 
 
 def build_parts(config: RewardPartsConfig, key: str, directory: Path | None = None) -> tuple[Part, ...]:
-    """The parts of a section whose key path is `key`; `close_parts` ends them. `directory`: the run's, for what a
-    reward writes; None: nothing is written. Raises UnfitReward."""
+    """Build the parts of a section with key path `key`; `close_parts` closes them. `directory`: the run's, for files of
+    a reward; None: nothing is written. Raises UnfitReward."""
     with closing_on_error() as undo:
         parts = []
         for name, (where, part) in config.named(key).items():
-            reward = build_reward(part.kind, part.args, where, part.timeout_s, directory)
+            allowed = Allowed(part.network, (*part.environment,), (*part.writes,), config.trust_answers)
+            try:
+                reward = build_reward(part.kind, part.args, where, part.timeout_s, directory, allowed)
+            except UnconfinedAnswers as error:
+                need = (
+                    f"{where} ({part.kind}) may evaluate what a model sampled, and {error}; true scores it all the same"
+                )
+                raise UnfitReward(Problem(f"{key}.trust_answers", False, need)) from error
             undo.callback(close_reward, reward)
             parts.append(Part(name, part.weight, reward))
         return tuple(parts)
 
 
 def build_reward(
-    kind: str, args: Mapping[str, Any], key: str, timeout_s: float = 60.0, directory: Path | None = None
+    kind: str,
+    args: Mapping[str, Any],
+    key: str,
+    timeout_s: float = 60.0,
+    directory: Path | None = None,
+    allowed: Allowed = NOTHING,
 ) -> Reward:
-    """The reward of a kind. `key`: path of its settings. `directory`: as of `build_parts`.
+    """Build the reward of a kind. `key`: path of its settings. `directory`: as for `build_parts`.
 
     Raises:
-        UnfitReward: an unknown kind (with those that there are), arguments that it does not take (likewise), lacks or
-            cannot work with.
+        UnconfinedAnswers: it may evaluate answers, is not trusted to, and this host cannot confine it.
+        UnfitReward: an unknown kind or argument (the message lists the known ones), a missing one, or one that cannot
+            work.
     """
     if ":" in kind:
         if not all(word.isidentifier() for word in kind.replace(":", ".", 1).split(".")):
             need = "a reward of your own is module:function or module:Class, and a module is named as in an import"
             raise UnfitReward(Problem(f"{key}.kind", kind, need))
-        reward = UserReward(kind, dict(args), timeout_s)
+        reward = UserReward(kind, dict(args), timeout_s, _confinement(allowed, key, directory))
         if reward.refusal is not None:
             setting, need = reward.refusal
             raise UnfitReward(Problem(f"{key}.{setting}", kind if setting == "kind" else dict(args), need))
@@ -90,7 +106,8 @@ def build_reward(
     module, _, name = REWARDS[kind].partition(":")
     make: Callable[..., Reward] = getattr(importlib.import_module(module), name)
     _check_arguments(make, kind, args, key)
-    own = {"_directory": directory} if "_directory" in inspect.signature(make).parameters else {}
+    ours = {"_directory": directory, "_allowed": allowed}
+    own = {name: value for name, value in ours.items() if name in inspect.signature(make).parameters}
     try:
         return make(**args, **own)
     except UnfitReward as error:  # of a reward that is made of others
@@ -100,29 +117,42 @@ def build_reward(
         raise UnfitReward(Problem(f"{key}.args", dict(args), str(error))) from error
 
 
+def _confinement(allowed: Allowed, key: str, directory: Path | None) -> Confinement:
+    """Return what a user's own code may do. Raises UnfitReward for what it is promised and there is not."""
+    for name in allowed.environment:
+        if name not in os.environ:
+            raise UnfitReward(Problem(f"{key}.environment", name, "there is no such environment variable here"))
+    for path in allowed.writes:
+        if not Path(path).exists():
+            raise UnfitReward(Problem(f"{key}.writes", path, "there is no such file or folder: make it first"))
+    hidden = () if directory is None else (str(directory.resolve() / KEYS),)
+    writes = tuple(str(Path(path).resolve()) for path in allowed.writes)
+    return Confinement(network=allowed.network, environment=allowed.environment, writes=writes, hidden=hidden)
+
+
 def close_parts(*groups: tuple[Part, ...]) -> None:
-    """Ends what the rewards of these parts hold. Twice is harmless."""
+    """Close the rewards of these parts. Closing twice is harmless."""
     for parts in groups:
         for part in parts:
             close_reward(part.reward)
 
 
 def close_reward(reward: Reward) -> None:
-    """Ends what a reward holds, if it holds anything."""
+    """Close a reward, if it can be closed."""
     if isinstance(reward, Closable):
         reward.close()
 
 
 @contextmanager
 def closing_on_error() -> Iterator[ExitStack]:
-    """What is put on the stack is done if the block raises, and only then."""
+    """Yield a stack whose callbacks run only if the block raises."""
     with ExitStack() as undo:
         yield undo
         undo.pop_all()
 
 
 def _check_arguments(make: Callable[..., Reward], kind: str, args: Mapping[str, Any], key: str) -> None:
-    """Raises UnfitReward for an argument that there is not, for one of another type, and for one that must be given."""
+    """Raise UnfitReward for an unknown argument, one of another type, and a missing one."""
     taken = {n: p for n, p in inspect.signature(make, eval_str=True).parameters.items() if not n.startswith("_")}
     names = ", ".join(taken) or "no arguments"
     for name, value in args.items():

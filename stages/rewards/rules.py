@@ -1,12 +1,19 @@
-"""Rewards that are a line of arithmetic on the text or its tokens. Standard library only."""
+"""Rewards that are a line of arithmetic on the text or its tokens.
+
+A reward from VADER, the rule-based sentiment scorer (Hutto and Gilbert 2014).
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
-from stages.rewards.protocol import RewardFailed, Sample
+from vaderSentiment.vaderSentiment import SentimentIntensityAnalyzer
+
+from stages.rewards.protocol import RewardFailed, Sample, Scored
+from stages.rewards.sandbox.answers import ANSWER_S, STOPPED, AnswerScorer
 
 ANSWER_TAGS = r".*<answer>[^<]+</answer>\s*"
 """A response that ends in its answer, in tags: what the prompts of `reasoning-gym` may ask for."""
@@ -72,22 +79,41 @@ class AnswerReward:
         return number is not None and float(number) == wanted
 
 
-@dataclass(frozen=True)
 class FormatReward:
-    """1 where the whole response matches `pattern` (Python's `re`, where a dot is also a line's end), else 0."""
+    """1 where the whole response matches `pattern` (Python's `re`, where a dot is also a line's end), else 0.
 
-    pattern: str = ANSWER_TAGS
+    Owns the process that matches: some patterns take for ever on some texts, and nothing within a process ends that."""
+
     deterministic = True
 
-    def __post_init__(self) -> None:
+    def __init__(self, pattern: str = ANSWER_TAGS, timeout_s: float = ANSWER_S) -> None:
+        """`timeout_s`: for one response; a slower one does not match."""
         try:
-            re.compile(self.pattern)
+            re.compile(pattern)
         except re.error as error:
-            raise ValueError(f"pattern is {self.pattern!r}: not a regular expression ({error})") from error
+            raise ValueError(f"pattern is {pattern!r}: not a regular expression ({error})") from error
+        self._scorer = AnswerScorer(f"{__name__}:Matches", {"pattern": pattern}, timeout_s)
+        self.protections = self._scorer.protections
 
-    def __call__(self, samples: Sequence[Sample]) -> list[float]:
-        pattern = re.compile(self.pattern, re.DOTALL)
-        return [float(pattern.fullmatch(sample.response) is not None) for sample in samples]
+    def __call__(self, samples: Sequence[Sample]) -> Scored:
+        scores, stopped = self._scorer([{"row": s.row, "response": s.response} for s in samples])
+        return Scored({"": scores}, None, {STOPPED: stopped})
+
+    def close(self) -> None:
+        self._scorer.close()
+
+
+class Matches:
+    """An `AnswerScoring` (sandbox/answers.py) that scores responses by a pattern."""
+
+    def __init__(self, pattern: str) -> None:
+        self._pattern = re.compile(pattern, re.DOTALL)
+
+    def evaluated(self, fields: Mapping[str, Any]) -> str:
+        return ""
+
+    def prepare(self, fields: Mapping[str, Any]) -> Callable[[], float]:
+        return lambda: float(self._pattern.fullmatch(fields["response"]) is not None)
 
 
 @dataclass(frozen=True)
@@ -139,6 +165,21 @@ class MissingEosPenalty:
 
 
 def last_number(text: str) -> str | None:
-    """The last number in a text, without the commas that part thousands; None where there is none."""
+    """Return the last number in a text, without the commas between thousands; None if there is none."""
     numbers = _NUMBER.findall(text.replace(",", ""))
     return numbers[-1] if numbers else None
+
+
+# ---- vader -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class VaderReward:
+    """The compound score, from -1 (negative) to 1 (positive), of the response alone: its prompt's mood is not its
+    merit."""
+
+    deterministic = True
+    _analyzer: SentimentIntensityAnalyzer = field(default_factory=SentimentIntensityAnalyzer, repr=False)
+
+    def __call__(self, samples: Sequence[Sample]) -> list[float]:
+        return [float(self._analyzer.polarity_scores(sample.response)["compound"]) for sample in samples]

@@ -1,65 +1,60 @@
-"""The process that a user's reward runs in: `python -m THIS_MODULE PIPE PARENT` (a file descriptor, a process id).
+"""The program that serves a user's reward, in its sandbox.
 
-    first message    {kind, args}      import the function, or make the object ──► ready, or what is wrong with which
-    each after it    {samples}         call it ──► its numbers, or what it raised and of which row
+    start     {kind, args}      import the function, or make the object ──► ready, or what is wrong with which
+    after it  {samples}         call it ──► its numbers, or what it raised and of which row
 
-The working directory comes first among the places that modules are imported from. It ends with the thread that started
-it, and when the pipe ends. Loads no other part of Stageline but the protocol of rewards.
+The working directory comes first among the places that modules are imported from. Loads no other part of Stageline but
+the protocol of rewards.
 """
 
 from __future__ import annotations
 
 import importlib
 import inspect
-import json
 import os
-import signal
-import sys
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from functools import partial
-from multiprocessing.connection import Connection
 from types import ModuleType
 from typing import Any
 
-from stages.native.parent import end_with_parent
 from stages.rewards.protocol import Sample, Scored
+from stages.rewards.sandbox.channel import SandboxChannel
 
 _SEARCH_S = 10.0
-"""For which of a batch's rows raises alone."""
+"""Seconds to find out which single row of a batch raises."""
 _MOST_NAMES = 10
-"""Of a module, in a message."""
+"""Most functions of a module that a message names."""
 
 Function = Callable[[Sequence[Sample]], Any]
 
 
 class _Refused(Exception):
-    """(setting, need): what of kind or args does not work."""
+    """(setting, need): a fault of kind or args."""
 
 
-def main() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that owns this one
-    pipe, parent = Connection(int(sys.argv[1])), int(sys.argv[2])
-    end_with_parent(parent)
-    with suppress(EOFError, OSError):  # the parent has gone, or wants no more
-        start = json.loads(pipe.recv_bytes())
-        try:
-            function = _load(start["kind"], start["args"])
-            ready = _about(function)
-        except _Refused as error:
-            setting, need = error.args
-            pipe.send_bytes(json.dumps({"refused": setting, "need": need}).encode())
-            return
-        pipe.send_bytes(json.dumps(ready).encode())
-        while True:
-            samples = [_sample(fields) for fields in json.loads(pipe.recv_bytes())["samples"]]
-            pipe.send_bytes(json.dumps(_answer(function, samples)).encode())
+def serve(channel: SandboxChannel, start: Mapping[str, Any]) -> None:
+    """Load what `start` names, and answer batches until the channel ends."""
+    try:
+        function = _load(start["kind"], start["args"])
+        ready = _about(function)
+    except _Refused as error:
+        setting, need = error.args
+        channel.send({"refused": setting, "need": need})
+        return
+    channel.send(ready)
+    serving = os.getpid()
+    while True:
+        samples = [_sample(fields) for fields in channel.receive()["samples"]]
+        answer = _answer(function, samples)
+        if os.getpid() != serving:  # the function forked, and its child has come back too: one answer is enough
+            os._exit(1)
+        channel.send(answer)
 
 
 def _load(kind: str, args: Mapping[str, Any]) -> Function:
-    """The user's function with its arguments, or the object of their class. Raises _Refused."""
+    """Return the user's function with its arguments, or the object of their class. Raises _Refused."""
     module_name, _, name = kind.partition(":")
     try:
         module = importlib.import_module(module_name)
@@ -87,7 +82,7 @@ def _load(kind: str, args: Mapping[str, Any]) -> Function:
 
 
 def _own_names(module: ModuleType) -> str:
-    """What a module defines for others that can be called."""
+    """Return the callables that a module defines."""
     own = [n for n, v in vars(module).items() if callable(v) and getattr(v, "__module__", None) == module.__name__]
     public = [name for name in own if not name.startswith("_")]
     others = f" and {len(public) - _MOST_NAMES} others" if len(public) > _MOST_NAMES else ""
@@ -95,7 +90,7 @@ def _own_names(module: ModuleType) -> str:
 
 
 def _about(function: Function) -> dict[str, Any]:
-    """What it says of itself. Raises _Refused."""
+    """Return the attributes that describe it. Raises _Refused."""
     owner = function.func if isinstance(function, partial) else function
     budget = getattr(owner, "batch_tokens", None)
     if budget is not None and not (isinstance(budget, int) and budget >= 1):
@@ -104,7 +99,7 @@ def _about(function: Function) -> dict[str, Any]:
 
 
 def _check_arguments(kind: str, target: Function, given: Mapping[str, Any]) -> None:
-    """Raises _Refused for arguments that the function or class does not take, or lacks."""
+    """Raise _Refused for unknown or missing arguments."""
     try:
         parameters = [*inspect.signature(target).parameters.values()]
     except ValueError as error:
@@ -128,7 +123,7 @@ def _check_arguments(kind: str, target: Function, given: Mapping[str, Any]) -> N
 
 
 def _answer(function: Function, samples: Sequence[Sample]) -> dict[str, Any]:
-    """What the function gives, as JSON has it; or what it raised."""
+    """Return the function's result as JSON, or its exception."""
     try:
         return _numbers(function(samples))
     except Exception as error:
@@ -149,7 +144,7 @@ def _answer(function: Function, samples: Sequence[Sample]) -> dict[str, Any]:
 
 
 def _numbers(given: Any) -> dict[str, Any]:
-    """Raises TypeError, saying what came, where these are not numbers."""
+    """Raise TypeError, naming what came, if these are not numbers."""
     if isinstance(given, Scored):
         spread = None if given.disagreement is None else _floats(given.disagreement)
         parts, measured = ({str(n): _floats(v) for n, v in of.items()} for of in (given.parts, given.measured))
@@ -172,7 +167,7 @@ def _floats(given: Any) -> list[float]:
 
 
 def _sample(fields: dict[str, Any]) -> Sample:
-    """As it was before it became JSON."""
+    """Return a sample from its JSON."""
     for name in ("prompt_ids", "response_ids", "messages"):
         fields[name] = tuple(fields[name])
     return Sample(**fields)
@@ -180,7 +175,3 @@ def _sample(fields: dict[str, Any]) -> Sample:
 
 def _one_line(error: BaseException) -> str:
     return " ".join(f"{type(error).__name__}: {error}".split())
-
-
-if __name__ == "__main__":
-    main()

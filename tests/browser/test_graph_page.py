@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from playwright.sync_api import Page, Route
 
-from pipeline.graph.gangs import Gang
-from pipeline.graph.graph import GraphSpec, step_nodes
-from pipeline.graph.status import NodeState, NodeStatus
+from pipeline.graph.display import NodeState, NodeStatus
+from pipeline.graph.graph import Gang, GraphSpec, step_nodes
 from pipeline.observe import graph_page
-from pipeline.observe.graph_view import Facts, GraphView, gang_view, node_views, shown_steps
+from pipeline.observe.graph_view import Facts, GraphView, gang_view, node_views, role_gangs, shown_steps
 from pipeline.observe.node_events import NodeEvents
-from pipeline.observe.recorded_view import role_gangs
 from stages.models.protocol import Role
 
 SPEC = GraphSpec(steps=40, shards=2, staleness=2, eval_every=2)

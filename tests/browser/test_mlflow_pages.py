@@ -5,14 +5,9 @@ from __future__ import annotations
 
 import io
 import json
-import os
 import re
-import signal
-import socket
 import subprocess
 import sys
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,15 +18,13 @@ from playwright.sync_api import Browser, BrowserContext, Page, expect
 
 from pipeline.config.paths import RunPaths
 from pipeline.config.run import RunConfig
-from pipeline.observe.spool import delivered_run_id, read_state
-from pipeline.observe.tracking import WRITER_ENV, MlflowTracker
+from pipeline.observe.tracking import MlflowTracker, delivered_run_id, read_state
 from tests.support.browser import empty_page, missing, wide_context
+from tests.support.mlflow_server import mlflow_server
 from tests.support.runs import arguments, configure, finish_in
 from tests.support.waiting import until
 
 PATIENCE_MS = 30_000
-NO_JOBS = {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
-"""Else the server starts a runner of GenAI's jobs and seven consumers, processes of Python each."""
 
 
 @dataclass(frozen=True)
@@ -92,27 +85,13 @@ def pages(finished: RunConfig, printed: io.StringIO) -> Iterator[Pages]:
     with MlflowTracker(uri, "stageline", "second-run", {"seed": "7"}, {}, spool) as other:
         for step in range(2):
             other.metrics(step, {"reward/mean": 0.125 * step, "kl/ref": 0.5})
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    command = [sys.executable, "-m", "mlflow", "ui", "--backend-store-uri", uri, "--workers", "1"]
-    with (folder / "ui.log").open("wb") as log:
-        server = subprocess.Popen(
-            [*command, "--host", "127.0.0.1", "--port", str(port)],
-            env=os.environ | WRITER_ENV | NO_JOBS, stdout=log, stderr=log, start_new_session=True,
-        )  # fmt: skip
-    try:
-        until(lambda: _answers(f"http://127.0.0.1:{port}/health"), "MLflow answers", every_s=0.5)
+    with mlflow_server(uri, folder) as here:
         run_id, other_id = (delivered_run_id(folder / name / spool.name, uri) for name in ("first-run", "other"))
         assert run_id is not None
         assert other_id is not None
-        here = f"http://127.0.0.1:{port}"
         address = re.search(r"then http://127\.0\.0\.1:5000(/#/\S+)", printed.getvalue())
         assert address is not None
         yield Pages(f"{here}/#/experiments/1", f"{here}{address[1]}", run_id, other_id)
-    finally:
-        os.killpg(server.pid, signal.SIGKILL)  # asked to end it waits for the browser's connections
-        server.wait()
 
 
 @pytest.fixture(scope="module")
@@ -126,14 +105,6 @@ def context(browser: Browser) -> Iterator[BrowserContext]:
 def page(context: BrowserContext) -> Iterator[Page]:
     with empty_page(context) as opened:
         yield opened
-
-
-def _answers(address: str) -> bool:
-    try:
-        with urllib.request.urlopen(address, timeout=5.0) as answer:
-            return int(answer.status) == 200
-    except (urllib.error.URLError, ConnectionError, TimeoutError):
-        return False
 
 
 def _shows(page: Page, *texts: str) -> None:

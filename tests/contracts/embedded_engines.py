@@ -25,10 +25,10 @@ CPU = torch.device("cpu")
 
 
 def make_engine(
-    path: Path | str, slots: int = 4, threads: int = 1, drafters: Sequence[object] = (), **config: object
+    path: Path | str, max_rows: int = 4, threads: int = 1, drafters: Sequence[object] = (), **config: object
 ) -> GenerationEngine:
     """An engine for MAX_SEQ tokens on the CPU; `config` as in `embedded`."""
-    settings = embedded(slots, **config)
+    settings = embedded(max_rows, **config)
     return build_embedded(str(path), settings, max_seq=MAX_SEQ, threads=threads, device=CPU, drafters=drafters)
 
 
@@ -49,7 +49,7 @@ def check_update_in_flight(
 
 
 def check_a_row_fails_alone(path: Path, **config: object) -> None:
-    """See `assert_a_row_fails_alone`, on three slots."""
+    """See `assert_a_row_fails_alone`, with three rows at once."""
     model = random_llama(0, tied=False)
     model.save_pretrained(path)
     with closing(make_engine(path, 3, **config)) as engine:

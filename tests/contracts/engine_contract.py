@@ -20,7 +20,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from stages.engines.capabilities import Capabilities
-from stages.engines.embedded.sampling.noise import gumbel, noise_keys
+from stages.engines.embedded.sampling import gumbel, noise_keys
 from stages.engines.protocol import Completion, GenerationEngine, Request, RequestError, WeightsError
 from stages.models.sampling import SamplingConfig
 from storage.records import FinishReason
@@ -185,7 +185,7 @@ def uneven_requests() -> list[Request]:
 
 
 def assert_updates_in_flight(engine: GenerationEngine, old: LlamaForCausalLM, new: LlamaForCausalLM) -> None:
-    """Of an engine with eight slots that updates in flight, with the weights of `old` as version 0. Rows go on under
+    """Of an engine of eight rows that updates in flight, with the weights of `old` as version 0. Rows go on under
     the new weights, from the same tokens: every token is the draw of one whole version, the one that is recorded, as an
     oracle that is fed the row under that version's weights finds. Rows of uneven length, so that the eight in flight
     are never all between two rows."""
@@ -229,7 +229,7 @@ class CoreContract:
             sampling = {"temperature": sampling.get("temperature", 1.0)}
         return make_requests(num, version, **sampling)
 
-    def make(self, path: Path, slots: int = 4) -> GenerationEngine:
+    def make(self, path: Path, max_rows: int = 4) -> GenerationEngine:
         raise NotImplementedError
 
     def llama(self, seed: int, like: LlamaForCausalLM) -> LlamaForCausalLM:
@@ -253,7 +253,7 @@ class CoreContract:
 
     @pytest.fixture
     def one_slot(self, path: Path) -> Iterator[GenerationEngine]:
-        with closing(self.make(path, slots=1)) as engine:
+        with closing(self.make(path, max_rows=1)) as engine:
             yield engine
 
     def test_greedy_equals_transformers(self, engine: GenerationEngine, model: LlamaForCausalLM) -> None:
@@ -431,7 +431,7 @@ class CoreContract:
 
     def test_close_stops_and_releases(self, path: Path) -> None:
         num_threads = threading.active_count()
-        engine = self.make(path, slots=1)
+        engine = self.make(path, max_rows=1)
         running = engine.generate(self.requests(6, min_new_tokens=16))
         next(running)
         engine.close()
@@ -466,7 +466,7 @@ class KeyedContract:
         together = by_row(engine.generate(requests))
         alone = {r.row: next(iter(engine.generate([r]))) for r in requests}
         assert_same_tokens(alone, together)
-        with closing(self.make(path, slots=9)) as wide:
+        with closing(self.make(path, max_rows=9)) as wide:
             assert_same_tokens(by_row(wide.generate(requests[::-1])), together)
         with ThreadPoolExecutor(3) as threads:
             parts = list(threads.map(lambda i: by_row(engine.generate(requests[i::3])), range(3)))
@@ -556,7 +556,7 @@ class AnyDistributionContract:
 
 class InFlightContract:
     """`updates: inflight`, of an engine that draws by law 4. `make_in_flight` builds one with `engine.update: inflight`
-    and eight slots; otherwise as `CoreContract.make`."""
+    and eight rows; otherwise as `CoreContract.make`."""
 
     def make_in_flight(self, path: Path) -> GenerationEngine:
         raise NotImplementedError

@@ -16,9 +16,9 @@ from stages.engines.config import EngineConfig
 from stages.engines.embedded.build import build_embedded
 from stages.engines.embedded.scheduler import BATCH_PROMPT_TOKENS
 from stages.engines.protocol import GenerationEngine, Request, RequestError, WeightsError
-from stages.models.hf_config import RANDOM_TINY
 from stages.models.hf_files import read_tokenizer
 from stages.models.sampling import SamplingConfig
+from stages.models.spec import RANDOM_TINY
 from stages.native.compile import NoNativeKernelsError
 from tests.contracts.embedded_engines import CPU, check_update_in_flight, make_engine
 from tests.contracts.engine_contract import (
@@ -33,14 +33,14 @@ from tests.support.processors import KERNELS, needs_compiler
 
 
 class TestEmbeddedEngineOnPlainTorch(EngineContract):
-    def make(self, path: Path, slots: int = 4) -> GenerationEngine:
-        return make_engine(path, slots, kernels="torch")
+    def make(self, path: Path, max_rows: int = 4) -> GenerationEngine:
+        return make_engine(path, max_rows, kernels="torch")
 
 
 @needs_compiler
 class TestEmbeddedEngineOnNativeKernels(EngineContract):
-    def make(self, path: Path, slots: int = 4) -> GenerationEngine:
-        return make_engine(path, slots, kernels="native")
+    def make(self, path: Path, max_rows: int = 4) -> GenerationEngine:
+        return make_engine(path, max_rows, kernels="native")
 
 
 def test_is_a_generation_engine() -> None:
@@ -191,8 +191,8 @@ def test_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_sizes_that_cannot_work_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"engine\.slots is 0"):
-        make_engine(RANDOM_TINY, slots=0)
+    with pytest.raises(ValueError, match=r"engine\.max_rows is 0"):
+        make_engine(RANDOM_TINY, max_rows=0)
     with pytest.raises(ValueError, match=r"max_seq is 257.* 256 tokens"):
         build_embedded(RANDOM_TINY, EngineConfig(), max_seq=257, threads=1, device=CPU)
     with pytest.raises(FileNotFoundError, match=r"config\.json"):
@@ -201,7 +201,7 @@ def test_sizes_that_cannot_work_are_refused() -> None:
 
 def test_closed_iterator_takes_its_rows_with_it() -> None:
     """Six rows on one slot, closed after the first: the engine is free for the next call, and drains."""
-    with closing(make_engine(RANDOM_TINY, slots=1)) as engine:
+    with closing(make_engine(RANDOM_TINY, max_rows=1)) as engine:
         requests = make_requests(6, min_new_tokens=16)
         running = engine.generate(requests)
         next(running)
@@ -228,7 +228,7 @@ def test_update_in_flight_without_rows_and_with_bad_weights() -> None:
 
 
 def test_sleep_is_refused_with_rows_in_flight() -> None:
-    with closing(make_engine(RANDOM_TINY, slots=1)) as engine:
+    with closing(make_engine(RANDOM_TINY, max_rows=1)) as engine:
         running = engine.generate(make_requests(6, min_new_tokens=16))
         next(running)
         with pytest.raises(RuntimeError, match="rows are in flight"):

@@ -12,16 +12,16 @@ import pytest
 import torch
 
 from stages.engines.config import SpeculationConfig
-from stages.engines.embedded.draft_tree import DraftTree, chain
+from stages.engines.embedded.drafts import calibration
 from stages.engines.embedded.drafts.calibration import make_student
 from stages.engines.embedded.drafts.draft_head import LearnedDrafter
 from stages.engines.embedded.drafts.drafters import Draft, NgramDrafter
 from stages.engines.embedded.kernels.cpu.native import load_native_kernels
 from stages.engines.embedded.kernels.reference import TorchKernels
-from stages.engines.embedded.rows import Row
+from stages.engines.embedded.rows import DraftTree, Row, chain
 from stages.engines.protocol import Completion, Request
-from stages.models.hf_config import RANDOM_TINY
 from stages.models.sampling import SamplingConfig
+from stages.models.spec import RANDOM_TINY
 from tests.contracts.embedded_engines import CPU, check_a_row_fails_alone, check_update_in_flight, make_engine
 from tests.contracts.engine_contract import make_requests, oracle_logprobs, random_llama
 from tests.support.engines import assert_same_bits, by_row
@@ -125,7 +125,7 @@ class TaughtDrafter(LearnedDrafter):
     """Owns a draft head that learns when a test says so, and not while an engine is idle."""
 
     def __init__(self, path: Path | str, kernels: str = "torch") -> None:
-        student = make_student(SpeculationConfig(head_vocab=48), str(path), CPU)
+        student = make_student(str(path), CPU, head_vocab=48)
         own = load_native_kernels() if kernels == "native" else TorchKernels()
         super().__init__(student, own, torch.float32, branches=3)
 
@@ -217,11 +217,12 @@ class BusyDrafter(WrongDrafter):
         return self.let_go.wait(60)
 
 
-def test_rows_go_before_learning() -> None:
+def test_rows_go_before_learning(monkeypatch: pytest.MonkeyPatch) -> None:
     """A row that arrives during a lesson is accepted meanwhile and runs next: no second lesson comes first. When it is
     done, learning goes on."""
     drafter = BusyDrafter()
-    speculation = SpeculationConfig(train_share=1.0, lengths="longest")
+    monkeypatch.setattr(calibration, "TRAIN_SHARE", 1.0)
+    speculation = SpeculationConfig(lengths="longest")
     with closing(make_engine(RANDOM_TINY, drafters=[drafter], speculation=speculation)) as engine:
         by_row(engine.generate(make_requests(1, max_new_tokens=1)))
         assert drafter.learning.wait(60)

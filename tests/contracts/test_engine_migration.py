@@ -10,12 +10,12 @@ import pytest
 
 from stages.engines.build import build_engine
 from stages.engines.embedded.build import build_embedded
-from stages.engines.embedded.migration.migrating_engine import MigratingEngine
+from stages.engines.embedded.migration import MigratingEngine
 from stages.engines.migration import MigratableRows, key_of
 from stages.engines.protocol import GenerationEngine, Request
 from stages.engines.row_loads import MigrationRequest
-from stages.models.hf_config import RANDOM_TINY
 from stages.models.sampling import SamplingConfig
+from stages.models.spec import RANDOM_TINY
 from tests.contracts.embedded_engines import CPU
 from tests.contracts.engine_contract import MAX_SEQ, EngineContract, assert_same_tokens
 from tests.support.engine_settings import embedded
@@ -25,8 +25,8 @@ from tests.support.processors import needs_compiler
 
 @needs_compiler
 class TestMigratingEngine(EngineContract):
-    def make(self, path: Path, slots: int = 4) -> GenerationEngine:
-        settings = embedded(slots, kernels="native")
+    def make(self, path: Path, max_rows: int = 4) -> GenerationEngine:
+        settings = embedded(max_rows, kernels="native")
         return build_engine(str(path), settings, max_seq=MAX_SEQ, threads=1, device=CPU, migratable=True)
 
 

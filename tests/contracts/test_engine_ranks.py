@@ -22,8 +22,8 @@ from stages.engines.embedded.build import build_embedded
 from stages.engines.embedded.ranks.parallel_runner import ParallelRunner
 from stages.engines.embedded.ranks.processes import RankLost
 from stages.engines.protocol import GenerationEngine, Request, WeightsError
-from stages.models.hf_config import RANDOM_TINY
 from stages.models.sampling import SamplingConfig
+from stages.models.spec import RANDOM_TINY
 from tests.contracts.embedded_engines import CPU, check_a_row_fails_alone, make_engine
 from tests.contracts.engine_contract import (
     MAX_SEQ,
@@ -44,8 +44,8 @@ class OnRanks(EngineContract):
     tied: bool
     config: dict[str, int]
 
-    def make(self, path: Path, slots: int = 4) -> GenerationEngine:
-        return make_engine(path, slots, **self.config)
+    def make(self, path: Path, max_rows: int = 4) -> GenerationEngine:
+        return make_engine(path, max_rows, **self.config)
 
     @pytest.fixture(scope="class")
     def model(self) -> LlamaForCausalLM:
@@ -58,7 +58,7 @@ class OnRanks(EngineContract):
 
     @pytest.fixture(scope="class")
     def shared_one_slot(self, path: Path) -> Iterator[GenerationEngine]:
-        with closing(self.make(path, slots=1)) as engine:
+        with closing(self.make(path, max_rows=1)) as engine:
             yield engine
 
     @pytest.fixture
@@ -141,7 +141,7 @@ def test_a_killed_rank_fails_its_engine(busy: bool) -> None:
         time.sleep(0.2)  # whoever waits for the engine still hears of it later
         lost.append(reason)
 
-    settings = EngineConfig(slots=2, pipeline_parallel=3)
+    settings = EngineConfig(max_rows=2, pipeline_parallel=3)
     before = set(psutil.Process().children())
     engine = build_embedded(RANDOM_TINY, settings, max_seq=250, threads=1, device=CPU, on_lost=lose)
     with closing(engine):

@@ -22,8 +22,7 @@ from storage.address import Address, Ref
 from storage.commits import ArrayInfo, Commit, Input, Provenance, decode, encode, new_attempt, provenance_here
 from storage.config import Durability
 from storage.errors import DamagedCommit, MissingOutput, StoreError
-from storage.ledger import Ledger
-from storage.segments import SPAN, segment_key
+from storage.ledger import SPAN, Ledger, segment_key
 from tests.support.processes import exit_status
 
 PROVENANCE = Provenance(
@@ -75,7 +74,7 @@ class LedgerContract:
             assert all(one.find(commit.address) == commit for commit in commits)
             assert one.list("score") == [*(c for c in commits if c.address.stage == "score"), later]
             assert one.find(Address("reference", 3)) is None
-            assert not one.strangers()
+            assert not one.unknown_files()
 
     def test_a_late_attempt_at_a_closed_step_loses(self, url: str) -> None:
         """Its file's name is free again."""
@@ -343,7 +342,7 @@ def test_a_commit_that_this_host_does_not_see_yet_is_waited_for(
         if len(slept) == 3:
             Ledger(str(tmp_path)).commit(commit_at(address))
 
-    monkeypatch.setattr("storage.retries.time.sleep", sleep)
+    monkeypatch.setattr("storage.files.time.sleep", sleep)
     assert ledger.get(address) == commit_at(address)
     assert slept == [0.05, 0.1, 0.2]
     slept.clear()

@@ -43,7 +43,7 @@ import {PLUGIN}
 from stages.engines.build import build_engine
 from stages.engines.config import EngineConfig
 
-config, settings = EngineConfig(slots=1), {{"max_seq": 16, "threads": 1}}
+config, settings = EngineConfig(max_rows=1), {{"max_seq": 16, "threads": 1}}
 build_engine("random:tiny", config, **settings).close()
 {asked}
 build_engine("random:tiny", config, **settings)

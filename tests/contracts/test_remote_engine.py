@@ -43,7 +43,7 @@ SUPPORT = Path(__file__).resolve().parents[1] / "support"
 
 def make_served(
     path: Path,
-    slots: int = 4,
+    max_rows: int = 4,
     *,
     silence_s: float = 60.0,
     start_s: float = 600.0,
@@ -51,7 +51,8 @@ def make_served(
     update: Literal["drain", "inflight"] = "drain",
     **more: Any,
 ) -> RemoteEngine:
-    config = EngineConfig(python=python, slots=slots, silence_s=silence_s, start_s=start_s, update=update)
+    config = EngineConfig(python=python, max_rows=max_rows, start_s=start_s, update=update)
+    more["silence_s"] = silence_s
     settings = {"adapter": "served_llama:ServedLlama", "modules": SUPPORT, "extra": {}, **more}
     return cast(
         RemoteEngine, build_remote(str(path), config, stated=vllm_capabilities, max_seq=MAX_SEQ, threads=1, **settings)
@@ -63,8 +64,8 @@ class TestServedEngine(contract_of(vllm_capabilities(EngineConfig(kind="vllm"), 
     def model(self, request: pytest.FixtureRequest) -> LlamaForCausalLM:
         return random_llama(0, request.param)
 
-    def make(self, path: Path, slots: int = 4) -> RemoteEngine:
-        return make_served(path, slots)
+    def make(self, path: Path, max_rows: int = 4) -> RemoteEngine:
+        return make_served(path, max_rows)
 
     def make_in_flight(self, path: Path) -> RemoteEngine:
         return make_served(path, 8, update="inflight")

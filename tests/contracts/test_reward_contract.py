@@ -46,7 +46,8 @@ CASES = [
     ),
     Case(
         "local_judge",
-        {"path": "random:tiny", "on_unparsed": 0.5, "rubric": "{response}", "answers": {"a": 1, "e": 0}},
+        {"path": "random:tiny", "on_unparsed": 0.5, "rubric": "{response}", "answers": {"a": 1, "e": 0}}
+        | {"delimit": False},  # its context has 256 tokens
         (("path", "gone", "instruction-tuned"), ("answers", {"a": 1}, "two or more"), ("dtype", "int8", "bfloat16")),
     ),
     Case("length", {"target": 5}, (("target", 0, "target is 0"),)),
@@ -131,7 +132,9 @@ def test_every_row_gets_a_finite_number_and_the_parts_sum_up(part: Part) -> None
     found = scored(part)
     assert all(array.dtype == np.float32 and array.shape == (6,) for array in found.arrays().values())
     assert np.isfinite(np.stack([*found.arrays().values()])).all()
-    counted = [array for name, array in found.parts.items() if name != "part.unparsed"]  # which is only measured
+    counted = [
+        array for name, array in found.parts.items() if name not in ("part.unparsed", "part.stopped")
+    ]  # only measured
     np.testing.assert_allclose(sum(counted), found.scores, rtol=1e-6)
     assert all(name == "part" or name.startswith("part.") for name in found.parts)
     assert found.disagreement.keys() <= {"part"}

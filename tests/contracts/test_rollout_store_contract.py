@@ -16,11 +16,11 @@ import zarr
 
 from storage.address import Address
 from storage.commits import provenance_here
+from storage.config import Layout, Layouts
 from storage.errors import DroppedOutput, MissingOutput, StoreError
 from storage.ledger import Ledger
 from storage.records import Advantages, PolicyLogprobs, Record, ReferenceLogprobs, Rollout, Scores
 from storage.rollouts import RolloutStore
-from storage.shards import Layout, Layouts
 from tests.support.processes import exit_status, start_python
 
 SHARDS, ROWS, SEQ = 3, 4, 6
@@ -34,7 +34,7 @@ from storage.commits import provenance_here
 from storage.ledger import Ledger
 from storage.records import Scores
 from storage.rollouts import RolloutStore
-from storage.shards import Layout, Layouts
+from storage.config import Layout, Layouts
 ledger = Ledger(sys.argv[1] + "/ledger")
 store = RolloutStore(sys.argv[1], ledger, Layouts(Layout({SHARDS}, {ROWS}, {SEQ})))
 provenance = provenance_here(seed=1, config_hash="c")
@@ -246,7 +246,7 @@ class StoreContract:
         store.prepare(Address("score", 1), scores, PROVENANCE, attempt="a0-33333333")
         assert store.recover(discard=False) == 1
         assert [attempt for _, attempt in store.attempts()] == ["a0-22222222", "a0-33333333"]
-        store.close_books()
+        store.finalise()
         assert self.attempts(url) == []
         assert_same(store.read(Address("score", 0)), scores)
 

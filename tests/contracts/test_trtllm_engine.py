@@ -35,8 +35,7 @@ from stages.engines.remote.build import build_tensorrt_llm
 from stages.engines.remote.client import RemoteEngine
 from stages.engines.remote.serving import trtllm_adapter
 from stages.engines.remote.serving.adapter import Settings
-from stages.engines.remote.serving.trtllm_adapter import TrtllmAdapter
-from stages.engines.remote.serving.trtllm_api import buckets
+from stages.engines.remote.serving.trtllm_adapter import TrtllmAdapter, buckets
 from tests.contracts.engine_contract import (
     EOS,
     MAX_SEQ,
@@ -57,14 +56,14 @@ HEAD_DIM = 64
 needs_trtllm = pytest.mark.skipif(PYTHON is None, reason="STAGELINE_TRTLLM_PYTHON names no environment")
 
 
-def real(path: Path, slots: int = 4) -> GenerationEngine:
-    config = EngineConfig(kind="tensorrt_llm", python=PYTHON, slots=slots, kv_budget_mb=256)
+def real(path: Path, max_rows: int = 4) -> GenerationEngine:
+    config = EngineConfig(kind="tensorrt_llm", python=PYTHON, max_rows=max_rows, kv_budget_mb=256)
     return build_engine(str(path), config, max_seq=MAX_SEQ, threads=1)
 
 
 def stand_in(path: Path, **settings: object) -> RemoteEngine:
     own = TensorrtLlmConfig(cache=str(path.parent / "compiled"), **settings)  # type: ignore[arg-type]
-    config = EngineConfig(kind="tensorrt_llm", python=sys.executable, slots=4, kv_budget_mb=64, tensorrt_llm=own)
+    config = EngineConfig(kind="tensorrt_llm", python=sys.executable, max_rows=4, kv_budget_mb=64, tensorrt_llm=own)
     engine = build_tensorrt_llm(
         str(path), config, max_seq=MAX_SEQ, threads=1, modules=STAND_IN, adapter="trtllm_on_cpu:OnCpu"
     )
@@ -293,5 +292,5 @@ class TestTrtllmEngine(contract_of(tensorrt_llm_capabilities(EngineConfig(kind="
     head_dim = HEAD_DIM
     knows_its_cache = False
 
-    def make(self, path: Path, slots: int = 4) -> GenerationEngine:
-        return real(path, slots)
+    def make(self, path: Path, max_rows: int = 4) -> GenerationEngine:
+        return real(path, max_rows)

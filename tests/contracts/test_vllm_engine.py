@@ -20,7 +20,7 @@ from stages.engines.capabilities import vllm_capabilities
 from stages.engines.config import EngineConfig
 from stages.engines.protocol import EngineLost, GenerationEngine, Request
 from stages.engines.remote.client import RemoteEngine
-from stages.engines.remote.environment import ENVIRONMENTS, environment_problem
+from stages.engines.remote.environments import ENVIRONMENTS, environment_problem
 from stages.engines.remote.weights import ModelFiles
 from stages.models.sampling import SamplingConfig
 from tests.contracts.engine_contract import (
@@ -50,18 +50,18 @@ pytestmark = [
 ]
 
 
-def make_vllm(path: Path, slots: int = 4, **config: object) -> GenerationEngine:
-    settings = EngineConfig(kind="vllm", python=PYTHON, slots=slots, kv_budget_mb=64, **config)  # type: ignore[arg-type]
+def make_vllm(path: Path, max_rows: int = 4, **config: object) -> GenerationEngine:
+    settings = EngineConfig(kind="vllm", python=PYTHON, max_rows=max_rows, kv_budget_mb=64, **config)  # type: ignore[arg-type]
     return build_engine(str(path), settings, max_seq=MAX_SEQ, threads=1)
 
 
 class TestVllmEngine(contract_of(vllm_capabilities(EngineConfig(kind="vllm"), "cpu"))):
-    """One engine for all tests of a model, but where other slots are needed; each gets it with the model as it was."""
+    """One engine for all tests of a model unless one needs other `max_rows`. Each test starts with the first model."""
 
     head_dim = HEAD_DIM
 
-    def make(self, path: Path, slots: int = 4) -> GenerationEngine:
-        return make_vllm(path, slots)
+    def make(self, path: Path, max_rows: int = 4) -> GenerationEngine:
+        return make_vllm(path, max_rows)
 
     def make_in_flight(self, path: Path) -> GenerationEngine:
         return make_vllm(path, 8, update="inflight")
@@ -90,7 +90,7 @@ class TestVllmEngine(contract_of(vllm_capabilities(EngineConfig(kind="vllm"), "c
     ) -> None:
         """Law 4 across engines: suppression, minimum length, temperature, end of sequence."""
         requests = make_requests(9, temperature=temperature, suppress_token_ids=[5, 40, 41], min_new_tokens=6)
-        with closing(build_engine(str(path), EngineConfig(slots=4), max_seq=MAX_SEQ, threads=1)) as embedded:
+        with closing(build_engine(str(path), EngineConfig(max_rows=4), max_seq=MAX_SEQ, threads=1)) as embedded:
             expected = by_row(embedded.generate(requests))
         assert_same_tokens(by_row(engine.generate(requests)), expected, ROUNDING)
 
@@ -114,7 +114,7 @@ def test_prompts_of_older_weights_are_not_shared(tmp_path: Path) -> None:
     prompt = tuple(range(3, 93)) * 3
     sampling = SamplingConfig(20, 20, temperature=0.0)
     requests = [Request(row, 0, 0, prompt, 0, sampling) for row in range(4)]
-    settings = EngineConfig(kind="vllm", python=PYTHON, slots=1, kv_budget_mb=64, update="inflight")
+    settings = EngineConfig(kind="vllm", python=PYTHON, max_rows=1, kv_budget_mb=64, update="inflight")
     with closing(build_engine(str(tmp_path), settings, max_seq=290, threads=1)) as engine:
         running = engine.generate(requests[:3])
         found = [next(running)]

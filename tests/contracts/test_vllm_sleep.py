@@ -18,7 +18,7 @@ import torch
 
 from stages.engines.capabilities import vllm_capabilities
 from stages.engines.config import EngineConfig, VllmConfig
-from stages.engines.remote.environment import ENVIRONMENTS, environment_problem
+from stages.engines.remote.environments import ENVIRONMENTS, environment_problem
 from stages.engines.remote.serving.adapter import Settings
 from tests.contracts.test_vllm_engine import PYTHON
 

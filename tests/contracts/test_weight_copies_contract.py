@@ -183,7 +183,7 @@ def test_tidying_removes_what_is_not_wanted(there: WeightBoard) -> None:
 def test_one_process_receives_and_the_next_takes_over_when_it_is_killed(there: WeightBoard, here: WeightBoard) -> None:
     manifest = there.publish(7, tensors())
     script = f"""
-with receiving(here, 7) as ours, OutgoingVersion(there, 7) as outgoing:
+with receiving(here, 7, wait_s=9) as ours, OutgoingVersion(there, 7) as outgoing:
     incoming = IncomingVersion(here, outgoing.manifest)
     incoming.append(outgoing.read(0, {PAGE}))
     print("half", flush=True)
@@ -194,13 +194,13 @@ with receiving(here, 7) as ours, OutgoingVersion(there, 7) as outgoing:
         assert process.stdout.readline() == "half\n"
         [left] = here.directory.glob("*.copy")
         assert left.stat().st_size == PAGE
-        with receiving(here, 7, wait=False) as ours:
+        with receiving(here, 7, wait_s=0) as ours:
             assert not ours
         taken: list[bool] = []
         killed = threading.Event()
 
         def take_over() -> None:
-            with receiving(here, 7) as ours:
+            with receiving(here, 7, wait_s=60) as ours:
                 taken.extend([ours, killed.is_set(), left.exists()])
                 with IncomingVersion(here, manifest) as incoming:
                     for piece in pieces(there, 7, PAGE):
@@ -228,7 +228,7 @@ def test_a_full_memory_leaves_nothing(there: WeightBoard, here: WeightBoard) -> 
     script = f"""
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, ({PAGE + 100}, {PAGE + 100}))
-with receiving(here, 7), OutgoingVersion(there, 7) as outgoing:
+with receiving(here, 7, wait_s=9), OutgoingVersion(there, 7) as outgoing:
     try:
         with IncomingVersion(here, outgoing.manifest) as incoming:
             incoming.append(outgoing.read(0, {PAGE}))

@@ -17,12 +17,12 @@ from pipeline.driver.results import open_history
 from pipeline.driver.run import run
 from stages.engines.config import EngineConfig
 from stages.engines.embedded.build import build_embedded
-from stages.engines.embedded.sampling.noise import gumbel, noise_keys
+from stages.engines.embedded.sampling import gumbel, noise_keys
 from stages.engines.protocol import Request
 from stages.models.config import ModelConfig
-from stages.models.hf_config import RANDOM_TINY
 from stages.models.protocol import PolicyBatch, Role
 from stages.models.sampling import SamplingConfig
+from stages.models.spec import RANDOM_TINY
 from storage.records import Advantages
 from tests.support.models import opened, random_rollout
 from tests.support.paths import TINY, TINY_PROMPTS

@@ -35,33 +35,33 @@ CUDA = torch.device("cuda")
 needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
 
 
-def make_engine(path: Path, slots: int = 4, **config: object) -> EmbeddedEngine:
-    return build_embedded(str(path), embedded(slots, **config), max_seq=MAX_SEQ, threads=1, device=CUDA)
+def make_engine(path: Path, max_rows: int = 4, **config: object) -> EmbeddedEngine:
+    return build_embedded(str(path), embedded(max_rows, **config), max_seq=MAX_SEQ, threads=1, device=CUDA)
 
 
 class TestPlainTorchOnCuda(EngineContract):
-    def make(self, path: Path, slots: int = 4) -> GenerationEngine:
-        return make_engine(path, slots, kernels="torch")
+    def make(self, path: Path, max_rows: int = 4) -> GenerationEngine:
+        return make_engine(path, max_rows, kernels="torch")
 
 
 @needs_triton
 class TestTritonOnCuda(EngineContract):
-    def make(self, path: Path, slots: int = 4) -> GenerationEngine:
-        return make_engine(path, slots, kernels="triton")
+    def make(self, path: Path, max_rows: int = 4) -> GenerationEngine:
+        return make_engine(path, max_rows, kernels="triton")
 
 
 @needs_triton
 class TestTritonWithoutGraphsOnCuda(EngineContract):
-    def make(self, path: Path, slots: int = 4) -> GenerationEngine:
-        return make_engine(path, slots, kernels="triton", cuda_graphs=False)
+    def make(self, path: Path, max_rows: int = 4) -> GenerationEngine:
+        return make_engine(path, max_rows, kernels="triton", cuda_graphs=False)
 
 
 @needs_triton
 class TestTritonInFlightOnCuda(EngineContract):
     """A single caller's rows finish before it loads, so the contract holds for this way of updating too."""
 
-    def make(self, path: Path, slots: int = 4) -> GenerationEngine:
-        return make_engine(path, slots, kernels="triton", update="inflight")
+    def make(self, path: Path, max_rows: int = 4) -> GenerationEngine:
+        return make_engine(path, max_rows, kernels="triton", update="inflight")
 
     def test_load_waits_for_rows_in_flight(self) -> None:
         pytest.skip("rows in flight go on under the new weights")
@@ -78,7 +78,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def generate(path: Path, num: int = 12, **config: object) -> dict[int, Completion]:
-    with closing(make_engine(path, **{"slots": 6, **config})) as engine:
+    with closing(make_engine(path, **{"max_rows": 6, **config})) as engine:
         return by_row(engine.generate(make_requests(num, min_new_tokens=16)))
 
 
@@ -135,7 +135,7 @@ def test_drafts_change_no_token(path: Path, drafter: str) -> None:
 def test_rows_that_are_preempted_go_on_with_the_same_tokens(path: Path) -> None:
     """No megabyte is small enough to run out of with this model, so the pool is cut down."""
     expected = generate(path, kernels="triton")
-    with closing(make_engine(path, slots=6, kernels="triton")) as engine:
+    with closing(make_engine(path, max_rows=6, kernels="triton")) as engine:
         pool = engine._scheduler.pool
         held = [pool.take() for _ in range(pool.num_free - 5)]
         completions = by_row(engine.generate(make_requests(12, min_new_tokens=16)))

@@ -20,14 +20,13 @@ import torch
 
 from stages.engines.config import EmbeddedConfig, EngineConfig
 from stages.engines.embedded.build import build_embedded
-from stages.engines.embedded.kernels.paging import BLOCK_TOKENS, NO_BLOCK, blocks_for
+from stages.engines.embedded.kernels.blocks import BLOCK_TOKENS, NO_BLOCK, blocks_for
 from stages.engines.embedded.kernels.protocol import Angles, NoTritonKernelsError, Tokens
 from stages.engines.embedded.kernels.reference import TorchKernels
-from stages.engines.embedded.sampling.draw import ban
-from stages.engines.embedded.sampling.noise import noise_keys
+from stages.engines.embedded.sampling import ban, noise_keys
 from stages.engines.protocol import Request
-from stages.models.hf_config import RANDOM_TINY
 from stages.models.sampling import SamplingConfig
+from stages.models.spec import RANDOM_TINY
 
 CUDA = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if CUDA else "cpu")
@@ -139,8 +138,8 @@ def pass_tokens(chunks: Sequence[tuple[int, int]], pool: int, independent: bool)
 
 
 def angles(positions: int, dim: int) -> Angles:
-    turns = torch.arange(positions)[:, None] * (1.0 / 5000.0 ** (torch.arange(0, dim, 2) / dim))
-    return Angles(cos=turns.cos().to(DEVICE), sin=turns.sin().to(DEVICE))
+    rotation = torch.arange(positions)[:, None] * (1.0 / 5000.0 ** (torch.arange(0, dim, 2) / dim))
+    return Angles(cos=rotation.cos().to(DEVICE), sin=rotation.sin().to(DEVICE))
 
 
 SHAPES = pytest.mark.parametrize(
@@ -162,9 +161,9 @@ def test_attend(kernels: Any, dtype: torch.dtype, heads: int, kv_heads: int, dim
     keys = randn(pool, kv_heads, dim, BLOCK_TOKENS, dtype=dtype)
     values = randn(pool, kv_heads, BLOCK_TOKENS, dim, dtype=dtype)
     my_keys, my_values = keys.clone(), values.clone()
-    turns = angles(tokens.longest, dim)
-    got = kernels.attend(qkv, turns, tokens, my_keys, my_values)
-    expected = PLAIN.attend(qkv, turns, tokens, keys, values)
+    rotation = angles(tokens.longest, dim)
+    got = kernels.attend(qkv, rotation, tokens, my_keys, my_values)
+    expected = PLAIN.attend(qkv, rotation, tokens, keys, values)
     assert got.dtype == dtype
     assert (got - expected).norm() < (1e-5 if dtype == torch.float32 else 1e-2) * expected.norm()
     # of bfloat16, one place of the last of its 8 bits: what lies between two of them may be rounded to either
@@ -182,7 +181,7 @@ def test_a_tokens_attention_does_not_depend_on_its_company(kernels: Any, dtype: 
     qkv = randn(len(DECODES), (heads + 2 * kv_heads) * dim, dtype=dtype)
     keys = randn(pool, kv_heads, dim, BLOCK_TOKENS, dtype=dtype)
     values = randn(pool, kv_heads, BLOCK_TOKENS, dim, dtype=dtype)
-    turns = angles(4 * SPLIT, dim)
+    rotation = angles(4 * SPLIT, dim)
 
     def attend(wanted: Sequence[int], longest: int, independent: bool) -> torch.Tensor:
         index = torch.tensor(wanted, device=DEVICE)
@@ -194,7 +193,7 @@ def test_a_tokens_attention_does_not_depend_on_its_company(kernels: Any, dtype: 
             longest=longest,
             independent=independent,
         )
-        return kernels.attend(qkv[index], turns, some, keys.clone(), values.clone())
+        return kernels.attend(qkv[index], rotation, some, keys.clone(), values.clone())
 
     together = attend(range(len(DECODES)), tokens.longest, True)
     assert torch.equal(attend(range(len(DECODES)), tokens.longest, False), together)
@@ -267,7 +266,7 @@ def test_logits_that_are_not_finite_show_in_the_logprob(kernels: Any) -> None:
 def test_a_cpu_without_the_interpreter_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     module = importlib.import_module("stages.engines.embedded.kernels.cuda.triton_kernels")
     monkeypatch.setattr(module.knobs.runtime, "interpret", False)
-    with pytest.raises(NoTritonKernelsError, match="not on cpu"):
+    with pytest.raises(NoTritonKernelsError, match="TRITON_INTERPRET=1 only"):
         module.load_triton_kernels(DEVICE)
 
 
@@ -278,7 +277,7 @@ def test_an_engine_draws_the_same_tokens_with_them() -> None:
     settings = SamplingConfig(max_new_tokens=num_new, min_new_tokens=num_new, temperature=0.9)
     found = []
     for kind in ("torch", "triton"):
-        config = EngineConfig(slots=3, embedded=EmbeddedConfig(kernels=kind))
+        config = EngineConfig(max_rows=3, embedded=EmbeddedConfig(kernels=kind))
         with closing(build_embedded(RANDOM_TINY, config, max_seq=32, threads=1, device=DEVICE)) as engine:
             assert engine.kernels == kind
             rows = []

@@ -13,14 +13,14 @@ from typing import Any
 import pytest
 from distributed.security import Security
 
-from pipeline.cli.exit_codes import BAD_INPUT, DONE, DRIVER_LOST, INTERRUPTED
+from pipeline.cli.answers import BAD_INPUT, DONE, DRIVER_LOST, INTERRUPTED
 from pipeline.cli.verification import verify_run
 from pipeline.config.paths import RunPaths
 from pipeline.config.run import RunConfig
 from pipeline.observe.journal import EventKind, read_events
 from pipeline.workers.scheduler_file import host_name
+from storage.host import process_alive
 from storage.ledger import Ledger
-from storage.processes import process_alive
 from tests.support.attached import ATTACHED, Commands, commands, scheduler_file, with_other_content
 from tests.support.run_results import outputs, process_id
 from tests.support.runs import QUIET, arguments, configure, finish, placement
@@ -30,7 +30,10 @@ pytestmark = [pytest.mark.processes, pytest.mark.timeout(600)]
 
 STEPS = "steps=6"
 GANGS = placement(
-    "{generate: {slots: 2}, score: {}, train: {workers: 2}}", generate="generate", score="score", others="train"
+    "{generate: {concurrent_shards: 2}, score: {}, train: {workers: 2}}",
+    generate="generate",
+    score="score",
+    others="train",
 )
 WORKERS = ("generate-0", "score-0", "train-0", "train-1")
 

@@ -14,7 +14,7 @@ import pipeline.driver.run
 from pipeline.cli.main import main
 from pipeline.config.paths import RunPaths
 from pipeline.config.run import RunConfig
-from pipeline.driver.context import StageFailed
+from pipeline.driver.errors import StageFailed
 from pipeline.driver.results import open_history
 from pipeline.observe.journal import EventKind, read_events
 from storage.address import Address
@@ -24,6 +24,7 @@ from tests.support.runs import ONE_GANG, QUIET, configure, finish, use_runtime
 pytestmark = pytest.mark.processes
 
 PERTURBED = "tests.support.perturbed_board:PerturbedBoardRuntime"
+STALE = "tests.support.perturbed_board:StaleBoardRuntime"
 CHANGES = ("evaluate.every=0", *QUIET)
 
 
@@ -89,6 +90,22 @@ def test_a_broken_refit_raises_the_alarm(folder: Path, monkeypatch: pytest.Monke
     assert alarms_of(config) == [DAMAGED]
     assert f"nats a token at version {DAMAGED} of the weights" in said.getvalue()
     assert json.loads(RunPaths(config.run_dir).summary.read_text())["alarms"] == 1
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_an_engine_one_version_behind_raises_the_alarm(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, dtype: str
+) -> None:
+    """An engine that kept the weights before these: nothing is wrong with them but their age. In bfloat16 the engines
+    differ by rounding at version 0, and the limit follows from that."""
+    settings = (f"model.dtype={dtype}", f"engine.dtype={dtype}", "model.policy.lr=0.003")
+    config = configure(folder, f"stale-{dtype}", *settings, *CHANGES)
+    use_runtime(monkeypatch, STALE)
+    pipeline.driver.run.run(config, Console(file=io.StringIO(), width=200))
+    found = metrics_of(config)
+    assert [metrics["mismatch/alarm"] for metrics in found] == [float(v == DAMAGED) for v in range(config.steps)]
+    assert found[DAMAGED]["mismatch/canary_moved"] < 1e-6
+    assert alarms_of(config) == [DAMAGED]
 
 
 def test_an_alarm_may_end_the_run_which_goes_on_with_a_good_refit(

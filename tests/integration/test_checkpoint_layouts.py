@@ -21,9 +21,8 @@ import torch.multiprocessing
 from megatron.core import dist_checkpointing
 
 from stages.models.config import LayoutConfig, ModelConfig, OptimizerConfig
-from stages.models.errors import StateError
 from stages.models.host import MegatronHost
-from stages.models.protocol import CriticBatch, PolicyBatch, Rank, Role
+from stages.models.protocol import CriticBatch, PolicyBatch, Rank, Role, StateError
 from stages.models.sampling import SamplingConfig
 from stages.ppo.config import PPOConfig
 from storage.records import Advantages, PolicyLogprobs, ReferenceLogprobs, Values

@@ -23,10 +23,9 @@ from pipeline.cli.main import main
 from pipeline.config.errors import ConfigError
 from pipeline.config.paths import RunPaths
 from pipeline.config.run import RunConfig
-from pipeline.driver.local_workers import LocalWorkers
-from pipeline.driver.lock import only_driver
-from pipeline.driver.session import worker_processes
-from pipeline.driver.task_keys import marker_key, marker_stage
+from pipeline.driver.cluster import LocalWorkers
+from pipeline.driver.graph_markers import marker_key, marker_stage
+from pipeline.driver.session import only_driver, worker_processes
 from storage.address import Address
 from tests.support.runs import QUIET, configure, finish
 from tests.support.waiting import until

@@ -15,7 +15,7 @@ from rich.console import Console
 import pipeline.driver.run
 from pipeline.config.paths import RunPaths
 from pipeline.config.run import RunConfig
-from pipeline.driver.context import WorkersMissing
+from pipeline.driver.errors import WorkersMissing
 from pipeline.driver.session import EndedEarly
 from tests.support.runs import configure
 

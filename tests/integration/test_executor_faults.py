@@ -21,11 +21,11 @@ from distributed.security import Security
 from pipeline.config.errors import ConfigError
 from pipeline.config.loading import load_config, to_yaml
 from pipeline.config.run import RunConfig
-from pipeline.driver.cluster import kill_workers, workers_by_address
-from pipeline.driver.context import ExecutorSettings, StageFailed, WorkerKey
+from pipeline.driver.cluster import LocalWorkers, kill_workers, workers_by_address
+from pipeline.driver.context import ExecutorSettings, WorkerKey
+from pipeline.driver.errors import StageFailed
 from pipeline.driver.executor import Executor
-from pipeline.driver.local_workers import LocalWorkers
-from pipeline.driver.silence import Silences
+from pipeline.driver.supervision import HeartbeatWatch
 from pipeline.graph.dispatch import Dispatch
 from pipeline.graph.flow import Flow
 from pipeline.graph.graph import Node, run_nodes
@@ -53,7 +53,7 @@ def configure(runs_dir: Path, name: str, **changes: Any) -> RunConfig:
         "cluster.dashboard": "null",
         **changes,
     }
-    gangs = "{generate: {workers: 2, slots: 2}, train: {workers: 2}, score: {}}"
+    gangs = "{generate: {workers: 2, concurrent_shards: 2}, train: {workers: 2}, score: {}}"
     where = placement(gangs, generate="generate", score="score", others="train")
     return load_config([], [f"name={name}", f"runs_dir={runs_dir}", where, *(f"{k}={v}" for k, v in settings.items())])
 
@@ -112,7 +112,7 @@ class Run:
         """By the driver's clock, for whoever is being built or waited for now; nobody was silent meanwhile."""
         supervision = self.executor._supervision
         self.executor._now += supervision._context.settings.start_timeout_s + 1
-        supervision._silences = Silences()
+        supervision._heartbeats = HeartbeatWatch()
 
     def everyone_is_up(self) -> bool:
         """Before that, a start timeout that is over leaves out who is still being built, with a warning."""

@@ -171,7 +171,7 @@ for name, parameter in theirs.named_parameters():
         torch.nn.init.normal_(parameter)
 with tempfile.TemporaryDirectory() as folder:
     theirs.save_pretrained(folder)
-    engine = build_engine(folder, EngineConfig(slots=2, kv_budget_mb=8), max_seq=32, threads=1)
+    engine = build_engine(folder, EngineConfig(max_rows=2, kv_budget_mb=8), max_seq=32, threads=1)
     prompt = (5, 6, 7, 8, 9)
     (row,) = engine.generate([Request(0, 0, 0, prompt, 0, SamplingConfig(8, temperature=0.0))])
     engine.close()

@@ -18,7 +18,7 @@ from tests.support.paths import ROOT
 from tests.support.runs import configure, finish
 from tests.support.small_disks import CHANGES, PHASES
 
-pytestmark = pytest.mark.processes
+pytestmark = [pytest.mark.processes, pytest.mark.root]
 
 NAMED = {
     "board": "/v000000: No space left on device (ENOSPC)",

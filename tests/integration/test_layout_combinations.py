@@ -21,13 +21,13 @@ from safetensors.torch import save_file
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaModel
 
 from stages.models.config import LayoutConfig, ModelConfig, OptimizerConfig
-from stages.models.gather import stage_tensors
-from stages.models.hf_config import read_config
-from stages.models.hf_files import read_weights
+from stages.models.hf_weights import read_weights
 from stages.models.host import MegatronHost
 from stages.models.memory import GangModels, state_bytes
 from stages.models.protocol import CriticBatch, PolicyBatch, Rank, Role
 from stages.models.sampling import SamplingConfig
+from stages.models.spec import read_config
+from stages.models.weights import stage_tensors
 from stages.ppo.config import KLConfig, PPOConfig
 from storage.records import Advantages, ReferenceLogprobs, Rollout
 from tests.support.models import ALL_MODELS, measured_state, random_rollout

@@ -29,7 +29,7 @@ def two_replicas(folder: Path, name: str, *overrides: str) -> RunConfig:
     gangs = placement(
         "{generate: {workers: 2}, score: {}, train: {}}", generate="generate", score="score", others="train"
     )
-    rows = ("steps=3", "sampling.max_new_tokens=160", "engine.slots=16", "evaluate.every=0")
+    rows = ("steps=3", "sampling.max_new_tokens=160", "engine.max_rows=16", "evaluate.every=0")
     return configure(folder, name, gangs, *rows, *QUIET, *overrides)
 
 
@@ -65,7 +65,7 @@ def at_home(folder: Path) -> dict[str, Any]:
 
 @pytest.mark.usefixtures("held")
 def test_a_run_with_moves_is_the_same_run(folder: Path, at_home: dict[str, Any]) -> None:
-    config = two_replicas(folder, "moving", "cluster.move_rows_below=16")
+    config = two_replicas(folder, "moving", "cluster.migrate_rows_below=16")
     (config.run_dir / "control").mkdir(parents=True)
     finish(config)
     assert moves(config), "nothing moved"
@@ -82,7 +82,7 @@ def test_no_row_is_lost_with_a_process(folder: Path, at_home: dict[str, Any], fa
     killed (or stopped: silence), the source goes on with its rows; when the source is, its shard runs again. Late: the
     source has gone on to the next version meanwhile, so its shard runs again, too, in the same task."""
     name = fault.replace(" ", "-")
-    config = two_replicas(folder, name, "cluster.move_rows_below=16", "cluster.deadline_s=12", "cluster.attempts=9")
+    config = two_replicas(folder, name, "cluster.migrate_rows_below=16", "cluster.deadline_s=12", "cluster.attempts=9")
     control = config.run_dir / "control"
     ledger = Ledger(str(RunPaths(config.run_dir).ledger))
 

@@ -126,7 +126,7 @@ def _assert_tracked(database: Path, parent: RunConfig) -> None:
     [
         (["--updates", "0:9"], "--updates: given '0:9'; the run has updates 0:4"),
         (["--updates", "3:3"], "write A:B for updates A to B - 1"),
-        (["--updates", "0:2", "--stage", "score"], "--updates A:B [key=value...] for updates"),
+        (["--updates", "0:2", "--stage", "score"], "--updates A:B [changes] for updates"),
         (["--step", "0"], "give --step and --stage for one node"),
         (["--updates", "0:2", "ppo.clip=0.1"], "name: given 'overlapped', the run's own; a variant needs another"),
         *(

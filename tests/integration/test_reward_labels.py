@@ -14,7 +14,7 @@ import pytest
 from pipeline.cli.main import main
 from pipeline.config.paths import RunPaths
 from pipeline.config.run import RunConfig
-from pipeline.driver.lock import only_driver
+from pipeline.driver.session import only_driver
 from tests.support.judge_server import Judge, Reply, Served, asked_text, completion, serving
 from tests.support.paths import ROOT
 
@@ -24,7 +24,7 @@ name: labelled
 judge:
   kind: judge
   args: {url: "to be served", model: m, read: text, against: group, rubric: "{prompt}<<>>{first}<<>>{second}",
-         on_unparsed: 0.5, timeout_s: 5, patience_s: 5}
+         delimit: false, on_unparsed: 0.5, timeout_s: 5, retry_s: 5}
 """
 VOWELS = frozenset("aeiou")
 
@@ -121,6 +121,18 @@ def test_an_interrupted_labelling_goes_on_and_asks_only_the_rest(
     assert "is running" in capsys.readouterr().err
 
 
+def test_a_budget_ends_the_labelling_and_a_larger_one_goes_on(
+    tmp_path: Path, served: Served, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = [*arguments(tmp_path, served.url), responses(tmp_path, 4)]
+    assert main([*command, "judge.args.max_requests=10"]) == 3
+    said = " ".join(capsys.readouterr().err.split())
+    assert "max_requests = 10 is used up; every answer that came is kept. Start it again with a larger budget" in said
+    assert main([*command, "judge.args.max_requests=24"]) == 0
+    assert len(served.asked) == 4 * 3 * 2
+    assert json.loads((tmp_path / "labelled/summary.json").read_text())["judge"] == {"requests": 24}
+
+
 @pytest.mark.processes
 def test_a_runs_responses_are_labelled(tmp_path: Path, folder: Path, overlapped: RunConfig, served: Served) -> None:
     run = folder / "runs" / overlapped.name
@@ -135,10 +147,10 @@ def test_sampled_responses_are_labelled_by_a_local_judge(tmp_path: Path, capsys:
     file = tmp_path / "local.yaml"
     file.write_text(
         "judge: {kind: local_judge, args: {path: 'random:tiny', rubric: '{prompt} {response}?', on_unparsed: 0,"
-        " answers: {a: 1, e: 0}, likeliest: 256}}\n"
+        " answers: {a: 1, e: 0}, likeliest: 256, delimit: false}}\n"
         "responses: {model: 'random:tiny', per_prompt: 3}\n"
         f"prompts: {{url: {ROOT / 'conf/data/tiny_prompts.jsonl'}, max_tokens: 16, too_long: skip, held_out: 0}}\n"
-        "sampling: {max_new_tokens: 6}\nengine: {slots: 8, kv_budget_mb: 16}\n"
+        "sampling: {max_new_tokens: 6}\nengine: {max_rows: 8, kv_budget_mb: 16}\n"
     )
     for name in ("one", "two"):
         assert main(["reward", "label", str(file), f"runs_dir={tmp_path}", f"name={name}"]) == 0

@@ -16,9 +16,9 @@ from transformers import AutoModelForSequenceClassification
 
 from pipeline.cli.main import main
 from pipeline.config.paths import RunPaths
-from pipeline.driver.lock import only_driver
-from stages.models.errors import RanksMissing
-from stages.ppo.stats import LossStats
+from pipeline.driver.session import only_driver
+from stages.models.protocol import RanksMissing
+from stages.ppo.losses import LossStats
 from stages.preferences.losses import LOSS
 from tests.support.paths import ROOT
 
@@ -150,7 +150,7 @@ def test_a_full_disk_is_one_message_and_exit_code_3(
     def full(*_: object, **__: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/runs/x/model")
 
-    monkeypatch.setattr("stages.models.reward_host.write_reward_model", full)
+    monkeypatch.setattr("stages.models.reward_model.write_reward_model", full)
     train(tmp_path, "run", "train.epochs=1", "tracking.plots=false", exit_code=3)
     (said,) = capsys.readouterr().err.splitlines()
     assert said == "failed /runs/x/model: No space left on device. Put this right; the training begins anew"

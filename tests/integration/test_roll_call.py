@@ -18,8 +18,7 @@ from megatron.core import parallel_state
 
 from stages.models import parallel
 from stages.models.config import LayoutConfig
-from stages.models.errors import RanksMissing
-from stages.models.protocol import Rank
+from stages.models.protocol import Rank, RanksMissing
 
 pytestmark = pytest.mark.processes
 
@@ -32,7 +31,7 @@ def work(index: int, hangs: int, meeting: str, listening: socket.socket | None, 
     kept = None if listening is None else listening.detach()
     rank = Rank(index, 3, meeting, 1, collective_timeout_s=TIMEOUT_S, listening=kept)
     gang = parallel.join(rank, LayoutConfig(tensor=3), 0)
-    with gang.roll_call.collectives_of("logprob[3,1]"):
+    with gang.missing_ranks.collectives_of("logprob[3,1]"):
         dist.barrier()
     driver.send("came")
     driver.recv()  # one hangs here
@@ -40,7 +39,7 @@ def work(index: int, hangs: int, meeting: str, listening: socket.socket | None, 
         first = index == min({0, 1, 2} - {hangs})
         group = dist.group.WORLD if first else parallel_state.get_tensor_model_parallel_group()
         try:
-            with gang.roll_call.collectives_of("update_policy[3]"):
+            with gang.missing_ranks.collectives_of("update_policy[3]"):
                 dist.all_reduce(torch.ones(1), group=group)
         except RanksMissing as error:
             driver.send(pickle.dumps(error))
@@ -94,8 +93,8 @@ def test_an_error_of_the_rank_itself_stays_what_it_is(tmp_path: Path) -> None:
     rank = Rank(0, 1, f"file://{tmp_path}/rendezvous", 1, collective_timeout_s=TIMEOUT_S)
     try:
         gang = parallel.join(rank, LayoutConfig(), 0)
-        gang.roll_call._size = 2  # a peer that never answers
-        with pytest.raises(RuntimeError, match="not enough memory"), gang.roll_call.collectives_of("value[0,0]"):
+        gang.missing_ranks._size = 2  # a peer that never answers
+        with pytest.raises(RuntimeError, match="not enough memory"), gang.missing_ranks.collectives_of("value[0,0]"):
             raise RuntimeError("[enforce fail at alloc_cpu.cpp:117] not enough memory")
     finally:
         parallel.leave()

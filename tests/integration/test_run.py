@@ -26,7 +26,7 @@ from pipeline.config.loading import flatten
 from pipeline.config.paths import RunPaths
 from pipeline.config.run import RunConfig
 from pipeline.driver.results import open_history
-from pipeline.driver.tracked_config import tracked_params
+from pipeline.driver.tracked import tracked_params
 from pipeline.graph.graph import run_nodes
 from pipeline.observe.journal import EventKind, read_events
 from pipeline.observe.metric_catalogue import find
@@ -271,7 +271,7 @@ def test_exported_weights_load_in_transformers(overlapped: RunConfig, tmp_path: 
     directory = RunPaths(overlapped.run_dir).weights(STEPS)
     assert sorted(path.name for path in directory.parent.iterdir()) == ["v000002", "v000004"]
     model = transformers.AutoModelForCausalLM.from_pretrained(directory).eval()
-    settings = EngineConfig(slots=2, kv_budget_mb=16)
+    settings = EngineConfig(max_rows=2, kv_budget_mb=16)
     engine = build_embedded(str(directory), settings, max_seq=32, threads=1, eos_token_ids=[])
     try:
         sampling = SamplingConfig(max_new_tokens=8, temperature=1.0)
@@ -317,8 +317,8 @@ def test_mlflow_has_the_run(overlapped: RunConfig) -> None:
         "policy/clipfrac", "critic/explained_variance", "eval/reward_mean", "mismatch/canary_mean_abs",
     }  # fmt: skip
     assert promised <= run.data.metrics.keys()
-    strangers = {name for name in run.data.metrics if find(name) is None}
-    assert not strangers, "docs/metrics.md names every metric"
+    unknown_files = {name for name in run.data.metrics if find(name) is None}
+    assert not unknown_files, "docs/metrics.md names every metric"
     assert not {"kl/coef", "score/mean", "policy/skipped_steps", "mismatch/mean_abs"} & run.data.metrics.keys()
     assert [m.step for m in client.get_metric_history(run.info.run_id, "reward/mean")] == list(range(STEPS))
     assert [m.step for m in client.get_metric_history(run.info.run_id, "eval/reward_mean")] == [0, 2, 4]

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from pipeline.cli.answers import saved_config
 from pipeline.cli.main import main
-from pipeline.cli.sources import saved_config
 from pipeline.cli.verification import verify_run
 from pipeline.config.identity import FILE, Identity, read_identity
 from pipeline.config.paths import RunPaths

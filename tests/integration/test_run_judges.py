@@ -47,7 +47,7 @@ def judged_by(folder: Path, name: str, url: str) -> Path:
     """The tiny run with a judge for its reward, as a config file."""
     args = (
         f"{{url: '{url}', model: m, read: text, on_unparsed: 0, key_env: TEST_JUDGE_KEY, concurrency: {AT_ONCE}, "
-        "timeout_s: 4, patience_s: 5, rubric: '{prompt}|{response}'}"
+        "timeout_s: 4, retry_s: 5, delimit: false, rubric: '{prompt}|{response}'}"
     )
     text = re.sub(r"^reward: .*\n", f"reward: {{kind: judge, args: {args}}}\n", TINY.read_text(), flags=re.M)
     file = folder / f"{name}.yaml"
@@ -83,7 +83,7 @@ def test_a_judge_that_vanishes_stops_the_run_which_goes_on_where_it_was(
         assert main(["run", *sources, mlflow, "tracking.plots=false"]) == 3
         shown = "".join(capsys.readouterr())
         assert "has answered nothing for" in shown
-        assert "patience_s = 5" in shown
+        assert "retry_s = 5" in shown
         run = folder / "runs" / "judged"
         assert kept(run) == ANSWERED
         gone = False
@@ -112,6 +112,30 @@ def test_a_judge_that_vanishes_stops_the_run_which_goes_on_where_it_was(
     files = [file for file in folder.rglob("*") if file.is_file()]
     assert len(files) > 20
     assert [file for file in files if KEY.encode() in file.read_bytes()] == []
+
+
+def test_a_budget_ends_the_run_which_goes_on_with_a_larger_one(
+    folder: Path, undisturbed: RunConfig, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It ends as by `alarms.stop`, says why and how to go on; what was sent before the end counts after it."""
+    monkeypatch.setenv("TEST_JUDGE_KEY", KEY)
+    with serving(graded) as served:
+        file = str(judged_by(folder, "budgeted", served.url))
+        sources = [file, *arguments(folder, "budgeted")[1:], *CHANGES, *QUIET]
+        run = folder / "runs" / "budgeted"
+        assert main(["run", *sources, f"reward.args.max_requests={ANSWERED}"]) == 3
+        said = " ".join("".join(capsys.readouterr()).split())
+        assert f"max_requests = {ANSWERED} is used up; every answer that came is kept" in said
+        assert f"`stageline resume {run}`" in said
+        assert kept(run) == len(served.asked) == ANSWERED
+        assert main(["resume", str(run)]) == 3
+        assert len(served.asked) == ANSWERED
+        assert main(["resume", str(run), "reward.args.max_requests=1000"]) == 0
+        config = load_config([file], sources[1:])
+        assert outputs(config) == outputs(undisturbed)
+        assert len(served.asked) == kept(run)
+        last = open_history(config).step_metrics(STEPS - 1)
+        assert last["judge/judge/requests"] == len(served.asked)
 
 
 def test_who_asks_is_killed_and_what_was_answered_is_not_asked_again(folder: Path, undisturbed: RunConfig) -> None:

@@ -35,7 +35,7 @@ reward:
   normalize: {mean: true, scale: true, clip: 3}
   parts:
     vowels: {kind: characters, args: {characters: aeiou}}
-    own: {kind: "tests.support.own_rewards:dies_once", weight: 0.5, args: {flag: FLAG}}
+    own: {kind: "tests.support.own_rewards:dies_once", weight: 0.5, args: {flag: FLAG}, writes: [FOLDER]}
     measured: {kind: "tests.support.own_rewards:two_parts", weight: 0}
 """
 CHANGES = (*QUIET, "model.policy.decay=constant", "model.critic.decay=constant", "evaluate.reward.kind=vader")
@@ -43,7 +43,12 @@ CHANGES = (*QUIET, "model.policy.decay=constant", "model.critic.decay=constant",
 
 def configured(folder: Path, name: str, *changes: str) -> RunConfig:
     """tiny.yaml with this reward, and a gang of its own for `advantage`."""
-    text = re.sub(r"^reward: .*\n", REWARD.replace("FLAG", str(folder / "died")), TINY.read_text(), flags=re.MULTILINE)
+    text = re.sub(
+        r"^reward: .*\n",
+        REWARD.replace("FLAG", str(folder / "died")).replace("FOLDER", str(folder)),
+        TINY.read_text(),
+        flags=re.MULTILINE,
+    )
     text += "placement: {gangs: {collect: {}}, roles: {advantage: collect}}\n"
     (folder / "rewarded.yaml").write_text(text)
     return load_config([folder / "rewarded.yaml"], [*arguments(folder, name)[1:], *CHANGES, *changes])

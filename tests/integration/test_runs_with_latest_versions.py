@@ -14,7 +14,7 @@ from pipeline.cli.verification import verify_run
 from pipeline.config.errors import ConfigError
 from pipeline.config.paths import RunPaths
 from pipeline.config.run import RunConfig
-from pipeline.driver.context import StageFailed
+from pipeline.driver.errors import StageFailed
 from pipeline.driver.results import open_history
 from pipeline.observe.journal import EventKind, read_events
 from storage.address import Address
@@ -125,8 +125,13 @@ def test_rows_in_flight_take_weights_as_they_are_published(
     of step 1. Such a shard cannot be repeated, and says so; if its commit is lost, the way is back to before it."""
     monkeypatch.setenv("COLUMNS", "300")
     use_runtime(monkeypatch, "tests.support.late_runtime:MidRowRuntime")
-    one_slot = ("rollout.shards=1", "placement.gangs.generate.slots=1", "evaluate.every=0", "mismatch.rows=0")
-    inflight = ("engine.update=inflight", "sampling.min_new_tokens=6", "engine.slots=16")
+    one_slot = (
+        "rollout.shards=1",
+        "placement.gangs.generate.concurrent_shards=1",
+        "evaluate.every=0",
+        "mismatch.rows=0",
+    )
+    inflight = ("engine.update=inflight", "sampling.min_new_tokens=6", "engine.max_rows=16")
     config = finish(configure(folder, "late-inflight", *LATEST, *inflight, *one_slot))
     assert versions_of(config)[1] == [0, 1]
     rollout = open_history(config).store.read(Address("generate", 1))

@@ -11,7 +11,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from pipeline.cli.main import main
 from pipeline.cli.verification import verify_run
 from pipeline.driver.results import open_history
-from stages.models.hf_config import read_config
+from stages.models.spec import read_config
 from tests.support.runs import ONE_GANG, QUIET, configure, finish
 
 pytestmark = pytest.mark.processes

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.cli.exit_codes import DONE
+from pipeline.cli.answers import DONE
 from pipeline.cli.verification import verify_run
 from pipeline.config.paths import RunPaths
 from pipeline.config.run import RunConfig
@@ -19,10 +19,13 @@ from tests.support.namespaces import Host, separate_hosts
 from tests.support.run_results import outputs
 from tests.support.runs import QUIET, arguments, configure, finish, placement
 
-pytestmark = pytest.mark.processes
+pytestmark = [pytest.mark.processes, pytest.mark.root]
 
 GANGS = placement(
-    "{generate: {slots: 2}, score: {}, train: {workers: 2}}", generate="generate", score="score", others="train"
+    "{generate: {concurrent_shards: 2}, score: {}, train: {workers: 2}}",
+    generate="generate",
+    score="score",
+    others="train",
 )
 WHERE = {"train-0": "n1", "train-1": "n2", "generate-0": "n3", "score-0": "n3"}
 

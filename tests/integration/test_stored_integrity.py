@@ -13,15 +13,15 @@ import pytest
 from rich.console import Console
 
 import pipeline.driver.run
+from pipeline.cli.answers import saved_config
 from pipeline.cli.main import main
-from pipeline.cli.sources import saved_config
 from pipeline.cli.verification import verify_run
 from pipeline.config.errors import ConfigError
 from pipeline.config.paths import RunPaths
 from pipeline.config.preflight import preflight
 from pipeline.config.role_models import check_exported
 from pipeline.config.run import RunConfig
-from pipeline.driver.context import StageFailed
+from pipeline.driver.errors import StageFailed
 from pipeline.driver.results import open_history
 from pipeline.observe.journal import EventKind, read_events
 from storage.address import Address

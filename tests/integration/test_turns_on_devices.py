@@ -16,7 +16,7 @@ from tests.support.runs import QUIET, configure, finish, use_runtime
 
 pytestmark = pytest.mark.processes
 
-TURNS = "placement.turns=[[generate,train]]"
+TURNS = "placement.device_sharing=[[generate,train]]"
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ from pipeline.config.loading import load_config
 from pipeline.config.memory import PlannedRun, workers_memory
 from stages.engines.build import build_engine
 from stages.engines.remote.client import RemoteEngine
-from stages.engines.remote.environment import ENVIRONMENTS, environment_problem
+from stages.engines.remote.environments import ENVIRONMENTS, environment_problem
 from stages.models.spec import read_spec
 from tests.contracts.engine_contract import make_requests, random_llama
 from tests.support.configs import arguments, write_config
@@ -32,7 +32,7 @@ def test_the_server_takes_what_is_predicted(tmp_path: Path) -> None:
     random_llama(0, True, 32).save_pretrained(tmp_path / "llama")
     write_config(tmp_path)
     file, *own = arguments(tmp_path)
-    settings = ("engine.kind=vllm", f"engine.python={PYTHON}", "engine.kv_budget_mb=1024", "engine.slots=4")
+    settings = ("engine.kind=vllm", f"engine.python={PYTHON}", "engine.kv_budget_mb=1024", "engine.max_rows=4")
     config = load_config([file], [*own, *settings, f"model.path={tmp_path / 'llama'}"])
     (worker,) = workers_memory(PlannedRun(config, read_spec(config.model.path), 0, on_gpus=False))
     predicted = sum(worker.items[name] for name in ("engine's processes", "engine weights", "KV cache"))

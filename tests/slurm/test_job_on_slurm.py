@@ -16,6 +16,7 @@ from pipeline.config.paths import RunPaths
 from pipeline.config.run import RunConfig
 from pipeline.launch.submission import Submitted, array_script, submit_array, submit_run
 from tests.support import stand_in
+from tests.support.commits import commit_nothing
 from tests.support.paths import TINY
 from tests.support.runs import ONE_GANG, placement
 from tests.support.slurm_cluster import SCHEDULES_S, URGENT, SlurmCluster, processes_with
@@ -52,6 +53,13 @@ def end(config: RunConfig, code: int) -> None:
     finish = RunPaths(config.run_dir).root / "finish"
     finish.with_suffix(".new").write_text(str(code))
     finish.with_suffix(".new").rename(finish)
+
+
+def start_again(slurm: SlurmCluster, job: Submitted, restart: int) -> None:
+    """Waits until a job is requeued, and has it start now and not in two minutes."""
+    until(lambda: slurm.may_start(job.job_id, restart), f"restart {restart}", every_s=0.25)
+    until(lambda: slurm.started_now(job.job_id), f"start {restart}", every_s=SCHEDULES_S)
+    wait_for_output(job, f"driver of attempt {restart}")
 
 
 def wait_for(slurm: SlurmCluster, job: Submitted, state: str) -> dict[str, str]:
@@ -114,18 +122,41 @@ def test_whose_batch_node_fails_is_requeued(slurm: SlurmCluster, tmp_path: Path)
     until(lambda: slurm.state(last.job_id) == "CANCELLED", "no restart is left", every_s=0.25)
     until(lambda: slurm.may_start(job.job_id, restarts=1), "it is requeued, all of it", every_s=0.25)
     wait_for_output(job, "requeued: the batch node n1 failed (restart 0)\n")
-    wait_for_output(last, "cancelled: the batch node n1 failed in restart 0 of 0 (slurm.restarts)\n")
+    wait_for_output(last, "cancelled: the batch node n1 failed (restart 0)\n")
     until(lambda: slurm.started_now(job.job_id), "it is started, on other nodes", every_s=SCHEDULES_S)
     wait_for_output(job, "driver of attempt 1")
     end(config, 0)
     assert wait_for(slurm, job, "COMPLETED")["Restarts"] == "1"
 
 
-def test_a_job_is_not_requeued_for_ever(slurm: SlurmCluster, tmp_path: Path) -> None:
-    config, job = submitted(slurm, tmp_path, "again", "slurm.restarts=0")
+def test_a_time_limit_uses_up_no_restart_but_must_have_left_time_for_a_commit(
+    slurm: SlurmCluster, tmp_path: Path
+) -> None:
+    config, job = submitted(slurm, tmp_path, "slow", "slurm.restarts=0", "slurm.requeues_without_progress=2")
+    for restart in range(1, 3):
+        slurm.call("scancel", "--batch", "--signal=USR1", job.job_id)
+        start_again(slurm, job, restart)
+    commit_nothing(config.run_dir, step=0)
+    slurm.call("scancel", "--batch", "--signal=USR1", job.job_id)
+    start_again(slurm, job, 3)
     end(config, 75)
-    assert wait_for(slurm, job, "FAILED")["Restarts"] == "0"
-    wait_for_output(job, "not requeued: restart 0 of 0 (slurm.restarts)")
+    shown = wait_for(slurm, job, "FAILED")
+    assert (shown["Restarts"], shown["ExitCode"]) == ("3", "75:0")
+    wait_for_output(job, "not requeued: 1 attempt lost their driver, workers or batch node (slurm.restarts is 0)")
+
+
+def test_what_slurm_itself_requeues_for_ever_ends_without_progress(slurm: SlurmCluster, tmp_path: Path) -> None:
+    """A job of one node, whose script is gone with its node: only the next attempt can say that it is enough."""
+    config, job = submitted(slurm, tmp_path, "hopeless", "slurm.requeues_without_progress=1")
+    slurm.kill_node(slurm.show(job.job_id)["BatchHost"])
+    start_again(slurm, job, 1)
+    slurm.call("scontrol", "requeue", job.job_id)
+    until(lambda: slurm.may_start(job.job_id, restarts=2), "it is requeued", every_s=0.25)
+    until(lambda: slurm.started_now(job.job_id) or slurm.state(job.job_id) == "FAILED", "it ends", every_s=SCHEDULES_S)
+    assert wait_for(slurm, job, "FAILED")["ExitCode"] == "75:0"
+    wait_for_output(job, "not requeued: 1 requeue in a row committed nothing new")
+    assert "driver of attempt 2" not in job.output.read_text()
+    wait_for_output(job, f"`stageline submit {RunPaths(config.run_dir).job}/config.yaml` goes on")
 
 
 def test_a_job_that_makes_room_goes_on_later(slurm: SlurmCluster, tmp_path: Path) -> None:
@@ -147,7 +178,7 @@ def test_without_a_driver_the_job_is_requeued_and_when_it_is_cancelled_nothing_i
 ) -> None:
     config, job = submitted(slurm, tmp_path, "lost")
     end(config, 75)
-    wait_for_output(job, "requeued: workers or the driver were lost (restart 0)")
+    wait_for_output(job, "requeued: workers or the driver were lost, exit code 75 (restart 0)")
     (RunPaths(config.run_dir).root / "finish").unlink()
     until(lambda: slurm.may_start(job.job_id, restarts=1), "it is requeued", every_s=0.1)
     until(lambda: slurm.started_now(job.job_id), "it is started", every_s=SCHEDULES_S)
@@ -160,7 +191,8 @@ def test_lines_of_the_environment_change_nothing_of_what_follows(slurm: SlurmClu
     lines = "slurm.environment=['set -eu', 'set -o pipefail', 'trap \"exit 9\" EXIT ERR', 'run=/elsewhere']"
     config, job = submitted(slurm, tmp_path, "careful", lines)
     end(config, 75)
-    wait_for_output(job, "requeued: workers or the driver were lost (restart 0)")
+    wait_for_output(job, "requeued: workers or the driver were lost, exit code 75 (restart 0)")
+    until(lambda: slurm.show(job.job_id)["Restarts"] == "1", "it is requeued", every_s=0.1)
     slurm.call("scancel", job.job_id)
     wait_for(slurm, job, "CANCELLED")
 
@@ -175,6 +207,7 @@ def test_who_is_told_before_the_driver_is_there_is_requeued(slurm: SlurmCluster,
     (tmp_path / "go").touch()
     wait_for_output(job, "requeued: Slurm wants the nodes back (restart 0)")
     assert "driver of attempt" not in job.output.read_text()
+    until(lambda: slurm.show(job.job_id)["Restarts"] == "1", "it is requeued", every_s=0.1)
     slurm.call("scancel", job.job_id)
     wait_for(slurm, job, "CANCELLED")
 

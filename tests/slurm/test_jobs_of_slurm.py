@@ -11,7 +11,7 @@ import pytest
 from pipeline.cli.main import main
 from pipeline.config.loading import load_config
 from pipeline.config.paths import RunPaths
-from pipeline.launch.records import read_record
+from pipeline.launch.commands import read_record
 from tests.support.paths import ROOT
 from tests.support.runs import QUIET, arguments, placement
 from tests.support.slurm_cluster import SlurmCluster

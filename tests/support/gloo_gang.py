@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 
 from pipeline.workers.messages import WorkerSpec
+from stages.models.parallel import RollCall
 from stages.models.protocol import Rank
-from stages.models.roll_call import RollCall
 
 
 def join(spec: WorkerSpec, collective_timeout_s: float) -> RollCall:
@@ -21,11 +21,11 @@ def join(spec: WorkerSpec, collective_timeout_s: float) -> RollCall:
         collective_timeout_s=collective_timeout_s,
         listening=spec.listening,
     )
-    roll_call = RollCall(rank)
+    missing_ranks = RollCall(rank)
     dist.init_process_group(
-        "gloo", store=roll_call.store, rank=spec.index, world_size=spec.size, timeout=roll_call.timeout
+        "gloo", store=missing_ranks.store, rank=spec.index, world_size=spec.size, timeout=missing_ranks.timeout
     )
-    return roll_call
+    return missing_ranks
 
 
 def leave() -> None:

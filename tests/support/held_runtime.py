@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pipeline.workers.messages import WorkerSpec
 from pipeline.workers.runtime import StageRuntime
 from stages.engines.embedded.batch import Batch
-from stages.engines.embedded.migration.migrated_rows import AcceptedRows
+from stages.engines.embedded.migration import AcceptedRows
 from stages.engines.migration import MigratedRow
 
 PASS_S = 0.01

@@ -73,8 +73,12 @@ def serving(judge: Judge) -> Iterator[Served]:
         def log_message(self, *_: object) -> None:
             """Nothing."""
 
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    server.daemon_threads = True
+    class Server(ThreadingHTTPServer):
+        daemon_threads = True
+        request_queue_size = 1024
+        """Connections that may come at once."""
+
+    server = Server(("127.0.0.1", 0), Handler)
     served.url = f"http://127.0.0.1:{server.server_address[1]}/v1"
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
     thread.start()
@@ -86,13 +90,17 @@ def serving(judge: Judge) -> Iterator[Served]:
         thread.join()
 
 
-def completion(text: str, likeliest: Sequence[tuple[str, float]] | None = None) -> Reply:
-    """A chat completion, with the first token's likeliest where they are given."""
+def completion(
+    text: str, likeliest: Sequence[tuple[str, float]] | None = None, tokens: tuple[int, int] | None = None
+) -> Reply:
+    """A chat completion, with the first token's likeliest and the tokens of prompt and completion where they are
+    given."""
     choice: dict[str, Any] = {"index": 0, "message": {"role": "assistant", "content": text}, "finish_reason": "stop"}
     if likeliest is not None:
         top = [{"token": token, "logprob": log_prob} for token, log_prob in likeliest]
         choice["logprobs"] = {"content": [{**top[0], "top_logprobs": top}]}
-    return Reply(json.dumps({"object": "chat.completion", "choices": [choice]}))
+    usage = {} if tokens is None else {"usage": {"prompt_tokens": tokens[0], "completion_tokens": tokens[1]}}
+    return Reply(json.dumps({"object": "chat.completion", "choices": [choice], **usage}))
 
 
 def asked_text(body: Mapping[str, Any]) -> str:

@@ -5,8 +5,7 @@ from __future__ import annotations
 
 import os
 
-from pipeline.workers.entry import CallResult
-from pipeline.workers.messages import Call, WorkerSpec
+from pipeline.workers.messages import Call, Outcome, WorkerSpec
 from pipeline.workers.runtime import StageRuntime
 from stages.engines.embedded.batch import Batch
 from storage.address import Address
@@ -16,7 +15,7 @@ from tests.support.waiting import until
 class LateRuntime(StageRuntime):
     """Owns what `StageRuntime` does. No shard of step 1 begins before version 1 is published."""
 
-    def run(self, call: Call) -> CallResult:
+    def run(self, call: Call) -> Outcome:
         if call.address.stage == "generate" and call.address.step == 1:
             until(lambda: self.parts.ledger.find(Address("publish", 1)), "version 1 is published")
         return super().run(call)
@@ -25,7 +24,7 @@ class LateRuntime(StageRuntime):
 class DyingLateRuntime(LateRuntime):
     """Owns what `StageRuntime` does. The first shard of step 1 that could begin takes its process with it."""
 
-    def run(self, call: Call) -> CallResult:
+    def run(self, call: Call) -> Outcome:
         died = self.parts.config.run_dir / "died"
         if call.address == Address("generate", 1) and not died.exists():
             until(lambda: self.parts.ledger.find(Address("publish", 1)), "version 1 is published")
@@ -37,7 +36,7 @@ class DyingLateRuntime(LateRuntime):
 class FailingLateRuntime(LateRuntime):
     """Owns what `StageRuntime` does. The first attempt at scoring step 2 raises."""
 
-    def run(self, call: Call) -> CallResult:
+    def run(self, call: Call) -> Outcome:
         failed = self.parts.config.run_dir / "failed"
         if call.address.stage == "score" and call.address.step == 2 and not failed.exists():
             failed.touch()

@@ -12,12 +12,12 @@ import torch
 
 from stages.engines.embedded.batch import Batch
 from stages.engines.embedded.build import build_embedded
-from stages.engines.embedded.migration.migrating_engine import MigratingEngine
+from stages.engines.embedded.migration import MigratingEngine
 from stages.engines.migration import MigratedRow, key_of
 from stages.engines.protocol import Completion, Request
 from stages.engines.row_loads import MigrationRequest
-from stages.models.hf_config import RANDOM_TINY
 from stages.models.sampling import SamplingConfig
+from stages.models.spec import RANDOM_TINY
 from tests.support.engine_settings import embedded
 from tests.support.engines import by_row
 from tests.support.waiting import until
@@ -59,8 +59,8 @@ class Gate:
             self._changed.notify_all()
 
 
-def build(slots: int = 8, kernels: str = "auto", path: str = RANDOM_TINY, **config: object) -> MigratingEngine:
-    settings = embedded(slots, kernels=kernels, **config)
+def build(max_rows: int = 8, kernels: str = "auto", path: str = RANDOM_TINY, **config: object) -> MigratingEngine:
+    settings = embedded(max_rows, kernels=kernels, **config)
     return build_embedded(path, settings, max_seq=MAX_SEQ, threads=1, device=CPU, migratable=True)
 
 

@@ -21,17 +21,17 @@ import os
 import time
 from pathlib import Path
 
-from pipeline.config.cluster import collective_timeout_s
 from pipeline.config.loading import load_yaml
 from pipeline.config.run import RunConfig
-from pipeline.workers.entry import CallResult
-from pipeline.workers.messages import Call, WorkerSpec
+from pipeline.config.sections import collective_timeout_s
+from pipeline.workers.entry import Runtime
+from pipeline.workers.messages import Call, Outcome, WorkerSpec
 from storage.address import Address
 from storage.commits import Commit, new_attempt, provenance_here
 from storage.ledger import Ledger
 
 
-class NoopRuntime:
+class NoopRuntime(Runtime):
     """Owns the process group of its gang."""
 
     def __init__(self, spec: WorkerSpec) -> None:
@@ -49,9 +49,15 @@ class NoopRuntime:
             os._exit(1)
         if spec.size > 1:  # the rest of a cluster needs no torch, and starts faster without
             self.gang = importlib.import_module("tests.support.gloo_gang")
-            self.roll_call = self.gang.join(spec, collective_timeout_s(self.config.cluster))
+            self.missing_ranks = self.gang.join(spec, collective_timeout_s(self.config.cluster))
 
-    def run(self, call: Call) -> CallResult:
+    def run(self, call: Call) -> Outcome:
+        started, commit = time.time(), self._committed(call)
+        ref = None if commit is None else commit.ref()
+        return Outcome(call.address, ref, self.spec.name, self.spec.index, started, time.time(), 0.0)
+
+    def _committed(self, call: Call) -> Commit | None:
+        """Return the node's commit; None on ranks that do not commit it."""
         self._log("runs", f"{call.address} {self.spec.name} {os.getpid()}")
         name = f"{call.address.stage}-{call.address.step}-{call.address.shard}"
         if (fault := self._control(name, "raise")).exists():
@@ -63,18 +69,18 @@ class NoopRuntime:
             assert call.sequence is not None
             assert call.sequence > self.last_sequence, "a gang's order was broken"
             self.last_sequence = call.sequence
-            with self.roll_call.collectives_of(str(call.address)):
+            with self.missing_ranks.collectives_of(str(call.address)):
                 self.gang.assert_same_everywhere(str(call.address))
         found = self.ledger.find(call.address)
         if call.address.stage in self.resident:
             self._bring_to(call.address.stage, call.address.step, found)
         if found is not None:
-            return CallResult(found.ref(), 0.0, True)
+            return found
         time.sleep(max(self.delays.get(self.spec.name, 0.0), self.delays.get(call.address.stage, 0.0)))
         if call.address.stage == "generate":
             assert call.address.step - self.config.staleness <= call.version <= call.address.step
         if self.spec.index and self.spec.size > 1:
-            return CallResult(None, 0.0, False)
+            return None
         self._log("committing", f"{call.address} {self.spec.name}")
         self._wait_while(name, "commit")
         commit = Commit(
@@ -91,7 +97,7 @@ class NoopRuntime:
         winner = self.ledger.commit(commit)
         if winner.attempt != commit.attempt:
             self._log("discarded", f"{call.address} {self.spec.name}")
-        return CallResult(winner.ref(), 0.0, False)
+        return winner
 
     def _bring_to(self, stage: str, step: int, found: Commit | None) -> None:
         """The resident state of an update: what is missing is replayed from the ledger, which must hold it."""

@@ -7,9 +7,14 @@ import signal
 import sys
 import time
 from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import suppress
+from multiprocessing import get_context
 from pathlib import Path
 
 from stages.rewards.protocol import Sample, Scored
+
+_POOLS: list[ProcessPoolExecutor] = []
 
 
 def vowels(samples: Sequence[Sample], gain: float = 1.0) -> list[float]:
@@ -98,6 +103,22 @@ def dies(samples: Sequence[Sample]) -> list[float]:
     os._exit(7)
 
 
+def comes_back_twice(samples: Sequence[Sample]) -> list[float]:
+    """Starts a child that forgets to end, and gives other scores sooner."""
+    if os.fork() == 0:
+        return [9.0] * len(samples)
+    time.sleep(0.2)
+    return [float(sample.row) for sample in samples]
+
+
+def writes_over(samples: Sequence[Sample]) -> list[float]:
+    """Writes to whatever is open."""
+    for number in range(3, 64):
+        with suppress(OSError):
+            os.write(number, b"\xff" * 99)
+    return [1.0] * len(samples)
+
+
 def crashes(samples: Sequence[Sample]) -> list[float]:
     os.kill(os.getpid(), signal.SIGSEGV)
     return []
@@ -129,9 +150,42 @@ def broken(samples: Sequence[Sample], characters: str, gain: float, while_there:
     return [gain * sum(c in characters for c in sample.response) for sample in samples]
 
 
-def process(samples: Sequence[Sample]) -> list[float]:
-    """The process that it runs in."""
-    return [float(os.getpid())] * len(samples)
+def breeds(samples: Sequence[Sample], marker: str) -> list[float]:
+    """Leaves behind a pool of processes, and a daemon in a session of its own. A sample "hang" does not return."""
+    if samples[0].response == "hang":
+        time.sleep(3600)
+    pool = ProcessPoolExecutor(2, mp_context=get_context("fork"))
+    left = [pool.submit(time.sleep, 3600) for _ in range(2)]
+    _POOLS.append(pool)
+    if os.fork() == 0:
+        os.setsid()
+        if os.fork() == 0:
+            os.execvp("sleep", ["sleep", marker])
+        os._exit(0)
+    return [float(len(left))] * len(samples)
+
+
+def does(samples: Sequence[Sample]) -> list[float]:
+    """1 where the expression that is a response works, 0 where the system refuses it."""
+    return [_works(sample.response) for sample in samples]
+
+
+def _works(expression: str) -> float:
+    try:
+        eval(expression)
+    except OSError:
+        return 0.0
+    return 1.0
+
+
+def pooled(samples: Sequence[Sample]) -> list[float]:
+    """Vowels, counted by two processes that talk over queues, locks and shared memory."""
+    with ProcessPoolExecutor(2, mp_context=get_context("spawn")) as pool:
+        return [*pool.map(_vowels, [sample.response for sample in samples])]
+
+
+def _vowels(text: str) -> float:
+    return float(sum(c in "aeiou" for c in text))
 
 
 def of_one(prompt: str, response: str) -> float:

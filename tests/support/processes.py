@@ -5,6 +5,9 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from pathlib import Path
+
+from tests.support.paths import ROOT
 
 
 def start_python(script: str, *arguments: object) -> subprocess.Popen[str]:
@@ -23,3 +26,17 @@ def exit_status(script: str, *arguments: object) -> int:
     with start_python(script, *arguments) as process:
         process.communicate()
     return process.returncode
+
+
+def run_tests(folder: Path, *arguments: str, **modules: str) -> subprocess.CompletedProcess[str]:
+    """Run these modules of tests, each given by its source, in a pytest of their own that looks for leaks."""
+    for name, source in modules.items():
+        (folder / f"{name}.py").write_text(source)
+    own = ["-q", "-c", os.devnull, "--rootdir", str(folder), "-p", "no:cacheprovider", "-p", "tests.support.leaks"]
+    files = [str(folder / f"{name}.py") for name in modules]
+    # Without pytest-xdist's variables: a suite that finds them does not look into shared memory.
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+    return subprocess.run(
+        [sys.executable, "-m", "pytest", *own, *arguments, *files],
+        cwd=ROOT, env=environment, capture_output=True, text=True, check=False,
+    )  # fmt: skip

@@ -16,11 +16,10 @@ from pipeline.observe.report.source import RunSource, Sameness
 from pipeline.observe.summary import summarise
 from storage.address import Address
 from storage.commits import Provenance
-from storage.config import Durability
+from storage.config import Durability, Layout, Layouts
 from storage.ledger import Ledger
 from storage.records import Advantages, PolicyLogprobs, Record, ReferenceLogprobs, Rollout, Scores, Values
 from storage.rollouts import RolloutStore
-from storage.shards import Layout, Layouts
 
 PROMPT, RESPONSE = 2, 4
 """Tokens of every prompt and response."""

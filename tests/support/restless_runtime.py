@@ -19,7 +19,7 @@ class RestlessRuntime(StageRuntime):
         self._who = (spec.gang, spec.incarnation)
         self._asked = 0
 
-    def rest(self) -> None:
+    def sleep(self) -> None:
         self._asked += 1
         match (*self._who, self._asked):
             case ("generate", 0, 1):
@@ -28,4 +28,4 @@ class RestlessRuntime(StageRuntime):
                 threading.Event().wait()
             case ("train", 0, 2):
                 raise RuntimeError("the device does not answer")
-        super().rest()
+        super().sleep()

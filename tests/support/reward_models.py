@@ -10,7 +10,7 @@ import numpy as np
 from stages.models.config import LayoutConfig, ModelConfig
 from stages.models.hf_files import ByteTokenizer
 from stages.models.protocol import ALONE, Rank
-from stages.models.reward_host import RewardModel
+from stages.models.reward_model import RewardModel
 from stages.rewards.learned import ModelReward
 from stages.rewards.protocol import Sample
 

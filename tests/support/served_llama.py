@@ -30,7 +30,7 @@ class ServedLlama:
         self._config = json.loads((Path(settings.model) / "config.json").read_text())
         self._weights = load_file(Path(settings.model) / "model.safetensors")
         self._rows: dict[int, tuple[ServedRow, list[int], list[float]]] = {}
-        self._slots, self._fault, self._steps = settings.slots, dict(settings.extra), 0
+        self._slots, self._fault, self._steps = settings.max_rows, dict(settings.extra), 0
         if self._fault.get("fault") == "start":
             print("there is not enough memory for anything")
             raise MemoryError("of 3 bytes, 4 are taken")

@@ -14,7 +14,7 @@ from pipeline.cli.main import main
 from pipeline.config.loading import load_config
 from pipeline.config.paths import RunPaths
 from pipeline.config.run import RunConfig
-from pipeline.launch.records import read_record
+from pipeline.launch.commands import read_record
 from storage.address import Address
 from storage.ledger import Ledger
 from tests.support.runs import arguments, placement
@@ -23,7 +23,10 @@ from tests.support.waiting import until
 
 STEPS = 14
 PLACED = placement(
-    "{generate: {slots: 2}, score: {}, train: {workers: 2}}", generate="generate", score="score", others="train"
+    "{generate: {concurrent_shards: 2}, score: {}, train: {workers: 2}}",
+    generate="generate",
+    score="score",
+    others="train",
 )
 JOB = (
     f"steps={STEPS}",

@@ -1,5 +1,6 @@
 """In the place of `stageline`, for tests of a job's script: a driver that ends when it is told to, workers that end
-with it. `python stand_in.py job RUN/job/config.yaml`, `python stand_in.py worker RUN --gang NAME --index I`."""
+with it. `python stand_in.py job RUN/job/config.yaml`, `python stand_in.py worker RUN --gang NAME --index I`. Whether a
+job may be requeued is decided by Stageline itself."""
 
 from __future__ import annotations
 
@@ -8,6 +9,8 @@ import signal
 import sys
 import time
 from pathlib import Path
+
+from pipeline.cli.main import main as stageline
 
 
 def main(command: str, place: str, *options: str) -> None:
@@ -34,4 +37,6 @@ def main(command: str, place: str, *options: str) -> None:
 
 
 if __name__ == "__main__":
+    if sys.argv[1] == "may-requeue":
+        sys.exit(stageline())
     main(*sys.argv[1:])

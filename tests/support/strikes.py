@@ -4,7 +4,7 @@
     fired-<i>: made exclusively, just before strike i; the next one is armed from then on
 
 A moment is a point in the code, never a time: what a seed draws can be drawn again. Standard library only, so that
-the driver's script may import it before anything else.
+the driver's script
 """
 
 from __future__ import annotations

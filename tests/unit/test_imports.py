@@ -29,8 +29,8 @@ ONLY_IN = {
     "gguf": "stages/models/assets.py",
     "triton": "stages/engines/embedded/kernels/cuda/triton_kernels.py",
     "vaderSentiment": "stages/rewards",
-    "reasoning_gym": "stages/rewards/reasoning.py",
-    "bokeh": "pipeline/driver/dask_pages.py",
+    "reasoning_gym": "stages/rewards/reasoning_tasks.py",
+    "bokeh": "pipeline/driver/dashboard.py",
     "tornado": "pipeline/driver",
 }
 """Library -> the one file or folder that imports it."""
@@ -109,6 +109,13 @@ def test_help_waits_for_no_heavy_library() -> None:
     imports = "import contextlib\nfrom pipeline.cli.main import main"
     code = f"{imports}\nwith contextlib.suppress(SystemExit):\n    main(['--help'])"
     assert modules_after(code) & set(HEAVY) == set()
+
+
+def test_check_and_inspect_answer_without_loading_what_only_runs_need() -> None:
+    check = "from pipeline.cli.main import main\nassert main(['check', 'conf/run/tiny.yaml']) == 0"
+    slow = {"torch", "transformers", "megatron", "dask", "distributed", "mlflow", "matplotlib"}
+    assert modules_after(check) & (slow | {"pandas", "xarray", "zarr"}) == set()
+    assert modules_after("import pipeline.cli.inspect_step, pipeline.cli.report") & slow == set()
 
 
 def test_storage_loads_without_torch_and_dask() -> None:

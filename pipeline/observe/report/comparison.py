@@ -1,8 +1,8 @@
-"""Several runs beside one another: which settings differ, what of their numbers can be compared, and how each does
-against the first on the prompts that both were evaluated on. Pure functions. May import this folder and
-pipeline.observe.{paired, redaction, variants}.
+"""The comparison of several runs: settings that differ, numbers that can be compared, and the score of each run against
+the first on the prompts of both evaluations. If runs are too different, the comparison leaves out what cannot be
+compared and says why.
 
-Runs that are too different are no error: what cannot be compared is left out, and why is said.
+The last part finds the tokens on which trainer and sampler differ most. Pure functions.
 """
 
 from __future__ import annotations
@@ -12,11 +12,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from pipeline.observe.paired import standard_error
-from pipeline.observe.redaction import without_credentials
+import numpy as np
+
+from pipeline.observe.evaluations import standard_error
 from pipeline.observe.report.numbers import number
 from pipeline.observe.report.source import Sameness
+from pipeline.observe.rows import StageRows
 from pipeline.observe.variants import Comparison, compare
+from storage.rollout_root import Decode
 
 _PLACE = frozenset({"name", "runs_dir"})
 _SCORES = ("reward/*", "part/*", "score/*")
@@ -35,7 +38,7 @@ class ConfigDifference:
 
 @dataclass(frozen=True)
 class LeftOut:
-    """Something of a run that cannot be compared with the first run's."""
+    """A part of a run that cannot be compared with the first run's."""
 
     run: int
     what: str
@@ -54,7 +57,7 @@ class HeldOutScores:
 
 @dataclass(frozen=True)
 class PairedEvaluation:
-    """A run against the first, prompt by prompt."""
+    """The comparison of a run with the first, prompt by prompt."""
 
     run: int
     versions: tuple[int, int]
@@ -93,7 +96,7 @@ def compare_runs(
 def config_differences(settings: Sequence[Mapping[str, Any]]) -> list[ConfigDifference]:
     """By key; where a run's directory lies is no difference."""
     keys = sorted(set().union(*settings) - _PLACE)
-    rows = [(key, [without_credentials(str(s[key])) if key in s else None for s in settings]) for key in keys]
+    rows = [(key, [str(s[key]) if key in s else None for s in settings]) for key in keys]
     return [ConfigDifference(key, values) for key, values in rows if len(set(values)) > 1]
 
 
@@ -139,4 +142,57 @@ def _paired(
         error=number(standard_error([b - a for a, b in pairs])),
         pairs=[(number(a), number(b)) for a, b in pairs],
         remark="; ".join(remarks),
+    )
+
+
+# ---- mismatches ------------------------------------------------------------------------------------------
+
+MOST = 20
+
+
+@dataclass(frozen=True)
+class TokenMismatch:
+    """One sampled token, as both saw it."""
+
+    step: int
+    row: int
+    position: int
+    """In the response, from 0."""
+    token: str
+    sampler: float | None
+    """log-prob under what was sampled from."""
+    policy: float | None
+    """log-prob by the trainer's weights at the step's start."""
+    staleness: int
+    """Versions between the two; at 0 they should agree to rounding."""
+
+
+def worst_mismatches(read: Sequence[StageRows], decode: Decode, most: int = MOST) -> list[TokenMismatch] | None:
+    """By |log pi - log mu|, the largest first. None where the trainer's log-probs are not computed in this run."""
+    steps = [step for step in read if step.mismatch is not None]
+    if not steps:
+        return None
+    found: list[tuple[float, int, int, int]] = []
+    for i, step in enumerate(steps):
+        assert step.mismatch is not None
+        size = np.abs(step.mismatch).ravel()
+        size = np.where(np.isfinite(size), size, np.inf)
+        for flat in np.argsort(-size, kind="stable")[:most]:
+            row, t = divmod(int(flat), step.mismatch.shape[1])
+            if step.rollout.response_mask[row, t]:
+                found.append((-float(size[flat]), i, row, t))
+    return [_one(steps[i], row, t, decode) for _, i, row, t in sorted(found)[:most]]
+
+
+def _one(step: StageRows, row: int, t: int, decode: Decode) -> TokenMismatch:
+    rollout = step.rollout
+    assert step.policy is not None
+    return TokenMismatch(
+        step=step.step,
+        row=int(rollout.row[row]),
+        position=t - int(rollout.prompt_lengths[row]),
+        token=decode([int(rollout.tokens[row, t])]),
+        sampler=number(float(rollout.sampler_logprobs[row, t])),
+        policy=number(float(step.policy.policy_logprobs[row, t])),
+        staleness=step.step - int(rollout.token_versions[row, t]),
     )

@@ -1,5 +1,8 @@
-"""What a run is, in a few lines: for who opens its report a year later. Pure functions. May import this folder and
-pipeline.observe.{journal, redaction}."""
+"""The facts about a run in its report: what it is, its headline numbers with their uncertainty, and its troubles
+(alarms, losses and recoveries, failed attempts, warnings). Pure functions.
+
+Held-out scores of the first and the last evaluated version are compared by prompt (pipeline/observe/evaluations.py).
+"""
 
 from __future__ import annotations
 
@@ -8,8 +11,12 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from pipeline.observe.evaluations import Evaluation, paired, standard_error
 from pipeline.observe.journal import Event, EventKind
-from pipeline.observe.redaction import without_credentials
+from pipeline.observe.rows import StageRows
+from pipeline.observe.summary import Summary, TrainerLoss
+from pipeline.observe.text import three
+from storage.redaction import redacted_text
 
 _MOST_FAILURES, _LONGEST = 3, 300
 """The last ones, and so many characters of each: all of it is below, among what went wrong."""
@@ -42,11 +49,11 @@ def run_facts(
         ("workers' hosts", ", ".join(sorted(hosts))),
         ("software", ", ".join(f"{name} {version}" for name, version in software.items())),
     ]
-    return [Fact(label, without_credentials(value)) for label, value in found if value]
+    return [Fact(label, redacted_text(value)) for label, value in found if value]
 
 
 def state_of(events: Sequence[Event], steps_done: int, steps: int) -> str:
-    """How far a run came."""
+    """Return the progress of a run."""
     finished = False
     for event in events:
         if event.kind in (EventKind.RUN_STARTED, EventKind.RUN_FINISHED):
@@ -104,3 +111,176 @@ def _clock(seconds: float) -> str:
 
 def _text(value: object) -> str:
     return "" if value is None else str(value)
+
+
+# ---- headline --------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Headline:
+    """One number of a run, in words."""
+
+    key: str
+    label: str
+    value: str
+    detail: str = ""
+
+
+def headlines(
+    summary: Summary, evaluations: Sequence[Evaluation], first: StageRows | None, last: StageRows | None
+) -> list[Headline]:
+    """Those that apply. `first`, `last`: rows of the first and the last finished step, where they are kept."""
+    found = [*_held_out(evaluations), *_best(summary)]
+    if summary.reward:
+        parts = (
+            _plus_minus(summary.reward[0], _score_error(first)),
+            _plus_minus(summary.reward[-1], _score_error(last)),
+        )
+        found.append(Headline("score", "training reward", " → ".join(parts), "first → last step, ± standard error"))
+    if summary.kl_final is not None:
+        error = None if last is None or last.kl is None else standard_error(last.kl)
+        value = _plus_minus(summary.kl_final, error)
+        found.append(Headline("kl", "KL to the reference", value, "nats per response, last step"))
+    if summary.steps:
+        mean, most = summary.staleness.mean, summary.staleness.max
+        found.append(Headline("staleness", "staleness", f"{mean:.2f}", f"versions, mean; at most {most}"))
+        speed = f"{summary.tokens_per_s:,.0f} sampled tokens/s"
+        found.append(Headline("speed", "samples/s", f"{summary.samples_per_s:.2f}", speed))
+    idle = ", ".join(f"{gang} {share:.0%}" for gang, share in sorted(summary.idle.items()))
+    overlap = f"{summary.overlap_fraction:.0%}"
+    found.append(Headline("overlap", "overlap", overlap, f"of the time two gangs were busy; idle: {idle or '-'}"))
+    versions = summary.versions.get("weights", 0)
+    found.append(
+        Headline("wall", "wall time", _clock_headline(summary.wall_s), f"{summary.steps} steps, {versions} versions")
+    )
+    share = f"{summary.overhead_fraction:.1%}"
+    found.append(Headline("bookkeeping", "bookkeeping", share, "store, ledger and driver, of the time"))
+    if summary.trainer_losses:
+        lost = f"{summary.trainer_lost_s:.1f} s until it trained again"
+        found.append(Headline("lost", "trainer lost", f"{len(summary.trainer_losses)} times", lost))
+    alarms = summary.alarms + sum(summary.alarms_by_rule.values())
+    if alarms:
+        by = {"mismatch": summary.alarms, **summary.alarms_by_rule}
+        rules = ", ".join(f"{rule} {count}" for rule, count in by.items() if count)
+        found.append(Headline("alarms", "alarms", str(alarms), rules))
+    return found
+
+
+def _held_out(evaluations: Sequence[Evaluation]) -> list[Headline]:
+    if not evaluations:
+        return []
+    first, last = evaluations[0], evaluations[-1]
+    errors = [standard_error(e.scores.values()) for e in (first, last)]
+    if last is first:
+        return [Headline("held_out", "held-out reward", _plus_minus(first.mean, errors[0]), _versions(first))]
+    value = f"{_plus_minus(first.mean, errors[0])} → {_plus_minus(last.mean, errors[1])}"
+    found = [Headline("held_out", "held-out reward", value, f"v{first.version} → {_versions(last)}")]
+    change = paired(first.scores, last.scores)
+    if change is not None:
+        text = f"paired t {'-' if change.t is None else f'{change.t:.1f}'} over {change.num_prompts} prompts"
+        found.append(Headline("gain", "held-out gain", _plus_minus(change.gain, change.error, sign=True), text))
+    if last.kl is not None:
+        found.append(Headline("held_out_kl", "held-out KL", three(last.kl), f"nats per response, v{last.version}"))
+    return found
+
+
+def _best(summary: Summary) -> list[Headline]:
+    best = summary.best
+    if best is None:
+        return []
+    kl = "" if best.kl is None else f", KL {three(best.kl)}"
+    return [Headline("best", "best version", f"v{best.version}", f"held-out reward {three(best.reward)}{kl}")]
+
+
+def _versions(evaluation: Evaluation) -> str:
+    return f"v{evaluation.version}, {len(evaluation.scores)} prompts, ± standard error"
+
+
+def _score_error(rows: StageRows | None) -> float | None:
+    return None if rows is None or rows.scores is None else standard_error(rows.scores.scores)
+
+
+def _plus_minus(value: float, error: float | None, *, sign: bool = False) -> str:
+    shown = three(value, sign=sign)
+    return shown if error is None else f"{shown} ± {three(error)}"
+
+
+def _clock_headline(seconds: float) -> str:
+    if seconds < 120:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes:02d} min" if hours else f"{minutes} min {rest:02d} s"
+
+
+# ---- troubles --------------------------------------------------------------------------------------------
+
+_KINDS = {
+    EventKind.ALARM: "alarm",
+    EventKind.GANG_LOST: "lost",
+    EventKind.FAILED: "failed",
+    EventKind.ROWS_MOVED: "rows moved",
+    EventKind.WARNED: "warning",
+}
+_GRAVEST_FIRST = ("alarm", "lost", "recovered", "failed", "rows moved", "warning")
+
+
+@dataclass(frozen=True)
+class Trouble:
+    """Something that somebody may want to know."""
+
+    at: float
+    """Time, seconds since the epoch."""
+    kind: str
+    where: str
+    """Gang or worker, stage and step."""
+    text: str
+
+
+@dataclass(frozen=True)
+class RunTroubles:
+    """In the order of time."""
+
+    shown: Sequence[Trouble]
+    of_all: int
+    """More than are shown where there are very many; then the gravest are."""
+
+
+def run_troubles(events: Sequence[Event], losses: Sequence[TrainerLoss], most: int = 300) -> RunTroubles:
+    """`losses`: of gangs that train, with what they cost."""
+    found = [
+        Trouble(event.t, _KINDS[event.kind], _where(event), _text_troubles(event))
+        for event in events
+        if event.kind in _KINDS
+    ]
+    found += _rebuilt(events, losses)
+    grave = sorted(found, key=lambda trouble: (_GRAVEST_FIRST.index(trouble.kind), trouble.at))[:most]
+    return RunTroubles(sorted(grave, key=lambda trouble: trouble.at), len(found))
+
+
+def _rebuilt(events: Sequence[Event], losses: Sequence[TrainerLoss]) -> list[Trouble]:
+    """Gangs that came back: each loss with the next time that its worker (or any of its gang) was built."""
+    cost = {(loss.gang, loss.t): loss.lost_s for loss in losses}
+    found = []
+    for i, event in enumerate(events):
+        if event.kind is not EventKind.GANG_LOST:
+            continue
+        later = (e for e in events[i:] if e.kind is EventKind.GANG_BUILT and e.gang == event.gang)
+        built = next((e for e in later if event.worker in (None, e.worker)), None)
+        if built is not None:
+            lost_s = cost.get((event.gang or "", event.t))
+            trains = "" if lost_s is None else f"; trained again {lost_s:.1f} s after the loss"
+            found.append(
+                Trouble(built.t, "recovered", _where(built), f"built again in {built.t - event.t:.1f} s{trains}")
+            )
+    return found
+
+
+def _where(event: Event) -> str:
+    node = None if event.stage is None else f"{event.stage} {'' if event.step is None else event.step}".strip()
+    step = f"step {event.step}" if event.stage is None and event.step is not None else None
+    return ", ".join(part for part in (event.worker or event.gang, node, step) if part)
+
+
+def _text_troubles(event: Event) -> str:
+    return f"{event.rule}: {event.detail or ''}" if event.rule else event.detail or ""

@@ -1,9 +1,8 @@
-"""Everything that the page shows of a run, read from its directory in one pass. May import this folder, storage and
-pipeline.observe.{evaluations, history, journal, redaction, responses, rows}.
+"""Everything that the page shows of a run, read from its directory in one pass.
 
-    ledger ──► commits of the steps that are drawn ──► curves, versions of the timeline
-    store ───► rows of some steps, held-out rows ────► samples, mismatches, headline
-    journal ─────────────────────────────────────────► timeline, troubles, facts
+ledger ──► commits of the steps that are drawn ──► curves, versions of the timeline
+store ───► rows of some steps, held-out rows ────► samples, mismatches, headline
+journal ─────────────────────────────────────────► timeline, troubles, facts
 """
 
 from __future__ import annotations
@@ -15,19 +14,22 @@ from dataclasses import dataclass, replace
 from pipeline.observe.evaluations import Evaluation
 from pipeline.observe.history import History
 from pipeline.observe.journal import EventKind
-from pipeline.observe.redaction import without_credentials
-from pipeline.observe.report.comparison import HeldOutScores
-from pipeline.observe.report.curves import MOST_POINTS, RunCurves, run_curves
-from pipeline.observe.report.facts import Fact, failures, run_facts, state_of
-from pipeline.observe.report.headline import Headline, headlines
-from pipeline.observe.report.mismatches import TokenMismatch, worst_mismatches
+from pipeline.observe.report.comparison import HeldOutScores, TokenMismatch, worst_mismatches
+from pipeline.observe.report.curves import MOST_POINTS, RunCurves, RunTimeline, run_curves, run_timeline
+from pipeline.observe.report.facts import (
+    Fact,
+    Headline,
+    RunTroubles,
+    failures,
+    headlines,
+    run_facts,
+    run_troubles,
+    state_of,
+)
 from pipeline.observe.report.numbers import evenly, number
 from pipeline.observe.report.samples import SampleBudget, Samples, sample, shortened
 from pipeline.observe.report.source import RunSource
-from pipeline.observe.report.timeline import RunTimeline, run_timeline
-from pipeline.observe.report.troubles import RunTroubles, run_troubles
-from pipeline.observe.responses import ResponsePair, response_pairs
-from pipeline.observe.rows import StageRows, stored_steps, whole_step
+from pipeline.observe.rows import ResponsePair, StageRows, response_pairs, stored_steps, whole_step
 from storage.address import Address
 from storage.commits import Commit
 from storage.errors import StoreError
@@ -101,7 +103,7 @@ def gather(source: RunSource, budget: SampleBudget, most_executions: int = MOST_
         directory=source.directory,
         state=state_of(events, len(done), history.spec.steps),
         facts=run_facts(source.settings, events, source.software, hosts),
-        settings=[(key, without_credentials(str(value))) for key, value in source.settings.items()],
+        settings=[(key, str(value)) for key, value in source.settings.items()],
         headlines=headlines(
             source.summary, evaluations, by_step.get(done[0]) if done else None, by_step.get(done[-1]) if done else None
         ),

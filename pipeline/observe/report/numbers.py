@@ -1,14 +1,17 @@
-"""Numbers as they go into the page: finite or null, and no longer than a reader needs. Pure functions. Standard
-library only."""
+"""Values for the page: rounded numbers (null if not finite), and a response as one piece of text per token. Pure
+functions.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+
+from storage.rollout_root import Decode
 
 
 def number(value: float | None, digits: int = 5) -> float | None:
-    """To so many significant digits; None for what is not finite, which JSON cannot hold."""
+    """Round to significant digits. Return None for a value that is not finite, because JSON cannot hold it."""
     if value is None or not math.isfinite(value):
         return None
     return float(f"{value:.{digits}g}")
@@ -19,9 +22,32 @@ def numbers(values: Iterable[float], digits: int = 4) -> list[float | None]:
 
 
 def evenly(total: int, most: int) -> list[int]:
-    """At most so many of 0..total-1, spread evenly, the first and the last among them (of one: the last)."""
+    """Return a limited number of indices spread evenly over range(total), with both ends (of one: the last)."""
     if total <= most:
         return list(range(total))
     if most < 2:
         return [total - 1] * most
     return [round(i * (total - 1) / (most - 1)) for i in range(most)]
+
+
+# ---- pieces ----------------------------------------------------------------------------------------------
+
+_TORN = "\N{REPLACEMENT CHARACTER}"
+_LONGEST_CHARACTER = 4
+"""Tokens of a byte each that a character may take; what is longer torn is no text."""
+
+
+def pieces(decode: Decode, tokens: Sequence[int]) -> list[str]:
+    """What each token adds to the text of those before it. Of a character of several tokens the last one has it, and
+    the others are empty. Decoded in windows, since a token's text depends on the one before it (spaces) and decoding
+    all of a response for each of its tokens would take the square of its length."""
+    found: list[str] = []
+    start = done = 0
+    for end in range(1, len(tokens) + 1):
+        before, text = decode(list(tokens[start:done])), decode(list(tokens[start:end]))
+        if text.endswith(_TORN) and end < len(tokens) and end - done < _LONGEST_CHARACTER:
+            found.append("")
+            continue
+        found.append(text[len(before) :])
+        start, done = done, end
+    return found

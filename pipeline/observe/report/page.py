@@ -2,7 +2,7 @@
 
 Whatever came from a run is in the JSON alone, in which every `<` is written as an escape: no text of a run can end the
 element that it is in. The page's policy names the digest of its own script and forbids everything else, the network
-included. May import this folder.
+included.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 """Responses to look at: a sample of a run's rows with what every stage made of each token, and the held-out responses
-before and after training. May import numpy, this folder, pipeline.observe.{history, responses, rows} and storage.
+before and after training.
 
 The sample is even over steps and rows; beside it are the extremes of the rows that were read (highest and lowest score,
 largest KL, worst mismatches), and they say so: an even sample of many rows shows none of them.
@@ -12,11 +12,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pipeline.observe.report.numbers import evenly, number, numbers
-from pipeline.observe.report.pieces import pieces
+from pipeline.observe.report.numbers import evenly, number, numbers, pieces
 from pipeline.observe.rows import StageRows
 from storage.records import FinishReason
-from storage.vocabulary import Decode
+from storage.rollout_root import Decode
 
 EXTREMES = 8
 """Rows of each kind of extreme."""

@@ -1,6 +1,4 @@
-"""A run as its report reads it: already open, and told what only the config knows. May import the journal, history
-and summary beside this folder, and storage.vocabulary.
-"""
+"""The input of a report: an open run, with the facts that only the config contains."""
 
 from __future__ import annotations
 
@@ -11,29 +9,29 @@ from typing import Any
 from pipeline.observe.history import History
 from pipeline.observe.journal import Event
 from pipeline.observe.summary import Summary
-from storage.vocabulary import Decode
+from storage.rollout_root import Decode
 
 
 @dataclass(frozen=True)
 class Sameness:
-    """What tells whether two runs can be compared: equal texts mean the same thing."""
+    """Facts that decide which numbers of two runs can be compared: those with equal texts."""
 
     model: str
-    """Files of the policy that a run began with."""
+    """Files of the initial policy."""
     tokenizer: str
     reference: str
-    """Files of the model that the KL is taken to."""
+    """Files of the reference model for the KL."""
     reward: str
-    """What training scores are made by."""
+    """Source of the training scores."""
     held_out_reward: str
-    """What held-out scores are made by."""
+    """Source of the held-out scores."""
     held_out_sampling: str
-    """How held-out responses are sampled: temperature, lengths, seed."""
+    """Sampling of the held-out responses: temperature, lengths, seed."""
 
 
 @dataclass(frozen=True)
 class RunSource:
-    """A run that has begun; it may go on, or have died at any moment."""
+    """A run that has started. It may be running, or have died at any moment."""
 
     name: str
     directory: str
@@ -48,4 +46,4 @@ class RunSource:
     software: Mapping[str, str] = field(default_factory=dict)
     """Name -> version, of what computed the run."""
     remarks: tuple[str, ...] = ()
-    """What of the run could not be read, for who reads the report."""
+    """Remarks for the reader about parts of the run that could not be read."""

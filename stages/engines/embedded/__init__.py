@@ -1,2 +1,1 @@
-"""The embedded generation engine: a plain loop over rows, and what it stands on; drafts/, ranks/ and migration/ are
-removable."""
+"""The embedded generation engine: a loop over rows. The engine works without drafts/, ranks/ and migration.py."""

@@ -1,14 +1,12 @@
-"""What callers hand to the engine's thread, and the lock between them.
+"""The exchange between callers' threads and the engine's thread, under one lock.
 
-    callers' threads                            engine thread
-    ----------------                            -------------
-    opened, accept: rows                ──────► wait, take_rows
-    drained: until all rows are done    ◄────── finished
-    hand_over: weights, until taken     ──────► wait, weights, weights_taken     (engine.update: inflight)
-    between_batches: until it stands    ◄────── wait
-             still; it goes on at the end
-
-May import stages.engines.embedded.rows.
+callers' threads                                   engine thread
+----------------                                   -------------
+opened, accept: queue rows                 ──────► wait, take_rows
+drained: wait until all rows are done      ◄────── finished
+hand_over: give weights, wait until taken  ──────► wait, weights, weights_taken     (engine.update: inflight)
+between_batches: wait until the thread     ◄────── wait
+         pauses; it resumes at the end
 """
 
 from __future__ import annotations
@@ -22,49 +20,49 @@ from stages.engines.embedded.rows import Row
 
 
 class Admission:
-    """Owns the lock, and what both sides touch under it: rows and weights on their way in, who waits for what, and
-    whether the engine has stopped."""
+    """Owns the lock and the state behind it: incoming rows and weights, waiting threads, and whether the engine has
+    stopped."""
 
     def __init__(self) -> None:
         self.changed = threading.Condition()
-        """The lock; notified at every change that someone waits for. It also guards what the engine counts."""
+        """The lock, notified at every change that a thread waits for. It also guards the engine's counts."""
         self.num_unfinished = 0
-        """Rows accepted, and not yet handed over, dropped or gone elsewhere."""
+        """Rows accepted and not yet returned, dropped or moved to another engine."""
         self.weights: tuple[int, Any] | None = None
-        """Version and prepared weights that the engine thread is to take before its next batch."""
+        """Version and prepared weights for the engine thread to take before its next batch."""
         self.num_pausing = 0
-        """Callers that want the engine thread to stand still."""
+        """Callers that want the engine thread to pause."""
         self.stopped = False
         self.failure: BaseException | None = None
-        """Why it stopped, if it was not closed."""
+        """The error that stopped the engine; None if it was closed."""
         self._inbox: list[Row] = []
         self._closed = False
-        """Weights are exchanged: rows wait outside."""
-        self._resting = False
-        """The engine thread waits, and no batch is under way."""
+        """True while weights are exchanged: new rows wait."""
+        self._is_paused = False
+        """True while the engine thread waits and no batch is under way."""
 
     # ---- callers' side ----
 
     @contextmanager
     def opened(self) -> Iterator[None]:
-        """The lock, when rows may come in. Raises RuntimeError if the engine has stopped."""
+        """Hold the lock, once rows may come in. Raises RuntimeError if the engine has stopped."""
         with self.changed:
             self.changed.wait_for(lambda: not self._closed or self.stopped)
             self.check_running()
             yield
 
     def accept(self, rows: list[Row]) -> None:
-        """Under the lock: rows into the queue."""
+        """Queue rows. The caller holds the lock."""
         self._inbox.extend(rows)
         self.num_unfinished += len(rows)
         for row in rows:
-            row.call.num_here += 1
+            row.call.num_local_rows += 1
         self.changed.notify_all()
 
     @contextmanager
     def drained(self) -> Iterator[None]:
-        """The lock, when all accepted rows are done; those that come meanwhile wait until the block ends. Raises
-        RuntimeError if the engine has stopped."""
+        """Hold the lock once all accepted rows are done. New rows wait until the block ends. Raises RuntimeError if the
+        engine has stopped."""
         with self.changed:
             self._closed = True
             try:
@@ -76,7 +74,7 @@ class Admission:
                 self.changed.notify_all()
 
     def hand_over(self, version: int, weights: Any) -> None:
-        """Returns when the engine thread has taken the weights. Raises RuntimeError if it has stopped."""
+        """Give weights to the engine thread and wait until it has taken them. Raises RuntimeError if it has stopped."""
         with self.changed:
             self.weights = version, weights
             self.changed.notify_all()
@@ -85,12 +83,12 @@ class Admission:
 
     @contextmanager
     def between_batches(self) -> Iterator[None]:
-        """The lock, with the engine thread standing still and no batch under way. Raises RuntimeError if the engine has
+        """Hold the lock while the engine thread waits and no batch is under way. Raises RuntimeError if the engine has
         stopped."""
         with self.changed:
             self.num_pausing += 1
             try:
-                self.changed.wait_for(lambda: self._resting or self.stopped)
+                self.changed.wait_for(lambda: self._is_paused or self.stopped)
                 self.check_running()
                 yield
             finally:
@@ -107,41 +105,41 @@ class Admission:
         return tuple(self._inbox)
 
     def check_running(self) -> None:
-        """Raises RuntimeError if the engine has stopped."""
+        """Raise RuntimeError if the engine has stopped."""
         if self.stopped:
             raise self.why_stopped() from self.failure
 
     def why_stopped(self) -> RuntimeError:
-        """What whoever waits hears; its cause is `failure`."""
+        """Return the error for waiting callers; raise it from `failure`."""
         reason = "" if self.failure is None else f": {type(self.failure).__name__}: {self.failure}"
         return RuntimeError(f"the engine has stopped{reason}")
 
     def stop(self, failure: BaseException | None = None) -> None:
-        """Nobody waits any longer."""
+        """Mark the engine as stopped and wake every waiting thread."""
         with self.changed:
             self.stopped = True
             self.failure = self.failure if failure is None else failure
             self.changed.notify_all()
 
-    # ---- engine thread; under the lock ----
+    # ---- engine thread; the caller holds the lock ----
 
     def wait(self, under_way: bool, wants_report: Callable[[], bool], timeout_s: float | None) -> bool:
-        """Until there is something to do: `under_way` (a batch has to be ended), rows, weights, a report; or for so
-        many seconds at most. Whoever wants the thread to stand still goes first. False if the engine is to stop."""
+        """Wait for something to do: a batch to end (`under_way`), rows, weights or a report; at most `timeout_s`
+        seconds. Threads that want a pause go first. Return False if the engine is to stop."""
 
         def is_due() -> bool:
             has_work = self.weights is not None or not self.idle or wants_report()
             return self.stopped or under_way or (has_work and not self.num_pausing)
 
-        self._resting = not under_way
+        self._is_paused = not under_way
         self.changed.notify_all()
         if not self.changed.wait_for(is_due, timeout_s) and self.num_pausing:
-            self.changed.wait_for(is_due)  # the time is over, but someone has the rows in hand
-        self._resting = False
+            self.changed.wait_for(is_due)  # the time is over, but another thread is using the rows
+        self._is_paused = False
         return not self.stopped
 
     def take_rows(self) -> list[Row]:
-        """Those that came in."""
+        """Empty the queue and return its rows."""
         rows, self._inbox = self._inbox, []
         return rows
 
@@ -150,14 +148,14 @@ class Admission:
         self.changed.notify_all()
 
     def withdraw(self, row: Row) -> bool:
-        """Takes a row back out of the queue; False if it is not there (any more)."""
+        """Remove a row from the queue. Return False if it is not there."""
         if row not in self._inbox:
             return False
         self._inbox.remove(row)
         return True
 
     def finished(self, num_rows: int) -> None:
-        """So many rows less to wait for."""
+        """Subtract rows that are done or gone, and wake the threads that wait for the last one."""
         self.num_unfinished -= num_rows
         if num_rows and self.idle:
             self.changed.notify_all()

@@ -1,7 +1,4 @@
-"""A batch: chunks of rows laid out as numbers for a runner, and its draws given to the rows.
-
-May import numpy; of stages.engines.embedded scheduler and rows, paging and sampling.
-"""
+"""A batch: lays out chunks of rows as numbers for a runner, and appends the batch's draws to the rows."""
 
 from __future__ import annotations
 
@@ -11,9 +8,9 @@ from dataclasses import dataclass, field
 import numpy as np
 from jaxtyping import Float32, Int32, Int64, UInt64
 
-from stages.engines.embedded.kernels.paging import NO_BLOCK, blocks_for
+from stages.engines.embedded.kernels.blocks import NO_BLOCK, blocks_for
 from stages.engines.embedded.rows import Row
-from stages.engines.embedded.sampling.noise import noise_keys
+from stages.engines.embedded.sampling import noise_keys
 from stages.engines.embedded.scheduler import Chunk
 
 Draw = tuple[int, float]
@@ -22,28 +19,28 @@ Draw = tuple[int, float]
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """What a runner computes at once: N tokens of R rows, and a draw after M of them. Numbers only, so that it can be
-    sent to the ranks that share a model."""
+    """The input of one forward pass: N tokens of R rows, and a draw after M of them. Numbers only, so that it can be
+    sent to the ranks of a model."""
 
     ids: Int64[np.ndarray, " N"]
     positions: Int64[np.ndarray, " N"]
     rows: Int32[np.ndarray, " N"]
-    """Which row of `tables` a token belongs to."""
+    """Row of `tables` that each token belongs to."""
     tables: Int32[np.ndarray, "R W"]
-    """Block of the cache that holds each 16 positions of a row."""
+    """Cache block of each 16 positions of a row."""
     drawn: Int64[np.ndarray, " M"]
-    """Indices of the tokens that are followed by a draw."""
+    """Indices of the tokens after which a token is drawn."""
     keys: UInt64[np.ndarray, " M"]
-    """Of the draws' noise."""
+    """Keys of the draws' noise."""
     temperatures: list[float]
     banned: list[tuple[int, ...]]
     """Tokens that a draw cannot give."""
     wants_hidden: bool = False
-    """Whether someone looks at the hidden states behind the draws."""
+    """True if the hidden states before the draws are needed."""
     tree_paths: BatchTreePaths | None = None
-    """Where there are guesses beside a main chain."""
+    """Given if some guesses are outside a main chain."""
     forced: Mapping[int, int] = field(default_factory=dict)
-    """Draws, by their index in `drawn`, whose token is given; their log-prob is wanted."""
+    """Index in `drawn` -> prescribed token. Its log-prob is computed; the token is not drawn."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,16 +59,16 @@ class Draws:
     tokens: Int64[np.ndarray, " M"]
     logprobs: Float32[np.ndarray, " M"]
     hidden: Float32[np.ndarray, "M C"] | None = None
-    """After the last block, before the final norm; where `Batch.wants_hidden`."""
+    """Hidden states after the last block, before the final norm; given if `Batch.wants_hidden`."""
 
 
 NO_DRAWS = Draws(np.zeros(0, np.int64), np.zeros(0, np.float32))
-"""Of a batch that feeds parts of prompts only."""
+"""Draws of a batch that feeds parts of prompts only."""
 
 
 def lay_out(chunks: Sequence[Chunk], wants_hidden: bool = False) -> Batch:
-    """Chunk after chunk. Drawn is, of each chunk that samples, after its last own token and after each of its guesses,
-    each with the noise of its own position; whether the later ones count is decided by `keep`."""
+    """Lay out the chunks one after the other. A chunk that samples gets a draw after its last own token and after each
+    of its guesses, each with the noise of its own position. `keep` decides which of these draws count."""
     ends = [chunk.stop + len(chunk.drafts) for chunk in chunks]
     counts = [end - chunk.start for chunk, end in zip(chunks, ends, strict=True)]
     tables = np.full((len(chunks), blocks_for(max(ends))), NO_BLOCK, np.int32)
@@ -104,7 +101,7 @@ def lay_out(chunks: Sequence[Chunk], wants_hidden: bool = False) -> Batch:
 
 
 def _tree_paths(chunks: Sequence[Chunk], positions: Int64[np.ndarray, " N"]) -> BatchTreePaths:
-    """Guess j of a chunk has its key j places behind the chunk's own tokens."""
+    """Return the tree paths of a batch. The key of a chunk's guess j is j positions after the chunk's own tokens."""
     cells, starts = positions.copy(), positions + 1
     paths = np.zeros((len(positions), max(max(chunk.drafts.depths, default=0) for chunk in chunks) + 1), np.int64)
     offset = 0
@@ -120,11 +117,10 @@ def _tree_paths(chunks: Sequence[Chunk], positions: Int64[np.ndarray, " N"]) -> 
 
 
 def keep(chunks: Sequence[Chunk], draws: Draws, version: int) -> list[list[int]]:
-    """Appends to every row that samples the draws that are its tokens: the first one, and each that follows a guess
-    which was right, up to the row's end; which of the chunk's draws those are, of each (0: behind its own tokens,
-    1 + j: behind guess j). Keys of wrong guesses stay in the cache and are overwritten later, and so are those of right
-    ones that are not in place. A row for which the model's output is not finite gets its `failure`, and nothing from
-    there on."""
+    """Append to each row that samples the draws that become its tokens: the first one, and each one after a right
+    guess, up to the row's end. Return for each such chunk the indices of these draws (0: after its own tokens, 1 + j:
+    after guess j). Keys of wrong guesses stay in the cache until they are overwritten, and so do keys of right guesses
+    that are not in place. A row whose model output is not finite gets a `failure` and no more tokens."""
     pairs: list[Draw] = list(zip(draws.tokens.tolist(), draws.logprobs.tolist(), strict=True))
     kept, start = [], 0
     for chunk in chunks:
@@ -137,7 +133,7 @@ def keep(chunks: Sequence[Chunk], draws: Draws, version: int) -> list[list[int]]
 
 def _keep(chunk: Chunk, draws: Sequence[Draw], version: int) -> list[int]:
     row = chunk.row
-    row.num_again = 0
+    row.num_to_refeed = 0
     kept: list[int] = []
     place: int | None = 0
     while place is not None:
@@ -147,12 +143,12 @@ def _keep(chunk: Chunk, draws: Sequence[Draw], version: int) -> list[int]:
             break
         row.append(token, logprob, version)
         kept.append(place)
-        right = chunk.drafts.after(place - 1, token) if row.finished is None else None
+        next_guess = chunk.drafts.after(place - 1, token) if row.finished is None else None
         place = None
-        if right is not None:
-            if right == len(kept) - 1 and not row.num_again:  # in the main chain
+        if next_guess is not None:
+            if next_guess == len(kept) - 1 and not row.num_to_refeed:  # in the main chain
                 row.num_cached += 1
             else:
-                row.num_again += 1
-            place = right + 1
+                row.num_to_refeed += 1
+            place = next_guess + 1
     return kept

@@ -1,8 +1,6 @@
-"""An embedded engine put together as its config asks: the plain one, and around it drafts, ranks and migration.
+"""Builds an embedded engine as its config asks: the plain engine, with drafts, ranks and migration as needed.
 
-Of the engine, this alone imports these three folders, by name, and only where they are asked for: without them the
-plain engine works. (Around the engine, a run's checks read `ranks.sharding`, and workers and graph speak of rows in the
-terms of `migration`.) May import torch, stages.engines, stages.models.hf_config.
+Inside the engine only this module imports those three parts, by name and only if they are used.
 """
 
 from __future__ import annotations
@@ -22,14 +20,14 @@ from stages.engines.embedded.extensions import Drafts
 from stages.engines.embedded.runner import LocalRunner, Runner
 from stages.engines.embedded.scheduler import Scheduler
 from stages.engines.protocol import GenerationEngine
-from stages.models.hf_config import read_eos_ids
+from stages.models.spec import read_eos_ids
 
 _PARTS = {
     "drafts": "stages.engines.embedded.drafts.calibration:build_speculation",
     "ranks": "stages.engines.embedded.ranks.parallel_runner:ParallelRunner",
-    "migration": "stages.engines.embedded.migration.migrating_engine:MigratingEngine",
+    "migration": "stages.engines.embedded.migration:MigratingEngine",
 }
-"""What a folder brings: a function or class, by `module:name`."""
+"""Optional part -> the function or class that builds it, as `module:name`."""
 
 
 def build_embedded(
@@ -46,16 +44,17 @@ def build_embedded(
     on_lost: Callable[[str], None] | None = None,
     log: object = None,
 ) -> GenerationEngine:
-    """An `EmbeddedEngine`; if its rows are to be `migratable` a `MigratingEngine` around one.
+    """Return an `EmbeddedEngine`, or a `MigratingEngine` around one if `migratable`.
 
-    `path`: a Hugging Face directory or `random:tiny`, whose weights become `version`. `max_seq`: longest prompt plus
-    response, in tokens. `threads`: of torch, in the engine's own thread (with several ranks: of each). `device`: the
-    first GPU, if there is one, unless given; with several ranks that of rank 0. `eos_token_ids`: empty means the
-    model's own. `drafters`: `Drafter`s instead of those that `engine.embedded.speculation` names. `on_lost`: see
-    `RankProcesses`. `log` is of no use: its ranks write where this process does.
+    `path`: a Hugging Face directory or `random:tiny`; its weights become `version`. `max_seq`: longest prompt plus
+    response, in tokens. `threads`: torch threads in the engine's own thread (with several ranks: in each). `device`: by
+    default the first GPU, or the CPU without one; with several ranks it is rank 0's. `eos_token_ids`: empty means the
+    model's own. `drafters`: `Drafter`s to use instead of those that `engine.embedded.speculation` names. `on_lost`: see
+    `RankProcesses`. `log` is ignored: ranks write to this process's output.
 
     Raises ValueError for sizes that cannot work, WeightsError for weights that do not fit, NoNativeKernelsError or
-    NoTritonKernelsError where such kernels are asked for and cannot be had, RankLost if a rank ends meanwhile."""
+    NoTritonKernelsError if the config asks for kernels that are not available, and RankLost if a rank ends
+    meanwhile."""
     eos_ids = frozenset(eos_token_ids or read_eos_ids(path))
     device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
     with ExitStack() as stack:
@@ -65,7 +64,7 @@ def build_embedded(
         else:
             runner = _part("ranks")(path, config, max_seq=max_seq, device=device, threads=threads, on_lost=on_lost)
         stack.callback(runner.close)
-        scheduler = Scheduler(config.slots, BlockPool(runner.num_blocks), runner.depth)
+        scheduler = Scheduler(config.max_rows, BlockPool(runner.num_blocks), runner.depth)
         drafts: Drafts | None = None
         if drafters or config.embedded.speculation.drafter != "none":
             drafts = _part("drafts")(

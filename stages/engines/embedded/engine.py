@@ -1,24 +1,20 @@
-"""The embedded generation engine: one plain loop, with rows joining and leaving the batch at every token.
+"""The embedded generation engine: one loop in which rows join and leave the batch at every token.
 
-    admit    rows that came in join the queue; those that nobody waits for leave          `admission`
-    plan     which rows are fed, with how many tokens, in which blocks of the cache       `scheduler`, `cache`
-    run      the batch as numbers, through the model                                      `batch`, `runner`, `model`
-    sample   what the runner drew, with the noise of each row and position, is its rows'  `sampling`, `batch`
-    finish   complete rows go to their callers
+    admit    accept queued rows, and drop rows whose caller has gone          `admission`
+    plan     choose the rows to feed, their tokens and their cache blocks     `scheduler`, `cache`
+    run      lay the batch out as numbers and run the model                   `batch`, `runner`, `model`
+    sample   append the drawn tokens to their rows                            `batch`, `sampling`
+    finish   return complete rows to their callers
 
-The loop runs in the engine's own thread, the only one that touches rows, cache and model; callers' threads queue rows,
-exchange weights and wait for results (`admission` says how they meet). Weights come in while no row is in flight
-(`engine.update: drain`), or between two batches, and then rows in flight are fed again (`inflight`).
+The loop runs in the engine's own thread, the only one that touches rows, cache and model. Callers' threads queue rows,
+bring new weights and wait for results (`admission`). New weights are swapped in when no row is in flight
+(`engine.update: drain`), or between two batches, after which the rows in flight are fed again (`inflight`).
 
-A call waits while weights are exchanged, and is then refused if it asks for another version than the one that came in;
-so whoever sees `engine.version` differ loads first and generates afterwards.
+`generate` waits during a swap, then raises RequestError for a version that is not resident: load first, generate after.
 
-What is not here reaches the loop through three protocols: guesses that are verified beside the next token (`drafts`,
-through `extensions.Drafts`), a model that spans processes (`ranks`, through `runner.Runner`), and rows that go on in
-another engine (`migration`, through `extensions.EngineObserver` and the last section of this class).
-
-May import numpy, torch, stages.engines.protocol and requests; of stages.engines.embedded everything but build, drafts,
-ranks and migration.
+Three parts attach through protocols: speculative decoding (`drafts`, through `extensions.Drafts`), a model that spans
+processes (`ranks`, through `runner.Runner`) and rows that move to another engine (`migration`, through
+`extensions.EngineObserver` and the last section of `EmbeddedEngine`).
 """
 
 from __future__ import annotations
@@ -28,7 +24,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -40,20 +36,17 @@ from stages.engines.capabilities import Capabilities
 from stages.engines.embedded.admission import Admission
 from stages.engines.embedded.batch import keep, lay_out
 from stages.engines.embedded.cache import BlockPool
-from stages.engines.embedded.counters import Counters
-from stages.engines.embedded.draft_tree import DraftTree
 from stages.engines.embedded.extensions import DraftCounts, Drafts, EngineObserver
-from stages.engines.embedded.kernels.paging import BLOCK_TOKENS, blocks_for
-from stages.engines.embedded.rows import GenerateCall, Row
+from stages.engines.embedded.kernels.blocks import BLOCK_TOKENS, blocks_for
+from stages.engines.embedded.rows import DraftTree, GenerateCall, Row
 from stages.engines.embedded.runner import Runner
 from stages.engines.embedded.scheduler import BATCH_PROMPT_TOKENS, Chunk, Scheduler
-from stages.engines.protocol import Completion, EngineStats, Request, RequestError
-from stages.engines.requests import begun, check_request
+from stages.engines.protocol import Completion, EngineStats, Request, RequestError, begun, check_request
 
 
 class EmbeddedEngine:
     """Owns a runner, the rows and the engine thread; implements `GenerationEngine`. `kernels` and `cache_shape` are the
-    runner's; `slots`: rows that run together at most."""
+    runner's; `max_rows` is the most rows that run together."""
 
     def __init__(
         self,
@@ -68,20 +61,20 @@ class EmbeddedEngine:
         in_flight: bool = False,
         drafts: Drafts | None = None,
     ) -> None:
-        """`runner`: holds the weights of `version`; closed with the engine. `scheduler`: of the runner's blocks and
-        depth, without rows. `max_seq`: longest prompt plus response, in tokens. `threads`: of torch, in the engine's
-        own thread. `in_flight`: weights come in between two batches."""
+        """`runner` holds the weights of `version` and is closed with the engine. `scheduler` has the runner's blocks
+        and depth, and no rows. `max_seq`: longest prompt plus response, in tokens. `threads`: torch threads in the
+        engine's own thread. `in_flight`: swap weights between two batches instead of waiting for all rows."""
         self.version, self.eos_ids, self.drafts = version, eos_ids, drafts
         self.capabilities = capabilities
-        self.kernels, self.cache_shape, self.slots = runner.kernels, runner.cache_shape, scheduler.num_slots
+        self.kernels, self.cache_shape, self.max_rows = runner.kernels, runner.cache_shape, scheduler.max_rows
         self._runner, self._scheduler = runner, scheduler
         self._observer: EngineObserver | None = None
         self._max_seq, self._threads, self._in_flight = max_seq, threads, in_flight
         self._admission = Admission()
         self.lock = self._admission.changed
-        """Held while rows change hands; notified at every change that someone waits for."""
-        self._under_way: deque[_Begun] = deque()
-        """Batches that have not ended: `runner.depth` at most."""
+        """Held while rows change hands; notified at every change that a thread waits for."""
+        self._running_batches: deque[_RunningBatch] = deque()
+        """Batches that have been submitted and not collected: at most `runner.depth`."""
         self._collected_at = 0.0
         self._counters = Counters()
         self._rank_busy_s = runner.busy_s()
@@ -93,104 +86,104 @@ class EmbeddedEngine:
     # ---- the loop, in the engine thread ----
 
     def _loop(self) -> None:
-        """Until the engine stops. While it has no rows, drafts learn."""
-        until_lesson_s: float | None = None
+        """Run until the engine stops. Train the drafts while there are no rows."""
+        until_training_s: float | None = None
         while True:
             with self.lock:
-                if self._admission.idle and not self._under_way:
-                    self._runner.end_threads()  # another engine of this process may be at work
-                if not self._admission.wait(bool(self._under_way), self._wants_report, until_lesson_s):
+                if self._admission.idle and not self._running_batches:
+                    self._runner.end_threads()  # another engine of this process may be computing
+                if not self._admission.wait(bool(self._running_batches), self._wants_report, until_training_s):
                     return
                 self._admit()
             if self._observer is not None:
                 self._observer.report((*self._scheduler.running, *self._scheduler.waiting))
             if not self._scheduler.idle:
                 self._step()
-            until_lesson_s = None
+            until_training_s = None
             if self.drafts is not None and self._admission.idle and self._runner.awake:
-                until_lesson_s = self.drafts.train()
+                until_training_s = self.drafts.train()
 
     def _admit(self) -> None:
-        """Under the lock: takes weights, once no batch is under way, and the rows that came in."""
-        if self._admission.weights is not None and not self._under_way:
+        """Swap weights once no batch is under way, and queue the rows that came in. The caller holds the lock."""
+        if self._admission.weights is not None and not self._running_batches:
             self._exchange(*self._admission.weights)
             self._admission.weights_taken()
         self._scheduler.waiting.extend(self._admission.take_rows())
-        gone = self._scheduler.drop_abandoned()
-        for row in gone:
-            self._leave(row)
-        self._admission.finished(len(gone))
+        abandoned = self._scheduler.drop_abandoned()
+        for row in abandoned:
+            self._detach(row)
+        self._admission.finished(len(abandoned))
 
     def _step(self) -> None:
-        """Begins a batch, and ends the oldest one unless more can be begun. None is begun while weights, or somebody
-        who wants the rows, wait for those under way to end."""
-        awaited = self._under_way and (self._admission.weights is not None or self._admission.num_pausing > 0)
-        begun = not awaited and self._plan_and_run()
-        if self._under_way and (not begun or len(self._under_way) == self._runner.depth):
+        """Start a batch, and end the oldest one unless another can be started. Start none while new weights, or a
+        thread that wants the rows, wait for the batches under way to end."""
+        paused = self._running_batches and (self._admission.weights is not None or self._admission.num_pausing > 0)
+        submitted = not paused and self._plan_and_run()
+        if self._running_batches and (not submitted or len(self._running_batches) == self._runner.depth):
             self._sample_and_finish()
 
     def _plan_and_run(self) -> bool:
-        """Begins a batch; False if there is nothing to run."""
+        """Start a batch. Return False if there is nothing to run."""
         started = time.perf_counter()
         trees = self._propose() if self.drafts is not None else {}
         drafted = time.perf_counter()
         chunks = self._scheduler.plan(trees)
         if chunks:
             self._runner.submit(lay_out(chunks, self.drafts is not None and self.drafts.wants_hidden))
-            self._under_way.append(_Begun(chunks, started, drafted))
+            self._running_batches.append(_RunningBatch(chunks, started, drafted))
         return bool(chunks)
 
     def _sample_and_finish(self) -> None:
-        """Ends the oldest batch: its rows take the tokens that it drew, and those that are complete leave."""
-        scheduler, begun = self._scheduler, self._under_way.popleft()
-        chunks, draws = begun.chunks, self._runner.collect()
+        """End the oldest batch: append the tokens that it drew to its rows, and retire the complete ones."""
+        scheduler, batch = self._scheduler, self._running_batches.popleft()
+        chunks, draws = batch.chunks, self._runner.collect()
         kept = keep(chunks, draws, self.version)
         scheduler.returned(chunks)
         sampling = [chunk for chunk in chunks if chunk.samples]
         ended = [chunk.row for chunk in sampling if chunk.row.failure is not None or chunk.row.finished is not None]
         for row in ended:
             if row.failure is not None:
-                _clean(row, scheduler.pool, self._runner)
+                _zero_blocks(row, scheduler.pool, self._runner)
             scheduler.retire(row)
         before, self._collected_at = self._collected_at, time.perf_counter()
-        seconds = self._collected_at - max(begun.started_at, before)  # batches under way at once share their time
-        num_in_flight = len(sampling) + sum(len(other.chunks) for other in self._under_way)
+        seconds = self._collected_at - max(batch.started_at, before)  # concurrent batches share their time
+        num_in_flight = len(sampling) + sum(len(other.chunks) for other in self._running_batches)
         with self.lock:
             if self._observer is not None:
                 self._observer.observe(chunks, seconds)
             if self.drafts is not None:
                 decoded = all(chunk.decodes for chunk in chunks)
-                cost = self._collected_at - max(begun.drafted_at, before) if decoded else None
-                self.drafts.observe(sampling, kept, draws.hidden, cost, begun.drafted_at - begun.started_at)
+                cost = self._collected_at - max(batch.drafted_at, before) if decoded else None
+                self.drafts.observe(sampling, kept, draws.hidden, cost, batch.drafted_at - batch.started_at)
             self._counters.add_batch(chunks, sum(map(len, kept)), num_in_flight, seconds)
             self._counters.add_scheduling(scheduler)
             self._finish(ended)
 
     def _finish(self, rows: Sequence[Row]) -> None:
-        """Under the lock: complete rows go to their callers; of those that failed, the reason."""
+        """Return complete rows to their callers, and the error of rows that failed. The caller holds the lock."""
         for row in rows:
-            self._leave(row)
+            self._detach(row)
             row.call.results.put((row, row.outcome()))
         self._counters.rows += sum(row.failure is None for row in rows)
         self._admission.finished(len(rows))
 
-    def _leave(self, row: Row) -> None:
-        """Under the lock: nothing is made of it here any more."""
-        row.call.num_here -= 1
+    def _detach(self, row: Row) -> None:
+        """Stop counting a row as this engine's. The caller holds the lock."""
+        row.call.num_local_rows -= 1
         if self.drafts is not None:
             self.drafts.finish(row)
 
     def _propose(self) -> Mapping[Row, DraftTree]:
-        """Guesses for the rows that decode in the next batch."""
+        """Return the guesses for the rows that decode in the next batch."""
         assert self.drafts is not None
         rows = self._scheduler.next_rows()
         decoding = [row for row in rows if row.decodes]
-        again = sum(row.num_again for row in decoding)
+        again = sum(row.num_to_refeed for row in decoding)
         prompts = sum(row.num_pending for row in rows if not row.decodes)
         return self.drafts.propose(decoding, again + min(prompts, BATCH_PROMPT_TOKENS)) if decoding else {}
 
     def _run(self) -> None:
-        """Runs the loop; however it ends, nobody is left waiting. An error also reaches threading's excepthook."""
+        """Run the loop and wake all callers however it ends. An error also reaches threading's excepthook."""
         try:
             torch.set_num_threads(self._threads)
             self._loop()
@@ -205,11 +198,10 @@ class EmbeddedEngine:
     # ---- `GenerationEngine`, in callers' threads ----
 
     def generate(self, requests: Iterable[Request]) -> Iterator[Completion]:
-        """See `GenerationEngine`. Checks and queues at once; the rows run whether or not the result is iterated, but an
-        iterator that is closed early takes its unfinished rows with it. Raises RequestError also where a row asks for
-        another version than the resident one, and RuntimeError if the engine is asleep or has stopped. The iterator
-        raises FloatingPointError, naming the row, for one whose logits are not finite: the call ends there, and those
-        of others go on."""
+        """See `GenerationEngine`. Checks and queues the requests at once. The rows run whether or not the result is
+        iterated; closing the iterator early drops its unfinished rows. Also raises RequestError if a row asks for a
+        version that is not resident, and RuntimeError if the engine is asleep or has stopped. The iterator raises
+        FloatingPointError, naming the row, if its logits are not finite: this call ends there, other calls go on."""
         rows = list(requests)
         for request in rows:
             self.check(request)
@@ -240,7 +232,7 @@ class EmbeddedEngine:
             call.abandoned.set()
 
     def load_weights(self, version: int, tensors: Mapping[str, torch.Tensor]) -> None:
-        """See `GenerationEngine`. The new tensors are packed beside the old ones while rows still run."""
+        """See `GenerationEngine`. Packs the new tensors beside the old ones while rows still run."""
         with self._load_lock:
             self.check_awake()
             started = time.perf_counter()
@@ -260,7 +252,7 @@ class EmbeddedEngine:
                 self._exchange(version, new)
 
     def _exchange(self, version: int, weights: Any) -> None:
-        """Under the lock, with no batch under way: what the cache holds is no longer true."""
+        """Swap the weights and discard the cache's contents. The caller holds the lock; no batch is under way."""
         self._runner.swap(weights)
         self._scheduler.recompute()
         self.version = version
@@ -270,7 +262,7 @@ class EmbeddedEngine:
         with self.lock:
             self._admission.check_running()
             if not self._admission.idle:
-                raise RuntimeError(f"{self._admission.num_unfinished} rows are in flight: sleep() after them")
+                raise RuntimeError(f"{self._admission.num_unfinished} rows are in flight; let them finish first")
             self._runner.sleep()
             self._scheduler.recompute()
 
@@ -290,81 +282,138 @@ class EmbeddedEngine:
         return counted.stats(self._scheduler, counts, rank_busy_s)
 
     def close(self) -> None:
-        """Stops the thread and gives the cache back; callers that still wait get RuntimeError. Twice is harmless."""
+        """Stop the thread and release the cache. Callers that still wait get RuntimeError. A second call does
+        nothing."""
         self._admission.stop()
         self._thread.join()
         self._runner.close()
 
-    # ---- for `migration`: rows that leave and come, between two batches ----
+    # ---- for `migration`: rows that leave and arrive between two batches ----
 
     @property
     def has_stopped(self) -> bool:
         return self._admission.stopped
 
     def watch_with(self, observer: EngineObserver) -> None:
-        """From now on the observer sees what goes on."""
+        """Set the observer, which sees every batch and row from now on."""
         with self.lock:
             self._observer = observer
 
     def check(self, request: Request) -> None:
-        """Raises RequestError for a request that no version of the weights could serve."""
+        """Raise RequestError for a request that no version of the weights could serve."""
         check_request(request, self._max_seq, self._runner.vocab, self.eos_ids)
 
     def check_awake(self) -> None:
-        """Raises RuntimeError while the cache's memory is given back."""
+        """Raise RuntimeError while the engine sleeps, i.e. while the cache has no memory."""
         if not self._runner.awake:
             raise RuntimeError("the engine is asleep: wake() it first")
 
     def between_batches(self) -> AbstractContextManager[None]:
-        """Holds the lock, with the engine thread standing still and no batch under way. Raises RuntimeError if the
-        engine has stopped."""
+        """Hold the lock while the engine thread waits and no batch is under way. Raises RuntimeError if the engine has
+        stopped."""
         return self._admission.between_batches()
 
     def rows_here(self) -> tuple[Row, ...]:
-        """All rows that are accepted and unfinished. Between batches."""
+        """Return all accepted, unfinished rows. Call between batches."""
         return (*self._scheduler.running, *self._scheduler.waiting, *self._admission.queued)
 
     def take_out(self, row: Row, with_cache: bool) -> np.ndarray | None:
-        """Takes a row out of queue or batch, unfinished. Returns a copy of its keys and values (see
-        `Runner.read_cache`) if it is `with_cache` and has any. Between batches."""
+        """Remove an unfinished row from the queue or the batch. Return a copy of its keys and values (see
+        `Runner.read_cache`) if `with_cache` is set and it has any. Call between batches."""
         cache = self._runner.read_cache(row.blocks, row.num_cached) if with_cache and row.num_cached else None
         if not self._admission.withdraw(row):
             self._scheduler.remove(row)
-        self._leave(row)
+        self._detach(row)
         self._admission.finished(1)
         return cache
 
     def put_in(self, row: Row, cache: np.ndarray | None) -> None:
-        """Goes on with a row: with the keys and values that it brings, where there are a slot and blocks for them; else
-        it queues, to be fed again. Between batches."""
+        """Continue a row: with the keys and values it brings, if a slot and blocks are free; otherwise queue it, to be
+        fed again. Call between batches."""
         if cache is not None and self._scheduler.admit_with_blocks(row, blocks_for(cache.shape[3])):
             self._runner.write_cache(row.blocks, cache)
             row.num_cached = cache.shape[3]
         else:
             self._scheduler.waiting.append(row)
-        row.call.num_here += 1
+        row.call.num_local_rows += 1
         self._admission.num_unfinished += 1
 
     def take_back(self, row: Row) -> None:
-        """Goes on with a row that was taken out: it queues. Under the lock."""
+        """Queue a row that was taken out before. The caller holds the lock."""
         self._admission.accept([row])
 
     def _wants_report(self) -> bool:
         return self._observer is not None and self._observer.wants_report(self._admission.num_unfinished)
 
 
-def _clean(row: Row, pool: BlockPool, runner: Runner) -> None:
-    """Zeros into the blocks that only this row, which failed, holds: where their next holder has not yet written, it
-    multiplies what lies there by 0, and that must be finite. No other batch under way reads or writes them."""
+def _zero_blocks(row: Row, pool: BlockPool, runner: Runner) -> None:
+    """Write zeros into the blocks that only this failed row holds. The next holder multiplies positions that it has not
+    written by 0, so they must be finite. No other batch under way reads or writes these blocks."""
     own = pool.discard(row.blocks)
     layers, heads, dim = runner.cache_shape
     runner.write_cache(own, np.zeros((layers, 2, heads, len(own) * BLOCK_TOKENS, dim), np.float32))
 
 
 @dataclass(frozen=True)
-class _Begun:
-    """A batch under way, and when it was begun: before and after the drafting."""
+class _RunningBatch:
+    """A batch under way, with the times before and after the drafting."""
 
     chunks: list[Chunk]
     started_at: float
     drafted_at: float
+
+
+# ---- statistics ------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Counters:
+    """Counts since `stats` was last called, for `EngineStats`."""
+
+    tokens: int = 0
+    rows: int = 0
+    decode_steps: int = 0
+    decoded_rows: int = 0
+    peak_blocks: int = 0
+    prompt_tokens: int = 0
+    shared_tokens: int = 0
+    preemptions: int = 0
+    refit_s: float = 0.0
+    busy_s: float = 0.0
+
+    def add_batch(self, chunks: Sequence[Chunk], num_tokens: int, num_in_flight: int, seconds: float) -> None:
+        """Count a batch that appended `num_tokens` tokens to rows, with `num_in_flight` rows in flight."""
+        self.tokens += num_tokens
+        self.decode_steps += 1
+        self.decoded_rows += num_in_flight
+        self.prompt_tokens += sum(chunk.count for chunk in chunks if not chunk.decodes)
+        self.busy_s += seconds
+
+    def add_scheduling(self, scheduler: Scheduler) -> None:
+        """Add the scheduler's counts and reset them."""
+        self.peak_blocks = max(self.peak_blocks, scheduler.pool.peak_used)
+        self.preemptions += scheduler.num_preemptions
+        self.shared_tokens += scheduler.num_shared_tokens
+        scheduler.num_preemptions = scheduler.num_shared_tokens = 0
+        scheduler.pool.reset_peak()
+
+    def stats(self, scheduler: Scheduler, drafts: DraftCounts, rank_busy_s: Collection[float]) -> EngineStats:
+        """Return the statistics. `rank_busy_s`: seconds that each rank computed in this period."""
+        decoded = scheduler.max_rows * self.decode_steps
+        return EngineStats(
+            tokens=self.tokens,
+            rows=self.rows,
+            decode_steps=self.decode_steps,
+            mean_occupancy=self.decoded_rows / decoded if decoded else 0.0,
+            kv_peak_fraction=self.peak_blocks / scheduler.pool.num_blocks,
+            preemptions=self.preemptions,
+            refit_s=self.refit_s,
+            busy_s=self.busy_s,
+            prompt_tokens=self.prompt_tokens,
+            shared_tokens=self.shared_tokens,
+            drafted_tokens=dict(drafts.drafted),
+            accepted_tokens=dict(drafts.accepted),
+            draft_lengths=dict(drafts.lengths),
+            rank_busy_s=tuple(rank_busy_s),
+            accepted_positions=dict(drafts.accepted_at),
+        )

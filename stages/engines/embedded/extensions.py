@@ -1,10 +1,9 @@
-"""What stands beside the loop and is reached from it through a small interface; the loop runs without any of it.
+"""Protocols of the optional parts around the engine's loop, which runs without them.
 
-    Drafts           guesses that are verified in the next batch; `drafts.speculation.Speculation` makes them
-    EngineObserver   sees batches and rows go by; `migration.migrating_engine.MigratingEngine`, whose rows may leave
+    Drafts           guesses of next tokens, verified in the next batch; implemented by `drafts.speculation.Speculation`
+    EngineObserver   watches batches and rows; implemented by `migration.MigratingEngine`, whose rows may leave
 
-Ranks come in through a third, `runner.Runner`. May import numpy, torch (for types); of stages.engines.embedded rows,
-draft_tree and scheduler.
+A third one is `runner.Runner`, implemented by `ranks` for a model that spans processes.
 """
 
 from __future__ import annotations
@@ -18,34 +17,33 @@ import numpy as np
 import torch
 from jaxtyping import Float32
 
-from stages.engines.embedded.draft_tree import DraftTree
-from stages.engines.embedded.rows import Row
+from stages.engines.embedded.rows import DraftTree, Row
 from stages.engines.embedded.scheduler import Chunk
 
 
 @dataclass
 class DraftCounts:
-    """For `EngineStats`: since they were last taken."""
+    """Counts for `EngineStats`, since they were last read."""
 
     drafted: Counter[str] = field(default_factory=Counter)
     """Guesses verified, by kind."""
     accepted: Counter[str] = field(default_factory=Counter)
     lengths: Counter[int] = field(default_factory=Counter)
-    """How often a decoding row had so many guesses in a batch."""
+    """Number of times that a decoding row had n guesses in a batch, by n."""
     accepted_at: Counter[int] = field(default_factory=Counter)
-    """Right guesses by how many were before them."""
+    """Right guesses, by the number of guesses before them."""
 
 
 class Drafts(Protocol):
-    """Used by the engine thread only, `refit` excepted."""
+    """Speculative decoding. Used by the engine thread only, except `refit`."""
 
     wants_hidden: bool
-    """Whether `observe` needs the hidden states behind the draws."""
+    """True if `observe` needs the hidden states before the draws."""
     counts: DraftCounts
-    """Whoever reads them puts new ones in their place, under the engine's lock."""
+    """A reader replaces them by new ones, under the engine's lock."""
 
     def propose(self, rows: Sequence[Row], num_other_tokens: int) -> Mapping[Row, DraftTree]:
-        """Guesses for rows that decode in the next batch, which feeds `num_other_tokens` more."""
+        """Return guesses for rows that decode in the next batch, which feeds `num_other_tokens` more."""
         ...
 
     def observe(
@@ -56,40 +54,42 @@ class Drafts(Protocol):
         seconds: float | None,
         drafting_s: float = 0.0,
     ) -> None:
-        """What became of a batch: of each chunk that sampled the draws that it kept (`batch.keep`), the hidden states
-        behind all draws, and how long it took (None: prompts were fed in it) after `drafting_s` in `propose`."""
+        """Record a batch. `kept`: for each chunk that sampled, the draws that became tokens (`batch.keep`). `hidden`:
+        the hidden states before all draws. `seconds`: the batch's duration (None if prompts were fed), after
+        `drafting_s` in `propose`."""
         ...
 
     def finish(self, row: Row) -> None:
-        """The row is complete, was given up or has left."""
+        """Forget a row that is complete, was dropped or has left."""
         ...
 
     def refit(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """New weights of the model are coming in. From any thread; keeps no view of the tensors."""
+        """Receive the model's new weights. From any thread; keep no view of the tensors."""
         ...
 
     def train(self) -> float | None:
-        """Learns for some tens of milliseconds, the engine being idle; seconds until it may again, None if there is
-        nothing to learn."""
+        """Train for some tens of milliseconds while the engine is idle. Return the seconds until the next call, or None
+        if there is nothing to learn."""
         ...
 
 
 class EngineObserver(Protocol):
-    """Whoever watches an engine. What it raises stops the engine."""
+    """A watcher of an engine. An exception that it raises stops the engine."""
 
     def observe(self, chunks: Sequence[Chunk], seconds: float) -> None:
-        """A batch has ended. Under the engine's lock."""
+        """Record a batch that has ended. The caller holds the engine's lock."""
         ...
 
     def wants_report(self, num_rows: int) -> bool:
-        """Whether `report` is to be called although nothing is to be computed; `num_rows`: accepted and unfinished.
-        Under the engine's lock."""
+        """Return True if `report` is to be called although there is nothing to compute. `num_rows`: accepted,
+        unfinished rows. The caller holds the engine's lock."""
         ...
 
     def report(self, rows: Collection[Row]) -> None:
-        """All rows here, before each batch, and when it `wants_report`. In the engine thread, without the lock."""
+        """Receive all rows of this engine, before each batch and if `wants_report`. In the engine thread, without the
+        lock."""
         ...
 
     def stopped(self) -> None:
-        """The engine has: nothing comes of any row any more. Under the engine's lock."""
+        """React to the engine's stop: no row will finish. The caller holds the engine's lock."""
         ...

@@ -1,11 +1,21 @@
-"""A row on its way through the engine. May import numpy, stages.engines.protocol, storage.records."""
+"""A row on its way through the engine, and a tree of guesses (drafts) of the tokens that follow it.
+
+    row ... the ─┬─ film ─┬─ is ── a        tokens   film  is  a  was  movie
+                 │        └─ was            parents   -1    0  1   0    -1
+                 └─ movie                   depths     0    1  2   1     0
+
+All guesses are fed in one batch, each after its own path of ancestors. Among guesses with the same parent at most one
+is right. The keys of guess j are written j positions after the row. The keys of the main chain (film is a) are thereby
+where the row's own tokens will be; a right guess outside it is fed again in the next batch.
+"""
 
 from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Set
+from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 
@@ -13,20 +23,79 @@ from stages.engines.protocol import Completion, Request
 from storage.records import FinishReason
 
 
+@dataclass(frozen=True)
+class DraftTree:
+    tokens: tuple[int, ...] = ()
+    parents: tuple[int, ...] = ()
+    """Index of the guess that each one follows, an earlier one; -1: the row."""
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    @cached_property
+    def depths(self) -> list[int]:
+        """Number of guesses before each one on its path."""
+        depths: list[int] = []
+        for parent in self.parents:
+            depths.append(depths[parent] + 1 if parent >= 0 else 0)
+        return depths
+
+    @property
+    def is_chain(self) -> bool:
+        """True if no guess branches off."""
+        return self.parents == tuple(range(-1, len(self.parents) - 1))
+
+    def path_to(self, guess: int) -> list[int]:
+        """Return the guesses from the row to this one, inclusive."""
+        path = [guess]
+        while (parent := self.parents[path[-1]]) >= 0:
+            path.append(parent)
+        return path[::-1]
+
+    def after(self, guess: int, token: int) -> int | None:
+        """Return the guess of `token` after `guess` (-1: the row), or None."""
+        for other, (each, parent) in enumerate(zip(self.tokens, self.parents, strict=True)):
+            if parent == guess and each == token:
+                return other
+        return None
+
+    def first(self, num: int) -> DraftTree:
+        """Return the tree of the first `num` guesses."""
+        return DraftTree(self.tokens[:num], self.parents[:num])
+
+    def only(self, chosen: Sequence[int]) -> DraftTree:
+        """Return the tree of some guesses, in the given order, parents before children."""
+        places = {guess: place for place, guess in enumerate(chosen)} | {-1: -1}
+        return DraftTree(
+            tuple(self.tokens[guess] for guess in chosen), tuple(places[self.parents[guess]] for guess in chosen)
+        )
+
+
+def chain(tokens: Sequence[int]) -> DraftTree:
+    """Return a tree that does not branch."""
+    return DraftTree(tuple(tokens), tuple(range(-1, len(tokens) - 1)))
+
+
+NO_GUESSES = DraftTree()
+
+
+# ---- rows ------------------------------------------------------------------------------------------------
+
+
 @dataclass(eq=False)
 class GenerateCall:
-    """One `generate`: where its results go, and whether its caller went away."""
+    """One call of `generate`: the queue for its results, and a flag that its caller has gone."""
 
     results: queue.SimpleQueue[tuple[Row, Completion | Exception] | None]
-    """A row and its completion, or why there will be none; None alone: the engine stopped."""
+    """A row and its completion or error; None alone: the engine has stopped."""
     abandoned: threading.Event
-    num_here: int = 0
-    """Its rows that are unfinished and not in another engine."""
+    num_local_rows: int = 0
+    """Unfinished rows of the call in this engine (not in another one)."""
 
 
 @dataclass(eq=False)
 class Row:
-    """A request, what has been sampled for it, and what the cache holds of it."""
+    """A request, the tokens sampled for it, and its part of the cache."""
 
     request: Request
     call: GenerateCall
@@ -36,15 +105,15 @@ class Row:
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
     blocks: list[int] = field(default_factory=list)
-    """Of the cache; the first positions may be shared with other rows."""
+    """Blocks of the cache. The first ones may be shared with other rows."""
     num_cached: int = 0
     """Positions whose keys are in the blocks: always fewer than tokens, since a token is fed to get the next."""
-    num_again: int = 0
-    """Last tokens but one that have been fed, as guesses, but whose keys are not in place."""
+    num_to_refeed: int = 0
+    """Tokens before the last that were fed as guesses, but whose keys are not in place: they are fed again."""
     failure: FloatingPointError | None = None
-    """Why nothing more can be made of it."""
+    """The error that ends this row, if any."""
     dropped: bool = False
-    """Nobody waits for this row, though others of its call may be wanted."""
+    """True if this row is no longer wanted, though others of its call may be."""
 
     def __post_init__(self) -> None:
         self.tokens = list(self.request.tokens)
@@ -64,21 +133,21 @@ class Row:
 
     @property
     def decodes(self) -> bool:
-        """Whether nothing is to be fed but its last token, and what is fed again with it."""
-        return self.num_pending == 1 + self.num_again
+        """True if only the last token, and those fed again with it, remain to be fed."""
+        return self.num_pending == 1 + self.num_to_refeed
 
     @property
     def num_left(self) -> int:
-        """Tokens it may still get."""
+        """Tokens that the row may still get."""
         return self.request.sampling.max_new_tokens - self.num_new
 
     def banned(self, ahead: int) -> tuple[int, ...]:
-        """Tokens that cannot be sampled `ahead` positions after the next one."""
+        """Return the tokens that cannot be sampled `ahead` positions after the next one."""
         early = self.num_new + ahead < self.request.sampling.min_new_tokens
         return self._suppressed_early if early else self._suppressed
 
     def forced(self, ahead: int) -> int | None:
-        """The token that is given and not drawn `ahead` positions after the next one, if any."""
+        """Return the token that the request prescribes `ahead` positions after the next one, if any."""
         given = self.request.forced
         return given[self.num_new + ahead] if self.num_new + ahead < len(given) else None
 
@@ -89,7 +158,7 @@ class Row:
 
     @property
     def unwanted(self) -> bool:
-        """Whether nobody waits for it any more."""
+        """True if no caller waits for this row any more."""
         return self.dropped or self.call.abandoned.is_set()
 
     @property
@@ -99,7 +168,7 @@ class Row:
         return FinishReason.LENGTH if self.num_left <= 0 else None
 
     def outcome(self) -> Completion | FloatingPointError:
-        """What its caller gets of it, now that it is finished or failed."""
+        """Return the completion of a finished row, or the error of a failed one."""
         if self.failure is not None:
             return self.failure
         reason = self.finished

@@ -1,10 +1,7 @@
-"""Who computes batches: the protocol, and the model on the one device of this process.
+"""Runners compute batches: the protocol, and a model on the one device of this process.
 
-The engine decides what runs (`scheduler`) and lays it out as numbers (`batch`); a runner holds weights and cache and
-turns numbers into numbers, in the order in which batches are submitted.
-
-May import numpy, torch, stages.engines.config, stages.models.hf_files and spec; of stages.engines.embedded batch and
-cache, model, kernels and sampling.
+The engine decides which rows run (`scheduler`) and lays them out as numbers (`batch`). A runner holds weights and
+cache, and runs batches in the order in which they are submitted.
 """
 
 from __future__ import annotations
@@ -25,79 +22,75 @@ import torch
 from stages.engines.config import EngineConfig
 from stages.engines.embedded.batch import NO_DRAWS, Batch, Draws
 from stages.engines.embedded.cache import KVCache
+from stages.engines.embedded.kernels.blocks import block_bytes, blocks_for
 from stages.engines.embedded.kernels.cpu.native import load_native_kernels
 from stages.engines.embedded.kernels.cuda.graphs import CapturedBatches, Drawing, GraphCapture, run_directly
-from stages.engines.embedded.kernels.paging import block_bytes, blocks_for
 from stages.engines.embedded.kernels.protocol import DeviceKernels, Kernels, NoTritonKernelsError, Tokens, TreePaths
 from stages.engines.embedded.kernels.reference import TorchKernels
-from stages.engines.embedded.model.llama import (
-    LlamaWeights,
-    build_weights,
-    forward,
-    logits,
-    refit_weights,
-)
-from stages.engines.embedded.sampling.draw import ban, forced_logprobs
-from stages.engines.weights import check_tensors
-from stages.models.hf_files import read_weights
+from stages.engines.embedded.model import LlamaWeights, build_weights, forward, logits, refit_weights
+from stages.engines.embedded.sampling import ban, forced_logprobs
+from stages.engines.protocol import check_tensors
+from stages.models.hf_weights import read_weights
 from stages.models.offload import Residence
 from stages.models.spec import ModelSpec, read_spec
 from stages.native.compile import NoNativeKernelsError
 
 
 class Runner(Protocol):
-    """Owns weights and cache. Batches and swaps come from one thread; `prepare` from any other, beside them."""
+    """Owner of weights and cache. One thread submits batches and swaps; any other may call `prepare` meanwhile."""
 
     depth: int
-    """Batches that may be submitted before the first is collected."""
+    """Most batches submitted before the first is collected."""
     vocab: int
     num_blocks: int
-    """Of the cache, that rows can hold."""
+    """Cache blocks that rows can hold."""
     kernels: str
-    """Which kernels run: `native`, `torch` or `triton`."""
+    """The kernels in use: `native`, `torch` or `triton`."""
     supports_trees: bool
-    """Whether batches may have `Batch.tree_paths`."""
+    """True if batches may have `Batch.tree_paths`."""
     cache_shape: tuple[int, int, int]
     """Layers, key/value heads and head dimension of the whole model."""
 
     def submit(self, batch: Batch) -> None:
-        """Starts a batch. At most `depth` are under way."""
+        """Start a batch. At most `depth` are under way."""
         ...
 
     def collect(self) -> Draws:
-        """The draws of the oldest batch under way."""
+        """Wait for the oldest batch under way and return its draws."""
         ...
 
     def prepare(self, tensors: Mapping[str, torch.Tensor]) -> Any:
-        """New weights beside the old ones, for `swap`. Raises WeightsError, naming the tensor, and changes nothing."""
+        """Return new weights, made beside the old ones, for `swap`. Raises WeightsError, naming the tensor, and changes
+        nothing."""
         ...
 
     def swap(self, prepared: Any) -> None:
-        """The prepared weights take the old ones' place; no batch is under way."""
+        """Replace the old weights by the prepared ones. No batch is under way."""
         ...
 
     def end_threads(self) -> None:
-        """The calling thread has computed and will not for a while: its threads go. See `Kernels`."""
+        """End the calling thread's helper threads, since it will not compute for a while. See `Kernels`."""
         ...
 
     def busy_s(self) -> tuple[float, ...]:
-        """Seconds that each rank has computed since the start, as seen from the CPU; waiting for others left out."""
+        """Return the seconds that each rank has computed since the start, on the CPU's clock, without waiting for
+        others."""
         ...
 
     def read_cache(self, blocks: Sequence[int], num_positions: int) -> np.ndarray:
-        """Copies keys and values of a row's first positions, of the whole model: float32 [layers, 2, kv_heads,
-        positions, dim]; no batch is under way."""
+        """Return a copy of the keys and values of a row's first positions in the whole model: float32 [layers, 2,
+        kv_heads, positions, dim]. No batch is under way."""
         ...
 
     def write_cache(self, blocks: Sequence[int], copied: np.ndarray) -> None:
-        """The reverse, into a row's blocks, which no batch under way reads or writes."""
+        """Write such a copy into a row's blocks, which no batch under way reads or writes."""
         ...
 
     @property
     def awake(self) -> bool: ...
 
     def sleep(self) -> None:
-        """Gives the cache's memory back; on a CUDA device the weights' too, to the host's."""
+        """Release the cache's memory; on a CUDA device also move the weights to the host."""
         ...
 
     def wake(self) -> None: ...
@@ -107,7 +100,7 @@ class Runner(Protocol):
 
 @dataclass(frozen=True)
 class Prepared:
-    """New weights, for the runner that made them."""
+    """New weights for the runner that made them."""
 
     weights: LlamaWeights
 
@@ -115,14 +108,14 @@ class Prepared:
 class LocalRunner:
     """Owns a whole model and its cache; implements `Runner`.
 
-    On a CUDA device new weights are made on a stream of their own beside the batches, and a swap copies them into the
-    old ones' memory, which captured batches go on reading. Nothing can go wrong half-way: all checks lie before."""
+    On a CUDA device new weights are made on a stream of their own beside the batches. A swap copies them into the old
+    ones' memory, which captured batches go on reading. It cannot fail half-way, since all checks come before it."""
 
     depth = 1
 
     def __init__(self, path: str, engine: EngineConfig, *, max_seq: int, device: torch.device) -> None:
-        """Raises ValueError for sizes that cannot work, WeightsError for weights that do not fit, NoNativeKernelsError
-        or NoTritonKernelsError where such kernels are asked for and cannot be had."""
+        """Raise ValueError for sizes that cannot work, WeightsError for weights that do not fit, NoNativeKernelsError
+        or NoTritonKernelsError if the config asks for kernels that are not available."""
         self._spec = checked_spec(path, engine, max_seq)
         self._device = device
         self._kernels = choose_kernels(engine, device)
@@ -130,7 +123,7 @@ class LocalRunner:
         self.supports_trees = self._kernels.supports_trees
         self.cache_shape = (self._spec.num_layers, self._spec.num_kv_heads, self._spec.head_dim)
         dtype = getattr(torch, engine.dtype)
-        per_block = block_bytes(self._spec.num_layers, self._spec.num_kv_heads, self._spec.head_dim, dtype)
+        per_block = block_bytes(self._spec.num_layers, self._spec.num_kv_heads, self._spec.head_dim, dtype.itemsize)
         self.num_blocks = affordable_blocks(engine, per_block, max_seq)
         self._cache = KVCache(
             self._spec.num_layers,
@@ -151,12 +144,12 @@ class LocalRunner:
             graphs = engine.embedded.cuda_graphs and device.type == "cuda"
             capture = GraphCapture(device) if graphs else run_directly
             self._captured = CapturedBatches(self._whole_batch, max_seq, device, capture)
-        self._refits = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._refit_stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._resident = Residence(lambda: all_tensors(self._weights))
-        """Of a CUDA device: on a CPU the host's memory is where they are."""
+        """Used on a CUDA device only; on a CPU the weights are in the host's memory anyway."""
 
     def submit(self, batch: Batch) -> None:
-        with torch.inference_mode(), torch.cuda.device(self._device) if self._refits else nullcontext():
+        with torch.inference_mode(), torch.cuda.device(self._device) if self._refit_stream else nullcontext():
             started = time.perf_counter()
             self._drawn.append(self._run(batch))
             self._busy_s += time.perf_counter() - started
@@ -174,7 +167,7 @@ class LocalRunner:
         return replace(drawn, hidden=hidden[wanted].cpu().numpy()) if batch.wants_hidden else drawn
 
     def _whole_batch(self, tokens: Tokens, drawing: Drawing) -> tuple[torch.Tensor, torch.Tensor]:
-        """From tokens to a draw after each, without a look at the host."""
+        """Compute a draw after each token, without a copy to the host."""
         assert isinstance(self._kernels, DeviceKernels)
         hidden = forward(self._weights, self._spec, self._kernels, tokens, self._cache)
         scores = logits(
@@ -190,24 +183,24 @@ class LocalRunner:
 
     @torch.inference_mode()
     def prepare(self, tensors: Mapping[str, torch.Tensor]) -> Prepared:
-        if self._refits is not None:
-            self._refits.wait_stream(torch.cuda.current_stream())  # whoever made the tensors may not have finished
-        with torch.cuda.stream(self._refits) if self._refits is not None else nullcontext():
+        if self._refit_stream is not None:
+            self._refit_stream.wait_stream(torch.cuda.current_stream())  # the caller's tensors may not be complete yet
+        with torch.cuda.stream(self._refit_stream) if self._refit_stream is not None else nullcontext():
             check_tensors(self._spec, tensors, complete=False)
             prepared = Prepared(refit_weights(self._spec, self._weights, tensors, self._kernels))
-        if self._refits is not None:
-            self._refits.synchronize()
+        if self._refit_stream is not None:
+            self._refit_stream.synchronize()
         return prepared
 
     @torch.inference_mode()
     def swap(self, prepared: Prepared) -> None:
-        if self._refits is None:
+        if self._refit_stream is None:
             self._weights = prepared.weights
             return
         for old, new in zip(all_tensors(self._weights), all_tensors(prepared.weights), strict=True):
             if new is not old:
                 old.copy_(new)
-        torch.cuda.current_stream().synchronize()  # `prepared` is given back only after it has been read
+        torch.cuda.current_stream().synchronize()  # `prepared` may be freed only after it has been read
 
     def busy_s(self) -> tuple[float, ...]:
         return (self._busy_s,)
@@ -226,7 +219,7 @@ class LocalRunner:
 
     def sleep(self) -> None:
         self.close()
-        if self._refits is not None:
+        if self._refit_stream is not None:
             self._resident.sleep()
 
     def wake(self) -> None:
@@ -235,30 +228,30 @@ class LocalRunner:
 
     def close(self) -> None:
         if self._captured is not None:
-            self._captured.clear()  # graphs read the memory that is given back
+            self._captured.clear()  # graphs read the memory that is released
         self._cache.release()
 
 
 def all_tensors(weights: LlamaWeights) -> list[torch.Tensor]:
-    """Those that a refit can change, always in the same order, of weights that torch multiplies."""
+    """Return the tensors that a refit can change, always in the same order. For weights that torch multiplies."""
     assert isinstance(weights.head, torch.Tensor)
     blocks = [getattr(block, field.name) for block in weights.blocks for field in fields(block)]
     return [weights.embedding, *(each for each in blocks if each is not None), weights.norm, weights.head]
 
 
 def checked_spec(path: str, engine: EngineConfig, max_seq: int) -> ModelSpec:
-    """The model's sizes. Raises ValueError where it or the engine's settings cannot work."""
+    """Read the model's sizes. Raises ValueError if they or the engine's settings cannot work."""
     spec = read_spec(path)
     if not 0 < max_seq <= spec.max_positions:
         raise ValueError(f"max_seq is {max_seq}; {path!r} has positions for {spec.max_positions} tokens")
-    if engine.slots < 1:
-        raise ValueError(f"engine.slots is {engine.slots}; at least 1 row must be decoded at a time")
+    if engine.max_rows < 1:
+        raise ValueError(f"engine.max_rows is {engine.max_rows}; at least 1 row must be decoded at a time")
     return spec
 
 
 def affordable_blocks(engine: EngineConfig, per_block: int, max_seq: int) -> int:
-    """As many as all slots can use, or as the budget pays for at `per_block` bytes each. Raises ValueError if that is
-    not one row."""
+    """Return the number of blocks that `max_rows` rows can use, or fewer if the budget allows fewer at `per_block`
+    bytes each. Raises ValueError if that is less than one row."""
     per_row = blocks_for(max_seq)
     affordable = engine.kv_budget_mb * 2**20 // per_block
     if affordable < per_row:
@@ -266,11 +259,11 @@ def affordable_blocks(engine: EngineConfig, per_block: int, max_seq: int) -> int
             f"engine.kv_budget_mb is {engine.kv_budget_mb}; one row of {max_seq} tokens needs "
             f"{-(-per_row * per_block // 2**20)}"
         )
-    return min(engine.slots * per_row, affordable)
+    return min(engine.max_rows * per_row, affordable)
 
 
 def choose_kernels(engine: EngineConfig, device: torch.device) -> Kernels:
-    """What `engine.embedded.kernels` asks for, or the best there is on the device."""
+    """Return the kernels that `engine.embedded.kernels` asks for, or the best ones for the device."""
     wanted = engine.embedded.kernels
     has_triton = find_spec("triton") is not None
     if wanted == "triton" or (wanted == "auto" and device.type == "cuda" and has_triton):
@@ -278,24 +271,24 @@ def choose_kernels(engine: EngineConfig, device: torch.device) -> Kernels:
             raise NoTritonKernelsError("engine.embedded.kernels is triton, which is not installed")
         triton_kernels = importlib.import_module(
             "stages.engines.embedded.kernels.cuda.triton_kernels"
-        )  # takes a second, and may be absent
+        )  # takes a second, and may not be installed
         loaded: Kernels = triton_kernels.load_triton_kernels(device)
         return loaded
     if wanted == "torch" or (wanted == "auto" and device.type != "cpu"):
         return TorchKernels()
     if device.type != "cpu":
-        raise NoNativeKernelsError(f"engine.embedded.kernels is native; they run on a CPU, not on {device}")
+        raise NoNativeKernelsError(f"engine.embedded.kernels is native, which needs a CPU; the device is {device}")
     try:
         return load_native_kernels()
     except NoNativeKernelsError as error:
         if wanted == "native":
             raise
-        warnings.warn(f"generation runs on plain torch, which is slower: {error}", stacklevel=3)
+        warnings.warn(f"generation uses plain torch, which is slower: {error}", stacklevel=3)
         return TorchKernels()
 
 
 def on_device(batch: Batch, device: torch.device) -> Tokens:
-    """A batch's tokens as the kernels take them."""
+    """Return a batch's tokens in the form that the kernels take."""
     paths = batch.tree_paths
     return Tokens(
         ids=torch.from_numpy(batch.ids).to(device),
@@ -314,9 +307,9 @@ def on_device(batch: Batch, device: torch.device) -> Tokens:
 
 
 def draw(kernels: Kernels, scores: torch.Tensor, batch: Batch) -> Draws:
-    """The tokens that a batch's noise picks from float32 logits `scores` [M, V], which it may overwrite."""
+    """Draw the batch's tokens, with its noise, from float32 logits `scores` [M, V], which may be overwritten."""
     ban(scores, batch.banned)
-    given = forced_logprobs(scores, batch.temperatures, batch.forced)  # before the draw overwrites the logits
+    given = forced_logprobs(scores, batch.temperatures, batch.forced)  # before `choose` overwrites the logits
     chosen, logprobs_of_chosen = kernels.choose(scores, batch.temperatures, batch.keys)
     tokens, logprobs = chosen.cpu().numpy(), logprobs_of_chosen.cpu().numpy()
     for place, logprob in given.items():

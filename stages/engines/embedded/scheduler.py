@@ -1,19 +1,17 @@
-"""Which rows run in the next batch, and with how many tokens each: rows and blocks, no tensors, no clock, no threads.
+"""The scheduler: which rows run in the next batch, and with how many tokens each. No tensors, no clock, no threads.
 
     waiting ──admit──► running ──retire──► (finished)
        ▲                 │
-       └────preempt──────┘   youngest first, when the blocks run out; resumed first, from its tokens
+       └────preempt──────┘   the youngest row first, when blocks run out; it resumes first, from its tokens
 
-Every running row that decodes feeds its last token in every batch (with one or two before it, where guesses were right
-whose keys are not in place: see `draft_tree`). Prompts (and rows that come back) share what `BATCH_PROMPT_TOKENS`
-leaves, oldest first, in pieces if need be, so a long prompt does not hold up those that decode.
+Every running row that decodes feeds its last token in every batch, together with accepted guesses whose keys are not in
+place (see `rows`). Prompts and preempted rows share `BATCH_PROMPT_TOKENS` per batch, oldest first, in pieces if need
+be. A long prompt therefore does not hold up the rows that decode.
 
-Where several batches are under way at once (`depth`; a model whose stages are on several ranks), a row is in one of
-them at most, and each takes an equal share of the rows. As rows finish, what a batch leaves over fits into the next
-one, since the shares together hold all rows. Nothing is taken from a row whose batch is under way; what one batch
-writes the later ones may read, since every rank runs them in order.
-
-May import, of stages.engines.embedded, cache (its block pool), rows, draft_tree and paging.
+With `depth` > 1 (pipeline stages on several ranks) several batches are under way at once. A row is in at most one of
+them, and each takes an equal share of the rows. The shares together hold all rows, so rows that one batch leaves out
+fit into the next. A row whose batch is under way keeps its blocks. Later batches may read what an earlier one writes,
+since every rank runs them in order.
 """
 
 from __future__ import annotations
@@ -23,30 +21,29 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from stages.engines.embedded.cache import BlockPool
-from stages.engines.embedded.draft_tree import NO_GUESSES, DraftTree
-from stages.engines.embedded.kernels.paging import BLOCK_TOKENS, blocks_for
-from stages.engines.embedded.rows import Row
+from stages.engines.embedded.kernels.blocks import BLOCK_TOKENS, blocks_for
+from stages.engines.embedded.rows import NO_GUESSES, DraftTree, Row
 
 BATCH_PROMPT_TOKENS = 512
-"""Prompt tokens of one batch: bounds the wait of those that decode, and the memory of activations."""
+"""Most prompt tokens in a batch: bounds the delay of rows that decode, and the memory of activations."""
 
 
 @dataclass(frozen=True, eq=False)
 class Chunk:
-    """The tokens of one row in a batch: `count` of its own from `start` on, then drafts of those to come."""
+    """One row's tokens in a batch: `count` of its own from `start` on, then guesses of the next ones."""
 
     row: Row
     start: int
     count: int
     samples: bool
-    """Whether the last of its own is the row's last, so that the next can be sampled."""
+    """True if the chunk ends with the row's last token, so that the next one can be sampled."""
     drafts: DraftTree = NO_GUESSES
     decodes: bool = True
-    """Whether its own tokens are the last one and what is fed again with it, not a prompt."""
+    """True if the chunk's own tokens are the row's last one and those fed again with it, and no prompt."""
 
     @property
     def stop(self) -> int:
-        """Behind its own tokens."""
+        """Position after the chunk's own tokens."""
         return self.start + self.count
 
     @property
@@ -55,102 +52,103 @@ class Chunk:
 
 
 class Scheduler:
-    """Owns the rows and their blocks."""
+    """Owns the waiting and running rows and their blocks."""
 
-    def __init__(self, num_slots: int, pool: BlockPool, depth: int = 1) -> None:
-        """`depth`: batches that are planned before the first is `returned`."""
-        self.num_slots = num_slots
+    def __init__(self, max_rows: int, pool: BlockPool, depth: int = 1) -> None:
+        """`depth`: most batches planned before the first is `returned`."""
+        self.max_rows = max_rows
         self._depth = depth
-        self._under_way: set[Row] = set()
-        """Rows of batches that have not returned; always empty where there is one batch at a time."""
+        self._rows_under_way: set[Row] = set()
+        """Rows of planned batches that have not returned; always empty at depth 1."""
         self.pool = pool
         self.waiting: deque[Row] = deque()
         self.running: list[Row] = []
         """Oldest first."""
         self.num_preemptions = 0
         self.num_shared_tokens = 0
-        """Prompt positions found in another row's blocks, since the start."""
+        """Prompt positions found in another row's blocks; the engine resets the count."""
 
     @property
     def idle(self) -> bool:
         return not self.waiting and not self.running
 
     def next_rows(self) -> list[Row]:
-        """The running rows that the next batch feeds, oldest first."""
+        """Return the running rows that the next batch feeds, oldest first."""
         if self._depth == 1:
             return list(self.running)
-        return [row for row in self.running if row not in self._under_way][: self._share]
+        return [row for row in self.running if row not in self._rows_under_way][: self._max_batch_rows]
 
     def plan(self, drafts: Mapping[Row, DraftTree] | None = None) -> list[Chunk]:
-        """The next batch; at least one chunk unless idle or all rows are under way. Rows with a token ahead of them in
-        it may read blocks that it writes. `drafts`: guesses for rows that decode, cut where blocks are short."""
+        """Return the next batch: at least one chunk, unless the scheduler is idle or all rows are under way. A row may
+        read blocks that an earlier row of the same batch writes. `drafts`: guesses for rows that decode; some are cut
+        when blocks run short."""
         chunks: list[Chunk] = []
         budget = BATCH_PROMPT_TOKENS
         for row in self.next_rows():
             if row not in self.running:
-                break  # preempted for an older row, as is everything after it
+                break  # preempted for an older row, and so are all after it
             chunk = self._chunk(row, budget, (drafts or {}).get(row, NO_GUESSES))
             if chunk is None:
                 continue
             budget -= 0 if chunk.decodes else chunk.count
             chunks.append(chunk)
-        while budget > 0 and len(chunks) < self._share and self._admit():
+        while budget > 0 and len(chunks) < self._max_batch_rows and self._admit():
             chunk = self._chunk(self.running[-1], budget, NO_GUESSES)
             assert chunk is not None
             budget -= chunk.count
             chunks.append(chunk)
         if self._depth > 1:
-            self._under_way.update(chunk.row for chunk in chunks)
+            self._rows_under_way.update(chunk.row for chunk in chunks)
         return chunks
 
     def returned(self, chunks: Sequence[Chunk]) -> None:
-        """The batch of these is over."""
-        self._under_way.difference_update(chunk.row for chunk in chunks)
+        """Mark the batch of these chunks as over."""
+        self._rows_under_way.difference_update(chunk.row for chunk in chunks)
 
     @property
-    def _share(self) -> int:
-        """Rows of a batch at most: of those that run or could run."""
-        return -(-min(self.num_slots, len(self.running) + len(self.waiting)) // self._depth)
+    def _max_batch_rows(self) -> int:
+        """Most rows in a batch: an equal share of the rows that run or could run."""
+        return -(-min(self.max_rows, len(self.running) + len(self.waiting)) // self._depth)
 
     def retire(self, row: Row) -> None:
-        """Takes a running row out and gives its blocks back."""
+        """Remove a running row and release its blocks."""
         self.running.remove(row)
         self._drop_blocks(row)
 
     def remove(self, row: Row) -> None:
-        """Takes a row out that is not finished."""
+        """Remove an unfinished row, running or waiting."""
         if row in self.running:
             self.retire(row)
         else:
             self.waiting.remove(row)
 
     def drop_abandoned(self) -> list[Row]:
-        """Forgets the rows whose caller went away, and says which. Those in a batch under way have to wait for it."""
-        gone = [row for row in (*self.running, *self.waiting) if row.unwanted and row not in self._under_way]
-        for row in gone:
+        """Remove and return the rows whose caller has gone. Rows in a batch under way stay until it ends."""
+        abandoned = [row for row in (*self.running, *self.waiting) if row.unwanted and row not in self._rows_under_way]
+        for row in abandoned:
             self.remove(row)
-        return gone
+        return abandoned
 
     def admit_with_blocks(self, row: Row, num_blocks: int) -> bool:
-        """Lets a row run at once and gives it so many blocks, for keys and values that it brings; False, and nothing,
-        without a slot or without blocks for them plus one more for every running row."""
-        if len(self.running) >= self.num_slots or num_blocks + len(self.running) + 1 > self.pool.num_free:
+        """Start a row at once, with blocks for the keys and values that it brings. Return False, changing nothing, if
+        there is no free slot or too few blocks for these and one more per running row."""
+        if len(self.running) >= self.max_rows or num_blocks + len(self.running) + 1 > self.pool.num_free:
             return False
         row.blocks = [self.pool.take() for _ in range(num_blocks)]
         self.running.append(row)
         return True
 
     def recompute(self) -> None:
-        """The weights changed, or the memory was given back: what the blocks hold is no longer true, and running
-        rows start over from their tokens."""
+        """Drop the blocks of all running rows, which start over from their tokens. For new weights or a released
+        cache."""
         self.pool.forget()
         for row in self.running:
             self._drop_blocks(row)
 
     def _admit(self) -> bool:
-        """Moves the first waiting row to the running ones, if there are a slot and blocks for what it has to feed plus
-        one more for every running row, so that it is not sent back at once."""
-        if not self.waiting or len(self.running) >= self.num_slots:
+        """Move the first waiting row to the running ones. Needs a slot, and blocks for all its tokens plus one per
+        running row, so that it is not preempted at once. Return False if there is no such row."""
+        if not self.waiting or len(self.running) >= self.max_rows:
             return False
         row = self.waiting[0]
         if self.running and blocks_for(len(row.tokens)) + len(self.running) > self.pool.num_free:
@@ -159,34 +157,34 @@ class Scheduler:
         return True
 
     def _chunk(self, row: Row, budget: int, drafts: DraftTree) -> Chunk | None:
-        """None: nothing to do for this row in this batch (no budget left, or it was preempted itself)."""
+        """Return a row's chunk. None: nothing to do in this batch (no budget left, or the row itself was preempted)."""
         if not row.blocks:
-            # never the last token: feeding it is what gives the next one
+            # never the last token: it has to be fed to get the next one
             row.blocks = self.pool.match(row.tokens[: len(row.request.tokens) - 1])
             row.num_cached = len(row.blocks) * BLOCK_TOKENS
             self.num_shared_tokens += row.num_cached
         decodes = row.decodes
         count = row.num_pending if decodes else min(row.num_pending, budget)
-        if count == 0 or not self._hold(row, row.num_cached + count):
+        if count == 0 or not self._reserve_blocks(row, row.num_cached + count):
             return None
         while drafts and blocks_for(row.num_cached + count + len(drafts)) - len(row.blocks) > self.pool.num_free:
             drafts = drafts.first(len(drafts) - 1)
-        self._hold(row, row.num_cached + count + len(drafts))
+        self._reserve_blocks(row, row.num_cached + count + len(drafts))
         chunk = Chunk(row, row.num_cached, count, count == row.num_pending, drafts, decodes)
         row.num_cached += count
         prompt = len(row.request.tokens)
-        if chunk.start < prompt:  # else all of it is known already
+        if chunk.start < prompt:  # otherwise the whole prompt is published already
             self.pool.publish(row.blocks, row.tokens[: min(row.num_cached, prompt)])
         return chunk
 
-    def _hold(self, row: Row, num_tokens: int) -> bool:
-        """Gives a row blocks for so many positions, taking them from the youngest rows where none is free; False if
-        it was the youngest itself, or all younger ones are under way: then it waits for them."""
+    def _reserve_blocks(self, row: Row, num_tokens: int) -> bool:
+        """Give a row blocks for `num_tokens` positions, preempting the youngest rows if none is free. Return False if
+        the row itself was preempted, or must wait because all younger rows are under way."""
         while len(row.blocks) < blocks_for(num_tokens):
             if self.pool.num_free:
                 row.blocks.append(self.pool.take())
                 continue
-            youngest = next(other for other in reversed(self.running) if other not in self._under_way)
+            youngest = next(other for other in reversed(self.running) if other not in self._rows_under_way)
             if youngest is row and self.running[-1] is not row:
                 return False
             self.running.remove(youngest)
@@ -200,4 +198,4 @@ class Scheduler:
     def _drop_blocks(self, row: Row) -> None:
         self.pool.release(row.blocks)
         row.blocks = []
-        row.num_cached = row.num_again = 0
+        row.num_cached = row.num_to_refeed = 0

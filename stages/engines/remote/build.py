@@ -1,7 +1,4 @@
-"""Engines of other projects, in Python environments of their own.
-
-May import torch (for types), stages.engines, stages.models (hf_config, spec) and storage.
-"""
+"""Build engines of other projects, which run in Python environments of their own."""
 
 from __future__ import annotations
 
@@ -20,11 +17,12 @@ from stages.engines.protocol import GenerationEngine
 from stages.engines.remote.client import RemoteEngine, RemoteSettings
 from stages.engines.remote.process import ServerProcess
 from stages.engines.remote.weights import ModelFiles
-from stages.models.hf_config import read_eos_ids
-from stages.models.spec import read_spec, tensor_shapes
+from stages.models.spec import read_eos_ids, read_spec, tensor_shapes
 
 _VLLM = "stages.engines.remote.serving.vllm_adapter:VllmAdapter"
 _START_S = 600.0
+_SILENCE_S = 60.0
+"""Longest time without a message from an engine's process, which sends one every second. Then it counts as lost."""
 """`engine.start_s` where no run says how long its workers have."""
 _TENSORRT_LLM = "stages.engines.remote.serving.trtllm_adapter:TrtllmAdapter"
 
@@ -65,6 +63,7 @@ def build_remote(
     on_lost: Callable[[str], None] | None = None,
     log: Path | None = None,
     modules: Path | None = None,
+    silence_s: float = _SILENCE_S,
 ) -> GenerationEngine:
     """An engine behind `adapter` (`module:Class`), which is started in the environment of `engine.python` with `extra`.
     `stated`: what it can do, on the device that it then says it computes on.
@@ -74,7 +73,7 @@ def build_remote(
     run, EngineLost with the server's own last lines."""
     assert config.python is not None, "the config's checks have seen to it"
     if migratable:  # a run's config is refused before: `pipeline/config/engine_needs.py`
-        raise ValueError(f"rows of engine.kind={config.kind} cannot move between replicas (cluster.move_rows_below)")
+        raise ValueError(f"rows of engine.kind={config.kind} cannot move between replicas (cluster.migrate_rows_below)")
     files = _model_files(path, max_seq)
     with ExitStack() as stack:
         server = ServerProcess(interpreter(config.python), log, modules)
@@ -89,7 +88,7 @@ def build_remote(
                     "model": str(Path(path).resolve()),
                     "dtype": config.dtype,
                     "max_seq": max_seq,
-                    "slots": config.slots,
+                    "max_rows": config.max_rows,
                     "kv_budget_mb": config.kv_budget_mb,
                     "tensor_parallel": config.tensor_parallel,
                     "pipeline_parallel": config.pipeline_parallel,
@@ -97,10 +96,10 @@ def build_remote(
                     "extra": dict(extra),
                 },
                 max_seq=max_seq,
-                slots=config.slots,
+                max_rows=config.max_rows,
                 eos_ids=frozenset(eos_token_ids or read_eos_ids(path)),
                 start_s=_START_S if config.start_s is None else config.start_s,
-                silence_s=config.silence_s,
+                silence_s=silence_s,
                 in_flight=config.update == "inflight",
             ),
             version=version,

@@ -10,7 +10,7 @@ A server that ends, says nothing for `silence_s`, fails, or says what the protoc
 whoever waits gets EngineLost, and so does `on_lost`. One whose loop hangs, while the process goes on to say that it is
 there, is not noticed here: it takes whoever waits for its rows (`cluster.deadline_s`).
 
-May import numpy, torch, storage.weights, stages.engines, stages.models.
+What a server says, held against the protocol (`wire`) before anybody relies on it.
 """
 
 from __future__ import annotations
@@ -25,15 +25,24 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 from stages.engines.capabilities import Capabilities, Device
-from stages.engines.protocol import NO_VERSION, Completion, EngineLost, EngineStats, Request, RequestError
-from stages.engines.remote.answers import ServerReady, read_id, read_ready, read_row, read_stats
+from stages.engines.protocol import (
+    NO_VERSION,
+    Completion,
+    EngineLost,
+    EngineStats,
+    Request,
+    RequestError,
+    begun,
+    check_ability,
+    check_request,
+)
 from stages.engines.remote.process import ServerProcess
 from stages.engines.remote.weights import ModelFiles
-from stages.engines.remote.wire import PROTOCOL, ProtocolError, frame
-from stages.engines.requests import begun, check_ability, check_request
+from stages.engines.remote.wire import PROTOCOL, ProtocolError, frame, unpack_array
 from storage.records import FinishReason
 
 _START_SILENCE_S = 30.0
@@ -50,7 +59,7 @@ class RemoteSettings:
     """What the engine can do, on the device that it computes on."""
     server: Mapping[str, Any]
     max_seq: int
-    slots: int
+    max_rows: int
     eos_ids: Set[int]
     start_s: float
     """Until the engine has loaded its model."""
@@ -168,7 +177,7 @@ class RemoteEngine:
             self._asleep = False
 
     def stats(self) -> EngineStats:
-        return read_stats(self._ask("stats"), self._settings.slots)
+        return read_stats(self._ask("stats"), self._settings.max_rows)
 
     def close(self) -> None:
         """Ends the server at once; callers that still wait get EngineLost. Twice is harmless."""
@@ -222,6 +231,8 @@ class RemoteEngine:
             reason = self._take_messages()
         except TimeoutError:
             reason = f"said nothing for {self._settings.silence_s:g} s"
+        except ConnectionResetError:  # it was killed before it had read all that this side sent
+            reason = f"ended {self._server.how_it_ended()}"
         except Exception as error:  # whatever it is: nobody else would tell those who wait
             reason = f"cannot be talked to: {error}"
         lost = self._lost(reason)
@@ -365,3 +376,79 @@ class RemoteEngine:
             "stop": sorted(self._settings.eos_ids),
             "forced": list(request.forced),
         }
+
+
+# ---- answers ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class ServerReady:
+    """What a server says of its engine once it is up."""
+
+    engine: str
+    version: str
+    device: Device
+    facts: Mapping[str, str]
+
+    def __str__(self) -> str:
+        """With all that its last bits depend on."""
+        facts = {"version": self.version, **self.facts}
+        return ", ".join([self.engine, *(f"{name} {value}" for name, value in sorted(facts.items()))])
+
+
+def read_ready(message: Mapping[str, Any]) -> ServerReady:
+    """Raises ProtocolError for anything else."""
+    device, facts = _text(message, "device"), message.get("facts")
+    if device not in ("cpu", "cuda") or not isinstance(facts, dict):
+        raise ProtocolError(f"it is ready on {device!r} with facts {facts!r:.80}")
+    computes_on: Device = "cuda" if device == "cuda" else "cpu"
+    return ServerReady(_text(message, "engine"), _text(message, "version"), computes_on, facts)
+
+
+def read_id(message: Mapping[str, Any], name: str) -> int:
+    """A number that this side gave. Raises ProtocolError for anything else."""
+    value = message.get(name)
+    if not isinstance(value, int):
+        raise ProtocolError(f"a message {message['kind']!r} whose {name} is {value!r:.80}")
+    return value
+
+
+def read_row(message: Mapping[str, Any], longest: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Tokens, log-probs and versions of a response of at most `longest` tokens, int32, float32 and int32 [new]. Raises
+    ProtocolError for anything else."""
+    names = {"tokens": np.int32, "logprobs": np.float32, "versions": np.int32}
+    arrays = {name: unpack_array(message.get(name)) for name in names}
+    tokens, logprobs, versions = arrays.values()
+    is_row = all(arrays[name].dtype == dtype for name, dtype in names.items()) and tokens.ndim == 1
+    if not is_row or not tokens.shape == logprobs.shape == versions.shape or not 1 <= len(tokens) <= longest:
+        shapes = ", ".join(f"{name} {array.dtype} {list(array.shape)}" for name, array in arrays.items())
+        raise ProtocolError(f"a row of {shapes}, where {longest} tokens at most were asked for")
+    return tokens, logprobs, versions
+
+
+def read_stats(message: Mapping[str, Any], max_rows: int) -> EngineStats:
+    """Raises ProtocolError for anything else."""
+    names = ("tokens", "rows", "steps", "in_flight", "kv_peak", "preemptions", "refit_s", "busy_s", "prompt_tokens")
+    counted: dict[str, Any] = {name: message.get(name) for name in names}
+    if not all(isinstance(number, int | float) for number in counted.values()):
+        raise ProtocolError(f"counters that are not numbers: {counted}")
+    steps = counted["steps"]
+    return EngineStats(
+        tokens=counted["tokens"],
+        rows=counted["rows"],
+        decode_steps=steps,
+        mean_occupancy=min(1.0, counted["in_flight"] / (steps * max_rows)) if steps else 0.0,
+        kv_peak_fraction=counted["kv_peak"],
+        preemptions=counted["preemptions"],
+        refit_s=counted["refit_s"],
+        busy_s=counted["busy_s"],
+        prompt_tokens=counted["prompt_tokens"],
+        rank_busy_s=(counted["busy_s"],),
+    )
+
+
+def _text(message: Mapping[str, Any], name: str) -> str:
+    value = message.get(name)
+    if not isinstance(value, str):
+        raise ProtocolError(f"a message {message['kind']!r} whose {name} is {value!r:.80}")
+    return value

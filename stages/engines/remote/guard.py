@@ -4,7 +4,7 @@
 
 The server cannot do that itself: it may be stopped, or stuck, and what it started does not end with it. Standard input
 is a pipe from the process that is watched, which nobody writes to; it ends with that process, not with one of its
-threads. Run as a file by `process.py`, in a session of its own. May import the standard library.
+threads. Run as a file by `process.py`, in a session of its own.
 """
 
 from __future__ import annotations

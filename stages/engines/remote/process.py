@@ -1,9 +1,7 @@
 """The server's process: started in another Python environment, watched, ended.
 
-    this process ──┬──► server ──► what it starts     one process group, which ends as a whole
-                   └──► guard.py                      ends it where this process cannot any more
-
-May import the standard library, remote.guard and remote.wire.
+this process ──┬──► server ──► what it starts     one process group, which ends as a whole
+               └──► guard.py                      ends it where this process cannot any more
 """
 
 from __future__ import annotations
@@ -24,6 +22,7 @@ import stages
 import storage
 from stages.engines.remote import guard
 from stages.engines.remote.wire import Channel
+from stages.native.loopback import loopback_only
 
 LAST_LINES = 15
 """Of the server's log, in an error."""
@@ -59,7 +58,7 @@ class ServerProcess:
                 kept = {name: value for name, value in os.environ.items() if name not in _NOT_PASSED_ON}
                 self.process = subprocess.Popen(
                     [python, "-u", "-m", _SERVER, str(theirs.fileno())],
-                    env=kept | {"PYTHONPATH": os.pathsep.join(path)},
+                    env=kept | loopback_only() | {"PYTHONPATH": os.pathsep.join(path)},
                     cwd=folder,
                     stdin=subprocess.DEVNULL,
                     stdout=output,

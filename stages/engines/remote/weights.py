@@ -1,7 +1,5 @@
 """Where each tensor of a model lies on this host, so that another process can map it: in the model's own files, on the
 weight board, or in a file that is written for the moment.
-
-May import numpy, torch, stages.engines, stages.models.
 """
 
 from __future__ import annotations
@@ -16,8 +14,7 @@ from typing import IO
 
 import torch
 
-from stages.engines.protocol import MappedTensors, TensorPlace, WeightsError
-from stages.engines.weights import check_finite, check_tensors
+from stages.engines.protocol import MappedTensors, TensorPlace, WeightsError, check_finite, check_tensors
 from stages.models.hf_files import weight_files
 from stages.models.spec import ModelSpec, read_spec, tensor_shapes
 

@@ -17,7 +17,7 @@
                        beat      once a second from its first moment on, by a thread of its own: the process is there,
                                  which says nothing of whether its loop gets on
 
-Both sides import this file, each in its own Python environment. May import the standard library, numpy and msgpack.
+Both sides import this file, each in its own Python environment.
 """
 
 from __future__ import annotations

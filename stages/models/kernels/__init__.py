@@ -1,2 +1,2 @@
-"""What lies between the matrix products of a transformer block while it is trained: norms, the MLP's gate, heads taken
-apart and turned, sums. `protocol` says what, `composed` is plain torch, `native` is C on a CPU."""
+"""A trained transformer block's operations between its matrix products: norms, the MLP's gate, splitting and rotating
+heads, sums. `protocol` defines them, `torch_kernels` is plain torch, `native` is C on a CPU."""

@@ -1,19 +1,20 @@
-/* What lies between the matrix products of a transformer block while it is trained, on a CPU: norms, the gate of the
- * MLP, queries, keys and values taken apart and turned, residuals and gradients added. Each reads its inputs once and
- * writes its outputs once. `native.py` calls this file; `composed.py` computes the same functions in plain torch and
- * says what each means.
+/* A trained transformer block's operations between its matrix products, on a CPU: norms, the gate of the MLP, splitting
+ * and rotating queries, keys and values, adding residuals and gradients. Each reads its inputs once and writes its
+ * outputs once. `native.py` calls this file; `protocol.py` defines the functions, and `torch_kernels.py` computes them
+ * in plain torch.
  *
- * Determinism: every number is made in an order that sizes alone decide, not the number of threads. */
+ * Determinism: the order of every sum depends on sizes alone, not on the number of threads. */
 
 #include <math.h>
 #include <stddef.h>
 
 #include "numbers.h"
 
-/* Parts of the rows whose shares of a norm weight's gradient are added up one by one, then in this order. */
+/* Number of parts that the rows are cut into for a norm weight's gradient: summed within each part, then over parts in
+ * order. */
 enum { PARTS = 16 };
 
-/* A row's sum of products, in 16 sums side by side. */
+/* Sum of products of two rows, vectorised. */
 INLINE float dot(const float *a, const float *b, int width) {
     float sum = 0.0f;
 #pragma omp simd reduction(+ : sum)
@@ -27,7 +28,7 @@ INLINE void norm_row(const float *x, const void *weight, int weight_dtype, float
     for (int i = 0; i < width; i++) store(out, to + i, out_dtype, x[i] * scale * load(weight, i, weight_dtype));
 }
 
-/* out = x scale weight with scale = 1 / rms(x), which is kept. */
+/* out = x scale weight with scale = 1 / rms(x). The scales are written for the backward pass. */
 void norm(const float *x, const void *weight, int weight_dtype, float eps, void *out, int out_dtype, float *scales,
           int64_t rows, int width) {
 #pragma omp parallel for schedule(static)
@@ -58,7 +59,7 @@ INLINE void norm_gradient_row(const void *grad, int64_t from, int grad_dtype, co
 }
 
 /* With n = x scale and h = grad weight:   dx = scale (h - n mean(h n))   and   dweight = sum over rows of grad n.
- * dx is written, dweight (none where null) is added to. `parts`: PARTS x width numbers of scratch. */
+ * dx is written; dweight is added to, and may be null. `parts`: PARTS x width numbers of scratch. */
 void norm_gradient(const void *grad, int grad_dtype, const float *x, const void *weight, int weight_dtype,
                    const float *scales, float *dx, float *dweight, float *parts, int64_t rows, int width) {
 #pragma omp parallel for schedule(static, 1)
@@ -121,7 +122,7 @@ void gate_gradient(const void *grad, const void *gate_up, void *to, int dtype, i
     }
 }
 
-/* Where the heads of a token lie in its row of `row` numbers: head n from  first + n / per * stride + n % per * dim  on. */
+/* Places of a token's heads in its row of `row` numbers: head n begins at  first + n / per * stride + n % per * dim. */
 struct heads {
     int64_t row, first, stride;
     int32_t per, count, dim;
@@ -132,7 +133,7 @@ INLINE int64_t head_at(const struct heads *heads, int64_t token, int n) {
     return token * heads->row + heads->first + n / heads->per * heads->stride + (int64_t)(n % heads->per) * heads->dim;
 }
 
-/* Cosines c and sines s of a token's position, dim / 2 each, or null. */
+/* Copy one head. c and s: cosines and sines of the token's position, dim / 2 each, or null for no rotation. */
 INLINE void take_head(const void *from, int64_t at, int dtype, const float *c, const float *s, float *to, int dim) {
     int half = dim / 2;
     if (!c) {
@@ -148,8 +149,8 @@ INLINE void take_head(const void *from, int64_t at, int dtype, const float *c, c
     }
 }
 
-/* Some heads of every token -> out [tokens, count, dim], float32; turned by the angles of the token's position, whose
- * cosines and sines are [positions, dim / 2], or as they are where these are null. */
+/* Some heads of every token -> out [tokens, count, dim], float32, rotated by the angles of the token's position.
+ * Cosines and sines are [positions, dim / 2], or null for no rotation. */
 void take_heads(const void *from, int dtype, struct heads heads, const float *cosines, const float *sines,
                 const int64_t *positions, float *out, int64_t tokens) {
     int half = heads.dim / 2;
@@ -181,8 +182,8 @@ INLINE void put_head(const float *grad, const float *c, const float *s, void *to
     }
 }
 
-/* The reverse: heads, turned back, to where `take_heads` took them from. Head n of a token lies in `grad` from
- * token * grad_token + n * grad_head on. */
+/* The reverse of take_heads: rotate gradients of heads back and write them to the places of the heads. In `grad` head n
+ * of a token begins at token * grad_token + n * grad_head. */
 void put_heads(const float *grad, int64_t grad_token, int64_t grad_head, void *to, int dtype, struct heads heads,
                const float *cosines, const float *sines, const int64_t *positions, int64_t tokens) {
     int half = heads.dim / 2;
@@ -199,7 +200,7 @@ void put_heads(const float *grad, int64_t grad_token, int64_t grad_head, void *t
     }
 }
 
-/* out = x + y, of which y may be bfloat16. `out` may be x. */
+/* out = x + y, where y may be bfloat16. `out` may be x. */
 void add(const float *x, const void *y, int y_dtype, float *out, int64_t count) {
     if (y_dtype == BFLOAT16) {
 #pragma omp parallel for simd schedule(static) if (count > 32768)

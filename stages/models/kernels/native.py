@@ -1,32 +1,33 @@
-"""BlockKernels as C (`blocks.c`), called through ctypes, each an autograd function with its backward in C. They share
-torch's OpenMP threads where both use the GNU runtime (as torch's own packages for Linux do).
+"""Call the C implementation of BlockKernels (`blocks.c`) through ctypes, and choose between it and plain torch.
 
-Gradients of a norm's weight go straight into the parameter's `main_grad` (float32, Megatron's), where it has one.
-
-May import torch, stages.native and this folder.
+Each kernel is an autograd function with its backward pass in C. The kernels share torch's OpenMP threads if both use
+the GNU runtime (as torch's own packages for Linux do). The gradient of a norm's weight is added directly to the
+parameter's `main_grad` (float32, Megatron's) if it has one.
 """
 
 from __future__ import annotations
 
 import ctypes
+import logging
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from stages.models.kernels.protocol import HeadSizes, RotaryAngles
-from stages.native.arguments import KINDS, expect, kind_of, require
-from stages.native.compile import load_library
+from stages.models.kernels.protocol import BlockKernels, HeadSizes, RotaryAngles
+from stages.models.kernels.torch_kernels import ComposedKernels
+from stages.native.compile import KINDS, NoNativeKernelsError, expect, kind_of, load_library, require
 
 _P, _I, _L, _F = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64, ctypes.c_float
 _FLOATS = tuple(KINDS)
 _NORM_PARTS = 16
-"""blocks.c: PARTS."""
+"""PARTS in blocks.c."""
 
 
 class _Heads(ctypes.Structure):
-    """blocks.c: struct heads."""
+    """struct heads in blocks.c."""
 
     _fields_ = (
         *((name, _L) for name in ("row", "first", "stride")),
@@ -35,7 +36,7 @@ class _Heads(ctypes.Structure):
 
 
 def load_block_kernels() -> NativeBlockKernels:
-    """Compiles if need be. Raises NoNativeKernelsError."""
+    """Return the C kernels, compiled if necessary. Raises NoNativeKernelsError if they cannot be built."""
     library = load_library("blocks", Path(__file__).parent, ("blocks.c",), (), {"heads": _Heads})
     library.norm.argtypes = [_P, _P, _I, _F, _P, _I, _P, _L, _I]
     library.norm_gradient.argtypes = [_P, _I, _P, _P, _I, _P, _P, _P, _P, _L, _I]
@@ -50,7 +51,7 @@ def load_block_kernels() -> NativeBlockKernels:
 
 
 class NativeBlockKernels:
-    """See `BlockKernels`; float32 and bfloat16, on a CPU."""
+    """The C implementation of `BlockKernels`: float32 and bfloat16, on a CPU."""
 
     name = "native"
 
@@ -86,7 +87,7 @@ class _Norm(torch.autograd.Function):
         rows, width = x.numel() // x.shape[-1], x.shape[-1]
         expect("x", x, x.shape)
         expect("weight", weight_H, (width,), _FLOATS)
-        # blocks.c has three of the four: a norm whose weight is float32 gives float32
+        # blocks.c has three of the four combinations: with a float32 weight the output is float32
         require(weight_H.dtype != torch.float32 or dtype == torch.float32, f"a norm of float32 in {dtype}")
         out, scales = torch.empty_like(x, dtype=dtype), x.new_empty(rows)
         weight_kind = kind_of(weight_H.dtype)
@@ -190,7 +191,8 @@ class _Add(torch.autograd.Function):
 
 
 def _layout(sizes: HeadSizes, row: int) -> tuple[tuple[_Heads, bool], ...]:
-    """Where queries, keys and values lie in a row of `linear_qkv`'s output, and which of them are turned."""
+    """Return the places of queries, keys and values in a row of `linear_qkv`'s output. Each comes with True if the
+    rotary embedding applies to it."""
     queries, group = sizes.queries_per_group, (sizes.queries_per_group + 2) * sizes.dim
     return (
         (_Heads(row, 0, group, queries, sizes.groups * queries, sizes.dim), True),
@@ -203,3 +205,34 @@ def _addresses(angles: RotaryAngles | None) -> tuple[int | None, int | None, int
     if angles is None:
         return None, None, None
     return angles.cosines.data_ptr(), angles.sines.data_ptr(), angles.positions.data_ptr()
+
+
+# ---- choice ----------------------------------------------------------------------------------------------
+
+LOG = logging.getLogger("stageline.kernels")
+
+NATIVE_DTYPES = (torch.float32, torch.bfloat16)
+
+
+def choose_kernels(asked: Literal["auto", "torch", "native"], dtype: torch.dtype, device: torch.device) -> BlockKernels:
+    """Return the gang's kernels. Rank 0 decides for all ranks, since the last bits of a run depend on the choice. Block
+    until every rank takes part.
+
+    Raises ValueError, naming the key, for `native` with a dtype or device that it does not support. Raises
+    NoNativeKernelsError if C was chosen and this machine cannot build it; under `auto` rank 0 chooses plain torch
+    instead.
+    """
+    fits = device.type == "cpu" and dtype in NATIVE_DTYPES
+    if asked == "native" and not fits:
+        raise ValueError(f"model.kernels = native needs float32 or bfloat16 on a CPU; here {dtype}, {device}")
+    wanted = [asked != "torch" and fits]
+    if wanted[0] and dist.get_rank() == 0:
+        try:
+            load_block_kernels()
+        except NoNativeKernelsError as error:
+            if asked == "native":
+                raise
+            LOG.warning("blocks are computed by plain torch, about twice as slow: %s", error)
+            wanted = [False]
+    dist.broadcast_object_list(wanted)
+    return load_block_kernels() if wanted[0] else ComposedKernels()

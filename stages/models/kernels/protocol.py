@@ -1,8 +1,7 @@
-"""The functions that a block is made of beside its matrix products and its attention, and the choice of who computes
-them. Suffixes: N tokens (of all rows of a micro-batch, one after another), H hidden, F features, D head dimension, P
-positions.
+"""The protocol of a transformer block's operations besides matrix products and attention.
 
-May import torch and the standard library.
+Shape suffixes: N tokens (of all rows of a micro-batch, one after another), H hidden size, F features, D head dimension,
+P positions.
 """
 
 from __future__ import annotations
@@ -16,10 +15,10 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class RotaryAngles:
-    """Of the rotary embedding, for the tokens of a micro-batch."""
+    """The rotary embedding's angles for the tokens of a micro-batch."""
 
     cosines: Tensor
-    """float32 [positions, head dimension / 2], as are the sines."""
+    """float32 [positions, head dimension / 2], like the sines."""
     sines: Tensor
     positions: Tensor
     """int64 [tokens]: the position of each token within its row."""
@@ -27,8 +26,8 @@ class RotaryAngles:
 
 @dataclass(frozen=True)
 class HeadSizes:
-    """How queries, keys and values lie in the output of `linear_qkv`: for each group of queries that share a key, the
-    group's queries, its key and its value."""
+    """The layout of `linear_qkv`'s output: for each group of queries that share a key, the group's queries, its key and
+    its value."""
 
     groups: int
     queries_per_group: int
@@ -36,30 +35,30 @@ class HeadSizes:
 
 
 class BlockKernels(Protocol):
-    """Differentiable, but for `accumulate`. All give their answers in float32 precision, rounded once where the output
-    is of a smaller dtype."""
+    """The operations. All but `accumulate` are differentiable. All compute in float32 precision and round once if the
+    output has a smaller dtype."""
 
     name: str
 
     def norm(self, x: Tensor, weight_H: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
-        """x / rms(x) * weight over the last axis of float32 x, in `dtype` (RMSNorm, Zhang & Sennrich 2019)."""
+        """Return x / rms(x) * weight over the last axis of float32 x, in `dtype` (RMSNorm, Zhang & Sennrich 2019)."""
         ...
 
     def gate(self, gate_up: Tensor) -> Tensor:
-        """silu(gate) * up of [..., 2 F], the gate's features first (SwiGLU, Shazeer 2020)."""
+        """Return silu(gate) * up of [..., 2 F], with the gate's features first (SwiGLU, Shazeer 2020)."""
         ...
 
     def split_heads(
         self, qkv_NF: Tensor, sizes: HeadSizes, angles: RotaryAngles | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries [N, heads, D], keys and values [N, groups, D], in the dtype that attention takes (float32 on a CPU);
-        queries and keys turned by `angles`, if any (RoPE, Su et al. 2021, in halves)."""
+        """Return queries [N, heads, D], keys and values [N, groups, D], in the dtype that attention takes (float32 on a
+        CPU). Queries and keys are rotated by `angles`, if any (RoPE, Su et al. 2021, pairs half a head apart)."""
         ...
 
     def add(self, x: Tensor, y: Tensor) -> Tensor:
-        """x + y in x's dtype."""
+        """Return x + y in x's dtype."""
         ...
 
     def accumulate(self, total: Tensor, part: Tensor) -> None:
-        """total += part, where part may be of a smaller dtype."""
+        """Add `part`, which may have a smaller dtype, to `total`."""
         ...

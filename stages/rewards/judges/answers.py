@@ -3,103 +3,210 @@
     DIRECTORY/answers-*.jsonl    one file for each process that ever asked; whole lines are appended
       {key, model, messages, text, likeliest, time, seconds, attempts}
 
-`key` is a digest of all that was sent, so that files of several judges and runs may lie together. A last line that is
-cut short, or a damaged one, is a question that is asked again. May import storage.retries and this folder.
+    question ──► key ──► index (SQLite, private to this process, on disk) ──► file, place, length ──► one line is read
+
+`key` is a digest of all that was sent, so that files of several judges and runs may lie together. Each process writes a
+file of its own and reads everybody's: that needs no locks, which not every filesystem has between hosts. The index is
+made anew from the files by each process, in a temporary file that the system removes with the process, so that memory
+does not grow with the number of answers. A last line that is cut short is a question that is asked again; so is a
+damaged line, with a warning.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
+import re
+import sqlite3
+import sys
+import tempfile
+import threading
 import uuid
 from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import dataclass
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-from stages.rewards.judges.verdicts import Answer
-from storage.retries import patiently
+from stages.rewards.judges.rubric import Answer
+from storage.files import retried
 
-_PATIENCE_S = 60.0
-"""For a filesystem that says no for a while."""
+RETRY_S = 60.0
+"""Seconds for which a transient error of the filesystem is retried."""
+_HEAD = re.compile(rb'\{"key": "([0-9a-f]{32})", ')
+_LONGEST_LINE = 64 << 20
+"""Bytes; an answer has 16 MiB at most."""
+_BATCH = 10_000
+"""Lines that are put into the index together."""
 
 
 def question_key(body: Mapping[str, Any]) -> str:
-    """Of what is sent to a judge: its model, the messages, how it is to answer."""
-    return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()[:32]
+    """Return the digest of what is sent to a judge: its model, the messages, how it is to answer."""
+    return sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()[:32]
+
+
+@dataclass
+class _File:
+    """A file of answers, and how far the index knows it."""
+
+    number: int
+    path: Path | None
+    """None: this process's own, where there is no directory."""
+    read: int = 0
+    """Bytes whose lines are in the index."""
+    size: int = 0
+    """Bytes that it had when it was last looked at."""
 
 
 class AnswerCache:
-    """Owns this process's file of answers, and knows what all files of a directory hold."""
+    """This process's file of answers, and an index of all files of the directory. Several threads may use it."""
 
     def __init__(self, directory: Path | None) -> None:
-        """None: answers are kept in this process alone. Nothing is made before the first answer."""
+        """None: answers are kept in a temporary file until `close`. Nothing is made before the first question."""
         self._directory = directory
-        self._answers: dict[str, Answer] = {}
-        self._read: dict[str, int] = {}
-        """Bytes read of each file."""
-        self._file: Path | None = None
+        self._lock = threading.Lock()
+        self._database: sqlite3.Connection | None = None
+        self._files: dict[Path | None, _File] = {}
+        self._own: _File | None = None
         self._descriptor = -1
-        self._end = 0
 
     def find(self, key: str) -> Answer | None:
-        return self._answers.get(key)
+        """Return the answer to a question, or None if no file that `refresh` has seen holds it."""
+        with self._lock:
+            found = self._index().execute("SELECT file, start, length FROM answers WHERE key = ?", (_packed(key),))
+            place = found.fetchone()
+            if place is None:
+                return None
+            number, start, length = place
+            file = next(file for file in self._files.values() if file.number == number)
+            answer = self._read(file, key, start, length)
+            if answer is None:
+                _say(f"{file.path}: the line at byte {start} is damaged; its question is asked again")
+                self._index().execute("DELETE FROM answers WHERE key = ?", (_packed(key),))
+            return answer
 
     def refresh(self) -> None:
-        """Reads what other processes have added."""
-        if self._directory is None or not self._directory.is_dir():
-            return
-        for path in sorted(self._directory.glob("answers-*.jsonl")):
-            if path != self._file:
-                self._read_more(path)
+        """Read what other processes have added."""
+        with self._lock:
+            if self._directory is None or not self._directory.is_dir():
+                return
+            for path in sorted(self._directory.glob("answers-*.jsonl")):
+                file = self._file(path)
+                if file is not self._own:
+                    self._read_more(file, path)
 
     def add(self, key: str, answer: Answer, about: Mapping[str, Any]) -> None:
-        """Keeps an answer; `about`: what else is to be known of it. Raises StoreRefused for a full disk."""
-        self._answers[key] = answer
-        if self._directory is None:
-            return
+        """Store an answer; `about` is further information about it. Raises StoreRefused if the disk is full."""
         record = {"key": key, **about, "text": answer.text, "likeliest": answer.likeliest}
         data = (json.dumps(record, ensure_ascii=False) + "\n").encode(errors="backslashreplace")
-        patiently(lambda: self._append(data), str(self._directory), _PATIENCE_S)
-        self._end += len(data)
+        with self._lock:
+            file = retried(lambda: self._append(data), str(self._directory), RETRY_S)
+            self._put([(_packed(key), file.number, file.read, len(data))])
+            file.read += len(data)
 
     def close(self) -> None:
-        """Twice is harmless; what is added later begins another file."""
-        if self._descriptor >= 0:
-            os.close(self._descriptor)
-        self._descriptor = -1
+        """End the file and the index. Twice is harmless; what is added later begins another file."""
+        with self._lock:
+            if self._descriptor >= 0:
+                os.close(self._descriptor)
+            if self._database is not None:
+                self._database.close()
+            self._descriptor, self._database, self._own = -1, None, None
+            self._files.clear()
 
-    def _append(self, data: bytes) -> None:
-        if self._descriptor < 0:
-            assert self._directory is not None
-            self._directory.mkdir(parents=True, exist_ok=True)
-            file = self._directory / f"answers-{os.getpid()}-{uuid.uuid4().hex[:8]}.jsonl"
-            self._descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
-            self._file, self._end = file, 0
+    def _index(self) -> sqlite3.Connection:
+        if self._database is None:
+            # An empty name: a temporary file without a name, of which SQLite holds 2 MB in memory.
+            self._database = sqlite3.connect("", check_same_thread=False, isolation_level=None)
+            self._database.execute(
+                "CREATE TABLE answers (key BLOB PRIMARY KEY, file INTEGER, start INTEGER, length INTEGER) WITHOUT ROWID"
+            )
+        return self._database
+
+    def _put(self, rows: list[tuple[bytes, int, int, int]]) -> None:
+        index = self._index()
+        index.execute("BEGIN")
+        index.executemany("INSERT OR REPLACE INTO answers VALUES (?, ?, ?, ?)", sorted(rows))
+        index.execute("COMMIT")
+
+    def _file(self, path: Path | None) -> _File:
+        return self._files.setdefault(path, _File(len(self._files), path))
+
+    def _append(self, data: bytes) -> _File:
+        """Return the file that it was written to, behind the `read` bytes of before."""
+        if self._own is None:
+            path = None
+            if self._directory is None:
+                with tempfile.TemporaryFile(prefix="stageline-judge-") as nameless:
+                    self._descriptor = os.dup(nameless.fileno())
+            else:
+                self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+                path = self._directory / f"answers-{os.getpid()}-{uuid.uuid4().hex[:8]}.jsonl"
+                self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+            self._own = self._file(path)
         try:
             written = 0
             while written < len(data):
-                written += os.pwrite(self._descriptor, data[written:], self._end + written)
+                written += os.pwrite(self._descriptor, data[written:], self._own.read + written)
         except OSError:
             with suppress(OSError):
-                os.ftruncate(self._descriptor, self._end)
+                os.ftruncate(self._descriptor, self._own.read)
             raise
+        return self._own
 
-    def _read_more(self, path: Path) -> None:
-        start = self._read.get(path.name, 0)
-        if path.stat().st_size <= start:
+    def _read(self, file: _File, key: str, start: int, length: int) -> Answer | None:
+        """Return the answer of a line, or None if it is damaged or gone."""
+        try:
+            if file is self._own:
+                line = os.pread(self._descriptor, length, start)
+            else:
+                assert file.path is not None
+                with file.path.open("rb") as stream:
+                    stream.seek(start)
+                    line = stream.read(length)
+            record = json.loads(line)
+            if record["key"] != key:
+                return None
+            likeliest = record["likeliest"]
+            pairs = None if likeliest is None else tuple((str(text), float(p)) for text, p in likeliest)
+            return Answer(str(record["text"]), pairs)
+        except (FileNotFoundError, ValueError, KeyError, TypeError):
+            return None
+
+    def _read_more(self, file: _File, path: Path) -> None:
+        """Index the new lines of a file."""
+        size = path.stat().st_size
+        if size == file.size:
             return
-        with path.open("rb") as stream:
-            stream.seek(start)
-            data = stream.read()
-        whole = data[: data.rfind(b"\n") + 1]
-        self._read[path.name] = start + len(whole)
-        for line in whole.splitlines():
-            try:
-                record = json.loads(line)
-                likeliest = record["likeliest"]
-                pairs = None if likeliest is None else tuple((str(text), float(p)) for text, p in likeliest)
-                self._answers[str(record["key"])] = Answer(str(record["text"]), pairs)
-            except (ValueError, KeyError, TypeError):
-                continue  # damaged: asked again
+        first, file.size = not file.size, size
+        damaged, rows = 0, list[tuple[bytes, int, int, int]]()
+        try:
+            with path.open("rb") as stream:
+                stream.seek(file.read)
+                while (line := stream.readline(_LONGEST_LINE)).endswith(b"\n"):  # else it is being written, or cut
+                    head = _HEAD.match(line)
+                    if head is None:
+                        damaged += 1
+                    else:
+                        rows.append((_packed(head[1].decode()), file.number, file.read, len(line)))
+                    file.read += len(line)
+                    if len(rows) == _BATCH:
+                        self._put(rows)
+                        rows.clear()
+        except PermissionError:
+            if first:
+                _say(f"{path}: is not to be read; its questions are asked again")
+            return
+        self._put(rows)
+        if damaged or len(line) == _LONGEST_LINE:
+            _say(f"{path}: {damaged or 'all'} lines are damaged; their questions are asked again")
+
+
+def _packed(key: str) -> bytes:
+    return bytes.fromhex(key)
+
+
+def _say(text: str) -> None:
+    """In the worker's log."""
+    print(f"WARNING: {text}", file=sys.stderr, flush=True)

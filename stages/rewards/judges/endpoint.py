@@ -4,9 +4,10 @@
                         ▲        │ 429, 5xx, no connection, too slow, no JSON
                         └─ wait ─┘ as long as Retry-After says (all questions do), or longer each time
 
-The judge is given up when a request fails that would be tried again later than `patience_s` after its last answer;
-then nothing is scored, and what was answered until then is kept. The one place that imports aiohttp, when the first
-question is asked. May import stages.rewards.protocol and this folder.
+The judge is given up when a request fails that would be tried again later than `retry_s` after its last answer;
+then nothing is scored, and what was answered until then is kept. So it is when the judge's budget is used up; but
+requests that are under way then are waited for, since they are paid. The one place that imports aiohttp, when the first
+question is asked.
 """
 
 from __future__ import annotations
@@ -25,9 +26,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from stages.rewards.judges.rubric import Question
-from stages.rewards.judges.verdicts import Answer
-from stages.rewards.protocol import RewardFailed
+from stages.rewards.judges.budget import Spending
+from stages.rewards.judges.rubric import Answer, Question
+from stages.rewards.protocol import BudgetSpent, RewardFailed
 
 _AGAIN = frozenset({408, 425, 429, *range(500, 600)})
 """HTTP statuses that may pass (gateways have their own beyond 504)."""
@@ -41,16 +42,16 @@ _LARGEST = 16 << 20
 
 @dataclass(frozen=True)
 class Endpoint:
-    """Where and how a judge is asked."""
+    """Address of a judge and settings of its requests."""
 
     url: str
     key_env: str | None
     """Environment variable with the key; its value is read when it is sent, and is kept nowhere."""
     concurrency: int
     timeout_s: float
-    """Of one request."""
-    patience_s: float
-    """How long the judge may answer nothing; a request that is under way then may take its time."""
+    """Longest time of one request, in seconds."""
+    retry_s: float
+    """Longest silence of the judge in seconds; running requests may then still finish."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +68,7 @@ class Received:
 
     answer: Answer
     seconds: float
-    """Of the request that was answered."""
+    """Seconds of the answered request."""
     attempts: int
 
 
@@ -77,15 +78,24 @@ class _Refusal:
 
     why: str
     wait_s: float | None
-    """As the server asked for; None: it did not."""
+    """Seconds to wait, as the server asked; None: it did not ask."""
 
 
-class _Patience:
-    """Owns what all questions of a call know of the judge: when it last answered, and until when it wants to be left
-    alone."""
+@dataclass(frozen=True)
+class _Completion:
+    """A chat completion."""
 
-    def __init__(self, now: float, patience_s: float) -> None:
-        self._patience_s, self.answered, self.quiet_until = patience_s, now, now
+    answer: Answer
+    tokens: tuple[int, int] | None
+    """Tokens of the prompt and of the completion, by the server's count; None: it gave none."""
+
+
+class _Retries:
+    """What all questions of a call share about the judge: its last answer, and the time until which it wants no
+    requests."""
+
+    def __init__(self, now: float, retry_s: float) -> None:
+        self._retry_s, self.answered, self.quiet_until = retry_s, now, now
         self._said = -math.inf
 
     def say(self, now: float, text: str) -> None:
@@ -95,27 +105,27 @@ class _Patience:
             print(text, file=sys.stderr, flush=True)
 
     def left_s(self, now: float) -> float:
-        return self.answered + self._patience_s - now
+        return self.answered + self._retry_s - now
 
 
 def ask_endpoint(
-    endpoint: Endpoint, asked: Mapping[str, Asked], keep: Callable[[str, Received], None]
+    endpoint: Endpoint, asked: Mapping[str, Asked], keep: Callable[[str, Received], None], spending: Spending
 ) -> dict[str, Answer]:
-    """The answer to each question, by its key. `keep` is called with each as it comes. May be called where an event
-    loop runs, as in a notebook, which then stands still until all is answered.
+    """Return the answer to each question, by its key. `keep` is called with each answer when it arrives. May be called
+    inside an event loop, as in a notebook; the loop then stands still until all is answered.
 
-    Raises RewardFailed, naming a row, where the judge refuses a request for good, or has answered nothing for
-    `patience_s`.
+    Raises:
+        RewardFailed: the judge refuses a request for good, or was silent for `retry_s`; names a row.
+        BudgetSpent: by `spending`; running requests were answered and kept.
     """
     try:
-        return _finished(_ask_all(endpoint, asked, keep))
+        return _finished(_ask_all(endpoint, asked, keep, spending))
     except ExceptionGroup as group:
         raise group.exceptions[0] from None
 
 
 def _finished(work: Coroutine[Any, Any, dict[str, Answer]]) -> dict[str, Answer]:
-    """What it comes to, in this thread, or in one beside it where this one has a loop already. What Ctrl-C does to the
-    waiting it does to the work."""
+    """Run `work` in this thread, or in another if this one has a running loop. Ctrl-C ends the work."""
     try:
         asyncio.get_running_loop()
     except RuntimeError:
@@ -138,59 +148,76 @@ def _finished(work: Coroutine[Any, Any, dict[str, Answer]]) -> dict[str, Answer]
 
 
 async def _ask_all(
-    endpoint: Endpoint, asked: Mapping[str, Asked], keep: Callable[[str, Received], None]
+    endpoint: Endpoint, asked: Mapping[str, Asked], keep: Callable[[str, Received], None], spending: Spending
 ) -> dict[str, Answer]:
     aiohttp = importlib.import_module("aiohttp")
     key = None if endpoint.key_env is None else os.environ.get(endpoint.key_env)
     headers = {} if key is None else {"Authorization": f"Bearer {key}"}
     found: dict[str, Answer] = {}
     slots = asyncio.Semaphore(endpoint.concurrency)
-    patience = _Patience(time.monotonic(), endpoint.patience_s)
-    async with aiohttp.ClientSession(headers=headers) as session:
+    retries = _Retries(time.monotonic(), endpoint.retry_s)
+    ends: list[BudgetSpent] = []
+    # Its own limit is 100, and a request that waits for a connection is already timed.
+    connector = aiohttp.TCPConnector(limit=endpoint.concurrency)
+    async with aiohttp.ClientSession(headers=headers, connector=connector) as session:
 
         async def one(name: str, of: Asked) -> None:
             async with slots:
-                received = await _until_answered(session, endpoint, of, patience, key)
+                if ends:
+                    return
+                try:
+                    received = await _until_answered(session, endpoint, of, retries, key, spending)
+                except BudgetSpent as end:
+                    ends.append(end)
+                    return
             keep(name, received)
             found[name] = received.answer
 
         async with asyncio.TaskGroup() as group:
             for name, of in asked.items():
                 group.create_task(one(name, of))
+    if ends:
+        raise BudgetSpent(f"the judge at {endpoint.url}: {ends[0]}")
     return found
 
 
 async def _until_answered(
-    session: Any, endpoint: Endpoint, asked: Asked, patience: _Patience, key: str | None
+    session: Any, endpoint: Endpoint, asked: Asked, retries: _Retries, key: str | None, spending: Spending
 ) -> Received:
     attempts = 0
     while True:
-        await asyncio.sleep(max(0.0, patience.quiet_until - time.monotonic()))
+        await asyncio.sleep(max(0.0, retries.quiet_until - time.monotonic()))
         attempts += 1
+        spending.request()
         started = time.monotonic()
         outcome = await _request(session, endpoint.url, asked, endpoint.timeout_s, key)
         now = time.monotonic()
-        if isinstance(outcome, Answer):
-            patience.answered = now
-            return Received(outcome, round(now - started, 3), attempts)
+        if isinstance(outcome, _Completion):
+            retries.answered = now
+            if outcome.tokens is not None:
+                spending.answered(*outcome.tokens)
+            elif spending.budget.priced:
+                need = "its server counts no tokens (`usage`), which have prices here: leave prices and max_cost out"
+                raise RewardFailed(f"the judge at {endpoint.url} answered {asked.question}, but {need}")
+            return Received(outcome.answer, round(now - started, 3), attempts)
         longer_s = min(_LONGEST_S, _SHORTEST_S * 2.0 ** min(attempts - 1, 30))
         wait_s = longer_s if outcome.wait_s is None else max(outcome.wait_s, _SHORTEST_S)
-        if wait_s >= patience.left_s(now):
+        if wait_s >= retries.left_s(now):
             asks = "" if outcome.wait_s is None else f" It asks to be left alone for {wait_s:g} s."
             raise RewardFailed(
-                f"the judge at {endpoint.url} has answered nothing for {now - patience.answered:.0f} s of patience_s = "
-                f"{endpoint.patience_s:g}; the last that came of {asked.question}, attempt {attempts}: {outcome.why}."
+                f"the judge at {endpoint.url} has answered nothing for {now - retries.answered:.0f} s of retry_s = "
+                f"{endpoint.retry_s:g}; the last that came of {asked.question}, attempt {attempts}: {outcome.why}."
                 f"{asks} Nothing is scored without it; all answers so far are kept"
             )
-        patience.say(now, f"judge at {endpoint.url}: {outcome.why}; {asked.question} is asked again in {wait_s:g} s")
+        retries.say(now, f"judge at {endpoint.url}: {outcome.why}; {asked.question} is asked again in {wait_s:g} s")
         if outcome.wait_s is not None:
-            patience.quiet_until = max(patience.quiet_until, now + wait_s)
+            retries.quiet_until = max(retries.quiet_until, now + wait_s)
         else:
             await asyncio.sleep(wait_s)
 
 
-async def _request(session: Any, url: str, asked: Asked, limit_s: float, key: str | None) -> Answer | _Refusal:
-    """Raises RewardFailed for what no later request would change."""
+async def _request(session: Any, url: str, asked: Asked, limit_s: float, key: str | None) -> _Completion | _Refusal:
+    """Raise RewardFailed for an answer that no later request would change."""
     aiohttp = importlib.import_module("aiohttp")
     try:
         async with session.post(
@@ -216,7 +243,8 @@ async def _request(session: Any, url: str, asked: Asked, limit_s: float, key: st
         raise RewardFailed(f"the judge at {url} refuses {asked.question}: {said}")
     wants = bool(asked.body.get("logprobs"))
     try:
-        choice = json.loads(text)["choices"][0]
+        completion = json.loads(text)
+        choice = completion["choices"][0]
         answer = Answer(
             _without(key, str(choice["message"].get("content") or "")), _likeliest(choice) if wants else None
         )
@@ -225,7 +253,7 @@ async def _request(session: Any, url: str, asked: Asked, limit_s: float, key: st
     if wants and answer.likeliest == ():
         need = "its server offers no top_logprobs, by which read: likelihood judges: read: text"
         raise RewardFailed(f"the judge at {url} answered {asked.question} without them: {need}")
-    return answer
+    return _Completion(answer, _tokens(completion))
 
 
 async def _read_text(response: Any) -> str | None:
@@ -248,9 +276,17 @@ def retry_after_s(header: str, now: float) -> float | None:
     return None
 
 
+def _tokens(completion: Mapping[str, Any]) -> tuple[int, int] | None:
+    """Return the numbers of prompt and completion tokens, or None if the server did not count them."""
+    usage = completion.get("usage")
+    counted = [usage.get(f"{of}_tokens") for of in ("prompt", "completion")] if isinstance(usage, Mapping) else []
+    numbers = [number for number in counted if isinstance(number, int) and number >= 0]
+    return (numbers[0], numbers[1]) if len(numbers) == 2 else None
+
+
 def _likeliest(choice: Mapping[str, Any]) -> tuple[tuple[str, float], ...]:
-    """Of the first token, those that it may be; empty where the server gave none. Raises ValueError for log-probs that
-    are no numbers."""
+    """Return the candidates for the first token with their log-probs; empty if the server gave none. Raises ValueError
+    for log-probs that are not numbers."""
     content = (choice.get("logprobs") or {}).get("content") or ()
     top = content[0].get("top_logprobs") or () if content else ()
     named = [(str(one["token"]), float(one["logprob"])) for one in top]
@@ -263,5 +299,5 @@ def _likeliest(choice: Mapping[str, Any]) -> tuple[tuple[str, float], ...]:
 
 
 def _without(key: str | None, text: str) -> str:
-    """A text from outside, in which a server may have repeated the key."""
+    """Return a text of the server without the key, which it may have repeated."""
     return text if not key else text.replace(key, "***")

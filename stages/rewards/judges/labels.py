@@ -2,8 +2,6 @@
 reward model reads them. Pure, but for the asking.
 
     candidates of a prompt ──► pairs ──► judge, both orders (or a grade each) ──► label, or why there is none
-
-May import numpy and stages.rewards.
 """
 
 from __future__ import annotations
@@ -16,8 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from stages.rewards.judges.rubric import Rubric
-from stages.rewards.judges.verdicts import Ask, BothOrders, compare, grade
+from stages.rewards.judges.rubric import Ask, BothOrders, Rubric, compare, grade
 from stages.rewards.protocol import Sample
 
 TIE, UNPARSED, EQUAL, BLANK, ALONE = "ties", "unparsed", "equal", "blank", "alone"
@@ -32,10 +29,10 @@ class Candidates:
     prompt: str | list[dict[str, str]]
     """A text, or chat messages."""
     text: str
-    """The prompt as plain rewards see it."""
+    """The prompt as plain text."""
     responses: list[str]
     extra: dict[str, Any] = field(default_factory=dict)
-    """The prompt's own fields."""
+    """The prompt's other fields."""
 
 
 Asking = Sequence[tuple[Candidates, Sequence[tuple[int, int]]]]
@@ -49,7 +46,7 @@ class _Judged:
     gap: float
     """Above 0: the first is the better one."""
     if_first: Mapping[str, float]
-    """What is written down of the judge's verdicts where the first is chosen."""
+    """Record of the judge's verdicts, with the chosen response first."""
     if_second: Mapping[str, float]
 
 
@@ -81,10 +78,11 @@ def label(
     min_margin: float,
     judge: str,
 ) -> list[tuple[list[dict[str, Any]], Counter[str]]]:
-    """Of each prompt its labelled pairs, and how many were dropped and why. The judge is asked for all at once.
+    """Return each prompt's labelled pairs, and how many pairs were dropped for which reason. All questions are asked
+    together.
 
-    The margin is the difference of two grades; of a pairwise judge |w - l| of the shares w and l = 1 - w that each
-    response has, in the mean over both orders. A pair is a tie unless it is above `min_margin`.
+    The margin is the difference of two grades; for a pairwise judge it is |w - l| of the responses' shares w and l = 1
+    - w, averaged over both orders. A pair with a margin up to `min_margin` is a tie.
     """
     verdicts = _graded(rubric, ask, asked) if rubric.against is None else _compared(rubric, ask, asked)
     found = []
@@ -120,7 +118,7 @@ def _sample(candidates: Candidates, response: str, number: int) -> Sample:
 
 
 def _graded(rubric: Rubric, ask: Ask, asked: Asking) -> list[list[_Judged | None]]:
-    """Of every pair, by a grade of each response; None: one of them could not be read."""
+    """Return each pair's verdict by a grade for each response; None: a grade could not be read."""
     places = [(number, response) for number, (_, pairs) in enumerate(asked) for response in sorted({*sum(pairs, ())})]
     samples = [_sample(asked[n][0], asked[n][0].responses[response], n) for n, response in places]
     grades = dict(zip(places, grade(rubric, ask, samples), strict=True))
@@ -137,7 +135,7 @@ def _graded(rubric: Rubric, ask: Ask, asked: Asking) -> list[list[_Judged | None
 
 
 def _compared(rubric: Rubric, ask: Ask, asked: Asking) -> list[list[_Judged | None]]:
-    """The same by the shares that both orders give."""
+    """Return each pair's verdict by the shares from both orders."""
     questions = [
         (_sample(candidates, candidates.responses[one], number), candidates.responses[one], candidates.responses[other])
         for number, (candidates, pairs) in enumerate(asked)

@@ -3,14 +3,12 @@ or in this process.
 
     rows ──► questions ──┬─ judge ──► cache ─ what it lacks ─► endpoint ──► first token's likeliest, or text ─┐
                          └─ local_judge ──► chat template ──► model ──► the next token's likeliest ───────────┴─► scores
-
-May import jinja2 (its error), stages.models (hf_files, hf_config, reward_files, spec), stages.rewards and this folder;
-stages.models.reward_rows (Megatron) when rows are scored.
 """
 
 from __future__ import annotations
 
 import importlib
+import ipaddress
 import os
 import re
 import time
@@ -21,30 +19,28 @@ from urllib.parse import urlsplit
 
 from jinja2 import TemplateError
 
-from stages.models.hf_config import RANDOM_TINY
-from stages.models.hf_files import read_tokenizer, weight_files
-from stages.models.reward_files import is_classifier
-from stages.models.spec import read_spec
-from stages.rewards.config import PATIENCE_S, TIMEOUT_S
+from stages.models.hf_files import is_classifier, read_tokenizer, weight_files
+from stages.models.spec import RANDOM_TINY, read_spec
+from stages.rewards.config import RETRY_S, TIMEOUT_S
 from stages.rewards.judges.answers import AnswerCache, question_key
+from stages.rewards.judges.budget import Budget, Spending
 from stages.rewards.judges.endpoint import Asked, Endpoint, Received, ask_endpoint
-from stages.rewards.judges.rubric import GROUP, Question, make_rubric
-from stages.rewards.judges.verdicts import Answer, scored
+from stages.rewards.judges.rubric import GROUP, Answer, Question, make_rubric, scored
+from stages.rewards.learned import DTYPES, EACH_ALONE, HERE, Holds, Loading
 from stages.rewards.protocol import RewardFailed, Sample, Scored
 from stages.rewards.registry import UnfitReward
-from stages.rewards.resident import DTYPES, EACH_ALONE, HERE, Holds, Loading
 from storage.problems import Problem, above, at_least
 
 ANSWERS = "judge"
-"""Directory of a judge's answers, in a run's."""
+"""Directory of a judge's answers, and of what it has used up, in a run's."""
 MOST_LIKELIEST = 20
 """Tokens that servers name with their log-probs, at most, unless they are told otherwise."""
 Reads = Literal["likelihood", "text"]
 
 
 class JudgeReward:
-    """Owns a judge behind an endpoint: its cache of answers. The score is the grade, or how much better than others a
-    response was found; see `verdicts.scored`."""
+    """A judge behind an endpoint, with its cache of answers and its budget. The score is the grade, or how much better
+    than others a response was found; see `verdicts.scored`."""
 
     deterministic = False
     """A server's last bits depend on what else it computes; what the cache has is the same for ever."""
@@ -66,40 +62,57 @@ class JudgeReward:
         key_env: str | None = None,
         concurrency: int = 16,
         timeout_s: float = TIMEOUT_S,
-        patience_s: float = PATIENCE_S,
+        retry_s: float = RETRY_S,
         cache: str | None = None,
         body: dict[str, Any] | None = None,
+        delimit: bool = True,
+        max_requests: int | None = None,
+        max_cost: float | None = None,
+        prompt_price: float = 0.0,
+        completion_price: float = 0.0,
         _directory: Path | None = None,
     ) -> None:
         """Raises UnfitReward, naming the argument.
 
         Args:
-            url: of the API, up to and with its version: http://HOST:8000/v1.
-            model: as the server calls it.
-            on_unparsed, rubric, rubric_file, answers, against, system: see `make_rubric`.
-            read: the first token's likeliest, or the text that is answered.
+            url: of the API, including its version: http://HOST:8000/v1.
+            model: the server's name of it.
+            on_unparsed, rubric, rubric_file, answers, against, system, delimit: see `make_rubric`.
+            read: the likeliest first tokens, or the text of the answer.
             max_tokens: of an answer that is read as text.
-            likeliest: how many tokens the server is asked for with their log-probs.
-            key_env: environment variable with the key that the server wants; None: it wants none.
-            concurrency: requests at once, of each scoring worker.
-            timeout_s: of a request. patience_s: how long the judge may answer nothing before the run stops.
+            likeliest: number of tokens whose log-probs are requested.
+            key_env: environment variable with the server's key; None: it needs none.
+            concurrency: simultaneous requests of each scoring worker.
+            timeout_s: of a request. retry_s: longest silence of the judge before the run stops.
             cache: directory of its answers; None: `judge` in the run's, or none outside a run.
-            body: more fields of the request; null takes one out.
+            body: more fields of the request; null removes one.
+            max_requests, max_cost: the run's budget for this judge; None: no limit.
+            prompt_price, completion_price: of a million tokens, in the unit of `max_cost`.
         """
-        self.rubric = make_rubric(rubric, rubric_file, answers, on_unparsed, against, system)
+        self.rubric = make_rubric(rubric, rubric_file, answers, on_unparsed, against, system, delimit)
         self.fields = self.rubric.fields
         _refuse_odd_url(url)
         _refuse_odd_key(key_env)
+        _refuse_clear_key(url, key_env)
         if read not in get_args(Reads):
             raise UnfitReward(Problem("read", read, f"must be {' or '.join(get_args(Reads))}"))
         counts = {"max_tokens": max_tokens, "likeliest": likeliest, "concurrency": concurrency}
-        waits = {"timeout_s": timeout_s, "patience_s": patience_s}
-        for problem in (*at_least(1, counts), *above(0, waits, " seconds")):
+        waits = {"timeout_s": timeout_s, "retry_s": retry_s}
+        prices = {"prompt_price": prompt_price, "completion_price": completion_price}
+        for problem in (
+            *at_least(1).problems({**counts, "max_requests": max_requests}),
+            *above(0, " seconds").problems(waits),
+            *above(0).problems({"max_cost": max_cost}),
+            *at_least(0).problems(prices),
+        ):
             raise UnfitReward(problem)
+        budget = Budget(max_requests, max_cost, prompt_price, completion_price)
+        if max_cost is not None and not budget.priced:
+            raise UnfitReward(Problem("max_cost", max_cost, "needs prompt_price or completion_price above 0"))
         _refuse_odd_body(body or {})
-        if patience_s < timeout_s:
-            raise UnfitReward(Problem("patience_s", patience_s, f"must be timeout_s ({timeout_s:g}) or more"))
-        self._endpoint = Endpoint(url.rstrip("/"), key_env, concurrency, timeout_s, patience_s)
+        if retry_s < timeout_s:
+            raise UnfitReward(Problem("retry_s", retry_s, f"must be timeout_s ({timeout_s:g}) or more"))
+        self._endpoint = Endpoint(url.rstrip("/"), key_env, concurrency, timeout_s, retry_s)
         how = {"max_tokens": max_tokens}
         if read == "likelihood":
             how = {"max_tokens": 1, "logprobs": True, "top_logprobs": likeliest}
@@ -107,16 +120,20 @@ class JudgeReward:
         self._body = {name: value for name, value in given.items() if value is not None}
         own = None if _directory is None else _directory / ANSWERS
         self._cache = AnswerCache(own if cache is None else Path(cache))
+        judge = {**self._body, "rubric": self.rubric.pieces, "system": system, "against": against}
+        self._spending = Spending(budget, own, question_key(judge)[:12])
 
     def __call__(self, samples: Sequence[Sample]) -> Scored:
         return scored(self.rubric, self.ask, samples)
 
     def ask(self, questions: Sequence[Question]) -> list[Answer]:
-        """Of what the cache lacks, the judge is asked; each question once. Raises RewardFailed."""
+        """Return the answers, in the order of the questions. Of what the cache lacks, the judge is asked; each question
+        once. Raises RewardFailed."""
         asked = [Asked(question, {**self._body, "messages": list(question.messages)}) for question in questions]
         keys = [question_key(one.body) for one in asked]
         self._cache.refresh()
-        missing = {key: one for key, one in zip(keys, asked, strict=True) if self._cache.find(key) is None}
+        found = {key: answer for key in dict.fromkeys(keys) if (answer := self._cache.find(key)) is not None}
+        missing = {key: one for key, one in zip(keys, asked, strict=True) if key not in found}
 
         def keep(key: str, received: Received) -> None:
             about = {
@@ -128,21 +145,22 @@ class JudgeReward:
             }
             self._cache.add(key, received.answer, about)
 
-        found = ask_endpoint(self._endpoint, missing, keep) if missing else {}
-        return [found.get(key) or self._known(key) for key in keys]
+        if missing:
+            found |= ask_endpoint(self._endpoint, missing, keep, self._spending)
+        return [found[key] for key in keys]
+
+    def counts(self) -> Mapping[str, float]:
+        """Return the requests, and what they cost where tokens have prices, of all of the run's processes so far."""
+        total, budget = self._spending.total(), self._spending.budget
+        return {"requests": total.requests} | ({"cost": budget.cost(total)} if budget.priced else {})
 
     def close(self) -> None:
         self._cache.close()
 
-    def _known(self, key: str) -> Answer:
-        answer = self._cache.find(key)
-        assert answer is not None
-        return answer
-
 
 class LocalJudgeReward:
-    """Owns its use of a language model of this process as a judge. Its verdict is that of `JudgeReward` with
-    `read: likelihood` on a server with the same model: of the next token after the chat template."""
+    """A language model of this process as a judge. Its verdict is that of `JudgeReward` with `read: likelihood` on a
+    server with the same model: by the next token after the chat template."""
 
     def __init__(
         self,
@@ -156,18 +174,19 @@ class LocalJudgeReward:
         likeliest: int = MOST_LIKELIEST,
         dtype: str = "float32",
         pass_tokens: int | None = None,
+        delimit: bool = True,
     ) -> None:
         """Raises UnfitReward, naming the argument.
 
         Args:
             path: the model's directory, with a chat template.
-            on_unparsed, rubric, rubric_file, answers, against, system: see `make_rubric`.
-            likeliest: among so many tokens an answer must be, to count.
+            on_unparsed, rubric, rubric_file, answers, against, system, delimit: see `make_rubric`.
+            likeliest: an answer counts if it is among so many likeliest tokens.
             dtype: of the forward.
-            pass_tokens: questions are packed into passes of so many tokens; None: each has a pass to itself, so that
-                its verdict is the same whatever is asked beside it.
+            pass_tokens: questions are packed into passes of so many tokens; None: one question a pass, so that its
+                verdict does not depend on other questions.
         """
-        self.rubric = make_rubric(rubric, rubric_file, answers, on_unparsed, against, system)
+        self.rubric = make_rubric(rubric, rubric_file, answers, on_unparsed, against, system, delimit)
         self.fields = self.rubric.fields
         wrong = _model_problem(path)
         if wrong is not None:
@@ -175,7 +194,7 @@ class LocalJudgeReward:
         if dtype not in DTYPES:
             raise UnfitReward(Problem("dtype", dtype, f"must be {' or '.join(DTYPES)}"))
         counts = {"likeliest": likeliest, "pass_tokens": 1 if pass_tokens is None else pass_tokens}
-        for problem in at_least(1, counts):
+        for problem in at_least(1).problems(counts):
             raise UnfitReward(problem)
         self._tokenizer = read_tokenizer(path)
         first = [] if system is None else [{"role": "system", "content": system}]
@@ -194,13 +213,13 @@ class LocalJudgeReward:
         return scored(self.rubric, self.ask, samples)
 
     def ask(self, questions: Sequence[Question]) -> list[Answer]:
-        """Raises RewardFailed for a question that is longer than the model's context."""
+        """Raise RewardFailed for a question that is longer than the model's context."""
         rows = [self._tokenizer.apply_chat_template(question.messages) for question in questions]
         for question, row in zip(questions, rows, strict=True):
             if len(row) > self._context:
                 need = f"its question has {len(row)} tokens, the judge's context is {self._context}"
                 raise RewardFailed(f"{question}: {need}")
-        of_rows = importlib.import_module("stages.models.reward_rows").TokenRows.of(rows)
+        of_rows = importlib.import_module("stages.models.reward_model").TokenRows.of(rows)
         with HERE.lock:
             if self._model is None:
                 self._model = HERE.take(self._loading)
@@ -263,6 +282,19 @@ def _refuse_odd_key(key_env: str | None) -> None:
         raise UnfitReward(
             Problem("key_env", key_env, "its value has characters that a header cannot have (a newline?)")
         )
+
+
+def _refuse_clear_key(url: str, key_env: str | None) -> None:
+    """Refuse a key over plain http to another host: everybody on the way could read it."""
+    parts = urlsplit(url)
+    host = parts.hostname or ""
+    try:
+        here = host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        here = False
+    if key_env is not None and parts.scheme == "http" and not here:
+        need = "would send the key over plain http to another host: use https, a tunnel to 127.0.0.1, or no key_env"
+        raise UnfitReward(Problem("url", url, need))
 
 
 def _model_problem(path: str) -> str | None:

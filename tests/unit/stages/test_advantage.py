@@ -11,15 +11,7 @@ import pytest
 
 from stages.advantage import StalenessError, advantage
 from stages.ppo.config import KLConfig, NormalizeConfig, PPOConfig
-from storage.records import (
-    Advantages,
-    PolicyLogprobs,
-    ReferenceLogprobs,
-    Rollout,
-    Scores,
-    Values,
-    concatenate,
-)
+from storage.records import Advantages, PolicyLogprobs, ReferenceLogprobs, Rollout, Scores, Values, concatenate
 from tests.reference import oracles
 from tests.support.sampled_rows import sampled_rows
 

@@ -10,17 +10,9 @@ import numpy as np
 import pytest
 
 from stages.advantage import advantage
+from stages.ppo.advantages import GROUP_STD_EPS
 from stages.ppo.config import KLConfig, PPOConfig
-from stages.ppo.critic_free import GROUP_STD_EPS
-from storage.records import (
-    Advantages,
-    PolicyLogprobs,
-    ReferenceLogprobs,
-    Rollout,
-    Scores,
-    Values,
-    concatenate,
-)
+from storage.records import Advantages, PolicyLogprobs, ReferenceLogprobs, Rollout, Scores, Values, concatenate
 from tests.reference import oracles
 from tests.support.sampled_rows import sampled_rows
 

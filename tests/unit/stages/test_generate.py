@@ -14,8 +14,8 @@ from stages.engines.config import EngineConfig
 from stages.engines.embedded.build import build_embedded
 from stages.engines.protocol import Completion, EngineStats, Request
 from stages.generate import generate
-from stages.models.hf_config import RANDOM_TINY
 from stages.models.sampling import SamplingConfig
+from stages.models.spec import RANDOM_TINY
 from storage.records import FinishReason, PromptBatch
 
 PROMPTS = PromptBatch(
@@ -104,7 +104,7 @@ def test_prompts_that_cannot_work_are_refused() -> None:
 
 def test_shards_of_a_step_equal_the_whole_step() -> None:
     """Law 4 as a run uses it: how a step is cut into shards changes no token."""
-    settings = EngineConfig(slots=3)
+    settings = EngineConfig(max_rows=3)
     with closing(build_embedded(RANDOM_TINY, settings, max_seq=6, threads=1, device=torch.device("cpu"))) as engine:
         whole, *shards = [
             generate(engine, PROMPTS.rows(part), seed=1, step=2, version=0, sampling=SAMPLING, seq=6)

@@ -7,20 +7,20 @@ import numpy as np
 import pytest
 
 from storage.address import Address
-from storage.behind import MOST_WAITING, Behind
 from storage.commits import provenance_here
+from storage.config import Layout, Layouts
 from storage.ledger import Ledger
 from storage.records import Scores
 from storage.rollouts import RolloutStore
-from storage.shards import Layout, Layouts
+from storage.writeback import MOST_WAITING, Writeback
 
 
 def test_pieces_are_done_in_their_order_and_all_by_the_end() -> None:
     done: list[int] = []
-    behind = Behind()
+    writeback = Writeback()
     for number in range(3 * MOST_WAITING):
-        behind.submit(lambda number=number: done.append(number))  # type: ignore[misc]
-    behind.close()
+        writeback.submit(lambda number=number: done.append(number))  # type: ignore[misc]
+    writeback.close()
     assert done == list(range(3 * MOST_WAITING))
 
 
@@ -28,24 +28,24 @@ def test_what_a_piece_raises_is_raised_by_the_next_call_or_the_end() -> None:
     def broken() -> None:
         raise OSError("the disk")
 
-    behind, over = Behind(), threading.Event()
-    behind.submit(broken)
-    behind._thread.submit(over.set)
+    writeback, over = Writeback(), threading.Event()
+    writeback.submit(broken)
+    writeback._thread.submit(over.set)
     assert over.wait(30)
     with pytest.raises(OSError, match="the disk"):
-        behind.submit(lambda: None)
-    behind.submit(broken)
+        writeback.submit(lambda: None)
+    writeback.submit(broken)
     with pytest.raises(OSError, match="the disk"):
-        behind.close()
+        writeback.close()
 
 
 def test_a_disk_that_does_not_keep_up_is_waited_for() -> None:
-    go, behind, handed_in = threading.Event(), Behind(), threading.Event()
+    go, writeback, handed_in = threading.Event(), Writeback(), threading.Event()
     for _ in range(MOST_WAITING):
-        behind.submit(lambda: go.wait(30) and None)
+        writeback.submit(lambda: go.wait(30) and None)
 
     def one_more() -> None:
-        behind.submit(lambda: None)
+        writeback.submit(lambda: None)
         handed_in.set()
 
     waiting = threading.Thread(target=one_more)
@@ -54,21 +54,21 @@ def test_a_disk_that_does_not_keep_up_is_waited_for() -> None:
     go.set()
     waiting.join(30)
     assert handed_in.is_set()
-    behind.close()
+    writeback.close()
 
 
 def test_an_output_exists_before_it_is_in_its_place(tmp_path: Path) -> None:
     """Its commit makes it exist; the move comes behind, and another process reads it from where it is."""
-    layouts, address, go, behind = Layouts(Layout(2, 4, 3)), Address("score", 0, 1), threading.Event(), Behind()
-    behind.submit(lambda: go.wait(30) and None)
-    store = RolloutStore(str(tmp_path), Ledger(str(tmp_path / "ledger")), layouts, behind=behind)
+    layouts, address, go, writeback = Layouts(Layout(2, 4, 3)), Address("score", 0, 1), threading.Event(), Writeback()
+    writeback.submit(lambda: go.wait(30) and None)
+    store = RolloutStore(str(tmp_path), Ledger(str(tmp_path / "ledger")), layouts, writeback=writeback)
     scores = Scores(np.arange(4, dtype=np.float32))
     commit = store.write(address, scores, provenance_here(seed=0, config_hash=""))
     other = RolloutStore(str(tmp_path), Ledger(str(tmp_path / "ledger")), layouts)
     assert other.attempts() == [(address, commit.attempt)]
     np.testing.assert_array_equal(other.read(address).scores, scores.scores)
     go.set()
-    behind.close()
+    writeback.close()
     assert other.attempts() == []
     assert list(other.plain_faults(commit)) == []
     np.testing.assert_array_equal(other.read(address).scores, scores.scores)

@@ -11,11 +11,9 @@ import zarr
 
 from stages.models.hf_files import ByteTokenizer, read_tokenizer
 from storage import files
-from storage.descriptions import DESCRIPTIONS, describe
 from storage.errors import StoreError
-from storage.records import STORED, FinishReason
-from storage.store_root import read_root_array, write_root
-from storage.vocabulary import BYTES, OFFSETS, Vocabulary
+from storage.records import DESCRIPTIONS, STORED, FinishReason, describe
+from storage.rollout_root import BYTES, OFFSETS, Vocabulary, read_root_array, write_root
 from tests.support.paths import MOVIE_REVIEWS, SMOLLM2
 
 TEXTS = ("a lamp", "naïve — “日本語” 😀", "  two  spaces\n\tand a tab ", "don't . , !")

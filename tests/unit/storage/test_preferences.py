@@ -11,8 +11,8 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
+from storage.config import PreferencesConfig, preferences_problems
 from storage.preferences import JudgedPair, PreferencesError, RatedText, load_judgements, load_split
-from storage.preferences_config import PreferencesConfig, preferences_problems
 
 PAIR = {"prompt": "p", "chosen": "good", "rejected": "bad"}
 CHAT = [{"role": "user", "content": "2+2?"}]

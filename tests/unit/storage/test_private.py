@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import grp
 import os
+import pwd
 import stat
 from pathlib import Path
 
 import pytest
 
 from storage.errors import StoreError
-from storage.private import private_directory
+from storage.host import private_directory, who_else_can_change
 from storage.weights import WeightBoard
 
 
@@ -62,3 +64,52 @@ def test_a_weight_board_is_private(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         monkeypatch.setattr(os, "geteuid", lambda: me + 1)
         with pytest.raises(StoreError, match=f"{tmp_path}/board belongs to user {me}"):
             WeightBoard(tmp_path / "board")
+
+
+@pytest.mark.parametrize(
+    ("place", "mode_of_it", "why"),
+    [
+        ("", 0o757, "can be written by every user"),
+        ("run", 0o1777, "can be written by every user"),
+        ("run/checkpoints/policy/v1/.metadata", 0o646, "can be written by every user"),
+        ("run", 0o775, "can be written by group tape"),
+    ],
+)
+def test_who_else_can_change_a_path_is_named(tmp_path: Path, place: str, mode_of_it: int, why: str) -> None:
+    """Above it, itself, and below; another group's right to write as well as everybody's."""
+    file = tmp_path / "above" / "run" / "checkpoints" / "policy" / "v1" / ".metadata"
+    file.parent.mkdir(parents=True)
+    file.touch()
+    run, changed = tmp_path / "above" / "run", tmp_path / "above" / place
+    assert who_else_can_change(run, all_below=True) is None
+    if "tape" in why:
+        if os.geteuid() != 0:
+            pytest.skip("only root can give a directory to a group that it is not in")
+        os.chown(changed, -1, grp.getgrnam("tape").gr_gid)
+    changed.chmod(mode_of_it)
+    assert who_else_can_change(run, all_below=True) == f"{changed} {why}"
+    if changed == file:
+        assert who_else_can_change(run, all_below=False) is None
+
+
+def test_a_sticky_directory_above_and_the_users_own_group_are_no_danger(tmp_path: Path) -> None:
+    """As /tmp is, and as `umask 002` leaves what a user makes where every user has a group."""
+    (tmp_path / "tmp" / "run").mkdir(parents=True)
+    (tmp_path / "tmp").chmod(0o1777)
+    if grp.getgrgid(os.getegid()).gr_name == pwd.getpwuid(os.geteuid()).pw_name:
+        (tmp_path / "tmp" / "run").chmod(0o775)
+    assert who_else_can_change(tmp_path / "tmp" / "run", all_below=True) is None
+
+
+def test_a_link_is_followed_to_whoever_can_change_what_it_leads_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "theirs" / "checkpoints").mkdir(parents=True)
+    (tmp_path / "theirs").chmod(0o777)
+    (tmp_path / "run").symlink_to(tmp_path / "theirs" / "checkpoints")
+    why = who_else_can_change(tmp_path / "run", all_below=True)
+    assert why == f"{tmp_path}/theirs can be written by every user"
+    me = os.geteuid()
+    monkeypatch.setattr(os, "geteuid", lambda: me + 1)
+    if me:  # what root has, everybody trusts
+        assert "belongs to user" in str(who_else_can_change(tmp_path / "run", all_below=True))

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from storage.address import Address
-from storage.recent import RecentRecords
 from storage.records import Scores
+from storage.rollouts import RecentRecords
 
 
 def scores(value: float) -> Scores:

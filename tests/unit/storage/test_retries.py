@@ -14,16 +14,16 @@ from storage.address import Address
 from storage.commits import Commit, new_attempt, provenance_here
 from storage.config import Durability
 from storage.errors import StoreError, StoreRefused
+from storage.files import retried
 from storage.ledger import Ledger
-from storage.retries import patiently
 
 
 @pytest.fixture(autouse=True)
 def slept(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """Time passes as the code sleeps."""
     pauses: list[float] = []
-    monkeypatch.setattr("storage.retries.time.sleep", pauses.append)
-    monkeypatch.setattr("storage.retries.time.monotonic", lambda: sum(pauses))
+    monkeypatch.setattr("storage.files.time.sleep", pauses.append)
+    monkeypatch.setattr("storage.files.time.monotonic", lambda: sum(pauses))
     return pauses
 
 
@@ -43,16 +43,16 @@ def failing(times: int, number: int) -> Callable[[], str]:
 def test_an_error_that_passes_is_waited_out(
     number: int, slept: list[float], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert patiently(failing(7, number), "runs/x/file", patience_s=60) == "answer"
+    assert retried(failing(7, number), "runs/x/file", retry_s=60) == "answer"
     assert slept == [0.05, 0.1, 0.2, 0.4, 0.8, 1.6, 2.0]
     said = capsys.readouterr().err.splitlines()
     assert len(said) == 7
     assert said[0] == f"runs/x/file: {os.strerror(number)} ({errno.errorcode[number]}); trying again in 0.05 s"
 
 
-def test_patience_ends(slept: list[float]) -> None:
+def test_retries_end(slept: list[float]) -> None:
     with pytest.raises(StoreError, match=r"runs/x/file: .*ESTALE\), still so after 5 s of trying") as raised:
-        patiently(failing(10**6, errno.ESTALE), "runs/x/file", patience_s=5)
+        retried(failing(10**6, errno.ESTALE), "runs/x/file", retry_s=5)
     assert not isinstance(raised.value, StoreRefused)
     assert 3 < sum(slept) <= 5
 
@@ -60,7 +60,7 @@ def test_patience_ends(slept: list[float]) -> None:
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS, errno.EACCES, errno.EDQUOT])
 def test_what_only_a_person_can_change_is_an_error_at_once(number: int, slept: list[float]) -> None:
     with pytest.raises(StoreRefused, match=r"runs/x/file: .*What is committed is whole.*can be resumed"):
-        patiently(failing(1, number), "runs/x/file", patience_s=60)
+        retried(failing(1, number), "runs/x/file", retry_s=60)
     assert slept == []
 
 
@@ -70,7 +70,7 @@ def test_what_only_a_person_can_change_is_an_error_at_once(number: int, slept: l
 )
 def test_answers_are_no_faults(number: int, kind: type[OSError], slept: list[float]) -> None:
     with pytest.raises(kind):
-        patiently(failing(1, number), "x", patience_s=60)
+        retried(failing(1, number), "x", retry_s=60)
     assert slept == []
 
 

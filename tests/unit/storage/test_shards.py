@@ -8,7 +8,8 @@ import zarr
 from zarr.buffer.cpu import Buffer
 from zarr.storage import MemoryStore
 
-from storage.shards import Layout, Template, make_template
+from storage.config import Layout
+from storage.shards import Template, make_template
 
 SHARDS, SEQ = 3, 7
 

@@ -1,1 +1,1 @@
-"""Speculative decoding: drafters, which drafts to verify, what they cost and gain."""
+"""Speculative decoding: drafters, the choice of guesses to verify, and their costs and gains."""

@@ -1,7 +1,5 @@
-"""An engine's speculation, ready to choose: its drafters, and passes of several sizes timed before the first row.
-
-May import numpy, torch, stages.engines, stages.models.hf_files, stages.models.spec.
-"""
+"""Builds an engine's speculation: its drafters, and its cost model from passes of several sizes, timed before the first
+row."""
 
 from __future__ import annotations
 
@@ -11,24 +9,28 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from stages.engines.config import EngineConfig, SpeculationConfig
+from stages.engines.config import HIDDEN_STATES_BYTES, EngineConfig
 from stages.engines.embedded.batch import Batch
 from stages.engines.embedded.cache import BlockPool
 from stages.engines.embedded.drafts.costs import CALIBRATED, PassCosts
 from stages.engines.embedded.drafts.distillation import Student, Teacher
 from stages.engines.embedded.drafts.draft_head import LearnedDrafter
 from stages.engines.embedded.drafts.drafters import Drafter, NgramDrafter
-from stages.engines.embedded.drafts.speculation import Speculation, check_speculation
+from stages.engines.embedded.drafts.speculation import Speculation
+from stages.engines.embedded.kernels.blocks import blocks_for
 from stages.engines.embedded.kernels.cpu.native import load_native_kernels
-from stages.engines.embedded.kernels.paging import blocks_for
 from stages.engines.embedded.kernels.reference import TorchKernels
 from stages.engines.embedded.runner import Runner
-from stages.models.hf_files import read_weights
+from stages.models.hf_weights import read_weights
 from stages.models.spec import EMBEDDING, FINAL_NORM, read_spec
 
 _GUESSES = 32
-"""Tokens of the passes by which the cost of a long context is measured: guesses for one row, and enough of them for
-their attention to be a large part of the pass."""
+"""Tokens of the passes that measure the cost of a long context: guesses for one row, enough for their attention to be a
+large part of the pass."""
+HEAD_VOCAB = 4096
+"""Tokens that the learned head can draft: the most frequent ones in the responses."""
+TRAIN_SHARE = 0.5
+"""Most of the engine's idle time that is spent on training the head."""
 
 
 def build_speculation(
@@ -42,10 +44,9 @@ def build_speculation(
     threads: int,
     device: torch.device,
 ) -> Speculation | None:
-    """What `engine.embedded.speculation` asks for, or `drafters` in place of those it names; None for no drafts. Raises
-    ValueError for settings that cannot work."""
+    """Return the speculation that `engine.embedded.speculation` asks for, with `drafters` in place of its own if given;
+    None for no drafts."""
     config = engine.embedded.speculation
-    check_speculation(config)
     drafters = drafters or named_drafters(engine, path, runner, device)
     if not drafters:
         return None
@@ -58,13 +59,13 @@ def build_speculation(
         config.max_tokens,
         config.lengths,
         time.perf_counter,
-        config.train_share,
+        TRAIN_SHARE,
         branching=runner.supports_trees,
     )
 
 
 def named_drafters(engine: EngineConfig, path: str, runner: Runner, device: torch.device) -> list[Drafter]:
-    """Those of `engine.embedded.speculation.drafter`."""
+    """Return the drafters that `engine.embedded.speculation.drafter` names."""
     config = engine.embedded.speculation
     drafters: list[Drafter] = []
     if config.drafter in ("ngram", "both"):
@@ -72,18 +73,17 @@ def named_drafters(engine: EngineConfig, path: str, runner: Runner, device: torc
     if config.drafter in ("learned", "both"):
         own = load_native_kernels() if runner.kernels == "native" else TorchKernels()
         branches = config.branches if runner.supports_trees else 1
-        drafters.append(LearnedDrafter(make_student(config, path, device), own, getattr(torch, engine.dtype), branches))
+        drafters.append(LearnedDrafter(make_student(path, device), own, getattr(torch, engine.dtype), branches))
     return drafters
 
 
-def make_student(config: SpeculationConfig, path: str, device: torch.device) -> Student:
-    """A draft head for the model in `path`, yet to be trained."""
-    vocab, budget_bytes = read_spec(path).vocab_size, config.head_memory_mb * 2**20
-    return Student(read_teacher(path), vocab, config.head_vocab, budget_bytes, device)
+def make_student(path: str, device: torch.device, head_vocab: int = HEAD_VOCAB) -> Student:
+    """Return an untrained draft head for the model in `path`."""
+    return Student(read_teacher(path), read_spec(path).vocab_size, head_vocab, HIDDEN_STATES_BYTES, device)
 
 
 def read_teacher(path: str) -> Teacher:
-    """What the draft head needs of the model in `path`, read from its files when it is needed."""
+    """Return the parts of the model in `path` that the draft head learns from. The large ones are read when needed."""
     spec = read_spec(path)
     return Teacher(
         embedding=lambda tokens: read_weights(path)[EMBEDDING][torch.tensor(tokens)],
@@ -96,7 +96,7 @@ def read_teacher(path: str) -> Teacher:
 
 
 def measure_costs(runner: Runner, pool: BlockPool, *, max_seq: int, threads: int) -> PassCosts:
-    """Times passes of each calibrated size at short context, and one kind at the longest."""
+    """Time passes of each calibrated size at short context, and passes of one size at the longest."""
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
@@ -108,8 +108,8 @@ def measure_costs(runner: Runner, pool: BlockPool, *, max_seq: int, threads: int
 
 
 def time_pass(runner: Runner, pool: BlockPool, num_tokens: int, position: int = 0, repeats: int = 5) -> float:
-    """Seconds of a pass that feeds so many tokens, all at one position of rows that share their blocks, and samples
-    after each: the least of several, since other processes only ever add."""
+    """Return the seconds of a pass that feeds and samples after `num_tokens` tokens, all at one position of rows that
+    share their blocks. The minimum of several runs, since other processes can only slow it down."""
     blocks = [pool.take() for _ in range(blocks_for(position + 1))]
     index = np.arange(num_tokens)
     batch = Batch(

@@ -1,47 +1,55 @@
-"""What passes and drafts cost, as measured, and what drafts of each length would gain: the numbers behind a choice.
+"""The measured costs of passes and drafts, and the choices that follow from them.
+
+`choose_guesses` and `choose_depth` maximise the expected tokens per second under the cost model. The model may be wrong
+where a gain is small, so `Trials` has the last word: for each number of decoding rows it compares the tokens per second
+of passes with and without drafts, drafting included. Where drafts do not gain they pause, each time for longer; where
+they do, a pass now and then runs without drafts, so that the comparison stays current.
 
 Standard library only; no clock.
 """
 
 from __future__ import annotations
 
+import statistics
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 CALIBRATED = (1, 2, 4, 8, 16, 32, 64, 128)
 """Sizes of the passes that are timed before the first draft."""
 _MEAN_RATE = 0.1
-"""Least weight of a new measurement in the mean of those before it."""
+"""Smallest weight of a new measurement in the running mean."""
 _COMMON_RATE, _LOCAL_RATE = 0.08, 0.04
-"""How fast passes move the whole curve, and the sizes next to their own. Mostly the machine as a whole has become
-slower or faster; a size that is not run at present would else look cheap because it was timed at a better moment."""
+"""Rates at which a pass moves the whole curve, and the sizes next to its own. Usually the whole machine has become
+slower or faster; a size that is not run at present would otherwise look cheap because it was timed at a better
+moment."""
 _FIRST_STEP_SHARE = 0.03
-"""A drafted position's time is taken to be this share of the smallest pass until it has been measured."""
+"""Assumed time of a drafted position until it is measured, as a share of the smallest pass."""
 _NEGLIGIBLE = 0.01
-"""Guesses less likely than that are not looked at."""
+"""Probability below which guesses are ignored."""
 
 
 class PassCosts:
-    """Owns the measured seconds of a pass by its number of tokens: linear between the calibrated sizes, and moved
-    toward every pass that is run, the sizes next to it most; and what each position that a token attends to adds."""
+    """Measured seconds of a pass by its number of tokens: linear between the calibrated sizes. Each pass moves the
+    curve towards its time, the nearest sizes most. Every position that a token attends to adds a constant."""
 
     def __init__(self, seconds: Mapping[int, float], per_position: float = 0.0) -> None:
-        """`seconds`: of at least two sizes, at short context. Raises ValueError for fewer."""
+        """`seconds`: measured for at least two sizes, at short context. Raises ValueError for fewer."""
         if len(seconds) < 2:
-            raise ValueError("an interpolation needs two points")
+            raise ValueError("a cost curve needs measurements of at least two sizes")
         self.per_position = max(per_position, 0.0)
         self._sizes = sorted(seconds)
         self._seconds = [seconds[size] for size in self._sizes]
-        for i in range(1, len(self._seconds)):  # more tokens are never faster: that was another process's doing
+        for i in range(1, len(self._seconds)):  # more tokens are never faster; another process must have interfered
             self._seconds[i] = max(self._seconds[i], self._seconds[i - 1])
 
     @property
     def curve(self) -> dict[int, float]:
-        """Seconds by tokens, at short context."""
+        """Seconds by number of tokens, at short context."""
         return dict(zip(self._sizes, self._seconds, strict=True))
 
     def seconds(self, num_tokens: float, positions: float = 0.0) -> float:
-        """Of a pass of so many tokens that attend to so many positions, all tokens together."""
+        """Return the seconds of a pass of `num_tokens` tokens that attend to `positions` positions in total."""
         left, weight = self._interval(num_tokens)
         return (1 - weight) * self._seconds[left] + weight * self._seconds[left + 1] + self.per_position * positions
 
@@ -54,7 +62,7 @@ class PassCosts:
         self._seconds[left + 1] *= factor ** (_LOCAL_RATE * weight)
 
     def _interval(self, num_tokens: float) -> tuple[int, float]:
-        """The interval (its left end's index), and how far into it; the last one goes on for ever."""
+        """Return the interval (index of its left end) and the position in it; the last interval has no right end."""
         left = 0
         while left < len(self._sizes) - 2 and self._sizes[left + 1] <= num_tokens:
             left += 1
@@ -62,21 +70,21 @@ class PassCosts:
 
 
 class DraftingCosts:
-    """Owns the measured seconds of making drafts, by the number of rows they are made for: of one position of all of
-    them where a drafter goes position by position, else of whole drafts."""
+    """Measured seconds of drafting by number of rows: of one position for all rows if a drafter works position by
+    position, otherwise of whole drafts."""
 
     def __init__(self, by_position: bool, smallest_pass: float) -> None:
         self._by_position = by_position
         self._first_guess = _FIRST_STEP_SHARE * smallest_pass if by_position else 0.0
         self._measured: dict[int, tuple[float, int]] = {}
-        """Rows -> (seconds, how often measured)."""
+        """Rows -> (seconds, number of measurements)."""
 
     @property
     def curve(self) -> dict[int, float]:
         return {rows: seconds for rows, (seconds, _) in sorted(self._measured.items())}
 
     def seconds(self, num_rows: int, length: int) -> float:
-        """Of drafts of `length` tokens for so many rows: as measured for that many, or the nearest number of rows."""
+        """Return the seconds of drafts of `length` tokens, as measured for this or the nearest number of rows."""
         if not length or not num_rows:
             return 0.0
         if self._measured:
@@ -87,8 +95,8 @@ class DraftingCosts:
         return each * (length if self._by_position else 1)
 
     def observe(self, num_rows: int, length: int, seconds: float) -> None:
-        """A mean at first, then one that forgets. What stands out by far is another process's doing and counts
-        little."""
+        """Update the mean: at first of all measurements, later a decaying one. An outlier counts little, since another
+        process must have caused it."""
         each = seconds / (length if self._by_position else 1)
         known, times = self._measured.get(num_rows, (each, 0))
         each = min(each, 3 * known)
@@ -103,12 +111,12 @@ def choose_guesses(
     seconds: Callable[[int], float],
     threshold: float = 1.0,
 ) -> list[list[int]]:
-    """Which guesses to verify, of each row's: those that maximise expected tokens per second, the best ones first.
+    """Return for each row the guesses to verify, the best first: those that maximise the expected tokens per second.
 
-    `gains[i][j]`: probability that guess j of row i, and all that it follows, are right; at most that of the guess that
-    it follows, which comes before it. With g_1 >= g_2 >= ... of all of them sorted, the best k give B + g_1 + ... + g_k
-    tokens in T(n + k) seconds, for B = `num_rows` rows that decode and n = `num_tokens` tokens that are fed anyway. A
-    choice must beat k = 0 by the factor `threshold`."""
+    `gains[i][j]`: probability that guess j of row i and all before it on its path are right; at most that of its
+    parent, which has a smaller j. With all gains sorted, g_1 >= g_2 >= ..., the best k give B + g_1 + ... + g_k tokens
+    in T(n + k) seconds, for B = `num_rows` decoding rows and n = `num_tokens` tokens that are fed anyway. A choice must
+    beat k = 0 by the factor `threshold`."""
     ranked = sorted((-gain, j, i) for i, row in enumerate(gains) for j, gain in enumerate(row) if gain > _NEGLIGIBLE)
     best, best_count = num_rows / seconds(num_tokens) * threshold, 0
     expected = float(num_rows)
@@ -133,13 +141,13 @@ def choose_depth(
     threshold: float = 1.0,
     width: float = 1.0,
 ) -> int:
-    """How long drafts of equal length should be made, before they are: gamma = argmax of
+    """Return the draft length to ask for, the same for all rows: gamma = argmax of
 
         (B + b (g_1 + ... + g_gamma) + others) / (T(b w gamma) + D(gamma)),   gamma = 0 .. len(gains)
 
-    `num_rows` B rows decode, drafts are made for `num_drafted` b of them; `gains` are means over rows; `others` are
-    tokens expected from drafts of another origin; `seconds(k)` is T of a pass with k guesses, of which there are
-    `width` w for each position; `drafting` D. gamma > 0 must beat 0 by the factor `threshold`."""
+    B = `num_rows` rows decode, and drafts are made for b = `num_drafted` of them. `gains`: means over rows. `others`:
+    tokens expected from other drafters. `seconds(k)`: T of a pass with k guesses; w = `width` guesses per position.
+    `drafting`: D. gamma > 0 must beat 0 by the factor `threshold`."""
     best, best_depth = (num_rows + others) / seconds(0) * threshold, 0
     expected = num_rows + others
     for depth, gain in enumerate(gains, 1):
@@ -152,7 +160,7 @@ def choose_depth(
 
 @dataclass(frozen=True)
 class CurvePoint:
-    """Expected speed of one way of drafting."""
+    """Expected speed at one number of rows and draft length."""
 
     num_rows: int
     length: int
@@ -165,8 +173,8 @@ def expected_speed(
     drafting: DraftingCosts,
     rows: Sequence[int] = (1, 2, 4, 8, 16),
 ) -> list[CurvePoint]:
-    """Tokens per second by rows in flight and draft length, 0 to as many as `acceptance` has entries: each is the
-    probability that a token at that position is accepted if all before it were."""
+    """Return tokens per second by number of rows and draft length, from 0 to len(acceptance). `acceptance[k]`:
+    probability that the token at position k is accepted if all before it were."""
     points = []
     for num_rows in rows:
         expected, together = 1.0, 1.0
@@ -177,3 +185,95 @@ def expected_speed(
             seconds = costs.seconds(num_rows * (1 + length)) + drafting.seconds(num_rows, length)
             points.append(CurvePoint(num_rows, length, num_rows * expected / seconds))
     return points
+
+
+# ---- trials: passes with and without drafts --------------------------------------------------------------
+
+_WINDOW = 16
+"""Number of last passes of each kind that are compared."""
+_WINDOW_ROWS = 128
+"""Rows that the window of passes with drafts must hold at least: with few rows, the number of tokens per row is mostly
+chance, and a comparison of a few passes would sooner or later come out wrong."""
+_ENOUGH_PLAIN = 4
+"""Fewest passes without drafts in a comparison; with drafts it is half a window."""
+_PLAIN_EVERY = 32
+"""One in this many passes runs without drafts while they are allowed."""
+_FIRST_PAUSE, _LONGEST_PAUSE = 128, 4096
+"""Shortest and longest pause of drafts, in passes; each pause is twice the last one."""
+
+
+@dataclass
+class _Trial:
+    """The measurements at one number of rows."""
+
+    drafted: deque[tuple[int, float]]
+    """Tokens and seconds of the last passes with drafts; `maxlen` is the window."""
+    plain: deque[float] = field(default_factory=lambda: deque(maxlen=_WINDOW))
+    """Seconds of the last passes without drafts."""
+    passes: int = 0
+    pause_until: int = 0
+    pause_passes: int = _FIRST_PAUSE
+
+    @property
+    def window(self) -> int:
+        assert self.drafted.maxlen is not None
+        return self.drafted.maxlen
+
+    @property
+    def enough_drafted(self) -> bool:
+        return 2 * len(self.drafted) >= self.window
+
+    @property
+    def enough_plain(self) -> bool:
+        return len(self.plain) >= _ENOUGH_PLAIN
+
+
+class Trials:
+    """Owns the last passes by number of rows, and the pauses of drafts."""
+
+    def __init__(self) -> None:
+        self._trials: dict[int, _Trial] = {}
+
+    def allows(self, num_rows: int) -> bool:
+        """Return True if the next pass of `num_rows` rows may have drafts."""
+        trial = self._trial(num_rows)
+        if trial.passes < trial.pause_until:
+            return False
+        short_of_plain = trial.enough_drafted and not trial.enough_plain
+        return not short_of_plain and trial.passes % _PLAIN_EVERY != _PLAIN_EVERY - 1
+
+    def observe(self, num_rows: int, tokens: int, seconds: float, *, drafted: bool) -> None:
+        """Record a pass of `num_rows` rows, all decoding. `seconds` includes the drafting."""
+        trial = self._trial(num_rows)
+        trial.passes += 1
+        if drafted:
+            trial.drafted.append((tokens, seconds))
+        else:
+            trial.plain.append(seconds)
+        gain = self.gain(num_rows)
+        if not drafted or gain is None:
+            return
+        if gain < 1.0:
+            trial.pause_until, trial.pause_passes = (
+                trial.passes + trial.pause_passes,
+                min(2 * trial.pause_passes, _LONGEST_PAUSE),
+            )
+            trial.drafted.clear()
+        elif len(trial.drafted) == trial.window:
+            trial.pause_passes = _FIRST_PAUSE
+
+    def gain(self, num_rows: int) -> float | None:
+        """Return tokens per second with drafts, divided by those without, over the last passes; None if there are too
+        few. Uses the median of the seconds, so that passes which another process held up do not count."""
+        trial = self._trials.get(num_rows)
+        if trial is None or not (trial.enough_drafted and trial.enough_plain):
+            return None
+        tokens = statistics.fmean(tokens for tokens, _ in trial.drafted)
+        seconds = statistics.median(seconds for _, seconds in trial.drafted)
+        return tokens / seconds * statistics.median(trial.plain) / num_rows
+
+    def _trial(self, num_rows: int) -> _Trial:
+        if num_rows not in self._trials:
+            window = max(_WINDOW, -(-_WINDOW_ROWS // max(num_rows, 1)))
+            self._trials[num_rows] = _Trial(deque(maxlen=window))
+        return self._trials[num_rows]

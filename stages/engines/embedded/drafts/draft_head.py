@@ -1,16 +1,15 @@
-"""The learned drafter: a small recurrent head on the model's hidden state, trained by distillation as the run goes.
+"""The learned drafter: a small recurrent head on the model's hidden state, trained by distillation during the run.
 
     h     hidden state (normed) from which the row's last token y was drawn      s_0 = h
     s_k+1 = s_k + a * W_down (silu(g) * u),   [g, u] = W_up [s_k / rms(s_k), E(y)]
-    logits = U s_k+1                           the next guess, and y of the next step
+    logits = U s_k+1                           the next guess, which is y of the next step
 
-s imitates the hidden state that the model itself would have after y, so U starts as the model's own output rows, E as
-its embedding. Both are of a reduced vocabulary: the tokens most frequent in the run's responses (`distillation`). A
+s imitates the hidden state that the model itself would have after y, so U starts as the model's own output rows and E
+as its embedding. Both cover a reduced vocabulary: the most frequent tokens of the run's responses (`distillation`). A
 guess is drawn with the noise of its own position (Gumbel coupling): where the head's distribution is near the model's,
 so is the token, also at temperature 1. After ReDrafter (Cheng et al. 2024) and EAGLE (Li et al. 2024).
 
-The head is about speed only, so it is saved nowhere; every engine learns its own. May import numpy, torch,
-stages.engines.
+The head changes the speed only. It is not saved; every engine trains its own.
 """
 
 from __future__ import annotations
@@ -24,42 +23,41 @@ import torch
 import torch.nn.functional as F
 from jaxtyping import Float32, Int64, UInt64
 
-from stages.engines.embedded.draft_tree import DraftTree
 from stages.engines.embedded.drafts.distillation import Head, Student, cell_input
 from stages.engines.embedded.drafts.drafters import Draft
 from stages.engines.embedded.kernels.protocol import DraftingKernels, Guessed, HeadWeights, Kernels
-from stages.engines.embedded.rows import Row
-from stages.engines.embedded.sampling.noise import gumbel_of, noise_keys, token_words
+from stages.engines.embedded.rows import DraftTree, Row
+from stages.engines.embedded.sampling import gumbel_of, noise_keys, token_words
 
-_GAPS = (0.5, 1.5, 3.0)
-"""Bounds between the classes of confidence: how far the best token is ahead of the second, and each other one behind
-the best, in nats, noise included."""
+_LEVEL_BOUNDS = (0.5, 1.5, 3.0)
+"""Bounds between the confidence classes, in nats, noise included: the lead of the best token over the second, and the
+gap from every other token to the best."""
 _RANKS = 4
-"""Guesses behind one token that are distinguished in confidence: the best, the second, ..."""
+"""Ranks of guesses with a confidence of their own: the best after a token, the second, ..."""
 KIND = "learned"
 
 
 @dataclass(frozen=True, eq=False)
-class _Working:
-    """The head as it drafts: a copy, packed like the model's own layers."""
+class _DraftingHead:
+    """A copy of the head for drafting, packed like the model's own layers."""
 
     weights: HeadWeights
     ids: Int64[np.ndarray, " R"]
     slots: Mapping[int, int]
-    """Token -> its index among `ids`."""
+    """Token -> its index in `ids`."""
 
 
 class LearnedDrafter:
-    """Owns the head, and the hidden states of the rows in flight: of long ones, where they are too many for their part
-    of the memory, the last ones."""
+    """Owns the head and the hidden states of the rows in flight. If these exceed their share of the memory, long rows
+    keep only their last states."""
 
     kinds: tuple[str, ...] = (KIND,)
     by_position = True
     wants_hidden = True
 
     def __init__(self, student: Student, kernels: Kernels, dtype: torch.dtype, branches: int = 1) -> None:
-        """`dtype`: of the head's weights when it drafts, bfloat16 where that is in one call; it learns in float32.
-        `branches`: guesses for each position of a draft."""
+        """`dtype`: the head's weights when it drafts; bfloat16 if the kernels draft in one call. Training uses float32.
+        `branches`: guesses per position of a draft."""
         self.generation = 0
         self._branches = branches
         self._student, self._kernels = student, kernels
@@ -67,20 +65,21 @@ class LearnedDrafter:
         self._unroll: Callable[..., Guessed] = partial(unroll, kernels)
         if isinstance(kernels, DraftingKernels):
             self._dtype, self._unroll = torch.bfloat16, kernels.unroll
-        self._working: _Working | None = None
+        self._drafting_head: _DraftingHead | None = None
         self._hidden: dict[Row, list[np.ndarray]] = {}
-        """Hidden states of each row, of its last tokens without a gap."""
+        """Hidden states of each row's last tokens, without a gap."""
         self.held_bytes = 0
-        """Of those."""
+        """Bytes of these states."""
 
     def observe(self, row: Row, hidden: Float32[np.ndarray, "kept C"]) -> None:
-        self._hidden.setdefault(row, []).append(hidden.copy())  # a view would keep the whole pass's
+        self._hidden.setdefault(row, []).append(hidden.copy())  # a view would keep the whole pass's states
         self.held_bytes += hidden.nbytes
-        while self.held_bytes > self._student.in_flight_bytes and self._forget():
+        while self.held_bytes > self._student.in_flight_bytes and self._drop_states():
             pass
 
-    def _forget(self) -> bool:
-        """The older half of what is held of the row of which most is; False if nothing is but each row's last pass."""
+    def _drop_states(self) -> bool:
+        """Drop the older half of the states of the row that holds most. Return False if no row has more than one
+        pass."""
         states = max(self._hidden.values(), key=len)
         older = states[: len(states) // 2]
         del states[: len(older)]
@@ -106,21 +105,23 @@ class LearnedDrafter:
 
     @torch.inference_mode()
     def propose(self, rows: Sequence[Row], longest: Sequence[int]) -> list[Draft | None]:
-        working = self._working
-        known = [row for row in rows if row in self._hidden] if working is not None else []
-        if working is None or not known:
+        drafting_head = self._drafting_head
+        known = [row for row in rows if row in self._hidden] if drafting_head is not None else []
+        if drafting_head is None or not known:
             return [None] * len(rows)
         limits = dict(zip(rows, longest, strict=True))
         depth = max(limits[row] for row in known)
         state = self._student.normed(torch.from_numpy(np.stack([self._hidden[row][-1][-1] for row in known])))
-        other = len(working.ids)
-        slots = np.array([working.slots.get(row.tokens[-1], other) for row in known], np.int64)
+        other = len(drafting_head.ids)
+        slots = np.array([drafting_head.slots.get(row.tokens[-1], other) for row in known], np.int64)
         temperatures = [row.request.sampling.temperature for row in known]
         keys = _keys(known, depth) if any(temperatures) else np.zeros((len(known), depth), np.uint64)
         banned = [self._slots_of(row.banned(ahead)) for row in known for ahead in range(depth)]
-        guessed = self._unroll(working.weights, state, slots, depth, self._branches, temperatures, keys, banned)
-        tokens = working.ids[guessed.slots]
-        levels = np.minimum(guessed.ranks, _RANKS - 1) * (len(_GAPS) + 1) + np.digitize(guessed.gaps, _GAPS)
+        guessed = self._unroll(drafting_head.weights, state, slots, depth, self._branches, temperatures, keys, banned)
+        tokens = drafting_head.ids[guessed.slots]
+        levels = np.minimum(guessed.ranks, _RANKS - 1) * (len(_LEVEL_BOUNDS) + 1) + np.digitize(
+            guessed.gaps, _LEVEL_BOUNDS
+        )
         drafts = {
             row: _draft(limits[row], tokens[i], guessed.parents[i], guessed.ranks[i], levels[i])
             for i, row in enumerate(known)
@@ -128,10 +129,10 @@ class LearnedDrafter:
         return [drafts.get(row) for row in rows]
 
     def _slots_of(self, banned: tuple[int, ...]) -> tuple[int, ...]:
-        """Of the tokens that a row cannot get, those that the head could guess."""
-        working = self._working
-        assert working is not None
-        return tuple(working.slots[token] for token in banned if token in working.slots)
+        """Return the banned tokens that the head could guess, as slots."""
+        drafting_head = self._drafting_head
+        assert drafting_head is not None
+        return tuple(drafting_head.slots[token] for token in banned if token in drafting_head.slots)
 
     @torch.inference_mode()
     def _publish(self, head: Head) -> None:
@@ -143,7 +144,7 @@ class LearnedDrafter:
             embedding=head.embedding.clone(),
             words=token_words(self._student.vocab, device)[:, torch.from_numpy(ids).to(device)],
         )
-        self._working = _Working(weights, ids, {token: slot for slot, token in enumerate(ids.tolist())})
+        self._drafting_head = _DraftingHead(weights, ids, {token: slot for slot, token in enumerate(ids.tolist())})
         self.generation += 1
 
 
@@ -154,18 +155,18 @@ def _draft(
     ranks: Int64[np.ndarray, "depth G"],
     levels: Int64[np.ndarray, "depth G"],
 ) -> Draft:
-    """Of one row, down to so many positions."""
+    """Return one row's draft of up to `depth` positions."""
     there = ranks[:depth] >= 0
     numbers = np.cumsum(there.ravel()).reshape(there.shape) - 1
-    """Of each guess in the tree."""
-    behind = np.full_like(numbers, -1)
-    behind[1:] = np.take_along_axis(numbers[:-1], parents[1:depth], 1)
-    tree = DraftTree(tuple(tokens[:depth][there].tolist()), tuple(behind[there].tolist()))
+    """Index of each guess in the tree."""
+    tree_parents = np.full_like(numbers, -1)
+    tree_parents[1:] = np.take_along_axis(numbers[:-1], parents[1:depth], 1)
+    tree = DraftTree(tuple(tokens[:depth][there].tolist()), tuple(tree_parents[there].tolist()))
     return Draft(tree, KIND, tuple(levels[:depth][there].tolist()))
 
 
 def _keys(rows: Sequence[Row], depth: int) -> UInt64[np.ndarray, "rows depth"]:
-    """Of the noise at the positions to be drafted."""
+    """Return the noise keys of the positions to draft."""
     parts = np.array([(r.request.seed, r.request.step, r.request.row, len(r.tokens)) for r in rows], np.int64)
     seeds, steps, numbers, positions = parts.T[:, :, None]
     return noise_keys(seeds, steps, numbers, positions + np.arange(depth))
@@ -182,12 +183,12 @@ def unroll(
     keys: UInt64[np.ndarray, "rows depth"],
     banned: Sequence[Sequence[int]],
 ) -> Guessed:
-    """The head's guesses for `depth` positions, as slots: of each position the `branches` that are least behind the
-    best, summed over their path; those of one position are fed back for the next. `slots`: of the last tokens;
-    `banned`: of each row and position, slots that it cannot get. Logits are not divided by the temperature: noise is
-    multiplied by it."""
+    """Return the head's guesses for `depth` positions, as slots. Each position has the `branches` guesses with the
+    smallest gap to the best, summed over their path; they are the inputs of the next position. `slots`: each row's last
+    token. `banned`: per row and position, the slots that cannot be drawn. Logits are not divided by the temperature;
+    the noise is multiplied by it."""
     num_rows, device = len(state), state.device
-    warmth = torch.tensor(temperatures, device=device)
+    noise_scales = torch.tensor(temperatures, device=device)
     noise = gumbel_of(keys.ravel(), head.words).view(num_rows, depth, -1) if any(temperatures) else None
     state, last = state[:, None], torch.from_numpy(slots).to(device)[:, None]
     totals = torch.zeros(num_rows, 1, device=device)
@@ -199,20 +200,20 @@ def unroll(
         flat = flat + kernels.linear(kernels.gate(fed), head.down, torch.float32)
         scores = kernels.linear(flat, head.out, torch.float32).view(num_rows, items, -1)
         if noise is not None:
-            scores = scores + (noise[:, position] * warmth[:, None])[:, None]
+            scores = scores + (noise[:, position] * noise_scales[:, None])[:, None]
         for row in range(num_rows):
             for slot in banned[row * depth + position]:
                 scores[row, :, slot] = float("-inf")
         best = scores.topk(min(max(branches, 2), scores.shape[-1]), dim=-1)
-        behind = best.values[..., :1] - best.values
-        sums = (totals[..., None] + behind).nan_to_num(nan=torch.inf, posinf=torch.inf).view(num_rows, -1)
+        distances = best.values[..., :1] - best.values
+        sums = (totals[..., None] + distances).nan_to_num(nan=torch.inf, posinf=torch.inf).view(num_rows, -1)
         wanted = best.indices.shape[-1]
-        lacking = max(branches - sums.shape[1], 0)
-        least = F.pad(sums, (0, lacking), value=torch.inf).sort(stable=True, dim=-1)
+        missing = max(branches - sums.shape[1], 0)
+        least = F.pad(sums, (0, missing), value=torch.inf).sort(stable=True, dim=-1)
         totals, chosen = least.values[:, :branches], least.indices[:, :branches].clamp(max=sums.shape[1] - 1)
         parents, ranks = chosen // wanted, chosen % wanted
         last = best.indices.view(num_rows, -1).gather(1, chosen)
-        gaps = behind.view(num_rows, -1).gather(1, chosen + (ranks == 0).long())
+        gaps = distances.view(num_rows, -1).gather(1, chosen + (ranks == 0).long())
         found.append((last, parents, ranks.masked_fill(totals == torch.inf, -1), gaps))
         state = flat.view(num_rows, items, -1).gather(1, parents[..., None].expand(-1, -1, flat.shape[-1]))
     return Guessed(*(torch.stack(each, 1).cpu().numpy() for each in zip(*found, strict=True)))

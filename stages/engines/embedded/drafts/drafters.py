@@ -1,7 +1,7 @@
-"""Guesses of a row's next tokens, to be verified in one pass: the protocol of drafters, and lookup.
+"""Drafters guess a row's next tokens, which one pass verifies: the protocol, lookup of n-grams, and guesses with gains.
 
-A draft is accepted up to the first token that differs from what the row gets anyway, so a drafter can make generation
-faster or slower, but never change it. May import numpy, torch and stages.engines.
+A draft is accepted up to the first token that differs from the one the row gets anyway. So a drafter can make
+generation faster or slower, but never change its tokens.
 """
 
 from __future__ import annotations
@@ -15,70 +15,68 @@ import numpy as np
 import torch
 from jaxtyping import Float32
 
-from stages.engines.embedded.draft_tree import DraftTree, chain
-from stages.engines.embedded.rows import Row
+from stages.engines.embedded.rows import DraftTree, Row, chain
 
 _LENGTHS = (3, 2)
-"""Tokens that must agree for a lookup; the longer match is tried first, being right more often."""
+"""Lengths of the n-grams to look up; the longer match is tried first, since it is right more often."""
 _MAX_PROMPTS = 4096
-"""Prompts whose responses are remembered: those seen last."""
+"""Most prompts whose responses are kept; the least recent go first."""
 _RESPONSES = 2
-"""Responses remembered of each."""
+"""Responses kept per prompt."""
 
 
 @dataclass(frozen=True)
 class Draft:
-    """Guesses. `kind` says how they were found: acceptance is measured by kind and depth."""
+    """Guesses for one row. `kind` says how they were found; acceptance is measured by kind and depth."""
 
     tree: DraftTree
     kind: str
     levels: tuple[int, ...] = ()
-    """How sure the drafter is of each guess, in any small number of classes: acceptance is measured for each of them.
-    Empty: it cannot say."""
+    """Confidence class of each guess; acceptance is measured per class. Empty if the drafter has no confidence."""
 
 
 class Drafter(Protocol):
-    """Used by the engine thread only, `refit` excepted."""
+    """Maker of guesses. Used by the engine thread only, except `refit`."""
 
     kinds: tuple[str, ...]
-    """Of all its drafts."""
+    """Kinds of its drafts."""
     by_position: bool
-    """Whether each further position of a draft costs as much time as the first."""
+    """True if each further position of a draft costs as much time as the first."""
     wants_hidden: bool
-    """Whether `observe` must be called."""
+    """True if `observe` must be called."""
     generation: int
-    """Rises when what it has learned comes into use."""
+    """Increases when the drafter begins to use what it has learned."""
 
     def propose(self, rows: Sequence[Row], longest: Sequence[int]) -> list[Draft | None]:
-        """For each row up to so many positions (at least 1) to follow `row.tokens`; None if it has no idea."""
+        """Return for each row a draft of up to `longest` positions (at least 1) after `row.tokens`, or None."""
         ...
 
     def observe(self, row: Row, hidden: Float32[np.ndarray, "kept C"]) -> None:
-        """The model's hidden states from which the row's last tokens have been drawn."""
+        """Receive the model's hidden states from which the row's last tokens were drawn."""
         ...
 
     def finish(self, row: Row) -> None:
-        """The row is complete (or was given up): forget what was kept for it, learn from its response."""
+        """Forget a row that is complete or was dropped, and learn from its response."""
         ...
 
     def refit(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """New weights of the model are coming in. From any thread; keeps no view of the tensors."""
+        """Receive the model's new weights. From any thread; keep no view of the tensors."""
         ...
 
     def train(self) -> bool:
-        """Learns for some tens of milliseconds, the engine being idle; False if there is nothing to learn."""
+        """Learn for some tens of milliseconds while the engine is idle. Return False if there is nothing to learn."""
         ...
 
 
 @dataclass(eq=False)
 class _Index:
-    """Where each run of 2 or 3 tokens was seen last: in the row itself, or in earlier rows of its prompt."""
+    """Where each run of 2 or 3 tokens was last seen: in the row itself or in earlier rows of its prompt."""
 
     sources: list[Sequence[int]]
     places: dict[tuple[int, ...], tuple[int, int]] = field(default_factory=dict)
     """Run -> (source, position of the token after it)."""
     done: int = 0
-    """Tokens of the row that are indexed."""
+    """Number of the row's tokens that are indexed."""
 
     def add(self, source: int, start: int) -> None:
         tokens = self.sources[source]
@@ -91,8 +89,8 @@ class _Index:
 class NgramDrafter:
     """Owns an index of every row in flight, and the last responses to each prompt.
 
-    What followed the last two or three tokens where they stood before is likely to follow again: in the row itself
-    (repeated structure), or in rows of earlier steps for the same prompt, since which the policy has moved little."""
+    The tokens that followed the last two or three tokens at an earlier place are likely to follow again: in the row
+    itself (repeated structure), or in rows of earlier steps for the same prompt, since the policy has moved little."""
 
     kinds: tuple[str, ...] = tuple(f"{where}-{length}" for where in ("lookup", "earlier") for length in _LENGTHS)
     by_position = False
@@ -107,7 +105,7 @@ class NgramDrafter:
         return [self._look_up(row, length) for row, length in zip(rows, longest, strict=True)]
 
     def observe(self, row: Row, hidden: Float32[np.ndarray, "kept C"]) -> None:
-        """Looks at tokens only."""
+        """Do nothing: lookup uses tokens only."""
 
     def finish(self, row: Row) -> None:
         self._indexes.pop(row, None)
@@ -121,7 +119,7 @@ class NgramDrafter:
             self._earlier.popitem(last=False)
 
     def refit(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """What the old weights said is still a good guess."""
+        """Do nothing: responses of the old weights are still good guesses."""
 
     def train(self) -> bool:
         return False
@@ -142,7 +140,76 @@ class NgramDrafter:
                 source, start = place
                 if source != own:
                     return Draft(chain(index.sources[source][start : start + longest]), f"earlier-{length}")
-                # what has come round once is taken to come round again and again
+                # assume that the text between the two places repeats again and again
                 period = len(row.tokens) - start
                 return Draft(chain([row.tokens[start + i % period] for i in range(longest)]), f"lookup-{length}")
         return None
+
+
+# ---- guesses ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Guesses:
+    """A row's guesses, from one or several drafters, with their gains."""
+
+    tree: DraftTree
+    kinds: tuple[str, ...]
+    """Kind of each guess."""
+    levels: tuple[int | None, ...]
+    """Confidence class of each guess; see `Draft`."""
+    gains: tuple[float, ...]
+    """Probability that each guess and all before it on its path are right; at most that of its parent."""
+
+    @property
+    def total(self) -> float:
+        """Expected number of accepted tokens."""
+        return sum(self.gains)
+
+    @property
+    def main_chain(self) -> list[int]:
+        """The path that follows the likeliest guess at each position."""
+        best: dict[int, int] = {}
+        for guess, parent in enumerate(self.tree.parents):
+            if parent not in best or self.gains[guess] > self.gains[best[parent]]:
+                best[parent] = guess
+        chain, last = list[int](), -1
+        while (following := best.get(last)) is not None:
+            chain.append(following)
+            last = following
+        return chain
+
+    def only(self, chosen: Sequence[int]) -> Guesses:
+        """See `DraftTree.only`."""
+        return Guesses(
+            self.tree.only(chosen),
+            tuple(self.kinds[guess] for guess in chosen),
+            tuple(self.levels[guess] for guess in chosen),
+            tuple(self.gains[guess] for guess in chosen),
+        )
+
+    def as_fed(self) -> Guesses:
+        """Put the main chain first, so that its keys are in place (see `rows`)."""
+        chain = self.main_chain
+        return self.only([*chain, *(guess for guess in range(len(self.tree)) if guess not in chain)])
+
+
+def merge_guesses(first: Guesses, second: Guesses) -> Guesses:
+    """Merge two sets of guesses. A guess in both keeps the kind, level and gain of the more confident one."""
+    tokens, parents = list(first.tree.tokens), list(first.tree.parents)
+    kinds, levels, gains = list(first.kinds), list(first.levels), list(first.gains)
+    numbers = {pair: guess for guess, pair in enumerate(zip(parents, tokens, strict=True))}
+    places = {-1: -1}
+    """Index of each of the second's guesses in the merged lists."""
+    for guess, (token, parent) in enumerate(zip(second.tree.tokens, second.tree.parents, strict=True)):
+        kind, level, gain = second.kinds[guess], second.levels[guess], second.gains[guess]
+        place = places[guess] = numbers.setdefault((places[parent], token), len(tokens))
+        if place == len(tokens):
+            tokens.append(token)
+            parents.append(places[parent])
+            kinds.append(kind)
+            levels.append(level)
+            gains.append(gain)
+        elif gain > gains[place]:
+            kinds[place], levels[place], gains[place] = kind, level, gain
+    return Guesses(DraftTree(tuple(tokens), tuple(parents)), tuple(kinds), tuple(levels), tuple(gains))

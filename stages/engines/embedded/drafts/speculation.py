@@ -1,21 +1,23 @@
-"""Which guesses to verify in the next pass, and whose: those that maximise expected tokens per second.
+"""The choice of guesses to verify in the next pass: those that maximise the expected tokens per second.
 
-    rows that decode ──► drafters ──► trees of guesses, with the gains that were measured for their kind,
-                          │           depth and confidence; of one row joined ──► choose_guesses
-                          │   a drafter that goes position by position is asked for the length that pays on average
-                          │   (choose_depth: the time of drafting counts), or not at all
+    rows that decode ──► drafters ──► trees of guesses, each with the gain measured for its kind, depth and confidence;
+                          │           trees of one row are merged ──► choose_guesses
+                          │   a drafter that works position by position is asked for the draft length that pays on
+                          │   average (choose_depth, which counts the drafting time), or not at all
     pass: seconds, accepted or not, hidden states ──► costs, acceptance, drafters
 
-k = 0 is plain decoding: at large batches, where a pass costs in proportion to its tokens, that is the answer. It is
-remembered for some passes, so that deciding costs nothing there. And whatever the costs say: where passes with drafts
-are seen to gain nothing, there are none for a while (`trials`).
+The answer may be no guesses at all, i.e. plain decoding, at large batches, where a pass costs in proportion to its
+tokens. A decision holds for some passes, so it costs nothing there. `Trials` overrules the cost model: where passes
+with drafts turn out to gain nothing, there are none for a while. `Acceptance` counts how often guesses were right.
 
-Standard library, numpy, torch (for types) and stages.engines only; the clock is handed in.
+The clock is a parameter, and `Acceptance` counts time in passes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import itertools
+import operator
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -23,28 +25,23 @@ import numpy as np
 import torch
 from jaxtyping import Float32
 
-from stages.engines.config import SpeculationConfig, speculation_problems
-from stages.engines.embedded.draft_tree import DraftTree
-from stages.engines.embedded.drafts.acceptance import Acceptance
-from stages.engines.embedded.drafts.costs import DraftingCosts, PassCosts, choose_depth, choose_guesses
-from stages.engines.embedded.drafts.drafters import Draft, Drafter
-from stages.engines.embedded.drafts.guesses import Guesses, joined
-from stages.engines.embedded.drafts.trials import Trials
+from stages.engines.embedded.drafts.costs import DraftingCosts, PassCosts, Trials, choose_depth, choose_guesses
+from stages.engines.embedded.drafts.drafters import Draft, Drafter, Guesses, merge_guesses
 from stages.engines.embedded.extensions import DraftCounts
-from stages.engines.embedded.rows import Row
+from stages.engines.embedded.rows import DraftTree, Row
 from stages.engines.embedded.scheduler import Chunk
 
-_LEAST_GAIN = 1.05
-"""A gain below it is none: the estimates are no better."""
-_NOTICEABLE = 0.02
-"""Of a pass: drafts that took longer to make count against drafting even where none was worth verifying."""
+_MIN_GAIN = 1.05
+"""Smallest speed-up that counts; the estimates are not more precise."""
+_MIN_DRAFTING_SHARE = 0.02
+"""Share of a pass above which drafting time counts against drafts, even if no draft was worth verifying."""
 _DECISION_PASSES = 16
-"""So many passes with as many rows follow one decision of whether, and how far, drafts are worth making."""
+"""Number of passes that one choice of a drafter's draft length holds for, at the same number of rows."""
 
 
 @dataclass
 class Speculation:
-    """Owns the drafters, and what has been measured of passes, of drafting and of acceptance."""
+    """Owns the drafters, and the measurements of passes, drafting and acceptance."""
 
     def __init__(
         self,
@@ -53,12 +50,13 @@ class Speculation:
         longest: int,
         lengths: Literal["measured", "longest"],
         clock: Callable[[], float],
-        train_share: float = 1.0,
+        train_share: float,
         *,
         branching: bool = True,
     ) -> None:
-        """`drafters`: those that go position by position come last, and are asked for the rows for which the others
-        have nothing better. `branching`: whether passes may have several guesses for a position."""
+        """`drafters`: those that work position by position come last, and are asked only for rows for which the others
+        have nothing better. `train_share`: most of the engine's idle time that drafters may learn for. `branching`:
+        True if a pass may hold several guesses for one position."""
         self.costs = costs
         self.counts = DraftCounts()
         self.wants_hidden = any(drafter.wants_hidden for drafter in drafters)
@@ -68,15 +66,15 @@ class Speculation:
         self._clock, self._train_share, self._branching = clock, train_share, branching
         self._acceptance, self._trials = Acceptance(), Trials()
         self._depths: dict[tuple[int, int, int], tuple[int, int]] = {}
-        """(drafter, rows, tokens) -> (its depth, the pass from which on it is decided anew)."""
+        """(drafter, rows drafted, tokens) -> (draft length, the pass at which to decide again)."""
         self._proposed: dict[Row, Guesses] = {}
-        """Of each row the last ones to be verified: several passes may be under way."""
+        """The last guesses that each row verified; several passes may be under way."""
 
-    # ---- for a pass ----
+    # ---- per pass ----
 
     def propose(self, rows: Sequence[Row], num_other_tokens: int) -> dict[Row, DraftTree]:
-        """Guesses for rows that decode in the next pass, beside `num_other_tokens` of prompts and the like; those worth
-        verifying."""
+        """Return the guesses worth verifying for rows that decode in the next pass, which feeds `num_other_tokens` more
+        tokens (prompts, for example)."""
         measured = self._lengths == "measured"
         limits = {row: limit for row in rows if (limit := min(self._longest, row.num_left - 1)) > 0}
         if not limits or (measured and not self._trials.allows(len(rows))):
@@ -95,7 +93,7 @@ class Speculation:
                 others = sum(_total(proposed, row) for row in limits if row not in candidates)
                 depth = self._depth(number, len(rows), len(candidates), num_tokens, others, seconds)
             if depth and candidates:
-                self._ask(drafter, {row: min(depth, limits[row]) for row in candidates}, proposed)
+                self._request_drafts(drafter, {row: min(depth, limits[row]) for row in candidates}, proposed)
         verified = self._worth_verifying(proposed, len(rows), num_tokens, seconds)
         self._proposed |= verified
         return {row: guesses.tree for row, guesses in verified.items()}
@@ -108,21 +106,21 @@ class Speculation:
         seconds: float | None,
         drafting_s: float = 0.0,
     ) -> None:
-        """What became of a pass: the draws that each sampling chunk kept (`batch.keep`), the hidden states behind all
-        of its draws, and how long it took (None if prompts were fed in it, whose tokens are cheaper: nothing is sampled
-        after them), after `drafting_s` of looking for drafts."""
+        """Record a pass. `kept`: for each sampling chunk, the draws that became tokens (`batch.keep`). `hidden`: the
+        hidden states before all of its draws. `seconds`: the pass's time, after `drafting_s` of drafting; None if
+        prompts were fed, whose tokens are cheaper, since nothing is sampled after them."""
         self._acceptance.passes += 1
         if seconds is not None and self._lengths == "measured":
             sizes = [chunk.count + len(chunk.drafts) for chunk in chunks]
             context = sum(chunk.start * size for chunk, size in zip(chunks, sizes, strict=True))
             self.costs.observe(sum(sizes), seconds, context)
-            in_vain = drafting_s > _NOTICEABLE * seconds
-            drafted = in_vain or any(len(chunk.drafts) for chunk in chunks)
-            all_in = seconds + drafting_s if drafted else seconds
-            self._trials.observe(len(chunks), sum(map(len, kept)), all_in, drafted=drafted)
+            slow_drafting = drafting_s > _MIN_DRAFTING_SHARE * seconds
+            drafted = slow_drafting or any(len(chunk.drafts) for chunk in chunks)
+            total_s = seconds + drafting_s if drafted else seconds
+            self._trials.observe(len(chunks), sum(map(len, kept)), total_s, drafted=drafted)
         start = 0
         for chunk, draws in zip(chunks, kept, strict=True):
-            if chunk.row.failure is not None:  # nothing is to be learned from it
+            if chunk.row.failure is not None:  # nothing to learn from a failed row
                 start += 1 + len(chunk.drafts)
                 continue
             if hidden is not None:
@@ -142,13 +140,13 @@ class Speculation:
     # ---- between passes ----
 
     def refit(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """New weights of the model are coming in. From any thread."""
+        """Pass the model's new weights to the drafters. From any thread."""
         for drafter in self._drafters:
             drafter.refit(tensors)
 
     def train(self) -> float | None:
-        """Lets drafters learn for some tens of milliseconds; seconds that must pass before they may again, so that
-        training takes no more than its share; None if there is nothing to learn."""
+        """Let the drafters train for some tens of milliseconds. Return the seconds to wait before the next call, so
+        that training takes no more than its share, or None if there is nothing to learn."""
         started = self._clock()
         learned = False
         for drafter in self._drafters:
@@ -160,23 +158,23 @@ class Speculation:
             return None
         return (self._clock() - started) * (1 / self._train_share - 1)
 
-    # ---- as data ----
+    # ---- reports ----
 
     def acceptance(self, kind: str) -> list[float]:
-        """Measured probability that some guess is right if one was for the position before, as far as drafts went."""
+        """Return for each depth the measured probability that some guess is right if one was right before it."""
         return self._acceptance.rates(kind)
 
-    # ---- inside ----
+    # ---- steps of a pass ----
 
     def _candidates(self, drafter: Drafter, limits: Mapping[Row, int], proposed: Mapping[Row, Guesses]) -> list[Row]:
-        """Rows that a drafter is asked for: where each position costs time, those for which nothing better is found."""
+        """Return the rows to ask a drafter for. If each position costs time, only rows without a better draft."""
         if not (drafter.by_position and proposed):
             return list(limits)
         means = self._acceptance.gains(drafter.kinds, self._longest)
         return [row for row, limit in limits.items() if _total(proposed, row) < sum(means[:limit])]
 
-    def _ask(self, drafter: Drafter, limits: Mapping[Row, int], proposed: dict[Row, Guesses]) -> None:
-        """Adds the drafter's guesses for these rows, of so many positions each at most, to those proposed."""
+    def _request_drafts(self, drafter: Drafter, limits: Mapping[Row, int], proposed: dict[Row, Guesses]) -> None:
+        """Ask a drafter for guesses, up to a number of positions per row, and add them to `proposed`."""
         started = self._clock()
         drafts = drafter.propose(list(limits), list(limits.values()))
         made = max((max(draft.tree.depths, default=-1) + 1 for draft in drafts if draft is not None), default=0)
@@ -184,19 +182,19 @@ class Speculation:
             self.drafting[drafter].observe(len(limits), made, self._clock() - started)
         for row, draft in zip(limits, drafts, strict=True):
             if draft is not None and len(draft.tree):
-                guesses = self._weighed(draft)
-                proposed[row] = self._joined(proposed[row], guesses) if row in proposed else guesses
+                guesses = self._with_gains(draft)
+                proposed[row] = self._merge(proposed[row], guesses) if row in proposed else guesses
 
     def _worth_verifying(
         self, proposed: Mapping[Row, Guesses], num_rows: int, num_tokens: int, seconds: Callable[[float], float]
     ) -> dict[Row, Guesses]:
-        """Of the guesses those that are to be fed, in the order in which they are; rows without any left out."""
+        """Return the guesses to feed, in feeding order. Rows without any are left out."""
         chosen = [list(range(len(guesses.tree))) for guesses in proposed.values()]
         if self._lengths == "measured" and proposed:
             gains = [guesses.gains for guesses in proposed.values()]
-            chosen = choose_guesses(num_rows, num_tokens, gains, seconds, _LEAST_GAIN)
+            chosen = choose_guesses(num_rows, num_tokens, gains, seconds, _MIN_GAIN)
             if not any(chosen):
-                self._depths.clear()  # drafting them gained nothing: decide anew
+                self._depths.clear()  # these drafts gained nothing: decide again
         pairs = zip(proposed.items(), chosen, strict=True)
         return {row: guesses.only(some).as_fed() for (row, guesses), some in pairs if some}
 
@@ -205,7 +203,7 @@ class Speculation:
         accepted = {draw - 1 for draw in kept[1:]}
         reached = {draw - 1 for draw in kept}
         if chunk.row.finished is not None:
-            reached.discard(kept[-1] - 1)  # what lies behind the row's end says nothing
+            reached.discard(kept[-1] - 1)  # guesses after the row's end are not tested
         for guess, depth in enumerate(tree.depths):
             kind = guesses.kinds[guess]
             counts.drafted[kind] += 1
@@ -214,8 +212,8 @@ class Speculation:
                 counts.accepted_at[depth] += 1
         self._acceptance.observe(guesses, tree, accepted, reached)
 
-    def _weighed(self, draft: Draft) -> Guesses:
-        """The draft with its gains; its main chain only, where passes cannot branch."""
+    def _with_gains(self, draft: Draft) -> Guesses:
+        """Add the gains to a draft; cut it to its main chain if passes cannot branch."""
         tree, gains = draft.tree, list[float]()
         levels = draft.levels or (None,) * len(tree)
         for parent, depth, level in zip(tree.parents, tree.depths, levels, strict=True):
@@ -224,9 +222,11 @@ class Speculation:
         guesses = Guesses(tree, (draft.kind,) * len(tree), tuple(levels), tuple(gains))
         return guesses if self._branching else guesses.only(guesses.main_chain)
 
-    def _joined(self, first: Guesses, second: Guesses) -> Guesses:
-        """Of two drafters; the better ones, where passes cannot branch."""
-        return joined(first, second) if self._branching else max(first, second, key=lambda guesses: guesses.total)
+    def _merge(self, first: Guesses, second: Guesses) -> Guesses:
+        """Merge the guesses of two drafters, or return the better ones if passes cannot branch."""
+        return (
+            merge_guesses(first, second) if self._branching else max(first, second, key=lambda guesses: guesses.total)
+        )
 
     def _depth(
         self,
@@ -237,7 +237,7 @@ class Speculation:
         others: float,
         seconds: Callable[[float], float],
     ) -> int:
-        """How long drafts this drafter should be asked for: 0 where none could pay."""
+        """Return the length of the drafts to ask this drafter for; 0 if none could pay."""
         key = (number, num_drafted, num_tokens)
         depth, until = self._depths.get(key, (0, -1))
         if self._acceptance.passes < until:
@@ -250,11 +250,11 @@ class Speculation:
             others,
             lambda drafted: seconds(num_tokens + drafted),
             lambda length: self.drafting[drafter].seconds(num_drafted, length),
-            _LEAST_GAIN,
+            _MIN_GAIN,
             max(map(self._acceptance.width, drafter.kinds)),
         )
         if depth and not drafter.by_position:
-            depth = self._longest  # whole drafts cost the same: which of them are good is seen afterwards
+            depth = self._longest  # whole drafts all cost the same; the good ones are chosen afterwards
         if len(self._depths) > 4096:
             self._depths.clear()
         self._depths[key] = (depth, self._acceptance.passes + _DECISION_PASSES)
@@ -262,11 +262,110 @@ class Speculation:
 
 
 def _total(proposed: Mapping[Row, Guesses], row: Row) -> float:
-    """Tokens that are expected of a row's guesses so far."""
+    """Return the expected tokens from a row's guesses so far."""
     return proposed[row].total if row in proposed else 0.0
 
 
-def check_speculation(config: SpeculationConfig) -> None:
-    """Raises ValueError, with the key, for settings that cannot work."""
-    for problem in speculation_problems(config):
-        raise ValueError(f"{problem.key} is {problem.given}; {problem.need}")
+# ---- acceptance ------------------------------------------------------------------------------------------
+
+_PRIOR_ACCEPTED, _PRIOR_TRIED = 2.0, 3.0
+"""Assumed acceptance before any measurement: optimistic, so that every kind is tried."""
+_DECAY = 0.999
+"""Factor on older counts per pass: a kind that was given up is tried again some hundreds of passes later."""
+_DECAY_AFTER_LEARNING = 0.5
+"""Factor on a drafter's counts when it has learned."""
+_WIDTH_RATE = 0.05
+
+
+@dataclass
+class _Tally:
+    accepted: float = 0.0
+    tried: float = 0.0
+    seen: int = 0
+    """Pass of the last change; the counts decay from there."""
+
+    def age(self, now: int) -> None:
+        factor = _DECAY ** (now - self.seen)
+        self.accepted *= factor
+        self.tried *= factor
+        self.seen = now
+
+    def rate(self, now: int) -> float:
+        factor = _DECAY ** (now - self.seen)
+        return (factor * self.accepted + _PRIOR_ACCEPTED) / (factor * self.tried + _PRIOR_TRIED)
+
+
+class Acceptance:
+    """Counts of tried and accepted guesses, which decay from pass to pass."""
+
+    def __init__(self) -> None:
+        self.passes = 0
+        """Number of passes so far; the owner increments it."""
+        self._tallies: dict[tuple[str, int, int | None], _Tally] = {}
+        """By kind, depth and the drafter's own confidence; None: any confidence."""
+        self._widths: dict[str, float] = {}
+        """Mean number of guesses verified per position, by kind."""
+
+    def observe(
+        self, guesses: Guesses, verified: DraftTree, accepted: Collection[int], reached: Collection[int]
+    ) -> None:
+        """Record the outcome of a row's guesses; `verified` holds the first of them. `accepted`: the guesses that were
+        right. `reached`: the guesses (-1: the row's own last token) after which the row went on, so that the guesses
+        after them were tested."""
+        depths = verified.depths
+        some_right: dict[tuple[str, int], bool] = {}
+        for guess, (parent, depth) in enumerate(zip(verified.parents, depths, strict=True)):
+            if parent not in reached:
+                continue
+            kind, is_right = guesses.kinds[guess], guess in accepted
+            some_right[kind, depth] = some_right.get((kind, depth), False) or is_right
+            if (level := guesses.levels[guess]) is not None:
+                self._tally(kind, depth, level, accepted=is_right)
+        for (kind, depth), is_right in some_right.items():
+            self._tally(kind, depth, None, accepted=is_right)
+        for kind in dict.fromkeys(guesses.kinds[: len(verified)]):
+            own = [depth for other, depth in zip(guesses.kinds, depths, strict=False) if other == kind]
+            width = self.width(kind)
+            self._widths[kind] = width + _WIDTH_RATE * (len(own) / len(set(own)) - width)
+
+    def forget(self, kinds: Sequence[str]) -> None:
+        """Discount the counts of these kinds, whose drafter has improved."""
+        for (kind, _, _), tally in self._tallies.items():
+            if kind in kinds:
+                tally.age(self.passes)
+                tally.tried, tally.accepted = (
+                    tally.tried * _DECAY_AFTER_LEARNING,
+                    tally.accepted * _DECAY_AFTER_LEARNING,
+                )
+
+    def rate(self, kind: str, depth: int, level: int | None) -> float:
+        """Return the probability that a guess is right if the guess before it was. `level` None: the probability that
+        some guess at that depth is."""
+        tally = self._tallies.get((kind, depth, level))
+        return tally.rate(self.passes) if tally else _PRIOR_ACCEPTED / _PRIOR_TRIED
+
+    def rates(self, kind: str) -> list[float]:
+        """Return the probability that some guess is right at each depth, as far as drafts went."""
+        rates: list[float] = []
+        while (kind, len(rates), None) in self._tallies:
+            rates.append(self.rate(kind, len(rates), None))
+        return rates
+
+    def gains(self, kinds: Sequence[str], longest: int) -> list[float]:
+        """Return, for the best of these kinds and averaged over confidence, the probability by position that some guess
+        is right there and at all positions before."""
+        each = [
+            list(itertools.accumulate((self.rate(kind, depth, None) for depth in range(longest)), operator.mul))
+            for kind in kinds
+        ]
+        return max(each, key=sum)
+
+    def width(self, kind: str) -> float:
+        """Return the mean number of guesses verified per position."""
+        return self._widths.get(kind, 1.0)
+
+    def _tally(self, kind: str, depth: int, level: int | None, *, accepted: bool) -> None:
+        tally = self._tallies.setdefault((kind, depth, level), _Tally())
+        tally.age(self.passes)
+        tally.tried += 1
+        tally.accepted += accepted

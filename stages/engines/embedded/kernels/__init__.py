@@ -1,1 +1,1 @@
-"""What a forward pass is made of: the protocol, a reference in plain torch, C for CPUs, Triton for CUDA."""
+"""The operations of a forward pass: the protocol, a reference in plain torch, C for CPUs, Triton for CUDA."""

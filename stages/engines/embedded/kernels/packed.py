@@ -1,14 +1,22 @@
-"""Weights in the layout their device multiplies fastest. Here: as plain torch has it; `gemm.c` has a layout of its own.
+"""Weights in the layout that their device multiplies fastest, and memory in huge pages.
 
-On a CPU torch's is oneDNN's blocked layout, made once. It also makes a row's result independent of the batch: the same
-bits at every number of rows from 2 up and at every place in the batch, in float32 and bfloat16 (plain `F.linear` does
-not keep that below 4 rows); one row alone is computed as two. Elsewhere the weight stays as it is.
-May import torch.
+On a CPU, plain torch uses oneDNN's blocked layout, made once; `gemm.c` has a layout of its own. oneDNN's layout makes a
+row's result independent of the batch: the same bits for 2 or more rows and at every place in the batch, in float32 and
+bfloat16 (plain `F.linear` differs below 4 rows). A single row is computed as two. On other devices the weight stays as
+it is.
+
+`Slabs` takes memory for packed weights, keys and values from the system in large pieces, which it may back with huge
+pages. A forward pass mostly reads these from memory. With pages of 2 MiB it reads faster (the processor translates far
+fewer addresses, and its prefetchers do not stop at every 4 KiB), and new weights are packed faster (fewer page faults).
 """
 
 from __future__ import annotations
 
+import mmap
+import sys
+import threading
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
@@ -16,12 +24,12 @@ import torch.nn.functional as F
 from jaxtyping import Float
 
 _TYPICAL_ROWS = 32
-"""Hint to oneDNN, which picks its blocking for about so many rows."""
+"""Hint to oneDNN, which chooses its blocking for about this number of rows."""
 
 
 @dataclass(frozen=True, eq=False)
 class NativeWeight:
-    """A weight [out, in] as gemm.c packs it. Never written after it was made."""
+    """A weight [out, in] as packed by gemm.c. Never written after it was made."""
 
     tiles: torch.Tensor
     """Its memory: bytes on the CPU."""
@@ -29,7 +37,7 @@ class NativeWeight:
     in_features: int
     dtype: torch.dtype
     handle: int
-    """Address of the same as a record of C; `record` keeps it."""
+    """Address of `record`, the same weight as a C struct."""
     record: object
 
 
@@ -37,7 +45,7 @@ Packed = torch.Tensor | NativeWeight
 
 
 class NotFiniteError(ValueError):
-    """The part of a weight from row `start` on holds NaN or infinity, once it is in the weight's dtype."""
+    """The part of a weight that begins at row `start` holds NaN or infinity after rounding to the weight's dtype."""
 
     def __init__(self, start: int) -> None:
         super().__init__(f"the part from row {start} on holds NaN or infinity")
@@ -47,7 +55,7 @@ class NotFiniteError(ValueError):
 def pack(
     parts: Mapping[int, Float[torch.Tensor, "rows in"]], dtype: torch.dtype, old: torch.Tensor | None, wide: bool
 ) -> torch.Tensor:
-    """See `Kernels.pack`. Never the parts' own memory."""
+    """See `Kernels.pack`. The result never shares memory with the parts."""
     for start, part in parts.items():
         if not all_finite(part.to(dtype)):
             raise NotFiniteError(start)
@@ -63,15 +71,14 @@ def pack(
 
 
 def unpack(packed: torch.Tensor) -> Float[torch.Tensor, "out in"]:
-    """The exact inverse of `pack`."""
+    """Invert `pack` exactly."""
     return packed.to_dense() if packed.is_mkldnn else packed
 
 
 def linear(
     x: Float[torch.Tensor, "rows in"], packed: torch.Tensor, dtype: torch.dtype
 ) -> Float[torch.Tensor, "rows out"]:
-    """x W^T as `dtype`: the packed weight's, but on CUDA also a wider one, that of its sums; no bias, as in all of
-    Llama."""
+    """Return x W^T as `dtype`: the packed weight's; on CUDA also the wider dtype of the sums. There is no bias."""
     x = x.to(packed.dtype)
     if packed.dtype != dtype:
         assert packed.is_cuda, "packed for products of another dtype"
@@ -84,5 +91,62 @@ def linear(
 
 
 def all_finite(tensor: torch.Tensor) -> bool:
-    """NaN and infinity survive every sum: a finite one proves the rest at a tenth of the cost of looking at each."""
+    """Return True if all numbers are finite. A finite sum proves it at a tenth of the cost, since NaN and infinity
+    survive every sum."""
     return bool(tensor.sum(dtype=torch.float32).isfinite()) or bool(tensor.isfinite().all())
+
+
+# ---- memory in huge pages --------------------------------------------------------------------------------
+
+SLAB_BYTES = 32 << 20
+_HUGE_PAGE = 2 << 20
+_UNUSED_REFERENCES = 3
+"""References to a region that no tensor uses: the list's, the loop's, and the argument of the call that counts them."""
+_CACHE_LINE = 64
+"""Bytes of a cache line; tensors begin at one."""
+
+
+class Slabs:
+    """Owns the slab that the next tensors are cut from, and the address space of earlier slabs. A slab without tensors
+    is used again, since mapping and zeroing new pages takes longer than packing weights into them."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._slab = torch.empty(0, dtype=torch.uint8)
+        self._used = 0
+        self._regions: list[mmap.mmap] = []
+
+    def take(self, num_bytes: int) -> torch.Tensor:
+        """Return zeroed bytes [num_bytes] for the caller alone. Raises MemoryError."""
+        with self._lock:
+            start = -(-self._used // _CACHE_LINE) * _CACHE_LINE
+            if start + num_bytes > len(self._slab):
+                self._slab = torch.empty(0, dtype=torch.uint8)  # drops the old slab, which may have no tensors
+                start, self._slab = 0, self._next_slab(max(num_bytes, SLAB_BYTES))
+            self._used = start + num_bytes
+            return self._slab[start : self._used]
+
+    def _next_slab(self, num_bytes: int) -> torch.Tensor:
+        """Return a slab of at least this size: the smallest one without tensors, or a new one."""
+        free = [
+            region
+            for region in self._regions
+            if sys.getrefcount(region) == _UNUSED_REFERENCES and len(region) >= num_bytes
+        ]
+        if free:
+            return torch.frombuffer(min(free, key=len), dtype=torch.uint8).zero_()
+        region = _reserve(num_bytes)
+        self._regions.append(region)
+        return torch.frombuffer(region, dtype=torch.uint8)
+
+
+def _reserve(num_bytes: int) -> mmap.mmap:
+    """Reserve address space in whole huge pages; memory is assigned at the first write to each."""
+    try:
+        region = mmap.mmap(-1, -(-num_bytes // _HUGE_PAGE) * _HUGE_PAGE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError as error:
+        raise MemoryError(f"no memory for {num_bytes >> 20} MiB of weights, or keys and values: {error}") from error
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with suppress(OSError):  # the kernel has no huge pages
+            region.madvise(mmap.MADV_HUGEPAGE)
+    return region

@@ -1,8 +1,7 @@
-"""The kernels in plain torch, for any device. May import numpy, torch, stages.engines.embedded.sampling, kernels.
+"""The kernels in plain torch, for any device.
 
-On a CPU a token's numbers are the same bits in any company: attention is a batched product of one query position per
-batch entry, whatever else is fed. That costs a copy of the keys and values that are read; the native kernels
-read them where they lie.
+On a CPU a token's numbers are the same bits in any batch: attention is a batched product with one query position per
+batch entry. This costs a copy of the keys and values that are read; the native kernels read them in place.
 
 Shape letters: see `kernels.protocol`; T positions that are read.
 """
@@ -17,13 +16,13 @@ import torch
 import torch.nn.functional as F
 from jaxtyping import Float, UInt64
 
+from stages.engines.embedded.kernels.blocks import BLOCK_TOKENS, blocks_for
 from stages.engines.embedded.kernels.packed import Packed, linear, pack, unpack
-from stages.engines.embedded.kernels.paging import BLOCK_TOKENS, blocks_for
 from stages.engines.embedded.kernels.protocol import Angles, Tokens, TreePaths
-from stages.engines.embedded.sampling.draw import sample, sample_part
+from stages.engines.embedded.sampling import sample, sample_part
 
 _GATHERED_BYTES = 64 * 2**20
-"""Keys and values copied at a time."""
+"""Bytes of keys and values copied at a time."""
 
 
 @dataclass(frozen=True)
@@ -91,7 +90,7 @@ class TorchKernels:
         return out
 
     def end_threads(self) -> None:
-        """torch gives no handle on its threads."""
+        """Do nothing: torch gives no access to its threads."""
 
     def gate(self, gate_up: torch.Tensor) -> torch.Tensor:
         gate, up = gate_up.chunk(2, dim=-1)
@@ -117,7 +116,7 @@ def _put_in_place(
     read_keys: Float[torch.Tensor, "K blocks D 16"],
     read_values: Float[torch.Tensor, "K blocks 16 D"],
 ) -> None:
-    """Of what token n reads, the keys and values that lie elsewhere than at their positions."""
+    """Move the keys and values that token n reads from their places in the cache to their positions."""
     kv_heads = len(read_keys)
     start, table = int(tree.starts[n]), tokens.tables[tokens.rows[n].long()].long()
     for position in range(start, int(tokens.positions[n]) + 1):
@@ -134,22 +133,22 @@ def _read(
     values: Float[torch.Tensor, "N K blocks 16 D"],
     mask: Float[torch.Tensor, "N T"],
 ) -> Float[torch.Tensor, "N H*D"]:
-    """softmax(Q K^T / sqrt(D) + mask) V. As batched products, not as `scaled_dot_product_attention`: that one's result
-    depends on the number of threads on a CPU."""
+    """Return softmax(Q K^T / sqrt(D) + mask) V, by batched products. On a CPU, `scaled_dot_product_attention` has
+    results that depend on the number of threads."""
     num, kv_heads, group, dim = queries.shape
     span, num_blocks = mask.shape[1], keys.shape[2]
     per_block = queries[:, :, None].expand(-1, -1, num_blocks, -1, -1).reshape(-1, group, dim)
     scores = torch.bmm(per_block, keys.view(-1, dim, BLOCK_TOKENS)).view(num, kv_heads, num_blocks, group, BLOCK_TOKENS)
     scores = scores.transpose(2, 3).reshape(num, kv_heads, group, span).mul_(dim**-0.5).add_(mask[:, None, None])
     weights = scores.softmax(-1).view(-1, group, span)
-    if group == 1:  # a product with one row, torch sums in an order that the width of the batch decides: see `packed`
+    if group == 1:  # torch sums a product of one row in an order that depends on the batch's width: see `packed`
         weights = weights.expand(-1, 2, -1)
     return torch.bmm(weights, values.view(-1, span, dim))[:, :group].reshape(num, -1)
 
 
 def _rotate(x: Float[torch.Tensor, "N heads D"], cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotary embedding with the halves of a head as the pairs' coordinates (Hugging Face's order of rows):
-    (a, b) -> (a cos - b sin, b cos + a sin)."""
+    """Apply the rotary embedding. The halves of a head are the pairs' coordinates (Hugging Face's order of rows): (a,
+    b) -> (a cos - b sin, b cos + a sin)."""
     halves = x.view(x.shape[0], x.shape[1], 2, -1)
     signed = torch.stack([-sin, sin], dim=1)[:, None]
     return torch.addcmul(halves * cos[:, None, None], halves.flip(2), signed).view(x.shape)

@@ -1,50 +1,59 @@
-"""What goes from rank to rank beside the commands: sums and draws among the ranks that share blocks, hidden states from
-stage to stage. May import torch, stages.engines.
+"""Communication between ranks.
 
-The groups are torch.distributed's backends used directly, without its global state: the process may belong to other
-groups, Megatron's for one.
+`RankCommunicator` exchanges sums and draws among the ranks of a stage, and hidden states from stage to stage. It uses
+torch.distributed's backends directly, without their global state, since the process may belong to other groups, such as
+Megatron's.
+
+Rank 0 sends to each other rank over two connections: commands, carried out one after the other, and new weights beside
+them. The raw bytes of tensors follow the message that announces them.
 """
 
 from __future__ import annotations
 
+import os
 import time
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import timedelta
+from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from jaxtyping import Float32, Float64
 
+from stages.engines.embedded.batch import Batch
+
 _TIMEOUT = timedelta(minutes=30)
-"""For a rank that neither answers nor dies: whoever waits for the whole replica has a shorter one."""
+"""Timeout for a rank that neither answers nor dies; callers that wait for the whole replica have a shorter one."""
 
 
 class RankCommunicator:
     """Owns this rank's connections to the others.
 
-    gloo between CPUs, where parts are exchanged directly and added in the order of the ranks: so a sum has the same
-    bits on every rank and in any batch (a ring adds each piece of a tensor in another order), and at decoding's sizes
-    it takes a tenth of gloo's all-reduce. NCCL's own all-reduce between GPUs."""
+    Between CPUs it uses gloo: ranks exchange their parts and add them in rank order. A sum then has the same bits on
+    every rank and in any batch (a ring adds each piece of a tensor in another order), and at the sizes of decoding it
+    takes a tenth of the time of gloo's all-reduce. Between GPUs it uses NCCL's all-reduce."""
 
     def __init__(self, folder: Path, rank: int, tensor: int, pipeline: int, device: torch.device) -> None:
-        """Blocks until all ranks have come. `folder`: shared by them, empty at first."""
+        """Block until all ranks have connected. `folder`: shared by the ranks, and empty at first."""
         self._tensor, self._index, self._stage = tensor, rank % tensor, rank // tensor
         self._device = device
         store = dist.FileStore(str(folder / "store"), tensor * pipeline)
         self._peers: Any = _group(store, f"stage{self._stage}", self._index, tensor, device) if tensor > 1 else None
-        """Of this stage; torch gives its backends no common type."""
+        """Group of this stage; torch has no common type for its backends."""
         self._stages: Any = _group(store, f"i{self._index}", self._stage, pipeline, device) if pipeline > 1 else None
         self._sent: deque[tuple[Any, torch.Tensor]] = deque()
         self._pipeline = pipeline
         self.waited_s = 0.0
-        """Seconds spent here, since the start."""
+        """Seconds spent waiting in this object since the start."""
 
     @property
     def total(self) -> Callable[[torch.Tensor], torch.Tensor] | None:
-        """The float32 sum over the ranks of this stage; None where there is one."""
+        """Function that returns the float32 sum over the ranks of this stage; None if there is one rank."""
         return None if self._peers is None else self._total
 
     def _total(self, part: torch.Tensor) -> Float32[torch.Tensor, "*shape"]:
@@ -67,7 +76,7 @@ class RankCommunicator:
         return total
 
     def gather(self, part: Float64[torch.Tensor, "rows 5"]) -> Float64[torch.Tensor, "ranks rows 5"] | None:
-        """All parts, on the first rank of the stage; None on the others."""
+        """Return all parts on the first rank of the stage, None on the others."""
         started = time.perf_counter()
         gathered = None
         if self._index:
@@ -81,7 +90,7 @@ class RankCommunicator:
         return gathered
 
     def receive(self, rows: int, width: int) -> Float32[torch.Tensor, "rows width"]:
-        """Hidden states from the stage before."""
+        """Receive hidden states from the stage before."""
         started = time.perf_counter()
         hidden = torch.empty(rows, width, device=self._device)
         self._stages.recv([hidden], self._stage - 1, 0).wait()
@@ -89,7 +98,8 @@ class RankCommunicator:
         return hidden
 
     def send(self, hidden: Float32[torch.Tensor, "rows width"]) -> None:
-        """To the next stage; does not wait until they have arrived. They must not be changed any more."""
+        """Send hidden states to the next stage without waiting for their arrival. The tensor must not change
+        afterwards."""
         self._sent.append((self._stages.send([hidden], self._stage + 1, 0), hidden))
         while self._sent[0][0].is_completed() or len(self._sent) > 2 * self._pipeline:
             self._sent.popleft()[0].wait()
@@ -111,3 +121,68 @@ def _group(store: Any, name: str, rank: int, size: int, device: torch.device) ->
     options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]  # all ranks are on this host
     options._timeout = _TIMEOUT
     return dist.ProcessGroupGloo(prefixed, rank, size, options)
+
+
+# ---- messages from rank 0 --------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Prepare:
+    """Announcement of weights under a number: names, dtypes and shapes. The rank answers None, or why they do not fit
+    into memory. If True follows, so do the bytes, one tensor after the other; the rank then answers None, or why it
+    cannot pack them."""
+
+    number: int
+    tensors: tuple[tuple[str, torch.dtype, tuple[int, ...]], ...]
+
+
+@dataclass(frozen=True)
+class Drop:
+    """Order to drop the weights of this number, if there are any."""
+
+    number: int
+
+
+@dataclass(frozen=True)
+class Swap:
+    """Order to use the weights of this number from the next pass on. The answer is `READY`."""
+
+    number: int
+
+
+@dataclass(frozen=True, eq=False)
+class ReadCache:
+    """Request for a copy of the rank's part of the cache, as returned by `KVCache.read`."""
+
+    blocks: tuple[int, ...]
+    num_positions: int
+
+
+@dataclass(frozen=True, eq=False)
+class WriteCache:
+    """Order to write such a copy to the rank's part of the cache."""
+
+    blocks: tuple[int, ...]
+    copied: np.ndarray
+
+
+Command = Batch | Swap | ReadCache | WriteCache | Literal["sleep", "wake"]
+READY = "ready"
+"""Answer of a rank that has started, swapped weights, fallen asleep or woken up."""
+
+
+def send_bytes(connection: Connection, tensor: torch.Tensor) -> None:
+    """Write the bytes of a contiguous CPU tensor, without the copies of pickling and framing."""
+    view = tensor.view(-1).view(torch.uint8).numpy().data
+    while view:
+        view = view[os.write(connection.fileno(), view) :]
+
+
+def receive_bytes(connection: Connection, tensor: torch.Tensor) -> None:
+    """Fill a contiguous CPU tensor. Raises EOFError if the bytes end too early."""
+    view = tensor.view(-1).view(torch.uint8).numpy().data
+    while view:
+        num = os.readv(connection.fileno(), [view])
+        if num == 0:
+            raise EOFError
+        view = view[num:]

@@ -1,10 +1,8 @@
-"""A model that spans ranks: this process is rank 0, the others are its children (`processes`, `rank_main`).
+"""A model that spans ranks. This process is rank 0; the other ranks are its child processes (`processes`, `rank_main`).
 
-Of every pass each rank gets the numbers and computes its part (`rank_model`): the heads and the part of the MLP that it
-holds, summed with the others' (tensor parallelism), and its blocks, from the hidden states of the stage before
-(pipeline parallelism). `submit` returns when stage 0 is done: while later stages compute, the next pass can begin.
-
-May import numpy, torch, stages.engines, stages.models.hf_files.
+Each rank gets the numbers of every pass and computes its part (`rank_model`): its heads and its part of the MLP, summed
+with the other ranks' (tensor parallelism), and its blocks, from the hidden states of the stage before (pipeline
+parallelism). `submit` returns when stage 0 is done, so the next pass can begin while later stages compute.
 """
 
 from __future__ import annotations
@@ -23,10 +21,11 @@ import torch
 
 from stages.engines.config import EngineConfig
 from stages.engines.embedded.batch import Batch, Draws
+from stages.engines.embedded.division import divide
+from stages.engines.embedded.kernels.blocks import block_bytes
 from stages.engines.embedded.kernels.packed import all_finite
-from stages.engines.embedded.kernels.paging import block_bytes
-from stages.engines.embedded.model.llama import LlamaWeights
-from stages.engines.embedded.ranks.commands import (
+from stages.engines.embedded.model import LlamaWeights
+from stages.engines.embedded.ranks.communication import (
     READY,
     Command,
     Drop,
@@ -37,24 +36,22 @@ from stages.engines.embedded.ranks.commands import (
     send_bytes,
 )
 from stages.engines.embedded.ranks.processes import RankProcess, RankProcesses
-from stages.engines.embedded.ranks.rank_model import BUSY_FILE, RankModel, RankSpec
-from stages.engines.embedded.ranks.sharding import divide, shard_tensors
+from stages.engines.embedded.ranks.rank_model import BUSY_FILE, RankModel, RankSpec, shard_tensors
 from stages.engines.embedded.runner import affordable_blocks, checked_spec, choose_kernels
-from stages.engines.protocol import WeightsError
-from stages.engines.weights import check_tensors
-from stages.models.hf_files import read_weights
+from stages.engines.protocol import WeightsError, check_tensors
+from stages.models.hf_weights import read_weights
 
 
 @dataclass(frozen=True)
 class PreparedOnRanks:
-    """New weights on every rank, under the same number; here those of rank 0."""
+    """New weights on every rank, under the same number; `weights` are those of rank 0."""
 
     number: int
     weights: LlamaWeights
 
 
 class ParallelRunner:
-    """Owns the ranks of a model: the part that is computed here, and the processes of the others; implements
+    """Owns the ranks of a model: the part that is computed here, and the processes of the others. Implements
     `Runner`."""
 
     def __init__(
@@ -67,8 +64,8 @@ class ParallelRunner:
         threads: int,
         on_lost: Callable[[str], None] | None = None,
     ) -> None:
-        """`device`: of rank 0; on a host with GPUs the other ranks have the ones after it. `threads`: of each rank.
-        `on_lost`: see `RankProcesses`. Raises what `LocalRunner` raises, and RankLost."""
+        """`device`: of rank 0; on a host with GPUs the other ranks use the next ones. `threads`: of each rank.
+        `on_lost`: see `RankProcesses`. Raises the errors of `LocalRunner`, and RankLost."""
         spec = checked_spec(path, engine, max_seq)
         tensor, pipeline = engine.tensor_parallel, engine.pipeline_parallel
         self._shares = divide(spec, tensor, pipeline)
@@ -79,7 +76,7 @@ class ParallelRunner:
         self.kernels, self.supports_trees = kernels.name, kernels.supports_trees
         parts = [share.spec(spec) for share in self._shares]
         self.cache_shape = (spec.num_layers, spec.num_kv_heads, spec.head_dim)
-        per_block = sum(block_bytes(p.num_layers, p.num_kv_heads, p.head_dim, self._dtype) for p in parts)
+        per_block = sum(block_bytes(p.num_layers, p.num_kv_heads, p.head_dim, self._dtype.itemsize) for p in parts)
         self.num_blocks = affordable_blocks(engine, per_block, max_seq)
         tensors = read_weights(path)
         check_tensors(spec, tensors, complete=True)
@@ -131,15 +128,15 @@ class ParallelRunner:
 
     def prepare(self, tensors: Mapping[str, torch.Tensor]) -> PreparedOnRanks:
         check_tensors(self._spec, tensors, complete=False)
-        for name, tensor in tensors.items():  # here, where they have the names that the caller knows
+        for name, tensor in tensors.items():  # checked here, under the names that the caller uses
             if not all_finite(tensor):
                 raise WeightsError(f"{name} holds NaN or infinity")
         return self._prepare(tensors)
 
     def swap(self, prepared: PreparedOnRanks) -> None:
-        # awaited: what is prepared next is prepared by another thread of each rank, from the weights it then has in use
+        # wait for the answers: another thread of each rank prepares the next weights from the ones then in use
         self._command(Swap(prepared.number), answered=True)
-        self._model.adopt(prepared.weights)
+        self._model.set_weights(prepared.weights)
 
     def read_cache(self, blocks: Sequence[int], num_positions: int) -> np.ndarray:
         layers, heads, dim = self.cache_shape
@@ -157,7 +154,7 @@ class ParallelRunner:
             self._processes.attempt(partial(rank.commands.send, WriteCache(tuple(blocks), part)))
 
     def _part(self, rank: int) -> tuple[slice, slice, slice]:
-        """Where a rank's layers and heads lie in the keys and values of the whole model."""
+        """Return the place of a rank's layers and heads in the keys and values of the whole model."""
         layers, heads = self._shares[rank].layers, self._shares[rank].kv_heads
         return slice(layers.start, layers.stop), slice(None), slice(heads.start, heads.stop)
 
@@ -189,14 +186,15 @@ class ParallelRunner:
             assert self._processes.attempt(rank.commands.recv) == READY
 
     def _prepare(self, tensors: Mapping[str, torch.Tensor]) -> PreparedOnRanks:
-        """Over connections of their own, so beside running passes. Ranks pack while others still get their slices."""
+        """Send the weights over separate connections, beside running passes. Ranks pack while others still receive
+        theirs."""
         with self._preparing:
             self._number += 1
             number, ranks = self._number, self._processes.ranks
             slices = [shard_tensors(share, self._spec, tensors) for share in self._shares]
             for rank in ranks:
-                mine = slices[rank.spec.rank]
-                self._send(rank, Prepare(number, tuple((n, self._kept(t), tuple(t.shape)) for n, t in mine.items())))
+                own = slices[rank.spec.rank]
+                self._send(rank, Prepare(number, tuple((n, self._kept(t), tuple(t.shape)) for n, t in own.items())))
             problems = self._answers(ranks)
             for rank in [rank for rank in ranks if rank.spec.name not in problems]:
                 self._send(rank, not problems)
@@ -226,15 +224,15 @@ class ParallelRunner:
         self._processes.attempt(partial(rank.weights.send, message))
 
     def _answers(self, ranks: Sequence[RankProcess]) -> dict[str, str]:
-        """What is wrong, by the name of the rank that answers so."""
+        """Return the ranks' problems, by name of the rank."""
         answers = {rank.spec.name: self._processes.attempt(rank.weights.recv) for rank in ranks}
         return {name: problem for name, problem in answers.items() if problem is not None}
 
     def _kept(self, tensor: torch.Tensor) -> torch.dtype:
-        """The dtype that ranks keep a tensor in: there is no need to send more."""
+        """Return the dtype in which ranks store a tensor, and in which it is sent."""
         return torch.float32 if tensor.ndim == 1 else self._dtype
 
 
 def rank_device(device: torch.device, rank: int) -> torch.device:
-    """Of a rank, where rank 0 has `device`: GPUs follow one another, CPUs are one."""
+    """Return a rank's device, given rank 0's: GPUs are consecutive, the CPU is shared."""
     return device if device.type == "cpu" else torch.device(device.type, (device.index or 0) + rank)

@@ -1,7 +1,7 @@
-"""The processes of the ranks that hold a model together with this one. May import stages.engines.
+"""The processes of the other ranks of a model.
 
-A thread of this object starts them, waits for them and reaps them: they die with it (`rank_main`), so nothing is left
-behind whatever happens to this process.
+A thread of `RankProcesses` starts them, waits for them and reaps them. They end with this thread (`rank_main`), so no
+process is left behind, however this process ends.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
 from typing import TypeVar
 
-from stages.engines.embedded.ranks.commands import READY
+from stages.engines.embedded.ranks.communication import READY
 from stages.engines.embedded.ranks.rank_model import RankSpec
 
 Result = TypeVar("Result")
 _ROOT = Path(__file__).resolve().parents[4]
-_NOTICE_S = 30.0
-"""For the end of a process to be noticed, after a connection to it broke."""
+_EXIT_NOTICE_S = 30.0
+"""Time to notice the end of a process after a connection to it broke."""
 
 
 class RankLost(RuntimeError):
-    """A rank's process has ended by itself: names it, and how it ended."""
+    """A rank's process has ended by itself. The message names the rank and says how it ended."""
 
 
 @dataclass(frozen=True)
 class RankProcess:
-    """This process's ends of what connects it to a rank."""
+    """This process's ends of the connections to a rank."""
 
     spec: RankSpec
     commands: Connection
@@ -41,29 +41,32 @@ class RankProcess:
 
 
 class RankProcesses:
-    """Owns the other ranks' processes. If one of them ends, so do the others."""
+    """Owns the other ranks' processes. If one of them ends, it ends the others."""
 
     def __init__(self, specs: Sequence[RankSpec], on_lost: Callable[[str], None] | None = None) -> None:
-        """Starts them; `meet` waits until they run. `on_lost` is called, with what happened, in a thread of its own and
-        before any `attempt` fails of it: who ends the process there is sure that nobody took the loss for an error."""
+        """Start them; `meet` waits until they run. If a rank is lost, `on_lost` is called with a description, in a
+        thread of its own and before any `attempt` fails because of the loss. A process that exits in `on_lost`
+        therefore never reports the loss as an error."""
         self._lost: str | None = None
-        self._noticed = threading.Event()
+        self._loss_handled = threading.Event()
         self._closing = False
         self._on_lost = on_lost
         self._processes: list[subprocess.Popen[bytes]] = []
         self.ranks: list[RankProcess] = []
         started = threading.Event()
-        theirs: list[tuple[Connection, Connection]] = []
+        child_ends: list[tuple[Connection, Connection]] = []
         for spec in specs:
-            (commands, their_commands), (weights, their_weights) = Pipe(), Pipe()
+            (commands, child_commands), (weights, child_weights) = Pipe(), Pipe()
             self.ranks.append(RankProcess(spec, commands, weights))
-            theirs.append((their_commands, their_weights))
-        self._thread = threading.Thread(target=self._watch, args=(theirs, started), name="engine-ranks", daemon=True)
+            child_ends.append((child_commands, child_weights))
+        self._thread = threading.Thread(
+            target=self._watch, args=(child_ends, started), name="engine-ranks", daemon=True
+        )
         self._thread.start()
         started.wait()
 
     def meet(self) -> None:
-        """Sends each rank its spec and waits until it has begun. Raises RankLost."""
+        """Send each rank its spec and wait until it has started. Raises RankLost."""
         for rank in self.ranks:
             self.attempt(partial(rank.commands.send, rank.spec))
         for rank in self.ranks:
@@ -71,44 +74,44 @@ class RankProcesses:
             assert answer == READY
 
     def attempt(self, act: Callable[[], Result]) -> Result:
-        """What `act` gives. Raises RankLost where it fails because a rank has gone."""
+        """Return the result of `act`. Raises RankLost if `act` fails because a rank has ended."""
         try:
             return act()
-        except (RuntimeError, EOFError, OSError) as error:  # gloo's, NCCL's and the connections' way to say it
-            if not self._noticed.wait(_NOTICE_S) or self._lost is None:
+        except (RuntimeError, EOFError, OSError) as error:  # raised by gloo, NCCL and connections if a rank ends
+            if not self._loss_handled.wait(_EXIT_NOTICE_S) or self._lost is None:
                 raise
             raise RankLost(self._lost) from error
 
     def close(self) -> None:
-        """Ends the processes, in the middle of whatever they do: they keep nothing. Twice is harmless."""
+        """Kill the processes; they hold nothing that must be saved. A second call does nothing."""
         self._closing = True
         for process in self._processes:
             process.kill()
         self._thread.join()
-        self._noticed.set()  # nobody need wait to hear how they ended
+        self._loss_handled.set()  # wakes threads that wait in `attempt`
         for rank in self.ranks:
             rank.commands.close()
             rank.weights.close()
 
-    def _watch(self, theirs: Sequence[tuple[Connection, Connection]], started: threading.Event) -> None:
+    def _watch(self, child_ends: Sequence[tuple[Connection, Connection]], started: threading.Event) -> None:
         alive: dict[Connection, int] = {}
         try:
-            for i, (commands, weights) in enumerate(theirs):
-                life, their_life = Pipe(duplex=False)
-                alive[life] = i
-                self._processes.append(self._start(self.ranks[i].spec, commands, weights, their_life))
-                for end in (commands, weights, their_life):
+            for i, (commands, weights) in enumerate(child_ends):
+                liveness, child_liveness = Pipe(duplex=False)
+                alive[liveness] = i
+                self._processes.append(self._start(self.ranks[i].spec, commands, weights, child_liveness))
+                for end in (commands, weights, child_liveness):
                     end.close()
         finally:
             started.set()
         while alive:
-            for life in [life for life in wait(list(alive)) if isinstance(life, Connection)]:
-                i = alive.pop(life)
-                life.close()
+            for liveness in [liveness for liveness in wait(list(alive)) if isinstance(liveness, Connection)]:
+                i = alive.pop(liveness)
+                liveness.close()
                 self._reap(i)
 
     def _start(
-        self, spec: RankSpec, commands: Connection, weights: Connection, life: Connection
+        self, spec: RankSpec, commands: Connection, weights: Connection, liveness: Connection
     ) -> subprocess.Popen[bytes]:
         path = os.pathsep.join(p for p in (str(_ROOT), os.environ.get("PYTHONPATH")) if p)
         return subprocess.Popen(
@@ -121,7 +124,7 @@ class RankProcesses:
             ],
             env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": str(spec.threads), "OMP_WAIT_POLICY": "PASSIVE"},
             stdin=subprocess.DEVNULL,
-            pass_fds=[end.fileno() for end in (commands, weights, life)],
+            pass_fds=[end.fileno() for end in (commands, weights, liveness)],
         )
 
     def _reap(self, i: int) -> None:
@@ -136,4 +139,4 @@ class RankProcesses:
             if self._on_lost is not None:
                 self._on_lost(self._lost)
         finally:
-            self._noticed.set()
+            self._loss_handled.set()

@@ -1,9 +1,9 @@
 """The process of a rank other than 0: `python -m THIS_MODULE COMMANDS WEIGHTS` (file descriptors).
 
-    main thread      commands: passes, swaps, sleep and wake, one after the other ──► draws, from the last stage
-    second thread    weights: receives tensors as they come, packs them beside the old ones, answers whether it could
+    main thread      commands, one after the other: passes, swaps, sleep and wake ──► draws, from the last stage
+    second thread    weights: receives tensors, packs them beside the old ones, and answers if it succeeded
 
-It lives as long as the thread that started it: when the commands end, so does it. May import torch, stages.engines.
+The process ends with the thread that started it, or when the commands end.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from multiprocessing.connection import Connection
 import torch
 
 from stages.engines.embedded.batch import Batch
-from stages.engines.embedded.model.llama import LlamaWeights
-from stages.engines.embedded.ranks.commands import (
+from stages.engines.embedded.model import LlamaWeights
+from stages.engines.embedded.ranks.communication import (
     READY,
     Command,
     Drop,
@@ -36,10 +36,11 @@ from stages.native.parent import end_with_parent
 
 
 def main() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that owns this one
+    for of_terminal in (signal.SIGINT, signal.SIGHUP):  # both are for the process that owns this one
+        signal.signal(of_terminal, signal.SIG_IGN)
     end_with_parent()
     commands, weights = (Connection(int(number)) for number in sys.argv[1:3])
-    with suppress(EOFError, ConnectionResetError):  # the parent has gone, or wants no more
+    with suppress(EOFError, ConnectionResetError):  # the parent has ended, or closed the connection
         spec: RankSpec = commands.recv()
         torch.set_num_threads(spec.threads)
         if torch.device(spec.device).type == "cuda":
@@ -58,7 +59,7 @@ def _carry_out(command: Command, model: RankModel, prepared: dict[int, LlamaWeig
         if draws is not None:
             commands.send(draws)
     elif isinstance(command, Swap):
-        model.adopt(prepared.pop(command.number))
+        model.set_weights(prepared.pop(command.number))
         commands.send(READY)
     elif isinstance(command, ReadCache):
         commands.send(model.read_cache(command.blocks, command.num_positions))
@@ -75,7 +76,8 @@ def _received(commands: Connection) -> Iterator[Command]:
 
 
 def _receive_weights(weights: Connection, model: RankModel, prepared: dict[int, LlamaWeights]) -> None:
-    """The thread also ends the process when the parent has gone, should the other one be stuck in a collective."""
+    """Receive weights until the connection closes, then end the process, since the main thread may hang in a
+    collective."""
     try:
         while True:
             message: Prepare | Drop = weights.recv()
@@ -88,7 +90,7 @@ def _receive_weights(weights: Connection, model: RankModel, prepared: dict[int, 
 
 
 def _prepare(message: Prepare, weights: Connection, model: RankModel, prepared: dict[int, LlamaWeights]) -> None:
-    """Answers what is wrong, if something is, before and after the tensors come."""
+    """Prepare weights. Answers None or a problem twice: before the tensors come, and when they are packed."""
     try:
         tensors = {name: torch.empty(shape, dtype=dtype) for name, dtype, shape in message.tensors}
     except (RuntimeError, MemoryError) as error:  # torch reports missing memory as RuntimeError

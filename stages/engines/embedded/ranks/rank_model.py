@@ -1,5 +1,6 @@
-"""One rank's part of a model, and what it does with a pass: on rank 0 inside the engine, on the others in a process of
-their own (`rank_main`). May import torch, stages.engines, stages.models.spec.
+"""One rank's part of a model: which part it is, and how it computes a pass, on rank 0 inside the engine, on the other
+ranks in a process of their own (`rank_main`). `stages.engines.embedded.division` says how a model is
+divided among ranks.
 """
 
 from __future__ import annotations
@@ -15,40 +16,51 @@ import torch
 from stages.engines.config import EngineConfig
 from stages.engines.embedded.batch import NO_DRAWS, Batch, Draws
 from stages.engines.embedded.cache import KVCache
-from stages.engines.embedded.model.llama import (
-    LlamaWeights,
-    build_weights,
-    forward,
-    logits,
-    refit_weights,
-)
+from stages.engines.embedded.division import Share
+from stages.engines.embedded.model import LlamaWeights, build_weights, forward, logits, refit_weights
 from stages.engines.embedded.ranks.communication import RankCommunicator
-from stages.engines.embedded.ranks.sharding import Share
 from stages.engines.embedded.runner import choose_kernels, draw, on_device
-from stages.engines.embedded.sampling.draw import ban, forced_logits, join_parts, put_forced
-from stages.models.spec import ModelSpec
+from stages.engines.embedded.sampling import ban, forced_logits, join_parts, put_forced
+from stages.models.spec import (
+    DOWN_PROJ,
+    EMBEDDING,
+    FINAL_NORM,
+    GATE_PROJ,
+    K_BIAS,
+    K_PROJ,
+    LM_HEAD,
+    O_PROJ,
+    Q_BIAS,
+    Q_PROJ,
+    UP_PROJ,
+    V_BIAS,
+    V_PROJ,
+    ModelSpec,
+    layer_and_part,
+    layer_tensor,
+)
 
 BUSY_FILE = "busy"
-"""In the ranks' folder: float64 seconds that each has computed, by rank."""
+"""File in the ranks' folder: float64 seconds that each rank has computed, by rank."""
 
 
 @dataclass(frozen=True)
 class RankSpec:
-    """What a rank must know to begin."""
+    """Everything that a rank needs to start."""
 
     rank: int
     tensor: int
     pipeline: int
     share: Share
     model: ModelSpec
-    """Of the whole model."""
+    """Sizes of the whole model."""
     engine: EngineConfig
     max_seq: int
     num_blocks: int
     device: str
     threads: int
     folder: str
-    """Shared by the ranks of one engine, absolute."""
+    """Folder shared by the ranks of one engine, absolute."""
 
     @property
     def name(self) -> str:
@@ -59,10 +71,10 @@ class RankModel:
     """Owns one rank's weights, its part of the cache, and its connections to the other ranks."""
 
     def __init__(self, spec: RankSpec) -> None:
-        """Blocks until all ranks have come. Without weights: `adopt(prepare(...))` brings the first."""
+        """Block until all ranks have connected. There are no weights until `set_weights(prepare(...))`."""
         self._spec, self.name = spec, spec.name
         self._part = spec.share.spec(spec.model)
-        """What is computed here."""
+        """Sizes of the part that is computed here."""
         self._device = torch.device(spec.device)
         self._kernels = choose_kernels(spec.engine, self._device)
         self._cache = KVCache(
@@ -79,8 +91,9 @@ class RankModel:
 
     @torch.inference_mode()
     def prepare(self, tensors: Mapping[str, torch.Tensor]) -> LlamaWeights:
-        """Weights of this rank's slices (see `sharding`) beside the ones in use: all of them the first time, then those
-        that change. From any thread. Raises WeightsError for the first that is not finite."""
+        """Make new weights from this rank's slices (`shard_tensors`) beside the ones in use. The first call needs all
+        slices, later ones only those that change. From any thread. Raises WeightsError for the first that is not
+        finite."""
         if self._weights is None:
             dtype = getattr(torch, self._spec.engine.dtype)
             return build_weights(self._part, tensors, dtype, self._device, self._spec.max_seq, self._kernels)
@@ -90,13 +103,14 @@ class RankModel:
         """See `Kernels`."""
         self._kernels.end_threads()
 
-    def adopt(self, weights: LlamaWeights) -> None:
-        """These from the next pass on."""
+    def set_weights(self, weights: LlamaWeights) -> None:
+        """Use these weights from the next pass on."""
         self._weights = weights
 
     @torch.inference_mode()
     def run(self, batch: Batch) -> Draws | None:
-        """This rank's part of a pass; what was drawn, on the first rank of the last stage."""
+        """Compute this rank's part of a pass. Return the draws on the first rank of the last stage, None on the
+        others."""
         assert self._weights is not None
         spec, others = self._spec, self._communicator
         started, waited_s = time.perf_counter(), others.waited_s
@@ -120,10 +134,10 @@ class RankModel:
         seen = hidden[drawn].cpu().numpy() if batch.wants_hidden else None
         if self._spec.tensor == 1:
             return replace(draw(self._kernels, scores, batch), hidden=seen)
-        mine = self._spec.share.tokens
-        ban(scores, [tuple(token - mine.start for token in banned if token in mine) for banned in batch.banned])
-        given = forced_logits(scores, batch.temperatures, batch.forced, mine.start)
-        part = self._kernels.choose_part(scores, batch.temperatures, batch.keys, mine.start, self._part.vocab_size)
+        own = self._spec.share.tokens
+        ban(scores, [tuple(token - own.start for token in banned if token in own) for banned in batch.banned])
+        given = forced_logits(scores, batch.temperatures, batch.forced, own.start)
+        part = self._kernels.choose_part(scores, batch.temperatures, batch.keys, own.start, self._part.vocab_size)
         put_forced(part, batch.forced, given)
         parts = self._communicator.gather(part)
         if parts is None:
@@ -133,7 +147,7 @@ class RankModel:
 
     @torch.inference_mode()
     def read_cache(self, blocks: Sequence[int], num_positions: int) -> np.ndarray:
-        """This rank's layers and heads of a row's keys and values: see `KVCache.read`."""
+        """Return this rank's layers and heads of a row's keys and values: see `KVCache.read`."""
         return self._cache.read(blocks, num_positions)
 
     @torch.inference_mode()
@@ -153,3 +167,47 @@ class RankModel:
     def close(self) -> None:
         self._cache.release()
         self._communicator.close()
+
+
+# ---- a rank's tensors ------------------------------------------------------------------------------------
+
+
+def shard_tensors(share: Share, spec: ModelSpec, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return this rank's slices (views) of some of the model's checked tensors, under the names in the rank's own
+    model. An unused embedding or head is cut to one row, since a packed matrix has at least one."""
+    own: dict[str, torch.Tensor] = {}
+    for name, tensor in tensors.items():
+        of_layer = layer_and_part(name)
+        if of_layer is not None:
+            layer, part = of_layer
+            if layer in share.layers:
+                own[layer_tensor(layer - share.layers.start, part)] = _slice(share, spec, part, tensor)
+        elif name == FINAL_NORM:
+            own[name] = tensor
+        elif name == EMBEDDING:
+            own[name] = tensor if share.first else tensor[:1]
+        if name == spec.output_tensor:  # tied: the embedding; a separate head is ignored
+            own[LM_HEAD] = _rows(tensor, share.tokens) if share.last else tensor[:1]
+    return own
+
+
+def _slice(share: Share, spec: ModelSpec, part: str, tensor: torch.Tensor) -> torch.Tensor:
+    """Return this rank's slice of a block's tensor. Norms are whole on every rank."""
+    dim = spec.head_dim
+    queries = range(share.heads.start * dim, share.heads.stop * dim)
+    keys = range(share.kv_heads.start * dim, share.kv_heads.stop * dim)
+    rows = {
+        **dict.fromkeys((Q_PROJ, Q_BIAS), queries),
+        **dict.fromkeys((K_PROJ, V_PROJ, K_BIAS, V_BIAS), keys),
+        **dict.fromkeys((GATE_PROJ, UP_PROJ), share.intermediate),
+    }
+    columns = {O_PROJ: queries, DOWN_PROJ: share.intermediate}
+    if part in rows:
+        return _rows(tensor, rows[part])
+    if part in columns:
+        return tensor[:, columns[part].start : columns[part].stop]
+    return tensor
+
+
+def _rows(tensor: torch.Tensor, rows: range) -> torch.Tensor:
+    return tensor[rows.start : rows.stop]

@@ -1,10 +1,18 @@
 """What stands between the server's loop and an engine of another project: one file per engine implements it.
 
-Runs in the engine's own Python environment. May import the standard library, numpy and torch (for types).
+Runs in the engine's own Python environment.
+
+What the last bits of an engine's results depend on, seen in the environment that it runs in.
+
+Weights that another process has published, mapped where they lie.
 """
 
 from __future__ import annotations
 
+import hashlib
+import os
+import platform
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -22,7 +30,7 @@ class Settings:
     dtype: str
     max_seq: int
     """Longest prompt plus response, in tokens."""
-    slots: int
+    max_rows: int
     kv_budget_mb: int
     tensor_parallel: int
     pipeline_parallel: int
@@ -113,3 +121,64 @@ class EngineAdapter(Protocol):
         ...
 
     def close(self) -> None: ...
+
+
+# ---- facts -----------------------------------------------------------------------------------------------
+
+_ENVIRONMENT = (
+    "ATEN_CPU_CAPABILITY",
+    "CUBLAS_WORKSPACE_CONFIG",
+    "DNNL_MAX_CPU_ISA",
+    "MKL_CBWR",
+    "NCCL_ALGO",
+    "NVIDIA_TF32_OVERRIDE",
+    "ONEDNN_DEFAULT_FPMATH_MODE",
+    "ONEDNN_MAX_CPU_ISA",
+    "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE",
+    "VLLM_ATTENTION_BACKEND",
+)
+
+
+def machine_facts() -> dict[str, str]:
+    """By name: Python and torch as they are built, the processor as torch uses it, the GPU, and what is set in the
+    environment that changes sums."""
+    facts = {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "torch.build": hashlib.sha256(torch.__config__.show().encode()).hexdigest()[:12],
+        "torch.cpu": torch.backends.cpu.get_cpu_capability(),
+        "machine": platform.machine(),
+        "environment": " ".join(f"{name}={os.environ[name]}" for name in _ENVIRONMENT if name in os.environ) or "none",
+    }
+    if torch.cuda.is_available():
+        major, minor = torch.cuda.get_device_capability()
+        facts["gpu"] = f"{torch.cuda.get_device_name()} (capability {major}.{minor})"
+        facts["cuda"] = f"{torch.version.cuda}, cuDNN {torch.backends.cudnn.version()}"
+    return facts
+
+
+# ---- tensors ---------------------------------------------------------------------------------------------
+
+
+def map_tensors(tensors: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
+    """Tensors by name, without a copy and read only.
+
+    `tensors`: of each its name, the file, the offset in bytes, the shape, and its dtype: numpy's name, or "bfloat16".
+    Raises ValueError, naming the tensor, for one that its file does not hold."""
+    files: dict[str, np.ndarray] = {}
+    found = {}
+    for info in tensors:
+        name, path = str(info["name"]), str(info["file"])
+        if path not in files:
+            files[path] = np.memmap(path, np.uint8, "r")
+        is_bfloat16 = info["dtype"] == "bfloat16"
+        dtype = np.dtype(np.uint16 if is_bfloat16 else info["dtype"])
+        start = int(info["offset"])
+        end = start + dtype.itemsize * int(np.prod(info["shape"], dtype=np.int64))
+        if end > files[path].size:
+            raise ValueError(f"{name} ends at byte {end} of {path}, which has {files[path].size}")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # of torch, for memory that cannot be written
+            tensor = torch.from_numpy(files[path][start:end].view(dtype).reshape(tuple(info["shape"])))
+        found[name] = tensor.view(torch.bfloat16) if is_bfloat16 else tensor
+    return found

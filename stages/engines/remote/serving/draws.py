@@ -1,7 +1,6 @@
 """The draw by law 4, for engines whose own draws are not keyed: from a batch's logits to tokens and log-probs.
 
-Runs in the engine's own Python environment. May import numpy, torch, this folder, stages.engines.embedded.{sampling,
-kernels.cpu} and stages.native.
+Runs in the engine's own Python environment.
 """
 
 from __future__ import annotations
@@ -13,8 +12,7 @@ import numpy as np
 import torch
 
 from stages.engines.embedded.kernels.cpu.native import load_native_kernels
-from stages.engines.embedded.sampling.draw import ban, forced_logprobs, sample
-from stages.engines.embedded.sampling.noise import noise_keys
+from stages.engines.embedded.sampling import ban, forced_logprobs, noise_keys, sample
 from stages.engines.remote.serving.adapter import ServedRow
 from stages.native.compile import NoNativeKernelsError
 

@@ -1,7 +1,4 @@
-"""The server's loop: rows in, a token for each of them, finished rows out.
-
-May import the standard library, numpy, this folder and `remote.wire`.
-"""
+"""The server's loop: rows in, a token for each of them, finished rows out."""
 
 from __future__ import annotations
 
@@ -14,9 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from stages.engines.remote.serving.adapter import EngineAdapter, ServedRow, Settings
-from stages.engines.remote.serving.facts import machine_facts
-from stages.engines.remote.serving.tensors import map_tensors
+from stages.engines.remote.serving.adapter import EngineAdapter, ServedRow, Settings, machine_facts, map_tensors
 from stages.engines.remote.wire import PROTOCOL, Channel, ProtocolError, pack_array
 
 Messages = queue.SimpleQueue[dict[str, Any] | Exception | None]

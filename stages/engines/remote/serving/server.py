@@ -6,8 +6,6 @@
 Started by `process.py` as `python -m stages.engines.remote.serving.server FD`, where FD is its end of a socket pair (no
 port, no path, no one else can connect). It ends when the other end closes; where it cannot, `guard.py` ends it. What it
 prints goes to its log.
-
-May import the standard library, `remote.wire`, and, once it beats, loop.py.
 """
 
 from __future__ import annotations
@@ -47,7 +45,8 @@ def _read(channel: Channel, messages: queue.SimpleQueue[dict[str, Any] | Excepti
 
 def main(descriptor: int) -> int:
     """Serves until the other end closes; 1 where the engine could not be started, or failed."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal; the driver ends the run
+    for of_terminal in (signal.SIGINT, signal.SIGHUP):  # they reach the whole terminal; the driver ends the run
+        signal.signal(of_terminal, signal.SIG_IGN)
     channel = Channel(socket.socket(fileno=descriptor))
     closed = threading.Event()
     threading.Thread(target=_beat, args=(channel, closed), daemon=True).start()

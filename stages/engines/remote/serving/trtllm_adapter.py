@@ -11,15 +11,24 @@
   raises ends the server, and the replica is built anew. Without Ray no recorded version can do it.
 - **What is compiled** at the start is kept for the next one (`trtllm_api.keep_compiled`).
 
-May import the standard library, numpy, torch, this folder; tensorrt_llm through trtllm_api.
+What is used of TensorRT-LLM, found in the version that is there: its calls for reinforcement learning are marked as
+prototypes and move between versions, so each is looked for, and an error names the version that lacks it.
+
+Checked against recorded signatures (tests/support/trtllm_stand_in); never run.
+
+Runs in the engine's own Python environment.
 """
 
 from __future__ import annotations
 
 import asyncio
 import hashlib
+import importlib
 import importlib.metadata
-from collections.abc import Mapping, Sequence
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +37,6 @@ import torch
 from torch.multiprocessing.reductions import reduce_tensor
 
 from stages.engines.remote.serving.adapter import Finished, Ready, ServedRow, Settings
-from stages.engines.remote.serving.trtllm_api import EXTENSION, buckets, find_api, keep_compiled
 
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _POLL_S = 0.02
@@ -57,7 +65,7 @@ class TrtllmAdapter:
         """Rows in flight, those that nobody waits for any more included, and their ids."""
         self._has_weights, self._asleep = True, False
         self._llm = self._loop.run_until_complete(self._start())
-        facts = {"dtype": settings.dtype, "slots": str(settings.slots), "ranks": str(ranks)}
+        facts = {"dtype": settings.dtype, "max_rows": str(settings.max_rows), "ranks": str(ranks)}
         self.ready = Ready("tensorrt_llm", self._api.version, facts, "cuda")
 
     # ---- what a machine without a GPU replaces ----
@@ -152,7 +160,7 @@ class TrtllmAdapter:
                 skip_tokenizer_init=True,
                 tensor_parallel_size=settings.tensor_parallel,
                 pipeline_parallel_size=settings.pipeline_parallel,
-                max_batch_size=settings.slots,
+                max_batch_size=settings.max_rows,
                 max_input_len=settings.max_seq,
                 max_seq_len=settings.max_seq,
                 # Of a pass. A longer prompt fits no pass, since prompts are fed whole.
@@ -222,7 +230,7 @@ class TrtllmAdapter:
         return {
             "model": hashlib.sha256(config).hexdigest(),
             "dtype": settings.dtype,
-            "layout": [settings.tensor_parallel, settings.pipeline_parallel, settings.slots, settings.max_seq],
+            "layout": [settings.tensor_parallel, settings.pipeline_parallel, settings.max_rows, settings.max_seq],
             "versions": [importlib.metadata.version("tensorrt-llm"), torch.__version__],
             "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "none",
         }
@@ -242,3 +250,122 @@ def _logprobs(given: Sequence[Any], tokens: Sequence[int], version: str) -> list
         float(at) if isinstance(at, int | float) else float(at[token].logprob)
         for at, token in zip(given, tokens, strict=True)
     ]
+
+
+# ---- trtllm api ------------------------------------------------------------------------------------------
+
+EXTENSION = "tensorrt_llm.llmapi.rlhf_utils.WorkerExtension"
+"""What every worker gets beside its own methods: `update_weights`, once per bucket and once with None."""
+_ASYNC_LLM = ("tensorrt_llm._torch.async_llm", "tensorrt_llm.llmapi", "tensorrt_llm")
+_MEMORY = ("tensorrt_llm._torch.virtual_memory",)
+_COMPILERS_FOLDERS = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton"}
+"""Variables that say where torch and Triton keep what they compile."""
+
+
+class MissingFeatureError(RuntimeError):
+    """The version that is there lacks what is needed; names both."""
+
+
+@dataclass(frozen=True)
+class TrtllmApi:
+    """Of one version."""
+
+    version: str
+    make_llm: Any
+    """AsyncLLM: the only one whose weights can be exchanged; it needs Ray."""
+    sampling_params: Any
+    kv_cache_config: Any
+    sleep_options: Mapping[str, Any]
+    """Arguments of AsyncLLM with which it can give memory back."""
+    sleep_tags: tuple[str, ...]
+    """The memory of keys and values, and of weights."""
+
+
+def find_api(*, sleeps: bool) -> TrtllmApi:
+    """`sleeps`: it must be able to give memory back. Raises MissingFeatureError; RuntimeError, naming what it lacks
+    itself, for a module that cannot be imported."""
+    package = importlib.import_module("tensorrt_llm")
+    version = str(package.__version__)
+    llmapi = importlib.import_module("tensorrt_llm.llmapi")
+    options: dict[str, Any] = {}
+    tags: tuple[str, ...] = ()
+    if sleeps:
+        own_config = getattr(llmapi, "SleepConfig", None)
+        options = {"enable_sleep": True} if own_config is None else {"sleep_config": own_config()}
+        tags = _sleep_tags(_found(version, _MEMORY, "ExecutorMemoryType"), version)
+    return TrtllmApi(
+        version=version,
+        make_llm=_found(version, _ASYNC_LLM, "AsyncLLM"),
+        sampling_params=_attribute(version, package, "SamplingParams"),
+        kv_cache_config=_attribute(version, llmapi, "KvCacheConfig"),
+        sleep_options=options,
+        sleep_tags=tags,
+    )
+
+
+def keep_compiled(folder: str, key: Mapping[str, object]) -> Path:
+    """Has what torch and Triton compile at the start kept in a folder for this key (model, layout, versions), so that
+    it is compiled once. To be called before tensorrt_llm is imported. Returns the folder."""
+    name = hashlib.sha256(json.dumps(dict(key), sort_keys=True, default=str).encode()).hexdigest()[:16]
+    place = Path(folder) / name
+    for variable, inside in _COMPILERS_FOLDERS.items():
+        (place / inside).mkdir(parents=True, exist_ok=True)
+        os.environ[variable] = str(place / inside)
+    (place / "key.json").write_text(json.dumps(dict(key), sort_keys=True, default=str, indent=1), "utf8")
+    return place
+
+
+def buckets(
+    tensors: Mapping[str, torch.Tensor], dtype: torch.dtype, most_bytes: int
+) -> Iterator[dict[str, torch.Tensor]]:
+    """Tensors in groups of at most `most_bytes` in the engine's dtype; those of one block stay together, since engines
+    fuse them, so that a group may be as large as a block."""
+    groups: dict[str, list[str]] = {}
+    for name in tensors:
+        parts = name.split(".")
+        group = ".".join(parts[:3]) if parts[:2] == ["model", "layers"] else ".".join(parts[:2])
+        groups.setdefault(group, []).append(name)
+    bucket: dict[str, torch.Tensor] = {}
+    size = 0
+    for names in groups.values():
+        more = sum(tensors[name].numel() for name in names) * dtype.itemsize
+        if bucket and size + more > most_bytes:
+            yield bucket
+            bucket, size = {}, 0
+        bucket |= {name: tensors[name] for name in names}
+        size += more
+    if bucket:
+        yield bucket
+
+
+def _sleep_tags(kinds: Any, version: str) -> tuple[str, ...]:
+    """Where weights have memory of their own it is theirs alone that goes with the cache's; else all of the model's."""
+    named = {kind.name: str(kind.value) for kind in kinds}
+    weights = "MODEL_WEIGHTS_MAIN" if "MODEL_WEIGHTS_MAIN" in named else "MODEL_ENGINE_MAIN"
+    for name in ("KV_CACHE", weights):
+        if name not in named:
+            raise MissingFeatureError(f"TensorRT-LLM {version} has no memory called {name}: {', '.join(named)}")
+    return named["KV_CACHE"], named[weights]
+
+
+def _found(version: str, modules: tuple[str, ...], name: str) -> Any:
+    """The attribute, from the first module that has it. A module that is there and cannot be imported (it needs
+    another package, a library of the system) is no module that this version lacks."""
+    for module in modules:
+        try:
+            found = importlib.import_module(module)
+        except ImportError as error:
+            absent = error.name if isinstance(error, ModuleNotFoundError) else None
+            if absent is not None and f"{module}.".startswith(f"{absent}."):
+                continue
+            raise RuntimeError(f"TensorRT-LLM {version}: {module} cannot be imported: {error}") from error
+        if hasattr(found, name):
+            return getattr(found, name)
+    raise MissingFeatureError(f"TensorRT-LLM {version} has no {name} in {', '.join(modules)}")
+
+
+def _attribute(version: str, module: Any, name: str) -> Any:
+    try:
+        return getattr(module, name)
+    except AttributeError as error:
+        raise MissingFeatureError(f"TensorRT-LLM {version} has no {module.__name__}.{name}") from error

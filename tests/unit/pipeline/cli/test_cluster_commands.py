@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
+from pipeline.cli.answers import config_of
 from pipeline.cli.main import main
-from pipeline.cli.sources import config_of
 from pipeline.config.loading import load_reward_model_config, to_yaml
 from pipeline.config.paths import RunPaths
-from pipeline.launch.records import JobRecord, write_record
+from pipeline.launch.commands import JobRecord, write_record
 from tests.support.configs import arguments, write_config
 from tests.support.fake_slurm import FakeSlurm
 from tests.support.paths import ROOT

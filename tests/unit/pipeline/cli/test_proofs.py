@@ -8,8 +8,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from pipeline.cli.proofs import Evidence, earlier_graphs, identity_proof
-from pipeline.cli.verification import Proof, Verification
+from pipeline.cli.verification import Evidence, Proof, Verification, earlier_graphs, identity_proof
 from pipeline.config.changes import sections
 from pipeline.config.identity import Identity, Statement, write_identity
 from pipeline.config.loading import config_hash, load_config

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.cli.replay_updates import update_range
+from pipeline.cli.replay import update_range
 from pipeline.config.errors import ConfigError
 from pipeline.config.loading import load_config
 from pipeline.config.paths import RunPaths

@@ -9,7 +9,7 @@ import pytest
 
 from pipeline.cli.main import main
 from pipeline.config.paths import RunPaths
-from pipeline.launch.records import read_record
+from pipeline.launch.commands import read_record
 from tests.support.configs import arguments, write_config
 from tests.support.fake_slurm import FakeSlurm
 

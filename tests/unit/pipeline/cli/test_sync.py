@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.cli import sync as command
-from pipeline.cli.exit_codes import DONE, STAGE_FAILED
+from pipeline.cli.answers import DONE, STAGE_FAILED
 from pipeline.config.errors import ConfigError
 from pipeline.config.paths import RunPaths
 from pipeline.config.run import RunConfig

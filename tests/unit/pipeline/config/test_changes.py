@@ -32,7 +32,7 @@ def load(*overrides: str) -> RunConfig:
         "checkpoint.keep=7",
         "export.every=1",
         "placement.share_devices=true",
-        "placement.turns=[[generate,train]]",
+        "placement.device_sharing=[[generate,train]]",
         "placement.gangs.train.offload=gradients",
         "model.path=a/copy",
         "model.critic_path=a/copy",
@@ -40,7 +40,7 @@ def load(*overrides: str) -> RunConfig:
         "evaluate.every=1",
         "mismatch.stop=true",
         "placement.gangs.generate.workers=3",
-        "placement.gangs.generate.slots=4",
+        "placement.gangs.generate.concurrent_shards=4",
         "placement.gangs.score.workers=2",
     ],
 )
@@ -82,10 +82,10 @@ def documented() -> list[str]:
     table = text.partition("### What may change on resume")[2].partition("Everything else")[0]
     cells = [line.split("|")[1] for line in table.splitlines() if line.startswith("| ") and "`" in line.split("|")[1]]
     named = re.findall(r"`([^`]+)`", " ".join(cells))
-    short = {"weights_dir", "offload", "workers", "slots"}
+    short = {"weights_dir", "offload", "workers", "concurrent_shards"}
+    of_parts = {"timeout_s", "network", "environment", "writes"}
     return [
-        f"placement.gangs.*.{key}" if key in short else f"*.parts.*.{key}" if key == "timeout_s" else key
-        for key in named
+        f"placement.gangs.*.{key}" if key in short else f"*.parts.*.{key}" if key in of_parts else key for key in named
     ]
 
 
@@ -110,7 +110,7 @@ def test_every_key_may_change_or_is_named_as_the_docs_say(key: str) -> None:
     section[last] = other(section[last])
     refused = [problem.key for problem in change_problems(stated, config)]
     may = key in ("name", "runs_dir") or any(fnmatchcase(key, pattern) for pattern in documented())
-    if key in ("placement.gangs.train.workers", "placement.gangs.train.slots"):
+    if key in ("placement.gangs.train.workers", "placement.gangs.train.concurrent_shards"):
         may = False  # not of a pool
     assert refused == ([] if may else [key])
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from pipeline.cli.answers import config_of
 from pipeline.cli.main import main
-from pipeline.cli.sources import config_of
 from pipeline.config.errors import ConfigError, all_of, together
 from pipeline.config.loading import config_hash, load_config, load_yaml, to_yaml
 from pipeline.config.placement import DEFAULT_PLACEMENT
@@ -153,7 +153,10 @@ def test_one_error_stays_as_it_is_and_of_each_key_one_thing_is_said() -> None:
         ("name={a: 1}", "name: given {{'a': 1}} (in {}); must be a text"),
         ("reward.args=3", "reward.args: given 3 (in {}); must be a mapping of names to settings"),
         ("placement.roles.policy=[1]", "placement.roles.policy: given [1] (in {}); must be a text"),
-        ("placement.gangs.train.slots=two", "placement.gangs.train.slots: given 'two' (in {}); must be a whole number"),
+        (
+            "placement.gangs.train.concurrent_shards=two",
+            "placement.gangs.train.concurrent_shards: given 'two' (in {}); must be a whole number",
+        ),
     ],
 )
 def test_wrong_types_are_said_in_words(base: Path, override: str, said: str) -> None:
@@ -217,9 +220,7 @@ def test_a_setting_that_would_do_nothing_is_refused(
 
 def test_nothing_ends_a_reward_that_ships_with_stageline(base: Path) -> None:
     base.write_text(BASE.replace("{kind: characters, args: {characters: aeiou}}", "{parts: {a: {kind: vader}}}"))
-    with pytest.raises(
-        ConfigError, match=r"reward.parts.a.timeout_s: given 5.0; vader runs in the scoring worker itself"
-    ):
+    with pytest.raises(ConfigError, match=r"reward.parts.a.timeout_s: given 5.0; vader has no time-out for a batch"):
         load(base, "reward.parts.a.timeout_s=5")
     load(base, "reward.parts.a.timeout_s=60")
     base.write_text(BASE.replace("{kind: characters, args: {characters: aeiou}}", "{parts: {a: {kind: 'mine:score'}}}"))
@@ -239,23 +240,21 @@ def test_the_same_where_it_does_something(base: Path) -> None:
 def test_a_config_without_a_placement_has_the_default(base: Path) -> None:
     config = load(base)
     assert config.placement.roles == dict(DEFAULT_PLACEMENT["roles"])
-    assert {name: gang.slots for name, gang in config.placement.gangs.items()} == {
+    assert {name: gang.concurrent_shards for name, gang in config.placement.gangs.items()} == {
         "generate": 2,
         "score": 1,
         "train": 1,
     }
     assert load_yaml(to_yaml(config)) == config
-    written = (
-        "placement={gangs: {generate: {slots: 2}, score: {}, train: {}}, roles: {generate: generate, score: score, "
-    )
-    written += "reference: train, policy: train, critic: train}}"
+    written = "placement={gangs: {generate: {concurrent_shards: 2}, score: {}, train: {}}, "
+    written += "roles: {generate: generate, score: score, reference: train, policy: train, critic: train}}"
     assert config_hash(load(base, written)) == config_hash(config), "said or not, it is the same run"
 
 
 def test_its_gangs_may_be_changed_one_by_one(base: Path) -> None:
     config = load(base, "placement.gangs.generate.workers=2", "placement.gangs.train.threads=3")
     gangs = config.placement.gangs
-    assert (gangs["generate"].workers, gangs["generate"].slots, gangs["train"].threads) == (2, 2, 3)
+    assert (gangs["generate"].workers, gangs["generate"].concurrent_shards, gangs["train"].threads) == (2, 2, 3)
     collected = load(base, "placement={gangs: {collect: {}}, roles: {advantage: collect}}")
     assert collected.placement.roles["advantage"] == "collect"
     assert {"collect", "generate", "score", "train"} == collected.placement.gangs.keys()

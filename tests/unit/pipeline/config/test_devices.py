@@ -14,7 +14,7 @@ from pipeline.config.devices import (
     plan_devices,
     visible_devices,
 )
-from pipeline.graph.gangs import Gang
+from pipeline.graph.graph import Gang
 from pipeline.workers.worker_process import worker_environment
 from stages.models.protocol import Role
 from storage.problems import Problem
@@ -65,14 +65,14 @@ def test_one_process_for_everything_has_what_its_engine_needs() -> None:
 
 
 def test_gangs_that_take_turns_have_the_same_gpus() -> None:
-    placed, turns = gangs(train=4, critic=1, generate=2), [["generate", "train"]]
+    placed, device_sharing = gangs(train=4, critic=1, generate=2), [["generate", "train"]]
     here, count = all_here(placed), {THIS_HOST: 5}
-    assert not [*device_problems(placed, 2, here, count, share=False, turns=turns)]
-    plan = plan_devices(placed, 2, here, count, turns)
+    assert not [*device_problems(placed, 2, here, count, share=False, device_sharing=device_sharing)]
+    plan = plan_devices(placed, 2, here, count, device_sharing)
     assert [plan["train", rank] for rank in range(4)] == [(0,), (1,), (2,), (3,)]
     assert [plan["generate", replica] for replica in range(2)] == [(0, 1), (2, 3)]
     assert plan["critic", 0] == (4,), "which takes no turns"
-    (problem,) = device_problems(placed, 2, here, {THIS_HOST: 4}, share=False, turns=turns)
+    (problem,) = device_problems(placed, 2, here, {THIS_HOST: 4}, share=False, device_sharing=device_sharing)
     assert "need 5 GPUs" in problem.need
 
 
@@ -80,8 +80,8 @@ def test_a_worker_that_joins_may_have_what_another_has_in_turn() -> None:
     (engine,) = (gang for gang in gangs(train=1, generate=1) if gang.name == "generate")
     taken = {"gpu-a": [("train", 0)], "gpu-b": [("critic", 0)]}
     seen = ["gpu-b", "gpu-a"]
-    turns = [["generate", "train"]]
-    assert devices_of_joining(engine, 1, seen, taken, share=False, turns=turns) == (1,)
+    device_sharing = [["generate", "train"]]
+    assert devices_of_joining(engine, 1, seen, taken, share=False, device_sharing=device_sharing) == (1,)
     assert "of the 2 that it sees 0 are free" in str(devices_of_joining(engine, 1, seen, taken, share=False))
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.config.filesystems import network_filesystem
+from pipeline.config.paths import network_filesystem
 
 MOUNTS = r"""
 22 1 0:20 / / rw,relatime shared:1 - overlay overlay rw

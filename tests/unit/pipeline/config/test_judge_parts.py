@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
+from pipeline.config.changes import change_problems, sections
 from pipeline.config.errors import ConfigError
-from pipeline.config.host_limits import memory_limits, planned_run
-from pipeline.config.loading import load_config
+from pipeline.config.loading import config_hash, load_config
+from pipeline.config.memory import memory_limits, planned_run
 from pipeline.config.preflight import preflight
 from pipeline.config.role_models import role_models
 from pipeline.config.run import RunConfig
@@ -58,18 +59,34 @@ def test_a_comparison_within_the_group_needs_one(folder: Path) -> None:
     preflight(load(folder, "judge", PAIRWISE, *two, "evaluate.reward.kind=vader"))
 
 
+def test_a_judge_that_sees_no_end_of_a_response_is_said(folder: Path) -> None:
+    members = {"members": {"a": {"kind": "judge", "args": GRADED | {"delimit": False}}, "b": {"kind": "vader"}}}
+    (note,) = load(folder, "ensemble", members).judge_notes()
+    assert note.startswith("reward.parts.judged.args.members.a.args.delimit is false: the judge cannot tell a response")
+    assert load(folder, "judge", GRADED).judge_notes() == []
+
+
+def test_a_budget_may_change_and_nothing_else_of_a_judge(folder: Path) -> None:
+    members = {"members": {"a": {"kind": "judge", "args": GRADED}, "b": {"kind": "vader"}}}
+    larger = {"members": members["members"] | {"a": {"kind": "judge", "args": GRADED | {"max_requests": 9}}}}
+    other = {"members": members["members"] | {"a": {"kind": "judge", "args": GRADED | {"max_tokens": 9}}}}
+    before = load(folder, "ensemble", members)
+    assert [*change_problems(sections(before), load(folder, "ensemble", larger))] == []
+    assert config_hash(load(folder, "ensemble", larger)) == config_hash(before)
+    (problem,) = change_problems(sections(before), load(folder, "ensemble", other))
+    assert problem.key == "reward.parts.judged.args.members.a.args.max_tokens"
+
+
 def test_a_judge_in_an_ensemble_is_looked_at_too(folder: Path) -> None:
     members = {"members": {"a": {"kind": "judge", "args": PAIRWISE}, "b": {"kind": "vader"}}}
     said = refusal_of(folder, "ensemble", members)
     assert said.startswith("reward.parts.judged.args.members.a.args.against: given 'group'")
 
 
-def test_patience_ends_before_the_nodes_deadline(folder: Path) -> None:
+def test_retries_end_before_the_nodes_deadline(folder: Path) -> None:
     said = refusal_of(folder, "judge", GRADED, "cluster.deadline_s=360")
-    assert said.startswith(
-        "reward.parts.judged.args.patience_s: given 300.0; with timeout_s = 60 must be less than clu"
-    )
-    load(folder, "judge", GRADED | {"patience_s": 200}, "cluster.deadline_s=360")
+    assert said.startswith("reward.parts.judged.args.retry_s: given 300.0; with timeout_s = 60 must be less than clu")
+    load(folder, "judge", GRADED | {"retry_s": 200}, "cluster.deadline_s=360")
 
 
 def test_fields_that_prompts_lack_are_refused(folder: Path) -> None:

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 from pipeline.config.errors import ConfigError
-from pipeline.config.host_limits import memory_limits
 from pipeline.config.loading import load_config
 from pipeline.config.memory import (
     DRIVER_BYTES,
@@ -22,6 +21,7 @@ from pipeline.config.memory import (
     fitting_layouts,
     host_bytes,
     largest_micro_batch,
+    memory_limits,
     memory_problems,
     published_bytes,
     workers_memory,
@@ -166,9 +166,9 @@ def test_gangs_that_share_a_gpu_share_its_memory(tmp_path: Path) -> None:
 
 def test_of_gangs_that_take_turns_the_largest_counts(tmp_path: Path) -> None:
     """On each GPU; what has left it is in the host's memory, but for what is made anew."""
-    turns = "placement.turns=[[all,generate]]"
+    device_sharing = "placement.device_sharing=[[all,generate]]"
     together = planned(tmp_path, "placement.share_devices=true", on_gpus=True)
-    in_turn = planned(tmp_path, turns, on_gpus=True)
+    in_turn = planned(tmp_path, device_sharing, on_gpus=True)
     workers = workers_memory(in_turn)
     on_device = max(worker.on_device for worker in workers)
     (problem,) = memory_problems(in_turn, MemoryLimits(math.inf, on_device - 1, 8))
@@ -180,12 +180,12 @@ def test_of_gangs_that_take_turns_the_largest_counts(tmp_path: Path) -> None:
         assert worker.resting <= worker.on_device
 
 
-VLLM = ("engine.kind=vllm", "engine.python=x", "model.path=x", "engine.slots=2")
+VLLM = ("engine.kind=vllm", "engine.python=x", "model.path=x", "engine.max_rows=2")
 
 
 def test_vllm_takes_its_whole_cache_in_a_process_more(tmp_path: Path) -> None:
-    """A row has a block of 16 tokens at most; the embedded engine takes what its slots can fill of the budget."""
-    ours, theirs = (items(planned(tmp_path, "engine.slots=2", *own), "generate") for own in ((), VLLM))
+    """A row has a block of 16 tokens at most; the embedded engine takes what its rows can fill of the budget."""
+    ours, theirs = (items(planned(tmp_path, "engine.max_rows=2", *own), "generate") for own in ((), VLLM))
     assert ours["KV cache"] == 2 * 16 * 2 * 32 * 8 * 128 * 2
     assert theirs["KV cache"] == 512 << 20
     assert "engine's processes" not in ours

@@ -14,21 +14,19 @@ import torch
 from safetensors.torch import save_file
 
 from pipeline.config.errors import ConfigError
-from pipeline.config.host_limits import memory_limits, planned_run
 from pipeline.config.identity import Identity, Statement, write_identity
 from pipeline.config.loading import load_config, to_yaml
-from pipeline.config.memory import workers_memory
+from pipeline.config.memory import memory_limits, planned_run, workers_memory
 from pipeline.config.paths import RunPaths
 from pipeline.config.preflight import check_run_directory, preflight
 from pipeline.config.role_models import role_models
 from pipeline.config.run import RunConfig
-from stages.engines.remote.environment import ENVIRONMENTS, Environment, environment_problem
+from stages.engines.remote.environments import ENVIRONMENTS, Environment, environment_problem
 from stages.models.config import LayoutConfig
-from stages.models.hf_config import read_config
-from stages.models.hf_files import read_weights
+from stages.models.hf_weights import read_weights
 from stages.models.layouts import check_layout
 from stages.models.protocol import Role
-from stages.models.spec import read_spec, spec_of, tensor_shapes
+from stages.models.spec import read_config, read_spec, spec_of, tensor_shapes
 from tests.support.configs import arguments, write_config
 
 
@@ -100,9 +98,15 @@ def test_a_rank_that_no_linear_can_have_is_refused_by_what_is_adapted(folder: Pa
         preflight(load(folder, "model.lora.rank=64", "model.lora.targets=[fc1]", f"model.critic_path={narrow}"))
 
 
+def give_gpus(monkeypatch: pytest.MonkeyPatch, num: int) -> None:
+    """Let this host say that it has so many GPUs. Most hosts of tests have none."""
+    monkeypatch.setattr("pipeline.config.memory._GPU_DRIVERS", (Path("/dev/null"),))
+    monkeypatch.setattr("torch.cuda.device_count", lambda: num)
+
+
 def test_replicas_that_need_more_gpus_than_there_are_are_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """No GPU is at hand in most places: this host is told that it has three."""
-    monkeypatch.setattr("torch.cuda.device_count", lambda: 3)
+    give_gpus(monkeypatch, 3)
     preflight(load(folder, "engine.pipeline_parallel=3"))
     with pytest.raises(
         ConfigError, match=r"engine\.tensor_parallel: given 4; .* ranks of a replica need 4 GPUs.* at most 3"
@@ -120,17 +124,17 @@ def test_replicas_that_need_more_gpus_than_there_are_are_refused(folder: Path, m
 def test_what_needs_a_gpu_is_refused_without(
     folder: Path, monkeypatch: pytest.MonkeyPatch, change: str, key: str, need: str
 ) -> None:
-    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+    give_gpus(monkeypatch, 0)
     with pytest.raises(ConfigError, match=need) as refusal:
         preflight(load(folder, change))
     assert refusal.value.key == key
-    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    give_gpus(monkeypatch, 1)
     preflight(load(folder, change))
 
 
 def test_gangs_that_need_more_gpus_than_there_are_are_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """No GPU is at hand in most places: this host is told that it has two."""
-    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    give_gpus(monkeypatch, 2)
     gangs = "placement.gangs={all: {}, train: {workers: 2, layout: {tensor: 2}}}"
     roles = "placement.roles={generate: all, score: all, reference: train, policy: train, critic: train}"
     with pytest.raises(ConfigError, match=r"gangs\.train\.workers: given 2; the gangs need 3 GPUs \(all 1, train 2\)"):
@@ -171,7 +175,9 @@ def test_a_cache_too_small_for_a_row_is_refused(folder: Path) -> None:
     block has 16."""
     directory = model_directory(folder, weights=True, head_dim=4096)
     settings = (f"model.path={directory}", "sampling.max_new_tokens=8", "prompts.max_tokens=8")
-    with pytest.raises(ConfigError, match=r"engine\.kv_budget_mb: given 3; .* row of 16 tokens .* take 4, .*slots 64"):
+    with pytest.raises(
+        ConfigError, match=r"engine\.kv_budget_mb: given 3; .* row of 16 tokens .* take 4, .*max_rows 64"
+    ):
         preflight(load(folder, *settings, "engine.kv_budget_mb=3"))
 
 

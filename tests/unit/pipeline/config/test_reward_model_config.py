@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 
 import pytest
@@ -11,13 +10,11 @@ from transformers import AutoModelForSequenceClassification, LlamaConfig
 
 from pipeline.cli.main import main
 from pipeline.config.errors import ConfigError
-from pipeline.config.labelling import LabelConfig
 from pipeline.config.loading import load_config, load_label_config, load_reward_model_config, to_yaml
 from pipeline.config.preflight import preflight
-from pipeline.config.reward_model import RewardModelConfig
 from pipeline.config.reward_preflight import check_training
-from stages.models.hf_config import read_config
-from tests.support.configs import arguments, keys, write_config
+from stages.models.spec import read_config
+from tests.support.configs import arguments, write_config
 from tests.support.paths import ROOT
 
 SHIPPED = sorted((ROOT / "conf/reward").glob("*.yaml"))
@@ -81,19 +78,6 @@ def test_a_refusal_is_one_message_and_exit_code_2(
     assert part in err
     assert err.count("\n") == 1
     assert [*tmp_path.iterdir()] == []
-
-
-def test_the_docs_have_exactly_the_keys_of_the_config() -> None:
-    text = (ROOT / "docs/reward_models.md").read_text("utf8")
-    documented = re.findall(r"^\| `([\w.]+)` \|.*\|.*\|.*\|$", text, re.MULTILINE)
-    assert sorted(documented) == sorted(keys(RewardModelConfig(), ""))
-
-
-def test_the_docs_have_exactly_the_keys_of_a_labelling() -> None:
-    text = (ROOT / "docs/judges.md").read_text("utf8")
-    documented = re.findall(r"^\| `([\w.]+)` \|.*\|.*\|.*\|$", text, re.MULTILINE)
-    of_runs = ("prompts.", "sampling.", "engine.")  # which docs/running.md has
-    assert sorted(documented) == sorted(key for key in keys(LabelConfig(), "") if not key.startswith(of_runs))
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "conf/label").glob("*.yaml")), ids=lambda path: path.stem)

@@ -8,10 +8,9 @@ from pathlib import Path
 import pytest
 
 from pipeline.config.errors import ConfigError
-from pipeline.config.host_limits import memory_limits, planned_run
 from pipeline.config.identity import write_identity
 from pipeline.config.loading import load_config
-from pipeline.config.memory import host_bytes, workers_memory
+from pipeline.config.memory import host_bytes, memory_limits, planned_run, workers_memory
 from pipeline.config.preflight import preflight
 from pipeline.config.role_models import role_models
 from pipeline.config.run import RunConfig

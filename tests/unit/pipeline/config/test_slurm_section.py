@@ -33,6 +33,7 @@ def test_time_limits_are_read_as_slurm_reads_them(limit: str, expected: float) -
         ("slurm.signal_lead_s=0", "slurm.signal_lead_s", "must be 1 or more"),
         ("slurm.signal_lead_s=70000", "slurm.signal_lead_s", "at most 65535"),
         ("slurm.restarts=-1", "slurm.restarts", "must be 0 or more"),
+        ("slurm.requeues_without_progress=0", "slurm.requeues_without_progress", "must be 1 or more"),
         ("slurm.driver_cpus=0", "slurm.driver_cpus", "must be 1 or more"),
         ("slurm.array_at_once=0", "slurm.array_at_once", "must be 1 or more"),
         ("slurm.account='a b'", "slurm.account", "must be one word"),
@@ -69,7 +70,6 @@ def test_what_cannot_work_is_refused(change: str, key: str, need: str) -> None:
 @pytest.mark.parametrize(
     ("changes", "key", "need"),
     [
-        (("slurm.container_image=a.sif", "slurm.container_command=run it"), "slurm.container_command", "as {image}"),
         (("slurm.container_image=a.sif",), "slurm.command", "what starts Stageline in slurm.container_image"),
         (('slurm.command="it\'s"',), "slurm.command", "a command as a shell reads it (No closing quotation)"),
         (("slurm.gangs={train: {nodes: 1, partition: p}}", "slurm.job=plain"), "slurm.job", "auto, or heterogeneous"),

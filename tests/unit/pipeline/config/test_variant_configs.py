@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from pipeline.config.errors import ConfigError
-from pipeline.config.loading import load_config
-from pipeline.config.variants import variant_of
+from pipeline.config.loading import load_config, variant_of
 from tests.support.paths import TINY
 
 

@@ -6,10 +6,10 @@ from collections.abc import Iterable, Mapping
 
 import pytest
 
-from pipeline.config.alarms import RULES, AlarmsConfig, alarms_problems
 from pipeline.config.errors import ConfigError
 from pipeline.config.loading import load_config
-from pipeline.driver.alarm_rules import Alarm, Quiet, count, heard, look, step_rules
+from pipeline.config.sections import RULES, AlarmsConfig, alarms_problems
+from pipeline.driver.alarms import Alarm, Quiet, count, heard, look, step_rules
 from tests.support.paths import TINY
 
 HEALTHY = {
@@ -69,11 +69,10 @@ def test_staleness_at_its_bound() -> None:
 def test_only_the_first_updates_are_looked_at(bad: dict[str, float]) -> None:
     assert alarms_of([{}, bad, bad, bad], AlarmsConfig()) == [("first_updates", 1)]
     assert alarms_of([bad], AlarmsConfig(), first=3) == []
-    assert alarms_of([bad], AlarmsConfig(first_steps=0)) == []
 
 
 def test_null_switches_a_rule_off() -> None:
-    none = AlarmsConfig(entropy_below=None, kl_above=None, critic_steps=None, first_steps=0)
+    none = AlarmsConfig(entropy_below=None, kl_above=None, critic_steps=None)
     bad = {"policy/entropy": 0.0, "kl/ref_per_token": 9.0, "critic/explained_variance": -9.0, "staleness/mean": 2.0}
     assert alarms_of([bad] * 50, none) == []
 
@@ -101,7 +100,6 @@ def test_who_is_quiet_for_too_long_is_told_of_once() -> None:
         ("alarms.stop=[kl,reward]", "alarms.stop: given 'reward'; no such rule; the rules are trainer_idle,"),
         ("alarms.trainer_idle_s=0", "alarms.trainer_idle_s: given 0.0; .*or null for no such alarm"),
         ("alarms.steps=0", "alarms.steps: given 0"),
-        ("alarms.first_ratio_above=-1", "alarms.first_ratio_above: given -1.0"),
         ("alarms.staleness_steps=9", "alarms.staleness_steps: given 9; needs rollout.versions=latest"),
     ],
 )

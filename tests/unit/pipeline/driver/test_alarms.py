@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, closing
 from pathlib import Path
 
 import pytest
@@ -41,7 +42,11 @@ class Watched:
             self.dispatch.worker_up(gang, 0)
         self.dispatch.admit(step_nodes(config.graph(), 0))
         progress = Progress("run", 4, {}, console=Console(file=self.screen, width=200))
-        self.alarms = Alarms(config, self.dispatch, Journal(self.path, progress.event), progress, self.tags)
+        self.journal = Journal(self.path, progress.event)
+        self.alarms = Alarms(config, self.dispatch, self.journal, progress, self.tags)
+
+    def close(self) -> None:
+        self.journal.close()
 
     def raised(self) -> list[tuple[str | None, int | None, str | None]]:
         return [(e.rule, e.step, e.detail) for e in read_events(self.path) if e.kind is EventKind.ALARM]
@@ -53,8 +58,15 @@ class Watched:
         self.dispatch.next_submits()
 
 
-def test_an_alarm_is_an_event_a_line_and_a_tag(tmp_path: Path) -> None:
-    watched = Watched(tmp_path, "alarms.steps=1")
+@pytest.fixture
+def watch(tmp_path: Path) -> Iterator[Callable[..., Watched]]:
+    """Return what makes a `Watched` with these overrides."""
+    with ExitStack() as stack:
+        yield lambda *overrides: stack.enter_context(closing(Watched(tmp_path, *overrides)))
+
+
+def test_an_alarm_is_an_event_a_line_and_a_tag(watch: Callable[..., Watched]) -> None:
+    watched = watch("alarms.steps=1")
     watched.alarms.step(7, {"policy/entropy": 0.01})
     text = "policy/entropy is 0.01 nats a token, below 0.05 (alarms.entropy_below)"
     assert watched.raised() == [("entropy", 7, text)]
@@ -63,8 +75,8 @@ def test_an_alarm_is_an_event_a_line_and_a_tag(tmp_path: Path) -> None:
     assert json.loads(watched.path.read_text())["rule"] == "entropy"
 
 
-def test_an_alarm_that_makes_further_work_worthless_ends_the_run(tmp_path: Path) -> None:
-    watched = Watched(tmp_path, "alarms.steps=1", "alarms.stop=[kl]")
+def test_an_alarm_that_makes_further_work_worthless_ends_the_run(watch: Callable[..., Watched]) -> None:
+    watched = watch("alarms.steps=1", "alarms.stop=[kl]")
     watched.alarms.step(0, {"policy/entropy": 0.01})
     with pytest.raises(
         AlarmStop, match=r"kl: kl/ref_per_token is 3 nats, above 1 .*That ends the run \(alarms\.stop\)"
@@ -73,8 +85,8 @@ def test_an_alarm_that_makes_further_work_worthless_ends_the_run(tmp_path: Path)
     assert [rule for rule, _, _ in watched.raised()] == ["entropy", "kl"], "it is kept before it ends the run"
 
 
-def test_an_idle_trainer_says_what_it_waits_for(tmp_path: Path) -> None:
-    watched = Watched(tmp_path, "alarms.trainer_idle_s=5", "alarms.engine_silent_s=null")
+def test_an_idle_trainer_says_what_it_waits_for(watch: Callable[..., Watched]) -> None:
+    watched = watch("alarms.trainer_idle_s=5", "alarms.engine_silent_s=null")
     watched.publish_start()
     for now in (100.0, 104.0, 105.0, 106.0):
         watched.alarms.look(now)
@@ -86,8 +98,8 @@ def test_an_idle_trainer_says_what_it_waits_for(tmp_path: Path) -> None:
     )
 
 
-def test_an_engine_that_finishes_nothing_is_named(tmp_path: Path) -> None:
-    watched = Watched(tmp_path, "alarms.trainer_idle_s=null", "alarms.engine_silent_s=5")
+def test_an_engine_that_finishes_nothing_is_named(watch: Callable[..., Watched]) -> None:
+    watched = watch("alarms.trainer_idle_s=null", "alarms.engine_silent_s=5")
     watched.publish_start()
     watched.alarms.look(100.0)
     watched.alarms.finished("generate-0")

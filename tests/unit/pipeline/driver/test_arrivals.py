@@ -12,13 +12,13 @@ import pytest
 
 from pipeline.config.errors import ConfigError
 from pipeline.driver import supervision
-from pipeline.driver.context import Context, ExecutorSettings, StageFailed
+from pipeline.driver.context import Context, ExecutorSettings
+from pipeline.driver.errors import StageFailed
 from pipeline.driver.supervision import Supervision
-from pipeline.graph.gangs import Gang
+from pipeline.graph.graph import Gang
 from pipeline.observe.journal import EventKind
+from pipeline.workers.attached import JoinRefused, write_exit_reason
 from pipeline.workers.entry import build_worker, open_meeting
-from pipeline.workers.joining import JoinRefused
-from pipeline.workers.last_words import leave_last_words
 from stages.models.protocol import Role
 
 ARRIVAL_S, START_S = 100.0, 30.0
@@ -56,8 +56,10 @@ class Setting:
         self.killed: list[str] = []
         patch.setattr(supervision, "kill_workers", lambda client, addresses: self.killed.extend(addresses))
         gangs = {
-            "generate": Gang("generate", frozenset({Role.GENERATE}), workers=2, slots=1),
-            "train": Gang("train", frozenset({Role.POLICY, Role.CRITIC, Role.REFERENCE}), workers=2, slots=1),
+            "generate": Gang("generate", frozenset({Role.GENERATE}), workers=2, concurrent_shards=1),
+            "train": Gang(
+                "train", frozenset({Role.POLICY, Role.CRITIC, Role.REFERENCE}), workers=2, concurrent_shards=1
+            ),
         }
         context: Any = Context(
             client=SimpleNamespace(submit=self.submit),
@@ -150,7 +152,7 @@ def test_a_process_that_is_stopped_while_it_is_built_is_missed_before_its_time_i
 def test_why_a_process_ended_itself_is_said_once(begin: Callable[..., Setting], tmp_path: Path) -> None:
     """By Dask's news alone it would only have ended."""
     setting = begin(None, tmp_path)
-    leave_last_words(str(tmp_path / "generate-1.log"), "the server of vllm said\nnothing for 60 s")
+    write_exit_reason(str(tmp_path / "generate-1.log"), "the server of vllm said\nnothing for 60 s")
     for _ in range(2):
         setting.supervision.lost(("generate", 1), "its process ended")
     assert setting.lost == ["its process ended: the server of vllm said nothing for 60 s", "its process ended"]

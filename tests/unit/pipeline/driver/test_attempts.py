@@ -9,13 +9,11 @@ from typing import Any
 import pytest
 from distributed.comm import CommClosedError
 
+from pipeline.driver.attempts import LINEAGE, Attempt, Result, edges
 from pipeline.driver.context import WorkerKey
-from pipeline.driver.edges import LINEAGE, Attempt, Result, edges
-from pipeline.driver.supervision import restart_unit
-from pipeline.driver.verdict import Verdict, back_off_s, error_of_rank, passes, verdict
+from pipeline.driver.supervision import Verdict, back_off_s, error_of_rank, passes, restart_unit, verdict
 from pipeline.graph.dispatch import Submit
-from pipeline.graph.gangs import Gang, Mode
-from pipeline.graph.graph import Node
+from pipeline.graph.graph import Gang, Mode, Node
 from pipeline.workers.messages import Call, RankFailure, WorkerLost
 from stages.models.protocol import Role
 from storage.address import Address
@@ -88,8 +86,8 @@ class Held:
     status: str = "finished"
 
 
-def node(stage: str, turn: int, *parents: Address) -> Node:
-    return Node((turn, 0), Address(stage, turn), parents, (), turn)
+def node(stage: str, scheduled_step: int, *parents: Address) -> Node:
+    return Node((scheduled_step, 0), Address(stage, scheduled_step), parents, (), scheduled_step)
 
 
 def under_way(of: Node, future: Any) -> Attempt:

@@ -6,12 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.driver.closing import OpenBooks, all_committed
+from pipeline.driver.retention import LedgerCompactor, all_committed
 from pipeline.graph.graph import GraphSpec, run_nodes, step_nodes, window
 from storage.address import Address
 from storage.commits import Commit, provenance_here
-from storage.ledger import Ledger
-from storage.segments import SPAN
+from storage.ledger import SPAN, Ledger
 
 SPEC = GraphSpec(steps=2 * SPAN + 20, shards=2, staleness=2, eval_every=5, canaries=True)
 
@@ -20,9 +19,9 @@ def commit(ledger: Ledger, address: Address) -> None:
     ledger.commit(Commit(address, "a0-x", None, 0, {}, provenance_here(seed=0, config_hash=""), 1.0))
 
 
-def go_on(ledger: Ledger, steps: range) -> OpenBooks:
+def go_on(ledger: Ledger, steps: range) -> LedgerCompactor:
     """A driver to which these steps are over, in an order that is not theirs."""
-    books = OpenBooks(SPEC, ledger)
+    books = LedgerCompactor(SPEC, ledger)
     for step in [*steps[1::2], *steps[::2]]:
         for node in step_nodes(SPEC, step):
             commit(ledger, node.address)
@@ -35,7 +34,7 @@ def test_steps_are_closed_well_behind_those_that_are_over(tmp_path: Path) -> Non
     """So that every version that an open step reads is published by one that is open, too."""
     ledger, last = Ledger(str(tmp_path)), SPAN + 2 * window(SPEC)
     assert go_on(ledger, range(last - 1)).first_step == ledger.closed_until() == 0
-    books = OpenBooks(SPEC, ledger)
+    books = LedgerCompactor(SPEC, ledger)
     for step in range(last - 1):
         books.over(step, [node.address for node in step_nodes(SPEC, step)])
     assert ledger.closed_until() == 0
@@ -76,7 +75,7 @@ def test_a_segment_that_was_opened_again_does_not_hide_those_after_it(tmp_path: 
     go_on(ledger, range(SPEC.steps))
     assert ledger.closed_until() == 2 * SPAN
     ledger.reopen([Address("score", 3)])
-    books = OpenBooks(SPEC, ledger)
+    books = LedgerCompactor(SPEC, ledger)
     assert books.first_step == 0
     assert set(ledger.addresses(from_step=books.first_step)) == {node.address for node in run_nodes(SPEC)}
     assert all_committed(SPEC, ledger)

@@ -1,35 +1,17 @@
-"""One driver at a time in a directory, and those who only look whether there is one."""
+"""One driver at a time in a directory (the lock itself: tests/unit/storage/test_held_locks.py)."""
 
 from __future__ import annotations
 
-import fcntl
 from pathlib import Path
 
 import pytest
 
 from pipeline.config.errors import ConfigError
 from pipeline.config.paths import RunPaths
-from pipeline.driver import lock
-from pipeline.driver.lock import is_driven, only_driver
+from pipeline.driver.session import only_driver
 
 
-def test_who_looks_sees_the_driver_and_keeps_none_out(tmp_path: Path) -> None:
+def test_a_second_driver_is_refused_and_told_who_is_there(tmp_path: Path) -> None:
     paths = RunPaths(tmp_path)
-    assert not is_driven(paths)
-    assert not paths.lock.exists(), "looking leaves nothing behind"
-    with only_driver(paths):
-        assert is_driven(paths)
-        with pytest.raises(ConfigError, match="is running"), only_driver(paths):
-            pass
-    assert not is_driven(paths)
-
-
-def test_a_driver_outlasts_a_look(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It comes at the very moment at which somebody looks."""
-    paths = RunPaths(tmp_path)
-    paths.lock.touch()
-    with paths.lock.open() as look:
-        fcntl.flock(look, fcntl.LOCK_SH)
-        monkeypatch.setattr(lock.time, "sleep", lambda seconds: fcntl.flock(look, fcntl.LOCK_UN))
-        with only_driver(paths):
-            assert is_driven(paths)
+    with only_driver(paths), pytest.raises(ConfigError, match=r"process \d+ on .* is running"), only_driver(paths):
+        pass

@@ -10,22 +10,27 @@ import numpy as np
 import pytest
 
 from pipeline.config.paths import RunPaths
-from pipeline.driver.closing import OpenBooks, all_committed
-from pipeline.driver.context import StageFailed
-from pipeline.driver.integrity import UnreadVersions, books_closed, check_made_again, mend, set_damaged_aside
-from pipeline.driver.rewind import newest_sampled, plan_rewind
+from pipeline.driver.errors import StageFailed
+from pipeline.driver.integrity import (
+    UnreadVersions,
+    check_made_again,
+    finalised,
+    mend,
+    newest_sampled,
+    plan_rewind,
+    set_damaged_aside,
+)
+from pipeline.driver.retention import LedgerCompactor, all_committed
 from pipeline.graph.graph import GraphSpec, run_nodes, step_nodes
 from pipeline.observe.history import History
 from storage.address import Address
 from storage.checkpoints import Checkpoints
 from storage.commits import Commit, provenance_here
-from storage.config import Durability
+from storage.config import Durability, Layout, Layouts
 from storage.errors import DamagedCommit, StoreError
-from storage.ledger import Ledger
+from storage.ledger import SPAN, Ledger, first_step, segment_key
 from storage.records import Rollout, Scores
 from storage.rollouts import RolloutStore
-from storage.segments import SPAN, first_step, segment_key
-from storage.shards import Layout, Layouts
 from storage.weights import WeightBoard
 
 FIRST, SECOND = Address("score", 0), Address("score", 1)
@@ -57,8 +62,8 @@ def damage(paths: RunPaths, address: Address) -> None:
 
 def test_a_sound_run_needs_nothing(history: History, paths: RunPaths) -> None:
     scores(history, SECOND, 2, scores(history, FIRST, 1))
-    mended = mend(history, paths)
-    assert (mended.warnings, dict(mended.expected)) == ((), {})
+    repairs = mend(history, paths)
+    assert (repairs.warnings, dict(repairs.expected)) == ((), {})
     assert not paths.damaged.exists()
 
 
@@ -66,15 +71,15 @@ def test_a_damaged_record_is_set_aside_and_made_again(history: History, paths: R
     """What was made from it says what it was: made again the same, it is the same input; another one ends the run."""
     scores(history, SECOND, 2, scores(history, FIRST, 1))
     damage(paths, FIRST)
-    mended = mend(history, paths)
-    (warning,) = mended.warnings
+    repairs = mend(history, paths)
+    (warning,) = repairs.warnings
     assert warning.startswith(f"{paths.ledger}/{FIRST}.json: is not what was written (its bytes ")
     assert warning.endswith(f"; {FIRST} runs again")
     assert len([path for path in paths.damaged.rglob("*") if path.is_file()]) == 1, "it is moved, not removed"
-    assert list(mended.expected) == [FIRST]
+    assert list(repairs.expected) == [FIRST]
     scores(history, FIRST, 1)
-    check_made_again(history, mended, FIRST)
-    check_made_again(history, mended, SECOND)
+    check_made_again(history, repairs, FIRST)
+    check_made_again(history, repairs, SECOND)
     assert mend(history, paths).warnings == ()
 
 
@@ -96,10 +101,10 @@ def test_what_plain_zarr_finds_arrays_by_is_written_again(
 def test_one_that_comes_out_differently_is_named(history: History, paths: RunPaths) -> None:
     scores(history, SECOND, 2, scores(history, FIRST, 1))
     damage(paths, FIRST)
-    mended = mend(history, paths)
+    repairs = mend(history, paths)
     scores(history, FIRST, 1.5)
     with pytest.raises(StageFailed, match=f"{FIRST} was made again, and is not what committed outputs were made from"):
-        check_made_again(history, mended, FIRST)
+        check_made_again(history, repairs, FIRST)
     with pytest.raises(StoreError, match=f"cannot go on: {SECOND}: was made from {FIRST} of attempt "):
         mend(history, paths)
 
@@ -113,14 +118,14 @@ def test_the_books_are_closed_however_a_run_ends(history: History, paths: RunPat
 
     history.ledger.commit(leave(FIRST, "a0-1"))
     leave(SECOND, "a0-2")
-    with pytest.raises(KeyboardInterrupt), books_closed(history):
+    with pytest.raises(KeyboardInterrupt), finalised(history):
         raise KeyboardInterrupt
     assert history.store.attempts() == [(SECOND, "a0-2")]
     (paths.ledger / "score/.shard_0000.json.0123456789ab").write_text("torn")
-    with books_closed(history):
+    with finalised(history):
         history.ledger.commit(leave(SECOND, "a0-3"))
     assert not (paths.root / "attempts").exists()
-    assert history.ledger.strangers() == []
+    assert history.ledger.unknown_files() == []
     assert all(list(history.store.plain_faults(commit)) == [] for commit in history.ledger.list())
 
 
@@ -182,9 +187,9 @@ def test_a_lost_shard_says_which_version_sampled_it(latest: History, paths: RunP
     """Under `latest` the graph does not; its tokens do, though nothing vouches for them any more."""
     scores(latest, Address("score", 2), 1, sampled(latest, [1, 1]))
     (paths.ledger / f"{SHARD}.json").unlink()
-    mended = mend(latest, paths)
-    assert dict(mended.made_with) == {SHARD: 1}
-    assert list(mended.expected) == [SHARD]
+    repairs = mend(latest, paths)
+    assert dict(repairs.made_with) == {SHARD: 1}
+    assert list(repairs.expected) == [SHARD]
 
 
 def test_a_lost_shard_of_several_versions_is_refused(latest: History, paths: RunPaths) -> None:
@@ -215,7 +220,7 @@ def lean(tmp_path: Path) -> History:
         before[node.stage] = store.commit_only(
             node.address, provenance_here(inputs=inputs, seed=0, config_hash=""), digest=str(node.address)
         )
-    books = OpenBooks(LONG, ledger)
+    books = LedgerCompactor(LONG, ledger)
     for step in range(LONG.steps):
         books.over(step, [node.address for node in step_nodes(LONG, step)])
     assert ledger.closed_until() == 2 * SPAN
@@ -254,17 +259,17 @@ def test_a_damaged_record_of_what_was_let_go_is_lost_and_nobody_needs_it(
     """It cannot be made again, since its inputs are gone: the run goes on without it, from where it was."""
     flip(paths, lost)
     history = replace(lean, ledger=Ledger(str(paths.ledger)))
-    mended = mend(history, paths)
-    warning, *more = mended.warnings
+    repairs = mend(history, paths)
+    warning, *more = repairs.warnings
     assert str(lost) in warning
     assert "is not what was written" in warning
     assert warning.endswith("nobody needs it any more (storage.keep.rollouts has let go what it was made from)")
     assert more == []
-    assert mended.outlived == {lost}
-    assert not mended.expected
+    assert repairs.expendable == {lost}
+    assert not repairs.expected
     assert history.ledger.closed_until() == 2 * SPAN, "what was closed is closed again"
-    assert all_committed(LONG, history.ledger, mended.outlived)
-    assert OpenBooks(LONG, history.ledger, mended.outlived).first_step == 2 * SPAN
+    assert all_committed(LONG, history.ledger, repairs.expendable)
+    assert LedgerCompactor(LONG, history.ledger, repairs.expendable).first_step == 2 * SPAN
     again = mend(replace(lean, ledger=Ledger(str(paths.ledger))), paths)
     assert len(again.warnings) == (lost.step >= 2 * SPAN), "of a closed step nobody asks any more"
     assert {*range(DROPPED)} <= {*history.steps_done()}
@@ -286,9 +291,9 @@ def test_what_a_recovery_may_need_runs_again(lean: History, paths: RunPaths, nee
     """From the oldest checkpoint behind the gap on updates may run again; rows that were evaluated never go; and of a
     version whose weights are there all else can be made."""
     flip(paths, needed)
-    mended = mend(replace(lean, ledger=Ledger(str(paths.ledger))), paths)
-    assert not mended.outlived
-    (warning,) = mended.warnings
+    repairs = mend(replace(lean, ledger=Ledger(str(paths.ledger))), paths)
+    assert not repairs.expendable
+    (warning,) = repairs.warnings
     assert warning.endswith(f"; {needed} runs again")
 
 
@@ -298,8 +303,8 @@ def test_a_run_closes_its_books_without_what_is_lost(lean: History, paths: RunPa
     flip(paths, lost)
     longer = replace(LONG, steps=3 * SPAN + 12)
     history = replace(lean, spec=longer, ledger=Ledger(str(paths.ledger)))
-    mended = mend(history, paths)
-    books = OpenBooks(longer, history.ledger, mended.outlived)
+    repairs = mend(history, paths)
+    books = LedgerCompactor(longer, history.ledger, repairs.expendable)
     for step in range(books.first_step, longer.steps):
         for node in step_nodes(longer, step):
             if node.address != lost:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+from collections.abc import Iterator
 
 import pytest
 
@@ -11,7 +12,15 @@ from pipeline.driver.session import EndedEarly, interruptible
 AT_ONCE = (signal.SIGTERM, signal.SIGUSR1)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.fixture(autouse=True)
+def _hang_ups_arrive() -> Iterator[None]:
+    """The tests may run under `nohup`, which has hang-ups ignored."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_a_signal_interrupts(number: signal.Signals) -> None:
     before = signal.getsignal(number)
     with pytest.raises(KeyboardInterrupt) as interrupted, interruptible():
@@ -35,3 +44,28 @@ def test_a_job_ends_at_once_and_whatever_comes_then_does_not_disturb_its_end(num
     with pytest.raises(EndedEarly), interruptible(AT_ONCE):
         work()
     assert cleaned_up == [number]
+
+
+def test_of_several_hang_ups_the_first_counts() -> None:
+    """A closed terminal sends one, and its shell another, in the middle of the run's end."""
+
+    def work() -> None:
+        try:
+            signal.raise_signal(signal.SIGHUP)
+        finally:
+            signal.raise_signal(signal.SIGHUP)
+            cleaned_up.append(True)
+
+    cleaned_up: list[bool] = []
+    with pytest.raises(KeyboardInterrupt), interruptible():
+        work()
+    assert cleaned_up
+
+
+def test_what_nohup_has_ignored_stays_ignored() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with interruptible():
+            signal.raise_signal(signal.SIGHUP)
+    finally:
+        signal.signal(signal.SIGHUP, before)

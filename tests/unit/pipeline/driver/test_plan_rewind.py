@@ -7,15 +7,15 @@ from pathlib import Path
 import pytest
 
 from pipeline.config.paths import RunPaths
-from pipeline.driver.rewind import plan_rewind
+from pipeline.driver.integrity import plan_rewind
 from pipeline.graph.graph import GraphSpec, run_nodes
 from pipeline.observe.history import History
 from storage.address import Address
 from storage.checkpoints import Checkpoints
 from storage.commits import provenance_here
+from storage.config import Layout, Layouts
 from storage.ledger import Ledger
 from storage.rollouts import RolloutStore
-from storage.shards import Layout, Layouts
 
 
 @pytest.mark.parametrize(

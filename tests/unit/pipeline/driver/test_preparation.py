@@ -99,10 +99,10 @@ def test_a_disk_without_room_is_a_refusal_before_anything_starts(
     """As the store says it: exit code 2, not 3, and the same command works once there is room."""
     write_temporary = files._temporary
 
-    def full(root: files.Root, path: str, data: bytes) -> str:
+    def full(root: files.Root, path: str, data: bytes, *, private: bool = False) -> str:
         if path.endswith(key):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), path)
-        return write_temporary(root, path, data)
+        return write_temporary(root, path, data, private=private)
 
     config.steps = 5
     config.model.policy.decay = config.model.critic.decay = "constant"

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from pipeline.driver.silence import Silences, stopped
+from pipeline.driver.supervision import HeartbeatWatch, stopped
 
 
 def test_silence_begins_with_the_last_heartbeat_that_was_news() -> None:
-    silences = Silences()
+    silences = HeartbeatWatch()
     assert silences.look({"a": 1000.0, "b": 1000.0}, now=5.0) == {"a": 0.0, "b": 0.0}
     assert silences.look({"a": 1000.0, "b": 1000.5}, now=9.0) == {"a": 4.0, "b": 0.0}
     assert silences.look({"a": 1000.0, "b": 1000.5}, now=12.0) == {"a": 7.0, "b": 3.0}

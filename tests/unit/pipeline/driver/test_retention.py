@@ -20,11 +20,10 @@ from pipeline.observe.history import History
 from storage.address import Address
 from storage.checkpoints import Checkpoints
 from storage.commits import provenance_here
-from storage.config import KeepConfig, StorageConfig
+from storage.config import KeepConfig, Layout, Layouts, StorageConfig
 from storage.ledger import Ledger
 from storage.records import ReferenceLogprobs, Rollout, Scores
 from storage.rollouts import RolloutStore
-from storage.shards import Layout, Layouts
 from tests.support.configs import arguments, write_config
 
 STEPS = 20

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -172,9 +174,22 @@ class Workers:
         return [e.detail for e in read_events(self.journal.path) if e.kind is EventKind.WARNED]
 
 
-def test_numerics_are_written_down_by_gang(folder: Path) -> None:
+@pytest.fixture
+def watch(folder: Path) -> Iterator[Callable[..., Workers]]:
+    """Return what begins to watch with these overrides."""
+    with ExitStack() as stack:
+
+        def begin(*overrides: str) -> Workers:
+            workers = Workers(folder, *overrides)
+            stack.callback(workers.journal.close)
+            return workers
+
+        yield begin
+
+
+def test_numerics_are_written_down_by_gang(watch: Callable[..., Workers]) -> None:
     """A gang that trains may have other processors than one that generates: no node of one runs on the other."""
-    workers = Workers(folder)
+    workers = watch()
     engine = ITEMS | {"instructions": "avx512f", "engine.kernels": "native"}
     workers.watch.built(("train", 0), ITEMS)
     workers.watch.built(("generate", 0), engine)
@@ -189,8 +204,8 @@ def test_numerics_are_written_down_by_gang(folder: Path) -> None:
     assert workers.warnings() == []
 
 
-def test_a_replica_with_other_numerics_is_refused(folder: Path) -> None:
-    workers = Workers(folder)
+def test_a_replica_with_other_numerics_is_refused(watch: Callable[..., Workers]) -> None:
+    workers = watch()
     workers.watch.built(("generate", 0), ITEMS)
     with pytest.raises(ConfigError) as refused:
         workers.watch.built(("generate", 1), ITEMS | {"instructions": "avx512f"})
@@ -200,8 +215,8 @@ def test_a_replica_with_other_numerics_is_refused(folder: Path) -> None:
     assert "torch" not in said
 
 
-def test_or_said_once(folder: Path) -> None:
-    workers = Workers(folder, "cluster.same_numerics=warn")
+def test_or_said_once(watch: Callable[..., Workers]) -> None:
+    workers = watch("cluster.same_numerics=warn")
     for index, instructions in enumerate(("avx2", "avx512f", "avx512f")):
         workers.watch.built(("generate", index), ITEMS | {"instructions": instructions})
     (said,) = workers.warnings()
@@ -212,18 +227,18 @@ def test_or_said_once(folder: Path) -> None:
     assert len(identity.numerics) == 2
 
 
-def test_a_resumed_run_on_another_machine_is_refused(folder: Path) -> None:
-    Workers(folder).watch.built(("train", 0), ITEMS)
+def test_a_resumed_run_on_another_machine_is_refused(watch: Callable[..., Workers]) -> None:
+    watch().watch.built(("train", 0), ITEMS)
     with pytest.raises(ConfigError, match=r"worker train-0 .*instructions: avx512f \(was avx2\)"):
-        Workers(folder).watch.built(("train", 0), ITEMS | {"instructions": "avx512f"})
+        watch().watch.built(("train", 0), ITEMS | {"instructions": "avx512f"})
 
 
-def test_all_workers_have_the_drivers_software(folder: Path) -> None:
+def test_all_workers_have_the_drivers_software(watch: Callable[..., Workers]) -> None:
     with pytest.raises(ConfigError, match=r"than the driver has: torch: 9 \(was 2.0\)"):
-        Workers(folder).watch.built(("score", 0), ITEMS | {"torch": "9"})
+        watch().watch.built(("score", 0), ITEMS | {"torch": "9"})
 
 
-def test_a_runtime_that_says_nothing_is_not_asked(folder: Path) -> None:
-    workers = Workers(folder)
+def test_a_runtime_that_says_nothing_is_not_asked(watch: Callable[..., Workers]) -> None:
+    workers = watch()
     workers.watch.built(("train", 0), {})
     assert read_identity(workers.run_dir) is None

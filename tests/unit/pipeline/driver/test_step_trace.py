@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.driver.step_trace import previews
+from pipeline.driver.tracked import previews
 from pipeline.graph.graph import Node, step_nodes
 from pipeline.observe.history import History
 from pipeline.workers.messages import Outcome
@@ -19,7 +19,7 @@ def ran(history: History, step: int, stages: set[str]) -> list[tuple[Node, Outco
     for node in step_nodes(history.spec, step):
         commit = history.ledger.find(node.address)
         if node.stage in stages and commit is not None:
-            found.append((node, Outcome(node.address, commit.ref(), "w-0", 0, 1.0, 2.0, 0.0, reused=False)))
+            found.append((node, Outcome(node.address, commit.ref(), "w-0", 0, 1.0, 2.0, 0.0)))
     return found
 
 

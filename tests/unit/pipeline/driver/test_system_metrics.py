@@ -3,7 +3,7 @@
 from types import SimpleNamespace
 from typing import Any
 
-from pipeline.driver.system_metrics import SystemMetrics, gang_metrics
+from pipeline.driver.tracked import SystemMetrics, gang_metrics
 from pipeline.observe.tracking import NullTracker
 
 

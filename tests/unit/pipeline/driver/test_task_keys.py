@@ -8,7 +8,7 @@ import pytest
 from dask.utils import key_split
 from distributed.utils import color_of, key_split_group
 
-from pipeline.driver.task_keys import build_key, marker_key, marker_stage, task_key
+from pipeline.driver.graph_markers import build_key, marker_key, marker_stage, task_key
 from pipeline.graph.graph import STAGE_ROLES, GraphSpec, run_nodes
 from storage.address import Address
 

@@ -1,20 +1,27 @@
 """What of a config tracking gets: what the run reads; and which metrics say nothing under it."""
 
+import io
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from pipeline.config.loading import flatten, to_yaml
 from pipeline.config.paths import RunPaths
 from pipeline.driver import results
-from pipeline.driver.tracked_config import off_metrics, tracked_params
-from pipeline.observe.journal import EventKind, Journal
-from pipeline.observe.tracking import Dataset, NullTracker
+from pipeline.driver.errors import StageFailed
+from pipeline.driver.tracked import off_metrics, tracked_params
+from pipeline.observe.journal import AppendFailed, EventKind, Journal
+from pipeline.observe.live import Screen
+from pipeline.observe.tracking import Dataset, NullTracker, RunStatus
+from storage.redaction import redacted
 from tests.support.runs import configure, placement
 
-THREE = placement("{generate: {slots: 2}, score: {}, train: {}}", generate="generate", score="score", others="train")
+THREE = placement(
+    "{generate: {concurrent_shards: 2}, score: {}, train: {}}", generate="generate", score="score", others="train"
+)
 LATEST = ("rollout.versions=latest", "staleness=2", "ppo.kl.target=6", "ppo.entropy_coef=0.01")
 
 
@@ -56,7 +63,7 @@ def test_no_password_is_tracked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     results.track_prompts(config, tracker, "digest", 3, 2)
     opened, *datasets = tracker.given
     assert opened.pop("uri") == config.tracking.uri  # where it goes, and is not shown
-    assert "secret" not in f"{opened}"
+    assert "secret" not in f"{redacted(opened)}"  # as the tracker writes them
     assert {data.source for data in datasets} == {"https://***@host/prompts.jsonl"}
     assert [path.name for path in tracker.artifacts] == ["config.yaml"]
     assert "secret" not in tracker.artifacts[0].read_text("utf8")
@@ -87,8 +94,31 @@ def test_parameters_that_the_run_reads(tmp_path: Path) -> None:
     every, kept = flatten(config), tracked_params(config)
     assert kept.items() <= every.items()
     assert kept["placement.gangs.train.layout.tensor"] == "1"
-    assert kept["placement.gangs.generate.slots"] == "2"
+    assert kept["placement.gangs.generate.concurrent_shards"] == "2"
     left_out = every.keys() - kept.keys()
-    assert {"placement.gangs.generate.layout.tensor", "placement.gangs.train.slots", "cluster.port"} <= left_out
+    assert {
+        "placement.gangs.generate.layout.tensor",
+        "placement.gangs.train.concurrent_shards",
+        "cluster.port",
+    } <= left_out
     assert {"model.lora.alpha", "model.loss_scale.initial", "slurm.partition"} <= left_out
     assert not {key for key in left_out if key.startswith(("ppo.", "model.policy.", "sampling.", "reward."))}
+
+
+class _FailingTracker(NullTracker):
+    def close(self, status: RunStatus) -> None:
+        raise AppendFailed("cannot write to mlflow_spool.jsonl: No space left on device")
+
+
+def test_what_fails_after_an_error_is_a_note_of_it(tmp_path: Path) -> None:
+    """The run's own error is what is raised, whatever becomes of the summary and the tracking."""
+    config, printed = configure(tmp_path, "a"), io.StringIO()
+    paths = RunPaths(config.run_dir)
+    paths.summary.mkdir(parents=True)  # so that it cannot be written
+    screen, error = Screen(Console(file=printed, width=1000)), StageFailed("score of step 1")
+    history = results.open_history(config)
+    results.conclude_despite_error(config, history, _FailingTracker(), str, screen, error)
+    summary, tracking = error.__notes__
+    assert summary.startswith("no summary could be made of what there is: IsADirectoryError: ")
+    assert tracking.startswith("the tracking could not be closed: AppendFailed: cannot write to mlflow_spool.jsonl")
+    assert printed.getvalue().splitlines() == error.__notes__

@@ -7,8 +7,7 @@ import random
 import pytest
 
 from pipeline.graph.dispatch import Dispatch, Submit
-from pipeline.graph.gangs import Gang, Mode, gangs_of
-from pipeline.graph.graph import GraphSpec, Node, run_nodes
+from pipeline.graph.graph import Gang, GraphSpec, Mode, Node, gangs_of, run_nodes
 from stages.models.protocol import Role
 from storage.address import Address
 

@@ -8,8 +8,7 @@ import pytest
 
 from pipeline.graph.dispatch import Dispatch
 from pipeline.graph.flow import Flow
-from pipeline.graph.gangs import Gang
-from pipeline.graph.graph import GraphSpec, Node, run_nodes
+from pipeline.graph.graph import Gang, GraphSpec, Node, run_nodes
 from stages.models.protocol import Role
 from storage.address import Address
 
@@ -138,7 +137,7 @@ def test_resume_runs_only_what_is_missing() -> None:
     assert machine.flow.steps_done == 2
     machine.run()
     assert machine.flow.finished
-    expected = [n.address for n in run_nodes(spec) if n.turn >= 2]
+    expected = [n.address for n in run_nodes(spec) if n.scheduled_step >= 2]
     assert sorted(machine.ran) == sorted(expected)
 
 
@@ -180,7 +179,7 @@ def test_what_lost_its_commit_runs_before_a_trainer_needs_it() -> None:
     trainer that is built anew may have to train through step 1 again, and finds nothing there until they are back."""
     spec = GraphSpec(steps=5, shards=2, staleness=1)
     lost = {Address("generate", 1, 1), Address("update_policy", 1)}
-    done = {node.address for node in run_nodes(spec) if node.turn < 3 and node.address.step < 3} - lost
+    done = {node.address for node in run_nodes(spec) if node.scheduled_step < 3 and node.address.step < 3} - lost
     machine = Machine(spec, done, published=[3])
     machine.run()
     assert machine.flow.finished

@@ -103,8 +103,13 @@ def test_evaluations() -> None:
     evaluations = {n.address.step: n for n in nodes if n.stage == "evaluate" and n.address.shard == 1}
     assert sorted(evaluations) == [0, 2, 3]
     assert evaluations[2].parents == (Address("publish", 2),)
-    assert evaluations[2].turn == 3, "version 2 generates step 3"
+    assert evaluations[2].scheduled_step == 3, "version 2 generates step 3"
     assert edges(nodes)["evaluate_score 2.1"] == {"evaluate 2.1"}
+
+
+def first(version: int) -> set[str]:
+    """The canary that says what engine and trainer differ by at equal weights; all others read it."""
+    return {"canary 0.0"} if version else set()
 
 
 def canaries(spec: GraphSpec) -> dict[str, set[str]]:
@@ -119,7 +124,7 @@ def test_canaries_by_hand(staleness: int, older: list[set[int]]) -> None:
     """Of each version that is trained: the rows of its step, what the trainer says of them, and the last generation by
     an older version (`older`: steps of which generation is waited for)."""
     expected = {
-        f"canary {v}.0": {f"generate {i}.0" for i in steps} | {f"logprob {v}.0", f"publish {v}.0"}
+        f"canary {v}.0": {f"generate {i}.0" for i in steps} | {f"logprob {v}.0", f"publish {v}.0"} | first(v)
         for v, steps in enumerate(older)
     }
     assert canaries(GraphSpec(steps=4, shards=1, staleness=staleness, canaries=True)) == expected
@@ -128,9 +133,9 @@ def test_canaries_by_hand(staleness: int, older: list[set[int]]) -> None:
 def test_a_canary_waits_for_all_shards_of_an_older_version_only() -> None:
     shards = {"generate 2.0", "generate 2.1"}
     found = canaries(GraphSpec(steps=4, shards=2, staleness=1, canaries=True))
-    assert found["canary 2.0"] == shards | {"logprob 2.0", "publish 2.0"}
+    assert found["canary 2.0"] == shards | {"logprob 2.0", "publish 2.0", "canary 0.0"}
     fresh = canaries(GraphSpec(steps=4, shards=2, staleness=0, canaries=True))
-    assert fresh["canary 2.0"] == {"generate 2.0", "logprob 2.0", "publish 2.0"}
+    assert fresh["canary 2.0"] == {"generate 2.0", "logprob 2.0", "publish 2.0", "canary 0.0"}
 
 
 def test_without_logprob_nodes_the_trainer_scores_the_canaries_before_it_trains() -> None:
@@ -138,14 +143,15 @@ def test_without_logprob_nodes_the_trainer_scores_the_canaries_before_it_trains(
     graph = edges(list(run_nodes(spec)))
     assert graph["canary_logprob 1.0"] == {"generate 1.0", "update_policy 0.0"}
     assert "canary_logprob 1.0" in graph["update_policy 1.0"]
-    assert graph["canary 1.0"] == {"generate 1.0", "generate 1.1", "canary_logprob 1.0", "publish 1.0"}
+    assert graph["canary 1.0"] == {"generate 1.0", "generate 1.1", "canary_logprob 1.0", "publish 1.0", "canary 0.0"}
 
 
 @pytest.mark.parametrize("staleness", [0, 1, 2, 3])
 def test_nothing_but_the_release_of_weights_waits_for_an_engines_canary(staleness: int) -> None:
     spec = GraphSpec(steps=6, shards=2, staleness=staleness, eval_every=2, canaries=True)
     nodes = list(run_nodes(spec))
-    assert not [n for n in nodes if any(parent.stage == "canary" for parent in n.parents)]
+    waiting = {n.address.stage for n in nodes if any(parent.stage == "canary" for parent in n.parents)}
+    assert waiting == {"canary"}
     assert [a for v in range(7) for a in weight_readers(spec, v) if a.stage == "canary"] == [
         Address("canary", v) for v in range(6)
     ]

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from pipeline.graph.display import WorkerQueues
 from pipeline.graph.graph import Node
-from pipeline.graph.queues import WorkerQueues
 from storage.address import Address
 
 SCORER = ("score", 0)

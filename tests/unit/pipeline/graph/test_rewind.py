@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from pipeline.graph.graph import GraphSpec, run_nodes
-from pipeline.graph.rewind import can_go_back, made_anew
+from pipeline.graph.graph import GraphSpec, can_go_back, made_anew, run_nodes
 from storage.address import Address
 
 SPEC = GraphSpec(steps=6, shards=1, staleness=1)

@@ -7,9 +7,8 @@ from dataclasses import replace
 import pytest
 
 from pipeline.graph.dispatch import Dispatch
-from pipeline.graph.gangs import Gang
-from pipeline.graph.graph import GraphSpec, step_nodes, step_of
-from pipeline.graph.status import NodeState, NodeStatus, with_steps_over
+from pipeline.graph.display import NodeState, NodeStatus, with_steps_over
+from pipeline.graph.graph import Gang, GraphSpec, step_nodes, step_of
 from stages.models.protocol import Role
 from storage.address import Address
 

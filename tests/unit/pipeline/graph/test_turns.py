@@ -6,14 +6,13 @@ import random
 
 import pytest
 
+from pipeline.graph.device_sharing import Pass
 from pipeline.graph.dispatch import Dispatch
-from pipeline.graph.gangs import Gang
-from pipeline.graph.graph import GraphSpec, run_nodes
-from pipeline.graph.turns import Pass
+from pipeline.graph.graph import Gang, GraphSpec, run_nodes
 from stages.models.protocol import Role
 from storage.address import Address
 
-GENERATE = Gang("generate", frozenset({Role.GENERATE}), workers=2, slots=1)
+GENERATE = Gang("generate", frozenset({Role.GENERATE}), workers=2, concurrent_shards=1)
 SCORE = Gang("score", frozenset({Role.SCORE, Role.ADVANTAGE}), workers=1)
 TRAIN = Gang("train", frozenset({Role.POLICY, Role.CRITIC, Role.REFERENCE}), workers=2)
 GANGS = (GENERATE, SCORE, TRAIN)
@@ -23,8 +22,8 @@ TURNS = (("generate", "train"),)
 class Played:
     """Owns a run that is played through dispatch, with every node and every pass over when the player says so."""
 
-    def __init__(self, spec: GraphSpec, turns: tuple[tuple[str, ...], ...] = TURNS) -> None:
-        self.dispatch = Dispatch(GANGS, turns)
+    def __init__(self, spec: GraphSpec, device_sharing: tuple[tuple[str, ...], ...] = TURNS) -> None:
+        self.dispatch = Dispatch(GANGS, device_sharing)
         self.left = {node.address for node in run_nodes(spec)}
         self.out: dict[Address, str] = {}
         self.passing: list[str] = []
@@ -147,8 +146,8 @@ def test_a_shard_whose_rows_are_in_another_replica_keeps_the_turn() -> None:
 def test_a_replica_that_takes_turns_cannot_be_spared() -> None:
     """Overdue, it would stay on devices that another gang is to have."""
     spared = []
-    for turns in ((), TURNS):
-        dispatch = Dispatch(GANGS, turns)
+    for device_sharing in ((), TURNS):
+        dispatch = Dispatch(GANGS, device_sharing)
         for replica in (0, 1):
             dispatch.worker_up("generate", replica)
         spared.append(dispatch.can_spare("generate", 0))
@@ -161,4 +160,4 @@ def test_a_wait_for_the_devices_names_who_has_them() -> None:
         played.finish(Address("generate", 0, shard))
     played.go_on()
     wait = played.dispatch.waits()["train"]
-    assert str(wait).endswith("waits for the devices, which are generate's in turn")
+    assert str(wait).endswith("waits for the devices, which generate holds")

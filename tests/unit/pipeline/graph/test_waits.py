@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from pipeline.graph.dispatch import Dispatch
-from pipeline.graph.gangs import Gang
-from pipeline.graph.graph import GraphSpec, step_nodes
-from pipeline.graph.status import NodeState
+from pipeline.graph.display import NodeState
+from pipeline.graph.graph import Gang, GraphSpec, step_nodes
 from stages.models.protocol import Role
 from storage.address import Address
 

@@ -7,7 +7,7 @@ import pytest
 from pipeline.config.errors import ConfigError
 from pipeline.config.loading import load_config
 from pipeline.config.run import RunConfig
-from pipeline.launch.shape import NodeGroup, Step, job_shape
+from pipeline.launch.script import NodeGroup, Step, job_shape
 from tests.support.paths import TINY
 
 TWO_RANKS = ("placement.gangs.train.workers=2", "placement.gangs.train.threads=3", "slurm.driver_cpus=2")
@@ -101,7 +101,9 @@ def test_without_gpus_none_is_asked_for() -> None:
 
 
 def test_steps_of_a_job_have_no_gpus_in_turn() -> None:
-    turns = "placement.turns=[[generate,train]]"
-    with pytest.raises(ConfigError, match=r"placement\.turns: given \[\['generate', 'train'\]\].*slurm\.gpus=false"):
-        job_shape(load(turns))
-    assert job_shape(load(turns, "slurm.gpus=false")).nodes == 1
+    device_sharing = "placement.device_sharing=[[generate,train]]"
+    with pytest.raises(
+        ConfigError, match=r"placement\.device_sharing: given \[\['generate', 'train'\]\].*slurm\.gpus=false"
+    ):
+        job_shape(load(device_sharing))
+    assert job_shape(load(device_sharing, "slurm.gpus=false")).nodes == 1

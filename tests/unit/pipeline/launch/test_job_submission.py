@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import stat
 import subprocess
 from pathlib import Path
 
@@ -28,7 +29,7 @@ def test_of_two_that_submit_a_run_at_once_one_is_refused(tmp_path: Path) -> None
     paths.job.mkdir(parents=True)
     with (paths.job / "submitting").open("w") as other:
         fcntl.flock(other, fcntl.LOCK_EX)
-        with pytest.raises(ConfigError, match=r"^name: given 'tiny'; another process is submitting .*/tiny now"):
+        with pytest.raises(ConfigError, match=r"^name: given 'tiny'; .*process.* is submitting .*/tiny now"):
             submit_run(config)
     assert not (paths.job / "run.sbatch").exists()
 
@@ -102,3 +103,19 @@ def test_a_second_job_is_refused_while_nobody_knows_of_the_first(tmp_path: Path,
     with pytest.raises(ConfigError, match=r"^slurm: Slurm does not answer"):
         submit_run(config)
     assert len(fake_slurm.scripts()) == 1
+
+
+def test_keys_are_in_files_of_this_user_alone(tmp_path: Path, fake_slurm: FakeSlurm) -> None:
+    """The job needs them, and starts where nobody can be asked for them."""
+    secret = "c4n4ry"
+    own = f"reward.args={{characters: aeiou, api_key: {secret}}}"
+    config = of(tmp_path / "runs", own, f"slurm.environment=['export MY_TOKEN={secret}']")
+    submit_run(config)
+    job = RunPaths(config.run_dir).job
+    assert secret in fake_slurm.scripts()[0]
+    assert load_config([job / "config.yaml"]).reward.args["api_key"] == secret
+    holding = {path for path in (tmp_path / "runs").rglob("*") if path.is_file() and secret in path.read_text()}
+    assert {(path.name, stat.S_IMODE(path.stat().st_mode)) for path in holding} == {
+        ("config.yaml", 0o600),
+        ("run.sbatch", 0o600),
+    }

@@ -37,6 +37,7 @@ def test_keys_with_the_same_end_are_told_apart() -> None:
     ("changes", "message"),
     [
         (["seed=1", "steps=2"], "sweep: nothing differs"),
+        (["reward.args.api_key=one,two"], "reward.args.api_key: a run of a sweep is named after what it differs in"),
         (["seed=0,1", "seed=2,3"], "seed: is given twice"),
         (["seed=3", "seed=0,1"], "seed: is given twice"),
         (["seed=0,00"], "seed: given '0,00'; the values of a sweep differ"),

@@ -11,25 +11,26 @@ from xml.etree import ElementTree
 
 import pytest
 
-from pipeline.graph.gangs import Gang
-from pipeline.graph.graph import GraphSpec, run_nodes, step_nodes
-from pipeline.graph.status import NodeState, NodeStatus
-from pipeline.observe.graph_page import HEADERS, fragment, page
-from pipeline.observe.graph_svg import curve, grid, stage_labels
+from pipeline.graph.display import NodeState, NodeStatus
+from pipeline.graph.graph import Gang, GraphSpec, run_nodes, step_nodes
+from pipeline.observe.graph_page import HEADERS, curve, fragment, grid, page, stage_labels
 from pipeline.observe.graph_view import (
+    MOST_POINTS,
     PAST_STEPS,
+    Curves,
     Doing,
     Facts,
     GraphView,
     Point,
     node_views,
+    recorded_view,
+    role_gangs,
     short,
     shown_steps,
 )
 from pipeline.observe.journal import Event, EventKind
 from pipeline.observe.log_files import log_end, log_names
 from pipeline.observe.node_events import NodeEvents, Note
-from pipeline.observe.recorded_view import MOST_POINTS, Curves, recorded_view, role_gangs
 from stages.models.protocol import Role
 from storage.address import Address
 from storage.commits import Commit, new_attempt, provenance_here
@@ -123,7 +124,7 @@ def test_only_the_last_steps_of_a_long_run_are_shown(tmp_path: Path) -> None:
     spec = replace(SPEC, steps=30, eval_every=0)
     done = [n.address for n in run_nodes(replace(spec, steps=20))]
     view = recorded(tmp_path, done, spec=spec)
-    assert {n.turn for n in view.nodes} == set(range(20 - PAST_STEPS, 20 + 3))
+    assert {n.scheduled_step for n in view.nodes} == set(range(20 - PAST_STEPS, 20 + 3))
 
 
 def test_what_a_dead_run_was_doing_and_what_was_queued(tmp_path: Path) -> None:
@@ -163,12 +164,17 @@ def test_every_column_is_a_step_of_the_run_and_has_its_evaluations(tmp_path: Pat
     """Those of the last versions serve no step that there is: they stand with the last."""
     spec = replace(SPEC, steps=12, eval_every=1)
     view = recorded(tmp_path, [n.address for n in run_nodes(spec)], spec=spec)
-    columns = {turn: [n.address for n in view.nodes if n.turn == turn] for turn in {n.turn for n in view.nodes}}
+    columns = {
+        scheduled_step: [n.address for n in view.nodes if n.scheduled_step == scheduled_step]
+        for scheduled_step in {n.scheduled_step for n in view.nodes}
+    }
     assert set(columns) == set(range(12 - PAST_STEPS, 12))
-    assert [sum(a.stage == "evaluate" for a in columns[turn]) for turn in sorted(columns)] == [1] * 5 + [3]
+    assert [sum(a.stage == "evaluate" for a in columns[scheduled_step]) for scheduled_step in sorted(columns)] == [
+        1
+    ] * 5 + [3]
     assert Address("evaluate", 12) in columns[11]
     early = recorded(tmp_path / "early", [], spec=spec)
-    assert {n.turn for n in early.nodes} == {-1, 0, 1, 2}, "the start's weights, and the steps of the window"
+    assert {n.scheduled_step for n in early.nodes} == {-1, 0, 1, 2}, "the start's weights, and the steps of the window"
 
 
 def test_a_step_that_ended_before_an_older_one_is_shown() -> None:
@@ -176,7 +182,7 @@ def test_a_step_that_ended_before_an_older_one_is_shown() -> None:
     spec = replace(SPEC, steps=12)
     statuses = [NodeStatus(node, NodeState.WAITING) for step in (5, 7, 8) for node in step_nodes(spec, step)]
     nodes = node_views(shown_steps(spec, statuses, 9), role_gangs(GANGS), NodeEvents(), 9)
-    assert {node.turn for node in nodes} == set(range(-1, 9))
+    assert {node.scheduled_step for node in nodes} == set(range(-1, 9))
     there = {node.address: node for node in nodes}
     assert there[Address("generate", 6)].state is NodeState.DONE
     assert there[Address("publish", 7)].state is NodeState.DONE

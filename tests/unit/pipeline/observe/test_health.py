@@ -1,6 +1,6 @@
 """What is shown in red, and small curves."""
 
-from pipeline.observe.health import CRITIC_STEPS, findings, sparkline
+from pipeline.observe.metric_catalogue import CRITIC_STEPS, findings, sparkline
 
 
 def test_a_healthy_step_says_nothing() -> None:

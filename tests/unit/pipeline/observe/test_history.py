@@ -11,10 +11,10 @@ from pipeline.graph.graph import GraphSpec
 from pipeline.observe.history import History, alarm_text, distinct_bigrams, evaluation_metrics
 from storage.address import Address
 from storage.commits import Commit, Provenance
+from storage.config import Layout, Layouts
 from storage.ledger import Ledger
 from storage.records import ReferenceLogprobs, Rollout, Scores
 from storage.rollouts import RolloutStore
-from storage.shards import Layout, Layouts
 
 SPEC = GraphSpec(steps=3, shards=2, staleness=1, eval_every=2, eval_shards=2)
 
@@ -116,6 +116,8 @@ def test_an_alarm_is_told_with_its_numbers() -> None:
     text = alarm_text(7, metrics)
     assert text is not None
     assert "differ by 0.25 nats a token at version 7" in text
+    behind = {**metrics, "mismatch/alarm_nats": 0.3, "mismatch/canary_moved": 0.0}
+    assert "the engine has moved by 0 since older weights: it seems to have those still" in str(alarm_text(7, behind))
     assert alarm_text(7, {**metrics, "mismatch/alarm": 0.0}) is None
     assert alarm_text(7, {}) is None
 

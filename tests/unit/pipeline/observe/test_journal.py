@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.observe.appending import AppendFailed
-from pipeline.observe.journal import Event, EventKind, Journal, journal_exists, read_events, run_starts
+from pipeline.observe.journal import AppendFailed, Event, EventKind, Journal, journal_exists, read_events, run_starts
 
 
 def test_events_come_back_and_a_torn_line_is_left_out(tmp_path: Path) -> None:

@@ -2,8 +2,8 @@
 
 import pytest
 
-from pipeline.observe.lanes import lanes_of, middle_window
 from pipeline.observe.summary import Box
+from pipeline.observe.timeline import lanes_of, middle_window
 from storage.address import Address
 
 

@@ -1,7 +1,7 @@
 """A trainer that was lost: said once it trains again, with what that took."""
 
 from pipeline.observe.journal import Event, EventKind
-from pipeline.observe.losses import Losses
+from pipeline.observe.node_events import WorkerLosses
 
 
 def _update(kind: EventKind, t: float, seconds: float | None = None) -> Event:
@@ -9,7 +9,7 @@ def _update(kind: EventKind, t: float, seconds: float | None = None) -> Event:
 
 
 def test_a_lost_trainer_is_said_when_it_trains_again() -> None:
-    losses = Losses()
+    losses = WorkerLosses()
     assert losses.over(41, {}) == ([], {})
     losses.take(_update(EventKind.SUBMITTED, 9.0))
     losses.take(Event(10.0, EventKind.GANG_LOST, gang="train", worker="train-0", detail="its process ended"))

@@ -3,7 +3,7 @@
 import pytest
 
 from pipeline.observe.journal import Event, EventKind
-from pipeline.observe.overlap import overlap_by_step
+from pipeline.observe.timeline import overlap_by_step
 
 
 def _ran(gang: str, stage: str, start: float, end: float) -> Event:

@@ -7,10 +7,9 @@ import math
 import numpy as np
 import pytest
 
-from pipeline.observe.evaluations import Evaluation
+from pipeline.observe.evaluations import Evaluation, paired, paired_t, standard_error
 from pipeline.observe.history import evaluation_metrics
-from pipeline.observe.paired import paired, paired_t, standard_error
-from pipeline.observe.report.headline import headlines
+from pipeline.observe.report.facts import headlines
 from pipeline.observe.summary import summarise
 
 BEFORE = {7: 0.0, 8: 0.25, 9: 0.5, 10: 1.0, 11: 5.0}

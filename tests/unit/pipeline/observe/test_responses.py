@@ -11,13 +11,13 @@ import pytest
 
 from pipeline.graph.graph import GraphSpec
 from pipeline.observe.history import History
-from pipeline.observe.responses import ResponsePair, chosen, response_pairs, samples_table
+from pipeline.observe.rows import ResponsePair, chosen, response_pairs, samples_table
 from storage.address import Address
 from storage.commits import Provenance
+from storage.config import Layout, Layouts
 from storage.ledger import Ledger
 from storage.records import Rollout, Scores
 from storage.rollouts import RolloutStore
-from storage.shards import Layout, Layouts
 
 PAIRS = [ResponsePair("a", "b", -0.5, "cde", 0.75), ResponsePair("fg", "hi", 0.25, "é", 1.0)]
 

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from pipeline.observe.revision import short_command
+from pipeline.observe.provenance import short_command
 
 
 @pytest.mark.parametrize(

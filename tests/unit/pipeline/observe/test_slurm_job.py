@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import platform
 
-from pipeline.observe.slurm_job import SlurmJob, dashboard_tags, slurm_job, tunnel
+from pipeline.observe.provenance import SlurmJob, dashboard_tags, slurm_job, tunnel
 
 
 def test_outside_of_slurm_there_is_none() -> None:

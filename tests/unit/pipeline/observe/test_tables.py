@@ -7,12 +7,11 @@ from pathlib import Path
 import pytest
 from rich.console import Console, RenderableType
 
-from pipeline.observe.decimals import three
 from pipeline.observe.evaluations import EvaluatedVersion
-from pipeline.observe.responses import ResponsePair
+from pipeline.observe.rows import ResponsePair
 from pipeline.observe.summary import EvalSummary, StalenessSummary, Summary, TrainerLoss
 from pipeline.observe.tables import InspectRow, end_of_run, inspect_table, summary_rows
-from pipeline.observe.visible import visible
+from pipeline.observe.text import three, visible
 
 SUMMARY = Summary(
     steps=2, wall_s=10.0, samples_per_s=1.6, tokens_per_s=10.0, stage_s={"generate": 6.0, "update_policy": 7.0},

@@ -6,14 +6,28 @@ import os
 import socket
 import subprocess
 import sys
+import tracemalloc
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from mlflow.tracing.client import TracingClient
 from mlflow.tracking import MlflowClient
 
-from pipeline.observe.spool import read_spool, read_state
-from pipeline.observe.tracking import WRITER_ENV, Dataset, MlflowTracker, NullTracker, Span, deliver, how_to_open
+from pipeline.observe import mlflow_writer, tracking
+from pipeline.observe.mlflow_writer import WINDOW_BYTES, SpoolWriter
+from pipeline.observe.tracking import (
+    WRITER_ENV,
+    Dataset,
+    Delivery,
+    MlflowTracker,
+    NullTracker,
+    Span,
+    deliver,
+    how_to_open,
+    read_spool,
+    read_state,
+)
 from tests.support.paths import ROOT
 
 T0 = 1_700_000_000.0
@@ -208,6 +222,59 @@ def test_the_driver_never_imports_mlflow() -> None:
         check=True,
     )
     assert done.stdout.strip() == "False"
+
+
+class _Taking:
+    """An MLflow that takes everything; of each trace its step is kept."""
+
+    def __init__(self, uri: str) -> None:
+        info = SimpleNamespace(run_id="r", experiment_id="1")
+        self._run = SimpleNamespace(info=info, data=SimpleNamespace(params={}))
+        self.steps: list[int] = []
+
+    def get_experiment_by_name(self, name: str) -> SimpleNamespace:
+        return SimpleNamespace(experiment_id="1")
+
+    def search_runs(self, *_: object, **__: object) -> list[SimpleNamespace]:
+        return [self._run]
+
+    def get_run(self, run_id: str) -> SimpleNamespace:
+        return self._run
+
+    def update_run(self, *_: object, **__: object) -> None: ...
+
+    def log_batch(self, *_: object, **__: object) -> None: ...
+
+
+def test_a_long_spool_is_read_as_a_stream(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the driver that resumes a run, and by the writer: at 45 KB a step it would not fit into memory."""
+    spool, steps = tmp_path / "mlflow_spool.jsonl", 600
+    opened = {"t": T0, "kind": "open", "key": "k", "experiment": "e", "run_name": "r", "params": {}, "tags": {}}
+    with spool.open("w") as lines:
+        lines.write(json.dumps(opened) + "\n")
+        for step in range(steps):
+            lines.write(json.dumps({"t": T0, "kind": "metrics", "step": step, "values": {"a": 0.5}}) + "\n")
+            spans = [{"name": f"{number:0100d}"} for number in range(400)]
+            lines.write(json.dumps({"t": T0, "kind": "trace", "step": step, "spans": spans}) + "\n")
+    assert spool.stat().st_size > 20 * WINDOW_BYTES
+    delivered = _Taking("")
+    monkeypatch.setattr(tracking, "_Writer", lambda *given: SimpleNamespace(finish=lambda: Delivery(None, 0)))
+    monkeypatch.setattr(mlflow_writer, "MlflowClient", lambda uri: delivered)
+    monkeypatch.setattr(SpoolWriter, "_trace", lambda self, client, item: client.steps.append(item["step"]))
+    tracemalloc.start()
+    try:
+        tracker = _tracker("http://127.0.0.1:1", tmp_path)
+        writer = SpoolWriter("http://127.0.0.1:1", spool, lambda report: None)
+        assert writer.count_left() == 2 + 2 * steps
+        writer.deliver()
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert tracker.has(steps - 1, "a")
+    tracker.close("FINISHED")
+    assert delivered.steps == list(range(steps))
+    assert writer.count_left() == 1, "the end of the run"
+    assert peak < 10 * WINDOW_BYTES, "one window of parsed lines, at several times their size as text"
 
 
 def test_no_uri_no_tracking(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

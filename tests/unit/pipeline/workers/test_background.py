@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from pipeline.workers.background import BackgroundWriter
+from pipeline.workers.exports import BackgroundWriter
 
 
 def test_work_is_done_in_order_and_not_waited_for() -> None:

@@ -19,8 +19,8 @@ from stages.engines.embedded.build import build_embedded
 from stages.engines.migration import key_of
 from stages.engines.protocol import Completion, Request, RequestError, RowsLost
 from stages.engines.row_loads import EngineLoad, MigrationRequest
-from stages.models.hf_config import RANDOM_TINY
 from stages.models.sampling import SamplingConfig
+from stages.models.spec import RANDOM_TINY
 from storage.address import Address
 from storage.weights import WeightBoard
 from tests.support.waiting import until
@@ -39,7 +39,7 @@ def board(tmp_path: Path) -> Iterator[WeightBoard]:
 
 @pytest.fixture
 def replicas(board: WeightBoard) -> Iterator[tuple[VersionedEngine, VersionedEngine]]:
-    settings = EngineConfig(slots=4, kv_budget_mb=16)
+    settings = EngineConfig(max_rows=4, kv_budget_mb=16)
     with (
         closing(
             VersionedEngine(build_embedded(RANDOM_TINY, settings, max_seq=240, threads=1, migratable=True), board)
@@ -82,7 +82,7 @@ def test_the_next_version_loads_while_all_rows_are_elsewhere(
             assert (target._inside, target._version) == (1, 0)
             for ticket, completion in incoming:
                 assert completion is not None
-                source.deliver(ticket, completion)
+                source.migratable.deliver(ticket, completion)
         got = running.result(timeout=60)
     assert all(got[row].tokens.tolist() == c.tokens.tolist() for row, c in expected.items())
     assert (source._inside, target._inside) == (0, 0)
@@ -100,7 +100,7 @@ def test_one_row_at_home_keeps_the_version(replicas: tuple[VersionedEngine, Vers
         until(lambda: source._version == 1)  # the other row has finished at home
         assert newer.result(timeout=60)[0].versions.tolist() == [1] * 4
         assert not running.done()
-        source.give_back([moved.ticket])
+        source.migratable.give_back([moved.ticket])
         with pytest.raises(RowsLost):
             running.result(timeout=60)
 
@@ -116,7 +116,7 @@ def test_rows_of_another_version_are_refused(replicas: tuple[VersionedEngine, Ve
         with pytest.raises(RequestError, match=r"versions \[0\] do not go on here: 2 is"), target.migrate_in(moved):
             pytest.fail("they were accepted")
         assert target._inside == 0
-        source.give_back([one.ticket for one in moved])
+        source.migratable.give_back([one.ticket for one in moved])
         assert len(running.result(timeout=60)[0].tokens) == 230
 
 
@@ -135,7 +135,7 @@ def test_incoming_rows_that_nobody_waits_for_let_the_next_version_in(
             incoming.close()
             assert list(incoming) == []
         assert newer.result(timeout=60)[0].versions.tolist() == [1, 1]
-        source.give_back([one.ticket for one in moved])
+        source.migratable.give_back([one.ticket for one in moved])
         assert len(running.result(timeout=60)) == 2
 
 

@@ -9,9 +9,13 @@ from dataclasses import fields, replace
 
 import pytest
 
-from pipeline.workers.messages import FailureKind, MoveOver, Outcome, RankFailure, RowsNews
-from pipeline.workers.reports import (
+from pipeline.workers.messages import (
     BadReport,
+    FailureKind,
+    MigrationDone,
+    Outcome,
+    RankFailure,
+    RowsReport,
     failure_from_json,
     failure_to_json,
     outcome_from_json,
@@ -26,18 +30,18 @@ HERE, THERE = Address("generate", 7, 3), Address("generate", 8)
 REF = Ref(
     Address("advantage", 4), "a1-x", {"kl": 0.1 + 0.2, "loss": -1.0}, {"coefficient": 0.25, "seen": [1, 2]}, 1.5, 2.5
 )
-PEER = Outcome(REF.address, None, "train-2", 2, 1.25, 2.25, 0.5, False, ("late",))
-OUTCOME = Outcome(
-    REF.address, REF, "train-1", 1, 1.7e9 + 1 / 3, 1.7e9 + 2 / 3, 0.125, True, ("slow", "«odd»\n"), (PEER,)
-)
+PEER = Outcome(REF.address, None, "train-2", 2, 1.25, 2.25, 0.5, ("late",))
+OUTCOME = Outcome(REF.address, REF, "train-1", 1, 1.7e9 + 1 / 3, 1.7e9 + 2 / 3, 0.125, ("slow", "«odd»\n"), (PEER,))
 FAILURE = RankFailure(
     REF.address, "a1-x", "train-2", 3, 2, FailureKind.MISSING, "RanksMissing", "«where»", (1, 4), True
 )
-NEWS = RowsNews("generate", 1, 2, EngineLoad(5, 8, (RowLoad((0, 7, 31), 90, 64, 12),), 1024, 0.01, 1e-5), (HERE, THERE))
-OVER = MoveOver(3, "generate", 0, 1, 4, 1 << 40, 0.5, (THERE,), "no room")
+NEWS = RowsReport(
+    "generate", 1, 2, EngineLoad(5, 8, (RowLoad((0, 7, 31), 90, 64, 12),), 1024, 0.01, 1e-5), (HERE, THERE)
+)
+OVER = MigrationDone(3, "generate", 0, 1, 4, 1 << 40, 0.5, (THERE,), "no room")
 
 
-@pytest.mark.parametrize("outcome", [OUTCOME, replace(OUTCOME, ref=None, warnings=()), replace(OUTCOME, reused=False)])
+@pytest.mark.parametrize("outcome", [OUTCOME, replace(OUTCOME, ref=None, warnings=())])
 def test_outcomes_survive(outcome: Outcome) -> None:
     """Every number to its last bit."""
     assert outcome_from_json(outcome_to_json("a1-x", outcome)) == ("a1-x", outcome)
@@ -58,7 +62,7 @@ def test_failures_survive(kind: FailureKind) -> None:
 
 
 @pytest.mark.parametrize("report", [NEWS, OVER, replace(NEWS, away=()), replace(OVER, refusal=None)])
-def test_reports_of_rows_survive(report: RowsNews | MoveOver) -> None:
+def test_reports_of_rows_survive(report: RowsReport | MigrationDone) -> None:
     found = rows_from_json(rows_to_json(report))
     assert found == report
     assert type(found) is type(report)
@@ -71,7 +75,9 @@ def test_nothing_is_left_out() -> None:
             assert getattr(record, each.name) != each.default, each.name
 
 
-@pytest.mark.parametrize("text", ["", "{}", "[1]", "null", '{"RowsNews": {}, "MoveOver": {}}', '{"Runtime": {}}'])
+@pytest.mark.parametrize(
+    "text", ["", "{}", "[1]", "null", '{"RowsReport": {}, "MigrationDone": {}}', '{"Runtime": {}}']
+)
 def test_other_text_is_refused(text: str) -> None:
     with pytest.raises(BadReport):
         outcome_from_json(text)

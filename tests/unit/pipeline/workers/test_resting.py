@@ -10,9 +10,8 @@ from typing import Any, cast
 import pytest
 from distributed import Worker
 
-from pipeline.workers.messages import RESTED, Rested, WorkerSpec
-from pipeline.workers.reports import rested_from_json
-from pipeline.workers.resting import REST, open_for_rest
+from pipeline.workers.messages import SLEEP_REPORTS, SleepReport, WorkerSpec, sleep_report_from_json
+from pipeline.workers.orders import REST, accept_sleep_orders
 
 
 class FakeWorker:
@@ -20,13 +19,13 @@ class FakeWorker:
 
     def __init__(self) -> None:
         self.handlers: dict[str, Callable[..., Any]] = {}
-        self.said: queue.Queue[Rested] = queue.Queue()
+        self.said: queue.Queue[SleepReport] = queue.Queue()
 
     def log_event(self, topic: str, message: str) -> None:
-        assert topic == RESTED
-        self.said.put(rested_from_json(message))
+        assert topic == SLEEP_REPORTS
+        self.said.put(sleep_report_from_json(message))
 
-    def order(self, number: int) -> Rested:
+    def order(self, number: int) -> SleepReport:
         asyncio.run(self.handlers[REST](number))
         return self.said.get(timeout=30)
 
@@ -37,7 +36,7 @@ class Restless:
     def __init__(self, failures: int) -> None:
         self.rests, self._failures = 0, failures
 
-    def rest(self) -> None:
+    def sleep(self) -> None:
         self.rests += 1
         if self.rests <= self._failures:
             raise RuntimeError("1 shards are in the engine: it rests after them")
@@ -47,7 +46,9 @@ class Restless:
 def test_an_order_that_is_sent_again_is_answered_as_before(failures: int) -> None:
     """A worker that could not leave its devices must not be taken for one that has."""
     worker, runtime = FakeWorker(), Restless(failures)
-    open_for_rest(cast(Worker, worker), WorkerSpec("generate", 0, 1, 2, "module:Runtime", "name: x"), runtime)
+    accept_sleep_orders(
+        cast(Worker, worker), WorkerSpec("generate", 0, 1, 2, "module:Runtime", "name: x"), runtime.sleep
+    )
     first, again = worker.order(0), worker.order(0)
     assert runtime.rests == 1
     assert (first.gang, first.index, first.incarnation, first.number) == ("generate", 0, 2, 0)

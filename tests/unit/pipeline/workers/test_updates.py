@@ -15,18 +15,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pipeline.workers.errors import ReplayMismatch
+from pipeline.workers.messages import ReplayMismatch
 from pipeline.workers.updates import ExactlyOnceUpdates
-from stages.models.errors import StateError
-from stages.models.protocol import CriticBatch, PolicyBatch, Role
+from stages.models.protocol import CriticBatch, PolicyBatch, Role, StateError
 from storage.address import Address
 from storage.checkpoints import Checkpoints, FileSum, sum_file
 from storage.commits import Commit, new_attempt, provenance_here
+from storage.config import Layout, Layouts
 from storage.errors import MissingOutput
 from storage.ledger import Ledger
 from storage.records import Advantages, PolicyLogprobs, Record, ReferenceLogprobs, Rollout, Values
 from storage.rollouts import RolloutStore
-from storage.shards import Layout, Layouts
 
 ROWS, SEQ, SHARDS, STEPS = 4, 3, 2, 6
 

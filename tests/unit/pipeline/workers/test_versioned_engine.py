@@ -77,8 +77,8 @@ def test_versions_never_mix(board: WeightBoard) -> None:
     def shard(number: int) -> None:
         try:
             begin.wait(timeout=60)
-            for turn in range(25):
-                version = (number + turn) % 4
+            for scheduled_step in range(25):
+                version = (number + scheduled_step) % 4
                 with engine.at(version, Clock()):
                     with lock:
                         fake.inside += 1
@@ -330,12 +330,12 @@ def test_weights_that_are_not_what_was_published_are_sampled_from_by_nobody(boar
 def test_an_engine_that_rests_wakes_for_the_next_shard(board: WeightBoard) -> None:
     fake = FakeEngine()
     engine = VersionedEngine(fake, board)
-    engine.rest()
+    engine.sleep()
     assert fake.asleep
     with engine.at(1, Clock()):
         assert not fake.asleep
-    engine.rest()
-    engine.rest()
+    engine.sleep()
+    engine.sleep()
     assert fake.asleep
     with engine.at(1, Clock()), engine.at(1, Clock()):
         assert not fake.asleep
@@ -346,7 +346,7 @@ def test_an_engine_with_a_shard_in_it_does_not_rest(board: WeightBoard) -> None:
     fake = FakeEngine()
     engine = VersionedEngine(fake, board)
     with engine.at(0, Clock()), pytest.raises(RuntimeError, match="1 shards are in the engine"):
-        engine.rest()
+        engine.sleep()
     assert not fake.asleep
 
 

@@ -96,13 +96,13 @@ class Cluster:
     folder: Path
     scheduler: Scheduler
     stack: AsyncExitStack
-    patience_s: float = 60.0
+    timeout_s: float = 60.0
 
     async def host(self, name: str, board: str | None = None) -> Host:
         worker = await self.stack.enter_async_context(
             Worker(self.scheduler.address, name=name, nthreads=1, memory_limit=0, dashboard=False, nanny=None)
         )
-        spec = MirrorSpec(str(self.folder / (board or name)), "train-0", self.patience_s, silence_s=20.0)
+        spec = MirrorSpec(str(self.folder / (board or name)), "train-0", self.timeout_s, silence_s=20.0)
         mirror = WeightMirror(worker, spec)
         mirror.open()
         return Host(worker, mirror, WeightBoard(spec.board))
@@ -281,10 +281,10 @@ def test_a_version_that_nobody_has_is_an_error_at_once(tmp_path: Path, wires: Wi
     run(test)
 
 
-def test_without_a_publisher_patience_ends(tmp_path: Path, wires: Wires) -> None:
+def test_without_a_publisher_retries_end(tmp_path: Path, wires: Wires) -> None:
     async def test() -> None:
         async with cluster(tmp_path) as (others, publisher):
-            others.patience_s = 0.2
+            others.timeout_s = 0.2
             reader = await others.host("generate-0")
             await publisher.worker.close()
             with pytest.raises(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from stages.engines.embedded.kernels.arena import SLAB_BYTES, Slabs
+from stages.engines.embedded.kernels.packed import SLAB_BYTES, Slabs
 
 
 def test_a_slab_is_used_again_when_its_last_tensor_is_gone() -> None:

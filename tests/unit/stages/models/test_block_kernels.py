@@ -10,11 +10,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from stages.models import linears
-from stages.models.kernels.composed import ComposedKernels
+from stages.models import layers as linears
 from stages.models.kernels.native import load_block_kernels
 from stages.models.kernels.protocol import BlockKernels, HeadSizes, RotaryAngles
-from stages.models.products import Products
+from stages.models.kernels.torch_kernels import ComposedKernels
+from stages.models.numerics import Products
 
 N, H, F_ = 37, 48, 40
 SIZES = HeadSizes(groups=2, queries_per_group=3, dim=16)

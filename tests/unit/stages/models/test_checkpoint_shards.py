@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from stages.models.build import Blueprint
-from stages.models.checkpoint_shards import _cut, pieces_of, rectangles
+from stages.models.checkpoints import _cut, pieces_of, rectangles
 from stages.models.config import LayoutConfig, ModelConfig
-from stages.models.kernels.composed import ComposedKernels
+from stages.models.kernels.torch_kernels import ComposedKernels
 from stages.models.parallel import ParallelRank
 from stages.models.spec import read_spec
 
@@ -29,7 +29,7 @@ def test_rectangles_hold_a_run_of_elements_in_order() -> None:
 
 def blueprint(tensor_rank: int, tensor_size: int, size: int = 256) -> Blueprint:
     spec = dataclasses.replace(read_spec("random:tiny"), vocab_size=size, intermediate_size=size)
-    rank = ParallelRank(tensor_rank, tensor_size, 0, 1, 0, 1, torch.device("cpu"), roll_call=None)
+    rank = ParallelRank(tensor_rank, tensor_size, 0, 1, 0, 1, torch.device("cpu"), missing_ranks=None)
     return Blueprint(ModelConfig(path="random:tiny"), spec, LayoutConfig(tensor=tensor_size), rank, ComposedKernels())
 
 

@@ -13,12 +13,11 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from stages.models.config import ModelConfig, OptimizerConfig
 from stages.models.forward import MicroBatch, cut_micro_batches, response_logprobs, run_backward
-from stages.models.hf_config import read_config
 from stages.models.hf_conversion import named_by_block, to_hf
 from stages.models.host import MegatronHost
 from stages.models.protocol import PolicyBatch, Role
-from stages.models.spec import read_spec
-from stages.ppo.stats import LossStats
+from stages.models.spec import read_config, read_spec
+from stages.ppo.losses import LossStats
 from storage.records import Advantages, ReferenceLogprobs, Rollout
 from tests.support.families import FAMILIES, random_model
 from tests.support.models import opened, random_rollout

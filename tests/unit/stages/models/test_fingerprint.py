@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from stages.models.fingerprint import machine_numerics, software
+from stages.models.weights import machine_numerics, software
 from stages.native import compile as native
 from stages.native.compile import build_library, compiler_version
 

@@ -11,10 +11,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from stages.models import trainer
 from stages.models.config import LayoutConfig, LossScaleConfig, ModelConfig, OptimizerConfig
-from stages.models.errors import NonFiniteGradientsError, StateError
 from stages.models.host import MegatronHost
-from stages.models.protocol import PolicyBatch, Role
+from stages.models.protocol import NonFiniteGradientsError, PolicyBatch, Role, StateError
 from stages.ppo.config import PPOConfig
 from storage.records import Advantages, ReferenceLogprobs, Rollout
 from tests.support.models import SEED, opened, random_rollout
@@ -100,16 +100,18 @@ def test_at_its_minimum_the_scale_is_not_to_blame(tmp_path: Path) -> None:
             host.update_policy(2, batch(2))
 
 
-def test_the_scale_grows_after_its_interval(tmp_path: Path) -> None:
-    scale = LossScaleConfig(initial=256, growth_interval=2)
+def test_the_scale_grows_after_its_interval(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trainer, "GROWTH_INTERVAL", 2)
+    scale = LossScaleConfig(initial=256)
     with opened(tmp_path, model_config(scale=scale), ppo()) as host:
         assert [update(host, step)["policy/loss_scale"] for step in range(4)] == [256, 512, 512, 1024]
 
 
-def test_the_scale_is_part_of_the_state(tmp_path: Path) -> None:
+def test_the_scale_is_part_of_the_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Saved after an overflow and one of two steps of growth, in another process: the same bits and the same scale as
     where nothing was interrupted; and back at version 0 it is the first."""
-    model = model_config(scale=LossScaleConfig(initial=1024, growth_interval=2))
+    monkeypatch.setattr(trainer, "GROWTH_INTERVAL", 2)
+    model = model_config(scale=LossScaleConfig(initial=1024))
     (tmp_path / "saved").mkdir()
     with opened(tmp_path, model, ppo()) as host:
         first = update(host, 0)

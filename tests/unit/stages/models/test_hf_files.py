@@ -9,8 +9,9 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from stages.models.hf_config import RANDOM_TINY, read_config, read_eos_ids
-from stages.models.hf_files import file_digests, read_tokenizer, read_weights
+from stages.models.hf_files import file_digests, read_tokenizer
+from stages.models.hf_weights import read_weights
+from stages.models.spec import RANDOM_TINY, read_config, read_eos_ids
 
 
 def test_random_tiny_is_a_llama_and_always_the_same() -> None:

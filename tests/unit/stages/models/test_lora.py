@@ -19,17 +19,16 @@ from transformers import AutoModelForCausalLM
 
 from stages.models.adapter_shapes import adapter_shapes
 from stages.models.config import LayoutConfig, LoraConfig, ModelConfig, OptimizerConfig, model_problems
-from stages.models.errors import StateError
 from stages.models.forward import hidden_states, response_logprobs, run_backward
-from stages.models.gather import stage_tensors
 from stages.models.hf_conversion import named_by_block, to_hf
-from stages.models.hf_files import read_weights
+from stages.models.hf_weights import read_weights
 from stages.models.host import MegatronHost
 from stages.models.memory import GangModels, MicroBatchSize, kept_bytes, state_bytes
-from stages.models.protocol import CriticBatch, PolicyBatch, Role
-from stages.models.rank_share import rank_micro_batches
+from stages.models.minibatches import rank_micro_batches
+from stages.models.protocol import CriticBatch, PolicyBatch, Role, StateError
 from stages.models.spec import read_spec
-from stages.ppo.stats import LossStats
+from stages.models.weights import stage_tensors
+from stages.ppo.losses import LossStats
 from storage.records import Advantages
 from tests.support.families import random_model
 from tests.support.models import ALL_MODELS, measured_state, opened, random_rollout
@@ -298,13 +297,13 @@ def test_memory_is_predicted(tmp_path: Path, dtype: str, frozen_blocks: int, tar
         lora=LoraConfig(rank=4, targets=targets), dtype=dtype, frozen_blocks=frozen_blocks, critic_blocks=2
     )
     gang = GangModels(read_spec("random:tiny"), model, LayoutConfig(), ALL_MODELS, 1)
-    saved: dict[int, tuple[int, Tensor]] = {}
+    saved: dict[int, torch.UntypedStorage] = {}
 
     def keep(tensor: Tensor) -> Tensor:
         memory = tensor.untyped_storage()
         if memory.data_ptr() not in weights:
-            saved[memory.data_ptr()] = memory.nbytes(), tensor
-        return tensor
+            saved[memory.data_ptr()] = memory
+        return tensor.detach()  # by the tensor itself the graph would hold itself
 
     with opened(tmp_path, model) as host:
         update(host)
@@ -323,7 +322,7 @@ def test_memory_is_predicted(tmp_path: Path, dtype: str, frozen_blocks: int, tar
         widened = 3 * (spec.q_size + 2 * spec.kv_size) + 2 * 2 * spec.intermediate_size
         fixed = (4 - frozen_blocks) * widened * inner * (4 if dtype == "float32" else 2)
         fixed += (4 - frozen_blocks) * widened * inner  # and which of them are another's
-    found = sum(number for number, _ in saved.values()) - fixed
+    found = sum(memory.nbytes() for memory in saved.values()) - fixed
     predicted = kept_bytes(gang, Role.POLICY, MicroBatchSize(len(batch.tokens), 0), 0)
     assert 0.75 * predicted < found < 1.05 * predicted
 

@@ -110,7 +110,7 @@ def test_activations_are_predicted_within_a_twentieth(
     tmp_path: Path, dtype: Any, frozen_blocks: int, layout: LayoutConfig
 ) -> None:
     model = ModelConfig(path="random:tiny", dtype=dtype, frozen_blocks=frozen_blocks, critic_blocks=2)
-    saved: dict[int, tuple[int, torch.Tensor]] = {}  # tensors are held, lest another takes a freed one's address
+    saved: dict[int, torch.UntypedStorage] = {}  # held, lest another takes a freed one's address
 
     with opened(tmp_path, model, layout=layout) as host:
         for role in (Role.POLICY, Role.CRITIC):
@@ -120,8 +120,8 @@ def test_activations_are_predicted_within_a_twentieth(
             def save(tensor: torch.Tensor, weights: set[int] = weights) -> torch.Tensor:
                 memory = tensor.untyped_storage()
                 if memory.data_ptr() not in weights:
-                    saved[memory.data_ptr()] = memory.nbytes(), tensor
-                return tensor
+                    saved[memory.data_ptr()] = memory
+                return tensor.detach()  # by the tensor itself the graph would hold itself
 
             tokens, mask = np.full((ROWS, WIDTH), 5, np.int32), np.ones((ROWS, WIDTH), bool)
             rows = np.arange(ROWS)
@@ -132,7 +132,7 @@ def test_activations_are_predicted_within_a_twentieth(
             saved.clear()
             with torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor):
                 hidden_states(trainer._ddp, host._trunk, batch)
-            found = sum(number for number, _ in saved.values())
+            found = sum(memory.nbytes() for memory in saved.values())
             assert found == pytest.approx(kept_bytes(gang(model, layout), role, BATCH, 0), rel=0.05)
 
 

@@ -13,14 +13,13 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, LlamaModel
 
 from stages.models.config import LayoutConfig, ModelConfig, OptimizerConfig
-from stages.models.errors import NonFiniteGradientsError, StateError
 from stages.models.forward import KeptForwards, MicroBatch
-from stages.models.gather import stage_tensors
-from stages.models.hf_config import read_config
-from stages.models.hf_files import read_weights
+from stages.models.hf_weights import read_weights
 from stages.models.host import MegatronHost
-from stages.models.protocol import CriticBatch, PolicyBatch, Role
+from stages.models.protocol import CriticBatch, NonFiniteGradientsError, PolicyBatch, Role, StateError
+from stages.models.spec import read_config
 from stages.models.trainer import learning_rate
+from stages.models.weights import stage_tensors
 from stages.ppo.config import KLConfig, PPOConfig
 from stages.ppo.micro_batches import minibatches
 from storage.records import Advantages, ReferenceLogprobs

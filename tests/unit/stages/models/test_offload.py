@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from stages.models import gather
-from stages.models.checkpoint_shards import masters_of
+from stages.models import weights as gather
+from stages.models.checkpoints import masters_of
 from stages.models.config import LayoutConfig, ModelConfig, Offload, OptimizerConfig
 from stages.models.host import MegatronHost
 from stages.models.offload import Residence, allocate, release
@@ -70,7 +70,7 @@ class Resting:
         self._host = host
 
     def __getattr__(self, name: str) -> Any:
-        self._host.rest()
+        self._host.sleep()
         return getattr(self._host, name)
 
 
@@ -126,7 +126,7 @@ def test_who_rests_has_nothing_on_the_device(tmp_path: Path, offload: Offload) -
     with opened(tmp_path, model_config(frozen_blocks=1), offload=offload) as host:
         step(host, 0)
         for _ in range(2):
-            host.rest()
+            host.sleep()
             assert [held(host, role) for role in (Role.POLICY, Role.CRITIC)] == [(0, 0, 0)] * 2
             assert host._trunk is not None
             assert host._reference is not None
@@ -140,7 +140,7 @@ def test_on_a_cpu_who_rests_gives_its_gradient_buffers_up(tmp_path: Path) -> Non
         step(host, 0)
         weights, state, gradients = held(host, Role.POLICY)
         assert gradients > 0
-        host.rest()
+        host.sleep()
         assert held(host, Role.POLICY) == (weights, state, 0)
         step(host, 1)
 

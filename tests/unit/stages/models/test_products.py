@@ -11,8 +11,8 @@ import torch
 from stages.models import parallel
 from stages.models.config import LayoutConfig, ModelConfig, model_problems
 from stages.models.host import MegatronHost
-from stages.models.linears import CpuColumnLinear, CpuRowLinear
-from stages.models.products import (
+from stages.models.layers import CpuColumnLinear, CpuRowLinear
+from stages.models.numerics import (
     Products,
     choose_by_vendor,
     choose_products,

@@ -15,9 +15,7 @@ from transformers import AutoModelForSequenceClassification, PreTrainedModel
 from stages.models.config import LayoutConfig, LoraConfig, ModelConfig, OptimizerConfig
 from stages.models.hf_conversion import named_by_block, to_hf
 from stages.models.protocol import Rank
-from stages.models.reward_files import new_head
-from stages.models.reward_host import GroupedRows, RewardModel
-from stages.models.reward_rows import TokenRows, ended
+from stages.models.reward_model import GroupedRows, RewardModel, TokenRows, ended, new_head
 from stages.models.spec import SCORE_WEIGHT, VALUE_HEAD_WEIGHT
 from stages.preferences.data import Group, Pairs
 from stages.preferences.losses import LOSS, pair_loss_of

@@ -11,9 +11,9 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from stages.models.config import ModelConfig, OptimizerConfig
-from stages.models.gather import stage_tensors
-from stages.models.hf_config import read_config
 from stages.models.protocol import CriticBatch, Role
+from stages.models.spec import read_config
+from stages.models.weights import stage_tensors
 from storage.records import Advantages, Rollout, Values
 from tests.support.models import opened, random_rollout
 

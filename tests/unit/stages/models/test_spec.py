@@ -12,15 +12,16 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from stages.models.hf_config import RANDOM_TINY, read_config
-from stages.models.rotary import rotary_frequencies
+from stages.models.layers import rotary_frequencies
 from stages.models.spec import (
     EMBEDDING,
     LM_HEAD,
+    RANDOM_TINY,
     ModelSpec,
     RopeScaling,
     layer_and_part,
     layer_tensor,
+    read_config,
     read_spec,
     spec_of,
     tensor_shapes,

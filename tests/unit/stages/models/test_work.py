@@ -13,9 +13,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from stages.models.config import LoraConfig, ModelConfig
-from stages.models.hf_config import read_config
 from stages.models.protocol import Role
-from stages.models.spec import read_spec
+from stages.models.spec import read_config, read_spec
 from stages.models.work import UpdateWork, measured_peak, update_flops
 from stages.ppo.config import PPOConfig
 from tests.support.models import opened

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from stages.ppo.critic_free import (
+from stages.ppo.advantages import (
     GROUP_STD_EPS,
     Groups,
     equal_groups,

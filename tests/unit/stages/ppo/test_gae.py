@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from stages.ppo.gae import gae
+from stages.ppo.advantages import gae
 from tests.reference import oracles
 
 # gamma = 0.5, lam = 0.5 (gamma*lam = 0.25). Row 0 ends at t=2 by EOS, row 1 is cut at t=3, rows start at 1 and 2.

@@ -14,15 +14,17 @@ from torch import Tensor
 
 from stages.ppo.config import KLConfig, PPOConfig
 from stages.ppo.losses import (
+    LossStats,
     PolicyLossInputs,
     ValueLossInputs,
     behaviour_weights,
     loglinear_proximal,
+    merge_stats,
     policy_loss,
+    summarise_stats,
     value_loss,
 )
 from stages.ppo.masks import token_weights
-from stages.ppo.stats import LossStats, merge_stats, summarise_stats
 from tests.reference import oracles
 
 SPANS = [(1, 7), (2, 3), (5, 2), (3, 1), (4, 4), (2, 6)]

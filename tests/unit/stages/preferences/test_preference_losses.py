@@ -7,8 +7,8 @@ import math
 import numpy as np
 import torch
 
-from stages.models.reward_host import NO_ROW
-from stages.ppo.stats import merge_stats
+from stages.models.reward_model import NO_ROW
+from stages.ppo.losses import merge_stats
 from stages.preferences.data import Group, Pairs
 from stages.preferences.losses import LOSS, bradley_terry_loss, pair_loss_of, rating_loss_of
 

@@ -6,7 +6,7 @@ import math
 
 import numpy as np
 
-from stages.preferences.measures import best_accuracy, dyadic_standard_error, reliability, right_order, spearman
+from stages.preferences.losses import best_accuracy, dyadic_standard_error, reliability, right_order, spearman
 
 
 def by_double_loop(values: np.ndarray, first: np.ndarray, second: np.ndarray) -> float:

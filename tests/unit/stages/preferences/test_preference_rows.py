@@ -9,8 +9,8 @@ import pytest
 
 from stages.models.hf_files import ByteTokenizer, Tokenizer
 from stages.preferences.data import JudgedRows, drawn_pairs, epoch_groups, step_groups, tokenise_judgements
+from storage.config import PreferencesConfig
 from storage.preferences import JudgedPair, Judgement, PreferencesError, RatedText
-from storage.preferences_config import PreferencesConfig
 
 BYTES = ByteTokenizer()
 EOS = BYTES.eos_ids[0]

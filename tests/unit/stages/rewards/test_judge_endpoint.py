@@ -9,7 +9,10 @@ import math
 import os
 import signal
 import threading
+import tracemalloc
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,9 +20,12 @@ from typing import Any
 import pytest
 
 from stages.rewards.judges import endpoint
+from stages.rewards.judges.answers import AnswerCache, question_key
+from stages.rewards.judges.budget import Budget, Spending, Spent
 from stages.rewards.judges.endpoint import retry_after_s
 from stages.rewards.judges.rewards import JudgeReward
-from stages.rewards.protocol import RewardFailed, Sample, Scored
+from stages.rewards.judges.rubric import Answer
+from stages.rewards.protocol import BudgetSpent, Counts, RewardFailed, Sample, Scored
 from stages.rewards.registry import UnfitReward, build_reward
 from tests.support.judge_server import Reply, Served, asked_text, completion, serving
 
@@ -28,14 +34,42 @@ KEY = "sk-very-secret-0123456789"
 LIKELIEST = [("5", -0.5), ("1", -1.5), ("the", -3.0)]
 
 
+_MADE: list[JudgeReward] = []
+"""The judges of a test."""
+
+
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(endpoint, "_SHORTEST_S", 0.002)
 
 
+@pytest.fixture(autouse=True)
+def _closed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Close every judge's cache, also of judges inside an ensemble and of judges that were refused."""
+    caches: list[AnswerCache] = []
+    begin = AnswerCache.__init__
+
+    def noted(self: AnswerCache, *given: Any, **named: Any) -> None:
+        begin(self, *given, **named)
+        caches.append(self)
+
+    monkeypatch.setattr(AnswerCache, "__init__", noted)
+    yield
+    while _MADE:
+        _MADE.pop().close()
+    for cache in caches:
+        cache.close()
+
+
 def judge_of(served: Served | str, **given: Any) -> JudgeReward:
-    args = {"model": "m", "rubric": RUBRIC, "on_unparsed": -1.0, "read": "text", "timeout_s": 5, "patience_s": 20}
-    return JudgeReward(**args | {"url": served if isinstance(served, str) else served.url} | given)
+    _MADE.append(JudgeReward(**judge_args(served, **given)))
+    return _MADE[-1]
+
+
+def judge_args(served: Served | str, **given: Any) -> dict[str, Any]:
+    args = {"model": "m", "rubric": RUBRIC, "on_unparsed": -1.0, "read": "text", "timeout_s": 5, "retry_s": 20}
+    args["delimit"] = False  # the servers here read what follows the arrow
+    return args | {"url": served if isinstance(served, str) else served.url} | given
 
 
 def samples(*responses: str) -> list[Sample]:
@@ -52,7 +86,7 @@ def by_length(body: Mapping[str, Any]) -> Reply:
     return completion(f"Grade: {min(5, len(asked_text(body).partition('-> ')[2]))}")
 
 
-def turns(*replies: Reply | Callable[[Mapping[str, Any]], Reply]) -> Callable[[Mapping[str, Any]], Reply]:
+def device_sharing(*replies: Reply | Callable[[Mapping[str, Any]], Reply]) -> Callable[[Mapping[str, Any]], Reply]:
     """One after another, whoever asks; the last for ever."""
     left, lock = list(replies), threading.Lock()
 
@@ -94,21 +128,23 @@ def test_likelihoods_are_asked_for_and_read() -> None:
         judge_of(served, read="likelihood")(samples("a"))
 
 
-def test_no_more_requests_at_once_than_the_limit() -> None:
-    """Four must be there together before any is answered."""
-    together = threading.Barrier(4)
+@pytest.mark.parametrize("limit", [4, 110])
+def test_as_many_requests_at_once_as_the_limit_and_no_more(limit: int) -> None:
+    """So many must be there together before any is answered; an HTTP pool has a limit of its own, often 100."""
+    together = threading.Barrier(limit)
 
     def judge(body: Mapping[str, Any]) -> Reply:
         together.wait(10)
         return by_length(body)
 
     with serving(judge) as served:
-        assert scores(judge_of(served, concurrency=4), *map(str, range(100, 112))) == [3.0] * 12
-    assert served.most_at_once == 4
+        asked = [str(number) for number in range(100, 100 + 3 * limit)]
+        assert scores(judge_of(served, concurrency=limit, timeout_s=10), *asked) == [3.0] * (3 * limit)
+    assert served.most_at_once == limit
 
 
 def test_rubbish_is_counted_and_gets_the_stated_score() -> None:
-    with serving(turns(completion("no idea"), completion("4"))) as served:
+    with serving(device_sharing(completion("no idea"), completion("4"))) as served:
         found = judge_of(served, concurrency=1)(samples("a", "b"))
     assert found == Scored({"": [-1.0, 4.0]}, None, {"unparsed": [1.0, 0.0]})
 
@@ -133,7 +169,7 @@ def test_rubbish_is_counted_and_gets_the_stated_score() -> None:
     ids=lambda reply: f"{reply.status} {reply.body[:40] or 'cut'} {dict(reply.headers)}",
 )
 def test_what_may_pass_is_tried_again(passing: Reply, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with serving(turns(passing, passing, by_length)) as served:
+    with serving(device_sharing(passing, passing, by_length)) as served:
         assert scores(judge_of(served, cache=str(tmp_path)), "aa") == [2.0]
     assert len(served.asked) == 3
     (record,) = records(tmp_path)
@@ -144,7 +180,7 @@ def test_what_may_pass_is_tried_again(passing: Reply, tmp_path: Path, capsys: py
 @pytest.mark.parametrize("odd", [math.nan, math.inf])
 def test_log_probs_that_are_no_numbers_are_no_answer(odd: float, tmp_path: Path) -> None:
     """Kept, they would be met again by every resume."""
-    with serving(turns(completion("5", [("5", odd), ("1", -1.0)]), completion("5", LIKELIEST))) as served:
+    with serving(device_sharing(completion("5", [("5", odd), ("1", -1.0)]), completion("5", LIKELIEST))) as served:
         assert 3.9 < scores(judge_of(served, read="likelihood", cache=str(tmp_path)), "a")[0] < 4.0
     assert len(records(tmp_path)) == 1
 
@@ -158,7 +194,7 @@ def test_a_server_that_asks_for_no_pause_is_not_hammered(monkeypatch: pytest.Mon
     monkeypatch.setattr(endpoint, "_SHORTEST_S", 0.05)
     busy = Reply("later", 429, {"Retry-After": "0"})
     with serving(lambda body: busy) as served, pytest.raises(RewardFailed, match="HTTP 429"):
-        judge_of(served, timeout_s=0.3, patience_s=0.3)(samples("a"))
+        judge_of(served, timeout_s=0.3, retry_s=0.3)(samples("a"))
     assert len(served.asked) <= 7
 
 
@@ -177,22 +213,22 @@ def test_a_judge_that_asks_to_be_left_alone_for_too_long_is_given_up_at_once() -
         serving(lambda body: Reply("quota", 429, {"Retry-After": "3600"})) as served,
         pytest.raises(RewardFailed, match=r"HTTP 429: quota\. It asks to be left alone for 3600 s\. Nothing is sco"),
     ):
-        judge_of(served, patience_s=30)(samples("a"))
+        judge_of(served, retry_s=30)(samples("a"))
     assert len(served.asked) == 1
 
 
 @pytest.mark.parametrize(
-    ("vanished", "patience_s", "came"),
+    ("vanished", "retry_s", "came"),
     [
         ("never there", 0.5, "ClientConnectorError"),
         ("slow", 0.15, "no answer within 0.05 s"),
         ("limits", 20, "HTTP 429"),
     ],
 )
-def test_a_judge_that_vanishes_is_waited_for_and_then_is_an_error(vanished: str, patience_s: float, came: str) -> None:
+def test_a_judge_that_vanishes_is_waited_for_and_then_is_an_error(vanished: str, retry_s: float, came: str) -> None:
     """Never a zero. The message names the limit, the row and what came last."""
     over = threading.Event()
-    limits = turns(*(Reply("later", 429, {"Retry-After": wait}) for wait in ("0.001", "0.001", "3600")))
+    limits = device_sharing(*(Reply("later", 429, {"Retry-After": wait}) for wait in ("0.001", "0.001", "3600")))
 
     def judge(body: Mapping[str, Any]) -> Reply:
         if vanished == "slow":
@@ -201,13 +237,13 @@ def test_a_judge_that_vanishes_is_waited_for_and_then_is_an_error(vanished: str,
 
     with serving(judge) as served:
         url = "http://127.0.0.1:9/v1" if vanished == "never there" else served.url
-        timeout_s = 0.05 if vanished == "slow" else patience_s
+        timeout_s = 0.05 if vanished == "slow" else retry_s
         with pytest.raises(RewardFailed) as failed:
-            judge_of(url, timeout_s=timeout_s, patience_s=patience_s)(samples("a", "b"))
+            judge_of(url, timeout_s=timeout_s, retry_s=retry_s)(samples("a", "b"))
         over.set()
     said = str(failed.value)
     assert "has answered nothing for" in said
-    assert f"patience_s = {patience_s:g}" in said
+    assert f"retry_s = {retry_s:g}" in said
     assert "row 0" in said or "row 1" in said
     assert came in said
 
@@ -215,7 +251,7 @@ def test_a_judge_that_vanishes_is_waited_for_and_then_is_an_error(vanished: str,
 def test_answers_survive_and_only_the_rest_is_asked_again(tmp_path: Path) -> None:
     """The judge vanishes after two answers; a later process asks for the third alone, and then nothing."""
     refuse = Reply("gone", 410)
-    with serving(turns(by_length, by_length, refuse)) as served, pytest.raises(RewardFailed, match="HTTP 410"):
+    with serving(device_sharing(by_length, by_length, refuse)) as served, pytest.raises(RewardFailed, match="HTTP 410"):
         judge_of(served, cache=str(tmp_path), concurrency=1)(samples("a", "bb", "ccc"))
     with serving(by_length) as served:
         again = judge_of(served, cache=str(tmp_path))
@@ -243,13 +279,110 @@ def test_a_torn_or_damaged_line_is_asked_again_and_others_answers_are_seen(tmp_p
         assert scores(judge_of(served, cache=str(tmp_path)), "a", "bb") == [1.0, 2.0]
         assert len(served.asked) == 3
         assert scores(first, "a", "bb", "ccc") == [1.0, 2.0, 3.0]
-        assert len(served.asked) == 4
+        assert [asked_text(body) for body in served.asked[3:]] == ["p -> a", "p -> ccc"], "its own line is damaged too"
+
+
+def test_what_is_damaged_is_said_and_nobody_else_may_read_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "answers"
+    with serving(by_length) as served:
+        scores(judge_of(served, cache=str(folder)), "a", "bb")
+        (file,) = folder.iterdir()
+        assert (file.stat().st_mode & 0o777, folder.stat().st_mode & 0o777) == (0o600, 0o700)
+        lines = file.read_bytes().splitlines(keepends=True)
+        damaged = [line[:60] + b"\0" * (len(line) - 61) + b"\n" for line in lines]
+        (folder / "answers-0-garbage.jsonl").write_bytes(b"\xff\0garbage\n" * 3)
+        file.write_bytes(lines[0] + damaged[1])
+        again = judge_of(served, cache=str(folder))
+        assert scores(again, "a", "bb") == [1.0, 2.0]
+        assert len(served.asked) == 3
+    said = capsys.readouterr().err
+    assert "answers-0-garbage.jsonl: 3 lines are damaged" in said
+    assert f"{file}: the line at byte {len(lines[0])} is damaged; its question is asked again" in said
+
+
+def test_answers_are_not_held_in_memory(tmp_path: Path) -> None:
+    """20 MB of them, as some steps of a run have; the index may have 2 MB in memory, which SQLite takes by itself."""
+    written, cache = AnswerCache(tmp_path), AnswerCache(tmp_path)
+    tracemalloc.start()
+    try:
+        for number in range(5000):
+            written.add(question_key({"n": number}), Answer("4" * 4000), {})
+        cache.refresh()
+        assert cache.find(question_key({"n": 4999})) == Answer("4" * 4000)
+        assert written.find(question_key({"n": 17})) == Answer("4" * 4000)
+        assert tracemalloc.get_traced_memory()[1] < 5e6
+    finally:
+        tracemalloc.stop()
+        written.close()
+        cache.close()
+
+
+def test_a_budget_ends_the_asking_and_a_larger_one_goes_on(tmp_path: Path) -> None:
+    """What is under way then is answered and kept; whoever goes on counts what was sent before."""
+    with serving(device_sharing(Reply("later", 503), by_length)) as served:
+        judge = judge_of(served, max_requests=6, concurrency=3, _directory=tmp_path)
+        with pytest.raises(BudgetSpent, match=r"max_requests = 6 is used up; every answer that came is kept"):
+            judge(samples(*"abcdefgh"))
+        assert len(served.asked) == 6, "the one that was refused counts too"
+        assert len(records(tmp_path / "judge")) == 5
+        assert judge.counts() == {"requests": 6}
+        again = judge_of(served, max_requests=9, _directory=tmp_path)
+        assert scores(again, *"abcdefgh") == [1.0] * 8
+        assert len(served.asked) == 9
+        assert scores(judge_of(served, max_requests=1, _directory=tmp_path), *"abcdefgh") == [1.0] * 8, "all is kept"
+        other = judge_of(served, model="other", max_requests=1, _directory=tmp_path)
+        assert scores(other, "a") == [1.0], "another judge has another budget"
+        assert other.counts() == {"requests": 1}
+    assert {file.stat().st_mode & 0o777 for file in (tmp_path / "judge").iterdir()} == {0o600}
+
+
+def test_workers_share_a_budget(tmp_path: Path) -> None:
+    """Neither can have what the other was about to send; at the end each may take the other's try for a request."""
+    budget = Budget(max_requests=200)
+    spendings = [Spending(budget, tmp_path, "x") for _ in range(4)]
+
+    def send(spending: Spending) -> int:
+        sent = 0
+        with suppress(BudgetSpent):
+            while True:
+                spending.request()
+                sent += 1
+        return sent
+
+    with ThreadPoolExecutor(4) as pool:
+        sent = sum(pool.map(send, spendings))
+    assert 200 - 3 <= sent <= 200
+    assert spendings[0].total() == Spending(budget, tmp_path, "x").total() == Spent(requests=sent)
+
+
+def test_a_budget_of_money_counts_the_servers_tokens(tmp_path: Path) -> None:
+    prices = {"prompt_price": 2.0, "completion_price": 10.0, "_directory": tmp_path}
+    with serving(lambda body: completion("4", tokens=(100, 10))) as served:
+        judge = judge_of(served, concurrency=1, max_cost=0.0007, **prices)
+        with pytest.raises(BudgetSpent, match=r"max_cost = 0\.0007 is used up \(3 requests cost 0\.0009\)"):
+            judge(samples(*"abcde"))
+        assert judge.counts() == {"requests": 3, "cost": pytest.approx(3 * (100 * 2 + 10 * 10) / 1e6)}
+        assert scores(judge_of(served, max_cost=1.0, **prices), *"abcde") == [4.0] * 5
+        assert len(served.asked) == 5
+        members = {n: {"kind": "judge", "args": judge_args(served, model=n, prompt_price=2.0)} for n in "xy"}
+        both = build_reward("ensemble", {"members": members}, "reward")
+        both(samples("a"))
+        assert isinstance(both, Counts)
+        assert both.counts() == {"requests": 2, "cost": pytest.approx(2 * 100 * 2 / 1e6)}
+    with serving(by_length) as served, pytest.raises(RewardFailed, match="its server counts no tokens"):
+        judge_of(served, max_cost=1.0, prompt_price=1.0)(samples("a"))
+    (file, *_) = (tmp_path / "judge").glob("spent-*")
+    file.write_bytes(b"\0" * 50)
+    with pytest.raises(RewardFailed, match=r"spent-.* is damaged; write what it counted"):
+        judge_of("http://127.0.0.1:9/v1", max_cost=1.0, **prices).counts()
 
 
 def test_the_key_is_sent_and_kept_nowhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By a server that repeats it wherever it can."""
     monkeypatch.setenv("JUDGE_KEY", KEY)
-    with serving(turns(completion(f"{KEY} 5"), Reply(f"bad key {KEY}", 401))) as served:
+    with serving(device_sharing(completion(f"{KEY} 5"), Reply(f"bad key {KEY}", 401))) as served:
         judge = judge_of(served, key_env="JUDGE_KEY", cache=str(tmp_path))
         assert scores(judge, "a") == [5.0]
         with pytest.raises(RewardFailed, match=r"HTTP 401: bad key \*\*\*") as failed:
@@ -303,10 +436,14 @@ def no_key(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         ({"read": "tea leaves"}, r"args\.read: given 'tea leaves'; must be likelihood or text"),
         ({"concurrency": 0}, r"args\.concurrency: given 0"),
         ({"timeout_s": 0.0}, r"args\.timeout_s: given 0"),
-        ({"patience_s": 1.0, "timeout_s": 2.0}, r"args\.patience_s: given 1.0; must be timeout_s \(2\) or more"),
-        ({"patience_s": math.nan}, r"args\.patience_s: given nan; must be finite, and above 0 seconds"),
+        ({"retry_s": 1.0, "timeout_s": 2.0}, r"args\.retry_s: given 1.0; must be timeout_s \(2\) or more"),
+        ({"retry_s": math.nan}, r"args\.retry_s: given nan; must be finite, and above 0 seconds"),
         ({"body": {"stream": True}}, r"args\.body\.stream: given True; an answer is read whole: leave it out"),
         ({"body": {"messages": ["x"]}}, r"args\.body\.messages: given .*they are the rubric's"),
+        ({"max_requests": 0}, r"args\.max_requests: given 0; must be 1 or more"),
+        ({"max_cost": 1.0}, r"args\.max_cost: given 1.0; needs prompt_price or completion_price above 0"),
+        ({"max_cost": math.nan, "prompt_price": 1.0}, r"args\.max_cost: given nan; must be finite, and above 0"),
+        ({"prompt_price": -1.0}, r"args\.prompt_price: given -1.0; must be 0 or more"),
         ({"rubric": "{prompt}"}, r"args\.rubric: "),
         ({"answers": {"x": "y"}}, r"args\.answers: given .*must be"),
     ],
@@ -319,9 +456,31 @@ def test_settings_that_cannot_work_are_refused_by_their_key(given: dict[str, Any
     assert KEY not in str(refused.value)
 
 
+@pytest.mark.parametrize(
+    ("url", "sent"),
+    [
+        ("http://127.0.0.1:8000/v1", True),
+        ("http://[::1]/v1", True),
+        ("http://localhost/v1", True),
+        ("https://judge.example/v1", True),
+        ("http://judge.example/v1", False),
+        ("http://10.0.0.7:8000/v1", False),
+        ("http://127.0.0.1.example/v1", False),
+    ],
+)
+def test_a_key_is_not_sent_in_the_clear_to_another_host(url: str, sent: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("JUDGE_KEY", KEY)
+    build_reward("judge", judge_args(url), "reward.parts.judge")
+    if sent:
+        build_reward("judge", judge_args(url, key_env="JUDGE_KEY"), "reward.parts.judge")
+        return
+    with pytest.raises(UnfitReward, match=r"reward\.parts\.judge\.args\.url: given .*plain http to another host"):
+        build_reward("judge", judge_args(url, key_env="JUDGE_KEY"), "reward.parts.judge")
+
+
 def test_an_ensemble_of_judges_keeps_what_each_measured() -> None:
-    with serving(turns(completion("4"), completion("what?"))) as served:
-        args = {"url": served.url, "model": "m", "rubric": RUBRIC, "read": "text", "on_unparsed": 2.0}
+    with serving(device_sharing(completion("4"), completion("what?"))) as served:
+        args = judge_args(served, on_unparsed=2.0)
         members = {"a": {"kind": "judge", "args": args}, "b": {"kind": "judge", "args": args}}
         given = build_reward("ensemble", {"members": members}, "reward")(samples("x"))
     assert given == Scored({"": [3.0]}, [1.0], {"a-unparsed": [0.0], "b-unparsed": [1.0]})
@@ -333,14 +492,14 @@ def test_it_is_asked_where_an_event_loop_runs_already() -> None:
     async def cell(url: str, response: str) -> list[float]:
         return scores(judge_of(url), response)
 
-    with serving(turns(by_length, Reply("no such model", 404))) as served:
+    with serving(device_sharing(by_length, Reply("no such model", 404))) as served:
         assert asyncio.run(cell(served.url, "aaa")) == [3.0]
         with pytest.raises(RewardFailed, match="HTTP 404"):
             asyncio.run(cell(served.url, "b"))
 
 
 def test_an_interrupt_where_an_event_loop_runs_ends_the_asking_too(request: pytest.FixtureRequest) -> None:
-    """Else a notebook would stand still for all of `patience_s`."""
+    """Else a notebook would stand still for all of `retry_s`."""
     # Who starts the tests in the background of a script has them ignore SIGINT.
     request.addfinalizer(partial(signal.signal, signal.SIGINT, signal.getsignal(signal.SIGINT)))
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -350,7 +509,7 @@ def test_an_interrupt_where_an_event_loop_runs_ends_the_asking_too(request: pyte
         return Reply("", cut=True)
 
     async def cell(url: str) -> None:
-        judge_of(url, timeout_s=200, patience_s=200)(samples("a"))
+        judge_of(url, timeout_s=200, retry_s=200)(samples("a"))
 
     loop = asyncio.new_event_loop()
     with serving(judge) as served, pytest.raises(KeyboardInterrupt):

@@ -9,13 +9,12 @@ from collections.abc import Sequence
 import pytest
 
 from stages.rewards.judges.labels import Candidates, label, pairs_of
-from stages.rewards.judges.rubric import Question, Rubric, make_rubric
-from stages.rewards.judges.verdicts import Answer
+from stages.rewards.judges.rubric import Answer, Question, Rubric, make_rubric
 
 
 def rubric(against: str | None) -> Rubric:
     text = "{prompt}|{response}" if against is None else "{prompt}|{first}|{second}"
-    return make_rubric(text, None, None, 0.0, against, None)
+    return make_rubric(text, None, None, 0.0, against, None, delimit=False)
 
 
 def by_length(questions: Sequence[Question]) -> list[Answer]:

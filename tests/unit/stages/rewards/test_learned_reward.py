@@ -14,7 +14,8 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForSequenceClassification
 
-from stages.models.hf_files import ByteTokenizer, write_model
+from stages.models.hf_files import ByteTokenizer
+from stages.models.hf_weights import write_model
 from stages.models.spec import SCORE_WEIGHT
 from stages.rewards.config import PartConfig, RewardPartsConfig, reward_model_parts
 from stages.rewards.learned import ModelReward

@@ -14,7 +14,8 @@ import torch
 import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
-from stages.models.hf_files import ByteTokenizer, read_tokenizer, write_model
+from stages.models.hf_files import ByteTokenizer, read_tokenizer
+from stages.models.hf_weights import write_model
 from stages.rewards.judges.rewards import JudgeReward, LocalJudgeReward
 from stages.rewards.learned import ModelReward
 from stages.rewards.protocol import RewardFailed, Sample, Scored
@@ -28,9 +29,11 @@ GRADED: dict[str, Any] = {
     "rubric": "{prompt}: {response}? ",
     "answers": {"a": 0.0, "e": 1.0, "t": 4.0},
     "likeliest": 256,
+    "delimit": False,  # the context has 256 tokens
 }
 MOST_OF_20: dict[str, Any] = GRADED | {"answers": {chr(n): n / 100 for n in range(33, 127)}, "likeliest": 20}
 PAIRWISE: dict[str, Any] = {"rubric": "{prompt}: {first} or {second}? ", "against": "group", "likeliest": 256}
+PAIRWISE["delimit"] = False
 RESPONSES = [("good", "a day"), ("bad", "no"), ("good", "one more, and a longer one"), ("bad", "it's é"), ("good", "a")]
 
 
@@ -59,7 +62,11 @@ def served_scores(path: Path | str, tokenizer: Any, **args: Any) -> Scored:
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
     answer = language_model(model, tokenizer.apply_chat_template, lambda ids: tokenizer.decode(ids, skip_special=False))
     with serving(answer) as served:
-        return JudgeReward(served.url, "m", **{"on_unparsed": -1.0} | args)(samples())
+        judge = JudgeReward(served.url, "m", **{"on_unparsed": -1.0} | args)
+        try:
+            return judge(samples())
+        finally:
+            judge.close()
 
 
 def assert_same(found: Scored, expected: Scored, atol: float = 2e-5) -> None:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import random
+from contextlib import closing
 
 import pytest
 import reasoning_gym
 
 from stages.models.hf_files import ByteTokenizer
 from stages.prompts import read_source, tokenise
-from stages.rewards.protocol import Sample
+from stages.rewards.protocol import RewardFailed, Sample, Scored
 from stages.rewards.reasoning import ReasoningReward
 from storage.config import PromptsConfig
 from storage.prompts import PromptItem, PromptsError
@@ -47,28 +48,40 @@ def test_the_right_answer_scores_1_and_none_less(task: str, extract: str) -> Non
     items = source(f"{task}?size=3&seed=5")
     answers = [item.extra["answer"] for item in items]
     said = [f"I think\n<answer>{a}</answer>" if extract == "tags" else a for a in answers]
-    reward = ReasoningReward(extract)
-    assert reward([answered(i, s) for i, s in zip(items, said, strict=True)]) == [1.0] * 3
-    assert max(reward([answered(item, "no idea") for item in items])) < 0.5
+    with closing(ReasoningReward(extract)) as reward:
+        right = reward([answered(i, s) for i, s in zip(items, said, strict=True)])
+        wrong = reward([answered(item, "no idea") for item in items])
+    assert right == Scored({"": [1.0] * 3}, None, {"stopped": [0.0] * 3})
+    assert max(wrong.parts[""]) < 0.5
 
 
 def test_the_last_number_counts() -> None:
     (item, *_) = source("chain_sum?size=1&seed=5")
     answer = item.extra["answer"]
     texts = [f"1 and 2 make {answer}", f"{answer} is not 99999", "none"]
-    assert ReasoningReward("last_number")([answered(item, text) for text in texts]) == [1.0, 0.0, 0.0]
+    with closing(ReasoningReward("last_number")) as reward:
+        assert reward([answered(item, text) for text in texts]).parts == {"": [1.0, 0.0, 0.0]}
 
 
 def test_scoring_leaves_the_random_state_alone() -> None:
     (item, *_) = source("chain_sum?size=1")
     state = random.getstate()
-    ReasoningReward()([answered(item, "<answer>1</answer>")])
+    with closing(ReasoningReward()) as reward:
+        reward([answered(item, "<answer>1</answer>")])
     assert random.getstate() == state
 
 
 def test_a_row_of_another_source_is_named() -> None:
-    with pytest.raises(ValueError, match=r"row 3 is no problem of reasoning-gym \(prompts.url=reasoning-gym:TASK\)"):
-        ReasoningReward()([Sample("hi", "5", row=3)])
+    said = r"row 3 is no problem of reasoning-gym \(prompts.url=reasoning-gym:TASK\)"
+    with closing(ReasoningReward()) as reward, pytest.raises(ValueError, match=said):
+        reward([Sample("hi", "5", row=3)])
+
+
+def test_a_problem_of_another_library_is_an_error_of_the_run() -> None:
+    (item, *_) = source("chain_sum?size=1&seed=5")
+    other = Sample("p", "5", extra=item.extra | {"answer": "another"}, row=4)
+    with closing(ReasoningReward()) as reward, pytest.raises(RewardFailed, match=r"row 4: .*another reasoning-gym"):
+        reward([other])
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -125,8 +126,15 @@ def test_an_argument_of_another_type_is_refused(kind: str, args: dict[str, Any],
 
 def test_format_is_of_the_whole_response() -> None:
     texts = ["so\n<answer>5</answer>\n", "<answer>5</answer> or so", "<answer></answer>", "5", ""]
-    assert make("format")([sample(text) for text in texts]) == [1.0, 0.0, 0.0, 0.0, 0.0]
-    assert make("format", pattern=r"[a-z]+\.")([sample("yes."), sample("yes. No")]) == [1.0, 0.0]
+    with closing(make("format")) as tags, closing(make("format", pattern=r"[a-z]+\.")) as words:
+        assert tags([sample(text) for text in texts]).parts == {"": [1.0, 0.0, 0.0, 0.0, 0.0]}
+        assert words([sample("yes."), sample("yes. No")]).parts == {"": [1.0, 0.0]}
+
+
+def test_a_pattern_that_runs_away_is_stopped_and_the_next_text_is_matched() -> None:
+    with closing(make("format", pattern="(a+)+b", timeout_s=0.5)) as reward:
+        found = reward([sample("ab"), sample("a" * 60), sample("aab")])
+    assert found == Scored({"": [1.0, 0.0, 1.0]}, None, {"stopped": [0.0, 1.0, 0.0]})
 
 
 def test_overlong_falls_between_two_lengths() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -32,6 +31,13 @@ def reward(name: str, timeout_s: float = 60.0, **args: Any) -> Iterator[UserRewa
         yield made
     finally:
         made.close()
+
+
+def tree(made: UserReward) -> list[psutil.Process]:
+    """The processes of its sandbox, from the keeper to the one that the function runs in."""
+    assert made._sandbox is not None
+    keeper = psutil.Process(made._sandbox._child.process.pid)
+    return [keeper, *keeper.children(recursive=True)]
 
 
 def test_a_function_a_class_and_named_parts() -> None:
@@ -90,12 +96,13 @@ def test_what_it_prints_stands_in_nobodys_way(capfd: pytest.CaptureFixture[str])
 
 def test_a_process_that_was_killed_is_started_again() -> None:
     """Between two batches and in the middle of one: the batch is asked again, of a new process."""
-    with reward("process") as made:
-        (first, *_) = made(SAMPLES)  # type: ignore[misc]
-        os.kill(int(first), signal.SIGKILL)
-        (second, *_) = made(SAMPLES)  # type: ignore[misc]
-        assert first != second != os.getpid()
-    assert not psutil.pid_exists(int(second))
+    with reward("vowels") as made:
+        before = tree(made)
+        before[-1].kill()
+        assert made(SAMPLES) == [1.0, 0.0, 5.0]
+        after = tree(made)
+        assert not {*before} & {*after}
+    assert not any(process.is_running() for process in [*before, *after])
 
 
 @pytest.mark.parametrize(
@@ -134,7 +141,7 @@ import sys, time
 from stages.rewards.protocol import Sample
 from stages.rewards.registry import build_reward
 reward = build_reward("tests.support.own_rewards:{function}", {{}}, "reward", 60.0)
-print(reward._child._process.pid, flush=True)
+print(reward._sandbox._child.process.pid, flush=True)
 if {busy}:
     reward([Sample("p", "r")])
 time.sleep(600)
@@ -159,8 +166,8 @@ def test_the_process_ends_with_its_worker(state: str) -> None:
 
 
 def test_a_process_that_is_gone_is_closed_too() -> None:
-    with reward("process") as made:
-        (pid, *_) = made(SAMPLES)  # type: ignore[misc]
-        os.kill(int(pid), signal.SIGKILL)
-        until(lambda: not psutil.pid_exists(int(pid)))
+    with reward("vowels") as made:
+        keeper, *_ = tree(made)
+        keeper.kill()
+        until(lambda: not keeper.is_running())
     made.close()

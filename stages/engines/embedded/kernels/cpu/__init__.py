@@ -1,1 +1,1 @@
-"""The kernels as C, compiled on the machine they run on."""
+"""The kernels in C, compiled on the machine that runs them."""

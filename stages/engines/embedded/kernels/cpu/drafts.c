@@ -1,5 +1,5 @@
-/* The draft head on CPUs (draft_head.py has the formulas, and the same in plain torch): all positions of all drafts in
- * one call. What it guesses decides how fast rows are made and nothing else. */
+/* The draft head on CPUs: all positions of all drafts in one call. draft_head.py has the formulas, and the same in
+ * plain torch. Its guesses change the speed of generation, not the tokens. */
 
 #include <math.h>
 #include <omp.h>
@@ -25,15 +25,15 @@ INLINE float largest_of(const float *numbers, int count) {
     return largest;
 }
 
-/* The first index, or the last one where no number is `wanted` (NaN). */
+/* Returns the first index of `wanted`, or the last index if no number equals it (NaN). */
 INLINE int index_of(const float *numbers, int count, float wanted) {
     int at = 0;
     while (at < count - 1 && numbers[at] != wanted) at++;
     return at;
 }
 
-/* The indices of the `wanted` largest of `count` scores, falling, and how far each is behind the largest; -INFINITY is
- * behind by INFINITY. Overwrites the scores. */
+/* Returns the indices of the `wanted` largest of `count` scores, in falling order, and the gap of each to the largest
+ * (INFINITY for a score of -INFINITY). Overwrites the scores. */
 INLINE void best_of(float *scores, int count, int wanted, int64_t *chosen, float *behind) {
     enum { PART = 64 };
     int parts = (count + PART - 1) / PART;
@@ -51,19 +51,20 @@ INLINE void best_of(float *scores, int count, int wanted, int64_t *chosen, float
     }
 }
 
-/* What `draft` finds: of each row and position the `branches` best guesses, [rows, depth, branches]; see protocol.py. */
+/* The output of `draft`: for each row and position the `branches` best guesses, [rows, depth, branches]; see
+ * protocol.py. */
 struct guesses {
     int64_t *slots, *parents, *ranks;
     float *gaps;
 };
 LAYOUT(guesses, AT(guesses, slots), AT(guesses, parents), AT(guesses, ranks), AT(guesses, gaps))
 
-/* A row's guesses for one position, out of the best ones behind each of `items` guesses for the position before:
- * those that are least behind the best, summed over their path. `totals` has the sums of the position before and gets
- * the new ones; scores [items, count]. */
+/* Chooses a row's guesses for one position among the best ones after each of `items` guesses for the position before:
+ * those with the smallest gap to the best, summed over their path. `totals` holds the sums of the position before and
+ * receives the new ones; scores [items, count]. */
 INLINE void choose_guesses(float *scores, int items, int count, int branches, float *totals,
                            const struct guesses *guesses, int64_t at) {
-    int wanted = branches > 1 ? branches : 2; /* the second best says how sure the best is */
+    int wanted = branches > 1 ? branches : 2; /* the gap to the second best is the best one's confidence */
     int64_t slots[items * wanted];
     float behind[items * wanted], sums[items * wanted], chosen[branches];
     for (int i = 0; i < items; i++) {
@@ -83,10 +84,10 @@ INLINE void choose_guesses(float *scores, int items, int count, int branches, fl
     memcpy(totals, chosen, sizeof(chosen));
 }
 
-/* state [rows, C]; slots [rows] of each row's last token; embedding [R + 1, C]; words [R], temperatures [rows], keys
- * [rows, depth, 2] of the noise; slots that row r cannot get at position p: banned[j] for banned_from[r depth + p] <= j <
- * banned_from[r depth + p + 1]. Workspace, for n = rows * branches: fed [n, 2 C] and gated [n, C] in the weights' dtype,
- * projected [n, 2 C], scores [n, R], states [2, n, C], totals [rows, branches], noise [rows, R]. */
+/* state [rows, C]; slots [rows] of each row's last token; embedding [R + 1, C]; words [R], temperatures [rows] and keys
+ * [rows, depth, 2] of the noise. Slots that row r cannot get at position p: banned[j] for banned_from[r depth + p] <= j
+ * < banned_from[r depth + p + 1]. Workspace, for n = rows * branches: fed [n, 2 C] and gated [n, C] in the weights'
+ * dtype, projected [n, 2 C], scores [n, R], states [2, n, C], totals [rows, branches], noise [rows, R]. */
 void draft(const struct weight *up, const struct weight *down, const struct weight *out, const float *embedding,
            const uint32_t *words, int rows, int depth, int branches, const float *temperatures, const uint32_t *keys,
            const int64_t *banned, const int64_t *banned_from, const float *state, const int64_t *slots,
@@ -98,7 +99,7 @@ void draft(const struct weight *up, const struct weight *down, const struct weig
     {
         int thread = omp_get_thread_num(), threads = omp_get_num_threads();
         for (int position = 0; position < depth; position++) {
-            int items = position ? branches : 1; /* guesses of a row that are gone on from */
+            int items = position ? branches : 1; /* guesses of a row that are continued */
             const float *before = position > 1 ? states + (position + 1) % 2 * half : states;
             float *now = states + position % 2 * half;
 #pragma omp for schedule(static)

@@ -1,14 +1,14 @@
-/* Matrix products for decoding, on CPUs: weights packed once into the order in which they are read, times few rows (or
- * many: prompts). `compile.py` compiles this file together with the others.
+/* Matrix products for decoding on CPUs: weights are packed once into the order in which they are read, and multiplied
+ * by few rows (or many: prompts). `compile.py` compiles this file together with the others.
  *
  * A packed weight [out, in] is a sequence of tiles. A tile holds TILE outputs: for every step along `in` (one number in
- * float32, a pair of neighbours in bfloat16) the TILE outputs' numbers side by side. Outputs that fill the last tile up,
- * and the second of a pair that `in` has no number for, are 0.
+ * float32, a pair of neighbours in bfloat16) the numbers of the TILE outputs side by side. Padding is 0: outputs that
+ * fill up the last tile, and the second number of a pair if `in` is odd.
  *
- * Determinism: an element of the result is one chain of multiply-adds along `in`, from its first number to its last,
- * whoever computes it: so it has the same bits whatever other rows the product has, at any place among them and with any
- * number of threads. A CPU with matrix registers (Intel's AMX) adds 32 products of bfloat16 at a time to the chain, for
- * one row as for many; with the bits of another CPU's chain they agree in nearly all places, not in all. */
+ * Determinism: an element of the result is one chain of multiply-adds along `in`, from the first number to the last, on
+ * one thread. It has the same bits whatever other rows the product has, at any place among them and with any number of
+ * threads. A CPU with matrix registers (Intel's AMX) adds 32 products of bfloat16 at a time to the chain, for one row
+ * as for many; its results equal those of other CPUs in nearly all elements, but not in all. */
 
 #include <math.h>
 #include <omp.h>
@@ -26,8 +26,8 @@
 
 #include "kernels.h"
 
-/* Numbers of a vector register; so many vectors make a tile, and so many rows are multiplied with it at a time that the
- * sums, ROWS * VECTORS, and a step of the tile stay in registers. */
+/* LANES: numbers in a vector register. VECTORS registers make a tile. ROWS rows are multiplied with it at a time, so
+ * that their sums (ROWS * VECTORS registers) and one step of the tile stay in registers. */
 #if defined(__AVX512F__)
 enum { LANES = 16, VECTORS = 3, ROWS = 8 };
 #elif defined(__AVX__)
@@ -39,11 +39,11 @@ enum {
     TILE = LANES * VECTORS,
     STEP = 4 * TILE,      /* bytes of a step of a tile */
     GROUP = 4,            /* steps between groups of prefetches */
-    STREAMS = 3,          /* places that memory is fetched from in turn: hardware that reads ahead follows each, and does
-                             so only within a page */
-    PANEL = 144,          /* steps that all rows take before they go on: so much of a tile stays in the fastest cache */
+    STREAMS = 3,          /* places to prefetch from in turn; hardware reads ahead at each, within a page */
+    PANEL = 144,          /* steps that all rows take before the next ones, so that this part of a tile stays in the
+                             fastest cache */
     SIDE = 16,            /* rows of a matrix register (below), and of a block of sums there */
-    SHARED_ROWS = 64,     /* a multiple of SIDE: rows that a thread takes through a tile before another one may go on */
+    SHARED_ROWS = 64,     /* a multiple of SIDE: rows that one thread multiplies with a tile at a time */
 };
 
 LAYOUT(weight, AT(weight, tiles), AT(weight, out), AT(weight, in), AT(weight, dtype))
@@ -61,8 +61,8 @@ int64_t packed_bytes(int64_t out, int64_t in, int dtype) { return tiles_of(out) 
 
 /* ---- packing ---- */
 
-/* Steps first .. first + count of one row of a weight. Returns the largest magnitude among them, as bits: what is not
- * finite is larger than all that is. */
+/* Reads steps first .. first + count of one row of a weight. Returns their largest magnitude, as bits; numbers that are
+ * not finite are larger than all finite ones. */
 INLINE uint32_t read_steps(const void *row, int from_dtype, int to_dtype, int64_t in, int64_t first, int count,
                            uint32_t *steps) {
     uint32_t largest = 0;
@@ -91,7 +91,7 @@ INLINE uint32_t read_steps(const void *row, int from_dtype, int to_dtype, int64_
     return largest;
 }
 
-/* Rows from .. from + lanes of a weight into the lanes of a tile that begin with `lane`. */
+/* Writes rows from .. from + lanes of a weight to a tile, beginning at `lane`. */
 INLINE uint32_t pack_lanes(const void *rows, int from_dtype, int to_dtype, int64_t in, uint32_t *tile, int lane,
                            int lanes) {
     enum { WIDTH = 16 };
@@ -117,8 +117,8 @@ INLINE uint32_t pack_lanes(const void *rows, int from_dtype, int to_dtype, int64
     return largest;
 }
 
-/* Writes `rows` rows of a weight [rows, in] to a packed one [out, in], from its row `at` on. Returns whether all numbers
- * are finite (once rounded). */
+/* Writes `rows` rows of a weight [rows, in] to a packed one [out, in], beginning at its row `at`. Returns 1 if all
+ * numbers are finite after rounding. */
 int pack(const void *from, int from_dtype, int64_t rows, int64_t in, void *to, int to_dtype, int64_t at, int64_t out) {
     int64_t tile_numbers = steps_of(in, to_dtype) * TILE, row_bytes = in * size_of(from_dtype);
     uint32_t largest = 0;
@@ -144,7 +144,7 @@ int pack(const void *from, int from_dtype, int64_t rows, int64_t in, void *to, i
     return largest < 0x7f800000u;
 }
 
-/* The weight [out, in] that was packed, in its dtype. */
+/* Unpacks a weight [out, in], in its dtype. */
 void unpack(const void *from, int dtype, int64_t out, int64_t in, void *to) {
     int64_t steps = steps_of(in, dtype);
 #pragma omp parallel for schedule(static) if (out * in > 16384)
@@ -178,8 +178,8 @@ INLINE uint32_t bits_at(const char *x) {
     return number;
 }
 
-/* sums [rows, TILE] += x [rows, ..] times `steps` steps of a tile; meanwhile `lines` cache lines after `ahead` are
- * fetched for each GROUP of steps. `rows` and `dtype` are constants where this is inlined. */
+/* sums [rows, TILE] += x [rows, ..] times `steps` steps of a tile. For each GROUP of steps, prefetches `lines` cache
+ * lines from `ahead` on. `rows` and `dtype` are constants where this is inlined. */
 INLINE void multiply(int rows, int dtype, const char *x, int64_t row_bytes, const char *tile, int64_t steps,
                      const char *ahead, int lines, float *sums) {
     vec sum[ROWS][VECTORS];
@@ -229,12 +229,12 @@ INLINE void multiply_rows(int rows, int dtype, const char *x, int64_t row_bytes,
 
 #ifdef HAS_MATRIX_REGISTERS
 
-enum { BLOCK_STEPS = SIDE, BLOCK_BYTES = 4 * SIDE }; /* of a register: steps of a tile; their bytes in a row of x */
+enum { BLOCK_STEPS = SIDE, BLOCK_BYTES = 4 * SIDE }; /* steps of a tile in a register; their bytes in a row of x */
 _Static_assert(VECTORS == 3, "three registers take the sums of a tile");
 
 static int matrix_registers;
 
-/* Linux gives a process these registers when it asks for them. */
+/* Asks Linux for the matrix registers, which a process does not have by default. */
 __attribute__((constructor)) static void ask_for_matrix_registers(void) {
     enum { ARCH_REQ_XCOMP_PERM = 0x1023, XTILEDATA = 18 };
     matrix_registers = syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XTILEDATA) == 0;
@@ -257,8 +257,9 @@ INLINE void fetch_block(const char *from) {
     for (int line = 0; line < BLOCK_STEPS; line++) fetch(from + line * LINE);
 }
 
-/* `multiply` for one or two blocks of rows, the second `second` rows after the first in x and SIDE in sums; `blocks`
- * times as many steps as the registers are shaped for. As much is fetched from `ahead` (nothing where it is null). */
+/* `multiply` for one or two blocks of rows. The second block is `second` rows after the first in x, and SIDE rows in
+ * sums. Takes `blocks` times as many steps as the registers are shaped for, and prefetches as much from `ahead`, unless
+ * it is null. */
 INLINE void multiply_blocks(int two, const char *x, int64_t row_bytes, int64_t second, const char *tile, int64_t blocks,
                             const char *ahead, float *sums) {
     float *more = sums + SIDE * TILE;
@@ -301,8 +302,8 @@ INLINE void multiply_blocks(int two, const char *x, int64_t row_bytes, int64_t s
     }
 }
 
-/* sums [rows, TILE] += x [rows, ..] times `steps` steps of a tile of bfloat16, in blocks of SIDE rows. Where the last
- * one is short it begins earlier and makes some sums twice; they have places of their own until `close_ranks`. */
+/* sums [rows, TILE] += x [rows, ..] times `steps` steps of a tile of bfloat16, in blocks of SIDE rows. A short last
+ * block begins earlier and computes some sums twice; these have places of their own until `move_last_sums`. */
 static void multiply_all(const char *x, int64_t row_bytes, int64_t rows, const char *tile, int64_t steps,
                          const char *ahead, float *sums) {
     int64_t whole = steps / BLOCK_STEPS, rest = steps % BLOCK_STEPS, side = least(rows, SIDE);
@@ -322,8 +323,8 @@ static void multiply_all(const char *x, int64_t row_bytes, int64_t rows, const c
     }
 }
 
-/* Moves the last block's sums to where they belong, over those that were made twice. */
-INLINE void close_ranks(int64_t rows, float *sums) {
+/* Moves the last block's sums to their places, over those that were computed twice. */
+INLINE void move_last_sums(int64_t rows, float *sums) {
     int64_t begin = rows / SIDE * SIDE, twice = rows > SIDE && rows % SIDE ? SIDE - rows % SIDE : 0;
     float *to = sums + begin * TILE;
     if (twice) memmove(to, to + twice * TILE, sizeof(float) * TILE * (size_t)(rows - begin));
@@ -333,7 +334,7 @@ INLINE void close_ranks(int64_t rows, float *sums) {
 static const int matrix_registers = 0;
 #endif
 
-/* Whether products of bfloat16 go through matrix registers. `wanted`: 0 if they must not; for comparisons. */
+/* Chooses whether products of bfloat16 use matrix registers (`wanted` 0: no, for comparisons). Returns 1 if they do. */
 int use_matrix_registers(int wanted) {
 #ifdef HAS_MATRIX_REGISTERS
     matrix_registers = 0;
@@ -350,7 +351,7 @@ INLINE void multiply_tile(int dtype, const char *x, int64_t rows, int64_t in, co
     int64_t row_bytes = in * size_of(dtype), whole = dtype == BFLOAT16 ? in / 2 : in;
     int64_t parts = (rows + ROWS - 1) / ROWS, small = rows / parts, larger = rows % parts;
     memset(sums, 0, sizeof(float) * TILE * (size_t)((rows + SIDE - 1) / SIDE * SIDE));
-    /* the next tile is fetched in equal parts, so that memory and arithmetic are busy all the time */
+    /* prefetch the next tile in equal parts, so that memory and arithmetic are always busy */
     int lines = next ? (int)((GROUP * STEP / LINE + parts - 1) / parts) : 0;
     for (int64_t start = 0; start < whole; start += PANEL) {
         int64_t steps = least(PANEL, whole - start), row = 0;
@@ -370,7 +371,7 @@ INLINE void multiply_tile(int dtype, const char *x, int64_t rows, int64_t in, co
         }
     }
 #ifdef HAS_MATRIX_REGISTERS
-    if (dtype == BFLOAT16 && matrix_registers) close_ranks(rows, sums);
+    if (dtype == BFLOAT16 && matrix_registers) move_last_sums(rows, sums);
 #endif
     if (dtype == BFLOAT16 && in % 2)
         for (int64_t row = 0; row < rows; row++) {
@@ -395,11 +396,11 @@ INLINE void put_tile(const float *sums, int64_t rows, int64_t out, int64_t first
     }
 }
 
-/* The first of a thread's items among so many. */
+/* Index of a thread's first item. */
 INLINE int64_t first_of(int64_t items, int thread, int threads) { return items * thread / threads; }
 
-/* Where a thread will begin to read. */
-INLINE const char *begins_at(const struct weight *weight, int thread, int threads) {
+/* Address of the first tile that a thread will read. */
+INLINE const char *first_tile(const struct weight *weight, int thread, int threads) {
     if (!weight) return NULL;
     int64_t tiles = tiles_of(weight->out), first = first_of(tiles, thread, threads);
     return (const char *)weight->tiles + first * steps_of(weight->in, weight->dtype) * STEP;
@@ -414,8 +415,8 @@ static void share(int dtype, const char *x, const struct weight *weight, const s
     for (int64_t item = first; item < last; item++) {
         int64_t t = item / groups, row = item % groups * SHARED_ROWS, count = least(SHARED_ROWS, rows - row);
         const char *tile = (const char *)weight->tiles + t * tile_bytes;
-        const char *next = item + 1 < last ? tile + tile_bytes : begins_at(after, thread, threads);
-        if (groups > 1) next = NULL; /* the same tile is taken again, from the cache */
+        const char *next = item + 1 < last ? tile + tile_bytes : first_tile(after, thread, threads);
+        if (groups > 1) next = NULL; /* the same tile is used again, from the cache */
         multiply_tile(dtype, x + row * in * size_of(dtype), count, in, tile, next, sums);
         put_tile(sums, count, weight->out, t * TILE, to + row * weight->out * size_of(to_dtype), to_dtype,
                  then);

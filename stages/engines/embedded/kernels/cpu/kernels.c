@@ -1,11 +1,11 @@
-/* What lies between the matrix products of a decoding pass, for CPUs: residual + norm, rotary embedding with paged
- * attention, the gate of the MLP, and the keyed draw of a token; and, with gemm.c's products, the two halves of a block
- * in a call each. `native.py` calls this file; `reference.py` computes the same functions in
- * plain torch and says what each means.
+/* The operations of a decoding pass besides the matrix products, for CPUs: residual + norm, rotary embedding with paged
+ * attention, the gate of the MLP, and the keyed draw of a token. With gemm.c's products they also make the two halves
+ * of a block, in one call each. `native.py` calls this file; `reference.py` has the same functions in plain torch, and
+ * protocol.py describes them.
  *
- * Determinism: one thread computes all of a token's numbers in an order that only sizes of the model and the token's
- * own position decide. So they are the same bits in any batch, with any number of threads, wherever the keys lie, and
- * whether a token is decoded alone, with drafts, or as part of a prompt. */
+ * Determinism: one thread computes all of a token's numbers, in an order that depends only on the model's sizes and the
+ * token's position. They are the same bits in any batch, with any number of threads, wherever the keys are, and whether
+ * the token is decoded alone, with drafts, or as part of a prompt. */
 
 #include <math.h>
 #include <omp.h>
@@ -15,23 +15,23 @@
 
 #include "kernels.h"
 
-#define BLOCK 16 /* positions of a block of the cache: paging.BLOCK_TOKENS */
-/* Heads, of one token or of some of one row, that read keys and values together at most: four sums of each stay in
- * registers. */
+#define BLOCK 16 /* positions in a block of the cache: protocol.BLOCK_TOKENS */
+/* Most heads, of one token or of several tokens of one row, that read keys and values together: four sums of each stay
+ * in registers. */
 #ifdef __AVX512F__
 #define LANES 6
 #else
 #define LANES 4
 #endif
-#define NOINLINE static __attribute__((noinline)) /* compiled once, not into each of a caller's copies: seconds less */
-#define CHUNK 1024 /* logits worked on at a time: their buffer stays in the first-level cache */
+#define NOINLINE static __attribute__((noinline)) /* compiled once, not into each caller, which saves seconds */
+#define CHUNK 1024 /* logits processed at a time: their buffer stays in the first-level cache */
 
 /* Numbers of one position, or one number of each position of a block. */
 typedef float vec __attribute__((vector_size(64), aligned(4), may_alias));
 typedef uint32_t words __attribute__((vector_size(64)));
 typedef uint16_t halves __attribute__((vector_size(32), aligned(2), may_alias));
 
-/* As many numbers from number i on. */
+/* Loads a vector of numbers, from number i on. */
 INLINE vec load_vec(const void *from, int64_t i, int dtype) {
     if (dtype == FLOAT32) return *(const vec *)((const float *)from + i);
     return (vec)(__builtin_convertvector(*(const halves *)((const uint16_t *)from + i), words) << 16);
@@ -49,7 +49,7 @@ INLINE void norm_row(const float *x, const float *weight, float eps, void *out, 
         for (int i = 0; i < width; i++) store(out, to + i, FLOAT32, x[i] * scale * weight[i]);
 }
 
-/* x [rows, width] += delta (none where null), then out = x / rms(x) * weight. */
+/* x [rows, width] += delta (unless null), then out = x / rms(x) * weight. */
 void add_norm(float *x, const void *delta, int delta_dtype, const float *weight, float eps, void *out, int out_dtype,
               int rows, int width) {
 #pragma omp parallel for schedule(static) if ((int64_t)rows * width > 32768)
@@ -96,7 +96,7 @@ void gate(const void *gate_up, void *out, int dtype, int rows, int width) {
     gate_share(gate_up, dtype, out, dtype, rows, width);
 }
 
-/* One head of `qkv` -> to, turned by the angles of its position. */
+/* Rotates one head of `qkv` by the angles of its position, into `to`. */
 INLINE void rotate(const void *qkv, int dtype, int64_t at, int dim, const float *cosine, const float *sine, float *to) {
     int half = dim / 2;
     for (int i = 0; i < half; i++) {
@@ -106,10 +106,10 @@ INLINE void rotate(const void *qkv, int dtype, int64_t at, int dim, const float 
     }
 }
 
-/* Blocks that hold so many positions. */
+/* Number of blocks that hold this many positions. */
 INLINE int blocks_for(int positions) { return (positions + BLOCK - 1) / BLOCK; }
 
-/* What one head of one token reads, and where its own things are: weights [longest], for its softmax. */
+/* The reads of one head of one token, and the place of its results; weights [longest], for its softmax. */
 struct lane {
     const float *q;
     const char **keys, **values; /* blocks by position */
@@ -124,15 +124,15 @@ struct blocks {
     int count;
 };
 
-/* What is read together: heads of one token, or of some tokens of one row. Of the first `common` positions (all, or whole
- * blocks) they have the same keys and values. */
+/* Lanes that are read together: heads of one token, or of several tokens of one row. They share the keys and values of
+ * the first `common` positions (all positions, or whole blocks). */
 struct reading {
     struct lane lane[LANES];
     int lanes, common;
 };
 
-/* Scores of the positions in blocks from .. to - 1, the same for all lanes. A block of keys is [dim, BLOCK], so that its
- * 16 scores are made side by side; meanwhile the block's values, as many bytes, are fetched. */
+/* Scores of the positions in blocks from .. to - 1, which all lanes share. A block of keys is [dim, BLOCK], so that its
+ * 16 scores are computed side by side. Prefetches the block's values, which have as many bytes. */
 INLINE void score_blocks(int lanes, const struct lane *lane, int from, int to, int dim, int cache) {
     float scale = 1.0f / sqrtf((float)dim);
     int64_t row_bytes = BLOCK * size_of(cache);
@@ -156,8 +156,8 @@ INLINE void score_blocks(int lanes, const struct lane *lane, int from, int to, i
     }
 }
 
-/* weights = e^(score - the largest), undivided. */
-NOINLINE void soften(struct lane *lane) {
+/* weights = e^(score - largest score), not normalised. */
+NOINLINE void exponentiate_scores(struct lane *lane) {
     float *w = lane->weights, largest = -INFINITY, sum = 0.0f;
 #pragma omp simd reduction(max : largest)
     for (int t = 0; t < lane->length; t++) largest = w[t] > largest ? w[t] : largest;
@@ -169,8 +169,8 @@ NOINLINE void soften(struct lane *lane) {
     lane->sum = sum;
 }
 
-/* sums += weight times value over positions from .. to - 1, of 64 numbers from `first` on. A block of values is [BLOCK,
- * dim], the same for all lanes; meanwhile the blocks of `ahead` are fetched, as many as are passed through. */
+/* sums += weight times value over positions from .. to - 1, for 64 numbers from `first` on. A block of values is
+ * [BLOCK, dim], shared by all lanes. Prefetches one block of `ahead` per block that is read. */
 INLINE void weigh_values(int lanes, const struct lane *lane, int from, int to, int first, int dim, int cache,
                          struct blocks ahead, vec sums[][4]) {
     int64_t row_bytes = dim * size_of(cache);
@@ -202,7 +202,7 @@ NOINLINE void store_read(const float *read, float sum, int count, void *out, int
     for (int i = 0; i < count; i++) store(out, to + i, dtype, read[i] / sum);
 }
 
-/* What only one lane has: compiled once. */
+/* Scores of the positions that only one lane has; compiled once. */
 NOINLINE void score_rest(const struct lane *lane, int common, int dim, int cache) {
     int from = common / BLOCK, to = blocks_for(lane->length);
     if (cache == BFLOAT16)
@@ -219,7 +219,7 @@ NOINLINE void weigh_rest(const struct lane *lane, int common, int first, int dim
         weigh_values(1, lane, common, lane->length, first, dim, FLOAT32, none, sums);
 }
 
-/* Of the last numbers of a head, fewer than 64. */
+/* Reads the last numbers of a head, fewer than 64. */
 NOINLINE void weigh_tail(const struct lane *lane, int first, int dim, int cache, void *out, int dtype) {
     float read[64] = {0};
     for (int t = 0; t < lane->length; t++) {
@@ -229,9 +229,9 @@ NOINLINE void weigh_tail(const struct lane *lane, int first, int dim, int cache,
     store_read(read, lane->sum, dim - first, out, lane->to + first, dtype);
 }
 
-/* softmax(q K^T / sqrt(dim)) V of each lane over its positions 0 .. length-1. Keys and values that all lanes have are
- * read once for all of them; meanwhile those blocks of `ahead` are fetched. Every lane's numbers are made in the same order
- * whatever the others are. `lanes` are the reading's. */
+/* softmax(q K^T / sqrt(dim)) V of each lane over its positions 0 .. length-1. Keys and values that all lanes share are
+ * read once; meanwhile the blocks of `ahead` are prefetched. Each lane's numbers are computed in the same order
+ * whatever the other lanes are. `lanes` is the reading's. */
 INLINE void read_lanes(int lanes, struct reading *reading, struct blocks ahead, int dim, int cache, void *out, int dtype) {
     struct lane *lane = reading->lane;
     struct blocks none = {NULL, 0};
@@ -239,7 +239,7 @@ INLINE void read_lanes(int lanes, struct reading *reading, struct blocks ahead, 
     score_blocks(lanes, lane, 0, blocks_for(common), dim, cache);
     for (int l = 0; l < lanes; l++) {
         if (lane[l].length > common) score_rest(lane + l, common, dim, cache);
-        soften(lane + l);
+        exponentiate_scores(lane + l);
     }
     int first = 0;
     for (; first + 64 <= dim; first += 64) {
@@ -253,9 +253,9 @@ INLINE void read_lanes(int lanes, struct reading *reading, struct blocks ahead, 
     for (int l = 0; l < lanes && first < dim; l++) weigh_tail(lane + l, first, dim, cache, out, dtype);
 }
 
-/* Where the tokens of a pass belong, and the cache of one block of the model: tables [rows, table_width]; keys [blocks,
- * kv_heads, dim, BLOCK] and values [blocks, kv_heads, BLOCK, dim] in the dtype `cache`. cells, starts, paths [..,
- * path_width]: protocol.py's `TreePaths`, or null. */
+/* The tokens of a pass, and the cache of one block of the model: tables [rows, table_width]; keys [blocks, kv_heads,
+ * dim, BLOCK] and values [blocks, kv_heads, BLOCK, dim] in the dtype `cache`. cells, starts, paths [.., path_width]:
+ * the `TreePaths` of protocol.py, or null. */
 struct context {
     const float *cosines, *sines;
     const int64_t *positions;
@@ -269,9 +269,9 @@ LAYOUT(context, AT(context, cosines), AT(context, sines), AT(context, positions)
        AT(context, paths), AT(context, cache), AT(context, table_width), AT(context, path_width),
        AT(context, longest), AT(context, heads), AT(context, kv_heads), AT(context, dim))
 
-/* The blocks of keys and values of key/value head k that token n reads, by their positions. Where its last keys are not
- * in place, the blocks in which they belong are put together in `patched`: space for path_width / BLOCK + 2 blocks of
- * keys, then of values. */
+/* Finds the blocks of keys and values of key/value head k that token n reads, in order of position. If its last keys
+ * are not in place, their blocks are assembled in `patched`: space for path_width / BLOCK + 2 blocks of keys, then of
+ * values. */
 static void find_blocks(const struct context *c, int n, int k, const char **keys, const char **values, char *patched) {
     int dim = c->dim, length = (int)c->positions[n] + 1;
     int64_t size = BLOCK * dim * size_of(c->cache), stride = c->kv_heads * size;
@@ -298,7 +298,7 @@ static void find_blocks(const struct context *c, int n, int k, const char **keys
     }
 }
 
-/* What one thread needs to read keys and values: attention weights of a reading, and the blocks of two readings. */
+/* One thread's memory for reading keys and values: attention weights of one reading, and the blocks of two readings. */
 struct workspace {
     float *weights;
     char *patched;
@@ -306,7 +306,7 @@ struct workspace {
     size_t weights_each, patched_each, blocks_each;
 };
 
-/* Sets `failed` if out of memory. To be freed: `weights`. */
+/* Sets `failed` if out of memory. The caller frees `weights`. */
 static struct workspace make_workspace(const struct context *c, int *failed) {
     struct workspace space = {.blocks_each = (size_t)blocks_for(c->longest)};
     space.weights_each = space.blocks_each * BLOCK;
@@ -325,7 +325,8 @@ static struct workspace make_workspace(const struct context *c, int *failed) {
     return space;
 }
 
-/* How the work is divided: an item is one key/value head, or LANES of the heads that share it, of `together` tokens. */
+/* The division of the work: an item is one key/value head, or LANES of the heads that share it, of `together`
+ * tokens. */
 struct items {
     int num, together, parts, each; /* tokens; parts of a key/value head; items of the same tokens */
 };
@@ -335,7 +336,8 @@ static struct items make_items(const struct context *c, int num) {
     return (struct items){num, parts == 1 ? LANES / group : 1, parts, c->kv_heads * parts};
 }
 
-/* The first item of a thread, so that all threads read about as many positions: of thread `threads`, how many there are. */
+/* Returns a thread's first item, such that all threads read about as many positions; for thread `threads`, the number
+ * of items. */
 static int first_item(const struct context *c, struct items items, int thread, int threads) {
     int64_t total = 0, before = 0;
     for (int n = 0; n < items.num; n++) total += c->positions[n] + 1;
@@ -350,7 +352,8 @@ static int first_item(const struct context *c, struct items items, int thread, i
     return item;
 }
 
-/* How many positions of the tokens of a reading, from the first on, have the same keys, in whole blocks. */
+/* Returns the number of positions, from the first on, for which all tokens of a reading have the same keys, in whole
+ * blocks. */
 static int common_positions(const struct lane *lane, int tokens, int count) {
     int shortest = lane->length, b = 0;
     if (tokens == 1) return shortest;
@@ -361,12 +364,12 @@ static int common_positions(const struct lane *lane, int tokens, int count) {
     return b * BLOCK;
 }
 
-/* Where a thread is: the next token of its next item. */
+/* A thread's progress: the next token of its next item. */
 struct cursor {
     int item, last, n;
 };
 
-/* The thread's next reading; 0 if there is none. `half`: of the workspace, 0 or 1. */
+/* Prepares the thread's next reading; returns 0 if there is none. `half`: part of the workspace, 0 or 1. */
 static int next_reading(const struct context *c, struct items items, const float *queries, struct workspace space,
                         int half, struct cursor *at, struct reading *reading) {
     if (at->item >= at->last) return 0;
@@ -393,7 +396,7 @@ static int next_reading(const struct context *c, struct items items, const float
     return 1;
 }
 
-/* The keys and values of token n to the cache, and its queries, turned by its position's angles. `turned`: [dim]. */
+/* Writes the keys and values of token n to the cache, and its rotated queries to `queries`. `turned`: space [dim]. */
 INLINE void write_token(const void *qkv, int dtype, int n, const struct context *c, float *queries, float *turned) {
     int heads = c->heads, kv_heads = c->kv_heads, dim = c->dim, half = dim / 2;
     int64_t position = c->positions[n], at = (int64_t)n * (heads + 2 * kv_heads) * dim;
@@ -431,23 +434,24 @@ INLINE void read_out(struct reading *reading, struct blocks ahead, const struct 
 #undef CASE
 }
 
-/* qkv [num, heads + 2 kv_heads, dim]; queries: space for [num, heads, dim]; out [num, heads, dim]. All tokens are written
- * before any is read. One thread's share; all wait at its end. While it reads, the keys of its next reading are fetched. */
+/* One thread's share of the attention; all threads wait at its end. qkv [num, heads + 2 kv_heads, dim]; queries: space
+ * for [num, heads, dim]; out [num, heads, dim]. All tokens are written before any is read. While the thread reads, it
+ * prefetches the keys of its next reading. */
 static void attend_share(const void *qkv, int dtype, int num, const struct context *c, float *queries, void *out,
                          int out_dtype, struct workspace space, const int *failed) {
     float turned[c->dim];
 #pragma omp for schedule(static)
     for (int n = 0; n < num; n++) write_token(qkv, dtype, n, c, queries, turned);
     if (!*failed) {
-        int thread = omp_get_thread_num(), threads = omp_get_num_threads(), turn = 0;
+        int thread = omp_get_thread_num(), threads = omp_get_num_threads(), half = 0;
         struct items items = make_items(c, num);
         struct cursor at = {first_item(c, items, thread, threads), first_item(c, items, thread + 1, threads), 0};
         struct reading readings[2];
-        int there = next_reading(c, items, queries, space, turn, &at, readings);
-        while (there) {
-            struct reading *now = readings + turn, *next = readings + (turn ^= 1);
-            there = next_reading(c, items, queries, space, turn, &at, next);
-            struct blocks ahead = {there ? next->lane->keys : NULL, there ? blocks_for(next->common) : 0};
+        int has_next = next_reading(c, items, queries, space, half, &at, readings);
+        while (has_next) {
+            struct reading *now = readings + half, *next = readings + (half ^= 1);
+            has_next = next_reading(c, items, queries, space, half, &at, next);
+            struct blocks ahead = {has_next ? next->lane->keys : NULL, has_next ? blocks_for(next->common) : 0};
             read_out(now, ahead, c, out, out_dtype);
         }
     }
@@ -466,19 +470,19 @@ int attend(const void *qkv, int dtype, int num, const struct context *context, f
     return failed;
 }
 
-/* One block of the model: the halves below, with norms and weights, and its part of the cache. */
+/* One block of the model: norms, weights, and its part of the cache. */
 struct block {
     const float *attention_norm, *mlp_norm;
     const struct weight *qkv, *out, *gate_up, *down;
     char *keys, *values;
-    const float *qkv_bias, *q_norm, *k_norm; /* null where the model has none; the norms both or neither */
+    const float *qkv_bias, *q_norm, *k_norm; /* null if the model has none; both norms or neither */
 };
 LAYOUT(block, AT(block, attention_norm), AT(block, mlp_norm), AT(block, qkv), AT(block, out), AT(block, gate_up),
        AT(block, down), AT(block, keys), AT(block, values), AT(block, qkv_bias), AT(block, q_norm), AT(block, k_norm))
 
-/* Memory for what a block makes on its way, of `num` tokens each: normed, as wide as the widest weight's input that it is
- * multiplied with, read, as wide as out's input, and gated, as down's, in the weights' dtype; projected, as wide as qkv's
- * or gate_up's output; queries [num, heads, dim]. */
+/* Memory for the intermediate results of a block, for `num` tokens: in the weights' dtype, normed (as wide as the
+ * widest input of the weights that it is multiplied with), read (as out's input) and gated (as down's input);
+ * projected, as wide as qkv's or gate_up's output; queries [num, heads, dim]. */
 struct buffers {
     void *normed;
     float *projected, *queries;
@@ -487,14 +491,14 @@ struct buffers {
 LAYOUT(buffers, AT(buffers, normed), AT(buffers, projected), AT(buffers, queries), AT(buffers, read),
        AT(buffers, gated))
 
-/* out = x / rms(x) * norm, each of [num, width]. One thread's share; all wait at its end. */
+/* One thread's share of out = x / rms(x) * norm, each [num, width]. All threads wait at its end. */
 INLINE void norm_share(const float *x, const float *norm, float eps, int num, int width, void *out, int dtype) {
 #pragma omp for schedule(static)
     for (int n = 0; n < num; n++) norm_row(x + (int64_t)n * width, norm, eps, out, (int64_t)n * width, dtype, width);
 }
 
-/* Adds the biases to qkv [num, heads + 2 kv_heads, dim] and norms each head of queries and keys, where the model has such.
- * One thread's share: of the tokens whose keys it writes next, so that nobody waits. */
+/* Adds the biases to qkv [num, heads + 2 kv_heads, dim] and norms each head of queries and keys, if the model has
+ * biases or norms. One thread's share: the tokens whose keys it writes next, so that no thread has to wait. */
 static void finish_share(float *qkv, const struct block *block, float eps, int num, const struct context *c) {
     if (!block->qkv_bias && !block->q_norm) return;
     int width = (c->heads + 2 * c->kv_heads) * c->dim, dim = c->dim;
@@ -509,8 +513,8 @@ static void finish_share(float *qkv, const struct block *block, float eps, int n
     }
 }
 
-/* into [num, width] += what attention makes of the normed x [num, width]. One thread's share; the others may still be at
- * work on `into` at its end. */
+/* One thread's share of into [num, width] += attention of the normed x [num, width]. Other threads may still write to
+ * `into` at its end. */
 static void attention_share(const float *x, const struct block *block, float eps, int num, const struct context *context,
                             const struct buffers *to, float *into, struct workspace space, const int *failed) {
     int thread = omp_get_thread_num(), threads = omp_get_num_threads(), dtype = block->qkv->dtype;
@@ -522,7 +526,7 @@ static void attention_share(const float *x, const struct block *block, float eps
     product_share(to->read, block->out, block->gate_up, num, into, FLOAT32, ADD, thread, threads);
 }
 
-/* into [num, width] += what the MLP makes of the normed x [num, width]. As above. `after`: see product_share. */
+/* The same for the MLP. `after`: see product_share. */
 static void mlp_share(const float *x, const struct block *block, const struct weight *after, float eps, int num,
                       const struct buffers *to, float *into) {
     int thread = omp_get_thread_num(), threads = omp_get_num_threads(), dtype = block->gate_up->dtype;
@@ -535,7 +539,7 @@ static void mlp_share(const float *x, const struct block *block, const struct we
 
 INLINE int64_t numbers(const struct weight *weight) { return weight->out * weight->in; }
 
-/* One half of a block. `into` may be x. Returns 1 if out of memory. */
+/* The first half of a block. `into` may be x. Returns 1 if out of memory. */
 int attention(const float *x, const struct block *block, float eps, int num, const struct context *context,
               const struct buffers *buffers, float *into) {
     int failed = 0;
@@ -548,13 +552,13 @@ int attention(const float *x, const struct block *block, float eps, int num, con
     return failed;
 }
 
-/* The other half. */
+/* The second half. */
 void mlp(const float *x, const struct block *block, float eps, int num, const struct buffers *buffers, float *into) {
 #pragma omp parallel if (num * numbers(block->gate_up) > 65536)
     mlp_share(x, block, NULL, eps, num, buffers, into);
 }
 
-/* x [num, width] on its way through all blocks, in place. Returns 1 if out of memory. */
+/* Passes x [num, width] through all blocks, in place. Returns 1 if out of memory. */
 int run_blocks(float *x, const struct block *blocks, int num_blocks, float eps, int num, const struct context *context,
                const struct buffers *buffers) {
     int failed = 0;
@@ -574,8 +578,8 @@ int run_blocks(float *x, const struct block *blocks, int num_blocks, float eps, 
     return failed;
 }
 
-/* Of scaled logits [count] of the tokens first, first + 1, ...: where logit + noise is largest, if that is more than
- * *best, or as much at a smaller index. Noise is computed only where a bound of it says that this can be. */
+/* Updates *best and *chosen with the scaled logits [count] of tokens first, first + 1, ...: the largest logit + noise,
+ * and its index, the smaller one if equal. Computes noise only where its bound exceeds *best. */
 INLINE void draw_part(const float *scaled, const uint32_t *words, uint32_t low, uint32_t high, int first, int count,
                       float *best, int *chosen) {
     enum { PART = 128 };
@@ -600,9 +604,9 @@ INLINE void draw_part(const float *scaled, const uint32_t *words, uint32_t low, 
     }
 }
 
-/* Per row of logits [rows, vocab]: the arg max of log p + noise (of log p alone at temperature 0), and its log p.
- * Where `parts` is given the logits are a part of the vocabulary, and it gets what parts are joined by: of each row the
- * best logit + noise, that logit, and the largest one with the sum of e^(logit - largest); [rows, 4]. */
+/* Per row of logits [rows, vocab]: the arg max of log p + noise (of log p alone at temperature 0), and its log p. If
+ * `parts` is given, the logits are a part of the vocabulary, and parts [rows, 4] receives per row the numbers for
+ * joining the parts: the best logit + noise, that logit, the largest logit, and the sum of e^(logit - largest). */
 void choose(const float *logits, const float *temperatures, const uint32_t *keys, const uint32_t *words, int rows,
             int vocab, int64_t *tokens, float *logprobs, double *parts) {
 #pragma omp parallel for schedule(dynamic, 1)
@@ -614,7 +618,7 @@ void choose(const float *logits, const float *temperatures, const uint32_t *keys
 #pragma omp simd reduction(max : largest)
         for (int i = 0; i < vocab; i++) largest = l[i] > largest ? l[i] : largest;
         int likeliest = 0, chosen = 0;
-        for (int start = 0; start < vocab; start += CHUNK) { /* a search of single numbers only where it ends */
+        for (int start = 0; start < vocab; start += CHUNK) { /* single numbers only where it ends */
             int count = vocab - start < CHUNK ? vocab - start : CHUNK, there = 0;
             for (int i = 0; i < count; i++) there |= l[start + i] == largest;
             if (!there) continue;
@@ -644,11 +648,12 @@ void choose(const float *logits, const float *temperatures, const uint32_t *keys
     }
 }
 
-/* Ends the OpenMP threads that the calling thread has at its disposal; its next parallel region starts new ones. GNU's
- * runtime lets idle threads look out for work only while it has no more of them than there are processors, in the whole
- * process: those of a thread that multiplied once would make every region of the engine's thread a sleep and a wake. */
+/* Ends the calling thread's OpenMP helper threads; its next parallel region starts new ones. In GNU's runtime idle
+ * helper threads wait actively only while the whole process has no more of them than processors. If the helpers of a
+ * thread that multiplied once stayed, every region of the engine's thread would have to put its own to sleep and wake
+ * them. */
 void end_threads(void) {
-#if _OPENMP >= 201811 || (defined(__GNUC__) && __GNUC__ >= 9 && !defined(__clang__)) /* gcc has it before it says so */
+#if _OPENMP >= 201811 || (defined(__GNUC__) && __GNUC__ >= 9 && !defined(__clang__)) /* gcc 9 has the call already */
     omp_pause_resource(omp_pause_soft, omp_get_initial_device());
 #endif
 }

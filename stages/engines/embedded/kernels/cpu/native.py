@@ -1,7 +1,10 @@
-"""The kernels as C (`kernels.c`, `gemm.c`, `drafts.c`), called through ctypes. They share torch's OpenMP threads where
-both use the GNU runtime (as torch's own packages for Linux do).
+"""The kernels in C (`kernels.c`, `gemm.c`, `drafts.c`), called through ctypes.
 
-May import numpy, torch, stages.native, stages.engines.embedded.sampling, kernels.
+They share torch's OpenMP threads if both use the GNU runtime, as torch's own packages for Linux do. The records mirror
+the structs in C, and `load_library` compares their layouts. The functions `check_...` raise ValueError if sizes of the
+arguments do not match. They do not check values (positions, blocks), for which the scheduler is responsible.
+
+Shape letters: see `kernels.protocol`.
 """
 
 from __future__ import annotations
@@ -18,29 +21,11 @@ import numpy as np
 import torch
 from jaxtyping import Int64, UInt64
 
-from stages.engines.embedded.kernels.arena import Slabs
-from stages.engines.embedded.kernels.cpu.arguments import (
-    FLOATS,
-    check_draft_head,
-    check_draws,
-    check_head_vectors,
-    check_heads,
-    check_tokens,
-    check_weights,
-)
-from stages.engines.embedded.kernels.cpu.records import (
-    RECORDS,
-    BlockRecord,
-    BuffersRecord,
-    ContextRecord,
-    GuessesRecord,
-    WeightRecord,
-)
-from stages.engines.embedded.kernels.packed import NativeWeight, NotFiniteError, Packed
+from stages.engines.embedded.kernels.blocks import BLOCK_TOKENS
+from stages.engines.embedded.kernels.packed import NativeWeight, NotFiniteError, Packed, Slabs
 from stages.engines.embedded.kernels.protocol import Angles, Block, Guessed, HeadWeights, Tokens
-from stages.engines.embedded.sampling.noise import token_words
-from stages.native.arguments import expect, kind_of, require
-from stages.native.compile import load_library
+from stages.engines.embedded.sampling import token_words
+from stages.native.compile import KINDS, expect, kind_of, load_library, require
 
 _SOURCES, _HEADERS = ("kernels.c", "gemm.c", "drafts.c"), ("kernels.h",)
 _CPU = torch.device("cpu")
@@ -48,19 +33,19 @@ _P, _I, _L, _F = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64, ctypes.c_float
 _PACKABLE = (torch.float32, torch.bfloat16)
 
 
-class _Here(threading.local):
-    """What one thread keeps between two calls."""
+class _ThreadState(threading.local):
+    """State that one thread keeps between calls."""
 
     def __init__(self) -> None:
         self.workspace = torch.empty(0, dtype=torch.uint8)
-        self.passed: list[weakref.ref[object]] = []
-        """The blocks that the last forward pass went through, and their cache: not to be kept alive."""
+        self.last_pass: list[weakref.ref[object]] = []
+        """The blocks of the last forward pass and their cache, as weak references."""
         self.addresses: ctypes.Array[BlockRecord] | None = None
-        """Of those."""
+        """Their addresses."""
 
 
 def load_native_kernels() -> NativeKernels:
-    """Compiles if need be. Raises NoNativeKernelsError."""
+    """Load the library, compiling it if necessary. Raises NoNativeKernelsError."""
     library = load_library("kernels", Path(__file__).parent, _SOURCES, _HEADERS, RECORDS)
     library.add_norm.argtypes = [_P, _P, _I, _P, _F, _P, _I, _I, _I]
     library.end_threads.argtypes = []
@@ -84,17 +69,17 @@ def load_native_kernels() -> NativeKernels:
 
 @dataclass(frozen=True)
 class NativeKernels:
-    """See `FusedKernels`. All tensors on the CPU and contiguous."""
+    """See `FusedKernels`. All tensors are contiguous and on the CPU."""
 
     library: ctypes.CDLL
     name: str = "native"
     supports_trees: bool = True
     _slabs: Slabs = field(default_factory=Slabs)
-    _here: _Here = field(default_factory=_Here)
+    _thread_state: _ThreadState = field(default_factory=_ThreadState)
 
     def use_matrix_registers(self, wanted: bool) -> bool:
-        """Whether bfloat16 products go through the CPU's matrix registers (Intel's AMX) from now on, in the whole
-        process: if `wanted` and there are any. They do by default."""
+        """Choose whether bfloat16 products use the CPU's matrix registers (Intel's AMX), in the whole process; by
+        default they do. Return True if they are wanted and available."""
         return bool(self.library.use_matrix_registers(wanted))
 
     def pack(
@@ -109,7 +94,9 @@ class NativeKernels:
         for start, part in parts.items():
             inside = start >= 0 and start + len(part) <= packed.out_features
             require(inside, f"rows {start} to {start + len(part)} of a weight of {packed.out_features}")
-            require(part.shape[1:] == (packed.in_features,), f"a part is {list(part.shape)}, of {packed.in_features}")
+            require(
+                part.shape[1:] == (packed.in_features,), f"a part is {list(part.shape)}; a row has {packed.in_features}"
+            )
             rows = (part if part.dtype in _PACKABLE else part.float()).contiguous()
             address, kind = packed.tiles.data_ptr(), kind_of(rows.dtype)
             sizes = (start, packed.out_features)
@@ -166,36 +153,42 @@ class NativeKernels:
         tokens: Tokens,
         layers: list[tuple[torch.Tensor, torch.Tensor]],
     ) -> None:
-        here, (keys, values) = self._here, layers[0]
-        passed = (*blocks, keys)  # the cache's layers come and go together
-        if len(here.passed) != len(passed) or any(ref() is not it for ref, it in zip(here.passed, passed, strict=True)):
+        state, (keys, values) = self._thread_state, layers[0]
+        last_pass = (*blocks, keys)  # the cache's layers are allocated and released together
+        if len(state.last_pass) != len(last_pass) or any(
+            ref() is not it for ref, it in zip(state.last_pass, last_pass, strict=True)
+        ):
             given = (_block(block, *layer) for block, layer in zip(blocks, layers, strict=True))
             for layer in layers:
                 expect("keys", layer[0], keys.shape, (keys.dtype,))
                 expect("values", layer[1], values.shape, (values.dtype,))
-            here.passed, here.addresses = [weakref.ref(it) for it in passed], (BlockRecord * len(blocks))(*given)
+            state.last_pass, state.addresses = (
+                [weakref.ref(it) for it in last_pass],
+                (BlockRecord * len(blocks))(*given),
+            )
         buffers = self._buffers(len(x), blocks[0])
         context = _context_of(blocks[0], x, angles, tokens, keys, values)
         failed = self.library.run_blocks(
-            x.data_ptr(), here.addresses, len(blocks), eps, len(x), ctypes.byref(context), ctypes.byref(buffers)
+            x.data_ptr(), state.addresses, len(blocks), eps, len(x), ctypes.byref(context), ctypes.byref(buffers)
         )
         _check_memory(failed, tokens)
 
     def _buffers(self, num: int, block: Block) -> BuffersRecord:
-        """For batches of `num` tokens through blocks of this size; taken back by the next call of the same thread."""
+        """Return buffers for batches of `num` tokens through blocks of this size. The same thread's next call reuses
+        them."""
         qkv, out, gate_up, down = map(_native, (block.qkv, block.out, block.gate_up, block.down))
         size, projected = qkv.dtype.itemsize, max(qkv.out_features, gate_up.out_features)
         widths = (qkv.in_features * size, projected * 4, out.in_features * 4, out.in_features * size)
         return BuffersRecord(*self._workspace(num, (*widths, down.in_features * size)))
 
     def _workspace(self, rows: int, row_bytes: tuple[int, ...]) -> list[int]:
-        """Addresses of buffers of so many bytes a row each, on cache lines, in memory that this thread keeps: fresh
-        memory would have to be cleared by the system, page by page."""
+        """Return the addresses of buffers with the given bytes per row, each on a cache line, in memory that this
+        thread keeps. The system would have to clear new memory page by page."""
         ends = list(itertools.accumulate(-(-rows * size // 64) * 64 for size in row_bytes))
-        here = self._here
-        if here.workspace.numel() < ends[-1]:
-            here.workspace = torch.empty(ends[-1], dtype=torch.uint8)
-        return [here.workspace.data_ptr() + start for start in (0, *ends[:-1])]
+        state = self._thread_state
+        if state.workspace.numel() < ends[-1]:
+            state.workspace = torch.empty(ends[-1], dtype=torch.uint8)
+        return [state.workspace.data_ptr() + start for start in (0, *ends[:-1])]
 
     def _empty(self, out_features: int, in_features: int, dtype: torch.dtype) -> NativeWeight:
         tiles = self._slabs.take(self.library.packed_bytes(out_features, in_features, kind_of(dtype)))
@@ -260,7 +253,7 @@ class NativeKernels:
         check_draft_head(head, up, down, out, state, slots)
         check_draws(len(keys), len(temperatures), keys[:, 0])
         rows, width = state.shape
-        require(keys.shape == (rows, depth), f"keys of noise are {keys.shape}, of {rows} rows x {depth} positions")
+        require(keys.shape == (rows, depth), f"keys of noise are {keys.shape}; wanted: {(rows, depth)}")
         require(
             len(banned) == rows * depth, f"{len(banned)} lists of banned slots, for {rows} rows x {depth} positions"
         )
@@ -269,10 +262,10 @@ class NativeKernels:
         guessed_slots, parents, ranks = np.empty((3, *shape), np.int64)
         guessed = Guessed(guessed_slots, parents, ranks, np.empty(shape, np.float32))
         found = GuessesRecord(*(getattr(guessed, each.name).ctypes.data for each in fields(guessed)))
-        warmth = np.array(temperatures, np.float32)
+        temperature_array = np.array(temperatures, np.float32)
         keys, slots = np.ascontiguousarray(keys), np.ascontiguousarray(slots)
         bans = np.array([slot for some in banned for slot in some], np.int64)
-        require(not bans.size or (bans.min() >= 0 and bans.max() < out.out_features), "banned slots that are none")
+        require(not bans.size or (bans.min() >= 0 and bans.max() < out.out_features), "banned slots out of range")
         bans_from = np.array([0, *itertools.accumulate(map(len, banned))], np.int64)
         size, tokens = up.dtype.itemsize, out.out_features
         sizes = (2 * width * size, 2 * width * 4, width * size, tokens * 4, 2 * width * 4, 4, tokens * 4)
@@ -286,7 +279,7 @@ class NativeKernels:
             rows,
             depth,
             branches,
-            warmth.ctypes.data,
+            temperature_array.ctypes.data,
             keys.ctypes.data,
             bans.ctypes.data,
             bans_from.ctypes.data,
@@ -342,7 +335,7 @@ class NativeKernels:
 def _context_of(
     block: Block, x: torch.Tensor, angles: Angles, tokens: Tokens, keys: torch.Tensor, values: torch.Tensor
 ) -> ContextRecord:
-    """For tokens `x` on their way through a block whose weights fit one another. Raises ValueError."""
+    """Return the context of tokens `x` for a block. Raises ValueError if sizes do not match."""
     qkv, dim = _native(block.qkv), keys.shape[2]
     heads = _native(block.out).in_features // dim
     expect("x", x, (len(x), qkv.in_features))
@@ -390,3 +383,151 @@ def _native(packed: Packed) -> NativeWeight:
 def _check_memory(failed: int, tokens: Tokens) -> None:
     if failed:
         raise MemoryError(f"no memory for the attention weights of {tokens.longest} positions")
+
+
+# ---- records of C ----------------------------------------------------------------------------------------
+
+_P_RECORDS, _I_RECORDS, _L_RECORDS = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64
+
+
+class WeightRecord(ctypes.Structure):
+    """kernels.h: struct weight."""
+
+    _fields_ = (("tiles", _P_RECORDS), ("out", _L_RECORDS), ("in", _L_RECORDS), ("dtype", _I_RECORDS))
+
+
+class ContextRecord(ctypes.Structure):
+    """kernels.c: struct context."""
+
+    _fields_ = (
+        *((name, _P_RECORDS) for name in ("cosines", "sines", "positions", "rows", "tables", "keys", "values")),
+        *((name, _P_RECORDS) for name in ("cells", "starts", "paths")),
+        *((name, _I_RECORDS) for name in ("cache", "table_width", "path_width", "longest", "heads", "kv_heads", "dim")),
+    )
+
+
+class GuessesRecord(ctypes.Structure):
+    """drafts.c: struct guesses."""
+
+    _fields_ = tuple((each.name, _P_RECORDS) for each in fields(Guessed))
+
+
+class BlockRecord(ctypes.Structure):
+    """kernels.c: struct block."""
+
+    _fields_ = (
+        *(
+            (name, _P_RECORDS)
+            for name in ("attention_norm", "mlp_norm", "qkv", "out", "gate_up", "down", "keys", "values")
+        ),
+        *((name, _P_RECORDS) for name in ("qkv_bias", "q_norm", "k_norm")),
+    )
+
+
+class BuffersRecord(ctypes.Structure):
+    """kernels.c: struct buffers."""
+
+    _fields_ = tuple((name, _P_RECORDS) for name in ("normed", "projected", "queries", "read", "gated"))
+
+
+RECORDS = {
+    "weight": WeightRecord,
+    "context": ContextRecord,
+    "guesses": GuessesRecord,
+    "block": BlockRecord,
+    "buffers": BuffersRecord,
+}
+"""Name in C -> record; the layouts are compared when the library is loaded."""
+
+
+# ---- checks of arguments ---------------------------------------------------------------------------------
+
+FLOATS = tuple(KINDS)
+_INT32, _INT64 = (torch.int32,), (torch.int64,)
+
+
+def check_weights(
+    block: Block, qkv: NativeWeight, out: NativeWeight, gate_up: NativeWeight, down: NativeWeight
+) -> None:
+    """Check one block's weights: each product's output is as wide as the next one's input."""
+    width = qkv.in_features
+    require(out.out_features == width, f"out gives {out.out_features} numbers, the block takes {width}")
+    require(gate_up.in_features == width, f"gate_up takes {gate_up.in_features} numbers, the block {width}")
+    require(down.out_features == width, f"down gives {down.out_features} numbers, the block takes {width}")
+    gated = 2 * down.in_features
+    require(gate_up.out_features == gated, f"gate_up gives {gate_up.out_features} numbers, down takes half of {gated}")
+    dtypes = {weight.dtype for weight in (qkv, out, gate_up, down)}
+    require(len(dtypes) == 1, f"the weights of a block have several dtypes: {sorted(map(str, dtypes))}")
+    expect("attention_norm", block.attention_norm, (width,))
+    expect("mlp_norm", block.mlp_norm, (width,))
+
+
+def check_heads(num_heads: int, width: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+    """Check the heads. `width`: queries, keys and values together. The cache's shape gives the key/value heads."""
+    require(keys.ndim == 4, f"keys have {keys.ndim} axes; wanted: 4")
+    pool, kv_heads, dim, _ = keys.shape
+    expect("keys", keys, (pool, kv_heads, dim, BLOCK_TOKENS), FLOATS)
+    expect("values", values, (pool, kv_heads, BLOCK_TOKENS, dim), (keys.dtype,))
+    require(dim > 0 and dim % 2 == 0, f"heads of {dim} numbers cannot be rotated in pairs")
+    shared = kv_heads > 0 and num_heads > 0 and num_heads % kv_heads == 0
+    require(shared, f"{num_heads} query heads cannot share {kv_heads} key/value heads equally")
+    wanted = (num_heads + 2 * kv_heads) * dim
+    require(width == wanted, f"qkv is {width} wide; {num_heads} + 2 x {kv_heads} heads of {dim} take {wanted}")
+
+
+def check_head_vectors(block: Block, num_heads: int, kv_heads: int, dim: int) -> None:
+    """Check the biases, and the norms of queries and keys, if the model has them."""
+    require((block.q_norm is None) == (block.k_norm is None), "q_norm and k_norm must be given together")
+    if block.qkv_bias is not None:
+        expect("qkv_bias", block.qkv_bias, ((num_heads + 2 * kv_heads) * dim,))
+    if block.q_norm is not None and block.k_norm is not None:
+        expect("q_norm", block.q_norm, (dim,))
+        expect("k_norm", block.k_norm, (dim,))
+
+
+def check_tokens(num: int, tokens: Tokens, angles: Angles, dim: int) -> None:
+    """Check a batch of `num` tokens with heads of `dim`."""
+    expect("positions", tokens.positions, (num,), _INT64)
+    expect("rows", tokens.rows, (num,), _INT32)
+    require(tokens.tables.ndim == 2, f"tables have {tokens.tables.ndim} axes; wanted: 2")
+    expect("tables", tokens.tables, tokens.tables.shape, _INT32)
+    covered = tokens.tables.shape[1] * BLOCK_TOKENS
+    require(covered >= tokens.longest, f"the longest row has {tokens.longest} positions, tables hold {covered}")
+    known = angles.cos.shape[0]
+    require(known >= tokens.longest, f"the longest row has {tokens.longest} positions, there are angles of {known}")
+    expect("cos", angles.cos, (known, dim // 2))
+    expect("sin", angles.sin, (known, dim // 2))
+    if (tree := tokens.tree_paths) is not None:
+        expect("cells", tree.cells, (num,), _INT64)
+        expect("starts", tree.starts, (num,), _INT64)
+        require(tree.paths.ndim == 2, f"paths have {tree.paths.ndim} axes; wanted: 2")
+        expect("paths", tree.paths, (num, tree.paths.shape[1]), _INT64)
+
+
+def check_draws(num: int, num_temperatures: int, keys: np.ndarray) -> None:
+    """Check the arguments of `num` draws."""
+    require(num_temperatures == num, f"{num_temperatures} temperatures for {num} draws")
+    require(keys.dtype == np.uint64, f"keys of noise must be uint64, not {keys.dtype}")
+    require(keys.size == num, f"{keys.size} keys of noise for {num} draws")
+
+
+def check_draft_head(
+    head: HeadWeights, up: NativeWeight, down: NativeWeight, out: NativeWeight, state: torch.Tensor, slots: np.ndarray
+) -> None:
+    """Check the arguments of `unroll`."""
+    require(state.ndim == 2, f"state has {state.ndim} axes; wanted: 2")
+    rows, width = state.shape
+    num_slots = out.out_features
+    expect("state", state, (rows, width))
+    found = [(weight.out_features, weight.in_features) for weight in (up, down, out)]
+    wanted = [(2 * width, 2 * width), (width, width), (num_slots, width)]
+    require(found == wanted, f"the head's weights are {found}; wanted: {wanted}")
+    require(len({weight.dtype for weight in (up, down, out)}) == 1, "the head's weights have several dtypes")
+    expect("embedding", head.embedding, (num_slots + 1, width))
+    expect("words", head.words, (1, num_slots), _INT32)
+    require(
+        slots.dtype == np.int64 and slots.shape == (rows,),
+        f"slots are {slots.dtype} {slots.shape}; wanted: int64 [{rows}]",
+    )
+    known = not slots.size or (slots.min() >= 0 and slots.max() <= num_slots)
+    require(bool(known), f"slots must be 0 to {num_slots}")

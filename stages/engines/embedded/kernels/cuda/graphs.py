@@ -1,22 +1,22 @@
-"""Decode batches on a CUDA device: padded to one of a few sizes, captured once for each, and then replayed.
+"""Decode batches on a CUDA device: padded to one of a few sizes, captured once per size, and then replayed.
 
-The forward pass of a small model is some hundred kernels of a few microseconds; launched one by one from Python, the
-device waits for the host most of the time. A CUDA graph launches all of them at once, but it is fixed: the same memory,
-the same shapes, nothing read from the host on the way. So
+The forward pass of a small model is some hundred kernels of a few microseconds each. If Python launches them one by
+one, the device mostly waits for the host. A CUDA graph launches all of them at once, but with fixed memory and shapes,
+and nothing read from the host in between. Therefore
 
-    shapes    a batch is padded to the next of `SIZES` tokens; tokens that fill it up have no block and are ignored
-    memory    ids, positions, tables, noise keys, temperatures and banned tokens arrive in one buffer per size, through
-              one copy; the draws leave through another
-    lengths   are read from the positions by the kernels (`triton_kernels`), so one graph serves every context
-    weights   stay where they are: a refit copies into them (`LocalRunner.swap`). Two sets of weights, each with graphs
-              of its own, would save that copy (8 ms for 16 GB at 4 TB/s, read and written) for twice the memory
-    cache     as well; where its memory is given back, the graphs go too (`clear`)
+    shapes    a batch is padded to the next of `SIZES` tokens; padding tokens have no block and are ignored
+    memory    ids, positions, tables, noise keys, temperatures and banned tokens arrive in one buffer per size, by one
+              copy; the draws leave through another
+    lengths   the kernels read them from the positions (`triton_kernels`), so one graph serves every context
+    weights   stay in place: a refit copies into them (`LocalRunner.swap`). Two sets of weights, each with its own
+              graphs, would save that copy (8 ms for 16 GB at 4 TB/s, read and written) for twice the memory
+    cache     stays in place; when its memory is released, the graphs are dropped too (`clear`)
 
-Only batches that draw after every token are of this kind: rows that decode, with or without drafts. Prompts run
-eagerly. Without capture (`run_directly`) a batch is padded all the same, so that the numbers are those of the graph.
+Only batches that draw after every token are captured: rows that decode, with or without drafts. Prompts run eagerly.
+Without capture (`run_directly`) a batch is padded all the same, so its numbers are the graph's. Tests use this on a
+CPU; nothing here has run on a GPU yet.
 
-Never run on a GPU yet; sizes, padding and replay are tested with `run_directly` on a CPU.
-Shape letters: see `kernels.protocol`. May import numpy, torch, stages.engines.embedded.kernels (paging and protocol).
+Shape letters: see `kernels.protocol`.
 """
 
 from __future__ import annotations
@@ -30,23 +30,23 @@ import numpy as np
 import torch
 from jaxtyping import Float32, Int32, Int64, UInt64
 
-from stages.engines.embedded.kernels.paging import BLOCK_TOKENS, NO_BLOCK, blocks_for
+from stages.engines.embedded.kernels.blocks import BLOCK_TOKENS, NO_BLOCK, blocks_for
 from stages.engines.embedded.kernels.protocol import Tokens
 
 SIZES = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
-"""Tokens of a captured batch. The products read all weights whatever the size, so padding by half costs little."""
+"""Tokens of a captured batch. The products read all weights at any size, so padding by half costs little."""
 BANNED = 8
-"""Tokens that a draw of a captured batch may exclude; batches with longer lists run eagerly."""
-_NOBODY = -1
-"""No banned token."""
+"""Most banned tokens per draw of a captured batch; batches with longer lists run eagerly."""
+_NO_TOKEN = -1
+"""Placeholder: no banned token."""
 _ALIGNMENT = 16
-"""Bytes; kernels compiled for aligned memory are the fast ones."""
+"""Bytes; kernels are fastest if compiled for aligned memory."""
 
 Run = Callable[[], None]
 
 
 class DecodeBatch(Protocol):
-    """What is read of a batch, N tokens of R rows: see `stages.engines.embedded.batch.Batch`."""
+    """The fields of a batch that are used here, for N tokens of R rows; see `stages.engines.embedded.batch.Batch`."""
 
     @property
     def ids(self) -> Int64[np.ndarray, " N"]: ...
@@ -72,7 +72,7 @@ class DecodeBatch(Protocol):
 
 @dataclass(frozen=True)
 class Drawing:
-    """How the tokens after a batch's tokens are drawn; on the device."""
+    """Arguments for the draws after a batch's tokens, on the device."""
 
     temperatures: Float32[torch.Tensor, " N"]
     keys: Int32[torch.Tensor, "N 2"]
@@ -81,23 +81,23 @@ class Drawing:
 
 
 Compute = Callable[[Tokens, Drawing], tuple[Int64[torch.Tensor, " N"], Float32[torch.Tensor, " N"]]]
-"""A whole batch: tokens and log-probs drawn after every token."""
+"""Function that computes a whole batch: the tokens drawn after every token, and their log-probs."""
 
 
 def run_directly(run: Run) -> Run:
-    """In the place of a capture: nothing is captured, every replay computes."""
+    """Return `run` itself, in place of a capture: every replay computes."""
     return run
 
 
 class GraphCapture:
-    """Owns the stream on which batches are captured and the memory that their graphs share (one runs at a time)."""
+    """Owns the stream for captures, and the memory that the graphs share (one runs at a time)."""
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device)
         self._pool = torch.cuda.graph_pool_handle()
 
     def __call__(self, run: Run) -> Run:
-        """Runs once, which compiles kernels and makes workspaces, and then captures; returns the replay."""
+        """Run once, which compiles kernels and allocates workspaces, then capture. Return the replay."""
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             run()
@@ -121,11 +121,11 @@ class CapturedBatches:
 
     @property
     def captured(self) -> list[tuple[int, bool]]:
-        """(size, `Tokens.independent`) of what has been captured."""
+        """Captured batches, as (size, `Tokens.independent`)."""
         return sorted(self._replays)
 
     def takes(self, batch: DecodeBatch) -> bool:
-        """Whether it is a batch of this kind. Hidden states, which a learned drafter wants, are not given out."""
+        """Return True if the batch can be captured. Batches that need hidden states (for a learned drafter) cannot."""
         return (
             not batch.wants_hidden
             and batch.tree_paths is None
@@ -135,7 +135,7 @@ class CapturedBatches:
         )
 
     def run(self, batch: DecodeBatch) -> tuple[Int64[np.ndarray, " N"], Float32[np.ndarray, " N"]]:
-        """The tokens drawn after each of the batch's, and their log-probs. Waits for the result."""
+        """Return the tokens drawn after each of the batch's tokens, and their log-probs. Waits for the result."""
         size = size_for(len(batch.ids))
         key = size, reads_no_new_key(batch)
         buffers = self._buffers.get(size)
@@ -149,7 +149,7 @@ class CapturedBatches:
         return buffers.draws(len(batch.ids))
 
     def clear(self) -> None:
-        """Drops graphs and buffers; the next batches make them again."""
+        """Drop graphs and buffers; the next batches make them again."""
         self._replays.clear()
         self._buffers.clear()
 
@@ -171,14 +171,14 @@ class CapturedBatches:
 
 
 def size_for(num_tokens: int) -> int:
-    """The smallest size that so many tokens fit into."""
+    """Return the smallest size that holds `num_tokens` tokens."""
     return next(size for size in SIZES if size >= num_tokens)
 
 
 def reads_no_new_key(batch: DecodeBatch) -> bool:
-    """Whether no token reads a key that another one of the batch writes: each of the blocks that are written to stands
-    in the tables once. (Rows share full blocks of their prompts, and the last token of such a block may be fed in the
-    very batch in which another row begins to read it.)"""
+    """Return True if no token reads a key that another token of the batch writes, i.e. if each written block is in the
+    tables once. (Rows share full blocks of their prompts, and the last token of such a block may be fed in the same
+    batch in which another row begins to read it.)"""
     if len(batch.tables) != len(batch.ids):
         return False
     written = batch.tables[batch.rows, batch.positions // BLOCK_TOKENS]
@@ -219,7 +219,7 @@ class _StaticBuffers:
         self.logprobs = self._drawn[size * 8 :].view(torch.float32)
 
     def fill(self, batch: DecodeBatch) -> None:
-        """Each token with a table of its own, and one copy to the device."""
+        """Copy a batch to the device in one copy, with a table of its own for each token."""
         num = len(batch.ids)
         views = self._views
         views["ids"][:num], views["ids"][num:] = batch.ids, 0
@@ -227,14 +227,14 @@ class _StaticBuffers:
         views["keys"][:num] = batch.keys.view(np.int32).reshape(-1, 2)
         views["temperatures"][:num], views["temperatures"][num:] = batch.temperatures, 0.0
         views["tables"][:num, : batch.tables.shape[1]] = batch.tables[batch.rows]
-        views["tables"][num:, 0] = NO_BLOCK  # at position 0, no other is read
-        views["banned"].fill(_NOBODY)
+        views["tables"][num:, 0] = NO_BLOCK  # padding tokens are at position 0 and read no other block
+        views["banned"].fill(_NO_TOKEN)
         for place, tokens in zip(views["banned"], batch.banned, strict=False):
             place[: len(tokens)] = tokens
         self._device.copy_(self._host, non_blocking=True)
 
     def draws(self, num: int) -> tuple[Int64[np.ndarray, " num"], Float32[np.ndarray, " num"]]:
-        """Tokens and log-probs. Waits for the device."""
+        """Return tokens and log-probs. Waits for the device."""
         self._drawn_host.copy_(self._drawn, non_blocking=True)
         if self._drawn.is_cuda:
             torch.cuda.current_stream().synchronize()

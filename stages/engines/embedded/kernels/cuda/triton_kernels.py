@@ -1,27 +1,22 @@
-"""The kernels for CUDA devices, in Triton; the only file that imports it. May import numpy, torch, triton,
-stages.engines.embedded.sampling, kernels.
-
-Longer than usual because kernels that are compiled together, and the tuning that they share, are read together; and a
-kernel of Triton cannot be cut into functions without a cost.
-
-Checked against `kernels.reference` in Triton's interpreter (TRITON_INTERPRET=1, on a CPU), never yet on a GPU.
+"""The kernels for CUDA devices, in Triton; the only file that imports it.
 
 Attention is split over the context (flash decoding), so that a few rows with long contexts fill the device as well as
-many with short ones do:
+many rows with short ones:
 
     _attend    one program per (token, key/value head, share of the splits): the running softmax over SPLIT positions
                of the cache at a time, with all query heads that share the key/value head as one matrix product
-    _combine   one program per (token, query head): the splits' sums, in order of position
+    _combine   one program per (token, query head): adds up the splits in order of position
 
-Splits lie at fixed positions (0, SPLIT, 2 SPLIT, ...) and each is summed in an order of its own, whichever program it
-fell to. So a token's numbers depend on its row alone, as law 4 wants; what the company can change on a GPU are the
-matrix products between the kernels, whose algorithm cuBLAS picks by the number of rows.
+Splits begin at fixed positions (0, SPLIT, 2 SPLIT, ...), and each is summed in the same order in any program. A token's
+numbers in these kernels therefore depend on its row alone. On a GPU the batch can still change the matrix products
+between the kernels, whose algorithm cuBLAS chooses by the number of rows.
 
-With a bfloat16 cache the operands of both products of the attention are bfloat16, and scores,
-softmax and sums float32; with a float32 cache all of it is float32.
+With a bfloat16 cache the operands of both products of the attention are bfloat16; scores, softmax and sums are float32.
+With a float32 cache everything is float32.
 
-Longer than other files, since kernels are read beside what launches them; and `_attend` is longer than other functions:
-its loop shares a dozen values that a function of its own would have to be given.
+The file is long because kernels are read together with the code that launches them. `_attend` is long because its loop
+shares a dozen values. Unit tests compare the kernels with `kernels.reference` in Triton's interpreter, on a CPU
+(TRITON_INTERPRET=1). They have not run on a GPU yet.
 
 Shape letters: see `kernels.protocol`; S splits, E chunks of the vocabulary, B banned tokens.
 """
@@ -37,53 +32,53 @@ import triton.language as tl
 from jaxtyping import UInt64
 from triton import knobs
 
-from stages.engines.embedded.kernels.paging import BLOCK_TOKENS, NO_BLOCK
+from stages.engines.embedded.kernels.blocks import BLOCK_TOKENS, NO_BLOCK
 from stages.engines.embedded.kernels.protocol import Angles, NoTritonKernelsError, Tokens
 from stages.engines.embedded.kernels.reference import TorchKernels
-from stages.engines.embedded.sampling.draw import sample_part
-from stages.engines.embedded.sampling.noise import token_words
+from stages.engines.embedded.sampling import sample_part, token_words
 
 SPLIT = 256
-"""Positions of a split of the context: a multiple of a block."""
+"""Positions in a split of the context: a multiple of a block."""
 _TILE = 64
 """Positions multiplied at a time; divides SPLIT."""
 _DOT_ROWS = 16
-"""Rows that a matrix product has at least: groups of fewer query heads are filled up."""
+"""Smallest number of rows of a matrix product; smaller groups of query heads are padded."""
 _PROGRAMS_PER_PROCESSOR = 8
-"""Programs that keep one multiprocessor busy, with some left to even out unequal contexts."""
+"""Programs that keep one multiprocessor busy, with some to spare to even out unequal contexts."""
 _CHUNK = 4096
-"""Logits that one program looks at. Fixed: it decides in which order the normaliser is summed."""
+"""Logits per program. Fixed, since it decides the order in which the normaliser is summed."""
 _GATE_BLOCK = 1024
 
 _PAGE = tl.constexpr(BLOCK_TOKENS)
 _NO_BLOCK = tl.constexpr(NO_BLOCK)
-_NEVER = tl.constexpr(float("-inf"))
+_MINUS_INFINITY = tl.constexpr(float("-inf"))
 _ROUND_1 = tl.constexpr(0x7FEB352D)
 _ROUND_2 = tl.constexpr(0x846CA68B)
 _MINUS_UNIFORM = tl.constexpr(-(1.0 - 2.0**-24) * 2.0**-31)
-"""`noise._UNIFORM_SCALE`, negated."""
+"""`sampling._UNIFORM_SCALE`, negated."""
 
 
 def load_triton_kernels(device: torch.device) -> TritonKernels:
-    """For one device. Raises NoTritonKernelsError where Triton cannot run: on a CPU without its interpreter."""
+    """Return the kernels for a device. Raises NoTritonKernelsError if Triton cannot run: on a CPU without its
+    interpreter."""
     if device.type == "cuda":
         processors = torch.cuda.get_device_properties(device).multi_processor_count
         return TritonKernels(programs=_PROGRAMS_PER_PROCESSOR * processors)
     if not knobs.runtime.interpret:
-        raise NoTritonKernelsError(f"Triton's kernels run on a GPU, not on {device} (there: TRITON_INTERPRET=1)")
+        raise NoTritonKernelsError(f"Triton's kernels need a GPU; on {device} they run with TRITON_INTERPRET=1 only")
     return TritonKernels(programs=4)
 
 
 @dataclass(frozen=True)
 class TritonKernels(TorchKernels):
-    """See `Kernels` and `DeviceKernels`. All tensors contiguous and on one device. The products are torch's."""
+    """See `Kernels` and `DeviceKernels`. All tensors are contiguous and on one device. torch computes the products."""
 
     name: str = "triton"
     supports_trees: bool = False
     programs: int = 1
-    """Of attention, that fill the device."""
+    """Attention programs that fill the device."""
     words: dict[int, torch.Tensor] = field(default_factory=dict)
-    """`noise.token_words` by size of vocabulary: kept here, since captured batches go on reading them."""
+    """`sampling.token_words` by vocabulary size; kept here, since captured batches go on reading them."""
 
     def add_norm(
         self, x: torch.Tensor, delta: torch.Tensor | None, weight: torch.Tensor, eps: float, dtype: torch.dtype
@@ -122,7 +117,7 @@ class TritonKernels(TorchKernels):
             _write[(num, kv_heads)](**where, heads=heads, num_warps=1)
         out = torch.empty(num, heads * dim, dtype=qkv.dtype, device=qkv.device)
         direct = num_splits == 1
-        # with one split there is nothing to combine, and no workspace for partial sums is needed
+        # a single split needs no workspace for partial sums
         partial_sums = 0 if direct else num * heads * num_splits
         sums = torch.empty(partial_sums, dim, dtype=torch.float32, device=qkv.device)
         scales = torch.empty(partial_sums, 2, dtype=torch.float32, device=qkv.device)
@@ -209,7 +204,7 @@ def _add_norm(
     HAS_DELTA: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """One row of x [N, C] += delta, then x / rms(x) * weight."""
+    """Add one row of delta to x [N, C], then compute x / rms(x) * weight."""
     i = tl.arange(0, BLOCK)
     inside = i < width
     at = tl.program_id(0).to(tl.int64) * width + i
@@ -226,11 +221,11 @@ def _add_norm(
 
 
 @triton.jit
-def _turned(
+def _rotated(
     at: tl.tensor, cos: tl.tensor, sin: tl.tensor, position: tl.tensor, DIM: tl.constexpr, PADDED_DIM: tl.constexpr
 ) -> tl.tensor:
-    """Heads that begin at the pointers `at` [heads], turned by their position's angles: [heads, PADDED_DIM]. With the
-    halves of a head as the pairs' coordinates (a, b): (a cos - b sin, b cos + a sin)."""
+    """Return the heads that begin at the pointers `at` [heads], rotated by their position's angles: [heads,
+    PADDED_DIM]. The halves of a head are the pairs' coordinates (a, b): (a cos - b sin, b cos + a sin)."""
     half: tl.constexpr = DIM // 2
     d = tl.arange(0, PADDED_DIM)
     inside = d < DIM
@@ -247,7 +242,7 @@ def _store_own(
     key: tl.tensor, value: tl.tensor, keys: tl.tensor, values: tl.tensor, block: tl.tensor, head: tl.tensor,
     kv_heads: tl.tensor, position: tl.tensor, DIM: tl.constexpr, PADDED_DIM: tl.constexpr,
 ) -> None:  # fmt: skip
-    """A token's key and value [PADDED_DIM] go to their place in the cache; those that fill up a batch go nowhere."""
+    """Write a token's key and value [PADDED_DIM] to the cache; padding tokens are not written."""
     d = tl.arange(0, PADDED_DIM)
     wanted = d < tl.where(block != _NO_BLOCK, DIM, 0)
     base = (block.to(tl.int64) * kv_heads + head) * (_PAGE * DIM)
@@ -262,13 +257,13 @@ def _write(
     keys: tl.tensor, values: tl.tensor, heads: tl.tensor, kv_heads: tl.tensor, table_width: tl.tensor,
     DIM: tl.constexpr, PADDED_DIM: tl.constexpr,
 ) -> None:  # fmt: skip
-    """One token's key and value of one head to the cache, before any token of the batch reads."""
+    """Write one token's key and value of one head to the cache, before any token of the batch reads."""
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     position = tl.load(positions + token).to(tl.int32)
     block = tl.load(tables + tl.load(rows + token).to(tl.int64) * table_width + position // _PAGE)
     d = tl.arange(0, PADDED_DIM)
     first = qkv + (token * (heads + 2 * kv_heads) + heads + head) * DIM
-    key = tl.sum(_turned(first + tl.zeros((1,), tl.int32), cos, sin, position, DIM, PADDED_DIM), axis=0)
+    key = tl.sum(_rotated(first + tl.zeros((1,), tl.int32), cos, sin, position, DIM, PADDED_DIM), axis=0)
     value = tl.load(first + kv_heads * DIM + d, mask=d < DIM, other=0.0)
     element = keys.dtype.element_ty
     _store_own(key.to(element), value.to(element), keys, values, block, head, kv_heads, position, DIM, PADDED_DIM)
@@ -282,9 +277,9 @@ def _attend(
     PADDED_DIM: tl.constexpr, GROUP: tl.constexpr, PADDED_GROUP: tl.constexpr, SPLIT_: tl.constexpr,
     TILE: tl.constexpr, WRITES: tl.constexpr, DIRECT: tl.constexpr,
 ) -> None:  # fmt: skip
-    """softmax(q K^T scale) V of one token for the query heads of one key/value head, over every num_programs(2)-th
-    split. A token's own key and value are taken from `qkv`, rounded as the cache would, and not read back: so they may
-    be written here (`WRITES`) where nobody else reads them."""
+    """Compute softmax(q K^T scale) V of one token, for the query heads of one key/value head, over every
+    num_programs(2)-th split. A token's own key and value come from `qkv`, rounded as in the cache, and are not read
+    back. They may therefore be written here (`WRITES`) if no other token reads them."""
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     heads = kv_heads * GROUP
     position = tl.load(positions + token).to(tl.int32)
@@ -297,15 +292,15 @@ def _attend(
     real = g < GROUP
 
     first = qkv + token * (heads + 2 * kv_heads) * DIM
-    # heads that fill up the group repeat its last one: nothing of them is stored
+    # padding heads repeat the group's last head; they are not stored
     query_heads = head * GROUP + tl.minimum(g, GROUP - 1)
-    q = _turned(first + query_heads * DIM, cos, sin, position, DIM, PADDED_DIM).to(element)
+    q = _rotated(first + query_heads * DIM, cos, sin, position, DIM, PADDED_DIM).to(element)
     key_at = first + (heads + head) * DIM
-    own_key = tl.sum(_turned(key_at + tl.zeros((1,), tl.int32), cos, sin, position, DIM, PADDED_DIM), axis=0)
+    own_key = tl.sum(_rotated(key_at + tl.zeros((1,), tl.int32), cos, sin, position, DIM, PADDED_DIM), axis=0)
     own_key = own_key.to(element)
     own_value = tl.load(key_at + kv_heads * DIM + d, mask=inside, other=0.0).to(element)
     own_score = tl.sum(q.to(tl.float32) * own_key.to(tl.float32)[None, :], axis=1) * scale
-    # a constant, which is decided when compiling, and a value: not to be joined
+    # not joined with `and`: the first is a constant at compile time, the second a value
     if WRITES:  # noqa: SIM102
         if tl.program_id(2) == 0:
             block = tl.load(table + position // _PAGE)
@@ -313,7 +308,7 @@ def _attend(
 
     for split in range(tl.program_id(2), own_split + 1, tl.num_programs(2)):
         is_own = split == own_split
-        largest = tl.where(is_own, own_score, _NEVER)
+        largest = tl.where(is_own, own_score, _MINUS_INFINITY)
         total = tl.where(is_own, 1.0, 0.0) + tl.zeros((PADDED_GROUP,), tl.float32)
         acc = tl.where(is_own, own_value.to(tl.float32)[None, :], 0.0) + tl.zeros(
             (PADDED_GROUP, PADDED_DIM), tl.float32
@@ -324,7 +319,7 @@ def _attend(
             t = tile + tl.arange(0, TILE)
             offset = t % _PAGE
             seen = t < end
-            # whole blocks, so that a load of keys stays wide: what lies behind `end` there is not `seen`
+            # load whole blocks, so that loads of keys stay wide; positions after `end` are masked by `seen`
             held = (t // _PAGE) * _PAGE < end
             block = tl.load(table + t // _PAGE, mask=held, other=_NO_BLOCK).to(tl.int64)
             base = (block * kv_heads + head) * (_PAGE * DIM)
@@ -334,7 +329,7 @@ def _attend(
                 other=0.0,
             )
             scores = tl.dot(q, key, input_precision="ieee") * scale
-            scores = tl.where(seen[None, :], scores, _NEVER)
+            scores = tl.where(seen[None, :], scores, _MINUS_INFINITY)
             new_largest = tl.maximum(largest, tl.max(scores, axis=1))
             weights = tl.exp(scores - new_largest[:, None])
             shrink = tl.exp(largest - new_largest)
@@ -363,7 +358,7 @@ def _combine(
     positions: tl.tensor, sums: tl.tensor, scales: tl.tensor, out: tl.tensor, heads: tl.tensor,
     num_splits: tl.tensor, DIM: tl.constexpr, PADDED_DIM: tl.constexpr, SPLIT_: tl.constexpr,
 ) -> None:  # fmt: skip
-    """The splits of one token and query head, added up in order of position."""
+    """Add up the splits of one token and query head, in order of position."""
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     used = tl.load(positions + token).to(tl.int32) // SPLIT_ + 1
     d = tl.arange(0, PADDED_DIM)
@@ -384,12 +379,12 @@ def _combine(
     tl.store(out + here * DIM + d, (acc / total).to(out.dtype.element_ty), mask=inside)
 
 
-# ---- the gate of the MLP ----
+# ---- the MLP's gate ----
 
 
 @triton.jit
 def _gate(gate_up: tl.tensor, out: tl.tensor, width: tl.tensor, BLOCK: tl.constexpr) -> None:
-    """silu(gate) * up for one piece of a row of gate_up [N, 2 F]."""
+    """Compute silu(gate) * up for one piece of a row of gate_up [N, 2 F]."""
     row = tl.program_id(0).to(tl.int64)
     i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = i < width
@@ -403,10 +398,10 @@ def _gate(gate_up: tl.tensor, out: tl.tensor, width: tl.tensor, BLOCK: tl.conste
 
 @triton.jit
 def _log(x: tl.tensor) -> tl.tensor:
-    """Natural logarithm of positive normal numbers: Cephes' logf, about 1 ulp, as in kernels.c. Triton's own is the
-    device's fast one, whose absolute error is too much where the logarithm is near 0."""
+    """Return the natural logarithm of positive normal numbers: Cephes' logf, about 1 ulp, as in numbers.h. Triton's own
+    logarithm is the device's fast one, whose absolute error is too large where the logarithm is near 0."""
     bits = x.to(tl.int32, bitcast=True)
-    exponent = (bits - 0x3F3504F3) >> 23  # the rest of x lies in [sqrt(1/2), sqrt(2))
+    exponent = (bits - 0x3F3504F3) >> 23  # x / 2^exponent is in [sqrt(1/2), sqrt(2))
     f = (bits - (exponent << 23)).to(tl.float32, bitcast=True) - 1.0
     e = exponent.to(tl.float32)
     z = f * f
@@ -423,7 +418,7 @@ def _log(x: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def _gumbel(words: tl.tensor, low: tl.tensor, high: tl.tensor) -> tl.tensor:
-    """noise.py's function, word for word."""
+    """Return Gumbel noise; the same function as in sampling.py."""
     x = (words ^ low) * _ROUND_1
     x = ((x ^ (x >> 15)) + high) * _ROUND_2
     x = (x ^ (x >> 16)) & 0x7FFFFFFF
@@ -441,19 +436,19 @@ def _look(
     logits: tl.tensor, temperatures: tl.tensor, keys: tl.tensor, words: tl.tensor, banned: tl.tensor,
     found: tl.tensor, places: tl.tensor, vocab: tl.tensor, num_banned: tl.tensor, CHUNK: tl.constexpr,
 ) -> None:  # fmt: skip
-    """One chunk of one row's logits [N, V] -> found [4, N, E]: the largest logit / temperature, the sum of exponentials
-    relative to it, the largest of log p + noise up to a constant, and the logit / temperature there; places [N, E]: its
-    token. Banned tokens [N, B] (negative: none) count as minus infinity."""
+    """Reduce one chunk of one row's logits [N, V] to found [4, N, E]: the largest logit / temperature, the sum of
+    exponentials relative to it, the largest log p + noise up to a constant, and the logit / temperature at that token;
+    and places [N, E]: the token. Banned tokens [N, B] (negative: none) count as minus infinity."""
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     i = chunk * CHUNK + tl.arange(0, CHUNK)
     inside = i < vocab
     temperature = tl.load(temperatures + row)
     divisor = tl.where(temperature > 0.0, temperature, 1.0)
-    scaled = tl.div_rn(tl.load(logits + row * vocab + i, mask=inside, other=_NEVER), divisor)
+    scaled = tl.div_rn(tl.load(logits + row * vocab + i, mask=inside, other=_MINUS_INFINITY), divisor)
     for b in range(num_banned):
-        scaled = tl.where(i == tl.load(banned + row * num_banned + b), _NEVER, scaled)
+        scaled = tl.where(i == tl.load(banned + row * num_banned + b), _MINUS_INFINITY, scaled)
     largest = tl.max(scaled, axis=0)
-    total = tl.sum(tl.exp(scaled - tl.where(largest == _NEVER, 0.0, largest)), axis=0)
+    total = tl.sum(tl.exp(scaled - tl.where(largest == _MINUS_INFINITY, 0.0, largest)), axis=0)
     low = tl.load(keys + row * 2).to(tl.uint32, bitcast=True)
     high = tl.load(keys + row * 2 + 1).to(tl.uint32, bitcast=True)
     noise = _gumbel(tl.load(words + i, mask=inside, other=0).to(tl.uint32, bitcast=True), low, high)
@@ -479,15 +474,15 @@ def _pick(
     num_chunks: tl.tensor,
     PADDED: tl.constexpr,
 ) -> None:
-    """The chunks of one row -> its token and log-prob."""
+    """Combine the chunks of one row into its token and log-prob."""
     row = tl.program_id(0).to(tl.int64)
     stride = tl.num_programs(0).to(tl.int64) * num_chunks
     e = tl.arange(0, PADDED)
     inside = e < num_chunks
     at = row * num_chunks + e
-    largest = tl.load(found + at, mask=inside, other=_NEVER)
+    largest = tl.load(found + at, mask=inside, other=_MINUS_INFINITY)
     totals = tl.load(found + stride + at, mask=inside, other=0.0)
-    noisy = tl.load(found + 2 * stride + at, mask=inside, other=_NEVER)
+    noisy = tl.load(found + 2 * stride + at, mask=inside, other=_MINUS_INFINITY)
     top = tl.max(largest, axis=0)
     normaliser = top + tl.log(tl.sum(totals * tl.exp(largest - top), axis=0))
     at_best = row * num_chunks + tl.argmax(noisy, axis=0)

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from pipeline.graph.graph import GraphSpec, made_from, run_nodes
-from pipeline.workers.bindings.scoring import advantage_step
 from pipeline.workers.messages import Call
 from pipeline.workers.parts import WorkerParts
+from pipeline.workers.stages import advantage_step
 from storage.address import Address
 from storage.commits import Commit, provenance_here
 from storage.errors import MissingOutput

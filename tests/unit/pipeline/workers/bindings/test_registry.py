@@ -5,9 +5,7 @@ from __future__ import annotations
 import pytest
 
 from pipeline.graph.graph import STAGE_ROLES
-from pipeline.workers.bindings.binding import Computed, SelfCommitting
-from pipeline.workers.bindings.registry import STAGES, UnboundStage, binding_of, register
-from pipeline.workers.bindings.scoring import score_shard
+from pipeline.workers.stages import STAGES, Computed, SelfCommitting, UnboundStage, binding_of, register, score_shard
 
 
 def test_every_stage_of_the_graph_is_bound_and_no_other() -> None:

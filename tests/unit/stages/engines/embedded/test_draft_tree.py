@@ -6,9 +6,8 @@ import numpy as np
 import pytest
 
 from stages.engines.embedded.batch import Draws, keep, lay_out
-from stages.engines.embedded.draft_tree import NO_GUESSES, DraftTree, chain
-from stages.engines.embedded.drafts.guesses import Guesses, joined
-from stages.engines.embedded.rows import Row
+from stages.engines.embedded.drafts.drafters import Guesses, merge_guesses
+from stages.engines.embedded.rows import NO_GUESSES, DraftTree, Row, chain
 from stages.engines.embedded.scheduler import Chunk
 from stages.engines.protocol import Request
 from stages.models.sampling import SamplingConfig
@@ -82,7 +81,7 @@ def test_what_is_kept(draws: list[int], kept: list[int], cached: int, again: int
     drawn = Draws(np.array(draws), np.full(6, -0.5, np.float32))
     assert keep([Chunk(row, 13, 1, True, FILM)], drawn, 3) == [kept]
     assert row.tokens[14:] == [draws[place] for place in kept]
-    assert (row.num_cached, row.num_again, row.num_pending) == (cached, again, 1 + again)
+    assert (row.num_cached, row.num_to_refeed, row.num_pending) == (cached, again, 1 + again)
     assert row.decodes
     assert row.versions == [3] * len(kept)
 
@@ -111,7 +110,7 @@ def test_guesses_of_two_drafters_are_joined() -> None:
     """Both say 10; the first goes on with 11, the second, which is surer of 10, with 12; 13 is its own."""
     first = guesses(chain((10, 11)), "a", 0.5, 0.4)
     second = guesses(DraftTree((13, 10, 12), (-1, -1, 1)), "b", 0.1, 0.7, 0.3)
-    both = joined(first, second)
+    both = merge_guesses(first, second)
     assert both.tree == DraftTree((10, 11, 13, 12), (-1, 0, -1, 0))
     assert both.kinds == ("b", "a", "b", "b")
     assert both.gains == (0.7, 0.4, 0.1, 0.3)

@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 
 from stages.engines.embedded.cache import BlockPool
-from stages.engines.embedded.draft_tree import chain
-from stages.engines.embedded.kernels.paging import NO_BLOCK
-from stages.engines.embedded.rows import Row
+from stages.engines.embedded.kernels.blocks import NO_BLOCK
+from stages.engines.embedded.rows import Row, chain
 from stages.engines.embedded.scheduler import BATCH_PROMPT_TOKENS, Chunk, Scheduler
 from stages.engines.protocol import Request
 from stages.models.sampling import SamplingConfig

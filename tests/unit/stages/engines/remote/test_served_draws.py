@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from stages.engines.embedded.sampling.noise import gumbel, noise_keys
+from stages.engines.embedded.sampling import gumbel, noise_keys
 from stages.engines.remote.serving.adapter import ServedRow
 from stages.engines.remote.serving.draws import draw, fastest_choice
 

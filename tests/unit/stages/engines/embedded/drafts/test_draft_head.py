@@ -12,7 +12,7 @@ from stages.engines.embedded.drafts.draft_head import unroll
 from stages.engines.embedded.kernels.cpu.native import load_native_kernels
 from stages.engines.embedded.kernels.protocol import DraftingKernels, Guessed, HeadWeights, Kernels
 from stages.engines.embedded.kernels.reference import TorchKernels
-from stages.engines.embedded.sampling.noise import gumbel, noise_keys, token_words
+from stages.engines.embedded.sampling import gumbel, noise_keys, token_words
 from tests.support.processors import KERNELS
 
 ROWS, DEPTH, BRANCHES, C, R = 5, 3, 3, 24, 40

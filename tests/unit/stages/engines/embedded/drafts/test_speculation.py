@@ -10,12 +10,10 @@ import numpy as np
 import pytest
 import torch
 
-from stages.engines.config import SpeculationConfig
-from stages.engines.embedded.draft_tree import NO_GUESSES, DraftTree, chain
 from stages.engines.embedded.drafts.costs import DraftingCosts, PassCosts, choose_depth, choose_guesses, expected_speed
 from stages.engines.embedded.drafts.drafters import Draft, Drafter, NgramDrafter
-from stages.engines.embedded.drafts.speculation import Speculation, check_speculation
-from stages.engines.embedded.rows import Row
+from stages.engines.embedded.drafts.speculation import Speculation
+from stages.engines.embedded.rows import NO_GUESSES, DraftTree, Row, chain
 from stages.engines.embedded.scheduler import Chunk
 from stages.engines.protocol import Request
 from stages.models.sampling import SamplingConfig
@@ -339,28 +337,6 @@ def test_drafts_end_where_the_row_does() -> None:
     """The last token is sampled anyway: of 3 left, 2 can be drafted."""
     row = make_row((1, 2), (3,) * 27)
     assert make_speculation(Ones(), longest=8, lengths="longest").propose([row], 0) == {row: chain((1, 1))}
-
-
-@pytest.mark.parametrize(
-    ("config", "message"),
-    [
-        (SpeculationConfig(max_tokens=0), r"max_tokens is 0; a draft has at least 1"),
-        (SpeculationConfig(branches=0), r"branches is 0; .* at least 1 guess"),
-        (SpeculationConfig(head_vocab=1), r"head_vocab is 1; .* at least 2 tokens"),
-        (SpeculationConfig(head_memory_mb=0), r"head_memory_mb is 0; .* at least 1"),
-        (
-            SpeculationConfig(train_share=0.0),
-            r"train_share is 0\.0; .* above 0 and at most 1",
-        ),
-        (
-            SpeculationConfig(train_share=1.5),
-            r"train_share is 1\.5; .* above 0 and at most 1",
-        ),
-    ],
-)
-def test_settings_that_cannot_work_are_refused(config: SpeculationConfig, message: str) -> None:
-    with pytest.raises(ValueError, match=rf"^engine\.embedded\.speculation\.{message}"):
-        check_speculation(config)
 
 
 def look_up(drafter: NgramDrafter, row: Row, longest: int) -> Draft | None:

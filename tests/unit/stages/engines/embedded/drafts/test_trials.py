@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 
-from stages.engines.embedded.drafts.trials import Trials
+from stages.engines.embedded.drafts.costs import Trials
 
 
 def run(trials: Trials, passes: int, num_rows: int, drafted_s: float, drafted_tokens: int) -> list[bool]:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from stages.engines.embedded.kernels.arena import Slabs
+from stages.engines.embedded.kernels.packed import Slabs
 
 
 @pytest.fixture(scope="session", autouse=True)

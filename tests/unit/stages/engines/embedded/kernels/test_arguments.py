@@ -12,7 +12,7 @@ import torch
 
 from stages.engines.embedded.kernels.cpu.native import NativeKernels, load_native_kernels
 from stages.engines.embedded.kernels.protocol import Angles, Block, HeadWeights, Tokens
-from stages.engines.embedded.sampling.noise import token_words
+from stages.engines.embedded.sampling import token_words
 from tests.support.processors import needs_compiler
 
 pytestmark = needs_compiler
@@ -189,7 +189,7 @@ def test_the_draft_head(native: NativeKernels) -> None:
     }
     assert native.unroll(**given).slots.shape == (rows, depth, 2)
     bad: dict[str, dict[str, Any]] = {
-        "slots are 0 to 9": {"slots": np.array([0, slots + 1])},
+        "slots must be 0 to 9": {"slots": np.array([0, slots + 1])},
         "slots are int32": {"slots": np.array([0, 1], np.int32)},
         "embedding is": {"head": replace(head, embedding=zeros(slots, width))},
         "words is": {"head": replace(head, words=token_words(slots - 1, torch.device("cpu")))},
@@ -198,7 +198,7 @@ def test_the_draft_head(native: NativeKernels) -> None:
         "temperatures for 2 draws": {"temperatures": [1.0]},
         "keys of noise are": {"keys": np.zeros((rows, depth + 1), np.uint64)},
         "lists of banned slots": {"banned": [()] * rows},
-        "banned slots that are none": {"banned": [(slots,)] + [()] * (rows * depth - 1)},
+        "banned slots out of range": {"banned": [(slots,)] + [()] * (rows * depth - 1)},
         "guesses among 9 slots": {"branches": slots},
     }
     for message, changes in bad.items():

@@ -13,14 +13,13 @@ import torch
 
 from stages.engines.config import EmbeddedConfig, EngineConfig
 from stages.engines.embedded.batch import Batch, Draws
+from stages.engines.embedded.kernels.blocks import BLOCK_TOKENS, NO_BLOCK
 from stages.engines.embedded.kernels.cuda.graphs import BANNED, SIZES, CapturedBatches, Run, reads_no_new_key, size_for
-from stages.engines.embedded.kernels.paging import BLOCK_TOKENS, NO_BLOCK
 from stages.engines.embedded.kernels.protocol import DeviceKernels, Tokens
 from stages.engines.embedded.kernels.reference import TorchKernels
 from stages.engines.embedded.runner import LocalRunner
-from stages.engines.embedded.sampling.draw import ban
-from stages.engines.embedded.sampling.noise import noise_keys
-from stages.models.hf_config import RANDOM_TINY
+from stages.engines.embedded.sampling import ban, noise_keys
+from stages.models.spec import RANDOM_TINY
 
 CPU = torch.device("cpu")
 MAX_SEQ = 64
@@ -59,7 +58,7 @@ class Counting:
 def runner(monkeypatch: pytest.MonkeyPatch) -> Iterator[LocalRunner]:
     """Its batches of the right kind are padded."""
     monkeypatch.setattr("stages.engines.embedded.runner.choose_kernels", lambda engine, device: OnDevice())
-    with closing(LocalRunner(RANDOM_TINY, EngineConfig(slots=16), max_seq=MAX_SEQ, device=CPU)) as runner:
+    with closing(LocalRunner(RANDOM_TINY, EngineConfig(max_rows=16), max_seq=MAX_SEQ, device=CPU)) as runner:
         yield runner
 
 
@@ -87,7 +86,7 @@ def test_padded_batches_draw_what_eager_ones_draw(runner: LocalRunner) -> None:
     """Every number of rows up to 13, over positions that reach a second block; afterwards drafts: several tokens of a
     row. What one batch leaves in the buffers must not show in the next, so sizes shrink and grow."""
     assert isinstance(OnDevice(), DeviceKernels)
-    settings = EngineConfig(slots=16, embedded=EmbeddedConfig(kernels="torch"))
+    settings = EngineConfig(max_rows=16, embedded=EmbeddedConfig(kernels="torch"))
     with closing(LocalRunner(RANDOM_TINY, settings, max_seq=MAX_SEQ, device=CPU)) as plain:
         for position, num_rows in enumerate([13, 13, 5, 1, 2, 9, 4, 13, 3, 7, 8, 6, 10, 11, 12, 13, 13, 2, 13]):
             batch = decode(num_rows, position, {1: (5, 9), 2: (int(position),)})

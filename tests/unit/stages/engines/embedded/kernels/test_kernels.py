@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 import torch
 
-from stages.engines.embedded.draft_tree import DraftTree
 from stages.engines.embedded.kernels.cpu.native import NativeKernels, load_native_kernels
 from stages.engines.embedded.kernels.protocol import Angles, Kernels, Tokens, TreePaths
 from stages.engines.embedded.kernels.reference import TorchKernels
-from stages.engines.embedded.sampling.noise import gumbel, noise_keys
+from stages.engines.embedded.rows import DraftTree
+from stages.engines.embedded.sampling import gumbel, noise_keys
 from tests.support.processors import NEEDED, kernels_for, needs_compiler
 
 DTYPES = [torch.float32, torch.bfloat16]

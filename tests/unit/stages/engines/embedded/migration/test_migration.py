@@ -16,7 +16,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from stages.engines.config import SpeculationConfig
-from stages.engines.embedded.migration.migrating_engine import MigratingEngine
+from stages.engines.embedded.migration import MigratingEngine
 from stages.engines.migration import MigratableRows, MigratedRow, key_of
 from stages.engines.protocol import RequestError, RowsLost
 from stages.engines.row_loads import EngineLoad, MigrationRequest
@@ -53,7 +53,7 @@ def test_migrated_rows_have_the_bits_of_those_that_stay(kernels: str, with_cache
 def test_rows_that_have_not_begun_move_too() -> None:
     """Queued, half prefilled or admitted: nothing of them is lost."""
     rows = requests()
-    with engines(2, slots=2) as (source, target):
+    with engines(2, max_rows=2) as (source, target):
         results, gate = pause_after(source, 0, rows)
         migrated = give(source, gate, rows)
         assert [len(m.tokens) for m in migrated] == [1, 1, 0, 0, 0]
@@ -105,7 +105,7 @@ def test_preempted_where_it_came_to() -> None:
     back, and are fed again."""
     rows, own = requests(6, new=50), requests(14, new=60)
     own = [dataclasses.replace(r, row=100 + r.row) for r in own]
-    with closing(build(kv_budget_mb=16)) as source, closing(build(slots=24, kv_budget_mb=1)) as target:
+    with closing(build(kv_budget_mb=16)) as source, closing(build(max_rows=24, kv_budget_mb=1)) as target:
         results, gate = pause_after(source, 3, rows)
         migrated = give(source, gate, rows)
         theirs, target_gate = pause_after(target, 2, own)
@@ -124,7 +124,7 @@ def test_preempted_where_it_came_to() -> None:
 
 def test_without_a_free_slot_they_wait() -> None:
     rows, own = requests(3), [dataclasses.replace(r, row=100 + r.row) for r in requests(2)]
-    with closing(build()) as source, closing(build(slots=2)) as target:
+    with closing(build()) as source, closing(build(max_rows=2)) as target:
         results, gate = pause_after(source, 3, rows)
         migrated = give(source, gate, rows)
         theirs, target_gate = pause_after(target, 2, own)
@@ -332,7 +332,7 @@ def test_rows_are_reported_while_they_are_few() -> None:
         assert [len(here.rows) for here in reports] == [0, 5, 2, 1, 0]
         assert [here.pass_s > 0 for here in reports] == [False, False, True, True, True]
     here = reports[2]
-    assert (here.version, here.slots, here.position_bytes) == (0, 8, 2 * 4 * 2 * 16 * 4)
+    assert (here.version, here.max_rows, here.position_bytes) == (0, 8, 2 * 4 * 2 * 16 * 4)
     assert [row.key for row in here.rows] == [(1, 2, 3), (1, 2, 4)]
     assert [row.left for row in here.rows] == [4, 8]
     assert all(row.cached == row.tokens - 1 for row in here.rows)

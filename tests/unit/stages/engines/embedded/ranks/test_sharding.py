@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from stages.engines.embedded.ranks.sharding import divide, shard_tensors
+from stages.engines.embedded.division import divide
+from stages.engines.embedded.ranks.rank_model import shard_tensors
 from stages.models.spec import ModelSpec, tensor_shapes
 
 SMOLLM2 = ModelSpec(

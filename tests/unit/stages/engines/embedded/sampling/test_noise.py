@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from stages.engines.embedded.sampling.noise import gumbel, noise_keys
+from stages.engines.embedded.sampling import gumbel, noise_keys
 
 CPU = torch.device("cpu")
 GAMMA = 0.57721566490153286

@@ -1,0 +1,337 @@
+"""The smaller sections of a run's config, each with the function that yields its problems.
+
+alarms       rules that warn about a run, and which of them end it
+checkpoint   how often the trained models are saved
+cluster      where workers come from, how long the driver waits, how often it tries again
+evaluate     how often and how held-out prompts are sampled and scored, and which version is the best
+export       which versions are written in Hugging Face layout
+mismatch     how engine and trainer are compared at each version, and when the difference is an alarm
+rollout      responses per step, and their division into shards
+tracking     MLflow, plots and the report
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Literal
+
+from stages.rewards.config import RewardPartsConfig, parts_problems
+from storage.problems import Constraint, Problem, above, at_least, between, divides, local_directory, setting
+
+RULES = ("trainer_idle", "engine_silent", "staleness", "entropy", "kl", "critic", "first_updates")
+"""Names of the alarms in the journal, in MLflow's tags, in the table at the end, and in `alarms.stop`."""
+
+
+@dataclass
+class AlarmsConfig:
+    """The limits of the rules. Null switches a rule off. An alarm is raised when its rule begins to hold; it is raised
+    again only after the rule has ceased to hold."""
+
+    trainer_idle_s: float | None = setting(900.0, above(0, ", or null for no such alarm"))
+    """trainer_idle: seconds for which the policy's gang is up and has no node to work on."""
+    engine_silent_s: float | None = setting(900.0, above(0, ", or null for no such alarm"))
+    """engine_silent: seconds for which a generating replica has work and finishes none of it."""
+    staleness_steps: int | None = setting(None, at_least(1, ", or null for no such alarm"))
+    """staleness: steps in a row in which every token is at the staleness bound. For `rollout.versions: latest`; under
+    `exact` every row is at the bound by design."""
+    entropy_below: float | None = setting(0.05, above(0, ", or null for no such alarm"))
+    """entropy: nats per sampled token (`policy/entropy`) below which the policy's entropy has collapsed."""
+    kl_above: float | None = setting(1.0, above(0, ", or null for no such alarm"))
+    """kl: nats per token to the reference (`kl/ref_per_token`) above which the policy is too far from it."""
+    steps: int = setting(3, at_least(1))
+    """entropy, kl: steps in a row in which the limit is crossed."""
+    critic_steps: int | None = setting(20, at_least(1, ", or null for no such alarm"))
+    """critic: steps in a row with a negative `critic/explained_variance`, which is worse than a constant."""
+    stop: list[str] = setting([])
+    """Rules whose alarm ends the run. The run can be resumed."""
+
+
+def alarms_problems(config: AlarmsConfig) -> Iterator[Problem]:
+    """Yield the section's problems that do not involve other sections."""
+    for rule in config.stop:
+        if rule not in RULES:
+            yield Problem("alarms.stop", rule, f"no such rule; the rules are {', '.join(RULES)}")
+
+
+# ---- checkpoint ------------------------------------------------------------------------------------------
+
+
+@dataclass
+class CheckpointConfig:
+    every: int = setting(10, at_least(1))
+    """Updates between checkpoints. After a trainer is lost, at most this many are replayed from the stored rollouts."""
+    keep: int = setting(2, at_least(1))
+    """Newest checkpoints kept of each model; more are kept if the staleness bound needs an older one."""
+    keep_every: int | None = setting(None, at_least(1))
+    """Checkpoints of versions that are multiples of this are also kept; null: none."""
+
+
+def checkpoint_problems(config: CheckpointConfig) -> Iterator[Problem]:
+    """Yield the section's problems that do not involve other sections."""
+    if config.keep_every is not None and config.every >= 1 and config.keep_every % config.every:
+        need = f"must be a multiple of checkpoint.every = {config.every}: no other versions are saved"
+        yield Problem("checkpoint.keep_every", config.keep_every, need)
+
+
+# ---- cluster ---------------------------------------------------------------------------------------------
+
+_HIGHEST_PORT = 65535
+_ADDRESS = re.compile(r"[^\s/:\[\]]*:(\d{1,5})")
+FEWEST_TO_GATHER = 3
+"""The smallest `migrate_rows_below` with an effect: at 3, two rows on two replicas are brought together."""
+_WHAT_THERE_IS = ", or null for what there is"
+
+
+def _is_address(given: str) -> bool:
+    match = _ADDRESS.fullmatch(given)
+    return match is not None and int(match[1]) <= _HIGHEST_PORT
+
+
+@dataclass
+class ClusterConfig:
+    kind: Literal["local", "attached"] = "local"
+    """Origin of the workers. local: the driver starts them on its own host. attached: `stageline worker` starts them on
+    any hosts, and they join."""
+    interface: str | None = None
+    """Attached: name of the network interface, the same on every host, for all listening sockets, gloo and NCCL; null:
+    each host uses the interface by which it reaches the driver, and gloo and NCCL follow the environment."""
+    host: str | None = None
+    """Attached: address on the driver's host that the scheduler listens on; null: the interface's, or that of the
+    default route."""
+    port: int = setting(0, between(0, _HIGHEST_PORT, " (0: any)"))
+    """Attached: port of the scheduler; 0: any."""
+    scheduler_file: str | None = setting(None, local_directory())
+    """Attached: file that tells workers how to join; null: a new file in the run's directory for each attempt."""
+    arrival_timeout_s: float = setting(600.0, above(0, " seconds"))
+    """Attached: seconds for a worker to join, from the driver's start or from the loss of the worker before it. A
+    replica that is late is left out. A rank that is late ends the run, which can be resumed."""
+    dashboard: str | None = setting(
+        "127.0.0.1:8787",
+        Constraint(
+            f"HOST:PORT, as in 127.0.0.1:8787, with a port from 0 (any) to {_HIGHEST_PORT}; or null for none",
+            _is_address,
+        ),
+    )
+    """Address of the Dask dashboard; null: none. Another port is taken if this one is in use."""
+    start_timeout_s: float = setting(300.0, above(0, " seconds"))
+    """Seconds for workers to load their models after their process has started."""
+    deadline_s: float = setting(1800.0, above(0, " seconds"))
+    """Seconds for one node; after that its worker counts as lost."""
+    collective_timeout_s: float = setting(300.0, above(0, " seconds"))
+    """Seconds for all ranks of a gang to reach a collective; after that the gang counts as lost, and the error names
+    the missing ranks. At most half of `deadline_s` is used, so that the error comes before the gang is ended."""
+    attempts: int = setting(3, at_least(1))
+    """Times that a node may lose its worker before the run gives up."""
+    same_numerics: Literal["refuse", "warn"] = "refuse"
+    """Action if workers of one gang, or of a resumed run, would compute different last bits because their processor,
+    compiler, kernels or libraries differ."""
+    weights_dir: str | None = setting(None, local_directory())
+    """Directory for published weights; null: in /dev/shm."""
+    host_memory_gb: float | None = setting(None, above(0, _WHAT_THERE_IS))
+    """Memory of a host that a run may be predicted to take, in units of 2^30 bytes; null: all that this host, or its
+    container, has."""
+    device_memory_gb: float | None = setting(None, above(0, _WHAT_THERE_IS))
+    """The same of a GPU."""
+    migrate_rows_below: int = setting(
+        0,
+        Constraint(
+            f"0 (rows stay where they are) or {FEWEST_TO_GATHER} or more: two rows on two replicas are the fewest that "
+            "can be brought together",
+            lambda rows: rows == 0 or rows >= FEWEST_TO_GATHER,
+        ),
+    )
+    """If fewer rows than this are left on all replicas together, they move to fewer replicas. 0: never."""
+
+
+def collective_timeout_s(config: ClusterConfig) -> float:
+    """Return the seconds after which the ranks of a gang abandon a collective."""
+    return min(config.collective_timeout_s, config.deadline_s / 2)
+
+
+def cluster_problems(config: ClusterConfig) -> Iterator[Problem]:
+    """Yield the section's problems that do not involve other sections."""
+    if config.interface is not None and config.host is not None:
+        need = f"cluster.interface={config.interface} says it already: one of the two, or neither"
+        yield Problem("cluster.host", config.host, need)
+    if config.kind == "local":
+        given = {
+            "cluster.interface": config.interface,
+            "cluster.host": config.host,
+            "cluster.port": config.port or None,
+            "cluster.scheduler_file": config.scheduler_file,
+        }
+        for key, value in given.items():
+            if value is not None:
+                yield Problem(key, value, "needs cluster.kind=attached: local workers are reached by 127.0.0.1 alone")
+
+
+# ---- evaluate --------------------------------------------------------------------------------------------
+
+
+@dataclass
+class SelectConfig:
+    """The choice of the best version: of the evaluated versions within the budget, the one with the highest mean
+    score."""
+
+    max_kl: float | None = setting(None, above(0, ", or null for no budget"))
+    """KL budget: largest allowed `eval/kl`, in nats per response; null: no budget."""
+
+
+@dataclass
+class EvaluateConfig:
+    every: int | None = setting(None, at_least(0))
+    """Versions between evaluations. The first and the last version are always evaluated; null: only these two; 0:
+    none at all."""
+    shards: int = setting(1, at_least(1))
+    """Parts of an evaluation that are generated and scored separately."""
+    temperature: float | None = setting(None, at_least(0))
+    """Sampling temperature; null: as in training. Noise is keyed by prompt, so that two evaluations are paired."""
+    reward: RewardPartsConfig = field(default_factory=RewardPartsConfig)
+    """Reward of the held-out responses; empty: `reward`."""
+    select: SelectConfig = field(default_factory=SelectConfig)
+
+
+def evaluate_problems(config: EvaluateConfig) -> Iterator[Problem]:
+    """Yield the section's problems that do not involve other sections."""
+    yield from parts_problems(config.reward, "evaluate.reward")
+    if config.every == 0:
+        idle = "nothing is evaluated (evaluate.every=0): leave it out, or evaluate"
+        if config.select.max_kl is not None:
+            yield Problem("evaluate.select.max_kl", config.select.max_kl, idle)
+        if config.reward.given:
+            yield Problem("evaluate.reward", config.reward.kind or [*config.reward.parts], idle)
+
+
+# ---- export ----------------------------------------------------------------------------------------------
+
+
+@dataclass
+class ExportConfig:
+    every: int = setting(0, at_least(0))
+    """Versions between exports in Hugging Face layout. The last version is always exported; 0: only the last."""
+
+
+# ---- mismatch --------------------------------------------------------------------------------------------
+
+FLOAT32_FLOOR_NATS = 0.01
+BFLOAT16_FLOOR_NATS = 0.05
+"""exp(0.05) is 1.05. Measured on a healthy SmolLM2-135M, mean of 32 tokens: 6e-6 nats in float32; in bfloat16 0.014 to
+0.031 in the embedded engine, up to 0.077 in vLLM."""
+FACTOR = 3.0
+"""The means of later versions of a healthy run were 0.6 to 1.3 times the mean of version 0."""
+STALE_SHARE = 2 / 3
+"""Share of the limit that is allowed if the engine's log-probs are close to those of the weights that sampled the
+tokens."""
+
+
+@dataclass
+class MismatchConfig:
+    """Canaries: rows that engine and trainer both score with the same version."""
+
+    rows: int = setting(4, at_least(0))
+    """Rows of the first shard that are canaries, at most all of them; 0: no comparison."""
+    alarm_nats: float | None = setting(
+        None, above(0, " nats, or null for a limit that follows from the difference at version 0")
+    )
+    """Mean absolute difference of the log-probs above which there is an alarm; null: the limit follows from the
+    difference at version 0 (`alarm_limit`)."""
+    stop: bool = False
+    """True: an alarm ends the run. False: it is a warning, an event and a metric."""
+
+
+def alarm_limit(floor: float, first: float | None) -> float:
+    """Return the mean absolute difference above which there is an alarm: max(floor, FACTOR * first).
+
+    `first` is the difference at version 0. Both certainly hold the same weights there, so it is rounding alone. At
+    version 0 itself `first` is None, and the floor takes its place.
+    """
+    return max(floor, FACTOR * (floor if first is None else first))
+
+
+def differs(difference: float, limit: float, moved: float | None) -> bool:
+    """Return True if engine and trainer differ by more than rounding explains.
+
+    `moved` is the mean absolute change of the engine's log-probs since older weights sampled the tokens, or None if the
+    same weights did. An engine that still holds the older weights has not moved: it differs from the trainer by the
+    trainer's whole move. An engine with the new weights has moved with the trainer. So the limit is lower if the engine
+    is closer to its earlier log-probs than to the trainer:
+
+        difference > limit    or    difference > STALE_SHARE * limit  and  moved < difference / 2
+    """
+    stale = moved is not None and moved < difference / 2
+    return difference > (STALE_SHARE * limit if stale else limit)
+
+
+def mismatch_problems(config: MismatchConfig) -> Iterator[Problem]:
+    """Yield the section's problems that do not involve other sections."""
+    if config.stop and not config.rows:
+        need = "without canaries (mismatch.rows=0) there is no alarm to stop at: set mismatch.rows, or false"
+        yield Problem("mismatch.stop", config.stop, need)
+
+
+# ---- rollout ---------------------------------------------------------------------------------------------
+
+
+@dataclass
+class RolloutConfig:
+    rows: int = setting(32, at_least(1))
+    """Responses per PPO step."""
+    shards: int = setting(2, at_least(1))
+    """Parts of a step that are generated, scored and evaluated separately."""
+    responses_per_prompt: int = setting(1, at_least(1))
+    """Responses to each prompt of a step; divides the rows of a shard."""
+    versions: Literal["exact", "latest"] = "exact"
+    """Version of the weights that samples step i. `exact`: max(0, i - staleness), so that a run is a function of its
+    config. `latest`: the newest version that is published when a shard starts, and under `engine.update: inflight` also
+    those published while it runs; never a version older than max(0, i - staleness)."""
+
+
+def rollout_problems(config: RolloutConfig) -> Iterator[Problem]:
+    """Yield the section's problems that do not involve other sections."""
+    yield from divides("rollout.shards", config.shards, "rollout.rows", config.rows)
+    if config.shards >= 1:
+        key, responses = "rollout.responses_per_prompt", config.responses_per_prompt
+        yield from divides(key, responses, "rows of a shard", config.rows // config.shards)
+
+
+# ---- tracking --------------------------------------------------------------------------------------------
+
+SQLITE = "sqlite:///"
+_SCHEMES = (SQLITE, "http://", "https://")
+
+
+@dataclass
+class TrackingConfig:
+    uri: str | None = setting(
+        "sqlite:///runs/mlflow.db",
+        Constraint(
+            "sqlite:///PATH (a file), or http:// or https:// (a server), or null for no tracking",
+            lambda uri: uri.startswith(_SCHEMES),
+        ),
+    )
+    """URI of MLflow's store or server; null: no tracking."""
+    experiment: str = "stageline"
+    """Name of the MLflow experiment."""
+    parent: str | None = None
+    """MLflow's id of the run that this one is shown under; a sweep sets it."""
+    register: str | None = setting(
+        None,
+        Constraint(
+            "a name without / and :, or null for no registered model", lambda name: name and not set(name) & set("/:")
+        ),
+    )
+    """Name of a registered model in MLflow; the last version's weights become a version of it. null: none. Needs a
+    sqlite:/// URI."""
+    plots: bool = True
+    """True: curves are drawn as PNG files at the end."""
+    report: bool = True
+    """True: `report.html` is written at the end."""
+
+
+def tracking_problems(config: TrackingConfig) -> Iterator[Problem]:
+    """Yield the section's problems that do not involve other sections."""
+    if config.register is not None and (config.uri is None or not config.uri.startswith(SQLITE)):
+        need = "needs a tracking.uri of sqlite:///: a server takes no weights that lie on this host; or null"
+        yield Problem("tracking.register", config.register, need)

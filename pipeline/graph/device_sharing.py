@@ -1,0 +1,93 @@
+"""Decide which gang holds devices that several gangs share (`placement.device_sharing`). No clock, no I/O, no Dask.
+
+    generate holds them ──it has nothing submitted or ready, train has──► pass: its workers free the devices
+           ▲                                                                  │ all of them have
+           └── pass ◄──it has nothing submitted or ready, generate has── train holds them
+
+A gang keeps the devices as long as it can do anything, because a hand-over costs seconds. With a staleness bound it
+generates as far ahead as the bound allows, and then all of it is trained on. The graph alone says which weights sample
+which rows, so the run computes the same numbers as on separate devices.
+
+There is no deadlock: the holder passes the devices on as soon as it has nothing ready, so it never waits for work that
+only a waiting gang could do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+
+from pipeline.graph.graph import Node
+
+
+@dataclass(frozen=True)
+class Pass:
+    """An instruction: the workers of `giver` free the devices, then `taker` holds them."""
+
+    giver: str
+    taker: str
+
+
+@dataclass(eq=False)
+class _Group:
+    gangs: tuple[str, ...]
+    holder: str | None = None
+    """None until a gang of the group has something to do."""
+    passing: Pass | None = None
+
+
+class DeviceSharing:
+    """Owns the state of each group of gangs that share devices."""
+
+    def __init__(self, groups: Collection[Collection[str]]) -> None:
+        self._groups = [_Group(tuple(gangs)) for gangs in groups]
+        self._group_of = {gang: group for group in self._groups for gang in group.gangs}
+
+    def has(self, gang: str) -> bool:
+        """Return True if the gang owns its devices, or holds the shared ones and is not about to pass them on."""
+        group = self._group_of.get(gang)
+        return group is None or (group.holder == gang and group.passing is None)
+
+    def shares(self, gang: str) -> bool:
+        """Return True if the gang shares its devices with others."""
+        return gang in self._group_of
+
+    def holder(self, gang: str) -> str | None:
+        """Return the gang that holds the devices this gang waits for, or None if it holds them itself."""
+        return None if self.has(gang) else self._group_of[gang].holder
+
+    def take_free(self, first_ready: Callable[[str], Node | None]) -> None:
+        """Give devices that nobody holds yet to the gang with the most urgent ready node."""
+        for group in self._groups:
+            if group.holder is None:
+                group.holder = _most_urgent(group.gangs, first_ready)
+
+    def next_passes(self, at_work: Callable[[str], bool], first_ready: Callable[[str], Node | None]) -> list[Pass]:
+        """Return the hand-overs that begin now.
+
+        Args:
+            at_work: returns True if anything is handed out to a gang.
+            first_ready: returns a gang's most urgent node that waits only for a worker.
+        """
+        found = []
+        for group in self._groups:
+            holder = group.holder
+            if holder is None or group.passing is not None or at_work(holder) or first_ready(holder) is not None:
+                continue
+            taker = _most_urgent([gang for gang in group.gangs if gang != holder], first_ready)
+            if taker is not None:
+                group.passing = Pass(holder, taker)
+                found.append(group.passing)
+        return found
+
+    def passed(self, giver: str) -> None:
+        """Record that all workers of this gang have freed the devices."""
+        group = self._group_of[giver]
+        assert group.passing is not None, f"{giver} was not to leave its devices"
+        assert group.passing.giver == giver, f"{group.passing.giver} was to leave its devices, not {giver}"
+        group.holder, group.passing = group.passing.taker, None
+
+
+def _most_urgent(gangs: Collection[str], first_ready: Callable[[str], Node | None]) -> str | None:
+    ready = [(node, gang) for gang in gangs if (node := first_ready(gang)) is not None]
+    return min(ready)[1] if ready else None

@@ -1,0 +1,245 @@
+"""Show people what every node and every gang is doing. No clock, no I/O, no Dask.
+
+**Queues.** Workers do not report when a node begins. It follows from what dispatch knows: a worker runs as many nodes
+as it has threads, begins the most urgent one that can run, and interrupts none.
+
+    handed out ──its parents are done──► queued ──a thread is free, nothing queued is more urgent──► running ──► gone
+
+**States** of a node in the driver's window:
+
+    waiting ──parents done──► ready ──handed to a worker──► queued ──it begins──► running ──committed──► done
+       ▲                        └─────────────── its worker is lost ───────────────┘
+       └── also a node that was handed out ahead of its parents
+
+**Waits.** What an idle gang waits for is found by following unfinished parents:
+
+    idle gang ──► its most urgent node ──► unfinished parents ──► their parents ──► ... ──► nodes that run
+                                           (for a queued node:                       └────► nodes that wait for a worker
+                                           the nodes its worker runs first)
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass
+from enum import StrEnum
+
+from pipeline.graph.graph import STAGE_ROLES, GraphSpec, Node, step_nodes, step_of
+from stages.models.protocol import Role
+from storage.address import Address
+
+
+class WorkerQueues:
+    """Owns the queue of every worker. A worker is named by its gang and its replica (rank 0 in an ordered gang)."""
+
+    def __init__(self) -> None:
+        self._workers: dict[Address, tuple[str, int]] = {}
+        """The worker of every node that is handed out."""
+        self._threads: dict[tuple[str, int], int] = {}
+        self._unfinished: dict[Address, set[Address]] = {}
+        """Unfinished parents of a node that was handed out ahead of them."""
+        self._children: defaultdict[Address, set[Address]] = defaultdict(set)
+        """Nodes that were handed out ahead of a parent, by that parent."""
+        self._queued: defaultdict[tuple[str, int], list[Node]] = defaultdict(list)
+        """A heap per worker. A node that is gone stays in it until it reaches the top."""
+        self._running: defaultdict[tuple[str, int], set[Address]] = defaultdict(set)
+        self._nodes: dict[Address, Node] = {}
+        self._beside: set[Address] = set()
+        """Running nodes that only wait and occupy no thread that others could use."""
+
+    def hand_out(self, node: Node, worker: tuple[str, int], threads: int, unfinished: Iterable[Address]) -> None:
+        """Record that a node was handed to a worker that runs `threads` nodes at once. `unfinished`: its parents that
+        are not done."""
+        address = node.address
+        self._workers[address], self._nodes[address], self._threads[worker] = worker, node, threads
+        parents = set(unfinished)
+        if not parents:
+            self._enter(node)
+            return
+        self._unfinished[address] = parents
+        for parent in parents:
+            self._children[parent].add(address)
+
+    def done(self, address: Address) -> None:
+        """Record that a node has its commit. It leaves its worker, and nodes that waited for it may run."""
+        self.lost(address)
+        for child in self._children.pop(address, ()):
+            left = self._unfinished.get(child)
+            if left is not None and address in left:
+                left.remove(address)
+                if not left:
+                    del self._unfinished[child]
+                    self._enter(self._nodes[child])
+
+    def lost(self, address: Address) -> None:
+        """Remove a node from its worker."""
+        worker = self._workers.pop(address, None)
+        if worker is None:
+            return
+        del self._nodes[address]
+        self._unfinished.pop(address, None)
+        self._beside.discard(address)
+        self._running[worker].discard(address)
+        self._begin(worker)
+
+    def step_aside(self, address: Address) -> None:
+        """Record that a running node only waits from now on, in a thread of its own."""
+        worker = self._workers.get(address)
+        if worker is not None and address in self._running[worker]:
+            self._running[worker].remove(address)
+            self._beside.add(address)
+            self._begin(worker)
+
+    def is_running(self, address: Address) -> bool:
+        """Return True if the node's worker runs it."""
+        worker = self._workers.get(address)
+        return worker is not None and (address in self._running[worker] or address in self._beside)
+
+    def before(self, address: Address) -> tuple[Address, ...]:
+        """Return the nodes that its worker runs first, if the node could run but is queued; else nothing."""
+        worker = self._workers.get(address)
+        if worker is None or address in self._unfinished or self.is_running(address):
+            return ()
+        return tuple(sorted(self._running[worker]))
+
+    def _enter(self, node: Node) -> None:
+        worker = self._workers[node.address]
+        heapq.heappush(self._queued[worker], node)
+        self._begin(worker)
+
+    def _begin(self, worker: tuple[str, int]) -> None:
+        queued, running = self._queued[worker], self._running[worker]
+        while queued and len(running) < self._threads[worker]:
+            node = heapq.heappop(queued)
+            if self._nodes.get(node.address) is node:
+                running.add(node.address)
+
+
+# ---- States --------------------------------------------------------------------------------------------------
+
+ROWS = ("publish", *(stage for stage in STAGE_ROLES if stage != "publish"))
+"""Stages from top to bottom of a page. `publish` is first, so that its edges to `generate` are short."""
+
+
+class NodeState(StrEnum):
+    """What a node is doing, as people are told."""
+
+    WAITING = "waiting"
+    """It waits for parents."""
+    READY = "ready"
+    """It waits only for a worker."""
+    QUEUED = "queued"
+    """A worker has it, and runs other nodes first."""
+    RUNNING = "running"
+    """A worker runs it."""
+    DONE = "done"
+    """It has its commit."""
+
+
+@dataclass(frozen=True)
+class NodeStatus:
+    """The state of one node."""
+
+    node: Node
+    state: NodeState
+    worker: tuple[str, int] | None = None
+    """Gang and replica (rank 0 in an ordered gang) that the node was handed to."""
+    losses: int = 0
+    """Number of times it was lost with its worker."""
+
+
+def node_state(done: bool, submitted: bool, parents_done: bool, running: bool) -> NodeState:
+    """Return the state of a node. A node that was handed out ahead of its parents still waits for them."""
+    if done:
+        return NodeState.DONE
+    if not parents_done:
+        return NodeState.WAITING
+    if not submitted:
+        return NodeState.READY
+    return NodeState.RUNNING if running else NodeState.QUEUED
+
+
+def with_steps_over(
+    spec: GraphSpec, statuses: Sequence[NodeStatus], admitted: int, past: int, most: int
+) -> list[NodeStatus]:
+    """Return the open steps' statuses with finished steps filled in, parents before children.
+
+    Args:
+        statuses: every node of the open steps. All other steps below `admitted` are over, also between open ones: an
+            evaluation may keep its step open while later steps end.
+        past: finished steps to include before the oldest open one.
+        most: most nodes to return; the oldest finished steps are left out first.
+    """
+    by_step: dict[int, list[NodeStatus]] = {}
+    for status in statuses:
+        by_step.setdefault(step_of(status.node), []).append(status)
+    over = [step for step in range(max(0, min(by_step, default=admitted) - past), admitted) if step not in by_step]
+    affordable = max(0, most - len(statuses)) // len(step_nodes(spec, 1))
+    for step in over[max(0, len(over) - affordable) :]:
+        by_step[step] = [NodeStatus(node, NodeState.DONE) for node in step_nodes(spec, step)]
+    return [status for step in sorted(by_step) for status in by_step[step]]
+
+
+# ---- Waits ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Wait:
+    """The reason why a gang is idle."""
+
+    node: Address
+    """Node that the gang would run next."""
+    running: tuple[Address, ...]
+    """Running nodes that it waits for, directly or through other nodes."""
+    ready: tuple[Address, ...]
+    """Nodes that it waits for and that wait only for a worker."""
+    devices_of: str | None = None
+    """Gang that holds the devices which this gang shares."""
+
+    def __str__(self) -> str:
+        if self.devices_of is not None and self.ready == (self.node,):
+            return f"{self.node} waits for the devices, which {self.devices_of} holds"
+        behind = [f"{address} (running)" for address in self.running]
+        behind += [f"{address} (waiting for a worker)" for address in self.ready]
+        return f"{self.node} waits for {', '.join(behind[:4])}{f' and {len(behind) - 4} more' if behind[4:] else ''}"
+
+
+def waits(
+    unfinished: Mapping[Address, Node],
+    running: Set[Address],
+    before: Callable[[Address], Iterable[Address]],
+    gang_of: Mapping[Role, str],
+) -> dict[str, Wait]:
+    """Return what each idle gang waits for. A gang is idle if it has nodes left and runs none.
+
+    Args:
+        unfinished: every node that is not done. Any other parent counts as done.
+        running: addresses of the nodes that run.
+        before: returns the nodes that a worker runs before a node that is queued there.
+    """
+    parents = {
+        address: [p for p in node.parents if p in unfinished] or [*before(address)]
+        for address, node in unfinished.items()
+    }
+    busy = {gang_of[unfinished[address].role] for address in running}
+    first: dict[str, Node] = {}
+    for node in unfinished.values():
+        gang = gang_of[node.role]
+        if gang not in busy and (gang not in first or node < first[gang]):
+            first[gang] = node
+    return {gang: _wait(node.address, parents, running) for gang, node in first.items()}
+
+
+def _wait(node: Address, parents: Mapping[Address, list[Address]], running: Set[Address]) -> Wait:
+    seen, stack = {node}, [node]
+    ends: list[Address] = []
+    while stack:
+        address = stack.pop()
+        if not parents[address]:
+            ends.append(address)
+        new = [parent for parent in parents[address] if parent not in seen]
+        seen.update(new)
+        stack += new
+    return Wait(node, tuple(sorted(running & set(ends))), tuple(sorted(set(ends) - running)))

@@ -1,0 +1,98 @@
+"""Whether a job may be requeued again, decided from how its attempts ended (`job/attempts.json`).
+
+    an attempt ends ────► its script, or another node, asks ────► its end is noted ───────► requeue, or end the job
+    an attempt starts ──► its script asks about the one before ──► noted if it is not yet ──► go on, or end the job
+
+The second question is about attempts that Slurm itself requeued: a preempted job, or one whose only node failed. Nobody
+asked when those ended. The file is in the run's directory, so no node takes it along when it fails. Progress is what
+the ledger holds, so it does not matter how far a driver came.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from itertools import takewhile
+from pathlib import Path
+
+from storage import files
+from storage.errors import StoreError
+from storage.ledger import Ledger
+
+_FILE = "attempts.json"
+
+
+@dataclass(frozen=True)
+class AttemptEnd:
+    """How one attempt at a job ended."""
+
+    restart: int
+    """Requeues of the job before this attempt (SLURM_RESTART_COUNT)."""
+    committed: tuple[int, int]
+    """`committed_so_far` when the attempt had ended."""
+    because: str
+    """Why it ended, for a person."""
+    lost: bool
+    """True if its driver, workers or batch node were lost. False after a time limit or a requeue by Slurm itself."""
+
+
+def refusal(ends: Sequence[AttemptEnd], *, restarts: int, requeues_without_progress: int) -> str | None:
+    """Return why a job must not be requeued, or None if it may be.
+
+    A restart that nobody noted counts as well: its end is between two others that found the same ledger.
+
+    Args:
+        ends: the job's attempts, oldest first; at least one.
+        restarts: most attempts after which the job is requeued although they were lost.
+        requeues_without_progress: requeues in a row that commit nothing, after which the job ends.
+    """
+    last = ends[-1]
+    unchanged = list(takewhile(lambda end: end.committed == last.committed, reversed(ends)))
+    idle = last.restart - unchanged[-1].restart
+    if idle >= requeues_without_progress:
+        limit = f"slurm.requeues_without_progress is {requeues_without_progress}"
+        return f"{_number(idle, 'requeue')} in a row committed nothing new ({limit})"
+    lost = sum(end.lost for end in ends)
+    if lost > restarts:
+        return f"{_number(lost, 'attempt')} lost their driver, workers or batch node (slurm.restarts is {restarts})"
+    return None
+
+
+def _number(count: int, thing: str) -> str:
+    return f"{count} {thing}{'s' * (count != 1)}"
+
+
+def committed_so_far(ledger: Ledger) -> tuple[int, int]:
+    """Return the number of closed steps, and of commits in later steps. Every commit changes them, little else does.
+    No commit is opened: it takes as long for a long run, and damaged commits do not matter."""
+    closed = ledger.closed_until()
+    return closed, sum(address.step >= closed for address in ledger.open_addresses())
+
+
+def note_end(folder: Path, job_id: str, end: AttemptEnd) -> Sequence[AttemptEnd]:
+    """Add the end of an attempt to those in a run's `job/`, and return all of this job, oldest first. The end that was
+    noted first stays. Another job's are dropped: whoever submits again has mended something.
+
+    Raises:
+        StoreError: the file is damaged.
+        OSError: it cannot be written.
+    """
+    ends = _read(folder / _FILE, job_id)
+    if end.restart not in {one.restart for one in ends}:
+        ends = [*ends, end]
+        content = {"job_id": job_id, "attempts": [asdict(one) for one in ends]}
+        files.write(files.open_root(str(folder)), _FILE, (json.dumps(content, indent=1) + "\n").encode())
+    return ends
+
+
+def _read(path: Path, job_id: str) -> list[AttemptEnd]:
+    if not path.is_file():
+        return []
+    try:
+        content = json.loads(path.read_text("utf8"))
+        if content["job_id"] != job_id:
+            return []
+        return [AttemptEnd(**one | {"committed": tuple(one["committed"])}) for one in content["attempts"]]
+    except (ValueError, TypeError, KeyError) as error:
+        raise StoreError(f"{path} is not what was written: {error}") from error

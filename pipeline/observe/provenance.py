@@ -1,0 +1,160 @@
+"""Facts about the origin of a run: the versions of code and packages, the Slurm job, and the description that MLflow
+shows (markdown).
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from pipeline.observe.summary import Summary
+from pipeline.observe.text import three
+
+SOFTWARE = ("stageline", "torch", "megatron-core", "transformers", "dask", "zarr", "mlflow-skinny", "omegaconf")
+"""Packages whose versions are in the summary."""
+
+
+def git_commit() -> str:
+    """Return the commit of the running code, with "+changes" if the tree differs from it; empty outside a repository or
+    without git."""
+    if shutil.which("git") is None:
+        return ""
+    here = Path(__file__).resolve().parent
+
+    def git(*arguments: str) -> str:
+        answer = subprocess.run(
+            ["git", "-C", str(here), *arguments], capture_output=True, text=True, check=False, env={**os.environ}
+        )
+        return answer.stdout.strip() if answer.returncode == 0 else ""
+
+    commit = git("rev-parse", "HEAD")
+    return commit + ("+changes" if commit and git("status", "--porcelain", "--untracked-files=no") else "")
+
+
+def started_by() -> dict[str, str]:
+    """Return the fields of a RUN_STARTED event: the driver's command line, its host and the commit of its code."""
+    program, *arguments = sys.argv or [""]
+    named = "python -m pipeline.cli" if program.endswith("__main__.py") else Path(program).name
+    found = {"command": f"{named} {shlex.join(arguments)}".strip(), "host": platform.node(), "code": git_commit()}
+    return {key: value for key, value in found.items() if value}
+
+
+def short_command() -> str:
+    """Return the command of this process, e.g. `stageline run demo.yaml` or `stageline resume demo`. It contains no
+    `/`, because MLflow's page shows only the part of a source after the last one."""
+    program, *arguments = sys.argv or [""]
+    words = (Path(word).name for word in arguments if "=" not in word and not word.startswith("-"))
+    return " ".join(["stageline" if program.endswith("__main__.py") else Path(program).name, *words])
+
+
+def software_versions() -> dict[str, str]:
+    """Return the versions of `SOFTWARE` and of Python."""
+    return {package: _installed(package) for package in SOFTWARE} | {"python": platform.python_version()}
+
+
+def _installed(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "not installed"  # for stageline: it runs from a checkout
+
+
+# ---- Slurm job -------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class SlurmJob:
+    """One attempt of a Slurm job."""
+
+    job_id: str
+    """The job's id; with the task's number if it is in an array: 12_3."""
+    nodes: str
+    """Node lists in Slurm's notation, of every component of a heterogeneous job."""
+    restarts: int
+    """Number of requeues."""
+    submitted_from: str | None
+    """The host from which it was submitted."""
+
+    def tags(self) -> dict[str, str]:
+        """Return the tags of the job for the tracking."""
+        return {
+            "slurm_job_id": self.job_id,
+            "slurm_nodes": self.nodes,
+            "slurm_restarts": str(self.restarts),
+        }
+
+
+def slurm_job(environment: Mapping[str, str]) -> SlurmJob | None:
+    """Return the Slurm job of an environment; None outside Slurm."""
+    number = environment.get("SLURM_JOB_ID")
+    if number is None:
+        return None
+    array, task = environment.get("SLURM_ARRAY_JOB_ID"), environment.get("SLURM_ARRAY_TASK_ID")
+    components = range(int(environment.get("SLURM_HET_SIZE", "0")))
+    lists = [environment.get(f"SLURM_JOB_NODELIST_HET_GROUP_{component}", "") for component in components]
+    return SlurmJob(
+        job_id=number if array is None else f"{array}_{task}",
+        nodes=",".join(filter(None, lists)) or environment.get("SLURM_JOB_NODELIST", ""),
+        restarts=int(environment.get("SLURM_RESTART_COUNT", "0")),
+        submitted_from=environment.get("SLURM_SUBMIT_HOST"),
+    )
+
+
+def tunnel(dashboard: str, login: str | None) -> str:
+    """Return the ssh command that forwards a dashboard of this node to the user's own machine.
+
+    `dashboard`: its URL. `login`: the host from which the job was submitted, used as jump host."""
+    address = urlsplit(dashboard)
+    through = "" if login is None else f"-J {login} "
+    return f"ssh -N {through}-L {address.port}:{address.hostname}:{address.port} {platform.node()}"
+
+
+def dashboard_tags(dashboard: str, environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the tags for the tracking: the dashboard's address and, in a Slurm job, the command to reach it."""
+    job, tags = slurm_job(environment), {"dashboard": dashboard}
+    return tags if job is None else tags | {"dashboard_tunnel": tunnel(dashboard, job.submitted_from)}
+
+
+# ---- description in MLflow -------------------------------------------------------------------------------
+
+
+def code(text: str) -> str:
+    """Return text as one line of markdown code, so that markup in it has no effect."""
+    one_line = " ".join(text.replace("`", "'").split())
+    return f"`{one_line}`" if one_line else "-"
+
+
+def run_note(what: str, facts: Mapping[str, str], result: str) -> str:
+    """Return the description: a sentence, a table of facts, and the result."""
+    rows = "\n".join(f"| {name} | {code(value.replace('|', '/'))} |" for name, value in facts.items() if value)
+    return f"{what}\n\n| | |\n|---|---|\n{rows}\n\n**Result:** {result}\n"
+
+
+def result_text(status: str, summary: Summary | None, ended: str = "") -> str:
+    """Return the state of a run in a sentence. `ended`: the reason why it ended before its last step."""
+    why = f": {code(ended[:400])}" if ended else ""
+    if summary is None:
+        return f"{status.lower()}{why}"
+    parts = [f"{status.lower()} after {summary.steps} steps in {summary.wall_s:.0f} s{why}"]
+    if summary.eval is not None:
+        t = "" if summary.eval.paired_t is None else f", paired t {summary.eval.paired_t:.1f}"
+        change = f"{three(summary.eval.before)} → {three(summary.eval.after)}"
+        parts.append(f"held-out reward {change} ({summary.eval.num_prompts} prompts{t})")
+    if summary.kl_final is not None:
+        parts.append(f"KL to the reference {three(summary.kl_final)} nats per response")
+    if summary.steps:
+        parts.append(f"{summary.samples_per_s:.2f} responses/s, overlap of gangs {summary.overlap_fraction:.0%}")
+    if summary.trainer_losses:
+        parts.append(f"trainers lost: {len(summary.trainer_losses)} ({summary.trainer_lost_s:.1f} s)")
+    if summary.best is not None:
+        parts.append(f"best version v{summary.best.version}")
+    return "; ".join(parts)

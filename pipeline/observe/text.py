@@ -1,0 +1,57 @@
+"""Formatting of numbers and of untrusted text for the terminal.
+
+`three` formats scores and KLs for tables, headlines and descriptions. `visible`, `plain` and `print_plain` make text of
+models, prompts and rewards safe to print. A response is untrusted: an escape sequence in it could colour, overwrite or
+rename the terminal, and a direction mark could reverse the text around it. rich lets both through.
+"""
+
+from __future__ import annotations
+
+from rich.console import Console
+from rich.text import Text
+
+from storage.redaction import redacted_text
+
+_SMALLEST, _LARGEST = 0.0005, 1e6
+"""Between these limits three decimals are readable."""
+_NOTHING = 1e-6
+"""A smaller value is a rounding error: the KL of weights to themselves is 1e-8, not 0."""
+
+
+def three(value: float, *, sign: bool = False) -> str:
+    """Return a number with three decimals. Return it with three significant digits if it would read 0.000 without being
+    a rounding error, or is 1e6 or more: 0.250, 3.1e-05, 1.25e+30, nan. `sign`: put + before numbers that are not
+    negative."""
+    if abs(value) < _NOTHING:
+        value = 0.0  # avoid -0.000
+    kind = ".3f" if value == 0 or _SMALLEST <= abs(value) < _LARGEST else ".3g"
+    return f"{value:{'+' if sign else ''}{kind}}"
+
+
+def plain(text: object, style: str = "") -> Text:
+    """Return text without markup for tables and panels; words that are too long are folded."""
+    return Text(visible(str(text)), style=style, overflow="fold")
+
+
+def print_plain(console: Console, line: str) -> None:
+    """Print one line with secrets redacted, without markup and without folding."""
+    console.print(visible(redacted_text(line)), markup=False, highlight=False, soft_wrap=True)
+
+
+_KEPT = frozenset("\n\t")
+_TURNS = (0x061C, 0x200E, 0x200F, *range(0x202A, 0x202F), *range(0x2066, 0x206A))
+"""Code points that change the direction of writing."""
+_CONTROL_PICTURES = 0x2400
+"""Unicode has the picture of control character c at 0x2400 + c."""
+_TABLE = (
+    {code: chr(_CONTROL_PICTURES + code) for code in range(0x20) if chr(code) not in _KEPT}
+    | {0x7F: "\N{SYMBOL FOR DELETE}"}
+    | {code: f"\\x{code:02x}" for code in range(0x80, 0xA0)}
+    | {code: f"\\u{code:04x}" for code in (*_TURNS, 0x2028, 0x2029)}
+)
+
+
+def visible(text: str) -> str:
+    """Replace every control character (except newline and tab) and every direction mark with visible characters: ESC
+    becomes ␛, C1 becomes \\x9b, the right-to-left override becomes \\u202e."""
+    return text.translate(_TABLE)

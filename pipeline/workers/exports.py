@@ -1,0 +1,106 @@
+"""What a worker writes while it goes on: checkpoints and exports, from copies that were taken before.
+
+Standard library only.
+
+What makes the export of a policy whole: its model card (what it is, by which run, as the Hugging Face hub shows it),
+and the sums of its files.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+from pipeline.config.run import RunConfig
+from stages.models.spec import RANDOM_TINY
+from storage.checkpoints import write_sums
+from storage.redaction import redacted_text
+
+
+class BackgroundWriter:
+    """Owns a thread that does one piece of work after another, in the order in which they were handed in: so the ranks
+    of a gang, which hand in the same ones, meet in the same order. Of each name one piece is on its way at most. What
+    a piece raises is raised by the next call that names it, or by `close`."""
+
+    def __init__(self) -> None:
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="background-writer")
+        self._pending: dict[str, Future[None]] = {}
+
+    def submit(self, name: str, work: Callable[[], None]) -> None:
+        """Hands in a piece of work; waits for the one before it of the same name."""
+        self.settle(name)
+        self._pending[name] = self._thread.submit(work)
+
+    def settle(self, name: str) -> None:
+        """Waits for the work of a name, if there is any."""
+        pending = self._pending.pop(name, None)
+        if pending is not None:
+            pending.result()
+
+    def settle_all(self) -> None:
+        """Waits for all work. Raises what the first one that failed raised."""
+        errors = [error for future in self._pending.values() if (error := future.exception()) is not None]
+        self._pending.clear()
+        if errors:
+            raise errors[0]
+
+    def close(self) -> None:
+        try:
+            self.settle_all()
+        finally:
+            self._thread.shutdown()
+
+
+# ---- model card ------------------------------------------------------------------------------------------
+
+_CARD = """\
+---
+library_name: transformers
+pipeline_tag: text-generation
+tags: [stageline, rlhf, ppo]
+{base}---
+
+# {name}, version {version}
+
+Made by {version} PPO updates of the Stageline run `{name}` from `{model}`.
+
+| | |
+|---|---|
+| run | `{name}`, seed {seed}, config {config_hash} |
+| version | {version} of {steps} |
+| reward | {reward} |
+| advantage | `{advantage}` |
+| KL to the reference | {kl} |
+| prompts | `{prompts}` |
+| responses | up to {max_new_tokens} tokens, temperature {temperature:g} |
+| weights | {dtype} |
+
+It loads with `AutoModelForCausalLM.from_pretrained`. What the reward measures is all that it was trained for; licence
+and limits are those of the model that it started from.
+"""
+
+
+def describe_export(directory: Path, config: RunConfig, version: int, config_hash: str) -> None:
+    """Writes README.md into an export whose files are there, and then the sums of them all: what makes it whole."""
+    kl, base = config.ppo.kl, config.model.path
+    parts = [f"{part.weight:g} · `{name}` (`{part.kind}`)" for name, (_, part) in config.reward.named("reward").items()]
+    text = _CARD.format(
+        base="" if base == RANDOM_TINY else f"base_model: {json.dumps(base)}\n",
+        name=config.name,
+        version=version,
+        model=base,
+        seed=config.seed,
+        config_hash=config_hash,
+        steps=config.steps,
+        reward=" + ".join(parts),
+        advantage=config.ppo.advantage,
+        kl=f"coefficient {kl.coef:g} in the {kl.where}" + (f", steered to {kl.target:g} nats" if kl.target else ""),
+        prompts=redacted_text(config.prompts.url),
+        max_new_tokens=config.sampling.max_new_tokens,
+        temperature=config.sampling.temperature,
+        dtype=config.model.dtype,
+    )
+    (directory / "README.md").write_text(text, "utf8")
+    write_sums(directory)

@@ -1,0 +1,89 @@
+"""The driver's orders to workers: load new weights under running rows, and free the devices.
+
+    a version is published ──► take ──► a replica with rows in flight loads it between two passes;
+                                        another one waits for a shard that names its version
+
+A lost or late `take` does no harm: the rows go on within their staleness bound, and the next shard brings its version.
+
+    a gang is idle ──► rest ──► the engine frees its cache, models move to the host ──► SleepReport
+    the next call  ──► the worker moves back what it needs
+
+Gangs that share devices (`placement.device_sharing`) take turns. No other gang may use the devices before the report.
+The driver repeats an order that may be lost. A worker answers a repeated order with the first answer and does nothing.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterable
+
+from distributed import Client, Worker
+
+from pipeline.workers.messages import SLEEP_REPORTS, SleepReport, WorkerSpec, sleep_report_to_json
+from pipeline.workers.weight_transfer import notify
+from storage.errors import StoreError
+
+TAKE = "stageline_take_weights"
+"""Name of the handler."""
+
+
+def accept_refit_orders(worker: Worker, take_weights: Callable[[int], None]) -> None:
+    """Let the driver order this process to load a version of the weights. `take_weights` (`Runtime.take_weights`) runs
+    in a new thread."""
+
+    def take(version: int) -> None:
+        try:
+            take_weights(version)
+        except (StoreError, OSError) as error:  # e.g. already released; a shard that needs this version raises again
+            print(f"weights v{version} were not loaded under rows in flight: {error}", flush=True)
+
+    async def start(version: int) -> None:
+        threading.Thread(target=take, args=(version,), name="weights-taken", daemon=True).start()
+
+    worker.handlers[TAKE] = start
+
+
+def order_take(client: Client, workers: Iterable[str], version: int) -> None:
+    """Order replicas, by address, to load a version. Does not wait."""
+    notify(client, workers, TAKE, version=version)
+
+
+# ---- resting ---------------------------------------------------------------------------------------------
+
+REST = "stageline_rest"
+"""Name of the handler."""
+
+
+def accept_sleep_orders(worker: Worker, spec: WorkerSpec, sleep: Callable[[], None]) -> None:
+    """Let the driver order this process to free its devices. `sleep` (`Runtime.sleep`) runs in a new thread."""
+    acting = threading.Lock()
+    last = -1
+    """Number of the last order."""
+    error: str | None = None
+    """Its error, if it failed."""
+
+    def act(number: int) -> None:
+        nonlocal last, error
+        with acting:
+            started = time.monotonic()
+            if number > last:
+                error = None
+                try:
+                    sleep()
+                except (RuntimeError, OSError) as raised:
+                    error = f"{type(raised).__name__}: {raised}"
+                last = number
+            seconds = time.monotonic() - started
+            report = SleepReport(spec.gang, spec.index, spec.incarnation, number, seconds, error)
+            worker.log_event(SLEEP_REPORTS, sleep_report_to_json(report))
+
+    async def start(number: int) -> None:
+        threading.Thread(target=act, args=(number,), name="rest", daemon=True).start()
+
+    worker.handlers[REST] = start
+
+
+def order_sleep(client: Client, workers: Iterable[str], number: int) -> None:
+    """Order workers, by address, to free their devices. Does not wait. `number`: the order's, larger each time."""
+    notify(client, workers, REST, number=number)

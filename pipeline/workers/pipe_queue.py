@@ -1,0 +1,45 @@
+"""A queue between two processes without semaphores. Standard library only: a worker process imports it before its
+environment is set."""
+
+from __future__ import annotations
+
+from multiprocessing import Pipe
+from queue import Empty
+from typing import Any
+
+
+class PipeQueue:
+    """Replaces `multiprocessing.Queue` between a nanny and its worker process, where one process puts and the other
+    gets. A `multiprocessing.Queue` has three named semaphores in /dev/shm, which stay there if the processes and their
+    resource tracker are killed together. As there, both processes hold both ends, so neither notices when the other
+    ends."""
+
+    def __init__(self) -> None:
+        self._reader, self._writer = Pipe(duplex=False)
+        self._closed = False
+
+    def put(self, message: Any) -> None:
+        if self._closed:
+            raise ValueError("the queue is closed")
+        self._writer.send(message)
+
+    def get(self) -> Any:
+        return self._reader.recv()
+
+    def get_nowait(self) -> Any:
+        if not self._reader.poll():
+            raise Empty
+        return self._reader.recv()
+
+    def close(self) -> None:
+        """Make `put` raise from now on. The pipe is closed with the object: another thread may be waiting in `get`."""
+        self._closed = True
+
+    def join_thread(self) -> None:
+        """Do nothing: `put` has written when it returns."""
+
+
+class Queues:
+    """The part of a multiprocessing context that a nanny uses."""
+
+    Queue = PipeQueue

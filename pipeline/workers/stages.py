@@ -1,0 +1,443 @@
+"""The two forms of a binding: what runs a stage in a worker.
+
+What a model of the run says of a shard's rows, without being changed. Every rank of the gang takes part.
+
+What needs no model of the run: scores of a shard's responses, and the advantages of a step.
+
+What an engine does: responses to a shard of training prompts, to a shard of those that are held out, and canaries.
+
+What changes the run's weights or gives them away: updates, exactly once; and publications, again where need be.
+
+Every stage of the graph and what runs it in a worker.
+
+To add a stage: a pure function in `stages/`, its role and its nodes in `pipeline/graph/graph.py`, and a binding here (a
+line in `STAGES`, or a call of `register` from a module that the worker imports).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext, suppress
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+
+from pipeline.config.run import RunConfig
+from pipeline.config.sections import differs
+from pipeline.graph.graph import evaluated
+from pipeline.observe.engine_metrics import counts
+from pipeline.workers.exports import describe_export
+from pipeline.workers.messages import Call
+from pipeline.workers.parts import WorkerParts, required
+from pipeline.workers.weight_transfer import Fetched
+from stages.advantage import advantage
+from stages.canary import CANARY_STEP, canary_logprob, canary_rows, compared, engine_logprobs, sampled_by
+from stages.engines.protocol import EngineStats, GenerationEngine, RowsLost
+from stages.engines.row_loads import RowKey
+from stages.forward import logprob, reference, value
+from stages.generate import generate
+from stages.models.numerics import peak_bytes
+from stages.models.protocol import Role
+from stages.models.sampling import SamplingConfig
+from stages.prompts import EVALUATION_STEP, held_out_prompts, training_prompts
+from stages.publish import publish
+from stages.rewards.protocol import Counts
+from stages.score import score
+from storage.address import Address
+from storage.commits import Commit
+from storage.records import CanaryPolicyLogprobs, PolicyLogprobs, PromptBatch, Record, Rollout, Scores
+
+
+@dataclass(frozen=True)
+class Output:
+    """The result of a `Computed` stage, before it is stored."""
+
+    record: Record | None
+    """None on ranks that hold no part of the result."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    state: Mapping[str, Any] = field(default_factory=dict)
+    """JSON that the next step's node reads from the commit."""
+    weight_versions: tuple[int, ...] = ()
+    mask: np.ndarray | None = None
+    """bool [rows, seq], the response mask: where the record's log-probs must not be zero."""
+
+
+@dataclass(frozen=True)
+class Computed:
+    """A stage that computes a record from stored inputs and changes nothing. The runtime calls `compute` if the node
+    has no commit yet, stores the record and commits it."""
+
+    compute: Callable[[WorkerParts, Call], Output]
+
+
+@dataclass(frozen=True)
+class SelfCommitting:
+    """A stage that changes or publishes weights. It looks for its commit, and writes it, itself."""
+
+    run: Callable[[WorkerParts, Call], Commit | None]
+    """Return the node's commit; None on ranks other than 0."""
+
+
+Binding = Computed | SelfCommitting
+
+
+# ---- models ----------------------------------------------------------------------------------------------
+
+
+def reference_shard(parts: WorkerParts, call: Call) -> Output:
+    """The reference's log-probs of the sampled tokens."""
+    rollout: Rollout = parts.read(call.inputs[0])
+    host = required(parts.updates).host
+    record = reference(host, rollout)
+    return Output(record, host.trunk_counts(), weight_versions=(0,), mask=rollout.response_mask)
+
+
+def logprob_shard(parts: WorkerParts, call: Call) -> Output:
+    """The proximal policy's log-probs of the sampled tokens: those of the version that the step trains."""
+    host, rollout = required(parts.updates).at(Role.POLICY, call.version), parts.read(call.inputs[0])
+    record = logprob(host, rollout)
+    return Output(record, host.trunk_counts(), weight_versions=(call.version,), mask=rollout.response_mask)
+
+
+def canary_logprob_once(parts: WorkerParts, call: Call) -> Output:
+    """The trainer's log-probs of the canaries, where no log-probs of whole shards are computed."""
+    host, settings = required(parts.updates).at(Role.POLICY, call.version), parts.config.mismatch
+    record = canary_logprob(host, parts.read(call.inputs[0]), rows=settings.rows)
+    return Output(record, host.trunk_counts(), weight_versions=(call.version,))
+
+
+def value_shard(parts: WorkerParts, call: Call) -> Output:
+    """The critic's values of the states before each token."""
+    host = required(parts.updates).at(Role.CRITIC, call.version)
+    record = value(host, parts.read(call.inputs[0]))
+    return Output(record, host.trunk_counts(), weight_versions=(call.version,))
+
+
+# ---- scoring ---------------------------------------------------------------------------------------------
+
+
+def score_shard(parts: WorkerParts, call: Call) -> Output:
+    """Score each response, sampled for training or for evaluation. Metrics: judge/PART/requests, judge/PART/cost, of
+    parts that count what they use up."""
+    held_out = call.address.stage.startswith("evaluate")
+    record = scores_of(parts, parts.read(call.inputs[0]), held_out=held_out)
+    scorer = required(parts.scorer)
+    counts = {
+        f"judge/{part.name}/{name}": value
+        for part in (scorer.held_out if held_out else scorer.training)
+        if isinstance(part.reward, Counts)
+        for name, value in part.reward.counts().items()
+    }
+    return Output(record, {"score/mean": float(record.scores.mean()), **counts})
+
+
+def scores_of(parts: WorkerParts, rollout: Rollout, *, held_out: bool) -> Scores:
+    """A score for each of these rows. `held_out`: by what evaluations are scored by."""
+    scorer, prompts = required(parts.scorer), required(parts.prompts)
+    extras = [prompts.extra[i] for i in rollout.prompt_index]
+    messages = None if prompts.messages is None else [prompts.messages[i] for i in rollout.prompt_index]
+    rewards = scorer.held_out if held_out else scorer.training
+    return score(rewards, scorer.tokenizer, rollout, extras, messages)
+
+
+def advantage_step(parts: WorkerParts, call: Call) -> Output:
+    """Advantages and returns of all rows of a step, and the state that the next step goes on from. Raises MissingOutput
+    where the step before has no commit: to begin anew would give another KL coefficient."""
+    config, step = parts.config, call.address.step
+    before = parts.ledger.get(Address("advantage", step - 1)).state if step else {}
+    policy = parts.read_step("logprob", step) if config.ppo.proximal == "recompute" else None
+    record, state, metrics = advantage(
+        parts.read_step("generate", step),
+        parts.read_step("score", step),
+        parts.read_step("reference", step),
+        policy,
+        parts.read_step("value", step) if config.has_critic else None,
+        config.ppo,
+        step,
+        config.staleness,
+        before,
+        config.reward.normalize,
+        config.rollout.responses_per_prompt,
+    )
+    return Output(record, {**metrics, "policy/proximal_recomputed": float(policy is not None)}, state)
+
+
+# ---- sampling --------------------------------------------------------------------------------------------
+
+Answer = TypeVar("Answer")
+DIFFERENCE, MOVED = "mismatch/canary_mean_abs", "mismatch/canary_moved"
+
+
+class MismatchAlarm(RuntimeError):
+    """Engine and trainer say different things with the same weights, and the config says that this ends the run."""
+
+
+def generate_shard(parts: WorkerParts, call: Call) -> Output:
+    """Responses to the prompts of a shard of a step, under the version that the node's edge allows."""
+    config, where = parts.config, call.address
+    prompts = training_prompts(
+        required(parts.prompts),
+        seed=config.seed,
+        step=where.step,
+        shard=where.shard,
+        rows=config.rollout.rows,
+        shards=config.rollout.shards,
+        responses_per_prompt=config.rollout.responses_per_prompt,
+    )
+    return _sample(parts, call, prompts, step=where.step, sampling=config.sampling, exact=False)
+
+
+def evaluate_shard(parts: WorkerParts, call: Call) -> Output:
+    """Responses to a shard of the held-out prompts, all of them under one version."""
+    config = parts.config
+    sampling = config.sampling
+    if config.evaluate.temperature is not None:
+        sampling = dataclasses.replace(sampling, temperature=config.evaluate.temperature)
+    prompts = held_out_prompts(required(parts.prompts), shard=call.address.shard, shards=config.evaluate.shards)
+    return _sample(parts, call, prompts, step=EVALUATION_STEP, sampling=sampling, exact=True)
+
+
+def canary_once(parts: WorkerParts, call: Call) -> Output:
+    """An engine's log-probs of the canaries against the trainer's. Raises MismatchAlarm where that ends the run."""
+    config = parts.config
+    rollout: Rollout = parts.read(call.inputs[0])
+    trainers: PolicyLogprobs | CanaryPolicyLogprobs = parts.read(call.inputs[1])
+    theirs = trainers.policy_logprobs if isinstance(trainers, PolicyLogprobs) else trainers.canary_policy_logprobs
+    limit = config.alarm_nats(parts.ledger.get(call.inputs[2]).metrics[DIFFERENCE] if call.version else None)
+    part = canary_rows(rollout, config.mismatch.rows)
+    record, found = compared(part.sampler_logprobs, part, theirs, rollout.num_rows)
+    asked = not sampled_by(part, call.version) or found[DIFFERENCE] > limit
+    if asked and config.capabilities().scores:  # otherwise all rows are fresh: `RunConfig.has_canaries`
+        keys = [(config.seed, CANARY_STEP, row) for row in part.row.tolist()]
+        score = partial(engine_logprobs, part=part, sampling=config.sampling, seed=config.seed, version=call.version)
+        logprobs, _ = _in_engine(parts, call, keys, score, exact=True)
+        record, found = compared(logprobs, part, theirs, rollout.num_rows)
+    difference = found[DIFFERENCE]
+    older = bool((part.token_versions[part.response_mask] < call.version).all())
+    alarm = differs(difference, limit, found[MOVED] if older else None)
+    if alarm and config.mismatch.stop:
+        raise MismatchAlarm(
+            f"engine and trainer differ by {difference:.3g} nats a token at version {call.version} of the weights; "
+            f"the limit is {limit:.3g} (mismatch.alarm_nats), mismatch.stop is true"
+        )
+    metrics = {**found, "mismatch/alarm_nats": limit, "mismatch/alarm": float(alarm)}
+    return Output(record, metrics, weight_versions=(call.version,))
+
+
+def _in_engine(
+    parts: WorkerParts,
+    call: Call,
+    keys: Sequence[RowKey],
+    run: Callable[[GenerationEngine], Answer],
+    *,
+    exact: bool,
+) -> tuple[Answer, int]:
+    """What `run` makes of the engine with the call's version resident, or (unless `exact`) a newer one; and how many of
+    the rows with these keys other replicas finished."""
+    rows = parts.rows
+    answers: list[Answer] = []
+    with nullcontext() if rows is None else rows.shard(call.address, keys) as shard:
+        while not answers:
+            with suppress(RowsLost), required(parts.engine).at(call.version, parts.clock, exact=exact) as engine:
+                answers.append(run(engine))
+    return answers[0], shard.finished_elsewhere if shard is not None else 0
+
+
+def _sample(
+    parts: WorkerParts, call: Call, prompts: PromptBatch, *, step: int, sampling: SamplingConfig, exact: bool
+) -> Output:
+    """`exact`: no token may be of a newer version than the call's."""
+    config = parts.config
+    keys = [(config.seed, step, row) for row in prompts.row.tolist()]
+
+    def draw(engine: GenerationEngine) -> tuple[Rollout, EngineStats]:
+        rollout = generate(
+            engine,
+            prompts,
+            seed=config.seed,
+            step=step,
+            version=call.version,
+            sampling=sampling,
+            seq=config.seq,
+            pad_id=required(parts.prompts).pad_id,
+        )
+        return rollout, engine.stats()
+
+    (rollout, stats), elsewhere = _in_engine(parts, call, keys, draw, exact=exact)
+    fetched = parts.fetcher.fetched() if parts.fetcher is not None else Fetched()
+    metrics = {
+        "generate/tokens": float(rollout.response_lengths.sum()),
+        "generate/rows_finished_elsewhere": float(elsewhere),
+        **counts(stats, fetched.seconds, fetched.num_bytes, peak_bytes()),
+    }
+    versions = tuple(np.unique(rollout.token_versions[rollout.response_mask]).tolist())
+    return Output(rollout, metrics, weight_versions=versions, mask=rollout.response_mask)
+
+
+# ---- weights ---------------------------------------------------------------------------------------------
+
+EXPORT = "export"
+"""The name of its work in the background."""
+
+
+def update_policy_once(parts: WorkerParts, call: Call) -> Commit | None:
+    """Update the policy from version `step` to `step + 1`."""
+    return _update(parts, call, Role.POLICY)
+
+
+def update_critic_once(parts: WorkerParts, call: Call) -> Commit | None:
+    """Update the critic from version `step` to `step + 1`."""
+    return _update(parts, call, Role.CRITIC)
+
+
+def _update(parts: WorkerParts, call: Call, role: Role) -> Commit | None:
+    started = time.time()
+
+    def commit(metrics: dict[str, float], digest: str) -> Commit:
+        with parts.clock.bookkeeping():
+            return parts.store.commit_only(
+                call.address,
+                parts.provenance(call, started, (call.version,)),
+                attempt=parts.attempt_name(call),
+                metrics=metrics,
+                digest=digest,
+            )
+
+    updates = required(parts.updates)
+    winner = updates.update(role, call.address.step, commit)
+    if call.address.step + 1 == parts.config.steps:
+        updates.background.settle_all()  # no later call would wait for it
+    return winner
+
+
+def publish_version(parts: WorkerParts, call: Call) -> Commit | None:
+    """Publish a version of the policy, and export it if the config asks for this version. Publish it again if it has a
+    commit but its weights, which are kept in memory, are gone."""
+    version, config = call.version, parts.config
+    started = time.time()
+    host = required(parts.updates).at(Role.POLICY, version)
+    found = parts.find(call.address)
+    exported = bool(version and _is_exported(config, version)) and _begin_export(parts, version)
+    with parts.clock.bookkeeping():
+        manifest = publish(host, parts.board, version)
+    if version == config.steps:  # nobody would make good what is owed after this commit: a resume has no node left
+        _write_exports(parts, version, exported)
+        required(parts.updates).background.settle_all()
+    if manifest is not None and found is None:
+        with parts.clock.bookkeeping():
+            found = parts.store.commit_only(
+                call.address,
+                parts.provenance(call, started, (version,)),
+                attempt=parts.attempt_name(call),
+                metrics={"publish/bytes": float(manifest.num_bytes)},
+                digest=manifest.digest,
+            )
+    if version != config.steps:
+        _write_exports(parts, version, exported)
+    return None if manifest is None else found
+
+
+def _write_exports(parts: WorkerParts, version: int, exported: bool) -> None:
+    """Begins to write what has been begun: this version's export, and those that dead processes owe."""
+    if exported:
+        _export(parts, version)
+    if exported or version == parts.config.steps:
+        # the export before this one, if there was any, is over: whatever has begun is a dead process's
+        for owed in required(parts.updates).agree(lambda: _begun_exports(parts, version)):
+            _export(parts, owed)
+
+
+def _is_exported(config: RunConfig, version: int) -> bool:
+    """Whether a version is written when it is published: the last, every so many; and, where what it could be rebuilt
+    from will be dropped, one that is evaluated, since it may turn out to be the best."""
+    if version == config.steps or (config.export.every and version % config.export.every == 0):
+        return True
+    return config.storage.keep.rollouts is not None and evaluated(config.graph(), version)
+
+
+def _begin_export(parts: WorkerParts, version: int) -> bool:
+    """Whether a version is still to be exported. Its directory under a name that is not final says from now on that it
+    is: what a process that dies over it owes is made good when the next version is exported."""
+    target = parts.paths.weights(version)
+
+    def begin() -> bool:
+        if target.is_dir():
+            return False
+        _staged(target).mkdir(parents=True, exist_ok=True)
+        return True
+
+    return bool(required(parts.updates).agree(begin))
+
+
+def _begun_exports(parts: WorkerParts, but: int) -> list[int]:
+    """Versions whose exports were begun, by a process that died, and are not there."""
+    begun = parts.paths.weights(0).parent.glob(".v*")
+    versions = {int(path.name[2:]): path for path in begun if path.name[2:].isdecimal()}
+    return sorted(v for v in versions if v != but and not parts.paths.weights(v).is_dir())
+
+
+def _export(parts: WorkerParts, version: int) -> None:
+    """The whole policy in Hugging Face layout, from a copy and while the run goes on; a half-written one never has the
+    final name."""
+    updates, target = required(parts.updates), parts.paths.weights(version)
+    staged = _staged(target)
+    write = updates.at(Role.POLICY, version).export(staged)
+
+    def work() -> None:
+        write()
+        if parts.spec.index == 0:
+            describe_export(staged, parts.config, version, parts.config_hash)
+            staged.rename(target)
+
+    updates.background.submit(EXPORT, work)
+
+
+def _staged(target: Path) -> Path:
+    return target.with_name(f".{target.name}")
+
+
+# ---- registry --------------------------------------------------------------------------------------------
+
+STAGES: dict[str, Binding] = {
+    "generate": Computed(generate_shard),
+    "score": Computed(score_shard),
+    "reference": Computed(reference_shard),
+    "logprob": Computed(logprob_shard),
+    "value": Computed(value_shard),
+    "advantage": Computed(advantage_step),
+    "update_policy": SelfCommitting(update_policy_once),
+    "update_critic": SelfCommitting(update_critic_once),
+    "publish": SelfCommitting(publish_version),
+    "canary_logprob": Computed(canary_logprob_once),
+    "canary": Computed(canary_once),
+    "evaluate": Computed(evaluate_shard),
+    "evaluate_score": Computed(score_shard),
+    "evaluate_reference": Computed(reference_shard),
+}
+"""Stage -> its binding: as many as `pipeline.graph.graph.STAGE_ROLES` has stages."""
+
+
+class UnboundStage(LookupError):
+    """A stage of the graph that nothing runs."""
+
+
+def register(stage: str, binding: Binding) -> None:
+    """Binds a stage from elsewhere. Raises ValueError for one that is bound already."""
+    if stage in STAGES:
+        raise ValueError(f"stage {stage!r} is bound already")
+    STAGES[stage] = binding
+
+
+def binding_of(stage: str) -> Binding:
+    """What runs a stage. Raises UnboundStage, naming those that are bound."""
+    if stage not in STAGES:
+        raise UnboundStage(
+            f"stage {stage!r} of the graph has no binding: give it one in pipeline/workers/stages.py "
+            f"(bound are {', '.join(STAGES)})"
+        )
+    return STAGES[stage]

@@ -1,0 +1,108 @@
+"""Divide a model among ranks. Loads no torch, because the checks of a config use it too.
+
+Ranks are numbered stage by stage: rank r is number r % T of stage r // T, with T = engine.tensor_parallel.
+
+    engine.pipeline_parallel   a stage has some of the blocks; the first one the embedding, the last one norm and head
+    engine.tensor_parallel     a rank has, of each block, some heads (rows of q, k, v and of their biases; columns of
+                               out) and some of the MLP (rows of gate and up; columns of down), and some of the head's
+                               tokens
+
+Parts need not be equal. Heads are divided in groups of a key/value head and its queries, so 3 key/value heads on 2
+ranks are 2 + 1. With more ranks than key/value heads, several ranks hold the same one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+from stages.models.spec import ModelSpec
+
+
+@dataclass(frozen=True)
+class Share:
+    """The part of a model that one rank holds."""
+
+    layers: range
+    heads: range
+    kv_heads: range
+    intermediate: range
+    """Hidden units of the MLP."""
+    tokens: range
+    """Rows of the head; unused on ranks outside the last stage."""
+    first: bool
+    last: bool
+
+    def spec(self, whole: ModelSpec) -> ModelSpec:
+        """Return the sizes of this rank's part. Untied, since embedding and head are different parts."""
+        return replace(
+            whole,
+            num_layers=len(self.layers),
+            num_heads=len(self.heads),
+            num_kv_heads=len(self.kv_heads),
+            intermediate_size=len(self.intermediate),
+            tied_embeddings=False,
+        )
+
+
+def divide(spec: ModelSpec, tensor: int, pipeline: int) -> list[Share]:
+    """Return the share of every rank. Raises ValueError, key path first, for an impossible division."""
+    check_division(spec, tensor, pipeline)
+    stages = _stages(spec, pipeline)
+    return [
+        Share(
+            layers=layers,
+            heads=_heads(spec.num_heads, spec.num_kv_heads, tensor, index)[0],
+            kv_heads=_heads(spec.num_heads, spec.num_kv_heads, tensor, index)[1],
+            intermediate=_part(spec.intermediate_size, tensor, index),
+            tokens=_part(spec.vocab_size, tensor, index),
+            first=stage == 0,
+            last=stage == pipeline - 1,
+        )
+        for stage, layers in enumerate(stages)
+        for index in range(tensor)
+    ]
+
+
+def check_division(spec: ModelSpec, tensor: int, pipeline: int) -> None:
+    """Raise ValueError, key path first, for a division that `divide` cannot make."""
+    num_heads, num_kv_heads, num_layers = spec.num_heads, spec.num_kv_heads, spec.num_layers
+    possible = [n for n in range(1, num_heads + 1) if n <= num_kv_heads or (n % num_kv_heads == num_heads % n == 0)]
+    if tensor not in possible:
+        raise ValueError(
+            f"engine.tensor_parallel: given {tensor}; the model's {num_heads} query and {num_kv_heads} key/value heads "
+            f"can be held by {', '.join(map(str, possible))} ranks"
+        )
+    if not 1 <= pipeline <= num_layers:
+        raise ValueError(
+            f"engine.pipeline_parallel: given {pipeline}; the model has {num_layers} blocks, so from 1 to {num_layers} "
+            "stages"
+        )
+
+
+def _part(size: int, parts: int, index: int) -> range:
+    """Return the index-th of nearly equal parts."""
+    return range(size * index // parts, size * (index + 1) // parts)
+
+
+def _heads(num_heads: int, num_kv_heads: int, tensor: int, index: int) -> tuple[range, range]:
+    group = num_heads // num_kv_heads
+    if tensor <= num_kv_heads:
+        keys = _part(num_kv_heads, tensor, index)
+        return range(keys.start * group, keys.stop * group), keys
+    heads = _part(num_heads, tensor, index)
+    return heads, range(heads.start // group, heads.start // group + 1)
+
+
+def _stages(spec: ModelSpec, pipeline: int) -> list[range]:
+    """Return the blocks of each stage, so that all stages multiply with nearly the same number of weights; the head
+    counts as the equivalent number of blocks. Rounding never makes stage 0, which also runs the scheduler, the
+    largest."""
+    block = spec.hidden_size * (2 * spec.q_size + 2 * spec.kv_size + 3 * spec.intermediate_size)
+    head = spec.vocab_size * spec.hidden_size / block
+    num_before = pipeline - 1
+    num_last = min(max(1, round((spec.num_layers + head) / pipeline - head)), spec.num_layers - num_before)
+    num_last = spec.num_layers if pipeline == 1 else num_last
+    cuts = [(spec.num_layers - num_last) * i // max(num_before, 1) for i in range(num_before)]
+    cuts += [spec.num_layers - num_last, spec.num_layers]
+    return [range(start, stop) for start, stop in pairwise(cuts)]

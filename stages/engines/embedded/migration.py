@@ -1,0 +1,350 @@
+"""An engine whose rows may continue in another engine: rows leave and arrive between two batches.
+
+`MigratingEngine` wraps the embedded engine. `OutgoingRows` and `AcceptedRows` keep the rows that left and arrived,
+`BatchTimes` measures the engine, and `LoadWatch` reports its load. The functions at the end check, pack and unpack
+rows. Everything but `AcceptedRows` is used under the engine's lock.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
+from dataclasses import replace
+from itertools import count
+
+import numpy as np
+import torch
+
+from stages.engines.embedded.engine import EmbeddedEngine
+from stages.engines.embedded.rows import GenerateCall, Row
+from stages.engines.embedded.scheduler import Chunk
+from stages.engines.migration import MigratedRow, key_of
+from stages.engines.protocol import Capabilities, Completion, EngineStats, Request, RequestError, RowsLost
+from stages.engines.row_loads import EngineLoad, MigrationRequest, RowLoad
+
+
+class MigratingEngine:
+    """Owns an engine and the rows that have left it; implements `GenerationEngine` and `MigratableRows`, and observes
+    the engine. Its state is guarded by the engine's lock."""
+
+    def __init__(self, engine: EmbeddedEngine) -> None:
+        """`engine` is closed with this one."""
+        self._engine = engine
+        self._outgoing, self._times = OutgoingRows(), BatchTimes()
+        self._watch: LoadWatch | None = None
+        self._num_out = self._num_in = 0
+        """Rows that left and arrived since `stats` was last called."""
+        engine.watch_with(self)
+
+    # ---- `GenerationEngine` ----
+
+    @property
+    def version(self) -> int:
+        return self._engine.version
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return self._engine.capabilities
+
+    @property
+    def kernels(self) -> str:
+        """Name of the kernels in use."""
+        return self._engine.kernels
+
+    def generate(self, requests: Iterable[Request]) -> Iterator[Completion]:
+        """See `EmbeddedEngine`. The iterator raises RowsLost for a row that left and cannot be finished any more."""
+        return self._engine.generate(requests)
+
+    def load_weights(self, version: int, tensors: Mapping[str, torch.Tensor]) -> None:
+        """See `EmbeddedEngine`. Does not wait for rows that have left."""
+        self._engine.load_weights(version, tensors)
+
+    def sleep(self) -> None:
+        self._engine.sleep()
+
+    def wake(self) -> None:
+        self._engine.wake()
+
+    def stats(self) -> EngineStats:
+        with self._engine.lock:
+            num_out, num_in, self._num_out, self._num_in = self._num_out, self._num_in, 0, 0
+            return replace(self._engine.stats(), rows_given=num_out, rows_taken=num_in)
+
+    def close(self) -> None:
+        self._engine.close()
+
+    # ---- `MigratableRows` ----
+
+    @property
+    def num_calls_migrated(self) -> int:
+        """See `MigratableRows`."""
+        with self._engine.lock:
+            return self._outgoing.num_calls
+
+    def watch_load(self, below: int, listener: Callable[[EngineLoad], None]) -> None:
+        """See `MigratableRows`. An exception of the listener stops the engine."""
+        with self._engine.lock:
+            self._watch = LoadWatch(below, listener)
+            self._engine.lock.notify_all()
+
+    def migrate_out(self, rows: Collection[MigrationRequest]) -> list[MigratedRow]:
+        """See `MigratableRows`. Copies a row completely before removing it. Raises RuntimeError if the engine has
+        stopped."""
+        migrated = []
+        asked_for = {one.key: one for one in rows}
+        with self._engine.between_batches():
+            for row in self._engine.rows_here():
+                asked = asked_for.get(key_of(row.request))
+                if asked is None or row.num_left < asked.min_left or row.unwanted:
+                    continue
+                cache = self._engine.take_out(row, asked.with_cache)
+                version = self._engine.version
+                migrated.append(pack_row(row, self._outgoing.add(row, version), version, cache))
+            self._num_out += len(migrated)
+        return migrated
+
+    def migrate_in(self, migrated: Sequence[MigratedRow]) -> AcceptedRows:
+        """See `MigratableRows`. Raises RuntimeError if the engine is asleep or has stopped."""
+        for one in migrated:
+            self._engine.check(one.request)
+        call = GenerateCall(queue.SimpleQueue(), threading.Event())
+        with self._engine.between_batches():
+            self._engine.check_awake()
+            for one in migrated:
+                check_migrated(one, self._engine.version, self._engine.cache_shape)
+            rows = {unpack_row(one, call, self._engine.eos_ids): one for one in migrated}
+            for row, one in rows.items():
+                self._engine.put_in(row, one.cache)
+            self._num_in += len(rows)
+        return AcceptedRows(call, {row: one.ticket for row, one in rows.items()})
+
+    def deliver(self, ticket: int, completion: Completion) -> None:
+        """See `MigratableRows`."""
+        with self._engine.lock:
+            left = self._outgoing.pop(ticket)
+            if left is not None:
+                left[0].call.results.put((left[0], completion))
+
+    def give_back(self, tickets: Collection[int]) -> None:
+        """See `MigratableRows`."""
+        with self._engine.lock:
+            for left in map(self._outgoing.pop, self._outgoing.wanted(tickets)):
+                assert left is not None
+                row, version = left
+                if self._engine.has_stopped:
+                    row.call.results.put(None)
+                elif version == self._engine.version:
+                    self._engine.take_back(row)
+                else:
+                    row.call.results.put((row, self._lost(row)))
+
+    def wanted(self, tickets: Collection[int]) -> set[int]:
+        """See `MigratableRows`."""
+        with self._engine.lock:
+            return self._outgoing.wanted(tickets)
+
+    def _lost(self, row: Row) -> RowsLost:
+        return RowsLost(
+            f"row {row.request.row} came back unfinished, and version {row.request.version} of the weights is gone: "
+            f"version {self._engine.version} is resident"
+        )
+
+    # ---- `EngineObserver` ----
+
+    def observe(self, chunks: Sequence[Chunk], seconds: float) -> None:
+        """See `EngineObserver`."""
+        self._times.observe(chunks, seconds)
+
+    def wants_report(self, num_rows: int) -> bool:
+        """See `EngineObserver`."""
+        return self._watch is not None and self._watch.due(num_rows, self._times)
+
+    def report(self, rows: Collection[Row]) -> None:
+        """See `EngineObserver`."""
+        num_rows = sum(map(may_migrate, rows))
+        if self._watch is not None and self._watch.due(num_rows, self._times):
+            engine = self._engine
+            self._watch.notify(engine_load(rows, engine.version, engine.max_rows, engine.cache_shape, self._times))
+
+    def stopped(self) -> None:
+        """See `EngineObserver`. Wakes the callers that wait for rows that have left."""
+        for row in self._outgoing.rows:
+            row.call.results.put(None)
+
+
+# ---- rows that left or arrived, and the engine's load ----------------------------------------------------
+
+_LEARNING_RATE = 0.2
+_BULK_TOKENS = 8
+"""Fewer prompt tokens in a batch say little about the time of one."""
+
+
+class OutgoingRows:
+    """Owns the rows that have left, by ticket, until they are delivered or given back."""
+
+    def __init__(self) -> None:
+        self._rows: dict[int, tuple[Row, int]] = {}
+        """Ticket -> the row, and the version of the weights that it had here."""
+        self._tickets = count()
+
+    @property
+    def rows(self) -> list[Row]:
+        return [row for row, _ in self._rows.values()]
+
+    @property
+    def num_calls(self) -> int:
+        """Calls that have rows elsewhere and none here."""
+        return len({row.call for row in self.rows if row.call.num_local_rows == 0})
+
+    def add(self, row: Row, version: int) -> int:
+        """Store a row that leaves and return its ticket."""
+        ticket = next(self._tickets)
+        self._rows[ticket] = row, version
+        return ticket
+
+    def pop(self, ticket: int) -> tuple[Row, int] | None:
+        """Remove and return a row and the version that it had; None if it is not elsewhere (any more)."""
+        return self._rows.pop(ticket, None)
+
+    def wanted(self, tickets: Collection[int]) -> set[int]:
+        """Return the tickets whose rows are still wanted, and forget the other rows."""
+        for ticket in tickets:
+            if ticket in self._rows and self._rows[ticket][0].unwanted:
+                del self._rows[ticket]
+        return self._rows.keys() & set(tickets)
+
+
+class AcceptedRows:
+    """Owns rows that arrived from another engine, until they are finished; implements `IncomingRows`."""
+
+    def __init__(self, call: GenerateCall, tickets: Mapping[Row, int]) -> None:
+        self._call = call
+        self._tickets = dict(tickets)
+
+    def __iter__(self) -> Iterator[tuple[int, Completion | None]]:
+        while self._tickets:
+            result = self._call.results.get()
+            if result is None:
+                raise RuntimeError("the engine has stopped")
+            row, outcome = result
+            if row in self._tickets:
+                yield self._tickets.pop(row), None if isinstance(outcome, Exception) else outcome
+
+    def drop(self, tickets: Iterable[int]) -> None:
+        for ticket in set(tickets):
+            for row in [row for row, number in self._tickets.items() if number == ticket]:
+                row.dropped = True
+                self._tickets.pop(row, None)
+                self._call.results.put((row, RowsLost("no caller waits for it")))  # wakes the iterating thread
+
+    def close(self) -> None:
+        self._call.abandoned.set()
+        self.drop(list(self._tickets.values()))
+
+
+class BatchTimes:
+    """Running means of the time of a decoding pass and of feeding one prompt token, in seconds."""
+
+    def __init__(self) -> None:
+        self.pass_s = 0.0
+        self.prefill_s = 0.0
+
+    def observe(self, chunks: Collection[Chunk], seconds: float) -> None:
+        fed = sum(chunk.count for chunk in chunks if not chunk.decodes)
+        if not fed:
+            self.pass_s += (seconds - self.pass_s) * (_LEARNING_RATE if self.pass_s else 1.0)
+        elif fed >= _BULK_TOKENS:
+            decoding = any(chunk.decodes for chunk in chunks)
+            each = max(seconds - (self.pass_s if decoding else 0.0), 0.1 * seconds) / fed
+            self.prefill_s += (each - self.prefill_s) * (_LEARNING_RATE if self.prefill_s else 1.0)
+
+
+class LoadWatch:
+    """Owns the listener to the engine's load, and the last report: the number of rows, and whether a batch had been
+    timed."""
+
+    def __init__(self, below: int, listener: Callable[[EngineLoad], None]) -> None:
+        self._below, self._listener = below, listener
+        self._reported: tuple[int, bool] | None = None
+
+    def due(self, num_rows: int, times: BatchTimes) -> bool:
+        """Return True if this number of rows is worth a report."""
+        if self._reported is None:
+            return True
+        return (num_rows, times.pass_s > 0) != self._reported and min(num_rows, self._reported[0]) < self._below
+
+    def notify(self, load: EngineLoad) -> None:
+        self._reported = len(load.rows), load.pass_s > 0
+        self._listener(load)
+
+
+def may_migrate(row: Row) -> bool:
+    """Return True if another engine may continue the row: it is wanted, and its tokens are drawn. Rows with prescribed
+    tokens are few, and their log-probs must be this engine's."""
+    return not row.unwanted and not row.request.forced
+
+
+def engine_load(
+    rows: Iterable[Row], version: int, max_rows: int, cache_shape: tuple[int, int, int], times: BatchTimes
+) -> EngineLoad:
+    """Return the load of an engine with these rows. `cache_shape`: layers, key/value heads, head dimension."""
+    layers, heads, dim = cache_shape
+    reported = [row for row in rows if may_migrate(row)]
+    return EngineLoad(
+        version=version,
+        max_rows=max_rows,
+        rows=tuple(RowLoad(key_of(r.request), len(r.tokens), r.num_cached, r.num_left) for r in reported),
+        position_bytes=2 * layers * heads * dim * np.dtype(np.float32).itemsize,
+        pass_s=times.pass_s,
+        prefill_s=times.prefill_s,
+    )
+
+
+# ---- packing ---------------------------------------------------------------------------------------------
+
+
+def pack_row(row: Row, ticket: int, version: int, cache: np.ndarray | None) -> MigratedRow:
+    """Return a row in the form in which it travels."""
+    return MigratedRow(
+        ticket=ticket,
+        request=row.request,
+        version=version,
+        tokens=np.array(row.tokens[len(row.request.tokens) :], np.int32),
+        logprobs=np.array(row.logprobs, np.float32),
+        versions=np.array(row.versions, np.int32),
+        cache=cache,
+    )
+
+
+def unpack_row(migrated: MigratedRow, call: GenerateCall, eos_ids: Set[int]) -> Row:
+    """Return the row that `pack_row` packed, without its blocks."""
+    row = Row(migrated.request, call, eos_ids)
+    for token, logprob, version in zip(
+        migrated.tokens.tolist(), migrated.logprobs.tolist(), migrated.versions.tolist(), strict=True
+    ):
+        row.append(token, logprob, version)
+    return row
+
+
+def check_migrated(migrated: MigratedRow, version: int, cache_shape: tuple[int, int, int]) -> None:
+    """Raise RequestError, naming the row, if this engine cannot continue it. `cache_shape`: layers, key/value heads,
+    head dimension."""
+    problem = None
+    layers, heads, dim = cache_shape
+    if migrated.version != version:
+        problem = f"goes on with version {migrated.version} of the weights; version {version} is resident"
+    elif (
+        not len(migrated.tokens)
+        == len(migrated.logprobs)
+        == len(migrated.versions)
+        < migrated.request.sampling.max_new_tokens
+    ):
+        problem = f"arrives with {len(migrated.tokens)} tokens of {migrated.request.sampling.max_new_tokens}"
+    elif migrated.cache is not None:
+        positions = migrated.cache.shape[3] if migrated.cache.ndim == 5 else 0
+        expected = (layers, 2, heads, positions, dim)
+        if migrated.cache.shape != expected or not 0 < positions < migrated.num_tokens:
+            problem = f"brings keys and values of shape {migrated.cache.shape}; here they are {expected}"
+    if problem is not None:
+        raise RequestError(f"row {migrated.request.row} {problem}")

@@ -1,1 +1,0 @@
-"""Rows that leave one engine and go on in another."""

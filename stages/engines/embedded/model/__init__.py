@@ -1,1 +1,0 @@
-"""The decoder's forward pass."""

@@ -1,0 +1,223 @@
+"""Sampling: keyed noise, and from logits to tokens (suppression, temperature, the draw and its log-prob).
+
+Noise is keyed by (seed, step, row, position): law 4 of the design. The generator is counter-based (Salmon et al. 2011,
+"Parallel random numbers: as easy as 1, 2, 3"): no state passes from draw to draw, so the noise of a token depends on
+its key and its id alone. splitmix64 (Steele et al. 2014) mixes the four numbers of a key into 64 bits. The two halves
+of the key steer two multiply-xorshift rounds (with the constants of Ettinger's `lowbias32`) over a word that stands for
+the token id.
+
+Everything up to the uniform variate is integer arithmetic or one rounding per operation, so its bits are the same on
+every device. The two logarithms are the device's own.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import torch
+from jaxtyping import Float32, Float64, Int32, Int64, UInt64
+
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+_MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
+_MIX_2 = np.uint64(0x94D049BB133111EB)
+_ROUND_1 = 0x7FEB352D
+_ROUND_2 = 0x846CA68B - (1 << 32)
+"""As int32: torch has no uint32 arithmetic, and two's complement multiplies alike."""
+_UNIFORM_SCALE = (1.0 - 2.0**-24) * 2.0**-31
+"""The largest float32 below 2^-31: the largest 31-bit word, which rounds to 2^31, still gives a variate below 1."""
+_BLOCK_ELEMENTS = 1 << 16
+"""Elements per block on a CPU: a block's buffers (256 KB each) stay in the CPU's cache."""
+_ALL_ROWS = 1 << 30
+
+
+def noise_keys(
+    seed: int | np.ndarray, step: int | np.ndarray, row: int | np.ndarray, position: int | np.ndarray
+) -> UInt64[np.ndarray, "*shape"]:
+    """Return 64-bit keys. The four arguments broadcast (to one key if all are plain numbers). `position` is the token's
+    index in its row, prompt included. Each number goes through a splitmix64 step of its own, so keys that differ in one
+    number are unrelated."""
+    parts = [np.asarray(part).astype(np.int64).view(np.uint64) for part in (seed, step, row, position)]
+    key = np.zeros(np.broadcast_shapes((1,), *(part.shape for part in parts)), np.uint64)
+    for part in parts:
+        key = _splitmix(key ^ part)
+    return key
+
+
+def gumbel(keys: UInt64[np.ndarray, " keys"], vocab: int, device: torch.device) -> Float32[torch.Tensor, "keys vocab"]:
+    """Return standard Gumbel noise, -log(-log u), for every token of every key.
+
+    1 - u is a multiple of 2^-31 plus half a step, kept to float32's relative precision. The noise therefore lies within
+    (-2.9, 22.2), and its upper tail, which decides the arg max, is resolved best."""
+    return gumbel_of(keys, token_words(vocab, device))
+
+
+def gumbel_of(
+    keys: UInt64[np.ndarray, " keys"], token_words: Int32[torch.Tensor, "1 tokens"]
+) -> Float32[torch.Tensor, "keys tokens"]:
+    """Return the same noise for some tokens only, given their columns of `token_words(vocab)`."""
+    device, num_tokens = token_words.device, token_words.shape[1]
+    words = torch.from_numpy(keys.view(np.int32).reshape(-1, 2).copy()).to(device)
+    out = torch.empty(len(keys), num_tokens, dtype=torch.float32, device=device)
+    block = block_rows(num_tokens, device)
+    for start in range(0, len(keys), block):
+        _gumbel_block(words[start : start + block], token_words, out[start : start + block])
+    return out
+
+
+def block_rows(vocab: int, device: torch.device) -> int:
+    """Return the number of rows to process at a time."""
+    return max(1, _BLOCK_ELEMENTS // vocab) if device.type == "cpu" else _ALL_ROWS
+
+
+def _gumbel_block(
+    words: Int32[torch.Tensor, "keys 2"],
+    token_words: Int32[torch.Tensor, "1 tokens"],
+    out: Float32[torch.Tensor, "keys tokens"],
+) -> None:
+    """Fill `out`. All in place: each operation is one pass over memory, and a new tensor would double it."""
+    x = torch.bitwise_xor(token_words, words[:, :1])
+    shifted = torch.empty_like(x)
+    x.mul_(_ROUND_1)
+    x.bitwise_xor_(_shift_right(x, 15, shifted))
+    x.add_(words[:, 1:])
+    x.mul_(_ROUND_2)
+    x.bitwise_xor_(_shift_right(x, 16, shifted))
+    x.bitwise_and_(0x7FFFFFFF)
+    # w = -(1 - u), so that log1p(w) = log u = -E with E exponential, precise where 1 - u is small
+    out.copy_(x).add_(0.5).mul_(-_UNIFORM_SCALE)
+    out.log1p_().neg_().log_().neg_()
+
+
+def _shift_right(x: torch.Tensor, bits: int, out: torch.Tensor) -> torch.Tensor:
+    """Shift int32 right logically; torch's shift repeats the sign."""
+    return torch.bitwise_right_shift(x, bits, out=out).bitwise_and_((1 << (32 - bits)) - 1)
+
+
+@functools.lru_cache(maxsize=4)
+def token_words(vocab: int, device: torch.device) -> Int32[torch.Tensor, "1 vocab"]:
+    """Return one well-mixed word per token id, all different. Cached, since it costs as much as a row of noise."""
+    mixed = _splitmix(np.arange(vocab, dtype=np.uint64) << np.uint64(32))
+    return torch.from_numpy((mixed >> np.uint64(32)).astype(np.uint32).view(np.int32)[None].copy()).to(device)
+
+
+def _splitmix(x: np.ndarray) -> np.ndarray:
+    """Return splitmix64's next output from state x: a bijection of 64-bit words with full avalanche."""
+    x = x + _GOLDEN
+    x = (x ^ (x >> np.uint64(30))) * _MIX_1
+    x = (x ^ (x >> np.uint64(27))) * _MIX_2
+    return x ^ (x >> np.uint64(31))
+
+
+# ---- draws -----------------------------------------------------------------------------------------------
+
+
+def ban(logits: Float32[torch.Tensor, "rows vocab"], banned: Sequence[tuple[int, ...]]) -> None:
+    """Set each row's banned tokens to -inf, in place. Rows with the same banned tokens (usually all) share an
+    operation."""
+    groups: dict[tuple[int, ...], list[int]] = {}
+    for row, tokens in enumerate(banned):
+        if tokens:
+            groups.setdefault(tokens, []).append(row)
+    for tokens, rows in groups.items():
+        columns = torch.tensor(tokens, device=logits.device)
+        if len(rows) == logits.shape[0]:
+            logits.index_fill_(1, columns, float("-inf"))
+        else:
+            logits[torch.tensor(rows, device=logits.device)[:, None], columns] = float("-inf")
+
+
+def sample(
+    logits: Float32[torch.Tensor, "rows vocab"], temperatures: Sequence[float], keys: UInt64[np.ndarray, " rows"]
+) -> tuple[Int64[torch.Tensor, " rows"], Float32[torch.Tensor, " rows"]]:
+    """Draw a token per row from softmax(logits / temperature), as the arg max of log p plus Gumbel noise of the row's
+    key. Overwrites `logits`.
+
+    Temperature 0 takes the arg max itself; its log-prob is that of the distribution at temperature 1."""
+    device = logits.device
+    _apply_temperatures(logits, temperatures)
+    drawn = torch.tensor([t > 0 for t in temperatures], device=device)[:, None]
+    chosen, normalisers = [], []
+    step = block_rows(logits.shape[1], device)
+    for start in range(0, len(temperatures), step):
+        part = slice(start, start + step)
+        normalisers.append(logits[part].logsumexp(-1))
+        if not any(temperatures[part]):
+            chosen.append(logits[part].argmax(-1))
+            continue
+        noise = gumbel(keys[part], logits.shape[1], device)
+        if not all(temperatures[part]):
+            noise.mul_(drawn[part])
+        chosen.append(noise.add_(logits[part]).argmax(-1))
+    tokens = torch.cat(chosen)
+    return tokens, logits.gather(1, tokens[:, None])[:, 0] - torch.cat(normalisers)
+
+
+def sample_part(
+    logits: Float32[torch.Tensor, "rows part"],
+    temperatures: Sequence[float],
+    keys: UInt64[np.ndarray, " rows"],
+    first: int,
+    vocab: int,
+) -> Float64[torch.Tensor, "rows 5"]:
+    """Return a part of the vocabulary's contribution to `join_parts`. Per row: the best token here, its logit + noise,
+    its logit, the largest logit, and the sum of e^(logit - largest). Overwrites `logits`."""
+    _apply_temperatures(logits, temperatures)
+    noise = gumbel_of(keys, token_words(vocab, logits.device)[:, first : first + logits.shape[1]])
+    noise.mul_(torch.tensor([t > 0 for t in temperatures], device=logits.device)[:, None])
+    noisy, tokens = noise.add_(logits).max(-1)
+    largest = logits.amax(-1)
+    logit = logits.gather(1, tokens[:, None])[:, 0]
+    # if every token of the part is banned, e^(-inf - 0) is 0, while e^(-inf + inf) would be NaN
+    sums = logits.sub_(largest.clamp_min(torch.finfo(torch.float32).min)[:, None]).exp_().sum(-1, dtype=torch.float64)
+    return torch.stack([(tokens + first).double(), noisy.double(), logit.double(), largest.double(), sums], dim=1)
+
+
+def join_parts(
+    parts: Float64[torch.Tensor, "parts rows 5"],
+) -> tuple[Int64[torch.Tensor, " rows"], Float32[torch.Tensor, " rows"]]:
+    """Return the draw from the whole vocabulary and its log-prob, given all parts: the best of the best tokens, and the
+    log of the sum of all parts' sums."""
+    tokens, noisy, logits, largest, sums = parts.unbind(-1)
+    best = noisy.argmax(0)[None]
+    top = largest.amax(0)
+    total = torch.where(sums > 0, sums * (largest - top).exp(), 0.0).sum(0)
+    return tokens.gather(0, best)[0].long(), (logits.gather(0, best)[0] - top - total.log()).float()
+
+
+def forced_logprobs(
+    logits: Float32[torch.Tensor, "rows vocab"], temperatures: Sequence[float], forced: Mapping[int, int]
+) -> dict[int, float]:
+    """Return the log-prob of each prescribed token, by row, as `sample` computes it for a drawn token. Leaves `logits`
+    unchanged."""
+    found = {}
+    for row, token in forced.items():
+        scaled = logits[row] / (temperatures[row] or 1.0)
+        found[row] = float(scaled[token] - scaled.logsumexp(-1))
+    return found
+
+
+def forced_logits(
+    logits: Float32[torch.Tensor, "rows part"], temperatures: Sequence[float], forced: Mapping[int, int], first: int
+) -> dict[int, float]:
+    """Return logit / temperature, by row, of the prescribed tokens that lie in this part of the vocabulary. For
+    `put_forced`, since `sample_part` overwrites the logits."""
+    inside = {row: token - first for row, token in forced.items() if 0 <= token - first < logits.shape[1]}
+    return {row: float(logits[row, token]) / (temperatures[row] or 1.0) for row, token in inside.items()}
+
+
+def put_forced(part: Float64[torch.Tensor, "rows 5"], forced: Mapping[int, int], logits: Mapping[int, float]) -> None:
+    """Make the prescribed tokens win in `join_parts`, in place: +inf in the part that has the token's logit, -inf in
+    others."""
+    for row, token in forced.items():
+        part[row, 0] = token
+        part[row, 1] = float("inf") if row in logits else float("-inf")
+        part[row, 2] = logits.get(row, 0.0)
+
+
+def _apply_temperatures(logits: Float32[torch.Tensor, "rows vocab"], temperatures: Sequence[float]) -> None:
+    """Divide by the temperatures in place; by 1 where they are 0."""
+    divisors = [t or 1.0 for t in temperatures]
+    if any(d != 1.0 for d in divisors):
+        logits.div_(torch.tensor(divisors, device=logits.device)[:, None])

@@ -1,1 +1,0 @@
-"""From logits to tokens: keyed noise and the draw."""

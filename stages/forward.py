@@ -1,0 +1,32 @@
+"""Stage `logprob`: the proximal policy, log pi_prox of every sampled token by the weights at the step's start.
+
+Stage `reference`: log pi_ref of every sampled token, by the frozen start policy.
+
+Stage `value`: the critic's value of the state before each sampled token, by its weights at the step's start.
+"""
+
+from __future__ import annotations
+
+from stages.models.protocol import ModelHost
+from storage.records import PolicyLogprobs, ReferenceLogprobs, Rollout, Values
+
+
+def logprob(models: ModelHost, rollout: Rollout) -> PolicyLogprobs | None:
+    """log pi_prox(token) and entropies of a shard's rollout, by the resident policy; None on ranks other than 0."""
+    return models.policy_logprobs(rollout)
+
+
+# ---- reference -------------------------------------------------------------------------------------------
+
+
+def reference(models: ModelHost, rollout: Rollout) -> ReferenceLogprobs | None:
+    """log pi_ref(token) of a shard's rollout; None on ranks other than 0. Needs no version: the reference is fixed."""
+    return models.ref_logprobs(rollout)
+
+
+# ---- value -----------------------------------------------------------------------------------------------
+
+
+def value(models: ModelHost, rollout: Rollout) -> Values | None:
+    """Values and bootstrap values of a shard's rollout, by the resident critic; None on ranks other than 0."""
+    return models.values(rollout)

@@ -1,0 +1,137 @@
+"""Read and write the weights of a model directory in Hugging Face layout, without building a model. `write_model` and
+`write_lowest_blocks` write whole directories, with config and tokenizer.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Collection, Mapping
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from stages.models.hf_files import COPIED_FILES, weight_files
+from stages.models.spec import (
+    EMBEDDING,
+    LM_HEAD,
+    RANDOM_TINY,
+    REWARD_BIAS,
+    SCORE_BIAS,
+    SCORE_WEIGHT,
+    layer_and_part,
+    read_config,
+    read_spec,
+    tensor_shapes,
+)
+
+_TINY_SEED = 20_24
+_TINY_LINEAR_STD = 0.1
+_TINY_EMBEDDING_STD = 0.2
+"""With it logits have a standard deviation of about 0.2 * sqrt(64) = 1.6, since the final norm makes the hidden state's
+RMS 1."""
+
+
+def read_weights(path: str) -> dict[str, torch.Tensor]:
+    """Return all tensors by Hugging Face name, in their stored dtype. A tied `lm_head.weight` is usually not among
+    them. For a reward model `SCORE_BIAS`, which its config.json holds, is. Raises FileNotFoundError with the paths that
+    were looked for."""
+    if path == RANDOM_TINY:
+        return _random_weights()
+    weights: dict[str, torch.Tensor] = {}
+    for file in weight_files(path):
+        weights |= load_file(file)
+    if SCORE_WEIGHT in weights:
+        weights[SCORE_BIAS] = torch.tensor([read_config(path).get(REWARD_BIAS, 0.0)])
+    return weights
+
+
+def read_some_weights(path: str, names: Collection[str]) -> dict[str, torch.Tensor]:
+    """Return the model's tensors with these names, in the order of the names. Other tensors are not read. Raises what
+    `read_weights` raises."""
+    if path == RANDOM_TINY:
+        weights = _random_weights()
+        return {name: weights[name] for name in names if name in weights}
+    found: dict[str, torch.Tensor] = {}
+    for file in weight_files(path):
+        with safe_open(file, framework="pt") as tensors:
+            found |= {name: tensors.get_tensor(name) for name in set(names) & set(tensors.keys())}
+    return {name: found[name] for name in names if name in found}
+
+
+def first_difference(path: str, other: str, names: Collection[str]) -> str | None:
+    """Return the first of `names` whose tensor is missing or different in the model `other`, or None."""
+    mine, theirs = read_some_weights(path, names), read_some_weights(other, names)
+    for name, tensor in mine.items():
+        found = theirs.get(name)
+        if found is None or not torch.equal(tensor.float(), found.float()):
+            return name
+    return None
+
+
+def write_model(directory: Path, source: str, changed: Mapping[str, torch.Tensor], dtype: str) -> None:
+    """Write the model of `source` with some tensors replaced: config, weights, tokenizer. Create the directory.
+
+    The other tensors are converted to `dtype`. `AutoModelForCausalLM.from_pretrained` loads the directory.
+    """
+    weights = {name: tensor.to(getattr(torch, dtype)) for name, tensor in read_weights(source).items()} | dict(changed)
+    if read_spec(source).tied_embeddings:
+        weights.pop(LM_HEAD, None)
+    directory.mkdir(parents=True, exist_ok=True)
+    write_tensors(directory / "model.safetensors", weights)
+    config = read_config(source) | {"dtype": dtype}
+    (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    for name in COPIED_FILES if source != RANDOM_TINY else ():
+        if (Path(source) / name).is_file():
+            shutil.copyfile(Path(source) / name, directory / name)
+
+
+def _random_weights() -> dict[str, torch.Tensor]:
+    """Return the weights of `random:tiny`, the same float32 numbers on every call: linears and embeddings normal, norms
+    1."""
+    generator = torch.Generator().manual_seed(_TINY_SEED)
+
+    def made(name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        if len(shape) == 1:
+            return torch.ones(shape)
+        std = _TINY_EMBEDDING_STD if name == EMBEDDING else _TINY_LINEAR_STD
+        return torch.randn(shape, generator=generator) * std
+
+    return {name: made(name, shape) for name, shape in tensor_shapes(read_spec(RANDOM_TINY)).items()}
+
+
+def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Write a safetensors file that transformers and peft accept as torch's, with the permissions of any new file.
+    safetensors alone would make it readable by its owner only."""
+    path.write_bytes(b"")
+    mode = path.stat().st_mode
+    save_file({name: tensor.contiguous().cpu() for name, tensor in tensors.items()}, path, metadata={"format": "pt"})
+    path.chmod(mode)
+
+
+# ---- smaller models --------------------------------------------------------------------------------------
+
+_LAYERS, _OF_LAYERS = "num_hidden_layers", "layer_types"
+"""Keys of config.json: the number of blocks, and in some families the kind of each block."""
+
+
+def write_lowest_blocks(directory: Path, source: str, blocks: int) -> None:
+    """Write the lowest `blocks` blocks of `source` as a model, with its embeddings, final norm and head: config,
+    weights in their stored dtype, tokenizer. Create the directory."""
+    directory.mkdir(parents=True, exist_ok=True)
+    kept = {}
+    for name, tensor in read_weights(source).items():
+        layer = layer_and_part(name)
+        if name != SCORE_BIAS and (layer is None or layer[0] < blocks):  # the bias is in config.json
+            kept[name] = tensor.contiguous()
+    save_file(kept, directory / "model.safetensors", metadata={"format": "pt"})
+    config = read_config(source) | {_LAYERS: blocks}
+    if isinstance(config.get(_OF_LAYERS), list):
+        config[_OF_LAYERS] = config[_OF_LAYERS][:blocks]
+    (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    for name in COPIED_FILES if source != RANDOM_TINY else ():
+        if (Path(source) / name).is_file():
+            shutil.copyfile(Path(source) / name, directory / name)

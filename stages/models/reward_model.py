@@ -1,0 +1,349 @@
+"""A reward model of one rank: a causal language model with a scalar head at a row's last token. It scores rows and can
+be trained.
+
+    RewardModel(model, layout, rank, seed=0).scores(rows)     with a trained head if `model.path` has one
+
+It is built by the same code as a critic, in the same layouts. It differs in the position where the head is read, and a
+new head is random instead of zero. The file also has its rows and micro-batches (`TokenRows`) and its directory in
+Hugging Face layout, which loads with `AutoModelForSequenceClassification`. That class has no bias in its head: its
+logit is the score minus `reward_bias` of config.json.
+
+Shape suffixes: B rows of a micro-batch, N tokens of all of them, H hidden size.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from beartype import beartype
+from jaxtyping import Int, jaxtyped
+from torch import Tensor
+
+from stages.models import parallel
+from stages.models import weights as gather
+from stages.models.build import DTYPES, Blueprint, build_role, build_trunk
+from stages.models.config import LayoutConfig, ModelConfig
+from stages.models.forward import MicroBatch, Trunk, cut_micro_batches, run_forward
+from stages.models.hf_files import COPIED_FILES, read_tokenizer
+from stages.models.hf_weights import read_weights, write_tensors
+from stages.models.kernels.native import choose_kernels
+from stages.models.layers import HiddenOutput
+from stages.models.layouts import check_layout
+from stages.models.numerics import choose_products, rows_multiple, set_numerics
+from stages.models.protocol import Rank, Role
+from stages.models.spec import (
+    LM_HEAD,
+    RANDOM_TINY,
+    REWARD_BIAS,
+    SCORE_BIAS,
+    SCORE_WEIGHT,
+    VALUE_HEAD_BIAS,
+    VALUE_HEAD_WEIGHT,
+    read_config,
+    read_spec,
+)
+from stages.models.trainer import Minibatch, Trainer, UpdateLimits, learning_rate
+from stages.ppo.losses import LossStats
+from stages.ppo.micro_batches import balanced, micro_batches
+from storage.checkpoints import write_sums
+
+ScoreLoss = Callable[[Tensor, np.ndarray], tuple[Tensor, LossStats]]
+"""Computes (share of the minibatch's loss, its stats) from the scores [B] of some rows and their numbers [B]. The loss
+must not depend on rows with the number `NO_ROW`."""
+
+NO_ROW = -1
+"""Number of a row that does not count, on a rank that has no rows of its own."""
+_ROLE = Role.CRITIC
+
+
+@dataclass(frozen=True)
+class GroupedRows:
+    """The rows of one optimizer step, in groups of row numbers. Rows are compared within a group."""
+
+    rows: TokenRows
+    groups: Sequence[np.ndarray]
+    loss: ScoreLoss
+
+
+class RewardModel:
+    """Owns this rank's reward model, its optimizer if it is trained, and its membership of the gang's process group.
+    Every rank of the gang makes the same calls in the same order and gets the whole result."""
+
+    def __init__(
+        self,
+        model: ModelConfig,
+        layout: LayoutConfig,
+        rank: Rank,
+        *,
+        seed: int,
+        total_steps: int | None = None,
+        joined: parallel.ParallelRank | None = None,
+    ) -> None:
+        """Join the gang and build the model of `model.path`. Draw its head with the seed if its files have none.
+
+        Args:
+            total_steps: number of optimizer steps of the training with `model.critic`, for the learning rate; None: it
+                is not trained.
+            joined: the caller's own membership with this layout, so that a process can hold several models; None: join
+                here, and leave in `close`.
+
+        Raises ValueError, naming the key, for a layout that cannot hold the model.
+        """
+        spec = read_spec(model.path)
+        check_layout(model, {_ROLE: spec}, layout, rank.size)
+        set_numerics(model)
+        self._total_steps = total_steps
+        self._path = model.path
+        self._config = model.critic
+        self._joined_here = joined is None
+        self._parallel_rank = parallel.join(rank, layout, seed) if joined is None else joined
+        device, dtype = self._parallel_rank.device, DTYPES[model.dtype]
+        products = choose_products(model.products, dtype, device).products
+        kernels = choose_kernels(model.kernels, dtype, device)
+        self._blueprint = Blueprint(model, spec, layout, self._parallel_rank, kernels, products, seed)
+        weights = read_weights(model.path)
+        if SCORE_WEIGHT not in weights:
+            weights |= new_head(spec.hidden_size, seed)
+        frozen = model.frozen_blocks
+        self._trunk = Trunk(build_trunk(self._blueprint, weights), model.trunk_cache_mb << 20) if frozen else None
+        self._model = build_role(self._blueprint, _ROLE, weights)
+        self._trainer: Trainer | None = None
+        self._kept: list[Tensor] | None = None
+        if total_steps is not None:
+            self._trainer = Trainer(_ROLE, self._model, self._config, self._blueprint)
+        else:
+            self._model.requires_grad_(False).eval()
+
+    def collectives_of(self, where: str) -> AbstractContextManager[None]:
+        """Return a context for calls that all ranks make; see `ModelHost`."""
+        return self._parallel_rank.missing_ranks.collectives_of(where)
+
+    def scores(self, rows: TokenRows) -> np.ndarray:
+        """Return the score of each row, float32 [rows]. It depends only on the row and the weights."""
+        batches = score_micro_batches(rows, self._blueprint, self._config.micro_batch_tokens)
+        found = run_forward(self._model, self._trunk, batches, self._read)
+        scores = np.zeros(len(rows.lengths), np.float32)
+        for batch, of_batch in zip(batches if found else [], found, strict=True):
+            scores[batch.rows] = of_batch.float().cpu().numpy()
+        if dist.get_world_size() == 1:
+            return scores
+        whole = torch.from_numpy(scores if self._parallel_rank.is_output_rank else np.zeros_like(scores))
+        whole = whole.to(self._parallel_rank.device)
+        dist.all_reduce(whole)
+        return whole.cpu().numpy()
+
+    def train(self, step: int, batch: GroupedRows) -> dict[str, float]:
+        """Make optimizer step `step` (from 0). Return the stats of the loss over all ranks, `lr`, `grad_norm`, and
+        `skipped_steps`: 1 if the gradient was not finite and nothing changed."""
+        trainer = self._trained()
+        assert self._total_steps is not None
+        micro_batches = group_micro_batches(batch.rows, batch.groups, self._blueprint, self._config.micro_batch_tokens)
+        counts = is_share(batch.groups, self._blueprint)
+
+        def loss(micro: MicroBatch, hidden_NH: Tensor) -> tuple[Tensor, LossStats]:
+            scores = self._read(micro, hidden_NH)
+            return batch.loss(scores, micro.rows if counts else np.full_like(micro.rows, NO_ROW))
+
+        minibatch = Minibatch(
+            rows=np.concatenate(batch.groups),
+            row_numbers=np.arange(len(batch.rows.lengths)),
+            micro_batches=micro_batches,
+            loss=lambda _: loss,
+            empty=False,
+        )
+        lr = learning_rate(self._config, step, self._total_steps)
+        stats, metrics = trainer.train(step, lr, self._trunk, [minibatch], UpdateLimits(None))
+        trainer.dirty = False  # single steps are not committed: only the end of a training is kept
+        named = gather.summarise_over_ranks(self._parallel_rank, stats)
+        return named | {name: metrics[name] for name in ("lr", "grad_norm", "skipped_steps")}
+
+    @torch.no_grad()
+    def keep(self) -> None:
+        """Copy the current trained weights, replacing an earlier copy."""
+        self._kept = [parameter.detach().clone() for parameter in self._trained_parameters()]
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Put the copied weights back and end the training."""
+        assert self._kept is not None, "nothing was kept"
+        for parameter, kept in zip(self._trained_parameters(), self._kept, strict=True):
+            parameter.copy_(kept)
+        self._kept, self._trainer = None, None
+        self._model.eval()
+
+    @torch.no_grad()
+    def shift(self, by: float) -> None:
+        """Add a number to all scores."""
+        for name, parameter in self._model.named_parameters():
+            if name == "output_layer.bias":
+                parameter += by
+
+    def export(self, directory: Path) -> None:
+        """Write the model on rank 0: see `write_reward_model`."""
+        tensors = gather.trained_tensors(self._model, self._blueprint)
+        if tensors is not None:
+            write_reward_model(directory, self._path, tensors)
+
+    def close(self) -> None:
+        self._trainer = self._trunk = self._kept = None
+        if self._joined_here:
+            parallel.leave()
+
+    def _read(self, batch: MicroBatch, hidden_NH: Tensor) -> Tensor:
+        return last_scores(hidden_NH, batch, self._model.output_layer)
+
+    def _trained(self) -> Trainer:
+        assert self._trainer is not None, "this reward model was not built to be trained"
+        return self._trainer
+
+    def _trained_parameters(self) -> list[torch.nn.Parameter]:
+        return [parameter for parameter in self._model.parameters() if parameter.requires_grad]
+
+
+# ---- rows ------------------------------------------------------------------------------------------------
+
+
+@jaxtyped(typechecker=beartype)
+@dataclass(frozen=True)
+class TokenRows:
+    """Rows of two tokens or more. Entries after a row's end are not read."""
+
+    tokens: Int[np.ndarray, "rows seq"]
+    lengths: Int[np.ndarray, " rows"]
+
+    @staticmethod
+    def of(rows: Sequence[Sequence[int]]) -> TokenRows:
+        """Return rows of uneven lengths as one array."""
+        lengths = np.array([len(row) for row in rows], np.int32)
+        tokens = np.zeros((len(rows), int(lengths.max(initial=0))), np.int32)
+        for padded, row in zip(tokens, rows, strict=True):
+            padded[: len(row)] = row
+        return TokenRows(tokens, lengths)
+
+    def last_tokens(self) -> np.ndarray:
+        """Return a mask, bool [rows, seq], of each row's last token."""
+        return np.arange(self.tokens.shape[1]) == self.lengths[:, None] - 1
+
+
+def ended(tokens: Sequence[int], eos_ids: Sequence[int]) -> list[int]:
+    """Return a row, prompt and response, as reward models read it: with one EOS at the end, even if the response was
+    cut."""
+    return [*tokens] if tokens and tokens[-1] in eos_ids else [*tokens, eos_ids[0]]
+
+
+def score_micro_batches(rows: TokenRows, blueprint: Blueprint, max_tokens: int) -> list[MicroBatch]:
+    """Return the micro-batches of this rank's share of the rows to score. All shares have nearly the same number of
+    tokens."""
+    rank = blueprint.parallel_rank
+    share = balanced(rows.lengths, rank.data_size)[rank.data_rank]
+    if not len(share):
+        return []
+    return cut_micro_batches(
+        rows.tokens, rows.last_tokens(), share, rank.device, max_tokens=max_tokens, multiple=_multiple(blueprint)
+    )
+
+
+def group_micro_batches(
+    rows: TokenRows, groups: Sequence[np.ndarray], blueprint: Blueprint, max_tokens: int
+) -> list[MicroBatch]:
+    """Return the micro-batches of this rank's share of the groups.
+
+    A group is never cut, so that its pairs are in one micro-batch, which may then have more than `max_tokens`. There is
+    at least one micro-batch, since every rank takes part in the reduction of gradients; `is_share` says if it counts.
+    """
+    rank = blueprint.parallel_rank
+    sizes = np.array([int(rows.lengths[group].sum()) for group in groups])
+    share = balanced(sizes, rank.data_size)[rank.data_rank]
+    if not len(share):
+        share = np.zeros(1, np.int64)
+    made = []
+    for part in micro_batches(share, sizes[share], max_tokens=max_tokens):
+        together = np.concatenate([groups[number] for number in part])
+        made += cut_micro_batches(
+            rows.tokens,
+            rows.last_tokens(),
+            together,
+            rank.device,
+            max_tokens=int(sizes[part].sum()),
+            multiple=_multiple(blueprint),
+        )
+    return made
+
+
+def is_share(groups: Sequence[np.ndarray], blueprint: Blueprint) -> bool:
+    """Return True if this rank's micro-batches of `group_micro_batches` count. Otherwise another rank has the same
+    ones, and the loss must not depend on these."""
+    return blueprint.parallel_rank.data_rank < len(groups)
+
+
+def last_scores(hidden_NH: Tensor, batch: MicroBatch, head: HiddenOutput) -> Tensor:
+    """Return the head's output at each row's last token, float32 [B], in the micro-batch's order."""
+    assert head.weight is not None  # a critic's HiddenOutput always has one
+    last = torch.from_numpy(np.cumsum(batch.lengths) - 1).to(hidden_NH.device)
+    return F.linear(hidden_NH[last].float(), head.weight, head.bias)[:, 0]
+
+
+def _multiple(blueprint: Blueprint) -> int:
+    rank = blueprint.parallel_rank
+    sequence = rank.tensor_size if blueprint.layout.sequence_parallel else 1
+    return math.lcm(sequence, rows_multiple(blueprint.dtype, rank.device))
+
+
+# ---- files -----------------------------------------------------------------------------------------------
+
+_HEAD = 2
+"""Second number of the generator's seed, so that a new head differs from other random numbers of the run's seed."""
+
+
+def new_head(hidden_size: int, seed: int) -> dict[str, Tensor]:
+    """Return the tensors of a new head by name: a normal weight with standard deviation 1 / sqrt(d + 1), so that scores
+    of normed states begin near 1 in size, and a zero bias (Stiennon et al. 2020; Huang et al. 2024)."""
+    drawn = np.random.default_rng([seed, _HEAD]).standard_normal((1, hidden_size), np.float32)
+    return {
+        SCORE_WEIGHT: torch.from_numpy(drawn) / math.sqrt(hidden_size + 1),
+        SCORE_BIAS: torch.zeros(1),
+    }
+
+
+def write_reward_model(directory: Path, source: str, trained: Mapping[str, Tensor]) -> None:
+    """Write the model of `source` with its trained tensors replaced: config, weights, tokenizer, and their checksums.
+
+    `trained` has the head under a critic's names. Trained tensors are written in float32, so nothing is rounded; the
+    others keep their bits and dtype. Create the directory.
+    """
+    tensors = dict(trained)
+    head = {SCORE_WEIGHT: tensors.pop(VALUE_HEAD_WEIGHT), SCORE_BIAS: tensors.pop(VALUE_HEAD_BIAS)}
+    weights = {name: t for name, t in read_weights(source).items() if name not in (LM_HEAD, SCORE_BIAS)}
+    weights |= {name: tensor.float() for name, tensor in tensors.items()} | {SCORE_WEIGHT: head[SCORE_WEIGHT]}
+    directory.mkdir(parents=True, exist_ok=True)
+    write_tensors(directory / "model.safetensors", weights)
+    (directory / "config.json").write_text(json.dumps(_config(source, float(head[SCORE_BIAS])), indent=2) + "\n")
+    for name in COPIED_FILES if source != RANDOM_TINY else ():
+        if (Path(source) / name).is_file():
+            shutil.copyfile(Path(source) / name, directory / name)
+    write_sums(directory)
+
+
+def _config(source: str, bias: float) -> dict[str, object]:
+    config = read_config(source)
+    (architecture,) = config.get("architectures") or [f"{config['model_type'].capitalize()}ForCausalLM"]
+    family = architecture.partition("For")[0]
+    if config.get("pad_token_id") is None:
+        config["pad_token_id"] = read_tokenizer(source).pad_id  # transformers finds a row's last token by it
+    return config | {
+        "architectures": [f"{family}ForSequenceClassification"],
+        "id2label": {"0": "reward"},
+        "label2id": {"reward": 0},
+        "dtype": "float32",
+        REWARD_BIAS: bias,
+    }

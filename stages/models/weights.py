@@ -1,0 +1,244 @@
+"""Gather the parts that the ranks of a gang hold: trained tensors by Hugging Face name, results per row, stats of
+losses. These calls are collective: every rank of the gang makes the same call.
+
+The second part is the fingerprint: the items that the last bits of a process's results depend on. Two workers with the
+same items, weights and inputs compute the same bits; with other items they may not.
+
+    software       versions of Python, numpy, torch, megatron-core, and Triton if it is installed
+    processor      vector and matrix instructions, and whether the kernel lets this process use the latter (AMX)
+    libraries      torch's build and the instruction set it dispatches to; the C compiler's version and flags
+    environment    variables that change how MKL, oneDNN, torch and cuBLAS compute
+    device         a GPU's name and capability, versions of CUDA and cuDNN
+
+The number of threads and the layout are in the config. A processor's name and cache sizes are left out, although a
+library may block its products by them: clouds mix names within one type of machine, and the digest comparison of
+replayed updates shows a difference anyway.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import json
+import math
+import os
+import platform
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import xxhash
+from megatron.core import parallel_state
+from megatron.core.models.gpt import GPTModel
+from torch import Tensor
+
+from stages.models.build import Blueprint
+from stages.models.hf_conversion import PARTS, adapted_weight, named_by_block, to_hf
+from stages.models.lora import merge
+from stages.models.parallel import ParallelRank
+from stages.native.compile import compiler_flags, compiler_version
+from stages.ppo.losses import LossStats, merge_stats, summarise_stats
+
+
+def stage_tensors(model: GPTModel, blueprint: Blueprint) -> Iterator[tuple[str, Tensor]]:
+    """Yield this pipeline stage's trained parameters as whole Hugging Face tensors with their names, on every rank of
+    the stage. Adapters have peft's names. The last stage's copy of a tied embedding is left out: the first has it."""
+    for name, block, parameter in named_by_block(model, blueprint.model.frozen_blocks):
+        if parameter.requires_grad and not getattr(parameter, "shared", False):
+            yield from to_hf(name, block, parameter.detach(), blueprint.spec, _tensor_parallel_parts)
+
+
+def merged_tensors(model: GPTModel, blueprint: Blueprint) -> Iterator[tuple[str, Tensor]]:
+    """Yield this pipeline stage's weights that differ from `model.path`, with their names: the trained weights, or with
+    LoRA copies of the adapted weights with the adapters merged in. These copies are only made on TP and DP rank 0,
+    which passes them on."""
+    trained, rank, given = stage_tensors(model, blueprint), blueprint.parallel_rank, blueprint.model.lora
+    if not given.rank:
+        yield from trained
+        return
+    adapters = dict(trained)
+    yield from ((name, tensor) for name, tensor in adapters.items() if ".lora_" not in name)  # a head
+    adapted = {adapted_weight(name)[0] for name, _, p in named_by_block(model, 0) if p.requires_grad} & PARTS.keys()
+    for name, block, parameter in named_by_block(model, blueprint.model.frozen_blocks):
+        if name in adapted:
+            whole = to_hf(name, block, parameter.detach(), blueprint.spec, _tensor_parallel_parts)
+            for part, weight in whole:
+                if rank.tensor_rank == rank.data_rank == 0:
+                    yield part, merge(weight, part, adapters, given)
+
+
+def trained_tensors(model: GPTModel, blueprint: Blueprint, *, merged: bool = True) -> dict[str, Tensor] | None:
+    """Return the tensors of all pipeline stages on rank 0, None on the others. `merged`: with adapters merged into the
+    weights (`merged_tensors`), as an engine reads them; otherwise the adapters themselves."""
+    of_stage, rank = merged_tensors if merged else stage_tensors, blueprint.parallel_rank
+    tensors = dict(of_stage(model, blueprint))
+    if rank.pipeline_size > 1:
+        sent = {name: t.cpu() for name, t in tensors.items()} if rank.tensor_rank == rank.data_rank == 0 else {}
+        parts: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
+        dist.gather_object(sent, parts)
+        tensors = {name: tensor for part in parts or [] for name, tensor in part.items()}
+    return tensors if dist.get_rank() == 0 else None
+
+
+def digest_of(model: GPTModel, blueprint: Blueprint) -> str:
+    """Return a digest of all trained tensors and their names, on every rank. It does not depend on the layout.
+
+    It hashes each whole tensor's bytes with XXH3-128, at 15 GB/s per core: not safe against forgery, which is no threat
+    here. The ranks of a stage have the same whole tensors and share the hashing.
+    """
+    rank = blueprint.parallel_rank
+    index, num_ranks = (
+        rank.tensor_rank * rank.data_size + rank.data_rank,
+        rank.tensor_size * rank.data_size,
+    )
+    own = {
+        name: xxhash.xxh3_128_hexdigest(as_numpy(tensor).reshape(-1).view(np.uint8).data)
+        for number, (name, tensor) in enumerate(stage_tensors(model, blueprint))
+        if number % num_ranks == index
+    }
+    named = {name: digest for part in from_all_ranks(own) for name, digest in part.items()}
+    return f"xxh3-{xxhash.xxh3_128_hexdigest(json.dumps(named, sort_keys=True).encode())}"
+
+
+def _tensor_parallel_parts(tensor: Tensor) -> list[Tensor]:
+    """Return all tensor-parallel ranks' parts of a tensor, in rank order."""
+    group = parallel_state.get_tensor_model_parallel_group()
+    if group.size() == 1:
+        return [tensor]
+    parts = [torch.empty_like(tensor) for _ in range(group.size())]
+    dist.all_gather(parts, tensor.contiguous(), group=group)
+    return parts
+
+
+def collect_rows(rank: ParallelRank, *arrays: np.ndarray) -> tuple[np.ndarray, ...] | None:
+    """Return the arrays [all rows, ...] with the rows of all ranks on rank 0, None on the others. In `arrays` each rank
+    has filled the rows that it computed; its other rows are zero."""
+    if dist.get_world_size() == 1:
+        return arrays
+    summed = []
+    for array in arrays:
+        tensor = torch.from_numpy(array if rank.is_output_rank else np.zeros_like(array)).to(rank.device)
+        dist.all_reduce(tensor)
+        summed.append(tensor.cpu().numpy())
+    return tuple(summed) if dist.get_rank() == 0 else None
+
+
+def summarise_over_ranks(rank: ParallelRank, stats: Sequence[Sequence[LossStats]]) -> dict[str, float]:
+    """Return an update's metrics over all ranks, on every rank. `stats`: one list per minibatch with the stats of this
+    rank's micro-batches. Empty without a minibatch."""
+    own = [[(_floats(s.sums), _floats(s.maxima)) for s in minibatch] for minibatch in stats]
+    parts = [part for part in from_all_ranks(own if rank.is_output_rank else []) if part]
+    merged = [
+        merge_stats([LossStats(_tensors(sums), _tensors(maxima)) for part in parts for sums, maxima in part[number]])
+        for number in range(len(parts[0]) if parts else 0)
+    ]
+    return summarise_stats(merged) if merged else {}
+
+
+def sum_over_ranks(rank: ParallelRank, shares: Sequence[float]) -> float:
+    """Return the sum of all ranks' shares, with the same bits on every rank."""
+    return math.fsum(share for part in from_all_ranks(shares if rank.is_output_rank else []) for share in part)
+
+
+def as_numpy(tensor: Tensor) -> np.ndarray:
+    """Return the tensor as a numpy array. numpy has no bfloat16: it becomes its bit pattern in uint16."""
+    tensor = tensor.detach().contiguous()
+    if tensor.dtype is torch.bfloat16:
+        tensor = tensor.view(torch.uint16)
+    return tensor.cpu().numpy()
+
+
+def from_all_ranks(own: Any) -> list[Any]:
+    """Return every rank's `own`, in rank order."""
+    parts: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(parts, own)
+    return parts
+
+
+def _floats(tensors: Mapping[str, Tensor]) -> dict[str, float]:
+    return {name: float(tensor) for name, tensor in tensors.items()}
+
+
+def _tensors(numbers: Mapping[str, float]) -> dict[str, Tensor]:
+    return {name: torch.tensor(number, dtype=torch.float64) for name, number in numbers.items()}
+
+
+# ---- fingerprint -----------------------------------------------------------------------------------------
+
+SOFTWARE = ("numpy", "torch", "megatron-core", "triton")
+"""Packages that the bits depend on, beside Python itself."""
+_ENVIRONMENT = (
+    "ATEN_CPU_CAPABILITY",
+    "CUBLAS_WORKSPACE_CONFIG",
+    "DNNL_MAX_CPU_ISA",
+    "MKL_CBWR",
+    "MKL_DEBUG_CPU_TYPE",
+    "MKL_ENABLE_INSTRUCTIONS",
+    "NCCL_ALGO",
+    "NVIDIA_TF32_OVERRIDE",
+    "ONEDNN_DEFAULT_FPMATH_MODE",
+    "ONEDNN_MAX_CPU_ISA",
+    "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE",
+)
+_VECTOR_FLAG = re.compile(r"(avx|amx|sse4|fma|f16c|bmi|asimd|sve|bf16|i8mm|fphp)\w*|sme(2\w*)?")
+"""Pattern of the processor flags for instructions that a compiler or a library may use in computations."""
+_ARCH_PRCTL, _REQUEST_PERMISSION, _TILE_DATA = 158, 0x1023, 18
+"""Linux on x86-64: the system call, its request, and the registers that are requested."""
+
+
+def software() -> dict[str, str]:
+    """Return the installed versions of the software that the bits depend on."""
+    return {"python": platform.python_version()} | {package: _installed(package) for package in SOFTWARE}
+
+
+def machine_numerics() -> dict[str, str]:
+    """Return the items of this process's processor, libraries, environment and device."""
+    flags = _processor_flags()
+    items = {
+        "machine": platform.machine(),
+        "instructions": " ".join(sorted(flag for flag in flags if _VECTOR_FLAG.fullmatch(flag))),
+        "amx": _matrix_registers(flags),
+        "torch.cpu": torch.backends.cpu.get_cpu_capability(),
+        "torch.build": hashlib.sha256(torch.__config__.show().encode()).hexdigest()[:12],
+        "compiler": compiler_version() or "none",
+        "compiler.flags": " ".join(compiler_flags()),
+        "environment": " ".join(f"{name}={os.environ[name]}" for name in _ENVIRONMENT if name in os.environ),
+    }
+    if torch.cuda.is_available():
+        major, minor = torch.cuda.get_device_capability()
+        items["device"] = f"{torch.cuda.get_device_name()} (capability {major}.{minor})"
+        items["cuda"] = f"{torch.version.cuda}, cuDNN {torch.backends.cudnn.version()}"
+    return items
+
+
+def _installed(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "not installed"
+
+
+def _processor_flags() -> frozenset[str]:
+    """Return the processor's flags as Linux lists them; empty on other systems."""
+    listing = Path("/proc/cpuinfo")
+    if not listing.is_file():
+        return frozenset()
+    for line in listing.read_text("utf8", "replace").splitlines():
+        name, _, value = line.partition(":")
+        if name.strip() in ("flags", "Features"):
+            return frozenset(value.split())
+    return frozenset()
+
+
+def _matrix_registers(flags: frozenset[str]) -> str:
+    """Return whether this process may use the processor's matrix registers. It requests them as the C kernels do: a
+    sandbox or an older kernel may refuse them on the same processor."""
+    if "amx_bf16" not in flags or platform.machine() != "x86_64":
+        return "none"
+    granted = ctypes.CDLL(None).syscall(_ARCH_PRCTL, _REQUEST_PERMISSION, _TILE_DATA) == 0
+    return "granted" if granted else "refused"

@@ -1,0 +1,151 @@
+"""Generalised advantage estimation over the sampled tokens of each row (Schulman et al. 2016, eq. 11-16).
+
+Advantages without a critic: a response against the others to its prompt, or what is still to come against the step.
+
+    R_i = sum_t r_t of response i; its group are the k responses to one prompt, or those of them that count
+
+    group          A_i = (R_i - mean_group R) / (std_group R + eps)        eq. of GRPO: Shao et al. 2024 (2402.03300)
+                   A_i = R_i - mean_group R                                Dr. GRPO: Liu et al. 2025 (2503.20783)
+    rloo           A_i = R_i - mean of the other R_j of the group          Ahmadian et al. 2024 (2402.14740)
+    reinforce_pp   A_t = sum_{s >= t} gamma^(s - t) r_s, then whitened     Hu 2025 (2501.03262)
+
+The first two give every token of a response the same advantage. In a group whose R are all equal they are exactly 0:
+what rounding leaves of a mean would be trained on, since AdamW divides by a gradient's size.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from beartype import beartype
+from jaxtyping import Bool, Float, Int, jaxtyped
+from torch import Tensor
+
+from stages.ppo.masks import last_token_mask
+
+
+@jaxtyped(typechecker=beartype)
+def gae(
+    rewards: Float[Tensor, "rows seq"],
+    values: Float[Tensor, "rows seq"],
+    bootstrap_values: Float[Tensor, " rows"],
+    mask: Bool[Tensor, "rows seq"],
+    truncated: Bool[Tensor, " rows"],
+    gamma: float,
+    lam: float,
+    on_truncation: Literal["bootstrap", "terminate"],
+) -> tuple[Float[Tensor, "rows seq"], Float[Tensor, "rows seq"]]:
+    """Advantages A_t and returns G_t, both before any whitening; 0 outside the mask.
+
+        delta_t = r_t + gamma * V_{t+1} - V_t
+        A_t     = delta_t + gamma * lam * A_{t+1}
+        G_t     = A_t + V_t
+
+    V_t is the value of the state BEFORE token t. After the last token of a response
+
+        V_{last+1} = bootstrap_value    if the response was cut and `on_truncation` is "bootstrap"
+                   = 0                  otherwise: nothing follows
+
+    and A_{last+1} = 0. Each row's mask is one contiguous run, at its own offset. Nothing here has a gradient.
+    """
+    r_t = torch.where(mask, rewards, 0).detach()
+    v_t = torch.where(mask, values, 0).detach()
+    bootstraps = truncated & (on_truncation == "bootstrap")
+    v_end = torch.where(bootstraps, bootstrap_values, 0).detach()
+
+    v_tp1 = torch.cat([v_t[:, 1:], torch.zeros_like(v_t[:, :1])], dim=1)
+    v_tp1 = torch.where(last_token_mask(mask), v_end[:, None], v_tp1)
+    delta_t = torch.where(mask, r_t + gamma * v_tp1 - v_t, 0)
+
+    a_t = torch.zeros_like(delta_t)
+    a_tp1 = torch.zeros_like(v_end)
+    for t in reversed(range(mask.shape[1])):
+        # Where token t was not sampled delta is 0; the selection also keeps A from flowing back into the prompt.
+        a_tp1 = torch.where(mask[:, t], delta_t[:, t] + gamma * lam * a_tp1, 0)
+        a_t[:, t] = a_tp1
+    return a_t, a_t + v_t
+
+
+# ---- critic free -----------------------------------------------------------------------------------------
+
+GROUP_STD_EPS = 1e-6
+"""Added to a group's standard deviation."""
+
+
+@jaxtyped(typechecker=beartype)
+@dataclass(frozen=True)
+class Groups:
+    """Which rows are responses to the same prompt."""
+
+    number: Int[Tensor, " rows"]
+    """Of each row's group, from 0 on without a gap. Rows of a group may lie anywhere."""
+    counted: Bool[Tensor, " rows"]
+    """Rows that take part in their group's mean and deviation; the others' advantage is 0."""
+
+    @property
+    def num_groups(self) -> int:
+        return int(self.number.max()) + 1 if self.number.numel() else 0
+
+
+@jaxtyped(typechecker=beartype)
+def equal_groups(x: Float[Tensor, " rows"], groups: Groups) -> Bool[Tensor, " groups"]:
+    """Groups whose counted rows all have the same x, to the last bit; one with fewer than two such rows is among
+    them."""
+    inf = torch.full((groups.num_groups,), torch.inf, dtype=x.dtype)
+    least = inf.scatter_reduce(0, groups.number, torch.where(groups.counted, x, torch.inf), "amin")
+    most = (-inf).scatter_reduce(0, groups.number, torch.where(groups.counted, x, -torch.inf), "amax")
+    return least >= most
+
+
+@jaxtyped(typechecker=beartype)
+def group_std(x: Float[Tensor, " rows"], groups: Groups) -> Float[Tensor, " groups"]:
+    """Standard deviation of the counted rows of each group, sum of squares divided by n - 1; 0 for equal ones."""
+    squares = _sums(_centred(x, groups) ** 2, groups)
+    return torch.sqrt(squares / (_sizes(groups, x) - 1).clamp(min=1))
+
+
+@jaxtyped(typechecker=beartype)
+def group_advantages(
+    totals: Float[Tensor, " rows"], groups: Groups, scale: Literal["std", "none"]
+) -> Float[Tensor, " rows"]:
+    """A_i = R_i - mean, divided by std + GROUP_STD_EPS under `std`. std divides by n - 1, as published runs do; the
+    paper does not say."""
+    centred = _centred(totals, groups)
+    return centred if scale == "none" else centred / (group_std(totals, groups) + GROUP_STD_EPS)[groups.number]
+
+
+@jaxtyped(typechecker=beartype)
+def leave_one_out_advantages(totals: Float[Tensor, " rows"], groups: Groups) -> Float[Tensor, " rows"]:
+    """A_i = R_i - 1/(n - 1) sum_{j != i} R_j = n/(n - 1) (R_i - mean); 0 in a group of one."""
+    sizes = _sizes(groups, totals)
+    return _centred(totals, groups) * (sizes / (sizes - 1).clamp(min=1))[groups.number]
+
+
+@jaxtyped(typechecker=beartype)
+def rewards_to_go(
+    rewards: Float[Tensor, "rows seq"], mask: Bool[Tensor, "rows seq"], gamma: float
+) -> Float[Tensor, "rows seq"]:
+    """G_t = r_t + gamma * G_{t+1} over the sampled tokens, 0 elsewhere: GAE of a critic that says 0, with lambda 1."""
+    none = torch.zeros_like(rewards)
+    never = torch.zeros_like(mask[:, 0])
+    to_go, _ = gae(rewards, none, none[:, 0], mask, never, gamma, 1.0, "terminate")
+    return to_go
+
+
+def _centred(x: Tensor, groups: Groups) -> Tensor:
+    """x - mean of its group; exactly 0 in equal groups and in rows that do not count."""
+    means = _sums(x, groups) / _sizes(groups, x).clamp(min=1)
+    varies = groups.counted & ~equal_groups(x, groups)[groups.number]
+    return torch.where(varies, x - means[groups.number], 0)
+
+
+def _sums(x: Tensor, groups: Groups) -> Tensor:
+    zeros = torch.zeros(groups.num_groups, dtype=x.dtype)
+    return zeros.index_add(0, groups.number, torch.where(groups.counted, x, 0))
+
+
+def _sizes(groups: Groups, like: Tensor) -> Tensor:
+    """Counted rows of each group."""
+    return _sums(torch.ones_like(like), groups)

@@ -1,0 +1,131 @@
+"""The use of a judge over all processes of a run, and its budget.
+
+    DIRECTORY/spent-JUDGE-*.txt    one file for each process: requests, prompt tokens, completion tokens
+
+Each process writes its own file and adds up all files. It records a request before it looks whether the sum is within
+the budget, and takes it back if not. If two processes want the last request, at most one gets it. The sum never exceeds
+`max_requests` where processes see each other's writes at once, as on one host; on several hosts, a network filesystem
+may show them seconds late.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import uuid
+from dataclasses import dataclass
+from pathlib import Path
+
+from stages.rewards.judges.answers import RETRY_S
+from stages.rewards.protocol import BudgetSpent, RewardFailed
+from storage.files import retried
+
+
+@dataclass(frozen=True)
+class Spent:
+    """Use of some requests."""
+
+    requests: int = 0
+    """Requests that were sent, answered or not."""
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    """Tokens that the server counted, of requests that were answered."""
+
+    def __add__(self, other: Spent) -> Spent:
+        return Spent(
+            self.requests + other.requests,
+            self.prompt_tokens + other.prompt_tokens,
+            self.completion_tokens + other.completion_tokens,
+        )
+
+
+@dataclass(frozen=True)
+class Budget:
+    """Limits of a judge's use, and its prices."""
+
+    max_requests: int | None = None
+    max_cost: float | None = None
+    prompt_price: float = 0.0
+    completion_price: float = 0.0
+    """Price of a million tokens, in the unit of `max_cost`."""
+
+    @property
+    def limited(self) -> bool:
+        return self.max_requests is not None or self.max_cost is not None
+
+    @property
+    def priced(self) -> bool:
+        return self.prompt_price > 0 or self.completion_price > 0
+
+    def cost(self, spent: Spent) -> float:
+        return (spent.prompt_tokens * self.prompt_price + spent.completion_tokens * self.completion_price) / 1e6
+
+    def end(self, spent: Spent) -> str | None:
+        """Return why no request may follow these, or None."""
+        if self.max_requests is not None and spent.requests >= self.max_requests:
+            return f"max_requests = {self.max_requests} is used up"
+        if self.max_cost is not None and self.cost(spent) >= self.max_cost:
+            return f"max_cost = {self.max_cost:g} is used up ({spent.requests} requests cost {self.cost(spent):.4g})"
+        return None
+
+
+class Spending:
+    """This process's file about a judge's use. Several threads may use it."""
+
+    def __init__(self, budget: Budget, directory: Path | None, judge: str) -> None:
+        """`judge`: a name of the judge, the same in every process. `directory` None: only this process counts. Nothing
+        is created before the first request."""
+        self.budget = budget
+        self._directory, self._judge = directory, judge
+        self._file = f"spent-{judge}-{os.getpid()}-{uuid.uuid4().hex[:8]}.txt"
+        self._lock = threading.Lock()
+        self._own = Spent()
+
+    def request(self) -> None:
+        """Count a request that is about to be sent. Raises BudgetSpent if there is none left."""
+        with self._lock:
+            before = self._own
+            self._write(before + Spent(requests=1))
+            end = self.budget.end(before + self._others()) if self.budget.limited else None
+            if end is not None:
+                self._write(before)
+                raise BudgetSpent(f"{end}; every answer that came is kept")
+
+    def answered(self, prompt_tokens: int, completion_tokens: int) -> None:
+        """Count the tokens of an answer."""
+        with self._lock:
+            self._write(self._own + Spent(0, prompt_tokens, completion_tokens))
+
+    def total(self) -> Spent:
+        """Return what all processes have used up. Raises RewardFailed for a damaged file."""
+        with self._lock:
+            return self._own + self._others()
+
+    def _write(self, spent: Spent) -> None:
+        self._own = spent
+        if self._directory is None:
+            return
+        directory = self._directory
+        data = f"{spent.requests:15d} {spent.prompt_tokens:19d} {spent.completion_tokens:19d}\n".encode()
+
+        def write() -> None:
+            directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+            descriptor = os.open(directory / self._file, os.O_WRONLY | os.O_CREAT, 0o600)
+            try:
+                os.pwrite(descriptor, data, 0)  # always as long: a reader sees the numbers of before, or these
+            finally:
+                os.close(descriptor)  # a network filesystem shows it to others now
+
+        retried(write, str(directory), RETRY_S)
+
+    def _others(self) -> Spent:
+        total = Spent()
+        if self._directory is None or not self._directory.is_dir():
+            return total
+        for path in self._directory.glob(f"spent-{self._judge}-*.txt"):
+            numbers = path.read_text("utf8", errors="replace").split() if path.name != self._file else []
+            if len(numbers) not in (0, 3) or not all(number.isdecimal() for number in numbers):
+                need = "write what it counted: requests, prompt tokens, completion tokens (three numbers)"
+                raise RewardFailed(f"{path} is damaged; {need}")
+            total += Spent(*map(int, numbers))
+        return total

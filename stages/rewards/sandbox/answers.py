@@ -1,0 +1,239 @@
+"""Score sampled text with code that may evaluate it, one answer at a time.
+
+    worker            sandbox: the scorer, loaded once            fork of it, confined further
+      ask ──fields──►   may the answer run code?
+                          no: the fork that such answers share ──►  prepare: the run's own; score: reads the answer
+                          yes: a fork of its own ────────────────►  the same, and ends
+      ◄───score, or why it was stopped────────────────────────────  one number, no more
+
+An answer that runs code sees the scorer as it was loaded, and cannot change it for later answers. It can forge its own
+score, up to 1, because it is evaluated in its scorer's process.
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+import os
+import random
+import re
+import resource
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from typing import Any, NoReturn, Protocol
+
+from stages.rewards.protocol import RewardFailed
+from stages.rewards.sandbox import kernel
+from stages.rewards.sandbox.channel import SandboxChannel
+from stages.rewards.sandbox.inside import resolve
+from stages.rewards.sandbox.process import PROTECTIONS, START_S, Confinement, Sandbox, SandboxEnded, SandboxExpired
+
+ANSWER_S = 10.0
+"""Default seconds for one answer."""
+STOPPED = "stopped"
+"""Name of the measured number: 1 for an answer that was stopped."""
+_MEMORY_BYTES = 2 << 30
+"""Address space of an answer and its scorer."""
+_LONGEST_S = START_S + 10.0
+"""Beyond the time for an answer: for the sandbox, which stops an answer by itself, to prepare it and to reply."""
+_LONGEST_REASON = 300
+_LONGEST_REPLY_BYTES = 1 << 16
+_SLOW = "it took too long"
+_STRING = re.compile(r"['\"]|__|\.\s*[^\W\d]")
+"""Matches places where an expression may have a string: a literal, a name such as `__doc__`, an attribute."""
+
+
+class UnconfinedAnswers(Exception):
+    """This host lacks what text needs that is evaluated: says what."""
+
+
+class AnswerScorer:
+    """The process that scores answers. One thread at a time uses it."""
+
+    def __init__(self, make: str, args: Mapping[str, Any], timeout_s: float, *, trust: bool = True) -> None:
+        """`make`: `module:name` of a function that makes an `AnswerScoring` from `args`, in the sandbox. `timeout_s`:
+        wall and processor time of one answer. Raises UnconfinedAnswers unless `trust`."""
+        if timeout_s <= 0:
+            raise ValueError(f"timeout_s is {timeout_s:g}: must be above 0")
+        start = {"make": make, "args": args, "timeout_s": timeout_s}
+        self._lock = threading.Lock()
+        self._timeout_s, self._loaded, self._lost = timeout_s, False, False
+        try:
+            self._sandbox = Sandbox(f"{__name__}:serve", start, Confinement(answers=True))
+        except (SandboxEnded, SandboxExpired) as error:
+            raise ValueError(f"the process that scores answers did not start: {str(error) or _SLOW}") from error
+        self.protections = self._sandbox.protections
+        missing = [name for name in PROTECTIONS if self.protections[name] is None]
+        if missing and not trust:
+            self.close()
+            raise UnconfinedAnswers(f"this host cannot keep an answer that is evaluated from {', '.join(missing)}")
+
+    def __call__(self, asked: Sequence[Mapping[str, Any]]) -> tuple[list[float], list[float]]:
+        """Return the scores, 0 of an answer that was stopped; and for each 1 if it was. Raises RewardFailed where a
+        problem could not be prepared."""
+        scores, stopped = [0.0] * len(asked), [0.0] * len(asked)
+        first = ""
+        for row, fields in enumerate(asked):
+            with self._lock:
+                reply = self._reply(fields)
+            if "error" in reply:
+                raise RewardFailed(reply["error"])
+            if "stopped" in reply:
+                stopped[row], first = 1.0, first or f"row {fields['row']} {reply['stopped']}"
+            else:
+                scores[row] = reply["score"]
+        if first:
+            count = f"{int(sum(stopped))} of {len(asked)} answers"
+            print(f"{count} were stopped and count as wrong; the first: {first}", file=sys.stderr, flush=True)
+        return scores, stopped
+
+    def close(self) -> None:
+        self._sandbox.close()
+
+    def _reply(self, fields: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return what the sandbox says of an answer. One that takes the sandbox along was stopped."""
+        try:
+            if self._lost:
+                self._sandbox.restart()
+                self._lost = self._loaded = False
+            if not self._loaded:
+                self._sandbox.ask(None, START_S)
+                self._loaded = True
+        except (SandboxEnded, SandboxExpired) as error:
+            self._lost = True
+            raise RewardFailed(f"the process that scores answers did not start: {str(error) or _SLOW}") from error
+        try:
+            answer: Mapping[str, Any] = self._sandbox.ask(fields, self._timeout_s + _LONGEST_S)
+        except (SandboxEnded, SandboxExpired) as error:
+            self._lost = True
+            return {"stopped": f"ended the process that scored it: {str(error) or _SLOW}"}
+        return answer
+
+
+class AnswerScoring(Protocol):
+    """The scorer that a sandbox loads."""
+
+    def evaluated(self, fields: Mapping[str, Any]) -> str:
+        """Return the text that `score` may evaluate as code, "" where it evaluates none."""
+        ...
+
+    def prepare(self, fields: Mapping[str, Any]) -> Callable[[], float]:
+        """Return what scores the answer, 0 to 1. Whatever this raises is the run's fault, not the answer's."""
+        ...
+
+
+def serve(channel: SandboxChannel, start: Mapping[str, Any]) -> None:
+    """Score the answers that come over the channel, in forks of this process."""
+    scorer: AnswerScoring = resolve(start["make"])(**start["args"])
+    nowhere = os.open(os.devnull, os.O_RDWR)
+    for output in (1, 2):  # what text prints is in nobody's log
+        os.dup2(nowhere, output)
+    gc.collect()
+    gc.freeze()  # a fork's collector would copy the page of every object
+    channel.send({})
+    shared: _Fork | None = None
+    while True:
+        fields = channel.receive()
+        alone = may_run_code(scorer.evaluated(fields))
+        if alone:
+            with suppress(Exception):  # the fork says what is wrong
+                scorer.prepare(fields)  # here once, not again in every fork
+        fork = shared if shared is not None and not alone else _Fork(scorer, start["timeout_s"])
+        reply = fork.ask(fields)
+        channel.send(reply)  # the worker sends the next answer while this fork ends
+        done = alone or "score" not in reply
+        if done:
+            fork.end()
+        if not alone:
+            shared = None if done else fork
+
+
+def may_run_code(text: str) -> bool:
+    """Return True if Python's `eval` of a text could change anything. That takes a call or an assignment (in an
+    expression: `:=` or a comprehension), and either needs a name. The result may be a string that is evaluated again
+    (sympy does that), so a text that can compose such a string counts as well."""
+    if not any(c.isalpha() or c == "_" for c in text):
+        return False
+    if "(" in text or ":=" in text or ("for" in text and ("[" in text or "{" in text)):
+        return True
+    return _STRING.search(text) is not None and any(c in text for c in "\\%[{")
+
+
+class _Fork:
+    """A fork of this process that scores answers."""
+
+    def __init__(self, scorer: AnswerScoring, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
+        ours, theirs = socket.socketpair()
+        self._pid = os.fork()
+        if not self._pid:
+            _score_all(scorer, theirs, timeout_s)
+        theirs.close()
+        self._channel = SandboxChannel(ours)
+
+    def ask(self, fields: Mapping[str, Any]) -> dict[str, Any]:
+        """Return {score}, {stopped: why}, or {error} where it lies with the run's problem."""
+        try:
+            self._channel.send(fields, START_S)
+            first = self._channel.receive(START_S)  # from before the answer is looked at
+        except (TimeoutError, EOFError, OSError) as error:
+            return {"error": f"row {fields['row']}: its problem could not be made: {_one_line(error)}"}
+        if first:
+            return {"error": f"row {fields['row']}: {first}"}
+        try:
+            number = self._channel.receive(self._timeout_s, _LONGEST_REPLY_BYTES)
+        except TimeoutError:
+            return {"stopped": f"took longer than {self._timeout_s:g} s"}
+        except (EOFError, OSError):
+            code = os.waitstatus_to_exitcode(os.waitpid(self._pid, 0)[1])
+            return {"stopped": f"was ended by {signal.Signals(-code).name}" if code < 0 else "ended its process"}
+        except ValueError:
+            return {"stopped": "wrote over its score"}
+        if not isinstance(number, int | float) or not 0 <= number <= 1:
+            return {"stopped": f"came to {ascii(number)[:_LONGEST_REASON]}: not a score from 0 to 1"}
+        return {"score": number}
+
+    def end(self) -> None:
+        self._channel.close()
+        with suppress(ProcessLookupError, ChildProcessError):  # it has been waited for
+            os.kill(self._pid, signal.SIGKILL)
+            os.waitpid(self._pid, 0)
+
+
+def _score_all(scorer: AnswerScoring, end: socket.socket, timeout_s: float) -> NoReturn:
+    """Score the answers that come over the socket, and end."""
+    os.setsid()
+    os.dup2(end.fileno(), 3)
+    os.closerange(4, 1 << 16)
+    channel = SandboxChannel(socket.socket(fileno=3))
+    for what, value in ((resource.RLIMIT_AS, _MEMORY_BYTES), (resource.RLIMIT_FSIZE, 0)):
+        resource.setrlimit(what, (value, value))
+    if kernel.can_filter_calls():
+        kernel.filter_calls(network=False, answers=True)
+    with suppress(EOFError, OSError):
+        while True:
+            fields = channel.receive()
+            try:
+                score = scorer.prepare(fields)
+            except Exception as error:  # whatever a task's own code raises: the worker names it
+                channel.send(str(error) if isinstance(error, RewardFailed) else _one_line(error))
+                continue
+            channel.send("")
+            seconds = math.ceil(time.process_time() + timeout_s)
+            resource.setrlimit(resource.RLIMIT_CPU, (seconds, resource.RLIM_INFINITY))
+            random.seed(0)  # a scorer may draw
+            try:
+                said: float | str = float(score())
+            except BaseException as error:  # text may raise anything, SystemExit included
+                said = f"a raised {_one_line(error)}"
+            channel.send(said[:_LONGEST_REASON] if isinstance(said, str) else said)
+    os._exit(0)
+
+
+def _one_line(error: BaseException) -> str:
+    return " ".join(f"{type(error).__name__}: {error}".split())

@@ -1,0 +1,61 @@
+"""Messages between a process and the one that it confines: JSON, each after its length."""
+
+from __future__ import annotations
+
+import json
+import socket
+import time
+from typing import Any
+
+_LENGTH_BYTES = 8
+_MOST_BYTES = 1 << 30
+
+
+class SandboxChannel:
+    """One end of a pair of sockets. Every call raises TimeoutError after `limit_s`, and OSError or EOFError if the
+    other end is closed. Confined code can write anything to its end: `receive` raises ValueError if the bytes are no
+    message, or more than `most_bytes`."""
+
+    def __init__(self, end: socket.socket) -> None:
+        self._end = end
+
+    def fileno(self) -> int:
+        return self._end.fileno()
+
+    def send(self, message: Any, limit_s: float | None = None) -> None:
+        data = json.dumps(message, default=str).encode()
+        self._end.settimeout(limit_s)
+        self._end.sendall(len(data).to_bytes(_LENGTH_BYTES, "big") + data)
+
+    def receive(self, limit_s: float | None = None, most_bytes: int = _MOST_BYTES) -> Any:
+        until = None if limit_s is None else time.monotonic() + limit_s
+        length = int.from_bytes(self._read(_LENGTH_BYTES, until), "big")
+        if length > most_bytes:
+            raise ValueError(f"a message of {length} bytes")
+        try:
+            return json.loads(self._read(length, until))
+        except RecursionError:
+            raise ValueError("a message of too many levels") from None
+
+    def hang_up(self) -> None:
+        """End both directions, also for a thread that waits in another call of this end."""
+        try:
+            self._end.shutdown(socket.SHUT_RDWR)
+        except OSError:  # it is over already
+            return
+
+    def close(self) -> None:
+        self._end.close()
+
+    def _read(self, length: int, until: float | None) -> bytes:
+        found = bytearray()
+        while len(found) < length:
+            left = None if until is None else until - time.monotonic()
+            if left is not None and left <= 0:
+                raise TimeoutError
+            self._end.settimeout(left)
+            part = self._end.recv(min(length - len(found), 1 << 20))
+            if not part:
+                raise EOFError
+            found += part
+        return bytes(found)

@@ -1,0 +1,222 @@
+"""The program in a sandbox: `python -m THIS_MODULE SOCKET PARENT` (a file descriptor, a process id).
+
+    with namespaces                                    without
+      keeper   ends with the worker's thread             keeper   adopts every orphan among its descendants
+        first    process 1: when it ends, all do           code
+          code                                               whatever it starts
+            whatever it starts
+
+The worker sees only the keeper, which ends as the code ended. When the worker ends (in any way), or asks for it,
+everything beneath the keeper is killed, whatever sessions and groups it has made.
+
+    first message   the order (`process.Sandbox`)   confine, answer with what is in force
+    afterwards      the function `serve` of the order has the channel
+
+Loads no other part of Stageline until it is confined.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import resource
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from glob import glob
+from pathlib import Path
+from typing import Any, NoReturn
+
+import psutil
+
+from stages.native.parent import end_with_parent
+from stages.rewards.sandbox import kernel
+from stages.rewards.sandbox.channel import SandboxChannel
+
+MOST_PROCESSES = 4096
+"""Processes and threads of a user's own reward. Sampled text may start none."""
+_LARGEST_FILE_BYTES = 1 << 34
+_DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
+_CODE = ("/usr", "/lib", "/lib32", "/lib64", "/etc/ld.so.cache", "/etc/localtime", "/sys/devices/system/cpu")
+"""Besides Python's own folders, what is read where only code may be read."""
+_SHARED_MEMORY = "/dev/shm"
+_LIMITED_PER_NAMESPACE = (6, 14)
+"""First Linux version in which `kernel.pid_max` is a setting of each namespace; before, it is the host's."""
+
+
+def main() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that owns this one
+    channel, parent = SandboxChannel(socket.socket(fileno=int(sys.argv[1]))), int(sys.argv[2])
+    end_with_parent(parent)
+    try:
+        order = channel.receive()
+    except (EOFError, OSError):
+        return
+    in_force = _confine(order, channel, parent)
+    with suppress(EOFError, OSError):  # the worker has gone, or wants no more
+        channel.send(in_force)
+        resolve(order["serve"])(channel, order["start"])
+
+
+def resolve(name: str) -> Callable[..., Any]:
+    """Return what `module:name` names."""
+    module, _, attribute = name.partition(":")
+    found: Callable[..., Any] = getattr(importlib.import_module(module), attribute)
+    return found
+
+
+def _confine(order: Mapping[str, Any], channel: SandboxChannel, parent: int) -> dict[str, str | None]:
+    """Leave a keeper behind and confine this process. Return protection -> what enforces it, None: nothing does."""
+    network, answers, use = order["network"], order["answers"], order["use"]
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    spaces = "namespaces" in use and _namespaces_work(network)
+    if spaces:
+        kernel.enter_namespaces(network=network)
+        for folder in filter(os.path.isdir, order["hidden"]):
+            kernel.mount_memory(folder, readonly=True)
+        kernel.mount_memory(_SHARED_MEMORY)
+        scratch = _SHARED_MEMORY  # goes with the namespace
+    else:
+        kernel.adopt_orphans()
+        scratch = tempfile.mkdtemp(prefix="stageline-scratch-")
+    end_with_parent(parent, by=signal.SIGKILL if spaces else signal.SIGTERM)
+    _fork_and_keep(channel, None if spaces else scratch)
+    if spaces:
+        _become_first(channel)
+    os.environ["TMPDIR"] = scratch
+    os.setsid()
+    with suppress(OSError):  # short of memory, the kernel ends this process rather than the worker
+        Path("/proc/self/oom_score_adj").write_text("1000")
+    resource.setrlimit(resource.RLIMIT_FSIZE, (_LARGEST_FILE_BYTES, _LARGEST_FILE_BYTES))
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    resource.setrlimit(resource.RLIMIT_DATA, (memory, memory))
+    kernel.drop_capabilities()
+    landlock = kernel.landlock_version() if "landlock" in use else 0
+    if landlock:
+        reads = [*_CODE, *_DEVICES, *_python_folders(order["root"])] if answers else ["/"]
+        writes = ["/dev/null"] if answers else [*_own_writes(scratch, shared=not spaces), *order["writes"]]
+        kernel.restrict_files(reads, writes, network=network)
+    filtered = "seccomp" in use and kernel.can_filter_calls()
+    if filtered:
+        kernel.filter_calls(network=network, answers=False)
+    sockets = [*["namespace"] * spaces, *["seccomp"] * filtered]
+    others = [*["namespace"] * spaces, *[f"Landlock {landlock}"] * (landlock >= 6)]
+    if answers and landlock and filtered:
+        others.append("seccomp")
+    return {
+        "files": f"Landlock {landlock}" if landlock else None,
+        "network": ", ".join(sockets) or None if not network else None,
+        "processes": ", ".join(others) or None,
+    }
+
+
+def _own_writes(scratch: str, *, shared: bool) -> list[str]:
+    """Return where a user's own code may write. `shared`: its semaphores are among those of all processes."""
+    return [scratch, *([_SHARED_MEMORY] if shared else []), *_DEVICES, *glob("/dev/nvidia*")]
+
+
+def _python_folders(root: str) -> list[str]:
+    """Return where Python and its packages are, and of Stageline's root (which may hold runs) the code alone."""
+    installed = Path(root).name.endswith("-packages")
+    packages = [path for path in sys.path if path and (installed or not Path(root).is_relative_to(path))]
+    return [sys.prefix, sys.base_prefix, *packages, *(f"{root}/{package}" for package in ("stages", "storage"))]
+
+
+def _namespaces_work(network: bool) -> bool:
+    """Return True if this host lets its user have namespaces: a child that has tried says so."""
+    child = os.fork()
+    if child:
+        return os.waitpid(child, 0)[1] == 0
+    try:
+        kernel.enter_namespaces(network=network)
+        kernel.mount_memory(_SHARED_MEMORY)
+    except OSError:
+        os._exit(1)
+    os._exit(0)
+
+
+def _fork_and_keep(channel: SandboxChannel, scratch: str | None) -> None:
+    """Return in a child. This process stays as its keeper, and ends as the child does. `scratch`: a folder to delete
+    then, where there are no namespaces, in which case the keeper also looks for what else the child has started."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+    child = os.fork()
+    if not child:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
+        end_with_parent()
+        return
+
+    def end(*_: object) -> None:
+        with suppress(ProcessLookupError, ChildProcessError):  # it has just ended
+            os.kill(child, signal.SIGKILL)
+            if scratch is None:
+                os.waitpid(child, 0)  # which waits for all of its namespace
+        if scratch is not None:
+            _clear(scratch)
+        os._exit(0)
+
+    channel.close()
+    signal.signal(signal.SIGTERM, end)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
+    code = _wait_for(child)
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+    if scratch is not None:
+        _clear(scratch)
+    _end_like(code)
+
+
+def _clear(scratch: str) -> None:
+    """Kill all descendants and delete the folder. When their parents end, this process becomes their parent."""
+    with suppress(ChildProcessError):  # there is none left
+        while True:
+            for process in psutil.Process().children(recursive=True):
+                with suppress(psutil.NoSuchProcess):
+                    process.kill()
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+            time.sleep(0.001)
+    shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _become_first(channel: SandboxChannel) -> None:
+    """Return in a child. This process, the first of its namespace, waits for orphans and ends when the child does."""
+    with suppress(OSError):  # a container may hide parts of /proc, and then has no second one
+        kernel.mount_processes()
+    if tuple(map(int, os.uname().release.split("-")[0].split(".")[:2])) >= _LIMITED_PER_NAMESPACE:
+        with suppress(OSError):
+            Path("/proc/sys/kernel/pid_max").write_text(str(MOST_PROCESSES))
+    resource.setrlimit(resource.RLIMIT_NPROC, (MOST_PROCESSES, MOST_PROCESSES))
+    child = os.fork()
+    if not child:
+        end_with_parent()
+        return
+    channel.close()
+    code = _wait_for(child)
+    os._exit(code if code >= 0 else 128 - code)
+
+
+def _wait_for(child: int) -> int:
+    """Return how a child ended (negative: by which signal). Waits for adopted orphans on the way."""
+    while True:
+        pid, status = os.wait()
+        if pid == child:
+            return os.waitstatus_to_exitcode(status)
+
+
+def _end_like(code: int) -> NoReturn:
+    """End as the code did, 128 + N standing for signal N."""
+    number = -code if code < 0 else code - 128
+    if number in {*signal.Signals}:
+        if number not in (signal.SIGKILL, signal.SIGSTOP):
+            signal.signal(number, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [number])
+        os.kill(os.getpid(), number)
+    os._exit(code if code >= 0 else 1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,274 @@
+"""System calls that confine a process: files (Landlock), system calls (seccomp), sight of others (namespaces).
+
+Made through ctypes, with the standard library only. Every function confines the calling process and its later children
+for good, and raises OSError if the kernel refuses. Numbers are those of linux/landlock.h, linux/seccomp.h and the
+tables of system calls of the two known machines.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import platform
+import struct
+from collections.abc import Iterable
+from contextlib import suppress
+from pathlib import Path
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+_LANDLOCK_CREATE, _LANDLOCK_ADD, _LANDLOCK_RESTRICT = 444, 445, 446
+_READS = 1 << 0 | 1 << 2 | 1 << 3  # execute, read a file, read a folder
+_OF_FILES = 1 << 0 | 1 << 1 | 1 << 2 | 1 << 14 | 1 << 15  # the rights that a rule about a file may name
+_FILE_RIGHTS = {1: 13, 2: 14, 3: 15, 4: 15, 5: 16}
+"""Version of Landlock -> rights about files, which are the lowest bits: 3 brought truncation, 5 devices' ioctl."""
+_BIND_AND_CONNECT_TCP, _ABSTRACT_SOCKETS_AND_SIGNALS = 0b11, 0b11
+
+_CLONE_NEWNS, _CLONE_NEWIPC, _CLONE_NEWUSER = 0x00020000, 0x08000000, 0x10000000
+_CLONE_NEWPID, _CLONE_NEWNET, _CLONE_THREAD = 0x20000000, 0x40000000, 0x00010000
+_MS_NOSUID, _MS_NODEV, _MS_NOEXEC, _MS_RDONLY, _MS_REC, _MS_PRIVATE = 2, 4, 8, 1, 1 << 14, 1 << 18
+
+_PR_SET_CHILD_SUBREAPER, _PR_SET_NO_NEW_PRIVS, _PR_GET_SECCOMP, _PR_SET_SECCOMP = 36, 38, 21, 22
+_MODE_FILTER = 2
+_AF_UNIX = 1
+
+_MACHINES = {"x86_64": (0xC000003E, 0, 126), "aarch64": (0xC00000B7, 1, 91)}
+"""Machine -> what the kernel calls it, its column in _CALLS, its number of `capset`."""
+_CALLS = {
+    "add_key": (248, 217), "bpf": (321, 280), "chmod": (90, 53), "chown": (92, 54), "clone": (56, 220),
+    "clone3": (435, 435), "fchmod": (91, 52), "fchmodat": (268, 53), "fchmodat2": (452, 452), "fchown": (93, 55),
+    "fchownat": (260, 54), "fcntl": (72, 25), "fork": (57, 220), "fremovexattr": (199, 16), "fsetxattr": (190, 7),
+    "futimesat": (261, 88), "ioctl": (16, 29), "io_uring_enter": (426, 426), "io_uring_register": (427, 427),
+    "io_uring_setup": (425, 425), "ioprio_set": (251, 30), "keyctl": (250, 219), "kill": (62, 129),
+    "lchown": (94, 54), "lremovexattr": (198, 15), "lsetxattr": (189, 6), "migrate_pages": (256, 238),
+    "mq_open": (240, 180), "mq_unlink": (241, 181), "msgctl": (71, 187), "msgget": (68, 186), "msgrcv": (70, 188),
+    "msgsnd": (69, 189), "perf_event_open": (298, 241), "pidfd_getfd": (438, 438), "pidfd_open": (434, 434),
+    "pidfd_send_signal": (424, 424), "prlimit64": (302, 261), "process_madvise": (440, 440),
+    "process_vm_readv": (310, 270), "process_vm_writev": (311, 271), "ptrace": (101, 117),
+    "removexattr": (197, 14), "removexattrat": (466, 466), "request_key": (249, 218),
+    "rt_sigqueueinfo": (129, 138), "rt_tgsigqueueinfo": (297, 240), "sched_setaffinity": (203, 122),
+    "sched_setattr": (314, 274), "sched_setparam": (142, 118), "sched_setscheduler": (144, 119),
+    "semctl": (66, 191), "semget": (64, 190), "semop": (65, 193), "setns": (308, 268), "setpriority": (141, 140),
+    "setxattr": (188, 5), "setxattrat": (463, 463), "shmat": (30, 196), "shmctl": (31, 195), "shmget": (29, 194),
+    "socket": (41, 198), "socketpair": (53, 199), "tgkill": (234, 131), "tkill": (200, 130), "truncate": (76, 45),
+    "unshare": (272, 97), "userfaultfd": (323, 282), "utime": (132, 88), "utimensat": (280, 88),
+    "utimes": (235, 88), "vfork": (58, 220),
+}  # fmt: skip
+"""Numbers on x86_64 and aarch64. Where the second machine lacks an old call, the number is that of the call that has
+taken its place; `fork` and `vfork` are `clone` there."""
+_NEVER = (
+    "add_key", "bpf", "io_uring_enter", "io_uring_register", "io_uring_setup", "keyctl", "perf_event_open",
+    "request_key", "setns", "unshare", "userfaultfd",
+)  # fmt: skip
+"""Refused to everybody: they reach round the other filters (io_uring opens sockets), or into the kernel."""
+_NOT_FOR_ANSWERS = (
+    "chmod", "chown", "fchmod", "fchmodat", "fchmodat2", "fchown", "fchownat", "fremovexattr", "fsetxattr",
+    "futimesat", "ioprio_set", "lchown", "lremovexattr", "lsetxattr", "migrate_pages", "mq_open", "mq_unlink",
+    "msgctl", "msgget", "msgrcv", "msgsnd", "pidfd_getfd", "pidfd_open", "pidfd_send_signal", "process_madvise",
+    "process_vm_readv", "process_vm_writev", "ptrace", "removexattr", "removexattrat", "rt_sigqueueinfo",
+    "rt_tgsigqueueinfo", "sched_setattr", "sched_setparam", "sched_setscheduler", "semctl", "semget", "semop",
+    "setpriority", "setxattr", "setxattrat", "shmat", "shmctl", "shmget", "socket", "socketpair", "truncate", "utime",
+    "utimensat", "utimes",
+)  # fmt: skip
+"""Refused to sampled text besides: whatever reaches another process, or changes what stands beside a file's bytes,
+which Landlock does not watch."""
+_SIGNALS_BY_FILES = {"fcntl": (8, 10, 15), "ioctl": (0x8901, 0x8902)}
+"""Commands that make a file send its signals to another process, and choose which: F_SETOWN, F_SETSIG, F_SETOWN_EX;
+FIOSETOWN, SIOCSPGRP."""
+
+
+def _checked(result: int) -> int:
+    if result < 0:
+        code = ctypes.get_errno()
+        raise OSError(code, os.strerror(code))
+    return result
+
+
+def _syscall(number: int, *arguments: object) -> int:
+    """Make a system call. Integers are passed as longs, everything else as it is."""
+    given = [ctypes.c_long(a) if isinstance(a, int) else a for a in arguments]
+    return _checked(_libc.syscall(ctypes.c_long(number), *given))
+
+
+def _prctl(option: int, *arguments: object) -> None:
+    given = [ctypes.c_ulong(a) if isinstance(a, int) else a for a in arguments]
+    _checked(_libc.prctl(option, *given, *[ctypes.c_ulong(0)] * (4 - len(given))))
+
+
+def landlock_version() -> int:
+    """Return the version of Landlock that the kernel offers, 0 where it offers none."""
+    try:
+        return _syscall(_LANDLOCK_CREATE, None, 0, 1)
+    except OSError:
+        return 0
+
+
+def can_filter_calls() -> bool:
+    """Return True if system calls can be filtered here: their numbers are known, and the kernel does it."""
+    try:
+        _prctl(_PR_GET_SECCOMP)
+    except OSError:
+        return False
+    return platform.machine() in _MACHINES
+
+
+def restrict_files(reads: Iterable[str], writes: Iterable[str], *, network: bool) -> None:
+    """Forbid every file but those beneath `reads` and `writes`, and, from version 4 on, TCP unless `network`; from
+    version 6 on also signals to processes outside, and their abstract sockets. Paths that do not exist are left out."""
+    version = landlock_version()
+    handled = (1 << _FILE_RIGHTS[min(version, max(_FILE_RIGHTS))]) - 1
+    fields = [handled]
+    if version >= 4:
+        fields.append(0 if network else _BIND_AND_CONNECT_TCP)
+    if version >= 6:
+        fields.append(_ABSTRACT_SOCKETS_AND_SIGNALS)
+    attributes = struct.pack(f"{len(fields)}Q", *fields)
+    ruleset = _syscall(_LANDLOCK_CREATE, attributes, len(attributes), 0)
+    try:
+        for paths, rights in ((reads, _READS), (writes, handled)):
+            for path in paths:
+                _allow(ruleset, path, rights & handled)
+        _prctl(_PR_SET_NO_NEW_PRIVS, 1)
+        _syscall(_LANDLOCK_RESTRICT, ruleset, 0)
+    finally:
+        os.close(ruleset)
+
+
+def _allow(ruleset: int, path: str, rights: int) -> None:
+    with suppress(FileNotFoundError, NotADirectoryError, PermissionError):
+        opened = os.open(path, os.O_PATH | os.O_CLOEXEC)
+        try:
+            if not os.path.isdir(path):
+                rights &= _OF_FILES
+            _syscall(_LANDLOCK_ADD, ruleset, 1, struct.pack("=Qi", rights, opened), 0)
+        finally:
+            os.close(opened)
+
+
+def enter_namespaces(*, network: bool) -> None:
+    """Give this process its own users, mounts, System V objects and (unless `network`) network, and its children their
+    own process ids: the first of them is process 1 there, and when it ends all of them do. The user stays who he is,
+    without a right over what is outside. Needs a process of one thread."""
+    user, group = os.getuid(), os.getgid()
+    flags = _CLONE_NEWUSER | _CLONE_NEWNS | _CLONE_NEWIPC | _CLONE_NEWPID | (0 if network else _CLONE_NEWNET)
+    _checked(_libc.unshare(flags))
+    Path("/proc/self/setgroups").write_text("deny")
+    Path("/proc/self/uid_map").write_text(f"{user} {user} 1")
+    Path("/proc/self/gid_map").write_text(f"{group} {group} 1")
+    _mount(None, "/", None, _MS_REC | _MS_PRIVATE)
+
+
+def mount_memory(folder: str, *, readonly: bool = False) -> None:
+    """Put an empty file system in memory over a folder, in this process's namespace."""
+    flags = _MS_NOSUID | _MS_NODEV | (_MS_RDONLY if readonly else 0)
+    _mount("tmpfs", folder, "tmpfs", flags, "mode=1777")
+
+
+def mount_processes() -> None:
+    """Show under /proc the processes of this namespace alone. Called by its process 1."""
+    _mount("proc", "/proc", "proc", _MS_NOSUID | _MS_NODEV | _MS_NOEXEC)
+
+
+def _mount(source: str | None, target: str, kind: str | None, flags: int, options: str | None = None) -> None:
+    texts = [None if text is None else os.fsencode(text) for text in (source, target, kind, options)]
+    _checked(_libc.mount(texts[0], texts[1], texts[2], ctypes.c_ulong(flags), texts[3]))
+
+
+def adopt_orphans() -> None:
+    """Make this process the parent of every descendant whose own parent ends."""
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def drop_capabilities() -> None:
+    """Give up every capability, for programs that are started later too."""
+    _prctl(_PR_SET_NO_NEW_PRIVS, 1)
+    if platform.machine() in _MACHINES:
+        header, none = struct.pack("Ii", 0x20080522, 0), struct.pack("6I", 0, 0, 0, 0, 0, 0)
+        _syscall(_MACHINES[platform.machine()][2], header, none)
+
+
+def filter_calls(*, network: bool, answers: bool) -> None:
+    """Refuse system calls (EPERM): sockets but Unix ones unless `network`, and what reaches round other limits; for
+    `answers` also new processes, signals to others, and every socket."""
+    machine, column, _ = _MACHINES[platform.machine()]
+    numbers = {call: columns[column] for call, columns in _CALLS.items()}
+    refuse = _Filter(machine)
+    refuse.call(numbers["clone3"], errno.ENOSYS)  # its flags are behind a pointer; libc then takes `clone`
+    for call in (*_NEVER, *(_NOT_FOR_ANSWERS if answers else ())):
+        refuse.call(numbers[call])
+    if answers:
+        refuse.unless_flagged(numbers["clone"], _CLONE_THREAD)
+        for call in ("fork", "vfork"):  # which are `clone` itself on aarch64: it has been looked at by then
+            refuse.call(numbers[call])
+        for call in ("kill", "tgkill", "tkill"):
+            refuse.unless_first(numbers[call], os.getpid())
+        for call, commands in _SIGNALS_BY_FILES.items():
+            for command in commands:
+                refuse.if_second(numbers[call], command)
+        for call in ("prlimit64", "sched_setaffinity"):
+            refuse.unless_first(numbers[call], 0)
+    else:
+        refuse.if_flagged(numbers["clone"], _CLONE_NEWUSER)
+        if not network:
+            refuse.unless_first(numbers["socket"], _AF_UNIX)
+    refuse.install()
+
+
+class _Filter:
+    """A program of the Berkeley Packet Filter that looks at a system call (struct seccomp_data: number, machine,
+    instruction pointer, six arguments). Each instruction is (code, jump if true, jump if false, value)."""
+
+    _LOAD, _EQUAL, _ANY_BIT, _AT_LEAST, _RETURN = 0x20, 0x15, 0x45, 0x35, 0x06
+    _ALLOWED, _ERROR, _KILL = 0x7FFF0000, 0x00050000, 0x80000000
+    _NUMBER_AT, _MACHINE_AT, _FIRST_ARGUMENT_AT, _SECOND_ARGUMENT_AT = 0, 4, 16, 24
+    _X32 = 0x40000000
+    """From here on stand the calls of a third table of x86_64."""
+
+    def __init__(self, machine: int) -> None:
+        self._program = [
+            (self._LOAD, 0, 0, self._MACHINE_AT),
+            (self._EQUAL, 1, 0, machine),
+            (self._RETURN, 0, 0, self._KILL),
+            (self._LOAD, 0, 0, self._NUMBER_AT),
+            (self._AT_LEAST, 0, 1, self._X32),
+            (self._RETURN, 0, 0, self._ERROR | errno.ENOSYS),
+        ]
+
+    def call(self, number: int, error: int = errno.EPERM) -> None:
+        """Refuse a call."""
+        self._program += [(self._EQUAL, 0, 1, number), (self._RETURN, 0, 0, self._ERROR | error)]
+
+    def unless_first(self, number: int, value: int) -> None:
+        """Refuse a call whose first argument is another value."""
+        self._look(number, (self._EQUAL, 1, 0, value))
+
+    def unless_flagged(self, number: int, bit: int) -> None:
+        """Refuse a call whose first argument lacks a bit."""
+        self._look(number, (self._ANY_BIT, 1, 0, bit))
+
+    def if_flagged(self, number: int, bit: int) -> None:
+        """Refuse a call whose first argument has a bit."""
+        self._look(number, (self._ANY_BIT, 0, 1, bit))
+
+    def if_second(self, number: int, value: int) -> None:
+        """Refuse a call whose second argument is a value."""
+        refusal = (self._RETURN, 0, 0, self._ERROR | errno.EPERM)
+        looked = [(self._LOAD, 0, 0, self._SECOND_ARGUMENT_AT), (self._EQUAL, 0, 1, value), refusal]
+        self._program += [(self._EQUAL, 0, 4, number), *looked, (self._LOAD, 0, 0, self._NUMBER_AT)]
+
+    def _look(self, number: int, test: tuple[int, int, int, int]) -> None:
+        self._program += [
+            (self._EQUAL, 0, 4, number),
+            (self._LOAD, 0, 0, self._FIRST_ARGUMENT_AT),
+            test,
+            (self._RETURN, 0, 0, self._ERROR | errno.EPERM),
+            (self._RETURN, 0, 0, self._ALLOWED),
+        ]
+
+    def install(self) -> None:
+        program = [*self._program, (self._RETURN, 0, 0, self._ALLOWED)]
+        code = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *step) for step in program))
+        described = ctypes.create_string_buffer(struct.pack("HxxxxxxP", len(program), ctypes.addressof(code)))
+        _prctl(_PR_SET_NO_NEW_PRIVS, 1)
+        _prctl(_PR_SET_SECCOMP, _MODE_FILTER, described)

@@ -1,0 +1,201 @@
+"""A process that is confined: users' own rewards, and scorers of text that may evaluate it.
+
+    worker                                              sandbox (inside.py)
+      order ──what to confine, what to serve────────────► keeper, code ──► what is in force
+      ask ────a message─────────────────────────────────► serve ──► its answer
+      too long, close, or this process ends (however) ──► everything that was started in it is killed
+
+The worker's part is small: it starts the process, sends messages, and waits no longer than it was told to.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from stages.rewards.sandbox.channel import SandboxChannel
+
+START_S = 120.0
+"""Seconds for a process to start and import what it serves, which may load a model; longer if a
+batch may take longer."""
+USED = ("landlock", "namespaces", "seccomp")
+"""Features of the kernel that a sandbox uses if they exist."""
+PROTECTIONS = ("files", "network", "processes")
+"""What a sandbox may protect: files other than its own, the network, and other processes' memory, keys and lives."""
+_ROOT = Path(__file__).resolve().parents[3]
+_NOTICE_S = 30.0
+"""Seconds to notice the end of a process after its channel broke."""
+_TIDY_S = 10.0
+"""Seconds for the keeper to kill its processes, before it is killed itself."""
+_PASSED_ON = frozenset(
+    (
+        "CONDA_PREFIX", "CUDA_DEVICE_ORDER", "CUDA_HOME", "CUDA_VISIBLE_DEVICES", "HF_DATASETS_CACHE",
+        "HF_DATASETS_OFFLINE", "HF_HOME", "HF_HUB_CACHE", "HF_HUB_OFFLINE", "HOME", "HUGGINGFACE_HUB_CACHE", "LANG",
+        "LANGUAGE", "LD_LIBRARY_PATH", "LOGNAME", "NLTK_DATA", "PATH", "PYTHONHASHSEED", "SHELL", "SSL_CERT_DIR",
+        "SSL_CERT_FILE", "TOKENIZERS_PARALLELISM", "TORCH_HOME", "TRANSFORMERS_CACHE", "TRANSFORMERS_OFFLINE", "TZ",
+        "USER", "VIRTUAL_ENV", "XDG_CACHE_HOME",
+    )
+)  # fmt: skip
+_PASSED_ON_BEGINNINGS = ("GOMP_", "KMP_", "LC_", "MALLOC_", "MKL_", "NUMEXPR_", "OMP_", "OPENBLAS_")
+"""Names of environment variables that a sandbox has too: none of them holds a key."""
+
+
+class SandboxEnded(Exception):
+    """The process ended, or was ended, before it answered."""
+
+
+class SandboxExpired(Exception):
+    """The process took longer than it may, and was ended."""
+
+
+@dataclass(frozen=True)
+class Confinement:
+    """Permissions of a sandbox."""
+
+    answers: bool = False
+    """It is for text that a model sampled: it reads nothing but code, and writes nothing."""
+    network: bool = False
+    environment: tuple[str, ...] = ()
+    """Environment variables that it has besides."""
+    writes: tuple[str, ...] = ()
+    """Files and folders that it may write, besides a scratch folder of its own."""
+    hidden: tuple[str, ...] = ()
+    """Folders that it finds empty."""
+
+
+class Sandbox:
+    """A process that serves messages under a confinement. One thread at a time may ask; any may close."""
+
+    def __init__(self, serve: str, start: Mapping[str, Any], confinement: Confinement) -> None:
+        """Start the process. `serve`: `module:name` of a function that is called there with a `SandboxChannel` and
+        `start`. Raises SandboxEnded and SandboxExpired, as `restart` does."""
+        self._serve, self._start, self._confinement = serve, start, confinement
+        self._child: _Child | None = None
+        self._closed = False
+        self.protections: Mapping[str, str | None] = {}
+        """Each of PROTECTIONS -> what enforces it, None where nothing does."""
+        self.restart()
+
+    def restart(self) -> None:
+        """End the process, if there is one, and start another."""
+        if self._child is not None:
+            self._child.end()
+        if self._closed:
+            raise SandboxEnded("it has been closed")
+        self._child = _Child(self._confinement)
+        if self._closed:  # by another thread, meanwhile
+            self._child.end()  # type: ignore[unreachable]
+        given = self._confinement
+        order = {
+            "serve": self._serve,
+            "start": self._start,
+            "root": str(_ROOT),
+            "answers": given.answers,
+            "network": given.network,
+            "writes": [*given.writes, *(_caches() if given.network else ())],
+            "hidden": given.hidden,
+            "use": USED,
+        }
+        self.protections = self.ask(order, START_S)
+
+    def ask(self, message: Any, limit_s: float) -> Any:
+        """Send a message, or none where it is None, and return the answer.
+
+        Raises:
+            SandboxExpired: there was none within `limit_s`; the process and all that it started have been killed.
+            SandboxEnded: the process ended, or was ended since it sent something that is no message.
+        """
+        child = self._child
+        assert child is not None
+        try:
+            if message is not None:
+                child.channel.send(message, limit_s)
+            return child.channel.receive(limit_s)
+        except TimeoutError:
+            child.end()
+            raise SandboxExpired from None
+        except ValueError as error:
+            child.end()
+            raise SandboxEnded(f"what its process answered is no message ({error})") from None
+        except (EOFError, OSError):
+            raise SandboxEnded(child.how_it_ended()) from None
+
+    def close(self) -> None:
+        """End the process and all that it started, in the middle of whatever they do. Twice is harmless."""
+        self._closed = True
+        if self._child is not None:
+            self._child.end()
+
+
+class _Child:
+    """The keeper of a sandbox, and a thread that starts it, waits for it and reaps it. Linux ends the keeper with that
+    thread, so nothing is left behind whatever happens to this process."""
+
+    def __init__(self, confinement: Confinement) -> None:
+        ours, theirs = socket.socketpair()
+        self.channel = SandboxChannel(ours)
+        self.process: subprocess.Popen[bytes] | None = None
+        self._started = threading.Event()
+        self._thread = threading.Thread(target=self._keep, args=(theirs, confinement), name="sandbox", daemon=True)
+        self._thread.start()
+        self._started.wait()
+
+    def how_it_ended(self) -> str:
+        """Return how the process ended, as text."""
+        self._thread.join(_NOTICE_S)
+        code = None if self.process is None else self.process.poll()
+        if code is None:
+            return "its process does not answer"
+        how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit status {code}"
+        return f"its process {how}"
+
+    def end(self) -> None:
+        self.channel.hang_up()
+        process = self.process
+        if process is not None and process.poll() is None:
+            process.terminate()
+            process.send_signal(signal.SIGCONT)  # the keeper may have been stopped
+            self._thread.join(_TIDY_S)
+            process.kill()
+        self._thread.join(_NOTICE_S)
+
+    def _keep(self, theirs: socket.socket, confinement: Confinement) -> None:
+        module = ["-m", "stages.rewards.sandbox.inside", str(theirs.fileno()), str(os.getpid())]
+        try:
+            self.process = subprocess.Popen(
+                [sys.executable, *(["-P"] if confinement.answers else []), *module],
+                env=_environment(confinement),
+                cwd="/" if confinement.answers else None,
+                stdin=subprocess.DEVNULL,
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,
+            )
+        finally:
+            theirs.close()
+            self._started.set()
+        self.process.wait()
+        self.channel.hang_up()
+
+
+def _environment(confinement: Confinement) -> dict[str, str]:
+    """Return the environment of a sandbox: Python's and the libraries' settings, and what it was promised."""
+    names = {n for n in os.environ if n in _PASSED_ON or n.startswith(_PASSED_ON_BEGINNINGS)}
+    given = {name: os.environ[name] for name in sorted(names | {*confinement.environment}) if name in os.environ}
+    given["PYTHONPATH"] = os.pathsep.join(p for p in (str(_ROOT), os.environ.get("PYTHONPATH")) if p)
+    if confinement.answers:  # the same score in every process, and no threads, which would not outlive a fork
+        given |= {"PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+    return given
+
+
+def _caches() -> list[str]:
+    """Return where downloads of Hugging Face are kept, which what has the network may add to."""
+    home = os.environ.get("HF_HOME") or str(Path("~/.cache/huggingface").expanduser())
+    return [home, *(os.environ[name] for name in ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE") if name in os.environ)]

@@ -1,0 +1,255 @@
+"""Locks between this user's processes: flock on files that no other account can open.
+
+Whoever can open a file for reading can lock it and make everybody wait, so every lock file has mode 0600. The system
+releases a lock when the last process that shares it ends.
+
+`held` also works between hosts, for a run's driver:
+
+    driver.lock   {"process": 4711, "host": "n1", "boot": "5c0b…", "since": 1790000000.0}     empty: nobody holds it
+
+Some shared filesystems keep flock within a host, so two hosts could both have the lock. Therefore the holder writes its
+identity into the file and sets the file's time every `BEAT_S`. A process that finds another host's name in the file
+waits until that holder is silent: until the time has not changed for `SILENCE_S`, or is `LONG_AGO_S` old by the file
+server's clock.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import platform
+import stat
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import IO
+
+from storage.errors import StoreError
+
+_LOOK_S = 0.01
+
+
+def open_lock(path: Path) -> IO[str]:
+    """Open a lock file, creating it if it does not exist. From then on only this user can open it (mode 0600).
+
+    Raises:
+        StoreError: the path is a link, or the file of another user, who could lock it at any time.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        if error.errno not in (errno.EACCES, errno.EPERM, errno.ELOOP) or not os.path.lexists(path):
+            raise
+        raise StoreError(f"{path}, a lock, is a link or another user's: {error.strerror}. Have it removed") from error
+    file = os.fdopen(descriptor, "r+")
+    found, me = os.fstat(descriptor), os.geteuid()
+    if found.st_uid != me and me != 0:
+        file.close()
+        raise StoreError(f"{path}, a lock, belongs to user {found.st_uid}, and this process to {me}. Have it removed")
+    if stat.S_IMODE(found.st_mode) != 0o600:
+        os.fchmod(descriptor, 0o600)
+    return file
+
+
+def take_lock(
+    file: IO[str], path: Path, wait_s: float, *, shared: bool = False, progress: Callable[[], int] = lambda: 0
+) -> None:
+    """Lock an open file. Wait at most `wait_s` seconds for its holder; the wait begins anew whenever `progress` returns
+    another number.
+
+    Raises:
+        StoreError: naming the process that has the lock.
+    """
+    done, give_up = progress(), time.monotonic() + wait_s
+    while True:
+        with suppress(BlockingIOError):
+            return fcntl.flock(file, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+        if time.monotonic() > give_up:
+            if (now := progress()) == done:
+                raise StoreError(
+                    f"{path} is locked by {lock_holder(path) or 'another process'}, for more than {wait_s:g} s: wait "
+                    "for that process, or end it"
+                )
+            done, give_up = now, time.monotonic() + wait_s
+        time.sleep(_LOOK_S)
+
+
+def is_named(file: IO[str], path: Path) -> bool:
+    """Return True if `path` still names this open file. A former holder may have removed it."""
+    with suppress(FileNotFoundError):
+        return os.path.samestat(os.fstat(file.fileno()), path.stat())
+    return False
+
+
+def lock_holder(path: Path) -> str | None:
+    """Return the process that has a lock on a file, with its command, or None if there is none or the system does not
+    say."""
+    with suppress(OSError):
+        inode = path.stat().st_ino
+        for line in Path("/proc/locks").read_text().splitlines():
+            # "1: FLOCK  ADVISORY  WRITE 1234 00:19:5678 0 EOF"; of one that waits "->" follows the number
+            fields = line.split()
+            if fields[1] == "FLOCK" and fields[5].rpartition(":")[2] == str(inode):
+                return _described(int(fields[4]))
+    return None
+
+
+def _described(pid: int) -> str:
+    """Return a process's id and the first words of its command; the others may hold a secret."""
+    words: list[bytes] = []
+    with suppress(OSError):
+        words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")[:3]
+    command = " ".join(b" ".join(words).decode("utf8", "replace").split())
+    return f"process {pid} ({command[:120]})" if command else f"process {pid}"
+
+
+BEAT_S = 2.0
+SILENCE_S = 30.0
+LONG_AGO_S = 300.0
+_LOOKS, _PAUSE_S = 3, 0.05
+"""Of a file that another process of this host has: one that only looks (`holder`) has it for an instant."""
+_WATCH_S = 0.5
+"""Seconds between looks at a file whose last holder was on another host."""
+
+
+@dataclass(frozen=True)
+class Holder:
+    """The process that holds a file."""
+
+    process: int
+    host: str
+    boot: str
+    """Identity of the host's running kernel. Containers of one host share it, and see each other's locks."""
+    since: float
+    """Seconds since the epoch, by its host's clock."""
+
+    def __str__(self) -> str:
+        return f"process {self.process} on {self.host}"
+
+
+class HeldByAnother(Exception):
+    """Another process holds the file. The message names it, and says why it is believed to be alive."""
+
+
+@contextmanager
+def held(path: Path) -> Iterator[None]:
+    """Hold a file within the block. Waits up to `SILENCE_S` if the last holder was on another host.
+
+    Raises:
+        HeldByAnother: another process has it.
+        StoreError: the file is another user's.
+    """
+    with open_lock(path) as lock:
+        _take(lock, path)
+        us = Holder(os.getpid(), platform.node(), boot_identity(), time.time())
+        with suppress(OSError):  # of a full disk: the lock holds, and the disk has other ways to show itself
+            os.ftruncate(lock.fileno(), 0)
+            os.pwrite(lock.fileno(), json.dumps(asdict(us)).encode(), 0)
+        over = threading.Event()
+        beats = threading.Thread(target=_beat, args=(lock, over), name="held-file", daemon=True)
+        beats.start()
+        try:
+            yield
+        finally:
+            over.set()
+            beats.join()
+            with suppress(OSError):  # of a disk that is gone: the next holder waits for our silence
+                os.ftruncate(lock.fileno(), 0)
+
+
+def holder(path: Path) -> str | None:
+    """Return the current holder of the file, or None. Changes nothing."""
+    try:
+        with path.open() as lock:
+            last = _last_holder(lock)
+            if last is not None and last.boot != boot_identity():
+                return str(last) if time.time() - os.fstat(lock.fileno()).st_mtime < LONG_AGO_S else None
+            try:
+                fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return str(last or "another process")
+    except FileNotFoundError:
+        return None
+    except PermissionError:  # another user's; it has a name in it until it ends by itself
+        found = path.stat()
+        there = found.st_size > 0 and time.time() - found.st_mtime < LONG_AGO_S
+        return (lock_holder(path) or "another user's process") if there else None
+    return None
+
+
+def boot_identity() -> str:
+    """Return the identity of this host's running kernel."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return platform.node()
+
+
+def _take(lock: IO[str], path: Path) -> None:
+    """Take the lock, and wait until a holder on another host is silent."""
+    began, first, looks, age_s = time.monotonic(), _time(path), 0, None
+    while True:
+        locked = _try_lock(lock)
+        last = _last_holder(lock)
+        if last is None or last.boot == boot_identity():
+            if locked:
+                return
+            looks += 1
+            if looks == _LOOKS:
+                raise HeldByAnother(str(last or "another process"))
+            time.sleep(_PAUSE_S)
+            continue
+        if _time(path) != first:
+            raise HeldByAnother(f"{last}, which shows signs of life,")
+        age_s = _age_s(path) if age_s is None else age_s
+        if age_s > LONG_AGO_S or time.monotonic() - began > SILENCE_S:
+            if locked:
+                return
+            # A file server keeps the lock of a host that is gone until it has noticed.
+            raise HeldByAnother(f"{last}, silent for {SILENCE_S:g} s, whose lock the filesystem has not let go,")
+        time.sleep(_WATCH_S)
+
+
+def _try_lock(lock: IO[str]) -> bool:
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _last_holder(lock: IO[str]) -> Holder | None:
+    """Return the holder whose name is in the file; None if it ended by itself, or if another version wrote the file."""
+    lock.seek(0)
+    try:
+        return Holder(**json.loads(lock.read()))
+    except (ValueError, TypeError):
+        return None
+
+
+def _time(path: Path) -> int:
+    """Return the file's time. Opens it anew, because a network filesystem then asks its server."""
+    with path.open() as file:
+        return os.fstat(file.fileno()).st_mtime_ns
+
+
+def _age_s(path: Path) -> float:
+    """Return the age of the file's time, by the clock that sets files' times."""
+    probe = path.with_name(f"{path.name}.{uuid.uuid4().hex[:8]}")
+    probe.touch(exist_ok=False)
+    try:
+        return probe.stat().st_mtime - _time(path) / 1e9
+    finally:
+        probe.unlink()
+
+
+def _beat(lock: IO[str], over: threading.Event) -> None:
+    while not over.wait(BEAT_S):
+        with suppress(OSError):  # of a filesystem that is away: the next beat may come through
+            os.utime(lock.fileno())

@@ -1,0 +1,86 @@
+"""When a job is requeued no more: histories by hand, and progress in the ledger. `tests/slurm` runs the script."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from pipeline.cli.main import main
+from pipeline.config.paths import RunPaths
+from pipeline.launch.requeues import AttemptEnd, committed_so_far, note_end, refusal
+from storage.errors import StoreError
+from storage.ledger import SPAN, Ledger
+from tests.support.commits import commit_nothing
+
+IDLE = "committed nothing new (slurm.requeues_without_progress is 3)"
+LOST = "lost their driver, workers or batch node (slurm.restarts is 2)"
+
+
+@pytest.mark.parametrize(
+    ("history", "expected"),
+    [
+        ("0 limit", None),
+        ("0 limit, 0 limit, 0 limit", None),
+        ("0 limit, 0 limit, 0 limit, 0 limit", f"3 requeues in a row {IDLE}"),
+        ("0 limit, 0 limit, 0 limit, 7 limit", None),
+        ("5 limit, 7 limit, 7 limit, 7 lost, 7 limit", f"3 requeues in a row {IDLE}"),
+        (", ".join(f"{committed} limit" for committed in range(100)), None),
+        ("1 limit, 2 limit, 3 limit, 4 lost", None),
+        ("1 lost, 2 limit, 3 lost", None),
+        ("1 lost, 2 limit, 3 lost, 4 lost", f"3 attempts {LOST}"),
+        ("0 limit, none, none, 0 lost", f"3 requeues in a row {IDLE}"),
+    ],
+)
+def test_a_job_ends_by_what_its_attempts_committed_and_how_they_ended(history: str, expected: str | None) -> None:
+    """Each attempt: what was committed at its end, and how it ended; `none`: nobody noted it."""
+    ends = []
+    for restart, text in enumerate(history.split(", ")):
+        if text != "none":
+            committed, how = text.split()
+            ends.append(AttemptEnd(restart, (0, int(committed)), how, lost=how == "lost"))
+    assert refusal(ends, restarts=2, requeues_without_progress=3) == expected
+
+
+def test_progress_is_a_new_commit_and_not_its_way_into_a_segment(tmp_path: Path) -> None:
+    seen = [committed_so_far(Ledger(str(RunPaths(tmp_path).ledger)))]
+    for step in (0, SPAN):
+        ledger = commit_nothing(tmp_path, step)
+        seen.append(committed_so_far(ledger))
+    assert seen == [(0, 0), (0, 1), (0, 2)]
+    first, _ = ledger.addresses()
+    ledger.close(0, [first])
+    assert committed_so_far(ledger) == (SPAN, 1)
+    commit_nothing(tmp_path, SPAN + 1)
+    assert committed_so_far(ledger) == (SPAN, 2)
+
+
+def test_the_end_that_was_noted_first_counts_and_another_job_begins_anew(tmp_path: Path) -> None:
+    """A node of the job says why; then the next attempt's script asks, which does not know."""
+    said, unknown = AttemptEnd(0, (0, 4), "n1 failed", lost=True), AttemptEnd(0, (0, 4), "?", lost=False)
+    later = AttemptEnd(1, (16, 9), "time limit", lost=False)
+    assert note_end(tmp_path, "12_3", said) == [said]
+    assert note_end(tmp_path, "12_3", unknown) == [said]
+    assert note_end(tmp_path, "12_3", later) == [said, later]
+    assert note_end(tmp_path, "13", unknown) == [unknown]
+    (tmp_path / "attempts.json").write_text("[]")
+    with pytest.raises(StoreError, match="is not what was written"):
+        note_end(tmp_path, "13", later)
+
+
+def test_the_script_is_answered_before_any_driver_has_opened_the_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    RunPaths(tmp_path).job.mkdir()
+    limits = ("--restarts", "20", "--without-progress", "1")
+    codes = [
+        main(["may-requeue", str(tmp_path), "--job", "7", "--restart", str(n), "--because", f"killed {n}", *limits])
+        for n in range(2)
+    ]
+    assert codes == [0, 75]
+    said = capsys.readouterr().out
+    assert said.startswith(
+        "not requeued: 1 requeue in a row committed nothing new (slurm.requeues_without_progress is 1)"
+    )
+    assert "The last attempt (restart 1) ended: killed 1." in said
+    assert f"`stageline submit {tmp_path}/job/config.yaml` goes on\n" in said

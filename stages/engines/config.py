@@ -74,7 +74,7 @@ class TensorrtLlmConfig:
 
     unload_engine_train: bool = False
     """Release the engine's memory while the trainer uses the device, weights included, which are loaded again."""
-    bucket_mb: int = 1024
+    bucket_mb: int = setting(1024, at_least(1))
     """Size of the pieces in which new weights are copied to every rank's device, in MB."""
     cache: str | None = None
     """Directory for compiled engines, reused by starts with the same model, layout and versions; null:

@@ -441,7 +441,7 @@ def test_a_run_that_was_moved_to_what_is_no_name_says_so(folder: Path) -> None:
     """And not each of its workers, when they are built."""
     config = load(folder)
     config.name = "a run (copy)"
-    with pytest.raises(ConfigError, match=r"given 'a run \(copy\)'; a name has") as refusal:
+    with pytest.raises(ConfigError, match=r"given 'a run \(copy\)'; must be a name of up to") as refusal:
         check_run_directory(config, resume=True)
     assert refusal.value.key == "name"
 

@@ -48,7 +48,7 @@ def test_tiny_passes_all_checks(monkeypatch: pytest.MonkeyPatch) -> None:
         ("workers=3 layout.tensor=2", "workers", "multiple"),
         ("layout.sequence_parallel=true", "layout.sequence_parallel", "layout.tensor of 2"),
         ("tracking.uri=file:///x", "tracking.uri", "sqlite"),
-        ("data.held_out=2", "data.held_out", "share"),
+        ("data.held_out=2", "data.held_out", "between 0 and 1"),
         ("name=a/b", "name", "letters"),
         ("model.path=nowhere", "model.path", "nowhere"),
         ("model.frozen_blocks=4", "model.frozen_blocks", "the model has 4 blocks: at most 3"),

@@ -24,7 +24,7 @@ from tests.support.mlflow_server import mlflow_server
 from tests.support.runs import arguments, configure, finish_in
 from tests.support.waiting import until
 
-PATIENCE_MS = 30_000
+TIMEOUT_MS = 30_000
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,7 @@ def page(context: BrowserContext) -> Iterator[Page]:
 
 def _shows(page: Page, *texts: str) -> None:
     for text in texts:
-        expect(page.get_by_text(text).first).to_be_visible(timeout=PATIENCE_MS)
+        expect(page.get_by_text(text).first).to_be_visible(timeout=TIMEOUT_MS)
 
 
 def test_the_printed_address_leads_to_training_runs(page: Page, pages: Pages) -> None:

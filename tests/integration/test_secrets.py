@@ -33,7 +33,7 @@ from pipeline.driver.results import open_history
 from tests.support.judge_server import Reply, asked_text, completion, serving
 from tests.support.mlflow_server import mlflow_server
 from tests.support.paths import ROOT, TINY, TINY_PROMPTS
-from tests.support.waiting import RETRY_S, until
+from tests.support.waiting import TIMEOUT_S, until
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(600)]
 
@@ -186,7 +186,7 @@ def test_no_secret_is_seen_and_all_are_used(
     looked_at = threading.Event()
 
     def judge(body: Mapping[str, Any]) -> Reply:
-        looked_at.wait(RETRY_S)  # the run goes on once its pages were read
+        looked_at.wait(TIMEOUT_S)  # the run goes on once its pages were read
         return completion(f"Grade: {1 + sum(map(ord, asked_text(body))) % 5}")
 
     tracking = server.replace("http://", f"http://user:{PASSWORD}@")
@@ -205,7 +205,7 @@ def test_no_secret_is_seen_and_all_are_used(
                 until(lambda: names_logs(link[0]) or run.poll() is not None, "a page that names logs", every_s=0.5)
                 pages = thread.submit(crawled, link[0]).result()
                 looked_at.set()
-                assert run.wait(RETRY_S) == 0, log.read_text()
+                assert run.wait(TIMEOUT_S) == 0, log.read_text()
         finally:
             looked_at.set()
             run.kill()

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from pipeline.config.run import RunConfig
 from pipeline.workers.scheduler_file import file_of_attempt, newest_attempt
-from tests.support.waiting import PATIENCE_S
+from tests.support.waiting import TIMEOUT_S
 
 ATTACHED = ("cluster.kind=attached", "cluster.host=127.0.0.1", "cluster.arrival_timeout_s=120")
 
@@ -54,7 +54,7 @@ class Commands:
                 self.worker(config, gang.name, index)
 
     def exit_code(self, name: str) -> int:
-        return self.started[name].wait(PATIENCE_S)
+        return self.started[name].wait(TIMEOUT_S)
 
     def said(self, name: str) -> str:
         return (self.folder / f"{name}.log").read_text()

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-PATIENCE_S = 240.0
+TIMEOUT_S = 240.0
 """Long enough for a machine with ten times too much to do, and less than a test may take (pyproject.toml)."""
 
 
@@ -18,12 +18,12 @@ def until(
     stop: threading.Event | None = None,
     every_s: float = 0.01,
 ) -> Any:
-    """What `happened` gives, once that is true. It is asked `every_s`.
+    """Call `happened` every `every_s` seconds until it returns something true, and return that.
 
     Raises:
-        AssertionError: `stop` was set first, which says that it cannot happen any more, or patience ended.
+        AssertionError: `stop` was set first (it can no longer happen), or TIMEOUT_S passed.
     """
-    ended, give_up = stop or threading.Event(), time.monotonic() + PATIENCE_S
+    ended, give_up = stop or threading.Event(), time.monotonic() + TIMEOUT_S
     while not (result := happened()):
         if ended.wait(every_s):
             raise AssertionError(f"the run ended before {what}")

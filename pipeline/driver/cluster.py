@@ -144,7 +144,7 @@ class Cluster:
             stack.enter_context(dask_settings())
             allow_descriptors(descriptors_needed(config))
             if workers:
-                start_forkserver()
+                start_forkserver(shared=shares_cores(config))
             self._cluster = SpecCluster(
                 workers=workers or {}, scheduler=of_scheduler, security=security, silence_logs=logging.CRITICAL
             )
@@ -188,7 +188,7 @@ class LocalWorkers(Cluster):
     Each rank or replica is one Dask worker, under a nanny that starts it again when it dies. Everything listens on
     127.0.0.1.
 
-        driver ──► forkserver (distributed imported; signals blocked) ─fork──► worker processes
+        driver ──► forkserver (imports torch; terminal signals blocked) ─fork──► worker processes
           └ threads: scheduler, nannies
     """
 

@@ -221,7 +221,7 @@ class _AttachedWorker:
         options = nanny_options(config, gang, self._wanted.index, security_of(file), shared=shared, gpus=gpus)
         with dask_settings(), board_of_host(board, RunPaths(Path(file.run_dir)).lock):
             allow_descriptors(descriptors_of_worker(gang))
-            start_forkserver()
+            start_forkserver(shared=shared)
             nanny = Nanny(file.address, host=address, **options)
             try:
                 starting = asyncio.ensure_future(nanny.start())

@@ -1,6 +1,6 @@
 """A worker process, wherever it runs: what it is started with, and the nanny that starts it again when it dies.
 
-driver, or `stageline worker` ──► forkserver (distributed imported; signals blocked) ─fork──► worker processes
+driver, or `stageline worker` ──► forkserver (imports torch; terminal signals blocked) ─fork──► worker processes
   └ nannies
 """
 
@@ -40,7 +40,7 @@ _DASK_SETTINGS: dict[str, Any] = {
     "distributed.deploy.lost-worker-timeout": "1000 days",
     "distributed.worker.daemon": False,
     "distributed.worker.http.routes": [],  # it has neither TLS nor a password
-    # Processes fork from a clean one that has imported distributed (not torch): they start in a tenth of the time.
+    # Workers fork from a clean process that has done their imports: see `start_forkserver`.
     "distributed.worker.multiprocessing-method": "forkserver",
     "distributed.worker.profile.enabled": False,
     "distributed.worker.memory.target": False,
@@ -74,9 +74,17 @@ FORKSERVER_ENVIRONMENT = {
     "MALLOC_ARENA_MAX": "1",
     "MALLOC_MMAP_THRESHOLD_": str(_MMAP_THRESHOLD),
     "MALLOC_TRIM_THRESHOLD_": str(_TRIM_THRESHOLD),
-    "OPENBLAS_NUM_THREADS": "1",  # numpy's, which is loaded before the fork; torch has `placement.gangs.*.threads`
+    # Libraries that are loaded before the fork read these then. torch's own number is `placement.gangs.*.threads`.
+    "OPENBLAS_NUM_THREADS": "1",
+    "OMP_NUM_THREADS": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "HF_HUB_OFFLINE": "1",
+    "TRANSFORMERS_OFFLINE": "1",
     "DASK_LOGGING__DISTRIBUTED": "warning",
 }
+PRELOADED = ("stages.models.host", "stages.engines.embedded.engine", "storage.rollouts", "omegaconf")
+"""Modules that the forkserver imports once for all workers: importing torch and Megatron takes each process seconds.
+None of them may start a thread, since a process with threads must not fork."""
 _SCRATCH = "stageline-dask-"
 """Begins the name of a process's directory of Dask's in the temporary folder; its process id follows, as that of the
 worker does in `ENGINE_SCRATCH`."""
@@ -91,19 +99,21 @@ def _worker_extensions() -> dict[str, Any]:
     return {name: kind for name, kind in worker.DEFAULT_EXTENSIONS.items() if name != "spans"}
 
 
+def wait_policy(shared: bool) -> str:
+    """Return OpenMP's way to wait. Threads that share cores must not spin: that takes 5 to 17 times as long."""
+    return "PASSIVE" if shared else "ACTIVE"
+
+
 def worker_environment(threads: int, shared: bool, gpus: str | None = None) -> dict[str, str]:
-    """Environment of a worker's process. Processes that share cores must not spin while they wait (5-17x slower).
-    `gpus`: `CUDA_VISIBLE_DEVICES`, so that whatever runs in the process finds its own devices alone, from 0 on; None:
-    as this process has it."""
+    """Return the environment of a worker's process, in addition to the forkserver's. `shared`: it shares its cores.
+    `gpus`: `CUDA_VISIBLE_DEVICES`, so that libraries in the process see only its own devices, from 0 on; None: what
+    this process has."""
     return {
         **({} if gpus is None else {"CUDA_VISIBLE_DEVICES": gpus}),
         "OMP_NUM_THREADS": str(threads),
         "MKL_NUM_THREADS": str(threads),
         "OPENBLAS_NUM_THREADS": str(threads),
-        "OMP_WAIT_POLICY": "PASSIVE" if shared else "ACTIVE",
-        "TOKENIZERS_PARALLELISM": "false",
-        "HF_HUB_OFFLINE": "1",
-        "TRANSFORMERS_OFFLINE": "1",
+        "OMP_WAIT_POLICY": wait_policy(shared),
         "PYTHONPATH": os.pathsep.join(
             p for p in (str(Path(__file__).resolve().parents[2]), os.environ.get("PYTHONPATH")) if p
         ),
@@ -183,17 +193,22 @@ def ending_signals() -> frozenset[signal.Signals]:
     return frozenset({signal.SIGTERM, signal.SIGINT} | (set() if ignored else {signal.SIGHUP}))
 
 
-def start_forkserver() -> None:
-    """Starts the process that all workers are forked from, unless this one has it already. Signals of the terminal are
-    blocked in it and in them."""
-    before = {name: os.environ.get(name) for name in FORKSERVER_ENVIRONMENT}
+def start_forkserver(*, shared: bool) -> None:
+    """Start the forkserver, the process that all workers are forked from, unless this process has one already.
+
+    It has imported `PRELOADED`, so a worker starts seconds sooner, and blocks the terminal's signals for all of them.
+    OpenMP reads its settings at the import: `shared` is whether the workers share cores."""
+    environment = {**FORKSERVER_ENVIRONMENT, "OMP_WAIT_POLICY": wait_policy(shared)}
+    before = {name: os.environ.get(name) for name in environment}
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, OF_TERMINAL)
     sys.warnoptions.append("ignore:resource_tracker")  # it cleans up after killed workers; it need not say so
     try:
         resource_tracker.ensure_running()  # which lifts the mask
         signal.pthread_sigmask(signal.SIG_BLOCK, OF_TERMINAL)
-        os.environ.update(FORKSERVER_ENVIRONMENT)
-        get_mp_context()  # tells the server what to import
+        os.environ.update(environment)
+        context = get_mp_context()  # preloads distributed
+        if not Path("/dev/nvidiactl").exists():  # CUDA does not survive a fork once a library asked for devices
+            context.set_forkserver_preload(["distributed", *PRELOADED])
         nanny.get_mp_context = Queues  # named semaphores would outlive a kill of the whole process group
         forkserver.ensure_running()
     finally:

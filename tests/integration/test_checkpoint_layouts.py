@@ -20,6 +20,7 @@ import torch
 import torch.multiprocessing
 from megatron.core import dist_checkpointing
 
+from pipeline.workers.worker_process import PRELOADED
 from stages.models.config import LayoutConfig, ModelConfig, OptimizerConfig
 from stages.models.host import MegatronHost
 from stages.models.protocol import CriticBatch, PolicyBatch, Rank, Role, StateError
@@ -171,7 +172,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
             update(host, step)
         save(host, directory / "A")
         host.close()
-    multiprocessing.set_forkserver_preload([])  # but see conftest.py
+    multiprocessing.set_forkserver_preload([*PRELOADED])
     torch.multiprocessing.start_processes(two_ranks, (root,), nprocs=2, start_method="forkserver")
     return root
 

@@ -20,6 +20,7 @@ import torch.multiprocessing
 from safetensors.torch import save_file
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaModel
 
+from pipeline.workers.worker_process import PRELOADED
 from stages.models.config import LayoutConfig, ModelConfig, OptimizerConfig
 from stages.models.hf_weights import read_weights
 from stages.models.host import MegatronHost
@@ -222,7 +223,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         directory.mkdir()
     for name, case in ALONE.items():
         work(case, 0, untied, found[name])
-    multiprocessing.set_forkserver_preload([])  # but see conftest.py
+    multiprocessing.set_forkserver_preload([*PRELOADED])
     torch.multiprocessing.start_processes(work_all, (untied, found), nprocs=RANKS, start_method="forkserver")
     return found
 

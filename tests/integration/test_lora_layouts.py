@@ -17,6 +17,7 @@ import pytest
 import torch
 import torch.multiprocessing
 
+from pipeline.workers.worker_process import PRELOADED
 from stages.models.config import LayoutConfig, LoraConfig, ModelConfig, OptimizerConfig
 from stages.models.hf_conversion import from_hf, named_by_block
 from stages.models.host import MegatronHost
@@ -182,7 +183,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for number, case in enumerate(CASES.values()):
         (root / str(number)).mkdir()
         learn(case, root, root / str(number))
-    multiprocessing.set_forkserver_preload([])  # but see conftest.py
+    multiprocessing.set_forkserver_preload([*PRELOADED])
     torch.multiprocessing.start_processes(learn_all, (root,), nprocs=2, start_method="forkserver")
     return root
 

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch.multiprocessing
 
+from pipeline.workers.worker_process import PRELOADED
 from stages.models.config import LayoutConfig, ModelConfig, OptimizerConfig
 from stages.models.host import MegatronHost
 from stages.models.layouts import check_layout
@@ -198,7 +199,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         directory.mkdir()
         (directory / "known.npz").write_bytes(found[f"one, {frozen_blocks}"].read_bytes())
         found[name] = directory / "result.npz"
-    multiprocessing.set_forkserver_preload([])  # but see conftest.py
+    multiprocessing.set_forkserver_preload([*PRELOADED])
     torch.multiprocessing.start_processes(work_all, (root,), nprocs=2, start_method="forkserver")
     return found
 

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
+from pipeline.workers.worker_process import PRELOADED
 from stages.models import parallel
 from stages.models.config import LayoutConfig
 from stages.models.protocol import Rank, RanksMissing
@@ -59,7 +60,7 @@ def work(index: int, hangs: int, meeting: str, listening: socket.socket | None, 
 def test_the_ranks_that_wait_name_the_node_and_the_rank_that_hangs(hangs: int, stopped: bool, said: str) -> None:
     """`stopped`: its whole process, not only the thread that works."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([])  # but see conftest.py
+    context.set_forkserver_preload([*PRELOADED])
     ends = [context.Pipe() for _ in range(3)]
     with socket.create_server(("127.0.0.1", 0)) as listening:
         meeting = f"tcp://127.0.0.1:{listening.getsockname()[1]}"

@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.multiprocessing
 
+from pipeline.workers.worker_process import PRELOADED
 from stages.models.config import LayoutConfig, ModelConfig, OptimizerConfig
 from stages.models.hf_conversion import from_hf, named_by_block
 from stages.models.host import MegatronHost
@@ -158,7 +159,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, P
                 alone.mkdir()
                 learn(0, 1, dataclasses.replace(case, layout=LayoutConfig()), root, alone)
             found[name] = (alone / "result.npz", directory / "result.npz")
-        multiprocessing.set_forkserver_preload([])  # but see conftest.py
+        multiprocessing.set_forkserver_preload([*PRELOADED])
         torch.multiprocessing.start_processes(learn_all, (size, root), nprocs=size, start_method="forkserver")
     return found
 

@@ -44,6 +44,8 @@ class GangConfig:
 
 @dataclass
 class PlacementConfig:
+    """Gangs (groups of workers), their layouts and devices, and the gang that each role runs on."""
+
     gangs: dict[str, GangConfig] = field(default_factory=dict)
     """Gangs by name."""
     roles: dict[str, str] = field(default_factory=dict)

@@ -21,8 +21,7 @@ from storage.problems import constraints_of
 _INTRODUCTION = """\
 # Configuration
 
-Every key of the three configs: of a run, of a reward model's training, and of a labelling. This page is generated from
-    the
+Every key of the three configs: of a run, of a reward model's training, and of a labelling. This page is generated from the
 code (`python -m pipeline.config.reference > docs/configuration.md`). [Running](running.md#config) says how a config is
 merged and checked, and what may change on resume.
 """
@@ -52,9 +51,8 @@ def _config(kind: type, shown: dict[type, str]) -> Iterator[str]:
 
 
 def _table(section: Any, prefix: str, shown: dict[type, str], sections: dict[str, Any] | None = None) -> Iterator[str]:
-    """Yield the table of a section with its defaults, and of those in it. Sections go into `sections` instead, if it is
-        given. `shown`:
-    sections that have their table already, by class, with their key path."""
+    """Yield the table of a section and of the sections in it, with their defaults. If `sections` is given, inner
+    sections go there instead. `shown`: the key path of each section class that has its table already."""
     yield "| key | type | default | meaning |\n|---|---|---|---|"
     yield from _rows(section, prefix, shown, sections)
     yield ""

@@ -60,6 +60,8 @@ def alarms_problems(config: AlarmsConfig) -> Iterator[Problem]:
 
 @dataclass
 class CheckpointConfig:
+    """Checkpoints of the trained models, from which a run goes on after a loss."""
+
     every: int = setting(10, at_least(1))
     """Updates between checkpoints. After a trainer is lost, at most this many are replayed from the stored rollouts."""
     keep: int = setting(2, at_least(1))
@@ -91,6 +93,8 @@ def _is_address(given: str) -> bool:
 
 @dataclass
 class ClusterConfig:
+    """The Dask cluster: where its workers come from, how long they may take, and how often work is retried."""
+
     kind: Literal["local", "attached"] = "local"
     """Origin of the workers. local: the driver starts them on its own host. attached: `stageline worker` starts them on
     any hosts, and they join."""
@@ -181,6 +185,8 @@ class SelectConfig:
 
 @dataclass
 class EvaluateConfig:
+    """Evaluation of published versions on held-out prompts, and the choice of the best version."""
+
     every: int | None = setting(None, at_least(0))
     """Versions between evaluations. The first and the last version are always evaluated; null: only these two; 0:
     none at all."""
@@ -209,6 +215,8 @@ def evaluate_problems(config: EvaluateConfig) -> Iterator[Problem]:
 
 @dataclass
 class ExportConfig:
+    """Exports of the policy in Hugging Face layout, for use outside the run."""
+
     every: int = setting(0, at_least(0))
     """Versions between exports in Hugging Face layout. The last version is always exported; 0: only the last."""
 
@@ -276,6 +284,8 @@ def mismatch_problems(config: MismatchConfig) -> Iterator[Problem]:
 
 @dataclass
 class RolloutConfig:
+    """The rollout of a step: how many responses are generated, in how many parts, and by which weights."""
+
     rows: int = setting(32, at_least(1))
     """Responses per PPO step."""
     shards: int = setting(2, at_least(1))
@@ -304,6 +314,8 @@ _SCHEMES = (SQLITE, "http://", "https://")
 
 @dataclass
 class TrackingConfig:
+    """MLflow: where the run is logged and under which name."""
+
     uri: str | None = setting(
         "sqlite:///runs/mlflow.db",
         Constraint(

@@ -95,6 +95,8 @@ class SlurmGangConfig:
 
 @dataclass
 class SlurmConfig:
+    """The job that `stageline submit` writes for sbatch. Its size follows from `placement`."""
+
     account: str | None = setting(None, _WORD)
     """Account that the job is charged to; null: the user's default."""
     partition: str | None = setting(None, _WORD)

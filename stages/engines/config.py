@@ -16,9 +16,8 @@ OTHER_ENVIRONMENTS = {"vllm": "make engine-vllm", "tensorrt_llm": "make engine-t
 
 
 HIDDEN_STATES_BYTES = 64 << 20
-"""Memory of the hidden states that a learned draft head learns from: three quarters for finished rows (2 bytes a
-    number),
-a quarter for rows in flight."""
+"""Memory of the hidden states that a learned draft head learns from, 2 bytes a number: three quarters for finished
+rows, a quarter for rows in flight."""
 
 
 @dataclass

@@ -12,6 +12,8 @@ from storage.problems import Problem, at_least, setting
 
 @dataclass
 class SamplingConfig:
+    """How responses are sampled."""
+
     max_new_tokens: int = setting(64, at_least(1))
     """Longest response. A response that reaches it without EOS counts as cut."""
     min_new_tokens: int = setting(0, at_least(0))

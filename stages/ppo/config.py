@@ -41,6 +41,8 @@ class NormalizeConfig:
 
 @dataclass
 class PPOConfig:
+    """The algorithm: advantages, the loss of policy and critic, and the limits of an update."""
+
     advantage: Literal["gae", "group", "rloo", "reinforce_pp"] = "gae"
     """Baseline of the advantages. gae: the critic's values; the others train without a critic. group: the other
     responses to the prompt, standardised (GRPO). rloo: their mean (leave one out). reinforce_pp: the mean of the step

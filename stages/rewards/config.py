@@ -87,6 +87,8 @@ class RewardPartsConfig:
 
 @dataclass
 class RewardConfig(RewardPartsConfig):
+    """The reward of a response: the weighted sum of its parts, normalised over the run."""
+
     normalize: NormalizeConfig = field(default_factory=NormalizeConfig)
 
 

@@ -42,7 +42,7 @@ class ScorerConfig:
     lora: LoraConfig = field(default_factory=LoraConfig)
     products: Literal["auto", "torch", "onednn"] = "auto"
     """As `model.products` of a run."""
-    kernels: Literal["auto", "native", "torch"] = "auto"
+    kernels: Literal["auto", "native", "torch", "portable"] = "auto"
     """As `model.kernels` of a run."""
 
 

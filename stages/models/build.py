@@ -205,7 +205,7 @@ def _stage(blueprint: Blueprint, num_blocks: int, *, embedding: bool, output: bo
     stage = GPTModel(
         config=config,
         transformer_layer_spec=block_spec(
-            num_blocks // layout.pipeline, blueprint.products, blueprint.kernels, device, qk_norm=spec.qk_norm
+            num_blocks // layout.pipeline, blueprint.products, blueprint.kernels, qk_norm=spec.qk_norm
         ),
         vocab_size=spec.vocab_size,
         max_sequence_length=spec.max_positions,
@@ -216,7 +216,7 @@ def _stage(blueprint: Blueprint, num_blocks: int, *, embedding: bool, output: bo
         position_embedding_type="rope",
         rotary_base=spec.rope_theta,
     )
-    if embedding and device.type == "cpu":
+    if embedding and not blueprint.kernels.portable:
         # Megatron chooses the class itself; ours differs only in its forward
         stage.embedding.word_embeddings.__class__ = CpuEmbedding
     stage.rotary_pos_emb.inv_freq = rotary_frequencies(spec).to(device)  # Megatron has only one of Llama's scalings

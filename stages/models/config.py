@@ -128,9 +128,11 @@ class ModelConfig:
     products: Literal["auto", "torch", "onednn"] = "auto"
     """Library for float32 matrix products on a CPU. auto: oneDNN on AMD processors, torch's BLAS on others. The last
     bits of a run depend on it."""
-    kernels: Literal["auto", "native", "torch"] = "auto"
-    """Implementation of the blocks' operations between the matrix products. auto: C on a CPU, compiled at the first
-    start; plain torch elsewhere or without a C compiler. The last bits of a run depend on it."""
+    kernels: Literal["auto", "native", "torch", "portable"] = "auto"
+    """Implementation of the transformer blocks. native: on a CPU, C between the matrix products, compiled at the first
+    start. torch: on a CPU, plain torch instead of C. portable: on any device, Megatron's own linears and embedding, and
+    attention in `dtype`. auto: portable on CUDA; on a CPU native, or torch without a C compiler. The last bits of a run
+    depend on it."""
     frozen_blocks: int = setting(0, at_least(0))
     """Number of lowest transformer blocks that are not trained; embeddings and a tied output layer are frozen with
     them. Policy, critic and reference share them: they are computed once per row and their outputs are kept."""
@@ -179,7 +181,9 @@ def model_problems(config: ModelConfig) -> Iterator[Problem]:
         need = f"chooses float32 products: auto for model.dtype {config.dtype}"
         yield Problem("model.products", config.products, need)
     if config.kernels == "native" and config.dtype == "float16":
-        yield Problem("model.kernels", config.kernels, "has no float16: auto or torch, or another model.dtype")
+        yield Problem(
+            "model.kernels", config.kernels, "has no float16: auto, torch or portable, or another model.dtype"
+        )
     yield from _loss_scale_problems(config)
     yield from _lora_problems(config.lora)
     yield from _optimizer_problems("model.policy", config.policy)

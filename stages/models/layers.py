@@ -4,10 +4,10 @@ which trainer and engines share.
 Shape suffixes of modules: N tokens of all rows, one after another; B rows of one length, T tokens of each; K heads, G
 groups of them that share keys and values, D head dimension, H hidden size, F features.
 
-On a CPU the parallel linears and the embedding are replaced too. Megatron's compute a weight's gradient as a tensor of
-the weight's dtype, and a hook adds it to the parameter's float32 `main_grad`: three passes over memory as large as the
-model for every micro-batch. Here the product adds to `main_grad` directly (in bfloat16, whose products torch rounds to
-bfloat16, with one more pass). Shape suffixes of linears: N rows, K inputs, M outputs.
+With kernels for CPUs the parallel linears and the embedding are replaced too. Megatron's compute a weight's gradient
+as a tensor of the weight's dtype, and a hook adds it to the parameter's float32 `main_grad`: three passes over memory
+as large as the model for every micro-batch. Here the product adds to `main_grad` directly (in bfloat16, whose products
+torch rounds to bfloat16, with one more pass). Shape suffixes of linears: N rows, K inputs, M outputs.
 """
 
 from __future__ import annotations
@@ -188,11 +188,9 @@ def residual_add(kernels: BlockKernels) -> Callable[[bool, bool], _AddToResidual
     return lambda training, fused: add
 
 
-def block_spec(
-    num_blocks: int, products: Products, kernels: BlockKernels, device: torch.device, *, qk_norm: bool = False
-) -> BlockSubmodules:
-    """Return the specification of `num_blocks` Llama blocks and a final norm, computed by `kernels`. On a CPU the
-    linears multiply by `products`; on CUDA they are Megatron's own. `qk_norm`: see `ModelSpec`."""
+def block_spec(num_blocks: int, products: Products, kernels: BlockKernels, *, qk_norm: bool = False) -> BlockSubmodules:
+    """Return the specification of `num_blocks` Llama blocks and a final norm, computed by `kernels`. The linears
+    multiply by `products`; with portable kernels Megatron's own do. `qk_norm`: see `ModelSpec`."""
     layer = get_gpt_layer_local_spec(normalization="RMSNorm")
     parts = layer.submodules
     by_kernels = {"kernels": kernels}
@@ -205,16 +203,34 @@ def block_spec(
         attention.submodules.q_layernorm = ModuleSpec(UnroundedRMSNorm, params=by_kernels)
         attention.submodules.k_layernorm = ModuleSpec(UnroundedRMSNorm, params=by_kernels)
     mlp.submodules.activation_func = ModuleSpec(Gate, params=by_kernels)
-    if device.type == "cpu":
-        given: dict[str, Any] = {"products": products, "kernels": kernels}
-        # Megatron calls linear_qkv, but builds the others from specifications
-        attention.submodules.linear_qkv = partial(CpuColumnLinear, **given)
-        attention.submodules.linear_proj = mlp.submodules.linear_fc2 = ModuleSpec(CpuRowLinear, params=given)
-        mlp.submodules.linear_fc1 = ModuleSpec(CpuColumnLinear, params=given)
+    column, row = (PortableColumnLinear, PortableRowLinear) if kernels.portable else (CpuColumnLinear, CpuRowLinear)
+    given: dict[str, Any] = {} if kernels.portable else {"products": products, "kernels": kernels}
+    # Megatron calls linear_qkv, but builds the others from specifications
+    attention.submodules.linear_qkv = partial(column, **given)
+    attention.submodules.linear_proj = mlp.submodules.linear_fc2 = ModuleSpec(row, params=given)
+    mlp.submodules.linear_fc1 = ModuleSpec(column, params=given)
     return BlockSubmodules(layer_specs=[layer] * num_blocks, layer_norm=ModuleSpec(UnroundedRMSNorm, params=by_kernels))
 
 
-# ---- linears and embedding on a CPU ----------------------------------------------------------------------
+# ---- linears and embedding -------------------------------------------------------------------------------
+
+
+class PortableColumnLinear(ColumnParallelLinear):
+    """Megatron's column-parallel linear, which multiplies one matrix [N, K]. With more axes torch chooses between two
+    products, and its choice differs between a trained and a frozen weight: the policy and the reference would differ in
+    their last bits, although their weights are the same."""
+
+    def _forward_impl(self, input: Tensor, weight: Tensor, **options: Any) -> Tensor:
+        product: Tensor = super()._forward_impl(input.flatten(0, -2), weight, **options)
+        return product[:, None]
+
+
+class PortableRowLinear(RowParallelLinear):
+    """Megatron's row-parallel linear, which multiplies one matrix [N, K]: see `PortableColumnLinear`."""
+
+    def _forward_impl(self, input: Tensor, weight: Tensor, **options: Any) -> Tensor:
+        product: Tensor = super()._forward_impl(input.flatten(0, -2), weight, **options)
+        return product[:, None]
 
 
 class CpuColumnLinear(ColumnParallelLinear):

@@ -26,7 +26,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel import (
     copy_to_tensor_model_parallel_region,
@@ -45,6 +44,7 @@ from stages.models.hf_weights import write_tensors
 from stages.models.kernels.protocol import BlockKernels
 from stages.models.layers import cpu_linear
 from stages.models.numerics import Products
+from stages.models.numerics import multiply as matrix_product
 from stages.models.parallel import ParallelRank
 from stages.models.protocol import Role
 from stages.models.spec import ModelSpec, layer_shapes, layer_tensor
@@ -122,7 +122,9 @@ def add_adapters(
     """Add an adapter without values to each target linear of every block."""
 
     def multiply(x: Tensor, weight: Tensor) -> Tensor:
-        return F.linear(x, weight) if x.is_cuda else cpu_linear(x, weight, products, kernels)
+        if kernels.portable:
+            return matrix_product(x, weight, Products.TORCH)
+        return cpu_linear(x, weight, products, kernels)
 
     for target in lora.targets:
         name, by_rows = LINEARS[target], target in SPLIT_BY_ROWS

@@ -17,6 +17,7 @@ from pipeline.config.run import RunConfig
 from pipeline.driver.errors import StageFailed
 from pipeline.driver.results import open_history
 from pipeline.observe.journal import EventKind, read_events
+from stages.canary import CANARY_TOKENS
 from storage.address import Address
 from tests.support.perturbed_board import DAMAGED
 from tests.support.runs import ONE_GANG, QUIET, configure, finish, use_runtime
@@ -45,11 +46,11 @@ def test_a_healthy_run_under_staleness_has_no_alarm(overlapped: RunConfig) -> No
     assert min(metrics["mismatch/mean_abs_all"] for metrics in found[2:]) > 1e-2, "staleness is no mismatch"
     assert min(metrics["mismatch/canary_moved"] for metrics in found[2:]) > 1e-2
     assert alarms_of(overlapped) == []
-    store, scored = open_history(overlapped).store, overlapped.mismatch
+    store, rows = open_history(overlapped).store, overlapped.mismatch.rows
     rollout = store.read(Address("generate", 2))
     canary = store.read(Address("canary", 2))
-    lengths = np.minimum(rollout.response_lengths[: scored.rows], scored.tokens)
-    assert (canary.canary_logprobs != 0).sum(axis=1).tolist() == [*lengths, *[0] * (rollout.num_rows - scored.rows)]
+    lengths = np.minimum(rollout.response_lengths[:rows], CANARY_TOKENS)
+    assert (canary.canary_logprobs != 0).sum(axis=1).tolist() == [*lengths, *[0] * (rollout.num_rows - rows)]
 
 
 def test_replay_scores_a_canary_again(overlapped: RunConfig, capsys: pytest.CaptureFixture[str]) -> None:

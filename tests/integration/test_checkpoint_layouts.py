@@ -13,6 +13,7 @@ import multiprocessing
 import threading
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import pytest
@@ -41,17 +42,18 @@ class Case:
     layout: LayoutConfig
     dtype: str = "bfloat16"
     frozen_blocks: int = 0
+    kernels: Literal["auto", "portable"] = "auto"
     sizes: Mapping[str, int] | None = None
     """Of a model of its own, which the ranks do not divide."""
 
 
 CASES = {
     "DP2": Case(LayoutConfig()),
-    "DP2, distributed optimizer": Case(LayoutConfig(distributed_optimizer=True)),
+    "DP2, distributed optimizer": Case(LayoutConfig(distributed_optimizer=True), kernels="portable"),
     "DP2, distributed optimizer, float32, frozen blocks": Case(LayoutConfig(distributed_optimizer=True), "float32", 2),
     "DP2, distributed optimizer, float16": Case(LayoutConfig(distributed_optimizer=True), "float16"),
-    "TP2, SP": Case(LayoutConfig(tensor=2, sequence_parallel=True)),
-    "TP2, float32, frozen blocks": Case(LayoutConfig(tensor=2), "float32", 2),
+    "TP2, SP": Case(LayoutConfig(tensor=2, sequence_parallel=True), kernels="portable"),
+    "TP2, float32, frozen blocks": Case(LayoutConfig(tensor=2), "float32", 2, "portable"),
     "TP2, nothing divides": Case(LayoutConfig(tensor=2), sizes={"num_attention_heads": 3, "num_key_value_heads": 3}),
     "TP2, one head of keys for both": Case(
         LayoutConfig(tensor=2, sequence_parallel=True), sizes={"num_key_value_heads": 1, "intermediate_size": 57}
@@ -66,6 +68,7 @@ def make_host(case: Case, directory: Path, rank: Rank, layout: LayoutConfig) -> 
     model = ModelConfig(
         path=str(directory / "model") if case.sizes else "random:tiny",
         dtype=case.dtype,
+        kernels=case.kernels,
         frozen_blocks=case.frozen_blocks,
         critic_blocks=2,
         policy=optimizer,

@@ -1,5 +1,6 @@
 """Layouts combined: tensor x data, tensor x pipeline, pipeline x data parallelism, with sequence parallelism and the
-distributed optimizer, tied and untied, on four ranks. Gradients against transformers, five updates against one rank.
+distributed optimizer, tied and untied, with the kernels for CPUs and the portable ones that CUDA runs, on four ranks.
+Gradients against transformers, five updates against one rank.
 
 A gradient is read off the weights, which works alike in every layout: with beta1 = 0.9 and an eps = lr far above it,
 AdamW's first step from empty state is w - lr * g / (|g| + eps) = w - g.
@@ -45,6 +46,7 @@ class Case:
     dtype: Any = "float32"
     micro_batch_rows: int = 2
     ranks: int = RANKS
+    kernels: Any = "auto"
 
     @property
     def alone(self) -> str:
@@ -58,18 +60,20 @@ def layout(**settings: Any) -> LayoutConfig:
 
 CASES = {
     "DP4, ZeRO-1, untied": Case(layout(distributed_optimizer=True), tied=False, micro_batch_rows=1),
-    "TP2 x DP2, ZeRO-1": Case(layout(tensor=2, distributed_optimizer=True)),
+    "TP2 x DP2, ZeRO-1, portable": Case(layout(tensor=2, distributed_optimizer=True), kernels="portable"),
     "TP2, SP x DP2, untied": Case(layout(tensor=2, sequence_parallel=True, recompute="selective"), tied=False),
     "TP2 x PP2": Case(layout(tensor=2, pipeline=2), micro_batch_rows=3),
-    "TP2, SP x PP2, ZeRO-1, untied": Case(
-        layout(tensor=2, pipeline=2, sequence_parallel=True, distributed_optimizer=True), tied=False
+    "TP2, SP x PP2, ZeRO-1, untied, portable": Case(
+        layout(tensor=2, pipeline=2, sequence_parallel=True, distributed_optimizer=True), tied=False, kernels="portable"
     ),
     "PP2 x DP2, ZeRO-1": Case(layout(pipeline=2, distributed_optimizer=True), micro_batch_rows=1),
-    "PP2 x DP2, ZeRO-1, untied": Case(
-        layout(pipeline=2, distributed_optimizer=True, recompute="full"), tied=False, micro_batch_rows=1
+    "PP2 x DP2, ZeRO-1, untied, portable": Case(
+        layout(pipeline=2, distributed_optimizer=True, recompute="full"), False, micro_batch_rows=1, kernels="portable"
     ),
     "PP4, untied": Case(layout(pipeline=4), tied=False, micro_batch_rows=1),
-    "TP2, SP x DP2, bfloat16": Case(layout(tensor=2, sequence_parallel=True), dtype="bfloat16"),
+    "TP2, SP x DP2, bfloat16, portable": Case(
+        layout(tensor=2, sequence_parallel=True), dtype="bfloat16", kernels="portable"
+    ),
     "PP2 x DP2, ZeRO-1, bfloat16": Case(layout(pipeline=2, distributed_optimizer=True), dtype="bfloat16"),
 }
 ALONE = {case.alone: Case(tied=case.tied, dtype=case.dtype, micro_batch_rows=5, ranks=1) for case in CASES.values()}
@@ -98,7 +102,7 @@ def opened(
 ) -> MegatronHost:
     optimizer = dataclasses.replace(optimizer, micro_batch_rows=case.micro_batch_rows)
     path = "random:tiny" if case.tied else str(untied)
-    model = ModelConfig(path=path, dtype=case.dtype, policy=optimizer, critic=optimizer)
+    model = ModelConfig(path=path, dtype=case.dtype, kernels=case.kernels, policy=optimizer, critic=optimizer)
     rank = Rank(index, case.ranks, f"file://{rendezvous}", 1)
     return MegatronHost(model, SamplingConfig(), ppo, case.layout, ALL_MODELS, rank, seed=SEED, total_steps=UPDATES)
 

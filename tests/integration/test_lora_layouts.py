@@ -10,7 +10,7 @@ from __future__ import annotations
 import multiprocessing
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -51,14 +51,19 @@ class Case:
     frozen_blocks: int = 0
     critic_blocks: int | None = None
     targets: list[str] = field(default_factory=lambda: ["qkv", "proj", "fc1", "fc2"])
+    kernels: Literal["auto", "portable"] = "auto"
 
 
 CASES = {
     "DP2": Case("tied", LayoutConfig()),
-    "DP2, distributed optimizer": Case("tied", LayoutConfig(distributed_optimizer=True), frozen_blocks=1),
-    "TP2": Case("tied", LayoutConfig(tensor=2)),
+    "DP2, distributed optimizer": Case(
+        "tied", LayoutConfig(distributed_optimizer=True), frozen_blocks=1, kernels="portable"
+    ),
+    "TP2": Case("tied", LayoutConfig(tensor=2), kernels="portable"),
     "TP2, SP": Case("tied", LayoutConfig(tensor=2, sequence_parallel=True)),
-    "TP2, SP, recomputed": Case("tied", LayoutConfig(tensor=2, sequence_parallel=True, recompute="full")),
+    "TP2, SP, recomputed": Case(
+        "tied", LayoutConfig(tensor=2, sequence_parallel=True, recompute="full"), kernels="portable"
+    ),
     "TP2, padded": Case("padded", LayoutConfig(tensor=2)),
     "TP2, shared keys": Case("shared keys", LayoutConfig(tensor=2, recompute="selective", recompute_modules=["mlp"])),
     "PP2": Case("tied", LayoutConfig(pipeline=2, distributed_optimizer=True), critic_blocks=2, targets=["proj", "fc1"]),
@@ -69,6 +74,7 @@ def make_host(case: Case, root: Path, directory: Path, index: int = 0, size: int
     optimizer = OptimizerConfig(lr=2e-3, weight_decay=0.1, micro_batch_rows=4)
     model = ModelConfig(
         path=str(root / case.model),
+        kernels=case.kernels,
         frozen_blocks=case.frozen_blocks,
         critic_blocks=case.critic_blocks,
         lora=LoraConfig(rank=3, alpha=6.0, targets=case.targets),

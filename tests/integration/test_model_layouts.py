@@ -27,10 +27,15 @@ ROWS, SEQ, SEED = 8, 13, 3
 TRAINED = (Role.POLICY, Role.CRITIC)
 
 
-def model_config(frozen_blocks: int) -> ModelConfig:
+def model_config(frozen_blocks: int, *, portable: bool) -> ModelConfig:
     optimizer = OptimizerConfig(lr=1e-3, weight_decay=0.1, micro_batch_rows=2)
     return ModelConfig(
-        path="random:tiny", frozen_blocks=frozen_blocks, critic_blocks=2, policy=optimizer, critic=optimizer
+        path="random:tiny",
+        kernels="portable" if portable else "auto",
+        frozen_blocks=frozen_blocks,
+        critic_blocks=2,
+        policy=optimizer,
+        critic=optimizer,
     )
 
 
@@ -44,11 +49,13 @@ def inputs() -> tuple[Rollout, Advantages]:
     return rollout, random_advantages(rng, mask)
 
 
-def work(index: int, size: int, layout: LayoutConfig, frozen_blocks: int, directory: Path) -> None:
+def work(
+    index: int, size: int, layout: LayoutConfig, frozen_blocks: int, directory: Path, *, portable: bool = False
+) -> None:
     """One rank: all outputs, an update of both models, a save, a second update, and the same from the save again.
     Rank 0 leaves what it got in result.npz; every rank asserts what all ranks must see alike."""
     host = MegatronHost(
-        model_config(frozen_blocks),
+        model_config(frozen_blocks, portable=portable),
         SamplingConfig(suppress_token_ids=[7, 200], temperature=0.9),
         PPOConfig(entropy_coef=0.01),
         layout,
@@ -168,11 +175,11 @@ def guarded(host: MegatronHost, index: int, directory: Path, batch: PolicyBatch)
 
 
 CASES = {
-    "DP2": (0, LayoutConfig()),
+    "DP2, portable": (0, LayoutConfig()),
     "DP2, distributed optimizer, frozen blocks": (2, LayoutConfig(distributed_optimizer=True)),
     "TP2": (0, LayoutConfig(tensor=2, recompute="selective")),
-    "TP2, frozen blocks": (2, LayoutConfig(tensor=2, recompute="full")),
-    "TP2, SP": (0, LayoutConfig(tensor=2, sequence_parallel=True)),
+    "TP2, frozen blocks, portable": (2, LayoutConfig(tensor=2, recompute="full")),
+    "TP2, SP, portable": (0, LayoutConfig(tensor=2, sequence_parallel=True)),
     "TP2, SP, frozen blocks": (2, LayoutConfig(tensor=2, sequence_parallel=True)),
     "PP2": (0, LayoutConfig(pipeline=2)),
 }
@@ -180,8 +187,8 @@ CASES = {
 
 def work_all(index: int, root: Path) -> None:
     """One of two ranks: every layout in turn, since starting processes is what takes time."""
-    for number, (frozen_blocks, layout) in enumerate(CASES.values()):
-        work(index, 2, layout, frozen_blocks, root / str(number))
+    for number, (name, (frozen_blocks, layout)) in enumerate(CASES.items()):
+        work(index, 2, layout, frozen_blocks, root / str(number), portable="portable" in name)
 
 
 @pytest.fixture(scope="module")

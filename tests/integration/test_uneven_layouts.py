@@ -7,7 +7,7 @@ import dataclasses
 import multiprocessing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -56,14 +56,17 @@ class Case:
     model: str
     layout: LayoutConfig
     frozen_blocks: int = 0
+    kernels: Literal["auto", "portable"] = "auto"
 
 
 CASES: dict[int, dict[str, Case]] = {
     2: {
         "padded groups, TP2": Case("9 and 3 heads", LayoutConfig(tensor=2, recompute="selective")),
-        "padded groups, TP2, SP": Case("9 and 3 heads", LayoutConfig(tensor=2, sequence_parallel=True)),
+        "padded groups, TP2, SP": Case(
+            "9 and 3 heads", LayoutConfig(tensor=2, sequence_parallel=True), kernels="portable"
+        ),
         "padded groups, TP2, frozen": Case("9 and 3 heads", LayoutConfig(tensor=2), frozen_blocks=1),
-        "biases, TP2": Case("14 and 2 heads, biases", LayoutConfig(tensor=2)),
+        "biases, TP2": Case("14 and 2 heads, biases", LayoutConfig(tensor=2), kernels="portable"),
         "norms, TP2, SP": Case("4 and 2 heads, norms", LayoutConfig(tensor=2, sequence_parallel=True)),
         "padded groups with norms, TP2": Case("3 and 3 heads, norms", LayoutConfig(tensor=2, recompute="full")),
         "norms, DP2": Case("4 and 2 heads, norms", LayoutConfig(distributed_optimizer=True)),
@@ -71,11 +74,11 @@ CASES: dict[int, dict[str, Case]] = {
     4: {
         "padded groups, TP4": Case("9 and 3 heads", LayoutConfig(tensor=4)),
         "padded groups, TP2, DP2": Case("9 and 3 heads", LayoutConfig(tensor=2, distributed_optimizer=True)),
-        "shared keys, TP4": Case("4 and 2 heads", LayoutConfig(tensor=4)),
+        "shared keys, TP4": Case("4 and 2 heads", LayoutConfig(tensor=4), kernels="portable"),
         "shared keys with biases, TP4, SP": Case(
             "4 and 2 heads, biases", LayoutConfig(tensor=4, sequence_parallel=True)
         ),
-        "shared keys with norms, TP4": Case("4 and 2 heads, norms", LayoutConfig(tensor=4)),
+        "shared keys with norms, TP4": Case("4 and 2 heads, norms", LayoutConfig(tensor=4), kernels="portable"),
         "padded groups with biases, TP4": Case("14 and 2 heads, biases", LayoutConfig(tensor=4)),
     },
 }
@@ -92,7 +95,13 @@ def learn(index: int, size: int, case: Case, root: Path, directory: Path) -> Non
     """One rank: all outputs, five updates of both models. Rank 0 leaves what it got in result.npz."""
     optimizer = OptimizerConfig(lr=1e-3, weight_decay=0.1, micro_batch_rows=4)
     host = MegatronHost(
-        ModelConfig(path=str(root / case.model), frozen_blocks=case.frozen_blocks, policy=optimizer, critic=optimizer),
+        ModelConfig(
+            path=str(root / case.model),
+            kernels=case.kernels,
+            frozen_blocks=case.frozen_blocks,
+            policy=optimizer,
+            critic=optimizer,
+        ),
         SamplingConfig(suppress_token_ids=[7, 258], temperature=0.9),
         PPOConfig(entropy_coef=0.01, epochs=1),
         case.layout,
@@ -157,7 +166,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, P
             directory.mkdir()
             if not alone.exists():
                 alone.mkdir()
-                learn(0, 1, dataclasses.replace(case, layout=LayoutConfig()), root, alone)
+                learn(0, 1, dataclasses.replace(case, layout=LayoutConfig(), kernels="auto"), root, alone)
             found[name] = (alone / "result.npz", directory / "result.npz")
         multiprocessing.set_forkserver_preload([*PRELOADED])
         torch.multiprocessing.start_processes(learn_all, (size, root), nprocs=size, start_method="forkserver")

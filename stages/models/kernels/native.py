@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from stages.models.kernels.protocol import BlockKernels, HeadSizes, RotaryAngles
-from stages.models.kernels.torch_kernels import ComposedKernels
+from stages.models.kernels.torch_kernels import ComposedKernels, PortableKernels
 from stages.native.compile import KINDS, NoNativeKernelsError, expect, kind_of, load_library, require
 
 _P, _I, _L, _F = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64, ctypes.c_float
@@ -54,6 +54,7 @@ class NativeBlockKernels:
     """The C implementation of `BlockKernels`: float32 and bfloat16, on a CPU."""
 
     name = "native"
+    portable = False
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self.library = library
@@ -214,17 +215,24 @@ LOG = logging.getLogger("stageline.kernels")
 NATIVE_DTYPES = (torch.float32, torch.bfloat16)
 
 
-def choose_kernels(asked: Literal["auto", "torch", "native"], dtype: torch.dtype, device: torch.device) -> BlockKernels:
+def choose_kernels(
+    asked: Literal["auto", "native", "torch", "portable"], dtype: torch.dtype, device: torch.device
+) -> BlockKernels:
     """Return the gang's kernels. Rank 0 decides for all ranks, since the last bits of a run depend on the choice. Block
     until every rank takes part.
 
-    Raises ValueError, naming the key, for `native` with a dtype or device that it does not support. Raises
+    Raises ValueError, naming the key, for kernels that do not support the dtype or the device. Raises
     NoNativeKernelsError if C was chosen and this machine cannot build it; under `auto` rank 0 chooses plain torch
     instead.
     """
-    fits = device.type == "cpu" and dtype in NATIVE_DTYPES
+    on_cpu = device.type == "cpu"
+    fits = on_cpu and dtype in NATIVE_DTYPES
     if asked == "native" and not fits:
         raise ValueError(f"model.kernels = native needs float32 or bfloat16 on a CPU; here {dtype}, {device}")
+    if asked == "torch" and not on_cpu:
+        raise ValueError(f"model.kernels = torch needs a CPU; here {device}: auto or portable")
+    if asked == "portable" or not on_cpu:
+        return PortableKernels()
     wanted = [asked != "torch" and fits]
     if wanted[0] and dist.get_rank() == 0:
         try:

@@ -39,6 +39,9 @@ class BlockKernels(Protocol):
     output has a smaller dtype."""
 
     name: str
+    portable: bool
+    """True: the model takes Megatron's own linears and embedding, and attention gets the blocks' dtype. False: it takes
+    the linears and the embedding for CPUs, and attention gets float32."""
 
     def norm(self, x: Tensor, weight_H: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
         """Return x / rms(x) * weight over the last axis of float32 x, in `dtype` (RMSNorm, Zhang & Sennrich 2019)."""
@@ -51,8 +54,9 @@ class BlockKernels(Protocol):
     def split_heads(
         self, qkv_NF: Tensor, sizes: HeadSizes, angles: RotaryAngles | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return queries [N, heads, D], keys and values [N, groups, D], in the dtype that attention takes (float32 on a
-        CPU). Queries and keys are rotated by `angles`, if any (RoPE, Su et al. 2021, pairs half a head apart)."""
+        """Return queries [N, heads, D], keys and values [N, groups, D], in the dtype that attention takes: see
+        `portable`. Queries and keys are rotated by `angles`, if any (RoPE, Su et al. 2021, pairs half a head
+        apart)."""
         ...
 
     def add(self, x: Tensor, y: Tensor) -> Tensor:

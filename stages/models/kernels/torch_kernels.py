@@ -1,4 +1,4 @@
-"""BlockKernels in plain torch: used on CUDA and without a C compiler, and the reference in tests of the C kernels."""
+"""BlockKernels in plain torch: what CUDA runs, what a CPU without a C compiler runs, and the reference in tests."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from stages.models.kernels.protocol import HeadSizes, RotaryAngles
 
 
 class ComposedKernels:
-    """The plain torch implementation of `BlockKernels`."""
+    """The plain torch implementation of `BlockKernels` for CPUs."""
 
     name = "torch"
+    portable = False
 
     def norm(self, x: Tensor, weight_H: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
         return F.rms_norm(x, weight_H.shape, weight_H.to(x.dtype), eps).to(dtype)
@@ -26,7 +27,7 @@ class ComposedKernels:
     ) -> tuple[Tensor, Tensor, Tensor]:
         num_tokens = len(qkv_NF)
         each_NGXD = qkv_NF.view(num_tokens, sizes.groups, sizes.queries_per_group + 2, sizes.dim)
-        each_NGXD = each_NGXD if qkv_NF.is_cuda else each_NGXD.float()
+        each_NGXD = each_NGXD if self.portable else each_NGXD.float()
         queries_NGXD, key_NGD, value_NGD = each_NGXD[:, :, :-2], each_NGXD[:, :, -2], each_NGXD[:, :, -1]
         query_NKD = queries_NGXD.reshape(num_tokens, -1, sizes.dim)
         if angles is not None:
@@ -38,6 +39,13 @@ class ComposedKernels:
 
     def accumulate(self, total: Tensor, part: Tensor) -> None:
         total += part
+
+
+class PortableKernels(ComposedKernels):
+    """The plain torch implementation of `BlockKernels` for any device."""
+
+    name = "portable"
+    portable = True
 
 
 def rotate(x_NKD: Tensor, angles: RotaryAngles) -> Tensor:

@@ -13,13 +13,13 @@ from torch import Tensor
 from stages.models import layers as linears
 from stages.models.kernels.native import load_block_kernels
 from stages.models.kernels.protocol import BlockKernels, HeadSizes, RotaryAngles
-from stages.models.kernels.torch_kernels import ComposedKernels
+from stages.models.kernels.torch_kernels import ComposedKernels, PortableKernels
 from stages.models.numerics import Products
 
 N, H, F_ = 37, 48, 40
 SIZES = HeadSizes(groups=2, queries_per_group=3, dim=16)
 WIDTH = SIZES.groups * (SIZES.queries_per_group + 2) * SIZES.dim
-KERNELS = {"torch": ComposedKernels, "native": load_block_kernels}
+KERNELS = {"torch": ComposedKernels, "portable": PortableKernels, "native": load_block_kernels}
 DTYPES = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 
 pytestmark = [

@@ -21,9 +21,9 @@ from storage.problems import constraints_of
 _INTRODUCTION = """\
 # Configuration
 
-Every key of the three configs: of a run, of a reward model's training, and of a labelling. This page is generated from the
-code (`python -m pipeline.config.reference > docs/configuration.md`). [Running](running.md#config) says how a config is
-merged and checked, and what may change on resume.
+Every key of the three configs: of a run, of a reward model's training, and of a labelling. This page is generated from
+the code (`python -m pipeline.config.reference > docs/configuration.md`). [Running](running.md#config) says how a config
+is merged and checked, and what may change on resume.
 """
 _COMMANDS = {
     RunConfig: ("A run", "stageline run"),

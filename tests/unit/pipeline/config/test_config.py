@@ -344,7 +344,7 @@ REFUSED = {
     ),
     "placement.gangs.train.offload=all": ("placement.gangs.train.offload", "'all'", "none, gradients, idle"),
     "model.dtype=float8": ("model.dtype", "'float8'", "float16"),
-    "model.dtype=float16 model.kernels=native": ("model.kernels", "native", "has no float16: auto or torch"),
+    "model.dtype=float16 model.kernels=native": ("model.kernels", "native", "has no float16: auto, torch or portable"),
     "model.dtype=float16 model.products=onednn": ("model.products", "onednn", "auto for model.dtype float16"),
     "model.loss_scale.initial=256": (
         "model.loss_scale.initial",

@@ -61,7 +61,7 @@ def run_on_small_disks(folder: Path) -> dict[str, object]:
     disks |= {"run": config.run_dir, "ledger": config.run_dir / "ledger", "checkpoints": config.run_dir / "checkpoints"}
     for disk in disks.values():
         disk.mkdir(parents=True)
-        mount(disk, f"size={ROOM}")
+        mount(disk, f"size={ROOM}", "mode=700")  # or `resume` refuses what others may change
     # So that the disk of the run's directory is not full for the journal first.
     (config.run_dir / "events.jsonl").symlink_to(disks["journal"] / "events.jsonl")
     said: dict[str, object] = {}

@@ -63,6 +63,7 @@ def killed(finished: RunConfig) -> RunConfig:
     """Its driver was killed when MLflow had its first numbers."""
     folder, uri = Path(finished.run_dir).parents[1], str(finished.tracking.uri)
     changes = ("steps=5000", f"tracking.uri={uri}", "tracking.experiment=killed")
+    changes += (f"cluster.weights_dir={folder}/boards",)
     config = configure(folder, "killed-run", *changes)
     spool = RunPaths(config.run_dir).mlflow_spool
     with (folder / "killed.log").open("wb") as log:

@@ -21,7 +21,7 @@ from pipeline.config.memory import (
     published_bytes,
     workers_memory,
 )
-from pipeline.config.preflight import check_run, engine_line, unproven
+from pipeline.config.preflight import check_run, device_notes, engine_line, unproven
 from pipeline.config.role_models import role_models
 from pipeline.config.run import RunConfig
 from pipeline.observe.tables import MemoryColumn, memory_table
@@ -50,7 +50,7 @@ def command(options: argparse.Namespace) -> int:
             f"note: a step has {per_step} prompts (rollout.rows={config.rollout.rows}), but there are {train} to train "
             "on: every step repeats some"
         )
-    for note in config.judge_notes():
+    for note in [*device_notes(config), *config.judge_notes()]:
         print_line(f"note: {note}")
     print_line(f"{options.target}: would run ({train} prompts to train on, {held_out} held out)")
     return DONE

@@ -51,9 +51,9 @@ class PlacementConfig:
     roles: dict[str, str] = field(default_factory=dict)
     """Each of generate, score, reference, policy, critic -> the name of a gang. `advantage` runs beside `score` unless
     it is given. Without a critic (ppo.advantage) `critic` is not read and may be left out."""
-    share_devices: bool = False
+    share_devices: bool | None = None
     """True: if a host has fewer GPUs than its workers need, gangs may share a GPU and its memory. Ranks of one gang
-    never share one."""
+    never share one. null: only on a host with a single GPU, in a local run."""
     device_sharing: list[list[str]] = field(default_factory=list)
     """Groups of gangs that take turns on the same devices: while one has work, the others have released them.
     `[[generate, train]]`: generation and training on the same GPUs."""

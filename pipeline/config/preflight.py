@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 
 from pipeline.config.changes import change_problems, sections, settings
-from pipeline.config.devices import THIS_HOST, all_here, device_problems
+from pipeline.config.devices import THIS_HOST, all_here, device_problems, gpus_per_worker
 from pipeline.config.errors import ConfigError, all_of, refusal, refusals, together
 from pipeline.config.identity import FILE, Identity, edited, read_identity
 from pipeline.config.loading import config_hash, read_saved
@@ -459,11 +459,32 @@ def _check_devices(config: RunConfig) -> None:
     """Raise ConfigError if this host has too few GPUs for the workers."""
     gangs = config.gangs()
     placement, gpus = config.placement, {THIS_HOST: gpus_here()}
-    share, device_sharing = placement.share_devices, placement.device_sharing
+    share, device_sharing = may_share(config), placement.device_sharing
     for problem in device_problems(
         gangs, config.replica_ranks, all_here(gangs), gpus, share=share, device_sharing=device_sharing
     ):
         raise refusal(problem)
+
+
+def may_share(config: RunConfig) -> bool:
+    """Return True if gangs of a local run may share a GPU: `placement.share_devices`, by default if there is just
+    one."""
+    share = config.placement.share_devices
+    return gpus_here() == 1 if share is None else share
+
+
+def device_notes(config: RunConfig) -> list[str]:
+    """Return a note if the gangs of a local run share a GPU because this host has no other."""
+    gangs = [gang.name for gang in config.gangs() if gpus_per_worker(gang.roles, config.replica_ranks)]
+    if config.cluster.kind != "local" or config.placement.share_devices is not None or len(gangs) < 2:
+        return []
+    together = set(gangs) <= {name for group in config.placement.device_sharing for name in group}
+    if together or gpus_here() != 1:
+        return []
+    return [
+        f"the gangs {', '.join(gangs)} share this host's only GPU and its memory. placement.device_sharing="
+        f"[[{','.join(gangs)}]] would let them take turns; placement.share_devices=false refuses this"
+    ]
 
 
 def _check_cuda_only(config: RunConfig) -> None:

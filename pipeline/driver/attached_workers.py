@@ -327,7 +327,7 @@ class WorkerRegistry:
         if alike is not None and bool(alike.gpus) != bool(request.gpus) and gpus_per_worker(gang.roles, ranks):
             some = "sees GPUs" if request.gpus else "sees no GPU"
             return f"it {some}, unlike {worker_name(alike.gang, alike.index)} on host {alike.host}"
-        share, device_sharing = placement.share_devices, placement.device_sharing
+        share, device_sharing = bool(placement.share_devices), placement.device_sharing
         return devices_of_joining(gang, ranks, request.gpus, self._taken(), share=share, device_sharing=device_sharing)
 
     def _taken(self) -> Mapping[str, list[Worker]]:

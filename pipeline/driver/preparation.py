@@ -17,7 +17,7 @@ import numpy as np
 from pipeline.config.identity import Identity, write_identity
 from pipeline.config.loading import write_config
 from pipeline.config.paths import RunPaths
-from pipeline.config.preflight import Preflight
+from pipeline.config.preflight import Preflight, device_notes
 from pipeline.config.run import RunConfig
 from pipeline.driver.identity import state, state_again
 from pipeline.driver.integrity import Repairs, carry_out, mend, plan_rewind, set_damaged_aside
@@ -52,7 +52,7 @@ def prepare(config: RunConfig, checked: Preflight, *, resume: bool, from_checkpo
     """
     paths, history = RunPaths(config.run_dir), open_history(config)
     rewind = None
-    warnings = config.judge_notes()
+    warnings = [*device_notes(config), *config.judge_notes()]
     aside: dict[Address, str] = {}
     if from_checkpoint:
         aside = set_damaged_aside(history.ledger, paths)

@@ -100,6 +100,7 @@ def join(rank: Rank, layout: LayoutConfig, seed: int) -> ParallelRank:
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=layout.tensor,
             pipeline_model_parallel_size=layout.pipeline,
+            create_gloo_process_groups=False,  # they would be second copies of the groups, used by nothing here
             distributed_timeout_minutes=missing_ranks.timeout / timedelta(minutes=1),
         )
         model_parallel_cuda_manual_seed(seed, force_reset_rng=True)  # sequence parallelism needs its generators

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import megatron.core.optimizer
 import numpy as np
 import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
@@ -126,6 +127,8 @@ class Trainer:
             DistributedDataParallelConfig(use_distributed_optimizer=sharded, grad_reduce_in_fp32=True),
             model,
         )
+        # Megatron prefers the FusedAdam of Transformer Engine or Apex. Their state is another, and not in checkpoints.
+        megatron.core.optimizer.USING_PYTORCH_OPTIMIZER = True
         self._optimizer = get_megatron_optimizer(
             MegatronOptimizerConfig(
                 optimizer="adam",
@@ -141,6 +144,7 @@ class Trainer:
                 **scaler_options(blueprint.model.loss_scale, blueprint.dtype),
             ),
             [self._ddp],
+            use_gloo_process_groups=False,
         )
         (inner,) = self._optimizer.chained_optimizers
         self._scaler = scaler_of(inner)

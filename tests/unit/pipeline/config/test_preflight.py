@@ -18,7 +18,7 @@ from pipeline.config.identity import Identity, Statement, write_identity
 from pipeline.config.loading import load_config, to_yaml
 from pipeline.config.memory import memory_limits, planned_run, workers_memory
 from pipeline.config.paths import RunPaths
-from pipeline.config.preflight import check_run_directory, preflight
+from pipeline.config.preflight import check_run_directory, device_notes, preflight
 from pipeline.config.role_models import role_models
 from pipeline.config.run import RunConfig
 from stages.engines.remote.environments import ENVIRONMENTS, Environment, environment_problem
@@ -140,6 +140,20 @@ def test_gangs_that_need_more_gpus_than_there_are_are_refused(folder: Path, monk
     with pytest.raises(ConfigError, match=r"gangs\.train\.workers: given 2; the gangs need 3 GPUs \(all 1, train 2\)"):
         preflight(load(folder, gangs, roles))
     preflight(load(folder, gangs, roles, "placement.share_devices=true"))
+
+
+def test_on_a_single_gpu_gangs_share_it_and_are_told_so(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unless the config says no, or they take turns."""
+    give_gpus(monkeypatch, 1)
+    gangs = "placement.gangs={all: {}, train: {}}"
+    roles = "placement.roles={generate: all, score: train, reference: train, policy: train, critic: train}"
+    config = load(folder, gangs, roles)
+    preflight(config)
+    (note,) = device_notes(config)
+    assert "the gangs all, train share this host's only GPU" in note
+    assert device_notes(load(folder, gangs, roles, "placement.device_sharing=[[all,train]]")) == []
+    with pytest.raises(ConfigError, match="the gangs need 2 GPUs"):
+        preflight(load(folder, gangs, roles, "placement.share_devices=false"))
 
 
 @pytest.mark.parametrize(

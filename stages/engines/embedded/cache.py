@@ -67,8 +67,10 @@ class KVCache:
         self.layers = [(zeros(dim, BLOCK_TOKENS), zeros(BLOCK_TOKENS, dim)) for _ in range(self._num_layers)]
 
     def release(self) -> None:
-        """Free the memory."""
+        """Free the memory, on a device for other processes too."""
         self.layers = []
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
 
     def read(self, blocks: Sequence[int], num_positions: int) -> Float[np.ndarray, "layers 2 K positions D"]:
         """Return a copy of a row's first positions, given the row's blocks. The copy does not depend on blocks."""

@@ -1,4 +1,4 @@
-"""kind -> engine: the one place that knows which engines there are."""
+"""Build an engine from a config. The table of all kinds of engines is here."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _BUILDERS = {
     "vllm": "stages.engines.remote.build:build_vllm",
     "tensorrt_llm": "stages.engines.remote.build:build_tensorrt_llm",
 }
-"""`engine.kind` -> what builds it, by `module:name`; called as `build_engine` is."""
+"""`engine.kind` -> its builder as `module:name`. Builders take the arguments of `build_engine`."""
 
 
 def build_engine(
@@ -32,16 +32,16 @@ def build_engine(
     on_lost: Callable[[str], None] | None = None,
     log: Path | None = None,
 ) -> GenerationEngine:
-    """The engine that `config.kind` names.
+    """Build the engine that `config.kind` names.
 
     `path`: a Hugging Face directory or `random:tiny`, whose weights become `version`. `max_seq`: longest prompt plus
-    response, in tokens. `threads`: of torch. `device`: of the engine's first rank; None: its own choice.
-    `eos_token_ids`: empty means the model's own. `migratable`: whether rows are to go on in other engines
-    (`MigratableRows`). `on_lost`: called with what happened when a process of the engine is lost. `log`: where an
-    engine in an environment of its own writes what it has to say; None: nowhere.
+    response, in tokens. `threads`: number of torch threads. `device`: device of the engine's first rank; None: the
+    engine chooses. `eos_token_ids`: empty means the model's own. `migratable`: rows may continue in other engines
+    (`MigratableRows`). `on_lost`: called with the reason when a process of the engine is lost. `log`: log file of an
+    engine that runs in an environment of its own; None: no log.
 
-    Raises ValueError for settings that cannot work, WeightsError for weights that do not fit, EngineLost for an engine
-    of its own environment that does not come up."""
+    Raises ValueError for settings that cannot work, WeightsError for weights that do not fit, and EngineLost if an
+    engine in an environment of its own does not start."""
     module, _, name = _BUILDERS[config.kind].partition(":")
     build: Callable[..., GenerationEngine] = getattr(importlib.import_module(module), name)
     return build(

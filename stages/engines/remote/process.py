@@ -25,9 +25,9 @@ from stages.engines.remote.wire import Channel
 from stages.native.loopback import loopback_only
 
 LAST_LINES = 15
-"""Of the server's log, in an error."""
+"""Number of lines of the server's log in an error."""
 _END_S = 10.0
-"""For a process to end that has closed its connection."""
+"""Seconds for a process to end after it has closed its connection."""
 SCRATCH = "stageline-engine-"
 """Begins the name of a server's directory in the temporary folder; the id of the process that started it follows."""
 _SERVER = "stages.engines.remote.serving.server"
@@ -80,7 +80,7 @@ class ServerProcess:
             self._stack = stack.pop_all()
 
     def last_lines(self) -> str:
-        """Of what it printed, indented, for an error's text."""
+        """Return the last lines of the server's log, indented, for an error's text."""
         try:
             with self._log.open(encoding="utf8", errors="replace") as lines:
                 return "".join(f"\n    {line.rstrip()}" for line in deque(lines, LAST_LINES))
@@ -88,14 +88,15 @@ class ServerProcess:
             return ""
 
     def how_it_ended(self) -> str:
-        """Its exit status, once it has closed the connection."""
+        """Return the exit status of a server that has closed the connection, in words."""
         try:
             return f"with status {self.process.wait(_END_S)}"
         except subprocess.TimeoutExpired:
             return "its connection, and goes on"
 
     def close(self) -> None:
-        """Ends it at once, with all that it started; its memory is free when this returns. Twice is harmless."""
+        """End the server at once, with everything that it started. Its memory is free when this returns. A second call
+        does nothing."""
         with self._closing:
             self._stack.close()
 

@@ -1,6 +1,5 @@
-"""Where each tensor of a model lies on this host, so that another process can map it: in the model's own files, on the
-weight board, or in a file that is written for the moment.
-"""
+"""The places of a model's tensors on this host, so that another process can map them: in the model's own files, on the
+weight board, or in a temporary file."""
 
 from __future__ import annotations
 
@@ -41,11 +40,11 @@ class ModelFiles:
 
     @contextmanager
     def complete(self, tensors: Mapping[str, torch.Tensor]) -> Iterator[list[TensorPlace]]:
-        """Where every tensor of the model lies with these in place of its own, until the block ends.
+        """Yield the places of all tensors of the model, with these in place of the model's own, until the block ends.
 
-        Raises WeightsError, naming the tensor, for one that the model does not have, of another shape, with numbers
-        that are not finite; and for one that is left out now and was brought before: where its values are, nobody
-        knows."""
+        Raises WeightsError, naming the tensor, for a tensor that the model does not have, that has another shape, or
+        that has numbers which are not finite. Raises it too if a tensor is missing that an earlier call gave: its
+        values are no longer known."""
         check_tensors(self.spec, tensors, complete=False)
         if not (isinstance(tensors, MappedTensors) and tensors.finite):
             check_finite(tensors)
@@ -63,8 +62,8 @@ class ModelFiles:
 
 
 def places_in(file: Path) -> list[TensorPlace]:
-    """Where the tensors of a safetensors file lie in it (its format: 8 bytes of length, a header in JSON, the bytes).
-    Raises WeightsError, naming the tensor, for one of another type than the models'."""
+    """Return the places of the tensors in a safetensors file (8 bytes of length, a JSON header, the bytes). Raises
+    WeightsError, naming the tensor, for a dtype other than the models'."""
     with file.open("rb") as stream:
         (length,) = _HEADER.unpack(stream.read(_HEADER.size))
         header = json.loads(stream.read(length))

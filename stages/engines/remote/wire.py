@@ -1,21 +1,21 @@
-"""What client and server say to each other: MessagePack maps in frames over a stream socket.
+"""The protocol between client and server: MessagePack maps in frames over a stream socket.
 
     frame    4 bytes, big-endian: the length of what follows; one MessagePack map with the key "kind"
     arrays   {"dtype": numpy's name, "shape": [...], "data": bytes in C order, little-endian}
 
-    client → server    hello     protocol, version (of the model's own weights), adapter, settings: first, once
-                       generate  rows: each with an `id` that no other has
+    client → server    hello     protocol, version (of the model's own weights), adapter, settings: sent first, once
+                       generate  rows: each with an `id` that no other row has
                        abort     ids: nobody waits for these rows any more
-                       load      call, version, tensors: the file that each lies in, and where; the whole model
+                       load      call, version, tensors: file and place of each tensor of the whole model
                        sleep, wake, stats    call
                        close
     server → client    ready     protocol, engine, version, device, facts: the answer to hello
-                       row       id, tokens, logprobs, versions: a finished response, as soon as it is
+                       row       id, tokens, logprobs, versions: a finished response, sent at once
                        broken    id, error: a row that failed alone
-                       done      call, and what it gives
-                       failed    error: the last word, at the start or later
-                       beat      once a second from its first moment on, by a thread of its own: the process is there,
-                                 which says nothing of whether its loop gets on
+                       done      call, and its result
+                       failed    error: the last message, at the start or later
+                       beat      sent once a second from the start by a thread of its own: the process is alive (but
+                                 its loop may hang)
 
 Both sides import this file, each in its own Python environment.
 """
@@ -33,7 +33,7 @@ import msgpack
 import numpy as np
 
 PROTOCOL = 3
-"""Of this page; client and server must agree."""
+"""Version of this protocol; client and server must agree."""
 BEAT_S = 1.0
 _LENGTH = struct.Struct(">I")
 _TIME = struct.Struct("ll")
@@ -55,11 +55,11 @@ class Channel:
         self._timeout_s: float | None = None
 
     def send(self, kind: str, **fields: Any) -> None:
-        """Raises OSError where the other side is gone, and what `frame` does."""
+        """Send a message. Raises OSError if the other side is gone, and the errors of `frame`."""
         self.send_frame(frame(kind, **fields))
 
     def send_frame(self, message: bytes) -> None:
-        """Sends what `frame` made. Raises OSError where the other side is gone."""
+        """Send a message that `frame` encoded. Raises OSError if the other side is gone."""
         with self._sending:
             self._connection.sendall(message)
 
@@ -90,14 +90,14 @@ class Channel:
         self._connection.close()
 
     def _limit(self, timeout_s: float | None) -> None:
-        """Of the kernel's, for what is received: Python's own would end a `send` too, in the middle of a message."""
+        """Set the kernel's time limit for receiving. Python's own would also end a `send` in the middle of a message."""
         if timeout_s != self._timeout_s:
             micros = 0 if timeout_s is None else max(1, int(timeout_s * 1e6))  # 0: none
             self._connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _TIME.pack(*divmod(micros, 10**6)))
             self._timeout_s = timeout_s
 
     def _exactly(self, size: int) -> bytes | None:
-        """So many bytes, or None at the stream's end."""
+        """Return exactly `size` bytes, or None at the end of the stream."""
         parts = bytearray()
         while len(parts) < size:
             try:
@@ -123,7 +123,7 @@ def pack_array(array: np.ndarray) -> dict[str, Any]:
 
 
 def unpack_array(message: Any) -> np.ndarray:
-    """What `pack_array` made; read only. Raises ProtocolError for anything else."""
+    """Return the array that `pack_array` encoded, read only. Raises ProtocolError for anything else."""
     try:
         return np.frombuffer(message["data"], np.dtype(message["dtype"])).reshape(message["shape"])
     except (KeyError, TypeError, ValueError) as error:

@@ -1,4 +1,4 @@
-"""Builds an engine's speculation: its drafters, and its cost model from passes of several sizes, timed before the first
+"""Build an engine's speculation: its drafters, and its cost model from passes of several sizes, timed before the first
 row."""
 
 from __future__ import annotations

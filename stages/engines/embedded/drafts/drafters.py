@@ -70,7 +70,7 @@ class Drafter(Protocol):
 
 @dataclass(eq=False)
 class _Index:
-    """Where each run of 2 or 3 tokens was last seen: in the row itself or in earlier rows of its prompt."""
+    """Positions where each run of 2 or 3 tokens was last seen: in the row itself or in earlier rows of its prompt."""
 
     sources: list[Sequence[int]]
     places: dict[tuple[int, ...], tuple[int, int]] = field(default_factory=dict)

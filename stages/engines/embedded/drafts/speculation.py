@@ -302,7 +302,7 @@ class Acceptance:
         self.passes = 0
         """Number of passes so far; the owner increments it."""
         self._tallies: dict[tuple[str, int, int | None], _Tally] = {}
-        """By kind, depth and the drafter's own confidence; None: any confidence."""
+        """Tallies by kind, depth and the drafter's own confidence; None: any confidence."""
         self._widths: dict[str, float] = {}
         """Mean number of guesses verified per position, by kind."""
 

@@ -32,7 +32,7 @@ class NativeWeight:
     """A weight [out, in] as packed by gemm.c. Never written after it was made."""
 
     tiles: torch.Tensor
-    """Its memory: bytes on the CPU."""
+    """The packed bytes; on a CPU a tensor of bytes."""
     out_features: int
     in_features: int
     dtype: torch.dtype

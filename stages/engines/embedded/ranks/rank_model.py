@@ -1,7 +1,5 @@
-"""One rank's part of a model: which part it is, and how it computes a pass, on rank 0 inside the engine, on the other
-ranks in a process of their own (`rank_main`). `stages.engines.embedded.division` says how a model is
-divided among ranks.
-"""
+"""One rank's part of a model: its division, and how it computes a pass. Rank 0 runs inside the engine, the other ranks
+in processes of their own (`rank_main`). `stages.engines.embedded.division` divides a model among ranks."""
 
 from __future__ import annotations
 

@@ -17,7 +17,8 @@ from stages.engines.remote.serving.adapter import ServedRow
 from stages.native.compile import NoNativeKernelsError
 
 Choose = Callable[[torch.Tensor, list[float], np.ndarray], tuple[torch.Tensor, torch.Tensor]]
-"""Of logits [rows, vocab], temperatures and keys [rows]: tokens and log-probs, as `sampling.draw.sample` has them."""
+"""Function from logits [rows, vocab], temperatures and keys [rows] to tokens and log-probs, as `sampling.draw.sample`
+has them."""
 
 
 @functools.cache

@@ -15,7 +15,8 @@ from stages.engines.remote.serving.adapter import EngineAdapter, ServedRow, Sett
 from stages.engines.remote.wire import PROTOCOL, Channel, ProtocolError, pack_array
 
 Messages = queue.SimpleQueue[dict[str, Any] | Exception | None]
-"""From the reader thread; the last is None where the other side has closed, or what was wrong with the bytes."""
+"""Messages from the reader thread. The last one is None if the other side has closed, or else the exception that ended
+the reading."""
 
 
 @dataclass
@@ -41,11 +42,12 @@ class Server:
         """`version`: of the weights that the adapter has."""
         self._channel, self._adapter, self._version = channel, adapter, version
         self._rows: dict[int, list[tuple[int, int]]] = {}
-        """In flight; of each the versions that were replaced under it, with the tokens that it had by then."""
+        """Rows in flight: for each, the versions that were replaced during it, with its number of tokens at that
+        moment."""
         self._counters = _Counters()
 
     def run(self, messages: Messages) -> None:
-        """Until the other side closes. Raises ProtocolError for what it cannot have meant."""
+        """Serve until the other side closes. Raises ProtocolError for a message that makes no sense here."""
         while True:
             waiting = not self._rows
             while waiting or not messages.empty():
@@ -143,7 +145,7 @@ class Server:
 
 
 def serve(channel: Channel, hello: Mapping[str, Any], messages: Messages) -> None:
-    """Builds the engine that hello asks for, and serves until the other side closes."""
+    """Build the engine that `hello` asks for, and serve until the other side closes."""
     adapter = _build(hello)
     try:
         ready = adapter.ready

@@ -44,14 +44,15 @@ _POLL_S = 0.02
 _MAX_NUM_TOKENS = 8192
 """TensorRT-LLM's own choice."""
 _MOST_OF_FREE = 0.9
-"""Of a device's free memory that keys and values may take."""
+"""Share of a device's free memory that keys and values may take."""
 
 
 class TrtllmAdapter:
     """Owns the engine, and the loop that its calls run in."""
 
     def __init__(self, settings: Settings) -> None:
-        """Raises MissingFeatureError, or RuntimeError naming the version for what it refuses."""
+        """Build the engine. Raises MissingFeatureError, or RuntimeError that names the version, for settings that it
+        refuses."""
         self._settings, self._dtype = settings, getattr(torch, settings.dtype)
         ranks = settings.tensor_parallel * settings.pipeline_parallel
         visible = self.devices()
@@ -71,12 +72,12 @@ class TrtllmAdapter:
     # ---- what a machine without a GPU replaces ----
 
     def devices(self) -> dict[str, torch.device]:
-        """By the name that a rank finds its handles under."""
+        """Return the devices, by the name under which a rank finds its handles."""
         found = [torch.cuda.get_device_properties(number) for number in range(torch.cuda.device_count())]
         return {f"GPU-{properties.uuid}": torch.device("cuda", number) for number, properties in enumerate(found)}
 
     def free_bytes(self) -> int:
-        """Of the device that has the least: all ranks' caches have as many blocks."""
+        """Return the free bytes of the device with the least: the caches of all ranks have the same number of blocks."""
         return min(torch.cuda.mem_get_info(device)[0] for device in self._devices.values())
 
     # ---- `EngineAdapter` ----
@@ -88,10 +89,10 @@ class TrtllmAdapter:
         self._tasks[task] = row.id
 
     def abort(self, ids: Sequence[int]) -> None:
-        """No recorded call takes a row back: it runs to its end, and the server passes it over."""
+        """Do nothing: no recorded call cancels a request. It runs to its end, and the server ignores it."""
 
     def step(self) -> list[Finished]:
-        """What has finished; a look at it, and no step of the engine, which no recorded call tells of."""
+        """Return the rows that have finished. This only looks: no recorded call makes a step of the engine."""
 
         async def some() -> set[asyncio.Task[Finished]]:
             done, _ = await asyncio.wait(self._tasks, timeout=_POLL_S, return_when=asyncio.FIRST_COMPLETED)
@@ -103,7 +104,7 @@ class TrtllmAdapter:
         return [task.result() for task in done]
 
     def load(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Raises RuntimeError while the engine is asleep: there is no memory that they could go to."""
+        """Load weights. Raises RuntimeError while the engine is asleep, since there is no memory for them."""
         if self._asleep:
             raise RuntimeError(f"TensorRT-LLM {self._api.version} is asleep: wake it, then load new weights")
         self._drain()
@@ -128,7 +129,7 @@ class TrtllmAdapter:
             self._asleep = False
 
     def load_now(self) -> tuple[float, int]:
-        """Nothing recorded tells."""
+        """Return zeros: no recorded call tells the load."""
         return 0.0, 0
 
     def close(self) -> None:
@@ -221,7 +222,7 @@ class TrtllmAdapter:
         return Finished(row.id, np.array(tokens, np.int32), np.array(logprobs, np.float32))
 
     def _call(self, method: str, *arguments: Any) -> None:
-        """On every rank, to its end."""
+        """Call a method on every rank, and wait until all have returned."""
         self._loop.run_until_complete(self._llm.collective_rpc(method, args=arguments))
 
     def _cache_key(self) -> dict[str, object]:
@@ -237,13 +238,13 @@ class TrtllmAdapter:
 
 
 def _seed(row: ServedRow) -> int:
-    """Of a row, by what keys its noise elsewhere: 63 bits."""
+    """Return a row's seed of 63 bits, from the numbers that key its noise in other engines."""
     key = f"{row.seed} {row.step} {row.row}".encode()
     return int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "big") >> 1
 
 
 def _logprobs(given: Sequence[Any], tokens: Sequence[int], version: str) -> list[float]:
-    """Of the tokens that were drawn. A step's mapping may name others first."""
+    """Return the log-probs of the drawn tokens. The mapping of a step may list other tokens first."""
     if len(given) != len(tokens):
         raise RuntimeError(f"TensorRT-LLM {version} gave {len(given)} log-probs of {len(tokens)} tokens")
     return [
@@ -255,7 +256,7 @@ def _logprobs(given: Sequence[Any], tokens: Sequence[int], version: str) -> list
 # ---- trtllm api ------------------------------------------------------------------------------------------
 
 EXTENSION = "tensorrt_llm.llmapi.rlhf_utils.WorkerExtension"
-"""What every worker gets beside its own methods: `update_weights`, once per bucket and once with None."""
+"""Class that adds `update_weights` to every worker; called once per bucket and once with None."""
 _ASYNC_LLM = ("tensorrt_llm._torch.async_llm", "tensorrt_llm.llmapi", "tensorrt_llm")
 _MEMORY = ("tensorrt_llm._torch.virtual_memory",)
 _COMPILERS_FOLDERS = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton"}
@@ -268,7 +269,7 @@ class MissingFeatureError(RuntimeError):
 
 @dataclass(frozen=True)
 class TrtllmApi:
-    """Of one version."""
+    """The parts of one version's interface that we use."""
 
     version: str
     make_llm: Any
@@ -304,8 +305,8 @@ def find_api(*, sleeps: bool) -> TrtllmApi:
 
 
 def keep_compiled(folder: str, key: Mapping[str, object]) -> Path:
-    """Has what torch and Triton compile at the start kept in a folder for this key (model, layout, versions), so that
-    it is compiled once. To be called before tensorrt_llm is imported. Returns the folder."""
+    """Keep what torch and Triton compile at the start in a folder for this key (model, layout, versions), so that it is
+    compiled once. Call it before tensorrt_llm is imported. Return the folder."""
     name = hashlib.sha256(json.dumps(dict(key), sort_keys=True, default=str).encode()).hexdigest()[:16]
     place = Path(folder) / name
     for variable, inside in _COMPILERS_FOLDERS.items():
@@ -339,7 +340,8 @@ def buckets(
 
 
 def _sleep_tags(kinds: Any, version: str) -> tuple[str, ...]:
-    """Where weights have memory of their own it is theirs alone that goes with the cache's; else all of the model's."""
+    """Return the tags of memory to free: if weights have a tag of their own, that tag and the cache's; otherwise the
+    tag of the whole model."""
     named = {kind.name: str(kind.value) for kind in kinds}
     weights = "MODEL_WEIGHTS_MAIN" if "MODEL_WEIGHTS_MAIN" in named else "MODEL_ENGINE_MAIN"
     for name in ("KV_CACHE", weights):

@@ -55,7 +55,7 @@ class KeyedDraws(LogitsProcessor):
 
     def __init__(self, vllm_config: Any, device: torch.device, is_pin_memory: bool) -> None:
         self._drawing: dict[int, tuple[ServedRow, list[int]]] = {}
-        """By index in the batch: what is drawn for it, and the response so far, which vLLM goes on filling."""
+        """Rows by index in the batch: the row, and its response so far, which vLLM extends."""
         _, self._choose = fastest_choice(device.type)
 
     def is_argmax_invariant(self) -> bool:
@@ -84,7 +84,7 @@ class VllmAdapter:
     """Owns vLLM's engine, in this process where it has one rank."""
 
     def __init__(self, settings: Settings) -> None:
-        """Raises what vLLM does for a model or a setting that it does not support."""
+        """Build the engine. Raises vLLM's own error for a model or a setting that it does not support."""
         os.environ["OMP_NUM_THREADS"] = str(settings.threads)
         os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"  # or all workers of a host would share its first cores
         os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
@@ -184,5 +184,5 @@ class VllmAdapter:
 
 
 def _id(request_id: str) -> int:
-    """Of a row, from the name that vLLM gives its request: the id and a random ending."""
+    """Return a row's id from the name that vLLM gives its request: the id and a random ending."""
     return int(request_id.partition("-")[0])

@@ -1,1 +1,1 @@
-"""What runs in worker processes, and what travels between them and the driver. Imports observe, config and below."""
+"""Code that runs in worker processes, and messages between them and the driver. Imports observe, config and below."""

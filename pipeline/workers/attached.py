@@ -94,9 +94,9 @@ _LOOK_S = 0.2
 """Between looks at what is not there yet."""
 _CONNECT_S = 5.0
 _ANSWER_S = 60.0
-"""For the scheduler to judge a request."""
+"""Seconds for the scheduler to judge a request."""
 _LAST_WORDS_S = 2.0
-"""For the driver to say why, after Dask has let go of the worker."""
+"""Seconds for the driver to give its reason after Dask has dropped the worker."""
 
 
 class WorkerRefused(RuntimeError):
@@ -114,7 +114,7 @@ class Ending(Enum):
 
 @dataclass(frozen=True)
 class WantedWorker:
-    """Which worker of which run, and how it is found."""
+    """The worker to become, of which run, and how to find that run."""
 
     gang: str
     index: int
@@ -123,7 +123,7 @@ class WantedWorker:
     """The scheduler file; None: the newest one in the run's directory."""
     interface: str | None
     wait_s: float
-    """For the scheduler file to be there, and the scheduler to answer."""
+    """Seconds to wait for the scheduler file and for the scheduler's answer."""
 
     @property
     def name(self) -> str:
@@ -131,12 +131,12 @@ class WantedWorker:
 
 
 def run_worker(wanted: WantedWorker, say: Callable[[str], None]) -> Ending:
-    """Joins a run as one of its workers, until either ends. `say` is given what a person should read.
+    """Join a run as one of its workers, until the run or this process ends. `say` receives text for a person.
 
     Raises:
-        WorkerRefused: there is no such run, its scheduler file is another user's or none, or it does not want this
-            worker or this host.
-        StoreError: this host's GPUs cannot be asked for.
+        WorkerRefused: there is no such run, its scheduler file is invalid or another user's, or the driver does not
+            want this worker or this host.
+        StoreError: the GPUs of this host cannot be listed.
     """
     # Dask's own messages are of no use to anybody here; the driver's journal says what is lost.
     logging.getLogger("distributed").setLevel(logging.CRITICAL)
@@ -165,7 +165,7 @@ class _AttachedWorker:
             comm.abort()
 
     async def _before_signal(self, work: asyncio.Future[Any], timeout_s: float | None = None) -> bool:
-        """Whether something is done before a signal comes; what is not is given up."""
+        """Wait for `work`, a signal or the time limit. Return True if the work is done; otherwise cancel it."""
         signalled = asyncio.ensure_future(self._terminated.wait())
         await asyncio.wait({work, signalled}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
         signalled.cancel()
@@ -177,8 +177,8 @@ class _AttachedWorker:
         return False
 
     async def _find(self) -> tuple[SchedulerFile, Comm]:
-        """A scheduler file, and a connection to who wrote it: one that a killed driver left is passed over when the
-        next driver has written its own."""
+        """Return a scheduler file and a connection to the driver that wrote it. The file of a killed driver is skipped
+        as soon as the next driver has written its own."""
         give_up, why = time.monotonic() + self._wanted.wait_s, ""
         while True:
             path = self._wanted.file or _newest_file(self._wanted.run_dir)
@@ -231,8 +231,8 @@ class _AttachedWorker:
         return ending
 
     async def _ask(self, comm: Comm, request: JoinRequest) -> list[int] | None:
-        """Joins; returns the GPUs that this worker has, of those that it sees, or None where the driver or this process
-        ends before."""
+        """Join the run. Return the indices of the GPUs that this worker gets, or None if the driver or this process
+        ends first."""
 
         async def exchange() -> Any:
             await comm.write({"op": JOIN, **request.message()})
@@ -270,7 +270,7 @@ class _AttachedWorker:
 
 
 async def _over(comm: Comm) -> Ending:
-    """Waits for the driver's end."""
+    """Wait for the end of the driver."""
     try:
         while "over" not in await comm.read():
             pass
@@ -280,7 +280,7 @@ async def _over(comm: Comm) -> Ending:
 
 
 async def _end(nanny: Nanny) -> None:
-    """Ends the worker process at once, whatever it does, and does not start it again."""
+    """End the worker process at once, whatever it is doing, without a restart."""
     nanny.close_gracefully()
     if nanny.pid is not None:
         with suppress(ProcessLookupError):
@@ -290,14 +290,15 @@ async def _end(nanny: Nanny) -> None:
 
 
 def security_of(file: SchedulerFile) -> Security:
-    """The run's certificate, for whoever reads the scheduler file."""
+    """Return the run's certificate, which everyone has who can read the scheduler file."""
     both = {f"tls_{role}_cert": file.certificate for role in ("scheduler", "worker", "client")}
     both |= {f"tls_{role}_key": file.key for role in ("scheduler", "worker", "client")}
     return Security(require_encryption=True, tls_ca_file=file.certificate, **both)
 
 
 def _arguments(file: SchedulerFile, path: Path) -> dict[str, Any]:
-    """Of a connection to the scheduler. Raises WorkerRefused where certificate or key is missing, or none."""
+    """Return the arguments of a connection to the scheduler. Raises WorkerRefused if the certificate or the key is
+    missing or invalid."""
 
     def refused(part: str, why: object) -> WorkerRefused:
         return WorkerRefused(f"host {host_name()}: the {part} in {path} cannot be used: {why}")
@@ -316,8 +317,8 @@ def _arguments(file: SchedulerFile, path: Path) -> dict[str, Any]:
 
 
 def _read(path: Path) -> SchedulerFile:
-    """Raises WorkerRefused for what is none, or another user's; OSError where there is none yet, or it may be readable
-    soon."""
+    """Read a scheduler file. Raises WorkerRefused if it is invalid or another user's; OSError if it does not exist yet
+    or may become readable soon."""
     try:
         return read_scheduler_file(path)
     except StoreError as error:
@@ -325,8 +326,8 @@ def _read(path: Path) -> SchedulerFile:
 
 
 def _still(file: SchedulerFile, path: Path) -> bool:
-    """Whether a scheduler file says what it said. If so, who answers with another certificate is not the next attempt's
-    driver: that one removes what is left before it listens."""
+    """Return True if a scheduler file is unchanged. Then a scheduler with another certificate is not the next driver of
+    this run, since that one removes old files before it listens."""
     try:
         return read_scheduler_file(path) == file
     except (OSError, StoreError):
@@ -342,13 +343,13 @@ def _config_of(file: SchedulerFile, path: Path) -> RunConfig:
 
 
 def _newest_file(run_dir: Path | None) -> Path:
-    """The newest scheduler file of a run; where there is none, one that is not there."""
+    """Return the path of a run's newest scheduler file; a path that does not exist if there is none."""
     assert run_dir is not None
     return file_of_attempt(run_dir, newest_attempt(run_dir))
 
 
 def _gang_of(config: RunConfig, wanted: WantedWorker) -> Gang:
-    """Raises WorkerRefused for a worker that the run does not have."""
+    """Return the wanted gang. Raises WorkerRefused for a worker that the run does not have."""
     gangs = {gang.name: gang for gang in config.gangs()}
     if wanted.gang not in gangs:
         has = ", ".join(sorted(gangs))
@@ -361,7 +362,7 @@ def _gang_of(config: RunConfig, wanted: WantedWorker) -> Gang:
 
 
 def _enter(directory: str) -> None:
-    """The driver's working directory, which relative paths of the config begin at."""
+    """Change to the driver's working directory, where relative paths of the config begin."""
     try:
         os.chdir(directory)
     except OSError as error:
@@ -372,7 +373,8 @@ def _enter(directory: str) -> None:
 
 
 def _own_address(file: SchedulerFile, interface: str | None) -> str:
-    """Of this host, for the driver and the other workers: the interface's, or that of the route to the scheduler."""
+    """Return this host's address for the driver and the other workers: that of the interface, or of the route to the
+    scheduler."""
     if interface is None:
         return route_address(get_address_host(file.address))
     found = interface_address(interface)
@@ -406,20 +408,20 @@ _GPU_IDENTITIES = (
 
 @dataclass(frozen=True)
 class JoinRequest:
-    """What a worker says when it joins."""
+    """A worker's request to join."""
 
     gang: str
     index: int
     host: str
     process: int
-    """Of `stageline worker`, on its host."""
+    """Process id of `stageline worker` on its host."""
     clock: float
     """Seconds since the epoch, on its host."""
     versions: dict[str, str]
     gpus: list[str]
     """Identities of those that it sees, in its order."""
     shared: str
-    """What is wrong with the run's directory as its host sees it; empty: nothing."""
+    """Fault of the run's directory as the worker's host sees it; empty: none."""
     wrote: str
     """Name of the file that it wrote there, for the driver to read."""
     board_free: int
@@ -430,7 +432,7 @@ class JoinRequest:
 
     @classmethod
     def of(cls, message: dict[str, Any]) -> JoinRequest:
-        """What `message` gave. Raises TypeError where something of it is missing."""
+        """Return the request that `message` encoded. Raises TypeError if a part of it is missing."""
         missing = [field.name for field in fields(cls) if field.name not in message]
         if missing:
             raise TypeError(f"it does not say {', '.join(missing)}")
@@ -446,11 +448,11 @@ class JoinRefused:
     text: str
     """Why, with the host's name."""
     fatal: bool
-    """It would be the run's worker, and its host is not fit; otherwise nobody misses it."""
+    """True: the worker belongs to the run, and its host is not fit. False: the run does not need this worker."""
 
 
 def versions_here() -> dict[str, str]:
-    """Of what two processes that exchange objects must have alike."""
+    """Return the versions that two processes must have in common to exchange objects."""
     found = {"python": platform.python_version()}
     for package in _MUST_AGREE:
         try:
@@ -461,7 +463,7 @@ def versions_here() -> dict[str, str]:
 
 
 def look_at_host(file: SchedulerFile, gang: str, index: int, board: Path) -> JoinRequest:
-    """What this host is, for a worker that joins from it. `board`: where it has published weights."""
+    """Describe this host for a worker that joins from it. `board`: where the host has published weights."""
     wrote = f"from-{gang}-{index}-{uuid.uuid4().hex[:8]}"
     return JoinRequest(
         gang=gang,
@@ -479,7 +481,8 @@ def look_at_host(file: SchedulerFile, gang: str, index: int, board: Path) -> Joi
 
 
 def gpu_identities() -> list[str]:
-    """Of the GPUs that this process may see, in its order. Asked in a process of its own: this one holds no device."""
+    """Return the identities of the GPUs that this process may see, in its order. A process of its own asks for them, so
+    that this one holds no device."""
     if not any(Path("/dev").glob("nvidia[0-9]*")):
         return []
     done = subprocess.run([sys.executable, "-c", _GPU_IDENTITIES], capture_output=True, text=True, check=False)
@@ -489,7 +492,8 @@ def gpu_identities() -> list[str]:
 
 
 def _look_at_directory(file: SchedulerFile, wrote: str) -> str:
-    """Whether this host sees the driver's directory: reads there, writes there, and an exclusive create is one."""
+    """Return the fault of the driver's directory as this host sees it: it must be able to read and write there, and an
+    exclusive create must be exclusive."""
     folder = RunPaths(Path(file.run_dir)).attached
     root = files.open_root(str(folder))
     try:
@@ -518,15 +522,16 @@ def _free_bytes(board: Path) -> int:
 BOARD_PREFIX = "stageline-"
 _LOCK = ".lock"
 _REMOVAL_S = 120.0
-"""For a last worker to remove the board."""
+"""Seconds for the last worker to remove the board."""
 
 
 @contextmanager
 def board_of_host(board: Path, driver_lock: Path | None = None) -> Iterator[None]:
-    """Uses a board until the block ends, and removes what dead runs left beside it. `driver_lock`: of an attached run.
+    """Use a board until the block ends, and remove what dead runs left beside it. `driver_lock`: the lock of an
+    attached run's driver.
 
-    Raises:
-        StoreError: the board's lock is another user's.
+        Raises:
+            StoreError: the board's lock is another user's.
     """
     board.parent.mkdir(parents=True, exist_ok=True)
     path = board.with_name(f"{board.name}{_LOCK}")
@@ -560,7 +565,7 @@ def _is_dead(driver_lock: Path) -> bool:
 
 
 def _remove_if_unused(lock: IO[str], path: Path) -> None:
-    """Removes a board and its lock, unless a process has the lock."""
+    """Remove a board and its lock, unless a process holds the lock."""
     with suppress(BlockingIOError):
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         if is_named(lock, path):  # else another removed it, and the board is theirs who came after that
@@ -587,7 +592,7 @@ def _shared_lock(path: Path) -> IO[str]:
 
 
 def interface_address(interface: str) -> str | None:
-    """Of an interface: its IPv4 address, or its IPv6 address where it has no other; None where there is neither."""
+    """Return the IPv4 address of an interface, or else its IPv6 address; None if it has neither."""
     found = psutil.net_if_addrs().get(interface, [])
     for family in (socket.AF_INET, socket.AF_INET6):
         for address in found:
@@ -597,18 +602,18 @@ def interface_address(interface: str) -> str | None:
 
 
 def interfaces() -> list[str]:
-    """Those that have an address."""
+    """Return the interfaces that have an address."""
     return sorted(name for name in psutil.net_if_addrs() if interface_address(name) is not None)
 
 
 def interface_with(address: str) -> str | None:
-    """The interface that has an address; None where none has."""
+    """Return the interface that has an address; None if none has."""
     names = (name for name, found in psutil.net_if_addrs().items() if any(one.address == address for one in found))
     return next(names, None)
 
 
 def route_address(host: str) -> str:
-    """The address of this host by which another one is reached. Raises OSError where there is no route."""
+    """Return the address of this host by which `host` reaches it. Raises OSError if there is no route."""
     with socket.socket(family_of(host), socket.SOCK_DGRAM) as probe:
         probe.connect((host, 1))  # sends nothing: asks for the route
         return str(probe.getsockname()[0])
@@ -625,20 +630,20 @@ _LONGEST = 500
 
 
 def write_exit_reason(log: str | None, words: str) -> None:
-    """`log`: the process's; None: it has none, and leaves nothing."""
+    """Write the reason of this process's end beside its log. `log`: the process's log; None: write nothing."""
     if log is not None:
         with suppress(OSError):  # a full disk does not keep it from ending
             _beside(log).write_text(" ".join(words.split())[:_LONGEST], "utf8")
 
 
 def with_exit_reason(why: str, log: str | None) -> str:
-    """What the driver knows of an end, with what was left, which goes; or as it is, where nothing was."""
+    """Return the driver's reason of an end together with the one that the process left, which is removed."""
     words = "" if log is None else _take(_beside(log))
     return f"{why}: {words}" if words else why
 
 
 def clear_exit_reason(log: str | None) -> None:
-    """Of an earlier process, which no driver has read: they are not the next one's."""
+    """Remove a reason that an earlier process left and no driver has read: it is not the next process's."""
     if log is not None:
         _take(_beside(log))
 

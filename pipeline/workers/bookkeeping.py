@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 
 class Clock(threading.local):
-    """Counts the seconds that this thread's call spends on bookkeeping."""
+    """Counter of the seconds that this thread's call spends on bookkeeping."""
 
     seconds: float = 0.0
 

@@ -32,8 +32,8 @@ if TYPE_CHECKING:  # they import torch, which the driver does not load
 
 
 class Runtime:
-    """Runs the calls of a worker process. `WorkerSpec.runtime` names the subclass; its constructor takes the spec. A
-    subclass without an engine or models needs `run` alone."""
+    """The calls of a worker process. `WorkerSpec.runtime` names the subclass; its constructor takes the spec. A
+    subclass without an engine or models needs only `run`."""
 
     def run(self, call: Call) -> Outcome:
         """Run a node, or find its commit."""
@@ -74,11 +74,11 @@ class _Resident:
 
 _resident: _Resident | None = None
 _listening: socket.socket | None = None
-"""Of rank 0, until it is built: where the ranks of its gang will meet."""
+"""On rank 0 until it is built: the socket where the ranks of its gang will meet."""
 _MOST_RANKS = 4096
-"""That wait to be answered at once."""
+"""Most ranks that may wait for an answer at once."""
 _REMEMBERED = 16384
-"""Calls: the nodes of 8 turns (`attempts.LINEAGE`) of 256 shards on one worker, and some."""
+"""Remembered calls: the nodes of 8 steps (`attempts.LINEAGE`) of 256 shards on one worker, and some more."""
 
 
 def open_meeting(spec: WorkerSpec) -> str:
@@ -94,8 +94,8 @@ def open_meeting(spec: WorkerSpec) -> str:
 
 
 def build_worker(spec: WorkerSpec, meeting: str | None = None) -> Built:
-    """Makes this process what `spec` says; whatever it was before is closed. `meeting`: where the ranks of its gang
-    meet, where it has several."""
+    """Make this process the worker that `spec` describes, and close whatever it was before. `meeting`: the address
+    where the ranks of its gang meet, if it has several."""
     global _resident, _listening
     if meeting is not None:
         spec = replace(spec, rendezvous=meeting)
@@ -127,7 +127,7 @@ def build_worker(spec: WorkerSpec, meeting: str | None = None) -> Built:
 
 
 def _write_to(path: Path, headline: str) -> None:
-    """Sends what this process prints (also from native code, also the trace of a crash) to the end of a file."""
+    """Append everything that this process prints to a file, native code and the trace of a crash included."""
     path.parent.mkdir(parents=True, exist_ok=True)
     sys.stdout.flush()
     sys.stderr.flush()
@@ -139,13 +139,12 @@ def _write_to(path: Path, headline: str) -> None:
 
 
 def run_node_task(call: Call, *parents: object) -> Ref | None:
-    """The Dask task: `run_node`, whose outcome is reported to the driver by a message. A result would have to be
-    fetched from this process, which may have died, or been stopped, in the meantime. `parents` are the parents'
-    references: Dask needs them for the edges; the node itself reads its inputs from the store.
+    """Run a node as a Dask task, and report its outcome to the driver by a message. Dask would have to fetch a result
+    from this process, which may have died or been stopped by then. `parents` are the parents' references: Dask needs
+    them for the edges; the node itself reads its inputs from the store.
 
-    Dask runs a finished task again, and all of its ancestors that it has let go of, to recover a result that died with
-    a process. Such a call must not reach a runtime that has gone on: it is answered from the ledger.
-    """
+    To recover a result that died with a process, Dask runs a finished task again, and all ancestors that it has
+    dropped. Such a call must not reach a runtime that has gone on: the ledger answers it."""
     del parents
     if not _is_for_this_process(call):
         commit = Ledger(call.ledger).find(call.address) if call.ledger is not None else None
@@ -160,7 +159,7 @@ def run_node_task(call: Call, *parents: object) -> Ref | None:
 
 
 def _is_for_this_process(call: Call) -> bool:
-    """Whether this process was built for the call, and has not begun it before."""
+    """Return True if this process was built for the call and has not begun it before."""
     resident = _resident
     if resident is None or (resident.spec.name, resident.spec.incarnation) != (call.worker, call.incarnation):
         return False
@@ -168,7 +167,7 @@ def _is_for_this_process(call: Call) -> bool:
 
 
 def run_node(call: Call) -> Outcome:
-    """Runs one attempt at a node.
+    """Run one attempt at a node.
 
     Raises:
         WorkerLost: this process was not built for the call, or has begun it before.

@@ -29,18 +29,18 @@ class BackgroundWriter:
         self._pending: dict[str, Future[None]] = {}
 
     def submit(self, name: str, work: Callable[[], None]) -> None:
-        """Hands in a piece of work; waits for the one before it of the same name."""
+        """Start a piece of work, after waiting for the earlier one of the same name."""
         self.settle(name)
         self._pending[name] = self._thread.submit(work)
 
     def settle(self, name: str) -> None:
-        """Waits for the work of a name, if there is any."""
+        """Wait for the work of a name, if there is any."""
         pending = self._pending.pop(name, None)
         if pending is not None:
             pending.result()
 
     def settle_all(self) -> None:
-        """Waits for all work. Raises what the first one that failed raised."""
+        """Wait for all work. Raises the error of the first piece that failed."""
         errors = [error for future in self._pending.values() if (error := future.exception()) is not None]
         self._pending.clear()
         if errors:
@@ -83,7 +83,7 @@ and limits are those of the model that it started from.
 
 
 def describe_export(directory: Path, config: RunConfig, version: int, config_hash: str) -> None:
-    """Writes README.md into an export whose files are there, and then the sums of them all: what makes it whole."""
+    """Write README.md into a finished export, and then the checksums of all its files, which complete it."""
     kl, base = config.ppo.kl, config.model.path
     parts = [f"{part.weight:g} · `{name}` (`{part.kind}`)" for name, (_, part) in config.reward.named("reward").items()]
     text = _CARD.format(

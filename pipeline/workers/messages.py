@@ -33,11 +33,11 @@ SLEEP_REPORTS = "stageline-rested"
 it."""
 
 PEER_ERRORS = (RuntimeError, OSError)
-"""What a collective raises when a peer is lost; also what much else raises."""
+"""Errors that a collective raises if a peer is lost; other code raises them too."""
 
 LONGEST_SILENCE_S = 30.0
-"""Of a worker that sends weights or that accepted rows, before it is taken for lost; less under a short
-`cluster.deadline_s`."""
+"""Seconds without a message after which a worker counts as lost while it sends weights or holds accepted rows; less
+under a short `cluster.deadline_s`."""
 
 
 class WorkerLost(RuntimeError):
@@ -52,7 +52,7 @@ class WorkerLost(RuntimeError):
 
 @dataclass(frozen=True)
 class MirrorSpec:
-    """Where a worker's host has its published weights, and from whom it gets those that it lacks."""
+    """The place of a host's published weights, and the worker that sends the missing ones."""
 
     board: str
     """Directory of the host's board."""
@@ -61,12 +61,12 @@ class MirrorSpec:
     timeout_s: float
     """Without a byte of a version that is needed, before that is an error."""
     silence_s: float
-    """Of a worker that sends, before another is asked."""
+    """Seconds without a message from a sender before another is asked."""
 
 
 @dataclass(frozen=True)
 class WorkerSpec:
-    """What a worker process must become."""
+    """Description of the worker that a process must become."""
 
     gang: str
     index: int
@@ -74,19 +74,20 @@ class WorkerSpec:
     size: int
     """Ranks of the gang; 1 for a pool's replica."""
     incarnation: int
-    """How often the gang (or replica) has been built before; a call of another incarnation is refused."""
+    """Number of times that the gang (or replica) was built before; calls of another incarnation are refused."""
     runtime: str
     """module:class of the runtime (`pipeline.workers.runtime:StageRuntime`; tests have others)."""
     config_yaml: str = field(repr=False)
     """The resolved config: workers read the same one as the driver."""
     rendezvous: str = ALONE
-    """Where the ranks of this incarnation meet (`stages/models/parallel.py`); those of several at rank 0's address."""
+    """Address where the ranks of this incarnation meet (`stages/models/parallel.py`); for several ranks it is on rank
+    0's host."""
     listening: int | None = None
-    """Of rank 0, in its process: the descriptor of the socket that listens there."""
+    """On rank 0, in its process: the descriptor of the socket that listens at `rendezvous`."""
     log: str | None = None
     """File that the process appends its standard output and error to; None: it keeps those it has."""
     mirror: MirrorSpec | None = None
-    """None: it neither gives weights to other hosts nor gets any from them."""
+    """None: the worker neither sends weights to other hosts nor gets any from them."""
 
     @property
     def name(self) -> str:
@@ -95,14 +96,14 @@ class WorkerSpec:
 
 @dataclass(frozen=True)
 class Built:
-    """What a worker reports when it is built."""
+    """A worker's report when it is built."""
 
     address: str
     """Dask's, of the process; no later process will have it."""
     numerics: Mapping[str, str]
-    """What the last bits of its results depend on, by name."""
+    """Everything that the last bits of its results depend on, by name."""
     host: str
-    """Where the process is, for people."""
+    """Host of the process, for people."""
 
 
 @dataclass(frozen=True)
@@ -121,7 +122,7 @@ class Call:
     ledger: str | None = None
     """URL of the run's ledger, for a process that cannot run the call but can see that it has been."""
     peers: tuple[str, ...] = ()
-    """Of a call to rank 0 of a gang: Dask addresses of ranks 1 and on, to whom it passes the call on."""
+    """Of a call to rank 0 of a gang: the Dask addresses of the other ranks, which rank 0 passes the call on to."""
 
 
 @dataclass(frozen=True)
@@ -145,14 +146,14 @@ class Outcome:
 
 
 class FailureKind(StrEnum):
-    """What kept a rank from its part of a call."""
+    """The reason why a rank did not finish its part of a call."""
 
     LOST = "lost"
     """Its process is lost."""
     MISSING = "missing"
     """Others did not come to a collective."""
     PEER = "peer"
-    """What it would also raise if a peer had died."""
+    """An error that the death of a peer would cause too."""
     OWN = "own"
     """Anything else."""
 
@@ -172,7 +173,7 @@ class RankFailure:
     text: str
     missing: tuple[int, ...] = ()
     passing: bool = False
-    """Whether a later attempt may succeed: the store was not available, say."""
+    """True: a later attempt may succeed, since (for example) the store was not available."""
 
     @classmethod
     def of(cls, call: Call, error: BaseException) -> RankFailure:
@@ -208,7 +209,7 @@ class SleepReport:
     index: int
     incarnation: int
     number: int
-    """Of the order."""
+    """Number of the order."""
     seconds: float
     error: str | None
 
@@ -221,7 +222,7 @@ class MigrationOrder:
     gang: str
     index: int
     incarnation: int
-    """Of the source; another process does not answer."""
+    """Incarnation of the source; a process of another one does not answer."""
     target: str
     """Dask address."""
     rows: tuple[MigrationRequest, ...]
@@ -236,25 +237,25 @@ class MigrationDone:
     index: int
     incarnation: int
     num_rows: int
-    """That were accepted."""
+    """Number of accepted rows."""
     num_bytes: int
-    """Of keys and values that travelled."""
+    """Bytes of keys and values that were sent."""
     seconds: float
-    """From the first byte to the answer."""
+    """Seconds from the first byte to the answer."""
     away: tuple[Address, ...]
-    """As in `RowsReport`."""
+    """See `RowsReport`."""
     refusal: str | None = None
     """Why the rows were not accepted."""
 
 
 def slot_resource(gang: str, index: int) -> str:
-    """Dask resource of a worker's max_rows. It pins a task to one worker of a gang and, unlike an address, outlives the
-    process."""
+    """Return the Dask resource of a worker's slots. It pins a task to one worker of a gang and, unlike an address,
+    outlives the process."""
     return f"{gang}.{index}"
 
 
 def pin_resource(gang: str, index: int) -> str:
-    """Dask resource that pins a task to a worker without taking a slot."""
+    """Return the Dask resource that pins a task to a worker without taking a slot."""
     return f"{gang}.{index}.pin"
 
 
@@ -270,12 +271,12 @@ class BadReport(ValueError):
 
 
 def outcome_to_json(attempt: str, outcome: Outcome) -> str:
-    """For the topic `OUTCOMES`. Raises TypeError for a reference whose state is not JSON."""
+    """Encode an outcome for the topic `OUTCOMES`. Raises TypeError for a reference whose state is not JSON."""
     return json.dumps({"attempt": attempt, "outcome": outcome}, default=_fields)
 
 
 def outcome_from_json(text: str) -> tuple[str, Outcome]:
-    """What `outcome_to_json` wrote: the attempt and its outcome. Raises BadReport."""
+    """Decode what `outcome_to_json` wrote: the attempt and its outcome. Raises BadReport."""
     try:
         document = json.loads(text)
         given = document["outcome"]
@@ -285,12 +286,12 @@ def outcome_from_json(text: str) -> tuple[str, Outcome]:
 
 
 def failure_to_json(failure: RankFailure) -> str:
-    """For the topic `FAILURES`."""
+    """Encode a failure for the topic `FAILURES`."""
     return json.dumps(failure, default=_fields)
 
 
 def failure_from_json(text: str) -> RankFailure:
-    """What `failure_to_json` wrote. Raises BadReport."""
+    """Decode what `failure_to_json` wrote. Raises BadReport."""
     try:
         given = json.loads(text)
         return RankFailure(
@@ -310,12 +311,12 @@ def failure_from_json(text: str) -> RankFailure:
 
 
 def rows_to_json(report: RowsReport | MigrationDone) -> str:
-    """For the topic `MIGRATIONS`."""
+    """Encode a report for the topic `MIGRATIONS`."""
     return json.dumps({type(report).__name__: report}, default=_fields)
 
 
 def rows_from_json(text: str) -> RowsReport | MigrationDone:
-    """What `rows_to_json` wrote. Raises BadReport."""
+    """Decode what `rows_to_json` wrote. Raises BadReport."""
     try:
         ((kind, given),) = json.loads(text).items()
         match kind:
@@ -337,12 +338,12 @@ def rows_from_json(text: str) -> RowsReport | MigrationDone:
 
 
 def sleep_report_to_json(report: SleepReport) -> str:
-    """For the topic `SLEEP_REPORTS`."""
+    """Encode a report for the topic `SLEEP_REPORTS`."""
     return json.dumps(report, default=_fields)
 
 
 def sleep_report_from_json(text: str) -> SleepReport:
-    """What `sleep_report_to_json` wrote. Raises BadReport."""
+    """Decode what `sleep_report_to_json` wrote. Raises BadReport."""
     try:
         given = json.loads(text)
         error = None if given["error"] is None else str(given["error"])

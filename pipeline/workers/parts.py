@@ -1,5 +1,5 @@
-"""What a worker process holds: an engine for `generate`, a reward and a tokenizer for `score`, a model host for
-`policy`, `critic` and `reference`; and what every stage needs beside them. It builds what its gang's roles need.
+"""The parts of a worker process: an engine for `generate`, a reward and a tokenizer for `score`, a model host for
+`policy`, `critic` and `reference`, and what every stage needs beside them. A worker builds what its gang's roles need.
 """
 
 from __future__ import annotations
@@ -46,7 +46,8 @@ from storage.weights import Manifest, WeightBoard, owner_alive
 from storage.writeback import Writeback
 
 RECENT_BYTES = 64 << 20
-"""Of records that a worker keeps: `reference`, `logprob`, `value` and both updates of a step read the same rows."""
+"""Bytes of records that a worker keeps: `reference`, `logprob`, `value` and both updates of a step read the same rows.
+"""
 
 Held = TypeVar("Held")
 
@@ -57,7 +58,7 @@ class Scorer:
 
     training: tuple[Part, ...]
     held_out: tuple[Part, ...]
-    """What scores evaluations; the same as `training` where they have none of their own."""
+    """Parts that score evaluations; the same as `training` if evaluations have none of their own."""
     tokenizer: Tokenizer
 
     @property
@@ -88,55 +89,56 @@ class WorkerParts:
     scorer: Scorer | None = None
     engine: VersionedEngine | None = None
     rows: ReplicaRows | None = None
-    """Of a replica whose rows may migrate to others."""
+    """The rows of a replica, if they may migrate to others."""
     updates: ExactlyOnceUpdates | None = None
     """The models, on the ranks of a gang that has any."""
     fetcher: Fetcher | None = None
     """Brings versions that this host lacks, from others."""
     numerics: dict[str, str] = field(default_factory=dict)
-    """What the last bits of this worker's results depend on: see stages/models/weights.py."""
+    """Everything that the last bits of this worker's results depend on: see stages/models/weights.py."""
     warnings: list[str] = field(default_factory=list)
-    """What a person should read and the driver has not been told yet."""
+    """Warnings for a person that the driver has not received yet."""
 
     def warn(self, text: str) -> None:
-        """Says it in the worker's log now, and in the run's journal with the next node's outcome."""
+        """Write a warning to the worker's log now, and send it to the run's journal with the next node's outcome."""
         print(f"{self.spec.name}: {text}", file=sys.stderr, flush=True)
         self.warnings.append(text)
 
     def fetch(self, version: int) -> None:
-        """Brings a version of the weights here, if there is anywhere to bring it from."""
+        """Copy a version of the weights to this host, if there is a worker to get it from."""
         if self.fetcher is not None:
             self.fetcher.fetch(version)
 
     def find(self, address: Address) -> Commit | None:
-        """The commit at an address; where all ranks run the node, rank 0 looks, so that they act alike."""
+        """Return the commit at an address, or None. If all ranks run the node, rank 0 looks, so that they act alike."""
         with self.clock.bookkeeping():
             if self.updates is None or STAGE_ROLES[address.stage] not in MODEL_ROLES:
                 return self.ledger.find(address)
             return self.updates.agree(lambda: self.ledger.find(address))
 
     def read(self, address: Address) -> Any:
-        """The record at an address."""
+        """Return the record at an address."""
         with self.clock.bookkeeping():
             return self.store.read(address)
 
     def read_step(self, stage: str, step: int) -> Any:
-        """The records of all shards of a step, as one."""
+        """Return the records of all shards of a step, as one."""
         with self.clock.bookkeeping():
             return self.store.read_step(stage, step, self.config.rollout.shards)
 
     def collectives_of(self, call: Call) -> AbstractContextManager[None]:
-        """Around a call on a rank of a gang: a collective that fails names it, and the ranks that did not come."""
+        """Return a context for a call on a rank of a gang: a collective that fails in it names the call and the ranks
+        that did not come."""
         if self.updates is None or self.spec.size == 1:
             return nullcontext()
         return self.updates.host.collectives_of(f"{call.address} (number {call.sequence} of gang {call.gang})")
 
     def attempt_name(self, call: Call) -> str:
-        """A name that no other run of the same call has: Dask may run a task twice."""
+        """Return a name that no other run of the same call has, since Dask may run a task twice."""
         return f"{call.attempt}-{self.spec.incarnation}-{threading.get_native_id()}"
 
     def provenance(self, call: Call, started: float, weight_versions: tuple[int, ...]) -> Provenance:
-        """What a commit says of how its output came about. Raises MissingOutput where an input has no commit."""
+        """Return the provenance to store in a commit. Raises MissingOutput if an input has no commit."""
         return provenance_here(
             inputs=[self.ledger.get(address) for address in made_from(call.address, call.inputs, weight_versions)],
             weight_versions=weight_versions,
@@ -148,7 +150,7 @@ class WorkerParts:
         )
 
     def sleep(self) -> None:
-        """Leaves the devices to others, until the next call needs them."""
+        """Release the devices until the next call needs them."""
         if self.engine is not None:
             self.engine.sleep()
         if self.updates is not None:
@@ -167,13 +169,13 @@ class WorkerParts:
 
 
 def required(part: Held | None) -> Held:
-    """A part that the role of the call needs."""
+    """Return a part that the role of the call needs."""
     assert part is not None, "this worker was built for other roles than the call's"
     return part
 
 
 def build_parts(spec: WorkerSpec, *, same_layout: bool) -> WorkerParts:
-    """Builds what the roles of a worker's gang need. `same_layout`: see `StageRuntime`."""
+    """Build what the roles of a worker's gang need. `same_layout`: see `StageRuntime`."""
     config = load_yaml(spec.config_yaml)
     torch.set_num_threads(config.placement.gangs[spec.gang].threads)
     paths = RunPaths(config.run_dir)
@@ -228,7 +230,7 @@ def _build_scorer(config: RunConfig) -> Scorer:
 
 
 def _being_published(board: WeightBoard, manifest: Manifest) -> bool:
-    """Whether a version was written here by a process that lives, so that its commit may be yet to come."""
+    """Return True if a living process wrote a version here, so that its commit may still come."""
     return not is_copy(manifest) and owner_alive(board.directory / manifest.file)
 
 
@@ -296,7 +298,7 @@ def _build_updates(parts: WorkerParts, host: ModelHost, same_layout: bool) -> Ex
 
 
 def _end_process(log: str | None, reason: str) -> None:
-    """A replica that has lost a rank is lost as a whole: as if its own process had died, it is built anew."""
+    """End this process: a replica that has lost a rank is lost as a whole, and is built anew."""
     print(f"{reason}: its replica ends", file=sys.stderr, flush=True)
     write_exit_reason(log, reason)
     os._exit(1)

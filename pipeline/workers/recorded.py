@@ -31,18 +31,17 @@ class RecordedStep:
     step: int
     metrics: Mapping[str, float]
     digests: Mapping[str, str]
-    """By role, of version `step + 1`."""
+    """Digests by role, of version `step + 1`."""
 
 
 def train_recorded(
     host: ModelHost, store: RolloutStore, config: RunConfig, steps: range, state: Mapping[str, Any]
 ) -> Iterator[RecordedStep]:
-    """Trains the policy of `host`, and the critic where there is one, which are at version `steps.start`, on the
-    rollouts in `store`; each step is given when its updates are done. `state`: what `advantage` of the step before
-    handed on; empty at step 0. One rank.
+    """Train the policy of `host`, and its critic if there is one, on the rollouts in `store`. They are at version
+    `steps.start`. Yield each step when its updates are done. `state`: the state that `advantage` of the step before
+    returned; empty at step 0. One rank only.
 
-    Raises MissingOutput and StoreError where something recorded is not there, or not what it was.
-    """
+    Raises MissingOutput and StoreError if something recorded is missing or changed."""
     for step in steps:
         rollouts: list[Rollout] = [store.read(Address("generate", step, s)) for s in range(config.rollout.shards)]
         policy = _logprobs(host, rollouts) if config.ppo.proximal == "recompute" else None

@@ -26,17 +26,17 @@ from storage.errors import StoreError
 _NAME = re.compile(r"scheduler-(\d+)\.json")
 _FORMAT = 1
 _ANSWER_S = 5.0
-"""For a driver to answer."""
+"""Seconds for a driver to answer."""
 
 
 @dataclass(frozen=True)
 class SchedulerFile:
-    """What one attempt of a driver tells its workers."""
+    """The message of one driver to its workers."""
 
     attempt: int
-    """Of drivers at this run, from 1."""
+    """Number of this driver among the drivers of the run, from 1."""
     address: str
-    """Of the scheduler."""
+    """Address of the scheduler."""
     host: str
     """The driver's."""
     process: int
@@ -45,7 +45,7 @@ class SchedulerFile:
     working_dir: str
     """The driver's, which relative paths of the config begin at."""
     nonce: str
-    """What `shared-NNNNNN` in the run's directory holds."""
+    """The content of `shared-NNNNNN` in the run's directory."""
     certificate: str = field(repr=False)
     key: str = field(repr=False)
     config: str = field(repr=False)
@@ -62,7 +62,7 @@ class SchedulerFile:
 
 
 def host_name() -> str:
-    """What this host is called where people read it."""
+    """Return this host's name, as people read it."""
     return socket.gethostname()
 
 
@@ -71,7 +71,7 @@ def file_of_attempt(run_dir: Path, attempt: int) -> Path:
 
 
 def newest_attempt(run_dir: Path) -> int:
-    """Number of the newest scheduler file of a run; 0 where there is none."""
+    """Return the number of a run's newest scheduler file; 0 if there is none."""
     try:
         names = os.listdir(RunPaths(run_dir).attached)  # asks a network filesystem anew, as a look for one name may not
     except OSError:
@@ -80,8 +80,8 @@ def newest_attempt(run_dir: Path) -> int:
 
 
 def write_scheduler_file(path: Path, content: SchedulerFile) -> None:
-    """Under its name from the moment on when all of it is there; for this user's eyes alone. Raises OSError,
-    FileExistsError where there is a file of that name; then nothing is left of this one, which holds a key."""
+    """Write the file, readable for this user alone. It appears under its name when it is complete. Raises OSError,
+    FileExistsError if a file has that name; then nothing is left of this one, which holds a key."""
     staged = path.with_name(f".{path.name}.{os.getpid()}")
     staged.unlink(missing_ok=True)
     descriptor = os.open(staged, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
@@ -104,15 +104,15 @@ def _link(staged: Path, path: Path) -> None:
 
 
 def remove_scheduler_file(path: Path, nonce: str) -> None:
-    """Removes the file that holds this nonce; another driver's, under the same name, stays. Raises OSError."""
+    """Remove the file that holds this nonce; another driver's file under the same name stays. Raises OSError."""
     with suppress(FileNotFoundError, StoreError):
         if read_scheduler_file(path).nonce == nonce:
             path.unlink()
 
 
 def driver_answers(file: SchedulerFile) -> bool:
-    """Whether the driver that wrote this is there: at its address is who has the certificate's key, or who takes a
-    connection and says nothing, as a stopped process does. Waits up to 10 s."""
+    """Return True if the driver that wrote this file is alive: a process at its address has the certificate's key, or
+    accepts a connection without a word, as a stopped process does. Wait up to 10 s."""
     address = urlsplit(file.address)
     try:
         context = ssl.create_default_context(cadata=file.certificate)
@@ -129,8 +129,8 @@ def driver_answers(file: SchedulerFile) -> bool:
 
 
 def read_scheduler_file(path: Path) -> SchedulerFile:
-    """Raises FileNotFoundError where there is none (yet), and StoreError where it is no scheduler file, cannot be read,
-    or is another user's: whoever wrote it decides what this process will run."""
+    """Read a scheduler file. Raises FileNotFoundError if there is none (yet), and StoreError if it is invalid,
+    unreadable or another user's: its writer decides what this process will run."""
     try:
         with path.open("rb") as stream:
             _check_owner(path, os.fstat(stream.fileno()))
@@ -154,7 +154,7 @@ def _check_owner(path: Path, found: os.stat_result) -> None:
 
 
 def _what_can_be_seen(path: Path) -> tuple[Path, os.stat_result]:
-    """The file, or the nearest directory above it that may be looked at."""
+    """Return the file, or the nearest directory above it that this user may look at."""
     for above in (path, *path.parents):
         with suppress(PermissionError):
             return above, above.stat()

@@ -90,7 +90,7 @@ Binding = Computed | SelfCommitting
 
 
 def reference_shard(parts: WorkerParts, call: Call) -> Output:
-    """The reference's log-probs of the sampled tokens."""
+    """Compute the reference's log-probs of the sampled tokens."""
     rollout: Rollout = parts.read(call.inputs[0])
     host = required(parts.updates).host
     record = reference(host, rollout)
@@ -98,21 +98,21 @@ def reference_shard(parts: WorkerParts, call: Call) -> Output:
 
 
 def logprob_shard(parts: WorkerParts, call: Call) -> Output:
-    """The proximal policy's log-probs of the sampled tokens: those of the version that the step trains."""
+    """Compute the proximal policy's log-probs of the sampled tokens, with the version that the step trains."""
     host, rollout = required(parts.updates).at(Role.POLICY, call.version), parts.read(call.inputs[0])
     record = logprob(host, rollout)
     return Output(record, host.trunk_counts(), weight_versions=(call.version,), mask=rollout.response_mask)
 
 
 def canary_logprob_once(parts: WorkerParts, call: Call) -> Output:
-    """The trainer's log-probs of the canaries, where no log-probs of whole shards are computed."""
+    """Compute the trainer's log-probs of the canaries, for runs that compute no log-probs of whole shards."""
     host, settings = required(parts.updates).at(Role.POLICY, call.version), parts.config.mismatch
     record = canary_logprob(host, parts.read(call.inputs[0]), rows=settings.rows)
     return Output(record, host.trunk_counts(), weight_versions=(call.version,))
 
 
 def value_shard(parts: WorkerParts, call: Call) -> Output:
-    """The critic's values of the states before each token."""
+    """Compute the critic's values of the states before each token."""
     host = required(parts.updates).at(Role.CRITIC, call.version)
     record = value(host, parts.read(call.inputs[0]))
     return Output(record, host.trunk_counts(), weight_versions=(call.version,))
@@ -137,7 +137,7 @@ def score_shard(parts: WorkerParts, call: Call) -> Output:
 
 
 def scores_of(parts: WorkerParts, rollout: Rollout, *, held_out: bool) -> Scores:
-    """A score for each of these rows. `held_out`: by what evaluations are scored by."""
+    """Return a score for each of these rows. `held_out`: score with the parts of evaluations."""
     scorer, prompts = required(parts.scorer), required(parts.prompts)
     extras = [prompts.extra[i] for i in rollout.prompt_index]
     messages = None if prompts.messages is None else [prompts.messages[i] for i in rollout.prompt_index]
@@ -146,8 +146,8 @@ def scores_of(parts: WorkerParts, rollout: Rollout, *, held_out: bool) -> Scores
 
 
 def advantage_step(parts: WorkerParts, call: Call) -> Output:
-    """Advantages and returns of all rows of a step, and the state that the next step goes on from. Raises MissingOutput
-    where the step before has no commit: to begin anew would give another KL coefficient."""
+    """Compute advantages and returns of all rows of a step, and the state for the next step. Raises MissingOutput if
+    the step before has no commit: starting anew would give another KL coefficient."""
     config, step = parts.config, call.address.step
     before = parts.ledger.get(Address("advantage", step - 1)).state if step else {}
     policy = parts.read_step("logprob", step) if config.ppo.proximal == "recompute" else None
@@ -178,7 +178,7 @@ class MismatchAlarm(RuntimeError):
 
 
 def generate_shard(parts: WorkerParts, call: Call) -> Output:
-    """Responses to the prompts of a shard of a step, under the version that the node's edge allows."""
+    """Generate responses to the prompts of a step's shard, with a version that the node's edge allows."""
     config, where = parts.config, call.address
     prompts = training_prompts(
         required(parts.prompts),
@@ -193,7 +193,7 @@ def generate_shard(parts: WorkerParts, call: Call) -> Output:
 
 
 def evaluate_shard(parts: WorkerParts, call: Call) -> Output:
-    """Responses to a shard of the held-out prompts, all of them under one version."""
+    """Generate responses to a shard of the held-out prompts, all with one version."""
     config = parts.config
     sampling = config.sampling
     if config.evaluate.temperature is not None:
@@ -203,7 +203,7 @@ def evaluate_shard(parts: WorkerParts, call: Call) -> Output:
 
 
 def canary_once(parts: WorkerParts, call: Call) -> Output:
-    """An engine's log-probs of the canaries against the trainer's. Raises MismatchAlarm where that ends the run."""
+    """Compare an engine's log-probs of the canaries with the trainer's. Raises MismatchAlarm if that ends the run."""
     config = parts.config
     rollout: Rollout = parts.read(call.inputs[0])
     trainers: PolicyLogprobs | CanaryPolicyLogprobs = parts.read(call.inputs[1])
@@ -237,8 +237,8 @@ def _in_engine(
     *,
     exact: bool,
 ) -> tuple[Answer, int]:
-    """What `run` makes of the engine with the call's version resident, or (unless `exact`) a newer one; and how many of
-    the rows with these keys other replicas finished."""
+    """Call `run` with the engine while the call's version, or (unless `exact`) a newer one, is resident. Return its
+    result, and the number of the rows with these keys that other replicas finished."""
     rows = parts.rows
     answers: list[Answer] = []
     with nullcontext() if rows is None else rows.shard(call.address, keys) as shard:
@@ -251,7 +251,7 @@ def _in_engine(
 def _sample(
     parts: WorkerParts, call: Call, prompts: PromptBatch, *, step: int, sampling: SamplingConfig, exact: bool
 ) -> Output:
-    """`exact`: no token may be of a newer version than the call's."""
+    """Sample responses. `exact`: no token may be of a newer version than the call's."""
     config = parts.config
     keys = [(config.seed, step, row) for row in prompts.row.tolist()]
 
@@ -343,7 +343,7 @@ def publish_version(parts: WorkerParts, call: Call) -> Commit | None:
 
 
 def _write_exports(parts: WorkerParts, version: int, exported: bool) -> None:
-    """Begins to write what has been begun: this version's export, and those that dead processes owe."""
+    """Start writing every export that was begun: this version's, and those that dead processes did not finish."""
     if exported:
         _export(parts, version)
     if exported or version == parts.config.steps:
@@ -353,16 +353,16 @@ def _write_exports(parts: WorkerParts, version: int, exported: bool) -> None:
 
 
 def _is_exported(config: RunConfig, version: int) -> bool:
-    """Whether a version is written when it is published: the last, every so many; and, where what it could be rebuilt
-    from will be dropped, one that is evaluated, since it may turn out to be the best."""
+    """Return True if a version is exported when it is published: the last one, every n-th one, and, if the data to
+    rebuild it from will be deleted, every evaluated one, since it may become the best."""
     if version == config.steps or (config.export.every and version % config.export.every == 0):
         return True
     return config.storage.keep.rollouts is not None and evaluated(config.graph(), version)
 
 
 def _begin_export(parts: WorkerParts, version: int) -> bool:
-    """Whether a version is still to be exported. Its directory under a name that is not final says from now on that it
-    is: what a process that dies over it owes is made good when the next version is exported."""
+    """Return True if a version still has to be exported. From now on a directory under a temporary name records that:
+    if this process dies, the export is finished together with the next version's."""
     target = parts.paths.weights(version)
 
     def begin() -> bool:
@@ -375,15 +375,15 @@ def _begin_export(parts: WorkerParts, version: int) -> bool:
 
 
 def _begun_exports(parts: WorkerParts, but: int) -> list[int]:
-    """Versions whose exports were begun, by a process that died, and are not there."""
+    """Return the versions whose exports a dead process began and did not finish."""
     begun = parts.paths.weights(0).parent.glob(".v*")
     versions = {int(path.name[2:]): path for path in begun if path.name[2:].isdecimal()}
     return sorted(v for v in versions if v != but and not parts.paths.weights(v).is_dir())
 
 
 def _export(parts: WorkerParts, version: int) -> None:
-    """The whole policy in Hugging Face layout, from a copy and while the run goes on; a half-written one never has the
-    final name."""
+    """Write the whole policy in Hugging Face layout from a copy, while the run goes on. A half-written export never has
+    the final name."""
     updates, target = required(parts.updates), parts.paths.weights(version)
     staged = _staged(target)
     write = updates.at(Role.POLICY, version).export(staged)
@@ -427,14 +427,14 @@ class UnboundStage(LookupError):
 
 
 def register(stage: str, binding: Binding) -> None:
-    """Binds a stage from elsewhere. Raises ValueError for one that is bound already."""
+    """Bind a stage from elsewhere. Raises ValueError if it is bound already."""
     if stage in STAGES:
         raise ValueError(f"stage {stage!r} is bound already")
     STAGES[stage] = binding
 
 
 def binding_of(stage: str) -> Binding:
-    """What runs a stage. Raises UnboundStage, naming those that are bound."""
+    """Return the binding of a stage. Raises UnboundStage, which lists the bound stages."""
     if stage not in STAGES:
         raise UnboundStage(
             f"stage {stage!r} of the graph has no binding: give it one in pipeline/workers/stages.py "

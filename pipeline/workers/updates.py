@@ -43,8 +43,9 @@ from storage.rollouts import RolloutStore
 
 
 def committed_meta(ledger: Ledger, role: Role, version: int) -> dict[str, Any] | None:
-    """What a checkpoint of this version must say of itself, by the commit of the update that made the version: another
-    run's is as whole as this run's own. A digest is of the whole model, whatever the layout. None without a commit."""
+    """Return what a checkpoint of this version must say of itself, from the commit of the update that made the version:
+    another run's checkpoint is as complete as this run's own. The digest is of the whole model, whatever the layout.
+    None without a commit."""
     commit = ledger.find(Address(UPDATE_STAGE[role], version - 1)) if version else None
     return None if commit is None else _meta(str(commit.digest))
 
@@ -112,7 +113,7 @@ class ExactlyOnceUpdates:
         self.background = BackgroundWriter()
 
     def agree(self, look: Callable[[], Any]) -> Any:
-        """What `look()` gives on rank 0, on every rank; the others do not call it."""
+        """Return the result of `look()` on rank 0 to every rank; the other ranks do not call it."""
         if self._ranks == 1:
             return look()
         box = [look() if self._rank == 0 else None]
@@ -120,7 +121,7 @@ class ExactlyOnceUpdates:
         return box[0]
 
     def at(self, role: Role, version: int) -> ModelHost:
-        """The host with `role` resident at `version`.
+        """Return the host with `role` resident at `version`.
 
         Raises:
             ReplayMismatch: see there.
@@ -142,8 +143,8 @@ class ExactlyOnceUpdates:
         return host
 
     def update(self, role: Role, step: int, commit: Callable[[dict[str, float], str], Commit]) -> Commit | None:
-        """Makes version `step + 1` exist: trains and commits it, or finds that it is committed and makes sure that it
-        is resident. Returns the commit on rank 0."""
+        """Make version `step + 1` exist: train and commit it, or, if it is committed, make it resident. Return the
+        commit on rank 0."""
         found = self.agree(lambda: self._ledger.find(Address(UPDATE_STAGE[role], step)))
         if found is not None:
             self.at(role, step + 1)
@@ -163,14 +164,15 @@ class ExactlyOnceUpdates:
         return winner if self._rank == 0 else None
 
     def replay(self, role: Role, step: int) -> tuple[str, str]:
-        """Trains version `step` once more from the stored inputs; (digest that was committed, digest now). One rank."""
+        """Train version `step` once more from the stored inputs. Return (the committed digest, the digest now). One
+        rank only."""
         ((_, committed, made),) = self.replay_all(role, range(step, step + 1))
         return committed, made
 
     def replay_all(self, role: Role, steps: range) -> Iterator[tuple[int, str, str]]:
-        """Trains these versions once more, one after another, from the stored inputs: (step, digest that was committed,
-        digest now). One rank. In the layout that made the commits the first difference is the last that is given: what
-        comes after it was not trained from such weights. Raises MissingOutput where an update has no commit."""
+        """Train these versions once more, one after another, from the stored inputs. Yield (step, committed digest,
+        digest now). One rank only. In the layout that made the commits the first difference is the last one: later
+        versions were not trained from such weights. Raises MissingOutput if an update has no commit."""
         for step in steps:
             commit = self._ledger.find(Address(UPDATE_STAGE[role], step))
             if commit is None:
@@ -208,7 +210,7 @@ class ExactlyOnceUpdates:
         )
 
     def train_alone(self, role: Role, step: int) -> None:
-        """Trains version `step` from the stored inputs, whether that was committed or not, and writes nothing."""
+        """Train version `step` from the stored inputs, committed or not, and write nothing."""
         self.at(role, step)
         self._train(role, step)
 
@@ -222,8 +224,8 @@ class ExactlyOnceUpdates:
             )
 
     def _restore(self, role: Role, version: int) -> None:
-        """Makes the role clean and of the newest version that is no newer than `version` and can be had without
-        training: the resident one, that of a checkpoint, or 0."""
+        """Bring the role to the newest version that is no newer than `version` and needs no training: the resident one,
+        a checkpoint's, or 0. The role is clean afterwards."""
         self.background.settle(f"checkpoint of the {role}")
         host = self.host
         resident = -1 if host.dirty(role) or host.version(role) > version else host.version(role)
@@ -250,8 +252,8 @@ class ExactlyOnceUpdates:
                 )
 
     def _verified(self, role: Role, saved: int) -> tuple[str | None, dict[str, Any]]:
-        """(what is wrong with the bytes of a checkpoint, if anything, or that it holds other weights than this run
-        committed; what was said of it when it was saved). Each rank reads a share."""
+        """Return (the fault of a checkpoint, its meta data as saved). The fault is None if the bytes are undamaged and
+        hold the weights that this run committed. Each rank reads a share."""
         expected = self.agree(lambda: committed_meta(self._ledger, role, saved))
         try:
             meta = self._checkpoints.verify(str(role), saved, (self._rank, self._ranks), expected)
@@ -261,7 +263,7 @@ class ExactlyOnceUpdates:
         return self._of_any_rank(fault), meta
 
     def _loaded(self, role: Role, saved: int, meta: dict[str, Any]) -> str | None:
-        """Loads a checkpoint; why it is not the version that it should be, if so."""
+        """Load a checkpoint. Return the reason if it is not the version that it should be, otherwise None."""
         try:
             self.host.load(role, self._checkpoints.place(str(role), saved))
             fault = None
@@ -275,7 +277,7 @@ class ExactlyOnceUpdates:
         return fault
 
     def _of_any_rank(self, fault: str | None) -> str | None:
-        """The first rank's that has one, on every rank."""
+        """Return, on every rank, the fault of the first rank that has one."""
         if self._ranks == 1:
             return fault
         faults: list[str | None] = [None] * self._ranks
@@ -302,7 +304,7 @@ class ExactlyOnceUpdates:
         self.background.submit(name, work)
 
     def close(self) -> None:
-        """Waits for what is being written. Raises what went wrong with it."""
+        """Wait for unfinished writes. Raises the error of a write that failed."""
         try:
             self.background.close()
         finally:

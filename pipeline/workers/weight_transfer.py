@@ -60,14 +60,14 @@ _REMOVAL_S = 5.0
 
 @dataclass(frozen=True)
 class Fetched:
-    """What was brought from other hosts."""
+    """Weights that were brought from other hosts."""
 
     seconds: float = 0.0
     num_bytes: int = 0
 
 
 class Fetcher(Protocol):
-    """What a runtime sees of a mirror."""
+    """A mirror as a runtime sees it."""
 
     def fetch(self, version: int) -> None: ...
 
@@ -75,12 +75,12 @@ class Fetcher(Protocol):
 
 
 class _SourceLost(Exception):
-    """Whoever was asked is gone, silent, or not ready."""
+    """The asked process is gone, hangs, or is not ready."""
 
     def __init__(self, message: str, redirected: bool) -> None:
         super().__init__(message)
         self.redirected = redirected
-        """It was an earlier asker; the publisher itself may well be there."""
+        """True: the source was an earlier asker; the publisher itself may well be alive."""
 
 
 @contextmanager
@@ -93,7 +93,7 @@ def _lost_if_it_fails(whom: str, redirected: bool) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class _Source:
-    """Who sends a version, over an open connection."""
+    """An open connection to the process that sends a version."""
 
     comm: Comm
     address: str
@@ -120,23 +120,23 @@ class WeightMirror:
         self._counting = threading.Lock()
 
     def open(self) -> None:
-        """From now on this process sends, and carries out the driver's orders."""
+        """Begin to send, and to carry out the driver's orders."""
         self._worker.handlers |= {SEND: self._send, FETCH: self._ahead, RELEASE: self._release, REMOVE: self._remove}
 
     # ---- what a runtime sees -------------------------------------------------------------------------------------
 
     def fetch(self, version: int) -> None:
-        """Returns when the board has the version; not to be called in the worker's own thread.
+        """Wait until the board has the version. Do not call this in the worker's own thread.
 
         Raises:
             MissingOutput: the publisher does not have it, or nobody reads it any more.
-            StoreError: it did not come, for so long that it is an error; the message says why.
+            StoreError: it did not arrive in time; the message says why.
             OSError: there is no space for it here.
         """
         self._fetch(version, wait=True)
 
     def fetched(self) -> Fetched:
-        """What this process brought here since it was last asked."""
+        """Return what this process has brought here since the last call."""
         with self._counting:
             fetched, self._fetched = self._fetched, Fetched()
         return fetched
@@ -144,7 +144,8 @@ class WeightMirror:
     # ---- orders --------------------------------------------------------------------------------------------------
 
     async def _ahead(self, version: int) -> None:
-        """Brings a version before anybody needs it. What goes wrong will go wrong, and be reported, again then."""
+        """Bring a version before anybody needs it. An error is ignored: it will occur again, and be reported, when the
+        version is needed."""
 
         def work() -> None:
             try:
@@ -165,8 +166,9 @@ class WeightMirror:
     # ---- sending -------------------------------------------------------------------------------------------------
 
     async def _send(self, comm: Comm, version: int, asker: str | None, digest: str | None) -> Status:
-        """Says what a version consists of and who sends it; if that is this process, sends what it is asked for, until
-        the other hangs up. `asker`: may be sent to another; None: has been. `digest`: it must be this one."""
+        """Tell which parts a version has and who sends it; if this process does, send what is asked for until the other
+        side closes. `asker`: may be redirected to another source; None: was redirected already. `digest`: the version
+        must have this one."""
         try:
             with await self._find(version, digest) as outgoing:
                 source = self._other_source(version, asker) if asker is not None else None
@@ -185,7 +187,7 @@ class WeightMirror:
         return Status.dont_reply
 
     async def _find(self, version: int, digest: str | None) -> OutgoingVersion:
-        """Raises MissingOutput for a version that is neither here nor on its way."""
+        """Return a version to send. Raises MissingOutput if it is neither here nor on its way."""
         while True:
             arriving = version in self._arriving
             try:
@@ -196,7 +198,7 @@ class WeightMirror:
             await asyncio.sleep(_LOOK_S)
 
     def _other_source(self, version: int, asker: str) -> str | None:
-        """The earlier asker that shall serve this one; None for the first few."""
+        """Return the earlier asker that shall serve this one; None for the first few."""
         if version not in self._askers and len(self._askers) == _VERSIONS_REMEMBERED:
             del self._askers[next(iter(self._askers))]
         askers = self._askers.setdefault(version, [])
@@ -218,7 +220,7 @@ class WeightMirror:
                     return
 
     async def _bring(self, version: int) -> None:
-        """Asks until it has come; whatever arrived from a source that was lost, the next one need not send."""
+        """Ask until the version has arrived. Pieces from a source that was lost need not be sent again."""
         started = time.perf_counter()
         give_up, furthest, pause_s = time.monotonic() + self._spec.timeout_s, 0, _SHORTEST_PAUSE_S
         incoming: IncomingVersion | None = None
@@ -264,7 +266,8 @@ class WeightMirror:
 
     @asynccontextmanager
     async def _source(self, version: int, may_redirect: bool) -> AsyncIterator[_Source]:
-        """Whoever sends a version: the publisher, or whom it names. Raises MissingOutput if it says there is none."""
+        """Yield the process that sends a version: the publisher, or the one that it names. Raises MissingOutput if the
+        publisher has no such version."""
         with _lost_if_it_fails(self._spec.publisher, False):
             identity = self._worker.scheduler.identity()
             workers = (await asyncio.wait_for(identity, self._spec.silence_s))["workers"]
@@ -298,7 +301,7 @@ class WeightMirror:
             comm.abort()
 
     async def _receive(self, source: _Source, incoming: IncomingVersion) -> None:
-        """Takes what is still missing. While a piece is read, the one before is checked and written."""
+        """Receive the missing pieces. While a piece is read, the one before is checked and written."""
         total = incoming.manifest.file_bytes
         asked = arrived = incoming.num_bytes
         appending: asyncio.Task[None] | None = None
@@ -327,17 +330,17 @@ class WeightMirror:
 
 
 def order_fetch(client: Client, workers: Iterable[str], version: int) -> None:
-    """Has readers, by address, bring a version to their hosts; returns at once."""
+    """Order readers, by address, to bring a version to their hosts. Do not wait."""
     notify(client, workers, FETCH, version=version)
 
 
 def order_release(client: Client, workers: Iterable[str], versions: Iterable[int]) -> None:
-    """Notifies readers, by address, that nobody reads these versions any more; returns at once."""
+    """Tell readers, by address, that nobody reads these versions any more. Do not wait."""
     notify(client, workers, RELEASE, versions=sorted(versions))
 
 
 def remove_boards(client: Client, workers: Iterable[str]) -> None:
-    """Has the hosts of these workers remove their boards, and waits for it, but not for workers that do not answer."""
+    """Make the hosts of these workers remove their boards, and wait, but not for workers that do not answer."""
 
     async def remove() -> None:
         orders = [asyncio.create_task(getattr(client.rpc(worker), REMOVE)()) for worker in workers]
@@ -351,7 +354,7 @@ def remove_boards(client: Client, workers: Iterable[str]) -> None:
 
 
 def notify(client: Client, workers: Iterable[str], order: str, **what: Any) -> None:
-    """Sends an order to workers, by address; nobody waits for it, and it may be lost."""
+    """Send an order to workers, by address. Nobody waits for it, and it may be lost."""
 
     async def send(worker: str) -> None:
         with suppress(OSError):

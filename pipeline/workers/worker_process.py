@@ -55,13 +55,14 @@ _DASK_SETTINGS: dict[str, Any] = {
 
 
 def _malloc_thresholds() -> tuple[int, int]:
-    """Bytes of an allocation from which glibc maps pages for it alone, and of free memory at the heap's end from which
-    it gives pages back. Both are as high as can be, for a step allocates and frees the same large buffers (activations,
-    gradients, logits) again and again: a page that was given back is faulted in and zeroed anew, which took a quarter
-    of a training step. Setting either switches off glibc's own adaptation of both (which stops at 32 MiB), so that both
-    are needed. The cost: what a process has freed stays with it, its resident memory is its peak.
+    """Return glibc's two thresholds in bytes: the size from which an allocation gets pages of its own, and the free
+    memory at the heap's end from which pages are given back. Both are as high as possible, because a step allocates and
+    frees the same large buffers (activations, gradients, logits) again and again. A page that was given back must be
+    faulted in and zeroed again, which took a quarter of a training step. Setting either one switches off glibc's own
+    adaptation of both (up to 32 MiB), so both are set. The cost: a process keeps the memory that it has freed, and its
+    resident memory stays at its peak.
 
-    glibc 2.36 is measured to take 1 GiB and 1 TiB; older ones may refuse more than 32 MiB and stay at 128 KiB."""
+    glibc 2.36 takes 1 GiB and 1 TiB (measured); older ones may refuse more than 32 MiB and stay at 128 KiB."""
     libc, version = platform.libc_ver()
     current = libc == "glibc" and tuple(int(part) for part in version.split(".")[:2]) >= (2, 36)
     return (1 << 30, 1 << 40) if current else (1 << 25, 1 << 25)
@@ -130,27 +131,28 @@ def worker_resources(gang: Gang, index: int, waiting: int = 0) -> dict[str, floa
 
 
 def worker_threads(gang: Gang, waiting: int = 0) -> int:
-    """Tasks a worker runs at once: nodes, and in a pool those that `waiting` says."""
+    """Return the number of tasks that a worker runs at once: its nodes, and in a pool `waiting` more."""
     return gang.threads if gang.ordered else gang.threads + waiting
 
 
 def shares_cores(config: RunConfig) -> bool:
-    """Whether the run's workers compute with more than one thread together: on one host they share cores then, and must
-    not spin while they wait."""
+    """Return True if the run's workers together compute with more than one thread. On one host they then share cores,
+    and must not spin while they wait."""
     threads = config.placement.gangs
     return sum(threads[gang.name].threads * gang.workers * _processes(config, gang) for gang in config.gangs()) > 1
 
 
 def _processes(config: RunConfig, gang: Gang) -> int:
-    """That do maths in each worker: its own, and those that an engine starts (they inherit its environment)."""
+    """Return the number of computing processes of each worker: its own, and those of its engine, which inherit its
+    environment."""
     return config.replica_ranks if Role.GENERATE in gang.roles else 1
 
 
 def nanny_options(
     config: RunConfig, gang: Gang, index: int, security: Security, *, shared: bool, gpus: str | None
 ) -> dict[str, Any]:
-    """Of the nanny of one worker, less where it listens. `shared`: other processes compute on its host too; `gpus`: as
-    `worker_environment` takes them."""
+    """Return the options of a worker's nanny, without its address. `shared`: other processes compute on its host too.
+    `gpus`: see `worker_environment`."""
     waiting = gang.concurrent_shards if config.cluster.migrate_rows_below and Role.GENERATE in gang.roles else 0
     return {
         "name": worker_name(gang.name, index),
@@ -166,8 +168,8 @@ def nanny_options(
 
 
 def remove_abandoned_scratch(folder: Path) -> None:
-    """Removes what drivers of this user that were killed have left of Dask's in the temporary folder, and what their
-    workers have of engines' (which is seldom more than a link: `stages/engines/remote/guard.py`)."""
+    """Remove the scratch directories of Dask and of engines that killed drivers and workers of this user left in the
+    temporary folder. (An engine's is rarely more than a link: `stages/engines/remote/guard.py`.)"""
     for path in (*folder.glob(f"{_SCRATCH}*-*"), *folder.glob(f"{ENGINE_SCRATCH}*-*")):
         owner = path.name.removeprefix(_SCRATCH).removeprefix(ENGINE_SCRATCH).partition("-")[0]
         if owner.isdigit() and not process_alive(int(owner)) and path.lstat().st_uid == os.getuid():
@@ -176,8 +178,8 @@ def remove_abandoned_scratch(folder: Path) -> None:
 
 @contextmanager
 def dask_settings() -> Iterator[None]:
-    """Within the block Dask's settings are a run's, with a directory of this process's own, which goes in the end; so
-    do those that killed ones have left."""
+    """Set Dask's settings for a run until the block ends, with a scratch directory of this process, which is removed at
+    the end. Directories that killed processes left are removed first."""
     remove_abandoned_scratch(Path(tempfile.gettempdir()))
     prefix = f"{_SCRATCH}{os.getpid()}-"
     with (

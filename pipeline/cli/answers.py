@@ -122,9 +122,10 @@ STAGE_FAILED = 3
 `replay`: other weights."""
 INTERRUPTED = 130
 DRIVER_LOST = 4
-"""For `stageline worker`: the driver disappeared. Another worker of the same kind may join the next driver."""
+"""Exit status of `stageline worker`: the driver disappeared. Another worker of the same kind may join the next driver.
+"""
 RESUMABLE = 75
-"""For a cluster's job (EX_TEMPFAIL of sysexits.h): it ended early and goes on when it is started again."""
+"""Exit status of a cluster's job (EX_TEMPFAIL of sysexits.h): it ended early and continues when it is started again."""
 
 
 # ---- sources ---------------------------------------------------------------------------------------------

@@ -88,7 +88,7 @@ from storage.weights import WeightBoard
 SAMPLING = ("generate", "evaluate", "canary")
 """Stages of the engine. The rows that shared a batch may change the last bits of most engines' log-probs."""
 DRAWING = ("generate", "evaluate")
-"""Those in which the engine draws tokens."""
+"""Stages in which the engine draws tokens."""
 SCORING = ("score", "evaluate_score")
 CLOSE = {"float32": 1e-3, "bfloat16": 0.1, "float16": 0.02}
 """Largest difference of a log-prob, value or score if last bits may differ, by the models' dtype."""
@@ -112,7 +112,7 @@ class Replayed:
     tolerance: float
     """Largest allowed difference of a float. Whole numbers (tokens, versions) must always be equal."""
     digests: tuple[str, str] | None = None
-    """For an update: digests of the committed weights and of these."""
+    """Digests of the committed weights and of these, for an update."""
     committed: bool = True
     """False if the node had failed, and succeeded now."""
     unproven: tuple[str, ...] = ()

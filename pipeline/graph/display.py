@@ -124,7 +124,7 @@ ROWS = ("publish", *(stage for stage in STAGE_ROLES if stage != "publish"))
 
 
 class NodeState(StrEnum):
-    """What a node is doing, as people are told."""
+    """State of a node, as people see it."""
 
     WAITING = "waiting"
     """It waits for parents."""

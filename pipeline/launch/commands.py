@@ -18,7 +18,7 @@ from storage import files
 from storage.errors import StoreError
 
 _PATIENCE_S = 60.0
-"""For a controller that is busy."""
+"""Seconds to wait for a busy controller."""
 _OVER = frozenset(
     {
         "BOOT_FAIL",
@@ -36,7 +36,7 @@ _OVER = frozenset(
 """States after which nothing comes. A job that Slurm is about to requeue is never seen in one: it is COMPLETING until
 it is PENDING."""
 _FORGOTTEN = ("Invalid job id", "not found")
-"""In scontrol's answer: of a job, and of an array's task."""
+"""Parts of scontrol's answer for a job, and for an array's task, that Slurm has forgotten."""
 _KEYS = {
     "account": "slurm.account",
     "partition": "slurm.partition",
@@ -144,12 +144,12 @@ def _call(*command: str) -> subprocess.CompletedProcess[str]:
 
 
 def _fields(line: str) -> Mapping[str, str]:
-    """Of a line of scontrol's."""
+    """Return the fields of a line of scontrol's output."""
     return dict(part.split("=", 1) for part in line.split() if "=" in part)
 
 
 def _said(complaint: str) -> str:
-    """Its lines as one, each without the command's name."""
+    """Return the complaint's lines as one, each without the command's name."""
     lines: Sequence[str] = [re.sub(r"^(?:.*?\b(?:error|fatal)|\w+): ", "", line) for line in complaint.splitlines()]
     return "; ".join(line.strip() for line in lines if line.strip()) or "it does not say why"
 

@@ -1,4 +1,4 @@
-"""Whether a job may be requeued again, decided from how its attempts ended (`job/attempts.json`).
+"""Decide whether a job may be requeued again, from how its attempts ended (`job/attempts.json`).
 
     an attempt ends ────► its script, or another node, asks ────► its end is noted ───────► requeue, or end the job
     an attempt starts ──► its script asks about the one before ──► noted if it is not yet ──► go on, or end the job
@@ -25,7 +25,7 @@ _FILE = "attempts.json"
 
 @dataclass(frozen=True)
 class AttemptEnd:
-    """How one attempt at a job ended."""
+    """End of one attempt at a job."""
 
     restart: int
     """Requeues of the job before this attempt (SLURM_RESTART_COUNT)."""

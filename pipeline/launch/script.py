@@ -117,7 +117,7 @@ def _directives(slurm: SlurmConfig, shape: JobShape, place: JobPlace) -> Iterato
 
 
 def _together(shape: JobShape) -> NodeGroup:
-    """The groups of a plain job, whose nodes are alike: each has what the largest needs."""
+    """Return one group for all gangs of a plain job. Its nodes are alike: each has what the largest gang needs."""
     first = shape.groups[0]
     return NodeGroup(
         nodes=shape.nodes,
@@ -164,7 +164,8 @@ def _workers(shape: JobShape) -> Iterator[str]:
 
 
 def _sbatch_word(value: str) -> str:
-    """sbatch takes quotes, and a # outside of them, as a shell does; of a dollar sign it makes nothing."""
+    """Return a value as sbatch reads it: like a shell, it takes quotes, and a # outside of them; a dollar sign means
+    nothing to it."""
     if re.fullmatch(r"[\w@%+=:,./-]*", value):
         return value
     escaped = re.sub(r'(["\\])', r"\\\1", value)
@@ -183,7 +184,7 @@ class Step:
     """True if the workers are ranks, none of which can continue without the others; else they are replicas."""
     workers: int
     cpus: int
-    """Of a worker."""
+    """CPUs of a worker."""
     gpus: int
     """Likewise."""
 
@@ -195,7 +196,7 @@ class NodeGroup:
     nodes: int
     steps: tuple[Step, ...]
     cpus: int
-    """Of a node."""
+    """CPUs of a node."""
     gpus: int
     """Likewise."""
     partition: str | None
@@ -217,13 +218,13 @@ class JobShape:
         return sum(group.nodes for group in self.groups)
 
     def first_node(self, group: NodeGroup) -> int:
-        """Of a plain job: where in its list of nodes a group begins."""
+        """Return the index of a group's first node in the list of nodes of a plain job."""
         return sum(other.nodes for other in self.groups[: self.groups.index(group)])
 
 
 def job_shape(config: RunConfig) -> JobShape:
-    """What a run asks for. For a config that `run_problems` lets pass. Raises ConfigError for gangs that are to have
-    their GPUs in turn: each step of a job has its own."""
+    """Return the nodes and resources that a run asks for, given a config without `run_problems`. Raises ConfigError for
+    gangs that share devices, since each step of a job has GPUs of its own."""
     slurm, used = config.slurm, {gang.name for gang in config.gangs()}
     gangs = [gang for gang in config.placement.gangs if gang in used]  # a critic's may be there, and no critic
     if config.placement.device_sharing and slurm.gpus:
@@ -253,7 +254,8 @@ def _host(slurm: SlurmConfig, gang: str) -> str | None:
 
 
 def _rank(config: RunConfig, host: str) -> tuple[bool, int]:
-    """The policy's nodes come first: without a batch node of its own, the driver is beside the policy's ranks."""
+    """Return the sort key of a node: the policy's nodes come first. Without a batch node of its own, the driver then
+    runs beside the policy's ranks."""
     policy = _host(config.slurm, config.placement.roles[Role.POLICY])
     return host != policy, list(config.placement.gangs).index(host)
 

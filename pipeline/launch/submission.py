@@ -24,7 +24,7 @@ from storage.locks import lock_holder, open_lock
 
 _SCRIPT, _CONFIG = "run.sbatch", "config.yaml"
 _LOCK = "submitting"
-"""Of whoever submits a run."""
+"""Name of the lock of a process that submits a run."""
 
 
 @dataclass(frozen=True)
@@ -68,8 +68,8 @@ def submit_run(config: RunConfig) -> Submitted:
 
 
 def array_script(configs: Sequence[RunConfig], folder: Path) -> str | None:
-    """The script of runs that are the tasks of one array, kept in `folder`; None where they cannot be: Slurm has no
-    arrays of heterogeneous jobs, and tasks are alike. The runs are named in it, since a task may start long after
+    """Return the script of runs that are the tasks of one array, kept in `folder`; None if they cannot be: Slurm has no
+    arrays of heterogeneous jobs, and all tasks are alike. The script names the runs, since a task may start long after
     another array of the same sweep was submitted, and Slurm keeps each array's script."""
     at_once = configs[0].slurm.array_at_once
     runs = "".join(f"    {shlex.quote(str(config.run_dir.absolute()))}\n" for config in configs)
@@ -108,8 +108,8 @@ def submit_array(configs: Sequence[RunConfig], folder: Path, text: str) -> Submi
 
 @contextmanager
 def _only_submitter(runs: Sequence[RunPaths]) -> Iterator[None]:
-    """From the look for a job of these runs until theirs is written down. Raises ConfigError where another process is
-    submitting one of them at this moment."""
+    """Lock these runs for submission, from the search for their jobs until the new job is recorded. Raises ConfigError
+    if another process is submitting one of them."""
     with ExitStack() as stack:
         for paths in runs:
             paths.job.mkdir(parents=True, exist_ok=True)
@@ -124,10 +124,10 @@ def _only_submitter(runs: Sequence[RunPaths]) -> Iterator[None]:
 
 
 def under_way(config: RunConfig) -> str | None:
-    """What becomes of the run's job, for a person; None where none waits or runs.
+    """Return the state of the run's job, for a person; None if no job waits or runs.
 
     Raises:
-        ConfigError: Slurm does not say.
+        ConfigError: Slurm does not answer.
         StoreError: the job's record is damaged.
     """
     record = read_record(RunPaths(config.run_dir).job)
@@ -136,7 +136,7 @@ def under_way(config: RunConfig) -> str | None:
 
 
 def _refuse_second_job(config: RunConfig) -> None:
-    """Raises ConfigError where a job of the run waits or runs, and as `under_way`."""
+    """Raise ConfigError if a job of the run waits or runs, and the errors of `under_way`."""
     job, root = under_way(config), config.run_dir.absolute()
     if job is not None:
         need = f"`stageline cancel {root}` ends it, another name=... starts a new run"
@@ -157,8 +157,8 @@ def _described(group: NodeGroup, gres: str) -> str:
 
 
 def _pattern(folder: Path, name: str) -> Path:
-    """A file's name as sbatch reads it, to whom a % of the folder would mean something. Raises ConfigError for a folder
-    that sbatch cannot be told: it reads lines, and after a \\ no other mark."""
+    """Return a file's name as sbatch reads it, which gives a meaning to % in the folder's name. Raises ConfigError for
+    a folder that cannot be expressed: sbatch reads lines, and after a backslash no other mark."""
     if re.search(r"[\\\n\r]", str(folder)):
         need = "Slurm writes no output below a directory with a \\ or the end of a line in its name"
         raise ConfigError("runs_dir", f"given {str(folder)!r}; {need}")
@@ -166,7 +166,7 @@ def _pattern(folder: Path, name: str) -> Path:
 
 
 def _submit(kept: Mapping[Path, str], script: Path, config: RunConfig) -> str:
-    """Has Slurm take a script, beside which files are kept that the job reads as soon as it starts."""
+    """Submit a script to Slurm, with files beside it that the job reads as soon as it starts."""
     with _put_back(list(kept)):
         for path, text in kept.items():
             _write(path, text.encode())
@@ -178,7 +178,7 @@ def _submit(kept: Mapping[Path, str], script: Path, config: RunConfig) -> str:
 
 @contextmanager
 def _put_back(paths: Sequence[Path]) -> Iterator[None]:
-    """Files are as they were where what is done with them fails: what was refused is not what the run goes on with."""
+    """Restore these files if the block fails: a run does not go on with files of a refused submission."""
     before = {path: path.read_bytes() if path.exists() else None for path in paths}
     try:
         yield

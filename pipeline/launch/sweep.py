@@ -15,7 +15,7 @@ from storage.redaction import redacted
 
 _OPEN, _CLOSE = "[{(", "]})"
 _IN_COMMON = ("name", "runs_dir")
-"""What, as all of the section `tracking`, the runs of a sweep cannot differ in."""
+"""Settings that, like all of section `tracking`, the runs of a sweep have in common."""
 
 
 @dataclass(frozen=True)
@@ -23,21 +23,22 @@ class SweepPoint:
     """One run of a sweep."""
 
     suffix: str
-    """Of its name."""
+    """Ending of the run's name."""
     settings: Mapping[str, str]
     """Settings of this run that differ within the sweep, by key."""
 
     def changes(self) -> list[str]:
-        """As `key=value`."""
+        """Settings as `key=value`."""
         return [f"{key}={value}" for key, value in self.settings.items()]
 
 
 def axes_of(changes: Sequence[str]) -> tuple[list[str], dict[str, list[str]]]:
-    """Changes that hold for every run, and the values of those that differ: `seed=0,1` is two, `betas=[0.8, 0.9]` one.
+    """Return the changes that hold for every run, and the values of the settings that differ: `seed=0,1` is two values,
+    `betas=[0.8, 0.9]` one.
 
     Raises:
-        ConfigError: a setting is given twice, nothing differs, a value is there twice, or one that the runs of a sweep
-            have in common differs.
+        ConfigError: a setting is given twice, nothing differs, a value is repeated, or a setting differs that the runs
+            of a sweep have in common.
     """
     fixed, axes, keys = [], dict[str, list[str]](), set[str]()
     for change in changes:
@@ -85,7 +86,7 @@ def points(axes: Mapping[str, Sequence[str]], name: str) -> list[SweepPoint]:
 
 
 def _meaning(value: str) -> str:
-    """As a config has it: 0 and 00 are one number. What YAML cannot read is refused with the config."""
+    """Return a value as the config reads it: 0 and 00 are one number. Invalid YAML is refused later."""
     try:
         return repr(OmegaConf.to_container(OmegaConf.from_dotlist([f"value={value}"]), resolve=False))
     except Exception:  # yaml's errors have no common public base that omegaconf re-exports
@@ -93,14 +94,14 @@ def _meaning(value: str) -> str:
 
 
 def _label(key: str, others: Sequence[str]) -> str:
-    """The end of a key that no other of the sweep's has."""
+    """Return the end of a key that no other key of the sweep has."""
     parts = key.split(".")
     ends = (".".join(parts[-length:]) for length in range(1, len(parts) + 1))
     return next((end for end in ends if not any(f".{other}".endswith(f".{end}") for other in others)), key)
 
 
 def _split(text: str) -> Iterator[str]:
-    """At commas that are in no brackets and no quotes."""
+    """Split at commas that are outside of brackets and quotes."""
     depth, quote, start = 0, "", 0
     for place, mark in enumerate(text):
         if quote:

@@ -78,7 +78,7 @@ class GangView:
     queued: int
     """Number of nodes that are queued behind the running ones."""
     wait: str | None
-    """What the gang waits for, if it is idle and has nodes left."""
+    """The event or device that the gang waits for, if it is idle and has nodes left."""
 
 
 @dataclass(frozen=True)

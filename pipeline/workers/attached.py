@@ -530,8 +530,8 @@ def board_of_host(board: Path, driver_lock: Path | None = None) -> Iterator[None
     """Use a board until the block ends, and remove what dead runs left beside it. `driver_lock`: the lock of an
     attached run's driver.
 
-        Raises:
-            StoreError: the board's lock is another user's.
+    Raises:
+        StoreError: the board's lock is another user's.
     """
     board.parent.mkdir(parents=True, exist_ok=True)
     path = board.with_name(f"{board.name}{_LOCK}")

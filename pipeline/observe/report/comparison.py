@@ -80,7 +80,7 @@ class RunComparison:
 def compare_runs(
     settings: Sequence[Mapping[str, Any]], sameness: Sequence[Sameness], held_out: Sequence[HeldOutScores | None]
 ) -> RunComparison:
-    """Of two runs or more, in the order given; the first is what the others are compared with."""
+    """Compare two or more runs, in the order given. The first is the baseline of the others."""
     left_out: list[LeftOut] = []
     paired: list[PairedEvaluation] = []
     for run in range(1, len(settings)):
@@ -94,7 +94,7 @@ def compare_runs(
 
 
 def config_differences(settings: Sequence[Mapping[str, Any]]) -> list[ConfigDifference]:
-    """By key; where a run's directory lies is no difference."""
+    """Return the differences of the runs' settings, by key. The place of a run's directory is no difference."""
     keys = sorted(set().union(*settings) - _PLACE)
     rows = [(key, [str(s[key]) if key in s else None for s in settings]) for key in keys]
     return [ConfigDifference(key, values) for key, values in rows if len(set(values)) > 1]
@@ -152,12 +152,12 @@ MOST = 20
 
 @dataclass(frozen=True)
 class TokenMismatch:
-    """One sampled token, as both saw it."""
+    """One sampled token, with its log-probs by the engine and by the trainer."""
 
     step: int
     row: int
     position: int
-    """In the response, from 0."""
+    """Position in the response, from 0."""
     token: str
     sampler: float | None
     """log-prob under what was sampled from."""
@@ -168,7 +168,8 @@ class TokenMismatch:
 
 
 def worst_mismatches(read: Sequence[StageRows], decode: Decode, most: int = MOST) -> list[TokenMismatch] | None:
-    """By |log pi - log mu|, the largest first. None where the trainer's log-probs are not computed in this run."""
+    """Return the tokens with the largest |log pi - log mu|, the largest first. None if this run does not recompute the
+    trainer's log-probs."""
     steps = [step for step in read if step.mismatch is not None]
     if not steps:
         return None

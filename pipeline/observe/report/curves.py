@@ -17,18 +17,19 @@ from pipeline.observe.timeline import lanes_of, middle_window
 from storage.address import Address
 
 MOST_POINTS = 400
-"""Of a curve; of a longer run so many of its steps are drawn."""
+"""Most points of a curve; longer runs are drawn at this many of their steps."""
 
 
 @dataclass(frozen=True)
 class CurvePanel:
-    """One picture. `series`: (name of a metric, its label); a name ending in `*` stands for all that begin so."""
+    """One picture. `series`: (name of a metric, its label); a name that ends in `*` stands for all metrics with that
+    beginning."""
 
     title: str
     unit: str
     series: tuple[tuple[str, str], ...]
     healthy: float | None = None
-    """What a healthy run stays at: a dashed line."""
+    """Value of a healthy run, drawn as a dashed line."""
 
 
 PANELS = (
@@ -61,7 +62,7 @@ PANELS = (
         ),
     ),
 )
-"""Those that are drawn at once; any other metric can be chosen on the page."""
+"""Panels that are drawn at once; readers can choose any other metric on the page."""
 
 
 @dataclass(frozen=True)
@@ -85,15 +86,15 @@ class RunCurves:
     of_steps: int
     """Steps that are finished; more than are drawn where a run is long."""
     metrics: Mapping[str, Sequence[float | None]]
-    """By name: a value for each of `steps`, null where it has none."""
+    """By name: a value for each of `steps`, null if a step has none."""
     held_out: Sequence[HeldOutPoint]
 
 
 def run_curves(
     metrics: Mapping[int, Mapping[str, float]], of_steps: int, evaluations: Sequence[Evaluation]
 ) -> RunCurves:
-    """`metrics`: those of each step that is drawn. A metric that is 0 at all of them is of something that is off, and
-    left out."""
+    """Return the curves of a run. `metrics`: the metrics of each drawn step. A metric that is 0 at all steps belongs to
+    something that is off, and is left out."""
     steps = sorted(metrics)
     names = sorted({name for step in steps for name in metrics[step]})
     curves = {name: [number(metrics[step].get(name), 4) for step in steps] for name in names}
@@ -148,7 +149,7 @@ class RunTimeline:
     """Seconds since the epoch."""
     duration_ms: int
     window_ms: tuple[int, int]
-    """What is shown first: the middle steps."""
+    """The part that is shown first: the middle steps."""
     lanes: Sequence[TimelineLane]
     stages: Sequence[str]
     lane: Sequence[int]
@@ -159,7 +160,7 @@ class RunTimeline:
     begin_ms: Sequence[int]
     length_ms: Sequence[int]
     versions: Sequence[str]
-    """Of the weights that took part, as far as it was read; else empty."""
+    """Versions of the weights that took part, if they were read; otherwise empty."""
     marks: Sequence[TimelineMark]
     of_executions: int
     """More than are drawn where a run is long: then the first and the last are."""
@@ -168,7 +169,7 @@ class RunTimeline:
 def run_timeline(
     events: Sequence[Event], versions: Mapping[Address, str], troubles: Sequence[Trouble], most: int
 ) -> RunTimeline | None:
-    """At most `most` executions; None where nothing was run."""
+    """Return the timeline of at most `most` executions; None if nothing ran."""
     every = boxes(events)
     if not every:
         return None
@@ -202,6 +203,6 @@ def run_timeline(
 
 
 def _starts(events: Sequence[Event], start: float) -> list[TimelineMark]:
-    """Drivers after the first."""
+    """Return marks for the starts of all drivers after the first."""
     begun = [event for event in events if event.kind is EventKind.RUN_STARTED][1:]
     return [TimelineMark(round((e.t - start) * 1000), "resumed", e.detail or "") for e in begun]

@@ -31,7 +31,7 @@ class Fact:
 def run_facts(
     settings: Mapping[str, Any], events: Sequence[Event], software: Mapping[str, str], hosts: Collection[str]
 ) -> list[Fact]:
-    """Those that are known. `hosts`: of the workers."""
+    """Return the known facts of a run. `hosts`: hosts of the workers."""
     s = settings
     critic = "" if s.get("ppo.advantage") == "gae" else ", no critic"
     found = [
@@ -65,13 +65,14 @@ def state_of(events: Sequence[Event], steps_done: int, steps: int) -> str:
 
 
 def failures(events: Sequence[Event]) -> list[str]:
-    """What failed since the last driver began and was not made again: why a run that is not finished has ended."""
+    """Return the failures since the last driver began, except repeated nodes that succeeded: they are the reason why an
+    unfinished run has ended."""
     shown = _failed(events, (EventKind.FINISHED,))[-_MOST_FAILURES:]
     return [f"{e.stage} of step {e.step} failed: {(e.detail or '').partition(chr(10))[0][:_LONGEST]}" for e in shown]
 
 
 def _failed(events: Sequence[Event], undone_by: Collection[EventKind]) -> list[Event]:
-    """By node the last failure since a driver began, unless something came after it that undoes it."""
+    """Return the last failure of each node since a driver began, unless a later event undoes it."""
     failed: dict[tuple[str | None, int | None, int], Event] = {}
     for event in events:
         node = (event.stage, event.step, event.shard or 0)
@@ -118,7 +119,7 @@ def _text(value: object) -> str:
 
 @dataclass(frozen=True)
 class Headline:
-    """One number of a run, in words."""
+    """One number of a run, with its meaning in words."""
 
     key: str
     label: str
@@ -129,7 +130,8 @@ class Headline:
 def headlines(
     summary: Summary, evaluations: Sequence[Evaluation], first: StageRows | None, last: StageRows | None
 ) -> list[Headline]:
-    """Those that apply. `first`, `last`: rows of the first and the last finished step, where they are kept."""
+    """Return the headlines that apply to a run. `first`, `last`: rows of the first and the last finished step, if they
+    are kept."""
     found = [*_held_out(evaluations), *_best(summary)]
     if summary.reward:
         parts = (
@@ -239,7 +241,7 @@ class Trouble:
 
 @dataclass(frozen=True)
 class RunTroubles:
-    """In the order of time."""
+    """Troubles of a run, in the order of time."""
 
     shown: Sequence[Trouble]
     of_all: int
@@ -247,7 +249,7 @@ class RunTroubles:
 
 
 def run_troubles(events: Sequence[Event], losses: Sequence[TrainerLoss], most: int = 300) -> RunTroubles:
-    """`losses`: of gangs that train, with what they cost."""
+    """Return the troubles of a run. `losses`: lost trainers, with their costs."""
     found = [
         Trouble(event.t, _KINDS[event.kind], _where(event), _text_troubles(event))
         for event in events
@@ -259,7 +261,7 @@ def run_troubles(events: Sequence[Event], losses: Sequence[TrainerLoss], most: i
 
 
 def _rebuilt(events: Sequence[Event], losses: Sequence[TrainerLoss]) -> list[Trouble]:
-    """Gangs that came back: each loss with the next time that its worker (or any of its gang) was built."""
+    """Return the recoveries: each loss with the next build of its worker, or of any worker of its gang."""
     cost = {(loss.gang, loss.t): loss.lost_s for loss in losses}
     found = []
     for i, event in enumerate(events):

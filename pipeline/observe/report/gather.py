@@ -35,9 +35,9 @@ from storage.commits import Commit
 from storage.errors import StoreError
 
 MOST_EXECUTIONS = 20_000
-"""Of a timeline."""
+"""Most executions in a timeline."""
 _MOST_READ_BYTES, _TOKEN_BYTES = 512 << 20, 64
-"""Of the rows that are read, all arrays of a token together."""
+"""Most bytes of rows that are read; bytes of all arrays of a token together."""
 _FEWEST_STEPS = 3
 _LONGEST_TEXT = 1600
 """Characters of a prompt or of a held-out response."""
@@ -70,7 +70,7 @@ class RunContents:
     samples: Samples
     held_out: HeldOutPairs | None
     mismatches: Sequence[TokenMismatch] | None
-    """None where the trainer's log-probs are not recomputed; empty where no step has them yet."""
+    """None if the trainer's log-probs are not recomputed; empty if no step has them yet."""
     troubles: RunTroubles
     remarks: Sequence[str]
 
@@ -84,8 +84,8 @@ class Gathered:
 
 
 def gather(source: RunSource, budget: SampleBudget, most_executions: int = MOST_EXECUTIONS) -> Gathered:
-    """Reads what the page shows. A step whose rows cannot be read is left out, with a remark. Raises StoreError where
-    an evaluation or a commit record is damaged."""
+    """Read what the page shows. A step whose rows cannot be read is left out, with a remark. Raises StoreError if an
+    evaluation or a commit record is damaged."""
     history, events = source.history, source.events
     remarks = [*failures(events), *source.remarks]
     done = history.steps_done()
@@ -121,7 +121,7 @@ def gather(source: RunSource, budget: SampleBudget, most_executions: int = MOST_
 
 
 def _commits(history: History, steps: Sequence[int]) -> dict[Address, Commit]:
-    """Of the nodes of some steps, canaries and evaluations of their versions included."""
+    """Return the commits of the nodes of some steps, with canaries and evaluations of their versions."""
     spec = history.spec
     found = {}
     for step in steps:
@@ -142,7 +142,7 @@ def _metrics(
 
 
 def _versions(commits: Mapping[Address, Commit]) -> dict[Address, str]:
-    """Of the weights that took part in a node: "v3", or "v3-4" where they changed on the way."""
+    """Return the versions of the weights that took part in each node: "v3", or "v3-4" if they changed on the way."""
     found = {}
     for address, commit in commits.items():
         versions = commit.provenance.weight_versions
@@ -152,7 +152,7 @@ def _versions(commits: Mapping[Address, Commit]) -> dict[Address, str]:
 
 
 def _read(history: History, most: int) -> tuple[list[StageRows], int, list[str]]:
-    """Rows of at most so many steps, how many steps are stored, and remarks on what is not."""
+    """Return the rows of at most `most` steps, the number of stored steps, and remarks on the missing ones."""
     steps, before = stored_steps(history, whole=True), history.store.dropped_before()
     remarks = [f"the rows of steps before {before} were let go (storage.keep.rollouts)"] if before else []
     read = []
@@ -165,7 +165,7 @@ def _read(history: History, most: int) -> tuple[list[StageRows], int, list[str]]
 
 
 def _affordable(history: History, steps: Sequence[int]) -> int:
-    """Steps whose rows can be held at once; of a run whose steps are huge, a few."""
+    """Return the number of steps whose rows fit into memory together."""
     commit = history.ledger.find(Address("generate", steps[-1])) if steps else None
     if commit is None:
         return 0
@@ -174,7 +174,7 @@ def _affordable(history: History, steps: Sequence[int]) -> int:
 
 
 def _absences(source: RunSource, evaluations: Sequence[Evaluation]) -> list[str]:
-    """What a reader may look for in vain, and why it is not there."""
+    """Return notes on parts of the page that this run does not have, with the reason."""
     spec, found = source.history.spec, []
     if not source.summary.steps:
         found.append("no step was finished: there are no curves")

@@ -38,9 +38,9 @@ _LONGEST_CHARACTER = 4
 
 
 def pieces(decode: Decode, tokens: Sequence[int]) -> list[str]:
-    """What each token adds to the text of those before it. Of a character of several tokens the last one has it, and
-    the others are empty. Decoded in windows, since a token's text depends on the one before it (spaces) and decoding
-    all of a response for each of its tokens would take the square of its length."""
+    """Return the text that each token adds to the tokens before it. If several tokens make one character, the last of
+    them has it and the others are empty. Decoding works in windows: a token's text depends on the one before it
+    (spaces), and decoding a whole response for each of its tokens would take quadratic time."""
     found: list[str] = []
     start = done = 0
     for end in range(1, len(tokens) + 1):

@@ -23,9 +23,9 @@ from pipeline.observe.report.samples import SampleBudget
 from pipeline.observe.report.source import RunSource
 
 MOST_BYTES = 5_000_000
-"""Of the file."""
+"""Most bytes of the file."""
 MOST_RUNS = 8
-"""Of a page: as many as there are colours that can be told apart."""
+"""Most runs of a page: the number of colours that can be told apart."""
 _BEGINNING = """<!doctype html>
 <html lang="en">
 <head>
@@ -35,12 +35,12 @@ _BEGINNING = """<!doctype html>
 _STATIC = Path(__file__).parent / "static"
 _SCRIPTS = ("text", "dom", "frame", "curves", "bars", "timeline", "samples", "tables", "main")
 _SMALLEST = 0.02
-"""Of a budget: what is left of a page then does not depend on it."""
+"""Smallest share of a budget; below it the size of a page no longer depends on the budget."""
 
 
 @dataclass(frozen=True)
 class PageContents:
-    """What the page's scripts are given."""
+    """Data for the page's scripts."""
 
     runs: Sequence[RunContents]
     panels: Sequence[CurvePanel]
@@ -48,7 +48,7 @@ class PageContents:
 
 
 def report(sources: Sequence[RunSource], budget: SampleBudget | None = None, most_bytes: int = MOST_BYTES) -> bytes:
-    """The file, at most `most_bytes` long: where rows are long, fewer are shown. `sources`: 1 to `MOST_RUNS`."""
+    """Return the file, at most `most_bytes` long: fewer rows are shown if they are long. `sources`: 1 to `MOST_RUNS`."""
     whole = (budget or SampleBudget()).of(len(sources))
     factor = 1.0
     while True:
@@ -61,7 +61,7 @@ def report(sources: Sequence[RunSource], budget: SampleBudget | None = None, mos
 
 
 def contents(sources: Sequence[RunSource], gathered: Sequence[Gathered]) -> PageContents:
-    """Of one run, or of several with what they differ in."""
+    """Return the contents of a page about one run, or about several and their differences."""
     compared = None
     if len(sources) > 1:
         compared = compare_runs(
@@ -73,7 +73,7 @@ def contents(sources: Sequence[RunSource], gathered: Sequence[Gathered]) -> Page
 
 
 def page(shown: PageContents) -> bytes:
-    """The HTML file."""
+    """Return the HTML file."""
     style, script = _static("report.css"), "\n".join(_static(f"{name}.js") for name in _SCRIPTS)
     policy = f"default-src 'none'; script-src {_digest(script)}; style-src {_digest(style)}; img-src data:"
     title = " · ".join(run.name for run in shown.runs)
@@ -94,13 +94,13 @@ def page(shown: PageContents) -> bytes:
 
 
 def is_report(file: Path) -> bool:
-    """Whether a file is one that `page` made, as far as its beginning tells. Raises OSError."""
+    """Return True if a file looks, by its beginning, like one that `page` made. Raises OSError."""
     with file.open("rb") as content:
         return content.read(len(_BEGINNING)) == _BEGINNING.encode()
 
 
 def embedded(shown: Any) -> str:
-    """As JSON that can stand in an HTML element."""
+    """Return JSON that can stand in an HTML element."""
     found = json.dumps(shown, default=_fields, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     return found.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
 

@@ -25,7 +25,7 @@ _LONGEST_PROMPT = 1200
 
 @dataclass(frozen=True)
 class SampleBudget:
-    """How much of a run goes into the page."""
+    """Limits on the rows of a run that go into the page."""
 
     rows: int = 512
     steps: int = 128
@@ -33,12 +33,12 @@ class SampleBudget:
     tokens: int = 40_000
     """Over all rows."""
     row_tokens: int = 400
-    """Of one response."""
+    """Most tokens of one response."""
     held_out: int = 128
     """Pairs of held-out responses."""
 
     def of(self, runs: int) -> SampleBudget:
-        """Of one of several runs that share a page."""
+        """Return the budget of each of several runs that share a page."""
         return self.scaled(1 / runs)
 
     def scaled(self, factor: float) -> SampleBudget:
@@ -65,7 +65,7 @@ class SampleRow:
     length: int
     """Sampled tokens; more than are shown where it is long."""
     cut: bool
-    """Whether the length limit ended it."""
+    """True if the length limit ended it."""
     versions: str
     extreme: str
     """Why it is here beside the even sample; else empty."""
@@ -82,7 +82,7 @@ class Samples:
 
     rows: Sequence[SampleRow]
     of_rows: int
-    """Of all its stored steps."""
+    """Number of rows of all stored steps."""
     read_steps: int
     of_steps: int
 
@@ -94,8 +94,8 @@ def sample(
     budget: SampleBudget,
     mismatched: Collection[tuple[int, int]] = (),
 ) -> Samples:
-    """`read`: the steps whose rows were read, of `of_steps` that are stored. `mismatched`: (step, row) of the rows with
-    the largest mismatches, which are shown besides."""
+    """Choose rows to show. `read`: the steps whose rows were read, of `of_steps` stored ones. `mismatched`: (step, row)
+    of the rows with the largest mismatches, which are shown too."""
     places = [(i, row) for i, step in enumerate(read) for row in range(step.rollout.num_rows)]
     if not places:
         return Samples([], 0, 0, of_steps)
@@ -115,7 +115,7 @@ def sample(
 
 
 def _extremes(read: Sequence[StageRows], each: int) -> dict[tuple[int, int], str]:
-    """(number of the step, row) -> what it is the most extreme of."""
+    """Return (number of the step, row) -> the property in which this row is the most extreme."""
     columns: list[tuple[str, list[np.ndarray | None], int]] = [
         ("lowest score", [None if s.scores is None else s.scores.scores for s in read], 1),
         ("highest score", [None if s.scores is None else s.scores.scores for s in read], -1),
@@ -160,7 +160,8 @@ def _row(step: StageRows, row: int, extreme: str, decode: Decode, most_tokens: i
 
 
 def shortened(text: str, most: int) -> str:
-    """Without its middle where it has more characters, and saying so: the end of a prompt is what was asked."""
+    """Return the text without its middle, with a note, if it is longer than `most` characters: the end of a prompt is
+    the question."""
     if len(text) <= most:
         return text
     half = most // 2

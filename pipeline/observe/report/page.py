@@ -48,7 +48,7 @@ class PageContents:
 
 
 def report(sources: Sequence[RunSource], budget: SampleBudget | None = None, most_bytes: int = MOST_BYTES) -> bytes:
-    """Return the file, at most `most_bytes` long: fewer rows are shown if they are long. `sources`: 1 to `MOST_RUNS`."""
+    """Return the file of at most `most_bytes`: long rows are shown in smaller number. `sources`: 1 to `MOST_RUNS`."""
     whole = (budget or SampleBudget()).of(len(sources))
     factor = 1.0
     while True:

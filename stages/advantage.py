@@ -134,14 +134,14 @@ def _shape_scores(
 
 
 def _whitened_rewards(rewards: torch.Tensor, loss_mask: torch.Tensor, cfg: PPOConfig) -> torch.Tensor:
-    """Filtered rows take no part in the moments; their rewards, of no consequence, are dropped with them."""
+    """Return the rewards, whitened if the config asks for it. Filtered rows do not count in the moments."""
     return masked_whiten(rewards, loss_mask, keep_mean=True) if cfg.whiten_rewards else rewards
 
 
 def _record(
     rewards: torch.Tensor, advantages: torch.Tensor, returns: torch.Tensor, loss_mask: torch.Tensor
 ) -> Advantages:
-    """In float32."""
+    """Return the record, in float32."""
     return Advantages(
         rewards=rewards.float().numpy(),
         advantages=torch.where(loss_mask, advantages, 0).float().numpy(),

@@ -99,7 +99,7 @@ def compared(
 
 
 def _all_rows(logprobs: np.ndarray, num_rows: int) -> np.ndarray:
-    """With zeros for the rows of the shard that are not canaries."""
+    """Return log-probs of all rows, with zeros for rows of the shard that are not canaries."""
     whole = np.zeros((num_rows, logprobs.shape[1]), np.float32)
     whole[: len(logprobs)] = logprobs
     return whole

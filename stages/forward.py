@@ -12,7 +12,8 @@ from storage.records import PolicyLogprobs, ReferenceLogprobs, Rollout, Values
 
 
 def logprob(models: ModelHost, rollout: Rollout) -> PolicyLogprobs | None:
-    """log pi_prox(token) and entropies of a shard's rollout, by the resident policy; None on ranks other than 0."""
+    """Return log pi_prox(token) and entropies of a shard's rollout, by the resident policy; None on ranks other than
+    0."""
     return models.policy_logprobs(rollout)
 
 
@@ -20,7 +21,8 @@ def logprob(models: ModelHost, rollout: Rollout) -> PolicyLogprobs | None:
 
 
 def reference(models: ModelHost, rollout: Rollout) -> ReferenceLogprobs | None:
-    """log pi_ref(token) of a shard's rollout; None on ranks other than 0. Needs no version: the reference is fixed."""
+    """Return log pi_ref(token) of a shard's rollout; None on ranks other than 0. The reference is fixed, without
+    versions."""
     return models.ref_logprobs(rollout)
 
 
@@ -28,5 +30,5 @@ def reference(models: ModelHost, rollout: Rollout) -> ReferenceLogprobs | None:
 
 
 def value(models: ModelHost, rollout: Rollout) -> Values | None:
-    """Values and bootstrap values of a shard's rollout, by the resident critic; None on ranks other than 0."""
+    """Return values and bootstrap values of a shard's rollout, by the resident critic; None on ranks other than 0."""
     return models.values(rollout)

@@ -20,11 +20,11 @@ def generate(
     seq: int,
     pad_id: int = 0,
 ) -> Rollout:
-    """Samples one response per prompt with version `version` of the weights, which must be resident.
+    """Sample one response per prompt with version `version` of the weights, which must be resident.
 
-    `seq`: width of the arrays, at least the longest prompt + max_new_tokens; `pad_id` fills what no row reaches.
+    `seq`: width of the arrays, at least the longest prompt + max_new_tokens; `pad_id` fills the rest of a row.
     Raises ValueError for rows that share a number or do not fit `seq`, RequestError for what the engine refuses,
-    RuntimeError if a row comes back unasked, twice or not at all."""
+    RuntimeError if the engine returns an unknown row, a row twice, or not every row."""
     index_of = _checked_rows(prompts, sampling, seq)
     num = prompts.num_rows
     tokens = np.full((num, seq), pad_id, np.int32)
@@ -67,7 +67,7 @@ def generate(
 
 
 def _checked_rows(prompts: PromptBatch, sampling: SamplingConfig, seq: int) -> dict[int, int]:
-    """Index of each row by its number. Raises ValueError for what cannot be sampled."""
+    """Return the index of each row by its number. Raises ValueError for prompts that cannot be sampled."""
     longest = int(prompts.prompt_lengths.max(initial=0)) + sampling.max_new_tokens
     if longest > seq:
         raise ValueError(f"the longest prompt + max_new_tokens is {longest} tokens, seq is {seq}")

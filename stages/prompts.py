@@ -1,4 +1,5 @@
-"""From a prompt source to the prompts of each shard: tokenised once, then drawn by a pure function of (seed, step)."""
+"""Turn a prompt source into the prompts of each shard: tokenised once, then drawn by a pure function of (seed,
+step)."""
 
 from __future__ import annotations
 
@@ -108,8 +109,8 @@ def read_source(config: PromptsConfig) -> list[PromptItem]:
 def tokenise(
     items: list[PromptItem], tokenizer: Tokenizer, config: PromptsConfig, seed: int, eval_shards: int = 1
 ) -> PromptTable:
-    """Tokens of all prompts of a source. `eval_shards`: parts of the held-out ones, which a number that is left open
-    (`prompts.held_out`) is made to suit.
+    """Tokenise all prompts of a source. `eval_shards`: number of parts that the held-out prompts are divided into; if
+    `prompts.held_out` is not set, a number is chosen that this divides.
 
     Raises:
         PromptsError: a prompt longer than `prompts.max_tokens` (unless `too_long: skip`), or none that is usable.
@@ -148,14 +149,15 @@ def tokenise(
 def training_prompts(
     table: PromptTable, *, seed: int, step: int, shard: int, rows: int, shards: int, responses_per_prompt: int
 ) -> PromptBatch:
-    """Prompts of one shard of a step: `rows / shards` rows, each prompt `responses_per_prompt` times in a row."""
+    """Return the prompts of one shard of a step: `rows / shards` rows, each prompt `responses_per_prompt` times in a
+    row."""
     chosen = np.repeat(batch_indices(table.train, seed, step, rows // responses_per_prompt), responses_per_prompt)
     size = rows // shards
     return _batch(table, chosen, slice(shard * size, (shard + 1) * size))
 
 
 def held_out_prompts(table: PromptTable, *, shard: int, shards: int) -> PromptBatch:
-    """Held-out prompts of one shard of an evaluation, in a fixed order."""
+    """Return the held-out prompts of one shard of an evaluation, in a fixed order."""
     size = len(table.held_out) // shards
     return _batch(table, table.held_out, slice(shard * size, (shard + 1) * size))
 

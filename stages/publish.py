@@ -11,8 +11,8 @@ from storage.weights import BFLOAT16, Manifest, WeightBoard
 
 
 def publish(models: ModelHost, board: WeightBoard, version: int) -> Manifest | None:
-    """Writes the resident policy to the board as `version`; None on ranks other than 0. Writing a version again is
-    harmless if the bits are the same, and raises ValueError if they are not."""
+    """Write the resident policy to the board as `version`. Return None on ranks other than 0. A version may be written
+    again with the same bits; raises ValueError for other bits."""
     weights = models.trained_weights()
     if weights is None:
         return None
@@ -22,6 +22,6 @@ def publish(models: ModelHost, board: WeightBoard, version: int) -> Manifest | N
 
 
 def is_published(ledger: Ledger, manifest: Manifest) -> bool:
-    """Whether a version on a board is the one that the run's ledger knows."""
+    """Return True if a version on a board is the one in the run's ledger."""
     commit = ledger.find(Address("publish", manifest.version))
     return commit is not None and commit.digest == manifest.digest

@@ -19,12 +19,12 @@ def update_policy(
     policy: PolicyLogprobs | None,
     kl_coef: float,
 ) -> dict[str, float]:
-    """Trains policy version `step` into `step + 1`; returns metrics."""
+    """Train policy version `step` to `step + 1`. Return metrics."""
     return models.update_policy(step, PolicyBatch(rollout, advantages, policy, reference, kl_coef))
 
 
 def update_critic(
     models: ModelHost, step: int, *, rollout: Rollout, advantages: Advantages, values: Values
 ) -> dict[str, float]:
-    """Trains critic version `step` into `step + 1`; returns metrics."""
+    """Train critic version `step` to `step + 1`. Return metrics."""
     return models.update_critic(step, CriticBatch(rollout, advantages, values))

@@ -59,8 +59,8 @@ class Capabilities:
     numbers that are not finite. mapped: the places of their bytes (`MappedTensors.places`), which the engine passes on
     and does not read itself."""
     failed_refit: Literal["kept", "rebuild"]
-    """State after a refit that failed half-way. `kept`: the engine continues with the old weights. `rebuild`: it must be
-    built anew. (Every engine refuses weights that do not fit before it changes anything.)"""
+    """State after a refit that failed half-way. `kept`: the engine continues with the old weights. `rebuild`: it must
+    be built anew. (Every engine refuses weights that do not fit before it changes anything.)"""
     migration: bool
     """True if rows can continue in another engine (`MigratableRows`)."""
     sleeps: Literal["nothing", "cache", "weights"]

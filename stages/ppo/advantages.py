@@ -37,7 +37,7 @@ def gae(
     lam: float,
     on_truncation: Literal["bootstrap", "terminate"],
 ) -> tuple[Float[Tensor, "rows seq"], Float[Tensor, "rows seq"]]:
-    """Advantages A_t and returns G_t, both before any whitening; 0 outside the mask.
+    """Return advantages A_t and returns G_t, both before any whitening; 0 outside the mask.
 
         delta_t = r_t + gamma * V_{t+1} - V_t
         A_t     = delta_t + gamma * lam * A_{t+1}
@@ -77,10 +77,10 @@ GROUP_STD_EPS = 1e-6
 @jaxtyped(typechecker=beartype)
 @dataclass(frozen=True)
 class Groups:
-    """Which rows are responses to the same prompt."""
+    """Rows that are responses to the same prompt."""
 
     number: Int[Tensor, " rows"]
-    """Of each row's group, from 0 on without a gap. Rows of a group may lie anywhere."""
+    """Each row's group, numbered from 0 without a gap. Rows of a group may lie anywhere."""
     counted: Bool[Tensor, " rows"]
     """Rows that take part in their group's mean and deviation; the others' advantage is 0."""
 
@@ -91,8 +91,8 @@ class Groups:
 
 @jaxtyped(typechecker=beartype)
 def equal_groups(x: Float[Tensor, " rows"], groups: Groups) -> Bool[Tensor, " groups"]:
-    """Groups whose counted rows all have the same x, to the last bit; one with fewer than two such rows is among
-    them."""
+    """Return the groups whose counted rows all have the same x, to the last bit. A group with fewer than two such
+    rows is among them."""
     inf = torch.full((groups.num_groups,), torch.inf, dtype=x.dtype)
     least = inf.scatter_reduce(0, groups.number, torch.where(groups.counted, x, torch.inf), "amin")
     most = (-inf).scatter_reduce(0, groups.number, torch.where(groups.counted, x, -torch.inf), "amax")
@@ -101,7 +101,8 @@ def equal_groups(x: Float[Tensor, " rows"], groups: Groups) -> Bool[Tensor, " gr
 
 @jaxtyped(typechecker=beartype)
 def group_std(x: Float[Tensor, " rows"], groups: Groups) -> Float[Tensor, " groups"]:
-    """Standard deviation of the counted rows of each group, sum of squares divided by n - 1; 0 for equal ones."""
+    """Return the standard deviation of the counted rows of each group: the sum of squares divided by n - 1; 0 for
+    equal rows."""
     squares = _sums(_centred(x, groups) ** 2, groups)
     return torch.sqrt(squares / (_sizes(groups, x) - 1).clamp(min=1))
 
@@ -110,15 +111,15 @@ def group_std(x: Float[Tensor, " rows"], groups: Groups) -> Float[Tensor, " grou
 def group_advantages(
     totals: Float[Tensor, " rows"], groups: Groups, scale: Literal["std", "none"]
 ) -> Float[Tensor, " rows"]:
-    """A_i = R_i - mean, divided by std + GROUP_STD_EPS under `std`. std divides by n - 1, as published runs do; the
-    paper does not say."""
+    """Return A_i = R_i - mean, divided by std + GROUP_STD_EPS under `std`. std divides by n - 1, as published runs
+    do; the paper does not say."""
     centred = _centred(totals, groups)
     return centred if scale == "none" else centred / (group_std(totals, groups) + GROUP_STD_EPS)[groups.number]
 
 
 @jaxtyped(typechecker=beartype)
 def leave_one_out_advantages(totals: Float[Tensor, " rows"], groups: Groups) -> Float[Tensor, " rows"]:
-    """A_i = R_i - 1/(n - 1) sum_{j != i} R_j = n/(n - 1) (R_i - mean); 0 in a group of one."""
+    """Return A_i = R_i - 1/(n - 1) sum_{j != i} R_j = n/(n - 1) (R_i - mean); 0 in a group of one."""
     sizes = _sizes(groups, totals)
     return _centred(totals, groups) * (sizes / (sizes - 1).clamp(min=1))[groups.number]
 
@@ -127,7 +128,7 @@ def leave_one_out_advantages(totals: Float[Tensor, " rows"], groups: Groups) -> 
 def rewards_to_go(
     rewards: Float[Tensor, "rows seq"], mask: Bool[Tensor, "rows seq"], gamma: float
 ) -> Float[Tensor, "rows seq"]:
-    """G_t = r_t + gamma * G_{t+1} over the sampled tokens, 0 elsewhere: GAE of a critic that says 0, with lambda 1."""
+    """Return G_t = r_t + gamma * G_{t+1} over the sampled tokens, 0 elsewhere: GAE with lambda 1 and values of 0."""
     none = torch.zeros_like(rewards)
     never = torch.zeros_like(mask[:, 0])
     to_go, _ = gae(rewards, none, none[:, 0], mask, never, gamma, 1.0, "terminate")
@@ -135,7 +136,7 @@ def rewards_to_go(
 
 
 def _centred(x: Tensor, groups: Groups) -> Tensor:
-    """x - mean of its group; exactly 0 in equal groups and in rows that do not count."""
+    """Return x - mean of its group; exactly 0 in equal groups and in rows that do not count."""
     means = _sums(x, groups) / _sizes(groups, x).clamp(min=1)
     varies = groups.counted & ~equal_groups(x, groups)[groups.number]
     return torch.where(varies, x - means[groups.number], 0)
@@ -147,5 +148,5 @@ def _sums(x: Tensor, groups: Groups) -> Tensor:
 
 
 def _sizes(groups: Groups, like: Tensor) -> Tensor:
-    """Counted rows of each group."""
+    """Return the number of counted rows of each group."""
     return _sums(torch.ones_like(like), groups)

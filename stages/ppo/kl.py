@@ -45,7 +45,7 @@ def token_kl_loss(
     ref_logprobs: Float[Tensor, "rows seq"],
     estimator: Literal["k1", "k2", "k3"],
 ) -> Float[Tensor, "rows seq"]:
-    """`token_kl` as a loss term: the same numbers, with a gradient in `new_logprobs` that lowers the KL.
+    """Return `token_kl` as a loss term: the same numbers, with a gradient in `new_logprobs` that lowers the KL.
 
         k2:  d k2 = d * grad log pi                 expectation under pi: grad KL(pi || pi_ref)
         k3:  d k3 = (1 - exp(-d)) * grad log pi     expectation under pi: grad KL(pi_ref || pi)
@@ -62,7 +62,7 @@ def token_kl_loss(
 
 
 def next_kl_coef(coef: float, kl_per_response: float, rows: int, cfg: KLConfig) -> float:
-    """The coefficient beta of the next step; `cfg.coef` for ever without a target (Ziegler et al. 2019, section 2.2).
+    """Return the coefficient beta of the next step; without a target always `cfg.coef` (Ziegler et al. 2019, 2.2).
 
         e      = clip((KL - target) / target, -0.2, 0.2)
         beta' = beta * (1 + e * rows / horizon)

@@ -42,7 +42,7 @@ LARGEST_LOG_RATIO = 80.0
 @jaxtyped(typechecker=beartype)
 @dataclass(frozen=True)
 class PolicyLossInputs:
-    """What the policy loss reads beside the model's outputs, for the rows of one micro-batch. Entries outside `mask`
+    """Inputs of the policy loss besides the model's outputs, for the rows of one micro-batch. Entries outside `mask`
     are never read."""
 
     mask: Bool[Tensor, "rows seq"]
@@ -66,7 +66,7 @@ class PolicyLossInputs:
 @jaxtyped(typechecker=beartype)
 @dataclass(frozen=True)
 class ValueLossInputs:
-    """What the value loss reads beside the model's output, for the rows of one micro-batch."""
+    """Inputs of the value loss besides the model's output, for the rows of one micro-batch."""
 
     mask: Bool[Tensor, "rows seq"]
     weights: Float[Tensor, "rows seq"]
@@ -82,7 +82,7 @@ def loglinear_proximal(
     optimizer_steps_behind: Int[Tensor, "rows seq"],
     optimizer_steps_taken: int,
 ) -> Float[Tensor, "rows seq"]:
-    """log pi_prox without a forward of its own, interpolated between mu and pi by optimizer steps; detached.
+    """Return log pi_prox without a forward of its own, interpolated between mu and pi by optimizer steps; detached.
 
         log pi_prox = log mu + alpha * (log pi - log mu)
         alpha       = (s_prox - s_mu) / (s_pi - s_mu) = behind / (behind + taken)
@@ -104,7 +104,7 @@ def behaviour_weights(
     correction: Literal["truncate", "mask", "none"],
     cap: float,
 ) -> tuple[Float[Tensor, "rows seq"], Float[Tensor, "rows seq"]]:
-    """(w after the correction, w before it), w = pi_prox / mu, without gradient.
+    """Return (w after the correction, w before it), w = pi_prox / mu, without gradient.
 
     truncate:  min(w, C)
     mask:      w where 1/C <= w <= C, else 0: the token leaves the policy term, the loss weights of others stay
@@ -128,7 +128,7 @@ def policy_loss(
     cfg: PPOConfig,
     kl_coef: float,
 ) -> tuple[Float[Tensor, ""], LossStats]:
-    """This micro-batch's share of the policy loss, and its stats (listed above).
+    """Return this micro-batch's share of the policy loss, and its stats (listed above).
 
         L = sum_t weight_t * [ -w_t * g_t
                                + kl_coef * rho_t * k_t(pi, pi_ref)  if kl.where is "loss"
@@ -187,7 +187,7 @@ def policy_loss(
 def value_loss(
     new_values: Float[Tensor, "rows seq"], inputs: ValueLossInputs, value_clip: float | None
 ) -> tuple[Float[Tensor, ""], LossStats]:
-    """This micro-batch's share of the value loss, and its stats.
+    """Return this micro-batch's share of the value loss, and its stats.
 
         L = 1/2 sum_t weight_t * max[ (V - G)^2, (V_old + clip(V - V_old, -c, +c) - G)^2 ]
 
@@ -219,14 +219,14 @@ def value_loss(
 
 
 def _ratio(log_ratio: Tensor, advantages: Tensor, cfg: PPOConfig) -> Tensor:
-    """u = exp(log_ratio), no larger than exp(LARGEST_LOG_RATIO) where the clips take something smaller anyway: of an
-    infinite u the gradient that they leave out is 0 times infinity, which is no number."""
+    """Return u = exp(log_ratio), at most exp(LARGEST_LOG_RATIO) where the clips take a smaller number anyway: the
+    gradient of an infinite u that they drop would be 0 times infinity, which is NaN."""
     clipped = advantages >= 0 if cfg.dual_clip is None else torch.ones_like(advantages, dtype=torch.bool)
     return torch.exp(torch.where(clipped, log_ratio.clamp(max=LARGEST_LOG_RATIO), log_ratio))
 
 
 def _clipped_gain(u: Tensor, advantages: Tensor, cfg: PPOConfig) -> tuple[Tensor, dict[str, Tensor]]:
-    """g of `policy_loss`, and which tokens' gradients the clips removed, by the name of the stat."""
+    """Return g of `policy_loss`, and the tokens whose gradients the clips removed, by the name of the stat."""
     unclipped = u * advantages
     high = cfg.clip if cfg.clip_high is None else cfg.clip_high
     clipped = u.clamp(1 - cfg.clip, 1 + high) * advantages
@@ -243,7 +243,7 @@ def _clipped_gain(u: Tensor, advantages: Tensor, cfg: PPOConfig) -> tuple[Tensor
 def _anchored(
     log_pi: Tensor, log_mu: Tensor, inputs: PolicyLossInputs, cfg: PPOConfig
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """log of the policy that u is the ratio to; w; and w before the correction, where there is one."""
+    """Return the log of the policy that u is the ratio to; w; and w before the correction, if there is one."""
     if cfg.anchor == "sampler":
         return log_mu, torch.ones_like(log_mu), None
     log_anchor = _proximal_logprobs(log_pi, log_mu, inputs, cfg)
@@ -251,7 +251,7 @@ def _anchored(
 
 
 def _proximal_logprobs(log_pi: Tensor, log_mu: Tensor, inputs: PolicyLossInputs, cfg: PPOConfig) -> Tensor:
-    """log pi_prox as `cfg.proximal` says, without gradient, 0 outside the mask."""
+    """Return log pi_prox as `cfg.proximal` says, without gradient, 0 outside the mask."""
     match cfg.proximal:
         case "recompute":
             if inputs.policy_logprobs is None:
@@ -267,8 +267,8 @@ def _proximal_logprobs(log_pi: Tensor, log_mu: Tensor, inputs: PolicyLossInputs,
 
 
 def _reference_kl(log_pi: Tensor, log_mu: Tensor, inputs: PolicyLossInputs, cfg: PPOConfig) -> Tensor:
-    """rho_t * k_t(pi, pi_ref), with k's gradient, 0 outside the mask. rho is corrected as `cfg` corrects w, and is w
-    before the first optimizer step of the update."""
+    """Return rho_t * k_t(pi, pi_ref), with k's gradient, 0 outside the mask. rho is corrected as `cfg` corrects w, and
+    is w before the first optimizer step of the update."""
     if inputs.ref_logprobs is None:
         raise ValueError("ppo.kl.where: loss needs ref_logprobs")
     k = token_kl_loss(log_pi, torch.where(inputs.mask, inputs.ref_logprobs, 0), cfg.kl.estimator)
@@ -277,13 +277,13 @@ def _reference_kl(log_pi: Tensor, log_mu: Tensor, inputs: PolicyLossInputs, cfg:
 
 
 def _outside_cap(w: Tensor, cfg: PPOConfig) -> Tensor:
-    """Tokens whose weight `behaviour_weights` cuts or drops."""
+    """Return the tokens whose weight `behaviour_weights` cuts or drops."""
     outside = w > cfg.correction_cap
     return outside | (w < 1 / cfg.correction_cap) if cfg.correction == "mask" else outside
 
 
 def _masked_max(x: Tensor, mask: Tensor) -> Tensor:
-    """Largest entry of the (positive) x inside the mask; 0 if the mask is empty."""
+    """Return the largest entry of the (positive) x inside the mask; 0 if the mask is empty."""
     return torch.where(mask, x.detach(), 0).max()
 
 
@@ -303,7 +303,7 @@ class LossStats:
 
 
 def merge_stats(parts: Sequence[LossStats]) -> LossStats:
-    """The stats of a minibatch from those of its micro-batches (or of its ranks' shares). Needs at least one part."""
+    """Return a minibatch's stats from its micro-batches' (or its ranks' shares). Needs at least one part."""
     return LossStats(
         sums={name: torch.stack([p.sums[name] for p in parts]).sum() for name in parts[0].sums},
         maxima={name: torch.stack([p.maxima[name] for p in parts]).amax() for name in parts[0].maxima},
@@ -311,8 +311,8 @@ def merge_stats(parts: Sequence[LossStats]) -> LossStats:
 
 
 def summarise_stats(minibatches: Sequence[LossStats]) -> dict[str, float]:
-    """Metrics of a whole update from its minibatches: the mean of each sum, the largest of each maximum. Needs at least
-    one minibatch."""
+    """Return the metrics of an update from its minibatches: the mean of each sum, the largest of each maximum. Needs at
+    least one minibatch."""
     means = {n: float(torch.stack([m.sums[n] for m in minibatches]).mean()) for n in minibatches[0].sums}
     maxima = {n: float(torch.stack([m.maxima[n] for m in minibatches]).amax()) for n in minibatches[0].maxima}
     return means | maxima

@@ -1,12 +1,12 @@
-"""Which tokens count, how much, and at which index: masks, loss weights, and the one shift of law 6.
+"""Masks, loss weights, and the shift from positions to the tokens that they predict.
 
-Two ideas carry the rest of this folder:
+The rest of this folder rests on two rules:
 
 * **One alignment.** Index t of a per-token array belongs to tokens[:, t]. A causal model predicts token t at position
   t - 1, and `predictions_of_tokens` is the only function that moves one to the other.
 * **Loss weights.** Every loss is a plain sum, sum_t weight_t * term_t, whose weights are computed once over the rows of
-  the whole minibatch. How those rows are then cut (micro-batches, gradient accumulation, packing, data-parallel ranks)
-  only decides in which order the sum is taken.
+  the whole minibatch. Micro-batches, gradient accumulation, packing and data-parallel ranks only change the order of
+  the sum.
 
 Masks are applied by selection (`torch.where`), never by multiplication: 0 * NaN is NaN.
 """
@@ -26,7 +26,7 @@ WHITENING_EPS = 1e-8
 
 @jaxtyped(typechecker=beartype)
 def predictions_of_tokens(per_position: Shaped[Tensor, "rows seq *rest"]) -> Shaped[Tensor, "rows seq *rest"]:
-    """What a causal model said about token t, at index t: its output at position t - 1.
+    """Return a causal model's prediction of token t at index t: its output at position t - 1.
 
         out[:, t] = per_position[:, t - 1],   out[:, 0] = 0   (nothing predicts the first token)
 
@@ -38,14 +38,14 @@ def predictions_of_tokens(per_position: Shaped[Tensor, "rows seq *rest"]) -> Sha
 
 @jaxtyped(typechecker=beartype)
 def last_token_mask(mask: Bool[Tensor, "rows seq"]) -> Bool[Tensor, "rows seq"]:
-    """True at the last True of each row's one contiguous run; nowhere in a row without any."""
+    """Return True at the last True of each row's one contiguous run; nowhere in a row without any."""
     next_is_sampled = torch.cat([mask[:, 1:], torch.zeros_like(mask[:, :1])], dim=1)
     return mask & ~next_is_sampled
 
 
 @jaxtyped(typechecker=beartype)
 def last_token_index(mask: Bool[Tensor, "rows seq"]) -> Int[Tensor, " rows"]:
-    """Index of the last True of each row; 0 in a row without any."""
+    """Return the index of the last True of each row; 0 in a row without any."""
     index = torch.arange(mask.shape[1], device=mask.device)
     return torch.where(mask, index, 0).amax(dim=1)
 
@@ -54,7 +54,7 @@ def last_token_index(mask: Bool[Tensor, "rows seq"]) -> Int[Tensor, " rows"]:
 def state_values(
     value_head: Float[Tensor, "rows seq"], mask: Bool[Tensor, "rows seq"]
 ) -> tuple[Float[Tensor, "rows seq"], Float[Tensor, " rows"]]:
-    """A critic's outputs per position as (values, bootstrap_values) of `storage.records.Values`.
+    """Return a critic's outputs per position as (values, bootstrap_values) of `storage.records.Values`.
 
         values[:, t]     = value_head[:, t - 1]     where token t was sampled, else 0
         bootstrap_values = value_head[:, last]      the state after the last sampled token; 0 in a row without any
@@ -68,13 +68,13 @@ def state_values(
 
 @jaxtyped(typechecker=beartype)
 def masked_mean(x: Float[Tensor, "rows seq"], mask: Bool[Tensor, "rows seq"]) -> Float[Tensor, ""]:
-    """Mean of x over the mask; 0 if the mask is empty."""
+    """Return the mean of x over the mask; 0 if the mask is empty."""
     return torch.where(mask, x, 0).sum() / mask.sum().clamp(min=1)
 
 
 @jaxtyped(typechecker=beartype)
 def masked_var(x: Float[Tensor, "rows seq"], mask: Bool[Tensor, "rows seq"]) -> Float[Tensor, ""]:
-    """Population variance of x over the mask (divided by n, not n - 1); 0 if the mask is empty."""
+    """Return the population variance of x over the mask (divided by n, not n - 1); 0 if the mask is empty."""
     return masked_mean((x - masked_mean(x, mask)) ** 2, mask)
 
 
@@ -82,7 +82,8 @@ def masked_var(x: Float[Tensor, "rows seq"], mask: Bool[Tensor, "rows seq"]) -> 
 def masked_whiten(
     x: Float[Tensor, "rows seq"], mask: Bool[Tensor, "rows seq"], *, keep_mean: bool = False
 ) -> Float[Tensor, "rows seq"]:
-    """(x - mean) / sqrt(var + eps) with the moments of the masked entries, `+ mean` if `keep_mean`; 0 outside the mask.
+    """Return (x - mean) / sqrt(var + eps) with the moments of the masked entries; 0 outside the mask. `keep_mean`: add
+    the mean again.
 
     Give it every row of the step: moments of a shard would scale each shard differently.
     """
@@ -95,7 +96,7 @@ def masked_whiten(
 def token_weights(
     mask: Bool[Tensor, "rows seq"], aggregation: Literal["token", "sequence"], dtype: torch.dtype = torch.float32
 ) -> Float[Tensor, "rows seq"]:
-    """The share of each token in a loss over exactly these rows; sums to 1 (to 0 if the mask is empty).
+    """Return the share of each token in a loss over exactly these rows; sums to 1 (to 0 if the mask is empty).
 
         token:     1 / (number of masked tokens)
         sequence:  1 / (masked tokens of the row * number of rows that have any)

@@ -17,7 +17,7 @@ PerRow = Float[np.ndarray, " rows"]
 
 
 def reward_metrics(scores: PerRow, shaped_scores: PerRow, kl_per_response: PerRow, kl_coef: float) -> dict[str, float]:
-    """The score as the reward gave it, and separately what is left after the score's own rules and the KL penalty.
+    """Return the metrics of the reward's own score, and of the score after its shaping and the KL penalty.
 
     reward/adjusted_mean = mean(shaped score - beta * sum_t k_t), whether beta acts in the reward or in the loss.
     """
@@ -32,7 +32,8 @@ def reward_metrics(scores: PerRow, shaped_scores: PerRow, kl_per_response: PerRo
 
 
 def part_metrics(scores: Scores) -> dict[str, float]:
-    """Of each named part of the scores, before its weight: reward hacking shows as a sum that rises while a part falls.
+    """Return the metrics of each part of the scores, before its weight: under reward hacking the sum rises while a part
+    falls.
 
     reward/NAME/mean, reward/NAME/std     absent where the score is that part alone
     reward/NAME/disagreement              of an ensemble: mean over rows of its members' standard deviation
@@ -51,7 +52,8 @@ def part_metrics(scores: Scores) -> dict[str, float]:
 def ref_kl_metrics(
     policy_logprobs: PerToken, sampler_logprobs: PerToken, ref_logprobs: PerToken, mask: Mask, cap: float
 ) -> dict[str, float]:
-    """KL to the reference in nats per response, of the proximal policy and of the sampler, from tokens drawn from mu.
+    """Return the KL to the reference in nats per response, of the proximal policy and of the sampler, from tokens drawn
+    from mu.
 
     The mean of d = log pi_prox - log pi_ref over tokens drawn from mu is no KL of pi_prox: it is KL(mu || pi_ref) -
     KL(mu || pi_prox), negative once staleness outweighs the distance to the reference. So each token counts by
@@ -91,7 +93,7 @@ def proximal_metrics(
     mask: Mask,
     step: int,
 ) -> dict[str, float]:
-    """The proximal policy against the sampler, d = log pi_prox - log mu, w = exp(d).
+    """Compare the proximal policy with the sampler, d = log pi_prox - log mu, w = exp(d).
 
     On fresh tokens (version = step) both are the same weights, so that a difference is numerics or a bug:
 
@@ -127,13 +129,14 @@ def proximal_metrics(
 def canary_metrics(
     engine_logprobs: PerToken, policy_logprobs: PerToken, sampler_logprobs: PerToken, mask: Mask
 ) -> dict[str, float]:
-    """Engine and trainer at the same version, on tokens that some version sampled; d = log mu - log pi, both of now.
+    """Compare engine and trainer at the same version, on tokens that any version sampled; d = log mu - log pi, both
+    now.
 
-    mismatch/canary_mean_abs    mean |d|: what the alarm looks at
+    mismatch/canary_mean_abs    mean |d|, which the alarm uses
     mismatch/canary_max_abs     largest |d|
     mismatch/canary_k3          mean of exp(-d) - 1 + d: KL(mu || pi) per token, as of tokens drawn from mu
-    mismatch/canary_moved       mean |log mu - log mu of when they were sampled|: 0 for ever says that the engine's
-                                weights do not change
+    mismatch/canary_moved       mean |log mu - log mu at the sampling|: if it stays 0, the engine's weights do not
+                                change
     """
     if not mask.any():
         return {}
@@ -148,15 +151,16 @@ def canary_metrics(
 
 
 def entropy_metrics(entropy: PerToken, mask: Mask) -> dict[str, float]:
-    """policy/entropy_start: mean entropy of the proximal policy per sampled token, in nats (the update reports its own
-    as policy/entropy)."""
+    """Return policy/entropy_start: the mean entropy of the proximal policy per sampled token, in nats (the update
+    reports its own as policy/entropy)."""
     return {"policy/entropy_start": float(_float64(entropy, mask)[mask].mean())} if mask.any() else {}
 
 
 def staleness_metrics(
     token_versions: Int[np.ndarray, "rows seq"], mask: Mask, step: int, bound: int
 ) -> dict[str, float]:
-    """Staleness = step - version of the weights that drew the token: mean, max, and its histogram 0..bound."""
+    """Return the mean, maximum and histogram (0..bound) of staleness = step - version of the weights that drew the
+    token."""
     staleness = step - token_versions[mask].astype(np.int64)
     if staleness.size == 0:
         return {}
@@ -165,8 +169,8 @@ def staleness_metrics(
 
 
 def value_metrics(values: PerToken, returns: PerToken, mask: Mask) -> dict[str, float]:
-    """The critic at the start of the step: critic/explained_variance = 1 - Var(G - V) / Var(G), absent where the
-    returns do not vary; and the means of G and V."""
+    """Return metrics of the critic at the start of the step: critic/explained_variance = 1 - Var(G - V) / Var(G),
+    absent if the returns do not vary; and the means of G and V."""
     v, g = _float64(values, mask)[mask], _float64(returns, mask)[mask]
     if g.size == 0:
         return {}
@@ -179,9 +183,9 @@ def value_metrics(values: PerToken, returns: PerToken, mask: Mask) -> dict[str, 
 def group_metrics(
     equal: Bool[np.ndarray, " groups"], score_std: Float[np.ndarray, " groups"], skipped_rows: int
 ) -> dict[str, float]:
-    """Of responses that are compared with the others to their prompt: group/equal_fraction (share of groups whose
-    scores are all the same, so that they teach nothing), group/score_std (mean of the groups' deviations), and
-    group/skipped_rows (rows that the loss leaves out since their group is such a one)."""
+    """Return metrics of responses that are compared with the others to their prompt: group/equal_fraction (share of
+    groups whose scores are all equal, so that they teach nothing), group/score_std (mean of the groups' deviations),
+    and group/skipped_rows (rows of such groups, which the loss leaves out)."""
     if equal.size == 0:
         return {}
     return {
@@ -192,13 +196,13 @@ def group_metrics(
 
 
 def advantage_metrics(unwhitened: PerToken, mask: Mask) -> dict[str, float]:
-    """Mean and standard deviation of the advantages before whitening (after it they are 0 and 1)."""
+    """Return mean and standard deviation of the advantages before whitening (after it they are 0 and 1)."""
     a = _float64(unwhitened, mask)[mask]
     return {"advantage/mean": float(a.mean()), "advantage/std": float(a.std())} if a.size else {}
 
 
 def response_metrics(rollout: Rollout) -> dict[str, float]:
-    """Lengths in tokens, EOS included, and how responses ended."""
+    """Return metrics of the lengths in tokens, EOS included, and of the responses' ends."""
     if rollout.num_rows == 0:
         return {}
     lengths = rollout.response_mask.sum(axis=1)
@@ -211,5 +215,5 @@ def response_metrics(rollout: Rollout) -> dict[str, float]:
 
 
 def _float64(x: PerToken, mask: Mask) -> Float[np.ndarray, "rows seq"]:
-    """float64 with zeros outside the mask, so that arithmetic on what lies there raises no warning."""
+    """Return x in float64 with zeros outside the mask, so that arithmetic there raises no warning."""
     return np.where(mask, x, 0.0).astype(np.float64)

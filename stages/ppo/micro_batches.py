@@ -1,7 +1,7 @@
-"""How the rows of a step are cut: epochs, minibatches (one optimizer step each), shares of data-parallel ranks,
+"""Divide the rows of a step: epochs, minibatches (one optimizer step each), shares of data-parallel ranks,
 micro-batches (one forward each).
 
-Only `minibatches` changes what is learnt; the rest of this file changes speed (see `stages.ppo.masks`).
+Only `minibatches` changes the result; the rest of this file changes speed (see `stages.ppo.masks`).
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from jaxtyping import Int
 
 
 def minibatches(num_rows: int, minibatches: int, epochs: int, seed: int, step: int) -> list[list[np.ndarray]]:
-    """Row indices [num_rows / minibatches] of each minibatch of each epoch; every epoch holds each row once.
+    """Return row indices [num_rows / minibatches] of each minibatch of each epoch; every epoch holds each row once.
 
     Each epoch reshuffles. A pure function of its arguments: (seed, step, epoch) keys the permutation, so that a replay
     trains on the same minibatches.
@@ -34,16 +34,16 @@ def micro_batches(
     max_tokens: int,
     max_rows: int | None = None,
 ) -> list[np.ndarray]:
-    """Cuts row indices into pieces of like numbers of tokens: as few as hold at most `max_tokens` each (a longer row
-    has one to itself) and at most `max_rows`. `lengths` are of these rows, in their order. Within a piece the longest
-    row comes first; pieces with more tokens come first, so that the largest need of memory does."""
+    """Divide row indices into micro-batches of similar numbers of tokens: the fewest with at most `max_tokens` each (a
+    longer row is alone) and at most `max_rows`. `lengths`: lengths of these rows, in their order. Within a micro-batch
+    the longest row comes first. Micro-batches with more tokens come first, so that the first needs the most memory."""
     alone, others = np.flatnonzero(lengths > max_tokens), np.flatnonzero(lengths <= max_tokens)
     parts = [*alone[:, None], *(others[part] for part in _within(lengths[others], max_tokens, max_rows))]
     return [rows[part] for part in sorted(parts, key=lambda part: -int(lengths[part].sum()))]
 
 
 def _within(lengths: np.ndarray, max_tokens: int, max_rows: int | None) -> list[np.ndarray]:
-    """`balanced` parts, the fewest within both limits; no row is longer than `max_tokens`."""
+    """Return the fewest `balanced` parts within both limits. No row is longer than `max_tokens`."""
     fewest = max(-(-int(lengths.sum()) // max_tokens), -(-len(lengths) // (max_rows or max(1, len(lengths)))))
     for pieces in range(fewest, len(lengths)):
         parts = balanced(lengths, pieces)
@@ -53,9 +53,10 @@ def _within(lengths: np.ndarray, max_tokens: int, max_rows: int | None) -> list[
 
 
 def balanced(lengths: Int[np.ndarray, " rows"], parts: int) -> list[np.ndarray]:
-    """Indices of `lengths` in so many parts (at most as many as there are rows hold any) of nearly the same sum: the
-    longest first, each to the part with the least so far, fewest rows first among equals (Graham's LPT rule, 1969: at
-    most 4/3 of the best). Each part has its longest first; rows of one length keep their order."""
+    """Divide the indices of `lengths` into parts of nearly the same sum: the longest goes first, each to the part with
+    the smallest sum so far, fewest rows first among equals (Graham's LPT rule, 1969: at most 4/3 of the best). With
+    fewer rows than parts some parts are empty. Each part has its longest row first; rows of one length keep their
+    order."""
     sums = np.zeros(parts, np.int64)
     held: list[list[int]] = [[] for _ in range(parts)]
     for index in np.argsort(-lengths, kind="stable"):

@@ -1,7 +1,7 @@
-"""From one score per response to one reward per token.
+"""Turn one score per response into one reward per token.
 
-The order in which a score is shaped: a cut response gets its fixed score, scores are normalised by the run's mean and
-spread, the KL penalty is added per token, and (last) rewards are whitened if the config says so.
+A score is shaped in this order: a cut response gets its fixed score; scores are normalised by the run's mean and
+spread; the KL penalty is added per token; and rewards are whitened if the config asks for it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from stages.ppo.masks import last_token_mask
 
 @dataclass(frozen=True)
 class RunningMoments:
-    """Of all scores seen so far in the run: their mean, the sum of their squared distances from it, their number."""
+    """Mean, sum of squared distances from it, and number of all scores so far in the run."""
 
     mean: float = 0.0
     squares: float = 0.0
@@ -37,9 +37,9 @@ class RunningMoments:
 def penalise_missing_eos(
     scores: Float[Tensor, " rows"], truncated: Bool[Tensor, " rows"], missing_eos_score: float | None
 ) -> Float[Tensor, " rows"]:
-    """Replaces the score of every cut response by `missing_eos_score`, if there is one: in float32, as scores are
-    stored. Else a score of -0.1 that a reward gives would differ from it by rounding, and a constant would have a
-    spread, by which it is divided."""
+    """Replace the score of every cut response by `missing_eos_score`, if it is set. In float32, as scores are stored:
+    otherwise a reward's own -0.1 would differ from it by rounding, and constant scores would have a spread that they
+    are divided by."""
     if missing_eos_score is None:
         return scores
     return torch.where(truncated, torch.tensor(missing_eos_score, dtype=torch.float32).to(scores), scores)
@@ -47,7 +47,7 @@ def penalise_missing_eos(
 
 @jaxtyped(typechecker=beartype)
 def update_running_moments(state: RunningMoments, scores: Float[Tensor, " rows"]) -> RunningMoments:
-    """The running moments with this step's n scores, of mean s, counted in:
+    """Return the running moments with this step's n scores, of mean s, included:
 
         m' = m + (sum(scores) - n*m) / (count + n)
         q' = q + sum((scores - s)^2) + (s - m)^2 * count * n / (count + n)
@@ -67,8 +67,8 @@ def update_running_moments(state: RunningMoments, scores: Float[Tensor, " rows"]
 def normalise_scores(
     scores: Float[Tensor, " rows"], moments: RunningMoments, cfg: NormalizeConfig
 ) -> Float[Tensor, " rows"]:
-    """(score - mean) / std, bounded to -clip .. clip; each only if the config asks for it. Scores that have not varied
-    yet are not divided."""
+    """Return (score - mean) / std, bounded to -clip .. clip; each only if the config asks for it. Scores that have not
+    varied yet are not divided."""
     if cfg.mean:
         scores = scores - moments.mean
     if cfg.scale and moments.std > 0:
@@ -85,10 +85,10 @@ def token_rewards(
     kl_coef: float,
     cfg: KLConfig,
 ) -> Float[Tensor, "rows seq"]:
-    """r_t = 1[t = last] * R - beta * k_t over the sampled tokens, 0 elsewhere.
+    """Return r_t = 1[t = last] * R - beta * k_t over the sampled tokens, 0 elsewhere.
 
-    The KL term is there only if `cfg.where` is "reward": under "loss" the policy loss counts it, and it is counted
-    once. `policy_logprobs` is the proximal policy's, or the sampler's where no proximal policy was computed.
+    The KL term exists only if `cfg.where` is "reward"; under "loss" the policy loss has it. `policy_logprobs`: of the
+    proximal policy, or of the sampler if no proximal policy was computed.
     """
     score_at_last = torch.where(last_token_mask(mask), scores[:, None], 0)
     if cfg.where == "loss":

@@ -1,4 +1,4 @@
-"""From judgements to rows of tokens, pairs of them, and the groups that an optimizer step compares.
+"""Turn judgements into rows of tokens, pairs of rows, and the groups that an optimizer step compares.
 
 judgements ──► rows (each response or text once) ──► pairs: (better row, worse row)
                                          └──► groups: a prompt's responses, or texts drawn together
@@ -41,7 +41,7 @@ class JudgedRows:
 
     rows: TokenRows
     pairs: Pairs
-    """Of ratings: those that are measured; what is trained on is drawn for every epoch."""
+    """For ratings: the pairs that are measured. The pairs to train on are drawn anew for every epoch."""
     units: np.ndarray
     """int64 [rows]: number of the row's prompt (of ratings: of itself)."""
     texts: list[str]
@@ -64,8 +64,8 @@ class Group:
 def tokenise_judgements(
     judgements: Sequence[Judgement], tokenizer: Tokenizer, config: PreferencesConfig, *, seed: int
 ) -> JudgedRows:
-    """Rows of prompt, response and EOS (of ratings: text and EOS). Raises PreferencesError for a row that is too long
-    (unless those are left out), and where nothing is left, or no pair."""
+    """Return rows of prompt, response and EOS (for ratings: text and EOS). Raises PreferencesError for a row that is
+    too long (unless such rows are skipped), and if no row or no pair is left."""
     kept: dict[tuple[int, ...], int] = {}
     rows: list[tuple[int, ...]] = []
     texts: list[str] = []
@@ -117,15 +117,15 @@ def tokenise_judgements(
 
 
 def rated_pairs(ratings: np.ndarray, rows: np.ndarray, min_gap: float) -> Pairs:
-    """All pairs of some rows whose ratings differ by `min_gap` or more, the better first."""
+    """Return all pairs of some rows whose ratings differ by `min_gap` or more, the better row first."""
     above = ratings[rows][:, None] - ratings[rows] >= min_gap
     better, worse = np.nonzero(above)
     return Pairs(rows[better], rows[worse])
 
 
 def drawn_pairs(ratings: np.ndarray, min_gap: float, most: int, seed: int) -> Pairs:
-    """At most so many of these pairs, drawn alike from all of them without making them: in a list of every row's worse
-    ones by rating, one list after another, a pair is a place."""
+    """Draw at most `most` of these pairs, each with the same probability, without listing all of them: for every
+    row, its worse rows by rating form a list; with the lists end to end, a pair is a place in them."""
     order = np.argsort(ratings, kind="stable")
     num_worse = np.searchsorted(ratings[order], ratings - min_gap, side="right")
     ends = num_worse.cumsum()
@@ -137,8 +137,8 @@ def drawn_pairs(ratings: np.ndarray, min_gap: float, most: int, seed: int) -> Pa
 
 
 def epoch_groups(judged: JudgedRows, config: PreferencesConfig, *, seed: int, epoch: int) -> list[Group]:
-    """The groups of an epoch in the order in which they are trained on: a prompt's rows, or so many texts. A pure
-    function of its arguments. Groups without a pair are left out."""
+    """Return the groups of an epoch in training order: a prompt's rows, or `group_texts` texts. A pure function of
+    its arguments. Groups without a pair are left out."""
     draw = np.random.default_rng([seed, _EPOCH, epoch])
     if judged.ratings is None:
         groups = _prompt_groups(judged)
@@ -150,7 +150,7 @@ def epoch_groups(judged: JudgedRows, config: PreferencesConfig, *, seed: int, ep
 
 
 def _prompt_groups(judged: JudgedRows) -> list[Group]:
-    """One for each prompt; every prompt has a pair."""
+    """Return one group per prompt; every prompt has a pair."""
     of_pairs = judged.units[judged.pairs.better]
     return [
         Group(rows, judged.pairs.chosen(pairs))
@@ -159,12 +159,12 @@ def _prompt_groups(judged: JudgedRows) -> list[Group]:
 
 
 def _by_number(numbers: np.ndarray) -> list[np.ndarray]:
-    """Indices of each number from 0 on, ascending."""
+    """Return the ascending indices of each number from 0 on."""
     return np.split(np.argsort(numbers, kind="stable"), np.cumsum(np.bincount(numbers))[:-1])
 
 
 def step_groups(groups: Sequence[Group], rows_per_step: int) -> list[list[Group]]:
-    """Groups by optimizer step: one after another until a step has `rows_per_step` rows or more."""
+    """Divide groups into optimizer steps: a step ends when it has `rows_per_step` rows or more."""
     steps: list[list[Group]] = []
     num_rows = math.inf
     for group in groups:
@@ -187,7 +187,7 @@ def _token_rows(judgement: Judgement, tokenizer: Tokenizer) -> Iterator[list[int
 
 
 def _continuation(tokenizer: Tokenizer, text: str) -> list[int]:
-    """Tokens of a text that stands after others: without what the tokenizer begins every text with."""
+    """Return the tokens of a text that follows other text: without the tokens that begin every text."""
     tokens, beginning = tokenizer.encode(text), tokenizer.encode("")
     return tokens[len(beginning) :] if tokens[: len(beginning)] == beginning else tokens
 

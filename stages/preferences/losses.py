@@ -1,4 +1,4 @@
-"""What a reward model minimises: Bradley–Terry on pairs, or the square error of ratings.
+"""The losses of a reward model: Bradley–Terry on pairs, or the square error of ratings.
 
 With K responses to a prompt compared in all C(K, 2) pairs, as one group (Ouyang et al. 2022, equation 1):
 
@@ -6,8 +6,8 @@ With K responses to a prompt compared in all C(K, 2) pairs, as one group (Ouyang
 
 Both losses are sums of weight * term with weights over the whole minibatch: add them over micro-batches and ranks.
 
-How well scores agree with people: accuracy on pairs and how sure that number is, calibration, margin, and what the
-noise of the ratings leaves to be had. Pure, in float64.
+Its agreement with people: accuracy on pairs with its standard error, calibration, margin, and the best accuracy that
+the noise of the ratings allows. Pure, in float64.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from stages.ppo.losses import LossStats
 from stages.preferences.data import Group
 
 LOSS = "critic/loss"
-"""What the trainer, for which a reward model is a critic, calls the loss."""
+"""The trainer's name of the loss: for it a reward model is a critic."""
 
 
 @jaxtyped(typechecker=beartype)
@@ -38,8 +38,8 @@ def bradley_terry_loss(
     worse: Int[Tensor, " pairs"],
     weights: Float[Tensor, " pairs"],
 ) -> tuple[Float[Tensor, ""], LossStats]:
-    """-sum of weight * log sigma(r_better - r_worse), the probability of the judgement under Bradley and Terry (1952).
-    Stats: the loss; `accuracy`, the share of pairs that are ordered as judged, ties a half; `margin`, the mean
+    """Return -sum of weight * log sigma(r_better - r_worse): the log-probability of the judgements (Bradley and Terry
+    1952). Stats: the loss; `accuracy`, the share of pairs that are ordered as judged, ties a half; `margin`, the mean
     difference."""
     margins = scores[better] - scores[worse]
     loss = -(weights * F.logsigmoid(margins)).sum()
@@ -53,7 +53,7 @@ def bradley_terry_loss(
 def regression_loss(
     scores: Float[Tensor, " rows"], ratings: Float[Tensor, " rows"], weights: Float[Tensor, " rows"]
 ) -> tuple[Float[Tensor, ""], LossStats]:
-    """sum of weight * (score - rating)^2. Stats: the loss; `absolute_error`."""
+    """Return the sum of weight * (score - rating)^2. Stats: the loss; `absolute_error`."""
     errors = scores - ratings
     loss = (weights * errors**2).sum()
     with torch.no_grad():
@@ -62,7 +62,8 @@ def regression_loss(
 
 
 def pair_loss_of(groups: Sequence[Group], num_rows: int) -> ScoreLoss:
-    """Bradley–Terry of a minibatch's groups, each of which counts the same; `num_rows`: of the whole part."""
+    """Return the Bradley–Terry loss of a minibatch's groups, which all count the same. `num_rows`: rows of the whole
+    part."""
     better = np.concatenate([group.pairs.better for group in groups])
     worse = np.concatenate([group.pairs.worse for group in groups])
     weights = np.concatenate([np.full(len(group.pairs), 1 / len(group.pairs) / len(groups)) for group in groups])
@@ -82,7 +83,7 @@ def pair_loss_of(groups: Sequence[Group], num_rows: int) -> ScoreLoss:
 
 
 def rating_loss_of(groups: Sequence[Group], ratings: np.ndarray) -> ScoreLoss:
-    """Mean square error of a minibatch's rows. `ratings`: of the whole part."""
+    """Return the mean square error of a minibatch's rows. `ratings`: ratings of the whole part."""
     total = sum(len(group.rows) for group in groups)
 
     def loss(scores: Tensor, rows: np.ndarray) -> tuple[Tensor, LossStats]:
@@ -94,7 +95,7 @@ def rating_loss_of(groups: Sequence[Group], ratings: np.ndarray) -> ScoreLoss:
 
 
 def _positions(rows: np.ndarray, num_rows: int) -> np.ndarray:
-    """Of every row of a part its place in a micro-batch, -1 where it is not in it."""
+    """Return the place of every row of a part in a micro-batch, -1 for rows that are not in it."""
     position = np.full(num_rows, -1, np.int64)
     real = rows != NO_ROW
     position[rows[real]] = np.flatnonzero(real)
@@ -124,13 +125,13 @@ class Reliability:
 
 
 def right_order(margins: np.ndarray) -> np.ndarray:
-    """1 where a pair's margin (better less worse) is above 0, 0 below, a half for a tie."""
+    """Return 1 for a pair whose margin (better less worse) is above 0, 0 below, a half for a tie."""
     return (margins > 0) + 0.5 * (margins == 0)
 
 
 def dyadic_standard_error(values: np.ndarray, first: np.ndarray, second: np.ndarray) -> float:
-    """Standard error of the mean of pairs' values, where pairs that share a member are not independent: that of
-    dyadic clusters (Aronow, Samii and Assenova 2015, equation 3):
+    """Return the standard error of the mean of pairs' values. Pairs that share a member are not independent, so it is
+    that of dyadic clusters (Aronow, Samii and Assenova 2015, equation 3):
 
         Var = 1 / P^2  sum over pairs p, q with a common member of  e_p e_q,     e = value - mean
 
@@ -158,7 +159,7 @@ def _ranks(values: np.ndarray) -> np.ndarray:
 
 
 def reliability(margins: np.ndarray) -> Reliability:
-    """Of Bradley–Terry scores, whose sigma(|margin|) is the probability that they give their own order."""
+    """Return the calibration of Bradley–Terry scores, whose sigma(|margin|) is the probability of their own order."""
     confidence = 1 / (1 + np.exp(-np.abs(margins)))
     bins = np.minimum(((confidence - 0.5) * 2 * NUM_BINS).astype(int), NUM_BINS - 1)
     counts = np.bincount(bins, minlength=NUM_BINS)
@@ -168,8 +169,8 @@ def reliability(margins: np.ndarray) -> Reliability:
 
 
 def best_accuracy(ratings: np.ndarray, standard_errors: np.ndarray, better: np.ndarray, worse: np.ndarray) -> float:
-    """What a judge would reach on pairs of noisy ratings who knew what everybody, not these few people, thinks of each
-    text: the mean probability that the true means are in the observed order.
+    """Return the accuracy on pairs of noisy ratings of a judge who knows every text's true mean (the opinion of
+    everybody, not of these few people): the mean probability that the true means are in the observed order.
 
     A text's true mean is normal around m over texts, with what the ratings' variance has beyond their errors:
 

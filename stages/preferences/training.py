@@ -39,7 +39,7 @@ class TrainingFailed(RuntimeError):
 
 @dataclass(frozen=True)
 class TrainingProgress:
-    """What has become of a training so far."""
+    """Progress of a training so far."""
 
     step: int
     """Optimizer steps made."""
@@ -59,12 +59,12 @@ class PartFigures:
     """accuracy, accuracy_se, margin; of Bradley-Terry scores loss and ece; with a teacher agreement, spearman,
     teacher_accuracy, accuracy_of_teachers; with ratings correlation, and with their spread best_accuracy."""
     reliability: Reliability | None
-    """Of Bradley-Terry scores."""
+    """Calibration of Bradley-Terry scores."""
 
 
 @dataclass(frozen=True)
 class TrainingOutcome:
-    """Of a whole training."""
+    """Result of a whole training."""
 
     best_step: int
     """Optimizer steps that the state kept had made."""
@@ -72,15 +72,15 @@ class TrainingOutcome:
     validation: PartFigures
     held_out: PartFigures
     bias: float
-    """What normalisation added to all scores."""
+    """Number that normalisation added to all scores."""
     train_mean: float
     train_std: float
-    """Of the training rows' scores, before that."""
+    """Standard deviation of the training rows' scores before normalisation."""
 
 
 @dataclass(frozen=True)
 class TrainingParts:
-    """What a training reads."""
+    """Inputs of a training."""
 
     train: JudgedRows
     validation: JudgedRows
@@ -90,7 +90,7 @@ class TrainingParts:
 def training_steps(
     train: JudgedRows, data: PreferencesConfig, config: RewardTrainingConfig, seed: int
 ) -> list[list[list[Group]]]:
-    """The groups of every optimizer step of every epoch: a pure function of its arguments."""
+    """Return the groups of every optimizer step of every epoch: a pure function of its arguments."""
     return [
         step_groups(epoch_groups(train, data, seed=seed, epoch=epoch), config.rows_per_step)
         for epoch in range(config.epochs)
@@ -104,7 +104,7 @@ def train_reward_model(
     config: RewardTrainingConfig,
     report: Callable[[TrainingProgress], None],
 ) -> TrainingOutcome:
-    """Trains, keeps the state with the best validation accuracy (of equal ones the first), and measures it.
+    """Train, keep the state with the best validation accuracy (the first of equal ones), and measure it.
 
     Raises:
         TrainingFailed: `train.max_skipped_steps` gradients in a row were not finite, or scores are not.
@@ -148,7 +148,7 @@ def train_reward_model(
 
 
 def figures(model: RewardModel, judged: JudgedRows, config: RewardTrainingConfig) -> PartFigures:
-    """How a model's scores agree with the judgements of a part (a collective call)."""
+    """Compare a model's scores with the judgements of a part (a collective call)."""
     scores = _finite(model.scores(judged.rows))
     better, worse = judged.pairs.better, judged.pairs.worse
     margins = scores[better].astype(np.float64) - scores[worse]
@@ -173,8 +173,8 @@ def figures(model: RewardModel, judged: JudgedRows, config: RewardTrainingConfig
 
 
 def _beside_teacher(scores: np.ndarray, judged: JudgedRows, targets: np.ndarray) -> dict[str, float]:
-    """A student beside its teacher: the share of the pairs that both order alike, the rank correlation over rows, and
-    their accuracies."""
+    """Compare a student with its teacher: the share of pairs that both order alike, the rank correlation over rows,
+    and both accuracies."""
     better, worse = judged.pairs.better, judged.pairs.worse
     of_student, of_teacher = (right_order(of[better].astype(np.float64) - of[worse]) for of in (scores, targets))
     teacher = float(of_teacher.mean())
@@ -187,7 +187,7 @@ def _beside_teacher(scores: np.ndarray, judged: JudgedRows, targets: np.ndarray)
 
 
 def taught(parts: TrainingParts, teachers: Sequence[RewardModel]) -> TrainingParts:
-    """With the teachers' mean scores of all rows (a collective call)."""
+    """Return the parts with the teachers' mean scores of all rows (a collective call)."""
 
     def scored(judged: JudgedRows) -> JudgedRows:
         found = [_finite(teacher.scores(judged.rows)).astype(np.float64) for teacher in teachers]
@@ -197,7 +197,7 @@ def taught(parts: TrainingParts, teachers: Sequence[RewardModel]) -> TrainingPar
 
 
 def summary_of(outcome: TrainingOutcome, parts: TrainingParts) -> dict[str, Any]:
-    """What a training came to, for a file and for people."""
+    """Return a training's result, for a file and for people."""
     sizes = {
         name: {"rows": len(part.texts), "prompts": int(part.units.max()) + 1, "pairs": len(part.pairs)}
         for name, part in (("train", parts.train), ("validation", parts.validation), ("held_out", parts.held_out))
@@ -215,7 +215,8 @@ def summary_of(outcome: TrainingOutcome, parts: TrainingParts) -> dict[str, Any]
 
 
 def _steps(epochs: list[list[list[Group]]], validations: int) -> Iterator[tuple[list[Group], bool]]:
-    """Every optimizer step's groups, and whether a validation follows: evenly spread, and after each epoch."""
+    """Yield every optimizer step's groups, and True if a validation follows: validations are evenly spread, one
+    after each epoch."""
     for steps in epochs:
         after = {math.ceil(len(steps) * (number + 1) / validations) for number in range(validations)}
         for number, groups in zip(itertools.count(1), steps):

@@ -28,13 +28,14 @@ _TENSORRT_LLM = "stages.engines.remote.serving.trtllm_adapter:TrtllmAdapter"
 
 
 def build_vllm(path: str, config: EngineConfig, **settings: Any) -> GenerationEngine:
-    """vLLM, in the environment of `engine.python`; called as `build_engine` is, and raises what `build_remote` does."""
+    """Build vLLM in the environment of `engine.python`. The call is that of `build_engine`, the errors those of
+    `build_remote`."""
     extra = dataclasses.asdict(config.vllm)
     return build_remote(path, config, adapter=_VLLM, stated=vllm_capabilities, extra=extra, **settings)
 
 
 def build_tensorrt_llm(path: str, config: EngineConfig, **settings: Any) -> GenerationEngine:
-    """TensorRT-LLM, in the environment of `engine.python`; otherwise like `build_vllm`."""
+    """Build TensorRT-LLM in the environment of `engine.python`; otherwise like `build_vllm`."""
     own = config.tensorrt_llm
     folder = Path(own.cache) if own.cache is not None else Path.home() / ".cache/stageline/tensorrt_llm"
     extra = {
@@ -65,12 +66,12 @@ def build_remote(
     modules: Path | None = None,
     silence_s: float = _SILENCE_S,
 ) -> GenerationEngine:
-    """An engine behind `adapter` (`module:Class`), which is started in the environment of `engine.python` with `extra`.
-    `stated`: what it can do, on the device that it then says it computes on.
+    """Start an engine behind `adapter` (`module:Class`) in the environment of `engine.python`, with settings
+    `extra`. `stated`: returns its capabilities on the device that it reports.
 
-    `log`: where the server's output is appended; None: it is kept for errors only. `modules`: a folder that `adapter`
+    `log`: file for the server's output; None: the output is kept for errors only. `modules`: a folder that `adapter`
     may be imported from. Raises ValueError for settings that cannot work, OSError for an interpreter that cannot be
-    run, EngineLost with the server's own last lines."""
+    run, and EngineLost with the last lines of the server's log."""
     assert config.python is not None, "the config's checks have seen to it"
     if migratable:  # a run's config is refused before: `pipeline/config/engine_needs.py`
         raise ValueError(f"rows of engine.kind={config.kind} cannot move between replicas (cluster.migrate_rows_below)")

@@ -119,9 +119,9 @@ class RemoteEngine:
     # ---- `GenerationEngine` ----
 
     def generate(self, requests: Iterable[Request]) -> Iterator[Completion]:
-        """See `GenerationEngine`. Raises RequestError also where a row asks for another version than the resident one,
+        """See `GenerationEngine`. Raises RequestError also if a row asks for a version that is not resident,
         RuntimeError if the engine is asleep, EngineLost if it has stopped. The iterator raises FloatingPointError,
-        naming the row, for one whose logits are not finite."""
+        naming the row, if its logits are not finite."""
         rows = list(requests)
         for request in rows:
             check_request(request, self._settings.max_seq, self._files.vocab, self._settings.eos_ids)
@@ -145,8 +145,8 @@ class RemoteEngine:
         return begun(self._results(call, len(rows)))
 
     def load_weights(self, version: int, tensors: Mapping[str, torch.Tensor]) -> None:
-        """See `GenerationEngine`. What cannot be loaded is refused before the server hears of it; should the server
-        fail over it all the same, it is lost."""
+        """See `GenerationEngine`. Tensors that cannot be loaded are refused before the server hears of them. If the
+        server fails while it loads, it is lost."""
         with self._changed:
             self._check_running()
         with self._load_lock, self._files.complete(tensors) as places:
@@ -227,7 +227,7 @@ class RemoteEngine:
         raise TimeoutError(f"did not come up in {settings.start_s:g} s")
 
     def _hear(self) -> None:
-        """The reader thread, until the server is gone."""
+        """Read messages until the server is gone. The reader thread runs this."""
         try:
             reason = self._take_messages()
         except TimeoutError:
@@ -322,7 +322,7 @@ class RemoteEngine:
             self._changed.notify_all()
 
     def _ask(self, kind: str, **fields: Any) -> dict[str, Any]:
-        """The server's answer to a call."""
+        """Send a call and return the server's answer."""
         number, answer = next(self._ids), queue.SimpleQueue[dict[str, Any] | EngineLost]()
         message = frame(kind, call=number, **fields)
         with self._changed:
@@ -338,7 +338,7 @@ class RemoteEngine:
         return found
 
     def _send(self, message: bytes) -> None:
-        """While `_changed` is held, which is let go until it is known why the server is gone."""
+        """Send a message. The caller holds `_changed`; it is released while the reason of a lost server is awaited."""
         try:
             self._server.channel.send_frame(message)
         except OSError as error:
@@ -363,7 +363,7 @@ class RemoteEngine:
         return f"the server of {who} {what}"
 
     def _on_the_wire(self, number: int, request: Request) -> dict[str, Any]:
-        """The fields of `serving.adapter.ServedRow`."""
+        """Return the fields of `serving.adapter.ServedRow`."""
         sampling = request.sampling
         return {
             "id": number,
@@ -408,7 +408,7 @@ def read_ready(message: Mapping[str, Any]) -> ServerReady:
 
 
 def read_id(message: Mapping[str, Any], name: str) -> int:
-    """A number that this side gave. Raises ProtocolError for anything else."""
+    """Return a number that this side gave. Raises ProtocolError for anything else."""
     value = message.get(name)
     if not isinstance(value, int):
         raise ProtocolError(f"a message {message['kind']!r} whose {name} is {value!r:.80}")
@@ -416,8 +416,8 @@ def read_id(message: Mapping[str, Any], name: str) -> int:
 
 
 def read_row(message: Mapping[str, Any], longest: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Tokens, log-probs and versions of a response of at most `longest` tokens, int32, float32 and int32 [new]. Raises
-    ProtocolError for anything else."""
+    """Return tokens, log-probs and versions of a response of at most `longest` tokens: int32, float32 and int32
+    [new]. Raises ProtocolError for anything else."""
     names = {"tokens": np.int32, "logprobs": np.float32, "versions": np.int32}
     arrays = {name: unpack_array(message.get(name)) for name in names}
     tokens, logprobs, versions = arrays.values()

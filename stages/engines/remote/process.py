@@ -39,9 +39,9 @@ class ServerProcess:
     process, however that ends."""
 
     def __init__(self, python: str, log: Path | None, modules: Path | None = None) -> None:
-        """`python`: the other environment's interpreter, as an absolute path. `log`: where what it prints is appended;
-        None: a file that is removed in the end. `modules`: a folder that adapters of one's own are imported from.
-        Raises OSError, naming `python`, where it cannot be run."""
+        """`python`: the interpreter of the other environment, as an absolute path. `log`: file that its output is
+        appended to; None: a temporary file. `modules`: a folder that a user's own adapters are imported from. Raises
+        OSError, naming `python`, if it cannot be run."""
         with ExitStack() as stack:
             prefix = f"{SCRATCH}{os.getpid()}-"
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix=prefix, ignore_cleanup_errors=True)))

@@ -27,8 +27,8 @@ class ModelFiles:
     """Owns what is known of a model's weights: where each tensor lies."""
 
     def __init__(self, path: str) -> None:
-        """`path`: a Hugging Face directory. Raises FileNotFoundError for one without weights, WeightsError for weights
-        that are not the model's, or in a type that cannot be mapped."""
+        """`path`: a Hugging Face directory. Raises FileNotFoundError if it has no weights, WeightsError if they are
+        not the model's or have a dtype that cannot be mapped."""
         self.spec: ModelSpec = read_spec(path)
         self.vocab: int = self.spec.vocab_size
         self._own = {place.name: place for file in weight_files(path) for place in places_in(file)}
@@ -78,7 +78,7 @@ def places_in(file: Path) -> list[TensorPlace]:
 
 
 def _write(file: IO[bytes], name: str, tensor: torch.Tensor) -> TensorPlace:
-    """Appends a tensor's bytes, aligned for its type."""
+    """Append a tensor's bytes, aligned for its dtype."""
     file.write(b"\0" * (-file.tell() % 64))
     offset = file.tell()
     flat = tensor.detach().to("cpu").contiguous()

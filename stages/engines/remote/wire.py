@@ -64,8 +64,8 @@ class Channel:
             self._connection.sendall(message)
 
     def receive(self, timeout_s: float | None = None) -> dict[str, Any] | None:
-        """The next message; None where the other side has closed. Raises TimeoutError if nothing at all comes for
-        `timeout_s`, ProtocolError for what is no message."""
+        """Return the next message; None if the other side has closed. Raises TimeoutError if nothing at all arrives
+        for `timeout_s`, ProtocolError for bytes that are no message."""
         self._limit(timeout_s)
         head = self._exactly(_LENGTH.size)
         if head is None:
@@ -90,7 +90,8 @@ class Channel:
         self._connection.close()
 
     def _limit(self, timeout_s: float | None) -> None:
-        """Set the kernel's time limit for receiving. Python's own would also end a `send` in the middle of a message."""
+        """Set the kernel's time limit for receiving. Python's own would also end a `send` in the middle of a
+        message."""
         if timeout_s != self._timeout_s:
             micros = 0 if timeout_s is None else max(1, int(timeout_s * 1e6))  # 0: none
             self._connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _TIME.pack(*divmod(micros, 10**6)))
@@ -111,14 +112,14 @@ class Channel:
 
 
 def frame(kind: str, **fields: Any) -> bytes:
-    """A message as it travels; any integer type does, numpy's too. Raises TypeError, ValueError or OverflowError for
-    what MessagePack has no form of."""
+    """Return an encoded message; integers may have any type, numpy's too. Raises TypeError, ValueError or
+    OverflowError for values that MessagePack cannot encode."""
     body: bytes = msgpack.packb({"kind": kind, **fields}, default=operator.index)
     return _LENGTH.pack(len(body)) + body
 
 
 def pack_array(array: np.ndarray) -> dict[str, Any]:
-    """An array of numbers, as it travels."""
+    """Return an encoded array of numbers."""
     return {"dtype": array.dtype.name, "shape": list(array.shape), "data": np.ascontiguousarray(array).tobytes()}
 
 

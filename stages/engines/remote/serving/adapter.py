@@ -1,10 +1,7 @@
-"""What stands between the server's loop and an engine of another project: one file per engine implements it.
+"""The interface between the server's loop and an engine of another project, which one file per engine implements;
+the facts about an environment that last bits depend on; and mapped weights of another process.
 
 Runs in the engine's own Python environment.
-
-What the last bits of an engine's results depend on, seen in the environment that it runs in.
-
-Weights that another process has published, mapped where they lie.
 """
 
 from __future__ import annotations
@@ -23,7 +20,7 @@ import torch
 
 @dataclass(frozen=True)
 class Settings:
-    """What the engine is started with; `extra` is the section of the config that only this engine has."""
+    """Settings that the engine is started with. `extra`: the config's section of this kind of engine."""
 
     model: str
     """A Hugging Face directory."""
@@ -40,10 +37,10 @@ class Settings:
 
 @dataclass(frozen=True)
 class ServedRow:
-    """One response to make. The token at a position is drawn from p, the softmax of the logits less the banned tokens,
-    over the temperature (0: the arg max, its log-prob at temperature 1): as the arg max of log p + noise keyed by
-    (seed, step, row, position), or otherwise, as the engine's `Capabilities.draws` say. Rows that an engine cannot make
-    by its capabilities (`distributions`, `scores`) do not come here."""
+    """One response to generate. The token at a position is drawn from p, the softmax of the logits without the
+    banned tokens, divided by the temperature (0: the arg max, with its log-prob at temperature 1). The draw is the
+    arg max of log p + noise keyed by (seed, step, row, position), unless the engine's `Capabilities.draws` say
+    otherwise. Rows that the engine's capabilities exclude (`distributions`, `scores`) are not sent."""
 
     id: int
     row: int
@@ -71,14 +68,14 @@ class Finished:
 
 @dataclass(frozen=True)
 class Ready:
-    """What the engine says of itself once it is up."""
+    """The engine's description of itself once it is up."""
 
     engine: str
     version: str
     facts: Mapping[str, str]
-    """What the last bits of its results depend on, beside the machine's own (`facts.py`)."""
+    """Everything that the last bits of its results depend on, besides the facts of the machine (`machine_facts`)."""
     device: str
-    """What it computes on: cpu or cuda."""
+    """Device that it computes on: cpu or cuda."""
 
 
 class EngineAdapter(Protocol):
@@ -87,30 +84,31 @@ class EngineAdapter(Protocol):
     ready: Ready
 
     def add(self, row: ServedRow) -> None:
-        """Queues a row; it runs in the next `step`s."""
+        """Queue a row; it runs in the next `step`s."""
         ...
 
     def abort(self, ids: Sequence[int]) -> None:
-        """Forgets rows, finished or not."""
+        """Forget rows, finished or not."""
         ...
 
     def step(self) -> list[Finished]:
-        """Makes a token of each running row. Returns those that are finished now."""
+        """Generate a token of each running row. Return the rows that are finished now."""
         ...
 
     def load(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Takes the weights of the whole model in; the tensors are mapped, read only, and gone when it returns.
-        Whatever was cached under the old ones is forgotten. Rows in flight, which there are only where
-        `Capabilities.updates` has `inflight`, go on from the tokens that they have."""
+        """Load the weights of the whole model. The tensors are mapped, read only, and gone after the call.
+        Everything cached under the old weights is dropped. Rows in flight, which exist only if
+        `Capabilities.updates` has `inflight`, continue from their tokens."""
         ...
 
     def made(self) -> Mapping[int, int]:
-        """How many tokens of its response each row in flight has, by id. Asked of an engine that updates in flight."""
+        """Return the number of generated tokens of each row in flight, by id. Called for engines that update in
+        flight."""
         ...
 
     def sleep(self) -> None:
-        """Gives back the memory that `Capabilities.sleeps` says, without rows in flight; `wake` takes it again. Where
-        that is the weights' too, `load` follows before the next row."""
+        """Free the memory that `Capabilities.sleeps` names, until `wake`. No row is in flight. If the weights are
+        freed too, `load` follows before the next row."""
         ...
 
     def wake(self) -> None: ...
@@ -140,8 +138,8 @@ _ENVIRONMENT = (
 
 
 def machine_facts() -> dict[str, str]:
-    """By name: Python and torch as they are built, the processor as torch uses it, the GPU, and what is set in the
-    environment that changes sums."""
+    """Return facts by name: the builds of Python and torch, the processor as torch uses it, the GPU, and environment
+    variables that change sums."""
     facts = {
         "python": platform.python_version(),
         "torch": torch.__version__,
@@ -161,10 +159,10 @@ def machine_facts() -> dict[str, str]:
 
 
 def map_tensors(tensors: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
-    """Tensors by name, without a copy and read only.
+    """Return tensors by name, read only and without a copy.
 
-    `tensors`: of each its name, the file, the offset in bytes, the shape, and its dtype: numpy's name, or "bfloat16".
-    Raises ValueError, naming the tensor, for one that its file does not hold."""
+    `tensors`: for each its name, file, offset in bytes, shape and dtype (numpy's name, or "bfloat16"). Raises
+    ValueError, naming the tensor, if its file does not hold it."""
     files: dict[str, np.ndarray] = {}
     found = {}
     for info in tensors:

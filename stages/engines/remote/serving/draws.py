@@ -23,8 +23,8 @@ has them."""
 
 @functools.cache
 def fastest_choice(device: str) -> tuple[str, Choose]:
-    """The name and the function of what picks tokens fastest on a type of device: the embedded engine's C on a CPU with
-    a compiler, torch elsewhere."""
+    """Return the name and the function of the fastest draw on a type of device: the embedded engine's C on a CPU
+    with a compiler, torch elsewhere."""
     if device == "cpu":
         try:
             return "native", load_native_kernels().choose
@@ -36,8 +36,8 @@ def fastest_choice(device: str) -> tuple[str, Choose]:
 def draw(
     logits: torch.Tensor, rows: Sequence[ServedRow], made: Sequence[int], choose: Choose = sample
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Tokens [rows] and their log-probs [rows], of logits [rows, vocab] in float32, which it overwrites. `made`: tokens
-    that each row has of its response already."""
+    """Draw tokens [rows] with their log-probs [rows] from float32 logits [rows, vocab], which are overwritten.
+    `made`: number of tokens that each row's response has already."""
     pairs = list(zip(rows, made, strict=True))
     ban(logits, [row.suppress + (row.stop if n < row.min_new_tokens else ()) for row, n in pairs])
     temperatures = [row.temperature for row in rows]

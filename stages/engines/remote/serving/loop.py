@@ -39,7 +39,7 @@ class Server:
     """Owns the adapter from hello to close."""
 
     def __init__(self, channel: Channel, adapter: EngineAdapter, version: int) -> None:
-        """`version`: of the weights that the adapter has."""
+        """`version`: the version of the adapter's weights."""
         self._channel, self._adapter, self._version = channel, adapter, version
         self._rows: dict[int, list[tuple[int, int]]] = {}
         """Rows in flight: for each, the versions that were replaced during it, with its number of tokens at that
@@ -115,7 +115,7 @@ class Server:
             )
 
     def _versions(self, num_tokens: int, replaced: Sequence[tuple[int, int]]) -> np.ndarray:
-        """int32 [num_tokens]: which weights made each token of a row."""
+        """Return the version of the weights that generated each token of a row, int32 [num_tokens]."""
         versions = np.full(num_tokens, self._version, np.int32)
         for version, made in reversed(replaced):
             versions[:made] = version
@@ -163,7 +163,7 @@ def serve(channel: Channel, hello: Mapping[str, Any], messages: Messages) -> Non
 
 
 def _build(hello: Mapping[str, Any]) -> EngineAdapter:
-    """The adapter that the client names, `module:Class`, with the settings that it gives."""
+    """Build the adapter that the client names, `module:Class`, with the client's settings."""
     if hello["protocol"] != PROTOCOL:
         raise RuntimeError(f"this server speaks protocol {PROTOCOL}, the client {hello['protocol']}")
     module, _, name = hello["adapter"].partition(":")

@@ -44,7 +44,7 @@ def _read(channel: Channel, messages: queue.SimpleQueue[dict[str, Any] | Excepti
 
 
 def main(descriptor: int) -> int:
-    """Serves until the other end closes; 1 where the engine could not be started, or failed."""
+    """Serve until the other end closes. Return the exit status: 1 if the engine could not start, or failed."""
     for of_terminal in (signal.SIGINT, signal.SIGHUP):  # they reach the whole terminal; the driver ends the run
         signal.signal(of_terminal, signal.SIG_IGN)
     channel = Channel(socket.socket(fileno=descriptor))

@@ -77,7 +77,8 @@ class TrtllmAdapter:
         return {f"GPU-{properties.uuid}": torch.device("cuda", number) for number, properties in enumerate(found)}
 
     def free_bytes(self) -> int:
-        """Return the free bytes of the device with the least: the caches of all ranks have the same number of blocks."""
+        """Return the free bytes of the device with the least: the caches of all ranks have the same number of
+        blocks."""
         return min(torch.cuda.mem_get_info(device)[0] for device in self._devices.values())
 
     # ---- `EngineAdapter` ----
@@ -139,7 +140,8 @@ class TrtllmAdapter:
     # ---- how ----
 
     def _load_bucket(self, bucket: Mapping[str, torch.Tensor]) -> None:
-        """The copies live until every rank has taken its own in, and no longer: the next bucket's come after them."""
+        """Load one bucket. Its copies live until every rank has taken them in, so that only one bucket's exist at a
+        time."""
         copies = {
             name: {key: tensor.to(device, self._dtype) for key, tensor in bucket.items()}
             for name, device in self._devices.items()
@@ -148,7 +150,7 @@ class TrtllmAdapter:
         self._call("update_weights", handles)
 
     def _drain(self) -> None:
-        """Rows that were given up read weights and cache to their end."""
+        """Wait for rows that were given up: they use weights and cache until their end."""
         while self._tasks:
             self.step()
 
@@ -179,7 +181,8 @@ class TrtllmAdapter:
         return llm
 
     def _kv_cache(self) -> Any:
-        """`engine.kv_budget_mb` as a share of what is free once the weights are there: all that can be said."""
+        """Return `engine.kv_budget_mb` as a share of the memory that is free beside the weights: the interface takes
+        only shares."""
         ranks = self._settings.tensor_parallel * self._settings.pipeline_parallel
         free = self.free_bytes() - self._settings.extra["parameters"] * self._dtype.itemsize // ranks
         budget = (self._settings.kv_budget_mb << 20) // ranks
@@ -283,8 +286,8 @@ class TrtllmApi:
 
 
 def find_api(*, sleeps: bool) -> TrtllmApi:
-    """`sleeps`: it must be able to give memory back. Raises MissingFeatureError; RuntimeError, naming what it lacks
-    itself, for a module that cannot be imported."""
+    """Return the interface of the installed version. `sleeps`: it must be able to free memory. Raises
+    MissingFeatureError, or RuntimeError that names what is missing for a module that cannot be imported."""
     package = importlib.import_module("tensorrt_llm")
     version = str(package.__version__)
     llmapi = importlib.import_module("tensorrt_llm.llmapi")
@@ -319,8 +322,8 @@ def keep_compiled(folder: str, key: Mapping[str, object]) -> Path:
 def buckets(
     tensors: Mapping[str, torch.Tensor], dtype: torch.dtype, most_bytes: int
 ) -> Iterator[dict[str, torch.Tensor]]:
-    """Tensors in groups of at most `most_bytes` in the engine's dtype; those of one block stay together, since engines
-    fuse them, so that a group may be as large as a block."""
+    """Yield tensors in groups of at most `most_bytes` in the engine's dtype. The tensors of a block stay together,
+    since engines fuse them, so a group may be as large as a block."""
     groups: dict[str, list[str]] = {}
     for name in tensors:
         parts = name.split(".")
@@ -351,8 +354,8 @@ def _sleep_tags(kinds: Any, version: str) -> tuple[str, ...]:
 
 
 def _found(version: str, modules: tuple[str, ...], name: str) -> Any:
-    """The attribute, from the first module that has it. A module that is there and cannot be imported (it needs
-    another package, a library of the system) is no module that this version lacks."""
+    """Return the attribute from the first module that has it. A module that exists but cannot be imported (it needs
+    another package or a system library) does not count as missing in this version."""
     for module in modules:
         try:
             found = importlib.import_module(module)

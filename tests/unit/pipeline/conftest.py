@@ -1,4 +1,4 @@
-"""What several folders of these tests need."""
+"""Fixtures for several folders of these tests."""
 
 from __future__ import annotations
 

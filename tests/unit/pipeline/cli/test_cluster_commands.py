@@ -23,7 +23,7 @@ REWARD = ROOT / "conf/reward/tiny.yaml"
 
 @pytest.fixture
 def sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Of a run, where no command of Slurm's is on the path."""
+    """Return the sources of a run on a host without Slurm's commands."""
     monkeypatch.setenv("PATH", str(tmp_path / "nothing"))
     write_config(tmp_path)
     return arguments(tmp_path)
@@ -200,7 +200,7 @@ def test_a_run_that_was_not_submitted_has_no_job(submitted: RunPaths, capsys: py
 def test_a_job_whose_files_are_of_another_program_is_no_run(
     submitted: RunPaths, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """And a run that is damaged says nothing of the others."""
+    """A damaged run must not hide the other runs either."""
     runs = submitted.root.parent
     for name, text in {"model": to_yaml(load_reward_model_config([REWARD])), "torn": "steps: 3\n"}.items():
         (runs / name).mkdir()
@@ -244,7 +244,7 @@ def test_slurm_that_does_not_answer_is_asked_once_for_all_runs(
 def test_a_run_that_waits_for_its_first_job_is_submitted_not_resumed(
     submitted: RunPaths, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """As where sbatch was interrupted."""
+    """An interrupted sbatch leaves a run like this."""
     (submitted.job / "job.json").unlink()
     capsys.readouterr()
     assert main(["status", str(submitted.root)]) == 0

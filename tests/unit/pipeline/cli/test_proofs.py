@@ -1,4 +1,4 @@
-"""What `stageline check RUN` holds a run to that was not always what it is now."""
+"""Proofs of `stageline check RUN` that were added later."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_prompts_that_are_not_those_that_were_stated_are_named(tmp_path: Path) -
 
 
 def test_a_problem_is_one_line_however_long() -> None:
-    """Of what is written to a file, where nothing folds it back."""
+    """In files nothing folds a line back."""
     fault, out = f"/runs/{'x' * 200}/zarr.json: is not what was written", io.StringIO()
     report = Verification(Counter(), (Proof("claim", "1 array", (fault,)),), (), 1)
     Console(file=out, width=80).print(report.render(), crop=False)

@@ -1,4 +1,4 @@
-"""Which updates of a run can be replayed."""
+"""The updates of a run that can be replayed."""
 
 from __future__ import annotations
 

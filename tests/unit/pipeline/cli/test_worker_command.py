@@ -22,7 +22,7 @@ WORKER = ("--gang", "all", "--index", "0", "--wait", "0")
 
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
-    """What a driver has left that was killed: nobody listens at its port any more."""
+    """The scheduler file of a killed driver: nobody listens at its port any more."""
     write_config(tmp_path)
     source, *changes = arguments(tmp_path)
     with socket.create_server(("127.0.0.1", 0)) as gone:

@@ -1,4 +1,4 @@
-"""What of a config may change when a run goes on: the list, and what it says of the rest."""
+"""Settings that may change when a run goes on, and the message for the others."""
 
 from __future__ import annotations
 

@@ -82,7 +82,7 @@ def test_an_engines_python_works_in_any_working_directory(
 def test_an_engine_runs_in_the_environment_that_make_made(
     base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where there is one for its kind; what a config says comes first, and the embedded engine has none."""
+    """The config's own setting comes first, and the embedded engine has no environment."""
     monkeypatch.chdir(tmp_path)
     made = tmp_path / ".engines/vllm/bin/python"
     made.parent.mkdir(parents=True)
@@ -98,7 +98,7 @@ def test_an_engine_runs_in_the_environment_that_make_made(
 
 
 def test_an_engine_has_less_time_to_start_than_its_worker(base: Path) -> None:
-    """Else nobody would hear what kept it."""
+    """Otherwise nobody would hear the reason of a slow start."""
     vllm = ("engine.kind=vllm", "model.path=x", "engine.python=x")
     assert load(base, *vllm).engine_start_s == 240
     assert load(base, *vllm, "cluster.start_timeout_s=1000").engine_start_s == 800
@@ -476,7 +476,8 @@ REINFORCE = "ppo.advantage=reinforce_pp"
     ("ppo.advantage=group", "rollout.responses_per_prompt=8", "ppo.kl.coef=0", "ppo.whiten_advantages=true"),
 ])  # fmt: skip
 def test_without_a_critic_nothing_of_one_is_in_the_run(base: Path, changes: tuple[str, ...]) -> None:
-    """Where the config still has its settings, as a comparison with `gae` by one key needs, they are not read."""
+    """The config may keep the settings of a critic, so that one key compares an algorithm with `gae`; they are not
+    read."""
     own = ("placement.gangs.critic={workers: 2}", "placement.roles.critic=critic", "model.critic.reuse_forward=true")
     config = load(base, *changes, *own, "model.critic_path=nowhere", "ppo.critic_lam=1", "model.policy.decay=constant")
     assert not config.graph().critic
@@ -570,7 +571,7 @@ ONE_STEP, IN_LOSS = ("ppo.epochs=1", "ppo.minibatches=1"), "ppo.kl.where=loss"
     ids=" ".join,
 )
 def test_logprob_nodes_are_left_out_where_they_add_nothing(base: Path, changes: tuple[str, ...], expected: str) -> None:
-    """And the config says so: a run's directory, its workers and its resumption have no `auto`."""
+    """The resolved config says so: the run's directory, its workers and its resumption have no `auto`."""
     config = load(base, *changes)
     assert config.ppo.proximal == expected
     assert f"proximal: {expected}" in to_yaml(config)

@@ -1,5 +1,5 @@
-"""What a user is told: everything at once, in the words of the settings, and what was probably meant; and the defaults
-that a first config leans on."""
+"""Messages about a config: all problems at once, in the words of the settings, with suggestions; and the defaults
+that a first config relies on."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which paths several hosts can have mounted at once, by listings of mounts that are made up."""
+"""Paths that several hosts can have mounted at once, judged by made-up listings of mounts."""
 
 from __future__ import annotations
 

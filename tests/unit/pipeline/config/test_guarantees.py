@@ -1,4 +1,4 @@
-"""What a run may not prove, by what its engine can do; and that engines say what is stated of them."""
+"""Guarantees that a run lacks because of its engine; and engines that state the expected capabilities."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ def refusal_of(folder: Path, kind: str, args: dict[str, Any], *changes: str) -> 
 
 
 def test_judges_that_can_work_pass_and_none_is_asked(folder: Path) -> None:
-    """Nothing listens at that port."""
+    """Nobody listens at that port, so a question would fail."""
     preflight(load(folder, "judge", GRADED, "evaluate.every=1"))
     preflight(load(folder, "judge", PAIRWISE, "rollout.responses_per_prompt=2"))
     preflight(load(folder, "local_judge", LOCAL, *SCORES_APART))

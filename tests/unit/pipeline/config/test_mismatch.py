@@ -8,7 +8,7 @@ import pytest
 from pipeline.config.sections import BFLOAT16_FLOOR_NATS, FLOAT32_FLOOR_NATS, alarm_limit, differs
 
 FIRST = 0.0236
-"""What engine and trainer differed by at version 0 of the demo (seed 0, bfloat16). Below: at versions 1 to 29."""
+"""Difference of engine and trainer at version 0 of the demo (seed 0, bfloat16). Below: at versions 1 to 29."""
 DIFFERENCES = [
     0.0178, 0.0217, 0.0252, 0.0201, 0.0227, 0.0234, 0.0233, 0.0161, 0.0310, 0.0146,
     0.0180, 0.0293, 0.0205, 0.0103, 0.0152, 0.0194, 0.0157, 0.0282, 0.0136, 0.0276,
@@ -24,8 +24,8 @@ BEHIND = [
     0.0615, 0.0864, 0.0517, 0.0802, 0.0705, 0.0522, 0.0436, 0.0506, 0.0440, 0.0506,
     0.0341, 0.0374, 0.0253, 0.0424, 0.0354, 0.0192, 0.0294, 0.0326, 0.0241,
 ]  # fmt: skip
-"""What they would have differed by, had the engine kept the weights before: what it said when it sampled the tokens,
-against the trainer now."""
+"""Differences of an engine that kept the weights of the version before: its log-probs at the sampling against the
+trainer's now."""
 
 
 def test_the_limit_is_a_multiple_of_what_rounding_makes_and_no_less_than_a_floor() -> None:
@@ -49,8 +49,8 @@ def test_a_healthy_demo_raises_none() -> None:
 
 
 def test_vllm_in_bfloat16_raises_none() -> None:
-    """On a processor with AMX vLLM and trainer differed by 0.052 to 0.077 nats at eight versions of the demo, more than
-    the 0.05 that once was the limit for all. Its version 0 was not written down: it may be a third of the largest."""
+    """On a processor with AMX, vLLM and trainer differed by 0.052 to 0.077 nats at eight versions of the demo, more
+    than the 0.05 that was once the limit for all. Its version 0 was not recorded: it may be a third of the largest."""
     limit = alarm_limit(BFLOAT16_FLOOR_NATS, 0.077 / 3)
     assert not any(differs(d, limit, moved) for d in np.linspace(0.052, 0.077, 8) for moved in (0.04, 0.1))
 
@@ -65,8 +65,8 @@ def test_an_engine_that_kept_the_weights_before_is_found_where_the_update_is_mor
 
 @pytest.mark.parametrize("first", [0.03, 0.05])
 def test_an_engine_that_takes_no_weights_is_found_however_large_its_rounding(first: float) -> None:
-    """It falls behind by one update after another, and rounds differently from the trainer (and, in other company, from
-    itself) at every token. It is found by version 4 at the demo's learning rate; a healthy one never is."""
+    """The engine falls behind by one update after another, and rounds differently from the trainer at every token.
+    The alarm finds it by version 4 at the demo's learning rate, and never a healthy engine."""
     limit, rng = alarm_limit(BFLOAT16_FLOOR_NATS, first), np.random.default_rng(0)
 
     def rounding(mean: float) -> np.ndarray:

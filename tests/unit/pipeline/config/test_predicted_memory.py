@@ -1,4 +1,4 @@
-"""What a run would take, and what is refused for it. The bytes of models are tested in stages/models/test_memory.py."""
+"""Predicted memory of a run, and refusals because of it. stages/models/test_memory.py tests the bytes of models."""
 
 from __future__ import annotations
 
@@ -165,7 +165,8 @@ def test_gangs_that_share_a_gpu_share_its_memory(tmp_path: Path) -> None:
 
 
 def test_of_gangs_that_take_turns_the_largest_counts(tmp_path: Path) -> None:
-    """On each GPU; what has left it is in the host's memory, but for what is made anew."""
+    """On each GPU the largest gang counts; sleeping ones are in the host's memory, except for what is allocated
+    anew."""
     device_sharing = "placement.device_sharing=[[all,generate]]"
     together = planned(tmp_path, "placement.share_devices=true", on_gpus=True)
     in_turn = planned(tmp_path, device_sharing, on_gpus=True)
@@ -211,7 +212,7 @@ def test_tensorrt_llm_takes_its_whole_cache_and_a_bucket(tmp_path: Path) -> None
 
 
 def test_a_cache_that_is_taken_whole_and_does_not_fit_is_refused_by_its_key(tmp_path: Path) -> None:
-    """Where the embedded engine would take what it needs."""
+    """The embedded engine would take only what it needs."""
     large = "engine.kv_budget_mb=3000000"
     run, usual = planned(tmp_path, *VLLM, large), planned(tmp_path, *VLLM)
     limits = MemoryLimits(host_bytes(usual, workers_memory(usual)) + 20 * GIB, math.inf, 0)

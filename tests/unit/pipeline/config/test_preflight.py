@@ -1,4 +1,4 @@
-"""What a look at the disk refuses: model, prompts, reward, run directory; and that looking leaves nothing behind."""
+"""Refusals after a look at the disk (model, prompts, reward, run directory); and that looking leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def give_gpus(monkeypatch: pytest.MonkeyPatch, num: int) -> None:
 
 
 def test_replicas_that_need_more_gpus_than_there_are_are_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No GPU is at hand in most places: this host is told that it has three."""
+    """Most hosts have no GPU, so this one is told that it has three."""
     give_gpus(monkeypatch, 3)
     preflight(load(folder, "engine.pipeline_parallel=3"))
     with pytest.raises(
@@ -133,7 +133,7 @@ def test_what_needs_a_gpu_is_refused_without(
 
 
 def test_gangs_that_need_more_gpus_than_there_are_are_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No GPU is at hand in most places: this host is told that it has two."""
+    """Most hosts have no GPU, so this one is told that it has two."""
     give_gpus(monkeypatch, 2)
     gangs = "placement.gangs={all: {}, train: {workers: 2, layout: {tensor: 2}}}"
     roles = "placement.roles={generate: all, score: all, reference: train, policy: train, critic: train}"
@@ -143,7 +143,7 @@ def test_gangs_that_need_more_gpus_than_there_are_are_refused(folder: Path, monk
 
 
 def test_on_a_single_gpu_gangs_share_it_and_are_told_so(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Unless the config says no, or they take turns."""
+    """Not if the config forbids it, or if they take turns."""
     give_gpus(monkeypatch, 1)
     gangs = "placement.gangs={all: {}, train: {}}"
     roles = "placement.roles={generate: all, score: train, reference: train, policy: train, critic: train}"
@@ -289,7 +289,7 @@ def test_a_model_that_does_not_go_with_the_policys_is_refused(
 
 
 def test_without_a_critic_its_model_is_not_looked_at(folder: Path) -> None:
-    """And its memory is not reckoned with: weights, gradients and moments of a second model."""
+    """Nor is its memory counted: weights, gradients and moments of a second model."""
     changes = ("model.critic_path=nowhere", "ppo.advantage=reinforce_pp")
     config = load(folder, *changes)
     preflight(config)
@@ -388,7 +388,7 @@ def test_a_resumed_run_keeps_its_prompts(folder: Path) -> None:
 
 
 def test_a_changed_copy_of_the_prompts_is_not_used(folder: Path) -> None:
-    """It can be read, and is not what the run began with; the source still is."""
+    """The copy can be read but differs from the run's prompts; the source does not."""
     config = load(folder)
     first, saved = preflight(config).prompts, RunPaths(config.run_dir).prompts
     saved.parent.mkdir(parents=True)
@@ -452,7 +452,7 @@ def test_a_run_that_has_lost_its_journal_is_not_begun_again(folder: Path) -> Non
 
 
 def test_a_run_that_was_moved_to_what_is_no_name_says_so(folder: Path) -> None:
-    """And not each of its workers, when they are built."""
+    """The driver says so, before each of its workers would when it is built."""
     config = load(folder)
     config.name = "a run (copy)"
     with pytest.raises(ConfigError, match=r"given 'a run \(copy\)'; must be a name of up to") as refusal:

@@ -127,7 +127,7 @@ def classifier(directory: Path, num_labels: int) -> str:
 
 
 def test_a_head_that_does_not_fit_is_refused(tmp_path: Path) -> None:
-    """Of a reward model that is to learn on, and of one that a critic is to start from."""
+    """A reward model that continues to learn has such a head, and so has the start of a critic."""
     path = classifier(tmp_path / "two", 2)
     config = load_reward_model_config([TINY], [f"model.path={path}", f"runs_dir={tmp_path}"])
     with pytest.raises(ConfigError, match=r"model\.path: .*score\.weight is \(2, 64\), .* \(1, 64\)"):

@@ -30,7 +30,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def load(folder: Path, *changes: str, path: str | None = None, own_gang: bool = True) -> RunConfig:
-    """With VADER as the reward and a reward model as a part of what scores evaluations."""
+    """Load a config with VADER as the reward and a reward model among the parts that score evaluations."""
     file, *fixed = arguments(folder)
     part = f"{{kind: model, args: {{path: {path or folder / 'model'}}}}}"
     parts = f"evaluate.reward.parts={{learned: {part}, mood: {{kind: vader, weight: 0}}}}"

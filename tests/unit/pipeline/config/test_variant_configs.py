@@ -1,4 +1,4 @@
-"""What of a config a variant may differ in."""
+"""Settings in which a variant may differ."""
 
 from __future__ import annotations
 

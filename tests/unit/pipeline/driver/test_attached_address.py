@@ -1,4 +1,4 @@
-"""Where the scheduler of attached workers listens, and where its file is: what cannot be had is refused by its key."""
+"""Address of the scheduler of attached workers, and place of its file: impossible ones are refused by their key."""
 
 from __future__ import annotations
 

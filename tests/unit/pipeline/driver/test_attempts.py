@@ -1,4 +1,4 @@
-"""What an attempt has come to, and which parents' futures a child depends on: the two rules that need no cluster."""
+"""Results of attempts, and the parents' futures that a child depends on: the two rules that need no cluster."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from storage.address import Address
 from storage.errors import StoreError, StoreRefused, StoreUnavailable
 
 PEER_DIED = RuntimeError("connection closed by peer")
-"""What gloo raises; a stage might raise the same."""
+"""Gloo's error; a stage might raise the same."""
 LOST = WorkerLost("train-1", 0)
 CONNECTION_LOST = CommClosedError("in <TCP>")
 """An OSError, as a collective's may be: but Dask's, about the process."""
@@ -128,7 +128,7 @@ def test_a_result_that_was_lost_is_no_edge(status: str) -> None:
 
 
 def test_lineage_is_cut_between_two_turns() -> None:
-    """Else Dask would remember the whole run. Within a turn it is not."""
+    """Otherwise Dask would remember the whole run. Within a block of steps it is kept."""
     before, now = node("update_policy", LINEAGE - 1), node("advantage", LINEAGE)
     results = {
         before.address: Result(Held("before"), ("train", 0), LINEAGE - 1),

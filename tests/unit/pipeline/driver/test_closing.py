@@ -31,7 +31,7 @@ def go_on(ledger: Ledger, steps: range) -> LedgerCompactor:
 
 
 def test_steps_are_closed_well_behind_those_that_are_over(tmp_path: Path) -> None:
-    """So that every version that an open step reads is published by one that is open, too."""
+    """So every version that an open step reads is published by a step that is open too."""
     ledger, last = Ledger(str(tmp_path)), SPAN + 2 * window(SPEC)
     assert go_on(ledger, range(last - 1)).first_step == ledger.closed_until() == 0
     books = LedgerCompactor(SPEC, ledger)

@@ -124,7 +124,7 @@ def test_every_staleness_edge_is_seen() -> None:
 
 
 def test_a_step_that_ends_before_an_older_one_keeps_its_edges() -> None:
-    """Where evaluating takes longer than training, the step that made the version ends after those that follow it."""
+    """If evaluating takes longer than training, the step that made the version ends after its successors."""
     over_early: set[int] = set()
     missing: list[Address] = []
 

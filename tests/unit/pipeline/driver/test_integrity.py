@@ -1,4 +1,4 @@
-"""What a driver does about stored things that are not what they should be, without processes."""
+"""A driver's actions on damaged stored data, without processes."""
 
 from __future__ import annotations
 
@@ -68,7 +68,8 @@ def test_a_sound_run_needs_nothing(history: History, paths: RunPaths) -> None:
 
 
 def test_a_damaged_record_is_set_aside_and_made_again(history: History, paths: RunPaths) -> None:
-    """What was made from it says what it was: made again the same, it is the same input; another one ends the run."""
+    """Outputs that were made from it name its content: if it is made again with the same content, they stay valid;
+    otherwise the run ends."""
     scores(history, SECOND, 2, scores(history, FIRST, 1))
     damage(paths, FIRST)
     repairs = mend(history, paths)
@@ -256,7 +257,7 @@ OUTLIVED = (
 def test_a_damaged_record_of_what_was_let_go_is_lost_and_nobody_needs_it(
     lean: History, paths: RunPaths, lost: Address
 ) -> None:
-    """It cannot be made again, since its inputs are gone: the run goes on without it, from where it was."""
+    """It cannot be made again, since its inputs were deleted: the run goes on without it."""
     flip(paths, lost)
     history = replace(lean, ledger=Ledger(str(paths.ledger)))
     repairs = mend(history, paths)
@@ -288,8 +289,8 @@ def test_a_damaged_record_of_what_was_let_go_is_lost_and_nobody_needs_it(
     ids=str,
 )
 def test_what_a_recovery_may_need_runs_again(lean: History, paths: RunPaths, needed: Address) -> None:
-    """From the oldest checkpoint behind the gap on updates may run again; rows that were evaluated never go; and of a
-    version whose weights are there all else can be made."""
+    """Updates from the oldest checkpoint before the gap may run again. Evaluated rows are never deleted. If a
+    version's weights exist, everything else can be made."""
     flip(paths, needed)
     repairs = mend(replace(lean, ledger=Ledger(str(paths.ledger))), paths)
     assert not repairs.expendable
@@ -298,7 +299,7 @@ def test_what_a_recovery_may_need_runs_again(lean: History, paths: RunPaths, nee
 
 
 def test_a_run_closes_its_books_without_what_is_lost(lean: History, paths: RunPaths) -> None:
-    """Also where the step had not been closed when its record was damaged."""
+    """It does so too if the step was still open when its record was damaged."""
     lost = Address("advantage", 2 * SPAN)
     flip(paths, lost)
     longer = replace(LONG, steps=3 * SPAN + 12)
@@ -324,7 +325,7 @@ def test_a_run_goes_back_to_a_checkpoint_over_what_is_lost(lean: History, paths:
 
 
 def test_a_running_driver_passes_over_it(lean: History, paths: RunPaths) -> None:
-    """Its summary reads every step; only what may still be needed stops it."""
+    """Its summary reads every step; only data that may still be needed stops it."""
     flip(paths, Address("generate", 3))
     history = replace(lean, ledger=Ledger(str(paths.ledger)))
     assert history.step_numbers(3) is None, "no metrics here, and no error"

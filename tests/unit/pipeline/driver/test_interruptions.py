@@ -1,4 +1,4 @@
-"""Which signals end a run, and how."""
+"""Signals that end a run, and their effects."""
 
 from __future__ import annotations
 

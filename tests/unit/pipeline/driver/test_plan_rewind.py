@@ -1,4 +1,4 @@
-"""Which checkpoint `resume --from-checkpoint` goes back to; without processes."""
+"""The checkpoint that `resume --from-checkpoint` returns to; without processes."""
 
 from __future__ import annotations
 

@@ -73,7 +73,7 @@ def test_a_checkpoint_that_is_not_of_this_runs_weights_is_not_gone_back_to(confi
 
 
 def test_a_damaged_record_does_not_keep_a_run_from_going_back(config: RunConfig, begun: Preflight) -> None:
-    """It is set aside first, as without going back."""
+    """The record is set aside first, as in a plain resume."""
     paths = RunPaths(config.run_dir)
     record = paths.ledger / f"{Address('update_critic', 3)}.json"
     record.write_text(record.read_text().replace("critic4", "critic5"))
@@ -96,7 +96,7 @@ def test_a_file_where_a_directory_must_be_is_refused_by_its_path(config: RunConf
 def test_a_disk_without_room_is_a_refusal_before_anything_starts(
     config: RunConfig, begun: Preflight, monkeypatch: pytest.MonkeyPatch, key: str
 ) -> None:
-    """As the store says it: exit code 2, not 3, and the same command works once there is room."""
+    """The store's message, with exit code 2 instead of 3; the same command works once there is room."""
     write_temporary = files._temporary
 
     def full(root: files.Root, path: str, data: bytes, *, private: bool = False) -> str:

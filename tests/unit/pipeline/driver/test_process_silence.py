@@ -1,4 +1,4 @@
-"""Who says nothing any more, by heartbeats and the driver's clock, which need not agree."""
+"""Processes that no longer answer, by heartbeats and by the driver's clock, which may disagree."""
 
 from __future__ import annotations
 

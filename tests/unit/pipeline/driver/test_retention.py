@@ -1,4 +1,4 @@
-"""What a run may let go, and that it goes behind the run; without processes."""
+"""Data that a run may delete, and the deletion behind the run; without processes."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def paths(tmp_path: Path) -> RunPaths:
 
 @pytest.fixture
 def history(paths: RunPaths) -> History:
-    """Of 20 steps, with a checkpoint of both models every 5."""
+    """A history of 20 steps, with a checkpoint of both models every 5."""
     ledger = Ledger(str(paths.ledger))
     store = RolloutStore(str(paths.root), ledger, Layouts(Layout(1, 2, 3), Layout(1, 2, 3)))
     for step in range(STEPS):
@@ -75,7 +75,7 @@ def save(paths: RunPaths, role: str, version: int) -> None:
 
 
 def let_go(keep: KeepConfig, paths: RunPaths, history: History, max_kl: float | None = None) -> list[str]:
-    """What a driver that has come to step 20 warns of."""
+    """Return the warnings of a driver that has reached step 20."""
     warnings: list[str] = []
     config = RunConfig(name=paths.root.name, runs_dir=str(paths.root.parent), storage=StorageConfig(keep=keep))
     config.evaluate.select.max_kl = max_kl

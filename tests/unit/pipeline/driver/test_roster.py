@@ -1,4 +1,4 @@
-"""Who may join an attached run: judged over connections that are none, with hosts that are made up."""
+"""Workers that may join an attached run: requests over stand-ins of connections, from made-up hosts."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ def test_a_host_that_is_not_fit(tmp_path: Path, changes: dict[str, Any], said: s
 def test_a_hosts_clock_is_read_after_all_that_takes_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, slow: str
 ) -> None:
-    """To ask for GPUs loads torch, the run's directory may be far away: neither is the clock's fault."""
+    """Asking for GPUs loads torch, and the run's directory may be far away: neither is the clock's fault."""
     setting, now, answer = (
         Setting(tmp_path),
         [100.0],

@@ -29,7 +29,7 @@ SOFTWARE = {"python": "3", "torch": "2.0"}
 
 @pytest.fixture(autouse=True)
 def versions(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
-    """Of the software that is here; a test may change them."""
+    """Versions of the installed software; a test may change them."""
     here = dict(SOFTWARE)
     monkeypatch.setattr(pipeline.driver.identity, "software", lambda: dict(here))
     return here
@@ -37,7 +37,7 @@ def versions(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """With a model, as far as its files are concerned, and the directory of a run."""
+    """A folder with a model (only its files) and the directory of a run."""
     for name in ("model", "other"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "model.safetensors").write_bytes(b"weights")

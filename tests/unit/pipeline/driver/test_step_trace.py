@@ -1,4 +1,4 @@
-"""What a list of traces shows of a step, whichever driver ran its nodes."""
+"""The trace of a step in a list of traces, whichever driver ran its nodes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.support.report_runs import WrittenRun, write_run
 
 
 def ran(history: History, step: int, stages: set[str]) -> list[tuple[Node, Outcome]]:
-    """As a driver has it of the nodes that it ran."""
+    """Return nodes of a step with their outcomes, as the driver has them."""
     found = []
     for node in step_nodes(history.spec, step):
         commit = history.ledger.find(node.address)

@@ -1,4 +1,4 @@
-"""What processes take, by gang: sums of what workers measured, at the times when it is due."""
+"""Resources of processes by gang: sums of the workers' measurements, at the due times."""
 
 from types import SimpleNamespace
 from typing import Any

@@ -1,4 +1,4 @@
-"""What Dask makes of our keys: names, groups and colours of its dashboard."""
+"""Dask's reading of our keys: names, groups and colours on its dashboard."""
 
 from __future__ import annotations
 

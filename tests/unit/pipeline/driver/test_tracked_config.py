@@ -1,4 +1,4 @@
-"""What of a config tracking gets: what the run reads; and which metrics say nothing under it."""
+"""The part of a config that tracking gets (the settings that the run reads), and metrics without meaning under it."""
 
 import io
 import sys
@@ -37,7 +37,7 @@ def test_metrics_that_say_nothing(tmp_path: Path) -> None:
 
 
 class _KeepingTracker(NullTracker):
-    """What it is given."""
+    """A tracker that keeps everything it is given."""
 
     def __init__(self, **given: Any) -> None:
         self.given: list[Any] = [given]

@@ -110,7 +110,7 @@ def test_nothing_is_handed_out_before_a_worker_is_up() -> None:
 
 
 def test_lost_replica() -> None:
-    """What it had waits again and goes to the other one's slots; it comes back with its full number of slots."""
+    """Its nodes wait again and go to the other replica's slots. It comes back with all its slots."""
     machine = Machine(pool(2, slots=1), scorers(), trainer())
     machine.dispatch.admit(shards(3))
     machine.step()
@@ -136,7 +136,7 @@ def test_a_canary_that_waits_for_a_slot_keeps_no_rows_where_they_are() -> None:
 
 
 def test_a_node_that_only_waits_gives_its_slot_up_once() -> None:
-    """Its rows are in another replica. When it is done, or lost, the slot that it had no more is not freed again."""
+    """Its rows are in another replica. When it is done or lost, the slot that it gave up is not freed again."""
     machine = Machine(pool(workers=2))
     machine.dispatch.admit(shards(5))
     assert machine.step() == ["generate 0.0 > gen.0", "generate 0.1 > gen.1"]
@@ -213,7 +213,7 @@ def test_a_child_that_waits_for_another_gang_keeps_no_place() -> None:
 
 
 def test_ordered_nodes_wait_for_their_parents_to_be_done() -> None:
-    """Also when the parent is on the same gang: a submitted parent may fail."""
+    """A parent on the same gang must be done too: a submitted parent may fail."""
     machine = Machine(pool(1), scorers(), trainer(1))
     update = Address("update_policy", 0)
     machine.dispatch.admit([node("update_policy", 0), node("publish", 1, 0, update)])

@@ -191,7 +191,7 @@ def test_what_lost_its_commit_runs_before_a_trainer_needs_it() -> None:
 
 
 def test_a_critic_that_lags_holds_nothing_back() -> None:
-    """As after an ordinary kill: nothing that an update had read is missing."""
+    """An ordinary kill leaves this: nothing that an update has read is missing."""
     spec = GraphSpec(steps=3, shards=1, staleness=1)
     done = {node.address for node in run_nodes(spec) if node.address.step < 1 and node.stage != "update_critic"}
     machine = Machine(spec, done, published=[0, 1])

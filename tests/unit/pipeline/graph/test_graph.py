@@ -88,7 +88,7 @@ def test_without_recomputed_logprobs() -> None:
 
 
 def test_without_a_critic() -> None:
-    """Its nodes are gone, and nothing else is: not a node, not an edge."""
+    """Its nodes are gone, and no other node or edge."""
     spec = GraphSpec(steps=3, shards=2, staleness=1, eval_every=1, canaries=True)
     whole, without = (edges(list(run_nodes(s))) for s in (spec, replace(spec, critic=False)))
     critics = {name for name in whole if name.split()[0] in ("value", "update_critic")}
@@ -121,8 +121,8 @@ def canaries(spec: GraphSpec) -> dict[str, set[str]]:
     [(0, [{0}, {1}, {2}, {3}]), (1, [{0}, {1}, {2}, {3}]), (2, [{0}, {1, 2}, {2, 3}, {3}])],
 )
 def test_canaries_by_hand(staleness: int, older: list[set[int]]) -> None:
-    """Of each version that is trained: the rows of its step, what the trainer says of them, and the last generation by
-    an older version (`older`: steps of which generation is waited for)."""
+    """A canary of each trained version needs the rows of its step, the trainer's log-probs of them, and the last
+    generation by an older version (`older`: the steps whose generation it waits for)."""
     expected = {
         f"canary {v}.0": {f"generate {i}.0" for i in steps} | {f"logprob {v}.0", f"publish {v}.0"} | first(v)
         for v, steps in enumerate(older)
@@ -159,7 +159,7 @@ def test_nothing_but_the_release_of_weights_waits_for_an_engines_canary(stalenes
 
 @pytest.mark.parametrize("staleness", [0, 1, 2, 3])
 def test_a_canary_comes_before_the_generation_by_the_next_version(staleness: int) -> None:
-    """Or an engine would have to take the older version again: it goes first, whatever else waits for a slot."""
+    """It goes first, whatever else waits for a slot. Otherwise an engine would have to load the older version again."""
     spec = GraphSpec(steps=8, shards=1, staleness=staleness, canaries=True)
     nodes = {n.address: n for n in run_nodes(spec)}
     for version in range(spec.steps - staleness - 1):
@@ -169,7 +169,7 @@ def test_a_canary_comes_before_the_generation_by_the_next_version(staleness: int
 
 
 def test_oldest_first_and_the_critic_last() -> None:
-    """What the next generation waits for (update_policy, publish) goes before the critic's update."""
+    """update_policy and publish go before the critic's update, since the next generation waits for them."""
     nodes = [n for step in (0, 1) for n in step_nodes(GraphSpec(steps=2, shards=1, staleness=1), step)]
     order = [(n.stage, n.address.step) for n in sorted(nodes)]
     assert order.index(("update_policy", 0)) < order.index(("publish", 1)) < order.index(("update_critic", 0))

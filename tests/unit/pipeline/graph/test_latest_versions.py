@@ -63,7 +63,7 @@ class Weights:
         self.reading.pop(node.address, None)
 
     def release(self, version: int) -> None:
-        """Nobody reads it now, and nobody that another version would not serve is still to read it."""
+        """Release a version: nobody reads it now, and every later reader can use another version."""
         assert version not in self.reading.values()
         others = [a for a in weight_readers(self.spec, version) if a.stage != "generate" or not self.spec.latest]
         assert self.committed.issuperset(others)
@@ -168,8 +168,8 @@ def test_any_order_keeps_the_bound_and_the_weights_that_are_read(staleness: int,
 
 @pytest.mark.parametrize("staleness", [0, 1, 2])
 def test_a_run_that_goes_on_from_anywhere_keeps_the_bound(staleness: int) -> None:
-    """What is committed stays as it is. Of published weights that are gone only those are published again that
-    something else would not do for."""
+    """Committed outputs stay. Of lost published weights only those are published again that no other version can
+    replace."""
     spec = spec_of(staleness)
     for seed in range(25):
         before = Machine(spec, seed, slots=2)

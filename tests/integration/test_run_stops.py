@@ -85,6 +85,14 @@ def started(arguments: list[str]) -> Iterator[subprocess.Popen[str]]:
             driver.kill()
 
 
+def is_alive(process: psutil.Process) -> bool:
+    """Return True unless a process has ended. The forkserver ends shortly after its driver."""
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
 def wait_until_finished(driver: subprocess.Popen[str], events: Path, stage: str, step: int) -> None:
     def finished() -> bool:
         if driver.poll() is not None:
@@ -112,7 +120,7 @@ def test_an_engine_on_two_ranks_gives_the_same_weights_even_if_one_dies(folder: 
     assert digests(config) == digests(overlapped)
     lost = [e for e in read_events(RunPaths(config.run_dir).events) if e.kind is EventKind.GANG_LOST]
     assert {e.gang for e in lost} == {"generate"}
-    assert not [p for p in processes if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
+    until(lambda: not any(map(is_alive, processes)), "every process of the run has ended")
 
 
 def test_ctrl_c_stops_cleanly_and_says_how_to_go_on(

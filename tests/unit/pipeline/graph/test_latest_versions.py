@@ -234,7 +234,7 @@ def test_a_shard_that_is_lost_takes_what_is_newest_then() -> None:
 
 
 def test_rows_wait_for_the_version_that_they_would_take() -> None:
-    """What a row that migrates must not wait for: versions that shards would bring, not those of their edges."""
+    """A migrating row must not wait for versions that its shard would bring, only for those of its edge."""
     machine = Machine(spec_of(2, shards=4, eval_every=0, canaries=False), 0)
     machine.finish_all(("generate", 1))
     assert machine.dispatch.waiting_versions("gen") == {1}

@@ -1,4 +1,4 @@
-"""Which of the nodes that a worker was handed it is doing, without a word from it."""
+"""The node that a worker is running, derived from the nodes that it was handed."""
 
 from __future__ import annotations
 

@@ -99,7 +99,7 @@ def test_latest_needs_no_older_version_for_what_is_still_to_be_sampled() -> None
 
 
 def test_a_shard_that_nobody_can_make_again_takes_what_was_made_from_it_along() -> None:
-    """Its commit is lost, with the only record of its versions: not from a version whose making it took part in."""
+    """Its commit is lost, and with it the only record of its versions."""
     lost = Address("generate", 3)
     committed = [a for a in committed_up_to(LATEST, Address("publish", 5)) if a != lost]
     assert not can_go_back(LATEST, committed, 4, saved={3, 4}, sampled={lost: None})

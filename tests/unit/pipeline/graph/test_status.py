@@ -1,4 +1,4 @@
-"""What people are told of a node: dispatch's states, seen from outside."""
+"""A node's status as people see it: dispatch's states from outside."""
 
 from __future__ import annotations
 

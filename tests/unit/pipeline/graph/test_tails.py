@@ -1,4 +1,4 @@
-"""Which rows move: an oracle by hand, and what must hold for any load."""
+"""The choice of rows that migrate: an oracle by hand, and properties for any load."""
 
 from __future__ import annotations
 
@@ -145,7 +145,7 @@ def test_only_when_every_replica_has_reported() -> None:
 
 
 def test_one_plan_at_a_time() -> None:
-    """What is on its way is in nobody's report."""
+    """Rows on their way are in no report."""
     tails = MigrationPlanner(below=100)
     tails.update_load(0, load(row(0)))
     tails.update_load(1, load(*rows(1, 2)))

@@ -50,7 +50,7 @@ class Played:
         self.dispatch.done(address)
 
     def play(self, choose: random.Random) -> None:
-        """To the end, in any order that can be."""
+        """Play to the end, in any possible order."""
         while self.left:
             self.go_on()
             events = [*sorted(self.out), *self.passing]
@@ -93,7 +93,7 @@ def test_a_run_in_turns_ends_whatever_ends_when(staleness: int, seed: int) -> No
 
 
 def test_staleness_saves_turns() -> None:
-    """What may be generated ahead is, before the devices are passed on."""
+    """Everything that may be generated ahead is generated before the devices are passed on."""
     passes = []
     for staleness in (0, 3):
         played = Played(spec(staleness, steps=12, eval_every=0))
@@ -132,7 +132,7 @@ def test_a_gang_that_lost_its_workers_keeps_its_turn_while_it_has_something_to_d
 
 
 def test_a_shard_whose_rows_are_in_another_replica_keeps_the_turn() -> None:
-    """It has no slot any more, and its rows are on the devices all the same."""
+    """The shard has no slot any more, but its rows are still on the devices."""
     played = generating(spec(0, steps=2, shards=2, eval_every=0))
     played.dispatch.release_slot(Address("generate", 0, 0))
     played.finish(Address("generate", 0, 1))

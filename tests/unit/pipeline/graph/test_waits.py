@@ -1,4 +1,4 @@
-"""What an idle gang waits for, followed over its parents to what runs."""
+"""The wait of an idle gang, followed over parents to running nodes."""
 
 from __future__ import annotations
 

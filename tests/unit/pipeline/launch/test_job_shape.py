@@ -1,4 +1,4 @@
-"""Which nodes a run asks for, counted by hand."""
+"""The nodes that a run asks for, counted by hand."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_replicas_with_ranks_have_a_gpu_and_threads_for_each() -> None:
 
 
 def test_a_critics_gang_is_not_asked_for_without_a_critic() -> None:
-    """It is not started; another gang may be beside it all the same."""
+    """It is not started; another gang may still be placed beside it."""
     changes = (
         "placement.gangs={critic: {}}",
         "placement.roles.critic=critic",

@@ -1,4 +1,4 @@
-"""What is refused before Slurm is asked, and what it is told of directories; `tests/slurm` submits."""
+"""Refusals before Slurm is asked, and the directories that Slurm is told; `tests/slurm` submits."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def of(folder: Path, *changes: str) -> RunConfig:
 
 
 def test_of_two_that_submit_a_run_at_once_one_is_refused(tmp_path: Path) -> None:
-    """Else there would be two jobs, of which `cancel` knows one."""
+    """Otherwise there would be two jobs, and `cancel` would know one of them."""
     config = load_config([TINY], [f"runs_dir={tmp_path}"])
     paths = RunPaths(config.run_dir)
     paths.job.mkdir(parents=True)
@@ -35,7 +35,7 @@ def test_of_two_that_submit_a_run_at_once_one_is_refused(tmp_path: Path) -> None
 
 
 def test_marks_of_a_directory_mean_nothing_to_sbatch(tmp_path: Path) -> None:
-    """It would put the job's number in the place of %j in the middle of a path, where no such directory is."""
+    """sbatch would replace %j in the middle of a path by the job's number, and no such directory exists."""
     folder = tmp_path / "100%j of it"
     script = run_script(load_config([TINY], [f"runs_dir={folder}"]))
     assert f'#SBATCH --output="{tmp_path}/100%%j of it/tiny/job/slurm-%j.out"' in script
@@ -78,7 +78,7 @@ def test_each_array_names_its_runs_itself(tmp_path: Path, fake_slurm: FakeSlurm)
 
 
 def test_what_is_refused_leaves_what_was_there(tmp_path: Path, fake_slurm: FakeSlurm) -> None:
-    """Else a run that goes on would go on with it."""
+    """Otherwise a run that goes on would use files of a refused submission."""
     job = RunPaths(of(tmp_path).run_dir).job
     fake_slurm.refuse("sbatch: error: no")
     with pytest.raises(ConfigError, match=r"^slurm: Slurm refuses the job: no; asked for: a node with"):

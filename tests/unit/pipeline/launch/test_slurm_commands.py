@@ -1,4 +1,4 @@
-"""What is made of Slurm's answers."""
+"""The reading of Slurm's answers."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ def test_a_shard_of_before_there_were_fetches() -> None:
 
 
 def test_a_shard_that_another_one_asked_for() -> None:
-    """Of two shards in one engine the second to ask finds nothing counted."""
+    """Two shards in one engine: the second one to ask finds no counts."""
     nothing = stats(tokens=0, decode_steps=0, mean_occupancy=0.0, busy_s=0.0, refit_s=0.0, kv_peak_fraction=0.0,
                     preemptions=0, prompt_tokens=0, shared_tokens=0)  # fmt: skip
     assert step_metrics([counts(stats()), counts(nothing)]) == step_metrics([counts(stats())])

@@ -1,4 +1,4 @@
-"""Which version is the best: by its score, within a budget of KL."""
+"""The choice of the best version: by its score, within a budget of KL."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ RUN = [
 
 @pytest.mark.parametrize(("max_kl", "version"), [(25.0, 20), (30.0, 20), (20.0, 20), (19.9, 10), (1.0, 0), (None, 40)])
 def test_the_best_is_the_highest_score_within_the_budget(max_kl: float | None, version: int) -> None:
-    """Of equals (20 and 30) the older; one whose KL is not known is within no budget."""
+    """The older one of equals (20 and 30); a version without a known KL is within no budget."""
     best = best_evaluation(RUN, max_kl)
     assert best is not None
     assert best.version == version

@@ -52,7 +52,7 @@ def commit(ledger: Ledger, address: Address, **metrics: float) -> None:
 
 
 def recorded(folder: Path, done: Collection[Address], *events: Event, spec: GraphSpec = SPEC) -> GraphView:
-    """Of a run with these commits; the journal begins by saying that it began."""
+    """Return the view of a run with these commits; its journal begins with the run's start."""
     ledger = Ledger(str(folder / "ledger"))
     for address in done:
         metrics = {"score/mean": 0.25} if address.stage == "evaluate_score" else {}
@@ -75,7 +75,7 @@ def state(view: GraphView, stage: str, step: int, shard: int = 0) -> NodeState:
 
 
 def test_a_run_that_died_in_its_third_step(tmp_path: Path) -> None:
-    """Who resumes it begins with these nodes; what a worker was in the middle of is shown as running."""
+    """A resumed run begins with these nodes; nodes that a worker had begun are shown as running."""
     done = [a for a in of_step(2) if a != Address("evaluate_score", 2)]
     done += [Address("generate", 2, 0), Address("generate", 2, 1)]
     begun = Event(5.0, EventKind.SUBMITTED, "score", 2, 1, gang="score", worker="score-0")
@@ -161,7 +161,7 @@ def test_a_driver_elsewhere_is_not_a_dead_one(tmp_path: Path) -> None:
 
 
 def test_every_column_is_a_step_of_the_run_and_has_its_evaluations(tmp_path: Path) -> None:
-    """Those of the last versions serve no step that there is: they stand with the last."""
+    """Evaluations of the last versions serve no existing step, so they stand with the last step."""
     spec = replace(SPEC, steps=12, eval_every=1)
     view = recorded(tmp_path, [n.address for n in run_nodes(spec)], spec=spec)
     columns = {

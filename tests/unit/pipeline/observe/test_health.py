@@ -1,4 +1,4 @@
-"""What is shown in red, and small curves."""
+"""Red warnings, and small curves."""
 
 from pipeline.observe.metric_catalogue import CRITIC_STEPS, findings, sparkline
 

@@ -34,7 +34,7 @@ def test_every_start_of_a_driver(tmp_path: Path) -> None:
 
 
 def test_a_torn_line_is_cut_before_the_next_is_written(tmp_path: Path) -> None:
-    """Whether or not the bytes make sense: a power cut may leave zeros."""
+    """The bytes may make no sense: a power cut may leave zeros."""
     path = tmp_path / "events.jsonl"
     first, second = Event(1.0, EventKind.RUN_STARTED), Event(2.0, EventKind.RUN_STARTED)
     for torn in ('{"t":1.5,"ki', "\0" * 5000, '{"t":1.5,"kind":"finished"}'):

@@ -1,4 +1,4 @@
-"""Which lane a box is in, and which part of a run is looked at closer, in numbers."""
+"""The lane of each box, and the part of a run that is shown first, in numbers."""
 
 import pytest
 
@@ -25,7 +25,7 @@ def test_a_worker_has_as_many_lanes_as_it_runs_nodes_at_once() -> None:
 
 
 def test_the_window_keeps_to_what_was_run() -> None:
-    """Of 5 steps of 10 s the first 4 are the middle: the margin of 1.6 s is cut where nothing was run before."""
+    """The middle of 5 steps of 10 s is the first 4: the margin of 1.6 s ends where nothing ran before."""
     boxes = [_box("update_policy", i, "t0", 10.0 * i, 10.0 * i + 10) for i in range(5)]
     assert middle_window(boxes) == pytest.approx((0.0, 41.6))
     assert middle_window(boxes, num_steps=5) is None

@@ -1,4 +1,4 @@
-"""What is shown while a run goes on, on a terminal and in a log."""
+"""The display of a running run, on a terminal and in a log."""
 
 import io
 import json

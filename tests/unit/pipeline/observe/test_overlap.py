@@ -1,4 +1,4 @@
-"""How much of each step two gangs worked at once: numbers that can be counted on a picture."""
+"""The time of each step in which two gangs worked at once: numbers that can be counted on a picture."""
 
 import pytest
 

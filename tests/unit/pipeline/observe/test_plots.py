@@ -1,4 +1,4 @@
-"""Where the timeline puts its boxes, in numbers; and that both pictures are written."""
+"""The timeline's boxes, in numbers; and that both pictures are written."""
 
 from pathlib import Path
 
@@ -54,7 +54,7 @@ def test_lanes_and_boxes() -> None:
 
 
 def test_window_on_the_middle_steps() -> None:
-    """Of 10 steps, 3..6 are the middle: updates from 2 + 6 s to 4 + 12 s, with 4 % of margin."""
+    """The middle of 10 steps is 3..6: updates from 2 + 6 s to 4 + 12 s, with 4 % of margin."""
     assert lay_out(_training(10)).middle_s == pytest.approx((8 - 0.32, 16 + 0.32))
     short = lay_out(_training(3))
     assert (short.middle_s, short.duration_s) == (None, 8.0)

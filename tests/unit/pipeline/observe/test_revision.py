@@ -1,4 +1,4 @@
-"""What a run is called by the command that started it."""
+"""The name of a run in the command that started it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What Slurm's environment says of a job. The variables are those that Slurm 22.05 sets."""
+"""Facts of a job from Slurm's environment. The variables are those of Slurm 22.05."""
 
 from __future__ import annotations
 

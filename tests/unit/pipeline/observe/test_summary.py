@@ -67,7 +67,7 @@ def test_hand_computed_numbers() -> None:
 
 
 def test_waiting_for_a_parent_is_no_overhead() -> None:
-    """With train as busiest gang (one second longer), 6.5..7 is waiting for generate 1; 7..7.25 is not."""
+    """The busiest gang is train (by one second): it waits for generate 1 in 6.5..7, and for nothing in 7..7.25."""
     longer = [*EVENTS[:-4], *_node(UPD1, "train", "t0", 0.0, 7.25, 11.0, store=0.5)]
     s = summarise(longer, STEPS, [], PARENTS, {})
     assert s.busiest_gang == "train"

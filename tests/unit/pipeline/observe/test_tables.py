@@ -58,7 +58,7 @@ def test_the_best_version_is_named_with_its_price() -> None:
 
 
 def test_parts_of_a_score_are_shown_where_there_are_several() -> None:
-    """So that a learned reward that rises and a measured one that falls are seen side by side."""
+    """So a learned reward that rises is seen beside a measured one that falls."""
     first = EvaluatedVersion(0, 0.1, 0.0, 8.0, {"learned": 0.1, "vader": 0.25})
     last = EvaluatedVersion(10, 0.48, 5.1, 9.0, {"learned": 0.48, "vader": -0.125})
     several = dict(summary_rows(dataclasses.replace(SUMMARY, evaluations=(first, last))))
@@ -83,7 +83,7 @@ def test_inspect_rows() -> None:
 
 
 def test_control_characters_of_a_response_reach_no_terminal() -> None:
-    """It is untrusted: it must not colour, overwrite or turn what is around it."""
+    """The response is untrusted: it must not colour, overwrite or turn the text around it."""
     hostile = "a\x1b[31mred\x07 \x00 \x9b2J \u202eturned\u2066 \u2028 \x7f"
     shown = "a␛[31mred␇ ␀ \\x9b2J \\u202eturned\\u2066 \\u2028 ␡"
     assert visible(hostile) == shown

@@ -1,4 +1,4 @@
-"""What travels between driver and workers, and what a worker process refuses to run."""
+"""Messages between driver and workers, and calls that a worker process refuses."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def test_task_that_dask_runs_again_is_answered_from_the_ledger(
 
 
 def test_names_of_resources() -> None:
-    """They outlive a process, unlike its address, and differ between workers."""
+    """The names outlive a process, unlike its address, and differ between workers."""
     assert slot_resource("train", 1) == "train.1"
     assert pin_resource("train", 1) == "train.1.pin"
 

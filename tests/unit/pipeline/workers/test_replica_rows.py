@@ -52,7 +52,7 @@ def replicas(board: WeightBoard) -> Iterator[tuple[VersionedEngine, VersionedEng
 
 
 def requests(num: int, version: int, new: int = 230) -> list[Request]:
-    """So long that they are still there when something happens to them: some hundred passes."""
+    """Return requests of some hundred passes, so that the rows are still there when something happens to them."""
     settings = SamplingConfig(new, new)
     return [Request(i, 1, 3, (5, 6 + i), version, settings) for i in range(num)]
 
@@ -67,7 +67,7 @@ def run(engine: VersionedEngine, rows: list[Request], inside: threading.Event) -
 def test_the_next_version_loads_while_all_rows_are_elsewhere(
     replicas: tuple[VersionedEngine, VersionedEngine],
 ) -> None:
-    """And the rows come back as they would have been; the target keeps their version for as long."""
+    """The rows come back unchanged; until then the target keeps their version."""
     source, target = replicas
     rows, inside = requests(3, version=0), threading.Event()
     expected = run(target, rows, threading.Event())
@@ -140,7 +140,7 @@ def test_incoming_rows_that_nobody_waits_for_let_the_next_version_in(
 
 
 def test_shards_that_only_wait_are_known(replicas: tuple[VersionedEngine, VersionedEngine]) -> None:
-    """For the driver, which gives their slots to others; and how many of their rows others finished."""
+    """The driver gives their slots to others, and learns how many of their rows others finished."""
     source, target = replicas
     run(target, requests(1, version=0, new=2), threading.Event())
     told: list[tuple[EngineLoad, tuple[Address, ...]]] = []

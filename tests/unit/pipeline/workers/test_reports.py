@@ -1,4 +1,4 @@
-"""What workers report to the driver survives as text, and text that is no report is refused."""
+"""Reports of workers to the driver survive as text, and text that is no report is refused."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def test_a_report_that_lacks_a_field_is_refused() -> None:
 
 
 def test_a_pickle_is_not_loaded() -> None:
-    """It would run whatever it says."""
+    """Loading it would run code."""
     with pytest.raises(BadReport):
         outcome_from_json(pickle.dumps(("a", OUTCOME)))  # type: ignore[arg-type]
 

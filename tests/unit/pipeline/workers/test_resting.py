@@ -1,4 +1,4 @@
-"""What a worker answers to the order to leave its devices: once it is carried out, and whenever it is sent again."""
+"""A worker's answer to the order to free its devices: once after the order, and again for each repetition."""
 
 from __future__ import annotations
 

@@ -97,7 +97,7 @@ def test_what_cannot_be_read_is_refused_by_name(tmp_path: Path) -> None:
 def test_another_users_that_may_not_be_opened_is_told_from_ones_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of mode 0600, in a folder that may be entered, or of mode 0700, which may not."""
+    """Its mode is 0600 in a folder that may be entered, or the folder's mode is 0700."""
 
     def denied(*_: object, **__: object) -> Any:
         raise PermissionError(errno.EACCES, "Permission denied")
@@ -117,7 +117,7 @@ def test_another_users_that_may_not_be_opened_is_told_from_ones_own(
 
 
 def test_a_driver_is_there_if_it_has_the_certificates_key(tmp_path: Path) -> None:
-    """Or takes connections and is stopped; not if nobody listens, or another."""
+    """A stopped driver still takes connections. If nobody listens there, or another process, the driver is gone."""
     ours, others = (Security.temporary().get_tls_config_for_role("scheduler") for _ in range(2))
 
     def served(certificate: dict[str, str] | None) -> bool:

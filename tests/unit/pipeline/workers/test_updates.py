@@ -180,7 +180,7 @@ class Run:
         )
 
     def update(self, updates: ExactlyOnceUpdates, role: Role, step: int, *, settle: bool = True) -> Commit:
-        """With `settle` the checkpoint, if one was due, is on the disk afterwards."""
+        """Return the commit of an update. With `settle` a due checkpoint is on the disk afterwards."""
         stage = {Role.POLICY: "update_policy", Role.CRITIC: "update_critic"}[role]
 
         def commit(metrics: dict[str, float], digest: str) -> Commit:
@@ -355,7 +355,7 @@ def test_another_layout_is_not_held_to_digests(run: Run) -> None:
 
 
 def test_another_layout_loads_checkpoints(run: Run, digests: dict[Role, list[str]]) -> None:
-    """They hold the same bits for every layout; the updates after them need not."""
+    """Checkpoints hold the same bits for every layout; later updates may differ."""
     before = run.process(every=2)
     for step in range(3):
         run.update(before, Role.POLICY, step)
@@ -425,8 +425,8 @@ def test_checkpoints_come_at_their_cadence_and_go(run: Run) -> None:
 
 
 def test_the_checkpoint_that_an_open_generation_is_rebuilt_from_stays(run: Run) -> None:
-    """With eta = 3, version 6 is trained while version 3 may still have to be published again: however few are kept,
-    one at or below 3 must be among them."""
+    """With eta = 3, version 6 is trained while version 3 may still have to be published again: however few
+    checkpoints are kept, one at or below 3 must be among them."""
     updates = run.process(every=1, keep=1, staleness=3)
     for step in range(STEPS):
         run.update(updates, Role.POLICY, step)
@@ -459,7 +459,7 @@ def save_again(run: Run, version: int, weights: np.ndarray, says: int, digest: s
 
 
 def anothers(run: Run) -> None:
-    """As another run of the same architecture, with another seed, saves: nothing but the digest tells."""
+    """A checkpoint of another run with the same architecture and another seed: only the digest tells them apart."""
     weights = np.arange(5.0)
     save_again(run, 4, weights, 4, hashlib.sha256(weights.tobytes()).hexdigest())
 
@@ -568,7 +568,7 @@ def test_replay_compares_with_the_commit(run: Run, digests: dict[Role, list[str]
 
 
 def test_an_update_that_was_not_committed_can_be_trained_alone(run: Run, digests: dict[Role, list[str]]) -> None:
-    """To see what it raises; nothing is written."""
+    """It shows the error of such an update; nothing is written."""
     run.update(run.process(), Role.POLICY, 0)
     alone = run.process()
     alone.train_alone(Role.POLICY, 1)

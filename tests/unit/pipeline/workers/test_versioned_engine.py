@@ -138,7 +138,8 @@ def test_the_next_version_waits_until_the_others_have_left(board: WeightBoard) -
 
 
 def test_in_flight_a_newer_version_loads_over_those_inside(board: WeightBoard) -> None:
-    """And serves whoever asks for an older one; an evaluation keeps its version until it has left."""
+    """The newer version also serves shards that ask for an older one. An evaluation keeps its version until it has
+    left."""
     fake = FakeEngine()
     engine = VersionedEngine(fake, board, in_flight=True)
     with engine.at(1, Clock()), engine.at(2, Clock()), engine.at(1, Clock()):
@@ -242,7 +243,8 @@ def test_a_load_that_fails_leaves_the_old_version(board: WeightBoard) -> None:
 
 
 def test_a_version_that_is_not_here_is_fetched_while_others_come_and_go(board: WeightBoard) -> None:
-    """Once, and only if the resident weights will not do; the shard that needs it enters when it is here."""
+    """It is fetched once, and only if the resident weights do not serve; the shard that needs it enters when it has
+    arrived."""
     fake, fetched = FakeEngine(), []
     begun, arrived = threading.Event(), threading.Event()
 
@@ -273,7 +275,7 @@ def test_a_version_that_is_not_here_is_fetched_while_others_come_and_go(board: W
 
 
 def test_versions_of_other_tensors_do_not_mix(board: WeightBoard) -> None:
-    """What the older version brought and the newer one lacks would stay the older one's."""
+    """Tensors of the older version that the newer one lacks would stay."""
     fake = FakeEngine()
     engine = VersionedEngine(fake, board)
     board.publish(4, {"w": np.zeros(3, np.float32), "x": np.zeros(3, np.float32)})
@@ -376,7 +378,7 @@ def test_an_engine_elsewhere_is_spared_reading_what_was_read_for_the_sums(
 
 
 def test_an_engine_whose_refit_failed_half_way_serves_nobody(board: WeightBoard) -> None:
-    """Where it says that the old weights are gone then; otherwise they go on."""
+    """That is so if the old weights are gone then; otherwise they continue."""
     for kind, serves in (("embedded", True), ("vllm", False)):
         fake = FakeEngine()
         fake.capabilities = capabilities_of(EngineConfig(kind=kind), "cpu")  # type: ignore[arg-type]

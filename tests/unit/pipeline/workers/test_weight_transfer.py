@@ -30,10 +30,10 @@ WEIGHTS = {f"w{i}": np.full(NUM_PIECES * PIECE // 16, i, np.float32) for i in ra
 
 @dataclass
 class Wires:
-    """What is sent, and a gate in it."""
+    """Record of sent pieces, with a gate."""
 
     pieces: Counter[tuple[str, int]] = field(default_factory=Counter)
-    """How often a board sent the piece at an offset."""
+    """Number of times that a board sent the piece at an offset."""
     held: str = ""
     """A board that sends no more than `ready` pieces."""
     ready: int = 0

@@ -1,4 +1,4 @@
-"""What worker processes inherit from the process that they are forked from."""
+"""The environment that worker processes inherit from the process that they are forked from."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 
 
 def page_faults(environment: dict[str, str]) -> int:
-    """Of a fresh process that allocates, fills and frees one buffer `TIMES` times."""
+    """Return the page faults of a fresh process that allocates, fills and frees one buffer `TIMES` times."""
     clean = {name: value for name, value in os.environ.items() if not name.startswith("MALLOC_")}
     command = [sys.executable, "-c", FAULTS_OF_A_BUFFER]
     return int(subprocess.run(command, env=clean | environment, check=True, capture_output=True, timeout=60).stdout)

@@ -1,4 +1,4 @@
-"""What a report shows of a run: headline, curves, timeline, troubles, facts; and of runs that lack something."""
+"""The report's contents: headline, curves, timeline, troubles, facts; and reports of incomplete runs."""
 
 from __future__ import annotations
 

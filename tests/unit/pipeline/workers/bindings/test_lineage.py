@@ -1,4 +1,4 @@
-"""What a worker needs of earlier outputs is there, or the node raises: nothing is begun anew without saying so."""
+"""A worker that needs earlier outputs finds them or raises: nothing starts anew in silence."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def call(address: Address, *inputs: Address) -> Call:
 
 
 def parts(tmp_path: Path) -> Any:
-    """As much of a worker's parts as these need."""
+    """A stand-in with the parts that these tests need."""
     config = SimpleNamespace(ppo=SimpleNamespace(proximal="sampler"), seed=3)
     ledger = Ledger(str(tmp_path))
     spec = SimpleNamespace(name="score-0")
@@ -31,7 +31,7 @@ def parts(tmp_path: Path) -> Any:
 
 
 def test_the_kl_controller_is_not_begun_anew(tmp_path: Path) -> None:
-    """If the step before is not seen, its coefficient is not the config's."""
+    """If the step before is missing, the coefficient is not the config's."""
     with pytest.raises(MissingOutput, match="nothing is committed at advantage/step_000006/shard_0000"):
         advantage_step(parts(tmp_path), call(Address("advantage", 7)))
 
@@ -70,7 +70,7 @@ def test_outputs_name_what_made_their_weights(
 
 
 def test_whatever_an_output_was_made_from_is_an_ancestor_of_its_node() -> None:
-    """So that it is committed when the node runs: provenance must never wait for something that comes later."""
+    """So every input is committed when the node runs: provenance must never wait for a later output."""
     spec = GraphSpec(steps=4, shards=2, staleness=2, eval_every=2, canaries=True)
     before: dict[Address, set[Address]] = {}
     for node in run_nodes(spec):

@@ -127,7 +127,7 @@ def test_a_group_of_equal_scores_is_counted_and_left_out_where_that_is_asked() -
 
 
 def test_a_prompt_that_was_drawn_twice_is_two_groups() -> None:
-    """Both groups of these rows have prompt 7: rows, not prompts, say what was sampled together."""
+    """Both groups of these rows have prompt 7: rows decide what was sampled together, not prompts."""
     got, _ = run(make_step(), PPOConfig(advantage="group", group_scale="none", kl=IN_LOSS))
     first = got.advantages[:4].max(axis=1) + got.advantages[:4].min(axis=1)  # one number a row, and zeros
     np.testing.assert_allclose(first, SCORES[:4] - SCORES[:4].mean(), atol=1e-6)

@@ -1,4 +1,4 @@
-"""Which tokens are canaries, what an engine is asked, and what the comparison says: by hand."""
+"""The tokens of canaries, the requests to an engine, and the comparison's results, by hand."""
 
 from __future__ import annotations
 

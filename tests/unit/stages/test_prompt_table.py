@@ -1,4 +1,4 @@
-"""From texts to prompts of a shard: lengths, refusals, and a draw that depends on (seed, step) alone."""
+"""Prompts of a shard from texts: lengths, refusals, and a draw that depends on (seed, step) alone."""
 
 from __future__ import annotations
 

@@ -58,7 +58,7 @@ def test_a_disk_that_does_not_keep_up_is_waited_for() -> None:
 
 
 def test_an_output_exists_before_it_is_in_its_place(tmp_path: Path) -> None:
-    """Its commit makes it exist; the move comes behind, and another process reads it from where it is."""
+    """Its commit makes it exist. The move follows later, and another process reads the output from its first place."""
     layouts, address, go, writeback = Layouts(Layout(2, 4, 3)), Address("score", 0, 1), threading.Event(), Writeback()
     writeback.submit(lambda: go.wait(30) and None)
     store = RolloutStore(str(tmp_path), Ledger(str(tmp_path / "ledger")), layouts, writeback=writeback)

@@ -131,8 +131,7 @@ def move_over(place: Path, role: str, version: int) -> None:
 
 @pytest.mark.parametrize("name", DAMAGES)
 def test_verify_says_what_is_wrong(checkpoints: Checkpoints, name: str) -> None:
-    """And it stays among those that a reader goes through: what was saved and cannot be used is never passed over in
-    silence."""
+    """The checkpoint stays in the list: a saved one that cannot be used is never skipped in silence."""
     place = save(checkpoints, 2)
     damage, message = DAMAGES[name]
     damage(place)

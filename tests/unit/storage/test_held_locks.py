@@ -44,7 +44,7 @@ def test_who_looks_sees_the_holder_and_keeps_none_out(tmp_path: Path) -> None:
 
 
 def test_a_holder_outlasts_a_look(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It comes at the very moment at which somebody looks."""
+    """The holder takes the lock at the very moment of a look."""
     path = tmp_path / "driver.lock"
     path.touch()
     with path.open() as look:

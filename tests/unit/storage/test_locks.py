@@ -62,7 +62,7 @@ def held_elsewhere(path: Path) -> Iterator[int]:
 
 @pytest.mark.parametrize("kind", ["plain", "the driver's", "of a host's boards", "of a version that arrives"])
 def test_another_user_cannot_open_a_lock(shared: Path, kind: str) -> None:
-    """Whoever can open a file can lock it, and have every worker wait."""
+    """A user who can open a file can lock it, and make every worker wait."""
     board = WeightBoard(shared / "board")
     lock, holding = {
         "plain": lambda: (shared / "lock", open_lock(shared / "lock")),
@@ -77,7 +77,7 @@ def test_another_user_cannot_open_a_lock(shared: Path, kind: str) -> None:
 
 
 def test_a_lock_that_others_could_open_is_closed_to_them(tmp_path: Path) -> None:
-    """As earlier versions made them."""
+    """Earlier versions made such locks."""
     (tmp_path / "lock").touch(0o666)
     open_lock(tmp_path / "lock").close()
     assert stat.S_IMODE((tmp_path / "lock").stat().st_mode) == 0o600

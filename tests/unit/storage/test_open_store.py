@@ -1,4 +1,4 @@
-"""What a store says of itself: every stored array is described, its root is written once, its vocabulary is text."""
+"""A store's description of itself: every array is described, the root is written once, the vocabulary is text."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TEXTS = ("a lamp", "naïve — “日本語” 😀", "  two  spaces\n\tand a ta
 
 
 def test_every_stored_array_is_described() -> None:
-    """And nothing else: a name that no record has describes nothing."""
+    """Nothing else is described: there is no description for a name that no record has."""
     fields = {field.name for record in STORED for field in dataclasses.fields(record)} - {"parts", "disagreement"}  # type: ignore[arg-type]
     assert fields | {BYTES, OFFSETS} == set(DESCRIPTIONS)
     assert all({"long_name", "units"} <= attributes.keys() for attributes in DESCRIPTIONS.values())

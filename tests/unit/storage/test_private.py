@@ -57,7 +57,7 @@ def test_what_is_no_directory_is_refused(tmp_path: Path, what: str) -> None:
 
 
 def test_a_weight_board_is_private(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its name in shared memory can be guessed, and is found again by a resumed run."""
+    """Its name in shared memory can be guessed, since a resumed run must find it."""
     with WeightBoard(tmp_path / "board"):
         assert mode(tmp_path / "board") == 0o700
         me = os.geteuid()
@@ -93,7 +93,7 @@ def test_who_else_can_change_a_path_is_named(tmp_path: Path, place: str, mode_of
 
 
 def test_a_sticky_directory_above_and_the_users_own_group_are_no_danger(tmp_path: Path) -> None:
-    """As /tmp is, and as `umask 002` leaves what a user makes where every user has a group."""
+    """/tmp is such a directory, and `umask 002` leaves such files if every user has a group."""
     (tmp_path / "tmp" / "run").mkdir(parents=True)
     (tmp_path / "tmp").chmod(0o1777)
     if grp.getgrgid(os.getegid()).gr_name == pwd.getpwuid(os.geteuid()).pw_name:

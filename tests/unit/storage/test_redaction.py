@@ -1,4 +1,4 @@
-"""What an exit shows of settings, URLs and texts that hold secrets. The whole run is in test_secrets.py."""
+"""Settings, URLs and texts with secrets, as each exit shows them. test_secrets.py tests a whole run."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""What the trainer's kernels in C are given is looked at first: each of these would have been read or written past."""
+"""Checks of the arguments of the trainer's C kernels: each of these would have been read or written past."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What lies between the products of a block: C and plain torch against float64, forward and backward."""
+"""The operations between the products of a block: C and plain torch against float64, forward and backward."""
 
 from __future__ import annotations
 

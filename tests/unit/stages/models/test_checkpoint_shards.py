@@ -1,4 +1,4 @@
-"""Where a rank's tensors lie in the whole model: against whole tensors cut by hand."""
+"""The places of a rank's tensors in the whole model, against whole tensors cut by hand."""
 
 from __future__ import annotations
 

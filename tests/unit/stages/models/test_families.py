@@ -40,14 +40,14 @@ def rollout_of(seed: int) -> Rollout:
 
 
 def logprobs_of(model: PreTrainedModel, rollout: Rollout) -> torch.Tensor:
-    """Of every token after the first, [rows, seq - 1]."""
+    """Return the log-probs of every token after the first, [rows, seq - 1]."""
     tokens = torch.from_numpy(rollout.tokens).long()
     logits = model(tokens).logits[:, :-1]
     return logits.log_softmax(-1).gather(2, tokens[:, 1:, None])[..., 0]
 
 
 def gradients(host: MegatronHost, rollout: Rollout) -> dict[str, torch.Tensor]:
-    """Of the sum of the policy's log-probs, by Hugging Face name."""
+    """Return the gradients of the sum of the policy's log-probs, by Hugging Face name."""
     trainer = host._trainers[Role.POLICY]
     trainer._ddp.zero_grad_buffer()
 

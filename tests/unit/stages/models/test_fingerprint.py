@@ -1,4 +1,4 @@
-"""What a process says that its last bits depend on: the same each time, and another where something is."""
+"""A process's statement of everything that its last bits depend on: constant, and different after a change."""
 
 from __future__ import annotations
 

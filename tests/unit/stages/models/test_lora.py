@@ -44,7 +44,7 @@ def model_config(path: str = "random:tiny", lora: LoraConfig = LORA, **changes: 
 
 
 def update(host: MegatronHost, step: int = 0) -> dict[str, float]:
-    """Of both models, on a step's data as the stages would have made it, with random advantages and returns."""
+    """Update both models on a step's data as the stages would have made it, with random advantages and returns."""
     rng = np.random.default_rng([7, step])
     rollout = random_rollout(rng, ROWS, SEQ, version=step)
     mask = rollout.response_mask

@@ -235,7 +235,8 @@ def test_of_two_trained_roles_the_larger_works() -> None:
 
 
 def test_forwards_kept_for_the_update_are_of_all_rows() -> None:
-    """Both trained models' at once: the policy's update is done while the critic's forward still waits for its own."""
+    """Both trained models keep theirs at once: the policy is updated while the critic's forward still waits for its
+    update."""
     reuse = OptimizerConfig(reuse_forward=True)
     both = gang(ModelConfig(path="random:tiny", policy=reuse, critic=reuse), data_ranks=2)
     batches = {Role.POLICY: BATCH, Role.CRITIC: BATCH}

@@ -1,4 +1,4 @@
-"""What the Megatron models say, against transformers on the same weights."""
+"""Outputs of the Megatron models, against transformers on the same weights."""
 
 from __future__ import annotations
 

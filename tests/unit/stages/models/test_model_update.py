@@ -1,4 +1,4 @@
-"""What an update does to the models, against a PPO update written by hand with torch and transformers."""
+"""Updates of the models, against a PPO update written by hand with torch and transformers."""
 
 from __future__ import annotations
 
@@ -232,7 +232,7 @@ def test_a_forward_that_is_kept_serves_the_update_and_changes_no_bit(
 
 @pytest.mark.parametrize("why", ["the critic warms up", "no token counts"])
 def test_a_forward_that_no_update_takes_is_forgotten(tmp_path: Path, why: str) -> None:
-    """It would be held for ever: with its weights' version its rows are never trained on again."""
+    """It would be kept for ever: rows of its weights' version are never trained on again."""
     config = model_config()
     config = dataclasses.replace(config, policy=dataclasses.replace(config.policy, reuse_forward=True))
     ppo = PPOConfig(epochs=1, minibatches=1, critic_warmup_steps=1 if why == "the critic warms up" else 0)
@@ -356,7 +356,7 @@ def without_tokens(host: MegatronHost, step: int, rows: np.ndarray | slice) -> t
 
 
 def test_a_minibatch_without_a_token_makes_no_optimizer_step(tmp_path: Path) -> None:
-    """With the optimizer's momentum full and weights that decay, a step with no gradient would move them."""
+    """With momentum in the optimizer and weight decay, a step without a gradient would change the weights."""
     with opened(tmp_path, model_config(), PPOConfig(epochs=1, minibatches=2)) as host:
         update(host, 0)
         before = [host.digest(role) for role in (Role.POLICY, Role.CRITIC)]
@@ -424,7 +424,7 @@ def test_one_optimizer_step_needs_no_recomputed_logprobs(tmp_path: Path, noise: 
 
 
 def poisoned(batch: PolicyBatch, row: int) -> PolicyBatch:
-    """With one advantage that is not finite."""
+    """Return the batch with one advantage that is not finite."""
     advantages = batch.advantages.advantages.copy()
     advantages[row, batch.advantages.loss_mask[row].argmax()] = np.inf
     return dataclasses.replace(batch, advantages=dataclasses.replace(batch.advantages, advantages=advantages))

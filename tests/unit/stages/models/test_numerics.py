@@ -1,4 +1,4 @@
-"""What a rank's process sets before it multiplies on CUDA. No GPU is at hand in most places: torch is told of one."""
+"""Settings of a rank's process before it multiplies on CUDA. Most hosts have no GPU, so torch is told of one."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from stages.models.numerics import ENVIRONMENT, repeats_bits, set_numerics
 
 @pytest.fixture
 def said_to_have_cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """And everything as before afterwards."""
+    """Let torch report CUDA, and restore everything afterwards."""
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     for name in ENVIRONMENT:
         monkeypatch.setenv(name, "")

@@ -167,7 +167,8 @@ def _bytes(tensors: Any) -> int:
 
 @pytest.mark.usefixtures("own_memory")
 def test_only_the_role_at_work_is_on_the_device(tmp_path: Path) -> None:
-    """For a forward pass its weights alone; no gradients but in an update; the trunk, which all read, always."""
+    """A forward pass needs only the role's weights; gradients exist only in an update; the trunk, which all roles
+    read, stays."""
     rollout = random_rollout(np.random.default_rng(0), ROWS, SEQ)
     with opened(tmp_path, model_config(frozen_blocks=1), offload="idle") as host:
         assert held(host, Role.POLICY) == (0, 0, 0)
@@ -195,7 +196,7 @@ def test_gradient_buffers_exist_during_an_update_only(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("own_memory")
 def test_megatrons_views_stay_views(tmp_path: Path) -> None:
-    """Of the distributed optimizer's buffers: parameters of `param_data`, `main_grad`s of `grad_data`."""
+    """Parameters stay views of the distributed optimizer's `param_data`, `main_grad`s of its `grad_data`."""
     with opened(tmp_path, model_config(), layout=LAYOUTS["sharded"], offload="idle") as host:
         step(host, 0)
         host.digest(Role.POLICY)

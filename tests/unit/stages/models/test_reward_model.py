@@ -79,7 +79,8 @@ def test_what_is_exported_gives_the_same_scores(tmp_path: Path, family: str) -> 
 
 
 def test_gradients_equal_transformers(tmp_path: Path) -> None:
-    """Of the Bradley-Terry loss, cut into micro-batches of 16 tokens, for every trained tensor."""
+    """The gradients are those of the Bradley-Terry loss, cut into micro-batches of 16 tokens, for every trained
+    tensor."""
     random_model("Qwen 3").save_pretrained(tmp_path / "start")
     rows = some_rows(np.random.default_rng(1))
     with reward_model(tmp_path, trained_model(tmp_path / "start"), trained=True) as host:
@@ -137,7 +138,7 @@ def test_the_best_state_comes_back(tmp_path: Path) -> None:
 
 
 def test_a_critic_starts_from_a_reward_model(tmp_path: Path) -> None:
-    """Its values are that model's scores at every prefix, head and bias included; version 0 is that again."""
+    """Its values are that model's scores at every prefix, head and bias included; so they are again at version 0."""
     with reward_model(tmp_path, trained_model("random:tiny"), trained=True) as host:
         host.shift(0.5)
         host.export(tmp_path / "model")

@@ -1,4 +1,4 @@
-"""What a config.json says of a model, and the tensors that it has: against transformers."""
+"""The model that a config.json describes, and its tensors, against transformers."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_random_tiny_in_numbers() -> None:
 
 
 def test_what_a_config_leaves_out() -> None:
-    """As transformers fills it in: a key/value head for each head, heads that share the hidden size, no tie."""
+    """transformers fills it in: a key/value head for each head, heads that share the hidden size, untied embeddings."""
     config = read_config(RANDOM_TINY)
     for key in ("num_key_value_heads", "head_dim", "tie_word_embeddings", "attention_bias", "mlp_bias", "hidden_act"):
         del config[key]
@@ -122,7 +122,7 @@ def test_a_missing_size_is_named(key: str) -> None:
     [("mistral", "sliding_window"), ("qwen2", "num_key_value_heads"), ("qwen3", "head_dim"), ("llama", "factor")],
 )
 def test_a_number_that_transformers_would_fill_in_is_named(model_type: str, key: str) -> None:
-    """With that of one model of the family, whatever the others' are."""
+    """The message has the number of one model of the family; other models of it may differ."""
     config = read_config(RANDOM_TINY) | {"model_type": model_type}
     config.pop(key, None)
     if key == "factor":

@@ -65,7 +65,7 @@ def oracle(
 
 
 def gradients(outputs: tuple[Tensor, Tensor], of: tuple[Tensor, Tensor], entropy: bool) -> tuple[Tensor, ...]:
-    """Of a loss that weighs every token differently."""
+    """Return the gradients of a loss that weights every token differently."""
     weights = torch.linspace(-1, 2, N, dtype=outputs[0].dtype)
     loss = (weights * outputs[0]).sum() + ((weights.flip(0) * outputs[1]).sum() if entropy else 0)
     return torch.autograd.grad(loss, of)
@@ -84,7 +84,7 @@ def test_logprobs_entropies_and_gradients_are_those_of_whole_logits(
     distribution: Distribution,
     products: Products,
 ) -> None:
-    """Whatever number of blocks is kept for the backward pass: none, two of four, all."""
+    """This holds for any number of blocks that are kept for the backward pass: none, two of four, all."""
     monkeypatch.setattr(token_logprobs, "KEPT_BYTES", kept)
     hidden, weight, tokens, index = inputs()
     hidden.requires_grad_()

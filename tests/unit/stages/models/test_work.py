@@ -24,7 +24,8 @@ TINY = read_spec("random:tiny")
 
 
 def counted_by_torch(rows: int, tokens: int) -> int:
-    """Of the products in a forward and a backward pass; attention as matrices, without regard to what is masked."""
+    """Return torch's count of the products in a forward and a backward pass; attention counts as matrices, masked
+    parts included."""
     config = LlamaConfig(**read_config("random:tiny"))
     model = LlamaForCausalLM._from_config(config, attn_implementation="eager")
     ids = torch.zeros(rows, tokens, dtype=torch.int64)

@@ -1,4 +1,4 @@
-"""Where compiled kernels are kept, whose are loaded, and that records are laid out as C has them."""
+"""The folder of compiled kernels, the libraries that are loaded from it, and records that are laid out as in C."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def homeless(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """As in a container whose user has a number and no name. Returns the temporary folder."""
+    """Return the temporary folder of a user with a number and no name, as in a container."""
 
     def no_home() -> Path:
         raise RuntimeError("Could not determine home directory.")
@@ -70,7 +70,7 @@ def test_a_home_that_cannot_be_written_is_passed_over(homeless: Path, monkeypatc
 
 
 def test_another_users_folder_is_not_loaded_from(homeless: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its name can be guessed, and the temporary folder is everybody's."""
+    """Its name can be guessed, and everybody may write to the temporary folder."""
     me = os.geteuid()
     monkeypatch.setattr(os, "geteuid", lambda: me + 1)
     (homeless / f"stageline-cache-{me + 1}").mkdir()

@@ -31,7 +31,8 @@ def test_by_hand_terminate() -> None:
 
 
 def test_by_hand_bootstrap() -> None:
-    """Only the cut row changes: delta_3 = 3 + .5*10 - 8 = 0, A_2 = 2. Row 0 ended by itself: its 55 is never read."""
+    """Only the cut row changes: delta_3 = 3 + .5*10 - 8 = 0, A_2 = 2. Row 0 ended by itself, so its 55 is never
+    read."""
     advantages, returns = run("bootstrap")
     assert advantages == [[0, 1.5, -2.0, 0], [0, 0, 2.0, 0.0]]
     assert returns == [[0, 3.5, 4.0, 0], [0, 0, 6.0, 8.0]]

@@ -35,7 +35,7 @@ def test_reward_and_adjusted_reward_are_apart() -> None:
 
 
 def test_kl_to_the_reference_is_per_response() -> None:
-    """On fresh tokens every weight is 1."""
+    """All tokens are fresh, so every weight is 1."""
     mu = tokens(-1, -2, -3, -4)
     got = metrics.ref_kl_metrics(mu, mu, tokens(-1.5, -2.5, -2, -4), MASK, 2.0)
     k3 = (2 * (math.exp(-0.5) - 1 + 0.5) + (math.e - 1 - 1)) / 2

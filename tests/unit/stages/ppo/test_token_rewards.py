@@ -52,7 +52,7 @@ def test_a_cut_response_gets_the_fixed_score() -> None:
 
 
 def test_running_mean_is_the_mean_of_everything_seen() -> None:
-    """Of 1, 2, 6, 10: mean 4.75; squared distances 14.0625 + 7.5625 + 1.5625 + 27.5625 = 50.75."""
+    """The mean of 1, 2, 6, 10 is 4.75; squared distances: 14.0625 + 7.5625 + 1.5625 + 27.5625 = 50.75."""
     state = RunningMoments()
     assert state.std == 0.0
     for batch in ([1.0, 2.0, 6.0], [10.0], []):
@@ -62,7 +62,7 @@ def test_running_mean_is_the_mean_of_everything_seen() -> None:
 
 
 def test_moments_of_numbers_far_from_zero_keep_their_spread() -> None:
-    """Where the difference of sums of squares would be 0 or negative."""
+    """The difference of sums of squares would be 0 or negative here."""
     state = RunningMoments()
     for batch in ([1e9, 1e9 + 1], [1e9 + 2]):
         state = update_running_moments(state, torch.tensor(batch, dtype=torch.float64))
@@ -87,8 +87,8 @@ def test_scores_are_normalised_by_hand(config: NormalizeConfig, expected: list[f
 
 @pytest.mark.parametrize("score", [-0.1, 0.7, 1 / 3])
 def test_responses_that_are_all_cut_have_no_spread(score: float) -> None:
-    """Of three times -0.1 in float64 the mean is not -0.1, nor is what a reward gives as -0.1, in float32: divided by
-    such a spread, scores were 1e15."""
+    """In float64 the mean of three times -0.1 is not -0.1, and a reward's -0.1 is a float32: divided by such a
+    spread, scores were 1e15."""
     given = torch.tensor([score, 5.0, 5.0], dtype=torch.float32).double()
     shaped = penalise_missing_eos(given, torch.tensor([False, True, True]), score)
     moments = update_running_moments(RunningMoments(), shaped)

@@ -19,7 +19,7 @@ def group(rows: list[int], *pairs: tuple[int, int]) -> Group:
 
 
 GROUPS = [group([4, 1, 2], (4, 1), (4, 2), (2, 1)), group([0, 3], (3, 0))]
-"""Of five rows: K = 3 with all C(3, 2) = 3 pairs, and K = 2."""
+"""Groups of five rows: K = 3 with all C(3, 2) = 3 pairs, and K = 2."""
 
 
 def oracle(scores: np.ndarray, groups: list[Group]) -> float:

@@ -1,4 +1,4 @@
-"""How well scores agree with people: standard errors against a double loop, calibration and noise by hand."""
+"""Agreement of scores with people: standard errors against a double loop, calibration and noise by hand."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ def test_independent_pairs_have_the_usual_one() -> None:
 
 
 def test_it_is_the_spread_over_new_texts() -> None:
-    """Of 300 draws of 60 texts, all pairs each: the standard errors' mean is the accuracies' spread, and that of
-    independent pairs would be far below."""
+    """In 300 draws of 60 texts with all pairs, the mean standard error is the accuracies' spread. The error of
+    independent pairs would be far smaller."""
     draw, accuracies, errors = np.random.default_rng(3), [], []
     first, second = np.triu_indices(60, 1)
     for _ in range(300):

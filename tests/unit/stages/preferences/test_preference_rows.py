@@ -1,4 +1,4 @@
-"""From judgements to rows, pairs and groups: nothing twice, nothing lost, the same on every call."""
+"""Rows, pairs and groups from judgements: nothing twice, nothing lost, the same on every call."""
 
 from __future__ import annotations
 

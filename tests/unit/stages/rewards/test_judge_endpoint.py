@@ -130,7 +130,8 @@ def test_likelihoods_are_asked_for_and_read() -> None:
 
 @pytest.mark.parametrize("limit", [4, 110])
 def test_as_many_requests_at_once_as_the_limit_and_no_more(limit: int) -> None:
-    """So many must be there together before any is answered; an HTTP pool has a limit of its own, often 100."""
+    """That many requests must be present together before any is answered. An HTTP pool has a limit of its own, often
+    100."""
     together = threading.Barrier(limit)
 
     def judge(body: Mapping[str, Any]) -> Reply:
@@ -320,7 +321,7 @@ def test_answers_are_not_held_in_memory(tmp_path: Path) -> None:
 
 
 def test_a_budget_ends_the_asking_and_a_larger_one_goes_on(tmp_path: Path) -> None:
-    """What is under way then is answered and kept; whoever goes on counts what was sent before."""
+    """Requests under way are answered and kept; a continued run counts the earlier requests."""
     with serving(device_sharing(Reply("later", 503), by_length)) as served:
         judge = judge_of(served, max_requests=6, concurrency=3, _directory=tmp_path)
         with pytest.raises(BudgetSpent, match=r"max_requests = 6 is used up; every answer that came is kept"):
@@ -339,7 +340,8 @@ def test_a_budget_ends_the_asking_and_a_larger_one_goes_on(tmp_path: Path) -> No
 
 
 def test_workers_share_a_budget(tmp_path: Path) -> None:
-    """Neither can have what the other was about to send; at the end each may take the other's try for a request."""
+    """Neither worker can send a request that the other has reserved; at the end each may count the other's try as a
+    request."""
     budget = Budget(max_requests=200)
     spendings = [Spending(budget, tmp_path, "x") for _ in range(4)]
 
@@ -499,7 +501,7 @@ def test_it_is_asked_where_an_event_loop_runs_already() -> None:
 
 
 def test_an_interrupt_where_an_event_loop_runs_ends_the_asking_too(request: pytest.FixtureRequest) -> None:
-    """Else a notebook would stand still for all of `retry_s`."""
+    """Otherwise a notebook would hang for all of `retry_s`."""
     # Who starts the tests in the background of a script has them ignore SIGINT.
     request.addfinalizer(partial(signal.signal, signal.SIGINT, signal.getsignal(signal.SIGINT)))
     signal.signal(signal.SIGINT, signal.default_int_handler)

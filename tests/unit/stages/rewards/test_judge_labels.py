@@ -1,4 +1,4 @@
-"""From verdicts to pairs that a reward model can be trained on."""
+"""Pairs from verdicts, for the training of a reward model."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ def source(url: str, **changes: object) -> list[PromptItem]:
 
 
 def answered(item: PromptItem, response: str) -> Sample:
-    """With the prompt's fields as a worker has them: from JSON."""
+    """Return a sample with the prompt's fields as a worker has them: from JSON."""
     return Sample(item.text or "", response, extra=json.loads(json.dumps(item.extra)))
 
 
@@ -44,7 +44,8 @@ def test_what_is_said_after_a_question() -> None:
 @pytest.mark.parametrize("task", ["chain_sum", "fraction_simplification", "leg_counting", "shortest_path", "countdown"])
 @pytest.mark.parametrize("extract", ["tags", "all"])
 def test_the_right_answer_scores_1_and_none_less(task: str, extract: str) -> None:
-    """Also of tasks whose problems JSON cannot hold: they are made again. Countdown's own answer is an expression."""
+    """This includes tasks whose problems JSON cannot hold: they are made again. Countdown's own answer is an
+    expression."""
     items = source(f"{task}?size=3&seed=5")
     answers = [item.extra["answer"] for item in items]
     said = [f"I think\n<answer>{a}</answer>" if extract == "tags" else a for a in answers]

@@ -1,4 +1,4 @@
-"""What code in a sandbox can reach: the text of a model, which some scorers evaluate, and a user's own reward."""
+"""The reach of code in a sandbox: a model's text, which some scorers evaluate, and a user's own reward."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from tests.support.waiting import until
 OWN = "tests.support.own_rewards"
 KEY = "CANARY_OF_A_KEY"
 WAYS = {"all": process.USED, "no namespaces": ("landlock", "seccomp")}
-"""What a host may offer that scores text which is evaluated."""
+"""Protections that a host may offer for scoring evaluated text."""
 
 pytestmark = pytest.mark.skipif(kernel.landlock_version() < 6, reason="this kernel cannot confine what is shown here")
 
@@ -134,7 +134,7 @@ def test_a_string_that_is_evaluated_again_changes_the_score_of_no_other(reasonin
 def test_an_answer_that_floods_its_scorer_is_stopped_at_once(
     reasoning: ReasoningReward, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Its own memory is limited; that of the process which reads its score is not."""
+    """Its own memory is limited; the memory of the process that reads its score is not."""
     write = "[{os}.write(3, b) for b in [(1 << 62).to_bytes(8, 'big'), *[bytes(1 << 20)] * 10**6]]"
     levels = "{os}.write(3, (10**5).to_bytes(8, 'big') + b'[' * 10**5) and [0][1]"
     for text in (write, levels):

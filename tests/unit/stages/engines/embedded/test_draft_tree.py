@@ -107,7 +107,7 @@ def test_guesses_are_fed_with_the_likeliest_line_first() -> None:
 
 
 def test_guesses_of_two_drafters_are_joined() -> None:
-    """Both say 10; the first goes on with 11, the second, which is surer of 10, with 12; 13 is its own."""
+    """Both guess 10. The first continues with 11; the second, which is surer of 10, with 12; 13 is its own guess."""
     first = guesses(chain((10, 11)), "a", 0.5, 0.4)
     second = guesses(DraftTree((13, 10, 12), (-1, -1, 1)), "b", 0.1, 0.7, 0.3)
     both = merge_guesses(first, second)

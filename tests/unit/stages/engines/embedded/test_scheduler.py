@@ -122,7 +122,7 @@ def test_blocks_that_nobody_holds_are_known_until_they_are_needed() -> None:
 
 
 def test_a_block_given_to_another_prompt_takes_its_continuations_along() -> None:
-    """Its number lives on with other tokens, and what continued the old ones must not be found behind the new ones."""
+    """Its number gets other tokens, and continuations of the old tokens must not be found behind the new ones."""
     pool = BlockPool(2)
     mine = [pool.take(), pool.take()]
     pool.publish(mine, list(range(32)))

@@ -1,4 +1,4 @@
-"""What the draft head learns from, and its loss: against numbers worked out by hand."""
+"""The draft head's training data and its loss, against numbers worked out by hand."""
 
 from __future__ import annotations
 
@@ -111,7 +111,8 @@ def test_refit_changes_the_teacher_for_the_next_step() -> None:
 
 @pytest.mark.parametrize("megabytes", [1, 3])
 def test_hidden_states_of_finished_rows_stay_within_their_budget(megabytes: int) -> None:
-    """However many rows finish, and of rows longer than the whole ring: three quarters of `head_memory_mb`."""
+    """The budget holds for any number of finished rows, and for rows longer than the whole ring: three quarters of
+    it."""
     hidden, budget = 8, megabytes << 20
     student = make_student(8, budget)
     kept = student._rows
@@ -145,7 +146,7 @@ def test_hidden_states_of_rows_in_flight_stay_within_their_budget() -> None:
 
 
 def test_the_last_state_of_every_row_is_kept() -> None:
-    """It is what drafts begin with, also where there is no room for anything."""
+    """Drafts begin with it, even if there is no room for anything else."""
     drafter = LearnedDrafter(make_student(8, 0), TorchKernels(), torch.float32)
     rows = [row_of(Request(i, 0, 0, (1, 2), 0, SamplingConfig(9))) for i in range(3)]
     for number in range(5):

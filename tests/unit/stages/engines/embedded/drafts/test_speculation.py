@@ -203,7 +203,8 @@ def test_wrong_drafts_are_given_up_and_right_ones_kept(by_position: bool) -> Non
 
 
 def test_a_drafter_is_asked_only_as_far_as_pays() -> None:
-    """Only first tokens are right: a drafter that takes its time for each is soon asked for one, another for all."""
+    """Only first tokens are right: a drafter that needs time for each token is soon asked for one, another drafter
+    for all."""
     for by_position, expected in ((True, 1), (False, 4)):
         drafter = Ones(by_position)
         speculation = make_speculation(drafter, costs={1: 1.0, 11: 4.0})
@@ -243,7 +244,7 @@ def test_what_was_given_up_is_tried_again() -> None:
 
 
 def test_sure_drafts_are_told_from_unsure_ones() -> None:
-    """Of level 1 all are right, of level 0 none: afterwards only the former are verified."""
+    """All guesses of level 1 are right, none of level 0: afterwards only level 1 is verified."""
     drafter = Ones()
     speculation = make_speculation(drafter, costs={1: 1.0, 11: 4.0}, longest=1)
     row = make_row((1, 2, 3))
@@ -265,7 +266,7 @@ class Twos(Ones):
 
 
 def test_of_two_drafters_the_one_that_was_right() -> None:
-    """Both are tried, being unknown; then whatever has been accepted is verified."""
+    """Both are tried while they are unknown; then the drafter with accepted guesses is used."""
     for right in (1, 2):
         first, second = Ones(), Twos(by_position=True)
         speculation = make_speculation(first, second, costs={1: 1.0, 11: 4.0})

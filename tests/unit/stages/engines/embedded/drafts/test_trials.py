@@ -1,4 +1,4 @@
-"""Whether drafts gain is seen on passes: seconds are made up, so nothing here depends on a clock."""
+"""The gain of drafts, seen on passes. Seconds are made up, so nothing here depends on a clock."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the kernels in C are given is looked at first: each of these would have read or written past an array."""
+"""Checks of the arguments of the C kernels: each of these would have read or written past an array."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ MAX_SEQ = 64
 
 @dataclass(frozen=True)
 class OnDevice(TorchKernels):
-    """What `DeviceKernels` asks for, by the plain functions."""
+    """The requests of `DeviceKernels`, answered by the plain functions."""
 
     name: str = "on device"
 
@@ -56,7 +56,7 @@ class Counting:
 
 @pytest.fixture
 def runner(monkeypatch: pytest.MonkeyPatch) -> Iterator[LocalRunner]:
-    """Its batches of the right kind are padded."""
+    """A runner that pads batches of the right kind."""
     monkeypatch.setattr("stages.engines.embedded.runner.choose_kernels", lambda engine, device: OnDevice())
     with closing(LocalRunner(RANDOM_TINY, EngineConfig(max_rows=16), max_seq=MAX_SEQ, device=CPU)) as runner:
         yield runner
@@ -115,7 +115,7 @@ def test_a_refit_shows_in_the_next_replay(runner: LocalRunner) -> None:
 
 
 def captured(capture: Counting) -> tuple[CapturedBatches, list[Tokens]]:
-    """With a computation that draws, after each token, its position (and 0.5)."""
+    """Captured batches of a computation that draws, after each token, its position (and 0.5)."""
     seen: list[Tokens] = []
 
     def compute(tokens: Tokens, drawing: object) -> tuple[torch.Tensor, torch.Tensor]:

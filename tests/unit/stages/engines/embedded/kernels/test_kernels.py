@@ -146,7 +146,7 @@ def test_choose_equals_plain_torch(native: NativeKernels, vocab: int) -> None:
 
 
 def test_noise_is_the_same_function(native: NativeKernels) -> None:
-    """With one token raised to just below, or just above, the winner of pure noise, the choice must follow."""
+    """One token is raised to just below, or just above, the winner of pure noise; the choice must follow."""
     vocab, rows = 4096, 16
     keys = noise_keys(3, 1, np.arange(rows), 0)
     noise = gumbel(keys, vocab, torch.device("cpu"))

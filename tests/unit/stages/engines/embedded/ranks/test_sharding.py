@@ -1,4 +1,4 @@
-"""Which rank holds what: the parts are the whole, and a stage is as much work as another."""
+"""The division of a model among ranks: the parts make the whole, and stages have equal work."""
 
 from __future__ import annotations
 
